@@ -1,0 +1,1 @@
+"""LightNet: additive-decay attention for grids of any number of axes."""

@@ -1,0 +1,1 @@
+"""From a file on disk to a batch: videos, volumes and the small sets made on this machine."""

@@ -1,0 +1,292 @@
+"""Videos from files: two readers, a folder of classes, and a dataset of clips.
+
+A folder is read as `train/<class>/*.mp4` and `test/<class>/*.mp4` (or another of ENDINGS). Frames
+are (frames, height, width, 3) uint8 RGB wherever a user meets them; what turns them into the clips
+of a network is in video_transforms. A file or folder that cannot be used raises DataError.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torchvision.transforms.v2 import functional as tvf
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.video_transforms import eval_clips, even_indices, train_clip
+
+ENDINGS = (".mp4", ".avi", ".mkv", ".mov", ".webm")
+THREADS = min(4, os.cpu_count() or 1)  # each holds a decoder, and decoders are large
+BATCH = 32  # frames decoded at once at full size: bounds the memory of a long video
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class VideoReader(Protocol):
+    """An open video: `len` in frames, `fps` in frames a second (0.0 where the file has none)."""
+
+    fps: float
+
+    def __len__(self) -> int: ...
+
+    def frames(self, indices: Sequence[int]) -> Tensor:
+        """The frames of these numbers, in this order: (frames, height, width, 3) uint8 RGB.
+
+        IndexError for a number outside [0, len); DataError where the file is damaged there.
+        """
+        ...
+
+
+class DecordReader:
+    """Reads through decord, which finds any frame quickly."""
+
+    def __init__(self, path: str | Path) -> None:
+        import decord
+
+        self.path = _existing(path)
+        self._errors: tuple[type[Exception], ...] = (RuntimeError, decord.DECORDError)
+        try:
+            self._video = decord.VideoReader(str(self.path), num_threads=1)
+            self._length = len(self._video)
+            self.fps = float(self._video.get_avg_fps()) if self._length else 0.0
+        except self._errors as error:
+            raise DataError(f"{self.path}: not a video that can be read") from error
+        if not self._length:
+            raise DataError(f"{self.path}: has no frames")
+
+    def __len__(self) -> int:
+        return self._length
+
+    def frames(self, indices: Sequence[int]) -> Tensor:
+        wanted = _checked(indices, len(self))
+        try:
+            return torch.from_numpy(self._video.get_batch(wanted).asnumpy())
+        except self._errors as error:
+            raise DataError(f"{self.path}: damaged, not all frames can be decoded") from error
+
+
+class PyAVReader:
+    """Reads through PyAV, from the start to the last frame asked for; asking in order is quick."""
+
+    def __init__(self, path: str | Path) -> None:
+        import av
+
+        self.path = _existing(path)
+        try:
+            with av.open(str(self.path)) as file:
+                if not file.streams.video:
+                    raise DataError(f"{self.path}: has no video stream")
+                # Packets are counted because a header may give the number of frames wrong or not.
+                self._length = sum(packet.size > 0 for packet in file.demux(video=0))
+                self.fps = float(file.streams.video[0].average_rate or 0)
+        except av.error.FFmpegError as error:
+            raise DataError(f"{self.path}: not a video that can be read") from error
+        if not self._length:
+            raise DataError(f"{self.path}: has no frames")
+        self._restart()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def _restart(self) -> None:
+        import av
+
+        self._decoded: Iterator[Any] = av.open(str(self.path)).decode(video=0)
+        self._position = 0  # the number of the frame that `_decoded` gives next
+
+    def frames(self, indices: Sequence[int]) -> Tensor:
+        import av
+
+        wanted = _checked(indices, len(self))
+        if min(wanted) < self._position:
+            self._restart()
+        kept: dict[int, Tensor] = {}
+        try:
+            for number in range(self._position, max(wanted) + 1):
+                frame = next(self._decoded)
+                if number in wanted:
+                    kept[number] = torch.from_numpy(frame.to_ndarray(format="rgb24"))
+                self._position = number + 1
+        except (StopIteration, av.error.FFmpegError) as error:
+            self._position = len(self)  # whatever comes next starts afresh
+            raise DataError(f"{self.path}: damaged, not all frames can be decoded") from error
+        return torch.stack([kept[number] for number in wanted])
+
+
+def open_video(path: str | Path) -> VideoReader:
+    """Open a video with decord where it is installed and with PyAV otherwise (no decord on ARM)."""
+    return DecordReader(path) if find_spec("decord") else PyAVReader(path)
+
+
+class Sample(NamedTuple):
+    """A video file and the number of its class."""
+
+    path: Path
+    label: int
+
+
+@dataclass(frozen=True)
+class VideoFolder:
+    """What is in a folder of videos; a label counts in `classes`, which are in order of name."""
+
+    folder: Path
+    classes: tuple[str, ...]
+    train: tuple[Sample, ...]
+    test: tuple[Sample, ...]
+
+
+def read_video_folder(folder: str | Path) -> VideoFolder:
+    """List `train/<class>/` and `test/<class>/`; opens no video.
+
+    DataError for a missing folder, no classes, a class without videos, or classes that differ
+    between the two. Files with other endings and names that begin with a dot are passed over.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder")
+    classes = _class_names(folder / "train")
+    if (other := _class_names(folder / "test")) != classes:
+        odd = ", ".join(sorted(set(classes) ^ set(other)))
+        raise DataError(f"{folder}: classes in only one of train/ and test/: {odd}")
+    train, test = (_class_samples(folder / split, classes) for split in ("train", "test"))
+    return VideoFolder(folder, classes, train, test)
+
+
+def find_videos(path: str | Path) -> list[Path]:
+    """The video at `path`, or all those in it and its subfolders, sorted; DataError if none."""
+    path = Path(path)
+    if not path.exists():
+        raise DataError(f"{path}: no such file or folder")
+    found = sorted(file for file in path.rglob("*") if _is_video(file)) if path.is_dir() else [path]
+    if not found or not _is_video(found[0]):
+        raise DataError(f"{path}: no video here (a name that ends in {', '.join(ENDINGS)})")
+    return found
+
+
+def check_videos(samples: Sequence[Sample]) -> None:
+    """Open every video and decode its first frame; DataError names the first that fails."""
+    _in_threads(_check, samples, "checking videos")
+
+
+def load_video(path: str | Path, short_side: int, max_frames: int) -> Tensor:
+    """A whole video in memory: (frames, height, width, 3) uint8, the short side of `short_side`.
+
+    A video of more than `max_frames` frames is thinned out evenly. Decoding is slow, and decord
+    gives memory back late: decode a video once, and keep this.
+    """
+    reader = open_video(path)
+    indices = even_indices(len(reader), min(len(reader), max_frames)).tolist()
+    parts = []
+    for start in range(0, len(indices), BATCH):
+        frames = reader.frames(indices[start : start + BATCH]).permute(0, 3, 1, 2)
+        frames = tvf.resize(frames, [short_side], antialias=True)
+        parts.append(frames.permute(0, 2, 3, 1).contiguous())
+    return torch.cat(parts)
+
+
+def load_for_clips(path: str | Path, frames: int, size: int) -> Tensor:
+    """`load_video` as the clips of a network want it; training and prediction both come by here.
+
+    The short side is 8/7 of `size`, the usual margin for a crop, and four times as many frames are
+    kept as a clip takes (64 at least), so that random clips of one video differ.
+    """
+    return load_video(path, short_side=round(size * 8 / 7), max_frames=max(64, 4 * frames))
+
+
+class ClipDataset(torch.utils.data.Dataset[tuple[Tensor, int] | tuple[Tensor, int, int]]):
+    """Clips of labelled videos, which are all decoded at once, here, and kept as uint8.
+
+    `load_for_clips` says what is kept: at size 112, 65 kB for each frame of 4:3. With `train`, item
+    i is (clip, label): a random clip (3, frames, size, size) of video i. Otherwise it is
+    (clips, label, i): always the same `clips` clips, (clips, 3, frames, size, size). With
+    `frames=1` a clip is a single frame. DataError names a file that cannot be read.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        frames: int,
+        size: int,
+        train: bool,
+        clips: int = 1,
+        hflip: bool = False,
+    ) -> None:
+        if min(frames, size, clips) < 1:
+            raise ValueError(f"frames, size and clips start at 1, got {frames}, {size}, {clips}")
+        self.samples = tuple(samples)
+        self.frames, self.size, self.train = frames, size, train
+        self.clips, self.hflip = clips, hflip
+        self._videos = _in_threads(self._load, self.samples, "decoding videos")
+
+    def _load(self, sample: Sample) -> Tensor:
+        return load_for_clips(sample.path, self.frames, self.size)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int] | tuple[Tensor, int, int]:
+        video, label = self._videos[index], self.samples[index].label
+        if self.train:
+            return train_clip(video, self.frames, self.size, self.hflip), label
+        return eval_clips(video, self.frames, self.size, self.clips), label, index
+
+
+def _existing(path: str | Path) -> Path:
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    return path
+
+
+def _checked(indices: Sequence[int], length: int) -> list[int]:
+    wanted = [int(index) for index in indices]
+    if not wanted or min(wanted) < 0 or max(wanted) >= length:
+        raise IndexError(f"frame numbers in [0, {length}) wanted, got {wanted}")
+    return wanted
+
+
+def _is_video(path: Path) -> bool:
+    return path.suffix.lower() in ENDINGS and not path.name.startswith(".") and path.is_file()
+
+
+def _class_names(folder: Path) -> tuple[str, ...]:
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder")
+    folders = (entry for entry in folder.iterdir() if entry.is_dir())
+    names = tuple(sorted(entry.name for entry in folders if not entry.name.startswith(".")))
+    if not names:
+        raise DataError(f"{folder}: has no class folders")
+    return names
+
+
+def _class_samples(folder: Path, classes: Sequence[str]) -> tuple[Sample, ...]:
+    samples: list[Sample] = []
+    for label, name in enumerate(classes):
+        files = sorted(file for file in (folder / name).iterdir() if _is_video(file))
+        if not files:
+            raise DataError(f"{folder / name}: has no videos ({', '.join(ENDINGS)})")
+        samples.extend(Sample(file, label) for file in files)
+    return tuple(samples)
+
+
+def _check(sample: Sample) -> None:
+    open_video(sample.path).frames([0])
+
+
+def _in_threads(
+    function: Callable[[Item], Result], items: Sequence[Item], title: str
+) -> list[Result]:
+    """`[function(item) for item in items]` with a progress bar; the first error ends it."""
+    from rich.progress import track
+
+    pool = ThreadPoolExecutor(max_workers=THREADS)
+    try:
+        return list(track(pool.map(function, items), title, total=len(items)))
+    finally:
+        pool.shutdown(cancel_futures=True)

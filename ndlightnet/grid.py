@@ -1,0 +1,76 @@
+"""Grid: the shape of a token lattice. The only room that knows about the number of axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def per_axis(name: str, value: int | Sequence[int], ndim: int, least: int = 1) -> tuple[int, ...]:
+    """Expand an argument given as `int` or one `int` per axis, and check it."""
+    values = (value,) * ndim if isinstance(value, int) else tuple(value)
+    if len(values) != ndim or any(not isinstance(v, int) or v < least for v in values):
+        raise ValueError(f"{name}={value!r}: expected an int >= {least} or {ndim} of them")
+    return values
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Shape of the token lattice, flattened row-major (the last axis runs fastest)."""
+
+    shape: tuple[int, ...]
+
+    @staticmethod
+    def of(tokens: Tensor) -> Grid:
+        """The grid of tokens `(batch, *grid, dim)`."""
+        if tokens.ndim < 3:
+            raise ValueError(
+                f"tokens of shape {tuple(tokens.shape)}: expected (batch, *grid, dim), one axis or more"
+            )
+        return Grid(tuple(tokens.shape[1:-1]))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def length(self) -> int:
+        n = 1
+        for size in self.shape:
+            n = n * size
+        return n
+
+    def flatten(self, x: Tensor) -> Tensor:
+        """`(batch, *grid, ...)` -> `(batch, length, ...)`."""
+        return x.reshape(x.shape[0], self.length, *x.shape[1 + self.ndim :])
+
+    def unflatten(self, x: Tensor) -> Tensor:
+        """`(batch, length, ...)` -> `(batch, *grid, ...)`."""
+        return x.reshape(x.shape[0], *self.shape, *x.shape[2:])
+
+    def spread(self, values: Tensor, axis: int) -> Tensor:
+        """Values along one axis, `(grid[axis], ...)`, as seen by every token: `(*grid, ...)`."""
+        view = [1] * self.ndim
+        view[axis] = self.shape[axis]
+        return values.reshape(*view, *values.shape[1:]).expand(*self.shape, *values.shape[1:])
+
+    def coordinates(self, device: torch.device | str | None = None) -> Tensor:
+        """Integer coordinates of every token, `(length, ndim)`, counted from 0."""
+        axes = [
+            self.spread(torch.arange(size, device=device), axis)
+            for axis, size in enumerate(self.shape)
+        ]
+        return torch.stack(axes, dim=-1).reshape(self.length, self.ndim)
+
+    def lines(self, x: Tensor, axis: int) -> Tensor:
+        """`(batch, *grid, dim)` -> `(batch * other axes, grid[axis], dim)`: every line along `axis`."""
+        return x.movedim(1 + axis, -2).reshape(-1, self.shape[axis], x.shape[-1])
+
+    def unlines(self, lines: Tensor, axis: int) -> Tensor:
+        """Inverse of `lines`."""
+        rest = self.shape[:axis] + self.shape[axis + 1 :]
+        x = lines.reshape(-1, *rest, self.shape[axis], lines.shape[-1])
+        return x.movedim(-2, 1 + axis)

@@ -1,0 +1,30 @@
+"""Functions on tensors, without parameters: attention in its forms, MD-TPE, MD-LRPE."""
+
+from ndlightnet.ops.attention import (
+    attention_step,
+    causal_attention,
+    global_attention,
+    read,
+    summarize,
+)
+from ndlightnet.ops.axis_scan import axis_scan, line_scan, line_state, line_step
+from ndlightnet.ops.lrpe import Lrpe, frequencies, rotate, tables
+from ndlightnet.ops.state import State, merge
+
+__all__ = [
+    "Lrpe",
+    "State",
+    "attention_step",
+    "axis_scan",
+    "causal_attention",
+    "frequencies",
+    "global_attention",
+    "line_scan",
+    "line_state",
+    "line_step",
+    "merge",
+    "read",
+    "rotate",
+    "summarize",
+    "tables",
+]

@@ -1,0 +1,91 @@
+"""Operators with a schema, a fake implementation and an explicit backward, and the choice of one.
+
+The causal form is one operator for torch.compile: its number of chunks depends on the length, and its
+backward is written out. Kernels are looked up in `ndlightnet_kernels` at the moment they are asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ndlightnet.ops import parallel
+from ndlightnet.ops.state import State
+
+Impl = Literal["auto", "torch", "triton", "reference"]
+
+
+def choose(impl: Impl, operation: str) -> str:
+    """The implementation that runs. An explicit wish is never replaced by another one."""
+    if impl == "auto":
+        return "torch"
+    if impl not in ("torch", "triton", "reference"):
+        raise ValueError(f"impl={impl!r}: expected 'auto', 'torch', 'triton' or 'reference'")
+    if impl == "triton":
+        found = importlib.util.find_spec("ndlightnet_kernels")
+        kernels = importlib.import_module("ndlightnet_kernels") if found else None
+        if not hasattr(kernels, operation):
+            raise ValueError(
+                f"impl='triton': there is no Triton kernel for {operation} in this version; "
+                "use 'auto' or 'torch'"
+            )
+    return impl
+
+
+@torch.library.custom_op("ndlightnet::causal", mutates_args=())
+def causal(
+    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, top: Tensor, total: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query features, keys, values, key factors and a State -> output and State; see parallel.py."""
+    out, state = parallel.causal(f, k, v, w, State(top, total, memory))
+    return (out.contiguous(), *state)
+
+
+@causal.register_fake
+def _(
+    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, top: Tensor, total: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    acc = parallel.accumulator(k)
+    state = [x.new_empty(x.shape, dtype=acc) for x in (top, total, memory)]
+    return (v.new_empty(v.shape, dtype=acc), state[0], state[1], state[2])
+
+
+@torch.library.custom_op("ndlightnet::causal_backward", mutates_args=())
+def causal_backward(
+    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, top: Tensor, total: Tensor, memory: Tensor,
+    dout: Tensor, dtotal: Tensor, dmemory: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    state = State(top, total, memory)
+    grads = parallel.causal_backward(f, k, v, w, state, dout, dtotal, dmemory)
+    a, b, c, d, e, g = (x.contiguous() for x in grads)
+    return a, b, c, d, e, g
+
+
+@causal_backward.register_fake
+def _(
+    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, top: Tensor, total: Tensor, memory: Tensor,
+    dout: Tensor, dtotal: Tensor, dmemory: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    acc = parallel.accumulator(k)
+    dw = f.new_empty(0, dtype=acc) if w is None else w.new_empty(w.shape, dtype=acc)
+    return (
+        f.new_empty(f.shape), k.new_empty(k.shape), v.new_empty(v.shape), dw,
+        total.new_empty(total.shape, dtype=acc), memory.new_empty(memory.shape, dtype=acc),
+    )  # fmt: skip
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, dout: Tensor, _: Tensor, dtotal: Tensor, dmemory: Tensor) -> Any:
+    df, dk, dv, dw, dsum0, dmemory0 = causal_backward(*ctx.saved_tensors, dout, dtotal, dmemory)
+    w = ctx.saved_tensors[3]
+    return df, dk, dv, None if w is None else dw.to(w.dtype), None, dsum0, dmemory0
+
+
+causal.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,188 @@
+"""LightNet attention: one function per form of execution.
+
+q, k `(batch, length, heads, dim)`, v `(batch, length, heads, value_dim)`: any float dtype; statistics,
+memories and States in float32 (float64 for float64 inputs); outputs in q's dtype. SiLU is applied to q
+here. There is no 1/sqrt(dim): the layer normalises the output. k is at once key and decay.
+
+  summarize           a source of keys and values -> State
+  read                queries on a State                          (cross attention = summarize + read)
+  global_attention    every token sees every token (Eq. 6)
+  causal_attention    token t sees tokens up to t (Eq. 5), from a State to a State
+  attention_step      one token, for decoding
+  merge               two States -> the State of both sources
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ndlightnet.grid import Grid
+from ndlightnet.ops import _registry, parallel, reference
+from ndlightnet.ops._registry import Impl
+from ndlightnet.ops.lrpe import Lrpe, key_features, query_features
+from ndlightnet.ops.state import State, merge, tile
+
+__all__ = [
+    "attention_step", "causal_attention", "global_attention", "merge", "read", "summarize",
+]  # fmt: skip
+
+
+def _check(k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Lrpe | None, q: Tensor | None) -> None:
+    if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"k {tuple(k.shape)}, v {tuple(v.shape)}: expected (batch, length, heads, dim) and "
+            "(batch, length, heads, value_dim)"
+        )
+    if q is not None and q.shape != k.shape:
+        raise ValueError(f"q {tuple(q.shape)}: expected the shape of k, {tuple(k.shape)}")
+    if mask is not None and (mask.shape != k.shape[:2] or mask.dtype != torch.bool):
+        raise ValueError(
+            f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {tuple(k.shape[:2])}, False = padding"
+        )
+    _check_length(k, lrpe, "k")
+
+
+def _check_length(x: Tensor, lrpe: Lrpe | None, name: str) -> None:
+    if lrpe is not None and x.shape[1] != lrpe.prefix + Grid(lrpe.shape).length:
+        raise ValueError(
+            f"{name} has {x.shape[1]} tokens, but lrpe describes {lrpe.prefix} + a grid {lrpe.shape}"
+        )
+
+
+def _check_state(state: State, k: Tensor, v: Tensor, lrpe: Lrpe | None) -> None:
+    batch, _, heads, dim = k.shape
+    rows = dim if lrpe is None else 2 * dim
+    expected = (batch, heads, rows, v.shape[-1])
+    if tuple(state.memory.shape) != expected or tuple(state.sum.shape) != (batch, heads, dim):
+        raise ValueError(
+            f"state.memory {tuple(state.memory.shape)}, state.sum {tuple(state.sum.shape)}: expected "
+            f"{expected} and {(batch, heads, dim)}; keys with MD-LRPE need 2 * dim rows"
+        )
+
+
+def _empty(k: Tensor, v: Tensor, lrpe: Lrpe | None) -> State:
+    batch, _, heads, dim = k.shape
+    return State.empty(
+        batch, heads, dim, v.shape[-1], lrpe is not None,
+        dtype=parallel.accumulator(k), device=k.device,
+    )  # fmt: skip
+
+
+def _silence(k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Padding gets no weight, and whatever lies in it (even NaN) cannot leak."""
+    if mask is None:
+        return k, v
+    hidden = ~mask[..., None, None]
+    return k.masked_fill(hidden, -torch.inf), v.masked_fill(hidden, 0)
+
+
+def _query(q: Tensor, lrpe: Lrpe | None) -> Tensor:
+    phi = torch.nn.functional.silu(q.to(parallel.accumulator(q)))
+    return phi if lrpe is None else query_features(phi, lrpe)
+
+
+def _factors(k: Tensor, lrpe: Lrpe | None) -> Tensor | None:
+    return None if lrpe is None else key_features(lrpe, k.shape[-1], parallel.accumulator(k))
+
+
+def summarize(
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    lrpe: Lrpe | None = None,
+    impl: Impl = "auto",
+) -> State:
+    """The State of a whole source, in one pass. mask: (batch, length) bool, False = padding."""
+    chosen = _registry.choose(impl, "summarize")
+    _check(k, v, mask, lrpe, None)
+    with torch.autocast(k.device.type, enabled=False):
+        if k.shape[1] == 0:
+            return _empty(k, v, lrpe)
+        if chosen == "reference":
+            return reference.attention(k, k, v, _empty(k, v, lrpe), lrpe, mask, False)[1]
+        k, v = _silence(k, v, mask)
+        return parallel.summarize(k, v, _factors(k, lrpe))
+
+
+def read(q: Tensor, state: State, *, lrpe: Lrpe | None = None, impl: Impl = "auto") -> Tensor:
+    """Queries (batch, length, heads, dim) on a State: (batch, length, heads, value_dim).
+
+    `lrpe` places the queries; give it exactly when the source had one. Zero where the State is empty.
+    """
+    chosen = _registry.choose(impl, "read")
+    rows = state.memory.shape[-2]
+    if q.ndim != 4 or rows != q.shape[-1] * (1 if lrpe is None else 2):
+        raise ValueError(
+            f"q {tuple(q.shape)} with{'out' if lrpe is None else ''} lrpe does not fit a memory "
+            f"of {rows} rows: expected (batch, length, heads, dim) and as many rows, twice with lrpe"
+        )
+    _check_length(q, lrpe, "q")
+    with torch.autocast(q.device.type, enabled=False):
+        how = reference.recall if chosen == "reference" else parallel.read
+        return how(_query(q, lrpe), state).to(q.dtype)
+
+
+def global_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    lrpe: Lrpe | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Softmax(K over tokens)^T V, read by SiLU(q) (Eq. 6). mask: (batch, length), False = padding."""
+    _check(k, v, mask, lrpe, q)
+    return read(q, summarize(k, v, mask=mask, lrpe=lrpe, impl=impl), lrpe=lrpe, impl=impl)
+
+
+def causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    lrpe: Lrpe | None = None,
+    state: State | None = None,
+    impl: Impl = "auto",
+) -> tuple[Tensor, State]:
+    """Token t sees tokens up to t and what `state` holds (Eq. 5). Returns output and final State.
+
+    With kind="rotary" the result is not a function of offsets, because the decays of the two channels
+    of a pair differ: prefer "cosine" here.
+    """
+    chosen = _registry.choose(impl, "causal_attention")
+    _check(k, v, mask, lrpe, q)
+    with torch.autocast(k.device.type, enabled=False):
+        state = _empty(k, v, lrpe) if state is None else state
+        _check_state(state, k, v, lrpe)
+        if k.shape[1] == 0:
+            return v.new_empty(v.shape, dtype=q.dtype), state
+        if chosen == "reference":
+            out, state = reference.attention(q, k, v, state, lrpe, mask, True)
+            return out.to(q.dtype), state
+        k, v = _silence(k, v, mask)
+        out, *after = _registry.causal(_query(q, lrpe), k, v, _factors(k, lrpe), *state)
+        return out.to(q.dtype), State(*after)
+
+
+def attention_step(
+    q: Tensor, k: Tensor, v: Tensor, state: State, *, lrpe: Lrpe | None = None
+) -> tuple[Tensor, State]:
+    """One token: q, k (batch, heads, dim), v (batch, heads, value_dim), and the State before it.
+
+    `lrpe` describes this one token: shape (1, ...), `start` its coordinates.
+    """
+    q, k, v = q[:, None], k[:, None], v[:, None]
+    _check(k, v, None, lrpe, q)
+    _check_state(state, k, v, lrpe)
+    with torch.autocast(k.device.type, enabled=False):
+        acc = state.sum.dtype
+        p, value = torch.ones_like(k, dtype=acc)[:, 0], v[:, 0].to(acc)
+        w = _factors(k, lrpe)
+        f = p if w is None else tile(p, w.shape[-1], -1) * w[0]
+        one = State(k[:, 0].to(acc), p, f[..., None] * value[..., None, :])
+        state = merge(state, one)
+        return read(q, state, lrpe=lrpe)[:, 0], state

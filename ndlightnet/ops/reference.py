@@ -1,0 +1,64 @@
+"""LightNet attention and MD-TPE token by token: the specification. Slow, float64-safe.
+
+Glossary, letter here -> the paper:
+  k        k_t, both key and additive decay         top, total   z_t = top + log(total): log sum exp(k)
+  p        exp(k_t - top)                           memory       S_t = total * kv_t (Eq. 5)
+  phi      SiLU(q_t)                                f_q, f_k     MD-LRPE features W_t q, W_t kbar (Eq. 14)
+  c, lam   coefficients and decays of Eq. 9         h            state of one axis of MD-TPE
+Eq. 5:  s_t = s_(t-1) + exp(k_t),  kv_t = (1 - exp(k_t)/s_t) kv_(t-1) + exp(k_t)/s_t v_t^T,
+        o_t = kv_t^T phi(q_t).   Eq. 6 is the same with kv_n, the last one, for every query.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ndlightnet.ops.lrpe import Lrpe, key_features, query_features
+from ndlightnet.ops.state import State, decay, tile
+
+
+def update(state: State, k: Tensor, v: Tensor, w: Tensor | None, seen: Tensor | None) -> State:
+    """One token joins: k, v (batch, heads, ·), w (heads or 1, rows), seen (batch,) bool."""
+    k, v = k.to(state.sum.dtype), v.to(state.sum.dtype)
+    if seen is not None:
+        k, v = k.masked_fill(~seen[:, None, None], -torch.inf), v * seen[:, None, None]
+    top = torch.maximum(state.max, k).detach()
+    p, old = decay(k, top), decay(state.max, top)
+    rows = state.memory.shape[-2]
+    f_k = tile(p, rows, -1) * (1 if w is None else w)
+    memory = tile(old, rows, -1)[..., None] * state.memory + f_k[..., None] * v[..., None, :]
+    return State(top, old * state.sum + p, memory)
+
+
+def recall(f_q: Tensor, state: State) -> Tensor:
+    """kv^T f_q for f_q (batch, ..., heads, rows); 0 where nothing was seen."""
+    rows = state.memory.shape[-2]
+    total = tile(state.sum, rows, -1)[..., None]
+    kv = torch.where(total > 0, state.memory / torch.where(total > 0, total, 1), 0)
+    return torch.einsum("b...hr,bhrd->b...hd", f_q, kv)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, state: State, lrpe: Lrpe | None, mask: Tensor | None, causal: bool
+) -> tuple[Tensor, State]:
+    """Eq. 5 (causal) or Eq. 6; q, k, v (batch, length, heads, ·), self form."""
+    phi = torch.nn.functional.silu(q.to(state.sum.dtype))
+    f_q = phi if lrpe is None else query_features(phi, lrpe)
+    w = None if lrpe is None else key_features(lrpe, k.shape[-1], phi.dtype)
+    outputs = []
+    for t in range(k.shape[1]):
+        seen = None if mask is None else mask[:, t]
+        state = update(state, k[:, t], v[:, t], None if w is None else w[t], seen)
+        if causal:
+            outputs.append(recall(f_q[:, t], state))
+    return (torch.stack(outputs, 1) if causal else recall(f_q, state)), state
+
+
+def line_scan(x: Tensor, c: Tensor, lam: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    """h_l = lam h_(l-1) + x_l, y_l = c . h_l. x (lines, n, dim), c (dim, states), h (lines, dim, states)."""
+    y = []
+    for l in range(x.shape[1]):
+        h = lam * h + x[:, l, :, None]
+        y.append((c * h).sum(-1))
+    return (torch.stack(y, 1) if y else x), h
