@@ -1,1 +1,43 @@
-"""LightNet: additive-decay attention for grids of any number of axes."""
+"""LightNet attention for sequences, images, videos and volumes: one network, any number of axes."""
+
+from ndlightnet.grid import Grid
+from ndlightnet.models import (
+    NDLightNet,
+    NDLightUNet,
+    ndlightnet_base,
+    ndlightnet_small,
+    ndlightnet_tiny,
+)
+from ndlightnet.nn import MultiheadAttention
+from ndlightnet.nn.mixers import Identity, LightNetAttention, SoftmaxAttention
+from ndlightnet.ops import (
+    State,
+    attention_step,
+    causal_attention,
+    global_attention,
+    merge,
+    read,
+    summarize,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Grid",
+    "Identity",
+    "LightNetAttention",
+    "MultiheadAttention",
+    "NDLightNet",
+    "NDLightUNet",
+    "SoftmaxAttention",
+    "State",
+    "attention_step",
+    "causal_attention",
+    "global_attention",
+    "merge",
+    "ndlightnet_base",
+    "ndlightnet_small",
+    "ndlightnet_tiny",
+    "read",
+    "summarize",
+]

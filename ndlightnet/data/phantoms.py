@@ -1,8 +1,8 @@
 """Labelled CT phantoms: a torso of ellipsoids and tubes, drawn anew for every case.
 
-A small data set that needs no download, in the Medical Segmentation Decathlon's layout. The organs differ from
-case to case in size, place, tilt and contrast; unlabelled ribs, heart, vessels, stomach and bowel share their
-intensities with the labelled ones, so a threshold does not solve it.
+A small data set that needs no download, in the Medical Segmentation Decathlon's layout. The organs
+differ from case to case in size, place, tilt and contrast; unlabelled ribs, heart, vessels, stomach
+and bowel share their intensities with the labelled ones, so a threshold does not solve it.
 """
 
 import json
@@ -26,7 +26,7 @@ Mask = NDArray[np.bool_]
 
 LABELS = ("background", "body", "spine", "lungs", "liver", "spleen", "kidneys")
 BODY, SPINE, LUNGS, LIVER, SPLEEN, KIDNEYS = range(1, 7)
-RECIPE = 1  # raise it with every change of the drawing, so that an older set is not taken for this one
+RECIPE = 1  # raise it with every change of the drawing: an older set is not this one
 WOBBLE = 5.0  # mm: how far the smooth random warp moves an outline
 
 
@@ -35,9 +35,10 @@ def make_phantoms(
 ) -> Path:
     """Writes `training + test` labelled CT phantoms into `folder` and returns it.
 
-    Images are int16 Hounsfield units, labels uint8, about (64, 52, 40) voxels of 5-6 x 5-6 x 6-8 mm; the axes
-    run to the right, front and head in some cases and to the left, back and head in the others. Everything
-    follows from `seed`. `folder` appears complete or not at all; one that already holds this very set is kept.
+    Images are int16 Hounsfield units, labels uint8, about (64, 52, 40) voxels of 5-6 x 5-6 x 6-8
+    mm; the axes run to the right, front and head in some cases and to the left, back and head in
+    the others. Everything follows from `seed`. `folder` appears complete or not at all; one that
+    already holds this very set is kept.
 
     Raises DataError when `folder` holds something else or cannot be written.
     """
@@ -56,7 +57,8 @@ def make_phantoms(
         _write(draft, recipe, progress)
         draft.replace(folder)
     except OSError as error:
-        # Another process may have finished the same set meanwhile: then there is nothing left to do.
+        # Another process may have finished the same set meanwhile: then there is nothing left to
+        # do.
         if not _is_complete(folder, recipe):
             raise DataError(f"{folder}: cannot be written ({error.strerror or error})") from error
     finally:
@@ -86,7 +88,7 @@ def _write(folder: Path, recipe: dict[str, int], progress: bool) -> None:
         part, name = names[index]
         image, label, affine = draw_phantom(np.random.default_rng(seeds[index]))
         for kind, voxels in (("images", image), ("labels", label)):
-            volume = nibabel.Nifti1Image(voxels, affine)
+            volume: Any = nibabel.Nifti1Image(voxels, affine)  # type: ignore[no-untyped-call]
             volume.set_qform(affine, code=1)
             volume.header.set_xyzt_units("mm")
             nibabel.save(volume, folder / f"{kind}{part}" / f"{name}.nii.gz")
@@ -118,7 +120,7 @@ def _write(folder: Path, recipe: dict[str, int], progress: bool) -> None:
 def draw_phantom(
     rng: np.random.Generator,
 ) -> tuple[NDArray[np.int16], NDArray[np.uint8], NDArray[np.float64]]:
-    """One phantom: image (x, y, z) in HU, label (x, y, z), affine (4, 4) from voxel indices to RAS mm."""
+    """One phantom: image (x, y, z) in HU, label (x, y, z), affine (4, 4) from indices to RAS mm."""
     shape = np.array([64, 52, 40]) + rng.integers(-3, 4, 3)
     in_plane = rng.uniform(5.3, 5.9)
     spacing = np.array([in_plane, in_plane, rng.uniform(6.2, 7.6)]).round(3)
@@ -137,7 +139,7 @@ def draw_phantom(
 
     affine = np.diag([*spacing, 1.0])
     affine[:3, 3] = (rng.uniform(-40, 40, 3) - spacing * (shape - 1) / 2).round(2)
-    if rng.random() < 0.5:  # stored to the left and back, as scanners do: same place, other index order
+    if rng.random() < 0.5:  # index order to the left and back, as scanners store; the same place
         image, label = image[::-1, ::-1], label[::-1, ::-1]
         affine[:2, 3] += spacing[:2] * (shape[:2] - 1)
         affine[:2, :2] *= -1
@@ -152,9 +154,11 @@ def _blocks(fine: NDArray[Any]) -> NDArray[Any]:
 
 
 class Canvas:
-    """A grid at twice the resolution, in the patient's own mm: x to the right, y to the front, z to the head.
+    """A grid at twice the resolution, in the patient's own mm: x to the right, y to the front, z to
+    the head.
 
-    The patient lies a little turned in the scanner and every outline is warped by a smooth random field.
+    The patient lies a little turned in the scanner and every outline is warped by a smooth random
+    field.
     """
 
     def __init__(
@@ -165,7 +169,9 @@ class Canvas:
         self.step = spacing / 2
         self.turn = _rotation(rng.normal(0, [2.0, 2.0, 4.0]))
         self.first = -self.step * (self.shape - 1) / 2
-        axes = [f + s * np.arange(n) for f, s, n in zip(self.first, self.step, self.shape, strict=True)]
+        axes = [
+            f + s * np.arange(n) for f, s, n in zip(self.first, self.step, self.shape, strict=True)
+        ]
         places = np.stack(np.meshgrid(*axes, indexing="ij"))
         turned = np.einsum("ij,jxyz->ixyz", self.turn, places).astype(np.float32)
         self.xyz: Floats = turned + np.stack([self.texture(60.0, WOBBLE / 2) for _ in range(3)])
@@ -173,7 +179,7 @@ class Canvas:
         self.label: NDArray[np.uint8] = np.zeros(tuple(self.shape), np.uint8)
 
     def texture(self, grain: float, strength: float) -> Floats:
-        """A smooth random field over the whole grid; blobs of about `grain` mm, deviation `strength`."""
+        """A smooth random field over the grid: blobs of about `grain` mm, deviation `strength`."""
         coarse = np.maximum(2, self.shape * self.step / grain).astype(int) + 1
         field = torch.from_numpy(self.rng.normal(0, strength, tuple(coarse)).astype(np.float32))
         size = tuple(int(n) for n in self.shape)
@@ -194,7 +200,7 @@ class Canvas:
         tilt: tuple[float, float, float] = (0, 0, 0),
         within: Mask | None = None,
     ) -> Mask:
-        """Paints an ellipsoid (mm; tilt in degrees about x, y, z), cut to `within`; returns its mask."""
+        """Paints an ellipsoid (mm; tilt in degrees about x, y, z), cut to `within`: its mask."""
         # Only the cells around it are looked at: most organs are small against the grid.
         reach = max(radii) + 3 * WOBBLE
         middle = (self.turn.T @ np.array(centre) - self.first) / self.step
@@ -249,7 +255,8 @@ def draw_torso(canvas: Canvas, rng: np.random.Generator) -> None:
     canvas.paint((bed < under) & (bed > under - 22) & (np.abs(x) < 150), -890.0, 0)
     canvas.paint((bed < under) & (bed > under - 5) & (np.abs(x) < 150), -150.0, 0)
 
-    # Skin, fat, muscle, then the space that the organs lie in. Chest and hips are wider than the waist.
+    # Skin, fat, muscle, then the space that the organs lie in. Chest and hips are wider than the
+    # waist.
     girth = 1 + 0.06 * np.cos((z - 100) / 55) + 0.03 * np.sin(z / 60)
 
     def torso(less: float) -> Mask:
@@ -287,13 +294,24 @@ def draw_torso(canvas: Canvas, rng: np.random.Generator) -> None:
             radii = (rng.uniform(3, 5), rng.uniform(3, 5), rng.uniform(15, 30))
             tilt = tuple(rng.uniform(-50, 50, 2))
             canvas.ellipsoid(place, radii, vary(20.0), LUNGS, (tilt[0], tilt[1], 0), within=lung)
-    canvas.paint(chest & above(1) & above(-1) & (canvas.label == BODY) & (np.abs(x) < 28) & (y < 60)
-                 & (z > dome), 35 + 10 * blotches, BODY)
+    canvas.paint(
+        chest
+        & above(1)
+        & above(-1)
+        & (canvas.label == BODY)
+        & (np.abs(x) < 28)
+        & (y < 60)
+        & (z > dome),
+        35 + 10 * blotches,
+        BODY,
+    )
     blood = 45 + 130 * contrast
     heart = near((-22, 25, dome + 32), 6)
     size = (vary(50), vary(40), vary(42))
     canvas.ellipsoid(heart, size, 48.0 + 20 * contrast, BODY, (0, -25, 25))
-    canvas.ellipsoid(heart, (0.6 * size[0], 0.6 * size[1], 0.65 * size[2]), blood, BODY, (0, -25, 25))
+    canvas.ellipsoid(
+        heart, (0.6 * size[0], 0.6 * size[1], 0.65 * size[2]), blood, BODY, (0, -25, 25)
+    )
 
     below = cavity & ~above(1)
     under_left = cavity & ~above(-1)
@@ -303,11 +321,18 @@ def draw_torso(canvas: Canvas, rng: np.random.Generator) -> None:
     right_lobe = (vary(70), vary(82), vary(76))
     canvas.ellipsoid((66, 8, dome - 62 + lower), right_lobe, parenchyma, LIVER, (0, 14, 8), below)
     canvas.ellipsoid(
-        near((2, 38, dome - 52)), (vary(72), vary(36), vary(34)), parenchyma, LIVER, (0, 10, -8), below
+        near((2, 38, dome - 52)),
+        (vary(72), vary(36), vary(34)),
+        parenchyma,
+        LIVER,
+        (0, 10, -8),
+        below,
     )
     canvas.ellipsoid(near((48, 48, dome - 100)), (13, 15, 22), vary(8.0), BODY)  # gall bladder
     place = near((-62, 22, dome - 60), 8)
-    canvas.ellipsoid(place, (vary(38), vary(46), vary(40)), 25 + soft, BODY, (0, 0, -25), under_left)
+    canvas.ellipsoid(
+        place, (vary(38), vary(46), vary(40)), 25 + soft, BODY, (0, 0, -25), under_left
+    )
     gas = under_left & (y > place[1] + rng.uniform(4, 22))  # gas rises to the front of the stomach
     canvas.ellipsoid(place, (34, 42, 36), -920.0, BODY, (0, 0, -25), gas)
     pulp = 50 + 68 * contrast + rng.normal(0, 5) + soft
@@ -319,7 +344,11 @@ def draw_torso(canvas: Canvas, rng: np.random.Generator) -> None:
     for _ in range(int(rng.integers(16, 24))):
         centre = (rng.uniform(-85, 85), rng.uniform(0, 62), rng.uniform(-150, dome - 115))
         radii = (rng.uniform(12, 30), rng.uniform(11, 17), rng.uniform(10, 17))
-        tilt = (float(rng.uniform(-40, 40)), float(rng.uniform(-40, 40)), float(rng.uniform(-60, 60)))
+        tilt = (
+            float(rng.uniform(-40, 40)),
+            float(rng.uniform(-40, 40)),
+            float(rng.uniform(-60, 60)),
+        )
         canvas.ellipsoid(centre, radii, vary(38.0, 0.4), BODY, tilt, cavity)
         if rng.random() < 0.35:
             bubble = (centre[0], centre[1] + 4, centre[2])
@@ -329,27 +358,32 @@ def draw_torso(canvas: Canvas, rng: np.random.Generator) -> None:
         canvas.ellipsoid(flank, (19, 21, 62), 30 + 12 * blotches, BODY, within=cavity)
         canvas.ellipsoid(flank, (11, 13, 50), -750 + 90 * blotches, BODY, within=cavity)
 
-    # The column bends; everything beside it follows.
+    # The column bends, and everything beside it follows: u, v are the distances from its middle, w
+    # the height above the middle of the nearest vertebra.
     bend, lean, curve = rng.uniform(-7, 7), rng.uniform(-0.04, 0.04), rng.uniform(6, 14)
     row = rng.uniform(27, 32)
-    back = -0.44 * deep
 
-    def column(height: float) -> tuple[float, float, float]:
-        forward = back + curve * math.cos((height + 90) / 70)
-        return bend * math.sin(height / 80) + lean * height, forward, height
+    def midline(height: Any) -> tuple[Any, Any]:
+        forward = curve * np.cos((height + 90) / 70) - 0.44 * deep
+        return bend * np.sin(height / 80) + lean * height, forward
 
-    heights = np.arange(-170 + rng.uniform(0, row), 175, row)
-    for height in np.arange(-170.0, 176.0, 14):
-        sx, sy, sz = column(float(height))
-        for side in (1, -1):
-            canvas.ellipsoid((sx + side * 33, sy - 30, sz), (25, 17, 14), 55 + soft, BODY, within=cavity)
-            if sz < -55:  # psoas
-                canvas.ellipsoid((sx + side * 36, sy, sz), (15, 17, 14), 55 + soft, BODY, within=cavity)
+    u, v = x - midline(z)[0], y - midline(z)[1]
+    w = (z + rng.uniform(0, row)) % row - row / 2
+
+    def ellipse(across: float, along: float, radius: float, depth: float) -> Mask:
+        filled: Mask = ((u - across) / radius) ** 2 + ((v - along) / depth) ** 2 < 1
+        return filled
+
+    flesh = 55 + soft
+    canvas.paint(cavity & (ellipse(33, -30, 25, 17) | ellipse(-33, -30, 25, 17)), flesh, BODY)
+    psoas = cavity & (z < -50) & (ellipse(36, 0, 15, 17) | ellipse(-36, 0, 15, 17))
+    canvas.paint(psoas, flesh, BODY)
 
     kidney = 32 + 150 * contrast + rng.normal(0, 4)
     for side, lift in ((1, -12), (-1, 0)):
-        sx, sy, sz = column(dome - 118 + lift)
-        centre = near((sx + side * 62, sy - 4, sz), 7)
+        height = dome - 118 + lift
+        beside, level = (float(value) for value in midline(height))
+        centre = near((beside + side * 62, level - 4, height), 7)
         radii = (vary(27, 0.15), vary(25, 0.15), vary(50, 0.15))
         tilt = (-8.0, side * 12.0, side * -25.0)
         outer = canvas.ellipsoid(centre, radii, kidney + soft, KIDNEYS, tilt, cavity)
@@ -358,25 +392,16 @@ def draw_torso(canvas: Canvas, rng: np.random.Generator) -> None:
         hilum = (centre[0] - side * 17, centre[1] + 8, centre[2])
         canvas.ellipsoid(hilum, (14, 8, 17), -60.0, BODY, tilt, outer)  # fat of the sinus
 
-    for height in np.arange(-170.0, 176.0, 8):
-        sx, sy, sz = column(float(height))
-        if sz < dome + 75:
-            canvas.ellipsoid((sx - 9, sy + 31, sz), (11, 11, 9), 45 + 170 * contrast, BODY)  # aorta
-        if sz < dome - 10:
-            canvas.ellipsoid((sx + 19, sy + 30, sz), (12, 10, 9), 42 + 100 * contrast, BODY)  # cava
-        canvas.ellipsoid((sx, sy, sz), (19, 15.5, 9), 95.0, SPINE)  # disc; the vertebra goes over it
+    canvas.paint(ellipse(-9, 31, 11, 11) & (z < dome + 75), 45 + 170 * contrast, BODY)  # aorta
+    canvas.paint(ellipse(19, 30, 12, 10) & (z < dome - 10), 42 + 100 * contrast, BODY)  # vena cava
     marrow, bone = vary(190, 0.2), vary(560, 0.15)
-    for height in heights:
-        sx, sy, sz = column(float(height))
-        block = (np.abs(z - sz) < 0.40 * row) & (np.abs(x - sx) < 60)
-        canvas.paint(block & (((x - sx) / 22) ** 2 + ((y - sy) / 17) ** 2 < 1), bone, SPINE)
-        core = block & (np.abs(z - sz) < 0.40 * row - 3)
-        inner_core = core & (((x - sx) / 18.5) ** 2 + ((y - sy) / 13.5) ** 2 < 1)
-        canvas.paint(inner_core, marrow + 20 * blotches, SPINE)
-        ring = block & (((x - sx) / 17) ** 2 + ((y - sy + 23) / 14) ** 2 < 1)
-        canvas.paint(ring, bone, SPINE)
-        canvas.ellipsoid((sx, sy - 42, sz - 5), (5, 17, 10), bone, SPINE)
-        canvas.ellipsoid((sx, sy - 26, sz), (41, 5.5, 7), 0.8 * bone, SPINE)
-    for height in np.arange(-170.0, 176.0, 8):
-        sx, sy, sz = column(float(height))
-        canvas.ellipsoid((sx, sy - 23, sz), (9.5, 8, 8), 28.0, BODY)  # canal
+    tall = 0.4 * row
+    canvas.paint(ellipse(0, 0, 19, 15.5), 95.0, SPINE)  # discs, where no vertebra goes over them
+    canvas.paint(ellipse(0, 0, 22, 17) & (np.abs(w) < tall), bone, SPINE)
+    inside = ellipse(0, 0, 18.5, 13.5) & (np.abs(w) < tall - 3)
+    canvas.paint(inside, marrow + 20 * blotches, SPINE)
+    canvas.paint(ellipse(0, -23, 17, 14) & (np.abs(w) < tall), bone, SPINE)
+    spinous = (u / 5) ** 2 + ((v + 42) / 17) ** 2 + ((w + 5) / 10) ** 2 < 1
+    transverse = (u / 41) ** 2 + ((v + 26) / 5.5) ** 2 + (w / 7) ** 2 < 1
+    canvas.paint(spinous | transverse, 0.8 * bone, SPINE)
+    canvas.paint(ellipse(0, -23, 9.5, 8), 28.0, BODY)  # canal

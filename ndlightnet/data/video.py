@@ -22,6 +22,7 @@ from ndlightnet.data.video_transforms import eval_clips, even_indices, train_cli
 
 ENDINGS = (".mp4", ".avi", ".mkv", ".mov", ".webm")
 THREADS = min(4, os.cpu_count() or 1)  # each holds a decoder, and decoders are large
+NARROW = 96  # pixels; decord 0.6 misreads padded rows of some narrower videos (16, 24, 48, 72)
 BATCH = 32  # frames decoded at once at full size: bounds the memory of a long video
 
 Item = TypeVar("Item")
@@ -44,7 +45,10 @@ class VideoReader(Protocol):
 
 
 class DecordReader:
-    """Reads through decord, which finds any frame quickly."""
+    """Reads through decord, which finds any frame quickly; `width` is in pixels.
+
+    DataError for no file, no video in it, no frames, or where decord fails on a width under NARROW.
+    """
 
     def __init__(self, path: str | Path) -> None:
         import decord
@@ -54,7 +58,9 @@ class DecordReader:
         try:
             self._video = decord.VideoReader(str(self.path), num_threads=1)
             self._length = len(self._video)
-            self.fps = float(self._video.get_avg_fps()) if self._length else 0.0
+            if self._length:
+                self.fps = float(self._video.get_avg_fps())
+                self.width = int(self._video[0].shape[1])
         except self._errors as error:
             raise DataError(f"{self.path}: not a video that can be read") from error
         if not self._length:
@@ -68,11 +74,15 @@ class DecordReader:
         try:
             return torch.from_numpy(self._video.get_batch(wanted).asnumpy())
         except self._errors as error:
-            raise DataError(f"{self.path}: damaged, not all frames can be decoded") from error
+            what = "too narrow for decord, or damaged" if self.width < NARROW else "damaged"
+            raise DataError(f"{self.path}: {what}, some frames cannot be decoded") from error
 
 
 class PyAVReader:
-    """Reads through PyAV, from the start to the last frame asked for; asking in order is quick."""
+    """Reads through PyAV, from the start to the last frame asked for; asking in order is quick.
+
+    DataError for no file, no video in it, or no frames.
+    """
 
     def __init__(self, path: str | Path) -> None:
         import av
@@ -106,22 +116,31 @@ class PyAVReader:
         wanted = _checked(indices, len(self))
         if min(wanted) < self._position:
             self._restart()
-        kept: dict[int, Tensor] = {}
+        kept = dict.fromkeys(wanted, torch.empty(0))
         try:
             for number in range(self._position, max(wanted) + 1):
                 frame = next(self._decoded)
-                if number in wanted:
-                    kept[number] = torch.from_numpy(frame.to_ndarray(format="rgb24"))
+                if number in kept:
+                    picture = torch.from_numpy(frame.to_ndarray(format="rgb24"))
+                    # A telephone held upright writes a lying picture and a note to turn it.
+                    kept[number] = torch.rot90(picture, frame.rotation // 90)
                 self._position = number + 1
         except (StopIteration, av.error.FFmpegError) as error:
             self._position = len(self)  # whatever comes next starts afresh
-            raise DataError(f"{self.path}: damaged, not all frames can be decoded") from error
+            raise DataError(f"{self.path}: damaged, some frames cannot be decoded") from error
         return torch.stack([kept[number] for number in wanted])
 
 
 def open_video(path: str | Path) -> VideoReader:
-    """Open a video with decord where it is installed and with PyAV otherwise (no decord on ARM)."""
-    return DecordReader(path) if find_spec("decord") else PyAVReader(path)
+    """Open a video with decord where that is installed and the video not NARROW, else with PyAV.
+
+    Both give the same frames. decord has no packages for ARM.
+    """
+    if find_spec("decord"):
+        reader = DecordReader(path)
+        if reader.width >= NARROW:
+            return reader
+    return PyAVReader(path)
 
 
 class Sample(NamedTuple):

@@ -11,6 +11,7 @@ with R the rotation at the query's place and J the quarter turn of each pair.
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -49,11 +50,14 @@ def groups(slots: int, axes: int) -> list[int]:
     return [slots // axes + (a < slots % axes) for a in range(axes)]
 
 
-def frequencies(slots: int, axes: int, base: float = 10000.0) -> Tensor:
+def frequencies(
+    slots: int, axes: int, base: float = 10000.0, device: torch.device | str | None = None
+) -> Tensor:
     """The usual bank base^(-2j/width), the same for every axis: (slots,) float32."""
     width = -(-slots // axes)
-    bank = base ** (-2 * torch.arange(width, dtype=torch.float64) / width)
-    return torch.cat([bank[:g] for g in groups(slots, axes)]).float()
+    exponents = torch.arange(width, dtype=torch.float32, device=device) * (-2 / width)
+    bank = torch.exp(exponents * math.log(base))
+    return torch.cat([bank[:g] for g in groups(slots, axes)])
 
 
 def tables(lrpe: Lrpe, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

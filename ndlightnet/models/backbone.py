@@ -1,0 +1,179 @@
+"""NDLightNet: one backbone for text, images, videos and volumes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ndlightnet.nn.block import Block, init_weights
+from ndlightnet.nn.mixers import LightNetAttention
+from ndlightnet.nn.patch import Patchify
+from ndlightnet.nn.position import MDTPE
+from ndlightnet.ops.state import State
+
+
+class DecodeState(NamedTuple):
+    """Everything a causal text model remembers; its size does not grow with the text."""
+
+    position: int
+    tpe: Tensor | None  # (batch, embed_dim, states)
+    layers: tuple[State, ...]
+
+
+class NDLightNet(nn.Module):
+    """Patches (or words) -> MD-TPE -> blocks -> norm -> head, on any number of axes.
+
+    Args:
+        dims: number of axes of the input (1 signals and text, 2 images, 3 videos and volumes, ...).
+        in_chans: channels of the input.
+        num_classes: outputs of the head, 0 for none; with `vocab_size` the default is a language model
+            (one output per word of the vocabulary at every token, weights tied to the embedding).
+        patch_size: cells per token, an int or one per axis; default: about 256 cells a patch.
+        embed_dim, depth: width and number of blocks.
+        mixer: what mixes tokens, a function of the width; see ndlightnet.nn.mixers.
+        mlp_ratio: hidden width of the gated MLP / embed_dim.
+        tpe: MD-TPE once after the embedding. tpe_states: its states per axis.
+        drop_rate: dropout before the head. drop_path_rate: stochastic depth, growing to this in the last block.
+        causal: token by token order, one axis only.
+        vocab_size: input is token numbers `(batch, length)` instead of cells `(batch, channels, *space)`.
+
+    Any size of input is taken, at any time: sizes that the patch does not divide are padded at the end.
+    """
+
+    def __init__(
+        self,
+        dims: int,
+        in_chans: int = 3,
+        num_classes: int | None = None,
+        *,
+        patch_size: int | Sequence[int] | None = None,
+        embed_dim: int = 384,
+        depth: int = 12,
+        mixer: Callable[[int], nn.Module] = LightNetAttention,
+        mlp_ratio: float = 8 / 3,
+        tpe: bool = True,
+        tpe_states: int = 128,
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        causal: bool = False,
+        vocab_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        if dims < 1:
+            raise ValueError(f"dims={dims}: expected 1 or more")
+        if dims > 1 and (causal or vocab_size):
+            raise ValueError(f"dims={dims} with causal={causal}, vocab_size={vocab_size}: expected dims=1")
+        self.dims, self.causal, self.vocab_size, self.embed_dim = dims, causal, vocab_size, embed_dim
+        self.per_token = vocab_size is not None and num_classes is None
+        self.num_classes = num_classes if num_classes is not None else (vocab_size or 1000)
+        self.embed: nn.Module
+        if vocab_size is not None:
+            self.embed = nn.Embedding(vocab_size, embed_dim)
+        else:
+            if patch_size is None:
+                patch_size = max(1, round(256 ** (1 / dims)))
+            patch = patch_size if isinstance(patch_size, int) else tuple(patch_size)
+            self.embed = Patchify(dims, in_chans, patch, embed_dim)
+        self.tpe = MDTPE(dims, embed_dim, tpe_states, bidirectional=not causal) if tpe else None
+        rates = torch.linspace(0, drop_path_rate, depth).tolist()
+        self.blocks = nn.ModuleList(Block(embed_dim, mixer, mlp_ratio, rate) for rate in rates)
+        self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
+        self.head_drop = nn.Dropout(drop_rate)
+        self.grad_checkpointing = False
+        self.head = nn.Linear(embed_dim, self.num_classes) if self.num_classes else nn.Identity()
+        self.apply(init_weights)
+        if self.per_token:
+            self.head = nn.Linear(embed_dim, self.num_classes, bias=False)
+            self.head.weight = self.embed.weight  # type: ignore[assignment]
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the blocks in the backward pass instead of storing what is in them."""
+        self.grad_checkpointing = enable
+
+    def token_mask(self, mask: Tensor | None) -> Tensor | None:
+        """Cells (batch, *space) bool -> tokens (batch, *grid) bool: True where any cell is real."""
+        return self.embed.cut_mask(mask) if mask is not None and isinstance(self.embed, Patchify) else mask
+
+    def forward_features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Cells (batch, in_chans, *space) or token numbers (batch, length) -> (batch, *grid, embed_dim).
+
+        mask: bool (batch, *space), False = padding, which no other token sees.
+        """
+        axes = x.ndim - (1 if self.vocab_size is not None else 2)
+        if axes != self.dims:
+            form = "(batch, length)" if self.vocab_size is not None else "(batch, in_chans, *space)"
+            raise ValueError(f"input of shape {tuple(x.shape)}: expected {form} with {self.dims} axes")
+        if mask is not None and self.vocab_size is None:
+            x = x.masked_fill(~mask[:, None], 0)
+        mask = self.token_mask(mask)
+        # the residual stream stays in the parameters' precision under autocast
+        x = self.embed(x).to(self.norm.weight.dtype)
+        if self.tpe is not None:
+            x = self.tpe(x, mask)
+        for block in self.blocks:
+            if self.grad_checkpointing and self.training:
+                x = checkpoint(block, x, mask, self.causal, use_reentrant=False)
+            else:
+                x = block(x, mask, self.causal)
+        out: Tensor = self.norm(x)
+        return out
+
+    def forward_head(
+        self, features: Tensor, mask: Tensor | None = None, pre_logits: bool = False
+    ) -> Tensor:
+        """Features (batch, *grid, embed_dim) -> (batch, num_classes), by the mean over (real) tokens;
+        for a language model (batch, length, vocab_size). mask: cells, as in `forward_features`."""
+        if not self.per_token:
+            mask = self.token_mask(mask)
+            features = features.flatten(1, -2)
+            if mask is None:
+                features = features.mean(1)
+            else:
+                keep = mask.flatten(1)[..., None].to(features.dtype)
+                features = (features * keep).sum(1) / keep.sum(1).clamp(min=1)
+        features = self.head_drop(features)
+        return features if pre_logits else self.head(features)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.forward_head(self.forward_features(x, mask), mask)
+
+    def init_state(self, batch: int) -> DecodeState:
+        """The state before the first token, for `step`."""
+        device = self.norm.weight.device
+        tpe = None if self.tpe is None else self.tpe.init_state(batch, device)
+        layers = tuple(self._step_mixer(b).init_state(batch, device) for b in self.blocks)
+        return DecodeState(0, tpe, layers)
+
+    def step(self, tokens: Tensor, state: DecodeState) -> tuple[Tensor, DecodeState]:
+        """One token number a sample, (batch,) -> logits (batch, vocab_size) and the next state.
+
+        A loop of `step` equals `forward` on the whole text.
+        """
+        if not (self.causal and self.per_token):
+            raise ValueError("step: expected a language model, NDLightNet(1, vocab_size=..., causal=True)")
+        x, tpe = self.embed(tokens).to(self.norm.weight.dtype), state.tpe
+        if self.tpe is not None and tpe is not None:
+            x, tpe = self.tpe.step(x, tpe)
+        layers = []
+        for block, memory in zip(self.blocks, state.layers, strict=True):
+            y, memory = self._step_mixer(block).step(block.norm1(x), memory, state.position)
+            x = x + y
+            x = x + block.mlp(block.norm2(x))
+            layers.append(memory)
+        return self.head(self.norm(x)), DecodeState(state.position + 1, tpe, tuple(layers))
+
+    @staticmethod
+    def _step_mixer(block: Any) -> Any:
+        if not hasattr(block.mixer, "step"):
+            raise ValueError(f"{type(block.mixer).__name__} has no step: it cannot decode token by token")
+        return block.mixer
+
+
+ndlightnet_tiny = partial(NDLightNet, embed_dim=192, depth=12)
+ndlightnet_small = partial(NDLightNet, embed_dim=384, depth=12)
+ndlightnet_base = partial(NDLightNet, embed_dim=768, depth=12)

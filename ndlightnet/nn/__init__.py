@@ -1,0 +1,20 @@
+"""Layers: tokens in, tokens out."""
+
+from ndlightnet.nn.block import GLU, Block, DropPath
+from ndlightnet.nn.mixers import Identity, LightNetAttention, SoftmaxAttention
+from ndlightnet.nn.multihead import MultiheadAttention
+from ndlightnet.nn.patch import Patchify
+from ndlightnet.nn.position import MDLRPE, MDTPE
+
+__all__ = [
+    "GLU",
+    "MDLRPE",
+    "MDTPE",
+    "Block",
+    "DropPath",
+    "Identity",
+    "LightNetAttention",
+    "MultiheadAttention",
+    "Patchify",
+    "SoftmaxAttention",
+]

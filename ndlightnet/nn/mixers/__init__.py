@@ -1,0 +1,8 @@
+"""The catalogue of mixers. Each is built from one argument, `dim`, and maps
+`(x (batch, *grid, dim), mask=None, causal=False)` to the shape of x. Tests iterate `__all__`."""
+
+from ndlightnet.nn.mixers.identity import Identity
+from ndlightnet.nn.mixers.lightnet import LightNetAttention
+from ndlightnet.nn.mixers.softmax import SoftmaxAttention
+
+__all__ = ["Identity", "LightNetAttention", "SoftmaxAttention"]

@@ -1,0 +1,15 @@
+"""No mixing at all: what a network does without its mixer, which every claim must stand beside."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class Identity(nn.Module):
+    """Returns its tokens. No parameters; `dim` is accepted as by every mixer."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        return x

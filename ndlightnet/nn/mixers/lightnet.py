@@ -1,0 +1,122 @@
+"""LightNet attention as a layer (LightNet, Eq. 5 and 6): linear cost on a grid of any number of axes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ndlightnet.grid import Grid
+from ndlightnet.nn.heads import default_heads, split_heads
+from ndlightnet.nn.position import MDLRPE
+from ndlightnet.ops import attention_step, causal_attention, read, summarize
+from ndlightnet.ops._registry import Impl
+from ndlightnet.ops.lrpe import Kind
+from ndlightnet.ops.state import State
+
+
+class LightNetAttention(nn.Module):
+    """o = o_proj(norm(merge heads SiLU(q) . M) * sigmoid(low-rank gate)),  M = softmax(k over tokens)^T v.
+
+    Args:
+        dim: channels of a token.
+        heads: default: one per 64 channels. Head dim = dim / heads.
+        context_dim: channels of the source in the cross form; default `dim`.
+        lrpe: position code of every layer, "cosine", "rotary" (global form only) or None.
+        learn_theta: angles learnt (one factor per head and slot) or fixed.
+        gate_rank: rank of the output gate; default the head dim.
+        bias: biases in the projections.
+        impl: "auto", "torch", "triton" or "reference"; see ndlightnet.ops.
+
+    Parameters: 4 dim^2 + 2 gate_rank dim + 3 dim (with learnt cosine angles, without biases).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int | None = None,
+        *,
+        context_dim: int | None = None,
+        lrpe: Kind | None = "cosine",
+        learn_theta: bool = True,
+        gate_rank: int | None = None,
+        bias: bool = False,
+        impl: Impl = "auto",
+    ) -> None:
+        super().__init__()
+        self.heads, self.head_dim = default_heads(dim, heads)
+        self.impl = impl
+        source = context_dim or dim
+        rank = gate_rank or self.head_dim
+        self.q_proj = nn.Linear(dim, dim, bias=bias)
+        self.k_proj = nn.Linear(source, dim, bias=bias)
+        self.v_proj = nn.Linear(source, dim, bias=bias)
+        self.gate = nn.Sequential(
+            nn.Linear(dim, rank, bias=bias), nn.Linear(rank, dim, bias=bias), nn.Sigmoid()
+        )
+        self.lrpe = MDLRPE(self.heads, self.head_dim, lrpe, learn_theta) if lrpe else None
+        # float32 statistics and a small eps: the variance of the read falls like 1 / length
+        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self.o_proj = nn.Linear(dim, dim, bias=bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        context: Tensor | None = None,
+        mask: Tensor | None = None,
+        causal: bool = False,
+    ) -> Tensor:
+        """Tokens (batch, *grid, dim) -> same shape.
+
+        context: a source (batch, *its grid, context_dim) to read instead of x; its grid may have
+        another shape but, with lrpe, as many axes. mask: bool over the source's tokens (batch, *grid),
+        False = padding, which is not read. causal: row-major order, one axis, without context.
+        """
+        grid = Grid.of(x)
+        source = x if context is None else context
+        source_grid = Grid.of(source)
+        if mask is not None:
+            mask = source_grid.flatten(mask)
+        place = self.lrpe(grid.shape) if self.lrpe else None
+        q = split_heads(self.q_proj(x), self.heads, grid)
+        k = split_heads(self.k_proj(source), self.heads, source_grid)
+        v = split_heads(self.v_proj(source), self.heads, source_grid)
+        if causal:
+            self._check_causal(grid, context)
+            y, _ = causal_attention(q, k, v, mask=mask, lrpe=place, impl=self.impl)
+        else:
+            source_place = self.lrpe(source_grid.shape) if self.lrpe else None
+            state = summarize(k, v, mask=mask, lrpe=source_place, impl=self.impl)
+            y = read(q, state, lrpe=place, impl=self.impl)
+        return self._output(x, grid.unflatten(y.flatten(2)))
+
+    def _check_causal(self, grid: Grid, context: Tensor | None) -> None:
+        if context is not None:
+            raise ValueError("causal=True with a context: a source is read as a whole, use causal=False")
+        if grid.ndim > 1:
+            raise ValueError(f"causal=True on a grid {grid.shape}: expected one axis")
+        if self.lrpe and self.lrpe.kind == "rotary":
+            raise ValueError(
+                "causal=True with lrpe='rotary': the two channels of a pair decay differently, so scores "
+                "would depend on absolute position; use 'cosine' or None"
+            )
+
+    def _output(self, x: Tensor, y: Tensor) -> Tensor:
+        out: Tensor = self.o_proj(self.norm(y) * self.gate(x))
+        return out
+
+    def init_state(self, batch: int, device: torch.device | str | None = None) -> State:
+        """The State before the first token."""
+        dim = self.head_dim
+        return State.empty(batch, self.heads, dim, dim, self.lrpe is not None, device=device)
+
+    def step(self, x: Tensor, state: State, position: int | Tensor) -> tuple[Tensor, State]:
+        """One token (batch, dim) at `position` (counted from 0) of the causal form."""
+        self._check_causal(Grid((1,)), None)
+        q, k, v = (
+            proj(x).unflatten(-1, (self.heads, self.head_dim))
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        place = self.lrpe((1,), (position,)) if self.lrpe else None
+        y, state = attention_step(q, k, v, state, lrpe=place)
+        return self._output(x, y.flatten(1)), state

@@ -1,0 +1,41 @@
+"""Softmax attention (torch's scaled_dot_product_attention): the quadratic baseline."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from ndlightnet.grid import Grid
+from ndlightnet.nn.heads import default_heads, split_heads
+from ndlightnet.nn.position import MDLRPE
+from ndlightnet.ops import rotate, tables
+
+
+class SoftmaxAttention(nn.Module):
+    """Multi-head softmax attention with rotary MD-LRPE, on a grid of any number of axes.
+
+    heads: default one per 64 channels. rotary: position code in every layer.
+    Parameters: 4 dim^2 (+ dim / 2 learnt angles).
+    """
+
+    def __init__(self, dim: int, heads: int | None = None, *, rotary: bool = True) -> None:
+        super().__init__()
+        self.heads, head_dim = default_heads(dim, heads)
+        self.qkv_proj = nn.Linear(dim, 3 * dim, bias=False)
+        self.lrpe = MDLRPE(self.heads, head_dim, "rotary") if rotary else None
+        self.o_proj = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        """Tokens (batch, *grid, dim) -> same shape. mask: bool (batch, *grid), False = padding."""
+        grid = Grid.of(x)
+        q, k, v = (split_heads(part, self.heads, grid) for part in self.qkv_proj(x).chunk(3, -1))
+        if self.lrpe:
+            cos, sin = tables(self.lrpe(grid.shape), q.shape[-1], q.dtype)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        keep = None if mask is None else grid.flatten(mask)[:, None, None]
+        if causal and keep is not None:
+            raise ValueError("causal=True with a mask: softmax attention takes one of them")
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        y = scaled_dot_product_attention(q, k, v, attn_mask=keep, is_causal=causal)
+        out: Tensor = self.o_proj(grid.unflatten(y.transpose(1, 2).flatten(2)))
+        return out

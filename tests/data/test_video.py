@@ -1,0 +1,432 @@
+"""Videos: what cannot be read says so, both readers agree, clips take the right frames."""
+
+import importlib.util
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import ndlightnet.data.video as video
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.video import (
+    ClipDataset,
+    DecordReader,
+    PyAVReader,
+    Sample,
+    check_videos,
+    find_videos,
+    load_video,
+    open_video,
+    read_video_folder,
+)
+from ndlightnet.data.video_transforms import (
+    eval_clips,
+    even_indices,
+    random_indices,
+    to_pixels,
+    train_clip,
+)
+
+READERS = [
+    pytest.param(
+        DecordReader,
+        marks=pytest.mark.skipif(not importlib.util.find_spec("decord"), reason="needs decord"),
+    ),
+    PyAVReader,
+]
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+HEIGHT, WIDTH, FRAMES = 48, 128, 50
+
+
+def encode(path: Path, pictures: np.ndarray, **options: str) -> Path:
+    """(frames, height, width, 3) uint8 -> H.264."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with av.open(str(path), "w", options={"movflags": "faststart"}) as file:
+        stream = file.add_stream("libx264", rate=25)
+        stream.height, stream.width = pictures.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        stream.options = {"qp": "10", **options}
+        stream.codec_context.thread_count = 1
+        if len(pictures) == 0:
+            file.start_encoding()
+            return path
+        for picture in pictures:
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        file.mux(stream.encode())
+    return path
+
+
+def counting(frames: int = FRAMES, height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:
+    """Frame k has the brightness 4 k + 20."""
+    levels = 4 * np.arange(frames, dtype=np.uint8) + 20
+    return np.broadcast_to(levels[:, None, None, None], (frames, height, width, 3)).copy()
+
+
+def numbers(frames: Tensor) -> list[int]:
+    """The inverse of `counting`, of frames (..., frames, height, width, 3)."""
+    return [round((frame.float().mean().item() - 20) / 4) for frame in frames]
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """50 frames that tell their numbers, with B-frames and key frames 20 apart."""
+    return encode(tmp_path_factory.mktemp("v") / "a.mp4", counting(), bf="3", g="20")
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    "indices", [[0], range(FRAMES), [49, 3, 3, 20, 0], [21, 19], [7, 8, 9, 30]]
+)
+def test_frames_by_number(reader: type, counted: Path, indices: Sequence[int]) -> None:
+    opened = reader(counted)
+    assert (len(opened), opened.fps) == (FRAMES, 25.0)
+    for _ in range(2):  # the second time from wherever the first has left the reader
+        frames = opened.frames(indices)
+        assert frames.shape == (len(indices), HEIGHT, WIDTH, 3) and frames.dtype == torch.uint8
+        assert numbers(frames) == list(indices)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("indices", [[FRAMES], [-1], []])
+def test_frames_outside(reader: type, counted: Path, indices: list[int]) -> None:
+    with pytest.raises(IndexError):
+        reader(counted).frames(indices)
+
+
+def test_readers_agree_on_moving_colour(tmp_path: Path) -> None:
+    pytest.importorskip("decord")
+    rng = np.random.default_rng(0)
+    coarse = rng.integers(0, 256, (1, 6, 17, 3), dtype=np.uint8).repeat(16, 1).repeat(16, 2)
+    pictures = np.concatenate([np.roll(coarse, 3 * k, axis=2) for k in range(20)])
+    path = encode(tmp_path / "a.mp4", pictures, bf="2")
+    a, b = (reader(path).frames(range(20)).int() for reader in (DecordReader, PyAVReader))
+    assert a.shape == (20, 96, 272, 3)
+    assert (a - b).abs().max() <= 3
+    # ... and give RGB, not BGR: four pixels away from the edges, red is red
+    assert (a[0, 4:12, 4:12].float().mean((0, 1)) - torch.tensor(coarse[0, 8, 8])).abs().max() < 12
+
+
+@pytest.mark.parametrize("turn, matrix", [(-1, (0, 1, -1, 0)), (1, (0, -1, 1, 0))])
+def test_a_telephone_held_upright(tmp_path: Path, turn: int, matrix: tuple[int, ...]) -> None:
+    """The picture is turned as the file says: its matrix is overwritten with a quarter turn."""
+    pictures = counting(3, 96, 128)
+    pictures[:, :48, :64] = 0  # one corner is dark
+    path = encode(tmp_path / "a.mp4", pictures)
+    data = bytearray(path.read_bytes())
+    place = data.index(b"tkhd") + 44
+    a, b, c, d = (value << 16 for value in matrix)
+    data[place : place + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    path.write_bytes(data)
+    for reader in (PyAVReader(path), open_video(path)):
+        frame = reader.frames([1])[0]
+        assert frame.shape == (128, 96, 3)
+        expected = torch.rot90(torch.from_numpy(pictures[1]), turn).int()
+        assert (frame.int() - expected).abs().float().mean() < 3
+
+
+@pytest.mark.parametrize("width", [16, 24, 40, 48, 72, 96])
+def test_narrow_videos(tmp_path: Path, width: int) -> None:
+    """decord fails on some of them: `open_video` must not."""
+    path = encode(tmp_path / "a.mp4", counting(3, 32, width))
+    assert numbers(open_video(path).frames([0, 1, 2])) == [0, 1, 2]
+
+
+def test_pyav_where_there_is_no_decord(counted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(video, "find_spec", lambda name: None)
+    assert isinstance(open_video(counted), PyAVReader)
+
+
+@pytest.fixture(params=["missing", "folder", "text", "empty", "no frames", "cut", "sound"])
+def bad(request: pytest.FixtureRequest, tmp_path: Path, counted: Path) -> Path:
+    path = tmp_path / "bad.mp4"
+    if request.param == "folder":
+        path.mkdir()
+    elif request.param == "text":
+        path.write_text("not a video")
+    elif request.param == "empty":
+        path.touch()
+    elif request.param == "no frames":
+        encode(path, counting(0))
+    elif request.param == "cut":
+        path.write_bytes(counted.read_bytes()[:2800])
+    elif request.param == "sound":
+        with av.open(str(path), "w") as file:
+            stream = file.add_stream("aac", rate=44100, layout="mono")
+            silence = av.AudioFrame.from_ndarray(np.zeros((1, 4096), "f4"), "fltp", "mono")
+            silence.sample_rate = 44100
+            file.mux(stream.encode(silence))
+            file.mux(stream.encode())
+    return path
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_bad_files(reader: type, bad: Path) -> None:
+    with pytest.raises(DataError) as error:
+        opened = reader(bad)
+        opened.frames(range(len(opened)))
+    assert str(error.value).startswith(f"{bad}: ")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_hole_in_a_file(reader: type, tmp_path: Path) -> None:
+    """The file opens, and what is lost in the middle is an error when its frames are wanted."""
+    pictures = np.random.default_rng(0).integers(0, 256, (30, 48, 128, 3), dtype=np.uint8)
+    path = encode(tmp_path / "a.mp4", pictures, g="10", qp="30")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 20000] = bytes(20000)
+    path.write_bytes(data)
+    opened = reader(path)
+    assert len(opened) == 30
+    with pytest.raises(DataError, match="damaged"):
+        opened.frames(range(30))
+
+
+def make_folder(root: Path, source: Path, names: Sequence[str]) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(source.read_bytes())
+    return root
+
+
+NAMES = ["train/b/2.mp4", "train/b/1.MKV", "train/a/x.webm", "test/a/1.avi", "test/b/3.mov"]
+
+
+def test_folder(tmp_path: Path, counted: Path) -> None:
+    root = make_folder(tmp_path, counted, [*NAMES, "train/a/notes.txt", "train/a/._x.webm"])
+    (root / "train" / ".cache").mkdir()
+    found = read_video_folder(root)
+    assert found.classes == ("a", "b") and found.folder == root
+    assert [(str(p.relative_to(root)), y) for p, y in found.train] == [
+        ("train/a/x.webm", 0),
+        ("train/b/1.MKV", 1),
+        ("train/b/2.mp4", 1),
+    ]
+    assert [label for _, label in found.test] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "names, empty, about, what",
+    [
+        ([], "", "nowhere", "no such folder"),
+        (["test/a/1.mp4"], "", "train", "no such folder"),
+        (["train/a/1.mp4"], "", "test", "no such folder"),
+        ([], "train", "train", "no class folders"),
+        (NAMES, "train/c", "", "only one of train/ and test/: c"),
+        ([*NAMES, "test/c/1.mp4"], "train/c", "train/c", "has no videos"),
+        ([*NAMES, "train/c/1.mp4", "test/c/1.txt"], "", "test/c", "has no videos"),
+    ],
+)
+def test_bad_folders(
+    tmp_path: Path, counted: Path, names: list[str], empty: str, about: str, what: str
+) -> None:
+    make_folder(tmp_path, counted, names)
+    (tmp_path / empty).mkdir(parents=True, exist_ok=True)
+    with pytest.raises(DataError) as error:
+        read_video_folder(tmp_path / "nowhere" if about == "nowhere" else tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / about}: ") and what in str(error.value)
+
+
+def test_check_names_the_first_bad_file(tmp_path: Path, counted: Path) -> None:
+    good = Sample(counted, 0)
+    for name in ("1.mp4", "2.mp4"):
+        (tmp_path / name).write_text("text")
+    check_videos([good, good])
+    with pytest.raises(DataError, match=r"1\.mp4: not a video"):
+        check_videos([good, Sample(tmp_path / "1.mp4", 0), good, Sample(tmp_path / "2.mp4", 0)])
+
+
+def test_find_videos(tmp_path: Path, counted: Path) -> None:
+    with pytest.raises(DataError, match=f"^{tmp_path}: no video here"):
+        find_videos(tmp_path)
+    make_folder(tmp_path, counted, ["deep/er/b.mp4", "a.avi", "c.txt"])
+    assert find_videos(tmp_path) == [tmp_path / "a.avi", tmp_path / "deep/er/b.mp4"]
+    assert find_videos(tmp_path / "a.avi") == [tmp_path / "a.avi"]
+    with pytest.raises(DataError, match=r"c\.txt: no video here"):
+        find_videos(tmp_path / "c.txt")
+    with pytest.raises(DataError, match=r"d\.mp4: no such file"):
+        find_videos(tmp_path / "d.mp4")
+
+
+@pytest.mark.parametrize("max_frames, expected", [(99, list(range(50))), (5, [5, 15, 25, 35, 45])])
+def test_load_video(counted: Path, max_frames: int, expected: list[int]) -> None:
+    loaded = load_video(counted, short_side=12, max_frames=max_frames)
+    assert loaded.dtype == torch.uint8 and loaded.is_contiguous()
+    assert loaded.shape == (len(expected), 12, 32, 3)
+    assert numbers(loaded) == expected
+
+
+def test_load_video_smooths_before_it_shrinks(tmp_path: Path) -> None:
+    stripes = np.zeros((1, 128, 128, 3), np.uint8)
+    stripes[:, :, ::2] = 255
+    path = encode(tmp_path / "a.mp4", stripes)
+    assert load_video(path, 16, 9).float().std() < 10  # without antialiasing: stripes, about 100
+
+
+def test_even_indices() -> None:
+    assert even_indices(50, 50).tolist() == list(range(50))
+    assert even_indices(12, 4).tolist() == [1, 4, 7, 10]
+    assert even_indices(12, 4, 0.0).tolist() == [0, 3, 6, 9]
+    assert even_indices(3, 6).tolist() == [0, 0, 1, 1, 2, 2]
+    assert even_indices(9, 1).tolist() == [4]
+    assert even_indices(1, 5).tolist() == [0] * 5
+    assert even_indices(10**8, 10**8)[-1] == 10**8 - 1
+
+
+@pytest.mark.parametrize("length, frames", [(160, 16), (7, 16), (90, 1), (1, 4)])
+def test_random_indices(length: int, frames: int) -> None:
+    torch.manual_seed(0)
+    draws = torch.stack([random_indices(length, frames) for _ in range(1000)])
+    assert draws.shape == (1000, frames)
+    assert (draws.diff(dim=1) >= 0).all()
+    assert draws.min() >= 0 and draws.max() < length
+    # nothing is left out, though with one frame the ends are rare: a span seldom begins there
+    assert draws.min() <= length // 30 and draws.max() >= length - 1 - length // 30
+    if (length, frames) == (160, 16):
+        reach = (draws[:, -1] - draws[:, 0]).float() / 160
+        assert 0.4 < reach.min() < 0.55 and 0.88 < reach.max() < 1.0  # spans of 0.5 to 1
+        steps = draws.diff(dim=1).float()
+        assert steps.mean() == pytest.approx(7.5, abs=0.2)  # 0.75 of 160 / 16
+        assert steps.std(dim=1).min() > 0.5  # jitter
+    if length == 90:
+        assert len(draws.unique()) > 80
+
+
+@pytest.fixture(scope="module")
+def samples(counted: Path) -> list[Sample]:
+    short = encode(counted.parent / "b.mp4", counting(3, 64, 64))
+    return [Sample(counted, 4), Sample(short, 7)]
+
+
+@pytest.mark.parametrize("frames", [1, 8])
+def test_train_clips(samples: list[Sample], frames: int) -> None:
+    data = ClipDataset(samples, frames, size=32, train=True)
+    torch.manual_seed(0)
+    assert len(data) == 2
+    for number, label in ((0, 4), (1, 7)):
+        clip, found = data[number]
+        assert clip.shape == (3, frames, 32, 32) and clip.dtype == torch.float32
+        assert clip.is_contiguous() and found == label
+    assert not torch.equal(data[0][0], data[0][0])
+    torch.manual_seed(1)
+    first = data[0][0]
+    torch.manual_seed(1)
+    assert torch.equal(first, data[0][0])
+
+
+def test_test_clips(samples: list[Sample]) -> None:
+    data = ClipDataset(samples, frames=5, size=42, train=False, clips=2)
+    (clips, label, index), again = data[0], data[0]
+    assert clips.shape == (2, 3, 5, 42, 42) and (label, index) == (4, 0)
+    assert torch.equal(clips, again[0])
+    # 5 parts of 10 frames; the clips lie at a quarter and at three quarters of each part
+    assert numbers(to_pixels(clips[0])) == [2, 12, 22, 32, 42]
+    assert numbers(to_pixels(clips[1])) == [7, 17, 27, 37, 47]
+
+
+def test_single_frames(samples: list[Sample]) -> None:
+    data = ClipDataset(samples, frames=1, size=42, train=False, clips=5)
+    clips = data[0][0]
+    assert clips.shape == (5, 3, 1, 42, 42)
+    assert numbers(to_pixels(torch.cat(list(clips), dim=1))) == [5, 15, 25, 35, 45]
+
+
+def test_a_short_video_repeats_frames_evenly(samples: list[Sample]) -> None:
+    clips = ClipDataset(samples, frames=6, size=32, train=False)[1][0]
+    assert numbers(to_pixels(clips[0])) == [0, 0, 1, 1, 2, 2]
+
+
+def test_all_in_memory(samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> None:
+    data = ClipDataset(samples, frames=4, size=28, train=False)
+    monkeypatch.setattr(video, "open_video", lambda path: pytest.fail("decoded again"))
+    assert data[1][0].shape == (1, 3, 4, 28, 28)
+
+
+def test_dataset_errors(samples: list[Sample], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"c\.mp4: no such file"):
+        ClipDataset([*samples, Sample(tmp_path / "c.mp4", 0)], 4, 32, train=True)
+    with pytest.raises(ValueError, match="start at 1"):
+        ClipDataset(samples, frames=0, size=32, train=True)
+
+
+def test_eval_crop_is_the_centre() -> None:
+    frame = torch.zeros(2, 40, 60, 3, dtype=torch.uint8)
+    frame[:, 4:36, 14:46] = 255  # the 32 x 32 in the middle
+    assert (to_pixels(eval_clips(frame, 2, 32)[0]) == 255).all()
+    assert (to_pixels(eval_clips(frame, 2, 34)[0]) == 0).any()
+
+
+def ramp() -> Tensor:
+    """A still video that grows brighter to the right; frames are alike."""
+    columns = torch.linspace(40, 215, 64).round().to(torch.uint8)
+    return columns[None, None, :, None].expand(8, 48, 64, 3).contiguous()
+
+
+def test_flips_only_when_asked() -> None:
+    torch.manual_seed(0)
+
+    def mirrored(**options: bool) -> int:
+        clips = [train_clip(ramp(), 4, 24, **options) for _ in range(60)]
+        return sum(bool(clip[..., 0].mean() > clip[..., -1].mean()) for clip in clips)
+
+    assert mirrored() == 0
+    assert 15 < mirrored(hflip=True) < 45
+
+
+def test_augmentation_is_one_for_all_frames_and_mild() -> None:
+    torch.manual_seed(0)
+    clips = torch.stack([train_clip(ramp(), 4, 24, hflip=True) for _ in range(200)])
+    assert torch.equal(clips, clips[:, :, :1].expand_as(clips))
+    means, stds = clips.mean((1, 2, 3, 4)), clips.std((1, 2, 3, 4))
+    assert 0.05 < means.std() < 0.6 and 0.05 < stds.std() < 0.4  # differ, and not much
+    tint = clips.mean((2, 3, 4)) - means[:, None]
+    assert 0.02 < tint.abs().mean() < 0.1 and tint.abs().max() < 0.2
+
+
+def test_crops_differ_and_keep_half_of_the_area() -> None:
+    torch.manual_seed(0)
+    rows = torch.arange(64.0)[:, None].expand(64, 64)
+    place = torch.stack([rows, rows.T, rows * 0], dim=-1).to(torch.uint8).expand(2, 64, 64, 3)
+    ranges, corners = [], set()
+    for _ in range(100):
+        clip = train_clip(place, 1, 32)[:, 0]
+        # colour is affine, so divide by its gain: blue is flat, the others run over the crop
+        height, width = ((clip[c].amax() - clip[c].amin()).item() * 255 * 0.225 for c in (0, 1))
+        ranges.append(height * width / 63**2)
+        corners.add(round(clip[0, 0, 0].item(), 3))
+    assert 0.5 * 0.64 * 0.9 < min(ranges) < 0.6 and 0.8 < max(ranges) < 1.44  # contrast 0.8-1.2
+    assert len(corners) > 50
+
+
+def test_normalisation_and_back() -> None:
+    torch.manual_seed(0)
+    pixels = torch.randint(0, 256, (4, 16, 16, 3), dtype=torch.uint8)
+    clip = eval_clips(pixels, 4, 16)[0]
+    assert clip.mean().abs() < 0.3 and 0.8 < clip.std() < 1.5
+    assert torch.equal(to_pixels(clip), pixels)
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data beside the checkout")
+@pytest.mark.parametrize(
+    "name, classes, train, test",
+    [
+        ("surveillance", ("calm", "fight"), 203, 60),
+        ("lung_ultrasound", ("covid", "pneumonia", "regular"), 79, 25),
+    ],
+)
+def test_real_videos(name: str, classes: tuple[str, ...], train: int, test: int) -> None:
+    found = read_video_folder(SHARED / name)
+    assert (found.classes, len(found.train), len(found.test)) == (classes, train, test)
+    data = ClipDataset(found.test[:1], frames=8, size=64, train=False, clips=2)
+    clips, label, _ = data[0]
+    assert clips.shape == (2, 3, 8, 64, 64) and label == 0
+    assert 0.2 < clips.std() < 2 and clips.mean().abs() < 2.1
+    assert (clips[:, :, 0] != clips[:, :, -1]).any()  # something moves
+    path = found.test[-1].path
+    a, b = (PyAVReader(path).frames([0, 5]).int(), open_video(path).frames([0, 5]).int())
+    assert (a - b).abs().max() <= 3
