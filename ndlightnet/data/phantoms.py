@@ -249,14 +249,13 @@ def draw_torso(canvas: Canvas, rng: np.random.Generator) -> None:
     dome = rng.uniform(25, 50)  # height of the diaphragm
     blotches = canvas.texture(14.0, 1.0)
 
-    # The table is a thin shell under the back, not turned or warped with the patient.
+    # The table is a thin shell under the back.
     under = -deep - rng.uniform(3, 7)
     bed = y - 0.0012 * x**2
     canvas.paint((bed < under) & (bed > under - 22) & (np.abs(x) < 150), -890.0, 0)
     canvas.paint((bed < under) & (bed > under - 5) & (np.abs(x) < 150), -150.0, 0)
 
-    # Skin, fat, muscle, then the space that the organs lie in. Chest and hips are wider than the
-    # waist.
+    # Skin, fat, muscle, then the space that the organs lie in. The waist is narrower.
     girth = 1 + 0.06 * np.cos((z - 100) / 55) + 0.03 * np.sin(z / 60)
 
     def torso(less: float) -> Mask:
@@ -294,24 +293,14 @@ def draw_torso(canvas: Canvas, rng: np.random.Generator) -> None:
             radii = (rng.uniform(3, 5), rng.uniform(3, 5), rng.uniform(15, 30))
             tilt = tuple(rng.uniform(-50, 50, 2))
             canvas.ellipsoid(place, radii, vary(20.0), LUNGS, (tilt[0], tilt[1], 0), within=lung)
-    canvas.paint(
-        chest
-        & above(1)
-        & above(-1)
-        & (canvas.label == BODY)
-        & (np.abs(x) < 28)
-        & (y < 60)
-        & (z > dome),
-        35 + 10 * blotches,
-        BODY,
-    )
+    between = chest & (z > dome) & (canvas.label == BODY) & (np.abs(x) < 28) & (y < 60)
+    canvas.paint(between, 35 + 10 * blotches, BODY)
     blood = 45 + 130 * contrast
     heart = near((-22, 25, dome + 32), 6)
     size = (vary(50), vary(40), vary(42))
     canvas.ellipsoid(heart, size, 48.0 + 20 * contrast, BODY, (0, -25, 25))
-    canvas.ellipsoid(
-        heart, (0.6 * size[0], 0.6 * size[1], 0.65 * size[2]), blood, BODY, (0, -25, 25)
-    )
+    chambers = (0.6 * size[0], 0.6 * size[1], 0.65 * size[2])
+    canvas.ellipsoid(heart, chambers, blood, BODY, (0, -25, 25))
 
     below = cavity & ~above(1)
     under_left = cavity & ~above(-1)
@@ -320,19 +309,12 @@ def draw_torso(canvas: Canvas, rng: np.random.Generator) -> None:
     lower = rng.uniform(-6, 6)
     right_lobe = (vary(70), vary(82), vary(76))
     canvas.ellipsoid((66, 8, dome - 62 + lower), right_lobe, parenchyma, LIVER, (0, 14, 8), below)
-    canvas.ellipsoid(
-        near((2, 38, dome - 52)),
-        (vary(72), vary(36), vary(34)),
-        parenchyma,
-        LIVER,
-        (0, 10, -8),
-        below,
-    )
+    left_lobe = (vary(72), vary(36), vary(34))
+    canvas.ellipsoid(near((2, 38, dome - 52)), left_lobe, parenchyma, LIVER, (0, 10, -8), below)
     canvas.ellipsoid(near((48, 48, dome - 100)), (13, 15, 22), vary(8.0), BODY)  # gall bladder
     place = near((-62, 22, dome - 60), 8)
-    canvas.ellipsoid(
-        place, (vary(38), vary(46), vary(40)), 25 + soft, BODY, (0, 0, -25), under_left
-    )
+    size = (vary(38), vary(46), vary(40))
+    canvas.ellipsoid(place, size, 25 + soft, BODY, (0, 0, -25), under_left)
     gas = under_left & (y > place[1] + rng.uniform(4, 22))  # gas rises to the front of the stomach
     canvas.ellipsoid(place, (34, 42, 36), -920.0, BODY, (0, 0, -25), gas)
     pulp = 50 + 68 * contrast + rng.normal(0, 5) + soft

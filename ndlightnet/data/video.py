@@ -92,7 +92,7 @@ class PyAVReader:
             with av.open(str(self.path)) as file:
                 if not file.streams.video:
                     raise DataError(f"{self.path}: has no video stream")
-                # Packets are counted because a header may give the number of frames wrong or not.
+                # Packets are counted because a header may give a wrong number of frames, or none.
                 self._length = sum(packet.size > 0 for packet in file.demux(video=0))
                 self.fps = float(file.streams.video[0].average_rate or 0)
         except av.error.FFmpegError as error:

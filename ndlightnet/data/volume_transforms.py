@@ -42,7 +42,7 @@ from torch import Tensor
 
 from ndlightnet.data.volumes import Case, load_case
 
-INDICES_PER_CLASS = 20_000  # crop centres kept for every class of a volume; they are held in memory
+KEPT_PER_CLASS = 20_000  # crop centres kept for every class of a volume; they are held in memory
 
 
 def preprocess(modalities: Sequence[str], spacing: Sequence[float] | None = None) -> Compose:
@@ -127,7 +127,7 @@ def augment(
         SpatialPadd(both, patch),
         # Deterministic, so that the dataset caches it: finding a class's voxels costs more than all
         # the rest.
-        ClassesToIndicesd("label", None, num_classes, max_samples_per_class=INDICES_PER_CLASS),
+        ClassesToIndicesd("label", num_classes=num_classes, max_samples_per_class=KEPT_PER_CLASS),
         RandCropByLabelClassesd(
             both, "label", patch, num_classes=num_classes, num_samples=num_samples,
             indices_key="label_cls_indices", warn=False,
@@ -151,10 +151,11 @@ def augment(
 
 
 def invert(prediction: Tensor, prepared: dict[str, Any]) -> Tensor:
-    """A prediction (channels, *space) on the grid of `prepared["image"]` -> (channels, x, y, z) on
-    the grid of the file, fit for `save_labels`. Floating point (logits, probabilities) is
-    interpolated where the spacing was changed, integers (labels) take the nearest voxel; otherwise
-    every value stays as it is, only reordered.
+    """The way back: a prediction (channels, *space) on the grid of `prepared["image"]` ->
+    (channels, x, y, z) on the grid of the file, fit for `save_labels`. Floating point (logits,
+    probabilities) is interpolated where the spacing was changed, integers (labels) take the nearest
+    voxel; otherwise every value stays as it is, only reordered. The result is on the CPU and has no
+    gradient.
 
     Raises ValueError when the prediction is not on that grid.
     """

@@ -1,5 +1,4 @@
-"""Medical volumes on disk: decathlon folders, NIfTI files and DICOM series in; NIfTI label maps
-out.
+"""Medical volumes on disk: decathlon folders, NIfTI files, DICOM series in; NIfTI label maps out.
 
 Everything keeps the grid of the file that it came from: `load_case` gives the voxels as they are
 stored, with the affine from voxel indices to RAS millimetres, and `save_labels` writes onto that
@@ -9,7 +8,6 @@ same grid.
 import contextlib
 import json
 import os
-import warnings
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +18,6 @@ import nibabel
 import numpy as np
 import pydicom
 import torch
-from monai.data.image_reader import NibabelReader, PydicomReader
 from monai.data.meta_tensor import MetaTensor
 from monai.transforms.spatial.array import ResampleToMatch
 from numpy.typing import NDArray
@@ -32,8 +29,8 @@ NIFTI_ENDINGS = (".nii.gz", ".nii")
 # Two grids are one when no corner is off by more than this share of the smallest voxel edge.
 # Headers round: a qform holds a rotation as three float32, good to 3e-4 rad: 0.04 mm at 150 mm.
 SAME_GRID = 0.1
-# DICOM slices are evenly spaced when no gap is off the median gap by more than this share; where
-# one slice is missing it is 1.0.
+# DICOM slices are evenly spaced when no step is off the median by more than this share; where one
+# is missing it is 1.0.
 EVEN_GAPS = 0.1
 
 
@@ -68,24 +65,25 @@ def read_decathlon(folder: str | Path) -> Decathlon:
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
-    listing_file = folder / "dataset.json"
+    file = folder / "dataset.json"
     try:
-        listing = json.loads(listing_file.read_text(encoding="utf-8"))
+        listing = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(f"{listing_file}: cannot be read ({error.strerror})") from error
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise DataError(f"{listing_file}: is not valid JSON ({_one_line(error)})") from error
+        raise DataError(f"{file}: is not valid JSON ({_one_line(error)})") from error
     if not isinstance(listing, dict):
-        raise DataError(f"{listing_file}: should hold a JSON object")
-    labels = _numbered(listing_file, listing, "labels")
-    modalities = _numbered(listing_file, listing, "modality")
-    training = _listed_cases(listing_file, listing, "training", len(modalities))
-    test = _listed_cases(listing_file, listing, "test", len(modalities))
+        raise DataError(f"{file}: should hold a JSON object")
+    labels = _numbered(file, listing, "labels")
+    modalities = _numbered(file, listing, "modality")
+    training, test = (
+        _listed_cases(file, listing, key, len(modalities)) for key in ("training", "test")
+    )
     if not training and not test:
-        raise DataError(f"{listing_file}: lists no case under 'training' or 'test'")
+        raise DataError(f"{file}: lists no case under 'training' or 'test'")
     for case in training:
         if case.label is None:
-            raise DataError(f"{listing_file}: training case {case.name!r} has no label")
+            raise DataError(f"{file}: training case {case.name!r} has no label")
     return Decathlon(folder, labels, modalities, training, test)
 
 
@@ -108,7 +106,8 @@ def _listed_cases(file: Path, listing: dict[str, Any], key: str, channels: int) 
     for entry in entries:
         fields = entry if isinstance(entry, dict) else {"image": entry}
         images, label = fields.get("image"), fields.get("label")
-        texts = (images if isinstance(images, list) else [images]) + ([label] if label else [])
+        texts: list[Any] = list(images) if isinstance(images, list) else [images]
+        texts += [label] if label else []
         if not all(isinstance(text, str) for text in texts):
             raise DataError(f"{file}: {key!r} has an entry without image files: {_one_line(entry)}")
         paths = [file.parent / text for text in texts]
@@ -145,8 +144,7 @@ def _stem(name: str) -> str:
 
 def find_inputs(path: str | Path) -> list[Case]:
     """What to predict on: a NIfTI file, a folder with a DICOM series, a decathlon folder (its test
-    cases), or a folder with NIfTI files and subfolders that hold a DICOM series each, sorted by
-    name.
+    cases), or a folder with NIfTI files and subfolders of one DICOM series each, sorted by name.
 
     Other files are passed over. Nothing is opened beyond telling DICOM from other files, so a
     broken volume is listed and raises when it is loaded. Raises DataError when there is nothing to
@@ -197,14 +195,11 @@ def check_cases(cases: Iterable[Case], num_classes: int, progress: bool = True) 
     from rich.progress import track
 
     def check(case: Case) -> None:
-        label = load_case(case).get("label")
-        if label is None:
-            return
+        label = load_case(case).get("label", torch.zeros(1))
         low, high = int(label.min()), int(label.max())
         if low < 0 or high >= num_classes:
-            raise DataError(
-                f"{case.label}: has label values {low}..{high}, expected 0..{num_classes - 1}"
-            )
+            expected = f"expected 0..{num_classes - 1}"
+            raise DataError(f"{case.label}: has label values {low}..{high}, {expected}")
 
     cases = list(cases)
     pool = ThreadPoolExecutor(4)  # inflating gzip, most of the work, releases the interpreter
@@ -250,26 +245,17 @@ def load_case(case: Case) -> dict[str, Any]:
 def _read(path: Path) -> MetaTensor:
     """(1, x, y, z) float32 with its affine; every way of being unusable ends here."""
     try:
-        if not path.exists():
-            raise DataError(f"{path}: no such file or folder")
-        if path.is_dir():
-            _check_series(path)
-        reader = PydicomReader() if path.is_dir() else NibabelReader()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what matters of it is checked here
-            voxels, meta = reader.get_data(reader.read(path))
-        affine = np.asarray(meta["affine"], dtype=np.float64)
-        voxels = np.asarray(voxels)
+        voxels, affine = _read_series(path) if path.is_dir() else _read_nifti(path)
     except DataError:
         raise
     except Exception as error:  # decoders of gzip, NIfTI, DICOM and JPEG raise what they like
         raise DataError(f"{path}: cannot be read ({_one_line(error)})") from error
     if voxels.dtype.kind not in "biuf":
         raise DataError(f"{path}: voxels should be real numbers, are {voxels.dtype}")
+    if voxels.size == 0:
+        raise DataError(f"{path}: has an empty axis, no voxels")
     if voxels.ndim != 3:
         raise DataError(f"{path}: should have 3 axes, has shape {voxels.shape}")
-    if 0 in voxels.shape:
-        raise DataError(f"{path}: has an empty axis, shape {voxels.shape}")
     if affine.shape != (4, 4) or not np.isfinite(affine).all() or np.linalg.det(affine) == 0:
         raise DataError(f"{path}: has an affine that does not place the voxels in space")
     voxels = np.ascontiguousarray(voxels, dtype=np.float32)
@@ -279,33 +265,47 @@ def _read(path: Path) -> MetaTensor:
     return MetaTensor(torch.from_numpy(voxels)[None], affine=torch.from_numpy(affine))
 
 
-def _check_series(folder: Path) -> None:
-    """The reader stacks all slices by InstanceNumber; this makes sure that it gives a volume."""
+# MONAI's readers are not used: its NibabelReader rewrites an affine that disagrees with pixdim, and
+# its PydicomReader leaves out slices that it cannot read, with a warning, and closes the gap.
+def _read_nifti(path: Path) -> tuple[NDArray[Any], NDArray[np.float64]]:
+    image: Any = nibabel.load(path)
+    return np.asanyarray(image.dataobj), image.affine
+
+
+def _read_series(folder: Path) -> tuple[NDArray[Any], NDArray[np.float64]]:
+    """(x, y, z) with rescale slope and intercept applied, and the affine to RAS mm."""
     files = _dicom_files(folder)
-    places_of = ["InstanceNumber", "ImagePositionPatient", "ImageOrientationPatient"]
-    tags = ["SeriesInstanceUID", *places_of]
-    slices = [pydicom.dcmread(file, stop_before_pixels=True, specific_tags=tags) for file in files]
+    if len(files) < 2:
+        raise DataError(f"{folder}: has {len(files)} DICOM slices, which is not a volume")
+    slices = [pydicom.dcmread(file) for file in files]
     for file, header in zip(files, slices, strict=True):
-        for tag in places_of:
+        for tag in ("ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing", "PixelData"):
             if header.get(tag) is None:
-                raise DataError(f"{file}: has no {tag}, so its place in the volume is unknown")
-    if len(slices) < 2:
-        raise DataError(f"{folder}: has {len(slices)} DICOM slices, which is not a volume")
+                raise DataError(f"{file}: has no {tag}, or is cut short before it")
     if len({str(header.get("SeriesInstanceUID")) for header in slices}) > 1:
         raise DataError(f"{folder}: holds several DICOM series; give each a folder of its own")
-    slices.sort(key=lambda header: int(header.InstanceNumber))
-    turns = np.array([header.ImageOrientationPatient for header in slices], dtype=float)
-    if not np.allclose(turns, turns[0], atol=1e-3):
-        raise DataError(f"{folder}: has slices that are not parallel")
-    normal = np.cross(turns[0, :3], turns[0, 3:])
-    places = np.array([header.ImagePositionPatient for header in slices], dtype=float) @ normal
-    gaps = np.diff(places)
-    usual = float(np.median(gaps))
-    if usual == 0 or np.abs(gaps / usual - 1).max() > EVEN_GAPS:
+    frames = np.array([[*h.ImageOrientationPatient, *h.PixelSpacing] for h in slices], dtype=float)
+    if not np.allclose(frames, frames[0], atol=1e-3):
+        raise DataError(f"{folder}: has slices of different orientation or pixel size")
+    along_row, along_column, (row_gap, column_gap) = np.split(frames[0], [3, 6])
+    normal = np.cross(along_row, along_column)
+    # The place says which slice comes next; InstanceNumber is only a number.
+    slices.sort(key=lambda header: float(normal @ np.array(header.ImagePositionPatient, float)))
+    places = np.array([header.ImagePositionPatient for header in slices], dtype=float)
+    steps = np.diff(places, axis=0)
+    usual = np.median(steps, axis=0)
+    off = np.linalg.norm(steps - usual, axis=1).max()
+    if normal @ usual == 0 or off > EVEN_GAPS * np.linalg.norm(usual):
+        least, most = (steps @ normal).min(), (steps @ normal).max()
         raise DataError(
-            f"{folder}: slices are {np.abs(gaps).min():.3g} to {np.abs(gaps).max():.3g} mm apart; "
-            "one is missing, doubled or misnumbered"
+            f"{folder}: slices are {least:.3g} to {most:.3g} mm apart; one is missing or doubled"
         )
+    affine = np.eye(4)
+    affine[:3, 0], affine[:3, 1] = along_row * column_gap, along_column * row_gap
+    affine[:3, 2], affine[:3, 3] = (places[-1] - places[0]) / (len(places) - 1), places[0]
+    affine[:2] *= -1  # DICOM's millimetres run to the left and back
+    layers = [pydicom.pixels.apply_rescale(header.pixel_array, header).T for header in slices]
+    return np.stack(layers, axis=-1), affine
 
 
 def _corners(volume: MetaTensor) -> NDArray[np.float64]:
@@ -340,7 +340,8 @@ def _onto(volume: MetaTensor, target: MetaTensor) -> Tensor:
     # The resampler fills with zero, so zero is made to mean the minimum.
     least = volume.min().item()
     resample: Any = ResampleToMatch(mode="bilinear", padding_mode="zeros", dtype=np.float64)
-    return (resample(volume - least, img_dst=target) + least).float().as_tensor()
+    shifted: Tensor = resample(volume - least, img_dst=target).as_tensor()
+    return (shifted + least).float()
 
 
 def save_labels(labels: Tensor | NDArray[Any], like: Case, path: str | Path) -> None:

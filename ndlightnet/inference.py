@@ -1,0 +1,34 @@
+"""From a trained network to a prediction on a whole grid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def predict_volume(
+    net: nn.Module, image: Tensor, window: Sequence[int] | None = None, overlap: float = 0.5
+) -> Tensor:
+    """Logits `(batch, classes, *space)`, float32, for an image `(batch, channels, *space)`.
+
+    window None: the whole grid in one forward. Otherwise overlapping windows of this shape, blended
+    with Gaussian weights (MONAI), for grids that do not fit.
+    """
+    if window is None:
+        out: Tensor = net(image)
+        return out.float()
+    from monai.inferers.inferer import SlidingWindowInferer
+
+    inferer = SlidingWindowInferer(tuple(window), sw_batch_size=4, overlap=overlap, mode="gaussian")
+    blended = inferer(image, net)
+    assert isinstance(blended, Tensor)
+    return blended.float()
+
+
+def predict_clips(net: nn.Module, clips: Tensor) -> Tensor:
+    """Class probabilities `(batch, classes)` of videos given as clips `(batch, clips, channels, *space)`:
+    the mean over a video's clips."""
+    logits = net(clips.flatten(0, 1)).float()
+    return torch.softmax(logits, dim=-1).unflatten(0, clips.shape[:2]).mean(dim=1)

@@ -1,0 +1,138 @@
+"""Video classification: network + cross-entropy + accuracy, confusion matrix and film strips."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torchmetrics.functional.classification import (
+    multiclass_accuracy,
+    multiclass_confusion_matrix,
+)
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.video_transforms import to_pixels
+from ndlightnet.inference import predict_clips
+from ndlightnet.training.optim import adamw_with_cosine
+from ndlightnet.training.report import save_confusion, save_strips, write_json
+
+STRIPS = 8
+
+
+class VideoTask(L.LightningModule):
+    """Trains `net`, clips `(batch, 3, frames, height, width)` -> `(batch, classes)` logits.
+
+    Args:
+        net: the network.
+        lr, weight_decay: of AdamW, with warm-up and a cosine.
+        label_smoothing: of the cross-entropy.
+    """
+
+    monitor = "val_accuracy"
+
+    def __init__(
+        self, net: nn.Module, lr: float = 1e-3, weight_decay: float = 0.05, label_smoothing: float = 0.1
+    ) -> None:
+        super().__init__()
+        self.net, self.lr, self.weight_decay = net, lr, weight_decay
+        self.loss = nn.CrossEntropyLoss(label_smoothing=label_smoothing)
+        self.failures: list[str] = []
+        self.summary = ""
+
+    def _data(self) -> Any:
+        return self.trainer.datamodule  # type: ignore[attr-defined]
+
+    def setup(self, stage: str) -> None:
+        outputs = getattr(self.net, "num_classes", None)
+        if stage != "predict" and outputs not in (None, len(self._data().classes)):
+            raise DataError(
+                f"{self._data().root}: {len(self._data().classes)} classes, but the network has "
+                f"num_classes={outputs}"
+            )
+
+    def configure_optimizers(self) -> Any:
+        return adamw_with_cosine(self, self.net, self.lr, self.weight_decay)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+        clips, labels = batch
+        loss: Tensor = self.loss(self.net(clips).float(), labels)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], _: int) -> None:
+        clips, labels, _index = batch
+        right = (predict_clips(self.net, clips).argmax(-1) == labels).float().mean()
+        self.log("val_accuracy", right, prog_bar=True, batch_size=len(labels))
+
+    def on_test_epoch_start(self) -> None:
+        self.seen: list[tuple[Tensor, Tensor]] = []
+        self.strips: list[tuple[str, bool | None, Tensor]] = []
+
+    def test_step(self, batch: tuple[Tensor, Tensor, Tensor], _: int) -> None:
+        clips, labels, index = batch
+        probabilities = predict_clips(self.net, clips)
+        self.seen.append((probabilities.cpu(), labels.cpu()))
+        names, samples = self._data().classes, self._data().test_set.samples
+        # every so many videos, so that the strips show all classes
+        every = max(1, len(samples) // STRIPS)
+        for row, number in enumerate(index.tolist()):
+            if number % every == 0 and len(self.strips) < STRIPS:
+                guess, truth = int(probabilities[row].argmax()), int(labels[row])
+                caption = f"{samples[number].path.name}: {names[guess]} ({probabilities[row, guess]:.2f})"
+                if guess != truth:
+                    caption += f", truth: {names[truth]}"
+                self.strips.append((caption, guess == truth, to_pixels(clips[row, 0].cpu())))
+
+    def on_test_epoch_end(self) -> None:
+        names = self._data().classes
+        probabilities, labels = (torch.cat(parts) for parts in zip(*self.seen, strict=True))
+        matrix = multiclass_confusion_matrix(probabilities, labels, len(names))
+
+        def accuracy(top_k: int, average: str) -> Any:
+            return multiclass_accuracy(probabilities, labels, len(names), average, top_k=top_k)
+
+        top1 = float(accuracy(1, "micro"))
+        metrics = {
+            "top1": top1,
+            "top5": float(accuracy(min(5, len(names)), "micro")),
+            "balanced_accuracy": float(accuracy(1, "macro")),
+            "recall": dict(zip(names, accuracy(1, "none").tolist(), strict=True)),
+            "majority_class": float(torch.bincount(labels).max() / len(labels)),
+            "videos": len(labels),
+            "parameters": sum(p.numel() for p in self.net.parameters()),
+            "confusion": matrix.tolist(),
+        }
+        write_json(self._out() / "metrics.json", metrics)
+        save_confusion(self._out() / "confusion.png", matrix, names)
+        save_strips(self._out() / "test_clips.png", self.strips)
+        self.log("test_accuracy", top1)
+        self.summary = f"held-out accuracy {top1:.3f} over {len(labels)} videos; see {self._out()}"
+
+    def on_predict_start(self) -> None:
+        self.predictions: dict[str, Any] = {}
+
+    def predict_step(self, batch: dict[str, Any], _: int) -> None:
+        path = Path(batch["path"])
+        if "error" in batch:
+            self.failures.append(batch["error"])
+            return
+        probabilities = predict_clips(self.net, batch["clips"][None].to(self.device))[0]
+        names, guess = self._data().classes, int(probabilities.argmax())
+        self.predictions[str(path)] = {
+            "class": names[guess],
+            "probabilities": dict(zip(names, probabilities.tolist(), strict=True)),
+        }
+        strip = (f"{path.name}: {names[guess]}", None, to_pixels(batch["clips"][0].cpu()))
+        number = f"{len(self.predictions):04d}"  # names of files in other folders may repeat
+        save_strips(self._out() / "predictions" / f"{number}_{path.stem}.png", [strip])
+
+    def on_predict_end(self) -> None:
+        file = self._out() / "predictions" / "predictions.json"
+        write_json(file, self.predictions)
+        self.summary = f"{len(self.predictions)} predictions are in {file}"
+
+    def _out(self) -> Path:
+        return Path(self.trainer.default_root_dir)

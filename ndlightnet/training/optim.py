@@ -1,0 +1,41 @@
+"""The optimizer and the schedule that all tasks share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+
+
+def decayed_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Weight decay for matrices and filters only; not for norms, biases and position codes."""
+    plain = {
+        id(parameter)
+        for module in net.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim < 2 or name in ("log_factor", "logit", "coef")
+    }
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if id(p) not in plain], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if id(p) in plain], "weight_decay": 0.0},
+    ]
+
+
+def adamw_with_cosine(task: L.LightningModule, net: nn.Module, lr: float, weight_decay: float) -> Any:
+    """AdamW; the rate rises linearly over the first 5 % of the steps, then falls on a cosine to 1 %."""
+    optimizer = torch.optim.AdamW(decayed_groups(net, weight_decay), lr=lr)
+    total = int(task.trainer.estimated_stepping_batches)
+    warmup = max(1, total // 20)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, total - warmup))
+        return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -1,0 +1,145 @@
+"""What a run leaves for people: metrics.json and pictures. A file appears complete or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ndlightnet.data.errors import DataError
+
+COLORS = ("#000000", "#e6194b", "#3cb44b", "#4363d8", "#f58231", "#ffe119", "#42d4f4", "#f032e6")
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A draft beside `path` that becomes `path` when the block ends well."""
+    draft = path.with_name(f".{os.getpid()}.part.{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield draft
+        os.replace(draft, path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
+    finally:
+        if draft.exists():
+            draft.unlink()
+
+
+def check_writable(folder: Path) -> None:
+    """DataError where results could not be written later."""
+    with whole_file(folder / ".writable") as draft:
+        draft.write_text("")
+    (folder / ".writable").unlink()
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Numbers that are not finite become null."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(k): plain(v) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(v) for v in value]
+        if isinstance(value, float):
+            return round(value, 6) if np.isfinite(value) else None
+        return value
+
+    with whole_file(path) as draft:
+        draft.write_text(json.dumps(plain(content), indent=2) + "\n")
+
+
+def _save(figure: Any, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    with whole_file(path) as draft:
+        figure.savefig(draft, dpi=110, bbox_inches="tight", facecolor="white")
+    plt.close(figure)
+
+
+def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")  # no window, whatever machine this is
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+
+
+class Panel:
+    """The slice of a volume that shows most of its labels: image, truth, prediction (x, y)."""
+
+    def __init__(self, title: str, image: Tensor, truth: Tensor | None, prediction: Tensor) -> None:
+        """image (x, y, z) in RAS order, labels (x, y, z)."""
+        labels = prediction if truth is None else truth
+        z = int((labels > 0).sum((0, 1)).argmax())
+        self.title = title
+
+        def cut(volume: Tensor) -> Any:  # seen from the feet, front up, as radiologists look at it
+            return volume[:, :, z].cpu().numpy()[::-1, ::-1].T
+
+        self.image, self.prediction = cut(image), cut(prediction)
+        self.truth = None if truth is None else cut(truth)
+
+
+def save_panels(path: Path, panels: Sequence[Panel], labels: Sequence[str]) -> None:
+    """One row per case: the image, the truth and the prediction side by side."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    colors = [COLORS[n % len(COLORS)] if n < len(COLORS) else f"C{n % 10}" for n in range(len(labels))]
+    figure, axes = _figure(len(panels), 3, (9, 3 * len(panels) + 0.5))
+    for row, panel in zip(axes, panels, strict=True):
+        low, high = np.percentile(panel.image, (1, 99))
+        overlays = (None, panel.truth, panel.prediction)
+        for axis, labelled, name in zip(row, overlays, ("image", "truth", "prediction"), strict=True):
+            axis.axis("off")
+            if name == "truth" and labelled is None:
+                continue
+            axis.imshow(panel.image, cmap="gray", vmin=low, vmax=high)
+            axis.set_title(panel.title if name == "image" else name, fontsize=9)
+            if labelled is not None:
+                shown = np.ma.masked_equal(labelled, 0)
+                axis.imshow(shown, ListedColormap(colors), vmin=-0.5, vmax=len(labels) - 0.5,
+                            alpha=0.55, interpolation="nearest")  # fmt: skip
+    keys = [Patch(color=c, label=n) for c, n in zip(colors[1:], labels[1:], strict=True)]
+    figure.legend(handles=keys, loc="outside lower center", ncols=min(6, len(keys)), frameon=False)
+    _save(figure, path)
+
+
+def save_confusion(path: Path, matrix: Tensor, classes: Sequence[str]) -> None:
+    """Counts (truth, prediction), coloured by the share of the row."""
+    counts = matrix.cpu().numpy()
+    share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    side = 2.2 + 0.7 * len(classes)
+    figure, axes = _figure(1, 1, (side, side))
+    axis = axes[0, 0]
+    axis.imshow(share, cmap="Blues", vmin=0, vmax=1)
+    ticks = range(len(classes))
+    axis.set_xticks(ticks, classes, rotation=45, ha="right")
+    axis.set_yticks(ticks, classes)
+    axis.set(xlabel="prediction", ylabel="truth")
+    for i in ticks:
+        for j in ticks:
+            color = "white" if share[i, j] > 0.5 else "black"
+            axis.text(j, i, str(counts[i, j]), ha="center", va="center", color=color)
+    _save(figure, path)
+
+
+def save_strips(path: Path, strips: Sequence[tuple[str, bool | None, Tensor]], frames: int = 8) -> None:
+    """One row per clip: (caption, right or wrong or unknown, frames (frames, h, w, 3) uint8)."""
+    figure, axes = _figure(len(strips), frames, (1.25 * frames, 1.55 * len(strips)))
+    for row, (caption, right, clip) in zip(axes, strips, strict=True):
+        shown = np.linspace(0, len(clip) - 1, frames).round().astype(int)
+        for axis, number in zip(row, shown, strict=True):
+            axis.imshow(clip[int(number)].cpu().numpy())
+            axis.axis("off")
+        color = {True: "#1a7f37", False: "#cf222e", None: "black"}[right]
+        row[0].set_title(caption, loc="left", fontsize=9, color=color)
+    _save(figure, path)

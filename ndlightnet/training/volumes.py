@@ -1,0 +1,145 @@
+"""Volumes for training: folders in the decathlon's layout, and phantoms made on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from monai.data.dataloader import DataLoader
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.phantoms import make_phantoms
+from ndlightnet.data.volume_transforms import augment, preprocess, volume_dataset
+from ndlightnet.data.volumes import Case, check_cases, find_inputs, load_case, read_decathlon
+
+
+class VolumeData(L.LightningDataModule):
+    """A folder in the decathlon's layout (`dataset.json`).
+
+    Args:
+        root: the folder.
+        patch: shape of the training crops (voxels).
+        batch_size: cases per batch. num_samples: crops taken from each.
+        repeats: how often an epoch visits each case.
+        validation: share of the training cases that chooses the best checkpoint; `test` is not looked at.
+        spacing: resample to this voxel size (mm) first; None trains on the files' own grids.
+        flip_axes: axes (0 = x ...) along which a mirrored anatomy is as likely.
+        workers: processes that prepare batches.
+        input: for predict: a file, a DICOM folder, or a folder of them.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        patch: list[int],
+        batch_size: int = 2,
+        num_samples: int = 2,
+        repeats: int = 1,
+        validation: float = 0.1,
+        spacing: list[float] | None = None,
+        flip_axes: list[int] | None = None,
+        workers: int = 2,
+        input: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.root, self.patch, self.batch_size, self.num_samples = Path(root), patch, batch_size, num_samples
+        self.repeats, self.validation, self.spacing = repeats, validation, spacing
+        self.flip_axes, self.workers, self.input = flip_axes or [], workers, input
+        self.labels: tuple[str, ...] = ()
+        self.modalities: tuple[str, ...] = ()
+
+    def setup(self, stage: str) -> None:
+        if stage == "predict":
+            return  # names come with the checkpoint; the training data need not be here
+        folder = read_decathlon(self.root)
+        self.labels, self.modalities = folder.labels, folder.modalities
+        if stage in ("fit", "validate"):
+            labelled = [case for case in folder.training if case.label is not None]
+            held_out = max(1, round(self.validation * len(labelled)))
+            if len(labelled) <= held_out:
+                raise DataError(f"{self.root}: {len(labelled)} training cases, at least 2 are needed")
+            # every k-th case, so that the choice does not depend on a random state
+            chosen = {round(i * len(labelled) / held_out) for i in range(held_out)}
+            train = [case for i, case in enumerate(labelled) if i not in chosen]
+            held = [case for i, case in enumerate(labelled) if i in chosen]
+            check_cases(labelled, len(self.labels))
+            steps = augment(self.patch, self.num_samples, len(self.labels), self.flip_axes)
+            if stage == "fit":
+                self.train_set = volume_dataset(train, self._prepare(), steps, self.workers)
+            self.val_set = volume_dataset(held, self._prepare(), None, self.workers)
+        else:
+            self.test_cases = [case for case in folder.test if case.label is not None]
+            if not self.test_cases:
+                raise DataError(f"{self.root}: no test case has a label")
+            check_cases(self.test_cases, len(self.labels))
+
+    def _prepare(self) -> Any:
+        return preprocess(self.modalities, self.spacing)
+
+    def train_dataloader(self) -> Any:
+        visits = torch.utils.data.RandomSampler(
+            self.train_set, num_samples=self.repeats * len(self.train_set), replacement=self.repeats > 1
+        )
+        return DataLoader(
+            self.train_set, batch_size=self.batch_size, sampler=visits, num_workers=self.workers,
+            drop_last=len(self.train_set) >= self.batch_size, persistent_workers=self.workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )  # fmt: skip
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.val_set, batch_size=1, num_workers=0)
+
+    def test_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(
+            Opened(self.test_cases, self._prepare()), batch_size=None, num_workers=0
+        )
+
+    def predict_dataloader(self) -> Any:
+        if self.input is None:
+            raise DataError("data.input: expected a file or a folder to predict, got none")
+        cases = Opened(find_inputs(self.input), self._prepare())
+        return torch.utils.data.DataLoader(cases, batch_size=None, num_workers=0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"labels": list(self.labels), "modalities": list(self.modalities)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.labels = tuple(state_dict["labels"])
+        self.modalities = tuple(state_dict["modalities"])
+
+
+class PhantomVolumes(VolumeData):
+    """CT phantoms, written under `root` as NIfTI when they are not there yet, then read like any folder.
+
+    cases: number of training and of test phantoms.
+    """
+
+    def __init__(self, root: str, patch: list[int], cases: tuple[int, int] = (24, 6), **kwargs: Any) -> None:
+        super().__init__(root, patch, **kwargs)
+        self.cases = cases
+
+    def prepare_data(self) -> None:
+        make_phantoms(self.root, *self.cases)
+
+
+class Opened(torch.utils.data.Dataset[dict[str, Any]]):
+    """Cases read and prepared one at a time. One that cannot be read gives {"case", "error"}."""
+
+    def __init__(self, cases: Sequence[Case], prepare: Any) -> None:
+        self.cases, self.prepare = list(cases), prepare
+
+    def __len__(self) -> int:
+        return len(self.cases)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        case = self.cases[index]
+        try:
+            return {"case": case, "data": self.prepare(load_case(case))}
+        except ValueError as error:  # DataError, or a number of channels that does not fit
+            return {"case": case, "error": str(error)}
