@@ -168,7 +168,7 @@ def invert(prediction: Tensor, prepared: dict[str, Any]) -> Tensor:
     affine, shape = image.meta["original_affine"], tuple(image.meta["spatial_shape"])
     axes: Any = nibabel.aff2axcodes(np.asarray(affine))  # type: ignore[no-untyped-call]
     codes = "".join(axes)
-    volume = MetaTensor(prediction.detach().cpu(), affine=image.affine)
+    volume = MetaTensor(prediction.detach().cpu().as_subclass(Tensor), affine=image.affine)
     turned: Any = Orientation(codes, labels=None)(volume)
     if tuple(turned.shape[1:]) == shape and torch.allclose(turned.affine, affine, atol=1e-3):
         return torch.as_tensor(turned.as_tensor())

@@ -21,6 +21,7 @@ import torch
 from monai.data.meta_tensor import MetaTensor
 from monai.transforms.spatial.array import ResampleToMatch
 from numpy.typing import NDArray
+from pydicom.pixels.processing import apply_rescale
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
@@ -29,8 +30,7 @@ NIFTI_ENDINGS = (".nii.gz", ".nii")
 # Two grids are one when no corner is off by more than this share of the smallest voxel edge.
 # Headers round: a qform holds a rotation as three float32, good to 3e-4 rad: 0.04 mm at 150 mm.
 SAME_GRID = 0.1
-# DICOM slices are evenly spaced when no step is off the median by more than this share; where one
-# is missing it is 1.0.
+# DICOM slices are even when no step is off the median by more than this; a missing one is off by 1.
 EVEN_GAPS = 0.1
 
 
@@ -113,10 +113,8 @@ def _listed_cases(file: Path, listing: dict[str, Any], key: str, channels: int) 
         paths = [file.parent / text for text in texts]
         label_path = paths.pop() if label else None
         if len(paths) != channels:
-            raise DataError(
-                f"{file}: entry {_one_line(entry)} should list one image file for each of the "
-                f"{channels} modalities"
-            )
+            need = f"should list {channels} image files, one for each modality"
+            raise DataError(f"{file}: entry {_one_line(entry)} {need}")
         for path in [*paths, label_path]:
             if path is not None and not path.exists():
                 raise DataError(f"{path}: no such file, though {file.name} lists it")
@@ -296,15 +294,13 @@ def _read_series(folder: Path) -> tuple[NDArray[Any], NDArray[np.float64]]:
     usual = np.median(steps, axis=0)
     off = np.linalg.norm(steps - usual, axis=1).max()
     if normal @ usual == 0 or off > EVEN_GAPS * np.linalg.norm(usual):
-        least, most = (steps @ normal).min(), (steps @ normal).max()
-        raise DataError(
-            f"{folder}: slices are {least:.3g} to {most:.3g} mm apart; one is missing or doubled"
-        )
+        gaps = f"{(steps @ normal).min():.3g} to {(steps @ normal).max():.3g} mm apart"
+        raise DataError(f"{folder}: slices are {gaps}; one is missing or doubled")
     affine = np.eye(4)
     affine[:3, 0], affine[:3, 1] = along_row * column_gap, along_column * row_gap
     affine[:3, 2], affine[:3, 3] = (places[-1] - places[0]) / (len(places) - 1), places[0]
     affine[:2] *= -1  # DICOM's millimetres run to the left and back
-    layers = [pydicom.pixels.apply_rescale(header.pixel_array, header).T for header in slices]
+    layers = [apply_rescale(header.pixel_array, header).T.astype(np.float32) for header in slices]
     return np.stack(layers, axis=-1), affine
 
 
@@ -362,9 +358,7 @@ def save_labels(labels: Tensor | NDArray[Any], like: Case, path: str | Path) -> 
         raise ValueError(f"labels should be whole numbers, got {array.dtype}")
     source = _geometry(like.images[0])
     if array.shape != source.shape:
-        raise ValueError(
-            f"labels have shape {array.shape}, {like.images[0].name} has {source.shape}"
-        )
+        raise ValueError(f"labels have shape {array.shape}, {like.images[0]} has {source.shape}")
     if array.min() < 0 or array.max() >= 2**15:
         raise ValueError(f"labels should be in 0..32767, are {array.min()}..{array.max()}")
     dtype = np.uint8 if array.max() < 256 else np.int16

@@ -147,8 +147,8 @@ def test_decathlon_refuses(listed: tuple[Path, dict[str, Any]]) -> None:
     bad(file, "should be a list", training={"image": "x"})
     bad(file, "without image files", training=[{"label": "./labels/a.nii.gz"}])
     bad(file, "without image files", test=[3])
-    bad(file, "each of the 2 modalities", modality={"0": "CT", "1": "PET"})
-    bad(file, "each of the 1 modalities", test=[{"image": []}])
+    bad(file, "should list 2 image files", modality={"0": "CT", "1": "PET"})
+    bad(file, "should list 1 image files", test=[{"image": []}])
     bad(file, "'a' has no label", training=["./images/a.nii.gz"])
     bad(folder / "images/z.nii.gz", "no such file", test=["./images/z.nii.gz"])
     entry = {"image": "./images/a.nii.gz", "label": "labels/z.nii.gz"}
@@ -560,7 +560,8 @@ def test_spacing_and_back(tmp_path: Path, spacing: tuple[float, ...]) -> None:
         for n in (1, 2):
             ours, theirs = back.numpy() == n, label == n
             assert 2 * (ours & theirs).sum() / (ours.sum() + theirs.sum()) > 0.8
-    assert invert(prepared["label"].as_tensor(), prepared).dtype == torch.int16
+    numbers = invert(prepared["label"].as_tensor() * 40, prepared)
+    assert numbers.dtype == torch.int16 and set(numbers.unique().tolist()) == {0, 40, 80}
 
 
 @pytest.fixture

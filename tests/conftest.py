@@ -1,0 +1,109 @@
+"""What all tests share: seeds, a strict comparison, the oracles, Eq. 5 and 6 written densely."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+ORACLES = Path(__file__).parents[2] / "shared" / "oracles" / "verify_lightnet.py"
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def oracle() -> ModuleType:
+    """The verified float64 reference functions. They need the fixture `float64`."""
+    if not ORACLES.exists():
+        pytest.skip(f"the oracles are not here: {ORACLES}")
+    spec = importlib.util.spec_from_file_location("verify_lightnet", ORACLES)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    dtype, rng = torch.get_default_dtype(), torch.get_rng_state()
+    try:
+        spec.loader.exec_module(module)  # sets the default dtype and the seed
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_rng_state(rng)
+    return module
+
+
+@pytest.fixture
+def float64():
+    """For tests that call the oracles: float64 by default, and the old default afterwards."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(dtype)
+
+
+@pytest.fixture(scope="session")
+def close():
+    """close(actual, expected, tol): shape, dtype, and max error relative to the largest value."""
+
+    def check(actual: Tensor, expected: Tensor, tol: float) -> None:
+        assert actual.shape == expected.shape
+        assert actual.dtype == expected.dtype
+        assert actual.isfinite().all() and expected.isfinite().all()
+        if actual.numel():
+            error = (actual - expected).abs().max().item()
+            assert error <= tol * max(expected.abs().max().item(), 1e-30), f"error {error:.2e}"
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def close_grads():
+    """close_grads(actual, expected, inputs, tol): gradients of the same random pull on both.
+
+    Each may be a tuple of tensors. Errors are relative to the largest gradient of all inputs: that of
+    k is a difference of terms of that size, and is exactly 0 for one token.
+    """
+
+    def check(actual, expected, inputs, tol: float, other=None) -> None:
+        actual, expected = ((x,) if isinstance(x, Tensor) else tuple(x) for x in (actual, expected))
+        pulls = [torch.randn_like(x) for x in expected]
+        ours = torch.autograd.grad(
+            actual, inputs, [p.to(a.dtype) for p, a in zip(pulls, actual, strict=True)]
+        )
+        theirs = torch.autograd.grad(expected, inputs if other is None else other, pulls)
+        scale = max(x.abs().max().item() for x in theirs)
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            assert a.shape == b.shape and a.isfinite().all()
+            error = (a - b).abs().max().item()
+            assert error <= tol * scale, f"gradient of input {i}: error {error / scale:.2e}"
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def dense():
+    """Eq. 5 and 6 as a sum over all pairs of tokens, without chunks or maxima (maths.md 5.5a).
+
+    y_t = sum_s sum_j SiLU(q)_tj exp(k_sj) / total_tj * cos(angle_tj - angle_sj) * v_s, where
+    `total` sums exp(k) over the tokens that t sees. q, k, v (batch, length, heads, dim), float64.
+    angles: (length, heads or 1, dim), or a pair of them for queries and for keys. q and k may have
+    different lengths if not causal.
+    """
+
+    def attention(q, k, v, *, mask=None, causal=False, angles=None):
+        see = torch.ones(q.shape[1], k.shape[1], dtype=q.dtype)
+        see = see.tril() if causal else see
+        p = k.exp()
+        if mask is not None:
+            p = p.masked_fill(~mask[..., None, None], 0)
+            v = v.masked_fill(~mask[..., None, None], 0)
+        total = torch.einsum("ts,bshd->bthd", see, p)
+        phi = q * q.sigmoid() / torch.where(total > 0, total, 1)
+        weights = see[None, :, :, None, None] * phi[:, :, None] * p[:, None]
+        if angles is not None:
+            at, of = angles if isinstance(angles, tuple) else (angles, angles)
+            weights = weights * (at[:, None] - of[None]).cos()
+        return torch.einsum("btsh,bshe->bthe", weights.sum(-1), v)
+
+    return attention

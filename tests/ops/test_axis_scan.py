@@ -1,0 +1,199 @@
+"""MD-TPE: the chunked recurrence against Toeplitz matrices built by hand, and step by step."""
+
+import pytest
+import torch
+
+from ndlightnet.ops import axis_scan, line_scan, line_state, line_step, reference
+
+LENGTHS = (1, 5, 63, 64, 65, 200)
+GRIDS = ((7,), (4, 6), (3, 1, 5), (2, 3, 2, 4))
+
+
+def sample(n, lines=3, dim=5, states=4, grads=False):
+    """x, c, log decays of 0.4 to 0.999, and a first state."""
+    x = torch.randn(lines, n, dim, dtype=torch.float64)
+    c = torch.randn(dim, states, dtype=torch.float64)
+    log_decay = torch.linspace(0.4, 0.999, states, dtype=torch.float64).log()
+    h = torch.randn(lines, dim, states, dtype=torch.float64)
+    return [t.requires_grad_(grads) for t in (x, c, log_decay, h)]
+
+
+def toeplitz(c, log_decay, n, reverse=False):
+    """(dim, n, n): T[d, l, m] = sum_t c[d, t] lambda_t^(l - m) for m <= l, and its mirror image."""
+    lag = torch.arange(n, dtype=c.dtype)
+    lag = lag[:, None] - lag[None]
+    lag = -lag if reverse else lag
+    powers = (log_decay.exp()[:, None, None] ** lag.clamp(min=0)) * (lag >= 0)
+    return torch.einsum("dt,tlm->dlm", c, powers)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_line_scan_and_line_state(close, close_grads, n):
+    x, c, log_decay, h = inputs = sample(n, grads=True)
+    y, after = line_scan(x, c, log_decay, h), line_state(x, log_decay, h)
+    expected, last = reference.line_scan(x, c, log_decay.exp(), h)
+    close(y, expected, 1e-11)
+    close(after, last, 1e-11)
+    close_grads((y, after), (expected, last), inputs, 1e-10)
+    by_hand = torch.einsum("dlm,bmd->bld", toeplitz(c, log_decay, n), x)
+    close(line_scan(x, c, log_decay), by_hand, 1e-11)
+    close(line_state(x, log_decay), reference.line_scan(x, c, log_decay.exp(), 0 * h)[1], 1e-11)
+
+
+@pytest.mark.parametrize("n", (1, 65))
+def test_line_scan_is_the_oracles(oracle, float64, close, n):
+    x, c, log_decay, _ = sample(n)
+    y = line_scan(x, c, log_decay)
+    for d in range(x.shape[-1]):
+        close(y[..., d], oracle.ssm_scan(x[..., d], log_decay.exp(), c[d]), 1e-11)
+
+
+def test_no_tokens(close):
+    x, c, log_decay, h = sample(0)
+    assert line_scan(x, c, log_decay, h).shape == x.shape
+    close(line_state(x, log_decay, h), h, 1e-15)
+
+
+@pytest.mark.parametrize("n, at", [(6, i) for i in range(7)] + [(200, i) for i in (1, 63, 64, 130)])
+def test_state_hand_over(close, n, at):
+    x, c, log_decay, _ = sample(n)
+    state = line_state(x[:, :at], log_decay)
+    parts = [line_scan(x[:, :at], c, log_decay), line_scan(x[:, at:], c, log_decay, state)]
+    close(torch.cat(parts, 1), line_scan(x, c, log_decay), 1e-11)
+    close(line_state(x[:, at:], log_decay, state), line_state(x, log_decay), 1e-11)
+
+
+def test_step_loop_is_the_scan(close):
+    x, c, log_decay, h = sample(70)
+    expected, after = line_scan(x, c, log_decay, h), line_state(x, log_decay, h)
+    outputs = []
+    for t in range(70):
+        y, h = line_step(x[:, t], c, log_decay, h)
+        outputs.append(y)
+    close(torch.stack(outputs, 1), expected, 1e-11)
+    close(h, after, 1e-11)
+
+
+def weights(shape, dim=3, states=2):
+    axes = len(shape)
+    c = torch.randn(axes, dim, states, dtype=torch.float64)
+    return c, torch.rand(axes, states, dtype=torch.float64).log()
+
+
+def by_hand(x, forward, reverse=None):
+    """Sum over axes of the dense product along each; the reverse way without its lag 0."""
+    total = torch.zeros_like(x)
+    for axis, n in enumerate(x.shape[1:-1]):
+        t = toeplitz(forward[0][axis], forward[1][axis], n)
+        if reverse is not None:
+            back = toeplitz(reverse[0][axis], reverse[1][axis], n, reverse=True)
+            t = t + back * (1 - torch.eye(n, dtype=x.dtype))
+        lines = x.movedim(1 + axis, -2)
+        total = total + torch.einsum("dlm,...md->...ld", t, lines).movedim(-2, 1 + axis)
+    return total
+
+
+@pytest.mark.parametrize("shape", GRIDS, ids=str)
+@pytest.mark.parametrize("ways", [1, 2])
+def test_axis_scan_is_the_sum_over_axes(close, close_grads, shape, ways):
+    x = torch.randn(2, *shape, 3, dtype=torch.float64)
+    parameters = [weights(shape) for _ in range(ways)]
+    inputs = [x, *(p for pair in parameters for p in pair)]
+    for tensor in inputs:
+        tensor.requires_grad_()
+    reverse = parameters[1] if ways == 2 else None
+    actual = axis_scan(x, *parameters[0], reverse)
+    expected = by_hand(x, parameters[0], reverse)
+    close(actual, expected, 1e-11)
+    close_grads(actual, expected, inputs, 1e-10)
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+def test_long_axes(close, ways):
+    """More than a chunk on the first axis, so that lines are not contiguous either."""
+    x = torch.randn(1, 130, 2, 3, dtype=torch.float64)
+    parameters = [weights((130, 2)) for _ in range(ways)]
+    reverse = parameters[1] if ways == 2 else None
+    close(axis_scan(x, *parameters[0], reverse), by_hand(x, parameters[0], reverse), 1e-11)
+
+
+def test_axes_permute_together(close):
+    x, (c, log_decay) = torch.randn(2, 4, 6, 3, dtype=torch.float64), weights((4, 6))
+    swapped = axis_scan(x.transpose(1, 2), c.flip(0), log_decay.flip(0))
+    close(swapped.transpose(1, 2), axis_scan(x, c, log_decay), 1e-12)
+
+
+@pytest.mark.parametrize("t", [0, 62, 63, 64, 99])
+def test_later_tokens_get_a_gradient_of_exactly_zero(t):
+    x = torch.randn(1, 100, 3, dtype=torch.float64, requires_grad=True)
+    axis_scan(x, *weights((100,)))[:, t].sum().backward()
+    assert not x.grad[:, t + 1 :].any() and x.grad[:, t].all()
+
+
+@pytest.mark.parametrize("ways", [1, 2])
+def test_padding_adds_nothing(close, ways):
+    shape = (4, 6)
+    x, mask = torch.randn(2, *shape, 3, dtype=torch.float64), torch.rand(2, *shape) < 0.6
+    parameters = [weights(shape) for _ in range(ways)]
+    reverse = parameters[1] if ways == 2 else None
+    actual = axis_scan(x, *parameters[0], reverse, mask)
+    close(actual, by_hand(x * mask[..., None], parameters[0], reverse), 1e-11)
+    junk = torch.where(mask[..., None], x, 1e9)
+    assert torch.equal(axis_scan(junk, *parameters[0], reverse, mask), actual)
+
+
+def test_gradcheck():
+    x, c, log_decay, h = sample(6, lines=1, dim=2, states=2, grads=True)
+    assert torch.autograd.gradcheck(
+        lambda *a: (line_scan(*a), line_state(a[0], a[2], a[3])), (x, c, log_decay, h)
+    )
+    tokens = torch.randn(1, 3, 2, 2, dtype=torch.float64, requires_grad=True)
+    pairs = [p.requires_grad_() for _ in range(2) for p in weights((3, 2), dim=2)]
+    mask = torch.tensor([[[True, True], [False, True], [True, False]]])
+
+    def function(x, c, decay, back, back_decay):
+        return axis_scan(x, c, decay, (back, back_decay), mask)
+
+    assert torch.autograd.gradcheck(function, (tokens, *pairs))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_inputs_and_autocast(close, dtype):
+    """Sums run in float32: twice the error of rounding the exact result bounds that of one line."""
+    x, c, log_decay, _ = (t.to(dtype) for t in sample(200))
+    y = line_scan(x, c, log_decay)
+    exact = line_scan(x.double(), c.double(), log_decay.double())
+    assert y.dtype == dtype and line_state(x, log_decay).dtype == torch.float32
+    assert (y - exact).abs().max() <= 2 * (exact.to(dtype) - exact).abs().max() + 1e-6
+    tokens, pair = torch.randn(2, 70, 3), [p.float() for p in weights((70,))]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(axis_scan(tokens, *pair), axis_scan(tokens.clone(), *pair))
+        inside = axis_scan(tokens, *pair)
+    assert torch.equal(inside, axis_scan(tokens, *pair))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_without_a_graph_break(close, close_grads, dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(axis_scan, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for shape in ((5, 7), (66, 3), (130, 9)) if dynamic else ((66, 3),):
+        x, forward, back = torch.randn(2, *shape, 3).double(), weights(shape), weights(shape)
+        x.requires_grad_()
+        actual, expected = compiled(x, *forward, back), axis_scan(x, *forward, back)
+        close(actual, expected, 1e-12)
+        close_grads(actual, expected, (x,), 1e-11)
+
+
+def test_errors_show_the_shapes():
+    x, (c, decay) = torch.randn(2, 4, 6, 3).double(), weights((4, 6))
+    for args in (
+        (c[:1], decay),
+        (c[:, :2], decay),
+        (c, decay[:1]),
+        (c, decay[:, :1]),
+        (c[0], decay),
+    ):
+        with pytest.raises(ValueError, match=r"coef .* log_decay"):
+            axis_scan(x, *args)
+        with pytest.raises(ValueError, match=r"reverse coef"):
+            axis_scan(x, c, decay, args)

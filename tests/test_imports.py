@@ -1,0 +1,169 @@
+"""Who may import whom (house order), and what `import ndlightnet` brings along."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# each room may import from its own line and from the lines below it
+ORDER = (
+    ("tasks",),
+    ("ndlightnet.training",),
+    ("ndlightnet", "ndlightnet.models", "ndlightnet.inference"),
+    ("ndlightnet.nn",),
+    ("ndlightnet.ops",),
+    ("ndlightnet_kernels",),
+)
+# room -> the only rooms of ours that it may import; `data` is imported by training and tasks alone
+CLOSED = {"ndlightnet.data": {"ndlightnet.data", "ndlightnet.grid"}, "ndlightnet.grid": set(),
+          "ndlightnet_kernels": {"ndlightnet_kernels"}}  # fmt: skip
+ONLY_UNDER = {
+    "lightning": ("ndlightnet.training", "tasks"),
+    "monai": ("ndlightnet.data", "ndlightnet.inference"),
+    "decord": ("ndlightnet.data", "ndlightnet.inference"),
+    "av": ("ndlightnet.data", "ndlightnet.inference"),
+    "triton": ("ndlightnet_kernels",),
+}
+ALIASES = {"pytorch_lightning": "lightning", "lightning_fabric": "lightning"}
+
+
+def imported(path: Path, source: str) -> set[str]:
+    """Dotted names of all that a file imports: also in functions, relative, or by import_module."""
+    package = path.with_suffix("").parts[:-1]
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            up = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*up, *([node.module] if node.module else [])])
+            names |= {f"{base}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if called in ("import_module", "__import__"):
+                names.add(str(node.args[0].value))
+    return names
+
+
+def room(name: str) -> str:
+    """The room of a dotted name: `ndlightnet.nn.block` -> `ndlightnet.nn`; else its first part."""
+    parts = name.split(".")
+    if parts[0] == "ndlightnet" and len(parts) > 1:
+        folder = ROOT / "ndlightnet" / parts[1]
+        if folder.is_dir() or folder.with_suffix(".py").exists():
+            return ".".join(parts[:2])
+    return ALIASES.get(parts[0], parts[0])
+
+
+def violations(path: Path, source: str) -> list[str]:
+    rank = {name: i for i, names in enumerate(ORDER) for name in names}
+    inside = path.relative_to("kernels") if path.parts[0] == "kernels" else path
+    here = room(".".join(inside.with_suffix("").parts).removesuffix(".__init__"))
+    wrong = []
+    for there in {room(name) for name in imported(inside, source)}:
+        if there in ONLY_UNDER:
+            allowed = here in ONLY_UNDER[there]
+        elif there not in rank and there not in CLOSED:
+            allowed = True  # not ours, and nothing special
+        elif here in CLOSED:
+            allowed = there in CLOSED[here]
+        elif there == "ndlightnet.grid":
+            allowed = True
+        elif there == "ndlightnet.data":
+            allowed = rank[here] <= rank["ndlightnet.training"]
+        else:
+            allowed = rank[here] <= rank[there]
+        wrong += [] if allowed else [f"{path}: {here} imports {there}"]
+    return wrong
+
+
+def files() -> list[Path]:
+    found = [p for top in ("ndlightnet", "kernels", "tasks") for p in (ROOT / top).rglob("*.py")]
+    return [p.relative_to(ROOT) for p in sorted(found)]
+
+
+def test_every_import_goes_downward():
+    assert len(files()) > 20
+    assert [w for path in files() for w in violations(path, (ROOT / path).read_text())] == []
+
+
+@pytest.mark.parametrize(
+    "path, source",
+    [
+        ("ndlightnet/ops/x.py", "from ndlightnet.nn import Block"),
+        ("ndlightnet/ops/x.py", "def f():\n    from ndlightnet.models.unet import NDLightUNet"),
+        ("ndlightnet/ops/x.py", "from ..nn.block import GLU"),
+        ("ndlightnet/ops/x.py", "from ndlightnet import nn"),
+        ("ndlightnet/nn/mixers/x.py", "from ndlightnet import NDLightNet"),
+        ("ndlightnet/nn/x.py", "import ndlightnet.models.backbone as b"),
+        ("ndlightnet/models/x.py", "import_module('ndlightnet.training')"),
+        ("ndlightnet/models/x.py", "from ndlightnet.data import video"),
+        ("ndlightnet/grid.py", "from ndlightnet.ops import State"),
+        ("ndlightnet/data/x.py", "from ndlightnet.inference import predict_volume"),
+        ("ndlightnet/training/x.py", "from tasks.video_cls import main"),
+        ("kernels/ndlightnet_kernels/x.py", "from ndlightnet.ops.state import State"),
+        ("ndlightnet/models/x.py", "import lightning.pytorch as pl"),
+        ("ndlightnet/models/x.py", "import pytorch_lightning"),
+        ("ndlightnet/training/x.py", "from monai.transforms import Compose"),
+        ("ndlightnet/training/x.py", "import av"),
+        ("ndlightnet/ops/x.py", "def f():\n    import triton.language as tl"),
+    ],
+)
+def test_an_upward_import_is_caught(path, source):
+    assert len(violations(Path(path), source)) == 1
+
+
+@pytest.mark.parametrize(
+    "path, source",
+    [
+        ("ndlightnet/ops/x.py", "from ndlightnet.grid import Grid\nimport ndlightnet_kernels"),
+        ("ndlightnet/ops/x.py", "from ndlightnet.ops import parallel\nfrom .state import State"),
+        ("ndlightnet/training/x.py", "import lightning\nfrom ndlightnet.models import NDLightNet"),
+        ("ndlightnet/data/x.py", "import monai\nfrom ndlightnet.grid import per_axis"),
+        ("kernels/ndlightnet_kernels/x.py", "import triton"),
+        ("tasks/x.py", "from ndlightnet.training import run"),
+    ],
+)
+def test_a_downward_import_passes(path, source):
+    assert violations(Path(path), source) == []
+
+
+CHILD = """
+import json, sys, time
+import torch
+before, start = set(sys.modules), time.perf_counter()
+import ndlightnet
+seconds = time.perf_counter() - start
+print(json.dumps([seconds, sorted({m.split(".")[0] for m in set(sys.modules) - before})]))
+"""
+
+
+def measure() -> tuple[float, set[str]]:
+    done = subprocess.run([sys.executable, "-c", CHILD], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    seconds, names = json.loads(done.stdout)
+    return seconds, set(names)
+
+
+def test_import_is_light():
+    """Beyond `import torch`: no heavy package, and less than half a second (best of three)."""
+    seconds, names = measure()
+    heavy = {
+        "triton", "lightning", "pytorch_lightning", "monai", "torchvision", "decord", "av",
+        "ndlightnet_kernels", "torchmetrics", "nibabel", "matplotlib", "jsonargparse",
+    }  # fmt: skip
+    assert names & heavy == set()
+    assert "ndlightnet" in names
+    for _ in range(2):
+        seconds = seconds if seconds < 0.5 else min(seconds, measure()[0])
+    assert seconds < 0.5
+
+
+def test_kernels_is_a_source_folder_and_no_package():
+    """PyPI has a package `kernels` that transformers imports: ours must not shadow it."""
+    assert (ROOT / "kernels" / "ndlightnet_kernels" / "__init__.py").exists()
+    assert not (ROOT / "kernels" / "__init__.py").exists()
