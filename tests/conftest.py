@@ -61,8 +61,8 @@ def close():
 def close_grads():
     """close_grads(actual, expected, inputs, tol): gradients of the same random pull on both.
 
-    Each may be a tuple of tensors. Errors are relative to the largest gradient of all inputs: that of
-    k is a difference of terms of that size, and is exactly 0 for one token.
+    Each may be a tuple of tensors. Errors are relative to the largest gradient of all inputs: that
+    of k is a difference of terms of that size, and is exactly 0 for one token.
     """
 
     def check(actual, expected, inputs, tol: float, other=None) -> None:

@@ -94,8 +94,8 @@ def extreme(name, length, dtype=torch.float32):
 @impls
 @pytest.mark.parametrize("name", ["wide", "offset", "ramp"])
 def test_extreme_logits_in_float32(close_grads, form, impl, name):
-    """maths.md 5.5b: the pair (max, sum) keeps float32's relative precision, 2e-6; a rounded z = max
-    + log(sum) is off by 3e-4 at 5000, exp without a maximum overflows, a fixed anchor underflows."""
+    """maths.md 5.5b: the pair (max, sum) keeps float32's precision; a rounded max + log(sum) is
+    off by 3e-4 at 5000, exp without a maximum overflows, a fixed anchor underflows."""
     q, _, v = sample(130, dtype=torch.float32)
     inputs = [x.requires_grad_() for x in (q, extreme(name, 130), v)]
     exact = [x.detach().double().requires_grad_() for x in inputs]

@@ -1,0 +1,233 @@
+"""NDLightNet on any number of axes, at the published sizes, padded, compiled, decoded."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.autograd import grad
+
+from ndlightnet import (
+    Identity,
+    LightNetAttention,
+    NDLightNet,
+    SoftmaxAttention,
+    ndlightnet_base,
+    ndlightnet_small,
+    ndlightnet_tiny,
+)
+
+SIZES = {1: (37,), 2: (13, 9), 3: (5, 6, 7), 4: (3, 4, 3, 5), 5: (3, 2, 3, 2, 3)}
+tiny = partial(NDLightNet, in_chans=2, num_classes=5, embed_dim=32, depth=2, tpe_states=4)
+every_dims = pytest.mark.parametrize("dims", SIZES)
+
+
+def text(**options):
+    options = dict(embed_dim=32, depth=2, tpe_states=4, causal=True) | options
+    return NDLightNet(1, vocab_size=50, **options)
+
+
+def millions(model):
+    return sum(p.numel() for p in model.parameters()) / 1e6
+
+
+@pytest.mark.parametrize(
+    "build, expected",
+    [
+        (partial(ndlightnet_tiny, 2, patch_size=16), 6.0),
+        (partial(ndlightnet_small, 2, patch_size=16), 22.64),
+        (partial(ndlightnet_base, 2, patch_size=16), 87.74),
+        (partial(ndlightnet_small, 2, patch_size=16, tpe=False), 22.54),
+        (partial(ndlightnet_base, 2, patch_size=16, tpe=False), 87.54),
+        (partial(NDLightNet, 1, vocab_size=50265, embed_dim=512, depth=6, causal=True), 45.07),
+    ],
+)
+def test_parameters_are_the_papers(build, expected):
+    with torch.device("meta"):
+        assert abs(millions(build()) / expected - 1) < 0.002  # they give two to four digits
+
+
+def test_position_code_costs_what_the_paper_says():
+    """Two axes, 128 states: 0.10 M at width 384 (maths.md 7.2)."""
+    cost = millions(ndlightnet_small(2)) - millions(ndlightnet_small(2, tpe=False))
+    assert cost == pytest.approx(2 * 128 * 385 / 1e6)
+
+
+@every_dims
+@pytest.mark.parametrize("patch_size", [2, None])
+def test_any_number_of_axes_trains_every_parameter(dims, patch_size):
+    model = tiny(dims, patch_size=patch_size)
+    y = model(torch.randn(2, 2, *SIZES[dims]))
+    assert y.shape == (2, 5)
+    if patch_size is None:  # about 256 cells
+        assert model.embed.patch == ((256, 16, 6, 4, 3)[dims - 1],) * dims
+        return
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    for name, g in zip(names, grad(y.square().sum(), parameters), strict=True):
+        assert g.isfinite().all() and g.any(), name
+
+
+@every_dims
+def test_any_size_at_any_time(close, dims):
+    """Odd sizes are those that zeros at the end complete to a multiple of the patch."""
+    model = tiny(dims, patch_size=2).eval()
+    for shape in (SIZES[dims], tuple(n + 1 for n in SIZES[dims]), (1,) * dims):
+        x = torch.randn(2, 2, *shape)
+        whole = torch.zeros(2, 2, *[n + n % 2 for n in shape])
+        whole[(slice(None), slice(None), *map(slice, shape))] = x
+        close(model(x), model(whole), 1e-5)
+        assert model.forward_features(x).shape == (2, *[-(-n // 2) for n in shape], 32)
+
+
+@every_dims
+def test_padded_samples_get_what_they_get_alone(close, dims):
+    """Padding of whole patches, whatever lies in it, at the end of every axis."""
+    model = tiny(dims, patch_size=2).eval()
+    small, big = tuple(n + n % 2 for n in SIZES[dims]), tuple(n + n % 2 + 4 for n in SIZES[dims])
+    x, mask = torch.full((2, 2, *big), torch.nan), torch.zeros(2, *big, dtype=torch.bool)
+    inside = (slice(None), *map(slice, small))
+    x[0][inside], mask[0][inside[1:]] = torch.randn(2, *small), True
+    x[1], mask[1] = torch.randn(2, *big), True
+    y = model(x, mask)
+    close(y[:1], model(x[:1][(slice(None), *inside)]), 1e-4)
+    close(y[1:], model(x[1:]), 1e-4)
+    features = model.forward_features(x, mask)
+    close(model.forward_head(features, mask), y, 1e-6)
+    none = model(x[:1], mask[:1] & False)
+    assert none.isfinite().all()
+
+
+def test_head_is_the_mean_over_tokens(close):
+    model, x = tiny(2, patch_size=2).eval(), torch.randn(3, 2, 6, 4)
+    features = model.forward_features(x)
+    pooled = features.mean((1, 2))
+    close(model.forward_head(features, pre_logits=True), pooled, 1e-5)
+    close(model(x), pooled @ model.head.weight.T + model.head.bias, 1e-5)
+    assert tiny(2, patch_size=2, num_classes=0)(x).shape == (3, 32)
+    assert model.head_drop.p == 0 and tiny(2, drop_rate=0.25).head_drop.p == 0.25
+
+
+def test_samples_do_not_see_each_other(close):
+    model, x = tiny(2, patch_size=2).eval(), torch.randn(3, 2, 6, 4)
+    close(model(x)[1:2], model(x[1:2]), 1e-5)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_bfloat16_autocast_is_close_to_float32(dims):
+    """Two blocks of about 15 roundings of 2^-9 each; the residual stream stays float32."""
+    model, x = tiny(dims, patch_size=2).eval(), torch.randn(2, 2, *SIZES[dims])
+    expected = model(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual, features = model(x), model.forward_features(x)
+    assert features.dtype == torch.float32
+    assert (actual - expected).abs().max() < 30 * 2**-9 * expected.abs().max()
+    for g in grad(actual.float().square().sum(), list(model.parameters())):
+        assert g.isfinite().all()
+
+
+def test_grad_checkpointing_changes_no_gradient(close):
+    model, x = tiny(2, patch_size=2), torch.randn(2, 2, 6, 4)
+    plain = grad(model(x).square().sum(), list(model.parameters()))
+    calls = []
+    model.blocks[0].norm1.register_forward_hook(lambda *_: calls.append(1))
+    model.set_grad_checkpointing()
+    again = grad(model(x).square().sum(), list(model.parameters()))
+    assert len(calls) == 2  # once forward, once again in the backward pass
+    for a, b in zip(again, plain, strict=True):
+        close(a, b, 1e-6)
+
+
+@pytest.mark.parametrize("dims", [1, 3])
+def test_compile_without_a_graph_break(close, close_grads, dims):
+    torch._dynamo.reset()
+    model = tiny(dims, patch_size=2)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x, mask = torch.randn(2, 2, *SIZES[dims]), torch.rand(2, *SIZES[dims]) < 0.9
+    close(compiled(x, mask), model(x, mask), 1e-5)
+    close_grads(compiled(x, mask), model(x, mask), list(model.parameters()), 1e-4)
+
+
+def test_compile_a_language_model(close, close_grads):
+    torch._dynamo.reset()
+    model, tokens = text(), torch.randint(50, (2, 70))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    close(compiled(tokens), model(tokens), 1e-5)
+    close_grads(compiled(tokens), model(tokens), list(model.parameters()), 1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"tpe": False}, {"depth": 1}], ids=str)
+def test_a_loop_of_steps_is_the_whole_text(close, options):
+    """Float32 rounding, 6e-8, grown by some hundred operations."""
+    model, tokens = text(**options).eval(), torch.randint(50, (2, 70))
+    state, outputs = model.init_state(2), []
+    with torch.no_grad():
+        for t in range(70):
+            y, state = model.step(tokens[:, t], state)
+            outputs.append(y)
+        close(torch.stack(outputs, 1), model(tokens), 1e-5)
+    assert state.position == 70 and len(state.layers) == len(model.blocks)
+
+
+@pytest.mark.parametrize("t", [0, 5, 63, 64])
+def test_a_language_model_sees_no_later_word(t):
+    model, tokens = text().eval(), torch.randint(50, (1, 70))
+    embedded = model.embed(tokens).detach().requires_grad_()
+    model.embed.forward = lambda _: embedded
+    g = grad(model(tokens)[:, t].square().sum(), embedded)[0]
+    assert not g[:, t + 1 :].any() and g[:, : t + 1].any(-1).all()
+
+
+def test_language_model_ties_its_weights_and_others_do_not():
+    model = text()
+    assert model.head.weight is model.embed.weight
+    assert model(torch.zeros(2, 7, dtype=torch.long)).shape == (2, 7, 50)
+    classifier = text(num_classes=3, causal=False)
+    assert classifier(torch.zeros(2, 7, dtype=torch.long)).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "mixer", [Identity, SoftmaxAttention, partial(LightNetAttention, lrpe=None)]
+)
+@pytest.mark.parametrize("tpe", [True, False])
+def test_mixer_and_tpe_are_options(mixer, tpe):
+    model = tiny(2, patch_size=2, mixer=mixer, tpe=tpe)
+    assert (model.tpe is not None) == tpe
+    kind = getattr(mixer, "func", mixer)
+    assert all(isinstance(block.mixer, kind) for block in model.blocks)
+    x = torch.randn(2, 2, 6, 4, requires_grad=True)
+    assert grad(model(x).sum(), x)[0].any()
+    with_mask = model(x, torch.ones(2, 6, 4, dtype=torch.bool))
+    assert torch.allclose(with_mask, model(x), atol=1e-5)
+
+
+def test_drop_path_grows_with_depth():
+    rates = [block.drop_path.p for block in tiny(1, depth=3, drop_path_rate=0.2).blocks]
+    assert rates == pytest.approx([0, 0.1, 0.2])
+
+
+def test_state_dict_round_trip(tmp_path):
+    model, twin = tiny(3, patch_size=2), tiny(3, patch_size=2)
+    x = torch.randn(2, 2, 5, 6, 7)
+    assert not torch.equal(twin(x), model(x))
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    twin.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True))
+    assert torch.equal(twin(x), model(x))
+
+
+def test_errors_show_the_values():
+    for options, match in (
+        ({"dims": 0}, r"dims=0"),
+        ({"dims": 2, "causal": True}, r"dims=2 with causal"),
+        ({"dims": 2, "vocab_size": 9}, r"vocab_size=9"),
+        ({"dims": 2, "patch_size": (2, 2, 2)}, r"patch_size="),
+    ):
+        with pytest.raises(ValueError, match=match):
+            NDLightNet(embed_dim=32, depth=1, **options)
+    with pytest.raises(ValueError, match=r"\(2, 2, 5\)"):
+        tiny(2)(torch.randn(2, 2, 5))
+    with pytest.raises(ValueError, match=r"\(batch, length\)"):
+        text()(torch.zeros(2, 3, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"step"):
+        model = tiny(1, causal=True)
+        model.step(torch.zeros(2, dtype=torch.long), model.init_state(2))
+    with pytest.raises(ValueError, match=r"SoftmaxAttention has no step"):
+        text(mixer=SoftmaxAttention).init_state(2)

@@ -1,0 +1,208 @@
+"""The catalogue of mixers on any grid, and the other layers."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import grad
+
+from ndlightnet.nn import GLU, MDLRPE, MDTPE, Block, DropPath, LightNetAttention, Patchify, mixers
+from ndlightnet.ops import line_scan
+
+GRIDS = ((7,), (4, 6), (3, 4, 5), (2, 3, 2, 4))
+DIM = 128  # two heads of 64 by default
+CATALOGUE = mixers.__all__
+mixing = pytest.mark.parametrize("name", [n for n in CATALOGUE if n != "Identity"])
+grids = pytest.mark.parametrize("shape", GRIDS, ids=str)
+
+
+def mixer(name: str) -> nn.Module:
+    return getattr(mixers, name)(DIM)
+
+
+def test_catalogue():
+    assert {"Identity", "LightNetAttention", "SoftmaxAttention"} <= set(CATALOGUE)
+
+
+@grids
+@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_mixer_keeps_shape_and_trains_every_parameter(name, shape, dtype):
+    m = mixer(name).to(dtype)
+    x = torch.randn(2, *shape, DIM, dtype=dtype, requires_grad=True)
+    y = m(x)
+    assert y.shape == x.shape and y.dtype == dtype and y.isfinite().all()
+    parameters = dict(m.named_parameters())
+    grads = grad(y.square().sum(), [x, *parameters.values()])
+    for key, g in zip(["x", *parameters], grads, strict=True):
+        assert g.isfinite().all() and g.any(), key
+
+
+@grids
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_samples_do_not_see_each_other(close, name, shape):
+    m, x = mixer(name), torch.randn(3, *shape, DIM)
+    close(m(x)[1:2], m(x[1:2]), 1e-5)
+
+
+@grids
+@mixing
+def test_every_token_sees_every_token(name, shape):
+    x = torch.randn(1, *shape, DIM, requires_grad=True)
+    y = mixer(name)(x).flatten(1, -2)
+    for t in (0, y.shape[1] - 1):
+        assert grad(y[:, t].square().sum(), x, retain_graph=True)[0].flatten(1, -2).any(-1).all()
+
+
+@grids
+@mixing
+def test_mask_hides_padding(close, name, shape):
+    m, x = mixer(name), torch.randn(2, *shape, DIM)
+    mask = torch.rand(2, *shape) < 0.6
+    mask[(slice(None), *[0] * len(shape))] = True
+    other = torch.where(mask[..., None], x, 100 * torch.randn_like(x))
+    close(m(other, mask=mask)[mask], m(x, mask=mask)[mask], 1e-5)
+    assert not torch.allclose(m(other)[mask], m(x)[mask], rtol=1e-3)
+
+
+@grids
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_mask_of_real_tokens_changes_nothing(close, name, shape):
+    m, x = mixer(name), torch.randn(2, *shape, DIM)
+    close(m(x, mask=torch.ones(2, *shape, dtype=torch.bool)), m(x), 1e-5)
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+@pytest.mark.parametrize("t", [0, 3, 64])
+def test_causal_gradients_to_later_tokens_are_exactly_zero(name, t):
+    x = torch.randn(1, 70, DIM, requires_grad=True)
+    pulled = grad(mixer(name)(x, causal=True)[:, t].square().sum(), x)[0]
+    assert not pulled[:, t + 1 :].any() and pulled[:, t].any()
+    assert name == "Identity" or pulled[:, : t + 1].any(-1).all()
+
+
+@mixing
+def test_position_of_a_token_matters(name):
+    """Mixers of the catalogue carry a position code: rolling a grid does not roll the output."""
+    m, x = mixer(name), torch.randn(1, 4, 6, DIM)
+    for axis in (1, 2):
+        rolled = m(torch.cat([x.narrow(axis, 1, x.shape[axis] - 1), x.narrow(axis, 0, 1)], axis))
+        plain = m(x)
+        back = torch.cat([plain.narrow(axis, 1, x.shape[axis] - 1), plain.narrow(axis, 0, 1)], axis)
+        assert (rolled - back).abs().max() > 1e-3
+
+
+def test_block_is_the_residual_pair(close):
+    block, x = Block(DIM, LightNetAttention), torch.randn(2, 4, 6, DIM)
+    mask = torch.rand(2, 4, 6) < 0.7
+    y = x + block.mixer(block.norm1(x), mask=mask)
+    close(block(x, mask), y + block.mlp(block.norm2(y)), 1e-6)
+    line = torch.randn(2, 9, DIM)
+    y = line + block.mixer(block.norm1(line), causal=True)
+    close(block(line, causal=True), y + block.mlp(block.norm2(y)), 1e-6)
+
+
+@pytest.mark.parametrize("dim, ratio, hidden", [(192, 8 / 3, 512), (384, 8 / 3, 1024), (10, 4, 40)])
+def test_glu(close, dim, ratio, hidden):
+    glu, x = GLU(dim, ratio), torch.randn(2, 3, dim)
+    assert sum(p.numel() for p in glu.parameters()) == 3 * dim * hidden
+    gate, up = x @ glu.gate_proj.weight.T, x @ glu.up_proj.weight.T
+    close(glu(x), (gate * gate.sigmoid() * up) @ glu.down_proj.weight.T, 1e-6)
+
+
+def test_drop_path():
+    drop, x = DropPath(0.3), torch.ones(20000, 2, 3)
+    y = drop(x)
+    assert set(y.unique().tolist()) == {0.0, torch.tensor(1 / 0.7).item()}  # kept or dropped,
+    assert (y == y[:, :1, :1]).all()  # a whole sample at a time,
+    assert abs(y.mean() - 1) < 0.02  # 4 standard deviations: sqrt(0.3 / 0.7 / 20000) = 0.0046
+    assert torch.equal(drop.eval()(x), x)
+    assert torch.equal(DropPath(0.0)(x), x)
+    for p in (-0.1, 1.0):
+        with pytest.raises(ValueError, match=r"drop_path="):
+            DropPath(p)
+
+
+@grids
+def test_patchify_against_manual_patches(close, shape):
+    """Patch 2 x 3 x 2 x 3 on sizes that it does not divide: zeros at the end, channels last."""
+    dims = len(shape)
+    patch = (2, 3, 2, 3)[:dims]
+    module, x = Patchify(dims, 2, patch, 5), torch.randn(3, 2, *shape)
+    sizes = [math.ceil(n / p) for n, p in zip(shape, patch, strict=True)]
+    padded = torch.zeros(3, 2, *[n * p for n, p in zip(sizes, patch, strict=True)])
+    padded[(slice(None), slice(None), *map(slice, shape))] = x
+    tokens, rows = module(x), module.cut(x)
+    assert tokens.shape == (3, *sizes, 5)
+    for place in torch.cartesian_prod(*map(torch.arange, sizes)).reshape(-1, dims).tolist():
+        cells = [slice(i * p, (i + 1) * p) for i, p in zip(place, patch, strict=True)]
+        row = padded[(slice(None), slice(None), *cells)].movedim(1, -1).flatten(1)
+        at = (slice(None), *place)
+        assert torch.equal(rows[at], row)
+        close(tokens[at], row @ module.proj.weight.T + module.proj.bias, 1e-5)
+
+
+def test_patchify_masks_keep_a_token_with_any_real_cell():
+    module, mask = Patchify(2, 3, (2, 3), 4), torch.zeros(1, 5, 7, dtype=torch.bool)
+    mask[0, 1, 2] = mask[0, 4, 6] = True
+    kept = module.cut_mask(mask)
+    assert kept.dtype == torch.bool and kept.shape == (1, 3, 3)
+    assert kept[0].nonzero().tolist() == [[0, 0], [2, 2]]
+
+
+@pytest.mark.parametrize("patch", [0, (2,), (2, 2, 2), (2, -1)])
+def test_patchify_errors(patch):
+    with pytest.raises(ValueError, match=r"patch_size="):
+        Patchify(2, 3, patch, 4)
+
+
+@grids
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_mdtpe_adds_a_line_product_per_axis_and_way(close, shape, bidirectional):
+    """lag 0 of the way back is not counted: a token sees itself once (maths.md 7.5)."""
+    tpe, x = MDTPE(len(shape), 6, 8, bidirectional), torch.randn(2, *shape, 6)
+    assert sum(p.numel() for p in tpe.parameters()) == len(shape) * 8 * (6 + 1)
+    coef, log_decay = tpe.weights()
+    assert (log_decay < 0).all() and coef.shape[0] == (2 if bidirectional else 1)
+    expected = x
+    for axis in range(len(shape)):
+        lines = x.movedim(1 + axis, -2)
+        flat = lines.flatten(0, -3)
+        y = line_scan(flat, coef[0, axis], log_decay[0, axis])
+        if bidirectional:
+            back = line_scan(flat.flip(1), coef[1, axis], log_decay[1, axis]).flip(1)
+            y = y + back - flat * coef[1, axis].sum(-1)
+        expected = expected + y.reshape(lines.shape).movedim(-2, 1 + axis)
+    close(tpe(x), expected, 1e-5)
+    for g in grad(tpe(x).square().sum(), list(tpe.parameters())):
+        assert g.isfinite().all() and g.any()
+
+
+def test_mdtpe_step_is_its_causal_forward(close):
+    tpe, x = MDTPE(1, 6, 8, bidirectional=False), torch.randn(2, 70, 6)
+    state, outputs = tpe.init_state(2), []
+    for t in range(70):
+        y, state = tpe.step(x[:, t], state)
+        outputs.append(y)
+    close(torch.stack(outputs, 1), tpe(x), 1e-5)
+    mask = torch.arange(70) > torch.tensor([[20], [-1]])  # left padding is exact
+    close(tpe(x, mask)[0, 21:], tpe(x[:1, 21:])[0], 1e-5)
+    for wrong in (MDTPE(1, 6, 8), MDTPE(2, 6, 8, bidirectional=False)):
+        with pytest.raises(ValueError, match=r"step"):
+            wrong.step(x[:, 0], state)
+    for states in (0, 3, -2):
+        with pytest.raises(ValueError, match=r"states="):
+            MDTPE(1, 6, states)
+
+
+def test_mdlrpe_learns_a_factor_and_refuses_too_many_axes():
+    code = MDLRPE(2, 8, "rotary")
+    assert sum(p.numel() for p in code.parameters() if p.requires_grad) == 2 * 4
+    assert not any(p.requires_grad for p in MDLRPE(2, 8, "rotary", learn=False).parameters())
+    place = code((3, 4), start=(7, 9))
+    assert (place.shape, place.kind, place.start) == ((3, 4), "rotary", (7, 9))
+    code.log_factor.data += math.log(2)
+    assert torch.allclose(code((3, 4)).theta, 2 * place.theta)
+    with pytest.raises(ValueError, match=r"5 axes .* 4"):
+        code((2, 2, 2, 2, 2))

@@ -1,0 +1,120 @@
+"""LightNetAttention as a layer: its formula, its forms, and what it refuses."""
+
+import pytest
+import torch
+from torch.autograd import grad
+
+from ndlightnet import LightNetAttention
+
+GRIDS = ((7,), (4, 6), (3, 4, 5), (2, 3, 2, 4))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_layer_is_its_formula(dense, close, causal):
+    """o_proj(norm(merged heads) * sigmoid(low-rank gate)), from the weights (maths.md 5.2)."""
+    layer = LightNetAttention(12, 2, lrpe=None, gate_rank=3, bias=True).double()
+    x = torch.randn(2, 9, 12, dtype=torch.float64)
+    q, k, v = (p(x).unflatten(-1, (2, 6)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    y = dense(q, k, v, causal=causal).flatten(2)
+    y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
+    gate = layer.gate[1](layer.gate[0](x)).sigmoid()
+    close(layer(x, causal=causal), layer.o_proj(y * gate), 1e-10)
+    assert layer.gate[0].weight.shape == (3, 12)
+
+
+@pytest.mark.parametrize("shape", GRIDS, ids=str)
+@pytest.mark.parametrize("lrpe", ["cosine", "rotary", None])
+def test_cross_form_reads_a_source_on_another_grid(close, shape, lrpe):
+    layer = LightNetAttention(32, 2, context_dim=11, lrpe=lrpe)
+    x, source_shape = torch.randn(2, *shape, 32), tuple(n + 2 for n in shape)
+    context = torch.randn(2, *source_shape, 11)
+    y = layer(x, context=context)
+    assert y.shape == x.shape
+    mask = torch.rand(2, *source_shape) < 0.7
+    junk = torch.where(mask[..., None], context, 50.0)
+    masked = layer(x, context=context, mask=mask)
+    close(layer(x, context=junk, mask=mask), masked, 1e-5)
+    assert not torch.allclose(masked, y)
+    target = (0, *[0] * len(shape))
+    alone = layer(x[(slice(0, 1), *[slice(0, 1)] * len(shape))], context=context[:1])
+    close(alone.flatten(), y[target].flatten(), 1e-5)  # targets do not see each other
+
+
+def test_self_form_is_the_cross_form_on_itself(close):
+    layer, x = LightNetAttention(32, 2), torch.randn(2, 4, 6, 32)
+    close(layer(x, context=x), layer(x), 1e-6)
+
+
+def test_refusals_say_why():
+    layer, x = LightNetAttention(32, 2), torch.randn(2, 9, 32)
+    with pytest.raises(ValueError, match=r"context"):
+        layer(x, context=x, causal=True)
+    with pytest.raises(ValueError, match=r"one axis"):
+        layer(x.reshape(2, 3, 3, 32), causal=True)
+    rotary = LightNetAttention(32, 2, lrpe="rotary")
+    with pytest.raises(ValueError, match=r"rotary"):
+        rotary(x, causal=True)
+    with pytest.raises(ValueError, match=r"rotary"):
+        rotary.step(x[:, 0], rotary.init_state(2), 0)
+    with pytest.raises(ValueError, match=r"heads=5"):
+        LightNetAttention(32, 5)
+    with pytest.raises(ValueError, match=r"impl"):
+        LightNetAttention(32, impl="nonsense")(x)
+
+
+def test_options():
+    assert [LightNetAttention(d).heads for d in (32, 64, 128, 192, 384, 100)] == [1, 1, 2, 3, 6, 1]
+    count = sum(p.numel() for p in LightNetAttention(128, gate_rank=16).parameters())
+    assert count == 4 * 128**2 + 2 * 16 * 128 + 3 * 128
+    fixed = LightNetAttention(32, learn_theta=False)
+    assert not fixed.lrpe.log_factor.requires_grad
+
+
+def test_axes_permute_together_without_position(close):
+    layer, x = LightNetAttention(32, 2, lrpe=None), torch.randn(2, 2, 3, 4, 32)
+    close(layer(x.permute(0, 3, 1, 2, 4)), layer(x).permute(0, 3, 1, 2, 4), 1e-5)
+    p = torch.randperm(9)
+    line = torch.randn(2, 9, 32)
+    close(layer(line[:, p]), layer(line)[:, p], 1e-5)
+
+
+@pytest.mark.parametrize("lrpe", ["cosine", None])
+def test_step_is_the_causal_forward(close, lrpe):
+    layer, x = LightNetAttention(32, 2, lrpe=lrpe), torch.randn(2, 70, 32)
+    state, outputs = layer.init_state(2), []
+    for t in range(70):
+        y, state = layer.step(x[:, t], state, t)
+        outputs.append(y)
+    close(torch.stack(outputs, 1), layer(x, causal=True), 1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_bfloat16_autocast_is_close_to_float32(causal):
+    """Unit roundoff 2^-9, about ten roundings in a row (five products, norm, gate, ends)."""
+    layer, x = LightNetAttention(128), torch.randn(2, 70, 128)
+    expected = layer(x, causal=causal)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = layer(x, causal=causal)
+    assert actual.dtype == torch.bfloat16
+    assert (actual - expected).abs().max() < 10 * 2**-9 * expected.abs().max()
+    parameters = list(layer.parameters())
+    for p, g in zip(parameters, grad(actual.float().sum(), parameters), strict=True):
+        assert g.dtype == p.dtype and g.isfinite().all()
+
+
+@pytest.mark.parametrize("cosine", [False, True])
+def test_impl_reaches_the_functions(close, cosine):
+    layer, x = LightNetAttention(32, lrpe="cosine" if cosine else None), torch.randn(2, 9, 32)
+    slow = LightNetAttention(32, lrpe="cosine" if cosine else None, impl="reference")
+    slow.load_state_dict(layer.state_dict())
+    close(slow(x), layer(x), 1e-5)
+    close(slow(x, causal=True), layer(x, causal=True), 1e-5)
+
+
+@pytest.mark.parametrize("lrpe", ["cosine", None])
+def test_causal_with_right_padding_is_the_text_alone(close, lrpe):
+    layer, x = LightNetAttention(32, 2, lrpe=lrpe), torch.randn(2, 9, 32)
+    mask = torch.arange(9) < torch.tensor([[5], [9]])
+    y = layer(torch.where(mask[..., None], x, torch.nan), mask=mask, causal=True)
+    close(y[:1, :5], layer(x[:1, :5], causal=True), 1e-5)
+    close(y[1:], layer(x[1:], causal=True), 1e-5)
