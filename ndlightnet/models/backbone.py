@@ -80,7 +80,7 @@ class NDLightNet(nn.Module):
             patch = patch_size if isinstance(patch_size, int) else tuple(patch_size)
             self.embed = Patchify(dims, in_chans, patch, embed_dim)
         self.tpe = MDTPE(dims, embed_dim, tpe_states, bidirectional=not causal) if tpe else None
-        rates = torch.linspace(0, drop_path_rate, depth).tolist()
+        rates = [drop_path_rate * i / max(1, depth - 1) for i in range(depth)]
         self.blocks = nn.ModuleList(Block(embed_dim, mixer, mlp_ratio, rate) for rate in rates)
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.head_drop = nn.Dropout(drop_rate)

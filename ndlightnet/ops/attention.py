@@ -179,10 +179,9 @@ def attention_step(
     _check(k, v, None, lrpe, q)
     _check_state(state, k, v, lrpe)
     with torch.autocast(k.device.type, enabled=False):
-        acc = state.sum.dtype
-        p, value = torch.ones_like(k, dtype=acc)[:, 0], v[:, 0].to(acc)
-        w = _factors(k, lrpe)
+        logit, value = k[:, 0].to(state.sum.dtype), v[:, 0].to(state.sum.dtype)
+        top, w = logit.detach(), _factors(k, lrpe)
+        p = torch.exp(logit - top)  # 1, with the gradient of exp(k)
         f = p if w is None else tile(p, w.shape[-1], -1) * w[0]
-        one = State(k[:, 0].to(acc), p, f[..., None] * value[..., None, :])
-        state = merge(state, one)
+        state = merge(state, State(top, p, f[..., None] * value[..., None, :]))
         return read(q, state, lrpe=lrpe)[:, 0], state

@@ -22,7 +22,8 @@ def update(state: State, k: Tensor, v: Tensor, w: Tensor | None, seen: Tensor | 
     """One token joins: k, v (batch, heads, ·), w (heads or 1, rows), seen (batch,) bool."""
     k, v = k.to(state.sum.dtype), v.to(state.sum.dtype)
     if seen is not None:
-        k, v = k.masked_fill(~seen[:, None, None], -torch.inf), v * seen[:, None, None]
+        hidden = ~seen[:, None, None]
+        k, v = k.masked_fill(hidden, -torch.inf), v.masked_fill(hidden, 0)
     top = torch.maximum(state.max, k).detach()
     p, old = decay(k, top), decay(state.max, top)
     rows = state.memory.shape[-2]

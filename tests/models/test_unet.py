@@ -35,12 +35,23 @@ def test_every_parameter_trains(dims):
 
 @every_dims
 def test_every_cell_sees_every_cell(dims):
-    """The deepest level mixes the whole grid: convolutions alone would not reach from end to end."""
-    model, space = tiny(dims).double(), {1: (64,), 2: (48, 40), 3: (24, 20, 16)}[dims]
+    """The deepest level mixes the whole grid: from one corner to the other."""
+    model = tiny(dims).double()
+    space = {1: (64,), 2: (48, 40), 3: (24, 20, 16)}[dims]
     x = torch.randn(1, 2, *space, dtype=torch.float64, requires_grad=True)
     first = (0, slice(None), *[0] * dims)
     last = (0, slice(None), *[n - 1 for n in space])
     assert grad(model(x)[last].sum(), x)[0][first].any()
+
+
+def test_odd_sizes_are_padded_and_cropped_at_the_end(close):
+    """Otherwise what comes back from below lies beside the skip it joins."""
+    model, x = tiny(1, widths=(8, 16), depths=(0, 0)), torch.randn(2, 2, 7)
+    top = model.convs[0](x)
+    whole = torch.cat([top, torch.zeros(2, 8, 1)], -1)
+    below = model.up[0](model.convs[1](model.down[1](whole)))
+    expected = model.head(model.decoders[0](torch.cat([below[..., :7], top], 1)))
+    close(model(x), expected, 1e-5)
 
 
 def test_samples_do_not_see_each_other(close):

@@ -93,6 +93,24 @@ def test_position_of_a_token_matters(name):
         assert (rolled - back).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_softmax_attention_is_its_formula(close, causal):
+    """Pairs (j, j + 4) of queries and keys turn; two axes share the four angles of a head."""
+    shape = (9,) if causal else (3, 4)
+    m, x = mixers.SoftmaxAttention(16, 2).double(), torch.randn(2, *shape, 16).double()
+    place = torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)).double()
+    width = 4 // len(shape)
+    bank = 10000.0 ** (-2 * torch.arange(width).double() / width)
+    angle = (place[:, :, None] * bank).flatten(1)[None, :, None]
+    q, k, v = m.qkv_proj(x.flatten(1, -2)).unflatten(-1, (3, 2, 8)).unbind(2)
+    q, k = (torch.complex(t[..., :4], t[..., 4:]) * torch.polar(angle**0, angle) for t in (q, k))
+    score = torch.einsum("bthd,bshd->bhts", q, k.conj()).real / 8**0.5
+    if causal:
+        score = score.masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -torch.inf)
+    y = torch.einsum("bhts,bshd->bthd", score.softmax(-1), v).flatten(2)
+    close(m(x, causal=causal), m.o_proj(y).reshape(x.shape), 1e-5)  # frequencies are float32
+
+
 def test_block_is_the_residual_pair(close):
     block, x = Block(DIM, LightNetAttention), torch.randn(2, 4, 6, DIM)
     mask = torch.rand(2, 4, 6) < 0.7

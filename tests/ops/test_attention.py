@@ -88,6 +88,7 @@ def test_state_hand_over_at_any_split(dense, close, close_grads, length, at):
     actual, expected = torch.cat([first, second], 1), dense(*inputs, causal=True)
     close(actual, expected, 1e-10)
     whole = summarize(*inputs[1:])
+    assert not state.max.requires_grad and not whole.max.requires_grad
     for a, b in zip(state, whole, strict=True):
         close(a.detach(), b.detach(), 1e-10)
     # through the outputs and through the final State

@@ -1,0 +1,112 @@
+"""What the tests of the tasks share: running a command line in this process, tiny data sets."""
+
+import io
+import json
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+
+import nibabel
+import numpy as np
+import pytest
+
+from ndlightnet.training import SegmentationTask, VideoData, VideoTask, VolumeData, run
+
+UNET = """
+seed_everything: 0
+trainer: {accelerator: cpu, max_epochs: 1, limit_train_batches: 2, log_every_n_steps: 1}
+model:
+  net:
+    class_path: ndlightnet.NDLightUNet
+    init_args: {dims: 3, in_channels: 1, out_channels: 7, widths: [4, 8], depths: [0, 1]}
+data:
+  class_path: ndlightnet.training.VolumeData
+  init_args: {root: nowhere, patch: [16, 16, 16], batch_size: 1, num_samples: 1, workers: 0}
+"""
+NET = """
+seed_everything: 0
+trainer: {accelerator: cpu, max_epochs: 1, log_every_n_steps: 1}
+model:
+  net:
+    class_path: ndlightnet.NDLightNet
+    init_args: {dims: 3, num_classes: 6, patch_size: [2, 8, 8], embed_dim: 16, depth: 1}
+data:
+  class_path: ndlightnet.training.VideoData
+  init_args: {root: nowhere, frames: 4, size: 24, batch_size: 4, clips: 2, workers: 0}
+"""
+
+
+class Done(NamedTuple):
+    """How a command line ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.err.splitlines() if line.startswith("error: ")]
+
+
+def _launch(task: type, data: type, config: str, folder: Path, *arguments: object) -> Done:
+    """`run` with these arguments; `config` is put before those of the first, the subcommand."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(config)
+    command, *rest = map(str, arguments)
+    argv = ["task.py", command, "--config", str(folder / "config.yaml"), *rest]
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", argv)
+        patch.setenv("COLUMNS", "300")  # rich breaks no line
+        status = run(task, data, Path("no default"))
+    return Done(status, out.getvalue(), err.getvalue())
+
+
+@pytest.fixture(scope="session")
+def segment(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
+    """segment("fit", "--data.init_args.root=..."): the segmentation task on the tiny config."""
+    folder = tmp_path_factory.mktemp("config")
+    return lambda *args: _launch(SegmentationTask, VolumeData, UNET, folder, *args)
+
+
+@pytest.fixture(scope="session")
+def classify(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
+    """classify("fit", "--data.init_args.root=..."): the video task on the tiny config."""
+    folder = tmp_path_factory.mktemp("config")
+    return lambda *args: _launch(VideoTask, VideoData, NET, folder, *args)
+
+
+def _save(path: Path, voxels: np.ndarray) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nibabel.save(nibabel.Nifti1Image(voxels, np.diag([2.0, 2.0, 3.0, 1.0])), path)
+    return path
+
+
+@pytest.fixture
+def decathlon(tmp_path: Path) -> Path:
+    """Four tiny volumes, `images/N.nii.gz` and `labels/N.nii.gz`, of two labels; 3 is the test."""
+    folder = tmp_path / "volumes"
+    rng = np.random.default_rng(0)
+    pairs = []
+    for number in range(4):
+        label = np.zeros((12, 10, 8), np.uint8)
+        label[3:8, 2:7, 2:6] = 1
+        image = (label * 100 + rng.normal(0, 20, label.shape)).astype(np.float32)
+        pair = {"image": f"images/{number}.nii.gz", "label": f"labels/{number}.nii.gz"}
+        _save(folder / pair["image"], image)
+        _save(folder / pair["label"], label)
+        pairs.append(pair)
+    listing = {
+        "labels": {"0": "background", "1": "cube"}, "modality": {"0": "CT"},
+        "training": pairs[:3], "test": pairs[3:],
+    }  # fmt: skip
+    (folder / "dataset.json").write_text(json.dumps(listing))
+    return folder
+
+
+@pytest.fixture
+def save_volume() -> Callable[[Path, np.ndarray], Path]:
+    """save_volume(path, voxels): NIfTI of 2 x 2 x 3 mm voxels."""
+    return _save

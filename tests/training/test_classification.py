@@ -1,0 +1,170 @@
+"""Video classification: moving digits through fit, test and predict."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+
+from ndlightnet.data.digits import MOTIONS
+from ndlightnet.data.errors import DataError
+from ndlightnet.training import VideoTask
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("digits") / "data"
+
+
+DIGITS = ("--data.class_path=MovingDigits", "--data.init_args.videos=[12,6]")
+
+
+@pytest.fixture(scope="module")
+def run(digits, classify, tmp_path_factory) -> Path:
+    """The folder of a finished fit and test; the digits are made on the way."""
+    out = tmp_path_factory.mktemp("run")
+    common = (*DIGITS, f"--trainer.default_root_dir={out}", f"--data.init_args.root={digits}")
+    done = classify("fit", *common, "--data.init_args.validation=0.5")
+    assert (done.status, done.errors) == (0, [])
+    done = classify("test", *common, f"--ckpt_path={out}/checkpoints/last.ckpt")
+    assert (done.status, done.errors) == (0, [])
+    assert "held-out accuracy" in done.out and "over 6 videos" in done.out
+    return out
+
+
+def test_fit_leaves_checkpoints_and_logs(run):
+    for name in ("best.ckpt", "last.ckpt"):
+        saved = torch.load(run / "checkpoints" / name, weights_only=True)
+        assert (saved["epoch"], saved["global_step"]) == (0, 1)  # 6 of 12 clips, 4 in a batch
+    rows = list(csv.DictReader(next(run.glob("logs/*/metrics.csv")).open()))
+    assert [bool(row["val_accuracy"]) for row in rows].count(True) == 1
+    assert list(run.glob("logs/*/events.out.tfevents.*"))
+
+
+def test_metrics_of_the_test(run):
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert set(metrics) == {
+        "top1", "top5", "balanced_accuracy", "recall", "majority_class", "videos", "parameters",
+        "confusion",
+    }  # fmt: skip
+    matrix = np.array(metrics["confusion"])
+    assert matrix.shape == (6, 6) and matrix.sum() == metrics["videos"] == 6
+    np.testing.assert_array_equal(matrix.sum(1), np.ones(6))  # rows are the truth
+    assert metrics["top1"] == pytest.approx(matrix.trace() / 6, abs=1e-5)
+    assert metrics["top1"] <= metrics["top5"] <= 1
+    assert tuple(metrics["recall"]) == MOTIONS
+    assert list(metrics["recall"].values()) == pytest.approx(list(matrix.diagonal()))
+    assert metrics["balanced_accuracy"] == pytest.approx(matrix.trace() / 6, abs=1e-5)
+    assert metrics["majority_class"] == pytest.approx(1 / 6, abs=1e-5)
+    saved = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)["state_dict"]
+    assert metrics["parameters"] == sum(v.numel() for k, v in saved.items() if k.startswith("net."))
+
+
+@pytest.mark.parametrize("name", ["confusion.png", "test_clips.png"])
+def test_test_leaves_pictures(run, name):
+    picture = matplotlib.image.imread(run / name)
+    assert min(picture.shape[:2]) > 300 and picture.std() > 0.05
+
+
+def test_predict_without_the_training_data(run, classify, digits, tmp_path):
+    """One file is a video and one is text; the classes' names come with the checkpoint."""
+    inputs, out = tmp_path / "inputs", tmp_path / "out"
+    (inputs / "deep").mkdir(parents=True)
+    shutil.copy(next((digits / "test" / "left").glob("*.mp4")), inputs / "deep" / "good.mp4")
+    (inputs / "text.mp4").write_text("this is no video")
+    done = classify(
+        "predict", *DIGITS, f"--trainer.default_root_dir={out}", "--data.init_args.root=/gone",
+        f"--data.init_args.input={inputs}", f"--ckpt_path={run}/checkpoints/best.ckpt",
+    )  # fmt: skip
+    assert done.status == 1
+    assert len(done.errors) == 1 and done.errors[0].startswith(f"error: {inputs}/text.mp4: ")
+    found = json.loads((out / "predictions" / "predictions.json").read_text())
+    assert list(found) == [str(inputs / "deep" / "good.mp4")]
+    answer = found[str(inputs / "deep" / "good.mp4")]
+    odds = answer["probabilities"]
+    assert tuple(odds) == MOTIONS and sum(odds.values()) == pytest.approx(1, abs=1e-4)
+    assert answer["class"] == max(odds, key=odds.get)
+    names = sorted(path.name for path in (out / "predictions").iterdir())
+    assert names == ["0001_good.png", "predictions.json"]
+    picture = matplotlib.image.imread(out / "predictions" / "0001_good.png")
+    assert min(picture.shape[:2]) > 100 and picture.std() > 0.05
+
+
+def test_predict_agrees_with_test(run, classify, digits, tmp_path):
+    """The same checkpoint on the same files: the confusion matrix comes out again."""
+    done = classify(
+        "predict", *DIGITS, f"--trainer.default_root_dir={tmp_path}", "--data.init_args.root=/gone",
+        f"--data.init_args.input={digits}/test", f"--ckpt_path={run}/checkpoints/last.ckpt",
+    )  # fmt: skip
+    assert (done.status, done.errors) == (0, [])
+    found = json.loads((tmp_path / "predictions" / "predictions.json").read_text())
+    matrix = np.zeros((6, 6), int)
+    for path, answer in found.items():
+        matrix[MOTIONS.index(Path(path).parent.name), MOTIONS.index(answer["class"])] += 1
+    metrics = json.loads((run / "metrics.json").read_text())
+    np.testing.assert_array_equal(matrix, metrics["confusion"])
+
+
+def test_without_validation_the_last_checkpoint_counts(run, classify, digits, tmp_path):
+    done = classify(
+        "fit", *DIGITS, f"--trainer.default_root_dir={tmp_path}",
+        f"--data.init_args.root={digits}", "--data.init_args.validation=0",
+        "--trainer.max_epochs=2",
+    )  # fmt: skip
+    assert (done.status, done.errors) == (0, [])
+    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["global_step"] == 6  # all 12 clips, twice
+
+
+@pytest.mark.parametrize("validation", [0.5, 0])
+def test_a_run_that_breaks_off_leaves_its_last_epoch(
+    run, classify, digits, tmp_path, monkeypatch, validation
+):
+    def step(task, *_):
+        if task.current_epoch == 2:
+            raise DataError("gone")
+        return sum(p.sum() for p in task.net.parameters())
+
+    monkeypatch.setattr(VideoTask, "training_step", step)
+    done = classify(
+        "fit", *DIGITS, f"--trainer.default_root_dir={tmp_path}", "--trainer.max_epochs=4",
+        f"--data.init_args.root={digits}", f"--data.init_args.validation={validation}",
+    )  # fmt: skip
+    assert (done.status, done.errors) == (1, ["error: gone"])
+    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["global_step"] == 2 * (3 if validation == 0 else 1)
+
+
+@pytest.mark.parametrize("classes", [2, 7])
+def test_wrong_number_of_classes(run, classify, digits, tmp_path, classes):
+    done = classify(
+        "fit", f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={digits}",
+        f"--model.net.init_args.num_classes={classes}",
+    )  # fmt: skip
+    assert done.status == 1
+    text = f"error: {digits}: 6 classes, but the network has num_classes={classes}"
+    assert done.errors == [text]
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_one_frame_of_the_digits(classify, tmp_path):
+    """The row "single frame" of tasks/compare.py on configs/digits.yaml."""
+    done = classify(
+        "fit", *DIGITS, f"--trainer.default_root_dir={tmp_path / 'out'}",
+        f"--data.init_args.root={tmp_path / 'data'}", "--data.init_args.frames=1",
+    )  # fmt: skip
+    assert (done.status, done.errors) == (0, [])
+
+
+def test_predict_with_the_class_for_folders(run, classify, digits, tmp_path):
+    """MovingDigits trained, VideoData predicts (the digits are read like any folder)."""
+    done = classify(
+        "predict", f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={digits}",
+        f"--data.init_args.input={digits}/test/up", f"--ckpt_path={run}/checkpoints/last.ckpt",
+    )  # fmt: skip
+    assert (done.status, done.errors) == (0, [])
+    assert len(json.loads((tmp_path / "predictions" / "predictions.json").read_text())) == 1

@@ -1,0 +1,165 @@
+"""Bad input ends a command with status 1 and one line that names the file, and leaves no results."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+NET2 = ("--data.init_args.patch=[8,8,8]", "--model.net.init_args.out_channels=2")
+
+
+def check(done, out: Path, text: str) -> None:
+    """One line that begins with `error: TEXT`, nothing after it, no result under `out`."""
+    assert done.status == 1
+    assert len(done.errors) == 1, done.err[-2000:]
+    assert done.errors[0].startswith(f"error: {text}"), done.errors[0]
+    assert done.err.splitlines()[-1] == done.errors[0] and "Traceback" not in done.err
+    left = [path.relative_to(out) for path in out.rglob("*") if path.is_file()]
+    assert [p for p in left if p.parts[0] != "logs" and p.name != "config.yaml"] == []
+
+
+def volumes(out: Path, root: Path, *more: str) -> tuple[str, ...]:
+    return (f"--trainer.default_root_dir={out}", f"--data.init_args.root={root}", *NET2, *more)
+
+
+def test_the_good_folder_passes(segment, decathlon, tmp_path):
+    """Otherwise the tests below would say nothing."""
+    assert segment("fit", *volumes(tmp_path / "out", decathlon)).status == 0
+    assert segment("test", *volumes(tmp_path / "out", decathlon)).status == 0
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["cases"][0]["name"] == "3"
+
+
+@pytest.mark.parametrize("command", ["fit", "test"])
+def test_missing_data_folder(segment, classify, tmp_path, command):
+    out, gone = tmp_path / "out", tmp_path / "gone"
+    common = (f"--trainer.default_root_dir={out}", f"--data.init_args.root={gone}")
+    for task in (segment, classify):
+        check(task(command, *common), out, f"{gone}: no such folder")
+
+
+# what is put in the place of a file of a case -> the file that the line has to name, and why
+BAD = {
+    "shape": ("labels", np.zeros((12, 10, 7), np.uint8), "has shape (12, 10, 7)"),
+    "label": ("labels", np.full((12, 10, 8), 2, np.uint8), "has label values 2..2"),
+    "negative": ("labels", np.full((12, 10, 8), -1, np.int16), "has label values -1..-1"),
+    "fraction": ("labels", np.full((12, 10, 8), 0.5, np.float32), "not whole numbers"),
+    "nan": ("images", np.full((12, 10, 8), np.nan, np.float32), "960 voxels that are NaN"),
+    "axes": ("images", np.zeros((12, 10, 8, 2), np.float32), "should have 3 axes"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("command, case", [("fit", 1), ("test", 3)])
+def test_bad_volume(segment, decathlon, save_volume, tmp_path, command, case, kind):
+    folder, voxels, why = BAD[kind]
+    file, out = save_volume(decathlon / folder / f"{case}.nii.gz", voxels), tmp_path / "out"
+    done = segment(command, *volumes(out, decathlon))
+    check(done, out, f"{file}: ")
+    assert why in done.errors[0]
+
+
+def test_truncated_and_missing_volume(segment, decathlon, tmp_path):
+    out, file = tmp_path / "out", decathlon / "images" / "0.nii.gz"
+    file.write_bytes(file.read_bytes()[:200])
+    check(segment("fit", *volumes(out, decathlon)), out, f"{file}: cannot be read")
+    file.unlink()
+    check(segment("fit", *volumes(out, decathlon)), out, f"{file}: no such file")
+
+
+def test_too_few_cases(segment, decathlon, tmp_path):
+    listing = json.loads((decathlon / "dataset.json").read_text())
+    for kept, command in (({"training": listing["training"][:1]}, "fit"), ({"test": []}, "test")):
+        (decathlon / "dataset.json").write_text(json.dumps({**listing, **kept}))
+        out = tmp_path / command
+        check(segment(command, *volumes(out, decathlon)), out, f"{decathlon}: ")
+
+
+@pytest.mark.parametrize("command", ["fit", "test"])
+@pytest.mark.parametrize("option, have", [("out_channels", "2 labels"), ("in_channels", "1 channels")])
+def test_network_that_does_not_fit(segment, decathlon, tmp_path, command, option, have):
+    out = tmp_path / "out"
+    done = segment(command, *volumes(out, decathlon, f"--model.net.init_args.{option}=5"))
+    check(done, out, f"{decathlon}: {have}, but the network has {option}=5")
+
+
+@pytest.mark.parametrize("command", ["fit", "test", "predict"])
+def test_unwritable_output(segment, classify, decathlon, tmp_path, command):
+    (tmp_path / "file").write_text("here first")
+    out = tmp_path / "file" / "out"
+    for task in (segment, classify):
+        done = task(command, f"--trainer.default_root_dir={out}", f"--data.init_args.root={decathlon}")
+        check(done, out, f"{out}")
+        assert "cannot be written" in done.errors[0]
+    assert (tmp_path / "file").read_text() == "here first"
+
+
+def clips(root: Path) -> Path:
+    """Two classes with a file each that only looks like a video."""
+    for split in ("train", "test"):
+        for name in ("a", "b"):
+            (root / split / name).mkdir(parents=True)
+            (root / split / name / "1.mp4").write_text("no video")
+    return root
+
+
+@pytest.mark.parametrize("command, split", [("fit", "train"), ("test", "test")])
+def test_bad_videos(classify, tmp_path, command, split):
+    root, out = clips(tmp_path / "videos"), tmp_path / "out"
+    common = (f"--trainer.default_root_dir={out}", f"--data.init_args.root={root}")
+    done = classify(command, *common)
+    check(done, out, f"{root}/{split}/")
+    assert re.search(r"/[ab]/1\.mp4: not a video", done.errors[0])
+    (root / split / "b" / "1.mp4").unlink()
+    check(classify(command, *common), out, f"{root}/{split}/b: has no videos")
+    (root / split / "b").rmdir()
+    check(classify(command, *common), out, f"{root}: classes in only one of train/ and test/: b")
+
+
+def test_predict_without_input(segment, classify, tmp_path):
+    out, gone = tmp_path / "out", tmp_path / "gone"
+    common = ("predict", f"--trainer.default_root_dir={out}")
+    for task in (segment, classify):
+        check(task(*common), out, "data.input: ")
+        check(task(*common, f"--data.init_args.input={gone}"), out, f"{gone}: no such file")
+
+
+@pytest.mark.parametrize("command", ["fit", "test", "predict"])
+def test_missing_checkpoint(segment, decathlon, tmp_path, command):
+    out, gone = tmp_path / "out", tmp_path / "gone.ckpt"
+    more = (f"--data.init_args.input={decathlon}/images", f"--ckpt_path={gone}")
+    done = segment(command, *volumes(out, decathlon, *more))
+    check(done, out, "")
+    assert str(gone) in done.errors[0]
+
+
+def test_checkpoint_that_is_none(segment, decathlon, tmp_path):
+    out, broken = tmp_path / "out", tmp_path / "broken.ckpt"
+    broken.write_text("no checkpoint")
+    done = segment("test", *volumes(out, decathlon, f"--ckpt_path={broken}"))
+    check(done, out, "")
+    assert str(broken) in done.errors[0]
+
+
+def test_checkpoint_of_another_network(segment, decathlon, tmp_path):
+    assert segment("fit", *volumes(tmp_path / "first", decathlon)).status == 0
+    out, other = tmp_path / "out", tmp_path / "first" / "checkpoints" / "last.ckpt"
+    wider = "--model.net.init_args.widths=[4,12]"
+    done = segment("test", *volumes(out, decathlon, wider, f"--ckpt_path={other}"))
+    check(done, out, "")
+    assert str(other) in done.errors[0]
+
+
+def test_predict_without_a_checkpoint(segment, decathlon, tmp_path):
+    """An untrained network has nothing to say, and the labels' names would be missing."""
+    out = tmp_path / "out"
+    done = segment("predict", *volumes(out, decathlon, f"--data.init_args.input={decathlon}/images"))
+    check(done, out, "")
+
+
+@pytest.mark.parametrize("argument", ["--model.netz=1", "--trainer.max_epochs=many"])
+def test_misspelt_option(segment, tmp_path, argument):
+    with pytest.raises(SystemExit) as caught:
+        segment("fit", f"--trainer.default_root_dir={tmp_path}", argument)
+    assert caught.value.code == 2

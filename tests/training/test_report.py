@@ -1,0 +1,185 @@
+"""What a run leaves: JSON and pictures, complete or not at all, and the right way round."""
+
+import json
+import os
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.training import report
+from ndlightnet.training.report import (
+    Panel,
+    check_writable,
+    save_confusion,
+    save_panels,
+    save_strips,
+    write_json,
+)
+
+
+def test_json_holds_null_for_what_is_not_a_finite_number(tmp_path):
+    content = {
+        "nan": float("nan"), "list": [1.5, float("inf"), {"deep": -float("inf")}],
+        "numpy": np.float64("nan"), "kept": (1, True, "nan", None, 0.25), 3: 0.1234567,
+    }  # fmt: skip
+    write_json(tmp_path / "new" / "m.json", content)
+    text = (tmp_path / "new" / "m.json").read_text()
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} in {text}")) == {
+        "nan": None, "list": [1.5, None, {"deep": None}],
+        "numpy": None, "kept": [1, True, "nan", None, 0.25], "3": 0.123457,
+    }  # fmt: skip
+    assert os.listdir(tmp_path / "new") == ["m.json"]
+
+
+@pytest.mark.parametrize("existing", [None, "before"])
+@pytest.mark.parametrize("step", ["content", "write", "replace"])
+def test_a_failing_write_leaves_everything_as_it_was(tmp_path, monkeypatch, existing, step):
+    path = tmp_path / "metrics.json"
+    if existing:
+        path.write_text(existing)
+    content, error = {"a": 1.0}, DataError
+    if step == "content":
+        content, error = {"a": object()}, TypeError
+    elif step == "write":
+
+        def half(self, text):
+            with self.open("w") as file:
+                file.write(text[:3])
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Path, "write_text", half)
+    else:
+
+        def refuse(*_):
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(report.os, "replace", refuse)
+    with pytest.raises(error) as caught:
+        write_json(path, content)
+    if error is DataError:
+        assert str(caught.value).startswith(f"{path}: ")
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == (["metrics.json"] if existing else [])
+    assert not existing or path.read_text() == existing
+
+
+def test_a_failing_picture_leaves_nothing(tmp_path):
+    with pytest.raises((ValueError, IndexError)):
+        save_strips(tmp_path / "clips.png", [("no frames", None, torch.zeros(0, 4, 4, 3))])
+    assert os.listdir(tmp_path) == []
+
+
+def test_where_nothing_can_be_written(tmp_path):
+    (tmp_path / "file").write_text("here first")
+    below = tmp_path / "file" / "folder"
+    strip = ("", None, torch.zeros(2, 4, 4, 3, dtype=torch.uint8))
+    for write in (
+        lambda: check_writable(below),
+        lambda: write_json(below / "m.json", {}),
+        lambda: save_strips(below / "c.png", [strip]),
+    ):
+        with pytest.raises(DataError, match=f"^{below}.*: cannot be written .Not a directory.$"):
+            write()
+    assert (tmp_path / "file").read_text() == "here first"
+
+
+def test_check_writable_makes_the_folder_and_leaves_nothing_in_it(tmp_path):
+    check_writable(tmp_path / "a" / "b")
+    assert os.listdir(tmp_path / "a" / "b") == []
+
+
+def volume() -> tuple[torch.Tensor, torch.Tensor]:
+    """An image of 100 x + 10 y + z, shape (10, 8, 6), and its labels, most of them at z=4."""
+    x, y, z = torch.meshgrid(*(torch.arange(n) for n in (10, 8, 6)), indexing="ij")
+    labels = torch.zeros(10, 8, 6, dtype=torch.long)
+    labels[:2, :2, 1] = 3  # less, of a larger number
+    labels[6:, 5:, 4] = 1
+    return (100 * x + 10 * y + z).float(), labels
+
+
+def test_panel_shows_the_patients_front_up_and_right_on_the_left():
+    """RAS: x grows to the patient's right, y to the front; seen from the feet."""
+    image, labels = volume()
+    panel = Panel("case", image, labels, labels)
+    assert panel.image.shape == panel.truth.shape == panel.prediction.shape == (8, 10)
+    assert panel.image[0, 0] == 974  # the corner of most right (x=9) and front (y=7), of slice 4
+    assert panel.image[0, -1] == 74  # left and front
+    assert panel.image[-1, 0] == 904  # right and back
+    assert panel.truth[:3, :4].all() and panel.truth.sum() == 12
+    np.testing.assert_array_equal(panel.prediction, panel.truth)
+
+
+def test_panel_takes_the_slice_of_the_truth_or_without_one_of_the_prediction():
+    image, labels = volume()
+    other = labels.flip(2)  # most at z=1
+    assert Panel("", image, labels, other).image[0, 0] == 974
+    alone = Panel("", image, None, other)
+    assert alone.image[0, 0] == 971 and alone.truth is None
+
+
+def pixels(path: Path) -> np.ndarray:
+    found = matplotlib.image.imread(path)
+    assert os.listdir(path.parent) == [path.name]
+    return found[..., :3]
+
+
+def share(picture: np.ndarray, color: tuple[float, float, float], tolerance: float = 0.02) -> float:
+    return float((np.abs(picture - np.array(color)) < tolerance).all(-1).mean())
+
+
+def test_panels_show_image_truth_and_prediction(tmp_path):
+    image, labels = volume()
+    full, empty = labels.clamp(max=1), torch.zeros_like(labels)
+    names = ["background", "one", "two", "three"]
+    sizes = {}
+    for name, truth, prediction in (("none", empty, empty), ("truth", full, empty)):
+        path = tmp_path / name / "p.png"
+        save_panels(path, [Panel("a", image, truth, prediction)] * 2, names)
+        picture = pixels(path)
+        assert 400 < picture.shape[0] < 1200 and 700 < picture.shape[1] < 1400
+        sizes[name] = picture.shape
+        red = (picture[..., 0] - picture[..., 1:].max(-1) > 0.15).mean(0)  # per column
+        thirds = [float(part.mean()) for part in np.array_split(red, 3)]
+        if name == "none":
+            legend = thirds
+        else:  # only the truth, in the middle, is redder than before
+            gains = [a - b for a, b in zip(thirds, legend, strict=True)]
+            assert gains[1] > 0.02 and abs(gains[0]) < 0.002 and abs(gains[2]) < 0.002
+    save_panels(tmp_path / "alone" / "p.png", [Panel("a", image, None, full)], names)
+    assert pixels(tmp_path / "alone" / "p.png").std() > 0.05
+
+
+def test_panels_of_more_labels_than_colours(tmp_path):
+    image, labels = volume()
+    panels, names = [Panel("a", image, labels, labels)], [f"label {n}" for n in range(14)]
+    save_panels(tmp_path / "p.png", panels, names)
+    assert pixels(tmp_path / "p.png").std() > 0.05
+
+
+def test_confusion_is_dark_where_the_row_has_its_share(tmp_path):
+    save_confusion(tmp_path / "c.png", torch.tensor([[0, 40], [0, 0]]), ["cat", "dog"])
+    picture = pixels(tmp_path / "c.png")
+    assert 200 < picture.shape[0] < 700 and 200 < picture.shape[1] < 700
+    dark = (8 / 255, 48 / 255, 107 / 255)  # the end of matplotlib's Blues
+    assert 0.05 < share(picture, dark) < 0.25  # one cell of four, and no division by the empty row
+    rows, columns = np.nonzero((np.abs(picture - np.array(dark)) < 0.02).all(-1))
+    assert rows.mean() < picture.shape[0] / 2 < columns.mean()  # truth 0, predicted 1
+
+
+def test_strips_show_frames_in_order_with_coloured_captions(tmp_path):
+    clip = torch.zeros(20, 12, 12, 3, dtype=torch.uint8)
+    clip[:, :, :, 2] = torch.linspace(55, 255, 20).to(torch.uint8)[:, None, None]
+    for right, color in ((True, (26, 127, 55)), (False, (207, 34, 46)), (None, (0, 0, 0))):
+        path = tmp_path / str(right) / "s.png"
+        save_strips(path, [("a caption", right, clip)] * 2)
+        picture = pixels(path)
+        assert 200 < picture.shape[0] < 600 and 700 < picture.shape[1] < 1400
+        assert share(picture, tuple(c / 255 for c in color), 0.05) > 1e-4
+    blue = (picture[..., :2].max(-1) < 0.02) & (picture[..., 2] > 0.15)
+    row = picture[np.argmax(blue.sum(1)), :, 2][blue[np.argmax(blue.sum(1))]]
+    assert (np.diff(row) > -0.05).all() and row[0] == pytest.approx(55 / 255, abs=0.02)
+    assert row[-1] == pytest.approx(1, abs=0.02)  # from the first frame to the last
