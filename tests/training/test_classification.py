@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import matplotlib.image
@@ -12,7 +13,8 @@ import torch
 
 from ndlightnet.data.digits import MOTIONS
 from ndlightnet.data.errors import DataError
-from ndlightnet.training import VideoTask
+from ndlightnet.training import VideoData, VideoTask
+from ndlightnet.training import run as run_task
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +170,26 @@ def test_predict_with_the_class_for_folders(run, classify, digits, tmp_path):
     )  # fmt: skip
     assert (done.status, done.errors) == (0, [])
     assert len(json.loads((tmp_path / "predictions" / "predictions.json").read_text())) == 1
+
+
+def test_without_arguments_it_trains_and_tests_on_the_default(run, digits, tmp_path, monkeypatch):
+    """What `python tasks/video_cls.py` does."""
+    config = {
+        "trainer": {"accelerator": "cpu", "max_epochs": 1, "default_root_dir": str(tmp_path)},
+        "model": {
+            "net": {
+                "class_path": "ndlightnet.NDLightNet",
+                "init_args": {"dims": 3, "num_classes": 6, "embed_dim": 16, "depth": 1},
+            }
+        },
+        "data": {
+            "class_path": "ndlightnet.training.MovingDigits",
+            "init_args": {"root": str(digits), "videos": [12, 6], "frames": 4, "size": 24,
+                          "validation": 0.5, "workers": 0},
+        },
+    }  # fmt: skip
+    (tmp_path / "default.yaml").write_text(json.dumps(config))
+    monkeypatch.setattr(sys, "argv", ["video_cls.py"])
+    assert run_task(VideoTask, VideoData, tmp_path / "default.yaml") == 0
+    assert json.loads((tmp_path / "metrics.json").read_text())["videos"] == 6
+    assert (tmp_path / "checkpoints" / "best.ckpt").is_file()

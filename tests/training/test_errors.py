@@ -1,4 +1,4 @@
-"""Bad input ends a command with status 1 and one line that names the file, and leaves no results."""
+"""Bad input ends a command with status 1 and one line that names the file; no result is left."""
 
 import json
 import re
@@ -77,7 +77,9 @@ def test_too_few_cases(segment, decathlon, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["fit", "test"])
-@pytest.mark.parametrize("option, have", [("out_channels", "2 labels"), ("in_channels", "1 channels")])
+@pytest.mark.parametrize(
+    "option, have", [("out_channels", "2 labels"), ("in_channels", "1 channels")]
+)
 def test_network_that_does_not_fit(segment, decathlon, tmp_path, command, option, have):
     out = tmp_path / "out"
     done = segment(command, *volumes(out, decathlon, f"--model.net.init_args.{option}=5"))
@@ -89,7 +91,8 @@ def test_unwritable_output(segment, classify, decathlon, tmp_path, command):
     (tmp_path / "file").write_text("here first")
     out = tmp_path / "file" / "out"
     for task in (segment, classify):
-        done = task(command, f"--trainer.default_root_dir={out}", f"--data.init_args.root={decathlon}")
+        data = f"--data.init_args.root={decathlon}"
+        done = task(command, f"--trainer.default_root_dir={out}", data)
         check(done, out, f"{out}")
         assert "cannot be written" in done.errors[0]
     assert (tmp_path / "file").read_text() == "here first"
@@ -153,9 +156,25 @@ def test_checkpoint_of_another_network(segment, decathlon, tmp_path):
 
 def test_predict_without_a_checkpoint(segment, decathlon, tmp_path):
     """An untrained network has nothing to say, and the labels' names would be missing."""
-    out = tmp_path / "out"
-    done = segment("predict", *volumes(out, decathlon, f"--data.init_args.input={decathlon}/images"))
+    out, given = tmp_path / "out", f"--data.init_args.input={decathlon}/images"
+    done = segment("predict", *volumes(out, decathlon, given))
     check(done, out, "")
+
+
+def test_predict_on_another_number_of_channels(segment, decathlon, tmp_path):
+    """A network for one modality, a case with two files: listed like a file that cannot be read."""
+    assert segment("fit", *volumes(tmp_path / "first", decathlon)).status == 0
+    listing = json.loads((decathlon / "dataset.json").read_text())
+    listing["modality"] = {"0": "CT", "1": "PET"}
+    listing["training"] = []
+    listing["test"] = [{"image": ["images/0.nii.gz", "images/1.nii.gz"]}]
+    (decathlon / "dataset.json").write_text(json.dumps(listing))
+    more = (
+        f"--data.init_args.input={decathlon}",
+        f"--ckpt_path={tmp_path}/first/checkpoints/last.ckpt",
+    )
+    done = segment("predict", *volumes(tmp_path / "out", decathlon, *more))
+    check(done, tmp_path / "out", f"{decathlon}/images/0.nii.gz: ")
 
 
 @pytest.mark.parametrize("argument", ["--model.netz=1", "--trainer.max_epochs=many"])

@@ -1,0 +1,71 @@
+"""From a network to a prediction: the whole grid or windows of it, and the mean over clips."""
+
+import pytest
+import torch
+from torch import nn
+
+from ndlightnet import NDLightUNet
+from ndlightnet.inference import predict_clips, predict_volume
+
+
+@pytest.mark.parametrize("space", [(20, 17, 23), (9, 30, 8), (5, 4, 3), (33, 40)])
+@pytest.mark.parametrize("overlap", [0.25, 0.5])
+def test_windows_of_a_pointwise_network_agree_with_the_whole(space, overlap):
+    """Each cell's answer is its own, so that the windows and their blending must not show.
+
+    Of four axis lengths some are below the window's 8: there the window is padded and cut back.
+    """
+    net = (nn.Conv3d if len(space) == 3 else nn.Conv2d)(2, 5, 1)
+    image = 100 * torch.randn(2, 2, *space)
+    with torch.no_grad():
+        whole = predict_volume(net, image)
+        windows = predict_volume(net, image, [8] * len(space), overlap)
+    assert whole.shape == windows.shape == (2, 5, *space)
+    torch.testing.assert_close(whole, net(image), rtol=0, atol=0)
+    torch.testing.assert_close(windows, whole, rtol=1e-5, atol=1e-4)
+
+
+def test_windows_have_the_shape_asked_for_and_overlap():
+    seen = []
+
+    def net(x):
+        seen.append(x)
+        return x
+
+    image = torch.arange(10.0 * 6 * 4).reshape(1, 1, 10, 6, 4)
+    out = predict_volume(net, image, (6, 6, 4), 0.5)
+    torch.testing.assert_close(out, image)
+    assert all(x.shape[1:] == (1, 6, 6, 4) for x in seen)
+    assert sum(len(x) for x in seen) == 3  # from 0, 3 and 4
+    seen.clear()
+    predict_volume(net, image)
+    assert [x.shape for x in seen] == [image.shape]
+
+
+@pytest.mark.parametrize("window", [None, (4, 4, 4)])
+def test_logits_are_float32_under_autocast(window):
+    net = NDLightUNet(3, in_channels=1, out_channels=2, widths=[4, 8], depths=[0, 1]).eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        out = predict_volume(net, torch.randn(1, 1, 6, 5, 4), window)
+    assert out.dtype == torch.float32 and out.shape == (1, 2, 6, 5, 4) and out.isfinite().all()
+
+
+def test_clips_are_averaged_as_probabilities():
+    """The mean of softmax, not the softmax of the mean: one sure clip does not outvote two."""
+    logits = torch.tensor([[[0.0, 100.0], [2.0, 0.0], [2.0, 0.0]], [[0.0, 0.0]] * 3])
+    net = nn.Flatten()  # a clip holds its logits
+    out = predict_clips(net, logits[..., None, None])
+    sure = 1 / (1 + torch.exp(torch.tensor(-2.0)))
+    wanted = torch.tensor([[2 * sure / 3, 1 - 2 * sure / 3], [0.5, 0.5]])
+    torch.testing.assert_close(out, wanted)
+    assert out[0, 0] > 0.5 > logits[0].mean(0).softmax(0)[0]
+
+
+@pytest.mark.parametrize("batch, clips", [(1, 1), (2, 3), (3, 2)])
+def test_clips_of_a_video_stay_together(batch, clips):
+    net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 2 * 4 * 4, 5))
+    x = torch.randn(batch, clips, 3, 2, 4, 4)
+    out = predict_clips(net, x)
+    wanted = torch.stack([net(video).softmax(-1).mean(0) for video in x])
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(out.sum(-1), torch.ones(batch))

@@ -1,0 +1,165 @@
+"""Every config builds, takes one step, and agrees with its data; so does each row of compare."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+
+from ndlightnet.data.digits import MOTIONS
+from ndlightnet.data.phantoms import LABELS
+from ndlightnet.data.video import read_video_folder
+from ndlightnet.data.volumes import read_decathlon
+from ndlightnet.nn import mixers
+from ndlightnet.training import SegmentationTask, TaskCLI, VideoData, VideoTask, VolumeData
+from ndlightnet.training.optim import adamw_with_cosine
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+TASKS = {
+    "VolumeData": (SegmentationTask, VolumeData), "PhantomVolumes": (SegmentationTask, VolumeData),
+    "VideoData": (VideoTask, VideoData), "MovingDigits": (VideoTask, VideoData),
+}  # fmt: skip
+each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+
+
+def rows() -> dict[str, list[str]]:
+    spec = importlib.util.spec_from_file_location("compare", ROOT / "tasks" / "compare.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.ROWS
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    """build(config, *overrides): the command line with its model, data and trainer, not run."""
+
+    def make(config: Path, *overrides: str) -> TaskCLI:
+        name = yaml.safe_load(config.read_text())["data"]["class_path"].rsplit(".")[-1]
+        args = ["--config", str(config), f"--trainer.default_root_dir={tmp_path / 'out'}"]
+        args += ["--trainer.accelerator=cpu", *overrides]
+        monkeypatch.setattr(sys, "argv", ["task.py"])
+        return TaskCLI(*TASKS[name], subclass_mode_data=True, run=False, args=args)
+
+    return make
+
+
+def batch_for(cli: TaskCLI):
+    """A random batch of what the config's data give, with few cells: 16 a side, 4 frames."""
+    if isinstance(cli.model, VideoTask):
+        frames = min(cli.datamodule.frames, 4)
+        labels = torch.arange(2) % cli.model.net.num_classes
+        return torch.randn(2, 3, frames, 16, 16), labels
+    net, space = cli.model.net, [min(side, 16) for side in cli.datamodule.patch]
+    labels = torch.randint(net.out_channels, (2, 1, *space))
+    return {"image": torch.randn(2, net.in_channels, *space), "label": labels}
+
+
+def one_step(cli: TaskCLI) -> None:
+    """The loss is finite, every parameter gets a gradient, and those with one move."""
+    task = cli.model.train()
+    task._trainer = SimpleNamespace(estimated_stepping_batches=20)
+    task.log = lambda *_, **__: None
+    optimizer = adamw_with_cosine(task, task.net, task.lr, task.weight_decay)["optimizer"]
+    before = {name: value.detach().clone() for name, value in task.net.named_parameters()}
+    loss = task.training_step(batch_for(cli), 0)
+    assert loss.ndim == 0 and loss.isfinite()
+    loss.backward()
+    optimizer.step()
+    for name, value in task.net.named_parameters():
+        assert value.isfinite().all()
+        if value.requires_grad:
+            assert value.grad is not None and value.grad.isfinite().all(), name
+            assert not torch.equal(value, before[name]) or not value.grad.any(), name
+    moved = [n for n, v in task.net.named_parameters() if not torch.equal(v, before[n])]
+    assert len(moved) > 0.9 * len(before)
+
+
+def test_the_configs_are_there():
+    assert {path.stem for path in CONFIGS} >= {"phantoms", "digits"}
+
+
+@each_config
+def test_config_takes_one_step(build, config):
+    cli = build(config)
+    read = yaml.safe_load(config.read_text())
+    asked = read["model"]["net"]
+    assert type(cli.model.net).__name__ == asked["class_path"].rsplit(".")[-1]
+    assert cli.model.lr == read["model"]["lr"]
+    assert cli.trainer.max_epochs == read["trainer"]["max_epochs"]
+    assert type(cli.datamodule).__name__ == read["data"]["class_path"].rsplit(".")[-1]
+    one_step(cli)
+
+
+@each_config
+def test_channels_and_classes_are_those_of_the_data(build, config):
+    cli = build(config)
+    net, data = cli.model.net, cli.datamodule
+    made = {"PhantomVolumes": LABELS, "MovingDigits": MOTIONS}.get(type(data).__name__)
+    root = ROOT / data.root
+    if made is None and not root.exists():
+        pytest.skip(f"no data at {root}")
+    if isinstance(cli.model, VideoTask):
+        classes = made or read_video_folder(root).classes
+        assert net.num_classes == len(classes)
+        assert net.embed.proj.in_features % 3 == 0
+        return
+    if made is None:
+        folder = read_decathlon(root)
+        assert len(folder.modalities) == net.in_channels
+        made = folder.labels
+    assert net.out_channels == len(made)
+
+
+@each_config
+def test_the_schedule_ends_with_a_validation(build, config):
+    """Otherwise the epochs of the lowest rates are never candidates for best.ckpt."""
+    trainer = build(config).trainer
+    assert trainer.max_epochs % trainer.check_val_every_n_epoch == 0
+
+
+@each_config
+def test_config_writes_into_a_folder_of_its_own(config):
+    read = yaml.safe_load(config.read_text())
+    assert read["trainer"]["default_root_dir"] == f"runs/{config.stem}"
+    assert config.read_text().startswith("# ") and len(config.read_text().splitlines()) <= 40
+
+
+def mixers_of(net) -> list[torch.nn.Module]:
+    stages = [net] if hasattr(net, "blocks") else net.stages
+    return [block.mixer for stage in stages for block in stage.blocks]
+
+
+def tpes_of(net) -> list[object]:
+    stages = [net] if hasattr(net, "blocks") else net.stages
+    return [stage.tpe for stage in stages if stage.blocks]
+
+
+@pytest.mark.parametrize("row", rows())
+@pytest.mark.parametrize("stem", ["phantoms", "digits"])
+def test_row_of_the_comparison(build, stem, row):
+    """A row changes the one thing that it is named for, and the network still learns."""
+    if row == "single frame" and stem == "phantoms":
+        pytest.skip("volumes have no frames")
+    cli = build(ROOT / "configs" / f"{stem}.yaml", *rows()[row])
+    net = cli.model.net
+    kind = {"softmax attention": "SoftmaxAttention", "identity mixer": "Identity"}.get(
+        row, "LightNetAttention"
+    )
+    assert mixers_of(net) and {type(m) for m in mixers_of(net)} == {getattr(mixers, kind)}
+    assert all((tpe is None) == (row == "without MD-TPE") for tpe in tpes_of(net))
+    if kind == "LightNetAttention":
+        assert all((m.lrpe is None) == (row == "without MD-LRPE") for m in mixers_of(net))
+    if stem == "digits":
+        assert cli.datamodule.frames == (1 if row == "single frame" else 16)
+    one_step(cli)
+
+
+def test_a_row_for_volumes_rejects_frames(build):
+    """What a config has no option for is refused, not passed over."""
+    with pytest.raises(SystemExit):
+        build(ROOT / "configs" / "phantoms.yaml", *rows()["single frame"])
