@@ -50,6 +50,14 @@ def test_logits_are_float32_under_autocast(window):
     assert out.dtype == torch.float32 and out.shape == (1, 2, 6, 5, 4) and out.isfinite().all()
 
 
+@pytest.mark.parametrize("window", [None, (4, 4)])
+def test_logits_of_a_bfloat16_network_are_float32(window):
+    image = torch.randn(1, 1, 6, 5).bfloat16()
+    out = predict_volume(nn.Identity(), image, window)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, image.float(), rtol=2e-2, atol=1e-2)
+
+
 def test_clips_are_averaged_as_probabilities():
     """The mean of softmax, not the softmax of the mean: one sure clip does not outvote two."""
     logits = torch.tensor([[[0.0, 100.0], [2.0, 0.0], [2.0, 0.0]], [[0.0, 0.0]] * 3])

@@ -149,25 +149,35 @@ def test_panels_show_image_truth_and_prediction(tmp_path):
         else:  # only the truth, in the middle, is redder than before
             gains = [a - b for a, b in zip(thirds, legend, strict=True)]
             assert gains[1] > 0.02 and abs(gains[0]) < 0.002 and abs(gains[2]) < 0.002
+    names += [f"label {n}" for n in range(10)]  # more than there are colours
     save_panels(tmp_path / "alone" / "p.png", [Panel("a", image, None, full)], names)
     assert pixels(tmp_path / "alone" / "p.png").std() > 0.05
 
 
-def test_panels_of_more_labels_than_colours(tmp_path):
-    image, labels = volume()
-    panels, names = [Panel("a", image, labels, labels)], [f"label {n}" for n in range(14)]
-    save_panels(tmp_path / "p.png", panels, names)
-    assert pixels(tmp_path / "p.png").std() > 0.05
+COUNTS = torch.tensor([[0, 40, 0], [10, 10, 0], [0, 0, 0]])
 
 
 def test_confusion_is_dark_where_the_row_has_its_share(tmp_path):
-    save_confusion(tmp_path / "c.png", torch.tensor([[0, 40], [0, 0]]), ["cat", "dog"])
+    save_confusion(tmp_path / "c.png", COUNTS, ["cat", "dog", "ant"])
     picture = pixels(tmp_path / "c.png")
-    assert 200 < picture.shape[0] < 700 and 200 < picture.shape[1] < 700
+    assert 200 < picture.shape[0] < 800 and 200 < picture.shape[1] < 800
     dark = (8 / 255, 48 / 255, 107 / 255)  # the end of matplotlib's Blues
-    assert 0.05 < share(picture, dark) < 0.25  # one cell of four, and no division by the empty row
+    assert 0.02 < share(picture, dark) < 0.12  # one cell of nine, and no division by the empty row
     rows, columns = np.nonzero((np.abs(picture - np.array(dark)) < 0.02).all(-1))
-    assert rows.mean() < picture.shape[0] / 2 < columns.mean()  # truth 0, predicted 1
+    assert np.ptp(rows) < picture.shape[0] / 3  # truth cat, in the upper part
+    assert rows.mean() < 0.4 * picture.shape[0] < columns.mean()
+
+
+def test_confusion_has_the_counts_in_their_cells(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(report, "_save", lambda figure, path: figures.append(figure))
+    save_confusion(tmp_path / "c.png", COUNTS, ["cat", "dog", "ant"])
+    axis = figures[0].axes[0]
+    found = {text.get_position()[::-1]: text.get_text() for text in axis.texts}
+    assert found == {(i, j): str(COUNTS[i, j].item()) for i in range(3) for j in range(3)}
+    for ticks in (axis.get_xticklabels(), axis.get_yticklabels()):
+        assert [tick.get_text() for tick in ticks] == ["cat", "dog", "ant"]
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("prediction", "truth")
 
 
 def test_strips_show_frames_in_order_with_coloured_captions(tmp_path):

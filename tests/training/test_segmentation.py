@@ -1,8 +1,7 @@
-"""Segmentation: the measures on cubes, and phantoms through fit, test, predict and resume."""
+"""Segmentation: phantoms through fit, test, predict and resume."""
 
 import csv
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -12,65 +11,15 @@ import pytest
 import torch
 
 from ndlightnet.data.phantoms import LABELS, make_phantoms
-from ndlightnet.training.segmentation import SegmentationTask, dice_of, hausdorff95
-
-
-def cube(number: int, *start: int, shape=(16, 16, 16)) -> torch.Tensor:
-    """(1, *shape): a 4 x 4 x 4 cube of label `number` on zeros."""
-    labels = torch.zeros(1, *shape, dtype=torch.long)
-    labels[(0, *(slice(s, s + 4) for s in start))] = number
-    return labels
-
-
-@pytest.mark.parametrize("axis, shift, dice", [(0, 0, 1), (0, 1, 0.75), (2, 3, 0.25), (1, 5, 0)])
-def test_dice_of_shifted_cubes(axis, shift, dice):
-    """Two equal cubes shifted by s of 4 voxels share (4 - s) / 4 of their voxels."""
-    moved = [4, 4, 4]
-    moved[axis] += shift
-    found = dice_of(cube(1, *moved), cube(1, 4, 4, 4), 2)
-    assert found.shape == (1, 1)
-    assert found.item() == pytest.approx(dice)
-
-
-def test_dice_is_per_case_and_class_and_nan_where_the_truth_has_none():
-    truth = torch.cat([cube(1, 0, 0, 0), cube(2, 0, 0, 0)])
-    guess = torch.cat([cube(1, 0, 0, 2), cube(1, 0, 0, 0)])
-    dice = dice_of(guess, truth, 4)
-    assert dice.shape == (2, 3)
-    wanted = [[0.5, math.nan, math.nan], [math.nan, 0, math.nan]]
-    np.testing.assert_allclose(dice.numpy(), wanted, rtol=1e-6)
-
-
-@pytest.mark.parametrize("axis, shift", [(0, 1), (1, 2), (2, 3)])
-def test_hausdorff_counts_millimetres_along_each_axis(axis, shift):
-    """Of a shifted cube a whole side, 16 of its 56 surface voxels, is `shift` voxels off."""
-    spacing, moved = (0.5, 2.0, 7.0), [4, 4, 4]
-    moved[axis] += shift
-    distance = hausdorff95(cube(1, *moved), cube(1, 4, 4, 4), 2, spacing)
-    assert distance.shape == (1, 1)
-    assert distance.item() == pytest.approx(shift * spacing[axis])
-
-
-def test_hausdorff_takes_the_95th_percentile():
-    """A single stray voxel is beyond the percentile; all of a small prediction is not."""
-    stray = cube(1, 4, 4, 4)
-    stray[0, 15, 15, 15] = 1
-    assert hausdorff95(stray, cube(1, 4, 4, 4), 2, (1, 1, 1)).item() == 0
-    far = torch.zeros_like(stray)
-    far[0, 4, 4, 15] = 1  # the farthest of the cube's voxels count: 11 layers and a bit away
-    assert hausdorff95(far, cube(1, 4, 4, 4), 2, (1, 1, 1)).item() > 11
-
-
-@pytest.mark.parametrize("guess", [0, 1])
-def test_hausdorff_of_an_absent_class_is_not_a_number(guess):
-    """Neither has class 3, only the truth has 2, and only one of the guesses has 1."""
-    distance = hausdorff95(cube(guess, 0, 0, 0), cube(2, 0, 0, 0), 4, (1, 1, 1))
-    assert distance.shape == (1, 3) and not distance.isfinite().any()
+from ndlightnet.training import segmentation
+from ndlightnet.training.segmentation import SegmentationTask
 
 
 @pytest.fixture(scope="module")
 def phantoms(tmp_path_factory) -> Path:
-    return make_phantoms(tmp_path_factory.mktemp("phantoms") / "data", 3, 1, progress=False)
+    """Of seed 3 the test case runs to the left and back, so that turning it back shows."""
+    folder = tmp_path_factory.mktemp("phantoms") / "data"
+    return make_phantoms(folder, 3, 1, seed=3, progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +102,22 @@ def test_predict_without_the_training_data(run, segment, phantoms, tmp_path):
     np.testing.assert_allclose(written.affine, original.affine)
     tested = nibabel.load(run / "test" / "phantom_003.nii.gz")  # the same network, the same image
     np.testing.assert_array_equal(np.asarray(written.dataobj), np.asarray(tested.dataobj))
+
+
+def test_prediction_lies_on_its_voxels(run, segment, phantoms, tmp_path, monkeypatch):
+    """A "network" that says 1 above 40 HU, where the prepared CT is 0: the file's threshold."""
+    source = phantoms / "imagesTs" / "phantom_003.nii.gz"
+    assert nibabel.aff2axcodes(nibabel.load(source).affine) == ("L", "P", "S")
+    threshold = lambda net, image, window: torch.cat([-image, image], 1)  # noqa: E731
+    monkeypatch.setattr(segmentation, "predict_volume", threshold)
+    done = segment(
+        "predict", f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.input={source}",
+        f"--ckpt_path={run}/checkpoints/best.ckpt",
+    )  # fmt: skip
+    assert (done.status, done.errors) == (0, [])
+    written = nibabel.load(tmp_path / "predictions" / "phantom_003.nii.gz")
+    wanted = np.asarray(nibabel.load(source).dataobj) > 40
+    np.testing.assert_array_equal(np.asarray(written.dataobj), wanted)
 
 
 def test_resume_goes_on_where_it_stopped(run, segment, phantoms, tmp_path):
