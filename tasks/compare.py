@@ -3,8 +3,8 @@
 python tasks/compare.py tasks/ct_segmentation.py configs/hippocampus.yaml --seeds 0 1 2 --jobs 5
 python tasks/compare.py tasks/video_cls.py configs/surveillance.yaml --rows LightNet "single frame"
 
-Every run is a `fit` to the end of its schedule and one `test` of the last checkpoint, in a process of its
-own. What follows `--` goes to all of them. Writes table.md and runs.json under --out.
+Every run is a `fit` to the end of its schedule and one `test`, in a process of its own: of the last
+checkpoint, or of the one that was best on the held-out part of the training set. What follows `--` goes to all of them. Writes table.md and runs.json under --out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def one_run(options: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
               f"--trainer.default_root_dir={root}", *ROWS[row], *options.extra]  # fmt: skip
     started = time.monotonic()
     with open(root / "log.txt", "w") as log:
-        for command in (["fit"], ["test", f"--ckpt_path={root}/checkpoints/last.ckpt"]):
+        for command in (["fit"], ["test", f"--ckpt_path={root}/checkpoints/{options.checkpoint}.ckpt"]):
             status = subprocess.run(
                 [sys.executable, str(options.task), *command, *common],
                 stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": threads}, check=False,
@@ -55,11 +55,15 @@ def one_run(options: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
     return {"row": row, "seed": seed, "seconds": time.monotonic() - started, **metrics}
 
 
+def number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"
+
+
 def table(runs: list[dict[str, Any]], rows: list[str]) -> str:
     """Markdown: mean and standard deviation over the seeds, and each seed."""
     good = [run for run in runs if "error" not in run]
-    measures = [m for m in MEASURES if any(m in run for run in good)]
-    lines = ["| | parameters | " + " | ".join(measures) + f" | {measures[0] if measures else ''} per seed |"]
+    measures = [m for m in MEASURES if any(m in run for run in good)] or ["result"]
+    lines = [f"| | parameters | {' | '.join(measures)} | {measures[0]} per seed |"]
     lines.append("|---|---|" + "---|" * (len(measures) + 1))
     for row in rows:
         mine = sorted((run for run in good if run["row"] == row), key=lambda run: run["seed"])
@@ -68,10 +72,10 @@ def table(runs: list[dict[str, Any]], rows: list[str]) -> str:
             continue
         cells = []
         for measure in measures:
-            values = [run[measure] for run in mine]
+            values = [run[measure] for run in mine if run[measure] is not None]
             spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-            cells.append(f"{statistics.mean(values):.3f}{spread}")
-        seeds = ", ".join(f"{run[measures[0]]:.3f}" for run in mine)
+            cells.append(f"{statistics.mean(values):.3f}{spread}" if values else "none")
+        seeds = ", ".join(number(run[measures[0]]) for run in mine)
         lines.append(f"| {row} | {mine[0]['parameters'] / 1e6:.2f} M | {' | '.join(cells)} | {seeds} |")
     return "\n".join(lines) + "\n"
 
@@ -84,6 +88,7 @@ def main() -> int:
     parser.add_argument("config", type=Path)
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS)[:5])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--checkpoint", choices=["last", "best"], default="last")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--out", type=Path, default=None, help="default: runs/compare/CONFIG")
     arguments = sys.argv[1:]
@@ -96,7 +101,7 @@ def main() -> int:
         wanted = [(row, seed) for seed in options.seeds for row in options.rows]
         for run in pool.map(lambda pair: one_run(options, *pair), wanted):
             runs.append(run)
-            shown = run.get("error") or next(f"{m} {run[m]:.3f}" for m in MEASURES if m in run)
+            shown = run.get("error") or next(f"{m} {number(run[m])}" for m in MEASURES if m in run)
             print(f"[{len(runs)}/{len(wanted)}] {run['row']}, seed {run['seed']}: {shown}", flush=True)
             (options.out / "runs.json").write_text(json.dumps(runs, indent=1))
             (options.out / "table.md").write_text(table(runs, options.rows))

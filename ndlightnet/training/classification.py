@@ -53,6 +53,12 @@ class VideoTask(L.LightningModule):
                 f"num_classes={outputs}"
             )
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["names"] = self._data().names()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._data().set_names(checkpoint["names"])
+
     def configure_optimizers(self) -> Any:
         return adamw_with_cosine(self, self.net, self.lr, self.weight_decay)
 

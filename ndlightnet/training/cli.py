@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, RichProgressBar
-from lightning.pytorch.cli import LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from ndlightnet.data.errors import DataError
@@ -18,9 +20,15 @@ from ndlightnet.training.report import check_writable
 class TaskCLI(LightningCLI):
     """`fit`, `validate`, `test` and `predict`, configured by YAML and overridden by arguments."""
 
+    def _parse_ckpt_path(self) -> None:
+        """Our checkpoints hold no arguments: the config says them all."""
+
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        if kwargs.get("ckpt_path"):
+            check_checkpoint(kwargs["ckpt_path"], self.model)
         # a checkpoint is data, not code
-        return {**super()._prepare_subcommand_kwargs(subcommand), "weights_only": True}
+        return {**kwargs, "weights_only": True}
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         root = Path(self._get(self.config_init, "trainer.default_root_dir") or "runs")
@@ -28,38 +36,62 @@ class TaskCLI(LightningCLI):
         callbacks = [*(self._get(self.config_init, "trainer.callbacks") or []), RichProgressBar()]
         loggers: list[Logger] | bool = False
         if self.subcommand == "fit":
+            folder = root / "checkpoints"
             monitor = getattr(self.model, "monitor", None)
-            callbacks.append(
+            callbacks += [
                 ModelCheckpoint(
-                    root / "checkpoints", "best", monitor=monitor, mode="max", save_last=True,
-                    enable_version_counter=False,
-                )
-            )  # fmt: skip
-            callbacks.append(LearningRateMonitor())
-            loggers = [CSVLogger(root, "logs"), TensorBoardLogger(root, "logs")]
+                    folder, "best", monitor=monitor, mode="max", enable_version_counter=False
+                ),
+                # one of its own: beside a monitor, `save_last` keeps the last best, not the last
+                ModelCheckpoint(
+                    folder, "last", save_on_train_epoch_end=True, enable_version_counter=False
+                ),
+                LearningRateMonitor(),
+            ]
+            csv = CSVLogger(root, "logs")
+            loggers = [csv, TensorBoardLogger(root, "logs", version=csv.version)]
+        else:
+            self.save_config_callback = None
         return super().instantiate_trainer(
             default_root_dir=root, logger=loggers, callbacks=callbacks, **kwargs
         )
 
 
-def run(task: type[L.LightningModule], data: type[L.LightningDataModule], default_config: Path) -> int:
-    """Run a task's command line; without arguments train and test on `default_config`.
+def check_checkpoint(path: str, model: L.LightningModule) -> None:
+    """DataError for a file that is missing, no checkpoint, or one of another network."""
+    if not Path(path).is_file():
+        raise DataError(f"{path}: no such checkpoint")
+    try:
+        saved = torch.load(path, map_location="meta", weights_only=True)["state_dict"]
+    except Exception as error:  # whatever is in the file
+        raise DataError(f"{path}: not a checkpoint of ours ({type(error).__name__})") from error
+    own = model.state_dict()
+    for name in [*own, *saved]:
+        here, there = (tuple(d[name].shape) if name in d else "none" for d in (own, saved))
+        if here != there:
+            raise DataError(
+                f"{path}: the checkpoint of another network: {name} is {there} there, {here} here"
+            )
+
+
+def run(task: type[L.LightningModule], data: type[L.LightningDataModule], default: Path) -> int:
+    """Run a task's command line; without arguments train and test on the config `default`.
 
     Returns the exit status: 0, or 1 after an error in the data or a file that could not be predicted.
     """
-    arguments = sys.argv[1:]
-    alone = not arguments
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(monai|lightning)\.")
+    alone = len(sys.argv) == 1
     try:
         cli = TaskCLI(
             task,
             data,
             subclass_mode_data=True,
-            save_config_callback=SaveConfigCallback,
             save_config_kwargs={"overwrite": True},
-            args=["fit", "--config", str(default_config)] if alone else arguments,
+            args=["fit", "--config", str(default)] if alone else None,
         )
         if alone:
-            cli.trainer.test(cli.model, datamodule=cli.datamodule, ckpt_path="best", weights_only=True)
+            last = Path(cli.trainer.default_root_dir) / "checkpoints" / "last.ckpt"
+            cli.trainer.test(cli.model, cli.datamodule, ckpt_path=str(last), weights_only=True)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

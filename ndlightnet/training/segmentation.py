@@ -62,6 +62,12 @@ class SegmentationTask(L.LightningModule):
                 f"{self._data().root}: {channels} channels, but the network has in_channels={inputs}"
             )
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["names"] = self._data().names()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._data().set_names(checkpoint["names"])
+
     def configure_optimizers(self) -> Any:
         return adamw_with_cosine(self, self.net, self.lr, self.weight_decay)
 

@@ -89,13 +89,17 @@ class VideoData(L.LightningDataModule):
     def predict_dataloader(self) -> Any:
         if self.input is None:
             raise DataError("data.input: expected a video or a folder to predict, got none")
-        return DataLoader(OpenedVideos(find_videos(self.input), self), batch_size=None)
+        paths = find_videos(self.input)
+        if not self.classes:
+            raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
+        return DataLoader(OpenedVideos(paths, self), batch_size=None)
 
-    def state_dict(self) -> dict[str, Any]:
+    def names(self) -> dict[str, list[str]]:
+        """What a checkpoint keeps, so that predict does without the training data."""
         return {"classes": list(self.classes)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.classes = tuple(state_dict["classes"])
+    def set_names(self, names: dict[str, list[str]]) -> None:
+        self.classes = tuple(names["classes"])
 
 
 class MovingDigits(VideoData):
@@ -109,8 +113,10 @@ class MovingDigits(VideoData):
         self.videos = videos
 
     def prepare_data(self) -> None:
+        if self.trainer is not None and self.trainer.predicting:
+            return
         # encoded at the size of real clips (decord wants 96 pixels or more), shown to the network smaller
-        make_moving_digits(self.root, *self.videos, frames=self.frames, size=96)
+        make_moving_digits(self.root, *self.videos, size=96)
 
 
 class OpenedVideos(torch.utils.data.Dataset[dict[str, Any]]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,21 +94,24 @@ class VolumeData(L.LightningDataModule):
 
     def test_dataloader(self) -> Any:
         return torch.utils.data.DataLoader(
-            Opened(self.test_cases, self._prepare()), batch_size=None, num_workers=0
+            Opened(self.test_cases, self.modalities, self.spacing), batch_size=None
         )
 
     def predict_dataloader(self) -> Any:
         if self.input is None:
             raise DataError("data.input: expected a file or a folder to predict, got none")
-        cases = Opened(find_inputs(self.input), self._prepare())
-        return torch.utils.data.DataLoader(cases, batch_size=None, num_workers=0)
+        cases = find_inputs(self.input)
+        if not self.labels:
+            raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
+        opened = Opened(cases, self.modalities, self.spacing)
+        return torch.utils.data.DataLoader(opened, batch_size=None)
 
-    def state_dict(self) -> dict[str, Any]:
+    def names(self) -> dict[str, list[str]]:
+        """What a checkpoint keeps, so that predict does without the training data."""
         return {"labels": list(self.labels), "modalities": list(self.modalities)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.labels = tuple(state_dict["labels"])
-        self.modalities = tuple(state_dict["modalities"])
+    def set_names(self, names: dict[str, list[str]]) -> None:
+        self.labels, self.modalities = tuple(names["labels"]), tuple(names["modalities"])
 
 
 class PhantomVolumes(VolumeData):
@@ -122,24 +125,30 @@ class PhantomVolumes(VolumeData):
         self.cases = cases
 
     def prepare_data(self) -> None:
-        make_phantoms(self.root, *self.cases)
+        if self.trainer is None or not self.trainer.predicting:
+            make_phantoms(self.root, *self.cases)
 
 
 class Opened(torch.utils.data.Dataset[dict[str, Any]]):
     """Cases read and prepared one at a time. One that cannot be read gives {"case", "error"}."""
 
-    def __init__(self, cases: Sequence[Case], prepare: Any) -> None:
-        self.cases, self.prepare = list(cases), prepare
+    def __init__(
+        self, cases: Sequence[Case], modalities: Sequence[str], spacing: Sequence[float] | None
+    ) -> None:
+        self.cases, self.modalities = list(cases), modalities
+        self.prepare = preprocess(modalities, spacing)
 
     def __len__(self) -> int:
         return len(self.cases)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[i] for i in range(len(self)))
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         case = self.cases[index]
         try:
+            if len(case.images) != len(self.modalities):
+                raise DataError(
+                    f"{case.images[0]}: {len(case.images)} channels, but the network was trained on "
+                    f"{len(self.modalities)} ({', '.join(self.modalities)})"
+                )
             return {"case": case, "data": self.prepare(load_case(case))}
-        except ValueError as error:  # DataError, or a number of channels that does not fit
+        except DataError as error:
             return {"case": case, "error": str(error)}

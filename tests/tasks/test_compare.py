@@ -86,7 +86,7 @@ def options(tmp_path: Path, fail: str = "nothing") -> argparse.Namespace:
     task.write_text(TASK.replace("FAIL", fail))
     return argparse.Namespace(
         task=task, config=tmp_path / "c.yaml", out=tmp_path / "out", jobs=1,
-        extra=["--trainer.max_epochs=1"],
+        extra=["--trainer.max_epochs=1"], checkpoint="last",
     )  # fmt: skip
 
 
