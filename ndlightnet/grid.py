@@ -27,9 +27,7 @@ class Grid:
     def of(tokens: Tensor) -> Grid:
         """The grid of tokens `(batch, *grid, dim)`."""
         if tokens.ndim < 3:
-            raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)}: expected (batch, *grid, dim), one axis or more"
-            )
+            raise ValueError(f"tokens of shape {tuple(tokens.shape)}: expected (batch, *grid, dim)")
         return Grid(tuple(tokens.shape[1:-1]))
 
     @property
@@ -66,7 +64,8 @@ class Grid:
         return torch.stack(axes, dim=-1).reshape(self.length, self.ndim)
 
     def lines(self, x: Tensor, axis: int) -> Tensor:
-        """`(batch, *grid, dim)` -> `(batch * other axes, grid[axis], dim)`: every line along `axis`."""
+        """`(batch, *grid, dim)` -> `(batch * other axes, grid[axis], dim)`: every line along
+        `axis`."""
         return x.movedim(1 + axis, -2).reshape(-1, self.shape[axis], x.shape[-1])
 
     def unlines(self, lines: Tensor, axis: int) -> Tensor:

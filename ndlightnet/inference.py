@@ -28,7 +28,7 @@ def predict_volume(
 
 
 def predict_clips(net: nn.Module, clips: Tensor) -> Tensor:
-    """Class probabilities `(batch, classes)` of videos given as clips `(batch, clips, channels, *space)`:
-    the mean over a video's clips."""
+    """Class probabilities `(batch, classes)` of videos given as clips `(batch, clips, channels,
+    *space)`: the mean over a video's clips."""
     logits = net(clips.flatten(0, 1)).float()
     return torch.softmax(logits, dim=-1).unflatten(0, clips.shape[:2]).mean(dim=1)

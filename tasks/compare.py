@@ -4,7 +4,8 @@ python tasks/compare.py tasks/ct_segmentation.py configs/hippocampus.yaml --seed
 python tasks/compare.py tasks/video_cls.py configs/surveillance.yaml --rows LightNet "single frame"
 
 Every run is a `fit` to the end of its schedule and one `test`, in a process of its own: of the last
-checkpoint, or of the one that was best on the held-out part of the training set. What follows `--` goes to all of them. Writes table.md and runs.json under --out.
+checkpoint, or of the one that was best on the held-out part of the training set. What follows `--`
+goes to all of them. Writes table.md and runs.json under --out.
 """
 
 from __future__ import annotations
@@ -44,13 +45,20 @@ def one_run(options: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
               f"--trainer.default_root_dir={root}", *ROWS[row], *options.extra]  # fmt: skip
     started = time.monotonic()
     with open(root / "log.txt", "w") as log:
-        for command in (["fit"], ["test", f"--ckpt_path={root}/checkpoints/{options.checkpoint}.ckpt"]):
+        for command in (
+            ["fit"],
+            ["test", f"--ckpt_path={root}/checkpoints/{options.checkpoint}.ckpt"],
+        ):
             status = subprocess.run(
                 [sys.executable, str(options.task), *command, *common],
                 stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": threads}, check=False,
             ).returncode  # fmt: skip
             if status:
-                return {"row": row, "seed": seed, "error": f"{command[0]} failed, see {root}/log.txt"}
+                return {
+                    "row": row,
+                    "seed": seed,
+                    "error": f"{command[0]} failed, see {root}/log.txt",
+                }
     metrics = json.loads((root / "metrics.json").read_text())
     return {"row": row, "seed": seed, "seconds": time.monotonic() - started, **metrics}
 
@@ -76,7 +84,9 @@ def table(runs: list[dict[str, Any]], rows: list[str]) -> str:
             spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
             cells.append(f"{statistics.mean(values):.3f}{spread}" if values else "none")
         seeds = ", ".join(number(run[measures[0]]) for run in mine)
-        lines.append(f"| {row} | {mine[0]['parameters'] / 1e6:.2f} M | {' | '.join(cells)} | {seeds} |")
+        lines.append(
+            f"| {row} | {mine[0]['parameters'] / 1e6:.2f} M | {' | '.join(cells)} | {seeds} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -102,7 +112,9 @@ def main() -> int:
         for run in pool.map(lambda pair: one_run(options, *pair), wanted):
             runs.append(run)
             shown = run.get("error") or next(f"{m} {number(run[m])}" for m in MEASURES if m in run)
-            print(f"[{len(runs)}/{len(wanted)}] {run['row']}, seed {run['seed']}: {shown}", flush=True)
+            print(
+                f"[{len(runs)}/{len(wanted)}] {run['row']}, seed {run['seed']}: {shown}", flush=True
+            )
             (options.out / "runs.json").write_text(json.dumps(runs, indent=1))
             (options.out / "table.md").write_text(table(runs, options.rows))
     print((options.out / "table.md").read_text())

@@ -2,8 +2,9 @@
 
 python tasks/ct_segmentation.py                      phantoms, made here: train, test, pictures
 python tasks/ct_segmentation.py fit     --config configs/hippocampus.yaml
-python tasks/ct_segmentation.py test    --config ... --ckpt_path runs/hippocampus/checkpoints/best.ckpt
-python tasks/ct_segmentation.py predict --config ... --ckpt_path ... --data.input scan.nii.gz
+python tasks/ct_segmentation.py test    --config ... --ckpt_path
+runs/hippocampus/checkpoints/best.ckpt python tasks/ct_segmentation.py predict --config ...
+--ckpt_path ... --data.input scan.nii.gz
 """
 
 import sys

@@ -2,4 +2,5 @@
 
 
 class DataError(ValueError):
-    """A file or folder that cannot be used. The message is one line: the path, then what is wrong."""
+    """A file or folder that cannot be used. The message is one line: the path, then what is
+    wrong."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -31,18 +30,22 @@ class NDLightNet(nn.Module):
     Args:
         dims: number of axes of the input (1 signals and text, 2 images, 3 videos and volumes, ...).
         in_chans: channels of the input.
-        num_classes: outputs of the head, 0 for none; with `vocab_size` the default is a language model
-            (one output per word of the vocabulary at every token, weights tied to the embedding).
+        num_classes: outputs of the head, 0 for none; with `vocab_size` the default is a language
+            model (one output per word of the vocabulary at every token, weights tied to the
+            embedding).
         patch_size: cells per token, an int or one per axis; default: about 256 cells a patch.
         embed_dim, depth: width and number of blocks.
         mixer: what mixes tokens, a function of the width; see ndlightnet.nn.mixers.
         mlp_ratio: hidden width of the gated MLP / embed_dim.
         tpe: MD-TPE once after the embedding. tpe_states: its states per axis.
-        drop_rate: dropout before the head. drop_path_rate: stochastic depth, growing to this in the last block.
+        drop_rate: dropout before the head. drop_path_rate: stochastic depth, growing to this in the
+            last block.
         causal: token by token order, one axis only.
-        vocab_size: input is token numbers `(batch, length)` instead of cells `(batch, channels, *space)`.
+        vocab_size: input is token numbers `(batch, length)` instead of cells `(batch, channels,
+            *space)`.
 
-    Any size of input is taken, at any time: sizes that the patch does not divide are padded at the end.
+    Any size of input is taken, at any time: sizes that the patch does not divide are padded at the
+    end.
     """
 
     def __init__(
@@ -67,8 +70,11 @@ class NDLightNet(nn.Module):
         if dims < 1:
             raise ValueError(f"dims={dims}: expected 1 or more")
         if dims > 1 and (causal or vocab_size):
-            raise ValueError(f"dims={dims} with causal={causal}, vocab_size={vocab_size}: expected dims=1")
-        self.dims, self.causal, self.vocab_size, self.embed_dim = dims, causal, vocab_size, embed_dim
+            raise ValueError(
+                f"dims={dims} with causal={causal}, vocab_size={vocab_size}: expected dims=1"
+            )
+        self.dims, self.embed_dim = dims, embed_dim
+        self.causal, self.vocab_size = causal, vocab_size
         self.per_token = vocab_size is not None and num_classes is None
         self.num_classes = num_classes if num_classes is not None else (vocab_size or 1000)
         self.embed: nn.Module
@@ -97,17 +103,22 @@ class NDLightNet(nn.Module):
 
     def token_mask(self, mask: Tensor | None) -> Tensor | None:
         """Cells (batch, *space) bool -> tokens (batch, *grid) bool: True where any cell is real."""
-        return self.embed.cut_mask(mask) if mask is not None and isinstance(self.embed, Patchify) else mask
+        if mask is None or not isinstance(self.embed, Patchify):
+            return mask
+        return self.embed.cut_mask(mask)
 
     def forward_features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Cells (batch, in_chans, *space) or token numbers (batch, length) -> (batch, *grid, embed_dim).
+        """Cells (batch, in_chans, *space) or token numbers (batch, length) -> (batch, *grid,
+        embed_dim).
 
         mask: bool (batch, *space), False = padding, which no other token sees.
         """
         axes = x.ndim - (1 if self.vocab_size is not None else 2)
         if axes != self.dims:
             form = "(batch, length)" if self.vocab_size is not None else "(batch, in_chans, *space)"
-            raise ValueError(f"input of shape {tuple(x.shape)}: expected {form} with {self.dims} axes")
+            raise ValueError(
+                f"input of shape {tuple(x.shape)}: expected {form} with {self.dims} axes"
+            )
         if mask is not None and self.vocab_size is None:
             x = x.masked_fill(~mask[:, None], 0)
         mask = self.token_mask(mask)
@@ -126,8 +137,9 @@ class NDLightNet(nn.Module):
     def forward_head(
         self, features: Tensor, mask: Tensor | None = None, pre_logits: bool = False
     ) -> Tensor:
-        """Features (batch, *grid, embed_dim) -> (batch, num_classes), by the mean over (real) tokens;
-        for a language model (batch, length, vocab_size). mask: cells, as in `forward_features`."""
+        """Features (batch, *grid, embed_dim) -> (batch, num_classes), by the mean over (real)
+        tokens; for a language model (batch, length, vocab_size). mask: cells, as in
+        `forward_features`."""
         if not self.per_token:
             mask = self.token_mask(mask)
             features = features.flatten(1, -2)
@@ -155,11 +167,14 @@ class NDLightNet(nn.Module):
         A loop of `step` equals `forward` on the whole text.
         """
         if not (self.causal and self.per_token):
-            raise ValueError("step: expected a language model, NDLightNet(1, vocab_size=..., causal=True)")
+            raise ValueError(
+                "step: expected a language model, NDLightNet(1, vocab_size=..., causal=True)"
+            )
         x, tpe = self.embed(tokens).to(self.norm.weight.dtype), state.tpe
         if self.tpe is not None and tpe is not None:
             x, tpe = self.tpe.step(x, tpe)
         layers = []
+        block: Any
         for block, memory in zip(self.blocks, state.layers, strict=True):
             y, memory = self._step_mixer(block).step(block.norm1(x), memory, state.position)
             x = x + y
@@ -170,7 +185,9 @@ class NDLightNet(nn.Module):
     @staticmethod
     def _step_mixer(block: Any) -> Any:
         if not hasattr(block.mixer, "step"):
-            raise ValueError(f"{type(block.mixer).__name__} has no step: it cannot decode token by token")
+            raise ValueError(
+                f"{type(block.mixer).__name__} has no step: it cannot decode token by token"
+            )
         return block.mixer
 
 

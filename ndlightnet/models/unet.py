@@ -1,4 +1,5 @@
-"""NDLightUNet: dense prediction. LightNet blocks in the encoder, skips to a convolutional decoder."""
+"""NDLightUNet: dense prediction. LightNet blocks in the encoder, skips to a convolutional
+decoder."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def _conv(kind: str, dims: int) -> type[nn.Module]:
 
 
 class ConvBlock(nn.Module):
-    """Two 3-wide convolutions with a residual. Group norm, because it also works on a single cell."""
+    """Two 3-wide convolutions with a residual. Group norm, because it also works on a single
+    cell."""
 
     def __init__(self, dims: int, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -43,7 +45,8 @@ class ConvBlock(nn.Module):
 
 
 class Stage(nn.Module):
-    """LightNet blocks on a feature map `(batch, channels, *space)`: position once, then the blocks."""
+    """LightNet blocks on a feature map `(batch, channels, *space)`: position once, then the
+    blocks."""
 
     def __init__(
         self, dims: int, dim: int, depth: int, mixer: Callable[[int], nn.Module],
@@ -63,7 +66,8 @@ class Stage(nn.Module):
 
 
 class NDLightUNet(nn.Module):
-    """A U-Net whose encoder mixes with LightNet: `(batch, in_channels, *space)` -> `(batch, out_channels, *space)`.
+    """A U-Net whose encoder mixes with LightNet: `(batch, in_channels, *space)` -> `(batch,
+    out_channels, *space)`.
 
     Args:
         dims: number of axes, 1 to 3 (as far as torch has convolutions).
@@ -72,7 +76,8 @@ class NDLightUNet(nn.Module):
         depths: LightNet blocks per level; 0 leaves a level to its convolutions.
         mixer, mlp_ratio, tpe, drop_path_rate: as in NDLightNet.
 
-    Any size of input is taken: odd sizes are padded by one cell where they are halved, and cropped back.
+    Any size of input is taken: odd sizes are padded by one cell where they are halved, and cropped
+    back.
     """
 
     def __init__(
@@ -90,7 +95,9 @@ class NDLightUNet(nn.Module):
     ) -> None:
         super().__init__()
         if len(widths) != len(depths) or not widths:
-            raise ValueError(f"widths={widths!r}, depths={depths!r}: expected one of each per level")
+            raise ValueError(
+                f"widths={widths!r}, depths={depths!r}: expected one of each per level"
+            )
         self.dims, self.in_channels, self.out_channels = dims, in_channels, out_channels
         conv, up = _conv("Conv", dims), _conv("ConvTranspose", dims)
         self.down, self.convs, self.stages = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()

@@ -12,17 +12,19 @@ class MultiheadAttention(nn.Module):
     """LightNet attention behind the constructor and the call of `torch.nn.MultiheadAttention`.
 
     `encoder_layer.self_attn = MultiheadAttention(d, h, batch_first=True)` makes a
-    `torch.nn.TransformerEncoderLayer` linear in the length. Trained softmax weights do not carry over:
-    this is another function of q, k and v; train it, or fine-tune, from where you put it.
+    `torch.nn.TransformerEncoderLayer` linear in the length. Trained softmax weights do not carry
+    over: this is another function of q, k and v; train it, or fine-tune, from where you put it.
 
-    What differs: `attn_mask` may be None or the causal mask, nothing else, because a memory that all
-    queries share cannot hide different keys from different queries. `dropout` acts on the gated output,
-    as there are no attention weights in the computation. `add_bias_kv` and `add_zero_attn` are refused.
-    No position code is added, as in torch. The weights of `need_weights=True` are exact, signed, sum to
-    no particular number, and cost O(length^2): pass `need_weights=False` where you do not look at them.
+    What differs: `attn_mask` may be None or the causal mask, nothing else, because a memory that
+    all queries share cannot hide different keys from different queries. `dropout` acts on the gated
+    output, as there are no attention weights in the computation. `add_bias_kv` and `add_zero_attn`
+    are refused. No position code is added, as in torch. The weights of `need_weights=True` are
+    exact, signed, sum to no particular number, and cost O(length^2): pass `need_weights=False`
+    where you do not look at them.
     """
 
-    # TransformerEncoderLayer's inference fast path would run softmax on our weights: these switch it off
+    # TransformerEncoderLayer's inference fast path would run softmax on our weights: these switch
+    # it off
     _qkv_same_embed_dim = False
     in_proj_weight = None
     in_proj_bias = None
@@ -43,7 +45,9 @@ class MultiheadAttention(nn.Module):
     ) -> None:
         super().__init__()
         if add_bias_kv or add_zero_attn:
-            raise ValueError("add_bias_kv and add_zero_attn have no meaning for LightNet: expected False")
+            raise ValueError(
+                "add_bias_kv and add_zero_attn have no meaning for LightNet: expected False"
+            )
         if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"num_heads={num_heads}: expected a divisor of embed_dim={embed_dim}")
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
@@ -73,10 +77,11 @@ class MultiheadAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Shapes as in torch: (length, batch, dim), (batch, length, dim) with batch_first, or unbatched
-        (length, dim). key_padding_mask (batch, source): bool, True = padding, or float, added to the keys'
-        logits (-inf = padding). Returns the output and, if wanted, the weights (batch, target, source),
-        per head (batch, heads, target, source) with average_attn_weights=False."""
+        """Shapes as in torch: (length, batch, dim), (batch, length, dim) with batch_first, or
+        unbatched (length, dim). key_padding_mask (batch, source): bool, True = padding, or float,
+        added to the keys' logits (-inf = padding). Returns the output and, if wanted, the weights
+        (batch, target, source), per head (batch, heads, target, source) with
+        average_attn_weights=False."""
         unbatched = query.ndim == 2
         if unbatched:
             query, key, value = (x[None] for x in (query, key, value))
@@ -86,7 +91,7 @@ class MultiheadAttention(nn.Module):
         causal = is_causal or _is_causal(attn_mask, query.shape[1], key.shape[1])
         if causal and query.shape[1] != key.shape[1]:
             raise ValueError(
-                f"causal attention of {query.shape[1]} queries on {key.shape[1]} keys: expected as many"
+                f"is_causal with {query.shape[1]} queries on {key.shape[1]} keys: expected as many"
             )
 
         def heads(x: Tensor) -> Tensor:
@@ -132,7 +137,7 @@ def _is_causal(attn_mask: Tensor | None, target: int, source: int) -> bool:
     if attn_mask.shape == expected.shape and plain and bool((hidden == expected).all()):
         return True
     raise ValueError(
-        f"attn_mask {tuple(attn_mask.shape)}: expected None or the causal mask ({target}, {source}). LightNet "
-        "keeps one memory for all queries, so it cannot hide different keys from different queries; use "
-        "key_padding_mask for padding"
+        f"attn_mask {tuple(attn_mask.shape)}: expected None or the causal mask "
+        f"({target}, {source}). LightNet keeps one memory for all queries, so it cannot hide "
+        "different keys from different queries; use key_padding_mask for padding"
     )

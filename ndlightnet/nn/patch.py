@@ -13,11 +13,13 @@ from ndlightnet.grid import per_axis
 class Patchify(nn.Module):
     """`(batch, channels, *space)` -> tokens `(batch, *grid, dim)` by one linear map of each patch.
 
-    Sizes that the patch does not divide are padded with zeros at the end, so grid = ceil(size / patch)
-    and every token holds real cells.
+    Sizes that the patch does not divide are padded with zeros at the end, so grid = ceil(size /
+    patch) and every token holds real cells.
     """
 
-    def __init__(self, dims: int, in_chans: int, patch_size: int | tuple[int, ...], dim: int) -> None:
+    def __init__(
+        self, dims: int, in_chans: int, patch_size: int | tuple[int, ...], dim: int
+    ) -> None:
         super().__init__()
         self.patch = per_axis("patch_size", patch_size, dims)
         self.proj = nn.Linear(in_chans * math.prod(self.patch), dim)

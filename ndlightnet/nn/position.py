@@ -14,9 +14,10 @@ from ndlightnet.ops.lrpe import Kind, slots_of
 class MDLRPE(nn.Module):
     """Angles of one layer for a grid of any number of axes.
 
-    The usual bank of frequencies, the same for every axis, times a learnt positive factor per head and
-    slot. (A factor, because frequencies span four decades: a step that suits the fast ones would wreck
-    the slow ones.) Parameters: heads * slots, frozen if not learnt; slots = head_dim, half for "rotary".
+    The usual bank of frequencies, the same for every axis, times a learnt positive factor per head
+    and slot. (A factor, because frequencies span four decades: a step that suits the fast ones
+    would wreck the slow ones.) Parameters: heads * slots, frozen if not learnt; slots = head_dim,
+    half for "rotary".
     """
 
     def __init__(self, heads: int, head_dim: int, kind: Kind, learn: bool = True) -> None:
@@ -24,11 +25,13 @@ class MDLRPE(nn.Module):
         self.kind, self.slots = kind, slots_of(head_dim, kind)
         self.log_factor = nn.Parameter(torch.zeros(heads, self.slots), requires_grad=learn)
 
-    def forward(self, shape: tuple[int, ...], start: tuple[int | Tensor, ...] | None = None) -> Lrpe:
+    def forward(
+        self, shape: tuple[int, ...], start: tuple[int | Tensor, ...] | None = None
+    ) -> Lrpe:
         """Where the tokens of a grid of this shape lie, for the functions of ndlightnet.ops."""
         if len(shape) > self.slots:
             raise ValueError(
-                f"grid {shape}: {len(shape)} axes need as many angle slots, but the head has {self.slots}"
+                f"grid {shape}: {len(shape)} axes need as many angles, the head has {self.slots}"
             )
         bank = frequencies(self.slots, len(shape), device=self.log_factor.device)
         return Lrpe(bank * self.log_factor.float().exp(), shape, self.kind, start=start)
@@ -38,8 +41,8 @@ class MDTPE(nn.Module):
     """x + sum over axes of a learnt exponential Toeplitz product along the axis (LightNet, Eq. 9).
 
     The paper's form goes one way and replaces x; this one adds to it and, where the network is not
-    causal, goes both ways with half the states each, so that the number of parameters stays the paper's:
-    states * (dim + 1) per axis.
+    causal, goes both ways with half the states each, so that the number of parameters stays the
+    paper's: states * (dim + 1) per axis.
     """
 
     def __init__(self, dims: int, dim: int, states: int = 128, bidirectional: bool = True) -> None:

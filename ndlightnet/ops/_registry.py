@@ -1,7 +1,8 @@
 """Operators with a schema, a fake implementation and an explicit backward, and the choice of one.
 
-The causal form is one operator for torch.compile: its number of chunks depends on the length, and its
-backward is written out. Kernels are looked up in `ndlightnet_kernels` at the moment they are asked for.
+The causal form is one operator for torch.compile: its number of chunks depends on the length, and
+its backward is written out. Kernels are looked up in `ndlightnet_kernels` at the moment they are
+asked for.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def choose(impl: Impl, operation: str) -> str:
 def causal(
     f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, top: Tensor, total: Tensor, memory: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query features, keys, values, key factors and a State -> output and State; see parallel.py."""
+    """Query features, keys, values, key factors and a State -> output and State; see
+    parallel.py."""
     out, state = parallel.causal(f, k, v, w, State(top, total, memory))
     return (out.contiguous(), *state)
 

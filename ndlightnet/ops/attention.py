@@ -1,11 +1,12 @@
 """LightNet attention: one function per form of execution.
 
-q, k `(batch, length, heads, dim)`, v `(batch, length, heads, value_dim)`: any float dtype; statistics,
-memories and States in float32 (float64 for float64 inputs); outputs in q's dtype. SiLU is applied to q
-here. There is no 1/sqrt(dim): the layer normalises the output. k is at once key and decay.
+q, k `(batch, length, heads, dim)`, v `(batch, length, heads, value_dim)`: any float dtype;
+statistics, memories and States in float32 (float64 for float64 inputs); outputs in q's dtype. SiLU
+is applied to q here. There is no 1/sqrt(dim): the layer normalises the output. k is at once key and
+decay.
 
   summarize           a source of keys and values -> State
-  read                queries on a State                          (cross attention = summarize + read)
+  read                queries on a State (cross attention = summarize + read)
   global_attention    every token sees every token (Eq. 6)
   causal_attention    token t sees tokens up to t (Eq. 5), from a State to a State
   attention_step      one token, for decoding
@@ -38,7 +39,7 @@ def _check(k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Lrpe | None, q: Tens
         raise ValueError(f"q {tuple(q.shape)}: expected the shape of k, {tuple(k.shape)}")
     if mask is not None and (mask.shape != k.shape[:2] or mask.dtype != torch.bool):
         raise ValueError(
-            f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {tuple(k.shape[:2])}, False = padding"
+            f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {tuple(k.shape[:2])}"
         )
     _check_length(k, lrpe, "k")
 
@@ -46,7 +47,7 @@ def _check(k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Lrpe | None, q: Tens
 def _check_length(x: Tensor, lrpe: Lrpe | None, name: str) -> None:
     if lrpe is not None and x.shape[1] != lrpe.prefix + Grid(lrpe.shape).length:
         raise ValueError(
-            f"{name} has {x.shape[1]} tokens, but lrpe describes {lrpe.prefix} + a grid {lrpe.shape}"
+            f"{name} has {x.shape[1]} tokens, lrpe describes {lrpe.prefix} + a grid {lrpe.shape}"
         )
 
 
@@ -56,8 +57,8 @@ def _check_state(state: State, k: Tensor, v: Tensor, lrpe: Lrpe | None) -> None:
     expected = (batch, heads, rows, v.shape[-1])
     if tuple(state.memory.shape) != expected or tuple(state.sum.shape) != (batch, heads, dim):
         raise ValueError(
-            f"state.memory {tuple(state.memory.shape)}, state.sum {tuple(state.sum.shape)}: expected "
-            f"{expected} and {(batch, heads, dim)}; keys with MD-LRPE need 2 * dim rows"
+            f"state.memory {tuple(state.memory.shape)}, state.sum {tuple(state.sum.shape)}: "
+            f"expected {expected} and {(batch, heads, dim)}; keys with MD-LRPE need 2 * dim rows"
         )
 
 
@@ -109,14 +110,15 @@ def summarize(
 def read(q: Tensor, state: State, *, lrpe: Lrpe | None = None, impl: Impl = "auto") -> Tensor:
     """Queries (batch, length, heads, dim) on a State: (batch, length, heads, value_dim).
 
-    `lrpe` places the queries; give it exactly when the source had one. Zero where the State is empty.
+    `lrpe` places the queries; give it exactly when the source had one. Zero where the State is
+    empty.
     """
     chosen = _registry.choose(impl, "read")
     rows = state.memory.shape[-2]
     if q.ndim != 4 or rows != q.shape[-1] * (1 if lrpe is None else 2):
         raise ValueError(
             f"q {tuple(q.shape)} with{'out' if lrpe is None else ''} lrpe does not fit a memory "
-            f"of {rows} rows: expected (batch, length, heads, dim) and as many rows, twice with lrpe"
+            f"of {rows} rows: expected (batch, length, heads, dim) and as many, twice with lrpe"
         )
     _check_length(q, lrpe, "q")
     with torch.autocast(q.device.type, enabled=False):
@@ -133,7 +135,8 @@ def global_attention(
     lrpe: Lrpe | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Softmax(K over tokens)^T V, read by SiLU(q) (Eq. 6). mask: (batch, length), False = padding."""
+    """Softmax(K over tokens)^T V, read by SiLU(q) (Eq. 6). mask: (batch, length), False =
+    padding."""
     _check(k, v, mask, lrpe, q)
     return read(q, summarize(k, v, mask=mask, lrpe=lrpe, impl=impl), lrpe=lrpe, impl=impl)
 
@@ -150,8 +153,8 @@ def causal_attention(
 ) -> tuple[Tensor, State]:
     """Token t sees tokens up to t and what `state` holds (Eq. 5). Returns output and final State.
 
-    With kind="rotary" the result is not a function of offsets, because the decays of the two channels
-    of a pair differ: prefer "cosine" here.
+    With kind="rotary" the result is not a function of offsets, because the two channels of a pair
+    decay differently: prefer "cosine" here.
     """
     chosen = _registry.choose(impl, "causal_attention")
     _check(k, v, mask, lrpe, q)

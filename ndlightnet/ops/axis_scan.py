@@ -38,7 +38,8 @@ def line_state(x: Tensor, log_decay: Tensor, state: Tensor | None = None) -> Ten
 def line_scan(x: Tensor, coef: Tensor, log_decay: Tensor, state: Tensor | None = None) -> Tensor:
     """The recurrence along lines of tokens: (lines, n, dim) -> same shape.
 
-    coef: (dim, states); log_decay: (states,) <= 0; state: (lines, dim, states) before the first token.
+    coef: (dim, states); log_decay: (states,) <= 0; state: (lines, dim, states) before the first
+    token.
     """
     n, acc = x.shape[1], _accumulator(x)
     if n == 0:
@@ -91,8 +92,8 @@ def axis_scan(
     """Sum over the axes of the recurrence along each: (batch, *grid, dim) -> same shape.
 
     coef: (axes, dim, states); log_decay: (axes, states) <= 0. `reverse`: the same pair for the way
-    back (bidirectional; a token itself counts once, with the forward weights). mask: (batch, *grid),
-    False where a token is padding and adds nothing.
+    back (bidirectional; a token itself counts once, with the forward weights). mask: (batch,
+    *grid), False where a token is padding and adds nothing.
     """
     grid = Grid.of(x)
     expected = (grid.ndim, x.shape[-1])

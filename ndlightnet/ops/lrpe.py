@@ -1,7 +1,8 @@
 """MD-LRPE: linearised relative position encoding on a grid of any number of axes.
 
-A channel's angle is coordinate x frequency. The frequency slots are split into one group per axis, so
-a score depends on the offset vector between two tokens only (LightNet, Eq. 12 and 14, real part).
+A channel's angle is coordinate x frequency. The frequency slots are split into one group per axis,
+so a score depends on the offset vector between two tokens only (LightNet, Eq. 12 and 14, real
+part).
 
 Both kinds share one memory layout: a key p enters as [p cos, p sin], a query reads with [a, b]:
   cosine:  a = x cos,  b = x sin            sum_j x_j p_j cos(offset * theta_j); slots = dim

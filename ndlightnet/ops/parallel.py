@@ -2,7 +2,8 @@
 
 Every exponent formed here is a difference of a logit and a maximum that is at least as large, so
 nothing overflows. Letters as in reference.py; `rows` are the memory's rows: dim, or 2 * dim with
-MD-LRPE (cos half, sin half). `w` holds the MD-LRPE factors of the keys, `(length, heads or 1, rows)`.
+MD-LRPE (cos half, sin half). `w` holds the MD-LRPE factors of the keys, `(length, heads or 1,
+rows)`.
 """
 
 from __future__ import annotations
@@ -96,7 +97,9 @@ def _prefix(state: State, dim: int) -> State:
         keep = [x.narrow(dim, 0, shift) for x in state]
         left = State(*(x.narrow(dim, 0, n - shift) for x in state))
         right = State(*(x.narrow(dim, shift, n - shift) for x in state))
-        state = State(*(torch.cat(pair, dim) for pair in zip(keep, merge(left, right), strict=True)))
+        state = State(
+            *(torch.cat(pair, dim) for pair in zip(keep, merge(left, right), strict=True))
+        )
         shift *= 2
     return state
 
@@ -117,7 +120,9 @@ class _Pass:
         memory = self.key(self.k, last).transpose(-1, -2) @ self.v
         chunk = State(last[..., 0, :], run.sum[..., -1, :], memory)
         # States before each chunk, and after the last one
-        joined = State(*(torch.cat([a[:, :, None], b], 2) for a, b in zip(state, chunk, strict=True)))
+        joined = State(
+            *(torch.cat([a[:, :, None], b], 2) for a, b in zip(state, chunk, strict=True))
+        )
         self.entries = _prefix(joined, 2)
         self.entry = State(*(x[:, :, :-1] for x in self.entries))
         first = self.entry.max[..., None, :]
@@ -156,7 +161,8 @@ class _Pass:
 
 
 def causal(f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, state: State) -> tuple[Tensor, State]:
-    """Query features f `(batch, length, heads, rows)` -> output and the State after the last token."""
+    """Query features f `(batch, length, heads, rows)` -> output and the State after the last
+    token."""
     c = _Pass(f, k, v, w, state)
     out = (c.q * c.wide(c.from_entry)) @ c.entry.memory
     out += (c.q * c.key(c.k, c.max)).sum(-1, keepdim=True) * c.v
@@ -193,7 +199,8 @@ def causal_backward(
     while shift < n:
         fade = decay(top[:, :, :-shift], top[:, :, shift:])
         adj = torch.cat(
-            [adj[:, :, :-shift] + c.wide(fade)[..., None] * adj[:, :, shift:], adj[:, :, -shift:]], 2
+            [adj[:, :, :-shift] + c.wide(fade)[..., None] * adj[:, :, shift:], adj[:, :, -shift:]],
+            2,
         )
         pull = torch.cat([pull[:, :, :-shift] + fade * pull[:, :, shift:], pull[:, :, -shift:]], 2)
         shift *= 2

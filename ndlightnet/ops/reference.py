@@ -1,10 +1,11 @@
 """LightNet attention and MD-TPE token by token: the specification. Slow, float64-safe.
 
 Glossary, letter here -> the paper:
-  k        k_t, both key and additive decay         top, total   z_t = top + log(total): log sum exp(k)
-  p        exp(k_t - top)                           memory       S_t = total * kv_t (Eq. 5)
-  phi      SiLU(q_t)                                f_q, f_k     MD-LRPE features W_t q, W_t kbar (Eq. 14)
-  c, lam   coefficients and decays of Eq. 9         h            state of one axis of MD-TPE
+  k        k_t, both key and additive decay         top, total   z_t = top + log(total): log sum
+  exp(k) p        exp(k_t - top)                           memory       S_t = total * kv_t (Eq. 5)
+  phi      SiLU(q_t)                                f_q, f_k     MD-LRPE features W_t q, W_t kbar
+  (Eq. 14) c, lam   coefficients and decays of Eq. 9         h            state of one axis of
+  MD-TPE
 Eq. 5:  s_t = s_(t-1) + exp(k_t),  kv_t = (1 - exp(k_t)/s_t) kv_(t-1) + exp(k_t)/s_t v_t^T,
         o_t = kv_t^T phi(q_t).   Eq. 6 is the same with kv_n, the last one, for every query.
 """
@@ -41,7 +42,13 @@ def recall(f_q: Tensor, state: State) -> Tensor:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, state: State, lrpe: Lrpe | None, mask: Tensor | None, causal: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State,
+    lrpe: Lrpe | None,
+    mask: Tensor | None,
+    causal: bool,
 ) -> tuple[Tensor, State]:
     """Eq. 5 (causal) or Eq. 6; q, k, v (batch, length, heads, ·), self form."""
     phi = torch.nn.functional.silu(q.to(state.sum.dtype))
@@ -57,7 +64,8 @@ def attention(
 
 
 def line_scan(x: Tensor, c: Tensor, lam: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-    """h_l = lam h_(l-1) + x_l, y_l = c . h_l. x (lines, n, dim), c (dim, states), h (lines, dim, states)."""
+    """h_l = lam h_(l-1) + x_l, y_l = c . h_l. x (lines, n, dim), c (dim, states), h (lines, dim,
+    states)."""
     y = []
     for l in range(x.shape[1]):
         h = lam * h + x[:, l, :, None]

@@ -11,8 +11,8 @@ from torch import Tensor
 class State(NamedTuple):
     """Memory of one LightNet head: running maximum, sum and memory of the tokens seen so far.
 
-    With p_u = exp(k_u - max), per key channel:  sum = sum_u p_u,  memory = sum_u p_u f_u v_u^T, where
-    f_u is 1, or (cos, sin) of the token's MD-LRPE angles (then the memory has 2 * dim rows).
+    With p_u = exp(k_u - max), per key channel:  sum = sum_u p_u,  memory = sum_u p_u f_u v_u^T,
+    where f_u is 1, or (cos, sin) of the token's MD-LRPE angles (then the memory has 2 * dim rows).
     float32 (float64 for float64 inputs). `max` carries no gradient: outputs do not depend on it.
     """
 

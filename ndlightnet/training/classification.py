@@ -34,7 +34,11 @@ class VideoTask(L.LightningModule):
     monitor = "val_accuracy"
 
     def __init__(
-        self, net: nn.Module, lr: float = 1e-3, weight_decay: float = 0.05, label_smoothing: float = 0.1
+        self,
+        net: nn.Module,
+        lr: float = 1e-3,
+        weight_decay: float = 0.05,
+        label_smoothing: float = 0.1,
     ) -> None:
         super().__init__()
         self.net, self.lr, self.weight_decay = net, lr, weight_decay
@@ -87,7 +91,9 @@ class VideoTask(L.LightningModule):
         for row, number in enumerate(index.tolist()):
             if number % every == 0 and len(self.strips) < STRIPS:
                 guess, truth = int(probabilities[row].argmax()), int(labels[row])
-                caption = f"{samples[number].path.name}: {names[guess]} ({probabilities[row, guess]:.2f})"
+                caption = (
+                    f"{samples[number].path.name}: {names[guess]} ({probabilities[row, guess]:.2f})"
+                )
                 if guess != truth:
                     caption += f", truth: {names[truth]}"
                 self.strips.append((caption, guess == truth, to_pixels(clips[row, 0].cpu())))
@@ -97,7 +103,7 @@ class VideoTask(L.LightningModule):
         probabilities, labels = (torch.cat(parts) for parts in zip(*self.seen, strict=True))
         matrix = multiclass_confusion_matrix(probabilities, labels, len(names))
 
-        def accuracy(top_k: int, average: str) -> Any:
+        def accuracy(top_k: int, average: Any) -> Any:
             return multiclass_accuracy(probabilities, labels, len(names), average, top_k=top_k)
 
         top1 = float(accuracy(1, "micro"))

@@ -1,4 +1,5 @@
-"""The command line of every task: Lightning's, with our loggers, checkpoints and one-line errors."""
+"""The command line of every task: Lightning's, with our loggers, checkpoints and one-line
+errors."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ def check_checkpoint(path: str, model: L.LightningModule) -> None:
 def run(task: type[L.LightningModule], data: type[L.LightningDataModule], default: Path) -> int:
     """Run a task's command line; without arguments train and test on the config `default`.
 
-    Returns the exit status: 0, or 1 after an error in the data or a file that could not be predicted.
+    Returns the exit status: 0, or 1 after an error in the data or a file that could not be
+    predicted.
     """
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(monai|lightning)\.")
     alone = len(sys.argv) == 1

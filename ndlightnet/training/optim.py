@@ -25,8 +25,11 @@ def decayed_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     ]
 
 
-def adamw_with_cosine(task: L.LightningModule, net: nn.Module, lr: float, weight_decay: float) -> Any:
-    """AdamW; the rate rises linearly over the first 5 % of the steps, then falls on a cosine to 1 %."""
+def adamw_with_cosine(
+    task: L.LightningModule, net: nn.Module, lr: float, weight_decay: float
+) -> Any:
+    """AdamW; the rate rises linearly over the first 5 % of the steps, then falls on a cosine to 1
+    %."""
     optimizer = torch.optim.AdamW(decayed_groups(net, weight_decay), lr=lr)
     total = int(task.trainer.estimated_stepping_batches)
     warmup = max(1, total // 20)

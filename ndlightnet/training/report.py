@@ -1,4 +1,5 @@
-"""What a run leaves for people: metrics.json and pictures. A file appears complete or not at all."""
+"""What a run leaves for people: metrics.json and pictures. A file appears complete or not at
+all."""
 
 from __future__ import annotations
 
@@ -93,12 +94,16 @@ def save_panels(path: Path, panels: Sequence[Panel], labels: Sequence[str]) -> N
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
-    colors = [COLORS[n % len(COLORS)] if n < len(COLORS) else f"C{n % 10}" for n in range(len(labels))]
+    colors = [
+        COLORS[n % len(COLORS)] if n < len(COLORS) else f"C{n % 10}" for n in range(len(labels))
+    ]
     figure, axes = _figure(len(panels), 3, (9, 3 * len(panels) + 0.5))
     for row, panel in zip(axes, panels, strict=True):
         low, high = np.percentile(panel.image, (1, 99))
         overlays = (None, panel.truth, panel.prediction)
-        for axis, labelled, name in zip(row, overlays, ("image", "truth", "prediction"), strict=True):
+        for axis, labelled, name in zip(
+            row, overlays, ("image", "truth", "prediction"), strict=True
+        ):
             axis.axis("off")
             if name == "truth" and labelled is None:
                 continue
@@ -132,7 +137,9 @@ def save_confusion(path: Path, matrix: Tensor, classes: Sequence[str]) -> None:
     _save(figure, path)
 
 
-def save_strips(path: Path, strips: Sequence[tuple[str, bool | None, Tensor]], frames: int = 8) -> None:
+def save_strips(
+    path: Path, strips: Sequence[tuple[str, bool | None, Tensor]], frames: int = 8
+) -> None:
     """One row per clip: (caption, right or wrong or unknown, frames (frames, h, w, 3) uint8)."""
     figure, axes = _figure(len(strips), frames, (1.25 * frames, 1.55 * len(strips)))
     for row, (caption, right, clip) in zip(axes, strips, strict=True):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import nibabel
 import numpy as np
 import torch
 from monai.losses.dice import DiceCELoss
@@ -36,7 +35,11 @@ class SegmentationTask(L.LightningModule):
     monitor = "val_dice"  # chooses the best checkpoint
 
     def __init__(
-        self, net: nn.Module, window: list[int] | None = None, lr: float = 1e-3, weight_decay: float = 0.01
+        self,
+        net: nn.Module,
+        window: list[int] | None = None,
+        lr: float = 1e-3,
+        weight_decay: float = 0.01,
     ) -> None:
         super().__init__()
         self.net, self.window, self.lr, self.weight_decay = net, window, lr, weight_decay
@@ -59,7 +62,7 @@ class SegmentationTask(L.LightningModule):
         inputs, channels = getattr(self.net, "in_channels", None), len(self._data().modalities)
         if inputs not in (None, channels):
             raise DataError(
-                f"{self._data().root}: {channels} channels, but the network has in_channels={inputs}"
+                f"{self._data().root}: {channels} channels, the network has in_channels={inputs}"
             )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -92,7 +95,9 @@ class SegmentationTask(L.LightningModule):
         labels = invert(logits.cpu(), batch["data"]).argmax(0)
         return labels, logits.argmax(0).cpu()
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> Any:
         """Volumes with their geometry stay on the host; `_predict` moves the voxels."""
         if isinstance(batch, dict) and "case" in batch:
             return batch
@@ -104,7 +109,10 @@ class SegmentationTask(L.LightningModule):
         labels, prepared = self._predict(batch)
         case = batch["case"]
         truth = load_case(case)["label"]
-        classes, spacing = len(self._data().labels), nibabel.affines.voxel_sizes(truth.affine.numpy())
+        classes, spacing = (
+            len(self._data().labels),
+            np.linalg.norm(truth.affine.numpy()[:3, :3], axis=0),
+        )
         truth = truth.as_tensor()[0].long()
         dice = dice_of(labels[None], truth[None], classes)[0]
         distance = hausdorff95(labels[None], truth[None], classes, spacing)[0]
@@ -141,7 +149,9 @@ class SegmentationTask(L.LightningModule):
         middle = sorted({0, len(ranked) // 2, len(ranked) - 1})
         save_panels(self._out() / "test_cases.png", [ranked[i] for i in middle], names)
         self.log("test_dice", mean_dice)
-        self.summary = f"held-out mean Dice {mean_dice:.3f} over {len(self.rows)} cases; see {self._out()}"
+        self.summary = (
+            f"held-out mean Dice {mean_dice:.3f} over {len(self.rows)} cases; see {self._out()}"
+        )
 
     def predict_step(self, batch: dict[str, Any], _: int) -> None:
         case = batch["case"]
@@ -151,7 +161,9 @@ class SegmentationTask(L.LightningModule):
             labels, prepared = self._predict(batch)
             save_labels(labels, case, self._out() / "predictions" / f"{case.name}.nii.gz")
             panel = Panel(case.name, batch["data"]["image"].as_tensor()[0], None, prepared)
-            save_panels(self._out() / "predictions" / f"{case.name}.png", [panel], self._data().labels)
+            save_panels(
+                self._out() / "predictions" / f"{case.name}.png", [panel], self._data().labels
+            )
         except DataError as error:
             self.failures.append(str(error))
 

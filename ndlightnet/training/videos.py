@@ -11,7 +11,13 @@ from torch.utils.data import DataLoader
 
 from ndlightnet.data.digits import make_moving_digits
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.video import ClipDataset, check_videos, find_videos, load_for_clips, read_video_folder
+from ndlightnet.data.video import (
+    ClipDataset,
+    check_videos,
+    find_videos,
+    load_for_clips,
+    read_video_folder,
+)
 from ndlightnet.data.video_transforms import eval_clips
 
 
@@ -20,12 +26,13 @@ class VideoData(L.LightningDataModule):
 
     Args:
         root: the folder.
-        frames, size: frames per clip and their height and width (pixels). frames=1 is a single-frame model.
+        frames, size: frames per clip and their height and width (pixels). frames=1 is a
+            single-frame model.
         batch_size: clips per batch. repeats: random clips of each video in an epoch.
         clips: clips per video when judging it.
         hflip: mirrored videos mean the same.
-        validation: share of each class of `train` that chooses the best checkpoint; 0: none, the last
-            checkpoint counts. `test` is not looked at.
+        validation: share of each class of `train` that chooses the best checkpoint; 0: none, the
+            last checkpoint counts. `test` is not looked at.
         workers: processes that prepare batches.
         input: for predict: a video or a folder of them.
     """
@@ -65,14 +72,20 @@ class VideoData(L.LightningDataModule):
             check_videos(folder.train)
             self.val_set = ClipDataset(held, self.frames, self.size, train=False, clips=self.clips)
             if stage == "fit":
-                self.train_set = ClipDataset(train, self.frames, self.size, train=True, hflip=self.hflip)
+                self.train_set = ClipDataset(
+                    train, self.frames, self.size, train=True, hflip=self.hflip
+                )
         else:
             check_videos(folder.test)
-            self.test_set = ClipDataset(folder.test, self.frames, self.size, train=False, clips=self.clips)
+            self.test_set = ClipDataset(
+                folder.test, self.frames, self.size, train=False, clips=self.clips
+            )
 
     def train_dataloader(self) -> Any:
         visits = torch.utils.data.RandomSampler(
-            self.train_set, num_samples=self.repeats * len(self.train_set), replacement=self.repeats > 1
+            self.train_set,
+            num_samples=self.repeats * len(self.train_set),
+            replacement=self.repeats > 1,
         )
         return DataLoader(
             self.train_set, batch_size=self.batch_size, sampler=visits, num_workers=self.workers,
@@ -103,7 +116,8 @@ class VideoData(L.LightningDataModule):
 
 
 class MovingDigits(VideoData):
-    """Clips of moving digits, encoded under `root` when they are not there yet, then read like any folder.
+    """Clips of moving digits, encoded under `root` when they are not there yet, then read like any
+    folder.
 
     videos: number of training and of test clips.
     """
@@ -115,7 +129,8 @@ class MovingDigits(VideoData):
     def prepare_data(self) -> None:
         if self.trainer is not None and self.trainer.predicting:
             return
-        # encoded at the size of real clips (decord wants 96 pixels or more), shown to the network smaller
+        # encoded at the size of real clips (decord wants 96 pixels or more), shown to the network
+        # smaller
         make_moving_digits(self.root, *self.videos, size=96)
 
 
@@ -132,6 +147,9 @@ class OpenedVideos(torch.utils.data.Dataset[dict[str, Any]]):
         path, data = self.paths[index], self.data
         try:
             video = load_for_clips(path, data.frames, data.size)
-            return {"path": str(path), "clips": eval_clips(video, data.frames, data.size, data.clips)}
+            return {
+                "path": str(path),
+                "clips": eval_clips(video, data.frames, data.size, data.clips),
+            }
         except DataError as error:
             return {"path": str(path), "error": str(error)}

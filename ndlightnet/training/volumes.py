@@ -24,7 +24,8 @@ class VolumeData(L.LightningDataModule):
         patch: shape of the training crops (voxels).
         batch_size: cases per batch. num_samples: crops taken from each.
         repeats: how often an epoch visits each case.
-        validation: share of the training cases that chooses the best checkpoint; `test` is not looked at.
+        validation: share of the training cases that chooses the best checkpoint; `test` is not
+            looked at.
         spacing: resample to this voxel size (mm) first; None trains on the files' own grids.
         flip_axes: axes (0 = x ...) along which a mirrored anatomy is as likely.
         workers: processes that prepare batches.
@@ -45,7 +46,12 @@ class VolumeData(L.LightningDataModule):
         input: str | None = None,
     ) -> None:
         super().__init__()
-        self.root, self.patch, self.batch_size, self.num_samples = Path(root), patch, batch_size, num_samples
+        self.root, self.patch, self.batch_size, self.num_samples = (
+            Path(root),
+            patch,
+            batch_size,
+            num_samples,
+        )
         self.repeats, self.validation, self.spacing = repeats, validation, spacing
         self.flip_axes, self.workers, self.input = flip_axes or [], workers, input
         self.labels: tuple[str, ...] = ()
@@ -60,7 +66,9 @@ class VolumeData(L.LightningDataModule):
             labelled = [case for case in folder.training if case.label is not None]
             held_out = max(1, round(self.validation * len(labelled)))
             if len(labelled) <= held_out:
-                raise DataError(f"{self.root}: {len(labelled)} training cases, at least 2 are needed")
+                raise DataError(
+                    f"{self.root}: {len(labelled)} training cases, at least 2 are needed"
+                )
             # every k-th case, so that the choice does not depend on a random state
             chosen = {round(i * len(labelled) / held_out) for i in range(held_out)}
             train = [case for i, case in enumerate(labelled) if i not in chosen]
@@ -81,7 +89,9 @@ class VolumeData(L.LightningDataModule):
 
     def train_dataloader(self) -> Any:
         visits = torch.utils.data.RandomSampler(
-            self.train_set, num_samples=self.repeats * len(self.train_set), replacement=self.repeats > 1
+            self.train_set,
+            num_samples=self.repeats * len(self.train_set),
+            replacement=self.repeats > 1,
         )
         return DataLoader(
             self.train_set, batch_size=self.batch_size, sampler=visits, num_workers=self.workers,
@@ -115,12 +125,15 @@ class VolumeData(L.LightningDataModule):
 
 
 class PhantomVolumes(VolumeData):
-    """CT phantoms, written under `root` as NIfTI when they are not there yet, then read like any folder.
+    """CT phantoms, written under `root` as NIfTI when they are not there yet, then read like any
+    folder.
 
     cases: number of training and of test phantoms.
     """
 
-    def __init__(self, root: str, patch: list[int], cases: tuple[int, int] = (24, 6), **kwargs: Any) -> None:
+    def __init__(
+        self, root: str, patch: list[int], cases: tuple[int, int] = (24, 6), **kwargs: Any
+    ) -> None:
         super().__init__(root, patch, **kwargs)
         self.cases = cases
 
@@ -146,7 +159,7 @@ class Opened(torch.utils.data.Dataset[dict[str, Any]]):
         try:
             if len(case.images) != len(self.modalities):
                 raise DataError(
-                    f"{case.images[0]}: {len(case.images)} channels, but the network was trained on "
+                    f"{case.images[0]}: {len(case.images)} channels, the network was trained on "
                     f"{len(self.modalities)} ({', '.join(self.modalities)})"
                 )
             return {"case": case, "data": self.prepare(load_case(case))}

@@ -1,4 +1,5 @@
-"""LightNet attention as a layer (LightNet, Eq. 5 and 6): linear cost on a grid of any number of axes."""
+"""LightNet attention as a layer (LightNet, Eq. 5 and 6): linear cost on a grid of any number of
+axes."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from ndlightnet.ops.state import State
 
 
 class LightNetAttention(nn.Module):
-    """o = o_proj(norm(merge heads SiLU(q) . M) * sigmoid(low-rank gate)),  M = softmax(k over tokens)^T v.
+    """o = o_proj(norm(merge heads SiLU(q) . M) * sigmoid(low-rank gate)),  M = softmax(k over
+    tokens)^T v.
 
     Args:
         dim: channels of a token.
@@ -69,8 +71,9 @@ class LightNetAttention(nn.Module):
         """Tokens (batch, *grid, dim) -> same shape.
 
         context: a source (batch, *its grid, context_dim) to read instead of x; its grid may have
-        another shape but, with lrpe, as many axes. mask: bool over the source's tokens (batch, *grid),
-        False = padding, which is not read. causal: row-major order, one axis, without context.
+        another shape but, with lrpe, as many axes. mask: bool over the source's tokens (batch,
+        *grid), False = padding, which is not read. causal: row-major order, one axis, without
+        context.
         """
         grid = Grid.of(x)
         source = x if context is None else context
@@ -92,12 +95,14 @@ class LightNetAttention(nn.Module):
 
     def _check_causal(self, grid: Grid, context: Tensor | None) -> None:
         if context is not None:
-            raise ValueError("causal=True with a context: a source is read as a whole, use causal=False")
+            raise ValueError(
+                "causal=True with a context: a source is read as a whole, use causal=False"
+            )
         if grid.ndim > 1:
             raise ValueError(f"causal=True on a grid {grid.shape}: expected one axis")
         if self.lrpe and self.lrpe.kind == "rotary":
             raise ValueError(
-                "causal=True with lrpe='rotary': the two channels of a pair decay differently, so scores "
+                "causal=True with lrpe='rotary': a pair's channels decay differently, so scores "
                 "would depend on absolute position; use 'cosine' or None"
             )
 
