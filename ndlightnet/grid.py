@@ -45,6 +45,16 @@ class Grid:
         """`(batch, *grid, ...)` -> `(batch, length, ...)`."""
         return x.reshape(x.shape[0], self.length, *x.shape[1 + self.ndim :])
 
+    def flatten_mask(self, mask: Tensor | None) -> Tensor | None:
+        """Token mask `(batch, *grid)` bool -> `(batch, length)`."""
+        if mask is None:
+            return None
+        if mask.dtype != torch.bool or tuple(mask.shape[1:]) != self.shape:
+            raise ValueError(
+                f"mask {tuple(mask.shape)} {mask.dtype}: expected bool (batch, {self.shape})"
+            )
+        return self.flatten(mask)
+
     def unflatten(self, x: Tensor) -> Tensor:
         """`(batch, length, ...)` -> `(batch, *grid, ...)`."""
         return x.reshape(x.shape[0], *self.shape, *x.shape[2:])

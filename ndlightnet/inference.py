@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 
+@torch.no_grad()
 def predict_volume(
     net: nn.Module, image: Tensor, window: Sequence[int] | None = None, overlap: float = 0.5
 ) -> Tensor:
@@ -27,6 +28,7 @@ def predict_volume(
     return blended.float()
 
 
+@torch.no_grad()
 def predict_clips(net: nn.Module, clips: Tensor) -> Tensor:
     """Class probabilities `(batch, classes)` of videos given as clips `(batch, clips, channels,
     *space)`: the mean over a video's clips."""

@@ -1,2 +1,1 @@
-"""Triton kernels of ndlightnet, found by name: `impl="triton"` asks for an attribute called as the
-operation of ndlightnet.ops (`summarize`, `read`, `causal_attention`). None is here yet."""
+"""Triton kernels of ndlightnet: torch and triton in, nothing of ours. There are none yet."""

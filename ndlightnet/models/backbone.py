@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,7 +38,8 @@ class NDLightNet(nn.Module):
         embed_dim, depth: width and number of blocks.
         mixer: what mixes tokens, a function of the width; see ndlightnet.nn.mixers.
         mlp_ratio: hidden width of the gated MLP / embed_dim.
-        tpe: MD-TPE once after the embedding. tpe_states: its states per axis.
+        tpe: MD-TPE once after the embedding. tpe_states: its states per axis. tpe_bidirectional:
+            both ways along each axis; default: unless causal. False is the paper's one way.
         drop_rate: dropout before the head. drop_path_rate: stochastic depth, growing to this in the
             last block.
         causal: token by token order, one axis only.
@@ -61,6 +63,7 @@ class NDLightNet(nn.Module):
         mlp_ratio: float = 8 / 3,
         tpe: bool = True,
         tpe_states: int = 128,
+        tpe_bidirectional: bool | None = None,
         drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         causal: bool = False,
@@ -73,7 +76,15 @@ class NDLightNet(nn.Module):
             raise ValueError(
                 f"dims={dims} with causal={causal}, vocab_size={vocab_size}: expected dims=1"
             )
-        self.dims, self.embed_dim = dims, embed_dim
+        if depth < 1 or embed_dim < 1:
+            raise ValueError(f"depth={depth}, embed_dim={embed_dim}: expected 1 or more of both")
+        if isinstance(mixer, nn.Module):
+            raise ValueError(
+                f"mixer={type(mixer).__name__}(...): expected a class or a function of the width, "
+                "such as functools.partial(LightNetAttention, heads=4)"
+            )
+        self.dims, self.in_chans = dims, in_chans
+        self.embed_dim = self.num_features = embed_dim
         self.causal, self.vocab_size = causal, vocab_size
         self.per_token = vocab_size is not None and num_classes is None
         self.num_classes = num_classes if num_classes is not None else (vocab_size or 1000)
@@ -85,7 +96,10 @@ class NDLightNet(nn.Module):
                 patch_size = max(1, round(256 ** (1 / dims)))
             patch = patch_size if isinstance(patch_size, int) else tuple(patch_size)
             self.embed = Patchify(dims, in_chans, patch, embed_dim)
-        self.tpe = MDTPE(dims, embed_dim, tpe_states, bidirectional=not causal) if tpe else None
+        both = not causal if tpe_bidirectional is None else tpe_bidirectional
+        if both and causal:
+            raise ValueError("tpe_bidirectional=True with causal=True: later tokens would be seen")
+        self.tpe = MDTPE(dims, embed_dim, tpe_states, both) if tpe else None
         rates = [drop_path_rate * i / max(1, depth - 1) for i in range(depth)]
         self.blocks = nn.ModuleList(Block(embed_dim, mixer, mlp_ratio, rate) for rate in rates)
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
@@ -96,6 +110,20 @@ class NDLightNet(nn.Module):
         if self.per_token:
             self.head = nn.Linear(embed_dim, self.num_classes, bias=False)
             self.head.weight = self.embed.weight  # type: ignore[assignment]
+
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+    def reset_classifier(self, num_classes: int) -> None:
+        """A fresh head for `num_classes` classes (0: none), by the mean over tokens."""
+        self.num_classes, self.per_token = num_classes, False
+        self.head = nn.Linear(self.embed_dim, num_classes) if num_classes else nn.Identity()
+        self.head.apply(init_weights).to(self.norm.weight.device)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the position codes' parameters, which weight decay would distort."""
+        codes = ("log_factor", "logit", "coef")
+        return {name for name, _ in self.named_parameters() if name.rsplit(".")[-1] in codes}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the blocks in the backward pass instead of storing what is in them."""
@@ -113,12 +141,7 @@ class NDLightNet(nn.Module):
 
         mask: bool (batch, *space), False = padding, which no other token sees.
         """
-        axes = x.ndim - (1 if self.vocab_size is not None else 2)
-        if axes != self.dims:
-            form = "(batch, length)" if self.vocab_size is not None else "(batch, in_chans, *space)"
-            raise ValueError(
-                f"input of shape {tuple(x.shape)}: expected {form} with {self.dims} axes"
-            )
+        self._check(x, mask)
         if mask is not None and self.vocab_size is None:
             x = x.masked_fill(~mask[:, None], 0)
         mask = self.token_mask(mask)
@@ -134,8 +157,21 @@ class NDLightNet(nn.Module):
         out: Tensor = self.norm(x)
         return out
 
+    def _check(self, x: Tensor, mask: Tensor | None) -> None:
+        if self.vocab_size is not None:
+            good = x.ndim == 2 and not x.is_floating_point()
+            expected = "token numbers (batch, length), integers"
+        else:
+            good = x.ndim == self.dims + 2 and x.shape[1] == self.in_chans and x.is_floating_point()
+            expected = f"floats (batch, in_chans={self.in_chans}, *space) with {self.dims} axes"
+        if not good:
+            raise ValueError(f"input {tuple(x.shape)} {x.dtype}: expected {expected}")
+        cells = (x.shape[0], *x.shape[-self.dims :])
+        if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != cells):
+            raise ValueError(f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {cells}")
+
     def forward_head(
-        self, features: Tensor, mask: Tensor | None = None, pre_logits: bool = False
+        self, features: Tensor, pre_logits: bool = False, *, mask: Tensor | None = None
     ) -> Tensor:
         """Features (batch, *grid, embed_dim) -> (batch, num_classes), by the mean over (real)
         tokens; for a language model (batch, length, vocab_size). mask: cells, as in
@@ -152,7 +188,7 @@ class NDLightNet(nn.Module):
         return features if pre_logits else self.head(features)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.forward_head(self.forward_features(x, mask), mask)
+        return self.forward_head(self.forward_features(x, mask), mask=mask)
 
     def init_state(self, batch: int) -> DecodeState:
         """The state before the first token, for `step`."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.nn.block import Block, init_weights
 from ndlightnet.nn.mixers import LightNetAttention
@@ -28,7 +29,7 @@ class ConvBlock(nn.Module):
     def __init__(self, dims: int, inputs: int, outputs: int) -> None:
         super().__init__()
         conv = _conv("Conv", dims)
-        groups = max(1, outputs // 8)
+        groups = max(g for g in range(1, max(1, outputs // 8) + 1) if outputs % g == 0)
         self.body = nn.Sequential(
             conv(inputs, outputs, 3, padding=1, bias=False),
             nn.GroupNorm(groups, outputs),
@@ -55,13 +56,17 @@ class Stage(nn.Module):
         super().__init__()
         self.tpe = MDTPE(dims, dim) if tpe and depth else None
         self.blocks = nn.ModuleList(Block(dim, mixer, mlp_ratio, drop_path) for _ in range(depth))
+        self.grad_checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.movedim(1, -1)
         if self.tpe is not None:
             tokens = self.tpe(tokens)
         for block in self.blocks:
-            tokens = block(tokens)
+            if self.grad_checkpointing and self.training:
+                tokens = checkpoint(block, tokens, use_reentrant=False)
+            else:
+                tokens = block(tokens)
         return tokens.movedim(-1, 1)
 
 
@@ -74,7 +79,7 @@ class NDLightUNet(nn.Module):
         in_channels, out_channels: channels of the input; classes of the output (logits).
         widths: channels per level; each level halves the resolution (sizes rounded up).
         depths: LightNet blocks per level; 0 leaves a level to its convolutions.
-        mixer, mlp_ratio, tpe, drop_path_rate: as in NDLightNet.
+        mixer, mlp_ratio, tpe: as in NDLightNet. drop_path_rate: stochastic depth of every block.
 
     Any size of input is taken: odd sizes are padded by one cell where they are halved, and cropped
     back.
@@ -112,6 +117,11 @@ class NDLightUNet(nn.Module):
                 self.decoders.append(ConvBlock(dims, 2 * before, before))
         self.head = conv(widths[0], out_channels, 1)
         self.stages.apply(init_weights)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the LightNet blocks in the backward pass instead of storing what is in them."""
+        for stage in self.stages:
+            stage.grad_checkpointing = enable  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != self.dims + 2 or x.shape[1] != self.in_channels:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.ops import causal_attention, global_attention, read, summarize
+from ndlightnet.ops import causal_attention, read, summarize
 
 
 class MultiheadAttention(nn.Module):
@@ -88,7 +88,7 @@ class MultiheadAttention(nn.Module):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        causal = is_causal or _is_causal(attn_mask, query.shape[1], key.shape[1])
+        causal = _is_causal(attn_mask, is_causal, query.shape[1], key.shape[1])
         if causal and query.shape[1] != key.shape[1]:
             raise ValueError(
                 f"is_causal with {query.shape[1]} queries on {key.shape[1]} keys: expected as many"
@@ -110,8 +110,6 @@ class MultiheadAttention(nn.Module):
         def attend(v: Tensor) -> Tensor:
             if causal:
                 return causal_attention(q, k, v, mask=keep)[0]
-            if q.shape == k.shape:
-                return global_attention(q, k, v, mask=keep)
             return read(q, summarize(k, v, mask=keep))
 
         y = self.norm(attend(v).flatten(2)) * self.gate(query)
@@ -127,13 +125,16 @@ class MultiheadAttention(nn.Module):
         return out if self.batch_first else out.transpose(0, 1), weights
 
 
-def _is_causal(attn_mask: Tensor | None, target: int, source: int) -> bool:
-    """True for the causal mask, False for None; anything else is refused."""
-    if attn_mask is None:
-        return False
+def _is_causal(attn_mask: Tensor | None, is_causal: bool, target: int, source: int) -> bool:
+    """Whether the mask is the causal one; a mask that is neither that nor empty is refused."""
+    # Looking at a mask waits for the GPU and breaks a compiled graph: there the flag is believed.
+    if attn_mask is None or (is_causal and torch.compiler.is_compiling()):
+        return is_causal
     hidden = attn_mask if attn_mask.dtype == torch.bool else attn_mask == -torch.inf
-    expected = torch.ones(target, source, dtype=torch.bool, device=attn_mask.device).triu(1)
     plain = attn_mask.dtype == torch.bool or bool((attn_mask[~hidden] == 0).all())
+    if plain and not is_causal and not bool(hidden.any()):
+        return False
+    expected = torch.ones(target, source, dtype=torch.bool, device=attn_mask.device).triu(1)
     if attn_mask.shape == expected.shape and plain and bool((hidden == expected).all()):
         return True
     raise ValueError(

@@ -1,13 +1,11 @@
 """Operators with a schema, a fake implementation and an explicit backward, and the choice of one.
 
 The causal form is one operator for torch.compile: its number of chunks depends on the length, and
-its backward is written out. Kernels are looked up in `ndlightnet_kernels` at the moment they are
-asked for.
+its backward is written out.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, Literal
 
 import torch
@@ -26,13 +24,10 @@ def choose(impl: Impl, operation: str) -> str:
     if impl not in ("torch", "triton", "reference"):
         raise ValueError(f"impl={impl!r}: expected 'auto', 'torch', 'triton' or 'reference'")
     if impl == "triton":
-        found = importlib.util.find_spec("ndlightnet_kernels")
-        kernels = importlib.import_module("ndlightnet_kernels") if found else None
-        if not hasattr(kernels, operation):
-            raise ValueError(
-                f"impl='triton': there is no Triton kernel for {operation} in this version; "
-                "use 'auto' or 'torch'"
-            )
+        raise ValueError(
+            f"impl='triton': there is no Triton kernel for {operation} in this version; "
+            "use 'auto' or 'torch'"
+        )
     return impl
 
 
@@ -85,8 +80,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, dout: Tensor, _: Tensor, dtotal: Tensor, dmemory: Tensor) -> Any:
-    df, dk, dv, dw, dsum0, dmemory0 = causal_backward(*ctx.saved_tensors, dout, dtotal, dmemory)
-    w = ctx.saved_tensors[3]
+    saved = ctx.saved_tensors  # once: checkpointing lets them be unpacked a single time
+    df, dk, dv, dw, dsum0, dmemory0 = causal_backward(*saved, dout, dtotal, dmemory)
+    w = saved[3]
     return df, dk, dv, None if w is None else dw.to(w.dtype), None, dsum0, dmemory0
 
 

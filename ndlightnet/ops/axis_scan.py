@@ -104,7 +104,9 @@ def axis_scan(
                 f"{(*expected, 'states')} and {(grid.ndim, 'states')} for x {tuple(x.shape)}"
             )
     if mask is not None:
-        x = x * mask[..., None]
+        x = x.masked_fill(~mask[..., None], 0)  # even NaN in the padding cannot leak
+    if x.numel() == 0:
+        return x
     with torch.autocast(x.device.type, enabled=False):
         total = torch.zeros_like(x)
         for axis in range(grid.ndim):

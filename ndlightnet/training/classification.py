@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 from torchmetrics.functional.classification import (
@@ -16,13 +15,13 @@ from torchmetrics.functional.classification import (
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.video_transforms import to_pixels
 from ndlightnet.inference import predict_clips
-from ndlightnet.training.optim import adamw_with_cosine
 from ndlightnet.training.report import save_confusion, save_strips, write_json
+from ndlightnet.training.task import Task
 
 STRIPS = 8
 
 
-class VideoTask(L.LightningModule):
+class VideoTask(Task):
     """Trains `net`, clips `(batch, 3, frames, height, width)` -> `(batch, classes)` logits.
 
     Args:
@@ -43,28 +42,17 @@ class VideoTask(L.LightningModule):
         super().__init__()
         self.net, self.lr, self.weight_decay = net, lr, weight_decay
         self.loss = nn.CrossEntropyLoss(label_smoothing=label_smoothing)
-        self.failures: list[str] = []
-        self.summary = ""
-
-    def _data(self) -> Any:
-        return self.trainer.datamodule  # type: ignore[attr-defined]
 
     def setup(self, stage: str) -> None:
+        channels = getattr(self.net, "in_chans", None)
+        if channels not in (None, 3):
+            raise DataError(f"in_chans={channels}: videos have 3 channels")
         outputs = getattr(self.net, "num_classes", None)
-        if stage != "predict" and outputs not in (None, len(self._data().classes)):
+        if stage != "predict" and outputs not in (None, len(self.data().classes)):
             raise DataError(
-                f"{self._data().root}: {len(self._data().classes)} classes, but the network has "
+                f"{self.data().root}: {len(self.data().classes)} classes, but the network has "
                 f"num_classes={outputs}"
             )
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["names"] = self._data().names()
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._data().set_names(checkpoint["names"])
-
-    def configure_optimizers(self) -> Any:
-        return adamw_with_cosine(self, self.net, self.lr, self.weight_decay)
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
         clips, labels = batch
@@ -75,32 +63,34 @@ class VideoTask(L.LightningModule):
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], _: int) -> None:
         clips, labels, _index = batch
         right = (predict_clips(self.net, clips).argmax(-1) == labels).float().mean()
-        self.log("val_accuracy", right, prog_bar=True, batch_size=len(labels))
+        self.log("val_accuracy", right, prog_bar=True, batch_size=len(labels), sync_dist=True)
 
     def on_test_epoch_start(self) -> None:
-        self.seen: list[tuple[Tensor, Tensor]] = []
-        self.strips: list[tuple[str, bool | None, Tensor]] = []
+        self.seen: dict[int, tuple[Tensor, int]] = {}  # probabilities and label of each video
+        self.strips: dict[int, tuple[str, bool | None, Tensor]] = {}
 
     def test_step(self, batch: tuple[Tensor, Tensor, Tensor], _: int) -> None:
         clips, labels, index = batch
         probabilities = predict_clips(self.net, clips)
-        self.seen.append((probabilities.cpu(), labels.cpu()))
-        names, samples = self._data().classes, self._data().test_set.samples
+        names, samples = self.data().classes, self.data().test_set.samples
         # every so many videos, so that the strips show all classes
         every = max(1, len(samples) // STRIPS)
         for row, number in enumerate(index.tolist()):
-            if number % every == 0 and len(self.strips) < STRIPS:
-                guess, truth = int(probabilities[row].argmax()), int(labels[row])
+            guess, truth = int(probabilities[row].argmax()), int(labels[row])
+            self.seen[number] = (probabilities[row].cpu(), truth)
+            if number % every == 0 and number // every < STRIPS:
                 caption = (
                     f"{samples[number].path.name}: {names[guess]} ({probabilities[row, guess]:.2f})"
                 )
                 if guess != truth:
                     caption += f", truth: {names[truth]}"
-                self.strips.append((caption, guess == truth, to_pixels(clips[row, 0].cpu())))
+                self.strips[number] = (caption, guess == truth, to_pixels(clips[row, 0].cpu()))
 
     def on_test_epoch_end(self) -> None:
-        names = self._data().classes
-        probabilities, labels = (torch.cat(parts) for parts in zip(*self.seen, strict=True))
+        names, strips = self.data().classes, self.gathered(self.strips)
+        seen = self.gathered(self.seen).values()
+        probabilities = torch.stack([part for part, _ in seen])
+        labels = torch.tensor([label for _, label in seen])
         matrix = multiclass_confusion_matrix(probabilities, labels, len(names))
 
         def accuracy(top_k: int, average: Any) -> Any:
@@ -117,11 +107,13 @@ class VideoTask(L.LightningModule):
             "parameters": sum(p.numel() for p in self.net.parameters()),
             "confusion": matrix.tolist(),
         }
-        write_json(self._out() / "metrics.json", metrics)
-        save_confusion(self._out() / "confusion.png", matrix, names)
-        save_strips(self._out() / "test_clips.png", self.strips)
-        self.log("test_accuracy", top1)
-        self.summary = f"held-out accuracy {top1:.3f} over {len(labels)} videos; see {self._out()}"
+        self.log("test_accuracy", top1, rank_zero_only=True)
+        if not self.trainer.is_global_zero:
+            return
+        write_json(self.out() / "metrics.json", metrics)
+        save_confusion(self.out() / "confusion.png", matrix, names)
+        save_strips(self.out() / "test_clips.png", list(strips.values()))
+        self.summary = f"held-out accuracy {top1:.3f} over {len(labels)} videos; see {self.out()}"
 
     def on_predict_start(self) -> None:
         self.predictions: dict[str, Any] = {}
@@ -132,19 +124,19 @@ class VideoTask(L.LightningModule):
             self.failures.append(batch["error"])
             return
         probabilities = predict_clips(self.net, batch["clips"][None].to(self.device))[0]
-        names, guess = self._data().classes, int(probabilities.argmax())
+        names, guess = self.data().classes, int(probabilities.argmax())
         self.predictions[str(path)] = {
             "class": names[guess],
             "probabilities": dict(zip(names, probabilities.tolist(), strict=True)),
         }
         strip = (f"{path.name}: {names[guess]}", None, to_pixels(batch["clips"][0].cpu()))
-        number = f"{len(self.predictions):04d}"  # names of files in other folders may repeat
-        save_strips(self._out() / "predictions" / f"{number}_{path.stem}.png", [strip])
+        # names of files in other folders may repeat
+        save_strips(self.out() / "predictions" / f"{batch['number']:04d}_{path.stem}.png", [strip])
 
     def on_predict_end(self) -> None:
-        file = self._out() / "predictions" / "predictions.json"
-        write_json(file, self.predictions)
-        self.summary = f"{len(self.predictions)} predictions are in {file}"
-
-    def _out(self) -> Path:
-        return Path(self.trainer.default_root_dir)
+        self.failures = list(self.gathered({line: line for line in self.failures}))
+        predictions = self.gathered(self.predictions)
+        file = self.out() / "predictions" / "predictions.json"
+        if self.trainer.is_global_zero:
+            write_json(file, predictions)
+        self.summary = f"{len(predictions)} predictions are in {file}"

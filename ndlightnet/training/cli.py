@@ -34,9 +34,19 @@ class TaskCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         root = Path(self._get(self.config_init, "trainer.default_root_dir") or "runs")
         check_writable(root)
-        callbacks = [*(self._get(self.config_init, "trainer.callbacks") or []), RichProgressBar()]
+
+        def wanted(key: str) -> bool:  # an unset flag is None
+            return self._get(self.config_init, f"trainer.{key}") not in (False, [])
+
+        callbacks = list(self._get(self.config_init, "trainer.callbacks") or [])
         loggers: list[Logger] | bool = False
-        if self.subcommand == "fit":
+        if wanted("enable_progress_bar"):
+            callbacks.append(RichProgressBar())
+        if self.subcommand == "fit" and wanted("logger"):
+            csv = CSVLogger(root, "logs")
+            loggers = [csv, TensorBoardLogger(root, "logs", version=csv.version)]
+            callbacks.append(LearningRateMonitor())
+        if self.subcommand == "fit" and wanted("enable_checkpointing"):
             folder = root / "checkpoints"
             monitor = getattr(self.model, "monitor", None)
             callbacks += [
@@ -47,11 +57,8 @@ class TaskCLI(LightningCLI):
                 ModelCheckpoint(
                     folder, "last", save_on_train_epoch_end=True, enable_version_counter=False
                 ),
-                LearningRateMonitor(),
             ]
-            csv = CSVLogger(root, "logs")
-            loggers = [csv, TensorBoardLogger(root, "logs", version=csv.version)]
-        else:
+        if self.subcommand != "fit":
             self.save_config_callback = None
         return super().instantiate_trainer(
             default_root_dir=root, logger=loggers, callbacks=callbacks, **kwargs

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
@@ -35,9 +36,13 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 def check_writable(folder: Path) -> None:
     """DataError where results could not be written later."""
-    with whole_file(folder / ".writable") as draft:
-        draft.write_text("")
-    (folder / ".writable").unlink()
+    probe = folder / f".{os.getpid()}.writable"  # its own: several processes may look at once
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be written ({error.strerror or error})") from error
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -74,12 +79,13 @@ def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, An
 
 
 class Panel:
-    """The slice of a volume that shows most of its labels: image, truth, prediction (x, y)."""
+    """The slice of a volume that shows most labels, and most of them: image, truth, prediction."""
 
     def __init__(self, title: str, image: Tensor, truth: Tensor | None, prediction: Tensor) -> None:
         """image (x, y, z) in RAS order, labels (x, y, z)."""
         labels = prediction if truth is None else truth
-        z = int((labels > 0).sum((0, 1)).argmax())
+        classes = torch.stack([(labels == n).any(0).any(0) for n in labels.unique()]).sum(0)
+        z = int((classes * labels[:, :, 0].numel() + (labels > 0).sum((0, 1))).argmax())
         self.title = title
 
         def cut(volume: Tensor) -> Any:  # seen from the feet, front up, as radiologists look at it

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
-import lightning as L
 import numpy as np
 import torch
 from monai.losses.dice import DiceCELoss
@@ -19,11 +17,11 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.volume_transforms import invert
 from ndlightnet.data.volumes import load_case, save_labels
 from ndlightnet.inference import predict_volume
-from ndlightnet.training.optim import adamw_with_cosine
 from ndlightnet.training.report import Panel, save_panels, write_json
+from ndlightnet.training.task import Task
 
 
-class SegmentationTask(L.LightningModule):
+class SegmentationTask(Task):
     """Trains `net`, `(batch, channels, *space)` -> `(batch, classes, *space)` logits.
 
     Args:
@@ -44,35 +42,22 @@ class SegmentationTask(L.LightningModule):
         super().__init__()
         self.net, self.window, self.lr, self.weight_decay = net, window, lr, weight_decay
         self.loss = DiceCELoss(include_background=False, to_onehot_y=True, softmax=True, batch=True)
-        self.failures: list[str] = []
-        self.summary = ""
-
-    def _data(self) -> Any:
-        return self.trainer.datamodule  # type: ignore[attr-defined]
 
     def setup(self, stage: str) -> None:
         if stage == "predict":
             return
         outputs = getattr(self.net, "out_channels", None)
-        if outputs not in (None, len(self._data().labels)):
+        if outputs not in (None, len(self.data().labels)):
             raise DataError(
-                f"{self._data().root}: {len(self._data().labels)} labels, but the network has "
+                f"{self.data().root}: {len(self.data().labels)} labels, but the network has "
                 f"out_channels={outputs}"
             )
-        inputs, channels = getattr(self.net, "in_channels", None), len(self._data().modalities)
+        inputs, channels = getattr(self.net, "in_channels", None), len(self.data().modalities)
         if inputs not in (None, channels):
             raise DataError(
-                f"{self._data().root}: {channels} channels, the network has in_channels={inputs}"
+                f"{self.data().root}: {channels} channels, but the network has "
+                f"in_channels={inputs}"
             )
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["names"] = self._data().names()
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self._data().set_names(checkpoint["names"])
-
-    def configure_optimizers(self) -> Any:
-        return adamw_with_cosine(self, self.net, self.lr, self.weight_decay)
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
         loss: Tensor = self.loss(self.net(batch["image"]).float(), batch["label"])
@@ -82,11 +67,18 @@ class SegmentationTask(L.LightningModule):
     def validation_step(self, batch: dict[str, Any], _: int) -> None:
         logits = predict_volume(self.net, batch["image"].as_tensor(), self.window)
         dice = dice_of(logits.argmax(1), batch["label"].as_tensor()[:, 0].long(), logits.shape[1])
-        self.log("val_dice", dice.nanmean(), prog_bar=True, batch_size=1)
+        # a case without foreground has no Dice; it must not make the mean of the others NaN
+        self.val_dice += dice[dice.isfinite()].tolist()
+
+    def on_validation_epoch_start(self) -> None:
+        self.val_dice: list[float] = []
+
+    def on_validation_epoch_end(self) -> None:
+        mean = sum(self.val_dice) / max(1, len(self.val_dice))
+        self.log("val_dice", mean, prog_bar=True, sync_dist=True)
 
     def on_test_epoch_start(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.panels: list[tuple[float, Panel]] = []
+        self.tested: dict[str, tuple[dict[str, Any], float, Panel]] = {}
 
     def _predict(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Labels (x, y, z) on the file's grid, and on the prepared one."""
@@ -110,25 +102,26 @@ class SegmentationTask(L.LightningModule):
         case = batch["case"]
         truth = load_case(case)["label"]
         classes, spacing = (
-            len(self._data().labels),
+            len(self.data().labels),
             np.linalg.norm(truth.affine.numpy()[:3, :3], axis=0),
         )
         truth = truth.as_tensor()[0].long()
         dice = dice_of(labels[None], truth[None], classes)[0]
         distance = hausdorff95(labels[None], truth[None], classes, spacing)[0]
-        self.rows.append({"name": case.name, "dice": dice.tolist(), "hd95_mm": distance.tolist()})
-        save_labels(labels, case, self._out() / "test" / f"{case.name}.nii.gz")
+        row = {"name": case.name, "dice": dice.tolist(), "hd95_mm": distance.tolist()}
+        save_labels(labels, case, self.out() / "test" / f"{case.name}.nii.gz")
         mean = float(dice.nanmean())
         data = batch["data"]
         panel = Panel(
             f"{case.name}: Dice {mean:.3f}", data["image"].as_tensor()[0],
             data["label"].as_tensor()[0], prepared,
         )  # fmt: skip
-        self.panels.append((mean, panel))
+        self.tested[case.name] = (row, mean, panel)
 
     def on_test_epoch_end(self) -> None:
-        names = self._data().labels
-        table = {key: np.array([row[key] for row in self.rows]) for key in ("dice", "hd95_mm")}
+        tested, names = list(self.gathered(self.tested).values()), self.data().labels
+        rows = [row for row, _, _ in tested]
+        table = {key: np.array([row[key] for row in rows]) for key in ("dice", "hd95_mm")}
         # a class that one of truth and prediction lacks has no distance: left out and counted
         table["hd95_mm"][~np.isfinite(table["hd95_mm"])] = np.nan
         means = {key: _column_means(values) for key, values in table.items()}
@@ -142,15 +135,17 @@ class SegmentationTask(L.LightningModule):
             "hd95_mm": dict(zip(names[1:], means["hd95_mm"], strict=True)),
             "hd95_missing": int(np.isnan(table["hd95_mm"]).sum()),
             "parameters": sum(p.numel() for p in self.net.parameters()),
-            "cases": self.rows,
+            "cases": rows,
         }
-        write_json(self._out() / "metrics.json", metrics)
-        ranked = [panel for _, panel in sorted(self.panels, key=lambda pair: pair[0])]
+        self.log("test_dice", mean_dice, rank_zero_only=True)
+        if not self.trainer.is_global_zero:
+            return
+        write_json(self.out() / "metrics.json", metrics)
+        ranked = [panel for _, _, panel in sorted(tested, key=lambda item: item[1])]
         middle = sorted({0, len(ranked) // 2, len(ranked) - 1})
-        save_panels(self._out() / "test_cases.png", [ranked[i] for i in middle], names)
-        self.log("test_dice", mean_dice)
+        save_panels(self.out() / "test_cases.png", [ranked[i] for i in middle], names)
         self.summary = (
-            f"held-out mean Dice {mean_dice:.3f} over {len(self.rows)} cases; see {self._out()}"
+            f"held-out mean Dice {mean_dice:.3f} over {len(rows)} cases; see {self.out()}"
         )
 
     def predict_step(self, batch: dict[str, Any], _: int) -> None:
@@ -159,19 +154,17 @@ class SegmentationTask(L.LightningModule):
             if "error" in batch:
                 raise DataError(batch["error"])
             labels, prepared = self._predict(batch)
-            save_labels(labels, case, self._out() / "predictions" / f"{case.name}.nii.gz")
+            save_labels(labels, case, self.out() / "predictions" / f"{case.name}.nii.gz")
             panel = Panel(case.name, batch["data"]["image"].as_tensor()[0], None, prepared)
             save_panels(
-                self._out() / "predictions" / f"{case.name}.png", [panel], self._data().labels
+                self.out() / "predictions" / f"{case.name}.png", [panel], self.data().labels
             )
         except DataError as error:
             self.failures.append(str(error))
 
     def on_predict_end(self) -> None:
-        self.summary = f"predictions are in {self._out() / 'predictions'}"
-
-    def _out(self) -> Path:
-        return Path(self.trainer.default_root_dir)
+        self.failures = list(self.gathered({line: line for line in self.failures}))
+        self.summary = f"predictions are in {self.out() / 'predictions'}"
 
 
 def dice_of(labels: Tensor, truth: Tensor, classes: int) -> Tensor:

@@ -28,7 +28,8 @@ class VideoData(L.LightningDataModule):
         root: the folder.
         frames, size: frames per clip and their height and width (pixels). frames=1 is a
             single-frame model.
-        batch_size: clips per batch. repeats: random clips of each video in an epoch.
+        batch_size: clips per batch.
+        repeats: random clips per video in an epoch (above 1 the videos are drawn at random).
         clips: clips per video when judging it.
         hflip: mirrored videos mean the same.
         validation: share of each class of `train` that chooses the best checkpoint; 0: none, the
@@ -149,6 +150,7 @@ class OpenedVideos(torch.utils.data.Dataset[dict[str, Any]]):
             video = load_for_clips(path, data.frames, data.size)
             return {
                 "path": str(path),
+                "number": index + 1,
                 "clips": eval_clips(video, data.frames, data.size, data.clips),
             }
         except DataError as error:

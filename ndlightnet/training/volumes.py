@@ -23,7 +23,7 @@ class VolumeData(L.LightningDataModule):
         root: the folder.
         patch: shape of the training crops (voxels).
         batch_size: cases per batch. num_samples: crops taken from each.
-        repeats: how often an epoch visits each case.
+        repeats: visits per case in an epoch (above 1 the cases are drawn at random).
         validation: share of the training cases that chooses the best checkpoint; `test` is not
             looked at.
         spacing: resample to this voxel size (mm) first; None trains on the files' own grids.

@@ -91,7 +91,7 @@ def test_padded_samples_get_what_they_get_alone(close, dims):
     close(y[:1], model(x[:1][(slice(None), *inside)]), 1e-4)
     close(y[1:], model(x[1:]), 1e-4)
     features = model.forward_features(x, mask)
-    close(model.forward_head(features, mask), y, 1e-6)
+    close(model.forward_head(features, mask=mask), y, 1e-6)
     none = model(x[:1], mask[:1] & False)
     assert none.isfinite().all()
 

@@ -114,11 +114,13 @@ def test_only_the_causal_attn_mask_is_taken(close):
     for mask in (floats, floats == -torch.inf):
         close(m(x, x, x, attn_mask=mask)[0], expected, 1e-6)
     assert not torch.allclose(m(x, x, x)[0], expected)
+    close(m(x, x, x, attn_mask=torch.zeros(10, 10))[0], m(x, x, x)[0], 1e-6)  # hides nothing
+    with pytest.raises(ValueError, match="attn_mask"):  # the flag does not excuse another mask
+        m(x, x, x, attn_mask=torch.ones(10, 10, dtype=torch.bool).tril(-1), is_causal=True)
     band = torch.ones(10, 10, dtype=torch.bool)
     wrong = [
         band.triu(2),
         band.tril(-1),
-        ~band,
         floats + 1,
         floats[:9, :9],
         floats.expand(12, 10, 10),

@@ -12,6 +12,7 @@ from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import attention_step, causal_attention, read, summarize
 from ndlightnet.ops._registry import Impl
 from ndlightnet.ops.lrpe import Kind
+from ndlightnet.ops.parallel import accumulator
 from ndlightnet.ops.state import State
 
 
@@ -78,8 +79,12 @@ class LightNetAttention(nn.Module):
         grid = Grid.of(x)
         source = x if context is None else context
         source_grid = Grid.of(source)
-        if mask is not None:
-            mask = source_grid.flatten(mask)
+        if self.lrpe and source_grid.ndim != grid.ndim:
+            raise ValueError(
+                f"context on a grid {source_grid.shape}, x on {grid.shape}: with lrpe they share "
+                "coordinates and need as many axes; use lrpe=None"
+            )
+        mask = source_grid.flatten_mask(mask)
         place = self.lrpe(grid.shape) if self.lrpe else None
         q = split_heads(self.q_proj(x), self.heads, grid)
         k = split_heads(self.k_proj(source), self.heads, source_grid)
@@ -112,8 +117,10 @@ class LightNetAttention(nn.Module):
 
     def init_state(self, batch: int, device: torch.device | str | None = None) -> State:
         """The State before the first token."""
-        dim = self.head_dim
-        return State.empty(batch, self.heads, dim, dim, self.lrpe is not None, device=device)
+        dim, dtype = self.head_dim, accumulator(self.q_proj.weight)
+        return State.empty(
+            batch, self.heads, dim, dim, self.lrpe is not None, dtype=dtype, device=device
+        )
 
     def step(self, x: Tensor, state: State, position: int | Tensor) -> tuple[Tensor, State]:
         """One token (batch, dim) at `position` (counted from 0) of the causal form."""

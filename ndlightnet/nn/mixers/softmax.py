@@ -32,10 +32,15 @@ class SoftmaxAttention(nn.Module):
         if self.lrpe:
             cos, sin = tables(self.lrpe(grid.shape), q.shape[-1], q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        keep = None if mask is None else grid.flatten(mask)[:, None, None]
-        if causal and keep is not None:
-            raise ValueError("causal=True with a mask: softmax attention takes one of them")
+        keep = grid.flatten_mask(mask)
+        if keep is not None:
+            keep = keep[:, None, None]
+        if causal:
+            if grid.ndim > 1:
+                raise ValueError(f"causal=True on a grid {grid.shape}: expected one axis")
+            if keep is not None:  # torch takes a mask or the flag, not both
+                keep = keep & keep.new_ones(grid.length, grid.length).tril()
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        y = scaled_dot_product_attention(q, k, v, attn_mask=keep, is_causal=causal)
+        y = scaled_dot_product_attention(q, k, v, attn_mask=keep, is_causal=causal and keep is None)
         out: Tensor = self.o_proj(grid.unflatten(y.transpose(1, 2).flatten(2)))
         return out

@@ -1,0 +1,64 @@
+"""What all tasks share: the data's names in the checkpoint, and results from every process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lightning as L
+import torch
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.training.optim import adamw_with_cosine
+
+T = TypeVar("T")
+
+
+class Task(L.LightningModule):
+    """A network `net` with AdamW; its data are a LightningDataModule of this room.
+
+    failures: one line for each file that could not be predicted. summary: what to tell at the end.
+    """
+
+    net: torch.nn.Module
+    lr: float
+    weight_decay: float
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures: list[str] = []
+        self.summary = ""
+
+    def data(self) -> Any:
+        module = self.trainer.datamodule  # type: ignore[attr-defined]
+        if module is None:
+            raise DataError(
+                f"{type(self).__name__}: expected a datamodule that knows its names, such as "
+                "trainer.fit(task, datamodule=VolumeData(...)), got none"
+            )
+        return module
+
+    def out(self) -> Path:
+        return Path(self.trainer.default_root_dir)
+
+    def configure_optimizers(self) -> Any:
+        return adamw_with_cosine(self, self.net, self.lr, self.weight_decay)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["names"] = self.data().names()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        data, saved = self.data(), checkpoint["names"]
+        here = data.names()
+        if any(here.values()) and here != saved:
+            raise DataError(f"{data.root}: has {here}, but the checkpoint was trained on {saved}")
+        data.set_names(saved)
+
+    def gathered(self, items: dict[Any, T]) -> dict[Any, T]:
+        """The items of all processes, in order of their keys. A sampler that fills up its last
+        batch shows an item to two processes: equal keys count once."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            parts: list[Any] = [None] * self.trainer.world_size
+            torch.distributed.all_gather_object(parts, items)
+            items = {key: value for part in parts for key, value in part.items()}
+        return dict(sorted(items.items()))

@@ -1,0 +1,114 @@
+"""What a stranger hits in the first ten minutes: wrong inputs named, and the names of timm."""
+
+import pytest
+import torch
+from torch import nn
+
+from ndlightnet import LightNetAttention, NDLightNet, NDLightUNet, SoftmaxAttention
+from ndlightnet.ops import axis_scan
+
+
+def small(dims: int = 2, **options) -> NDLightNet:
+    return NDLightNet(dims, 3, 5, patch_size=2, embed_dim=16, depth=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("x", "mask", "named"),
+    [
+        (torch.randn(2, 1, 4, 4), None, "in_chans=3"),
+        (torch.randn(2, 3, 4), None, "2 axes"),
+        (torch.zeros(2, 3, 4, 4, dtype=torch.uint8), None, "floats"),
+        (torch.randn(2, 3, 4, 4), torch.ones(2, 4, 4), "mask"),
+        (torch.randn(2, 3, 4, 4), torch.ones(2, 1, 4, 4, dtype=torch.bool), "mask"),
+    ],
+)
+def test_wrong_inputs_are_named(x, mask, named):
+    with pytest.raises(ValueError, match=named):
+        small()(x, mask)
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match="mixer=SoftmaxAttention"):
+        small(mixer=SoftmaxAttention(16))
+    with pytest.raises(ValueError, match="embed_dim=0"):
+        NDLightNet(2, embed_dim=0)
+    with pytest.raises(ValueError, match="tpe_bidirectional"):
+        NDLightNet(1, causal=True, tpe_bidirectional=True)
+    with pytest.raises(ValueError, match="integers"):
+        NDLightNet(1, vocab_size=7, embed_dim=16, depth=1)(torch.randn(2, 5))
+
+
+def test_tokens_of_length_zero():
+    model = NDLightNet(1, vocab_size=7, embed_dim=16, depth=1, causal=True)
+    assert model(torch.zeros(2, 0, dtype=torch.long)).shape == (2, 0, 7)
+    assert small()(torch.randn(0, 3, 4, 4)).shape == (0, 5)
+
+
+def test_the_papers_one_way_position_code_sees_no_later_token():
+    model = small(mixer=lambda dim: nn.Identity(), tpe_bidirectional=False)
+    assert model.tpe.coef.shape == (1, 2, 16, 128)
+    x = torch.randn(1, 4, 4, 16, requires_grad=True)
+    model.tpe(x)[0, 1, 2].sum().backward()
+    seen = x.grad[0].abs().sum(-1) > 0
+    expected = torch.zeros(4, 4, dtype=torch.bool)
+    expected[:2, 2] = expected[1, :3] = True
+    assert torch.equal(seen, expected)
+
+
+def test_nan_in_the_padding_does_not_reach_the_axis_scan():
+    x, mask = torch.randn(1, 5, 4), torch.tensor([[True, True, True, False, False]])
+    x[:, 3:] = torch.nan
+    y = axis_scan(x, torch.randn(1, 4, 3), -torch.rand(1, 3), mask=mask)
+    assert y[:, :3].isfinite().all()
+
+
+def test_timm_names():
+    model = small()
+    assert model.num_features == 16 and model.get_classifier() is model.head
+    model.reset_classifier(9)
+    features = model.forward_features(torch.randn(2, 3, 4, 4))
+    assert model.forward_head(features).shape == (2, 9)
+    assert model.forward_head(features, True).shape == (2, 16)
+    fixed = {name for name, _ in model.named_parameters() if "log_factor" in name or "tpe" in name}
+    assert model.no_weight_decay() == fixed
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_checkpointing_gives_the_same_gradients(causal):
+    torch.manual_seed(0)
+    model = NDLightNet(1, vocab_size=11, embed_dim=16, depth=2, causal=causal)
+    tokens, grads = torch.randint(0, 11, (2, 9)), []
+    for enable in (False, True):
+        model.zero_grad()
+        model.set_grad_checkpointing(enable)
+        model(tokens).square().mean().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_unet_checkpointing_and_odd_widths():
+    torch.manual_seed(0)
+    net = NDLightUNet(2, 1, 2, widths=(20, 44), depths=(0, 1))
+    x, grads = torch.randn(1, 1, 7, 6), []
+    for enable in (False, True):
+        net.zero_grad()
+        net.set_grad_checkpointing(enable)
+        net(x).square().mean().backward()
+        grads.append([p.grad.clone() for p in net.parameters()])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_cross_attention_needs_as_many_axes_with_positions():
+    x, context = torch.randn(1, 6, 16), torch.randn(1, 2, 3, 16)
+    with pytest.raises(ValueError, match="as many axes"):
+        LightNetAttention(16)(x, context=context)
+    assert LightNetAttention(16, lrpe=None)(x, context=context).shape == x.shape
+
+
+def test_a_causal_softmax_with_padding_sees_neither_padding_nor_later_tokens():
+    mixer, x = SoftmaxAttention(16), torch.randn(1, 5, 16, requires_grad=True)
+    mask = torch.tensor([[True, False, True, True, True]])
+    mixer(x, mask=mask, causal=True)[0, 2].sum().backward()
+    assert (x.grad[0].abs().sum(-1) > 0).tolist() == [True, False, True, False, False]
