@@ -12,7 +12,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.training.report import check_writable
@@ -35,18 +35,20 @@ class TaskCLI(LightningCLI):
         root = Path(self._get(self.config_init, "trainer.default_root_dir") or "runs")
         check_writable(root)
 
-        def wanted(key: str) -> bool:  # an unset flag is None
-            return self._get(self.config_init, f"trainer.{key}") not in (False, [])
+        def given(key: str) -> Any:
+            return self._get(self.config_init, f"trainer.{key}")
 
-        callbacks = list(self._get(self.config_init, "trainer.callbacks") or [])
-        loggers: list[Logger] | bool = False
-        if wanted("enable_progress_bar"):
+        callbacks, loggers = list(given("callbacks") or []), given("logger")
+        if given("enable_progress_bar") is not False:
             callbacks.append(RichProgressBar())
-        if self.subcommand == "fit" and wanted("logger"):
+        if self.subcommand != "fit":
+            loggers, self.save_config_callback = False, None
+        elif loggers in (None, True):
             csv = CSVLogger(root, "logs")
             loggers = [csv, TensorBoardLogger(root, "logs", version=csv.version)]
+        if loggers:
             callbacks.append(LearningRateMonitor())
-        if self.subcommand == "fit" and wanted("enable_checkpointing"):
+        if self.subcommand == "fit" and given("enable_checkpointing") is not False:
             folder = root / "checkpoints"
             monitor = getattr(self.model, "monitor", None)
             callbacks += [
@@ -58,8 +60,6 @@ class TaskCLI(LightningCLI):
                     folder, "last", save_on_train_epoch_end=True, enable_version_counter=False
                 ),
             ]
-        if self.subcommand != "fit":
-            self.save_config_callback = None
         return super().instantiate_trainer(
             default_root_dir=root, logger=loggers, callbacks=callbacks, **kwargs
         )

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ndlightnet.data.errors import DataError
 
-COLORS = ("#000000", "#e6194b", "#3cb44b", "#4363d8", "#f58231", "#ffe119", "#42d4f4", "#f032e6")
+# Okabe and Ito: told apart also by people who see fewer colours
+COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#F0E442", "#CC79A7", "#0072B2")
 
 
 @contextmanager
@@ -79,13 +80,18 @@ def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, An
 
 
 class Panel:
-    """The slice of a volume that shows most labels, and most of them: image, truth, prediction."""
+    """The slice of a volume that shows its labels best: image, truth, prediction."""
 
     def __init__(self, title: str, image: Tensor, truth: Tensor | None, prediction: Tensor) -> None:
         """image (x, y, z) in RAS order, labels (x, y, z)."""
         labels = prediction if truth is None else truth
-        classes = torch.stack([(labels == n).any(0).any(0) for n in labels.unique()]).sum(0)
-        z = int((classes * labels[:, :, 0].numel() + (labels > 0).sum((0, 1))).argmax())
+        # each label counts by its share of the slice where it is largest, so that small ones show
+        areas = [(labels == n).sum((0, 1)).float() for n in labels.unique() if n > 0]
+        z = (
+            int(torch.stack([a / a.max() for a in areas]).sum(0).argmax())
+            if areas
+            else labels.shape[2] // 2
+        )
         self.title = title
 
         def cut(volume: Tensor) -> Any:  # seen from the feet, front up, as radiologists look at it

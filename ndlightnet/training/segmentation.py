@@ -55,8 +55,7 @@ class SegmentationTask(Task):
         inputs, channels = getattr(self.net, "in_channels", None), len(self.data().modalities)
         if inputs not in (None, channels):
             raise DataError(
-                f"{self.data().root}: {channels} channels, but the network has "
-                f"in_channels={inputs}"
+                f"{self.data().root}: {channels} channels, but the network has in_channels={inputs}"
             )
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:

@@ -19,6 +19,7 @@ from ndlightnet.data.video import (
     read_video_folder,
 )
 from ndlightnet.data.video_transforms import eval_clips
+from ndlightnet.training.loading import training_loader
 
 
 class VideoData(L.LightningDataModule):
@@ -83,16 +84,9 @@ class VideoData(L.LightningDataModule):
             )
 
     def train_dataloader(self) -> Any:
-        visits = torch.utils.data.RandomSampler(
-            self.train_set,
-            num_samples=self.repeats * len(self.train_set),
-            replacement=self.repeats > 1,
+        return training_loader(
+            self.train_set, self.batch_size, self.repeats, self.workers, DataLoader
         )
-        return DataLoader(
-            self.train_set, batch_size=self.batch_size, sampler=visits, num_workers=self.workers,
-            drop_last=len(self.train_set) >= self.batch_size, persistent_workers=self.workers > 0,
-            pin_memory=torch.cuda.is_available(),
-        )  # fmt: skip
 
     def val_dataloader(self) -> Any:
         return DataLoader(self.val_set, batch_size=self.batch_size) if len(self.val_set) else []

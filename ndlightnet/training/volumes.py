@@ -14,6 +14,7 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.phantoms import make_phantoms
 from ndlightnet.data.volume_transforms import augment, preprocess, volume_dataset
 from ndlightnet.data.volumes import Case, check_cases, find_inputs, load_case, read_decathlon
+from ndlightnet.training.loading import training_loader
 
 
 class VolumeData(L.LightningDataModule):
@@ -88,16 +89,9 @@ class VolumeData(L.LightningDataModule):
         return preprocess(self.modalities, self.spacing)
 
     def train_dataloader(self) -> Any:
-        visits = torch.utils.data.RandomSampler(
-            self.train_set,
-            num_samples=self.repeats * len(self.train_set),
-            replacement=self.repeats > 1,
+        return training_loader(
+            self.train_set, self.batch_size, self.repeats, self.workers, DataLoader
         )
-        return DataLoader(
-            self.train_set, batch_size=self.batch_size, sampler=visits, num_workers=self.workers,
-            drop_last=len(self.train_set) >= self.batch_size, persistent_workers=self.workers > 0,
-            pin_memory=torch.cuda.is_available(),
-        )  # fmt: skip
 
     def val_dataloader(self) -> Any:
         return DataLoader(self.val_set, batch_size=1, num_workers=0)
