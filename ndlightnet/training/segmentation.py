@@ -160,6 +160,11 @@ class SegmentationTask(Task):
             )
         except DataError as error:
             self.failures.append(str(error))
+        except torch.OutOfMemoryError:
+            self.failures.append(
+                f"{case.images[0]}: does not fit into the device's memory as a whole; "
+                "give --model.window, such as the training patch"
+            )
 
     def on_predict_end(self) -> None:
         self.failures = list(self.gathered({line: line for line in self.failures}))
