@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ndlightnet.nn.block import Block, init_weights
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.patch import Patchify
-from ndlightnet.nn.position import MDTPE
+from ndlightnet.nn.position import CODES, MDTPE
 from ndlightnet.ops.state import State
 
 
@@ -122,8 +122,7 @@ class NDLightNet(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Names of the position codes' parameters, which weight decay would distort."""
-        codes = ("log_factor", "logit", "coef")
-        return {name for name, _ in self.named_parameters() if name.rsplit(".")[-1] in codes}
+        return {name for name, _ in self.named_parameters() if name.rsplit(".")[-1] in CODES}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the blocks in the backward pass instead of storing what is in them."""

@@ -10,6 +10,10 @@ from torch import Tensor, nn
 from ndlightnet.ops import Lrpe, axis_scan, frequencies, line_step
 from ndlightnet.ops.lrpe import Kind, slots_of
 
+# The parameters of position codes: decays, angles and their coefficients, which weight decay would
+# pull towards a meaning of their own. By name, since a network holds them anywhere.
+CODES = ("log_factor", "logit", "coef")
+
 
 class MDLRPE(nn.Module):
     """Angles of one layer for a grid of any number of axes.

@@ -9,6 +9,8 @@ import lightning as L
 import torch
 from torch import nn
 
+from ndlightnet.nn.position import CODES
+
 
 def decayed_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Weight decay for matrices and filters only; not for norms, biases and position codes."""
@@ -16,7 +18,7 @@ def decayed_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         id(parameter)
         for module in net.modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim < 2 or name in ("log_factor", "logit", "coef")
+        if parameter.ndim < 2 or name in CODES
     }
     parameters = [p for p in net.parameters() if p.requires_grad]
     return [

@@ -100,10 +100,8 @@ class SegmentationTask(Task):
         labels, prepared = self._predict(batch)
         case = batch["case"]
         truth = load_case(case)["label"]
-        classes, spacing = (
-            len(self.data().labels),
-            np.linalg.norm(truth.affine.numpy()[:3, :3], axis=0),
-        )
+        classes = len(self.data().labels)
+        spacing = np.linalg.norm(truth.affine.numpy()[:3, :3], axis=0)
         truth = truth.as_tensor()[0].long()
         dice = dice_of(labels[None], truth[None], classes)[0]
         distance = hausdorff95(labels[None], truth[None], classes, spacing)[0]

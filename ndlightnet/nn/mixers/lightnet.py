@@ -93,7 +93,7 @@ class LightNetAttention(nn.Module):
             self._check_causal(grid, context)
             y, _ = causal_attention(q, k, v, mask=mask, lrpe=place, impl=self.impl)
         else:
-            source_place = self.lrpe(source_grid.shape) if self.lrpe else None
+            source_place = self.lrpe(source_grid.shape) if self.lrpe and source is not x else place
             state = summarize(k, v, mask=mask, lrpe=source_place, impl=self.impl)
             y = read(q, state, lrpe=place, impl=self.impl)
         return self._output(x, grid.unflatten(y.flatten(2)))
