@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     ("tasks",),
     ("ndlightnet.training",),
+    ("ndlightnet.bench",),
     ("ndlightnet", "ndlightnet.models", "ndlightnet.inference"),
     ("ndlightnet.nn",),
     ("ndlightnet.ops",),

@@ -1,1 +1,18 @@
-"""Triton kernels of ndlightnet: torch and triton in, nothing of ours. There are none yet."""
+"""Triton kernels of ndlightnet: torch and triton in, nothing of ours; plain functions on tensors
+that register nothing. ndlightnet.ops calls them through operators.
+
+  attention   global attention: summarize, read and their backwards
+  causal      causal attention; causal_backward: its gradients; step: one token, for decoding
+  axis_scan   MD-TPE
+  gate        output norm and gate
+  phases      MD-LRPE angles         tiles    what the attention kernels share
+"""
+
+from __future__ import annotations
+
+import triton
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels on the CPU, in its interpreter (TRITON_INTERPRET=1)."""
+    return bool(triton.knobs.runtime.interpret)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.ops import causal_attention, read, summarize
+from ndlightnet.ops import causal_attention, norm_gate, read, summarize
 
 
 class MultiheadAttention(nn.Module):
@@ -61,7 +61,7 @@ class MultiheadAttention(nn.Module):
         self.k_proj = linear(self.kdim, embed_dim)
         self.v_proj = linear(self.vdim, embed_dim)
         self.gate = nn.Sequential(
-            linear(embed_dim, self.head_dim), linear(self.head_dim, embed_dim), nn.Sigmoid()
+            linear(embed_dim, self.head_dim), linear(self.head_dim, embed_dim)
         )
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6, device=device, dtype=dtype)
         self.out_proj = linear(embed_dim, embed_dim)
@@ -112,7 +112,8 @@ class MultiheadAttention(nn.Module):
                 return causal_attention(q, k, v, mask=keep)[0]
             return read(q, summarize(k, v, mask=keep))
 
-        y = self.norm(attend(v).flatten(2)) * self.gate(query)
+        norm = self.norm
+        y = norm_gate(attend(v).flatten(2), self.gate(query), norm.weight, norm.bias, norm.eps)
         out = self.out_proj(nn.functional.dropout(y, self.dropout, self.training))
         weights = None
         if need_weights:  # attending to the unit vectors gives the weights themselves

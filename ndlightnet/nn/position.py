@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.ops import Lrpe, axis_scan, frequencies, line_step
+from ndlightnet.ops._registry import Impl
 from ndlightnet.ops.lrpe import Kind, slots_of
 
 # The parameters of position codes: decays, angles and their coefficients, which weight decay would
@@ -49,8 +50,16 @@ class MDTPE(nn.Module):
     paper's: states * (dim + 1) per axis.
     """
 
-    def __init__(self, dims: int, dim: int, states: int = 128, bidirectional: bool = True) -> None:
+    def __init__(
+        self,
+        dims: int,
+        dim: int,
+        states: int = 128,
+        bidirectional: bool = True,
+        impl: Impl = "auto",
+    ) -> None:
         super().__init__()
+        self.impl = impl
         ways = 2 if bidirectional else 1
         if states < ways or states % ways:
             raise ValueError(f"states={states}: expected a positive multiple of {ways}")
@@ -74,7 +83,7 @@ class MDTPE(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             coef, log_decay = self.weights()
             reverse = (coef[1], log_decay[1]) if coef.shape[0] == 2 else None
-            return x + axis_scan(x, coef[0], log_decay[0], reverse, mask)
+            return axis_scan(x, coef[0], log_decay[0], reverse, mask, residual=True, impl=self.impl)
 
     def init_state(self, batch: int, device: torch.device | str | None = None) -> Tensor:
         """State before the first token of a sequence: (batch, dim, states)."""

@@ -1,5 +1,6 @@
 """Functions on tensors, without parameters: attention in its forms, MD-TPE, MD-LRPE."""
 
+from ndlightnet.ops._triton import Support, supported
 from ndlightnet.ops.attention import (
     attention_step,
     causal_attention,
@@ -8,12 +9,14 @@ from ndlightnet.ops.attention import (
     summarize,
 )
 from ndlightnet.ops.axis_scan import axis_scan, line_scan, line_state, line_step
+from ndlightnet.ops.gate import norm_gate
 from ndlightnet.ops.lrpe import Lrpe, frequencies, rotate, tables
 from ndlightnet.ops.state import State, merge
 
 __all__ = [
     "Lrpe",
     "State",
+    "Support",
     "attention_step",
     "axis_scan",
     "causal_attention",
@@ -23,8 +26,10 @@ __all__ = [
     "line_state",
     "line_step",
     "merge",
+    "norm_gate",
     "read",
     "rotate",
     "summarize",
+    "supported",
     "tables",
 ]

@@ -12,22 +12,23 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops import parallel
+from ndlightnet.ops._triton import supported
+from ndlightnet.ops.lrpe import Lrpe
 from ndlightnet.ops.state import State
 
 Impl = Literal["auto", "torch", "triton", "reference"]
 
 
-def choose(impl: Impl, operation: str) -> str:
+def choose(
+    impl: Impl, operation: str, x: Tensor, v: Tensor | None = None, lrpe: Lrpe | None = None
+) -> str:
     """The implementation that runs. An explicit wish is never replaced by another one."""
     if impl == "auto":
-        return "torch"
+        return "triton" if x.is_cuda and supported(operation, x, v, lrpe=lrpe) else "torch"
     if impl not in ("torch", "triton", "reference"):
         raise ValueError(f"impl={impl!r}: expected 'auto', 'torch', 'triton' or 'reference'")
-    if impl == "triton":
-        raise ValueError(
-            f"impl='triton': there is no Triton kernel for {operation} in this version; "
-            "use 'auto' or 'torch'"
-        )
+    if impl == "triton" and not (support := supported(operation, x, v, lrpe=lrpe)):
+        raise ValueError(f"impl='triton': no kernel for {operation} with {support.reason}")
     return impl
 
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from ndlightnet.grid import Grid
-from ndlightnet.ops import _registry, parallel, reference
+from ndlightnet.ops import _registry, _triton, parallel, reference
 from ndlightnet.ops._registry import Impl
+from ndlightnet.ops._triton import Angles
 from ndlightnet.ops.lrpe import Lrpe, key_features, query_features
 from ndlightnet.ops.state import State, merge, tile
 
@@ -96,8 +97,10 @@ def summarize(
     impl: Impl = "auto",
 ) -> State:
     """The State of a whole source, in one pass. mask: (batch, length) bool, False = padding."""
-    chosen = _registry.choose(impl, "summarize")
     _check(k, v, mask, lrpe, None)
+    chosen = _registry.choose(impl, "summarize", k, v, lrpe)
+    if chosen == "triton":
+        return _summarize(k, v, mask, Angles.of(lrpe, k.dtype))
     with torch.autocast(k.device.type, enabled=False):
         if k.shape[1] == 0:
             return _empty(k, v, lrpe)
@@ -107,13 +110,27 @@ def summarize(
         return parallel.summarize(k, v, _factors(k, lrpe))
 
 
+def _summarize(k: Tensor, v: Tensor, mask: Tensor | None, angles: Angles) -> State:
+    if k.shape[0] * k.shape[1] == 0:
+        batch, _, heads, dim = k.shape
+        rotated = angles.kind != "none"
+        return State.empty(batch, heads, dim, v.shape[-1], rotated, device=k.device)
+    return State(*_triton.triton_summarize(k, v, mask, *angles.arguments))
+
+
+def _read(q: Tensor, state: State, angles: Angles) -> Tensor:
+    if q.shape[0] * q.shape[1] == 0:
+        return q.new_empty(*q.shape[:3], state.memory.shape[-1])
+    out: Tensor = _triton.triton_read(q, state.sum, state.memory, *angles.arguments)
+    return out
+
+
 def read(q: Tensor, state: State, *, lrpe: Lrpe | None = None, impl: Impl = "auto") -> Tensor:
     """Queries (batch, length, heads, dim) on a State: (batch, length, heads, value_dim).
 
     `lrpe` places the queries; give it exactly when the source had one. Zero where the State is
     empty.
     """
-    chosen = _registry.choose(impl, "read")
     rows = state.memory.shape[-2]
     if q.ndim != 4 or rows != q.shape[-1] * (1 if lrpe is None else 2):
         raise ValueError(
@@ -121,6 +138,9 @@ def read(q: Tensor, state: State, *, lrpe: Lrpe | None = None, impl: Impl = "aut
             f"of {rows} rows: expected (batch, length, heads, dim) and as many, twice with lrpe"
         )
     _check_length(q, lrpe, "q")
+    chosen = _registry.choose(impl, "read", q, None, lrpe)
+    if chosen == "triton":
+        return _read(q, state, Angles.of(lrpe, q.dtype))
     with torch.autocast(q.device.type, enabled=False):
         how = reference.recall if chosen == "reference" else parallel.read
         return how(_query(q, lrpe), state).to(q.dtype)
@@ -138,7 +158,41 @@ def global_attention(
     """Softmax(K over tokens)^T V, read by SiLU(q) (Eq. 6). mask: (batch, length), False =
     padding."""
     _check(k, v, mask, lrpe, q)
+    chosen = _registry.choose(impl, "global_attention", k, v, lrpe)
+    if chosen == "triton" and q.dtype == k.dtype:
+        angles = Angles.of(lrpe, k.dtype)  # once for both
+        return _read(q, _summarize(k, v, mask, angles), angles)
     return read(q, summarize(k, v, mask=mask, lrpe=lrpe, impl=impl), lrpe=lrpe, impl=impl)
+
+
+def _widest(k: Tensor, v: Tensor) -> int:
+    """Key channels that a program of the causal form holds on chip beside the value channels."""
+    whole = k.dtype == torch.bfloat16
+    return min(128 if whole else 64, (128 if whole else 64) * 128 // max(64, v.shape[-1]))
+
+
+def _causal(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State, angles: Angles
+) -> tuple[Tensor, State]:
+    dim, most = k.shape[-1], _widest(k, v)
+    if dim <= most:
+        out, *after = _triton.triton_causal(q, k, v, mask, *state, *angles.arguments)
+        return out, State(*after[:3])
+    # key channels add up, so a wide head goes in blocks of them
+    outs, states = [], []
+    for first in range(0, dim, most):
+        block = slice(first, min(first + most, dim))
+        memory = torch.cat([m[:, :, block] for m in state.memory.split(dim, dim=2)], 2)
+        part = State(state.max[..., block], state.sum[..., block], memory)
+        out, part = _causal(q[..., block], k[..., block], v, mask, part, angles.slots(block))
+        outs.append(out.float())
+        states.append(part)
+    halves = [
+        torch.cat([p.memory.chunk(state.memory.shape[2] // dim, 2)[half] for p in states], 2)
+        for half in range(state.memory.shape[2] // dim)
+    ]
+    top, total = (torch.cat([p[i] for p in states], -1) for i in (0, 1))
+    return sum(outs[1:], outs[0]).to(q.dtype), State(top, total, torch.cat(halves, 2))
 
 
 def causal_attention(
@@ -156,8 +210,8 @@ def causal_attention(
     With kind="rotary" the result is not a function of offsets, because the two channels of a pair
     decay differently: prefer "cosine" here.
     """
-    chosen = _registry.choose(impl, "causal_attention")
     _check(k, v, mask, lrpe, q)
+    chosen = _registry.choose(impl, "causal_attention", k, v, lrpe)
     with torch.autocast(k.device.type, enabled=False):
         state = _empty(k, v, lrpe) if state is None else state
         _check_state(state, k, v, lrpe)
@@ -166,13 +220,21 @@ def causal_attention(
         if chosen == "reference":
             out, state = reference.attention(q, k, v, state, lrpe, mask, True)
             return out.to(q.dtype), state
+        if chosen == "triton":
+            return _causal(q, k, v, mask, state, Angles.of(lrpe, k.dtype))
         k, v = _silence(k, v, mask)
         out, *after = _registry.causal(_query(q, lrpe), k, v, _factors(k, lrpe), *state)
         return out.to(q.dtype), State(*after)
 
 
 def attention_step(
-    q: Tensor, k: Tensor, v: Tensor, state: State, *, lrpe: Lrpe | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State,
+    *,
+    lrpe: Lrpe | None = None,
+    impl: Impl = "auto",
 ) -> tuple[Tensor, State]:
     """One token: q, k (batch, heads, dim), v (batch, heads, value_dim), and the State before it.
 
@@ -181,10 +243,18 @@ def attention_step(
     q, k, v = q[:, None], k[:, None], v[:, None]
     _check(k, v, None, lrpe, q)
     _check_state(state, k, v, lrpe)
+    chosen = _registry.choose(impl, "attention_step", k, v, lrpe)
+    if chosen == "triton":
+        angles = Angles.of(lrpe, torch.float32).arguments[1:]
+        y, *after = _triton.triton_step(q[:, 0], k[:, 0], v[:, 0], *state, *angles)
+        return y, State(*after)
+    if chosen == "reference":
+        y, state = causal_attention(q, k, v, lrpe=lrpe, state=state, impl=impl)
+        return y[:, 0], state
     with torch.autocast(k.device.type, enabled=False):
         logit, value = k[:, 0].to(state.sum.dtype), v[:, 0].to(state.sum.dtype)
         top, w = logit.detach(), _factors(k, lrpe)
         p = torch.exp(logit - top)  # 1, with the gradient of exp(k)
         f = p if w is None else tile(p, w.shape[-1], -1) * w[0]
         state = merge(state, State(top, p, f[..., None] * value[..., None, :]))
-        return read(q, state, lrpe=lrpe)[:, 0], state
+        return read(q, state, lrpe=lrpe, impl="torch")[:, 0], state

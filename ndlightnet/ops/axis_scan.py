@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ndlightnet.grid import Grid
+from ndlightnet.ops import _registry, _triton
+from ndlightnet.ops._registry import Impl
 
 CHUNK = 64  # within a chunk a Toeplitz matrix, between chunks the states
 
@@ -88,8 +90,13 @@ def axis_scan(
     log_decay: Tensor,
     reverse: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
+    *,
+    residual: bool = False,
+    impl: Impl = "auto",
 ) -> Tensor:
     """Sum over the axes of the recurrence along each: (batch, *grid, dim) -> same shape.
+
+    residual: x itself is added, without another pass over memory.
 
     coef: (axes, dim, states); log_decay: (axes, states) <= 0. `reverse`: the same pair for the way
     back (bidirectional; a token itself counts once, with the forward weights). mask: (batch,
@@ -103,12 +110,21 @@ def axis_scan(
                 f"{name}coef {tuple(c.shape)} and log_decay {tuple(decay.shape)}: expected "
                 f"{(*expected, 'states')} and {(grid.ndim, 'states')} for x {tuple(x.shape)}"
             )
-    if mask is not None:
-        x = x.masked_fill(~mask[..., None], 0)  # even NaN in the padding cannot leak
+    chosen = _registry.choose(impl, "axis_scan", x)
     if x.numel() == 0:
         return x
+    if chosen == "triton":
+        weights = [w.float() for w in (coef, log_decay)]
+        weights += [] if reverse is None else [w.float() for w in reverse]
+        coefs, decays = weights[::2], weights[1::2]
+        way_back = (coefs[1], decays[1]) if reverse is not None else (None, None)
+        out: Tensor = _triton.triton_axis_scan(x, coefs[0], decays[0], *way_back, mask, residual)
+        return out
+    given = x
+    if mask is not None:
+        x = x.masked_fill(~mask[..., None], 0)  # even NaN in the padding cannot leak
     with torch.autocast(x.device.type, enabled=False):
-        total = torch.zeros_like(x)
+        total = given if residual else torch.zeros_like(x)
         for axis in range(grid.ndim):
             lines = grid.lines(x, axis)
             y = line_scan(lines, coef[axis], log_decay[axis])

@@ -18,7 +18,7 @@ def parts(m, query, key, value):
 
 
 def finish(m, query, y):
-    return m.out_proj(m.norm(y.flatten(2)) * m.gate(query))
+    return m.out_proj(m.norm(y.flatten(2)) * m.gate(query).sigmoid())
 
 
 def padding(batch=3, length=10):

@@ -9,7 +9,14 @@ from torch import Tensor, nn
 from ndlightnet.grid import Grid
 from ndlightnet.nn.heads import default_heads, split_heads
 from ndlightnet.nn.position import MDLRPE
-from ndlightnet.ops import attention_step, causal_attention, read, summarize
+from ndlightnet.ops import (
+    attention_step,
+    causal_attention,
+    global_attention,
+    norm_gate,
+    read,
+    summarize,
+)  # fmt: skip
 from ndlightnet.ops._registry import Impl
 from ndlightnet.ops.lrpe import Kind
 from ndlightnet.ops.parallel import accumulator
@@ -53,9 +60,8 @@ class LightNetAttention(nn.Module):
         self.q_proj = nn.Linear(dim, dim, bias=bias)
         self.k_proj = nn.Linear(source, dim, bias=bias)
         self.v_proj = nn.Linear(source, dim, bias=bias)
-        self.gate = nn.Sequential(
-            nn.Linear(dim, rank, bias=bias), nn.Linear(rank, dim, bias=bias), nn.Sigmoid()
-        )
+        # the sigmoid is in norm_gate
+        self.gate = nn.Sequential(nn.Linear(dim, rank, bias=bias), nn.Linear(rank, dim, bias=bias))
         self.lrpe = MDLRPE(self.heads, self.head_dim, lrpe, learn_theta) if lrpe else None
         # float32 statistics and a small eps: the variance of the read falls like 1 / length
         self.norm = nn.LayerNorm(dim, eps=1e-6)
@@ -92,8 +98,10 @@ class LightNetAttention(nn.Module):
         if causal:
             self._check_causal(grid, context)
             y, _ = causal_attention(q, k, v, mask=mask, lrpe=place, impl=self.impl)
+        elif context is None:
+            y = global_attention(q, k, v, mask=mask, lrpe=place, impl=self.impl)
         else:
-            source_place = self.lrpe(source_grid.shape) if self.lrpe and source is not x else place
+            source_place = self.lrpe(source_grid.shape) if self.lrpe else None
             state = summarize(k, v, mask=mask, lrpe=source_place, impl=self.impl)
             y = read(q, state, lrpe=place, impl=self.impl)
         return self._output(x, grid.unflatten(y.flatten(2)))
@@ -112,7 +120,9 @@ class LightNetAttention(nn.Module):
             )
 
     def _output(self, x: Tensor, y: Tensor) -> Tensor:
-        out: Tensor = self.o_proj(self.norm(y) * self.gate(x))
+        logits = self.gate(x)
+        y = norm_gate(y, logits, self.norm.weight, self.norm.bias, self.norm.eps, self.impl)
+        out: Tensor = self.o_proj(y)
         return out
 
     def init_state(self, batch: int, device: torch.device | str | None = None) -> State:
@@ -130,5 +140,5 @@ class LightNetAttention(nn.Module):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         place = self.lrpe((1,), (position,)) if self.lrpe else None
-        y, state = attention_step(q, k, v, state, lrpe=place)
+        y, state = attention_step(q, k, v, state, lrpe=place, impl=self.impl)
         return self._output(x, y.flatten(1)), state

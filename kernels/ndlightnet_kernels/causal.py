@@ -1,0 +1,359 @@
+"""Causal attention without a decay kernel: the additive decay telescopes.
+
+o_t = sum_(u <= t) (phi_t / s_t . exp(k_u)) v_u is attention without decay on rescaled queries and
+exponentiated keys; only the range of exponents needs care. Segments of the length run in parallel
+from carried States, and within a segment chunk follows chunk. Keys of a segment are exp(k - anchor)
+with one anchor for all of it; s, which only grows, is in units of exp(anchor). This serves every
+query whose s does not vanish, and if it serves the segment's first query, it serves all.
+
+Where it does not (logits that climb by more than 60 within a segment, padding in front), the
+segment is flagged and done again by the careful form of the same kernel: an anchor for each chunk
+(its largest logit) and, for queries that even this does not serve, anchors of their own in further
+rounds. All exponents are <= 0 there, and nothing overflows whatever the logits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ndlightnet_kernels import attention
+from ndlightnet_kernels.attention import flags
+from ndlightnet_kernels.phases import angles
+from ndlightnet_kernels.tiles import (
+    Place,
+    address,
+    dot,
+    operand,
+    pad,
+    prepare,
+    processors,
+    silu,
+    weight,
+)  # fmt: skip
+
+TINY = tl.constexpr(1e-27)  # a running sum below it belongs to a further level
+INFINITE = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def _reciprocal(s):
+    """1 / s for s >= TINY, by rsqrt, which takes fewer instructions."""
+    r = tl.rsqrt(tl.maximum(s, TINY))
+    return r * r
+
+
+@triton.jit
+def _level(x, anchor, mx, sm, todo, ones, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """Keys against `anchor`; 1 / s for the queries that it serves; exp(mx - anchor); those left."""
+    used = anchor > -INFINITE
+    p = tl.where(used[None, :], weight(tl.minimum(x, anchor[None, :]), anchor[None, :]), 0.0)
+    carry = tl.where(used, weight(mx, anchor), 0.0)
+    # sums of the rounded keys: a query's weights then add up to one
+    s = dot(ones, p, tl.zeros(p.shape, tl.float32), OPERAND, PRECISION) + (carry * sm)[None, :]
+    inverse = tl.where(todo & (s >= TINY), _reciprocal(s), 0.0)
+    return p, inverse, carry, todo & (s < TINY)
+
+
+@triton.jit
+def _next_anchor(x, mx, todo):
+    """The largest logit that the queries left have seen; -inf where none is left or none seen."""
+    return tl.max(tl.where(todo, tl.maximum(x, mx[None, :]), -INFINITE), 0)
+
+
+@triton.jit
+def _load(ptr, b, h, t, c, seen, sb, st, sh, other, DIM: tl.constexpr, UNIT: tl.constexpr):
+    here = seen[:, None] & (c < DIM)[None, :]
+    return tl.load(address(ptr, b, h, t, c, sb, st, sh, UNIT), mask=here, other=other)
+
+
+@triton.jit
+def _seen(keep, b, t, length, MASKED: tl.constexpr):
+    seen = t < length
+    if MASKED:
+        seen = seen & (tl.load(keep + b * length + t, mask=seen, other=0) != 0)
+    return seen
+
+
+@triton.jit
+def _entry(top, total, memory, at, kc, vc, DIM: tl.constexpr, VDIM: tl.constexpr,
+           TALL: tl.constexpr):  # fmt: skip
+    """A stored State; its memory transposed."""
+    inside = kc < DIM
+    mx = tl.load(top + at * DIM + kc, mask=inside, other=-INFINITE)
+    sm = tl.load(total + at * DIM + kc, mask=inside, other=0.0)
+    tile = memory + (at * (TALL * DIM) + kc)[None, :] * VDIM + vc[:, None]
+    here = inside[None, :] & (vc < VDIM)[:, None]
+    m = tl.load(tile, mask=here, other=0.0)
+    m_sin = m
+    if TALL == 2:
+        m_sin = tl.load(tile + DIM * VDIM, mask=here, other=0.0)
+    return mx, sm, m, m_sin
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _prefix(
+    top0, total0, memory0, top, total, memory, top_out, total_out, memory_out,
+    top_end, total_end, memory_end, parts,
+    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """States before each segment and after the last one: a product with weights exp(top - max).
+
+    One program per key channel and block of values. Slot 0 is the initial State."""
+    bh, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    vc, s = tl.program_id(2) * BV + tl.arange(0, BV), tl.arange(0, BP)
+    here, given = (s > 0) & (s <= parts), s == 0
+    at = (bh * parts + s - 1) * DIM + j
+    ref = tl.load(top + at, mask=here, other=-INFINITE)
+    ref = tl.where(given, tl.load(top0 + bh * DIM + j), ref)
+    sm = tl.load(total + at, mask=here, other=0.0)
+    sm = tl.where(given, tl.load(total0 + bh * DIM + j), sm)
+    before = s[None, :] <= s[:, None]
+    best = tl.max(tl.where(before, ref[None, :], -INFINITE), 1)
+    w = tl.where(before, weight(ref[None, :], best[:, None]), 0.0)
+    out = bh * (parts + 1) + s
+    if tl.program_id(2) == 0:
+        tl.store(top_out + out * DIM + j, best, s <= parts)
+        sums = tl.sum(w * sm[None, :], 1)
+        tl.store(total_out + out * DIM + j, sums, s <= parts)
+        tl.store(top_end + bh * DIM + j + s * 0, best, s == parts)
+        tl.store(total_end + bh * DIM + j + s * 0, sums, s == parts)
+    for half in tl.static_range(TALL):
+        row = half * DIM + j
+        tile = ((bh * parts + s - 1) * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :]
+        inside = vc < VDIM
+        m = tl.load(memory + tile, mask=here[:, None] & inside[None, :], other=0.0)
+        start = tl.load(memory0 + (bh * (TALL * DIM) + row) * VDIM + vc, mask=inside, other=0.0)
+        m = tl.where(given[:, None], start[None, :], m)
+        m = tl.dot(w, m, input_precision="tf32x3")
+        to = memory_out + (out * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :]
+        tl.store(to, m, (s <= parts)[:, None] & inside[None, :])
+        to = memory_end + (bh * (TALL * DIM) + row) * VDIM + vc[None, :] + (s * 0)[:, None]
+        tl.store(to, m, (s == parts)[:, None] & inside[None, :])
+
+
+SIZES = ["length", "span", "parts", "heads", "rows", "own"]
+QKV = ["sqb", "sqt", "sqh", "skb", "skt", "skh", "svb", "svt", "svh"]
+OUT = ["sob", "sot", "soh"]
+
+
+@triton.jit
+def _rotation(table, meta, t, kc, rows, head, length, KIND: tl.constexpr, SLOTS: tl.constexpr,
+              WIDE: tl.constexpr, PRODUCT: tl.constexpr, PREFIX: tl.constexpr):  # fmt: skip
+    """cos and sin of a chunk; without MD-LRPE any tile, unused."""
+    if KIND == 0:
+        none = tl.zeros((t.shape[0], kc.shape[0]), tl.float32)
+        return none, none
+    else:
+        t = tl.minimum(t, length - 1)
+        return angles(table, meta, t, kc % SLOTS, rows, head, SLOTS, WIDE, PRODUCT, PREFIX)
+
+
+@triton.jit
+def _scores(a, b, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexpr,
+            PRECISION: tl.constexpr):  # fmt: skip
+    """acc + features of a times features of b, transposed."""
+    if KIND == 0:
+        acc = dot(a, tl.trans(b), acc, OPERAND, PRECISION)
+    else:
+        acc = dot(a * cos, tl.trans(b * cos), acc, OPERAND, PRECISION)
+        acc = dot(a * sin, tl.trans(b * sin), acc, OPERAND, PRECISION)
+    return acc
+
+
+@triton.jit
+def _gather(left, b, cos, sin, acc, acc_sin, KIND: tl.constexpr, OPERAND: tl.constexpr,
+            PRECISION: tl.constexpr):  # fmt: skip
+    """(acc, acc_sin) + left times the features of b."""
+    if KIND == 0:
+        acc = dot(left, b, acc, OPERAND, PRECISION)
+    else:
+        acc = dot(left, b * cos, acc, OPERAND, PRECISION)
+        acc_sin = dot(left, b * sin, acc_sin, OPERAND, PRECISION)
+    return acc, acc_sin
+
+
+@triton.jit
+def _recall(f, m, m_sin, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexpr,
+            PRECISION: tl.constexpr):  # fmt: skip
+    """acc + features of f on a memory that is held transposed."""
+    if KIND == 0:
+        acc = dot(f, tl.trans(m.to(OPERAND)), acc, OPERAND, PRECISION)
+    else:
+        acc = dot(f * cos, tl.trans(m.to(OPERAND)), acc, OPERAND, PRECISION)
+        acc = dot(f * sin, tl.trans(m_sin.to(OPERAND)), acc, OPERAND, PRECISION)
+    return acc
+
+
+@triton.jit
+def _unturn(d, d_sin, cos, sin, KIND: tl.constexpr):
+    """From gradients of both features to that of what they were made of."""
+    if KIND == 0:
+        return d
+    else:
+        return d * cos + d_sin * sin
+
+
+@triton.jit
+def _to_segment(top, at, kc, mx, sm, m, m_sin, DIM: tl.constexpr):
+    """A State in units of the segment's anchor, the reference of the State after it."""
+    anchor = tl.load(top + (at + 1) * DIM + kc, mask=kc < DIM, other=-INFINITE)
+    fall = weight(mx, anchor)
+    return anchor, sm * fall, m * fall[None, :], m_sin * fall[None, :]
+
+
+@triton.jit
+def _unserved(k, keep, b, h, first, length, anchor, sm, kc, skb, skt, skh, DIM: tl.constexpr,
+              UNIT: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Whether a segment's first query, which has the smallest sum, falls below `anchor`'s reach."""
+    t = first + tl.zeros((1,), tl.int32)
+    seen = _seen(keep, b, t, length, MASKED)
+    x = _load(k, b, h, t, kc, seen, skb, skt, skh, -INFINITE, DIM, UNIT).to(tl.float32)
+    s = weight(tl.max(x, 0), anchor) + sm
+    return tl.max(((kc < DIM) & (s < TINY)).to(tl.int32), 0)
+
+
+@triton.jit(do_not_specialize=SIZES + QKV)
+def _causal(
+    q, k, v, keep, table, stride, meta, top, total, memory, flag, out,
+    sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, length, span, parts, heads, rows, own,
+    DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
+    CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr,
+    PRODUCT: tl.constexpr, PREFIX: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Output of a segment, chunk by chunk, from the State before it."""
+    bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, h = bh // heads, bh % heads
+    begin, end = part * span, min(part * span + span, length)
+    if CAREFUL:
+        if tl.load(flag + bh * parts + part) == 0:
+            end = begin
+    kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
+    TALL: tl.constexpr = 1 if KIND == 0 else 2
+    at = bh * (parts + 1) + part
+    mx, sm, m, m_sin = _entry(top, total, memory, at, kc, vc, DIM, VDIM, TALL)
+    ones = (lane[:, None] >= lane[None, :]).to(OPERAND)
+    run = tl.zeros((BL, BK), tl.float32)
+    if not CAREFUL:
+        mx, sm, m, m_sin = _to_segment(top, at, kc, mx, sm, m, m_sin, DIM)
+        tl.store(flag + bh * parts + part, _unserved(
+            k, keep, b, h, begin, length, mx, sm, kc, skb, skt, skh, DIM, UNIT, MASKED
+        ))  # fmt: skip
+        run += sm[None, :]
+    for first in range(begin, end, BL):
+        t = first + lane
+        seen = _seen(keep, b, t, length, MASKED)
+        x = _load(k, b, h, t, kc, seen, skb, skt, skh, -INFINITE, DIM, UNIT).to(tl.float32)
+        y = _load(v, b, h, t, vc, seen, svb, svt, svh, 0.0, VDIM, UNIT)
+        phi, _ = silu(
+            _load(q, b, h, t, kc, t < length, sqb, sqt, sqh, 0.0, DIM, UNIT).to(tl.float32)
+        )
+        cos, sin = _rotation(
+            table, meta, t, kc, rows, h * own, length, KIND, SLOTS, WIDE, PRODUCT, PREFIX
+        )
+        score = tl.zeros((BL, BL), tl.float32)
+        if CAREFUL:
+            best = tl.maximum(mx, tl.max(x, 0))
+            todo = (lane >= 0)[:, None] & (kc < DIM)[None, :]
+            anchor, from_entry = best, tl.zeros((BL, BK), tl.float32)
+            while tl.max(anchor, 0) > -INFINITE:
+                low, inverse, fall, todo = _level(x, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
+                f = phi * inverse
+                from_entry += f * fall[None, :]
+                score = _scores(f, low, cos, sin, score, KIND, OPERAND, PRECISION)
+                anchor = _next_anchor(x, mx, todo)
+            p, carry = weight(x, best[None, :]), weight(mx, best)
+            sm = sm * carry + tl.sum(p.to(OPERAND).to(tl.float32), 0)
+            mx = best
+        else:
+            p = weight(x, mx[None, :])
+            from_entry = phi * _reciprocal(dot(ones, p, run, OPERAND, PRECISION))
+            run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, OPERAND, PRECISION)
+            score = _scores(from_entry, p, cos, sin, score, KIND, OPERAND, PRECISION)
+        o = tl.zeros((BL, BV), tl.float32)
+        o = _recall(from_entry, m, m_sin, cos, sin, o, KIND, OPERAND, PRECISION)
+        score = tl.where(lane[:, None] >= lane[None, :], score, 0.0)
+        o = dot(score, y, o, OPERAND, PRECISION)
+        if CAREFUL:
+            m, m_sin = m * carry[None, :], m_sin * carry[None, :]
+        m, m_sin = _gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, OPERAND, PRECISION)
+        to = out + ((b * length + t) * heads + h)[:, None] * VDIM + vc[None, :]
+        tl.store(to, o.to(out.dtype.element_ty), (t < length)[:, None] & (vc < VDIM)[None, :])
+
+
+# ------------------------------------------------------------------------------------ launches
+class Plan(NamedTuple):
+    """Tokens a chunk, warps and load stages."""
+
+    chunk: int
+    warps: int
+    stages: int
+
+
+def plan(k: Tensor, vdim: int, kind: str, backward: bool) -> Plan:
+    """Measured on an H200 for bfloat16 and 64 channels."""
+    if k.dtype != torch.bfloat16 or pad(k.shape[-1]) * pad(vdim) > 64 * 64:
+        return Plan(32, 8, 1)  # 4-byte operands and wide heads fill the chip with less
+    if kind == "none":
+        return Plan(32, 4, 2) if backward else Plan(64, 4, 3)
+    return Plan(32, 8, 2) if backward else Plan(32, 4, 2)
+
+
+def cut(k: Tensor, vdim: int) -> tuple[int, int]:
+    """Segments that the length of keys (batch, length, heads, dim) is cut into, and their length, a
+    multiple of every chunk."""
+    (batch, length, heads, dim), block = k.shape, 64
+    programs = processors(k) * (4 if pad(dim) * pad(vdim) <= 64 * 64 else 2)
+    parts = max(1, min(programs // (batch * heads), triton.cdiv(length, 4 * block), MOST_PARTS))
+    span = triton.cdiv(triton.cdiv(length, parts), block) * block
+    return triton.cdiv(length, span), span
+
+
+MOST_PARTS = 127
+
+
+def _float(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, state: tuple[Tensor, Tensor, Tensor],
+    place: Place,
+) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
+    """Output (batch, length, heads, value_dim), the final State (max, sum, memory), and for the
+    backward the States before each segment and after the last one, (batch * heads, segments + 1,
+    ...), and flags."""
+    (q, k, v), strided, unit = prepare(q, k, v)
+    (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
+    tall = 1 if place.kind == "none" else 2
+    parts, span = cut(k, vdim)
+    chunk, warps, stages = plan(k, vdim, place.kind, False)
+    bv, rows = pad(vdim), batch * heads
+    own = attention.summarize_parts(k, v, keep, place, parts, span)
+    entry = (
+        _float(k, rows, parts + 1, dim), _float(k, rows, parts + 1, dim),
+        _float(k, rows, parts + 1, tall * dim, vdim),
+    )  # fmt: skip
+    last = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in state)
+    block = min(bv, 64)
+    _prefix[(rows, dim, triton.cdiv(vdim, block))](
+        *(x.contiguous() for x in state), *own, *entry, *last, parts, DIM=dim, VDIM=vdim, BV=block,
+        TALL=tall, BP=pad(parts + 1), num_warps=4,
+    )  # fmt: skip
+    out = torch.empty(*v.shape, dtype=q.dtype, device=q.device)
+    flag = torch.empty(rows, parts, dtype=torch.int32, device=q.device)
+    for careful in (False, True):
+        _causal[(rows, parts)](
+            q, k, v, flags(keep), top=entry[0], total=entry[1], memory=entry[2], flag=flag, out=out,
+            **dict(zip(QKV, strided, strict=True)), length=length, span=span, parts=parts,
+            heads=heads, DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, BL=chunk, CAREFUL=careful,
+            MASKED=keep is not None, UNIT=unit, **place.arguments(), **operand(k),
+            num_warps=8 if careful else warps,
+            num_stages=1 if careful else stages,
+        )  # fmt: skip
+    return out, last, (*entry, flag)

@@ -1,0 +1,348 @@
+"""Gradients of causal attention: one pass forward in time (dq), one backward (dk, dv).
+
+dphi_t = memory_t dout_t;  dv_u = sum_(t >= u) (phi_t / s_t . exp(k_u)) dout_t;
+dk_u = exp(k_u) sum_(t >= u) (phi_t (v_u . dout_t) - phi_t dphi_t) / s_t,  per key channel.
+Segments, anchors and the careful form as in causal.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ndlightnet_kernels.attention import flags
+from ndlightnet_kernels.causal import (
+    INFINITE,
+    OUT,
+    QKV,
+    SIZES,
+    _entry,
+    _float,
+    _gather,
+    _level,
+    _load,
+    _next_anchor,
+    _recall,
+    _reciprocal,
+    _rotation,
+    _scores,
+    _seen,
+    _to_segment,
+    _unturn,
+    cut,
+    plan,
+)  # fmt: skip
+from ndlightnet_kernels.phases import turns
+from ndlightnet_kernels.tiles import Place, dot, operand, pad, prepare, silu, weight
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _suffix(
+    top, pull, pulls, dtotal, dmemory, dtotal0, dmemory0, pull_out, pulls_out, parts,
+    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """Adjoint of `_prefix`: what later segments and the final State pull on the State before each.
+
+    Slot s < parts: a segment's own pull in units of its entry; slot `parts`: the final State's."""
+    bh, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    vc, s = tl.program_id(2) * BV + tl.arange(0, BV), tl.arange(0, BP)
+    here, last = s < parts, s == parts
+    ref = tl.load(top + (bh * (parts + 1) + s) * DIM + j, mask=s <= parts, other=-INFINITE)
+    own = tl.load(pull + (bh * parts + s) * DIM + j, mask=here, other=0.0)
+    own = tl.where(last, -tl.load(dtotal + bh * DIM + j), own)
+    after = (s[None, :] >= s[:, None]) & (s <= parts)[None, :]
+    w = tl.where(after, weight(ref[:, None], ref[None, :]), 0.0)
+    if tl.program_id(2) == 0:
+        all_ = tl.sum(w * own[None, :], 1)
+        tl.store(pull_out + (bh * parts + s - 1) * DIM + j, all_, (s > 0) & (s <= parts))
+        tl.store(dtotal0 + bh * DIM + j + s * 0, -all_, s == 0)
+    for half in tl.static_range(TALL):
+        row = half * DIM + j
+        inside = vc < VDIM
+        tile = ((bh * parts + s) * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :]
+        m = tl.load(pulls + tile, mask=here[:, None] & inside[None, :], other=0.0)
+        end = tl.load(dmemory + (bh * (TALL * DIM) + row) * VDIM + vc, mask=inside, other=0.0)
+        m = tl.where(last[:, None], end[None, :], m)
+        m = tl.dot(w, m, input_precision="tf32x3")
+        tile = ((bh * parts + s - 1) * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :]
+        tl.store(pulls_out + tile, m, ((s > 0) & (s <= parts))[:, None] & inside[None, :])
+        to = dmemory0 + (bh * (TALL * DIM) + row) * VDIM + vc[None, :] + (s * 0)[:, None]
+        tl.store(to, m, (s == 0)[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=SIZES + QKV + OUT)
+def _causal_dq(
+    q, k, v, dout, keep, table, stride, meta, top, total, memory, flag,
+    dq, dphi, chunk_top, chunk_total, pull, pulls, dtheta,
+    sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sob, sot, soh,
+    length, span, parts, heads, rows, own,
+    DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
+    CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr,
+    PRODUCT: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
+    UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Forward in time: dphi_t = memory_t dout_t, and what the segment pulls on the State before it.
+
+    Leaves behind dphi and each chunk's (max, sum) for `_causal_dkv`.
+    """
+    bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, h = bh // heads, bh % heads
+    begin, end = part * span, min(part * span + span, length)
+    if CAREFUL:
+        if tl.load(flag + bh * parts + part) == 0:
+            return
+    kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
+    TALL: tl.constexpr = 1 if KIND == 0 else 2
+    at = bh * (parts + 1) + part
+    mx, sm, m, m_sin = _entry(top, total, memory, at, kc, vc, DIM, VDIM, TALL)
+    start, run = mx, tl.zeros((BL, BK), tl.float32)
+    if not CAREFUL:
+        mx, sm, m, m_sin = _to_segment(top, at, kc, mx, sm, m, m_sin, DIM)
+        run += sm[None, :]
+    acc = tl.zeros((BV, BK), tl.float32)
+    acc_sin = acc
+    pulled = tl.zeros((BK,), tl.float32)
+    spread = tl.zeros((BL, BK), tl.float32)
+    ones = (lane[:, None] >= lane[None, :]).to(OPERAND)
+    inside = kc < DIM
+    for first in range(begin, end, BL):
+        t = first + lane
+        chunk = (bh * tl.cdiv(length, BL) + first // BL) * DIM + kc
+        if CAREFUL:
+            tl.store(chunk_top + chunk, mx, inside)
+        else:
+            sm = tl.max(run, 0)  # all rows are the same
+        tl.store(chunk_total + chunk, sm, inside)
+        seen = _seen(keep, b, t, length, MASKED)
+        x = _load(k, b, h, t, kc, seen, skb, skt, skh, -INFINITE, DIM, UNIT).to(tl.float32)
+        y = _load(v, b, h, t, vc, seen, svb, svt, svh, 0.0, VDIM, UNIT)
+        do = _load(dout, b, h, t, vc, t < length, sob, sot, soh, 0.0, VDIM, UNIT)
+        phi, slope = silu(
+            _load(q, b, h, t, kc, t < length, sqb, sqt, sqh, 0.0, DIM, UNIT).to(tl.float32)
+        )
+        cos, sin = _rotation(
+            table, meta, t, kc, rows, h * own, length, KIND, SLOTS, WIDE, PRODUCT, PREFIX
+        )
+        pair = dot(do, tl.trans(y), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
+        pair = tl.where(lane[:, None] >= lane[None, :], pair, 0.0).to(OPERAND)
+        zero = tl.zeros((BL, BK), tl.float32)
+        far, far_sin = dot(do, m, zero, OPERAND, PRECISION), zero
+        if KIND != 0:
+            far_sin = dot(do, m_sin, zero, OPERAND, PRECISION)
+        if CAREFUL:
+            best = tl.maximum(mx, tl.max(x, 0))
+            todo = (lane >= 0)[:, None] & inside[None, :]
+            anchor, from_entry, d, d_sin = best, zero, zero, zero
+            while tl.max(anchor, 0) > -INFINITE:
+                low, inverse, fall, todo = _level(x, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
+                e, e_sin = _gather(
+                    pair, low, cos, sin, far * fall[None, :], far_sin * fall[None, :],
+                    KIND, OPERAND, PRECISION,
+                )  # fmt: skip
+                d += e * inverse
+                d_sin += e_sin * inverse
+                from_entry += phi * inverse * fall[None, :]
+                anchor = _next_anchor(x, mx, todo)
+            p, carry = weight(x, best[None, :]), weight(mx, best)
+        else:
+            p = weight(x, mx[None, :])
+            d, d_sin = _gather(pair, p, cos, sin, far, far_sin, KIND, OPERAND, PRECISION)
+            inverse = _reciprocal(dot(ones, p, run, OPERAND, PRECISION))
+            run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, OPERAND, PRECISION)
+            d, d_sin = d * inverse, d_sin * inverse
+            from_entry = phi * inverse
+        grad = _unturn(d, d_sin, cos, sin, KIND)
+        to = ((b * length + t) * heads + h)[:, None] * DIM + kc[None, :]
+        here = (t < length)[:, None] & inside[None, :]
+        tl.store(dphi + to, grad.to(dphi.dtype.element_ty), here)
+        tl.store(dq + to, (grad * slope).to(dq.dtype.element_ty), here)
+        if LEARN:
+            last = tl.minimum(t, length - 1)
+            angle = turns(stride, meta, last, kc % SLOTS, SLOTS, PRODUCT, PREFIX)
+            angle = tl.sum(angle * phi * (cos * d_sin - sin * d), 0)
+            tl.store(dtheta + chunk, angle, inside)
+        if CAREFUL:
+            fade = weight(start, mx)  # from this chunk's units to those of the State before
+            pulled += fade * tl.sum(from_entry * grad, 0)
+            from_entry *= fade[None, :]
+            m, m_sin = m * carry[None, :], m_sin * carry[None, :]
+            sm = sm * carry + tl.sum(p.to(OPERAND).to(tl.float32), 0)
+            mx = best
+        else:
+            spread += from_entry * grad
+        acc, acc_sin = _gather(
+            tl.trans(do), from_entry, cos, sin, acc, acc_sin, KIND, OPERAND, PRECISION
+        )
+        m, m_sin = _gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, OPERAND, PRECISION)
+    if not CAREFUL:
+        fade = weight(start, mx)
+        pulled = tl.sum(spread, 0) * fade
+        acc, acc_sin = acc * fade[None, :], acc_sin * fade[None, :]
+    tl.store(pull + (bh * parts + part) * DIM + kc, pulled, inside)
+    to = pulls + ((bh * parts + part) * (TALL * DIM) + kc)[None, :] * VDIM + vc[:, None]
+    here = inside[None, :] & (vc < VDIM)[:, None]
+    tl.store(to, acc, here)
+    if KIND != 0:
+        tl.store(to + DIM * VDIM, acc_sin, here)
+
+
+@triton.jit(do_not_specialize=SIZES + QKV + OUT)
+def _causal_dkv(
+    q, k, v, dout, keep, table, stride, meta, top, flag, dphi, chunk_top, chunk_total, pull, pulls,
+    dk, dv, dtheta,
+    sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sob, sot, soh,
+    length, span, parts, heads, rows, own,
+    DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
+    CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr,
+    PRODUCT: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
+    UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Backward in time: dk and dv of a segment from its own later queries and from the pull of
+    later segments, which is carried as an adjoint State in units of the State's maximum."""
+    bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, h = bh // heads, bh % heads
+    if CAREFUL:
+        if tl.load(flag + bh * parts + part) == 0:
+            return
+    kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
+    TALL: tl.constexpr = 1 if KIND == 0 else 2
+    inside = kc < DIM
+    pulled = tl.load(pull + (bh * parts + part) * DIM + kc, mask=inside, other=0.0)
+    tile = pulls + ((bh * parts + part) * (TALL * DIM) + kc)[None, :] * VDIM + vc[:, None]
+    valid = inside[None, :] & (vc < VDIM)[:, None]
+    acc = tl.load(tile, mask=valid, other=0.0)
+    acc_sin = acc
+    if KIND != 0:
+        acc_sin = tl.load(tile + DIM * VDIM, mask=valid, other=0.0)
+    at = (bh * (parts + 1) + part + 1) * DIM + kc
+    unit = tl.load(top + at, mask=inside, other=-INFINITE)
+    later = lane[None, :] >= lane[:, None]  # queries that see a key
+    seen_by, ones = later.to(OPERAND), (lane[:, None] >= lane[None, :]).to(OPERAND)
+    chunks = tl.cdiv(min(part * span + span, length) - part * span, BL)
+    for i in range(chunks):
+        first = part * span + (chunks - 1 - i) * BL
+        t = first + lane
+        chunk = (bh * tl.cdiv(length, BL) + first // BL) * DIM + kc
+        mx = unit
+        if CAREFUL:
+            mx = tl.load(chunk_top + chunk, mask=inside, other=-INFINITE)
+        sm = tl.load(chunk_total + chunk, mask=inside, other=0.0)
+        seen = _seen(keep, b, t, length, MASKED)
+        x = _load(k, b, h, t, kc, seen, skb, skt, skh, -INFINITE, DIM, UNIT).to(tl.float32)
+        y = _load(v, b, h, t, vc, seen, svb, svt, svh, 0.0, VDIM, UNIT)
+        do = _load(dout, b, h, t, vc, t < length, sob, sot, soh, 0.0, VDIM, UNIT)
+        phi, _ = silu(
+            _load(q, b, h, t, kc, t < length, sqb, sqt, sqh, 0.0, DIM, UNIT).to(tl.float32)
+        )
+        to = ((b * length + t) * heads + h)[:, None] * DIM + kc[None, :]
+        own_k = (t < length)[:, None] & inside[None, :]
+        g = phi * tl.load(dphi + to, mask=own_k, other=0.0).to(tl.float32)
+        cos, sin = _rotation(
+            table, meta, t, kc, rows, h * own, length, KIND, SLOTS, WIDE, PRODUCT, PREFIX
+        )
+        pair = dot(y, tl.trans(do), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
+        pair = tl.where(later, pair, 0.0).to(OPERAND)
+        zero = tl.zeros((BL, BK), tl.float32)
+        score = tl.zeros((BL, BL), tl.float32)
+        if CAREFUL:
+            best = tl.maximum(mx, tl.max(x, 0))
+            # into this chunk's units; the segment's last may differ from its exact maximum
+            known = (best > -INFINITE) & (unit > -INFINITE)
+            shift = tl.where(known, tl.exp2((best - unit) * 1.4426950408889634), 0.0)
+            acc, acc_sin, pulled = acc * shift[None, :], acc_sin * shift[None, :], pulled * shift
+        else:
+            best = mx
+        p = weight(x, best[None, :])
+        d, d_sin = dot(y, acc, zero, OPERAND, PRECISION), zero
+        if KIND != 0:
+            d_sin = dot(y, acc_sin, zero, OPERAND, PRECISION)
+        down = pulled[None, :] + zero
+        if CAREFUL:
+            d, d_sin, down = d * p, d_sin * p, down * p
+            todo = (lane >= 0)[:, None] & inside[None, :]
+            anchor, from_entry, weights, carry = best, zero, zero, weight(mx, best)
+            while tl.max(anchor, 0) > -INFINITE:
+                low, inverse, fall, todo = _level(x, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
+                f = phi * inverse
+                score = _scores(low, f, cos, sin, score, KIND, OPERAND, PRECISION)
+                e, e_sin = _gather(pair, f, cos, sin, zero, zero, KIND, OPERAND, PRECISION)
+                d += e * low
+                d_sin += e_sin * low
+                down += low * dot(seen_by, g * inverse, zero, OPERAND, PRECISION)
+                from_entry += f * fall[None, :]
+                weights += inverse * fall[None, :]
+                anchor = _next_anchor(x, mx, todo)
+        else:
+            weights = _reciprocal(dot(ones, p, zero + sm[None, :], OPERAND, PRECISION))
+            from_entry = phi * weights
+            score = _scores(p, from_entry, cos, sin, score, KIND, OPERAND, PRECISION)
+            d, d_sin = _gather(pair, from_entry, cos, sin, d, d_sin, KIND, OPERAND, PRECISION)
+            down = dot(seen_by, g * weights, down, OPERAND, PRECISION)
+            d, d_sin, down = d * p, d_sin * p, down * p
+        grad = _unturn(d, d_sin, cos, sin, KIND) - down
+        tl.store(dk + to, grad.to(dk.dtype.element_ty), own_k)
+        if LEARN:
+            last = tl.minimum(t, length - 1)
+            angle = turns(stride, meta, last, kc % SLOTS, SLOTS, PRODUCT, PREFIX)
+            tl.store(dtheta + chunk, tl.sum(angle * (cos * d_sin - sin * d), 0), inside)
+        dy = tl.zeros((BL, BV), tl.float32)
+        dy = _recall(p, acc, acc_sin, cos, sin, dy, KIND, OPERAND, PRECISION)
+        dy = dot(tl.where(later, score, 0.0), do, dy, OPERAND, PRECISION)
+        to = ((b * length + t) * heads + h)[:, None] * VDIM + vc[None, :]
+        here = (t < length)[:, None] & (vc < VDIM)[None, :]
+        tl.store(dv + to, tl.where(seen[:, None], dy, 0.0).to(dv.dtype.element_ty), here)
+        if CAREFUL:
+            acc, acc_sin, pulled = acc * carry[None, :], acc_sin * carry[None, :], pulled * carry
+            unit = mx
+        acc, acc_sin = _gather(
+            tl.trans(do), from_entry, cos, sin, acc, acc_sin, KIND, OPERAND, PRECISION
+        )
+        pulled += tl.sum(g * weights, 0)
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None,
+    entry: tuple[Tensor, Tensor, Tensor, Tensor], place: Place,
+    dout: Tensor, dtotal: Tensor, dmemory: Tensor, learn: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of q, k, v, of the first State's sum and memory, and of theta (heads, slots), which
+    is empty if not wanted."""
+    (q, k, v, dout), strided, unit = prepare(q, k, v, dout)
+    (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
+    tall = 1 if place.kind == "none" else 2
+    parts, span = cut(k, vdim)
+    chunk, warps, stages = plan(k, vdim, place.kind, True)
+    bv, rows, chunks = pad(vdim), batch * heads, triton.cdiv(length, chunk)
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dphi = torch.empty_like(dq)
+    chunk_top, chunk_total = _float(k, rows, chunks, dim), _float(k, rows, chunks, dim)
+    own = _float(k, rows, parts, dim), _float(k, rows, parts, tall * dim, vdim)
+    turned_q, turned_k = (_float(k, batch, heads, chunks, dim if learn else 0) for _ in range(2))
+    common = dict(
+        zip(QKV + OUT, strided, strict=True), length=length, span=span, parts=parts, heads=heads,
+        DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, BL=chunk, LEARN=learn, MASKED=keep is not None,
+        UNIT=unit, **place.arguments(), **operand(k),
+    )  # fmt: skip
+    for careful in (False, True):
+        _causal_dq[(rows, parts)](
+            q, k, v, dout, flags(keep), top=entry[0], total=entry[1], memory=entry[2],
+            flag=entry[3], dq=dq, dphi=dphi, chunk_top=chunk_top, chunk_total=chunk_total,
+            pull=own[0], pulls=own[1], dtheta=turned_q, CAREFUL=careful,
+            num_warps=8 if careful else warps, num_stages=1 if careful else stages, **common,
+        )  # fmt: skip
+    dtotal0, dmemory0 = _float(k, *dtotal.shape), _float(k, *dmemory.shape)
+    later, block = tuple(torch.empty_like(x) for x in own), min(bv, 64)
+    _suffix[(rows, dim, triton.cdiv(vdim, block))](
+        entry[0], *own, dtotal.contiguous(), dmemory.contiguous(), dtotal0, dmemory0, *later,
+        parts, DIM=dim, VDIM=vdim, BV=block, TALL=tall, BP=pad(parts + 1), num_warps=4,
+    )  # fmt: skip
+    for careful in (False, True):
+        _causal_dkv[(rows, parts)](
+            q, k, v, dout, flags(keep), top=entry[0], flag=entry[3], dphi=dphi, chunk_top=chunk_top,
+            chunk_total=chunk_total, pull=later[0], pulls=later[1], dk=dk, dv=dv, dtheta=turned_k,
+            CAREFUL=careful, num_warps=8 if careful else warps,
+            num_stages=1 if careful else stages, **common,
+        )  # fmt: skip
+    return dq, dk, dv, dtotal0, dmemory0, (turned_q + turned_k).sum((0, 2))

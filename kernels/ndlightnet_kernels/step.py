@@ -1,0 +1,72 @@
+"""One token of the causal form, for decoding: a State is read and written once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ndlightnet_kernels.phases import angles
+from ndlightnet_kernels.tiles import Place, pad, silu, weight
+
+
+@triton.jit(do_not_specialize=["heads", "rows", "own"])
+def _step(
+    q, k, v, top, total, memory, table, stride, meta, out, top_out, total_out, memory_out,
+    heads, rows, own, DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    KIND: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr, PRODUCT: tl.constexpr,
+    PREFIX: tl.constexpr,
+):  # fmt: skip
+    bh = tl.program_id(0).to(tl.int64)
+    c, vc = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
+    inside, inside_v = c < DIM, vc < VDIM
+    x = tl.load(k + bh * DIM + c, mask=inside, other=float("-inf")).to(tl.float32)
+    f, _ = silu(tl.load(q + bh * DIM + c, mask=inside, other=0.0).to(tl.float32))
+    y = tl.load(v + bh * VDIM + vc, mask=inside_v, other=0.0).to(tl.float32)
+    old = tl.load(top + bh * DIM + c, mask=inside, other=float("-inf"))
+    new = tl.maximum(old, x)
+    p, fall = weight(x, new), weight(old, new)
+    s = fall * tl.load(total + bh * DIM + c, mask=inside, other=0.0) + p
+    f = tl.where(s > 0, f / tl.where(s > 0, s, 1.0), 0.0)
+    TALL: tl.constexpr = 1 if KIND == 0 else 2
+    at = (bh * (TALL * DIM) + c)[:, None] * VDIM + vc[None, :]
+    here = inside[:, None] & inside_v[None, :]
+    m = fall[:, None] * tl.load(memory + at, mask=here, other=0.0)
+    if KIND == 0:
+        m += p[:, None] * y[None, :]
+        o = tl.sum(f[:, None] * m, 0)
+    else:
+        t = tl.zeros((1,), tl.int32)
+        cos, sin = angles(
+            table, meta, t, c % SLOTS, rows, bh % heads * own, SLOTS, WIDE, PRODUCT, PREFIX
+        )
+        cos, sin = tl.max(cos, 0), tl.max(sin, 0)  # of the one row
+        m += (p * cos)[:, None] * y[None, :]
+        o = tl.sum((f * cos)[:, None] * m, 0)
+        m_sin = fall[:, None] * tl.load(memory + at + DIM * VDIM, mask=here, other=0.0)
+        m_sin += (p * sin)[:, None] * y[None, :]
+        o += tl.sum((f * sin)[:, None] * m_sin, 0)
+        tl.store(memory_out + at + DIM * VDIM, m_sin, here)
+    tl.store(memory_out + at, m, here)
+    tl.store(out + bh * VDIM + vc, o.to(out.dtype.element_ty), inside_v)
+    if tl.program_id(1) == 0:
+        tl.store(top_out + bh * DIM + c, new, inside)
+        tl.store(total_out + bh * DIM + c, s, inside)
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, top: Tensor, total: Tensor, memory: Tensor, place: Place
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k (batch, heads, dim), v (batch, heads, value_dim) and a State: output and next State."""
+    (batch, heads, dim), vdim = k.shape, v.shape[-1]
+    bk, bv = pad(dim), min(pad(vdim), 32)
+    state = [x.contiguous() for x in (top, total, memory)]
+    new = [torch.empty_like(x) for x in state]
+    out = torch.empty(batch, heads, vdim, dtype=q.dtype, device=q.device)
+    _step[(batch * heads, triton.cdiv(vdim, bv))](
+        q.contiguous(), k.contiguous(), v.contiguous(), *state, out=out, top_out=new[0],
+        total_out=new[1], memory_out=new[2], heads=heads, DIM=dim, VDIM=vdim, BK=bk, BV=bv,
+        **place.arguments(), num_warps=4,
+    )  # fmt: skip
+    return out, new[0], new[1], new[2]

@@ -1,0 +1,162 @@
+"""What the attention kernels share: token tiles, operands of products, features, launch sizes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ndlightnet_kernels import phases
+
+KINDS = {"none": 0, "cosine": 1, "rotary": 2}
+
+
+@triton.jit
+def address(ptr, b, h, t, col, sb, st, sh, UNIT: tl.constexpr):
+    """Pointers to rows t and columns col of one head; strides in units of UNIT elements."""
+    base = ptr + (b.to(tl.int64) * sb + h.to(tl.int64) * sh) * UNIT
+    return base + (t.to(tl.int64) * (st * UNIT))[:, None] + col[None, :]
+
+
+@triton.jit
+def dot(a, b, acc, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + a @ b with float32 sums; both sides rounded to the operand type first."""
+    return tl.dot(a.to(OPERAND), b.to(OPERAND), acc, input_precision=PRECISION)
+
+
+@triton.jit
+def weave(a, b):
+    """Columns a0 b0 a1 b1 ... One product of a woven tile costs less than two products."""
+    out = tl.reshape(tl.join(a, b), (a.shape[0], 2 * a.shape[1]))
+    # the sum keeps Triton 3.6 from reshaping float32 in shared memory, where it crashes
+    return out + 0.0 if out.dtype == tl.float32 else out
+
+
+@triton.jit
+def unweave(x):
+    """Inverse of `weave`."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+
+
+@triton.jit
+def weight(x, top):
+    """exp(x - top); 0 where x is -inf. By exp2 and a product: tl.exp spends three instructions more
+    on results below 1e-38."""
+    return tl.exp2((x - tl.where(top == float("-inf"), 0.0, top)) * 1.4426950408889634)
+
+
+@triton.jit
+def silu(x):
+    """SiLU and its derivative. The square of rsqrt is half the instructions of a division."""
+    r = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
+    s = r * r
+    return x * s, s * (1.0 + x * (1.0 - s))
+
+
+@triton.jit
+def turn(x1, x2, cos, sin, KIND: tl.constexpr):
+    """Query features (fa, fb): x itself (0), x cos and x sin (1), the pair rotated (2)."""
+    if KIND == 2:
+        return x1 * cos - x2 * sin, x1 * sin + x2 * cos
+    elif KIND == 1:
+        return x1 * cos, x1 * sin
+    else:
+        return x1, x1
+
+
+@triton.jit
+def turn_back(da, db, cos, sin, KIND: tl.constexpr):
+    """Adjoint of `turn`."""
+    if KIND == 2:
+        return da * cos + db * sin, db * cos - da * sin
+    elif KIND == 1:
+        d = da * cos + db * sin
+        return d, d
+    else:
+        return da, da
+
+
+def strides(x: Tensor) -> tuple[Tensor, tuple[int, int, int], bool]:
+    """x with a dense last axis, its (batch, token, head) strides, if all are multiples of 8."""
+    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    sb, st, sh = x.stride()[:3]
+    return x, (sb, st, sh), (sb | st | sh) % 8 == 0
+
+
+def prepare(*xs: Tensor) -> tuple[list[Tensor], list[int], int]:
+    """Tensors, their strides in units, and the unit: whole vectors of 8 where all strides allow."""
+    out = [strides(x) for x in xs]
+    unit = 8 if all(even for _, _, even in out) else 1
+    return [x for x, _, _ in out], [s // unit for _, ss, _ in out for s in ss], unit
+
+
+def operand(x: Tensor) -> dict[str, Any]:
+    """Type and precision of matrix products. float16 lacks the range of sums, so it goes as tf32,
+    which keeps its 10 bits. Triton's interpreter (on the CPU) cannot multiply bfloat16."""
+    if x.dtype == torch.bfloat16 and x.is_cuda:
+        return {"OPERAND": tl.bfloat16, "PRECISION": "tf32"}
+    return {"OPERAND": tl.float32, "PRECISION": "tf32" if x.dtype == torch.float16 else "tf32x3"}
+
+
+def processors(x: Tensor) -> int:
+    """Multiprocessors of the card; a small number for Triton's interpreter."""
+    if x.device.type != "cuda":
+        return 2
+    return int(torch.cuda.get_device_properties(x.device).multi_processor_count)
+
+
+class Plan(NamedTuple):
+    """Tokens and key channels of a tile, depth of the load pipeline, warps, programs per
+    multiprocessor, and the most registers of a thread (0: the compiler's choice)."""
+
+    block: int
+    keys: int
+    stages: int
+    warps: int
+    programs: int
+    registers: int = 0
+
+    def options(self) -> dict[str, int]:
+        most = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.warps, **most}
+
+
+def pad(n: int) -> int:
+    """Tile size for n channels: a power of two, 16 at least."""
+    return max(16, triton.next_power_of_2(n))
+
+
+def split(length: int, rows: int, block: int, programs: int) -> tuple[int, int]:
+    """Cut `length` tokens into parts so that rows * parts is about `programs`: (parts, span)."""
+    parts = max(1, min(programs // rows, triton.cdiv(length, 4 * block)))
+    span = triton.cdiv(triton.cdiv(length, parts), block) * block
+    return triton.cdiv(length, span), span
+
+
+class Place(NamedTuple):
+    """What the kernels need to know of MD-LRPE: kind, the tables of phases.py, and shape."""
+
+    kind: str = "none"
+    table: Tensor | None = None
+    stride: Tensor | None = None
+    meta: Tensor | None = None
+    shape: tuple[int, ...] = ()
+    prefix: int = 0
+
+    @property
+    def slots(self) -> int:
+        return 0 if self.table is None else int(self.table.shape[3])
+
+    def arguments(self) -> dict[str, Any]:
+        t = self.table
+        return {
+            "table": t, "stride": self.stride, "meta": self.meta,
+            "rows": 0 if t is None else t.shape[2], "own": int(t is not None and t.shape[0] > 1),
+            "KIND": KINDS[self.kind], "SLOTS": max(1, self.slots),
+            "WIDE": t is not None and t.shape[1] == 2,
+            "PRODUCT": t is not None and phases.Cut.of(list(self.shape)).digit > 1,
+            "PREFIX": self.prefix > 0,
+        }  # fmt: skip

@@ -1,0 +1,79 @@
+"""python -m ndlightnet.bench [--only GROUP ...] [--out DIR] [--quick]
+
+Prints a table per group and writes bench.csv, bench.json and (group `figure`) scans.png. Without a
+CUDA device only the group `cpu` runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from ndlightnet.bench import attention, output, peers
+from ndlightnet.bench.decode import decode
+from ndlightnet.bench.rows import Bench
+from ndlightnet.bench.step import step
+from ndlightnet.bench.tpe import tpe
+
+# in this order: peers are left out of the last ones if the time is up
+GROUPS: dict[str, Callable[[Bench], None]] = {
+    "attention": attention.attention, "natten": attention.natten, "tpe": tpe, "step": step,
+    "decode": decode, "figure": attention.figure, "dims": attention.dims, "cpu": attention.cpu,
+}  # fmt: skip
+
+
+def arguments(args: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m ndlightnet.bench", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=GROUPS, metavar="GROUP",
+                        help=", ".join(GROUPS))  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="first shapes only, fewer repetitions")
+    parser.add_argument("--minutes", type=float, default=3.5,
+                        help="peers that compile or tune are left out after so many "
+                        "(default: %(default)s)")  # fmt: skip
+    parser.add_argument("--full-search", action="store_true",
+                        help="let flash-linear-attention try all its kernel configurations: 10 "
+                        "minutes more at the first run")  # fmt: skip
+    parser.add_argument("--impl", choices=("triton", "torch"), help="default: triton on CUDA")
+    return parser.parse_args(args)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """0, or 1 where a row of ours has no time."""
+    options = arguments(args)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    names = [name for name in GROUPS if name in (options.only or GROUPS)]
+    if not cuda:
+        left_out = [name for name in names if name != "cpu"]
+        if left_out:
+            print(f"no CUDA device: {', '.join(left_out)} left out, only `cpu` runs\n")
+        names = ["cpu"]
+    bench = Bench(device, options.impl or ("triton" if cuda else "torch"), options.quick,
+                  options.minutes)  # fmt: skip
+    torch.manual_seed(0)
+    if cuda and not options.full_search:
+        peers.shorten_search()
+    for name in names:
+        start, bench.group = time.monotonic(), name
+        GROUPS[name](bench)
+        cells = [cell for cell in bench.cells if cell.group == name]
+        rate = bench.rates.get("cpu" if name == "cpu" else device.type, 0)
+        print(f"\n## {name}: {time.monotonic() - start:.0f} s, copy at {rate / 1e12:.3g} TB/s\n")
+        print(output.table(cells))
+        print("\n".join(["", *output.remarks(cells)]), flush=True)
+        output.write(bench, options.out)
+        if name == "figure":
+            output.draw(cells, options.out / "scans.png")
+    for fact, value in bench.facts.items():
+        print(f"{fact}: {value:.3g}")
+    print(f"\nwritten to {options.out}")
+    return int(any(cell.ms is None for cell in bench.cells if cell.who == "ours"))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

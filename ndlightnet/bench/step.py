@@ -1,0 +1,128 @@
+"""A whole training step of NDLightNet-S at 32,768 tokens: time, its parts, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from ndlightnet.bench import peers
+from ndlightnet.bench.rows import Bench, Case
+from ndlightnet.bench.timing import Call, backward_call
+from ndlightnet.models import NDLightNet
+from ndlightnet.nn.mixers import LightNetAttention, SoftmaxAttention
+from ndlightnet.ops import global_attention
+
+PATCH = (2, 16, 16)
+
+
+def step(
+    bench: Bench, grid: tuple[int, int, int] = (32, 32, 32), dim: int = 384, depth: int = 12
+) -> None:
+    """One clip, weights in float32, autocast to bf16, AdamW; then what of it is ours to speed up:
+    the mixers' attention (MD-LRPE in it) and MD-TPE, forward and backward, as in the step."""
+    tokens = grid[0] * grid[1] * grid[2]
+    case = Case("training step", 1, tokens, dim // 64, 64)
+    mixer = partial(LightNetAttention, impl=bench.impl)
+    network = partial(NDLightNet, 3, num_classes=400, patch_size=PATCH, embed_dim=dim, depth=depth)
+
+    def whole(
+        mixer: Callable[[int], nn.Module], compiled: bool = False
+    ) -> Callable[[], tuple[list[Call], str]]:
+        def prepare() -> tuple[list[Call], str]:
+            model = network(mixer=mixer).to(bench.device)
+            if compiled:
+                torch.compiler.reset()
+                for block in model.blocks:  # alike: compiled once for all
+                    block.compile(dynamic=False)
+            clip = torch.randn(1, 3, *(n * p for n, p in zip(grid, PATCH, strict=True)))
+            work, backward = training(model, clip.to(bench.device))
+            peak = memory(backward, tokens, bench.device)
+            return [work], f"{peak}, blocks compiled" if peak and compiled else peak
+
+        return prepare
+
+    def timed(row: str, who: str, prepare: Callable[[], tuple[list[Call], str]]) -> float | None:
+        return bench.measure(case._replace(row=row), "fwd+bwd", who, prepare, bench.device)
+
+    total = timed("training step", "ours", whole(mixer))
+    timed("training step", "softmax", whole(SoftmaxAttention))
+    timed("training step", "fla lightnet", whole(peers.FlaMixer))
+    fused = timed("training step, blocks compiled", "ours", whole(mixer, compiled=True))
+    model = network(mixer=mixer).to(bench.device)
+    parts = [
+        timed("its attention", "ours", lambda: ([attention(model, grid)], "")),
+        timed("its MD-TPE", "ours", lambda: ([position(model, grid)], "")),
+    ]
+    for name, whole_ms in (("", total), (", blocks compiled", fused)):
+        if whole_ms and all(parts):
+            share = sum(ms or 0 for ms in parts) / whole_ms
+            bench.facts[f"mixing and position, share of the step{name}"] = share
+
+
+def training(model: nn.Module, clip: Tensor) -> tuple[Call, Call]:
+    """(a step, its forward and backward pass alone)."""
+    on_cuda = clip.device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), fused=on_cuda or None, capturable=on_cuda)
+    target = torch.zeros(1, dtype=torch.long, device=clip.device)
+
+    def backward() -> None:
+        # the cache of cast weights must not outlive a capture
+        with torch.autocast(clip.device.type, torch.bfloat16, cache_enabled=False):
+            loss = cross_entropy(model(clip), target)
+        loss.backward()
+
+    def work() -> None:
+        optimizer.zero_grad()
+        backward()
+        optimizer.step()
+
+    return work, backward
+
+
+def memory(backward: Call, tokens: int, device: torch.device) -> str:
+    """Peak of the forward and backward pass above weights and gradients, per token."""
+    if device.type != "cuda":
+        return ""
+    backward()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    backward()
+    torch.cuda.synchronize()
+    return f"peak {(torch.cuda.max_memory_allocated() - before) / tokens / 1e3:.1f} kB a token"
+
+
+def attention(model: NDLightNet, grid: tuple[int, ...]) -> Call:
+    """The attention of all layers, on inputs of their own, with the gradients of the angles."""
+    calls = []
+    block: Any
+    for block in model.blocks:
+        mixer = block.mixer
+        lrpe = mixer.lrpe(grid)
+        theta = lrpe.theta.detach().requires_grad_()
+        shape = (1, grid[0] * grid[1] * grid[2], mixer.heads, mixer.head_dim)
+        q, k, v = (
+            torch.randn(shape, device=theta.device, dtype=torch.bfloat16).requires_grad_()
+            for _ in range(3)
+        )
+
+        def run(
+            q: Tensor, k: Tensor, v: Tensor, theta: Tensor, lrpe: Any = lrpe, mixer: Any = mixer
+        ) -> Tensor:
+            return global_attention(q, k, v, lrpe=lrpe._replace(theta=theta), impl=mixer.impl)
+
+        calls.append(backward_call(run, (q, k, v, theta)))
+    return lambda: [call() for call in calls]
+
+
+def position(model: NDLightNet, grid: tuple[int, ...]) -> Call:
+    """MD-TPE on the residual stream, which is in float32."""
+    tpe = model.tpe
+    assert tpe is not None
+    weights = list(tpe.parameters())
+    x = torch.randn(1, *grid, model.embed_dim, device=weights[0].device).requires_grad_()
+    return backward_call(lambda x, *_: tpe(x), (x, *weights))

@@ -1,0 +1,193 @@
+"""The kernels of MD-TPE against a token by token scan in float64.
+
+Two bounds, both derived: every element lies within what rounding the taps and the outputs can do
+at worst, and the mean square error is at most twice that of the same roundings done in torch.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from ndlightnet.ops import reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("without a GPU: TRITON_INTERPRET=1", allow_module_level=True)
+
+from ndlightnet_kernels import axis_scan as kernels  # noqa: E402
+
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def poison():
+    """Memory that torch hands out unwritten is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def problem(grid, dim, states, ways, dtype, masked=None, batch=1):
+    """dy, x, weights and mask; decays of 0.3 to 0.999."""
+    dy, x = (torch.randn(batch, *grid, dim, device=DEVICE).to(dtype) for _ in range(2))
+    weights = []
+    for _ in range(ways):
+        weights.append(torch.randn(len(grid), dim, states, device=DEVICE) / states**0.5)
+        weights.append((0.3 + 0.699 * torch.rand(len(grid), states, device=DEVICE)).log())
+    mask = None
+    if masked is not None:
+        mask = torch.rand(batch, *grid, device=DEVICE) < (0.6 if masked == "holes" else -1)
+        x[~mask] = torch.nan
+    return dy, x, weights, mask
+
+
+def scan(x: Tensor, weights: list[Tensor], mask: Tensor | None, residual: bool) -> Tensor:
+    """Token by token: (batch, *grid, dim) -> same shape."""
+    seen = x if mask is None else x.masked_fill(~mask[..., None], 0)
+    total = x.nan_to_num() if residual else torch.zeros_like(x)
+    for axis in range(x.ndim - 2):
+        for way in range(len(weights) // 2):
+            c, decay = (w[axis] for w in weights[2 * way : 2 * way + 2])
+            lines = seen.movedim(1 + axis, -2)
+            turned = lines.flip(-2) if way else lines
+            flat = turned.reshape(-1, *turned.shape[-2:])
+            start = flat.new_zeros(len(flat), *c.shape)
+            y = reference.line_scan(flat, c, decay.exp(), start)[0].view(turned.shape)
+            y = y.flip(-2) - lines * c.sum(-1) if way else y
+            total = total + y.movedim(-2, 1 + axis)
+    return total
+
+
+def gradients(pull, x, weights, mask, residual):
+    """Output and gradients, float64."""
+    leaves = [t.double().requires_grad_() for t in (x, *weights)]
+    y = scan(leaves[0], leaves[1:], mask, residual)
+    return [y.detach(), *torch.autograd.grad(y, leaves, pull.double())]
+
+
+def rounded(x, weights, mask, residual, transposed):
+    """What the roundings of taps and outputs to the dtype of x do to the product or its adjoint."""
+    exact, n = x.double(), max(x.shape[1:-1])
+    hidden = None if mask is None else ~mask[..., None]
+    seen = exact.masked_fill(hidden, 0) if mask is not None and not transposed else exact
+    lag = torch.arange(n, device=x.device)
+    lag = lag[:, None] - lag[None]
+    total = exact.nan_to_num() if residual else torch.zeros_like(exact)
+    for axis in range(x.ndim - 2):
+        taps = 0
+        for way in range(len(weights) // 2):
+            c, decay = (w[axis].double() for w in weights[2 * way : 2 * way + 2])
+            far = -lag if way else lag
+            powers = (decay[:, None, None] * far.clamp(min=0)).exp() * (far >= way)
+            taps = taps + torch.einsum("dt,tlm->dlm", c, powers)
+        taps = taps.to(x.dtype).double()[:, : x.shape[1 + axis], : x.shape[1 + axis]]
+        rule = "dml,...md->...ld" if transposed else "dlm,...md->...ld"
+        y = torch.einsum(rule, taps, seen.movedim(1 + axis, -2)).movedim(-2, 1 + axis)
+        if transposed and mask is not None:
+            y = y.masked_fill(hidden, 0)
+        total = (total + y.to(x.dtype).double()).to(x.dtype).double()
+    return total
+
+
+def check(case, residual=False):
+    dy, x, weights, mask = case
+    padded = [*weights, *[None] * (4 - len(weights))]
+    clean = x.nan_to_num()  # padding is NaN: with a residual it shows in the output, and only there
+    out = kernels.forward(clean if residual else x, *padded, mask, residual)
+    actual = [out, *kernels.backward(dy, x, *padded, mask, residual)]
+    assert actual[len(weights) + 2 :] == [None] * (4 - len(weights))
+    actual = actual[: len(weights) + 2]
+    exact = gradients(dy, clean, weights, mask, residual)
+    sizes = [t.abs() for t in (dy, clean)], [w.abs() if w.ndim == 3 else w for w in weights]
+    largest = gradients(*sizes[0], sizes[1], mask, residual)
+    unit = torch.finfo(x.dtype).eps * (1 if DEVICE == "cpu" else 0.5)  # the interpreter cuts
+    exactly = 2.0**-20  # float32 sums, and products of float32 in three parts
+    for i, (a, b, bound) in enumerate(zip(actual, exact, largest, strict=True)):
+        assert a.shape == b.shape and a.dtype == (x.dtype if i < 2 else FULL)
+        assert a.isfinite().all()
+        roundings = 2 * x.ndim - 3 if i < 2 else 0  # the taps, each product, the sum so far
+        error = (a.double() - b).abs()
+        assert (error <= (roundings * unit + exactly) * bound + 1e-7 * bound.max()).all(), i
+        if i < 2:
+            low = rounded((clean, dy)[i], weights, mask, residual, transposed=i == 1)
+            band = exactly * bound.square().mean().sqrt()
+            factor = 2 if DEVICE == "cuda" or x.dtype != BRAIN else 8
+            assert error.square().mean().sqrt() <= factor * (low - b).square().mean().sqrt() + band
+    return actual
+
+
+@pytest.mark.parametrize(
+    "grid, dim, states, ways, dtype, masked, residual, batch",
+    [
+        ((7,), 5, 3, 1, FULL, None, False, 2),
+        ((1,), 5, 3, 2, FULL, None, True, 1),
+        ((4, 6), 24, 4, 2, BRAIN, "holes", True, 2),
+        ((4, 6), 5, 4, 1, HALF, "holes", False, 1),
+        ((3, 4, 5), 24, 20, 2, HALF, None, True, 1),
+        ((3, 1, 5), 5, 4, 2, BRAIN, "all", False, 2),
+        ((2, 3, 2, 4), 5, 4, 2, FULL, "holes", False, 1),
+        ((2, 3, 2, 4), 5, 1, 1, BRAIN, None, False, 1),
+        ((40, 20), 5, 16, 2, BRAIN, None, False, 1),
+        ((2, 33), 3, 4, 1, FULL, "holes", True, 1),
+        ((70, 2), 3, 4, 1, HALF, None, False, 1),
+        ((17,), 5, 1, 2, FULL, "holes", True, 2),
+        ((100,), 3, 40, 2, BRAIN, None, False, 1),
+    ],
+    ids=str,
+)
+def test_outputs_and_gradients(grid, dim, states, ways, dtype, masked, residual, batch):
+    check(problem(grid, dim, states, ways, dtype, masked, batch), residual)
+
+
+def test_padding_shows_in_no_output():
+    dy, x, weights, mask = problem((4, 6), 5, 4, 2, FULL, "holes")
+    first = kernels.forward(x, *weights, mask)
+    assert torch.equal(first, kernels.forward(torch.where(mask[..., None], x, 1e9), *weights, mask))
+    assert not kernels.backward(dy, x, *weights, mask)[0][~mask].any()
+    again = kernels.backward(dy, x, *weights, mask)
+    for a, b in zip(again, kernels.backward(dy, x, *weights, mask), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_later_tokens_do_not_leak():
+    _, x, weights, _ = problem((40,), 5, 4, 1, FULL)
+    changed = x.clone()
+    changed[:, 17:] = torch.nan
+    ours, theirs = (kernels.forward(t, *weights) for t in (x, changed))
+    assert torch.equal(ours[:, :16], theirs[:, :16])
+
+
+def test_views_and_no_tokens():
+    _, x, weights, _ = problem((4, 6), 5, 4, 2, FULL)
+    turned = x.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(kernels.forward(turned, *weights), kernels.forward(x, *weights))
+    nothing = x[:0]
+    assert kernels.forward(nothing, *weights).shape == nothing.shape
+    dx, *rest = kernels.backward(nothing, nothing, *weights)
+    assert dx.shape == nothing.shape and not any(g.any() for g in rest)
+
+
+def test_supported():
+    x, coef = torch.zeros(1, 2, 3), torch.zeros(1, 3, 4)
+    assert kernels.supported(x) == ""
+    assert "float64" in kernels.supported(x.double(), coef)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "grid, dim, states, ways, dtype, masked",
+    [
+        ((32, 64, 64), 48, 16, 2, BRAIN, None),
+        ((16, 56, 56), 40, 64, 1, BRAIN, "holes"),
+        ((128, 20), 24, 16, 2, HALF, "holes"),
+        ((100, 110), 24, 16, 2, BRAIN, None),
+        ((64, 33), 24, 16, 2, FULL, None),
+        ((8, 14, 14), 384, 128, 2, BRAIN, None),
+    ],
+    ids=str,
+)
+def test_larger(grid, dim, states, ways, dtype, masked):
+    check(problem(grid, dim, states, ways, dtype, masked, batch=2), residual=True)

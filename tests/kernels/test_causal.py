@@ -1,0 +1,142 @@
+"""The causal form, and one token at a time: values, gradients and States against float64."""
+
+import pytest
+import torch
+from torch.autograd import grad
+
+from ndlightnet.ops import Lrpe, State, attention_step, causal_attention, summarize
+
+from .cases import BRAIN, CASES, DEVICE, FULL, HALF, LOGITS, Case, Problem, in_order, on_gpu
+from .yardstick import check
+
+# where numpy warns, the interpreter does what a GPU does
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+
+@pytest.mark.parametrize("case", [in_order(c) for c in CASES if c.length < 100], ids=str)
+def test_values_and_gradients(case):
+    check(case, "causal")
+
+
+LINE = Case((1,), 5, 3, past=True, batch=1, heads=1)
+TURNED = LINE._replace(dim=16, value_dim=16, kind="cosine")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(LINE._replace(shape=(n,)) for n in (32, 33, 64)),
+        Case((150,), 5, 3, mask="late", logits="wide", batch=1, heads=1),  # several programs
+        *on_gpu(*(TURNED._replace(shape=(n,)) for n in (1, 15, 16, 17, 63, 64, 65, 129, 200))),
+        *on_gpu(*(LINE._replace(shape=(n,), dtype=BRAIN) for n in (63, 64, 65, 129, 600))),
+    ],
+    ids=str,
+)
+def test_lengths_around_the_edges_of_chunks(case):
+    check(case, "causal")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((37,), 5, 3, mask="holes", past=True, heads=1),
+        Case((20,), 5, 3, "cosine", dtype=BRAIN, batch=1, heads=1),
+    ],
+    ids=str,
+)
+def test_a_state_carried_from_part_to_part(case):
+    check(case, "segments")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case((9,), 5, 3, past=True, heads=1), Case((5,), 16, 16, "cosine", dtype=BRAIN)],
+    ids=str,
+)
+def test_token_by_token(case):
+    check(case, "steps", grads=False)
+
+
+ROW = Case((45,), 5, 3, batch=1, heads=1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(ROW._replace(logits=name) for name in ("up", "climb", "holes")),
+        *(ROW._replace(logits=name, past=True) for name in ("wide", "offset", "jumps")),
+        *on_gpu(*(ROW._replace(kind="cosine", logits=name, dtype=HALF) for name in LOGITS)),
+        *on_gpu(*(ROW._replace(shape=(600,), logits=name, dtype=BRAIN) for name in LOGITS)),
+    ],
+    ids=str,
+)
+def test_extreme_logits(case):
+    """Jumps lie within chunks; a first State is as high as the first token."""
+    check(case, "causal")
+
+
+def test_later_tokens_get_a_gradient_of_exactly_zero():
+    problem = Problem.random(Case((35,), 5, 3, batch=1, heads=1))
+    q, k, v = (x.requires_grad_() for x in problem.leaves.values())
+    out, _ = causal_attention(q, k, v, impl="triton")
+    for t in (0, 15, 32):
+        grads = grad(out[:, t].square().sum(), (q, k, v), retain_graph=True)
+        for name, x in zip("qkv", grads, strict=True):
+            assert not x[:, t + 1 :].any()
+            assert x[:, t].any() or (name, t) == ("k", 0)  # the first key weighs 1 in any case
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", FULL, ids=str)
+def test_full_size(case):
+    check(case, "causal", full=True)
+
+
+@pytest.mark.gpu
+def test_one_long_text():
+    case = Case((2**18,), 64, 64, "cosine", dtype=BRAIN, past=True, batch=1, heads=8)
+    check(case, "causal", full=True, grads=False)
+
+
+@pytest.mark.gpu
+def test_beyond_two_to_the_31_elements():
+    """As nine samples and as one: the last 1000 rows against float64, from a State before them."""
+    batch, length, heads, dim = 9, 2**18, 16, 64
+    assert batch * length * heads * dim > 2**31
+    q, k, v = (torch.randn(batch, length, heads, dim, dtype=BRAIN, device=DEVICE) for _ in range(3))
+    for first in (8, 0):
+        x, y, z = (t if first else t.reshape(1, -1, heads, dim) for t in (q, k, v))
+        out = causal_attention(x, y, z, impl="triton")[0].flatten(0, 1)[-1000:, -1:]
+        x, y, z = (t[first:].reshape(1, -1, heads, dim)[:, :, -1:].double() for t in (q, k, v))
+        past = summarize(y[:, :-1000], z[:, :-1000], impl="torch")
+        last = (t[:, -1000:] for t in (x, y, z))
+        expected = causal_attention(*last, state=past, impl="torch")[0][0]
+        error = (out - expected).square().mean().sqrt()
+        assert error <= 2 * torch.finfo(BRAIN).eps * expected.square().mean().sqrt()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_step_of_many_heads(dim):
+    """Against the causal form of one token in float64, at the size of decoding."""
+    q, k, v = (torch.randn(64, 12, dim, dtype=BRAIN, device=DEVICE) for _ in range(3))
+    theta = torch.rand(12, dim, device=DEVICE)
+    before = State(
+        torch.randn(64, 12, dim, device=DEVICE),
+        1 + torch.rand(64, 12, dim, device=DEVICE),
+        torch.randn(64, 12, 2 * dim, dim, device=DEVICE),
+    )
+    at = torch.tensor(12345, device=DEVICE)
+    out, after = attention_step(q, k, v, before, lrpe=Lrpe(theta, (1,), start=(at,)), impl="triton")
+    place = Lrpe(theta.double(), (1,), start=(at,))
+    exact = (x.double() for x in (q, k, v))
+    y, state = attention_step(
+        *exact, State(*(x.double() for x in before)), lrpe=place, impl="torch"
+    )
+    assert torch.equal(after.max.double(), state.max)
+    for a, b, unit in (
+        (out, y, torch.finfo(BRAIN).eps / 2),
+        (after.sum, state.sum, 1e-6),
+        (after.memory, state.memory, 1e-6),
+    ):
+        assert (a - b).square().mean().sqrt() <= 2 * unit * b.square().mean().sqrt()

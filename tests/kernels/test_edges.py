@@ -1,0 +1,218 @@
+"""Both forms where they are hard to write: padding, layouts of memory, and what is refused."""
+
+import pytest
+import torch
+from torch.autograd import grad
+
+import ndlightnet.ops as ops
+from ndlightnet.ops import (
+    Lrpe,
+    State,
+    attention_step,
+    causal_attention,
+    global_attention,
+    read,
+    summarize,
+    supported,
+)
+
+from .cases import DEVICE, Case, Problem
+from .yardstick import Poison
+
+# where numpy warns, the interpreter does what a GPU does
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+FORMS = {
+    "global": global_attention,
+    "causal": lambda *args, **options: causal_attention(*args, **options)[0],
+}
+forms = pytest.mark.parametrize("form", FORMS)
+
+
+def sample(case):
+    """q, k, v and options of a case, with gradients."""
+    problem = Problem.random(case)
+    inputs = [problem.leaves[name].requires_grad_() for name in "qkv"]
+    return inputs, {"mask": problem.mask, "lrpe": problem.place(), "impl": "triton"}
+
+
+@pytest.mark.parametrize("form, kind", [("global", "cosine"), ("causal", None)])
+def test_a_sample_of_padding_only_is_zero(form, kind):
+    inputs, options = sample(Case((9,), 5, 3, kind, "all", heads=1))
+    with Poison():
+        out = FORMS[form](*inputs, **options)
+        grads = grad(out.sum(), inputs)
+    assert not out[0].any() and out[1].any(-1).all()
+    for x in grads:
+        assert x.isfinite().all() and not x[0].any() and x[1].any()
+    state = summarize(*inputs[1:], **options)
+    assert (state.max[0] == -torch.inf).all()
+    assert not state.sum[0].any() and not state.memory[0].any()
+    assert not read(inputs[0], state, lrpe=options["lrpe"], impl="triton")[0].any()
+
+
+@forms
+def test_what_lies_in_the_padding_cannot_leak(form):
+    (q, k, v), options = sample(Case((37,), 5, 3, None, "holes", heads=1))
+    hidden, results = ~options["mask"][..., None, None], []
+    junk = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e38, -1e38], device=DEVICE)
+    junk = junk[torch.randint(5, (2, 37, 1, 1), device=DEVICE)]
+    for filling in (torch.zeros_like(junk), junk):
+        k, v = (torch.where(hidden, filling, x.detach()).requires_grad_() for x in (k, v))
+        out = FORMS[form](q, k, v, **options)
+        results.append((out, *grad(out.sum(), (q, k, v))))
+    for clean, dirty in zip(*results, strict=True):
+        assert clean.isfinite().all() and torch.equal(clean, dirty)
+    assert not any(x.masked_select(hidden).any() for x in results[1][2:])
+
+
+LAYOUTS = {
+    "rows at odd addresses": lambda x: torch.cat([x[..., :1], x, x], -1)[..., 1 : 1 + x.shape[-1]],
+    "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "channels apart": lambda x: x.mT.contiguous().mT,
+    "every other token": lambda x: x.repeat_interleave(2, 1)[:, ::2],
+    "one for all samples": lambda x: x[:1].expand_as(x),
+    "one for all heads": lambda x: x[:, :, :1].expand_as(x),
+}
+
+
+def outcome(form, inputs, pull):
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = FORMS[form](*inputs, impl="triton")
+    return out, *grad(out, inputs, pull)
+
+
+@forms
+def test_layouts_of_memory_change_nothing(form):
+    """Nor do they in the gradient of the output."""
+    q, k, v = (torch.randn(2, 5, 2, 8, device=DEVICE) for _ in "qkv")
+    k, v = k[:, :, :1].expand_as(k).contiguous(), v[:1].expand_as(v).contiguous()
+    pull = torch.randn_like(v)
+    expected = outcome(form, (q, k, v), pull)
+    rows, heads, channels, tokens, sample, head = LAYOUTS.values()
+    for views in (
+        torch.stack([q, k, v], 2).unbind(2),
+        (rows(q), head(k), sample(v)),
+        (channels(q), tokens(k), heads(v)),
+    ):
+        assert not any(x.is_contiguous() for x in views)
+        for a, b in zip(outcome(form, views, heads(pull)), expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_layouts_of_a_state_change_nothing():
+    problem = Problem.random(Case((17,), 5, 3, past=True))
+    q, k, v = (problem.leaves[name] for name in "qkv")
+    state = problem.state()
+    turned = State(
+        *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in state[:2]),
+        state.memory.mT.contiguous().mT,
+    )
+    assert not any(x.is_contiguous() for x in turned)
+    for how in (
+        lambda s: (read(q, s, impl="triton"),),
+        lambda s: flat(causal_attention(q, k, v, state=s, impl="triton")),
+        lambda s: flat(attention_step(q[:, 0], k[:, 0], v[:, 0], s, impl="triton")),
+    ):
+        for a, b in zip(how(turned), how(state), strict=True):
+            assert torch.equal(a, b)
+
+
+def flat(result):
+    out, state = result
+    return (out, *state)
+
+
+@forms
+def test_no_tokens(form):
+    (q, k, v), options = sample(Case((0,), 5, 3))
+    assert FORMS[form](q, k, v, **options).shape == v.shape
+    empty = summarize(k, v, impl="triton")
+    assert (empty.max == -torch.inf).all() and not empty.sum.any() and not empty.memory.any()
+    state = Problem.random(Case((1,), 5, 3, past=True)).state()
+    out, after = causal_attention(q, k, v, state=state, impl="triton")
+    assert out.shape == read(q, state, impl="triton").shape == v.shape
+    assert all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
+
+
+def unsupported():
+    """Operation, tensors, lrpe, and the word that says why not."""
+    x, wide = torch.randn(2, 9, 2, 16, device=DEVICE), torch.randn(2, 9, 2, 300, device=DEVICE)
+    rotary = Lrpe(torch.ones(1, 8, device=DEVICE), (9,), "rotary")
+    for name in ("summarize", "read", "global_attention", "causal_attention", "attention_step"):
+        yield name, (x.double(), x.double()), None, "float64"
+        yield name, (wide, x), None, "300"
+    for name in ("summarize", "global_attention", "causal_attention", "attention_step"):
+        yield name, (x, wide), None, "300"
+        yield name, (x, x.half()), None, "float16"
+    for name in ("summarize", "read", "global_attention"):
+        yield name, (x[..., :15], x), rotary._replace(theta=rotary.theta[:, :7]), "15"
+    for name in ("causal_attention", "attention_step"):
+        yield name, (x, x), rotary, "rotary"
+
+
+def call(name, k, v, lrpe=None, impl="triton"):
+    """A function of ndlightnet.ops with k as its queries."""
+    options = {"lrpe": lrpe, "impl": impl}
+    empty = State.empty(
+        2, 2, k.shape[-1], v.shape[-1], lrpe is not None, device=DEVICE,
+        dtype=torch.float64 if k.dtype == torch.float64 else torch.float32,
+    )  # fmt: skip
+    if name == "summarize":
+        return summarize(k, v, **options)
+    if name == "read":
+        return read(k, empty, **options)
+    if name == "attention_step":
+        if lrpe is not None:
+            options["lrpe"] = lrpe._replace(shape=(1,))
+        return attention_step(k[:, 0], k[:, 0], v[:, 0], empty, **options)
+    return getattr(ops, name)(k, k, v, **options)
+
+
+def test_a_wish_is_refused_with_the_reason():
+    """Never replaced by another implementation; `supported` says the same."""
+    for name, (k, v), lrpe, why in unsupported():
+        support = supported(name, k, None if name == "read" else v, lrpe=lrpe)
+        assert not support and why in support.reason, (name, why)
+        with pytest.raises(ValueError, match=rf"triton.*{why}"):
+            call(name, k, v, lrpe)
+        if k.dtype == v.dtype:  # other implementations take it
+            call(name, k, v, lrpe, "torch")
+            call(name, k, v, lrpe, "auto")
+
+
+def test_what_is_supported():
+    x = torch.randn(2, 9, 2, 16, device=DEVICE)
+    for name in ("summarize", "read", "global_attention", "causal_attention", "attention_step"):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            assert supported(name, x.to(dtype), x.to(dtype)) and not supported(name, x).reason
+        reason = supported(name, x.to("meta"), x.to("meta")).reason
+        assert "meta" in reason and "cuda" in reason
+    with pytest.raises(ValueError, match="attention"):
+        supported("attention", x)
+
+
+@forms
+def test_auto_takes_the_kernels_on_a_gpu(form):
+    inputs = [torch.randn(2, 9, 2, 16, device=DEVICE) for _ in "qkv"]
+    expected = "triton" if DEVICE.type == "cuda" else "torch"
+    auto, chosen = (FORMS[form](*inputs, impl=impl) for impl in ("auto", expected))
+    assert torch.equal(auto, chosen)
+
+
+@pytest.mark.gpu
+@forms
+def test_views_are_read_in_place(form):
+    """The slices of one (batch, length, 3, heads, dim) tensor cost no more memory than copies."""
+    one = torch.randn(2, 8192, 3, 8, 64, dtype=torch.bfloat16, device=DEVICE)
+    views = one.unbind(2)
+
+    def peak(inputs):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        FORMS[form](*inputs, impl="triton")
+        return torch.cuda.max_memory_allocated() - before
+
+    peak(views)
+    plain = [x.contiguous() for x in views]
+    assert peak(views) < peak(plain) + plain[0].nbytes / 2

@@ -1,0 +1,126 @@
+"""Norm and gate in one kernel, against float64, beside torch in the inputs' own precision."""
+
+import os
+
+import pytest
+import torch
+from torch.nn.functional import layer_norm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("without a GPU: TRITON_INTERPRET=1", allow_module_level=True)
+gate = pytest.importorskip("ndlightnet_kernels.gate")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(1, 1), (1, 5), (3, 24), (2, 7, 100), (41, 64), (1, 384)]
+EPS = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory that a kernel should write starts as NaN."""
+    for place, name in ((torch, "empty_like"), (torch.Tensor, "new_empty")):
+        make = getattr(place, name)
+        nan = lambda *a, _make=make, **k: _make(*a, **k).fill_(torch.nan)  # noqa: E731
+        monkeypatch.setattr(place, name, nan)
+
+
+def gated_norm(y, u, weight, bias):
+    """As the layer does it: the norm in its weights' precision, the gate in its own."""
+    norm = layer_norm(y.to(weight.dtype), y.shape[-1:], weight, bias, EPS)
+    return (norm * u.sigmoid()).to(y.dtype)
+
+
+def ours_norm(pull, y, u, weight, bias):
+    out, *saved = gate.norm_gate(y, u, weight, bias, EPS)
+    assert saved[0].untyped_storage()._cdata != saved[1].untyped_storage()._cdata
+    return out, *gate.norm_gate_backward(pull, y, u, weight, bias, *saved)
+
+
+def with_gradients(function, pull, *inputs):
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = function(*inputs)
+    return out.detach(), *torch.autograd.grad(out, inputs, pull.to(out.dtype))
+
+
+def compare(ours, function, pull, *inputs):
+    """Error against float64: at most twice torch's, and one step of the largest value (Triton's
+    interpreter cuts bfloat16 where the GPU rounds)."""
+    actual = ours(pull, *inputs)
+    assert len({x.untyped_storage()._cdata for x in actual}) == len(actual)  # as operators must
+    low = with_gradients(function, pull, *inputs)
+    exact = with_gradients(function, pull.double(), *(x.double() for x in inputs))
+    for name, a, b, c in zip(
+        ("out", "dy", "du", "dweight", "dbias"), actual, low, exact, strict=False
+    ):
+        assert a.shape == b.shape and a.dtype == b.dtype, name
+        assert a.isfinite().all(), name
+        rounding = torch.finfo(a.dtype).eps * c.abs().max().item()
+        error, allowed = ((x.double() - c).abs().max().item() for x in (a, b))
+        assert error <= 2 * allowed + rounding, f"{name}: {error:.2e}, torch {allowed:.2e}"
+
+
+def random(shape, dtype, *scales):
+    return [(scale * torch.randn(shape, device=DEVICE)).to(dtype) for scale in scales]
+
+
+def affine(dim, dtype=torch.float32):
+    weight, bias = torch.randn(2, dim, device=DEVICE)
+    return (1 + weight / 4).to(dtype), (bias / 4).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norm_gate(shape, dtype):
+    pull, y, u = random(shape, dtype, 1, 1e-3, 2)
+    compare(ours_norm, gated_norm, pull, y, u, *affine(shape[-1]))
+
+
+def test_norm_weights_in_the_inputs_precision():
+    pull, y, u = random((9, 24), torch.bfloat16, 1, 1, 1)
+    compare(ours_norm, gated_norm, pull, y, u, *affine(24, torch.bfloat16))
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # numpy says it in the interpreter; exp(6e4) = inf
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_wide_open_and_shut(dtype):
+    """No overflow in the exponentials, and NaN nowhere."""
+    pull, y, _ = random((4, 24), dtype, 1, 1, 1)
+    logits = torch.linspace(-6e4, 6e4, 96, device=DEVICE).to(dtype).view(4, 24)
+    compare(ours_norm, gated_norm, pull, y, logits, *affine(24))
+
+
+def test_norm_of_constant_and_of_far_rows():
+    """Variance 0, and a mean much larger than the spread: not E[y^2] - E[y]^2."""
+    pull, y, u = random((6, 100), torch.float32, 1, 1, 1)
+    y[0] = 0
+    y[1] = 3
+    y[2:] += 1e4
+    out, mean, rstd = gate.norm_gate(y, u, *affine(100), EPS)
+    assert out.isfinite().all()
+    torch.testing.assert_close(mean, y.double().mean(-1).float())
+    expected = (y[2:].double().var(-1, correction=0) + EPS).rsqrt().float()
+    torch.testing.assert_close(rstd[2:], expected, rtol=1e-3, atol=0)
+    y, u, pull = y[2:], u[2:], pull[2:]
+    compare(ours_norm, gated_norm, pull, y, u, *affine(100))
+
+
+def test_more_rows_than_programs_and_the_same_bits(monkeypatch):
+    """Every program of the backward takes several tiles, the last one in part."""
+    monkeypatch.setattr(gate, "BACKWARD", (64, 4, 3, 1))
+    pull, y, u = random((37, 24), torch.bfloat16, 1, 1, 1)
+    weight, bias = affine(24)
+    compare(ours_norm, gated_norm, pull, y, u, weight, bias)
+    one, two = (ours_norm(pull, y, u, weight, bias) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_strided_inputs():
+    pull, y, u = (x.transpose(0, 1) for x in random((24, 7), torch.float32, 1, 1, 1))
+    compare(ours_norm, gated_norm, pull, y, u, *affine(24))
+
+
+def test_no_rows():
+    y = torch.zeros(0, 24, device=DEVICE)
+    out, _, _, dweight, dbias = ours_norm(y, y, y, *affine(24))
+    assert out.shape == (0, 24) and not dweight.any() and not dbias.any()

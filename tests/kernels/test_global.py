@@ -1,0 +1,89 @@
+"""The global form: values, gradients and States against float64."""
+
+import pytest
+import torch
+
+from ndlightnet.ops import global_attention
+
+from .cases import BRAIN, CASES, DEVICE, FULL, HALF, LOGITS, Case, on_gpu
+from .yardstick import check
+
+# where numpy warns, the interpreter does what a GPU does
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_and_gradients(case):
+    check(case, "global")
+
+
+@pytest.mark.parametrize(
+    "form, row",
+    [("state", 5), ("state", 7), ("merged", 7), ("merged", 10), ("read", 5), ("read", 9)],
+)
+def test_states(form, row):
+    """A source's State, that of its parts joined, and queries on a State."""
+    case = CASES[row]
+    if form == "merged":  # along one axis
+        case = case._replace(shape=(case.length,), prefix=0, start=None)
+    check(case._replace(past=form == "read"), form)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((7,), 24, 9, target=(70,), batch=1, heads=1),
+        Case((4, 5), 5, 3, "cosine", "holes", target=(2, 3), dtype=BRAIN),
+        Case((11, 7), 10, 8, "rotary", "left", target=(1, 5), prefix=2, start=(3, 8), heads=1),
+    ],
+    ids=str,
+)
+def test_queries_of_another_grid(case):
+    check(case, "cross")
+
+
+ROW = Case((75,), 5, 3, batch=1, heads=1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(
+            ROW._replace(logits=name)
+            for name in ("wide", "offset", "up", "climb", "jumps", "holes")
+        ),
+        ROW._replace(kind="cosine", logits="jumps", dtype=HALF),
+        *on_gpu(*(ROW._replace(kind="cosine", logits=name, dtype=BRAIN) for name in LOGITS)),
+    ],
+    ids=str,
+)
+def test_extreme_logits(case):
+    check(case, "global")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", FULL, ids=str)
+def test_full_size(case):
+    check(case, "global", full=True)
+
+
+@pytest.mark.gpu
+def test_one_long_volume():
+    check(Case((64, 64, 64), 64, 64, "cosine", "holes", BRAIN, batch=1, heads=8), "global", True)
+
+
+@pytest.mark.gpu
+def test_beyond_two_to_the_31_elements():
+    """As nine samples and as one: the last rows against float64, from the last sample alone."""
+    batch, length, heads, dim = 9, 2**18, 16, 64
+    assert batch * length * heads * dim > 2**31
+    q, k, v = (torch.randn(batch, length, heads, dim, dtype=BRAIN, device=DEVICE) for _ in range(3))
+    for source in (slice(8, 9), slice(0, 9)):
+        x, y, z = (t if source.start else t.reshape(1, -1, heads, dim) for t in (q, k, v))
+        out = global_attention(x, y, z, impl="triton").flatten(0, 1)[-1000:]
+        y, z = (t[source].reshape(-1, heads, dim)[:, -1].double() for t in (k, v))
+        query = q[-1, -1000:, -1].double()
+        expected = (query * query.sigmoid()) @ (y.softmax(0).mT @ z)
+        # the memory averages over many values: the rounding of operands and output is what counts
+        error = (out[:, -1] - expected).square().mean().sqrt()
+        assert error <= 2 * torch.finfo(BRAIN).eps * expected.square().mean().sqrt()
