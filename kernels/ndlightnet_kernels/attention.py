@@ -87,11 +87,12 @@ def _collect(
         spread += tl.sum(tl.reshape(p, (BL // ROWS, ROWS, BK)), 0)
         if KIND != 0:
             cos, sin = unpack(entries, found, last, WIDE, PRODUCT, PREFIX)
-            woven = weave((p * cos).to(OPERAND), (p * sin).to(OPERAND))
+            woven = weave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
             if KIND == 2:
                 p = weight(x2, mx2[None, :])
                 spread2 += tl.sum(tl.reshape(p, (BL // ROWS, ROWS, BK)), 0)
-                woven = weave(woven, weave((p * cos).to(OPERAND), (p * sin).to(OPERAND)))
+                second = weave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
+                woven = weave(woven, second, SLOTS)
             acc = dot(y, woven, acc, OPERAND, PRECISION)
         else:
             acc = dot(y, p, acc, OPERAND, PRECISION)
@@ -279,7 +280,7 @@ def _read(
     ma, mb = _read_memory(total, memory, bh, c, vc, DIM, VDIM, KIND)
     m = ma.to(OPERAND)
     if KIND != 0:
-        m = tl.trans(weave(tl.trans(m), tl.trans(mb.to(OPERAND))))
+        m = tl.trans(weave(tl.trans(m), tl.trans(mb.to(OPERAND)), SLOTS))
     found = numbers(meta, KIND, PRODUCT)
     for first in tl.range(part * span, min(part * span + span, length), BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
@@ -297,7 +298,8 @@ def _read(
                 x2, _ = silu(x2)
             cos, sin = unpack(entries, found, last, WIDE, PRODUCT, PREFIX)
             fa, fb = turn(x1, x2, cos, sin, KIND)
-            y = dot(weave(fa.to(OPERAND), fb.to(OPERAND)), m, y, OPERAND, PRECISION)
+            f = weave(fa.to(OPERAND), fb.to(OPERAND), SLOTS)
+            y = dot(f, m, y, OPERAND, PRECISION)
         to = out + ((b * length + t) * heads + h)[:, None] * VDIM + vc[None, :]
         tl.store(to, y.to(out.dtype.element_ty), seen[:, None] & (vc < VDIM)[None, :])
 
@@ -319,7 +321,7 @@ def _read_backward(
     ma, mb = _read_memory(total, memory, bh, c, vc, DIM, VDIM, KIND)
     m = tl.trans(ma.to(OPERAND))
     if KIND != 0:
-        m = weave(m, tl.trans(mb.to(OPERAND)))
+        m = weave(m, tl.trans(mb.to(OPERAND)), SLOTS)
     TALL: tl.constexpr = 1 if KIND == 0 else 2
     pull = tl.zeros((BV, TALL * BK), tl.float32)
     found = numbers(meta, KIND, PRODUCT)
@@ -344,7 +346,7 @@ def _read_backward(
                 x2, slope2 = silu(x2)
             cos, sin = unpack(entries, found, last, WIDE, PRODUCT, PREFIX)
             fa, fb = turn(x1, x2, cos, sin, KIND)
-            f = weave(fa.to(OPERAND), fb.to(OPERAND))
+            f = weave(fa.to(OPERAND), fb.to(OPERAND), SLOTS)
             pull = dot(tl.trans(do), f, pull, OPERAND, PRECISION)
             da, db = unweave(df)
             d1, d2 = turn_back(da, db, cos, sin, KIND)
@@ -423,7 +425,8 @@ def _grad_tile(
     at = dmemory + (bh * (TALL * DIM) + kc)[None, :] * VDIM + vc[:, None]
     g = tl.load(at, mask=here, other=0.0).to(OPERAND)
     if KIND != 0:
-        g = weave(g, tl.load(at + DIM * VDIM, mask=here, other=0.0).to(OPERAND))
+        sin = tl.load(at + DIM * VDIM, mask=here, other=0.0).to(OPERAND)
+        g = weave(g, sin, DIM // KIND)
     return g
 
 
@@ -441,7 +444,7 @@ def _grads(
     mx2, pull2 = mx, pull
     if KIND == 2:
         g2 = _grad_tile(dmemory, bh, kc + WIDTH, inside, vc, DIM, VDIM, KIND, OPERAND)
-        g = weave(g, g2)
+        g = weave(g, g2, DIM // KIND)
         mx2 = tl.load(top + bh * DIM + WIDTH + kc, mask=inside, other=0.0)
         pull2 = tl.load(dtotal + bh * DIM + WIDTH + kc, mask=inside, other=0.0)
     return g, mx, pull, mx2, pull2
@@ -493,11 +496,11 @@ def _summarize_backward(
             f = p.to(OPERAND)
             if KIND != 0:
                 cos, sin = unpack(entries, found, last, WIDE, PRODUCT, PREFIX)
-                f = weave((p * cos).to(OPERAND), (p * sin).to(OPERAND))
+                f = weave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
                 if KIND == 2:
                     p2 = weight(x2, mx2[None, :])
-                    f2 = weave((p2 * cos).to(OPERAND), (p2 * sin).to(OPERAND))
-                    f = weave(f, f2)
+                    f2 = weave((p2 * cos).to(OPERAND), (p2 * sin).to(OPERAND), SLOTS)
+                    f = weave(f, f2, SLOTS)
                     dp, dp2 = unweave(dp)
                     da, db = unweave(dp2)
                     dp2 = da * cos + db * sin

@@ -46,6 +46,8 @@ def _norm_gate(
     x, gate = _read(y, at, mask), tl.sigmoid(_read(u, at, mask))
     w, b = _read(weight, col, col < DIM), _read(bias, col, col < DIM)
     mu = tl.sum(x, 1) / DIM
+    # once more around it: a sum of rows far from 0 rounds at their size
+    mu += tl.sum(tl.where(mask, x - mu[:, None], 0.0), 1) / DIM
     x = tl.where(mask, x - mu[:, None], 0.0)
     r = tl.rsqrt(tl.sum(x * x, 1) / DIM + tl.cast(eps, tl.float32))
     x = (x * r[:, None] * w[None, :] + b[None, :]) * gate

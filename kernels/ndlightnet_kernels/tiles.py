@@ -28,11 +28,12 @@ def dot(a, b, acc, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def weave(a, b):
+def weave(a, b, SLOTS: tl.constexpr):
     """Columns a0 b0 a1 b1 ... One product of a woven tile costs less than two products."""
     out = tl.reshape(tl.join(a, b), (a.shape[0], 2 * a.shape[1]))
-    # the sum keeps Triton 3.6 from reshaping float32 in shared memory, where it crashes
-    return out + 0.0 if out.dtype == tl.float32 else out
+    # the sum keeps Triton 3.6 from reshaping in shared memory, where it crashes for float32, and
+    # for tiles that are loaded element by element
+    return out + 0.0 if out.dtype == tl.float32 or SLOTS % 2 == 1 else out
 
 
 @triton.jit

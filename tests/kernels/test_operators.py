@@ -9,19 +9,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ndlightnet.nn.mixers import LightNetAttention
-from ndlightnet.ops import (
-    Lrpe,
-    attention_step,
-    global_attention,
-    read,
-    summarize,
-)
+from ndlightnet.ops import Lrpe, attention_step
 
 from .cases import DEVICE, Case, Problem
 from .yardstick import ours, rms
 
 forms = pytest.mark.parametrize("form", ["global", "causal"])
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)]
+
+
+# What is left out takes the interpreter long, and compiling for any length covers it
+CHECKS = ["test_schema", "test_autograd_registration", "test_faketensor"]
+CHECKS += ["test_aot_dispatch_dynamic"] if DEVICE.type == "cuda" else []
 
 
 class Recorder(TorchDispatchMode):
@@ -37,56 +35,70 @@ class Recorder(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("kind", [None, "cosine"])
+@pytest.mark.parametrize("kind", ["cosine", pytest.param(None, marks=pytest.mark.gpu)])
 def test_opcheck(kind):
     """Schema, fake implementation, autograd and dynamic shapes of all operators that run."""
-    problem = Problem.random(Case((3, 3), 5, 3, kind, "holes", past=True))
+    case = Case((2, 2), 5, 3, kind, kind and "holes", past=True, batch=1, heads=1)
+    problem, forward, backward, plain = Problem.random(case), Recorder(), Recorder(), Recorder()
     leaves = {name: x.requires_grad_() for name, x in problem.leaves.items()}
-    problem, forward, backward = problem._replace(leaves=leaves), Recorder(), Recorder()
     with forward:
         outputs = [*ours(problem, "global", "triton").values()]
         outputs += ours(problem, "causal", "triton").values()
-        place = kind and Lrpe(leaves["theta"], (1,), kind)
-        token = [leaves[name][:, 0] for name in "qkv"]
-        out, state = attention_step(*token, problem.state(), lrpe=place, impl="triton")
-        outputs += [out, *state]
     with backward:
         sum(x.square().sum() for x in outputs if x.requires_grad).backward()
-    assert forward.calls and backward.calls
-    for recorder in (forward, backward):
+    with plain, torch.no_grad():
+        place = kind and Lrpe(leaves["theta"], (1,), kind)
+        token = [leaves[name][:, 0] for name in "qkv"]
+        attention_step(*token, problem.state(), lrpe=place, impl="triton")
+    assert forward.calls and backward.calls and plain.calls
+    for recorder in (forward, backward, plain):
         for op, arguments in recorder.calls.items():
+            if recorder is not forward and op in forward.calls:
+                continue
 
-            def leaf(x, recorder=recorder):
-                return x.detach().clone().requires_grad_(recorder is forward and x.requires_grad)
+            def leaf(x, learnt=recorder is forward):
+                return x.detach().clone().requires_grad_(learnt and x.requires_grad)
 
             args, kwargs = tree_map_only(torch.Tensor, leaf, arguments)
-            torch.library.opcheck(op, args, kwargs)
+            torch.library.opcheck(op, args, kwargs, test_utils=CHECKS)
 
 
-@forms
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_without_a_graph_break(close, close_grads, form, backend, dynamic):
+def compiles(close, close_grads, form, lengths, lrpe="cosine", batch=2, **options):
     torch._dynamo.reset()
-    layer = LightNetAttention(24, heads=2, impl="triton").to(DEVICE)
-    options = {"causal": form == "causal"}
-    compiled = torch.compile(layer, fullgraph=True, backend=backend, dynamic=dynamic)
-    for length in (9, 70, 17) if dynamic else (17,):
-        x = torch.randn(2, length, 24, device=DEVICE, requires_grad=True)
-        mask = torch.rand(2, length, device=DEVICE) < 0.8
-        actual, expected = compiled(x, mask=mask, **options), layer(x, mask=mask, **options)
+    layer = LightNetAttention(6, heads=1, lrpe=lrpe, impl="triton").to(DEVICE)
+    compiled = torch.compile(layer, fullgraph=True, **options)
+    for length in lengths:
+        x = torch.randn(batch, length, 6, device=DEVICE, requires_grad=True)
+        mask = torch.rand(batch, length, device=DEVICE) < 0.8
+        actual, expected = (f(x, mask=mask, causal=form == "causal") for f in (compiled, layer))
         close(actual, expected, 1e-5)
-        close_grads(actual, expected, (x, *layer.parameters()), 1e-5)
+        if length == lengths[0] or DEVICE.type == "cuda":
+            close_grads(actual, expected, (x, *layer.parameters()), 1e-5)
+
+
+@pytest.mark.parametrize("form, lrpe", [("global", "cosine"), ("causal", None)])
+def test_compile_without_a_graph_break(close, close_grads, form, lrpe):
+    """For lengths unknown when compiled."""
+    compiles(close, close_grads, form, (3, 5), lrpe, 1, dynamic=True, backend="aot_eager")
+
+
+@pytest.mark.gpu
+@forms
+@pytest.mark.parametrize("dynamic", [False, True, None])
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compile_with_inductor(close, close_grads, form, dynamic, mode):
+    compiles(close, close_grads, form, (9, 70, 17), dynamic=dynamic, mode=mode)
 
 
 def test_compile_the_step(close):
     torch._dynamo.reset()
-    layer = LightNetAttention(24, heads=2, impl="triton").to(DEVICE)
-    compiled = torch.compile(layer.step, fullgraph=True, backend="aot_eager")
+    layer = LightNetAttention(6, heads=1, impl="triton").to(DEVICE)
+    backend = "aot_eager" if DEVICE.type == "cpu" else "inductor"
+    compiled = torch.compile(layer.step, fullgraph=True, backend=backend)
     state = other = layer.init_state(2, DEVICE)
     with torch.no_grad():
-        for t in range(3):
-            x, at = torch.randn(2, 24, device=DEVICE), torch.tensor(t, device=DEVICE)
+        for t in range(2):
+            x, at = torch.randn(2, 6, device=DEVICE), torch.tensor(t, device=DEVICE)
             actual, state = compiled(x, state, at)
             expected, other = layer.step(x, other, at)
             close(actual, expected, 1e-5)
@@ -95,16 +107,16 @@ def test_compile_the_step(close):
 @forms
 def test_autocast_of_a_layer(form):
     """No worse than twice the torch implementation in the same autocast, and one rounding."""
-    layer = LightNetAttention(32, heads=2, impl="triton").to(DEVICE)
+    layer = LightNetAttention(10, heads=1, impl="triton").to(DEVICE)
     plain, double = copy.deepcopy(layer), copy.deepcopy(layer).double()
     plain.impl = double.impl = "torch"
-    x, results = torch.randn(2, 19, 32, device=DEVICE), []
+    x, results = torch.randn(2, 9, 10, device=DEVICE), []
     for model in (layer, plain, double):
         kind = torch.float64 if model is double else torch.float32
         y = x.to(kind).requires_grad_()
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=model is not double):
             out = model(y, causal=form == "causal")
-        loss = (out * torch.linspace(-1, 1, 32, device=DEVICE)).sum()
+        loss = (out * torch.linspace(-1, 1, 10, device=DEVICE)).sum()
         names = ["out", "x", *(name for name, _ in model.named_parameters())]
         grads = grad(loss, (y, *model.parameters()))
         results.append(dict(zip(names, (out.detach(), *grads), strict=True)))
@@ -119,7 +131,7 @@ def test_autocast_of_a_layer(form):
 
 @forms
 def test_autocast_does_not_touch_float32_inputs(form):
-    problem = Problem.random(Case((9,), 16, 16))
+    problem = Problem.random(Case((5,), 5, 3, batch=1, heads=1))
     plain = ours(problem, form, "triton")["out"]
     with torch.autocast(DEVICE.type, torch.bfloat16):
         cast = ours(problem, form, "triton")["out"]
@@ -135,22 +147,20 @@ def everything(problem, form):
     return [*outputs, *grad(total, used)]
 
 
+@pytest.mark.gpu
 @forms
 @pytest.mark.parametrize(
     "case",
     [
-        Case((10, 7), 16, 16, "cosine", "holes", past=True),
-        pytest.param(
-            Case((64, 64), 64, 64, "cosine", "holes", torch.bfloat16, shared=True, heads=8),
-            marks=pytest.mark.gpu,
-        ),
+        Case((10, 7), 5, 3, "cosine", "holes", past=True),
+        Case((64, 64), 64, 64, "cosine", "holes", torch.bfloat16, shared=True, heads=8),
     ],
     ids=str,
 )
 def test_the_same_bits_every_time(form, case):
     """By default, without torch's deterministic mode; theta's gradient sums over samples too."""
     problem = Problem.random(case)
-    first, *others = (everything(problem, form) for _ in range(4 if DEVICE.type == "cuda" else 2))
+    first, *others = (everything(problem, form) for _ in range(5))
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
@@ -206,17 +216,3 @@ def test_a_length_not_seen_before_neither_compiles_nor_tunes(monkeypatch, axes):
     for shape in lengths if axes == 1 else grids:
         run(shape)
         assert not compiled, f"{shape}: {compiled}"
-
-
-def test_a_source_is_summed_once_for_many_reads():
-    """summarize and read are separate operators: a State can be kept, and read again."""
-    problem = Problem.random(Case((9,), 5, 3))
-    q, k, v = problem.leaves.values()
-    state = summarize(k, v, impl="triton")
-    for queries in (q, q[:, :2], q.flip(1)):
-        expected = (
-            global_attention(queries, k, v, impl="triton")
-            if queries.shape == q.shape
-            else (read(q, state, impl="triton")[:, :2])
-        )
-        assert torch.equal(read(queries, state, impl="triton"), expected)
