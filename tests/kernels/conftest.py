@@ -1,12 +1,7 @@
 """Where the kernel tests run: on the GPU if there is one, else on the CPU, interpreted."""
 
-import os
-
 import pytest
 import torch
-
-if not torch.cuda.is_available():  # before Triton is imported
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)
