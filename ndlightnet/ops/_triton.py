@@ -32,9 +32,12 @@ class Support:
         return not self.reason
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _device_reason(device: torch.device) -> str:
     return _device_reason_once(device)
+
+
+# what torch.compiler.assume_constant_result does, but without importing torch._dynamo and Triton
+_device_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
