@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels.phases import numbers, rotations, turned, unpack
+from ndlightnet_kernels import phases
+from ndlightnet_kernels.phases import places, rotate, rotate_once, turning
 from ndlightnet_kernels.tiles import (
     KINDS,
     Place,
@@ -23,6 +24,7 @@ from ndlightnet_kernels.tiles import (
     pad,
     prepare,
     processors,
+    rows_added,
     silu,
     split,
     turn,
@@ -32,7 +34,7 @@ from ndlightnet_kernels.tiles import (
     weight,
 )  # fmt: skip
 
-SIZES = ["length", "span", "parts", "heads", "rows", "own"]
+SIZES = ["length", "span", "parts", "heads", "own", *phases.SIZES]
 KV = ["skb", "skt", "skh", "svb", "svt", "svh"]
 
 
@@ -59,12 +61,12 @@ def _load_values(v, b, h, t, vc, seen, svb, svt, svh, VDIM: tl.constexpr, UNIT: 
 
 @triton.jit
 def _collect(
-    k, v, keep, table, found, mx, mx2, b, h, begin, end, length, kc, vc, rows, own,
+    k, v, keep, turns, mx, mx2, b, h, begin, end, length, kc, vc,
     skb, skt, skh, svb, svt, svh, WIDTH: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, BL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr,
-    WIDE: tl.constexpr, PRODUCT: tl.constexpr, PREFIX: tl.constexpr, MASKED: tl.constexpr,
-    UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    ROWS: tl.constexpr,
+    BV: tl.constexpr, BL: tl.constexpr, KIND: tl.constexpr, AXES: tl.constexpr,
+    SLOTS: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr, PREFIX: tl.constexpr,
+    MASKED: tl.constexpr, UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Sums of exp(k - mx) and memories y^T (p cos, p sin) of a part, and with rotary those of the
     pairs' second channels. Memories are held transposed: both sides of a product then lie in shared
@@ -76,9 +78,6 @@ def _collect(
     for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
         seen = _seen(keep, b, t, end, length, MASKED)
-        if KIND != 0:  # asked for first, to arrive with the keys
-            last = tl.minimum(t, length - 1)
-            entries = rotations(table, found, last, kc % SLOTS, rows, h * own, SLOTS, WIDE, PRODUCT)
         x = _load_keys(k, b, h, t, kc, seen, skb, skt, skh, WIDTH, UNIT)
         if KIND == 2:
             x2 = _load_keys(k + WIDTH, b, h, t, kc, seen, skb, skt, skh, WIDTH, UNIT)
@@ -86,7 +85,8 @@ def _collect(
         p = weight(x, mx[None, :])
         spread += tl.sum(tl.reshape(p, (BL // ROWS, ROWS, BK)), 0)
         if KIND != 0:
-            cos, sin = unpack(entries, found, last, WIDE, PRODUCT, PREFIX)
+            place = places(turns, t, AXES, TOTAL, PREFIX)
+            cos, sin = rotate(turns, place, WIDE)
             woven = weave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
             if KIND == 2:
                 p = weight(x2, mx2[None, :])
@@ -116,11 +116,13 @@ def _maximum(
 
 @triton.jit(do_not_specialize=SIZES + KV)
 def _summarize(
-    k, v, keep, table, stride, meta, top, total, memory,
-    skb, skt, skh, svb, svt, svh, length, span, parts, heads, rows, own,
+    k, v, keep, theta, start, top, total, memory,
+    skb, skt, skh, svb, svt, svh, length, span, parts, heads, own,
+    n1, n2, n3, n4, n5, n6, n7, prefix,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
-    BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr,
-    PRODUCT: tl.constexpr, PREFIX: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
+    BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
+    TOTAL: tl.constexpr, WIDE: tl.constexpr,
+    AXES: tl.constexpr, PREFIX: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr = 16,
 ):  # fmt: skip
     """State of one part of the length, for one block of key channels (rotary: of pairs).
@@ -135,7 +137,8 @@ def _summarize(
     kc, vc = tl.program_id(0) % BLOCKS * BK + tl.arange(0, BK), tl.arange(0, BV)
     inside = kc < WIDTH
     begin, end = part * span, min(part * span + span, length)
-    found = numbers(meta, KIND, PRODUCT)
+    sizes = (n1, n2, n3, n4, n5, n6, n7)
+    turns = turning(theta, start, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL)
     once = min(begin + BL, end)
     mx = _maximum(k, keep, b, h, begin, once, length, kc, skb, skt, skh, WIDTH, BL, MASKED, UNIT)
     mx = tl.where(mx == float("-inf"), 0.0, mx)
@@ -146,9 +149,9 @@ def _summarize(
         )
         mx2 = tl.where(mx2 == float("-inf"), 0.0, mx2)
     sm, sm2, acc = _collect(
-        k, v, keep, table, found, mx, mx2, b, h, begin, end, length, kc, vc, rows, own,
-        skb, skt, skh, svb, svt, svh, WIDTH, VDIM, BK, BV, BL, KIND, SLOTS, WIDE, PRODUCT, PREFIX,
-        MASKED, UNIT, OPERAND, PRECISION, STAGES, ROWS,
+        k, v, keep, turns, mx, mx2, b, h, begin, end, length, kc, vc,
+        skb, skt, skh, svb, svt, svh, WIDTH, VDIM, BK, BV, BL, KIND, AXES, SLOTS, TOTAL, WIDE,
+        PREFIX, MASKED, UNIT, OPERAND, PRECISION, STAGES, ROWS,
     )  # fmt: skip
     good = (sm > 1e-25) & (sm < 1e25)
     if KIND == 2:
@@ -162,9 +165,9 @@ def _summarize(
                 UNIT,
             )  # fmt: skip
         sm, sm2, acc = _collect(
-            k, v, keep, table, found, mx, mx2, b, h, begin, end, length, kc, vc, rows, own,
-            skb, skt, skh, svb, svt, svh, WIDTH, VDIM, BK, BV, BL, KIND, SLOTS, WIDE, PRODUCT,
-            PREFIX, MASKED, UNIT, OPERAND, PRECISION, 1, ROWS,
+            k, v, keep, turns, mx, mx2, b, h, begin, end, length, kc, vc,
+            skb, skt, skh, svb, svt, svh, WIDTH, VDIM, BK, BV, BL, KIND, AXES, SLOTS, TOTAL,
+            WIDE, PREFIX, MASKED, UNIT, OPERAND, PRECISION, 1, ROWS,
         )  # fmt: skip
     at = (bh * parts + part) * DIM + kc
     tl.store(top + at, mx, inside)
@@ -264,12 +267,16 @@ def _load_query(q, b, h, t, c, seen, sqb, sqt, sqh, WIDTH: tl.constexpr, KIND: t
     return x1, x2
 
 
-@triton.jit(do_not_specialize=["length", "span", "heads", "rows", "own", "sqb", "sqt", "sqh"])
+@triton.jit(
+    do_not_specialize=["length", "span", "heads", "own", "sqb", "sqt", "sqh", *phases.SIZES]
+)
 def _read(
-    q, total, memory, table, stride, meta, out, sqb, sqt, sqh, length, span, heads, rows, own,
+    q, total, memory, theta, start, out, sqb, sqt, sqh, length, span, heads, own,
+    n1, n2, n3, n4, n5, n6, n7, prefix,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
-    BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr,
-    PRODUCT: tl.constexpr, PREFIX: tl.constexpr, UNIT: tl.constexpr,
+    BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
+    TOTAL: tl.constexpr, WIDE: tl.constexpr,
+    AXES: tl.constexpr, PREFIX: tl.constexpr, UNIT: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Output of a part of the queries, for one block of value channels."""
@@ -281,13 +288,11 @@ def _read(
     m = ma.to(OPERAND)
     if KIND != 0:
         m = tl.trans(weave(tl.trans(m), tl.trans(mb.to(OPERAND)), SLOTS))
-    found = numbers(meta, KIND, PRODUCT)
+    sizes = (n1, n2, n3, n4, n5, n6, n7)
+    turns = turning(theta, start, prefix, h * own, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL)
     for first in tl.range(part * span, min(part * span + span, length), BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
         seen = t < length
-        if KIND != 0:
-            last = tl.minimum(t, length - 1)
-            entries = rotations(table, found, last, c % SLOTS, rows, h * own, SLOTS, WIDE, PRODUCT)
         x1, x2 = _load_query(q, b, h, t, c, seen, sqb, sqt, sqh, WIDTH, KIND, UNIT)
         x1, _ = silu(x1)
         y = tl.zeros((BL, BV), tl.float32)
@@ -296,7 +301,8 @@ def _read(
         else:
             if KIND == 2:
                 x2, _ = silu(x2)
-            cos, sin = unpack(entries, found, last, WIDE, PRODUCT, PREFIX)
+            place = places(turns, t, AXES, TOTAL, PREFIX)
+            cos, sin = rotate(turns, place, WIDE)
             fa, fb = turn(x1, x2, cos, sin, KIND)
             f = weave(fa.to(OPERAND), fb.to(OPERAND), SLOTS)
             y = dot(f, m, y, OPERAND, PRECISION)
@@ -306,11 +312,13 @@ def _read(
 
 @triton.jit(do_not_specialize=[*SIZES, "sqb", "sqt", "sqh", "sob", "sot", "soh"])
 def _read_backward(
-    q, dout, total, memory, table, stride, meta, dq, pulls, dtheta,
-    sqb, sqt, sqh, sob, sot, soh, length, span, parts, heads, rows, own,
+    q, dout, total, memory, theta, start, dq, pulls, dtheta,
+    sqb, sqt, sqh, sob, sot, soh, length, span, parts, heads, own,
+    n1, n2, n3, n4, n5, n6, n7, prefix,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
-    BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr,
-    PRODUCT: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, UNIT: tl.constexpr,
+    BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
+    TOTAL: tl.constexpr, WIDE: tl.constexpr,
+    AXES: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, UNIT: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq, and a part's pull (fa, fb)^T dout on the normalised memory, for a block of features."""
@@ -324,13 +332,12 @@ def _read_backward(
         m = weave(m, tl.trans(mb.to(OPERAND)), SLOTS)
     TALL: tl.constexpr = 1 if KIND == 0 else 2
     pull = tl.zeros((BV, TALL * BK), tl.float32)
-    found = numbers(meta, KIND, PRODUCT)
+    sizes = (n1, n2, n3, n4, n5, n6, n7)
+    turns = turning(theta, start, prefix, h * own, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL)
+    learnt = tl.zeros((BL // 16, 8, BK), tl.float32)
     for first in tl.range(part * span, min(part * span + span, length), BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
         seen = t < length
-        if KIND != 0:
-            last = tl.minimum(t, length - 1)
-            entries = rotations(table, found, last, c % SLOTS, rows, h * own, SLOTS, WIDE, PRODUCT)
         x1, x2 = _load_query(q, b, h, t, c, seen, sqb, sqt, sqh, WIDTH, KIND, UNIT)
         do = _load_values(dout, b, h, t, vc, seen, sob, sot, soh, VDIM, UNIT)
         x1, slope1 = silu(x1)
@@ -344,7 +351,10 @@ def _read_backward(
             slope2 = slope1
             if KIND == 2:
                 x2, slope2 = silu(x2)
-            cos, sin = unpack(entries, found, last, WIDE, PRODUCT, PREFIX)
+            if LEARN or KIND == 1:
+                cos, sin = rotate_once(turns, t, AXES, TOTAL, WIDE, PREFIX)
+            else:
+                cos, sin = rotate(turns, places(turns, t, AXES, TOTAL, PREFIX), WIDE)
             fa, fb = turn(x1, x2, cos, sin, KIND)
             f = weave(fa.to(OPERAND), fb.to(OPERAND), SLOTS)
             pull = dot(tl.trans(do), f, pull, OPERAND, PRECISION)
@@ -354,10 +364,11 @@ def _read_backward(
             if KIND == 2:
                 tl.store(to + WIDTH, (d2 * slope2).to(dq.dtype.element_ty), here)
             if LEARN:
-                angle = turned(stride, found, last, c % SLOTS, SLOTS, PRODUCT, PREFIX)
-                angle = tl.sum(angle * (fa * db - fb * da), 0)
-                at = dtheta + (bh * tl.cdiv(length, BL) + first // BL) * WIDTH + c
-                tl.store(at, angle, c < WIDTH)
+                place = places(turns, t, AXES, TOTAL, PREFIX).to(tl.float32)
+                learnt += rows_added(place * (fa * db - fb * da))
+    if LEARN:
+        at = dtheta + (bh * parts + part) * WIDTH + c
+        tl.store(at, tl.sum(tl.sum(learnt, 0), 0), c < WIDTH)
     to = pulls + ((bh * parts + part) * (TALL * WIDTH) + c)[None, :] * VDIM + vc[:, None]
     here = (vc < VDIM)[:, None] & (c < WIDTH)[None, :]
     if KIND == 0:
@@ -450,13 +461,15 @@ def _grads(
     return g, mx, pull, mx2, pull2
 
 
-@triton.jit(do_not_specialize=[s for s in SIZES if s != "parts"] + KV)
+@triton.jit(do_not_specialize=SIZES + KV)
 def _summarize_backward(
-    k, v, keep, table, stride, meta, top, dtotal, dmemory, dk, dv, dtheta,
-    skb, skt, skh, svb, svt, svh, length, span, heads, rows, own,
+    k, v, keep, theta, start, top, dtotal, dmemory, dk, dv, dtheta,
+    skb, skt, skh, svb, svt, svh, length, span, parts, heads, own,
+    n1, n2, n3, n4, n5, n6, n7, prefix,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
-    BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr,
-    PRODUCT: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
+    BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
+    TOTAL: tl.constexpr, WIDE: tl.constexpr,
+    AXES: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
     UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a part: dk = p (v . dmemory + dtotal), dv = p . dmemory."""
@@ -464,21 +477,21 @@ def _summarize_backward(
     b, h = bh // heads, bh % heads
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     vc, kc = tl.arange(0, BV), tl.arange(0, BK)
-    found = numbers(meta, KIND, PRODUCT)
+    sizes = (n1, n2, n3, n4, n5, n6, n7)
+    turns = turning(theta, start, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL)
     g, mx, pull, mx2, pull2 = _grads(top, dtotal, dmemory, bh, kc, vc, DIM, VDIM, KIND, OPERAND)
     TALL: tl.constexpr = 1 if KIND == 0 else 2 * KIND
+    learnt = ()
+    for block in tl.static_range(BLOCKS):
+        learnt += (tl.zeros((BL // 16, 8, BK), tl.float32),)
     for first in tl.range(part * span, min(part * span + span, length), BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
         inside = t < length
         seen = _seen(keep, b, t, length, length, MASKED)
-        last = tl.minimum(t, length - 1)
         dy = tl.zeros((BL, BV), tl.float32)
+        added = ()
         for block in tl.static_range(BLOCKS):
             kc = block * BK + tl.arange(0, BK)
-            if KIND != 0:
-                entries = rotations(
-                    table, found, last, kc % SLOTS, rows, h * own, SLOTS, WIDE, PRODUCT
-                )
             x = _load_keys(k, b, h, t, kc, seen, skb, skt, skh, WIDTH, UNIT)
             x2 = x
             if KIND == 2:
@@ -489,13 +502,16 @@ def _summarize_backward(
                 g, mx, pull, mx2, pull2 = _grads(
                     top, dtotal, dmemory, bh, kc, vc, DIM, VDIM, KIND, OPERAND
                 )
+                turns = turning(
+                    theta, start, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
+                )
             to = dk + ((b * length + t) * heads + h)[:, None] * DIM + kc[None, :]
             here = inside[:, None] & (kc < WIDTH)[None, :]
             dp = dot(y, g, tl.zeros((BL, TALL * BK), tl.float32), OPERAND, PRECISION)
             p = weight(x, mx[None, :])
             f = p.to(OPERAND)
             if KIND != 0:
-                cos, sin = unpack(entries, found, last, WIDE, PRODUCT, PREFIX)
+                cos, sin = rotate_once(turns, t, AXES, TOTAL, WIDE, PREFIX)
                 f = weave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
                 if KIND == 2:
                     p2 = weight(x2, mx2[None, :])
@@ -516,13 +532,20 @@ def _summarize_backward(
             tl.store(to, (p * (dp + pull[None, :])).to(dk.dtype.element_ty), here)
             dy = dot(f, tl.trans(g), dy, OPERAND, PRECISION)
             if LEARN:
-                count = turned(stride, found, last, kc % SLOTS, SLOTS, PRODUCT, PREFIX)
-                at = dtheta + (bh * tl.cdiv(length, BL) + first // BL) * WIDTH + kc
-                tl.store(at, tl.sum(count * twist, 0), kc < WIDTH)
+                place = places(turns, t, AXES, TOTAL, PREFIX).to(tl.float32)
+                added += (learnt[block] + rows_added(place * twist),)
+            else:
+                added += (learnt[block],)
+        learnt = added
         if MASKED:
             dy = tl.where(seen[:, None], dy, 0.0)
         to = dv + ((b * length + t) * heads + h)[:, None] * VDIM + vc[None, :]
         tl.store(to, dy.to(dv.dtype.element_ty), inside[:, None] & (vc < VDIM)[None, :])
+    if LEARN:
+        for block in tl.static_range(BLOCKS):
+            kc = block * BK + tl.arange(0, BK)
+            at = dtheta + (bh * parts + part) * WIDTH + kc
+            tl.store(at, tl.sum(tl.sum(learnt[block], 0), 0), kc < WIDTH)
 
 
 # ------------------------------------------------------------------------------------ launches
@@ -530,17 +553,17 @@ def _summarize_backward(
 # of 64 channels, and of about 6 for heads of 128. With rotary a key column is a pair of channels.
 PLANS = {
     ("summarize", "none"): (Plan(64, 64, 3, 4, 3, 168), Plan(64, 64, 3, 8, 2)),
-    ("summarize", "cosine"): (Plan(64, 64, 2, 4, 3, 168), Plan(64, 64, 3, 8, 2, 128)),
-    ("summarize", "rotary"): (Plan(64, 32, 2, 4, 3, 168), Plan(64, 32, 2, 8, 2, 128)),
+    ("summarize", "cosine"): (Plan(64, 64, 3, 4, 3, 168), Plan(64, 64, 3, 8, 2, 128)),
+    ("summarize", "rotary"): (Plan(64, 32, 3, 4, 3, 168), Plan(64, 32, 2, 8, 2, 128)),
     ("read", "none"): (Plan(64, 64, 3, 4, 8, 128), Plan(64, 64, 3, 4, 4, 128)),
-    ("read", "cosine"): (Plan(64, 64, 1, 4, 8, 128), Plan(64, 128, 1, 8, 2, 128)),
-    ("read", "rotary"): (Plan(64, 64, 1, 4, 6, 80), Plan(64, 128, 1, 4, 4, 128)),
+    ("read", "cosine"): (Plan(64, 64, 3, 4, 4, 128), Plan(64, 128, 1, 8, 2, 128)),
+    ("read", "rotary"): (Plan(64, 64, 3, 4, 4, 128), Plan(64, 128, 1, 4, 4, 128)),
     ("read_backward", "none"): (Plan(64, 32, 3, 4, 4, 128), Plan(64, 64, 2, 8, 2, 128)),
-    ("read_backward", "cosine"): (Plan(64, 32, 2, 4, 3, 168), Plan(64, 64, 2, 8, 1)),
-    ("read_backward", "rotary"): (Plan(64, 32, 2, 4, 3, 168), Plan(64, 32, 2, 8, 2, 128)),
+    ("read_backward", "cosine"): (Plan(64, 32, 3, 4, 3, 168), Plan(64, 64, 2, 8, 1)),
+    ("read_backward", "rotary"): (Plan(64, 32, 3, 4, 3, 168), Plan(64, 32, 2, 8, 2, 128)),
     ("summarize_backward", "none"): (Plan(64, 64, 2, 4, 8, 128), Plan(64, 128, 2, 8, 1)),
-    ("summarize_backward", "cosine"): (Plan(64, 64, 2, 4, 4), Plan(64, 128, 1, 8, 1)),
-    ("summarize_backward", "rotary"): (Plan(64, 32, 2, 4, 4), Plan(64, 64, 1, 8, 1)),
+    ("summarize_backward", "cosine"): (Plan(64, 64, 3, 4, 2), Plan(64, 128, 1, 8, 1)),
+    ("summarize_backward", "rotary"): (Plan(64, 32, 3, 4, 4), Plan(64, 64, 1, 8, 1)),
 }
 
 
@@ -598,7 +621,7 @@ def summarize_parts(
         k, v, flags(keep), top=top, total=total, memory=memory, length=length, span=span,
         parts=parts, heads=heads, **dict(zip(KV, strided, strict=True)), DIM=dim, VDIM=vdim, BK=bk,
         BV=bv, BL=block, BLOCKS=blocks, MASKED=keep is not None, UNIT=unit, STAGES=chosen.stages,
-        ROWS=rows, **place.arguments(), **operand(k), **chosen.options(),
+        ROWS=rows, **place.arguments(k), **operand(k), **chosen.options(),
     )  # fmt: skip
     return top, total, memory
 
@@ -642,8 +665,8 @@ def read(q: Tensor, total: Tensor, memory: Tensor, place: Place) -> Tensor:
     _read[(batch * heads * blocks, parts)](
         q, total.contiguous(), memory.contiguous(), out=out, length=length, span=span, heads=heads,
         **dict(zip(("sqb", "sqt", "sqh"), strided, strict=True)), DIM=dim, VDIM=vdim, BK=bk, BV=bv,
-        BL=block, BLOCKS=blocks, UNIT=unit, STAGES=chosen.stages, **place.arguments(), **operand(q),
-        **chosen.options(),
+        BL=block, BLOCKS=blocks, UNIT=unit, STAGES=chosen.stages, **place.arguments(q),
+        **operand(q), **chosen.options(),
     )  # fmt: skip
     return out
 
@@ -664,13 +687,13 @@ def read_backward(
     parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     pulls = _float(q, batch * heads, parts, tall * width, vdim)
-    turned = _float(q, batch, heads, triton.cdiv(length, block), width if learn else 0)
+    turned = _float(q, batch, heads, parts, width if learn else 0)
     _read_backward[(batch * heads * blocks, parts)](
         q, dout, total, memory, dq=dq, pulls=pulls, dtheta=turned, length=length, span=span,
         parts=parts, heads=heads,
         **dict(zip(("sqb", "sqt", "sqh", "sob", "sot", "soh"), strided, strict=True)),
         DIM=dim, VDIM=vdim, BK=bk, BV=bv, BL=block, BLOCKS=blocks, LEARN=learn, UNIT=unit,
-        STAGES=chosen.stages, **place.arguments(), **operand(q), **chosen.options(),
+        STAGES=chosen.stages, **place.arguments(q), **operand(q), **chosen.options(),
     )  # fmt: skip
     dtotal, dmemory = torch.empty_like(total), torch.empty_like(memory)
     some = max(1, 256 // bv)
@@ -694,12 +717,12 @@ def summarize_backward(
     parts, span = split(length, batch * heads, block, chosen.programs * processors(k))
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    turned = _float(k, batch, heads, triton.cdiv(length, block), width if learn else 0)
+    turned = _float(k, batch, heads, parts, width if learn else 0)
     _summarize_backward[(batch * heads, parts)](
         k, v, flags(keep), top=top.contiguous(), dtotal=dtotal.contiguous(),
         dmemory=dmemory.contiguous(), dk=dk, dv=dv, dtheta=turned, length=length, span=span,
-        heads=heads, **dict(zip(KV, strided, strict=True)), DIM=dim, VDIM=vdim, BK=bk, BV=bv,
+        parts=parts, heads=heads, **dict(zip(KV, strided, strict=True)), DIM=dim, VDIM=vdim, BK=bk, BV=bv,
         BL=block, BLOCKS=triton.cdiv(width, bk), LEARN=learn, MASKED=keep is not None, UNIT=unit,
-        STAGES=chosen.stages, **place.arguments(), **operand(k), **chosen.options(),
+        STAGES=chosen.stages, **place.arguments(k), **operand(k), **chosen.options(),
     )  # fmt: skip
     return dk, dv, turned.sum((0, 2))

@@ -4,279 +4,203 @@ y[l] = sum_m T[c, l - m] x[m],   T[c, lag] = sum_t coef[c, t] lambda_t^lag  (rev
 
 A line is one dense product, whose cost depends neither on the number of states nor on the
 direction; dx is the product with the taps flipped. It is so little work that moving x is what
-takes time, so everything here is about that: a program keeps the taps of C channels in registers
-and walks over tiles of 8 or 16 lines; a lane loads 16 bytes of neighbouring channels, and channels
-become the batch of a tl.dot by 2-byte transposing moves through shared memory (stmatrix, ldmatrix).
+takes time, so everything here is about that. A tile is read as it lies in memory, passes through
+shared memory once, in words of VEC channels of a token, and comes out as the operands of a batch of
+products, VEC channels to a warp. A Toeplitz matrix stays in registers: its blocks of 8 x 8, one for
+each distance.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
 # (a jit function builds its tuples of tensors piece by piece)
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ndlightnet_kernels import axis_taps
+
 LONGEST = 128  # lines up to here are one dense product
-# By blocks of 16 tokens in a line: channels per warp, warps, programs per multiprocessor, registers
-# By blocks of 16 tokens in a line: channels per warp, warps, programs per multiprocessor,
-# registers (0: as many as it takes), stages of loads in flight
-PRODUCT = {1: (4, 8, 3, 0, 3), 2: (4, 8, 2, 128, 3), 4: (2, 16, 1, 0, 3), 8: (2, 16, 1, 0, 2)}
-CORRELATE = {1: (4, 8, 2, 0, 3), 2: (4, 8, 1, 0, 3), 4: (2, 8, 1, 0, 3), 8: (2, 8, 1, 0, 2)}
-FULL = (2, 8, 1, 0, 1)  # float32
-SIZES = ["lines", "n", "inner", "outer"]
+# By blocks of 16 tokens in a line: channels of a warp, warps, programs per multiprocessor, stages
+# of loads in flight. Measured on an H200 for 2 and 4 blocks.
+PRODUCT = {1: (4, 8, 2, 3), 2: (4, 8, 2, 3), 4: (4, 8, 1, 2), 8: (2, 8, 1, 2)}
+CORRELATE = {1: (8, 4, 2, 1), 2: (8, 4, 2, 1), 4: (4, 4, 2, 2), 8: (2, 4, 2, 1)}
+# float32
+PRODUCT_FULL = {1: (4, 4, 2, 1), 2: (2, 8, 1, 1), 4: (1, 8, 1, 1)}
+CORRELATE_FULL = {1: (4, 4, 2, 1), 2: (2, 4, 2, 1), 4: (1, 8, 2, 1)}
+INTS = ["span", "flip", "lines", "n", "inner", "outer"]
 
 
 @triton.jit
-def _along(i: tl.constexpr, size: tl.constexpr):
-    """0 .. size - 1 along dimension i of 5: lanes (4, 8), warps, registers (2).
+def _along(i: tl.constexpr, size: tl.constexpr, rank: tl.constexpr):
+    """0 .. size - 1 along dimension i.
 
-    Triton spreads a loaded tensor over these in this order, and a dot wants pairs of the summed
-    index on 4 lanes, rows on 8: what is loaded this way is an operand as it stands.
+    Triton spreads a tensor over lanes, warps and registers, from the first dimension on. What is
+    loaded with the dimensions (4 lanes, 8 lanes, warps, registers) is an operand of a product as it
+    stands, and what is stored with them, its result.
     """
     v = tl.arange(0, size)
     for _ in tl.static_range(i):
         v = tl.expand_dims(v, 0)
-    for _ in tl.static_range(4 - i):
+    for _ in tl.static_range(rank - 1 - i):
         v = tl.expand_dims(v, -1)
     return v
 
 
 @triton.jit
-def _channels_first(v, VEC: tl.constexpr, W: tl.constexpr):
-    """[a, b, channels] -> [channels, a, b]; entry i of a batched dot belongs to warp i % W.
-
-    In this order a warp's channels are neighbours in memory, so that they pass through shared
-    memory in wide words.
-    """
+def _channels_first(v, VEC: tl.constexpr, W: tl.constexpr, OPERAND: tl.constexpr):
+    """[a, b, channels] -> [channels, a, b]; entry i of a batched product belongs to warp i % W. In
+    this order a warp's channels are neighbours in memory."""
     v = v.reshape(v.shape[0], v.shape[1], W, VEC).permute(3, 2, 0, 1)
-    return v.reshape(VEC * W, v.shape[2], v.shape[3])
+    return v.reshape(VEC * W, v.shape[2], v.shape[3]).to(OPERAND)
 
 
 @triton.jit
-def _first(line, inner, outer):
-    """First token of a line."""
-    return (line // inner).to(tl.int64) * outer + line % inner
+def _token(line, r, inner, outer, INT: tl.constexpr):
+    """Token r of a line."""
+    return (line // inner).to(INT) * outer + line % inner + r * inner.to(INT)
 
 
 @triton.jit
-def _powers(log_decay, lag, t, states):
-    """lambda_t^lag, 0 where lag < 0 or there is no such state: [states, lags]."""
-    log = tl.load(log_decay + t, mask=t < states, other=0.0)[:, None] * 1.4426950408889634
-    # 0 * -inf: a decay of 0 still has lambda^0 = 1
-    power = tl.exp2(tl.where(lag[None] > 0, log * lag[None], 0.0))
-    return tl.where((lag[None] >= 0) & (t < states)[:, None], power, 0.0)
+def _seen(mask, at, ok, MASK: tl.constexpr):
+    """`ok` without padding."""
+    if MASK:
+        ok = ok & (tl.load(mask + at, mask=ok, other=0) != 0)
+    return ok
 
 
-@triton.jit(do_not_specialize=["span", "states"])
-def _taps_kernel(
-    coef, log_decay, rcoef, rlog_decay, taps, dim, states, span,
-    LAGS: tl.constexpr, C: tl.constexpr, E: tl.constexpr, TWO_WAY: tl.constexpr,
+@triton.jit
+def _toeplitz(
+    taps, span, flip, first_channel, dim, NB: tl.constexpr, VEC: tl.constexpr, W: tl.constexpr,
+    OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """taps[axis, c, span + lag] for -span <= lag < span."""
-    axis = tl.program_id(2)
-    c = tl.program_id(1) * C + tl.arange(0, C)
-    lag = tl.program_id(0) * LAGS + tl.arange(0, LAGS) - span
-    acc = tl.zeros((C, LAGS), tl.float32)
-    for start in range(0, states, E):
-        t = start + tl.arange(0, E)
-        at = (axis * dim + c)[:, None] * states + t[None]
-        ok = (c < dim)[:, None] & (t < states)[None]
-        power = _powers(log_decay + axis * states, lag, t, states)
-        acc = tl.dot(tl.load(coef + at, mask=ok, other=0.0), power, acc, input_precision="ieee")
-        if TWO_WAY:  # lag 0 counts once, with the forward weights
-            back = tl.where(lag < 0, -lag, -1)
-            power = _powers(rlog_decay + axis * states, back, t, states)
-            acc = tl.dot(
-                tl.load(rcoef + at, mask=ok, other=0.0), power, acc, input_precision="ieee"
-            )
-    at = (axis * dim + c)[:, None].to(tl.int64) * (2 * span) + (lag + span)[None]
-    tl.store(taps + at, acc.to(taps.dtype.element_ty), mask=(c < dim)[:, None])
+    """T of some channels, [channels, 16 NB, 16 NB]; with flip = -1 its transpose."""
+    N: tl.constexpr = 2 * NB
+    row, pair = _along(1, 8, 5), _along(3, 2, 5)
+    if tl.float32 == OPERAND:
+        lag = (row - _along(0, 4, 5) - 4 * pair) * flip
+    else:
+        lag = (row - 2 * _along(0, 4, 5) - pair) * flip
+    c = first_channel + _along(2, W, 5) * VEC + _along(4, VEC, 5)
+    block = tl.arange(0, N)
+    distance = (block[:, None] - block[None]).reshape(1, N, 1, N, 1)
+    out = tl.zeros((VEC * W, N, 8, N, 8), OPERAND)
+    for d in tl.static_range(1 - N, N):
+        tap = tl.load(taps + c * (2 * span) + span + lag + 8 * d * flip, mask=c < dim, other=0.0)
+        if tl.float32 == OPERAND:
+            tap = tap.permute(4, 2, 1, 3, 0)
+        else:
+            tap = tap.permute(4, 2, 1, 0, 3)
+        # known when compiled: entries at one distance share their registers
+        out = tl.where(distance == d, tap.reshape(VEC * W, 1, 8, 1, 8).to(OPERAND), out)
+    return out.reshape(VEC * W, 8 * N, 8 * N)
 
 
-@triton.jit(do_not_specialize=["span", "flip", *SIZES])
+@triton.jit(do_not_specialize=INTS)
 def _product_kernel(
     x, y, mask, taps, units, span, flip, lines, n, inner, outer,
-    NB: tl.constexpr, L: tl.constexpr, VEC: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr,
-    WAY: tl.constexpr, ADD: tl.constexpr, RESIDUAL: tl.constexpr,
-    MASK_IN: tl.constexpr, MASK_OUT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    NB: tl.constexpr, VEC: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr, LONG: tl.constexpr,
+    ADD: tl.constexpr, RESIDUAL: tl.constexpr, MASK_IN: tl.constexpr, MASK_OUT: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y = (y if ADD) + (x if RESIDUAL) + T along one axis, with flip = -1 its transpose."""
+    """y = (y if ADD) + (x if RESIDUAL) + T along one axis, 8 lines at a time."""
     C: tl.constexpr = VEC * W
     dim = units * UNIT
     blocks = tl.cdiv(dim, C)
     first_channel = tl.program_id(0) % blocks * C
-    # A block of 16 x 16 taps is 2 x 2 blocks of 8 x 8, which are shared between distances.
-    i4, i8, pair = _along(0, 4), _along(1, 8), _along(3, 2)
-    if PRECISION == "tf32":
-        lag = (i8 - 2 * i4 - pair) * flip
-    else:
-        lag = (i8 - i4 - 4 * pair) * flip
-    c = first_channel + _along(2, W) * VEC + _along(4, VEC)
-    eighths = ()
-    for d in tl.static_range(1 - 2 * NB, 2 * NB):
-        tap = tl.load(taps + c * (2 * span) + span + lag + 8 * d * flip, mask=c < dim, other=0.0)
-        if PRECISION == "tf32":
-            tap = tap.permute(4, 2, 1, 0, 3)
-        else:
-            tap = tap.permute(4, 2, 1, 3, 0)
-        eighths += (tap.reshape(C, 1, 8, 1, 8).to(OPERAND),)
-    half = tl.arange(0, 2)
-    side = (half[:, None] - half[None]).reshape(1, 2, 1, 2, 1)
-
-    r, q = tl.arange(0, 16)[:, None], tl.arange(0, L)[None]
-    c = first_channel + tl.arange(0, C)
-    for tile in range(tl.program_id(0) // blocks, tl.cdiv(lines, L), tl.num_programs(0) // blocks):
-        line = tile * L + q
-        first = _first(line, inner, outer)
-        xs = ()
-        for j in tl.static_range(NB):
-            row = 16 * j + r
-            ok = (row < n) & (line < lines)
-            at = first + row.to(tl.int64) * inner
-            if MASK_IN:
-                ok = ok & (tl.load(mask + at, mask=ok, other=0) != 0)
-            v = tl.load(x + (at[:, :, None] * dim + c), mask=ok[:, :, None] & (c < dim), other=0.0)
-            xs += (_channels_first(v, VEC, W).to(OPERAND),)
-        ys = ()
-        if ADD:  # all at once, before the first is needed
-            for i in tl.static_range(NB):
-                row = 16 * i + r
-                ok = ((row < n) & (line < lines))[:, :, None] & (c < dim)
-                at = (first + row.to(tl.int64) * inner)[:, :, None] * dim + c
-                ys += (tl.load(y + at, mask=ok, other=0.0),)
-        for i in tl.static_range(NB):
-            acc = tl.zeros((C, 16, L), tl.float32)
-            for j in tl.static_range(NB):
-                if WAY == 0 or (i - j) * WAY >= 0:
-                    off = tl.where(
-                        side > 0, eighths[2 * (i - j + NB)], eighths[2 * (i - j + NB - 1)]
-                    )
-                    block = tl.where(side == 0, eighths[2 * (i - j + NB) - 1], off)
-                    acc = tl.dot(block.reshape(C, 16, 16), xs[j], acc, input_precision=PRECISION)
-            # rounded now: 2-byte values change lanes by stmatrix and ldmatrix
-            out = acc.to(y.dtype.element_ty).reshape(VEC, W, 16, L).permute(2, 3, 1, 0)
-            out = out.reshape(16, L, C).to(tl.float32)
-            row = 16 * i + r
-            ok = (row < n) & (line < lines)
-            at = first + row.to(tl.int64) * inner
-            if MASK_OUT:
-                out = tl.where((tl.load(mask + at, mask=ok, other=0) != 0)[:, :, None], out, 0.0)
-            at, ok = at[:, :, None] * dim + c, ok[:, :, None] & (c < dim)
-            if RESIDUAL:
-                out += tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
-            if ADD:
-                out += ys[i].to(tl.float32)
-            tl.store(y + at, out.to(y.dtype.element_ty), mask=ok)
+    t = _toeplitz(taps, span, flip, first_channel, dim, NB, VEC, W, OPERAND)
+    INT: tl.constexpr = tl.int64 if LONG else tl.int32
+    c = (first_channel + tl.arange(0, C))[None, None]
+    r, q = tl.arange(0, 16 * NB)[:, None, None], tl.arange(0, 8)[None, :, None]
+    first, step = tl.program_id(0) // blocks, tl.num_programs(0) // blocks
+    old = tl.zeros((16 * NB, 8, C), y.dtype.element_ty)
+    if ADD:
+        ok = (r < n) & (first * 8 + q < lines) & (c < dim)
+        at = _token(first * 8 + q, r, inner, outer, INT)
+        old = tl.load(y + at * dim + c, mask=ok, other=0.0)
+    for tile in range(first, tl.cdiv(lines, 8), step):
+        line = tile * 8 + q
+        ok, at = (r < n) & (line < lines) & (c < dim), _token(line, r, inner, outer, INT)
+        seen = tl.load(x + at * dim + c, mask=_seen(mask, at, ok, MASK_IN), other=0.0)
+        own = seen
+        if RESIDUAL and MASK_IN:  # padding goes round the product
+            own = tl.load(x + at * dim + c, mask=ok, other=0.0)
+        before = old
+        if ADD:
+            if n > 0:  # always; the branch keeps Triton from prefetching what is prefetched here
+                later = line + 8 * step
+                there = (r < n) & (later < lines) & (c < dim)
+                to = _token(later, r, inner, outer, INT)
+                old = tl.load(y + to * dim + c, mask=there, other=0.0)
+        out = tl.dot(t, _channels_first(seen, VEC, W, OPERAND), input_precision=PRECISION)
+        # rounded now: half as much passes through shared memory
+        out = out.to(y.dtype.element_ty).reshape(VEC, W, 16 * NB, 8).permute(2, 3, 1, 0)
+        out = out.reshape(16 * NB, 8, C).to(tl.float32)
+        if MASK_OUT:
+            out = tl.where(_seen(mask, at, ok, True), out, 0.0)
+        if RESIDUAL:
+            out += own.to(tl.float32)
+        if ADD:
+            out += before.to(tl.float32)
+        tl.store(y + at * dim + c, out.to(y.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=INTS)
 def _correlate_kernel(
     dy, x, mask, out, units, lines, n, inner, outer,
-    NB: tl.constexpr, VEC: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr,
-    WAY: tl.constexpr, MASK: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    NB: tl.constexpr, VEC: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr, LONG: tl.constexpr,
+    WAYS: tl.constexpr, MASK: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the taps: out[part, d, l, m, c] = sum over i - j = d of dy[i, l] x[j, m]."""
+    """Gradient of the taps: out[part, d, l, m, c], sums over lines and over pairs of blocks of 8
+    tokens of dy[8 i + l] x[8 j + m], where l < 16 and 2 (d - NB) = i - j."""
     C: tl.constexpr = VEC * W
     dim = units * UNIT
     blocks = tl.cdiv(dim, C)
+    first_channel = tl.program_id(0) % blocks * C
     part = tl.program_id(0) // blocks
-    r, q = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None]
-    c = tl.program_id(0) % blocks * C + tl.arange(0, C)
+    INT: tl.constexpr = tl.int64 if LONG else tl.int32
+    c = (first_channel + tl.arange(0, C))[None, None]
+    r, q = tl.arange(0, 8)[:, None, None], tl.arange(0, 16)[None, :, None]
+    side = tl.arange(0, 2).reshape(1, 2, 1, 1)
+    nothing = tl.zeros((C, 1, 8, 16), OPERAND)
     sums = ()
-    for _ in tl.static_range(2 * NB - 1):
-        sums += (tl.zeros((C, 16, 16), tl.float32),)
+    for _ in tl.static_range(2 * NB):
+        sums += (tl.zeros((C, 16, 8), tl.float32),)
     for tile in range(part, tl.cdiv(lines, 16), tl.num_programs(0) // blocks):
         line = tile * 16 + q
-        first = _first(line, inner, outer)
-        xs = ()
-        for j in tl.static_range(NB):
-            row = 16 * j + r
-            ok = (row < n) & (line < lines)
-            at = first + row.to(tl.int64) * inner
-            if MASK:
-                ok = ok & (tl.load(mask + at, mask=ok, other=0) != 0)
-            v = tl.load(x + (at[:, :, None] * dim + c), mask=ok[:, :, None] & (c < dim), other=0.0)
-            xs += (_channels_first(v, VEC, W).permute(0, 2, 1).to(OPERAND),)
-        for i in tl.static_range(NB):
-            row = 16 * i + r
-            ok = ((row < n) & (line < lines))[:, :, None] & (c < dim)
-            at = first + row.to(tl.int64) * inner
-            g = tl.load(dy + (at[:, :, None] * dim + c), mask=ok, other=0.0)
-            g = _channels_first(g, VEC, W).to(OPERAND)
+        gs, vs = (nothing,), ()
+        for i in tl.static_range(2 * NB):
+            at = _token(line, r + 8 * i, inner, outer, INT)
+            ok = (line < lines) & (c < dim) & (r < n - 8 * i)
+            g = tl.load(dy + at * dim + c, mask=ok, other=0.0)
+            gs += (_channels_first(g, VEC, W, OPERAND).reshape(C, 1, 8, 16),)
+            v = tl.load(x + at * dim + c, mask=_seen(mask, at, ok, MASK), other=0.0)
+            vs += (_channels_first(v, VEC, W, OPERAND).permute(0, 2, 1),)
+        gs += (nothing,)
+        for j in tl.static_range(2 * NB):
             new = ()
-            for d in tl.static_range(1 - NB, NB):
-                s = sums[d + NB - 1]
-                if i - d >= 0 and i - d < NB and (WAY == 0 or d * WAY >= 0):
-                    s = tl.dot(g, xs[i - d], s, input_precision=PRECISION)
+            for d in tl.static_range(2 * NB):
+                s = sums[d]
+                # rows 0 to 7 from block i = j + 2 (d - NB), 8 to 15 from the next; gs starts at -1
+                if 2 * (NB - d) - 1 <= j and j < 4 * NB - 2 * d and (WAYS == 2 or d >= NB):
+                    low, high = gs[j + 2 * (d - NB) + 1], gs[j + 2 * (d - NB) + 2]
+                    g = tl.where(side == 0, low, high).reshape(C, 16, 16)
+                    s = tl.dot(g, vs[j], s, input_precision=PRECISION)
                 new += (s,)
             sums = new
-    at = part.to(tl.int64) * ((2 * NB - 1) * 256 * dim) + (r * 16 + q)[:, :, None] * dim + c
-    for d in tl.static_range(2 * NB - 1):
-        v = sums[d].reshape(VEC, W, 16, 16).permute(2, 3, 1, 0).reshape(16, 16, C)
-        if WAY == 0 or (d - NB + 1) * WAY >= 0:
-            tl.store(out + at + d * 256 * dim, v, mask=c < dim)
+    row, column = _along(1, 8, 6) + 8 * _along(3, 2, 6), _along(4, 2, 6) + 2 * _along(0, 4, 6)
+    c = first_channel + _along(2, W, 6) * VEC + _along(5, VEC, 6)
+    at = part.to(tl.int64) * (2 * NB * 128 * dim) + (row * 8 + column) * dim + c
+    for d in tl.static_range(2 * NB):
+        if WAYS == 2 or d >= NB:
+            v = sums[d].reshape(VEC, W, 2, 8, 4, 2).permute(4, 3, 1, 2, 5, 0)
+            tl.store(out + at + d * 128 * dim, v, mask=c < dim)
 
 
-@triton.jit(do_not_specialize=["nb", "parts", "span", "least"])
-def _fold_kernel(sums, dtaps, dim, nb, parts, span, least, C: tl.constexpr):
-    """dtaps[c, span + lag], 16 lags a program: the sum over parts and diagonals of `sums`."""
-    c = tl.program_id(0) * C + tl.arange(0, C)
-    b = tl.arange(0, 16)
-    lag = (tl.program_id(1) - nb) * 16 + b
-    end = b[None] + lag[:, None]  # = 16 d + l for m = b
-    d = (end >> 4) + nb - 1
-    at = (d * 256 + (end & 15) * 16 + b[None])[:, :, None].to(tl.int64) * dim + c
-    ok = ((d >= least) & (d < 2 * nb - 1))[:, :, None] & (c < dim)
-    total = tl.zeros((16, C), tl.float32)
-    for part in range(parts):
-        page = (part * (2 * nb - 1)).to(tl.int64) * (256 * dim)
-        total += tl.sum(tl.load(sums + page + at, mask=ok, other=0.0), 1)
-    at = c[None] * (2 * span) + span + lag[:, None]
-    tl.store(dtaps + at, total, mask=(c < dim)[None])
-
-
-@triton.jit(do_not_specialize=["states", "span"])
-def _weights_grad_kernel(
-    dtaps, coef, log_decay, dcoef, dlog, dim, states, span, WAY: tl.constexpr,
-    C: tl.constexpr, E: tl.constexpr,
-):  # fmt: skip
-    """From dtaps [axis, dim, 2 span] to dcoef and, per block of channels, dlog_decay."""
-    axis = tl.program_id(1)
-    c = tl.program_id(0) * C + tl.arange(0, C)
-    t = tl.program_id(2) * E + tl.arange(0, E)
-    grad = tl.zeros((C, E), tl.float32)
-    slope = tl.zeros((C, E), tl.float32)
-    for start in range(0, span, 16):
-        reach = start + tl.arange(0, 16)
-        at = (axis * dim + c)[:, None] * (2 * span) + span + (-reach if WAY else reach)[None]
-        taps = tl.load(dtaps + at, mask=(c < dim)[:, None], other=0.0)
-        # lag 0 belongs to the forward way
-        power = _powers(log_decay + axis * states, tl.where(reach < WAY, -1, reach), t, states)
-        power = tl.trans(power)
-        grad = tl.dot(taps, power, grad, input_precision="ieee")
-        slope = tl.dot(taps, power * reach[:, None], slope, input_precision="ieee")
-    at = (axis * dim + c)[:, None] * states + t[None]
-    ok = (c < dim)[:, None] & (t < states)[None]
-    tl.store(dcoef + at, grad, mask=ok)
-    slope = tl.sum(slope * tl.load(coef + at, mask=ok, other=0.0), 0)
-    tl.store(
-        dlog + (axis * tl.num_programs(0) + tl.program_id(0)) * states + t, slope, mask=t < states
-    )
-
-
-class _Walk(NamedTuple):
-    """How programs walk over the lines of one axis: runtime sizes and compile-time ones."""
-
-    sizes: tuple[int, ...]
-    constants: dict[str, Any]
-    grid: tuple[int]
-    parts: int
-
-
+# ------------------------------------------------------------------------------------ launches
 def _longest(x: Tensor) -> int:
     return LONGEST if x.element_size() == 2 else LONGEST // 2
 
@@ -290,65 +214,40 @@ def _span(x: Tensor) -> int:
     return 16 * max(_blocks(x, a) for a in range(x.ndim - 2))
 
 
-def _walk(x: Tensor, axis: int, width: int, config: tuple[int, ...]) -> _Walk:
-    """A program takes `width` lines at a time."""
-    shape, nb = x.shape[:-1], _blocks(x, axis)
-    vec, warps, per_sm, registers, stages = config
+def _launch(
+    x: Tensor, axis: int, width: int, plan: tuple[int, int, int, int]
+) -> tuple[int, int, tuple[int, ...], dict[str, Any]]:
+    """For programs that take `width` lines at a time: how many share a block of channels, how many
+    there are, sizes, and what is compiled in. (The interpreter cannot multiply bfloat16.)"""
+    shape, (vec, warps, each, stages) = x.shape[:-1], plan
     n, inner = shape[1 + axis], shape[2 + axis :].numel()
-    lines = shape.numel() // n
+    lines, unit = shape.numel() // n, next(u for u in (8, 4, 2, 1) if x.shape[-1] % u == 0)
     channels = triton.cdiv(x.shape[-1], vec * warps)
-    parts = min(triton.cdiv(lines, width), max(1, per_sm * _processors(x) // channels))
-    unit = next(u for u in (8, 4, 2, 1) if x.shape[-1] % u == 0)
+    card = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
+    parts = min(triton.cdiv(lines, width), max(1, each * card // channels))
+    kind = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     constants = {
-        "NB": nb, "VEC": vec, "W": warps, "UNIT": unit, "num_warps": warps, "num_stages": stages,
-        **_operand(x), **({"maxnreg": registers} if registers else {}),
+        "NB": _blocks(x, axis), "VEC": vec, "W": warps, "UNIT": unit, "LONG": x.numel() >= 2**31,
+        "OPERAND": kind[x.dtype] if x.is_cuda else tl.float32,
+        "PRECISION": "tf32x3" if x.dtype == torch.float32 or not x.is_cuda else "tf32",
+        "num_warps": warps, "num_stages": stages,
     }  # fmt: skip
-    sizes = (x.shape[-1] // unit, lines, n, inner, n * inner)
-    return _Walk(sizes, constants, (channels * parts,), parts)
-
-
-def _processors(x: Tensor) -> int:
-    if not x.is_cuda:
-        return 2
-    return torch.cuda.get_device_properties(x.device).multi_processor_count
-
-
-def _operand(x: Tensor) -> dict[str, Any]:
-    """What tensor cores multiply: the type of x. (The interpreter cannot multiply bfloat16.)"""
-    if x.dtype == torch.float32 or not x.is_cuda:
-        return {"OPERAND": tl.float32, "PRECISION": "tf32x3"}
-    bf16 = x.dtype == torch.bfloat16
-    return {"OPERAND": tl.bfloat16 if bf16 else tl.float16, "PRECISION": "tf32"}
-
-
-def _taps(
-    x: Tensor, coef: Tensor, log_decay: Tensor, rcoef: Tensor | None, rlog_decay: Tensor | None
-) -> Tensor:
-    """(axes, dim, 2 span), in the dtype of x: it is what tensor cores multiply."""
-    axes, dim, states = coef.shape
-    span = _span(x)
-    taps = torch.empty(axes, dim, 2 * span, dtype=x.dtype, device=x.device)
-    _taps_kernel[(2 * span // 32, triton.cdiv(dim, 16), axes)](
-        coef, log_decay, rcoef, rlog_decay, taps, dim, states, span,
-        LAGS=32, C=16, E=16, TWO_WAY=rcoef is not None,
-    )  # fmt: skip
-    return taps
+    return parts, parts * channels, (lines, n, inner, n * inner), constants
 
 
 def _product(
     x: Tensor, weights: list[Any], mask: Tensor | None, residual: bool, flip: bool
 ) -> Tensor:
     """The sum over axes; flip: of the transposed products, which make dx of dy."""
-    taps, two_way = _taps(x, *weights), weights[2] is not None
-    y = torch.empty_like(x)
+    span, y = _span(x), torch.empty_like(x)
+    taps = axis_taps.taps(x, span, weights)
+    plans = PRODUCT if x.element_size() == 2 else PRODUCT_FULL
     for axis in range(x.ndim - 2):
-        config = FULL if x.element_size() == 4 else PRODUCT[_blocks(x, axis)]
-        walk = _walk(x, axis, 8, config)
-        _product_kernel[walk.grid](
-            x, y, mask, taps[axis], walk.sizes[0], taps.shape[-1] // 2, -1 if flip else 1,
-            *walk.sizes[1:], **walk.constants, L=8, WAY=0 if two_way else -1 if flip else 1,
-            ADD=axis > 0, RESIDUAL=residual and axis == 0,
-            MASK_IN=mask is not None and not flip, MASK_OUT=mask is not None and flip,
+        _, programs, sizes, constants = _launch(x, axis, 8, plans[_blocks(x, axis)])
+        _product_kernel[(programs,)](
+            x, y, mask, taps[axis], x.shape[-1] // constants["UNIT"], span, -1 if flip else 1,
+            *sizes, ADD=axis > 0, RESIDUAL=residual and axis == 0,
+            MASK_IN=mask is not None and not flip, MASK_OUT=mask is not None and flip, **constants,
         )  # fmt: skip
     return y
 
@@ -391,40 +290,24 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, coef, log_decay, rcoef, rlog_decay."""
     x, mask, weights = _prepare(x, mask, coef, log_decay, rcoef, rlog_decay)
-    coef, log_decay, rcoef, rlog_decay = weights
-    ways = 1 if rcoef is None else 2
     if x.numel() == 0:
         zeros: list[Any] = [None if w is None else torch.zeros_like(w) for w in weights]
         return torch.empty_like(x), zeros[0], zeros[1], zeros[2], zeros[3]
-    dy = dy.contiguous()
+    dy, ways = dy.contiguous(), 1 if rcoef is None else 2
     dx = _product(dy, weights, mask, residual, flip=True)
-    axes, dim, states = coef.shape
-    span = _span(x)
+    span, (axes, dim, _) = _span(x), coef.shape
     dtaps = torch.zeros(axes, dim, 2 * span, device=x.device)
+    plans = CORRELATE if x.element_size() == 2 else CORRELATE_FULL
     for axis in range(axes):
         nb = _blocks(x, axis)
-        walk = _walk(x, axis, 16, FULL if x.element_size() == 4 else CORRELATE[nb])
-        sums = torch.empty(walk.parts, 2 * nb - 1, 16, 16, dim, device=x.device)
-        both = [1, -1] if nb == 8 else [0]  # sums that do not fit into registers together
-        for way in both if ways == 2 else [1]:
-            _correlate_kernel[walk.grid](
-                dy, x, mask, sums, *walk.sizes, **walk.constants, WAY=way, MASK=mask is not None,
-            )  # fmt: skip
-        least = 0 if ways == 2 else nb - 1
-        _fold_kernel[(triton.cdiv(dim, 32), 2 * nb)](
-            sums, dtaps[axis], dim, nb, walk.parts, span, least, C=32
-        )
-    grads: list[Any] = []
-    each = min(64, max(16, triton.next_power_of_2(states)))
-    for way in range(ways):
-        dcoef = torch.empty_like(coef)
-        dlog = torch.empty(axes, triton.cdiv(dim, 16), states, device=x.device)
-        _weights_grad_kernel[(dlog.shape[1], axes, triton.cdiv(states, each))](
-            dtaps, weights[2 * way], weights[2 * way + 1], dcoef, dlog, dim, states, span,
-            WAY=way, C=16, E=each,
+        parts, programs, sizes, constants = _launch(x, axis, 16, plans[nb])
+        sums = torch.empty(parts, 2 * nb, 16, 8, dim, device=x.device)
+        _correlate_kernel[(programs,)](
+            dy, x, mask, sums, dim // constants["UNIT"], *sizes, WAYS=ways, MASK=mask is not None,
+            **constants,
         )  # fmt: skip
-        grads += [dcoef, dlog.sum(1)]
-    grads += [None] * (4 - len(grads))
+        axis_taps.fold(sums, dtaps[axis], span, ways)
+    grads: list[Any] = axis_taps.weights_grad(dtaps, weights, span)
     return dx, grads[0], grads[1], grads[2], grads[3]
 
 

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels import attention
+from ndlightnet_kernels import attention, phases
 from ndlightnet_kernels.attention import flags
-from ndlightnet_kernels.phases import angles
+from ndlightnet_kernels.phases import places, rotate, turning
 from ndlightnet_kernels.tiles import (
     Place,
     address,
@@ -136,21 +136,22 @@ def _prefix(
         tl.store(to, m, (s == parts)[:, None] & inside[None, :])
 
 
-SIZES = ["length", "span", "parts", "heads", "rows", "own"]
+SIZES = ["length", "span", "parts", "heads", "own", *phases.SIZES]
 QKV = ["sqb", "sqt", "sqh", "skb", "skt", "skh", "svb", "svt", "svh"]
 OUT = ["sob", "sot", "soh"]
 
 
 @triton.jit
-def _rotation(table, meta, t, kc, rows, head, length, KIND: tl.constexpr, SLOTS: tl.constexpr,
-              WIDE: tl.constexpr, PRODUCT: tl.constexpr, PREFIX: tl.constexpr):  # fmt: skip
-    """cos and sin of a chunk; without MD-LRPE any tile, unused."""
+def _rotation(turns, t, kc, KIND: tl.constexpr, AXES: tl.constexpr, TOTAL: tl.constexpr,
+              WIDE: tl.constexpr, PREFIX: tl.constexpr):  # fmt: skip
+    """Places, cos and sin of a chunk; without MD-LRPE any tile, unused."""
     if KIND == 0:
         none = tl.zeros((t.shape[0], kc.shape[0]), tl.float32)
-        return none, none
+        return none, none, none
     else:
-        t = tl.minimum(t, length - 1)
-        return angles(table, meta, t, kc % SLOTS, rows, head, SLOTS, WIDE, PRODUCT, PREFIX)
+        place = places(turns, t, AXES, TOTAL, PREFIX)
+        cos, sin = rotate(turns, place, WIDE)
+        return place, cos, sin
 
 
 @triton.jit
@@ -219,11 +220,13 @@ def _unserved(k, keep, b, h, first, length, anchor, sm, kc, skb, skt, skh, DIM: 
 
 @triton.jit(do_not_specialize=SIZES + QKV)
 def _causal(
-    q, k, v, keep, table, stride, meta, top, total, memory, flag, out,
-    sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, length, span, parts, heads, rows, own,
+    q, k, v, keep, theta, start, top, total, memory, flag, out,
+    sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, length, span, parts, heads, own,
+    n1, n2, n3, n4, n5, n6, n7, prefix,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
-    CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr,
-    PRODUCT: tl.constexpr, PREFIX: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
+    CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
+    TOTAL: tl.constexpr, WIDE: tl.constexpr,
+    AXES: tl.constexpr, PREFIX: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output of a segment, chunk by chunk, from the State before it."""
@@ -234,6 +237,8 @@ def _causal(
         if tl.load(flag + bh * parts + part) == 0:
             end = begin
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
+    sizes = (n1, n2, n3, n4, n5, n6, n7)
+    turns = turning(theta, start, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL)
     TALL: tl.constexpr = 1 if KIND == 0 else 2
     at = bh * (parts + 1) + part
     mx, sm, m, m_sin = _entry(top, total, memory, at, kc, vc, DIM, VDIM, TALL)
@@ -253,9 +258,7 @@ def _causal(
         phi, _ = silu(
             _load(q, b, h, t, kc, t < length, sqb, sqt, sqh, 0.0, DIM, UNIT).to(tl.float32)
         )
-        cos, sin = _rotation(
-            table, meta, t, kc, rows, h * own, length, KIND, SLOTS, WIDE, PRODUCT, PREFIX
-        )
+        _, cos, sin = _rotation(turns, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
         score = tl.zeros((BL, BL), tl.float32)
         if CAREFUL:
             best = tl.maximum(mx, tl.max(x, 0))
@@ -352,7 +355,7 @@ def forward(
             q, k, v, flags(keep), top=entry[0], total=entry[1], memory=entry[2], flag=flag, out=out,
             **dict(zip(QKV, strided, strict=True)), length=length, span=span, parts=parts,
             heads=heads, DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, BL=chunk, CAREFUL=careful,
-            MASKED=keep is not None, UNIT=unit, **place.arguments(), **operand(k),
+            MASKED=keep is not None, UNIT=unit, **place.arguments(k), **operand(k),
             num_warps=8 if careful else warps,
             num_stages=1 if careful else stages,
         )  # fmt: skip

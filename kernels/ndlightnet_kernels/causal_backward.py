@@ -34,7 +34,7 @@ from ndlightnet_kernels.causal import (
     cut,
     plan,
 )  # fmt: skip
-from ndlightnet_kernels.phases import turns
+from ndlightnet_kernels.phases import turning
 from ndlightnet_kernels.tiles import Place, dot, operand, pad, prepare, silu, weight
 
 
@@ -74,13 +74,15 @@ def _suffix(
 
 @triton.jit(do_not_specialize=SIZES + QKV + OUT)
 def _causal_dq(
-    q, k, v, dout, keep, table, stride, meta, top, total, memory, flag,
+    q, k, v, dout, keep, theta, start, top, total, memory, flag,
     dq, dphi, chunk_top, chunk_total, pull, pulls, dtheta,
     sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sob, sot, soh,
-    length, span, parts, heads, rows, own,
+    length, span, parts, heads, own,
+    n1, n2, n3, n4, n5, n6, n7, prefix,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
-    CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr,
-    PRODUCT: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
+    TOTAL: tl.constexpr, WIDE: tl.constexpr,
+    AXES: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
     UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Forward in time: dphi_t = memory_t dout_t, and what the segment pulls on the State before it.
@@ -94,6 +96,8 @@ def _causal_dq(
         if tl.load(flag + bh * parts + part) == 0:
             return
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
+    sizes = (n1, n2, n3, n4, n5, n6, n7)
+    turns = turning(theta, start, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL)
     TALL: tl.constexpr = 1 if KIND == 0 else 2
     at = bh * (parts + 1) + part
     mx, sm, m, m_sin = _entry(top, total, memory, at, kc, vc, DIM, VDIM, TALL)
@@ -122,9 +126,7 @@ def _causal_dq(
         phi, slope = silu(
             _load(q, b, h, t, kc, t < length, sqb, sqt, sqh, 0.0, DIM, UNIT).to(tl.float32)
         )
-        cos, sin = _rotation(
-            table, meta, t, kc, rows, h * own, length, KIND, SLOTS, WIDE, PRODUCT, PREFIX
-        )
+        place, cos, sin = _rotation(turns, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
         pair = dot(do, tl.trans(y), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
         pair = tl.where(lane[:, None] >= lane[None, :], pair, 0.0).to(OPERAND)
         zero = tl.zeros((BL, BK), tl.float32)
@@ -159,9 +161,7 @@ def _causal_dq(
         tl.store(dphi + to, grad.to(dphi.dtype.element_ty), here)
         tl.store(dq + to, (grad * slope).to(dq.dtype.element_ty), here)
         if LEARN:
-            last = tl.minimum(t, length - 1)
-            angle = turns(stride, meta, last, kc % SLOTS, SLOTS, PRODUCT, PREFIX)
-            angle = tl.sum(angle * phi * (cos * d_sin - sin * d), 0)
+            angle = tl.sum(place.to(tl.float32) * phi * (cos * d_sin - sin * d), 0)
             tl.store(dtheta + chunk, angle, inside)
         if CAREFUL:
             fade = weight(start, mx)  # from this chunk's units to those of the State before
@@ -190,13 +190,15 @@ def _causal_dq(
 
 @triton.jit(do_not_specialize=SIZES + QKV + OUT)
 def _causal_dkv(
-    q, k, v, dout, keep, table, stride, meta, top, flag, dphi, chunk_top, chunk_total, pull, pulls,
+    q, k, v, dout, keep, theta, start, top, flag, dphi, chunk_top, chunk_total, pull, pulls,
     dk, dv, dtheta,
     sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sob, sot, soh,
-    length, span, parts, heads, rows, own,
+    length, span, parts, heads, own,
+    n1, n2, n3, n4, n5, n6, n7, prefix,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
-    CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr,
-    PRODUCT: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
+    CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
+    TOTAL: tl.constexpr, WIDE: tl.constexpr,
+    AXES: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
     UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Backward in time: dk and dv of a segment from its own later queries and from the pull of
@@ -207,6 +209,8 @@ def _causal_dkv(
         if tl.load(flag + bh * parts + part) == 0:
             return
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
+    sizes = (n1, n2, n3, n4, n5, n6, n7)
+    turns = turning(theta, start, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL)
     TALL: tl.constexpr = 1 if KIND == 0 else 2
     inside = kc < DIM
     pulled = tl.load(pull + (bh * parts + part) * DIM + kc, mask=inside, other=0.0)
@@ -239,9 +243,7 @@ def _causal_dkv(
         to = ((b * length + t) * heads + h)[:, None] * DIM + kc[None, :]
         own_k = (t < length)[:, None] & inside[None, :]
         g = phi * tl.load(dphi + to, mask=own_k, other=0.0).to(tl.float32)
-        cos, sin = _rotation(
-            table, meta, t, kc, rows, h * own, length, KIND, SLOTS, WIDE, PRODUCT, PREFIX
-        )
+        place, cos, sin = _rotation(turns, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
         pair = dot(y, tl.trans(do), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
         pair = tl.where(later, pair, 0.0).to(OPERAND)
         zero = tl.zeros((BL, BK), tl.float32)
@@ -284,9 +286,8 @@ def _causal_dkv(
         grad = _unturn(d, d_sin, cos, sin, KIND) - down
         tl.store(dk + to, grad.to(dk.dtype.element_ty), own_k)
         if LEARN:
-            last = tl.minimum(t, length - 1)
-            angle = turns(stride, meta, last, kc % SLOTS, SLOTS, PRODUCT, PREFIX)
-            tl.store(dtheta + chunk, tl.sum(angle * (cos * d_sin - sin * d), 0), inside)
+            angle = tl.sum(place.to(tl.float32) * (cos * d_sin - sin * d), 0)
+            tl.store(dtheta + chunk, angle, inside)
         dy = tl.zeros((BL, BV), tl.float32)
         dy = _recall(p, acc, acc_sin, cos, sin, dy, KIND, OPERAND, PRECISION)
         dy = dot(tl.where(later, score, 0.0), do, dy, OPERAND, PRECISION)
@@ -323,7 +324,7 @@ def backward(
     common = dict(
         zip(QKV + OUT, strided, strict=True), length=length, span=span, parts=parts, heads=heads,
         DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, BL=chunk, LEARN=learn, MASKED=keep is not None,
-        UNIT=unit, **place.arguments(), **operand(k),
+        UNIT=unit, **place.arguments(k), **operand(k),
     )  # fmt: skip
     for careful in (False, True):
         _causal_dq[(rows, parts)](

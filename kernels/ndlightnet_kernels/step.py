@@ -7,15 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels.phases import angles
+from ndlightnet_kernels import phases
+from ndlightnet_kernels.phases import places, rotate, turning
 from ndlightnet_kernels.tiles import Place, pad, silu, weight
 
 
-@triton.jit(do_not_specialize=["heads", "rows", "own"])
+@triton.jit(do_not_specialize=["heads", "own", *phases.SIZES])
 def _step(
-    q, k, v, top, total, memory, table, stride, meta, out, top_out, total_out, memory_out,
-    heads, rows, own, DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    KIND: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr, PRODUCT: tl.constexpr,
+    q, k, v, top, total, memory, theta, start, out, top_out, total_out, memory_out,
+    heads, own, n1, n2, n3, n4, n5, n6, n7, prefix, DIM: tl.constexpr, VDIM: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr,
+    OFFSET: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr, AXES: tl.constexpr,
     PREFIX: tl.constexpr,
 ):  # fmt: skip
     bh = tl.program_id(0).to(tl.int64)
@@ -38,9 +40,12 @@ def _step(
         o = tl.sum(f[:, None] * m, 0)
     else:
         t = tl.zeros((1,), tl.int32)
-        cos, sin = angles(
-            table, meta, t, c % SLOTS, rows, bh % heads * own, SLOTS, WIDE, PRODUCT, PREFIX
+        sizes = (n1, n2, n3, n4, n5, n6, n7)
+        turns = turning(
+            theta, start, prefix, bh % heads * own, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
         )
+        place = places(turns, t, AXES, TOTAL, PREFIX)
+        cos, sin = rotate(turns, place, WIDE)
         cos, sin = tl.max(cos, 0), tl.max(sin, 0)  # of the one row
         m += (p * cos)[:, None] * y[None, :]
         o = tl.sum((f * cos)[:, None] * m, 0)
@@ -67,6 +72,6 @@ def step(
     _step[(batch * heads, triton.cdiv(vdim, bv))](
         q.contiguous(), k.contiguous(), v.contiguous(), *state, out=out, top_out=new[0],
         total_out=new[1], memory_out=new[2], heads=heads, DIM=dim, VDIM=vdim, BK=bk, BV=bv,
-        **place.arguments(), num_warps=4,
+        **{**place.arguments(q), "WIDE": True}, num_warps=4,
     )  # fmt: skip
     return out, new[0], new[1], new[2]

@@ -22,9 +22,20 @@ def address(ptr, b, h, t, col, sb, st, sh, UNIT: tl.constexpr):
 
 
 @triton.jit
+def _nearest(x, PRECISION: tl.constexpr):
+    """float32 to the nearest that tensor cores keep as tf32; they would cut the last 13 bits."""
+    if PRECISION == "tf32" and x.dtype == tl.float32:
+        near = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        return tl.where(x == x, near.to(tl.float32, bitcast=True), x)
+    else:
+        return x
+
+
+@triton.jit
 def dot(a, b, acc, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """acc + a @ b with float32 sums; both sides rounded to the operand type first."""
-    return tl.dot(a.to(OPERAND), b.to(OPERAND), acc, input_precision=PRECISION)
+    a, b = _nearest(a.to(OPERAND), PRECISION), _nearest(b.to(OPERAND), PRECISION)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
@@ -78,6 +89,13 @@ def turn_back(da, db, cos, sin, KIND: tl.constexpr):
         return d, d
     else:
         return da, da
+
+
+@triton.jit
+def rows_added(x):
+    """(rows, columns) -> (rows / 16, 8, columns). A thread holds rows of a product's result that are
+    8 apart, so these sums cost no exchange."""
+    return tl.sum(tl.reshape(x, (x.shape[0] // 16, 2, 8, x.shape[1])), 1)
 
 
 def strides(x: Tensor) -> tuple[Tensor, tuple[int, int, int], bool]:
@@ -138,26 +156,30 @@ def split(length: int, rows: int, block: int, programs: int) -> tuple[int, int]:
 
 
 class Place(NamedTuple):
-    """What the kernels need to know of MD-LRPE: kind, the tables of phases.py, and shape."""
+    """What the kernels need to know of MD-LRPE: kind, theta (heads or 1, slots) float32, the first
+    coordinates (axes,) int64, the grid's shape, and the tokens in front of it. window: where theta
+    holds a part of all slots only, its first one and the number of all."""
 
     kind: str = "none"
-    table: Tensor | None = None
-    stride: Tensor | None = None
-    meta: Tensor | None = None
+    theta: Tensor | None = None
+    start: Tensor | None = None
     shape: tuple[int, ...] = ()
     prefix: int = 0
+    window: tuple[int, int] = (0, 0)
 
     @property
     def slots(self) -> int:
-        return 0 if self.table is None else int(self.table.shape[3])
+        return 1 if self.theta is None else int(self.theta.shape[1])
 
-    def arguments(self) -> dict[str, Any]:
-        t = self.table
+    def arguments(self, x: Tensor) -> dict[str, Any]:
+        """For tokens x (batch, length, heads, dim)."""
+        theta, axes, slots = self.theta, len(self.shape), self.slots
+        sizes = [int(n) for n in self.shape[1:]] + [None] * (phases.MOST_AXES - max(axes, 1))
         return {
-            "table": t, "stride": self.stride, "meta": self.meta,
-            "rows": 0 if t is None else t.shape[2], "own": int(t is not None and t.shape[0] > 1),
-            "KIND": KINDS[self.kind], "SLOTS": max(1, self.slots),
-            "WIDE": t is not None and t.shape[1] == 2,
-            "PRODUCT": t is not None and phases.Cut.of(list(self.shape)).digit > 1,
-            "PREFIX": self.prefix > 0,
+            "theta": None if theta is None else theta.float().contiguous(), "start": self.start,
+            "own": int(theta is not None and theta.shape[0] > 1),
+            **dict(zip(phases.SIZES, [*sizes, self.prefix], strict=True)),
+            "KIND": KINDS[self.kind], "AXES": axes, "PREFIX": self.prefix > 0,
+            "SLOTS": slots, "OFFSET": self.window[0], "TOTAL": self.window[1] or slots,
+            "WIDE": x.dtype == torch.float32,
         }  # fmt: skip

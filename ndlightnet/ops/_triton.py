@@ -97,44 +97,20 @@ def supported(
 
 
 # ------------------------------------------------------------------------------------- MD-LRPE
-@torch.library.custom_op("ndlightnet::triton_angles", mutates_args=())
-def triton_angles(
-    theta: Tensor, start: Tensor | None, shape: Sequence[int], prefix: int, wide: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    from ndlightnet_kernels import phases
-
-    return phases.build(theta, list(shape), prefix, start, wide)
-
-
-@triton_angles.register_fake
-def _(
-    theta: Tensor, start: Tensor | None, shape: Sequence[int], prefix: int, wide: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    from ndlightnet_kernels import phases
-
-    cut, (heads, slots) = phases.Cut.of(list(shape)), theta.shape
-    rows = cut.first + cut.second
-    return (
-        theta.new_empty(heads, 2 if wide else 1, rows, slots, dtype=torch.int32),
-        theta.new_empty(rows, slots, dtype=torch.float32),
-        theta.new_empty(phases.NUMBERS, dtype=torch.int64),
-    )
-
-
 @dataclass(frozen=True)
 class Angles:
-    """MD-LRPE as the kernels take it. `theta` is there for its gradient."""
+    """MD-LRPE as the kernels take it. window: the first slot of theta and the number of all, where
+    theta holds a part of them."""
 
     theta: Tensor | None = None
-    table: Tensor | None = None
-    stride: Tensor | None = None
-    meta: Tensor | None = None
+    start: Tensor | None = None
     kind: str = "none"
     shape: tuple[int, ...] = ()
     prefix: int = 0
+    window: tuple[int, int] = (0, 0)
 
     @staticmethod
-    def of(lrpe: Lrpe | None, dtype: torch.dtype) -> Angles:
+    def of(lrpe: Lrpe | None) -> Angles:
         if lrpe is None:
             return Angles()
         start = None
@@ -147,35 +123,27 @@ class Angles:
                 for s in lrpe.start
             ]
             start = torch.stack(parts)
-        tables = triton_angles(
-            lrpe.theta.detach(), start, lrpe.shape, lrpe.prefix, dtype == torch.float32
-        )
-        table, stride, meta = tables
-        return Angles(lrpe.theta, table, stride, meta, lrpe.kind, lrpe.shape, lrpe.prefix)
+        return Angles(lrpe.theta, start, lrpe.kind, lrpe.shape, lrpe.prefix)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        return (
-            self.theta, self.table, self.stride, self.meta, self.kind, self.shape, self.prefix,
-        )  # fmt: skip
+        return self.theta, self.start, self.kind, self.shape, self.prefix, self.window
 
     def slots(self, block: slice) -> Angles:
         """For a block of channels of kind "cosine"."""
-        if self.theta is None or self.table is None or self.stride is None:
+        if self.theta is None:
             return self
-        return replace(
-            self, theta=self.theta[:, block], table=self.table[..., block].contiguous(),
-            stride=self.stride[:, block].contiguous(),
-        )  # fmt: skip
+        window = (block.start, self.theta.shape[1])
+        return replace(self, theta=self.theta[:, block], window=window)
 
 
 def _place(
-    table: Tensor | None, stride: Tensor | None, meta: Tensor | None, kind: str,
-    shape: Sequence[int], prefix: int,
+    theta: Tensor | None, start: Tensor | None, kind: str, shape: Sequence[int], prefix: int,
+    window: Sequence[int],
 ) -> Any:  # fmt: skip
     from ndlightnet_kernels.tiles import Place
 
-    return Place(kind, table, stride, meta, tuple(shape), prefix)
+    return Place(kind, theta, start, tuple(shape), prefix, (window[0], window[1]))
 
 
 def _fit(dtheta: Tensor, theta: Tensor | None) -> Tensor | None:
@@ -186,18 +154,18 @@ def _fit(dtheta: Tensor, theta: Tensor | None) -> Tensor | None:
 # -------------------------------------------------------------------------------------- global
 @torch.library.custom_op("ndlightnet::triton_summarize", mutates_args=())
 def triton_summarize(
-    k: Tensor, v: Tensor, keep: Tensor | None, theta: Tensor | None, table: Tensor | None,
-    stride: Tensor | None, meta: Tensor | None, kind: str, shape: Sequence[int], prefix: int,
+    k: Tensor, v: Tensor, keep: Tensor | None, theta: Tensor | None, start: Tensor | None,
+    kind: str, shape: Sequence[int], prefix: int, window: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from ndlightnet_kernels import attention
 
-    return attention.summarize(k, v, keep, _place(table, stride, meta, kind, shape, prefix))
+    return attention.summarize(k, v, keep, _place(theta, start, kind, shape, prefix, window))
 
 
 @triton_summarize.register_fake
 def _(
-    k: Tensor, v: Tensor, keep: Tensor | None, theta: Tensor | None, table: Tensor | None,
-    stride: Tensor | None, meta: Tensor | None, kind: str, shape: Sequence[int], prefix: int,
+    k: Tensor, v: Tensor, keep: Tensor | None, theta: Tensor | None, start: Tensor | None,
+    kind: str, shape: Sequence[int], prefix: int, window: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, _, heads, dim = k.shape
     rows = dim if kind == "none" else 2 * dim
@@ -209,43 +177,42 @@ def _(
 @torch.library.custom_op("ndlightnet::triton_summarize_backward", mutates_args=())
 def triton_summarize_backward(
     k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor, dtotal: Tensor, dmemory: Tensor,
-    table: Tensor | None, stride: Tensor | None, meta: Tensor | None, kind: str,
-    shape: Sequence[int], prefix: int, learn: bool,
+    theta: Tensor | None, start: Tensor | None, kind: str, shape: Sequence[int], prefix: int,
+    window: Sequence[int], learn: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from ndlightnet_kernels import attention
 
-    place = _place(table, stride, meta, kind, shape, prefix)
+    place = _place(theta, start, kind, shape, prefix, window)
     return attention.summarize_backward(k, v, keep, top, dtotal, dmemory, place, learn)
 
 
-def _slots(table: Tensor | None, learn: bool) -> int:
-    return table.shape[3] if learn and table is not None else 0
+def _slots(theta: Tensor | None, learn: bool) -> int:
+    return theta.shape[1] if learn and theta is not None else 0
 
 
 @triton_summarize_backward.register_fake
 def _(
     k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor, dtotal: Tensor, dmemory: Tensor,
-    table: Tensor | None, stride: Tensor | None, meta: Tensor | None, kind: str,
-    shape: Sequence[int], prefix: int, learn: bool,
+    theta: Tensor | None, start: Tensor | None, kind: str, shape: Sequence[int], prefix: int,
+    window: Sequence[int], learn: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dtheta = k.new_empty(k.shape[2], _slots(table, learn), dtype=torch.float32)
+    dtheta = k.new_empty(k.shape[2], _slots(theta, learn), dtype=torch.float32)
     return k.new_empty(k.shape), v.new_empty(v.shape), dtheta
 
 
 def _summarize_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    k, v, keep, theta, table, stride, meta, ctx.kind, ctx.shape, ctx.prefix = inputs
-    ctx.save_for_backward(k, v, keep, theta, table, stride, meta, output[0])
+    k, v, keep, theta, start, *ctx.where = inputs
+    ctx.save_for_backward(k, v, keep, theta, start, output[0])
     ctx.mark_non_differentiable(output[0])
 
 
 def _summarize_grads(ctx: Any, _: Tensor, dtotal: Tensor, dmemory: Tensor) -> Any:
-    k, v, keep, theta, table, stride, meta, top = ctx.saved_tensors
+    k, v, keep, theta, start, top = ctx.saved_tensors
     learn = theta is not None and ctx.needs_input_grad[3]
     dk, dv, dtheta = triton_summarize_backward(
-        k, v, keep, top, dtotal, dmemory, table, stride, meta, ctx.kind, ctx.shape, ctx.prefix,
-        learn,
-    )  # fmt: skip
-    return dk, dv, None, _fit(dtheta, theta) if learn else None, *[None] * 6
+        k, v, keep, top, dtotal, dmemory, theta, start, *ctx.where, learn
+    )
+    return dk, dv, None, _fit(dtheta, theta) if learn else None, *[None] * 5
 
 
 triton_summarize.register_autograd(_summarize_grads, setup_context=_summarize_save)
@@ -253,41 +220,41 @@ triton_summarize.register_autograd(_summarize_grads, setup_context=_summarize_sa
 
 @torch.library.custom_op("ndlightnet::triton_read", mutates_args=())
 def triton_read(
-    q: Tensor, total: Tensor, memory: Tensor, theta: Tensor | None, table: Tensor | None,
-    stride: Tensor | None, meta: Tensor | None, kind: str, shape: Sequence[int], prefix: int,
+    q: Tensor, total: Tensor, memory: Tensor, theta: Tensor | None, start: Tensor | None,
+    kind: str, shape: Sequence[int], prefix: int, window: Sequence[int],
 ) -> Tensor:  # fmt: skip
     from ndlightnet_kernels import attention
 
-    return attention.read(q, total, memory, _place(table, stride, meta, kind, shape, prefix))
+    return attention.read(q, total, memory, _place(theta, start, kind, shape, prefix, window))
 
 
 @triton_read.register_fake
 def _(
-    q: Tensor, total: Tensor, memory: Tensor, theta: Tensor | None, table: Tensor | None,
-    stride: Tensor | None, meta: Tensor | None, kind: str, shape: Sequence[int], prefix: int,
+    q: Tensor, total: Tensor, memory: Tensor, theta: Tensor | None, start: Tensor | None,
+    kind: str, shape: Sequence[int], prefix: int, window: Sequence[int],
 ) -> Tensor:  # fmt: skip
     return q.new_empty(*q.shape[:3], memory.shape[-1])
 
 
 @torch.library.custom_op("ndlightnet::triton_read_backward", mutates_args=())
 def triton_read_backward(
-    q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, table: Tensor | None,
-    stride: Tensor | None, meta: Tensor | None, kind: str, shape: Sequence[int], prefix: int,
+    q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, theta: Tensor | None,
+    start: Tensor | None, kind: str, shape: Sequence[int], prefix: int, window: Sequence[int],
     learn: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from ndlightnet_kernels import attention
 
-    place = _place(table, stride, meta, kind, shape, prefix)
+    place = _place(theta, start, kind, shape, prefix, window)
     return attention.read_backward(q, total, memory, dout, place, learn)
 
 
 @triton_read_backward.register_fake
 def _(
-    q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, table: Tensor | None,
-    stride: Tensor | None, meta: Tensor | None, kind: str, shape: Sequence[int], prefix: int,
+    q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, theta: Tensor | None,
+    start: Tensor | None, kind: str, shape: Sequence[int], prefix: int, window: Sequence[int],
     learn: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dtheta = q.new_empty(q.shape[2], _slots(table, learn), dtype=torch.float32)
+    dtheta = q.new_empty(q.shape[2], _slots(theta, learn), dtype=torch.float32)
     return (
         q.new_empty(q.shape),
         total.new_empty(total.shape),
@@ -297,17 +264,17 @@ def _(
 
 
 def _read_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    q, total, memory, theta, table, stride, meta, ctx.kind, ctx.shape, ctx.prefix = inputs
-    ctx.save_for_backward(q, total, memory, theta, table, stride, meta)
+    q, total, memory, theta, start, *ctx.where = inputs
+    ctx.save_for_backward(q, total, memory, theta, start)
 
 
 def _read_grads(ctx: Any, dout: Tensor) -> Any:
-    q, total, memory, theta, table, stride, meta = ctx.saved_tensors
+    q, total, memory, theta, start = ctx.saved_tensors
     learn = theta is not None and ctx.needs_input_grad[3]
     dq, dtotal, dmemory, dtheta = triton_read_backward(
-        q, total, memory, dout, table, stride, meta, ctx.kind, ctx.shape, ctx.prefix, learn
+        q, total, memory, dout, theta, start, *ctx.where, learn
     )
-    return dq, dtotal, dmemory, _fit(dtheta, theta) if learn else None, *[None] * 6
+    return dq, dtotal, dmemory, _fit(dtheta, theta) if learn else None, *[None] * 5
 
 
 triton_read.register_autograd(_read_grads, setup_context=_read_save)
@@ -317,13 +284,13 @@ triton_read.register_autograd(_read_grads, setup_context=_read_save)
 @torch.library.custom_op("ndlightnet::triton_causal", mutates_args=())
 def triton_causal(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor, total: Tensor,
-    memory: Tensor, theta: Tensor | None, table: Tensor | None, stride: Tensor | None,
-    meta: Tensor | None, kind: str, shape: Sequence[int], prefix: int,
+    memory: Tensor, theta: Tensor | None, start: Tensor | None, kind: str,
+    shape: Sequence[int], prefix: int, window: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Output, final State (max, sum, memory), and for the backward the States of all segments."""
     from ndlightnet_kernels import causal
 
-    place = _place(table, stride, meta, kind, shape, prefix)
+    place = _place(theta, start, kind, shape, prefix, window)
     out, last, entry = causal.forward(q, k, v, keep, (top, total, memory), place)
     return out, *last, *entry  # type: ignore[return-value]
 
@@ -331,8 +298,8 @@ def triton_causal(
 @triton_causal.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor, total: Tensor,
-    memory: Tensor, theta: Tensor | None, table: Tensor | None, stride: Tensor | None,
-    meta: Tensor | None, kind: str, shape: Sequence[int], prefix: int,
+    memory: Tensor, theta: Tensor | None, start: Tensor | None, kind: str,
+    shape: Sequence[int], prefix: int, window: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from ndlightnet_kernels import causal
 
@@ -348,12 +315,12 @@ def _(
 def triton_causal_backward(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor, total: Tensor,
     memory: Tensor, flag: Tensor, dout: Tensor, dtotal: Tensor, dmemory: Tensor,
-    table: Tensor | None, stride: Tensor | None, meta: Tensor | None, kind: str,
-    shape: Sequence[int], prefix: int, learn: bool,
+    theta: Tensor | None, start: Tensor | None, kind: str, shape: Sequence[int], prefix: int,
+    window: Sequence[int], learn: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from ndlightnet_kernels import causal_backward
 
-    place, entry = _place(table, stride, meta, kind, shape, prefix), (top, total, memory, flag)
+    place, entry = _place(theta, start, kind, shape, prefix, window), (top, total, memory, flag)
     return causal_backward.backward(  # type: ignore[return-value]
         q, k, v, keep, entry, place, dout, dtotal, dmemory, learn
     )
@@ -363,31 +330,30 @@ def triton_causal_backward(
 def _(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor, total: Tensor,
     memory: Tensor, flag: Tensor, dout: Tensor, dtotal: Tensor, dmemory: Tensor,
-    table: Tensor | None, stride: Tensor | None, meta: Tensor | None, kind: str,
-    shape: Sequence[int], prefix: int, learn: bool,
+    theta: Tensor | None, start: Tensor | None, kind: str, shape: Sequence[int], prefix: int,
+    window: Sequence[int], learn: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    dtheta = q.new_empty(q.shape[2], _slots(table, learn), dtype=torch.float32)
+    dtheta = q.new_empty(q.shape[2], _slots(theta, learn), dtype=torch.float32)
     return dq, dk, dv, dtotal.new_empty(dtotal.shape), dmemory.new_empty(dmemory.shape), dtheta
 
 
 def _causal_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, keep, *_, theta, table, stride, meta, ctx.kind, ctx.shape, ctx.prefix = inputs
-    ctx.save_for_backward(q, k, v, keep, theta, table, stride, meta, *output[4:])
+    q, k, v, keep, _, _, _, theta, start, *ctx.where = inputs
+    ctx.save_for_backward(q, k, v, keep, theta, start, *output[4:])
     ctx.mark_non_differentiable(output[1], *output[4:])
 
 
 def _causal_grads(
     ctx: Any, dout: Tensor, _: Tensor, dtotal: Tensor, dmemory: Tensor, *__: Tensor
 ) -> Any:
-    q, k, v, keep, theta, table, stride, meta, *entry = ctx.saved_tensors
+    q, k, v, keep, theta, start, *entry = ctx.saved_tensors
     learn = theta is not None and ctx.needs_input_grad[7]
     dq, dk, dv, dsum0, dmemory0, dtheta = triton_causal_backward(
-        q, k, v, keep, *entry, dout, dtotal, dmemory, table, stride, meta, ctx.kind, ctx.shape,
-        ctx.prefix, learn,
-    )  # fmt: skip
+        q, k, v, keep, *entry, dout, dtotal, dmemory, theta, start, *ctx.where, learn
+    )
     dtheta = _fit(dtheta, theta) if learn else None
-    return dq, dk, dv, None, None, dsum0, dmemory0, dtheta, *[None] * 6
+    return dq, dk, dv, None, None, dsum0, dmemory0, dtheta, *[None] * 5
 
 
 triton_causal.register_autograd(_causal_grads, setup_context=_causal_save)
@@ -397,20 +363,20 @@ triton_causal.register_autograd(_causal_grads, setup_context=_causal_save)
 @torch.library.custom_op("ndlightnet::triton_step", mutates_args=())
 def triton_step(
     q: Tensor, k: Tensor, v: Tensor, top: Tensor, total: Tensor, memory: Tensor,
-    table: Tensor | None, stride: Tensor | None, meta: Tensor | None, kind: str,
-    shape: Sequence[int], prefix: int,
+    theta: Tensor | None, start: Tensor | None, kind: str, shape: Sequence[int], prefix: int,
+    window: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from ndlightnet_kernels import step
 
-    place = _place(table, stride, meta, kind, shape, prefix)
+    place = _place(theta, start, kind, shape, prefix, window)
     return step.step(q, k, v, top, total, memory, place)
 
 
 @triton_step.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, top: Tensor, total: Tensor, memory: Tensor,
-    table: Tensor | None, stride: Tensor | None, meta: Tensor | None, kind: str,
-    shape: Sequence[int], prefix: int,
+    theta: Tensor | None, start: Tensor | None, kind: str, shape: Sequence[int], prefix: int,
+    window: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     state = [x.new_empty(x.shape) for x in (top, total, memory)]
     return q.new_empty(v.shape), state[0], state[1], state[2]

@@ -100,7 +100,7 @@ def summarize(
     _check(k, v, mask, lrpe, None)
     chosen = _registry.choose(impl, "summarize", k, v, lrpe)
     if chosen == "triton":
-        return _summarize(k, v, mask, Angles.of(lrpe, k.dtype))
+        return _summarize(k, v, mask, Angles.of(lrpe))
     with torch.autocast(k.device.type, enabled=False):
         if k.shape[1] == 0:
             return _empty(k, v, lrpe)
@@ -140,7 +140,7 @@ def read(q: Tensor, state: State, *, lrpe: Lrpe | None = None, impl: Impl = "aut
     _check_length(q, lrpe, "q")
     chosen = _registry.choose(impl, "read", q, None, lrpe)
     if chosen == "triton":
-        return _read(q, state, Angles.of(lrpe, q.dtype))
+        return _read(q, state, Angles.of(lrpe))
     with torch.autocast(q.device.type, enabled=False):
         how = reference.recall if chosen == "reference" else parallel.read
         return how(_query(q, lrpe), state).to(q.dtype)
@@ -160,7 +160,7 @@ def global_attention(
     _check(k, v, mask, lrpe, q)
     chosen = _registry.choose(impl, "global_attention", k, v, lrpe)
     if chosen == "triton" and q.dtype == k.dtype:
-        angles = Angles.of(lrpe, k.dtype)  # once for both
+        angles = Angles.of(lrpe)  # once for both
         return _read(q, _summarize(k, v, mask, angles), angles)
     return read(q, summarize(k, v, mask=mask, lrpe=lrpe, impl=impl), lrpe=lrpe, impl=impl)
 
@@ -221,7 +221,7 @@ def causal_attention(
             out, state = reference.attention(q, k, v, state, lrpe, mask, True)
             return out.to(q.dtype), state
         if chosen == "triton":
-            return _causal(q, k, v, mask, state, Angles.of(lrpe, k.dtype))
+            return _causal(q, k, v, mask, state, Angles.of(lrpe))
         k, v = _silence(k, v, mask)
         out, *after = _registry.causal(_query(q, lrpe), k, v, _factors(k, lrpe), *state)
         return out.to(q.dtype), State(*after)
@@ -245,7 +245,8 @@ def attention_step(
     _check_state(state, k, v, lrpe)
     chosen = _registry.choose(impl, "attention_step", k, v, lrpe)
     if chosen == "triton":
-        angles = Angles.of(lrpe, torch.float32).arguments[1:]
+        fixed = lrpe and lrpe._replace(theta=lrpe.theta.detach())
+        angles = Angles.of(fixed).arguments
         y, *after = _triton.triton_step(q[:, 0], k[:, 0], v[:, 0], *state, *angles)
         return y, State(*after)
     if chosen == "reference":

@@ -1,0 +1,134 @@
+"""The taps of MD-TPE's Toeplitz products, made of its states, and the gradients of those.
+
+taps[axis, c, span + lag] = sum_t coef[axis, c, t] lambda_t^lag, and for lag < 0 of the way back.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _powers(log_decay, lag, t, states):
+    """lambda_t^lag, 0 where lag < 0 or there is no such state: [states, lags]."""
+    log = tl.load(log_decay + t, mask=t < states, other=0.0)[:, None] * 1.4426950408889634
+    # 0 * -inf: a decay of 0 still has lambda^0 = 1
+    power = tl.exp2(tl.where(lag[None] > 0, log * lag[None], 0.0))
+    return tl.where((lag[None] >= 0) & (t < states)[:, None], power, 0.0)
+
+
+@triton.jit(do_not_specialize=["span", "states"])
+def _taps_kernel(
+    coef, log_decay, rcoef, rlog_decay, taps, dim, states, span,
+    LAGS: tl.constexpr, C: tl.constexpr, E: tl.constexpr, TWO_WAY: tl.constexpr,
+):  # fmt: skip
+    """taps[axis, c, span + lag] for -span <= lag < span."""
+    axis = tl.program_id(2)
+    c = tl.program_id(1) * C + tl.arange(0, C)
+    lag = tl.program_id(0) * LAGS + tl.arange(0, LAGS) - span
+    acc = tl.zeros((C, LAGS), tl.float32)
+    for start in range(0, states, E):
+        t = start + tl.arange(0, E)
+        at = (axis * dim + c)[:, None] * states + t[None]
+        ok = (c < dim)[:, None] & (t < states)[None]
+        power = _powers(log_decay + axis * states, lag, t, states)
+        acc = tl.dot(tl.load(coef + at, mask=ok, other=0.0), power, acc, input_precision="ieee")
+        if TWO_WAY:  # lag 0 counts once, with the forward weights
+            back = tl.where(lag < 0, -lag, -1)
+            power = _powers(rlog_decay + axis * states, back, t, states)
+            acc = tl.dot(
+                tl.load(rcoef + at, mask=ok, other=0.0), power, acc, input_precision="ieee"
+            )
+    at = (axis * dim + c)[:, None].to(tl.int64) * (2 * span) + (lag + span)[None]
+    tl.store(taps + at, acc.to(taps.dtype.element_ty), mask=(c < dim)[:, None])
+
+
+@triton.jit(do_not_specialize=["nb", "parts", "span", "least"])
+def _fold_kernel(sums, dtaps, dim, nb, parts, span, least, C: tl.constexpr):
+    """dtaps[c, span + lag], 16 lags a program: the sum over parts and diagonals of `sums` (part,
+    tile d, row l, column m, c), whose lag is 16 (d - nb) + l - m."""
+    c = tl.program_id(0) * C + tl.arange(0, C)
+    b = tl.arange(0, 16)
+    m = tl.arange(0, 8)
+    lag = (tl.program_id(1) - nb) * 16 + b
+    end = m[None] + lag[:, None]
+    d = (end >> 4) + nb
+    at = (d * 128 + (end & 15) * 8 + m[None])[:, :, None].to(tl.int64) * dim + c
+    ok = ((d >= least) & (d < 2 * nb))[:, :, None] & (c < dim)
+    total = tl.zeros((16, C), tl.float32)
+    for part in range(parts):
+        page = (part * (2 * nb)).to(tl.int64) * (128 * dim)
+        total += tl.sum(tl.load(sums + page + at, mask=ok, other=0.0), 1)
+    at = c[None] * (2 * span) + span + lag[:, None]
+    tl.store(dtaps + at, total, mask=(c < dim)[None])
+
+
+@triton.jit(do_not_specialize=["states", "span"])
+def _weights_grad_kernel(
+    dtaps, coef, log_decay, dcoef, dlog, dim, states, span, WAY: tl.constexpr,
+    C: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """From dtaps [axis, dim, 2 span] to dcoef and, per block of channels, dlog_decay."""
+    axis = tl.program_id(1)
+    c = tl.program_id(0) * C + tl.arange(0, C)
+    t = tl.program_id(2) * E + tl.arange(0, E)
+    grad = tl.zeros((C, E), tl.float32)
+    slope = tl.zeros((C, E), tl.float32)
+    for start in range(0, span, 16):
+        reach = start + tl.arange(0, 16)
+        at = (axis * dim + c)[:, None] * (2 * span) + span + (-reach if WAY else reach)[None]
+        taps = tl.load(dtaps + at, mask=(c < dim)[:, None], other=0.0)
+        # lag 0 belongs to the forward way
+        power = _powers(log_decay + axis * states, tl.where(reach < WAY, -1, reach), t, states)
+        power = tl.trans(power)
+        grad = tl.dot(taps, power, grad, input_precision="ieee")
+        slope = tl.dot(taps, power * reach[:, None], slope, input_precision="ieee")
+    at = (axis * dim + c)[:, None] * states + t[None]
+    ok = (c < dim)[:, None] & (t < states)[None]
+    tl.store(dcoef + at, grad, mask=ok)
+    slope = tl.sum(slope * tl.load(coef + at, mask=ok, other=0.0), 0)
+    tl.store(
+        dlog + (axis * tl.num_programs(0) + tl.program_id(0)) * states + t, slope, mask=t < states
+    )
+
+
+def taps(x: Tensor, span: int, weights: list[Tensor | None]) -> Tensor:
+    """(axes, dim, 2 span), in the dtype of x: it is what tensor cores multiply."""
+    coef, log_decay, rcoef, rlog_decay = weights
+    assert coef is not None
+    axes, dim, states = coef.shape
+    out = torch.empty(axes, dim, 2 * span, dtype=x.dtype, device=x.device)
+    _taps_kernel[(2 * span // 32, triton.cdiv(dim, 16), axes)](
+        coef, log_decay, rcoef, rlog_decay, out, dim, states, span,
+        LAGS=32, C=16, E=16, TWO_WAY=rcoef is not None,
+    )  # fmt: skip
+    return out
+
+
+def fold(sums: Tensor, dtaps: Tensor, span: int, ways: int) -> None:
+    """Gradient of one axis' taps (dim, 2 span) from `sums` (parts, 2 nb, 16, 8, dim)."""
+    parts, nb, dim = sums.shape[0], sums.shape[1] // 2, sums.shape[-1]
+    least = 0 if ways == 2 else nb
+    _fold_kernel[(triton.cdiv(dim, 32), 2 * nb)](sums, dtaps, dim, nb, parts, span, least, C=32)
+
+
+def weights_grad(dtaps: Tensor, weights: list[Tensor | None], span: int) -> list[Tensor | None]:
+    """From dtaps (axes, dim, 2 span) to the gradients of the weights."""
+    grads: list[Tensor | None] = []
+    for way in range(2):
+        coef, log_decay = weights[2 * way : 2 * way + 2]
+        if coef is None or log_decay is None:
+            grads += [None, None]
+            continue
+        axes, dim, states = coef.shape
+        each = min(64, max(16, triton.next_power_of_2(states)))
+        dcoef = torch.empty_like(coef)
+        dlog = torch.empty(axes, triton.cdiv(dim, 16), states, device=coef.device)
+        _weights_grad_kernel[(dlog.shape[1], axes, triton.cdiv(states, each))](
+            dtaps, coef, log_decay, dcoef, dlog, dim, states, span, WAY=way, C=16, E=each,
+        )  # fmt: skip
+        grads += [dcoef, dlog.sum(1)]
+    return grads
