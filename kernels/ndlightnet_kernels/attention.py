@@ -461,10 +461,10 @@ def _grads(
     return g, mx, pull, mx2, pull2
 
 
-@triton.jit(do_not_specialize=SIZES + KV)
+@triton.jit(do_not_specialize=[s for s in SIZES if s != "parts"] + KV)
 def _summarize_backward(
     k, v, keep, theta, start, top, dtotal, dmemory, dk, dv, dtheta,
-    skb, skt, skh, svb, svt, svh, length, span, parts, heads, own,
+    skb, skt, skh, svb, svt, svh, length, span, heads, own,
     n1, n2, n3, n4, n5, n6, n7, prefix,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
     BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
@@ -481,15 +481,11 @@ def _summarize_backward(
     turns = turning(theta, start, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL)
     g, mx, pull, mx2, pull2 = _grads(top, dtotal, dmemory, bh, kc, vc, DIM, VDIM, KIND, OPERAND)
     TALL: tl.constexpr = 1 if KIND == 0 else 2 * KIND
-    learnt = ()
-    for block in tl.static_range(BLOCKS):
-        learnt += (tl.zeros((BL // 16, 8, BK), tl.float32),)
     for first in tl.range(part * span, min(part * span + span, length), BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
         inside = t < length
         seen = _seen(keep, b, t, length, length, MASKED)
         dy = tl.zeros((BL, BV), tl.float32)
-        added = ()
         for block in tl.static_range(BLOCKS):
             kc = block * BK + tl.arange(0, BK)
             x = _load_keys(k, b, h, t, kc, seen, skb, skt, skh, WIDTH, UNIT)
@@ -531,21 +527,14 @@ def _summarize_backward(
                     twist = p * (cos * db - sin * da)
             tl.store(to, (p * (dp + pull[None, :])).to(dk.dtype.element_ty), here)
             dy = dot(f, tl.trans(g), dy, OPERAND, PRECISION)
-            if LEARN:
+            if LEARN:  # a sum for each tile: one in registers would not fit there
                 place = places(turns, t, AXES, TOTAL, PREFIX).to(tl.float32)
-                added += (learnt[block] + rows_added(place * twist),)
-            else:
-                added += (learnt[block],)
-        learnt = added
+                at = dtheta + (bh * tl.cdiv(length, BL) + first // BL) * WIDTH + kc
+                tl.store(at, tl.sum(place * twist, 0), kc < WIDTH)
         if MASKED:
             dy = tl.where(seen[:, None], dy, 0.0)
         to = dv + ((b * length + t) * heads + h)[:, None] * VDIM + vc[None, :]
         tl.store(to, dy.to(dv.dtype.element_ty), inside[:, None] & (vc < VDIM)[None, :])
-    if LEARN:
-        for block in tl.static_range(BLOCKS):
-            kc = block * BK + tl.arange(0, BK)
-            at = dtheta + (bh * parts + part) * WIDTH + kc
-            tl.store(at, tl.sum(tl.sum(learnt[block], 0), 0), kc < WIDTH)
 
 
 # ------------------------------------------------------------------------------------ launches
@@ -561,18 +550,25 @@ PLANS = {
     ("read_backward", "none"): (Plan(64, 32, 3, 4, 4, 128), Plan(64, 64, 2, 8, 2, 128)),
     ("read_backward", "cosine"): (Plan(64, 32, 3, 4, 3, 168), Plan(64, 64, 2, 8, 1)),
     ("read_backward", "rotary"): (Plan(64, 32, 3, 4, 3, 168), Plan(64, 32, 2, 8, 2, 128)),
+    ("read_backward", "rotary learnt"): (Plan(64, 32, 3, 4, 2), Plan(64, 32, 2, 8, 2, 128)),
     ("summarize_backward", "none"): (Plan(64, 64, 2, 4, 8, 128), Plan(64, 128, 2, 8, 1)),
     ("summarize_backward", "cosine"): (Plan(64, 64, 3, 4, 2), Plan(64, 128, 1, 8, 1)),
+    ("summarize_backward", "cosine learnt"): (Plan(64, 64, 2, 4, 4), Plan(64, 128, 1, 8, 1)),
     ("summarize_backward", "rotary"): (Plan(64, 32, 3, 4, 4), Plan(64, 64, 1, 8, 1)),
+    ("summarize_backward", "rotary learnt"): (Plan(64, 32, 2, 4, 4), Plan(64, 64, 1, 8, 1)),
 }
 
 
-def plan(kernel: str, keys: int, values: int, kind: str, size: int = 2) -> Plan:
-    """Launch plan for a tile of the memory, with operands of `size` bytes; `keys` may be cut."""
+def plan(
+    kernel: str, keys: int, values: int, kind: str, size: int = 2, learn: bool = False
+) -> Plan:
+    """Launch plan for a tile of the memory, with operands of `size` bytes; `keys` may be cut.
+    learn: with the gradient of theta."""
     pair = 2 if kind == "rotary" else 1
     most = max(keys, pair * values) if kernel == "read" else max(pair * keys, values)
     if size == 2 and most <= 128:
-        chosen = PLANS[kernel, kind][most > 64]
+        learnt = (kernel, f"{kind} learnt")
+        chosen = PLANS[learnt if learn and learnt in PLANS else (kernel, kind)][most > 64]
         return chosen._replace(keys=min(keys, chosen.keys))
     # not measured: as many columns as fit, in registers as sums or in shared memory as operands
     woven = 1 if kind == "none" else 4 if kind == "rotary" and "summarize" in kernel else 2
@@ -681,7 +677,7 @@ def read_backward(
     total, memory = total.contiguous(), memory.contiguous()
     width, tall = dim // 2 if place.kind == "rotary" else dim, 1 if place.kind == "none" else 2
     bv = pad(vdim)
-    chosen = plan("read_backward", pad(width), bv, place.kind, wide(q))
+    chosen = plan("read_backward", pad(width), bv, place.kind, wide(q), learn)
     block, bk = chosen.block, chosen.keys
     blocks = triton.cdiv(width, bk)
     parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
@@ -712,16 +708,16 @@ def summarize_backward(
     (k, v), strided, unit = prepare(k, v)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     bv, width = pad(vdim), dim // 2 if place.kind == "rotary" else dim
-    chosen = plan("summarize_backward", pad(width), bv, place.kind, wide(k))
+    chosen = plan("summarize_backward", pad(width), bv, place.kind, wide(k), learn)
     block, bk = chosen.block, chosen.keys
     parts, span = split(length, batch * heads, block, chosen.programs * processors(k))
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    turned = _float(k, batch, heads, parts, width if learn else 0)
+    turned = _float(k, batch, heads, triton.cdiv(length, block), width if learn else 0)
     _summarize_backward[(batch * heads, parts)](
         k, v, flags(keep), top=top.contiguous(), dtotal=dtotal.contiguous(),
         dmemory=dmemory.contiguous(), dk=dk, dv=dv, dtheta=turned, length=length, span=span,
-        parts=parts, heads=heads, **dict(zip(KV, strided, strict=True)), DIM=dim, VDIM=vdim, BK=bk, BV=bv,
+        heads=heads, **dict(zip(KV, strided, strict=True)), DIM=dim, VDIM=vdim, BK=bk, BV=bv,
         BL=block, BLOCKS=triton.cdiv(width, bk), LEARN=learn, MASKED=keep is not None, UNIT=unit,
         STAGES=chosen.stages, **place.arguments(k), **operand(k), **chosen.options(),
     )  # fmt: skip

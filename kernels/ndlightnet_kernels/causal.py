@@ -101,39 +101,48 @@ def _prefix(
     top_end, total_end, memory_end, parts,
     DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """States before each segment and after the last one: a product with weights exp(top - max).
-
-    One program per key channel and block of values. Slot 0 is the initial State."""
+    """States before each segment and after the last one, BP segments at a time: a product with
+    weights exp(top - max). One program per key channel and block of values."""
     bh, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    vc, s = tl.program_id(2) * BV + tl.arange(0, BV), tl.arange(0, BP)
-    here, given = (s > 0) & (s <= parts), s == 0
-    at = (bh * parts + s - 1) * DIM + j
-    ref = tl.load(top + at, mask=here, other=-INFINITE)
-    ref = tl.where(given, tl.load(top0 + bh * DIM + j), ref)
-    sm = tl.load(total + at, mask=here, other=0.0)
-    sm = tl.where(given, tl.load(total0 + bh * DIM + j), sm)
-    before = s[None, :] <= s[:, None]
-    best = tl.max(tl.where(before, ref[None, :], -INFINITE), 1)
-    w = tl.where(before, weight(ref[None, :], best[:, None]), 0.0)
-    out = bh * (parts + 1) + s
-    if tl.program_id(2) == 0:
-        tl.store(top_out + out * DIM + j, best, s <= parts)
-        sums = tl.sum(w * sm[None, :], 1)
-        tl.store(total_out + out * DIM + j, sums, s <= parts)
-        tl.store(top_end + bh * DIM + j + s * 0, best, s == parts)
-        tl.store(total_end + bh * DIM + j + s * 0, sums, s == parts)
+    vc, i = tl.program_id(2) * BV + tl.arange(0, BV), tl.arange(0, BP)
+    inside, lead = vc < VDIM, tl.program_id(2) == 0
+    before = i[None, :] <= i[:, None]
     for half in tl.static_range(TALL):
         row = half * DIM + j
-        tile = ((bh * parts + s - 1) * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :]
-        inside = vc < VDIM
-        m = tl.load(memory + tile, mask=here[:, None] & inside[None, :], other=0.0)
-        start = tl.load(memory0 + (bh * (TALL * DIM) + row) * VDIM + vc, mask=inside, other=0.0)
-        m = tl.where(given[:, None], start[None, :], m)
-        m = tl.dot(w, m, input_precision="tf32x3")
-        to = memory_out + (out * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :]
-        tl.store(to, m, (s <= parts)[:, None] & inside[None, :])
-        to = memory_end + (bh * (TALL * DIM) + row) * VDIM + vc[None, :] + (s * 0)[:, None]
-        tl.store(to, m, (s == parts)[:, None] & inside[None, :])
+        best, sm = tl.load(top0 + bh * DIM + j), tl.load(total0 + bh * DIM + j)
+        m = tl.load(memory0 + (bh * (TALL * DIM) + row) * VDIM + vc, mask=inside, other=0.0)
+        out = bh * (parts + 1)
+        if lead & (half == 0):
+            tl.store(top_out + out * DIM + j, best)
+            tl.store(total_out + out * DIM + j, sm)
+        tl.store(memory_out + (out * (TALL * DIM) + row) * VDIM + vc, m, inside)
+        for first in range(0, parts, BP):
+            s = first + i
+            here = s < parts
+            at = bh * parts + s
+            ref = tl.load(top + at * DIM + j, mask=here, other=-INFINITE)
+            own = tl.load(total + at * DIM + j, mask=here, other=0.0)
+            tile = memory + (at * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :]
+            x = tl.load(tile, mask=here[:, None] & inside[None, :], other=0.0)
+            high = tl.max(tl.where(before, tl.maximum(ref, best)[None, :], -INFINITE), 1)
+            w = tl.where(before, weight(ref[None, :], high[:, None]), 0.0)
+            fall = weight(best, high)
+            to = bh * (parts + 1) + s + 1
+            if lead & (half == 0):
+                tl.store(top_out + to * DIM + j, high, here)
+                tl.store(total_out + to * DIM + j, tl.sum(w * own[None, :], 1) + fall * sm, here)
+            y = tl.dot(w, x, input_precision="tf32x3") + fall[:, None] * m[None, :]
+            tile = memory_out + (to * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :]
+            tl.store(tile, y, here[:, None] & inside[None, :])
+            high = tl.maximum(best, tl.max(ref, 0))
+            w, fall = weight(ref, high), weight(best, high)
+            sm = fall * sm + tl.sum(w * own, 0)
+            m = fall * m + tl.sum(w[:, None] * x, 0)
+            best = high
+        if lead & (half == 0):
+            tl.store(top_end + bh * DIM + j, best)
+            tl.store(total_end + bh * DIM + j, sm)
+        tl.store(memory_end + (bh * (TALL * DIM) + row) * VDIM + vc, m, inside)
 
 
 SIZES = ["length", "span", "parts", "heads", "own", *phases.SIZES]
@@ -291,11 +300,19 @@ def _causal(
 
 # ------------------------------------------------------------------------------------ launches
 class Plan(NamedTuple):
-    """Tokens a chunk, warps and load stages."""
+    """Tokens a chunk, warps, load stages, and the most registers of a thread (0: as many as it
+    takes)."""
 
     chunk: int
     warps: int
     stages: int
+    registers: int = 0
+
+    def options(self, careful: bool) -> dict[str, int]:
+        if careful:  # rare, and larger
+            return {"num_warps": 8, "num_stages": 1}
+        most = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.warps, "num_stages": self.stages, **most}
 
 
 def plan(k: Tensor, vdim: int, kind: str, backward: bool) -> Plan:
@@ -303,8 +320,8 @@ def plan(k: Tensor, vdim: int, kind: str, backward: bool) -> Plan:
     if k.dtype != torch.bfloat16 or pad(k.shape[-1]) * pad(vdim) > 64 * 64:
         return Plan(32, 8, 1)  # 4-byte operands and wide heads fill the chip with less
     if kind == "none":
-        return Plan(32, 4, 2) if backward else Plan(64, 4, 3)
-    return Plan(32, 8, 2) if backward else Plan(32, 4, 2)
+        return Plan(32, 4, 3) if backward else Plan(64, 4, 3)
+    return Plan(32, 8, 3) if backward else Plan(32, 4, 3)
 
 
 def cut(k: Tensor, vdim: int) -> tuple[int, int]:
@@ -335,7 +352,7 @@ def forward(
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     tall = 1 if place.kind == "none" else 2
     parts, span = cut(k, vdim)
-    chunk, warps, stages = plan(k, vdim, place.kind, False)
+    chosen = plan(k, vdim, place.kind, False)
     bv, rows = pad(vdim), batch * heads
     own = attention.summarize_parts(k, v, keep, place, parts, span)
     entry = (
@@ -346,7 +363,7 @@ def forward(
     block = min(bv, 64)
     _prefix[(rows, dim, triton.cdiv(vdim, block))](
         *(x.contiguous() for x in state), *own, *entry, *last, parts, DIM=dim, VDIM=vdim, BV=block,
-        TALL=tall, BP=pad(parts + 1), num_warps=4,
+        TALL=tall, BP=16, num_warps=4,
     )  # fmt: skip
     out = torch.empty(*v.shape, dtype=q.dtype, device=q.device)
     flag = torch.empty(rows, parts, dtype=torch.int32, device=q.device)
@@ -354,9 +371,8 @@ def forward(
         _causal[(rows, parts)](
             q, k, v, flags(keep), top=entry[0], total=entry[1], memory=entry[2], flag=flag, out=out,
             **dict(zip(QKV, strided, strict=True)), length=length, span=span, parts=parts,
-            heads=heads, DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, BL=chunk, CAREFUL=careful,
+            heads=heads, DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, BL=chosen.chunk, CAREFUL=careful,
             MASKED=keep is not None, UNIT=unit, **place.arguments(k), **operand(k),
-            num_warps=8 if careful else warps,
-            num_stages=1 if careful else stages,
+            **chosen.options(careful),
         )  # fmt: skip
     return out, last, (*entry, flag)

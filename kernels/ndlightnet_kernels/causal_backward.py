@@ -35,7 +35,7 @@ from ndlightnet_kernels.causal import (
     plan,
 )  # fmt: skip
 from ndlightnet_kernels.phases import turning
-from ndlightnet_kernels.tiles import Place, dot, operand, pad, prepare, silu, weight
+from ndlightnet_kernels.tiles import Place, dot, once, operand, pad, prepare, silu, weight
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -43,33 +43,49 @@ def _suffix(
     top, pull, pulls, dtotal, dmemory, dtotal0, dmemory0, pull_out, pulls_out, parts,
     DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """Adjoint of `_prefix`: what later segments and the final State pull on the State before each.
+    """Adjoint of `_prefix`: what later segments and the final State pull on the State before each,
+    BP States at a time, from the last one.
 
     Slot s < parts: a segment's own pull in units of its entry; slot `parts`: the final State's."""
     bh, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    vc, s = tl.program_id(2) * BV + tl.arange(0, BV), tl.arange(0, BP)
-    here, last = s < parts, s == parts
-    ref = tl.load(top + (bh * (parts + 1) + s) * DIM + j, mask=s <= parts, other=-INFINITE)
-    own = tl.load(pull + (bh * parts + s) * DIM + j, mask=here, other=0.0)
-    own = tl.where(last, -tl.load(dtotal + bh * DIM + j), own)
-    after = (s[None, :] >= s[:, None]) & (s <= parts)[None, :]
-    w = tl.where(after, weight(ref[:, None], ref[None, :]), 0.0)
-    if tl.program_id(2) == 0:
-        all_ = tl.sum(w * own[None, :], 1)
-        tl.store(pull_out + (bh * parts + s - 1) * DIM + j, all_, (s > 0) & (s <= parts))
-        tl.store(dtotal0 + bh * DIM + j + s * 0, -all_, s == 0)
+    vc, i = tl.program_id(2) * BV + tl.arange(0, BV), tl.arange(0, BP)
+    inside, lead = vc < VDIM, tl.program_id(2) == 0
+    later = i[None, :] >= i[:, None]
+    states = bh * (parts + 1)
     for half in tl.static_range(TALL):
         row = half * DIM + j
-        inside = vc < VDIM
-        tile = ((bh * parts + s) * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :]
-        m = tl.load(pulls + tile, mask=here[:, None] & inside[None, :], other=0.0)
+        ref_after, after, m_after = INFINITE, 0.0, tl.zeros((BV,), tl.float32)
         end = tl.load(dmemory + (bh * (TALL * DIM) + row) * VDIM + vc, mask=inside, other=0.0)
-        m = tl.where(last[:, None], end[None, :], m)
-        m = tl.dot(w, m, input_precision="tf32x3")
-        tile = ((bh * parts + s - 1) * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :]
-        tl.store(pulls_out + tile, m, ((s > 0) & (s <= parts))[:, None] & inside[None, :])
-        to = dmemory0 + (bh * (TALL * DIM) + row) * VDIM + vc[None, :] + (s * 0)[:, None]
-        tl.store(to, m, (s == 0)[:, None] & inside[None, :])
+        blocks = tl.cdiv(parts + 1, BP)
+        for back in range(blocks):
+            first = (blocks - 1 - back) * BP
+            s = first + i
+            here, last, known = s < parts, s == parts, s <= parts
+            ref = tl.load(top + (states + s) * DIM + j, mask=known, other=INFINITE)
+            own = tl.load(pull + (bh * parts + s) * DIM + j, mask=here, other=0.0)
+            own = tl.where(last, -tl.load(dtotal + bh * DIM + j), own)
+            tile = pulls + ((bh * parts + s) * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :]
+            m = tl.load(tile, mask=here[:, None] & inside[None, :], other=0.0)
+            m = tl.where(last[:, None], end[None, :], m)
+            w = tl.where(later & known[None, :], weight(ref[:, None], ref[None, :]), 0.0)
+            fall = weight(ref, ref_after)
+            to = bh * parts + s - 1
+            store = (s > 0) & known
+            if lead & (half == 0):
+                sums = tl.sum(w * own[None, :], 1) + fall * after
+                tl.store(pull_out + to * DIM + j, sums, store)
+            y = tl.dot(w, m, input_precision="tf32x3") + fall[:, None] * m_after[None, :]
+            tile = pulls_out + (to * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :]
+            tl.store(tile, y, store[:, None] & inside[None, :])
+            ref_first = tl.load(top + (states + first) * DIM + j)
+            w = tl.where(known, weight(ref_first, ref), 0.0)
+            fall = weight(ref_first, ref_after)
+            after = tl.sum(w * own, 0) + fall * after
+            m_after = tl.sum(w[:, None] * m, 0) + fall * m_after
+            ref_after = ref_first
+        if lead & (half == 0):
+            tl.store(dtotal0 + bh * DIM + j, -after)
+        tl.store(dmemory0 + (bh * (TALL * DIM) + row) * VDIM + vc, m_after, inside)
 
 
 @triton.jit(do_not_specialize=SIZES + QKV + OUT)
@@ -150,6 +166,8 @@ def _causal_dq(
             p, carry = weight(x, best[None, :]), weight(mx, best)
         else:
             p = weight(x, mx[None, :])
+            if KIND != 0:
+                p = once(p)
             d, d_sin = _gather(pair, p, cos, sin, far, far_sin, KIND, OPERAND, PRECISION)
             inverse = _reciprocal(dot(ones, p, run, OPERAND, PRECISION))
             run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, OPERAND, PRECISION)
@@ -256,7 +274,7 @@ def _causal_dkv(
             acc, acc_sin, pulled = acc * shift[None, :], acc_sin * shift[None, :], pulled * shift
         else:
             best = mx
-        p = weight(x, best[None, :])
+        p = once(weight(x, best[None, :]))
         d, d_sin = dot(y, acc, zero, OPERAND, PRECISION), zero
         if KIND != 0:
             d_sin = dot(y, acc_sin, zero, OPERAND, PRECISION)
@@ -314,8 +332,8 @@ def backward(
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     tall = 1 if place.kind == "none" else 2
     parts, span = cut(k, vdim)
-    chunk, warps, stages = plan(k, vdim, place.kind, True)
-    bv, rows, chunks = pad(vdim), batch * heads, triton.cdiv(length, chunk)
+    chosen = plan(k, vdim, place.kind, True)
+    bv, rows, chunks = pad(vdim), batch * heads, triton.cdiv(length, chosen.chunk)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dphi = torch.empty_like(dq)
     chunk_top, chunk_total = _float(k, rows, chunks, dim), _float(k, rows, chunks, dim)
@@ -323,27 +341,26 @@ def backward(
     turned_q, turned_k = (_float(k, batch, heads, chunks, dim if learn else 0) for _ in range(2))
     common = dict(
         zip(QKV + OUT, strided, strict=True), length=length, span=span, parts=parts, heads=heads,
-        DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, BL=chunk, LEARN=learn, MASKED=keep is not None,
-        UNIT=unit, **place.arguments(k), **operand(k),
+        DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, BL=chosen.chunk, LEARN=learn,
+        MASKED=keep is not None, UNIT=unit, **place.arguments(k), **operand(k),
     )  # fmt: skip
     for careful in (False, True):
         _causal_dq[(rows, parts)](
             q, k, v, dout, flags(keep), top=entry[0], total=entry[1], memory=entry[2],
             flag=entry[3], dq=dq, dphi=dphi, chunk_top=chunk_top, chunk_total=chunk_total,
             pull=own[0], pulls=own[1], dtheta=turned_q, CAREFUL=careful,
-            num_warps=8 if careful else warps, num_stages=1 if careful else stages, **common,
+            **chosen.options(careful), **common,
         )  # fmt: skip
     dtotal0, dmemory0 = _float(k, *dtotal.shape), _float(k, *dmemory.shape)
     later, block = tuple(torch.empty_like(x) for x in own), min(bv, 64)
     _suffix[(rows, dim, triton.cdiv(vdim, block))](
         entry[0], *own, dtotal.contiguous(), dmemory.contiguous(), dtotal0, dmemory0, *later,
-        parts, DIM=dim, VDIM=vdim, BV=block, TALL=tall, BP=pad(parts + 1), num_warps=4,
+        parts, DIM=dim, VDIM=vdim, BV=block, TALL=tall, BP=16, num_warps=4,
     )  # fmt: skip
     for careful in (False, True):
         _causal_dkv[(rows, parts)](
             q, k, v, dout, flags(keep), top=entry[0], flag=entry[3], dphi=dphi, chunk_top=chunk_top,
             chunk_total=chunk_total, pull=later[0], pulls=later[1], dk=dk, dv=dv, dtheta=turned_k,
-            CAREFUL=careful, num_warps=8 if careful else warps,
-            num_stages=1 if careful else stages, **common,
+            CAREFUL=careful, **chosen.options(careful), **common,
         )  # fmt: skip
     return dq, dk, dv, dtotal0, dmemory0, (turned_q + turned_k).sum((0, 2))

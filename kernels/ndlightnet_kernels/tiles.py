@@ -93,9 +93,19 @@ def turn_back(da, db, cos, sin, KIND: tl.constexpr):
 
 @triton.jit
 def rows_added(x):
-    """(rows, columns) -> (rows / 16, 8, columns). A thread holds rows of a product's result that are
-    8 apart, so these sums cost no exchange."""
+    """(rows, columns) -> (rows / 16, 8, columns). A thread holds rows of a product's result that
+    are 8 apart, so these sums cost no exchange."""
     return tl.sum(tl.reshape(x, (x.shape[0] // 16, 2, 8, x.shape[1])), 1)
+
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def once(x):
+    """x, a tile of floats that tiles of two layouts need. Triton would compute it twice rather than
+    move it, which takes longer; it never does so with a sum, even of one."""
+    return x if INTERPRETED else tl.sum(x[:, :, None], 2)
 
 
 def strides(x: Tensor) -> tuple[Tensor, tuple[int, int, int], bool]:

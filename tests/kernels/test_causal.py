@@ -5,6 +5,7 @@ import torch
 from torch.autograd import grad
 
 from ndlightnet.ops import Lrpe, State, attention_step, causal_attention, summarize
+from ndlightnet_kernels import causal, causal_backward
 
 from .cases import BRAIN, CASES, DEVICE, FULL, HALF, LOGITS, Case, Problem, in_order, on_gpu
 from .yardstick import check
@@ -75,6 +76,12 @@ ROW = Case((38,), 5, 3, batch=1, heads=1)
 def test_extreme_logits(case):
     """Jumps lie within chunks; a first State is as high as the first token."""
     check(case, "causal")
+
+
+def test_more_segments_than_are_joined_at_once(monkeypatch):
+    for module in (causal, causal_backward):
+        monkeypatch.setattr(module, "cut", lambda k, _: (-(-k.shape[1] // 64), 64))
+    check(Case((64 * 33 - 5,), 5, 3, past=True, batch=1, heads=1), "causal")
 
 
 def test_later_tokens_get_a_gradient_of_exactly_zero():

@@ -8,11 +8,11 @@ from torch.autograd import grad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from ndlightnet.nn.mixers import LightNetAttention
+from ndlightnet.nn.mixers import LightNetAttention, lightnet
 from ndlightnet.ops import Lrpe, attention_step
 
 from .cases import DEVICE, Case, Problem
-from .yardstick import ours, rms
+from .yardstick import Plain, ours, rms
 
 forms = pytest.mark.parametrize("form", ["global", "causal"])
 
@@ -104,9 +104,29 @@ def test_compile_the_step(close):
             close(actual, expected, 1e-5)
 
 
+def roundly(form):
+    """The layer's attention by the yardstick where its inputs are in low precision."""
+    exactly = getattr(lightnet, f"{form}_attention")
+
+    def attention(q, k, v, *, mask=None, lrpe=None, impl="auto"):
+        if impl != "torch" or q.dtype == torch.float64:
+            return exactly(q, k, v, mask=mask, lrpe=lrpe, impl=impl)
+        batch, _, heads, dim = q.shape
+        case = Case(
+            lrpe.shape, dim, v.shape[-1], lrpe.kind, None, q.dtype, batch=batch, heads=heads
+        )
+        problem = Problem(case, {"q": q, "k": k, "v": v, "theta": lrpe.theta}, mask, None)
+        with torch.autocast(DEVICE.type, enabled=False):
+            out = Plain(problem)(form)["out"]
+        return (out, None) if form == "causal" else out
+
+    return attention
+
+
 @forms
-def test_autocast_of_a_layer(form):
-    """No worse than twice the torch implementation in the same autocast, and one rounding."""
+def test_autocast_of_a_layer(monkeypatch, form):
+    """No worse than twice the yardstick in the same autocast, and one rounding."""
+    monkeypatch.setattr(lightnet, f"{form}_attention", roundly(form))
     layer = LightNetAttention(10, heads=1, impl="triton").to(DEVICE)
     plain, double = copy.deepcopy(layer), copy.deepcopy(layer).double()
     plain.impl = double.impl = "torch"

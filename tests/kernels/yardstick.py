@@ -89,6 +89,20 @@ def weight(x: Tensor) -> Tensor:
     return torch.exp(torch.where(x.isnan(), -torch.inf, x))
 
 
+class Rounded(torch.autograd.Function):
+    """x; its gradient rounded to the digits of a dtype: it is an operand of further products."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.unit = torch.finfo(dtype).eps / 2
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        mantissa, exponent = grad.frexp()
+        return torch.ldexp((mantissa / ctx.unit).round() * ctx.unit, exponent), None
+
+
 class Plain:
     """LightNet attention as a straightforward implementation in the inputs' precision would do it.
 
@@ -185,7 +199,7 @@ class Plain:
         top = k.amax(1).detach()
         p = weight(k - top[:, None])
         key = self.round(self.wide(p) * self.factors())
-        memory = torch.einsum("blhr,blhd->bhrd", key, v)
+        memory = Rounded.apply(torch.einsum("blhr,blhd->bhrd", key, v), self.dtype)
         return {"max": top, "sum": p.sum(1), "memory": memory}
 
     def read(self, total: Tensor, memory: Tensor) -> Tensor:
@@ -218,7 +232,8 @@ class Plain:
             out.append(score @ y + past)
             top, fall, total = peak[:, :, -1], fall[:, :, -1], sums[:, :, -1]
             key = self.round(self.wide(weight(x - top[:, :, None])) * factor[:, 0])
-            memory = memory * self.wide(fall)[..., None] + key.transpose(2, 3) @ y
+            added = Rounded.apply(key.transpose(2, 3) @ y, self.dtype)
+            memory = memory * self.wide(fall)[..., None] + added
         whole = torch.cat(out, 2).transpose(1, 2)
         return {"out": whole.to(self.dtype), "max": top, "sum": total, "memory": memory}
 
