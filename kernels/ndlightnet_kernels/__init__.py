@@ -1,9 +1,9 @@
 """Triton kernels of ndlightnet: torch and triton in, nothing of ours; plain functions on tensors
 that register nothing. ndlightnet.ops calls them through operators.
 
-  attention   global attention: summarize, read and their backwards
+  attention   global attention; attention_backward: its gradients; plans: launches
   causal      causal attention; causal_backward: its gradients; step: one token, for decoding
-  axis_scan   MD-TPE
+  axis_scan   MD-TPE; axis_taps: what it multiplies with
   gate        output norm and gate
   phases      MD-LRPE angles         tiles    what the attention kernels share
 """

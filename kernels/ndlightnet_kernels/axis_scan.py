@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ndlightnet_kernels import axis_taps
+from ndlightnet_kernels.tiles import processors
 
 LONGEST = 128  # lines up to here are one dense product
 # By blocks of 16 tokens in a line: channels of a warp, warps, programs per multiprocessor, stages
@@ -223,8 +224,7 @@ def _launch(
     n, inner = shape[1 + axis], shape[2 + axis :].numel()
     lines, unit = shape.numel() // n, next(u for u in (8, 4, 2, 1) if x.shape[-1] % u == 0)
     channels = triton.cdiv(x.shape[-1], vec * warps)
-    card = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
-    parts = min(triton.cdiv(lines, width), max(1, each * card // channels))
+    parts = min(triton.cdiv(lines, width), max(1, each * processors(x) // channels))
     kind = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     constants = {
         "NB": _blocks(x, axis), "VEC": vec, "W": warps, "UNIT": unit, "LONG": x.numel() >= 2**31,

@@ -34,8 +34,8 @@ from ndlightnet_kernels.causal import (
     cut,
     plan,
 )  # fmt: skip
-from ndlightnet_kernels.phases import turning
-from ndlightnet_kernels.tiles import Place, dot, once, operand, pad, prepare, silu, weight
+from ndlightnet_kernels.phases import once, turning
+from ndlightnet_kernels.tiles import Place, dot, operand, pad, prepare, silu, weight
 
 
 @triton.jit(do_not_specialize=["parts"])

@@ -5,6 +5,8 @@ fixed point: theta / (2 pi) in 32 bits (float32 inputs: 64), so that a product w
 drops whole turns by itself and is exact to 2^-33 (2^-64) of the coordinate.
 """
 
+# mypy: disable-error-code="assignment"
+# (a jit function builds its tuples of tensors piece by piece)
 from __future__ import annotations
 
 import triton
@@ -103,15 +105,20 @@ def rotate(turning, place, WIDE: tl.constexpr, ACROSS: tl.constexpr = False):
 
 
 @triton.jit
+def once(x):
+    """x, a tile of floats that tiles of two layouts need. Triton would compute it twice rather than
+    move it, which takes longer; it never does so with a sum, even of one."""
+    return x if INTERPRETED else tl.sum(x[:, :, None], 2)
+
+
+@triton.jit
 def rotate_once(
     turning, t, AXES: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr, PREFIX: tl.constexpr
 ):  # fmt: skip
     """`rotate` for kernels that need cos and sin in tiles of two layouts; of 16-bit inputs to the
     precision of float16.
 
-    Triton would compute them twice rather than move them, which takes longer. It never does so with
-    a sum of floats, even of one. Tokens lie along the lanes here: few a thread, so that few
-    coordinates have to be found.
+    Tokens lie along the lanes here: few a thread, so that few coordinates have to be found.
     """
     if WIDE or INTERPRETED:
         return rotate(turning, places(turning, t, AXES, TOTAL, PREFIX), WIDE)
@@ -119,7 +126,7 @@ def rotate_once(
         cos, sin = rotate(turning, places(turning, t, AXES, TOTAL, PREFIX, True), WIDE, True)
         low = cos.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         high = sin.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
-        both = tl.sum((low | high).to(tl.float32, bitcast=True)[:, :, None], 2)
+        both = once((low | high).to(tl.float32, bitcast=True))
         both = tl.trans(both.to(tl.int32, bitcast=True))
         cos = both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         return cos, (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -98,16 +99,6 @@ def rows_added(x):
     return tl.sum(tl.reshape(x, (x.shape[0] // 16, 2, 8, x.shape[1])), 1)
 
 
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-
-
-@triton.jit
-def once(x):
-    """x, a tile of floats that tiles of two layouts need. Triton would compute it twice rather than
-    move it, which takes longer; it never does so with a sum, even of one."""
-    return x if INTERPRETED else tl.sum(x[:, :, None], 2)
-
-
 def strides(x: Tensor) -> tuple[Tensor, tuple[int, int, int], bool]:
     """x with a dense last axis, its (batch, token, head) strides, if all are multiples of 8."""
     x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
@@ -130,27 +121,14 @@ def operand(x: Tensor) -> dict[str, Any]:
     return {"OPERAND": tl.float32, "PRECISION": "tf32" if x.dtype == torch.float16 else "tf32x3"}
 
 
+@cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def processors(x: Tensor) -> int:
     """Multiprocessors of the card; a small number for Triton's interpreter."""
-    if x.device.type != "cuda":
-        return 2
-    return int(torch.cuda.get_device_properties(x.device).multi_processor_count)
-
-
-class Plan(NamedTuple):
-    """Tokens and key channels of a tile, depth of the load pipeline, warps, programs per
-    multiprocessor, and the most registers of a thread (0: the compiler's choice)."""
-
-    block: int
-    keys: int
-    stages: int
-    warps: int
-    programs: int
-    registers: int = 0
-
-    def options(self) -> dict[str, int]:
-        most = {"maxnreg": self.registers} if self.registers else {}
-        return {"num_warps": self.warps, **most}
+    return _processors(x.device) if x.is_cuda else 2
 
 
 def pad(n: int) -> int:

@@ -180,10 +180,10 @@ def triton_summarize_backward(
     theta: Tensor | None, start: Tensor | None, kind: str, shape: Sequence[int], prefix: int,
     window: Sequence[int], learn: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    from ndlightnet_kernels import attention
+    from ndlightnet_kernels import attention_backward
 
     place = _place(theta, start, kind, shape, prefix, window)
-    return attention.summarize_backward(k, v, keep, top, dtotal, dmemory, place, learn)
+    return attention_backward.summarize_backward(k, v, keep, top, dtotal, dmemory, place, learn)
 
 
 def _slots(theta: Tensor | None, learn: bool) -> int:
@@ -242,10 +242,10 @@ def triton_read_backward(
     start: Tensor | None, kind: str, shape: Sequence[int], prefix: int, window: Sequence[int],
     learn: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from ndlightnet_kernels import attention
+    from ndlightnet_kernels import attention_backward
 
     place = _place(theta, start, kind, shape, prefix, window)
-    return attention.read_backward(q, total, memory, dout, place, learn)
+    return attention_backward.read_backward(q, total, memory, dout, place, learn)
 
 
 @triton_read_backward.register_fake

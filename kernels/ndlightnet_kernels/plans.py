@@ -1,0 +1,74 @@
+"""How the kernels of global attention are launched: by head dim, kind and type, never tuned when
+they run."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Plan(NamedTuple):
+    """Tokens and key channels of a tile, depth of the load pipeline, warps, programs per
+    multiprocessor, and the most registers of a thread (0: the compiler's choice)."""
+
+    block: int
+    keys: int
+    stages: int
+    warps: int
+    programs: int
+    registers: int = 0
+
+    def options(self) -> dict[str, int]:
+        most = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.warps, **most}
+
+
+# Measured on one H200 (bf16, CUDA graph, 4 x 16384 tokens): the fastest of about 15 plans for heads
+# of 64 channels, and of about 6 for heads of 128. With rotary a key column is a pair of channels.
+PLANS = {
+    ("summarize", "none"): (Plan(64, 64, 3, 4, 3, 168), Plan(64, 64, 3, 8, 2)),
+    ("summarize", "cosine"): (Plan(64, 64, 3, 4, 3, 168), Plan(64, 64, 3, 8, 2, 128)),
+    ("summarize", "rotary"): (Plan(64, 32, 3, 4, 3, 168), Plan(64, 32, 2, 8, 2, 128)),
+    ("read", "none"): (Plan(64, 64, 3, 4, 8, 128), Plan(64, 64, 3, 4, 4, 128)),
+    ("read", "cosine"): (Plan(64, 64, 3, 4, 4, 128), Plan(64, 128, 1, 8, 2, 128)),
+    ("read", "rotary"): (Plan(64, 64, 3, 4, 4, 128), Plan(64, 128, 1, 4, 4, 128)),
+    ("read_backward", "none"): (Plan(64, 32, 3, 4, 4, 128), Plan(64, 64, 2, 8, 2, 128)),
+    ("read_backward", "cosine"): (Plan(64, 32, 3, 4, 3, 168), Plan(64, 64, 2, 8, 1)),
+    ("read_backward", "rotary"): (Plan(64, 32, 3, 4, 3, 168), Plan(64, 32, 2, 8, 2, 128)),
+    ("read_backward", "rotary learnt"): (Plan(64, 32, 3, 4, 2), Plan(64, 32, 2, 8, 2, 128)),
+    ("summarize_backward", "none"): (Plan(64, 64, 2, 4, 8, 128), Plan(64, 128, 2, 8, 1)),
+    ("summarize_backward", "cosine"): (Plan(64, 64, 3, 4, 2), Plan(64, 128, 1, 8, 1)),
+    ("summarize_backward", "cosine learnt"): (Plan(64, 64, 2, 4, 4), Plan(64, 128, 1, 8, 1)),
+    ("summarize_backward", "rotary"): (Plan(64, 32, 3, 4, 4), Plan(64, 64, 1, 8, 1)),
+    ("summarize_backward", "rotary learnt"): (Plan(64, 32, 2, 4, 4), Plan(64, 64, 1, 8, 1)),
+}
+
+
+def plan(
+    kernel: str, keys: int, values: int, kind: str, size: int = 2, learn: bool = False
+) -> Plan:
+    """Launch plan for a tile of the memory, with operands of `size` bytes; `keys` may be cut.
+    learn: with the gradient of theta."""
+    pair = 2 if kind == "rotary" else 1
+    most = max(keys, pair * values) if kernel == "read" else max(pair * keys, values)
+    if size == 2 and most <= 128:
+        learnt = (kernel, f"{kind} learnt")
+        chosen = PLANS[learnt if learn and learnt in PLANS else (kernel, kind)][most > 64]
+        return chosen._replace(keys=min(keys, chosen.keys))
+    # not measured: as many columns as fit, in registers as sums or in shared memory as operands
+    woven = 1 if kind == "none" else 4 if kind == "rotary" and "summarize" in kernel else 2
+    room = 16384 if kernel in ("summarize", "read_backward") else 65536 // size
+    if size > 2 and kernel in ("read", "read_backward"):
+        room = 8192
+    cut = max(16, min(keys, room // (woven * values)))
+    if size > 2 and kernel == "summarize_backward" and woven * keys * values > 8192:
+        cut = min(cut, keys // 2)  # a whole memory would stay on chip, in four float32 copies
+    keys = cut
+    return Plan(32 if size > 2 else 64, keys, 1, 8, 4)
+
+
+def wide(x: Tensor) -> int:
+    """Bytes of an operand."""
+    return 2 if x.dtype == torch.bfloat16 else 4
