@@ -24,9 +24,14 @@ def address(ptr, b, h, t, col, sb, st, sh, UNIT: tl.constexpr):
 
 @triton.jit
 def _nearest(x, PRECISION: tl.constexpr):
-    """float32 to the nearest that tensor cores keep as tf32; they would cut the last 13 bits."""
-    if PRECISION == "tf32" and x.dtype == tl.float32:
-        near = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    """float32 to the nearest that a product keeps: with "tf32" tensor cores would cut the last 13
+    bits, "ieee" stands for bfloat16 in the interpreter, which cannot multiply it."""
+    if x.dtype == tl.float32 and (PRECISION == "tf32" or PRECISION == "ieee"):
+        bits = x.to(tl.int32, bitcast=True)
+        if PRECISION == "tf32":
+            near = (bits + 0x1000) & -0x2000
+        else:
+            near = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         return tl.where(x == x, near.to(tl.float32, bitcast=True), x)
     else:
         return x
@@ -115,9 +120,11 @@ def prepare(*xs: Tensor) -> tuple[list[Tensor], list[int], int]:
 
 def operand(x: Tensor) -> dict[str, Any]:
     """Type and precision of matrix products. float16 lacks the range of sums, so it goes as tf32,
-    which keeps its 10 bits. Triton's interpreter (on the CPU) cannot multiply bfloat16."""
-    if x.dtype == torch.bfloat16 and x.is_cuda:
-        return {"OPERAND": tl.bfloat16, "PRECISION": "tf32"}
+    which keeps its 10 bits."""
+    if x.dtype == torch.bfloat16:
+        if x.is_cuda:
+            return {"OPERAND": tl.bfloat16, "PRECISION": "tf32"}
+        return {"OPERAND": tl.float32, "PRECISION": "ieee"}
     return {"OPERAND": tl.float32, "PRECISION": "tf32" if x.dtype == torch.float16 else "tf32x3"}
 
 
