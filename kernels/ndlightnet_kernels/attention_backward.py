@@ -194,6 +194,54 @@ def _grads(
     return g, mx, pull, mx2, pull2
 
 
+@triton.jit
+def _key_block(
+    k, dk, dtheta, y, dy, grads, turns, b, h, bh, t, first, kc, seen, inside, length, heads,
+    skb, skt, skh, DIM: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr, KIND: tl.constexpr,
+    AXES: tl.constexpr, SLOTS: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr,
+    PREFIX: tl.constexpr, LEARN: tl.constexpr, UNIT: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk of some channels of a tile of tokens; returns dy and what they add to it."""
+    WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
+    TALL: tl.constexpr = 1 if KIND == 0 else 2 * KIND
+    g, mx, pull, mx2, pull2 = grads
+    x = _load_keys(k, b, h, t, kc, seen, skb, skt, skh, WIDTH, UNIT)
+    x2 = x
+    if KIND == 2:
+        x2 = _load_keys(k + WIDTH, b, h, t, kc, seen, skb, skt, skh, WIDTH, UNIT)
+    to = dk + ((b * length + t) * heads + h)[:, None] * DIM + kc[None, :]
+    here = inside[:, None] & (kc < WIDTH)[None, :]
+    dp = dot(y, g, tl.zeros((BL, TALL * BK), tl.float32), OPERAND, PRECISION)
+    p = weight(x, mx[None, :])
+    f = p.to(OPERAND)
+    if KIND != 0:
+        cos, sin = rotate_once(turns, t, AXES, TOTAL, WIDE, PREFIX)
+        f = weave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
+        if KIND == 2:
+            p2 = weight(x2, mx2[None, :])
+            f2 = weave((p2 * cos).to(OPERAND), (p2 * sin).to(OPERAND), SLOTS)
+            f = weave(f, f2, SLOTS)
+            dp, dp2 = unweave(dp)
+            da, db = unweave(dp2)
+            dp2 = da * cos + db * sin
+            dp2 = p2 * (dp2 + pull2[None, :])
+            tl.store(to + WIDTH, dp2.to(dk.dtype.element_ty), here)
+            twist = p2 * (cos * db - sin * da)
+        da, db = unweave(dp)
+        dp = da * cos + db * sin
+        if KIND == 2:
+            twist += p * (cos * db - sin * da)
+        else:
+            twist = p * (cos * db - sin * da)
+    tl.store(to, (p * (dp + pull[None, :])).to(dk.dtype.element_ty), here)
+    if LEARN:  # a sum for each tile: one in registers would not fit there
+        place = places(turns, t, AXES, TOTAL, PREFIX).to(tl.float32)
+        at = dtheta + (bh * tl.cdiv(length, BL) + first // BL) * WIDTH + kc
+        tl.store(at, tl.sum(place * twist, 0), kc < WIDTH)
+    return dot(f, tl.trans(g), dy, OPERAND, PRECISION)
+
+
 @triton.jit(do_not_specialize=[s for s in SIZES if s != "parts"] + KV)
 def _summarize_backward(
     k, v, keep, theta, start, top, dtotal, dmemory, dk, dv, dtheta,
@@ -208,62 +256,34 @@ def _summarize_backward(
     """dk and dv of a part: dk = p (v . dmemory + dtotal), dv = p . dmemory."""
     bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     vc, kc = tl.arange(0, BV), tl.arange(0, BK)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     turns = turning(theta, start, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL)
-    g, mx, pull, mx2, pull2 = _grads(top, dtotal, dmemory, bh, kc, vc, DIM, VDIM, KIND, OPERAND)
-    TALL: tl.constexpr = 1 if KIND == 0 else 2 * KIND
+    grads = _grads(top, dtotal, dmemory, bh, kc, vc, DIM, VDIM, KIND, OPERAND)
     for first in tl.range(part * span, min(part * span + span, length), BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
         inside = t < length
         seen = _seen(keep, b, t, length, length, MASKED)
+        y = _load_values(v, b, h, t, vc, seen, svb, svt, svh, VDIM, UNIT)
         dy = tl.zeros((BL, BV), tl.float32)
-        for block in tl.static_range(BLOCKS):
-            kc = block * BK + tl.arange(0, BK)
-            x = _load_keys(k, b, h, t, kc, seen, skb, skt, skh, WIDTH, UNIT)
-            x2 = x
-            if KIND == 2:
-                x2 = _load_keys(k + WIDTH, b, h, t, kc, seen, skb, skt, skh, WIDTH, UNIT)
-            if block == 0:
-                y = _load_values(v, b, h, t, vc, seen, svb, svt, svh, VDIM, UNIT)
-            if BLOCKS > 1:  # a wide head: its tiles do not stay on chip
-                g, mx, pull, mx2, pull2 = _grads(
-                    top, dtotal, dmemory, bh, kc, vc, DIM, VDIM, KIND, OPERAND
+        if BLOCKS == 1:
+            dy = _key_block(
+                k, dk, dtheta, y, dy, grads, turns, b, h, bh, t, first, kc, seen, inside, length,
+                heads, skb, skt, skh, DIM, BK, BL, KIND, AXES, SLOTS, TOTAL, WIDE, PREFIX, LEARN,
+                UNIT, OPERAND, PRECISION,
+            )  # fmt: skip
+        else:  # a wide head: its memory does not stay on chip
+            for block in tl.range(0, BLOCKS, num_stages=1):
+                c = block * BK + kc
+                some = _grads(top, dtotal, dmemory, bh, c, vc, DIM, VDIM, KIND, OPERAND)
+                its = turning(
+                    theta, start, prefix, h * own, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
                 )
-                turns = turning(
-                    theta, start, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
-                )
-            to = dk + ((b * length + t) * heads + h)[:, None] * DIM + kc[None, :]
-            here = inside[:, None] & (kc < WIDTH)[None, :]
-            dp = dot(y, g, tl.zeros((BL, TALL * BK), tl.float32), OPERAND, PRECISION)
-            p = weight(x, mx[None, :])
-            f = p.to(OPERAND)
-            if KIND != 0:
-                cos, sin = rotate_once(turns, t, AXES, TOTAL, WIDE, PREFIX)
-                f = weave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
-                if KIND == 2:
-                    p2 = weight(x2, mx2[None, :])
-                    f2 = weave((p2 * cos).to(OPERAND), (p2 * sin).to(OPERAND), SLOTS)
-                    f = weave(f, f2, SLOTS)
-                    dp, dp2 = unweave(dp)
-                    da, db = unweave(dp2)
-                    dp2 = da * cos + db * sin
-                    dp2 = p2 * (dp2 + pull2[None, :])
-                    tl.store(to + WIDTH, dp2.to(dk.dtype.element_ty), here)
-                    twist = p2 * (cos * db - sin * da)
-                da, db = unweave(dp)
-                dp = da * cos + db * sin
-                if KIND == 2:
-                    twist += p * (cos * db - sin * da)
-                else:
-                    twist = p * (cos * db - sin * da)
-            tl.store(to, (p * (dp + pull[None, :])).to(dk.dtype.element_ty), here)
-            dy = dot(f, tl.trans(g), dy, OPERAND, PRECISION)
-            if LEARN:  # a sum for each tile: one in registers would not fit there
-                place = places(turns, t, AXES, TOTAL, PREFIX).to(tl.float32)
-                at = dtheta + (bh * tl.cdiv(length, BL) + first // BL) * WIDTH + kc
-                tl.store(at, tl.sum(place * twist, 0), kc < WIDTH)
+                dy = _key_block(
+                    k, dk, dtheta, y, dy, some, its, b, h, bh, t, first, c, seen, inside, length,
+                    heads, skb, skt, skh, DIM, BK, BL, KIND, AXES, SLOTS, TOTAL, WIDE, PREFIX,
+                    LEARN, UNIT, OPERAND, PRECISION,
+                )  # fmt: skip
         if MASKED:
             dy = tl.where(seen[:, None], dy, 0.0)
         to = dv + ((b * length + t) * heads + h)[:, None] * VDIM + vc[None, :]

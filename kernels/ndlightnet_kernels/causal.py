@@ -363,7 +363,7 @@ def forward(
     block = min(bv, 64)
     _prefix[(rows, dim, triton.cdiv(vdim, block))](
         *(x.contiguous() for x in state), *own, *entry, *last, parts, DIM=dim, VDIM=vdim, BV=block,
-        TALL=tall, BP=16, num_warps=4,
+        TALL=tall, BP=16, num_warps=1,
     )  # fmt: skip
     out = torch.empty(*v.shape, dtype=q.dtype, device=q.device)
     flag = torch.empty(rows, parts, dtype=torch.int32, device=q.device)

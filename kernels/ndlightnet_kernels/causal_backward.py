@@ -355,7 +355,7 @@ def backward(
     later, block = tuple(torch.empty_like(x) for x in own), min(bv, 64)
     _suffix[(rows, dim, triton.cdiv(vdim, block))](
         entry[0], *own, dtotal.contiguous(), dmemory.contiguous(), dtotal0, dmemory0, *later,
-        parts, DIM=dim, VDIM=vdim, BV=block, TALL=tall, BP=16, num_warps=4,
+        parts, DIM=dim, VDIM=vdim, BV=block, TALL=tall, BP=16, num_warps=1,
     )  # fmt: skip
     for careful in (False, True):
         _causal_dkv[(rows, parts)](

@@ -62,10 +62,9 @@ def plan(
     room = 16384 if kernel in ("summarize", "read_backward") else 65536 // size
     if size > 2 and kernel in ("read", "read_backward"):
         room = 8192
-    cut = max(16, min(keys, room // (woven * values)))
     if size > 2 and kernel == "summarize_backward" and woven * keys * values > 8192:
-        cut = min(cut, keys // 2)  # a whole memory would stay on chip, in four float32 copies
-    keys = cut
+        room = 4096
+    keys = max(16, min(keys, room // (woven * values)))
     return Plan(32 if size > 2 else 64, keys, 1, 8, 4)
 
 

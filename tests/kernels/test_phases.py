@@ -1,0 +1,83 @@
+"""MD-LRPE angles from a token's flat index, against float64."""
+
+import math
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from ndlightnet_kernels import phases
+from ndlightnet_kernels.tiles import Place
+
+from .cases import DEVICE
+
+
+@triton.jit(do_not_specialize=["length", "own", *phases.SIZES])
+def _angles(
+    cos_out, sin_out, place_out, theta, start, length, own,
+    n1, n2, n3, n4, n5, n6, n7, prefix, BL: tl.constexpr, BK: tl.constexpr, ONCE: tl.constexpr,
+    KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr, TOTAL: tl.constexpr,
+    WIDE: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr,
+):  # fmt: skip
+    h, c = tl.program_id(1), tl.arange(0, BK)
+    t = tl.program_id(0) * BL + tl.arange(0, BL)
+    sizes = (n1, n2, n3, n4, n5, n6, n7)
+    turns = phases.turning(
+        theta, start, prefix, h * own, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
+    )
+    place = phases.places(turns, t, AXES, TOTAL, PREFIX)
+    if ONCE:
+        cos, sin = phases.rotate_once(turns, t, AXES, TOTAL, WIDE, PREFIX)
+    else:
+        cos, sin = phases.rotate(turns, place, WIDE)
+    at = (h * length + t)[:, None] * SLOTS + c[None, :]
+    here = (t < length)[:, None] & (c < SLOTS)[None, :]
+    tl.store(cos_out + at, cos, here)
+    tl.store(sin_out + at, sin, here)
+    tl.store(place_out + at, place, here)
+
+
+@pytest.mark.parametrize(
+    "shape, slots, prefix, start, window",
+    [
+        ((7,), 5, 0, None, None),
+        ((3, 5), 8, 2, (4, 1000), None),
+        ((2, 1, 9), 10, 0, (-3, 100_000, -70), None),
+        ((2, 3, 1, 5), 4, 1, None, None),
+        ((2, 2, 3, 2, 2), 17, 0, (0, 1, 2, 3, 2**20), None),
+        ((3, 4, 5), 6, 0, None, (0, 16)),  # a part of all slots
+        ((3, 4, 5), 10, 0, (1, 2, 3), (6, 16)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("once", [False, True])
+def test_angles(shape, slots, prefix, start, window, dtype, once):
+    """Off by what the fixed point drops, and by what the functions and float32 (kept in two layouts
+    of 16-bit inputs: float16) round."""
+    length, heads = prefix + math.prod(shape), 2
+    theta = 4 * torch.rand(heads, slots, device=DEVICE) - 2
+    first = None if start is None else torch.tensor(start, device=DEVICE)
+    place = Place("cosine", theta, first, shape, prefix, window or (0, 0))
+    like = torch.empty(1, 1, heads, slots, dtype=dtype)
+    cos, sin = torch.full((2, heads, length, slots), torch.nan, device=DEVICE)
+    at = torch.full((heads, length, slots), -1, dtype=torch.int32, device=DEVICE)
+    _angles[(triton.cdiv(length, 16), heads)](
+        cos, sin, at, length=length, BL=16, BK=32, ONCE=once, **place.arguments(like)
+    )
+
+    axes = [torch.arange(n) + s for n, s in zip(shape, start or (0,) * len(shape), strict=True)]
+    grid = torch.cartesian_prod(*axes).reshape(-1, len(shape))
+    offset, total = window or (0, slots)
+    groups = torch.arange(total).tensor_split(len(shape))
+    places = torch.cat([grid[:, [a] * len(g)] for a, g in enumerate(groups)], 1)
+    places = torch.cat([torch.zeros(prefix, total, dtype=torch.int64), places])
+    places = places[:, offset : offset + slots].to(DEVICE)
+    assert torch.equal(at.long(), places.expand(heads, -1, -1))
+    exact = places * theta.double()[:, None]
+    wide = dtype == torch.float32
+    unit = 2.0**-11 if once and not wide and DEVICE.type == "cuda" else 2.0**-20
+    dropped = 2 * math.pi * 2.0 ** (-64 if wide else -32) * places.abs()
+    for actual, expected in ((cos, exact.cos()), (sin, exact.sin())):
+        assert ((actual - expected).abs() <= unit + dropped).all()
