@@ -1,6 +1,6 @@
 """Functions on tensors, without parameters: attention in its forms, MD-TPE, MD-LRPE."""
 
-from ndlightnet.ops._triton import Support, supported
+from ndlightnet.ops._support import Support, supported
 from ndlightnet.ops.attention import (
     attention_step,
     causal_attention,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops import parallel
-from ndlightnet.ops._triton import supported
+from ndlightnet.ops._support import supported
 from ndlightnet.ops.lrpe import Lrpe
 from ndlightnet.ops.state import State
 

@@ -1,12 +1,10 @@
-"""The doors to ndlightnet_kernels: operators with schemas, fakes and explicit backwards, and what
-the kernels support. The kernels are imported when they are called, not before."""
+"""The doors to ndlightnet_kernels' attention: operators with schemas, fakes and explicit
+backwards. The kernels are imported when they are called, not before."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,89 +12,7 @@ from torch import Tensor
 
 from ndlightnet.ops.lrpe import Lrpe
 
-OPERATIONS = (
-    "summarize", "read", "global_attention", "causal_attention", "attention_step", "axis_scan",
-    "norm_gate",
-)  # fmt: skip
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MOST_CHANNELS, MOST_ROW, MOST_AXES = 256, 4096, 8
 
-
-@dataclass(frozen=True)
-class Support:
-    """Whether there is a kernel; false with the reason why not."""
-
-    reason: str = ""
-
-    def __bool__(self) -> bool:
-        return not self.reason
-
-
-def _device_reason(device: torch.device) -> str:
-    return _device_reason_once(device)
-
-
-# what torch.compiler.assume_constant_result does, but without importing torch._dynamo and Triton
-_device_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@cache
-def _device_reason_once(device: torch.device) -> str:
-    if find_spec("triton") is None:
-        return "the package triton is not installed"
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        return "" if major >= 8 else f"compute capability {major}.{minor}: expected 8.0 or more"
-    from ndlightnet_kernels import interpreted
-
-    if device.type == "cpu" and interpreted():
-        return ""
-    return f"tensors on {device.type}: expected cuda"
-
-
-def supported(
-    operation: str, x: Tensor, v: Tensor | None = None, *, lrpe: Lrpe | None = None
-) -> Support:
-    """Whether `operation`, a name in ndlightnet.ops, has a Triton kernel for these tensors.
-
-    x: queries or keys (batch, length, heads, dim), or tokens (batch, *grid, dim) for "axis_scan",
-    (..., dim) for "norm_gate". v: values. A Support is true, or false with a `reason`.
-    """
-    if operation not in OPERATIONS:
-        raise ValueError(f"operation={operation!r}: expected one of {', '.join(OPERATIONS)}")
-    if reason := _device_reason(x.device):
-        return Support(reason)
-    dtypes = {x.dtype} | ({v.dtype} if v is not None else set())
-    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
-        names = " and ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-        return Support(f"{names}: expected bfloat16, float16 or float32, the same for all")
-    axes = x.ndim - 2 if operation == "axis_scan" else len(lrpe.shape) if lrpe else 1
-    if axes > MOST_AXES:
-        return Support(f"{axes} axes: expected {MOST_AXES} or fewer")
-    if operation == "norm_gate":
-        return Support(
-            f"{x.shape[-1]} channels: expected {MOST_ROW} or fewer"
-            if x.shape[-1] > MOST_ROW
-            else ""
-        )
-    if operation == "axis_scan":
-        from ndlightnet_kernels import axis_scan
-
-        return Support(axis_scan.supported(x))
-    if operation == "attention_step" and torch.is_grad_enabled() and x.requires_grad:
-        return Support("a gradient: the kernel of a step has no backward; use torch.no_grad()")
-    wide = max(x.shape[-1], 0 if v is None else v.shape[-1])
-    if wide > MOST_CHANNELS:
-        return Support(f"{wide} channels a head: expected {MOST_CHANNELS} or fewer")
-    if lrpe is not None and lrpe.kind == "rotary":
-        if operation in ("causal_attention", "attention_step"):
-            return Support(f"kind='rotary' in {operation}: expected 'cosine' or no lrpe")
-        if x.shape[-1] % 2:
-            return Support(f"kind='rotary' and {x.shape[-1]} channels: expected an even number")
-    return Support()
-
-
-# ------------------------------------------------------------------------------------- MD-LRPE
 @dataclass(frozen=True)
 class Angles:
     """MD-LRPE as the kernels take it. window: the first slot of theta and the number of all, where
@@ -151,7 +67,83 @@ def _fit(dtheta: Tensor, theta: Tensor | None) -> Tensor | None:
     return None if theta is None else dtheta.sum_to_size(theta.shape).to(theta.dtype)
 
 
+def _fake_state(k: Tensor, v: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+    batch, _, heads, dim = k.shape
+    rows = dim if kind == "none" else 2 * dim
+    total = k.new_empty(batch, heads, dim, dtype=torch.float32)
+    memory = k.new_empty(batch, heads, rows, v.shape[-1], dtype=torch.float32)
+    return total, torch.empty_like(total), memory
+
+
+def _slots(theta: Tensor | None, learn: bool) -> int:
+    return theta.shape[1] if learn and theta is not None else 0
+
+
 # -------------------------------------------------------------------------------------- global
+@torch.library.custom_op("ndlightnet::triton_global", mutates_args=())
+def triton_global(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, theta: Tensor | None,
+    start: Tensor | None, kind: str, shape: Sequence[int], prefix: int, window: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output, and for the backward the State (max, sum, memory)."""
+    from ndlightnet_kernels import attention
+
+    place = _place(theta, start, kind, shape, prefix, window)
+    top, total, memory = attention.summarize(k, v, keep, place)
+    return attention.read(q, total, memory, place), top, total, memory
+
+
+@triton_global.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, theta: Tensor | None,
+    start: Tensor | None, kind: str, shape: Sequence[int], prefix: int, window: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return q.new_empty(*q.shape[:3], v.shape[-1]), *_fake_state(k, v, kind)
+
+
+@torch.library.custom_op("ndlightnet::triton_global_backward", mutates_args=())
+def triton_global_backward(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor, total: Tensor,
+    memory: Tensor, dout: Tensor, theta: Tensor | None, start: Tensor | None, kind: str,
+    shape: Sequence[int], prefix: int, window: Sequence[int], learn: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from ndlightnet_kernels import attention_backward as kernels
+
+    place = _place(theta, start, kind, shape, prefix, window)
+    dq, dtotal, dmemory, by_q = kernels.read_backward(q, total, memory, dout, place, learn)
+    dk, dv, by_k = kernels.summarize_backward(k, v, keep, top, dtotal, dmemory, place, learn)
+    return dq, dk, dv, by_q + by_k
+
+
+@triton_global_backward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor, total: Tensor,
+    memory: Tensor, dout: Tensor, theta: Tensor | None, start: Tensor | None, kind: str,
+    shape: Sequence[int], prefix: int, window: Sequence[int], learn: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    return dq, dk, dv, q.new_empty(q.shape[2], _slots(theta, learn), dtype=torch.float32)
+
+
+def _global_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, keep, theta, start, *ctx.where = inputs
+    ctx.save_for_backward(q, k, v, keep, theta, start, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _global_grads(ctx: Any, dout: Tensor, *_: Tensor) -> Any:
+    q, k, v, keep, theta, start, *state = ctx.saved_tensors
+    learn = theta is not None and ctx.needs_input_grad[4]
+    dq, dk, dv, dtheta = triton_global_backward(
+        q, k, v, keep, *state, dout, theta, start, *ctx.where, learn
+    )
+    return dq, dk, dv, None, _fit(dtheta, theta) if learn else None, *[None] * 5
+
+
+triton_global.register_autograd(_global_grads, setup_context=_global_save)
+
+
+# ----------------------------------------------------------------------------- State and queries
 @torch.library.custom_op("ndlightnet::triton_summarize", mutates_args=())
 def triton_summarize(
     k: Tensor, v: Tensor, keep: Tensor | None, theta: Tensor | None, start: Tensor | None,
@@ -167,11 +159,7 @@ def _(
     k: Tensor, v: Tensor, keep: Tensor | None, theta: Tensor | None, start: Tensor | None,
     kind: str, shape: Sequence[int], prefix: int, window: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    batch, _, heads, dim = k.shape
-    rows = dim if kind == "none" else 2 * dim
-    total = k.new_empty(batch, heads, dim, dtype=torch.float32)
-    memory = k.new_empty(batch, heads, rows, v.shape[-1], dtype=torch.float32)
-    return total, torch.empty_like(total), memory
+    return _fake_state(k, v, kind)
 
 
 @torch.library.custom_op("ndlightnet::triton_summarize_backward", mutates_args=())
@@ -184,10 +172,6 @@ def triton_summarize_backward(
 
     place = _place(theta, start, kind, shape, prefix, window)
     return attention_backward.summarize_backward(k, v, keep, top, dtotal, dmemory, place, learn)
-
-
-def _slots(theta: Tensor | None, learn: bool) -> int:
-    return theta.shape[1] if learn and theta is not None else 0
 
 
 @triton_summarize_backward.register_fake
@@ -380,114 +364,3 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     state = [x.new_empty(x.shape) for x in (top, total, memory)]
     return q.new_empty(v.shape), state[0], state[1], state[2]
-
-
-# ------------------------------------------------------------------------------ output norm, gate
-@torch.library.custom_op("ndlightnet::triton_norm_gate", mutates_args=())
-def triton_norm_gate(
-    y: Tensor, u: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    from ndlightnet_kernels import gate
-
-    return gate.norm_gate(y, u, weight, bias, eps)
-
-
-@triton_norm_gate.register_fake
-def _(
-    y: Tensor, u: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    mean = y.new_empty(y.shape[:-1], dtype=torch.float32)
-    return y.new_empty(y.shape), mean, torch.empty_like(mean)
-
-
-@torch.library.custom_op("ndlightnet::triton_norm_gate_backward", mutates_args=())
-def triton_norm_gate_backward(
-    dout: Tensor, y: Tensor, u: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from ndlightnet_kernels import gate
-
-    return gate.norm_gate_backward(dout, y, u, weight, bias, mean, rstd)
-
-
-@triton_norm_gate_backward.register_fake
-def _(
-    dout: Tensor, y: Tensor, u: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grads = [x.new_empty(x.shape) for x in (y, u, weight, bias)]
-    return grads[0], grads[1], grads[2], grads[3]
-
-
-def _norm_gate_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:4], *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def _norm_gate_grads(ctx: Any, dout: Tensor, *_: Tensor) -> Any:
-    return *triton_norm_gate_backward(dout, *ctx.saved_tensors), None
-
-
-triton_norm_gate.register_autograd(_norm_gate_grads, setup_context=_norm_gate_save)
-
-
-# -------------------------------------------------------------------------------------- MD-TPE
-@torch.library.custom_op("ndlightnet::triton_axis_scan", mutates_args=())
-def triton_axis_scan(
-    x: Tensor, coef: Tensor, log_decay: Tensor, rcoef: Tensor | None, rlog_decay: Tensor | None,
-    mask: Tensor | None, residual: bool,
-) -> Tensor:  # fmt: skip
-    from ndlightnet_kernels import axis_scan
-
-    return axis_scan.forward(x, coef, log_decay, rcoef, rlog_decay, mask, residual)
-
-
-@triton_axis_scan.register_fake
-def _(
-    x: Tensor, coef: Tensor, log_decay: Tensor, rcoef: Tensor | None, rlog_decay: Tensor | None,
-    mask: Tensor | None, residual: bool,
-) -> Tensor:  # fmt: skip
-    return x.new_empty(x.shape)
-
-
-@torch.library.custom_op("ndlightnet::triton_axis_scan_backward", mutates_args=())
-def triton_axis_scan_backward(
-    dy: Tensor, x: Tensor, coef: Tensor, log_decay: Tensor, rcoef: Tensor | None,
-    rlog_decay: Tensor | None, mask: Tensor | None, residual: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients; those of the way back are empty where there is none."""
-    from ndlightnet_kernels import axis_scan
-
-    grads = axis_scan.backward(dy, x, coef, log_decay, rcoef, rlog_decay, mask, residual)
-    dx, dcoef, dlog, drcoef, drlog = grads
-    none = coef.new_empty(0)
-    return (
-        dx,
-        dcoef,
-        dlog,
-        none if drcoef is None else drcoef,
-        (torch.empty_like(none) if drlog is None else drlog),
-    )
-
-
-@triton_axis_scan_backward.register_fake
-def _(
-    dy: Tensor, x: Tensor, coef: Tensor, log_decay: Tensor, rcoef: Tensor | None,
-    rlog_decay: Tensor | None, mask: Tensor | None, residual: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    dcoef, dlog = coef.new_empty(coef.shape), log_decay.new_empty(log_decay.shape)
-    back = [x.new_empty(x.shape if rcoef is not None else 0) for x in (coef, log_decay)]
-    return x.new_empty(x.shape), dcoef, dlog, back[0], back[1]
-
-
-def _axis_scan_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.residual = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _axis_scan_grads(ctx: Any, dy: Tensor) -> Any:
-    saved = ctx.saved_tensors
-    dx, dcoef, dlog, drcoef, drlog = triton_axis_scan_backward(dy, *saved, ctx.residual)
-    back = (None, None) if saved[3] is None else (drcoef, drlog)
-    return dx, dcoef, dlog, *back, None, None
-
-
-triton_axis_scan.register_autograd(_axis_scan_grads, setup_context=_axis_scan_save)

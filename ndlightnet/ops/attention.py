@@ -160,7 +160,10 @@ def global_attention(
     _check(k, v, mask, lrpe, q)
     chosen = _registry.choose(impl, "global_attention", k, v, lrpe)
     if chosen == "triton" and q.dtype == k.dtype:
-        angles = Angles.of(lrpe)  # once for both
+        angles = Angles.of(lrpe)
+        if q.numel() and k.numel() and v.numel():
+            out: Tensor = _triton.triton_global(q, k, v, mask, *angles.arguments)[0]
+            return out
         return _read(q, _summarize(k, v, mask, angles), angles)
     return read(q, summarize(k, v, mask=mask, lrpe=lrpe, impl=impl), lrpe=lrpe, impl=impl)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.grid import Grid
-from ndlightnet.ops import _registry, _triton
+from ndlightnet.ops import _registry, _triton_layers
 from ndlightnet.ops._registry import Impl
 
 CHUNK = 64  # within a chunk a Toeplitz matrix, between chunks the states
@@ -114,11 +114,10 @@ def axis_scan(
     if x.numel() == 0:
         return x
     if chosen == "triton":
-        weights = [w.float() for w in (coef, log_decay)]
-        weights += [] if reverse is None else [w.float() for w in reverse]
-        coefs, decays = weights[::2], weights[1::2]
-        way_back = (coefs[1], decays[1]) if reverse is not None else (None, None)
-        out: Tensor = _triton.triton_axis_scan(x, coefs[0], decays[0], *way_back, mask, residual)
+        back = (None, None) if reverse is None else tuple(w.float() for w in reverse)
+        out: Tensor = _triton_layers.triton_axis_scan(
+            x, coef.float(), log_decay.float(), *back, mask, residual
+        )
         return out
     given = x
     if mask is not None:

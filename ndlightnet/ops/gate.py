@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ndlightnet.ops import _registry, _triton
+from ndlightnet.ops import _registry, _triton_layers
 from ndlightnet.ops._registry import Impl
 
 
@@ -20,6 +20,6 @@ def norm_gate(
     if y.shape != gate.shape:
         raise ValueError(f"gate {tuple(gate.shape)}: expected the shape of y, {tuple(y.shape)}")
     if _registry.choose(impl, "norm_gate", y) == "triton":
-        out: Tensor = _triton.triton_norm_gate(y, gate, weight, bias, eps)[0]
+        out: Tensor = _triton_layers.triton_norm_gate(y, gate, weight, bias, eps)[0]
         return out
     return torch.nn.functional.layer_norm(y, y.shape[-1:], weight, bias, eps) * gate.sigmoid()

@@ -42,8 +42,9 @@ def test_opcheck(kind):
     problem, forward, backward, plain = Problem.random(case), Recorder(), Recorder(), Recorder()
     leaves = {name: x.requires_grad_() for name, x in problem.leaves.items()}
     with forward:
-        outputs = [*ours(problem, "global", "triton").values()]
-        outputs += ours(problem, "causal", "triton").values()
+        outputs = []
+        for form in ("global", "causal", "state", "read"):
+            outputs += ours(problem, form, "triton").values()
     with backward:
         sum(x.square().sum() for x in outputs if x.requires_grad).backward()
     with plain, torch.no_grad():
