@@ -114,9 +114,9 @@ def axis_scan(
     if x.numel() == 0:
         return x
     if chosen == "triton":
-        back = (None, None) if reverse is None else tuple(w.float() for w in reverse)
+        way_back = (None, None) if reverse is None else tuple(w.float() for w in reverse)
         out: Tensor = _triton_layers.triton_axis_scan(
-            x, coef.float(), log_decay.float(), *back, mask, residual
+            x, coef.float(), log_decay.float(), *way_back, mask, residual
         )
         return out
     given = x
