@@ -2,7 +2,7 @@
 
 A slot turns by theta times the coordinate of its axis. Angles are kept as fractions of a turn in
 fixed point: theta / (2 pi) in 32 bits (float32 inputs: 64), so that a product with a coordinate
-drops whole turns by itself and is exact to 2^-33 (2^-64) of the coordinate.
+drops whole turns by itself and is off by 2^-32 (2^-64) turns times the coordinate at most.
 """
 
 # mypy: disable-error-code="assignment"
