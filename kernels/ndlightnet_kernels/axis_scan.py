@@ -35,14 +35,17 @@ CORRELATE_FULL = {1: (4, 4, 2, 1), 2: (2, 4, 2, 1), 4: (1, 8, 2, 1)}
 INTS = ["span", "flip", "lines", "n", "inner", "outer"]
 
 
+# The dimensions from which Triton spreads a tensor over lanes, warps and registers in turn: up to
+# 3.6 from the first, since then from the last. Taps are loaded so that 4 and 8 lanes hold what an
+# operand of a product wants there: else a whole Toeplitz matrix would go through shared memory.
+LAST = tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 7)
+LANES4, LANES8 = tl.constexpr(4 if LAST else 0), tl.constexpr(3 if LAST else 1)
+PAIR, CHANNEL = tl.constexpr(1 if LAST else 3), tl.constexpr(0 if LAST else 4)
+
+
 @triton.jit
 def _along(i: tl.constexpr, size: tl.constexpr, rank: tl.constexpr):
-    """0 .. size - 1 along dimension i.
-
-    Triton spreads a tensor over lanes, warps and registers, from the first dimension on. What is
-    loaded with the dimensions (4 lanes, 8 lanes, warps, registers) is an operand of a product as it
-    stands, and what is stored with them, its result.
-    """
+    """0 .. size - 1 along dimension i."""
     v = tl.arange(0, size)
     for _ in tl.static_range(i):
         v = tl.expand_dims(v, 0)
@@ -80,21 +83,21 @@ def _toeplitz(
 ):  # fmt: skip
     """T of some channels, [channels, 16 NB, 16 NB]; with flip = -1 its transpose."""
     N: tl.constexpr = 2 * NB
-    row, pair = _along(1, 8, 5), _along(3, 2, 5)
+    row, lane, pair = _along(LANES8, 8, 5), _along(LANES4, 4, 5), _along(PAIR, 2, 5)
     if tl.float32 == OPERAND:
-        lag = (row - _along(0, 4, 5) - 4 * pair) * flip
+        lag = (row - lane - 4 * pair) * flip
     else:
-        lag = (row - 2 * _along(0, 4, 5) - pair) * flip
-    c = first_channel + _along(2, W, 5) * VEC + _along(4, VEC, 5)
+        lag = (row - 2 * lane - pair) * flip
+    c = first_channel + _along(2, W, 5) * VEC + _along(CHANNEL, VEC, 5)
     block = tl.arange(0, N)
     distance = (block[:, None] - block[None]).reshape(1, N, 1, N, 1)
     out = tl.zeros((VEC * W, N, 8, N, 8), OPERAND)
     for d in tl.static_range(1 - N, N):
         tap = tl.load(taps + c * (2 * span) + span + lag + 8 * d * flip, mask=c < dim, other=0.0)
         if tl.float32 == OPERAND:
-            tap = tap.permute(4, 2, 1, 3, 0)
+            tap = tap.permute(CHANNEL, 2, LANES8, PAIR, LANES4)
         else:
-            tap = tap.permute(4, 2, 1, 0, 3)
+            tap = tap.permute(CHANNEL, 2, LANES8, LANES4, PAIR)
         # known when compiled: entries at one distance share their registers
         out = tl.where(distance == d, tap.reshape(VEC * W, 1, 8, 1, 8).to(OPERAND), out)
     return out.reshape(VEC * W, 8 * N, 8 * N)
