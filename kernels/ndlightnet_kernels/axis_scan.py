@@ -29,7 +29,7 @@ LONGEST = 128  # lines up to here are one dense product
 # of loads in flight. Measured on an H200 for 2 and 4 blocks.
 PRODUCT = {1: (4, 8, 2, 3), 2: (4, 8, 2, 3), 4: (4, 8, 1, 2), 8: (2, 8, 1, 2)}
 CORRELATE = {1: (8, 4, 2, 1), 2: (8, 4, 2, 1), 4: (4, 4, 2, 2), 8: (2, 4, 2, 1)}
-# float32
+# float32: as much as fits, not compared
 PRODUCT_FULL = {1: (4, 4, 2, 1), 2: (2, 8, 1, 1), 4: (1, 8, 1, 1)}
 CORRELATE_FULL = {1: (4, 4, 2, 1), 2: (2, 4, 2, 1), 4: (1, 8, 2, 1)}
 INTS = ["span", "flip", "lines", "n", "inner", "outer"]

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels import attention, phases
-from ndlightnet_kernels.attention import flags
+from ndlightnet_kernels import attention
+from ndlightnet_kernels.attention import SIZES, _float, flags
 from ndlightnet_kernels.phases import places, rotate, turning
 from ndlightnet_kernels.tiles import (
     Place,
@@ -145,7 +145,6 @@ def _prefix(
         tl.store(memory_end + (bh * (TALL * DIM) + row) * VDIM + vc, m, inside)
 
 
-SIZES = ["length", "span", "parts", "heads", "own", *phases.SIZES]
 QKV = ["sqb", "sqt", "sqh", "skb", "skt", "skh", "svb", "svt", "svh"]
 OUT = ["sob", "sot", "soh"]
 
@@ -300,19 +299,16 @@ def _causal(
 
 # ------------------------------------------------------------------------------------ launches
 class Plan(NamedTuple):
-    """Tokens a chunk, warps, load stages, and the most registers of a thread (0: as many as it
-    takes)."""
+    """Tokens a chunk, warps and load stages."""
 
     chunk: int
     warps: int
     stages: int
-    registers: int = 0
 
     def options(self, careful: bool) -> dict[str, int]:
         if careful:  # rare, and larger
             return {"num_warps": 8, "num_stages": 1}
-        most = {"maxnreg": self.registers} if self.registers else {}
-        return {"num_warps": self.warps, "num_stages": self.stages, **most}
+        return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 def plan(k: Tensor, vdim: int, kind: str, backward: bool) -> Plan:
@@ -335,10 +331,6 @@ def cut(k: Tensor, vdim: int) -> tuple[int, int]:
 
 
 MOST_PARTS = 127
-
-
-def _float(like: Tensor, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
 def forward(

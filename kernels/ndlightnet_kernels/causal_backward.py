@@ -12,14 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels.attention import flags
+from ndlightnet_kernels.attention import SIZES, _float, flags
 from ndlightnet_kernels.causal import (
     INFINITE,
     OUT,
     QKV,
-    SIZES,
     _entry,
-    _float,
     _gather,
     _level,
     _load,

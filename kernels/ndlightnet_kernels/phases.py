@@ -1,4 +1,4 @@
-"""MD-LRPE angles on any number of axes, computed from a token's flat index: nothing is loaded.
+"""MD-LRPE angles on any number of axes, computed from a token's flat index: no tables.
 
 A slot turns by theta times the coordinate of its axis. Angles are kept as fractions of a turn in
 fixed point: theta / (2 pi) in 32 bits (float32 inputs: 64), so that a product with a coordinate
