@@ -128,10 +128,12 @@ def _product_kernel(
     for tile in range(first, tl.cdiv(lines, 8), step):
         line = tile * 8 + q
         ok, at = (r < n) & (line < lines) & (c < dim), _token(line, r, inner, outer, INT)
-        seen = tl.load(x + at * dim + c, mask=_seen(mask, at, ok, MASK_IN), other=0.0)
-        own = seen
-        if RESIDUAL and MASK_IN:  # padding goes round the product
-            own = tl.load(x + at * dim + c, mask=ok, other=0.0)
+        own = tl.load(x + at * dim + c, mask=ok, other=0.0)
+        seen = own
+        if MASK_IN:  # padding goes round the product
+            seen = tl.where(_seen(mask, at, ok, True), own, 0.0)
+            if OPERAND == tl.float32:  # a sum, even of one, keeps T out of shared memory
+                seen = tl.sum(seen[:, :, :, None], 3)
         before = old
         if ADD:
             if n > 0:  # always; the branch keeps Triton from prefetching what is prefetched here

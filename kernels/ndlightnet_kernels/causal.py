@@ -38,6 +38,7 @@ from ndlightnet_kernels.tiles import (
 
 TINY = tl.constexpr(1e-27)  # a running sum below it belongs to a further level
 INFINITE = tl.constexpr(float("inf"))
+AT_ONCE = tl.constexpr(8)  # States whose loads are on their way at the same time
 
 
 @triton.jit
@@ -99,50 +100,43 @@ def _entry(top, total, memory, at, kc, vc, DIM: tl.constexpr, VDIM: tl.constexpr
 def _prefix(
     top0, total0, memory0, top, total, memory, top_out, total_out, memory_out,
     top_end, total_end, memory_end, parts,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BP: tl.constexpr,
+    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """States before each segment and after the last one, BP segments at a time: a product with
-    weights exp(top - max). One program per key channel and block of values."""
-    bh, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    vc, i = tl.program_id(2) * BV + tl.arange(0, BV), tl.arange(0, BP)
-    inside, lead = vc < VDIM, tl.program_id(2) == 0
-    before = i[None, :] <= i[:, None]
-    for half in tl.static_range(TALL):
-        row = half * DIM + j
-        best, sm = tl.load(top0 + bh * DIM + j), tl.load(total0 + bh * DIM + j)
-        m = tl.load(memory0 + (bh * (TALL * DIM) + row) * VDIM + vc, mask=inside, other=0.0)
-        out = bh * (parts + 1)
-        if lead & (half == 0):
-            tl.store(top_out + out * DIM + j, best)
-            tl.store(total_out + out * DIM + j, sm)
-        tl.store(memory_out + (out * (TALL * DIM) + row) * VDIM + vc, m, inside)
-        for first in range(0, parts, BP):
-            s = first + i
-            here = s < parts
-            at = bh * parts + s
-            ref = tl.load(top + at * DIM + j, mask=here, other=-INFINITE)
-            own = tl.load(total + at * DIM + j, mask=here, other=0.0)
-            tile = memory + (at * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :]
-            x = tl.load(tile, mask=here[:, None] & inside[None, :], other=0.0)
-            high = tl.max(tl.where(before, tl.maximum(ref, best)[None, :], -INFINITE), 1)
-            w = tl.where(before, weight(ref[None, :], high[:, None]), 0.0)
-            fall = weight(best, high)
-            to = bh * (parts + 1) + s + 1
-            if lead & (half == 0):
-                tl.store(top_out + to * DIM + j, high, here)
-                tl.store(total_out + to * DIM + j, tl.sum(w * own[None, :], 1) + fall * sm, here)
-            y = tl.dot(w, x, input_precision="tf32x3") + fall[:, None] * m[None, :]
-            tile = memory_out + (to * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :]
-            tl.store(tile, y, here[:, None] & inside[None, :])
-            high = tl.maximum(best, tl.max(ref, 0))
-            w, fall = weight(ref, high), weight(best, high)
-            sm = fall * sm + tl.sum(w * own, 0)
-            m = fall * m + tl.sum(w[:, None] * x, 0)
-            best = high
-        if lead & (half == 0):
-            tl.store(top_end + bh * DIM + j, best)
-            tl.store(total_end + bh * DIM + j, sm)
-        tl.store(memory_end + (bh * (TALL * DIM) + row) * VDIM + vc, m, inside)
+    """States before each segment and after the last one: one program for BC rows of the memory."""
+    bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
+    row = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside, lead, c = row < TALL * DIM, row < DIM, row % DIM
+    tile, here = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
+    best = tl.load(top0 + bh * DIM + c, mask=inside, other=-INFINITE)
+    sm = tl.load(total0 + bh * DIM + c, mask=inside, other=0.0)
+    m = tl.load(memory0 + bh * (TALL * DIM * VDIM) + tile, mask=here, other=0.0)
+    to, zero = bh * (parts + 1), tl.zeros((BC,), tl.int32)
+    tl.store(top_out + to * DIM + c, best, lead)
+    tl.store(total_out + to * DIM + c, sm, lead)
+    tl.store(memory_out + to * (TALL * DIM * VDIM) + tile, m, here)
+    for first in range(0, parts, AT_ONCE):
+        refs, sums, tiles = (), (), ()
+        for i in tl.static_range(AT_ONCE):
+            s = zero + first + i
+            at, there = bh * parts + s, inside & (s < parts)
+            refs += (tl.load(top + at * DIM + c, mask=there, other=-INFINITE),)
+            sums += (tl.load(total + at * DIM + c, mask=there, other=0.0),)
+            x = memory + at[:, None] * (TALL * DIM * VDIM) + tile
+            tiles += (tl.load(x, mask=here & there[:, None], other=0.0),)
+        for i in tl.static_range(AT_ONCE):
+            high = tl.maximum(best, refs[i])
+            fall, w = weight(best, high), weight(refs[i], high)
+            best, sm = high, fall * sm + w * sums[i]
+            m = fall[:, None] * m + w[:, None] * tiles[i]
+            s = zero + first + i + 1
+            to, there = bh * (parts + 1) + s, s <= parts
+            tl.store(top_out + to * DIM + c, best, lead & there)
+            tl.store(total_out + to * DIM + c, sm, lead & there)
+            x = memory_out + to[:, None] * (TALL * DIM * VDIM) + tile
+            tl.store(x, m, here & there[:, None])
+    tl.store(top_end + bh * DIM + c, best, lead)
+    tl.store(total_end + bh * DIM + c, sm, lead)
+    tl.store(memory_end + bh * (TALL * DIM * VDIM) + tile, m, here)
 
 
 QKV = ["sqb", "sqt", "sqh", "skb", "skt", "skh", "svb", "svt", "svh"]
@@ -352,10 +346,10 @@ def forward(
         _float(k, rows, parts + 1, tall * dim, vdim),
     )  # fmt: skip
     last = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in state)
-    block = min(bv, 64)
-    _prefix[(rows, dim, triton.cdiv(vdim, block))](
-        *(x.contiguous() for x in state), *own, *entry, *last, parts, DIM=dim, VDIM=vdim, BV=block,
-        TALL=tall, BP=16, num_warps=1,
+    some = max(1, 256 // bv)
+    _prefix[(rows, triton.cdiv(tall * dim, some))](
+        *(x.contiguous() for x in state), *own, *entry, *last, parts, DIM=dim, VDIM=vdim, BV=bv,
+        TALL=tall, BC=some, num_warps=2,
     )  # fmt: skip
     out = torch.empty(*v.shape, dtype=q.dtype, device=q.device)
     flag = torch.empty(rows, parts, dtype=torch.int32, device=q.device)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ndlightnet_kernels.attention import SIZES, _float, flags
 from ndlightnet_kernels.causal import (
+    AT_ONCE,
     INFINITE,
     OUT,
     QKV,
@@ -39,51 +40,45 @@ from ndlightnet_kernels.tiles import Place, dot, operand, pad, prepare, silu, we
 @triton.jit(do_not_specialize=["parts"])
 def _suffix(
     top, pull, pulls, dtotal, dmemory, dtotal0, dmemory0, pull_out, pulls_out, parts,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BP: tl.constexpr,
+    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Adjoint of `_prefix`: what later segments and the final State pull on the State before each,
-    BP States at a time, from the last one.
-
-    Slot s < parts: a segment's own pull in units of its entry; slot `parts`: the final State's."""
-    bh, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    vc, i = tl.program_id(2) * BV + tl.arange(0, BV), tl.arange(0, BP)
-    inside, lead = vc < VDIM, tl.program_id(2) == 0
-    later = i[None, :] >= i[:, None]
-    states = bh * (parts + 1)
-    for half in tl.static_range(TALL):
-        row = half * DIM + j
-        ref_after, after, m_after = INFINITE, 0.0, tl.zeros((BV,), tl.float32)
-        end = tl.load(dmemory + (bh * (TALL * DIM) + row) * VDIM + vc, mask=inside, other=0.0)
-        blocks = tl.cdiv(parts + 1, BP)
-        for back in range(blocks):
-            first = (blocks - 1 - back) * BP
-            s = first + i
-            here, last, known = s < parts, s == parts, s <= parts
-            ref = tl.load(top + (states + s) * DIM + j, mask=known, other=INFINITE)
-            own = tl.load(pull + (bh * parts + s) * DIM + j, mask=here, other=0.0)
-            own = tl.where(last, -tl.load(dtotal + bh * DIM + j), own)
-            tile = pulls + ((bh * parts + s) * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :]
-            m = tl.load(tile, mask=here[:, None] & inside[None, :], other=0.0)
-            m = tl.where(last[:, None], end[None, :], m)
-            w = tl.where(later & known[None, :], weight(ref[:, None], ref[None, :]), 0.0)
-            fall = weight(ref, ref_after)
-            to = bh * parts + s - 1
-            store = (s > 0) & known
-            if lead & (half == 0):
-                sums = tl.sum(w * own[None, :], 1) + fall * after
-                tl.store(pull_out + to * DIM + j, sums, store)
-            y = tl.dot(w, m, input_precision="tf32x3") + fall[:, None] * m_after[None, :]
-            tile = pulls_out + (to * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :]
-            tl.store(tile, y, store[:, None] & inside[None, :])
-            ref_first = tl.load(top + (states + first) * DIM + j)
-            w = tl.where(known, weight(ref_first, ref), 0.0)
-            fall = weight(ref_first, ref_after)
-            after = tl.sum(w * own, 0) + fall * after
-            m_after = tl.sum(w[:, None] * m, 0) + fall * m_after
-            ref_after = ref_first
-        if lead & (half == 0):
-            tl.store(dtotal0 + bh * DIM + j, -after)
-        tl.store(dmemory0 + (bh * (TALL * DIM) + row) * VDIM + vc, m_after, inside)
+    """Adjoint of `_prefix`: what later segments and the final State pull on the State before each.
+    pull, pulls: a segment's own, in units of its entry."""
+    bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
+    row = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside, lead, c = row < TALL * DIM, row < DIM, row % DIM
+    tile, here = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
+    states = top + bh * (parts + 1) * DIM + c
+    ref_after = tl.load(states + parts * DIM, mask=inside, other=-INFINITE)
+    known = ref_after > -INFINITE  # a channel that has seen no token has no memory
+    after = tl.where(known, -tl.load(dtotal + bh * DIM + c, mask=inside, other=0.0), 0.0)
+    m = tl.load(dmemory + bh * (TALL * DIM * VDIM) + tile, mask=here, other=0.0)
+    m = tl.where(known[:, None], m, 0.0)
+    at, zero = bh * parts + parts - 1, tl.zeros((BC,), tl.int32)
+    tl.store(pull_out + at * DIM + c, after, lead)
+    tl.store(pulls_out + at * (TALL * DIM * VDIM) + tile, m, here)
+    for back in range(0, parts, AT_ONCE):
+        refs, sums, tiles = (), (), ()
+        for i in tl.static_range(AT_ONCE):
+            s = zero + parts - 1 - back - i
+            at, there = bh * parts + s, inside & (s >= 0)
+            refs += (tl.load(states + s * DIM, mask=there, other=-INFINITE),)
+            sums += (tl.load(pull + at * DIM + c, mask=there, other=0.0),)
+            x = pulls + at[:, None] * (TALL * DIM * VDIM) + tile
+            tiles += (tl.load(x, mask=here & there[:, None], other=0.0),)
+        for i in tl.static_range(AT_ONCE):
+            s = zero + parts - 1 - back - i
+            ref = tl.where(s >= 0, refs[i], ref_after)
+            known, fall = ref > -INFINITE, weight(ref, ref_after)
+            after = fall * after + tl.where(known, sums[i], 0.0)
+            m = fall[:, None] * m + tl.where(known[:, None], tiles[i], 0.0)
+            ref_after = ref
+            at, there = bh * parts + s - 1, s > 0
+            tl.store(pull_out + at * DIM + c, after, lead & there)
+            x = pulls_out + at[:, None] * (TALL * DIM * VDIM) + tile
+            tl.store(x, m, here & there[:, None])
+    tl.store(dtotal0 + bh * DIM + c, -after, lead)
+    tl.store(dmemory0 + bh * (TALL * DIM * VDIM) + tile, m, here)
 
 
 @triton.jit(do_not_specialize=SIZES + QKV + OUT)
@@ -350,10 +345,10 @@ def backward(
             **chosen.options(careful), **common,
         )  # fmt: skip
     dtotal0, dmemory0 = _float(k, *dtotal.shape), _float(k, *dmemory.shape)
-    later, block = tuple(torch.empty_like(x) for x in own), min(bv, 64)
-    _suffix[(rows, dim, triton.cdiv(vdim, block))](
+    later, some = tuple(torch.empty_like(x) for x in own), max(1, 256 // bv)
+    _suffix[(rows, triton.cdiv(tall * dim, some))](
         entry[0], *own, dtotal.contiguous(), dmemory.contiguous(), dtotal0, dmemory0, *later,
-        parts, DIM=dim, VDIM=vdim, BV=block, TALL=tall, BP=16, num_warps=1,
+        parts, DIM=dim, VDIM=vdim, BV=bv, TALL=tall, BC=some, num_warps=2,
     )  # fmt: skip
     for careful in (False, True):
         _causal_dkv[(rows, parts)](

@@ -217,7 +217,7 @@ def test_a_length_not_seen_before_neither_compiles_nor_tunes(monkeypatch, axes):
     from triton.runtime.autotuner import Autotuner
 
     def run(shape):
-        problem = Problem.random(Case(shape, 64, 64, "cosine", "holes", torch.bfloat16, past=True))
+        problem = Problem.random(Case(shape, 64, 60, "cosine", "holes", torch.bfloat16, past=True))
         everything(problem, "global")
         everything(problem, "causal")
 
@@ -225,7 +225,7 @@ def test_a_length_not_seen_before_neither_compiles_nor_tunes(monkeypatch, axes):
     hook = lambda **told: bool(compiled.append(told["repr"]))  # noqa: E731
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", hook)
     run((777,) if axes == 1 else (21, 37))
-    assert compiled or DEVICE.type == "cpu"
+    assert compiled  # the hook works: no other test has values of 60 channels
     compiled.clear()
 
     def refuse(*args, **options):
