@@ -14,6 +14,7 @@ rounds. All exponents are <= 0 there, and nothing overflows whatever the logits.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -49,6 +50,34 @@ def _reciprocal(s):
 
 
 @triton.jit
+def _powers(x, anchor, OPERAND: tl.constexpr):
+    """exp(x - anchor) per key channel. As operands of 16 bits by one instruction an element less:
+    what the product rounds off is 1e-7 of x."""
+    if OPERAND == tl.float32:
+        return weight(x, anchor[None, :])
+    else:
+        shift = tl.where(anchor == -INFINITE, 0.0, anchor) * 1.4426950408889634
+        return tl.exp2(x * 1.4426950408889634 - shift[None, :])
+
+
+@triton.jit
+def _silu_over(x, s):
+    """silu(x) / s, s > 0: x / (s + s exp(-x))."""
+    r = tl.rsqrt(tl.exp2(x * -1.4426950408889634) * s + s)
+    return x * (r * r)
+
+
+@triton.jit
+def _silu_and_over(x, s):
+    """silu(x), its derivative, 1 / s, and silu(x) / s, with one reciprocal for all."""
+    e = tl.exp2(tl.minimum(x * -1.4426950408889634, 100.0))  # finite: below that all are 0
+    r = tl.rsqrt(e * s + s)
+    r = r * r
+    y, sigmoid = x * (r * s), r * s
+    return y, sigmoid + y * (1.0 - sigmoid), r * e + r, x * r
+
+
+@triton.jit
 def _level(x, anchor, mx, sm, todo, ones, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """Keys against `anchor`; 1 / s for the queries that it serves; exp(mx - anchor); those left."""
     used = anchor > -INFINITE
@@ -70,6 +99,18 @@ def _next_anchor(x, mx, todo):
 def _load(ptr, b, h, t, c, seen, sb, st, sh, other, DIM: tl.constexpr, UNIT: tl.constexpr):
     here = seen[:, None] & (c < DIM)[None, :]
     return tl.load(address(ptr, b, h, t, c, sb, st, sh, UNIT), mask=here, other=other)
+
+
+@triton.jit
+def _load_keys(k, b, h, t, kc, seen, length, skb, skt, skh, DIM: tl.constexpr, UNIT: tl.constexpr,
+               MASKED: tl.constexpr):  # fmt: skip
+    """Logits, float32. No query sees tokens after the last, so what stands there must only be
+    finite: the last token's own, which saves the selection of a value for each element."""
+    if MASKED or DIM != kc.shape[0]:
+        x = _load(k, b, h, t, kc, seen, skb, skt, skh, -INFINITE, DIM, UNIT)
+    else:
+        x = tl.load(address(k, b, h, tl.minimum(t, length - 1), kc, skb, skt, skh, UNIT))
+    return x.to(tl.float32)
 
 
 @triton.jit
@@ -110,10 +151,10 @@ def _prefix(
     best = tl.load(top0 + bh * DIM + c, mask=inside, other=-INFINITE)
     sm = tl.load(total0 + bh * DIM + c, mask=inside, other=0.0)
     m = tl.load(memory0 + bh * (TALL * DIM * VDIM) + tile, mask=here, other=0.0)
-    to, zero = bh * (parts + 1), tl.zeros((BC,), tl.int32)
-    tl.store(top_out + to * DIM + c, best, lead)
-    tl.store(total_out + to * DIM + c, sm, lead)
-    tl.store(memory_out + to * (TALL * DIM * VDIM) + tile, m, here)
+    zero, states = tl.zeros((BC,), tl.int32), bh * (parts + 1)
+    tl.store(top_out + states * DIM + c, best, lead)
+    tl.store(total_out + states * DIM + c, sm, lead)
+    tl.store(memory_out + states * (TALL * DIM * VDIM) + tile, m, here)
     for first in range(0, parts, AT_ONCE):
         refs, sums, tiles = (), (), ()
         for i in tl.static_range(AT_ONCE):
@@ -129,7 +170,7 @@ def _prefix(
             best, sm = high, fall * sm + w * sums[i]
             m = fall[:, None] * m + w[:, None] * tiles[i]
             s = zero + first + i + 1
-            to, there = bh * (parts + 1) + s, s <= parts
+            to, there = states + s, s <= parts
             tl.store(top_out + to * DIM + c, best, lead & there)
             tl.store(total_out + to * DIM + c, sm, lead & there)
             x = memory_out + to[:, None] * (TALL * DIM * VDIM) + tile
@@ -251,18 +292,17 @@ def _causal(
         tl.store(flag + bh * parts + part, _unserved(
             k, keep, b, h, begin, length, mx, sm, kc, skb, skt, skh, DIM, UNIT, MASKED
         ))  # fmt: skip
-        run += sm[None, :]
+        run += tl.where(kc < DIM, sm, 1.0)[None, :]
     for first in range(begin, end, BL):
         t = first + lane
         seen = _seen(keep, b, t, length, MASKED)
-        x = _load(k, b, h, t, kc, seen, skb, skt, skh, -INFINITE, DIM, UNIT).to(tl.float32)
+        x = _load_keys(k, b, h, t, kc, seen, length, skb, skt, skh, DIM, UNIT, MASKED)
         y = _load(v, b, h, t, vc, seen, svb, svt, svh, 0.0, VDIM, UNIT)
-        phi, _ = silu(
-            _load(q, b, h, t, kc, t < length, sqb, sqt, sqh, 0.0, DIM, UNIT).to(tl.float32)
-        )
+        x_q = _load(q, b, h, t, kc, t < length, sqb, sqt, sqh, 0.0, DIM, UNIT).to(tl.float32)
         _, cos, sin = _rotation(turns, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
         score = tl.zeros((BL, BL), tl.float32)
         if CAREFUL:
+            phi, _ = silu(x_q)
             best = tl.maximum(mx, tl.max(x, 0))
             todo = (lane >= 0)[:, None] & (kc < DIM)[None, :]
             anchor, from_entry = best, tl.zeros((BL, BK), tl.float32)
@@ -276,8 +316,9 @@ def _causal(
             sm = sm * carry + tl.sum(p.to(OPERAND).to(tl.float32), 0)
             mx = best
         else:
-            p = weight(x, mx[None, :])
-            from_entry = phi * _reciprocal(dot(ones, p, run, OPERAND, PRECISION))
+            p = _powers(x, mx, OPERAND)
+            # a segment with sums below TINY is done again, so they may be anything here
+            from_entry = _silu_over(x_q, dot(ones, p, run, OPERAND, PRECISION))
             run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, OPERAND, PRECISION)
             score = _scores(from_entry, p, cos, sin, score, KIND, OPERAND, PRECISION)
         o = tl.zeros((BL, BV), tl.float32)
@@ -314,17 +355,24 @@ def plan(k: Tensor, vdim: int, kind: str, backward: bool) -> Plan:
     return Plan(32, 8, 3) if backward else Plan(32, 4, 3)
 
 
+MOST_PARTS, BLOCK = 127, 64
+
+
+@lru_cache
+def _parts(rows: int, length: int, at_once: int) -> int:
+    """Segments of a row, for the shortest time where `at_once` programs run together."""
+    most = min(MOST_PARTS, triton.cdiv(length, 4 * BLOCK))
+    # a program starts and ends in about the time of 64 tokens
+    return min(range(1, most + 1), key=lambda n: -(-rows * n // at_once) * (length / n + 64))
+
+
 def cut(k: Tensor, vdim: int) -> tuple[int, int]:
     """Segments that the length of keys (batch, length, heads, dim) is cut into, and their length, a
     multiple of every chunk."""
-    (batch, length, heads, dim), block = k.shape, 64
-    programs = processors(k) * (4 if pad(dim) * pad(vdim) <= 64 * 64 else 2)
-    parts = max(1, min(programs // (batch * heads), triton.cdiv(length, 4 * block), MOST_PARTS))
-    span = triton.cdiv(triton.cdiv(length, parts), block) * block
+    batch, length, heads, dim = k.shape
+    at_once = processors(k) * (2 if pad(dim) * pad(vdim) <= 64 * 64 else 1)
+    span = triton.cdiv(triton.cdiv(length, _parts(batch * heads, length, at_once)), BLOCK) * BLOCK
     return triton.cdiv(length, span), span
-
-
-MOST_PARTS = 127
 
 
 def forward(

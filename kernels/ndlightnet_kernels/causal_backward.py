@@ -22,12 +22,15 @@ from ndlightnet_kernels.causal import (
     _gather,
     _level,
     _load,
+    _load_keys,
     _next_anchor,
+    _powers,
     _recall,
-    _reciprocal,
     _rotation,
     _scores,
     _seen,
+    _silu_and_over,
+    _silu_over,
     _to_segment,
     _unturn,
     cut,
@@ -54,9 +57,9 @@ def _suffix(
     after = tl.where(known, -tl.load(dtotal + bh * DIM + c, mask=inside, other=0.0), 0.0)
     m = tl.load(dmemory + bh * (TALL * DIM * VDIM) + tile, mask=here, other=0.0)
     m = tl.where(known[:, None], m, 0.0)
-    at, zero = bh * parts + parts - 1, tl.zeros((BC,), tl.int32)
-    tl.store(pull_out + at * DIM + c, after, lead)
-    tl.store(pulls_out + at * (TALL * DIM * VDIM) + tile, m, here)
+    zero, end = tl.zeros((BC,), tl.int32), bh * parts + parts - 1
+    tl.store(pull_out + end * DIM + c, after, lead)
+    tl.store(pulls_out + end * (TALL * DIM * VDIM) + tile, m, here)
     for back in range(0, parts, AT_ONCE):
         refs, sums, tiles = (), (), ()
         for i in tl.static_range(AT_ONCE):
@@ -113,7 +116,7 @@ def _causal_dq(
     start, run = mx, tl.zeros((BL, BK), tl.float32)
     if not CAREFUL:
         mx, sm, m, m_sin = _to_segment(top, at, kc, mx, sm, m, m_sin, DIM)
-        run += sm[None, :]
+        run += tl.where(kc < DIM, sm, 1.0)[None, :]
     acc = tl.zeros((BV, BK), tl.float32)
     acc_sin = acc
     pulled = tl.zeros((BK,), tl.float32)
@@ -125,16 +128,15 @@ def _causal_dq(
         chunk = (bh * tl.cdiv(length, BL) + first // BL) * DIM + kc
         if CAREFUL:
             tl.store(chunk_top + chunk, mx, inside)
-        else:
-            sm = tl.max(run, 0)  # all rows are the same
-        tl.store(chunk_total + chunk, sm, inside)
+            tl.store(chunk_total + chunk, sm, inside)
+        else:  # all rows are the same
+            row = chunk_total + chunk[None, :] + lane[:, None] * 0
+            tl.store(row, run, (lane == 0)[:, None] & inside[None, :])
         seen = _seen(keep, b, t, length, MASKED)
-        x = _load(k, b, h, t, kc, seen, skb, skt, skh, -INFINITE, DIM, UNIT).to(tl.float32)
+        x = _load_keys(k, b, h, t, kc, seen, length, skb, skt, skh, DIM, UNIT, MASKED)
         y = _load(v, b, h, t, vc, seen, svb, svt, svh, 0.0, VDIM, UNIT)
         do = _load(dout, b, h, t, vc, t < length, sob, sot, soh, 0.0, VDIM, UNIT)
-        phi, slope = silu(
-            _load(q, b, h, t, kc, t < length, sqb, sqt, sqh, 0.0, DIM, UNIT).to(tl.float32)
-        )
+        x_q = _load(q, b, h, t, kc, t < length, sqb, sqt, sqh, 0.0, DIM, UNIT).to(tl.float32)
         place, cos, sin = _rotation(turns, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
         pair = dot(do, tl.trans(y), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
         pair = tl.where(lane[:, None] >= lane[None, :], pair, 0.0).to(OPERAND)
@@ -143,6 +145,7 @@ def _causal_dq(
         if KIND != 0:
             far_sin = dot(do, m_sin, zero, OPERAND, PRECISION)
         if CAREFUL:
+            phi, slope = silu(x_q)
             best = tl.maximum(mx, tl.max(x, 0))
             todo = (lane >= 0)[:, None] & inside[None, :]
             anchor, from_entry, d, d_sin = best, zero, zero, zero
@@ -158,14 +161,12 @@ def _causal_dq(
                 anchor = _next_anchor(x, mx, todo)
             p, carry = weight(x, best[None, :]), weight(mx, best)
         else:
-            p = weight(x, mx[None, :])
-            if KIND != 0:
-                p = once(p)
+            p = once(_powers(x, mx, OPERAND))
             d, d_sin = _gather(pair, p, cos, sin, far, far_sin, KIND, OPERAND, PRECISION)
-            inverse = _reciprocal(dot(ones, p, run, OPERAND, PRECISION))
+            s = dot(ones, p, run, OPERAND, PRECISION)
+            phi, slope, inverse, from_entry = _silu_and_over(x_q, s)
             run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, OPERAND, PRECISION)
             d, d_sin = d * inverse, d_sin * inverse
-            from_entry = phi * inverse
         grad = _unturn(d, d_sin, cos, sin, KIND)
         to = ((b * length + t) * heads + h)[:, None] * DIM + kc[None, :]
         here = (t < length)[:, None] & inside[None, :]
@@ -231,6 +232,7 @@ def _causal_dkv(
     acc_sin = acc
     if KIND != 0:
         acc_sin = tl.load(tile + DIM * VDIM, mask=valid, other=0.0)
+    pulled = pulled[None, :] + tl.zeros((BL, BK), tl.float32)
     at = (bh * (parts + 1) + part + 1) * DIM + kc
     unit = tl.load(top + at, mask=inside, other=-INFINITE)
     later = lane[None, :] >= lane[:, None]  # queries that see a key
@@ -243,17 +245,15 @@ def _causal_dkv(
         mx = unit
         if CAREFUL:
             mx = tl.load(chunk_top + chunk, mask=inside, other=-INFINITE)
-        sm = tl.load(chunk_total + chunk, mask=inside, other=0.0)
+        sm = tl.load(chunk_total + chunk, mask=inside, other=1.0)
         seen = _seen(keep, b, t, length, MASKED)
-        x = _load(k, b, h, t, kc, seen, skb, skt, skh, -INFINITE, DIM, UNIT).to(tl.float32)
+        x = _load_keys(k, b, h, t, kc, seen, length, skb, skt, skh, DIM, UNIT, MASKED)
         y = _load(v, b, h, t, vc, seen, svb, svt, svh, 0.0, VDIM, UNIT)
         do = _load(dout, b, h, t, vc, t < length, sob, sot, soh, 0.0, VDIM, UNIT)
-        phi, _ = silu(
-            _load(q, b, h, t, kc, t < length, sqb, sqt, sqh, 0.0, DIM, UNIT).to(tl.float32)
-        )
+        x_q = _load(q, b, h, t, kc, t < length, sqb, sqt, sqh, 0.0, DIM, UNIT).to(tl.float32)
         to = ((b * length + t) * heads + h)[:, None] * DIM + kc[None, :]
         own_k = (t < length)[:, None] & inside[None, :]
-        g = phi * tl.load(dphi + to, mask=own_k, other=0.0).to(tl.float32)
+        g = tl.load(dphi + to, mask=own_k, other=0.0).to(tl.float32)
         place, cos, sin = _rotation(turns, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
         pair = dot(y, tl.trans(do), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
         pair = tl.where(later, pair, 0.0).to(OPERAND)
@@ -264,18 +264,19 @@ def _causal_dkv(
             # into this chunk's units; the segment's last may differ from its exact maximum
             known = (best > -INFINITE) & (unit > -INFINITE)
             shift = tl.where(known, tl.exp2((best - unit) * 1.4426950408889634), 0.0)
-            acc, acc_sin, pulled = acc * shift[None, :], acc_sin * shift[None, :], pulled * shift
+            acc, acc_sin = acc * shift[None, :], acc_sin * shift[None, :]
+            pulled *= shift[None, :]
         else:
             best = mx
-        p = once(weight(x, best[None, :]))
+        p = once(_powers(x, best, OPERAND))
         d, d_sin = dot(y, acc, zero, OPERAND, PRECISION), zero
         if KIND != 0:
             d_sin = dot(y, acc_sin, zero, OPERAND, PRECISION)
-        down = pulled[None, :] + zero
         if CAREFUL:
-            d, d_sin, down = d * p, d_sin * p, down * p
+            d, d_sin, down = d * p, d_sin * p, pulled * p
             todo = (lane >= 0)[:, None] & inside[None, :]
-            anchor, from_entry, weights, carry = best, zero, zero, weight(mx, best)
+            anchor, from_entry, carry = best, zero, weight(mx, best)
+            phi, _ = silu(x_q)
             while tl.max(anchor, 0) > -INFINITE:
                 low, inverse, fall, todo = _level(x, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
                 f = phi * inverse
@@ -283,16 +284,14 @@ def _causal_dkv(
                 e, e_sin = _gather(pair, f, cos, sin, zero, zero, KIND, OPERAND, PRECISION)
                 d += e * low
                 d_sin += e_sin * low
-                down += low * dot(seen_by, g * inverse, zero, OPERAND, PRECISION)
+                down += low * dot(seen_by, g * f, zero, OPERAND, PRECISION)
                 from_entry += f * fall[None, :]
-                weights += inverse * fall[None, :]
                 anchor = _next_anchor(x, mx, todo)
         else:
-            weights = _reciprocal(dot(ones, p, zero + sm[None, :], OPERAND, PRECISION))
-            from_entry = phi * weights
+            from_entry = _silu_over(x_q, dot(ones, p, zero + sm[None, :], OPERAND, PRECISION))
             score = _scores(p, from_entry, cos, sin, score, KIND, OPERAND, PRECISION)
             d, d_sin = _gather(pair, from_entry, cos, sin, d, d_sin, KIND, OPERAND, PRECISION)
-            down = dot(seen_by, g * weights, down, OPERAND, PRECISION)
+            down = dot(seen_by, g * from_entry, pulled, OPERAND, PRECISION)
             d, d_sin, down = d * p, d_sin * p, down * p
         grad = _unturn(d, d_sin, cos, sin, KIND) - down
         tl.store(dk + to, grad.to(dk.dtype.element_ty), own_k)
@@ -306,12 +305,14 @@ def _causal_dkv(
         here = (t < length)[:, None] & (vc < VDIM)[None, :]
         tl.store(dv + to, tl.where(seen[:, None], dy, 0.0).to(dv.dtype.element_ty), here)
         if CAREFUL:
-            acc, acc_sin, pulled = acc * carry[None, :], acc_sin * carry[None, :], pulled * carry
+            acc, acc_sin = acc * carry[None, :], acc_sin * carry[None, :]
+            pulled *= carry[None, :]
             unit = mx
         acc, acc_sin = _gather(
             tl.trans(do), from_entry, cos, sin, acc, acc_sin, KIND, OPERAND, PRECISION
         )
-        pulled += tl.sum(g * weights, 0)
+        # the sum in every row, by a product that costs less than an exchange
+        pulled = dot(tl.full((BL, BL), 1.0, OPERAND), g * from_entry, pulled, OPERAND, PRECISION)
 
 
 def backward(
