@@ -128,7 +128,8 @@ def dims(bench: Bench, shapes: Sequence[tuple[int, int, int, int]] = DIMS) -> No
             compare(bench, case("global"), direction, [ours(bench), *rivals])
             for kind in KINDS:
                 lrpe = place(bench, kind, cube(length), heads, dim)
-                compare(bench, case(f"global, {kind}"), direction, [ours(bench, lrpe)])
+                rival = compiled(partial(peers.reference, lrpe=lrpe))
+                compare(bench, case(f"global, {kind}"), direction, [ours(bench, lrpe), rival])
             compare(bench, case("causal"), direction, [ours_causal(bench), FLA_LINEAR])
 
 
