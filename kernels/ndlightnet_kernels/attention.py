@@ -21,6 +21,7 @@ from ndlightnet_kernels.tiles import (
     dot,
     operand,
     pad,
+    powers,
     prepare,
     processors,
     silu,
@@ -44,16 +45,31 @@ def _seen(keep, b, t, end, length, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _load_keys(k, b, h, t, kc, seen, skb, skt, skh, DIM: tl.constexpr, UNIT: tl.constexpr):
-    here = seen[:, None] & (kc < DIM)[None, :]
-    x = tl.load(address(k, b, h, t, kc, skb, skt, skh, UNIT), mask=here, other=float("-inf"))
-    return x.to(tl.float32)
+def _load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM: tl.constexpr, UNIT: tl.constexpr):
+    """Logits, float32, finite everywhere: the last token's own after it. (Anything but 0 instead of
+    what is not loaded costs three instructions an element.)"""
+    at = address(k, b, h, tl.minimum(t, length - 1), kc, skb, skt, skh, UNIT)
+    return tl.load(at, mask=(kc < DIM)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _hide(x, seen):
+    """Logits without those of tokens that are not seen."""
+    return tl.where(seen[:, None], x, float("-inf"))
 
 
 @triton.jit
 def _load_values(v, b, h, t, vc, seen, svb, svt, svh, VDIM: tl.constexpr, UNIT: tl.constexpr):
     here = seen[:, None] & (vc < VDIM)[None, :]
     return tl.load(address(v, b, h, t, vc, svb, svt, svh, UNIT), mask=here, other=0.0)
+
+
+@triton.jit
+def _added(p, seen, MASKED: tl.constexpr, ROWS: tl.constexpr):
+    """Sums of p over tokens, those after the last left out: (ROWS, columns)."""
+    if not MASKED:  # by a factor, which costs less than a selection
+        p *= seen.to(tl.float32)[:, None]
+    return tl.sum(tl.reshape(p, (p.shape[0] // ROWS, ROWS, p.shape[1])), 0)
 
 
 @triton.jit
@@ -75,19 +91,22 @@ def _collect(
     for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
         seen = _seen(keep, b, t, end, length, MASKED)
-        x = _load_keys(k, b, h, t, kc, seen, skb, skt, skh, WIDTH, UNIT)
+        x = _load_keys(k, b, h, t, kc, length, skb, skt, skh, WIDTH, UNIT)
+        x2 = x
         if KIND == 2:
-            x2 = _load_keys(k + WIDTH, b, h, t, kc, seen, skb, skt, skh, WIDTH, UNIT)
+            x2 = _load_keys(k + WIDTH, b, h, t, kc, length, skb, skt, skh, WIDTH, UNIT)
+        if MASKED:
+            x, x2 = _hide(x, seen), _hide(x2, seen)
         y = tl.trans(_load_values(v, b, h, t, vc, seen, svb, svt, svh, VDIM, UNIT))
-        p = weight(x, mx[None, :])
-        spread += tl.sum(tl.reshape(p, (BL // ROWS, ROWS, BK)), 0)
+        p = powers(x, mx, OPERAND)
+        spread += _added(p, seen, MASKED, ROWS)
         if KIND != 0:
             place = places(turns, t, AXES, TOTAL, PREFIX)
             cos, sin = rotate(turns, place, WIDE)
             woven = weave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
             if KIND == 2:
-                p = weight(x2, mx2[None, :])
-                spread2 += tl.sum(tl.reshape(p, (BL // ROWS, ROWS, BK)), 0)
+                p = powers(x2, mx2, OPERAND)
+                spread2 += _added(p, seen, MASKED, ROWS)
                 second = weave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
                 woven = weave(woven, second, SLOTS)
             acc = dot(y, woven, acc, OPERAND, PRECISION)
@@ -106,7 +125,9 @@ def _maximum(
     for first in tl.range(begin, end, BL, num_stages=1):
         t = first + tl.arange(0, BL)
         seen = _seen(keep, b, t, end, length, MASKED)
-        x = _load_keys(k, b, h, t, kc, seen, skb, skt, skh, WIDTH, UNIT)
+        x = _load_keys(k, b, h, t, kc, length, skb, skt, skh, WIDTH, UNIT)
+        if MASKED:
+            x = _hide(x, seen)
         mx = tl.maximum(mx, tl.max(x, 0))
     return mx
 

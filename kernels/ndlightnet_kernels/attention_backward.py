@@ -14,6 +14,7 @@ from ndlightnet_kernels.attention import (
     KV,
     SIZES,
     _float,
+    _hide,
     _inverse,
     _load_keys,
     _load_query,
@@ -30,6 +31,7 @@ from ndlightnet_kernels.tiles import (
     dot,
     operand,
     pad,
+    powers,
     prepare,
     processors,
     rows_added,
@@ -39,7 +41,6 @@ from ndlightnet_kernels.tiles import (
     turn_back,
     unweave,
     weave,
-    weight,
 )  # fmt: skip
 
 
@@ -199,27 +200,29 @@ def _key_block(
     k, dk, dtheta, y, dy, grads, turns, b, h, bh, t, first, kc, seen, inside, length, heads,
     skb, skt, skh, DIM: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr, KIND: tl.constexpr,
     AXES: tl.constexpr, SLOTS: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr,
-    PREFIX: tl.constexpr, LEARN: tl.constexpr, UNIT: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk of some channels of a tile of tokens; returns dy and what they add to it."""
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     TALL: tl.constexpr = 1 if KIND == 0 else 2 * KIND
     g, mx, pull, mx2, pull2 = grads
-    x = _load_keys(k, b, h, t, kc, seen, skb, skt, skh, WIDTH, UNIT)
+    x = _load_keys(k, b, h, t, kc, length, skb, skt, skh, WIDTH, UNIT)
     x2 = x
     if KIND == 2:
-        x2 = _load_keys(k + WIDTH, b, h, t, kc, seen, skb, skt, skh, WIDTH, UNIT)
+        x2 = _load_keys(k + WIDTH, b, h, t, kc, length, skb, skt, skh, WIDTH, UNIT)
+    if MASKED:
+        x, x2 = _hide(x, seen), _hide(x2, seen)
     to = dk + ((b * length + t) * heads + h)[:, None] * DIM + kc[None, :]
     here = inside[:, None] & (kc < WIDTH)[None, :]
     dp = dot(y, g, tl.zeros((BL, TALL * BK), tl.float32), OPERAND, PRECISION)
-    p = weight(x, mx[None, :])
+    p = powers(x, mx, OPERAND)
     f = p.to(OPERAND)
     if KIND != 0:
         cos, sin = rotate_once(turns, t, AXES, TOTAL, WIDE, PREFIX)
         f = weave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
         if KIND == 2:
-            p2 = weight(x2, mx2[None, :])
+            p2 = powers(x2, mx2, OPERAND)
             f2 = weave((p2 * cos).to(OPERAND), (p2 * sin).to(OPERAND), SLOTS)
             f = weave(f, f2, SLOTS)
             dp, dp2 = unweave(dp)
@@ -270,7 +273,7 @@ def _summarize_backward(
             dy = _key_block(
                 k, dk, dtheta, y, dy, grads, turns, b, h, bh, t, first, kc, seen, inside, length,
                 heads, skb, skt, skh, DIM, BK, BL, KIND, AXES, SLOTS, TOTAL, WIDE, PREFIX, LEARN,
-                UNIT, OPERAND, PRECISION,
+                MASKED, UNIT, OPERAND, PRECISION,
             )  # fmt: skip
         else:  # a wide head: its memory does not stay on chip
             for block in tl.range(0, BLOCKS, num_stages=1):
@@ -282,7 +285,7 @@ def _summarize_backward(
                 dy = _key_block(
                     k, dk, dtheta, y, dy, some, its, b, h, bh, t, first, c, seen, inside, length,
                     heads, skb, skt, skh, DIM, BK, BL, KIND, AXES, SLOTS, TOTAL, WIDE, PREFIX,
-                    LEARN, UNIT, OPERAND, PRECISION,
+                    LEARN, MASKED, UNIT, OPERAND, PRECISION,
                 )  # fmt: skip
         if MASKED:
             dy = tl.where(seen[:, None], dy, 0.0)

@@ -132,7 +132,7 @@ def _product_kernel(
         seen = own
         if MASK_IN:  # padding goes round the product
             seen = tl.where(_seen(mask, at, ok, True), own, 0.0)
-            if OPERAND == tl.float32:  # a sum, even of one, keeps T out of shared memory
+            if tl.float32 == OPERAND:  # a sum, even of one, keeps T out of shared memory
                 seen = tl.sum(seen[:, :, :, None], 3)
         before = old
         if ADD:

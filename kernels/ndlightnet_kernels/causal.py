@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ndlightnet_kernels import attention
-from ndlightnet_kernels.attention import SIZES, _float, flags
+from ndlightnet_kernels.attention import SIZES, _float, _hide, _load_keys, flags
 from ndlightnet_kernels.phases import places, rotate, turning
 from ndlightnet_kernels.tiles import (
     Place,
@@ -31,6 +31,7 @@ from ndlightnet_kernels.tiles import (
     dot,
     operand,
     pad,
+    powers,
     prepare,
     processors,
     silu,
@@ -47,17 +48,6 @@ def _reciprocal(s):
     """1 / s for s >= TINY, by rsqrt, which takes fewer instructions."""
     r = tl.rsqrt(tl.maximum(s, TINY))
     return r * r
-
-
-@triton.jit
-def _powers(x, anchor, OPERAND: tl.constexpr):
-    """exp(x - anchor) per key channel. As operands of 16 bits by one instruction an element less:
-    what the product rounds off is 1e-7 of x."""
-    if OPERAND == tl.float32:
-        return weight(x, anchor[None, :])
-    else:
-        shift = tl.where(anchor == -INFINITE, 0.0, anchor) * 1.4426950408889634
-        return tl.exp2(x * 1.4426950408889634 - shift[None, :])
 
 
 @triton.jit
@@ -99,18 +89,6 @@ def _next_anchor(x, mx, todo):
 def _load(ptr, b, h, t, c, seen, sb, st, sh, other, DIM: tl.constexpr, UNIT: tl.constexpr):
     here = seen[:, None] & (c < DIM)[None, :]
     return tl.load(address(ptr, b, h, t, c, sb, st, sh, UNIT), mask=here, other=other)
-
-
-@triton.jit
-def _load_keys(k, b, h, t, kc, seen, length, skb, skt, skh, DIM: tl.constexpr, UNIT: tl.constexpr,
-               MASKED: tl.constexpr):  # fmt: skip
-    """Logits, float32. No query sees tokens after the last, so what stands there must only be
-    finite: the last token's own, which saves the selection of a value for each element."""
-    if MASKED or DIM != kc.shape[0]:
-        x = _load(k, b, h, t, kc, seen, skb, skt, skh, -INFINITE, DIM, UNIT)
-    else:
-        x = tl.load(address(k, b, h, tl.minimum(t, length - 1), kc, skb, skt, skh, UNIT))
-    return x.to(tl.float32)
 
 
 @triton.jit
@@ -292,11 +270,13 @@ def _causal(
         tl.store(flag + bh * parts + part, _unserved(
             k, keep, b, h, begin, length, mx, sm, kc, skb, skt, skh, DIM, UNIT, MASKED
         ))  # fmt: skip
-        run += tl.where(kc < DIM, sm, 1.0)[None, :]
+        run += sm[None, :]
     for first in range(begin, end, BL):
         t = first + lane
         seen = _seen(keep, b, t, length, MASKED)
-        x = _load_keys(k, b, h, t, kc, seen, length, skb, skt, skh, DIM, UNIT, MASKED)
+        x = _load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
+        if MASKED:
+            x = _hide(x, seen)
         y = _load(v, b, h, t, vc, seen, svb, svt, svh, 0.0, VDIM, UNIT)
         x_q = _load(q, b, h, t, kc, t < length, sqb, sqt, sqh, 0.0, DIM, UNIT).to(tl.float32)
         _, cos, sin = _rotation(turns, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
@@ -316,7 +296,7 @@ def _causal(
             sm = sm * carry + tl.sum(p.to(OPERAND).to(tl.float32), 0)
             mx = best
         else:
-            p = _powers(x, mx, OPERAND)
+            p = powers(x, mx, OPERAND)
             # a segment with sums below TINY is done again, so they may be anything here
             from_entry = _silu_over(x_q, dot(ones, p, run, OPERAND, PRECISION))
             run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, OPERAND, PRECISION)

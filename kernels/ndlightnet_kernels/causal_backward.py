@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels.attention import SIZES, _float, flags
+from ndlightnet_kernels.attention import SIZES, _float, _hide, _load_keys, flags
 from ndlightnet_kernels.causal import (
     AT_ONCE,
     INFINITE,
@@ -22,9 +22,7 @@ from ndlightnet_kernels.causal import (
     _gather,
     _level,
     _load,
-    _load_keys,
     _next_anchor,
-    _powers,
     _recall,
     _rotation,
     _scores,
@@ -37,7 +35,7 @@ from ndlightnet_kernels.causal import (
     plan,
 )  # fmt: skip
 from ndlightnet_kernels.phases import once, turning
-from ndlightnet_kernels.tiles import Place, dot, operand, pad, prepare, silu, weight
+from ndlightnet_kernels.tiles import Place, dot, operand, pad, powers, prepare, silu, weight
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -116,7 +114,7 @@ def _causal_dq(
     start, run = mx, tl.zeros((BL, BK), tl.float32)
     if not CAREFUL:
         mx, sm, m, m_sin = _to_segment(top, at, kc, mx, sm, m, m_sin, DIM)
-        run += tl.where(kc < DIM, sm, 1.0)[None, :]
+        run += sm[None, :]
     acc = tl.zeros((BV, BK), tl.float32)
     acc_sin = acc
     pulled = tl.zeros((BK,), tl.float32)
@@ -133,7 +131,9 @@ def _causal_dq(
             row = chunk_total + chunk[None, :] + lane[:, None] * 0
             tl.store(row, run, (lane == 0)[:, None] & inside[None, :])
         seen = _seen(keep, b, t, length, MASKED)
-        x = _load_keys(k, b, h, t, kc, seen, length, skb, skt, skh, DIM, UNIT, MASKED)
+        x = _load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
+        if MASKED:
+            x = _hide(x, seen)
         y = _load(v, b, h, t, vc, seen, svb, svt, svh, 0.0, VDIM, UNIT)
         do = _load(dout, b, h, t, vc, t < length, sob, sot, soh, 0.0, VDIM, UNIT)
         x_q = _load(q, b, h, t, kc, t < length, sqb, sqt, sqh, 0.0, DIM, UNIT).to(tl.float32)
@@ -161,7 +161,7 @@ def _causal_dq(
                 anchor = _next_anchor(x, mx, todo)
             p, carry = weight(x, best[None, :]), weight(mx, best)
         else:
-            p = once(_powers(x, mx, OPERAND))
+            p = once(powers(x, mx, OPERAND))
             d, d_sin = _gather(pair, p, cos, sin, far, far_sin, KIND, OPERAND, PRECISION)
             s = dot(ones, p, run, OPERAND, PRECISION)
             phi, slope, inverse, from_entry = _silu_and_over(x_q, s)
@@ -247,7 +247,9 @@ def _causal_dkv(
             mx = tl.load(chunk_top + chunk, mask=inside, other=-INFINITE)
         sm = tl.load(chunk_total + chunk, mask=inside, other=1.0)
         seen = _seen(keep, b, t, length, MASKED)
-        x = _load_keys(k, b, h, t, kc, seen, length, skb, skt, skh, DIM, UNIT, MASKED)
+        x = _load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
+        if MASKED:
+            x = _hide(x, seen)
         y = _load(v, b, h, t, vc, seen, svb, svt, svh, 0.0, VDIM, UNIT)
         do = _load(dout, b, h, t, vc, t < length, sob, sot, soh, 0.0, VDIM, UNIT)
         x_q = _load(q, b, h, t, kc, t < length, sqb, sqt, sqh, 0.0, DIM, UNIT).to(tl.float32)
@@ -268,7 +270,7 @@ def _causal_dkv(
             pulled *= shift[None, :]
         else:
             best = mx
-        p = once(_powers(x, best, OPERAND))
+        p = once(powers(x, best, OPERAND))
         d, d_sin = dot(y, acc, zero, OPERAND, PRECISION), zero
         if KIND != 0:
             d_sin = dot(y, acc_sin, zero, OPERAND, PRECISION)

@@ -84,7 +84,8 @@ def places(
             out = at + slot * 0
         else:
             after = (a + 1) * (TOTAL // AXES) + min(a + 1, TOTAL % AXES)
-            out = tl.where(slot < after, at, out)
+            mine = (slot - after) >> 31  # all bits or none: predicates are few on the card
+            out = (at & mine) | (out & ~mine)
     return out
 
 

@@ -25,8 +25,8 @@ class Plan(NamedTuple):
         return {"num_warps": self.warps, **most}
 
 
-# For heads up to 64 and up to 128 channels. Measured on one H200 (bf16; 4 x 16384 tokens of 12 x 64,
-# 115200 tokens of 24 x 128). With rotary a key column is a pair of channels.
+# For heads up to 64 and up to 128 channels. Measured on one H200 (bf16; 4 x 16384 tokens of
+# 12 x 64, 115200 tokens of 24 x 128). With rotary a key column is a pair of channels.
 PLANS = {
     ("summarize", "none"): (Plan(64, 64, 3, 4, 3, 168), Plan(64, 64, 3, 8, 2)),
     ("summarize", "cosine"): (Plan(64, 64, 3, 4, 3, 168), Plan(64, 128, 3, 8, 1)),

@@ -67,6 +67,17 @@ def weight(x, top):
 
 
 @triton.jit
+def powers(x, top, OPERAND: tl.constexpr):
+    """exp(x - top) of a tile, columns of `top`. For operands of 16 bits with one instruction an
+    element less: what that rounds off is 1e-7 of x and of top."""
+    if tl.float32 == OPERAND:
+        return weight(x, top[None, :])
+    else:
+        shift = tl.where(top == float("-inf"), 0.0, top) * 1.4426950408889634
+        return tl.exp2(x * 1.4426950408889634 - shift[None, :])
+
+
+@triton.jit
 def silu(x):
     """SiLU and its derivative. The square of rsqrt is half the instructions of a division."""
     r = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
