@@ -18,6 +18,7 @@ from ndlightnet_kernels.plans import plan, wide
 from ndlightnet_kernels.tiles import (
     Place,
     address,
+    cdiv,
     dot,
     operand,
     pad,
@@ -347,7 +348,7 @@ def summarize_parts(
     bv, width = pad(vdim), dim // 2 if place.kind == "rotary" else dim
     chosen = plan("summarize", pad(width), bv, place.kind, wide(k))
     block, bk = chosen.block, chosen.keys
-    blocks, tall = triton.cdiv(width, bk), 1 if place.kind == "none" else 2
+    blocks, tall = cdiv(width, bk), 1 if place.kind == "none" else 2
     if not parts:
         programs = chosen.programs * processors(k)
         parts, span = split(length, batch * heads * blocks, block, programs)
@@ -378,7 +379,7 @@ def summarize(
             _float(k, batch, heads, tall * dim, vdim),
         )
         some = max(1, 256 // bv)
-        _merge[(batch * heads, triton.cdiv(tall * dim, some))](
+        _merge[(batch * heads, cdiv(tall * dim, some))](
             top, total, memory, *joined, parts, DIM=dim, VDIM=vdim, BV=bv, TALL=tall, BC=some,
             num_warps=2,
         )  # fmt: skip
@@ -398,7 +399,7 @@ def read(q: Tensor, total: Tensor, memory: Tensor, place: Place) -> Tensor:
     # the features of a query are read whole, so here the cut is along the values
     chosen = plan("read", bv, bk, place.kind, wide(q))
     block, bv = chosen.block, chosen.keys
-    blocks = triton.cdiv(vdim, bv)
+    blocks = cdiv(vdim, bv)
     parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
     _read[(batch * heads * blocks, parts)](
         q, total.contiguous(), memory.contiguous(), out=out, length=length, span=span, heads=heads,

@@ -28,6 +28,7 @@ from ndlightnet_kernels.plans import plan, wide
 from ndlightnet_kernels.tiles import (
     KINDS,
     Place,
+    cdiv,
     dot,
     operand,
     pad,
@@ -306,7 +307,7 @@ def read_backward(
     bv = pad(vdim)
     chosen = plan("read_backward", pad(width), bv, place.kind, wide(q), learn)
     block, bk = chosen.block, chosen.keys
-    blocks = triton.cdiv(width, bk)
+    blocks = cdiv(width, bk)
     parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     pulls = _float(q, batch * heads, parts, tall * width, vdim)
@@ -320,7 +321,7 @@ def read_backward(
     )  # fmt: skip
     dtotal, dmemory = torch.empty_like(total), torch.empty_like(memory)
     some = max(1, 256 // bv)
-    _pull[(batch * heads, triton.cdiv(width, some))](
+    _pull[(batch * heads, cdiv(width, some))](
         pulls, total, memory, dtotal, dmemory, parts, DIM=dim, VDIM=vdim, BV=bv,
         KIND=KINDS[place.kind], BC=some, num_warps=2,
     )  # fmt: skip
@@ -340,12 +341,12 @@ def summarize_backward(
     parts, span = split(length, batch * heads, block, chosen.programs * processors(k))
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    turned = _float(k, batch, heads, triton.cdiv(length, block), width if learn else 0)
+    turned = _float(k, batch, heads, cdiv(length, block), width if learn else 0)
     _summarize_backward[(batch * heads, parts)](
         k, v, flags(keep), top=top.contiguous(), dtotal=dtotal.contiguous(),
         dmemory=dmemory.contiguous(), dk=dk, dv=dv, dtheta=turned, length=length, span=span,
         heads=heads, **dict(zip(KV, strided, strict=True)), DIM=dim, VDIM=vdim, BK=bk, BV=bv,
-        BL=block, BLOCKS=triton.cdiv(width, bk), LEARN=learn, MASKED=keep is not None, UNIT=unit,
+        BL=block, BLOCKS=cdiv(width, bk), LEARN=learn, MASKED=keep is not None, UNIT=unit,
         STAGES=chosen.stages, **place.arguments(k), **operand(k), **chosen.options(),
     )  # fmt: skip
     return dk, dv, turned.sum((0, 2)) if learn else _float(k, heads, 0)

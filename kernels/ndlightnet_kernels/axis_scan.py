@@ -22,7 +22,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ndlightnet_kernels import axis_taps
-from ndlightnet_kernels.tiles import processors
+from ndlightnet_kernels.tiles import (
+    cdiv,
+    power_of_2,
+    processors,
+)
 
 LONGEST = 128  # lines up to here are one dense product
 # By blocks of 16 tokens in a line: channels of a warp, warps, programs per multiprocessor, stages
@@ -213,7 +217,7 @@ def _longest(x: Tensor) -> int:
 
 def _blocks(x: Tensor, axis: int) -> int:
     """Blocks of 16 tokens in a line: a power of two, so that few kernels serve all lengths."""
-    return triton.next_power_of_2(triton.cdiv(x.shape[1 + axis], 16))
+    return power_of_2(cdiv(x.shape[1 + axis], 16))
 
 
 def _span(x: Tensor) -> int:
@@ -228,8 +232,8 @@ def _launch(
     shape, (vec, warps, each, stages) = x.shape[:-1], plan
     n, inner = shape[1 + axis], shape[2 + axis :].numel()
     lines, unit = shape.numel() // n, next(u for u in (8, 4, 2, 1) if x.shape[-1] % u == 0)
-    channels = triton.cdiv(x.shape[-1], vec * warps)
-    parts = min(triton.cdiv(lines, width), max(1, each * processors(x) // channels))
+    channels = cdiv(x.shape[-1], vec * warps)
+    parts = min(cdiv(lines, width), max(1, each * processors(x) // channels))
     kind = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     constants = {
         "NB": _blocks(x, axis), "VEC": vec, "W": warps, "UNIT": unit, "LONG": x.numel() >= 2**31,

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ndlightnet_kernels.tiles import cdiv, power_of_2
+
 
 @triton.jit
 def _powers(log_decay, lag, t, states):
@@ -101,7 +103,7 @@ def taps(x: Tensor, span: int, weights: list[Tensor | None]) -> Tensor:
     assert coef is not None
     axes, dim, states = coef.shape
     out = torch.empty(axes, dim, 2 * span, dtype=x.dtype, device=x.device)
-    _taps_kernel[(2 * span // 32, triton.cdiv(dim, 16), axes)](
+    _taps_kernel[(2 * span // 32, cdiv(dim, 16), axes)](
         coef, log_decay, rcoef, rlog_decay, out, dim, states, span,
         LAGS=32, C=16, E=16, TWO_WAY=rcoef is not None,
     )  # fmt: skip
@@ -112,7 +114,7 @@ def fold(sums: Tensor, dtaps: Tensor, span: int, ways: int) -> None:
     """Gradient of one axis' taps (dim, 2 span) from `sums` (parts, 2 nb, 16, 8, dim)."""
     parts, nb, dim = sums.shape[0], sums.shape[1] // 2, sums.shape[-1]
     least = 0 if ways == 2 else nb
-    _fold_kernel[(triton.cdiv(dim, 32), 2 * nb)](sums, dtaps, dim, nb, parts, span, least, C=32)
+    _fold_kernel[(cdiv(dim, 32), 2 * nb)](sums, dtaps, dim, nb, parts, span, least, C=32)
 
 
 def weights_grad(dtaps: Tensor, weights: list[Tensor | None], span: int) -> list[Tensor | None]:
@@ -124,10 +126,10 @@ def weights_grad(dtaps: Tensor, weights: list[Tensor | None], span: int) -> list
             grads += [None, None]
             continue
         axes, dim, states = coef.shape
-        each = min(64, max(16, triton.next_power_of_2(states)))
+        each = min(64, max(16, power_of_2(states)))
         dcoef = torch.empty_like(coef)
-        dlog = torch.empty(axes, triton.cdiv(dim, 16), states, device=coef.device)
-        _weights_grad_kernel[(dlog.shape[1], axes, triton.cdiv(states, each))](
+        dlog = torch.empty(axes, cdiv(dim, 16), states, device=coef.device)
+        _weights_grad_kernel[(dlog.shape[1], axes, cdiv(states, each))](
             dtaps, coef, log_decay, dcoef, dlog, dim, states, span, WAY=way, C=16, E=each,
         )  # fmt: skip
         grads += [dcoef, dlog.sum(1)]

@@ -12,9 +12,10 @@ segment is flagged and done again by the careful form of the same kernel: an anc
 rounds. All exponents are <= 0 there, and nothing overflows whatever the logits.
 """
 
+# mypy: disable-error-code="assignment"
+# (a jit function builds its tuples of tensors piece by piece)
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from ndlightnet_kernels.phases import places, rotate, turning
 from ndlightnet_kernels.tiles import (
     Place,
     address,
+    cdiv,
     dot,
     operand,
     pad,
@@ -338,21 +340,19 @@ def plan(k: Tensor, vdim: int, kind: str, backward: bool) -> Plan:
 MOST_PARTS, BLOCK = 127, 64
 
 
-@lru_cache
-def _parts(rows: int, length: int, at_once: int) -> int:
-    """Segments of a row, for the shortest time where `at_once` programs run together."""
-    most = min(MOST_PARTS, triton.cdiv(length, 4 * BLOCK))
-    # a program starts and ends in about the time of 64 tokens
-    return min(range(1, most + 1), key=lambda n: -(-rows * n // at_once) * (length / n + 64))
-
-
 def cut(k: Tensor, vdim: int) -> tuple[int, int]:
     """Segments that the length of keys (batch, length, heads, dim) is cut into, and their length, a
-    multiple of every chunk."""
+    multiple of every chunk. Also of symbolic shapes, without a guard on the length."""
     batch, length, heads, dim = k.shape
-    at_once = processors(k) * (2 if pad(dim) * pad(vdim) <= 64 * 64 else 1)
-    span = triton.cdiv(triton.cdiv(length, _parts(batch * heads, length, at_once)), BLOCK) * BLOCK
-    return triton.cdiv(length, span), span
+    rows, at_once = batch * heads, processors(k) * (2 if pad(dim) * pad(vdim) <= 64 * 64 else 1)
+    parts = 1
+    for waves in range(1, 5):  # as few as keep nine tenths of the card at work
+        parts = max(1, waves * at_once // rows)
+        if 10 * parts * rows >= 9 * waves * at_once:
+            break
+    parts = min(parts, cdiv(length, 4 * BLOCK), MOST_PARTS)
+    span = cdiv(cdiv(length, parts), BLOCK) * BLOCK
+    return cdiv(length, span), span
 
 
 def forward(
@@ -375,7 +375,7 @@ def forward(
     )  # fmt: skip
     last = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in state)
     some = max(1, 256 // bv)
-    _prefix[(rows, triton.cdiv(tall * dim, some))](
+    _prefix[(rows, cdiv(tall * dim, some))](
         *(x.contiguous() for x in state), *own, *entry, *last, parts, DIM=dim, VDIM=vdim, BV=bv,
         TALL=tall, BC=some, num_warps=2,
     )  # fmt: skip

@@ -5,6 +5,8 @@ dk_u = exp(k_u) sum_(t >= u) (phi_t (v_u . dout_t) - phi_t dphi_t) / s_t,  per k
 Segments, anchors and the careful form as in causal.py.
 """
 
+# mypy: disable-error-code="assignment"
+# (a jit function builds its tuples of tensors piece by piece)
 from __future__ import annotations
 
 import torch
@@ -35,7 +37,17 @@ from ndlightnet_kernels.causal import (
     plan,
 )  # fmt: skip
 from ndlightnet_kernels.phases import once, turning
-from ndlightnet_kernels.tiles import Place, dot, operand, pad, powers, prepare, silu, weight
+from ndlightnet_kernels.tiles import (
+    Place,
+    cdiv,
+    dot,
+    operand,
+    pad,
+    powers,
+    prepare,
+    silu,
+    weight,
+)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -329,7 +341,7 @@ def backward(
     tall = 1 if place.kind == "none" else 2
     parts, span = cut(k, vdim)
     chosen = plan(k, vdim, place.kind, True)
-    bv, rows, chunks = pad(vdim), batch * heads, triton.cdiv(length, chosen.chunk)
+    bv, rows, chunks = pad(vdim), batch * heads, cdiv(length, chosen.chunk)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dphi = torch.empty_like(dq)
     chunk_top, chunk_total = _float(k, rows, chunks, dim), _float(k, rows, chunks, dim)
@@ -349,7 +361,7 @@ def backward(
         )  # fmt: skip
     dtotal0, dmemory0 = _float(k, *dtotal.shape), _float(k, *dmemory.shape)
     later, some = tuple(torch.empty_like(x) for x in own), max(1, 256 // bv)
-    _suffix[(rows, triton.cdiv(tall * dim, some))](
+    _suffix[(rows, cdiv(tall * dim, some))](
         entry[0], *own, dtotal.contiguous(), dmemory.contiguous(), dtotal0, dmemory0, *later,
         parts, DIM=dim, VDIM=vdim, BV=bv, TALL=tall, BC=some, num_warps=2,
     )  # fmt: skip

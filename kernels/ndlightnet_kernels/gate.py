@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ndlightnet_kernels.tiles import cdiv, power_of_2
+
 # Measured on an H200 at 32,768 and 65,536 rows of 384 and 768. Elements of a program's tile and its
 # warps; in the backward also programs (a constant, so that the same bits come out everywhere) and
 # load stages.
@@ -19,7 +21,7 @@ NARROW, WIDE, BACKWARD = (1024, 2), (2048, 4), (1024, 4, 528, 3)
 
 def _tile(dim: int, elements: int, warps: int) -> tuple[int, int, int]:
     """Rows and columns of a tile, and its warps."""
-    block = triton.next_power_of_2(dim)
+    block = power_of_2(dim)
     return max(1, elements // block), block, max(warps, block // 512)
 
 
@@ -93,7 +95,7 @@ def norm_gate(
     rows, (height, block, warps) = y.numel() // dim, _tile(dim, *(NARROW if dim <= 512 else WIDE))
     out = torch.empty_like(y)
     mean, rstd = (y.new_empty(y.shape[:-1], dtype=torch.float32) for _ in range(2))
-    _norm_gate[(triton.cdiv(rows, height),)](
+    _norm_gate[(cdiv(rows, height),)](
         y, u, weight, bias, out, mean, rstd, rows, eps, dim, height, block, num_warps=warps
     )
     return out, mean, rstd
@@ -107,7 +109,7 @@ def norm_gate_backward(
     elements, warps, programs, stages = BACKWARD
     rows, (height, block, warps) = y.numel() // dim, _tile(dim, elements, warps)
     dy, du = torch.empty_like(y), torch.empty_like(u)
-    programs = min(programs, triton.cdiv(rows, height))
+    programs = min(programs, cdiv(rows, height))
     partial = y.new_empty((2, programs, dim), dtype=torch.float32)
     _norm_gate_backward[(programs,)](
         dout, y, u, weight, bias, mean, rstd, dy, du, partial, rows, dim, height, block, stages,

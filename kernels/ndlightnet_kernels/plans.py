@@ -36,7 +36,7 @@ PLANS = {
     ("read", "rotary"): (Plan(64, 64, 3, 4, 4, 128), Plan(64, 128, 3, 4, 2)),
     ("read_backward", "none"): (Plan(64, 32, 3, 4, 4, 128), Plan(64, 64, 2, 8, 2, 128)),
     ("read_backward", "cosine"): (Plan(64, 32, 3, 4, 3, 168), Plan(64, 32, 3, 4, 2)),
-    ("read_backward", "cosine learnt"): (Plan(64, 32, 3, 4, 3, 168), Plan(64, 32, 3, 8, 2, 128)),
+    ("read_backward", "cosine learnt"): (Plan(64, 16, 3, 4, 4, 128), Plan(64, 32, 3, 8, 2, 128)),
     ("read_backward", "rotary"): (Plan(64, 32, 3, 4, 3, 168), Plan(64, 16, 3, 4, 3, 168)),
     ("read_backward", "rotary learnt"): (Plan(64, 32, 3, 4, 2), Plan(64, 16, 3, 4, 3, 168)),
     ("summarize_backward", "none"): (Plan(64, 64, 2, 4, 8, 128), Plan(64, 128, 2, 8, 1)),

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from ndlightnet_kernels import phases
 from ndlightnet_kernels.phases import places, rotate, turning
-from ndlightnet_kernels.tiles import Place, pad, silu, weight
+from ndlightnet_kernels.tiles import (
+    Place,
+    cdiv,
+    pad,
+    silu,
+    weight,
+)
 
 
 @triton.jit(do_not_specialize=["heads", "own", *phases.SIZES])
@@ -69,7 +75,7 @@ def step(
     state = [x.contiguous() for x in (top, total, memory)]
     new = [torch.empty_like(x) for x in state]
     out = torch.empty(batch, heads, vdim, dtype=q.dtype, device=q.device)
-    _step[(batch * heads, triton.cdiv(vdim, bv))](
+    _step[(batch * heads, cdiv(vdim, bv))](
         q.contiguous(), k.contiguous(), v.contiguous(), *state, out=out, top_out=new[0],
         total_out=new[1], memory_out=new[2], heads=heads, DIM=dim, VDIM=vdim, BK=bk, BV=bv,
         **{**place.arguments(q), "WIDE": True}, num_warps=4,

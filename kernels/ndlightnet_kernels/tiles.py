@@ -149,16 +149,26 @@ def processors(x: Tensor) -> int:
     return _processors(x.device) if x.is_cuda else 2
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up; triton.cdiv takes 4 us, many times a launch."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The next power of two."""
+    return 1 << (n - 1).bit_length()
+
+
 def pad(n: int) -> int:
     """Tile size for n channels: a power of two, 16 at least."""
-    return max(16, triton.next_power_of_2(n))
+    return max(16, power_of_2(n))
 
 
 def split(length: int, rows: int, block: int, programs: int) -> tuple[int, int]:
     """Cut `length` tokens into parts so that rows * parts is about `programs`: (parts, span)."""
-    parts = max(1, min(programs // rows, triton.cdiv(length, 4 * block)))
-    span = triton.cdiv(triton.cdiv(length, parts), block) * block
-    return triton.cdiv(length, span), span
+    parts = max(1, min(programs // rows, cdiv(length, 4 * block)))
+    span = cdiv(cdiv(length, parts), block) * block
+    return cdiv(length, span), span
 
 
 class Place(NamedTuple):

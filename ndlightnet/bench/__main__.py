@@ -54,7 +54,7 @@ def main(args: Sequence[str] | None = None) -> int:
             print(f"no CUDA device: {', '.join(left_out)} left out, only `cpu` runs\n")
         names = ["cpu"]
     bench = Bench(device, options.impl or ("triton" if cuda else "torch"), options.quick,
-                  options.minutes)  # fmt: skip
+                  options.minutes, lambda bench: output.write(bench, options.out))  # fmt: skip
     torch.manual_seed(0)
     if cuda and not options.full_search:
         peers.shorten_search()

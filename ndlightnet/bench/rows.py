@@ -74,13 +74,14 @@ class Bench:
     """Takes the times and keeps them.
 
     impl: how our functions run. quick: fewer shapes and repetitions. minutes: after so many, peers
-    whose first call compiles and tunes are left out.
+    whose first call compiles and tunes are left out. save: called after each row.
     """
 
     device: torch.device
     impl: Impl
     quick: bool = False
     minutes: float = 1e9
+    save: Callable[[Bench], None] = lambda bench: None
     group: str = ""
     cells: list[Cell] = field(default_factory=list)
     facts: dict[str, float] = field(default_factory=dict)
@@ -125,6 +126,7 @@ class Bench:
 
             ms = self.measure(case, direction, who, prepare, device, floor.ms, graph)
             times.setdefault(who, ms)
+        self.save(self)
         return times
 
     def measure(
