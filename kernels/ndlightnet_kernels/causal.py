@@ -272,7 +272,7 @@ def _causal(
         tl.store(flag + bh * parts + part, _unserved(
             k, keep, b, h, begin, length, mx, sm, kc, skb, skt, skh, DIM, UNIT, MASKED
         ))  # fmt: skip
-        run += sm[None, :]
+        run += tl.where(kc < DIM, sm, 1.0)[None, :]
     for first in range(begin, end, BL):
         t = first + lane
         seen = _seen(keep, b, t, length, MASKED)
@@ -385,7 +385,10 @@ def forward(
         _causal[(rows, parts)](
             q, k, v, flags(keep), top=entry[0], total=entry[1], memory=entry[2], flag=flag, out=out,
             **dict(zip(QKV, strided, strict=True)), length=length, span=span, parts=parts,
-            heads=heads, DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, BL=chosen.chunk, CAREFUL=careful,
+            heads=heads, DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, CAREFUL=careful,
+            # 64 rows are multiplied by warp groups, which hang in a `while` (Triton 3.6, not
+            # understood)
+            BL=min(32, chosen.chunk) if careful else chosen.chunk,
             MASKED=keep is not None, UNIT=unit, **place.arguments(k), **operand(k),
             **chosen.options(careful),
         )  # fmt: skip

@@ -126,7 +126,7 @@ def _causal_dq(
     start, run = mx, tl.zeros((BL, BK), tl.float32)
     if not CAREFUL:
         mx, sm, m, m_sin = _to_segment(top, at, kc, mx, sm, m, m_sin, DIM)
-        run += sm[None, :]
+        run += tl.where(kc < DIM, sm, 1.0)[None, :]
     acc = tl.zeros((BV, BK), tl.float32)
     acc_sin = acc
     pulled = tl.zeros((BK,), tl.float32)

@@ -70,12 +70,29 @@ ROW = Case((38,), 5, 3, batch=1, heads=1)
         *(ROW._replace(logits=name, past=True) for name in ("wide", "offset", "jumps")),
         *on_gpu(*(ROW._replace(kind="cosine", logits=name, dtype=HALF) for name in LOGITS)),
         *on_gpu(*(ROW._replace(shape=(600,), logits=name, dtype=BRAIN) for name in LOGITS)),
+        *on_gpu(*(Case((200,), 64, 64, logits=n, dtype=BRAIN) for n in ("wide", "jumps"))),
     ],
     ids=str,
 )
 def test_extreme_logits(case):
     """Jumps lie within chunks; a first State is as high as the first token."""
     check(case, "causal")
+
+
+def test_padding_in_front_of_tokens_that_have_a_past():
+    """Rows without a token of their own; channels beyond the head's have no past to fall back on."""
+    problem = Problem.random(Case((70,), 5, 3, mask="left", past=True, batch=1, heads=1))
+    problem.top.zero_()  # so the padding is within reach of the first State
+    q, k, v = (problem.leaves[name].requires_grad_() for name in "qkv")
+    past = State(problem.top, problem.leaves["sum"] + 1, problem.leaves["memory"])
+    ours, exact = (
+        causal_attention(q, k, v, mask=problem.mask, state=past, impl=impl)[0]
+        for impl in ("triton", "torch")
+    )
+    assert torch.allclose(ours, exact, atol=1e-5)
+    pairs = zip(*(grad(y.square().sum(), (q, k, v)) for y in (ours, exact)), strict=True)
+    for a, b in pairs:
+        assert torch.allclose(a, b, atol=1e-5 * b.abs().max().item())
 
 
 def test_more_segments_than_are_joined_at_once(monkeypatch):
