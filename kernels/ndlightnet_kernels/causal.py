@@ -128,9 +128,12 @@ def _prefix(
     row = tl.program_id(1) * BC + tl.arange(0, BC)
     inside, lead, c = row < TALL * DIM, row < DIM, row % DIM
     tile, here = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
-    best = tl.load(top0 + bh * DIM + c, mask=inside, other=-INFINITE)
-    sm = tl.load(total0 + bh * DIM + c, mask=inside, other=0.0)
-    m = tl.load(memory0 + bh * (TALL * DIM * VDIM) + tile, mask=here, other=0.0)
+    best = tl.full((BC,), -INFINITE, tl.float32)
+    sm, m = tl.zeros((BC,), tl.float32), tl.zeros((BC, BV), tl.float32)
+    if top0 is not None:
+        best = tl.load(top0 + bh * DIM + c, mask=inside, other=-INFINITE)
+        sm = tl.load(total0 + bh * DIM + c, mask=inside, other=0.0)
+        m = tl.load(memory0 + bh * (TALL * DIM * VDIM) + tile, mask=here, other=0.0)
     zero, states = tl.zeros((BC,), tl.int32), bh * (parts + 1)
     tl.store(top_out + states * DIM + c, best, lead)
     tl.store(total_out + states * DIM + c, sm, lead)
@@ -356,12 +359,12 @@ def cut(k: Tensor, vdim: int) -> tuple[int, int]:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, state: tuple[Tensor, Tensor, Tensor],
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, state: tuple[Tensor | None, ...],
     place: Place,
 ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
     """Output (batch, length, heads, value_dim), the final State (max, sum, memory), and for the
     backward the States before each segment and after the last one, (batch * heads, segments + 1,
-    ...), and flags."""
+    ...), and flags. state: (max, sum, memory), or three None for an empty one."""
     (q, k, v), strided, unit = prepare(q, k, v)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     tall = 1 if place.kind == "none" else 2
@@ -373,11 +376,14 @@ def forward(
         _float(k, rows, parts + 1, dim), _float(k, rows, parts + 1, dim),
         _float(k, rows, parts + 1, tall * dim, vdim),
     )  # fmt: skip
-    last = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in state)
-    some = max(1, 256 // bv)
+    last = (
+        _float(k, batch, heads, dim), _float(k, batch, heads, dim),
+        _float(k, batch, heads, tall * dim, vdim),
+    )  # fmt: skip
+    some, before = max(1, 256 // bv), (x if x is None else x.contiguous() for x in state)
     _prefix[(rows, cdiv(tall * dim, some))](
-        *(x.contiguous() for x in state), *own, *entry, *last, parts, DIM=dim, VDIM=vdim, BV=bv,
-        TALL=tall, BC=some, num_warps=2,
+        *before, *own, *entry, *last, parts, DIM=dim, VDIM=vdim, BV=bv, TALL=tall, BC=some,
+        num_warps=2,
     )  # fmt: skip
     out = torch.empty(*v.shape, dtype=q.dtype, device=q.device)
     flag = torch.empty(rows, parts, dtype=torch.int32, device=q.device)

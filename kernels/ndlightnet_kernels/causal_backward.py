@@ -64,9 +64,12 @@ def _suffix(
     states = top + bh * (parts + 1) * DIM + c
     ref_after = tl.load(states + parts * DIM, mask=inside, other=-INFINITE)
     known = ref_after > -INFINITE  # a channel that has seen no token has no memory
-    after = tl.where(known, -tl.load(dtotal + bh * DIM + c, mask=inside, other=0.0), 0.0)
-    m = tl.load(dmemory + bh * (TALL * DIM * VDIM) + tile, mask=here, other=0.0)
-    m = tl.where(known[:, None], m, 0.0)
+    after, m = tl.zeros((BC,), tl.float32), tl.zeros((BC, BV), tl.float32)
+    if dtotal is not None:
+        after -= tl.where(known, tl.load(dtotal + bh * DIM + c, mask=inside, other=0.0), 0.0)
+    if dmemory is not None:
+        m = tl.load(dmemory + bh * (TALL * DIM * VDIM) + tile, mask=here, other=0.0)
+        m = tl.where(known[:, None], m, 0.0)
     zero, end = tl.zeros((BC,), tl.int32), bh * parts + parts - 1
     tl.store(pull_out + end * DIM + c, after, lead)
     tl.store(pulls_out + end * (TALL * DIM * VDIM) + tile, m, here)
@@ -90,8 +93,9 @@ def _suffix(
             tl.store(pull_out + at * DIM + c, after, lead & there)
             x = pulls_out + at[:, None] * (TALL * DIM * VDIM) + tile
             tl.store(x, m, here & there[:, None])
-    tl.store(dtotal0 + bh * DIM + c, -after, lead)
-    tl.store(dmemory0 + bh * (TALL * DIM * VDIM) + tile, m, here)
+    if dtotal0 is not None:
+        tl.store(dtotal0 + bh * DIM + c, -after, lead)
+        tl.store(dmemory0 + bh * (TALL * DIM * VDIM) + tile, m, here)
 
 
 @triton.jit(do_not_specialize=SIZES + QKV + OUT)
@@ -332,10 +336,10 @@ def _causal_dkv(
 def backward(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None,
     entry: tuple[Tensor, Tensor, Tensor, Tensor], place: Place,
-    dout: Tensor, dtotal: Tensor, dmemory: Tensor, learn: bool,
+    dout: Tensor, dtotal: Tensor | None, dmemory: Tensor | None, past: bool, learn: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of q, k, v, of the first State's sum and memory, and of theta (heads, slots), which
-    is empty if not wanted."""
+    """Gradients of q, k, v, of the first State's sum and memory (empty if there was none: `past`),
+    and of theta (heads, slots), which is empty if not wanted."""
     (q, k, v, dout), strided, unit = prepare(q, k, v, dout)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     tall = 1 if place.kind == "none" else 2
@@ -359,11 +363,13 @@ def backward(
             pull=own[0], pulls=own[1], dtheta=turned_q, CAREFUL=careful,
             **chosen.options(careful), **common,
         )  # fmt: skip
-    dtotal0, dmemory0 = _float(k, *dtotal.shape), _float(k, *dmemory.shape)
+    first = (_float(k, batch, heads, dim), _float(k, batch, heads, tall * dim, vdim))
+    first = first if past else (_float(k, 0), _float(k, 0))
+    given = (x if x is None else x.contiguous() for x in (dtotal, dmemory))
     later, some = tuple(torch.empty_like(x) for x in own), max(1, 256 // bv)
     _suffix[(rows, cdiv(tall * dim, some))](
-        entry[0], *own, dtotal.contiguous(), dmemory.contiguous(), dtotal0, dmemory0, *later,
-        parts, DIM=dim, VDIM=vdim, BV=bv, TALL=tall, BC=some, num_warps=2,
+        entry[0], *own, *given, *(first if past else (None, None)), *later, parts, DIM=dim,
+        VDIM=vdim, BV=bv, TALL=tall, BC=some, num_warps=2,
     )  # fmt: skip
     for careful in (False, True):
         _causal_dkv[(rows, parts)](
@@ -371,4 +377,4 @@ def backward(
             chunk_total=chunk_total, pull=later[0], pulls=later[1], dk=dk, dv=dv, dtheta=turned_k,
             CAREFUL=careful, **chosen.options(careful), **common,
         )  # fmt: skip
-    return dq, dk, dv, dtotal0, dmemory0, (turned_q + turned_k).sum((0, 2))
+    return dq, dk, dv, *first, (turned_q + turned_k).sum((0, 2))

@@ -267,11 +267,12 @@ triton_read.register_autograd(_read_grads, setup_context=_read_save)
 # -------------------------------------------------------------------------------------- causal
 @torch.library.custom_op("ndlightnet::triton_causal", mutates_args=())
 def triton_causal(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor, total: Tensor,
-    memory: Tensor, theta: Tensor | None, start: Tensor | None, kind: str,
-    shape: Sequence[int], prefix: int, window: Sequence[int],
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor | None,
+    total: Tensor | None, memory: Tensor | None, theta: Tensor | None, start: Tensor | None,
+    kind: str, shape: Sequence[int], prefix: int, window: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output, final State (max, sum, memory), and for the backward the States of all segments."""
+    """Output, final State (max, sum, memory), and for the backward the States of all segments.
+    Without a first State (top, total, memory) it is empty."""
     from ndlightnet_kernels import causal
 
     place = _place(theta, start, kind, shape, prefix, window)
@@ -281,63 +282,69 @@ def triton_causal(
 
 @triton_causal.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor, total: Tensor,
-    memory: Tensor, theta: Tensor | None, start: Tensor | None, kind: str,
-    shape: Sequence[int], prefix: int, window: Sequence[int],
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor | None,
+    total: Tensor | None, memory: Tensor | None, theta: Tensor | None, start: Tensor | None,
+    kind: str, shape: Sequence[int], prefix: int, window: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from ndlightnet_kernels import causal
 
     parts, rows = causal.cut(k, v.shape[-1])[0], k.shape[0] * k.shape[2]
-    entry = [top.new_empty(rows, parts + 1, *x.shape[2:]) for x in (top, total, memory)]
-    flag = top.new_empty(rows, parts, dtype=torch.int32)
-    last = [torch.empty_like(x) for x in (top, total, memory)]
-    out = q.new_empty(v.shape)
-    return out, last[0], last[1], last[2], entry[0], entry[1], entry[2], flag
+    last = _fake_state(k, v, kind)
+    entry = [x.new_empty(rows, parts + 1, *x.shape[2:]) for x in last]
+    flag = k.new_empty(rows, parts, dtype=torch.int32)
+    return q.new_empty(v.shape), *last, entry[0], entry[1], entry[2], flag
 
 
 @torch.library.custom_op("ndlightnet::triton_causal_backward", mutates_args=())
 def triton_causal_backward(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor, total: Tensor,
-    memory: Tensor, flag: Tensor, dout: Tensor, dtotal: Tensor, dmemory: Tensor,
+    memory: Tensor, flag: Tensor, dout: Tensor, dtotal: Tensor | None, dmemory: Tensor | None,
     theta: Tensor | None, start: Tensor | None, kind: str, shape: Sequence[int], prefix: int,
-    window: Sequence[int], learn: bool,
+    window: Sequence[int], past: bool, learn: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from ndlightnet_kernels import causal_backward
 
     place, entry = _place(theta, start, kind, shape, prefix, window), (top, total, memory, flag)
     return causal_backward.backward(  # type: ignore[return-value]
-        q, k, v, keep, entry, place, dout, dtotal, dmemory, learn
+        q, k, v, keep, entry, place, dout, dtotal, dmemory, past, learn
     )
 
 
 @triton_causal_backward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor, total: Tensor,
-    memory: Tensor, flag: Tensor, dout: Tensor, dtotal: Tensor, dmemory: Tensor,
+    memory: Tensor, flag: Tensor, dout: Tensor, dtotal: Tensor | None, dmemory: Tensor | None,
     theta: Tensor | None, start: Tensor | None, kind: str, shape: Sequence[int], prefix: int,
-    window: Sequence[int], learn: bool,
+    window: Sequence[int], past: bool, learn: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    _, dtotal0, dmemory0 = _fake_state(k, v, kind)
     dtheta = q.new_empty(q.shape[2], _slots(theta, learn), dtype=torch.float32)
-    return dq, dk, dv, dtotal.new_empty(dtotal.shape), dmemory.new_empty(dmemory.shape), dtheta
+    if past:
+        return dq, dk, dv, dtotal0, dmemory0, dtheta
+    return dq, dk, dv, dtotal0.new_empty(0), dtotal0.new_empty(0), dtheta
 
 
 def _causal_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, keep, _, _, _, theta, start, *ctx.where = inputs
+    q, k, v, keep, top, _, _, theta, start, *ctx.where = inputs
+    ctx.past = top is not None
     ctx.save_for_backward(q, k, v, keep, theta, start, *output[4:])
     ctx.mark_non_differentiable(output[1], *output[4:])
+    ctx.set_materialize_grads(False)  # mostly nothing depends on the final State
 
 
 def _causal_grads(
-    ctx: Any, dout: Tensor, _: Tensor, dtotal: Tensor, dmemory: Tensor, *__: Tensor
-) -> Any:
+    ctx: Any, dout: Tensor | None, _: None, dtotal: Tensor | None, dmemory: Tensor | None,
+    *__: None,
+) -> Any:  # fmt: skip
     q, k, v, keep, theta, start, *entry = ctx.saved_tensors
+    dout = torch.zeros_like(v, dtype=q.dtype) if dout is None else dout
     learn = theta is not None and ctx.needs_input_grad[7]
     dq, dk, dv, dsum0, dmemory0, dtheta = triton_causal_backward(
-        q, k, v, keep, *entry, dout, dtotal, dmemory, theta, start, *ctx.where, learn
+        q, k, v, keep, *entry, dout, dtotal, dmemory, theta, start, *ctx.where, ctx.past, learn
     )
-    dtheta = _fit(dtheta, theta) if learn else None
-    return dq, dk, dv, None, None, dsum0, dmemory0, dtheta, *[None] * 5
+    past = (None, dsum0, dmemory0) if ctx.past else (None, None, None)
+    return dq, dk, dv, None, *past, _fit(dtheta, theta) if learn else None, *[None] * 5
 
 
 triton_causal.register_autograd(_causal_grads, setup_context=_causal_save)

@@ -175,24 +175,27 @@ def _widest(k: Tensor, v: Tensor) -> int:
 
 
 def _causal(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State, angles: Angles
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None, angles: Angles
 ) -> tuple[Tensor, State]:
     dim, most = k.shape[-1], _widest(k, v)
     if dim <= most:
-        out, *after = _triton.triton_causal(q, k, v, mask, *state, *angles.arguments)
+        before = (None, None, None) if state is None else state
+        out, *after = _triton.triton_causal(q, k, v, mask, *before, *angles.arguments)
         return out, State(*after[:3])
     # key channels add up, so a wide head goes in blocks of them
     outs, states = [], []
     for first in range(0, dim, most):
         block = slice(first, min(first + most, dim))
-        memory = torch.cat([m[:, :, block] for m in state.memory.split(dim, dim=2)], 2)
-        part = State(state.max[..., block], state.sum[..., block], memory)
-        out, part = _causal(q[..., block], k[..., block], v, mask, part, angles.slots(block))
+        past = None
+        if state is not None:
+            memory = torch.cat([m[:, :, block] for m in state.memory.split(dim, dim=2)], 2)
+            past = State(state.max[..., block], state.sum[..., block], memory)
+        out, part = _causal(q[..., block], k[..., block], v, mask, past, angles.slots(block))
         outs.append(out.float())
         states.append(part)
+    tall = 1 if angles.theta is None else 2
     halves = [
-        torch.cat([p.memory.chunk(state.memory.shape[2] // dim, 2)[half] for p in states], 2)
-        for half in range(state.memory.shape[2] // dim)
+        torch.cat([p.memory.chunk(tall, 2)[half] for p in states], 2) for half in range(tall)
     ]
     top, total = (torch.cat([p[i] for p in states], -1) for i in (0, 1))
     return sum(outs[1:], outs[0]).to(q.dtype), State(top, total, torch.cat(halves, 2))
@@ -215,16 +218,17 @@ def causal_attention(
     """
     _check(k, v, mask, lrpe, q)
     chosen = _registry.choose(impl, "causal_attention", k, v, lrpe)
-    with torch.autocast(k.device.type, enabled=False):
-        state = _empty(k, v, lrpe) if state is None else state
+    if state is not None:
         _check_state(state, k, v, lrpe)
+    with torch.autocast(k.device.type, enabled=False):
+        if chosen == "triton" and k.shape[1] > 0:
+            return _causal(q, k, v, mask, state, Angles.of(lrpe))
+        state = _empty(k, v, lrpe) if state is None else state
         if k.shape[1] == 0:
             return v.new_empty(v.shape, dtype=q.dtype), state
         if chosen == "reference":
             out, state = reference.attention(q, k, v, state, lrpe, mask, True)
             return out.to(q.dtype), state
-        if chosen == "triton":
-            return _causal(q, k, v, mask, state, Angles.of(lrpe))
         k, v = _silence(k, v, mask)
         out, *after = _registry.causal(_query(q, lrpe), k, v, _factors(k, lrpe), *state)
         return out.to(q.dtype), State(*after)
