@@ -16,8 +16,6 @@ rounds. All exponents are <= 0 there, and nothing overflows whatever the logits.
 # (a jit function builds its tuples of tensors piece by piece)
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +24,7 @@ from torch import Tensor
 from ndlightnet_kernels import attention
 from ndlightnet_kernels.attention import SIZES, _float, _hide, _load_keys, flags
 from ndlightnet_kernels.phases import places, rotate, turning
+from ndlightnet_kernels.plans import causal, cut, options
 from ndlightnet_kernels.tiles import (
     Place,
     address,
@@ -35,7 +34,6 @@ from ndlightnet_kernels.tiles import (
     pad,
     powers,
     prepare,
-    processors,
     silu,
     weight,
 )  # fmt: skip
@@ -318,46 +316,6 @@ def _causal(
 
 
 # ------------------------------------------------------------------------------------ launches
-class Plan(NamedTuple):
-    """Tokens a chunk, warps and load stages."""
-
-    chunk: int
-    warps: int
-    stages: int
-
-    def options(self, careful: bool) -> dict[str, int]:
-        if careful:  # rare, and larger
-            return {"num_warps": 8, "num_stages": 1}
-        return {"num_warps": self.warps, "num_stages": self.stages}
-
-
-def plan(k: Tensor, vdim: int, kind: str, backward: bool) -> Plan:
-    """Measured on an H200 for bfloat16 and 64 channels."""
-    if k.dtype != torch.bfloat16 or pad(k.shape[-1]) * pad(vdim) > 64 * 64:
-        return Plan(32, 8, 1)  # 4-byte operands and wide heads fill the chip with less
-    if kind == "none":
-        return Plan(32, 4, 3) if backward else Plan(64, 4, 3)
-    return Plan(32, 8, 3) if backward else Plan(32, 4, 3)
-
-
-MOST_PARTS, BLOCK = 127, 64
-
-
-def cut(k: Tensor, vdim: int) -> tuple[int, int]:
-    """Segments that the length of keys (batch, length, heads, dim) is cut into, and their length, a
-    multiple of every chunk. Also of symbolic shapes, without a guard on the length."""
-    batch, length, heads, dim = k.shape
-    rows, at_once = batch * heads, processors(k) * (2 if pad(dim) * pad(vdim) <= 64 * 64 else 1)
-    parts = 1
-    for waves in range(1, 5):  # as few as keep nine tenths of the card at work
-        parts = max(1, waves * at_once // rows)
-        if 10 * parts * rows >= 9 * waves * at_once:
-            break
-    parts = min(parts, cdiv(length, 4 * BLOCK), MOST_PARTS)
-    span = cdiv(cdiv(length, parts), BLOCK) * BLOCK
-    return cdiv(length, span), span
-
-
 def forward(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, state: tuple[Tensor | None, ...],
     place: Place,
@@ -368,8 +326,8 @@ def forward(
     (q, k, v), strided, unit = prepare(q, k, v)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     tall = 1 if place.kind == "none" else 2
-    parts, span = cut(k, vdim)
-    chosen = plan(k, vdim, place.kind, False)
+    parts, span = cut(k, vdim, place.kind)
+    chosen = causal(k, vdim, place.kind).forward
     bv, rows = pad(vdim), batch * heads
     own = attention.summarize_parts(k, v, keep, place, parts, span)
     entry = (
@@ -396,6 +354,6 @@ def forward(
             # understood)
             BL=min(32, chosen.chunk) if careful else chosen.chunk,
             MASKED=keep is not None, UNIT=unit, **place.arguments(k), **operand(k),
-            **chosen.options(careful),
+            **options(chosen, careful),
         )  # fmt: skip
     return out, last, (*entry, flag)

@@ -33,10 +33,9 @@ from ndlightnet_kernels.causal import (
     _silu_over,
     _to_segment,
     _unturn,
-    cut,
-    plan,
 )  # fmt: skip
 from ndlightnet_kernels.phases import once, turning
+from ndlightnet_kernels.plans import causal, cut, options
 from ndlightnet_kernels.tiles import (
     Place,
     cdiv,
@@ -343,9 +342,9 @@ def backward(
     (q, k, v, dout), strided, unit = prepare(q, k, v, dout)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     tall = 1 if place.kind == "none" else 2
-    parts, span = cut(k, vdim)
-    chosen = plan(k, vdim, place.kind, True)
-    bv, rows, chunks = pad(vdim), batch * heads, cdiv(length, chosen.chunk)
+    parts, span = cut(k, vdim, place.kind)
+    chosen = causal(k, vdim, place.kind)
+    bv, rows, chunks = pad(vdim), batch * heads, cdiv(length, chosen.dq.chunk)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dphi = torch.empty_like(dq)
     chunk_top, chunk_total = _float(k, rows, chunks, dim), _float(k, rows, chunks, dim)
@@ -353,7 +352,7 @@ def backward(
     turned_q, turned_k = (_float(k, batch, heads, chunks, dim if learn else 0) for _ in range(2))
     common = dict(
         zip(QKV + OUT, strided, strict=True), length=length, span=span, parts=parts, heads=heads,
-        DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, BL=chosen.chunk, LEARN=learn,
+        DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, BL=chosen.dq.chunk, LEARN=learn,
         MASKED=keep is not None, UNIT=unit, **place.arguments(k), **operand(k),
     )  # fmt: skip
     for careful in (False, True):
@@ -361,7 +360,7 @@ def backward(
             q, k, v, dout, flags(keep), top=entry[0], total=entry[1], memory=entry[2],
             flag=entry[3], dq=dq, dphi=dphi, chunk_top=chunk_top, chunk_total=chunk_total,
             pull=own[0], pulls=own[1], dtheta=turned_q, CAREFUL=careful,
-            **chosen.options(careful), **common,
+            **options(chosen.dq, careful), **common,
         )  # fmt: skip
     first = (_float(k, batch, heads, dim), _float(k, batch, heads, tall * dim, vdim))
     first = first if past else (_float(k, 0), _float(k, 0))
@@ -375,6 +374,6 @@ def backward(
         _causal_dkv[(rows, parts)](
             q, k, v, dout, flags(keep), top=entry[0], flag=entry[3], dphi=dphi, chunk_top=chunk_top,
             chunk_total=chunk_total, pull=later[0], pulls=later[1], dk=dk, dv=dv, dtheta=turned_k,
-            CAREFUL=careful, **chosen.options(careful), **common,
+            CAREFUL=careful, **options(chosen.dkv, careful), **common,
         )  # fmt: skip
     return dq, dk, dv, *first, (turned_q + turned_k).sum((0, 2))

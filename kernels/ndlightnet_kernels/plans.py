@@ -1,5 +1,4 @@
-"""How the kernels of global attention are launched: by head dim, kind and type, never tuned when
-they run."""
+"""How the attention kernels are launched: by head dim, kind and type, never tuned when they run."""
 
 from __future__ import annotations
 
@@ -7,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ndlightnet_kernels.tiles import cdiv, pad, processors
 
 
 class Plan(NamedTuple):
@@ -72,3 +73,68 @@ def plan(
 def wide(x: Tensor) -> int:
     """Bytes of an operand."""
     return 2 if x.dtype == torch.bfloat16 else 4
+
+
+# -------------------------------------------------------------------------------------- causal
+class Chunks(NamedTuple):
+    """Tokens a chunk, warps, and load stages."""
+
+    chunk: int
+    warps: int
+    stages: int
+
+
+class Causal(NamedTuple):
+    """The three kernels of the causal form (dq and dkv of one chunk), and how many programs run on
+    a multiprocessor at once."""
+
+    forward: Chunks
+    dq: Chunks
+    dkv: Chunks
+    programs: int
+
+
+# By channels of a tile, bfloat16 without angles. 64: measured on one H200; the others by counts of
+# instructions and registers.
+CAUSAL = {
+    16: Causal(Chunks(32, 1, 3), Chunks(32, 1, 3), Chunks(32, 1, 3), 8),
+    32: Causal(Chunks(32, 2, 3), Chunks(32, 2, 3), Chunks(32, 2, 3), 4),
+    64: Causal(Chunks(64, 4, 3), Chunks(32, 4, 3), Chunks(32, 4, 3), 2),
+    128: Causal(Chunks(32, 8, 2), Chunks(32, 8, 2), Chunks(32, 8, 2), 1),
+}
+TURNED = Causal(Chunks(32, 4, 3), Chunks(32, 8, 3), Chunks(32, 8, 3), 2)  # up to 64, with angles
+FULL = Chunks(32, 8, 1)  # operands of 4 bytes fill the chip with less
+
+
+def causal(k: Tensor, vdim: int, kind: str) -> Causal:
+    """For keys (batch, length, heads, dim)."""
+    side = max(pad(k.shape[-1]), pad(vdim))
+    if k.dtype != torch.bfloat16 or side > 128:
+        return Causal(FULL, FULL, FULL, 2 if side <= 64 else 1)
+    return TURNED if kind != "none" and side <= 64 else CAUSAL[side]
+
+
+def options(chosen: Chunks, careful: bool) -> dict[str, int]:
+    """careful: that form is rare, and larger."""
+    return {
+        "num_warps": 8 if careful else chosen.warps,
+        "num_stages": 1 if careful else chosen.stages,
+    }
+
+
+MOST_PARTS, BLOCK = 127, 64
+
+
+def cut(k: Tensor, vdim: int, kind: str) -> tuple[int, int]:
+    """Segments that the length of keys (batch, length, heads, dim) is cut into, and their length, a
+    multiple of every chunk. Also of symbolic shapes, without a guard on the length."""
+    batch, length, heads, _ = k.shape
+    rows, at_once = batch * heads, processors(k) * causal(k, vdim, kind).programs
+    parts = 1
+    for waves in range(1, 5):  # as few as keep nine tenths of the card at work
+        parts = max(1, waves * at_once // rows)
+        if 10 * parts * rows >= 9 * waves * at_once:
+            break
+    parts = min(parts, cdiv(length, 4 * BLOCK), MOST_PARTS)
+    span = cdiv(cdiv(length, parts), BLOCK) * BLOCK
+    return cdiv(length, span), span

@@ -286,9 +286,9 @@ def _(
     total: Tensor | None, memory: Tensor | None, theta: Tensor | None, start: Tensor | None,
     kind: str, shape: Sequence[int], prefix: int, window: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from ndlightnet_kernels import causal
+    from ndlightnet_kernels import plans
 
-    parts, rows = causal.cut(k, v.shape[-1])[0], k.shape[0] * k.shape[2]
+    parts, rows = plans.cut(k, v.shape[-1], kind)[0], k.shape[0] * k.shape[2]
     last = _fake_state(k, v, kind)
     entry = [x.new_empty(rows, parts + 1, *x.shape[2:]) for x in last]
     flag = k.new_empty(rows, parts, dtype=torch.int32)

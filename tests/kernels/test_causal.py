@@ -80,7 +80,7 @@ def test_extreme_logits(case):
 
 
 def test_padding_in_front_of_tokens_that_have_a_past():
-    """Rows without a token of their own; channels beyond the head's have no past to fall back on."""
+    """Rows without a token of their own, in channels beyond the head's too, which have no past."""
     problem = Problem.random(Case((70,), 5, 3, mask="left", past=True, batch=1, heads=1))
     problem.top.zero_()  # so the padding is within reach of the first State
     q, k, v = (problem.leaves[name].requires_grad_() for name in "qkv")
@@ -97,7 +97,7 @@ def test_padding_in_front_of_tokens_that_have_a_past():
 
 def test_more_segments_than_are_joined_at_once(monkeypatch):
     for module in (causal, causal_backward):
-        monkeypatch.setattr(module, "cut", lambda k, _: (-(-k.shape[1] // 64), 64))
+        monkeypatch.setattr(module, "cut", lambda k, *_: (-(-k.shape[1] // 64), 64))
     check(Case((64 * 33 - 5,), 5, 3, past=True, batch=1, heads=1), "causal")
 
 
