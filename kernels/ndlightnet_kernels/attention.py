@@ -20,6 +20,9 @@ from ndlightnet_kernels.tiles import (
     address,
     cdiv,
     dot,
+    hide,
+    load,
+    load_keys,
     operand,
     pad,
     powers,
@@ -27,6 +30,7 @@ from ndlightnet_kernels.tiles import (
     processors,
     silu,
     split,
+    tokens_seen,
     turn,
     unweave,
     weave,
@@ -35,34 +39,6 @@ from ndlightnet_kernels.tiles import (
 
 SIZES = ["length", "span", "parts", "heads", "own", *phases.SIZES]
 KV = ["skb", "skt", "skh", "svb", "svt", "svh"]
-
-
-@triton.jit
-def _seen(keep, b, t, end, length, MASKED: tl.constexpr):
-    seen = t < end
-    if MASKED:
-        seen = seen & (tl.load(keep + b * length + t, mask=seen, other=0) != 0)
-    return seen
-
-
-@triton.jit
-def _load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM: tl.constexpr, UNIT: tl.constexpr):
-    """Logits, float32, finite everywhere: the last token's own after it. (Anything but 0 instead of
-    what is not loaded costs three instructions an element.)"""
-    at = address(k, b, h, tl.minimum(t, length - 1), kc, skb, skt, skh, UNIT)
-    return tl.load(at, mask=(kc < DIM)[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _hide(x, seen):
-    """Logits without those of tokens that are not seen."""
-    return tl.where(seen[:, None], x, float("-inf"))
-
-
-@triton.jit
-def _load_values(v, b, h, t, vc, seen, svb, svt, svh, VDIM: tl.constexpr, UNIT: tl.constexpr):
-    here = seen[:, None] & (vc < VDIM)[None, :]
-    return tl.load(address(v, b, h, t, vc, svb, svt, svh, UNIT), mask=here, other=0.0)
 
 
 @triton.jit
@@ -91,14 +67,14 @@ def _collect(
     acc = tl.zeros((BV, TALL * BK), tl.float32)
     for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
-        seen = _seen(keep, b, t, end, length, MASKED)
-        x = _load_keys(k, b, h, t, kc, length, skb, skt, skh, WIDTH, UNIT)
+        seen = tokens_seen(keep, b, t, end, length, MASKED)
+        x = load_keys(k, b, h, t, kc, length, skb, skt, skh, WIDTH, UNIT)
         x2 = x
         if KIND == 2:
-            x2 = _load_keys(k + WIDTH, b, h, t, kc, length, skb, skt, skh, WIDTH, UNIT)
+            x2 = load_keys(k + WIDTH, b, h, t, kc, length, skb, skt, skh, WIDTH, UNIT)
         if MASKED:
-            x, x2 = _hide(x, seen), _hide(x2, seen)
-        y = tl.trans(_load_values(v, b, h, t, vc, seen, svb, svt, svh, VDIM, UNIT))
+            x, x2 = hide(x, seen), hide(x2, seen)
+        y = tl.trans(load(v, b, h, t, vc, seen, svb, svt, svh, VDIM, UNIT))
         p = powers(x, mx, OPERAND)
         spread += _added(p, seen, MASKED, ROWS)
         if KIND != 0:
@@ -125,10 +101,10 @@ def _maximum(
     mx = tl.full((kc.shape[0],), float("-inf"), tl.float32)
     for first in tl.range(begin, end, BL, num_stages=1):
         t = first + tl.arange(0, BL)
-        seen = _seen(keep, b, t, end, length, MASKED)
-        x = _load_keys(k, b, h, t, kc, length, skb, skt, skh, WIDTH, UNIT)
+        seen = tokens_seen(keep, b, t, end, length, MASKED)
+        x = load_keys(k, b, h, t, kc, length, skb, skt, skh, WIDTH, UNIT)
         if MASKED:
-            x = _hide(x, seen)
+            x = hide(x, seen)
         mx = tl.maximum(mx, tl.max(x, 0))
     return mx
 

@@ -14,13 +14,9 @@ from ndlightnet_kernels.attention import (
     KV,
     SIZES,
     _float,
-    _hide,
     _inverse,
-    _load_keys,
     _load_query,
-    _load_values,
     _read_memory,
-    _seen,
     flags,
 )
 from ndlightnet_kernels.phases import places, rotate, rotate_once, turning
@@ -30,6 +26,9 @@ from ndlightnet_kernels.tiles import (
     Place,
     cdiv,
     dot,
+    hide,
+    load,
+    load_keys,
     operand,
     pad,
     powers,
@@ -38,6 +37,7 @@ from ndlightnet_kernels.tiles import (
     rows_added,
     silu,
     split,
+    tokens_seen,
     turn,
     turn_back,
     unweave,
@@ -74,7 +74,7 @@ def _read_backward(
         t = first + tl.arange(0, BL)
         seen = t < length
         x1, x2 = _load_query(q, b, h, t, c, seen, sqb, sqt, sqh, WIDTH, KIND, UNIT)
-        do = _load_values(dout, b, h, t, vc, seen, sob, sot, soh, VDIM, UNIT)
+        do = load(dout, b, h, t, vc, seen, sob, sot, soh, VDIM, UNIT)
         x1, slope1 = silu(x1)
         to = dq + ((b * length + t) * heads + h)[:, None] * DIM + c[None, :]
         here = seen[:, None] & (c < WIDTH)[None, :]
@@ -208,12 +208,12 @@ def _key_block(
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     TALL: tl.constexpr = 1 if KIND == 0 else 2 * KIND
     g, mx, pull, mx2, pull2 = grads
-    x = _load_keys(k, b, h, t, kc, length, skb, skt, skh, WIDTH, UNIT)
+    x = load_keys(k, b, h, t, kc, length, skb, skt, skh, WIDTH, UNIT)
     x2 = x
     if KIND == 2:
-        x2 = _load_keys(k + WIDTH, b, h, t, kc, length, skb, skt, skh, WIDTH, UNIT)
+        x2 = load_keys(k + WIDTH, b, h, t, kc, length, skb, skt, skh, WIDTH, UNIT)
     if MASKED:
-        x, x2 = _hide(x, seen), _hide(x2, seen)
+        x, x2 = hide(x, seen), hide(x2, seen)
     to = dk + ((b * length + t) * heads + h)[:, None] * DIM + kc[None, :]
     here = inside[:, None] & (kc < WIDTH)[None, :]
     dp = dot(y, g, tl.zeros((BL, TALL * BK), tl.float32), OPERAND, PRECISION)
@@ -267,8 +267,8 @@ def _summarize_backward(
     for first in tl.range(part * span, min(part * span + span, length), BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
         inside = t < length
-        seen = _seen(keep, b, t, length, length, MASKED)
-        y = _load_values(v, b, h, t, vc, seen, svb, svt, svh, VDIM, UNIT)
+        seen = tokens_seen(keep, b, t, length, length, MASKED)
+        y = load(v, b, h, t, vc, seen, svb, svt, svh, VDIM, UNIT)
         dy = tl.zeros((BL, BV), tl.float32)
         if BLOCKS == 1:
             dy = _key_block(

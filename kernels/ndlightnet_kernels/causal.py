@@ -22,19 +22,22 @@ import triton.language as tl
 from torch import Tensor
 
 from ndlightnet_kernels import attention
-from ndlightnet_kernels.attention import SIZES, _float, _hide, _load_keys, flags
+from ndlightnet_kernels.attention import SIZES, _float, flags
 from ndlightnet_kernels.phases import places, rotate, turning
 from ndlightnet_kernels.plans import causal, cut, options
 from ndlightnet_kernels.tiles import (
     Place,
-    address,
     cdiv,
     dot,
+    hide,
+    load,
+    load_keys,
     operand,
     pad,
     powers,
     prepare,
     silu,
+    tokens_seen,
     weight,
 )  # fmt: skip
 
@@ -83,20 +86,6 @@ def _level(x, anchor, mx, sm, todo, ones, OPERAND: tl.constexpr, PRECISION: tl.c
 def _next_anchor(x, mx, todo):
     """The largest logit that the queries left have seen; -inf where none is left or none seen."""
     return tl.max(tl.where(todo, tl.maximum(x, mx[None, :]), -INFINITE), 0)
-
-
-@triton.jit
-def _load(ptr, b, h, t, c, seen, sb, st, sh, other, DIM: tl.constexpr, UNIT: tl.constexpr):
-    here = seen[:, None] & (c < DIM)[None, :]
-    return tl.load(address(ptr, b, h, t, c, sb, st, sh, UNIT), mask=here, other=other)
-
-
-@triton.jit
-def _seen(keep, b, t, length, MASKED: tl.constexpr):
-    seen = t < length
-    if MASKED:
-        seen = seen & (tl.load(keep + b * length + t, mask=seen, other=0) != 0)
-    return seen
 
 
 @triton.jit
@@ -236,8 +225,8 @@ def _unserved(k, keep, b, h, first, length, anchor, sm, kc, skb, skt, skh, DIM: 
               UNIT: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Whether a segment's first query, which has the smallest sum, falls below `anchor`'s reach."""
     t = first + tl.zeros((1,), tl.int32)
-    seen = _seen(keep, b, t, length, MASKED)
-    x = _load(k, b, h, t, kc, seen, skb, skt, skh, -INFINITE, DIM, UNIT).to(tl.float32)
+    seen = tokens_seen(keep, b, t, length, length, MASKED)
+    x = hide(load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT), seen)
     s = weight(tl.max(x, 0), anchor) + sm
     return tl.max(((kc < DIM) & (s < TINY)).to(tl.int32), 0)
 
@@ -276,12 +265,12 @@ def _causal(
         run += tl.where(kc < DIM, sm, 1.0)[None, :]
     for first in range(begin, end, BL):
         t = first + lane
-        seen = _seen(keep, b, t, length, MASKED)
-        x = _load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
+        seen = tokens_seen(keep, b, t, length, length, MASKED)
+        x = load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
         if MASKED:
-            x = _hide(x, seen)
-        y = _load(v, b, h, t, vc, seen, svb, svt, svh, 0.0, VDIM, UNIT)
-        x_q = _load(q, b, h, t, kc, t < length, sqb, sqt, sqh, 0.0, DIM, UNIT).to(tl.float32)
+            x = hide(x, seen)
+        y = load(v, b, h, t, vc, seen, svb, svt, svh, VDIM, UNIT)
+        x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
         _, cos, sin = _rotation(turns, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
         score = tl.zeros((BL, BL), tl.float32)
         if CAREFUL:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels.attention import SIZES, _float, _hide, _load_keys, flags
+from ndlightnet_kernels.attention import SIZES, _float, flags
 from ndlightnet_kernels.causal import (
     AT_ONCE,
     INFINITE,
@@ -23,12 +23,10 @@ from ndlightnet_kernels.causal import (
     _entry,
     _gather,
     _level,
-    _load,
     _next_anchor,
     _recall,
     _rotation,
     _scores,
-    _seen,
     _silu_and_over,
     _silu_over,
     _to_segment,
@@ -40,11 +38,15 @@ from ndlightnet_kernels.tiles import (
     Place,
     cdiv,
     dot,
+    hide,
+    load,
+    load_keys,
     operand,
     pad,
     powers,
     prepare,
     silu,
+    tokens_seen,
     weight,
 )
 
@@ -145,13 +147,13 @@ def _causal_dq(
         else:  # all rows are the same
             row = chunk_total + chunk[None, :] + lane[:, None] * 0
             tl.store(row, run, (lane == 0)[:, None] & inside[None, :])
-        seen = _seen(keep, b, t, length, MASKED)
-        x = _load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
+        seen = tokens_seen(keep, b, t, length, length, MASKED)
+        x = load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
         if MASKED:
-            x = _hide(x, seen)
-        y = _load(v, b, h, t, vc, seen, svb, svt, svh, 0.0, VDIM, UNIT)
-        do = _load(dout, b, h, t, vc, t < length, sob, sot, soh, 0.0, VDIM, UNIT)
-        x_q = _load(q, b, h, t, kc, t < length, sqb, sqt, sqh, 0.0, DIM, UNIT).to(tl.float32)
+            x = hide(x, seen)
+        y = load(v, b, h, t, vc, seen, svb, svt, svh, VDIM, UNIT)
+        do = load(dout, b, h, t, vc, t < length, sob, sot, soh, VDIM, UNIT)
+        x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
         place, cos, sin = _rotation(turns, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
         pair = dot(do, tl.trans(y), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
         pair = tl.where(lane[:, None] >= lane[None, :], pair, 0.0).to(OPERAND)
@@ -261,13 +263,13 @@ def _causal_dkv(
         if CAREFUL:
             mx = tl.load(chunk_top + chunk, mask=inside, other=-INFINITE)
         sm = tl.load(chunk_total + chunk, mask=inside, other=1.0)
-        seen = _seen(keep, b, t, length, MASKED)
-        x = _load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
+        seen = tokens_seen(keep, b, t, length, length, MASKED)
+        x = load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
         if MASKED:
-            x = _hide(x, seen)
-        y = _load(v, b, h, t, vc, seen, svb, svt, svh, 0.0, VDIM, UNIT)
-        do = _load(dout, b, h, t, vc, t < length, sob, sot, soh, 0.0, VDIM, UNIT)
-        x_q = _load(q, b, h, t, kc, t < length, sqb, sqt, sqh, 0.0, DIM, UNIT).to(tl.float32)
+            x = hide(x, seen)
+        y = load(v, b, h, t, vc, seen, svb, svt, svh, VDIM, UNIT)
+        do = load(dout, b, h, t, vc, t < length, sob, sot, soh, VDIM, UNIT)
+        x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
         to = ((b * length + t) * heads + h)[:, None] * DIM + kc[None, :]
         own_k = (t < length)[:, None] & inside[None, :]
         g = tl.load(dphi + to, mask=own_k, other=0.0).to(tl.float32)

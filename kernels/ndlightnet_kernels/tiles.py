@@ -23,6 +23,36 @@ def address(ptr, b, h, t, col, sb, st, sh, UNIT: tl.constexpr):
 
 
 @triton.jit
+def tokens_seen(keep, b, t, end, length, MASKED: tl.constexpr):
+    """Which tokens are before `end` and not padding."""
+    seen = t < end
+    if MASKED:
+        seen = seen & (tl.load(keep + b * length + t, mask=seen, other=0) != 0)
+    return seen
+
+
+@triton.jit
+def load(ptr, b, h, t, c, seen, sb, st, sh, DIM: tl.constexpr, UNIT: tl.constexpr):
+    """A tile, 0 where there is nothing to see."""
+    here = seen[:, None] & (c < DIM)[None, :]
+    return tl.load(address(ptr, b, h, t, c, sb, st, sh, UNIT), mask=here, other=0.0)
+
+
+@triton.jit
+def load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM: tl.constexpr, UNIT: tl.constexpr):
+    """Logits, float32, finite everywhere: the last token's own after it. (Anything but 0 instead of
+    what is not loaded costs three instructions an element.)"""
+    at = address(k, b, h, tl.minimum(t, length - 1), kc, skb, skt, skh, UNIT)
+    return tl.load(at, mask=(kc < DIM)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def hide(x, seen):
+    """Logits without those of tokens that are not seen."""
+    return tl.where(seen[:, None], x, float("-inf"))
+
+
+@triton.jit
 def _nearest(x, PRECISION: tl.constexpr):
     """float32 to the nearest that a product keeps: with "tf32" tensor cores would cut the last 13
     bits, "ieee" stands for bfloat16 in the interpreter, which cannot multiply it."""
