@@ -24,7 +24,7 @@ from torch import Tensor
 from ndlightnet_kernels import attention
 from ndlightnet_kernels.attention import SIZES, _float, flags
 from ndlightnet_kernels.phases import places, rotate, turning
-from ndlightnet_kernels.plans import causal, cut, options
+from ndlightnet_kernels.plans import causal, cut, fills, options
 from ndlightnet_kernels.tiles import (
     Place,
     cdiv,
@@ -104,13 +104,14 @@ def _entry(top, total, memory, at, kc, vc, DIM: tl.constexpr, VDIM: tl.constexpr
     return mx, sm, m, m_sin
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["parts", "known"])
 def _prefix(
     top0, total0, memory0, top, total, memory, top_out, total_out, memory_out,
-    top_end, total_end, memory_end, parts,
+    top_end, total_end, memory_end, parts, known,
     DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """States before each segment and after the last one: one program for BC rows of the memory."""
+    """States before each segment and after the last one: one program for BC rows of the memory.
+    known: the segments whose own States are there, all or none."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     row = tl.program_id(1) * BC + tl.arange(0, BC)
     inside, lead, c = row < TALL * DIM, row < DIM, row % DIM
@@ -125,11 +126,11 @@ def _prefix(
     tl.store(top_out + states * DIM + c, best, lead)
     tl.store(total_out + states * DIM + c, sm, lead)
     tl.store(memory_out + states * (TALL * DIM * VDIM) + tile, m, here)
-    for first in range(0, parts, AT_ONCE):
+    for first in range(0, known, AT_ONCE):
         refs, sums, tiles = (), (), ()
         for i in tl.static_range(AT_ONCE):
             s = zero + first + i
-            at, there = bh * parts + s, inside & (s < parts)
+            at, there = bh * parts + s, inside & (s < known)
             refs += (tl.load(top + at * DIM + c, mask=there, other=-INFINITE),)
             sums += (tl.load(total + at * DIM + c, mask=there, other=0.0),)
             x = memory + at[:, None] * (TALL * DIM * VDIM) + tile
@@ -140,7 +141,7 @@ def _prefix(
             best, sm = high, fall * sm + w * sums[i]
             m = fall[:, None] * m + w[:, None] * tiles[i]
             s = zero + first + i + 1
-            to, there = states + s, s <= parts
+            to, there = states + s, s <= known
             tl.store(top_out + to * DIM + c, best, lead & there)
             tl.store(total_out + to * DIM + c, sm, lead & there)
             x = memory_out + to[:, None] * (TALL * DIM * VDIM) + tile
@@ -152,6 +153,7 @@ def _prefix(
 
 QKV = ["sqb", "sqt", "sqh", "skb", "skt", "skh", "svb", "svt", "svh"]
 OUT = ["sob", "sot", "soh"]
+END = ["top_end", "total_end", "memory_end"]
 
 
 @triton.jit
@@ -216,6 +218,11 @@ def _unturn(d, d_sin, cos, sin, KIND: tl.constexpr):
 def _to_segment(top, at, kc, mx, sm, m, m_sin, DIM: tl.constexpr):
     """A State in units of the segment's anchor, the reference of the State after it."""
     anchor = tl.load(top + (at + 1) * DIM + kc, mask=kc < DIM, other=-INFINITE)
+    return _to_anchor(anchor, mx, sm, m, m_sin)
+
+
+@triton.jit
+def _to_anchor(anchor, mx, sm, m, m_sin):
     fall = weight(mx, anchor)
     return anchor, sm * fall, m * fall[None, :], m_sin * fall[None, :]
 
@@ -233,7 +240,7 @@ def _unserved(k, keep, b, h, first, length, anchor, sm, kc, skb, skt, skh, DIM: 
 
 @triton.jit(do_not_specialize=SIZES + QKV)
 def _causal(
-    q, k, v, keep, theta, start, top, total, memory, flag, out,
+    q, k, v, keep, theta, start, top, total, memory, flag, out, top_end, total_end, memory_end,
     sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, length, span, parts, heads, own,
     n1, n2, n3, n4, n5, n6, n7, prefix,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
@@ -242,13 +249,18 @@ def _causal(
     AXES: tl.constexpr, PREFIX: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output of a segment, chunk by chunk, from the State before it."""
+    """Output of a segment, chunk by chunk, from the State before it.
+
+    With `top_end` the segment is a whole row, of which nothing is known yet: the anchor is the
+    largest logit so far, the State after the row is written here, and logits that rise too far
+    above the anchor also flag it.
+    """
     bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     begin, end = part * span, min(part * span + span, length)
     if CAREFUL:
         if tl.load(flag + bh * parts + part) == 0:
-            end = begin
+            return
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     turns = turning(theta, start, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL)
@@ -256,18 +268,22 @@ def _causal(
     at = bh * (parts + 1) + part
     mx, sm, m, m_sin = _entry(top, total, memory, at, kc, vc, DIM, VDIM, TALL)
     ones = (lane[:, None] >= lane[None, :]).to(OPERAND)
-    run = tl.zeros((BL, BK), tl.float32)
+    run, inside = tl.zeros((BL, BK), tl.float32), kc < DIM
     if not CAREFUL:
-        mx, sm, m, m_sin = _to_segment(top, at, kc, mx, sm, m, m_sin, DIM)
-        tl.store(flag + bh * parts + part, _unserved(
-            k, keep, b, h, begin, length, mx, sm, kc, skb, skt, skh, DIM, UNIT, MASKED
-        ))  # fmt: skip
+        if top_end is None:
+            mx, sm, m, m_sin = _to_segment(top, at, kc, mx, sm, m, m_sin, DIM)
+        else:
+            x = load_keys(k, b, h, begin + lane, kc, length, skb, skt, skh, DIM, UNIT)
+            x = hide(x, tokens_seen(keep, b, begin + lane, length, length, MASKED))
+            anchor = tl.maximum(mx, tl.max(x, 0))
+            mx, sm, m, m_sin = _to_anchor(anchor, mx, sm, m, m_sin)
+        lost = _unserved(k, keep, b, h, begin, length, mx, sm, kc, skb, skt, skh, DIM, UNIT, MASKED)
         run += tl.where(kc < DIM, sm, 1.0)[None, :]
     for first in range(begin, end, BL):
         t = first + lane
         seen = tokens_seen(keep, b, t, length, length, MASKED)
         x = load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
-        if MASKED:
+        if MASKED or top_end is not None:
             x = hide(x, seen)
         y = load(v, b, h, t, vc, seen, svb, svt, svh, VDIM, UNIT)
         x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
@@ -302,6 +318,20 @@ def _causal(
         m, m_sin = _gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, OPERAND, PRECISION)
         to = out + ((b * length + t) * heads + h)[:, None] * VDIM + vc[None, :]
         tl.store(to, o.to(out.dtype.element_ty), (t < length)[:, None] & (vc < VDIM)[None, :])
+    if top_end is not None:
+        if not CAREFUL:
+            sm = tl.max(run, 0)  # all rows are the same
+            lost = tl.maximum(lost, tl.max((inside & ~(sm < 1e25)).to(tl.int32), 0))
+        tl.store(top + (at + 1) * DIM + kc, mx, inside)
+        tl.store(top_end + bh * DIM + kc, mx, inside)
+        tl.store(total_end + bh * DIM + kc, sm, inside)
+        to = memory_end + (bh * (TALL * DIM) + kc)[None, :] * VDIM + vc[:, None]
+        here = inside[None, :] & (vc < VDIM)[:, None]
+        tl.store(to, m, here)
+        if KIND != 0:
+            tl.store(to + DIM * VDIM, m_sin, here)
+    if not CAREFUL:
+        tl.store(flag + bh * parts + part, lost)
 
 
 # ------------------------------------------------------------------------------------ launches
@@ -318,25 +348,27 @@ def forward(
     parts, span = cut(k, vdim, place.kind)
     chosen = causal(k, vdim, place.kind).forward
     bv, rows = pad(vdim), batch * heads
-    own = attention.summarize_parts(k, v, keep, place, parts, span)
     entry = (
         _float(k, rows, parts + 1, dim), _float(k, rows, parts + 1, dim),
         _float(k, rows, parts + 1, tall * dim, vdim),
     )  # fmt: skip
+    whole = fills(k, vdim, place.kind)
+    own = entry if whole else attention.summarize_parts(k, v, keep, place, parts, span)
     last = (
         _float(k, batch, heads, dim), _float(k, batch, heads, dim),
         _float(k, batch, heads, tall * dim, vdim),
     )  # fmt: skip
     some, before = max(1, 256 // bv), (x if x is None else x.contiguous() for x in state)
     _prefix[(rows, cdiv(tall * dim, some))](
-        *before, *own, *entry, *last, parts, DIM=dim, VDIM=vdim, BV=bv, TALL=tall, BC=some,
-        num_warps=2,
+        *before, *own, *entry, *last, parts, 0 if whole else parts, DIM=dim, VDIM=vdim, BV=bv,
+        TALL=tall, BC=some, num_warps=2,
     )  # fmt: skip
     out = torch.empty(*v.shape, dtype=q.dtype, device=q.device)
     flag = torch.empty(rows, parts, dtype=torch.int32, device=q.device)
     for careful in (False, True):
         _causal[(rows, parts)](
             q, k, v, flags(keep), top=entry[0], total=entry[1], memory=entry[2], flag=flag, out=out,
+            **dict(zip(END, last if whole else (None, None, None), strict=True)),
             **dict(zip(QKV, strided, strict=True)), length=length, span=span, parts=parts,
             heads=heads, DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, CAREFUL=careful,
             # 64 rows are multiplied by warp groups, which hang in a `while` (Triton 3.6, not

@@ -125,12 +125,22 @@ def options(chosen: Chunks, careful: bool) -> dict[str, int]:
 MOST_PARTS, BLOCK = 127, 64
 
 
+def _programs(k: Tensor, vdim: int, kind: str) -> tuple[int, int]:
+    """Rows of keys (batch, length, heads, dim), and programs that run at once."""
+    return k.shape[0] * k.shape[2], processors(k) * causal(k, vdim, kind).programs
+
+
+def fills(k: Tensor, vdim: int, kind: str) -> bool:
+    """Whether the rows alone keep the card at work. Does not depend on the length."""
+    rows, at_once = _programs(k, vdim, kind)
+    return 10 * rows >= 9 * at_once
+
+
 def cut(k: Tensor, vdim: int, kind: str) -> tuple[int, int]:
     """Segments that the length of keys (batch, length, heads, dim) is cut into, and their length, a
     multiple of every chunk. Also of symbolic shapes, without a guard on the length."""
-    batch, length, heads, _ = k.shape
-    rows, at_once = batch * heads, processors(k) * causal(k, vdim, kind).programs
-    parts = 1
+    length, parts = k.shape[1], 1
+    rows, at_once = _programs(k, vdim, kind)
     for waves in range(1, 5):  # as few as keep nine tenths of the card at work
         parts = max(1, waves * at_once // rows)
         if 10 * parts * rows >= 9 * waves * at_once:

@@ -73,7 +73,7 @@ def in_order(case: Case) -> Case:
     return case._replace(kind=case.kind and "cosine", batch=batch)
 
 
-LOGITS = ["wide", "offset", "up", "down", "climb", "constant", "jumps", "holes"]
+LOGITS = ["wide", "offset", "up", "down", "climb", "leap", "constant", "jumps", "holes"]
 
 # The sizes of use, on a GPU: a batch of volumes, and every head dim in some dtype
 FULL = [
@@ -113,6 +113,8 @@ def logits(name: str, shape: tuple[int, ...]) -> Tensor:
         return noise - 100 * t
     if name == "climb":  # within the range of float32, and hardly
         return noise + 50 * (t >= 0.9 * shape[1])
+    if name == "leap":  # beyond it, long after the first tokens
+        return noise + 200 * (t >= 0.9 * shape[1])
     if name == "constant":
         return torch.full_like(noise, 7)
     if name == "jumps":  # within a tile of any size, another height in every other channel

@@ -79,6 +79,25 @@ def test_extreme_logits(case):
     check(case, "causal")
 
 
+MANY = Case((70,), 5, 3)  # rows enough for every program to have a whole one
+CROWD = Case((300,), 64, 64, dtype=BRAIN, batch=32, heads=12)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        MANY._replace(mask="left", past=True),
+        MANY._replace(mask="holes", kind="cosine"),
+        *(MANY._replace(logits=name) for name in ("climb", "leap", "jumps")),
+        *on_gpu(*(MANY._replace(shape=(200,), logits=n, heads=99, dtype=HALF) for n in LOGITS)),
+        *on_gpu(CROWD, CROWD._replace(mask="right", past=True), CROWD._replace(logits="jumps")),
+    ],
+    ids=str,
+)
+def test_as_many_rows_as_programs(case):
+    check(case, "causal")
+
+
 def test_padding_in_front_of_tokens_that_have_a_past():
     """Rows without a token of their own, in channels beyond the head's too, which have no past."""
     problem = Problem.random(Case((70,), 5, 3, mask="left", past=True, batch=1, heads=1))
