@@ -294,7 +294,9 @@ def _causal(
             best = tl.maximum(mx, tl.max(x, 0))
             todo = (lane >= 0)[:, None] & (kc < DIM)[None, :]
             anchor, from_entry = best, tl.zeros((BL, BK), tl.float32)
-            while tl.max(anchor, 0) > -INFINITE:
+            rounds = 0  # each serves a row at least
+            while (tl.max(anchor, 0) > -INFINITE) & (rounds < BL):
+                rounds += 1
                 low, inverse, fall, todo = _level(x, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
                 f = phi * inverse
                 from_entry += f * fall[None, :]

@@ -166,7 +166,9 @@ def _causal_dq(
             best = tl.maximum(mx, tl.max(x, 0))
             todo = (lane >= 0)[:, None] & inside[None, :]
             anchor, from_entry, d, d_sin = best, zero, zero, zero
-            while tl.max(anchor, 0) > -INFINITE:
+            rounds = 0  # each serves a row at least
+            while (tl.max(anchor, 0) > -INFINITE) & (rounds < BL):
+                rounds += 1
                 low, inverse, fall, todo = _level(x, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
                 e, e_sin = _gather(
                     pair, low, cos, sin, far * fall[None, :], far_sin * fall[None, :],
@@ -296,7 +298,9 @@ def _causal_dkv(
             todo = (lane >= 0)[:, None] & inside[None, :]
             anchor, from_entry, carry = best, zero, weight(mx, best)
             phi, _ = silu(x_q)
-            while tl.max(anchor, 0) > -INFINITE:
+            rounds = 0  # each serves a row at least
+            while (tl.max(anchor, 0) > -INFINITE) & (rounds < BL):
+                rounds += 1
                 low, inverse, fall, todo = _level(x, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
                 f = phi * inverse
                 score = _scores(low, f, cos, sin, score, KIND, OPERAND, PRECISION)
