@@ -10,6 +10,9 @@ Where it does not (logits that climb by more than 60 within a segment, padding i
 segment is flagged and done again by the careful form of the same kernel: an anchor for each chunk
 (its largest logit) and, for queries that even this does not serve, anchors of their own in further
 rounds. All exponents are <= 0 there, and nothing overflows whatever the logits.
+
+Where the rows (batch x heads) alone fill the card, a segment is a whole row and no State is needed
+before: q, k and v are read once, with the largest logit of the first chunk as the anchor.
 """
 
 # mypy: disable-error-code="assignment"

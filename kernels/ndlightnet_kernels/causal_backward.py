@@ -33,7 +33,7 @@ from ndlightnet_kernels.causal import (
     _unturn,
 )  # fmt: skip
 from ndlightnet_kernels.phases import once, turning
-from ndlightnet_kernels.plans import causal, cut, options
+from ndlightnet_kernels.plans import causal, cut, fills, options
 from ndlightnet_kernels.tiles import (
     Place,
     cdiv,
@@ -57,7 +57,7 @@ def _suffix(
     DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Adjoint of `_prefix`: what later segments and the final State pull on the State before each.
-    pull, pulls: a segment's own, in units of its entry."""
+    pull, pulls: a segment's own, in units of its entry; None where nobody wants them."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     row = tl.program_id(1) * BC + tl.arange(0, BC)
     inside, lead, c = row < TALL * DIM, row < DIM, row % DIM
@@ -80,9 +80,13 @@ def _suffix(
             s = zero + parts - 1 - back - i
             at, there = bh * parts + s, inside & (s >= 0)
             refs += (tl.load(states + s * DIM, mask=there, other=-INFINITE),)
-            sums += (tl.load(pull + at * DIM + c, mask=there, other=0.0),)
-            x = pulls + at[:, None] * (TALL * DIM * VDIM) + tile
-            tiles += (tl.load(x, mask=here & there[:, None], other=0.0),)
+            if pull is None:
+                sums += (tl.zeros((BC,), tl.float32),)
+                tiles += (tl.zeros((BC, BV), tl.float32),)
+            else:
+                sums += (tl.load(pull + at * DIM + c, mask=there, other=0.0),)
+                x = pulls + at[:, None] * (TALL * DIM * VDIM) + tile
+                tiles += (tl.load(x, mask=here & there[:, None], other=0.0),)
         for i in tl.static_range(AT_ONCE):
             s = zero + parts - 1 - back - i
             ref = tl.where(s >= 0, refs[i], ref_after)
@@ -112,7 +116,8 @@ def _causal_dq(
     AXES: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
     UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Forward in time: dphi_t = memory_t dout_t, and what the segment pulls on the State before it.
+    """Forward in time: dphi_t = memory_t dout_t, and what the segment pulls on the State before it
+    (unless `pull` is None).
 
     Leaves behind dphi and each chunk's (max, sum) for `_causal_dkv`.
     """
@@ -196,27 +201,30 @@ def _causal_dq(
             tl.store(dtheta + chunk, angle, inside)
         if CAREFUL:
             fade = weight(start, mx)  # from this chunk's units to those of the State before
-            pulled += fade * tl.sum(from_entry * grad, 0)
-            from_entry *= fade[None, :]
+            if pull is not None:
+                pulled += fade * tl.sum(from_entry * grad, 0)
+                from_entry *= fade[None, :]
             m, m_sin = m * carry[None, :], m_sin * carry[None, :]
             sm = sm * carry + tl.sum(p.to(OPERAND).to(tl.float32), 0)
             mx = best
-        else:
-            spread += from_entry * grad
-        acc, acc_sin = _gather(
-            tl.trans(do), from_entry, cos, sin, acc, acc_sin, KIND, OPERAND, PRECISION
-        )
+        if pull is not None:
+            if not CAREFUL:
+                spread += from_entry * grad
+            acc, acc_sin = _gather(
+                tl.trans(do), from_entry, cos, sin, acc, acc_sin, KIND, OPERAND, PRECISION
+            )
         m, m_sin = _gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, OPERAND, PRECISION)
-    if not CAREFUL:
-        fade = weight(start, mx)
-        pulled = tl.sum(spread, 0) * fade
-        acc, acc_sin = acc * fade[None, :], acc_sin * fade[None, :]
-    tl.store(pull + (bh * parts + part) * DIM + kc, pulled, inside)
-    to = pulls + ((bh * parts + part) * (TALL * DIM) + kc)[None, :] * VDIM + vc[:, None]
-    here = inside[None, :] & (vc < VDIM)[:, None]
-    tl.store(to, acc, here)
-    if KIND != 0:
-        tl.store(to + DIM * VDIM, acc_sin, here)
+    if pull is not None:
+        if not CAREFUL:
+            fade = weight(start, mx)
+            pulled = tl.sum(spread, 0) * fade
+            acc, acc_sin = acc * fade[None, :], acc_sin * fade[None, :]
+        tl.store(pull + (bh * parts + part) * DIM + kc, pulled, inside)
+        to = pulls + ((bh * parts + part) * (TALL * DIM) + kc)[None, :] * VDIM + vc[:, None]
+        here = inside[None, :] & (vc < VDIM)[:, None]
+        tl.store(to, acc, here)
+        if KIND != 0:
+            tl.store(to + DIM * VDIM, acc_sin, here)
 
 
 @triton.jit(do_not_specialize=SIZES + QKV + OUT)
@@ -244,14 +252,15 @@ def _causal_dkv(
     turns = turning(theta, start, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL)
     TALL: tl.constexpr = 1 if KIND == 0 else 2
     inside = kc < DIM
-    pulled = tl.load(pull + (bh * parts + part) * DIM + kc, mask=inside, other=0.0)
-    tile = pulls + ((bh * parts + part) * (TALL * DIM) + kc)[None, :] * VDIM + vc[:, None]
-    valid = inside[None, :] & (vc < VDIM)[:, None]
-    acc = tl.load(tile, mask=valid, other=0.0)
+    pulled, acc = tl.zeros((BL, BK), tl.float32), tl.zeros((BV, BK), tl.float32)
     acc_sin = acc
-    if KIND != 0:
-        acc_sin = tl.load(tile + DIM * VDIM, mask=valid, other=0.0)
-    pulled = pulled[None, :] + tl.zeros((BL, BK), tl.float32)
+    if pull is not None:
+        pulled += tl.load(pull + (bh * parts + part) * DIM + kc, mask=inside, other=0.0)[None, :]
+        tile = pulls + ((bh * parts + part) * (TALL * DIM) + kc)[None, :] * VDIM + vc[:, None]
+        valid = inside[None, :] & (vc < VDIM)[:, None]
+        acc = tl.load(tile, mask=valid, other=0.0)
+        if KIND != 0:
+            acc_sin = tl.load(tile + DIM * VDIM, mask=valid, other=0.0)
     at = (bh * (parts + 1) + part + 1) * DIM + kc
     unit = tl.load(top + at, mask=inside, other=-INFINITE)
     later = lane[None, :] >= lane[:, None]  # queries that see a key
@@ -343,18 +352,24 @@ def backward(
     entry: tuple[Tensor, Tensor, Tensor, Tensor], place: Place,
     dout: Tensor, dtotal: Tensor | None, dmemory: Tensor | None, past: bool, learn: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of q, k, v, of the first State's sum and memory (empty if there was none: `past`),
-    and of theta (heads, slots), which is empty if not wanted."""
+    """Gradients of q, k, v, of the first State's sum and memory (empty if not `past`: there was
+    none), and of theta (heads, slots; empty if not wanted)."""
     (q, k, v, dout), strided, unit = prepare(q, k, v, dout)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     tall = 1 if place.kind == "none" else 2
     parts, span = cut(k, vdim, place.kind)
     chosen = causal(k, vdim, place.kind)
-    bv, rows, chunks = pad(vdim), batch * heads, cdiv(length, chosen.dq.chunk)
+    bv, some, rows = pad(vdim), max(1, 256 // pad(vdim)), batch * heads
+    chunks = cdiv(length, chosen.dq.chunk)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dphi = torch.empty_like(dq)
     chunk_top, chunk_total = _float(k, rows, chunks, dim), _float(k, rows, chunks, dim)
-    own = _float(k, rows, parts, dim), _float(k, rows, parts, tall * dim, vdim)
+    sizes = (rows, parts, dim), (rows, parts, tall * dim, vdim)
+    before = past or not fills(k, vdim, place.kind)  # what comes before whole rows is often nothing
+    after = before or dtotal is not None or dmemory is not None
+    own, later = (
+        tuple(_float(k, *size) if wanted else None for size in sizes) for wanted in (before, after)
+    )
     turned_q, turned_k = (_float(k, batch, heads, chunks, dim if learn else 0) for _ in range(2))
     common = dict(
         zip(QKV + OUT, strided, strict=True), length=length, span=span, parts=parts, heads=heads,
@@ -368,14 +383,14 @@ def backward(
             pull=own[0], pulls=own[1], dtheta=turned_q, CAREFUL=careful,
             **options(chosen.dq, careful), **common,
         )  # fmt: skip
-    first = (_float(k, batch, heads, dim), _float(k, batch, heads, tall * dim, vdim))
-    first = first if past else (_float(k, 0), _float(k, 0))
-    given = (x if x is None else x.contiguous() for x in (dtotal, dmemory))
-    later, some = tuple(torch.empty_like(x) for x in own), max(1, 256 // bv)
-    _suffix[(rows, cdiv(tall * dim, some))](
-        entry[0], *own, *given, *(first if past else (None, None)), *later, parts, DIM=dim,
-        VDIM=vdim, BV=bv, TALL=tall, BC=some, num_warps=2,
-    )  # fmt: skip
+    sizes = (dim,), (tall * dim, vdim)
+    first = tuple(_float(k, batch, heads, *size) if past else _float(k, 0) for size in sizes)
+    if after:
+        given = (x if x is None else x.contiguous() for x in (dtotal, dmemory))
+        _suffix[(rows, cdiv(tall * dim, some))](
+            entry[0], *own, *given, *(first if past else (None, None)), *later, parts, DIM=dim,
+            VDIM=vdim, BV=bv, TALL=tall, BC=some, num_warps=2,
+        )  # fmt: skip
     for careful in (False, True):
         _causal_dkv[(rows, parts)](
             q, k, v, dout, flags(keep), top=entry[0], flag=entry[3], dphi=dphi, chunk_top=chunk_top,

@@ -94,15 +94,20 @@ class Causal(NamedTuple):
     programs: int
 
 
-# By channels of a tile, bfloat16 without angles. 64: measured on one H200; the others by counts of
-# instructions and registers.
+# By channels of a tile, bfloat16. Measured on one H200: 64; the others by counts of instructions
+# and registers.
 CAUSAL = {
     16: Causal(Chunks(32, 1, 3), Chunks(32, 1, 3), Chunks(32, 1, 3), 8),
     32: Causal(Chunks(32, 2, 3), Chunks(32, 2, 3), Chunks(32, 2, 3), 4),
     64: Causal(Chunks(64, 4, 3), Chunks(32, 4, 3), Chunks(32, 4, 3), 2),
     128: Causal(Chunks(32, 8, 2), Chunks(32, 8, 2), Chunks(32, 8, 2), 1),
 }
-TURNED = Causal(Chunks(32, 4, 3), Chunks(32, 8, 3), Chunks(32, 8, 3), 2)  # up to 64, with angles
+TURNED = {  # with angles
+    16: Causal(Chunks(32, 2, 3), Chunks(32, 2, 3), Chunks(32, 2, 3), 4),
+    32: Causal(Chunks(32, 2, 3), Chunks(32, 2, 3), Chunks(32, 2, 3), 4),
+    64: Causal(Chunks(32, 4, 3), Chunks(32, 8, 3), Chunks(32, 8, 3), 2),
+    128: CAUSAL[128],
+}
 FULL = Chunks(32, 8, 1)  # operands of 4 bytes fill the chip with less
 
 
@@ -111,7 +116,7 @@ def causal(k: Tensor, vdim: int, kind: str) -> Causal:
     side = max(pad(k.shape[-1]), pad(vdim))
     if k.dtype != torch.bfloat16 or side > 128:
         return Causal(FULL, FULL, FULL, 2 if side <= 64 else 1)
-    return TURNED if kind != "none" and side <= 64 else CAUSAL[side]
+    return (CAUSAL if kind == "none" else TURNED)[side]
 
 
 def options(chosen: Chunks, careful: bool) -> dict[str, int]:

@@ -98,6 +98,19 @@ def test_as_many_rows_as_programs(case):
     check(case, "causal")
 
 
+@pytest.mark.parametrize("batch", [1, 4])
+def test_gradients_of_the_output_alone(batch):
+    """Nothing comes before or after the tokens; four rows fill the interpreter's card."""
+    problem = Problem.random(Case((70,), 5, 3, batch=batch, heads=1))
+    leaves = [problem.leaves[name].requires_grad_() for name in "qkv"]
+    ours, exact = (
+        grad(causal_attention(*leaves, impl=impl)[0].square().sum(), leaves)
+        for impl in ("triton", "torch")
+    )
+    for a, b in zip(ours, exact, strict=True):
+        assert torch.allclose(a, b, atol=1e-5 * b.abs().max().item())
+
+
 def test_padding_in_front_of_tokens_that_have_a_past():
     """Rows without a token of their own, in channels beyond the head's too, which have no past."""
     problem = Problem.random(Case((70,), 5, 3, mask="left", past=True, batch=1, heads=1))
