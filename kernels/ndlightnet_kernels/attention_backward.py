@@ -15,6 +15,7 @@ from ndlightnet_kernels.attention import (
     SIZES,
     _float,
     _inverse,
+    _keys,
     _load_query,
     _read_memory,
     flags,
@@ -26,9 +27,7 @@ from ndlightnet_kernels.tiles import (
     Place,
     cdiv,
     dot,
-    hide,
     load,
-    load_keys,
     operand,
     pad,
     powers,
@@ -208,12 +207,7 @@ def _key_block(
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     TALL: tl.constexpr = 1 if KIND == 0 else 2 * KIND
     g, mx, pull, mx2, pull2 = grads
-    x = load_keys(k, b, h, t, kc, length, skb, skt, skh, WIDTH, UNIT)
-    x2 = x
-    if KIND == 2:
-        x2 = load_keys(k + WIDTH, b, h, t, kc, length, skb, skt, skh, WIDTH, UNIT)
-    if MASKED:
-        x, x2 = hide(x, seen), hide(x2, seen)
+    x, x2 = _keys(k, b, h, t, kc, seen, length, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
     to = dk + ((b * length + t) * heads + h)[:, None] * DIM + kc[None, :]
     here = inside[:, None] & (kc < WIDTH)[None, :]
     dp = dot(y, g, tl.zeros((BL, TALL * BK), tl.float32), OPERAND, PRECISION)

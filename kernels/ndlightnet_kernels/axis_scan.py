@@ -22,11 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ndlightnet_kernels import axis_taps
-from ndlightnet_kernels.tiles import (
-    cdiv,
-    power_of_2,
-    processors,
-)
+from ndlightnet_kernels.tiles import cdiv, power_of_2, processors
 
 LONGEST = 128  # lines up to here are one dense product
 # By blocks of 16 tokens in a line: channels of a warp, warps, programs per multiprocessor, stages

@@ -27,7 +27,7 @@ from torch import Tensor
 from ndlightnet_kernels import attention
 from ndlightnet_kernels.attention import SIZES, _float, flags
 from ndlightnet_kernels.phases import places, rotate, turning
-from ndlightnet_kernels.plans import causal, cut, fills, options
+from ndlightnet_kernels.plans import CAREFUL, causal, cut, fills
 from ndlightnet_kernels.tiles import (
     Place,
     cdiv,
@@ -65,8 +65,9 @@ def _silu_over(x, s):
 
 @triton.jit
 def _silu_and_over(x, s):
-    """silu(x), its derivative, 1 / s, and silu(x) / s, with one reciprocal for all."""
-    e = tl.exp2(tl.minimum(x * -1.4426950408889634, 100.0))  # finite: below that all are 0
+    """silu(x), its derivative, 1 / s, and silu(x) / s, with one reciprocal for all. All are 0 where
+    s exp(-x) overflows: silu(x) and its derivative, one of which is a factor, are tiny there."""
+    e = tl.exp2(tl.minimum(x * -1.4426950408889634, 100.0))
     r = tl.rsqrt(e * s + s)
     r = r * r
     y, sigmoid = x * (r * s), r * s
@@ -107,14 +108,14 @@ def _entry(top, total, memory, at, kc, vc, DIM: tl.constexpr, VDIM: tl.constexpr
     return mx, sm, m, m_sin
 
 
-@triton.jit(do_not_specialize=["parts", "known"])
+@triton.jit(do_not_specialize=["parts"])
 def _prefix(
     top0, total0, memory0, top, total, memory, top_out, total_out, memory_out,
-    top_end, total_end, memory_end, parts, known,
+    top_end, total_end, memory_end, parts,
     DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """States before each segment and after the last one: one program for BC rows of the memory.
-    known: the segments whose own States are there, all or none."""
+    Without the segments' own (top, total, memory) only the first is known."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     row = tl.program_id(1) * BC + tl.arange(0, BC)
     inside, lead, c = row < TALL * DIM, row < DIM, row % DIM
@@ -129,26 +130,27 @@ def _prefix(
     tl.store(top_out + states * DIM + c, best, lead)
     tl.store(total_out + states * DIM + c, sm, lead)
     tl.store(memory_out + states * (TALL * DIM * VDIM) + tile, m, here)
-    for first in range(0, known, AT_ONCE):
-        refs, sums, tiles = (), (), ()
-        for i in tl.static_range(AT_ONCE):
-            s = zero + first + i
-            at, there = bh * parts + s, inside & (s < known)
-            refs += (tl.load(top + at * DIM + c, mask=there, other=-INFINITE),)
-            sums += (tl.load(total + at * DIM + c, mask=there, other=0.0),)
-            x = memory + at[:, None] * (TALL * DIM * VDIM) + tile
-            tiles += (tl.load(x, mask=here & there[:, None], other=0.0),)
-        for i in tl.static_range(AT_ONCE):
-            high = tl.maximum(best, refs[i])
-            fall, w = weight(best, high), weight(refs[i], high)
-            best, sm = high, fall * sm + w * sums[i]
-            m = fall[:, None] * m + w[:, None] * tiles[i]
-            s = zero + first + i + 1
-            to, there = states + s, s <= known
-            tl.store(top_out + to * DIM + c, best, lead & there)
-            tl.store(total_out + to * DIM + c, sm, lead & there)
-            x = memory_out + to[:, None] * (TALL * DIM * VDIM) + tile
-            tl.store(x, m, here & there[:, None])
+    if top is not None:
+        for first in range(0, parts, AT_ONCE):
+            refs, sums, tiles = (), (), ()
+            for i in tl.static_range(AT_ONCE):
+                s = zero + first + i
+                at, there = bh * parts + s, inside & (s < parts)
+                refs += (tl.load(top + at * DIM + c, mask=there, other=-INFINITE),)
+                sums += (tl.load(total + at * DIM + c, mask=there, other=0.0),)
+                x = memory + at[:, None] * (TALL * DIM * VDIM) + tile
+                tiles += (tl.load(x, mask=here & there[:, None], other=0.0),)
+            for i in tl.static_range(AT_ONCE):
+                high = tl.maximum(best, refs[i])
+                fall, w = weight(best, high), weight(refs[i], high)
+                best, sm = high, fall * sm + w * sums[i]
+                m = fall[:, None] * m + w[:, None] * tiles[i]
+                s = zero + first + i + 1
+                to, there = states + s, s <= parts
+                tl.store(top_out + to * DIM + c, best, lead & there)
+                tl.store(total_out + to * DIM + c, sm, lead & there)
+                x = memory_out + to[:, None] * (TALL * DIM * VDIM) + tile
+                tl.store(x, m, here & there[:, None])
     tl.store(top_end + bh * DIM + c, best, lead)
     tl.store(total_end + bh * DIM + c, sm, lead)
     tl.store(memory_end + bh * (TALL * DIM * VDIM) + tile, m, here)
@@ -358,28 +360,29 @@ def forward(
         _float(k, rows, parts + 1, tall * dim, vdim),
     )  # fmt: skip
     whole = fills(k, vdim, place.kind)
-    own = entry if whole else attention.summarize_parts(k, v, keep, place, parts, span)
+    own: tuple[Tensor | None, ...] = (None, None, None)
+    if not whole:
+        own = attention.summarize_parts(k, v, keep, place, parts, span)
     last = (
         _float(k, batch, heads, dim), _float(k, batch, heads, dim),
         _float(k, batch, heads, tall * dim, vdim),
     )  # fmt: skip
     some, before = max(1, 256 // bv), (x if x is None else x.contiguous() for x in state)
     _prefix[(rows, cdiv(tall * dim, some))](
-        *before, *own, *entry, *last, parts, 0 if whole else parts, DIM=dim, VDIM=vdim, BV=bv,
-        TALL=tall, BC=some, num_warps=2,
+        *before, *own, *entry, *last, parts, DIM=dim, VDIM=vdim, BV=bv, TALL=tall, BC=some,
+        num_warps=2,
     )  # fmt: skip
     out = torch.empty(*v.shape, dtype=q.dtype, device=q.device)
     flag = torch.empty(rows, parts, dtype=torch.int32, device=q.device)
     for careful in (False, True):
+        chunks = CAREFUL if careful else chosen
         _causal[(rows, parts)](
             q, k, v, flags(keep), top=entry[0], total=entry[1], memory=entry[2], flag=flag, out=out,
             **dict(zip(END, last if whole else (None, None, None), strict=True)),
             **dict(zip(QKV, strided, strict=True)), length=length, span=span, parts=parts,
             heads=heads, DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, CAREFUL=careful,
-            # 64 rows are multiplied by warp groups, which hang in a `while` (Triton 3.6, not
-            # understood)
-            BL=min(32, chosen.chunk) if careful else chosen.chunk,
+            BL=chunks.chunk,
             MASKED=keep is not None, UNIT=unit, **place.arguments(k), **operand(k),
-            **options(chosen, careful),
+            **chunks.options(),
         )  # fmt: skip
     return out, last, (*entry, flag)

@@ -33,7 +33,7 @@ from ndlightnet_kernels.causal import (
     _unturn,
 )  # fmt: skip
 from ndlightnet_kernels.phases import once, turning
-from ndlightnet_kernels.plans import causal, cut, fills, options
+from ndlightnet_kernels.plans import CAREFUL, causal, cut, fills
 from ndlightnet_kernels.tiles import (
     Place,
     cdiv,
@@ -381,7 +381,7 @@ def backward(
             q, k, v, dout, flags(keep), top=entry[0], total=entry[1], memory=entry[2],
             flag=entry[3], dq=dq, dphi=dphi, chunk_top=chunk_top, chunk_total=chunk_total,
             pull=own[0], pulls=own[1], dtheta=turned_q, CAREFUL=careful,
-            **options(chosen.dq, careful), **common,
+            **(CAREFUL if careful else chosen.dq).options(), **common,
         )  # fmt: skip
     sizes = (dim,), (tall * dim, vdim)
     first = tuple(_float(k, batch, heads, *size) if past else _float(k, 0) for size in sizes)
@@ -395,6 +395,6 @@ def backward(
         _causal_dkv[(rows, parts)](
             q, k, v, dout, flags(keep), top=entry[0], flag=entry[3], dphi=dphi, chunk_top=chunk_top,
             chunk_total=chunk_total, pull=later[0], pulls=later[1], dk=dk, dv=dv, dtheta=turned_k,
-            CAREFUL=careful, **options(chosen.dkv, careful), **common,
+            CAREFUL=careful, **(CAREFUL if careful else chosen.dkv).options(), **common,
         )  # fmt: skip
     return dq, dk, dv, *first, (turned_q + turned_k).sum((0, 2))

@@ -83,6 +83,9 @@ class Chunks(NamedTuple):
     warps: int
     stages: int
 
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
 
 class Causal(NamedTuple):
     """The three kernels of the causal form (dq and dkv of one chunk), and how many programs run on
@@ -109,6 +112,9 @@ TURNED = {  # with angles
     128: CAUSAL[128],
 }
 FULL = Chunks(32, 8, 1)  # operands of 4 bytes fill the chip with less
+# The careful form is rare, and larger. 64 rows would be multiplied by warp groups, and it hangs
+# where they are in a `while` (Triton 3.6, not understood).
+CAREFUL = Chunks(32, 8, 1)
 
 
 def causal(k: Tensor, vdim: int, kind: str) -> Causal:
@@ -117,14 +123,6 @@ def causal(k: Tensor, vdim: int, kind: str) -> Causal:
     if k.dtype != torch.bfloat16 or side > 128:
         return Causal(FULL, FULL, FULL, 2 if side <= 64 else 1)
     return (CAUSAL if kind == "none" else TURNED)[side]
-
-
-def options(chosen: Chunks, careful: bool) -> dict[str, int]:
-    """careful: that form is rare, and larger."""
-    return {
-        "num_warps": 8 if careful else chosen.warps,
-        "num_stages": 1 if careful else chosen.stages,
-    }
 
 
 MOST_PARTS, BLOCK = 127, 64

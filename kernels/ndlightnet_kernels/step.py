@@ -9,13 +9,7 @@ from torch import Tensor
 
 from ndlightnet_kernels import phases
 from ndlightnet_kernels.phases import places, rotate, turning
-from ndlightnet_kernels.tiles import (
-    Place,
-    cdiv,
-    pad,
-    silu,
-    weight,
-)
+from ndlightnet_kernels.tiles import Place, cdiv, pad, silu, weight
 
 
 @triton.jit(do_not_specialize=["heads", "own", *phases.SIZES])

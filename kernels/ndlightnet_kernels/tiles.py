@@ -180,7 +180,7 @@ def processors(x: Tensor) -> int:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b rounded up; triton.cdiv takes 4 us, many times a launch."""
+    """a / b rounded up. (triton.cdiv, which kernels can call too, is slow from the host.)"""
     return -(-a // b)
 
 

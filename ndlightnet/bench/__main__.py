@@ -66,7 +66,7 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"\n## {name}: {time.monotonic() - start:.0f} s, copy at {rate / 1e12:.3g} TB/s\n")
         print(output.table(cells))
         print("\n".join(["", *output.remarks(cells)]), flush=True)
-        output.write(bench, options.out)
+        bench.save(bench)
         if name == "figure":
             output.draw(cells, options.out / "scans.png")
     for fact, value in bench.facts.items():

@@ -194,9 +194,7 @@ def _causal(
         outs.append(out.float())
         states.append(part)
     tall = 1 if angles.theta is None else 2
-    halves = [
-        torch.cat([p.memory.chunk(tall, 2)[half] for p in states], 2) for half in range(tall)
-    ]
+    halves = [torch.cat([p.memory.chunk(tall, 2)[half] for p in states], 2) for half in range(tall)]
     top, total = (torch.cat([p[i] for p in states], -1) for i in (0, 1))
     return sum(outs[1:], outs[0]).to(q.dtype), State(top, total, torch.cat(halves, 2))
 

@@ -66,7 +66,7 @@ def test_opcheck(kind):
 
 def compiles(close, close_grads, form, lengths, lrpe="cosine", batch=2, **options):
     torch._dynamo.reset()
-    # 8 channels: until 2.15 torch pads rows of 6 and then keeps the first length's strides
+    # 8 channels: torch 2.11 pads rows of 6 and then keeps the first length's strides
     layer = LightNetAttention(8, heads=1, lrpe=lrpe, impl="triton").to(DEVICE)
     compiled = torch.compile(layer, fullgraph=True, **options)
     for length in lengths:
