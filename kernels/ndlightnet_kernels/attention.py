@@ -19,7 +19,9 @@ from ndlightnet_kernels.tiles import (
     Place,
     address,
     cdiv,
+    dense,
     dot,
+    flags,
     hide,
     load,
     load_keys,
@@ -28,7 +30,9 @@ from ndlightnet_kernels.tiles import (
     powers,
     prepare,
     processors,
+    scratch,
     silu,
+    slip,
     split,
     tokens_seen,
     turn,
@@ -115,6 +119,13 @@ def _maximum(
     return mx
 
 
+@triton.jit
+def _store_top(top, at, mx, mx2, inside, WIDTH: tl.constexpr, KIND: tl.constexpr):
+    tl.store(top + at, mx, inside)
+    if KIND == 2:
+        tl.store(top + at + WIDTH, mx2, inside)
+
+
 @triton.jit(do_not_specialize=SIZES + KV)
 def _summarize(
     k, v, keep, theta, start, top, total, memory,
@@ -149,6 +160,8 @@ def _summarize(
             k + WIDTH, keep, b, h, begin, once, length, kc, skb, skt, skh, WIDTH, BL, MASKED, UNIT
         )
         mx2 = tl.where(mx2 == float("-inf"), 0.0, mx2)
+    at = (bh * parts + part) * DIM + kc
+    _store_top(top, at, mx, mx2, inside, WIDTH, KIND)
     sm, sm2, acc = _collect(
         k, v, keep, turns, mx, mx2, b, h, begin, end, length, kc, vc,
         skb, skt, skh, svb, svt, svh, WIDTH, VDIM, BK, BV, BL, KIND, AXES, SLOTS, TOTAL, WIDE,
@@ -165,33 +178,34 @@ def _summarize(
                 k + WIDTH, keep, b, h, begin, end, length, kc, skb, skt, skh, WIDTH, BL, MASKED,
                 UNIT,
             )  # fmt: skip
+        _store_top(top, at, mx, mx2, inside, WIDTH, KIND)
         sm, sm2, acc = _collect(
             k, v, keep, turns, mx, mx2, b, h, begin, end, length, kc, vc,
             skb, skt, skh, svb, svt, svh, WIDTH, VDIM, BK, BV, BL, KIND, AXES, SLOTS, TOTAL,
             WIDE, PREFIX, MASKED, UNIT, OPERAND, PRECISION, 1, ROWS,
         )  # fmt: skip
-    at = (bh * parts + part) * DIM + kc
-    tl.store(top + at, mx, inside)
-    tl.store(total + at, sm, inside)
+    tl.debug_barrier()  # read again: a register less in the loop
+    fix = slip(tl.load(top + at, mask=inside, other=0.0), OPERAND)
+    tl.store(total + at, sm * fix, inside)
     TALL: tl.constexpr = 1 if KIND == 0 else 2
     to = memory + ((bh * parts + part) * (TALL * DIM) + kc)[None, :] * VDIM + vc[:, None]
     here = (vc < VDIM)[:, None] & inside[None, :]
     if KIND == 0:
-        tl.store(to, acc, here)
+        tl.store(to, acc * fix[None, :], here)
     elif KIND == 1:
         cos, sin = unweave(acc)
-        tl.store(to, cos, here)
-        tl.store(to + DIM * VDIM, sin, here)
+        tl.store(to, cos * fix[None, :], here)
+        tl.store(to + DIM * VDIM, sin * fix[None, :], here)
     else:
+        fix2 = slip(tl.load(top + at + WIDTH, mask=inside, other=0.0), OPERAND)
         one, two = unweave(acc)
         cos, sin = unweave(one)
-        tl.store(to, cos, here)
-        tl.store(to + DIM * VDIM, sin, here)
+        tl.store(to, cos * fix[None, :], here)
+        tl.store(to + DIM * VDIM, sin * fix[None, :], here)
         cos, sin = unweave(two)
-        tl.store(to + WIDTH * VDIM, cos, here)
-        tl.store(to + (DIM + WIDTH) * VDIM, sin, here)
-        tl.store(top + at + WIDTH, mx2, inside)
-        tl.store(total + at + WIDTH, sm2, inside)
+        tl.store(to + WIDTH * VDIM, cos * fix2[None, :], here)
+        tl.store(to + (DIM + WIDTH) * VDIM, sin * fix2[None, :], here)
+        tl.store(total + at + WIDTH, sm2 * fix2, inside)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -307,22 +321,13 @@ def _read(
             fa, fb = turn(x1, x2, cos, sin, KIND)
             f = weave(fa.to(OPERAND), fb.to(OPERAND), SLOTS)
             y = dot(f, m, y, OPERAND, PRECISION)
-        to = out + ((b * length + t) * heads + h)[:, None] * VDIM + vc[None, :]
+        to = out + dense(b, h, t, vc, length, heads, VDIM)
         tl.store(to, y.to(out.dtype.element_ty), seen[:, None] & (vc < VDIM)[None, :])
 
 
 # ------------------------------------------------------------------------------------ launches
-def flags(keep: Tensor | None) -> Tensor | None:
-    """A mask as bytes."""
-    return None if keep is None else keep.contiguous().view(torch.uint8)
-
-
-def _float(like: Tensor, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=like.device)
-
-
 def summarize_parts(
-    k: Tensor, v: Tensor, keep: Tensor | None, place: Place, parts: int = 0, span: int = 0
+    k: Tensor, v: Tensor, keep: Tensor | None, place: Place, parts: int | None = None, span: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """States (batch * heads, parts, ...) of parts of `span` tokens; by default as many as suit."""
     (k, v), strided, unit = prepare(k, v)
@@ -331,13 +336,13 @@ def summarize_parts(
     chosen = plan("summarize", pad(width), bv, place.kind, wide(k))
     block, bk = chosen.block, chosen.keys
     blocks, tall = cdiv(width, bk), 1 if place.kind == "none" else 2
-    if not parts:
+    if parts is None:
         programs = chosen.programs * processors(k)
         parts, span = split(length, batch * heads * blocks, block, programs)
     # tokens that the threads of a program load at once: sums within a thread cost no exchange
     rows = min(block, chosen.warps * 32 * (16 // k.element_size()) // bk)
-    top = _float(k, batch * heads, parts, dim)
-    total, memory = torch.empty_like(top), _float(k, batch * heads, parts, tall * dim, vdim)
+    top = scratch(k, batch * heads, parts, dim)
+    total, memory = torch.empty_like(top), scratch(k, batch * heads, parts, tall * dim, vdim)
     _summarize[(batch * heads * blocks, parts)](
         k, v, flags(keep), top=top, total=total, memory=memory, length=length, span=span,
         parts=parts, heads=heads, **dict(zip(KV, strided, strict=True)), DIM=dim, VDIM=vdim, BK=bk,
@@ -356,10 +361,9 @@ def summarize(
     bv, tall = pad(vdim), 1 if place.kind == "none" else 2
     if parts > 1:
         joined = (
-            _float(k, batch, heads, dim),
-            _float(k, batch, heads, dim),
-            _float(k, batch, heads, tall * dim, vdim),
-        )
+            scratch(k, batch, heads, dim), scratch(k, batch, heads, dim),
+            scratch(k, batch, heads, tall * dim, vdim),
+        )  # fmt: skip
         some = max(1, 256 // bv)
         _merge[(batch * heads, cdiv(tall * dim, some))](
             top, total, memory, *joined, parts, DIM=dim, VDIM=vdim, BV=bv, TALL=tall, BC=some,

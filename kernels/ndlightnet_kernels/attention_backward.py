@@ -13,12 +13,10 @@ from torch import Tensor
 from ndlightnet_kernels.attention import (
     KV,
     SIZES,
-    _float,
     _inverse,
     _keys,
     _load_query,
     _read_memory,
-    flags,
 )
 from ndlightnet_kernels.phases import places, rotate, rotate_once, turning
 from ndlightnet_kernels.plans import plan, wide
@@ -26,7 +24,9 @@ from ndlightnet_kernels.tiles import (
     KINDS,
     Place,
     cdiv,
+    dense,
     dot,
+    flags,
     load,
     operand,
     pad,
@@ -34,6 +34,7 @@ from ndlightnet_kernels.tiles import (
     prepare,
     processors,
     rows_added,
+    scratch,
     silu,
     split,
     tokens_seen,
@@ -75,7 +76,7 @@ def _read_backward(
         x1, x2 = _load_query(q, b, h, t, c, seen, sqb, sqt, sqh, WIDTH, KIND, UNIT)
         do = load(dout, b, h, t, vc, seen, sob, sot, soh, VDIM, UNIT)
         x1, slope1 = silu(x1)
-        to = dq + ((b * length + t) * heads + h)[:, None] * DIM + c[None, :]
+        to = dq + dense(b, h, t, c, length, heads, DIM)
         here = seen[:, None] & (c < WIDTH)[None, :]
         df = dot(do, m, tl.zeros((BL, TALL * BK), tl.float32), OPERAND, PRECISION)
         if KIND == 0:
@@ -208,7 +209,7 @@ def _key_block(
     TALL: tl.constexpr = 1 if KIND == 0 else 2 * KIND
     g, mx, pull, mx2, pull2 = grads
     x, x2 = _keys(k, b, h, t, kc, seen, length, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
-    to = dk + ((b * length + t) * heads + h)[:, None] * DIM + kc[None, :]
+    to = dk + dense(b, h, t, kc, length, heads, DIM)
     here = inside[:, None] & (kc < WIDTH)[None, :]
     dp = dot(y, g, tl.zeros((BL, TALL * BK), tl.float32), OPERAND, PRECISION)
     p = powers(x, mx, OPERAND)
@@ -284,7 +285,7 @@ def _summarize_backward(
                 )  # fmt: skip
         if MASKED:
             dy = tl.where(seen[:, None], dy, 0.0)
-        to = dv + ((b * length + t) * heads + h)[:, None] * VDIM + vc[None, :]
+        to = dv + dense(b, h, t, vc, length, heads, VDIM)
         tl.store(to, dy.to(dv.dtype.element_ty), inside[:, None] & (vc < VDIM)[None, :])
 
 
@@ -304,8 +305,8 @@ def read_backward(
     blocks = cdiv(width, bk)
     parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    pulls = _float(q, batch * heads, parts, tall * width, vdim)
-    turned = _float(q, batch, heads, parts, width if learn else 0)
+    pulls = scratch(q, batch * heads, parts, tall * width, vdim)
+    turned = scratch(q, batch, heads, parts, width if learn else 0)
     _read_backward[(batch * heads * blocks, parts)](
         q, dout, total, memory, dq=dq, pulls=pulls, dtheta=turned, length=length, span=span,
         parts=parts, heads=heads,
@@ -319,7 +320,7 @@ def read_backward(
         pulls, total, memory, dtotal, dmemory, parts, DIM=dim, VDIM=vdim, BV=bv,
         KIND=KINDS[place.kind], BC=some, num_warps=2,
     )  # fmt: skip
-    return dq, dtotal, dmemory, turned.sum((0, 2)) if learn else _float(q, heads, 0)
+    return dq, dtotal, dmemory, turned.sum((0, 2)) if learn else scratch(q, heads, 0)
 
 
 def summarize_backward(
@@ -335,7 +336,7 @@ def summarize_backward(
     parts, span = split(length, batch * heads, block, chosen.programs * processors(k))
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    turned = _float(k, batch, heads, cdiv(length, block), width if learn else 0)
+    turned = scratch(k, batch, heads, cdiv(length, block), width if learn else 0)
     _summarize_backward[(batch * heads, parts)](
         k, v, flags(keep), top=top.contiguous(), dtotal=dtotal.contiguous(),
         dmemory=dmemory.contiguous(), dk=dk, dv=dv, dtheta=turned, length=length, span=span,
@@ -343,4 +344,4 @@ def summarize_backward(
         BL=block, BLOCKS=cdiv(width, bk), LEARN=learn, MASKED=keep is not None, UNIT=unit,
         STAGES=chosen.stages, **place.arguments(k), **operand(k), **chosen.options(),
     )  # fmt: skip
-    return dk, dv, turned.sum((0, 2)) if learn else _float(k, heads, 0)
+    return dk, dv, turned.sum((0, 2)) if learn else scratch(k, heads, 0)

@@ -11,8 +11,9 @@ segment is flagged and done again by the careful form of the same kernel: an anc
 (its largest logit) and, for queries that even this does not serve, anchors of their own in further
 rounds. All exponents are <= 0 there, and nothing overflows whatever the logits.
 
-Where the rows (batch x heads) alone fill the card, a segment is a whole row and no State is needed
-before: q, k and v are read once, with the largest logit of the first chunk as the anchor.
+The State after the last segment is a by-product of its outputs: so nothing of that segment is read
+twice, and its anchor is the largest logit of its first chunk. Where the rows (batch x heads) alone
+fill the card, a whole row is one segment.
 """
 
 # mypy: disable-error-code="assignment"
@@ -25,13 +26,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ndlightnet_kernels import attention
-from ndlightnet_kernels.attention import SIZES, _float, flags
-from ndlightnet_kernels.phases import places, rotate, turning
+from ndlightnet_kernels.attention import SIZES
+from ndlightnet_kernels.phases import pinned, places, rotate, turning
 from ndlightnet_kernels.plans import CAREFUL, causal, cut, fills
+from ndlightnet_kernels.segments import INFINITE, prefix
 from ndlightnet_kernels.tiles import (
     Place,
     cdiv,
+    dense,
     dot,
+    flags,
     hide,
     load,
     load_keys,
@@ -39,14 +43,14 @@ from ndlightnet_kernels.tiles import (
     pad,
     powers,
     prepare,
+    scratch,
     silu,
+    slip,
     tokens_seen,
     weight,
 )  # fmt: skip
 
 TINY = tl.constexpr(1e-27)  # a running sum below it belongs to a further level
-INFINITE = tl.constexpr(float("inf"))
-AT_ONCE = tl.constexpr(8)  # States whose loads are on their way at the same time
 
 
 @triton.jit
@@ -93,11 +97,11 @@ def _next_anchor(x, mx, todo):
 
 
 @triton.jit
-def _entry(top, total, memory, at, kc, vc, DIM: tl.constexpr, VDIM: tl.constexpr,
+def _entry(top, total, memory, bh, part, parts, kc, vc, DIM: tl.constexpr, VDIM: tl.constexpr,
            TALL: tl.constexpr):  # fmt: skip
-    """A stored State; its memory transposed."""
-    inside = kc < DIM
-    mx = tl.load(top + at * DIM + kc, mask=inside, other=-INFINITE)
+    """The State before a segment; its memory transposed. (`top` has one more: after the last.)"""
+    inside, at = kc < DIM, bh * parts + part
+    mx = tl.load(top + (at + bh) * DIM + kc, mask=inside, other=-INFINITE)
     sm = tl.load(total + at * DIM + kc, mask=inside, other=0.0)
     tile = memory + (at * (TALL * DIM) + kc)[None, :] * VDIM + vc[:, None]
     here = inside[None, :] & (vc < VDIM)[:, None]
@@ -108,57 +112,8 @@ def _entry(top, total, memory, at, kc, vc, DIM: tl.constexpr, VDIM: tl.constexpr
     return mx, sm, m, m_sin
 
 
-@triton.jit(do_not_specialize=["parts"])
-def _prefix(
-    top0, total0, memory0, top, total, memory, top_out, total_out, memory_out,
-    top_end, total_end, memory_end, parts,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """States before each segment and after the last one: one program for BC rows of the memory.
-    Without the segments' own (top, total, memory) only the first is known."""
-    bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
-    row = tl.program_id(1) * BC + tl.arange(0, BC)
-    inside, lead, c = row < TALL * DIM, row < DIM, row % DIM
-    tile, here = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
-    best = tl.full((BC,), -INFINITE, tl.float32)
-    sm, m = tl.zeros((BC,), tl.float32), tl.zeros((BC, BV), tl.float32)
-    if top0 is not None:
-        best = tl.load(top0 + bh * DIM + c, mask=inside, other=-INFINITE)
-        sm = tl.load(total0 + bh * DIM + c, mask=inside, other=0.0)
-        m = tl.load(memory0 + bh * (TALL * DIM * VDIM) + tile, mask=here, other=0.0)
-    zero, states = tl.zeros((BC,), tl.int32), bh * (parts + 1)
-    tl.store(top_out + states * DIM + c, best, lead)
-    tl.store(total_out + states * DIM + c, sm, lead)
-    tl.store(memory_out + states * (TALL * DIM * VDIM) + tile, m, here)
-    if top is not None:
-        for first in range(0, parts, AT_ONCE):
-            refs, sums, tiles = (), (), ()
-            for i in tl.static_range(AT_ONCE):
-                s = zero + first + i
-                at, there = bh * parts + s, inside & (s < parts)
-                refs += (tl.load(top + at * DIM + c, mask=there, other=-INFINITE),)
-                sums += (tl.load(total + at * DIM + c, mask=there, other=0.0),)
-                x = memory + at[:, None] * (TALL * DIM * VDIM) + tile
-                tiles += (tl.load(x, mask=here & there[:, None], other=0.0),)
-            for i in tl.static_range(AT_ONCE):
-                high = tl.maximum(best, refs[i])
-                fall, w = weight(best, high), weight(refs[i], high)
-                best, sm = high, fall * sm + w * sums[i]
-                m = fall[:, None] * m + w[:, None] * tiles[i]
-                s = zero + first + i + 1
-                to, there = states + s, s <= parts
-                tl.store(top_out + to * DIM + c, best, lead & there)
-                tl.store(total_out + to * DIM + c, sm, lead & there)
-                x = memory_out + to[:, None] * (TALL * DIM * VDIM) + tile
-                tl.store(x, m, here & there[:, None])
-    tl.store(top_end + bh * DIM + c, best, lead)
-    tl.store(total_end + bh * DIM + c, sm, lead)
-    tl.store(memory_end + bh * (TALL * DIM * VDIM) + tile, m, here)
-
-
 QKV = ["sqb", "sqt", "sqh", "skb", "skt", "skh", "svb", "svt", "svh"]
 OUT = ["sob", "sot", "soh"]
-END = ["top_end", "total_end", "memory_end"]
 
 
 @triton.jit
@@ -220,15 +175,14 @@ def _unturn(d, d_sin, cos, sin, KIND: tl.constexpr):
 
 
 @triton.jit
-def _to_segment(top, at, kc, mx, sm, m, m_sin, DIM: tl.constexpr):
-    """A State in units of the segment's anchor, the reference of the State after it."""
-    anchor = tl.load(top + (at + 1) * DIM + kc, mask=kc < DIM, other=-INFINITE)
-    return _to_anchor(anchor, mx, sm, m, m_sin)
+def fall_to(mx, anchor, OPERAND: tl.constexpr):
+    """From units of exp(mx) to those in which `powers` gives keys."""
+    return weight(mx, anchor) / slip(anchor, OPERAND)
 
 
 @triton.jit
-def _to_anchor(anchor, mx, sm, m, m_sin):
-    fall = weight(mx, anchor)
+def _to_anchor(anchor, mx, sm, m, m_sin, OPERAND: tl.constexpr):
+    fall = fall_to(mx, anchor, OPERAND)
     return anchor, sm * fall, m * fall[None, :], m_sin * fall[None, :]
 
 
@@ -254,12 +208,9 @@ def _causal(
     AXES: tl.constexpr, PREFIX: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output of a segment, chunk by chunk, from the State before it.
-
-    With `top_end` the segment is a whole row, of which nothing is known yet: the anchor is the
-    largest logit so far, the State after the row is written here, and logits that rise too far
-    above the anchor also flag it.
-    """
+    """Output of a segment, chunk by chunk, from the State before it; from the last segment, about
+    which nothing is known yet, the State after it. Its logits flag it too where they rise too far
+    above the anchor."""
     bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     begin, end = part * span, min(part * span + span, length)
@@ -270,25 +221,28 @@ def _causal(
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     turns = turning(theta, start, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL)
     TALL: tl.constexpr = 1 if KIND == 0 else 2
-    at = bh * (parts + 1) + part
-    mx, sm, m, m_sin = _entry(top, total, memory, at, kc, vc, DIM, VDIM, TALL)
+    mx, sm, m, m_sin = _entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, TALL)
     ones = (lane[:, None] >= lane[None, :]).to(OPERAND)
-    run, inside = tl.zeros((BL, BK), tl.float32), kc < DIM
+    run, inside, final = tl.zeros((BL, BK), tl.float32), kc < DIM, part == parts - 1
+    after = top + (bh * (parts + 1) + part + 1) * DIM + kc
+    # without a selection an element the last token's key stands for those after it
+    HIDE: tl.constexpr = CAREFUL or MASKED or tl.float32 == OPERAND
     if not CAREFUL:
-        if top_end is None:
-            mx, sm, m, m_sin = _to_segment(top, at, kc, mx, sm, m, m_sin, DIM)
-        else:
+        if final:
             x = load_keys(k, b, h, begin + lane, kc, length, skb, skt, skh, DIM, UNIT)
             x = hide(x, tokens_seen(keep, b, begin + lane, length, length, MASKED))
             anchor = tl.maximum(mx, tl.max(x, 0))
-            mx, sm, m, m_sin = _to_anchor(anchor, mx, sm, m, m_sin)
+            tl.store(after, anchor, inside)
+        else:
+            anchor = tl.load(after, mask=inside, other=-INFINITE)
+        mx, sm, m, m_sin = _to_anchor(anchor, mx, sm, m, m_sin, OPERAND)
         lost = _unserved(k, keep, b, h, begin, length, mx, sm, kc, skb, skt, skh, DIM, UNIT, MASKED)
         run += tl.where(kc < DIM, sm, 1.0)[None, :]
     for first in range(begin, end, BL):
         t = first + lane
         seen = tokens_seen(keep, b, t, length, length, MASKED)
         x = load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
-        if MASKED or top_end is not None:
+        if HIDE:
             x = hide(x, seen)
         y = load(v, b, h, t, vc, seen, svb, svt, svh, VDIM, UNIT)
         x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
@@ -312,6 +266,7 @@ def _causal(
             mx = best
         else:
             p = powers(x, mx, OPERAND)
+            p = pinned(p.to(OPERAND) if KIND == 0 else p)
             # a segment with sums below TINY is done again, so they may be anything here
             from_entry = _silu_over(x_q, dot(ones, p, run, OPERAND, PRECISION))
             run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, OPERAND, PRECISION)
@@ -323,13 +278,23 @@ def _causal(
         if CAREFUL:
             m, m_sin = m * carry[None, :], m_sin * carry[None, :]
         m, m_sin = _gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, OPERAND, PRECISION)
-        to = out + ((b * length + t) * heads + h)[:, None] * VDIM + vc[None, :]
+        to = out + dense(b, h, t, vc, length, heads, VDIM)
         tl.store(to, o.to(out.dtype.element_ty), (t < length)[:, None] & (vc < VDIM)[None, :])
-    if top_end is not None:
-        if not CAREFUL:
+    if final:
+        if CAREFUL:
+            tl.store(after, mx, inside)
+        else:
+            tl.debug_barrier()  # read again: a register less in the loop
+            mx = tl.load(after, mask=inside, other=0.0)
             sm = tl.max(run, 0)  # all rows are the same
+            if not HIDE:
+                t = end - 1 + tl.zeros((1,), tl.int32)
+                x = load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
+                p = powers(x, mx, OPERAND).to(OPERAND).to(tl.float32)
+                sm -= tl.max(p, 0) * (tl.cdiv(end - begin, BL) * BL - (end - begin))
             lost = tl.maximum(lost, tl.max((inside & ~(sm < 1e25)).to(tl.int32), 0))
-        tl.store(top + (at + 1) * DIM + kc, mx, inside)
+            fix = slip(mx, OPERAND)
+            sm, m, m_sin = sm * fix, m * fix[None, :], m_sin * fix[None, :]
         tl.store(top_end + bh * DIM + kc, mx, inside)
         tl.store(total_end + bh * DIM + kc, sm, inside)
         to = memory_end + (bh * (TALL * DIM) + kc)[None, :] * VDIM + vc[:, None]
@@ -347,8 +312,8 @@ def forward(
     place: Place,
 ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
     """Output (batch, length, heads, value_dim), the final State (max, sum, memory), and for the
-    backward the States before each segment and after the last one, (batch * heads, segments + 1,
-    ...), and flags. state: (max, sum, memory), or three None for an empty one."""
+    backward the States before each segment (batch * heads, segments, ...), the max of one more
+    after the last one, and flags. state: (max, sum, memory), or three None for an empty one."""
     (q, k, v), strided, unit = prepare(q, k, v)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     tall = 1 if place.kind == "none" else 2
@@ -356,20 +321,19 @@ def forward(
     chosen = causal(k, vdim, place.kind).forward
     bv, rows = pad(vdim), batch * heads
     entry = (
-        _float(k, rows, parts + 1, dim), _float(k, rows, parts + 1, dim),
-        _float(k, rows, parts + 1, tall * dim, vdim),
+        scratch(k, rows, parts + 1, dim), scratch(k, rows, parts, dim),
+        scratch(k, rows, parts, tall * dim, vdim),
     )  # fmt: skip
-    whole = fills(k, vdim, place.kind)
     own: tuple[Tensor | None, ...] = (None, None, None)
-    if not whole:
-        own = attention.summarize_parts(k, v, keep, place, parts, span)
+    if not fills(k, vdim, place.kind):
+        own = attention.summarize_parts(k, v, keep, place, parts - 1, span)
     last = (
-        _float(k, batch, heads, dim), _float(k, batch, heads, dim),
-        _float(k, batch, heads, tall * dim, vdim),
+        scratch(k, batch, heads, dim), scratch(k, batch, heads, dim),
+        scratch(k, batch, heads, tall * dim, vdim),
     )  # fmt: skip
     some, before = max(1, 256 // bv), (x if x is None else x.contiguous() for x in state)
-    _prefix[(rows, cdiv(tall * dim, some))](
-        *before, *own, *entry, *last, parts, DIM=dim, VDIM=vdim, BV=bv, TALL=tall, BC=some,
+    prefix[(rows, cdiv(tall * dim, some))](
+        *before, *own, *entry, parts - 1, DIM=dim, VDIM=vdim, BV=bv, TALL=tall, BC=some,
         num_warps=2,
     )  # fmt: skip
     out = torch.empty(*v.shape, dtype=q.dtype, device=q.device)
@@ -378,10 +342,9 @@ def forward(
         chunks = CAREFUL if careful else chosen
         _causal[(rows, parts)](
             q, k, v, flags(keep), top=entry[0], total=entry[1], memory=entry[2], flag=flag, out=out,
-            **dict(zip(END, last if whole else (None, None, None), strict=True)),
+            top_end=last[0], total_end=last[1], memory_end=last[2],
             **dict(zip(QKV, strided, strict=True)), length=length, span=span, parts=parts,
-            heads=heads, DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, CAREFUL=careful,
-            BL=chunks.chunk,
+            heads=heads, DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, BL=chunks.chunk, CAREFUL=careful,
             MASKED=keep is not None, UNIT=unit, **place.arguments(k), **operand(k),
             **chunks.options(),
         )  # fmt: skip

@@ -14,10 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels.attention import SIZES, _float, flags
+from ndlightnet_kernels.attention import SIZES
 from ndlightnet_kernels.causal import (
-    AT_ONCE,
-    INFINITE,
     OUT,
     QKV,
     _entry,
@@ -29,15 +27,19 @@ from ndlightnet_kernels.causal import (
     _scores,
     _silu_and_over,
     _silu_over,
-    _to_segment,
+    _to_anchor,
     _unturn,
+    fall_to,
 )  # fmt: skip
-from ndlightnet_kernels.phases import once, turning
+from ndlightnet_kernels.phases import once, pinned, turning
 from ndlightnet_kernels.plans import CAREFUL, causal, cut, fills
+from ndlightnet_kernels.segments import INFINITE, suffix
 from ndlightnet_kernels.tiles import (
     Place,
     cdiv,
+    dense,
     dot,
+    flags,
     hide,
     load,
     load_keys,
@@ -45,62 +47,12 @@ from ndlightnet_kernels.tiles import (
     pad,
     powers,
     prepare,
+    scratch,
     silu,
+    slip,
     tokens_seen,
     weight,
 )
-
-
-@triton.jit(do_not_specialize=["parts"])
-def _suffix(
-    top, pull, pulls, dtotal, dmemory, dtotal0, dmemory0, pull_out, pulls_out, parts,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """Adjoint of `_prefix`: what later segments and the final State pull on the State before each.
-    pull, pulls: a segment's own, in units of its entry; None where nobody wants them."""
-    bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
-    row = tl.program_id(1) * BC + tl.arange(0, BC)
-    inside, lead, c = row < TALL * DIM, row < DIM, row % DIM
-    tile, here = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
-    states = top + bh * (parts + 1) * DIM + c
-    ref_after = tl.load(states + parts * DIM, mask=inside, other=-INFINITE)
-    known = ref_after > -INFINITE  # a channel that has seen no token has no memory
-    after, m = tl.zeros((BC,), tl.float32), tl.zeros((BC, BV), tl.float32)
-    if dtotal is not None:
-        after -= tl.where(known, tl.load(dtotal + bh * DIM + c, mask=inside, other=0.0), 0.0)
-    if dmemory is not None:
-        m = tl.load(dmemory + bh * (TALL * DIM * VDIM) + tile, mask=here, other=0.0)
-        m = tl.where(known[:, None], m, 0.0)
-    zero, end = tl.zeros((BC,), tl.int32), bh * parts + parts - 1
-    tl.store(pull_out + end * DIM + c, after, lead)
-    tl.store(pulls_out + end * (TALL * DIM * VDIM) + tile, m, here)
-    for back in range(0, parts, AT_ONCE):
-        refs, sums, tiles = (), (), ()
-        for i in tl.static_range(AT_ONCE):
-            s = zero + parts - 1 - back - i
-            at, there = bh * parts + s, inside & (s >= 0)
-            refs += (tl.load(states + s * DIM, mask=there, other=-INFINITE),)
-            if pull is None:
-                sums += (tl.zeros((BC,), tl.float32),)
-                tiles += (tl.zeros((BC, BV), tl.float32),)
-            else:
-                sums += (tl.load(pull + at * DIM + c, mask=there, other=0.0),)
-                x = pulls + at[:, None] * (TALL * DIM * VDIM) + tile
-                tiles += (tl.load(x, mask=here & there[:, None], other=0.0),)
-        for i in tl.static_range(AT_ONCE):
-            s = zero + parts - 1 - back - i
-            ref = tl.where(s >= 0, refs[i], ref_after)
-            known, fall = ref > -INFINITE, weight(ref, ref_after)
-            after = fall * after + tl.where(known, sums[i], 0.0)
-            m = fall[:, None] * m + tl.where(known[:, None], tiles[i], 0.0)
-            ref_after = ref
-            at, there = bh * parts + s - 1, s > 0
-            tl.store(pull_out + at * DIM + c, after, lead & there)
-            x = pulls_out + at[:, None] * (TALL * DIM * VDIM) + tile
-            tl.store(x, m, here & there[:, None])
-    if dtotal0 is not None:
-        tl.store(dtotal0 + bh * DIM + c, -after, lead)
-        tl.store(dmemory0 + bh * (TALL * DIM * VDIM) + tile, m, here)
 
 
 @triton.jit(do_not_specialize=SIZES + QKV + OUT)
@@ -131,18 +83,18 @@ def _causal_dq(
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     turns = turning(theta, start, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL)
     TALL: tl.constexpr = 1 if KIND == 0 else 2
-    at = bh * (parts + 1) + part
-    mx, sm, m, m_sin = _entry(top, total, memory, at, kc, vc, DIM, VDIM, TALL)
-    start, run = mx, tl.zeros((BL, BK), tl.float32)
+    mx, sm, m, m_sin = _entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, TALL)
+    start, run, inside = mx, tl.zeros((BL, BK), tl.float32), kc < DIM
+    after = top + (bh * (parts + 1) + part + 1) * DIM + kc
     if not CAREFUL:
-        mx, sm, m, m_sin = _to_segment(top, at, kc, mx, sm, m, m_sin, DIM)
+        anchor = tl.load(after, mask=inside, other=-INFINITE)
+        mx, sm, m, m_sin = _to_anchor(anchor, mx, sm, m, m_sin, OPERAND)
         run += tl.where(kc < DIM, sm, 1.0)[None, :]
     acc = tl.zeros((BV, BK), tl.float32)
     acc_sin = acc
     pulled = tl.zeros((BK,), tl.float32)
     spread = tl.zeros((BL, BK), tl.float32)
     ones = (lane[:, None] >= lane[None, :]).to(OPERAND)
-    inside = kc < DIM
     for first in range(begin, end, BL):
         t = first + lane
         chunk = (bh * tl.cdiv(length, BL) + first // BL) * DIM + kc
@@ -185,14 +137,15 @@ def _causal_dq(
                 anchor = _next_anchor(x, mx, todo)
             p, carry = weight(x, best[None, :]), weight(mx, best)
         else:
-            p = once(powers(x, mx, OPERAND))
+            p = powers(x, mx, OPERAND)
+            p = pinned(p.to(OPERAND) if KIND == 0 else p)
             d, d_sin = _gather(pair, p, cos, sin, far, far_sin, KIND, OPERAND, PRECISION)
             s = dot(ones, p, run, OPERAND, PRECISION)
             phi, slope, inverse, from_entry = _silu_and_over(x_q, s)
             run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, OPERAND, PRECISION)
             d, d_sin = d * inverse, d_sin * inverse
         grad = _unturn(d, d_sin, cos, sin, KIND)
-        to = ((b * length + t) * heads + h)[:, None] * DIM + kc[None, :]
+        to = dense(b, h, t, kc, length, heads, DIM)
         here = (t < length)[:, None] & inside[None, :]
         tl.store(dphi + to, grad.to(dphi.dtype.element_ty), here)
         tl.store(dq + to, (grad * slope).to(dq.dtype.element_ty), here)
@@ -216,7 +169,7 @@ def _causal_dq(
         m, m_sin = _gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, OPERAND, PRECISION)
     if pull is not None:
         if not CAREFUL:
-            fade = weight(start, mx)
+            fade = fall_to(start, mx, OPERAND)
             pulled = tl.sum(spread, 0) * fade
             acc, acc_sin = acc * fade[None, :], acc_sin * fade[None, :]
         tl.store(pull + (bh * parts + part) * DIM + kc, pulled, inside)
@@ -263,6 +216,9 @@ def _causal_dkv(
             acc_sin = tl.load(tile + DIM * VDIM, mask=valid, other=0.0)
     at = (bh * (parts + 1) + part + 1) * DIM + kc
     unit = tl.load(top + at, mask=inside, other=-INFINITE)
+    if not CAREFUL:  # in units of the keys
+        fix = slip(unit, OPERAND)[None, :]
+        pulled, acc, acc_sin = pulled * fix, acc * fix, acc_sin * fix
     later = lane[None, :] >= lane[:, None]  # queries that see a key
     seen_by, ones = later.to(OPERAND), (lane[:, None] >= lane[None, :]).to(OPERAND)
     chunks = tl.cdiv(min(part * span + span, length) - part * span, BL)
@@ -281,7 +237,7 @@ def _causal_dkv(
         y = load(v, b, h, t, vc, seen, svb, svt, svh, VDIM, UNIT)
         do = load(dout, b, h, t, vc, t < length, sob, sot, soh, VDIM, UNIT)
         x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
-        to = ((b * length + t) * heads + h)[:, None] * DIM + kc[None, :]
+        to = dense(b, h, t, kc, length, heads, DIM)
         own_k = (t < length)[:, None] & inside[None, :]
         g = tl.load(dphi + to, mask=own_k, other=0.0).to(tl.float32)
         place, cos, sin = _rotation(turns, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
@@ -333,7 +289,7 @@ def _causal_dkv(
         dy = tl.zeros((BL, BV), tl.float32)
         dy = _recall(p, acc, acc_sin, cos, sin, dy, KIND, OPERAND, PRECISION)
         dy = dot(tl.where(later, score, 0.0), do, dy, OPERAND, PRECISION)
-        to = ((b * length + t) * heads + h)[:, None] * VDIM + vc[None, :]
+        to = dense(b, h, t, vc, length, heads, VDIM)
         here = (t < length)[:, None] & (vc < VDIM)[None, :]
         tl.store(dv + to, tl.where(seen[:, None], dy, 0.0).to(dv.dtype.element_ty), here)
         if CAREFUL:
@@ -363,14 +319,14 @@ def backward(
     chunks = cdiv(length, chosen.dq.chunk)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dphi = torch.empty_like(dq)
-    chunk_top, chunk_total = _float(k, rows, chunks, dim), _float(k, rows, chunks, dim)
+    chunk_top, chunk_total = scratch(k, rows, chunks, dim), scratch(k, rows, chunks, dim)
     sizes = (rows, parts, dim), (rows, parts, tall * dim, vdim)
     before = past or not fills(k, vdim, place.kind)  # what comes before whole rows is often nothing
     after = before or dtotal is not None or dmemory is not None
     own, later = (
-        tuple(_float(k, *size) if wanted else None for size in sizes) for wanted in (before, after)
+        tuple(scratch(k, *size) if wanted else None for size in sizes) for wanted in (before, after)
     )
-    turned_q, turned_k = (_float(k, batch, heads, chunks, dim if learn else 0) for _ in range(2))
+    turned_q, turned_k = (scratch(k, batch, heads, chunks, dim if learn else 0) for _ in range(2))
     common = dict(
         zip(QKV + OUT, strided, strict=True), length=length, span=span, parts=parts, heads=heads,
         DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, BL=chosen.dq.chunk, LEARN=learn,
@@ -384,10 +340,10 @@ def backward(
             **(CAREFUL if careful else chosen.dq).options(), **common,
         )  # fmt: skip
     sizes = (dim,), (tall * dim, vdim)
-    first = tuple(_float(k, batch, heads, *size) if past else _float(k, 0) for size in sizes)
+    first = tuple(scratch(k, batch, heads, *size) if past else scratch(k, 0) for size in sizes)
     if after:
         given = (x if x is None else x.contiguous() for x in (dtotal, dmemory))
-        _suffix[(rows, cdiv(tall * dim, some))](
+        suffix[(rows, cdiv(tall * dim, some))](
             entry[0], *own, *given, *(first if past else (None, None)), *later, parts, DIM=dim,
             VDIM=vdim, BV=bv, TALL=tall, BC=some, num_warps=2,
         )  # fmt: skip

@@ -113,6 +113,18 @@ def once(x):
 
 
 @triton.jit
+def pinned(x):
+    """x, which several products need: computed as it is loaded, then moved. (Triton would compute
+    it for each, from shared memory in an order of many bank conflicts.) Cheaper than `once`, but
+    what is not an operand only may still be computed twice."""
+    if INTERPRETED:
+        return x
+    else:
+        of: tl.constexpr = 32 // x.dtype.primitive_bitwidth
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, of)
+
+
+@triton.jit
 def rotate_once(
     turning, t, AXES: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr, PREFIX: tl.constexpr
 ):  # fmt: skip

@@ -23,6 +23,13 @@ def address(ptr, b, h, t, col, sb, st, sh, UNIT: tl.constexpr):
 
 
 @triton.jit
+def dense(b, h, t, col, length, heads, DIM: tl.constexpr):
+    """Where rows t and columns col of a head are in a dense (batch, length, heads, DIM) tensor."""
+    base = (b.to(tl.int64) * length * heads + h) * DIM
+    return (base + t.to(tl.int64) * (heads * DIM))[:, None] + col[None, :]
+
+
+@triton.jit
 def tokens_seen(keep, b, t, end, length, MASKED: tl.constexpr):
     """Which tokens are before `end` and not padding."""
     seen = t < end
@@ -97,14 +104,30 @@ def weight(x, top):
 
 
 @triton.jit
+def _shift(top):
+    return tl.where(top == float("-inf"), 0.0, top) * 1.4426950408889634
+
+
+@triton.jit
 def powers(x, top, OPERAND: tl.constexpr):
     """exp(x - top) of a tile, columns of `top`. For operands of 16 bits with one instruction an
-    element less: what that rounds off is 1e-7 of x and of top."""
+    element less, and off by a factor that a column has in common: see `slip`."""
     if tl.float32 == OPERAND:
         return weight(x, top[None, :])
     else:
-        shift = tl.where(top == float("-inf"), 0.0, top) * 1.4426950408889634
-        return tl.exp2(x * 1.4426950408889634 - shift[None, :])
+        return tl.exp2(tl.fma(x, 1.4426950408889634, -_shift(top)[None, :]))
+
+
+@triton.jit
+def slip(top, OPERAND: tl.constexpr):
+    """The factor from `powers` to exp(x - top): 1 within 1e-7 of `top`, whose product with log2(e)
+    was rounded."""
+    if tl.float32 == OPERAND:
+        return tl.full(top.shape, 1.0, tl.float32)
+    else:
+        shift = _shift(top)
+        off = tl.fma(top, 1.4426950408889634, -shift)
+        return tl.exp2(tl.where(top == float("-inf"), 0.0, -off))
 
 
 @triton.jit
@@ -167,6 +190,16 @@ def operand(x: Tensor) -> dict[str, Any]:
             return {"OPERAND": tl.bfloat16, "PRECISION": "tf32"}
         return {"OPERAND": tl.float32, "PRECISION": "ieee"}
     return {"OPERAND": tl.float32, "PRECISION": "tf32" if x.dtype == torch.float16 else "tf32x3"}
+
+
+def flags(keep: Tensor | None) -> Tensor | None:
+    """A mask as bytes."""
+    return None if keep is None else keep.contiguous().view(torch.uint8)
+
+
+def scratch(like: Tensor, *shape: int) -> Tensor:
+    """A float32 tensor, unwritten."""
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
 @cache

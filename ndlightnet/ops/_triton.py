@@ -290,7 +290,8 @@ def _(
 
     parts, rows = plans.cut(k, v.shape[-1], kind)[0], k.shape[0] * k.shape[2]
     last = _fake_state(k, v, kind)
-    entry = [x.new_empty(rows, parts + 1, *x.shape[2:]) for x in last]
+    states = zip(last, (parts + 1, parts, parts), strict=True)
+    entry = [x.new_empty(rows, n, *x.shape[2:]) for x, n in states]
     flag = k.new_empty(rows, parts, dtype=torch.int32)
     return q.new_empty(v.shape), *last, entry[0], entry[1], entry[2], flag
 

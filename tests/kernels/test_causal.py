@@ -69,7 +69,8 @@ ROW = Case((38,), 5, 3, batch=1, heads=1)
         *(ROW._replace(logits=name) for name in ("up", "climb", "holes")),
         *(ROW._replace(logits=name, past=True) for name in ("wide", "offset", "jumps")),
         *on_gpu(*(ROW._replace(kind="cosine", logits=name, dtype=HALF) for name in LOGITS)),
-        *on_gpu(*(ROW._replace(shape=(600,), logits=name, dtype=BRAIN) for name in LOGITS)),
+        # several rows: where one token's gradient is all that counts, the error of one row is luck
+        *on_gpu(*(Case((600,), 5, 3, logits=name, dtype=BRAIN) for name in LOGITS)),
         *on_gpu(*(Case((200,), 64, 64, logits=n, dtype=BRAIN) for n in ("wide", "jumps"))),
     ],
     ids=str,
@@ -89,7 +90,7 @@ CROWD = Case((300,), 64, 64, dtype=BRAIN, batch=32, heads=12)
         MANY._replace(mask="left", past=True),
         MANY._replace(mask="holes", kind="cosine"),
         *(MANY._replace(logits=name) for name in ("climb", "leap", "jumps")),
-        *on_gpu(*(MANY._replace(shape=(200,), logits=n, heads=99, dtype=HALF) for n in LOGITS)),
+        *on_gpu(*(MANY._replace(shape=(200,), logits=n, heads=120, dtype=HALF) for n in LOGITS)),
         *on_gpu(CROWD, CROWD._replace(mask="right", past=True), CROWD._replace(logits="jumps")),
     ],
     ids=str,

@@ -1,0 +1,109 @@
+"""Between the segments of the causal form: the State before each, and its adjoint."""
+
+# mypy: disable-error-code="assignment"
+# (a jit function builds its tuples of tensors piece by piece)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ndlightnet_kernels.tiles import weight
+
+INFINITE = tl.constexpr(float("inf"))
+AT_ONCE = tl.constexpr(8)  # States whose loads are on their way at the same time
+
+
+@triton.jit(do_not_specialize=["parts"])
+def prefix(
+    top0, total0, memory0, top, total, memory, top_out, total_out, memory_out, parts,
+    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """States before each of `parts` + 1 segments from the segments' own (None: there is but one
+    segment): one program for BC rows of the memory."""
+    bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
+    row = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside, lead, c = row < TALL * DIM, row < DIM, row % DIM
+    tile, here = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
+    best = tl.full((BC,), -INFINITE, tl.float32)
+    sm, m = tl.zeros((BC,), tl.float32), tl.zeros((BC, BV), tl.float32)
+    if top0 is not None:
+        best = tl.load(top0 + bh * DIM + c, mask=inside, other=-INFINITE)
+        sm = tl.load(total0 + bh * DIM + c, mask=inside, other=0.0)
+        m = tl.load(memory0 + bh * (TALL * DIM * VDIM) + tile, mask=here, other=0.0)
+    zero, states = tl.zeros((BC,), tl.int32), bh * (parts + 1)
+    tl.store(top_out + (states + bh) * DIM + c, best, lead)
+    tl.store(total_out + states * DIM + c, sm, lead)
+    tl.store(memory_out + states * (TALL * DIM * VDIM) + tile, m, here)
+    if top is not None:
+        for first in range(0, parts, AT_ONCE):
+            refs, sums, tiles = (), (), ()
+            for i in tl.static_range(AT_ONCE):
+                s = zero + first + i
+                at, there = bh * parts + s, inside & (s < parts)
+                refs += (tl.load(top + at * DIM + c, mask=there, other=-INFINITE),)
+                sums += (tl.load(total + at * DIM + c, mask=there, other=0.0),)
+                x = memory + at[:, None] * (TALL * DIM * VDIM) + tile
+                tiles += (tl.load(x, mask=here & there[:, None], other=0.0),)
+            for i in tl.static_range(AT_ONCE):
+                high = tl.maximum(best, refs[i])
+                fall, w = weight(best, high), weight(refs[i], high)
+                best, sm = high, fall * sm + w * sums[i]
+                m = fall[:, None] * m + w[:, None] * tiles[i]
+                s = zero + first + i + 1
+                to, there = states + s, s <= parts
+                tl.store(top_out + (to + bh) * DIM + c, best, lead & there)
+                tl.store(total_out + to * DIM + c, sm, lead & there)
+                x = memory_out + to[:, None] * (TALL * DIM * VDIM) + tile
+                tl.store(x, m, here & there[:, None])
+
+
+@triton.jit(do_not_specialize=["parts"])
+def suffix(
+    top, pull, pulls, dtotal, dmemory, dtotal0, dmemory0, pull_out, pulls_out, parts,
+    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Adjoint of `prefix`: what later segments and the final State pull on the State before each.
+    pull, pulls: a segment's own, in units of its entry; None where nobody wants them."""
+    bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
+    row = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside, lead, c = row < TALL * DIM, row < DIM, row % DIM
+    tile, here = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
+    states = top + bh * (parts + 1) * DIM + c
+    ref_after = tl.load(states + parts * DIM, mask=inside, other=-INFINITE)
+    known = ref_after > -INFINITE  # a channel that has seen no token has no memory
+    after, m = tl.zeros((BC,), tl.float32), tl.zeros((BC, BV), tl.float32)
+    if dtotal is not None:
+        after -= tl.where(known, tl.load(dtotal + bh * DIM + c, mask=inside, other=0.0), 0.0)
+    if dmemory is not None:
+        m = tl.load(dmemory + bh * (TALL * DIM * VDIM) + tile, mask=here, other=0.0)
+        m = tl.where(known[:, None], m, 0.0)
+    zero, end = tl.zeros((BC,), tl.int32), bh * parts + parts - 1
+    tl.store(pull_out + end * DIM + c, after, lead)
+    tl.store(pulls_out + end * (TALL * DIM * VDIM) + tile, m, here)
+    for back in range(0, parts, AT_ONCE):
+        refs, sums, tiles = (), (), ()
+        for i in tl.static_range(AT_ONCE):
+            s = zero + parts - 1 - back - i
+            at, there = bh * parts + s, inside & (s >= 0)
+            refs += (tl.load(states + s * DIM, mask=there, other=-INFINITE),)
+            if pull is None:
+                sums += (tl.zeros((BC,), tl.float32),)
+                tiles += (tl.zeros((BC, BV), tl.float32),)
+            else:
+                sums += (tl.load(pull + at * DIM + c, mask=there, other=0.0),)
+                x = pulls + at[:, None] * (TALL * DIM * VDIM) + tile
+                tiles += (tl.load(x, mask=here & there[:, None], other=0.0),)
+        for i in tl.static_range(AT_ONCE):
+            s = zero + parts - 1 - back - i
+            ref = tl.where(s >= 0, refs[i], ref_after)
+            known, fall = ref > -INFINITE, weight(ref, ref_after)
+            after = fall * after + tl.where(known, sums[i], 0.0)
+            m = fall[:, None] * m + tl.where(known[:, None], tiles[i], 0.0)
+            ref_after = ref
+            at, there = bh * parts + s - 1, s > 0
+            tl.store(pull_out + at * DIM + c, after, lead & there)
+            x = pulls_out + at[:, None] * (TALL * DIM * VDIM) + tile
+            tl.store(x, m, here & there[:, None])
+    if dtotal0 is not None:
+        tl.store(dtotal0 + bh * DIM + c, -after, lead)
+        tl.store(dmemory0 + bh * (TALL * DIM * VDIM) + tile, m, here)
