@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ndlightnet_kernels import phases
 from ndlightnet_kernels.phases import places, rotate, turning
-from ndlightnet_kernels.plans import plan, wide
+from ndlightnet_kernels.plans import pieces, plan, wide
 from ndlightnet_kernels.tiles import (
     Place,
     address,
@@ -41,7 +41,7 @@ from ndlightnet_kernels.tiles import (
     weight,
 )  # fmt: skip
 
-SIZES = ["length", "span", "parts", "heads", "own", *phases.SIZES]
+SIZES = ["length", "span", "parts", "pieces", "heads", "own", *phases.SIZES]
 KV = ["skb", "skt", "skh", "svb", "svt", "svh"]
 
 
@@ -105,18 +105,21 @@ def _collect(
 
 
 @triton.jit
-def _maximum(
+def _maxima(
     k, keep, b, h, begin, end, length, kc, skb, skt, skh, WIDTH: tl.constexpr, BL: tl.constexpr,
-    MASKED: tl.constexpr, UNIT: tl.constexpr,
+    KIND: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Largest logits of tokens [begin, end)."""
+    """Largest logits of tokens [begin, end), and with rotary of the pairs' second channels."""
     mx = tl.full((kc.shape[0],), float("-inf"), tl.float32)
+    mx2 = mx
     for first in tl.range(begin, end, BL, num_stages=1):
         t = first + tl.arange(0, BL)
         seen = tokens_seen(keep, b, t, end, length, MASKED)
-        x, _ = _keys(k, b, h, t, kc, seen, length, skb, skt, skh, WIDTH, 0, MASKED, UNIT)
+        x, x2 = _keys(k, b, h, t, kc, seen, length, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
         mx = tl.maximum(mx, tl.max(x, 0))
-    return mx
+        if KIND == 2:
+            mx2 = tl.maximum(mx2, tl.max(x2, 0))
+    return mx, mx2
 
 
 @triton.jit
@@ -129,7 +132,7 @@ def _store_top(top, at, mx, mx2, inside, WIDTH: tl.constexpr, KIND: tl.constexpr
 @triton.jit(do_not_specialize=SIZES + KV)
 def _summarize(
     k, v, keep, theta, start, top, total, memory,
-    skb, skt, skh, svb, svt, svh, length, span, parts, heads, own,
+    skb, skt, skh, svb, svt, svh, length, span, parts, pieces, heads, own,
     n1, n2, n3, n4, n5, n6, n7, prefix,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
     BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
@@ -148,18 +151,16 @@ def _summarize(
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     kc, vc = tl.program_id(0) % BLOCKS * BK + tl.arange(0, BK), tl.arange(0, BV)
     inside = kc < WIDTH
-    begin, end = part * span, min(part * span + span, length)
+    step = tl.cdiv(tl.cdiv(span, BL), pieces) * BL
+    begin = part // pieces * span + part % pieces * step
+    end = min(min(begin + step, (part // pieces + 1) * span), length)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     turns = turning(theta, start, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL)
-    once = min(begin + BL, end)
-    mx = _maximum(k, keep, b, h, begin, once, length, kc, skb, skt, skh, WIDTH, BL, MASKED, UNIT)
-    mx = tl.where(mx == float("-inf"), 0.0, mx)
-    mx2 = mx
-    if KIND == 2:
-        mx2 = _maximum(
-            k + WIDTH, keep, b, h, begin, once, length, kc, skb, skt, skh, WIDTH, BL, MASKED, UNIT
-        )
-        mx2 = tl.where(mx2 == float("-inf"), 0.0, mx2)
+    mx, mx2 = _maxima(
+        k, keep, b, h, begin, min(begin + BL, end), length, kc, skb, skt, skh, WIDTH, BL, KIND,
+        MASKED, UNIT,
+    )  # fmt: skip
+    mx, mx2 = tl.where(mx == float("-inf"), 0.0, mx), tl.where(mx2 == float("-inf"), 0.0, mx2)
     at = (bh * parts + part) * DIM + kc
     _store_top(top, at, mx, mx2, inside, WIDTH, KIND)
     sm, sm2, acc = _collect(
@@ -171,13 +172,9 @@ def _summarize(
     if KIND == 2:
         good = good & (sm2 > 1e-25) & (sm2 < 1e25)
     if tl.min((good | (kc >= WIDTH)).to(tl.int32), 0) == 0:
-        mx = _maximum(k, keep, b, h, begin, end, length, kc, skb, skt, skh, WIDTH, BL, MASKED, UNIT)
-        mx2 = mx
-        if KIND == 2:
-            mx2 = _maximum(
-                k + WIDTH, keep, b, h, begin, end, length, kc, skb, skt, skh, WIDTH, BL, MASKED,
-                UNIT,
-            )  # fmt: skip
+        mx, mx2 = _maxima(
+            k, keep, b, h, begin, end, length, kc, skb, skt, skh, WIDTH, BL, KIND, MASKED, UNIT
+        )
         _store_top(top, at, mx, mx2, inside, WIDTH, KIND)
         sm, sm2, acc = _collect(
             k, v, keep, turns, mx, mx2, b, h, begin, end, length, kc, vc,
@@ -327,27 +324,32 @@ def _read(
 
 # ------------------------------------------------------------------------------------ launches
 def summarize_parts(
-    k: Tensor, v: Tensor, keep: Tensor | None, place: Place, parts: int | None = None, span: int = 0
+    k: Tensor, v: Tensor, keep: Tensor | None, place: Place, cut: tuple[int, int] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """States (batch * heads, parts, ...) of parts of `span` tokens; by default as many as suit."""
+    """States (batch * heads, parts, ...) of as many parts as suit the card; with `cut`, of as many
+    pieces of each of (number, tokens) segments."""
     (k, v), strided, unit = prepare(k, v)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     bv, width = pad(vdim), dim // 2 if place.kind == "rotary" else dim
     chosen = plan("summarize", pad(width), bv, place.kind, wide(k))
     block, bk = chosen.block, chosen.keys
     blocks, tall = cdiv(width, bk), 1 if place.kind == "none" else 2
-    if parts is None:
-        programs = chosen.programs * processors(k)
-        parts, span = split(length, batch * heads * blocks, block, programs)
+    rows, at_once, each = batch * heads * blocks, chosen.programs * processors(k), 1
+    if cut is None:
+        parts, span = split(length, rows, block, at_once)
+    else:
+        parts, span = cut
+        each = pieces(rows * parts, at_once, span // block)
+        parts *= each
     # tokens that the threads of a program load at once: sums within a thread cost no exchange
-    rows = min(block, chosen.warps * 32 * (16 // k.element_size()) // bk)
+    together = min(block, chosen.warps * 32 * (16 // k.element_size()) // bk)
     top = scratch(k, batch * heads, parts, dim)
     total, memory = torch.empty_like(top), scratch(k, batch * heads, parts, tall * dim, vdim)
-    _summarize[(batch * heads * blocks, parts)](
+    _summarize[(rows, parts)](
         k, v, flags(keep), top=top, total=total, memory=memory, length=length, span=span,
-        parts=parts, heads=heads, **dict(zip(KV, strided, strict=True)), DIM=dim, VDIM=vdim, BK=bk,
-        BV=bv, BL=block, BLOCKS=blocks, MASKED=keep is not None, UNIT=unit, STAGES=chosen.stages,
-        ROWS=rows, **place.arguments(k), **operand(k), **chosen.options(),
+        parts=parts, pieces=each, heads=heads, **dict(zip(KV, strided, strict=True)), DIM=dim,
+        VDIM=vdim, BK=bk, BV=bv, BL=block, BLOCKS=blocks, MASKED=keep is not None, UNIT=unit,
+        STAGES=chosen.stages, ROWS=together, **place.arguments(k), **operand(k), **chosen.options(),
     )  # fmt: skip
     return top, total, memory
 

@@ -326,14 +326,15 @@ def forward(
     )  # fmt: skip
     own: tuple[Tensor | None, ...] = (None, None, None)
     if not fills(k, vdim, place.kind):
-        own = attention.summarize_parts(k, v, keep, place, parts - 1, span)
+        own = attention.summarize_parts(k, v, keep, place, (parts - 1, span))
     last = (
         scratch(k, batch, heads, dim), scratch(k, batch, heads, dim),
         scratch(k, batch, heads, tall * dim, vdim),
     )  # fmt: skip
+    pieces = 1 if own[0] is None else own[0].shape[1] // max(1, parts - 1)
     some, before = max(1, 256 // bv), (x if x is None else x.contiguous() for x in state)
     prefix[(rows, cdiv(tall * dim, some))](
-        *before, *own, *entry, parts - 1, DIM=dim, VDIM=vdim, BV=bv, TALL=tall, BC=some,
+        *before, *own, *entry, parts - 1, pieces, DIM=dim, VDIM=vdim, BV=bv, TALL=tall, BC=some,
         num_warps=2,
     )  # fmt: skip
     out = torch.empty(*v.shape, dtype=q.dtype, device=q.device)

@@ -125,6 +125,17 @@ def causal(k: Tensor, vdim: int, kind: str) -> Causal:
     return (CAUSAL if kind == "none" else TURNED)[side]
 
 
+def pieces(programs: int, at_once: int, tiles: int) -> int:
+    """Into how many pieces each of `programs` parts of so many tiles is best cut: as few as keep
+    six tenths of the card at work, which keeps its memory busy."""
+
+    def share(n: int) -> float:
+        return programs * n / (max(1, cdiv(programs * n, at_once)) * at_once)
+
+    options = range(1, max(1, min(8, tiles // 4)) + 1)
+    return next((n for n in options if share(n) >= 0.6), max(options, key=share))
+
+
 MOST_PARTS, BLOCK = 127, 64
 
 

@@ -13,13 +13,13 @@ INFINITE = tl.constexpr(float("inf"))
 AT_ONCE = tl.constexpr(8)  # States whose loads are on their way at the same time
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["parts", "pieces"])
 def prefix(
-    top0, total0, memory0, top, total, memory, top_out, total_out, memory_out, parts,
+    top0, total0, memory0, top, total, memory, top_out, total_out, memory_out, parts, pieces,
     DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """States before each of `parts` + 1 segments from the segments' own (None: there is but one
-    segment): one program for BC rows of the memory."""
+    """States before each of `parts` + 1 segments from those of the segments' pieces (None: there is
+    but one segment): one program for BC rows of the memory."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     row = tl.program_id(1) * BC + tl.arange(0, BC)
     inside, lead, c = row < TALL * DIM, row < DIM, row % DIM
@@ -35,11 +35,12 @@ def prefix(
     tl.store(total_out + states * DIM + c, sm, lead)
     tl.store(memory_out + states * (TALL * DIM * VDIM) + tile, m, here)
     if top is not None:
-        for first in range(0, parts, AT_ONCE):
+        own = parts * pieces
+        for first in range(0, own, AT_ONCE):
             refs, sums, tiles = (), (), ()
             for i in tl.static_range(AT_ONCE):
                 s = zero + first + i
-                at, there = bh * parts + s, inside & (s < parts)
+                at, there = bh * own + s, inside & (s < own)
                 refs += (tl.load(top + at * DIM + c, mask=there, other=-INFINITE),)
                 sums += (tl.load(total + at * DIM + c, mask=there, other=0.0),)
                 x = memory + at[:, None] * (TALL * DIM * VDIM) + tile
@@ -50,7 +51,7 @@ def prefix(
                 best, sm = high, fall * sm + w * sums[i]
                 m = fall[:, None] * m + w[:, None] * tiles[i]
                 s = zero + first + i + 1
-                to, there = states + s, s <= parts
+                to, there = states + s // pieces, (s <= own) & (s % pieces == 0)
                 tl.store(top_out + (to + bh) * DIM + c, best, lead & there)
                 tl.store(total_out + to * DIM + c, sm, lead & there)
                 x = memory_out + to[:, None] * (TALL * DIM * VDIM) + tile

@@ -5,7 +5,7 @@ import torch
 from torch.autograd import grad
 
 from ndlightnet.ops import Lrpe, State, attention_step, causal_attention, summarize
-from ndlightnet_kernels import causal, causal_backward
+from ndlightnet_kernels import attention, causal, causal_backward
 
 from .cases import BRAIN, CASES, DEVICE, FULL, HALF, LOGITS, Case, Problem, in_order, on_gpu
 from .yardstick import check
@@ -126,6 +126,14 @@ def test_more_segments_than_are_joined_at_once(monkeypatch):
     for module in (causal, causal_backward):
         monkeypatch.setattr(module, "cut", lambda k, *_: (-(-k.shape[1] // 64), 64))
     check(Case((64 * 33 - 5,), 5, 3, past=True, batch=1, heads=1), "causal")
+
+
+def test_segments_summarised_in_pieces(monkeypatch):
+    """Three for the two tiles of a segment: the last one is empty."""
+    for module in (causal, causal_backward):
+        monkeypatch.setattr(module, "cut", lambda k, *_: (-(-k.shape[1] // 128), 128))
+    monkeypatch.setattr(attention, "pieces", lambda *_: 3)
+    check(Case((400,), 5, 3, mask="left", past=True, batch=1, heads=1), "causal")
 
 
 def test_later_tokens_get_a_gradient_of_exactly_zero():
