@@ -24,7 +24,6 @@ from ndlightnet_kernels.tiles import (
     KINDS,
     Place,
     cdiv,
-    dense,
     dot,
     flags,
     load,
@@ -76,7 +75,7 @@ def _read_backward(
         x1, x2 = _load_query(q, b, h, t, c, seen, sqb, sqt, sqh, WIDTH, KIND, UNIT)
         do = load(dout, b, h, t, vc, seen, sob, sot, soh, VDIM, UNIT)
         x1, slope1 = silu(x1)
-        to = dq + dense(b, h, t, c, length, heads, DIM)
+        to = dq + ((b * length + t) * heads + h)[:, None] * DIM + c[None, :]
         here = seen[:, None] & (c < WIDTH)[None, :]
         df = dot(do, m, tl.zeros((BL, TALL * BK), tl.float32), OPERAND, PRECISION)
         if KIND == 0:
@@ -209,7 +208,7 @@ def _key_block(
     TALL: tl.constexpr = 1 if KIND == 0 else 2 * KIND
     g, mx, pull, mx2, pull2 = grads
     x, x2 = _keys(k, b, h, t, kc, seen, length, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
-    to = dk + dense(b, h, t, kc, length, heads, DIM)
+    to = dk + ((b * length + t) * heads + h)[:, None] * DIM + kc[None, :]
     here = inside[:, None] & (kc < WIDTH)[None, :]
     dp = dot(y, g, tl.zeros((BL, TALL * BK), tl.float32), OPERAND, PRECISION)
     p = powers(x, mx, OPERAND)
@@ -285,7 +284,7 @@ def _summarize_backward(
                 )  # fmt: skip
         if MASKED:
             dy = tl.where(seen[:, None], dy, 0.0)
-        to = dv + dense(b, h, t, vc, length, heads, VDIM)
+        to = dv + ((b * length + t) * heads + h)[:, None] * VDIM + vc[None, :]
         tl.store(to, dy.to(dv.dtype.element_ty), inside[:, None] & (vc < VDIM)[None, :])
 
 

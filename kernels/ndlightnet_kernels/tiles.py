@@ -111,7 +111,8 @@ def _shift(top):
 @triton.jit
 def powers(x, top, OPERAND: tl.constexpr):
     """exp(x - top) of a tile, columns of `top`. For operands of 16 bits with one instruction an
-    element less, and off by a factor that a column has in common: see `slip`."""
+    element less, and off by a factor that a column has in common: see `slip`. (Not every Triton
+    contracts product and difference by itself.)"""
     if tl.float32 == OPERAND:
         return weight(x, top[None, :])
     else:
