@@ -211,6 +211,9 @@ def causal_attention(
 ) -> tuple[Tensor, State]:
     """Token t sees tokens up to t and what `state` holds (Eq. 5). Returns output and final State.
 
+    With 16-bit inputs the kernels round exp(k - max) before both the sum and the memory of the
+    final State are made of it, so that a query's weights add up to one.
+
     With kind="rotary" the result is not a function of offsets, because the two channels of a pair
     decay differently: prefer "cosine" here.
     """

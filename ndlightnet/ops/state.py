@@ -13,7 +13,8 @@ class State(NamedTuple):
 
     With p_u = exp(k_u - max), per key channel:  sum = sum_u p_u,  memory = sum_u p_u f_u v_u^T,
     where f_u is 1, or (cos, sin) of the token's MD-LRPE angles (then the memory has 2 * dim rows).
-    float32 (float64 for float64 inputs). `max` carries no gradient: outputs do not depend on it.
+    float32 (float64 for float64 inputs). `max` carries no gradient: outputs do not depend on it,
+    and the kernels may keep another number near the maximum.
     """
 
     max: Tensor  # (batch, heads, dim); -inf where nothing was seen
