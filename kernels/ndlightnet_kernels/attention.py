@@ -17,7 +17,6 @@ from ndlightnet_kernels.phases import places, rotate, turning
 from ndlightnet_kernels.plans import pieces, plan, wide
 from ndlightnet_kernels.tiles import (
     Place,
-    address,
     cdiv,
     dense,
     dot,
@@ -140,7 +139,8 @@ def _summarize(
     AXES: tl.constexpr, PREFIX: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr = 16,
 ):  # fmt: skip
-    """State of one part of the length, for one block of key channels (rotary: of pairs).
+    """State of one part of the length, for one block of key channels (rotary: of pairs). `pieces`
+    parts, the last ones of which may be empty, make up `span` tokens.
 
     A tile's maxima cost more than its products. So exponents are first taken from the first tile's
     maximum. If a sum then shows that the part's logits range too far for that, the part is done
@@ -270,12 +270,10 @@ def _read_memory(
 @triton.jit
 def _load_query(q, b, h, t, c, seen, sqb, sqt, sqh, WIDTH: tl.constexpr, KIND: tl.constexpr,
                 UNIT: tl.constexpr):  # fmt: skip
-    at = address(q, b, h, t, c, sqb, sqt, sqh, UNIT)
-    here = seen[:, None] & (c < WIDTH)[None, :]
-    x1 = tl.load(at, mask=here, other=0.0).to(tl.float32)
+    x1 = load(q, b, h, t, c, seen, sqb, sqt, sqh, WIDTH, UNIT).to(tl.float32)
     x2 = x1
     if KIND == 2:
-        x2 = tl.load(at + WIDTH, mask=here, other=0.0).to(tl.float32)
+        x2 = load(q + WIDTH, b, h, t, c, seen, sqb, sqt, sqh, WIDTH, UNIT).to(tl.float32)
     return x1, x2
 
 

@@ -29,7 +29,7 @@ from ndlightnet_kernels import attention
 from ndlightnet_kernels.attention import SIZES
 from ndlightnet_kernels.phases import pinned, places, rotate, turning
 from ndlightnet_kernels.plans import CAREFUL, causal, cut, fills
-from ndlightnet_kernels.segments import INFINITE, prefix
+from ndlightnet_kernels.segments import INFINITE, prefix_states
 from ndlightnet_kernels.tiles import (
     Place,
     cdiv,
@@ -175,14 +175,14 @@ def _unturn(d, d_sin, cos, sin, KIND: tl.constexpr):
 
 
 @triton.jit
-def fall_to(mx, anchor, OPERAND: tl.constexpr):
+def _fall_to(mx, anchor, OPERAND: tl.constexpr):
     """From units of exp(mx) to those in which `powers` gives keys."""
     return weight(mx, anchor) / slip(anchor, OPERAND)
 
 
 @triton.jit
 def _to_anchor(anchor, mx, sm, m, m_sin, OPERAND: tl.constexpr):
-    fall = fall_to(mx, anchor, OPERAND)
+    fall = _fall_to(mx, anchor, OPERAND)
     return anchor, sm * fall, m * fall[None, :], m_sin * fall[None, :]
 
 
@@ -237,7 +237,7 @@ def _causal(
             anchor = tl.load(after, mask=inside, other=-INFINITE)
         mx, sm, m, m_sin = _to_anchor(anchor, mx, sm, m, m_sin, OPERAND)
         lost = _unserved(k, keep, b, h, begin, length, mx, sm, kc, skb, skt, skh, DIM, UNIT, MASKED)
-        run += tl.where(kc < DIM, sm, 1.0)[None, :]
+        run += tl.where(inside, sm, 1.0)[None, :]
     for first in range(begin, end, BL):
         t = first + lane
         seen = tokens_seen(keep, b, t, length, length, MASKED)
@@ -251,7 +251,7 @@ def _causal(
         if CAREFUL:
             phi, _ = silu(x_q)
             best = tl.maximum(mx, tl.max(x, 0))
-            todo = (lane >= 0)[:, None] & (kc < DIM)[None, :]
+            todo = (lane >= 0)[:, None] & inside[None, :]
             anchor, from_entry = best, tl.zeros((BL, BK), tl.float32)
             rounds = 0  # each serves a row at least
             while (tl.max(anchor, 0) > -INFINITE) & (rounds < BL):
@@ -333,7 +333,7 @@ def forward(
     )  # fmt: skip
     pieces = 1 if own[0] is None else own[0].shape[1] // max(1, parts - 1)
     some, before = max(1, 256 // bv), (x if x is None else x.contiguous() for x in state)
-    prefix[(rows, cdiv(tall * dim, some))](
+    prefix_states[(rows, cdiv(tall * dim, some))](
         *before, *own, *entry, parts - 1, pieces, DIM=dim, VDIM=vdim, BV=bv, TALL=tall, BC=some,
         num_warps=2,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from ndlightnet_kernels.causal import (
     OUT,
     QKV,
     _entry,
+    _fall_to,
     _gather,
     _level,
     _next_anchor,
@@ -29,11 +30,10 @@ from ndlightnet_kernels.causal import (
     _silu_over,
     _to_anchor,
     _unturn,
-    fall_to,
 )  # fmt: skip
 from ndlightnet_kernels.phases import once, pinned, turning
 from ndlightnet_kernels.plans import CAREFUL, causal, cut, fills
-from ndlightnet_kernels.segments import INFINITE, suffix
+from ndlightnet_kernels.segments import INFINITE, suffix_pulls
 from ndlightnet_kernels.tiles import (
     Place,
     cdiv,
@@ -89,7 +89,7 @@ def _causal_dq(
     if not CAREFUL:
         anchor = tl.load(after, mask=inside, other=-INFINITE)
         mx, sm, m, m_sin = _to_anchor(anchor, mx, sm, m, m_sin, OPERAND)
-        run += tl.where(kc < DIM, sm, 1.0)[None, :]
+        run += tl.where(inside, sm, 1.0)[None, :]
     acc = tl.zeros((BV, BK), tl.float32)
     acc_sin = acc
     pulled = tl.zeros((BK,), tl.float32)
@@ -169,7 +169,7 @@ def _causal_dq(
         m, m_sin = _gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, OPERAND, PRECISION)
     if pull is not None:
         if not CAREFUL:
-            fade = fall_to(start, mx, OPERAND)
+            fade = _fall_to(start, mx, OPERAND)
             pulled = tl.sum(spread, 0) * fade
             acc, acc_sin = acc * fade[None, :], acc_sin * fade[None, :]
         tl.store(pull + (bh * parts + part) * DIM + kc, pulled, inside)
@@ -343,7 +343,7 @@ def backward(
     first = tuple(scratch(k, batch, heads, *size) if past else scratch(k, 0) for size in sizes)
     if after:
         given = (x if x is None else x.contiguous() for x in (dtotal, dmemory))
-        suffix[(rows, cdiv(tall * dim, some))](
+        suffix_pulls[(rows, cdiv(tall * dim, some))](
             entry[0], *own, *given, *(first if past else (None, None)), *later, parts, DIM=dim,
             VDIM=vdim, BV=bv, TALL=tall, BC=some, num_warps=2,
         )  # fmt: skip

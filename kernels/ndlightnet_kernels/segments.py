@@ -14,7 +14,7 @@ AT_ONCE = tl.constexpr(8)  # States whose loads are on their way at the same tim
 
 
 @triton.jit(do_not_specialize=["parts", "pieces"])
-def prefix(
+def prefix_states(
     top0, total0, memory0, top, total, memory, top_out, total_out, memory_out, parts, pieces,
     DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -59,12 +59,12 @@ def prefix(
 
 
 @triton.jit(do_not_specialize=["parts"])
-def suffix(
+def suffix_pulls(
     top, pull, pulls, dtotal, dmemory, dtotal0, dmemory0, pull_out, pulls_out, parts,
     DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Adjoint of `prefix`: what later segments and the final State pull on the State before each.
-    pull, pulls: a segment's own, in units of its entry; None where nobody wants them."""
+    """Adjoint of `prefix_states`: what later segments and the final State pull on the State before
+    each. pull, pulls: a segment's own, in units of its entry; None where nobody wants them."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     row = tl.program_id(1) * BC + tl.arange(0, BC)
     inside, lead, c = row < TALL * DIM, row < DIM, row % DIM

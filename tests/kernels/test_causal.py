@@ -129,11 +129,13 @@ def test_more_segments_than_are_joined_at_once(monkeypatch):
 
 
 def test_segments_summarised_in_pieces(monkeypatch):
-    """Three for the two tiles of a segment: the last one is empty."""
+    """Three for the four tiles of a segment: the last one is empty. What it holds must not count
+    beside logits that lie far below 0."""
     for module in (causal, causal_backward):
         monkeypatch.setattr(module, "cut", lambda k, *_: (-(-k.shape[1] // 128), 128))
     monkeypatch.setattr(attention, "pieces", lambda *_: 3)
-    check(Case((400,), 5, 3, mask="left", past=True, batch=1, heads=1), "causal")
+    check(Case((400,), 5, 3, mask="left", logits="down", batch=1, heads=1), "causal")
+    check(Case((400,), 5, 3, mask="holes", past=True, batch=1, heads=1), "causal")
 
 
 def test_later_tokens_get_a_gradient_of_exactly_zero():

@@ -59,6 +59,12 @@ def test_extreme_logits(case):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", LOGITS)
+def test_sums_are_float32_whatever_the_inputs(name):
+    check(Case((600,), 5, 3, logits=name, dtype=BRAIN), "state", grads=False)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", FULL, ids=str)
 def test_full_size(case):
     check(case, "global", full=True)

@@ -230,11 +230,8 @@ class Plain:
             scale = fall * (total.detach() if self.detach else total)[:, :, None]
             past = self.round(query * self.wide(scale)) @ self.normal(total, memory)
             out.append(score @ y + past)
-            top, fall = peak[:, :, -1], fall[:, :, -1]
-            p = weight(x - top[:, :, None])
-            # a sum as the memory has it, that of one more value, which is always 1
-            total = fall * total + self.round(p).sum(2)
-            key = self.round(self.wide(p) * factor[:, 0])
+            top, fall, total = peak[:, :, -1], fall[:, :, -1], sums[:, :, -1]
+            key = self.round(self.wide(weight(x - top[:, :, None])) * factor[:, 0])
             added = Rounded.apply(key.transpose(2, 3) @ y, self.dtype)
             memory = memory * self.wide(fall)[..., None] + added
         whole = torch.cat(out, 2).transpose(1, 2)
