@@ -1,0 +1,278 @@
+"""Volumes as they are read: NIfTI and DICOM, and what is refused."""
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import pydicom
+import pytest
+import torch
+from monai.data import MetaTensor
+
+from ndlightnet.data.volumes import Case, check_cases, find_inputs, load_case, save_labels
+
+from .volume_files import (
+    AFFINE,
+    HU,
+    SHAPE,
+    random_image,
+    random_label,
+    real,
+    refuses,
+    write,
+    write_series,
+)
+
+# --------------------------------------------------------------------------------------- loading
+
+
+def test_load_case(case: Case) -> None:
+    loaded = load_case(case)
+    assert loaded["name"] == "a"
+    image, label = loaded["image"], loaded["label"]
+    assert isinstance(image, MetaTensor) and isinstance(label, MetaTensor)
+    assert (image.shape, image.dtype) == ((1, *SHAPE), torch.float32)
+    assert (label.shape, label.dtype) == ((1, *SHAPE), torch.int16)
+    np.testing.assert_array_equal(image[0].numpy(), random_image())
+    np.testing.assert_array_equal(label[0].numpy(), random_label())
+    for volume in (image, label):
+        assert volume.affine.dtype == torch.float64
+        np.testing.assert_allclose(volume.affine, AFFINE, atol=1e-5)
+    assert "label" not in load_case(Case("a", case.images, None))
+
+
+def test_stored_slope_and_intercept_are_applied(tmp_path: Path) -> None:
+    stored = nibabel.Nifti1Image(np.arange(24, dtype=np.int16).reshape(2, 3, 4), np.eye(4))
+    stored.header.set_slope_inter(2.0, -1024.0)
+    nibabel.save(stored, tmp_path / "ct.nii")
+    image = load_case(Case("ct", (tmp_path / "ct.nii",), None))["image"]
+    raw = nibabel.load(tmp_path / "ct.nii")
+    assert (raw.dataobj.slope, raw.dataobj.inter) == (2.0, -1024.0)
+    np.testing.assert_allclose(image[0], raw.get_fdata())
+
+
+def test_a_second_grid_is_resampled_onto_the_first(tmp_path: Path) -> None:
+    """A smooth function of the place in mm, sampled on two grids, is the same on the first."""
+
+    def sample(affine: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        index = np.stack(np.meshgrid(*map(np.arange, shape), indexing="ij"))
+        x, y, z = (
+            np.einsum("ij,jxyz->ixyz", affine[:3, :3], index) + affine[:3, 3, None, None, None]
+        )
+        return (7 + np.sin(x / 9) + np.cos(y / 8) + 0.05 * z).astype(np.float32)
+
+    fine, small = (np.diag([-1.5, -1.5, 2.0, 1.0]), (21, 19, 15))
+    coarse, large = (np.diag([2.5, 2.0, 3.0, 1.0]), (24, 27, 22))
+    fine[:3, 3] = 20, 15, -30
+    coarse[:3, 3] = -20, -20, -45
+    images = write(tmp_path / "ct.nii.gz", sample(fine, small), fine), tmp_path / "pet.nii.gz"
+    write(images[1], sample(coarse, large), coarse)
+    image = load_case(Case("x", images, None))["image"]
+    assert image.shape == (2, *small)
+    np.testing.assert_allclose(image.affine, fine)
+    # Linear interpolation is off by at most h^2/8 |f''| an axis: 2.5^2/8/81 + 2^2/8/64 = 0.017.
+    assert float((image[0] - image[1]).abs().max()) < 0.02
+
+    write(images[1], sample(coarse, large)[:, :, :8], coarse)  # ends at z = -24
+    cut = load_case(Case("x", images, None))["image"]
+    np.testing.assert_allclose(cut[1, ..., :4], image[1, ..., :4], atol=1e-5)
+    least = float(sample(coarse, large)[:, :, :8].min())
+    np.testing.assert_allclose(cut[1, ..., 5:], least, rtol=1e-5)
+
+    moved = coarse.copy()
+    moved[0, 3] += 500
+    write(images[1], sample(coarse, large), moved)
+    refuses(lambda: load_case(Case("x", images, None)), images[1], "does not overlap")
+
+
+def broken_image(path: Path, how: str) -> str:
+    """Spoils the image at `path`; returns what the error should say."""
+    voxels = random_image()
+    whole = path.read_bytes()
+    if how == "truncated":
+        path.write_bytes(whole[: len(whole) // 2])
+    elif how == "truncated inside gzip":  # the gzip is sound, the volume in it is not
+        path.write_bytes(gzip.compress(gzip.decompress(whole)[:-100]))
+    elif how == "corrupt":
+        path.write_bytes(whole[:200] + bytes(100) + whole[300:])
+    elif how == "not NIfTI":
+        path.write_bytes(gzip.compress(b"hello" * 200))
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "gone":
+        path.unlink()
+        return "No such file"
+    elif how == "nan":
+        voxels[1, 2, 3] = np.nan
+        write(path, voxels)
+        return "1 voxels that are NaN"
+    elif how == "infinite":
+        voxels[1, 2, 3:5] = -np.inf
+        write(path, voxels)
+        return "2 voxels that are NaN or infinite"
+    elif how == "4-D":
+        write(path, random_image((*SHAPE, 2)))
+        return "3 axes"
+    elif how == "2-D":
+        write(path, random_image(SHAPE[:2]))
+        return "3 axes"
+    elif how == "empty axis":
+        write(path, random_image((9, 0, 11)))
+        return "empty axis"
+    elif how == "colour":
+        write(path, np.zeros(SHAPE, [("R", "u1"), ("G", "u1"), ("B", "u1")]))
+        return "real numbers"
+    elif how == "flat affine":
+        # Through the raw header: nibabel itself refuses to write it.
+        raw = bytearray(gzip.decompress(whole))
+        raw[280:296] = bytes(16)
+        path.write_bytes(gzip.compress(bytes(raw)))
+        return "affine"
+    return "cannot be read"
+
+
+IMAGE_FAULTS = (
+    "truncated", "truncated inside gzip", "corrupt", "not NIfTI", "empty", "gone", "nan",
+    "infinite", "4-D", "2-D", "empty axis", "colour", "flat affine",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", IMAGE_FAULTS)
+def test_broken_images_are_refused_by_name(case: Case, how: str) -> None:
+    words = broken_image(case.images[0], how)
+    refuses(lambda: load_case(Case("a", case.images, None)), case.images[0], words)
+    refuses(lambda: check_cases([case], 3, progress=False), case.images[0], words)
+
+
+def test_broken_labels_are_refused_by_name(case: Case) -> None:
+    label = case.label
+    assert label is not None
+    check_cases([case], 3, progress=False)
+
+    def bad(words: str, voxels: np.ndarray, affine: np.ndarray = AFFINE, classes: int = 3) -> None:
+        write(label, voxels, affine)
+        refuses(lambda: check_cases([case], classes, progress=False), label, words)
+
+    bad(r"0\.\.2, expected 0\.\.1", random_label(), classes=2)
+    bad(r"-1\.\.", random_label().astype(np.int16) - 1)
+    bad("whole numbers", random_label() + np.float32(0.5))
+    bad("whole numbers", random_label().astype(np.float32) * 40000)
+    bad("NaN", np.full(SHAPE, np.nan, np.float32))
+    bad(r"shape \(9, 7, 10\)", random_label((9, 7, 10)))
+    for change in (np.diag([-1, 1, 1, 1]), np.diag([1, 1, 1.05, 1])):
+        bad("another affine", random_label(), AFFINE @ change)
+    shifted = AFFINE.copy()
+    shifted[1, 3] += 0.5
+    bad("another affine", random_label(), shifted)
+    shifted[1, 3] = AFFINE[1, 3] + 0.05  # rounding of headers is not a fault
+    write(label, random_label(), shifted)
+    check_cases([case], 3, progress=False)
+    label.write_bytes(label.read_bytes()[:60])
+    refuses(lambda: check_cases([case], 3, progress=False), label, "cannot be read")
+
+
+def test_the_check_finds_one_broken_file_among_many(case: Case) -> None:
+    sound = [Case(f"c{i}", case.images, case.label) for i in range(20)]
+    broken = write(case.images[0].with_name("b.nii.gz"), random_image())
+    broken.write_bytes(broken.read_bytes()[:-50])
+    refuses(
+        lambda: check_cases([*sound, Case("b", (broken,), None), *sound], 3), broken, "cannot be"
+    )
+
+
+# ----------------------------------------------------------------------------------------- DICOM
+
+
+# LPS to RAS: x and y change sign; PixelSpacing is (between rows, between columns).
+DICOM_AFFINE = np.array([[-0.75, 0, 0, 30], [0, -1.25, 0, 20], [0, 0, 2.5, 100], [0, 0, 0, 1.0]])
+
+
+def test_dicom_series(tmp_path: Path) -> None:
+    folder = write_series(tmp_path / "series [1]", HU)
+    (folder / "notes.txt").write_text("not an image")
+    (folder / "[more]").mkdir()
+    first = pydicom.dcmread(folder / "00.dcm")
+    first.InstanceNumber = 99  # the place decides, not the number
+    first.save_as(folder / "00.dcm")
+    (case,) = find_inputs(folder)
+    assert case.name == "series [1]" and case.label is None
+    image = load_case(case)["image"]
+    np.testing.assert_array_equal(image[0].numpy(), HU)
+    np.testing.assert_allclose(image.affine, DICOM_AFFINE)
+    save_labels(random_label(), case, tmp_path / "out.nii.gz")
+    saved = nibabel.load(tmp_path / "out.nii.gz")
+    np.testing.assert_allclose(saved.affine, DICOM_AFFINE, atol=1e-4)
+    np.testing.assert_allclose(saved.header.get_zooms(), (0.75, 1.25, 2.5), atol=1e-6)
+    np.testing.assert_array_equal(np.asarray(saved.dataobj), random_label())
+
+
+def test_broken_dicom_is_refused_by_name(tmp_path: Path) -> None:
+    def bad(words: str, spoil: Callable[[list[Path]], Any], named: int | None = None) -> None:
+        folder = write_series(tmp_path / words.replace(" ", "_"), HU)
+        files = sorted(folder.iterdir())
+        spoil(files)
+        path = folder if named is None else files[named]
+        refuses(lambda: load_case(Case("x", (folder,), None)), path, words)
+
+    def edit(file: Path, **tags: Any) -> None:
+        data = pydicom.dcmread(file)
+        for tag, value in tags.items():
+            if value is None:
+                delattr(data, tag)
+            else:
+                setattr(data, tag, value)
+        data.save_as(file)
+
+    bad("mm apart", lambda files: files[3].unlink())
+    bad("missing or doubled", lambda fs: edit(fs[3], ImagePositionPatient=[-30, -20, 103]))
+    bad("to 2.5 mm apart", lambda fs: shutil.copy(fs[3], fs[3].with_name("copy.dcm")))
+    bad("several DICOM series", lambda files: edit(files[0], SeriesInstanceUID="1.2.3"))
+    bad("different orientation", lambda fs: edit(fs[2], ImageOrientationPatient=[1, 0, 0, 0, 0, 1]))
+    bad("has 1 DICOM slices", lambda files: [file.unlink() for file in files[1:]])
+    bad("has 0 DICOM slices", lambda files: [file.unlink() for file in files])
+    bad("has no ImagePositionPatient", lambda fs: edit(fs[2], ImagePositionPatient=None), named=2)
+    bad("no PixelSpacing", lambda files: edit(files[2], PixelSpacing=None), named=2)
+    bad("cannot be read", lambda files: edit(files[2], PixelData=b"\0\0"))
+
+
+def test_real_dicom_lies_under_its_labels(tmp_path: Path) -> None:
+    (case,) = find_inputs(real("ct_torso", "dicom"))
+    image = load_case(case)["image"]
+    labels = nibabel.load(real("ct_torso", "dicom_labels.nii.gz"))
+    assert image.shape == (1, 512, 512, 20) and -1024 <= float(image.min()) < -900
+    # The same grid in another index order: match voxels through millimetres.
+    to_label = np.linalg.inv(labels.affine) @ image.affine.numpy()
+    flip = np.sign(np.diag(to_label)[:3]).astype(int)
+    np.testing.assert_allclose(to_label[:3, :3], np.diag(flip), atol=1e-6)
+    np.testing.assert_allclose(
+        to_label[:3, 3], (flip < 0) * (np.array(labels.shape) - 1), atol=1e-3
+    )
+    matched = np.asarray(labels.dataobj)[:: flip[0], :: flip[1], :: flip[2]]
+    names = {
+        name: int(n) for n, name in json.loads(real("ct_torso", "labels.json").read_text()).items()
+    }
+    hu = {name: float(np.median(image[0].numpy()[matched == n]))
+          for name, n in names.items() if (matched == n).any()}  # fmt: skip
+    assert 70 < hu["liver"] < 140 and 70 < hu["spleen"] < 160 and 30 < hu["autochthon_left"] < 80
+    assert hu["vertebrae_T12"] > 120 and hu["humerus_left"] > 120 and hu["rib_left_9"] > 150
+    # And the way back: labels saved for the series lie, in mm, where the given ones do.
+    path = tmp_path / "out.nii.gz"
+    save_labels(np.ascontiguousarray(matched), case, path)
+    ours, theirs = (nibabel.as_closest_canonical(i) for i in (nibabel.load(path), labels))
+    np.testing.assert_allclose(ours.affine, theirs.affine, atol=1e-4)
+    np.testing.assert_array_equal(np.asarray(ours.dataobj), np.asarray(theirs.dataobj))
+
+
+def test_broken_jpeg_2000_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "series"
+    shutil.copytree(real("ct_torso", "dicom"), folder)
+    victim = folder / "007.dcm"
+    whole = victim.read_bytes()
+    victim.chmod(0o644)
+    victim.write_bytes(whole[: len(whole) // 2])
+    refuses(lambda: load_case(Case("x", (folder,), None)), victim, "cut short")

@@ -1,0 +1,81 @@
+"""Volumes that tests write, and those that they are given."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import pydicom
+import pytest
+
+from ndlightnet.data.errors import DataError
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+# Oblique, unequal spacing, first axis to the left: an affine that forgives nothing.
+TILT = 0.2
+AFFINE = np.array(
+    [
+        [-1.5, 0, 0, 60.25],
+        [0, 2 * np.cos(TILT), -3 * np.sin(TILT), -20.5],
+        [0, 2 * np.sin(TILT), 3 * np.cos(TILT), 7.0],
+        [0, 0, 0, 1],
+    ]
+)
+SHAPE = (9, 7, 11)
+
+
+def real(*parts: str) -> Path:
+    path = SHARED.joinpath(*parts)
+    if not path.exists():
+        pytest.skip(f"no real data at {path}")
+    return path
+
+
+def write(path: Path, voxels: np.ndarray, affine: np.ndarray = AFFINE) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nibabel.save(nibabel.Nifti1Image(voxels, affine), path)
+    return path
+
+
+def random_image(shape: tuple[int, ...] = SHAPE, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(100, 50, shape).astype(np.float32)
+
+
+def random_label(shape: tuple[int, ...] = SHAPE, classes: int = 3, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, classes, shape).astype(np.uint8)
+
+
+def refuses(act: Callable[[], Any], path: Path | None, words: str) -> None:
+    """A DataError of one line that starts with the path and says what is wrong."""
+    with pytest.raises(DataError, match=words) as caught:
+        act()
+    assert "\n" not in str(caught.value)
+    if path is not None:
+        assert str(caught.value).startswith(f"{path}:"), str(caught.value)
+
+
+def write_series(folder: Path, volume: np.ndarray, gap: float = 2.5) -> Path:
+    """volume (x, y, z) in HU as a DICOM series from the feet up; file names shuffled."""
+    folder.mkdir(parents=True)
+    series = pydicom.uid.generate_uid()
+    for z in range(volume.shape[2]):
+        data = pydicom.Dataset()
+        data.file_meta = pydicom.dataset.FileMetaDataset()
+        data.file_meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
+        data.file_meta.MediaStorageSOPClassUID = data.SOPClassUID = "1.2.840.10008.5.1.4.1.1.2"
+        data.file_meta.MediaStorageSOPInstanceUID = data.SOPInstanceUID = pydicom.uid.generate_uid()
+        data.SeriesInstanceUID, data.InstanceNumber, data.Modality = series, z + 1, "CT"
+        data.ImagePositionPatient, data.PixelSpacing = [-30.0, -20.0, 100.0 + gap * z], [1.25, 0.75]
+        data.ImageOrientationPatient = [1, 0, 0, 0, 1, 0]
+        data.Columns, data.Rows = volume.shape[:2]
+        data.BitsAllocated = data.BitsStored = 16
+        data.HighBit, data.PixelRepresentation, data.SamplesPerPixel = 15, 0, 1
+        data.PhotometricInterpretation = "MONOCHROME2"
+        data.RescaleSlope, data.RescaleIntercept = 1, -1024
+        data.PixelData = (volume[:, :, z].T + 1024).astype(np.uint16).tobytes()
+        data.save_as(folder / f"{(z * 7) % 11:02d}.dcm", enforce_file_format=True)
+    return folder
+
+
+HU = np.random.default_rng(0).integers(-1000, 1500, SHAPE)
