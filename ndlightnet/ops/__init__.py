@@ -9,6 +9,7 @@ from ndlightnet.ops.attention import (
     summarize,
 )
 from ndlightnet.ops.axis_scan import axis_scan, line_scan, line_state, line_step
+from ndlightnet.ops.frames import axis_causal_attention
 from ndlightnet.ops.gate import norm_gate
 from ndlightnet.ops.lrpe import Lrpe, frequencies, rotate, tables
 from ndlightnet.ops.state import State, merge
@@ -18,6 +19,7 @@ __all__ = [
     "State",
     "Support",
     "attention_step",
+    "axis_causal_attention",
     "axis_scan",
     "causal_attention",
     "frequencies",

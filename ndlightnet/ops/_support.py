@@ -12,8 +12,8 @@ from torch import Tensor
 from ndlightnet.ops.lrpe import Lrpe
 
 OPERATIONS = (
-    "summarize", "read", "global_attention", "causal_attention", "attention_step", "axis_scan",
-    "norm_gate",
+    "summarize", "read", "global_attention", "causal_attention", "axis_causal_attention",
+    "attention_step", "axis_scan", "norm_gate", "running",
 )  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_CHANNELS, MOST_ROW, MOST_AXES = 256, 4096, 8
@@ -59,7 +59,7 @@ def supported(
     x: queries or keys (batch, length, heads, dim), or tokens (batch, *grid, dim) for "axis_scan",
     (..., dim) for "norm_gate". v: values. A Support is true, or false with a `reason`.
     """
-    if operation not in OPERATIONS:
+    if operation not in OPERATIONS:  # "running" is what axis-causal attention does with States
         raise ValueError(f"operation={operation!r}: expected one of {', '.join(OPERATIONS)}")
     if reason := _device_reason(x.device):
         return Support(reason)
@@ -86,7 +86,7 @@ def supported(
     if wide > MOST_CHANNELS:
         return Support(f"{wide} channels a head: expected {MOST_CHANNELS} or fewer")
     if lrpe is not None and lrpe.kind == "rotary":
-        if operation in ("causal_attention", "attention_step"):
+        if operation in ("causal_attention", "axis_causal_attention", "attention_step"):
             return Support(f"kind='rotary' in {operation}: expected 'cosine' or no lrpe")
         if x.shape[-1] % 2:
             return Support(f"kind='rotary' and {x.shape[-1]} channels: expected an even number")

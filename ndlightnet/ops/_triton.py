@@ -27,23 +27,34 @@ class Angles:
 
     @staticmethod
     def of(lrpe: Lrpe | None) -> Angles:
+        """With starts (1 or batch, axes)."""
         if lrpe is None:
             return Angles()
         start = None
         if lrpe.start is not None:  # by torch.full: no copy from the host, so it can be captured
             device = lrpe.theta.device
             parts = [
-                s.to(device, torch.int64).reshape(())
+                s.to(device, torch.int64).reshape(-1)
                 if isinstance(s, Tensor)
-                else torch.full((), s, dtype=torch.int64, device=device)
+                else torch.full((1,), s, dtype=torch.int64, device=device)
                 for s in lrpe.start
             ]
-            start = torch.stack(parts)
+            start = torch.stack(torch.broadcast_tensors(*parts), 1)
         return Angles(lrpe.theta, start, lrpe.kind, lrpe.shape, lrpe.prefix)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         return self.theta, self.start, self.kind, self.shape, self.prefix, self.window
+
+    def frames(self, batch: int, frames: int) -> Angles:
+        """Each frame as a sample of its own."""
+        if self.theta is None:
+            return self
+        place = torch.arange(frames, device=self.theta.device)
+        place = torch.nn.functional.pad(place[:, None], (0, len(self.shape) - 1))
+        start = place if self.start is None else self.start[:, None] + place
+        start = start.expand(batch, frames, -1).reshape(batch * frames, -1)
+        return replace(self, start=start, shape=(1, *self.shape[1:]))
 
     def slots(self, block: slice) -> Angles:
         """For a block of channels of kind "cosine"."""

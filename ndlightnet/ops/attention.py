@@ -9,6 +9,7 @@ decay.
   read                queries on a State (cross attention = summarize + read)
   global_attention    every token sees every token (Eq. 6)
   causal_attention    token t sees tokens up to t (Eq. 5), from a State to a State
+  axis_causal_attention   causal along the first axis of a grid, free along the others; frames.py
   attention_step      one token, for decoding
   merge               two States -> the State of both sources
 """
@@ -264,6 +265,6 @@ def attention_step(
         logit, value = k[:, 0].to(state.sum.dtype), v[:, 0].to(state.sum.dtype)
         top, w = logit.detach(), _factors(k, lrpe)
         p = torch.exp(logit - top)  # 1, with the gradient of exp(k)
-        f = p if w is None else tile(p, w.shape[-1], -1) * w[0]
+        f = p if w is None else tile(p, w.shape[-1], -1) * w[..., 0, :, :]
         state = merge(state, State(top, p, f[..., None] * value[..., None, :]))
         return read(q, state, lrpe=lrpe, impl="torch")[:, 0], state

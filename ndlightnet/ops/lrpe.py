@@ -27,7 +27,8 @@ class Lrpe(NamedTuple):
     """Where the tokens of a sequence lie and how fast each slot turns.
 
     theta: (heads or 1, slots) radians per step. shape: the grid's shape. prefix: so many tokens in
-    front of the grid have no position (angle 0). start: coordinate of the first cell, one per axis.
+    front of the grid have no position (angle 0). start: coordinate of the first cell, one per axis;
+    a tensor (batch,) where it is another one in every sample.
     """
 
     theta: Tensor
@@ -62,7 +63,8 @@ def frequencies(
 
 
 def tables(lrpe: Lrpe, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of every token's angles: two of (prefix + grid length, heads or 1, dim).
+    """cos and sin of every token's angles: two of (prefix + grid length, heads or 1, dim), with an
+    axis (batch,) in front where samples start at places of their own.
 
     Angles are float64 products (a float32 one is off by 6e-8 of itself: 1e-2 radians at 2e5 steps).
     """
@@ -76,14 +78,23 @@ def tables(lrpe: Lrpe, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         )
     # MPS has no float64; there the angles are as exact as float32 allows.
     exact = torch.float32 if theta.device.type == "mps" else torch.float64
+    own = [s for s in start if isinstance(s, Tensor) and s.ndim]
     parts = []
     for axis, part in enumerate(theta.to(exact).split(groups(slots, grid.ndim), dim=-1)):
-        place = torch.arange(grid.shape[axis], device=theta.device) + start[axis]
-        parts.append(place.to(exact)[:, None, None] * part)
+        place = torch.arange(grid.shape[axis], device=theta.device)
+        first = start[axis]
+        if isinstance(first, Tensor):
+            first = first.to(theta.device).reshape(1, -1) if own else first.to(theta.device)
+        place = (place[:, None] if own else place) + first  # (n, batch or 1) or (n,)
+        parts.append(place.to(exact)[..., None, None] * part)
 
     def over_grid(values: list[Tensor]) -> Tensor:
         seen = [grid.spread(value.to(dtype), axis) for axis, value in enumerate(values)]
-        return torch.cat(seen, dim=-1).reshape(grid.length, theta.shape[0], slots)
+        if own:
+            rows = own[0].shape[0]
+            seen = [x.expand(*grid.shape, rows, *x.shape[-2:]).movedim(-3, 0) for x in seen]
+        lead = seen[0].shape[: 1 if own else 0]
+        return torch.cat(seen, dim=-1).reshape(*lead, grid.length, theta.shape[0], slots)
 
     cos, sin = over_grid([p.cos() for p in parts]), over_grid([p.sin() for p in parts])
     if lrpe.kind == "rotary":
@@ -91,13 +102,13 @@ def tables(lrpe: Lrpe, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         cos = torch.cat([cos, cos, torch.ones_like(still)], dim=-1)
         sin = torch.cat([sin, sin, torch.zeros_like(still)], dim=-1)
     if lrpe.prefix:
-        front = cos.new_ones(lrpe.prefix, *cos.shape[1:])
-        cos, sin = torch.cat([front, cos]), torch.cat([0 * front, sin])
+        front = cos.new_ones(*cos.shape[:-3], lrpe.prefix, *cos.shape[-2:])
+        cos, sin = torch.cat([front, cos], dim=-3), torch.cat([0 * front, sin], dim=-3)
     return cos, sin
 
 
 def key_features(lrpe: Lrpe, dim: int, dtype: torch.dtype) -> Tensor:
-    """Factors on an exponentiated key: (length, heads or 1, 2 * dim)."""
+    """Factors on an exponentiated key: as `tables`, (..., 2 * dim)."""
     return torch.cat(tables(lrpe, dim, dtype), dim=-1)
 
 

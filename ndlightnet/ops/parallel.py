@@ -3,7 +3,7 @@
 Every exponent formed here is a difference of a logit and a maximum that is at least as large, so
 nothing overflows. Letters as in reference.py; `rows` are the memory's rows: dim, or 2 * dim with
 MD-LRPE (cos half, sin half). `w` holds the MD-LRPE factors of the keys, `(length, heads or 1,
-rows)`.
+rows)`, with `(batch,)` in front where samples start at places of their own.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ def reduce_to(x: Tensor, like: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------ global (Eq. 6)
 class Summarize(torch.autograd.Function):
-    """Keys and values to a State. Saves the inputs and the maximum; recomputes the rest."""
+    """Keys and values (..., length, heads, dim) to a State (..., heads, ·). Saves the inputs and
+    the maximum; recomputes the rest."""
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         acc = accumulator(k)
-        top = k.amax(dim=1).to(acc)
-        p = decay(k.to(acc), top[:, None])
+        top = k.amax(dim=-3).to(acc)
+        p = decay(k.to(acc), top[..., None, :, :])
         f = p if w is None else tile(p, w.shape[-1], -1) * w
         ctx.save_for_backward(k, v, w, top)
         ctx.mark_non_differentiable(top)
-        return top, p.sum(dim=1), torch.einsum("blhr,blhd->bhrd", f, v.to(acc))
+        return top, p.sum(dim=-3), torch.einsum("...lhr,...lhd->...hrd", f, v.to(acc))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         k, v, w, top = ctx.saved_tensors
         _, dsum, dmemory = grads
         acc, dim = accumulator(k), k.shape[-1]
-        p = decay(k.to(acc), top[:, None])
-        df = torch.einsum("blhd,bhrd->blhr", v.to(acc), dmemory)
+        p = decay(k.to(acc), top[..., None, :, :])
+        df = torch.einsum("...lhd,...hrd->...lhr", v.to(acc), dmemory)
         dw = None
         if w is None:
             f, dp = p, df
@@ -61,9 +62,9 @@ class Summarize(torch.autograd.Function):
             tiled = tile(p, w.shape[-1], -1)
             f, dp = tiled * w, fold(df * w, dim)
             if ctx.needs_input_grad[2]:
-                dw = reduce_to((tiled * df).sum(0), w)
-        dv = torch.einsum("blhr,bhrd->blhd", f, dmemory)
-        return (p * (dp + dsum[:, None])).to(k.dtype), dv.to(v.dtype), dw
+                dw = reduce_to(tiled * df, w)
+        dv = torch.einsum("...lhr,...hrd->...lhd", f, dmemory)
+        return (p * (dp + dsum[..., None, :, :])).to(k.dtype), dv.to(v.dtype), dw
 
 
 def summarize(k: Tensor, v: Tensor, w: Tensor | None) -> State:
@@ -71,11 +72,11 @@ def summarize(k: Tensor, v: Tensor, w: Tensor | None) -> State:
 
 
 def read(f: Tensor, state: State) -> Tensor:
-    """Query features `(batch, length, heads, rows)` on a memory; zero where nothing was seen."""
+    """Query features `(..., length, heads, rows)` on a memory; zero where nothing was seen."""
     seen = state.sum > 0
     inverse = torch.where(seen, 1 / torch.where(seen, state.sum, 1), 0)
     memory = state.memory * tile(inverse, state.memory.shape[-2], -1)[..., None]
-    return torch.einsum("blhr,bhrd->blhd", f, memory)
+    return torch.einsum("...lhr,...hrd->...lhd", f, memory)
 
 
 # ------------------------------------------------------------------------------ causal (Eq. 5)
@@ -112,7 +113,7 @@ class _Pass:
         self.length, self.dim, self.rows = k.shape[1], k.shape[-1], f.shape[-1]
         self.f, self.k = _chunks(f.to(acc), 0.0), _chunks(k.to(acc), -torch.inf)
         self.v = _chunks(v.to(acc), 0.0)
-        self.w = self.v.new_ones(1, 1) if w is None else _chunks(w[None].to(acc), 0.0)
+        self.w = self.v.new_ones(1, 1) if w is None else _chunks((w if w.ndim == 4 else w[None]).to(acc), 0.0)
         # running (max, sum) of each token inside its chunk; no memory rides along
         alone = State(self.k, (self.k > -torch.inf).to(acc), self.k.new_zeros(*self.k.shape, 0))
         run = _prefix(alone, 3)
@@ -227,6 +228,6 @@ def causal_backward(
         pulled = (fall * c.halves(g, right)).sum(-2, keepdim=True)
         dvalue = ((c.wide(p) * w_left) @ q.transpose(-1, -2)) @ do_right
         add(left, p, w_left, dkey, pulled, dvalue)
-    dw = dw.new_zeros(0) if w is None else reduce_to(_unchunk(dw, c.length).sum(0), w)
+    dw = dw.new_zeros(0) if w is None else reduce_to(_unchunk(dw, c.length), w)
     df, dk, dv = (_unchunk(x, c.length).to(y.dtype) for x, y in ((df, f), (dk, k), (dv, v)))
     return df, dk, dv, dw, -pull[:, :, 0], adj[:, :, 0].contiguous()

@@ -15,8 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ndlightnet.ops import parallel
 from ndlightnet.ops.lrpe import Lrpe, key_features, query_features
-from ndlightnet.ops.state import State, decay, tile
+from ndlightnet.ops.state import State, decay, merge, tile
 
 
 def update(state: State, k: Tensor, v: Tensor, w: Tensor | None, seen: Tensor | None) -> State:
@@ -57,10 +58,58 @@ def attention(
     outputs = []
     for t in range(k.shape[1]):
         seen = None if mask is None else mask[:, t]
-        state = update(state, k[:, t], v[:, t], None if w is None else w[t], seen)
+        state = update(state, k[:, t], v[:, t], None if w is None else w[..., t, :, :], seen)
         if causal:
             outputs.append(recall(f_q[:, t], state))
     return (torch.stack(outputs, 1) if causal else recall(f_q, state)), state
+
+
+def frames(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    n: int,
+    state: State | None,
+    lrpe: Lrpe | None,
+    mask: Tensor | None,
+    window: int | None,
+    forget: float | Tensor,
+) -> tuple[Tensor, State]:
+    """Axis-causal attention, frame by frame: all that a frame sees is merged anew."""
+    phi = torch.nn.functional.silu(q.to(parallel.accumulator(q)))
+    f_q = phi if lrpe is None else query_features(phi, lrpe)
+    w = None if lrpe is None else key_features(lrpe, k.shape[-1], phi.dtype)
+    fade = forget[:, None] if isinstance(forget, Tensor) else forget
+    (batch, length, heads, dim), wide = k.shape, v.shape[-1]
+    empty = State.empty(
+        batch, heads, dim, wide, lrpe is not None, dtype=phi.dtype, device=k.device
+    )
+    past = [] if state is None else [state]
+    if window is not None:
+        past = [empty] * (window - 1)
+        if state is not None:
+            past = [State(*(x[:, i] for x in state)) for i in range(window - 1)]
+    outputs = []
+    for tokens in torch.arange(length).chunk(n):
+        own = empty
+        for t in tokens.tolist():
+            seen = None if mask is None else mask[:, t]
+            own = update(own, k[:, t], v[:, t], None if w is None else w[..., t, :, :], seen)
+        past = [*(s._replace(max=s.max - fade) for s in past), own]
+        if window is not None:
+            past = past[-window:]
+        whole = past[0]
+        for s in past[1:]:
+            whole = merge(whole, s)
+        outputs += [recall(f_q[:, t], whole) for t in tokens.tolist()]
+        if window is None:
+            past = [whole]
+    if window is None:
+        return torch.stack(outputs, 1), past[0]
+    kept = past[len(past) - (window - 1) :]
+    parts = zip(*kept, strict=True) if kept else ((x[None],) for x in empty)
+    last = State(*(torch.stack(part, 1) if kept else part[0][:0].movedim(0, 1) for part in parts))
+    return torch.stack(outputs, 1), last
 
 
 def line_scan(x: Tensor, c: Tensor, lam: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:

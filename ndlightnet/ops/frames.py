@@ -1,0 +1,249 @@
+"""Axis-causal attention: causal along the first axis of a grid, free along the others.
+
+A frame is one step of the first axis with all its tokens. Each frame is summarised by itself, its
+State is merged with those of the frames before it, and its queries read the result: one pass over
+the tokens, whatever a query sees. A window merges the last frames only, forgetting lowers a State's
+`max` with every frame that passes; both are exact, since nothing is ever subtracted from a memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ndlightnet.ops import _registry, _triton_frames, parallel, reference
+from ndlightnet.ops import _triton as _triton_ops
+from ndlightnet.ops._registry import Impl
+from ndlightnet.ops._triton import Angles
+from ndlightnet.ops.attention import _check, _check_state, _factors, _query, _silence
+from ndlightnet.ops.attention import causal_attention as token_causal
+from ndlightnet.ops.lrpe import Lrpe
+from ndlightnet.ops.state import State, decay, merge, tile
+
+
+# ------------------------------------------------------------------------ States of many frames
+def _behind(states: State, empty: int) -> State:
+    """States (batch, frames, ...) with `empty` empty ones in front."""
+
+    def join(x: Tensor, fill: float) -> Tensor:
+        return torch.cat([x.new_full((x.shape[0], empty, *x.shape[2:]), fill), x], 1)
+
+    return State(join(states.max, -torch.inf), join(states.sum, 0), join(states.memory, 0))
+
+
+def _later(states: State, by: int) -> State:
+    """States moved `by` frames later, empty ones in front."""
+    n = states.max.shape[1]
+    by = min(by, n)
+    return _behind(State(*(x[:, : n - by] for x in states)), by)
+
+
+def _last(states: State, window: int) -> State:
+    """The merge of the last `window` States up to each, by doubling."""
+    have, out, size, done = states, states, 1, 0
+    while True:
+        if window & size:
+            out = merge(out, _later(have, done)) if done else have
+            done += size
+        if 2 * size > window:
+            return out
+        have, size = merge(have, _later(have, size)), 2 * size
+
+
+class Running(torch.autograd.Function):
+    """Saves two maxima only. The gradient is the same merge, run backwards, of the pulls with the
+    negative maximum in the place of the maximum: every exponent stays at or below 0."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, top: Tensor, total: Tensor, memory: Tensor, window: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out = _last(State(top, total, memory), window)
+        ctx.window = window
+        ctx.save_for_backward(top, out.max)
+        ctx.mark_non_differentiable(out.max)
+        return tuple(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        top, after = ctx.saved_tensors
+        pulls = State(torch.where(after == -torch.inf, after, -after), grads[1], grads[2])
+        pulls = _last(State(*(x.flip(1) for x in pulls)), ctx.window)
+        ref, total, memory = (x.flip(1) for x in pulls)
+        fall = decay(top, -ref)
+        return None, fall * total, tile(fall, memory.shape[-2], -1)[..., None] * memory, None
+
+
+def running(states: State, window: int | None = None, impl: Impl = "auto") -> State:
+    """For each of States (batch, frames, heads, ·) that of the last `window` frames up to it.
+
+    None: of all frames up to it.
+    """
+    frames = states.max.shape[1]
+    if window is None or window >= frames:  # a power of two takes one chain of merges
+        window = 1 << max(0, frames - 1).bit_length()
+    if frames and _registry.choose(impl, "running", states.sum) == "triton":
+        return State(*_triton_frames.triton_running(*states, window))
+    return State(*Running.apply(*states, window))  # type: ignore[no-untyped-call]
+
+
+# ------------------------------------------------------------------------------------ attention
+def axis_causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    frames: int,
+    *,
+    mask: Tensor | None = None,
+    lrpe: Lrpe | None = None,
+    state: State | None = None,
+    window: int | None = None,
+    forget: float | Tensor = 0.0,
+    impl: Impl = "auto",
+) -> tuple[Tensor, State]:
+    """Tokens see all tokens of their frame and of those before it. Returns output and final State.
+
+    q, k `(batch, length, heads, dim)`, v `(batch, length, heads, value_dim)` with
+    length = frames * tokens of a frame. lrpe: its first axis counts the frames.
+
+    state: what came before the first frame; the returned one is for the frames that follow.
+    window: a frame sees the last `window` frames, itself included. Then the State holds
+    `window - 1` frames apart from each other: its tensors are (batch, window - 1, heads, ·).
+    forget: frames fade by exp(-forget) with every frame that passes, a number or (heads,) of them.
+
+    Where the States of single frames would weigh more than the tokens (small frames), they are made
+    for some frames at a time and made again in the backward pass.
+    """
+    _check(k, v, mask, lrpe, q)
+    if frames < 1 or k.shape[1] % frames:
+        raise ValueError(f"frames={frames}: expected a divisor of the length, {k.shape[1]}")
+    if lrpe is not None and (lrpe.shape[0] != frames or lrpe.prefix):
+        raise ValueError(
+            f"lrpe of a grid {lrpe.shape} behind {lrpe.prefix} tokens: expected {frames} frames "
+            "and nothing in front"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: expected 1 or more frames, or None")
+    if (isinstance(forget, Tensor) and (forget < 0).any()) or (
+        not isinstance(forget, Tensor) and not forget >= 0
+    ):
+        raise ValueError(f"forget={forget}: expected 0 or more")
+    plain = window is None and not isinstance(forget, Tensor) and forget == 0
+    chosen = _registry.choose(impl, "axis_causal_attention", k, v, lrpe)
+    if k.shape[1] == frames and plain:
+        return token_causal(q, k, v, mask=mask, lrpe=lrpe, state=state, impl=impl)
+    if state is not None:
+        _check_frames(state, k, v, lrpe, window)
+    with torch.autocast(k.device.type, enabled=False):
+        if chosen == "reference":
+            out, state = reference.frames(q, k, v, frames, state, lrpe, mask, window, forget)
+            return out.to(q.dtype), state
+        how = (window, forget, chosen)
+        if not _heavy(k, v, lrpe, frames):
+            return _attend(q, k, v, mask, lrpe, state, frames, *how)
+        outs, tokens, most = [], k.shape[1] // frames, max(1, round(frames**0.5))
+        for first in range(0, frames, most):
+            n = min(most, frames - first)
+            now = slice(first * tokens, (first + n) * tokens)
+            part = (q[:, now], k[:, now], v[:, now], None if mask is None else mask[:, now])
+            out, state = checkpoint(
+                _attend, *part, _from(lrpe, first, n), state, n, *how,
+                use_reentrant=False, preserve_rng_state=False,
+            )  # fmt: skip
+            outs.append(out)
+        assert state is not None
+        return torch.cat(outs, 1), state
+
+
+def _check_frames(state: State, k: Tensor, v: Tensor, lrpe: Lrpe | None, window: int | None) -> None:
+    if window is None:
+        return _check_state(state, k, v, lrpe)
+    lead = (k.shape[0], window - 1, k.shape[2])
+    if any(tuple(x.shape[:3]) != lead for x in state):
+        raise ValueError(
+            f"state.max {tuple(state.max.shape)}: expected (batch, window - 1, heads, dim) with "
+            f"{lead} in front"
+        )
+    if window > 1:
+        _check_state(State(*(x[:, 0] for x in state)), k, v, lrpe)
+    return None
+
+
+def _heavy(k: Tensor, v: Tensor, lrpe: Lrpe | None, frames: int) -> bool:
+    """Whether the frames' States take more memory than q, k, v and the output."""
+    dim, wide = k.shape[-1], v.shape[-1]
+    state = dim * wide * (1 if lrpe is None else 2) * parallel.accumulator(k).itemsize
+    return state > k.shape[1] // frames * 2 * (dim + wide) * k.element_size()
+
+
+def _from(lrpe: Lrpe | None, first: int, frames: int) -> Lrpe | None:
+    """For some of the frames."""
+    if lrpe is None:
+        return None
+    start = lrpe.start or (0,) * len(lrpe.shape)
+    return lrpe._replace(shape=(frames, *lrpe.shape[1:]), start=(start[0] + first, *start[1:]))
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Lrpe | None, state: State | None,
+    frames: int, window: int | None, forget: float | Tensor, impl: Any,
+) -> tuple[Tensor, State]:  # fmt: skip
+    """The form itself, for all frames at once."""
+    own, read = (_triton if impl == "triton" else _torch)(q, k, v, mask, lrpe, frames)
+    fade: Any = forget[:, None] if isinstance(forget, Tensor) else forget
+    fades = isinstance(forget, Tensor) or forget > 0
+    if fades:  # a frame is that much stronger than what was before the first one
+        ages = torch.arange(1, frames + 1, device=k.device, dtype=own.max.dtype)
+        own = own._replace(max=own.max + ages[:, None, None] * fade)
+    known = own
+    if state is not None:
+        before = State(*(x[:, None] for x in state)) if window is None else state
+        known = State(*(torch.cat(pair, 1) for pair in zip(before, own, strict=True)))
+    seen = running(known, window, impl)
+    out = read(State(*(x[:, -frames:] for x in seen)))
+    if window is None:
+        last = State(*(x[:, -1] for x in seen))
+    else:
+        last = _behind(known, max(0, window - 1 - known.max.shape[1]))
+        last = State(*(x[:, x.shape[1] - (window - 1) :] for x in last))
+    return out, last._replace(max=last.max - frames * fade) if fades else last
+
+
+Forms = tuple[State, Callable[[State], Tensor]]
+
+
+def _torch(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Lrpe | None, frames: int
+) -> Forms:
+    """The frames' own States (batch, frames, heads, ·), and how the queries read such States."""
+    k, v = _silence(k, v, mask)
+    w, cut = _factors(k, lrpe), (frames, -1)
+    if w is not None:
+        w = w.unflatten(-3, cut)
+    own = parallel.summarize(k.unflatten(1, cut), v.unflatten(1, cut), w)
+    f = _query(q, lrpe).unflatten(1, cut)
+    return own, lambda seen: parallel.read(f, seen).flatten(1, 2).to(q.dtype)
+
+
+def _triton(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Lrpe | None, frames: int
+) -> Forms:
+    """The same by kernels, to which each frame is a sample."""
+    batch, angles = k.shape[0], Angles.of(lrpe).frames(k.shape[0], frames).arguments
+
+    def samples(x: Tensor) -> Tensor:
+        return x.unflatten(1, (frames, -1)).flatten(0, 1)
+
+    keep = None if mask is None else samples(mask)
+    own = _triton_ops.triton_summarize(samples(k), samples(v), keep, *angles)
+
+    def read(seen: State) -> Tensor:
+        total, memory = seen.sum.flatten(0, 1), seen.memory.flatten(0, 1)
+        out: Tensor = _triton_ops.triton_read(samples(q), total, memory, *angles)
+        return out.unflatten(0, (batch, frames)).flatten(1, 2)
+
+    return State(*(x.unflatten(0, (batch, frames)) for x in own)), read
