@@ -22,6 +22,7 @@ from ndlightnet_kernels.tiles import (
     dot,
     flags,
     hide,
+    item,
     load,
     load_keys,
     operand,
@@ -130,9 +131,9 @@ def _store_top(top, at, mx, mx2, inside, WIDTH: tl.constexpr, KIND: tl.constexpr
 
 @triton.jit(do_not_specialize=SIZES + KV)
 def _summarize(
-    k, v, keep, theta, start, top, total, memory,
+    k, v, keep, items, shapes, theta, start, top, total, memory,
     skb, skt, skh, svb, svt, svh, length, span, parts, pieces, heads, own,
-    n1, n2, n3, n4, n5, n6, n7, prefix,
+    n1, n2, n3, n4, n5, n6, n7, prefix, each,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
     BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
     TOTAL: tl.constexpr, WIDE: tl.constexpr,
@@ -154,14 +155,19 @@ def _summarize(
     step = tl.cdiv(tl.cdiv(span, BL), pieces) * BL
     begin = part // pieces * span + part % pieces * step
     end = min(min(begin + step, (part // pieces + 1) * span), length)
+    row, slot, base = b, part, prefix
+    if items is not None:
+        row, slot, begin, end, base = item(items, part)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
-    turns = turning(theta, start, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL)
+    turns = turning(
+        theta, start, shapes, row, each, base, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
+    )
     mx, mx2 = _maxima(
         k, keep, b, h, begin, min(begin + BL, end), length, kc, skb, skt, skh, WIDTH, BL, KIND,
         MASKED, UNIT,
     )  # fmt: skip
     mx, mx2 = tl.where(mx == float("-inf"), 0.0, mx), tl.where(mx2 == float("-inf"), 0.0, mx2)
-    at = (bh * parts + part) * DIM + kc
+    at = (bh * parts + slot) * DIM + kc
     _store_top(top, at, mx, mx2, inside, WIDTH, KIND)
     sm, sm2, acc = _collect(
         k, v, keep, turns, mx, mx2, b, h, begin, end, length, kc, vc,
@@ -185,7 +191,7 @@ def _summarize(
     fix = slip(tl.load(top + at, mask=inside, other=0.0), OPERAND)
     tl.store(total + at, sm * fix, inside)
     TALL: tl.constexpr = 1 if KIND == 0 else 2
-    to = memory + ((bh * parts + part) * (TALL * DIM) + kc)[None, :] * VDIM + vc[:, None]
+    to = memory + ((bh * parts + slot) * (TALL * DIM) + kc)[None, :] * VDIM + vc[:, None]
     here = (vc < VDIM)[:, None] & inside[None, :]
     if KIND == 0:
         tl.store(to, acc * fix[None, :], here)
@@ -205,33 +211,45 @@ def _summarize(
         tl.store(total + at + WIDTH, sm2 * fix2, inside)
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit
+def parts_of(first, bh, heads, parts):
+    """Where the parts of a State begin, the first one and the one after the last: all `parts`, or
+    in a pack those from first[row] on."""
+    if first is None:
+        return bh * parts, parts * 0, parts
+    else:
+        row = bh // heads
+        return bh % heads * parts, tl.load(first + row), tl.load(first + row + 1)
+
+
+@triton.jit(do_not_specialize=["parts", "heads"])
 def _merge(
-    top, total, memory, top_out, total_out, memory_out, parts,
+    top, total, memory, first, top_out, total_out, memory_out, parts, heads,
     DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts' States: one program for BC rows of the memory."""
+    """Join the parts' States: one program for BC rows of the memory. first: see `parts_of`."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     row = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = row < TALL * DIM
     here = inside[:, None] & (vc < VDIM)[None, :]
-    at = bh * parts * DIM + row % DIM
+    own, begin, end = parts_of(first, bh, heads, parts)
+    at = own * DIM + row % DIM
     zero = tl.zeros((BC,), tl.int32)
     best = tl.full((BC,), float("-inf"), tl.float32)
-    for first in range(0, parts, 8):
+    for some in range(begin, end, 8):
         for i in tl.static_range(8):
-            s = zero + first + i
-            one = tl.load(top + at + s * DIM, mask=inside & (s < parts), other=float("-inf"))
+            s = zero + some + i
+            one = tl.load(top + at + s * DIM, mask=inside & (s < end), other=float("-inf"))
             best = tl.maximum(best, one)
     sm = tl.zeros((BC,), tl.float32)
     acc = tl.zeros((BC, BV), tl.float32)
-    for first in range(0, parts, 8):
+    for some in range(begin, end, 8):
         for i in tl.static_range(8):  # eight loads on their way at once
-            s = zero + first + i
-            there = inside & (s < parts)
+            s = zero + some + i
+            there = inside & (s < end)
             w = weight(tl.load(top + at + s * DIM, mask=there, other=float("-inf")), best)
             sm += w * tl.load(total + at + s * DIM, mask=there, other=0.0)
-            x = memory + ((bh * parts + s) * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :]
+            x = memory + ((own + s) * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :]
             acc += w[:, None] * tl.load(x, mask=here & there[:, None], other=0.0)
     tl.store(top_out + bh * DIM + row, best, row < DIM)
     tl.store(total_out + bh * DIM + row, sm, row < DIM)
@@ -281,8 +299,8 @@ def _load_query(q, b, h, t, c, seen, sqb, sqt, sqh, WIDTH: tl.constexpr, KIND: t
     do_not_specialize=["length", "span", "heads", "own", "sqb", "sqt", "sqh", *phases.SIZES]
 )
 def _read(
-    q, total, memory, theta, start, out, sqb, sqt, sqh, length, span, heads, own,
-    n1, n2, n3, n4, n5, n6, n7, prefix,
+    q, total, memory, items, shapes, theta, start, out, sqb, sqt, sqh, length, span, heads, own,
+    n1, n2, n3, n4, n5, n6, n7, prefix, each,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
     BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
     TOTAL: tl.constexpr, WIDE: tl.constexpr,
@@ -292,17 +310,23 @@ def _read(
     """Output of a part of the queries, for one block of value channels."""
     bh, part = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
+    row, begin, end, base, state = b, part * span, min(part * span + span, length), prefix, bh
+    if items is not None:
+        row, _, begin, end, base = item(items, part)
+        state = row * heads + h
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     c, vc = tl.arange(0, BK), tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
-    ma, mb = _read_memory(total, memory, bh, c, vc, DIM, VDIM, KIND)
+    ma, mb = _read_memory(total, memory, state, c, vc, DIM, VDIM, KIND)
     m = ma.to(OPERAND)
     if KIND != 0:
         m = tl.trans(weave(tl.trans(m), tl.trans(mb.to(OPERAND)), SLOTS))
     sizes = (n1, n2, n3, n4, n5, n6, n7)
-    turns = turning(theta, start, prefix, h * own, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL)
-    for first in tl.range(part * span, min(part * span + span, length), BL, num_stages=STAGES):
+    turns = turning(
+        theta, start, shapes, row, each, base, h * own, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
+    )
+    for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
-        seen = t < length
+        seen = t < end
         x1, x2 = _load_query(q, b, h, t, c, seen, sqb, sqt, sqh, WIDTH, KIND, UNIT)
         x1, _ = silu(x1)
         y = tl.zeros((BL, BV), tl.float32)
@@ -333,7 +357,9 @@ def summarize_parts(
     block, bk = chosen.block, chosen.keys
     blocks, tall = cdiv(width, bk), 1 if place.kind == "none" else 2
     rows, at_once, each = batch * heads * blocks, chosen.programs * processors(k), 1
-    if cut is None:
+    if place.pack is not None:
+        parts, span = place.pack.items.shape[0], block
+    elif cut is None:
         parts, span = split(length, rows, block, at_once)
     else:
         parts, span = cut
@@ -347,7 +373,8 @@ def summarize_parts(
         k, v, flags(keep), top=top, total=total, memory=memory, length=length, span=span,
         parts=parts, pieces=each, heads=heads, **dict(zip(KV, strided, strict=True)), DIM=dim,
         VDIM=vdim, BK=bk, BV=bv, BL=block, BLOCKS=blocks, MASKED=keep is not None, UNIT=unit,
-        STAGES=chosen.stages, ROWS=together, **place.arguments(k), **operand(k), **chosen.options(),
+        STAGES=chosen.stages, ROWS=together, **place.portions, **place.arguments(k), **operand(k),
+        **chosen.options(),
     )  # fmt: skip
     return top, total, memory
 
@@ -358,16 +385,18 @@ def summarize(
     """(batch, length, heads, dim) -> State; keep (batch, length) bool or None."""
     top, total, memory = summarize_parts(k, v, keep, place)
     (batch, _, heads, dim), vdim, parts = k.shape, v.shape[-1], top.shape[1]
-    bv, tall = pad(vdim), 1 if place.kind == "none" else 2
-    if parts > 1:
+    bv, tall, first = pad(vdim), 1 if place.kind == "none" else 2, None
+    if place.pack is not None:
+        first, batch = place.pack.first, place.pack.rows
+    if parts > 1 or first is not None:
         joined = (
             scratch(k, batch, heads, dim), scratch(k, batch, heads, dim),
             scratch(k, batch, heads, tall * dim, vdim),
         )  # fmt: skip
         some = max(1, 256 // bv)
         _merge[(batch * heads, cdiv(tall * dim, some))](
-            top, total, memory, *joined, parts, DIM=dim, VDIM=vdim, BV=bv, TALL=tall, BC=some,
-            num_warps=2,
+            top, total, memory, first, *joined, parts, heads, DIM=dim, VDIM=vdim, BV=bv, TALL=tall,
+            BC=some, num_warps=2,
         )  # fmt: skip
         return joined
     return (
@@ -387,10 +416,12 @@ def read(q: Tensor, total: Tensor, memory: Tensor, place: Place) -> Tensor:
     block, bv = chosen.block, chosen.keys
     blocks = cdiv(vdim, bv)
     parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
+    if place.pack is not None:
+        parts = place.pack.items.shape[0]
     _read[(batch * heads * blocks, parts)](
         q, total.contiguous(), memory.contiguous(), out=out, length=length, span=span, heads=heads,
         **dict(zip(("sqb", "sqt", "sqh"), strided, strict=True)), DIM=dim, VDIM=vdim, BK=bk, BV=bv,
-        BL=block, BLOCKS=blocks, UNIT=unit, STAGES=chosen.stages, **place.arguments(q),
-        **operand(q), **chosen.options(),
+        BL=block, BLOCKS=blocks, UNIT=unit, STAGES=chosen.stages, **place.portions,
+        **place.arguments(q), **operand(q), **chosen.options(),
     )  # fmt: skip
     return out

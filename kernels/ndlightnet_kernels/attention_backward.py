@@ -17,6 +17,7 @@ from ndlightnet_kernels.attention import (
     _keys,
     _load_query,
     _read_memory,
+    parts_of,
 )
 from ndlightnet_kernels.phases import places, rotate, rotate_once, turning
 from ndlightnet_kernels.plans import plan, wide
@@ -26,6 +27,7 @@ from ndlightnet_kernels.tiles import (
     cdiv,
     dot,
     flags,
+    item,
     load,
     operand,
     pad,
@@ -46,9 +48,9 @@ from ndlightnet_kernels.tiles import (
 
 @triton.jit(do_not_specialize=[*SIZES, "sqb", "sqt", "sqh", "sob", "sot", "soh"])
 def _read_backward(
-    q, dout, total, memory, theta, start, dq, pulls, dtheta,
+    q, dout, total, memory, items, shapes, theta, start, dq, pulls, dtheta,
     sqb, sqt, sqh, sob, sot, soh, length, span, parts, heads, own,
-    n1, n2, n3, n4, n5, n6, n7, prefix,
+    n1, n2, n3, n4, n5, n6, n7, prefix, each,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
     BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
     TOTAL: tl.constexpr, WIDE: tl.constexpr,
@@ -58,20 +60,28 @@ def _read_backward(
     """dq, and a part's pull (fa, fb)^T dout on the normalised memory, for a block of features."""
     bh, part = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
+    row, slot, begin, end, base, state = (
+        b, part, part * span, min(part * span + span, length), prefix, bh,
+    )  # fmt: skip
+    if items is not None:
+        row, slot, begin, end, base = item(items, part)
+        state = row * heads + h
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     c, vc = tl.program_id(0) % BLOCKS * BK + tl.arange(0, BK), tl.arange(0, BV)
-    ma, mb = _read_memory(total, memory, bh, c, vc, DIM, VDIM, KIND)
+    ma, mb = _read_memory(total, memory, state, c, vc, DIM, VDIM, KIND)
     m = tl.trans(ma.to(OPERAND))
     if KIND != 0:
         m = weave(m, tl.trans(mb.to(OPERAND)), SLOTS)
     TALL: tl.constexpr = 1 if KIND == 0 else 2
     pull = tl.zeros((BV, TALL * BK), tl.float32)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
-    turns = turning(theta, start, prefix, h * own, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL)
+    turns = turning(
+        theta, start, shapes, row, each, base, h * own, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
+    )
     learnt = tl.zeros((BL // 16, 8, BK), tl.float32)
-    for first in tl.range(part * span, min(part * span + span, length), BL, num_stages=STAGES):
+    for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
-        seen = t < length
+        seen = t < end
         x1, x2 = _load_query(q, b, h, t, c, seen, sqb, sqt, sqh, WIDTH, KIND, UNIT)
         do = load(dout, b, h, t, vc, seen, sob, sot, soh, VDIM, UNIT)
         x1, slope1 = silu(x1)
@@ -101,9 +111,9 @@ def _read_backward(
                 place = places(turns, t, AXES, TOTAL, PREFIX).to(tl.float32)
                 learnt += rows_added(place * (fa * db - fb * da))
     if LEARN:
-        at = dtheta + (bh * parts + part) * WIDTH + c
+        at = dtheta + (bh * parts + slot) * WIDTH + c
         tl.store(at, tl.sum(tl.sum(learnt, 0), 0), c < WIDTH)
-    to = pulls + ((bh * parts + part) * (TALL * WIDTH) + c)[None, :] * VDIM + vc[:, None]
+    to = pulls + ((bh * parts + slot) * (TALL * WIDTH) + c)[None, :] * VDIM + vc[:, None]
     here = (vc < VDIM)[:, None] & (c < WIDTH)[None, :]
     if KIND == 0:
         tl.store(to, pull, here)
@@ -129,10 +139,10 @@ def _pull_one(
     tl.store(dtotal + bh * DIM + j, -tl.sum(own, 1) * inverse * inverse, inside)
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["parts", "heads"])
 def _pull(
-    pulls, total, memory, dtotal, dmemory, parts, DIM: tl.constexpr, VDIM: tl.constexpr,
-    BV: tl.constexpr, KIND: tl.constexpr, BC: tl.constexpr,
+    pulls, total, memory, first, dtotal, dmemory, parts, heads, DIM: tl.constexpr,
+    VDIM: tl.constexpr, BV: tl.constexpr, KIND: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Sum the parts' pulls and pass them through the normalisation: one program for BC features."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
@@ -141,14 +151,15 @@ def _pull(
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = c < WIDTH
     here = inside[:, None] & (vc < VDIM)[None, :]
+    own, begin, end = parts_of(first, bh, heads, parts)
     zero = tl.zeros((BC,), tl.int32)
     ga = tl.zeros((BC, BV), tl.float32)
     gb = ga
-    for first in range(0, parts, 8):
+    for some in range(begin, end, 8):
         for i in tl.static_range(8):  # eight loads on their way at once
-            s = zero + first + i
-            at = pulls + ((bh * parts + s) * (TALL * WIDTH) + c)[:, None] * VDIM + vc[None, :]
-            there = here & (s < parts)[:, None]
+            s = zero + some + i
+            at = pulls + ((own + s) * (TALL * WIDTH) + c)[:, None] * VDIM + vc[None, :]
+            there = here & (s < end)[:, None]
             ga += tl.load(at, mask=there, other=0.0)
             if KIND != 0:
                 gb += tl.load(at + WIDTH * VDIM, mask=there, other=0.0)
@@ -197,7 +208,7 @@ def _grads(
 
 @triton.jit
 def _key_block(
-    k, dk, dtheta, y, dy, grads, turns, b, h, bh, t, first, kc, seen, inside, length, heads,
+    k, dk, dtheta, y, dy, grads, turns, b, h, t, tile, kc, seen, inside, length, heads,
     skb, skt, skh, DIM: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr, KIND: tl.constexpr,
     AXES: tl.constexpr, SLOTS: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr,
     PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
@@ -235,16 +246,16 @@ def _key_block(
     tl.store(to, (p * (dp + pull[None, :])).to(dk.dtype.element_ty), here)
     if LEARN:  # a sum for each tile: one in registers would not fit there
         place = places(turns, t, AXES, TOTAL, PREFIX).to(tl.float32)
-        at = dtheta + (bh * tl.cdiv(length, BL) + first // BL) * WIDTH + kc
+        at = dtheta + tile * WIDTH + kc
         tl.store(at, tl.sum(place * twist, 0), kc < WIDTH)
     return dot(f, tl.trans(g), dy, OPERAND, PRECISION)
 
 
-@triton.jit(do_not_specialize=[s for s in SIZES if s != "parts"] + KV)
+@triton.jit(do_not_specialize=[*(s for s in SIZES if s != "parts"), "tiles", *KV])
 def _summarize_backward(
-    k, v, keep, theta, start, top, dtotal, dmemory, dk, dv, dtheta,
-    skb, skt, skh, svb, svt, svh, length, span, heads, own,
-    n1, n2, n3, n4, n5, n6, n7, prefix,
+    k, v, keep, items, shapes, theta, start, top, dtotal, dmemory, dk, dv, dtheta,
+    skb, skt, skh, svb, svt, svh, length, span, tiles, heads, own,
+    n1, n2, n3, n4, n5, n6, n7, prefix, each,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
     BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
     TOTAL: tl.constexpr, WIDE: tl.constexpr,
@@ -254,31 +265,53 @@ def _summarize_backward(
     """dk and dv of a part: dk = p (v . dmemory + dtotal), dv = p . dmemory."""
     bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
+    row, slot, begin, end, base, state = (
+        b, part, part * span, min(part * span + span, length), prefix, bh,
+    )  # fmt: skip
+    if items is not None:
+        row, slot, begin, end, base = item(items, part)
+        state = row * heads + h
     vc, kc = tl.arange(0, BV), tl.arange(0, BK)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
-    turns = turning(theta, start, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL)
-    grads = _grads(top, dtotal, dmemory, bh, kc, vc, DIM, VDIM, KIND, OPERAND)
-    for first in tl.range(part * span, min(part * span + span, length), BL, num_stages=STAGES):
+    turns = turning(
+        theta, start, shapes, row, each, base, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
+    )
+    grads = _grads(top, dtotal, dmemory, state, kc, vc, DIM, VDIM, KIND, OPERAND)
+    for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
-        inside = t < length
-        seen = tokens_seen(keep, b, t, length, length, MASKED)
+        tile = bh * tiles + slot * (span // BL) + (first - begin) // BL
+        inside = t < end
+        seen = tokens_seen(keep, b, t, end, length, MASKED)
         y = load(v, b, h, t, vc, seen, svb, svt, svh, VDIM, UNIT)
         dy = tl.zeros((BL, BV), tl.float32)
         if BLOCKS == 1:
             dy = _key_block(
-                k, dk, dtheta, y, dy, grads, turns, b, h, bh, t, first, kc, seen, inside, length,
+                k, dk, dtheta, y, dy, grads, turns, b, h, t, tile, kc, seen, inside, length,
                 heads, skb, skt, skh, DIM, BK, BL, KIND, AXES, SLOTS, TOTAL, WIDE, PREFIX, LEARN,
                 MASKED, UNIT, OPERAND, PRECISION,
             )  # fmt: skip
         else:  # a wide head: its memory does not stay on chip
             for block in tl.range(0, BLOCKS, num_stages=1):
                 c = block * BK + kc
-                some = _grads(top, dtotal, dmemory, bh, c, vc, DIM, VDIM, KIND, OPERAND)
+                some = _grads(top, dtotal, dmemory, state, c, vc, DIM, VDIM, KIND, OPERAND)
                 its = turning(
-                    theta, start, prefix, h * own, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
+                    theta,
+                    start,
+                    shapes,
+                    row,
+                    each,
+                    base,
+                    h * own,
+                    sizes,
+                    c,
+                    KIND,
+                    AXES,
+                    SLOTS,
+                    OFFSET,
+                    TOTAL,
                 )
                 dy = _key_block(
-                    k, dk, dtheta, y, dy, some, its, b, h, bh, t, first, c, seen, inside, length,
+                    k, dk, dtheta, y, dy, some, its, b, h, t, tile, c, seen, inside, length,
                     heads, skb, skt, skh, DIM, BK, BL, KIND, AXES, SLOTS, TOTAL, WIDE, PREFIX,
                     LEARN, MASKED, UNIT, OPERAND, PRECISION,
                 )  # fmt: skip
@@ -303,6 +336,9 @@ def read_backward(
     block, bk = chosen.block, chosen.keys
     blocks = cdiv(width, bk)
     parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
+    first, rows = None, batch
+    if place.pack is not None:
+        first, rows, parts = place.pack.first, place.pack.rows, place.pack.items.shape[0]
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     pulls = scratch(q, batch * heads, parts, tall * width, vdim)
     turned = scratch(q, batch, heads, parts, width if learn else 0)
@@ -311,12 +347,13 @@ def read_backward(
         parts=parts, heads=heads,
         **dict(zip(("sqb", "sqt", "sqh", "sob", "sot", "soh"), strided, strict=True)),
         DIM=dim, VDIM=vdim, BK=bk, BV=bv, BL=block, BLOCKS=blocks, LEARN=learn, UNIT=unit,
-        STAGES=chosen.stages, **place.arguments(q), **operand(q), **chosen.options(),
+        STAGES=chosen.stages, **place.portions, **place.arguments(q), **operand(q),
+        **chosen.options(),
     )  # fmt: skip
     dtotal, dmemory = torch.empty_like(total), torch.empty_like(memory)
     some = max(1, 256 // bv)
-    _pull[(batch * heads, cdiv(width, some))](
-        pulls, total, memory, dtotal, dmemory, parts, DIM=dim, VDIM=vdim, BV=bv,
+    _pull[(rows * heads, cdiv(width, some))](
+        pulls, total, memory, first, dtotal, dmemory, parts, heads, DIM=dim, VDIM=vdim, BV=bv,
         KIND=KINDS[place.kind], BC=some, num_warps=2,
     )  # fmt: skip
     return dq, dtotal, dmemory, turned.sum((0, 2)) if learn else scratch(q, heads, 0)
@@ -333,14 +370,21 @@ def summarize_backward(
     chosen = plan("summarize_backward", pad(width), bv, place.kind, wide(k), learn)
     block, bk = chosen.block, chosen.keys
     parts, span = split(length, batch * heads, block, chosen.programs * processors(k))
+    tiles = cdiv(length, block)
+    if place.pack is not None:
+        parts, span = place.pack.items.shape[0], place.pack.span
+        tiles = parts * cdiv(span, block)
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    turned = scratch(k, batch, heads, cdiv(length, block), width if learn else 0)
+    turned = scratch(k, batch, heads, tiles, width if learn else 0)
+    if place.pack is not None:  # shorter items leave tiles out
+        turned.zero_()
     _summarize_backward[(batch * heads, parts)](
         k, v, flags(keep), top=top.contiguous(), dtotal=dtotal.contiguous(),
         dmemory=dmemory.contiguous(), dk=dk, dv=dv, dtheta=turned, length=length, span=span,
-        heads=heads, **dict(zip(KV, strided, strict=True)), DIM=dim, VDIM=vdim, BK=bk, BV=bv,
-        BL=block, BLOCKS=cdiv(width, bk), LEARN=learn, MASKED=keep is not None, UNIT=unit,
-        STAGES=chosen.stages, **place.arguments(k), **operand(k), **chosen.options(),
+        tiles=tiles, heads=heads, **dict(zip(KV, strided, strict=True)), DIM=dim, VDIM=vdim,
+        BK=bk, BV=bv, BL=block, BLOCKS=cdiv(width, bk), LEARN=learn, MASKED=keep is not None,
+        UNIT=unit, STAGES=chosen.stages, **place.portions, **place.arguments(k), **operand(k),
+        **chosen.options(),
     )  # fmt: skip
     return dk, dv, turned.sum((0, 2)) if learn else scratch(k, heads, 0)

@@ -201,7 +201,7 @@ def _unserved(k, keep, b, h, first, length, anchor, sm, kc, skb, skt, skh, DIM: 
 def _causal(
     q, k, v, keep, theta, start, top, total, memory, flag, out, top_end, total_end, memory_end,
     sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, length, span, parts, heads, own,
-    n1, n2, n3, n4, n5, n6, n7, prefix,
+    n1, n2, n3, n4, n5, n6, n7, prefix, each,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
     CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
     TOTAL: tl.constexpr, WIDE: tl.constexpr,
@@ -219,7 +219,9 @@ def _causal(
             return
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
-    turns = turning(theta, start, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL)
+    turns = turning(
+        theta, start, None, b, each, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
+    )
     TALL: tl.constexpr = 1 if KIND == 0 else 2
     mx, sm, m, m_sin = _entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, TALL)
     ones = (lane[:, None] >= lane[None, :]).to(OPERAND)

@@ -61,7 +61,7 @@ def _causal_dq(
     dq, dphi, chunk_top, chunk_total, pull, pulls, dtheta,
     sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sob, sot, soh,
     length, span, parts, heads, own,
-    n1, n2, n3, n4, n5, n6, n7, prefix,
+    n1, n2, n3, n4, n5, n6, n7, prefix, each,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
     CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
     TOTAL: tl.constexpr, WIDE: tl.constexpr,
@@ -81,7 +81,9 @@ def _causal_dq(
             return
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
-    turns = turning(theta, start, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL)
+    turns = turning(
+        theta, start, None, b, each, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
+    )
     TALL: tl.constexpr = 1 if KIND == 0 else 2
     mx, sm, m, m_sin = _entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, TALL)
     start, run, inside = mx, tl.zeros((BL, BK), tl.float32), kc < DIM
@@ -186,7 +188,7 @@ def _causal_dkv(
     dk, dv, dtheta,
     sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sob, sot, soh,
     length, span, parts, heads, own,
-    n1, n2, n3, n4, n5, n6, n7, prefix,
+    n1, n2, n3, n4, n5, n6, n7, prefix, each,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
     CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
     TOTAL: tl.constexpr, WIDE: tl.constexpr,
@@ -202,7 +204,9 @@ def _causal_dkv(
             return
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
-    turns = turning(theta, start, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL)
+    turns = turning(
+        theta, start, None, b, each, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
+    )
     TALL: tl.constexpr = 1 if KIND == 0 else 2
     inside = kc < DIM
     pulled, acc = tl.zeros((BL, BK), tl.float32), tl.zeros((BV, BK), tl.float32)

@@ -15,19 +15,20 @@ from triton.language.extra import libdevice
 
 MOST_AXES = 8
 # sizes of the axes but for the first; in all kernels that take angles
-SIZES = ["n1", "n2", "n3", "n4", "n5", "n6", "n7", "prefix"]
+SIZES = ["n1", "n2", "n3", "n4", "n5", "n6", "n7", "prefix", "each"]
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
 def turning(
-    theta, start, prefix, head, sizes, channel, KIND: tl.constexpr, AXES: tl.constexpr,
-    SLOTS: tl.constexpr, OFFSET: tl.constexpr, TOTAL: tl.constexpr,
+    theta, start, shapes, sample, each, prefix, head, sizes, channel, KIND: tl.constexpr,
+    AXES: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
     """What the angles at the slots of `channel` need, once in a program: slots, frequencies (upper
     and lower half), sizes of the axes, their reciprocals, first coordinates, and prefix. The SLOTS
-    of theta are those from OFFSET on of TOTAL."""
+    of theta are those from OFFSET on of TOTAL. each: 1 where samples start at places of their own;
+    shapes: grids of the samples, where they differ."""
     slot, high, low = channel, channel, channel
     counts, reciprocals, starts = (), (), ()
     if KIND != 0:
@@ -41,10 +42,14 @@ def turning(
             if start is None:
                 starts += (0,)
             else:
-                starts += (tl.load(start + a).to(tl.int32),)
+                starts += (tl.load(start + sample * each * AXES + a).to(tl.int32),)
             if a > 0:
-                counts += (sizes[a - 1],)
-                reciprocals += ((4294967295 // sizes[a - 1].to(tl.int64)).to(tl.int32),)
+                if shapes is None:
+                    count = sizes[a - 1]
+                else:
+                    count = tl.load(shapes + sample * AXES + a)
+                counts += (count,)
+                reciprocals += ((4294967295 // count.to(tl.int64)).to(tl.int32),)
     return slot + OFFSET, high, low, counts, reciprocals, starts, prefix
 
 

@@ -15,7 +15,7 @@ from ndlightnet_kernels.tiles import Place, cdiv, pad, silu, weight
 @triton.jit(do_not_specialize=["heads", "own", *phases.SIZES])
 def _step(
     q, k, v, top, total, memory, theta, start, out, top_out, total_out, memory_out,
-    heads, own, n1, n2, n3, n4, n5, n6, n7, prefix, DIM: tl.constexpr, VDIM: tl.constexpr,
+    heads, own, n1, n2, n3, n4, n5, n6, n7, prefix, each, DIM: tl.constexpr, VDIM: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr,
     OFFSET: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr, AXES: tl.constexpr,
     PREFIX: tl.constexpr,
@@ -42,7 +42,20 @@ def _step(
         t = tl.zeros((1,), tl.int32)
         sizes = (n1, n2, n3, n4, n5, n6, n7)
         turns = turning(
-            theta, start, prefix, bh % heads * own, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
+            theta,
+            start,
+            None,
+            bh // heads,
+            each,
+            prefix,
+            bh % heads * own,
+            sizes,
+            c,
+            KIND,
+            AXES,
+            SLOTS,
+            OFFSET,
+            TOTAL,
         )
         place = places(turns, t, AXES, TOTAL, PREFIX)
         cos, sin = rotate(turns, place, WIDE)

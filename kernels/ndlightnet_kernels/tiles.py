@@ -30,6 +30,14 @@ def dense(b, h, t, col, length, heads, DIM: tl.constexpr):
 
 
 @triton.jit
+def item(items, part):
+    """A part of a pack: sample, place among all parts in order of samples, first token and the one
+    after the last, and the sample's first token."""
+    at = items + part * 5
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+
+
+@triton.jit
 def tokens_seen(keep, b, t, end, length, MASKED: tl.constexpr):
     """Which tokens are before `end` and not padding."""
     seen = t < end
@@ -235,10 +243,26 @@ def split(length: int, rows: int, block: int, programs: int) -> tuple[int, int]:
     return cdiv(length, span), span
 
 
+class Pack(NamedTuple):
+    """Samples of different sizes, end to end in one sequence (batch 1). items (parts, 5) int32: see
+    `item`, none longer than `span`; first (samples + 1,) int32: the first part of each sample in
+    order of samples; shapes (samples, axes) int32."""
+
+    items: Tensor
+    first: Tensor
+    shapes: Tensor
+    span: int
+
+    @property
+    def rows(self) -> int:
+        return self.shapes.shape[0]
+
+
 class Place(NamedTuple):
     """What the kernels need to know of MD-LRPE: kind, theta (heads or 1, slots) float32, the first
-    coordinates (axes,) int64, the grid's shape, and the tokens in front of it. window: where theta
-    holds a part of all slots only, its first one and the number of all."""
+    coordinates (1 or batch, axes) int64, the grid's shape, and the tokens in front of it. window:
+    where theta holds a part of all slots only, its first one and the number of all. pack: of
+    samples that differ in size, which have no tokens in front."""
 
     kind: str = "none"
     theta: Tensor | None = None
@@ -246,20 +270,32 @@ class Place(NamedTuple):
     shape: tuple[int, ...] = ()
     prefix: int = 0
     window: tuple[int, int] = (0, 0)
+    pack: Pack | None = None
 
     @property
     def slots(self) -> int:
         return 1 if self.theta is None else int(self.theta.shape[1])
 
+    @property
+    def portions(self) -> dict[str, Tensor | None]:
+        """For the kernels that take packs."""
+        pack = self.pack
+        return {"items": None if pack is None else pack.items,
+                "shapes": None if pack is None else pack.shapes}  # fmt: skip
+
     def arguments(self, x: Tensor) -> dict[str, Any]:
         """For tokens x (batch, length, heads, dim)."""
         theta, axes, slots = self.theta, len(self.shape), self.slots
         sizes = [int(n) for n in self.shape[1:]] + [None] * (phases.MOST_AXES - max(axes, 1))
+        each = int(self.start is not None and self.start.shape[0] > 1)
+        if self.pack is not None:
+            axes, sizes = self.pack.shapes.shape[1], [None] * (phases.MOST_AXES - 1)
         return {
             "theta": None if theta is None else theta.float().contiguous(), "start": self.start,
             "own": int(theta is not None and theta.shape[0] > 1),
-            **dict(zip(phases.SIZES, [*sizes, self.prefix], strict=True)),
-            "KIND": KINDS[self.kind], "AXES": axes, "PREFIX": self.prefix > 0,
+            **dict(zip(phases.SIZES, [*sizes, self.prefix, each], strict=True)),
+            "KIND": KINDS[self.kind], "AXES": axes,
+            "PREFIX": self.prefix > 0 or self.pack is not None,
             "SLOTS": slots, "OFFSET": self.window[0], "TOTAL": self.window[1] or slots,
             "WIDE": x.dtype == torch.float32,
         }  # fmt: skip

@@ -1,7 +1,6 @@
 """Whole networks."""
 
 from ndlightnet.models.backbone import (
-    DecodeState,
     NDLightNet,
     ndlightnet_base,
     ndlightnet_small,
@@ -10,7 +9,6 @@ from ndlightnet.models.backbone import (
 from ndlightnet.models.unet import NDLightUNet
 
 __all__ = [
-    "DecodeState",
     "NDLightNet",
     "NDLightUNet",
     "ndlightnet_base",

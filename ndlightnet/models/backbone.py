@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ndlightnet.models.stream import Stream, StreamState, advance
 from ndlightnet.nn.block import Block, init_weights
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.patch import Patchify
 from ndlightnet.nn.position import CODES, MDTPE
-from ndlightnet.ops.state import State
-
-
-class DecodeState(NamedTuple):
-    """Everything a causal text model remembers; its size does not grow with the text."""
-
-    position: int
-    tpe: Tensor | None  # (batch, embed_dim, states)
-    layers: tuple[State, ...]
 
 
 class NDLightNet(nn.Module):
@@ -39,10 +31,12 @@ class NDLightNet(nn.Module):
         mixer: what mixes tokens, a function of the width; see ndlightnet.nn.mixers.
         mlp_ratio: hidden width of the gated MLP / embed_dim.
         tpe: MD-TPE once after the embedding. tpe_states: its states per axis. tpe_bidirectional:
-            both ways along each axis; default: unless causal. False is the paper's one way.
+            both ways along each axis (but the first one if causal); default: unless causal on one
+            axis. False is the paper's one way.
         drop_rate: dropout before the head. drop_path_rate: stochastic depth, growing to this in the
             last block.
-        causal: token by token order, one axis only.
+        causal: along the first axis: a token sees its own frame (a step of that axis, `patch_size`
+            long) and those before it; with one axis, the tokens before it. See `stream`.
         vocab_size: input is token numbers `(batch, length)` instead of cells `(batch, channels,
             *space)`.
 
@@ -72,10 +66,8 @@ class NDLightNet(nn.Module):
         super().__init__()
         if dims < 1:
             raise ValueError(f"dims={dims}: expected 1 or more")
-        if dims > 1 and (causal or vocab_size):
-            raise ValueError(
-                f"dims={dims} with causal={causal}, vocab_size={vocab_size}: expected dims=1"
-            )
+        if dims > 1 and vocab_size:
+            raise ValueError(f"dims={dims} with vocab_size={vocab_size}: expected dims=1")
         if depth < 1 or embed_dim < 1:
             raise ValueError(f"depth={depth}, embed_dim={embed_dim}: expected 1 or more of both")
         if isinstance(mixer, nn.Module):
@@ -96,10 +88,13 @@ class NDLightNet(nn.Module):
                 patch_size = max(1, round(256 ** (1 / dims)))
             patch = patch_size if isinstance(patch_size, int) else tuple(patch_size)
             self.embed = Patchify(dims, in_chans, patch, embed_dim)
-        both = not causal if tpe_bidirectional is None else tpe_bidirectional
-        if both and causal:
-            raise ValueError("tpe_bidirectional=True with causal=True: later tokens would be seen")
-        self.tpe = MDTPE(dims, embed_dim, tpe_states, both) if tpe else None
+        one_way = causal and dims == 1
+        if tpe_bidirectional and one_way:
+            raise ValueError(
+                "tpe_bidirectional=True with causal=True on one axis: later tokens would be seen"
+            )
+        both = not one_way if tpe_bidirectional is None else tpe_bidirectional
+        self.tpe = MDTPE(dims, embed_dim, tpe_states, both, causal) if tpe else None
         rates = [drop_path_rate * i / max(1, depth - 1) for i in range(depth)]
         self.blocks = nn.ModuleList(Block(embed_dim, mixer, mlp_ratio, rate) for rate in rates)
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
@@ -189,41 +184,34 @@ class NDLightNet(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return self.forward_head(self.forward_features(x, mask), mask=mask)
 
-    def init_state(self, batch: int) -> DecodeState:
-        """The state before the first token, for `step`."""
-        device = self.norm.weight.device
-        tpe = None if self.tpe is None else self.tpe.init_state(batch, device)
-        layers = tuple(self._step_mixer(b).init_state(batch, device) for b in self.blocks)
-        return DecodeState(0, tpe, layers)
+    def init_state(self, batch: int) -> StreamState:
+        """What is known before the first frame, for `advance`."""
+        if not self.causal:
+            raise ValueError("causal=False: expected a causal network, it sees no later frame")
+        weight = self.norm.weight
+        count = torch.zeros(batch, dtype=torch.int64, device=weight.device)
+        blocks: Any = self.blocks
+        layers = tuple(block.init_state(batch, weight.device) for block in blocks)
+        exact = torch.promote_types(weight.dtype, torch.float32)
+        total = torch.zeros(batch, self.embed_dim, dtype=exact, device=weight.device)
+        return StreamState(count, 0, None, None, layers, total, count)
 
-    def step(self, tokens: Tensor, state: DecodeState) -> tuple[Tensor, DecodeState]:
-        """One token number a sample, (batch,) -> logits (batch, vocab_size) and the next state.
+    def advance(self, x: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
+        """The next frames (batch, in_chans, frames, *space), or tokens (batch, length), to the
+        features of the tokens that they complete, (batch, frames of tokens, *grid, embed_dim).
 
-        A loop of `step` equals `forward` on the whole text.
+        From `init_state` on, in pieces of any size, the features are those of `forward_features`;
+        frames that do not fill a patch wait for the next ones. The state's size does not grow.
         """
-        if not (self.causal and self.per_token):
-            raise ValueError(
-                "step: expected a language model, NDLightNet(1, vocab_size=..., causal=True)"
-            )
-        x, tpe = self.embed(tokens).to(self.norm.weight.dtype), state.tpe
-        if self.tpe is not None and tpe is not None:
-            x, tpe = self.tpe.step(x, tpe)
-        layers = []
-        block: Any
-        for block, memory in zip(self.blocks, state.layers, strict=True):
-            y, memory = self._step_mixer(block).step(block.norm1(x), memory, state.position)
-            x = x + y
-            x = x + block.mlp(block.norm2(x))
-            layers.append(memory)
-        return self.head(self.norm(x)), DecodeState(state.position + 1, tpe, tuple(layers))
+        return advance(self, x, state)
 
-    @staticmethod
-    def _step_mixer(block: Any) -> Any:
-        if not hasattr(block.mixer, "step"):
-            raise ValueError(
-                f"{type(block.mixer).__name__} has no step: it cannot decode token by token"
-            )
-        return block.mixer
+    def stream(self, batch_size: int = 1) -> Stream:
+        """An object that is given frames as they come and predicts from all frames so far.
+
+        `stream = model.eval().stream()`, then `logits = stream(frames)` with any number of frames,
+        at any time: equal to `model` on all frames at once. See Stream.
+        """
+        return Stream(self, batch_size)
 
 
 ndlightnet_tiny = partial(NDLightNet, embed_dim=192, depth=12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,24 @@ class Block(nn.Module):
         """Tokens (batch, *grid, dim) -> same shape. mask: bool (batch, *grid), False = padding."""
         x = x + self.drop_path(self.mixer(self.norm1(x), mask=mask, causal=causal))
         return x + self.drop_path(self.mlp(self.norm2(x)))
+
+    def init_state(self, batch: int, device: torch.device | str | None = None) -> Any:
+        """What the mixer knows before the first frame, for `advance`."""
+        return self._streaming().init_state(batch, device)
+
+    def advance(self, x: Tensor, state: Any, position: Tensor) -> tuple[Tensor, Any]:
+        """The next frames (batch, frames, *space, dim) of the causal form, and what is known of
+        those before: `position` (batch,) of them."""
+        y, state = self._streaming().advance(self.norm1(x), state, position)
+        x = x + self.drop_path(y)
+        return x + self.drop_path(self.mlp(self.norm2(x))), state
+
+    def _streaming(self) -> Any:
+        if not hasattr(self.mixer, "advance"):
+            raise ValueError(
+                f"{type(self.mixer).__name__} has no method advance: it cannot go frame by frame"
+            )
+        return self.mixer
 
 
 def init_weights(module: nn.Module) -> None:

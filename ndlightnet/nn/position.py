@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.ops import Lrpe, axis_scan, frequencies, line_step
+from ndlightnet.grid import Grid
+from ndlightnet.ops import Lrpe, axis_scan, frequencies, line_scan, line_state, line_step
 from ndlightnet.ops._registry import Impl
 from ndlightnet.ops.lrpe import Kind, slots_of
 
@@ -45,9 +46,10 @@ class MDLRPE(nn.Module):
 class MDTPE(nn.Module):
     """x + sum over axes of a learnt exponential Toeplitz product along the axis (LightNet, Eq. 9).
 
-    The paper's form goes one way and replaces x; this one adds to it and, where the network is not
-    causal, goes both ways with half the states each, so that the number of parameters stays the
-    paper's: states * (dim + 1) per axis.
+    The paper's form goes one way and replaces x; this one adds to it and goes both ways with half
+    the states each, so that the number of parameters stays the paper's: states * (dim + 1) per
+    axis. causal: along the first axis one way only, with half the states if other axes go both
+    ways.
     """
 
     def __init__(
@@ -56,44 +58,69 @@ class MDTPE(nn.Module):
         dim: int,
         states: int = 128,
         bidirectional: bool = True,
+        causal: bool = False,
         impl: Impl = "auto",
     ) -> None:
         super().__init__()
-        self.impl = impl
-        ways = 2 if bidirectional else 1
+        self.impl, self.dims = impl, dims
+        back = dims - causal if bidirectional else 0  # axes that are also gone back
+        ways = 2 if back else 1
         if states < ways or states % ways:
             raise ValueError(f"states={states}: expected a positive multiple of {ways}")
         each = states // ways
-        self.coef = nn.Parameter(torch.randn(ways, dims, dim, each) / math.sqrt(each))
+        # first every axis forth, then the last ones back
+        self.coef = nn.Parameter(torch.randn(dims + back, dim, each) / math.sqrt(each))
         # decays with reaches of 1 to 256 tokens, log-spaced
-        reach = torch.logspace(0, 8, each, base=2).expand(ways, dims, each)
+        reach = torch.logspace(0, 8, each, base=2).expand(dims + back, each)
         self.logit = nn.Parameter(-torch.log(torch.expm1(1 / reach)))
 
-    def weights(self) -> tuple[Tensor, Tensor]:
-        """Coefficients (ways, dims, dim, states) and log decays (ways, dims, states), float32.
+    def weights(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+        """Forth and back: coefficients (dims, dim, states) and log decays (dims, states), float32.
 
         c is scaled by 1 - lambda, so that a slow state weighs no more than a fast one.
         """
         logit = self.logit.float()
         log_decay = torch.nn.functional.logsigmoid(logit)
-        return self.coef.float() * torch.sigmoid(-logit)[:, :, None], log_decay
+        coef = self.coef.float() * torch.sigmoid(-logit)[:, None]
+        forth = coef[: self.dims], log_decay[: self.dims]
+        back = coef[self.dims :], log_decay[self.dims :]
+        if len(back[0]) == 0:
+            return forth, None
+        if len(back[0]) < self.dims:  # along the first axis nothing comes back
+            zeros = (torch.zeros_like(x[:1]) for x in forth)
+            back = tuple(torch.cat(pair) for pair in zip(zeros, back, strict=True))  # type: ignore
+        return forth, back
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Tokens (batch, *grid, dim), mask (batch, *grid) bool -> same shape."""
         with torch.autocast(x.device.type, enabled=False):
-            coef, log_decay = self.weights()
-            reverse = (coef[1], log_decay[1]) if coef.shape[0] == 2 else None
-            return axis_scan(x, coef[0], log_decay[0], reverse, mask, residual=True, impl=self.impl)
+            (coef, log_decay), back = self.weights()
+            return axis_scan(x, coef, log_decay, back, mask, residual=True, impl=self.impl)
 
-    def init_state(self, batch: int, device: torch.device | str | None = None) -> Tensor:
-        """State before the first token of a sequence: (batch, dim, states)."""
-        return torch.zeros(batch, *self.coef.shape[2:], device=device)
+    def init_state(
+        self, batch: int, space: tuple[int, ...] = (), device: torch.device | str | None = None
+    ) -> Tensor:
+        """State along the first axis before the first frame: (batch, *space, dim, states)."""
+        return torch.zeros(batch, *space, *self.coef.shape[1:], device=device)
 
-    def step(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One token (batch, dim) of a sequence (one axis, one way)."""
-        if self.coef.shape[:2] != (1, 1):
-            raise ValueError("step: expected one axis and bidirectional=False")
+    def advance(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The next frames (batch, frames, *space, dim) and the State before them."""
+        if len(self.coef) == 2 * self.dims:
+            raise ValueError("advance: expected an MDTPE(causal=True) or bidirectional=False")
+        grid, before = Grid.of(x), state.flatten(0, -3)
         with torch.autocast(x.device.type, enabled=False):
-            coef, log_decay = self.weights()
-            y, state = line_step(x, coef[0, 0], log_decay[0, 0], state)
-        return x + y, state
+            (coef, log_decay), back = self.weights()
+            lines = grid.lines(x, 0)
+            if grid.shape[0] == 1:
+                y, after = line_step(lines[:, 0], coef[0], log_decay[0], before)
+                y = y[:, None]
+            else:
+                y = line_scan(lines, coef[0], log_decay[0], before)
+                after = line_state(lines, log_decay[0], before)
+            out = x + grid.unlines(y, 0)
+            if grid.ndim > 1:
+                rest = None if back is None else (back[0][1:], back[1][1:])
+                single = x.flatten(0, 1)
+                across = axis_scan(single, coef[1:], log_decay[1:], rest, impl=self.impl)
+                out = out + across.view_as(x)
+        return out, after.view_as(state)

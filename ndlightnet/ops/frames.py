@@ -66,7 +66,7 @@ class Running(torch.autograd.Function):
         ctx.window = window
         ctx.save_for_backward(top, out.max)
         ctx.mark_non_differentiable(out.max)
-        return tuple(out)
+        return out.max, out.sum, out.memory
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -159,7 +159,9 @@ def axis_causal_attention(
         return torch.cat(outs, 1), state
 
 
-def _check_frames(state: State, k: Tensor, v: Tensor, lrpe: Lrpe | None, window: int | None) -> None:
+def _check_frames(
+    state: State, k: Tensor, v: Tensor, lrpe: Lrpe | None, window: int | None
+) -> None:
     if window is None:
         return _check_state(state, k, v, lrpe)
     lead = (k.shape[0], window - 1, k.shape[2])

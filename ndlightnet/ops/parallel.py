@@ -113,7 +113,11 @@ class _Pass:
         self.length, self.dim, self.rows = k.shape[1], k.shape[-1], f.shape[-1]
         self.f, self.k = _chunks(f.to(acc), 0.0), _chunks(k.to(acc), -torch.inf)
         self.v = _chunks(v.to(acc), 0.0)
-        self.w = self.v.new_ones(1, 1) if w is None else _chunks((w if w.ndim == 4 else w[None]).to(acc), 0.0)
+        self.w = (
+            self.v.new_ones(1, 1)
+            if w is None
+            else _chunks((w if w.ndim == 4 else w[None]).to(acc), 0.0)
+        )
         # running (max, sum) of each token inside its chunk; no memory rides along
         alone = State(self.k, (self.k > -torch.inf).to(acc), self.k.new_zeros(*self.k.shape, 0))
         run = _prefix(alone, 3)

@@ -81,9 +81,7 @@ def frames(
     w = None if lrpe is None else key_features(lrpe, k.shape[-1], phi.dtype)
     fade = forget[:, None] if isinstance(forget, Tensor) else forget
     (batch, length, heads, dim), wide = k.shape, v.shape[-1]
-    empty = State.empty(
-        batch, heads, dim, wide, lrpe is not None, dtype=phi.dtype, device=k.device
-    )
+    empty = State.empty(batch, heads, dim, wide, lrpe is not None, dtype=phi.dtype, device=k.device)
     past = [] if state is None else [state]
     if window is not None:
         past = [empty] * (window - 1)

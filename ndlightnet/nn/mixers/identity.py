@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 
@@ -13,3 +14,11 @@ class Identity(nn.Module):
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         return x
+
+    def init_state(self, batch: int, device: torch.device | str | None = None) -> tuple[()]:
+        return ()
+
+    def advance(
+        self, x: Tensor, state: tuple[()], position: int | Tensor
+    ) -> tuple[Tensor, tuple[()]]:
+        return x, state

@@ -11,14 +11,14 @@ from ndlightnet.nn.heads import default_heads, split_heads
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import (
     attention_step,
-    causal_attention,
+    axis_causal_attention,
     global_attention,
     norm_gate,
     read,
     summarize,
 )  # fmt: skip
 from ndlightnet.ops._registry import Impl
-from ndlightnet.ops.lrpe import Kind
+from ndlightnet.ops.lrpe import Kind, Lrpe
 from ndlightnet.ops.parallel import accumulator
 from ndlightnet.ops.state import State
 
@@ -35,6 +35,9 @@ class LightNetAttention(nn.Module):
         learn_theta: angles learnt (one factor per head and slot) or fixed.
         gate_rank: rank of the output gate; default the head dim.
         bias: biases in the projections.
+        window: causal form: a frame (a step of the first axis) sees the last `window` frames,
+            itself included. Default: all before it.
+        forget: causal form: what lies a frame back weighs exp(-forget), two frames exp(-2 forget).
         impl: "auto", "torch", "triton" or "reference"; see ndlightnet.ops.
 
     Parameters: 4 dim^2 + 2 gate_rank dim + 3 dim (with learnt cosine angles, without biases).
@@ -50,9 +53,16 @@ class LightNetAttention(nn.Module):
         learn_theta: bool = True,
         gate_rank: int | None = None,
         bias: bool = False,
+        window: int | None = None,
+        forget: float = 0.0,
         impl: Impl = "auto",
     ) -> None:
         super().__init__()
+        if window is not None and window < 1:
+            raise ValueError(f"window={window}: expected 1 or more frames, or None")
+        if not forget >= 0:
+            raise ValueError(f"forget={forget}: expected 0 or more")
+        self.window, self.forget = window, forget
         self.heads, self.head_dim = default_heads(dim, heads)
         self.impl = impl
         source = context_dim or dim
@@ -79,8 +89,8 @@ class LightNetAttention(nn.Module):
 
         context: a source (batch, *its grid, context_dim) to read instead of x; its grid may have
         another shape but, with lrpe, as many axes. mask: bool over the source's tokens (batch,
-        *grid), False = padding, which is not read. causal: row-major order, one axis, without
-        context.
+        *grid), False = padding, which is not read. causal: along the first axis; a token sees its
+        own frame and those before it (with one axis: the tokens before it). Without context.
         """
         grid = Grid.of(x)
         source = x if context is None else context
@@ -96,8 +106,11 @@ class LightNetAttention(nn.Module):
         k = split_heads(self.k_proj(source), self.heads, source_grid)
         v = split_heads(self.v_proj(source), self.heads, source_grid)
         if causal:
-            self._check_causal(grid, context)
-            y, _ = causal_attention(q, k, v, mask=mask, lrpe=place, impl=self.impl)
+            if context is not None:
+                raise ValueError(
+                    "causal=True with a context: a source is read as a whole, use causal=False"
+                )
+            y, _ = self._causal(q, k, v, grid, mask, place, None)
         elif context is None:
             y = global_attention(q, k, v, mask=mask, lrpe=place, impl=self.impl)
         else:
@@ -106,18 +119,19 @@ class LightNetAttention(nn.Module):
             y = read(q, state, lrpe=place, impl=self.impl)
         return self._output(x, grid.unflatten(y.flatten(2)))
 
-    def _check_causal(self, grid: Grid, context: Tensor | None) -> None:
-        if context is not None:
-            raise ValueError(
-                "causal=True with a context: a source is read as a whole, use causal=False"
-            )
-        if grid.ndim > 1:
-            raise ValueError(f"causal=True on a grid {grid.shape}: expected one axis")
+    def _causal(
+        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, mask: Tensor | None, place: Lrpe | None,
+        state: State | None,
+    ) -> tuple[Tensor, State]:  # fmt: skip
         if self.lrpe and self.lrpe.kind == "rotary":
             raise ValueError(
                 "causal=True with lrpe='rotary': a pair's channels decay differently, so scores "
                 "would depend on absolute position; use 'cosine' or None"
             )
+        return axis_causal_attention(
+            q, k, v, grid.shape[0], mask=mask, lrpe=place, state=state, window=self.window,
+            forget=self.forget, impl=self.impl,
+        )  # fmt: skip
 
     def _output(self, x: Tensor, y: Tensor) -> Tensor:
         logits = self.gate(x)
@@ -128,17 +142,26 @@ class LightNetAttention(nn.Module):
     def init_state(self, batch: int, device: torch.device | str | None = None) -> State:
         """The State before the first token."""
         dim, dtype = self.head_dim, accumulator(self.q_proj.weight)
-        return State.empty(
+        empty = State.empty(
             batch, self.heads, dim, dim, self.lrpe is not None, dtype=dtype, device=device
         )
+        if self.window is None:
+            return empty
+        return State(*(torch.stack([x] * (self.window - 1), 1) if self.window > 1 else
+                       x[:, None][:, :0] for x in empty))  # fmt: skip
 
-    def step(self, x: Tensor, state: State, position: int | Tensor) -> tuple[Tensor, State]:
-        """One token (batch, dim) at `position` (counted from 0) of the causal form."""
-        self._check_causal(Grid((1,)), None)
+    def advance(self, x: Tensor, state: State, position: int | Tensor) -> tuple[Tensor, State]:
+        """The next frames (batch, frames, *space, dim) of the causal form; `position`: how many
+        came before, one number or (batch,) of them."""
+        grid = Grid.of(x)
         q, k, v = (
-            proj(x).unflatten(-1, (self.heads, self.head_dim))
+            split_heads(proj(x), self.heads, grid)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        place = self.lrpe((1,), (position,)) if self.lrpe else None
-        y, state = attention_step(q, k, v, state, lrpe=place, impl=self.impl)
-        return self._output(x, y.flatten(1)), state
+        start = (position, *[0] * (grid.ndim - 1))
+        place = self.lrpe(grid.shape, start) if self.lrpe else None
+        if grid.length == 1 and self.window is None and not self.forget:
+            y, state = attention_step(q[:, 0], k[:, 0], v[:, 0], state, lrpe=place, impl=self.impl)
+        else:
+            y, state = self._causal(q, k, v, grid, None, place, state)
+        return self._output(x, y.reshape(x.shape)), state

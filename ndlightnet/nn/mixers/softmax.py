@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -26,7 +27,8 @@ class SoftmaxAttention(nn.Module):
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        """Tokens (batch, *grid, dim) -> same shape. mask: bool (batch, *grid), False = padding."""
+        """Tokens (batch, *grid, dim) -> same shape. mask: bool (batch, *grid), False = padding.
+        causal: along the first axis."""
         grid = Grid.of(x)
         q, k, v = (split_heads(part, self.heads, grid) for part in self.qkv_proj(x).chunk(3, -1))
         if self.lrpe:
@@ -35,12 +37,12 @@ class SoftmaxAttention(nn.Module):
         keep = grid.flatten_mask(mask)
         if keep is not None:
             keep = keep[:, None, None]
-        if causal:
-            if grid.ndim > 1:
-                raise ValueError(f"causal=True on a grid {grid.shape}: expected one axis")
-            if keep is not None:  # torch takes a mask or the flag, not both
-                keep = keep & keep.new_ones(grid.length, grid.length).tril()
+        simple = causal and grid.ndim == 1 and keep is None
+        if causal and not simple:  # torch takes a mask or the flag, not both
+            frame = torch.arange(grid.length, device=x.device) // (grid.length // grid.shape[0])
+            before = frame[:, None] >= frame
+            keep = before if keep is None else keep & before
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        y = scaled_dot_product_attention(q, k, v, attn_mask=keep, is_causal=causal and keep is None)
+        y = scaled_dot_product_attention(q, k, v, attn_mask=keep, is_causal=simple)
         out: Tensor = self.o_proj(grid.unflatten(y.transpose(1, 2).flatten(2)))
         return out

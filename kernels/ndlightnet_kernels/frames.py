@@ -1,0 +1,140 @@
+"""Between the frames of the axis-causal form: the State of a window of frames, and its adjoint."""
+
+# mypy: disable-error-code="assignment"
+# (a jit function builds its tuples of tensors piece by piece)
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ndlightnet_kernels.tiles import cdiv, pad, weight
+
+INFINITE = tl.constexpr(float("inf"))
+AT_ONCE = tl.constexpr(8)  # States whose loads are on their way at the same time
+
+
+@triton.jit
+def _tiles(
+    top, total, memory, at, there, c, tile, here, DIM: tl.constexpr, SIZE: tl.constexpr,
+    BACK: tl.constexpr,
+):  # fmt: skip
+    """Reference, sum and memory rows of State `at`; empty if not `there`. BACK: the reference of a
+    pull on it, the negative one."""
+    ref = tl.load(top + at * DIM + c, mask=there, other=-INFINITE)
+    if BACK:
+        ref = tl.where(ref > -INFINITE, -ref, ref)
+    sm = tl.load(total + at * DIM + c, mask=there, other=0.0)
+    m = tl.load(memory + at[:, None] * SIZE + tile, mask=here & there[:, None], other=0.0)
+    return ref, sm, m
+
+
+@triton.jit
+def _join(best, sm, m, ref, sums, tile):
+    high = tl.maximum(best, ref)
+    fall, w = weight(best, high), weight(ref, high)
+    return high, fall * sm + w * sums, fall[:, None] * m + w[:, None] * tile
+
+
+@triton.jit(do_not_specialize=["frames", "window", "heads"])
+def _running(
+    top, total, memory, own, top_out, total_out, memory_out, top_past, total_past, memory_past,
+    frames, window, heads,
+    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BC: tl.constexpr,
+    BACK: tl.constexpr,
+):  # fmt: skip
+    """State of the last `window` of States (batch, frames, heads, ...) up to each: one program for
+    BC rows of a block of `window` frames. A window is the end of the block before, from some frame
+    on, and the beginning of this one.
+
+    BACK: from the last frame to the first, of pulls on such States (`top`: their maxima), to pulls
+    on the States that they were made of (`own`: their maxima).
+    """
+    bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
+    SIZE: tl.constexpr = TALL * DIM * VDIM
+    row = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside, lead, c = row < TALL * DIM, row < DIM, row % DIM
+    tile, here = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
+    zero, begin = tl.zeros((BC,), tl.int64), tl.program_id(2) * window
+    first = bh // heads * frames
+    best = tl.full((BC,), -INFINITE, tl.float32)
+    sm, m = tl.zeros((BC,), tl.float32), tl.zeros((BC, BV), tl.float32)
+    before = min(begin, window - 1)
+    for back in range(0, before, AT_ONCE):
+        parts = ()
+        for i in tl.static_range(AT_ONCE):
+            s = zero + begin - 1 - back - i
+            f = frames - 1 - s if BACK else s
+            there = inside & (zero + back + i < before)
+            parts += (_tiles(top, total, memory, (first + f) * heads + bh % heads, there, c, tile,
+                             here, DIM, SIZE, BACK),)  # fmt: skip
+        for i in tl.static_range(AT_ONCE):
+            best, sm, m = _join(best, sm, m, parts[i][0], parts[i][1], parts[i][2])
+            s, there = zero + begin - 1 - back - i, zero + back + i < before
+            at = (first + s) * heads + bh % heads
+            tl.store(top_past + at * DIM + c, best, lead & there)
+            tl.store(total_past + at * DIM + c, sm, lead & there)
+            tl.store(memory_past + at[:, None] * SIZE + tile, m, here & there[:, None])
+    tl.debug_barrier()  # other threads of the program read what is in `past`
+    best = tl.full((BC,), -INFINITE, tl.float32)
+    sm, m = tl.zeros((BC,), tl.float32), tl.zeros((BC, BV), tl.float32)
+    end = min(begin + window, frames)
+    for now in range(begin, end, AT_ONCE):
+        parts, ends = (), ()
+        for i in tl.static_range(AT_ONCE):
+            s = zero + now + i
+            f, there = frames - 1 - s if BACK else s, inside & (s < end)
+            parts += (_tiles(top, total, memory, (first + f) * heads + bh % heads, there, c, tile,
+                             here, DIM, SIZE, BACK),)  # fmt: skip
+            past = s - window + 1
+            there = inside & (past >= 0) & (past < begin)
+            ends += (_tiles(top_past, total_past, memory_past, (first + past) * heads + bh % heads,
+                            there, c, tile, here, DIM, SIZE, False),)  # fmt: skip
+        for i in tl.static_range(AT_ONCE):
+            best, sm, m = _join(best, sm, m, parts[i][0], parts[i][1], parts[i][2])
+            high, sums, rows = _join(best, sm, m, ends[i][0], ends[i][1], ends[i][2])
+            s = zero + now + i
+            f, there = frames - 1 - s if BACK else s, s < end
+            at = (first + f) * heads + bh % heads
+            if BACK:
+                fall = weight(
+                    tl.load(own + at * DIM + c, mask=inside & there, other=-INFINITE), -high
+                )
+                sums, rows = fall * sums, fall[:, None] * rows
+            else:
+                tl.store(top_out + at * DIM + c, high, lead & there)
+            tl.store(total_out + at * DIM + c, sums, lead & there)
+            tl.store(memory_out + at[:, None] * SIZE + tile, rows, here & there[:, None])
+
+
+def _launch(
+    top: Tensor, total: Tensor, memory: Tensor, own: Tensor | None, window: int
+) -> list[Tensor]:
+    (batch, frames, heads, dim), (rows, vdim) = top.shape, memory.shape[-2:]
+    states = [x.contiguous() for x in (top, total, memory)]
+    out = [torch.empty_like(x) for x in states]
+    past = [torch.empty_like(x if window < frames else x[:0]) for x in states]
+    bv, some = pad(vdim), max(1, 256 // pad(vdim))
+    _running[(batch * heads, cdiv(rows, some), cdiv(frames, window))](
+        *states, own, *out, *past, frames, window, heads, DIM=dim, VDIM=vdim, BV=bv,
+        TALL=rows // dim, BC=some, BACK=own is not None, num_warps=2,
+    )  # fmt: skip
+    return out
+
+
+def running(
+    top: Tensor, total: Tensor, memory: Tensor, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """top, total (batch, frames, heads, dim), memory (batch, frames, heads, dim or 2 dim,
+    value_dim), float32: for each frame the State of the last `window` frames up to it."""
+    out = _launch(top, total, memory, None, window)
+    return out[0], out[1], out[2]
+
+
+def running_backward(
+    top: Tensor, after: Tensor, dtotal: Tensor, dmemory: Tensor, window: int
+) -> tuple[Tensor, Tensor]:
+    """Gradients of sums and memories. top, after: maxima of the States before and after."""
+    out = _launch(after, dtotal, dmemory, top.contiguous(), window)
+    return out[1], out[2]

@@ -1,0 +1,215 @@
+"""Streams: a causal network frame by frame, with a memory that does not grow."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+
+class StreamState(NamedTuple):
+    """What a causal network remembers of the frames that it has seen, a row for each sample."""
+
+    frames: Tensor  # (batch,) int64: frames of tokens so far
+    waiting: int  # frames of cells that wait for their patch to fill
+    cells: Tensor | None  # (batch, channels, patch - 1, *space): these come first in it
+    tpe: Tensor | None  # (batch, *space of tokens, embed_dim, states)
+    layers: tuple[Any, ...]  # of each mixer, such as an attention State
+    total: Tensor  # (batch, embed_dim): sum of all features so far
+    tokens: Tensor  # (batch,) their number
+
+
+def advance(model: Any, x: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
+    """See NDLightNet.advance."""
+    model._check(x, None)
+    if x.shape[0] != state.frames.shape[0]:
+        raise ValueError(f"input of {x.shape[0]} samples, a state of {state.frames.shape[0]}")
+    cells, waiting = state.cells, 0
+    if model.vocab_size is None:
+        patch = model.embed.patch[0]
+        if cells is None:
+            cells = x.new_zeros(*x.shape[:2], patch - 1, *x.shape[3:])
+        if cells.shape[3:] != x.shape[3:]:
+            raise ValueError(
+                f"frames of {tuple(x.shape[3:])}: expected {tuple(cells.shape[3:])} as before"
+            )
+        x = torch.cat([cells[:, :, : state.waiting].to(x.dtype), x], 2)
+        waiting = x.shape[2] % patch
+        whole = x.shape[2] - waiting
+        cells = torch.cat([x[:, :, whole:], cells[:, :, waiting:].to(x.dtype)], 2)
+        x = x[:, :, :whole]
+    state = state._replace(waiting=waiting, cells=cells)
+    # the residual stream stays in the parameters' precision under autocast
+    x = model.embed(x).to(model.norm.weight.dtype)
+    if x.shape[1] == 0:
+        return x, state
+    tpe, layers = state.tpe, []
+    if model.tpe is not None:
+        if tpe is None:
+            tpe = model.tpe.init_state(x.shape[0], tuple(x.shape[2:-1]), x.device)
+        x, tpe = model.tpe.advance(x, tpe)
+    for block, memory in zip(model.blocks, state.layers, strict=True):
+        x, memory = block.advance(x, memory, state.frames)
+        layers.append(memory)
+    x = model.norm(x)
+    return x, state._replace(
+        frames=state.frames + x.shape[1], tpe=tpe, layers=tuple(layers),
+        total=state.total + x.flatten(1, -2).to(state.total.dtype).sum(1),
+        tokens=state.tokens + x[0].numel() // x.shape[-1],
+    )  # fmt: skip
+
+
+class Stream:
+    """A causal network that is given frames as they come: see NDLightNet.stream.
+
+    Its samples are streams of their own, which may start and pause at different times. All tensors
+    of `state` have one row for each. No gradients.
+    """
+
+    def __init__(self, model: Any, batch_size: int = 1) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: expected 1 or more")
+        self.model, self.batch_size = model, batch_size
+        self.state: StreamState = model.init_state(batch_size)
+        self.waiting = [0] * batch_size  # frames of each stream that wait for their patch to fill
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor, active: Iterable[bool] | Tensor | None = None) -> Tensor:
+        """The next frames, (batch, in_chans, frames, *space), to the prediction from all frames so
+        far, (batch, num_classes). A language model's next tokens (batch, length) to their logits.
+
+        active: (batch,) which streams these frames belong to; the others are held.
+        """
+        if self.model.per_token:
+            head: Tensor = self.model.forward_head(self.features(x, active))
+            return head
+        groups = defaultdict(list)
+        for row in self._rows(x, active):
+            groups[self.waiting[row]].append(row)
+        for rows in groups.values():  # those whose patches fill at the same time
+            self._push(x, rows)
+        return self.prediction()
+
+    @torch.no_grad()
+    def features(self, x: Tensor, active: Iterable[bool] | Tensor | None = None) -> Tensor:
+        """The next frames to the features of the tokens that they complete, (active streams,
+        frames of tokens, *grid, embed_dim)."""
+        rows = self._rows(x, active)
+        if len({self.waiting[row] for row in rows}) > 1:
+            raise ValueError(
+                f"active={rows}: {self.waiting} frames wait for their patches to fill, so these "
+                "streams complete different numbers of tokens; give them apart"
+            )
+        return self._push(x, rows)
+
+    @torch.no_grad()
+    def prediction(self) -> Tensor:
+        """(batch, num_classes) from all frames so far, by the mean over tokens."""
+        mean = self.state.total / self.state.tokens.clamp(min=1)[:, None]
+        out: Tensor = self.model.head(mean.to(self.model.norm.weight.dtype))
+        return out
+
+    @torch.no_grad()
+    def finish(self, active: Iterable[bool] | Tensor | None = None) -> Tensor:
+        """The prediction with what waits for its patch to fill, padded with zeros as a whole clip
+        is. Afterwards these streams start anew."""
+        cells = self.state.cells
+        for row in self._rows(None, active):
+            if self.waiting[row] and cells is not None:
+                missing = cells.shape[2] + 1 - self.waiting[row]
+                self._push(cells.new_zeros(*cells.shape[:2], missing, *cells.shape[3:]), [row])
+        out = self.prediction()
+        self.reset(active)
+        return out
+
+    def reset(self, active: Iterable[bool] | Tensor | None = None) -> None:
+        """These streams start anew."""
+        rows = self._rows(None, active)
+        if len(rows) == self.batch_size:
+            self.state = self.model.init_state(self.batch_size)
+        else:
+            self._put(self._fresh(len(rows)), rows)
+        for row in rows:
+            self.waiting[row] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and numbers: `torch.save` it, `torch.load` it with weights_only=True."""
+        names = self.state._fields
+        return {**dict(zip(names, self.state, strict=True)), "waiting": list(self.waiting),
+                "layers": [list(memory) for memory in self.state.layers]}  # fmt: skip
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from another stream's `state_dict`, on the model's device."""
+        kinds = [type(memory) for memory in self.model.init_state(1).layers]
+        if len(saved["layers"]) != len(kinds) or len(saved["waiting"]) != self.batch_size:
+            raise ValueError(
+                f"a state of {len(saved['layers'])} layers and {len(saved['waiting'])} streams: "
+                f"expected {len(kinds)} and {self.batch_size}"
+            )
+        device = self.model.norm.weight.device
+        layers = tuple(
+            kind(*part) if hasattr(kind, "_fields") else kind(part)
+            for kind, part in zip(kinds, saved["layers"], strict=True)
+        )
+        self.waiting = list(saved["waiting"])
+        state = StreamState(**{**saved, "layers": layers, "waiting": 0})
+        self.state = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, state)
+
+    def _rows(self, x: Tensor | None, active: Iterable[bool] | Tensor | None) -> list[int]:
+        flags = [True] * self.batch_size if active is None else [bool(a) for a in active]
+        if len(flags) != self.batch_size or (x is not None and x.shape[0] != self.batch_size):
+            raise ValueError(
+                f"{len(flags)} flags in active, input of {'?' if x is None else x.shape[0]} "
+                f"samples: expected {self.batch_size}"
+            )
+        return [row for row, flag in enumerate(flags) if flag]
+
+    def _push(self, x: Tensor, rows: list[int]) -> Tensor:
+        if len(rows) == self.batch_size:
+            out, self.state = advance(self.model, x, self._part(self.state, rows))
+            self.waiting = [self.state.waiting] * self.batch_size
+            return out
+        if self.state.frames.device != x.device:
+            raise ValueError(f"input on {x.device}, the stream on {self.state.frames.device}")
+        part = self._part(
+            tree_map(lambda s: s[rows] if isinstance(s, Tensor) else s, self.state), rows
+        )
+        out, part = advance(self.model, x[rows], part)
+        self._put(part, rows)
+        for row in rows:
+            self.waiting[row] = part.waiting
+        return out
+
+    def _part(self, state: StreamState, rows: list[int]) -> StreamState:
+        return state._replace(waiting=self.waiting[rows[0]])
+
+    def _fresh(self, n: int) -> StreamState:
+        """Of streams that have seen nothing, with all tensors of those that have."""
+        fresh: StreamState = self.model.init_state(n)
+        cells, tpe = (
+            None if x is None else x.new_zeros(n, *x.shape[1:])
+            for x in (self.state.cells, self.state.tpe)
+        )
+        return fresh._replace(cells=cells, tpe=tpe)
+
+    def _put(self, part: StreamState, rows: list[int]) -> None:
+        def put(whole: Any, some: Any) -> Any:
+            if not isinstance(some, Tensor):
+                return whole
+            whole = some.new_zeros(self.batch_size, *some.shape[1:]) if whole is None else whole
+            index = torch.tensor(rows, device=some.device)
+            return whole.index_copy(0, index, some.to(whole.dtype))
+
+        old = self.state
+        layers = tuple(
+            type(memory)(*(put(a, b) for a, b in zip(memory, new, strict=True))) if new else memory
+            for memory, new in zip(old.layers, part.layers, strict=True)
+        )
+        self.state = StreamState(
+            put(old.frames, part.frames), 0, put(old.cells, part.cells), put(old.tpe, part.tpe),
+            layers, put(old.total, part.total), put(old.tokens, part.tokens),
+        )  # fmt: skip
