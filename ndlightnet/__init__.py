@@ -13,12 +13,14 @@ from ndlightnet.nn.mixers import Identity, LightNetAttention, SoftmaxAttention
 from ndlightnet.ops import (
     State,
     attention_step,
+    axis_causal_attention,
     causal_attention,
     global_attention,
     merge,
     read,
     summarize,
 )
+from ndlightnet.ragged import Packed, Ragged, pack
 
 __version__ = "0.1.0"
 
@@ -29,15 +31,19 @@ __all__ = [
     "MultiheadAttention",
     "NDLightNet",
     "NDLightUNet",
+    "Packed",
+    "Ragged",
     "SoftmaxAttention",
     "State",
     "attention_step",
+    "axis_causal_attention",
     "causal_attention",
     "global_attention",
     "merge",
     "ndlightnet_base",
     "ndlightnet_small",
     "ndlightnet_tiny",
+    "pack",
     "read",
     "summarize",
 ]

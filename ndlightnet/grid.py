@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 
@@ -15,6 +16,22 @@ def per_axis(name: str, value: int | Sequence[int], ndim: int, least: int = 1) -
     if len(values) != ndim or any(not isinstance(v, int) or v < least for v in values):
         raise ValueError(f"{name}={value!r}: expected an int >= {least} or {ndim} of them")
     return values
+
+
+def cut_patches(x: Tensor, patch: Sequence[int]) -> Tensor:
+    """Cells `(batch, channels, *space)` -> a row a patch, `(batch, *grid, cells * channels)`.
+
+    Sizes that the patch does not divide are padded with zeros at the end.
+    """
+    dims = len(patch)
+    pad = []
+    for size, step in zip(reversed(x.shape[2:]), reversed(patch), strict=True):
+        pad += [0, -size % step]
+    cut = " ".join(f"(n{a} p{a})" for a in range(dims))
+    grid, cells = (" ".join(f"{c}{a}" for a in range(dims)) for c in "np")
+    sizes = {f"p{a}": size for a, size in enumerate(patch)}
+    x = torch.nn.functional.pad(x, pad)
+    return rearrange(x, f"b c {cut} -> b {grid} ({cells} c)", **sizes)
 
 
 @dataclass(frozen=True)

@@ -87,24 +87,27 @@ def close_grads():
 
 @pytest.fixture(scope="session")
 def dense():
-    """Eq. 5 and 6 as a sum over all pairs of tokens, without chunks or maxima (maths.md 5.5a).
+    """Eq. 5 and 6 as a sum over all pairs of tokens, without chunks or States (maths.md 5.5a).
 
     y_t = sum_s sum_j SiLU(q)_tj exp(k_sj) / total_tj * cos(angle_tj - angle_sj) * v_s, where
     `total` sums exp(k) over the tokens that t sees. q, k, v (batch, length, heads, dim), float64.
     angles: (length, heads or 1, dim), or a pair of them for queries and for keys. q and k may have
-    different lengths if not causal.
+    different lengths if not causal. see: how much of exp(k) counts, instead of causal: (target,
+    source) or (target, source, heads).
     """
 
-    def attention(q, k, v, *, mask=None, causal=False, angles=None):
-        see = torch.ones(q.shape[1], k.shape[1], dtype=q.dtype)
-        see = see.tril() if causal else see
-        p = k.exp()
+    def attention(q, k, v, *, mask=None, causal=False, angles=None, see=None):
+        if see is None:
+            see = torch.ones(q.shape[1], k.shape[1], dtype=q.dtype)
+            see = see.tril() if causal else see
+        see = see[..., None] if see.ndim == 2 else see
+        scores = k[:, None] + see.log()[None, ..., None]  # (batch, target, source, heads, dim)
         if mask is not None:
-            p = p.masked_fill(~mask[..., None, None], 0)
-            v = v.masked_fill(~mask[..., None, None], 0)
-        total = torch.einsum("ts,bshd->bthd", see, p)
-        phi = q * q.sigmoid() / torch.where(total > 0, total, 1)
-        weights = see[None, :, :, None, None] * phi[:, :, None] * p[:, None]
+            hidden = ~mask[..., None, None]
+            scores, v = scores.masked_fill(hidden[:, None], -torch.inf), v.masked_fill(hidden, 0)
+        nothing = (scores == -torch.inf).all(2, keepdim=True)
+        share = scores.masked_fill(nothing, 0).softmax(2).masked_fill(nothing, 0)
+        weights = (q * q.sigmoid())[:, :, None] * share
         if angles is not None:
             at, of = angles if isinstance(angles, tuple) else (angles, angles)
             weights = weights * (at[:, None] - of[None]).cos()

@@ -14,7 +14,8 @@ each distance.
 # (a jit function builds its tuples of tensors piece by piece)
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -63,9 +64,16 @@ def _channels_first(v, VEC: tl.constexpr, W: tl.constexpr, OPERAND: tl.constexpr
 
 
 @triton.jit
-def _token(line, r, inner, outer, INT: tl.constexpr):
-    """Token r of a line."""
-    return (line // inner).to(INT) * outer + line % inner + r * inner.to(INT)
+def _tokens(table, line, r, lines, n, inner, outer, INT: tl.constexpr):
+    """Tokens r of lines, and which there are. table: see `Lines`; None: all lines are alike."""
+    ok = line < lines
+    if table is None:
+        first, step, count = (line // inner).to(INT) * outer + line % inner, inner.to(INT), n
+    else:
+        first = tl.load(table + line * 3, mask=ok, other=0).to(INT)
+        step = tl.load(table + line * 3 + 1, mask=ok, other=0).to(INT)
+        count = tl.load(table + line * 3 + 2, mask=ok, other=0)
+    return first + r * step, (r < count) & ok
 
 
 @triton.jit
@@ -105,7 +113,7 @@ def _toeplitz(
 
 @triton.jit(do_not_specialize=INTS)
 def _product_kernel(
-    x, y, mask, taps, units, span, flip, lines, n, inner, outer,
+    x, y, mask, table, taps, units, span, flip, lines, n, inner, outer,
     NB: tl.constexpr, VEC: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr, LONG: tl.constexpr,
     ADD: tl.constexpr, RESIDUAL: tl.constexpr, MASK_IN: tl.constexpr, MASK_OUT: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
@@ -122,12 +130,12 @@ def _product_kernel(
     first, step = tl.program_id(0) // blocks, tl.num_programs(0) // blocks
     old = tl.zeros((16 * NB, 8, C), y.dtype.element_ty)
     if ADD:
-        ok = (r < n) & (first * 8 + q < lines) & (c < dim)
-        at = _token(first * 8 + q, r, inner, outer, INT)
-        old = tl.load(y + at * dim + c, mask=ok, other=0.0)
+        at, ok = _tokens(table, first * 8 + q, r, lines, n, inner, outer, INT)
+        old = tl.load(y + at * dim + c, mask=ok & (c < dim), other=0.0)
     for tile in range(first, tl.cdiv(lines, 8), step):
         line = tile * 8 + q
-        ok, at = (r < n) & (line < lines) & (c < dim), _token(line, r, inner, outer, INT)
+        at, ok = _tokens(table, line, r, lines, n, inner, outer, INT)
+        ok = ok & (c < dim)
         own = tl.load(x + at * dim + c, mask=ok, other=0.0)
         seen = own
         if MASK_IN:  # padding goes round the product
@@ -138,9 +146,8 @@ def _product_kernel(
         if ADD:
             if n > 0:  # always; the branch keeps Triton from prefetching what is prefetched here
                 later = line + 8 * step
-                there = (r < n) & (later < lines) & (c < dim)
-                to = _token(later, r, inner, outer, INT)
-                old = tl.load(y + to * dim + c, mask=there, other=0.0)
+                to, there = _tokens(table, later, r, lines, n, inner, outer, INT)
+                old = tl.load(y + to * dim + c, mask=there & (c < dim), other=0.0)
         out = tl.dot(t, _channels_first(seen, VEC, W, OPERAND), input_precision=PRECISION)
         # rounded now: half as much passes through shared memory
         out = out.to(y.dtype.element_ty).reshape(VEC, W, 16 * NB, 8).permute(2, 3, 1, 0)
@@ -156,7 +163,7 @@ def _product_kernel(
 
 @triton.jit(do_not_specialize=INTS)
 def _correlate_kernel(
-    dy, x, mask, out, units, lines, n, inner, outer,
+    dy, x, mask, table, out, units, lines, n, inner, outer,
     NB: tl.constexpr, VEC: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr, LONG: tl.constexpr,
     WAYS: tl.constexpr, MASK: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -179,8 +186,8 @@ def _correlate_kernel(
         line = tile * 16 + q
         gs, vs = (nothing,), ()
         for i in tl.static_range(2 * NB):
-            at = _token(line, r + 8 * i, inner, outer, INT)
-            ok = (line < lines) & (c < dim) & (r < n - 8 * i)
+            at, ok = _tokens(table, line, r + 8 * i, lines, n, inner, outer, INT)
+            ok = ok & (c < dim)
             g = tl.load(dy + at * dim + c, mask=ok, other=0.0)
             gs += (_channels_first(g, VEC, W, OPERAND).reshape(C, 1, 8, 16),)
             v = tl.load(x + at * dim + c, mask=_seen(mask, at, ok, MASK), other=0.0)
@@ -211,47 +218,70 @@ def _longest(x: Tensor) -> int:
     return LONGEST if x.element_size() == 2 else LONGEST // 2
 
 
-def _blocks(x: Tensor, axis: int) -> int:
-    """Blocks of 16 tokens in a line: a power of two, so that few kernels serve all lengths."""
-    return power_of_2(cdiv(x.shape[1 + axis], 16))
+class Lines(NamedTuple):
+    """Lines along an axis: in blocks of 16 tokens (a power of two, so that few kernels serve all
+    lengths), how many, and where: token r of line i at i // inner * n * inner + i % inner + r *
+    inner; or table (lines, 3) int32, with the first token, the step and the length of each."""
+
+    axis: int
+    blocks: int
+    lines: int
+    n: int = 0
+    inner: int = 1
+    table: Tensor | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.lines, self.n, self.inner, self.n * self.inner
 
 
-def _span(x: Tensor) -> int:
-    return 16 * max(_blocks(x, a) for a in range(x.ndim - 2))
+Tables = Sequence[tuple[int, int, Tensor]]  # axis, longest line, table
+
+
+def _walk(x: Tensor, tables: Tables | None) -> list[Lines]:
+    """The lines of tokens (batch, *grid, dim), or of packed ones (length, dim)."""
+    if tables is not None:
+        return [Lines(a, cdiv(most, 16), len(table), most, 1, table) for a, most, table in tables]
+    shape = x.shape[:-1]
+    return [
+        Lines(a, power_of_2(cdiv(n, 16)), shape.numel() // n, n, shape[2 + a :].numel())
+        for a, n in enumerate(shape[1:])
+    ]
 
 
 def _launch(
-    x: Tensor, axis: int, width: int, plan: tuple[int, int, int, int]
-) -> tuple[int, int, tuple[int, ...], dict[str, Any]]:
+    x: Tensor, lines: int, blocks: int, width: int, plan: tuple[int, int, int, int]
+) -> tuple[int, int, dict[str, Any]]:
     """For programs that take `width` lines at a time: how many share a block of channels, how many
-    there are, sizes, and what is compiled in. (The interpreter cannot multiply bfloat16.)"""
-    shape, (vec, warps, each, stages) = x.shape[:-1], plan
-    n, inner = shape[1 + axis], shape[2 + axis :].numel()
-    lines, unit = shape.numel() // n, next(u for u in (8, 4, 2, 1) if x.shape[-1] % u == 0)
+    there are, and what is compiled in. (The interpreter cannot multiply bfloat16.)"""
+    vec, warps, each, stages = plan
+    unit = next(u for u in (8, 4, 2, 1) if x.shape[-1] % u == 0)
     channels = cdiv(x.shape[-1], vec * warps)
     parts = min(cdiv(lines, width), max(1, each * processors(x) // channels))
     kind = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     constants = {
-        "NB": _blocks(x, axis), "VEC": vec, "W": warps, "UNIT": unit, "LONG": x.numel() >= 2**31,
+        "NB": blocks, "VEC": vec, "W": warps, "UNIT": unit, "LONG": x.numel() >= 2**31,
         "OPERAND": kind[x.dtype] if x.is_cuda else tl.float32,
         "PRECISION": "tf32x3" if x.dtype == torch.float32 or not x.is_cuda else "tf32",
         "num_warps": warps, "num_stages": stages,
     }  # fmt: skip
-    return parts, parts * channels, (lines, n, inner, n * inner), constants
+    return parts, parts * channels, constants
 
 
 def _product(
-    x: Tensor, weights: list[Any], mask: Tensor | None, residual: bool, flip: bool
-) -> Tensor:
+    x: Tensor, weights: list[Any], mask: Tensor | None, residual: bool, flip: bool,
+    walk: list[Lines],
+) -> Tensor:  # fmt: skip
     """The sum over axes; flip: of the transposed products, which make dx of dy."""
-    span, y = _span(x), torch.empty_like(x)
+    span, y = 16 * max(lines.blocks for lines in walk), torch.empty_like(x)
     taps = axis_taps.taps(x, span, weights)
     plans = PRODUCT if x.element_size() == 2 else PRODUCT_FULL
-    for axis in range(x.ndim - 2):
-        _, programs, sizes, constants = _launch(x, axis, 8, plans[_blocks(x, axis)])
+    for lines in walk:
+        _, programs, constants = _launch(x, lines.lines, lines.blocks, 8, plans[lines.blocks])
         _product_kernel[(programs,)](
-            x, y, mask, taps[axis], x.shape[-1] // constants["UNIT"], span, -1 if flip else 1,
-            *sizes, ADD=axis > 0, RESIDUAL=residual and axis == 0,
+            x, y, mask, lines.table, taps[lines.axis], x.shape[-1] // constants["UNIT"], span,
+            -1 if flip else 1, *lines.sizes, ADD=lines.axis > 0,
+            RESIDUAL=residual and lines.axis == 0,
             MASK_IN=mask is not None and not flip, MASK_OUT=mask is not None and flip, **constants,
         )  # fmt: skip
     return y
@@ -274,13 +304,15 @@ def forward(
     rlog_decay: Tensor | None = None,
     mask: Tensor | None = None,
     residual: bool = False,
+    tables: Tables | None = None,
 ) -> Tensor:
     """x (batch, *grid, dim), coef (axes, dim, states), log_decay (axes, states), mask (batch,
-    *grid) bool -> like x: the sum over axes, plus x itself if `residual`."""
+    *grid) bool -> like x: the sum over axes, plus x itself if `residual`. tables: the lines of
+    samples end to end; then x is (length, dim)."""
     x, mask, weights = _prepare(x, mask, coef, log_decay, rcoef, rlog_decay)
     if x.numel() == 0:
         return torch.empty_like(x)
-    return _product(x, weights, mask, residual, flip=False)
+    return _product(x, weights, mask, residual, False, _walk(x, tables))
 
 
 def backward(
@@ -292,6 +324,7 @@ def backward(
     rlog_decay: Tensor | None = None,
     mask: Tensor | None = None,
     residual: bool = False,
+    tables: Tables | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Gradients of x, coef, log_decay, rcoef, rlog_decay."""
     x, mask, weights = _prepare(x, mask, coef, log_decay, rcoef, rlog_decay)
@@ -299,19 +332,23 @@ def backward(
         zeros: list[Any] = [None if w is None else torch.zeros_like(w) for w in weights]
         return torch.empty_like(x), zeros[0], zeros[1], zeros[2], zeros[3]
     dy, ways = dy.contiguous(), 1 if rcoef is None else 2
-    dx = _product(dy, weights, mask, residual, flip=True)
-    span, (axes, dim, _) = _span(x), coef.shape
+    walk = _walk(x, tables)
+    dx = _product(dy, weights, mask, residual, True, walk)
+    span, (axes, dim, _) = 16 * max(lines.blocks for lines in walk), coef.shape
     dtaps = torch.zeros(axes, dim, 2 * span, device=x.device)
     plans = CORRELATE if x.element_size() == 2 else CORRELATE_FULL
-    for axis in range(axes):
-        nb = _blocks(x, axis)
-        parts, programs, sizes, constants = _launch(x, axis, 16, plans[nb])
+    for lines in walk:
+        nb = lines.blocks
+        parts, programs, constants = _launch(x, lines.lines, nb, 16, plans[nb])
         sums = torch.empty(parts, 2 * nb, 16, 8, dim, device=x.device)
         _correlate_kernel[(programs,)](
-            dy, x, mask, sums, dim // constants["UNIT"], *sizes, WAYS=ways, MASK=mask is not None,
-            **constants,
+            dy, x, mask, lines.table, sums, dim // constants["UNIT"], *lines.sizes, WAYS=ways,
+            MASK=mask is not None, **constants,
         )  # fmt: skip
-        axis_taps.fold(sums, dtaps[axis], span, ways)
+        total = dtaps[lines.axis] if tables is None else torch.zeros_like(dtaps[lines.axis])
+        axis_taps.fold(sums, total, span, ways)
+        if tables is not None:
+            dtaps[lines.axis] += total
     grads: list[Any] = axis_taps.weights_grad(dtaps, weights, span)
     return dx, grads[0], grads[1], grads[2], grads[3]
 

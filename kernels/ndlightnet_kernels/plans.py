@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -137,6 +138,7 @@ def pieces(programs: int, at_once: int, tiles: int) -> int:
 
 
 MOST_PARTS, BLOCK = 127, 64
+START = 200
 
 
 def _programs(k: Tensor, vdim: int, kind: str) -> tuple[int, int]:
@@ -162,3 +164,37 @@ def cut(k: Tensor, vdim: int, kind: str) -> tuple[int, int]:
     parts = min(parts, cdiv(length, 4 * BLOCK), MOST_PARTS)
     span = cdiv(cdiv(length, parts), BLOCK) * BLOCK
     return cdiv(length, span), span
+
+
+# --------------------------------------------------------------------------------------- packs
+def portion(lengths: Sequence[int], k: Tensor, vdim: int, kind: str) -> int:
+    """Most tokens of a part, for samples of these lengths end to end (keys (1, length, heads,
+    dim)): that with which the parts of all heads take the least time, in as many waves as it
+    takes. A part costs as much as START tokens before it begins."""
+    chosen = plan("summarize", pad(k.shape[-1]), pad(vdim), kind, wide(k))
+    slots = max(1, chosen.programs * processors(k) // k.shape[2])
+    spans = [BLOCK << i for i in range(2, 14)]
+    spans += [3 * span // 2 for span in spans]
+
+    def time(span: int) -> float:
+        parts = sum(cdiv(n, span) for n in lengths)
+        work = (sum(lengths) + START * parts) / slots
+        # the last parts end at different times
+        return max(work, min(span, max(lengths, default=0)) + START) + span / 4
+
+    return min(spans, key=time)
+
+
+def items(lengths: Sequence[int], span: int) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Parts of samples end to end, the longest first, and the first part of each sample in order
+    of samples: see Pack."""
+    parts: list[tuple[int, ...]] = []
+    first, begin = [0], 0
+    for row, n in enumerate(lengths):
+        count = cdiv(n, span)
+        step = cdiv(cdiv(n, max(1, count)), BLOCK) * BLOCK
+        for at in range(0, n, max(1, step)):
+            parts.append((row, len(parts), begin + at, begin + min(at + step, n), begin))
+        first.append(len(parts))
+        begin += n
+    return sorted(parts, key=lambda part: part[2] - part[3]), first

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from ndlightnet.nn.block import Block, init_weights
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.patch import Patchify
 from ndlightnet.nn.position import CODES, MDTPE
+from ndlightnet.ragged import Packed, pack
 
 
 class NDLightNet(nn.Module):
@@ -129,12 +130,20 @@ class NDLightNet(nn.Module):
             return mask
         return self.embed.cut_mask(mask)
 
-    def forward_features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def pack(self, samples: Iterable[Tensor]) -> Packed:
+        """Samples (in_chans, *space), or words (length,), of any sizes as one batch without
+        padding, for `forward`. See ndlightnet.pack, which a DataLoader can use without the network.
+        """
+        return pack(samples, self.embed.patch if isinstance(self.embed, Patchify) else None)
+
+    def forward_features(self, x: Any, mask: Tensor | None = None) -> Any:
         """Cells (batch, in_chans, *space) or token numbers (batch, length) -> (batch, *grid,
-        embed_dim).
+        embed_dim). Packed samples -> Packed features (length, embed_dim).
 
         mask: bool (batch, *space), False = padding, which no other token sees.
         """
+        if isinstance(x, Packed):
+            return self._packed_features(x, mask)
         self._check(x, mask)
         if mask is not None and self.vocab_size is None:
             x = x.masked_fill(~mask[:, None], 0)
@@ -148,8 +157,28 @@ class NDLightNet(nn.Module):
                 x = checkpoint(block, x, mask, self.causal, use_reentrant=False)
             else:
                 x = block(x, mask, self.causal)
-        out: Tensor = self.norm(x)
-        return out
+        return self.norm(x)
+
+    def _packed_features(self, packed: Packed, mask: Tensor | None) -> Packed:
+        x, layout, words = packed.values, packed.layout, self.vocab_size is not None
+        width = () if words else (self.embed.proj.in_features,)  # type: ignore[union-attr]
+        if tuple(x.shape) != (layout.length, *width) or layout.ndim != self.dims:
+            raise ValueError(
+                f"packed samples {tuple(x.shape)} with {layout.ndim} axes: expected "
+                f"{(layout.length, *width)} with {self.dims}; pack with the network's patch_size"
+            )
+        if mask is not None:
+            raise ValueError("mask: expected none with packed samples, which have no padding")
+        embed: Any = self.embed if words else self.embed.proj
+        x = embed(x).to(self.norm.weight.dtype)
+        if self.tpe is not None:
+            x = self.tpe(x, None, layout)
+        for block in self.blocks:
+            if self.grad_checkpointing and self.training:
+                x = checkpoint(block, x, None, self.causal, layout, use_reentrant=False)
+            else:
+                x = block(x, None, self.causal, layout)
+        return Packed(self.norm(x), layout)
 
     def _check(self, x: Tensor, mask: Tensor | None) -> None:
         if self.vocab_size is not None:
@@ -165,12 +194,20 @@ class NDLightNet(nn.Module):
             raise ValueError(f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {cells}")
 
     def forward_head(
-        self, features: Tensor, pre_logits: bool = False, *, mask: Tensor | None = None
+        self, features: Any, pre_logits: bool = False, *, mask: Tensor | None = None
     ) -> Tensor:
         """Features (batch, *grid, embed_dim) -> (batch, num_classes), by the mean over (real)
-        tokens; for a language model (batch, length, vocab_size). mask: cells, as in
-        `forward_features`."""
-        if not self.per_token:
+        tokens; for a language model (batch, length, vocab_size), of packed samples (length,
+        vocab_size). mask: cells, as in `forward_features`."""
+        if isinstance(features, Packed):
+            layout, features = features.layout, features.values
+            if not self.per_token:
+                owners = layout.owners(features.device)
+                sums = features.new_zeros(len(layout), features.shape[1], dtype=torch.float32)
+                sums = sums.index_add(0, owners, features.float())
+                sizes = torch.tensor(layout.lengths, device=features.device).clamp(min=1)
+                features = (sums / sizes[:, None]).to(features.dtype)
+        elif not self.per_token:
             mask = self.token_mask(mask)
             features = features.flatten(1, -2)
             if mask is None:
@@ -181,7 +218,7 @@ class NDLightNet(nn.Module):
         features = self.head_drop(features)
         return features if pre_logits else self.head(features)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
         return self.forward_head(self.forward_features(x, mask), mask=mask)
 
     def init_state(self, batch: int) -> StreamState:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ndlightnet.ragged import Ragged
+
 
 class DropPath(nn.Module):
     """Drops a sample's whole branch with probability `p` in training and rescales the others."""
@@ -18,10 +20,12 @@ class DropPath(nn.Module):
             raise ValueError(f"drop_path={p}: expected 0 <= p < 1")
         self.p = p
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, layout: Ragged | None = None) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        keep = torch.rand(x.shape[0], *[1] * (x.ndim - 1), device=x.device) >= self.p
+        rows = x.shape[0] if layout is None else len(layout)
+        keep = torch.rand(rows, *[1] * (x.ndim - 1), device=x.device) >= self.p
+        keep = keep if layout is None else keep[layout.owners(x.device)]
         return x * keep / (1 - self.p)
 
 
@@ -57,10 +61,15 @@ class Block(nn.Module):
         self.mlp = GLU(dim, mlp_ratio)
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        """Tokens (batch, *grid, dim) -> same shape. mask: bool (batch, *grid), False = padding."""
-        x = x + self.drop_path(self.mixer(self.norm1(x), mask=mask, causal=causal))
-        return x + self.drop_path(self.mlp(self.norm2(x)))
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, causal: bool = False,
+        layout: Ragged | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Tokens (batch, *grid, dim) -> same shape. mask: bool (batch, *grid), False = padding.
+        layout: of samples end to end; then tokens are (length, dim)."""
+        more = {} if layout is None else {"layout": layout}  # not every mixer has to know packs
+        x = x + self.drop_path(self.mixer(self.norm1(x), mask=mask, causal=causal, **more), layout)
+        return x + self.drop_path(self.mlp(self.norm2(x)), layout)
 
     def init_state(self, batch: int, device: torch.device | str | None = None) -> Any:
         """What the mixer knows before the first frame, for `advance`."""

@@ -8,9 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.grid import Grid
-from ndlightnet.ops import Lrpe, axis_scan, frequencies, line_scan, line_state, line_step
+from ndlightnet.ops import (
+    Lrpe,
+    axis_scan,
+    frequencies,
+    line_scan,
+    line_state,
+    line_step,
+    packed_axis_scan,
+)
 from ndlightnet.ops._registry import Impl
 from ndlightnet.ops.lrpe import Kind, slots_of
+from ndlightnet.ragged import Ragged
 
 # The parameters of position codes: decays, angles and their coefficients, which weight decay would
 # pull towards a meaning of their own. By name, since a network holds them anywhere.
@@ -91,10 +100,17 @@ class MDTPE(nn.Module):
             back = tuple(torch.cat(pair) for pair in zip(zeros, back, strict=True))  # type: ignore
         return forth, back
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Tokens (batch, *grid, dim), mask (batch, *grid) bool -> same shape."""
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, layout: Ragged | None = None
+    ) -> Tensor:
+        """Tokens (batch, *grid, dim), mask (batch, *grid) bool -> same shape. layout: of samples
+        end to end; then tokens are (length, dim)."""
         with torch.autocast(x.device.type, enabled=False):
             (coef, log_decay), back = self.weights()
+            if layout is not None:
+                return packed_axis_scan(
+                    x, layout, coef, log_decay, back, mask, residual=True, impl=self.impl
+                )
             return axis_scan(x, coef, log_decay, back, mask, residual=True, impl=self.impl)
 
     def init_state(

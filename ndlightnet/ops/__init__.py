@@ -12,6 +12,7 @@ from ndlightnet.ops.axis_scan import axis_scan, line_scan, line_state, line_step
 from ndlightnet.ops.frames import axis_causal_attention
 from ndlightnet.ops.gate import norm_gate
 from ndlightnet.ops.lrpe import Lrpe, frequencies, rotate, tables
+from ndlightnet.ops.packed import packed_attention, packed_axis_scan
 from ndlightnet.ops.state import State, merge
 
 __all__ = [
@@ -29,6 +30,8 @@ __all__ = [
     "line_step",
     "merge",
     "norm_gate",
+    "packed_attention",
+    "packed_axis_scan",
     "read",
     "rotate",
     "summarize",

@@ -1,5 +1,6 @@
 """The catalogue of mixers. Each is built from one argument, `dim`, and maps
-`(x (batch, *grid, dim), mask=None, causal=False)` to the shape of x. Tests iterate `__all__`."""
+`(x (batch, *grid, dim), mask=None, causal=False)` to the shape of x; with `layout`, a Ragged, x is
+`(length, dim)`: samples of different shapes, end to end. Tests iterate `__all__`."""
 
 from ndlightnet.nn.mixers.identity import Identity
 from ndlightnet.nn.mixers.lightnet import LightNetAttention

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ndlightnet.ragged import Ragged
+
 
 class Identity(nn.Module):
     """Returns its tokens. No parameters; `dim` is accepted as by every mixer."""
@@ -12,7 +14,10 @@ class Identity(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
 
-    def forward(self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False,
+        layout: Ragged | None = None,
+    ) -> Tensor:  # fmt: skip
         return x
 
     def init_state(self, batch: int, device: torch.device | str | None = None) -> tuple[()]:

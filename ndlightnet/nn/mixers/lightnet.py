@@ -14,6 +14,7 @@ from ndlightnet.ops import (
     axis_causal_attention,
     global_attention,
     norm_gate,
+    packed_attention,
     read,
     summarize,
 )  # fmt: skip
@@ -21,6 +22,7 @@ from ndlightnet.ops._registry import Impl
 from ndlightnet.ops.lrpe import Kind, Lrpe
 from ndlightnet.ops.parallel import accumulator
 from ndlightnet.ops.state import State
+from ndlightnet.ragged import Ragged
 
 
 class LightNetAttention(nn.Module):
@@ -84,6 +86,7 @@ class LightNetAttention(nn.Module):
         context: Tensor | None = None,
         mask: Tensor | None = None,
         causal: bool = False,
+        layout: Ragged | None = None,
     ) -> Tensor:
         """Tokens (batch, *grid, dim) -> same shape.
 
@@ -91,7 +94,10 @@ class LightNetAttention(nn.Module):
         another shape but, with lrpe, as many axes. mask: bool over the source's tokens (batch,
         *grid), False = padding, which is not read. causal: along the first axis; a token sees its
         own frame and those before it (with one axis: the tokens before it). Without context.
+        layout: of samples end to end; then x is (length, dim), mask (length,), without context.
         """
+        if layout is not None:
+            return self._packed(x, layout, mask, causal)
         grid = Grid.of(x)
         source = x if context is None else context
         source_grid = Grid.of(source)
@@ -118,6 +124,20 @@ class LightNetAttention(nn.Module):
             state = summarize(k, v, mask=mask, lrpe=source_place, impl=self.impl)
             y = read(q, state, lrpe=place, impl=self.impl)
         return self._output(x, grid.unflatten(y.flatten(2)))
+
+    def _packed(self, x: Tensor, layout: Ragged, mask: Tensor | None, causal: bool) -> Tensor:
+        if causal:  # padded: the State passes from frame to frame of a sample
+            padded, keep = layout.pad(x)
+            if mask is not None:
+                keep = keep & layout.pad(mask)[0]
+            return layout.unpad(self(padded, mask=keep, causal=True))
+        q, k, v = (
+            proj(x).unflatten(-1, (self.heads, self.head_dim))
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        place = self.lrpe(layout.shapes[0]) if self.lrpe else None
+        y = packed_attention(q, k, v, layout, mask=mask, lrpe=place, impl=self.impl)
+        return self._output(x, y.flatten(1))
 
     def _causal(
         self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, mask: Tensor | None, place: Lrpe | None,

@@ -10,6 +10,7 @@ from ndlightnet.grid import Grid
 from ndlightnet.nn.heads import default_heads, split_heads
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import rotate, tables
+from ndlightnet.ragged import Ragged
 
 
 class SoftmaxAttention(nn.Module):
@@ -26,9 +27,17 @@ class SoftmaxAttention(nn.Module):
         self.lrpe = MDLRPE(self.heads, head_dim, "rotary") if rotary else None
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
-    def forward(self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False,
+        layout: Ragged | None = None,
+    ) -> Tensor:  # fmt: skip
         """Tokens (batch, *grid, dim) -> same shape. mask: bool (batch, *grid), False = padding.
-        causal: along the first axis."""
+        causal: along the first axis. layout: of samples end to end (x (length, dim), mask
+        (length,)), which are done one after the other."""
+        if layout is not None:
+            if mask is None:
+                return layout.map(lambda one: self(one, causal=causal), x)
+            return layout.map(lambda one, keep: self(one, mask=keep, causal=causal), x, mask)
         grid = Grid.of(x)
         q, k, v = (split_heads(part, self.heads, grid) for part in self.qkv_proj(x).chunk(3, -1))
         if self.lrpe:

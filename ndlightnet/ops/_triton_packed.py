@@ -1,0 +1,152 @@
+"""The doors to ndlightnet_kernels for samples of different shapes, end to end: operators with
+schemas, fakes and backwards. The kernels are imported when they are called, not before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndlightnet.ops._triton import _fit, _slots
+
+
+def _place(theta: Tensor | None, kind: str, items: Tensor, first: Tensor, shapes: Tensor,
+           span: int) -> Any:  # fmt: skip
+    from ndlightnet_kernels.tiles import Pack, Place
+
+    return Place(kind, theta, pack=Pack(items, first, shapes, span))
+
+
+@torch.library.custom_op("ndlightnet::triton_packed", mutates_args=())
+def triton_packed(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, theta: Tensor | None, kind: str,
+    items: Tensor, first: Tensor, shapes: Tensor, span: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output, and for the backward the States (max, sum, memory) of the samples."""
+    from ndlightnet_kernels import attention
+
+    place = _place(theta, kind, items, first, shapes, span)
+    top, total, memory = attention.summarize(k, v, keep, place)
+    return attention.read(q, total, memory, place), top, total, memory
+
+
+@triton_packed.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, theta: Tensor | None, kind: str,
+    items: Tensor, first: Tensor, shapes: Tensor, span: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    (_, _, heads, dim), rows = k.shape, shapes.shape[0]
+    total = k.new_empty(rows, heads, dim, dtype=torch.float32)
+    tall = dim if kind == "none" else 2 * dim
+    memory = k.new_empty(rows, heads, tall, v.shape[-1], dtype=torch.float32)
+    return q.new_empty(v.shape), total, torch.empty_like(total), memory
+
+
+@torch.library.custom_op("ndlightnet::triton_packed_backward", mutates_args=())
+def triton_packed_backward(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor, total: Tensor,
+    memory: Tensor, dout: Tensor, theta: Tensor | None, kind: str, items: Tensor, first: Tensor,
+    shapes: Tensor, span: int, learn: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from ndlightnet_kernels import attention_backward as kernels
+
+    place = _place(theta, kind, items, first, shapes, span)
+    dq, dtotal, dmemory, dtheta = kernels.read_backward(q, total, memory, dout, place, learn)
+    dk, dv, more = kernels.summarize_backward(k, v, keep, top, dtotal, dmemory, place, learn)
+    return dq, dk, dv, dtheta + more
+
+
+@triton_packed_backward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor, total: Tensor,
+    memory: Tensor, dout: Tensor, theta: Tensor | None, kind: str, items: Tensor, first: Tensor,
+    shapes: Tensor, span: int, learn: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dtheta = q.new_empty(q.shape[2], _slots(theta, learn), dtype=torch.float32)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dtheta
+
+
+def _packed_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, keep, theta, ctx.kind, items, first, shapes, ctx.span = inputs
+    ctx.save_for_backward(q, k, v, keep, theta, items, first, shapes, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _packed_grads(ctx: Any, dout: Tensor, *_: Tensor) -> Any:
+    q, k, v, keep, theta, items, first, shapes, *state = ctx.saved_tensors
+    learn = theta is not None and ctx.needs_input_grad[4]
+    dq, dk, dv, dtheta = triton_packed_backward(
+        q, k, v, keep, *state, dout, theta, ctx.kind, items, first, shapes, ctx.span, learn
+    )
+    return dq, dk, dv, None, _fit(dtheta, theta) if learn else None, *[None] * 5
+
+
+triton_packed.register_autograd(_packed_grads, setup_context=_packed_save)
+
+
+@torch.library.custom_op("ndlightnet::triton_packed_scan", mutates_args=())
+def triton_packed_scan(
+    x: Tensor, coef: Tensor, log_decay: Tensor, rcoef: Tensor | None, rlog_decay: Tensor | None,
+    mask: Tensor | None, residual: bool, axes: Sequence[int], most: Sequence[int],
+    tables: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
+    """Lines in groups: along `axes`, none longer than `most`; see ndlightnet.ragged.Lines."""
+    from ndlightnet_kernels import axis_scan
+
+    groups = list(zip(axes, most, tables, strict=True))
+    return axis_scan.forward(x, coef, log_decay, rcoef, rlog_decay, mask, residual, groups)
+
+
+@triton_packed_scan.register_fake
+def _(
+    x: Tensor, coef: Tensor, log_decay: Tensor, rcoef: Tensor | None, rlog_decay: Tensor | None,
+    mask: Tensor | None, residual: bool, axes: Sequence[int], most: Sequence[int],
+    tables: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("ndlightnet::triton_packed_scan_backward", mutates_args=())
+def triton_packed_scan_backward(
+    dy: Tensor, x: Tensor, coef: Tensor, log_decay: Tensor, rcoef: Tensor | None,
+    rlog_decay: Tensor | None, mask: Tensor | None, residual: bool, axes: Sequence[int],
+    most: Sequence[int], tables: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients; those of the way back are empty where there is none."""
+    from ndlightnet_kernels import axis_scan
+
+    groups = list(zip(axes, most, tables, strict=True))
+    grads = axis_scan.backward(dy, x, coef, log_decay, rcoef, rlog_decay, mask, residual, groups)
+    dx, dcoef, dlog, drcoef, drlog = grads
+    back = (coef.new_empty(0) if g is None else g for g in (drcoef, drlog))
+    return dx, dcoef, dlog, *back  # type: ignore[return-value]
+
+
+@triton_packed_scan_backward.register_fake
+def _(
+    dy: Tensor, x: Tensor, coef: Tensor, log_decay: Tensor, rcoef: Tensor | None,
+    rlog_decay: Tensor | None, mask: Tensor | None, residual: bool, axes: Sequence[int],
+    most: Sequence[int], tables: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dcoef, dlog = coef.new_empty(coef.shape), log_decay.new_empty(log_decay.shape)
+    back = [x.new_empty(x.shape if rcoef is not None else 0) for x in (coef, log_decay)]
+    return x.new_empty(x.shape), dcoef, dlog, back[0], back[1]
+
+
+def _scan_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.residual, ctx.axes, ctx.most, tables = inputs
+    ctx.save_for_backward(*tensors, *tables)
+
+
+def _scan_grads(ctx: Any, dy: Tensor) -> Any:
+    saved = ctx.saved_tensors
+    dx, dcoef, dlog, drcoef, drlog = triton_packed_scan_backward(
+        dy, *saved[:6], ctx.residual, ctx.axes, ctx.most, list(saved[6:])
+    )
+    back = (None, None) if saved[3] is None else (drcoef, drlog)
+    return dx, dcoef, dlog, *back, None, None, None, None, [None] * len(saved[6:])
+
+
+triton_packed_scan.register_autograd(_scan_grads, setup_context=_scan_save)

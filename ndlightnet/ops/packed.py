@@ -1,0 +1,120 @@
+"""Attention and MD-TPE on samples of different shapes, end to end in one sequence: no padding, and
+no sample sees another."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ndlightnet.ops import _registry, _triton_packed
+from ndlightnet.ops._registry import Impl
+from ndlightnet.ops.attention import global_attention
+from ndlightnet.ops.axis_scan import line_scan
+from ndlightnet.ops.lrpe import Lrpe
+from ndlightnet.ragged import Ragged
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Ragged,
+    *,
+    mask: Tensor | None = None,
+    lrpe: Lrpe | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """`global_attention` of every sample by itself. q, k (length, heads, dim), v (length, heads,
+    value_dim), mask (length,) bool; lrpe: of a grid of any one shape, each sample has its own."""
+    if k.ndim != 3 or q.shape != k.shape or v.shape[:2] != k.shape[:2] or len(k) != layout.length:
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected "
+            f"(length, heads, ·) with length {layout.length}, that of the layout"
+        )
+    if mask is not None and (tuple(mask.shape) != (len(k),) or mask.dtype != torch.bool):
+        raise ValueError(f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {(len(k),)}")
+    if lrpe is not None and (lrpe.prefix or lrpe.start is not None):
+        raise ValueError(f"lrpe={lrpe}: expected no prefix and no start")
+    chosen = _registry.choose(impl, "global_attention", k[None], v[None], lrpe)
+    if chosen == "triton" and q.numel() and v.numel():
+        theta, kind = (None, "none") if lrpe is None else (lrpe.theta, lrpe.kind)
+        tables = _portions(layout, k, v, kind)
+        out: Tensor = _triton_packed.triton_packed(
+            q[None], k[None], v[None], None if mask is None else mask[None], theta, kind, *tables
+        )[0]
+        return out[0]
+    outs = []
+    for i, shape in enumerate(layout.shapes):
+        now = slice(layout.offsets[i], layout.offsets[i + 1])
+        place = None if lrpe is None else lrpe._replace(shape=shape)
+        keep = None if mask is None else mask[None, now]
+        parts = (x[None, now] for x in (q, k, v))
+        outs.append(global_attention(*parts, mask=keep, lrpe=place, impl=chosen)[0])  # type: ignore
+    return torch.cat(outs)
+
+
+def _portions(
+    layout: Ragged, k: Tensor, v: Tensor, kind: str
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """How the samples are cut into parts for the kernels: see ndlightnet_kernels.tiles.Pack."""
+    from ndlightnet_kernels import plans
+
+    span = plans.portion(layout.lengths, k, v.shape[-1], kind)
+
+    def make() -> tuple[Tensor, Tensor, Tensor, int]:
+        items, first = plans.items(layout.lengths, span)
+        tables = (torch.tensor(x, dtype=torch.int32) for x in (items, first, layout.shapes))
+        a, b, c = (x.to(k.device, non_blocking=True) for x in tables)
+        return a, b, c, span
+
+    made: tuple[Tensor, Tensor, Tensor, int] = layout.once(("portions", k.device, span), make)
+    return made
+
+
+def packed_axis_scan(
+    x: Tensor,
+    layout: Ragged,
+    coef: Tensor,
+    log_decay: Tensor,
+    reverse: tuple[Tensor, Tensor] | None = None,
+    mask: Tensor | None = None,
+    *,
+    residual: bool = False,
+    impl: Impl = "auto",
+) -> Tensor:
+    """`axis_scan` of every sample by itself: tokens (length, dim), mask (length,) bool."""
+    if x.ndim != 2 or len(x) != layout.length or coef.shape[:2] != (layout.ndim, x.shape[1]):
+        raise ValueError(
+            f"x {tuple(x.shape)}, coef {tuple(coef.shape)}: expected {layout.length} tokens and "
+            f"{layout.ndim} axes, those of the layout"
+        )
+    if x.numel() == 0:
+        return x
+    groups = layout.lines(x.device)
+    longest = max(group.most for group in groups)
+    chosen = _registry.choose(impl, "axis_scan", x[None, :longest])
+    if chosen == "triton":
+        way_back = (None, None) if reverse is None else tuple(w.float() for w in reverse)
+        axes, most, tables = zip(*groups, strict=True)
+        out: Tensor = _triton_packed.triton_packed_scan(
+            x, coef.float(), log_decay.float(), *way_back, mask, residual, axes, most, tables
+        )
+        return out
+    seen = x if mask is None else x.masked_fill(~mask[:, None], 0)
+    # a row more, for what lies beyond the ends of lines
+    with torch.autocast(x.device.type, enabled=False):
+        source = torch.cat([seen, seen.new_zeros(1, x.shape[1])])
+        total = x if residual else torch.zeros_like(x)
+        for axis, longest, table in groups:
+            first, step, count = table.long()[:, :, None].unbind(1)
+            r = torch.arange(longest, device=x.device)
+            at = torch.where(r < count, first + r * step, len(x))
+            lines = source.index_select(0, at.flatten()).unflatten(0, at.shape)
+            y = line_scan(lines, coef[axis], log_decay[axis])
+            if reverse is not None:
+                back, decay = reverse[0][axis], reverse[1][axis]
+                y = y + line_scan(lines.flip(1), back, decay).flip(1)
+                y = y - lines * back.sum(-1).to(lines.dtype)
+            y = torch.zeros_like(source).index_copy(0, at.flatten(), y.flatten(0, 1))
+            total = total + y[:-1]
+        return total
