@@ -76,11 +76,17 @@ class Ragged:
         """The sample of every token, (length,) int64."""
 
         def make() -> Tensor:
-            sizes = torch.tensor(self.lengths, device=device)
             rows = torch.arange(len(self), device=device)
-            return rows.repeat_interleave(sizes, output_size=self.length)
+            return rows.repeat_interleave(self.sizes(device), output_size=self.length)
 
         made: Tensor = self.once(("owners", device), make)
+        return made
+
+    def sizes(self, device: torch.device) -> Tensor:
+        """Tokens of every sample, (batch,) int64."""
+        made: Tensor = self.once(
+            ("sizes", device), lambda: torch.tensor(self.lengths, device=device)
+        )
         return made
 
     def pad(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -312,7 +312,7 @@ def _read(
     b, h = bh // heads, bh % heads
     row, begin, end, base, state = b, part * span, min(part * span + span, length), prefix, bh
     if items is not None:
-        row, _, begin, end, base = item(items, part)
+        row, part, begin, end, base = item(items, part)
         state = row * heads + h
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     c, vc = tl.arange(0, BK), tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)

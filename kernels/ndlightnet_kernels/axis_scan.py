@@ -130,12 +130,12 @@ def _product_kernel(
     first, step = tl.program_id(0) // blocks, tl.num_programs(0) // blocks
     old = tl.zeros((16 * NB, 8, C), y.dtype.element_ty)
     if ADD:
-        at, ok = _tokens(table, first * 8 + q, r, lines, n, inner, outer, INT)
-        old = tl.load(y + at * dim + c, mask=ok & (c < dim), other=0.0)
+        at, there = _tokens(table, first * 8 + q, r, lines, n, inner, outer, INT)
+        old = tl.load(y + at * dim + c, mask=there & (c < dim), other=0.0)
     for tile in range(first, tl.cdiv(lines, 8), step):
         line = tile * 8 + q
-        at, ok = _tokens(table, line, r, lines, n, inner, outer, INT)
-        ok = ok & (c < dim)
+        at, inside = _tokens(table, line, r, lines, n, inner, outer, INT)
+        ok = inside & (c < dim)
         own = tl.load(x + at * dim + c, mask=ok, other=0.0)
         seen = own
         if MASK_IN:  # padding goes round the product
@@ -186,8 +186,8 @@ def _correlate_kernel(
         line = tile * 16 + q
         gs, vs = (nothing,), ()
         for i in tl.static_range(2 * NB):
-            at, ok = _tokens(table, line, r + 8 * i, lines, n, inner, outer, INT)
-            ok = ok & (c < dim)
+            at, inside = _tokens(table, line, r + 8 * i, lines, n, inner, outer, INT)
+            ok = inside & (c < dim)
             g = tl.load(dy + at * dim + c, mask=ok, other=0.0)
             gs += (_channels_first(g, VEC, W, OPERAND).reshape(C, 1, 8, 16),)
             v = tl.load(x + at * dim + c, mask=_seen(mask, at, ok, MASK), other=0.0)

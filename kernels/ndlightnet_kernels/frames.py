@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels.tiles import cdiv, pad, weight
+from ndlightnet_kernels.tiles import cdiv, pad, scratch, weight
 
 INFINITE = tl.constexpr(float("inf"))
 AT_ONCE = tl.constexpr(8)  # States whose loads are on their way at the same time
@@ -52,9 +52,10 @@ def _running(
     on the States that they were made of (`own`: their maxima).
     """
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
-    SIZE: tl.constexpr = TALL * DIM * VDIM
+    ROWS: tl.constexpr = TALL * DIM
+    SIZE: tl.constexpr = ROWS * VDIM
     row = tl.program_id(1) * BC + tl.arange(0, BC)
-    inside, lead, c = row < TALL * DIM, row < DIM, row % DIM
+    inside, lead, c = row < ROWS, row < DIM, row % DIM
     tile, here = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
     zero, begin = tl.zeros((BC,), tl.int64), tl.program_id(2) * window
     first = bh // heads * frames
@@ -73,8 +74,8 @@ def _running(
             best, sm, m = _join(best, sm, m, parts[i][0], parts[i][1], parts[i][2])
             s, there = zero + begin - 1 - back - i, zero + back + i < before
             at = (first + s) * heads + bh % heads
-            tl.store(top_past + at * DIM + c, best, lead & there)
-            tl.store(total_past + at * DIM + c, sm, lead & there)
+            tl.store(top_past + at * ROWS + row, best, inside & there)
+            tl.store(total_past + at * ROWS + row, sm, inside & there)
             tl.store(memory_past + at[:, None] * SIZE + tile, m, here & there[:, None])
     tl.debug_barrier()  # other threads of the program read what is in `past`
     best = tl.full((BC,), -INFINITE, tl.float32)
@@ -90,7 +91,7 @@ def _running(
             past = s - window + 1
             there = inside & (past >= 0) & (past < begin)
             ends += (_tiles(top_past, total_past, memory_past, (first + past) * heads + bh % heads,
-                            there, c, tile, here, DIM, SIZE, False),)  # fmt: skip
+                            there, row, tile, here, ROWS, SIZE, False),)  # fmt: skip
         for i in tl.static_range(AT_ONCE):
             best, sm, m = _join(best, sm, m, parts[i][0], parts[i][1], parts[i][2])
             high, sums, rows = _join(best, sm, m, ends[i][0], ends[i][1], ends[i][2])
@@ -114,7 +115,9 @@ def _launch(
     (batch, frames, heads, dim), (rows, vdim) = top.shape, memory.shape[-2:]
     states = [x.contiguous() for x in (top, total, memory)]
     out = [torch.empty_like(x) for x in states]
-    past = [torch.empty_like(x if window < frames else x[:0]) for x in states]
+    # of a row for itself, so that no program reads what another one writes
+    sizes = ((rows,), (rows,), (rows, vdim)) if window < frames else ((0,),) * 3
+    past = [scratch(top, batch, frames, heads, *size) for size in sizes]
     bv, some = pad(vdim), max(1, 256 // pad(vdim))
     _running[(batch * heads, cdiv(rows, some), cdiv(frames, window))](
         *states, own, *out, *past, frames, window, heads, DIM=dim, VDIM=vdim, BV=bv,

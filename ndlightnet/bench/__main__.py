@@ -1,7 +1,7 @@
 """python -m ndlightnet.bench [--only GROUP ...] [--out DIR] [--quick]
 
-Prints a table per group and writes bench.csv, bench.json and (group `figure`) scans.png. Without a
-CUDA device only the group `cpu` runs.
+Prints a table per group and writes bench.csv, bench.json, scans.png (group `figure`) and stream.png
+(group `stream`). Without a CUDA device only the group `cpu` runs.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import torch
 
 from ndlightnet.bench import attention, output, peers
 from ndlightnet.bench.decode import decode
+from ndlightnet.bench.frames import frames, packs
 from ndlightnet.bench.rows import Bench
 from ndlightnet.bench.step import step
+from ndlightnet.bench.stream import draw, stream
 from ndlightnet.bench.tpe import tpe
 
 # in this order: peers are left out of the last ones if the time is up
 GROUPS: dict[str, Callable[[Bench], None]] = {
     "attention": attention.attention, "natten": attention.natten, "tpe": tpe, "step": step,
-    "decode": decode, "figure": attention.figure, "dims": attention.dims, "cpu": attention.cpu,
+    "decode": decode, "figure": attention.figure, "dims": attention.dims, "frames": frames,
+    "packs": packs, "stream": stream, "cpu": attention.cpu,
 }  # fmt: skip
 
 
@@ -69,8 +72,10 @@ def main(args: Sequence[str] | None = None) -> int:
         bench.save(bench)
         if name == "figure":
             output.draw(cells, options.out / "scans.png")
+        if name == "stream":
+            draw(bench.facts, options.out / "stream.png")
     for fact, value in bench.facts.items():
-        print(f"{fact}: {value:.3g}")
+        print(f"{fact}: {value:.4g}")
     print(f"\nwritten to {options.out}")
     return int(any(cell.ms is None for cell in bench.cells if cell.who == "ours"))
 

@@ -64,15 +64,16 @@ def step(
             bench.facts[f"mixing and position, share of the step{name}"] = share
 
 
-def training(model: nn.Module, clip: Tensor) -> tuple[Call, Call]:
-    """(a step, its forward and backward pass alone)."""
-    on_cuda = clip.device.type == "cuda"
+def training(model: nn.Module, clip: Any) -> tuple[Call, Call]:
+    """(a step, its forward and backward pass alone). clip: a batch, packed or not."""
+    device = next(model.parameters()).device
+    on_cuda = device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), fused=on_cuda or None, capturable=on_cuda)
-    target = torch.zeros(1, dtype=torch.long, device=clip.device)
+    target = torch.zeros(len(clip), dtype=torch.long, device=device)
 
     def backward() -> None:
         # the cache of cast weights must not outlive a capture
-        with torch.autocast(clip.device.type, torch.bfloat16, cache_enabled=False):
+        with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
             loss = cross_entropy(model(clip), target)
         loss.backward()
 

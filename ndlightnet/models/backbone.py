@@ -205,7 +205,7 @@ class NDLightNet(nn.Module):
                 owners = layout.owners(features.device)
                 sums = features.new_zeros(len(layout), features.shape[1], dtype=torch.float32)
                 sums = sums.index_add(0, owners, features.float())
-                sizes = torch.tensor(layout.lengths, device=features.device).clamp(min=1)
+                sizes = layout.sizes(features.device).clamp(min=1)
                 features = (sums / sizes[:, None]).to(features.dtype)
         elif not self.per_token:
             mask = self.token_mask(mask)

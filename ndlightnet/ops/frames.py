@@ -206,7 +206,8 @@ def _attend(
         before = State(*(x[:, None] for x in state)) if window is None else state
         known = State(*(torch.cat(pair, 1) for pair in zip(before, own, strict=True)))
     seen = running(known, window, impl)
-    out = read(State(*(x[:, -frames:] for x in seen)))
+    # a slice of all frames would cost a copy in the backward pass
+    out = read(seen if state is None else State(*(x[:, -frames:] for x in seen)))
     if window is None:
         last = State(*(x[:, -1] for x in seen))
     else:

@@ -1,0 +1,123 @@
+"""Video frame by frame: frames per second, and memory over a long stream."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ndlightnet.bench.rows import Bench, Case
+from ndlightnet.bench.timing import Call
+from ndlightnet.models import NDLightNet
+from ndlightnet.nn.mixers import LightNetAttention
+
+PATCH, RECENT = (1, 16, 16), 16
+FACT = "memory in MB after frames:"
+
+
+def stream(
+    bench: Bench, size: int = 224, dim: int = 384, depth: int = 12, frames: int = 100_000,
+    at_once: int = 64,
+) -> None:  # fmt: skip
+    """NDLightNet-S, bf16 autocast, one video: a frame from the State of those before, and the last
+    16 frames anew. Then `frames` frames, `at_once` at a time, and the memory in use."""
+    tokens = (size // PATCH[1]) ** 2
+    case = Case("one frame of a stream", 1, tokens, dim // 64, 64)
+    windows = {"": None, f", window {RECENT}": RECENT}
+
+    def network(window: int | None) -> NDLightNet:
+        mixer = partial(LightNetAttention, impl=bench.impl, window=window)
+        model = NDLightNet(
+            3, 3, 400, patch_size=PATCH, embed_dim=dim, depth=depth, mixer=mixer, causal=True
+        )
+        return model.to(bench.device).eval()
+
+    def clip(frames: int) -> torch.Tensor:
+        return torch.randn(1, 3, frames, size, size, device=bench.device)
+
+    def amp() -> torch.autocast:
+        # the cache of cast weights must not outlive a capture
+        return torch.autocast(bench.device.type, torch.bfloat16, cache_enabled=False)
+
+    @torch.no_grad()
+    def from_state(window: int | None) -> tuple[list[Call], str]:
+        model, frame = network(window), clip(1)
+        with amp():
+            state = model.advance(clip(RECENT + 1), model.init_state(1))[1]
+
+        @torch.no_grad()
+        def call() -> object:
+            with amp():
+                return model.advance(frame, state)
+
+        return [call], ""
+
+    def anew() -> tuple[list[Call], str]:
+        model, recent = network(None), clip(RECENT)
+
+        @torch.no_grad()
+        def call() -> object:
+            with amp():
+                return model(recent)
+
+        return [call], ""
+
+    for graph in (True, False):
+        how = "" if graph else ", without a graph"
+        for more, window in windows.items():
+            row = case._replace(row=f"{case.row}{more}{how}")
+            ms = bench.measure(row, "fwd", "ours", partial(from_state, window), bench.device,
+                               graph=graph)  # fmt: skip
+            if ms:
+                bench.facts[f"frames a second, stream{more}{how}"] = 1e3 / ms
+        row = case._replace(row=f"the last {RECENT} frames anew{how}", length=RECENT * tokens)
+        ms = bench.measure(row, "fwd", "ours", anew, bench.device, graph=graph)
+        if ms:
+            bench.facts[f"frames a second, the last {RECENT} frames anew{how}"] = 1e3 / ms
+    for more, window in windows.items():
+        _long(bench, network(window), clip(at_once), frames, more)
+
+
+@torch.no_grad()
+def _long(bench: Bench, model: NDLightNet, clip: torch.Tensor, frames: int, more: str) -> None:
+    """Memory in use after so many frames: of the card, or of the stream's state on a CPU."""
+    flow, done, marks = model.stream(), 0, [frames * i // 50 for i in range(1, 51)]
+    start = time.monotonic()
+    for mark in marks:
+        while done < mark:
+            with torch.autocast(bench.device.type, torch.bfloat16):
+                flow(clip)
+            done += clip.shape[2]
+        if bench.device.type == "cuda":
+            used = float(torch.cuda.memory_allocated(bench.device))
+        else:
+            used = float(
+                sum(x.nbytes for x in tree_leaves(flow.state_dict()) if torch.is_tensor(x))
+            )
+        bench.facts[f"{FACT} {done}{more}"] = used / 1e6
+    rate = done / (time.monotonic() - start)
+    bench.facts[f"frames a second, stream{more}, {clip.shape[2]} frames at once"] = rate
+
+
+def draw(facts: dict[str, float], path: Path) -> None:
+    """Memory over frames."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.2), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    found: dict[str, list[tuple[int, float]]] = {}
+    for fact, value in facts.items():
+        if fact.startswith(FACT):
+            number, _, more = fact.removeprefix(FACT).partition(", ")
+            found.setdefault(more or "all frames", []).append((int(number), value))
+    for (label, points), color in zip(found.items(), ("#0072B2", "#D55E00"), strict=False):
+        axes.plot(*zip(*points, strict=True), label=label, color=color, linewidth=2)
+    axes.set(xlabel="frames", ylabel="memory in use, MB", xlim=0, ylim=0)
+    axes.grid(color="#DDDDDD", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
