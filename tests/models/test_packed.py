@@ -1,0 +1,123 @@
+"""A whole network on samples of different shapes: packed, padded and alone agree."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ndlightnet import Identity, LightNetAttention, NDLightNet, SoftmaxAttention
+
+SIZES = {
+    1: ((300,), (7,), (33,)),
+    2: ((9, 40), (3, 3), (5, 1)),
+    3: ((5, 8, 6), (2, 3, 9), (12, 1, 4)),
+}
+MIXERS = {
+    "lightnet": partial(LightNetAttention, heads=2),
+    "rotary": partial(LightNetAttention, heads=2, lrpe="rotary"),
+    "window": partial(LightNetAttention, heads=2, window=3),
+    "softmax": partial(SoftmaxAttention, heads=2),
+    "identity": Identity,
+}
+
+
+def network(dims, causal, mixer, **options):
+    return NDLightNet(
+        dims, 2, 5, patch_size=2, embed_dim=16, depth=2, tpe_states=4, causal=causal,
+        mixer=MIXERS[mixer], **options,
+    ).double()  # fmt: skip
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize(
+    "mixer, causal", [(m, c) for m in MIXERS for c in (False, True) if (m, c) != ("rotary", True)]
+)
+def test_packed_padded_and_alone_agree(close, close_grads, dims, causal, mixer):
+    net = network(dims, causal, mixer)
+    samples = [torch.randn(2, *size).double() for size in SIZES[dims]]
+
+    def alone():
+        return torch.cat([net(x[None]) for x in samples])
+
+    packed = net(net.pack(samples))
+    most = [max(sizes) for sizes in zip(*SIZES[dims], strict=True)]
+    # what lies in the padding must not matter
+    padded = torch.full((3, 2, *most), torch.nan).double()
+    mask = torch.zeros(3, *most, dtype=torch.bool)
+    for row, x in enumerate(samples):
+        here = tuple(slice(n) for n in x.shape[1:])
+        padded[(row, slice(None), *here)], mask[(row, *here)] = x, True
+    # angles are float64, but their frequencies and the mean over a pack float32
+    close(packed, alone(), 1e-6)
+    close(net(padded, mask), alone(), 1e-6)
+    parameters = list(net.parameters())
+    close_grads(packed, alone(), parameters, 1e-5)
+    close_grads(net(padded, mask), alone(), parameters, 1e-5)
+
+
+def test_an_empty_sample_gives_zeros_and_finite_gradients():
+    from ndlightnet.ops import axis_causal_attention, causal_attention, global_attention
+
+    q, k, v = (torch.randn(2, 12, 1, 4, requires_grad=True) for _ in "qkv")
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[1] = False
+    for out in (
+        global_attention(q, k, v, mask=mask),
+        causal_attention(q, k, v, mask=mask)[0],
+        axis_causal_attention(q, k, v, 4, mask=mask)[0],
+        axis_causal_attention(q, k, v, 4, mask=mask, window=2, forget=0.1)[0],
+    ):
+        assert not out[1].any() and out[0].all()
+        for g in torch.autograd.grad(out.square().sum(), (q, k, v)):
+            assert g.isfinite().all() and not g[1].any() and g[0].any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_network_with_an_empty_sample_stays_finite(causal):
+    net = network(3, causal, "lightnet")
+    x, mask = torch.randn(2, 2, 4, 6, 5).double(), torch.ones(2, 4, 6, 5, dtype=torch.bool)
+    mask[1] = False
+    y = net(x, mask)
+    torch.testing.assert_close(y[:1], net(x[:1]))
+    torch.testing.assert_close(y[1], net.head.bias)  # the mean over no token
+    for g in torch.autograd.grad(y.square().sum(), list(net.parameters())):
+        assert g.isfinite().all()
+
+
+def test_words(close):
+    net = NDLightNet(1, vocab_size=11, embed_dim=16, depth=2, causal=True).double()
+    samples = [torch.randint(11, (n,)) for n in (9, 1, 30)]
+    packed = net(net.pack(samples))
+    alone = torch.cat([net(x[None])[0] for x in samples])
+    close(packed, alone, 1e-6)
+
+
+def test_stochastic_depth_drops_whole_samples():
+    net = network(2, False, "lightnet", drop_path_rate=0.9).train()
+    net.tpe = None
+    samples = [torch.randn(2, 4, 4).double()] * 40
+    x = net.forward_features(net.pack(samples)).unpack()
+    kinds = {tuple(part.flatten()[:4].tolist()) for part in x}
+    assert 1 < len(kinds) < 40  # some dropped, some not, and those that are dropped are alike
+
+
+def test_checkpointing_changes_nothing(close):
+    net = network(2, False, "lightnet").train()
+    packed = net.pack([torch.randn(2, 4, 7).double(), torch.randn(2, 3, 3).double()])
+    grads = []
+    for on in (False, True):
+        net.set_grad_checkpointing(on)
+        grads.append(torch.autograd.grad(net(packed).square().sum(), list(net.parameters())))
+    for a, b in zip(*grads, strict=True):
+        close(a, b, 1e-12)
+
+
+def test_a_mixer_that_knows_no_packs_says_so():
+    class Plain(nn.Module):
+        def forward(self, x, *, mask=None, causal=False):
+            return x
+
+    net = NDLightNet(1, 1, 2, patch_size=1, embed_dim=8, depth=1, mixer=lambda dim: Plain())
+    with pytest.raises(TypeError, match="layout"):
+        net(net.pack([torch.randn(1, 5)]))
