@@ -89,6 +89,20 @@ class Ragged:
         )
         return made
 
+    def frames(self, device: torch.device) -> tuple[Ragged, Tensor, int]:
+        """The frames of all samples (steps of the first axis) as samples of their own; where each
+        lies in a padded table of frames, sample * most + frame; and `most`, the most of a sample.
+        """
+
+        def make() -> tuple[Ragged, Tensor, int]:
+            most = max(shape[0] for shape in self.shapes)
+            shapes = [(1, *shape[1:]) for shape in self.shapes for _ in range(shape[0])]
+            at = [row * most + i for row, shape in enumerate(self.shapes) for i in range(shape[0])]
+            return Ragged(shapes), torch.tensor(at, device=device), most
+
+        made: tuple[Ragged, Tensor, int] = self.once(("frames", device), make)
+        return made
+
     def pad(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens (length, ...) as a padded batch (batch, *largest shape, ...), and its mask."""
         most = [max(sizes) for sizes in zip(*self.shapes, strict=True)]

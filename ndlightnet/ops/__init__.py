@@ -12,7 +12,11 @@ from ndlightnet.ops.axis_scan import axis_scan, line_scan, line_state, line_step
 from ndlightnet.ops.frames import axis_causal_attention
 from ndlightnet.ops.gate import norm_gate
 from ndlightnet.ops.lrpe import Lrpe, frequencies, rotate, tables
-from ndlightnet.ops.packed import packed_attention, packed_axis_scan
+from ndlightnet.ops.packed import (
+    packed_attention,
+    packed_axis_causal_attention,
+    packed_axis_scan,
+)
 from ndlightnet.ops.state import State, merge
 
 __all__ = [
@@ -31,6 +35,7 @@ __all__ = [
     "merge",
     "norm_gate",
     "packed_attention",
+    "packed_axis_causal_attention",
     "packed_axis_scan",
     "read",
     "rotate",

@@ -12,78 +12,135 @@ from torch import Tensor
 from ndlightnet.ops._triton import _fit, _slots
 
 
-def _place(theta: Tensor | None, kind: str, items: Tensor, first: Tensor, shapes: Tensor,
-           span: int) -> Any:  # fmt: skip
+def _place(theta: Tensor | None, start: Tensor | None, kind: str, items: Tensor, first: Tensor,
+           shapes: Tensor, span: int) -> Any:  # fmt: skip
     from ndlightnet_kernels.tiles import Pack, Place
 
-    return Place(kind, theta, pack=Pack(items, first, shapes, span))
+    return Place(kind, theta, start, pack=Pack(items, first, shapes, span))
 
 
-@torch.library.custom_op("ndlightnet::triton_packed", mutates_args=())
-def triton_packed(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, theta: Tensor | None, kind: str,
-    items: Tensor, first: Tensor, shapes: Tensor, span: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output, and for the backward the States (max, sum, memory) of the samples."""
+@torch.library.custom_op("ndlightnet::triton_packed_summarize", mutates_args=())
+def triton_packed_summarize(
+    k: Tensor, v: Tensor, keep: Tensor | None, theta: Tensor | None, start: Tensor | None,
+    kind: str, items: Tensor, first: Tensor, shapes: Tensor, span: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """States (max, sum, memory) of the samples of one sequence (1, length, heads, dim)."""
     from ndlightnet_kernels import attention
 
-    place = _place(theta, kind, items, first, shapes, span)
-    top, total, memory = attention.summarize(k, v, keep, place)
-    return attention.read(q, total, memory, place), top, total, memory
+    place = _place(theta, start, kind, items, first, shapes, span)
+    return attention.summarize(k, v, keep, place)
 
 
-@triton_packed.register_fake
+@triton_packed_summarize.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, theta: Tensor | None, kind: str,
-    items: Tensor, first: Tensor, shapes: Tensor, span: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    k: Tensor, v: Tensor, keep: Tensor | None, theta: Tensor | None, start: Tensor | None,
+    kind: str, items: Tensor, first: Tensor, shapes: Tensor, span: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (_, _, heads, dim), rows = k.shape, shapes.shape[0]
     total = k.new_empty(rows, heads, dim, dtype=torch.float32)
     tall = dim if kind == "none" else 2 * dim
     memory = k.new_empty(rows, heads, tall, v.shape[-1], dtype=torch.float32)
-    return q.new_empty(v.shape), total, torch.empty_like(total), memory
+    return total, torch.empty_like(total), memory
 
 
-@torch.library.custom_op("ndlightnet::triton_packed_backward", mutates_args=())
-def triton_packed_backward(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor, total: Tensor,
-    memory: Tensor, dout: Tensor, theta: Tensor | None, kind: str, items: Tensor, first: Tensor,
+@torch.library.custom_op("ndlightnet::triton_packed_summarize_backward", mutates_args=())
+def triton_packed_summarize_backward(
+    k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor, dtotal: Tensor, dmemory: Tensor,
+    theta: Tensor | None, start: Tensor | None, kind: str, items: Tensor, first: Tensor,
     shapes: Tensor, span: int, learn: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from ndlightnet_kernels import attention_backward as kernels
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from ndlightnet_kernels import attention_backward
 
-    place = _place(theta, kind, items, first, shapes, span)
-    dq, dtotal, dmemory, dtheta = kernels.read_backward(q, total, memory, dout, place, learn)
-    dk, dv, more = kernels.summarize_backward(k, v, keep, top, dtotal, dmemory, place, learn)
-    return dq, dk, dv, dtheta + more
+    place = _place(theta, start, kind, items, first, shapes, span)
+    return attention_backward.summarize_backward(k, v, keep, top, dtotal, dmemory, place, learn)
 
 
-@triton_packed_backward.register_fake
+@triton_packed_summarize_backward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor, total: Tensor,
-    memory: Tensor, dout: Tensor, theta: Tensor | None, kind: str, items: Tensor, first: Tensor,
+    k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor, dtotal: Tensor, dmemory: Tensor,
+    theta: Tensor | None, start: Tensor | None, kind: str, items: Tensor, first: Tensor,
     shapes: Tensor, span: int, learn: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dtheta = k.new_empty(k.shape[2], _slots(theta, learn), dtype=torch.float32)
+    return k.new_empty(k.shape), v.new_empty(v.shape), dtheta
+
+
+def _summarize_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    k, v, keep, theta, start, ctx.kind, *tables, ctx.span = inputs
+    ctx.save_for_backward(k, v, keep, output[0], theta, start, *tables)
+    ctx.mark_non_differentiable(output[0])
+
+
+def _summarize_grads(ctx: Any, _: Tensor, dtotal: Tensor, dmemory: Tensor) -> Any:
+    k, v, keep, top, theta, start, *tables = ctx.saved_tensors
+    learn = theta is not None and ctx.needs_input_grad[3]
+    dk, dv, dtheta = triton_packed_summarize_backward(
+        k, v, keep, top, dtotal, dmemory, theta, start, ctx.kind, *tables, ctx.span, learn
+    )
+    return dk, dv, None, _fit(dtheta, theta) if learn else None, *[None] * 6
+
+
+triton_packed_summarize.register_autograd(_summarize_grads, setup_context=_summarize_save)
+
+
+@torch.library.custom_op("ndlightnet::triton_packed_read", mutates_args=())
+def triton_packed_read(
+    q: Tensor, total: Tensor, memory: Tensor, theta: Tensor | None, start: Tensor | None,
+    kind: str, items: Tensor, first: Tensor, shapes: Tensor, span: int,
+) -> Tensor:  # fmt: skip
+    """Queries (1, length, heads, dim) on the States of their samples."""
+    from ndlightnet_kernels import attention
+
+    place = _place(theta, start, kind, items, first, shapes, span)
+    return attention.read(q, total, memory, place)
+
+
+@triton_packed_read.register_fake
+def _(
+    q: Tensor, total: Tensor, memory: Tensor, theta: Tensor | None, start: Tensor | None,
+    kind: str, items: Tensor, first: Tensor, shapes: Tensor, span: int,
+) -> Tensor:  # fmt: skip
+    return q.new_empty(*q.shape[:3], memory.shape[-1])
+
+
+@torch.library.custom_op("ndlightnet::triton_packed_read_backward", mutates_args=())
+def triton_packed_read_backward(
+    q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, theta: Tensor | None,
+    start: Tensor | None, kind: str, items: Tensor, first: Tensor, shapes: Tensor, span: int,
+    learn: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from ndlightnet_kernels import attention_backward
+
+    place = _place(theta, start, kind, items, first, shapes, span)
+    return attention_backward.read_backward(q, total, memory, dout, place, learn)
+
+
+@triton_packed_read_backward.register_fake
+def _(
+    q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, theta: Tensor | None,
+    start: Tensor | None, kind: str, items: Tensor, first: Tensor, shapes: Tensor, span: int,
+    learn: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dtheta = q.new_empty(q.shape[2], _slots(theta, learn), dtype=torch.float32)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dtheta
+    dtotal, dmemory = total.new_empty(total.shape), memory.new_empty(memory.shape)
+    return q.new_empty(q.shape), dtotal, dmemory, dtheta
 
 
-def _packed_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, keep, theta, ctx.kind, items, first, shapes, ctx.span = inputs
-    ctx.save_for_backward(q, k, v, keep, theta, items, first, shapes, *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
+def _read_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.kind, items, first, shapes, ctx.span = inputs
+    ctx.save_for_backward(*tensors, items, first, shapes)
 
 
-def _packed_grads(ctx: Any, dout: Tensor, *_: Tensor) -> Any:
-    q, k, v, keep, theta, items, first, shapes, *state = ctx.saved_tensors
-    learn = theta is not None and ctx.needs_input_grad[4]
-    dq, dk, dv, dtheta = triton_packed_backward(
-        q, k, v, keep, *state, dout, theta, ctx.kind, items, first, shapes, ctx.span, learn
+def _read_grads(ctx: Any, dout: Tensor) -> Any:
+    q, total, memory, theta, start, *tables = ctx.saved_tensors
+    learn = theta is not None and ctx.needs_input_grad[3]
+    dq, dtotal, dmemory, dtheta = triton_packed_read_backward(
+        q, total, memory, dout, theta, start, ctx.kind, *tables, ctx.span, learn
     )
-    return dq, dk, dv, None, _fit(dtheta, theta) if learn else None, *[None] * 5
+    return dq, dtotal, dmemory, _fit(dtheta, theta) if learn else None, *[None] * 6
 
 
-triton_packed.register_autograd(_packed_grads, setup_context=_packed_save)
+triton_packed_read.register_autograd(_read_grads, setup_context=_read_save)
 
 
 @torch.library.custom_op("ndlightnet::triton_packed_scan", mutates_args=())

@@ -113,7 +113,8 @@ def axis_causal_attention(
     state: what came before the first frame; the returned one is for the frames that follow.
     window: a frame sees the last `window` frames, itself included. Then the State holds
     `window - 1` frames apart from each other: its tensors are (batch, window - 1, heads, ·).
-    forget: frames fade by exp(-forget) with every frame that passes, a number or (heads,) of them.
+    forget: frames fade by exp(-forget) with every frame that passes: 0 or more, or (heads,) such
+    numbers; it has no gradient.
 
     Where the States of single frames would weigh more than the tokens (small frames), they are made
     for some frames at a time and made again in the backward pass.
@@ -128,9 +129,10 @@ def axis_causal_attention(
         )
     if window is not None and window < 1:
         raise ValueError(f"window={window}: expected 1 or more frames, or None")
-    if (isinstance(forget, Tensor) and (forget < 0).any()) or (
-        not isinstance(forget, Tensor) and not forget >= 0
-    ):
+    if isinstance(forget, Tensor):
+        if tuple(forget.shape) != (k.shape[2],):
+            raise ValueError(f"forget {tuple(forget.shape)}: expected (heads,) = {k.shape[2]}")
+    elif not forget >= 0:
         raise ValueError(f"forget={forget}: expected 0 or more")
     plain = window is None and not isinstance(forget, Tensor) and forget == 0
     chosen = _registry.choose(impl, "axis_causal_attention", k, v, lrpe)
@@ -143,7 +145,7 @@ def axis_causal_attention(
             out, state = reference.frames(q, k, v, frames, state, lrpe, mask, window, forget)
             return out.to(q.dtype), state
         how = (window, forget, chosen)
-        if not _heavy(k, v, lrpe, frames):
+        if not heavy(k, v, lrpe, k.shape[1] // frames):
             return _attend(q, k, v, mask, lrpe, state, frames, *how)
         outs, tokens, most = [], k.shape[1] // frames, max(1, round(frames**0.5))
         for first in range(0, frames, most):
@@ -175,11 +177,22 @@ def _check_frames(
     return None
 
 
-def _heavy(k: Tensor, v: Tensor, lrpe: Lrpe | None, frames: int) -> bool:
-    """Whether the frames' States take more memory than q, k, v and the output."""
+def heavy(k: Tensor, v: Tensor, lrpe: Lrpe | None, tokens: int) -> bool:
+    """Whether the State of a frame of so many tokens takes more memory than its q, k, v and
+    output."""
     dim, wide = k.shape[-1], v.shape[-1]
     state = dim * wide * (1 if lrpe is None else 2) * parallel.accumulator(k).itemsize
-    return state > k.shape[1] // frames * 2 * (dim + wide) * k.element_size()
+    return state > tokens * 2 * (dim + wide) * k.element_size()
+
+
+def faded(states: State, forget: float | Tensor) -> State:
+    """Of States (batch, frames, heads, ·): frame i stronger than what was before the first one, by
+    exp(forget * (i + 1))."""
+    if not isinstance(forget, Tensor) and forget == 0:
+        return states
+    ages = torch.arange(1, states.max.shape[1] + 1, device=states.max.device).to(states.max.dtype)
+    fade = forget[:, None] if isinstance(forget, Tensor) else forget
+    return states._replace(max=states.max + ages[:, None, None] * fade)
 
 
 def _from(lrpe: Lrpe | None, first: int, frames: int) -> Lrpe | None:
@@ -196,12 +209,7 @@ def _attend(
 ) -> tuple[Tensor, State]:  # fmt: skip
     """The form itself, for all frames at once."""
     own, read = (_triton if impl == "triton" else _torch)(q, k, v, mask, lrpe, frames)
-    fade: Any = forget[:, None] if isinstance(forget, Tensor) else forget
-    fades = isinstance(forget, Tensor) or forget > 0
-    if fades:  # a frame is that much stronger than what was before the first one
-        ages = torch.arange(1, frames + 1, device=k.device, dtype=own.max.dtype)
-        own = own._replace(max=own.max + ages[:, None, None] * fade)
-    known = own
+    known = own = faded(own, forget)
     if state is not None:
         before = State(*(x[:, None] for x in state)) if window is None else state
         known = State(*(torch.cat(pair, 1) for pair in zip(before, own, strict=True)))
@@ -213,7 +221,8 @@ def _attend(
     else:
         last = _behind(known, max(0, window - 1 - known.max.shape[1]))
         last = State(*(x[:, x.shape[1] - (window - 1) :] for x in last))
-    return out, last._replace(max=last.max - frames * fade) if fades else last
+    fade: Any = forget[:, None] if isinstance(forget, Tensor) else forget
+    return out, last._replace(max=last.max - frames * fade)
 
 
 Forms = tuple[State, Callable[[State], Tensor]]

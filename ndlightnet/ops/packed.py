@@ -3,15 +3,23 @@ no sample sees another."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ndlightnet.grid import Grid
 from ndlightnet.ops import _registry, _triton_packed
 from ndlightnet.ops._registry import Impl
 from ndlightnet.ops.attention import global_attention
 from ndlightnet.ops.axis_scan import line_scan
+from ndlightnet.ops.frames import axis_causal_attention, faded, heavy, running
 from ndlightnet.ops.lrpe import Lrpe
+from ndlightnet.ops.state import State
 from ndlightnet.ragged import Ragged
+
+Shape = tuple[int, ...]
 
 
 def packed_attention(
@@ -26,6 +34,62 @@ def packed_attention(
 ) -> Tensor:
     """`global_attention` of every sample by itself. q, k (length, heads, dim), v (length, heads,
     value_dim), mask (length,) bool; lrpe: of a grid of any one shape, each sample has its own."""
+    _check(q, k, v, layout, mask, lrpe)
+    chosen: Any = _registry.choose(impl, "global_attention", k[None], v[None], lrpe)
+    if chosen == "triton" and q.numel() and v.numel():
+        return _by_kernels(q, k, v, layout, mask, lrpe, None, lambda states: states)
+
+    def alone(shape: Shape, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        return global_attention(q, k, v, **how)
+
+    return _one_by_one(alone, q, k, v, layout, mask, lrpe, chosen)
+
+
+def packed_axis_causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Ragged,
+    *,
+    mask: Tensor | None = None,
+    lrpe: Lrpe | None = None,
+    window: int | None = None,
+    forget: float = 0.0,
+    impl: Impl = "auto",
+) -> Tensor:
+    """`axis_causal_attention` of every sample by itself; arguments as in `packed_attention`.
+
+    By kernels, where frames are large enough for States of their own; one sample after the other
+    elsewhere.
+    """
+    _check(q, k, v, layout, mask, lrpe)
+    chosen: Any = _registry.choose(impl, "axis_causal_attention", k[None], v[None], lrpe)
+    small = min(Grid(shape[1:]).length for shape in layout.shapes if Grid(shape).length)
+    if chosen == "triton" and v.numel() and not heavy(k, v, lrpe, small):
+        frames, at, most = layout.frames(k.device)
+
+        def merged(states: State) -> State:
+            empty = (-torch.inf, 0.0, 0.0)
+            wide = (
+                x.new_full((len(layout) * most, *x.shape[1:]), fill).index_copy(0, at, x)
+                for x, fill in zip(states, empty, strict=True)
+            )
+            padded = State(*(x.unflatten(0, (len(layout), most)) for x in wide))
+            seen = running(faded(padded, forget), window, chosen)
+            return State(*(x.flatten(0, 1).index_select(0, at) for x in seen))
+
+        start = torch.nn.functional.pad((at % most)[:, None], (0, layout.ndim - 1))
+        return _by_kernels(q, k, v, frames, mask, lrpe, start, merged)
+
+    def alone(shape: Shape, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        return axis_causal_attention(q, k, v, shape[0], window=window, forget=forget, **how)[0]
+
+    return _one_by_one(alone, q, k, v, layout, mask, lrpe, chosen)
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, layout: Ragged, mask: Tensor | None, lrpe: Lrpe | None
+) -> None:
     if k.ndim != 3 or q.shape != k.shape or v.shape[:2] != k.shape[:2] or len(k) != layout.length:
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected "
@@ -35,22 +99,35 @@ def packed_attention(
         raise ValueError(f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {(len(k),)}")
     if lrpe is not None and (lrpe.prefix or lrpe.start is not None):
         raise ValueError(f"lrpe={lrpe}: expected no prefix and no start")
-    chosen = _registry.choose(impl, "global_attention", k[None], v[None], lrpe)
-    if chosen == "triton" and q.numel() and v.numel():
-        theta, kind = (None, "none") if lrpe is None else (lrpe.theta, lrpe.kind)
-        tables = _portions(layout, k, v, kind)
-        out: Tensor = _triton_packed.triton_packed(
-            q[None], k[None], v[None], None if mask is None else mask[None], theta, kind, *tables
-        )[0]
-        return out[0]
+
+
+def _by_kernels(
+    q: Tensor, k: Tensor, v: Tensor, layout: Ragged, mask: Tensor | None, lrpe: Lrpe | None,
+    start: Tensor | None, between: Callable[[State], State],
+) -> Tensor:  # fmt: skip
+    """Summarise every sample, and read for each what `between` makes of their States."""
+    theta, kind = (None, "none") if lrpe is None else (lrpe.theta, lrpe.kind)
+    where = (theta, None if theta is None else start, kind, *_portions(layout, k, v, kind))
+    keep = None if mask is None else mask[None]
+    states = State(*_triton_packed.triton_packed_summarize(k[None], v[None], keep, *where))
+    seen = between(states)
+    out: Tensor = _triton_packed.triton_packed_read(q[None], seen.sum, seen.memory, *where)
+    return out.squeeze(0)
+
+
+def _one_by_one(
+    alone: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, layout: Ragged,
+    mask: Tensor | None, lrpe: Lrpe | None, impl: str,
+) -> Tensor:  # fmt: skip
     outs = []
     for i, shape in enumerate(layout.shapes):
-        now = slice(layout.offsets[i], layout.offsets[i + 1])
-        place = None if lrpe is None else lrpe._replace(shape=shape)
-        keep = None if mask is None else mask[None, now]
-        parts = (x[None, now] for x in (q, k, v))
-        outs.append(global_attention(*parts, mask=keep, lrpe=place, impl=chosen)[0])  # type: ignore
-    return torch.cat(outs)
+        if layout.lengths[i]:
+            now = slice(layout.offsets[i], layout.offsets[i + 1])
+            place = None if lrpe is None else lrpe._replace(shape=shape)
+            keep = None if mask is None else mask[None, now]
+            one = (x[None, now] for x in (q, k, v))
+            outs.append(alone(shape, *one, mask=keep, lrpe=place, impl=impl)[0])
+    return torch.cat(outs) if outs else q.new_empty(v.shape)
 
 
 def _portions(

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from ndlightnet import Ragged
-from ndlightnet.ops import Lrpe, axis_scan, global_attention, packed_attention, packed_axis_scan
+from ndlightnet.ops import (
+    Lrpe,
+    axis_causal_attention,
+    axis_scan,
+    global_attention,
+    packed_attention,
+    packed_axis_causal_attention,
+    packed_axis_scan,
+)
 from ndlightnet_kernels import plans
 
 from .cases import BRAIN, DEVICE, HALF
@@ -87,6 +95,34 @@ def test_attention(monkeypatch, shapes, kind, dtype, masked, cut):
     judge((packed("triton"), single, packed("torch")), leaves, dtype)
 
 
+@pytest.mark.parametrize("window", [None, 2])
+def test_axis_causal(window):
+    """Frames of 40 tokens and more: smaller ones have no States of their own."""
+    shapes = ((3, 4, 10), (1, 6, 8), (4, 5, 9))
+    layout = Ragged(shapes)
+    leaves = [torch.randn(layout.length, 2, 8, device=DEVICE) for _ in range(3)]
+    leaves.append(3 * torch.rand(2, 8, device=DEVICE))
+    mask = torch.rand(layout.length, device=DEVICE) < 0.7
+
+    def packed(impl):
+        return lambda q, k, v, theta: packed_axis_causal_attention(
+            q, k, v, layout, mask=mask, lrpe=Lrpe(theta, shapes[0]), window=window, forget=0.2,
+            impl=impl,
+        )  # fmt: skip
+
+    def single(q, k, v, theta):
+        def one(i, q, k, v, keep):
+            place = Lrpe(theta, shapes[i])
+            return axis_causal_attention(
+                q, k, v, shapes[i][0], mask=keep, lrpe=place, window=window, forget=0.2,
+                impl="triton",
+            )[0]  # fmt: skip
+
+        return alone(layout, one, q, k, v, mask)
+
+    judge((packed("triton"), single, packed("torch")), leaves, torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, BRAIN])
 @pytest.mark.parametrize("masked", [False, True])
 def test_axis_scan(dtype, masked):
@@ -161,12 +197,15 @@ def test_operators():
 
     q, k, v = (torch.randn(layout.length, 2, 6, device=DEVICE) for _ in "qkv")
     tables = packed._portions(layout, k, v, "cosine")
-    theta = torch.rand(2, 6, device=DEVICE)
-    arguments = [x[None].requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(
-        _triton_packed.triton_packed, (*arguments, None, theta, "cosine", *tables),
-        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
-    )  # fmt: skip
+    where = (torch.rand(2, 6, device=DEVICE), None, "cosine", *tables)
+    q, k, v = (x[None].requires_grad_() for x in (q, k, v))
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    _, total, memory = _triton_packed.triton_packed_summarize(k, v, None, *where)
+    for operator, arguments in (
+        (_triton_packed.triton_packed_summarize, (k, v, None)),
+        (_triton_packed.triton_packed_read, (q, total.detach(), memory.detach())),
+    ):
+        torch.library.opcheck(operator, (*arguments, *where), test_utils=checks)
     groups = layout.lines(DEVICE)
     axes, most, lines = (list(x) for x in zip(*groups, strict=True))
     x = torch.randn(layout.length, 6, device=DEVICE, requires_grad=True)
@@ -174,5 +213,5 @@ def test_operators():
     torch.library.opcheck(
         _triton_packed.triton_packed_scan,
         (x, coef, decay, None, None, None, True, axes, most, lines),
-        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+        test_utils=checks,
     )

@@ -6,9 +6,11 @@ import torch
 from ndlightnet import Ragged
 from ndlightnet.ops import (
     Lrpe,
+    axis_causal_attention,
     axis_scan,
     global_attention,
     packed_attention,
+    packed_axis_causal_attention,
     packed_axis_scan,
 )
 
@@ -47,6 +49,28 @@ def test_attention(close, close_grads, shapes, kind, impl):
     expected = alone(layout, one, q, k, v, mask)
     close(actual, expected, 1e-12)
     close_grads(actual, expected, leaves, 1e-10)
+
+
+@pytest.mark.parametrize("shapes", BATCHES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 2, "forget": 0.3}], ids=str)
+def test_axis_causal(close, close_grads, shapes, options):
+    layout = Ragged(shapes)
+    q, k, v = (torch.randn(layout.length, 2, 8).double().requires_grad_() for _ in "qkv")
+    theta = torch.rand(2, 8).double().requires_grad_()
+    mask = torch.rand(layout.length) < 0.7
+
+    def one(i, q, k, v, keep):
+        place = Lrpe(theta, shapes[i])
+        if shapes[i][0] == 0:
+            return v
+        frames = shapes[i][0]
+        return axis_causal_attention(q, k, v, frames, mask=keep, lrpe=place, **options)[0]
+
+    place = Lrpe(theta, shapes[0])
+    actual = packed_axis_causal_attention(q, k, v, layout, mask=mask, lrpe=place, **options)
+    expected = alone(layout, one, q, k, v, mask)
+    close(actual, expected, 1e-12)
+    close_grads(actual, expected, (q, k, v, theta), 1e-10)
 
 
 @pytest.mark.parametrize("shapes", BATCHES, ids=str)

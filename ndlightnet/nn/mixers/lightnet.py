@@ -3,6 +3,9 @@ axes."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +18,7 @@ from ndlightnet.ops import (
     global_attention,
     norm_gate,
     packed_attention,
+    packed_axis_causal_attention,
     read,
     summarize,
 )  # fmt: skip
@@ -126,32 +130,35 @@ class LightNetAttention(nn.Module):
         return self._output(x, grid.unflatten(y.flatten(2)))
 
     def _packed(self, x: Tensor, layout: Ragged, mask: Tensor | None, causal: bool) -> Tensor:
-        if causal:  # padded: the State passes from frame to frame of a sample
-            padded, keep = layout.pad(x)
-            if mask is not None:
-                keep = keep & layout.pad(mask)[0]
-            return layout.unpad(self(padded, mask=keep, causal=True))
         q, k, v = (
             proj(x).unflatten(-1, (self.heads, self.head_dim))
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         place = self.lrpe(layout.shapes[0]) if self.lrpe else None
-        y = packed_attention(q, k, v, layout, mask=mask, lrpe=place, impl=self.impl)
-        return self._output(x, y.flatten(1))
+        if causal:
+            self._refuse_rotary()
+            how: Any = {"window": self.window, "forget": self.forget, "impl": self.impl}
+            attend: Any = partial(packed_axis_causal_attention, **how)
+        else:
+            attend = partial(packed_attention, impl=self.impl)
+        return self._output(x, attend(q, k, v, layout, mask=mask, lrpe=place).flatten(1))
 
     def _causal(
         self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, mask: Tensor | None, place: Lrpe | None,
         state: State | None,
     ) -> tuple[Tensor, State]:  # fmt: skip
+        self._refuse_rotary()
+        return axis_causal_attention(
+            q, k, v, grid.shape[0], mask=mask, lrpe=place, state=state, window=self.window,
+            forget=self.forget, impl=self.impl,
+        )  # fmt: skip
+
+    def _refuse_rotary(self) -> None:
         if self.lrpe and self.lrpe.kind == "rotary":
             raise ValueError(
                 "causal=True with lrpe='rotary': a pair's channels decay differently, so scores "
                 "would depend on absolute position; use 'cosine' or None"
             )
-        return axis_causal_attention(
-            q, k, v, grid.shape[0], mask=mask, lrpe=place, state=state, window=self.window,
-            forget=self.forget, impl=self.impl,
-        )  # fmt: skip
 
     def _output(self, x: Tensor, y: Tensor) -> Tensor:
         logits = self.gate(x)
