@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,3 +35,14 @@ def predict_clips(net: nn.Module, clips: Tensor) -> Tensor:
     *space)`: the mean over a video's clips."""
     logits = net(clips.flatten(0, 1)).float()
     return torch.softmax(logits, dim=-1).unflatten(0, clips.shape[:2]).mean(dim=1)
+
+
+@torch.no_grad()
+def predict_clips_early(net: Any, clips: Tensor) -> Tensor:
+    """Class probabilities `(batch, frames of tokens, classes)` of a causal NDLightNet after each
+    frame of its tokens; arguments as in `predict_clips`, which gives the last of them."""
+    features = net.forward_features(clips.flatten(0, 1)).float().flatten(2, -2).mean(2)
+    count = torch.arange(1, features.shape[1] + 1, device=features.device)
+    so_far = features.cumsum(1) / count[:, None]
+    odds = torch.softmax(net.head(so_far).float(), dim=-1)
+    return odds.unflatten(0, clips.shape[:2]).mean(dim=1)

@@ -31,9 +31,16 @@ ROWS: dict[str, list[str]] = {
     "without MD-LRPE": [
         f'{NET}.mixer={{"class_path": "{MIXERS}.LightNetAttention", "init_args": {{"lrpe": null}}}}'
     ],
+    "axis-causal": ["--model.causal=true"],
+    "axis-causal, window 4": [
+        "--model.causal=true",
+        f'{NET}.mixer={{"class_path": "{MIXERS}.LightNetAttention", "init_args": {{"window": 4}}}}',
+    ],
     "single frame": ["--data.init_args.frames=1"],
+    "padded": ["--data.init_args.batching=padded"],
 }
-MEASURES = ("mean_dice", "mean_hd95_mm", "top1", "balanced_accuracy")
+MEASURES = ("mean_dice", "mean_hd95_mm", "top1", "balanced_accuracy", "step_ms", "train_seconds",
+            "padded_share", "peak_memory_gb")  # fmt: skip
 
 
 def one_run(options: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -114,3 +115,46 @@ def dense():
         return torch.einsum("btsh,bshe->bthe", weights.sum(-1), v)
 
     return attention
+
+
+@pytest.fixture(scope="session")
+def write_flac():
+    """write_flac(path, samples): int16 samples (channels, n) as audio of 8 kHz."""
+    av = pytest.importorskip("av")
+
+    def write(path: Path, samples: np.ndarray) -> Path:
+        with av.open(str(path), "w") as file:
+            stream = file.add_stream("flac", rate=8000)
+            stream.layout = "stereo" if len(samples) == 2 else "mono"
+            stream.format = "s16"
+            interleaved = np.ascontiguousarray(samples.T).reshape(1, -1)
+            frame = av.AudioFrame.from_ndarray(interleaved, format="s16", layout=stream.layout.name)
+            frame.rate = 8000
+            file.mux(stream.encode(frame))
+            file.mux(stream.encode(None))
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def write_recordings(write_flac):
+    """write_recordings(folder) -> the signals written: takes 0 to 6 of three digits, tones of 500,
+    1,000 and 1,500 Hz, 300 to 1,200 samples long."""
+
+    def write(folder: Path) -> list[np.ndarray]:
+        rng = np.random.default_rng(0)
+        index = [(digit, take) for take in range(7) for digit in range(3)]
+        signals = []
+        for digit, _ in index:
+            turns = np.arange(rng.integers(300, 1200)) * 500 * (digit + 1) / 8000
+            tone = 3000 * np.sin(2 * np.pi * turns) + rng.normal(0, 100, turns.shape)
+            signals.append(tone.astype(np.int16))
+        folder.mkdir(parents=True, exist_ok=True)
+        write_flac(folder / "audio.flac", np.concatenate(signals)[None])
+        offsets = np.cumsum([0, *map(len, signals)])
+        digits, takes = (np.array(x, np.uint8) for x in zip(*index, strict=True))
+        np.savez(folder / "index.npz", offsets=offsets, digit=digits, take=takes)
+        return signals
+
+    return write

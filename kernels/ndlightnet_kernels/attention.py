@@ -20,6 +20,7 @@ from ndlightnet_kernels.tiles import (
     cdiv,
     dense,
     dot,
+    even,
     flags,
     hide,
     item,
@@ -319,7 +320,7 @@ def _read(
     ma, mb = _read_memory(total, memory, state, c, vc, DIM, VDIM, KIND)
     m = ma.to(OPERAND)
     if KIND != 0:
-        m = tl.trans(weave(tl.trans(m), tl.trans(mb.to(OPERAND)), SLOTS))
+        m = tl.trans(weave(tl.trans(m), tl.trans(mb.to(OPERAND)), even(SLOTS, VDIM)))
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     turns = turning(
         theta, start, shapes, row, each, base, h * own, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL

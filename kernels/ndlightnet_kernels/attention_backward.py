@@ -26,6 +26,7 @@ from ndlightnet_kernels.tiles import (
     Place,
     cdiv,
     dot,
+    even,
     flags,
     item,
     load,
@@ -71,7 +72,7 @@ def _read_backward(
     ma, mb = _read_memory(total, memory, state, c, vc, DIM, VDIM, KIND)
     m = tl.trans(ma.to(OPERAND))
     if KIND != 0:
-        m = weave(m, tl.trans(mb.to(OPERAND)), SLOTS)
+        m = weave(m, tl.trans(mb.to(OPERAND)), even(SLOTS, VDIM))
     TALL: tl.constexpr = 1 if KIND == 0 else 2
     pull = tl.zeros((BV, TALL * BK), tl.float32)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
@@ -182,7 +183,7 @@ def _grad_tile(
     g = tl.load(at, mask=here, other=0.0).to(OPERAND)
     if KIND != 0:
         sin = tl.load(at + DIM * VDIM, mask=here, other=0.0).to(OPERAND)
-        g = weave(g, sin, DIM // KIND)
+        g = weave(g, sin, even(DIM // KIND, VDIM))
     return g
 
 
@@ -200,7 +201,7 @@ def _grads(
     mx2, pull2 = mx, pull
     if KIND == 2:
         g2 = _grad_tile(dmemory, bh, kc + WIDTH, inside, vc, DIM, VDIM, KIND, OPERAND)
-        g = weave(g, g2, DIM // KIND)
+        g = weave(g, g2, even(DIM // KIND, VDIM))
         mx2 = tl.load(top + bh * DIM + WIDTH + kc, mask=inside, other=0.0)
         pull2 = tl.load(dtotal + bh * DIM + WIDTH + kc, mask=inside, other=0.0)
     return g, mx, pull, mx2, pull2

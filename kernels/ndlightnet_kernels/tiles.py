@@ -98,6 +98,13 @@ def weave(a, b, SLOTS: tl.constexpr):
     return out + 0.0 if out.dtype == tl.float32 or SLOTS % 2 == 1 else out
 
 
+@triton.constexpr_function
+def even(slots, vdim):
+    """`slots` for `weave`, odd where either is: tiles of odd widths are loaded element by
+    element."""
+    return slots if vdim % 2 == 0 else 1
+
+
 @triton.jit
 def unweave(x):
     """Inverse of `weave`."""

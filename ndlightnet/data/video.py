@@ -15,10 +15,15 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torchvision.transforms.v2 import functional as tvf
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.video_transforms import eval_clips, even_indices, train_clip
+from ndlightnet.data.video_transforms import (
+    MARGIN,
+    eval_clips,
+    even_indices,
+    shrink,
+    train_clip,
+)
 
 ENDINGS = (".mp4", ".avi", ".mkv", ".mov", ".webm")
 THREADS = min(4, os.cpu_count() or 1)  # each holds a decoder, and decoders are large
@@ -203,9 +208,7 @@ def load_video(path: str | Path, short_side: int, max_frames: int) -> Tensor:
     indices = even_indices(len(reader), min(len(reader), max_frames)).tolist()
     parts = []
     for start in range(0, len(indices), BATCH):
-        frames = reader.frames(indices[start : start + BATCH]).permute(0, 3, 1, 2)
-        frames = tvf.resize(frames, [short_side], antialias=True)
-        parts.append(frames.permute(0, 2, 3, 1).contiguous())
+        parts.append(shrink(reader.frames(indices[start : start + BATCH]), short_side))
     return torch.cat(parts)
 
 
@@ -215,7 +218,7 @@ def load_for_clips(path: str | Path, frames: int, size: int) -> Tensor:
     The short side is 8/7 of `size`, the usual margin for a crop, and four times as many frames are
     kept as a clip takes (64 at least), so that random clips of one video differ.
     """
-    return load_video(path, short_side=round(size * 8 / 7), max_frames=max(64, 4 * frames))
+    return load_video(path, short_side=round(size * MARGIN), max_frames=max(64, 4 * frames))
 
 
 class ClipDataset(torch.utils.data.Dataset[tuple[Tensor, int] | tuple[Tensor, int, int]]):

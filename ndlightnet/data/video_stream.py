@@ -1,5 +1,6 @@
 """A video as it comes: one frame after the other from a file or a pipe, none of them kept."""
 
+import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ndlightnet.data.errors import DataError
 
-EARLY = 0.25  # of the time between two frames: how much too early one may come and still count
+EARLY = 0.25  # of the time between two frames, by which one may come too early: clocks jitter
 
 
 class Frame(NamedTuple):
@@ -20,6 +21,19 @@ class Frame(NamedTuple):
     number: int
     time: float
     picture: Tensor
+
+
+class _Pipe(io.FileIO):
+    """Gives what is there and does not wait for more. Ctrl-C, which PyAV would lose, ends it."""
+
+    interrupted = False
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        try:
+            return b"" if self.interrupted else super().read(size) or b""
+        except KeyboardInterrupt:
+            self.interrupted = True
+            return b""
 
 
 class VideoStream:
@@ -37,21 +51,20 @@ class VideoStream:
             raise DataError(f"fps={fps}: expected more than 0")
         self.name = "standard input" if str(source) == "-" else str(source)
         self.fps, self.damage = fps, ""
-        opened: Any = str(source)  # a file may be gone through in any order
+        self._piped = str(source) == "-" or not Path(source).is_file()
+        opened: Any = str(source)  # a file may be read in any order
         try:
-            # unbuffered, so that a read gives what is there and does not wait for more
-            if str(source) == "-":
-                opened = open(sys.stdin.fileno(), "rb", buffering=0, closefd=False)
-            elif not Path(source).is_file():
-                opened = open(source, "rb", buffering=0)
+            if self._piped:
+                stdin = str(source) == "-"
+                opened = _Pipe(sys.stdin.fileno() if stdin else opened, closefd=not stdin)
             self._file = av.open(opened)
         except av.error.FFmpegError as error:
-            why = "not a video that can be read"
-            if opened != str(source):
-                why += ": a pipe needs a container such as matroska or mpegts, mp4 cannot be piped"
-            raise DataError(f"{self.name}: {why}") from error
+            if self._piped and opened.interrupted:
+                raise KeyboardInterrupt from None
+            raise self._unreadable() from error
         except OSError as error:
-            why = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
+            gone = isinstance(error, FileNotFoundError)
+            why = "no such file" if gone else str(error.strerror)
             raise DataError(f"{self.name}: {why}") from error
         if not self._file.streams.video:
             raise DataError(f"{self.name}: has no video stream")
@@ -59,20 +72,24 @@ class VideoStream:
     def __iter__(self) -> Iterator[Frame]:
         number, first, now, slot = -1, 0.0, 0.0, -1
         step = 1 / float(self._file.streams.video[0].average_rate or 25)
-        for number, frame in enumerate(self._decoded()):  # noqa: B007
+        for number, frame in enumerate(self._decoded()):
             if number == 0:
                 first = frame.time or 0.0
             # raw streams tell no time
             now = number * step if frame.time is None else frame.time - first
             if self.fps is not None:
-                last, slot = slot, int(now * self.fps + EARLY)
+                last, slot = slot, int((now + EARLY * step) * self.fps)
                 if slot == last:
                     continue
             picture = torch.from_numpy(frame.to_ndarray(format="rgb24"))
             # a telephone held upright writes a lying picture and a note to turn it
             yield Frame(number, now, torch.rot90(picture, frame.rotation // 90))
         if number < 0:
-            raise DataError(f"{self.name}: has no frames that can be decoded")
+            raise self._unreadable()
+
+    def _unreadable(self) -> DataError:
+        why = " (a pipe needs a container such as matroska or mpegts)" if self._piped else ""
+        return DataError(f"{self.name}: not a video that can be read{why}")
 
     def _decoded(self) -> Iterator[Any]:
         import av
@@ -83,7 +100,7 @@ class VideoStream:
             while True:
                 try:
                     packet = next(packets, None)
-                except av.error.FFmpegError as error:
+                except (av.error.FFmpegError, OSError) as error:
                     self.damage = f"{self.name}: damaged, ends after {frames} frames ({error})"
                     return
                 if packet is None:
@@ -92,9 +109,9 @@ class VideoStream:
                     found = packet.decode()
                 except av.error.FFmpegError:
                     # one who joins a camera late has nothing to decode before the next key frame
-                    lost += frames > 0
-                    self.damage = f"{self.name}: damaged, {lost} frames or so cannot be decoded"
-                    self.damage *= lost > 0
+                    if frames:
+                        lost += 1
+                        self.damage = f"{self.name}: damaged, undecodable packets: {lost}"
                     continue
                 frames += len(found)
                 yield from found

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 MEAN, STD = 0.45, 0.225  # of pixels in [0, 1]: round numbers that most natural video is near to
+MARGIN = 8 / 7  # short side of a video / side of the clips that are cropped from it
 SHORTEST_SPAN = 0.5  # a training clip spans at least this share of its video, at most all of it
 
 
@@ -55,16 +56,33 @@ def eval_clips(video: Tensor, frames: int, size: int, clips: int = 1) -> Tensor:
     Each clip runs over the whole video, and they are staggered evenly: together they take
     clips * frames evenly spaced frames. The crop is the centre.
     """
-    pixels = v2.functional.center_crop(video.permute(0, 3, 1, 2), [size, size])
+    pixels = _centre(video, size)
     phases = [(clip + 0.5) / clips for clip in range(clips)]
     taken = [pixels[even_indices(len(video), frames, phase)] for phase in phases]
     return torch.stack([_to_clip(clip) for clip in taken])
+
+
+def shrink(frames: Tensor, short_side: int) -> Tensor:
+    """(frames, height, width, 3) uint8 at the size that a video is kept in; see MARGIN."""
+    frames = v2.functional.resize(frames.permute(0, 3, 1, 2), [short_side], antialias=True)
+    return frames.permute(0, 2, 3, 1).contiguous()
+
+
+def eval_frames(frames: Tensor, size: int) -> Tensor:
+    """Decoded frames (frames, height, width, 3) uint8, all of them, as `eval_clips` would show
+    them: (3, frames, size, size)."""
+    return _to_clip(_centre(shrink(frames, round(size * MARGIN)), size))
 
 
 def to_pixels(clip: Tensor) -> Tensor:
     """Undo the normalisation, for pictures: (3, frames, h, w) -> (frames, h, w, 3) uint8."""
     pixels = (clip.float() * STD + MEAN) * 255
     return pixels.round().clamp(0, 255).to(torch.uint8).permute(1, 2, 3, 0)
+
+
+def _centre(frames: Tensor, size: int) -> Tensor:
+    """(frames, height, width, 3) uint8 -> (frames, 3, size, size)."""
+    return v2.functional.center_crop(frames.permute(0, 3, 1, 2), [size, size])
 
 
 def _to_clip(pixels: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def advance(model: Any, x: Tensor, state: StreamState) -> tuple[Tensor, StreamSt
     return x, state._replace(
         frames=state.frames + x.shape[1], tpe=tpe, layers=tuple(layers),
         total=state.total + x.flatten(1, -2).to(state.total.dtype).sum(1),
-        tokens=state.tokens + x[0].numel() // x.shape[-1],
+        tokens=state.tokens + x.shape[1:-1].numel(),
     )  # fmt: skip
 
 
@@ -185,7 +185,7 @@ class Stream:
         return out
 
     def _part(self, state: StreamState, rows: list[int]) -> StreamState:
-        return state._replace(waiting=self.waiting[rows[0]])
+        return state._replace(waiting=self.waiting[rows[0]] if rows else 0)
 
     def _fresh(self, n: int) -> StreamState:
         """Of streams that have seen nothing, with all tensors of those that have."""
@@ -201,7 +201,7 @@ class Stream:
             if not isinstance(some, Tensor):
                 return whole
             whole = some.new_zeros(self.batch_size, *some.shape[1:]) if whole is None else whole
-            index = torch.tensor(rows, device=some.device)
+            index = torch.tensor(rows, dtype=torch.int64, device=some.device)
             return whole.index_copy(0, index, some.to(whole.dtype))
 
         old = self.state

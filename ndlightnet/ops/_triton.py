@@ -53,7 +53,7 @@ class Angles:
         place = torch.arange(frames, device=self.theta.device)
         place = torch.nn.functional.pad(place[:, None], (0, len(self.shape) - 1))
         start = place if self.start is None else self.start[:, None] + place
-        start = start.expand(batch, frames, -1).reshape(batch * frames, -1)
+        start = start.expand(batch, frames, -1).reshape(batch * frames, -1).contiguous()
         return replace(self, start=start, shape=(1, *self.shape[1:]))
 
     def slots(self, block: slice) -> Angles:

@@ -19,7 +19,7 @@ from ndlightnet.ops import _registry, _triton_frames, parallel, reference
 from ndlightnet.ops import _triton as _triton_ops
 from ndlightnet.ops._registry import Impl
 from ndlightnet.ops._triton import Angles
-from ndlightnet.ops.attention import _check, _check_state, _factors, _query, _silence
+from ndlightnet.ops.attention import _check, _check_state, _empty, _factors, _query, _silence
 from ndlightnet.ops.attention import causal_attention as token_causal
 from ndlightnet.ops.lrpe import Lrpe
 from ndlightnet.ops.state import State, decay, merge, tile
@@ -120,6 +120,12 @@ def axis_causal_attention(
     for some frames at a time and made again in the backward pass.
     """
     _check(k, v, mask, lrpe, q)
+    if k.shape[1] == 0 and frames == 0:
+        if state is None:
+            state = _empty(k, v, lrpe)
+            if window is not None:
+                state = _behind(State(*(x[:, None][:, :0] for x in state)), window - 1)
+        return v.new_empty(v.shape, dtype=q.dtype), state
     if frames < 1 or k.shape[1] % frames:
         raise ValueError(f"frames={frames}: expected a divisor of the length, {k.shape[1]}")
     if lrpe is not None and (lrpe.shape[0] != frames or lrpe.prefix):
@@ -132,8 +138,8 @@ def axis_causal_attention(
     if isinstance(forget, Tensor):
         if tuple(forget.shape) != (k.shape[2],):
             raise ValueError(f"forget {tuple(forget.shape)}: expected (heads,) = {k.shape[2]}")
-    elif not forget >= 0:
-        raise ValueError(f"forget={forget}: expected 0 or more")
+    elif not 0 <= forget < float("inf"):
+        raise ValueError(f"forget={forget}: expected a finite number, 0 or more")
     plain = window is None and not isinstance(forget, Tensor) and forget == 0
     chosen = _registry.choose(impl, "axis_causal_attention", k, v, lrpe)
     if k.shape[1] == frames and plain:
@@ -188,11 +194,21 @@ def heavy(k: Tensor, v: Tensor, lrpe: Lrpe | None, tokens: int) -> bool:
 def faded(states: State, forget: float | Tensor) -> State:
     """Of States (batch, frames, heads, ·): frame i stronger than what was before the first one, by
     exp(forget * (i + 1))."""
+    ages = torch.arange(1, states.max.shape[1] + 1, device=states.max.device)
+    return _raised(states, ages.to(states.max.dtype)[:, None, None], forget)
+
+
+def _raised(states: State, frames: Tensor | int, forget: float | Tensor) -> State:
+    """States that weigh exp(forget * frames) times as much."""
     if not isinstance(forget, Tensor) and forget == 0:
         return states
-    ages = torch.arange(1, states.max.shape[1] + 1, device=states.max.device).to(states.max.dtype)
-    fade = forget[:, None] if isinstance(forget, Tensor) else forget
-    return states._replace(max=states.max + ages[:, None, None] * fade)
+    fade = forget.to(states.max)[:, None] if isinstance(forget, Tensor) else forget
+    by = torch.zeros_like(states.max) + frames * fade
+    top = states.max + by
+    # what rounding takes from a large maximum
+    rest = torch.exp(torch.where(top == -torch.inf, 0, by - (top - states.max)))
+    memory = tile(rest, states.memory.shape[-2], -1)[..., None] * states.memory
+    return State(top, rest * states.sum, memory)
 
 
 def _from(lrpe: Lrpe | None, first: int, frames: int) -> Lrpe | None:
@@ -217,12 +233,11 @@ def _attend(
     # a slice of all frames would cost a copy in the backward pass
     out = read(seen if state is None else State(*(x[:, -frames:] for x in seen)))
     if window is None:
-        last = State(*(x[:, -1] for x in seen))
+        last = State(*(x[:, -1].clone() for x in seen))
     else:
         last = _behind(known, max(0, window - 1 - known.max.shape[1]))
-        last = State(*(x[:, x.shape[1] - (window - 1) :] for x in last))
-    fade: Any = forget[:, None] if isinstance(forget, Tensor) else forget
-    return out, last._replace(max=last.max - frames * fade)
+        last = State(*(x[:, x.shape[1] - (window - 1) :].clone() for x in last))
+    return out, _raised(last, -frames, forget)
 
 
 Forms = tuple[State, Callable[[State], Tensor]]

@@ -54,7 +54,7 @@ def packed_axis_causal_attention(
     mask: Tensor | None = None,
     lrpe: Lrpe | None = None,
     window: int | None = None,
-    forget: float = 0.0,
+    forget: float | Tensor = 0.0,
     impl: Impl = "auto",
 ) -> Tensor:
     """`axis_causal_attention` of every sample by itself; arguments as in `packed_attention`.

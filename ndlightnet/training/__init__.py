@@ -3,6 +3,7 @@
 from ndlightnet.training.classification import VideoTask
 from ndlightnet.training.cli import TaskCLI, run
 from ndlightnet.training.segmentation import SegmentationTask
+from ndlightnet.training.signals import SignalData, SignalTask
 from ndlightnet.training.videos import MovingDigits, VideoData
 from ndlightnet.training.volumes import PhantomVolumes, VolumeData
 
@@ -10,6 +11,8 @@ __all__ = [
     "MovingDigits",
     "PhantomVolumes",
     "SegmentationTask",
+    "SignalData",
+    "SignalTask",
     "TaskCLI",
     "VideoData",
     "VideoTask",

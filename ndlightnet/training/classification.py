@@ -14,8 +14,9 @@ from torchmetrics.functional.classification import (
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.video_transforms import to_pixels
-from ndlightnet.inference import predict_clips
+from ndlightnet.inference import predict_clips, predict_clips_early
 from ndlightnet.training.report import save_confusion, save_strips, write_json
+from ndlightnet.training.streaming import StreamTrainer
 from ndlightnet.training.task import Task
 
 STRIPS = 8
@@ -28,9 +29,12 @@ class VideoTask(Task):
         net: the network.
         lr, weight_decay: of AdamW, with warm-up and a cosine.
         label_smoothing: of the cross-entropy.
+        causal: the network's own argument of this name; default: as the network has it. True is
+            along time, as `stream` needs it.
     """
 
     monitor = "val_accuracy"
+    trainer_class = StreamTrainer
 
     def __init__(
         self,
@@ -38,8 +42,12 @@ class VideoTask(Task):
         lr: float = 1e-3,
         weight_decay: float = 0.05,
         label_smoothing: float = 0.1,
+        causal: bool | None = None,
     ) -> None:
         super().__init__()
+        self.causal: bool = getattr(net, "causal", False)
+        if causal not in (None, self.causal):  # the command line has built it as it was told
+            raise ValueError(f"causal={causal}: expected {self.causal}, as the network is")
         self.net, self.lr, self.weight_decay = net, lr, weight_decay
         self.loss = nn.CrossEntropyLoss(label_smoothing=label_smoothing)
 
@@ -67,11 +75,16 @@ class VideoTask(Task):
 
     def on_test_epoch_start(self) -> None:
         self.seen: dict[int, tuple[Tensor, int]] = {}  # probabilities and label of each video
+        self.early: dict[int, Tensor] = {}  # probabilities after each frame of tokens, if causal
         self.strips: dict[int, tuple[str, bool | None, Tensor]] = {}
 
     def test_step(self, batch: tuple[Tensor, Tensor, Tensor], _: int) -> None:
         clips, labels, index = batch
         probabilities = predict_clips(self.net, clips)
+        if self.causal:
+            for number, odds in zip(index.tolist(), predict_clips_early(self.net, clips).cpu(),
+                                    strict=True):  # fmt: skip
+                self.early[number] = odds
         names, samples = self.data().classes, self.data().test_set.samples
         # every so many videos, so that the strips show all classes
         every = max(1, len(samples) // STRIPS)
@@ -107,6 +120,9 @@ class VideoTask(Task):
             "parameters": sum(p.numel() for p in self.net.parameters()),
             "confusion": matrix.tolist(),
         }
+        if early := self.gathered(self.early):
+            right = torch.stack(list(early.values())).argmax(-1) == labels[:, None]
+            metrics["top1_after_each_frame_of_tokens"] = right.float().mean(0).tolist()
         self.log("test_accuracy", top1, rank_zero_only=True)
         if not self.trainer.is_global_zero:
             return
@@ -114,6 +130,10 @@ class VideoTask(Task):
         save_confusion(self.out() / "confusion.png", matrix, names)
         save_strips(self.out() / "test_clips.png", list(strips.values()))
         self.summary = f"held-out accuracy {top1:.3f} over {len(labels)} videos; see {self.out()}"
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["causal"] = self.causal
 
     def on_predict_start(self) -> None:
         self.predictions: dict[str, Any] = {}

@@ -19,7 +19,23 @@ from ndlightnet.training.report import check_writable
 
 
 class TaskCLI(LightningCLI):
-    """`fit`, `validate`, `test` and `predict`, configured by YAML and overridden by arguments."""
+    """`fit`, `validate`, `test`, `predict`, and `stream` where the trainer can; configured by YAML
+    and overridden by arguments."""
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        more = {"stream": {"model", "datamodule"}} if hasattr(self.trainer_class, "stream") else {}
+        return {**LightningCLI.subcommands(), **more}
+
+    def before_instantiate_classes(self) -> None:
+        """`model.causal` becomes an argument of the network before that is built."""
+        causal = self._get(self.config, "model.causal")
+        if causal is None and self.subcommand == "stream":
+            causal = True
+        if causal is not None:
+            net = self._get(self.config, "model.net")
+            if "causal" not in net.get("init_args", {}):
+                raise DataError(f"model.causal: {net.class_path} has no argument causal")
+            net.init_args.causal = causal
 
     def _parse_ckpt_path(self) -> None:
         """Our checkpoints hold no arguments: the config says them all."""
@@ -28,12 +44,15 @@ class TaskCLI(LightningCLI):
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
         if kwargs.get("ckpt_path"):
             check_checkpoint(kwargs["ckpt_path"], self.model)
+        if subcommand == "stream":
+            return kwargs
         # a checkpoint is data, not code
         return {**kwargs, "weights_only": True}
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         root = Path(self._get(self.config_init, "trainer.default_root_dir") or "runs")
-        check_writable(root)
+        if self.subcommand != "stream":
+            check_writable(root)
 
         def given(key: str) -> Any:
             return self._get(self.config_init, f"trainer.{key}")
@@ -70,12 +89,16 @@ def check_checkpoint(path: str, model: L.LightningModule) -> None:
     if not Path(path).is_file():
         raise DataError(f"{path}: no such checkpoint")
     try:
-        saved = torch.load(path, map_location="meta", weights_only=True)["state_dict"]
+        saved = torch.load(path, map_location="meta", weights_only=True)
+        weights = saved["state_dict"]
     except Exception as error:  # whatever is in the file
         raise DataError(f"{path}: not a checkpoint of ours ({type(error).__name__})") from error
+    if saved.get("causal") not in (None, getattr(model, "causal", None)):
+        what = "causal, go on" if saved["causal"] else "not causal, train one"
+        raise DataError(f"{path}: its network is {what} with --model.causal true")
     own = model.state_dict()
-    for name in [*own, *saved]:
-        here, there = (tuple(d[name].shape) if name in d else "none" for d in (own, saved))
+    for name in [*own, *weights]:
+        here, there = (tuple(d[name].shape) if name in d else "none" for d in (own, weights))
         if here != there:
             raise DataError(
                 f"{path}: the checkpoint of another network: {name} is {there} there, {here} here"
@@ -96,6 +119,7 @@ def run(task: type[L.LightningModule], data: type[L.LightningDataModule], defaul
             data,
             subclass_mode_data=True,
             save_config_kwargs={"overwrite": True},
+            trainer_class=getattr(task, "trainer_class", L.Trainer),
             args=["fit", "--config", str(default)] if alone else None,
         )
         if alone:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,11 @@ from torch.utils.data import DataLoader, RandomSampler
 
 
 def training_loader(
-    dataset: Any, batch_size: int, repeats: int, workers: int, loader: type[DataLoader[Any]]
+    dataset: Any,
+    batch_size: int,
+    repeats: int,
+    workers: int,
+    loader: Callable[..., DataLoader[Any]],
 ) -> DataLoader[Any]:
     """Random visits, `repeats` times the data set's length in an epoch, in whole batches."""
     visits = RandomSampler(dataset, num_samples=repeats * len(dataset), replacement=repeats > 1)

@@ -36,7 +36,8 @@ class VideoData(L.LightningDataModule):
         validation: share of each class of `train` that chooses the best checkpoint; 0: none, the
             last checkpoint counts. `test` is not looked at.
         workers: processes that prepare batches.
-        input: for predict: a video or a folder of them.
+        input: for predict: a video or a folder of them; for stream: a video, a named pipe, or -
+            for standard input.
     """
 
     def __init__(

@@ -22,12 +22,14 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     logits: str = "normal"
     prefix: int = 0
-    start: tuple[int, ...] | None = None
+    start: tuple[int | tuple[int, ...], ...] | None = None  # a tuple: of every sample
     shared: bool = False  # one row of angles for all heads
-    past: bool = False  # a first State (causal form)
+    past: bool = False  # a first State (causal forms)
     target: tuple[int, ...] | None = None  # the grid of the queries, if another
     batch: int = 2
     heads: int = 2
+    window: int | None = None  # axis-causal form
+    forget: float | tuple[float, ...] = 0.0  # likewise; a tuple: of every head
 
     @property
     def length(self) -> int:
@@ -168,13 +170,15 @@ class Problem(NamedTuple):
                 leaves["theta"] = 3 * torch.rand(heads, slots)
             top = None
             if case.past:
-                noise = torch.randn(case.batch, case.heads, case.dim)
-                top = noise + leaves["k"][:, 0].float()
+                some = () if case.window is None else (case.window - 1,)  # of so many frames
+                noise = torch.randn(case.batch, *some, case.heads, case.dim)
+                first = leaves["k"][:, 0].float()
+                top = noise + (first if case.window is None else first[:, None])
                 leaves["sum"] = noise.square() + 1
-                leaves["memory"] = torch.randn(case.batch, case.heads, case.rows, case.value_dim)
+                leaves["memory"] = torch.randn(*noise.shape[:-1], case.rows, case.value_dim)
                 # one channel has seen nothing
                 top[..., 0], leaves["sum"][..., 0] = -torch.inf, 0
-                leaves["memory"][:, :, :: case.dim] = 0
+                leaves["memory"][..., :: case.dim, :] = 0
             return Problem(case, leaves, mask_of(case.mask, *lead[:2]), top)
 
     def double(self) -> "Problem":
@@ -186,9 +190,18 @@ class Problem(NamedTuple):
         if c.kind is None:
             return None
         start = c.start and tuple(  # the second one as a tensor
-            torch.tensor(s, device=DEVICE) if i == 1 else s for i, s in enumerate(c.start)
+            torch.tensor(s, device=DEVICE) if i == 1 or isinstance(s, tuple) else s
+            for i, s in enumerate(c.start)
         )
         return Lrpe(self.leaves["theta"], c.shape, c.kind, c.prefix, start)
+
+    def fade(self) -> float | Tensor:
+        """What the axis-causal form forgets."""
+        forget = self.case.forget
+        if isinstance(forget, float):
+            return forget
+        kind = torch.promote_types(next(iter(self.leaves.values())).dtype, torch.float32)
+        return torch.tensor(forget, dtype=kind, device=DEVICE)
 
     def state(self) -> State | None:
         if "memory" not in self.leaves:
@@ -199,9 +212,15 @@ class Problem(NamedTuple):
         """First and last sample and head, which depend on no other (but for theta's gradient)."""
         c = self.case
         leaves = {name: corner(name, x, c) for name, x in self.leaves.items()}
-        mask = None if self.mask is None else self.mask[:: max(c.batch - 1, 1)]
+        b, h = (slice(None, None, max(n - 1, 1)) for n in (c.batch, c.heads))
+        mask = None if self.mask is None else self.mask[b]
         top = None if self.top is None else corner("max", self.top, c)
-        return Problem(c._replace(batch=min(c.batch, 2), heads=min(c.heads, 2)), leaves, mask, top)
+        start = c.start and tuple(s[b] if isinstance(s, tuple) else s for s in c.start)
+        few = c._replace(
+            batch=min(c.batch, 2), heads=min(c.heads, 2), start=start,
+            forget=c.forget[h] if isinstance(c.forget, tuple) else c.forget,
+        )  # fmt: skip
+        return Problem(few, leaves, mask, top)
 
 
 def corner(name: str, x: Tensor, case: Case) -> Tensor:
@@ -210,4 +229,5 @@ def corner(name: str, x: Tensor, case: Case) -> Tensor:
     name = name.removeprefix("d")
     if name == "theta":
         return x[:1] if case.shared else x[h]
-    return x[b, :, h] if name in ("q", "k", "v", "out") else x[b, h]
+    apart = name in ("q", "k", "v", "out") or case.window is not None  # heads come third
+    return x[b, :, h] if apart else x[b, h]

@@ -15,6 +15,7 @@ from .cases import DEVICE, Case, Problem
 from .yardstick import Plain, ours, rms
 
 forms = pytest.mark.parametrize("form", ["global", "causal"])
+every_form = pytest.mark.parametrize("form", ["global", "causal", "frames"])
 
 
 # What is left out takes the interpreter long, and compiling for any length covers it
@@ -43,7 +44,7 @@ def test_opcheck(kind):
     leaves = {name: x.requires_grad_() for name, x in problem.leaves.items()}
     with forward:
         outputs = []
-        for form in ("global", "causal", "state", "read"):
+        for form in ("global", "causal", "frames", "state", "read"):
             outputs += ours(problem, form, "triton").values()
     with backward:
         sum(x.square().sum() for x in outputs if x.requires_grad).backward()
@@ -52,6 +53,8 @@ def test_opcheck(kind):
         token = [leaves[name][:, 0] for name in "qkv"]
         attention_step(*token, problem.state(), lrpe=place, impl="triton")
     assert forward.calls and backward.calls and plain.calls
+    names = {op.__name__ for recorder in (forward, backward) for op in recorder.calls}
+    assert {"triton_running.default", "triton_running_backward.default"} <= names
     for recorder in (forward, backward, plain):
         for op, arguments in recorder.calls.items():
             if recorder is not forward and op in forward.calls:
@@ -67,12 +70,14 @@ def test_opcheck(kind):
 def compiles(close, close_grads, form, lengths, lrpe="cosine", batch=2, **options):
     torch._dynamo.reset()
     # 8 channels: torch 2.11 pads rows of 6 and then keeps the first length's strides
-    layer = LightNetAttention(8, heads=1, lrpe=lrpe, impl="triton").to(DEVICE)
+    window = 2 if form == "frames" else None
+    layer = LightNetAttention(8, heads=1, lrpe=lrpe, window=window, impl="triton").to(DEVICE)
     compiled = torch.compile(layer, fullgraph=True, **options)
     for length in lengths:
-        x = torch.randn(batch, length, 8, device=DEVICE, requires_grad=True)
-        mask = torch.rand(batch, length, device=DEVICE) < 0.8
-        actual, expected = (f(x, mask=mask, causal=form == "causal") for f in (compiled, layer))
+        shape = (3, length) if form == "frames" else (length,)
+        x = torch.randn(batch, *shape, 8, device=DEVICE, requires_grad=True)
+        mask = torch.rand(batch, *shape, device=DEVICE) < 0.8
+        actual, expected = (f(x, mask=mask, causal=form != "global") for f in (compiled, layer))
         close(actual, expected, 1e-5)
         if length == lengths[0] or DEVICE.type == "cuda":
             close_grads(actual, expected, (x, *layer.parameters()), 1e-5)
@@ -84,8 +89,20 @@ def test_compile_without_a_graph_break(close, close_grads, form, lrpe):
     compiles(close, close_grads, form, (3, 5), lrpe, 1, dynamic=True, backend="aot_eager")
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+def test_compile_frames_without_a_graph_break(close, close_grads, heads):
+    """In groups with one head, whose States weigh more than tokens."""
+    torch._dynamo.reset()
+    layer = LightNetAttention(8, heads=heads, lrpe=None, impl="triton").to(DEVICE)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(1, 2, 2, 8, device=DEVICE, requires_grad=True)
+    actual, expected = (f(x, causal=True) for f in (compiled, layer))
+    close(actual, expected, 1e-5)
+    close_grads(actual, expected, (x, *layer.parameters()), 1e-5)
+
+
 @pytest.mark.gpu
-@forms
+@every_form
 @pytest.mark.parametrize("dynamic", [False, True, None])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compile_with_inductor(close, close_grads, form, dynamic, mode):
@@ -96,23 +113,31 @@ def test_compile_the_step(close):
     torch._dynamo.reset()
     layer = LightNetAttention(6, heads=1, impl="triton").to(DEVICE)
     backend = "aot_eager" if DEVICE.type == "cpu" else "inductor"
-    compiled = torch.compile(layer.step, fullgraph=True, backend=backend)
+    compiled = torch.compile(layer.advance, fullgraph=True, backend=backend)
     state = other = layer.init_state(2, DEVICE)
     with torch.no_grad():
         for t in range(2):
-            x, at = torch.randn(2, 6, device=DEVICE), torch.tensor(t, device=DEVICE)
+            x, at = torch.randn(2, 1, 6, device=DEVICE), torch.tensor([t, t + 5], device=DEVICE)
             actual, state = compiled(x, state, at)
-            expected, other = layer.step(x, other, at)
+            expected, other = layer.advance(x, other, at)
             close(actual, expected, 1e-5)
 
 
-def roundly(form):
-    """The layer's attention by the yardstick where its inputs are in low precision."""
-    exactly = getattr(lightnet, f"{form}_attention")
+# The layer's function, the form of the yardstick, and a grid of 9 tokens
+LAYERS = {
+    "global": ("global_attention", "global", (9,)),
+    "causal": ("axis_causal_attention", "causal", (9,)),
+    "frames": ("axis_causal_attention", "frames", (3, 3)),
+}
 
-    def attention(q, k, v, *, mask=None, lrpe=None, impl="auto"):
+
+def roundly(name, form):
+    """The layer's attention by the yardstick where its inputs are in low precision."""
+    exactly = getattr(lightnet, name)
+
+    def attention(q, k, v, *frames, mask=None, lrpe=None, impl="auto", **options):
         if impl != "torch" or q.dtype == torch.float64:
-            return exactly(q, k, v, mask=mask, lrpe=lrpe, impl=impl)
+            return exactly(q, k, v, *frames, mask=mask, lrpe=lrpe, impl=impl, **options)
         batch, _, heads, dim = q.shape
         case = Case(
             lrpe.shape, dim, v.shape[-1], lrpe.kind, None, q.dtype, batch=batch, heads=heads
@@ -120,24 +145,25 @@ def roundly(form):
         problem = Problem(case, {"q": q, "k": k, "v": v, "theta": lrpe.theta}, mask, None)
         with torch.autocast(DEVICE.type, enabled=False):
             out = Plain(problem)(form)["out"]
-        return (out, None) if form == "causal" else out
+        return (out, None) if frames else out
 
     return attention
 
 
-@forms
+@pytest.mark.parametrize("form", LAYERS)
 def test_autocast_of_a_layer(monkeypatch, form):
     """No worse than twice the yardstick in the same autocast, and one rounding."""
-    monkeypatch.setattr(lightnet, f"{form}_attention", roundly(form))
+    name, form, shape = LAYERS[form]
+    monkeypatch.setattr(lightnet, name, roundly(name, form))
     layer = LightNetAttention(10, heads=1, impl="triton").to(DEVICE)
     plain, double = copy.deepcopy(layer), copy.deepcopy(layer).double()
     plain.impl = double.impl = "torch"
-    x, results = torch.randn(2, 9, 10, device=DEVICE), []
+    x, results = torch.randn(2, *shape, 10, device=DEVICE), []
     for model in (layer, plain, double):
         kind = torch.float64 if model is double else torch.float32
         y = x.to(kind).requires_grad_()
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=model is not double):
-            out = model(y, causal=form == "causal")
+            out = model(y, causal=form != "global")
         loss = (out * torch.linspace(-1, 1, 10, device=DEVICE)).sum()
         names = ["out", "x", *(name for name, _ in model.named_parameters())]
         grads = grad(loss, (y, *model.parameters()))
@@ -165,12 +191,12 @@ def everything(problem, form):
     leaves = {name: x.detach().requires_grad_() for name, x in problem.leaves.items()}
     outputs = list(ours(problem._replace(leaves=leaves), form, "triton").values())
     total = sum(x.float().sin().sum() for x in outputs if x.requires_grad)
-    used = [x for name, x in leaves.items() if form == "causal" or name not in ("sum", "memory")]
+    used = [x for name, x in leaves.items() if form != "global" or name not in ("sum", "memory")]
     return [*outputs, *grad(total, used)]
 
 
 @pytest.mark.gpu
-@forms
+@every_form
 @pytest.mark.parametrize(
     "case",
     [
@@ -188,7 +214,7 @@ def test_the_same_bits_every_time(form, case):
 
 
 @pytest.mark.gpu
-@forms
+@every_form
 def test_cuda_graph(form):
     """Forward and backward captured once, replayed on other numbers."""
     problem = Problem.random(Case((10, 7), 16, 16, "cosine", "holes", torch.bfloat16, past=True))
@@ -221,6 +247,8 @@ def test_a_length_not_seen_before_neither_compiles_nor_tunes(monkeypatch, axes):
         problem = Problem.random(Case(shape, 64, 60, "cosine", "holes", torch.bfloat16, past=True))
         everything(problem, "global")
         everything(problem, "causal")
+        if axes > 1:  # with one axis it is the causal form
+            everything(problem, "frames")
 
     compiled = []
     hook = lambda **told: bool(compiled.append(told["repr"]))  # noqa: E731

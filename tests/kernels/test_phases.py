@@ -10,28 +10,30 @@ import triton.language as tl
 from ndlightnet_kernels import phases
 from ndlightnet_kernels.tiles import Place
 
-from .cases import DEVICE
+from .cases import BRAIN, DEVICE, Case
+from .yardstick import check
 
 
 @triton.jit(do_not_specialize=["length", "own", *phases.SIZES])
 def _angles(
     cos_out, sin_out, place_out, theta, start, length, own,
-    n1, n2, n3, n4, n5, n6, n7, prefix, BL: tl.constexpr, BK: tl.constexpr, ONCE: tl.constexpr,
-    KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr, TOTAL: tl.constexpr,
-    WIDE: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr,
+    n1, n2, n3, n4, n5, n6, n7, prefix, each,
+    BL: tl.constexpr, BK: tl.constexpr, ONCE: tl.constexpr, KIND: tl.constexpr,
+    SLOTS: tl.constexpr, OFFSET: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr,
+    AXES: tl.constexpr, PREFIX: tl.constexpr,
 ):  # fmt: skip
-    h, c = tl.program_id(1), tl.arange(0, BK)
+    h, b, c = tl.program_id(1), tl.program_id(2), tl.arange(0, BK)
     t = tl.program_id(0) * BL + tl.arange(0, BL)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     turns = phases.turning(
-        theta, start, prefix, h * own, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
+        theta, start, None, b, each, prefix, h * own, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
     )
     place = phases.places(turns, t, AXES, TOTAL, PREFIX)
     if ONCE:
         cos, sin = phases.rotate_once(turns, t, AXES, TOTAL, WIDE, PREFIX)
     else:
         cos, sin = phases.rotate(turns, place, WIDE)
-    at = (h * length + t)[:, None] * SLOTS + c[None, :]
+    at = ((b * tl.num_programs(1) + h) * length + t)[:, None] * SLOTS + c[None, :]
     here = (t < length)[:, None] & (c < SLOTS)[None, :]
     tl.store(cos_out + at, cos, here)
     tl.store(sin_out + at, sin, here)
@@ -48,6 +50,7 @@ def _angles(
         ((2, 2, 3, 2, 2), 17, 0, (0, 1, 2, 3, 2**20), None),
         ((3, 4, 5), 6, 0, None, (0, 16)),  # a part of all slots
         ((3, 4, 5), 10, 0, (1, 2, 3), (6, 16)),
+        ((3, 4), 6, 2, ((0, 100_000, -7), 5), None),  # three samples
     ],
     ids=str,
 )
@@ -56,28 +59,46 @@ def _angles(
 def test_angles(shape, slots, prefix, start, window, dtype, once):
     """Off by what the fixed point drops, and by what the functions and float32 (kept in two layouts
     of 16-bit inputs: float16) round."""
-    length, heads = prefix + math.prod(shape), 2
+    length, heads, batch = prefix + math.prod(shape), 2, 3
     theta = 4 * torch.rand(heads, slots, device=DEVICE) - 2
-    first = None if start is None else torch.tensor(start, device=DEVICE)
+    columns = [torch.tensor(s).reshape(-1) for s in start or (0,) * len(shape)]
+    starts = torch.stack(torch.broadcast_tensors(*columns), 1).to(DEVICE)  # (1 or batch, axes)
+    first = None if start is None else starts
     place = Place("cosine", theta, first, shape, prefix, window or (0, 0))
     like = torch.empty(1, 1, heads, slots, dtype=dtype)
-    cos, sin = torch.full((2, heads, length, slots), torch.nan, device=DEVICE)
-    at = torch.full((heads, length, slots), -1, dtype=torch.int32, device=DEVICE)
-    _angles[(triton.cdiv(length, 16), heads)](
+    cos, sin = torch.full((2, batch, heads, length, slots), torch.nan, device=DEVICE)
+    at = torch.full((batch, heads, length, slots), -1, dtype=torch.int32, device=DEVICE)
+    _angles[(triton.cdiv(length, 16), heads, batch)](
         cos, sin, at, length=length, BL=16, BK=32, ONCE=once, **place.arguments(like)
     )
 
-    axes = [torch.arange(n) + s for n, s in zip(shape, start or (0,) * len(shape), strict=True)]
-    grid = torch.cartesian_prod(*axes).reshape(-1, len(shape))
+    grid = torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)).to(DEVICE)
+    grid = grid + starts[:, None]  # (1 or batch, cells, axes)
     offset, total = window or (0, slots)
     groups = torch.arange(total).tensor_split(len(shape))
-    places = torch.cat([grid[:, [a] * len(g)] for a, g in enumerate(groups)], 1)
-    places = torch.cat([torch.zeros(prefix, total, dtype=torch.int64), places])
-    places = places[:, offset : offset + slots].to(DEVICE)
-    assert torch.equal(at.long(), places.expand(heads, -1, -1))
+    places = torch.cat([grid[..., [a] * len(g)] for a, g in enumerate(groups)], 2)
+    places = torch.cat([places.new_zeros(len(places), prefix, total), places], 1)
+    places = places[:, None, :, offset : offset + slots]
+    assert torch.equal(at.long(), places.expand(at.shape))
     exact = places * theta.double()[:, None]
     wide = dtype == torch.float32
     unit = 2.0**-11 if once and not wide and DEVICE.type == "cuda" else 2.0**-20
     dropped = 2 * math.pi * 2.0 ** (-64 if wide else -32) * places.abs()
     for actual, expected in ((cos, exact.cos()), (sin, exact.sin())):
         assert ((actual - expected).abs() <= unit + dropped).all()
+
+
+@pytest.mark.parametrize(
+    "form, case",
+    [
+        ("global", Case((4, 6), 5, 3, "cosine", "holes", start=((5, 100_000), 7), heads=1)),
+        ("global", Case((3, 2), 6, 4, "rotary", prefix=2, start=(3, (-4, 1000)), shared=True)),
+        ("causal", Case((4, 3), 5, 3, "cosine", dtype=BRAIN, start=((0, 70), (9, 1)), past=True)),
+        ("segments", Case((20,), 5, 3, "cosine", start=((3, 50_000),), heads=1)),
+        ("steps", Case((4,), 16, 16, "cosine", dtype=BRAIN, start=((3, 50_000),))),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+def test_every_sample_may_start_at_a_place_of_its_own(form, case):
+    check(case, form, grads=form != "steps")

@@ -14,6 +14,7 @@ from ndlightnet.ops import (
     Lrpe,
     State,
     attention_step,
+    axis_causal_attention,
     causal_attention,
     global_attention,
     merge,
@@ -22,6 +23,7 @@ from ndlightnet.ops import (
 )
 
 from .cases import Case, Problem, corner
+from .plain import Plain, ages, kept
 
 Results = dict[str, Tensor]
 
@@ -58,12 +60,19 @@ def ours(problem: Problem, form: str, impl: str) -> dict[str, Tensor]:
     if form == "causal":
         out, state = causal_attention(q, k, v, mask=mask, lrpe=place, state=state, impl=impl)
         return {"out": out, **state._asdict()}
+    if form == "frames":
+        out, state = axis_causal_attention(
+            q, k, v, c.shape[0], mask=mask, lrpe=place, state=state, window=c.window,
+            forget=problem.fade(), impl=impl,
+        )  # fmt: skip
+        return {"out": out} if c.window == 1 else {"out": out, **state._asdict()}
 
     # parts of one axis: views, at other addresses and strides
     cuts = range(c.length + 1) if form == "steps" else (0, 1, c.length)
     out = []
     for i, j in pairwise(cuts):
-        there = None if place is None else Lrpe(place.theta, (j - i,), c.kind, start=(i,))
+        first = i if place is None or place.start is None else i + place.start[0]
+        there = None if place is None else Lrpe(place.theta, (j - i,), c.kind, start=(first,))
         x, y, keep = k[:, i:j], v[:, i:j], None if mask is None else mask[:, i:j]
         if form == "merged":
             part = summarize(x, y, mask=keep, lrpe=there, impl=impl)
@@ -84,158 +93,16 @@ def ours(problem: Problem, form: str, impl: str) -> dict[str, Tensor]:
     return outputs | state._asdict()
 
 
-def weight(x: Tensor) -> Tensor:
-    """exp of a difference of logits; -inf - (-inf) weighs nothing."""
-    return torch.exp(torch.where(x.isnan(), -torch.inf, x))
-
-
-class Rounded(torch.autograd.Function):
-    """x; its gradient rounded to the digits of a dtype: it is an operand of further products."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.unit = torch.finfo(dtype).eps / 2
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        mantissa, exponent = grad.frexp()
-        return torch.ldexp((mantissa / ctx.unit).round() * ctx.unit, exponent), None
-
-
-class Plain:
-    """LightNet attention as a straightforward implementation in the inputs' precision would do it.
-
-    Statistics, angles and sums are float32, and every operand of a matrix product is rounded to
-    the dtype of the inputs: queries, exp(k - max), scores, normalised memories, and in the backward
-    (autograd through the casts) their gradients. With float64 leaves nothing is rounded: a second
-    reference. `detach` leaves out the gradient through the sums: then that of k is the first of the
-    two terms whose difference it is.
-    """
-
-    CHUNK = 32
-
-    def __init__(self, problem: Problem, detach: bool = False) -> None:
-        self.case, self.mask, self.state = problem.case, problem.mask, problem.state()
-        self.leaves, self.detach = problem.leaves, detach
-        first = next(iter(self.leaves.values()))  # q, k or v
-        self.dtype, self.device = first.dtype, first.device
-        self.acc = torch.float64 if self.dtype == torch.float64 else torch.float32
-
-    def __call__(self, form: str) -> dict[str, Tensor]:
-        if form == "read":
-            return {"out": self.read(self.state.sum, self.state.memory)}
-        if form == "causal":
-            return self.causal()
-        state = self.summarize()
-        return state if form == "state" else {"out": self.read(state["sum"], state["memory"])}
-
-    def round(self, x: Tensor) -> Tensor:
-        return x.to(self.dtype).to(self.acc)
-
-    def turned(self, of: str) -> tuple[Tensor, Tensor]:
-        """cos and sin of the angles at every query or key: (length, heads or 1, slots)."""
-        c = self.case
-        # an angle per token where `sizes` wants the terms of theta's gradient
-        theta = self.leaves.get(f"theta_{of}", self.leaves.get("theta")).double()
-        other = of == "q" and c.target is not None
-        grid = c.target if other else c.shape
-        axes = [torch.arange(n, device=theta.device, dtype=torch.float64) for n in grid]
-        if c.start is not None and not other:
-            axes = [a + s for a, s in zip(axes, c.start, strict=True)]
-        places = torch.cartesian_prod(*axes).reshape(-1, len(grid))
-        slots = torch.arange(theta.shape[-1], device=theta.device).tensor_split(len(grid))
-        place = torch.cat([places[:, [a] * len(part)] for a, part in enumerate(slots)], 1)
-        if not other:
-            place = torch.cat([place.new_zeros(c.prefix, place.shape[1]), place])
-        angle = place[:, None] * theta
-        return angle.cos().to(self.acc), angle.sin().to(self.acc)
-
-    def factors(self) -> Tensor:
-        """What multiplies exp(k - max): (length, heads or 1, 1 or rows)."""
-        c = self.case
-        if c.kind is None:
-            return torch.ones(1, 1, 1, device=self.device).expand(c.length, 1, 1)
-        cos, sin = self.turned("k")
-        if c.kind == "rotary":
-            odd = cos[..., : c.dim % 2]
-            cos = torch.cat([cos, cos, torch.ones_like(odd)], -1)
-            sin = torch.cat([sin, sin, torch.zeros_like(odd)], -1)
-        return torch.cat([cos, sin], -1)
-
-    def query(self) -> Tensor:
-        """What reads a memory [sum p cos v, sum p sin v] / sum p: (batch, length, heads, rows)."""
-        x = self.leaves["q"].to(self.acc)
-        x = x * x.sigmoid()
-        if self.case.kind is None:
-            return x
-        cos, sin = self.turned("q")
-        if self.case.kind == "cosine":
-            return torch.cat([x * cos, x * sin], -1)
-        half = cos.shape[-1]
-        one, two, odd = x.split([half, half, self.case.dim % 2], -1)
-        one, two = one * cos - two * sin, two * cos + one * sin
-        return torch.cat([one, two, odd, two, -one, torch.zeros_like(odd)], -1)
-
-    def source(self) -> tuple[Tensor, Tensor]:
-        k, v = self.leaves["k"].to(self.acc), self.leaves["v"].to(self.acc)
-        if self.mask is None:
-            return k, v
-        hidden = ~self.mask[..., None, None]
-        return k.masked_fill(hidden, -torch.inf), v.masked_fill(hidden, 0)
-
-    def wide(self, x: Tensor) -> Tensor:
-        return x if self.case.kind is None else torch.cat([x, x], -1)
-
-    def inverse(self, total: Tensor) -> Tensor:
-        total = total.detach() if self.detach else total
-        return torch.where(total > 0, 1 / torch.where(total > 0, total, 1), 0)
-
-    def normal(self, total: Tensor, memory: Tensor) -> Tensor:
-        return self.round(memory * self.wide(self.inverse(total))[..., None])
-
-    def summarize(self) -> dict[str, Tensor]:
-        k, v = self.source()
-        top = k.amax(1).detach()
-        p = weight(k - top[:, None])
-        key = self.round(self.wide(p) * self.factors())
-        memory = Rounded.apply(torch.einsum("blhr,blhd->bhrd", key, v), self.dtype)
-        return {"max": top, "sum": p.sum(1), "memory": memory}
-
-    def read(self, total: Tensor, memory: Tensor) -> Tensor:
-        query, memory = self.round(self.query()), self.normal(total, memory)
-        return torch.einsum("blhr,bhrd->blhd", query, memory).to(self.dtype)
-
-    def causal(self) -> dict[str, Tensor]:
-        c, w, (k, v) = self.case, self.factors().transpose(0, 1), self.source()
-        f, k, v = (x.transpose(1, 2) for x in (self.query(), k, v))  # (batch, heads, length, ·)
-        empty = State.empty(
-            c.batch, c.heads, c.dim, c.value_dim, c.kind is not None, dtype=k.dtype, device=k.device
-        )
-        top, total, memory = self.state or empty
-        out = []
-        for first in range(0, c.length, self.CHUNK):
-            now = slice(first, first + self.CHUNK)
-            x, y, factor = k[:, :, now], v[:, :, now], w[:, None, now]
-            peak = torch.maximum(top[:, :, None], x.detach().cummax(2).values)
-            gap = x[:, :, None] - peak[:, :, :, None]  # (batch, heads, target, source, dim)
-            later = torch.ones(gap.shape[2:4], device=k.device).triu(1) > 0
-            p = weight(gap.masked_fill(later[..., None], -torch.inf))
-            fall = weight(top[:, :, None] - peak)
-            sums = fall * total[:, :, None] + p.sum(3)
-            query = f[:, :, now] * self.wide(self.inverse(sums))
-            key = self.round(self.wide(p) * factor)
-            score = self.round((self.round(query)[:, :, :, None] * key).sum(-1))
-            # the memory is rounded normalised, so that float16 holds it
-            scale = fall * (total.detach() if self.detach else total)[:, :, None]
-            past = self.round(query * self.wide(scale)) @ self.normal(total, memory)
-            out.append(score @ y + past)
-            top, fall, total = peak[:, :, -1], fall[:, :, -1], sums[:, :, -1]
-            key = self.round(self.wide(weight(x - top[:, :, None])) * factor[:, 0])
-            added = Rounded.apply(key.transpose(2, 3) @ y, self.dtype)
-            memory = memory * self.wide(fall)[..., None] + added
-        whole = torch.cat(out, 2).transpose(1, 2)
-        return {"out": whole.to(self.dtype), "max": top, "sum": total, "memory": memory}
+def after_frames(problem: Problem, k: Tensor) -> Tensor:
+    """The maximum of the axis-causal form's last State, from logits k without the padding."""
+    c = problem.case
+    tops = k.unflatten(1, (c.shape[0], -1)).amax(2)
+    if problem.top is not None:
+        past = problem.top.double()
+        tops = torch.cat([past if c.window else past[:, None], tops], 1)
+    fade = torch.as_tensor(problem.fade(), dtype=tops.dtype, device=k.device).reshape(-1, 1)
+    tops = tops - ages(c, tops)[-1, :, None, None] * fade
+    return tops.amax(1) if c.window is None else kept(c, tops, -torch.inf)
 
 
 def rescaled(problem: Problem, outputs: Results) -> Results:
@@ -248,8 +115,12 @@ def rescaled(problem: Problem, outputs: Results) -> Results:
     c, k = problem.case, problem.leaves["k"].detach().double()
     if problem.mask is not None:
         k = k.masked_fill(~problem.mask[..., None, None], -torch.inf)
-    tops = [k] if problem.state() is None else [k, problem.top.double()[:, None]]
-    peak, top = torch.cat(tops, 1).amax(1), outputs["max"].double()
+    top = outputs["max"].double()
+    if c.window is not None or c.forget:
+        peak = after_frames(problem, k)
+    else:
+        tops = [k] if problem.state() is None else [k, problem.top.double()[:, None]]
+        peak = torch.cat(tops, 1).amax(1)
     assert torch.equal(top == -torch.inf, peak == -torch.inf)
     gap = torch.where(top == -torch.inf, 0, top - peak)
     scale = torch.cat([gap.exp()] * (c.rows // c.dim), -1)
@@ -350,7 +221,7 @@ def check(case: Case, form: str, full: bool = False, grads: bool = True) -> None
     """
     problem, whole = Problem.random(case), WHOLE.get(form, form)
     unused = {"state": "q", "read": "kv"}.get(whole, "")
-    past = () if whole in ("causal", "read") else ("sum", "memory")
+    past = () if whole in ("causal", "frames", "read") else ("sum", "memory")
     leaves = {n: x for n, x in problem.leaves.items() if n not in (*unused, *past)}
     problem = problem._replace(leaves=leaves)
     pulls: Results | None = {} if grads else None

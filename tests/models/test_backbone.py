@@ -53,9 +53,9 @@ def test_position_code_costs_what_the_paper_says():
 
 
 @every_dims
-@pytest.mark.parametrize("patch_size", [2, None])
-def test_any_number_of_axes_trains_every_parameter(dims, patch_size):
-    model = tiny(dims, patch_size=patch_size)
+@pytest.mark.parametrize("patch_size, causal", [(2, False), (2, True), (None, False)])
+def test_any_number_of_axes_trains_every_parameter(dims, patch_size, causal):
+    model = tiny(dims, patch_size=patch_size, causal=causal)
     y = model(torch.randn(2, 2, *SIZES[dims]))
     assert y.shape == (2, 5)
     if patch_size is None:  # about 256 cells
@@ -79,9 +79,10 @@ def test_any_size_at_any_time(close, dims):
 
 
 @every_dims
-def test_padded_samples_get_what_they_get_alone(close, dims):
+@pytest.mark.parametrize("causal", [False, True])
+def test_padded_samples_get_what_they_get_alone(close, dims, causal):
     """Padding of whole patches, whatever lies in it, at the end of every axis."""
-    model = tiny(dims, patch_size=2).eval()
+    model = tiny(dims, patch_size=2, causal=causal).eval()
     small, big = tuple(n + n % 2 for n in SIZES[dims]), tuple(n + n % 2 + 4 for n in SIZES[dims])
     x, mask = torch.full((2, 2, *big), torch.nan), torch.zeros(2, *big, dtype=torch.bool)
     inside = (slice(None), *map(slice, small))
@@ -112,9 +113,10 @@ def test_samples_do_not_see_each_other(close):
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_bfloat16_autocast_is_close_to_float32(dims):
+@pytest.mark.parametrize("causal", [False, True])
+def test_bfloat16_autocast_is_close_to_float32(dims, causal):
     """Two blocks of about 15 roundings of 2^-9 each; the residual stream stays float32."""
-    model, x = tiny(dims, patch_size=2).eval(), torch.randn(2, 2, *SIZES[dims])
+    model, x = tiny(dims, patch_size=2, causal=causal).eval(), torch.randn(2, 2, *SIZES[dims])
     expected = model(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual, features = model(x), model.forward_features(x)
@@ -136,10 +138,19 @@ def test_grad_checkpointing_changes_no_gradient(close):
         close(a, b, 1e-6)
 
 
-@pytest.mark.parametrize("dims", [1, 3])
-def test_compile_without_a_graph_break(close, close_grads, dims):
+@pytest.mark.parametrize(
+    "dims, causal, heads",
+    [
+        (1, False, 1),
+        (3, False, 1),
+        (2, True, 8),
+        pytest.param(2, True, 1, marks=pytest.mark.slow),  # frames in groups, see ops/frames.py
+    ],
+)
+def test_compile_without_a_graph_break(close, close_grads, dims, causal, heads):
     torch._dynamo.reset()
-    model = tiny(dims, patch_size=2)
+    mixer = partial(LightNetAttention, heads=heads)
+    model = tiny(dims, patch_size=2, depth=1, mixer=mixer, causal=causal)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     x, mask = torch.randn(2, 2, *SIZES[dims]), torch.rand(2, *SIZES[dims]) < 0.9
     close(compiled(x, mask), model(x, mask), 1e-5)
@@ -161,10 +172,11 @@ def test_a_loop_of_steps_is_the_whole_text(close, options):
     state, outputs = model.init_state(2), []
     with torch.no_grad():
         for t in range(70):
-            y, state = model.step(tokens[:, t], state)
-            outputs.append(y)
-        close(torch.stack(outputs, 1), model(tokens), 1e-5)
-    assert state.position == 70 and len(state.layers) == len(model.blocks)
+            y, state = model.advance(tokens[:, t : t + 1], state)
+            outputs.append(model.forward_head(y))
+        close(torch.cat(outputs, 1), model(tokens), 1e-5)
+    assert state.frames.tolist() == state.tokens.tolist() == [70, 70]
+    assert len(state.layers) == len(model.blocks)
 
 
 @pytest.mark.parametrize("t", [0, 5, 63, 64])
@@ -216,7 +228,6 @@ def test_state_dict_round_trip(tmp_path):
 def test_errors_show_the_values():
     for options, match in (
         ({"dims": 0}, r"dims=0"),
-        ({"dims": 2, "causal": True}, r"dims=2 with causal"),
         ({"dims": 2, "vocab_size": 9}, r"vocab_size=9"),
         ({"dims": 2, "patch_size": (2, 2, 2)}, r"patch_size="),
     ):
@@ -226,8 +237,10 @@ def test_errors_show_the_values():
         tiny(2)(torch.randn(2, 2, 5))
     with pytest.raises(ValueError, match=r"\(batch, length\)"):
         text()(torch.zeros(2, 3, 4, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"step"):
-        model = tiny(1, causal=True)
-        model.step(torch.zeros(2, dtype=torch.long), model.init_state(2))
-    with pytest.raises(ValueError, match=r"SoftmaxAttention has no step"):
+    with pytest.raises(ValueError, match=r"\(2, 3\).*2 axes"):
+        model = tiny(2, causal=True)
+        model.advance(torch.zeros(2, 3), model.init_state(2))
+    with pytest.raises(ValueError, match=r"causal=False"):
+        tiny(2).init_state(2)
+    with pytest.raises(ValueError, match=r"SoftmaxAttention has no method advance"):
         text(mixer=SoftmaxAttention).init_state(2)

@@ -46,7 +46,7 @@ def test_tokens_of_length_zero():
 
 def test_the_papers_one_way_position_code_sees_no_later_token():
     model = small(mixer=lambda dim: nn.Identity(), tpe_bidirectional=False)
-    assert model.tpe.coef.shape == (1, 2, 16, 128)
+    assert model.tpe.coef.shape == (2, 16, 128)
     x = torch.randn(1, 4, 4, 16, requires_grad=True)
     model.tpe(x)[0, 1, 2].sum().backward()
     seen = x.grad[0].abs().sum(-1) > 0
@@ -112,3 +112,8 @@ def test_a_causal_softmax_with_padding_sees_neither_padding_nor_later_tokens():
     mask = torch.tensor([[True, False, True, True, True]])
     mixer(x, mask=mask, causal=True)[0, 2].sum().backward()
     assert (x.grad[0].abs().sum(-1) > 0).tolist() == [True, False, True, False, False]
+    x = torch.randn(1, 3, 2, 16, requires_grad=True)
+    mask = torch.tensor([[[True, False], [True, True], [True, True]]])
+    mixer(x, mask=mask, causal=True)[0, 1, 0].sum().backward()
+    expected = [[True, False], [True, True], [False, False]]
+    assert (x.grad[0].abs().sum(-1) > 0).tolist() == expected

@@ -57,20 +57,44 @@ def test_every_token_sees_every_token(name, shape):
 
 @grids
 @mixing
-def test_mask_hides_padding(close, name, shape):
+@pytest.mark.parametrize("causal", [False, True])
+def test_mask_hides_padding(close, name, shape, causal):
     m, x = mixer(name), torch.randn(2, *shape, DIM)
     mask = torch.rand(2, *shape) < 0.6
     mask[(slice(None), *[0] * len(shape))] = True
     other = torch.where(mask[..., None], x, 100 * torch.randn_like(x))
-    close(m(other, mask=mask)[mask], m(x, mask=mask)[mask], 1e-5)
-    assert not torch.allclose(m(other)[mask], m(x)[mask], rtol=1e-3)
+    how = {"causal": causal}
+    close(m(other, mask=mask, **how)[mask], m(x, mask=mask, **how)[mask], 1e-5)
+    assert not torch.allclose(m(other, **how)[mask], m(x, **how)[mask], rtol=1e-3)
 
 
 @grids
 @pytest.mark.parametrize("name", CATALOGUE)
-def test_mask_of_real_tokens_changes_nothing(close, name, shape):
+@pytest.mark.parametrize("causal", [False, True])
+def test_mask_of_real_tokens_changes_nothing(close, name, shape, causal):
     m, x = mixer(name), torch.randn(2, *shape, DIM)
-    close(m(x, mask=torch.ones(2, *shape, dtype=torch.bool)), m(x), 1e-5)
+    mask = torch.ones(2, *shape, dtype=torch.bool)
+    close(m(x, mask=mask, causal=causal), m(x, causal=causal), 1e-5)
+
+
+@grids
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_causal_gradients_to_later_frames_are_exactly_zero(name, shape):
+    """A token sees its whole frame and all before it."""
+    x = torch.randn(1, *shape, DIM, requires_grad=True)
+    y = mixer(name)(x, causal=True)
+    for t in range(shape[0]):
+        token = y[:, t].flatten(1)[:, -DIM:]
+        pulled = grad(token.square().sum(), x, retain_graph=True)[0]
+        assert not pulled[:, t + 1 :].any() and pulled[:, t].any()
+        assert name == "Identity" or pulled[:, : t + 1].any(-1).all()
+
+
+@grids
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_the_last_frame_of_the_causal_form_sees_everything(close, name, shape):
+    m, x = mixer(name), torch.randn(2, *shape, DIM)
+    close(m(x, causal=True)[:, -1], m(x)[:, -1], 1e-5)
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -94,9 +118,9 @@ def test_position_of_a_token_matters(name):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_softmax_attention_is_its_formula(close, causal):
+@pytest.mark.parametrize("shape", [(9,), (3, 4)], ids=str)
+def test_softmax_attention_is_its_formula(close, causal, shape):
     """Pairs (j, j + 4) of queries and keys turn; two axes share the four angles of a head."""
-    shape = (9,) if causal else (3, 4)
     m, x = mixers.SoftmaxAttention(16, 2).double(), torch.randn(2, *shape, 16).double()
     place = torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)).double()
     width = 4 // len(shape)
@@ -106,7 +130,7 @@ def test_softmax_attention_is_its_formula(close, causal):
     q, k = (torch.complex(t[..., :4], t[..., 4:]) * torch.polar(angle**0, angle) for t in (q, k))
     score = torch.einsum("bthd,bshd->bhts", q, k.conj()).real / 8**0.5
     if causal:
-        score = score.masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -torch.inf)
+        score = score.masked_fill(place[:, None, 0] < place[:, 0], -torch.inf)
     y = torch.einsum("bhts,bshd->bthd", score.softmax(-1), v).flatten(2)
     close(m(x, causal=causal), m.o_proj(y).reshape(x.shape), 1e-5)  # frequencies are float32
 
@@ -116,9 +140,31 @@ def test_block_is_the_residual_pair(close):
     mask = torch.rand(2, 4, 6) < 0.7
     y = x + block.mixer(block.norm1(x), mask=mask)
     close(block(x, mask), y + block.mlp(block.norm2(y)), 1e-6)
-    line = torch.randn(2, 9, DIM)
-    y = line + block.mixer(block.norm1(line), causal=True)
-    close(block(line, causal=True), y + block.mlp(block.norm2(y)), 1e-6)
+    y = x + block.mixer(block.norm1(x), causal=True)
+    close(block(x, causal=True), y + block.mlp(block.norm2(y)), 1e-6)
+
+
+@grids
+@pytest.mark.parametrize("name", [n for n in CATALOGUE if hasattr(getattr(mixers, n), "advance")])
+def test_a_block_goes_on_from_frame_to_frame(close, name, shape):
+    """In chunks of one frame and more, from places of their own."""
+    block, x = Block(DIM, getattr(mixers, name)), torch.randn(2, *shape, DIM)
+    state, outputs, at = block.init_state(2), [], 0
+    for n in (1, 1, shape[0] - 2):
+        position = torch.full((2,), at)
+        y, state = block.advance(x[:, at : at + n], state, position)
+        outputs, at = [*outputs, y], at + n
+        if at == shape[0]:
+            break
+    close(torch.cat(outputs, 1), block(x, causal=True), 1e-5)
+
+
+def test_a_mixer_that_cannot_go_on_is_named():
+    block = Block(DIM, mixers.SoftmaxAttention)
+    with pytest.raises(ValueError, match=r"SoftmaxAttention .*advance"):
+        block.init_state(2)
+    with pytest.raises(ValueError, match=r"SoftmaxAttention .*advance"):
+        block.advance(torch.randn(2, 1, DIM), None, torch.zeros(2))
 
 
 @pytest.mark.parametrize("dim, ratio, hidden", [(192, 8 / 3, 512), (384, 8 / 3, 1024), (10, 4, 40)])
@@ -177,41 +223,79 @@ def test_patchify_errors(patch):
 
 @grids
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_mdtpe_adds_a_line_product_per_axis_and_way(close, shape, bidirectional):
+@pytest.mark.parametrize("causal", [False, True])
+def test_mdtpe_adds_a_line_product_per_axis_and_way(close, shape, bidirectional, causal):
     """lag 0 of the way back is not counted: a token sees itself once (maths.md 7.5)."""
-    tpe, x = MDTPE(len(shape), 6, 8, bidirectional), torch.randn(2, *shape, 6)
-    assert sum(p.numel() for p in tpe.parameters()) == len(shape) * 8 * (6 + 1)
-    coef, log_decay = tpe.weights()
-    assert (log_decay < 0).all() and coef.shape[0] == (2 if bidirectional else 1)
+    dims, dim = len(shape), 6
+    tpe, x = MDTPE(dims, dim, 8, bidirectional, causal), torch.randn(2, *shape, dim)
+    returning = range(causal, dims) if bidirectional else range(0)  # the axes that are gone back
+    states = 4 if returning else 8
+    count = sum(p.numel() for p in tpe.parameters())
+    assert count == (dims + len(returning)) * states * (dim + 1)
+    forth, back = tpe.weights()
+    assert (forth[1] < 0).all() and forth[0].shape == (dims, dim, states)
+    assert (back is None) == (not returning)
     expected = x
-    for axis in range(len(shape)):
+    for axis in range(dims):
         lines = x.movedim(1 + axis, -2)
         flat = lines.flatten(0, -3)
-        y = line_scan(flat, coef[0, axis], log_decay[0, axis])
-        if bidirectional:
-            back = line_scan(flat.flip(1), coef[1, axis], log_decay[1, axis]).flip(1)
-            y = y + back - flat * coef[1, axis].sum(-1)
+        y = line_scan(flat, forth[0][axis], forth[1][axis])
+        if axis in returning:
+            other = line_scan(flat.flip(1), back[0][axis], back[1][axis]).flip(1)
+            y = y + other - flat * back[0][axis].sum(-1)
         expected = expected + y.reshape(lines.shape).movedim(-2, 1 + axis)
     close(tpe(x), expected, 1e-5)
     for g in grad(tpe(x).square().sum(), list(tpe.parameters())):
         assert g.isfinite().all() and g.any()
 
 
-def test_mdtpe_step_is_its_causal_forward(close):
-    tpe, x = MDTPE(1, 6, 8, bidirectional=False), torch.randn(2, 70, 6)
-    state, outputs = tpe.init_state(2), []
-    for t in range(70):
-        y, state = tpe.step(x[:, t], state)
+def test_mdtpe_one_way_both_ways_and_causal_cost_what_the_paper_says():
+    """states * (dim + 1) per axis; the first axis of the causal form has one way, of half."""
+    causal, one_way = {"causal": True}, {"bidirectional": False}
+    for dims, options, axes in ((2, {}, 2), (3, one_way, 3), (1, causal, 1), (3, causal, 2.5)):
+        assert sum(p.numel() for p in MDTPE(dims, 6, 8, **options).parameters()) == axes * 8 * 7
+
+
+@grids
+def test_mdtpe_gradients_to_later_frames_are_exactly_zero(shape):
+    x = torch.randn(1, *shape, 6, requires_grad=True)
+    y = MDTPE(len(shape), 6, 8, causal=True)(x)
+    for t in range(shape[0]):
+        pulled = grad(y[:, t].square().sum(), x, retain_graph=True)[0]
+        assert not pulled[:, t + 1 :].any() and pulled[:, : t + 1].any(-1).all()
+
+
+@pytest.mark.parametrize("shape", [*GRIDS, (70,)], ids=str)
+@pytest.mark.parametrize("options", [{"causal": True}, {"bidirectional": False}], ids=str)
+@pytest.mark.parametrize("chunk", [1, 2, 65])
+def test_mdtpe_in_chunks_is_the_whole(close, shape, options, chunk):
+    tpe, x = MDTPE(len(shape), 6, 8, **options), torch.randn(2, *shape, 6)
+    state, outputs = tpe.init_state(2, shape[1:]), []
+    size = state.shape
+    for part in x.split(chunk, 1):
+        y, state = tpe.advance(part, state)
         outputs.append(y)
-    close(torch.stack(outputs, 1), tpe(x), 1e-5)
-    mask = torch.arange(70) > torch.tensor([[20], [-1]])  # left padding is exact
+    close(torch.cat(outputs, 1), tpe(x), 1e-5)
+    assert state.shape == size
+
+
+def test_mdtpe_with_padding_on_the_left_is_the_rest_alone(close):
+    tpe, x = MDTPE(1, 6, 8, bidirectional=False), torch.randn(2, 70, 6)
+    mask = torch.arange(70) > torch.tensor([[20], [-1]])
     close(tpe(x, mask)[0, 21:], tpe(x[:1, 21:])[0], 1e-5)
-    for wrong in (MDTPE(1, 6, 8), MDTPE(2, 6, 8, bidirectional=False)):
-        with pytest.raises(ValueError, match=r"step"):
-            wrong.step(x[:, 0], state)
+
+
+def test_mdtpe_errors():
+    for dims in (1, 2):  # it sees later frames
+        with pytest.raises(ValueError, match=r"advance.*causal=True"):
+            tpe = MDTPE(dims, 6, 8)
+            tpe.advance(torch.randn(2, 3, *[4] * (dims - 1), 6), tpe.init_state(2))
     for states in (0, 3, -2):
         with pytest.raises(ValueError, match=r"states="):
             MDTPE(1, 6, states)
+    MDTPE(1, 6, 3, causal=True)
+    with pytest.raises(ValueError, match=r"states=3.* 2"):
+        MDTPE(2, 6, 3, causal=True)
 
 
 def test_mdlrpe_learns_a_factor_and_refuses_too_many_axes():

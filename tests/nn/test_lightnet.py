@@ -45,17 +45,37 @@ def test_self_form_is_the_cross_form_on_itself(close):
     close(layer(x, context=x), layer(x), 1e-6)
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 2}, {"forget": 0.5}], ids=str)
+def test_causal_layer_on_a_grid_is_its_formula(dense, close, options):
+    """Along the first axis, by frames of 6 tokens."""
+    layer = LightNetAttention(12, 2, lrpe=None, **options).double()
+    x = torch.randn(2, 4, 2, 3, 12, dtype=torch.float64)
+    q, k, v = (
+        p(x).flatten(1, 3).unflatten(-1, (2, 6)) for p in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    frame = torch.arange(24) // 6
+    age = frame[:, None] - frame
+    see = ((age >= 0) & (age < options.get("window", 9))).double()
+    see = see * torch.exp(-options.get("forget", 0.0) * age.clamp(min=0).double())
+    y = dense(q, k, v, see=see).reshape(x.shape)
+    y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
+    gate = layer.gate[1](layer.gate[0](x)).sigmoid()
+    close(layer(x, causal=True), layer.o_proj(y * gate), 1e-10)
+
+
 def test_refusals_say_why():
     layer, x = LightNetAttention(32, 2), torch.randn(2, 9, 32)
     with pytest.raises(ValueError, match=r"context"):
         layer(x, context=x, causal=True)
-    with pytest.raises(ValueError, match=r"one axis"):
-        layer(x.reshape(2, 3, 3, 32), causal=True)
     rotary = LightNetAttention(32, 2, lrpe="rotary")
     with pytest.raises(ValueError, match=r"rotary"):
         rotary(x, causal=True)
     with pytest.raises(ValueError, match=r"rotary"):
-        rotary.step(x[:, 0], rotary.init_state(2), 0)
+        rotary.advance(x[:, :1], rotary.init_state(2), 0)
+    with pytest.raises(ValueError, match=r"window=0"):
+        LightNetAttention(32, window=0)
+    with pytest.raises(ValueError, match=r"forget=-1"):
+        LightNetAttention(32, forget=-1)
     with pytest.raises(ValueError, match=r"heads=5"):
         LightNetAttention(32, 5)
     with pytest.raises(ValueError, match=r"impl"):
@@ -79,13 +99,29 @@ def test_axes_permute_together_without_position(close):
 
 
 @pytest.mark.parametrize("lrpe", ["cosine", None])
-def test_step_is_the_causal_forward(close, lrpe):
-    layer, x = LightNetAttention(32, 2, lrpe=lrpe), torch.randn(2, 70, 32)
-    state, outputs = layer.init_state(2), []
-    for t in range(70):
-        y, state = layer.step(x[:, t], state, t)
-        outputs.append(y)
-    close(torch.stack(outputs, 1), layer(x, causal=True), 1e-5)
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": 1}, {"forget": 0.3}], ids=str)
+@pytest.mark.parametrize("shape, chunk", [((70,), 1), ((70,), 9), ((5, 2, 3), 1), ((5, 2, 3), 2)])
+def test_in_chunks_it_is_the_causal_forward(close, lrpe, options, shape, chunk):
+    """From a State whose size stays; one token at a time by the form for it."""
+    layer, x = LightNetAttention(32, 2, lrpe=lrpe, **options), torch.randn(2, *shape, 32)
+    state, outputs, at = layer.init_state(2), [], 0
+    sizes = [x.shape for x in state]
+    for part in x.split(chunk, 1):
+        y, state = layer.advance(part, state, at)
+        outputs, at = [*outputs, y], at + part.shape[1]
+    close(torch.cat(outputs, 1), layer(x, causal=True), 1e-5)
+    assert [x.shape for x in state] == sizes
+
+
+def test_samples_may_be_at_positions_of_their_own(close):
+    layer, x = LightNetAttention(32, 2), torch.randn(2, 7, 3, 32)
+    _, one = layer.advance(x[:1, :2], layer.init_state(1), 0)
+    _, two = layer.advance(x[1:, :4], layer.init_state(1), 0)
+    both = type(one)(*(torch.cat(pair) for pair in zip(one, two, strict=True)))
+    later = torch.cat([x[:1, 2:5], x[1:, 4:7]])
+    y, _ = layer.advance(later, both, torch.tensor([2, 4]))
+    whole = layer(x, causal=True)
+    close(y, torch.cat([whole[:1, 2:5], whole[1:, 4:7]]), 1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -104,8 +140,9 @@ def test_bfloat16_autocast_is_close_to_float32(causal):
 
 @pytest.mark.parametrize("cosine", [False, True])
 def test_impl_reaches_the_functions(close, cosine):
-    layer, x = LightNetAttention(32, lrpe="cosine" if cosine else None), torch.randn(2, 9, 32)
-    slow = LightNetAttention(32, lrpe="cosine" if cosine else None, impl="reference")
+    how = {"lrpe": "cosine" if cosine else None, "window": 2, "forget": 0.1}
+    layer, x = LightNetAttention(32, **how), torch.randn(2, 3, 3, 32)
+    slow = LightNetAttention(32, **how, impl="reference")
     slow.load_state_dict(layer.state_dict())
     close(slow(x), layer(x), 1e-5)
     close(slow(x, causal=True), layer(x, causal=True), 1e-5)

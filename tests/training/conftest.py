@@ -12,7 +12,15 @@ import nibabel
 import numpy as np
 import pytest
 
-from ndlightnet.training import SegmentationTask, VideoData, VideoTask, VolumeData, run
+from ndlightnet.training import (
+    SegmentationTask,
+    SignalData,
+    SignalTask,
+    VideoData,
+    VideoTask,
+    VolumeData,
+    run,
+)
 
 UNET = """
 seed_everything: 0
@@ -35,6 +43,17 @@ model:
 data:
   class_path: ndlightnet.training.VideoData
   init_args: {root: nowhere, frames: 4, size: 24, batch_size: 4, clips: 2, workers: 0}
+"""
+SIGNALS = """
+seed_everything: 0
+trainer: {accelerator: cpu, max_epochs: 1, log_every_n_steps: 1}
+model:
+  net:
+    class_path: ndlightnet.NDLightNet
+    init_args: {dims: 1, in_chans: 32, num_classes: 3, patch_size: 2, embed_dim: 16, depth: 2}
+data:
+  class_path: ndlightnet.training.SignalData
+  init_args: {root: nowhere, spectrum: [64, 32], batch_size: 2, workers: 0}
 """
 
 
@@ -76,6 +95,13 @@ def classify(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
     """classify("fit", "--data.init_args.root=..."): the video task on the tiny config."""
     folder = tmp_path_factory.mktemp("config")
     return lambda *args: _launch(VideoTask, VideoData, NET, folder, *args)
+
+
+@pytest.fixture(scope="session")
+def listen(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
+    """listen("fit", "--data.init_args.root=..."): the signal task on the tiny config."""
+    folder = tmp_path_factory.mktemp("config")
+    return lambda *args: _launch(SignalTask, SignalData, SIGNALS, folder, *args)
 
 
 def _save(path: Path, voxels: np.ndarray) -> Path:

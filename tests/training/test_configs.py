@@ -10,11 +10,21 @@ import torch
 import yaml
 
 from ndlightnet.data.digits import MOTIONS
+from ndlightnet.data.packing import PackCollate, PadCollate
 from ndlightnet.data.phantoms import LABELS
+from ndlightnet.data.signals import read_recordings
 from ndlightnet.data.video import read_video_folder
 from ndlightnet.data.volumes import read_decathlon
 from ndlightnet.nn import mixers
-from ndlightnet.training import SegmentationTask, TaskCLI, VideoData, VideoTask, VolumeData
+from ndlightnet.training import (
+    SegmentationTask,
+    SignalData,
+    SignalTask,
+    TaskCLI,
+    VideoData,
+    VideoTask,
+    VolumeData,
+)
 from ndlightnet.training.optim import adamw_with_cosine
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +32,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 TASKS = {
     "VolumeData": (SegmentationTask, VolumeData), "PhantomVolumes": (SegmentationTask, VolumeData),
     "VideoData": (VideoTask, VideoData), "MovingDigits": (VideoTask, VideoData),
+    "SignalData": (SignalTask, SignalData),
 }  # fmt: skip
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 
@@ -50,6 +61,10 @@ def build(tmp_path, monkeypatch):
 
 def batch_for(cli: TaskCLI):
     """A random batch of what the config's data give, with few cells: 16 a side, 4 frames."""
+    if isinstance(cli.model, SignalTask):
+        net, packed = cli.model.net, cli.datamodule.batching == "packed"
+        collate = PackCollate(net.embed.patch) if packed else PadCollate()
+        return collate([(torch.randn(net.in_chans, n), i, i) for i, n in enumerate((9, 14))])
     if isinstance(cli.model, VideoTask):
         frames = min(cli.datamodule.frames, 4)
         labels = torch.arange(2) % cli.model.net.num_classes
@@ -103,6 +118,10 @@ def test_channels_and_classes_are_those_of_the_data(build, config):
     root = ROOT / data.root
     if made is None and not root.exists():
         pytest.skip(f"no data at {root}")
+    if isinstance(cli.model, SignalTask):
+        assert net.in_chans == data.channels
+        assert net.num_classes == len(set(read_recordings(root).digits))
+        return
     if isinstance(cli.model, VideoTask):
         classes = made or read_video_folder(root).classes
         assert net.num_classes == len(classes)
@@ -139,10 +158,15 @@ def tpes_of(net) -> list[object]:
     return [stage.tpe for stage in stages if stage.blocks]
 
 
+# rows with an option that only some tasks have
+ONLY = {"single frame": "digits", "axis-causal": "digits", "axis-causal, window 4": "digits",
+        "padded": "spoken_digits"}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "stem, row",
-    [(stem, row) for stem in ("phantoms", "digits") for row in rows()
-     if (stem, row) != ("phantoms", "single frame")],
+    [(stem, row) for stem in ("phantoms", "digits", "spoken_digits") for row in rows()
+     if ONLY.get(row, stem) == stem],
 )  # fmt: skip
 def test_row_of_the_comparison(build, stem, row):
     """A row changes the one thing that it is named for, and the network still learns."""
@@ -155,6 +179,9 @@ def test_row_of_the_comparison(build, stem, row):
     assert all((tpe is None) == (row == "without MD-TPE") for tpe in tpes_of(net))
     if kind == "LightNetAttention":
         assert all((m.lrpe is None) == (row == "without MD-LRPE") for m in mixers_of(net))
+    assert getattr(net, "causal", False) == row.startswith("axis-causal")
+    if stem == "spoken_digits":
+        assert cli.datamodule.batching == ("padded" if row == "padded" else "packed")
     if stem == "digits":
         assert cli.datamodule.frames == (1 if row == "single frame" else 16)
     one_step(cli)

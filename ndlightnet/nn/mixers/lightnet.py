@@ -3,6 +3,7 @@ axes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -43,7 +44,8 @@ class LightNetAttention(nn.Module):
         bias: biases in the projections.
         window: causal form: a frame (a step of the first axis) sees the last `window` frames,
             itself included. Default: all before it.
-        forget: causal form: what lies a frame back weighs exp(-forget), two frames exp(-2 forget).
+        forget: causal form: what lies a frame back weighs exp(-forget), two frames exp(-2 forget);
+            a number, or one per head.
         impl: "auto", "torch", "triton" or "reference"; see ndlightnet.ops.
 
     Parameters: 4 dim^2 + 2 gate_rank dim + 3 dim (with learnt cosine angles, without biases).
@@ -60,16 +62,26 @@ class LightNetAttention(nn.Module):
         gate_rank: int | None = None,
         bias: bool = False,
         window: int | None = None,
-        forget: float = 0.0,
+        forget: float | Sequence[float] = 0.0,
         impl: Impl = "auto",
     ) -> None:
         super().__init__()
         if window is not None and window < 1:
             raise ValueError(f"window={window}: expected 1 or more frames, or None")
-        if not forget >= 0:
-            raise ValueError(f"forget={forget}: expected 0 or more")
-        self.window, self.forget = window, forget
+        self.window = window
         self.heads, self.head_dim = default_heads(dim, heads)
+        rates = [forget] * self.heads if isinstance(forget, int | float) else list(forget)
+        if len(rates) != self.heads or not all(0 <= rate < float("inf") for rate in rates):
+            raise ValueError(
+                f"forget={forget}: expected a finite number, 0 or more, or {self.heads} of them, "
+                "one per head"
+            )
+        self.fades = any(rates)
+        self.forget: float | Tensor
+        if isinstance(forget, int | float):
+            self.forget = float(forget)
+        else:
+            self.register_buffer("forget", torch.tensor(rates), persistent=False)
         self.impl = impl
         source = context_dim or dim
         rank = gate_rank or self.head_dim
@@ -180,6 +192,7 @@ class LightNetAttention(nn.Module):
     def advance(self, x: Tensor, state: State, position: int | Tensor) -> tuple[Tensor, State]:
         """The next frames (batch, frames, *space, dim) of the causal form; `position`: how many
         came before, one number or (batch,) of them."""
+        self._refuse_rotary()
         grid = Grid.of(x)
         q, k, v = (
             split_heads(proj(x), self.heads, grid)
@@ -187,7 +200,7 @@ class LightNetAttention(nn.Module):
         )
         start = (position, *[0] * (grid.ndim - 1))
         place = self.lrpe(grid.shape, start) if self.lrpe else None
-        if grid.length == 1 and self.window is None and not self.forget:
+        if grid.length == 1 and self.window is None and not self.fades:
             y, state = attention_step(q[:, 0], k[:, 0], v[:, 0], state, lrpe=place, impl=self.impl)
         else:
             y, state = self._causal(q, k, v, grid, None, place, state)

@@ -1,0 +1,152 @@
+"""Samples of different sizes to batches: end to end or padded, of so many samples or tokens."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler, default_collate
+
+from ndlightnet.grid import per_axis
+from ndlightnet.ragged import pack
+
+
+def token_count(space: Sequence[int], patch_size: int | Sequence[int]) -> int:
+    """Tokens of a sample (channels, *space) that is cut into patches."""
+    patch = per_axis("patch_size", patch_size, len(space))
+    return math.prod(-(-size // step) for size, step in zip(space, patch, strict=True))
+
+
+class PackCollate:
+    """For a DataLoader: items (sample, label, ...) to (Packed, labels, ...), without padding.
+
+    patch_size: that of the network; samples are (channels, *space), or words (length,) with None.
+    """
+
+    def __init__(self, patch_size: int | Sequence[int] | None) -> None:
+        self.patch_size = patch_size
+
+    def __call__(self, items: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+        rest = default_collate([tuple(item[1:]) for item in items])
+        return (pack([item[0] for item in items], self.patch_size), *rest)
+
+
+class PadCollate:
+    """For a DataLoader: items (sample, label, ...) to (batch, mask, labels, ...), padded with zeros
+    to the largest: samples (channels, *space), batch (batch, channels, *largest), mask bool (batch,
+    *largest), False = padding."""
+
+    def __call__(self, items: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+        samples: list[Tensor] = [item[0] for item in items]
+        first = samples[0]
+        for i, x in enumerate(samples):
+            if x.ndim != first.ndim or x.ndim < 2 or len(x) != len(first):
+                raise ValueError(
+                    f"samples[{i}] {tuple(x.shape)}: expected (channels, *space), with as many "
+                    f"channels and axes as samples[0] {tuple(first.shape)}"
+                )
+        largest = [max(sizes) for sizes in zip(*(x.shape[1:] for x in samples), strict=True)]
+        batch = first.new_zeros(len(samples), len(first), *largest)
+        mask = torch.zeros(len(samples), *largest, dtype=torch.bool)
+        for row, x in enumerate(samples):
+            here: Any = tuple(slice(size) for size in x.shape[1:])
+            batch[(row, slice(None), *here)] = x
+            mask[(row, *here)] = True
+        return (batch, mask, *default_collate([tuple(item[1:]) for item in items]))
+
+
+class TokenBudgetSampler(Sampler[list[int]]):
+    """Batches of at most `budget` tokens in all, for `DataLoader(batch_sampler=...)`.
+
+    Every sample comes once an epoch. The number of batches is the same in every epoch and on every
+    replica, as trainers expect that count batches once; their tokens differ by little.
+
+    Args:
+        lengths: tokens of every sample; see `token_count`.
+        budget: ValueError if a sample is longer.
+        shuffle: other batches every epoch, drawn from `seed` and the number given to `set_epoch`.
+        num_replicas, rank: of distributed training; default: those of the process group, if any.
+            Where there are fewer samples than batches to share out, some come twice.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        budget: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        self.lengths, self.budget = [int(n) for n in lengths], budget
+        if not self.lengths:
+            raise ValueError("lengths=[]: expected one or more")
+        longest = max(range(len(self.lengths)), key=self.lengths.__getitem__)
+        if self.lengths[longest] > budget:
+            raise ValueError(
+                f"lengths[{longest}]={self.lengths[longest]}: expected at most budget={budget}"
+            )
+        group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if num_replicas is None:
+            num_replicas = torch.distributed.get_world_size() if group else 1
+        if rank is None:
+            rank = torch.distributed.get_rank() if group else 0
+        if not 0 <= rank < num_replicas:
+            raise ValueError(f"rank={rank}: expected 0 to {num_replicas - 1}")
+        self.shuffle, self.seed, self.epoch = shuffle, seed, 0
+        self.num_replicas, self.rank = num_replicas, rank
+        # lengths that share their number of bits: the long ones are dealt out first, which leaves
+        # little room unused, and within a group the order is random
+        groups: dict[int, list[int]] = {}
+        for index, length in enumerate(self.lengths):
+            groups.setdefault(length.bit_length(), []).append(index)
+        self._groups = [groups[bits] for bits in sorted(groups, reverse=True)]
+        self.num_batches = -(-self._enough() // num_replicas) * num_replicas
+
+    def _enough(self) -> int:
+        """Batches that hold all samples, in whatever order those of a group come.
+
+        A sample goes where the fewest tokens are, which is no more than the mean of the batches. So
+        it fits if there are (tokens of all before it) / (budget - its own) batches, or if there is
+        one for each.
+        """
+        most, count, tokens = 1, 0, 0
+        for group in self._groups:
+            longest = max(self.lengths[i] for i in group)
+            count, tokens = count + len(group), tokens + sum(self.lengths[i] for i in group)
+            before, room = tokens - longest, self.budget - longest
+            most = max(most, min(count, -(-before // room)) if room else count)
+        return most
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    @property
+    def sampler(self) -> TokenBudgetSampler:
+        """Where Lightning looks for `set_epoch`."""
+        return self
+
+    def __len__(self) -> int:
+        return self.num_batches // self.num_replicas
+
+    def __iter__(self) -> Iterator[list[int]]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+
+        def order(n: int) -> list[int]:
+            made: list[int] = torch.randperm(n, generator=generator).tolist()
+            return made if self.shuffle else sorted(made)
+
+        batches: list[list[int]] = [[] for _ in range(self.num_batches)]
+        loads = [(0, number) for number in range(self.num_batches)]  # a heap
+        for group in self._groups:
+            for place in order(len(group)):
+                tokens, number = loads[0]
+                batches[number].append(group[place])
+                heapq.heapreplace(loads, (tokens + self.lengths[group[place]], number))
+        batches = [batch or [number % len(self.lengths)] for number, batch in enumerate(batches)]
+        mine = order(self.num_batches)[self.rank :: self.num_replicas]
+        return iter([batches[number] for number in mine])

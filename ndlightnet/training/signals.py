@@ -1,0 +1,211 @@
+"""Classification of signals of different lengths: data, batches with and without padding, task."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.packing import PackCollate, PadCollate
+from ndlightnet.data.signals import SignalDataset, read_recordings
+from ndlightnet.ragged import Packed
+from ndlightnet.training.loading import training_loader
+from ndlightnet.training.report import save_confusion, write_json
+from ndlightnet.training.task import Task
+
+
+class SignalData(L.LightningDataModule):
+    """A folder of recorded digits, as ndlightnet.data.signals reads it.
+
+    Args:
+        root: the folder.
+        spectrum: (window, step) in samples: the network sees window / 2 channels of a short
+            spectrum every `step` samples. None: the samples themselves, one channel.
+        batching: "packed" puts the samples of a batch end to end, "padded" fills them up to the
+            longest, with a mask. Batches hold the same samples either way.
+        batch_size: recordings per batch, drawn without regard to their lengths.
+        validation: share of the training recordings that chooses the best checkpoint; 0: none, the
+            last checkpoint counts. The test recordings are not looked at.
+        workers: processes that prepare batches.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        spectrum: tuple[int, int] | None = None,
+        batching: Literal["packed", "padded"] = "packed",
+        batch_size: int = 64,
+        validation: float = 0.1,
+        workers: int = 2,
+    ) -> None:
+        super().__init__()
+        self.root, self.spectrum, self.batching = Path(root), spectrum, batching
+        self.batch_size, self.validation, self.workers = batch_size, validation, workers
+        self.classes: tuple[str, ...] = ()
+
+    @property
+    def channels(self) -> int:
+        return self.spectrum[0] // 2 if self.spectrum else 1
+
+    def setup(self, stage: str) -> None:
+        recordings = read_recordings(self.root)
+        self.classes = tuple(str(digit) for digit in range(max(recordings.digits) + 1))
+        train, test = recordings.split()
+        out = round(self.validation * len(train))
+        held = {round(i * len(train) / out) for i in range(out)}  # spread over digits and takes
+        parts = (
+            [n for i, n in enumerate(train) if i not in held],
+            [n for i, n in enumerate(train) if i in held],
+            test,
+        )
+        if not parts[0] or not test:
+            raise DataError(
+                f"{self.root}: {len(parts[0])} recordings to train, {len(test)} to test: expected "
+                "some of both"
+            )
+        self.train_set, self.val_set, self.test_set = (
+            SignalDataset(recordings, part, i == 0, self.spectrum) for i, part in enumerate(parts)
+        )
+
+    def loader(self) -> Callable[..., DataLoader[Any]]:
+        """A DataLoader that makes batches for the trainer's network."""
+        net: Any = self.trainer.lightning_module.net  # type: ignore[union-attr]
+        collate = PackCollate(net.embed.patch) if self.batching == "packed" else PadCollate()
+        return partial(DataLoader, collate_fn=collate)
+
+    def train_dataloader(self) -> Any:
+        return training_loader(self.train_set, self.batch_size, 1, self.workers, self.loader())
+
+    def val_dataloader(self) -> Any:
+        return self.loader()(self.val_set, batch_size=self.batch_size) if len(self.val_set) else []
+
+    def test_dataloader(self) -> Any:
+        return self.loader()(self.test_set, batch_size=self.batch_size)
+
+    def names(self) -> dict[str, list[str]]:
+        return {"classes": list(self.classes)}
+
+    def set_names(self, names: dict[str, list[str]]) -> None:
+        self.classes = tuple(names["classes"])
+
+
+class SignalTask(Task):
+    """Trains `net`, packed or padded signals -> `(batch, classes)` logits, and measures what its
+    steps cost.
+
+    Args:
+        net: the network.
+        lr, weight_decay: of AdamW, with warm-up and a cosine.
+        label_smoothing: of the cross-entropy.
+    """
+
+    monitor = "val_accuracy"
+
+    def __init__(
+        self,
+        net: nn.Module,
+        lr: float = 1e-3,
+        weight_decay: float = 0.05,
+        label_smoothing: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.net, self.lr, self.weight_decay = net, lr, weight_decay
+        self.loss = nn.CrossEntropyLoss(label_smoothing=label_smoothing)
+        # of every step of training; of all of them: tokens, those with padding, bytes on the GPU
+        self.seconds: list[float] = []
+        self.tokens, self.slots, self.peak = 0, 0, 0
+
+    def setup(self, stage: str) -> None:
+        data = self.data()
+        for name, here in (("in_chans", data.channels), ("num_classes", len(data.classes))):
+            if getattr(self.net, name, here) != here:
+                raise DataError(
+                    f"{data.root}: expected a network with {name}={here}, got "
+                    f"{getattr(self.net, name)}"
+                )
+
+    def training_step(self, batch: tuple[Any, ...], _: int) -> Tensor:
+        *inputs, labels, _index = batch
+        loss: Tensor = self.loss(self.net(*inputs).float(), labels)
+        self.log("loss", loss, prog_bar=True, batch_size=len(labels))
+        return loss
+
+    def on_train_batch_start(self, batch: tuple[Any, ...], _: int) -> None:
+        if isinstance(batch[0], Packed):
+            tokens = slots = batch[0].layout.length
+        else:
+            mask: Tensor = self.net.token_mask(batch[1])  # type: ignore[operator]
+            tokens, slots = int(mask.sum()), mask.numel()
+        self.tokens, self.slots = self.tokens + tokens, self.slots + slots
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Forward, backward and update: what is timed. The batch is on the device already."""
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            torch.cuda.synchronize(self.device)
+        start = time.perf_counter()
+        super().optimizer_step(*args, **kwargs)
+        if on_gpu:
+            torch.cuda.synchronize(self.device)
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated(self.device))
+        self.seconds.append(time.perf_counter() - start)
+
+    def validation_step(self, batch: tuple[Any, ...], _: int) -> None:
+        *inputs, labels, _index = batch
+        right = (self.net(*inputs).argmax(-1) == labels).float().mean()
+        self.log("val_accuracy", right, prog_bar=True, batch_size=len(labels), sync_dist=True)
+
+    def on_test_epoch_start(self) -> None:
+        self.seen: dict[int, tuple[int, int]] = {}  # answer and truth of each recording
+
+    def test_step(self, batch: tuple[Any, ...], _: int) -> None:
+        *inputs, labels, index = batch
+        pairs = zip(self.net(*inputs).argmax(-1).tolist(), labels.tolist(), strict=True)
+        self.seen |= dict(zip(index.tolist(), pairs, strict=True))
+
+    def on_test_epoch_end(self) -> None:
+        names = self.data().classes
+        matrix = torch.zeros(len(names), len(names), dtype=torch.int64)
+        for answer, truth in self.gathered(self.seen).values():
+            matrix[truth, answer] += 1
+        recall = matrix.diagonal() / matrix.sum(1)
+        top1 = float(matrix.trace() / matrix.sum())
+        metrics = {
+            "top1": top1,
+            "recall": dict(zip(names, recall.tolist(), strict=True)),
+            "recordings": int(matrix.sum()),
+            "parameters": sum(p.numel() for p in self.net.parameters()),
+            "steps": len(self.seconds),
+            "train_seconds": sum(self.seconds),
+            "step_ms": 1e3 * statistics.median(self.seconds) if self.seconds else None,
+            "padded_share": 1 - self.tokens / self.slots if self.slots else None,
+            "peak_memory_gb": self.peak / 1e9 if self.peak else None,
+            "confusion": matrix.tolist(),
+        }
+        self.log("test_accuracy", top1, rank_zero_only=True)
+        if not self.trainer.is_global_zero:
+            return
+        write_json(self.out() / "metrics.json", metrics)
+        save_confusion(self.out() / "confusion.png", matrix, names)
+        self.summary = (
+            f"held-out accuracy {top1:.3f} over {metrics['recordings']} recordings; see "
+            f"{self.out()}"
+        )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["cost"] = [self.seconds, self.tokens, self.slots, self.peak]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.seconds, self.tokens, self.slots, self.peak = checkpoint["cost"]

@@ -1,0 +1,141 @@
+"""The running prediction of a causal network, while a video is read from a file or a camera."""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import lightning as L
+import torch
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn
+from torch import Tensor
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.video_stream import VideoStream
+from ndlightnet.data.video_transforms import eval_frames
+
+
+class StreamTrainer(L.Trainer):
+    """Lightning's, with one more method."""
+
+    def stream(
+        self,
+        model: Any,
+        datamodule: Any,
+        ckpt_path: str | None = None,
+        output: str | None = None,
+        fps: float | None = None,
+    ) -> None:
+        """Predict from all frames so far, at each frame of a video or a pipe as it comes.
+
+        The lines, CSV, are: seconds after the first frame, the frame's number from 0, the class
+        and its probability, the probabilities of all classes. The network sees a patch of frames at
+        a time (patch_size[0] of them), so their lines come together.
+
+        Args:
+            ckpt_path: checkpoint of a causal network.
+            output: file for the lines; default: standard output.
+            fps: frames a second that the network is shown; default: all. It knows motion at the
+                rate of its clips, which is data.frames over the seconds of a training video.
+        """
+        net, names = self._load(model, ckpt_path)
+        if datamodule.input is None:
+            raise DataError("data.input: expected a video, a pipe, or - for standard input")
+        count, start, damage = 0, time.monotonic(), ""
+        try:
+            video = VideoStream(datamodule.input, fps)
+            with self._status() as show, lines(output) as file:
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerow(["seconds", "frame", "class", "probability", *names])
+                for frames, logits in self._predictions(net, video, datamodule.size):
+                    odds = torch.softmax(logits[0].float(), 0).tolist()
+                    best = max(range(len(odds)), key=odds.__getitem__)
+                    shown = [f"{p:.6f}" for p in (odds[best], *odds)]
+                    for number, seconds in frames:
+                        writer.writerow([f"{seconds:.3f}", number, names[best], *shown])
+                    file.flush()  # a camera's stream may never end
+                    count += len(frames)
+                    show(len(frames))
+            damage = video.damage
+        except KeyboardInterrupt:  # the way to end a camera's
+            pass
+        rate = count / (time.monotonic() - start)
+        print(f"{count} frames, {rate:.1f} frames/s", file=sys.stderr)
+        if damage:
+            raise DataError(damage)
+
+    def _load(self, model: Any, path: str | None) -> tuple[Any, list[str]]:
+        """The network and the classes' names."""
+        if not model.causal:
+            raise DataError("model.causal=False: train a causal network, with --model.causal true")
+        if path is None:
+            raise DataError("--ckpt_path: stream expects the checkpoint of a training, got none")
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        model.load_state_dict(saved["state_dict"])
+        task: Any = self.precision_plugin.convert_module(model)
+        net = task.to(self.strategy.root_device).eval().net
+        try:
+            net.init_state(1)
+        except ValueError as error:  # of a mixer that cannot
+            raise DataError(f"model.net: {error}") from error
+        return net, saved["names"]["classes"]
+
+    def _predictions(
+        self, net: Any, video: VideoStream, size: int
+    ) -> Iterator[tuple[list[tuple[int, float]], Tensor]]:
+        """Numbers and times of the frames that complete a patch, and the logits they lead to."""
+        plugin, stream, waiting = self.precision_plugin, net.stream(), []
+        try:
+            for frame in video:
+                clip = eval_frames(frame.picture[None], size)[None].to(self.strategy.root_device)
+                with plugin.forward_context():
+                    logits = stream(plugin.convert_input(clip))
+                waiting.append((frame.number, frame.time))
+                if not stream.waiting[0]:
+                    yield waiting, logits
+                    waiting = []
+        except KeyboardInterrupt:
+            pass
+        if waiting:  # the last patch is filled up as that of a whole clip is
+            with plugin.forward_context():
+                logits = stream.finish()
+            yield waiting, logits
+
+    @contextmanager
+    def _status(self) -> Iterator[Any]:
+        """A line with the frames per second on a terminal, and what moves it on by some frames."""
+        console = Console(stderr=True)
+        progress = Progress(
+            SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True,
+            disable=not console.is_terminal or self.progress_bar_callback is None,
+            redirect_stdout=sys.stdout.isatty(),  # lines on the same terminal go above it
+        )  # fmt: skip
+        job = progress.add_task("waiting for frames", total=None)
+
+        def show(frames: int) -> None:
+            progress.advance(job, frames)
+            task = progress.tasks[0]
+            speed = f"{task.completed:.0f} frames, {task.speed or 0:.1f} frames/s"
+            progress.update(job, description=speed)
+
+        with progress:
+            yield show
+
+
+@contextmanager
+def lines(output: str | None) -> Iterator[Any]:
+    """The file of this name or standard output, for lines that stay as far as they came."""
+    try:
+        with open(output, "w", newline="", encoding="utf-8") if output else nullcontext() as file:
+            yield file or sys.stdout
+    except BrokenPipeError:  # whoever read them has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        what = output or "standard output"
+        raise DataError(f"{what}: cannot be written ({error.strerror or error})") from error

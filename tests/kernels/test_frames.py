@@ -1,0 +1,188 @@
+"""The axis-causal form, and the merge of frames' States: against float64."""
+
+import pytest
+import torch
+from torch.autograd import grad
+
+from ndlightnet import NDLightNet
+from ndlightnet.ops import State, axis_causal_attention, causal_attention, frames
+from ndlightnet.ops.frames import running
+
+from .cases import BRAIN, DEVICE, HALF, LOGITS, Case, Problem, on_gpu
+from .yardstick import Poison, check, ours
+
+# where numpy warns, the interpreter does what a GPU does
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+WHOLE = Case((64, 32, 32), 64, 64, "cosine", None, BRAIN, batch=2, heads=12)
+MANY = Case((512, 16), 64, 64, "cosine", None, BRAIN, batch=2, heads=12)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((3, 4), 5, 3, batch=1, heads=1),
+        Case((1, 2, 3), 6, 4, "cosine", heads=1),
+        Case((4, 1, 3), 5, 3, "cosine", "holes", BRAIN, start=((7, 100_000), 3, 0), heads=1,
+             window=2),
+        Case((4, 5), 9, 7, None, "left", HALF, past=True, forget=0.3, batch=1, heads=1),
+        Case((3, 2, 2), 6, 4, "cosine", "right", past=True, shared=True, batch=1, window=3,
+             forget=(0.1, 0.7)),
+        Case((5, 2), 5, 3, mask="all", window=1, heads=1),
+        Case((6,), 6, 4, "cosine", dtype=BRAIN, window=4, batch=1, heads=1),
+        Case((2, 70), 5, 3, mask="late", logits="wide", batch=1, heads=1),
+        *on_gpu(*(Case((9, 7, 5), 24, 40, "cosine", "holes", dtype, start=(5, (3, 99), 1),
+                       past=window != 1, window=window, forget=0.2)
+                  for dtype in (HALF, BRAIN, torch.float32) for window in (None, 1, 2, 4, 30))),
+        *on_gpu(*(Case((33, 41), 16, 16, "cosine", "left", dtype, past=past, forget=(0.0, 0.5))
+                  for dtype in (HALF, BRAIN, torch.float32) for past in (False, True))),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_values_and_gradients(case):
+    check(case, "frames")
+
+
+ROW = Case((4, 11), 5, 3, batch=1, heads=1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(ROW._replace(logits=name) for name in ("offset", "jumps")),
+        *(ROW._replace(logits=name, window=2) for name in ("up", "climb", "holes")),
+        *on_gpu(*(Case((9, 70), 16, 16, "cosine", logits=name, dtype=BRAIN) for name in LOGITS)),
+        *on_gpu(*(Case((9, 70), 5, 3, logits=n, dtype=HALF, window=3) for n in LOGITS)),
+        *on_gpu(*(Case((9, 70), 5, 3, logits=n, window=3, past=True) for n in LOGITS)),
+    ],
+    ids=str,
+)
+def test_extreme_logits(case):
+    check(case, "frames")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case",
+    [
+        WHOLE,
+        WHOLE._replace(window=5),
+        WHOLE._replace(kind=None, dtype=HALF, mask="right", forget=0.1, past=True),
+        WHOLE._replace(window=16, mask="left", past=True, start=(9, (0, 100_000), 5)),
+        WHOLE._replace(shape=(16, 24, 24), dtype=torch.float32, window=3, forget=0.5),
+        MANY,
+        MANY._replace(window=16),
+        MANY._replace(kind=None, window=100, past=True),
+        *(Case((16, 256), dim, dim, "cosine", dtype=BRAIN, heads=3, window=4)
+          for dim in (24, 48, 96, 128, 192, 256)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_full_size(case):
+    check(case, "frames", full=True)
+
+
+def test_small_frames_are_done_in_groups(monkeypatch, close, close_grads):
+    """As if at once, where States weigh more than tokens."""
+    case = Case((5, 2), 16, 16, "cosine", start=(4, 1), heads=1, window=3, forget=0.3)
+    problem = Problem.random(case)
+    leaves = [x.requires_grad_() for x in problem.leaves.values()]
+    assert frames.heavy(*leaves[1:3], None, 2)
+    grouped = ours(problem, "frames", "triton")
+    monkeypatch.setattr(frames, "heavy", lambda *_: False)
+    whole = ours(problem, "frames", "triton")
+    for name, x in whole.items():
+        close(grouped[name].detach(), x.detach(), 1e-6)
+    close_grads(grouped["out"], whole["out"], leaves, 2e-6)
+
+
+def test_later_frames_get_a_gradient_of_exactly_zero():
+    problem = Problem.random(Case((4, 3), 5, 3, batch=1, heads=1))
+    leaves = [problem.leaves[name].requires_grad_() for name in "qkv"]
+    out, _ = axis_causal_attention(*leaves, 4, window=2, impl="triton")
+    for t in (0, 2):
+        frame = out.unflatten(1, (4, 3))[:, t].square().sum()
+        for name, x in zip("qkv", grad(frame, leaves, retain_graph=True), strict=True):
+            x, first = x.unflatten(1, (4, 3)), t if name == "q" else max(0, t - 1)
+            assert not x[:, t + 1 :].any() and not x[:, :first].any() and x[:, t].any()
+
+
+def test_frames_of_one_token_are_the_causal_form():
+    problem = Problem.random(Case((9, 1), 5, 3, "cosine", past=True, batch=1, heads=1))
+    q, k, v = (problem.leaves[name] for name in "qkv")
+    options = {"lrpe": problem.place(), "state": problem.state(), "impl": "triton"}
+    out, state = axis_causal_attention(q, k, v, 9, **options)
+    expected, last = causal_attention(q, k, v, **options)
+    assert torch.equal(out, expected)
+    assert all(torch.equal(a, b) for a, b in zip(state, last, strict=True))
+
+
+def test_chunks_are_the_whole(close):
+    """From State to State, with samples at places of their own."""
+    problem = Problem.random(Case((5, 3), 6, 4, "cosine", start=((2, 70), 1), window=3, heads=1))
+    q, k, v = (problem.leaves[name] for name in "qkv")
+    place, out, state = problem.place(), [], None
+    options = {"window": 3, "forget": 0.2, "impl": "triton"}
+    for at, n in ((0, 1), (1, 3), (4, 1)):
+        now, start = slice(3 * at, 3 * at + 3 * n), (place.start[0] + at, place.start[1])
+        there = place._replace(shape=(n, 3), start=start)
+        y, state = axis_causal_attention(
+            q[:, now], k[:, now], v[:, now], n, lrpe=there, state=state, **options
+        )
+        out.append(y)
+    whole, last = axis_causal_attention(q, k, v, 5, lrpe=place, **options)
+    close(torch.cat(out, 1), whole, 2e-6)
+    for a, b in zip(state, last, strict=True):
+        close(a, b, 2e-6)
+
+
+# --------------------------------------------------------------------------- States of many frames
+def states(count, batch, heads, dim, value_dim, tall):
+    """Some channels have seen nothing, and some frames wipe out all others."""
+    top = 30 * torch.randn(batch, count, heads, dim, device=DEVICE)
+    top[torch.rand_like(top) < 0.2] = -torch.inf
+    seen = top > -torch.inf
+    total = (1 + torch.rand_like(top)) * seen
+    memory = torch.randn(batch, count, heads, tall * dim, value_dim, device=DEVICE)
+    return State(top, total, memory * torch.cat([seen] * tall, -1)[..., None])
+
+
+SIZES = [(1, 1, 5, 3, 1), (1, 1, 24, 16, 2)]  # the second one takes several programs for a State
+SIZES += [pytest.param(*s, marks=pytest.mark.gpu) for s in ((2, 3, 40, 24, 1), (2, 12, 64, 64, 2))]
+
+
+@pytest.mark.parametrize("batch, heads, dim, value_dim, tall", SIZES)
+@pytest.mark.parametrize("count, window", [
+    (1, None), (20, None), (9, 1), (9, 8), (20, 3), (20, 9), (20, 19),
+    *(pytest.param(n, w, marks=pytest.mark.gpu)
+      for n in (2, 8, 17, 64, 100) for w in (None, 1, 2, 5, 16, 63)),
+])  # fmt: skip
+def test_running(close, batch, heads, dim, value_dim, tall, count, window):
+    """Against float64, values and gradients. A merge is exact but for the rounding of products and
+    sums, in an order of its own: of positive weights, so relative to the largest result."""
+    given = states(count, batch, heads, dim, value_dim, tall)
+    results, pulls = [], [torch.randn_like(x) for x in given[1:]]
+    for kind, impl in ((torch.float32, "triton"), (torch.float64, "torch")):
+        top, *leaves = (x.to(kind).requires_grad_(x is not given.max) for x in given)
+        with Poison():
+            after = running(State(top, *leaves), window, impl=impl)
+            grads = grad(after[1:], leaves, [x.to(kind) for x in pulls])
+        results.append((*after, *grads))
+    (top, *actual), (peak, *exact) = results
+    assert torch.equal(top.double(), peak)
+    for x, y in zip(actual, exact, strict=True):
+        close(x.detach().double(), y.detach(), 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims, size", [(1, (70,)), (2, (33, 40)), (3, (16, 32, 32))])
+def test_a_stream_is_the_whole_clip(close, dims, size):
+    """Through a network, by the kernels, in float32 and without TF32."""
+    model = NDLightNet(
+        dims, 2, 5, patch_size=2, embed_dim=128, depth=2, tpe_states=8, causal=True
+    ).to(DEVICE).eval()  # fmt: skip
+    x = torch.randn(2, 2, *size, device=DEVICE)
+    stream = model.stream(2)
+    for part in x.split([1, 2, 6, 1, size[0] - 10], 2):
+        stream(part)
+    close(stream.finish(), model(x).detach(), 1e-5)

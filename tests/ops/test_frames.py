@@ -1,0 +1,192 @@
+"""Axis-causal attention, values and gradients: against Eq. 5 and 6 written densely over frames."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import grad
+
+from ndlightnet.ops import Lrpe, State, causal_attention, global_attention, merge, summarize
+from ndlightnet.ops.frames import running
+
+from .framed import HEADS, angles, attend, in_chunks, padding, per_head, sample, weights, whole
+
+GRIDS = ((7,), (4, 6), (5, 2, 3), (3, 2, 1, 4))
+grids = pytest.mark.parametrize("shape", GRIDS, ids=str)
+impls = pytest.mark.parametrize("impl", ["torch", "reference"])
+windows = pytest.mark.parametrize("window", [None, 1, 2, 3, 9])
+forgets = pytest.mark.parametrize("forget", [0.0, 0.3, HEADS], ids=str)
+
+
+@grids
+@windows
+@forgets
+@impls
+def test_values_and_gradients_are_the_dense_ones(
+    dense, close, close_grads, shape, window, forget, impl
+):
+    """With and without angles, and in turn with and without padding."""
+    for masked, rotated in ((True, True), (False, False)):
+        *inputs, theta = sample(shape)
+        mask, lrpe = padding(shape) if masked else None, theta if rotated else None
+        actual, _ = attend(
+            *inputs, shape, mask=mask, lrpe=lrpe, window=window, forget=per_head(forget), impl=impl
+        )
+        turned = angles(shape, theta) if rotated else None
+        expected = dense(*inputs, mask=mask, see=weights(shape, window, forget), angles=turned)
+        close(actual, expected, 1e-10)
+        leaves = (*inputs, theta) if rotated else inputs
+        close_grads(actual, expected, leaves, 1e-9)
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch", "reference"])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_one_frame_is_the_global_form(close, close_grads, impl, rotated):
+    *inputs, theta = sample((1, 4, 6))
+    lrpe = theta if rotated else None
+    for options in ({}, {"window": 1}, {"forget": 2.0}):
+        actual, state = attend(*inputs, (1, 4, 6), lrpe=lrpe, impl=impl, **options)
+        place = Lrpe(theta, (1, 4, 6)) if rotated else None
+        expected = global_attention(*inputs, lrpe=place)
+        close(actual, expected, 1e-11)
+        leaves = (*inputs, theta) if rotated else inputs
+        close_grads(actual, expected, leaves, 1e-10)
+        if "window" not in options:
+            for a, b in zip(state, summarize(*inputs[1:], lrpe=place), strict=True):
+                close(a.detach(), b.detach(), 1e-11)
+
+
+@impls
+@pytest.mark.parametrize("shape", [(9,), (9, 1, 1)], ids=str)
+def test_frames_of_one_token_are_the_causal_form(close, close_grads, impl, shape):
+    """Also by the way that frames go: a window of all, and a forgetting of nothing."""
+    *inputs, theta = sample(shape)
+    mask, place = padding(shape), Lrpe(theta, shape)
+    for options in ({}, {"window": 9}, {"window": 100}, {"forget": torch.zeros(2).double()}):
+        expected, last = causal_attention(*inputs, mask=mask, lrpe=place)
+        actual, state = attend(*inputs, shape, mask=mask, lrpe=theta, impl=impl, **options)
+        close(actual, expected, 1e-10)
+        close_grads(actual, expected, (*inputs, theta), 1e-9)
+        if "window" not in options:
+            for a, b in zip(whole(state), whole(last), strict=True):
+                close(a.detach(), b.detach(), 1e-10)
+
+
+def test_a_strong_forgetting_is_a_window_of_one(close):
+    *inputs, _ = sample((5, 6), grads=False)
+    for forget in (1e4, torch.tensor([1e4, 1e6], dtype=torch.float64)):
+        close(attend(*inputs, (5, 6), forget=forget)[0], attend(*inputs, (5, 6), window=1)[0], 0)
+
+
+def test_the_order_of_a_frame_does_not_matter(close):
+    *inputs, _ = sample((4, 6), grads=False)
+    p = torch.randperm(6)
+    mixed = [x.unflatten(1, (4, 6))[:, :, p].flatten(1, 2) for x in inputs]
+    expected = attend(*inputs, (4, 6))[0].unflatten(1, (4, 6))[:, :, p].flatten(1, 2)
+    close(attend(*mixed, (4, 6))[0], expected, 1e-11)
+
+
+@impls
+@pytest.mark.parametrize("window", [None, 1, 2])
+def test_what_is_not_seen_gets_a_gradient_of_exactly_zero(impl, window):
+    """Frames to come, and those that have left the window."""
+    *inputs, theta = sample((5, 2, 3))
+    out, _ = attend(*inputs, (5, 2, 3), lrpe=theta, window=window, impl=impl)
+    for t in (0, 2, 3):
+        frame = out.unflatten(1, (5, 6))[:, t].square().sum()
+        for name, x in zip("qkv", grad(frame, inputs, retain_graph=True), strict=True):
+            x = x.unflatten(1, (5, 6))
+            first = t if name == "q" else max(0, t - (window or 5) + 1)
+            assert not x[:, t + 1 :].any() and not x[:, :first].any()
+            assert x[:, first : t + 1].any(-1).all()
+
+
+CHUNKS = {(7,): [(1,) * 7, (3, 1, 3), (2, 5)], (5, 2, 3): [(1,) * 5, (3, 2), (1, 4)]}
+
+
+@impls
+@pytest.mark.parametrize("shape, chunks", [(s, c) for s, some in CHUNKS.items() for c in some])
+@pytest.mark.parametrize("options", [
+    {}, {"window": 1}, {"window": 3}, {"window": 9, "forget": 0.3}, {"forget": HEADS},
+], ids=str)  # fmt: skip
+def test_state_hand_over_in_chunks_of_any_size(
+    dense, close, close_grads, impl, shape, chunks, options
+):
+    """Values and gradients, through the outputs and through the final State."""
+    *inputs, theta = sample(shape)
+    mask, options = padding(shape), {"impl": impl} | options
+    see = weights(shape, options.get("window"), options.get("forget", 0.0))
+    options["forget"] = per_head(options.get("forget", 0.0))
+    options |= {"mask": mask, "lrpe": theta}
+    actual, state = in_chunks(*inputs, shape, chunks, **options)
+    expected, last = attend(*inputs, shape, **options)
+    close(actual, dense(*inputs, mask=mask, see=see, angles=angles(shape, theta)), 1e-10)
+    assert not state.max.requires_grad and state.max.shape == last.max.shape
+    ours, theirs = ((x, *whole(s)) for x, s in ((actual, state), (expected, last)))
+    for a, b in zip(ours, theirs, strict=True):
+        close(a.detach(), b.detach(), 1e-10)
+    kept = 1 if options.get("window") == 1 else 3  # a window of one hands nothing over
+    close_grads(ours[:kept], theirs[:kept], (*inputs, theta), 1e-9)
+
+
+def test_the_state_of_a_window_holds_its_frames(close):
+    """The last ones apart from each other, each as faded as it is; empty ones before the first."""
+    *inputs, _ = sample((4, 6), grads=False)
+    for window in (1, 2, 4, 7):
+        _, state = attend(*inputs, (4, 6), window=window, forget=0.5)
+        assert all(x.shape[:2] == (2, window - 1) for x in state)
+        for i, frame in enumerate(range(5 - window, 4)):
+            kept = State(*(x[:, i] for x in state))
+            if frame < 0:
+                assert (kept.max == -torch.inf).all() and not kept.memory.any()
+                continue
+            own = summarize(*(x[:, 6 * frame : 6 * frame + 6] for x in inputs[1:]))
+            faded = own._replace(max=own.max - 0.5 * (3 - frame))
+            for a, b in zip(kept, faded, strict=True):
+                close(a, b, 1e-12)
+
+
+@pytest.mark.parametrize("chunk", [1, 8])
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_state_does_not_keep_more_alive_than_it_holds(chunk, window):
+    """Saved or kept, it is as large as its tensors, however many frames it was made of."""
+    *inputs, _ = sample((2 * chunk, 16), grads=False)
+    _, state = in_chunks(*inputs, (2 * chunk, 16), (chunk, chunk), window=window)
+    held, alive = ([f(x) for x in state] for f in (Tensor.numel, lambda x: x.untyped_storage()))
+    assert [len(x) // 8 for x in alive] == held
+
+
+# --------------------------------------------------------------------------- States of many frames
+def random_states(count):
+    """What States (batch, count, heads, ...) are made of; some channels have seen nothing."""
+    top = 30 * torch.randn(2, count, 2, 5, dtype=torch.float64)
+    top[torch.rand(top.shape) < 0.2] = -torch.inf
+    total = (1 + torch.rand_like(top)).requires_grad_()
+    memory = torch.randn(2, count, 2, 10, 3, dtype=top.dtype, requires_grad=True)
+    return top, total, memory
+
+
+def of_leaves(top, total, memory):
+    seen = (top > -torch.inf).double()
+    return State(top, total * seen, memory * torch.cat([seen, seen], -1)[..., None])
+
+
+def merged(states, window):
+    """`running` as a loop."""
+    out = []
+    for t in range(states.max.shape[1]):
+        now = State(*(x[:, t] for x in states))
+        for s in range(t - 1, max(-1, t - (window or t + 1)), -1):
+            now = merge(now, State(*(x[:, s] for x in states)))
+        out.append(now)
+    return State(*(torch.stack(parts, 1) for parts in zip(*out, strict=True)))
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 13])
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 8, 12, 13, 40])
+def test_running_is_a_loop_of_merges(close, close_grads, count, window):
+    leaves = random_states(count)
+    actual, expected = running(of_leaves(*leaves), window), merged(of_leaves(*leaves), window)
+    assert torch.equal(actual.max, expected.max) and not actual.max.requires_grad
+    for a, b in zip(actual[1:], expected[1:], strict=True):
+        close(a.detach(), b.detach(), 1e-12)
+    close_grads(actual[1:], expected[1:], leaves[1:], 1e-12)

@@ -1,0 +1,249 @@
+"""Causal networks on the command line: trained, streamed from files and pipes, or refused."""
+
+import csv
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+
+from ndlightnet import NDLightNet
+from ndlightnet.data.digits import MOTIONS
+from ndlightnet.data.video import PyAVReader, load_video
+from ndlightnet.data.video_stream import VideoStream
+from ndlightnet.data.video_transforms import eval_clips
+from ndlightnet.inference import predict_clips
+from ndlightnet.training import VideoTask
+
+CAUSAL = "--model.causal=true"
+SIZE, FRAMES = 24, 13  # the network's patch takes two frames, so the last one is half empty
+
+
+def fit(classify, folder: Path, *more: str) -> Path:
+    """One step on moving digits; the checkpoint."""
+    done = classify(
+        "fit", "--data.class_path=MovingDigits", "--data.init_args.videos=[6,6]", *more,
+        f"--trainer.default_root_dir={folder}", f"--data.init_args.root={folder}/data",
+        "--data.init_args.validation=0",
+    )  # fmt: skip
+    assert (done.status, done.errors) == (0, [])
+    return folder / "checkpoints" / "last.ckpt"
+
+
+@pytest.fixture(scope="module")
+def trained(classify, tmp_path_factory) -> Path:
+    """A checkpoint whose head is enlarged, so that predictions differ."""
+    path = fit(classify, tmp_path_factory.mktemp("causal"), CAUSAL)
+    saved = torch.load(path, weights_only=True)
+    saved["state_dict"]["net.head.weight"] *= 30
+    torch.save(saved, path)
+    return path
+
+
+def encode(path: Path, **flags: str) -> Path:
+    """A block that moves over noise, 96 x 128 pixels, 25 frames a second."""
+    rng = np.random.default_rng(0)
+    with av.open(str(path), "w", options=flags) as file:
+        stream = file.add_stream("libx264", rate=25)
+        stream.height, stream.width, stream.pix_fmt = 96, 128, "yuv420p"
+        stream.options, stream.codec_context.thread_count = {"g": "5"}, 1
+        for k in range(FRAMES):
+            picture = rng.integers(0, 256, (96, 128, 3), dtype=np.uint8)
+            picture[30:60, 8 * k : 8 * k + 24] = 250
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        file.mux(stream.encode())
+    return path
+
+
+@pytest.fixture
+def clip(tmp_path) -> Path:
+    return encode(tmp_path / "clip.mkv")
+
+
+def stream(classify, source, checkpoint, *more):
+    """The command; the training data are gone."""
+    return classify(
+        "stream", f"--data.init_args.input={source}", "--data.init_args.root=/gone",
+        f"--ckpt_path={checkpoint}", *more,
+    )  # fmt: skip
+
+
+def probabilities(text: str) -> torch.Tensor:
+    """Of CSV lines: (lines, classes)."""
+    rows = list(csv.DictReader(text.splitlines()))
+    return torch.tensor([[float(row[name]) for name in MOTIONS] for row in rows])
+
+
+def test_lines_are_the_network_on_all_frames_so_far(trained, classify, clip, monkeypatch):
+    monkeypatch.setattr("ndlightnet.data.video.open_video", PyAVReader)
+    done = stream(classify, clip, trained)
+    assert (done.status, done.errors) == (0, [])
+    assert done.err.splitlines()[-1].startswith(f"{FRAMES} frames, ")
+    rows = list(csv.DictReader(done.out.splitlines()))
+    assert list(rows[0]) == ["seconds", "frame", "class", "probability", *MOTIONS]
+    assert [int(row["frame"]) for row in rows] == list(range(FRAMES))
+    assert [row["seconds"] for row in rows] == [f"{k / 25:.3f}" for k in range(FRAMES)]
+    for row in rows:
+        best = max(MOTIONS, key=lambda name: float(row[name]))
+        assert (row["class"], row["probability"]) == (best, row[best])
+    net = NDLightNet(3, num_classes=6, patch_size=(2, 8, 8), embed_dim=16, depth=1, causal=True)
+    saved = torch.load(trained, weights_only=True)["state_dict"]
+    net.load_state_dict({name.removeprefix("net."): value for name, value in saved.items()})
+    video = load_video(clip, round(SIZE * 8 / 7), FRAMES)
+    found = probabilities(done.out)
+    for n in range(2, FRAMES + 2, 2):  # the two lines of a patch are those of its last frame
+        seen = video[:n]
+        expected = predict_clips(net.eval(), eval_clips(seen, len(seen), SIZE)[None])[0]
+        torch.testing.assert_close(found[n - 2 : n], expected.expand(len(found[n - 2 : n]), -1),
+                                   atol=2e-6, rtol=0)  # fmt: skip
+    assert (found[0] - found[-1]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("kind", ["named pipe", "standard input"])
+def test_a_pipe_gives_the_same_lines(trained, classify, clip, tmp_path, monkeypatch, kind):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(clip.read_bytes()), daemon=True)
+    writer.start()
+    expected = stream(classify, clip, trained).out
+    if kind == "standard input":
+        with open(pipe) as stdin:
+            monkeypatch.setattr(sys, "stdin", stdin)
+            done = stream(classify, "-", trained)
+    else:
+        done = stream(classify, pipe, trained)
+    assert (done.status, done.out) == (0, expected)
+
+
+def test_lines_in_a_file_at_another_rate(trained, classify, clip, tmp_path):
+    out = tmp_path / "out.csv"
+    done = stream(classify, clip, trained, f"--output={out}", "--fps=12.5")
+    assert (done.status, done.out) == (0, "")
+    rows = list(csv.DictReader(out.open()))
+    assert [int(row["frame"]) for row in rows] == list(range(0, FRAMES, 2))
+    assert sorted(tmp_path.iterdir()) == [clip, out]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_precision_of_the_trainer(trained, classify, clip, precision):
+    done = stream(classify, clip, trained, f"--trainer.precision={precision}")
+    assert (done.status, done.errors) == (0, [])
+    exact = probabilities(stream(classify, clip, trained).out)
+    assert 0 < (probabilities(done.out) - exact).abs().max() < 0.1
+
+
+def test_a_stream_that_is_interrupted_ends_well(trained, classify, clip, monkeypatch):
+    whole, frames = stream(classify, clip, trained).out, VideoStream.__iter__
+
+    def some(video):
+        for frame in frames(video):
+            yield frame
+            if frame.number == 5:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(VideoStream, "__iter__", some)
+    done = stream(classify, clip, trained)
+    assert (done.status, done.errors) == (0, [])
+    assert done.out.splitlines() == whole.splitlines()[:7]
+
+
+def test_damage_leaves_the_lines_so_far(trained, classify, tmp_path):
+    path = encode(tmp_path / "a.mp4", movflags="faststart")
+    whole = stream(classify, path, trained).out.splitlines()
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    done = stream(classify, path, trained)
+    assert done.status == 1 and len(done.errors) == 1
+    assert done.errors[0].startswith(f"error: {path}: damaged, ")
+    rows = done.out.splitlines()
+    assert 3 < len(rows) < FRAMES and rows[:3] == whole[:3]
+
+
+def refused(done, text: str) -> None:
+    assert done.status == 1 and len(done.errors) == 1, done.err[-2000:]
+    assert text in done.errors[0] and "Traceback" not in done.err and done.out == ""
+
+
+def test_what_cannot_be_streamed(trained, classify, clip, tmp_path):
+    (tmp_path / "text.mkv").write_text("this is no video")
+    refused(stream(classify, tmp_path / "text.mkv", trained), "text.mkv: not a video")
+    refused(stream(classify, tmp_path / "gone.mkv", trained), "gone.mkv: no such file")
+    refused(stream(classify, clip, tmp_path / "gone.ckpt"), "gone.ckpt: no such checkpoint")
+    refused(classify("stream", f"--ckpt_path={trained}"), "data.input: ")
+    refused(classify("stream", f"--data.init_args.input={clip}"), "--ckpt_path: ")
+    refused(stream(classify, clip, trained, f"--output={tmp_path}/text.mkv/a"), "cannot be written")
+    refused(stream(classify, clip, trained, "--fps=0"), "fps=0")
+
+
+def test_a_network_that_is_not_causal_is_refused(trained, classify, clip, tmp_path):
+    """Also where its weights have the same shapes, which is so without MD-TPE."""
+    flat = "--model.net.init_args.tpe=false"
+    free, bound = fit(classify, tmp_path / "a", flat), fit(classify, tmp_path / "b", flat, CAUSAL)
+    hint = "with --model.causal true"
+    assert stream(classify, clip, bound, flat).status == 0
+    refused(
+        stream(classify, clip, free, flat), f"{free}: its network is not causal, train one {hint}"
+    )
+    refused(stream(classify, clip, free, flat, "--model.causal=false"), hint)
+    done = classify(
+        "predict", f"--ckpt_path={trained}", f"--trainer.default_root_dir={tmp_path}/out",
+        f"--data.init_args.input={clip}",
+    )  # fmt: skip
+    refused(done, f"{trained}: its network is causal, go on {hint}")
+
+
+def test_a_mixer_that_cannot_go_frame_by_frame(classify, clip, tmp_path):
+    """It trains with the causal mask; a stream has no use for it."""
+    mixer = "--model.net.init_args.mixer=ndlightnet.nn.mixers.SoftmaxAttention"
+    checkpoint = fit(classify, tmp_path / "run", mixer, CAUSAL)
+    refused(stream(classify, clip, checkpoint, mixer), "SoftmaxAttention has no method advance")
+
+
+@pytest.mark.parametrize("mixer", ["Identity", "LightNetAttention"])
+def test_other_mixers_are_streamed(classify, clip, tmp_path, mixer):
+    given = f"--model.net.init_args.mixer=ndlightnet.nn.mixers.{mixer}"
+    done = stream(classify, clip, fit(classify, tmp_path / "run", given, CAUSAL), given)
+    assert (done.status, len(done.out.splitlines())) == (0, FRAMES + 1)
+
+
+@pytest.mark.parametrize(
+    "given, causal",
+    [
+        ([], False), ([CAUSAL], True), (["--model.causal=false"], False),
+        (["--model.net.init_args.causal=true"], True),
+        (["--model.net.init_args.causal=true", CAUSAL], True),
+        (["--model.net.init_args.causal=true", "--model.causal=false"], False),
+    ],
+)  # fmt: skip
+def test_causal_reaches_the_network(classify, tmp_path, monkeypatch, given, causal):
+    found = []
+    monkeypatch.setattr(VideoTask, "setup", lambda task, stage: found.append(task.net.causal))
+    monkeypatch.setattr(VideoTask, "training_step", lambda task, *_: task.net.head.bias.sum())
+    fit(classify, tmp_path, *given)
+    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert found == [causal] == [saved["causal"]]
+
+
+def test_causal_for_a_network_that_takes_none(classify, segment, tmp_path):
+    out = f"--trainer.default_root_dir={tmp_path}"
+    net = {"class_path": "ndlightnet.NDLightUNet",
+           "init_args": {"dims": 3, "in_channels": 3, "out_channels": 6}}  # fmt: skip
+    done = classify("fit", out, f"--model.net={json.dumps(net)}", CAUSAL)
+    refused(done, "model.causal: ndlightnet.NDLightUNet has no argument causal")
+    for arguments in (("fit", out, CAUSAL), ("stream", out)):  # volumes have no time
+        with pytest.raises(SystemExit) as caught:
+            segment(*arguments)
+        assert caught.value.code == 2
+    with pytest.raises(ValueError, match="causal=True: expected False"):
+        VideoTask(torch.nn.Identity(), causal=True)
+
+
+def test_the_config_is_printed(classify, capsys):
+    for command in ("fit", "stream"):
+        with pytest.raises(SystemExit) as caught:
+            classify(command, CAUSAL, "--print_config")
+        assert caught.value.code == 0
