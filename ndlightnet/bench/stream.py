@@ -115,7 +115,8 @@ def draw(facts: dict[str, float], path: Path) -> None:
             found.setdefault(more or "all frames", []).append((int(number), value))
     for (label, points), color in zip(found.items(), ("#0072B2", "#D55E00"), strict=False):
         axes.plot(*zip(*points, strict=True), label=label, color=color, linewidth=2)
-    axes.set(xlabel="frames", ylabel="memory in use, MB", xlim=0, ylim=0)
+    most = max(value for points in found.values() for _, value in points)
+    axes.set(xlabel="frames", ylabel="memory in use, MB", xlim=0, ylim=(0, 1.15 * most))
     axes.grid(color="#DDDDDD", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
