@@ -15,6 +15,7 @@ from torch import Tensor
 from ndlightnet_kernels import phases
 from ndlightnet_kernels.phases import places, rotate, turning
 from ndlightnet_kernels.plans import pieces, plan, wide
+from ndlightnet_kernels.segments import merge_parts
 from ndlightnet_kernels.tiles import (
     Place,
     cdiv,
@@ -39,7 +40,6 @@ from ndlightnet_kernels.tiles import (
     turn,
     unweave,
     weave,
-    weight,
 )  # fmt: skip
 
 SIZES = ["length", "span", "parts", "pieces", "heads", "own", *phases.SIZES]
@@ -213,51 +213,6 @@ def _summarize(
 
 
 @triton.jit
-def parts_of(first, bh, heads, parts):
-    """Where the parts of a State begin, the first one and the one after the last: all `parts`, or
-    in a pack those from first[row] on."""
-    if first is None:
-        return bh * parts, parts * 0, parts
-    else:
-        row = bh // heads
-        return bh % heads * parts, tl.load(first + row), tl.load(first + row + 1)
-
-
-@triton.jit(do_not_specialize=["parts", "heads"])
-def _merge(
-    top, total, memory, first, top_out, total_out, memory_out, parts, heads,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """Join the parts' States: one program for BC rows of the memory. first: see `parts_of`."""
-    bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
-    row = tl.program_id(1) * BC + tl.arange(0, BC)
-    inside = row < TALL * DIM
-    here = inside[:, None] & (vc < VDIM)[None, :]
-    own, begin, end = parts_of(first, bh, heads, parts)
-    at = own * DIM + row % DIM
-    zero = tl.zeros((BC,), tl.int32)
-    best = tl.full((BC,), float("-inf"), tl.float32)
-    for some in range(begin, end, 8):
-        for i in tl.static_range(8):
-            s = zero + some + i
-            one = tl.load(top + at + s * DIM, mask=inside & (s < end), other=float("-inf"))
-            best = tl.maximum(best, one)
-    sm = tl.zeros((BC,), tl.float32)
-    acc = tl.zeros((BC, BV), tl.float32)
-    for some in range(begin, end, 8):
-        for i in tl.static_range(8):  # eight loads on their way at once
-            s = zero + some + i
-            there = inside & (s < end)
-            w = weight(tl.load(top + at + s * DIM, mask=there, other=float("-inf")), best)
-            sm += w * tl.load(total + at + s * DIM, mask=there, other=0.0)
-            x = memory + ((own + s) * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :]
-            acc += w[:, None] * tl.load(x, mask=here & there[:, None], other=0.0)
-    tl.store(top_out + bh * DIM + row, best, row < DIM)
-    tl.store(total_out + bh * DIM + row, sm, row < DIM)
-    tl.store(memory_out + (bh * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :], acc, here)
-
-
-@triton.jit
 def _inverse(total, at, inside):
     s = tl.load(total + at, mask=inside, other=0.0)
     return tl.where(s > 0, 1 / tl.where(s > 0, s, 1.0), 0.0)
@@ -395,7 +350,7 @@ def summarize(
             scratch(k, batch, heads, tall * dim, vdim),
         )  # fmt: skip
         some = max(1, 256 // bv)
-        _merge[(batch * heads, cdiv(tall * dim, some))](
+        merge_parts[(batch * heads, cdiv(tall * dim, some))](
             top, total, memory, first, *joined, parts, heads, DIM=dim, VDIM=vdim, BV=bv, TALL=tall,
             BC=some, num_warps=2,
         )  # fmt: skip

@@ -17,10 +17,10 @@ from ndlightnet_kernels.attention import (
     _keys,
     _load_query,
     _read_memory,
-    parts_of,
 )
 from ndlightnet_kernels.phases import places, rotate, rotate_once, turning
 from ndlightnet_kernels.plans import plan, wide
+from ndlightnet_kernels.segments import parts_of
 from ndlightnet_kernels.tiles import (
     KINDS,
     Place,

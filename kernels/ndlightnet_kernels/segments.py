@@ -1,4 +1,4 @@
-"""Between the segments of the causal form: the State before each, and its adjoint."""
+"""Joining States: of the parts of a source, and between the segments of the causal form."""
 
 # mypy: disable-error-code="assignment"
 # (a jit function builds its tuples of tensors piece by piece)
@@ -11,6 +11,51 @@ from ndlightnet_kernels.tiles import weight
 
 INFINITE = tl.constexpr(float("inf"))
 AT_ONCE = tl.constexpr(8)  # States whose loads are on their way at the same time
+
+
+@triton.jit
+def parts_of(first, bh, heads, parts):
+    """Where the parts of a State begin, the first one and the one after the last: all `parts`, or
+    in a pack those from first[row] on."""
+    if first is None:
+        return bh * parts, parts * 0, parts
+    else:
+        row = bh // heads
+        return bh % heads * parts, tl.load(first + row), tl.load(first + row + 1)
+
+
+@triton.jit(do_not_specialize=["parts", "heads"])
+def merge_parts(
+    top, total, memory, first, top_out, total_out, memory_out, parts, heads,
+    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Join the parts' States: one program for BC rows of the memory. first: see `parts_of`."""
+    bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
+    row = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = row < TALL * DIM
+    here = inside[:, None] & (vc < VDIM)[None, :]
+    own, begin, end = parts_of(first, bh, heads, parts)
+    at = own * DIM + row % DIM
+    zero = tl.zeros((BC,), tl.int32)
+    best = tl.full((BC,), -INFINITE, tl.float32)
+    for some in range(begin, end, 8):
+        for i in tl.static_range(8):
+            s = zero + some + i
+            one = tl.load(top + at + s * DIM, mask=inside & (s < end), other=-INFINITE)
+            best = tl.maximum(best, one)
+    sm = tl.zeros((BC,), tl.float32)
+    acc = tl.zeros((BC, BV), tl.float32)
+    for some in range(begin, end, 8):
+        for i in tl.static_range(8):  # eight loads on their way at once
+            s = zero + some + i
+            there = inside & (s < end)
+            w = weight(tl.load(top + at + s * DIM, mask=there, other=-INFINITE), best)
+            sm += w * tl.load(total + at + s * DIM, mask=there, other=0.0)
+            x = memory + ((own + s) * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :]
+            acc += w[:, None] * tl.load(x, mask=here & there[:, None], other=0.0)
+    tl.store(top_out + bh * DIM + row, best, row < DIM)
+    tl.store(total_out + bh * DIM + row, sm, row < DIM)
+    tl.store(memory_out + (bh * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :], acc, here)
 
 
 @triton.jit(do_not_specialize=["parts", "pieces"])

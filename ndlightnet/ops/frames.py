@@ -9,6 +9,7 @@ the tokens, whatever a query sees. A window merges the last frames only, forgett
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,15 +154,15 @@ def axis_causal_attention(
         how = (window, forget, chosen)
         if not heavy(k, v, lrpe, k.shape[1] // frames):
             return _attend(q, k, v, mask, lrpe, state, frames, *how)
+        run: Any = _attend
+        if torch.is_grad_enabled():
+            run = partial(checkpoint, _attend, use_reentrant=False, preserve_rng_state=False)
         outs, tokens, most = [], k.shape[1] // frames, max(1, round(frames**0.5))
         for first in range(0, frames, most):
             n = min(most, frames - first)
             now = slice(first * tokens, (first + n) * tokens)
             part = (q[:, now], k[:, now], v[:, now], None if mask is None else mask[:, now])
-            out, state = checkpoint(
-                _attend, *part, _from(lrpe, first, n), state, n, *how,
-                use_reentrant=False, preserve_rng_state=False,
-            )  # fmt: skip
+            out, state = run(*part, _from(lrpe, first, n), state, n, *how)
             outs.append(out)
         assert state is not None
         return torch.cat(outs, 1), state

@@ -76,6 +76,12 @@ def test_refusals_say_why():
         LightNetAttention(32, window=0)
     with pytest.raises(ValueError, match=r"forget=-1"):
         LightNetAttention(32, forget=-1)
+    for options in ({"window": 2}, {"forget": 0.1}):
+        with pytest.raises(ValueError, match=r"causal=False with window"):
+            LightNetAttention(32, 2, **options)(x)
+    for forget in (-1, float("inf"), (0.1,), (0.1, float("nan"))):
+        with pytest.raises(ValueError, match=r"forget="):
+            LightNetAttention(32, 2, forget=forget)
     with pytest.raises(ValueError, match=r"heads=5"):
         LightNetAttention(32, 5)
     with pytest.raises(ValueError, match=r"impl"):
@@ -140,12 +146,12 @@ def test_bfloat16_autocast_is_close_to_float32(causal):
 
 @pytest.mark.parametrize("cosine", [False, True])
 def test_impl_reaches_the_functions(close, cosine):
-    how = {"lrpe": "cosine" if cosine else None, "window": 2, "forget": 0.1}
-    layer, x = LightNetAttention(32, **how), torch.randn(2, 3, 3, 32)
-    slow = LightNetAttention(32, **how, impl="reference")
-    slow.load_state_dict(layer.state_dict())
-    close(slow(x), layer(x), 1e-5)
-    close(slow(x, causal=True), layer(x, causal=True), 1e-5)
+    x, lrpe = torch.randn(2, 3, 3, 32), "cosine" if cosine else None
+    for causal, more in ((False, {}), (True, {}), (True, {"window": 2, "forget": 0.1})):
+        layer = LightNetAttention(32, lrpe=lrpe, **more)
+        slow = LightNetAttention(32, lrpe=lrpe, **more, impl="reference")
+        slow.load_state_dict(layer.state_dict())
+        close(slow(x, causal=causal), layer(x, causal=causal), 1e-5)
 
 
 @pytest.mark.parametrize("lrpe", ["cosine", None])

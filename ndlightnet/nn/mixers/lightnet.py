@@ -112,6 +112,11 @@ class LightNetAttention(nn.Module):
         own frame and those before it (with one axis: the tokens before it). Without context.
         layout: of samples end to end; then x is (length, dim), mask (length,), without context.
         """
+        if not causal and (self.window is not None or self.fades):
+            raise ValueError(
+                f"causal=False with window={self.window}, forget={self.forget}: a frame before "
+                "another one is what they are about, expected causal=True"
+            )
         if layout is not None:
             return self._packed(x, layout, mask, causal)
         grid = Grid.of(x)
@@ -186,8 +191,7 @@ class LightNetAttention(nn.Module):
         )
         if self.window is None:
             return empty
-        return State(*(torch.stack([x] * (self.window - 1), 1) if self.window > 1 else
-                       x[:, None][:, :0] for x in empty))  # fmt: skip
+        return State(*(torch.stack([x], 1).repeat_interleave(self.window - 1, 1) for x in empty))
 
     def advance(self, x: Tensor, state: State, position: int | Tensor) -> tuple[Tensor, State]:
         """The next frames (batch, frames, *space, dim) of the causal form; `position`: how many
