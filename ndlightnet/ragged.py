@@ -52,24 +52,18 @@ class Ragged:
             self._made[key] = make()
         return self._made[key]
 
-    def split(self, *xs: Tensor) -> list[Any]:
-        """Tokens (length, ...) as samples (1, *shape, ...); of several tensors, tuples of them."""
-        parts = [
-            [
-                x[a:b].reshape(1, *shape, *x.shape[1:])
-                for (a, b), shape in zip(pairwise(self.offsets), self.shapes, strict=True)
-            ]
-            for x in xs
+    def split(self, x: Tensor) -> list[Tensor]:
+        """Tokens (length, ...) as samples (1, *shape, ...)."""
+        return [
+            x[a:b].reshape(1, *shape, *x.shape[1:])
+            for (a, b), shape in zip(pairwise(self.offsets), self.shapes, strict=True)
         ]
-        return parts[0] if len(xs) == 1 else list(zip(*parts, strict=True))
 
     def map(self, function: Callable[..., Tensor], *xs: Tensor) -> Tensor:
         """`function` of every sample (1, *shape, ...) by itself, end to end again."""
+        samples = zip(*map(self.split, xs), strict=True)
         return torch.cat(
-            [
-                function(*((part,) if len(xs) == 1 else part)).reshape(n, -1)
-                for part, n in zip(self.split(*xs), self.lengths, strict=True)
-            ]
+            [function(*one).reshape(n, -1) for one, n in zip(samples, self.lengths, strict=True)]
         )
 
     def owners(self, device: torch.device) -> Tensor:
@@ -102,24 +96,6 @@ class Ragged:
 
         made: tuple[Ragged, Tensor, int] = self.once(("frames", device), make)
         return made
-
-    def pad(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens (length, ...) as a padded batch (batch, *largest shape, ...), and its mask."""
-        most = [max(sizes) for sizes in zip(*self.shapes, strict=True)]
-        out = x.new_zeros(len(self), *most, *x.shape[1:])
-        mask = torch.zeros(len(self), *most, dtype=torch.bool, device=x.device)
-        for row, (part, shape) in enumerate(zip(self.split(x), self.shapes, strict=True)):
-            here: Any = (row, *(slice(n) for n in shape))
-            out[here], mask[here] = part[0], True
-        return out, mask
-
-    def unpad(self, x: Tensor) -> Tensor:
-        """Inverse of `pad`."""
-        rows = []
-        for row, shape in enumerate(self.shapes):
-            here: Any = (row, *(slice(n) for n in shape))
-            rows.append(x[here].flatten(0, self.ndim - 1))
-        return torch.cat(rows)
 
     def lines(self, device: torch.device) -> list[Lines]:
         """The lines along every axis, in groups of like lengths (at least 16, twice that, ...)."""

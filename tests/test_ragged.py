@@ -38,16 +38,6 @@ def test_lines_are_those_of_the_grids():
         assert found == expected
 
 
-@pytest.mark.parametrize("more", [(), (2,)])
-def test_pad_and_back(more):
-    layout = Ragged(SHAPES)
-    x = torch.randn(layout.length, *more)
-    padded, mask = layout.pad(x)
-    assert padded.shape == (3, 6, 4, 40, *more) and mask.sum() == layout.length
-    assert torch.equal(layout.unpad(padded), x) and not padded[~mask].any()
-    assert torch.equal(padded[1, 0, :2, :40].flatten(0, 1), x[60:140])
-
-
 @pytest.mark.parametrize("patch", [2, (1, 3, 2)])
 def test_pack_cuts_every_sample_as_it_is_cut_alone(patch):
     samples = [torch.randn(2, 5, 4, 7), torch.randn(2, 1, 9, 2)]

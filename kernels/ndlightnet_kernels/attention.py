@@ -29,6 +29,7 @@ from ndlightnet_kernels.tiles import (
     load_keys,
     operand,
     pad,
+    part_at,
     powers,
     prepare,
     processors,
@@ -266,10 +267,7 @@ def _read(
     """Output of a part of the queries, for one block of value channels."""
     bh, part = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    row, begin, end, base, state = b, part * span, min(part * span + span, length), prefix, bh
-    if items is not None:
-        row, part, begin, end, base = item(items, part)
-        state = row * heads + h
+    row, part, begin, end, base, state = part_at(items, part, b, bh, h, heads, span, length, prefix)
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     c, vc = tl.arange(0, BK), tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
     ma, mb = _read_memory(total, memory, state, c, vc, DIM, VDIM, KIND)

@@ -28,10 +28,10 @@ from ndlightnet_kernels.tiles import (
     dot,
     even,
     flags,
-    item,
     load,
     operand,
     pad,
+    part_at,
     powers,
     prepare,
     processors,
@@ -61,12 +61,7 @@ def _read_backward(
     """dq, and a part's pull (fa, fb)^T dout on the normalised memory, for a block of features."""
     bh, part = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    row, slot, begin, end, base, state = (
-        b, part, part * span, min(part * span + span, length), prefix, bh,
-    )  # fmt: skip
-    if items is not None:
-        row, slot, begin, end, base = item(items, part)
-        state = row * heads + h
+    row, slot, begin, end, base, state = part_at(items, part, b, bh, h, heads, span, length, prefix)
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     c, vc = tl.program_id(0) % BLOCKS * BK + tl.arange(0, BK), tl.arange(0, BV)
     ma, mb = _read_memory(total, memory, state, c, vc, DIM, VDIM, KIND)
@@ -266,12 +261,7 @@ def _summarize_backward(
     """dk and dv of a part: dk = p (v . dmemory + dtotal), dv = p . dmemory."""
     bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    row, slot, begin, end, base, state = (
-        b, part, part * span, min(part * span + span, length), prefix, bh,
-    )  # fmt: skip
-    if items is not None:
-        row, slot, begin, end, base = item(items, part)
-        state = row * heads + h
+    row, slot, begin, end, base, state = part_at(items, part, b, bh, h, heads, span, length, prefix)
     vc, kc = tl.arange(0, BV), tl.arange(0, BK)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     turns = turning(
@@ -296,21 +286,9 @@ def _summarize_backward(
                 c = block * BK + kc
                 some = _grads(top, dtotal, dmemory, state, c, vc, DIM, VDIM, KIND, OPERAND)
                 its = turning(
-                    theta,
-                    start,
-                    shapes,
-                    row,
-                    each,
-                    base,
-                    h * own,
-                    sizes,
-                    c,
-                    KIND,
-                    AXES,
-                    SLOTS,
-                    OFFSET,
-                    TOTAL,
-                )
+                    theta, start, shapes, row, each, base, h * own, sizes, c, KIND, AXES, SLOTS,
+                    OFFSET, TOTAL,
+                )  # fmt: skip
                 dy = _key_block(
                     k, dk, dtheta, y, dy, some, its, b, h, t, tile, c, seen, inside, length,
                     heads, skb, skt, skh, DIM, BK, BL, KIND, AXES, SLOTS, TOTAL, WIDE, PREFIX,

@@ -38,6 +38,17 @@ def item(items, part):
 
 
 @triton.jit
+def part_at(items, part, b, bh, h, heads, span, length, prefix):
+    """Sample of a part, its place among all parts, first token and the one after the last, tokens
+    in front of the sample's grid, and its State."""
+    if items is None:
+        return b, part, part * span, min(part * span + span, length), prefix, bh
+    else:
+        row, slot, begin, end, base = item(items, part)
+        return row, slot, begin, end, base, row * heads + h
+
+
+@triton.jit
 def tokens_seen(keep, b, t, end, length, MASKED: tl.constexpr):
     """Which tokens are before `end` and not padding."""
     seen = t < end

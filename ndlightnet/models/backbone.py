@@ -15,7 +15,7 @@ from ndlightnet.nn.block import Block, init_weights
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.patch import Patchify
 from ndlightnet.nn.position import CODES, MDTPE
-from ndlightnet.ragged import Packed, pack
+from ndlightnet.ragged import Packed, Ragged, pack
 
 
 class NDLightNet(nn.Module):
@@ -89,12 +89,11 @@ class NDLightNet(nn.Module):
                 patch_size = max(1, round(256 ** (1 / dims)))
             patch = patch_size if isinstance(patch_size, int) else tuple(patch_size)
             self.embed = Patchify(dims, in_chans, patch, embed_dim)
-        one_way = causal and dims == 1
-        if tpe_bidirectional and one_way:
+        if tpe_bidirectional and causal and dims == 1:
             raise ValueError(
                 "tpe_bidirectional=True with causal=True on one axis: later tokens would be seen"
             )
-        both = not one_way if tpe_bidirectional is None else tpe_bidirectional
+        both = tpe_bidirectional is not False
         self.tpe = MDTPE(dims, embed_dim, tpe_states, both, causal) if tpe else None
         rates = [drop_path_rate * i / max(1, depth - 1) for i in range(depth)]
         self.blocks = nn.ModuleList(Block(embed_dim, mixer, mlp_ratio, rate) for rate in rates)
@@ -147,17 +146,21 @@ class NDLightNet(nn.Module):
         self._check(x, mask)
         if mask is not None and self.vocab_size is None:
             x = x.masked_fill(~mask[:, None], 0)
-        mask = self.token_mask(mask)
+        return self._encode(self.embed(x), self.token_mask(mask))
+
+    def _encode(self, x: Tensor, mask: Tensor | None, layout: Ragged | None = None) -> Tensor:
+        """Embedded tokens to features; layout: of samples end to end."""
         # the residual stream stays in the parameters' precision under autocast
-        x = self.embed(x).to(self.norm.weight.dtype)
+        x = x.to(self.norm.weight.dtype)
         if self.tpe is not None:
-            x = self.tpe(x, mask)
+            x = self.tpe(x, mask, layout)
         for block in self.blocks:
             if self.grad_checkpointing and self.training:
-                x = checkpoint(block, x, mask, self.causal, use_reentrant=False)
+                x = checkpoint(block, x, mask, self.causal, layout, use_reentrant=False)
             else:
-                x = block(x, mask, self.causal)
-        return self.norm(x)
+                x = block(x, mask, self.causal, layout)
+        out: Tensor = self.norm(x)
+        return out
 
     def _packed_features(self, packed: Packed, mask: Tensor | None) -> Packed:
         x, layout, words = packed.values, packed.layout, self.vocab_size is not None
@@ -170,15 +173,7 @@ class NDLightNet(nn.Module):
         if mask is not None:
             raise ValueError("mask: expected none with packed samples, which have no padding")
         embed: Any = self.embed if words else self.embed.proj
-        x = embed(x).to(self.norm.weight.dtype)
-        if self.tpe is not None:
-            x = self.tpe(x, None, layout)
-        for block in self.blocks:
-            if self.grad_checkpointing and self.training:
-                x = checkpoint(block, x, None, self.causal, layout, use_reentrant=False)
-            else:
-                x = block(x, None, self.causal, layout)
-        return Packed(self.norm(x), layout)
+        return Packed(self._encode(embed(x), None, layout), layout)
 
     def _check(self, x: Tensor, mask: Tensor | None) -> None:
         if self.vocab_size is not None:

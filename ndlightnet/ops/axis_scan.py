@@ -84,6 +84,18 @@ def line_step(x: Tensor, coef: Tensor, log_decay: Tensor, state: Tensor) -> tupl
     return (state * coef.to(acc)).sum(-1).to(x.dtype), state
 
 
+def both_ways(
+    lines: Tensor, axis: int, coef: Tensor, log_decay: Tensor, reverse: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """The recurrence along lines (lines, n, dim) of one axis, and back; a token counts once."""
+    y = line_scan(lines, coef[axis], log_decay[axis])
+    if reverse is None:
+        return y
+    back, decay = reverse[0][axis], reverse[1][axis]
+    y = y + line_scan(lines.flip(1), back, decay).flip(1)
+    return y - lines * back.sum(-1).to(lines.dtype)
+
+
 def axis_scan(
     x: Tensor,
     coef: Tensor,
@@ -125,11 +137,6 @@ def axis_scan(
     with torch.autocast(x.device.type, enabled=False):
         total = given if residual else torch.zeros_like(x)
         for axis in range(grid.ndim):
-            lines = grid.lines(x, axis)
-            y = line_scan(lines, coef[axis], log_decay[axis])
-            if reverse is not None:
-                back, decay = reverse[0][axis], reverse[1][axis]
-                y = y + line_scan(lines.flip(1), back, decay).flip(1)
-                y = y - lines * back.sum(-1).to(lines.dtype)
+            y = both_ways(grid.lines(x, axis), axis, coef, log_decay, reverse)
             total = total + grid.unlines(y, axis)
     return total

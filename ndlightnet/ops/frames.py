@@ -134,13 +134,7 @@ def axis_causal_attention(
             f"lrpe of a grid {lrpe.shape} behind {lrpe.prefix} tokens: expected {frames} frames "
             "and nothing in front"
         )
-    if window is not None and window < 1:
-        raise ValueError(f"window={window}: expected 1 or more frames, or None")
-    if isinstance(forget, Tensor):
-        if tuple(forget.shape) != (k.shape[2],):
-            raise ValueError(f"forget {tuple(forget.shape)}: expected (heads,) = {k.shape[2]}")
-    elif not 0 <= forget < float("inf"):
-        raise ValueError(f"forget={forget}: expected a finite number, 0 or more")
+    check_past(window, forget, k.shape[2])
     plain = window is None and not isinstance(forget, Tensor) and forget == 0
     chosen = _registry.choose(impl, "axis_causal_attention", k, v, lrpe)
     if k.shape[1] == frames and plain:
@@ -166,6 +160,16 @@ def axis_causal_attention(
             outs.append(out)
         assert state is not None
         return torch.cat(outs, 1), state
+
+
+def check_past(window: int | None, forget: float | Tensor, heads: int) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: expected 1 or more frames, or None")
+    if isinstance(forget, Tensor):
+        if tuple(forget.shape) != (heads,):
+            raise ValueError(f"forget {tuple(forget.shape)}: expected (heads,) = {heads}")
+    elif not 0 <= forget < float("inf"):
+        raise ValueError(f"forget={forget}: expected a finite number, 0 or more")
 
 
 def _check_frames(

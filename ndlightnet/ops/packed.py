@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.grid import Grid
 from ndlightnet.ops import _registry, _triton_packed
 from ndlightnet.ops._registry import Impl
 from ndlightnet.ops.attention import global_attention
-from ndlightnet.ops.axis_scan import line_scan
-from ndlightnet.ops.frames import axis_causal_attention, faded, heavy, running
+from ndlightnet.ops.axis_scan import both_ways
+from ndlightnet.ops.frames import axis_causal_attention, check_past, faded, heavy, running
 from ndlightnet.ops.lrpe import Lrpe
 from ndlightnet.ops.state import State
 from ndlightnet.ragged import Ragged
@@ -63,8 +62,10 @@ def packed_axis_causal_attention(
     elsewhere.
     """
     _check(q, k, v, layout, mask, lrpe)
+    check_past(window, forget, k.shape[1])
     chosen: Any = _registry.choose(impl, "axis_causal_attention", k[None], v[None], lrpe)
-    small = min(Grid(shape[1:]).length for shape in layout.shapes if Grid(shape).length)
+    pairs = zip(layout.lengths, layout.shapes, strict=True)
+    small = min((n // shape[0] for n, shape in pairs if n), default=0)
     if chosen == "triton" and v.numel() and not heavy(k, v, lrpe, small):
         frames, at, most = layout.frames(k.device)
 
@@ -136,15 +137,15 @@ def _portions(
     """How the samples are cut into parts for the kernels: see ndlightnet_kernels.tiles.Pack."""
     from ndlightnet_kernels import plans
 
-    span = plans.portion(layout.lengths, k, v.shape[-1], kind)
-
     def make() -> tuple[Tensor, Tensor, Tensor, int]:
+        span = plans.portion(layout.lengths, k, v.shape[-1], kind)
         items, first = plans.items(layout.lengths, span)
         tables = (torch.tensor(x, dtype=torch.int32) for x in (items, first, layout.shapes))
         a, b, c = (x.to(k.device, non_blocking=True) for x in tables)
         return a, b, c, span
 
-    made: tuple[Tensor, Tensor, Tensor, int] = layout.once(("portions", k.device, span), make)
+    key = ("portions", k.device, k.dtype, k.shape[1:], v.shape[-1], kind)
+    made: tuple[Tensor, Tensor, Tensor, int] = layout.once(key, make)
     return made
 
 
@@ -187,11 +188,7 @@ def packed_axis_scan(
             r = torch.arange(longest, device=x.device)
             at = torch.where(r < count, first + r * step, len(x))
             lines = source.index_select(0, at.flatten()).unflatten(0, at.shape)
-            y = line_scan(lines, coef[axis], log_decay[axis])
-            if reverse is not None:
-                back, decay = reverse[0][axis], reverse[1][axis]
-                y = y + line_scan(lines.flip(1), back, decay).flip(1)
-                y = y - lines * back.sum(-1).to(lines.dtype)
+            y = both_ways(lines, axis, coef, log_decay, reverse)
             y = torch.zeros_like(source).index_copy(0, at.flatten(), y.flatten(0, 1))
             total = total + y[:-1]
         return total

@@ -80,11 +80,12 @@ class VideoTask(Task):
 
     def test_step(self, batch: tuple[Tensor, Tensor, Tensor], _: int) -> None:
         clips, labels, index = batch
-        probabilities = predict_clips(self.net, clips)
         if self.causal:
-            for number, odds in zip(index.tolist(), predict_clips_early(self.net, clips).cpu(),
-                                    strict=True):  # fmt: skip
-                self.early[number] = odds
+            early = predict_clips_early(self.net, clips)
+            probabilities = early[:, -1]
+            self.early |= dict(zip(index.tolist(), early.cpu(), strict=True))
+        else:
+            probabilities = predict_clips(self.net, clips)
         names, samples = self.data().classes, self.data().test_set.samples
         # every so many videos, so that the strips show all classes
         every = max(1, len(samples) // STRIPS)

@@ -100,6 +100,13 @@ def test_axis_scan(close, close_grads, shapes, two_ways, residual):
     close_grads(actual, expected, leaves, 1e-10)
 
 
+def test_nothing_at_all():
+    layout = Ragged(((0, 4), (3, 0)))
+    q, v = torch.randn(0, 1, 4), torch.randn(0, 1, 5)
+    for function in (packed_attention, packed_axis_causal_attention):
+        assert function(q, q, v, layout).shape == v.shape
+
+
 def test_nan_in_one_sample_stays_there():
     layout = Ragged(((4, 4), (5, 3)))
     q, k, v = (torch.randn(layout.length, 1, 4) for _ in "qkv")
@@ -122,5 +129,8 @@ def test_errors_name_the_values(change, named):
     q, k, v = (torch.randn(16, 1, 4) for _ in "qkv")
     with pytest.raises(ValueError, match=named):
         packed_attention(**({"q": q, "k": k, "v": v, "layout": layout} | change))
+    for past, what in (({"window": 0}, "window=0"), ({"forget": -1.0}, "forget=-1.0")):
+        with pytest.raises(ValueError, match=what):
+            packed_axis_causal_attention(q, k, v, layout, **past)
     with pytest.raises(ValueError, match="axes"):
         packed_axis_scan(torch.randn(16, 4), layout, torch.randn(1, 4, 2), torch.randn(1, 2))

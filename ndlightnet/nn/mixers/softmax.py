@@ -46,9 +46,10 @@ class SoftmaxAttention(nn.Module):
         keep = grid.flatten_mask(mask)
         if keep is not None:
             keep = keep[:, None, None]
-        simple = causal and grid.ndim == 1 and keep is None
+        tokens = grid.length // max(1, grid.shape[0])  # of a frame
+        simple = causal and tokens == 1 and keep is None
         if causal and not simple:  # torch takes a mask or the flag, not both
-            frame = torch.arange(grid.length, device=x.device) // (grid.length // grid.shape[0])
+            frame = torch.arange(grid.length, device=x.device) // max(1, tokens)
             before = frame[:, None] >= frame
             keep = before if keep is None else keep & before
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
