@@ -100,3 +100,15 @@ class Grid:
         rest = self.shape[:axis] + self.shape[axis + 1 :]
         x = lines.reshape(-1, *rest, self.shape[axis], lines.shape[-1])
         return x.movedim(-2, 1 + axis)
+
+    def line(self, x: Tensor, axis: int, back: bool = False) -> Tensor:
+        """`(batch, *grid, ...)` -> `(batch, length, ...)` in the order in which `axis` runs fastest,
+        the others as they do row by row; back: from the end."""
+        x = x.movedim(1 + axis, self.ndim).flatten(1, self.ndim)
+        return x.flip(1) if back else x
+
+    def unline(self, x: Tensor, axis: int, back: bool = False) -> Tensor:
+        """Inverse of `line`."""
+        rest = self.shape[:axis] + self.shape[axis + 1 :]
+        x = (x.flip(1) if back else x).unflatten(1, (*rest, self.shape[axis]))
+        return x.movedim(self.ndim, 1 + axis)

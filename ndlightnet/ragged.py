@@ -66,6 +66,14 @@ class Ragged:
             [function(*one).reshape(n, -1) for one, n in zip(samples, self.lengths, strict=True)]
         )
 
+    def each(
+        self, mixer: Callable[..., Tensor], x: Tensor, mask: Tensor | None, *, causal: bool
+    ) -> Tensor:
+        """A mixer's result for tokens (length, dim), one sample after the other."""
+        if mask is None:
+            return self.map(lambda one: mixer(one, causal=causal), x)
+        return self.map(lambda one, keep: mixer(one, mask=keep, causal=causal), x, mask)
+
     def owners(self, device: torch.device) -> Tensor:
         """The sample of every token, (length,) int64."""
 

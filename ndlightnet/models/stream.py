@@ -17,7 +17,8 @@ class StreamState(NamedTuple):
     frames: Tensor  # (batch,) int64: frames of tokens so far
     waiting: int  # frames of cells that wait for their patch to fill
     cells: Tensor | None  # (batch, channels, patch - 1, *space): these come first in it
-    tpe: Tensor | None  # (batch, *space of tokens, embed_dim, states)
+    space: tuple[int, ...] | None  # shape of a frame of tokens, known with the first one, as are
+    tpe: Tensor | None  # (batch, *space, embed_dim, states)
     layers: tuple[Any, ...]  # of each mixer, such as an attention State
     total: Tensor  # (batch, embed_dim): sum of all features so far
     tokens: Tensor  # (batch,) their number
@@ -47,10 +48,11 @@ def advance(model: Any, x: Tensor, state: StreamState) -> tuple[Tensor, StreamSt
     x = model.embed(x).to(model.norm.weight.dtype)
     if x.shape[1] == 0:
         return x, state
+    if state.space is None:
+        space = tuple(x.shape[2:-1])
+        state = state._replace(space=space, **_first(model, x.shape[0], space, x.device))
     tpe, layers = state.tpe, []
     if model.tpe is not None:
-        if tpe is None:
-            tpe = model.tpe.init_state(x.shape[0], tuple(x.shape[2:-1]), x.device)
         x, tpe = model.tpe.advance(x, tpe)
     for block, memory in zip(model.blocks, state.layers, strict=True):
         x, memory = block.advance(x, memory, state.frames)
@@ -61,6 +63,14 @@ def advance(model: Any, x: Tensor, state: StreamState) -> tuple[Tensor, StreamSt
         total=state.total + x.flatten(1, -2).to(state.total.dtype).sum(1),
         tokens=state.tokens + x.shape[1:-1].numel(),
     )  # fmt: skip
+
+
+def _first(
+    model: Any, batch: int, space: tuple[int, ...], device: torch.device
+) -> dict[str, Any]:
+    """What depends on the shape of a frame, before the first one."""
+    tpe = None if model.tpe is None else model.tpe.init_state(batch, space, device)
+    return {"tpe": tpe, "layers": tuple(b.init_state(batch, device, space) for b in model.blocks)}
 
 
 class Stream:
@@ -144,17 +154,15 @@ class Stream:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from another stream's `state_dict`, on the model's device."""
-        kinds = [type(memory) for memory in self.model.init_state(1).layers]
-        if len(saved["layers"]) != len(kinds) or len(saved["waiting"]) != self.batch_size:
+        device, space = self.model.norm.weight.device, saved["space"]
+        fresh = () if space is None else _first(self.model, 1, tuple(space), device)["layers"]
+        if len(saved["layers"]) != len(fresh) or len(saved["waiting"]) != self.batch_size:
             raise ValueError(
                 f"a state of {len(saved['layers'])} layers and {len(saved['waiting'])} streams: "
-                f"expected {len(kinds)} and {self.batch_size}"
+                f"expected {len(fresh)} and {self.batch_size}"
             )
-        device = self.model.norm.weight.device
-        layers = tuple(
-            kind(*part) if hasattr(kind, "_fields") else kind(part)
-            for kind, part in zip(kinds, saved["layers"], strict=True)
-        )
+        kinds = [getattr(type(memory), "_make", tuple) for memory in fresh]
+        layers = tuple(kind(part) for kind, part in zip(kinds, saved["layers"], strict=True))
         self.waiting = list(saved["waiting"])
         state = StreamState(**{**saved, "layers": layers, "waiting": 0})
         self.state = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, state)
@@ -190,11 +198,13 @@ class Stream:
     def _fresh(self, n: int) -> StreamState:
         """Of streams that have seen nothing, with all tensors of those that have."""
         fresh: StreamState = self.model.init_state(n)
-        cells, tpe = (
-            None if x is None else x.new_zeros(n, *x.shape[1:])
-            for x in (self.state.cells, self.state.tpe)
-        )
-        return fresh._replace(cells=cells, tpe=tpe)
+        cells, space = self.state.cells, self.state.space
+        if cells is not None:
+            fresh = fresh._replace(cells=cells.new_zeros(n, *cells.shape[1:]))
+        if space is not None:
+            first = _first(self.model, n, space, self.state.frames.device)
+            fresh = fresh._replace(space=space, **first)
+        return fresh
 
     def _put(self, part: StreamState, rows: list[int]) -> None:
         def put(whole: Any, some: Any) -> Any:
@@ -205,11 +215,16 @@ class Stream:
             return whole.index_copy(0, index, some.to(whole.dtype))
 
         old = self.state
+        if old.space is None and part.space is not None:
+            device = part.frames.device
+            first = _first(self.model, self.batch_size, part.space, device)
+            old = old._replace(space=part.space, **first)
         layers = tuple(
             type(memory)(*(put(a, b) for a, b in zip(memory, new, strict=True))) if new else memory
             for memory, new in zip(old.layers, part.layers, strict=True)
         )
         self.state = StreamState(
-            put(old.frames, part.frames), 0, put(old.cells, part.cells), put(old.tpe, part.tpe),
-            layers, put(old.total, part.total), put(old.tokens, part.tokens),
+            put(old.frames, part.frames), 0, put(old.cells, part.cells), old.space,
+            put(old.tpe, part.tpe), layers, put(old.total, part.total),
+            put(old.tokens, part.tokens),
         )  # fmt: skip

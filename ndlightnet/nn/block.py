@@ -71,9 +71,11 @@ class Block(nn.Module):
         x = x + self.drop_path(self.mixer(self.norm1(x), mask=mask, causal=causal, **more), layout)
         return x + self.drop_path(self.mlp(self.norm2(x)), layout)
 
-    def init_state(self, batch: int, device: torch.device | str | None = None) -> Any:
-        """What the mixer knows before the first frame, for `advance`."""
-        return self._streaming().init_state(batch, device)
+    def init_state(
+        self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
+    ) -> Any:
+        """What the mixer knows before the first frame, of shape `space`, for `advance`."""
+        return self._streaming().init_state(batch, device, space)
 
     def advance(self, x: Tensor, state: Any, position: Tensor) -> tuple[Tensor, Any]:
         """The next frames (batch, frames, *space, dim) of the causal form, and what is known of

@@ -117,7 +117,8 @@ class MDTPE(nn.Module):
         self, batch: int, space: tuple[int, ...] = (), device: torch.device | str | None = None
     ) -> Tensor:
         """State along the first axis before the first frame: (batch, *space, dim, states)."""
-        return torch.zeros(batch, *space, *self.coef.shape[1:], device=device)
+        dtype = torch.promote_types(self.coef.dtype, torch.float32)
+        return torch.zeros(batch, *space, *self.coef.shape[1:], dtype=dtype, device=device)
 
     def advance(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """The next frames (batch, frames, *space, dim) and the State before them."""

@@ -275,5 +275,6 @@ def test_errors_show_the_values():
         stream.features(x)
     assert isinstance(stream, Stream)
     for wrong in (model.stream(1), video(depth=1).stream(2)):
+        wrong(x[: wrong.batch_size])
         with pytest.raises(ValueError, match=r"layers and \d streams: expected 2 and 2"):
             stream.load_state_dict(wrong.state_dict())

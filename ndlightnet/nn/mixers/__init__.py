@@ -1,9 +1,31 @@
 """The catalogue of mixers. Each is built from one argument, `dim`, and maps
 `(x (batch, *grid, dim), mask=None, causal=False)` to the shape of x; with `layout`, a Ragged, x is
-`(length, dim)`: samples of different shapes, end to end. Tests iterate `__all__`."""
+`(length, dim)`: samples of different shapes, end to end. Those with an argument `context` also read
+another source (cross attention). Those whose memory does not grow have `init_state` and `advance`.
+Tests iterate `__all__`."""
 
+from ndlightnet.nn.mixers.cosformer import CosformerAttention
+from ndlightnet.nn.mixers.delta import DeltaNet, GatedDeltaNet, KimiDeltaAttention
+from ndlightnet.nn.mixers.gla import GLA
+from ndlightnet.nn.mixers.hgrn2 import HGRN2
 from ndlightnet.nn.mixers.identity import Identity
 from ndlightnet.nn.mixers.lightnet import LightNetAttention
+from ndlightnet.nn.mixers.linear import LinearAttention
+from ndlightnet.nn.mixers.lrpe import LrpeAttention
 from ndlightnet.nn.mixers.softmax import SoftmaxAttention
+from ndlightnet.nn.mixers.tnl import TNL
 
-__all__ = ["Identity", "LightNetAttention", "SoftmaxAttention"]
+__all__ = [
+    "GLA",
+    "HGRN2",
+    "TNL",
+    "CosformerAttention",
+    "DeltaNet",
+    "GatedDeltaNet",
+    "Identity",
+    "KimiDeltaAttention",
+    "LightNetAttention",
+    "LinearAttention",
+    "LrpeAttention",
+    "SoftmaxAttention",
+]

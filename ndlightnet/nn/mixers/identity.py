@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from ndlightnet.nn.mixers.mixer import Mixer
 from ndlightnet.ragged import Ragged
 
 
-class Identity(nn.Module):
+class Identity(Mixer):
     """Returns its tokens. No parameters; `dim` is accepted as by every mixer."""
 
     def __init__(self, dim: int) -> None:
@@ -20,7 +21,9 @@ class Identity(nn.Module):
     ) -> Tensor:  # fmt: skip
         return x
 
-    def init_state(self, batch: int, device: torch.device | str | None = None) -> tuple[()]:
+    def init_state(
+        self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
+    ) -> tuple[()]:
         return ()
 
     def advance(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ndlightnet.grid import Grid
 from ndlightnet.nn.heads import default_heads, split_heads
+from ndlightnet.nn.mixers.mixer import Mixer
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import (
     attention_step,
@@ -30,7 +31,7 @@ from ndlightnet.ops.state import State
 from ndlightnet.ragged import Ragged
 
 
-class LightNetAttention(nn.Module):
+class LightNetAttention(Mixer):
     """o = o_proj(norm(merge heads SiLU(q) . M) * sigmoid(low-rank gate)),  M = softmax(k over
     tokens)^T v.
 
@@ -183,8 +184,10 @@ class LightNetAttention(nn.Module):
         out: Tensor = self.o_proj(y)
         return out
 
-    def init_state(self, batch: int, device: torch.device | str | None = None) -> State:
-        """The State before the first token."""
+    def init_state(
+        self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
+    ) -> State:
+        """The State before the first frame, of any shape."""
         dim, dtype = self.head_dim, accumulator(self.q_proj.weight)
         empty = State.empty(
             batch, self.heads, dim, dim, self.lrpe is not None, dtype=dtype, device=device

@@ -8,42 +8,68 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ndlightnet.grid import Grid
 from ndlightnet.nn.heads import default_heads, split_heads
+from ndlightnet.nn.mixers.mixer import Mixer
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import rotate, tables
 from ndlightnet.ragged import Ragged
 
 
-class SoftmaxAttention(nn.Module):
+class SoftmaxAttention(Mixer):
     """Multi-head softmax attention with rotary MD-LRPE, on a grid of any number of axes.
 
-    heads: default one per 64 channels. rotary: position code in every layer.
+    heads: default one per 64 channels. context_dim: channels of the source in the cross form;
+    default `dim`. rotary: position code in every layer.
     Parameters: 4 dim^2 (+ dim / 2 learnt angles).
     """
 
-    def __init__(self, dim: int, heads: int | None = None, *, rotary: bool = True) -> None:
+    def __init__(
+        self,
+        dim: int,
+        heads: int | None = None,
+        *,
+        context_dim: int | None = None,
+        rotary: bool = True,
+    ) -> None:
         super().__init__()
         self.heads, head_dim = default_heads(dim, heads)
-        self.qkv_proj = nn.Linear(dim, 3 * dim, bias=False)
+        source = context_dim or dim
+        self.q_proj = nn.Linear(dim, dim, bias=False)
+        self.k_proj = nn.Linear(source, dim, bias=False)
+        self.v_proj = nn.Linear(source, dim, bias=False)
         self.lrpe = MDLRPE(self.heads, head_dim, "rotary") if rotary else None
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
     def forward(
-        self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False,
-        layout: Ragged | None = None,
+        self, x: Tensor, *, context: Tensor | None = None, mask: Tensor | None = None,
+        causal: bool = False, layout: Ragged | None = None,
     ) -> Tensor:  # fmt: skip
-        """Tokens (batch, *grid, dim) -> same shape. mask: bool (batch, *grid), False = padding.
-        causal: along the first axis. layout: of samples end to end (x (length, dim), mask
-        (length,)), which are done one after the other."""
+        """Tokens (batch, *grid, dim) -> same shape. context: a source (batch, *its grid,
+        context_dim) to read instead of x; with rotary its grid needs as many axes. mask: bool over
+        the source's tokens (batch, *grid), False = padding. causal: along the first axis; without
+        context. layout: of samples end to end (x (length, dim), mask (length,)), which are done one
+        after the other."""
         if layout is not None:
-            if mask is None:
-                return layout.map(lambda one: self(one, causal=causal), x)
-            return layout.map(lambda one, keep: self(one, mask=keep, causal=causal), x, mask)
-        grid = Grid.of(x)
-        q, k, v = (split_heads(part, self.heads, grid) for part in self.qkv_proj(x).chunk(3, -1))
+            return layout.each(self, x, mask, causal=causal)
+        if causal and context is not None:
+            raise ValueError("causal=True with a context: a source is read as a whole")
+        grid, context = Grid.of(x), x if context is None else context
+        source = Grid.of(context)
+        if self.lrpe and source.ndim != grid.ndim:
+            raise ValueError(
+                f"context on a grid {source.shape}, x on {grid.shape}: with rotary they share "
+                "coordinates and need as many axes; use rotary=False"
+            )
+        if mask is not None:  # else NaN in the padding would leak
+            context = context.masked_fill(~mask[..., None], 0)
+        q = split_heads(self.q_proj(x), self.heads, grid)
+        k, v = (split_heads(proj(context), self.heads, source)
+                for proj in (self.k_proj, self.v_proj))  # fmt: skip
         if self.lrpe:
-            cos, sin = tables(self.lrpe(grid.shape), q.shape[-1], q.dtype)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        keep = grid.flatten_mask(mask)
+            q, k = (
+                rotate(part, *tables(self.lrpe(at.shape), part.shape[-1], part.dtype))
+                for part, at in ((q, grid), (k, source))
+            )
+        keep = source.flatten_mask(mask)
         if keep is not None:
             keep = keep[:, None, None]
         tokens = grid.length // max(1, grid.shape[0])  # of a frame

@@ -1,0 +1,159 @@
+"""The delta rule as layers: DeltaNet (Yang et al., 2024, arXiv 2406.06484), gated DeltaNet (Yang et
+al., 2025, arXiv 2412.06464) and Kimi Delta Attention (Kimi Team, 2025, arXiv 2510.26692)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ndlightnet.nn.heads import default_heads
+from ndlightnet.nn.mixers.keyed import Keyed, Parts, hide, short_conv
+from ndlightnet.nn.mixers.mixer import Scan
+from ndlightnet.ops._fla import Impl
+from ndlightnet.ops.parallel import accumulator
+
+TAPS = 4  # of the short convolution
+
+
+class DeltaNet(Keyed):
+    """o_proj(norm(m_t^T q_t)), m_t = (I - beta_t k_t k_t^T) m_(t-1) + beta_t k_t v_t^T; q, k and v
+    after a causal convolution over 4 tokens and SiLU, q and k of length 1 (q over sqrt(head dim)),
+    beta = sigmoid(.).
+
+    Args:
+        dim: channels of a token.
+        heads: default: one per 64 channels.
+        scan: how a grid is covered; see Recurrent.
+        negative: beta to 2, so that a memory can also turn its sign (arXiv 2411.12537).
+        impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.delta.
+
+    Parameters: 4 dim^2 + 12 dim + heads dim + dim / heads.
+    """
+
+    operation = "gated_delta_rule"
+    reach = TAPS - 1
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int | None = None,
+        *,
+        scan: Scan = "both",
+        negative: bool = False,
+        impl: Impl = "auto",
+    ) -> None:
+        super().__init__(dim, heads, scan, impl)
+        self.negative = negative
+        self.in_proj = nn.Linear(dim, 3 * dim, bias=False)
+        self.conv = nn.Parameter(torch.empty(3 * dim, TAPS).uniform_(-1, 1) / math.sqrt(TAPS))
+        self.beta_proj = nn.Linear(dim, self.heads, bias=False)
+        self.norm = nn.RMSNorm(self.value_dim, eps=1e-5)
+        self.width = 3 * dim + self.heads
+
+    def project(self, x: Tensor) -> Tensor:
+        return torch.cat([self.in_proj(x), self.beta_proj(x)], -1)
+
+    def inputs(self, z: Tensor, keep: Tensor | None) -> Parts:
+        wide = self.value_dim
+        first, rest = z.split([3 * self.dim, z.shape[-1] - 3 * self.dim], -1)
+        q, k, v = self.split(F.silu(short_conv(first, self.conv)), wide, wide, wide)
+        beta, rest = rest[:, self.reach :].split([self.heads, rest.shape[-1] - self.heads], -1)
+        beta = torch.sigmoid(beta.to(accumulator(beta))) * (2 if self.negative else 1)
+        decay, gate = self.more(rest)
+        q, k = unit(q) * wide**-0.5, unit(k)
+        k, v, beta = hide(keep, k, v, beta)
+        if decay is not None:
+            (decay,) = hide(keep, decay)
+        return Parts(q, k, v, decay, beta, gate)
+
+    def more(self, rest: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Log decay (batch, length, heads, ·) and gate from the other projected channels."""
+        return None, None
+
+    def output(self, parts: Parts, y: Tensor) -> Tensor:
+        out: Tensor = self.o_proj(self.norm(y).flatten(2))
+        return out
+
+
+def unit(x: Tensor) -> Tensor:
+    """Vectors of length 1 along the last axis, in float32 on the way."""
+    wide = x.to(accumulator(x))
+    return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+
+
+class _Decaying(DeltaNet):
+    """With log decay -exp(log_rate) softplus(. + shift), as many a head as `decays`."""
+
+    def __init__(
+        self, dim: int, heads: int | None, scan: Scan, negative: bool, impl: Impl, decays: int
+    ) -> None:
+        super().__init__(dim, heads, scan=scan, negative=negative, impl=impl)
+        self.log_rate = nn.Parameter(torch.empty(self.heads).uniform_(1, 16).log())
+        step = torch.exp(torch.empty(self.heads * decays).uniform_(math.log(1e-3), math.log(0.1)))
+        self.shift = nn.Parameter(torch.log(torch.expm1(step)))  # softplus of it is the step
+        self.width += self.heads * decays + dim
+
+    def decay(self, logits: Tensor) -> Tensor:
+        acc = accumulator(logits)
+        step = F.softplus(logits.to(acc) + self.shift.to(acc)).unflatten(-1, (self.heads, -1))
+        return -self.log_rate.to(acc).exp()[:, None] * step
+
+    def more(self, rest: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        logits, gate = rest.split([rest.shape[-1] - self.dim, self.dim], -1)
+        return self.decay(logits), gate.unflatten(-1, (self.heads, -1))
+
+
+class GatedDeltaNet(_Decaying):
+    """DeltaNet with a decay for each head, before the delta rule, and a gate:
+    o_proj(norm(m_t^T q_t) * SiLU(gate)), m_t = alpha_t (I - beta_t k_t k_t^T) m_(t-1) + beta_t k_t
+    v_t^T, alpha_t = exp(-exp(log_rate) softplus(. + shift)).
+
+    Args: as of DeltaNet. (The original's values are twice as wide as its keys; here as wide.)
+    Parameters: 5 dim^2 + 12 dim + 2 heads dim + dim / heads + 2 heads.
+    """
+
+    def __init__(
+        self, dim: int, heads: int | None = None, *, scan: Scan = "both", negative: bool = False,
+        impl: Impl = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__(dim, heads, scan, negative, impl, 1)
+        self.decay_proj = nn.Linear(dim, self.heads, bias=False)
+        self.gate_proj = nn.Linear(dim, dim, bias=False)
+
+    def project(self, x: Tensor) -> Tensor:
+        return torch.cat([super().project(x), self.decay_proj(x), self.gate_proj(x)], -1)
+
+    def output(self, parts: Parts, y: Tensor) -> Tensor:
+        out: Tensor = self.o_proj((self.norm(y) * F.silu(parts.gate)).flatten(2))
+        return out
+
+
+class KimiDeltaAttention(_Decaying):
+    """DeltaNet with a decay for each key channel and a gate, both of low rank (the head dim):
+    o_proj(norm(m_t^T q_t) * sigmoid(gate)), m_t = (I - beta_t k_t k_t^T) Diag(alpha_t) m_(t-1) +
+    beta_t k_t v_t^T, alpha_t = exp(-exp(log_rate) softplus(. + shift)).
+
+    Args: as of DeltaNet.
+    Parameters: 4 dim^2 + 14 dim + heads dim + 4 dim^2 / heads + dim / heads + heads.
+    """
+
+    def __init__(
+        self, dim: int, heads: int | None = None, *, scan: Scan = "both", negative: bool = False,
+        impl: Impl = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__(dim, heads, scan, negative, impl, dim // default_heads(dim, heads)[0])
+        rank = self.value_dim
+        self.decay_proj, self.gate_proj = (
+            nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim, bias=bias))
+            for bias in (False, True)
+        )
+
+    def project(self, x: Tensor) -> Tensor:
+        return torch.cat([super().project(x), self.decay_proj(x), self.gate_proj(x)], -1)
+
+    def output(self, parts: Parts, y: Tensor) -> Tensor:
+        out: Tensor = self.o_proj((self.norm(y) * torch.sigmoid(parts.gate)).flatten(2))
+        return out

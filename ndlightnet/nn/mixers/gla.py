@@ -1,0 +1,55 @@
+"""Gated linear attention (Yang et al., 2024, arXiv 2312.06635): a decay for every key channel that
+depends on the token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ndlightnet.nn.mixers.keyed import Keyed, Parts, hide
+from ndlightnet.nn.mixers.mixer import Scan
+from ndlightnet.ops._fla import Impl
+from ndlightnet.ops.parallel import accumulator
+
+RANK, TEMPERATURE = 16, 16.0
+
+
+class GLA(Keyed):
+    """o_proj(norm(m_t^T q_t) * SiLU(gate)), m_t = Diag(alpha_t) m_(t-1) + k_t v_t^T, with
+    alpha_t = sigmoid(low-rank(x_t))^(1/16), keys half as wide as values.
+
+    Args:
+        dim: channels of a token.
+        heads: default: one per 64 channels.
+        scan: how a grid is covered; see Recurrent.
+        impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.gated.
+
+    Parameters: 4 dim^2 + 24 dim + dim / heads + dim / 2.
+    """
+
+    def __init__(
+        self, dim: int, heads: int | None = None, *, scan: Scan = "both", impl: Impl = "auto"
+    ) -> None:
+        super().__init__(dim, heads, scan, impl, key_share=0.5)
+        keys = self.heads * self.key_dim
+        self.width = 3 * keys + 2 * dim
+        self.in_proj = nn.Linear(dim, 2 * keys + 2 * dim, bias=False)
+        self.decay_proj = nn.Sequential(
+            nn.Linear(dim, RANK, bias=False), nn.Linear(RANK, keys, bias=True)
+        )
+        self.norm = nn.RMSNorm(self.value_dim, eps=1e-5)
+
+    def project(self, x: Tensor) -> Tensor:
+        return torch.cat([self.in_proj(x), self.decay_proj(x)], -1)
+
+    def inputs(self, z: Tensor, keep: Tensor | None) -> Parts:
+        wide, dim = self.value_dim, self.key_dim
+        q, k, v, gate, decay = self.split(z, dim, dim, wide, wide, dim)
+        decay = F.logsigmoid(decay.to(accumulator(decay))) / TEMPERATURE
+        k, v, decay = hide(keep, k, v, decay)
+        return Parts(q * dim**-0.5, k, v, decay, gate=gate)
+
+    def output(self, parts: Parts, y: Tensor) -> Tensor:
+        out: Tensor = self.o_proj((self.norm(y) * F.silu(parts.gate)).flatten(2))
+        return out

@@ -1,0 +1,63 @@
+"""HGRN2 (Qin et al., 2024, arXiv 2404.07904): what a key channel forgets is what it takes in."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ndlightnet.nn.mixers.keyed import Keyed, Parts, hide
+from ndlightnet.nn.mixers.mixer import Scan
+from ndlightnet.ops._fla import Impl
+from ndlightnet.ops.parallel import accumulator
+
+
+class HGRN2(Keyed):
+    """o_proj(norm(m_t^T SiLU(q_t))), m_t = Diag(f_t) m_(t-1) + (1 - f_t) v_t^T, with
+    f_t = bound + (1 - bound) sigmoid(.).
+
+    Args:
+        dim: channels of a token.
+        heads: default: one per 64 channels.
+        scan: how a grid is covered; see Recurrent.
+        lower_bound: the least f_t, in [0, 1); the original raises it from layer to layer, from 0.
+        impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.gated.
+
+    Parameters: 4 dim^2 + dim.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int | None = None,
+        *,
+        scan: Scan = "both",
+        lower_bound: float = 0.0,
+        impl: Impl = "auto",
+    ) -> None:
+        super().__init__(dim, heads, scan, impl)
+        if not 0 <= lower_bound < 1:
+            raise ValueError(f"lower_bound={lower_bound}: expected 0 <= lower_bound < 1")
+        self.lower_bound, self.width = lower_bound, 3 * dim
+        self.in_proj = nn.Linear(dim, 3 * dim, bias=False)
+        self.norm = nn.RMSNorm(dim, eps=1e-5)
+
+    def project(self, x: Tensor) -> Tensor:
+        out: Tensor = self.in_proj(x)
+        return out
+
+    def inputs(self, z: Tensor, keep: Tensor | None) -> Parts:
+        q, forget, v = self.split(z, *[self.value_dim] * 3)
+        log = F.logsigmoid(forget.to(accumulator(forget)))
+        if self.lower_bound:
+            bound = self.lower_bound
+            log = torch.logaddexp(torch.full_like(log, math.log(bound)), math.log1p(-bound) + log)
+        k = -torch.expm1(log)  # 1 - f, also where that is tiny
+        k, v, log = hide(keep, k.to(v.dtype), v, log)
+        return Parts(F.silu(q), k, v, log)
+
+    def output(self, parts: Parts, y: Tensor) -> Tensor:
+        out: Tensor = self.o_proj(self.norm(y.flatten(2)))
+        return out

@@ -1,0 +1,114 @@
+"""What the recurrent mixers with queries, keys and values share: TNL, GLA, HGRN2, the delta
+rules."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ndlightnet.grid import Grid
+from ndlightnet.nn.heads import default_heads
+from ndlightnet.nn.mixers.mixer import Recurrent, Scan
+from ndlightnet.ops import _fla
+from ndlightnet.ops._fla import Impl
+from ndlightnet.ops.chunks import exact
+from ndlightnet.ops.delta import gated_delta_rule
+from ndlightnet.ops.gated import gated_linear_attention
+from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ragged import Ragged
+
+
+class Parts(NamedTuple):
+    """What the recurrence takes, (batch, length, heads, ...); see ndlightnet.ops.gated, delta."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None = None
+    beta: Tensor | None = None
+    gate: Any = None  # (batch, length, heads, value_dim): of the output
+
+
+class Keyed(Recurrent):
+    """A memory of keys and values (heads, key_dim, value_dim) that queries read. With `context`
+    queries of x read what the memory holds after the whole source."""
+
+    operation = "gated_linear_attention"
+
+    def __init__(
+        self, dim: int, heads: int | None, scan: Scan, impl: Impl, key_share: float = 1.0
+    ) -> None:
+        super().__init__(scan)
+        self.heads, self.value_dim = default_heads(dim, heads)
+        self.key_dim = max(1, int(self.value_dim * key_share))
+        self.dim, self.impl = dim, impl
+        self.o_proj = nn.Linear(dim, dim, bias=False)
+
+    def implementation(self, x: Tensor) -> str:
+        """What tokens like x run on here, "fla" or "torch", and why not "fla"."""
+        if self.impl != "auto":
+            return self.impl
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        like = (torch.empty(0, 0, self.heads, n, dtype=dtype, device=x.device)
+                for n in (self.key_dim, self.value_dim))  # fmt: skip
+        support = _fla.supports(self.operation, *like)
+        return "fla" if support else f"torch ({support.reason})"
+
+    def empty(self, batch: int, device: torch.device | str | None) -> Tensor:
+        acc = accumulator(self.o_proj.weight)
+        return torch.zeros(
+            batch, self.heads, self.key_dim, self.value_dim, dtype=acc, device=device
+        )
+
+    def recur(self, parts: Parts, memory: Tensor, own: bool) -> tuple[Tensor, Tensor]:
+        q, k, v, decay, beta, _ = parts
+        if beta is None:
+            y, memory = gated_linear_attention(q, k, v, decay, memory, impl=self.impl)
+        else:
+            y, memory = gated_delta_rule(q, k, v, beta, decay, memory, impl=self.impl)
+            k = k * beta[..., None]
+        return (y if own else y - (q * k).sum(-1, keepdim=True) * v), memory
+
+    def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+        """(..., sum of heads * size) -> (..., heads, size) for each."""
+        parts = x.split([self.heads * size for size in sizes], -1)
+        return tuple(p.unflatten(-1, (self.heads, -1)) for p in parts)
+
+    def forward(
+        self, x: Tensor, *, context: Tensor | None = None, mask: Tensor | None = None,
+        causal: bool = False, layout: Ragged | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Tokens (batch, *grid, dim) -> same shape. context: (batch, *its grid, dim), read as a
+        whole instead of x; in every way that `scan` goes, what they hold added up. mask: bool over
+        the source's tokens, False = padding. causal: row by row, one way; without context. layout:
+        of samples end to end (x (length, dim), mask (length,)), one after the other."""
+        if context is None:
+            return super().forward(x, mask=mask, causal=causal, layout=layout)
+        if causal:
+            raise ValueError("causal=True with a context: a source is read as a whole")
+        grid = Grid.of(x)
+        memory = torch.stack(self.cover(context, mask, False)[2]).sum(0)
+        z = nn.functional.pad(grid.flatten(self.project(x)), (0, 0, self.reach, 0))
+        parts = self.inputs(z, None)
+        with exact(memory):
+            y = torch.einsum("blhk,bhkd->blhd", parts.q.to(memory.dtype), memory)
+        return self.output(parts, y.to(parts.v.dtype)).reshape(x.shape)
+
+
+def short_conv(z: Tensor, weight: Tensor) -> Tensor:
+    """Depthwise and causal: z (batch, taps - 1 + length, channels), weight (channels, taps) ->
+    (batch, length, channels)."""
+    taps = weight.shape[1]
+    n = z.shape[1] - taps + 1
+    return sum((z[:, i : i + n] * weight[:, i].to(z.dtype) for i in range(1, taps)),
+               z[:, :n] * weight[:, 0].to(z.dtype))  # fmt: skip
+
+
+def hide(keep: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
+    """(batch, length, ...) with 0 where keep (batch, length) is False."""
+    if keep is None:
+        return xs
+    return tuple(x.masked_fill(~keep.reshape(*keep.shape, *[1] * (x.ndim - 2)), 0) for x in xs)

@@ -1,0 +1,140 @@
+"""What all mixers have in common, and what those that read tokens one after the other share."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ndlightnet.grid import Grid
+from ndlightnet.ragged import Ragged
+
+Scan = Literal["raster", "both", "axes"]
+
+
+class Mixer(nn.Module):
+    """Tokens (batch, *grid, dim) -> same shape, by `forward(x, mask=None, causal=False,
+    layout=None)`; see ndlightnet.nn.mixers."""
+
+    @property
+    def state_size(self) -> int | None:
+        """Numbers that the causal form remembers of one sequence; None where these grow with it."""
+        make = getattr(self, "init_state", None)
+        if make is None:
+            return None
+        return sum(x.numel() * (2 if x.is_complex() else 1) for x in make(1))
+
+
+class Past(NamedTuple):
+    """What a recurrent mixer knows of the tokens before: the last few of them as they are, and the
+    memory."""
+
+    tail: Tensor  # (batch, reach, width)
+    memory: Tensor  # (batch, ...)
+
+
+class Recurrent(Mixer):
+    """A mixer that reads tokens one after the other, on a grid of any number of axes.
+
+    scan: how it covers a grid. "raster": row by row, one way (the last axis runs fastest). "both":
+    so and back again. "axes": both ways in as many orders as there are axes, in each of which
+    another axis runs fastest (2 x axes scans, as in VMamba). The ways share all weights; what they
+    read is added up, and a token reads itself once. With causal=True a grid is read row by row, one
+    way, whatever `scan` says.
+
+    A subclass gives `project`, `inputs`, `recur`, `output` and `empty`.
+    """
+
+    reach = 0  # tokens before a token that `inputs` looks at
+    width: int  # channels of `project`'s result
+
+    def __init__(self, scan: Scan) -> None:
+        super().__init__()
+        if scan not in get_args(Scan):
+            raise ValueError(f"scan={scan!r}: expected 'raster', 'both' or 'axes'")
+        self.scan = scan
+
+    def project(self, x: Tensor) -> Tensor:
+        """What is the same whatever the order: (..., dim) -> (..., width)."""
+        return x
+
+    def inputs(self, z: Tensor, keep: Tensor | None) -> Any:
+        """Projected tokens in their order (batch, reach + length, width), keep (batch, length) bool,
+        False = padding -> what the recurrence takes; its tensors are (batch, length, ...)."""
+        raise NotImplementedError
+
+    def recur(self, parts: Any, memory: Tensor, own: bool) -> tuple[Tensor, Tensor]:
+        """(what tokens read (batch, length, ...), the last memory). own: whether a token reads
+        itself."""
+        raise NotImplementedError
+
+    def join(self, one: Tensor, other: Tensor) -> Tensor:
+        """What was read in two ways, together."""
+        return one + other
+
+    def output(self, parts: Any, y: Tensor) -> Tensor:
+        """What was read, and the inputs of the first way -> (batch, length, dim)."""
+        raise NotImplementedError
+
+    def empty(self, batch: int, device: torch.device | str | None) -> Tensor:
+        """The memory before the first token."""
+        raise NotImplementedError
+
+    def forward(
+        self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False,
+        layout: Ragged | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Tokens (batch, *grid, dim) -> same shape. mask: bool (batch, *grid), False = padding.
+        causal: row by row, one way. layout: of samples end to end (x (length, dim), mask
+        (length,)), which are done one after the other."""
+        if layout is not None:
+            return layout.each(self, x, mask, causal=causal)
+        first, y, _ = self.cover(x, mask, causal)
+        return self.output(first, y).reshape(x.shape)
+
+    def cover(
+        self, x: Tensor, mask: Tensor | None, causal: bool
+    ) -> tuple[Any, Tensor, list[Tensor]]:
+        """A grid in all its ways: the inputs of the first one, what tokens read (batch, length,
+        ...) and the last memory of each."""
+        grid = Grid.of(x)
+        grid.flatten_mask(mask)  # checks it
+        z = self.project(x)
+        if mask is not None:
+            z = z.masked_fill(~mask[..., None], 0)
+        first, y, memories = None, None, []
+        for axis, back in self.ways(grid, causal):
+            keep = None if mask is None else grid.line(mask, axis, back)
+            tokens = nn.functional.pad(grid.line(z, axis, back), (0, 0, self.reach, 0))
+            parts = self.inputs(tokens, keep)
+            out, memory = self.recur(parts, self.empty(len(x), x.device), own=y is None)
+            memories.append(memory)
+            out = grid.flatten(grid.unline(out, axis, back))
+            first, y = (parts, out) if y is None else (first, self.join(y, out))
+        assert y is not None
+        return first, y, memories
+
+    def ways(self, grid: Grid, causal: bool) -> list[tuple[int, bool]]:
+        """(axis that runs fastest, whether from the end); the first is row by row from the start."""
+        axes = range(grid.ndim - 1, -1, -1) if self.scan == "axes" else [grid.ndim - 1]
+        one_way = causal or self.scan == "raster"
+        return [(axis, back) for axis in axes for back in (False, True)][: 1 if one_way else None]
+
+    def init_state(
+        self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
+    ) -> Past:
+        """What is known before the first token."""
+        weight = next(self.parameters())
+        tail = torch.zeros(batch, self.reach, self.width, dtype=weight.dtype, device=device)
+        return Past(tail, self.empty(batch, device))
+
+    def advance(self, x: Tensor, state: Past, position: int | Tensor) -> tuple[Tensor, Past]:
+        """The next frames (batch, frames, *space, dim) of the causal form; to a recurrence it does
+        not matter how many came before, `position`."""
+        z = self.project(Grid.of(x).flatten(x))
+        z = torch.cat([state.tail.to(z.dtype), z], 1)
+        parts = self.inputs(z, None)
+        y, memory = self.recur(parts, state.memory, own=True)
+        tail = z[:, z.shape[1] - self.reach :]
+        return self.output(parts, y).reshape(x.shape), Past(tail.to(state.tail.dtype), memory)

@@ -1,0 +1,62 @@
+"""TNL (Qin et al., 2023, arXiv 2307.14995) and RetNet's retention: one fixed decay for a head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ndlightnet.nn.mixers.keyed import Keyed, Parts, hide
+from ndlightnet.nn.mixers.mixer import Scan
+from ndlightnet.ops._fla import Impl
+from ndlightnet.ops.parallel import accumulator
+
+
+class TNL(Keyed):
+    """o_proj(norm(m_t^T q_t) * sigmoid(gate)), m_t = lambda m_(t-1) + k_t v_t^T, with q and k after
+    SiLU, a norm without weights for each head, and lambda = exp(-2^(-8 h / heads)) in head h = 1,
+    ..., heads.
+
+    Args:
+        dim: channels of a token.
+        heads: default: one per 64 channels.
+        scan: how a grid is covered; see Recurrent.
+        learn_decay: learn lambda from there.
+        impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.gated.
+
+    Parameters: 5 dim^2 (+ heads if learn_decay).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int | None = None,
+        *,
+        scan: Scan = "both",
+        learn_decay: bool = False,
+        impl: Impl = "auto",
+    ) -> None:
+        super().__init__(dim, heads, scan, impl)
+        self.width = 4 * dim
+        self.in_proj = nn.Linear(dim, self.width, bias=False)
+        slope = 2.0 ** (-8 * torch.arange(1, self.heads + 1) / self.heads)
+        # softplus of it is the slope
+        self.slope = nn.Parameter(torch.log(torch.expm1(slope)), requires_grad=learn_decay)
+
+    def project(self, x: Tensor) -> Tensor:
+        out: Tensor = self.in_proj(x)
+        return out
+
+    def inputs(self, z: Tensor, keep: Tensor | None) -> Parts:
+        q, k, v, gate = self.split(z, *[self.value_dim] * 4)
+        q, k = F.silu(q), F.silu(k)
+        decay = -F.softplus(self.slope.to(accumulator(self.slope)))
+        decay = decay[:, None].expand(*z.shape[:2], -1, -1)
+        k, v, decay = hide(keep, k, v, decay)
+        return Parts(q, k, v, decay, gate=gate)
+
+    def output(self, parts: Parts, y: Tensor) -> Tensor:
+        y = F.rms_norm(y.to(accumulator(y)), y.shape[-1:], eps=1e-6)
+        y = y.to(parts.v.dtype) * torch.sigmoid(parts.gate)
+        out: Tensor = self.o_proj(y.flatten(2))
+        return out

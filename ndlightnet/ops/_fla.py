@@ -1,0 +1,74 @@
+"""flash-linear-attention's kernels (the optional extra `fla`) behind our functions; imported when
+they are called, not before."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ndlightnet.ops._support import Support
+
+Impl = Literal["auto", "torch", "fla", "reference"]
+OPERATIONS = ("gated_linear_attention", "gated_delta_rule")
+MOST_CHANNELS = 256
+
+
+def supports(operation: str, k: Tensor, v: Tensor) -> Support:
+    """Whether flash-linear-attention runs `operation` on such keys and values, or why not."""
+    if operation not in OPERATIONS:
+        return Support(f"{operation}: flash-linear-attention has none that fits")
+    if not k.is_cuda:
+        return Support(f"tensors on {k.device.type}: expected cuda")
+    if find_spec("fla") is None:
+        return Support("flash-linear-attention is not installed: pip install 'ndlightnet[fla]'")
+    if k.dtype not in (torch.bfloat16, torch.float16) or v.dtype != k.dtype:
+        return Support(f"{k.dtype} and {v.dtype}: expected bfloat16 or float16 for both")
+    if max(k.shape[-1], v.shape[-1]) > MOST_CHANNELS:
+        return Support(
+            f"heads of {k.shape[-1]} and {v.shape[-1]}: expected {MOST_CHANNELS} or less"
+        )
+    return Support()
+
+
+def choose(impl: Impl, operation: str, k: Tensor, v: Tensor) -> str:
+    """The implementation that runs. An explicit wish is never replaced by another one."""
+    if impl not in ("auto", "torch", "fla", "reference"):
+        raise ValueError(f"impl={impl!r}: expected 'auto', 'torch', 'fla' or 'reference'")
+    if impl == "auto":
+        return "fla" if supports(operation, k, v) else "torch"
+    if impl == "fla" and not (support := supports(operation, k, v)):
+        raise ValueError(f"impl='fla': no {operation} for {support.reason}")
+    return impl
+
+
+def _call(module: str, name: str, *args: Any, **more: Any) -> tuple[Tensor, Tensor]:
+    operator = getattr(import_module(f"fla.ops.{module}"), name)
+    y, last = operator(*args, scale=1.0, output_final_state=True, **more)
+    return y, last
+
+
+def gated_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    if decay is None or decay.shape[-1] == 1:
+        g = None if decay is None else decay[..., 0].contiguous()
+        return _call("simple_gla", "chunk_simple_gla", q, k, v, g=g, initial_state=state)
+    return _call("gla", "chunk_gla", q, k, v, g=decay.contiguous(), initial_state=state)
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    q, k, v, beta = (x.contiguous() for x in (q, k, v, beta))
+    if decay is None:
+        return _call("delta_rule", "chunk_delta_rule", q, k, v, beta=beta, initial_state=state)
+    if decay.shape[-1] == 1:
+        name, g = "gated_delta_rule", decay[..., 0].contiguous()
+    else:
+        name, g = "kda", decay.contiguous()
+    return _call(name, f"chunk_{name}", q, k, v, g=g, beta=beta, initial_state=state)

@@ -1,0 +1,82 @@
+"""Linear attention: y_t = sum_s (q_t . k_s) v_s, over all tokens or causal along the frames of a
+grid, with features of queries and keys already made; with a denominator, divided by
+sum_s q_t . k_s.
+
+q, k (batch, length, heads, dim), v (batch, length, heads, value_dim). Sums are float32 (float64 for
+float64 inputs), outputs have v's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ndlightnet.ops._fla import Impl
+from ndlightnet.ops.chunks import exact
+from ndlightnet.ops.gated import gated_linear_attention
+from ndlightnet.ops.parallel import accumulator
+
+EPS = 1e-6  # the least denominator
+
+
+class Sums(NamedTuple):
+    """What linear attention remembers of its keys and values."""
+
+    sum: Tensor  # (batch, heads, dim): of keys
+    memory: Tensor  # (batch, heads, dim, value_dim): of keys times values
+
+
+def gather(k: Tensor, v: Tensor) -> Sums:
+    """Sums over tokens: k (..., length, heads, dim), v (..., length, heads, value_dim)."""
+    acc = accumulator(v)
+    with exact(k):
+        k, v = (x.to(acc).transpose(-3, -2) for x in (k, v))
+        return Sums(k.sum(-2), k.mT @ v)
+
+
+def recall(q: Tensor, sums: Sums, dtype: torch.dtype, denominator: bool) -> Tensor:
+    """What queries (..., length, heads, dim) read: (..., length, heads, value_dim)."""
+    with exact(q):
+        q = q.to(sums.memory.dtype).transpose(-3, -2)
+        y = q @ sums.memory
+        if denominator:
+            y = y / (q @ sums.sum[..., None]).clamp(min=EPS)
+        return y.to(dtype).transpose(-3, -2)
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, denominator: bool) -> Tensor:
+    """Every query reads all keys and values; the source may be of another length."""
+    if k.shape[:-1] != v.shape[:-1] or q.shape[-2:] != k.shape[-2:]:
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected (batch, length, "
+            "heads, dim) twice and (batch, length, heads, value_dim)"
+        )
+    return recall(q, gather(k, v), v.dtype, denominator)
+
+
+def causal_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, frames: int, sums: Sums, *, denominator: bool,
+    impl: Impl = "auto",
+) -> tuple[Tensor, Sums]:  # fmt: skip
+    """Causal along `frames` equal parts of the sequence: a token reads its own frame and those
+    before it, and `sums`, what lies before them all. Returns y and the sums of everything.
+
+    impl: for frames of one token, as in `gated_linear_attention`; others are plain torch.
+    """
+    if frames < 1 or k.shape[1] % frames:
+        raise ValueError(f"frames={frames}: expected a divisor of the length {k.shape[1]}")
+    if frames == k.shape[1]:
+        y, memory = gated_linear_attention(q, k, v, None, sums.memory, impl=impl)
+        with exact(k):
+            total = sums.sum[:, None] + k.to(sums.sum.dtype).cumsum(1)
+            if denominator:
+                share = (q.to(total.dtype) * total).sum(-1, keepdim=True).clamp(min=EPS)
+                y = (y / share).to(v.dtype)
+        return y, Sums(total[:, -1], memory)
+    q, k, v = (x.unflatten(1, (frames, -1)) for x in (q, k, v))
+    own = gather(k, v)
+    so_far = Sums(*(first[:, None] + x.cumsum(1) for first, x in zip(sums, own, strict=True)))
+    y = recall(q, so_far, v.dtype, denominator)
+    return y.flatten(1, 2), Sums(*(x[:, -1] for x in so_far))

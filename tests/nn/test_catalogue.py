@@ -1,0 +1,204 @@
+"""What every mixer of the catalogue promises beyond shapes and masks: its forms agree, its gradients
+are right, it stands extreme inputs, autocast and torch.compile."""
+
+import inspect
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import grad, gradcheck
+from torch.func import functional_call
+
+from ndlightnet.nn import mixers
+from ndlightnet.ragged import Ragged
+
+CATALOGUE = mixers.__all__
+every = pytest.mark.parametrize("name", CATALOGUE)
+
+
+def having(argument: str, where: str = "forward") -> list[str]:
+    def has(name: str) -> bool:
+        return argument in inspect.signature(getattr(getattr(mixers, name), where)).parameters
+
+    return [name for name in CATALOGUE if has(name)]
+
+
+REMEMBERS = [name for name in CATALOGUE if hasattr(getattr(mixers, name), "advance")]
+
+
+def build(name: str, dim: int = 16, **more) -> nn.Module:
+    """Two heads where there are heads."""
+    kind = getattr(mixers, name)
+    heads = {"heads": 2} if name in having("heads", "__init__") else {}
+    return kind(dim, **heads, **more)
+
+
+def numbers(state) -> int:
+    return sum(torch.view_as_real(x).numel() if x.is_complex() else x.numel() for x in state)
+
+
+@pytest.mark.parametrize("name", REMEMBERS)
+@pytest.mark.parametrize("shape", [(70,), (5, 2, 3)], ids=str)
+def test_pieces_hand_over_their_state(close, name, shape):
+    """At random splits, from a State whose size stays."""
+    m, x = build(name).double(), torch.randn(2, *shape, 16).double()
+    state = m.init_state(2, None, shape[1:])
+    size, outputs = numbers(state), []
+    cuts = sorted({0, shape[0], *torch.randint(1, shape[0], (4,)).tolist()})
+    for start, end in pairwise(cuts):
+        y, state = m.advance(x[:, start:end], state, start)
+        outputs.append(y)
+        assert numbers(state) == size and all(len(part) == 2 for part in state)
+    close(torch.cat(outputs, 1), m(x, causal=True), 1e-5)
+
+
+@pytest.mark.parametrize("name", REMEMBERS)
+def test_steps_are_the_causal_form_and_state_size_says_how_much_is_kept(close, name):
+    m, x = build(name).double(), torch.randn(2, 9, 16).double()
+    state, outputs = m.init_state(2), []
+    for t in range(9):
+        y, state = m.advance(x[:, t : t + 1], state, torch.full((2,), t))
+        outputs.append(y)
+    close(torch.cat(outputs, 1), m(x, causal=True), 1e-5)
+    assert m.state_size == numbers(state) / 2
+
+
+@every
+def test_a_memory_that_grows_has_no_size(name):
+    m = build(name)
+    assert (m.state_size is None) == (name not in REMEMBERS)
+
+
+@every
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients(name, causal):
+    """Of the input and of all parameters, against differences."""
+    m, x = build(name, 4).double(), torch.randn(1, 6, 4).double().requires_grad_()
+    # angles are float32, whatever the network is: too coarse for differences
+    names = [key for key, p in m.named_parameters() if p.requires_grad and "log_factor" not in key]
+    values = [m.get_parameter(key).detach().clone().requires_grad_() for key in names]
+
+    def run(x: Tensor, *given: Tensor) -> Tensor:
+        return functional_call(m, dict(zip(names, given, strict=True)), x, {"causal": causal})
+
+    assert gradcheck(run, (x, *values), fast_mode=True)
+
+
+@every
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_padded_sequence_is_the_sequence_alone(close, name, causal, side):
+    # cosFormer's reach is else the length of what it is given
+    m = build(name, **({"reach": 9} if name == "CosformerAttention" else {}))
+    x, mask = torch.randn(2, 9, 16), torch.zeros(2, 9, dtype=torch.bool)
+    real = slice(3, 9) if side == "left" else slice(0, 6)
+    mask[:, real] = True
+    y = m(torch.where(mask[..., None], x, torch.nan), mask=mask, causal=causal)
+    close(y[:, real], m(x[:, real], causal=causal), 1e-5)
+
+
+@every
+@pytest.mark.parametrize("causal", [False, True])
+def test_nothing_but_padding(name, causal):
+    m, x = build(name), torch.randn(2, 3, 4, 16, requires_grad=True)
+    mask = torch.ones(2, 3, 4, dtype=torch.bool)
+    mask[0] = False
+    y = m(x, mask=mask, causal=causal)
+    assert y.isfinite().all()
+    assert all(g.isfinite().all() for g in grad(y[1].sum(), [x]))
+
+
+@every
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [1e-4, 300.0, 1e4])
+def test_extreme_inputs_give_finite_results(name, causal, size):
+    m, x = build(name), (size * torch.randn(2, 70, 16)).requires_grad_()
+    y = m(x, causal=causal)
+    grads = grad(y.sum(), [x, *(p for p in m.parameters() if p.requires_grad)])
+    assert y.isfinite().all() and all(g.isfinite().all() for g in grads)
+
+
+@every
+def test_samples_end_to_end_are_the_samples_alone(close, name):
+    m, layout = build(name), Ragged([(3, 4), (1, 2), (5, 3)])
+    x = torch.randn(layout.length, 16)
+    mask = torch.rand(layout.length) < 0.7
+    mask[list(layout.offsets[:-1])] = True
+    for how in ({}, {"causal": True}):
+        alone = [m(one, **how).reshape(-1, 16) for one in layout.split(x)]
+        close(m(x, layout=layout, **how), torch.cat(alone), 1e-5)
+    both = zip(layout.split(x), layout.split(mask), strict=True)
+    alone = [m(one, mask=keep).reshape(-1, 16) for one, keep in both]
+    close(m(x, layout=layout, mask=mask)[mask], torch.cat(alone)[mask], 1e-5)
+
+
+@every
+@pytest.mark.parametrize("causal", [False, True])
+def test_bfloat16_autocast_is_close_to_float32(name, causal):
+    """Unit roundoff 2^-9, about ten roundings in a row; a hundred tokens."""
+    m, x = build(name, 32), torch.randn(2, 100, 32)
+    expected = m(x, causal=causal)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = m(x, causal=causal)
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() < 10 * 2**-9 * expected.abs().max()
+    parameters = [p for p in m.parameters() if p.requires_grad]
+    if parameters:
+        grads = grad(actual.float().sum(), parameters)
+        for g, p in zip(grads, parameters, strict=True):
+            assert g.dtype == p.dtype and g.isfinite().all()
+
+
+@pytest.mark.parametrize("name", having("context"))
+def test_cross_form_reads_another_source(close, name):
+    """Of another length, all of it but its padding, and nothing else."""
+    m, x, source = build(name), torch.randn(2, 5, 16), torch.randn(2, 9, 16)
+    source.requires_grad_()
+    y = m(x, context=source)
+    assert y.shape == x.shape
+    assert grad(y[:, 0].square().sum(), source)[0].any(-1).all()
+    mask = torch.rand(2, 9) < 0.6
+    mask[:, 0] = True
+    other = torch.where(mask[..., None], source, torch.nan)
+    hidden = m(x, context=other, mask=mask)
+    close(hidden, m(x, context=torch.where(mask[..., None], source, 7.0), mask=mask), 1e-6)
+    assert not torch.allclose(hidden, y, rtol=1e-3)
+    with pytest.raises(ValueError, match=r"causal=True with a context"):
+        m(x, context=source, causal=True)
+
+
+@pytest.mark.parametrize("name", having("context_dim", "__init__"))
+def test_a_source_may_be_of_another_width(name):
+    m = build(name, context_dim=8)
+    assert m(torch.randn(2, 5, 16), context=torch.randn(2, 3, 8)).isfinite().all()
+
+
+@pytest.mark.parametrize("name", having("scan", "__init__"))
+def test_scans_of_a_grid(close, name):
+    """Both ways in one order; in as many orders as axes; all with the same weights. On one axis
+    `axes` is `both`; on several, with the axes swapped, it gives the same with the axes swapped."""
+    x = torch.randn(2, 3, 4, 16)
+    ways = {scan: build(name, scan=scan).double() for scan in ("raster", "both", "axes")}
+    for m in ways.values():
+        m.load_state_dict(ways["both"].state_dict())
+    x = x.double()
+    line = x.flatten(1, 2)
+    close(ways["axes"](line), ways["both"](line), 1e-12)
+    close(ways["both"](x).flatten(1, 2), ways["both"](line), 1e-12)
+    close(ways["raster"](x).flatten(1, 2), ways["both"](line, causal=True), 1e-12)
+    close(ways["axes"](x, causal=True), ways["raster"](x), 1e-12)
+    assert not torch.allclose(ways["axes"](x), ways["both"](x), rtol=1e-3)
+    with pytest.raises(ValueError, match=r"scan='spiral'"):
+        build(name, scan="spiral")
+
+
+@every
+@pytest.mark.parametrize("causal", [False, True])
+def test_compile_gives_the_same(close, name, causal):
+    torch.compiler.reset()
+    m, x = build(name), torch.randn(2, 3, 5, 16, requires_grad=True)
+    compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
+    y, expected = compiled(x, causal=causal), m(x, causal=causal)
+    close(y, expected, 1e-5)
+    close(grad(y.square().sum(), x)[0], grad(expected.square().sum(), x)[0], 1e-4)

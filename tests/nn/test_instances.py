@@ -1,0 +1,227 @@
+"""Mixers as instances of the general memory recurrence m_t = f_t . m_(t-1) + e_t i_t^T, y_t =
+Re(m_t)^T s_t: with their own inputs, written as expand, forget, input and shrink."""
+
+import math
+
+import pytest
+import torch
+
+from ndlightnet.nn import mixers
+from ndlightnet.ops import causal_attention, memory
+
+N = 11
+
+
+def parts_of(m):
+    """The inputs of a recurrent mixer's recurrence, and what it reads."""
+    x = torch.randn(2, N, 16, dtype=torch.float64)
+    z = torch.nn.functional.pad(m.project(x), (0, 0, m.reach, 0))
+    parts = m.inputs(z, None)
+    return parts, m.recur(parts, m.empty(2, None), own=True)
+
+
+@pytest.mark.parametrize("name", ["TNL", "GLA", "HGRN2"])
+def test_row_and_scalar_decays_are_of_type_one(close, name):
+    parts, (y, last) = parts_of(getattr(mixers, name)(16, 2).double())
+    f = parts.log_decay.exp()[..., None]
+    if name == "TNL":
+        assert f.shape[-2] == 1 and (f == f[:, :1]).all()
+    if name == "HGRN2":
+        close(parts.k, 1 - f[..., 0], 1e-12)
+    expected = memory.reference(parts.q, parts.k, f, parts.v)
+    close(y, expected[0], 1e-11)
+    close(last, expected[1], 1e-11)
+
+
+@pytest.mark.parametrize("name", ["DeltaNet", "GatedDeltaNet", "KimiDeltaAttention"])
+@pytest.mark.parametrize("negative", [False, True])
+def test_delta_rules_are_of_type_two(close, name, negative):
+    """f_t = (I - beta k k^T) Diag(alpha), e_t = beta k; the keys of length 1."""
+    parts, (y, last) = parts_of(getattr(mixers, name)(16, 2, negative=negative).double())
+    k, beta = parts.k, parts.beta[..., None]
+    assert (k.norm(dim=-1) - 1).abs().max() < 1e-3
+    assert beta.min() > 0 and (1 < beta.max() < 2 if negative else beta.max() < 1)
+    f = torch.eye(8, dtype=torch.float64) - beta[..., None] * k[..., None] * k[..., None, :]
+    if parts.log_decay is not None:
+        f = f * parts.log_decay.exp()[..., None, :]
+    assert (parts.log_decay is None) == (name == "DeltaNet")
+    symmetric = torch.allclose(f, f.mT)
+    assert symmetric == (name != "KimiDeltaAttention")
+    expected = memory.reference(parts.q, beta * k, f, parts.v, None, torch.matmul)
+    close(y, expected[0], 1e-11)
+    close(last, expected[1], 1e-11)
+
+
+def qkv(m):
+    x = torch.randn(2, N, 16, dtype=torch.float64)
+    return x, *(proj(x).unflatten(-1, (2, 8)) for proj in (m.q_proj, m.k_proj, m.v_proj))
+
+
+def test_linear_attention_has_its_denominator_as_a_value_channel_of_ones(close):
+    m = mixers.LinearAttention(16, 2).double()
+    x, q, k, v = qkv(m)
+    q, k = (torch.nn.functional.elu(part) + 1 for part in (q, k))
+    ones = torch.ones(1, 1, 1, 1, 1)
+    y, _ = memory.reference(q, k, ones, torch.cat([v, torch.ones_like(v[..., :1])], -1))
+    close(m(x, causal=True), m.o_proj((y[..., :-1] / y[..., -1:]).flatten(2)), 1e-11)
+
+
+def test_cosformer_is_complex_with_one_angle(close):
+    """relu features, f = exp(i pi / (2 reach)), and the denominator's channel."""
+    m = mixers.CosformerAttention(16, 2, reach=20).double()
+    x, q, k, v = qkv(m)
+    f = torch.polar(torch.ones(1), torch.full((1,), math.pi / 40)).to(torch.complex128)
+    f = torch.exp(1j * torch.tensor(math.pi / 40, dtype=torch.float64)).reshape(1, 1, 1, 1, 1)
+    wide = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    y, _ = memory.reference(q.relu(), k.relu(), f, wide)
+    close(m(x, causal=True), m.o_proj((y[..., :-1] / y[..., -1:].clamp(min=1e-6)).flatten(2)), 1e-5)
+
+
+def test_lrpe_is_complex_with_an_angle_a_channel(close):
+    m = mixers.LrpeAttention(16, 2).double()
+    x, q, k, v = qkv(m)
+    q, k = (torch.nn.functional.silu(part) for part in (q, k))
+    theta = 10000.0 ** (-2 * torch.arange(8).double() / 8)
+    f = torch.exp(1j * theta).reshape(1, 1, 1, 8, 1)
+    y, _ = memory.reference(q, k, f, v)
+    y = torch.nn.functional.rms_norm(y, y.shape[-1:], eps=1e-6)
+    close(m(x, causal=True), m.o_proj(y.flatten(2)), 1e-5)  # frequencies are float32
+
+
+def test_lightnet_forgets_what_it_takes_in(close):
+    """e_t = exp(k_t) / s_t, f_t = 1 - e_t, with s_t the sum of exp(k) so far."""
+    q, k, v = torch.randn(3, 2, N, 2, 8, dtype=torch.float64)
+    e = k.exp() / k.exp().cumsum(1)
+    y, _ = memory.reference(torch.nn.functional.silu(q), e, (1 - e)[..., None], v)
+    close(causal_attention(q, k, v)[0], y, 1e-11)
+
+
+@pytest.mark.parametrize("name", ["TNL", "GLA", "HGRN2", "DeltaNet", "KimiDeltaAttention"])
+def test_both_ways_count_a_token_once(close, name):
+    """Forth as it is; back without what the token itself has written: decay and erasure stay."""
+    m = getattr(mixers, name)(16, 2).double()
+    x = torch.randn(2, N, 16, dtype=torch.float64)
+    z = m.project(x)
+
+    def one_way(z, own):
+        parts = m.inputs(torch.nn.functional.pad(z, (0, 0, m.reach, 0)), None)
+        k, beta = parts.k, getattr(parts, "beta", None)
+        f = torch.eye(k.shape[-1], dtype=torch.float64).expand(*k.shape[:3], -1, -1)
+        e = k if beta is None else k * beta[..., None]
+        if beta is not None:
+            f = f - e[..., None] * k[..., None, :]
+        if parts.log_decay is not None:
+            f = f * parts.log_decay.exp()[..., None, :]
+        held, out = torch.zeros_like(m.empty(2, None)), []
+        for t in range(N):
+            held = f[:, t] @ held
+            written = held + e[:, t, ..., None] * parts.v[:, t, :, None]
+            out.append(torch.einsum("bhk,bhkd->bhd", parts.q[:, t], written if own else held))
+            held = written
+        return parts, torch.stack(out, 1)
+
+    parts, forth = one_way(z, True)
+    _, back = one_way(z.flip(1), False)
+    close(m(x), m.output(parts, forth + back.flip(1)), 1e-11)
+    assert not torch.allclose(m(x), m(x, causal=True), rtol=1e-3)
+
+
+@pytest.mark.parametrize("combine", ["mean", "product"])
+def test_cosformer_on_a_grid(close, combine):
+    """Weights relu(q) . relu(k) times the mean, or the product, of the axes' cosines; none is
+    negative."""
+    m = mixers.CosformerAttention(16, 2, combine=combine).double()
+    x = torch.randn(2, 3, 4, 16, dtype=torch.float64)
+    q, k, v = (proj(x.flatten(1, 2)).unflatten(-1, (2, 8))
+               for proj in (m.q_proj, m.k_proj, m.v_proj))  # fmt: skip
+    at = torch.cartesian_prod(torch.arange(3), torch.arange(4)).double()
+    cos = (math.pi / 2 * (at[:, None] - at) / torch.tensor([3.0, 4.0])).cos()
+    cos = cos.mean(-1) if combine == "mean" else cos.prod(-1)
+    weight = torch.einsum("bthk,bshk->bhts", q.relu(), k.relu()) * cos
+    assert (weight >= 0).all()
+    weight = weight / weight.sum(-1, keepdim=True).clamp(min=1e-6)
+    y = torch.einsum("bhts,bshd->bthd", weight, v)
+    close(m(x), m.o_proj(y.flatten(2)).reshape(x.shape), 1e-6)
+
+
+def test_cosformer_beyond_its_reach(close):
+    """Tokens past it count as at it: weights stay positive."""
+    m = mixers.CosformerAttention(16, 2, reach=4).double()
+    x = torch.randn(1, 9, 16, dtype=torch.float64)
+    _, q, k, v = x, *(proj(x).unflatten(-1, (2, 8)) for proj in (m.q_proj, m.k_proj, m.v_proj))
+    at = torch.arange(9).clamp(max=4).double()
+    weight = torch.einsum("bthk,bshk->bhts", q.relu(), k.relu())
+    weight = weight * (math.pi / 8 * (at[:, None] - at)).cos()
+    weight = weight / weight.sum(-1, keepdim=True).clamp(min=1e-6)
+    close(m(x), m.o_proj(torch.einsum("bhts,bshd->bthd", weight, v).flatten(2)), 1e-6)
+
+
+@pytest.mark.parametrize("core", ["cosine", "rotary", "permutation"])
+@pytest.mark.parametrize("basis", ["identity", "householder", "dct"])
+def test_lrpe_scores_depend_on_offsets_alone(core, basis):
+    """W_n^H W_m = W_(m - n): moving both places by the same vector changes no score; moving one
+    does. W is unitary."""
+    m = mixers.LrpeAttention(16, 2, core=core, basis=basis).double()
+    q, k = torch.randn(2, 1, 1, 2, 8, dtype=torch.float64)
+
+    def score(n, at):
+        a, b = (m.place(x, (1, 1), place, False) for x, place in ((q, n), (k, at)))
+        return (a * b).sum()
+
+    base = score((2, 1), (4, 5))
+    assert torch.allclose(score((7, 3), (9, 7)), base, rtol=1e-5)
+    for other in ((4, 6), (5, 5)):
+        assert abs(score((2, 1), other) - base) > 1e-3
+    assert torch.allclose(m.place(q, (1, 1), (3, 2), False).norm(), q.norm(), rtol=1e-6)
+
+
+def test_dct_is_orthonormal(close):
+    from ndlightnet.nn.mixers.lrpe import dct_matrix
+
+    for n in (1, 5, 8):
+        close(dct_matrix(n) @ dct_matrix(n).mT, torch.eye(n), 1e-6)
+
+
+COUNTS = {
+    "LinearAttention": lambda d, h: 4 * d * d,
+    "CosformerAttention": lambda d, h: 4 * d * d,
+    "LrpeAttention": lambda d, h: 4 * d * d + d,
+    "TNL": lambda d, h: 5 * d * d + h,
+    "GLA": lambda d, h: 4 * d * d + 24 * d + d // h + d // 2,
+    "HGRN2": lambda d, h: 4 * d * d + d,
+    "DeltaNet": lambda d, h: 4 * d * d + 12 * d + h * d + d // h,
+    "GatedDeltaNet": lambda d, h: 5 * d * d + 12 * d + 2 * h * d + d // h + 2 * h,
+    "KimiDeltaAttention": lambda d, h: 4 * d * d + 14 * d + h * d + 4 * d * d // h + d // h + h,
+    "SoftmaxAttention": lambda d, h: 4 * d * d + d // 2,
+}
+
+
+@pytest.mark.parametrize("name, count", COUNTS.items())
+def test_parameters_are_as_the_docstrings_say(name, count):
+    m = getattr(mixers, name)(48, 3)
+    assert sum(p.numel() for p in m.parameters()) == count(48, 3)
+
+
+def test_what_runs_is_said():
+    m = mixers.GLA(128)
+    assert m.implementation(torch.randn(1, 2, 128)) == "torch (tensors on cpu: expected cuda)"
+    assert mixers.GLA(128, impl="reference").implementation(torch.randn(1, 2, 128)) == "reference"
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match=r"feature='gelu': expected"):
+        mixers.LinearAttention(16, feature="gelu")
+    with pytest.raises(ValueError, match=r"feature='silu' with denominator=True"):
+        mixers.LinearAttention(16, feature="silu")
+    with pytest.raises(ValueError, match=r"lower_bound=1: expected"):
+        mixers.HGRN2(16, lower_bound=1)
+    with pytest.raises(ValueError, match=r"core='dct': expected"):
+        mixers.LrpeAttention(16, core="dct")
+    with pytest.raises(ValueError, match=r"basis='fft': expected"):
+        mixers.LrpeAttention(16, basis="fft")
+    with pytest.raises(ValueError, match=r"combine='max': expected"):
+        mixers.CosformerAttention(16, combine="max")
+    with pytest.raises(ValueError, match=r"reach=0: expected"):
+        mixers.CosformerAttention(16, reach=0)
+    with pytest.raises(ValueError, match=r"reach=\(3, 4\): expected"):
+        mixers.CosformerAttention(16, reach=(3, 4))(torch.randn(1, 5, 16))
