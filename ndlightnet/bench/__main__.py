@@ -1,7 +1,8 @@
-"""python -m ndlightnet.bench [--only GROUP ...] [--out DIR] [--quick]
+"""python -m ndlightnet.bench [GROUP ...] [--out DIR] [--quick]
 
-Prints a table per group and writes bench.csv, bench.json, scans.png (group `figure`) and stream.png
-(group `stream`). Without a CUDA device only the group `cpu` runs.
+Prints a table per group and writes bench.csv, bench.json, scans.png (group `figure`), stream.png
+(group `stream`), mixers.csv and mixers.png (group `mixers`). Without a CUDA device the groups `cpu`
+and `mixers` run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ndlightnet.bench import attention, output, peers
+from ndlightnet.bench import attention, family, output, peers
 from ndlightnet.bench.decode import decode
 from ndlightnet.bench.frames import frames, packs
 from ndlightnet.bench.rows import Bench
@@ -25,14 +26,16 @@ from ndlightnet.bench.tpe import tpe
 GROUPS: dict[str, Callable[[Bench], None]] = {
     "attention": attention.attention, "natten": attention.natten, "tpe": tpe, "step": step,
     "decode": decode, "figure": attention.figure, "dims": attention.dims, "frames": frames,
-    "packs": packs, "stream": stream, "cpu": attention.cpu,
+    "packs": packs, "stream": stream, "operators": family.operators, "mixers": family.mixers,
+    "cpu": attention.cpu,
 }  # fmt: skip
+ON_CPU = ("mixers", "cpu")
 
 
 def arguments(args: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m ndlightnet.bench", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=GROUPS, metavar="GROUP",
-                        help=", ".join(GROUPS))  # fmt: skip
+    parser.add_argument("groups", nargs="*", metavar="GROUP",
+                        help=f"default: all of {', '.join(GROUPS)}")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="first shapes only, fewer repetitions")
     parser.add_argument("--minutes", type=float, default=3.5,
@@ -42,7 +45,10 @@ def arguments(args: Sequence[str] | None) -> argparse.Namespace:
                         help="let flash-linear-attention try all its kernel configurations: 10 "
                         "minutes more at the first run")  # fmt: skip
     parser.add_argument("--impl", choices=("triton", "torch"), help="default: triton on CUDA")
-    return parser.parse_args(args)
+    options = parser.parse_args(args)
+    if unknown := set(options.groups) - set(GROUPS):
+        parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(GROUPS)}")
+    return options
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -50,12 +56,11 @@ def main(args: Sequence[str] | None = None) -> int:
     options = arguments(args)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
-    names = [name for name in GROUPS if name in (options.only or GROUPS)]
+    names = [name for name in GROUPS if name in (options.groups or GROUPS)]
     if not cuda:
-        left_out = [name for name in names if name != "cpu"]
-        if left_out:
-            print(f"no CUDA device: {', '.join(left_out)} left out, only `cpu` runs\n")
-        names = ["cpu"]
+        if left_out := [name for name in names if name not in ON_CPU]:
+            print(f"no CUDA device: {', '.join(left_out)} left out\n")
+        names = [name for name in names if name in ON_CPU]
     bench = Bench(device, options.impl or ("triton" if cuda else "torch"), options.quick,
                   options.minutes, lambda bench: output.write(bench, options.out))  # fmt: skip
     torch.manual_seed(0)
@@ -66,6 +71,9 @@ def main(args: Sequence[str] | None = None) -> int:
         GROUPS[name](bench)
         cells = [cell for cell in bench.cells if cell.group == name]
         rate = bench.rates.get("cpu" if name == "cpu" else device.type, 0)
+        if name == "mixers":
+            options.out.mkdir(parents=True, exist_ok=True)
+            family.write(bench.records, options.out)
         print(f"\n## {name}: {time.monotonic() - start:.0f} s, copy at {rate / 1e12:.3g} TB/s\n")
         print(output.table(cells))
         print("\n".join(["", *output.remarks(cells)]), flush=True)

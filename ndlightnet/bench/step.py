@@ -87,14 +87,20 @@ def training(model: nn.Module, clip: Any) -> tuple[Call, Call]:
 
 def memory(backward: Call, tokens: int, device: torch.device) -> str:
     """Peak of the forward and backward pass above weights and gradients, per token."""
+    used = peak(backward, device)
+    return "" if used is None else f"peak {used / tokens / 1e3:.1f} kB a token"
+
+
+def peak(call: Call, device: torch.device) -> float | None:
+    """Bytes that a call takes at most, beyond what was there before."""
     if device.type != "cuda":
-        return ""
-    backward()
+        return None
+    call()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    backward()
+    call()
     torch.cuda.synchronize()
-    return f"peak {(torch.cuda.max_memory_allocated() - before) / tokens / 1e3:.1f} kB a token"
+    return torch.cuda.max_memory_allocated() - before
 
 
 def attention(model: NDLightNet, grid: tuple[int, ...]) -> Call:

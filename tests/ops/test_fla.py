@@ -1,0 +1,138 @@
+"""flash-linear-attention's kernels behind our functions, and ours beside its references, on a
+card."""
+
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import signature
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from ndlightnet.bench import peers
+from ndlightnet.nn import mixers
+from ndlightnet.ops.delta import gated_delta_rule
+from ndlightnet.ops.gated import gated_linear_attention
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or find_spec("fla") is None, reason="flash-linear-attention"
+)
+# rule and decay -> where its reference is, and whether it takes the decay as (batch, length, heads)
+REFERENCES = {
+    ("gated", "row"): ("gla.naive", "naive_recurrent_gla", "gk"),
+    ("gated", "scalar"): ("simple_gla.naive", "naive_recurrent_simple_gla", "g"),
+    ("delta", "none"): ("delta_rule.naive", "delta_rule_recurrence", None),
+    ("delta", "scalar"): ("gated_delta_rule.naive", "naive_recurrent_gated_delta_rule", "g"),
+    ("delta", "row"): ("kda.naive", "naive_recurrent_kda", "g"),
+}
+cases = pytest.mark.parametrize("rule, decay", REFERENCES, ids="-".join)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """Its kernels try two configurations instead of dozens."""
+    peers.shorten_search()
+
+
+def given(decay, n, dtype, batch=2, heads=3, dim=64, wide=64):
+    def draw(*more):
+        return torch.randn(batch, n, heads, *more, device="cuda")
+
+    rows = {"none": 0, "scalar": 1, "row": dim}[decay]
+    log = torch.nn.functional.logsigmoid(draw(rows)) / 4 if rows else None
+    q, k, v = draw(dim) * dim**-0.5, normalize(draw(dim), dim=-1), draw(wide)
+    q, k, v = (x.to(dtype).requires_grad_() for x in (q, k, v))
+    beta = torch.rand(batch, n, heads, device="cuda").requires_grad_()
+    state = torch.randn(batch, heads, dim, wide, device="cuda").requires_grad_()
+    return q, k, v, beta, None if log is None else log.requires_grad_(), state
+
+
+def ours(rule, q, k, v, beta, log, state, impl):
+    if rule == "gated":
+        return gated_linear_attention(q, k, v, log, state, impl=impl)
+    return gated_delta_rule(q, k, v, beta, log, state, impl=impl)
+
+
+def pulled(run, inputs):
+    """Outputs, last memory and gradients of the same random pull, float64."""
+    torch.manual_seed(1)
+    y, last = run(*inputs)
+    pulls = [torch.randn_like(x) for x in (y, last)]
+    used = [x for x in inputs if x is not None]
+    grads = torch.autograd.grad((y, last), used, pulls, allow_unused=True)
+    return [None if x is None else x.detach().double() for x in (y, last, *grads)]
+
+
+def far(a, b):
+    return float((a - b).norm() / b.norm())
+
+
+@cases
+@pytest.mark.parametrize("n", [1, 63, 64, 200, 1000])
+def test_kernels_and_the_torch_form_stay_by_float64(rule, decay, n):
+    """In bfloat16. What rounds the inputs alone costs, in float64, is 2^-9 of each; a kernel also
+    rounds scores and memories before products, as many times in a row as there are products, 4 to
+    8. The torch form does neither and rounds its output."""
+    inputs = given(decay, n, torch.bfloat16)
+    exact = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
+    theirs = pulled(lambda *xs: ours(rule, *xs, impl="reference"), exact)
+    for impl, tolerance in (("torch", 2**-8), ("fla", 8 * 2**-8)):
+        own = pulled(lambda *xs: ours(rule, *xs, impl=impl), inputs)
+        for a, b in zip(own, theirs, strict=True):
+            assert (a is None) == (b is None)
+            assert a is None or (a.shape == b.shape and far(a, b) < tolerance), (impl, far(a, b))
+
+
+@cases
+def test_our_torch_form_is_their_reference(rule, decay):
+    """In float32, outputs and gradients: rounding alone, 6e-8 a step over 200 tokens."""
+    inputs = given(decay, 200, torch.float32)
+    module, name, argument = REFERENCES[rule, decay]
+    reference = getattr(import_module(f"fla.ops.{module}"), name)
+
+    takes = signature(reference).parameters
+
+    def theirs(q, k, v, beta, log, state):
+        more = {"initial_state": state, "output_final_state": True}
+        if "scale" in takes:
+            more["scale"] = 1.0
+        else:  # it divides by sqrt(dim)
+            q = q * q.shape[-1] ** 0.5
+        if argument:
+            more[argument] = log.squeeze(-1) if decay == "scalar" else log
+        if decay == "none":  # heads before tokens
+            y, last = reference(*(x.transpose(1, 2) for x in (q, k, v, beta)), **more)
+            return y.transpose(1, 2), last
+        if rule == "delta":
+            more["beta"] = beta
+        return reference(q, k, v, **more)[:2]
+
+    own = pulled(lambda *xs: ours(rule, *xs, impl="torch"), inputs)
+    for i, (a, b) in enumerate(zip(own, pulled(theirs, inputs), strict=True)):
+        assert (a is None) == (b is None)
+        assert a is None or far(a, b) < 200 * 6e-8, (i, far(a, b))
+
+
+@pytest.mark.parametrize("name", ["LinearAttention", "TNL", "GLA", "HGRN2", "DeltaNet",
+                                  "GatedDeltaNet", "KimiDeltaAttention"])  # fmt: skip
+@pytest.mark.parametrize("shape", [(300,), (7, 9, 5)], ids=str)
+def test_mixers_say_what_runs_and_both_give_the_same(name, shape):
+    """Under bfloat16 autocast; as long as a dozen roundings apart."""
+    torch.manual_seed(0)
+    auto = getattr(mixers, name)(128).cuda()
+    plain = getattr(mixers, name)(128, impl="torch").cuda()
+    plain.load_state_dict(auto.state_dict())
+    x = torch.randn(2, *shape, 128, device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        if name != "LinearAttention":
+            assert auto.implementation(x) == "fla" and plain.implementation(x) == "torch"
+        for causal in (False, True):
+            a, b = (m(x, causal=causal) for m in (auto, plain))
+            assert a.isfinite().all() and far(a.double(), b.double()) < 12 * 2**-8
+    assert auto(x).dtype == torch.float32  # without autocast: the torch form
+
+
+def test_float32_is_refused_in_words():
+    q, k, v, *_ = given("none", 10, torch.float32)
+    with pytest.raises(ValueError, match=r"impl='fla'.*float32.*expected bfloat16"):
+        gated_linear_attention(q, k, v, impl="fla")
