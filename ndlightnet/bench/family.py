@@ -44,8 +44,8 @@ def operators(
             ours = partial(_operator, rule, "torch")
             contenders = [
                 Contender("ours", ours), Contender("ours", ours, graph=False),
-                Contender("compile", peers.compiled(ours)),
                 Contender("fla", partial(_operator, rule, "fla")),
+                Contender("compile", peers.compiled(ours)),
             ]  # fmt: skip
             numbers = {"fwd": 4, "fwd+bwd": 11}[direction] * case.numel() * inputs()[0].itemsize
             numbers += 4 * sum(x.numel() for x in inputs()[3:]) * (1 if direction == "fwd" else 3)

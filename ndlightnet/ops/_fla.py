@@ -3,7 +3,9 @@ they are called, not before."""
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -17,30 +19,41 @@ OPERATIONS = ("gated_linear_attention", "gated_delta_rule")
 MOST_CHANNELS = 256
 
 
-def supports(operation: str, k: Tensor, v: Tensor) -> Support:
-    """Whether flash-linear-attention runs `operation` on such keys and values, or why not."""
+def supports(operation: str, k: Tensor, v: Tensor, decay: Tensor | None = None) -> Support:
+    """Whether flash-linear-attention runs `operation` on such keys, values and log decays, or why
+    not."""
     if operation not in OPERATIONS:
         return Support(f"{operation}: flash-linear-attention has none that fits")
     if not k.is_cuda:
         return Support(f"tensors on {k.device.type}: expected cuda")
-    if find_spec("fla") is None:
+    if find_spec("fla") is None or find_spec("triton") is None:
         return Support("flash-linear-attention is not installed: pip install 'ndlightnet[fla]'")
     if k.dtype not in (torch.bfloat16, torch.float16) or v.dtype != k.dtype:
         return Support(f"{k.dtype} and {v.dtype}: expected bfloat16 or float16 for both")
-    if max(k.shape[-1], v.shape[-1]) > MOST_CHANNELS:
+    if (wide := max(k.shape[-1], v.shape[-1])) > MOST_CHANNELS:
+        return Support(f"{wide} channels a head: expected {MOST_CHANNELS} or fewer")
+    one = decay is not None and decay.shape[-1] == 1
+    if one and torch.is_grad_enabled() and k.requires_grad and _wrong_gradients(k.device):
         return Support(
-            f"heads of {k.shape[-1]} and {v.shape[-1]}: expected {MOST_CHANNELS} or less"
+            "a gradient with one decay a head on a Hopper card with Triton 3.4 to 3.7.0, where it "
+            "would be wrong (flash-linear-attention issue 640)"
         )
     return Support()
 
 
-def choose(impl: Impl, operation: str, k: Tensor, v: Tensor) -> str:
+@cache
+def _wrong_gradients(device: torch.device) -> bool:
+    numbers = tuple(int(n) for n in version("triton").split("+")[0].split(".")[:3])
+    return torch.cuda.get_device_capability(device)[0] == 9 and (3, 4) <= numbers < (3, 7, 1)
+
+
+def choose(impl: Impl, operation: str, k: Tensor, v: Tensor, decay: Tensor | None) -> str:
     """The implementation that runs. An explicit wish is never replaced by another one."""
     if impl not in ("auto", "torch", "fla", "reference"):
         raise ValueError(f"impl={impl!r}: expected 'auto', 'torch', 'fla' or 'reference'")
     if impl == "auto":
-        return "fla" if supports(operation, k, v) else "torch"
-    if impl == "fla" and not (support := supports(operation, k, v)):
+        return "fla" if supports(operation, k, v, decay) else "torch"
+    if impl == "fla" and not (support := supports(operation, k, v, decay)):
         raise ValueError(f"impl='fla': no {operation} for {support.reason}")
     return impl
 

@@ -20,15 +20,24 @@ def exact(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
+def work_dtype(v: Tensor) -> torch.dtype:
+    """What token-sized products are made in: 16 bits on a card, whose sums are float32 inside a
+    product; else float32 or wider. Decays, memories and solutions are never in 16 bits."""
+    return v.dtype if v.is_cuda else torch.promote_types(v.dtype, torch.float32)
+
+
 def to_chunks(x: Tensor, dtype: torch.dtype, chunk: int = CHUNK) -> Tensor:
-    """(batch, length, heads, dim) -> (batch, chunks, heads, chunk, dim), zeros at the end."""
+    """(batch, length, heads, dim) -> (batch * heads, chunks, chunk, dim), zeros at the end."""
     x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % chunk))
-    return x.unflatten(1, (-1, chunk)).transpose(2, 3).to(dtype).contiguous()
+    x = x.unflatten(1, (-1, chunk)).permute(0, 3, 1, 2, 4).to(dtype)
+    return x.reshape(-1, *x.shape[2:])
 
 
-def from_chunks(x: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Inverse of `to_chunks`."""
-    return x.transpose(2, 3).flatten(1, 2)[:, :length].to(dtype)
+def from_chunks(x: Tensor, like: Tensor) -> Tensor:
+    """Inverse of `to_chunks`, for a tensor as `like` but for its last axis."""
+    batch, length, heads = like.shape[:3]
+    x = x.unflatten(0, (batch, heads)).permute(0, 2, 3, 1, 4).flatten(1, 2)
+    return x[:, :length].to(like.dtype)
 
 
 def floor_of(dtype: torch.dtype) -> float:
@@ -40,77 +49,109 @@ def later_first(x: Tensor) -> Tensor:
     return x.flip(-2).cumsum(-2).flip(-2)
 
 
-def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    """(..., chunk, dim) -> earlier and later halves (..., pairs, half, dim)."""
-    early, late = x.unflatten(-2, (-1, 2, half)).unbind(-3)
-    return early, late
+class Decay:
+    """Running sums g of log decays in chunks (..., chunk, dim or 1), or none, and what weighs by
+    them. Factors have the dtype of what they weigh."""
 
+    def __init__(self, log: Tensor | None) -> None:
+        self.g = None if log is None else log.cumsum(-2)
 
-def _blocks(a: Tensor, half: int) -> Tensor:
-    """The blocks later rows x earlier columns of (..., chunk, chunk), as a view (..., pairs, half,
-    half)."""
-    a = a.unflatten(-1, (-1, 2, half)).unflatten(-4, (-1, 2, half))
-    return a.diagonal(dim1=-6, dim2=-3)[..., 1, :, 0, :, :].movedim(-1, -3)
+    @property
+    def scalar(self) -> bool:
+        return self.g is None or self.g.shape[-1] == 1
 
+    def into(self, x: Tensor) -> Tensor:
+        """x decayed from the start of its chunk to its token."""
+        return x if self.g is None else x * self.g.exp().to(x.dtype)
 
-def _factors(g: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    """exp(g_anchor - g) of the earlier halves, exp(g - g_anchor) of the later ones."""
-    early, late = _halves(g, half)
-    anchor = late[..., :1, :]
-    return (anchor - early).exp(), (late - anchor).exp()
+    def out(self, x: Tensor) -> Tensor:
+        """x decayed from its token to the end of its chunk."""
+        return x if self.g is None else x * (self.g[..., -1:, :] - self.g).exp().to(x.dtype)
 
+    def over(self) -> Tensor | None:
+        """What a chunk leaves of a memory (..., dim, value_dim): (..., dim or 1, 1), None: all."""
+        return None if self.g is None else self.g[..., -1:, :].mT.exp()
 
-def _spread(g: Tensor) -> Tensor:
-    """exp(g_r - g_i) for i <= r, else 0, of scalar decays (..., chunk, 1)."""
-    low = torch.ones(g.shape[-2], g.shape[-2], dtype=torch.bool, device=g.device).tril()
-    return (g - g.mT).masked_fill(~low, -torch.inf).exp()
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """a[r, i] = sum_j q[r, j] k[i, j] exp(g[r, j] - g[i, j]) for i <= r, else 0: (..., chunk,
+        dim) twice -> (..., chunk, chunk)."""
+        if self.scalar:
+            return self._spread(q @ k.mT)
+        a = q.new_zeros(*q.shape[:-1], q.shape[-2])
+        a.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
+        for half in _sizes(q.shape[-2]):
+            early, late = self._factors(half, q.dtype)
+            _blocks(a, half).copy_((_late(q, half) * late) @ (_early(k, half) * early).mT)
+        return a
+
+    def scores_backward(self, da: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of q and k from that of `scores`, whose upper triangle is not looked at,
+        but for those by its diagonal, da k and da q, which know no decay."""
+        if self.scalar:
+            da = self._spread(da).tril(-1)
+            return da @ k, da.mT @ q
+        dq, dk = torch.zeros_like(q), torch.zeros_like(k)
+        for half in _sizes(q.shape[-2]):
+            early, late = self._factors(half, q.dtype)
+            block = _blocks(da, half)
+            _late(dq, half).add_((block @ (_early(k, half) * early)) * late)
+            _early(dk, half).add_((block.mT @ (_late(q, half) * late)) * early)
+        return dq, dk
+
+    def _factors(self, half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """exp(g_anchor - g) of the earlier halves, exp(g - g_anchor) of the later ones."""
+        assert self.g is not None
+        early, late = _early(self.g, half), _late(self.g, half)
+        anchor = late[..., :1, :]
+        return (anchor - early).exp().to(dtype), (late - anchor).exp().to(dtype)
+
+    def _spread(self, a: Tensor) -> Tensor:
+        """a[r, i] exp(g_r - g_i) for i <= r, else 0, of scalar decays."""
+        if self.g is None:
+            return a.tril()
+        low = torch.ones(a.shape[-2:], dtype=torch.bool, device=a.device).tril()
+        return a * (self.g - self.g.mT).masked_fill(~low, -torch.inf).exp().to(a.dtype)
 
 
 def _sizes(chunk: int) -> list[int]:
     return [1 << i for i in range(chunk.bit_length() - 1)]
 
 
-def scores(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """a[r, i] = sum_j q[r, j] k[i, j] exp(g[r, j] - g[i, j]) for i <= r, else 0.
-
-    q, k (..., chunk, dim), g (..., chunk, dim or 1) not increasing -> (..., chunk, chunk).
-    """
-    if g.shape[-1] == 1:
-        return (q @ k.mT) * _spread(g)
-    a = q.new_zeros(*q.shape[:-1], q.shape[-2])
-    a.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
-    for half in _sizes(q.shape[-2]):
-        early, late = _factors(g, half)
-        block = (_halves(q, half)[1] * late) @ (_halves(k, half)[0] * early).mT
-        _blocks(a, half).copy_(block)
-    return a
+def _early(x: Tensor, half: int) -> Tensor:
+    """(..., chunk, dim) -> the earlier halves (..., pairs, half, dim)."""
+    return x.unflatten(-2, (-1, 2, half)).select(-3, 0)
 
 
-def scores_backward(da: Tensor, q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of q and k from that of `scores`, whose upper triangle is not looked at."""
-    if g.shape[-1] == 1:
-        da = da * _spread(g)
-        return da @ k, da.mT @ q
-    own = da.diagonal(dim1=-2, dim2=-1)[..., None]
-    dq, dk = own * k, own * q
-    for half in _sizes(q.shape[-2]):
-        early, late = _factors(g, half)
-        block = _blocks(da, half)
-        _halves(dq, half)[1].add_((block @ (_halves(k, half)[0] * early)) * late)
-        _halves(dk, half)[0].add_((block.mT @ (_halves(q, half)[1] * late)) * early)
-    return dq, dk
+def _late(x: Tensor, half: int) -> Tensor:
+    return x.unflatten(-2, (-1, 2, half)).select(-3, 1)
+
+
+def _diagonal(a: Tensor, size: int) -> Tensor:
+    """(..., chunk, chunk) -> its blocks on the diagonal, a view (..., chunk / size, size, size)."""
+    a = a.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
+    return a.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+def _blocks(a: Tensor, half: int) -> Tensor:
+    """The blocks later rows x earlier columns, as a view (..., pairs, half, half)."""
+    return _diagonal(a, 2 * half)[..., half:, :half]
 
 
 def inverse(lower: Tensor) -> Tensor:
-    """(I + lower)^-1 for a strictly lower triangle (..., chunk, chunk), by blocks that double.
+    """(I + lower)^-1 for a strictly lower triangle (..., chunk, chunk): row by row in blocks of 8,
+    then in blocks that double.
 
     Substitution, so as stable as that; powers of `lower` may be huge where its inverse is not.
     """
+    chunk = lower.shape[-1]
+    least = min(8, chunk)
     x = torch.zeros_like(lower)
     x.diagonal(dim1=-2, dim2=-1).fill_(1)
-    for half in _sizes(lower.shape[-1]):
-        own = x.unflatten(-1, (-1, 2, half)).unflatten(-4, (-1, 2, half))
-        own = own.diagonal(dim1=-6, dim2=-3).movedim(-1, -5)  # (..., pairs, 2, half, 2, half)
-        early, late = own[..., 0, :, 0, :], own[..., 1, :, 1, :]
+    own, low = _diagonal(x, least), _diagonal(lower, least)
+    for row in range(1, least):
+        own[..., row, :row] = -(low[..., row, :row, None] * own[..., :row, :row]).sum(-2)
+    for half in (size for size in _sizes(chunk) if size >= least):
+        pair = _diagonal(x, 2 * half)
+        early, late = pair[..., :half, :half], pair[..., half:, half:]
         _blocks(x, half).copy_(-(late @ _blocks(lower, half) @ early))
     return x

@@ -20,16 +20,8 @@ from torch import Tensor
 
 from ndlightnet.ops import _fla, memory
 from ndlightnet.ops._fla import Impl
-from ndlightnet.ops.chunks import (
-    exact,
-    from_chunks,
-    inverse,
-    later_first,
-    scores,
-    scores_backward,
-    to_chunks,
-)
-from ndlightnet.ops.gated import check
+from ndlightnet.ops.chunks import Decay, exact, from_chunks, inverse, to_chunks, work_dtype
+from ndlightnet.ops.gated import after, check, log_decay_gradient
 from ndlightnet.ops.scan import adjoints, before, memories
 
 
@@ -49,90 +41,94 @@ def gated_delta_rule(
         raise ValueError(
             f"beta {tuple(beta.shape)}: expected (batch, length, heads), {tuple(k.shape[:3])}"
         )
-    chosen = _fla.choose(impl, "gated_delta_rule", k, v)
+    chosen = _fla.choose(impl, "gated_delta_rule", k, v, decay)
     if q.shape[1] == 0:
         return torch.zeros_like(v), state
     with exact(k):
         if chosen == "reference":
-            kx, bx = k.to(decay.dtype), beta.to(decay.dtype)[..., None]
-            erase = torch.eye(k.shape[-1], dtype=kx.dtype, device=k.device)
-            erase = erase - (bx * kx)[..., None] * kx[..., None, :]
-            forget = erase * decay.exp()[..., None, :]
+            kx, bx = k.to(state.dtype), beta.to(state.dtype)[..., None]
+            forget = torch.eye(k.shape[-1], dtype=kx.dtype, device=k.device)
+            forget = forget - (bx * kx)[..., None] * kx[..., None, :]
+            if decay is not None:
+                forget = forget * decay.exp()[..., None, :]
             return memory.reference(q, bx * kx, forget, v, state, torch.matmul)
         if chosen == "fla":
-            given = None if log_decay is None else decay
-            return _fla.gated_delta_rule(q, k, v, beta, given, state)
+            return _fla.gated_delta_rule(q, k, v, beta, decay, state)
         y, last = _Delta.apply(q, k, v, beta, decay, state)  # type: ignore[no-untyped-call]
     return y, last
 
 
 class _Chunks:
-    """What both passes need, all (batch, chunks, heads, ...)."""
+    """What both passes need, all (batch * heads, chunks, ...)."""
 
-    def __init__(self, *given: Tensor) -> None:
-        q, k, v, beta, decay = given
-        acc = decay.dtype
-        self.q, self.k, self.v, l = (to_chunks(x, acc) for x in (q, k, v, decay))
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, state: Tensor
+    ) -> None:
+        acc, work = state.dtype, work_dtype(v)
+        self.q, self.k, self.v = (to_chunks(x, work) for x in (q, k, v))
         self.beta = to_chunks(beta[..., None], acc)
-        self.g = l.cumsum(-2)
-        self.end = self.g[..., -1:, :]
-        self.into, self.out = self.g.exp(), (self.end - self.g).exp()
-        self.kk = scores(self.k, self.k, self.g).tril(-1)
-        self.qk = scores(self.q, self.k, self.g)
+        self.d = Decay(None if decay is None else to_chunks(decay, acc))
+        wide = self.k.to(acc)
+        self.kk = self.d.scores(wide, wide).tril(-1)
+        self.qk = self.d.scores(self.q, self.k)
         self.solve = inverse(self.beta * self.kk)
-        seen, self.write = self.k * self.into, self.k * self.out
-        turned = self.solve * self.beta.mT  # of values to u
-        self.w, self.u0 = turned @ seen, turned @ self.v
+        self.write = self.d.out(self.k)
+        turned = (self.solve * self.beta.mT).to(work)  # of values to u
+        self.w, self.u0 = turned @ self.d.into(self.k), turned @ self.v
         # a chunk takes the memory m to `keep` m + write^T u0
-        keep = torch.diag_embed(self.end.exp().expand(*self.end.shape[:-1], k.shape[-1])[..., 0, :])
-        self.keep = keep - self.write.mT @ self.w
+        over, eye = self.d.over(), torch.eye(k.shape[-1], dtype=acc, device=k.device)
+        self.keep = eye if over is None else over * eye
+        self.keep = self.keep - self.write.mT.to(acc) @ self.w.to(acc)
 
 
 class _Delta(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, state: Tensor
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        c = _Chunks(q, k, v, beta, decay)
-        m = memories(c.keep, c.write.mT @ c.u0, state, torch.matmul)
-        start = before(m, state)
-        y = (c.q * c.into) @ start + c.qk @ (c.u0 - c.w @ start)
+        c = _Chunks(q, k, v, beta, decay, state)
+        first = state.flatten(0, 1)
+        m = memories(c.keep, (c.write.mT @ c.u0).to(state.dtype), first, torch.matmul)
+        start = before(m, first, c.q.dtype)
+        y = c.d.into(c.q) @ start + c.qk @ (c.u0 - c.w @ start)
         ctx.save_for_backward(q, k, v, beta, decay, state, m)
-        return from_chunks(y, q.shape[1], v.dtype), m[:, -1].clone()
+        return from_chunks(y, v), m[:, -1].view_as(state).clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *given, state, m = ctx.saved_tensors
+        *given, m = ctx.saved_tensors
         with exact(m):
-            return _backward(tuple(given), state, m, *grads)
+            return _backward(tuple(given), m, *grads)
 
 
 def _backward(
-    given: tuple[Tensor, ...], state: Tensor, m: Tensor, dy: Tensor, dlast: Tensor
-) -> tuple[Tensor, ...]:
-    n, dyc = dy.shape[1], to_chunks(dy, m.dtype)
-    c, start = _Chunks(*given), before(m, state)
+    given: tuple[Any, ...], m: Tensor, dy: Tensor, dlast: Tensor
+) -> tuple[Tensor | None, ...]:
+    beta, decay, state = given[3:]
+    c, acc = _Chunks(*given), m.dtype
+    work, dyc, d = c.q.dtype, to_chunks(dy, c.q.dtype), c.d
+    start = before(m, state.flatten(0, 1), work)
     u = c.u0 - c.w @ start
     du = c.qk.mT @ dyc  # without what comes by later chunks
-    pull = (c.q * c.into).mT @ dyc - c.w.mT @ du
-    dm = adjoints(c.keep, torch.cat([pull[:, 1:], torch.zeros_like(pull[:, :1])], 1), dlast,
-                  torch.matmul)  # fmt: skip
+    pull = (d.into(c.q).mT @ dyc - c.w.mT @ du).to(acc)
+    dm = adjoints(c.keep, after(pull), dlast.flatten(0, 1), torch.matmul)
     dstate = c.keep[:, 0].mT @ dm[:, 0] + pull[:, 0]
-    lam = c.solve.mT @ (du + c.write @ dm)
-    dv = c.beta * lam
-    dlower = -(lam @ u.mT).tril(-1)
-    right = c.v - (c.k * c.into) @ start
+    lam = c.solve.mT @ (du + c.write @ dm.to(work)).to(acc)
+    dv = (c.beta * lam).to(work)
+    dlower = -(lam @ u.mT.to(acc)).tril(-1)
+    right = c.v - d.into(c.k) @ start
     dbeta = (lam * right).sum(-1, keepdim=True) + (dlower * c.kk).sum(-1, keepdim=True)
-    dq, dk = scores_backward((dyc @ u.mT).tril(), c.q, c.k, c.g)
-    read, written = scores_backward(c.beta * dlower, c.k, c.k, c.g)
-    dq = dq + (dyc @ start.mT) * c.into
-    read = read - (dv @ start.mT) * c.into
-    written = written + dk + (u @ dm.mT) * c.out
-    dl, held = c.q * dq + c.k * (read - written), (dm * m).sum(-1)[..., None, :]
-    if c.g.shape[-1] == 1:
-        dl, held = dl.sum(-1, keepdim=True), held.sum(-1, keepdim=True)
-    dl = later_first(dl) + held
-    grads = (dq, read + written, dv, dbeta, dl)
-    like = (*given[:3], given[3][..., None], given[4])
-    out = [from_chunks(x, n, given.dtype) for x, given in zip(grads, like, strict=True)]
-    return (*out[:3], out[3][..., 0], out[4], dstate)
+    da = dyc @ u.mT
+    dq, dk = d.scores_backward(da, c.q, c.k)
+    read, written = d.scores_backward((c.beta * dlower).to(work), c.k, c.k)
+    dq = dq + d.into(dyc @ start.mT)
+    read = read - d.into(dv @ start.mT)
+    written = written + dk + d.out(u @ dm.mT.to(work))
+    dl = None
+    if decay is not None:
+        own = c.q * dq.to(acc) + c.k * (read.to(acc) - written.to(acc))
+        dl = log_decay_gradient(decay, own, dm * m)
+    own = da.diagonal(dim1=-2, dim2=-1)[..., None]
+    dq, written = dq + own * c.k, written + own * c.q
+    grads = (from_chunks(x, given[2]) for x in (dq, read + written, dv))
+    return (*grads, from_chunks(dbeta, beta)[..., 0], dl, dstate.view_as(state))

@@ -15,13 +15,13 @@ from torch import Tensor
 from ndlightnet.ops import _fla, memory
 from ndlightnet.ops._fla import Impl
 from ndlightnet.ops.chunks import (
+    Decay,
     exact,
     floor_of,
     from_chunks,
     later_first,
-    scores,
-    scores_backward,
     to_chunks,
+    work_dtype,
 )
 from ndlightnet.ops.parallel import accumulator
 from ndlightnet.ops.scan import adjoints, before, memories
@@ -42,37 +42,37 @@ def gated_linear_attention(
     fla where it can, for 16-bit inputs on CUDA.
     """
     decay, state = check(q, k, v, log_decay, state)
-    chosen = _fla.choose(impl, "gated_linear_attention", k, v)
+    chosen = _fla.choose(impl, "gated_linear_attention", k, v, decay)
     if q.shape[1] == 0:
         return torch.zeros_like(v), state
     with exact(k):
         if chosen == "reference":
-            return memory.reference(q, k, decay.exp()[..., None], v, state)
+            keep = state.new_zeros(1, 1, 1, 1) if decay is None else decay
+            return memory.reference(q, k, keep.exp()[..., None], v, state)
         if chosen == "fla":
-            given = None if log_decay is None else decay
-            return _fla.gated_linear_attention(q, k, v, given, state)
+            return _fla.gated_linear_attention(q, k, v, decay, state)
         y, last = _Gated.apply(q, k, v, decay, state)  # type: ignore[no-untyped-call]
     return y, last
 
 
 def check(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The decay as (batch, length, heads, dim or 1), the memory to start from."""
+) -> tuple[Tensor | None, Tensor]:
+    """The decay as (batch, length, heads, dim or 1) or none, the memory to start from."""
     if k.ndim != 4 or q.shape != k.shape or v.shape[:-1] != k.shape[:-1]:
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected (batch, length, "
             "heads, dim) twice and (batch, length, heads, value_dim)"
         )
     (batch, n, heads, dim), wide, acc = k.shape, v.shape[-1], accumulator(v)
-    if log_decay is None:
-        log_decay = torch.zeros(1, 1, 1, 1, dtype=acc, device=k.device)
-    if log_decay.ndim != 4 or log_decay.shape[-1] not in (1, dim):
-        raise ValueError(
-            f"log_decay {tuple(log_decay.shape)}: expected (batch, length, heads, dim) "
-            f"{(batch, n, heads, dim)}, or 1 instead of dim"
-        )
-    decay = log_decay.to(acc).clamp(min=floor_of(acc)).expand(batch, n, heads, -1)
+    decay = None
+    if log_decay is not None:
+        if log_decay.ndim != 4 or log_decay.shape[-1] not in (1, dim):
+            raise ValueError(
+                f"log_decay {tuple(log_decay.shape)}: expected (batch, length, heads, dim) "
+                f"{(batch, n, heads, dim)}, or 1 instead of dim"
+            )
+        decay = log_decay.to(acc).clamp(min=floor_of(acc)).expand(batch, n, heads, -1)
     if state is None:
         return decay, torch.zeros(batch, heads, dim, wide, dtype=acc, device=k.device)
     if tuple(state.shape) != (batch, heads, dim, wide):
@@ -86,41 +86,57 @@ def check(
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, state: Tensor
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        n, dtype = q.shape[1], v.dtype
-        qc, kc, vc, lc = (to_chunks(x, decay.dtype) for x in (q, k, v, decay))
-        g = lc.cumsum(-2)
-        end = g[..., -1:, :]
-        added = (kc * (end - g).exp()).mT @ vc
-        m = memories(end.mT.exp(), added, state)
-        y = (qc * g.exp()) @ before(m, state) + scores(qc, kc, g) @ vc
+        qc, kc, vc = (to_chunks(x, work_dtype(v)) for x in (q, k, v))
+        d = Decay(None if decay is None else to_chunks(decay, state.dtype))
+        added = (d.out(kc).mT @ vc).to(state.dtype)
+        first = state.flatten(0, 1)
+        m = memories(d.over(), added, first)
+        y = d.into(qc) @ before(m, first, qc.dtype) + d.scores(qc, kc) @ vc
         ctx.save_for_backward(q, k, v, decay, state, m)
-        return from_chunks(y, n, dtype), m[:, -1].clone()
+        return from_chunks(y, v), m[:, -1].view_as(state).clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *given, state, m = ctx.saved_tensors
-        with exact(m):
-            return _backward(tuple(given), state, m, *grads)
+        saved = ctx.saved_tensors
+        with exact(saved[0]):
+            return _backward(*saved, *grads)
 
 
 def _backward(
-    given: tuple[Tensor, ...], state: Tensor, m: Tensor, dy: Tensor, dlast: Tensor
-) -> tuple[Tensor, ...]:
-    n, (qc, kc, vc, lc, dyc) = dy.shape[1], (to_chunks(x, m.dtype) for x in (*given, dy))
-    g = lc.cumsum(-2)
-    end, start = g[..., -1:, :], before(m, state)
-    into, out = g.exp(), (end - g).exp()
-    pull = (qc * into).mT @ dyc
-    dm = adjoints(end.mT.exp(), torch.cat([pull[:, 1:], torch.zeros_like(pull[:, :1])], 1), dlast)
-    dstate = end[:, 0].mT.exp() * dm[:, 0] + pull[:, 0]
-    dq, dk = scores_backward(dyc @ vc.mT, qc, kc, g)
-    dq, dk = dq + (dyc @ start.mT) * into, dk + (vc @ dm.mT) * out
-    dv = scores(qc, kc, g).mT @ dyc + (kc * out) @ dm
-    dl, held = qc * dq - kc * dk, (dm * m).sum(-1)[..., None, :]
-    if lc.shape[-1] == 1:
-        dl, held = dl.sum(-1, keepdim=True), held.sum(-1, keepdim=True)
-    dl = later_first(dl) + held
-    parts = zip((dq, dk, dv, dl), given, strict=True)
-    return (*(from_chunks(x, n, like.dtype) for x, like in parts), dstate)
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor, m: Tensor, dy: Tensor,
+    dlast: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    qc, kc, vc, dyc = (to_chunks(x, work_dtype(v)) for x in (q, k, v, dy))
+    d = Decay(None if decay is None else to_chunks(decay, state.dtype))
+    pull = (d.into(qc).mT @ dyc).to(state.dtype)
+    over = d.over()
+    dm = adjoints(over, after(pull), dlast.flatten(0, 1))
+    dstate = (dm[:, 0] if over is None else over[:, 0] * dm[:, 0]) + pull[:, 0]
+    da = dyc @ vc.mT
+    dq, dk = d.scores_backward(da, qc, kc)
+    dq = dq + d.into(dyc @ before(m, state.flatten(0, 1), dyc.dtype).mT)
+    dk = dk + d.out(vc @ dm.mT.to(vc.dtype))
+    dv = d.scores(qc, kc).mT @ dyc + d.out(kc) @ dm.to(kc.dtype)
+    dl = None
+    if decay is not None:
+        # what tokens read of themselves is on both sides, and would only cost digits
+        dl = log_decay_gradient(decay, qc * dq.to(m.dtype) - kc * dk.to(m.dtype), dm * m)
+    own = da.diagonal(dim1=-2, dim2=-1)[..., None]
+    dq, dk = dq + own * kc, dk + own * qc
+    return (*(from_chunks(x, v) for x in (dq, dk, dv)), dl, dstate.view_as(state))
+
+
+def after(pull: Tensor) -> Tensor:
+    """What comes of later chunks alone: each moved to the chunk before it."""
+    return torch.cat([pull[:, 1:], torch.zeros_like(pull[:, :1])], 1)
+
+
+def log_decay_gradient(decay: Tensor, own: Tensor, held: Tensor) -> Tensor:
+    """Sums of what tokens from each one on get of their reads less their writes, and of what the
+    chunk hands on (maths: d log decay_t = sum_(s >= t) (q dq - k dk)_s + rowsum(dm m))."""
+    held = held.sum(-1)[..., None, :]
+    if decay.shape[-1] == 1:
+        own, held = own.sum(-1, keepdim=True), held.sum(-1, keepdim=True)
+    return from_chunks(later_first(own) + held, decay)

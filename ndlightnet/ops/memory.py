@@ -121,7 +121,7 @@ class _Memory(torch.autograd.Function):
         for at in range(0, n, ctx.step):
             starts.append(memory)
             s, e, f, i = _segment((shrink, expand, forget, inputs), at, ctx.step, memory.dtype)
-            m = memories(f, e[..., None] * i[..., None, :], memory, product)
+            m = memories(f, (e[..., None] * i[..., None, :]).to(memory.dtype), memory, product)
             outputs.append((_real(m) * s[..., None]).sum(-2))
             memory = m[:, -1].clone()
         ctx.save_for_backward(shrink, expand, forget, inputs, *starts)
@@ -136,7 +136,7 @@ class _Memory(torch.autograd.Function):
         for at, start in reversed(list(zip(range(0, dy.shape[1], ctx.step), starts, strict=True))):
             s, e, f, i = _segment((shrink, expand, forget, inputs), at, ctx.step, start.dtype)
             pull = dy[:, at : at + ctx.step].to(s.dtype)
-            m = memories(f, e[..., None] * i[..., None, :], start, product)
+            m = memories(f, (e[..., None] * i[..., None, :]).to(start.dtype), start, product)
             ds = (_real(m) * pull[..., None, :]).sum(-1)
             g = adjoints(f, (s[..., None] * pull[..., None, :]).to(m.dtype), dlast, product)
             m = before(m, start)

@@ -16,41 +16,51 @@ from torch import Tensor
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
-def memories(f: Tensor, b: Tensor, first: Tensor, product: Product = torch.mul) -> Tensor:
+def memories(f: Tensor | None, b: Tensor, first: Tensor, product: Product = torch.mul) -> Tensor:
     """m_1 .. m_n along axis 1, from m_0 = `first`; no gradients (see `scan`).
 
-    b (batch, n, ...), first (batch, ...), f (batch or 1, n, ...) of a shape that `product`
-    broadcasts.
+    b (batch, n, ...), whose first step is overwritten; first (batch, ...); f (batch or 1, n, ...)
+    of a shape that `product` broadcasts; None: nothing is forgotten.
     """
     if b.shape[1] == 0:
         return b
-    start = product(f[:, 0], first) + b[:, 0]
-    return _pairs(f, torch.cat([start[:, None], b[:, 1:]], 1), product)
+    if f is None:
+        b[:, 0] += first
+        return b.cumsum(1)
+    b[:, 0] = _step(f[:, 0], first, b[:, 0], product)
+    return _pairs(f, b, product)
+
+
+def _step(f: Tensor, m: Tensor, b: Tensor, product: Product) -> Tensor:
+    return torch.addcmul(b, f, m) if product is torch.mul else b + product(f, m)
 
 
 def _pairs(f: Tensor, b: Tensor, product: Product) -> Tensor:
     n = b.shape[1]
     if n == 1:
         return b
-    even, odd = slice(0, n - n % 2, 2), slice(1, None, 2)
-    joined = product(f[:, odd], b[:, even]) + b[:, odd]
+    even, odd, between = slice(0, n - n % 2, 2), slice(1, None, 2), slice(2, None, 2)
+    joined = _step(f[:, odd], b[:, even], b[:, odd], product)
     late = _pairs(product(f[:, odd], f[:, even]), joined, product)
     out = torch.empty_like(b)
     out[:, 0], out[:, odd] = b[:, 0], late
     if n > 2:
-        between = slice(2, None, 2)
-        out[:, between] = product(f[:, between], late[:, : (n - 1) // 2]) + b[:, between]
+        out[:, between] = _step(f[:, between], late[:, : (n - 1) // 2], b[:, between], product)
     return out
 
 
-def before(m: Tensor, first: Tensor) -> Tensor:
+def before(m: Tensor, first: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """m_0 .. m_(n-1): what each step starts from."""
-    return torch.cat([first[:, None], m[:, :-1]], 1)
+    out = torch.empty_like(m, dtype=dtype)
+    out[:, :1], out[:, 1:] = first[:, None], m[:, :-1]
+    return out
 
 
-def adjoints(f: Tensor, pull: Tensor, last: Tensor, product: Product = torch.mul) -> Tensor:
+def adjoints(f: Tensor | None, pull: Tensor, last: Tensor, product: Product = torch.mul) -> Tensor:
     """Gradients of m_1 .. m_n, what comes by later memories included: g_t = pull_t + f'_(t+1) .
     g_(t+1), with f' the adjoint of f and `last` the gradient that m_n has from elsewhere."""
+    if f is None:
+        return memories(None, pull.flip(1), last).flip(1)
     turned = f.mH if product is torch.matmul else f.conj()
     turned = turned.expand(-1, pull.shape[1], *turned.shape[2:]).flip(1)
     if pull.shape[1] == 0:
@@ -64,7 +74,7 @@ def adjoints(f: Tensor, pull: Tensor, last: Tensor, product: Product = torch.mul
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, f: Tensor, b: Tensor, first: Tensor) -> Tensor:
-        m = memories(f.expand(-1, b.shape[1], *f.shape[2:]), b, first)
+        m = memories(f.expand(-1, b.shape[1], *f.shape[2:]), b.clone(), first)
         ctx.save_for_backward(f, m, first)
         return m
 

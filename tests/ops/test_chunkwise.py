@@ -10,8 +10,8 @@ import torch
 from torch.autograd import gradcheck
 from torch.nn.functional import normalize
 
-from ndlightnet.ops import chunks
-from ndlightnet.ops.chunks import inverse, scores, scores_backward
+from ndlightnet.ops import chunks, delta, gated
+from ndlightnet.ops.chunks import Decay, inverse
 from ndlightnet.ops.delta import gated_delta_rule
 from ndlightnet.ops.gated import gated_linear_attention
 
@@ -142,24 +142,27 @@ def test_deep_decays_stay_finite_and_right_in_float32(close, rule, depth):
 
 def test_the_textbook_factors_overflow_where_ours_do_not():
     q, k = torch.randn(2, 64, 4)
-    g = (-40 * torch.rand(64, 4)).cumsum(0)
+    log = -40 * torch.rand(64, 4)
+    g = log.cumsum(0)
     textbook = ((q * g.exp()) @ (k / g.exp()).mT).tril()
-    assert not textbook.isfinite().all() and scores(q, k, g).isfinite().all()
+    assert not textbook.isfinite().all() and Decay(log).scores(q, k).isfinite().all()
 
 
 @pytest.mark.parametrize("wide", [1, 5])
 def test_scores_and_their_gradient(close, close_grads, wide):
     q, k = torch.randn(2, 3, 16, 5, dtype=torch.float64).requires_grad_().unbind()
-    g = (-torch.rand(3, 16, wide, dtype=torch.float64)).cumsum(-2)
+    log = -torch.rand(3, 16, wide, dtype=torch.float64)
+    g = log.cumsum(-2)
     low = torch.ones(16, 16, dtype=torch.bool).tril()[..., None]
     weight = (g[:, :, None] - g[:, None]).masked_fill(~low, -torch.inf).exp()
     dense = torch.einsum("brj,bij,brij->bri", q, k, weight.expand(-1, -1, -1, 5))
-    close(scores(q, k, g), dense, 1e-12)
+    close(Decay(log).scores(q, k), dense, 1e-12)
     pull = torch.randn_like(dense)
-    ours = scores_backward(pull.tril(), q.detach(), k.detach(), g)
+    ours = Decay(log).scores_backward(pull.tril(), q.detach(), k.detach())
     theirs = torch.autograd.grad(dense, (q, k), pull)
-    for a, b in zip(ours, theirs, strict=True):
-        close(a, b, 1e-12)
+    own = pull.diagonal(dim1=-2, dim2=-1)[..., None]
+    for a, b, other in zip(ours, theirs, (k, q), strict=True):
+        close(a + own * other, b, 1e-12)
 
 
 def test_inverse_of_a_triangle_is_stable(close):
@@ -243,3 +246,26 @@ def test_errors_show_the_shapes():
         gated_linear_attention(q, k, v, impl="triton")
     with pytest.raises(ValueError, match=r"impl='fla': no gated_delta_rule for tensors on cpu"):
         gated_delta_rule(q, k, v, beta, impl="fla")
+
+
+@rules
+@decays
+def test_products_in_sixteen_bits(monkeypatch, rule, decay):
+    """As on a card: 2^-9 a rounding, up to eight in a row, twice that; decays and memories stay in
+    float32."""
+    for module in (gated, delta):
+        monkeypatch.setattr(module, "work_dtype", lambda v: v.dtype)
+    inputs = given(131, decay)
+    small = [x if x is None else x.detach().to(torch.float32 if i > 2 else torch.bfloat16)
+             for i, x in enumerate(inputs)]  # fmt: skip
+    small = [x if x is None else x.requires_grad_() for x in small]
+    exact = [x if x is None else x.detach().double().requires_grad_() for x in small]
+    ours, theirs = run(rule, *small), run(rule, *exact, impl="reference")
+    assert ours[0].dtype == torch.bfloat16 and ours[1].dtype == torch.float32
+    pulls = [torch.randn_like(x) for x in theirs]
+    grads = torch.autograd.grad(
+        ours, used(rule, small), [p.to(y.dtype) for p, y in zip(pulls, ours, strict=True)]
+    )
+    expected = torch.autograd.grad(theirs, used(rule, exact), pulls)
+    for a, b in zip((*ours, *grads), (*theirs, *expected), strict=True):
+        assert (a.double() - b).norm() < 8 * 2**-8 * b.norm()

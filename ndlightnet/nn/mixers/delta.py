@@ -45,7 +45,7 @@ class DeltaNet(Keyed):
         negative: bool = False,
         impl: Impl = "auto",
     ) -> None:
-        super().__init__(dim, heads, scan, impl)
+        super().__init__(dim, heads, scan, impl, decays=0)
         self.negative = negative
         self.in_proj = nn.Linear(dim, 3 * dim, bias=False)
         self.conv = nn.Parameter(torch.empty(3 * dim, TAPS).uniform_(-1, 1) / math.sqrt(TAPS))
@@ -91,6 +91,7 @@ class _Decaying(DeltaNet):
         self, dim: int, heads: int | None, scan: Scan, negative: bool, impl: Impl, decays: int
     ) -> None:
         super().__init__(dim, heads, scan=scan, negative=negative, impl=impl)
+        self.decays = decays
         self.log_rate = nn.Parameter(torch.empty(self.heads).uniform_(1, 16).log())
         step = torch.exp(torch.empty(self.heads * decays).uniform_(math.log(1e-3), math.log(0.1)))
         self.shift = nn.Parameter(torch.log(torch.expm1(step)))  # softplus of it is the step

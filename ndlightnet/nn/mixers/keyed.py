@@ -38,23 +38,31 @@ class Keyed(Recurrent):
     operation = "gated_linear_attention"
 
     def __init__(
-        self, dim: int, heads: int | None, scan: Scan, impl: Impl, key_share: float = 1.0
-    ) -> None:
+        self, dim: int, heads: int | None, scan: Scan, impl: Impl, key_share: float = 1.0,
+        decays: int | None = None,
+    ) -> None:  # fmt: skip
+        """decays: of a head; default: one for each key channel."""
         super().__init__(scan)
         self.heads, self.value_dim = default_heads(dim, heads)
         self.key_dim = max(1, int(self.value_dim * key_share))
         self.dim, self.impl = dim, impl
+        self.decays = self.key_dim if decays is None else decays
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
     def implementation(self, x: Tensor) -> str:
-        """What tokens like x run on here, "fla" or "torch", and why not "fla"."""
+        """What tokens like x run on here, "fla" or "torch", and why not "fla"; with gradients if
+        these are on."""
         if self.impl != "auto":
             return self.impl
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        like = (torch.empty(0, 0, self.heads, n, dtype=dtype, device=x.device)
-                for n in (self.key_dim, self.value_dim))  # fmt: skip
-        support = _fla.supports(self.operation, *like)
+
+        def like(wide: int) -> Tensor:
+            x_ = torch.empty(0, 0, self.heads, wide, dtype=dtype, device=x.device)
+            return x_.requires_grad_(torch.is_grad_enabled())
+
+        decay = like(self.decays) if self.decays else None
+        support = _fla.supports(self.operation, like(self.key_dim), like(self.value_dim), decay)
         return "fla" if support else f"torch ({support.reason})"
 
     def empty(self, batch: int, device: torch.device | str | None) -> Tensor:

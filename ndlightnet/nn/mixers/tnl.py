@@ -36,7 +36,7 @@ class TNL(Keyed):
         learn_decay: bool = False,
         impl: Impl = "auto",
     ) -> None:
-        super().__init__(dim, heads, scan, impl)
+        super().__init__(dim, heads, scan, impl, decays=1)
         self.width = 4 * dim
         self.in_proj = nn.Linear(dim, self.width, bias=False)
         slope = 2.0 ** (-8 * torch.arange(1, self.heads + 1) / self.heads)
