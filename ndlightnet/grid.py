@@ -102,7 +102,7 @@ class Grid:
         return x.movedim(-2, 1 + axis)
 
     def line(self, x: Tensor, axis: int, back: bool = False) -> Tensor:
-        """`(batch, *grid, ...)` -> `(batch, length, ...)` in the order in which `axis` runs fastest,
+        """`(batch, *grid, ...)` -> `(batch, length, ...)`, ordered so that `axis` runs fastest and
         the others as they do row by row; back: from the end."""
         x = x.movedim(1 + axis, self.ndim).flatten(1, self.ndim)
         return x.flip(1) if back else x

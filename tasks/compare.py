@@ -2,72 +2,161 @@
 
 python tasks/compare.py tasks/ct_segmentation.py configs/hippocampus.yaml --seeds 0 1 2 --jobs 5
 python tasks/compare.py tasks/video_cls.py configs/surveillance.yaml --rows LightNet "single frame"
+python tasks/compare.py tasks/image_cls.py configs/adrenal.yaml --rows Mamba "Mamba axes" GLA
+python tasks/compare.py tasks/image_cls.py configs/fashion_mnist.yaml --family --jobs 16 --minutes 9
 
-Every run is a `fit` to the end of its schedule and one `test`, in a process of its own: of the last
-checkpoint, or of the one that was best on the held-out part of the training set. What follows `--`
-goes to all of them. Writes table.md and runs.json under --out.
+A row is one of those named below, or a mixer of the catalogue (ndlightnet.nn.mixers). One that
+reads tokens in turn covers a grid as told: `NAME raster`, `NAME both`, `NAME axes`. --family is all
+of these; --resume keeps the results that are under --out.
+
+Every run is a `fit` to the end of its schedule and one `test`, in a process of its own, on one GPU
+if there are any: of the last checkpoint, or of the one that was best on the held-out part of the
+training set. What follows `--` goes to all of them. Writes table.md and runs.json under --out after
+every run.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+import torch
+
+from ndlightnet.nn import mixers
+
 NET = "--model.net.init_args"
-MIXERS = "ndlightnet.nn.mixers"
+SCANS = ("raster", "both", "axes")
+
+
+def mixer(name: str, **init_args: Any) -> str:
+    """The argument that puts a mixer of the catalogue in place of the config's."""
+    value = {"class_path": f"{mixers.__name__}.{name}", "init_args": init_args}
+    return f"{NET}.mixer={json.dumps(value)}"
+
+
 ROWS: dict[str, list[str]] = {
     "LightNet": [],
-    "softmax attention": [f"{NET}.mixer={MIXERS}.SoftmaxAttention"],
-    "identity mixer": [f"{NET}.mixer={MIXERS}.Identity"],
+    "softmax attention": [mixer("SoftmaxAttention")],
+    "identity mixer": [mixer("Identity")],
     "without MD-TPE": [f"{NET}.tpe=false"],
-    "without MD-LRPE": [
-        f'{NET}.mixer={{"class_path": "{MIXERS}.LightNetAttention", "init_args": {{"lrpe": null}}}}'
-    ],
+    "without MD-LRPE": [mixer("LightNetAttention", lrpe=None)],
     "axis-causal": ["--model.causal=true"],
-    "axis-causal, window 4": [
-        "--model.causal=true",
-        f'{NET}.mixer={{"class_path": "{MIXERS}.LightNetAttention", "init_args": {{"window": 4}}}}',
-    ],
+    "axis-causal, window 4": ["--model.causal=true", mixer("LightNetAttention", window=4)],
     "single frame": ["--data.init_args.frames=1"],
     "padded": ["--data.init_args.batching=padded"],
 }
-MEASURES = ("mean_dice", "mean_hd95_mm", "top1", "balanced_accuracy", "step_ms", "train_seconds",
-            "padded_share", "peak_memory_gb")  # fmt: skip
+MEASURES = ("mean_dice", "mean_hd95_mm", "top1", "balanced_accuracy", "auc", "bits_per_byte", "mse",
+            "mae", "step_ms", "latency_ms", "train_seconds", "padded_share",
+            "peak_memory_gb")  # fmt: skip
+# of one process: the first task imports what the second one needs, too
+SCRIPTS = """
+import json, os, runpy, sys
+for task, *arguments in json.loads(sys.argv[1]):
+    print("\\n==", arguments[0], flush=True)
+    sys.argv, sys.path[0] = [task, *arguments], os.path.dirname(task)
+    try:
+        runpy.run_path(task, run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+"""
 
 
-def one_run(options: argparse.Namespace, row: str, seed: int) -> dict[str, Any]:
+def scans(name: str) -> tuple[str, ...]:
+    """How the mixer of this name can cover a grid; () if it reads all of it at once."""
+    takes = inspect.signature(getattr(mixers, name)).parameters
+    return SCANS if "scan" in takes else ()
+
+
+def family() -> list[str]:
+    """A row for every mixer of the catalogue and every way to cover a grid."""
+    first = ["Identity", "SoftmaxAttention"]
+    rest = [name for name in mixers.__all__ if name not in first]
+    ways = [f"{name} {scan}" for name in rest for scan in scans(name)]
+    return [*first, *(name for name in rest if not scans(name)), *ways]
+
+
+def overrides(row: str) -> list[str]:
+    """What a row changes, as arguments. ValueError if there is no such row."""
+    if row in ROWS:
+        return ROWS[row]
+    name, *way = row.split(" ")
+    known = name in mixers.__all__
+    if not known or len(way) > 1 or any(scan not in scans(name) for scan in way):
+        here = [name, *(f"{name} {scan}" for scan in scans(name))] if known else []
+        raise ValueError(f"row {row!r}: expected {', '.join(here or [*ROWS, *mixers.__all__])}")
+    return [mixer(name, **({"scan": way[0]} if way else {}))]
+
+
+def gpus() -> list[str]:
+    """Those that may be used, as CUDA_VISIBLE_DEVICES names them."""
+    count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",")[:count] if named else [str(i) for i in range(count)]
+
+
+def one_run(options: argparse.Namespace, row: str, seed: int, gpu: str | None) -> dict[str, Any]:
     """Fit and test one row with one seed; its metrics.json, or {"error": ...}."""
     root = options.out / f"{row.replace(' ', '_')}-{seed}"
     root.mkdir(parents=True, exist_ok=True)
-    threads = str(max(1, (os.cpu_count() or 1) // options.jobs))
+    (root / "metrics.json").unlink(missing_ok=True)  # of an earlier run
     common = ["--config", str(options.config), f"--seed_everything={seed}",
-              f"--trainer.default_root_dir={root}", *ROWS[row], *options.extra]  # fmt: skip
-    started = time.monotonic()
+              f"--trainer.default_root_dir={root}", *overrides(row), *options.extra]  # fmt: skip
+    checkpoint = f"--ckpt_path={root}/checkpoints/{options.checkpoint}.ckpt"
+    stages = [[str(options.task), *command, *common] for command in (["fit"], ["test", checkpoint])]
+    own = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // options.jobs))}
+    own |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
+    who, started = {"row": row, "seed": seed}, time.monotonic()
     with open(root / "log.txt", "w") as log:
-        for command in (
-            ["fit"],
-            ["test", f"--ckpt_path={root}/checkpoints/{options.checkpoint}.ckpt"],
-        ):
-            status = subprocess.run(
-                [sys.executable, str(options.task), *command, *common],
-                stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": threads}, check=False,
-            ).returncode  # fmt: skip
-            if status:
-                return {
-                    "row": row,
-                    "seed": seed,
-                    "error": f"{command[0]} failed, see {root}/log.txt",
-                }
-    metrics = json.loads((root / "metrics.json").read_text())
-    return {"row": row, "seed": seed, "seconds": time.monotonic() - started, **metrics}
+        status = subprocess.run(
+            [sys.executable, "-c", SCRIPTS, json.dumps(stages)],
+            stdout=log, stderr=log, env={**os.environ, **own}, check=False,
+        ).returncode  # fmt: skip
+    try:
+        if status:
+            begun = re.findall("^== (.*)$", (root / "log.txt").read_text(errors="replace"), re.M)
+            return {**who, "error": f"{begun[-1]} failed, see {root}/log.txt"}
+        metrics = json.loads((root / "metrics.json").read_text())
+    except (OSError, ValueError, IndexError) as error:
+        return {**who, "error": f"no result ({error}), see {root}/log.txt"}
+    return {**who, "seconds": time.monotonic() - started, **metrics}
+
+
+def all_runs(options: argparse.Namespace, wanted: list[Any], done: Callable[[Any], None]) -> None:
+    """Calls `done` with each run as it ends, or as {"missing": True} when no time was left."""
+    over = time.monotonic() + 60 * options.minutes
+    found = gpus() or [None]
+    free: SimpleQueue[str | None] = SimpleQueue()
+    for job in range(options.jobs):
+        free.put(found[job % len(found)])
+
+    def start(row: str, seed: int) -> dict[str, Any]:
+        if time.monotonic() >= over:
+            return {"row": row, "seed": seed, "missing": True}
+        gpu = free.get()
+        try:
+            return one_run(options, row, seed, gpu)
+        finally:
+            free.put(gpu)
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for run in as_completed(pool.submit(start, *pair) for pair in wanted):
+            done(run.result())
+
+
+def complete(run: dict[str, Any]) -> bool:
+    return not run.keys() & {"error", "missing"}
 
 
 def number(value: float | None) -> str:
@@ -75,25 +164,29 @@ def number(value: float | None) -> str:
 
 
 def table(runs: list[dict[str, Any]], rows: list[str]) -> str:
-    """Markdown: mean and standard deviation over the seeds, and each seed."""
-    good = [run for run in runs if "error" not in run]
+    """Markdown: mean and standard deviation over the seeds, each seed, and what did not come."""
+    good = list(filter(complete, runs))
     measures = [m for m in MEASURES if any(m in run for run in good)] or ["result"]
     lines = [f"| | parameters | {' | '.join(measures)} | {measures[0]} per seed |"]
     lines.append("|---|---|" + "---|" * (len(measures) + 1))
     for row in rows:
         mine = sorted((run for run in good if run["row"] == row), key=lambda run: run["seed"])
         if not mine:
-            lines.append(f"| {row} | failed |" + " |" * (len(measures) + 1))
+            failed = any("error" in run for run in runs if run["row"] == row)
+            word = "failed" if failed else "not run"
+            lines.append(f"| {row} | {word} |" + " |" * (len(measures) + 1))
             continue
         cells = []
         for measure in measures:
-            values = [run[measure] for run in mine if run[measure] is not None]
+            values = [run[measure] for run in mine if run.get(measure) is not None]
             spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
             cells.append(f"{statistics.mean(values):.3f}{spread}" if values else "none")
-        seeds = ", ".join(number(run[measures[0]]) for run in mine)
-        lines.append(
-            f"| {row} | {mine[0]['parameters'] / 1e6:.2f} M | {' | '.join(cells)} | {seeds} |"
-        )
+        seeds = ", ".join(number(run.get(measures[0])) for run in mine)
+        size = f"{mine[0]['parameters'] / 1e6:.2f} M" if "parameters" in mine[0] else "none"
+        lines.append(f"| {row} | {size} | {' | '.join(cells)} | {seeds} |")
+    for kind, said in (("error", "Failed"), ("missing", "Not run, no time was left")):
+        these = [f"{run['row']} (seed {run['seed']})" for run in runs if kind in run]
+        lines += ["", f"{said}: {', '.join(these)}."] if these else []
     return "\n".join(lines) + "\n"
 
 
@@ -103,27 +196,48 @@ def main() -> int:
     )
     parser.add_argument("task", type=Path)
     parser.add_argument("config", type=Path)
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS)[:5])
+    parser.add_argument("--rows", nargs="+", default=[], metavar="ROW",
+                        help="default: " + ", ".join(list(ROWS)[:5]))  # fmt: skip
+    parser.add_argument("--family", action="store_true", help="and a row for each mixer and scan")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--checkpoint", choices=["last", "best"], default="last")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, over all GPUs in turn")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="then no run is begun")
+    parser.add_argument("--resume", action="store_true", help="do what is not under --out yet")
     parser.add_argument("--out", type=Path, default=None, help="default: runs/compare/CONFIG")
     arguments = sys.argv[1:]
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:cut])
     options.extra = arguments[cut + 1 :]
     options.out = options.out or Path("runs/compare") / options.config.stem
-    runs: list[dict[str, Any]] = []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        wanted = [(row, seed) for seed in options.seeds for row in options.rows]
-        for run in pool.map(lambda pair: one_run(options, *pair), wanted):
-            runs.append(run)
-            shown = run.get("error") or next(f"{m} {number(run[m])}" for m in MEASURES if m in run)
-            print(
-                f"[{len(runs)}/{len(wanted)}] {run['row']}, seed {run['seed']}: {shown}", flush=True
-            )
-            (options.out / "runs.json").write_text(json.dumps(runs, indent=1))
-            (options.out / "table.md").write_text(table(runs, options.rows))
+    rows = dict.fromkeys(options.rows + (family() if options.family else []))
+    options.rows = list(rows) or list(ROWS)[:5]
+    try:
+        _ = [overrides(row) for row in options.rows]
+    except ValueError as error:
+        parser.error(str(error))
+    options.out.mkdir(parents=True, exist_ok=True)
+    wanted = [(row, seed) for seed in options.seeds for row in options.rows]
+    file = options.out / "runs.json"
+    known = file.read_text() if options.resume and file.exists() else "[]"
+    runs = [run for run in json.loads(known) if complete(run)]
+    kept = [(run["row"], run["seed"]) for run in runs]
+    left = [pair for pair in wanted if pair not in kept]
+    total = len(kept) + len(left)
+
+    def save() -> None:
+        file.write_text(json.dumps(runs, indent=1))
+        (options.out / "table.md").write_text(table(runs, options.rows))
+
+    def done(run: dict[str, Any]) -> None:
+        runs.append(run)
+        save()
+        first = next((f"{m} {number(run[m])}" for m in MEASURES if m in run), "done")
+        shown = "no time was left" if "missing" in run else run.get("error", first)
+        print(f"[{len(runs)}/{total}] {run['row']}, seed {run['seed']}: {shown}", flush=True)
+
+    save()
+    all_runs(options, left, done)
     print((options.out / "table.md").read_text())
     return 1 if any("error" in run for run in runs) else 0
 

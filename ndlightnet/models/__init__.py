@@ -6,9 +6,11 @@ from ndlightnet.models.backbone import (
     ndlightnet_small,
     ndlightnet_tiny,
 )
+from ndlightnet.models.forecaster import Forecaster
 from ndlightnet.models.unet import NDLightUNet
 
 __all__ = [
+    "Forecaster",
     "NDLightNet",
     "NDLightUNet",
     "ndlightnet_base",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,8 +17,8 @@ from ndlightnet.data.packing import PackCollate, PadCollate
 from ndlightnet.data.signals import SignalDataset, read_recordings
 from ndlightnet.ragged import Packed
 from ndlightnet.training.loading import training_loader
+from ndlightnet.training.measures import MeasuredTask
 from ndlightnet.training.report import save_confusion, write_json
-from ndlightnet.training.task import Task
 
 
 class SignalData(L.LightningDataModule):
@@ -98,7 +96,7 @@ class SignalData(L.LightningDataModule):
         self.classes = tuple(names["classes"])
 
 
-class SignalTask(Task):
+class SignalTask(MeasuredTask):
     """Trains `net`, packed or padded signals -> `(batch, classes)` logits, and measures what its
     steps cost.
 
@@ -120,9 +118,7 @@ class SignalTask(Task):
         super().__init__()
         self.net, self.lr, self.weight_decay = net, lr, weight_decay
         self.loss = nn.CrossEntropyLoss(label_smoothing=label_smoothing)
-        # of every step of training; of all of them: tokens, those with padding, bytes on the GPU
-        self.seconds: list[float] = []
-        self.tokens, self.slots, self.peak = 0, 0, 0
+        self.tokens, self.slots = 0, 0  # of all steps of training; with padding
 
     def setup(self, stage: str) -> None:
         data = self.data()
@@ -146,19 +142,6 @@ class SignalTask(Task):
             mask: Tensor = self.net.token_mask(batch[1])  # type: ignore[operator]
             tokens, slots = int(mask.sum()), mask.numel()
         self.tokens, self.slots = self.tokens + tokens, self.slots + slots
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Forward, backward and update: what is timed. The batch is on the device already."""
-        on_gpu = self.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(self.device)
-            torch.cuda.synchronize(self.device)
-        start = time.perf_counter()
-        super().optimizer_step(*args, **kwargs)
-        if on_gpu:
-            torch.cuda.synchronize(self.device)
-            self.peak = max(self.peak, torch.cuda.max_memory_allocated(self.device))
-        self.seconds.append(time.perf_counter() - start)
 
     def validation_step(self, batch: tuple[Any, ...], _: int) -> None:
         *inputs, labels, _index = batch
@@ -184,12 +167,8 @@ class SignalTask(Task):
             "top1": top1,
             "recall": dict(zip(names, recall.tolist(), strict=True)),
             "recordings": int(matrix.sum()),
-            "parameters": sum(p.numel() for p in self.net.parameters()),
-            "steps": len(self.seconds),
-            "train_seconds": sum(self.seconds),
-            "step_ms": 1e3 * statistics.median(self.seconds) if self.seconds else None,
+            **self.costs(),
             "padded_share": 1 - self.tokens / self.slots if self.slots else None,
-            "peak_memory_gb": self.peak / 1e9 if self.peak else None,
             "confusion": matrix.tolist(),
         }
         self.log("test_accuracy", top1, rank_zero_only=True)
@@ -204,8 +183,8 @@ class SignalTask(Task):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        checkpoint["cost"] = [self.seconds, self.tokens, self.slots, self.peak]
+        checkpoint["slots"] = [self.tokens, self.slots]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        self.seconds, self.tokens, self.slots, self.peak = checkpoint["cost"]
+        self.tokens, self.slots = checkpoint["slots"]

@@ -10,17 +10,25 @@ import torch
 import yaml
 
 from ndlightnet.data.digits import MOTIONS
+from ndlightnet.data.images import read_images
 from ndlightnet.data.packing import PackCollate, PadCollate
 from ndlightnet.data.phantoms import LABELS
+from ndlightnet.data.series import read_series
 from ndlightnet.data.signals import read_recordings
 from ndlightnet.data.video import read_video_folder
 from ndlightnet.data.volumes import read_decathlon
 from ndlightnet.nn import mixers
 from ndlightnet.training import (
+    ForecastTask,
+    ImageData,
+    ImageTask,
     SegmentationTask,
+    SeriesData,
     SignalData,
     SignalTask,
     TaskCLI,
+    TextData,
+    TextTask,
     VideoData,
     VideoTask,
     VolumeData,
@@ -32,7 +40,8 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 TASKS = {
     "VolumeData": (SegmentationTask, VolumeData), "PhantomVolumes": (SegmentationTask, VolumeData),
     "VideoData": (VideoTask, VideoData), "MovingDigits": (VideoTask, VideoData),
-    "SignalData": (SignalTask, SignalData),
+    "SignalData": (SignalTask, SignalData), "TextData": (TextTask, TextData),
+    "ImageData": (ImageTask, ImageData), "SeriesData": (ForecastTask, SeriesData),
 }  # fmt: skip
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 
@@ -61,6 +70,16 @@ def build(tmp_path, monkeypatch):
 
 def batch_for(cli: TaskCLI):
     """A random batch of what the config's data give, with few cells: 16 a side, 4 frames."""
+    if isinstance(cli.model, TextTask):
+        return torch.randint(256, (2, 33), dtype=torch.uint8)
+    if isinstance(cli.model, ImageTask):
+        labels = torch.arange(2)
+        return torch.randn(2, 1, *[4] * cli.model.net.dims), labels, labels
+    if isinstance(cli.model, ForecastTask):
+        n = cli.datamodule.input_length
+        columns = cli.model.net.in_chans
+        return (torch.randn(2, n, columns), torch.rand(2, n + 40, 4),
+                torch.randn(2, 40, columns), torch.arange(2))  # fmt: skip
     if isinstance(cli.model, SignalTask):
         net, packed = cli.model.net, cli.datamodule.batching == "packed"
         collate = PackCollate(net.embed.patch) if packed else PadCollate()
@@ -114,10 +133,21 @@ def test_config_takes_one_step(build, config):
 def test_channels_and_classes_are_those_of_the_data(build, config):
     cli = build(config)
     net, data = cli.model.net, cli.datamodule
+    if isinstance(cli.model, TextTask):
+        assert net.vocab_size == 256 and net.causal
+        return
     made = {"PhantomVolumes": LABELS, "MovingDigits": MOTIONS}.get(type(data).__name__)
     root = ROOT / data.root
     if made is None and not root.exists():
         pytest.skip(f"no data at {root}")
+    if isinstance(cli.model, ImageTask):
+        found = read_images(root)["train"]
+        assert net.dims == found.images.ndim - 1 and net.in_chans == 1
+        assert net.num_classes == len(data.classes) == len(found.labels.unique())
+        return
+    if isinstance(cli.model, ForecastTask):
+        assert len(read_series(root / data.file, data.wanted).columns) == net.in_chans
+        return
     if isinstance(cli.model, SignalTask):
         assert net.in_chans == data.channels
         assert net.num_classes == len(set(read_recordings(root).digits))

@@ -19,7 +19,8 @@ from ndlightnet.ragged import Ragged
 
 Feature = Literal["elu", "relu", "silu", "identity"]
 FEATURES: dict[str, Callable[[Tensor], Tensor]] = {
-    "elu": lambda x: x.clamp(max=0).exp() + F.relu(x), "relu": F.relu, "silu": F.silu, "identity": lambda x: x,
+    "elu": lambda x: x.clamp(max=0).exp() + F.relu(x),  # elu(x) + 1
+    "relu": F.relu, "silu": F.silu, "identity": lambda x: x,
 }  # fmt: skip
 
 

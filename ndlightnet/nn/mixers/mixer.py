@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -34,7 +35,7 @@ class Past(NamedTuple):
     memory: Tensor  # (batch, ...)
 
 
-class Recurrent(Mixer):
+class Recurrent(Mixer, ABC):
     """A mixer that reads tokens one after the other, on a grid of any number of axes.
 
     scan: how it covers a grid. "raster": row by row, one way (the last axis runs fastest). "both":
@@ -59,27 +60,27 @@ class Recurrent(Mixer):
         """What is the same whatever the order: (..., dim) -> (..., width)."""
         return x
 
+    @abstractmethod
     def inputs(self, z: Tensor, keep: Tensor | None) -> Any:
-        """Projected tokens in their order (batch, reach + length, width), keep (batch, length) bool,
-        False = padding -> what the recurrence takes; its tensors are (batch, length, ...)."""
-        raise NotImplementedError
+        """Projected tokens in their order (batch, reach + length, width), keep (batch, length)
+        bool, False = padding -> what the recurrence takes; its tensors are (batch, length, ...)."""
 
+    @abstractmethod
     def recur(self, parts: Any, memory: Tensor, own: bool) -> tuple[Tensor, Tensor]:
         """(what tokens read (batch, length, ...), the last memory). own: whether a token reads
         itself."""
-        raise NotImplementedError
 
     def join(self, one: Tensor, other: Tensor) -> Tensor:
         """What was read in two ways, together."""
         return one + other
 
+    @abstractmethod
     def output(self, parts: Any, y: Tensor) -> Tensor:
         """What was read, and the inputs of the first way -> (batch, length, dim)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def empty(self, batch: int, device: torch.device | str | None) -> Tensor:
         """The memory before the first token."""
-        raise NotImplementedError
 
     def forward(
         self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False,
@@ -116,7 +117,7 @@ class Recurrent(Mixer):
         return first, y, memories
 
     def ways(self, grid: Grid, causal: bool) -> list[tuple[int, bool]]:
-        """(axis that runs fastest, whether from the end); the first is row by row from the start."""
+        """(axis that runs fastest, whether from the end); the first one is row by row."""
         axes = range(grid.ndim - 1, -1, -1) if self.scan == "axes" else [grid.ndim - 1]
         one_way = causal or self.scan == "raster"
         return [(axis, back) for axis in axes for back in (False, True)][: 1 if one_way else None]

@@ -1,0 +1,202 @@
+"""Labelled grey images and volumes of one size, which fit into memory as bytes, and their batches.
+
+Read are a folder with the four IDX files of MNIST and its kin, and a file of MedMNIST, an npz with
+`{train,val,test}_images` (n, *space) and `{..}_labels` (n, 1); `val` may be missing.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ndlightnet.data.errors import DataError
+
+IDX = {"train": "train", "test": "t10k"}  # our names of the parts, and theirs
+# what unpacking a damaged file raises; the last two: a plain .npy is no archive
+DAMAGED = (OSError, EOFError, zlib.error, BadZipFile, ValueError, AttributeError, TypeError)
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """images (n, *space) uint8, two or more axes of space; labels (n,) int64."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def pick(self, numbers: Sequence[int]) -> ImageSet:
+        at = torch.tensor(numbers, dtype=torch.int64)
+        return ImageSet(self.images[at], self.labels[at])
+
+
+def read_images(path: str | Path) -> dict[str, ImageSet]:
+    """The parts "train", "test" and, if there, "val" of a folder of IDX files or of an npz file.
+
+    DataError names the file that is missing, damaged or does not fit the others.
+    """
+    path = Path(path)
+    if path.is_dir():
+        arrays = {
+            (part, kind): read_idx(path / f"{theirs}-{kind}-idx{axes}-ubyte")
+            for part, theirs in IDX.items() for kind, axes in (("images", 3), ("labels", 1))
+        }  # fmt: skip
+    else:
+        arrays = _read_npz(path)
+    parts = {}
+    for part in ("train", "val", "test"):
+        if (part, "images") not in arrays and part == "val":
+            continue
+        images, labels = arrays[part, "images"], arrays[part, "labels"]
+        if (
+            images.dtype != np.uint8 or images.ndim < 3 or not len(images)
+            or labels.dtype.kind not in "iu" or labels.size != len(images)
+            or images.shape[1:] != arrays["train", "images"].shape[1:]
+        ):  # fmt: skip
+            raise DataError(
+                f"{path}: {part} has images {images.shape} {images.dtype} and labels "
+                f"{labels.shape} {labels.dtype}: expected uint8 images of one size, with two or "
+                "more axes, and a whole number for each"
+            )
+        parts[part] = ImageSet(
+            torch.from_numpy(images), torch.from_numpy(labels.reshape(-1).astype(np.int64))
+        )
+    return parts
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """A file of bytes in the IDX format, at `path` or, compressed, at `path`.gz: 0, 0, 8, the
+    number of axes, their sizes as big-endian 32-bit numbers, and the bytes."""
+    packed = path.with_name(path.name + ".gz")
+    found = path if path.is_file() else packed
+    if not found.is_file():
+        raise DataError(f"{path}: no such file, nor {packed.name}")
+    try:
+        content = found.read_bytes()
+        content = gzip.decompress(content) if found == packed else content
+    except DAMAGED as error:
+        raise DataError(f"{found}: damaged, or cannot be read") from error
+    axes = content[3] if content[:3] == b"\0\0\x08" and len(content) > 3 else 0
+    start = 4 + 4 * axes
+    shape = [int.from_bytes(content[i : i + 4], "big") for i in range(4, start, 4)]
+    if not axes or len(content) != start + math.prod(shape):
+        raise DataError(f"{found}: damaged, or not bytes in the IDX format")
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape).copy()
+
+
+def _read_npz(path: Path) -> dict[tuple[str, str], np.ndarray]:
+    if not path.is_file():
+        raise DataError(f"{path}: no such file or folder")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {
+                (part, kind): file[f"{part}_{kind}"]
+                for part in ("train", "val", "test") for kind in ("images", "labels")
+                if part != "val" or "val_images" in file
+            }  # fmt: skip
+    except KeyError as error:
+        raise DataError(f"{path}: lacks an array ({error.args[0]})") from error
+    except DAMAGED as error:
+        raise DataError(f"{path}: damaged, or not an npz file") from error
+
+
+def spread(count: int, total: int) -> list[int]:
+    """`count` of the numbers below `total`, evenly spaced."""
+    return [i * total // count for i in range(count)]
+
+
+def mean_and_deviation(images: Tensor) -> tuple[float, float]:
+    """Of all values of a uint8 tensor; the deviation is 1 where all are the same."""
+    counts = torch.bincount(images.flatten(), minlength=256).double()
+    values = torch.arange(256, dtype=torch.float64)
+    mean = (counts * values).sum() / counts.sum()
+    deviation = ((counts * (values - mean).square()).sum() / counts.sum()).sqrt()
+    return float(mean), float(deviation) or 1.0
+
+
+def moved(images: Tensor, shifts: Tensor, flips: Tensor) -> Tensor:
+    """Each image of a batch (batch, 1, *space) shifted and mirrored on its own, on any device.
+
+    shifts: (batch, axes) cells towards the end of each axis; what comes in is 0. flips: bool
+    (batch, axes): mirrored along this axis, before the shift.
+    """
+    for axis, size in enumerate(images.shape[2:]):
+        source = torch.arange(size, device=images.device) - shifts[:, axis, None]
+        inside = (source >= 0) & (source < size)
+        source = torch.where(flips[:, axis, None], size - 1 - source, source).clamp(0, size - 1)
+        line = (len(images), *(size if i == axis + 2 else 1 for i in range(1, images.ndim)))
+        images = images.gather(axis + 2, source.view(line).expand_as(images)) * inside.view(line)
+    return images
+
+
+class Batches:
+    """All of a set in order: (images (batch, 1, *space) uint8, labels (batch,), numbers (batch,)).
+
+    No process prepares them: a batch is one copy. replica: this one and how many share the set.
+    """
+
+    def __init__(self, data: ImageSet, size: int, replica: tuple[int, int] = (0, 1)) -> None:
+        self.data, self.size, self.replica = data, size, replica
+
+    def __len__(self) -> int:
+        own = len(range(self.replica[0], len(self.data), self.replica[1]))
+        return -(-own // self.size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        yield from map(self._batch, self._own(torch.arange(len(self.data))))
+
+    def _own(self, order: Tensor) -> tuple[Tensor, ...]:
+        return order[self.replica[0] :: self.replica[1]].split(self.size)[: len(self)]
+
+    def _batch(self, numbers: Tensor) -> tuple[Tensor, ...]:
+        images = self.data.images.index_select(0, numbers)[:, None]
+        return images, self.data.labels.index_select(0, numbers), numbers
+
+
+class ShuffledBatches(Batches):
+    """Whole batches in an order of the epoch's own, each with the shifts and flips for `moved`.
+
+    All that is random depends on `seed` and the epoch alone, not on the network that is trained.
+
+    Args:
+        shift: cells, at most, along every axis and either way. flips: axes to mirror, half the
+            time.
+        epoch: asked at the start of each one.
+    """
+
+    def __init__(
+        self, data: ImageSet, size: int, replica: tuple[int, int] = (0, 1), *, shift: int = 0,
+        flips: Sequence[int] = (), seed: int = 0, epoch: Callable[[], int] = lambda: 0,
+    ) -> None:  # fmt: skip
+        super().__init__(data, size, replica)
+        self.shift, self.seed, self.epoch = shift, seed, epoch
+        self.flips = torch.tensor([axis in flips for axis in range(data.images.ndim - 1)])
+
+    def __len__(self) -> int:
+        # as many on every replica; a set smaller than a batch is one
+        return max(1, len(self.data) // self.replica[1] // self.size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        rng = torch.Generator()
+
+        def restart(*numbers: int) -> None:
+            rng.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
+
+        restart(self.seed, epoch := self.epoch())
+        order = torch.randperm(len(self.data), generator=rng)
+        restart(self.seed, epoch, 1 + self.replica[0])  # other moves on every replica
+        for numbers in self._own(order):
+            each = (len(numbers), len(self.flips))
+            shifts = torch.randint(-self.shift, self.shift + 1, each, generator=rng)
+            flips = (torch.rand(each, generator=rng) < 0.5) & self.flips
+            yield *self._batch(numbers), shifts, flips

@@ -1,0 +1,130 @@
+"""Forecaster: an encoder reads what is known of a series, a decoder asks it for all later steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ndlightnet.nn.block import Block, init_weights
+from ndlightnet.nn.mixers import LightNetAttention
+from ndlightnet.ops import frequencies
+
+
+class CrossBlock(Block):
+    """A causal Block with cross attention between its mixer and its mlp: x + mixer(norm x), then
+    x + cross(norm x, context), then x + mlp(norm x)."""
+
+    def __init__(
+        self,
+        dim: int,
+        mixer: Callable[[int], nn.Module],
+        cross: Callable[[int], nn.Module],
+        mlp_ratio: float = 8 / 3,
+    ) -> None:
+        super().__init__(dim, mixer, mlp_ratio)
+        self.norm_cross = nn.LayerNorm(dim, eps=1e-6)
+        self.cross = cross(dim)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:  # type: ignore[override]
+        """Tokens (batch, length, dim), context (batch, its length, dim) -> (batch, length, dim)."""
+        x = x + self.mixer(self.norm1(x), causal=True)
+        x = x + self.cross(self.norm_cross(x), context=context)
+        return x + self.mlp(self.norm2(x))
+
+
+class Forecaster(nn.Module):
+    """Known values of a series and the times of all its steps -> the values of the later steps, in
+    one pass (Informer, Zhou et al. 2021, without its distilling).
+
+    A step is a token: its values, zeros where they are not known yet, its time features and its
+    place (sinusoidal), the same embedding on both sides. The encoder's blocks read all known steps
+    both ways. The decoder's read the last `label_length` of them and the later ones, causally as
+    Informer's, and the encoder's output. Not Informer's: the mean of each column over the known
+    steps is taken from its values and added to the forecast, since the level of a series wanders.
+
+    Args:
+        in_chans: columns of the series.
+        label_length: known steps that the decoder starts from. With the whole input both sides
+            count from the same step, as mixers with a position code of their own see it.
+        time_chans: time features of a step.
+        embed_dim, depth, decoder_depth: width and numbers of blocks.
+        mixer: what mixes tokens, a function of the width; see ndlightnet.nn.mixers. cross: one
+            that is called with `context`.
+        mlp_ratio: hidden width of the gated MLP / embed_dim.
+        drop_rate: dropout after the embedding and before the head.
+    """
+
+    def __init__(
+        self,
+        in_chans: int = 7,
+        label_length: int = 336,
+        *,
+        time_chans: int = 4,
+        embed_dim: int = 128,
+        depth: int = 2,
+        decoder_depth: int = 1,
+        mixer: Callable[[int], nn.Module] = LightNetAttention,
+        cross: Callable[[int], nn.Module] = LightNetAttention,
+        mlp_ratio: float = 8 / 3,
+        drop_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if label_length < 0:
+            raise ValueError(f"label_length={label_length}: expected 0 or more")
+        if embed_dim < 2 or embed_dim % 2:
+            raise ValueError(f"embed_dim={embed_dim}: expected an even number")
+        if depth < 1 or decoder_depth < 1:
+            raise ValueError(
+                f"depth={depth}, decoder_depth={decoder_depth}: expected 1 or more of both"
+            )
+        for name, made in (("mixer", mixer), ("cross", cross)):
+            if isinstance(made, nn.Module):
+                raise ValueError(
+                    f"{name}={type(made).__name__}(...): expected a class or a function of the "
+                    "width, such as functools.partial(LightNetAttention, heads=4)"
+                )
+        self.in_chans, self.label_length, self.embed_dim = in_chans, label_length, embed_dim
+        self.embed = nn.Linear(in_chans, embed_dim)
+        self.embed_time = nn.Linear(time_chans, embed_dim, bias=False)
+        self.drop = nn.Dropout(drop_rate)
+        self.encoder = nn.ModuleList(Block(embed_dim, mixer, mlp_ratio) for _ in range(depth))
+        self.encoder_norm = nn.LayerNorm(embed_dim, eps=1e-6)
+        self.decoder = nn.ModuleList(
+            CrossBlock(embed_dim, mixer, cross, mlp_ratio) for _ in range(decoder_depth)
+        )
+        self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
+        self.head = nn.Linear(embed_dim, in_chans)
+        self.apply(init_weights)
+
+    def forward(self, values: Tensor, times: Tensor) -> Tensor:
+        """values (batch, input_length, in_chans), times (batch, input_length + horizon, time_chans)
+        -> (batch, horizon, in_chans)."""
+        known, horizon = values.shape[1], times.shape[1] - values.shape[1]
+        if values.shape[2] != self.in_chans or self.label_length > known or horizon < 1:
+            raise ValueError(
+                f"values {tuple(values.shape)}, times {tuple(times.shape)}: expected (batch, "
+                f"{self.label_length} or more, {self.in_chans}) and times of more steps"
+            )
+        level = values.mean(1, keepdim=True)
+        x = nn.functional.pad(values - level, (0, 0, 0, horizon))
+        x = self.embed(x) + self.embed_time(times) + sinusoids(x.shape[1], self.embed_dim, x.device)
+        # the residual stream stays in the parameters' precision under autocast
+        x = self.drop(x.to(self.norm.weight.dtype))
+        source, x = x[:, :known], x[:, known - self.label_length :]
+        for block in self.encoder:
+            source = block(source)
+        source = self.encoder_norm(source)
+        for block in self.decoder:
+            x = block(x, source)
+        out: Tensor = self.head(self.drop(self.norm(x[:, -horizon:])))
+        return level + out
+
+
+def sinusoids(length: int, dim: int, device: torch.device) -> Tensor:
+    """Sine and cosine of places 0, 1, ... at frequencies 10000^(-2j/dim): (length, dim) float32
+    (Vaswani et al. 2017, section 3.5)."""
+    places = torch.arange(length, dtype=torch.float32, device=device)
+    angles = places[:, None] * frequencies(dim, 1, device=device)[: dim // 2]
+    return torch.cat([angles.sin(), angles.cos()], -1)

@@ -1,0 +1,20 @@
+"""A language model of bytes: trained on short windows of a text, tested on ever longer ones.
+
+python tasks/text_lm.py                     configs/enwik8.yaml, for a GPU: train, test
+python tasks/text_lm.py fit  --config configs/enwik8.yaml --model.net.init_args.depth 12
+python tasks/text_lm.py test --config ... --ckpt_path runs/enwik8/checkpoints/last.ckpt \
+    --model.decode_bytes 131072             also byte by byte, in constant memory
+python tasks/text_lm.py curves RUN ... --out curves.png    folders of tested runs, one picture
+"""
+
+import sys
+from pathlib import Path
+
+from ndlightnet.training import run
+from ndlightnet.training.text import TextData, TextTask, curves
+
+if __name__ == "__main__":
+    configs = Path(__file__).parents[1] / "configs"
+    if sys.argv[1:2] == ["curves"]:
+        sys.exit(curves(sys.argv[2:]))
+    sys.exit(run(TextTask, TextData, configs / "enwik8.yaml"))

@@ -1,0 +1,184 @@
+"""Forecaster: against its formula written out, what it sees, and what it is asked to mix with."""
+
+import inspect
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import grad
+
+from ndlightnet.models.forecaster import Forecaster
+from ndlightnet.nn import mixers
+from ndlightnet.nn.mixers import LightNetAttention, SoftmaxAttention
+
+
+class Mean(nn.Module):
+    """A cross form that is simple to write down: the mean of the context; remembers its calls."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.proj, self.calls = nn.Linear(dim, dim), []
+
+    def forward(self, x, *, context=None, mask=None, causal=False):
+        self.calls.append((x.shape, None if context is None else context.shape, mask, causal))
+        if context is None:
+            count = torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[:, None]
+            mean = x.cumsum(1) / count if causal else x.mean(1, keepdim=True)
+        else:
+            mean = context.mean(1, keepdim=True)
+        return self.proj(mean + 0 * x)
+
+
+def tiny(label_length: int = 6, **options) -> Forecaster:
+    return Forecaster(3, label_length, **{"embed_dim": 16, **options})
+
+
+def inputs(known: int = 10, horizon: int = 5, dtype=torch.float32):
+    return torch.randn(2, known, 3, dtype=dtype), torch.rand(2, known + horizon, 4, dtype=dtype)
+
+
+@pytest.mark.parametrize("known, horizon", [(6, 1), (10, 5), (11, 40)])
+@pytest.mark.parametrize("mixer", [LightNetAttention, SoftmaxAttention])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_any_input_and_horizon(known, horizon, mixer, dtype):
+    """The times say how many steps are wanted; every parameter gets a gradient."""
+    net = tiny(mixer=mixer, decoder_depth=2).to(dtype)
+    y = net(*inputs(known, horizon, dtype))
+    assert y.shape == (2, horizon, 3) and y.dtype == dtype
+    parameters = dict(net.named_parameters())
+    found = grad(y.square().sum(), list(parameters.values()))
+    for name, g in zip(parameters, found, strict=True):
+        assert g.isfinite().all() and g.any(), name
+
+
+@pytest.mark.parametrize("label", [0, 6, 10])
+def test_forward_is_its_formula(close, label):
+    """Every step by itself, in float64."""
+    net = tiny(label, mixer=Mean, cross=Mean).double()
+    values, times = inputs(dtype=torch.float64)
+    level = values.sum(1, keepdim=True) / 10
+    tokens = []
+    for step in range(15):
+        now = values[:, step] - level[:, 0] if step < 10 else torch.zeros(2, 3).double()
+        angles = [step / 10000 ** (j / 8) for j in range(8)]
+        place = torch.tensor([f(a) for f in (math.sin, math.cos) for a in angles])
+        tokens.append(
+            now @ net.embed.weight.T + net.embed.bias + times[:, step] @ net.embed_time.weight.T
+            + place
+        )  # fmt: skip
+    x = torch.stack(tokens, 1)
+    source, x = x[:, :10], x[:, 10 - label :]
+    for block in net.encoder:
+        source = source + block.mixer(block.norm1(source))
+        source = source + block.mlp(block.norm2(source))
+    for block in net.decoder:
+        x = x + block.mixer(block.norm1(x), causal=True)
+        x = x + block.cross(block.norm_cross(x), context=net.encoder_norm(source))
+        x = x + block.mlp(block.norm2(x))
+    y = level + net.norm(x)[:, label:] @ net.head.weight.T + net.head.bias
+    close(net(values, times), y, 1e-5)  # the places are float32
+
+
+def test_how_the_mixers_are_called():
+    net = tiny(mixer=Mean, cross=Mean)
+    net(*inputs())
+    for block in net.encoder:
+        assert block.mixer.calls == [((2, 10, 16), None, None, False)]
+    for block in net.decoder:
+        assert block.mixer.calls == [((2, 11, 16), None, None, True)]
+        assert block.cross.calls == [((2, 11, 16), (2, 10, 16), None, False)]
+
+
+def test_nothing_is_known_of_the_later_steps():
+    """What the decoder is given after the label depends on the times alone."""
+    net, seen = tiny().eval(), []
+    net.decoder[0].register_forward_pre_hook(lambda _, args: seen.append(args))
+    values, times = inputs()
+    net(values, times)
+    net(torch.randn_like(values), times)
+    (x, source), (other, another) = seen
+    assert x.shape == (2, 6 + 5, 16) and torch.equal(x[:, 6:], other[:, 6:])
+    assert (x[:, :6] != other[:, :6]).any(-1).all() and (source != another).any(-1).all()
+
+
+@pytest.mark.parametrize("mixer", [LightNetAttention, SoftmaxAttention])
+def test_who_sees_whom(mixer):
+    """A later step sees all that is known, the times before it and its own, and none after it."""
+    net, (values, times) = tiny(mixer=mixer), inputs()
+    values.requires_grad_()
+    times.requires_grad_()
+    y = net(values, times)
+    for step in range(5):
+        pulled = grad(y[0, step].square().sum(), (values, times), retain_graph=True)
+        assert pulled[0][0].any(-1).all() and pulled[1][0, : 10 + step + 1].any(-1).all()
+        assert not pulled[1][0, 10 + step + 1 :].any()
+        assert not pulled[0][1].any() and not pulled[1][1].any()  # nor another sample
+
+
+def test_a_series_on_another_level_gives_the_same_shape(close):
+    net, (values, times) = tiny().double(), inputs(dtype=torch.float64)
+    lift = torch.tensor([3.0, -20.0, 100.0], dtype=torch.float64)
+    close(net(values + lift, times), net(values, times) + lift, 1e-10)
+
+
+def test_dropout_only_in_training():
+    net, (values, times) = tiny(drop_rate=0.5), inputs()
+    assert not torch.equal(net(values, times), net(values, times))
+    net.eval()
+    assert torch.equal(net(values, times), net(values, times))
+
+
+def test_autocast_and_fullgraph(close):
+    net, (values, times) = tiny().eval(), inputs()
+    y = net(values, times)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = net(values, times)
+    close(half, y, 0.05)  # 2^-8 a rounding, a dozen of them
+    close(torch.compile(net, fullgraph=True, backend="eager")(values, times), y, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"label_length": -1}, r"label_length=-1"),
+        ({"embed_dim": 15}, r"embed_dim=15"),
+        ({"depth": 0}, r"depth=0"),
+        ({"decoder_depth": 0}, r"decoder_depth=0"),
+        ({"mixer": LightNetAttention(16)}, r"mixer=LightNetAttention\(\.\.\.\)"),
+        ({"cross": LightNetAttention(16)}, r"cross=LightNetAttention\(\.\.\.\)"),
+    ],
+)
+def test_what_cannot_be_built(options, message):
+    with pytest.raises(ValueError, match=message):
+        tiny(**options)
+
+
+@pytest.mark.parametrize(
+    "known, later, columns",
+    [(5, 5, 3), (10, 0, 3), (10, 5, 2)],
+    ids=["label", "horizon", "columns"],
+)
+def test_input_that_does_not_fit(known, later, columns):
+    with pytest.raises(ValueError, match=r"values \(2, .*6 or more, 3"):
+        tiny()(torch.randn(2, known, columns), torch.rand(2, known + later, 4))
+
+
+@pytest.mark.parametrize("name", mixers.__all__)
+def test_the_catalogue(name):
+    """On both sides; between them where a mixer has a cross form."""
+    mixer = getattr(mixers, name)
+    reads = "context" in inspect.signature(mixer.forward).parameters
+    net = Forecaster(3, 6, embed_dim=64, mixer=mixer, cross=mixer if reads else LightNetAttention)
+    y = net(*inputs())
+    assert y.shape == (2, 5, 3) and y.isfinite().all()
+    y.square().sum().backward()
+    kinds = [type(block.mixer) for block in (*net.encoder, *net.decoder)]
+    assert kinds == [mixer] * 3 and net.embed.weight.grad.isfinite().all()
+
+
+def test_a_factory_with_options():
+    net = tiny(mixer=partial(LightNetAttention, heads=4), cross=partial(LightNetAttention, heads=2))
+    assert net.encoder[0].mixer.heads == net.decoder[0].mixer.heads == 4
+    assert net.decoder[0].cross.heads == 2
