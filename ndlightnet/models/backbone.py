@@ -14,7 +14,7 @@ from ndlightnet.models.stream import Stream, StreamState, advance
 from ndlightnet.nn.block import Block, init_weights
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.patch import Patchify
-from ndlightnet.nn.position import CODES, MDTPE
+from ndlightnet.nn.position import MDTPE, NO_WEIGHT_DECAY
 from ndlightnet.ragged import Packed, Ragged, pack
 
 
@@ -117,7 +117,9 @@ class NDLightNet(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Names of the position codes' parameters, which weight decay would distort."""
-        return {name for name, _ in self.named_parameters() if name.rsplit(".")[-1] in CODES}
+        return {
+            name for name, _ in self.named_parameters() if name.rsplit(".")[-1] in NO_WEIGHT_DECAY
+        }
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the blocks in the backward pass instead of storing what is in them."""

@@ -65,9 +65,7 @@ def advance(model: Any, x: Tensor, state: StreamState) -> tuple[Tensor, StreamSt
     )  # fmt: skip
 
 
-def _first(
-    model: Any, batch: int, space: tuple[int, ...], device: torch.device
-) -> dict[str, Any]:
+def _first(model: Any, batch: int, space: tuple[int, ...], device: torch.device) -> dict[str, Any]:
     """What depends on the shape of a frame, before the first one."""
     tpe = None if model.tpe is None else model.tpe.init_state(batch, space, device)
     return {"tpe": tpe, "layers": tuple(b.init_state(batch, device, space) for b in model.blocks)}

@@ -21,9 +21,9 @@ from ndlightnet.ops._registry import Impl
 from ndlightnet.ops.lrpe import Kind, slots_of
 from ndlightnet.ragged import Ragged
 
-# The parameters of position codes: decays, angles and their coefficients, which weight decay would
-# pull towards a meaning of their own. By name, since a network holds them anywhere.
-CODES = ("log_factor", "logit", "coef")
+# Decays, angles, orthogonal vectors: weight decay would pull them towards a meaning of its own. By
+# name, since a network holds them anywhere.
+NO_WEIGHT_DECAY = ("log_factor", "logit", "coef", "basis", "mirror")
 
 
 class MDLRPE(nn.Module):

@@ -9,7 +9,7 @@ import lightning as L
 import torch
 from torch import nn
 
-from ndlightnet.nn.position import CODES
+from ndlightnet.nn.position import NO_WEIGHT_DECAY
 
 
 def decayed_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -18,7 +18,7 @@ def decayed_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         id(parameter)
         for module in net.modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim < 2 or name in CODES
+        if parameter.ndim < 2 or name in NO_WEIGHT_DECAY
     }
     parameters = [p for p in net.parameters() if p.requires_grad]
     return [

@@ -9,6 +9,7 @@ from ndlightnet.nn.mixers.delta import DeltaNet, GatedDeltaNet, KimiDeltaAttenti
 from ndlightnet.nn.mixers.gla import GLA
 from ndlightnet.nn.mixers.hgrn2 import HGRN2
 from ndlightnet.nn.mixers.identity import Identity
+from ndlightnet.nn.mixers.lavo import LAVO
 from ndlightnet.nn.mixers.lightnet import LightNetAttention
 from ndlightnet.nn.mixers.linear import LinearAttention
 from ndlightnet.nn.mixers.lrpe import LrpeAttention
@@ -18,6 +19,7 @@ from ndlightnet.nn.mixers.tnl import TNL
 __all__ = [
     "GLA",
     "HGRN2",
+    "LAVO",
     "TNL",
     "CosformerAttention",
     "DeltaNet",

@@ -1,0 +1,163 @@
+"""The orthogonal memory of LAVO, which a context enters by its mean alone, and means of what was.
+
+B: basis (memories r, dim), one per head, rows orthonormal.  H = B mean(context) in R^r. The memory
+is r vectors H_i b_i; a query q attends to them:
+
+    a = B q    w = softmax(scale * a * H)    y = B^T (w * H)
+
+at cost r * dim a query. The r x dim memory itself is never formed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ndlightnet.ops.chunks import exact
+from ndlightnet.ops.parallel import accumulator
+
+
+def _scores(q: Tensor, basis: Tensor, h: Tensor, scale: float) -> tuple[Tensor, ...]:
+    """a, H and w of the queries, in the accumulator's precision; the basis in that of q."""
+    acc, b = accumulator(q), basis.to(q.dtype)
+    a = torch.einsum("bgmhd,hrd->bgmhr", q, b).to(acc)
+    h = h.to(acc)[:, :, None]
+    return a, h, (scale * a * h).softmax(-1), b
+
+
+class _Read(torch.autograd.Function):
+    """Saves its inputs and recomputes the rest."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, basis: Tensor, h: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(q, basis, h)
+        ctx.scale = scale
+        with exact(q):
+            _, wide, w, b = _scores(q, basis, h, scale)
+            return torch.einsum("bgmhr,hrd->bgmhd", (w * wide).to(q.dtype), b)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (q, basis, given), dy = ctx.saved_tensors, grads[0]
+        with exact(q):
+            a, h, w, b = _scores(q, basis, given, ctx.scale)
+            g = torch.einsum("bgmhd,hrd->bgmhr", dy, b).to(a.dtype)
+            dw = g * h
+            dz = ctx.scale * w * (dw - (w * dw).sum(-1, keepdim=True))
+            dh = (g * w + dz * a).sum(2)
+            da, wh = (dz * h).to(q.dtype), (w * h).to(q.dtype)
+            dq = torch.einsum("bgmhr,hrd->bgmhd", da, b)
+            dbasis = torch.einsum("bgmhr,bgmhd->hrd", wh, dy)
+            dbasis = dbasis + torch.einsum("bgmhr,bgmhd->hrd", da, q)
+        return dq, dbasis.to(basis.dtype), dh.to(given.dtype), None
+
+
+def amounts(basis: Tensor, mean: Tensor) -> Tensor:
+    """H = B mean: basis (heads, memories, dim), mean (batch, groups, heads, dim) of the contexts ->
+    (batch, groups, heads, memories), in float32 at least. Summed over the heads it is the H of a
+    basis over the whole width, of which `basis` has the channels of each head."""
+    heads, _, dim = basis.shape
+    if mean.ndim != 4 or mean.shape[2:] != (heads, dim):
+        raise ValueError(f"mean {tuple(mean.shape)}: expected (batch, groups, {heads}, {dim})")
+    with exact(mean):
+        acc = accumulator(mean)
+        return torch.einsum("bghd,hrd->bghr", mean.to(acc), basis.to(acc))
+
+
+def memory_read(q: Tensor, basis: Tensor, h: Tensor, scale: float | None = None) -> Tensor:
+    """What queries read from orthogonal memories (LAVO, section 3.1).
+
+    q: (batch, length, heads, dim). basis: (heads, memories, dim). h: H of the contexts (batch,
+    groups, heads, memories), see `amounts`; groups divides length, and the first length / groups
+    queries read the first memory, the next ones the second ... scale: default dim ** -0.5. Returns
+    the shape and dtype of q; an H of 0 (nothing seen) is read as 0. Raises ValueError where shapes
+    do not fit.
+    """
+    batch, length, heads, dim = q.shape
+    groups = h.shape[1]
+    if basis.ndim != 3 or (basis.shape[0], basis.shape[2]) != (heads, dim):
+        raise ValueError(f"basis {tuple(basis.shape)}: expected ({heads}, memories, {dim})")
+    rows = basis.shape[1]
+    if h.shape != (batch, groups, heads, rows) or (length % groups if groups else length):
+        raise ValueError(
+            f"h {tuple(h.shape)}: expected ({batch}, groups, {heads}, {rows}), with groups that "
+            f"divide length={length}"
+        )
+    if q.numel() == 0:
+        return q
+    scale = dim**-0.5 if scale is None else scale
+    y = _Read.apply(q.unflatten(1, (groups, -1)), basis, h, scale)  # type: ignore[no-untyped-call]
+    return y.flatten(1, 2)
+
+
+def token_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Mean over tokens: (batch, length, ...) -> (batch, ...) in float32 at least. mask: bool
+    (batch, length), False = padding, which does not count; a mean of nothing is 0."""
+    if mask is None:
+        return x.sum(1, dtype=accumulator(x)) / max(1, x.shape[1])
+    view = (*mask.shape, *[1] * (x.ndim - 2))
+    total = x.masked_fill(~mask.reshape(view), 0).sum(1, dtype=accumulator(x))
+    return total / mask.reshape(view).sum(1).clamp(min=1)
+
+
+class WindowSums(NamedTuple):
+    """What `past_means` knows of the frames before; all zeros: of none."""
+
+    done: Tensor  # (batch, heads, dim): sum over the tokens of the complete windows
+    pending: Tensor  # (batch, heads, dim): and of the window that is not complete
+    frames: Tensor  # (batch,) int64: how many there were (less than 0: so many do not count yet)
+
+
+def past_means(
+    x: Tensor, window: int | None, *, mask: Tensor | None = None, past: WindowSums | None = None
+) -> tuple[Tensor, WindowSums]:
+    """Means over all tokens of earlier windows of frames, for the tokens of every frame.
+
+    x: (batch, frames, tokens, heads, dim). window: frames in a window; frame f is in window
+    f // window and gets the mean over the windows before that one. None: over all frames up to
+    itself. mask: bool (batch, frames, tokens), False = padding, which does not count; a mean of
+    nothing is 0, and frames of padding before all others are not in a window. past: of the frames
+    before the first one, which were not padded.
+
+    Returns means (batch, frames, heads, dim) and WindowSums, both in float32 at least.
+    """
+    batch, frames, tokens, heads, dim = x.shape
+    index = torch.arange(frames, device=x.device)
+    if mask is not None:
+        x = x.masked_fill(~mask[..., None, None], 0)
+    sums = x.sum(2, dtype=accumulator(x))
+    if past is None:
+        nothing, start = sums.new_zeros(batch, heads, dim), index.new_zeros(batch)
+        if mask is not None and frames:
+            start = -mask.any(2).int().argmax(1)
+        past = WindowSums(nothing, nothing, start)
+    before = past.frames[:, None]
+    size = window or 1
+
+    def until(running: Tensor, end: Tensor) -> Tensor:
+        """Of a running sum (batch, frames, heads, dim): the sum of the first `end` frames."""
+        at = (end.clamp(min=1) - 1)[..., None, None].expand(-1, -1, *running.shape[2:])
+        return torch.where((end > 0)[..., None, None], running.gather(1, at), 0)
+
+    def total(running: Tensor, end: Tensor) -> Tensor:
+        open_too = (end >= 0)[..., None, None]  # the window that was not complete is by then
+        inside = torch.where(open_too, past.pending[:, None] + until(running, end), 0)
+        return past.done[:, None] + inside
+
+    # where the window of each frame begins, counted from the first frame of x; and that of the next
+    ends = (before + index + (window is None)) // size * size - before
+    last = (before + frames) // size * size - before
+    if frames == 0:
+        return sums, past
+    running = sums.cumsum(1)
+    if mask is None:
+        count = (before + ends) * tokens
+    else:
+        real = mask.sum(2).cumsum(1)[..., None, None]
+        count = (before.clamp(min=0) + ends.clamp(max=0)) * tokens + until(real, ends)[..., 0, 0]
+    means = total(running, ends) / count.clamp(min=1)[..., None, None]
+    late = (index >= last)[..., None, None]
+    pending = torch.where((last < 0)[..., None], past.pending, 0) + (sums * late).sum(1)
+    return means, WindowSums(total(running, last)[:, 0], pending, past.frames + frames)

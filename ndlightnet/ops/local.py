@@ -1,0 +1,184 @@
+"""Local softmax attention on a grid of any number of axes: each token reads its neighbourhood.
+
+With windows w_a, token i reads the tokens j with |j_a - i_a| < w_a on every axis; the causal form
+takes j_0 <= i_0 on the first axis, and with one axis reads the last w tokens, itself included.
+Queries go in tiles, each against its keys and a halo of w_a - 1 tokens, all tiles in one call of
+torch's scaled_dot_product_attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from ndlightnet.grid import per_axis
+
+TILE = 64  # queries of a tile, about: fewer copy more of the halo, more score more in vain
+COPIES = 4  # of a key, in the tiles that see it: as many are not kept for the backward pass
+
+
+class _Cut(NamedTuple):
+    """One axis in tiles: tile b is `size` tokens from b * step - lead on."""
+
+    tiles: int
+    step: int
+    size: int
+    lead: int
+
+
+def _cut(n: int, window: int, past: int, causal: bool, ndim: int) -> _Cut:
+    """The keys of each tile of queries along an axis of n, which `past` keys come before."""
+    halo = window - 1
+    step = max(halo, round(TILE ** (1 / ndim)))
+    tiles, size = -(-n // step), step + halo * (1 if causal else 2)
+    if tiles * step * size >= n * (n + past):  # a single tile has fewer pairs
+        return _Cut(1, n, n + past, past)
+    return _Cut(tiles, step, size, halo)
+
+
+def _tiles(x: Tensor, cuts: Sequence[_Cut], past: int = 0) -> Tensor:
+    """`(batch, *grid, heads, c)` -> `(batch, tiles, heads, tokens of a tile, c)`, zeros outside."""
+    ndim, pads = len(cuts), [0, 0, 0, 0]
+    for axis, cut in reversed(list(enumerate(cuts))):
+        before = cut.lead - (past if axis == 0 else 0)
+        whole = (cut.tiles - 1) * cut.step + cut.size
+        pads += [before, whole - before - x.shape[1 + axis]]
+    x = pad(x, pads)
+    for axis, cut in enumerate(cuts):
+        x = x.unfold(1 + axis, cut.size, cut.step)  # the tokens of the tile go last
+    x = x.movedim(ndim + 2, -1)  # the channels behind them
+    return x.flatten(1, ndim).flatten(3, -2)
+
+
+def _untile(x: Tensor, cuts: Sequence[_Cut], shape: Sequence[int]) -> Tensor:
+    """Inverse for tiles without a halo: `(batch, tiles, heads, tokens, c)` -> `(batch, *grid,
+    heads, c)`."""
+    ndim = len(cuts)
+    x = x.unflatten(3, [cut.size for cut in cuts]).unflatten(1, [cut.tiles for cut in cuts])
+    pairs = [d for axis in range(ndim) for d in (1 + axis, 2 + ndim + axis)]
+    x = x.permute(0, *pairs, 1 + ndim, 2 + 2 * ndim)
+    x = x.reshape(x.shape[0], *(cut.tiles * cut.step for cut in cuts), *x.shape[-2:])
+    for axis, n in enumerate(shape):
+        x = x.narrow(1 + axis, 0, n)
+    return x
+
+
+def _band(
+    q: Tensor, cuts: Sequence[_Cut], windows: Sequence[int], tables: Sequence[Tensor], causal: bool
+) -> Tensor:
+    """What is added to the scores of every tile: the bias, -inf outside the neighbourhood; (heads
+    or 1, queries of a tile, keys of a tile)."""
+    ndim, total = len(cuts), q.new_zeros(1)
+    for axis, (cut, window) in enumerate(zip(cuts, windows, strict=True)):
+        at = torch.arange(cut.size, device=q.device) - cut.lead
+        offset = at - torch.arange(cut.step, device=q.device)[:, None]  # j - i
+        last = 0 if causal and axis == 0 else window - 1
+        far = (offset <= -window) | (offset > last)
+        if tables:
+            table = tables[axis]
+            # an index below 0 would wrap silently, so offsets outside are clamped
+            band = table[:, offset.clamp(1 - window, window - 1) + table.shape[1] // 2].to(q.dtype)
+        else:
+            band = q.new_zeros(1, 1, 1)
+        view = [1] * 2 * ndim
+        view[axis], view[ndim + axis] = far.shape
+        band = band.masked_fill(far, -torch.inf)
+        total = total + band.reshape(-1, *view)
+    return total.flatten(1, ndim).flatten(2)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cuts: Sequence[_Cut],
+    windows: Sequence[int], tables: Sequence[Tensor], causal: bool, scale: float,
+) -> Tensor:  # fmt: skip
+    """All tiles at once."""
+    shape, dim, past = q.shape[1:-2], q.shape[-1], k.shape[1] - q.shape[1]
+    own = [_Cut(cut.tiles, cut.step, cut.step, 0) for cut in cuts]
+    seen = k.new_ones(1, *k.shape[1:-2], 1, 1)
+    if mask is not None:
+        seen = mask[..., None, None].to(k.dtype)
+        v = v.masked_fill(~mask[..., None, None], 0)
+    query, key, value = _tiles(q, own), _tiles(k, cuts, past), _tiles(v, cuts, past)
+    # Padding is a channel in which all queries are 1 and keys that are not there have a large
+    # negative number: a mask would be as large as all scores. Their values are 0, and so is what a
+    # token reads that sees nothing else. Up to seven channels of zeros, since kernels want eights.
+    absent = (_tiles(seen, cuts, past) - 1) * (torch.finfo(k.dtype).max / 4)
+    zeros = 7 - dim % 8
+    key = torch.cat([pad(key, (0, zeros)), absent.expand(*key.shape[:-1], 1)], -1)
+    one = query.new_ones(()).expand(*query.shape[:-1], 1)
+    query = torch.cat([pad(query * scale, (0, zeros)), one], -1)
+    band = _band(q, cuts, windows, tables, causal)
+    y = scaled_dot_product_attention(
+        query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), attn_mask=band[None], scale=1.0
+    )
+    return _untile(y.unflatten(0, query.shape[:2]), own, shape)
+
+
+def local_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | Sequence[int],
+    bias: Sequence[Tensor] = (),
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """softmax(scale * q . k + bias) v over each token's neighbourhood (LAVO, section 3.2 and 3.3).
+
+    q: (batch, *grid, heads, dim). k, v: the same, but in the causal form they may have more frames
+    (steps of the first axis): those come before the first one of q. window: one for every axis, or
+    one per axis. bias: a table (heads, 2 * size - 1), size >= window, per axis, of which entry
+    size - 1 + j_a - i_a is added to a score; none: no bias. mask: bool (batch, *grid of k), False =
+    padding, which is not read. A token that can read nothing gets 0. scale: default dim ** -0.5.
+
+    Returns (batch, *grid, heads, dim) in the dtype of q. Time: length * (neighbourhood and halo) *
+    dim. Raises ValueError where a shape or a window does not fit.
+    """
+    shape, heads, dim = tuple(q.shape[1:-2]), q.shape[-2], q.shape[-1]
+    ndim = len(shape)
+    if ndim < 1 or k.shape != v.shape or k.ndim != q.ndim or k.shape[2:] != q.shape[2:]:
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected (batch, *grid, "
+            "heads, dim), k and v on the same grid"
+        )
+    past = k.shape[1] - shape[0]
+    if past < 0 or (past and not causal):
+        raise ValueError(
+            f"k with {k.shape[1]} frames, q with {shape[0]}: expected as many, or more if causal"
+        )
+    windows = per_axis("window", window, ndim)
+    tables = list(bias)
+    fits = [t.shape[0] == heads and t.shape[1] in range(2 * w - 1, t.shape[1] + 1, 2)
+            for t, w in zip(tables, windows, strict=False)]  # fmt: skip
+    if tables and (len(tables) != ndim or not all(fits)):
+        raise ValueError(
+            f"bias {[tuple(t.shape) for t in tables]}: expected a table ({heads}, 2 * window - 1) "
+            f"for each window of {windows}, or none"
+        )
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != k.shape[:-2]):
+        raise ValueError(
+            f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {tuple(k.shape[:-2])}"
+        )
+    if q.numel() == 0:
+        return q
+    cuts = [
+        _cut(n, w, past if axis == 0 else 0, causal and axis == 0, ndim)
+        for axis, (n, w) in enumerate(zip(shape, windows, strict=True))
+    ]
+    scale = dim**-0.5 if scale is None else scale
+    inputs = (q, k, v, mask, cuts, windows, tables, causal, scale)
+    copies = 1.0
+    for cut, n in zip(cuts, k.shape[1:-2], strict=True):
+        copies *= cut.tiles * cut.size / n
+    if copies < COPIES:
+        return _attend(*inputs)
+    # rather made again in the backward pass than kept until then
+    y: Tensor = checkpoint(_attend, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return y

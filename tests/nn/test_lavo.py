@@ -1,0 +1,413 @@
+"""LAVO as a mixer: its definition token by token, streams, padding, the basis."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from torch.autograd import grad, gradcheck
+
+from ndlightnet import NDLightNet
+from ndlightnet.nn.mixers.lavo import LAVO
+
+CASES = [  # grid, window
+    ((1,), "auto"), ((3,), 5), ((5,), 5), ((23,), 5), ((20,), 5), ((40,), "auto"), ((7,), 1),
+    ((6, 4), 2), ((9, 3), (4, 2)), ((5, 7), "auto"), ((5, 2, 3), (2, 1, 2)), ((4, 2, 1, 3), 2),
+    ((9,), None), ((4, 3), None),
+]  # fmt: skip
+cases = pytest.mark.parametrize("shape, window", CASES, ids=str)
+both = pytest.mark.parametrize("causal", [False, True])
+small = partial(LAVO, heads=2, memories=3)
+
+
+def layer(window="auto", dim=8, **options):
+    """With biases that matter."""
+    made = small(dim, window=window, **options).double()
+    for table in made.bias:
+        torch.nn.init.normal_(table)
+    return made
+
+
+def tokens(*shape, dim=8, batch=2):
+    return torch.randn(batch, *shape, dim, dtype=torch.float64)
+
+
+def windows_of(window, ndim):
+    if window == "auto":
+        return [{1: 16, 2: 8, 3: 5, 4: 4}[ndim]] * ndim
+    return [window] * ndim if isinstance(window, int) else list(window)
+
+
+def read(q, basis, mean):
+    memory = (basis @ mean)[:, None] * basis
+    return (memory @ q / len(q) ** 0.5).softmax(0) @ memory
+
+
+def definition(m, x, window, mask=None, causal=False):
+    """Query by query, with every memory formed."""
+    batch, *shape, dim = x.shape
+    places = list(itertools.product(*map(range, shape)))
+    keep = torch.ones(batch, len(places), dtype=torch.bool) if mask is None else mask.flatten(1)
+    x = x.reshape(batch, len(places), dim)
+    out = torch.zeros(batch, len(places), m.heads, m.head_dim, dtype=x.dtype)
+    for b, h in itertools.product(range(batch), range(m.heads)):
+        q, k, v = (None if p is None else p(x[b]).unflatten(-1, (m.heads, -1))[:, h]
+                   for p in (m.q_proj, m.k_proj, m.v_proj))  # fmt: skip
+        local = v
+        if window is not None:
+            sizes = windows_of(window, len(shape))
+            rows = []
+            for t, i in enumerate(places):
+                near, bias = [], []
+                for s, j in enumerate(places):
+                    off = [c - a for a, c in zip(i, j, strict=True)]
+                    seen = all(abs(o) < w for o, w in zip(off, sizes, strict=True)) and keep[b, s]
+                    if seen and not (causal and off[0] > 0):
+                        tables = list(m.bias) * (len(sizes) if len(m.bias) == 1 else 1)
+                        near.append(s)
+                        bias.append(sum(table[h, table.shape[1] // 2 + o]
+                                        for table, o in zip(tables, off, strict=True)))  # fmt: skip
+                score = k[near] @ q[t] / m.head_dim**0.5 + torch.stack([*bias, q[0, 0] * 0])[:-1]
+                rows.append(score.softmax(0) @ v[near])
+            local = torch.stack(rows)
+        for t, i in enumerate(places):
+            past = [s for s, j in enumerate(places) if keep[b, s]]
+            if causal:
+                first = places[past[0]][0] if past else 0  # windows begin with what is real
+                end = i[0] + 1
+                if window is not None:
+                    end = (i[0] - first) // sizes[0] * sizes[0] + first
+                past = [s for s in past if places[s][0] < end]
+            mean = local[past].mean(0) if past else torch.zeros_like(v[0])
+            y = read(q[t], m.basis[h], mean)
+            out[b, t, h] = y if window is None else (local[t] + y) / 2
+    return m.o_proj(out.flatten(2)).reshape(batch, *shape, dim)
+
+
+@both
+@cases
+def test_is_its_definition(close, shape, window, causal):
+    m, x = layer(window), tokens(*shape)
+    y = m(x, causal=causal)
+    close(y, definition(m, x, window, causal=causal), 1e-12)
+    mask = torch.rand(2, *shape) < 0.6
+    mask[0] = True
+    close(m(x, mask=mask, causal=causal)[mask],
+          definition(m, x, window, mask, causal)[mask], 1e-12)  # fmt: skip
+
+
+@both
+def test_wrong_variants_are_far_off(close, causal):
+    m, x = layer(5), tokens(23)
+    y = m(x, causal=causal)
+    for wrong in (
+        definition(m, x, 4, causal=causal),
+        definition(m, x, 6 if causal else None, causal=causal),
+        definition(m, x, 5, causal=not causal),
+        definition(m, x + 0.1, 5, causal=causal),
+    ):
+        assert (y - wrong).abs().max() > 1e-4
+
+
+@both
+def test_gradcheck(causal):
+    for window in (2, None):
+        m, x = layer(window, dim=4, heads=1, memories=2), tokens(6, dim=4, batch=1)
+        names, values = zip(*m.named_parameters(), strict=True)
+
+        def run(x, *values, m=m, names=names):
+            held = dict(zip(names, values, strict=True))
+            return torch.func.functional_call(m, held, (x,), {"causal": causal})
+
+        assert gradcheck(run, (x.requires_grad_(), *values))
+
+
+@cases
+def test_causal_gradients_to_later_frames_are_exactly_zero(shape, window):
+    """And tokens before the neighbourhood are reached through the memory."""
+    m, x = layer(window), tokens(*shape, batch=1).requires_grad_()
+    y = m(x, causal=True)
+    for t in range(shape[0]):
+        pulled = grad(y[:, t].square().sum(), x, retain_graph=True)[0]
+        assert not pulled[:, t + 1 :].any() and pulled[:, : t + 1].any(-1).all()
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2, 3, 1), (7, 0, 1), (100,)], ids=str)
+@cases
+def test_pieces_of_any_size_are_the_whole(close, shape, window, sizes):
+    m, x = layer(window), tokens(*shape)
+    state = m.init_state(2, space=shape[1:])
+    size, got, at, sizes = [s.shape for s in state], [], 0, itertools.cycle(sizes)
+    while at < shape[0]:
+        n = next(sizes)
+        y, state = m.advance(x[:, at : at + n], state, at)
+        got, at = [*got, y], at + n
+        assert [s.shape for s in state] == size and all(len(s) == 2 for s in state)
+    close(torch.cat(got, 1), m(x, causal=True), 1e-12)
+
+
+def test_rows_of_a_stream_are_where_they_are(close):
+    m, x = layer((3, 2)), tokens(9, 4)
+    whole = m(x, causal=True)
+    first = (2, 4)
+    each = [m.advance(x[i : i + 1, :f], m.init_state(1, space=(4,)), 0)[1]
+            for i, f in enumerate(first)]  # fmt: skip
+    state = type(each[0])(*(torch.cat(part) for part in zip(*each, strict=True)))
+    y, _ = m.advance(torch.stack([x[0, 2:7], x[1, 4:]]), state, torch.tensor(first))
+    close(y, torch.stack([whole[0, 2:7], whole[1, 4:]]), 1e-12)
+
+
+def test_decoding_goes_on_and_on(close):
+    """Token by token in float32, in a state that stays as it is."""
+    m, x = layer(4).float(), tokens(400).float()
+    state = m.init_state(2)
+    size, got = m.state_size, []
+    with torch.no_grad():
+        for t in range(400):
+            y, state = m.advance(x[:, t : t + 1], state, t)
+            got.append(y)
+        close(torch.cat(got, 1), m(x, causal=True), 1e-5)
+    assert sum(s.numel() for s in state) == 2 * size == 2 * (2 * 3 * 8 + 2 * 8 + 1)
+    assert state.frames.tolist() == [400, 400]
+
+
+@pytest.mark.parametrize("window", ["auto", 3, None])
+def test_in_a_network_and_its_stream(close, window):
+    mixer = partial(small, window=window)
+    model = NDLightNet(1, vocab_size=50, embed_dim=16, depth=2, tpe_states=4, mixer=mixer,
+                       causal=True).double().eval()  # fmt: skip
+    words = torch.randint(50, (2, 20))
+    stream = model.stream(2)
+    got = [stream(part) for part in words.split([1, 5, 2, 12], 1)]
+    close(torch.cat(got, 1), model(words).detach(), 1e-10)
+    stream.reset([True, False])  # the second one holds what it has
+    stream(words[:, :7], active=[True, False])
+    y = stream(words[:, 7:9])
+    close(y[:1], model(words[:1]).detach()[:, 7:9], 1e-10)
+    longer = torch.cat([words[1:], words[1:, 7:9]], 1)
+    close(y[1:], model(longer).detach()[:, 20:], 1e-10)
+
+
+@both
+@cases
+def test_content_of_padding_does_not_matter(close, shape, window, causal):
+    m, x = layer(window), tokens(*shape).requires_grad_()
+    mask = torch.rand(2, *shape) < 0.5
+    mask[0] = False
+    y = m(x, mask=mask, causal=causal)
+    other = torch.where(mask[..., None], x, 100 * torch.randn_like(x))
+    close(m(other, mask=mask, causal=causal)[mask], y[mask], 1e-12)
+    assert y.isfinite().all()
+    pulled = grad(y[mask].square().sum(), [x, *m.parameters()])
+    assert all(g.isfinite().all() for g in pulled) and not pulled[0][~mask].any()
+    nothing = m(x, mask=mask & False, causal=causal)  # nothing local, an empty memory
+    assert not nothing.any()
+    assert all(g.isfinite().all() for g in grad(nothing.sum(), [x, *m.parameters()]))
+
+
+@both
+@pytest.mark.parametrize("shape, window", [((23,), 5), ((23,), None), ((9, 4), (2, 3))])
+def test_padding_at_either_end_is_no_padding(close, shape, window, causal):
+    m, x = layer(window), tokens(*shape)
+    for real in (slice(0, 7), slice(3, 9), slice(8, None)):
+        mask = torch.zeros(2, *shape, dtype=torch.bool)
+        mask[:, real] = True
+        y = m(torch.where(mask[..., None], x, torch.nan), mask=mask, causal=causal)
+        close(y[:, real], m(x[:, real], causal=causal), 1e-12)
+        assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 0, 1), (2, 1, 0)])
+def test_axes_are_alike(close, order):
+    """The non-causal form, with windows (and their biases) in the order of the axes."""
+    view = (0, *[1 + a for a in order], 4)
+    x = tokens(5, 6, 9)
+    m = layer(3)
+    close(m(x.permute(view)), m(x).permute(view), 1e-12)
+    m, turned = layer((2, 4, 3)), layer([(2, 4, 3)[a] for a in order])
+    m.bias, tables = torch.nn.ParameterList(m.bias[a] for a in order), list(m.bias)
+    turned.load_state_dict(m.state_dict())
+    m.bias = torch.nn.ParameterList(tables)
+    close(turned(x.permute(view)), m(x).permute(view), 1e-12)
+
+
+@both
+def test_more_axes_of_one_are_one_axis(close, causal):
+    m, x = layer(4), tokens(21)
+    for table in m.bias:  # offset 0 counts once for every axis
+        table.data[:, 3] = 0
+    close(m(x[:, :, None, None], causal=causal)[:, :, 0, 0], m(x, causal=causal), 1e-12)
+
+
+def test_the_memory_ignores_the_layout(close):
+    m, x, context = layer(None), tokens(3, 4), tokens(12)
+    order = torch.randperm(12)
+    close(m(x).flatten(1, 2), m(x.flatten(1, 2)), 1e-13)
+    close(m(x.flatten(1, 2)[:, order]), m(x).flatten(1, 2)[:, order], 1e-13)
+    close(m(x, context=context[:, order]), m(x, context=context), 1e-13)
+
+
+@pytest.mark.parametrize("dim", [None, 5])
+def test_cross_form_reads_the_mean_of_the_source(close, dim):
+    m = layer(3, context_dim=dim)
+    x, context, mask = tokens(3, 4), tokens(7, 2, dim=dim or 8), torch.rand(2, 7, 2) < 0.5
+    mask[0], mask[1, 0] = False, True
+    mean = m.v_proj(context[1, mask[1]].mean(0)).unflatten(-1, (2, -1))
+    q = m.q_proj(x[1]).flatten(0, 1).unflatten(-1, (2, -1))
+    y = torch.stack([torch.cat([read(q[t, h], m.basis[h], mean[h]) for h in range(2)])
+                     for t in range(12)])  # fmt: skip
+    got = m(x, context=context, mask=mask)
+    close(got[1], m.o_proj(y).view(3, 4, 8), 1e-12)
+    assert not got[0].any()  # a source of nothing
+    if dim is None:  # its memory is what the layer without the local branch makes of x
+        alone = layer(None)
+        alone.load_state_dict({k: v for k, v in m.state_dict().items() if k[0] not in "bk"} |
+                              {"basis": m.basis})  # fmt: skip
+        close(alone(x), m(x, context=x), 1e-14)
+    else:
+        assert m.k_proj is None and not m.bias
+
+
+@pytest.mark.parametrize("orthogonal", ["init", "param"])
+def test_memory_vectors_are_orthogonal(orthogonal):
+    """At first; after training only where the basis is kept orthonormal."""
+    m, x = layer(4, orthogonal=orthogonal), tokens(12)
+
+    def crosstalk():
+        mean = torch.randn(2, m.head_dim, dtype=torch.float64)
+        memory = torch.einsum("hrd,hd->hr", m.bases(), mean)[..., None] * m.bases()
+        gram = memory @ memory.mT
+        return (gram - torch.diag_embed(gram.diagonal(dim1=1, dim2=2))).abs().max() / gram.max()
+
+    identity = torch.eye(3, dtype=torch.float64)
+    assert (m.bases() @ m.bases().mT - identity).abs().max() < 1e-6 and crosstalk() < 1e-6
+    before, target = m.bases().detach().clone(), torch.randn_like(x)
+    optimizer, losses = torch.optim.Adam(m.parameters(), 0.05), []
+    for _ in range(30):
+        loss = (m(x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] and (m.bases() - before).abs().max() > 1e-2
+    assert (crosstalk() < 1e-12) == (orthogonal == "param")
+    if orthogonal == "param":
+        assert (m.bases() @ m.bases().mT - identity).abs().max() < 1e-12
+        assert m.bfloat16().bases().dtype == torch.float32
+
+
+def test_parameters():
+    def count(**options):
+        return sum(p.numel() for p in LAVO(128, **options).parameters())
+
+    projections, bases = 4 * 128**2, 64 * 128
+    assert count() == projections + bases + 2 * 31
+    assert count(window=8, memories=16) == projections + 16 * 128 + 2 * 15
+    assert count(window=(4, 8, 8)) == projections + bases + 2 * (7 + 15 + 15)
+    assert count(window=None) == count(context_dim=128) == 3 * 128**2 + bases
+    assert count(context_dim=40) == 2 * 128**2 + 40 * 128 + bases
+    assert LAVO(96, heads=4).basis.shape == (4, 24, 24)
+    # what the paper's memory adds to 12 layers of GPT-2: 0.59 M
+    added = 12 * LAVO(768).basis.numel()
+    assert round(added / 1e6, 2) == 0.59
+
+
+@both
+@pytest.mark.parametrize("shape", [(70,), (6, 5)])
+def test_autocast_is_close_to_float32(close, shape, causal):
+    """Four roundings to bf16's eight bits lie on the way; the state keeps its precision."""
+    m, x = LAVO(128, window=6), torch.randn(2, *shape, 128)
+    exact = m(x, causal=causal)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = m(x, causal=causal)
+        state = m.init_state(2, space=shape[1:])
+        assert y.dtype == torch.bfloat16
+        close(y.float(), exact, 4 * 2**-8)
+        y, state = m.advance(x, state, 0)
+        assert {s.dtype for s in state} == {torch.float32, torch.int64}
+        if causal:
+            close(y.float(), exact, 4 * 2**-8)
+    close(m.bfloat16()(x.bfloat16(), causal=causal).float(), exact, 6 * 2**-8)
+
+
+@pytest.mark.parametrize(
+    "shape, options, how",
+    [
+        ((9, 5), {"window": (2, 3), "orthogonal": "param"}, {"mask": torch.rand(2, 9, 5) < 0.6}),
+        ((24, 24), {"window": 6}, {}),
+        ((9, 2, 3), {"window": None, "context_dim": 8}, {"context": tokens(7)}),
+    ],
+    ids=["mask", "grid", "context"],
+)
+def test_compiles_to_one_graph(close, close_grads, shape, options, how):
+    m, x = layer(**options), tokens(*shape).requires_grad_()
+    y, expected = torch.compile(m, fullgraph=True, backend="aot_eager")(x, **how), m(x, **how)
+    close(y, expected, 1e-12)
+    close_grads(y, expected, [x, *m.parameters()], 1e-11)
+
+
+@torch.no_grad()
+def test_a_stream_compiles_to_one_graph(close):
+    m, x = layer(4), tokens(9)
+    step, state, got = torch.compile(m.advance, fullgraph=True, backend="aot_eager"), None, []
+    for part in x.split(3, 1):
+        y, state = step(part, state or m.init_state(2), 0)
+        got.append(y)
+    close(torch.cat(got, 1), m(x, causal=True), 1e-12)
+
+
+def test_nothing_in_nothing_out():
+    for window in (3, None):
+        m = layer(window)
+        assert m(tokens(0)).shape == m(tokens(0), causal=True).shape == (2, 0, 8)
+        state = m.init_state(2)
+        y, after = m.advance(tokens(0), state, 0)
+        assert y.shape == (2, 0, 8)
+        assert all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
+
+
+def test_errors():
+    for bad in (0, 33, -1):
+        with pytest.raises(ValueError, match=rf"memories={bad}: expected 1 to 32"):
+            LAVO(64, 2, memories=bad)
+    for bad in (0, (2, 0), (), "none"):
+        with pytest.raises(ValueError, match=r"window="):
+            LAVO(64, window=bad)
+    with pytest.raises(ValueError, match=r"orthogonal='always'"):
+        LAVO(64, orthogonal="always")
+    m, x = layer((3, 2)), tokens(5, 4)
+    with pytest.raises(ValueError, match=r"window=\(3, 2\)"):
+        m(tokens(5))
+    with pytest.raises(ValueError, match=r"causal=True with a context"):
+        m(x, context=x, causal=True)
+    with pytest.raises(ValueError, match=r"mask .*bool"):
+        m(x, mask=torch.ones(2, 5, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"7 channels: expected 8"):
+        m(x, context=tokens(5, dim=7))
+    with pytest.raises(ValueError, match=r"8 channels: expected 5"):
+        layer(context_dim=5)(x)
+    with pytest.raises(ValueError, match=r"frames of \(4,\): expected \(3,\)"):
+        m.advance(x, m.init_state(2, space=(3,)), 0)
+    assert m.init_state(1, space=(4,)).keys.shape == (1, 2, 4, 2, 4)
+
+
+def test_a_basis_over_the_whole_width(close):
+    """Its vectors are orthonormal over the width, not within a head; all heads see one H."""
+    for orthogonal in ("init", "param"):
+        m = LAVO(16, 2, memories=12, basis="full", orthogonal=orthogonal, window=None).double()
+        x = torch.randn(2, 9, 16, dtype=torch.float64)
+        b = m.bases()
+        assert b.shape == (2, 12, 8)
+        wide = torch.cat([*b], -1)
+        close(wide @ wide.mT, torch.eye(12, dtype=torch.float64), 1e-6)
+        q = m.q_proj(x).unflatten(-1, (2, 8))
+        h = m.v_proj(x).mean(1) @ wide.mT  # (batch, memories)
+        memory = torch.einsum("hrd,br->bhrd", b, h)
+        weight = (torch.einsum("bthd,bhrd->bthr", q, memory) / 8**0.5).softmax(-1)
+        y = torch.einsum("bthr,bhrd->bthd", weight, memory)
+        close(m(x), m.o_proj(y.flatten(2)), 1e-12)
+        assert not torch.allclose(b[0] @ b[0].mT, torch.eye(12, dtype=torch.float64), atol=1e-2)
+    with pytest.raises(ValueError, match=r"basis='half': expected"):
+        LAVO(16, basis="half")
+    with pytest.raises(ValueError, match=r"memories=17: expected 1 to 16"):
+        LAVO(16, 2, memories=17, basis="full")

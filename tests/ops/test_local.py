@@ -1,0 +1,250 @@
+"""Local attention by tiles is softmax attention over all pairs that are close."""
+
+import itertools
+
+import pytest
+import torch
+from torch.autograd import grad, gradcheck
+
+from ndlightnet.ops.local import local_attention
+
+CASES = [  # grid, windows: ragged tiles, one tile, windows wider than the grid, single tokens
+    ((7,), (3,)), ((131,), (5,)), ((64,), (16,)), ((65,), (1,)), ((9,), (9,)), ((5,), (20,)),
+    ((5, 7), (2, 3)), ((19, 23), (3, 2)), ((4, 4), (8, 8)), ((1, 40), (2, 3)), ((40, 3), (3, 1)),
+    ((3, 4, 5), (2, 2, 3)), ((9, 10, 7), (2, 3, 1)), ((2, 3, 2, 4), (2, 1, 2, 3)),
+]  # fmt: skip
+cases = pytest.mark.parametrize("shape, windows", CASES, ids=str)
+both = pytest.mark.parametrize("causal", [False, True])
+
+
+def sample(shape, windows, *, heads=2, dim=5, batch=2, dtype=torch.float64):
+    q, k, v = (torch.randn(batch, *shape, heads, dim, dtype=dtype) for _ in "qkv")
+    tables = [torch.randn(heads, 2 * w - 1, dtype=dtype) for w in windows]
+    return [x.requires_grad_() for x in (q, k, v, *tables)]
+
+
+def dense(q, k, v, windows, tables=(), mask=None, causal=False, order=1):
+    """Over all pairs of tokens; `order` -1 looks biases up at i - j."""
+    shape, past = k.shape[1:-2], k.shape[1] - q.shape[1]
+    place = torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape))
+    offset = place - place[place[:, 0] >= past][:, None]  # (target, source, axes): j - i
+    near = (offset.abs() < torch.tensor(windows)).all(-1)
+    if causal:
+        near &= offset[..., 0] <= 0
+    q, k, v = (x.flatten(1, -3) for x in (q, k, v))
+    score = torch.einsum("bthd,bshd->bhts", q, k) / q.shape[-1] ** 0.5
+    for axis, table in enumerate(tables):
+        centre = table.shape[1] // 2
+        at = (order * offset[..., axis] + centre).clamp(0, 2 * centre)
+        score = score + table[:, at]
+    near = near.expand_as(score)
+    if mask is not None:
+        near = near & mask.flatten(1)[:, None, None]
+    weights = score.masked_fill(~near, -1e300).softmax(-1) * near
+    y = torch.einsum("bhts,bshd->bthd", weights, v)
+    return y.reshape(y.shape[0], shape[0] - past, *shape[1:], *y.shape[2:])
+
+
+@both
+@cases
+def test_is_the_formula(close, close_grads, shape, windows, causal):
+    inputs = sample(shape, windows)
+    q, k, v, *tables = inputs
+    mask = torch.rand(2, *shape) < 0.7
+    for keep in (None, mask):
+        y = local_attention(q, k, v, windows, tables, mask=keep, causal=causal)
+        expected = dense(q, k, v, windows, tables, keep, causal)
+        close(y, expected, 1e-12)
+        close_grads(y, expected, inputs, 1e-12)
+    assert y.shape == q.shape
+
+
+@both
+@pytest.mark.parametrize("window", [1, 2, 16, 33, 70])
+def test_lengths_that_tiles_do_not_divide(close, window, causal):
+    for n in (1, 2, window, window + 1, 2 * window, 63, 64, 65, 97, 200):
+        q, k, v, table = sample((n,), (window,), heads=1, batch=1)
+        y = local_attention(q, k, v, window, [table], causal=causal)
+        close(y, dense(q, k, v, (window,), [table], causal=causal), 1e-12)
+
+
+def test_wrong_variants_are_far_off():
+    (shape, windows), gap = ((19, 23), (3, 2)), 1e-2
+    q, k, v, *tables = sample(shape, windows)
+    y = local_attention(q, k, v, windows, tables, causal=True)
+    raster = dense(*(x.flatten(1, 2) for x in (q, k, v)), (3 * 23,), causal=True).view_as(y)
+    for wrong in (
+        raster,
+        dense(q, k, v, (4, 2), causal=True),
+        dense(q, k, v, windows, tables, causal=True, order=-1),
+        dense(q, k, v, windows, tables[::-1], causal=True),
+        dense(q, k, v, windows, tables),
+        dense(q, k, v, windows, causal=True),
+    ):
+        assert (y - wrong).abs().max() > gap
+
+
+@cases
+def test_earlier_frames_of_keys(close, shape, windows):
+    """What the last frames read, if they alone are asked."""
+    q, k, v, *tables = sample(shape, windows)
+    whole = local_attention(q, k, v, windows, tables, causal=True)
+    for first in {0, 1, shape[0] // 2, shape[0] - 1} - {shape[0]}:
+        start = max(0, first - windows[0] + 1)  # no more frames than a window needs
+        last = local_attention(q[:, first:], k[:, start:], v[:, start:], windows, tables,
+                               causal=True)  # fmt: skip
+        close(last, whole[:, first:], 1e-12)
+
+
+def test_limits(close):
+    q, k, v = sample((33,), ())
+    close(local_attention(q, k, v, 1), v, 1e-14)  # its own value
+    heads = [x.transpose(1, 2) for x in (q, k, v)]
+    full = torch.nn.functional.scaled_dot_product_attention
+    for causal in (False, True):  # all tokens
+        y = full(*heads, is_causal=causal).transpose(1, 2)
+        close(local_attention(q, k, v, 33, causal=causal), y, 1e-12)
+
+
+def test_a_wider_table_is_read_around_its_centre(close):
+    q, k, v, table = sample((30,), (7,))
+    close(local_attention(q, k, v, 4, [table]),
+          local_attention(q, k, v, 4, [table[:, 3:-3]]), 1e-14)  # fmt: skip
+
+
+@both
+@cases
+def test_later_frames_and_far_tokens_have_no_gradient(shape, windows, causal):
+    q, k, v, *tables = sample(shape, windows, batch=1, heads=1)
+    y = local_attention(q, k, v, windows, tables, causal=causal)
+    for place in ((0,) * len(shape), tuple(n // 2 for n in shape)):
+        pulled = grad(y[0][place].square().sum(), [q, k, v], retain_graph=True)
+        for other in itertools.product(*map(range, shape)):
+            offset = [j - i for i, j in zip(place, other, strict=True)]
+            near = all(abs(o) < w for o, w in zip(offset, windows, strict=True))
+            near = near and (not causal or offset[0] <= 0)
+            assert bool(pulled[2][0][other].any()) == near
+            assert near or not pulled[1][0][other].any()
+            assert other == place or not pulled[0][0][other].any()
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape, windows", [((9,), (3,)), ((70,), (5,)), ((6, 19), (2, 3))])
+def test_tokens_that_see_only_padding_read_zero(shape, windows, dtype, causal):
+    inputs = sample(shape, windows, dtype=dtype)
+    q, k, v, *tables = inputs
+    mask = torch.zeros(2, *shape, dtype=torch.bool)
+    mask[1, 0] = True
+    y = local_attention(q, k, v, windows, tables, mask=mask, causal=causal)
+    assert y.dtype == dtype and not y[0].any() and not y[1, windows[0] :].any() and y[1, 0].all()
+    for x, g in zip(inputs, grad(y.float().square().sum(), inputs), strict=True):
+        assert g.isfinite().all() and g.dtype == x.dtype
+        if x.shape == mask.shape + x.shape[-2:]:
+            assert x is q or not g[~mask].any()
+
+
+def test_content_of_padding_does_not_matter():
+    """Even where keys are huge, and with half precision's small range."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        q, k, v, table = sample((50,), (4,), dtype=dtype)
+        mask = torch.rand(2, 50) < 0.6
+        junk = [torch.where(mask[..., None, None], x, 30 * x.abs()) for x in (k, v)]
+        y = local_attention(q, k, v, 4, [table], mask=mask)
+        assert torch.equal(local_attention(q, *junk, 4, [table], mask=mask), y)
+
+
+def test_axes_are_alike(close):
+    """Axes and windows in another order: the result in that order, of the non-causal form."""
+    windows = (3, 2, 4)
+    q, k, v, *tables = sample((7, 3, 9), windows)
+    y = local_attention(q, k, v, windows, tables)
+    for order in itertools.permutations(range(3)):
+        view = (0, *[1 + a for a in order], 4, 5)
+        turned = [x.permute(view) for x in (q, k, v)]
+        sizes, biases = ([x[a] for a in order] for x in (windows, tables))
+        turned = local_attention(*turned, sizes, biases)
+        close(turned, y.permute(view), 1e-12)
+
+
+@both
+def test_an_axis_of_one_changes_nothing(close, causal):
+    q, k, v, table = sample((21,), (4,))
+    y = local_attention(q, k, v, 4, [table], causal=causal)
+    grid = [x[:, :, None] for x in (q, k, v)]
+    flat = torch.zeros(2, 1, dtype=torch.float64)
+    close(local_attention(*grid, (4, 1), [table, flat], causal=causal)[:, :, 0], y, 1e-13)
+
+
+@both
+def test_gradcheck(causal):
+    for shape, window, past in (((6,), 2, 0), ((2, 3), 2, 0), ((4,), 3, 2 if causal else 0)):
+        q, k, v, *tables = sample(shape, [window] * len(shape), heads=1, dim=2, batch=1)
+        mask = torch.arange(q.shape[1:-2].numel()).reshape(shape) != 1
+
+        def run(q, k, v, *tables, window=window, past=past, mask=mask[None]):
+            return local_attention(q[:, past:], k, v, window, tables, mask=mask, causal=causal)
+
+        assert gradcheck(run, (q, k, v, *tables))
+
+
+def test_large_scores(close):
+    """Of some hundreds. A weight is off by the rounding of its score relative to 1: dim * eps times
+    the largest, for each of two scores that compete."""
+    q, k, v = (x.detach() for x in sample((90,), (), dim=8))
+    q = 300 * q
+    rounding = 8 * torch.finfo(torch.float32).eps * (q.abs().max() * k.abs().max() / 8**0.5).item()
+    assert rounding < 3e-3
+    y = local_attention(q.float(), k.float(), v.float(), 5)
+    close(y.double(), dense(q, k, v, (5,)), 2 * rounding)
+
+
+@pytest.mark.parametrize("shape, windows", [((24, 24), (6, 6)), ((9, 9, 12), (2, 2, 2))])
+def test_tiles_of_a_grid_are_made_again(close_grads, shape, windows):
+    """In the backward pass: what is kept for it is less than the inputs and the output."""
+    inputs = sample(shape, windows, dim=8, batch=1)
+    q, k, v, *tables = inputs
+    kept = {}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        y = local_attention(q, k, v, windows, tables)
+    assert sum(kept.values()) < 4 * q.untyped_storage().nbytes()
+    close_grads(y, dense(q, k, v, windows, tables), inputs, 1e-12)
+
+
+def test_bfloat16(close):
+    q, k, v, table = sample((200,), (9,), dim=16)
+    y = local_attention(*(x.bfloat16() for x in (q, k, v)), 9, [table], causal=True)
+    exact = dense(*(x.bfloat16().double() for x in (q, k, v)), (9,), [table], causal=True)
+    close(y.double(), exact, 2e-2)
+
+
+def test_nothing_in_nothing_out():
+    for shape in ((0,), (0, 3), (3, 0)):
+        q = torch.randn(2, *shape, 1, 4, requires_grad=True)
+        y = local_attention(q, q, q, 2, causal=True)
+        assert y.shape == q.shape and grad(y.sum(), q)[0].shape == q.shape
+
+
+def test_errors():
+    x = torch.randn(1, 6, 2, 4)
+    table = torch.randn(2, 5)
+    for bad in (0, (2, 2), (-1,)):
+        with pytest.raises(ValueError, match=r"window="):
+            local_attention(x, x, x, bad)
+    for tables in ([table, table], [table[:, 1:]], [table[:1]], [table[:, :3]]):
+        with pytest.raises(ValueError, match=r"bias \[.*2 \* window - 1"):
+            local_attention(x, x, x, 3, tables)
+    with pytest.raises(ValueError, match=r"k with 7 frames, q with 6"):
+        local_attention(x, torch.randn(1, 7, 2, 4), torch.randn(1, 7, 2, 4), 3)
+    with pytest.raises(ValueError, match=r"k with 5 frames"):
+        local_attention(x, x[:, 1:], x[:, 1:], 3, causal=True)
+    with pytest.raises(ValueError, match=r"same grid"):
+        local_attention(x, x, x[:, 1:], 3)
+    for mask in (torch.ones(1, 5, dtype=torch.bool), torch.ones(1, 6)):
+        with pytest.raises(ValueError, match=r"mask .*bool \(1, 6\)"):
+            local_attention(x, x, x, 3, mask=mask)
