@@ -116,10 +116,9 @@ class NDLightNet(nn.Module):
         self.head.apply(init_weights).to(self.norm.weight.device)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the position codes' parameters, which weight decay would distort."""
-        return {
-            name for name, _ in self.named_parameters() if name.rsplit(".")[-1] in NO_WEIGHT_DECAY
-        }
+        """Names of decays, angles and the like, which weight decay would distort."""
+        names = (name for name, _ in self.named_parameters())
+        return {name for name in names if name.rsplit(".")[-1] in NO_WEIGHT_DECAY}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the blocks in the backward pass instead of storing what is in them."""

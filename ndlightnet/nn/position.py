@@ -23,7 +23,9 @@ from ndlightnet.ragged import Ragged
 
 # Decays, angles, orthogonal vectors: weight decay would pull them towards a meaning of its own. By
 # name, since a network holds them anywhere.
-NO_WEIGHT_DECAY = ("log_factor", "logit", "coef", "basis", "mirror")
+NO_WEIGHT_DECAY = (
+    "log_factor", "logit", "coef", "basis", "mirror", "log_rate", "turn", "A_log",
+)  # fmt: skip
 
 
 class MDLRPE(nn.Module):

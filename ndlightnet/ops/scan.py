@@ -36,7 +36,7 @@ def _step(f: Tensor, m: Tensor, b: Tensor, product: Product) -> Tensor:
 
 
 def _pairs(f: Tensor, b: Tensor, product: Product) -> Tensor:
-    n = b.shape[1]
+    n = int(b.shape[1])  # a number for torch.compile, too: as many levels as it has bits
     if n == 1:
         return b
     even, odd, between = slice(0, n - n % 2, 2), slice(1, None, 2), slice(2, None, 2)
@@ -83,7 +83,7 @@ class _Scan(torch.autograd.Function):
         f, m, first = ctx.saved_tensors
         g = adjoints(f, grads[0], torch.zeros_like(first))
         df = (g * before(m, first).conj()).sum_to_size(f.shape) if ctx.needs_input_grad[0] else None
-        if f.shape[1] == 0:
+        if g.shape[1] == 0:
             return df, g, torch.zeros_like(first)
         return df, g, (f[:, 0].conj() * g[:, 0]).sum_to_size(first.shape)
 

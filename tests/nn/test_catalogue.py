@@ -1,5 +1,5 @@
-"""What every mixer of the catalogue promises beyond shapes and masks: its forms agree, its gradients
-are right, it stands extreme inputs, autocast and torch.compile."""
+"""What every mixer of the catalogue promises beyond shapes and masks: its forms agree, its
+gradients are right, it stands extreme inputs, autocast and torch.compile."""
 
 import inspect
 from itertools import pairwise

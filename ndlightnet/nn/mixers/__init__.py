@@ -13,6 +13,10 @@ from ndlightnet.nn.mixers.lavo import LAVO
 from ndlightnet.nn.mixers.lightnet import LightNetAttention
 from ndlightnet.nn.mixers.linear import LinearAttention
 from ndlightnet.nn.mixers.lrpe import LrpeAttention
+from ndlightnet.nn.mixers.mamba import Mamba
+from ndlightnet.nn.mixers.rwkv import RWKV4
+from ndlightnet.nn.mixers.s4 import S4
+from ndlightnet.nn.mixers.s5 import S5
 from ndlightnet.nn.mixers.softmax import SoftmaxAttention
 from ndlightnet.nn.mixers.tnl import TNL
 
@@ -20,6 +24,9 @@ __all__ = [
     "GLA",
     "HGRN2",
     "LAVO",
+    "RWKV4",
+    "S4",
+    "S5",
     "TNL",
     "CosformerAttention",
     "DeltaNet",
@@ -29,5 +36,6 @@ __all__ = [
     "LightNetAttention",
     "LinearAttention",
     "LrpeAttention",
+    "Mamba",
     "SoftmaxAttention",
 ]

@@ -1,0 +1,88 @@
+"""Mamba (Gu and Dao, 2023, arXiv 2312.00752): a state-space model that selects by its inputs."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ndlightnet.nn.mixers.keyed import hide, short_conv
+from ndlightnet.nn.mixers.mixer import Recurrent, Scan
+from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.selective import selective_scan
+
+TAPS = 4  # of the short convolution
+EXPAND = 2
+
+
+class Parts(NamedTuple):
+    """(batch, length, ...); see ndlightnet.ops.selective."""
+
+    u: Tensor
+    delta: Tensor
+    B: Tensor
+    C: Tensor
+    gate: Tensor
+
+
+class Mamba(Recurrent):
+    """out_proj((y + D * u) * SiLU(gate)), where u is SiLU of a causal convolution over 4 tokens and
+    m_t = exp(delta_t A) * m_(t-1) + (delta_t u_t) B_t^T, y_t = m_t C_t; B, C and the step delta =
+    softplus(low-rank(u) + shift) depend on the token. Twice as wide inside.
+
+    Args:
+        dim: channels of a token.
+        state: size of a channel's state.
+        scan: how a grid is covered; see Recurrent.
+
+    Parameters: 6 dim^2 + (6 state + 4 rank + 14) dim with rank = dim / 16, rounded up.
+    """
+
+    reach = TAPS - 1
+
+    def __init__(self, dim: int, state: int = 16, *, scan: Scan = "both") -> None:
+        super().__init__(scan)
+        inner, self.rank, self.state = EXPAND * dim, math.ceil(dim / 16), state
+        self.width = 2 * inner
+        self.in_proj = nn.Linear(dim, 2 * inner, bias=False)
+        self.conv = nn.Parameter(torch.empty(inner, TAPS).uniform_(-1, 1) / math.sqrt(TAPS))
+        self.conv_bias = nn.Parameter(torch.empty(inner).uniform_(-1, 1) / math.sqrt(TAPS))
+        self.x_proj = nn.Linear(inner, self.rank + 2 * state, bias=False)
+        self.delta_proj = nn.Linear(self.rank, inner, bias=False)
+        step = torch.empty(inner).uniform_(math.log(1e-3), math.log(0.1)).exp()
+        self.shift = nn.Parameter(torch.log(torch.expm1(step)))  # softplus of it is the step
+        self.A_log = nn.Parameter(torch.arange(1.0, state + 1).log().repeat(inner, 1))
+        self.D = nn.Parameter(torch.ones(inner))
+        self.out_proj = nn.Linear(inner, dim, bias=False)
+
+    def project(self, x: Tensor) -> Tensor:
+        out: Tensor = self.in_proj(x)
+        return out
+
+    def inputs(self, z: Tensor, keep: Tensor | None) -> Parts:
+        u, gate = z.chunk(2, -1)
+        u = F.silu(short_conv(u, self.conv) + self.conv_bias.to(u.dtype))
+        low, b, c = self.x_proj(u).split([self.rank, self.state, self.state], -1)
+        logits = self.delta_proj(low)
+        acc = accumulator(logits)
+        (delta,) = hide(keep, F.softplus(logits.to(acc) + self.shift.to(acc)))
+        return Parts(u, delta, b, c, gate[:, self.reach :])
+
+    def recur(self, parts: Parts, memory: Tensor, own: bool) -> tuple[Tensor, Tensor]:
+        u, delta, b, c, _ = parts
+        y, memory = selective_scan(u, delta, -self.A_log.to(delta.dtype).exp(), b, c, memory)
+        if not own:
+            y = y - (b * c).sum(-1, keepdim=True) * (delta * u).to(y.dtype)
+        return y, memory
+
+    def output(self, parts: Parts, y: Tensor) -> Tensor:
+        y = (y + self.D.to(y.dtype) * parts.u) * F.silu(parts.gate)
+        out: Tensor = self.out_proj(y)
+        return out
+
+    def empty(self, batch: int, device: torch.device | str | None) -> Tensor:
+        dtype = accumulator(self.D)
+        return torch.zeros(batch, *self.A_log.shape, dtype=dtype, device=device)

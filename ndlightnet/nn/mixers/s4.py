@@ -1,0 +1,64 @@
+"""S4 with diagonal systems (Gu, Goel and Re, 2022, arXiv 2111.00396; S4D, 2022, arXiv
+2206.11893)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ndlightnet.nn.mixers.mixer import Recurrent, Scan
+from ndlightnet.ops import ssm
+from ndlightnet.ops.parallel import accumulator
+
+
+class S4(Recurrent):
+    """GLU(out_proj(GELU(y + D u))), where every channel y is its own linear system of its input u:
+    x_t = exp(dt a) x_(t-1) + expm1(dt a) / a u_t, y_t = 2 Re C x_t, diagonal and complex, with the
+    poles a of HiPPO-LegS to start from. (A weight B of the input would only scale C.)
+
+    Padding in front and at the end is as if it were not there; within a sequence it adds nothing,
+    but time goes on, as the systems do not depend on the token.
+
+    Args:
+        dim: channels of a token.
+        state: real size of a channel's state: state / 2 conjugate pairs.
+        scan: how a grid is covered; see Recurrent.
+
+    Parameters: 2 dim^2 + 2 state dim + 2 dim.
+    """
+
+    def __init__(self, dim: int, state: int = 64, *, scan: Scan = "both") -> None:
+        super().__init__(scan)
+        self.width = dim
+        poles, _ = ssm.legs(state)
+        self.log_rate = nn.Parameter((-poles.real).log().float().repeat(dim, 1))
+        self.turn = nn.Parameter(poles.imag.float().repeat(dim, 1))
+        self.log_step = nn.Parameter(torch.empty(dim).uniform_(math.log(1e-3), math.log(0.1)))
+        self.C = nn.Parameter(torch.randn(dim, state // 2, 2) / math.sqrt(2))  # real, imaginary
+        self.D = nn.Parameter(torch.randn(dim))
+        self.out_proj = nn.Linear(dim, 2 * dim, bias=False)
+
+    def system(self) -> tuple[Tensor, Tensor]:
+        """dt a and the weights of the states, expm1(dt a) / a C: (dim, state / 2), complex128."""
+        log_step = self.log_step[:, None]
+        z = ssm.poles(self.log_rate, self.turn, log_step)
+        step = log_step.double().exp()
+        return z, step * ssm.hold(z) * torch.view_as_complex(self.C.double())
+
+    def inputs(self, z: Tensor, keep: Tensor | None) -> Tensor:
+        return z
+
+    def recur(self, parts: Tensor, memory: Tensor, own: bool) -> tuple[Tensor, Tensor]:
+        z, weight = self.system()
+        y, memory = ssm.diagonal_ssm(parts, z, weight, memory)
+        return (y if own else y - 2 * weight.real.sum(-1).to(y.dtype) * parts), memory
+
+    def output(self, parts: Tensor, y: Tensor) -> Tensor:
+        return F.glu(self.out_proj(F.gelu(y + self.D * parts)), -1)
+
+    def empty(self, batch: int, device: torch.device | str | None) -> Tensor:
+        dtype = ssm.COMPLEX[accumulator(self.D)]
+        return torch.zeros(batch, *self.log_rate.shape, dtype=dtype, device=device)

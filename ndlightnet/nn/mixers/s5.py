@@ -1,0 +1,85 @@
+"""S5 (Smith, Warrington and Linderman, 2023, arXiv 2208.04933): one linear system for all
+channels."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ndlightnet.nn.mixers.mixer import Recurrent, Scan
+from ndlightnet.ops import ssm
+from ndlightnet.ops.chunks import exact
+from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.scan import scan as linear_scan
+
+
+class Parts(NamedTuple):
+    u: Tensor  # (batch, length, dim)
+    keep: Tensor | None
+
+
+class S5(Recurrent):
+    """h * sigmoid(gate_proj(h)), h = GELU(y + D * u), where y is one linear system of all inputs u:
+    x_t = exp(dt a) x_(t-1) + expm1(dt a) / a B u_t, y_t = 2 Re C x_t, diagonal and complex, with a
+    step dt for each state and the poles a of HiPPO-LegS to start from.
+
+    Args:
+        dim: channels of a token.
+        state: real size of the state: state / 2 conjugate pairs.
+        scan: how a grid is covered; see Recurrent.
+
+    Parameters: dim^2 + 2 state dim + dim + 3 state / 2.
+    """
+
+    def __init__(self, dim: int, state: int = 64, *, scan: Scan = "both") -> None:
+        super().__init__(scan)
+        self.width = dim
+        poles, vectors = ssm.legs(state)
+        self.log_rate = nn.Parameter((-poles.real).log().float())
+        self.turn = nn.Parameter(poles.imag.float())
+        step = torch.empty(state // 2).uniform_(math.log(1e-3), math.log(0.1))
+        self.log_step = nn.Parameter(step)
+        vectors = vectors.to(torch.complex64)
+        # normal in the coordinates of HiPPO, then in those of its eigenvectors; real, imaginary
+        b = torch.randn(dim, state) / math.sqrt(dim)
+        c = torch.randn(dim, state, dtype=torch.complex64) * math.sqrt(2 / state)
+        self.B = nn.Parameter(torch.view_as_real(b.to(c.dtype) @ vectors.conj()))
+        self.C = nn.Parameter(torch.view_as_real(c @ vectors))
+        self.D = nn.Parameter(torch.randn(dim))
+        self.gate_proj = nn.Linear(dim, dim, bias=False)
+
+    def system(self) -> tuple[Tensor, Tensor]:
+        """exp(dt a) (state / 2,) and expm1(dt a) / a B (dim, state / 2), complex128."""
+        z = ssm.poles(self.log_rate, self.turn, self.log_step)
+        gain = self.log_step.double().exp() * ssm.hold(z)
+        return z.exp(), gain * torch.view_as_complex(self.B.double())
+
+    def inputs(self, z: Tensor, keep: Tensor | None) -> Parts:
+        return Parts(z, keep)
+
+    def recur(self, parts: Parts, memory: Tensor, own: bool) -> tuple[Tensor, Tensor]:
+        u, acc, n = parts.u, accumulator(parts.u), parts.u.shape[1]
+        forget, b = (x.to(memory.dtype) for x in self.system())
+        with exact(u):
+            added = u.to(acc) @ torch.view_as_real(b).flatten(1)
+            added = torch.view_as_complex(added.unflatten(-1, (-1, 2)))
+            forget = forget.expand(1, 1, -1)
+            if parts.keep is not None:
+                forget = torch.where(parts.keep[..., None], forget, 1)
+            x = linear_scan(forget, added, memory)
+            last = x[:, -1] if n else memory
+            read = torch.view_as_real(x if own else x - added).flatten(2)
+            c = self.C.to(acc) * torch.tensor([2.0, -2.0], dtype=acc, device=u.device)
+            return (read @ c.flatten(1).mT).to(u.dtype), last
+
+    def output(self, parts: Parts, y: Tensor) -> Tensor:
+        h = F.gelu(y + self.D * parts.u)
+        return h * torch.sigmoid(self.gate_proj(h))
+
+    def empty(self, batch: int, device: torch.device | str | None) -> Tensor:
+        dtype = ssm.COMPLEX[accumulator(self.D)]
+        return torch.zeros(batch, *self.turn.shape, dtype=dtype, device=device)
