@@ -50,6 +50,7 @@ ROWS: dict[str, list[str]] = {
     "LightNet": [],
     "softmax attention": [mixer("SoftmaxAttention")],
     "identity mixer": [mixer("Identity")],
+    "LAVO, window 64": [mixer("LAVO", window=64)],
     "without MD-TPE": [f"{NET}.tpe=false"],
     "without MD-LRPE": [mixer("LightNetAttention", lrpe=None)],
     "axis-causal": ["--model.causal=true"],

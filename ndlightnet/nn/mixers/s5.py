@@ -73,7 +73,8 @@ class S5(Recurrent):
             x = linear_scan(forget, added, memory)
             last = x[:, -1] if n else memory
             read = torch.view_as_real(x if own else x - added).flatten(2)
-            c = self.C.to(acc) * torch.tensor([2.0, -2.0], dtype=acc, device=u.device)
+            # the real part of a product, of both of a pair
+            c = 2 * torch.view_as_real(torch.view_as_complex(self.C.to(acc)).conj_physical())
             return (read @ c.flatten(1).mT).to(u.dtype), last
 
     def output(self, parts: Parts, y: Tensor) -> Tensor:

@@ -1,0 +1,271 @@
+"""Every mixer, with one, two and 2 x axes scans, in the same small network: same data, same steps.
+
+python tasks/family.py configs/fashion_mnist.yaml --seeds 0 1 2
+python tasks/family.py configs/adrenal.yaml --rows Identity SoftmaxAttention "GLA axes"
+
+The config is one of tasks/image_cls.py, which trains one network with all that Lightning has; here
+a step is replayed from a CUDA graph, so that a run takes seconds and a time is that of the card.
+Rows are those of tasks/compare.py. Processes that share --out share the work, run by run; a run
+that is there is not made again. Writes table.md, runs.csv and family.png.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import statistics
+import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import compare
+import torch
+import yaml
+from torch import Tensor, nn
+
+from ndlightnet import NDLightNet
+from ndlightnet.nn import mixers
+from ndlightnet.training import ImageData
+from ndlightnet.training.measures import scores, state_size
+from ndlightnet.training.optim import decayed_groups
+
+EVALUATION = 200  # images at a time
+COLUMNS = ("top1", "balanced_accuracy", "auc", "step_ms", "latency_ms", "peak_mb")
+
+
+def factory(row: str) -> Callable[[int], nn.Module]:
+    """The mixer of a row `NAME` or `NAME scan`."""
+    compare.overrides(row)  # an error for a row that there is not
+    name, *scan = row.split(" ")
+    kind: Any = getattr(mixers, name)
+    return partial(kind, scan=scan[0]) if scan else kind
+
+
+class Replay:
+    """A function of fixed tensors, from a CUDA graph if there is a card. The function is called
+    three times before, which must not matter."""
+
+    def __init__(self, function: Callable[..., Tensor], *inputs: Tensor) -> None:
+        self.function, self.inputs = function, inputs
+        self.graph = torch.cuda.CUDAGraph() if inputs[0].is_cuda else None
+        if self.graph is None:
+            return
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                function(*inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(self.graph):
+            self.output = function(*inputs)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        for mine, given in zip(self.inputs, inputs, strict=True):
+            mine[: len(given)].copy_(given)
+        if self.graph is None:
+            return self.function(*self.inputs)
+        self.graph.replay()
+        return self.output
+
+
+def train(net: nn.Module, data: ImageData, config: dict[str, Any], device: str) -> list[float]:
+    """As ImageTask does: AdamW, warm-up and cosine, clipping. Seconds of every step."""
+    model, epochs = config["model"], config["trainer"]["max_epochs"]
+    rate = torch.zeros((), device=device)  # 0 while the graph is made: nothing moves
+    optimizer = torch.optim.AdamW(
+        decayed_groups(net, model["weight_decay"]), lr=rate, capturable=device == "cuda"
+    )
+    loss = nn.CrossEntropyLoss(label_smoothing=0.1)
+    clip = config["trainer"]["gradient_clip_val"]
+
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.bfloat16, device == "cuda", cache_enabled=False):
+            value: Tensor = loss(net(images).float(), labels)
+        value.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+        return value.detach()
+
+    loader = data.train_dataloader()
+    total, done, seconds, replay = epochs * len(loader), 0, [], None
+    for epoch in range(epochs):
+        loader.epoch = lambda now=epoch: now
+        for batch in loader:
+            moved = [x.to(device, non_blocking=True) for x in batch]
+            images, labels, _ = data.on_after_batch_transfer(moved, 0)
+            if replay is None:
+                replay = Replay(step, images.clone(), labels.clone())
+                for state in optimizer.state.values():
+                    for value in state.values():
+                        value.zero_()
+            warm = max(1, total // 20)
+            part = max(0, done - warm) / max(1, total - warm)
+            factor = min(1, (done + 1) / warm) * (0.505 + 0.495 * math.cos(math.pi * part))
+            rate.fill_(model["lr"] * factor)
+            start = time.perf_counter()
+            replay(images, labels)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+            done += 1
+    return seconds
+
+
+@torch.no_grad()
+def evaluate(net: nn.Module, data: ImageData, device: str) -> tuple[dict[str, Any], float]:
+    """Scores on the test set, and the median seconds of EVALUATION images."""
+    images = data.test_set.images[:, None]
+
+    def answer(x: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16, device == "cuda", cache_enabled=False):
+            out: Tensor = net((x.float() - data.mean) / data.deviation)
+        return out.float().softmax(-1)
+
+    replay = Replay(answer, images[:EVALUATION].to(device))
+    found, seconds = [], []
+    for part in images.split(EVALUATION):
+        part = part.to(device)
+        start = time.perf_counter()
+        out = replay(part)[: len(part)]
+        found.append(out.cpu())
+        seconds.append(time.perf_counter() - start)
+    return scores(torch.cat(found), data.test_set.labels, data.classes), statistics.median(seconds)
+
+
+def run(
+    row: str, seed: int, config: dict[str, Any], data: ImageData, device: str
+) -> dict[str, Any]:
+    torch.manual_seed(seed)  # weights, drop path, order and moves of the batches
+    net = NDLightNet(**config["model"]["net"]["init_args"], mixer=factory(row)).to(device)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    seconds = train(net.train(), data, config, device)
+    result, latency = evaluate(net.eval(), data, device)
+    return {
+        "row": row, "seed": seed, **{k: v for k, v in result.items() if k != "confusion"},
+        "parameters": sum(p.numel() for p in net.parameters()), "state_size": state_size(net),
+        "steps": len(seconds), "step_ms": 1e3 * statistics.median(seconds),
+        "latency_ms": 1e3 * latency,
+        "peak_mb": torch.cuda.max_memory_allocated() / 1e6 if device == "cuda" else None,
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+    }  # fmt: skip
+
+
+def table(runs: Sequence[dict[str, Any]], rows: Sequence[str]) -> str:
+    """Markdown: mean and deviation over seeds; of times and memory the mean."""
+    shown = [c for c in COLUMNS if any(r.get(c) is not None for r in runs)]
+    lines = [f"| mixer | parameters | state | {' | '.join(shown)} | per seed |"]
+    lines.append("|---|---|---|" + "---|" * (len(shown) + 1))
+    for row in rows:
+        mine = sorted((r for r in runs if r["row"] == row), key=lambda r: r["seed"])
+        if not mine or "error" in mine[0]:
+            lines.append(f"| {row} | {mine[0]['error'] if mine else 'not run'} |")
+            continue
+        cells = []
+        for column in shown:
+            values = [r[column] for r in mine]
+            digits = 1 if column.endswith(("ms", "mb")) else 3
+            cell = f"{statistics.mean(values):.{digits}f}"
+            if digits == 3 and len(values) > 1:
+                cell += f" ± {statistics.stdev(values):.3f}"
+            cells.append(cell)
+        state = mine[0]["state_size"]
+        seeds = ", ".join(f"{r[shown[0]]:.3f}" for r in mine)
+        lines.append(
+            f"| {row} | {mine[0]['parameters'] / 1e6:.2f} M | {'-' if state is None else state} | "
+            f"{' | '.join(cells)} | {seeds} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def draw(runs: Sequence[dict[str, Any]], rows: Sequence[str], path: Path) -> None:
+    """Accuracy of every row, each seed a point, sorted by the mean."""
+    from matplotlib.figure import Figure
+
+    colors = {"raster": "#56B4E9", "both": "#0072B2", "axes": "#D55E00"}
+    of = {row: [r["top1"] for r in runs if r["row"] == row and "error" not in r] for row in rows}
+    order = sorted((row for row in rows if of[row]), key=lambda row: statistics.mean(of[row]))
+    figure = Figure(figsize=(7, 0.2 * len(order) + 1.2), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    for place, row in enumerate(order):
+        color = colors.get(row.split(" ")[-1], "#000000")
+        axes.plot(of[row], [place] * len(of[row]), "o", color=color, markersize=4, alpha=0.5)
+        axes.plot(statistics.mean(of[row]), place, "|", color=color, markersize=11)
+    axes.set_yticks(range(len(order)), order, fontsize=7)
+    for name, color in (("all at once, or none", "#000000"), *colors.items()):
+        axes.plot([], [], "o", color=color, markersize=4, label=name)
+    axes.legend(frameon=False, fontsize=7, loc="lower right")
+    axes.set_xlabel("accuracy")
+    axes.grid(axis="x", color="#DDDDDD", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+def save(o: Namespace) -> None:
+    found = [json.loads(file.read_text() or "{}") for file in sorted(o.out.glob("runs/*.json"))]
+    runs = [r for r in found if r.get("row") in o.rows]
+    (o.out / "table.md").write_text(table(runs, o.rows))
+    names = ["row", "seed", "parameters", "state_size", *COLUMNS]
+    with open(o.out / "runs.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, names, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(runs)
+    draw(runs, o.rows, o.out / "family.png")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--root", type=Path, help="the data; default: as in the config")
+    parser.add_argument("--rows", nargs="+", default=compare.family())
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--epochs", type=int, help="default: as in the config")
+    parser.add_argument(
+        "--minutes", type=float, default=1e9, help="no new run starts after so many"
+    )
+    parser.add_argument("--out", type=Path, help="default: runs/family/CONFIG")
+    o = parser.parse_args(arguments)
+    o.out = o.out or Path("runs/family") / o.config.stem
+    for row in o.rows:
+        factory(row)  # a wrong one fails here
+    config = yaml.safe_load(o.config.read_text())
+    config["trainer"]["max_epochs"] = o.epochs or config["trainer"]["max_epochs"]
+    config["data"]["init_args"] |= {"root": str(o.root)} if o.root else {}
+    data = ImageData(**config["data"]["init_args"])
+    data.setup("fit")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    (o.out / "runs").mkdir(parents=True, exist_ok=True)
+    begun = time.monotonic()
+    for seed in o.seeds:
+        for row in o.rows:
+            file = o.out / "runs" / f"{row.replace(' ', '_')}-{seed}.json"
+            if time.monotonic() - begun > 60 * o.minutes:
+                break
+            try:
+                file.open("x").close()  # another process does not begin it
+            except FileExistsError:
+                continue
+            start = time.monotonic()
+            try:
+                result = run(row, seed, config, data, device)
+            except Exception as error:  # one row's failure is not the others'
+                result = {
+                    "row": row,
+                    "seed": seed,
+                    "error": f"{type(error).__name__}: {error}"[:200],
+                }
+            file.write_text(json.dumps(result, indent=1))
+            said = result.get("error") or f"accuracy {result['top1']:.3f}"
+            print(f"{row}, seed {seed}: {said}, {time.monotonic() - start:.0f} s", flush=True)
+    save(o)
+    print((o.out / "table.md").read_text())
+
+
+if __name__ == "__main__":
+    main()
