@@ -8,7 +8,7 @@ from ndlightnet.models import (
     ndlightnet_small,
     ndlightnet_tiny,
 )
-from ndlightnet.nn import MultiheadAttention
+from ndlightnet.nn import MultiheadAttention, mixers
 from ndlightnet.nn.mixers import Identity, LightNetAttention, SoftmaxAttention
 from ndlightnet.ops import (
     State,
@@ -40,6 +40,7 @@ __all__ = [
     "causal_attention",
     "global_attention",
     "merge",
+    "mixers",
     "ndlightnet_base",
     "ndlightnet_small",
     "ndlightnet_tiny",

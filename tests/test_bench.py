@@ -8,11 +8,12 @@ import torch
 from torch.nn.functional import silu
 
 from ndlightnet.bench import __main__ as program
-from ndlightnet.bench import attention, output, peers, rows, timing
+from ndlightnet.bench import attention, family, output, peers, rows, timing
 from ndlightnet.bench.decode import decode
 from ndlightnet.bench.rows import Bench, Case, Cell, Contender
 from ndlightnet.bench.step import step
 from ndlightnet.bench.tpe import tpe
+from ndlightnet.nn import mixers
 from ndlightnet.ops import Lrpe, global_attention
 
 CPU = torch.device("cpu")
@@ -129,9 +130,9 @@ def test_all_groups_have_their_rows(bench, monkeypatch):
 def test_the_command_without_a_card(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(rows, "copy_rate", lambda *_: 1e10)
-    assert program.main(["--quick", "--out", str(tmp_path)]) == 0
+    assert program.main(["attention", "cpu", "--quick", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert "no CUDA device: attention" in printed and "| global | 1 x 1024 " in printed
+    assert "no CUDA device: attention left out" in printed and "| global | 1 x 1024 " in printed
     content = json.loads((tmp_path / "bench.json").read_text())
     assert content["versions"]["torch"] and content["copy_bytes_per_second"]["cpu"] > 0
     with open(tmp_path / "bench.csv") as file:
@@ -144,6 +145,44 @@ def test_the_command_without_a_card(tmp_path, monkeypatch, capsys):
     assert {(r["pass"], r["who"]) for r in lines} == {
         (p, w) for p in ("fwd", "fwd+bwd") for w in ("floor", "ours", "sdpa")
     }
+
+
+def test_an_unknown_group_is_named(capsys):
+    with pytest.raises(SystemExit):
+        program.main(["mixer"])
+    assert "mixer: expected some of attention" in capsys.readouterr().err
+
+
+def test_operators_beside_theirs(bench):
+    """Every rule, forward and backward, on a CPU in our torch form alone."""
+    family.operators(bench, shapes=[(1, 70)], heads=2, dim=8)
+    cells = of(bench, "ours")
+    assert {c.row for c in cells} == {row for row, _, _ in family.RULES}
+    assert all(c.ms for c in cells) and {c.direction for c in cells} == {"fwd", "fwd+bwd"}
+    assert not any(c.ms for c in of(bench, "fla"))
+    (floor,) = of(bench, "floor", row="KDA", direction="fwd")
+    tokens = 70 * 2  # q, k, v, y and decays of 8 channels, one beta, float32
+    assert floor.ms == pytest.approx(tokens * (5 * 8 + 1) * 4 / 1e9 * 1e3)
+
+
+def test_mixers_of_the_catalogue_over_grids(bench, tmp_path):
+    bench.quick = False
+    family.mixers(bench, grids=[(9,), (16,), (2, 3)], dim=16)
+    of_grid = {g: [r for r in bench.records if r.grid == g] for g in ("9", "16", "2x3")}
+    names = set(mixers.__all__)
+    assert all({r.mixer for r in part} == names for part in of_grid.values())
+    scans = {r.scan for r in of_grid["2x3"] if r.mixer == "Mamba"}
+    assert scans == {"raster", "both", "axes"} and len(of_grid["9"]) == len(names)
+    for r in bench.records:
+        assert r.forward_ms and r.both_ms and r.tokens in (9, 16, 6) and r.implementation
+        m = getattr(mixers, r.mixer)(16)
+        assert r.parameters == sum(p.numel() for p in m.parameters())
+        assert r.state_size == m.state_size
+    family.write(bench.records, tmp_path)
+    with open(tmp_path / "mixers.csv") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == len(bench.records) and lines[0]["mixer"] == bench.records[0].mixer
+    assert (tmp_path / "mixers.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_figure_is_a_picture(tmp_path):

@@ -121,9 +121,8 @@ def mixers(
                               parameters, used), bench.device)
                 for direction in PASSES
             ]  # fmt: skip
-            says = getattr(mixer, "implementation", None)
             with torch.autocast(bench.device.type, torch.bfloat16, bench.device.type == "cuda"):
-                runs_on = says(x) if says else "triton" if name.startswith("Light") else "torch"
+                runs_on = mixer.implementation(x)
             bench.records.append(Record(
                 name, scan, "x".join(map(str, grid)), math.prod(grid), dim, times[0], times[1],
                 used[-1] if used else None, sum(p.numel() for p in mixer.parameters()),
@@ -178,8 +177,12 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
     panels = {"forward, ms": "forward_ms", "forward + backward, ms": "both_ms",
               "peak memory, MB": "memory_mb"}  # fmt: skip
-    figure = Figure(figsize=(13, 4.2), layout="constrained", facecolor="white")
-    axes_of = figure.subplots(1, len(panels))
+    panels = {title: name for title, name in panels.items()
+              if any(getattr(record, name) for record in records)}  # fmt: skip
+    if not panels:
+        return
+    figure = Figure(figsize=(4 * len(panels) + 1.5, 4.2), layout="constrained", facecolor="white")
+    axes_of = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (title, field) in zip(axes_of, panels.items(), strict=True):
         for name in dict.fromkeys(record.mixer for record in records):
             if name == "Identity":

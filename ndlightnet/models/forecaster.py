@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -50,8 +51,9 @@ class Forecaster(nn.Module):
             count from the same step, as mixers with a position code of their own see it.
         time_chans: time features of a step.
         embed_dim, depth, decoder_depth: width and numbers of blocks.
-        mixer: what mixes tokens, a function of the width; see ndlightnet.nn.mixers. cross: one
-            that is called with `context`.
+        mixer: what mixes tokens, a function of the width; see ndlightnet.nn.mixers. cross: what the
+            decoder reads the encoder's output with, called with `context`; default: the cross form
+            of `mixer`, or of LightNet attention where it has none.
         mlp_ratio: hidden width of the gated MLP / embed_dim.
         drop_rate: dropout after the embedding and before the head.
     """
@@ -66,7 +68,7 @@ class Forecaster(nn.Module):
         depth: int = 2,
         decoder_depth: int = 1,
         mixer: Callable[[int], nn.Module] = LightNetAttention,
-        cross: Callable[[int], nn.Module] = LightNetAttention,
+        cross: Callable[[int], nn.Module] | None = None,
         mlp_ratio: float = 8 / 3,
         drop_rate: float = 0.0,
     ) -> None:
@@ -85,6 +87,9 @@ class Forecaster(nn.Module):
                     f"{name}={type(made).__name__}(...): expected a class or a function of the "
                     "width, such as functools.partial(LightNetAttention, heads=4)"
                 )
+        if cross is None:
+            has = "context" in inspect.signature(mixer(embed_dim).forward).parameters
+            cross = mixer if has else LightNetAttention
         self.in_chans, self.label_length, self.embed_dim = in_chans, label_length, embed_dim
         self.embed = nn.Linear(in_chans, embed_dim)
         self.embed_time = nn.Linear(time_chans, embed_dim, bias=False)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ndlightnet.grid import Grid
 from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.mixers.mixer import Recurrent, Scan
+from ndlightnet.nn.mixers.mixer import Recurrent, Scan, drawn_like
 from ndlightnet.ops import _fla
 from ndlightnet.ops._fla import Impl
 from ndlightnet.ops.chunks import exact
@@ -50,19 +50,12 @@ class Keyed(Recurrent):
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
     def implementation(self, x: Tensor) -> str:
-        """What tokens like x run on here, "fla" or "torch", and why not "fla"; with gradients if
-        these are on."""
         if self.impl != "auto":
             return self.impl
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-        def like(wide: int) -> Tensor:
-            x_ = torch.empty(0, 0, self.heads, wide, dtype=dtype, device=x.device)
-            return x_.requires_grad_(torch.is_grad_enabled())
-
-        decay = like(self.decays) if self.decays else None
-        support = _fla.supports(self.operation, like(self.key_dim), like(self.value_dim), decay)
+        k, v, decay = (
+            drawn_like(x, 0, self.heads, n) for n in (self.key_dim, self.value_dim, self.decays)
+        )
+        support = _fla.supports(self.operation, k, v, decay if self.decays else None)
         return "fla" if support else f"torch ({support.reason})"
 
     def empty(self, batch: int, device: torch.device | str | None) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ndlightnet.grid import Grid
 from ndlightnet.nn.heads import default_heads, split_heads
-from ndlightnet.nn.mixers.mixer import Mixer
+from ndlightnet.nn.mixers.mixer import Mixer, drawn_like
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import (
     attention_step,
@@ -23,6 +23,7 @@ from ndlightnet.ops import (
     packed_axis_causal_attention,
     read,
     summarize,
+    supported,
 )  # fmt: skip
 from ndlightnet.ops._registry import Impl
 from ndlightnet.ops.lrpe import Kind, Lrpe
@@ -177,6 +178,12 @@ class LightNetAttention(Mixer):
                 "causal=True with lrpe='rotary': a pair's channels decay differently, so scores "
                 "would depend on absolute position; use 'cosine' or None"
             )
+
+    def implementation(self, x: Tensor) -> str:
+        if self.impl != "auto":
+            return self.impl
+        support = supported("global_attention", drawn_like(x, 0, self.heads, self.head_dim))
+        return "triton" if x.is_cuda and support else f"torch ({support.reason})"
 
     def _output(self, x: Tensor, y: Tensor) -> Tensor:
         logits = self.gate(x)

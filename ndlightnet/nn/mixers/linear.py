@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from ndlightnet.grid import Grid
 from ndlightnet.nn.heads import default_heads, split_heads
-from ndlightnet.nn.mixers.mixer import Mixer
+from ndlightnet.nn.mixers.mixer import Mixer, drawn_like
+from ndlightnet.ops import _fla
 from ndlightnet.ops._fla import Impl
 from ndlightnet.ops.linear import Sums, causal_linear_attention, linear_attention
 from ndlightnet.ops.parallel import accumulator
@@ -138,6 +139,14 @@ class LinearAttention(Mixer):
             y = F.rms_norm(y.to(accumulator(y)), y.shape[-1:], eps=1e-6)
         out: Tensor = self.o_proj(y.flatten(2).to(self.o_proj.weight.dtype))
         return out
+
+    def implementation(self, x: Tensor) -> str:
+        """Of the causal form of tokens one after the other; all else is plain torch."""
+        if self.impl != "auto":
+            return self.impl
+        k, v = (drawn_like(x, 0, self.heads, rows * self.head_dim) for rows in (self.rows(1), 1))
+        support = _fla.supports("gated_linear_attention", k, v)
+        return "fla" if support else f"torch ({support.reason})"
 
     def init_state(
         self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()

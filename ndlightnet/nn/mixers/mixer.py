@@ -26,6 +26,19 @@ class Mixer(nn.Module):
             return None
         return sum(x.numel() * (2 if x.is_complex() else 1) for x in make(1))
 
+    def implementation(self, x: Tensor) -> str:
+        """What tokens like x run on here and now (dtype, autocast, gradients): "torch", or the
+        kernels' name; with the reason where kernels do not run."""
+        return "torch"
+
+
+def drawn_like(x: Tensor, *shape: int) -> Tensor:
+    """An empty tensor as a projection of x would be: dtype under autocast, gradients."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    made = torch.empty(0, *shape, dtype=dtype, device=x.device)
+    return made.requires_grad_(torch.is_grad_enabled())
+
 
 class Past(NamedTuple):
     """What a recurrent mixer knows of the tokens before: the last few of them as they are, and the
