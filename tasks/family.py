@@ -31,7 +31,7 @@ from ndlightnet import NDLightNet
 from ndlightnet.nn import mixers
 from ndlightnet.training import ImageData
 from ndlightnet.training.measures import scores, state_size
-from ndlightnet.training.optim import decayed_groups
+from ndlightnet.training.replay import Replay, Steps
 
 EVALUATION = 200  # images at a time
 COLUMNS = ("top1", "balanced_accuracy", "auc", "step_ms", "latency_ms", "peak_mb")
@@ -45,74 +45,32 @@ def factory(row: str) -> Callable[[int], nn.Module]:
     return partial(kind, scan=scan[0]) if scan else kind
 
 
-class Replay:
-    """A function of fixed tensors, from a CUDA graph if there is a card. The function is called
-    three times before, which must not matter."""
-
-    def __init__(self, function: Callable[..., Tensor], *inputs: Tensor) -> None:
-        self.function, self.inputs = function, inputs
-        self.graph = torch.cuda.CUDAGraph() if inputs[0].is_cuda else None
-        if self.graph is None:
-            return
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                function(*inputs)
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self.graph):
-            self.output = function(*inputs)
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        for mine, given in zip(self.inputs, inputs, strict=True):
-            mine[: len(given)].copy_(given)
-        if self.graph is None:
-            return self.function(*self.inputs)
-        self.graph.replay()
-        return self.output
-
-
 def train(net: nn.Module, data: ImageData, config: dict[str, Any], device: str) -> list[float]:
     """As ImageTask does: AdamW, warm-up and cosine, clipping. Seconds of every step."""
     model, epochs = config["model"], config["trainer"]["max_epochs"]
-    rate = torch.zeros((), device=device)  # 0 while the graph is made: nothing moves
-    optimizer = torch.optim.AdamW(
-        decayed_groups(net, model["weight_decay"]), lr=rate, capturable=device == "cuda"
-    )
-    loss = nn.CrossEntropyLoss(label_smoothing=0.1)
-    clip = config["trainer"]["gradient_clip_val"]
+    entropy = nn.CrossEntropyLoss(label_smoothing=0.1)
 
-    def step(images: Tensor, labels: Tensor) -> Tensor:
-        optimizer.zero_grad()
+    def loss(images: Tensor, labels: Tensor) -> Tensor:
         with torch.autocast(device, torch.bfloat16, device == "cuda", cache_enabled=False):
-            value: Tensor = loss(net(images).float(), labels)
-        value.backward()
-        nn.utils.clip_grad_norm_(net.parameters(), clip)
-        optimizer.step()
-        return value.detach()
+            value: Tensor = entropy(net(images).float(), labels)
+        return value
 
+    steps = Steps(net, loss, model["weight_decay"], config["trainer"]["gradient_clip_val"])
     loader = data.train_dataloader()
-    total, done, seconds, replay = epochs * len(loader), 0, [], None
+    total, seconds = epochs * len(loader), []
     for epoch in range(epochs):
         loader.epoch = lambda now=epoch: now
         for batch in loader:
             moved = [x.to(device, non_blocking=True) for x in batch]
             images, labels, _ = data.on_after_batch_transfer(moved, 0)
-            if replay is None:
-                replay = Replay(step, images.clone(), labels.clone())
-                for state in optimizer.state.values():
-                    for value in state.values():
-                        value.zero_()
-            warm = max(1, total // 20)
+            done, warm = len(seconds), max(1, total // 20)
             part = max(0, done - warm) / max(1, total - warm)
             factor = min(1, (done + 1) / warm) * (0.505 + 0.495 * math.cos(math.pi * part))
-            rate.fill_(model["lr"] * factor)
             start = time.perf_counter()
-            replay(images, labels)
+            steps(model["lr"] * factor, images, labels)
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
-            done += 1
     return seconds
 
 

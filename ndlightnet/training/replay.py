@@ -1,0 +1,80 @@
+"""Steps of training from CUDA graphs: small networks cost Python more time than the card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ndlightnet.training.optim import decayed_groups
+
+
+class Replay:
+    """A function of fixed tensors, from a CUDA graph if there is a card. The function is called
+    three times before, which must not matter."""
+
+    def __init__(self, function: Callable[..., Tensor], *inputs: Tensor) -> None:
+        self.function, self.inputs = function, inputs
+        self.graph = torch.cuda.CUDAGraph() if inputs[0].is_cuda else None
+        if self.graph is None:
+            return
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                function(*inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(self.graph):
+            self.output = function(*inputs)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        for mine, given in zip(self.inputs, inputs, strict=True):
+            mine[: len(given)].copy_(given)
+        if self.graph is None:
+            return self.function(*self.inputs)
+        self.graph.replay()
+        return self.output
+
+
+class Steps:
+    """Steps of AdamW on `loss(*inputs)`, with gradients clipped, from one CUDA graph for each shape
+    of inputs."""
+
+    def __init__(
+        self, net: nn.Module, loss: Callable[..., Tensor], weight_decay: float, clip: float
+    ) -> None:
+        self.net, self.loss, self.clip = net, loss, clip
+        device = next(net.parameters()).device
+        self.rate = torch.zeros((), device=device)
+        self.optimizer = torch.optim.AdamW(
+            decayed_groups(net, weight_decay), lr=self.rate, capturable=device.type == "cuda"
+        )
+        self.replays: dict[tuple[torch.Size, ...], Replay] = {}
+
+    def __call__(self, rate: float, *inputs: Tensor) -> Tensor:
+        """The loss before the step. It is overwritten by the next one."""
+        shapes = tuple(x.shape for x in inputs)
+        if shapes not in self.replays:
+            self.replays[shapes] = self._prepare(inputs)
+        self.rate.fill_(rate)
+        return self.replays[shapes](*inputs)
+
+    def _prepare(self, inputs: tuple[Tensor, ...]) -> Replay:
+        """Its calls move nothing: the rate is 0, and the moments are put back."""
+        state = self.optimizer.state
+        kept = {p: {k: v.clone() for k, v in values.items()} for p, values in state.items()}
+        self.rate.zero_()
+        replay = Replay(self._step, *(x.clone() for x in inputs))
+        for p, values in state.items():
+            for name, value in values.items():
+                value.copy_(kept[p][name]) if p in kept else value.zero_()
+        return replay
+
+    def _step(self, *inputs: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        value = self.loss(*inputs)
+        value.backward()
+        nn.utils.clip_grad_norm_(self.net.parameters(), self.clip)
+        self.optimizer.step()
+        return value.detach()
