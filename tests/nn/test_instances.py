@@ -175,6 +175,24 @@ def test_lrpe_scores_depend_on_offsets_alone(core, basis):
     assert torch.allclose(m.place(q, (1, 1), (3, 2), False).norm(), q.norm(), rtol=1e-6)
 
 
+def test_without_positions_the_order_of_tokens_does_not_matter(close):
+    """Linear attention sees a grid as a set: any permutation, of tokens or of axes."""
+    m, x = mixers.LinearAttention(16, 2).double(), torch.randn(2, 3, 4, 5, 16).double()
+    close(m(x.permute(0, 3, 1, 2, 4)), m(x).permute(0, 3, 1, 2, 4), 1e-12)
+    line, order = x.flatten(1, 3), torch.randperm(60)
+    close(m(line[:, order]), m(line)[:, order], 1e-12)
+    close(m(line).reshape(x.shape), m(x), 1e-12)
+
+
+@pytest.mark.parametrize("name", ["CosformerAttention", "GLA", "LAVO", "S4", "RWKV4"])
+def test_an_axis_of_one_is_no_axis(close, name):
+    """(9, 1) is (9,), with one window, or reach, for all axes."""
+    more = {"CosformerAttention": {"reach": 9, "combine": "product"}, "LAVO": {"window": 4}}
+    m = getattr(mixers, name)(16, **more.get(name, {})).double()
+    x = torch.randn(2, 9, 16, dtype=torch.float64)
+    close(m(x[:, :, None]).squeeze(2), m(x), 1e-6)
+
+
 def test_dct_is_orthonormal(close):
     from ndlightnet.nn.mixers.lrpe import dct_matrix
 

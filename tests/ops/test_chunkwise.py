@@ -101,6 +101,15 @@ def test_a_split_hands_its_memory_over(close, rule, decay, at):
 
 @rules
 @decays
+def test_no_tokens_leave_the_memory(rule, decay):
+    inputs = given(0, decay)
+    for impl in ("torch", "reference"):
+        y, last = run(rule, *inputs, impl=impl)
+        assert y.shape == inputs[2].shape and torch.equal(last, inputs[5])
+
+
+@rules
+@decays
 def test_later_tokens_are_not_seen(rule, decay):
     inputs = given(70, decay)
     y, _ = run(rule, *inputs)
