@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -13,7 +15,7 @@ from torch import Tensor
 if not torch.cuda.is_available():  # kernels are then interpreted; Triton asks at its import
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-ORACLES = Path(__file__).parents[2] / "shared" / "oracles" / "verify_lightnet.py"
+ORACLES = Path(__file__).parents[2] / "shared" / "oracles"
 
 
 @pytest.fixture(autouse=True)
@@ -22,20 +24,32 @@ def seed():
 
 
 @pytest.fixture(scope="session")
-def oracle() -> ModuleType:
-    """The verified float64 reference functions. They need the fixture `float64`."""
-    if not ORACLES.exists():
-        pytest.skip(f"the oracles are not here: {ORACLES}")
-    spec = importlib.util.spec_from_file_location("verify_lightnet", ORACLES)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    dtype, rng = torch.get_default_dtype(), torch.get_rng_state()
-    try:
-        spec.loader.exec_module(module)  # sets the default dtype and the seed
-    finally:
-        torch.set_default_dtype(dtype)
-        torch.set_rng_state(rng)
-    return module
+def load_oracle() -> Callable[[str], ModuleType]:
+    """load_oracle(name): verified float64 reference functions. They need the fixture `float64`."""
+
+    @cache
+    def load(name: str) -> ModuleType:
+        path = ORACLES / f"{name}.py"
+        if not path.exists():
+            pytest.skip(f"the oracles are not here: {path}")
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        dtype, rng = torch.get_default_dtype(), torch.get_rng_state()
+        try:
+            spec.loader.exec_module(module)  # sets the default dtype and the seed
+        finally:
+            torch.set_default_dtype(dtype)
+            torch.set_rng_state(rng)
+        return module
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def oracle(load_oracle: Callable[[str], ModuleType]) -> ModuleType:
+    """Those of LightNet."""
+    return load_oracle("verify_lightnet")
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
 """Gated linear attention and the delta rules: chunkwise against token by token, the oracles, and
 what must not overflow."""
 
-import importlib.util
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from ndlightnet.ops.chunks import Decay, inverse
 from ndlightnet.ops.delta import gated_delta_rule
 from ndlightnet.ops.gated import gated_linear_attention
 
-ORACLES = Path(__file__).parents[3] / "shared" / "oracles" / "verify_delta_kda.py"
 LENGTHS = [1, 2, 63, 64, 65, 131]
 DECAYS = ["none", "scalar", "row"]
 
@@ -214,31 +211,16 @@ def test_the_chain_of_special_cases(close):
     )
 
 
-def test_against_the_oracle(close, float64):
-    """The verified single-head recurrence of Kimi Delta Attention."""
-    if not ORACLES.exists():
-        pytest.skip(f"the oracles are not here: {ORACLES}")
-    spec = importlib.util.spec_from_file_location("verify_delta_kda", ORACLES)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def test_against_the_oracle(load_oracle, close, float64):
+    """The verified recurrence of one head of Kimi Delta Attention."""
+    oracle = load_oracle("verify_delta_kda")
     q, k, v, beta, log, m = (x.detach() for x in given(70, "row"))
     y, last = gated_delta_rule(q, k, v, beta, log, m)
     for b in range(2):
         for h in range(2):
-            part = [x[b, :, h] for x in (q, k, v, beta, log)]
-            theirs = module.kda_recurrent(*order(module, part), m[b, h])
+            theirs = oracle.kda_recurrent(*(x[b, :, h] for x in (q, k, v, beta, log)), m[b, h])
             close(y[b, :, h], theirs[0], 1e-11)
             close(last[b, h], theirs[1], 1e-11)
-
-
-def order(module, part):
-    """q, k, v, beta, log decay in the order of the oracle's arguments."""
-    import inspect
-
-    q, k, v, beta, log = part
-    names = list(inspect.signature(module.kda_recurrent).parameters)
-    known = {"q": q, "k": k, "v": v, "beta": beta, "b": beta, "la": log, "alpha": log.exp()}
-    return [known[name] for name in names[:5]]
 
 
 def test_errors_show_the_shapes():

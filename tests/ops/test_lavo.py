@@ -1,8 +1,5 @@
 """The orthogonal memory and the means that fill it, against memories that are formed."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 from torch.autograd import grad, gradcheck
@@ -12,28 +9,10 @@ from ndlightnet.ops import lavo
 from ndlightnet.ops.lavo import amounts, past_means, token_mean
 from ndlightnet.ops.local import local_attention
 
-ORACLE = Path(__file__).parents[3] / "shared" / "oracles" / "verify_lavo.py"
-
 
 def memory_read(q, basis, mean, scale=None):
     """Of contexts with these means."""
     return lavo.memory_read(q, basis, amounts(basis, mean), scale)
-
-
-@pytest.fixture(scope="module")
-def oracle():
-    """The verified float64 functions of one head. They need the fixture `float64`."""
-    if not ORACLE.exists():
-        pytest.skip(f"the oracles are not here: {ORACLE}")
-    spec = importlib.util.spec_from_file_location("verify_lavo", ORACLE)
-    module = importlib.util.module_from_spec(spec)
-    dtype, rng = torch.get_default_dtype(), torch.get_rng_state()
-    try:
-        spec.loader.exec_module(module)  # sets the default dtype and the seed
-    finally:
-        torch.set_default_dtype(dtype)
-        torch.set_rng_state(rng)
-    return module
 
 
 def orthonormal(heads, rows, dim, dtype=torch.float64):
@@ -223,8 +202,9 @@ def test_windows_of_padding_have_mean_zero():
 
 
 @pytest.mark.usefixtures("float64")
-def test_oracles(oracle, close):
+def test_oracles(load_oracle, close):
     """One head at a time: the read, both local forms, the dissected causal form and its steps."""
+    oracle = load_oracle("verify_lavo")
     n, d, r, scale = 37, 6, 4, 0.4
     q, k, v, f = torch.randn(4, n, d)
     basis, context = oracle.ortho(r, d), torch.randn(11, d)

@@ -1,8 +1,6 @@
 """Diagonal state-space models: as recurrence, kernel, FFT and memory; where their poles start."""
 
-import importlib.util
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from ndlightnet.ops.selective import selective_scan
 from ndlightnet.ops.ssm import diagonal_ssm, hold, legs, poles, powers
 from ndlightnet.ops.wkv import mean, merge, token, weighted_sums
 
-ORACLES = Path(__file__).parents[3] / "shared" / "oracles" / "verify_mnet.py"
 LENGTHS = (1, 5, 63, 64, 65, 131, 200)
 
 
@@ -221,25 +218,9 @@ def test_errors_show_the_shapes():
         diagonal_ssm(u, z, weight, x[:1])
 
 
-@pytest.fixture(scope="module")
-def oracle():
-    """The verified float64 functions of one head. They need the fixture `float64`."""
-    if not ORACLES.exists():
-        pytest.skip(f"the oracles are not here: {ORACLES}")
-    spec = importlib.util.spec_from_file_location("verify_mnet", ORACLES)
-    module = importlib.util.module_from_spec(spec)
-    dtype, rng = torch.get_default_dtype(), torch.get_rng_state()
-    try:
-        spec.loader.exec_module(module)  # sets the default dtype and the seed
-    finally:
-        torch.set_default_dtype(dtype)
-        torch.set_rng_state(rng)
-    return module
-
-
-def test_s4_mamba_and_rwkv_are_the_oracles(oracle, float64, close):
+def test_s4_mamba_and_rwkv_are_the_oracles(load_oracle, float64, close):
     """Its rows of the table, of one sample (and of one channel, for S4 and RWKV)."""
-    n = 90
+    oracle, n = load_oracle("verify_mnet"), 90
     u, z, weight, _ = sample(n, 1, 1)
     s = torch.view_as_real(2 * weight.conj()).flatten(1)
     e = torch.tensor([1.0, 0]).repeat(4)
