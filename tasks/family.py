@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import statistics
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -31,6 +30,7 @@ from ndlightnet import NDLightNet
 from ndlightnet.nn import mixers
 from ndlightnet.training import ImageData
 from ndlightnet.training.measures import scores, state_size
+from ndlightnet.training.optim import warm_cosine
 from ndlightnet.training.replay import Replay, Steps
 
 EVALUATION = 200  # images at a time
@@ -63,11 +63,9 @@ def train(net: nn.Module, data: ImageData, config: dict[str, Any], device: str) 
         for batch in loader:
             moved = [x.to(device, non_blocking=True) for x in batch]
             images, labels, _ = data.on_after_batch_transfer(moved, 0)
-            done, warm = len(seconds), max(1, total // 20)
-            part = max(0, done - warm) / max(1, total - warm)
-            factor = min(1, (done + 1) / warm) * (0.505 + 0.495 * math.cos(math.pi * part))
+            rate = model["lr"] * warm_cosine(len(seconds), total)
             start = time.perf_counter()
-            steps(model["lr"] * factor, images, labels)
+            steps(rate, images, labels)
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -27,20 +28,21 @@ def decayed_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     ]
 
 
+def warm_cosine(step: int, total: int) -> float:
+    """The rate of a step, as a share of the highest: it rises linearly over the first 5 % of the
+    steps, then falls on a cosine to 1 %."""
+    warmup = max(1, total // 20)
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
+    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done))
+
+
 def adamw_with_cosine(
     task: L.LightningModule, net: nn.Module, lr: float, weight_decay: float
 ) -> Any:
-    """AdamW; the rate rises linearly over the first 5 % of the steps, then falls on a cosine to 1
-    %."""
+    """AdamW, and the rate of warm_cosine."""
     optimizer = torch.optim.AdamW(decayed_groups(net, weight_decay), lr=lr)
     total = int(task.trainer.estimated_stepping_batches)
-    warmup = max(1, total // 20)
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        done = min(1.0, (step - warmup) / max(1, total - warmup))
-        return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done))
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warm_cosine, total=total))
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
