@@ -3,7 +3,7 @@
 python tasks/associative.py         all rows on recall, parity, s3 and "s5 swaps", on a GPU
 python tasks/associative.py --tasks parity s3 --rows deltanet deltanet_negative my.yaml
 python tasks/associative.py --tasks recall --rows softmax linear identity --seeds 0 \
-    --pairs 2 4 8 --length 32 --vocab 64 --batch 32 --steps 600 --lr 0.01   on a CPU, in a minute
+    --pairs 2 4 8 --length 32 --vocab 64 --batch 32 --steps 600 --lr 0.01   on a CPU, in two minutes
 
 "recall" is multi-query associative recall (Zoology, arXiv 2312.04927): pairs of a key and a value,
 then the keys again, soon after the pairs more often than late; at each the network names the value.

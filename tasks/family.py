@@ -5,8 +5,9 @@ python tasks/family.py configs/adrenal.yaml --rows Identity SoftmaxAttention "GL
 
 The config is one of tasks/image_cls.py, which trains one network with all that Lightning has; here
 a step is replayed from a CUDA graph, so that a run takes seconds and a time is that of the card.
-Rows are those of tasks/compare.py. Processes that share --out share the work, run by run; a run
-that is there is not made again. Writes table.md, runs.csv and family.png.
+Rows are those of tasks/compare.py. A run that is under --out is not made again, one that failed is.
+Two cards: CUDA_VISIBLE_DEVICES=0 ... --part 0 2 and CUDA_VISIBLE_DEVICES=1 ... --part 1 2, with the
+same --out. Writes table.md, runs.csv and family.png.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from ndlightnet.training import ImageData
 from ndlightnet.training.measures import scores, state_size
 from ndlightnet.training.optim import warm_cosine
 from ndlightnet.training.replay import Replay, Steps
+from ndlightnet.training.report import write_json
 
 EVALUATION = 200  # images at a time
 COLUMNS = ("top1", "balanced_accuracy", "auc", "step_ms", "latency_ms", "peak_mb")
@@ -164,8 +167,8 @@ def draw(runs: Sequence[dict[str, Any]], rows: Sequence[str], path: Path) -> Non
 
 
 def save(o: Namespace) -> None:
-    found = [json.loads(file.read_text() or "{}") for file in sorted(o.out.glob("runs/*.json"))]
-    runs = [r for r in found if r.get("row") in o.rows]
+    found = [json.loads(file.read_text()) for file in sorted(o.out.glob("runs/*.json"))]
+    runs = [r for r in found if r["row"] in o.rows]
     (o.out / "table.md").write_text(table(runs, o.rows))
     names = ["row", "seed", "parameters", "state_size", *COLUMNS]
     with open(o.out / "runs.csv", "w", newline="") as file:
@@ -185,6 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--minutes", type=float, default=1e9, help="no new run starts after so many"
     )
+    parser.add_argument("--part", nargs=2, type=int, default=(0, 1), metavar=("I", "N"),
+                        help="every N-th run from the I-th on")  # fmt: skip
     parser.add_argument("--out", type=Path, help="default: runs/family/CONFIG")
     o = parser.parse_args(arguments)
     o.out = o.out or Path("runs/family") / o.config.stem
@@ -198,27 +203,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     (o.out / "runs").mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
-    for seed in o.seeds:
-        for row in o.rows:
-            file = o.out / "runs" / f"{row.replace(' ', '_')}-{seed}.json"
-            if time.monotonic() - begun > 60 * o.minutes:
-                break
-            try:
-                file.open("x").close()  # another process does not begin it
-            except FileExistsError:
-                continue
-            start = time.monotonic()
-            try:
-                result = run(row, seed, config, data, device)
-            except Exception as error:  # one row's failure is not the others'
-                result = {
-                    "row": row,
-                    "seed": seed,
-                    "error": f"{type(error).__name__}: {error}"[:200],
-                }
-            file.write_text(json.dumps(result, indent=1))
-            said = result.get("error") or f"accuracy {result['top1']:.3f}"
-            print(f"{row}, seed {seed}: {said}, {time.monotonic() - start:.0f} s", flush=True)
+    part, parts = o.part
+    for seed, row in list(product(o.seeds, o.rows))[part::parts]:
+        file = o.out / "runs" / f"{row.replace(' ', '_')}-{seed}.json"
+        if time.monotonic() - begun > 60 * o.minutes:
+            break
+        if file.exists() and "error" not in json.loads(file.read_text()):
+            continue
+        start = time.monotonic()
+        try:
+            result = run(row, seed, config, data, device)
+        except Exception as error:  # one row's failure is not the others'
+            result = {"row": row, "seed": seed, "error": f"{type(error).__name__}: {error}"[:200]}
+        write_json(file, result)
+        said = result.get("error") or f"accuracy {result['top1']:.3f}"
+        print(f"{row}, seed {seed}: {said}, {time.monotonic() - start:.0f} s", flush=True)
     save(o)
     print((o.out / "table.md").read_text())
 

@@ -15,16 +15,19 @@ from ndlightnet.ops import frequencies
 
 class CrossBlock(Block):
     """A causal Block with cross attention between its mixer and its mlp: x + mixer(norm x), then
-    x + cross(norm x, context), then x + mlp(norm x)."""
+    x + cross(norm x, context), then x + mlp(norm x). cross: default as of Forecaster."""
 
     def __init__(
         self,
         dim: int,
         mixer: Callable[[int], nn.Module],
-        cross: Callable[[int], nn.Module],
+        cross: Callable[[int], nn.Module] | None = None,
         mlp_ratio: float = 8 / 3,
     ) -> None:
         super().__init__(dim, mixer, mlp_ratio)
+        if cross is None:
+            reads = "context" in inspect.signature(self.mixer.forward).parameters
+            cross = mixer if reads else LightNetAttention
         self.norm_cross = nn.LayerNorm(dim, eps=1e-6)
         self.cross = cross(dim)
 
@@ -87,9 +90,6 @@ class Forecaster(nn.Module):
                     f"{name}={type(made).__name__}(...): expected a class or a function of the "
                     "width, such as functools.partial(LightNetAttention, heads=4)"
                 )
-        if cross is None:
-            has = "context" in inspect.signature(mixer(embed_dim).forward).parameters
-            cross = mixer if has else LightNetAttention
         self.in_chans, self.label_length, self.embed_dim = in_chans, label_length, embed_dim
         self.embed = nn.Linear(in_chans, embed_dim)
         self.embed_time = nn.Linear(time_chans, embed_dim, bias=False)

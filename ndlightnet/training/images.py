@@ -24,7 +24,7 @@ from ndlightnet.data.images import (
 )
 from ndlightnet.data.packing import token_count
 from ndlightnet.training.measures import MeasuredTask, scores
-from ndlightnet.training.report import _figure, _save, save_confusion, write_json
+from ndlightnet.training.report import panels_of, save_confusion, save_figure, write_json
 
 VIEWS = 36  # in a picture, about
 
@@ -141,13 +141,7 @@ class ImageTask(MeasuredTask):
 
     def setup(self, stage: str) -> None:
         data = self.data()
-        wanted = {"dims": len(data.space), "in_chans": 1, "num_classes": len(data.classes)}
-        for name, here in wanted.items():
-            if getattr(self.net, name, here) != here:
-                raise DataError(
-                    f"{data.root}: expected a network with {name}={here}, got "
-                    f"{getattr(self.net, name)}"
-                )
+        self.expect(dims=len(data.space), in_chans=1, num_classes=len(data.classes))
 
     def training_step(self, batch: tuple[Tensor, ...], _: int) -> Tensor:
         images, labels, _numbers = batch
@@ -219,7 +213,7 @@ def save_gallery(
     count = min(len(labels), max(4, VIEWS // each))
     shown = truth.argsort(stable=True)[torch.linspace(0, len(labels) - 1, count).round().long()]
     columns = max(1, 9 // each)
-    figure, axes = _figure(-(-count // columns), columns, (9, 1.3 * -(-count // columns)))
+    figure, axes = panels_of(-(-count // columns), columns, (9, 1.3 * -(-count // columns)))
     for axis in axes.flat:
         axis.axis("off")
     for axis, number in zip(axes.flat, shown.tolist(), strict=False):
@@ -228,4 +222,4 @@ def save_gallery(
         caption = f"{names[answer]} {probabilities[number, answer]:.2f}"
         caption += "" if answer == label else f"\nnot {names[label]}"
         axis.set_title(caption, fontsize=6, color="#1a7f37" if answer == label else "#cf222e")
-    _save(figure, path)
+    save_figure(figure, path)

@@ -62,7 +62,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         draft.write_text(json.dumps(plain(content), indent=2) + "\n")
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     with whole_file(path) as draft:
@@ -70,7 +70,7 @@ def _save(figure: Any, path: Path) -> None:
     plt.close(figure)
 
 
-def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
+def panels_of(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
     import matplotlib
 
     matplotlib.use("Agg")  # no window, whatever machine this is
@@ -109,7 +109,7 @@ def save_panels(path: Path, panels: Sequence[Panel], labels: Sequence[str]) -> N
     colors = [
         COLORS[n % len(COLORS)] if n < len(COLORS) else f"C{n % 10}" for n in range(len(labels))
     ]
-    figure, axes = _figure(len(panels), 3, (9, 3 * len(panels) + 0.5))
+    figure, axes = panels_of(len(panels), 3, (9, 3 * len(panels) + 0.5))
     for row, panel in zip(axes, panels, strict=True):
         low, high = np.percentile(panel.image, (1, 99))
         overlays = (None, panel.truth, panel.prediction)
@@ -127,7 +127,7 @@ def save_panels(path: Path, panels: Sequence[Panel], labels: Sequence[str]) -> N
                             alpha=0.55, interpolation="nearest")  # fmt: skip
     keys = [Patch(color=c, label=n) for c, n in zip(colors[1:], labels[1:], strict=True)]
     figure.legend(handles=keys, loc="outside lower center", ncols=min(6, len(keys)), frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def save_confusion(path: Path, matrix: Tensor, classes: Sequence[str]) -> None:
@@ -135,7 +135,7 @@ def save_confusion(path: Path, matrix: Tensor, classes: Sequence[str]) -> None:
     counts = matrix.cpu().numpy()
     share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     side = 2.2 + 0.7 * len(classes)
-    figure, axes = _figure(1, 1, (side, side))
+    figure, axes = panels_of(1, 1, (side, side))
     axis = axes[0, 0]
     axis.imshow(share, cmap="Blues", vmin=0, vmax=1)
     ticks = range(len(classes))
@@ -146,14 +146,14 @@ def save_confusion(path: Path, matrix: Tensor, classes: Sequence[str]) -> None:
         for j in ticks:
             color = "white" if share[i, j] > 0.5 else "black"
             axis.text(j, i, str(counts[i, j]), ha="center", va="center", color=color)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def save_strips(
     path: Path, strips: Sequence[tuple[str, bool | None, Tensor]], frames: int = 8
 ) -> None:
     """One row per clip: (caption, right or wrong or unknown, frames (frames, h, w, 3) uint8)."""
-    figure, axes = _figure(len(strips), frames, (1.25 * frames, 1.55 * len(strips)))
+    figure, axes = panels_of(len(strips), frames, (1.25 * frames, 1.55 * len(strips)))
     for row, (caption, right, clip) in zip(axes, strips, strict=True):
         shown = np.linspace(0, len(clip) - 1, frames).round().astype(int)
         for axis, number in zip(row, shown, strict=True):
@@ -161,4 +161,4 @@ def save_strips(
             axis.axis("off")
         color = {True: "#1a7f37", False: "#cf222e", None: "black"}[right]
         row[0].set_title(caption, loc="left", fontsize=9, color=color)
-    _save(figure, path)
+    save_figure(figure, path)

@@ -122,12 +122,7 @@ class SignalTask(MeasuredTask):
 
     def setup(self, stage: str) -> None:
         data = self.data()
-        for name, here in (("in_chans", data.channels), ("num_classes", len(data.classes))):
-            if getattr(self.net, name, here) != here:
-                raise DataError(
-                    f"{data.root}: expected a network with {name}={here}, got "
-                    f"{getattr(self.net, name)}"
-                )
+        self.expect(in_chans=data.channels, num_classes=len(data.classes))
 
     def training_step(self, batch: tuple[Any, ...], _: int) -> Tensor:
         *inputs, labels, _index = batch

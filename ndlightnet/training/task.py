@@ -38,6 +38,15 @@ class Task(L.LightningModule):
             )
         return module
 
+    def expect(self, **wanted: Any) -> None:
+        """DataError where the network has another value than the data ask for."""
+        for name, here in wanted.items():
+            if getattr(self.net, name, here) != here:
+                raise DataError(
+                    f"{self.data().root}: expected a network with {name}={here}, got "
+                    f"{getattr(self.net, name)}"
+                )
+
     def out(self) -> Path:
         return Path(self.trainer.default_root_dir)
 

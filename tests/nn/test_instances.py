@@ -70,7 +70,6 @@ def test_cosformer_is_complex_with_one_angle(close):
     """relu features, f = exp(i pi / (2 reach)), and the denominator's channel."""
     m = mixers.CosformerAttention(16, 2, reach=20).double()
     x, q, k, v = qkv(m)
-    f = torch.polar(torch.ones(1), torch.full((1,), math.pi / 40)).to(torch.complex128)
     f = torch.exp(1j * torch.tensor(math.pi / 40, dtype=torch.float64)).reshape(1, 1, 1, 1, 1)
     wide = torch.cat([v, torch.ones_like(v[..., :1])], -1)
     y, _ = memory.reference(q.relu(), k.relu(), f, wide)

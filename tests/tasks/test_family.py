@@ -94,6 +94,28 @@ def test_a_row_that_fails_is_said_and_the_others_run(family, config, tmp_path, m
     lines = (out / "table.md").read_text().splitlines()
     assert lines[2] == "| Identity | RuntimeError: no memory left |"
     assert lines[3].startswith("| TNL raster | 0.0") and lines[4].startswith("| S4 raster | 0.0")
+    made = []
+    monkeypatch.setattr(family, "run", lambda row, *more: made.append(row) or whole(row, *more))
+    family.main([str(config), "--rows", "Identity", "TNL raster", "S4 raster", "--seeds", "0",
+                 "--epochs", "1", "--out", str(out)])  # fmt: skip
+    assert made == ["Identity"]  # what has failed alone
+    assert (out / "table.md").read_text().splitlines()[2].startswith("| Identity | 0.0")
+
+
+def test_parts_are_all_runs_once(family, config, tmp_path, monkeypatch):
+    made = []
+
+    def run(row, seed, *_):
+        made.append((row, seed))
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(family, "run", run)
+    for part in ("0", "1"):
+        family.main([str(config), "--rows", "Identity", "LAVO", "TNL axes", "--seeds", "0", "1",
+                     "--part", part, "2", "--out", str(tmp_path / part)])  # fmt: skip
+    assert sorted(made) == sorted((row, seed) for row in ("Identity", "LAVO", "TNL axes")
+                                  for seed in (0, 1))  # fmt: skip
+    assert made[0] == ("Identity", 0) and made[3] == ("LAVO", 0)
 
 
 def test_no_run_starts_when_the_time_is_up(family, config, tmp_path):

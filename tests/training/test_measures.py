@@ -1,62 +1,82 @@
-"""Dice and the Hausdorff distance on cubes."""
+"""Scores by hand, times by a clock of ours, sizes of states."""
 
-import math
-
+import lightning
 import numpy as np
 import pytest
 import torch
 
-from ndlightnet.training.segmentation import dice_of, hausdorff95
+from ndlightnet import NDLightNet
+from ndlightnet.nn import mixers
+from ndlightnet.training.measures import MeasuredTask, median_seconds, scores, state_size
 
 
-def cube(number: int, *start: int, shape=(16, 16, 16)) -> torch.Tensor:
-    """(1, *shape): a 4 x 4 x 4 cube of label `number` on zeros."""
-    labels = torch.zeros(1, *shape, dtype=torch.long)
-    labels[(0, *(slice(s, s + 4) for s in start))] = number
-    return labels
+def test_scores_by_hand():
+    probabilities = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.7, 0.3], [0.3, 0.7]])
+    labels = torch.tensor([0, 1, 1, 0, 0])
+    found = scores(probabilities, labels, ["no", "yes"])
+    assert found["confusion"] == [[2, 1], [1, 1]]
+    assert found["recall"] == pytest.approx({"no": 2 / 3, "yes": 1 / 2})
+    expected = {"top1": 3 / 5, "balanced_accuracy": 7 / 12, "majority_class": 3 / 5}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    # of the 6 pairs of a yes (0.8, 0.4) and a no (0.1, 0.3, 0.7), 5 are in order
+    assert found["auc"] == pytest.approx(5 / 6)
 
 
-@pytest.mark.parametrize("axis, shift, dice", [(0, 0, 1), (0, 1, 0.75), (2, 3, 0.25), (1, 5, 0)])
-def test_dice_of_shifted_cubes(axis, shift, dice):
-    """Two equal cubes shifted by s of 4 voxels share (4 - s) / 4 of their voxels."""
-    moved = [4, 4, 4]
-    moved[axis] += shift
-    found = dice_of(cube(1, *moved), cube(1, 4, 4, 4), 2)
-    assert found.shape == (1, 1)
-    assert found.item() == pytest.approx(dice)
+def test_scores_where_a_class_does_not_occur():
+    probabilities = torch.eye(3)[[0, 1, 2, 0]]
+    found = scores(probabilities, torch.tensor([0, 1, 1, 1]), ["a", "b", "c"])
+    assert found["balanced_accuracy"] == pytest.approx((1 + 1 / 3) / 2) and "auc" not in found
+    assert np.isnan(found["recall"]["c"])
+    assert scores(torch.eye(2), torch.zeros(2, dtype=torch.int64), ["a", "b"])["auc"] is None
 
 
-def test_dice_is_per_case_and_class_and_nan_where_the_truth_has_none():
-    truth = torch.cat([cube(1, 0, 0, 0), cube(2, 0, 0, 0)])
-    guess = torch.cat([cube(1, 0, 0, 2), cube(1, 0, 0, 0)])
-    dice = dice_of(guess, truth, 4)
-    assert dice.shape == (2, 3)
-    wanted = [[0.5, math.nan, math.nan], [math.nan, 0, math.nan]]
-    np.testing.assert_allclose(dice.numpy(), wanted, rtol=1e-6)
+@pytest.mark.parametrize(
+    "seconds, expected, calls",
+    [([9, 9, 1, 2, 6], 2, 5), ([9, 9, *[0.25] * 30], 0.25, 11), ([9, 9, *[0.01] * 30], 0.01, 32)],
+)
+def test_median_after_warm_up(monkeypatch, seconds, expected, calls):
+    """Two calls do not count; it ends after 30, or sooner when they last 2 seconds, but not
+    before 3."""
+    clock, done = [0.0], []
+
+    def call():
+        clock[0] += seconds[len(done)]
+        done.append(None)
+
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    assert median_seconds(call, torch.device("cpu")) == pytest.approx(expected)
+    assert len(done) == calls
 
 
-@pytest.mark.parametrize("axis, shift", [(0, 1), (1, 2), (2, 3)])
-def test_hausdorff_counts_millimetres_along_each_axis(axis, shift):
-    """Of a shifted cube a whole side, 16 of its 56 surface voxels, is `shift` voxels off."""
-    spacing, moved = (0.5, 2.0, 7.0), [4, 4, 4]
-    moved[axis] += shift
-    distance = hausdorff95(cube(1, *moved), cube(1, 4, 4, 4), 2, spacing)
-    assert distance.shape == (1, 1)
-    assert distance.item() == pytest.approx(shift * spacing[axis])
+def test_latency_is_that_of_tests_of_a_batch_and_of_one():
+    seen = set()
+
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            seen.add((tuple(x.shape), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+            return x
+
+    task = MeasuredTask()
+    task.net = Net()
+    task.trainer = lightning.Trainer(
+        accelerator="cpu", precision="bf16-mixed", logger=False, enable_checkpointing=False
+    )
+    found = task.latencies(torch.zeros(4, 2))
+    assert set(found) == {"latency_ms", "latency_one_ms"}
+    assert seen == {((4, 2), True, False), ((1, 2), True, False)}
 
 
-def test_hausdorff_takes_the_95th_percentile():
-    """A single stray voxel is beyond the percentile; all of a small prediction is not."""
-    stray = cube(1, 4, 4, 4)
-    stray[0, 15, 15, 15] = 1
-    assert hausdorff95(stray, cube(1, 4, 4, 4), 2, (1, 1, 1)).item() == 0
-    far = torch.zeros_like(stray)
-    far[0, 4, 4, 15] = 1  # the farthest of the cube's voxels count: 11 layers and a bit away
-    assert hausdorff95(far, cube(1, 4, 4, 4), 2, (1, 1, 1)).item() > 11
+def test_state_size():
+    class Sized(mixers.Identity):
+        def __init__(self, dim: int, size: int = 40) -> None:
+            super().__init__(dim)
+            self.size = size
 
+        @property
+        def state_size(self) -> int:
+            return self.size
 
-@pytest.mark.parametrize("guess", [0, 1])
-def test_hausdorff_of_an_absent_class_is_not_a_number(guess):
-    """Neither has class 3, only the truth has 2, and only one of the guesses has 1."""
-    distance = hausdorff95(cube(guess, 0, 0, 0), cube(2, 0, 0, 0), 4, (1, 1, 1))
-    assert distance.shape == (1, 3) and not distance.isfinite().any()
+    net = NDLightNet(1, 1, 2, patch_size=1, embed_dim=8, depth=2, mixer=Sized)
+    assert state_size(net) == 40
+    net.blocks[1].mixer.size = 41
+    assert state_size(net) is None and state_size(torch.nn.Linear(2, 2)) is None

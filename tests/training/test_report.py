@@ -170,7 +170,7 @@ def test_confusion_is_dark_where_the_row_has_its_share(tmp_path):
 
 def test_confusion_has_the_counts_in_their_cells(tmp_path, monkeypatch):
     figures = []
-    monkeypatch.setattr(report, "_save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(report, "save_figure", lambda figure, path: figures.append(figure))
     save_confusion(tmp_path / "c.png", COUNTS, ["cat", "dog", "ant"])
     axis = figures[0].axes[0]
     found = {text.get_position()[::-1]: text.get_text() for text in axis.texts}

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.mixers.keyed import Keyed, Parts, hide, short_conv
-from ndlightnet.nn.mixers.mixer import Scan
+from ndlightnet.nn.mixers.keyed import Keyed, Parts
+from ndlightnet.nn.mixers.mixer import Scan, hide, short_conv
 from ndlightnet.ops._fla import Impl
 from ndlightnet.ops.parallel import accumulator
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ndlightnet.nn.mixers.keyed import Keyed, Parts, hide
-from ndlightnet.nn.mixers.mixer import Scan
+from ndlightnet.nn.mixers.keyed import Keyed, Parts
+from ndlightnet.nn.mixers.mixer import Scan, hide
 from ndlightnet.ops._fla import Impl
 from ndlightnet.ops.parallel import accumulator
 

@@ -97,19 +97,3 @@ class Keyed(Recurrent):
         with exact(memory):
             y = torch.einsum("blhk,bhkd->blhd", parts.q.to(memory.dtype), memory)
         return self.output(parts, y.to(parts.v.dtype)).reshape(x.shape)
-
-
-def short_conv(z: Tensor, weight: Tensor) -> Tensor:
-    """Depthwise and causal: z (batch, taps - 1 + length, channels), weight (channels, taps) ->
-    (batch, length, channels)."""
-    taps = weight.shape[1]
-    n = z.shape[1] - taps + 1
-    return sum((z[:, i : i + n] * weight[:, i].to(z.dtype) for i in range(1, taps)),
-               z[:, :n] * weight[:, 0].to(z.dtype))  # fmt: skip
-
-
-def hide(keep: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
-    """(batch, length, ...) with 0 where keep (batch, length) is False."""
-    if keep is None:
-        return xs
-    return tuple(x.masked_fill(~keep.reshape(*keep.shape, *[1] * (x.ndim - 2)), 0) for x in xs)

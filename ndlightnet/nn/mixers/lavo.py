@@ -81,9 +81,10 @@ class LAVO(Mixer):
         wide = dim if self.full else self.head_dim
         rows = min(64, wide) if memories is None else memories
         if not 1 <= rows <= wide:
+            what = "width" if self.full else "head dim"
             raise ValueError(
-                f"memories={memories}: expected 1 to {wide}, the {'width' if self.full else 'head'}"
-                f"{'' if self.full else ' dim'}, since no more vectors can be orthogonal"
+                f"memories={memories}: expected 1 to {wide}, the {what}, since no more vectors can "
+                "be orthogonal"
             )
         if orthogonal not in get_args(Orthogonal):
             raise ValueError(f"orthogonal={orthogonal!r}: expected 'init' or 'param'")

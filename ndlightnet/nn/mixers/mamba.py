@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ndlightnet.nn.mixers.keyed import hide, short_conv
-from ndlightnet.nn.mixers.mixer import Recurrent, Scan
+from ndlightnet.nn.mixers.mixer import Recurrent, Scan, hide, short_conv
 from ndlightnet.ops.parallel import accumulator
 from ndlightnet.ops.selective import selective_scan
 

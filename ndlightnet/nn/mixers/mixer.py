@@ -152,3 +152,19 @@ class Recurrent(Mixer, ABC):
         y, memory = self.recur(parts, state.memory, own=True)
         tail = z[:, z.shape[1] - self.reach :]
         return self.output(parts, y).reshape(x.shape), Past(tail.to(state.tail.dtype), memory)
+
+
+def short_conv(z: Tensor, weight: Tensor) -> Tensor:
+    """Depthwise and causal: z (batch, taps - 1 + length, channels), weight (channels, taps) ->
+    (batch, length, channels)."""
+    taps = weight.shape[1]
+    n = z.shape[1] - taps + 1
+    return sum((z[:, i : i + n] * weight[:, i].to(z.dtype) for i in range(1, taps)),
+               z[:, :n] * weight[:, 0].to(z.dtype))  # fmt: skip
+
+
+def hide(keep: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
+    """(batch, length, ...) with 0 where keep (batch, length) is False."""
+    if keep is None:
+        return xs
+    return tuple(x.masked_fill(~keep.reshape(*keep.shape, *[1] * (x.ndim - 2)), 0) for x in xs)
