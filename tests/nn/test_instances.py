@@ -219,6 +219,20 @@ def test_parameters_are_as_the_docstrings_say(name, count):
     assert sum(p.numel() for p in m.parameters()) == count(48, 3)
 
 
+@pytest.mark.parametrize("name", ["Mamba", "GatedDeltaNet", "KimiDeltaAttention"])
+@pytest.mark.parametrize("first, last", [(1e-3, 0.1), (1e-6, 1e-5), (3.0, 3.0)])
+def test_first_steps(name, first, last):
+    """Of tokens that say nothing, float32."""
+    torch.manual_seed(1)
+    options = {} if (first, last) == (1e-3, 0.1) else {"dt_min": first, "dt_max": last}
+    step = torch.nn.functional.softplus(getattr(mixers, name)(256, **options).shift)
+    assert (step >= first * (1 - 1e-5)).all() and (step <= last * (1 + 1e-5)).all()
+    if first < last and len(step) > 100:  # evenly drawn in the logarithm
+        assert abs((step < (first * last) ** 0.5).float().mean() - 0.5) < 2 / len(step) ** 0.5
+    with pytest.raises(ValueError, match=r"dt_min=0.1, dt_max=0.01: expected 0 < dt_min <= dt_max"):
+        getattr(mixers, name)(16, dt_min=0.1, dt_max=0.01)
+
+
 def test_what_runs_is_said():
     m = mixers.GLA(128)
     assert m.implementation(torch.randn(1, 2, 128)) == "torch (tensors on cpu: expected cuda)"

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ndlightnet.nn.heads import default_heads
 from ndlightnet.nn.mixers.keyed import Keyed, Parts
-from ndlightnet.nn.mixers.mixer import Scan, hide, short_conv
+from ndlightnet.nn.mixers.mixer import Scan, first_shift, hide, short_conv
 from ndlightnet.ops._fla import Impl
 from ndlightnet.ops.parallel import accumulator
 
@@ -85,16 +85,17 @@ def unit(x: Tensor) -> Tensor:
 
 
 class _Decaying(DeltaNet):
-    """With log decay -exp(log_rate) softplus(. + shift), as many a head as `decays`."""
+    """With log decay -exp(log_rate) softplus(. + shift), as many a head as `decays`; rates of
+    `slowest` to 16 at first."""
 
     def __init__(
-        self, dim: int, heads: int | None, scan: Scan, negative: bool, impl: Impl, decays: int
-    ) -> None:
+        self, dim: int, heads: int | None, scan: Scan, negative: bool, impl: Impl, dt_min: float,
+        dt_max: float, decays: int, slowest: float,
+    ) -> None:  # fmt: skip
         super().__init__(dim, heads, scan=scan, negative=negative, impl=impl)
         self.decays = decays
-        self.log_rate = nn.Parameter(torch.empty(self.heads).uniform_(1, 16).log())
-        step = torch.exp(torch.empty(self.heads * decays).uniform_(math.log(1e-3), math.log(0.1)))
-        self.shift = nn.Parameter(torch.log(torch.expm1(step)))  # softplus of it is the step
+        self.log_rate = nn.Parameter(torch.empty(self.heads).uniform_(slowest, 16).log())
+        self.shift = first_shift(self.heads * decays, dt_min, dt_max)
         self.width += self.heads * decays + dim
 
     def decay(self, logits: Tensor) -> Tensor:
@@ -112,15 +113,18 @@ class GatedDeltaNet(_Decaying):
     o_proj(norm(m_t^T q_t) * SiLU(gate)), m_t = alpha_t (I - beta_t k_t k_t^T) m_(t-1) + beta_t k_t
     v_t^T, alpha_t = exp(-exp(log_rate) softplus(. + shift)).
 
-    Args: as of DeltaNet. (The original's values are twice as wide as its keys; here as wide.)
+    Args: as of DeltaNet; dt_min, dt_max: the steps softplus(shift) to start from. A head's first
+    exp(log_rate) is up to 16: with the defaults, which are the original's, most heads start with a
+    memory of less than 30 tokens. (The original's values are twice as wide as its keys; here as
+    wide.)
     Parameters: 5 dim^2 + 12 dim + 2 heads dim + dim / heads + 2 heads.
     """
 
     def __init__(
         self, dim: int, heads: int | None = None, *, scan: Scan = "both", negative: bool = False,
-        impl: Impl = "auto",
+        impl: Impl = "auto", dt_min: float = 1e-3, dt_max: float = 0.1,
     ) -> None:  # fmt: skip
-        super().__init__(dim, heads, scan, negative, impl, 1)
+        super().__init__(dim, heads, scan, negative, impl, dt_min, dt_max, 1, 1e-3)  # originally 0
         self.decay_proj = nn.Linear(dim, self.heads, bias=False)
         self.gate_proj = nn.Linear(dim, dim, bias=False)
 
@@ -137,15 +141,16 @@ class KimiDeltaAttention(_Decaying):
     o_proj(norm(m_t^T q_t) * sigmoid(gate)), m_t = (I - beta_t k_t k_t^T) Diag(alpha_t) m_(t-1) +
     beta_t k_t v_t^T, alpha_t = exp(-exp(log_rate) softplus(. + shift)).
 
-    Args: as of DeltaNet.
+    Args: as of GatedDeltaNet.
     Parameters: 4 dim^2 + 14 dim + heads dim + 4 dim^2 / heads + dim / heads + heads.
     """
 
     def __init__(
         self, dim: int, heads: int | None = None, *, scan: Scan = "both", negative: bool = False,
-        impl: Impl = "auto",
+        impl: Impl = "auto", dt_min: float = 1e-3, dt_max: float = 0.1,
     ) -> None:  # fmt: skip
-        super().__init__(dim, heads, scan, negative, impl, dim // default_heads(dim, heads)[0])
+        wide = dim // default_heads(dim, heads)[0]
+        super().__init__(dim, heads, scan, negative, impl, dt_min, dt_max, wide, 1)
         rank = self.value_dim
         self.decay_proj, self.gate_proj = (
             nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim, bias=bias))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ndlightnet.nn.mixers.mixer import Recurrent, Scan, hide, short_conv
+from ndlightnet.nn.mixers.mixer import Recurrent, Scan, first_shift, hide, short_conv
 from ndlightnet.ops.parallel import accumulator
 from ndlightnet.ops.selective import selective_scan
 
@@ -36,13 +36,17 @@ class Mamba(Recurrent):
         dim: channels of a token.
         state: size of a channel's state.
         scan: how a grid is covered; see Recurrent.
+        dt_min, dt_max: the steps to start from, before what depends on the token.
 
     Parameters: 6 dim^2 + (6 state + 4 rank + 14) dim with rank = dim / 16, rounded up.
     """
 
     reach = TAPS - 1
 
-    def __init__(self, dim: int, state: int = 16, *, scan: Scan = "both") -> None:
+    def __init__(
+        self, dim: int, state: int = 16, *, scan: Scan = "both",
+        dt_min: float = 1e-3, dt_max: float = 0.1,
+    ) -> None:  # fmt: skip
         super().__init__(scan)
         inner, self.rank, self.state = EXPAND * dim, math.ceil(dim / 16), state
         self.width = 2 * inner
@@ -51,8 +55,7 @@ class Mamba(Recurrent):
         self.conv_bias = nn.Parameter(torch.empty(inner).uniform_(-1, 1) / math.sqrt(TAPS))
         self.x_proj = nn.Linear(inner, self.rank + 2 * state, bias=False)
         self.delta_proj = nn.Linear(self.rank, inner, bias=False)
-        step = torch.empty(inner).uniform_(math.log(1e-3), math.log(0.1)).exp()
-        self.shift = nn.Parameter(torch.log(torch.expm1(step)))  # softplus of it is the step
+        self.shift = first_shift(inner, dt_min, dt_max)
         self.A_log = nn.Parameter(torch.arange(1.0, state + 1).log().repeat(inner, 1))
         self.D = nn.Parameter(torch.ones(inner))
         self.out_proj = nn.Linear(inner, dim, bias=False)

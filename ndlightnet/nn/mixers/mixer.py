@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -168,3 +169,12 @@ def hide(keep: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
     if keep is None:
         return xs
     return tuple(x.masked_fill(~keep.reshape(*keep.shape, *[1] * (x.ndim - 2)), 0) for x in xs)
+
+
+def first_shift(channels: int, dt_min: float, dt_max: float) -> nn.Parameter:
+    """(channels,): softplus of it is a step between dt_min and dt_max, its logarithm evenly
+    drawn."""
+    if not 0 < dt_min <= dt_max:
+        raise ValueError(f"dt_min={dt_min}, dt_max={dt_max}: expected 0 < dt_min <= dt_max")
+    step = torch.empty(channels).uniform_(math.log(dt_min), math.log(dt_max)).exp()
+    return nn.Parameter(step + torch.log(-torch.expm1(-step)))
