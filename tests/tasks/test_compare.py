@@ -1,14 +1,12 @@
 """tasks/compare.py: its table, its arguments, and what it does with a run that fails."""
 
 import argparse
-import importlib.util
 import inspect
 import itertools
 import json
 import sys
 import threading
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -16,15 +14,6 @@ import torch
 from ndlightnet.nn import mixers
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def compare() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compare", ROOT / "tasks" / "compare.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def made(row: str, seed: int, dice: float, **more: object) -> dict[str, object]:

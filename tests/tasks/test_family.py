@@ -1,8 +1,6 @@
 """The family's table: rows, one step as Lightning's, files, runs that fail or are there."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,18 +9,6 @@ import torch
 import yaml
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def family():
-    sys.path.insert(0, str(ROOT / "tasks"))
-    try:
-        spec = importlib.util.spec_from_file_location("family", ROOT / "tasks" / "family.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.pop(0)
-    return module
 
 
 @pytest.fixture

@@ -1,25 +1,14 @@
 """tasks/recall.py: its streams, what it asks of a network, and one small run."""
 
 import csv
-import importlib.util
 import json
 from argparse import Namespace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def recall() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("recall", ROOT / "tasks" / "recall.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def rng(seed: int = 0) -> torch.Generator:
