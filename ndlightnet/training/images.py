@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.images import (
@@ -23,7 +23,8 @@ from ndlightnet.data.images import (
     spread,
 )
 from ndlightnet.data.packing import token_count
-from ndlightnet.training.measures import MeasuredTask, scores
+from ndlightnet.training.labelled import LabelledTask
+from ndlightnet.training.measures import scores
 from ndlightnet.training.report import panels_of, save_confusion, save_figure, write_json
 
 VIEWS = 36  # in a picture, about
@@ -117,57 +118,23 @@ class ImageData(L.LightningDataModule):
         self.classes = tuple(names["classes"])
 
 
-class ImageTask(MeasuredTask):
+class ImageTask(LabelledTask):
     """Trains `net`, images `(batch, 1, *space)` -> `(batch, classes)` logits, and measures it.
 
-    Args:
-        net: the network.
-        lr, weight_decay: of AdamW, with warm-up and a cosine.
-        label_smoothing: of the cross-entropy.
+    Args: as of LabelledTask.
     """
-
-    monitor = "val_accuracy"
-
-    def __init__(
-        self,
-        net: nn.Module,
-        lr: float = 1e-3,
-        weight_decay: float = 0.05,
-        label_smoothing: float = 0.1,
-    ) -> None:
-        super().__init__()
-        self.net, self.lr, self.weight_decay = net, lr, weight_decay
-        self.loss = nn.CrossEntropyLoss(label_smoothing=label_smoothing)
 
     def setup(self, stage: str) -> None:
         data = self.data()
         self.expect(dims=len(data.space), in_chans=1, num_classes=len(data.classes))
 
-    def training_step(self, batch: tuple[Tensor, ...], _: int) -> Tensor:
-        images, labels, _numbers = batch
-        loss: Tensor = self.loss(self.net(images).float(), labels)
-        self.log("loss", loss, prog_bar=True, batch_size=len(labels))
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, ...], _: int) -> None:
-        images, labels, _numbers = batch
-        right = (self.net(images).argmax(-1) == labels).float().mean()
-        self.log("val_accuracy", right, prog_bar=True, batch_size=len(labels), sync_dist=True)
-
-    def on_test_epoch_start(self) -> None:
-        self.seen: dict[int, tuple[Tensor, int]] = {}  # probabilities and label of each image
-
     def test_step(self, batch: tuple[Tensor, ...], number: int) -> None:
-        images, labels, numbers = batch
         if number == 0:
-            self.timed = images
-        pairs = zip(self.net(images).float().softmax(-1).cpu(), labels.tolist(), strict=True)
-        self.seen |= dict(zip(numbers.tolist(), pairs, strict=True))
+            self.timed = batch[0]
+        super().test_step(batch, number)
 
     def on_test_epoch_end(self) -> None:
-        data, seen = self.data(), self.gathered(self.seen)
-        probabilities = torch.stack([answer for answer, _ in seen.values()])
-        labels = torch.tensor([label for _, label in seen.values()])
+        data, (numbers, probabilities, labels) = self.data(), self.answers()
         patch = getattr(getattr(self.net, "embed", None), "patch", None)
         metrics = {
             **scores(probabilities, labels, data.classes),
@@ -183,7 +150,7 @@ class ImageTask(MeasuredTask):
         save_confusion(
             self.out() / "confusion.png", torch.tensor(metrics["confusion"]), data.classes
         )
-        images = data.test_set.images[torch.tensor(list(seen))]
+        images = data.test_set.images[torch.tensor(numbers)]
         save_gallery(self.out() / "test_images.png", images, probabilities, labels, data.classes)
         self.summary = (
             f"held-out accuracy {metrics['top1']:.3f} over {len(labels)} images; see {self.out()}"

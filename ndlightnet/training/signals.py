@@ -9,15 +9,16 @@ from typing import Any, Literal
 
 import lightning as L
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.packing import PackCollate, PadCollate
 from ndlightnet.data.signals import SignalDataset, read_recordings
 from ndlightnet.ragged import Packed
+from ndlightnet.training.labelled import LabelledTask
 from ndlightnet.training.loading import training_loader
-from ndlightnet.training.measures import MeasuredTask
+from ndlightnet.training.measures import scores
 from ndlightnet.training.report import save_confusion, write_json
 
 
@@ -96,39 +97,18 @@ class SignalData(L.LightningDataModule):
         self.classes = tuple(names["classes"])
 
 
-class SignalTask(MeasuredTask):
+class SignalTask(LabelledTask):
     """Trains `net`, packed or padded signals -> `(batch, classes)` logits, and measures what its
     steps cost.
 
-    Args:
-        net: the network.
-        lr, weight_decay: of AdamW, with warm-up and a cosine.
-        label_smoothing: of the cross-entropy.
+    Args: as of LabelledTask.
     """
 
-    monitor = "val_accuracy"
-
-    def __init__(
-        self,
-        net: nn.Module,
-        lr: float = 1e-3,
-        weight_decay: float = 0.05,
-        label_smoothing: float = 0.1,
-    ) -> None:
-        super().__init__()
-        self.net, self.lr, self.weight_decay = net, lr, weight_decay
-        self.loss = nn.CrossEntropyLoss(label_smoothing=label_smoothing)
-        self.tokens, self.slots = 0, 0  # of all steps of training; with padding
+    tokens, slots = 0, 0  # of all steps of training; with padding
 
     def setup(self, stage: str) -> None:
         data = self.data()
         self.expect(in_chans=data.channels, num_classes=len(data.classes))
-
-    def training_step(self, batch: tuple[Any, ...], _: int) -> Tensor:
-        *inputs, labels, _index = batch
-        loss: Tensor = self.loss(self.net(*inputs).float(), labels)
-        self.log("loss", loss, prog_bar=True, batch_size=len(labels))
-        return loss
 
     def on_train_batch_start(self, batch: tuple[Any, ...], _: int) -> None:
         if isinstance(batch[0], Packed):
@@ -138,41 +118,21 @@ class SignalTask(MeasuredTask):
             tokens, slots = int(mask.sum()), mask.numel()
         self.tokens, self.slots = self.tokens + tokens, self.slots + slots
 
-    def validation_step(self, batch: tuple[Any, ...], _: int) -> None:
-        *inputs, labels, _index = batch
-        right = (self.net(*inputs).argmax(-1) == labels).float().mean()
-        self.log("val_accuracy", right, prog_bar=True, batch_size=len(labels), sync_dist=True)
-
-    def on_test_epoch_start(self) -> None:
-        self.seen: dict[int, tuple[int, int]] = {}  # answer and truth of each recording
-
-    def test_step(self, batch: tuple[Any, ...], _: int) -> None:
-        *inputs, labels, index = batch
-        pairs = zip(self.net(*inputs).argmax(-1).tolist(), labels.tolist(), strict=True)
-        self.seen |= dict(zip(index.tolist(), pairs, strict=True))
-
     def on_test_epoch_end(self) -> None:
-        names = self.data().classes
-        matrix = torch.zeros(len(names), len(names), dtype=torch.int64)
-        for answer, truth in self.gathered(self.seen).values():
-            matrix[truth, answer] += 1
-        recall = matrix.diagonal() / matrix.sum(1)
-        top1 = float(matrix.trace() / matrix.sum())
+        names, (_, probabilities, labels) = self.data().classes, self.answers()
         metrics = {
-            "top1": top1,
-            "recall": dict(zip(names, recall.tolist(), strict=True)),
-            "recordings": int(matrix.sum()),
+            **scores(probabilities, labels, names),
+            "recordings": len(labels),
             **self.costs(),
             "padded_share": 1 - self.tokens / self.slots if self.slots else None,
-            "confusion": matrix.tolist(),
         }
-        self.log("test_accuracy", top1, rank_zero_only=True)
+        self.log("test_accuracy", metrics["top1"], rank_zero_only=True)
         if not self.trainer.is_global_zero:
             return
         write_json(self.out() / "metrics.json", metrics)
-        save_confusion(self.out() / "confusion.png", matrix, names)
+        save_confusion(self.out() / "confusion.png", torch.tensor(metrics["confusion"]), names)
         self.summary = (
-            f"held-out accuracy {top1:.3f} over {metrics['recordings']} recordings; see "
+            f"held-out accuracy {metrics['top1']:.3f} over {len(labels)} recordings; see "
             f"{self.out()}"
         )
 
