@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics.functional.classification import (
-    multiclass_accuracy,
-    multiclass_confusion_matrix,
-)
+from torchmetrics.functional.classification import multiclass_accuracy
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.video_transforms import to_pixels
 from ndlightnet.inference import predict_clips, predict_clips_early
+from ndlightnet.training.measures import scores
 from ndlightnet.training.report import save_confusion, save_strips, write_json
 from ndlightnet.training.streaming import StreamTrainer
 from ndlightnet.training.task import Task
@@ -105,32 +103,26 @@ class VideoTask(Task):
         seen = self.gathered(self.seen).values()
         probabilities = torch.stack([part for part, _ in seen])
         labels = torch.tensor([label for _, label in seen])
-        matrix = multiclass_confusion_matrix(probabilities, labels, len(names))
-
-        def accuracy(top_k: int, average: Any) -> Any:
-            return multiclass_accuracy(probabilities, labels, len(names), average, top_k=top_k)
-
-        top1 = float(accuracy(1, "micro"))
+        most = min(5, len(names))
+        top5 = multiclass_accuracy(probabilities, labels, len(names), "micro", top_k=most)
         metrics = {
-            "top1": top1,
-            "top5": float(accuracy(min(5, len(names)), "micro")),
-            "balanced_accuracy": float(accuracy(1, "macro")),
-            "recall": dict(zip(names, accuracy(1, "none").tolist(), strict=True)),
-            "majority_class": float(torch.bincount(labels).max() / len(labels)),
+            **scores(probabilities, labels, names),
+            "top5": float(top5),
             "videos": len(labels),
             "parameters": sum(p.numel() for p in self.net.parameters()),
-            "confusion": matrix.tolist(),
         }
         if early := self.gathered(self.early):
             right = torch.stack(list(early.values())).argmax(-1) == labels[:, None]
             metrics["top1_after_each_frame_of_tokens"] = right.float().mean(0).tolist()
-        self.log("test_accuracy", top1, rank_zero_only=True)
+        self.log("test_accuracy", metrics["top1"], rank_zero_only=True)
         if not self.trainer.is_global_zero:
             return
         write_json(self.out() / "metrics.json", metrics)
-        save_confusion(self.out() / "confusion.png", matrix, names)
+        save_confusion(self.out() / "confusion.png", torch.tensor(metrics["confusion"]), names)
         save_strips(self.out() / "test_clips.png", list(strips.values()))
-        self.summary = f"held-out accuracy {top1:.3f} over {len(labels)} videos; see {self.out()}"
+        self.summary = (
+            f"held-out accuracy {metrics['top1']:.3f} over {len(labels)} videos; see {self.out()}"
+        )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
