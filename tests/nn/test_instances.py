@@ -17,7 +17,7 @@ def parts_of(m):
     x = torch.randn(2, N, 16, dtype=torch.float64)
     z = torch.nn.functional.pad(m.project(x), (0, 0, m.reach, 0))
     parts = m.inputs(z, None)
-    return parts, m.recur(parts, m.empty(2, None), own=True)
+    return parts, m.recur(parts, m.empty(2, None), own=2)
 
 
 @pytest.mark.parametrize("name", ["TNL", "GLA", "HGRN2"])

@@ -72,7 +72,7 @@ def test_s5_is_one_system_of_all_channels(close):
         h = F.gelu(y + m.D * x)
         close(m(x, causal=causal), h * (h @ m.gate_proj.weight.T).sigmoid(), 1e-12)
     x.requires_grad_()
-    pulled = grad(m.recur(m.inputs(x, None), m.empty(2, None), True)[0][:, -1, 0].sum(), x)[0]
+    pulled = grad(m.recur(m.inputs(x, None), m.empty(2, None), 2)[0][:, -1, 0].sum(), x)[0]
     assert pulled.all()  # of every channel
 
 
@@ -156,7 +156,7 @@ def test_axes_are_all_orders_added_up(close, kind):
         for order in (rows, rows.flip(0), columns, columns.flip(0)):
             line = F.pad(z[:, order], (0, 0, m.reach, 0))
             parts.append(m.inputs(line, None if keep is None else keep[:, order]))
-            y, _ = m.recur(parts[-1], m.empty(2, None), not reads)
+            y, _ = m.recur(parts[-1], m.empty(2, None), 0 if reads else 2)
             reads.append(y[:, order.argsort()])
         y = m.join(m.join(m.join(*reads[:2]), reads[2]), reads[3])
         given = None if keep is None else keep.reshape(2, 3, 4)
@@ -182,9 +182,9 @@ def test_padding_within_a_sequence_is_stepped_over(close, name, own):
     mask = torch.rand(N) < 0.6
     z = F.pad(torch.randn(2, N, m.width).double() * mask[:, None], (0, 0, m.reach, 0))
     parts = m.inputs(z, mask.expand(2, N))
-    y, last = m.recur(parts, m.empty(2, None), own)
+    y, last = m.recur(parts, m.empty(2, None), 2 * own)
     few = {key: None if key == "keep" else x[:, -N:][:, mask] for key, x in parts._asdict().items()}
-    expected, end = m.recur(type(parts)(**few), m.empty(2, None), own)
+    expected, end = m.recur(type(parts)(**few), m.empty(2, None), 2 * own)
     for a, b in ((y[:, mask], expected), (last, end)):
         if name == "RWKV4":
             a, b = (x[..., :2, :] * x[..., 2:, :].exp() for x in (a, b))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ndlightnet.grid import Grid
 from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.mixers.mixer import Recurrent, Scan, drawn_like
+from ndlightnet.nn.mixers.mixer import Recurrent, Scan, drawn_like, once
 from ndlightnet.ops import _fla
 from ndlightnet.ops._fla import Impl
 from ndlightnet.ops.chunks import exact
@@ -64,14 +64,14 @@ class Keyed(Recurrent):
             batch, self.heads, self.key_dim, self.value_dim, dtype=acc, device=device
         )
 
-    def recur(self, parts: Parts, memory: Tensor, own: bool) -> tuple[Tensor, Tensor]:
+    def recur(self, parts: Parts, memory: Tensor, own: int) -> tuple[Tensor, Tensor]:
         q, k, v, decay, beta, _ = parts
         if beta is None:
             y, memory = gated_linear_attention(q, k, v, decay, memory, impl=self.impl)
         else:
             y, memory = gated_delta_rule(q, k, v, beta, decay, memory, impl=self.impl)
             k = k * beta[..., None]
-        return (y if own else y - (q * k).sum(-1, keepdim=True) * v), memory
+        return once(y, own, lambda n: (q[n] * k[n]).sum(-1, keepdim=True) * v[n]), memory
 
     def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
         """(..., sum of heads * size) -> (..., heads, size) for each."""
@@ -91,7 +91,7 @@ class Keyed(Recurrent):
         if causal:
             raise ValueError("causal=True with a context: a source is read as a whole")
         grid = Grid.of(x)
-        memory = torch.stack(self.cover(context, mask, False)[2]).sum(0)
+        memory = self.cover(context, mask, False)[2].sum(0)
         z = nn.functional.pad(grid.flatten(self.project(x)), (0, 0, self.reach, 0))
         parts = self.inputs(z, None)
         with exact(memory):

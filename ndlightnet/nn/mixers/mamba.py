@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ndlightnet.nn.mixers.mixer import Recurrent, Scan, first_shift, hide, short_conv
+from ndlightnet.nn.mixers.mixer import Recurrent, Scan, first_shift, hide, once, short_conv
 from ndlightnet.ops.parallel import accumulator
 from ndlightnet.ops.selective import selective_scan
 
@@ -73,12 +73,14 @@ class Mamba(Recurrent):
         (delta,) = hide(keep, F.softplus(logits.to(acc) + self.shift.to(acc)))
         return Parts(u, delta, b, c, gate[:, self.reach :])
 
-    def recur(self, parts: Parts, memory: Tensor, own: bool) -> tuple[Tensor, Tensor]:
+    def recur(self, parts: Parts, memory: Tensor, own: int) -> tuple[Tensor, Tensor]:
         u, delta, b, c, _ = parts
         y, memory = selective_scan(u, delta, -self.A_log.to(delta.dtype).exp(), b, c, memory)
-        if not own:
-            y = y - (b * c).sum(-1, keepdim=True) * (delta * u).to(y.dtype)
-        return y, memory
+
+        def alone(n: slice) -> Tensor:
+            return (b[n] * c[n]).sum(-1, keepdim=True) * (delta[n] * u[n]).to(y.dtype)
+
+        return once(y, own, alone), memory
 
     def output(self, parts: Parts, y: Tensor) -> Tensor:
         y = (y + self.D.to(y.dtype) * parts.u) * F.silu(parts.gate)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import reduce
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -80,9 +82,9 @@ class Recurrent(Mixer, ABC):
         bool, False = padding -> what the recurrence takes; its tensors are (batch, length, ...)."""
 
     @abstractmethod
-    def recur(self, parts: Any, memory: Tensor, own: bool) -> tuple[Tensor, Tensor]:
-        """(what tokens read (batch, length, ...), the last memory). own: whether a token reads
-        itself."""
+    def recur(self, parts: Any, memory: Tensor, own: int) -> tuple[Tensor, Tensor]:
+        """(what tokens read (batch, length, ...), the last memory). own: the samples, the first
+        ones, whose tokens also read themselves."""
 
     def join(self, one: Tensor, other: Tensor) -> Tensor:
         """What was read in two ways, together."""
@@ -108,27 +110,26 @@ class Recurrent(Mixer, ABC):
         first, y, _ = self.cover(x, mask, causal)
         return self.output(first, y).reshape(x.shape)
 
-    def cover(
-        self, x: Tensor, mask: Tensor | None, causal: bool
-    ) -> tuple[Any, Tensor, list[Tensor]]:
+    def cover(self, x: Tensor, mask: Tensor | None, causal: bool) -> tuple[Any, Tensor, Tensor]:
         """A grid in all its ways: the inputs of the first one, what tokens read (batch, length,
-        ...) and the last memory of each."""
-        grid = Grid.of(x)
+        ...) and the last memory of each, (ways, batch, ...)."""
+        grid, batch = Grid.of(x), len(x)
         grid.flatten_mask(mask)  # checks it
-        z = self.project(x)
+        z, keep, ways = self.project(x), None, self.ways(grid, causal)
         if mask is not None:
             z = z.masked_fill(~mask[..., None], 0)
-        first, y, memories = None, None, []
-        for axis, back in self.ways(grid, causal):
-            keep = None if mask is None else grid.line(mask, axis, back)
-            tokens = nn.functional.pad(grid.line(z, axis, back), (0, 0, self.reach, 0))
-            parts = self.inputs(tokens, keep)
-            out, memory = self.recur(parts, self.empty(len(x), x.device), own=y is None)
-            memories.append(memory)
-            out = grid.flatten(grid.unline(out, axis, back))
-            first, y = (parts, out) if y is None else (first, self.join(y, out))
-        assert y is not None
-        return first, y, memories
+            keep = torch.cat([grid.line(mask, *way) for way in ways])
+        # all ways are samples of one batch: as many steps as one way takes
+        lines = torch.cat([grid.line(z, *way) for way in ways])
+        parts = self.inputs(nn.functional.pad(lines, (0, 0, self.reach, 0)), keep)
+        y, memory = self.recur(parts, self.empty(len(lines), x.device), own=batch)
+        y, memory = (part.unflatten(0, (len(ways), batch)) for part in (y, memory))
+        reads = [grid.flatten(grid.unline(one, *way)) for one, way in zip(y, ways, strict=True)]
+        if isinstance(parts, Tensor):
+            first = parts[:batch]
+        else:
+            first = type(parts)(*(None if part is None else part[:batch] for part in parts))
+        return first, reduce(self.join, reads), memory
 
     def ways(self, grid: Grid, causal: bool) -> list[tuple[int, bool]]:
         """(axis that runs fastest, whether from the end); the first one is row by row."""
@@ -150,9 +151,18 @@ class Recurrent(Mixer, ABC):
         z = self.project(Grid.of(x).flatten(x))
         z = torch.cat([state.tail.to(z.dtype), z], 1)
         parts = self.inputs(z, None)
-        y, memory = self.recur(parts, state.memory, own=True)
+        y, memory = self.recur(parts, state.memory, own=len(x))
         tail = z[:, z.shape[1] - self.reach :]
         return self.output(parts, y).reshape(x.shape), Past(tail.to(state.tail.dtype), memory)
+
+
+def once(y: Tensor, own: int, alone: Callable[[slice], Tensor]) -> Tensor:
+    """y (batch, ...) without what tokens read of themselves, alone(samples), but for the first
+    `own` samples."""
+    if own == len(y):
+        return y
+    others = slice(own, None)
+    return torch.cat([y[:own], y[others] - alone(others)])
 
 
 def short_conv(z: Tensor, weight: Tensor) -> Tensor:

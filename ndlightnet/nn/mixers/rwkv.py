@@ -58,14 +58,14 @@ class RWKV4(Recurrent):
             k = k.masked_fill(~keep[..., None], -torch.inf)
         return Parts(z, k, v, keep)
 
-    def recur(self, parts: Parts, memory: Tensor, own: bool) -> tuple[Tensor, Tensor]:
+    def recur(self, parts: Parts, memory: Tensor, own: int) -> tuple[Tensor, Tensor]:
         k = parts.k
         w = self.decay.to(k.dtype).exp().expand(1, 1, -1)
         w = w if parts.keep is None else w * parts.keep[..., None]
         sums, memory = wkv.weighted_sums(k, parts.v, w, memory)
-        if own:
-            sums = wkv.merge(sums, wkv.token(k + self.bonus.to(k.dtype), parts.v))
-        return sums, memory
+        token = wkv.token(k[:own] + self.bonus.to(k.dtype), parts.v[:own])
+        mine = wkv.merge(sums[:own], token)
+        return torch.cat([mine, sums[own:]]) if own < len(sums) else mine, memory
 
     def join(self, one: Tensor, other: Tensor) -> Tensor:
         return wkv.merge(one, other)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ndlightnet.nn.mixers.mixer import Recurrent, Scan
+from ndlightnet.nn.mixers.mixer import Recurrent, Scan, once
 from ndlightnet.ops import ssm
 from ndlightnet.ops.parallel import accumulator
 
@@ -51,10 +51,11 @@ class S4(Recurrent):
     def inputs(self, z: Tensor, keep: Tensor | None) -> Tensor:
         return z
 
-    def recur(self, parts: Tensor, memory: Tensor, own: bool) -> tuple[Tensor, Tensor]:
+    def recur(self, parts: Tensor, memory: Tensor, own: int) -> tuple[Tensor, Tensor]:
         z, weight = self.system()
         y, memory = ssm.diagonal_ssm(parts, z, weight, memory)
-        return (y if own else y - 2 * weight.real.sum(-1).to(y.dtype) * parts), memory
+        direct = 2 * weight.real.sum(-1).to(y.dtype)
+        return once(y, own, lambda n: direct * parts[n]), memory
 
     def output(self, parts: Tensor, y: Tensor) -> Tensor:
         return F.glu(self.out_proj(F.gelu(y + self.D * parts)), -1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ndlightnet.nn.mixers.mixer import Recurrent, Scan
+from ndlightnet.nn.mixers.mixer import Recurrent, Scan, once
 from ndlightnet.ops import ssm
 from ndlightnet.ops.chunks import exact
 from ndlightnet.ops.parallel import accumulator
@@ -61,7 +61,7 @@ class S5(Recurrent):
     def inputs(self, z: Tensor, keep: Tensor | None) -> Parts:
         return Parts(z, keep)
 
-    def recur(self, parts: Parts, memory: Tensor, own: bool) -> tuple[Tensor, Tensor]:
+    def recur(self, parts: Parts, memory: Tensor, own: int) -> tuple[Tensor, Tensor]:
         u, acc, n = parts.u, accumulator(parts.u), parts.u.shape[1]
         forget, b = (x.to(memory.dtype) for x in self.system())
         with exact(u):
@@ -72,7 +72,7 @@ class S5(Recurrent):
                 forget = torch.where(parts.keep[..., None], forget, 1)
             x = linear_scan(forget, added, memory)
             last = x[:, -1] if n else memory
-            read = torch.view_as_real(x if own else x - added).flatten(2)
+            read = torch.view_as_real(once(x, own, lambda n: added[n])).flatten(2)
             # the real part of a product, of both of a pair
             c = 2 * torch.view_as_real(torch.view_as_complex(self.C.to(acc)).conj_physical())
             return (read @ c.flatten(1).mT).to(u.dtype), last
