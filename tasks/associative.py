@@ -265,7 +265,10 @@ def draw(runs: Sequence[dict[str, Any]], o: Namespace, rows: Sequence[str]) -> N
         axes.grid(color="#DDDDDD", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("accuracy")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
+    # not every row is in every panel
+    lines = {line.get_label(): line for axes in panels for line in axes.lines}
+    shown = [*(row for row in rows if row in lines), "guessing"]
+    figure.legend([lines[row] for row in shown], shown, loc="outside right center", frameon=False)
     figure.savefig(o.out / "associative.png", dpi=110)
 
 

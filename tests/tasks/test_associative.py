@@ -289,6 +289,18 @@ def test_a_row_is_shown_at_its_best_learning_rate(associative):
     assert associative.best(runs) == [runs[i] for i in (1, 5, 2, 6)]
 
 
+def test_rows_of_the_second_task_alone_are_in_the_legend(associative, tmp_path, monkeypatch):
+    common = {"seed": 0, "lr": 0.1, "x": [4, 8], "x_label": "", "guess": [0.5, 0.5]}
+    runs = [{"task": task, "row": row, "accuracy": [0.5, 0.7], **common}
+            for task, row in (("recall", "a"), ("recall", "c"), ("parity", "b"))]  # fmt: skip
+    shown = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.legend", lambda _, lines, names, **__: shown.extend(names)
+    )
+    associative.draw(runs, options(out=tmp_path), ["a", "b", "c", "d"])
+    assert shown == ["a", "b", "c", "guessing"]
+
+
 def test_a_small_run(associative, tmp_path, capsys):
     small = "--pairs 2 4 --length 16 --vocab 16 --train-length 8 --test-length 16 --batch 4 "
     small += "--steps 2 --tests 6 --dim 16 --depth 1 --seeds 3 5 --lr 1e-3 --rows softmax identity"
