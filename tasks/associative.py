@@ -4,7 +4,7 @@ python tasks/associative.py         all rows on recall, parity, s3 and "s5 swaps
 python tasks/associative.py --tasks recall --rows softmax linear deltanet --seeds 0
 python tasks/associative.py --tasks parity s3 --rows deltanet deltanet_negative my.yaml
 
-A run takes seconds on a GPU, one to two minutes on a CPU.
+A run takes 15 seconds to 4 minutes on a CPU.
 
 "recall" is multi-query associative recall (Zoology, arXiv 2312.04927): pairs of a key and a value,
 then the keys again, soon after the pairs more often than late; at each the network names the value.
