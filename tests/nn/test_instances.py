@@ -233,6 +233,15 @@ def test_first_steps(name, first, last):
         getattr(mixers, name)(16, dt_min=0.1, dt_max=0.01)
 
 
+def test_first_rates():
+    """Of 256 heads: gated DeltaNet's from 0 to 16, KDA's from 1."""
+    torch.manual_seed(1)
+    gated, kimi = (getattr(mixers, name)(256, 256).log_rate.exp()
+                   for name in ("GatedDeltaNet", "KimiDeltaAttention"))  # fmt: skip
+    assert 0 < gated.min() < 1 <= kimi.min() < 2 and min(gated.max(), kimi.max()) > 15
+    assert max(gated.max(), kimi.max()) < 16 * (1 + 1e-5)
+
+
 def test_what_runs_is_said():
     m = mixers.GLA(128)
     assert m.implementation(torch.randn(1, 2, 128)) == "torch (tensors on cpu: expected cuda)"

@@ -29,7 +29,7 @@ def test_steps_are_those_of_adamw(device):
         {"params": [p for p in other.parameters() if p.ndim == 2], "weight_decay": 0.1},
         {"params": [p for p in other.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(groups, lr=1.0)  # fmt: skip
+    adamw = torch.optim.AdamW(groups, lr=1.0)
     for number, size in enumerate((4, 4, 6, 4, 6)):
         x = torch.randn(size, 3, device=device)
         y, rate = torch.randint(2, (size,), device=device), 0.01 * (1 + number)
