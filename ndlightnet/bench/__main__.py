@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -51,6 +52,12 @@ def arguments(args: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def save(bench: Bench, folder: Path) -> None:
+    output.write(bench, folder)
+    if bench.records:
+        family.write(bench.records, folder)
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """0, or 1 where a row of ours has no time."""
     options = arguments(args)
@@ -62,7 +69,7 @@ def main(args: Sequence[str] | None = None) -> int:
             print(f"no CUDA device: {', '.join(left_out)} left out\n")
         names = [name for name in names if name in ON_CPU]
     bench = Bench(device, options.impl or ("triton" if cuda else "torch"), options.quick,
-                  options.minutes, lambda bench: output.write(bench, options.out))  # fmt: skip
+                  options.minutes, partial(save, folder=options.out))  # fmt: skip
     torch.manual_seed(0)
     if cuda and not options.full_search:
         peers.shorten_search()
@@ -71,9 +78,6 @@ def main(args: Sequence[str] | None = None) -> int:
         GROUPS[name](bench)
         cells = [cell for cell in bench.cells if cell.group == name]
         rate = bench.rates.get("cpu" if name == "cpu" else device.type, 0)
-        if name == "mixers":
-            options.out.mkdir(parents=True, exist_ok=True)
-            family.write(bench.records, options.out)
         print(f"\n## {name}: {time.monotonic() - start:.0f} s, copy at {rate / 1e12:.3g} TB/s\n")
         print(output.table(cells))
         print("\n".join(["", *output.remarks(cells)]), flush=True)

@@ -128,6 +128,7 @@ def mixers(
                 used[-1] if used else None, sum(p.numel() for p in mixer.parameters()),
                 mixer.state_size, runs_on,
             ))  # fmt: skip
+        bench.save(bench)
 
 
 def _layer(mixer: nn.Module, causal: bool, x: Tensor, *_: Tensor) -> Tensor:

@@ -26,6 +26,14 @@ def work_dtype(v: Tensor) -> torch.dtype:
     return v.dtype if v.is_cuda else torch.promote_types(v.dtype, torch.float32)
 
 
+def matmul_as(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b (batch, chunks, ...) in `dtype`, without wide copies of what has 16 bits."""
+    if a.is_cuda and a.dtype.itemsize == 2 and dtype == torch.float32:
+        out = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype)
+        return out.unflatten(0, a.shape[:2])
+    return a.to(dtype) @ b.to(dtype)
+
+
 def to_chunks(x: Tensor, dtype: torch.dtype, chunk: int = CHUNK) -> Tensor:
     """(batch, length, heads, dim) -> (batch * heads, chunks, chunk, dim), zeros at the end."""
     x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % chunk))
@@ -72,17 +80,18 @@ class Decay:
         """What a chunk leaves of a memory (..., dim, value_dim): (..., dim or 1, 1), None: all."""
         return None if self.g is None else self.g[..., -1:, :].mT.exp()
 
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+    def scores(self, q: Tensor, k: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """a[r, i] = sum_j q[r, j] k[i, j] exp(g[r, j] - g[i, j]) for i <= r, else 0: (..., chunk,
-        dim) twice -> (..., chunk, chunk)."""
+        dim) twice -> (..., chunk, chunk), in `dtype` (default: that of q)."""
+        dtype = dtype or q.dtype
         if self.scalar:
-            return self._spread(q @ k.mT)
-        a = q.new_zeros(*q.shape[:-1], q.shape[-2])
-        a.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
+            return self._spread(matmul_as(q, k.mT, dtype))
+        q, k = q.to(dtype), k.to(dtype)
+        a = (q * k).sum(-1)[..., None, None]
         for half in _sizes(q.shape[-2]):
-            early, late = self._factors(half, q.dtype)
-            _blocks(a, half).copy_((_late(q, half) * late) @ (_early(k, half) * early).mT)
-        return a
+            early, late = self._factors(half, dtype)
+            a = _join(a, _times(_late(q, half) * late, (_early(k, half) * early).mT))
+        return a.squeeze(-3)
 
     def scores_backward(self, da: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of q and k from that of `scores`, whose upper triangle is not looked at,
@@ -94,8 +103,8 @@ class Decay:
         for half in _sizes(q.shape[-2]):
             early, late = self._factors(half, q.dtype)
             block = _blocks(da, half)
-            _late(dq, half).add_((block @ (_early(k, half) * early)) * late)
-            _early(dk, half).add_((block.mT @ (_late(q, half) * late)) * early)
+            _late(dq, half).add_(_times(block, _early(k, half) * early) * late)
+            _early(dk, half).add_(_times(block.mT, _late(q, half) * late) * early)
         return dq, dk
 
     def _factors(self, half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -137,6 +146,21 @@ def _blocks(a: Tensor, half: int) -> Tensor:
     return _diagonal(a, 2 * half)[..., half:, :half]
 
 
+def _times(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b. Of tiny matrices a library makes a hundred thousand, one after the other."""
+    if a.shape[-2] > 4:
+        return a @ b
+    return (a.unsqueeze(-2) * b.mT.unsqueeze(-3)).sum(-1)
+
+
+def _join(blocks: Tensor, below: Tensor) -> Tensor:
+    """Blocks of a diagonal (..., 2 pairs, size, size), and what is below the first of each pair
+    (..., pairs, size, size) -> (..., pairs, 2 size, 2 size)."""
+    early, late = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
+    above = torch.nn.functional.pad(early, (0, below.shape[-1]))
+    return torch.cat([above, torch.cat([below, late], -1)], -2)
+
+
 def inverse(lower: Tensor) -> Tensor:
     """(I + lower)^-1 for a strictly lower triangle (..., chunk, chunk): row by row in blocks of 8,
     then in blocks that double.
@@ -145,13 +169,11 @@ def inverse(lower: Tensor) -> Tensor:
     """
     chunk = lower.shape[-1]
     least = min(8, chunk)
-    x = torch.zeros_like(lower)
-    x.diagonal(dim1=-2, dim2=-1).fill_(1)
-    own, low = _diagonal(x, least), _diagonal(lower, least)
+    low = _diagonal(lower, least)
+    x = torch.eye(least, dtype=low.dtype, device=low.device).expand_as(low).clone()
     for row in range(1, least):
-        own[..., row, :row] = -(low[..., row, :row, None] * own[..., :row, :row]).sum(-2)
+        x[..., row, :row] = -(low[..., row, :row, None] * x[..., :row, :row]).sum(-2)
     for half in (size for size in _sizes(chunk) if size >= least):
-        pair = _diagonal(x, 2 * half)
-        early, late = pair[..., :half, :half], pair[..., half:, half:]
-        _blocks(x, half).copy_(-(late @ _blocks(lower, half) @ early))
-    return x
+        early, late = x[..., 0::2, :, :], x[..., 1::2, :, :]
+        x = _join(x, -(late @ _blocks(lower, half) @ early))
+    return x.squeeze(-3)

@@ -20,7 +20,15 @@ from torch import Tensor
 
 from ndlightnet.ops import _fla, memory
 from ndlightnet.ops._fla import Impl
-from ndlightnet.ops.chunks import Decay, exact, from_chunks, inverse, to_chunks, work_dtype
+from ndlightnet.ops.chunks import (
+    Decay,
+    exact,
+    from_chunks,
+    inverse,
+    matmul_as,
+    to_chunks,
+    work_dtype,
+)
 from ndlightnet.ops.gated import after, check, log_decay_gradient
 from ndlightnet.ops.scan import adjoints, before, memories
 
@@ -68,8 +76,7 @@ class _Chunks:
         self.q, self.k, self.v = (to_chunks(x, work) for x in (q, k, v))
         self.beta = to_chunks(beta[..., None], acc)
         self.d = Decay(None if decay is None else to_chunks(decay, acc))
-        wide = self.k.to(acc)
-        self.kk = self.d.scores(wide, wide).tril(-1)
+        self.kk = self.d.scores(self.k, self.k, acc).tril(-1)
         self.qk = self.d.scores(self.q, self.k)
         self.solve = inverse(self.beta * self.kk)
         self.write = self.d.out(self.k)
@@ -78,7 +85,7 @@ class _Chunks:
         # a chunk takes the memory m to `keep` m + write^T u0
         over, eye = self.d.over(), torch.eye(k.shape[-1], dtype=acc, device=k.device)
         self.keep = eye if over is None else over * eye
-        self.keep = self.keep - self.write.mT.to(acc) @ self.w.to(acc)
+        self.keep = self.keep - matmul_as(self.write.mT, self.w, acc)
 
 
 class _Delta(torch.autograd.Function):
@@ -88,7 +95,7 @@ class _Delta(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         c = _Chunks(q, k, v, beta, decay, state)
         first = state.flatten(0, 1)
-        m = memories(c.keep, (c.write.mT @ c.u0).to(state.dtype), first, torch.matmul)
+        m = memories(c.keep, matmul_as(c.write.mT, c.u0, state.dtype), first, torch.matmul)
         start = before(m, first, c.q.dtype)
         y = c.d.into(c.q) @ start + c.qk @ (c.u0 - c.w @ start)
         ctx.save_for_backward(q, k, v, beta, decay, state, m)

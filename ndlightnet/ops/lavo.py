@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ndlightnet.ops.chunks import exact
 from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.scan import running_sum
 
 
 def _scores(q: Tensor, basis: Tensor, h: Tensor, scale: float) -> tuple[Tensor, ...]:
@@ -151,7 +152,7 @@ def past_means(
     last = (before + frames) // size * size - before
     if frames == 0:
         return sums, past
-    running = sums.cumsum(1)
+    running = running_sum(sums)
     if mask is None:
         count = (before + ends) * tokens
     else:

@@ -17,6 +17,7 @@ from ndlightnet.ops._fla import Impl
 from ndlightnet.ops.chunks import exact
 from ndlightnet.ops.gated import gated_linear_attention
 from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.scan import running_sum
 
 EPS = 1e-6  # the least denominator
 
@@ -70,13 +71,14 @@ def causal_linear_attention(
     if frames == k.shape[1]:
         y, memory = gated_linear_attention(q, k, v, None, sums.memory, impl=impl)
         with exact(k):
-            total = sums.sum[:, None] + k.to(sums.sum.dtype).cumsum(1)
+            keys = k.to(sums.sum.dtype)
             if denominator:
-                share = (q.to(total.dtype) * total).sum(-1, keepdim=True).clamp(min=EPS)
+                so_far = sums.sum[:, None] + running_sum(keys)
+                share = (q.to(keys.dtype) * so_far).sum(-1, keepdim=True).clamp(min=EPS)
                 y = (y / share).to(v.dtype)
-        return y, Sums(total[:, -1], memory)
+            return y, Sums(sums.sum + keys.sum(1), memory)
     q, k, v = (x.unflatten(1, (frames, -1)) for x in (q, k, v))
     own = gather(k, v)
-    so_far = Sums(*(first[:, None] + x.cumsum(1) for first, x in zip(sums, own, strict=True)))
-    y = recall(q, so_far, v.dtype, denominator)
-    return y.flatten(1, 2), Sums(*(x[:, -1] for x in so_far))
+    totals = Sums(*(first[:, None] + x.cumsum(1) for first, x in zip(sums, own, strict=True)))
+    y = recall(q, totals, v.dtype, denominator)
+    return y.flatten(1, 2), Sums(*(x[:, -1] for x in totals))

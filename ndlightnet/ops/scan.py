@@ -49,6 +49,18 @@ def _pairs(f: Tensor, b: Tensor, product: Product) -> Tensor:
     return out
 
 
+def running_sum(x: Tensor) -> Tensor:
+    """x.cumsum(1) of (batch, length, ...), which on a card goes along a long axis that is not the
+    last one in as many steps as it has: here in parts of 64."""
+    n = x.shape[1]
+    if n <= 64:
+        return x.cumsum(1)
+    parts = torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, -n % 64))
+    parts = parts.unflatten(1, (-1, 64)).cumsum(2)
+    ends = running_sum(parts[:, :-1, -1])
+    return torch.cat([parts[:, :1], parts[:, 1:] + ends[:, :, None]], 1).flatten(1, 2)[:, :n]
+
+
 def before(m: Tensor, first: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """m_0 .. m_(n-1): what each step starts from."""
     out = torch.empty_like(m, dtype=dtype)
@@ -61,8 +73,8 @@ def adjoints(f: Tensor | None, pull: Tensor, last: Tensor, product: Product = to
     g_(t+1), with f' the adjoint of f and `last` the gradient that m_n has from elsewhere."""
     if f is None:
         return memories(None, pull.flip(1), last).flip(1)
-    turned = f.mH if product is torch.matmul else f.conj()
-    turned = turned.expand(-1, pull.shape[1], *turned.shape[2:]).flip(1)
+    turned = f.expand(-1, pull.shape[1], *f.shape[2:]).flip(1)
+    turned = turned.mH if product is torch.matmul else turned.conj()
     if pull.shape[1] == 0:
         return pull
     pull = pull.flip(1)

@@ -25,7 +25,8 @@ class Replay:
             for _ in range(3):
                 function(*inputs)
         torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self.graph):
+        # a loader's thread that pins memory meanwhile would end a "global" capture
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.output = function(*inputs)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
