@@ -27,7 +27,9 @@ REFERENCES = {
     ("delta", "scalar"): ("gated_delta_rule.naive", "naive_recurrent_gated_delta_rule", "g"),
     ("delta", "row"): ("kda.naive", "naive_recurrent_kda", "g"),
 }
-cases = pytest.mark.parametrize("rule, decay", REFERENCES, ids=["-".join(case) for case in REFERENCES])
+cases = pytest.mark.parametrize(
+    "rule, decay", [pytest.param(*case, id="-".join(case)) for case in REFERENCES]
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
