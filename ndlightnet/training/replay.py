@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
 from ndlightnet.training.optim import decayed_groups
+
+
+@cache
+def _aside() -> torch.cuda.Stream:
+    """One for all: cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream()
 
 
 class Replay:
@@ -19,7 +26,7 @@ class Replay:
         self.graph = torch.cuda.CUDAGraph() if inputs[0].is_cuda else None
         if self.graph is None:
             return
-        stream = torch.cuda.Stream()
+        stream = _aside()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):

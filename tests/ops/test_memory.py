@@ -7,7 +7,7 @@ from torch.autograd import gradcheck
 
 from ndlightnet.ops import memory
 from ndlightnet.ops.memory import elementwise_memory, matrix_memory, reference
-from ndlightnet.ops.scan import scan
+from ndlightnet.ops.scan import running_sum, scan
 
 FORGETS = {
     "full": (2, 7, 3, 4, 5), "row": (2, 7, 3, 4, 1), "column": (2, 7, 3, 1, 5),
@@ -162,3 +162,12 @@ def test_errors_show_the_shapes():
         elementwise_memory(s, e, f, i, m[..., 0])
     with pytest.raises(ValueError, match=r"f \(2, 4, 3\): expected"):
         scan(torch.rand(2, 4, 3), torch.rand(2, 7, 3))
+
+
+@pytest.mark.parametrize("n", [0, 1, 64, 65, 200, 4097])
+def test_running_sums(close, n):
+    x = torch.randn(2, n, 3, 2, dtype=torch.float64, requires_grad=True)
+    out, expected = running_sum(x), x.cumsum(1)
+    close(out, expected, 1e-12)
+    pull = torch.randn_like(out)
+    close(*(torch.autograd.grad(y, x, pull)[0] for y in (out, expected)), 1e-12)
