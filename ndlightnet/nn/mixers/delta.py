@@ -115,9 +115,10 @@ class GatedDeltaNet(_Decaying):
 
     Args: as of DeltaNet; dt_min, dt_max: the steps softplus(shift) to start from. A head's first
     exp(log_rate) is up to 16: with the defaults, which are the original's, most heads start with a
-    memory of less than 30 tokens. (The original's values are twice as wide as its keys; here as
-    wide.)
+    memory of less than 30 tokens.
     Parameters: 5 dim^2 + 12 dim + 2 heads dim + dim / heads + 2 heads.
+
+    Values are as wide as keys; the original's are twice as wide.
     """
 
     def __init__(
