@@ -147,8 +147,8 @@ def _blocks(a: Tensor, half: int) -> Tensor:
 
 
 def _times(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b. Tiny ones are sums, which torch.compile fuses: cuBLAS has a program for each, and there
-    may be a hundred thousand of them."""
+    """a @ b. Tiny ones are sums, which torch.compile fuses: cuBLAS has a program for each, and
+    there may be a hundred thousand of them."""
     if a.shape[-2] > 4:
         return a @ b
     return (a.unsqueeze(-2) * b.mT.unsqueeze(-3)).sum(-1)
