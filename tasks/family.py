@@ -152,16 +152,20 @@ def draw(runs: Sequence[dict[str, Any]], rows: Sequence[str], path: Path) -> Non
     from matplotlib.figure import Figure
 
     colors = {"raster": "#56B4E9", "both": "#0072B2", "axes": "#D55E00"}
-    of = {row: [r["top1"] for r in runs if r["row"] == row and "error" not in r] for row in rows}
-    order = sorted((row for row in rows if of[row]), key=lambda row: statistics.mean(of[row]))
+    done = {row: [r for r in runs if r["row"] == row and "error" not in r] for row in rows}
+    mean = {
+        row: [statistics.mean(r[name] for r in mine) for name in ("top1", "step_ms")]
+        for row, mine in done.items() if mine
+    }  # fmt: skip
+    order = sorted(mean, key=lambda row: mean[row][0])
     figure = Figure(figsize=(9, 0.2 * len(order) + 1.2), layout="constrained", facecolor="white")
     axes, clock = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     for place, row in enumerate(order):
         color = colors.get(row.split(" ")[-1], "#000000")
-        axes.plot(of[row], [place] * len(of[row]), "o", color=color, markersize=4, alpha=0.5)
-        axes.plot(statistics.mean(of[row]), place, "|", color=color, markersize=11)
-        step = statistics.mean(r["step_ms"] for r in runs if r["row"] == row and "error" not in r)
-        clock.plot(step, place, "s", color=color, markersize=4)
+        for r in done[row]:
+            axes.plot(r["top1"], place, "o", color=color, markersize=4, alpha=0.5)
+        axes.plot(mean[row][0], place, "|", color=color, markersize=11)
+        clock.plot(mean[row][1], place, "s", color=color, markersize=4)
     axes.set_yticks(range(len(order)), order, fontsize=7)
     axes.set_ylim(-1, len(order))
     for name, color in (("all at once, or none", "#000000"), *colors.items()):

@@ -167,7 +167,10 @@ def test_operators_beside_theirs(bench):
 
 def test_mixers_of_the_catalogue_over_grids(bench, tmp_path):
     bench.quick = False
-    family.mixers(bench, grids=[(9,), (16,), (2, 3)], dim=16)
+    saved = []
+    bench.save = lambda bench: saved.append({r.grid for r in bench.records})
+    family.mixers(bench, lengths=[9, 16], grids=[(2, 3)], dim=16)
+    assert saved == [{"9"}, {"9", "16"}, {"9", "16", "2x3"}]  # as it goes
     of_grid = {g: [r for r in bench.records if r.grid == g] for g in ("9", "16", "2x3")}
     names = set(mixers.__all__)
     assert all({r.mixer for r in part} == names for part in of_grid.values())

@@ -85,11 +85,11 @@ class Record(NamedTuple):
     implementation: str
 
 
-def rows(ndim: int) -> Iterable[tuple[str, str, Callable[[int], nn.Module]]]:
-    """Every mixer of the catalogue: causal on one axis; on grids with each scan that it takes."""
+def rows(causal: bool) -> Iterable[tuple[str, str, Callable[[int], nn.Module]]]:
+    """Every mixer of the catalogue: causal, or with each scan that it takes."""
     for name in catalogue.__all__:
         kind = getattr(catalogue, name)
-        if ndim == 1:
+        if causal:
             yield name, "causal", kind
         elif "scan" in inspect.signature(kind).parameters:
             for scan in get_args(Scan):
@@ -100,20 +100,20 @@ def rows(ndim: int) -> Iterable[tuple[str, str, Callable[[int], nn.Module]]]:
 
 def mixers(
     bench: Bench,
-    grids: Sequence[tuple[int, ...]] = (
-        (1024,), (4096,), (16384,), (65536,), (64, 64), (16, 32, 32),
-    ),
-    batch: int = 1, dim: int = 768,
+    lengths: Sequence[int] = (1024, 4096, 16384, 65536),
+    grids: Sequence[tuple[int, ...]] = ((64, 64), (16, 32, 32)), batch: int = 1, dim: int = 768,
 ) -> None:  # fmt: skip
-    """Layers with their projections, forward and with backward pass; bfloat16 autocast on CUDA."""
+    """Layers with their projections, causal over `lengths` and seeing all of `grids`, forward and
+    with backward pass; bfloat16 autocast on CUDA."""
+    shapes = [*(((n,), True) for n in lengths), *((grid, False) for grid in grids)]
     if bench.device.type == "cpu":
-        grids, dim = [grid for grid in grids if math.prod(grid) <= 4096], min(dim, 128)
-    for grid in grids[:1] if bench.quick else grids:
-        for name, scan, kind in rows(len(grid)):
+        shapes, dim = [s for s in shapes if math.prod(s[0]) <= 4096], min(dim, 128)
+    for grid, causal in shapes[:1] if bench.quick else shapes:
+        for name, scan, kind in rows(causal):
             mixer: Any = kind(dim).to(bench.device)
             x = torch.randn(batch, *grid, dim, device=bench.device, requires_grad=True)
             case = Case(f"{name} {scan}".strip(), batch, math.prod(grid), 1, dim)
-            run = partial(_layer, mixer, len(grid) == 1)
+            run = partial(_layer, mixer, causal)
             parameters = [p for p in mixer.parameters() if p.requires_grad]
             used: list[float | None] = []
             times = [
@@ -157,7 +157,7 @@ def write(records: Sequence[Record], folder: Path) -> None:
         writer = csv.writer(file)
         writer.writerow(Record._fields)
         writer.writerows(records)
-    draw([r for r in records if "x" not in r.grid], folder / "mixers.png")
+    draw([r for r in records if r.scan == "causal"], folder / "mixers.png")
 
 
 STYLES = {

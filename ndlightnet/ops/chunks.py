@@ -87,7 +87,7 @@ class Decay:
         if self.scalar:
             return self._spread(matmul_as(q, k.mT, dtype))
         q, k = q.to(dtype), k.to(dtype)
-        a = (q * k).sum(-1)[..., None, None]
+        a = _times(q[..., None, :], k[..., None])
         for half in _sizes(q.shape[-2]):
             early, late = self._factors(half, dtype)
             a = _join(a, _times(_late(q, half) * late, (_early(k, half) * early).mT))
@@ -151,7 +151,8 @@ def _times(a: Tensor, b: Tensor) -> Tensor:
     there may be a hundred thousand of them."""
     if a.shape[-2] > 4:
         return a @ b
-    return (a.unsqueeze(-2) * b.mT.unsqueeze(-3)).sum(-1)
+    wide = a.unsqueeze(-2).to(torch.promote_types(a.dtype, torch.float32))
+    return (wide * b.mT.unsqueeze(-3)).sum(-1).to(a.dtype)
 
 
 def _join(blocks: Tensor, below: Tensor) -> Tensor:

@@ -73,12 +73,12 @@ def causal_linear_attention(
         with exact(k):
             keys = k.to(sums.sum.dtype)
             if denominator:
-                so_far = sums.sum[:, None] + running_sum(keys)
-                share = (q.to(keys.dtype) * so_far).sum(-1, keepdim=True).clamp(min=EPS)
+                total = sums.sum[:, None] + running_sum(keys)
+                share = (q.to(keys.dtype) * total).sum(-1, keepdim=True).clamp(min=EPS)
                 y = (y / share).to(v.dtype)
             return y, Sums(sums.sum + keys.sum(1), memory)
     q, k, v = (x.unflatten(1, (frames, -1)) for x in (q, k, v))
     own = gather(k, v)
-    totals = Sums(*(first[:, None] + x.cumsum(1) for first, x in zip(sums, own, strict=True)))
-    y = recall(q, totals, v.dtype, denominator)
-    return y.flatten(1, 2), Sums(*(x[:, -1] for x in totals))
+    so_far = Sums(*(first[:, None] + x.cumsum(1) for first, x in zip(sums, own, strict=True)))
+    y = recall(q, so_far, v.dtype, denominator)
+    return y.flatten(1, 2), Sums(*(x[:, -1] for x in so_far))

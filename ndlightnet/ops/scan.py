@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndlightnet.ops.chunks import CHUNK
+
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -51,12 +53,12 @@ def _pairs(f: Tensor, b: Tensor, product: Product) -> Tensor:
 
 def running_sum(x: Tensor) -> Tensor:
     """x.cumsum(1) of (batch, length, ...), which on a card goes along a long axis that is not the
-    last one in as many steps as it has: here in parts of 64."""
+    last one in as many steps as it has: here in chunks."""
     n = x.shape[1]
-    if n <= 64:
+    if n <= CHUNK:
         return x.cumsum(1)
-    parts = torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, -n % 64))
-    parts = parts.unflatten(1, (-1, 64)).cumsum(2)
+    parts = torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, -n % CHUNK))
+    parts = parts.unflatten(1, (-1, CHUNK)).cumsum(2)
     ends = running_sum(parts[:, :-1, -1])
     return torch.cat([parts[:, :1], parts[:, 1:] + ends[:, :, None]], 1).flatten(1, 2)[:, :n]
 

@@ -12,9 +12,9 @@ from ndlightnet.training.optim import decayed_groups
 
 
 @cache
-def _aside() -> torch.cuda.Stream:
+def _aside(device: torch.device) -> torch.cuda.Stream:
     """One for all: cuBLAS keeps a workspace for every stream that it has seen."""
-    return torch.cuda.Stream()
+    return torch.cuda.Stream(device)
 
 
 class Replay:
@@ -26,7 +26,7 @@ class Replay:
         self.graph = torch.cuda.CUDAGraph() if inputs[0].is_cuda else None
         if self.graph is None:
             return
-        stream = _aside()
+        stream = _aside(inputs[0].device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):

@@ -9,7 +9,7 @@ from torch.autograd import gradcheck
 from torch.nn.functional import normalize
 
 from ndlightnet.ops import chunks, delta, gated
-from ndlightnet.ops.chunks import Decay, inverse
+from ndlightnet.ops.chunks import Decay, _times, inverse
 from ndlightnet.ops.delta import gated_delta_rule
 from ndlightnet.ops.gated import gated_linear_attention
 
@@ -260,3 +260,13 @@ def test_products_in_sixteen_bits(monkeypatch, rule, decay):
     expected = torch.autograd.grad(theirs, used(rule, exact), pulls)
     for a, b in zip((*ours, *grads), (*theirs, *expected), strict=True):
         assert (a.double() - b).norm() < 8 * 2**-8 * b.norm()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_products_of_16_bits_are_rounded_once(size):
+    """However small the matrices are: products rounded before the sum show where they cancel."""
+    a, b = torch.randn(500, size, 64).bfloat16(), torch.randn(500, 64, size).bfloat16()
+    out, exact = _times(a, b), a.double() @ b.double()
+    single = 64 * 2.0**-24 * (a.double().abs() @ b.double().abs())  # the sum in float32
+    assert out.dtype == torch.bfloat16
+    assert ((out.double() - exact).abs() <= 2.0**-8 * exact.abs() + single).all()
