@@ -45,13 +45,16 @@ class Forecaster(nn.Module):
     A step is a token: its values, zeros where they are not known yet, its time features and its
     place (sinusoidal), the same embedding on both sides. The encoder's blocks read all known steps
     both ways. The decoder's read the last `label_length` of them and the later ones, causally as
-    Informer's, and the encoder's output. Not Informer's: the mean of each column over the known
-    steps is taken from its values and added to the forecast, since the level of a series wanders.
+    Informer's, and the encoder's output. Not Informer's: each column's mean period over the known
+    steps (its mean day, of hours and `period=24`; its mean, of 1) is taken from its values, and the
+    forecast is added to it, since the level of a series wanders.
 
     Args:
         in_chans: columns of the series.
         label_length: known steps that the decoder starts from. With the whole input both sides
             count from the same step, as mixers with a position code of their own see it.
+        period: steps after which the series is much the same. The mean is that of all whole
+            periods that end with the known steps.
         time_chans: time features of a step.
         embed_dim, depth, decoder_depth: width and numbers of blocks.
         mixer: what mixes tokens, a function of the width; see ndlightnet.nn.mixers. cross: what the
@@ -66,6 +69,7 @@ class Forecaster(nn.Module):
         in_chans: int = 7,
         label_length: int = 336,
         *,
+        period: int = 1,
         time_chans: int = 4,
         embed_dim: int = 128,
         depth: int = 2,
@@ -78,6 +82,8 @@ class Forecaster(nn.Module):
         super().__init__()
         if label_length < 0:
             raise ValueError(f"label_length={label_length}: expected 0 or more")
+        if period < 1:
+            raise ValueError(f"period={period}: expected 1 or more")
         if embed_dim < 2 or embed_dim % 2:
             raise ValueError(f"embed_dim={embed_dim}: expected an even number")
         if depth < 1 or decoder_depth < 1:
@@ -90,7 +96,8 @@ class Forecaster(nn.Module):
                     f"{name}={type(made).__name__}(...): expected a class or a function of the "
                     "width, such as functools.partial(LightNetAttention, heads=4)"
                 )
-        self.in_chans, self.label_length, self.embed_dim = in_chans, label_length, embed_dim
+        self.in_chans, self.label_length, self.period = in_chans, label_length, period
+        self.embed_dim = embed_dim
         self.embed = nn.Linear(in_chans, embed_dim)
         self.embed_time = nn.Linear(time_chans, embed_dim, bias=False)
         self.drop = nn.Dropout(drop_rate)
@@ -107,13 +114,14 @@ class Forecaster(nn.Module):
         """values (batch, input_length, in_chans), times (batch, input_length + horizon, time_chans)
         -> (batch, horizon, in_chans)."""
         known, horizon = values.shape[1], times.shape[1] - values.shape[1]
-        if values.shape[2] != self.in_chans or self.label_length > known or horizon < 1:
+        least = max(self.label_length, self.period)
+        if values.shape[2] != self.in_chans or least > known or horizon < 1:
             raise ValueError(
                 f"values {tuple(values.shape)}, times {tuple(times.shape)}: expected (batch, "
-                f"{self.label_length} or more, {self.in_chans}) and times of more steps"
+                f"{least} or more, {self.in_chans}) and times of more steps"
             )
-        level = values.mean(1, keepdim=True)
-        x = nn.functional.pad(values - level, (0, 0, 0, horizon))
+        level = self._level(values, horizon)
+        x = nn.functional.pad(values - level[:, :known], (0, 0, 0, horizon))
         x = self.embed(x) + self.embed_time(times) + sinusoids(x.shape[1], self.embed_dim, x.device)
         # the residual stream stays in the parameters' precision under autocast
         x = self.drop(x.to(self.norm.weight.dtype))
@@ -124,7 +132,14 @@ class Forecaster(nn.Module):
         for block in self.decoder:
             x = block(x, source)
         out: Tensor = self.head(self.drop(self.norm(x[:, -horizon:])))
-        return level + out
+        return level[:, known:] + out
+
+    def _level(self, values: Tensor, horizon: int) -> Tensor:
+        """The mean period of the known steps, repeated over them and the later ones."""
+        known, period = values.shape[1], self.period
+        mean = values[:, known % period :].unflatten(1, (-1, period)).mean(1)
+        places = torch.arange(-known, horizon, device=values.device) % period
+        return mean[:, places]
 
 
 def sinusoids(length: int, dim: int, device: torch.device) -> Tensor:

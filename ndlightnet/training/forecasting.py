@@ -156,11 +156,12 @@ class ForecastTask(MeasuredTask):
 
     def setup(self, stage: str) -> None:
         data = self.data()
-        label = getattr(self.net, "label_length", 0)
-        if label > data.input_length:
-            raise DataError(
-                f"input_length={data.input_length}: shorter than the network's label_length={label}"
-            )
+        for name in ("label_length", "period"):
+            least = getattr(self.net, name, 0)
+            if least > data.input_length:
+                raise DataError(
+                    f"input_length={data.input_length}: shorter than the network's {name}={least}"
+                )
         here = len(data.columns)
         if stage != "predict" and getattr(self.net, "in_chans", here) != here:
             raise DataError(

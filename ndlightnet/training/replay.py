@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import cache
 
@@ -32,6 +33,7 @@ class Replay:
             for _ in range(3):
                 function(*inputs)
         torch.cuda.current_stream().wait_stream(stream)
+        gc.collect()  # freeing an old graph while this one is captured would end the capture
         # a loader's thread that pins memory meanwhile would end a "global" capture
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.output = function(*inputs)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.autograd import grad
 
+from ndlightnet.data.series import simple_forecasts
 from ndlightnet.models.forecaster import Forecaster
 from ndlightnet.nn import mixers
 from ndlightnet.nn.mixers import LightNetAttention, SoftmaxAttention
@@ -81,6 +82,24 @@ def test_forward_is_its_formula(close, label):
     close(net(values, times), y, 1e-5)  # the places are float32
 
 
+@pytest.mark.parametrize("known, horizon", [(48, 30), (50, 1), (24, 100)])
+def test_without_a_network_it_is_the_mean_day(known, horizon):
+    """And what the network reads of the known steps is the difference to it."""
+    net, seen = tiny(period=24).double(), []
+    nn.init.zeros_(net.head.weight)
+    net.embed.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    values, times = inputs(known, horizon, torch.float64)
+    day = simple_forecasts(values, horizon)["mean_day"]
+    torch.testing.assert_close(net(values, times), day)
+    (read,) = seen
+    assert not read[:, known:].any()
+    for hour in range(known):  # backwards from the end, the forecast's hours are those of the input
+        expected = (
+            values[:, hour] - simple_forecasts(values, 24)["mean_day"][:, (hour - known) % 24]
+        )
+        torch.testing.assert_close(read[:, hour], expected)
+
+
 def test_how_the_mixers_are_called():
     net = tiny(mixer=Mean, cross=Mean)
     net(*inputs())
@@ -117,8 +136,9 @@ def test_who_sees_whom(mixer):
         assert not pulled[0][1].any() and not pulled[1][1].any()  # nor another sample
 
 
-def test_a_series_on_another_level_gives_the_same_shape(close):
-    net, (values, times) = tiny().double(), inputs(dtype=torch.float64)
+@pytest.mark.parametrize("period", [1, 4])
+def test_a_series_on_another_level_gives_the_same_shape(close, period):
+    net, (values, times) = tiny(period=period).double(), inputs(dtype=torch.float64)
     lift = torch.tensor([3.0, -20.0, 100.0], dtype=torch.float64)
     close(net(values + lift, times), net(values, times) + lift, 1e-10)
 
@@ -143,6 +163,7 @@ def test_autocast_and_fullgraph(close):
     "options, message",
     [
         ({"label_length": -1}, r"label_length=-1"),
+        ({"period": 0}, r"period=0"),
         ({"embed_dim": 15}, r"embed_dim=15"),
         ({"depth": 0}, r"depth=0"),
         ({"decoder_depth": 0}, r"decoder_depth=0"),
@@ -163,6 +184,8 @@ def test_what_cannot_be_built(options, message):
 def test_input_that_does_not_fit(known, later, columns):
     with pytest.raises(ValueError, match=r"values \(2, .*6 or more, 3"):
         tiny()(torch.randn(2, known, columns), torch.rand(2, known + later, 4))
+    with pytest.raises(ValueError, match=r"expected \(batch, 24 or more, 3"):
+        tiny(period=24)(*inputs())
 
 
 @pytest.mark.parametrize("name", mixers.__all__)

@@ -237,6 +237,10 @@ def test_predict(trained, folder, forecast, tmp_path, close):
         ("--data.init_args.split=[500,600,800]", "{root}/hours.csv: 750 rows, expected 800"),
         ("--data.init_args.horizon=101", "{root}/hours.csv: split=(500, 600, 720) has no room"),
         ("--model.net.init_args.label_length=49", "input_length=48: shorter than"),
+        (
+            "--model.net.init_args.period=49",
+            "input_length=48: shorter than the network's period=49",
+        ),
         ("--data.init_args.input_length=23", "input_length=23, horizon=30: expected a day"),
     ],
 )
