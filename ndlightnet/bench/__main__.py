@@ -79,7 +79,7 @@ def main(args: Sequence[str] | None = None) -> int:
         cells = [cell for cell in bench.cells if cell.group == name]
         rate = bench.rates.get("cpu" if name == "cpu" else device.type, 0)
         print(f"\n## {name}: {time.monotonic() - start:.0f} s, copy at {rate / 1e12:.3g} TB/s\n")
-        print(output.table(cells))
+        print(family.table(bench.records) if name == "mixers" else output.table(cells))
         print("\n".join(["", *output.remarks(cells)]), flush=True)
         bench.save(bench)
         if name == "figure":

@@ -16,17 +16,18 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, normalize
 
 from ndlightnet.bench import peers
-from ndlightnet.bench.output import tokens
+from ndlightnet.bench.output import markdown, tokens
 from ndlightnet.bench.rows import PASSES, Bench, Case, Contender
 from ndlightnet.bench.step import peak
 from ndlightnet.bench.timing import Call, backward_call, forward_call
 from ndlightnet.nn import mixers as catalogue
 from ndlightnet.nn.mixers.mixer import Scan
-from ndlightnet.ops import gated_delta_rule, gated_linear_attention
+from ndlightnet.ops import gated_delta_rule, gated_linear_attention, wkv
 
 RULES = (
     ("linear attention", "gated", 0), ("TNL", "gated", 1), ("GLA, HGRN2", "gated", 64),
     ("DeltaNet", "delta", 0), ("gated DeltaNet", "delta", 1), ("KDA", "delta", 64),
+    ("RWKV-4", "wkv", 0),
 )  # fmt: skip
 
 
@@ -34,7 +35,7 @@ def operators(
     bench: Bench, shapes: Sequence[tuple[int, int]] = ((4, 16384), (16, 2048)), heads: int = 12,
     dim: int = 64,
 ) -> None:  # fmt: skip
-    """Gated linear attention and the delta rules: the torch form, the same compiled, and
+    """Gated linear attention, the delta rules and RWKV-4: the torch form, the same compiled, and
     flash-linear-attention. Floor: inputs read, outputs written, once."""
     for batch, length in shapes[:1] if bench.quick else shapes:
         for (row, rule, decays), direction in ((r, p) for r in RULES for p in PASSES):
@@ -47,7 +48,8 @@ def operators(
                 Contender("fla", partial(_operator, rule, "fla")),
                 Contender("compile", peers.compiled(ours)),
             ]  # fmt: skip
-            numbers = {"fwd": 4, "fwd+bwd": 11}[direction] * case.numel() * inputs()[0].itemsize
+            moved = (3, 8) if rule == "wkv" else (4, 11)  # tensors: no q
+            numbers = moved[direction != "fwd"] * case.numel() * inputs()[0].itemsize
             numbers += 4 * sum(x.numel() for x in inputs()[3:]) * (1 if direction == "fwd" else 3)
             bench.compare(case, direction, contenders, inputs, numbers)
 
@@ -56,6 +58,10 @@ def _inputs(bench: Bench, case: Case, rule: str, rows: int) -> tuple[Tensor, ...
     shape = (case.batch, case.length, case.heads, case.dim)
     draw = partial(torch.randn, device=bench.device)
     dtype = torch.float32 if bench.device.type == "cpu" else torch.bfloat16
+    if rule == "wkv":  # k, v, decay, bonus
+        k, v = (draw(*shape[:2], case.heads * case.dim).to(dtype) for _ in range(2))
+        made = (k, v, *draw(2, case.heads * case.dim))
+        return tuple(x.detach().requires_grad_() for x in made)
     xs = [draw(shape), normalize(draw(shape), dim=-1), draw(shape)]
     xs = [x.to(dtype) for x in xs]
     xs += [torch.sigmoid(draw(shape[:3]))] if rule == "delta" else []
@@ -63,10 +69,12 @@ def _inputs(bench: Bench, case: Case, rule: str, rows: int) -> tuple[Tensor, ...
     return tuple(x.requires_grad_() for x in xs)
 
 
-def _operator(rule: str, impl: Any, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
-    if rule == "gated":
-        return gated_linear_attention(q, k, v, *more, impl=impl)[0]
-    return gated_delta_rule(q, k, v, *more, impl=impl)[0]
+def _operator(rule: str, impl: Any, *inputs: Tensor) -> Tensor:
+    if rule == "wkv":
+        return (peers.fla_rwkv4 if impl == "fla" else wkv.means)(*inputs)
+    run: Any = gated_linear_attention if rule == "gated" else gated_delta_rule
+    out: Tensor = run(*inputs, impl=impl)[0]
+    return out
 
 
 class Record(NamedTuple):
@@ -122,7 +130,7 @@ def mixers(
                 for direction in PASSES
             ]  # fmt: skip
             with torch.autocast(bench.device.type, torch.bfloat16, bench.device.type == "cuda"):
-                runs_on = mixer.implementation(x)
+                runs_on = mixer.implementation(x, causal)
             bench.records.append(Record(
                 name, scan, "x".join(map(str, grid)), math.prod(grid), dim, times[0], times[1],
                 used[-1] if used else None, sum(p.numel() for p in mixer.parameters()),
@@ -152,14 +160,29 @@ def _calls(
 
 
 def write(records: Sequence[Record], folder: Path) -> None:
-    """mixers.csv, and mixers.png where more than one length was measured."""
+    """mixers.csv and mixers.png."""
     with open(folder / "mixers.csv", "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(Record._fields)
         writer.writerows(records)
-    draw([r for r in records if r.scan == "causal"], folder / "mixers.png")
+    draw(records, folder / "mixers.png")
 
 
+def table(records: Sequence[Record]) -> str:
+    """Markdown: a line for each mixer, scan and grid; the reason why kernels do not run is left to
+    the CSV."""
+    head = ["mixer", "scan", "grid", "forward, ms", "forward + backward, ms", "peak memory, MB",
+            "parameters", "state", "runs on"]  # fmt: skip
+    return markdown(head, [
+        [r.mixer, r.scan, r.grid, *("" if ms is None else f"{ms:.3f}"
+                                    for ms in (r.forward_ms, r.both_ms)),
+         "" if r.memory_mb is None else f"{r.memory_mb:.0f}", str(r.parameters),
+         "" if r.state_size is None else str(r.state_size), r.implementation.split(" ")[0]]
+        for r in records
+    ])  # fmt: skip
+
+
+SCANS = {"": "#000000", "raster": "#56B4E9", "both": "#0072B2", "axes": "#D55E00"}
 STYLES = {
     "SoftmaxAttention": ("#009E73", "^"), "LightNetAttention": ("#0072B2", "o"),
     "LinearAttention": ("#56B4E9", "o"), "CosformerAttention": ("#56B4E9", "s"),
@@ -173,32 +196,68 @@ STYLES = {
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
-    """Milliseconds and peak memory over length, of the causal form, on logarithmic axes."""
+    """Milliseconds and peak memory: of the causal form over length, on logarithmic axes; below, of
+    all scans on each grid."""
     from matplotlib.figure import Figure
 
-    panels = {"forward, ms": "forward_ms", "forward + backward, ms": "both_ms",
+    fields = {"forward, ms": "forward_ms", "forward + backward, ms": "both_ms",
               "peak memory, MB": "memory_mb"}  # fmt: skip
-    panels = {title: name for title, name in panels.items()
+    fields = {title: name for title, name in fields.items()
               if any(getattr(record, name) for record in records)}  # fmt: skip
-    if not panels:
+    lines = [r for r in records if r.scan == "causal" and r.mixer != "Identity"]
+    others = [r for r in records if r.scan != "causal" and r.mixer != "Identity"]
+    grids = list(dict.fromkeys(r.grid for r in others))
+    heights = [4.2] * bool(lines) + [0.2 * len({r.mixer for r in others}) + 1.2] * len(grids)
+    if not fields or not heights:
         return
-    figure = Figure(figsize=(4 * len(panels) + 1.5, 4.2), layout="constrained", facecolor="white")
-    axes_of = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (title, field) in zip(axes_of, panels.items(), strict=True):
+    figure = Figure(figsize=(4 * len(fields) + 1.5, sum(heights)), layout="constrained",
+                    facecolor="white")  # fmt: skip
+    parts = list(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
+    if lines:
+        _lengths(parts.pop(0), lines, fields)
+    for part, grid in zip(parts, grids, strict=True):
+        _scans(part, [r for r in others if r.grid == grid], fields)
+    figure.savefig(path, dpi=120)
+
+
+def _lengths(part: Any, records: Sequence[Record], fields: dict[str, str]) -> None:
+    panels = part.subplots(1, len(fields), squeeze=False)[0]
+    for axes, (title, field) in zip(panels, fields.items(), strict=True):
         for name in dict.fromkeys(record.mixer for record in records):
-            if name == "Identity":
-                continue
             points = [(r.tokens, getattr(r, field)) for r in records if r.mixer == name]
             points = [(n, value) for n, value in points if value]
             color, marker = STYLES.get(name, ("#777777", "x"))
             axes.plot(*zip(*points, strict=True) if points else ((), ()), color=color,
                       marker=marker, markersize=4.5, linewidth=1.2, label=name)  # fmt: skip
         lengths = sorted({r.tokens for r in records})
-        axes.set(xscale="log", yscale="log", title=title, xlabel="tokens")
+        axes.set(xscale="log", yscale="log", title=title, xlabel="tokens, causal")
         axes.set_xticks(lengths, [tokens(n) for n in lengths])
-        axes.minorticks_off()
-        axes.grid(color="#DDDDDD", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(*axes_of[0].get_legend_handles_labels(), loc="outside right center",
-                  frameon=False, fontsize=8)  # fmt: skip
-    figure.savefig(path, dpi=120)
+        _plain(axes)
+    part.legend(*panels[0].get_legend_handles_labels(), loc="outside right center",
+                frameon=False, fontsize=8)  # fmt: skip
+
+
+def _scans(part: Any, records: Sequence[Record], fields: dict[str, str]) -> None:
+    """The fastest mixer (by its fastest scan) on top."""
+    best: dict[str, float] = {}
+    for r in records:
+        ms = r.both_ms or math.inf
+        best[r.mixer] = min(ms, best.get(r.mixer, ms))
+    order = sorted(best, key=lambda name: -best[name])
+    panels = part.subplots(1, len(fields), squeeze=False, sharey=True)[0]
+    for axes, (title, field) in zip(panels, fields.items(), strict=True):
+        for scan, color in SCANS.items():
+            found = [r for r in records if r.scan == scan and getattr(r, field)]
+            axes.plot([getattr(r, field) for r in found], [order.index(r.mixer) for r in found],
+                      "o", color=color, markersize=5, label=scan or "all at once")  # fmt: skip
+        axes.set(xscale="log", xlabel=f"{title}, {records[0].grid} tokens")
+        axes.set_yticks(range(len(order)), order, fontsize=8)
+        _plain(axes)
+    part.legend(*panels[0].get_legend_handles_labels(), loc="outside right center",
+                frameon=False, fontsize=8)  # fmt: skip
+
+
+def _plain(axes: Any) -> None:
+    axes.minorticks_off()
+    axes.grid(color="#DDDDDD", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)

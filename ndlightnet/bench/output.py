@@ -40,7 +40,13 @@ def table(cells: Sequence[Cell]) -> str:
         columns[who] = None
         line[who] = _text(cell, who)
     head = ["row", "batch x length", "heads x dim", "pass", *columns]
-    body = [[*key, *(line.get(who, "") for who in columns)] for key, line in lines.items()]
+    return markdown(
+        head, [[*key, *(line.get(who, "") for who in columns)] for key, line in lines.items()]
+    )
+
+
+def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A table whose columns are as wide as their widest cell."""
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
     rule = ["-" * width for width in widths]
     return "\n".join(

@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from ndlightnet.bench.timing import Absent
 from ndlightnet.grid import Grid
 from ndlightnet.nn.heads import default_heads
-from ndlightnet.ops import Lrpe, causal_attention
+from ndlightnet.ops import Lrpe, causal_attention, wkv
 from ndlightnet.ops.lrpe import key_features, query_features
 from ndlightnet.ops.state import tile
 
@@ -93,6 +93,14 @@ def fla_lightnet(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def fla_linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal linear attention without decay, activation or normaliser: less work than ours."""
     out: Tensor = fla("ops.linear_attn").chunk_linear_attn(q, k, v, normalize=False)[0]
+    return out
+
+
+def fla_rwkv4(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:
+    """Token by token in one kernel."""
+    before = torch.zeros(k.shape[0], 3, 1, k.shape[2], device=k.device)
+    before[:, 2] = wkv.LOWEST
+    out: Tensor = fla("ops.rwkv4").fused_recurrent_rwkv4(decay, bonus, k, v, before)[0]
     return out
 
 

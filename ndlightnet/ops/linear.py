@@ -66,6 +66,8 @@ def causal_linear_attention(
 
     impl: for frames of one token, as in `gated_linear_attention`; others are plain torch.
     """
+    if k.shape[1] == 0:
+        return torch.zeros_like(v), sums
     if frames < 1 or k.shape[1] % frames:
         raise ValueError(f"frames={frames}: expected a divisor of the length {k.shape[1]}")
     if frames == k.shape[1]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndlightnet.ops.chunks import exact
 from ndlightnet.ops.parallel import accumulator
 from ndlightnet.ops.scan import Product, adjoints, before, memories
 
@@ -50,10 +51,11 @@ def reference(
     dtype, real = inputs.dtype, accumulator(inputs)
     shrink, expand, inputs = (x.to(real) for x in (shrink, expand, inputs))
     forget, outputs = forget.expand(-1, shrink.shape[1], -1, -1, -1), []
-    for t in range(shrink.shape[1]):
-        added = expand[:, t, :, :, None] * inputs[:, t, :, None]
-        memory = product(forget[:, t].to(memory.dtype), memory) + added
-        outputs.append((_real(memory) * shrink[:, t, :, :, None]).sum(-2))
+    with exact(inputs):
+        for t in range(shrink.shape[1]):
+            added = expand[:, t, :, :, None] * inputs[:, t, :, None]
+            memory = product(forget[:, t].to(memory.dtype), memory) + added
+            outputs.append((_real(memory) * shrink[:, t, :, :, None]).sum(-2))
     y = torch.stack(outputs, 1) if outputs else torch.zeros_like(inputs)
     return y.to(dtype), memory
 
@@ -103,7 +105,8 @@ def _run(
     memory = _check(shrink, expand, forget, inputs, memory, product)
     if shrink.shape[1] == 0:
         return torch.zeros_like(inputs), memory
-    y, last = _Memory.apply(shrink, expand, forget, inputs, memory, product)  # type: ignore
+    with exact(inputs):
+        y, last = _Memory.apply(shrink, expand, forget, inputs, memory, product)  # type: ignore
     return y, last
 
 
@@ -120,7 +123,7 @@ class _Memory(torch.autograd.Function):
         starts, outputs = [], []
         for at in range(0, n, ctx.step):
             starts.append(memory)
-            s, e, f, i = _segment((shrink, expand, forget, inputs), at, ctx.step, memory.dtype)
+            s, e, f, i = _segment((shrink, expand, forget, inputs), at, ctx.step, memory)
             m = memories(f, (e[..., None] * i[..., None, :]).to(memory.dtype), memory, product)
             outputs.append((_real(m) * s[..., None]).sum(-2))
             memory = m[:, -1].clone()
@@ -129,12 +132,17 @@ class _Memory(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with exact(grads[0]):
+            return _Memory.pull(ctx, *grads)
+
+    @staticmethod
+    def pull(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         shrink, expand, forget, inputs, *starts = ctx.saved_tensors
         (dy, dlast), product = grads, ctx.product
         parts: list[tuple[Tensor, ...]] = []
         kept = forget.shape[1] > 1
         for at, start in reversed(list(zip(range(0, dy.shape[1], ctx.step), starts, strict=True))):
-            s, e, f, i = _segment((shrink, expand, forget, inputs), at, ctx.step, start.dtype)
+            s, e, f, i = _segment((shrink, expand, forget, inputs), at, ctx.step, start)
             pull = dy[:, at : at + ctx.step].to(s.dtype)
             m = memories(f, (e[..., None] * i[..., None, :]).to(start.dtype), start, product)
             ds = (_real(m) * pull[..., None, :]).sum(-1)
@@ -153,8 +161,8 @@ class _Memory(torch.autograd.Function):
         return (*(grad.to(x.dtype) for grad, x in together), dlast, None)
 
 
-def _segment(xs: tuple[Tensor, ...], at: int, step: int, dtype: torch.dtype) -> list[Tensor]:
+def _segment(xs: tuple[Tensor, ...], at: int, step: int, memory: Tensor) -> list[Tensor]:
     """`step` tokens of each from `at` on: shrink, expand, inputs real, forget as the memory."""
-    n, real = xs[0].shape[1], dtype.to_real()
+    n, dtype, real = xs[0].shape[1], memory.dtype, _real(memory).dtype
     parts = [x.expand(-1, n, *x.shape[2:])[:, at : at + step] for x in xs]
     return [part.to(dtype if number == 2 else real) for number, part in enumerate(parts)]

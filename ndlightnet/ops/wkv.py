@@ -84,6 +84,14 @@ def mean(sums: Tensor) -> Tensor:
     return sums[..., 0, :] / sums[..., 1, :].clamp(min=1e-6)
 
 
+def means(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:
+    """wkv of a whole sequence: k, v (batch, length, channels), w = exp(decay) and bonus
+    (channels,) -> (batch, length, channels) in v's dtype."""
+    acc = accumulator(v)
+    sums, _ = weighted_sums(k, v, decay.to(acc).exp().expand(1, 1, -1))
+    return mean(merge(sums, token(k.to(acc) + bonus.to(acc), v))).to(v.dtype)
+
+
 def _largest(k: Tensor, decay: Tensor, first: Tensor) -> Tensor:
     """p_t = max(k_t, p_(t-1) - decay_t) along axis 1, from p_0 = `first`, about."""
     head = torch.maximum(k[:, 0], first - decay[:, 0])

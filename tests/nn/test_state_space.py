@@ -85,7 +85,7 @@ def test_mamba_is_its_formula(close):
         padded = F.pad(u.mT, (3, 0))
         u = F.silu(F.conv1d(padded, m.conv[:, None], m.conv_bias, groups=2 * DIM).mT)
         low, b, c = (u @ m.x_proj.weight.T).split([1, 16, 16], -1)
-        delta = (1 + (low @ m.delta_proj.weight.T + m.shift).exp()).log()
+        delta = (1 + (low @ m.delta_weight.T + m.shift).exp()).log()
         held, read = torch.zeros(2, 2 * DIM, 16).double(), []
         for t in range(N):
             before = (-delta[:, t, :, None] * m.A_log.exp()).exp() * held
@@ -243,6 +243,7 @@ def test_mamba_starts_as_the_original_in_a_network(close):
     close(m.A_log.exp(), torch.arange(1.0, 17).expand(128, 16), 1e-6)
     assert (m.D == 1).all()
     assert between(m.conv, -0.5, 0.5) and between(m.conv_bias, -0.5, 0.5)
+    assert between(m.delta_weight, -0.5, 0.5)  # rank 4
 
 
 def test_rwkv4_starts_as_the_middle_layer_of_the_original_in_a_network(close):

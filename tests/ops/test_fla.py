@@ -12,6 +12,7 @@ from torch.nn.functional import normalize
 
 from ndlightnet.bench import peers
 from ndlightnet.nn import mixers
+from ndlightnet.ops import wkv
 from ndlightnet.ops._fla import supports
 from ndlightnet.ops.delta import gated_delta_rule
 from ndlightnet.ops.gated import gated_linear_attention
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 # rule and decay -> where its reference is, and whether it takes the decay as (batch, length, heads)
 REFERENCES = {
+    ("gated", "none"): ("linear_attn.naive", "naive_recurrent_linear_attn", None),
     ("gated", "row"): ("gla.naive", "naive_recurrent_gla", "gk"),
     ("gated", "scalar"): ("simple_gla.naive", "naive_recurrent_simple_gla", "g"),
     ("delta", "none"): ("delta_rule.naive", "delta_rule_recurrence", None),
@@ -109,7 +111,7 @@ def test_our_torch_form_is_their_reference(rule, decay):
             q = q * q.shape[-1] ** 0.5
         if argument:
             more[argument] = log.squeeze(-1) if decay == "scalar" else log
-        if decay == "none":  # heads before tokens
+        if name == "delta_rule_recurrence":  # heads before tokens
             y, last = reference(*(x.transpose(1, 2) for x in (q, k, v, beta)), **more)
             return y.transpose(1, 2), last
         if rule == "delta":
@@ -133,14 +135,31 @@ def test_mixers_say_what_runs_and_both_give_the_same(name, shape):
     plain.load_state_dict(auto.state_dict())
     x = torch.randn(2, *shape, 128, device="cuda")
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        if name != "LinearAttention":
-            assert plain.implementation(x) == "torch"
-            with torch.no_grad():
-                assert auto.implementation(x) == "fla"
         for causal in (False, True):
+            # linear attention has kernels for causal tokens one after the other only
+            kernels = name != "LinearAttention" or (causal and len(shape) == 1)
+            assert plain.implementation(x, causal) == "torch"
+            with torch.no_grad():
+                assert auto.implementation(x, causal) == ("fla" if kernels else "torch")
             a, b = (m(x, causal=causal) for m in (auto, plain))
             assert a.isfinite().all() and far(a.double(), b.double()) < 12 * 2**-8
     assert auto(x).dtype == torch.float32  # without autocast: the torch form
+
+
+@pytest.mark.parametrize("n", [1, 64, 200])
+def test_rwkv4_is_theirs(n):
+    """In float32, outputs and gradients; their exponentials are approximate, 2^-22 a step."""
+    xs = [torch.randn(2, n, 96, device="cuda") for _ in range(2)]
+    xs += [torch.randn(96, device="cuda") for _ in range(2)]
+    found = []
+    for run in (wkv.means, peers.fla_rwkv4):
+        given = [x.clone().requires_grad_() for x in xs]
+        y = run(*given)
+        torch.manual_seed(1)
+        found.append((y, *torch.autograd.grad(y, given, torch.randn_like(y))))
+    for i, (a, b) in enumerate(zip(*found, strict=True)):
+        if b.norm() or a.norm():  # one token: its decay does nothing
+            assert far(a.double(), b.double()) < n * 2**-22, i
 
 
 def test_float32_is_refused_in_words():

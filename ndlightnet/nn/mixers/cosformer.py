@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.grid import Grid, per_axis
-from ndlightnet.nn.mixers.linear import LinearAttention
+from ndlightnet.nn.mixers.linear import Extent, LinearAttention
 from ndlightnet.ops._fla import Impl
 
 Combine = Literal["mean", "product"]
@@ -24,7 +24,8 @@ class CosformerAttention(LinearAttention):
     Args:
         dim, heads, context_dim, impl: as of LinearAttention.
         reach: the offset at which c is 0, one for all axes or one per axis; cells beyond it count
-            as at it. Default: the grid's own sizes; for the first axis of the causal form, whose
+            as at it. Default: the grid's own sizes (of both grids, the larger), padding included:
+            give a number where samples are padded. For the first axis of the causal form, whose
             length is not known before it ends, 4096.
         combine: on several axes c is the "mean" or the "product" of theirs. (Memory rows: 2 x axes
             per channel, or 2^axes.)
@@ -32,6 +33,8 @@ class CosformerAttention(LinearAttention):
     In the cross form source and target count from the same corner; their grids need as many axes.
     Parameters: 4 dim^2.
     """
+
+    places = True
 
     def __init__(
         self,
@@ -55,18 +58,20 @@ class CosformerAttention(LinearAttention):
         x: Tensor,
         shape: tuple[int, ...],
         start: tuple[int | Tensor, ...] | None,
-        causal: bool,
+        extent: Extent,
     ) -> Tensor:
         grid, parts = Grid(shape), [x]
         sizes = per_axis("reach", self.given or 1, grid.ndim)
         for axis, size in enumerate(shape):
-            reach = sizes[axis] if self.given else CAUSAL_REACH if causal and axis == 0 else size
+            end = extent[axis]
+            own = CAUSAL_REACH if end is None else max(1, end)
+            reach = sizes[axis] if self.given else own
             at = torch.arange(size, device=x.device)
             first = 0 if start is None else start[axis]
             at = at + (first[:, None] if isinstance(first, Tensor) and first.ndim else first)
             angle = at.clamp(max=reach) * (math.pi / 2 / reach)
             # (batch or 1, length, 1, 1)
-            wide = grid.spread(angle.reshape(-1, size).mT, axis).flatten(0, -2).mT[..., None, None]
+            wide = grid.spread(torch.atleast_2d(angle).mT, axis).flatten(0, -2).mT[..., None, None]
             cos, sin = wide.cos().to(x.dtype), wide.sin().to(x.dtype)
             if self.combine == "mean":
                 parts += [x * cos, x * sin]

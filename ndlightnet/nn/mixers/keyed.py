@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ndlightnet.grid import Grid
 from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.mixers.mixer import Recurrent, Scan, drawn_like, once
+from ndlightnet.nn.mixers.mixer import Recurrent, Scan, check_source, drawn_like, once
 from ndlightnet.ops import _fla
 from ndlightnet.ops._fla import Impl
 from ndlightnet.ops.chunks import exact
@@ -49,7 +49,7 @@ class Keyed(Recurrent):
         self.decays = self.key_dim if decays is None else decays
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
-    def implementation(self, x: Tensor) -> str:
+    def implementation(self, x: Tensor, causal: bool = False) -> str:
         if self.impl != "auto":
             return self.impl
         k, v, decay = (
@@ -86,10 +86,9 @@ class Keyed(Recurrent):
         whole instead of x; in every way that `scan` goes, what they hold added up. mask: bool over
         the source's tokens, False = padding. causal: row by row, one way; without context. layout:
         of samples end to end (x (length, dim), mask (length,)), one after the other."""
+        check_source(context, causal, layout)
         if context is None:
             return super().forward(x, mask=mask, causal=causal, layout=layout)
-        if causal:
-            raise ValueError("causal=True with a context: a source is read as a whole")
         grid = Grid.of(x)
         memory = self.cover(context, mask, False)[2].sum(0)
         z = nn.functional.pad(grid.flatten(self.project(x)), (0, 0, self.reach, 0))

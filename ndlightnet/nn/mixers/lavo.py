@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ndlightnet.grid import Grid, per_axis
 from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.mixers.mixer import Mixer
+from ndlightnet.nn.mixers.mixer import Mixer, check_source
 from ndlightnet.ops.lavo import WindowSums, amounts, memory_read, past_means, token_mean
 from ndlightnet.ops.local import local_attention
 from ndlightnet.ops.parallel import accumulator
@@ -130,8 +130,7 @@ class LAVO(Mixer):
         context_dim) to read instead of x, by the memory alone. mask: bool over the source's tokens
         (batch, *grid), False = padding. causal: along the first axis; without context. layout: of
         samples end to end (x (length, dim), mask (length,)), which are done one after the other."""
-        if causal and context is not None:
-            raise ValueError("causal=True with a context: a source is read as a whole")
+        check_source(context, causal, layout)
         if layout is not None:
             return layout.each(self, x, mask, causal=causal)
         source = x if context is None else context

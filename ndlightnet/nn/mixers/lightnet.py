@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ndlightnet.grid import Grid
 from ndlightnet.nn.heads import default_heads, split_heads
-from ndlightnet.nn.mixers.mixer import Mixer, drawn_like
+from ndlightnet.nn.mixers.mixer import Mixer, check_source, drawn_like
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import (
     attention_step,
@@ -119,6 +119,7 @@ class LightNetAttention(Mixer):
                 f"causal=False with window={self.window}, forget={self.forget}: a frame before "
                 "another one is what they are about, expected causal=True"
             )
+        check_source(context, causal, layout)
         if layout is not None:
             return self._packed(x, layout, mask, causal)
         grid = Grid.of(x)
@@ -135,10 +136,6 @@ class LightNetAttention(Mixer):
         k = split_heads(self.k_proj(source), self.heads, source_grid)
         v = split_heads(self.v_proj(source), self.heads, source_grid)
         if causal:
-            if context is not None:
-                raise ValueError(
-                    "causal=True with a context: a source is read as a whole, use causal=False"
-                )
             y, _ = self._causal(q, k, v, grid, mask, place, None)
         elif context is None:
             y = global_attention(q, k, v, mask=mask, lrpe=place, impl=self.impl)
@@ -179,7 +176,7 @@ class LightNetAttention(Mixer):
                 "would depend on absolute position; use 'cosine' or None"
             )
 
-    def implementation(self, x: Tensor) -> str:
+    def implementation(self, x: Tensor, causal: bool = False) -> str:
         if self.impl != "auto":
             return self.impl
         support = supported("global_attention", drawn_like(x, 0, self.heads, self.head_dim))

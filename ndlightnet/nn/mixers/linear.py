@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal, get_args
 
@@ -11,13 +12,14 @@ from torch.nn import functional as F
 
 from ndlightnet.grid import Grid
 from ndlightnet.nn.heads import default_heads, split_heads
-from ndlightnet.nn.mixers.mixer import Mixer, drawn_like
+from ndlightnet.nn.mixers.mixer import Mixer, check_source, drawn_like
 from ndlightnet.ops import _fla
 from ndlightnet.ops._fla import Impl
 from ndlightnet.ops.linear import Sums, causal_linear_attention, linear_attention
 from ndlightnet.ops.parallel import accumulator
 from ndlightnet.ragged import Ragged
 
+Extent = tuple[int | None, ...]
 Feature = Literal["elu", "relu", "silu", "identity"]
 FEATURES: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": lambda x: x.clamp(max=0).exp() + F.relu(x),  # elu(x) + 1
@@ -41,6 +43,8 @@ class LinearAttention(Mixer):
     No position code, unlike other mixers: MD-TPE in front of the blocks is the only one.
     Parameters: 4 dim^2.
     """
+
+    places = False  # whether `place` does anything
 
     def __init__(
         self,
@@ -73,10 +77,11 @@ class LinearAttention(Mixer):
         x: Tensor,
         shape: tuple[int, ...],
         start: tuple[int | Tensor, ...] | None,
-        causal: bool,
+        extent: Extent,
     ) -> Tensor:
         """Features (batch, length, heads, head_dim) with their position in the grid, (batch,
-        length, heads, rows * head_dim)."""
+        length, heads, rows * head_dim). extent: how far the grids of queries and keys reach; None
+        along the first axis of the causal form, which may go on."""
         return x
 
     def rows(self, ndim: int) -> int:
@@ -99,13 +104,20 @@ class LinearAttention(Mixer):
         its own frame and those before it; without context. layout: of samples end to end (x
         (length, dim), mask (length,)), which are done one after the other.
         """
-        if causal and context is not None:
-            raise ValueError("causal=True with a context: a source is read as a whole")
+        check_source(context, causal, layout)
         if layout is not None:
             return layout.each(self, x, mask, causal=causal)
         grid, source = Grid.of(x), x if context is None else context
-        q = self._query(x, grid, None, causal)
-        k, v = self._source(source, mask, None, causal)
+        extent: Extent = (None, *grid.shape[1:]) if causal else grid.shape
+        if self.places and (there := Grid.of(source).shape) != grid.shape:
+            if len(there) != grid.ndim:
+                raise ValueError(
+                    f"context on a grid {there}, x on {grid.shape}: they share coordinates and "
+                    "need as many axes"
+                )
+            extent = tuple(map(max, grid.shape, there))
+        q = self._query(x, grid, None, extent)
+        k, v = self._source(source, mask, None, extent)
         if causal:
             sums = self.init_state(len(x), x.device, grid.shape[1:])
             y, _ = causal_linear_attention(
@@ -116,18 +128,18 @@ class LinearAttention(Mixer):
         return grid.unflatten(self._output(y))
 
     def _query(
-        self, x: Tensor, grid: Grid, start: tuple[int | Tensor, ...] | None, causal: bool
+        self, x: Tensor, grid: Grid, start: tuple[int | Tensor, ...] | None, extent: Extent
     ) -> Tensor:
         q = FEATURES[self.feature](split_heads(self.q_proj(x), self.heads, grid))
-        return self.place(q, grid.shape, start, causal)
+        return self.place(q, grid.shape, start, extent)
 
     def _source(
-        self, x: Tensor, mask: Tensor | None, start: tuple[int | Tensor, ...] | None, causal: bool
+        self, x: Tensor, mask: Tensor | None, start: tuple[int | Tensor, ...] | None, extent: Extent
     ) -> tuple[Tensor, Tensor]:
         grid = Grid.of(x)
         k = FEATURES[self.feature](split_heads(self.k_proj(x), self.heads, grid))
         k, v = (
-            self.place(k, grid.shape, start, causal),
+            self.place(k, grid.shape, start, extent),
             split_heads(self.v_proj(x), self.heads, grid),
         )
         if (keep := grid.flatten_mask(mask)) is not None:
@@ -140,8 +152,10 @@ class LinearAttention(Mixer):
         out: Tensor = self.o_proj(y.flatten(2).to(self.o_proj.weight.dtype))
         return out
 
-    def implementation(self, x: Tensor) -> str:
-        """Of the causal form of tokens one after the other; all else is plain torch."""
+    def implementation(self, x: Tensor, causal: bool = False) -> str:
+        """There are kernels for the causal form of tokens one after the other."""
+        if not causal or math.prod(x.shape[2:-1]) > 1:
+            return "torch"
         if self.impl != "auto":
             return self.impl
         k, v = (drawn_like(x, 0, self.heads, rows * self.head_dim) for rows in (self.rows(1), 1))
@@ -161,9 +175,9 @@ class LinearAttention(Mixer):
         """The next frames (batch, frames, *space, dim) of the causal form; `position`: how many
         came before, one number or (batch,) of them."""
         grid = Grid.of(x)
-        start = (position, *[0] * (grid.ndim - 1))
-        q = self._query(x, grid, start, True)
-        k, v = self._source(x, None, start, True)
+        start, extent = (position, *[0] * (grid.ndim - 1)), (None, *grid.shape[1:])
+        q = self._query(x, grid, start, extent)
+        k, v = self._source(x, None, start, extent)
         y, state = causal_linear_attention(
             q, k, v, grid.shape[0], state, denominator=self.denominator, impl=self.impl
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.grid import Grid
-from ndlightnet.nn.mixers.linear import Feature, LinearAttention
+from ndlightnet.nn.mixers.linear import Extent, Feature, LinearAttention
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import rotate, tables
 from ndlightnet.ops._fla import Impl
@@ -36,6 +36,8 @@ class LrpeAttention(LinearAttention):
     many axes. Parameters: 4 dim^2 + dim ("cosine"; "rotary" dim / 2, "permutation" none), and dim
     for "householder".
     """
+
+    places = True
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class LrpeAttention(LinearAttention):
         x: Tensor,
         shape: tuple[int, ...],
         start: tuple[int | Tensor, ...] | None,
-        causal: bool,
+        extent: Extent,
     ) -> Tensor:
         if self.basis == "householder":
             u = nn.functional.normalize(self.mirror, dim=-1).to(x.dtype)

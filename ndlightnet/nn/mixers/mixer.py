@@ -29,10 +29,20 @@ class Mixer(nn.Module):
             return None
         return sum(x.numel() * (2 if x.is_complex() else 1) for x in make(1))
 
-    def implementation(self, x: Tensor) -> str:
-        """What tokens like x run on here and now (dtype, autocast, gradients): "torch", or the
-        kernels' name; with the reason where kernels do not run."""
+    def implementation(self, x: Tensor, causal: bool = False) -> str:
+        """What forward(x, causal=causal) runs on here and now (dtype, autocast, gradients):
+        "torch", or the kernels' name; with the reason where kernels do not run."""
         return "torch"
+
+
+def check_source(context: Tensor | None, causal: bool, layout: Ragged | None) -> None:
+    """A cross form is called with neither `causal` nor `layout`."""
+    if context is None:
+        return
+    if causal:
+        raise ValueError("causal=True with a context: a source is read as a whole")
+    if layout is not None:
+        raise ValueError("layout with a context: expected samples of one shape, or no context")
 
 
 def drawn_like(x: Tensor, *shape: int) -> Tensor:

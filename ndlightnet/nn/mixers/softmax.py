@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ndlightnet.grid import Grid
 from ndlightnet.nn.heads import default_heads, split_heads
-from ndlightnet.nn.mixers.mixer import Mixer
+from ndlightnet.nn.mixers.mixer import Mixer, check_source
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import rotate, tables
 from ndlightnet.ragged import Ragged
@@ -48,10 +48,9 @@ class SoftmaxAttention(Mixer):
         the source's tokens (batch, *grid), False = padding. causal: along the first axis; without
         context. layout: of samples end to end (x (length, dim), mask (length,)), which are done one
         after the other."""
+        check_source(context, causal, layout)
         if layout is not None:
             return layout.each(self, x, mask, causal=causal)
-        if causal and context is not None:
-            raise ValueError("causal=True with a context: a source is read as a whole")
         grid, context = Grid.of(x), x if context is None else context
         source = Grid.of(context)
         if self.lrpe and source.ndim != grid.ndim:
