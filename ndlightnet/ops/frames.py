@@ -121,7 +121,7 @@ def axis_causal_attention(
     for some frames at a time and made again in the backward pass.
     """
     _check(k, v, mask, lrpe, q)
-    if k.shape[1] == 0 and frames == 0:
+    if k.shape[1] == 0:  # no frames, or none with tokens
         if state is None:
             state = _empty(k, v, lrpe)
             if window is not None:

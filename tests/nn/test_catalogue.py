@@ -50,7 +50,24 @@ def test_pieces_hand_over_their_state(close, name, shape):
         y, state = m.advance(x[:, start:end], state, start)
         outputs.append(y)
         assert numbers(state) == size and all(len(part) == 2 for part in state)
-    close(torch.cat(outputs, 1), m(x, causal=True), 1e-5)
+    close(torch.cat(outputs, 1), m(x, causal=True), 1e-9)
+
+
+@pytest.mark.parametrize("name", REMEMBERS)
+def test_gradients_go_through_the_state(name):
+    """Of what came before the state, and of nothing at all, against differences."""
+    m, x = build(name, 4).double(), torch.randn(1, 6, 4).double().requires_grad_()
+
+    def run(x: Tensor) -> Tensor:
+        one, state = m.advance(x[:, :3], m.init_state(1), 0)
+        nothing, state = m.advance(x[:, 3:3], state, 3)
+        two, _ = m.advance(x[:, 3:], state, 3)
+        assert nothing.shape == (1, 0, 4)
+        return torch.cat([one, two], 1)
+
+    assert gradcheck(run, x)
+    if name != "Identity":  # also before the state
+        assert grad(run(x)[:, 3:].square().sum(), x)[0][:, :3].any(-1).all()
 
 
 @pytest.mark.parametrize("name", REMEMBERS)
@@ -60,7 +77,7 @@ def test_steps_are_the_causal_form_and_state_size_says_how_much_is_kept(close, n
     for t in range(9):
         y, state = m.advance(x[:, t : t + 1], state, torch.full((2,), t))
         outputs.append(y)
-    close(torch.cat(outputs, 1), m(x, causal=True), 1e-5)
+    close(torch.cat(outputs, 1), m(x, causal=True), 1e-9)
     assert m.state_size == numbers(state) / 2
 
 
@@ -101,12 +118,25 @@ def test_a_padded_sequence_is_the_sequence_alone(close, name, causal, side):
 @every
 @pytest.mark.parametrize("causal", [False, True])
 def test_nothing_but_padding(name, causal):
+    """Reads 0, and pulls at nothing."""
     m, x = build(name), torch.randn(2, 3, 4, 16, requires_grad=True)
     mask = torch.ones(2, 3, 4, dtype=torch.bool)
     mask[0] = False
     y = m(x, mask=mask, causal=causal)
-    assert y.isfinite().all()
-    assert all(g.isfinite().all() for g in grad(y[1].sum(), [x]))
+    if name == "Identity":
+        assert torch.equal(y, x)
+        return
+    assert not y[0].any() and y[1].isfinite().all()
+    g, *grads = grad(y.square().sum(), [x, *(p for p in m.parameters() if p.requires_grad)])
+    assert not g[0].any() and g[1].any() and all(g.isfinite().all() for g in (g, *grads))
+
+
+@every
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)], ids=str)
+def test_no_tokens(name, causal, shape):
+    m, x = build(name), torch.randn(2, *shape, 16)
+    assert m(x, causal=causal).shape == x.shape
 
 
 @every
@@ -166,6 +196,21 @@ def test_cross_form_reads_another_source(close, name):
     assert not torch.allclose(hidden, y, rtol=1e-3)
     with pytest.raises(ValueError, match=r"causal=True with a context"):
         m(x, context=source, causal=True)
+    with pytest.raises(ValueError, match=r"layout with a context"):
+        m(x[0], context=source[0], layout=Ragged([(5,)]))
+
+
+@pytest.mark.parametrize("name", having("context"))
+def test_who_reads_its_own_tokens_reads_as_without_a_source(close, name):
+    """Some of the tokens, of all of them: the first where tokens are seen at once; where they are
+    read one after the other, the last with those before it that a short convolution wants."""
+    scan = "scan" in inspect.signature(getattr(mixers, name)).parameters
+    more = {"scan": "raster"} if scan else {"window": None} if name == "LAVO" else {}
+    m, x = build(name, **more).double(), torch.randn(2, 9, 16).double()
+    if scan:
+        close(m(x[:, -4:], context=x)[:, -1], m(x, causal=True)[:, -1], 1e-11)
+    else:
+        close(m(x[:, :5], context=x), m(x)[:, :5], 1e-11)
 
 
 @pytest.mark.parametrize("name", having("context_dim", "__init__"))

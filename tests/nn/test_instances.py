@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from ndlightnet.nn import mixers
-from ndlightnet.ops import causal_attention, memory
+from ndlightnet.ops import _fla, causal_attention, memory
+from ndlightnet.ops._support import Support
 
 N = 11
 
@@ -87,6 +88,30 @@ def test_lrpe_is_complex_with_an_angle_a_channel(close):
     close(m(x, causal=True), m.o_proj(y.flatten(2)), 1e-5)  # frequencies are float32
 
 
+@pytest.mark.parametrize("core", ["rotary", "permutation"])
+def test_lrpe_turns_its_memory(close, core):
+    """f = W^T, where W is what a step does to the channels of a head."""
+    m = mixers.LrpeAttention(16, 2, core=core).double()
+    x, q, k, v = qkv(m)
+    q, k = (torch.nn.functional.silu(part) for part in (q, k))
+    units = torch.eye(8, dtype=torch.float64)[:, None, None].expand(8, 2, 2, 8)
+    turned = m.place(units, (2,), None, (None,))[:, 1]  # (channel, head, what it becomes)
+    y, _ = memory.reference(q, k, turned.transpose(0, 1)[None, None], v, None, torch.matmul)
+    y = torch.nn.functional.rms_norm(y, y.shape[-1:], eps=1e-6)
+    close(m(x, causal=True), m.o_proj(y.flatten(2)), 1e-5)  # frequencies are float32
+
+
+def test_lavo_remembers_a_running_mean(close):
+    """e = 1 / t, f = (t - 1) / t: a memory (1, head_dim) of values, without the local branch."""
+    m = mixers.LAVO(16, 2, window=None).double()
+    x = torch.randn(2, N, 16, dtype=torch.float64)
+    q, v = (proj(x).unflatten(-1, (2, 8)) for proj in (m.q_proj, m.v_proj))
+    count = torch.arange(1, N + 1, dtype=torch.float64).reshape(1, N, 1, 1)
+    ones = torch.ones(2, N, 2, 1, dtype=torch.float64)
+    mean, _ = memory.reference(ones, ones / count, ((count - 1) / count)[..., None], v)
+    close(m(x, causal=True), m._output(q, mean), 1e-11)
+
+
 def test_lightnet_forgets_what_it_takes_in(close):
     """e_t = exp(k_t) / s_t, f_t = 1 - e_t, with s_t the sum of exp(k) so far."""
     q, k, v = torch.randn(3, 2, N, 2, 8, dtype=torch.float64)
@@ -141,6 +166,28 @@ def test_cosformer_on_a_grid(close, combine):
     weight = weight / weight.sum(-1, keepdim=True).clamp(min=1e-6)
     y = torch.einsum("bhts,bshd->bthd", weight, v)
     close(m(x), m.o_proj(y.flatten(2)).reshape(x.shape), 1e-6)
+
+
+@pytest.mark.parametrize("lengths", [(4, 9), (9, 4)])
+def test_cosformer_of_another_source(close, lengths):
+    """Both count from the same corner, as far as the longer one."""
+    m = mixers.CosformerAttention(16, 2).double()
+    x, source = (torch.randn(2, n, 16, dtype=torch.float64) for n in lengths)
+    q = m.q_proj(x).unflatten(-1, (2, 8))
+    k, v = (proj(source).unflatten(-1, (2, 8)) for proj in (m.k_proj, m.v_proj))
+    at, there = (torch.arange(n).double() for n in lengths)
+    weight = torch.einsum("bthk,bshk->bhts", q.relu(), k.relu())
+    weight = weight * (math.pi / 18 * (at[:, None] - there)).cos()
+    weight = weight / weight.sum(-1, keepdim=True).clamp(min=1e-6)
+    y = torch.einsum("bhts,bshd->bthd", weight, v)
+    close(m(x, context=source), m.o_proj(y.flatten(2)), 1e-6)
+
+
+@pytest.mark.parametrize("name", ["CosformerAttention", "LrpeAttention"])
+def test_coordinates_that_cannot_be_shared(name):
+    m, x = getattr(mixers, name)(16, 2), torch.randn(2, 9, 16)
+    with pytest.raises(ValueError, match=r"context on a grid \(3, 3\), x on \(9,\)"):
+        m(x, context=x.unflatten(1, (3, 3)))
 
 
 def test_cosformer_beyond_its_reach(close):
@@ -246,6 +293,25 @@ def test_what_runs_is_said():
     m = mixers.GLA(128)
     assert m.implementation(torch.randn(1, 2, 128)) == "torch (tensors on cpu: expected cuda)"
     assert mixers.GLA(128, impl="reference").implementation(torch.randn(1, 2, 128)) == "reference"
+
+
+@pytest.mark.parametrize("name", ["LinearAttention", "CosformerAttention", "LrpeAttention", "GLA"])
+@pytest.mark.parametrize("shape", [(6,), (6, 1), (3, 4)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_is_said_is_what_runs(monkeypatch, name, shape, causal):
+    called = []
+
+    def kernel(q, k, v, decay, state):
+        called.append(name)
+        return torch.zeros_like(v), state
+
+    monkeypatch.setattr(_fla, "supports", lambda *_: Support())
+    monkeypatch.setattr(_fla, "gated_linear_attention", kernel)
+    m, x = getattr(mixers, name)(16), torch.randn(2, *shape, 16)
+    said = m.implementation(x, causal)
+    m(x, causal=causal)
+    assert said == ("fla" if called else "torch")
+    assert bool(called) == (name == "GLA" or (causal and shape != (3, 4)))
 
 
 def test_wrong_arguments_are_named():

@@ -32,7 +32,7 @@ def forget(shape, complex_=False):
 
 
 CASES = [(shape, False) for shape in (*FORGETS.values(), *MATRICES.values())]
-CASES += [(shape, True) for shape in FORGETS.values()]
+CASES += [(shape, True) for shape in (*FORGETS.values(), *MATRICES.values())]
 
 
 def of(shape):
@@ -68,15 +68,54 @@ def test_gradients_against_differences(shape):
 
 @pytest.mark.parametrize("shape", [(2, 9, 3, 4, 5), (2, 9, 3, 4, 4)], ids=str)
 @pytest.mark.parametrize("at", [0, 1, 5, 9])
-def test_a_split_hands_its_memory_over(close, shape, at):
+@pytest.mark.parametrize("complex_", [False, True])
+def test_a_split_hands_its_memory_over(close, shape, at, complex_):
     s, e, i, m = (x.detach() for x in given(9))
     run = matrix_memory if shape[-1] == 4 else elementwise_memory
     f = torch.rand(shape, dtype=torch.float64)
+    f = torch.polar(f, torch.randn_like(f)) if complex_ else f
     whole, last = run(s, e, f, i, m)
     one, middle = run(s[:, :at], e[:, :at], f[:, :at], i[:, :at], m)
     two, end = run(s[:, at:], e[:, at:], f[:, at:], i[:, at:], middle)
     close(torch.cat([one, two], 1), whole, 1e-12)
-    close(end, last, 1e-12)
+    close(*(torch.view_as_real(x) if complex_ else x for x in (end, last)), 1e-12)
+
+
+@pytest.mark.parametrize("run, shape", [(elementwise_memory, 5), (matrix_memory, 4)])
+def test_memories_are_kept_where_segments_begin(monkeypatch, run, shape):
+    """And nowhere else."""
+    monkeypatch.setattr(memory, "SEGMENT", 3 * 120)  # 3 of 7 tokens
+    (s, e, i, m), kept = given(), []
+
+    def keep(x):
+        kept.append(tuple(x.shape))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        run(s, e, torch.rand(2, 7, 3, 4, shape, dtype=torch.float64), i, m)
+    assert kept.count((2, 3, 4, 5)) == 3 and len(kept) == 3 + 4
+
+
+@pytest.mark.parametrize("run, shape", [(elementwise_memory, 5), (matrix_memory, 4)])
+def test_autocast_and_fullgraph_change_nothing(run, shape):
+    inputs = [x.detach().float().requires_grad_() for x in given()]
+    s, e, i, m = inputs
+    f = torch.rand(2, 7, 3, 4, shape)
+
+    def results(run):
+        y, last = run(s, e, f, i, m)
+        return y, last, *torch.autograd.grad(y.square().sum() + last.sum(), inputs)
+
+    expected = results(run)
+    with torch.autocast("cpu", torch.bfloat16):
+        auto, slow = results(run), reference(s, e, f, i, m,
+                                             torch.matmul if shape == 4 else torch.mul)  # fmt: skip
+    torch.compiler.reset()
+    compiled = results(torch.compile(run, fullgraph=True, backend="aot_eager"))
+    for a, b, c in zip(expected, auto, compiled, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    for a, b in zip(expected, slow, strict=False):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_no_tokens_leave_the_memory():

@@ -24,7 +24,7 @@ class TNL(Keyed):
         learn_decay: learn lambda from there.
         impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.gated.
 
-    Parameters: 5 dim^2 (+ heads if learn_decay).
+    Parameters: 5 dim^2 + heads (these learnt if learn_decay).
     """
 
     def __init__(
