@@ -30,6 +30,7 @@ import yaml
 from torch import Tensor, nn
 
 from ndlightnet import NDLightNet
+from ndlightnet.bench.family import SCANS
 from ndlightnet.nn import mixers
 from ndlightnet.training import ImageData
 from ndlightnet.training.measures import scores, state_size
@@ -164,7 +165,6 @@ def draw(runs: Sequence[dict[str, Any]], rows: Sequence[str], path: Path) -> Non
     """Accuracy of every row, each seed a point, sorted by the mean, beside the time of a step."""
     from matplotlib.figure import Figure
 
-    colors = {"raster": "#56B4E9", "both": "#0072B2", "axes": "#D55E00"}
     done = {row: [r for r in runs if r["row"] == row and "error" not in r] for row in rows}
     mean = {
         row: [statistics.mean(r[name] for r in mine) for name in ("top1", "step_ms")]
@@ -174,15 +174,15 @@ def draw(runs: Sequence[dict[str, Any]], rows: Sequence[str], path: Path) -> Non
     figure = Figure(figsize=(9, 0.2 * len(order) + 1.2), layout="constrained", facecolor="white")
     axes, clock = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     for place, row in enumerate(order):
-        color = colors.get(row.split(" ")[-1], "#000000")
+        color = SCANS[row.partition(" ")[2]]
         for r in done[row]:
             axes.plot(r["top1"], place, "o", color=color, markersize=4, alpha=0.5)
         axes.plot(mean[row][0], place, "|", color=color, markersize=11)
         clock.plot(mean[row][1], place, "s", color=color, markersize=4)
     axes.set_yticks(range(len(order)), order, fontsize=7)
     axes.set_ylim(-1, len(order))
-    for name, color in (("all at once, or none", "#000000"), *colors.items()):
-        axes.plot([], [], "o", color=color, markersize=4, label=name)
+    for scan, color in SCANS.items():
+        axes.plot([], [], "o", color=color, markersize=4, label=scan or "all at once, or none")
     axes.legend(frameon=False, fontsize=7, loc="lower right")
     axes.set_xlabel("accuracy")
     clock.set(xlabel="a training step, ms", xscale="log")

@@ -232,9 +232,7 @@ def _lengths(part: Any, records: Sequence[Record], fields: dict[str, str]) -> No
         lengths = sorted({r.tokens for r in records})
         axes.set(xscale="log", yscale="log", title=title, xlabel="tokens, causal")
         axes.set_xticks(lengths, [tokens(n) for n in lengths])
-        _plain(axes)
-    part.legend(*panels[0].get_legend_handles_labels(), loc="outside right center",
-                frameon=False, fontsize=8)  # fmt: skip
+    _finish(part, panels)
 
 
 def _scans(part: Any, records: Sequence[Record], fields: dict[str, str]) -> None:
@@ -252,12 +250,13 @@ def _scans(part: Any, records: Sequence[Record], fields: dict[str, str]) -> None
                       "o", color=color, markersize=5, label=scan or "all at once")  # fmt: skip
         axes.set(xscale="log", xlabel=f"{title}, {records[0].grid} tokens")
         axes.set_yticks(range(len(order)), order, fontsize=8)
-        _plain(axes)
+    _finish(part, panels)
+
+
+def _finish(part: Any, panels: Any) -> None:
+    for axes in panels:
+        axes.minorticks_off()
+        axes.grid(color="#DDDDDD", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
     part.legend(*panels[0].get_legend_handles_labels(), loc="outside right center",
                 frameon=False, fontsize=8)  # fmt: skip
-
-
-def _plain(axes: Any) -> None:
-    axes.minorticks_off()
-    axes.grid(color="#DDDDDD", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)

@@ -133,10 +133,10 @@ class _Memory(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         with exact(grads[0]):
-            return _Memory.pull(ctx, *grads)
+            return _Memory.gradients(ctx, *grads)
 
     @staticmethod
-    def pull(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         shrink, expand, forget, inputs, *starts = ctx.saved_tensors
         (dy, dlast), product = grads, ctx.product
         parts: list[tuple[Tensor, ...]] = []

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ndlightnet.nn import mixers
+from ndlightnet.nn.mixers import lightnet
 from ndlightnet.ops import _fla, causal_attention, memory
 from ndlightnet.ops._support import Support
 
@@ -211,14 +212,14 @@ def test_lrpe_scores_depend_on_offsets_alone(core, basis):
     q, k = torch.randn(2, 1, 1, 2, 8, dtype=torch.float64)
 
     def score(n, at):
-        a, b = (m.place(x, (1, 1), place, False) for x, place in ((q, n), (k, at)))
+        a, b = (m.place(x, (1, 1), place, (1, 1)) for x, place in ((q, n), (k, at)))
         return (a * b).sum()
 
     base = score((2, 1), (4, 5))
     assert torch.allclose(score((7, 3), (9, 7)), base, rtol=1e-5)
     for other in ((4, 6), (5, 5)):
         assert abs(score((2, 1), other) - base) > 1e-3
-    assert torch.allclose(m.place(q, (1, 1), (3, 2), False).norm(), q.norm(), rtol=1e-6)
+    assert torch.allclose(m.place(q, (1, 1), (3, 2), (1, 1)).norm(), q.norm(), rtol=1e-6)
 
 
 def test_without_positions_the_order_of_tokens_does_not_matter(close):
@@ -312,6 +313,41 @@ def test_what_is_said_is_what_runs(monkeypatch, name, shape, causal):
     m(x, causal=causal)
     assert said == ("fla" if called else "torch")
     assert bool(called) == (name == "GLA" or (causal and shape != (3, 4)))
+
+
+@pytest.mark.parametrize("causal, operation", [(False, "global_attention"),
+                                               (True, "axis_causal_attention")])  # fmt: skip
+def test_lightnet_asks_for_the_kernel_of_its_form(monkeypatch, causal, operation):
+    asked = []
+
+    def supported(name, x, *, lrpe):
+        asked.append((name, lrpe.shape))
+        return Support("tests")
+
+    monkeypatch.setattr(lightnet, "supported", supported)
+    m = mixers.LightNetAttention(16)
+    assert m.implementation(torch.randn(2, 3, 4, 16), causal) == "torch (tests)"
+    assert asked == [(operation, (3, 4))]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["TNL", "GLA", "HGRN2"])
+def test_padding_within_a_sequence_does_not_decay(close, name, causal):
+    m, x = getattr(mixers, name)(16, 2).double(), torch.randn(2, 9, 16, dtype=torch.float64)
+    keep = torch.tensor([1, 0, 1, 1, 0, 0, 1, 1, 0], dtype=torch.bool)
+    y = m(x, mask=keep.expand(2, -1), causal=causal)
+    close(y[:, keep], m(x[:, keep], causal=causal), 1e-11)
+
+
+@pytest.mark.parametrize("name", ["DeltaNet", "GatedDeltaNet", "KimiDeltaAttention"])
+def test_padding_neither_writes_nor_decays(name):
+    """In the delta rules, whose short convolution sees its place."""
+    m, keep = getattr(mixers, name)(16, 2), torch.rand(2, N) < 0.5
+    z = torch.nn.functional.pad(m.project(torch.randn(2, N, 16)), (0, 0, m.reach, 0))
+    parts = m.inputs(z, keep)
+    assert not parts.beta[~keep].any() and parts.beta[keep].all()
+    if parts.log_decay is not None:
+        assert not parts.log_decay[~keep].any() and parts.log_decay[keep].all()
 
 
 def test_wrong_arguments_are_named():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ndlightnet.grid import Grid
 from ndlightnet.nn.heads import default_heads, split_heads
-from ndlightnet.nn.mixers.mixer import Mixer, check_source, drawn_like
+from ndlightnet.nn.mixers.mixer import Mixer, check_axes, check_source, drawn_like
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import (
     attention_step,
@@ -125,11 +125,8 @@ class LightNetAttention(Mixer):
         grid = Grid.of(x)
         source = x if context is None else context
         source_grid = Grid.of(source)
-        if self.lrpe and source_grid.ndim != grid.ndim:
-            raise ValueError(
-                f"context on a grid {source_grid.shape}, x on {grid.shape}: with lrpe they share "
-                "coordinates and need as many axes; use lrpe=None"
-            )
+        if self.lrpe:
+            check_axes(grid, source_grid, "; use lrpe=None")
         mask = source_grid.flatten_mask(mask)
         place = self.lrpe(grid.shape) if self.lrpe else None
         q = split_heads(self.q_proj(x), self.heads, grid)
@@ -179,7 +176,10 @@ class LightNetAttention(Mixer):
     def implementation(self, x: Tensor, causal: bool = False) -> str:
         if self.impl != "auto":
             return self.impl
-        support = supported("global_attention", drawn_like(x, 0, self.heads, self.head_dim))
+        operation = "axis_causal_attention" if causal else "global_attention"
+        place = self.lrpe(Grid.of(x).shape) if self.lrpe else None
+        drawn = drawn_like(x, 0, self.heads, self.head_dim)
+        support = supported(operation, drawn, lrpe=place)
         return "triton" if x.is_cuda and support else f"torch ({support.reason})"
 
     def _output(self, x: Tensor, y: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ndlightnet.grid import Grid
 from ndlightnet.nn.heads import default_heads, split_heads
-from ndlightnet.nn.mixers.mixer import Mixer, check_source, drawn_like
+from ndlightnet.nn.mixers.mixer import Mixer, check_axes, check_source, drawn_like
 from ndlightnet.ops import _fla
 from ndlightnet.ops._fla import Impl
 from ndlightnet.ops.linear import Sums, causal_linear_attention, linear_attention
@@ -109,13 +109,10 @@ class LinearAttention(Mixer):
             return layout.each(self, x, mask, causal=causal)
         grid, source = Grid.of(x), x if context is None else context
         extent: Extent = (None, *grid.shape[1:]) if causal else grid.shape
-        if self.places and (there := Grid.of(source).shape) != grid.shape:
-            if len(there) != grid.ndim:
-                raise ValueError(
-                    f"context on a grid {there}, x on {grid.shape}: they share coordinates and "
-                    "need as many axes"
-                )
-            extent = tuple(map(max, grid.shape, there))
+        if self.places and context is not None:
+            there = Grid.of(context)
+            check_axes(grid, there)
+            extent = tuple(map(max, grid.shape, there.shape))
         q = self._query(x, grid, None, extent)
         k, v = self._source(source, mask, None, extent)
         if causal:

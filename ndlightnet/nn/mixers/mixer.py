@@ -45,6 +45,15 @@ def check_source(context: Tensor | None, causal: bool, layout: Ragged | None) ->
         raise ValueError("layout with a context: expected samples of one shape, or no context")
 
 
+def check_axes(grid: Grid, source: Grid, remedy: str = "") -> None:
+    """Of x and of a context, for a position code in both."""
+    if source.ndim != grid.ndim:
+        raise ValueError(
+            f"context on a grid {source.shape}, x on {grid.shape}: they share coordinates and need "
+            f"as many axes{remedy}"
+        )
+
+
 def drawn_like(x: Tensor, *shape: int) -> Tensor:
     """An empty tensor as a projection of x would be: dtype under autocast, gradients."""
     kind = x.device.type

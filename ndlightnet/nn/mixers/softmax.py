@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ndlightnet.grid import Grid
 from ndlightnet.nn.heads import default_heads, split_heads
-from ndlightnet.nn.mixers.mixer import Mixer, check_source
+from ndlightnet.nn.mixers.mixer import Mixer, check_axes, check_source
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import rotate, tables
 from ndlightnet.ragged import Ragged
@@ -53,11 +53,8 @@ class SoftmaxAttention(Mixer):
             return layout.each(self, x, mask, causal=causal)
         grid, context = Grid.of(x), x if context is None else context
         source = Grid.of(context)
-        if self.lrpe and source.ndim != grid.ndim:
-            raise ValueError(
-                f"context on a grid {source.shape}, x on {grid.shape}: with rotary they share "
-                "coordinates and need as many axes; use rotary=False"
-            )
+        if self.lrpe:
+            check_axes(grid, source, "; use rotary=False")
         if mask is not None:  # else NaN in the padding would leak
             context = context.masked_fill(~mask[..., None], 0)
         q = split_heads(self.q_proj(x), self.heads, grid)
