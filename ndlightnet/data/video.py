@@ -110,9 +110,7 @@ class PyAVReader:
         return self._length
 
     def _restart(self) -> None:
-        import av
-
-        self._decoded: Iterator[Any] = av.open(str(self.path)).decode(video=0)
+        self._decoded = _decode(self.path)
         self._position = 0  # the number of the frame that `_decoded` gives next
 
     def frames(self, indices: Sequence[int]) -> Tensor:
@@ -134,6 +132,16 @@ class PyAVReader:
             self._position = len(self)  # whatever comes next starts afresh
             raise DataError(f"{self.path}: damaged, some frames cannot be decoded") from error
         return torch.stack([kept[number] for number in wanted])
+
+
+def _decode(path: Path) -> Iterator[Any]:
+    """All frames. Closes the file, and ends the decoder's threads, when it is dropped (so it must
+    not know the reader): left to the garbage collector, they might be freed in a forked process,
+    which does not have these threads and waits for them."""
+    import av
+
+    with av.open(str(path)) as file:
+        yield from file.decode(video=0)
 
 
 def open_video(path: str | Path) -> VideoReader:

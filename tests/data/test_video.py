@@ -1,6 +1,8 @@
 """Videos: what cannot be read says so, both readers agree, clips take the right frames."""
 
+import gc
 import importlib.util
+import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,6 +72,27 @@ def numbers(frames: Tensor) -> list[int]:
 def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """50 frames that tell their numbers, with B-frames and key frames 20 apart."""
     return encode(tmp_path_factory.mktemp("v") / "a.mp4", counting(), bf="3", g="20")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_a_dropped_reader_leaves_no_threads_to_the_garbage_collector(counted):
+    """Freed in a forked worker of a DataLoader, the decoder waits for its threads for ever."""
+
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    gc.collect()
+    gc.disable()
+    try:
+        before, reader = threads(), PyAVReader(counted)
+        reader.frames([0])
+        reader.frames([5, 1])
+        during = threads()
+        del reader
+        assert threads() == before
+        assert during > before or os.cpu_count() == 1
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("reader", READERS)
