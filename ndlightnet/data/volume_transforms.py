@@ -1,181 +1,133 @@
-"""MONAI transforms between `volumes.load_case` and a network: prepare, augment, and the way back.
+"""Between `volumes.load_case` and a network: volumes are turned, resampled and scaled, and labels
+find the way back.
 
 A prepared volume lies along RAS axes (x to the right, y to the front, z to the head), whatever
 index order its file has: left and right are not to be guessed. That is a flip and a permutation,
-nothing is interpolated unless a spacing is asked for. `invert` undoes both.
+nothing is interpolated unless a spacing is asked for.
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import nibabel
 import numpy as np
 import torch
-from monai.data.dataset import CacheDataset
-from monai.data.meta_tensor import MetaTensor
+from monai.data.dataset import CacheDataset, PersistentDataset
 from monai.transforms.compose import Compose
-from monai.transforms.croppad.dictionary import RandCropByLabelClassesd, SpatialPadd
-from monai.transforms.intensity.array import ClipIntensityPercentiles, NormalizeIntensity
-from monai.transforms.intensity.dictionary import (
-    RandAdjustContrastd,
-    RandGaussianNoised,
-    RandGaussianSmoothd,
-    RandScaleIntensityd,
-    RandShiftIntensityd,
-)
-from monai.transforms.spatial.array import Orientation, ResampleToMatch
-from monai.transforms.spatial.dictionary import (
-    Orientationd,
-    RandAffined,
-    RandFlipd,
-    RandSimulateLowResolutiond,
-    Spacingd,
-)
-from monai.transforms.transform import MapTransform, Transform
-from monai.transforms.utility.dictionary import (
-    CastToTyped,
-    ClassesToIndicesd,
-    EnsureTyped,
-    SelectItemsd,
-)
+from monai.transforms.croppad.dictionary import SpatialPadd
+from monai.transforms.spatial.array import Orientation, Spacing
+from monai.transforms.transform import Transform
+from monai.transforms.utility.dictionary import ClassesToIndicesd
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ndlightnet.data.errors import DataError
 from ndlightnet.data.volumes import Case, load_case
 
 KEPT_PER_CLASS = 20_000  # crop centres kept for every class of a volume; they are held in memory
+SAMPLE = 1_000_000  # voxels that percentiles are taken of
+MOST_VOXELS = 2**31  # a resampled volume of more is refused: the spacing is not meant
 
 
-def preprocess(modalities: Sequence[str], spacing: Sequence[float] | None = None) -> Compose:
+@dataclass(frozen=True)
+class Intensity:
+    """How a channel becomes numbers of order one: (clipped to low..high - mean) / deviation, in the
+    file's own units (CT: Hounsfield units). Without numbers each volume is clipped to its own
+    percentiles 0.5 and 99.5 and brought to mean 0 and deviation 1, for scanners without units
+    (MRI)."""
+
+    low: float | None = None
+    high: float | None = None
+    mean: float | None = None
+    deviation: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [value is not None for value in (self.low, self.high, self.mean, self.deviation)]
+        if any(given) != all(given):
+            raise ValueError(f"{self}: expected all four numbers or none")
+        if all(given) and not (self.low < self.high and self.deviation > 0):  # type: ignore[operator]
+            raise ValueError(f"{self}: expected low < high and deviation > 0")
+
+    def scale_(self, x: Tensor) -> None:
+        """In place: a volume is not held twice."""
+        if self.mean is not None:
+            x.clamp_(self.low, self.high).sub_(self.mean).div_(self.deviation)  # type: ignore[arg-type]
+            return
+        some = x.flatten()[:: max(1, x.numel() // SAMPLE)]
+        low, high = torch.quantile(some[: 2 * SAMPLE], torch.tensor([0.005, 0.995])).tolist()
+        x.clamp_(low, high).sub_(x.mean(dtype=torch.float64).float())
+        x.div_(x.std(correction=0).clamp_min(1e-8))
+
+
+class Prepare(Transform):
     """What `load_case` returns -> the same along RAS axes, at `spacing` (mm along x, y, z; None:
-    the file's own), and with every channel brought to values of order one by its modality (the
-    decathlon's names):
+    the file's own), every channel scaled by its Intensity. It takes the volumes out of the
+    dictionary that it is given."""
 
-    CT: asinh((HU - 40) / 100), HU clipped to -1000..2000. Steep where soft tissue lies (10 HU ->
-    0.1), yet air (-3.0), lung and bone (2.3 at 500 HU) stay apart; a linear map has to give up one
-    or the other. PET: asinh(SUV / 2). Linear below the liver's uptake (about 2), logarithmic above:
-    20 SUV -> 3.0. Any other (MRI): clipped to the percentiles 0.5 and 99.5, then zero mean and unit
-    deviation over the volume.
-    """
-    steps: list[Transform] = [
-        Orientationd(("image", "label"), "RAS", labels=None, allow_missing_keys=True)
-    ]
-    if spacing is not None:
-        mode = ("bilinear", "nearest")
-        steps.append(
-            Spacingd(("image", "label"), tuple(spacing), mode=mode, allow_missing_keys=True)
-        )
-        steps.append(
-            CastToTyped("label", torch.int16, allow_missing_keys=True)
-        )  # Spacing gives float
-    return Compose([*steps, ScaleByModalityd("image", modalities)])
-
-
-class ScaleByModalityd(MapTransform):
-    """Scales channel c, in the way that `preprocess` says for modality c."""
-
-    def __init__(self, keys: str, modalities: Sequence[str]) -> None:
-        super().__init__(keys)
-        self.scales = [scale_of(modality) for modality in modalities]
+    def __init__(
+        self, intensities: Sequence[Intensity], spacing: Sequence[float] | None = None
+    ) -> None:
+        self.intensities, self.spacing = list(intensities), spacing
 
     def __call__(self, data: dict[str, Any]) -> dict[str, Any]:
-        data = dict(data)
-        for key in map(str, self.keys):
-            image = data[key]
-            if len(image) != len(self.scales):
-                raise ValueError(f"{len(image)} channels for {len(self.scales)} modalities")
-            scaled = [scale(image.as_tensor()[c : c + 1]) for c, scale in enumerate(self.scales)]
-            data[key] = MetaTensor(
-                torch.cat(scaled).float(),
-                meta=image.meta,
-                applied_operations=image.applied_operations,
+        image, label = data.pop("image"), data.pop("label", None)
+        if len(image) != len(self.intensities):
+            raise ValueError(f"{len(image)} channels for {len(self.intensities)} intensities")
+        turn = Orientation("RAS", labels=None)
+        prepared = {**data, "image": self._resampled(turn(image), "bilinear", data["name"])}
+        del image
+        for channel, intensity in zip(prepared["image"].as_tensor(), self.intensities, strict=True):
+            intensity.scale_(channel)
+        if label is not None:
+            whole = self._resampled(turn(label), "nearest", data["name"])
+            prepared["label"] = whole.to(torch.uint8 if whole.max() < 256 else torch.int16)
+        return prepared
+
+    def _resampled(self, volume: Any, mode: str, name: str) -> Any:
+        if self.spacing is None:
+            return volume
+        edges = [e * n for e, n in zip(volume.pixdim.tolist(), volume.shape[1:], strict=True)]
+        shape = [max(1, round(e / s)) for e, s in zip(edges, self.spacing, strict=True)]
+        if int(np.prod(shape, dtype=np.float64)) > MOST_VOXELS:
+            raise DataError(
+                f"{name}: resampled to {list(self.spacing)} mm it would have the shape {shape}"
             )
-        return data
+        return Spacing(tuple(self.spacing), mode=mode)(volume)
 
 
-def scale_of(modality: str) -> Callable[[Tensor], Tensor]:
-    """The intensity map of a modality; tensors (1, x, y, z)."""
-    name = modality.upper()
-    if name == "CT":
-        return _scale_ct
-    if name in ("PET", "PT"):
-        return _scale_pet
-    return Compose([ClipIntensityPercentiles(0.5, 99.5), NormalizeIntensity()])
-
-
-# Functions of the module, not lambdas: a dataset has to travel to worker processes.
-def _scale_ct(hu: Tensor) -> Tensor:
-    return torch.asinh((hu.clamp(-1000, 2000) - 40) / 100)
-
-
-def _scale_pet(suv: Tensor) -> Tensor:
-    return torch.asinh(suv / 2)
-
-
-def augment(
-    patch: Sequence[int], num_samples: int, num_classes: int, flip_axes: Sequence[int] = ()
-) -> Compose:
-    """A prepared case with a label -> a list of `num_samples` dictionaries {"image": float32
-    (channels, *patch), "label": int64 (1, *patch), "name"}, plain tensors.
-
-    Crops are centred on a voxel of a class drawn evenly; a volume smaller than `patch` is padded
-    with zeros first. Probabilities follow nnU-Net. `flip_axes`: axes of the patch (0, 1, 2) that
-    are mirrored half of the time; none where left and right matter.
-    """
-    both, image = ("image", "label"), "image"
-    rotate, zoom = np.deg2rad(20), (-0.2, 0.25)
-    steps: list[Transform] = [
-        SpatialPadd(both, patch),
-        # Deterministic, so that the dataset caches it: finding a class's voxels costs more than all
-        # the rest.
-        ClassesToIndicesd("label", num_classes=num_classes, max_samples_per_class=KEPT_PER_CLASS),
-        RandCropByLabelClassesd(
-            both, "label", patch, num_classes=num_classes, num_samples=num_samples,
-            indices_key="label_cls_indices", warn=False,
-        ),
-        SelectItemsd((*both, "name")),
-        EnsureTyped(both, dtype=torch.float32, track_meta=False),
-        RandAffined(
-            both, prob=0.3, rotate_range=[rotate] * 3, scale_range=[zoom] * 3,
-            mode=("bilinear", "nearest"), padding_mode="reflection",
-        ),
-        *[RandFlipd(both, prob=0.5, spatial_axis=axis) for axis in flip_axes],
-        RandGaussianNoised(image, prob=0.1, std=0.3),
-        RandGaussianSmoothd(image, (0.5, 1.0), (0.5, 1.0), (0.5, 1.0), prob=0.15),
-        RandScaleIntensityd(image, factors=0.25, prob=0.15),
-        RandShiftIntensityd(image, offsets=0.2, prob=0.15),
-        RandSimulateLowResolutiond(image, prob=0.15, zoom_range=(0.5, 1.0)),
-        RandAdjustContrastd(image, prob=0.2, gamma=(0.7, 1.5), retain_stats=True),
-        EnsureTyped(both, dtype=(torch.float32, torch.int64), track_meta=False),
-    ]  # fmt: skip
-    return Compose(steps)
-
-
-def invert(prediction: Tensor, prepared: dict[str, Any]) -> Tensor:
-    """The way back: a prediction (channels, *space) on the grid of `prepared["image"]` ->
-    (channels, x, y, z) on the grid of the file, fit for `save_labels`. Floating point (logits,
-    probabilities) is interpolated where the spacing was changed, integers (labels) take the nearest
-    voxel; otherwise every value stays as it is, only reordered. The result is on the CPU and has no
-    gradient.
-
-    Raises ValueError when the prediction is not on that grid.
-    """
+def file_grid(prepared: dict[str, Any]) -> tuple[tuple[int, ...], NDArray[np.float64]] | None:
+    """The file's grid along RAS axes: its shape and the (4, 4) matrix from its voxel indices to
+    those of `prepared["image"]`, diagonal but for the offset. None: it is the same grid."""
     image = prepared["image"]
-    if prediction.shape[1:] != image.shape[1:]:
-        raise ValueError(
-            f"prediction has shape {tuple(prediction.shape[1:])}, "
-            f"the volume {tuple(image.shape[1:])}"
-        )
-    affine, shape = image.meta["original_affine"], tuple(image.meta["spatial_shape"])
-    axes: Any = nibabel.aff2axcodes(np.asarray(affine))  # type: ignore[no-untyped-call]
-    codes = "".join(axes)
-    volume = MetaTensor(prediction.detach().cpu().as_subclass(Tensor), affine=image.affine)
-    turned: Any = Orientation(codes, labels=None)(volume)
-    if tuple(turned.shape[1:]) == shape and torch.allclose(turned.affine, affine, atol=1e-3):
-        return torch.as_tensor(turned.as_tensor())
-    mode = "bilinear" if prediction.is_floating_point() else "nearest"
-    target = MetaTensor(torch.empty(1, *shape), affine=affine)
-    resample: Any = ResampleToMatch(mode=mode, padding_mode="border")
-    return torch.as_tensor(resample(turned, img_dst=target).as_tensor()).to(prediction.dtype)
+    turns, affine = _turns(image)
+    shape = tuple(image.meta["spatial_shape"])
+    ras = [0, 0, 0]
+    for axis, (to, _) in enumerate(turns):
+        ras[int(to)] = shape[axis]
+    back = nibabel.orientations.inv_ornt_aff(turns, shape)  # type: ignore[no-untyped-call]
+    matrix = np.linalg.inv(image.affine.numpy()) @ affine @ back
+    if tuple(ras) == tuple(image.shape[1:]) and np.allclose(matrix, np.eye(4), atol=1e-3):
+        return None
+    matrix[:3, :3] = np.diag(np.diag(matrix[:3, :3]))  # what is beside is rounding
+    return tuple(ras), matrix
+
+
+def to_file(labels: Tensor, prepared: dict[str, Any]) -> NDArray[Any]:
+    """Labels (x, y, z) on `file_grid` -> a view of them in the file's index order."""
+    turns, _ = _turns(prepared["image"])
+    ras = nibabel.orientations.axcodes2ornt("RAS")  # type: ignore[no-untyped-call]
+    back = nibabel.orientations.ornt_transform(ras, turns)  # type: ignore[no-untyped-call]
+    turned: NDArray[Any] = nibabel.orientations.apply_orientation(labels.numpy(), back)  # type: ignore[no-untyped-call]
+    return turned
+
+
+def _turns(image: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Where the file's axes go, as nibabel says it, and the file's affine."""
+    affine = np.asarray(image.meta["original_affine"])
+    return nibabel.io_orientation(affine), affine  # type: ignore[no-untyped-call]
 
 
 class LoadCase(Transform):
@@ -187,20 +139,34 @@ class LoadCase(Transform):
 
 def volume_dataset(
     cases: Sequence[Case],
-    preprocess: Compose,
-    augment: Compose | None = None,
+    prepare: Prepare,
+    patch: Sequence[int] | None = None,
+    classes: int = 2,
     workers: int = 2,
+    folder: str | None = None,
     progress: bool = True,
-) -> CacheDataset:
-    """Cases as a dataset that holds them prepared in memory, read with `workers` threads, augmented
-    at every access.
+) -> Any:
+    """Cases as a dataset that holds them prepared in memory, read with `workers` threads, or, with
+    `folder`, on a disk, where the next run finds them.
 
-    An item is the list of `augment`, or without it the prepared dictionary ("label" is int16 then).
-    Load it with `monai.data.DataLoader`, which seeds the random transforms of its workers and
-    flattens the lists.
+    With `patch`, for Crops: padded to it, with "label_cls_indices" of `classes`.
     """
-    # One flat Compose: the cache ends at the first random transform, and a nested one counts as
-    # random.
-    later = augment.transforms if augment is not None else ()
-    steps = Compose([LoadCase(), *preprocess.transforms, *later])
-    return CacheDataset(list(cases), steps, num_workers=workers, progress=progress)
+    steps: list[Transform] = [LoadCase(), prepare]
+    if patch is not None:
+        steps += [
+            SpatialPadd(("image", "label"), patch),
+            ClassesToIndicesd("label", num_classes=classes, max_samples_per_class=KEPT_PER_CLASS),
+        ]
+    if folder is not None:
+        return PersistentDataset(list(cases), Compose(steps), _place(folder, cases, prepare, patch))
+    return CacheDataset(list(cases), Compose(steps), num_workers=workers, progress=progress)
+
+
+def _place(
+    folder: str, cases: Sequence[Case], prepare: Prepare, patch: Sequence[int] | None
+) -> Path:
+    """A folder of its own for every way to prepare and every state of the files."""
+    files = [file for case in cases for file in (*case.images, case.label) if file is not None]
+    times = [(str(file), file.stat().st_mtime_ns) for file in files]
+    said = repr((prepare.intensities, prepare.spacing, patch, times))
+    return Path(folder) / hashlib.sha256(said.encode()).hexdigest()[:16]

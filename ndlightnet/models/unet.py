@@ -1,17 +1,29 @@
-"""NDLightUNet: dense prediction. LightNet blocks in the encoder, skips to a convolutional
-decoder."""
+"""NDLightUNet: dense prediction. Convolutions and LightNet blocks in the encoder, skips to a
+convolutional decoder."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ndlightnet.grid import per_axis
 from ndlightnet.nn.block import Block, init_weights
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.position import MDTPE
+
+# channels of the first level (doubled from level to level, up to MOST), then for each level
+# convolution blocks and LightNet blocks; the last number holds for all levels below
+SIZES = {
+    "S": (24, (1, 1), (0, 1, 1)),
+    "M": (32, (1, 1, 2), (0, 1, 2)),
+    "L": (40, (1, 2, 3), (0, 2, 4)),
+}
+MOST = 320
 
 
 def _conv(kind: str, dims: int) -> type[nn.Module]:
@@ -22,20 +34,29 @@ def _conv(kind: str, dims: int) -> type[nn.Module]:
     return found
 
 
+class InstanceNorm(nn.GroupNorm):
+    """Of each channel by itself, on any number of axes. torch's own refuses a single cell, and with
+    fewer groups than channels the kernel is three times slower on small batches."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+
 class ConvBlock(nn.Module):
-    """Two 3-wide convolutions with a residual. Group norm, because it also works on a single
-    cell."""
+    """Two 3-wide convolutions with a residual."""
 
     def __init__(self, dims: int, inputs: int, outputs: int) -> None:
         super().__init__()
         conv = _conv("Conv", dims)
-        groups = max(g for g in range(1, max(1, outputs // 8) + 1) if outputs % g == 0)
         self.body = nn.Sequential(
             conv(inputs, outputs, 3, padding=1, bias=False),
-            nn.GroupNorm(groups, outputs),
+            InstanceNorm(outputs),
             nn.SiLU(),
             conv(outputs, outputs, 3, padding=1, bias=False),
-            nn.GroupNorm(groups, outputs),
+            InstanceNorm(outputs),
         )
         self.skip = nn.Identity() if inputs == outputs else conv(inputs, outputs, 1, bias=False)
         self.act = nn.SiLU()
@@ -59,6 +80,8 @@ class Stage(nn.Module):
         self.grad_checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.blocks:
+            return x
         tokens = x.movedim(1, -1)
         if self.tpe is not None:
             tokens = self.tpe(tokens)
@@ -77,12 +100,17 @@ class NDLightUNet(nn.Module):
     Args:
         dims: number of axes, 1 to 3 (as far as torch has convolutions).
         in_channels, out_channels: channels of the input; classes of the output (logits).
-        widths: channels per level; each level halves the resolution (sizes rounded up).
+        size: "S", "M" or "L": what `widths`, `convs` and `depths` are where they are not given.
+        strides: by how much each level after the first is coarser than the one before, one number
+            or one for each axis; sizes are rounded up. Default: 2 for as many as there are
+            widths, or for three.
+        widths: channels per level. convs: convolution blocks of the encoder per level.
         depths: LightNet blocks per level; 0 leaves a level to its convolutions.
         mixer, mlp_ratio, tpe: as in NDLightNet. drop_path_rate: stochastic depth of every block.
+        deep_supervision: in training the output is a list: the logits, then those of the coarser
+            levels of the decoder, each on its own grid.
 
-    Any size of input is taken: odd sizes are padded by one cell where they are halved, and cropped
-    back.
+    Any size of input is taken: what the strides do not divide is padded before and cropped after.
     """
 
     def __init__(
@@ -91,31 +119,51 @@ class NDLightUNet(nn.Module):
         in_channels: int = 1,
         out_channels: int = 2,
         *,
-        widths: Sequence[int] = (32, 64, 128, 256),
-        depths: Sequence[int] = (0, 1, 2, 2),
+        size: Literal["S", "M", "L"] = "M",
+        strides: Sequence[int | Sequence[int]] | None = None,
+        widths: Sequence[int] | None = None,
+        convs: Sequence[int] | None = None,
+        depths: Sequence[int] | None = None,
         mixer: Callable[[int], nn.Module] = LightNetAttention,
         mlp_ratio: float = 8 / 3,
         tpe: bool = True,
         drop_path_rate: float = 0.0,
+        deep_supervision: bool = False,
     ) -> None:
         super().__init__()
-        if len(widths) != len(depths) or not widths:
-            raise ValueError(
-                f"widths={widths!r}, depths={depths!r}: expected one of each per level"
-            )
+        if size not in SIZES:
+            raise ValueError(f"size={size!r}: expected 'S', 'M' or 'L'")
+        if strides is None:
+            strides = [2] * (3 if widths is None else len(widths) - 1)
+        steps = [per_axis("strides", s if isinstance(s, int) else tuple(s), dims) for s in strides]
+        levels = len(steps) + 1
+        first, *usual = SIZES[size]
+        widths = (
+            [min(MOST, first << level) for level in range(levels)] if widths is None else widths
+        )
+        convs = _stretched(usual[0], levels) if convs is None else convs
+        depths = _stretched(usual[1], levels) if depths is None else depths
+        for name, values in (("widths", widths), ("convs", convs), ("depths", depths)):
+            if len(values) != levels:
+                raise ValueError(
+                    f"{name}={values!r}: expected {levels} numbers, one more than "
+                    f"strides={strides!r}"
+                )
         self.dims, self.in_channels, self.out_channels = dims, in_channels, out_channels
+        self.strides, self.deep_supervision = steps, deep_supervision
         conv, up = _conv("Conv", dims), _conv("ConvTranspose", dims)
         self.down, self.convs, self.stages = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
-        self.up, self.decoders = nn.ModuleList(), nn.ModuleList()
-        for level, (width, depth) in enumerate(zip(widths, depths, strict=True)):
-            before = widths[level - 1] if level else in_channels
-            self.down.append(conv(before, width, 2, stride=2) if level else nn.Identity())
-            self.convs.append(ConvBlock(dims, width if level else in_channels, width))
+        for level, (width, count, depth) in enumerate(zip(widths, convs, depths, strict=True)):
+            before, step = widths[max(0, level - 1)], steps[level - 1] if level else None
+            self.down.append(conv(before, width, step, stride=step) if step else nn.Identity())
+            inputs = [width if level else in_channels] + [width] * (count - 1)
+            self.convs.append(nn.Sequential(*(ConvBlock(dims, n, width) for n in inputs)))
             self.stages.append(Stage(dims, width, depth, mixer, mlp_ratio, tpe, drop_path_rate))
-            if level:
-                self.up.append(up(width, before, 2, stride=2))
-                self.decoders.append(ConvBlock(dims, 2 * before, before))
-        self.head = conv(widths[0], out_channels, 1)
+        pairs = list(zip(pairwise(widths), steps, strict=True))
+        self.up = nn.ModuleList(up(low, high, step, stride=step) for (high, low), step in pairs)
+        self.decoders = nn.ModuleList(ConvBlock(dims, 2 * w, w) for w in widths[:-1])
+        heads = max(1, levels - 1) if deep_supervision else 1
+        self.heads = nn.ModuleList(conv(w, out_channels, 1) for w in widths[:heads])
         self.stages.apply(init_weights)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -123,27 +171,36 @@ class NDLightUNet(nn.Module):
         for stage in self.stages:
             stage.grad_checkpointing = enable  # type: ignore[assignment]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | list[Tensor]:
         if x.ndim != self.dims + 2 or x.shape[1] != self.in_channels:
             raise ValueError(
                 f"input of shape {tuple(x.shape)}: expected (batch, {self.in_channels}, *space) "
                 f"with {self.dims} axes"
             )
         skips: list[Tensor] = []
-        for level, (down, convs, stage) in enumerate(
-            zip(self.down, self.convs, self.stages, strict=True)
-        ):
-            if level:
-                odd = [amount for size in reversed(x.shape[2:]) for amount in (0, size % 2)]
-                x = down(nn.functional.pad(x, odd))
-            x = stage(convs(x))
+        steps = [None, *self.strides]
+        for step, down, convs, stage in zip(steps, self.down, self.convs, self.stages, strict=True):
+            if step is not None:
+                x = nn.functional.pad(x, _missing(x.shape[2:], step))
+            x = stage(convs(down(x)))
             skips.append(x)
-        x = skips.pop()
-        for up, decoder in zip(reversed(self.up), reversed(self.decoders), strict=True):
-            skip = skips.pop()
-            x = up(x)
-            for axis, size in enumerate(skip.shape[2:], start=2):
-                x = x.narrow(axis, 0, size)
-            x = decoder(torch.cat([x, skip], dim=1))
-        out: Tensor = self.head(x)
-        return out
+        outputs: list[Tensor] = []
+        for level in reversed(range(len(skips))):
+            if level < len(self.up):
+                x = self.up[level](x)
+                for axis, size in enumerate(skips[level].shape[2:], start=2):
+                    x = x.narrow(axis, 0, size)
+                x = self.decoders[level](torch.cat([x, skips[level]], dim=1))
+            if level < len(self.heads) and (self.training or level == 0):
+                outputs.insert(0, self.heads[level](x))
+        return outputs if self.deep_supervision and self.training else outputs[0]
+
+
+def _stretched(values: Sequence[int], count: int) -> list[int]:
+    return [values[min(at, len(values) - 1)] for at in range(count)]
+
+
+def _missing(space: Sequence[int], step: Sequence[int]) -> list[int]:
+    """For torch's pad: what each axis lacks at its end to be divided."""
+    pairs = zip(reversed(space), reversed(step), strict=True)
+    return [amount for size, by in pairs for amount in (0, -size % by)]

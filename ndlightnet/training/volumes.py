@@ -1,35 +1,42 @@
-"""Volumes for training: folders in the decathlon's layout, and phantoms made on the spot."""
+"""Volumes for training: folders with a dataset.json, and phantoms made on the spot."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
-from monai.data.dataloader import DataLoader
+from torch.utils.data import DataLoader
 
+from ndlightnet.data.augment import Augment
+from ndlightnet.data.crops import Crops, Numbers, generator_of
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.phantoms import make_phantoms
-from ndlightnet.data.volume_transforms import augment, preprocess, volume_dataset
+from ndlightnet.data.volume_transforms import Intensity, Prepare, volume_dataset
 from ndlightnet.data.volumes import Case, check_cases, find_inputs, load_case, read_decathlon
-from ndlightnet.training.loading import training_loader
 
 
 class VolumeData(L.LightningDataModule):
-    """A folder in the decathlon's layout (`dataset.json`).
+    """A folder of volumes and labels with a `dataset.json`, the decathlon's or nnU-Net's.
 
     Args:
         root: the folder.
         patch: shape of the training crops (voxels).
-        batch_size: cases per batch. num_samples: crops taken from each.
-        repeats: visits per case in an epoch (above 1 the cases are drawn at random).
-        validation: share of the training cases that chooses the best checkpoint; `test` is not
-            looked at.
+        intensities: how each channel is scaled; default: each volume by its own mean and deviation.
+        channels: which of the image files of a case are used, by number; default: all.
         spacing: resample to this voxel size (mm) first; None trains on the files' own grids.
-        flip_axes: axes (0 = x ...) along which a mirrored anatomy is as likely.
-        workers: processes that prepare batches.
+        batch_size: crops in a batch. batches: batches in an epoch.
+        foreground: share of the crops that are centred on a labelled voxel.
+        augment: how crops are turned, mirrored, blurred and so on; None: not at all.
+        folds: the training cases are cut into so many parts. fold: the part, from 0, that chooses
+            the best checkpoint and is not trained on; default: no cross-validation, a tenth does.
+        test_on: what `test` looks at, the listing's test cases or the part not trained on.
+        workers: processes that cut crops.
+        cache: folder that keeps prepared volumes from run to run; default: they are kept in memory.
         input: for predict: a file, a DICOM folder, or a folder of them.
     """
 
@@ -37,24 +44,29 @@ class VolumeData(L.LightningDataModule):
         self,
         root: str,
         patch: list[int],
-        batch_size: int = 2,
-        num_samples: int = 2,
-        repeats: int = 1,
-        validation: float = 0.1,
+        intensities: list[Intensity] | None = None,
+        channels: list[int] | None = None,
         spacing: list[float] | None = None,
-        flip_axes: list[int] | None = None,
+        batch_size: int = 2,
+        batches: int = 250,
+        foreground: float = 1 / 3,
+        augment: Augment | None = Augment(),  # noqa: B008 (it is frozen)
+        folds: int = 5,
+        fold: int | None = None,
+        test_on: Literal["test", "fold"] = "test",
         workers: int = 2,
+        cache: str | None = None,
         input: str | None = None,
     ) -> None:
         super().__init__()
-        self.root, self.patch, self.batch_size, self.num_samples = (
-            Path(root),
-            patch,
-            batch_size,
-            num_samples,
-        )
-        self.repeats, self.validation, self.spacing = repeats, validation, spacing
-        self.flip_axes, self.workers, self.input = flip_axes or [], workers, input
+        self.root, self.patch, self.spacing = Path(root), patch, spacing
+        self.intensities, self.channels = intensities, channels
+        self.batch_size, self.batches, self.foreground = batch_size, batches, foreground
+        if augment is not None and augment.spacing is None and spacing is not None:
+            augment = replace(augment, spacing=tuple(spacing))
+        self.augment = augment
+        self.folds, self.fold, self.test_on = folds, fold, test_on
+        self.workers, self.cache, self.input = workers, cache, input
         self.labels: tuple[str, ...] = ()
         self.modalities: tuple[str, ...] = ()
 
@@ -62,44 +74,102 @@ class VolumeData(L.LightningDataModule):
         if stage == "predict":
             return  # names come with the checkpoint; the training data need not be here
         folder = read_decathlon(self.root)
-        self.labels, self.modalities = folder.labels, folder.modalities
+        self.labels = folder.labels
+        self.modalities = tuple(folder.modalities[c] for c in self._chosen(len(folder.modalities)))
+        labelled = [self._with_channels(c) for c in folder.training if c.label is not None]
+        train, held = self._split(labelled)
         if stage in ("fit", "validate"):
-            labelled = [case for case in folder.training if case.label is not None]
-            held_out = max(1, round(self.validation * len(labelled)))
-            if len(labelled) <= held_out:
-                raise DataError(
-                    f"{self.root}: {len(labelled)} training cases, at least 2 are needed"
-                )
-            # every k-th case, so that the choice does not depend on a random state
-            chosen = {round(i * len(labelled) / held_out) for i in range(held_out)}
-            train = [case for i, case in enumerate(labelled) if i not in chosen]
-            held = [case for i, case in enumerate(labelled) if i in chosen]
             check_cases(labelled, len(self.labels))
-            steps = augment(self.patch, self.num_samples, len(self.labels), self.flip_axes)
             if stage == "fit":
-                self.train_set = volume_dataset(train, self._prepare(), steps, self.workers)
-            self.val_set = volume_dataset(held, self._prepare(), None, self.workers)
-        else:
-            self.test_cases = [case for case in folder.test if case.label is not None]
-            if not self.test_cases:
-                raise DataError(f"{self.root}: no test case has a label")
-            check_cases(self.test_cases, len(self.labels))
+                prepared = self._dataset(train, self.patch)
+                self.crops = Crops(
+                    prepared, self.patch, self.batch_size, self.foreground, torch.initial_seed()
+                )
+            self.val_set = self._dataset(held)
+            return
+        test = [self._with_channels(c) for c in folder.test if c.label is not None]
+        self.test_cases = test if self.test_on == "test" else held
+        if not self.test_cases:
+            raise DataError(f"{self.root}: no test case has a label")
+        check_cases(self.test_cases, len(self.labels))
 
-    def _prepare(self) -> Any:
-        return preprocess(self.modalities, self.spacing)
+    def _chosen(self, count: int) -> list[int]:
+        chosen = list(range(count)) if self.channels is None else self.channels
+        if not chosen or any(not 0 <= c < count for c in chosen):
+            raise DataError(f"{self.root}: channels={chosen}: has channels 0 to {count - 1}")
+        return chosen
+
+    def _with_channels(self, case: Case) -> Case:
+        images = tuple(case.images[c] for c in self._chosen(len(case.images)))
+        return Case(case.name, images, case.label)
+
+    def _split(self, cases: list[Case]) -> tuple[list[Case], list[Case]]:
+        """To train on, and to choose the checkpoint with. Folds are drawn from a seed of their own,
+        so that they are the same in every run."""
+        if self.fold is None:
+            count, part = max(2, min(10, len(cases))), 0
+        else:
+            count, part = self.folds, self.fold
+        if not 2 <= count <= len(cases) or not 0 <= part < count:
+            raise DataError(
+                f"{self.root}: {len(cases)} training cases, folds={count}, fold={part}: expected 2 "
+                "to as many folds as cases, and a fold from 0 on"
+            )
+        order = torch.randperm(len(cases), generator=torch.Generator().manual_seed(0)).tolist()
+        held = {number for place, number in enumerate(order) if place % count == part}
+        numbered = list(enumerate(cases))
+        return (
+            [case for number, case in numbered if number not in held],
+            [case for number, case in numbered if number in held],
+        )
+
+    def _prepare(self) -> Prepare:
+        count = len(self.modalities)
+        scales = [Intensity()] * count if self.intensities is None else self.intensities
+        if len(scales) != count:
+            raise DataError(
+                f"{self.root}: {count} channels ({', '.join(self.modalities)}), expected as many "
+                f"intensities, got {len(scales)}"
+            )
+        return Prepare(scales, self.spacing)
+
+    def _dataset(self, cases: list[Case], patch: list[int] | None = None) -> Any:
+        return volume_dataset(
+            cases, self._prepare(), patch, len(self.labels), max(1, self.workers), self.cache
+        )
 
     def train_dataloader(self) -> Any:
-        return training_loader(
-            self.train_set, self.batch_size, self.repeats, self.workers, DataLoader
-        )
+        return TimedLoader(
+            self.crops, self.batch_size, sampler=Numbers(self.batches * self.batch_size),
+            num_workers=self.workers, persistent_workers=self.workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )  # fmt: skip
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.trainer is None or not self.trainer.training:
+            return batch
+        image, label, numbers = batch
+        if self.augment is not None:
+            # numbers stay on the host: reading them must not wait for the device
+            chance = generator_of(self.crops.seed, int(numbers[0]))
+            image, label = self.augment(image, label, chance)
+        return image, label, numbers
+
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> Any:
+        """Volumes with their geometry, and numbers, stay on the host."""
+        if isinstance(batch, dict):
+            return batch
+        image, label, numbers = batch
+        move = super().transfer_batch_to_device
+        return *move((image, label), device, dataloader_idx), numbers
 
     def val_dataloader(self) -> Any:
-        return DataLoader(self.val_set, batch_size=1, num_workers=0)
+        return DataLoader(self.val_set, batch_size=None)
 
     def test_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(
-            Opened(self.test_cases, self.modalities, self.spacing), batch_size=None
-        )
+        return DataLoader(Opened(self.test_cases, self._prepare()), batch_size=None)
 
     def predict_dataloader(self) -> Any:
         if self.input is None:
@@ -107,8 +177,7 @@ class VolumeData(L.LightningDataModule):
         cases = find_inputs(self.input)
         if not self.labels:
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
-        opened = Opened(cases, self.modalities, self.spacing)
-        return torch.utils.data.DataLoader(opened, batch_size=None)
+        return DataLoader(Opened(cases, self._prepare()), batch_size=None)
 
     def names(self) -> dict[str, list[str]]:
         """What a checkpoint keeps, so that predict does without the training data."""
@@ -116,6 +185,22 @@ class VolumeData(L.LightningDataModule):
 
     def set_names(self, names: dict[str, list[str]]) -> None:
         self.labels, self.modalities = tuple(names["labels"]), tuple(names["modalities"])
+
+
+class TimedLoader(DataLoader[Any]):
+    """Knows how long it was waited for: `waited`, in seconds."""
+
+    waited = 0.0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        batches = super().__iter__()
+        while True:
+            asked = time.perf_counter()
+            batch = next(batches, None)
+            self.waited += time.perf_counter() - asked
+            if batch is None:
+                return
+            yield batch
 
 
 class PhantomVolumes(VolumeData):
@@ -139,23 +224,21 @@ class PhantomVolumes(VolumeData):
 class Opened(torch.utils.data.Dataset[dict[str, Any]]):
     """Cases read and prepared one at a time. One that cannot be read gives {"case", "error"}."""
 
-    def __init__(
-        self, cases: Sequence[Case], modalities: Sequence[str], spacing: Sequence[float] | None
-    ) -> None:
-        self.cases, self.modalities = list(cases), modalities
-        self.prepare = preprocess(modalities, spacing)
+    def __init__(self, cases: Sequence[Case], prepare: Prepare) -> None:
+        self.cases, self.prepare = list(cases), prepare
 
     def __len__(self) -> int:
         return len(self.cases)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        case = self.cases[index]
+        case, expected = self.cases[index], len(self.prepare.intensities)
         try:
-            if len(case.images) != len(self.modalities):
+            data = load_case(case)
+            if len(data["image"]) != expected:
                 raise DataError(
-                    f"{case.images[0]}: {len(case.images)} channels, the network was trained on "
-                    f"{len(self.modalities)} ({', '.join(self.modalities)})"
+                    f"{case.images[0]}: {len(data['image'])} channels, the network was trained on "
+                    f"{expected}"
                 )
-            return {"case": case, "data": self.prepare(load_case(case))}
+            return {"case": case, "data": self.prepare(data)}
         except DataError as error:
             return {"case": case, "error": str(error)}

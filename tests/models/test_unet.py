@@ -50,7 +50,7 @@ def test_odd_sizes_are_padded_and_cropped_at_the_end(close):
     top = model.convs[0](x)
     whole = torch.cat([top, torch.zeros(2, 8, 1)], -1)
     below = model.up[0](model.convs[1](model.down[1](whole)))
-    expected = model.head(model.decoders[0](torch.cat([below[..., :7], top], 1)))
+    expected = model.heads[0](model.decoders[0](torch.cat([below[..., :7], top], 1)))
     close(model(x), expected, 1e-5)
 
 
@@ -101,7 +101,7 @@ def test_state_dict_round_trip(tmp_path):
 def test_errors_show_the_values():
     with pytest.raises(ValueError, match=r"dims=4"):
         tiny(4)
-    with pytest.raises(ValueError, match=r"widths=.* depths="):
+    with pytest.raises(ValueError, match=r"depths=\(1, 1\): .*strides="):
         tiny(2, depths=(1, 1))
     with pytest.raises(ValueError, match=r"widths="):
         tiny(2, widths=(), depths=())

@@ -1,0 +1,86 @@
+"""Training crops of volumes that follow from a seed and a number alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+
+class Crops(Dataset[tuple[Tensor, Tensor, int]]):
+    """Crop number n of a training: the case, the place and (by whoever augments it) all else follow
+    from the seed and from n, so that a resumed training sees what an uninterrupted one does, with
+    any number of workers.
+
+    Every case comes up once before any comes up again. The last `foreground` of every batch are
+    centred on a voxel of a class drawn evenly among those of the case, the others lie anywhere.
+
+    Args:
+        cases: prepared dictionaries with "image" (channels, *space), "label" (1, *space) and
+            "label_cls_indices", flat indices of voxels of each class; none smaller than `patch`.
+        patch: shape of a crop. batch_size: crops in a batch.
+        foreground: share of the crops that show a label for sure.
+    """
+
+    def __init__(
+        self, cases: Any, patch: Sequence[int], batch_size: int, foreground: float, seed: int
+    ) -> None:
+        self.cases, self.patch, self.seed = cases, np.array(patch), seed
+        self.batch_size, self.free = batch_size, batch_size - round(foreground * batch_size)
+
+    def __len__(self) -> int:
+        return len(self.cases)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor, int]:
+        """(image float32 (channels, *patch), label uint8 or int16 (1, *patch), number)."""
+        rounds, place = divmod(number, len(self.cases))
+        case = self.cases[int(_order(self.seed, rounds, len(self.cases))[place])]
+        chance = np.random.default_rng((self.seed, 1, number))
+        image, label = case["image"], case["label"]
+        space = np.array(image.shape[1:])
+        start = chance.integers(0, space - self.patch + 1)
+        if number % self.batch_size >= self.free:
+            voxels = [v for v in case["label_cls_indices"][1:] if len(v)]
+            if voxels:
+                of_class = voxels[chance.integers(len(voxels))]
+                centre = np.unravel_index(int(of_class[chance.integers(len(of_class))]), space)
+                start = np.clip(np.array(centre) - self.patch // 2, 0, space - self.patch)
+        at = (slice(None), *(slice(a, a + n) for a, n in zip(start, self.patch, strict=True)))
+        return _plain(image)[at].clone(), _plain(label)[at].clone(), number
+
+
+@lru_cache(2)
+def _order(seed: int, rounds: int, count: int) -> np.ndarray:
+    return np.random.default_rng((seed, 0, rounds)).permutation(count)
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.as_subclass(Tensor)  # type: ignore[arg-type]
+
+
+class Numbers(Sampler[int]):
+    """The numbers of an epoch's crops: epoch * count, and so on. Lightning tells the epoch."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch = count, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.epoch * self.count, (self.epoch + 1) * self.count))
+
+
+def generator_of(seed: int, number: int) -> torch.Generator:
+    """For what is random about the batch whose first crop has this number."""
+    entropy = (seed, 2 if number >= 0 else 3, abs(number))
+    state = np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(state >> 1))

@@ -1,0 +1,84 @@
+"""MONAI's networks behind NDLightUNet's constructor and call, to be trained with the same recipe.
+
+They take any size (what they do not divide is padded with zeros and cropped) and give a list of
+logits in training where they know deep supervision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import monai.networks.nets.dynunet
+import monai.networks.nets.segresnet
+import monai.networks.nets.swin_unetr
+from torch import Tensor, nn
+
+from ndlightnet.grid import per_axis
+
+
+class _Peer(nn.Module):
+    """net: the network. multiple: what it divides sizes by, at most, along each axis."""
+
+    def __init__(self, net: nn.Module, outputs: int, multiple: Sequence[int]) -> None:
+        super().__init__()
+        self.net, self.out_channels, self.multiple = net, outputs, tuple(multiple)
+
+    def forward(self, x: Tensor) -> Tensor | list[Tensor]:
+        space = x.shape[2:]
+        lacking = [-n % m for n, m in zip(space, self.multiple, strict=True)]
+        x = nn.functional.pad(x, [n for lack in reversed(lacking) for n in (0, lack)])
+        cut: Any = (..., *(slice(n) for n in space))
+        y: Tensor = self.net(x)
+        if y.ndim == x.ndim:
+            return y[cut]
+        return [level[cut] for level in y.unbind(1)]  # all brought to the size of the first
+
+
+def _steps(strides: Sequence[int | Sequence[int]], dims: int) -> list[tuple[int, ...]]:
+    return [per_axis("strides", s if isinstance(s, int) else tuple(s), dims) for s in strides]
+
+
+class DynUNet(_Peer):
+    """nnU-Net's network: plain convolutions, instance norm, deep supervision. Widths are 32, 64 and
+    so on, up to 320; strides as in NDLightUNet."""
+
+    def __init__(
+        self, dims: int, in_channels: int, out_channels: int,
+        strides: Sequence[int | Sequence[int]] = (2, 2, 2), deep_supervision: bool = True,
+    ) -> None:  # fmt: skip
+        steps = _steps(strides, dims)
+        multiple = [1] * dims
+        for step in steps:
+            multiple = [m * s for m, s in zip(multiple, step, strict=True)]
+        net = monai.networks.nets.dynunet.DynUNet(
+            dims, in_channels, out_channels, [3] * (len(steps) + 1), [1, *steps], steps,
+            filters=[min(320, 32 << level) for level in range(len(steps) + 1)],
+            deep_supervision=deep_supervision, deep_supr_num=max(1, len(steps) - 1),
+        )  # fmt: skip
+        super().__init__(net, out_channels, multiple)
+
+
+class SegResNet(_Peer):
+    """MONAI's SegResNet with its usual depths."""
+
+    def __init__(
+        self, dims: int, in_channels: int, out_channels: int, init_filters: int = 32
+    ) -> None:
+        net = monai.networks.nets.segresnet.SegResNet(
+            dims, init_filters, in_channels, out_channels, blocks_down=(1, 2, 2, 4),
+            blocks_up=(1, 1, 1),
+        )  # fmt: skip
+        super().__init__(net, out_channels, [8] * dims)
+
+
+class SwinUNETR(_Peer):
+    """MONAI's SwinUNETR, of 24 features."""
+
+    def __init__(
+        self, dims: int, in_channels: int, out_channels: int, feature_size: int = 24
+    ) -> None:
+        net = monai.networks.nets.swin_unetr.SwinUNETR(
+            in_channels, out_channels, feature_size=feature_size, spatial_dims=dims
+        )
+        super().__init__(net, out_channels, [32] * dims)
