@@ -1,4 +1,4 @@
-"""From a trained network to a prediction on a whole grid."""
+"""Logits of a whole grid, and class probabilities of clips."""
 
 from __future__ import annotations
 

@@ -1,0 +1,15 @@
+"""From a trained network to a prediction: logits, labels that fit in memory, clips, ensembles."""
+
+from ndlightnet.inference.labels import keep_largest, predict_labels
+from ndlightnet.inference.logits import predict_clips, predict_clips_early, predict_volume
+from ndlightnet.inference.networks import Ensemble, Mirrored
+
+__all__ = [
+    "Ensemble",
+    "Mirrored",
+    "keep_largest",
+    "predict_clips",
+    "predict_clips_early",
+    "predict_labels",
+    "predict_volume",
+]

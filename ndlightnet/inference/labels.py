@@ -1,0 +1,175 @@
+"""Labels of an image, computed part by part on any grid along its axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ndlightnet.inference.windows import blended, whole
+
+# For every index of a target axis: the cell of the image below it, int64, and how far it lies
+# towards the next cell, float32 in 0..1.
+Lookup = tuple[Tensor, Tensor]
+CHUNK = 2**24  # bytes of logits that are interpolated at a time
+
+
+@torch.no_grad()
+def predict_labels(
+    net: nn.Module,
+    image: Tensor,
+    window: Sequence[int] | None = None,
+    *,
+    overlap: float = 0.5,
+    onto: tuple[Sequence[int], Any] | None = None,
+    memory: int | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Labels of an image `(channels, *space)` on the CPU: the class of the largest logit, uint8, or
+    int16 of more than 255 classes. Cells are computed part by part: no logits of the whole target.
+
+    window: as in `predict_volume`, the same blending; one window is in the network at a time.
+    onto: `(shape, matrix)` of another grid for the labels, None: the image's. The matrix
+        `(ndim + 1, ndim + 1)` maps its indices to indices of the image, by a scale (negative: a
+        flip) and an offset for each axis. Logits are interpolated linearly, outside of the image
+        its border goes on, and then the largest is taken.
+    device: where the network is and where all is computed; None: where its parameters are. The
+        image may stay on the host. Windows take the dtype of the parameters.
+    memory: bytes for the sums of windows on the device. They run along the axis with the most
+        windows and take `4 (classes + 1) (window + 1) area`, of the window along that axis and the
+        area of the image across it. Where this is more than `memory` the image is cut into columns,
+        one after the other; windows on a cut are computed once for each of its sides. None: half of
+        the free memory of a CUDA device; elsewhere as much as the image takes in float32, but at
+        least 512 MiB. No column is narrower than the window.
+
+    Besides these sums and the labels: what the network takes for one window and its logits, some
+    CHUNK bytes; without a window the logits of the image in the network's dtype.
+
+    Raises ValueError for arguments that do not fit the image, and for logits that are not numbers.
+    """
+    image = image.as_subclass(Tensor)  # of a MetaTensor every slice would cost milliseconds
+    space = image.shape[1:]
+    like = next(net.parameters(), image)
+    like = torch.empty(0, dtype=like.dtype, device=like.device if device is None else device)
+    lookups = _lookups(space, onto)
+    if window is None:
+        parts = whole(net, image, like)
+    else:
+        halo = [int(fraction.any()) for _, fraction in lookups]
+        parts = blended(net, image, window, overlap, halo, like, memory)
+    labels: Tensor | None = None
+    for corner, logits in parts:
+        if labels is None:
+            dtype = torch.uint8 if len(logits) <= 255 else torch.int16
+            labels = torch.empty([len(lower) for lower, _ in lookups], dtype=dtype)
+        _label(logits, corner, space, lookups, labels)
+    assert labels is not None
+    return labels
+
+
+def _lookups(space: Sequence[int], onto: tuple[Sequence[int], Any] | None) -> list[Lookup]:
+    ndim = len(space)
+    shape, given = (space, torch.eye(ndim + 1)) if onto is None else onto
+    matrix = torch.as_tensor(given, dtype=torch.float64)
+    if len(shape) != ndim or min(shape) < 1 or matrix.shape != (ndim + 1, ndim + 1):
+        raise ValueError(
+            f"onto: shape {tuple(shape)} and a matrix {tuple(matrix.shape)}, expected {ndim} sizes "
+            f"above 0 and a matrix {(ndim + 1, ndim + 1)}"
+        )
+    scale, offset = matrix.diagonal()[:-1], matrix[:-1, -1]
+    # What rounding leaves beside the diagonal may move no cell by more than a hundredth.
+    beside = (matrix[:-1, :-1] - scale.diag()).abs() @ torch.tensor(shape, dtype=torch.float64)
+    affine = bool(((matrix[-1] - torch.eye(ndim + 1)[-1]).abs() < 1e-6).all())
+    if not (affine and matrix.isfinite().all() and scale.all() and (beside < 0.01).all()):
+        raise ValueError(
+            f"onto: matrix {matrix.tolist()}, expected one scale and one offset for each axis"
+        )
+    lookups = []
+    for n, size, a, b in zip(space, shape, scale, offset, strict=True):
+        at = (a * torch.arange(size) + b).clamp(0, n - 1)
+        at = torch.where((at - at.round()).abs() < 1e-4, at.round(), at)  # the same up to rounding
+        lower = at.floor()
+        lookups.append((lower.long(), (at - lower).float()))
+    return lookups
+
+
+def _label(
+    logits: Tensor, corner: Sequence[int], space: Sequence[int], lookups: Sequence[Lookup],
+    labels: Tensor,
+) -> None:  # fmt: skip
+    """Writes the labels of all targets between the cells of one part, logits `(classes, *cells)`.
+
+    Classes come one after the other with a running maximum, rows of the target likewise: what is
+    interpolated at a time takes CHUNK bytes, if a row of one class does not take more.
+    """
+    box, steps = [], []
+    for start, length, n, (lower, share) in zip(
+        corner, logits.shape[1:], space, lookups, strict=True
+    ):
+        # Between cells the targets beyond the last one are the next part's, which begins with it.
+        stop = start + length - int(bool(share.any()) and start + length < n)
+        own = ((lower >= start) & (lower < stop)).nonzero()
+        if not len(own):
+            return
+        box.append(slice(int(own[0]), int(own[-1]) + 1))
+        low = lower[box[-1]] - start
+        steps.append((low.to(logits.device), share[box[-1]].to(logits.device), bool(share.any())))
+    block = torch.zeros_like(labels[tuple(box)], device=logits.device)
+    cells = math.prod(map(max, block.shape[1:], logits.shape[2:]))
+    rows = max(1, CHUNK // (4 * cells * len(logits)))
+    classes = max(1, CHUNK // (4 * cells * rows))
+    bad = torch.zeros((), dtype=torch.bool, device=logits.device)
+    for row in range(0, len(block), rows):
+        label = block[row : row + rows]
+        best = torch.full_like(label, -torch.inf, dtype=torch.float32)
+        low, share, between = steps[0]
+        now = [(low[row : row + rows], share[row : row + rows], between), *steps[1:]]
+        for first in range(0, len(logits), classes):
+            values = logits[first : first + classes]
+            for low, share, between in now:
+                values = _at(values, low, share if between else None)
+            for c, value in enumerate(values, first):
+                label.masked_fill_(value > best, c)
+                best = torch.maximum(best, value)
+        bad |= best.isnan().any()
+    if bad:
+        raise ValueError("network: its logits are not numbers (NaN)")
+    labels[tuple(box)] = block.cpu()
+
+
+def _at(x: Tensor, low: Tensor, share: Tensor | None) -> Tensor:
+    """Values at, or with `share` linearly between, the cells `low` and `low + 1` of the first axis,
+    which goes last: `(classes, a, b, ...)` -> `(classes, b, ..., targets)`. After as many calls as
+    there are axes all are in their order again."""
+    below = x[:, low]
+    if share is not None:
+        above = x[:, (low + 1).clamp(max=x.shape[1] - 1)]
+        share = share.view(-1, *[1] * (x.ndim - 2))
+        below = torch.lerp(below.float(), above.float(), share)
+    return below.movedim(1, -1)
+
+
+def keep_largest(labels: Tensor, classes: Sequence[int] | None = None) -> Tensor:
+    """Integer labels `(*space)` in which every class of `classes` (None: all above 0) keeps only
+    its largest component; cells that touch at a corner belong together. Others become 0. Of two
+    of the same size the first stays. The dtype stays, the result is on the CPU."""
+    import numpy as np
+    from scipy import ndimage
+
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(f"labels of {labels.dtype}: expected integers")
+    if classes is not None and any(c < 1 for c in classes):
+        raise ValueError(f"classes={classes!r}: expected labels above 0")
+    kept = np.array(labels.detach().cpu().numpy())
+    for c, box in enumerate(ndimage.find_objects(kept), start=1):
+        if box is None or (classes is not None and c not in classes):
+            continue
+        mask = kept[box] == c
+        parts, count = ndimage.label(mask, np.ones([3] * kept.ndim))
+        if count > 1:
+            sizes = np.bincount(parts.ravel())
+            kept[box][mask & (parts != 1 + sizes[1:].argmax())] = 0
+    return torch.from_numpy(kept)

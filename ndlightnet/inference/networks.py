@@ -1,0 +1,63 @@
+"""Several forwards as one network: mirrored copies of the input, folds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+
+from torch import Tensor, nn
+
+
+class Mirrored(nn.Module):
+    """The mean of a network's logits over mirrored copies of the input, one after the other: every
+    subset of the spatial `axes` (0 is the first after the channels), `2 ** len(axes)` forwards."""
+
+    def __init__(self, net: nn.Module, axes: Sequence[int]) -> None:
+        super().__init__()
+        if len(set(axes)) != len(axes) or any(axis < 0 for axis in axes):
+            raise ValueError(f"axes={axes!r}: expected different axes, counted from 0")
+        self.net, self.axes = net, tuple(axes)
+        _pass_channels(self, [net])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(batch, channels, *space)` -> `(batch, classes, *space)`, in the network's dtype."""
+        sides = [
+            [2 + axis for axis in some]
+            for count in range(len(self.axes) + 1)
+            for some in combinations(self.axes, count)
+        ]
+        return _mean((self.net(x.flip(dims)).flip(dims) for dims in sides), len(sides))
+
+
+class Ensemble(nn.Module):
+    """The mean of the logits of several networks (folds), one after the other."""
+
+    def __init__(self, nets: Sequence[nn.Module]) -> None:
+        super().__init__()
+        if not nets:
+            raise ValueError("nets=[]: expected at least one network")
+        self.nets = nn.ModuleList(nets)
+        _pass_channels(self, nets)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`(batch, channels, *space)` -> `(batch, classes, *space)`, in the networks' dtype."""
+        return _mean((net(x) for net in self.nets), len(self.nets))
+
+
+def _mean(logits: Iterable[Tensor], count: int) -> Tensor:
+    """The mean of `count` tensors that are made one at a time."""
+    each = iter(logits)
+    total = next(each) / count  # a new tensor: a network may hand its input through
+    for more in each:
+        total.add_(more, alpha=1 / count)
+    return total
+
+
+def _pass_channels(module: nn.Module, nets: Sequence[nn.Module]) -> None:
+    """Gives `module` the `in_channels` and `out_channels` of its networks, where they have them."""
+    for name in ("in_channels", "out_channels"):
+        values = {getattr(net, name) for net in nets if hasattr(net, name)}
+        if len(values) > 1:
+            raise ValueError(f"networks: {name} {sorted(values)}, expected one for all")
+        for value in values:
+            setattr(module, name, value)

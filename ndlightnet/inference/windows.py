@@ -1,0 +1,159 @@
+"""Parts of an image with their logits: the whole at once, or overlapping windows blended as they
+come, each part complete when it is handed on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, product
+
+import torch
+from torch import Tensor, nn
+
+Part = tuple[tuple[int, ...], Tensor]  # index of the first cell, logits (classes, *cells)
+HOST = 2**29  # bytes that the sums of windows may take on a host, however small the image is
+
+
+def whole(net: nn.Module, image: Tensor, like: Tensor) -> Iterator[Part]:
+    """The one part of an image that goes through the network at once, in its dtype."""
+    yield (0,) * (image.ndim - 1), _forward(net, image[None].to(like))
+
+
+def blended(
+    net: nn.Module, image: Tensor, window: Sequence[int], overlap: float, halo: Sequence[int],
+    like: Tensor, memory: int | None,
+) -> Iterator[Part]:  # fmt: skip
+    """Parts of the image that are complete: the index of the first cell, and logits `(classes,
+    *cells)`, float32, on the device of `like`, valid until the next part is asked for. Neighbours
+    share `halo` cells along each axis; together the parts cover the image."""
+    space = image.shape[1:]
+    starts, weight = _windows(space, window, overlap, like.device)
+    axis = max(range(len(space)), key=lambda k: len(starts[k]))
+    # The first window is computed before the plan: it tells the number of classes.
+    logits: Tensor | None = _forward(net, _cut(image, [s[0] for s in starts], window, like))
+    assert logits is not None
+    thick = min(window[axis] + 1, space[axis])
+    if memory is None:
+        memory = _allowance(image, like.device)
+    channels = len(logits) + 1  # the last one sums the weights
+    columns = _columns(space, window, starts, axis, halo, memory // (4 * channels * thick))
+    shapes = [[b - a for a, b in column] for column in columns]
+    for shape in shapes:
+        shape[axis] = thick
+    buffer = torch.empty(channels * max(map(math.prod, shapes)), device=like.device)
+    for column, shape in zip(columns, shapes, strict=True):
+        sums = buffer[: channels * math.prod(shape)].view(channels, *shape).zero_()
+        low, done = [a for a, _ in column], 0  # the first cell of `sums`; planes ready before this
+        for start, stop in pairwise([*starts[axis], space[axis]]):
+            touching = [
+                [s for s in starts[k] if s < b and s + window[k] > a]
+                for k, (a, b) in enumerate(column)
+            ]
+            touching[axis] = [start]
+            for corner in product(*touching):
+                if logits is None:
+                    logits = _forward(net, _cut(image, corner, window, like))
+                _add(sums, low, logits, corner, weight)
+                logits = None  # not beside the next one
+            fresh = sums.narrow(1 + axis, done - low[axis], stop - done)
+            fresh[:-1].div_(fresh[-1:])
+            yield tuple(low), sums[:-1].narrow(1 + axis, 0, stop - low[axis])
+            by = stop - halo[axis] - low[axis]
+            for one in sums.movedim(1 + axis, 1):  # class by class, for a small copy
+                one[: thick - by] = one[by:].clone()
+                one[thick - by :] = 0
+            low[axis], done = low[axis] + by, stop
+
+
+def _add(
+    sums: Tensor, low: Sequence[int], logits: Tensor, corner: Sequence[int], weight: Tensor
+) -> None:
+    """Adds a window's weighted logits, and its weights, to sums that begin at the cell `low`."""
+    inside, at = _shared(corner, weight.shape, low, sums.shape[1:])
+    sums[:-1][(slice(None), *at)].addcmul_(logits[(slice(None), *inside)], weight[inside])
+    sums[-1][at] += weight[inside]
+
+
+def _forward(net: nn.Module, x: Tensor) -> Tensor:
+    """Logits `(classes, *space)` of one image `(1, channels, *space)`."""
+    out = net(x)
+    shape = tuple(getattr(out, "shape", ()))
+    if len(shape) != x.ndim or shape[2:] != x.shape[2:]:
+        raise ValueError(
+            f"network: input of shape {tuple(x.shape)} gave {shape or type(out).__name__}, "
+            f"expected (1, classes, {', '.join(map(str, x.shape[2:]))})"
+        )
+    logits: Tensor = out[0]
+    return logits
+
+
+def _windows(
+    space: Sequence[int], window: Sequence[int], overlap: float, device: torch.device
+) -> tuple[list[list[int]], Tensor]:
+    """First cells of the windows along each axis, below zero where the image is smaller and is
+    padded on both sides, and the weights `(*window)`: those of MONAI's sliding windows."""
+    from monai.data.utils import compute_importance_map, dense_patch_slices
+
+    if len(window) != len(space) or min(window) < 1:
+        raise ValueError(f"window={window!r}: expected {len(space)} sizes above 0")
+    if not 0 <= overlap < 1:
+        raise ValueError(f"overlap={overlap!r}: expected 0 <= overlap < 1")
+    starts = []
+    for n, w in zip(space, window, strict=True):
+        step, whole = max(1, int(w * (1 - overlap))), max(n, w)
+        slices = dense_patch_slices([whole], [w], [step])
+        starts.append([s.start - (whole - n) // 2 for (s,) in slices])
+    return starts, compute_importance_map(tuple(window), mode="gaussian", device=device)
+
+
+def _shared(
+    corner: Sequence[int], window: Sequence[int], low: Sequence[int], shape: Sequence[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Where a window and a box have cells in common: slices of the window, slices of the box."""
+    inside, at = [], []
+    for start, w, a, n in zip(corner, window, low, shape, strict=True):
+        first, last = max(start, a), min(start + w, a + n)
+        inside.append(slice(first - start, last - start))
+        at.append(slice(first - a, last - a))
+    return tuple(inside), tuple(at)
+
+
+def _cut(image: Tensor, corner: Sequence[int], window: Sequence[int], like: Tensor) -> Tensor:
+    """The window `(1, channels, *window)` of an image, zero outside of it."""
+    pin = like.is_cuda and not image.is_cuda  # the host need not wait for the copy
+    patch = torch.zeros(
+        1, len(image), *window, dtype=like.dtype, device=image.device, pin_memory=pin
+    )
+    inside, at = _shared(corner, window, [0] * len(window), image.shape[1:])
+    patch[0][(slice(None), *inside)] = image[(slice(None), *at)]
+    return patch.to(like.device, non_blocking=True)
+
+
+def _allowance(image: Tensor, device: torch.device) -> int:
+    """Bytes for the sums of windows."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return (free + cached) // 2
+    return max(HOST, 4 * image.numel())
+
+
+def _columns(
+    space: Sequence[int], window: Sequence[int], starts: Sequence[Sequence[int]], axis: int,
+    halo: Sequence[int], area: int,
+) -> list[tuple[tuple[int, int], ...]]:  # fmt: skip
+    """Boxes `(first, last + 1)` of cells that cover the image: whole along `axis`, cut across it
+    until none has more cells than `area` across, or none is wider than the window. Cuts lie where
+    windows begin: fewest windows touch both sides."""
+    pieces = [1] * len(space)
+    while True:
+        spans = []
+        for k, n in enumerate(space):
+            even = (i * n / pieces[k] for i in range(1, pieces[k]))
+            cuts = {min((abs(s - at), s) for s in starts[k])[1] for at in even}
+            spans.append([(max(0, a - halo[k]), b) for a, b in pairwise(sorted({0, *cuts, n}))])
+        widths = [max(b - a for a, b in span) for span in spans]
+        wide = [k for k in range(len(space)) if k != axis and widths[k] > window[k] + halo[k]]
+        if math.prod(widths) // widths[axis] <= area or not wide:
+            return list(product(*spans))
+        pieces[max(wide, key=lambda k: widths[k])] += 1
