@@ -39,14 +39,15 @@ def predict_labels(
     device: where the network is and where all is computed; None: where its parameters are. The
         image may stay on the host. Windows take the dtype of the parameters.
     memory: bytes for the sums of windows on the device. They run along the axis with the most
-        windows and take `4 (classes + 1) (window + 1) area`, of the window along that axis and the
-        area of the image across it. Where this is more than `memory` the image is cut into columns,
-        one after the other; windows on a cut are computed once for each of its sides. None: half of
-        the free memory of a CUDA device; elsewhere as much as the image takes in float32, but at
-        least 512 MiB. No column is narrower than the window.
+        windows and take `4 (classes + 1) (window + 1) area`: of the window along that axis, of the
+        image across it. Where this is more than `memory` the image is cut into columns, one after
+        the other, and windows on a cut are computed once for each side: 100 classes on 512^3 cells
+        in 512 MiB make 1.6 times as many windows of 64^3, in 4 GiB 1.2 times as many of 96^3. No
+        column is narrower than the window. None: half of the free memory of a CUDA device;
+        elsewhere as much as the image takes in float32, but at least 512 MiB.
 
-    Besides these sums and the labels: what the network takes for one window and its logits, some
-    CHUNK bytes; without a window the logits of the image in the network's dtype.
+    Beside these sums and the labels there is one window in the network with its logits and a few
+    times CHUNK bytes; without a window the logits of the image, in the network's dtype.
 
     Raises ValueError for arguments that do not fit the image, and for logits that are not numbers.
     """
@@ -73,7 +74,7 @@ def predict_labels(
 def _lookups(space: Sequence[int], onto: tuple[Sequence[int], Any] | None) -> list[Lookup]:
     ndim = len(space)
     shape, given = (space, torch.eye(ndim + 1)) if onto is None else onto
-    matrix = torch.as_tensor(given, dtype=torch.float64)
+    matrix = torch.as_tensor(given, dtype=torch.float64, device="cpu")
     if len(shape) != ndim or min(shape) < 1 or matrix.shape != (ndim + 1, ndim + 1):
         raise ValueError(
             f"onto: shape {tuple(shape)} and a matrix {tuple(matrix.shape)}, expected {ndim} sizes "

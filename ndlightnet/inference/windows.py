@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 Part = tuple[tuple[int, ...], Tensor]  # index of the first cell, logits (classes, *cells)
+_Box = tuple[tuple[int, int], ...]  # first cell and last + 1 along each axis
 HOST = 2**29  # bytes that the sums of windows may take on a host, however small the image is
 
 
@@ -36,18 +37,22 @@ def blended(
     if memory is None:
         memory = _allowance(image, like.device)
     channels = len(logits) + 1  # the last one sums the weights
-    columns = _columns(space, window, starts, axis, halo, memory // (4 * channels * thick))
-    shapes = [[b - a for a, b in column] for column in columns]
-    for shape in shapes:
-        shape[axis] = thick
+    columns = _columns(space, window, starts, axis, halo, memory // (4 * channels))
+    shapes = [[thick if k == axis else b - a for k, (a, b) in enumerate(c)] for c in columns]
     buffer = torch.empty(channels * max(map(math.prod, shapes)), device=like.device)
+    faces: dict[tuple[int, _Box], Tensor] = {}  # what a column leaves to the next along an axis
     for column, shape in zip(columns, shapes, strict=True):
         sums = buffer[: channels * math.prod(shape)].view(channels, *shape).zero_()
+        own = [a + halo[k] if a else 0 for k, (a, _) in enumerate(column)]
+        cut = [k for k in range(len(space)) if k != axis and halo[k]]
+        sides = [(k, (k, (*column[:k], *column[k + 1 :]))) for k in cut]
+        before = {k: faces.pop(side) for k, side in sides if column[k][0] > 0}
+        after = {k: _face(buffer, channels - 1, column, k) for k in cut if column[k][1] < space[k]}
         low, done = [a for a, _ in column], 0  # the first cell of `sums`; planes ready before this
         for start, stop in pairwise([*starts[axis], space[axis]]):
             touching = [
-                [s for s in starts[k] if s < b and s + window[k] > a]
-                for k, (a, b) in enumerate(column)
+                [s for s in starts[k] if s < b and s + window[k] > own[k]]
+                for k, (_, b) in enumerate(column)
             ]
             touching[axis] = [start]
             for corner in product(*touching):
@@ -57,12 +62,25 @@ def blended(
                 logits = None  # not beside the next one
             fresh = sums.narrow(1 + axis, done - low[axis], stop - done)
             fresh[:-1].div_(fresh[-1:])
+            for k, face in before.items():
+                fresh[:-1].narrow(1 + k, 0, 1).copy_(face.narrow(1 + axis, done, stop - done))
+            for k, face in after.items():
+                face.narrow(1 + axis, done, stop - done).copy_(
+                    fresh[:-1].narrow(1 + k, shape[k] - 1, 1)
+                )
             yield tuple(low), sums[:-1].narrow(1 + axis, 0, stop - low[axis])
             by = stop - halo[axis] - low[axis]
             for one in sums.movedim(1 + axis, 1):  # class by class, for a small copy
                 one[: thick - by] = one[by:].clone()
                 one[thick - by :] = 0
             low[axis], done = low[axis] + by, stop
+        faces |= {side: after[k] for k, side in sides if k in after}
+
+
+def _face(like: Tensor, classes: int, column: _Box, k: int) -> Tensor:
+    """Room for the logits of a column's last cells along axis k."""
+    shape = [1 if j == k else b - a for j, (a, b) in enumerate(column)]
+    return like.new_empty(classes, *shape)
 
 
 def _add(
@@ -140,12 +158,12 @@ def _allowance(image: Tensor, device: torch.device) -> int:
 
 def _columns(
     space: Sequence[int], window: Sequence[int], starts: Sequence[Sequence[int]], axis: int,
-    halo: Sequence[int], area: int,
-) -> list[tuple[tuple[int, int], ...]]:  # fmt: skip
-    """Boxes `(first, last + 1)` of cells that cover the image: whole along `axis`, cut across it
-    until none has more cells than `area` across, or none is wider than the window. Cuts lie where
-    windows begin: fewest windows touch both sides."""
-    pieces = [1] * len(space)
+    halo: Sequence[int], cells: int,
+) -> list[_Box]:  # fmt: skip
+    """Boxes that cover the image: whole along `axis`, cut across it until the sums and the faces
+    of a column have at most `cells`, or none is wider than the window. Cuts lie where windows
+    begin: fewest windows touch both sides. Before each cut a column has `halo` cells more."""
+    pieces, axes = [1] * len(space), range(len(space))
     while True:
         spans = []
         for k, n in enumerate(space):
@@ -153,7 +171,12 @@ def _columns(
             cuts = {min((abs(s - at), s) for s in starts[k])[1] for at in even}
             spans.append([(max(0, a - halo[k]), b) for a, b in pairwise(sorted({0, *cuts, n}))])
         widths = [max(b - a for a, b in span) for span in spans]
-        wide = [k for k in range(len(space)) if k != axis and widths[k] > window[k] + halo[k]]
-        if math.prod(widths) // widths[axis] <= area or not wide:
+        taken = min(window[axis] + 1, space[axis]) * math.prod(widths) // widths[axis]
+        for k in axes:  # the later an axis the sooner comes the next column along it
+            if k != axis and halo[k] and len(spans[k]) > 1:
+                others = (widths[j] if j < k and j != axis else space[j] for j in axes if j != k)
+                taken += math.prod(others)
+        wide = [k for k in axes if k != axis and widths[k] > window[k] + halo[k]]
+        if taken <= cells or not wide:
             return list(product(*spans))
         pieces[max(wide, key=lambda k: widths[k])] += 1

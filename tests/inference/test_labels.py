@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from monai.data.meta_tensor import MetaTensor
 from monai.inferers.inferer import SlidingWindowInferer
 from monai.transforms.spatial.array import Resize
 from scipy import ndimage
@@ -189,6 +190,19 @@ def test_one_window_at_a_time_and_each_once():
     # 4 channels, 9 planes, 20 x 12 cells: one cut, through the third axis where a window begins
     predict_labels(Net(), image, (8, 8, 8), memory=4 * 4 * 9 * 20 * 12)
     assert len(seen) == 9 * 4 * (5 + 1)
+    seen.clear()
+    # between cells one cell more, and 40 x 20 that the first column leaves to the second
+    halves = ((80, 20, 48), scaling((0.5, 1, 0.5), 0))
+    predict_labels(Net(), image, (8, 8, 8), onto=halves, memory=4 * 4 * (9 * 20 * 13 + 40 * 20))
+    assert len(seen) == 9 * 4 * (5 + 1)
+
+
+def test_a_meta_tensor_and_a_matrix_of_integers():
+    net, image = make_net(3), torch.randn(2, 9, 8, 7)
+    onto = ((9, 8, 7), np.diag([2, 1, 1, 1]))
+    plain = predict_labels(net, image, (6, 6, 6), onto=onto)
+    labels = predict_labels(net, MetaTensor(image), (6, 6, 6), onto=onto)
+    assert type(labels) is torch.Tensor and torch.equal(labels, plain)
 
 
 @pytest.mark.parametrize(

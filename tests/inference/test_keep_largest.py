@@ -1,0 +1,65 @@
+"""The largest component of every class, against a search cell by cell."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from ndlightnet.inference import keep_largest
+
+
+def components(mask):
+    """Sets of cells that touch, also at corners, by a search from cell to cell."""
+    left, found = set(map(tuple, np.argwhere(mask))), []
+    while left:
+        part, edge = set(), {min(left)}
+        while edge:
+            part |= edge
+            near = {
+                tuple(np.add(cell, step))
+                for cell in edge
+                for step in product((-1, 0, 1), repeat=mask.ndim)
+            }
+            edge = (near & left) - part
+        found.append(part)
+        left -= part
+    return found
+
+
+def by_search(labels, classes):
+    kept = labels.copy()
+    for c in classes:
+        parts = components(labels == c)
+        for part in parts:
+            if part is not max(parts, key=len):  # the first of several
+                kept[tuple(np.array(sorted(part)).T)] = 0
+    return kept
+
+
+@pytest.mark.parametrize("space", [(60,), (17, 13), (9, 7, 8), (4, 5, 3, 4), (1, 9, 9)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
+@pytest.mark.parametrize("classes", [None, [2]])
+def test_against_a_search(space, dtype, classes):
+    generator = torch.Generator().manual_seed(len(space))
+    labels = torch.randint(0, 4, space, generator=generator)
+    labels = (labels * (torch.rand(space, generator=generator) > 0.6)).to(dtype)
+    before = labels.clone()
+    kept = keep_largest(labels, classes)
+    assert kept.dtype == dtype and torch.equal(labels, before)
+    wanted = by_search(labels.numpy(), classes or range(1, 4))
+    assert torch.equal(kept, torch.from_numpy(wanted)) and not torch.equal(kept, labels)
+
+
+def test_nothing_to_do():
+    for labels in (torch.zeros(3, 4, 5, dtype=torch.uint8), torch.ones(4, 4, dtype=torch.int16)):
+        assert torch.equal(keep_largest(labels), labels)
+    assert torch.equal(keep_largest(torch.tensor([1, 0, 1]), [7]), torch.tensor([1, 0, 1]))
+
+
+def test_arguments_that_do_not_fit():
+    for labels in (torch.zeros(3, 3), torch.zeros(3, 3, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="expected integers"):
+            keep_largest(labels)
+    with pytest.raises(ValueError, match="expected labels above 0"):
+        keep_largest(torch.zeros(3, dtype=torch.uint8), [0, 1])
