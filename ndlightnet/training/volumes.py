@@ -11,9 +11,10 @@ import torch
 from monai.data.dataloader import DataLoader
 
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.layouts import find_inputs, read_dataset
 from ndlightnet.data.phantoms import make_phantoms
 from ndlightnet.data.volume_transforms import augment, preprocess, volume_dataset
-from ndlightnet.data.volumes import Case, check_cases, find_inputs, load_case, read_decathlon
+from ndlightnet.data.volumes import Case, check_cases, load_case
 from ndlightnet.training.loading import training_loader
 
 
@@ -61,8 +62,8 @@ class VolumeData(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         if stage == "predict":
             return  # names come with the checkpoint; the training data need not be here
-        folder = read_decathlon(self.root)
-        self.labels, self.modalities = folder.labels, folder.modalities
+        folder = read_dataset(self.root)
+        self.labels, self.modalities = folder.labels, folder.channels
         if stage in ("fit", "validate"):
             labelled = [case for case in folder.training if case.label is not None]
             held_out = max(1, round(self.validation * len(labelled)))
@@ -74,7 +75,7 @@ class VolumeData(L.LightningDataModule):
             chosen = {round(i * len(labelled) / held_out) for i in range(held_out)}
             train = [case for i, case in enumerate(labelled) if i not in chosen]
             held = [case for i, case in enumerate(labelled) if i in chosen]
-            check_cases(labelled, len(self.labels))
+            check_cases(labelled, len(self.labels), len(self.modalities))
             steps = augment(self.patch, self.num_samples, len(self.labels), self.flip_axes)
             if stage == "fit":
                 self.train_set = volume_dataset(train, self._prepare(), steps, self.workers)
@@ -83,7 +84,7 @@ class VolumeData(L.LightningDataModule):
             self.test_cases = [case for case in folder.test if case.label is not None]
             if not self.test_cases:
                 raise DataError(f"{self.root}: no test case has a label")
-            check_cases(self.test_cases, len(self.labels))
+            check_cases(self.test_cases, len(self.labels), len(self.modalities))
 
     def _prepare(self) -> Any:
         return preprocess(self.modalities, self.spacing)
@@ -104,7 +105,7 @@ class VolumeData(L.LightningDataModule):
     def predict_dataloader(self) -> Any:
         if self.input is None:
             raise DataError("data.input: expected a file or a folder to predict, got none")
-        cases = find_inputs(self.input)
+        cases = find_inputs(self.input, max(1, len(self.modalities)))
         if not self.labels:
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
         opened = Opened(cases, self.modalities, self.spacing)
@@ -151,11 +152,12 @@ class Opened(torch.utils.data.Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         case = self.cases[index]
         try:
-            if len(case.images) != len(self.modalities):
+            loaded = load_case(case)
+            if len(loaded["image"]) != len(self.modalities):
                 raise DataError(
-                    f"{case.images[0]}: {len(case.images)} channels, the network was trained on "
-                    f"{len(self.modalities)} ({', '.join(self.modalities)})"
+                    f"{case.images[0]}: {len(loaded['image'])} channels, the network was trained "
+                    f"on {len(self.modalities)} ({', '.join(self.modalities)})"
                 )
-            return {"case": case, "data": self.prepare(load_case(case))}
+            return {"case": case, "data": self.prepare(loaded)}
         except DataError as error:
             return {"case": case, "error": str(error)}

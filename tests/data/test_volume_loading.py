@@ -14,7 +14,8 @@ import pytest
 import torch
 from monai.data import MetaTensor
 
-from ndlightnet.data.volumes import Case, check_cases, find_inputs, load_case, save_labels
+from ndlightnet.data.layouts import find_inputs
+from ndlightnet.data.volumes import Case, check_cases, load_case, save_labels
 
 from .volume_files import (
     AFFINE,

@@ -11,12 +11,11 @@ import torch
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.volume_transforms import preprocess
+from ndlightnet.data.layouts import find_inputs, read_dataset
 from ndlightnet.data.volumes import (
     Case,
     check_cases,
-    find_inputs,
     load_case,
-    read_decathlon,
     save_labels,
 )
 
@@ -59,8 +58,8 @@ def relist(folder: Path, listing: Any) -> Path:
 
 def test_decathlon(listed: tuple[Path, dict[str, Any]]) -> None:
     folder, listing = listed
-    found = read_decathlon(relist(folder, listing))
-    assert found.labels == ("background", "one", "two") and found.modalities == ("MRI",)
+    found = read_dataset(relist(folder, listing))
+    assert found.labels == ("background", "one", "two") and found.channels == ("MRI",)
     image, label = folder / "images", folder / "labels"
     assert found.training == (Case("a", (image / "a.nii.gz",), label / "a.nii.gz"),)
     assert found.test == (
@@ -74,7 +73,7 @@ def test_cases_with_one_file_name_get_different_names(tmp_path: Path) -> None:
         write(tmp_path / name / "ct.nii.gz", random_image())
     listing = {"modality": {"0": "CT"}, "labels": {"0": "b"}}
     listing["test"] = ["p1/ct.nii.gz", "./p2/ct.nii.gz"]  # type: ignore[assignment]
-    assert [c.name for c in read_decathlon(relist(tmp_path, listing)).test] == ["p1_ct", "p2_ct"]
+    assert [c.name for c in read_dataset(relist(tmp_path, listing)).test] == ["p1_ct", "p2_ct"]
 
 
 def test_decathlon_refuses(listed: tuple[Path, dict[str, Any]]) -> None:
@@ -83,15 +82,15 @@ def test_decathlon_refuses(listed: tuple[Path, dict[str, Any]]) -> None:
 
     def bad(path: Path, words: str, **changes: Any) -> None:
         relist(folder, {**listing, **changes})
-        refuses(lambda: read_decathlon(folder), path, words)
+        refuses(lambda: read_dataset(folder), path, words)
 
-    refuses(lambda: read_decathlon(folder / "gone"), folder / "gone", "no such folder")
-    refuses(lambda: read_decathlon(folder), file, "cannot be read")
+    refuses(lambda: read_dataset(folder / "gone"), folder / "gone", "no such folder")
+    refuses(lambda: read_dataset(folder), file, "cannot be read")
     for text, words in (("{", "not valid JSON"), ("[]", "JSON object")):
         relist(folder, text)
-        refuses(lambda: read_decathlon(folder), file, words)
+        refuses(lambda: read_dataset(folder), file, words)
     file.write_bytes(b"\xff\xfe\x00")
-    refuses(lambda: read_decathlon(folder), file, "not valid JSON")
+    refuses(lambda: read_dataset(folder), file, "not valid JSON")
     bad(file, "without gaps", labels={"0": "b", "2": "x"})
     bad(file, "without gaps", labels={"1": "b", "2": "x"})
     bad(file, "without gaps", labels={"background": 0})
@@ -215,22 +214,22 @@ def test_save_labels_refuses(case: Case, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_real_hippocampus() -> None:
-    found = read_decathlon(real("hippocampus"))
+    found = read_dataset(real("hippocampus"))
     assert (len(found.training), len(found.test)) == (190, 40)
     assert found.labels == ("background", "anterior", "posterior")
     some = [*found.training[::12], *found.test[::12]]
     check_cases(some, 3, progress=False)
     with pytest.raises(DataError, match=r"expected 0\.\.1"):
         check_cases(some, 2, progress=False)
-    prepare = preprocess(found.modalities)
+    prepare = preprocess(found.channels)
     for case in some:
         image = prepare(load_case(case))["image"]
         assert abs(float(image.mean())) < 1e-3 and abs(float(image.std()) - 1) < 1e-2
 
 
 def test_real_sarcoma() -> None:
-    found = read_decathlon(real("sarcoma_ct"))
-    assert found.modalities == ("CT", "PET") and len(found.training) == 33
+    found = read_dataset(real("sarcoma_ct"))
+    assert found.channels == ("CT", "PET") and len(found.training) == 33
     for case in found.training[::8]:
         loaded = load_case(case)
         image, tumour = loaded["image"], loaded["label"] == 1
