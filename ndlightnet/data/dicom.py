@@ -23,6 +23,9 @@ SAME_PLACE = 0.01  # mm
 PLACED = ("ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing", "Rows", "Columns")
 # What a DICOM-SEG repeats from its source, so that it is filed beside it.
 REFERRED = ("StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID", "FrameOfReferenceUID")
+# These may be empty, but the standard wants them there; de-identified files have lost some.
+FILED = ("PatientID", "PatientName", "PatientBirthDate", "PatientSex", "StudyDate", "StudyTime",
+         "StudyID", "AccessionNumber", "ReferringPhysicianName")  # fmt: skip
 
 
 def dicom_files(folder: Path) -> list[Path]:
@@ -170,15 +173,22 @@ def save_segmentation(
         need = 'a DICOM-SEG needs highdicom: pip install "ndlightnet[dicom]"'
         raise DataError(f"{path}: {need}") from error
     with readable(folder):
-        slices, _, _ = _series(folder)
+        slices, affine, _ = _series(folder)
     shape = (int(slices[0].Columns), int(slices[0].Rows), len(slices))
     array = label_array(labels, shape, folder)
     if array.max() >= len(names):
         raise ValueError(f"labels go up to {array.max()}, names up to {len(names) - 1}")
+    row_gap, column_gap = map(float, slices[0].PixelSpacing)
+    apart = round(abs(np.linalg.det(affine)) / (row_gap * column_gap), 6)  # along the normal
     for header in slices:
         for tag in REFERRED:
             if not header.get(tag):
                 raise DataError(f"{header.filename}: has no {tag}, which a DICOM-SEG refers to")
+        for tag in FILED:
+            if tag not in header:
+                setattr(header, tag, "")
+        header.SliceThickness = header.get("SliceThickness") or apart
+        header.SpacingBetweenSlices = apart
     tissue = highdicom.sr.CodedConcept("85756007", "SCT", "Tissue")
     segments = [
         highdicom.seg.SegmentDescription(
@@ -199,12 +209,13 @@ def save_segmentation(
         for number, name in enumerate(names)
         if number > 0
     ]
-    with readable(folder):
+    try:
         written = highdicom.seg.Segmentation(
             source_images=slices,
             pixel_array=np.ascontiguousarray(array.T.astype(np.uint16)),  # (slice, row, column)
             segmentation_type="BINARY",
             segment_descriptions=segments,
+            omit_empty_frames=bool(array.any()),  # an object without frames is not valid
             series_instance_uid=highdicom.UID(),
             series_number=1000,
             sop_instance_uid=highdicom.UID(),
@@ -215,5 +226,7 @@ def save_segmentation(
             device_serial_number="1",
             series_description="ndlightnet segmentation",
         )
+    except Exception as error:  # headers can be wrong in more ways than are looked at here
+        raise DataError(f"{folder}: cannot take a DICOM-SEG ({one_line(error)})") from error
     with whole_file(path) as draft:
         written.save_as(draft)

@@ -55,10 +55,12 @@ def refuses(act: Callable[[], Any], path: Path | None, words: str) -> None:
         assert str(caught.value).startswith(f"{path}:"), str(caught.value)
 
 
-def write_series(folder: Path, volume: np.ndarray, gap: float = 2.5) -> Path:
-    """volume (x, y, z) in HU as a DICOM series from the feet up; file names shuffled."""
-    folder.mkdir(parents=True)
-    series = pydicom.uid.generate_uid()
+def write_series(folder: Path, volume: np.ndarray, gap: float = 2.5, **tags: Any) -> Path:
+    """volume (x, y, z) in HU as a DICOM series from the feet up; file names shuffled. tags: set in
+    every file. A folder that is there gets this series as one more."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before = len(list(folder.iterdir()))
+    series, study, frame = (pydicom.uid.generate_uid() for _ in range(3))
     for z in range(volume.shape[2]):
         data = pydicom.Dataset()
         data.file_meta = pydicom.dataset.FileMetaDataset()
@@ -66,6 +68,7 @@ def write_series(folder: Path, volume: np.ndarray, gap: float = 2.5) -> Path:
         data.file_meta.MediaStorageSOPClassUID = data.SOPClassUID = "1.2.840.10008.5.1.4.1.1.2"
         data.file_meta.MediaStorageSOPInstanceUID = data.SOPInstanceUID = pydicom.uid.generate_uid()
         data.SeriesInstanceUID, data.InstanceNumber, data.Modality = series, z + 1, "CT"
+        data.StudyInstanceUID, data.FrameOfReferenceUID = study, frame
         data.ImagePositionPatient, data.PixelSpacing = [-30.0, -20.0, 100.0 + gap * z], [1.25, 0.75]
         data.ImageOrientationPatient = [1, 0, 0, 0, 1, 0]
         data.Columns, data.Rows = volume.shape[:2]
@@ -74,7 +77,9 @@ def write_series(folder: Path, volume: np.ndarray, gap: float = 2.5) -> Path:
         data.PhotometricInterpretation = "MONOCHROME2"
         data.RescaleSlope, data.RescaleIntercept = 1, -1024
         data.PixelData = (volume[:, :, z].T + 1024).astype(np.uint16).tobytes()
-        data.save_as(folder / f"{(z * 7) % 11:02d}.dcm", enforce_file_format=True)
+        for tag, value in tags.items():
+            setattr(data, tag, value)
+        data.save_as(folder / f"{before + (z * 7) % 11:02d}.dcm", enforce_file_format=True)
     return folder
 
 
