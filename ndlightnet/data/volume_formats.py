@@ -20,7 +20,7 @@ NIFTI_ENDINGS = (".nii.gz", ".nii")
 ITK_ENDINGS = (".nrrd", ".mha", ".mhd")
 ENDINGS = (*NIFTI_ENDINGS, *ITK_ENDINGS)
 EDGES = (0.001, 100.0)  # mm; outside, a header is taken for broken or in another unit
-SLAB = 2**19  # voxels read at a time: 4 MB in float64
+SLAB = 2**18  # voxels read at a time: 2 MB in float64
 NOT_KNOWN = "left and right are not known"
 
 

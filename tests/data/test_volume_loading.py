@@ -1,6 +1,5 @@
 """Volumes as they are read: NIfTI and DICOM, and what is refused."""
 
-import gzip
 from pathlib import Path
 
 import nibabel
@@ -14,6 +13,7 @@ from ndlightnet.data.volumes import Case, check_cases, load_case
 from .volume_files import (
     AFFINE,
     SHAPE,
+    broken_image,
     random_image,
     random_label,
     refuses,
@@ -82,55 +82,9 @@ def test_a_second_grid_is_resampled_onto_the_first(tmp_path: Path) -> None:
     refuses(lambda: load_case(Case("x", images, None)), images[1], "does not overlap")
 
 
-def broken_image(path: Path, how: str) -> str:
-    """Spoils the image at `path`; returns what the error should say."""
-    voxels = random_image()
-    whole = path.read_bytes()
-    if how == "truncated":
-        path.write_bytes(whole[: len(whole) // 2])
-    elif how == "truncated inside gzip":  # the gzip is sound, the volume in it is not
-        path.write_bytes(gzip.compress(gzip.decompress(whole)[:-100]))
-    elif how == "corrupt":
-        path.write_bytes(whole[:200] + bytes(100) + whole[300:])
-    elif how == "not NIfTI":
-        path.write_bytes(gzip.compress(b"hello" * 200))
-    elif how == "empty":
-        path.write_bytes(b"")
-    elif how == "gone":
-        path.unlink()
-        return "No such file"
-    elif how == "nan":
-        voxels[1, 2, 3] = np.nan
-        write(path, voxels)
-        return "1 voxels that are NaN"
-    elif how == "infinite":
-        voxels[1, 2, 3:5] = -np.inf
-        write(path, voxels)
-        return "2 voxels that are NaN or infinite"
-    elif how == "4-D":
-        write(path, random_image((*SHAPE, 2)))
-        return "3 axes"
-    elif how == "2-D":
-        write(path, random_image(SHAPE[:2]))
-        return "3 axes"
-    elif how == "empty axis":
-        write(path, random_image((9, 0, 11)))
-        return "empty axis"
-    elif how == "colour":
-        write(path, np.zeros(SHAPE, [("R", "u1"), ("G", "u1"), ("B", "u1")]))
-        return "real numbers"
-    elif how == "flat affine":
-        # Through the raw header: nibabel itself refuses to write it.
-        raw = bytearray(gzip.decompress(whole))
-        raw[280:296] = bytes(16)
-        path.write_bytes(gzip.compress(bytes(raw)))
-        return "affine"
-    return "cannot be read"
-
-
 IMAGE_FAULTS = (
-    "truncated", "truncated inside gzip", "corrupt", "not NIfTI", "empty", "gone", "nan",
-    "infinite", "4-D", "2-D", "empty axis", "colour", "flat affine",
+    "truncated", "truncated inside gzip", "corrupt", "not NIfTI", "text", "empty", "gone", "nan",
+    "infinite", "5-D", "1-D", "empty axis", "colour", "flat affine", "affine with NaN",
 )  # fmt: skip
 
 
@@ -155,6 +109,7 @@ def test_broken_labels_are_refused_by_name(case: Case) -> None:
     bad("whole numbers", random_label() + np.float32(0.5))
     bad("whole numbers", random_label().astype(np.float32) * 40000)
     bad("NaN", np.full(SHAPE, np.nan, np.float32))
+    bad("a label should have 3 axes", random_label((*SHAPE, 2)))
     bad(r"shape \(9, 7, 10\)", random_label((9, 7, 10)))
     for change in (np.diag([-1, 1, 1, 1]), np.diag([1, 1, 1.05, 1])):
         bad("another affine", random_label(), AFFINE @ change)

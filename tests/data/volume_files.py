@@ -1,5 +1,6 @@
 """Volumes that tests write, and those that they are given."""
 
+import gzip
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,53 @@ def refuses(act: Callable[[], Any], path: Path | None, words: str) -> None:
     assert "\n" not in str(caught.value)
     if path is not None:
         assert str(caught.value).startswith(f"{path}:"), str(caught.value)
+
+
+def broken_image(path: Path, how: str) -> str:
+    """Spoils the image at `path`; returns what the error should say."""
+    voxels = random_image()
+    whole = path.read_bytes()
+    if how == "truncated":
+        path.write_bytes(whole[: len(whole) // 2])
+    elif how == "truncated inside gzip":  # the gzip is sound, the volume in it is not
+        path.write_bytes(gzip.compress(gzip.decompress(whole)[:-100]))
+    elif how == "corrupt":
+        path.write_bytes(whole[:200] + bytes(100) + whole[300:])
+    elif how == "not NIfTI":
+        path.write_bytes(gzip.compress(b"hello" * 200))
+    elif how == "text":
+        path.write_text("hello")
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "gone":
+        path.unlink()
+        return "No such file"
+    elif how == "nan":
+        voxels[:5] = np.nan
+        write(path, voxels)
+        return "385 voxels that are NaN"
+    elif how == "infinite":
+        write(path, np.full(SHAPE, -np.inf, np.float32))
+        return "693 voxels that are NaN or infinite"
+    elif how == "5-D":
+        write(path, random_image((*SHAPE, 2, 2)))
+        return "3 axes"
+    elif how == "1-D":
+        write(path, random_image(SHAPE[:1]))
+        return "3 axes"
+    elif how == "empty axis":
+        write(path, random_image((9, 0, 11)))
+        return "empty axis"
+    elif how == "colour":
+        write(path, np.zeros(SHAPE, [("R", "u1"), ("G", "u1"), ("B", "u1")]))
+        return "real numbers"
+    elif how in ("flat affine", "affine with NaN"):
+        # Through the raw header: nibabel itself refuses to write it.
+        raw = bytearray(gzip.decompress(whole))
+        raw[280:296] = bytes(16) if how == "flat affine" else np.full(4, np.nan, "<f4").tobytes()
+        path.write_bytes(gzip.compress(bytes(raw)))
+        return "affine"
+    return "cannot be read"
 
 
 def write_series(folder: Path, volume: np.ndarray, gap: float = 2.5, **tags: Any) -> Path:
