@@ -4,6 +4,7 @@ Each format gives a `Stored`: the grid at once, the voxels a few slices at a tim
 of gigabytes is never held twice. `data.dicom` gives the same for a series of DICOM slices.
 """
 
+import gzip
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,12 +114,25 @@ def nifti_image(path: Path) -> Any:
 
 def open_nifti(path: Path) -> Stored:
     image = nifti_image(path)
+    # A stream of ours: nibabel stops at the last voxel, before the checksum that follows it, and
+    # most flipped bits give other voxels, not a broken stream.
+    stream = gzip.GzipFile(path) if path.name.lower().endswith(".gz") else None
+    if stream is not None:
+        image = type(image).from_stream(stream)
     shape = _four_axes(path, image.shape, image.get_data_dtype())
     voxels = image.dataobj.reshape(shape)
+
+    def read(z: slice, channel: int) -> NDArray[Any]:
+        part = np.asarray(voxels[:, :, z, channel])
+        if stream is not None and (z.stop, channel + 1) == shape[2:]:
+            while stream.read(2**20):
+                pass  # the end raises if the checksum is wrong
+        return part
+
     notes = []
     if image.header["sform_code"] == 0 and image.header["qform_code"] == 0:
         notes.append(f"{path}: has no affine (sform_code and qform_code are 0): {NOT_KNOWN}")
-    return Stored(path, shape, image.affine, lambda z, c: voxels[:, :, z, c], tuple(notes))
+    return Stored(path, shape, image.affine, read, tuple(notes))
 
 
 def open_itk(path: Path) -> Stored:

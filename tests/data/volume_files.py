@@ -66,6 +66,11 @@ def broken_image(path: Path, how: str) -> str:
         path.write_bytes(gzip.compress(gzip.decompress(whole)[:-100]))
     elif how == "corrupt":
         path.write_bytes(whole[:200] + bytes(100) + whole[300:])
+    elif how == "one bit":  # of a voxel, in a gzip that does not compress: only the checksum tells
+        raw = bytearray(gzip.compress(gzip.decompress(whole), 0))
+        raw[len(raw) // 2] ^= 1
+        path.write_bytes(raw)
+        return "CRC check failed"
     elif how == "not NIfTI":
         path.write_bytes(gzip.compress(b"hello" * 200))
     elif how == "text":
