@@ -246,6 +246,7 @@ def test_reading_takes_no_more_than_the_voxels(tmp_path: Path, scaled: bool) -> 
     nibabel.save(image, tmp_path / "x.nii")
     label = write(tmp_path / "label.nii", np.zeros(shape, np.uint8), np.eye(4))
     slab = SLAB * (2 + 3 * 8) + 2**16
+    assert slab < 7 * 2**20
 
     def peak(label: Path | None) -> int:
         tracemalloc.start()

@@ -84,7 +84,8 @@ def test_a_second_grid_is_resampled_onto_the_first(tmp_path: Path) -> None:
 
 IMAGE_FAULTS = (
     "truncated", "truncated inside gzip", "corrupt", "one bit", "not NIfTI", "text", "empty",
-    "gone", "nan", "infinite", "5-D", "1-D", "empty axis", "colour", "flat affine", "affine with NaN",
+    "gone", "nan", "infinite", "5-D", "1-D", "empty axis", "colour", "flat affine",
+    "affine with NaN",
 )  # fmt: skip
 
 
