@@ -1,6 +1,45 @@
-"""The one error of this room."""
+"""The one error of this room, and files that appear complete or not at all."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class DataError(ValueError):
     """A file or folder that cannot be used. The message is one line: the path, then what is
     wrong."""
+
+
+def one_line(problem: object) -> str:
+    """The text of an exception, or of any object, without line breaks, at most 160 characters."""
+    text = " ".join(str(problem).split()) or type(problem).__name__
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Whatever is raised inside becomes a DataError that names `path`: decoders of gzip, NIfTI,
+    DICOM and JPEG raise what they like."""
+    try:
+        yield
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:
+        raise DataError(f"{path}: cannot be read ({one_line(error)})") from error
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A draft beside `path`, with the same ending, that becomes `path` when the block ends well.
+    The folder is made if needed. Raises DataError when it cannot be written."""
+    draft = path.with_name(f".{os.getpid()}.part.{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield draft
+        os.replace(draft, path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
+    finally:
+        if draft.exists():
+            draft.unlink()

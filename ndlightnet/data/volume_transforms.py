@@ -64,23 +64,29 @@ class Intensity:
 
 class Prepare(Transform):
     """What `load_case` returns -> the same along RAS axes, at `spacing` (mm along x, y, z; None:
-    the file's own), every channel scaled by its Intensity. It takes the volumes out of the
-    dictionary that it is given."""
+    the file's own), every channel scaled by its Intensity, and of these the `channels` by number
+    (None: all). It takes the volumes out of the dictionary that it is given."""
 
     def __init__(
-        self, intensities: Sequence[Intensity], spacing: Sequence[float] | None = None
+        self,
+        intensities: Sequence[Intensity],
+        spacing: Sequence[float] | None = None,
+        channels: Sequence[int] | None = None,
     ) -> None:
         self.intensities, self.spacing = list(intensities), spacing
+        self.channels = list(range(len(self.intensities)) if channels is None else channels)
 
     def __call__(self, data: dict[str, Any]) -> dict[str, Any]:
         image, label = data.pop("image"), data.pop("label", None)
         if len(image) != len(self.intensities):
             raise ValueError(f"{len(image)} channels for {len(self.intensities)} intensities")
         turn = Orientation("RAS", labels=None)
+        if self.channels != list(range(len(image))):
+            image = image[self.channels]
         prepared = {**data, "image": self._resampled(turn(image), "bilinear", data["name"])}
         del image
-        for channel, intensity in zip(prepared["image"].as_tensor(), self.intensities, strict=True):
-            intensity.scale_(channel)
+        for channel, number in zip(prepared["image"].as_tensor(), self.channels, strict=True):
+            self.intensities[number].scale_(channel)
         if label is not None:
             whole = self._resampled(turn(label), "nearest", data["name"])
             prepared["label"] = whole.to(torch.uint8 if whole.max() < 256 else torch.int16)
@@ -168,5 +174,5 @@ def _place(
     """A folder of its own for every way to prepare and every state of the files."""
     files = [file for case in cases for file in (*case.images, case.label) if file is not None]
     times = [(str(file), file.stat().st_mtime_ns) for file in files]
-    said = repr((prepare.intensities, prepare.spacing, patch, times))
+    said = repr((prepare.intensities, prepare.spacing, prepare.channels, patch, times))
     return Path(folder) / hashlib.sha256(said.encode()).hexdigest()[:16]

@@ -55,7 +55,7 @@ class SegmentationTask(Task):
                 f"{self.data().root}: {len(self.data().labels)} labels, but the network has "
                 f"out_channels={outputs}"
             )
-        inputs, channels = getattr(self.net, "in_channels", None), len(self.data().modalities)
+        inputs, channels = getattr(self.net, "in_channels", None), self.data().in_channels
         if inputs not in (None, channels):
             raise DataError(
                 f"{self.data().root}: {channels} channels, but the network has in_channels={inputs}"

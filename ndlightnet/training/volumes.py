@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader
 from ndlightnet.data.augment import Augment
 from ndlightnet.data.crops import Crops, Numbers, generator_of
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.layouts import find_inputs, read_dataset
 from ndlightnet.data.phantoms import make_phantoms
 from ndlightnet.data.volume_transforms import Intensity, Prepare, volume_dataset
-from ndlightnet.data.volumes import Case, check_cases, find_inputs, load_case, read_decathlon
+from ndlightnet.data.volumes import Case, check_cases, load_case
 
 
 class VolumeData(L.LightningDataModule):
@@ -27,7 +28,7 @@ class VolumeData(L.LightningDataModule):
         root: the folder.
         patch: shape of the training crops (voxels).
         intensities: how each channel is scaled; default: each volume by its own mean and deviation.
-        channels: which of the image files of a case are used, by number; default: all.
+        channels: which of a case's channels the network gets, by number; default: all.
         spacing: resample to this voxel size (mm) first; None trains on the files' own grids.
         batch_size: crops in a batch. batches: batches in an epoch.
         foreground: share of the crops that are centred on a labelled voxel.
@@ -73,13 +74,13 @@ class VolumeData(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         if stage == "predict":
             return  # names come with the checkpoint; the training data need not be here
-        folder = read_decathlon(self.root)
-        self.labels = folder.labels
-        self.modalities = tuple(folder.modalities[c] for c in self._chosen(len(folder.modalities)))
-        labelled = [self._with_channels(c) for c in folder.training if c.label is not None]
+        folder = read_dataset(self.root)
+        self.labels, self.modalities = folder.labels, folder.channels
+        self._prepare()  # says what does not fit before anything is read
+        labelled = [case for case in folder.training if case.label is not None]
         train, held = self._split(labelled)
         if stage in ("fit", "validate"):
-            check_cases(labelled, len(self.labels))
+            check_cases(labelled, len(self.labels), len(self.modalities))
             if stage == "fit":
                 prepared = self._dataset(train, self.patch)
                 self.crops = Crops(
@@ -87,21 +88,16 @@ class VolumeData(L.LightningDataModule):
                 )
             self.val_set = self._dataset(held)
             return
-        test = [self._with_channels(c) for c in folder.test if c.label is not None]
+        test = [case for case in folder.test if case.label is not None]
         self.test_cases = test if self.test_on == "test" else held
         if not self.test_cases:
             raise DataError(f"{self.root}: no test case has a label")
-        check_cases(self.test_cases, len(self.labels))
+        check_cases(self.test_cases, len(self.labels), len(self.modalities))
 
-    def _chosen(self, count: int) -> list[int]:
-        chosen = list(range(count)) if self.channels is None else self.channels
-        if not chosen or any(not 0 <= c < count for c in chosen):
-            raise DataError(f"{self.root}: channels={chosen}: has channels 0 to {count - 1}")
-        return chosen
-
-    def _with_channels(self, case: Case) -> Case:
-        images = tuple(case.images[c] for c in self._chosen(len(case.images)))
-        return Case(case.name, images, case.label)
+    @property
+    def in_channels(self) -> int:
+        """Those that the network gets."""
+        return len(self.modalities if self.channels is None else self.channels)
 
     def _split(self, cases: list[Case]) -> tuple[list[Case], list[Case]]:
         """To train on, and to choose the checkpoint with. Folds are drawn from a seed of their own,
@@ -124,14 +120,20 @@ class VolumeData(L.LightningDataModule):
         )
 
     def _prepare(self) -> Prepare:
-        count = len(self.modalities)
-        scales = [Intensity()] * count if self.intensities is None else self.intensities
-        if len(scales) != count:
+        names = self.modalities
+        scales = [Intensity()] * len(names) if self.intensities is None else self.intensities
+        chosen = range(len(names)) if self.channels is None else self.channels
+        if len(scales) != len(names):
             raise DataError(
-                f"{self.root}: {count} channels ({', '.join(self.modalities)}), expected as many "
-                f"intensities, got {len(scales)}"
+                f"data.intensities: {len(scales)} of them, expected one for each of the "
+                f"{len(names)} channels: {', '.join(names)}"
             )
-        return Prepare(scales, self.spacing)
+        if not chosen or any(not 0 <= channel < len(names) for channel in chosen):
+            raise DataError(
+                f"data.channels: {list(chosen)}, expected some of 0 to {len(names) - 1}: "
+                f"{', '.join(names)}"
+            )
+        return Prepare(scales, self.spacing, chosen)
 
     def _dataset(self, cases: list[Case], patch: list[int] | None = None) -> Any:
         return volume_dataset(
@@ -174,7 +176,7 @@ class VolumeData(L.LightningDataModule):
     def predict_dataloader(self) -> Any:
         if self.input is None:
             raise DataError("data.input: expected a file or a folder to predict, got none")
-        cases = find_inputs(self.input)
+        cases = find_inputs(self.input, max(1, len(self.modalities)))
         if not self.labels:
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
         return DataLoader(Opened(cases, self._prepare()), batch_size=None)

@@ -10,8 +10,9 @@ import pytest
 
 from ndlightnet.data import phantoms
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.layouts import read_dataset
 from ndlightnet.data.phantoms import LABELS, draw_phantom, make_phantoms
-from ndlightnet.data.volumes import check_cases, read_decathlon
+from ndlightnet.data.volumes import check_cases
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +21,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_set_is_a_valid_decathlon(folder: Path) -> None:
-    found = read_decathlon(folder)
-    assert (found.labels, found.modalities) == (LABELS, ("CT",))
+    found = read_dataset(folder)
+    assert (found.labels, found.channels) == (LABELS, ("CT",))
     assert (len(found.training), len(found.test)) == (3, 1)
     check_cases([*found.training, *found.test], len(LABELS), progress=False)
     image = nibabel.load(found.test[0].images[0])

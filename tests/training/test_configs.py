@@ -11,12 +11,12 @@ import yaml
 
 from ndlightnet.data.digits import MOTIONS
 from ndlightnet.data.images import read_images
+from ndlightnet.data.layouts import read_dataset
 from ndlightnet.data.packing import PackCollate, PadCollate
 from ndlightnet.data.phantoms import LABELS
 from ndlightnet.data.series import read_series
 from ndlightnet.data.signals import read_recordings
 from ndlightnet.data.video import read_video_folder
-from ndlightnet.data.volumes import read_decathlon
 from ndlightnet.nn import mixers
 from ndlightnet.training import (
     ForecastTask,
@@ -158,8 +158,8 @@ def test_channels_and_classes_are_those_of_the_data(build, config):
         assert net.embed.proj.in_features % 3 == 0
         return
     if made is None:
-        folder = read_decathlon(root)
-        assert len(folder.modalities) == net.in_channels
+        folder = read_dataset(root)
+        assert len(folder.channels) == net.in_channels
         made = folder.labels
     assert net.out_channels == len(made)
 

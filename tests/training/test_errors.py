@@ -46,7 +46,7 @@ BAD = {
     "negative": ("labels", np.full((12, 10, 8), -1, np.int16), "has label values -1..-1"),
     "fraction": ("labels", np.full((12, 10, 8), 0.5, np.float32), "not whole numbers"),
     "nan": ("images", np.full((12, 10, 8), np.nan, np.float32), "960 voxels that are NaN"),
-    "axes": ("images", np.zeros((12, 10, 8, 2), np.float32), "should have 3 axes"),
+    "axes": ("images", np.zeros((12, 10, 8, 2), np.float32), "has 2 channels, expected 1"),
 }
 
 

@@ -1,0 +1,262 @@
+"""Folders of volumes: which files make a case. The Medical Segmentation Decathlon's layout,
+nnU-Net's layout, and plain folders to predict on. No volume is opened here."""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ndlightnet.data.dicom import dicom_files
+from ndlightnet.data.errors import DataError, one_line
+from ndlightnet.data.volume_formats import ENDINGS, Case, stem
+
+NUMBERED = re.compile(r"(.+)_(\d{4})")  # nnU-Net's CASE_0000: the channel after the case
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A folder with a `dataset.json`. `labels[n]` names the label number n and `channels[c]` the
+    channel c of every case."""
+
+    folder: Path
+    labels: tuple[str, ...]
+    channels: tuple[str, ...]
+    training: tuple[Case, ...]
+    test: tuple[Case, ...]
+
+
+def read_dataset(folder: str | Path) -> Dataset:
+    """Reads `dataset.json`, the decathlon's ("modality") or nnU-Net's ("channel_names"), and checks
+    that every file is there (the files are not opened). In the decathlon's a case has a file for
+    each modality, or one file with all of them on its fourth axis.
+
+    Raises DataError for a missing folder or file, a `dataset.json` that cannot be read or is in
+    neither format, label or channel numbers with gaps, labels that are regions, a training case
+    without a label, and a folder without any case.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder")
+    file = folder / "dataset.json"
+    try:
+        listing = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise DataError(f"{file}: is not valid JSON ({one_line(error)})") from error
+    if not isinstance(listing, dict):
+        raise DataError(f"{file}: should hold a JSON object")
+    if "channel_names" in listing:
+        found = _read_nnunet(file, listing)
+    elif "modality" in listing:
+        found = _read_decathlon(file, listing)
+    else:
+        raise DataError(f"{file}: has neither 'channel_names' (nnU-Net) nor 'modality' (decathlon)")
+    if not found.training and not found.test:
+        raise DataError(f"{file}: lists no case for training or test")
+    for case in found.training:
+        if case.label is None:
+            raise DataError(f"{file}: training case {case.name!r} has no label")
+    return found
+
+
+# ------------------------------------------------------------------------------------- decathlon
+
+
+def _read_decathlon(file: Path, listing: dict[str, Any]) -> Dataset:
+    labels = _numbered(file, listing, "labels")
+    channels = _numbered(file, listing, "modality")
+    training, test = (_listed(file, listing, key, len(channels)) for key in ("training", "test"))
+    return Dataset(file.parent, labels, channels, training, test)
+
+
+def _numbered(file: Path, listing: dict[str, Any], key: str) -> tuple[str, ...]:
+    """{"0": "CT", "1": "PET"} -> ("CT", "PET")."""
+    names = listing.get(key)
+    if not isinstance(names, dict) or not names:
+        raise DataError(f'{file}: {key!r} should map numbers to names, such as {{"0": "..."}}')
+    numbers = sorted(int(number) if number.isdecimal() else -1 for number in names)
+    if numbers != list(range(len(names))):
+        raise DataError(f"{file}: {key!r} should number from 0 without gaps, has {sorted(names)}")
+    return tuple(str(names[number]) for number in sorted(names, key=int))
+
+
+def _listed(file: Path, listing: dict[str, Any], key: str, channels: int) -> tuple[Case, ...]:
+    entries = listing.get(key, [])
+    if not isinstance(entries, list):
+        raise DataError(f"{file}: {key!r} should be a list")
+    found: list[tuple[tuple[Path, ...], Path | None]] = []
+    for entry in entries:
+        fields = entry if isinstance(entry, dict) else {"image": entry}
+        images, label = fields.get("image"), fields.get("label")
+        texts: list[Any] = list(images) if isinstance(images, list) else [images]
+        texts += [label] if label else []
+        if not all(isinstance(text, str) for text in texts):
+            raise DataError(f"{file}: {key!r} has an entry without image files: {one_line(entry)}")
+        paths = [file.parent / text for text in texts]
+        label_path = paths.pop() if label else None
+        if len(paths) not in (1, channels):
+            need = f"should list {channels} image files, one for each modality (or one with all)"
+            raise DataError(f"{file}: entry {one_line(entry)} {need}")
+        for path in [*paths, label_path]:
+            if path is not None:
+                _check_there(path, file)
+        found.append((tuple(paths), label_path))
+    names = _names(file.parent, [images[0] for images, _ in found])
+    return tuple(Case(name, *files) for name, files in zip(names, found, strict=True))
+
+
+def _check_there(path: Path, file: Path) -> None:
+    if not path.exists():
+        raise DataError(f"{path}: no such file, though {file.name} asks for it")
+
+
+# --------------------------------------------------------------------------------------- nnU-Net
+
+
+def _read_nnunet(file: Path, listing: dict[str, Any]) -> Dataset:
+    channels = _numbered(file, listing, "channel_names")
+    labels = _named_numbers(file, listing.get("labels"))
+    ending = listing.get("file_ending")
+    if ending not in ENDINGS:
+        raise DataError(
+            f"{file}: 'file_ending' is {one_line(repr(ending))}, expected one of "
+            f"{', '.join(ENDINGS)}"
+        )
+    training, test = (_split(file, kind, ending, len(channels)) for kind in ("Tr", "Ts"))
+    return Dataset(file.parent, labels, channels, training, test)
+
+
+def _named_numbers(file: Path, numbers: Any) -> tuple[str, ...]:
+    """{"background": 0, "liver": 1} -> ("background", "liver")."""
+    if not isinstance(numbers, dict) or not numbers:
+        raise DataError(f"{file}: 'labels' should map names to numbers, such as {{'liver': 1}}")
+    for name, number in numbers.items():
+        if isinstance(number, list):
+            wrong = f"has the region {name!r}: {one_line(number)}; one number a label is expected"
+            raise DataError(f"{file}: 'labels' {wrong}")
+        if name == "ignore":
+            raise DataError(
+                f"{file}: 'labels' has 'ignore'; partly labelled volumes cannot be used"
+            )
+    if any(type(number) is not int for number in numbers.values()) or (
+        sorted(numbers.values()) != list(range(len(numbers)))
+    ):
+        given = one_line(list(numbers.values()))
+        raise DataError(f"{file}: 'labels' should number from 0 without gaps, has {given}")
+    return tuple(sorted(numbers, key=lambda name: int(numbers[name])))
+
+
+def _split(file: Path, kind: str, ending: str, channels: int) -> tuple[Case, ...]:
+    """imagesTr and labelsTr, or imagesTs and labelsTs; the latter may lack, wholly or in part."""
+    images, labels = (file.parent / f"{what}{kind}" for what in ("images", "labels"))
+    if not images.is_dir():
+        return ()
+    files = [path for path in _volumes_in(images) if path.name.endswith(ending)]
+    for path in files:
+        if not NUMBERED.fullmatch(stem(path)):
+            raise DataError(f"{path}: should be called CASE_0000{ending}, CASE_0001{ending}, ...")
+    cases = []
+    for name, channel_files in _joined(files, channels).items():
+        for path in channel_files:
+            _check_there(path, file)
+        label = labels / name.name
+        if kind == "Tr":
+            _check_there(label, file)
+        cases.append(Case(stem(name), channel_files, label if label.exists() else None))
+    return tuple(cases)
+
+
+def _joined(files: Sequence[Path], channels: int) -> dict[Path, tuple[Path, ...]]:
+    """CASE_0000.nii, CASE_0001.nii, ... -> {CASE.nii: its `channels` files, there or not}."""
+    cases = {}
+    for path in files:
+        case, channel = _case_of(path), int(stem(path)[-4:])
+        if channel >= channels:
+            raise DataError(f"{path}: is channel {channel}, expected 0..{channels - 1}")
+        ending = path.name[len(stem(path)) :]
+        names = [f"{stem(case)}_{c:04}{ending}" for c in range(channels)]
+        cases[case] = tuple(path.with_name(name) for name in names)
+    return cases
+
+
+def _case_of(path: Path) -> Path:
+    """CASE_0001.nii -> CASE.nii; any other name stays."""
+    match = NUMBERED.fullmatch(stem(path))
+    return path if match is None else path.with_name(match[1] + path.name[len(match[0]) :])
+
+
+# ---------------------------------------------------------------------------------------- inputs
+
+
+def find_inputs(path: str | Path, channels: int = 1) -> list[Case]:
+    """What to predict on: a volume's file (.nii.gz, .nii, .nrrd, .mha, .mhd), a folder with a DICOM
+    series, a folder with a dataset.json (its test cases), or a folder of such files and of such
+    DICOM folders, sorted by name.
+
+    Files CASE_0000, CASE_0001, ... are one case for a network of several channels; for one channel
+    a `_0000` that every file has is left out of the names. Other files are passed over. Nothing is
+    opened beyond telling DICOM from other files, so a broken volume is listed and raises when it
+    is loaded. Raises DataError when there is nothing to predict on.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise DataError(f"{path}: no such file or folder")
+    if (path / "dataset.json").is_file():
+        cases = read_dataset(path).test
+        if not cases:
+            raise DataError(f"{path}: dataset.json lists no test case")
+        return list(cases)
+    try:
+        if path.is_file():
+            files, folders, home = [path], [], path.parent
+            if not path.name.lower().endswith(ENDINGS):
+                raise DataError(
+                    f"{path}: is not a NIfTI, NRRD or MetaImage file; for DICOM give the folder "
+                    f"of the series"
+                )
+        else:
+            files, folders, home = _volumes_in(path), _series_in(path), path
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    if not files and not folders:
+        raise DataError(f"{path}: holds no NIfTI, NRRD or MetaImage file and no DICOM series")
+    first = [file for file in files if stem(file).endswith("_0000")]
+    if channels == 1:
+        numbered = first if len(first) == len(files) else []
+    else:
+        begun = {_case_of(file) for file in first}
+        numbered = [f for f in files if f != _case_of(f) and _case_of(f) in begun]
+    found: list[tuple[Path, tuple[Path, ...]]]
+    found = [(path, (path,)) for path in [*folders, *files] if path not in numbered]
+    found = sorted([*found, *_joined(numbered, channels).items()])
+    names = _names(home, [path for path, _ in found])
+    made = [Case(name, images, None) for name, (_, images) in zip(names, found, strict=True)]
+    return sorted(made, key=lambda case: case.name)
+
+
+def _volumes_in(folder: Path) -> list[Path]:
+    # Hidden files are left-overs: "._ct.nii.gz" of macOS archives, unfinished writes.
+    files = (path for path in sorted(folder.iterdir()) if path.is_file())
+    return [f for f in files if f.name.lower().endswith(ENDINGS) and not f.name.startswith(".")]
+
+
+def _series_in(folder: Path) -> list[Path]:
+    """The folder itself, then those in it, that hold DICOM files."""
+    inside = [path for path in sorted(folder.iterdir()) if path.is_dir()]
+    return [path for path in [folder.resolve(), *inside] if dicom_files(path)]
+
+
+def _names(folder: Path, paths: Sequence[Path]) -> list[str]:
+    """A name a file: its stem, with the folders before it where stems repeat (a/ct, b/ct)."""
+    names = [stem(path) for path in paths]
+    if len(set(names)) < len(names):
+        places = [Path(os.path.relpath(path, folder)).parts for path in paths]
+        names = ["_".join([*parts[:-1], stem(Path(parts[-1]))]) for parts in places]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise DataError(f"{paths[index]}: another case is called {name!r} as well; rename one")
+    return names
