@@ -1,17 +1,25 @@
 """Segment volumes (CT, MRI, several channels).
 
-python tasks/ct_segmentation.py                      phantoms, made here: train, test, pictures
-python tasks/ct_segmentation.py fit     --config configs/hippocampus.yaml
-python tasks/ct_segmentation.py test    --config ... --ckpt_path
-runs/hippocampus/checkpoints/best.ckpt python tasks/ct_segmentation.py predict --config ...
---ckpt_path ... --data.input scan.nii.gz
+python tasks/ct_segmentation.py                  phantoms, made here: train, test, pictures
+python tasks/ct_segmentation.py plan scans/      look at a folder of volumes and labels, write a
+                                                 config, runs/scans/plan.yaml
+python tasks/ct_segmentation.py fit     --config runs/scans/plan.yaml
+python tasks/ct_segmentation.py test    --config ... --ckpt_path runs/scans/checkpoints/best.ckpt
+python tasks/ct_segmentation.py predict --config ... --ckpt_path ... --data.input new_scans/
+python tasks/ct_segmentation.py folds   --config ...    5-fold cross-validation
+python tasks/ct_segmentation.py bundle  --config ... --ckpt_path ... --out bundles/scans
 """
 
 import sys
 from pathlib import Path
 
+from jsonargparse import auto_cli
+
 from ndlightnet.training import SegmentationTask, VolumeData, run
+from ndlightnet.training.folds import folds
+from ndlightnet.training.plan import plan
 
 if __name__ == "__main__":
     configs = Path(__file__).parents[1] / "configs"
-    sys.exit(run(SegmentationTask, VolumeData, configs / "phantoms.yaml"))
+    commands = {"plan": lambda arguments: auto_cli(plan, args=arguments), "folds": folds}
+    sys.exit(run(SegmentationTask, VolumeData, configs / "phantoms.yaml", commands))

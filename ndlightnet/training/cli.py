@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ class TaskCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         root = Path(self._get(self.config_init, "trainer.default_root_dir") or "runs")
+        fold = self._get(self.config_init, "data.init_args.fold")
+        root = root if fold is None else root / f"fold_{fold}"
         if self.subcommand != "stream":
             check_writable(root)
 
@@ -105,29 +108,52 @@ def check_checkpoint(path: str, model: L.LightningModule) -> None:
             )
 
 
-def run(task: type[L.LightningModule], data: type[L.LightningDataModule], default: Path) -> int:
+def task_cli(
+    task: type[L.LightningModule],
+    data: type[L.LightningDataModule],
+    args: list[str] | None = None,
+    run: bool = True,
+) -> TaskCLI:
+    """The command line of a task, done: with `args`, or those of this process. run=False: `args`
+    without a subcommand, and what they say is made but not run."""
+    return TaskCLI(
+        task,
+        data,
+        subclass_mode_data=True,
+        save_config_kwargs={"overwrite": True},
+        trainer_class=getattr(task, "trainer_class", L.Trainer),
+        args=args,
+        run=run,
+    )
+
+
+def run(
+    task: type[L.LightningModule],
+    data: type[L.LightningDataModule],
+    default: Path,
+    commands: Mapping[str, Callable[[list[str]], None]] | None = None,
+) -> int:
     """Run a task's command line; without arguments train and test on the config `default`.
 
+    commands: subcommands beside Lightning's, which are given the rest of the arguments.
     Returns the exit status: 0, or 1 after an error in the data or a file that could not be
     predicted.
     """
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(monai|lightning)\.")
     alone = len(sys.argv) == 1
     try:
-        cli = TaskCLI(
-            task,
-            data,
-            subclass_mode_data=True,
-            save_config_kwargs={"overwrite": True},
-            trainer_class=getattr(task, "trainer_class", L.Trainer),
-            args=["fit", "--config", str(default)] if alone else None,
-        )
+        if not alone and sys.argv[1] in (commands or {}):
+            commands[sys.argv[1]](sys.argv[2:])  # type: ignore[index]
+            return 0
+        cli = task_cli(task, data, ["fit", "--config", str(default)] if alone else None)
         if alone:
             last = Path(cli.trainer.default_root_dir) / "checkpoints" / "last.ckpt"
             cli.trainer.test(cli.model, cli.datamodule, ckpt_path=str(last), weights_only=True)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    for note in cli.model.notes:
+        print(f"note: {note}", file=sys.stderr)
     for failure in cli.model.failures:
         print(f"error: {failure}", file=sys.stderr)
     if cli.model.summary:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import time
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import torch
 from monai.losses.dice import DiceCELoss
-from monai.metrics.meandice import compute_dice
-from monai.networks.utils import one_hot
+from monai.transforms.spatial.array import Orientation
 from torch import Tensor, nn
 
 from ndlightnet.data.crops import generator_of
+from ndlightnet.data.dicom import save_segmentation
 from ndlightnet.data.errors import DataError
-from ndlightnet.inference import predict_volume
+from ndlightnet.data.volume_transforms import file_grid, to_file
+from ndlightnet.data.volumes import load_case, save_labels
+from ndlightnet.inference import Ensemble, Mirrored, keep_largest, predict_labels, predict_volume
+from ndlightnet.training.casebook import save_case, write_page
+from ndlightnet.training.cases import dice_of, measure_case, metrics_of, write_cases
+from ndlightnet.training.report import write_json
 from ndlightnet.training.task import Task
 
-MEMORY = (
-    0.8  # of the Dice of earlier looks at the held-out cases, when the best checkpoint is chosen
-)
+MEMORY = 0.8  # of earlier looks at the held-out cases, when the best checkpoint is chosen
 
 
 class SegmentationTask(Task):
@@ -29,7 +34,15 @@ class SegmentationTask(Task):
     Args:
         net: the network.
         window: shape of the windows at prediction; None: each volume in one forward.
+        overlap: share of a window that the next one covers again.
+        mirror_axes: test and predict with the mean over mirrored copies along these axes.
+        largest: keep of each class only the largest component that hangs together.
+        ensemble: more checkpoints (folds), whose logits count as well in test and predict.
+        tolerance_mm: of the surface Dice (NSD).
+        dicom_seg: predict writes DICOM-SEG, too, where the source is DICOM.
         lr, weight_decay: of AdamW, with warm-up and a cosine.
+        cuda_graph: training replays the network from a CUDA graph: small networks cost Python more
+            time than the card.
     """
 
     monitor = "ema_dice"  # chooses the best checkpoint
@@ -38,11 +51,21 @@ class SegmentationTask(Task):
         self,
         net: nn.Module,
         window: list[int] | None = None,
+        overlap: float = 0.5,
+        mirror_axes: list[int] | None = None,
+        largest: bool = False,
+        ensemble: list[str] | None = None,
+        tolerance_mm: float = 1.0,
+        dicom_seg: bool = False,
         lr: float = 1e-3,
         weight_decay: float = 0.01,
+        cuda_graph: bool = False,
     ) -> None:
         super().__init__()
-        self.net, self.window, self.lr, self.weight_decay = net, window, lr, weight_decay
+        self.net, self.window, self.overlap = net, window, overlap
+        self.mirror_axes, self.largest, self.ensemble = mirror_axes or [], largest, ensemble or []
+        self.tolerance_mm, self.dicom_seg = tolerance_mm, dicom_seg
+        self.lr, self.weight_decay, self.cuda_graph = lr, weight_decay, cuda_graph
         self.loss = DiceCELoss(include_background=False, to_onehot_y=True, softmax=True, batch=True)
         self.ema_dice: float | None = None
 
@@ -60,6 +83,19 @@ class SegmentationTask(Task):
             raise DataError(
                 f"{self.data().root}: {channels} channels, but the network has in_channels={inputs}"
             )
+
+    def on_fit_start(self) -> None:
+        if not self.cuda_graph or self.device.type != "cuda":
+            return
+        if self.trainer.world_size > 1:
+            raise DataError("model.cuda_graph: true, expected false with several devices")
+        data = self.data()
+        x = torch.zeros(data.batch_size, data.in_channels, *data.patch, device=self.device)
+        with self.trainer.precision_plugin.forward_context():
+            kind, mixed = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        # a weight cast before the capture would not be cast anew in the replays
+        with torch.autocast("cuda", kind, mixed, cache_enabled=False):
+            torch.cuda.make_graphed_callables(self.net.train(), (x,))
 
     def on_train_epoch_start(self) -> None:
         # so that a resumed training draws what an uninterrupted one does
@@ -90,9 +126,9 @@ class SegmentationTask(Task):
 
     def validation_step(self, batch: dict[str, Any], _: int) -> None:
         image, label = (batch[key].as_tensor().to(self.device) for key in ("image", "label"))
-        labels = predict_volume(self.net, image[None], self.window).argmax(1)
+        labels = predict_volume(self.net, image[None], self.window, self.overlap).argmax(1)
         dice = dice_of(labels, label.long(), len(self.data().labels))
-        # a case without foreground has no Dice; it must not make the mean of the others NaN
+        # a class that a case has not has no Dice; it must not make the mean of the others NaN
         self.val_dice += dice[dice.isfinite()].tolist()
 
     def on_validation_epoch_start(self) -> None:
@@ -107,16 +143,113 @@ class SegmentationTask(Task):
         self.ema_dice = MEMORY * before + (1 - MEMORY) * mean
         self.log("ema_dice", self.ema_dice, sync_dist=True)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["ema_dice"] = self.ema_dice
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.ema_dice = checkpoint["ema_dice"]
+
+    def _start(self) -> None:
+        """Of a test or a prediction: what is used of it, and what is known of each case."""
+        nets = [self.net]
+        for path in self.ensemble:
+            nets.append(deepcopy(self.net))
+            nets[-1].load_state_dict(_weights(Path(path)))
+        net = Ensemble(nets) if self.ensemble else self.net
+        self.predictor = Mirrored(net, self.mirror_axes) if self.mirror_axes else net
+        self.rows: dict[str, list[dict[str, float]]] = {}
+
+    def _finish(self, folder: Path, title: str, summary: str) -> None:
+        self.rows = self.gathered(self.rows)
+        self.failures = list(self.gathered({line: line for line in self.failures}))
+        self.notes = list(self.gathered({line: line for line in self.notes}))
+        if self.trainer.is_global_zero and self.rows:
+            names = self.data().labels
+            write_cases(folder / "cases.csv", self.rows, names)
+            write_page(folder / "index.html", self.rows, names, title, summary, self.failures)
+
+    def _case(self, batch: dict[str, Any], folder: Path) -> None:
+        """Predicts a case, writes its labels and its picture, and keeps its measures."""
+        if "error" in batch:
+            raise DataError(batch["error"])
+        case, data, names = batch["case"], batch.pop("data"), self.data().labels
+        self.notes += data["notes"]
+        image, onto = data["image"], file_grid(data)
+        labels = predict_labels(
+            self.predictor, image, self.window, overlap=self.overlap, onto=onto, device=self.device
+        )
+        if self.largest:
+            labels = keep_largest(labels)
+        array = to_file(labels, data)
+        save_labels(array, case, folder / f"{case.name}.nii.gz")
+        if self.dicom_seg:
+            save_segmentation(array, case, folder / f"{case.name}.dcm", names)
+        del data, image  # before the file is read anew: a volume is not held twice
+        loaded = load_case(case)
+        turn = Orientation("RAS", labels=None)
+        ras: Any = turn(loaded.pop("image")[:1])
+        truth = turn(loaded["label"]).as_tensor()[0] if "label" in loaded else None
+        spacing = ras.pixdim.tolist()
+        row = measure_case(labels, truth, len(names), spacing, self.tolerance_mm)
+        mean = torch.tensor([measured["dice"] for measured in row]).nanmean()
+        title = case.name if truth is None else f"{case.name}: Dice {mean:.3f}"
+        picture = folder / f"{case.name}.png"
+        save_case(picture, title, ras.as_tensor()[0], truth, labels, spacing, names)
+        self.rows[case.name] = row
+
+    def on_test_epoch_start(self) -> None:
+        self._start()
+
+    def test_step(self, batch: dict[str, Any], _: int) -> None:
+        self._case(batch, self.out() / "test")
+
+    def on_test_epoch_end(self) -> None:
+        rows = self.gathered(self.rows)
+        metrics = {
+            **metrics_of(rows, self.data().labels),
+            "parameters": sum(p.numel() for p in self.net.parameters()),
+        }
+        self.log("test_dice", metrics["mean_dice"], rank_zero_only=True)
+        self.summary = f"held-out mean Dice {metrics['mean_dice']:.3f} over {len(rows)} cases"
+        self._finish(self.out() / "test", f"{self.out().name}: test", self.summary)
+        self.summary += f"; see {self.out() / 'test' / 'index.html'}"
+        if self.trainer.is_global_zero:
+            write_json(self.out() / "metrics.json", metrics)
+
+    def on_predict_epoch_start(self) -> None:
+        self._start()
+
+    def predict_step(self, batch: dict[str, Any], _: int) -> None:
+        case = batch["case"]
+        try:
+            self._case(batch, self.out() / "predictions")
+        except DataError as error:
+            self.failures.append(str(error))
+        except torch.OutOfMemoryError:
+            self.failures.append(
+                f"{case.images[0]}: does not fit into the device's memory as a whole; "
+                "give --model.window, such as the training patch"
+            )
+
+    def on_predict_epoch_end(self) -> None:
+        folder = self.out() / "predictions"
+        self._finish(folder, f"{self.out().name}: predictions", f"{len(self.rows)} cases")
+        self.summary = f"predictions are in {folder}"
+
+
+def _weights(path: Path) -> dict[str, Tensor]:
+    """Those of the network in a checkpoint."""
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    except Exception as error:  # whatever is in the file
+        raise DataError(f"{path}: not a checkpoint of ours ({type(error).__name__})") from error
+    return {name[4:]: value for name, value in saved.items() if name.startswith("net.")}
+
 
 def _shrunk(label: Tensor, space: torch.Size) -> Tensor:
     """Labels (batch, 1, *space) on a coarser grid: those of the nearest voxels."""
     if label.shape[2:] == space:
         return label
     return nn.functional.interpolate(label.float(), tuple(space), mode="nearest-exact")
-
-
-def dice_of(labels: Tensor, truth: Tensor, classes: int) -> Tensor:
-    """Dice per case and foreground class, (batch, classes - 1); NaN where the truth has none."""
-    a, b = (one_hot(x[:, None], classes, dim=1) for x in (labels, truth))
-    out: Tensor = compute_dice(a, b, include_background=False)
-    return out

@@ -17,7 +17,8 @@ T = TypeVar("T")
 class Task(L.LightningModule):
     """A network `net` with AdamW; its data are a LightningDataModule of this room.
 
-    failures: one line for each file that could not be predicted. summary: what to tell at the end.
+    failures: one line for each file that could not be predicted. notes: one for each thing that was
+    decided for the user. summary: what to tell at the end.
     """
 
     net: torch.nn.Module
@@ -27,6 +28,7 @@ class Task(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.failures: list[str] = []
+        self.notes: list[str] = []
         self.summary = ""
 
     def data(self) -> Any:

@@ -241,6 +241,7 @@ class Opened(torch.utils.data.Dataset[dict[str, Any]]):
                     f"{case.images[0]}: {len(data['image'])} channels, the network was trained on "
                     f"{expected}"
                 )
+            data.pop("label", None)  # what is measured is measured on the file's grid
             return {"case": case, "data": self.prepare(data)}
         except DataError as error:
             return {"case": case, "error": str(error)}

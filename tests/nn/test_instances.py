@@ -258,6 +258,7 @@ COUNTS = {
     "GatedDeltaNet": lambda d, h: 5 * d * d + 12 * d + 2 * h * d + d // h + 2 * h,
     "KimiDeltaAttention": lambda d, h: 4 * d * d + 14 * d + h * d + 4 * d * d // h + d // h + h,
     "SoftmaxAttention": lambda d, h: 4 * d * d + d // 2,
+    "WindowAttention": lambda d, h: 4 * d * d + h * 7,
 }
 
 

@@ -19,6 +19,7 @@ from ndlightnet.nn.mixers.s4 import S4
 from ndlightnet.nn.mixers.s5 import S5
 from ndlightnet.nn.mixers.softmax import SoftmaxAttention
 from ndlightnet.nn.mixers.tnl import TNL
+from ndlightnet.nn.mixers.window import WindowAttention
 
 __all__ = [
     "GLA",
@@ -38,4 +39,5 @@ __all__ = [
     "LrpeAttention",
     "Mamba",
     "SoftmaxAttention",
+    "WindowAttention",
 ]

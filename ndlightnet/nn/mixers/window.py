@@ -1,0 +1,61 @@
+"""Softmax attention to the neighbourhood only: what a window does without a memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ndlightnet.grid import per_axis
+from ndlightnet.nn.heads import default_heads
+from ndlightnet.nn.mixers.mixer import Mixer
+from ndlightnet.ops.local import local_attention
+from ndlightnet.ragged import Ragged
+
+
+class WindowAttention(Mixer):
+    """Multi-head softmax attention of each token to those within `window` steps of it along every
+    axis (|j - i| < window), with learnt biases by distance, shared by the axes.
+
+    heads: default one per 64 channels. window: one number for all axes, or one per axis; 4 are 7
+    tokens along each axis.
+    Parameters: 4 dim^2 + heads (2 max(window) - 1).
+    """
+
+    def __init__(
+        self, dim: int, heads: int | None = None, *, window: int | Sequence[int] = 4
+    ) -> None:
+        super().__init__()
+        self.heads, self.head_dim = default_heads(dim, heads)
+        self.window = window if isinstance(window, int) else tuple(window)
+        most = window if isinstance(window, int) else max(window, default=0)
+        if most < 1:
+            raise ValueError(f"window={window!r}: expected 1 or more, or so many for each axis")
+        self.q_proj = nn.Linear(dim, dim, bias=False)
+        self.k_proj = nn.Linear(dim, dim, bias=False)
+        self.v_proj = nn.Linear(dim, dim, bias=False)
+        bias = torch.empty(self.heads, 2 * most - 1)
+        self.bias = nn.Parameter(nn.init.normal_(bias, std=self.head_dim**-0.5))
+        self.o_proj = nn.Linear(dim, dim, bias=False)
+
+    def forward(
+        self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False,
+        layout: Ragged | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Tokens (batch, *grid, dim) -> same shape. mask: bool (batch, *grid), False = padding.
+        causal: along the first axis. layout: of samples end to end (x (length, dim), mask
+        (length,)), which are done one after the other."""
+        if layout is not None:
+            return layout.each(self, x, mask, causal=causal)
+        if mask is not None:  # else NaN in the padding would leak
+            x = x.masked_fill(~mask[..., None], 0)
+        q, k, v = (
+            proj(x).unflatten(-1, (self.heads, self.head_dim))
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        ndim = x.ndim - 2
+        windows = per_axis("window", self.window, ndim)
+        y = local_attention(q, k, v, windows, [self.bias] * ndim, mask=mask, causal=causal)
+        out: Tensor = self.o_proj(y.flatten(-2))
+        return out

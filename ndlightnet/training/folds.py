@@ -1,0 +1,54 @@
+"""Cross-validation: every training case is predicted by a network that has not seen it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ndlightnet.training.cases import MEASURES, metrics_of, write_cases
+from ndlightnet.training.cli import task_cli
+from ndlightnet.training.report import write_json
+from ndlightnet.training.segmentation import SegmentationTask
+from ndlightnet.training.volumes import VolumeData
+
+
+def folds(arguments: list[str]) -> None:
+    """Trains and tests every fold, `fit` with these arguments; then cases.csv and metrics.json of
+    all of them together. What is done already is not done again, and a killed fold goes on."""
+    rows: dict[str, list[dict[str, float]]] = {}
+    scores: list[float] = []
+    fold, count, names = 0, 1, ["background"]
+    while fold < count:
+        root, count = _fold(arguments, fold)
+        metrics = json.loads((root / "metrics.json").read_text())
+        names = ["background", *metrics["dice"]]
+        scores.append(metrics["mean_dice"])
+        rows |= {case["name"]: _measures(case, len(names) - 1) for case in metrics["cases"]}
+        fold += 1
+    out = root.parent
+    write_cases(out / "cases.csv", rows, names)
+    write_json(out / "metrics.json", {**metrics_of(rows, names), "mean_dice_of_folds": scores})
+    spread = f"{np.mean(scores):.3f} ± {np.std(scores, ddof=1):.3f}"
+    print(f"mean Dice {spread} over {count} folds, {len(rows)} cases; see {out / 'cases.csv'}")
+
+
+def _fold(arguments: list[str], fold: int) -> tuple[Path, int]:
+    """Its folder, with metrics.json, and how many folds there are."""
+    given = [*arguments, f"--data.init_args.fold={fold}", "--data.init_args.test_on=fold"]
+    asked = task_cli(SegmentationTask, VolumeData, given, run=False)
+    root = Path(asked.trainer.default_root_dir)
+    if not (root / "metrics.json").exists():
+        last, best = (root / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
+        resume = [f"--ckpt_path={last}"] if last.exists() else []
+        cli = task_cli(SegmentationTask, VolumeData, ["fit", *given, *resume])
+        cli.trainer.test(cli.model, cli.datamodule, ckpt_path=str(best), weights_only=True)
+    return root, asked.datamodule.folds
+
+
+def _measures(case: dict[str, Any], classes: int) -> list[dict[str, float]]:
+    """Of each class; what metrics.json has as null is not a number."""
+    columns = {key: [float("nan") if v is None else v for v in case[key]] for key in MEASURES}
+    return [{key: columns[key][number] for key in MEASURES} for number in range(classes)]
