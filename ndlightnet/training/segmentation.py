@@ -1,23 +1,22 @@
-"""Segmentation: network + Dice and cross-entropy + Dice and Hausdorff distance + pictures."""
+"""Segmentation: network + Dice and cross-entropy + measures, pictures and a page of cases."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import torch
 from monai.losses.dice import DiceCELoss
-from monai.metrics.hausdorff_distance import compute_hausdorff_distance
-from monai.metrics.meandice import compute_dice
-from monai.networks.utils import one_hot
 from torch import Tensor, nn
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.volume_transforms import invert
 from ndlightnet.data.volumes import load_case, save_labels
 from ndlightnet.inference import predict_volume
-from ndlightnet.training.report import Panel, save_panels, write_json
+from ndlightnet.training.casebook import save_case
+from ndlightnet.training.casepage import write_page
+from ndlightnet.training.cases import dice_of, measure_case, metrics_of, of_known, write_cases
+from ndlightnet.training.report import write_json
 from ndlightnet.training.task import Task
 
 
@@ -65,9 +64,11 @@ class SegmentationTask(Task):
 
     def validation_step(self, batch: dict[str, Any], _: int) -> None:
         logits = predict_volume(self.net, batch["image"].as_tensor(), self.window)
-        dice = dice_of(logits.argmax(1), batch["label"].as_tensor()[:, 0].long(), logits.shape[1])
-        # a case without foreground has no Dice; it must not make the mean of the others NaN
-        self.val_dice += dice[dice.isfinite()].tolist()
+        truths = batch["label"].as_tensor()[:, 0].long()
+        for labels, truth in zip(logits.argmax(1), truths, strict=True):
+            dice = dice_of(labels, truth, logits.shape[1])
+            # a class in neither has no Dice; it must not make the mean of the others NaN
+            self.val_dice += dice[dice.isfinite()].tolist()
 
     def on_validation_epoch_start(self) -> None:
         self.val_dice: list[float] = []
@@ -77,7 +78,7 @@ class SegmentationTask(Task):
         self.log("val_dice", mean, prog_bar=True, sync_dist=True)
 
     def on_test_epoch_start(self) -> None:
-        self.tested: dict[str, tuple[dict[str, Any], float, Panel]] = {}
+        self.tested: dict[str, list[dict[str, float]]] = {}
 
     def _predict(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Labels (x, y, z) on the file's grid, and on the prepared one."""
@@ -98,52 +99,29 @@ class SegmentationTask(Task):
         if "error" in batch:
             raise DataError(batch["error"])
         labels, prepared = self._predict(batch)
-        case = batch["case"]
+        case, data, names = batch["case"], batch["data"], self.data().labels
         truth = load_case(case)["label"]
-        classes = len(self.data().labels)
-        spacing = np.linalg.norm(truth.affine.numpy()[:3, :3], axis=0)
-        truth = truth.as_tensor()[0].long()
-        dice = dice_of(labels[None], truth[None], classes)[0]
-        distance = hausdorff95(labels[None], truth[None], classes, spacing)[0]
-        row = {"name": case.name, "dice": dice.tolist(), "hd95_mm": distance.tolist()}
-        save_labels(labels, case, self.out() / "test" / f"{case.name}.nii.gz")
-        mean = float(dice.nanmean())
-        data = batch["data"]
-        panel = Panel(
-            f"{case.name}: Dice {mean:.3f}", data["image"].as_tensor()[0],
-            data["label"].as_tensor()[0], prepared,
-        )  # fmt: skip
-        self.tested[case.name] = (row, mean, panel)
+        row = measure_case(labels, truth.as_tensor()[0], len(names), _spacing(truth))
+        folder = self.out() / "test"
+        save_labels(labels, case, folder / f"{case.name}.nii.gz")
+        mean = of_known(np.mean, [measured["dice"] for measured in row])
+        image, prepared_truth = (data[key].as_tensor()[0] for key in ("image", "label"))
+        save_case(folder / f"{case.name}.png", f"{case.name}: mean Dice {mean:.3f}", image,
+                  prepared_truth, prepared, _spacing(data["image"]), names)  # fmt: skip
+        self.tested[case.name] = row
 
     def on_test_epoch_end(self) -> None:
-        tested, names = list(self.gathered(self.tested).values()), self.data().labels
-        rows = [row for row, _, _ in tested]
-        table = {key: np.array([row[key] for row in rows]) for key in ("dice", "hd95_mm")}
-        # a class that one of truth and prediction lacks has no distance: left out and counted
-        table["hd95_mm"][~np.isfinite(table["hd95_mm"])] = np.nan
-        means = {key: _column_means(values) for key, values in table.items()}
-        mean_dice = float(np.nanmean(means["dice"]))
-        spread = float(np.nanstd([np.nanmean(row) for row in table["dice"]]))
-        metrics = {
-            "mean_dice": mean_dice,
-            "std_over_cases": spread,
-            "mean_hd95_mm": float(np.nanmean(means["hd95_mm"])),
-            "dice": dict(zip(names[1:], means["dice"], strict=True)),
-            "hd95_mm": dict(zip(names[1:], means["hd95_mm"], strict=True)),
-            "hd95_missing": int(np.isnan(table["hd95_mm"]).sum()),
-            "parameters": sum(p.numel() for p in self.net.parameters()),
-            "cases": rows,
-        }
-        self.log("test_dice", mean_dice, rank_zero_only=True)
+        rows, names, out = self.gathered(self.tested), self.data().labels, self.out()
+        metrics = metrics_of(rows, names)
+        metrics["parameters"] = sum(p.numel() for p in self.net.parameters())
+        self.log("test_dice", metrics["mean_dice"], rank_zero_only=True)
         if not self.trainer.is_global_zero:
             return
-        write_json(self.out() / "metrics.json", metrics)
-        ranked = [panel for _, _, panel in sorted(tested, key=lambda item: item[1])]
-        middle = sorted({0, len(ranked) // 2, len(ranked) - 1})
-        save_panels(self.out() / "test_cases.png", [ranked[i] for i in middle], names)
-        self.summary = (
-            f"held-out mean Dice {mean_dice:.3f} over {len(rows)} cases; see {self.out()}"
-        )
+        write_json(out / "metrics.json", metrics)
+        write_cases(out / "test" / "cases.csv", rows, names)
+        dice = f"held-out mean Dice {metrics['mean_dice']:.3f} over {len(rows)} cases"
+        write_page(out / "test" / "index.html", rows, names, "Held-out cases", dice)
+        self.summary = f"{dice}; see {out / 'test' / 'index.html'}"
 
     def predict_step(self, batch: dict[str, Any], _: int) -> None:
         case = batch["case"]
@@ -152,10 +130,10 @@ class SegmentationTask(Task):
                 raise DataError(batch["error"])
             labels, prepared = self._predict(batch)
             save_labels(labels, case, self.out() / "predictions" / f"{case.name}.nii.gz")
-            panel = Panel(case.name, batch["data"]["image"].as_tensor()[0], None, prepared)
-            save_panels(
-                self.out() / "predictions" / f"{case.name}.png", [panel], self.data().labels
-            )
+            image, names = batch["data"]["image"], self.data().labels
+            path = self.out() / "predictions" / f"{case.name}.png"
+            shown = image.as_tensor()[0]
+            save_case(path, case.name, shown, None, prepared, _spacing(image), names)
         except DataError as error:
             self.failures.append(str(error))
         except torch.OutOfMemoryError:
@@ -169,18 +147,6 @@ class SegmentationTask(Task):
         self.summary = f"predictions are in {self.out() / 'predictions'}"
 
 
-def dice_of(labels: Tensor, truth: Tensor, classes: int) -> Tensor:
-    """Dice per case and foreground class, (batch, classes - 1); NaN where the truth has none."""
-    a, b = (one_hot(x[:, None], classes, dim=1) for x in (labels, truth))
-    out: Tensor = compute_dice(a, b, include_background=False)
-    return out
-
-
-def hausdorff95(labels: Tensor, truth: Tensor, classes: int, spacing: Any) -> Tensor:
-    """95 % Hausdorff distance in the unit of `spacing`, (batch, classes - 1)."""
-    a, b = (one_hot(x[:, None], classes, dim=1) for x in (labels, truth))
-    return compute_hausdorff_distance(a, b, percentile=95, spacing=[float(s) for s in spacing])
-
-
-def _column_means(values: Any) -> list[float]:
-    return [float(np.nanmean(c)) if np.isfinite(c).any() else math.nan for c in values.T]
+def _spacing(volume: Any) -> list[float]:
+    """mm along each axis of a MetaTensor."""
+    return [float(s) for s in np.linalg.norm(volume.affine.numpy()[:3, :3], axis=0)]
