@@ -74,13 +74,20 @@ def save_case(
     prediction and where they differ; without truth the image and the prediction.
 
     image: (x, y, z) in RAS order, of any values; truth, prediction: integers of its shape. Its
-    voxels are `spacing` mm. names: of the classes, names[0] the background's. A plane that is one
-    voxel wide is left out.
+    voxels are `spacing` mm. names: of the classes, names[0] the background's. The planes are where
+    the truth shows best, or the prediction if there is none; one that is a voxel wide is left out.
+    Raises ValueError for shapes that differ, DataError where nothing can be written.
     """
+    for name, labels in (("truth", truth), ("prediction", prediction)):
+        if labels is not None and labels.shape != image.shape:
+            raise ValueError(
+                f"{name}: expected the image's shape {tuple(image.shape)}, got "
+                f"{tuple(labels.shape)}"
+            )
     voxels, found = image.cpu().numpy(), prediction.cpu().numpy()
     true = None if truth is None else truth.cpu().numpy()
     slices = best_slices(found if true is None or not true.any() else true, len(names))
-    axes = [a for a in (2, 1, 0) if min(n for b, n in enumerate(voxels.shape) if b != a) > 1]
+    axes = [a for a in (2, 1, 0) if min(voxels.shape[:a] + voxels.shape[a + 1 :]) > 1] or [2]
     size = [n * s for n, s in zip(voxels.shape, spacing, strict=True)]  # mm
     wide, high = [size[1], size[0], size[0]], [size[2], size[2], size[1]]
 
@@ -117,10 +124,10 @@ def save_case(
             row[0].set_title(f"{PLANES[axis]} {slices[axis] + 1}/{voxels.shape[axis]}", loc="left")
             side = row[0].text(0.02, 0.5, EDGES[axis], transform=row[0].transAxes, va="center")
             side.set_bbox({"facecolor": GROUND, "alpha": 0.6, "edgecolor": "none", "pad": 1.5})
-        _legend(figure, "outside lower left", legend_of(shown, names))
+        _legend(figure, "outside lower left", legend_of(shown, names), 6 if true is not None else 3)
         if true is not None:
             errors = [(name, to_rgb(color)) for name, color in ERRORS.items()]
-            _legend(figure, "outside upper right", errors)
+            _legend(figure, "outside upper right", errors, len(errors))
     save_figure(figure, path)
 
 
@@ -137,18 +144,14 @@ def paint(
 def legend_of(shown: NDArray[Any], names: Sequence[str]) -> list[tuple[str, Any]]:
     """(name, colour) of the foreground classes with pixels; of many, those with the most."""
     there = [n for n in range(1, len(names)) if shown[n]]
-    kept = (
-        there
-        if len(there) <= NAMED
-        else sorted(sorted(there, key=lambda n: -shown[n])[: NAMED - 1])
-    )
-    rest = (
-        [(f"and {len(there) - len(kept)} more", to_rgb(GROUND))] if len(kept) < len(there) else []
-    )
-    return [(names[n], color_of(n)) for n in kept] + rest
+    if len(there) <= NAMED:
+        return [(names[n], color_of(n)) for n in there]
+    most = sorted(sorted(there, key=lambda n: -shown[n])[: NAMED - 1])
+    rest = f"and {len(there) - len(most)} more"
+    return [*((names[n], color_of(n)) for n in most), (rest, to_rgb(GROUND))]
 
 
-def _legend(figure: Figure, place: Any, keys: Sequence[tuple[str, Any]]) -> None:
+def _legend(figure: Figure, place: Any, keys: Sequence[tuple[str, Any]], ncols: int) -> None:
     # a name that begins with _ would be left out, hence the space
     patches = [Patch(color=color, label=f" {name[:28]}") for name, color in keys]
-    figure.legend(handles=patches, loc=place, ncols=6, frameon=False)
+    figure.legend(handles=patches, loc=place, ncols=ncols, frameon=False)

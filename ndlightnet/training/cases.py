@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from monai.metrics.utils import get_edge_surface_distance
+from monai.metrics.utils import get_surface_distance
 from numpy.typing import ArrayLike, NDArray
-from scipy.ndimage import find_objects
+from scipy.ndimage import binary_erosion, find_objects
 from torch import Tensor
 
 from ndlightnet.training.report import whole_file
@@ -105,17 +105,19 @@ def _surfaces(
             neither = a is None and b is None
             measured.append((float("nan"), float("nan") if neither else 0.0))
             continue
-        # outside of both nothing is to be seen, and MONAI takes what is outside for background
         box = tuple(
             slice(min(s.start, t.start), max(s.stop, t.stop)) for s, t in zip(a, b, strict=True)
         )
-        one, other = (torch.from_numpy(x[box] == number) for x in (found, true))
-        _, distances, _ = get_edge_surface_distance(
-            one, other, spacing=list(spacing), symmetric=True
-        )
-        far = max(float(np.quantile(d.numpy(), 0.95)) for d in distances)
-        near = torch.cat(tuple(distances)) <= tolerance * ROUNDING
-        measured.append((far, float(near.double().mean())))
+        # outside of the box, and of the volume, is background: a voxel at the border is surface
+        one, other = (x[box] == number for x in (found, true))
+        one, other = (mask ^ binary_erosion(mask) for mask in (one, other))
+        distances = [
+            get_surface_distance(*edges, spacing=list(spacing))
+            for edges in ((one, other), (other, one))
+        ]
+        far = max(float(np.quantile(d, 0.95)) for d in distances)
+        near = np.concatenate(distances) <= tolerance * ROUNDING
+        measured.append((far, float(near.mean())))
     return measured
 
 
