@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
@@ -66,7 +65,7 @@ def save_figure(figure: Any, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     with whole_file(path) as draft:
-        figure.savefig(draft, dpi=110, bbox_inches="tight", facecolor="white")
+        figure.savefig(draft, dpi=110, bbox_inches="tight", facecolor=figure.get_facecolor())
     plt.close(figure)
 
 
@@ -77,57 +76,6 @@ def panels_of(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, 
     import matplotlib.pyplot as plt
 
     return plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-
-
-class Panel:
-    """The slice of a volume that shows its labels best: image, truth, prediction."""
-
-    def __init__(self, title: str, image: Tensor, truth: Tensor | None, prediction: Tensor) -> None:
-        """image (x, y, z) in RAS order, labels (x, y, z)."""
-        labels = prediction if truth is None else truth
-        # each label counts by its share of the slice where it is largest, so that small ones show
-        areas = [(labels == n).sum((0, 1)).float() for n in labels.unique() if n > 0]
-        z = (
-            int(torch.stack([a / a.max() for a in areas]).sum(0).argmax())
-            if areas
-            else labels.shape[2] // 2
-        )
-        self.title = title
-
-        def cut(volume: Tensor) -> Any:  # seen from the feet, front up, as radiologists look at it
-            return volume[:, :, z].cpu().numpy()[::-1, ::-1].T
-
-        self.image, self.prediction = cut(image), cut(prediction)
-        self.truth = None if truth is None else cut(truth)
-
-
-def save_panels(path: Path, panels: Sequence[Panel], labels: Sequence[str]) -> None:
-    """One row per case: the image, the truth and the prediction side by side."""
-    from matplotlib.colors import ListedColormap
-    from matplotlib.patches import Patch
-
-    colors = [
-        COLORS[n % len(COLORS)] if n < len(COLORS) else f"C{n % 10}" for n in range(len(labels))
-    ]
-    figure, axes = panels_of(len(panels), 3, (9, 3 * len(panels) + 0.5))
-    for row, panel in zip(axes, panels, strict=True):
-        low, high = np.percentile(panel.image, (1, 99))
-        overlays = (None, panel.truth, panel.prediction)
-        for axis, labelled, name in zip(
-            row, overlays, ("image", "truth", "prediction"), strict=True
-        ):
-            axis.axis("off")
-            if name == "truth" and labelled is None:
-                continue
-            axis.imshow(panel.image, cmap="gray", vmin=low, vmax=high)
-            axis.set_title(panel.title if name == "image" else name, fontsize=9)
-            if labelled is not None:
-                shown = np.ma.masked_equal(labelled, 0)
-                axis.imshow(shown, ListedColormap(colors), vmin=-0.5, vmax=len(labels) - 0.5,
-                            alpha=0.55, interpolation="nearest")  # fmt: skip
-    keys = [Patch(color=c, label=n) for c, n in zip(colors[1:], labels[1:], strict=True)]
-    figure.legend(handles=keys, loc="outside lower center", ncols=min(6, len(keys)), frameon=False)
-    save_figure(figure, path)
 
 
 def save_confusion(path: Path, matrix: Tensor, classes: Sequence[str]) -> None:

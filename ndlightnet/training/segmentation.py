@@ -18,7 +18,8 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.volume_transforms import file_grid, to_file
 from ndlightnet.data.volumes import load_case, save_labels
 from ndlightnet.inference import Ensemble, Mirrored, keep_largest, predict_labels, predict_volume
-from ndlightnet.training.casebook import save_case, write_page
+from ndlightnet.training.casebook import save_case
+from ndlightnet.training.casepage import write_page
 from ndlightnet.training.cases import dice_of, measure_case, metrics_of, write_cases
 from ndlightnet.training.report import write_json
 from ndlightnet.training.task import Task

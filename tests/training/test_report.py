@@ -1,4 +1,4 @@
-"""What a run leaves: JSON and pictures, complete or not at all, and the right way round."""
+"""What a run leaves: JSON and pictures, complete or not at all."""
 
 import json
 import os
@@ -12,10 +12,8 @@ import torch
 from ndlightnet.data.errors import DataError
 from ndlightnet.training import report
 from ndlightnet.training.report import (
-    Panel,
     check_writable,
     save_confusion,
-    save_panels,
     save_strips,
     write_json,
 )
@@ -92,35 +90,6 @@ def test_check_writable_makes_the_folder_and_leaves_nothing_in_it(tmp_path):
     assert os.listdir(tmp_path / "a" / "b") == []
 
 
-def volume() -> tuple[torch.Tensor, torch.Tensor]:
-    """An image of 100 x + 10 y + z, shape (10, 8, 6), and its labels, two of three at z=4."""
-    x, y, z = torch.meshgrid(*(torch.arange(n) for n in (10, 8, 6)), indexing="ij")
-    labels = torch.zeros(10, 8, 6, dtype=torch.long)
-    labels[:2, :2, 1] = 3  # less, of a larger number
-    labels[6:, 5:, 4], labels[9, 7, 4] = 1, 2
-    return (100 * x + 10 * y + z).float(), labels
-
-
-def test_panel_shows_the_patients_front_up_and_right_on_the_left():
-    """RAS: x grows to the patient's right, y to the front; seen from the feet."""
-    image, labels = volume()
-    panel = Panel("case", image, labels, labels)
-    assert panel.image.shape == panel.truth.shape == panel.prediction.shape == (8, 10)
-    assert panel.image[0, 0] == 974  # the corner of most right (x=9) and front (y=7), of slice 4
-    assert panel.image[0, -1] == 74  # left and front
-    assert panel.image[-1, 0] == 904  # right and back
-    assert panel.truth[:3, :4].all() and (panel.truth > 0).sum() == 12
-    np.testing.assert_array_equal(panel.prediction, panel.truth)
-
-
-def test_panel_takes_the_slice_of_the_truth_or_without_one_of_the_prediction():
-    image, labels = volume()
-    other = labels.flip(2)  # most at z=1
-    assert Panel("", image, labels, other).image[0, 0] == 974
-    alone = Panel("", image, None, other)
-    assert alone.image[0, 0] == 971 and alone.truth is None
-
-
 def pixels(path: Path) -> np.ndarray:
     found = matplotlib.image.imread(path)
     assert os.listdir(path.parent) == [path.name]
@@ -129,29 +98,6 @@ def pixels(path: Path) -> np.ndarray:
 
 def share(picture: np.ndarray, color: tuple[float, float, float], tolerance: float = 0.02) -> float:
     return float((np.abs(picture - np.array(color)) < tolerance).all(-1).mean())
-
-
-def test_panels_show_image_truth_and_prediction(tmp_path):
-    image, labels = volume()
-    full, empty = labels.clamp(max=1), torch.zeros_like(labels)
-    names = ["background", "one", "two", "three"]
-    sizes = {}
-    for name, truth, prediction in (("none", empty, empty), ("truth", full, empty)):
-        path = tmp_path / name / "p.png"
-        save_panels(path, [Panel("a", image, truth, prediction)] * 2, names)
-        picture = pixels(path)
-        assert 400 < picture.shape[0] < 1200 and 700 < picture.shape[1] < 1400
-        sizes[name] = picture.shape
-        red = (picture[..., 0] - picture[..., 1:].max(-1) > 0.15).mean(0)  # per column
-        thirds = [float(part.mean()) for part in np.array_split(red, 3)]
-        if name == "none":
-            legend = thirds
-        else:  # only the truth, in the middle, is redder than before
-            gains = [a - b for a, b in zip(thirds, legend, strict=True)]
-            assert gains[1] > 0.02 and abs(gains[0]) < 0.002 and abs(gains[2]) < 0.002
-    names += [f"label {n}" for n in range(10)]  # more than there are colours
-    save_panels(tmp_path / "alone" / "p.png", [Panel("a", image, None, full)], names)
-    assert pixels(tmp_path / "alone" / "p.png").std() > 0.05
 
 
 COUNTS = torch.tensor([[0, 40, 0], [10, 10, 0], [0, 0, 0]])

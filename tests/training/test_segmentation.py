@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import matplotlib.image
 import nibabel
 import numpy as np
 import pytest
@@ -47,8 +48,8 @@ def test_fit_leaves_checkpoints_and_logs(run):
 def test_metrics_of_the_test(run):
     metrics = json.loads((run / "metrics.json").read_text())
     assert set(metrics) == {
-        "mean_dice", "std_over_cases", "mean_hd95_mm", "dice", "hd95_mm", "hd95_missing",
-        "parameters", "cases",
+        "mean_dice", "dice_interval", "std_over_cases", "mean_hd95_mm", "mean_nsd", "dice",
+        "hd95_mm", "nsd", "hd95_missing", "parameters", "cases",
     }  # fmt: skip
     assert tuple(metrics["dice"]) == tuple(metrics["hd95_mm"]) == LABELS[1:]
     case = metrics["cases"][0]
@@ -75,11 +76,18 @@ def test_dice_in_the_metrics_is_that_of_the_files(run, phantoms):
     np.testing.assert_allclose(list(metrics["dice"].values()), dice, atol=1e-5)
 
 
-def test_test_leaves_a_picture(run):
-    import matplotlib.image
-
-    picture = matplotlib.image.imread(run / "test_cases.png")
+def test_test_leaves_a_picture_a_table_and_a_page(run):
+    picture = matplotlib.image.imread(run / "test" / "phantom_003.png")
     assert picture.shape[0] > 200 and picture.shape[1] > 600 and picture.std() > 0.05
+    with (run / "test" / "cases.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["case"], line["class"]) for line in lines] == [
+        ("phantom_003", name) for name in LABELS[1:]
+    ]
+    case = json.loads((run / "metrics.json").read_text())["cases"][0]
+    for key in ("dice", "volume_ml", "truth_ml"):
+        assert [float(line[key]) for line in lines] == pytest.approx(case[key], rel=1e-5, abs=1e-6)
+    assert 'src="phantom_003.png"' in (run / "test" / "index.html").read_text()
 
 
 def test_predict_without_the_training_data(run, segment, phantoms, tmp_path):
