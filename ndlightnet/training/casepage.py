@@ -9,8 +9,8 @@ from urllib.parse import quote
 
 import numpy as np
 
+from ndlightnet.data.errors import whole_file
 from ndlightnet.training.cases import MEASURES, Rows, interval, of_known
-from ndlightnet.training.report import whole_file
 
 SHORT = 8  # a case's table of more classes is folded away
 HEADS = {"dice": "Dice", "hd95_mm": "HD95 (mm)", "nsd": "NSD", "volume_ml": "volume (ml)",

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.ndimage import binary_erosion, find_objects
 from torch import Tensor
 
-from ndlightnet.training.report import whole_file
+from ndlightnet.data.errors import whole_file
 
 Rows = Mapping[str, Sequence[Mapping[str, float]]]
 Box = tuple[slice, ...]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.errors import DataError, whole_file
 from ndlightnet.data.series import (
     DAY,
     HOUR,
@@ -29,7 +29,7 @@ from ndlightnet.data.series import (
 )
 from ndlightnet.training.loading import training_loader
 from ndlightnet.training.measures import MeasuredTask
-from ndlightnet.training.report import COLORS, whole_file, write_json
+from ndlightnet.training.report import COLORS, write_json
 
 PANELS = 4
 

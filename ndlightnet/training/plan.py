@@ -67,7 +67,9 @@ def plan(
     )
     text = yaml.safe_dump(config, sort_keys=False, default_flow_style=None, width=100)
     with whole_file(there / "plan.yaml") as draft:
-        draft.write_text(f"# {len(cases)} training cases of {root}, {available / 1e9:.0f} GB\n{text}")
+        draft.write_text(
+            f"# {len(cases)} training cases of {root}, {available / 1e9:.0f} GB\n{text}"
+        )
     missing = [name for name, n in zip(folder.labels, measured.voxels, strict=True) if n == 0]
     print(text)
     for name in missing:

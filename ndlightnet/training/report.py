@@ -5,33 +5,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.errors import DataError, whole_file
 
 # Okabe and Ito: told apart also by people who see fewer colours
 COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#F0E442", "#CC79A7", "#0072B2")
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A draft beside `path` that becomes `path` when the block ends well."""
-    draft = path.with_name(f".{os.getpid()}.part.{path.name}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield draft
-        os.replace(draft, path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
-    finally:
-        if draft.exists():
-            draft.unlink()
 
 
 def check_writable(folder: Path) -> None:

@@ -191,7 +191,8 @@ class SegmentationTask(Task):
         loaded = load_case(case)
         turn = Orientation("RAS", labels=None)
         ras: Any = turn(loaded.pop("image")[:1])
-        truth = turn(loaded["label"]).as_tensor()[0] if "label" in loaded else None
+        true: Any = turn(loaded["label"]) if "label" in loaded else None
+        truth = None if true is None else true.as_tensor()[0]
         spacing = ras.pixdim.tolist()
         row = measure_case(labels, truth, len(names), spacing, self.tolerance_mm)
         mean = torch.tensor([measured["dice"] for measured in row]).nanmean()

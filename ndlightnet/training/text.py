@@ -18,11 +18,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.errors import DataError, whole_file
 from ndlightnet.data.text import RandomWindows, Windows, read_bytes, split
 from ndlightnet.training.loading import training_loader
 from ndlightnet.training.measures import MeasuredTask
-from ndlightnet.training.report import COLORS, whole_file, write_json
+from ndlightnet.training.report import COLORS, write_json
 
 BYTES = 256  # words of the vocabulary
 SINGLE = 64  # bytes that a stream is given one at a time in the end

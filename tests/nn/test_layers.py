@@ -22,7 +22,7 @@ grids = pytest.mark.parametrize("shape", GRIDS, ids=str)
 
 def mixer(name: str) -> nn.Module:
     """A window that is wider than the grids of these tests: who sees whom is the same for all."""
-    return getattr(mixers, name)(DIM, **({"window": 64} if name == "WindowAttention" else {}))
+    return getattr(mixers, name)(DIM, **({"window": 128} if name == "WindowAttention" else {}))
 
 
 def test_catalogue():
