@@ -42,7 +42,10 @@ class InstanceNorm(nn.GroupNorm):
         super().__init__(channels, channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+        # Autocast would make float32 of it all, twice the memory; the sums are float32 anyway.
+        with torch.autocast(x.device.type, enabled=False):
+            weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+            return torch.group_norm(x, self.num_groups, weight, bias, self.eps)
 
 
 class ConvBlock(nn.Module):
@@ -51,19 +54,20 @@ class ConvBlock(nn.Module):
     def __init__(self, dims: int, inputs: int, outputs: int) -> None:
         super().__init__()
         conv = _conv("Conv", dims)
-        self.body = nn.Sequential(
-            conv(inputs, outputs, 3, padding=1, bias=False),
-            InstanceNorm(outputs),
-            nn.SiLU(),
-            conv(outputs, outputs, 3, padding=1, bias=False),
-            InstanceNorm(outputs),
-        )
+        self.conv1 = conv(inputs, outputs, 3, padding=1, bias=False)
+        self.norm1 = InstanceNorm(outputs)
+        self.conv2 = conv(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = InstanceNorm(outputs)
         self.skip = nn.Identity() if inputs == outputs else conv(inputs, outputs, 1, bias=False)
-        self.act = nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.act(self.body(x) + self.skip(x))
-        return out
+        y = self.norm2(self.conv2(_silu(self.norm1(self.conv1(x)))))
+        return _silu(y.add_(self.skip(x)))
+
+
+def _silu(x: Tensor) -> Tensor:
+    """In place where no gradient needs what was there: whole volumes are large."""
+    return nn.functional.silu(x, inplace=not torch.is_grad_enabled())
 
 
 class Stage(nn.Module):
@@ -185,12 +189,15 @@ class NDLightUNet(nn.Module):
             x = stage(convs(down(x)))
             skips.append(x)
         outputs: list[Tensor] = []
-        for level in reversed(range(len(skips))):
+        x = skips.pop()
+        for level in reversed(range(len(self.strides) + 1)):
             if level < len(self.up):
-                x = self.up[level](x)
-                for axis, size in enumerate(skips[level].shape[2:], start=2):
+                x, skip = self.up[level](x), skips.pop()  # taken out: freed when they are read
+                for axis, size in enumerate(skip.shape[2:], start=2):
                     x = x.narrow(axis, 0, size)
-                x = self.decoders[level](torch.cat([x, skips[level]], dim=1))
+                x = torch.cat([x, skip], dim=1)
+                del skip
+                x = self.decoders[level](x)
             if level < len(self.heads) and (self.training or level == 0):
                 outputs.insert(0, self.heads[level](x))
         return outputs if self.deep_supervision and self.training else outputs[0]
