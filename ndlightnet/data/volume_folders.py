@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from monai.transforms.croppad.array import ResizeWithPadOrCrop
-from monai.transforms.spatial.array import Orientation, Resize
+from monai.transforms.spatial.array import Orientation
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
@@ -80,7 +81,8 @@ def largest_extent(cases: Sequence[Case]) -> list[float]:
 
 
 def read_volume(case: Case, size: Sequence[int], spacing: Sequence[float]) -> Tensor:
-    """(*size) uint8, cells of `spacing` mm. Linear, smoothed where cells get larger.
+    """(*size) uint8, cells of `spacing` mm: means along axes where cells get larger, linear along
+    the others.
 
     DataError where `load_case` refuses it, for more channels than one and for one value only.
     """
@@ -91,15 +93,14 @@ def read_volume(case: Case, size: Sequence[int], spacing: Sequence[float]) -> Te
         low, high = float(values.min()), float(values.max())
     if low == high:
         raise DataError(f"{case.images[0]}: has the value {low:g} and no other")
-    bytes_ = (values.clamp(low, high) - low) / (high - low) * 255
-    cells = zip(values.shape[1:], edges, spacing, strict=True)
-    resize: Any = Resize(
-        [max(1, round(count * edge / mm)) for count, edge, mm in cells],
-        mode="trilinear", anti_aliasing=True,
-    )  # fmt: skip
+    scaled = ((values.clamp(low, high) - low) / (high - low) * 255)[None]
+    cells = list(zip(scaled.shape[2:], edges, spacing, strict=True))
+    shape = [max(1, round(count * edge / mm)) for count, edge, mm in cells]
+    smaller = [min(now, count) for now, (count, *_) in zip(shape, cells, strict=True)]
+    means = F.interpolate(scaled, smaller, mode="area")
     fit: Any = ResizeWithPadOrCrop(size)
-    fitted = torch.as_tensor(fit(resize(bytes_)))
-    return fitted[0].round().clamp(0, 255).to(torch.uint8)
+    fitted = fit(F.interpolate(means, shape, mode="trilinear")[0]).as_tensor()
+    return torch.as_tensor(fitted[0].round().to(torch.uint8))
 
 
 def read_part(

@@ -66,8 +66,6 @@ class ImageData(L.LightningDataModule):
         augment: Augment | None = None,
     ) -> None:
         super().__init__()
-        if augment and (shift or flips):
-            raise DataError(f"shift={shift}, flips={flips}: with augment, say them there")
         self.root, self.batch_size, self.shift, self.flips = Path(root), batch_size, shift, flips
         self.validation, self.train_limit = validation, train_limit
         self.classes, self.augment = tuple(classes or ()), augment
@@ -76,6 +74,8 @@ class ImageData(L.LightningDataModule):
         return read_images(self.root)
 
     def setup(self, stage: str) -> None:
+        if self.augment and (self.shift or self.flips):
+            raise DataError(f"shift={self.shift}, flips={self.flips}: with augment, say them there")
         parts = self.read()
         train, self.test_set = parts["train"], parts["test"]
         self.space = tuple(train.images.shape[1:])
@@ -117,6 +117,9 @@ class ImageData(L.LightningDataModule):
 
     def test_dataloader(self) -> Any:
         return Batches(self.test_set, self.batch_size, self.replica())
+
+    def predict_dataloader(self) -> Any:
+        raise DataError(f"{self.root}: predict reads files with VolumeFolders, not with ImageData")
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """uint8 -> floats of mean 0 and deviation 1, those of training batches moved or augmented

@@ -36,23 +36,23 @@ class VolumeFolders(ImageData):
         **kwargs: Any,
     ) -> None:
         super().__init__(root, **kwargs)
-        if len(size) != 3 or min(size) < 1:
-            raise DataError(f"data.size={size}: expected three numbers of cells above 0")
-        if spacing is not None and (len(spacing) != 3 or not min(spacing) > 0):
-            raise DataError(f"data.spacing={spacing}: expected three numbers of mm above 0")
-        if self.classes:
-            raise DataError(
-                f"data.classes={list(self.classes)}: the folders under {root} name them"
-            )
         self.size, self.spacing, self.input = size, spacing, input
         self.mean, self.deviation = 0.0, 0.0
 
     def setup(self, stage: str) -> None:
+        size, spacing = self.size, self.spacing
+        if len(size) != 3 or min(size) < 1:
+            raise DataError(f"data.size={size}: expected three numbers of cells above 0")
+        if spacing is not None and (len(spacing) != 3 or not min(spacing) > 0):
+            raise DataError(f"data.spacing={spacing}: expected three numbers of mm above 0")
         if stage != "predict":  # for that all comes with the checkpoint
             super().setup(stage)
 
     def read(self) -> dict[str, ImageSet]:
-        self.classes, parts = list_classes(self.root)
+        classes, parts = list_classes(self.root)
+        if self.classes not in ((), classes):
+            raise DataError(f"{self.root}: classes={list(self.classes)}, has {list(classes)}")
+        self.classes = classes
         if self.spacing is None:
             extent = largest_extent([case for case, _ in parts["train"]])
             self.spacing = [mm / cells for mm, cells in zip(extent, self.size, strict=True)]
