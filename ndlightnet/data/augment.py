@@ -171,7 +171,6 @@ def sampling_grid(matrix: Tensor, space: Sequence[int], device: torch.device) ->
     """What `grid_sample(align_corners=False)` wants: (n, *space, axes), last axis first, in shares
     of half the volume from its centre, of matrix (n, axes, axes + 1): cells from the centre of the
     output -> cells from the centre of the input.
-
     """
     halves = torch.tensor(space, dtype=torch.float64) / 2
     scaled = put((matrix / halves[:, None]).float(), device)

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -152,7 +153,7 @@ class Batches:
         own = len(range(self.replica[0], len(self.data), self.replica[1]))
         return -(-own // self.size)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
         yield from map(self._batch, self._own(torch.arange(len(self.data))))
 
     def _own(self, order: Tensor) -> tuple[Tensor, ...]:
@@ -186,17 +187,26 @@ class ShuffledBatches(Batches):
         # as many on every replica; a set smaller than a batch is one
         return max(1, len(self.data) // self.replica[1] // self.size)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        rng = torch.Generator()
-
-        def restart(*numbers: int) -> None:
-            rng.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
-
-        restart(self.seed, epoch := self.epoch())
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        rng = torch.Generator().manual_seed(mixed(self.seed, epoch := self.epoch()))
         order = torch.randperm(len(self.data), generator=rng)
-        restart(self.seed, epoch, 1 + self.replica[0])  # other moves on every replica
+        rng.manual_seed(mixed(self.seed, epoch, 1 + self.replica[0]))  # other moves on each replica
         for numbers in self._own(order):
             each = (len(numbers), len(self.flips))
             shifts = torch.randint(-self.shift, self.shift + 1, each, generator=rng)
             flips = (torch.rand(each, generator=rng) < 0.5) & self.flips
             yield *self._batch(numbers), shifts, flips
+
+
+class SeededBatches(ShuffledBatches):
+    """The same batches, each with a seed of its own, a number, in place of shifts and flips."""
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        base = (self.seed, self.epoch(), 1 + self.replica[0])
+        for number, (*batch, _shifts, _flips) in enumerate(super().__iter__()):
+            yield *batch, mixed(*base, number)
+
+
+def mixed(*numbers: int) -> int:
+    """A seed from several: another one where any of them is another."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])

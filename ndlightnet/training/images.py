@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Sequence
 from itertools import combinations
@@ -11,11 +12,15 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torchmetrics.classification import BinaryAUROC
 
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.augment import Augment
+from ndlightnet.data.errors import DataError, whole_file
 from ndlightnet.data.images import (
     Batches,
+    ImageSet,
+    SeededBatches,
     ShuffledBatches,
     mean_and_deviation,
     moved,
@@ -45,6 +50,8 @@ class ImageData(L.LightningDataModule):
         validation: share of the training images that chooses the best checkpoint, where the data
             have no part of their own for that; 0: none. The test images are not looked at.
         train_limit: train on so many of them, evenly spaced; default: all.
+        augment: what else happens to training images, after normalisation; in place of `shift` and
+            `flips`, which it has itself.
     """
 
     def __init__(
@@ -56,14 +63,20 @@ class ImageData(L.LightningDataModule):
         flips: tuple[int, ...] = (),
         validation: float = 0.1,
         train_limit: int | None = None,
+        augment: Augment | None = None,
     ) -> None:
         super().__init__()
         self.root, self.batch_size, self.shift, self.flips = Path(root), batch_size, shift, flips
         self.validation, self.train_limit = validation, train_limit
-        self.classes = tuple(classes or ())
+        self.classes, self.augment = tuple(classes or ()), augment
+
+    def read(self) -> dict[str, ImageSet]:
+        return read_images(self.root)
 
     def setup(self, stage: str) -> None:
-        parts = read_images(self.root)
+        if self.augment and (self.shift or self.flips):
+            raise DataError(f"shift={self.shift}, flips={self.flips}: with augment, say them there")
+        parts = self.read()
         train, self.test_set = parts["train"], parts["test"]
         self.space = tuple(train.images.shape[1:])
         if any(not 0 <= axis < len(self.space) for axis in self.flips):
@@ -92,7 +105,8 @@ class ImageData(L.LightningDataModule):
         return self.trainer.current_epoch if self.trainer else 0
 
     def train_dataloader(self) -> Any:
-        return ShuffledBatches(
+        kind = SeededBatches if self.augment else ShuffledBatches
+        return kind(
             self.train_set, self.batch_size, self.replica(), shift=self.shift, flips=self.flips,
             seed=torch.initial_seed(), epoch=self.epoch,
         )  # fmt: skip
@@ -104,12 +118,18 @@ class ImageData(L.LightningDataModule):
     def test_dataloader(self) -> Any:
         return Batches(self.test_set, self.batch_size, self.replica())
 
+    def predict_dataloader(self) -> Any:
+        raise DataError(f"{self.root}: predict reads files with VolumeFolders, not with ImageData")
+
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """uint8 -> floats of mean 0 and deviation 1; batches with moves, those of training, after
-        these moves."""
+        """uint8 -> floats of mean 0 and deviation 1, those of training batches moved or augmented
+        as the rest of the batch says."""
         images, labels, numbers, *moves = batch
-        images = moved(images, *moves) if moves else images
-        return (images.float() - self.mean) / self.deviation, labels, numbers
+        images = moved(images, *moves) if len(moves) == 2 else images
+        images = (images.float() - self.mean) / self.deviation
+        if self.augment and len(moves) == 1:
+            images, _ = self.augment(images, None, torch.Generator().manual_seed(moves[0]))
+        return images, labels, numbers
 
     def names(self) -> dict[str, list[str]]:
         return {"classes": list(self.classes)}
@@ -121,12 +141,46 @@ class ImageData(L.LightningDataModule):
 class ImageTask(LabelledTask):
     """Trains `net`, images `(batch, 1, *space)` -> `(batch, classes)` logits, and measures it.
 
-    Args: as of LabelledTask.
+    Args:
+        net, lr, weight_decay, label_smoothing: as of LabelledTask.
+        mirror: axes of space; an answer is the mean over all ways to mirror the image along them.
     """
 
+    def __init__(
+        self,
+        net: nn.Module,
+        lr: float = 1e-3,
+        weight_decay: float = 0.05,
+        label_smoothing: float = 0.1,
+        mirror: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(net, lr, weight_decay, label_smoothing)
+        self.mirror = mirror
+        self.val_auc = BinaryAUROC()
+
     def setup(self, stage: str) -> None:
+        dims = getattr(self.net, "dims", None)
+        if dims is not None and any(not 0 <= axis < dims for axis in self.mirror):
+            raise DataError(f"model.mirror={self.mirror}: axes are 0 to {dims - 1}")
+        if stage == "predict":
+            return  # classes and size come with the checkpoint
         data = self.data()
         self.expect(dims=len(data.space), in_chans=1, num_classes=len(data.classes))
+
+    def probabilities(self, *inputs: Any) -> Tensor:
+        (images,), answer = inputs, super().probabilities
+        axes = [axis + 2 for axis in self.mirror]
+        ways = [way for count in range(len(axes) + 1) for way in combinations(axes, count)]
+        return torch.stack([answer(images.flip(way)) for way in ways]).mean(0)
+
+    def validation_step(self, batch: tuple[Tensor, ...], _: int) -> None:
+        images, labels, _numbers = batch
+        probabilities = self.probabilities(images)
+        right = (probabilities.argmax(-1) == labels).float().mean()
+        self.log("val_accuracy", right, prog_bar=True, batch_size=len(labels), sync_dist=True)
+        if probabilities.shape[1] == 2:
+            self.val_auc.update(probabilities[:, 1], labels)
+            self.log("val_auc", self.val_auc, prog_bar=True)
 
     def test_step(self, batch: tuple[Tensor, ...], number: int) -> None:
         if number == 0:
@@ -155,6 +209,28 @@ class ImageTask(LabelledTask):
         self.summary = (
             f"held-out accuracy {metrics['top1']:.3f} over {len(labels)} images; see {self.out()}"
         )
+
+    def on_predict_start(self) -> None:
+        self.answered: dict[int, list[float]] = {}
+
+    def predict_step(self, batch: tuple[Tensor, ...], _: int) -> None:
+        images, _labels, numbers = batch
+        answers = self.probabilities(images).tolist()
+        self.answered |= dict(zip(numbers.tolist(), answers, strict=True))
+
+    def on_predict_end(self) -> None:
+        """predictions.csv: a line for each image, its file, class and probabilities."""
+        answered, data = self.gathered(self.answered), self.data()
+        file = self.out() / "predictions.csv"
+        if self.trainer.is_global_zero:
+            with whole_file(file) as draft, draft.open("w", newline="", encoding="utf-8") as out:
+                writer = csv.writer(out)
+                writer.writerow(["file", "prediction", *data.classes])
+                for number, row in answered.items():
+                    best = data.classes[row.index(max(row))]
+                    numbers = [f"{value:.6f}" for value in row]
+                    writer.writerow([data.predict_files[number], best, *numbers])
+        self.summary = f"{len(answered)} predictions are in {file}"
 
 
 def projections(image: Tensor) -> np.ndarray:

@@ -39,9 +39,14 @@ class LabelledTask(MeasuredTask):
         self.log("loss", loss, prog_bar=True, batch_size=len(labels))
         return loss
 
+    def probabilities(self, *inputs: Any) -> Tensor:
+        """(batch, classes) float32, as validation, test and prediction ask for them."""
+        found: Tensor = self.net(*inputs).float().softmax(-1)
+        return found
+
     def validation_step(self, batch: tuple[Any, ...], _: int) -> None:
         *inputs, labels, _numbers = batch
-        right = (self.net(*inputs).argmax(-1) == labels).float().mean()
+        right = (self.probabilities(*inputs).argmax(-1) == labels).float().mean()
         self.log("val_accuracy", right, prog_bar=True, batch_size=len(labels), sync_dist=True)
 
     def on_test_epoch_start(self) -> None:
@@ -49,7 +54,7 @@ class LabelledTask(MeasuredTask):
 
     def test_step(self, batch: tuple[Any, ...], _: int) -> None:
         *inputs, labels, numbers = batch
-        answers = self.net(*inputs).float().softmax(-1).cpu()
+        answers = self.probabilities(*inputs).cpu()
         pairs = zip(answers, labels.tolist(), strict=True)
         self.seen |= dict(zip(numbers.tolist(), pairs, strict=True))
 

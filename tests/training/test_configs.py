@@ -41,7 +41,8 @@ TASKS = {
     "VolumeData": (SegmentationTask, VolumeData), "PhantomVolumes": (SegmentationTask, VolumeData),
     "VideoData": (VideoTask, VideoData), "MovingDigits": (VideoTask, VideoData),
     "SignalData": (SignalTask, SignalData), "TextData": (TextTask, TextData),
-    "ImageData": (ImageTask, ImageData), "SeriesData": (ForecastTask, SeriesData),
+    "ImageData": (ImageTask, ImageData), "VolumeFolders": (ImageTask, ImageData),
+    "SeriesData": (ForecastTask, SeriesData),
 }  # fmt: skip
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 

@@ -22,7 +22,10 @@ from ndlightnet.training import TaskCLI, run
 from ndlightnet.training.images import ImageData, ImageTask, projections, save_gallery
 
 ROOT = Path(__file__).parents[2]
-CONFIGS = [ROOT / "configs" / f"{name}.yaml" for name in ("fashion_mnist", "adrenal")]
+CONFIGS = [
+    ROOT / "configs" / f"{name}.yaml"
+    for name in ("fashion_mnist", "adrenal", "adrenal28", "adrenal64")
+]
 TINY = """
 seed_everything: 0
 trainer: {accelerator: cpu, max_epochs: 4, log_every_n_steps: 1, enable_progress_bar: false}

@@ -1,0 +1,21 @@
+"""Classify volumes: MedMNIST's npz files, or folders of scans, one a class.
+
+python tasks/volume_cls.py                 configs/adrenal28.yaml, for a GPU: train, test
+python tasks/volume_cls.py fit     --config configs/adrenal64.yaml
+python tasks/volume_cls.py test    --config ... --ckpt_path runs/adrenal64/checkpoints/last.ckpt
+
+Folders `train/CLASS/*`, `test/CLASS/*` and, if there, `val/CLASS/*`; predict writes a CSV:
+
+python tasks/volume_cls.py fit     --config configs/scans.yaml --data.root scans
+python tasks/volume_cls.py predict --config ... --ckpt_path ... --data.input scan.nii.gz
+"""
+
+import sys
+from pathlib import Path
+
+from ndlightnet.training import run
+from ndlightnet.training.images import ImageData, ImageTask
+
+if __name__ == "__main__":
+    configs = Path(__file__).parents[1] / "configs"
+    sys.exit(run(ImageTask, ImageData, configs / "adrenal28.yaml"))
