@@ -56,8 +56,8 @@ def plan(
     """
     folder = read_dataset(root)
     cases = [case for case in folder.training if case.label is not None]
-    if len(cases) < 2:
-        raise DataError(f"{root}: {len(cases)} training cases with a label, at least 2 are needed")
+    if not cases:
+        raise DataError(f"{root}: no training case with a label")
     check_cases(cases, len(folder.labels), len(folder.channels))
     measured = fingerprint(cases, len(folder.labels))
     there = Path(out or Path("runs") / Path(root).resolve().name)
