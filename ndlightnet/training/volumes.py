@@ -162,6 +162,7 @@ class VolumeData(L.LightningDataModule):
             self.crops, self.batch_size, sampler=Numbers(self.batches * self.batch_size),
             num_workers=self.workers, persistent_workers=self.workers > 0,
             pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # starting processes draws nothing from the network's
         )  # fmt: skip
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
