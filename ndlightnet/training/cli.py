@@ -52,7 +52,7 @@ class TaskCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         root = Path(self._get(self.config_init, "trainer.default_root_dir") or "runs")
-        fold = self._get(self.config_init, "data.init_args.fold")
+        fold = getattr(self.datamodule, "fold", None)
         root = root if fold is None else root / f"fold_{fold}"
         if self.subcommand != "stream":
             check_writable(root)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,17 @@ from torch import Tensor, nn
 
 from ndlightnet.data.crops import generator_of
 from ndlightnet.data.dicom import save_segmentation
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.errors import DataError, one_line
 from ndlightnet.data.volume_transforms import file_grid, to_file
 from ndlightnet.data.volumes import load_case, save_labels
 from ndlightnet.inference import Ensemble, Mirrored, keep_largest, predict_labels, predict_volume
 from ndlightnet.training.casebook import save_case
 from ndlightnet.training.casepage import write_page
 from ndlightnet.training.cases import dice_of, measure_case, metrics_of, write_cases
+from ndlightnet.training.cli import check_checkpoint
 from ndlightnet.training.report import write_json
-from ndlightnet.training.task import Task
+from ndlightnet.training.task import Task, check
+from ndlightnet.training.volumes import AXES
 
 MEMORY = 0.8  # of earlier looks at the held-out cases, when the best checkpoint is chosen
 
@@ -63,6 +66,13 @@ class SegmentationTask(Task):
         cuda_graph: bool = False,
     ) -> None:
         super().__init__()
+        good = window is None or (len(window) == AXES and min(window) > 0)
+        check("model.window", window, good, "3 sizes above 0")
+        check("model.overlap", overlap, 0 <= overlap < 1, "a share from 0 to below 1")
+        axes = mirror_axes or []
+        good = len({*axes} & {*range(AXES)}) == len(axes)
+        check("model.mirror_axes", axes, good, "different axes from 0 to 2")
+        check("model.tolerance_mm", tolerance_mm, tolerance_mm >= 0, "0 or more mm")
         self.net, self.window, self.overlap = net, window, overlap
         self.mirror_axes, self.largest, self.ensemble = mirror_axes or [], largest, ensemble or []
         self.tolerance_mm, self.dicom_seg = tolerance_mm, dicom_seg
@@ -71,6 +81,9 @@ class SegmentationTask(Task):
         self.ema_dice: float | None = None
 
     def setup(self, stage: str) -> None:
+        if stage in ("test", "predict"):
+            for path in self.ensemble:
+                check_checkpoint(path, self)
         if stage == "predict":
             return
         outputs = getattr(self.net, "out_channels", None)
@@ -104,9 +117,12 @@ class SegmentationTask(Task):
         torch.manual_seed(seed)
         self.started, self.waited = time.perf_counter(), self._waited()
 
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ended = time.perf_counter()  # before a validation, which does not wait for crops
+
     def on_train_epoch_end(self) -> None:
         waited = self._waited() - self.waited
-        self.log("waiting", waited / (time.perf_counter() - self.started), sync_dist=True)
+        self.log("waiting", waited / (self.ended - self.started), sync_dist=True)
 
     def _waited(self) -> float:
         loader: Any = self.trainer.train_dataloader
@@ -130,19 +146,20 @@ class SegmentationTask(Task):
         labels = predict_volume(self.net, image[None], self.window, self.overlap).argmax(1)
         dice = dice_of(labels, label.long(), len(self.data().labels))
         # a class that a case has not has no Dice; it must not make the mean of the others NaN
-        self.val_dice += dice[dice.isfinite()].tolist()
+        self.val_dice[batch["name"]] = dice[dice.isfinite()].tolist()
 
     def on_validation_epoch_start(self) -> None:
-        self.val_dice: list[float] = []
+        self.val_dice: dict[str, list[float]] = {}
 
     def on_validation_epoch_end(self) -> None:
-        mean = sum(self.val_dice) / max(1, len(self.val_dice))
-        self.log("val_dice", mean, prog_bar=True, sync_dist=True)
+        known = [dice for case in self.gathered(self.val_dice).values() for dice in case]
+        mean = sum(known) / max(1, len(known))
+        self.log("val_dice", mean, prog_bar=True)
         if self.trainer.sanity_checking:
             return
         before = mean if self.ema_dice is None else self.ema_dice
         self.ema_dice = MEMORY * before + (1 - MEMORY) * mean
-        self.log("ema_dice", self.ema_dice, sync_dist=True)
+        self.log("ema_dice", self.ema_dice)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
@@ -154,12 +171,21 @@ class SegmentationTask(Task):
 
     def _start(self) -> None:
         """Of a test or a prediction: what is used of it, and what is known of each case."""
-        nets = [self.net]
+        nets, names = [self.net], self.data().names()
         for path in self.ensemble:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            if saved["names"] != names:
+                raise DataError(f"{path}: was trained on {saved['names']}, expected {names}")
             nets.append(deepcopy(self.net))
-            nets[-1].load_state_dict(_weights(Path(path)))
+            nets[-1].load_state_dict(
+                {key[4:]: x for key, x in saved["state_dict"].items() if key.startswith("net.")}
+            )
         net = Ensemble(nets) if self.ensemble else self.net
-        self.predictor = Mirrored(net, self.mirror_axes) if self.mirror_axes else net
+        net = Mirrored(net, self.mirror_axes) if self.mirror_axes else net
+        # no module of the task: a checkpoint holds the one network
+        self.predict_labels = partial(
+            predict_labels, net, window=self.window, overlap=self.overlap, device=self.device
+        )
         self.rows: dict[str, list[dict[str, float]]] = {}
 
     def _finish(self, folder: Path, title: str, summary: str) -> None:
@@ -178,14 +204,15 @@ class SegmentationTask(Task):
         case, data, names = batch["case"], batch.pop("data"), self.data().labels
         self.notes += data["notes"]
         image, onto = data["image"], file_grid(data)
-        labels = predict_labels(
-            self.predictor, image, self.window, overlap=self.overlap, onto=onto, device=self.device
-        )
+        try:
+            labels = self.predict_labels(image, onto=onto)
+        except ValueError as error:  # such as logits that are not numbers
+            raise DataError(f"{case.images[0]}: {one_line(error)}") from error
         if self.largest:
             labels = keep_largest(labels)
         array = to_file(labels, data)
         save_labels(array, case, folder / f"{case.name}.nii.gz")
-        if self.dicom_seg:
+        if self.dicom_seg and case.images[0].is_dir():
             save_segmentation(array, case, folder / f"{case.name}.dcm", names)
         del data, image  # before the file is read anew: a volume is not held twice
         loaded = load_case(case)
@@ -239,15 +266,6 @@ class SegmentationTask(Task):
         folder = self.out() / "predictions"
         self._finish(folder, f"{self.out().name}: predictions", f"{len(self.rows)} cases")
         self.summary = f"predictions are in {folder}"
-
-
-def _weights(path: Path) -> dict[str, Tensor]:
-    """Those of the network in a checkpoint."""
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
-    except Exception as error:  # whatever is in the file
-        raise DataError(f"{path}: not a checkpoint of ours ({type(error).__name__})") from error
-    return {name[4:]: value for name, value in saved.items() if name.startswith("net.")}
 
 
 def _shrunk(label: Tensor, space: torch.Size) -> Tensor:

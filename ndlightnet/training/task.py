@@ -14,6 +14,12 @@ from ndlightnet.training.optim import adamw_with_cosine
 T = TypeVar("T")
 
 
+def check(argument: str, value: object, good: bool, expected: str) -> None:
+    """DataError that names a command line's argument, unless its value is good."""
+    if not good:
+        raise DataError(f"{argument}: {value}, expected {expected}")
+
+
 class Task(L.LightningModule):
     """A network `net` with AdamW; its data are a LightningDataModule of this room.
 

@@ -19,6 +19,9 @@ from ndlightnet.data.layouts import find_inputs, read_dataset
 from ndlightnet.data.phantoms import make_phantoms
 from ndlightnet.data.volume_transforms import Intensity, Prepare, volume_dataset
 from ndlightnet.data.volumes import Case, check_cases, load_case
+from ndlightnet.training.task import check
+
+AXES = 3  # of a volume
 
 
 class VolumeData(L.LightningDataModule):
@@ -60,6 +63,19 @@ class VolumeData(L.LightningDataModule):
         input: str | None = None,
     ) -> None:
         super().__init__()
+        check("data.patch", patch, len(patch) == AXES and min(patch) > 0, "3 sizes above 0")
+        mm = [1.0] * AXES if spacing is None else spacing
+        good = len(mm) == AXES and all(0 < edge < float("inf") for edge in mm)
+        check("data.spacing", spacing, good, "3 edges of a voxel above 0 (mm)")
+        for name, number in (("batch_size", batch_size), ("batches", batches)):
+            check(f"data.{name}", number, number > 0, "a number above 0")
+        check("data.foreground", foreground, 0 <= foreground <= 1, "a share, 0 to 1")
+        check("data.workers", workers, workers >= 0, "0 or more processes")
+        check("data.folds", folds, folds >= 2, "2 or more")
+        check("data.fold", fold, fold is None or 0 <= fold < folds, f"0 to {folds - 1}")
+        flips = () if augment is None else augment.flip_axes
+        good = all(0 <= axis < AXES for axis in flips)
+        check("data.augment.flip_axes", list(flips), good, "axes from 0 to 2")
         self.root, self.patch, self.spacing = Path(root), patch, spacing
         self.intensities, self.channels = intensities, channels
         self.batch_size, self.batches, self.foreground = batch_size, batches, foreground
@@ -77,10 +93,9 @@ class VolumeData(L.LightningDataModule):
         folder = read_dataset(self.root)
         self.labels, self.modalities = folder.labels, folder.channels
         self._prepare()  # says what does not fit before anything is read
-        labelled = [case for case in folder.training if case.label is not None]
-        train, held = self._split(labelled)
         if stage in ("fit", "validate"):
-            check_cases(labelled, len(self.labels), len(self.modalities))
+            train, held = self._split(folder.training)
+            check_cases(folder.training, len(self.labels), len(self.modalities))
             if stage == "fit":
                 prepared = self._dataset(train, self.patch)
                 self.crops = Crops(
@@ -88,8 +103,10 @@ class VolumeData(L.LightningDataModule):
                 )
             self.val_set = self._dataset(held)
             return
-        test = [case for case in folder.test if case.label is not None]
-        self.test_cases = test if self.test_on == "test" else held
+        if self.test_on == "fold":
+            self.test_cases = self._split(folder.training)[1]
+        else:
+            self.test_cases = [case for case in folder.test if case.label is not None]
         if not self.test_cases:
             raise DataError(f"{self.root}: no test case has a label")
         check_cases(self.test_cases, len(self.labels), len(self.modalities))
@@ -99,7 +116,7 @@ class VolumeData(L.LightningDataModule):
         """Those that the network gets."""
         return len(self.modalities if self.channels is None else self.channels)
 
-    def _split(self, cases: list[Case]) -> tuple[list[Case], list[Case]]:
+    def _split(self, cases: Sequence[Case]) -> tuple[list[Case], list[Case]]:
         """To train on, and to choose the checkpoint with. Folds are drawn from a seed of their own,
         so that they are the same in every run. A single case is both."""
         if self.fold is None and len(cases) == 1:
@@ -108,10 +125,10 @@ class VolumeData(L.LightningDataModule):
             count, part = max(2, min(10, len(cases))), 0
         else:
             count, part = self.folds, self.fold
-        if not 2 <= count <= len(cases) or not 0 <= part < count:
+        if len(cases) < count:
             raise DataError(
-                f"{self.root}: {len(cases)} training cases, folds={count}, fold={part}: expected 2 "
-                "to as many folds as cases, and a fold from 0 on"
+                f"{self.root}: {len(cases)} training cases, expected at least {count}, one for "
+                "each fold"
             )
         order = torch.randperm(len(cases), generator=torch.Generator().manual_seed(0)).tolist()
         held = {number for place, number in enumerate(order) if place % count == part}
@@ -147,6 +164,7 @@ class VolumeData(L.LightningDataModule):
             self.crops, self.batch_size, sampler=Numbers(self.batches * self.batch_size),
             num_workers=self.workers, persistent_workers=self.workers > 0,
             pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # starting processes draws nothing from the network's
         )  # fmt: skip
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -192,14 +210,19 @@ class VolumeData(L.LightningDataModule):
 
 
 class TimedLoader(DataLoader[Any]):
-    """Knows how long it was waited for: `waited`, in seconds."""
+    """Knows how long it was waited for: `waited`, in seconds.
+
+    Numbers are drawn when the first batch is asked for: Lightning makes the iterator of a resumed
+    training before it tells the sampler the epoch.
+    """
 
     waited = 0.0
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        batches = super().__iter__()
+        batches = None
         while True:
             asked = time.perf_counter()
+            batches = super().__iter__() if batches is None else batches  # starts the processes
             batch = next(batches, None)
             self.waited += time.perf_counter() - asked
             if batch is None:

@@ -24,14 +24,16 @@ from ndlightnet.training import (
 
 UNET = """
 seed_everything: 0
-trainer: {accelerator: cpu, max_epochs: 1, limit_train_batches: 2, log_every_n_steps: 1}
+trainer: {accelerator: cpu, max_epochs: 1, log_every_n_steps: 1}
 model:
   net:
     class_path: ndlightnet.NDLightUNet
-    init_args: {dims: 3, in_channels: 1, out_channels: 7, widths: [4, 8], depths: [0, 1]}
+    init_args: {dims: 3, in_channels: 1, out_channels: 7, widths: [4, 8], convs: [1, 1],
+                depths: [0, 1], drop_path_rate: 0.3, deep_supervision: true}
 data:
   class_path: ndlightnet.training.VolumeData
-  init_args: {root: nowhere, patch: [16, 16, 16], batch_size: 1, num_samples: 1, workers: 0}
+  init_args: {root: nowhere, patch: [16, 16, 16], batch_size: 2, batches: 2, workers: 0,
+              augment: {flip_axes: [0, 1, 2]}}
 """
 NET = """
 seed_everything: 0
@@ -110,26 +112,38 @@ def _save(path: Path, voxels: np.ndarray) -> Path:
     return path
 
 
-@pytest.fixture
-def decathlon(tmp_path: Path) -> Path:
-    """Four tiny volumes, `images/N.nii.gz` and `labels/N.nii.gz`, of two labels; 3 is the test."""
-    folder = tmp_path / "volumes"
+def _decathlon(folder: Path, channels: int = 1, cases: int = 4) -> Path:
     rng = np.random.default_rng(0)
     pairs = []
-    for number in range(4):
+    for number in range(cases):
         label = np.zeros((12, 10, 8), np.uint8)
         label[3:8, 2:7, 2:6] = 1
-        image = (label * 100 + rng.normal(0, 20, label.shape)).astype(np.float32)
-        pair = {"image": f"images/{number}.nii.gz", "label": f"labels/{number}.nii.gz"}
-        _save(folder / pair["image"], image)
-        _save(folder / pair["label"], label)
+        files = [f"images/{number}{end}.nii.gz" for end in ("", "_b", "_c")[:channels]]
+        for file in files:
+            image = (label * 100 + rng.normal(0, 20, label.shape)).astype(np.float32)
+            _save(folder / file, image)
+        pair = {"image": files[0] if channels == 1 else files, "label": f"labels/{number}.nii.gz"}
+        _save(folder / f"labels/{number}.nii.gz", label)
         pairs.append(pair)
     listing = {
-        "labels": {"0": "background", "1": "cube"}, "modality": {"0": "CT"},
-        "training": pairs[:3], "test": pairs[3:],
+        "labels": {"0": "background", "1": "cube"},
+        "modality": {str(n): ("CT", "PET", "MR")[n] for n in range(channels)},
+        "training": pairs[:-1], "test": pairs[-1:],
     }  # fmt: skip
     (folder / "dataset.json").write_text(json.dumps(listing))
     return folder
+
+
+@pytest.fixture(scope="session")
+def write_decathlon() -> Callable[..., Path]:
+    """write_decathlon(folder, channels=1, cases=4): tiny volumes of two labels, the last a test."""
+    return _decathlon
+
+
+@pytest.fixture
+def decathlon(tmp_path: Path) -> Path:
+    """Four tiny volumes, `images/N.nii.gz` and `labels/N.nii.gz`, of two labels; 3 is the test."""
+    return _decathlon(tmp_path / "volumes")
 
 
 @pytest.fixture

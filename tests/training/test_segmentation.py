@@ -1,8 +1,8 @@
-"""Segmentation: phantoms through fit, test, predict and resume."""
+"""Segmentation: phantoms through fit, test and resume; folds, channels, the best checkpoint."""
 
 import csv
 import json
-import shutil
+import time
 from pathlib import Path
 
 import matplotlib.image
@@ -11,9 +11,22 @@ import numpy as np
 import pytest
 import torch
 
+from ndlightnet.data.crops import Crops
 from ndlightnet.data.phantoms import LABELS, make_phantoms
-from ndlightnet.training import segmentation
-from ndlightnet.training.segmentation import SegmentationTask
+from ndlightnet.data.volume_transforms import Intensity
+from ndlightnet.training import SegmentationTask, VolumeData
+
+
+def on(root: Path, out: Path) -> tuple[str, ...]:
+    """Options for the decathlon's two labels and small volumes."""
+    return (
+        f"--data.init_args.root={root}", f"--trainer.default_root_dir={out}",
+        "--data.init_args.patch=[8,8,8]", "--model.net.init_args.out_channels=2",
+    )  # fmt: skip
+
+
+def logged(out: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(next(out.glob("logs/*/metrics.csv")).open()))
 
 
 @pytest.fixture(scope="module")
@@ -90,44 +103,6 @@ def test_test_leaves_a_picture_a_table_and_a_page(run):
     assert 'src="phantom_003.png"' in (run / "test" / "index.html").read_text()
 
 
-def test_predict_without_the_training_data(run, segment, phantoms, tmp_path):
-    """One file is good and one cut short; labels' names and channels come with the checkpoint."""
-    inputs, out = tmp_path / "inputs", tmp_path / "out"
-    inputs.mkdir()
-    source = phantoms / "imagesTs" / "phantom_003.nii.gz"
-    shutil.copy(source, inputs / "good.nii.gz")
-    (inputs / "broken.nii.gz").write_bytes(source.read_bytes()[:5000])
-    done = segment(
-        "predict", f"--trainer.default_root_dir={out}", "--data.init_args.root=/gone",
-        f"--data.init_args.input={inputs}", f"--ckpt_path={run}/checkpoints/best.ckpt",
-    )  # fmt: skip
-    assert done.status == 1
-    assert len(done.errors) == 1 and done.errors[0].startswith(f"error: {inputs}/broken.nii.gz: ")
-    wanted = ["good.nii.gz", "good.png"]
-    assert sorted(path.name for path in (out / "predictions").iterdir()) == wanted
-    written, original = nibabel.load(out / "predictions" / "good.nii.gz"), nibabel.load(source)
-    assert written.shape == original.shape and written.get_data_dtype() == np.uint8
-    np.testing.assert_allclose(written.affine, original.affine)
-    tested = nibabel.load(run / "test" / "phantom_003.nii.gz")  # the same network, the same image
-    np.testing.assert_array_equal(np.asarray(written.dataobj), np.asarray(tested.dataobj))
-
-
-def test_prediction_lies_on_its_voxels(run, segment, phantoms, tmp_path, monkeypatch):
-    """A "network" that says 1 above 40 HU, where the prepared CT is 0: the file's threshold."""
-    source = phantoms / "imagesTs" / "phantom_003.nii.gz"
-    assert nibabel.aff2axcodes(nibabel.load(source).affine) == ("L", "P", "S")
-    threshold = lambda net, image, window: torch.cat([-image, image], 1)  # noqa: E731
-    monkeypatch.setattr(segmentation, "predict_volume", threshold)
-    done = segment(
-        "predict", f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.input={source}",
-        f"--ckpt_path={run}/checkpoints/best.ckpt",
-    )  # fmt: skip
-    assert (done.status, done.errors) == (0, [])
-    written = nibabel.load(tmp_path / "predictions" / "phantom_003.nii.gz")
-    wanted = np.asarray(nibabel.load(source).dataobj) > 40
-    np.testing.assert_array_equal(np.asarray(written.dataobj), wanted)
-
-
 def test_resume_goes_on_where_it_stopped(run, segment, phantoms, tmp_path):
     done = segment(
         "fit", f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={phantoms}",
@@ -140,21 +115,106 @@ def test_resume_goes_on_where_it_stopped(run, segment, phantoms, tmp_path):
     ]  # fmt: skip
 
 
+# of five looks: the best one by itself is the second, the best of the running mean the fourth
+LOOKS = (0.5, 0.9, 0.6, 0.6, 0.1)
+
+
 @pytest.mark.parametrize("every", [1, 2])
-def test_last_is_the_last_epoch_and_best_the_best(segment, decathlon, tmp_path, monkeypatch, every):
-    """The score falls from epoch to epoch: best.ckpt stays at the first, last.ckpt goes on."""
+def test_best_follows_the_running_mean_and_last_is_the_last(
+    segment, decathlon, tmp_path, monkeypatch, every
+):
+    def look(task, batch, _):
+        task.val_dice[batch["name"]] = [LOOKS[task.current_epoch]]
 
-    def falling(task, batch, _):
-        task.log("val_dice", 1.0 / (1 + task.current_epoch), batch_size=1)
-
-    monkeypatch.setattr(SegmentationTask, "validation_step", falling)
+    monkeypatch.setattr(SegmentationTask, "validation_step", look)
     done = segment(
-        "fit", f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={decathlon}",
-        "--data.init_args.patch=[8,8,8]", "--model.net.init_args.out_channels=2",
+        "fit", *on(decathlon, tmp_path),
         "--trainer.max_epochs=5", f"--trainer.check_val_every_n_epoch={every}",
     )  # fmt: skip
-    assert done.status == 0
+    assert (done.status, done.errors) == (0, [])
+    looked = range(every - 1, 5, every)
+    means = [LOOKS[looked[0]]]
+    for epoch in looked[1:]:
+        means.append(0.8 * means[-1] + 0.2 * LOOKS[epoch])
+    rows = [row for row in logged(tmp_path) if row["ema_dice"]]
+    assert [float(row["ema_dice"]) for row in rows] == pytest.approx(means)
+    assert [float(row["val_dice"]) for row in rows] == pytest.approx([LOOKS[e] for e in looked])
     saved = {path.name: torch.load(path, weights_only=True) for path in tmp_path.rglob("*.ckpt")}
     assert sorted(saved) == ["best.ckpt", "last.ckpt"]
-    assert saved["best.ckpt"]["epoch"] == every - 1
+    assert saved["best.ckpt"]["epoch"] == looked[int(np.argmax(means))]
+    assert saved["best.ckpt"]["ema_dice"] == pytest.approx(max(means))
     assert saved["last.ckpt"]["epoch"] == 4
+    assert saved["last.ckpt"]["ema_dice"] == pytest.approx(means[-1])
+
+
+def test_the_running_mean_goes_on_in_a_resumed_training(segment, decathlon, tmp_path, monkeypatch):
+    def look(task, batch, _):
+        task.val_dice[batch["name"]] = [LOOKS[task.current_epoch]]
+
+    monkeypatch.setattr(SegmentationTask, "validation_step", look)
+    resume = f"--ckpt_path={tmp_path}/checkpoints/last.ckpt"
+    assert segment("fit", *on(decathlon, tmp_path), "--trainer.max_epochs=1").status == 0
+    assert segment("fit", *on(decathlon, tmp_path), "--trainer.max_epochs=2", resume).status == 0
+    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["ema_dice"] == pytest.approx(0.8 * LOOKS[0] + 0.2 * LOOKS[1])
+    best = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)
+    assert best["epoch"] == 1
+
+
+def test_waiting_is_the_share_of_time_spent_on_slow_crops(
+    segment, decathlon, tmp_path, monkeypatch
+):
+    """Four crops of 0.3 s to wait for, then a validation of 2 s that is no part of it."""
+    crop, look = Crops.__getitem__, SegmentationTask.validation_step
+    monkeypatch.setattr(Crops, "__getitem__", lambda *a: time.sleep(0.3) or crop(*a))
+    monkeypatch.setattr(SegmentationTask, "validation_step", lambda *a: time.sleep(2) or look(*a))
+    more = ("--trainer.num_sanity_val_steps=0", "--data.init_args.augment=null")
+    assert segment("fit", *on(decathlon, tmp_path), *more).status == 0
+    (share,) = [float(row["waiting"]) for row in logged(tmp_path) if row["waiting"]]
+    assert 0.5 < share < 1  # with the validation it were below 1.2 / 3.2
+
+
+def test_a_fold_is_held_out_and_all_folds_are_all_cases(segment, decathlon, tmp_path):
+    """Of every fold: trained on are the others, tested is the fold."""
+    tested = []
+    for fold in range(3):
+        data = VolumeData(str(decathlon), [8, 8, 8], folds=3, fold=fold, test_on="fold", workers=0)
+        data.setup("fit")
+        trained = [case["name"] for case in data.crops.cases]
+        held = [case["name"] for case in data.val_set]
+        data.setup("test")
+        assert [case.name for case in data.test_cases] == held
+        assert sorted(trained + held) == ["0", "1", "2"] and len(held) == 1
+        tested += held
+    assert sorted(tested) == ["0", "1", "2"]
+    data = VolumeData(str(decathlon), [8, 8, 8], workers=0)
+    data.setup("test")
+    assert [case.name for case in data.test_cases] == ["3"]
+
+
+def test_a_fold_works_in_a_folder_of_its_own(segment, decathlon, tmp_path):
+    fold = ("--data.init_args.fold=1", "--data.init_args.folds=3")
+    assert segment("fit", *on(decathlon, tmp_path), *fold).status == 0
+    assert [path.name for path in tmp_path.iterdir() if path != decathlon] == ["fold_1"]
+    best = f"--ckpt_path={tmp_path}/fold_1/checkpoints/best.ckpt"
+    more = (*fold, "--data.init_args.test_on=fold", best)
+    assert segment("test", *on(decathlon, tmp_path), *more).status == 0
+    cases = json.loads((tmp_path / "fold_1" / "metrics.json").read_text())["cases"]
+    assert len(cases) == 1 and cases[0]["name"] in ("0", "1", "2")
+
+
+def test_the_network_gets_the_channels_asked_for(tmp_path, save_volume, write_decathlon):
+    """The second of two files, scaled by its own intensity."""
+    folder = write_decathlon(tmp_path / "two", channels=2)
+    scales = [Intensity(0, 1, 0, 1), Intensity(-1000, 1000, 50, 10)]
+    data = VolumeData(
+        str(folder), [8, 8, 8], intensities=scales, channels=[1], augment=None, workers=0
+    )
+    data.setup("fit")
+    assert data.in_channels == 1
+    wanted = np.asarray(nibabel.load(folder / "images" / "0_b.nii.gz").dataobj)
+    (case,) = [case for case in [*data.crops.cases, *data.val_set] if case["name"] == "0"]
+    # of a case to train on what is padded is cut off; the files lie along RAS already
+    image = case["image"].as_tensor()
+    assert image.shape == (1, 12, 10, 8)
+    np.testing.assert_allclose(image[0].numpy(), (wanted - 50) / 10, atol=1e-4)
