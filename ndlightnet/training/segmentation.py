@@ -23,14 +23,15 @@ from ndlightnet.training.casebook import save_case
 from ndlightnet.training.casepage import write_page
 from ndlightnet.training.cases import dice_of, measure_case, metrics_of, write_cases
 from ndlightnet.training.cli import check_checkpoint
+from ndlightnet.training.costs import Cost, Meter, MeteredTask
 from ndlightnet.training.report import write_json
-from ndlightnet.training.task import Task, check
+from ndlightnet.training.task import check
 from ndlightnet.training.volumes import AXES
 
 MEMORY = 0.8  # of earlier looks at the held-out cases, when the best checkpoint is chosen
 
 
-class SegmentationTask(Task):
+class SegmentationTask(MeteredTask):
     """Trains `net`, `(batch, channels, *space)` -> `(batch, classes, *space)` logits, or in
     training a list of them on coarser and coarser grids (deep supervision: each counts half of the
     one before).
@@ -112,6 +113,7 @@ class SegmentationTask(Task):
             torch.cuda.make_graphed_callables(self.net.train(), (x,))
 
     def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
         # so that a resumed training draws what an uninterrupted one does
         seed = generator_of(self.data().crops.seed, -self.current_epoch - 1).initial_seed()
         torch.manual_seed(seed)
@@ -187,6 +189,7 @@ class SegmentationTask(Task):
             predict_labels, net, window=self.window, overlap=self.overlap, device=self.device
         )
         self.rows: dict[str, list[dict[str, float]]] = {}
+        self.spent: dict[str, Cost] = {}  # on the prediction of each case
 
     def _finish(self, folder: Path, title: str, summary: str) -> None:
         self.rows = self.gathered(self.rows)
@@ -204,10 +207,12 @@ class SegmentationTask(Task):
         case, data, names = batch["case"], batch.pop("data"), self.data().labels
         self.notes += data["notes"]
         image, onto = data["image"], file_grid(data)
+        meter = Meter(self.device)
         try:
             labels = self.predict_labels(image, onto=onto)
         except ValueError as error:  # such as logits that are not numbers
             raise DataError(f"{case.images[0]}: {one_line(error)}") from error
+        self.spent[case.name] = meter.read()
         if self.largest:
             labels = keep_largest(labels)
         array = to_file(labels, data)
@@ -238,7 +243,10 @@ class SegmentationTask(Task):
         rows = self.gathered(self.rows)
         metrics = {
             **metrics_of(rows, self.data().labels),
-            "parameters": sum(p.numel() for p in self.net.parameters()),
+            **self.costs(
+                self.gathered(self.spent).values(),
+                (1, self.data().in_channels, *self.data().patch),
+            ),
         }
         self.log("test_dice", metrics["mean_dice"], rank_zero_only=True)
         self.summary = f"held-out mean Dice {metrics['mean_dice']:.3f} over {len(rows)} cases"

@@ -177,8 +177,13 @@ def options(
     task.write_text(TASK.replace("FAIL", fail).replace("END", end))
     return argparse.Namespace(
         task=task, config=tmp_path / "c.yaml", out=tmp_path / "out", jobs=jobs,
-        extra=["--trainer.max_epochs=1"], checkpoint="last", minutes=float("inf"),
+        extra=["--trainer.max_epochs=1"], checkpoint="last", minutes=float("inf"), folds=None,
+        rows={"LightNet": [], "without MD-TPE": ["--model.net.init_args.tpe=false"]},
     )  # fmt: skip
+
+
+def who(row: str, seed: int) -> dict[str, object]:
+    return {"row": row, "seed": seed}
 
 
 def calls(root: Path) -> list[list[str]]:
@@ -186,15 +191,14 @@ def calls(root: Path) -> list[list[str]]:
 
 
 def test_one_run_fits_then_tests_the_last_checkpoint(compare, tmp_path):
-    found = compare.one_run(options(tmp_path), "without MD-TPE", 7, "3")
+    found = compare.one_run(options(tmp_path), who("without MD-TPE", 7), "3")
     assert found.pop("seconds") > 0 and found.pop("process") > 0
     assert found.pop("where")["CUDA_VISIBLE_DEVICES"] == "3"
     assert found == {"row": "without MD-TPE", "seed": 7, "top1": 0.75, "parameters": 5}
     root = tmp_path / "out" / "without_MD-TPE-7"
     common = [
-        "--config", str(tmp_path / "c.yaml"), "--seed_everything=7",
-        f"--trainer.default_root_dir={root}", "--model.net.init_args.tpe=false",
-        "--trainer.max_epochs=1",
+        "--config", str(tmp_path / "c.yaml"), "--model.net.init_args.tpe=false",
+        "--seed_everything=7", f"--trainer.default_root_dir={root}", "--trainer.max_epochs=1",
     ]  # fmt: skip
     last = f"--ckpt_path={root}/checkpoints/last.ckpt"
     assert calls(root) == [["fit", *common], ["test", last, *common]]
@@ -208,7 +212,7 @@ def test_one_run_that_fails(compare, tmp_path, fail, runs, end):
     root = tmp_path / "out" / "LightNet-0"
     root.mkdir(parents=True)
     (root / "metrics.json").write_text('{"top1": 1.0}')  # of an earlier run
-    found = compare.one_run(options(tmp_path, fail, end), "LightNet", 0, None)
+    found = compare.one_run(options(tmp_path, fail, end), who("LightNet", 0), None)
     assert set(found) == {"row", "seed", "error"}
     assert found["error"] == f"{fail} failed, see {root}/log.txt"
     assert len(calls(root)) == runs and "to stderr" in (root / "log.txt").read_text()
@@ -218,7 +222,7 @@ def test_one_run_without_a_result(compare, tmp_path):
     given = options(tmp_path, "test", "sys.exit(0)")
     (tmp_path / "out" / "LightNet-0").mkdir(parents=True)
     (tmp_path / "out" / "LightNet-0" / "metrics.json").write_text('{"top1": 1.0}')
-    found = compare.one_run(given, "LightNet", 0, None)
+    found = compare.one_run(given, who("LightNet", 0), None)
     assert set(found) == {"row", "seed", "error"} and found["error"].startswith("no result (")
 
 
@@ -239,18 +243,18 @@ def in_turn(compare, monkeypatch, jobs: int, runs: int, gpus: list[str], minutes
     """The runs that `all_runs` makes, and the GPUs in use while each of them was."""
     busy, together, done, meet = [], [], [], threading.Barrier(jobs)
 
-    def one_run(options, row, seed, gpu):
+    def one_run(options, who, gpu):
         busy.append(gpu)
         meet.wait(10)  # until all jobs are at work
         together.append(sorted(busy, key=str))
         meet.wait(10)
         busy.remove(gpu)
-        return {"row": row, "seed": seed, "gpu": gpu}
+        return {**who, "gpu": gpu}
 
     monkeypatch.setattr(compare, "one_run", one_run)
     monkeypatch.setattr(compare, "gpus", lambda: gpus)
     given = argparse.Namespace(jobs=jobs, minutes=minutes)
-    compare.all_runs(given, [("LightNet", seed) for seed in range(runs)], done.append)
+    compare.all_runs(given, [who("LightNet", seed) for seed in range(runs)], done.append)
     return done, together
 
 
@@ -277,7 +281,8 @@ def test_no_run_begins_when_the_minutes_are_over(compare, monkeypatch):
 def start(compare, monkeypatch, tmp_path, *arguments: str, answer=None) -> tuple[int, list]:
     seen = []
 
-    def one_run(options, row, seed, gpu):
+    def one_run(options, who, gpu):
+        row, seed = who["row"], who["seed"]
         seen.append((options, row, seed))
         return answer(row, seed) if answer else made(row, seed, 0.5)
 
@@ -335,8 +340,8 @@ def test_results_are_written_after_every_run(compare, monkeypatch, tmp_path):
     folder = tmp_path / "runs" / "compare" / "c"
 
     def all_runs(options, wanted, done):
-        for count, (row, seed) in enumerate(wanted, 1):
-            done(made(row, seed, 0.5))
+        for count, who in enumerate(wanted, 1):
+            done(made(who["row"], who["seed"], 0.5))
             assert len(json.loads((folder / "runs.json").read_text())) == count
             assert (folder / "table.md").read_text().endswith(", ".join(["0.500"] * count) + " |\n")
 
