@@ -8,6 +8,7 @@ nothing is interpolated unless a spacing is asked for.
 
 import hashlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,20 @@ from typing import Any
 import nibabel
 import numpy as np
 import torch
-from monai.data.dataset import CacheDataset, PersistentDataset
-from monai.transforms.compose import Compose
+from monai.data.meta_tensor import MetaTensor
 from monai.transforms.croppad.dictionary import SpatialPadd
 from monai.transforms.spatial.array import Orientation, Spacing
-from monai.transforms.transform import Transform
-from monai.transforms.utility.dictionary import ClassesToIndicesd
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import Dataset
 
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.errors import DataError, readable, whole_file
 from ndlightnet.data.volumes import Case, load_case
 
 KEPT_PER_CLASS = 20_000  # crop centres kept for every class of a volume; they are held in memory
 SAMPLE = 1_000_000  # voxels that percentiles are taken of
 MOST_VOXELS = 2**31  # a resampled volume of more is refused: the spacing is not meant
+KEPT_FORM = 1  # to be raised when what a cache folder holds changes, so that old files are not used
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Intensity:
     """How a channel becomes numbers of order one: (clipped to low..high - mean) / deviation, in the
     file's own units (CT: Hounsfield units). Without numbers each volume is clipped to its own
     percentiles 0.5 and 99.5 and brought to mean 0 and deviation 1, for scanners without units
-    (MRI)."""
+    (MRI). Raises DataError for some of the numbers without the others, and for an empty range."""
 
     low: float | None = None
     high: float | None = None
@@ -47,25 +47,31 @@ class Intensity:
     def __post_init__(self) -> None:
         given = [value is not None for value in (self.low, self.high, self.mean, self.deviation)]
         if any(given) != all(given):
-            raise ValueError(f"{self}: expected all four numbers or none")
+            raise DataError(f"{self}: expected all four numbers or none")
         if all(given) and not (self.low < self.high and self.deviation > 0):  # type: ignore[operator]
-            raise ValueError(f"{self}: expected low < high and deviation > 0")
+            raise DataError(f"{self}: expected low < high and deviation > 0")
 
     def scale_(self, x: Tensor) -> None:
-        """In place: a volume is not held twice."""
+        """x (x, y, z) float32, in place: a volume is not held twice."""
         if self.mean is not None:
             x.clamp_(self.low, self.high).sub_(self.mean).div_(self.deviation)  # type: ignore[arg-type]
             return
-        some = x.flatten()[:: max(1, x.numel() // SAMPLE)]
-        low, high = torch.quantile(some[: 2 * SAMPLE], torch.tensor([0.005, 0.995])).tolist()
-        x.clamp_(low, high).sub_(x.mean(dtype=torch.float64).float())
-        x.div_(x.std(correction=0).clamp_min(1e-8))
+        some = x
+        if x.numel() > SAMPLE:  # every nth voxel may lie in few planes, and x need not be dense
+            chance = torch.Generator().manual_seed(0)
+            some = x[tuple(torch.randint(n, (SAMPLE,), generator=chance) for n in x.shape)]
+        low, high = torch.quantile(some.flatten(), torch.tensor([0.005, 0.995])).tolist()
+        # in one pass and in double; x.mean(dtype=float64) would make a copy of twice the size
+        deviation, mean = torch.std_mean(x.clamp_(low, high), correction=0)
+        x.sub_(mean).div_(deviation.clamp_min(1e-8))
 
 
-class Prepare(Transform):
+class Prepare:
     """What `load_case` returns -> the same along RAS axes, at `spacing` (mm along x, y, z; None:
     the file's own), every channel scaled by its Intensity, and of these the `channels` by number
-    (None: all). It takes the volumes out of the dictionary that it is given."""
+    (None: all). It takes the volumes out of the dictionary that it is given.
+
+    Raises DataError for a spacing that is none, and for one at which a volume is far too large."""
 
     def __init__(
         self,
@@ -73,6 +79,8 @@ class Prepare(Transform):
         spacing: Sequence[float] | None = None,
         channels: Sequence[int] | None = None,
     ) -> None:
+        if spacing is not None and (len(spacing) != 3 or not all(0 < s < np.inf for s in spacing)):
+            raise DataError(f"data.spacing: {list(spacing)}, expected three edges above 0 (mm)")
         self.intensities, self.spacing = list(intensities), spacing
         self.channels = list(range(len(self.intensities)) if channels is None else channels)
 
@@ -99,7 +107,8 @@ class Prepare(Transform):
         shape = [max(1, round(e / s)) for e, s in zip(edges, self.spacing, strict=True)]
         if int(np.prod(shape, dtype=np.float64)) > MOST_VOXELS:
             raise DataError(
-                f"{name}: resampled to {list(self.spacing)} mm it would have the shape {shape}"
+                f"data.spacing: {list(self.spacing)} mm, at which {name} would have the shape "
+                f"{shape}: expected one of at most {MOST_VOXELS} voxels"
             )
         return Spacing(tuple(self.spacing), mode=mode)(volume)
 
@@ -136,13 +145,26 @@ def _turns(image: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     return nibabel.io_orientation(affine), affine  # type: ignore[no-untyped-call]
 
 
-class LoadCase(Transform):
-    """`load_case` as a MONAI transform, so that the cache takes it for a deterministic one."""
+class Prepared(Dataset[dict[str, Any]]):
+    """Cases made ready once. held: of each the dictionary, or the file that has it."""
 
-    def __call__(self, data: Case) -> dict[str, Any]:
-        return load_case(data)
+    def __init__(self, held: Sequence[dict[str, Any] | Path]) -> None:
+        self.held = list(held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        data = self.held[number]
+        if isinstance(data, Path):
+            with readable(data):  # mapped: a crop reads its own part of the file, not the whole
+                data = torch.load(data, mmap=True, weights_only=True)
+        affine = data["affine"]
+        return {**data, **{key: MetaTensor(data[key], affine) for key in ("image", "label")}}
 
 
+# MONAI's datasets are not used: an error in a transform becomes a RuntimeError of theirs, without
+# our line, and the one that keeps files gives other types than those that went in.
 def volume_dataset(
     cases: Sequence[Case],
     prepare: Prepare,
@@ -151,28 +173,53 @@ def volume_dataset(
     workers: int = 2,
     folder: str | None = None,
     progress: bool = True,
-) -> Any:
-    """Cases as a dataset that holds them prepared in memory, read with `workers` threads, or, with
-    `folder`, on a disk, where the next run finds them.
+) -> Prepared:
+    """Labelled cases, all prepared before this returns, with `workers` threads: held in memory, or,
+    with `folder`, in a file for each case, which later runs find and any number of folds share.
 
-    With `patch`, for Crops: padded to it, with "label_cls_indices" of `classes`.
+    Of each: "image", MetaTensor (channels, x, y, z) float32, "label", MetaTensor (1, x, y, z) uint8
+    or int16, "affine", "name", "notes". With `patch`, for Crops: padded to it, and "places", for
+    each of `classes` but the background the flat indices of up to KEPT_PER_CLASS voxels, int64.
+    Raises DataError.
     """
-    steps: list[Transform] = [LoadCase(), prepare]
-    if patch is not None:
-        steps += [
-            SpatialPadd(("image", "label"), patch),
-            ClassesToIndicesd("label", num_classes=classes, max_samples_per_class=KEPT_PER_CLASS),
-        ]
-    if folder is not None:
-        return PersistentDataset(list(cases), Compose(steps), _place(folder, cases, prepare, patch))
-    return CacheDataset(list(cases), Compose(steps), num_workers=workers, progress=progress)
+    from rich.progress import track
+
+    pad: Any = None if patch is None else SpatialPadd(("image", "label"), patch)
+
+    def made(case: Case) -> dict[str, Any]:
+        data = prepare(load_case(case))
+        if pad is not None:
+            data = pad(data)
+            flat = data["label"].as_tensor().flatten()
+            data["places"] = [_some(flat == number) for number in range(1, classes)]
+        affine = data["image"].affine
+        return {**data, **{k: data[k].as_tensor() for k in ("image", "label")}, "affine": affine}
+
+    def held(case: Case) -> dict[str, Any] | Path:
+        if folder is None:
+            return made(case)
+        file = Path(folder) / f"{case.name}.{_key(case, prepare, patch, classes)}.pt"
+        if not file.exists():
+            with whole_file(file) as draft:
+                torch.save(made(case), draft)
+        return file
+
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        done = pool.map(held, cases)
+        hidden = not progress
+        return Prepared(list(track(done, "preparing volumes", total=len(cases), disable=hidden)))
 
 
-def _place(
-    folder: str, cases: Sequence[Case], prepare: Prepare, patch: Sequence[int] | None
-) -> Path:
-    """A folder of its own for every way to prepare and every state of the files."""
-    files = [file for case in cases for file in (*case.images, case.label) if file is not None]
-    times = [(str(file), file.stat().st_mtime_ns) for file in files]
-    said = repr((prepare.intensities, prepare.spacing, prepare.channels, patch, times))
-    return Path(folder) / hashlib.sha256(said.encode()).hexdigest()[:16]
+def _some(mask: Tensor) -> Tensor:
+    """Flat indices of up to KEPT_PER_CLASS cells of a mask, spread evenly over all."""
+    places = mask.nonzero()[:, 0]
+    return places[:: max(1, -(-len(places) // KEPT_PER_CLASS))].clone()
+
+
+def _key(case: Case, prepare: Prepare, patch: Sequence[int] | None, classes: int) -> str:
+    """Another one for every way to prepare and every state of the files."""
+    given = [path for path in (*case.images, case.label) if path is not None]
+    files = [f for path in given for f in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    states = [(str(f.resolve()), f.stat().st_mtime_ns, f.stat().st_size) for f in files]
+    how = (prepare.intensities, prepare.spacing, prepare.channels, patch, classes)
+    return hashlib.sha256(repr((KEPT_FORM, how, states)).encode()).hexdigest()[:16]

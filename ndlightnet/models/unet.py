@@ -147,10 +147,14 @@ class NDLightUNet(nn.Module):
         )
         convs = _stretched(usual[0], levels) if convs is None else convs
         depths = _stretched(usual[1], levels) if depths is None else depths
-        for name, values in (("widths", widths), ("convs", convs), ("depths", depths)):
-            if len(values) != levels:
+        for name, values, least in (
+            ("widths", widths, 1),
+            ("convs", convs, 1),
+            ("depths", depths, 0),
+        ):
+            if len(values) != levels or min(values) < least:
                 raise ValueError(
-                    f"{name}={values!r}: expected {levels} numbers, one more than "
+                    f"{name}={values!r}: expected {levels} numbers from {least} on, one more than "
                     f"strides={strides!r}"
                 )
         self.dims, self.in_channels, self.out_channels = dims, in_channels, out_channels

@@ -20,13 +20,17 @@ from ndlightnet.grid import per_axis
 class _Peer(nn.Module):
     """net: the network. multiple: what it divides sizes by, at most, along each axis."""
 
-    def __init__(self, net: nn.Module, outputs: int, multiple: Sequence[int]) -> None:
+    def __init__(self, net: nn.Module, inputs: int, outputs: int, multiple: Sequence[int]) -> None:
         super().__init__()
-        self.net, self.out_channels, self.multiple = net, outputs, tuple(multiple)
+        self.net, self.in_channels, self.out_channels = net, inputs, outputs
+        self.multiple = tuple(multiple)
 
     def forward(self, x: Tensor) -> Tensor | list[Tensor]:
+        """(batch, in_channels, *space) -> (batch, out_channels, *space), or a list of these."""
         space = x.shape[2:]
         lacking = [-n % m for n, m in zip(space, self.multiple, strict=True)]
+        if all(n + lack <= m for n, lack, m in zip(space, lacking, self.multiple, strict=True)):
+            lacking[0] += self.multiple[0]  # their instance norm refuses a single cell
         x = nn.functional.pad(x, [n for lack in reversed(lacking) for n in (0, lack)])
         cut: Any = (..., *(slice(n) for n in space))
         y: Tensor = self.net(x)
@@ -54,9 +58,10 @@ class DynUNet(_Peer):
         net = monai.networks.nets.dynunet.DynUNet(
             dims, in_channels, out_channels, [3] * (len(steps) + 1), [1, *steps], steps,
             filters=[min(320, 32 << level) for level in range(len(steps) + 1)],
-            deep_supervision=deep_supervision, deep_supr_num=max(1, len(steps) - 1),
+            deep_supervision=deep_supervision and len(steps) > 1,
+            deep_supr_num=max(1, len(steps) - 1),
         )  # fmt: skip
-        super().__init__(net, out_channels, multiple)
+        super().__init__(net, in_channels, out_channels, multiple)
 
 
 class SegResNet(_Peer):
@@ -69,7 +74,7 @@ class SegResNet(_Peer):
             dims, init_filters, in_channels, out_channels, blocks_down=(1, 2, 2, 4),
             blocks_up=(1, 1, 1),
         )  # fmt: skip
-        super().__init__(net, out_channels, [8] * dims)
+        super().__init__(net, in_channels, out_channels, [8] * dims)
 
 
 class SwinUNETR(_Peer):
@@ -81,4 +86,4 @@ class SwinUNETR(_Peer):
         net = monai.networks.nets.swin_unetr.SwinUNETR(
             in_channels, out_channels, feature_size=feature_size, spatial_dims=dims
         )
-        super().__init__(net, out_channels, [32] * dims)
+        super().__init__(net, in_channels, out_channels, [32] * dims)

@@ -29,8 +29,9 @@ class WindowAttention(Mixer):
         super().__init__()
         self.heads, self.head_dim = default_heads(dim, heads)
         self.window = window if isinstance(window, int) else tuple(window)
-        most = window if isinstance(window, int) else max(window, default=0)
-        if most < 1:
+        sizes = (self.window,) if isinstance(self.window, int) else self.window
+        most = max(sizes, default=0)
+        if min(sizes, default=0) < 1:
             raise ValueError(f"window={window!r}: expected 1 or more, or so many for each axis")
         self.q_proj = nn.Linear(dim, dim, bias=False)
         self.k_proj = nn.Linear(dim, dim, bias=False)
