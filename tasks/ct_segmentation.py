@@ -16,10 +16,12 @@ from pathlib import Path
 from jsonargparse import auto_cli
 
 from ndlightnet.training import SegmentationTask, VolumeData, run
+from ndlightnet.training.bundle import bundle
 from ndlightnet.training.folds import folds
 from ndlightnet.training.plan import plan
 
 if __name__ == "__main__":
     configs = Path(__file__).parents[1] / "configs"
-    commands = {"plan": lambda arguments: auto_cli(plan, args=arguments), "folds": folds}
+    planned = lambda arguments: auto_cli(plan, args=arguments)  # noqa: E731
+    commands = {"plan": planned, "folds": folds, "bundle": bundle}
     sys.exit(run(SegmentationTask, VolumeData, configs / "phantoms.yaml", commands))

@@ -7,7 +7,7 @@ nothing is interpolated unless a spacing is asked for.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from monai.data.meta_tensor import MetaTensor
 from monai.transforms.croppad.dictionary import SpatialPadd
 from monai.transforms.spatial.array import Orientation, Spacing
+from monai.transforms.transform import MapTransform
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -111,6 +112,30 @@ class Prepare:
                 f"{shape}: expected one of at most {MOST_VOXELS} voxels"
             )
         return Spacing(tuple(self.spacing), mode=mode)(volume)
+
+
+class ScaleChannelsd(MapTransform):
+    """The last step of Prepare by itself, among MONAI's dictionary transforms: of an image
+    (channels, *space) the `channels` by number (None: all), each scaled by its Intensity."""
+
+    def __init__(
+        self, keys: Any, intensities: Sequence[Intensity], channels: Sequence[int] | None = None
+    ) -> None:
+        super().__init__(keys)
+        self.intensities = list(intensities)
+        self.channels = list(range(len(self.intensities)) if channels is None else channels)
+
+    def __call__(self, data: Mapping[Any, Any]) -> dict[Any, Any]:
+        scaled = dict(data)
+        for key in self.key_iterator(scaled):
+            if len(scaled[key]) != len(self.intensities):
+                raise ValueError(
+                    f"{key}: {len(scaled[key])} channels, expected {len(self.intensities)}"
+                )
+            scaled[key] = scaled[key][self.channels]  # a copy
+            for channel, number in zip(scaled[key].as_tensor(), self.channels, strict=True):
+                self.intensities[number].scale_(channel)
+        return scaled
 
 
 def file_grid(prepared: dict[str, Any]) -> tuple[tuple[int, ...], NDArray[np.float64]] | None:

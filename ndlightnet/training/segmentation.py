@@ -119,7 +119,8 @@ class SegmentationTask(MeteredTask):
         torch.manual_seed(seed)
         self.started, self.waited = time.perf_counter(), self._waited()
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
         self.ended = time.perf_counter()  # before a validation, which does not wait for crops
 
     def on_train_epoch_end(self) -> None:

@@ -120,7 +120,7 @@ class VolumeData(L.LightningDataModule):
         """To train on, and to choose the checkpoint with. Folds are drawn from a seed of their own,
         so that they are the same in every run. A single case is both."""
         if self.fold is None and len(cases) == 1:
-            return cases, cases
+            return list(cases), list(cases)
         if self.fold is None:
             count, part = max(2, min(10, len(cases))), 0
         else:
