@@ -91,12 +91,15 @@ def forward_flops(net: nn.Module, shape: Sequence[int]) -> int | None:
     convolutions and torch's attention; nothing else counts, such as norms and activations.
 
     Counted with torch's forms of all operators, whatever kernels the device has, on tensors without
-    memory, so that all networks are counted alike, and at any shape. None for a network that has no
-    such form, or needs to see numbers.
+    memory, so that all networks are counted alike, and at any shape. None for a network that needs
+    to see numbers.
     """
     copy = deepcopy(net)
     vars(copy).pop("forward", None)  # that of a CUDA graph, which knows the original
     copy.cpu().eval()
+    for module in copy.modules():
+        if hasattr(module, "impl"):
+            module.impl = "torch"  # type: ignore[assignment]
     count = FlopCounterMode(display=False)
     try:
         with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), count:
