@@ -48,7 +48,8 @@ class MeteredTask(Task):
     def on_train_epoch_start(self) -> None:
         self.meter = Meter(self.device)
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def optimizer_step(self, epoch: int, batch_idx: int, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(epoch, batch_idx, *args, **kwargs)
         if self.trainer.is_last_batch:  # before a validation
             seconds, peak = self.meter.read()
             self.trained.append((seconds / (batch_idx + 1), peak))
