@@ -261,9 +261,12 @@ def main() -> int:
     options.extra = arguments[cut + 1 :]
     folded = f"-{options.folds}_folds" if options.folds else ""
     options.out = options.out or Path("runs/compare") / (options.config.stem + folded)
-    options.seeds = options.seeds or ([0] if options.folds else [0, 1, 2])
+    options.seeds = options.seeds or ([0, 1, 2] if options.folds is None else [0])
     if options.folds is not None and (options.folds < 2 or len(options.seeds) > 1):
-        parser.error(f"--folds {options.folds}, {len(options.seeds)} seeds: expected 2 or more, 1")
+        parser.error(
+            f"--folds {options.folds}, {len(options.seeds)} seeds: expected 2 or more folds, and "
+            "one seed"
+        )
     rows = options.rows + (family() if options.family else [])
     try:
         options.rows = named(rows or list(ROWS)[:5])

@@ -49,12 +49,14 @@ def segmentation_tables(
 
 
 def _notes(runs: Sequence[Run], several: str, first: str) -> list[str]:
-    seeds = {run["seed"] for run in runs}
-    over = "cases and seeds" if len(seeds) > 1 else "cases, of one seed: they say nothing of others"
+    over = "cases and seeds"
+    if len({run["seed"] for run in runs}) == 1:
+        over = "cases, of one seed: they say nothing of others"
     return [
-        f"Means ± standard deviations over {several}. Intervals: bootstrap over {over}. More than "
-        f"{first}: mean difference on the same cases; where a class is not in a case and only one "
-        "of the two says so, that counts as Dice 1 and 0. HD95 is that of the classes found.",
+        f"Means ± standard deviations over {several}. Intervals and the Dice of each class: all "
+        f"{several} together, bootstrap over {over}. More than {first}: mean difference on the "
+        "same cases; where a class is not in a case and only one of the two says so, that counts "
+        "as Dice 1 and 0. HD95 is that of the classes found.",
         "GFLOPs: two for each multiplication and addition of matrix products, convolutions and "
         "attention in a forward of one training patch. s per case: median, reading and writing "
         "left out. ms per step: with waiting for data.",

@@ -48,7 +48,8 @@ class MeteredTask(Task):
     def on_train_epoch_start(self) -> None:
         self.meter = Meter(self.device)
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def optimizer_step(self, epoch: int, batch_idx: int, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(epoch, batch_idx, *args, **kwargs)
         if self.trainer.is_last_batch:  # before a validation
             seconds, peak = self.meter.read()
             self.trained.append((seconds / (batch_idx + 1), peak))
@@ -91,12 +92,15 @@ def forward_flops(net: nn.Module, shape: Sequence[int]) -> int | None:
     convolutions and torch's attention; nothing else counts, such as norms and activations.
 
     Counted with torch's forms of all operators, whatever kernels the device has, on tensors without
-    memory, so that all networks are counted alike, and at any shape. None for a network that has no
-    such form, or needs to see numbers.
+    memory, so that all networks are counted alike, and at any shape. None for a network that needs
+    to see numbers.
     """
     copy = deepcopy(net)
     vars(copy).pop("forward", None)  # that of a CUDA graph, which knows the original
     copy.cpu().eval()
+    for module in copy.modules():
+        if hasattr(module, "impl"):
+            module.impl = "torch"  # type: ignore[assignment]
     count = FlopCounterMode(display=False)
     try:
         with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), count:
