@@ -28,9 +28,9 @@ class BundleCLI(TaskCLI):
     """Takes configs as they were planned, and as `fit` has saved them."""
 
     def add_arguments_to_parser(self, parser: Any) -> None:
-        parser.add_argument("--out", type=str, required=True)
-        parser.add_argument("--ckpt_path", type=str | None, required=True)
-        parser.add_argument("--weights_only", type=bool | None)  # of `fit`
+        parser.add_argument("--out", type=str, required=True, help="folder to write")
+        parser.add_argument("--ckpt_path", type=str | None, required=True, help="of `fit`")
+        parser.add_argument("--weights_only", type=bool | None, help="not used, `fit` saves it")
 
 
 def bundle(arguments: list[str]) -> None:

@@ -20,6 +20,7 @@ from monai.bundle.utils import DEFAULT_METADATA
 from ndlightnet.data.phantoms import LABELS, make_phantoms
 from ndlightnet.data.volume_transforms import Intensity, Prepare
 from ndlightnet.data.volumes import Case, load_case
+from ndlightnet.nn.mixers import WindowAttention
 from ndlightnet.training import SegmentationTask, VolumeData, run
 from ndlightnet.training import bundle as bundles
 from ndlightnet.training.bundle_files import inference_of
@@ -85,8 +86,8 @@ def resampled(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def channels(tmp_path_factory) -> Path:
-    """The config of a training on two of three channels, files of their own, on the scans' grids;
-    `scan: both` of the mixer has no parameter, but another output."""
+    """The config of a training on two of three channels, files of their own, on the scans' grids,
+    with a mixer that has arguments."""
     folder = tmp_path_factory.mktemp("channels")
     for place in ("imagesTr", "labelsTr", "imagesTs"):
         (folder / "scans" / place).mkdir(parents=True)
@@ -107,7 +108,7 @@ def channels(tmp_path_factory) -> Path:
         "labels": {"background": 0, "box": 1}, "file_ending": ".nii.gz",
     }  # fmt: skip
     (folder / "scans" / "dataset.json").write_text(json.dumps(listing))
-    mixer = "{class_path: ndlightnet.nn.mixers.TNL, init_args: {scan: both}}"
+    mixer = "{class_path: ndlightnet.nn.mixers.WindowAttention, init_args: {window: [1, 2, 3]}}"
     return train(
         folder, folder / "scans", net=f"in_channels: 2, mixer: {mixer}",
         data=f"patch: [8, 8, 8], channels: [2, 0], intensities: [{CT}, {{}}, {{}}]",
@@ -185,6 +186,8 @@ def test_channels_on_their_own_grid(channels, tmp_path):
     assert paths == [
         "configs/inference.json", "configs/metadata.json", "docs/README.md", "models/model.pt"
     ]  # fmt: skip
+    net = parser_of(root).get_parsed_content("network_def")
+    assert [m.window for m in net.modules() if isinstance(m, WindowAttention)] == [(1, 2, 3)]
     readme = (root / "docs" / "README.md").read_text()
     assert readme.startswith("# name\n") and "- 1: box" in readme and "CT, PET, T1" in readme
 
