@@ -44,7 +44,7 @@ class TaskCLI(LightningCLI):
             super().instantiate_classes()
         except ValueError as error:
             said: BaseException = error
-            while said.__cause__ is not None:
+            while said.__cause__ is not None and not isinstance(said, DataError):
                 said = said.__cause__
             raise DataError(" ".join(str(said).split())) from error
 

@@ -44,8 +44,10 @@ def _fold(arguments: list[str], fold: int) -> tuple[Path, int]:
     if not (root / "metrics.json").exists():
         last, best = (root / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
         resume = [f"--ckpt_path={last}"] if last.exists() else []
-        cli = task_cli(SegmentationTask, VolumeData, ["fit", *given, *resume])
-        cli.trainer.test(cli.model, cli.datamodule, ckpt_path=str(best), weights_only=True)
+        task_cli(SegmentationTask, VolumeData, ["fit", *given, *resume])
+        # by a trainer of its own: in one that has trained, Lightning's EMA puts the weights that
+        # are not averaged in place of the checkpoint's
+        cli = task_cli(SegmentationTask, VolumeData, ["test", *given, f"--ckpt_path={best}"])
         for note in cli.model.notes:
             print(f"note: {note}", file=sys.stderr)
     return root, asked.datamodule.folds

@@ -36,8 +36,8 @@ def cross(write_decathlon, tmp_path, monkeypatch, capsys):
         "--model.net.init_args.out_channels=2", "--trainer.max_epochs=2",
     ]  # fmt: skip
 
-    def run() -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", argv)
+    def run(*more: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [*argv, *more])
         status = cli.run(SegmentationTask, VolumeData, Path("none"), {"folds": folds})
         return status, capsys.readouterr().out
 
@@ -96,6 +96,27 @@ def test_every_case_is_predicted_once_by_a_network_that_has_not_seen_it(
     assert [float(line["dice"]) for line in lines] == pytest.approx(dice, rel=1e-4, abs=1e-6)
     mean, spread = np.mean(of_folds), np.std(of_folds, ddof=1)
     assert f"mean Dice {mean:.3f} ± {spread:.3f} over 3 folds, 7 cases" in out
+
+
+def test_a_fold_is_tested_with_the_averaged_weights(cross, tmp_path, monkeypatch):
+    """Those in the checkpoint's state_dict, which `test` would take, not those trained on."""
+    start, tested = Task.on_test_start, []
+
+    def told(task):
+        tested.append({key: value.clone() for key, value in task.state_dict().items()})
+        start(task)
+
+    monkeypatch.setattr(Task, "on_test_start", told)
+    average = "--trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging"
+    assert cross(average, "--data.init_args.folds=2", "--trainer.max_epochs=1")[0] == 0
+    assert len(tested) == 2
+    for fold, weights in enumerate(tested):
+        best = tmp_path / "run" / f"fold_{fold}" / "checkpoints" / "best.ckpt"
+        saved = torch.load(best, weights_only=True)
+        raw = saved["current_model_state"]
+        assert any(not torch.equal(raw[key], value) for key, value in weights.items())
+        for key, value in weights.items():
+            assert torch.equal(value, saved["state_dict"][key]), key
 
 
 @pytest.mark.slow  # seven short trainings
