@@ -38,6 +38,16 @@ class TaskCLI(LightningCLI):
                 raise DataError(f"model.causal: {net.class_path} has no argument causal")
             net.init_args.causal = causal
 
+    def instantiate_classes(self) -> None:
+        """What a constructor says of its arguments, without the parser's words around it."""
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            said: BaseException = error
+            while said.__cause__ is not None and not isinstance(said, DataError):
+                said = said.__cause__
+            raise DataError(" ".join(str(said).split())) from error
+
     def _parse_ckpt_path(self) -> None:
         """Our checkpoints hold no arguments: the config says them all."""
 
@@ -140,6 +150,8 @@ def run(
     predicted.
     """
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(monai|lightning)\.")
+    # commands of our own give arguments of their own
+    warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
     alone = len(sys.argv) == 1
     try:
         if not alone and sys.argv[1] in (commands or {}):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,10 @@ def folds(arguments: list[str]) -> None:
         root, count = _fold(arguments, fold)
         metrics = json.loads((root / "metrics.json").read_text())
         names = ["background", *metrics["dice"]]
-        scores.append(metrics["mean_dice"])
+        scores.append(_number(metrics["mean_dice"]))
         rows |= {case["name"]: _measures(case, len(names) - 1) for case in metrics["cases"]}
         fold += 1
-    out = root.parent
+    out, rows = root.parent, dict(sorted(rows.items()))
     write_cases(out / "cases.csv", rows, names)
     write_json(out / "metrics.json", {**metrics_of(rows, names), "mean_dice_of_folds": scores})
     spread = f"{np.mean(scores):.3f} ± {np.std(scores, ddof=1):.3f}"
@@ -43,12 +44,21 @@ def _fold(arguments: list[str], fold: int) -> tuple[Path, int]:
     if not (root / "metrics.json").exists():
         last, best = (root / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
         resume = [f"--ckpt_path={last}"] if last.exists() else []
-        cli = task_cli(SegmentationTask, VolumeData, ["fit", *given, *resume])
-        cli.trainer.test(cli.model, cli.datamodule, ckpt_path=str(best), weights_only=True)
+        task_cli(SegmentationTask, VolumeData, ["fit", *given, *resume])
+        # by a trainer of its own: in one that has trained, Lightning's EMA puts the weights that
+        # are not averaged in place of the checkpoint's
+        cli = task_cli(SegmentationTask, VolumeData, ["test", *given, f"--ckpt_path={best}"])
+        for note in cli.model.notes:
+            print(f"note: {note}", file=sys.stderr)
     return root, asked.datamodule.folds
 
 
 def _measures(case: dict[str, Any], classes: int) -> list[dict[str, float]]:
-    """Of each class; what metrics.json has as null is not a number."""
-    columns = {key: [float("nan") if v is None else v for v in case[key]] for key in MEASURES}
+    """Of each class."""
+    columns = {key: [_number(value) for value in case[key]] for key in MEASURES}
     return [{key: columns[key][number] for key in MEASURES} for number in range(classes)]
+
+
+def _number(value: float | None) -> float:
+    """What metrics.json has as null is not a number."""
+    return float("nan") if value is None else value

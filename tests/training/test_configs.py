@@ -37,6 +37,7 @@ from ndlightnet.training.optim import adamw_with_cosine
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+NETWORKS = sorted((ROOT / "configs" / "volumes").glob("*.yaml"))
 TASKS = {
     "VolumeData": (SegmentationTask, VolumeData), "PhantomVolumes": (SegmentationTask, VolumeData),
     "VideoData": (VideoTask, VideoData), "MovingDigits": (VideoTask, VideoData),
@@ -91,7 +92,7 @@ def batch_for(cli: TaskCLI):
         return torch.randn(2, 3, frames, 16, 16), labels
     net, space = cli.model.net, [min(side, 16) for side in cli.datamodule.patch]
     labels = torch.randint(net.out_channels, (2, 1, *space))
-    return {"image": torch.randn(2, net.in_channels, *space), "label": labels}
+    return torch.randn(2, net.in_channels, *space), labels, torch.arange(2)
 
 
 def one_step(cli: TaskCLI) -> None:
@@ -124,7 +125,7 @@ def test_config_takes_one_step(build, config):
     read = yaml.safe_load(config.read_text())
     asked = read["model"]["net"]
     assert type(cli.model.net).__name__ == asked["class_path"].rsplit(".")[-1]
-    assert cli.model.lr == read["model"]["lr"]
+    assert cli.model.lr == read["model"].get("lr", 1e-3)
     assert cli.trainer.max_epochs == read["trainer"]["max_epochs"]
     assert type(cli.datamodule).__name__ == read["data"]["class_path"].rsplit(".")[-1]
     one_step(cli)
@@ -177,6 +178,27 @@ def test_config_writes_into_a_folder_of_its_own(config):
     read = yaml.safe_load(config.read_text())
     assert read["trainer"]["default_root_dir"] == f"runs/{config.stem}"
     assert config.read_text().startswith("# ") and len(config.read_text().splitlines()) <= 40
+
+
+@pytest.mark.parametrize("network", NETWORKS, ids=lambda path: path.stem)
+def test_a_network_laid_over_a_config_takes_one_step(build, network):
+    """What it says of the network holds; all else, and what it keeps silent about, stays."""
+    base = ROOT / "configs" / "hippocampus.yaml"
+    cli, plain = build(base, "--config", str(network)), build(base)
+    read = yaml.safe_load(network.read_text())
+    assert read.keys() == {"model"} and read["model"].keys() == {"net"}
+    asked = read["model"]["net"]
+    net = cli.model.net
+    assert type(net).__name__ == asked["class_path"].rsplit(".")[-1]
+    assert net.out_channels == plain.model.net.out_channels == 3
+    assert cli.datamodule.patch == plain.datamodule.patch
+    mixer = asked.get("init_args", {}).get("mixer")
+    if mixer is not None:
+        assert net.deep_supervision and net.strides == plain.model.net.strides
+        mixer = mixer if isinstance(mixer, str) else mixer["class_path"]
+        kinds = {type(block.mixer).__name__ for stage in net.stages for block in stage.blocks}
+        assert kinds == {mixer.rsplit(".")[-1]}
+    one_step(cli)
 
 
 def mixers_of(net) -> list[torch.nn.Module]:

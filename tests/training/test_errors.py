@@ -17,7 +17,7 @@ def check(done, out: Path, text: str) -> None:
     assert done.errors[0].startswith(f"error: {text}"), done.errors[0]
     assert done.err.splitlines()[-1] == done.errors[0] and "Traceback" not in done.err
     left = [path.relative_to(out) for path in out.rglob("*") if path.is_file()]
-    assert [p for p in left if p.parts[0] != "logs" and p.name != "config.yaml"] == []
+    assert [p for p in left if "logs" not in p.parts and p.name != "config.yaml"] == []
 
 
 def volumes(out: Path, root: Path, *more: str) -> tuple[str, ...]:
@@ -175,6 +175,81 @@ def test_predict_on_another_number_of_channels(segment, decathlon, tmp_path):
     )
     done = segment("predict", *volumes(tmp_path / "out", decathlon, *more))
     check(done, tmp_path / "out", f"{decathlon}/images/0.nii.gz: ")
+
+
+DOORS = {
+    "model.window": ("[8,8]", "[0,8,8]"), "model.overlap": ("1.0",),
+    "model.mirror_axes": ("[3]", "[0,0]", "[-1]"), "model.tolerance_mm": ("-1.0",),
+    "data.patch": ("[8,8]", "[8,8,0]"), "data.spacing": ("[1,1]", "[1,1,0]", "[1,1,.inf]"),
+    "data.batch_size": ("0",), "data.batches": ("0",), "data.foreground": ("1.5", "-0.5"),
+    "data.workers": ("-1",), "data.folds": ("1",), "data.fold": ("5", "-1"),
+    "data.augment.flip_axes": ("[3]",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, value", [(name, value) for name, values in DOORS.items() for value in values]
+)
+def test_a_value_is_refused_at_the_door(segment, tmp_path, name, value):
+    """In the name of the argument, before any file is opened: this folder is not there."""
+    out = tmp_path / "out"
+    done = segment(
+        "fit", f"--trainer.default_root_dir={out}", "--data.init_args.root=/gone",
+        f"--{name.replace('data.', 'data.init_args.')}={value}",
+    )  # fmt: skip
+    check(done, out, f"{name}: ")
+    assert ", expected " in done.errors[0]
+
+
+# what is said by those who are not part of this room
+SAID = {
+    "data.init_args.augment.shift=-1": "shift=-1, turn=0.2: expected ",
+    "data.init_args.intensities=[{low: 3, high: 2, mean: 0, deviation: 1}]": "Intensity(low=3.0",
+    "data.init_args.intensities=[{low: 3}]": "Intensity(low=3.0",
+    "model.net.init_args.widths=[4]": "convs=[1, 1]: expected 1 numbers",
+    "model.net.init_args.strides=[2,2]": "widths=[4, 8]: expected 3 numbers",
+}
+
+
+@pytest.mark.parametrize("option", SAID)
+def test_what_a_constructor_says_is_one_line(segment, tmp_path, option):
+    out = tmp_path / "out"
+    check(segment("fit", f"--trainer.default_root_dir={out}", f"--{option}"), out, SAID[option])
+
+
+def test_channels_and_intensities_that_do_not_fit(segment, decathlon, tmp_path):
+    out = tmp_path / "out"
+    for name, value in (("channels", "[1]"), ("channels", "[]"), ("intensities", "[{},{}]")):
+        done = segment("fit", *volumes(out, decathlon, f"--data.init_args.{name}={value}"))
+        check(done, out, f"data.{name}: ")
+
+
+def test_more_folds_than_cases(segment, decathlon, tmp_path):
+    more = ("--data.init_args.fold=0", "--data.init_args.folds=4")
+    done = segment("fit", *volumes(tmp_path / "out", decathlon, *more))
+    check(done, tmp_path / "out", f"{decathlon}: 3 training cases, expected at least 4")
+
+
+def test_an_ensemble_of_what_does_not_belong_together(segment, decathlon, tmp_path):
+    def fit(name: str, *more: str) -> Path:
+        assert segment("fit", *volumes(tmp_path / name, decathlon, *more)).status == 0
+        return tmp_path / name / "checkpoints" / "last.ckpt"
+
+    first, wider = fit("first"), fit("wider", "--model.net.init_args.widths=[4,12]")
+    listing = json.loads((decathlon / "dataset.json").read_text())
+    listing["labels"]["1"] = "ball"
+    (decathlon / "dataset.json").write_text(json.dumps(listing))
+    other, none, gone = fit("other"), tmp_path / "none.ckpt", tmp_path / "gone.ckpt"
+    none.write_text("no checkpoint")
+    images = f"--data.init_args.input={decathlon}/images"
+    for path, why in (
+        (gone, "no such checkpoint"), (none, "not a checkpoint"), (wider, "another network"),
+        (other, "was trained on"),
+    ):  # fmt: skip
+        more = (images, f"--ckpt_path={first}", f"--model.ensemble=['{path}']")
+        done = segment("predict", *volumes(tmp_path / "out", Path("/gone"), *more))
+        check(done, tmp_path / "out", f"{path}: ")
+        assert why in done.errors[0]
 
 
 @pytest.mark.parametrize("argument", ["--model.netz=1", "--trainer.max_epochs=many"])

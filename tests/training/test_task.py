@@ -27,6 +27,7 @@ def test_names_that_differ_from_the_checkpoints_are_refused():
     task, data = SegmentationTask(nn.Identity()), VolumeData("somewhere", [8, 8, 8])
     task._trainer = SimpleNamespace(datamodule=data)  # type: ignore[assignment]
     saved = {"names": {"labels": ["background", "liver"], "modalities": ["CT"]}}
+    saved |= {"ema_dice": 0.5, "cost": []}
     task.on_load_checkpoint(saved)
     assert data.labels == ("background", "liver") and data.modalities == ("CT",)
     data.labels = ("background", "spleen")
@@ -35,18 +36,27 @@ def test_names_that_differ_from_the_checkpoints_are_refused():
 
 
 def test_a_case_without_foreground_does_not_spoil_the_validation(monkeypatch):
+    """A class that a case has not has no Dice: it is left out, neither 0 nor NaN."""
     task, logged = SegmentationTask(nn.Identity()), {}
+    data = SimpleNamespace(labels=("background", "liver"))
+    task._trainer = SimpleNamespace(datamodule=data, sanity_checking=False, world_size=1)  # type: ignore[assignment]
     monkeypatch.setattr(task, "log", lambda name, value, **_: logged.update({name: value}))
     truth = torch.zeros(1, 1, 4, 4, 4)
     truth[..., :2] = 1
-    logits = torch.cat([1 - truth, truth], 1)
+    half = truth.clone()
+    half[..., 1] = 0
     task.on_validation_epoch_start()
-    for label in (truth, 0 * truth):
-        pair = {"image": logits, "label": label}
+    for name, found, label in (
+        ("a", truth, truth),
+        ("b", half, truth),
+        ("c", 0 * truth, 0 * truth),
+    ):
+        pair = {"image": torch.cat([1 - found, found], 1)[0], "label": label[0]}
         batch = {k: SimpleNamespace(as_tensor=lambda v=v: v) for k, v in pair.items()}
-        task.validation_step(batch, 0)
+        task.validation_step({**batch, "name": name}, 0)
     task.on_validation_epoch_end()
-    assert logged["val_dice"] == 1.0
+    wanted = (1 + 2 * 16 / (16 + 32)) / 2
+    assert logged["val_dice"] == logged["ema_dice"] == pytest.approx(wanted)
 
 
 def test_a_task_without_our_data_says_so():
