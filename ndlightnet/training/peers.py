@@ -52,14 +52,15 @@ class DynUNet(_Peer):
         strides: Sequence[int | Sequence[int]] = (2, 2, 2), deep_supervision: bool = True,
     ) -> None:  # fmt: skip
         steps = _steps(strides, dims)
+        if len(steps) < 2:
+            raise ValueError(f"strides={strides!r}: expected 2 or more for MONAI's DynUNet")
         multiple = [1] * dims
         for step in steps:
             multiple = [m * s for m, s in zip(multiple, step, strict=True)]
         net = monai.networks.nets.dynunet.DynUNet(
             dims, in_channels, out_channels, [3] * (len(steps) + 1), [1, *steps], steps,
             filters=[min(320, 32 << level) for level in range(len(steps) + 1)],
-            deep_supervision=deep_supervision and len(steps) > 1,
-            deep_supr_num=max(1, len(steps) - 1),
+            deep_supervision=deep_supervision, deep_supr_num=len(steps) - 1,
         )  # fmt: skip
         super().__init__(net, in_channels, out_channels, multiple)
 

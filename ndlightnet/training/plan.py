@@ -20,17 +20,22 @@ import yaml
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ndlightnet.data.errors import DataError, whole_file
+from ndlightnet.data.errors import DataError, one_line, whole_file
 from ndlightnet.data.fingerprint import Fingerprint, fingerprint
 from ndlightnet.data.layouts import read_dataset
 from ndlightnet.data.volumes import check_cases
+from ndlightnet.training.report import check_writable
 
 COARSE = 3.0  # an axis so many times coarser than the next, and so many times shorter, stands out
 SMALLEST = 4  # cells along an axis of the coarsest level, at least
 LEVELS = 6
 SIDE = 192  # cells of the cube, in space, that a patch is when neither data nor memory are smaller
 BATCH_SHARE = 0.05  # of all voxels of the training set that a batch has, at most
-OVERHEAD = 1.4  # memory of a step over what its backward pass keeps: gradients, workspaces
+# Memory of a step over what its backward pass keeps, as the CPU counts it: gradients, workspaces,
+# and norms, which a card's autocast keeps in float32.
+OVERHEAD = 1.7
+COUNTED = (64, 32, 32)  # the crop that is counted: networks may pad to multiples of 32
+STATE = 16  # bytes a parameter: itself, its gradient and AdamW's two means, in float32
 USABLE = 0.85  # of a card's memory
 QUANTITIES = ("CT", "PET", "PT", "SUV")  # channels whose numbers mean the same in every scan
 
@@ -53,14 +58,22 @@ def plan(
         memory: of the card, in GB; default: what this machine's first one has, or 11.
         epochs: of 250 batches.
         workers: processes that cut crops.
+
+    Raises DataError for data that cannot be read, and for arguments that fit nothing.
     """
+    if epochs < 1:
+        raise DataError(f"epochs: {epochs}, expected 1 or more")
+    if memory is not None and not memory > 0:
+        raise DataError(f"memory: {memory}, expected GB above 0")
+    _network(net)
     folder = read_dataset(root)
+    there = Path(out or Path("runs") / Path(root).resolve().name)
+    check_writable(there)  # before all volumes are read
     cases = [case for case in folder.training if case.label is not None]
     if not cases:
         raise DataError(f"{root}: no training case with a label")
     check_cases(cases, len(folder.labels), len(folder.channels))
     measured = fingerprint(cases, len(folder.labels))
-    there = Path(out or Path("runs") / Path(root).resolve().name)
     available = _memory() if memory is None else memory * 1e9
     config = config_of(
         measured, folder.labels, folder.channels, root, there, net, size, available, epochs, workers
@@ -81,27 +94,38 @@ def config_of(
     measured: Fingerprint, labels: Sequence[str], channels: Sequence[str], root: str, out: Path,
     net: str, size: str, memory: float, epochs: int, workers: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """The config as a dictionary; memory in bytes."""
+    """The config as a dictionary; memory in bytes. Raises DataError where that is too little."""
     spacing = target_spacing(measured.spacings, measured.shapes)
     shape = np.median(measured.shapes * measured.spacings / spacing, axis=0)
     facts = {
         "dims": 3, "in_channels": len(channels), "out_channels": len(labels), "size": size,
         "deep_supervision": True, "drop_path_rate": 0.1,
     }  # fmt: skip
-    module, _, name = net.rpartition(".")
-    make = getattr(import_module(module), name)
+    make = _network(net)
     known = inspect.signature(make).parameters
 
     def arguments(strides: list[list[int]]) -> dict[str, Any]:
         all_of_them = {**facts, "strides": strides}
         return {key: value for key, value in all_of_them.items() if key in known}
 
-    patch, strides = patch_of(shape, spacing, lambda patch, strides: (
-        2 * step_bytes(make(**arguments(strides)), len(channels), patch) <= memory
-    ))  # fmt: skip
-    each = step_bytes(make(**arguments(strides)), len(channels), patch)
+    def crops(patch: list[int], strides: list[list[int]]) -> float:
+        """As many as the memory holds."""
+        try:
+            made = make(**arguments(strides))
+        except (TypeError, ValueError) as error:
+            raise DataError(f"net: {net}, patch {patch}: {one_line(error)}") from error
+        state = STATE * sum(p.numel() for p in made.parameters())
+        return (memory - state) / step_bytes(made, len(channels), patch)
+
+    patch, strides = patch_of(shape, spacing, lambda *tried: crops(*tried) >= 2)
+    held = crops(patch, strides)
+    if held < 2:
+        raise DataError(
+            f"memory: {memory / 1e9:.3g} GB, expected enough for a step of {net} with 2 crops of "
+            f"{patch}"
+        )
     voxels = len(measured.shapes) * prod(shape.tolist())
-    most = min(memory / each, BATCH_SHARE * voxels / prod(patch))
+    most = min(held, BATCH_SHARE * voxels / prod(patch))
     mirrored = [1, 2] if any(re.search(r"(?i)left|right", label) for label in labels) else [0, 1, 2]
     return {
         "seed_everything": 0,
@@ -178,7 +202,7 @@ def patch_of(
     """(patch, strides): a cube in space of SIDE cells, no larger than the usual volume; as long as
     it does not fit, the axis that covers most of the volume is made shorter."""
     mean_edge = float(np.prod(spacing) ** (1 / 3))
-    patch = np.minimum(np.round(SIDE * mean_edge / spacing), np.ceil(shape)).clip(1)
+    patch = np.minimum(np.round(SIDE * mean_edge / spacing), np.round(shape)).clip(1)
     while True:
         strides = strides_of(patch.astype(int).tolist(), spacing.tolist())
         step = np.prod(np.array(strides or [[1, 1, 1]]), axis=0)
@@ -190,13 +214,13 @@ def patch_of(
 
 
 def step_bytes(net: nn.Module, channels: int, patch: Sequence[int]) -> float:
-    """Memory of one crop in a training step in bf16, about: what its backward pass keeps, counted
-    on the CPU on a smaller crop, times OVERHEAD."""
-    small = [min(n, 48) for n in patch]
+    """Memory of one crop in a training step in bf16, about, without that of the weights: what its
+    backward pass keeps, counted on the CPU on a smaller crop, times OVERHEAD."""
+    small = [min(n, most) for n, most in zip(patch, COUNTED, strict=True)]
     kept: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:
-        if not isinstance(x, nn.Parameter):
+        if not _of_weights(x):
             storage = x.untyped_storage()
             kept[storage.data_ptr()] = storage.nbytes()
         return x
@@ -207,6 +231,28 @@ def step_bytes(net: nn.Module, channels: int, patch: Sequence[int]) -> float:
     total = sum(kept.values())
     del outputs
     return OVERHEAD * total * prod(patch) / prod(small)
+
+
+def _of_weights(x: Tensor) -> bool:
+    """Whether it is a parameter, or made of one alone: autocast's copy. They are as large whatever
+    the crop is."""
+    if x.is_leaf:
+        return isinstance(x, nn.Parameter)
+    at: Any = x.grad_fn
+    while len(at.next_functions) == 1 and at.next_functions[0][0] is not None:
+        at = at.next_functions[0][0]
+    return hasattr(at, "variable")  # the end of the way back: a leaf that gathers its gradient
+
+
+def _network(path: str) -> Callable[..., nn.Module]:
+    module, _, name = path.rpartition(".")
+    try:
+        found: Callable[..., nn.Module] = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise DataError(
+            f"net: {path!r}, expected the path of a class, such as ndlightnet.NDLightUNet"
+        ) from error
+    return found
 
 
 def _memory() -> float:

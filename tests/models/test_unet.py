@@ -6,6 +6,7 @@ from torch import nn
 from torch.autograd import grad
 
 from ndlightnet import Identity, NDLightUNet
+from ndlightnet.models.unet import InstanceNorm
 
 SIZES = {1: (13,), 2: (9, 14), 3: (7, 5, 6)}
 every_dims = pytest.mark.parametrize("dims", SIZES)
@@ -98,6 +99,100 @@ def test_state_dict_round_trip(tmp_path):
     assert torch.equal(twin(x), model(x))
 
 
+ANISOTROPIC = [(1, 2, 2), 2, [2, 1, 2]]  # 1, 2, 4 / 2, 4, 4 / 2, 4, 8 cells to one
+
+
+def test_strides_of_each_axis():
+    """Levels lie on the grids that the strides say, rounded up."""
+    model = NDLightUNet(3, 2, 3, strides=ANISOTROPIC, widths=(4, 8, 8, 8), depths=(0, 0, 0, 1))
+    seen = []
+    for stage in model.stages:
+        stage.register_forward_hook(lambda _, x, __: seen.append(tuple(x[0].shape[2:])))
+    y = model(torch.randn(1, 2, 7, 9, 13))
+    assert y.shape == (1, 3, 7, 9, 13)
+    assert seen == [(7, 9, 13), (7, 5, 7), (4, 3, 4), (2, 3, 2)]
+    assert model.strides == [(1, 2, 2), (2, 2, 2), (2, 1, 2)]
+
+
+def test_a_stride_of_one_keeps_the_axes_apart():
+    """Where nothing is halved along an axis, planes see only their neighbours of the kernels."""
+    model = tiny(2, strides=[(1, 2), (1, 2)], convs=(1, 1, 1), depths=(0, 0, 0)).double()
+    reach = 2 * (3 + 2)  # two 3-wide convolutions for each of 3 blocks down and 2 up
+    x = torch.randn(1, 2, 2 * reach + 5, 8, dtype=torch.float64, requires_grad=True)
+    for module in model.modules():
+        if isinstance(module, InstanceNorm):  # it sees the whole grid
+            module.forward = lambda x: x
+    planes = grad(model(x)[0, :, reach + 2].sum(), x)[0][0].abs().sum((0, 2)) > 0
+    assert planes.nonzero().flatten().tolist() == list(range(2, 2 * reach + 3))
+
+
+@pytest.mark.parametrize("size, first, convs, depths", [
+    ("S", 24, [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]), ("M", 32, [1, 1, 2, 2, 2], [0, 1, 2, 2, 2]),
+    ("L", 40, [1, 2, 3, 3, 3], [0, 2, 4, 4, 4]),
+])  # fmt: skip
+def test_sizes(size, first, convs, depths):
+    model = NDLightUNet(2, 1, 2, size=size, strides=[2] * 4)
+    widths = [level[-1].body[3].out_channels for level in model.convs]
+    assert widths == [min(320, first * 2**level) for level in range(5)]
+    assert [len(level) for level in model.convs] == convs
+    assert [len(stage.blocks) for stage in model.stages] == depths
+    assert len(NDLightUNet(2, size=size).stages) == 4  # three strides where none are said
+
+
+@every_dims
+def test_deep_supervision(dims):
+    """In training logits of every level of the decoder, each on its own grid; else one tensor,
+    that of a network without."""
+    model = tiny(dims, widths=(8, 8, 16, 24), depths=(0, 0, 1, 1), deep_supervision=True)
+    x = torch.randn(2, 2, *SIZES[dims])
+    outputs = model.train()(x)
+    half = tuple(-(-n // 2) for n in SIZES[dims])
+    quarter = tuple(-(-n // 2) for n in half)
+    assert [y.shape for y in outputs] == [(2, 3, *n) for n in (SIZES[dims], half, quarter)]
+    for y in outputs:  # each trains the levels below it
+        assert grad(y.sum(), model.down[3].weight, retain_graph=True)[0].any()
+    plain = tiny(dims, widths=(8, 8, 16, 24), depths=(0, 0, 1, 1))
+    plain.load_state_dict({k: v for k, v in model.state_dict().items() if k in plain.state_dict()})
+    one = model.eval()(x)
+    assert torch.equal(one, outputs[0]) and torch.equal(one, plain.eval()(x))
+    assert isinstance(plain.train()(x), torch.Tensor)
+
+
+@pytest.mark.parametrize("strides", [[], [2]])
+def test_deep_supervision_of_few_levels(strides):
+    model = NDLightUNet(2, 1, 2, strides=strides, deep_supervision=True).train()
+    (y,) = model(torch.randn(1, 1, 5, 6))
+    assert y.shape == (1, 2, 5, 6)
+
+
+@every_dims
+def test_a_single_cell_trains(dims):
+    """Of one sample, at the coarsest level or from the start; torch's instance norm raises."""
+    for space in ((4,) * dims, (1,) * dims):
+        model = tiny(dims, deep_supervision=True).train()
+        outputs = model(torch.randn(1, 2, *space))
+        sum(y.square().sum() for y in outputs).backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+        assert model.heads[0].bias.grad.any()
+
+
+def test_instance_norm_is_torchs(close):
+    """Each sample and channel by itself, with torch's own where that takes the size."""
+    norm, x = InstanceNorm(5).double(), torch.randn(3, 5, 4, 6, dtype=torch.float64) * 3 + 7
+    torch.nn.init.normal_(norm.weight), torch.nn.init.normal_(norm.bias)
+    expected = nn.functional.instance_norm(x, weight=norm.weight, bias=norm.bias, eps=norm.eps)
+    close(norm(x), expected, 1e-12)
+
+
+def test_grad_checkpointing_changes_nothing(close):
+    model, x = tiny(2), torch.randn(2, 2, 9, 14)
+    before = grad(model(x).square().sum(), model.stages[2].blocks[0].parameters())
+    model.set_grad_checkpointing()
+    after = grad(model(x).square().sum(), model.stages[2].blocks[0].parameters())
+    for one, other in zip(before, after, strict=True):
+        close(other, one, 1e-5)
+
+
 def test_errors_show_the_values():
     with pytest.raises(ValueError, match=r"dims=4"):
         tiny(4)
@@ -105,6 +200,14 @@ def test_errors_show_the_values():
         tiny(2, depths=(1, 1))
     with pytest.raises(ValueError, match=r"widths="):
         tiny(2, widths=(), depths=())
+    with pytest.raises(ValueError, match="size='XL'"):
+        NDLightUNet(2, size="XL")
+    for strides in ([(2, 2, 2)], [0], [(2, 0)]):
+        with pytest.raises(ValueError, match="strides="):
+            NDLightUNet(2, strides=strides)
+    for name in ("convs", "widths", "depths"):
+        with pytest.raises(ValueError, match=f"{name}="):
+            NDLightUNet(2, strides=[2], **{name: (8, -1 if name == "depths" else 0)})
     for wrong in ((2, 3, 8, 8), (2, 2, 8), (2, 2, 8, 8, 8)):
         with pytest.raises(ValueError, match=rf"\({wrong[0]}, {wrong[1]}"):
             tiny(2)(torch.randn(wrong))
