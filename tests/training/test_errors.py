@@ -70,7 +70,7 @@ def test_truncated_and_missing_volume(segment, decathlon, tmp_path):
 
 def test_too_few_cases(segment, decathlon, tmp_path):
     listing = json.loads((decathlon / "dataset.json").read_text())
-    for kept, command in (({"training": listing["training"][:1]}, "fit"), ({"test": []}, "test")):
+    for kept, command in (({"training": []}, "fit"), ({"test": []}, "test")):
         (decathlon / "dataset.json").write_text(json.dumps({**listing, **kept}))
         out = tmp_path / command
         check(segment(command, *volumes(out, decathlon)), out, f"{decathlon}: ")
