@@ -42,12 +42,12 @@ def _fold(arguments: list[str], fold: int) -> tuple[Path, int]:
     asked = task_cli(SegmentationTask, VolumeData, given, run=False)
     root = Path(asked.trainer.default_root_dir)
     if not (root / "metrics.json").exists():
-        last, best = (root / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
+        last = root / "checkpoints" / "last.ckpt"
         resume = [f"--ckpt_path={last}"] if last.exists() else []
         task_cli(SegmentationTask, VolumeData, ["fit", *given, *resume])
-        # by a trainer of its own: in one that has trained, Lightning's EMA puts the weights that
-        # are not averaged in place of the checkpoint's
-        cli = task_cli(SegmentationTask, VolumeData, ["test", *given, f"--ckpt_path={best}"])
+        # the last checkpoint: the best one was chosen on these cases. By a trainer of its own: in
+        # one that has trained, Lightning's EMA puts the weights that are not averaged in place
+        cli = task_cli(SegmentationTask, VolumeData, ["test", *given, f"--ckpt_path={last}"])
         for note in cli.model.notes:
             print(f"note: {note}", file=sys.stderr)
     return root, asked.datamodule.folds

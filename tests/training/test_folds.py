@@ -111,8 +111,8 @@ def test_a_fold_is_tested_with_the_averaged_weights(cross, tmp_path, monkeypatch
     assert cross(average, "--data.init_args.folds=2", "--trainer.max_epochs=1")[0] == 0
     assert len(tested) == 2
     for fold, weights in enumerate(tested):
-        best = tmp_path / "run" / f"fold_{fold}" / "checkpoints" / "best.ckpt"
-        saved = torch.load(best, weights_only=True)
+        last = tmp_path / "run" / f"fold_{fold}" / "checkpoints" / "last.ckpt"
+        saved = torch.load(last, weights_only=True)
         raw = saved["current_model_state"]
         assert any(not torch.equal(raw[key], value) for key, value in weights.items())
         for key, value in weights.items():
