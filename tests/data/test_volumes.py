@@ -9,7 +9,7 @@ import torch
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.layouts import read_dataset
-from ndlightnet.data.volume_transforms import preprocess
+from ndlightnet.data.volume_transforms import Intensity, Prepare
 from ndlightnet.data.volumes import (
     Case,
     check_cases,
@@ -98,7 +98,7 @@ def test_real_hippocampus() -> None:
     check_cases(some, 3, progress=False)
     with pytest.raises(DataError, match=r"expected 0\.\.1"):
         check_cases(some, 2, progress=False)
-    prepare = preprocess(found.channels)
+    prepare = Prepare([Intensity()])
     for case in some:
         image = prepare(load_case(case))["image"]
         assert abs(float(image.mean())) < 1e-3 and abs(float(image.std()) - 1) < 1e-2
