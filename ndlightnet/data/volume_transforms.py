@@ -37,21 +37,19 @@ class Intensity:
     """How a channel becomes numbers of order one: (clipped to low..high - mean) / deviation, in the
     file's own units (CT: Hounsfield units). Without numbers each volume is clipped to its own
     percentiles 0.5 and 99.5 and brought to mean 0 and deviation 1, for scanners without units
-    (MRI)."""
+    (MRI). Raises DataError for some of the numbers without the others, and for an empty range."""
 
     low: float | None = None
     high: float | None = None
     mean: float | None = None
     deviation: float | None = None
 
-    def check(self) -> None:
-        """Not when it is made: the command line would wrap what is raised then in lines of its
-        own."""
+    def __post_init__(self) -> None:
         given = [value is not None for value in (self.low, self.high, self.mean, self.deviation)]
         if any(given) != all(given):
-            raise DataError(f"data.intensities: {self}, expected all four numbers or none")
+            raise DataError(f"{self}: expected all four numbers or none")
         if all(given) and not (self.low < self.high and self.deviation > 0):  # type: ignore[operator]
-            raise DataError(f"data.intensities: {self}, expected low < high and deviation > 0")
+            raise DataError(f"{self}: expected low < high and deviation > 0")
 
     def scale_(self, x: Tensor) -> None:
         """x (x, y, z) float32, in place: a volume is not held twice."""
@@ -73,8 +71,7 @@ class Prepare:
     the file's own), every channel scaled by its Intensity, and of these the `channels` by number
     (None: all). It takes the volumes out of the dictionary that it is given.
 
-    Raises DataError for intensities without some of their numbers or with an empty range, for a
-    spacing that is none, and for one at which a volume is far too large."""
+    Raises DataError for a spacing that is none, and for one at which a volume is far too large."""
 
     def __init__(
         self,
@@ -84,8 +81,6 @@ class Prepare:
     ) -> None:
         if spacing is not None and (len(spacing) != 3 or not all(0 < s < np.inf for s in spacing)):
             raise DataError(f"data.spacing: {list(spacing)}, expected three edges above 0 (mm)")
-        for intensity in intensities:
-            intensity.check()
         self.intensities, self.spacing = list(intensities), spacing
         self.channels = list(range(len(self.intensities)) if channels is None else channels)
 
