@@ -84,6 +84,7 @@ def test_a_few_steps_lower_the_loss(dims):
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.slow
 def test_compile_without_a_graph_break(close):
     torch._dynamo.reset()
     model, x = tiny(3), torch.randn(1, 2, 7, 5, 6)
