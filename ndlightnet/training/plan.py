@@ -37,6 +37,7 @@ OVERHEAD = 1.7
 COUNTED = (64, 32, 32)  # the crop that is counted: networks may pad to multiples of 32
 STATE = 16  # bytes a parameter: itself, its gradient and AdamW's two means, in float32
 USABLE = 0.85  # of a card's memory
+SIDED = re.compile(r"(?i)(?<![a-z])(left|right)(?![a-z])")  # labels that mirroring would swap
 QUANTITIES = ("CT", "PET", "PT", "SUV")  # channels whose numbers mean the same in every scan
 
 
@@ -126,7 +127,7 @@ def config_of(
         )
     voxels = len(measured.shapes) * prod(shape.tolist())
     most = min(held, BATCH_SHARE * voxels / prod(patch))
-    mirrored = [1, 2] if any(re.search(r"(?i)left|right", label) for label in labels) else [0, 1, 2]
+    mirrored = [1, 2] if any(SIDED.search(label) for label in labels) else [0, 1, 2]
     return {
         "seed_everything": 0,
         "trainer": {

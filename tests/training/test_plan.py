@@ -197,7 +197,7 @@ def test_a_smaller_card_gets_a_smaller_patch():
 @pytest.mark.usefixtures("cheap")
 @pytest.mark.parametrize(
     "names, axes",
-    [(("liver", "spleen"), [0, 1, 2]), (("lung_left", "lung_right"), [1, 2]),
+    [(("liver", "spleen"), [0, 1, 2]), (("bright spot",), [0, 1, 2]), (("lung_left", "lung_right"), [1, 2]),
      (("Kidney (Right)",), [1, 2])],
 )  # fmt: skip
 def test_left_and_right_are_not_mirrored(names, axes):
