@@ -197,7 +197,8 @@ def test_a_smaller_card_gets_a_smaller_patch():
 @pytest.mark.usefixtures("cheap")
 @pytest.mark.parametrize(
     "names, axes",
-    [(("liver", "spleen"), [0, 1, 2]), (("bright spot",), [0, 1, 2]), (("lung_left", "lung_right"), [1, 2]),
+    [(("liver", "spleen"), [0, 1, 2]), (("bright spot",), [0, 1, 2]),
+     (("lung_left", "lung_right"), [1, 2]),
      (("Kidney (Right)",), [1, 2])],
 )  # fmt: skip
 def test_left_and_right_are_not_mirrored(names, axes):
@@ -269,16 +270,16 @@ def test_the_plan_is_a_config(scans, tmp_path, capsys, net):
      ({"net": "torch.nn.Conv3d"}, r"net: torch.nn.Conv3d, patch \[40, 40, 12\]: .*kernel_size"),
      ({"out": "DIR/file/out"}, "DIR/file/out: cannot be written"),
      ({"root": "DIR/nowhere"}, "DIR/nowhere: no such folder"),
-     ({"root": "DIR/one"}, "DIR/one: 1 training cases with a label, at least 2")],
+     ({"root": "DIR/none"}, "DIR/none: no training case with a label")],
 )  # fmt: skip
 def test_what_cannot_be_planned(scans, tmp_path, given, words):
     (tmp_path / "file").write_text("")
-    one = json.loads((scans / "dataset.json").read_text())
-    one["training"] = one["training"][:1]
-    (tmp_path / "one").mkdir()
-    (tmp_path / "one" / "dataset.json").write_text(json.dumps(one))
-    for file in scans.glob("?0.nii.gz"):
-        (tmp_path / "one" / file.name).write_bytes(file.read_bytes())
+    none = json.loads((scans / "dataset.json").read_text())
+    none |= {"training": [], "test": [entry["image"] for entry in none["training"]]}
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "dataset.json").write_text(json.dumps(none))
+    for file in scans.glob("*.nii.gz"):
+        (tmp_path / "none" / file.name).write_bytes(file.read_bytes())
     given = {key: v.replace("DIR", str(tmp_path)) if isinstance(v, str) else v
              for key, v in given.items()}  # fmt: skip
     options = {"root": str(scans), "out": str(tmp_path / "out"), "size": "S", "memory": 4.0}
