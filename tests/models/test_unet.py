@@ -133,7 +133,7 @@ def test_a_stride_of_one_keeps_the_axes_apart():
 ])  # fmt: skip
 def test_sizes(size, first, convs, depths):
     model = NDLightUNet(2, 1, 2, size=size, strides=[2] * 4)
-    widths = [level[-1].body[3].out_channels for level in model.convs]
+    widths = [level[-1].conv2.out_channels for level in model.convs]
     assert widths == [min(320, first * 2**level) for level in range(5)]
     assert [len(level) for level in model.convs] == convs
     assert [len(stage.blocks) for stage in model.stages] == depths
