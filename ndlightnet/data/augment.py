@@ -32,6 +32,7 @@ CHANCES = {
     "inverted gamma": 0.1, "gamma": 0.3, "mirror": 0.5,
 }  # fmt: skip
 PER_CHANNEL = {"blur": 0.5, "low": 0.5}  # chance of each channel of a sample that drew it
+LINEAR = ("", "linear", "bilinear", "trilinear")  # what torch calls it, by the number of axes
 TAPS = 3  # the blur's reach in cells: 3 sigma
 
 
@@ -252,8 +253,7 @@ def low_resolution(x: Tensor, share: float, axes: Sequence[int]) -> Tensor:
     space = x.shape
     small = [max(1, round(n * share)) if i in axes else n for i, n in enumerate(space)]
     down = F.interpolate(x[None, None], small, mode="nearest-exact")
-    mode = "bilinear" if x.ndim == 2 else "trilinear"
-    return F.interpolate(down, space, mode=mode, align_corners=False)[0, 0]
+    return F.interpolate(down, space, mode=LINEAR[x.ndim], align_corners=False)[0, 0]
 
 
 def gamma(x: Tensor, exponent: Tensor) -> Tensor:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import nibabel
 import numpy as np
 from numpy.typing import NDArray
 
-from ndlightnet.data.volumes import Case, load_case
+from ndlightnet.data.volumes import Case, in_threads, load_checked
 
 SAMPLE = 10_000  # labelled voxels of a case whose values are kept
 
@@ -29,13 +28,14 @@ class Fingerprint:
     voxels: NDArray[np.int64]
 
 
-def fingerprint(cases: Sequence[Case], classes: int, progress: bool = True) -> Fingerprint:
-    """Reads every case once. Raises DataError for one that cannot be read."""
-    from rich.progress import track
+def fingerprint(
+    cases: Sequence[Case], classes: int, channels: int | None = None, progress: bool = True
+) -> Fingerprint:
+    """Reads every case once. Raises DataError as `load_checked`."""
 
     def look(case: Case) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float32],
                                   NDArray[np.int64]]:  # fmt: skip
-        loaded = load_case(case)
+        loaded = load_checked(case, classes, channels)
         image, label = loaded["image"], loaded["label"].numpy()[0]
         axes = nibabel.io_orientation(image.affine.numpy())[:, 0].astype(int)  # type: ignore[no-untyped-call]
         order = np.argsort(axes)
@@ -46,12 +46,10 @@ def fingerprint(cases: Sequence[Case], classes: int, progress: bool = True) -> F
             np.array(label.shape)[order],
             image.pixdim.numpy()[order],
             image.numpy().reshape(len(image), -1)[:, np.sort(some)],
-            np.bincount(label.ravel(), minlength=classes)[:classes],
+            np.bincount(label.ravel(), minlength=classes),
         )
 
-    with ThreadPoolExecutor(4) as pool:
-        done = pool.map(look, cases)
-        seen = list(track(done, "measuring volumes", total=len(cases), disable=not progress))
+    seen = in_threads(look, cases, "measuring volumes", progress)
     shapes, spacings, values, voxels = zip(*seen, strict=True)
     return Fingerprint(
         np.stack(shapes), np.stack(spacings), np.concatenate(values, 1), np.sum(voxels, 0)

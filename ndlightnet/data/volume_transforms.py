@@ -8,7 +8,6 @@ nothing is interpolated unless a spacing is asked for.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ndlightnet.data.errors import DataError, readable, whole_file
-from ndlightnet.data.volumes import Case, load_case
+from ndlightnet.data.volumes import Case, in_threads, load_checked
 
 KEPT_PER_CLASS = 20_000  # crop centres kept for every class of a volume; they are held in memory
 SAMPLE = 1_000_000  # voxels that percentiles are taken of
@@ -193,8 +192,8 @@ class Prepared(Dataset[dict[str, Any]]):
 def volume_dataset(
     cases: Sequence[Case],
     prepare: Prepare,
+    classes: int,
     patch: Sequence[int] | None = None,
-    classes: int = 2,
     workers: int = 2,
     folder: str | None = None,
     progress: bool = True,
@@ -205,14 +204,12 @@ def volume_dataset(
     Of each: "image", MetaTensor (channels, x, y, z) float32, "label", MetaTensor (1, x, y, z) uint8
     or int16, "affine", "name", "notes". With `patch`, for Crops: padded to it, and "places", for
     each of `classes` but the background the flat indices of up to KEPT_PER_CLASS voxels, int64.
-    Raises DataError.
+    Raises DataError as `load_checked`, and as `prepare`.
     """
-    from rich.progress import track
-
     pad: Any = None if patch is None else SpatialPadd(("image", "label"), patch)
 
     def made(case: Case) -> dict[str, Any]:
-        data = prepare(load_case(case))
+        data = prepare(load_checked(case, classes, len(prepare.intensities)))
         if pad is not None:
             data = pad(data)
             flat = data["label"].as_tensor().flatten()
@@ -223,16 +220,13 @@ def volume_dataset(
     def held(case: Case) -> dict[str, Any] | Path:
         if folder is None:
             return made(case)
-        file = Path(folder) / f"{case.name}.{_key(case, prepare, patch, classes)}.pt"
+        file = Path(folder) / f"{case.name}.{_key(case, prepare, classes, patch)}.pt"
         if not file.exists():
             with whole_file(file) as draft:
                 torch.save(made(case), draft)
         return file
 
-    with ThreadPoolExecutor(max(1, workers)) as pool:
-        done = pool.map(held, cases)
-        hidden = not progress
-        return Prepared(list(track(done, "preparing volumes", total=len(cases), disable=hidden)))
+    return Prepared(in_threads(held, cases, "preparing volumes", progress, workers))
 
 
 def _some(mask: Tensor) -> Tensor:
@@ -241,10 +235,10 @@ def _some(mask: Tensor) -> Tensor:
     return places[:: max(1, -(-len(places) // KEPT_PER_CLASS))].clone()
 
 
-def _key(case: Case, prepare: Prepare, patch: Sequence[int] | None, classes: int) -> str:
+def _key(case: Case, prepare: Prepare, classes: int, patch: Sequence[int] | None) -> str:
     """Another one for every way to prepare and every state of the files."""
     given = [path for path in (*case.images, case.label) if path is not None]
     files = [f for path in given for f in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     states = [(str(f.resolve()), f.stat().st_mtime_ns, f.stat().st_size) for f in files]
-    how = (prepare.intensities, prepare.spacing, prepare.channels, patch, classes)
+    how = (prepare.intensities, prepare.spacing, prepare.channels, classes, patch)
     return hashlib.sha256(repr((KEPT_FORM, how, states)).encode()).hexdigest()[:16]

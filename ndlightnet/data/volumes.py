@@ -6,10 +6,10 @@ stored, with the affine from voxel indices to RAS millimetres, and `save_labels`
 same grid.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import nibabel
 import numpy as np
@@ -36,37 +36,48 @@ from ndlightnet.data.volume_formats import Case as Case
 # Two grids are one when no corner is off by more than this share of the smallest voxel edge.
 # Headers round: a qform holds a rotation as three float32, good to 3e-4 rad: 0.04 mm at 150 mm.
 SAME_GRID = 0.1
+T = TypeVar("T")
 
 
 def check_cases(
     cases: Iterable[Case], num_classes: int, channels: int | None = None, *, progress: bool = True
 ) -> None:
-    """Opens every file before a training starts, so that it does not fail hours later.
+    """Opens every file before a test starts, so that it does not fail hours later. Raises DataError
+    as `load_checked`."""
+    in_threads(
+        lambda case: bool(load_checked(case, num_classes, channels)),  # nothing is kept
+        list(cases), "checking volumes", progress,
+    )  # fmt: skip
 
-    Raises DataError, naming the file, for all that `load_case` refuses, for a label map with
-    values that are not whole numbers in 0..num_classes-1, and for another number of channels.
-    """
+
+def in_threads(
+    look: Callable[[Case], T], cases: Sequence[Case], title: str, progress: bool, workers: int = 4
+) -> list[T]:
+    """What `look` makes of each case, with a progress bar. An error ends it without the rest."""
     from rich.progress import track
 
-    def check(case: Case) -> None:
-        loaded = load_case(case)
-        found = len(loaded["image"])
-        if channels not in (None, found):
-            raise DataError(f"{case.images[0]}: has {found} channels, expected {channels}")
-        label = loaded.get("label", torch.zeros(1))
-        low, high = int(label.min()), int(label.max())
-        if low < 0 or high >= num_classes:
-            expected = f"expected 0..{num_classes - 1}"
-            raise DataError(f"{case.label}: has label values {low}..{high}, {expected}")
-
-    cases = list(cases)
-    pool = ThreadPoolExecutor(4)  # inflating gzip, most of the work, releases the interpreter
+    # inflating gzip, most of the work, releases the interpreter
+    pool = ThreadPoolExecutor(max(1, workers))
     try:
-        done = pool.map(check, cases)
-        for _ in track(done, "checking volumes", total=len(cases), disable=not progress):
-            pass
+        done = pool.map(look, cases)
+        return list(track(done, title, total=len(cases), disable=not progress))
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def load_checked(case: Case, num_classes: int, channels: int | None = None) -> dict[str, Any]:
+    """`load_case`. Raises DataError, naming the file, for all that it refuses, for a label map with
+    values outside 0..num_classes-1, and for another number of channels."""
+    loaded = load_case(case)
+    found = len(loaded["image"])
+    if channels not in (None, found):
+        raise DataError(f"{case.images[0]}: has {found} channels, expected {channels}")
+    label = loaded.get("label", torch.zeros(1))
+    low, high = int(label.min()), int(label.max())
+    if low < 0 or high >= num_classes:
+        expected = f"expected 0..{num_classes - 1}"
+        raise DataError(f"{case.label}: has label values {low}..{high}, {expected}")
+    return loaded
 
 
 def load_case(case: Case) -> dict[str, Any]:

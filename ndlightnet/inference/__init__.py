@@ -2,12 +2,13 @@
 
 from ndlightnet.inference.labels import keep_largest, predict_labels
 from ndlightnet.inference.logits import predict_clips, predict_clips_early, predict_volume
-from ndlightnet.inference.networks import Ensemble, Mirrored
+from ndlightnet.inference.networks import Ensemble, Mirrored, mirrorings
 
 __all__ = [
     "Ensemble",
     "Mirrored",
     "keep_largest",
+    "mirrorings",
     "predict_clips",
     "predict_clips_early",
     "predict_labels",

@@ -8,6 +8,13 @@ from itertools import combinations
 from torch import Tensor, nn
 
 
+def mirrorings(axes: Sequence[int]) -> list[list[int]]:
+    """All ways to mirror `(batch, channels, *space)` along some of the spatial axes, or none: the
+    dimensions to flip."""
+    counts = range(len(axes) + 1)
+    return [[2 + axis for axis in some] for count in counts for some in combinations(axes, count)]
+
+
 class Mirrored(nn.Module):
     """The mean of a network's logits over mirrored copies of the input, one after the other: every
     subset of the spatial `axes` (0 is the first after the channels), `2 ** len(axes)` forwards."""
@@ -21,12 +28,8 @@ class Mirrored(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`(batch, channels, *space)` -> `(batch, classes, *space)`, in the network's dtype."""
-        sides = [
-            [2 + axis for axis in some]
-            for count in range(len(self.axes) + 1)
-            for some in combinations(self.axes, count)
-        ]
-        return _mean((self.net(x.flip(dims)).flip(dims) for dims in sides), len(sides))
+        ways = mirrorings(self.axes)
+        return _mean((self.net(x.flip(dims)).flip(dims) for dims in ways), len(ways))
 
 
 class Ensemble(nn.Module):

@@ -35,8 +35,8 @@ def _conv(kind: str, dims: int) -> type[nn.Module]:
 
 
 class InstanceNorm(nn.GroupNorm):
-    """Of each channel by itself, on any number of axes. torch's own refuses a single cell, and with
-    fewer groups than channels the kernel is three times slower on small batches."""
+    """Of each channel by itself, on any number of axes, also on a single cell, which torch's own
+    refuses."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels, channels)

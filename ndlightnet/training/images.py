@@ -28,6 +28,7 @@ from ndlightnet.data.images import (
     spread,
 )
 from ndlightnet.data.packing import token_count
+from ndlightnet.inference import mirrorings
 from ndlightnet.training.labelled import LabelledTask
 from ndlightnet.training.measures import scores
 from ndlightnet.training.report import panels_of, save_confusion, save_figure, write_json
@@ -142,19 +143,13 @@ class ImageTask(LabelledTask):
     """Trains `net`, images `(batch, 1, *space)` -> `(batch, classes)` logits, and measures it.
 
     Args:
-        net, lr, weight_decay, label_smoothing: as of LabelledTask.
+        net: the network.
         mirror: axes of space; an answer is the mean over all ways to mirror the image along them.
+        others: as of LabelledTask.
     """
 
-    def __init__(
-        self,
-        net: nn.Module,
-        lr: float = 1e-3,
-        weight_decay: float = 0.05,
-        label_smoothing: float = 0.1,
-        mirror: tuple[int, ...] = (),
-    ) -> None:
-        super().__init__(net, lr, weight_decay, label_smoothing)
+    def __init__(self, net: nn.Module, *, mirror: tuple[int, ...] = (), **kwargs: Any) -> None:
+        super().__init__(net, **kwargs)
         self.mirror = mirror
         self.val_auc = BinaryAUROC()
 
@@ -169,9 +164,7 @@ class ImageTask(LabelledTask):
 
     def probabilities(self, *inputs: Any) -> Tensor:
         (images,), answer = inputs, super().probabilities
-        axes = [axis + 2 for axis in self.mirror]
-        ways = [way for count in range(len(axes) + 1) for way in combinations(axes, count)]
-        return torch.stack([answer(images.flip(way)) for way in ways]).mean(0)
+        return torch.stack([answer(images.flip(way)) for way in mirrorings(self.mirror)]).mean(0)
 
     def validation_step(self, batch: tuple[Tensor, ...], _: int) -> None:
         images, labels, _numbers = batch

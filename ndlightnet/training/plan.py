@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from ndlightnet.data.errors import DataError, one_line, whole_file
 from ndlightnet.data.fingerprint import Fingerprint, fingerprint
 from ndlightnet.data.layouts import read_dataset
-from ndlightnet.data.volumes import check_cases
 from ndlightnet.training.report import check_writable
 
 COARSE = 3.0  # an axis so many times coarser than the next, and so many times shorter, stands out
@@ -32,7 +31,7 @@ LEVELS = 6
 SIDE = 192  # cells of the cube, in space, that a patch is when neither data nor memory are smaller
 BATCH_SHARE = 0.05  # of all voxels of the training set that a batch has, at most
 # Memory of a step over what its backward pass keeps, as the CPU counts it: gradients, workspaces,
-# and norms, which a card's autocast keeps in float32.
+# and what a card's autocast keeps in float32. A guess on the safe side, not measured.
 OVERHEAD = 1.7
 COUNTED = (64, 32, 32)  # the crop that is counted: networks may pad to multiples of 32
 STATE = 16  # bytes a parameter: itself, its gradient and AdamW's two means, in float32
@@ -70,11 +69,10 @@ def plan(
     folder = read_dataset(root)
     there = Path(out or Path("runs") / Path(root).resolve().name)
     check_writable(there)  # before all volumes are read
-    cases = [case for case in folder.training if case.label is not None]
+    cases = folder.training
     if not cases:
         raise DataError(f"{root}: no training case with a label")
-    check_cases(cases, len(folder.labels), len(folder.channels))
-    measured = fingerprint(cases, len(folder.labels))
+    measured = fingerprint(cases, len(folder.labels), len(folder.channels))
     available = _memory() if memory is None else memory * 1e9
     config = config_of(
         measured, folder.labels, folder.channels, root, there, net, size, available, epochs, workers

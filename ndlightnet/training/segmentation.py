@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -117,15 +116,12 @@ class SegmentationTask(MeteredTask):
         # so that a resumed training draws what an uninterrupted one does
         seed = generator_of(self.data().crops.seed, -self.current_epoch - 1).initial_seed()
         torch.manual_seed(seed)
-        self.started, self.waited = time.perf_counter(), self._waited()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(outputs, batch, batch_idx)
-        self.ended = time.perf_counter()  # before a validation, which does not wait for crops
+        self.waited = self._waited()
 
     def on_train_epoch_end(self) -> None:
-        waited = self._waited() - self.waited
-        self.log("waiting", waited / (self.ended - self.started), sync_dist=True)
+        seconds, _ = self.trained[-1]  # of a step of this epoch
+        share = (self._waited() - self.waited) / (seconds * self.trainer.num_training_batches)
+        self.log("waiting", share, sync_dist=True)
 
     def _waited(self) -> float:
         loader: Any = self.trainer.train_dataloader

@@ -95,7 +95,6 @@ class VolumeData(L.LightningDataModule):
         self._prepare()  # says what does not fit before anything is read
         if stage in ("fit", "validate"):
             train, held = self._split(folder.training)
-            check_cases(folder.training, len(self.labels), len(self.modalities))
             if stage == "fit":
                 prepared = self._dataset(train, self.patch)
                 self.crops = Crops(
@@ -156,7 +155,7 @@ class VolumeData(L.LightningDataModule):
 
     def _dataset(self, cases: list[Case], patch: list[int] | None = None) -> Any:
         return volume_dataset(
-            cases, self._prepare(), patch, len(self.labels), max(1, self.workers), self.cache
+            cases, self._prepare(), len(self.labels), patch, max(1, self.workers), self.cache
         )
 
     def train_dataloader(self) -> Any:

@@ -178,7 +178,7 @@ def test_a_spacing_that_is_not_meant(tmp_path, case):
         refuses(lambda wrong=wrong: Prepare([CT], wrong), None, "data.spacing.*three edges")
     for folder in (None, str(tmp_path / "cache")):
         make = lambda at=folder: volume_dataset(  # noqa: E731
-            [case], Prepare([CT], (1e-3,) * 3), folder=at, progress=False
+            [case], Prepare([CT], (1e-3,) * 3), 256, folder=at, progress=False
         )
         refuses(make, None, "data.spacing.*shape")
     assert not any((tmp_path / "cache").glob("*"))
@@ -235,7 +235,7 @@ def cases(tmp_path: Path) -> list[Case]:
 def test_prepared_once_and_as_they_are(cases, tmp_path, cached):
     folder = str(tmp_path / "cache") if cached else None
     expected = [Prepare([CT])(load_case(case)) for case in cases]
-    data = volume_dataset(cases, Prepare([CT]), folder=folder, progress=False)
+    data = volume_dataset(cases, Prepare([CT]), 4, folder=folder, progress=False)
     for case in cases:
         case.images[0].unlink()
     assert len(data) == 3
@@ -255,7 +255,7 @@ def test_prepared_once_and_as_they_are(cases, tmp_path, cached):
 def test_padded_to_a_patch_with_places_of_each_class(cases, tmp_path, cached, monkeypatch):
     monkeypatch.setattr(volume_transforms, "KEPT_PER_CLASS", 100)
     folder = str(tmp_path / "cache") if cached else None
-    data = volume_dataset(cases, Prepare([CT]), (16, 8, 24), 4, 2, folder, False)
+    data = volume_dataset(cases, Prepare([CT]), 4, (16, 8, 24), 2, folder, False)
     for item, shape in zip((data[i] for i in range(3)), [(30, 26, 24), (18, 33, 24), (16, 8, 24)],
                            strict=True):  # fmt: skip
         assert item["image"].shape == item["label"].shape == (1, *shape)
@@ -278,25 +278,27 @@ def test_what_the_cache_depends_on(cases, tmp_path):
         volume_dataset(arguments[0], *arguments[1:], folder=str(cache), progress=False)
         return len(set(cache.glob("*")) - before)
 
-    assert fresh(cases, prepare) == 3
-    assert fresh(cases, prepare) == 0
-    assert fresh(cases[1:], Prepare([CT], None, [0])) == 0  # another fold, the same said in full
-    assert fresh(cases, Prepare([CT], (2.0, 2.0, 2.0))) == 3
-    assert fresh(cases, Prepare([Intensity()])) == 3
-    assert fresh(cases, prepare, (8, 8, 8), 4) == 3
-    assert fresh(cases, prepare, (8, 8, 8), 5) == 3
+    assert fresh(cases, prepare, 4) == 3
+    assert fresh(cases, prepare, 4) == 0
+    assert fresh(cases[1:], Prepare([CT], None, [0]), 4) == 0  # another fold, the same said in full
+    assert fresh(cases, Prepare([CT], (2.0, 2.0, 2.0)), 4) == 3
+    assert fresh(cases, Prepare([Intensity()]), 4) == 3
+    assert fresh(cases, prepare, 4, (8, 8, 8)) == 3
+    assert fresh(cases, prepare, 5, (8, 8, 8)) == 3
     write(cases[1].label, random_label((18, 33, 21), 3, seed=9))
-    assert fresh(cases, prepare) == 1
+    assert fresh(cases, prepare, 4) == 1
     newest = max(cache.glob("c1.*.pt"), key=lambda file: file.stat().st_mtime_ns)
-    (again,) = volume_dataset(cases[1:2], prepare, folder=str(cache), progress=False).held
+    (again,) = volume_dataset(cases[1:2], prepare, 4, folder=str(cache), progress=False).held
     assert again == newest and torch.load(newest, weights_only=True)["label"].max() == 2
 
 
 def test_a_cached_file_that_is_broken(cases, tmp_path):
-    data = volume_dataset(cases, Prepare([CT]), folder=str(tmp_path / "cache"), progress=False)
+    data = volume_dataset(cases, Prepare([CT]), 4, folder=str(tmp_path / "cache"), progress=False)
     data.held[0].write_bytes(data.held[0].read_bytes()[:500])
     refuses(lambda: data[0], data.held[0], "cannot be read")
     cases[1].images[0].write_bytes(b"none")
     refuses(
-        lambda: volume_dataset(cases, Prepare([CT]), progress=False), cases[1].images[0], "cannot"
+        lambda: volume_dataset(cases, Prepare([CT]), 4, progress=False),
+        cases[1].images[0],
+        "cannot",
     )
