@@ -3,8 +3,11 @@
 python tasks/cubes.py                          times and memory of cubes of 256 and 512 voxels
 python tasks/cubes.py --largest                and the largest cubes for prediction and training
 python tasks/cubes.py --classes 100            memory of the host: read, predict and write 512^3
+python tasks/cubes.py --trained CONFIG         how much the answer in windows differs from the whole
 
-Networks are untrained, bf16, on noise; one channel. Writes cubes.json under --out.
+Networks are untrained, bf16, on noise; one channel. With --trained it is the last checkpoint of a
+`fit`, on its first held-out volume, repeated in mirrored copies until the cube is full, in windows
+of its training patch. Writes cubes.json under --out.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,9 @@ from ndlightnet import Identity, NDLightUNet
 from ndlightnet.data.volume_transforms import Intensity, Prepare, file_grid, to_file
 from ndlightnet.data.volumes import Case, load_case, save_labels
 from ndlightnet.inference import predict_labels
+from ndlightnet.training import SegmentationTask, VolumeData
+from ndlightnet.training.cases import dice_of
+from ndlightnet.training.cli import task_cli
 from ndlightnet.training.peers import DynUNet, SegResNet, SwinUNETR
 
 STEP = 32  # voxels by which the largest cube is looked for
@@ -157,6 +164,48 @@ def whole_way(classes: int, side: int, window: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def trained(config: Path) -> tuple[nn.Module, list[int], torch.Tensor]:
+    """The network of a `fit`, the shape of its patch, and a volume (channels, x, y, z) for it."""
+    made = task_cli(SegmentationTask, VolumeData, ["--config", str(config)], run=False)
+    net, data = made.model.net, made.datamodule
+    last = Path(made.trainer.default_root_dir) / "checkpoints" / "last.ckpt"
+    saved = torch.load(last, map_location="cpu", weights_only=True)
+    made.model.load_state_dict(saved["state_dict"])
+    data.setup("validate")
+    return net.eval(), list(data.patch), data.val_set[0]["image"].as_tensor()
+
+
+def cube(image: torch.Tensor, side: int) -> torch.Tensor:
+    """(channels, *space) -> (channels, side, side, side), filled with mirrored copies."""
+    for axis, cells in enumerate(image.shape[1:], start=1):
+        there = torch.arange(side) % (2 * cells)
+        image = image.index_select(axis, torch.minimum(there, 2 * cells - 1 - there))
+    return image
+
+
+def two_ways(net: nn.Module, image: torch.Tensor, window: list[int]) -> dict[str, Any]:
+    """Time and memory of both ways, the share of voxels that they name differently, and the Dice
+    between them, the mean of the classes that either finds."""
+    found: dict[str, torch.Tensor] = {}
+
+    def run(what: str, shape: list[int] | None) -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            found[what] = predict_labels(net, image, shape)
+
+    net.cuda()
+    rows = {
+        what: tried(partial(run, what, shape))
+        for what, shape in (("whole", None), ("windows", window))
+    }
+    if len(found) < 2:
+        return rows
+    whole, parts = (found[what].long() for what in ("whole", "windows"))
+    classes = int(torch.maximum(whole.max(), parts.max())) + 1
+    dice = dice_of(whole[None], parts[None], classes)
+    differ = (whole != parts).double().mean().item()
+    return {**rows, "window": window, "differ": differ, "dice": dice[dice.isfinite()].mean().item()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -166,6 +215,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=128)
     parser.add_argument("--largest", action="store_true")
     parser.add_argument("--classes", type=int, default=0)
+    parser.add_argument("--trained", type=Path, metavar="CONFIG")
     parser.add_argument("--out", type=Path, default=Path("runs/cubes"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -179,6 +229,11 @@ def main() -> None:
     if options.classes:
         for side in options.sides:
             keep(**whole_way(options.classes, side, options.window))
+        return
+    if options.trained:
+        net, patch, image = trained(options.trained)
+        for side in options.sides:
+            keep(side=side, **two_ways(net, cube(image, side), patch))
         return
     for name in options.nets:
         net = NETS[name](3).cuda()
