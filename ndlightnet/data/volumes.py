@@ -8,6 +8,7 @@ same grid.
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from monai.data.meta_tensor import MetaTensor
 from monai.transforms.spatial.array import ResampleToMatch
+from nibabel import io_orientation, orientations
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -87,8 +89,9 @@ def load_case(case: Case) -> dict[str, Any]:
     the first file keeps its grid and the others are interpolated onto it, with their minimum where
     they do not reach. A file's fourth axis holds channels, a plane is one slice, and voxels that
     are NaN or infinite take the least finite value of their channel. label: MetaTensor
-    (1, x, y, z), int16. Both carry `.affine`, (4, 4) float64 from voxel indices to RAS mm. notes:
-    tuple of str, a line for each thing that was decided for the user: "PATH: what".
+    (1, x, y, z), int16; a file with the same grid in another index order is turned. Both carry
+    `.affine`, (4, 4) float64 from voxel indices to RAS mm. notes: tuple of str, a line for each
+    thing that was decided for the user: "PATH: what".
 
     Raises DataError for a file that cannot be read, has an empty axis or another number of axes,
     an affine that cannot be inverted, voxel edges outside 0.001 to 100 mm, more than half of its
@@ -99,8 +102,7 @@ def load_case(case: Case) -> dict[str, Any]:
     """
     first, *others = (_open(path) for path in case.images)
     label = None if case.label is None else _open(case.label)
-    if label is not None:
-        _check_label_grid(label, first)
+    turns = None if label is None else _turns(label, first)
     image, notes = _voxels(first)
     channels = [image]
     for other in others:
@@ -115,7 +117,8 @@ def load_case(case: Case) -> dict[str, Any]:
     loaded: dict[str, Any] = {"name": case.name}
     loaded["image"] = MetaTensor(whole, affine=affine, meta=dict(meta))
     if label is not None:
-        numbers = torch.from_numpy(_labels(label))
+        turned = orientations.apply_orientation(_labels(label)[0], turns)  # type: ignore[no-untyped-call]
+        numbers = torch.from_numpy(np.ascontiguousarray(turned)[None])
         loaded["label"] = MetaTensor(numbers, affine=affine, meta=dict(meta))
         notes += label.notes
     return {**loaded, "notes": tuple(notes)}
@@ -175,19 +178,28 @@ def _apart(one: Stored, other: Stored) -> float:
     return float(np.linalg.norm(one.corners - other.corners, axis=1).max())
 
 
-def _check_label_grid(label: Stored, image: Stored) -> None:
+def _turns(label: Stored, image: Stored) -> Any:
+    """What brings the label's index axes into the order and the direction of the image's, for
+    nibabel: the NIfTI and the DICOM of a scan may differ in them. DataError for another grid."""
     if label.shape[3] > 1:
         raise DataError(f"{label.path}: a label should have 3 axes, has shape {label.shape}")
+    if _same_grid(label, image):
+        return np.array([[axis, 1] for axis in range(3)])
+    to, at = io_orientation(image.affine), io_orientation(label.affine)  # type: ignore[no-untyped-call]
+    turns = orientations.ornt_transform(at, to)  # type: ignore[no-untyped-call]
+    back = orientations.inv_ornt_aff(turns, label.shape[:3])  # type: ignore[no-untyped-call]
+    shape = [label.shape[axis] for axis in np.argsort(turns[:, 0])]
+    if _same_grid(replace(label, shape=(*shape, 1), affine=label.affine @ back), image):
+        return turns
     if label.shape[:3] != image.shape[:3]:
         raise DataError(
             f"{label.path}: has shape {label.shape[:3]}, "
             f"its image {image.path.name} has {image.shape[:3]}"
         )
-    if not _same_grid(label, image):
-        raise DataError(
-            f"{label.path}: has another affine than its image {image.path.name}; "
-            f"corners are {_apart(label, image):.3g} mm apart"
-        )
+    raise DataError(
+        f"{label.path}: has another affine than its image {image.path.name}; "
+        f"corners are {_apart(label, image):.3g} mm apart"
+    )
 
 
 def _overlap(first: Stored, other: Stored) -> bool:

@@ -3,9 +3,10 @@ convolutional decoder."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ SIZES = {
     "L": (40, (1, 2, 3), (0, 2, 4)),
 }
 MOST = 320
+NUMBERS = 2**31  # a transposed convolution to as many takes cuDNN many times as long for each
 
 
 def _conv(kind: str, dims: int) -> type[nn.Module]:
@@ -196,7 +198,8 @@ class NDLightUNet(nn.Module):
         x = skips.pop()
         for level in reversed(range(len(self.strides) + 1)):
             if level < len(self.up):
-                x, skip = self.up[level](x), skips.pop()  # taken out: freed when they are read
+                x = _raised(self.up[level], x)
+                skip = skips.pop()  # taken out: freed when it is read
                 for axis, size in enumerate(skip.shape[2:], start=2):
                     x = x.narrow(axis, 0, size)
                 x = torch.cat([x, skip], dim=1)
@@ -205,6 +208,13 @@ class NDLightUNet(nn.Module):
             if level < len(self.heads) and (self.training or level == 0):
                 outputs.insert(0, self.heads[level](x))
         return outputs if self.deep_supervision and self.training else outputs[0]
+
+
+def _raised(up: Any, x: Tensor) -> Tensor:
+    """up(x), whose steps are as wide as its kernel, so that slabs do not know of each other."""
+    numbers = len(x) * up.out_channels * math.prod(x.shape[2:]) * math.prod(up.stride)
+    slabs = x.chunk(max(1, -(-numbers // (NUMBERS - 1))), dim=2)
+    return torch.cat([up(slab) for slab in slabs], 2) if len(slabs) > 1 else up(x)
 
 
 def _stretched(values: Sequence[int], count: int) -> list[int]:

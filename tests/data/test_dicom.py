@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +235,7 @@ def test_real_dicom_lies_under_its_labels(tmp_path: Path) -> None:
     image = load_case(case)["image"]
     labels = nibabel.load(real("ct_torso", "dicom_labels.nii.gz"))
     assert image.shape == (1, 512, 512, 20) and -1024 <= float(image.min()) < -900
-    # The same grid in another index order: match voxels through millimetres.
+    # The same grid in another index order: match voxels through millimetres, and as load_case does.
     to_label = np.linalg.inv(labels.affine) @ image.affine.numpy()
     flip = np.sign(np.diag(to_label)[:3]).astype(int)
     np.testing.assert_allclose(to_label[:3, :3], np.diag(flip), atol=1e-6)
@@ -242,6 +243,8 @@ def test_real_dicom_lies_under_its_labels(tmp_path: Path) -> None:
         to_label[:3, 3], (flip < 0) * (np.array(labels.shape) - 1), atol=1e-3
     )
     matched = np.asarray(labels.dataobj)[:: flip[0], :: flip[1], :: flip[2]]
+    ours = load_case(replace(case, label=real("ct_torso", "dicom_labels.nii.gz")))["label"]
+    np.testing.assert_array_equal(ours[0].numpy(), matched)
     names = {
         name: int(n) for n, name in json.loads(real("ct_torso", "labels.json").read_text()).items()
     }

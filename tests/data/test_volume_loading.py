@@ -82,6 +82,28 @@ def test_a_second_grid_is_resampled_onto_the_first(tmp_path: Path) -> None:
     refuses(lambda: load_case(Case("x", images, None)), images[1], "does not overlap")
 
 
+@pytest.mark.parametrize("order, signs", [((0, 1, 2), (-1, -1, 1)), ((2, 0, 1), (1, -1, -1))])
+def test_a_label_in_another_index_order(case: Case, order: tuple, signs: tuple) -> None:
+    """The same voxels at the same places in the patient; half a voxel beside is another grid."""
+    label = random_label().transpose(order)[tuple(slice(None, None, s) for s in signs)]
+    matrix = np.eye(4)  # from the label's indices to the image's
+    matrix[:3, :3] = np.diag(signs)
+    matrix[:3, 3] = [(s < 0) * (n - 1) for s, n in zip(signs, label.shape, strict=True)]
+    to_image = np.zeros((4, 4))
+    to_image[3, 3] = 1
+    for axis, of_image in enumerate(order):
+        to_image[of_image] = matrix[axis]
+    assert case.label is not None
+    write(case.label, label, AFFINE @ to_image)
+    loaded = load_case(case)["label"]
+    assert loaded.shape == (1, *SHAPE) and loaded.as_tensor().is_contiguous()
+    np.testing.assert_array_equal(loaded[0].numpy(), random_label())
+    np.testing.assert_allclose(loaded.affine, AFFINE, atol=1e-5)
+    to_image[0, 3] += 0.5
+    write(case.label, label, AFFINE @ to_image)
+    refuses(lambda: load_case(case), case.label, "another affine|has shape")
+
+
 IMAGE_FAULTS = (
     "truncated", "truncated inside gzip", "corrupt", "one bit", "not NIfTI", "text", "empty",
     "gone", "nan", "infinite", "5-D", "1-D", "empty axis", "colour", "flat affine",

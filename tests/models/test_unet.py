@@ -6,6 +6,7 @@ from torch import nn
 from torch.autograd import grad
 
 from ndlightnet import Identity, NDLightUNet
+from ndlightnet.models import unet
 from ndlightnet.models.unet import InstanceNorm
 
 SIZES = {1: (13,), 2: (9, 14), 3: (7, 5, 6)}
@@ -183,6 +184,26 @@ def test_instance_norm_is_torchs(close):
     torch.nn.init.normal_(norm.weight), torch.nn.init.normal_(norm.bias)
     expected = nn.functional.instance_norm(x, weight=norm.weight, bias=norm.bias, eps=norm.eps)
     close(norm(x), expected, 1e-12)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_in_slabs_as_at_once(dims, monkeypatch, close):
+    """Where a level has more numbers than a kernel takes well: values and gradients."""
+    torch.manual_seed(1)
+    net = NDLightUNet(dims, 1, 2, widths=[4, 8, 8], depths=[0, 0, 1], strides=[2, 3]).double()
+    x = torch.randn(2, 1, *(13, 9, 11)[:dims], dtype=torch.float64, requires_grad=True)
+    whole = net(x)
+    expected = grad(whole.square().sum(), [x, *net.up.parameters()])
+    calls = []
+    for up in net.up:
+        up.register_forward_hook(lambda *_: calls.append(1))
+    monkeypatch.setattr(unet, "NUMBERS", 60)
+    parts = net(x)
+    assert len(calls) > len(net.up)
+    close(parts, whole, 1e-12)
+    for found, wanted in zip(grad(parts.square().sum(), [x, *net.up.parameters()]), expected,
+                             strict=True):  # fmt: skip
+        close(found, wanted, 1e-12)
 
 
 def test_grad_checkpointing_changes_nothing(close):

@@ -40,3 +40,8 @@ def family() -> ModuleType:
 @pytest.fixture(scope="session")
 def recall() -> ModuleType:
     return load("recall")
+
+
+@pytest.fixture(scope="session")
+def cubes() -> ModuleType:
+    return load("cubes")
