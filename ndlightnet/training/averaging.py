@@ -5,14 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
-class AveragedWeights(EMAWeightAveraging):
-    """Lightning's exponential average, which restores the weights in training only where training
-    goes on. Lightning's also does so for a test by the trainer that trained, whose result would be
-    that of the weights that were not averaged."""
+class AveragedWeights(WeightAveraging):
+    """An exponential average, `decay` of it kept in every step: all weights at once, where
+    Lightning's EMAWeightAveraging averages one tensor after the other, milliseconds a step.
+
+    The weights in training are restored only where training goes on. Lightning's also does so for
+    a test by the trainer that trained, whose result would be that of the weights not averaged.
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        super().__init__(multi_avg_fn=get_ema_multi_avg_fn(decay))
 
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]

@@ -19,7 +19,7 @@ trainer:
   check_val_every_n_epoch: 2
   gradient_clip_val: 1.0
   callbacks:
-    - class_path: lightning.pytorch.callbacks.EMAWeightAveraging
+    - class_path: ndlightnet.training.averaging.AveragedWeights
       init_args: {decay: 0.8}
 model:
   lr: 1.0e-2
