@@ -213,8 +213,10 @@ class NDLightUNet(nn.Module):
 def _raised(up: Any, x: Tensor) -> Tensor:
     """up(x), whose steps are as wide as its kernel, so that slabs do not know of each other."""
     numbers = len(x) * up.out_channels * math.prod(x.shape[2:]) * math.prod(up.stride)
-    slabs = x.chunk(max(1, -(-numbers // (NUMBERS - 1))), dim=2)
-    return torch.cat([up(slab) for slab in slabs], 2) if len(slabs) > 1 else up(x)
+    if numbers < NUMBERS:
+        return up(x)
+    slabs = x.split(max(1, (NUMBERS - 1) * x.shape[2] // numbers), dim=2)
+    return torch.cat([up(slab) for slab in slabs], 2)
 
 
 def _stretched(values: Sequence[int], count: int) -> list[int]:

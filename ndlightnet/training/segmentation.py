@@ -119,6 +119,8 @@ class SegmentationTask(MeteredTask):
         self.waited = self._waited()
 
     def on_train_epoch_end(self) -> None:
+        if not self.trainer.is_last_batch:
+            return  # cut off by max_steps: its time was not taken
         seconds, _ = self.trained[-1]  # of a step of this epoch
         share = (self._waited() - self.waited) / (seconds * self.trainer.num_training_batches)
         self.log("waiting", share, sync_dist=True)

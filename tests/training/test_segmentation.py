@@ -174,6 +174,12 @@ def test_waiting_is_the_share_of_time_spent_on_slow_crops(
     assert 0.5 < share < 1  # with the validation it were below 1.2 / 3.2
 
 
+def test_a_training_that_ends_within_its_first_epoch(segment, decathlon, tmp_path):
+    assert segment("fit", *on(decathlon, tmp_path), "--trainer.max_steps=1").status == 0
+    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["global_step"] == 1 and saved["cost"] == []
+
+
 def test_a_fold_is_held_out_and_all_folds_are_all_cases(segment, decathlon, tmp_path):
     """Of every fold: trained on are the others, tested is the fold."""
     tested = []

@@ -9,6 +9,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import lightning
 import nibabel
@@ -250,3 +251,20 @@ def test_augmented_batches_and_a_test_by_the_same_trainer(
 def test_predict_without_a_place_for_input(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone.npz: predict reads files with VolumeFolders"):
         ImageData(str(tmp_path / "gone.npz")).predict_dataloader()
+
+
+def test_the_average_is_an_exponential_one() -> None:
+    """By hand, from the weights after each of three steps; the first is taken as it is."""
+    net, callback, trainer = lightning.LightningModule(), AveragedWeights(decay=0.75), Mock()
+    net.weight = torch.nn.Parameter(torch.zeros(1, 2))
+    callback.setup(trainer, net, "fit")
+    expected = None
+    for step in range(1, 4):
+        with torch.no_grad():
+            net.weight.add_(torch.randn(1, 2))
+        trainer.global_step = step
+        callback.on_train_batch_end(trainer, net, None, None, step)
+        now = net.weight.detach().clone()
+        expected = now if expected is None else 0.75 * expected + 0.25 * now
+    callback.on_validation_epoch_start(trainer, net)
+    torch.testing.assert_close(net.weight.detach(), expected)
