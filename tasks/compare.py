@@ -267,6 +267,8 @@ def main() -> int:
             f"--folds {options.folds}, {len(options.seeds)} seeds: expected 2 or more folds, and "
             "one seed"
         )
+    if any(re.match(r"--data\.(init_args\.)?fold\b", given) for given in options.extra):
+        parser.error("--data.init_args.fold after --: expected --folds, which takes them all")
     rows = options.rows + (family() if options.family else [])
     try:
         options.rows = named(rows or list(ROWS)[:5])

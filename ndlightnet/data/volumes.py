@@ -183,7 +183,7 @@ def _turns(label: Stored, image: Stored) -> Any:
     nibabel: the NIfTI and the DICOM of a scan may differ in them. DataError for another grid."""
     if label.shape[3] > 1:
         raise DataError(f"{label.path}: a label should have 3 axes, has shape {label.shape}")
-    if _same_grid(label, image):
+    if _same_grid(label, image):  # where axes lie between two directions rounding may turn one
         return np.array([[axis, 1] for axis in range(3)])
     to, at = io_orientation(image.affine), io_orientation(label.affine)  # type: ignore[no-untyped-call]
     turns = orientations.ornt_transform(at, to)  # type: ignore[no-untyped-call]

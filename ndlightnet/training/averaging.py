@@ -12,7 +12,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 class AveragedWeights(WeightAveraging):
     """An exponential average, `decay` of it kept in every step: all weights at once, where
-    Lightning's EMAWeightAveraging averages one tensor after the other, milliseconds a step.
+    Lightning's EMAWeightAveraging averages one tensor after the other.
 
     The weights in training are restored only where training goes on. Lightning's also does so for
     a test by the trainer that trained, whose result would be that of the weights not averaged.

@@ -320,6 +320,16 @@ def test_arguments_after_the_dashes_go_to_every_run(compare, monkeypatch, tmp_pa
     assert (folder / "table.md").read_text() in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("given", ["--data.init_args.fold=0", "--data.fold"])
+def test_a_fold_after_the_dashes_is_refused(compare, monkeypatch, tmp_path, capsys, given):
+    """The task would write it beside where its checkpoint is looked for, after a whole training."""
+    with pytest.raises(SystemExit):
+        start(compare, monkeypatch, tmp_path, "t.py", "c.yaml", "--", given)
+    assert "--data.init_args.fold after --: expected --folds" in capsys.readouterr().err
+    other = "--data.init_args.folds=3"
+    assert start(compare, monkeypatch, tmp_path, "t.py", "c.yaml", "--", other)[0] == 0
+
+
 def test_without_dashes_nothing_is_passed_on(compare, monkeypatch, tmp_path):
     status, seen = start(compare, monkeypatch, tmp_path, "t.py", "c.yaml", "--seeds", "0")
     assert status == 0 and seen[0][0].extra == []
