@@ -48,13 +48,13 @@ KV = ["skb", "skt", "skh", "svb", "svt", "svh"]
 
 
 @triton.jit
-def _keys(k, b, h, t, kc, seen, length, skb, skt, skh, WIDTH: tl.constexpr, KIND: tl.constexpr,
+def _keys(k, b, h, t, kc, seen, end, skb, skt, skh, WIDTH: tl.constexpr, KIND: tl.constexpr,
           MASKED: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
     """Logits, and with rotary those of the pairs' second channels."""
-    x = load_keys(k, b, h, t, kc, length, skb, skt, skh, WIDTH, UNIT)
+    x = load_keys(k, b, h, t, kc, end, skb, skt, skh, WIDTH, UNIT)
     x2 = x
     if KIND == 2:
-        x2 = load_keys(k + WIDTH, b, h, t, kc, length, skb, skt, skh, WIDTH, UNIT)
+        x2 = load_keys(k + WIDTH, b, h, t, kc, end, skb, skt, skh, WIDTH, UNIT)
     if MASKED:
         x, x2 = hide(x, seen), hide(x2, seen)
     return x, x2
@@ -87,7 +87,7 @@ def _collect(
     for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
         seen = tokens_seen(keep, b, t, end, length, MASKED)
-        x, x2 = _keys(k, b, h, t, kc, seen, length, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
+        x, x2 = _keys(k, b, h, t, kc, seen, end, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
         y = tl.trans(load(v, b, h, t, vc, seen, svb, svt, svh, VDIM, UNIT))
         p = powers(x, mx, OPERAND)
         spread += _added(p, seen, MASKED, ROWS)
@@ -117,7 +117,7 @@ def _maxima(
     for first in tl.range(begin, end, BL, num_stages=1):
         t = first + tl.arange(0, BL)
         seen = tokens_seen(keep, b, t, end, length, MASKED)
-        x, x2 = _keys(k, b, h, t, kc, seen, length, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
+        x, x2 = _keys(k, b, h, t, kc, seen, end, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
         mx = tl.maximum(mx, tl.max(x, 0))
         if KIND == 2:
             mx2 = tl.maximum(mx2, tl.max(x2, 0))

@@ -204,7 +204,7 @@ def _grads(
 
 @triton.jit
 def _key_block(
-    k, dk, dtheta, y, dy, grads, turns, b, h, t, tile, kc, seen, inside, length, heads,
+    k, dk, dtheta, y, dy, grads, turns, b, h, t, tile, kc, seen, inside, end, length, heads,
     skb, skt, skh, DIM: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr, KIND: tl.constexpr,
     AXES: tl.constexpr, SLOTS: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr,
     PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
@@ -214,7 +214,7 @@ def _key_block(
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     TALL: tl.constexpr = 1 if KIND == 0 else 2 * KIND
     g, mx, pull, mx2, pull2 = grads
-    x, x2 = _keys(k, b, h, t, kc, seen, length, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
+    x, x2 = _keys(k, b, h, t, kc, seen, end, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
     to = dk + ((b * length + t) * heads + h)[:, None] * DIM + kc[None, :]
     here = inside[:, None] & (kc < WIDTH)[None, :]
     dp = dot(y, g, tl.zeros((BL, TALL * BK), tl.float32), OPERAND, PRECISION)
@@ -277,9 +277,9 @@ def _summarize_backward(
         dy = tl.zeros((BL, BV), tl.float32)
         if BLOCKS == 1:
             dy = _key_block(
-                k, dk, dtheta, y, dy, grads, turns, b, h, t, tile, kc, seen, inside, length,
-                heads, skb, skt, skh, DIM, BK, BL, KIND, AXES, SLOTS, TOTAL, WIDE, PREFIX, LEARN,
-                MASKED, UNIT, OPERAND, PRECISION,
+                k, dk, dtheta, y, dy, grads, turns, b, h, t, tile, kc, seen, inside, end,
+                length, heads, skb, skt, skh, DIM, BK, BL, KIND, AXES, SLOTS, TOTAL, WIDE, PREFIX,
+                LEARN, MASKED, UNIT, OPERAND, PRECISION,
             )  # fmt: skip
         else:  # a wide head: its memory does not stay on chip
             for block in tl.range(0, BLOCKS, num_stages=1):
@@ -290,9 +290,9 @@ def _summarize_backward(
                     OFFSET, TOTAL,
                 )  # fmt: skip
                 dy = _key_block(
-                    k, dk, dtheta, y, dy, some, its, b, h, t, tile, c, seen, inside, length,
-                    heads, skb, skt, skh, DIM, BK, BL, KIND, AXES, SLOTS, TOTAL, WIDE, PREFIX,
-                    LEARN, MASKED, UNIT, OPERAND, PRECISION,
+                    k, dk, dtheta, y, dy, some, its, b, h, t, tile, c, seen, inside, end,
+                    length, heads, skb, skt, skh, DIM, BK, BL, KIND, AXES, SLOTS, TOTAL, WIDE,
+                    PREFIX, LEARN, MASKED, UNIT, OPERAND, PRECISION,
                 )  # fmt: skip
         if MASKED:
             dy = tl.where(seen[:, None], dy, 0.0)

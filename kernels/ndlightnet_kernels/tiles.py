@@ -65,10 +65,11 @@ def load(ptr, b, h, t, c, seen, sb, st, sh, DIM: tl.constexpr, UNIT: tl.constexp
 
 
 @triton.jit
-def load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM: tl.constexpr, UNIT: tl.constexpr):
-    """Logits, float32, finite everywhere: the last token's own after it. (Anything but 0 instead of
-    what is not loaded costs three instructions an element.)"""
-    at = address(k, b, h, tl.minimum(t, length - 1), kc, skb, skt, skh, UNIT)
+def load_keys(k, b, h, t, kc, end, skb, skt, skh, DIM: tl.constexpr, UNIT: tl.constexpr):
+    """Logits, float32, finite where the sample's are: from `end` on those of token `end` - 1. In a
+    pack the next sample begins there, whose logits may be larger than what this one can take.
+    (Anything but 0 instead of what is not loaded costs three instructions an element.)"""
+    at = address(k, b, h, tl.minimum(t, end - 1), kc, skb, skt, skh, UNIT)
     return tl.load(at, mask=(kc < DIM)[None, :], other=0.0).to(tl.float32)
 
 
