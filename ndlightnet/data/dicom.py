@@ -142,7 +142,7 @@ def _check_same(one: Slice, first: Slice) -> None:
     shared("Rows", one.shape[0] == first.shape[0])
     shared("Columns", one.shape[1] == first.shape[1])
     frames = [text_of(s.header, "FrameOfReferenceUID") for s in (one, first)]
-    shared("FrameOfReferenceUID", frames[0] == frames[1])
+    shared("FrameOfReferenceUID", frames[0] == frames[1] or "" in frames)
     # Slope and intercept may change from slice to slice (PET); they cannot lack in some.
     for tag in sorted({*one.scaling} ^ {*first.scaling}):
         odd, other = (one, first) if tag in first.scaling else (first, one)

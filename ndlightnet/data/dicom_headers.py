@@ -71,7 +71,7 @@ def text_of(header: Any, tag: str) -> str:
 def kind_of(header: Any) -> str:
     """ "" for the slice of a volume; else what else it is, in a word: reports, plans, structures,
     scouts and photographs stand in the folders of images too."""
-    uid = header.file_meta.get("MediaStorageSOPClassUID") or header.get("SOPClassUID") or ""
+    uid = text_of(header.file_meta, "MediaStorageSOPClassUID") or text_of(header, "SOPClassUID")
     name = UID(uid).name
     image = "Image Storage" in name if name != uid else "Rows" in header  # unknown: by its look
     placed = PLANES.match(name) or "ImagePositionPatient" in header
@@ -95,7 +95,7 @@ def numbers(
     try:  # pydicom converts a value when it is asked for
         value = header.get(tag)
         found = np.array(value, dtype=float).reshape(-1)
-    except (TypeError, ValueError, OverflowError, AttributeError) as error:
+    except Exception as error:
         value, found = text_of(header, tag) or error, np.empty(0)
     if value is None:
         raise DataError(f"{header.filename}: has no {tag}, or is cut short before it")
