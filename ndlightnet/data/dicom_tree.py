@@ -12,6 +12,7 @@ from typing import Any
 
 from ndlightnet.data.dicom_headers import SCOUTS, is_dicom, kind_of, read_header, text_of
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.volume_formats import stem
 
 MANY = 500  # files; to read the headers of more takes seconds, which a bar shows
 KEPT = 40  # letters of each part of a name
@@ -144,7 +145,7 @@ def _join(found: list[Series], series: Series) -> None:
 
 def _name(found: Sequence[Series], root: Path) -> None:
     together = Counter(series.folder for series in found)
-    taken = Counter(entry.name.casefold() for entry in [*root.iterdir(), root.resolve()])
+    taken = Counter(stem(entry).casefold() for entry in [*root.iterdir(), root.resolve()])
     named = [
         series for series in found
         if together[series.folder] > 1 or root not in (series.folder, series.folder.parent)

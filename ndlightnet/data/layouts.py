@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +253,11 @@ def find_inputs(
         for name, (place, images) in zip(names, found, strict=True)
     ]
     made += [Case(s.name, (s.folder,), None, tuple(s.files)) for s in series if s.name]
-    return sorted(made, key=lambda case: case.name)
+    made.sort(key=lambda case: case.name)
+    for one, after in pairwise(made):
+        if one.name == after.name:
+            raise _same_name(after.images[0], after.name)
+    return made
 
 
 def _volumes_in(folder: Path) -> list[Path]:
@@ -269,5 +274,9 @@ def _names(folder: Path, paths: Sequence[Path]) -> list[str]:
         names = ["_".join([*parts[:-1], stem(Path(parts[-1]))]) for parts in places]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise DataError(f"{paths[index]}: another case is called {name!r} as well; rename one")
+            raise _same_name(paths[index], name)
     return names
+
+
+def _same_name(path: Path, name: str) -> DataError:
+    return DataError(f"{path}: another case is called {name!r} as well; rename one")

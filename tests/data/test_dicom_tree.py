@@ -11,7 +11,7 @@ import pytest
 from ndlightnet.data.layouts import find_inputs
 from ndlightnet.data.volumes import Case, load_case, save_labels
 
-from .volume_files import HU, random_label, real, refuses, write_object, write_series
+from .volume_files import HU, random_label, real, refuses, write, write_object, write_series
 
 
 def names(cases: list[Case]) -> list[str]:
@@ -104,6 +104,11 @@ def test_names_are_safe_unique_and_stable(tmp_path: Path) -> None:
     assert {"etc-x_CT_1", "P" * 40 + "_CT", "unknown"} < {*found}
     twins = [name for name in found if name.casefold().startswith("a_ct_2_")]
     assert len(twins) == 2 and all(len(name) == len("a_ct_2_") + 8 for name in twins)
+    write(root / "etc-x_CT_1.nii.gz", HU.astype(np.int16))
+    assert len({*names(find_inputs(root))}) == 6
+    for file in root.glob("*.nii.gz"):  # ... which becomes the same name, for one channel
+        file.rename(root / "unknown_0000.nii.gz")
+    refuses(lambda: find_inputs(root), None, "another case is called 'unknown'")
 
 
 def test_a_series_that_goes_on_in_the_next_folder(tmp_path: Path) -> None:
