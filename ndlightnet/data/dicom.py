@@ -3,6 +3,7 @@
 The slices come in any order and under any file name; a place in space says where each belongs.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,24 @@ import numpy as np
 import pydicom
 from numpy.typing import NDArray
 from pydicom.pixels.processing import apply_rescale
-from pydicom.uid import UID
 from torch import Tensor
 
+from ndlightnet.data.dicom_headers import (
+    Slice,
+    checked,
+    dicom_files,
+    kind_of,
+    numbers,
+    read_header,
+    text_of,
+)
 from ndlightnet.data.errors import DataError, one_line, readable, whole_file
-from ndlightnet.data.volume_formats import Case, Stored, label_array
+from ndlightnet.data.volume_formats import EDGES, Case, Stored, label_array
 
 # Slices are even when no step is off the median by more than this; a missing one is off by 1.
 EVEN_GAPS = 0.1
 SAME_PLACE = 0.01  # mm
-PLACED = ("ImagePositionPatient", "ImageOrientationPatient", "PixelSpacing", "Rows", "Columns")
+ALIKE = 1e-3  # what directions and pixel sizes of one series may differ in: they are rounded
 # What a DICOM-SEG repeats from its source, so that it is filed beside it.
 REFERRED = ("StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID", "FrameOfReferenceUID")
 # These may be empty, but the standard wants them there; de-identified files have lost some.
@@ -28,22 +37,16 @@ FILED = ("PatientID", "PatientName", "PatientBirthDate", "PatientSex", "StudyDat
          "StudyID", "AccessionNumber", "ReferringPhysicianName")  # fmt: skip
 
 
-def dicom_files(folder: Path) -> list[Path]:
-    """The files that say they are DICOM, whatever their ending."""
-    files = sorted(file for file in folder.iterdir() if file.is_file() and file.name != "DICOMDIR")
-    return [file for file in files if pydicom.misc.is_dicom(file)]
-
-
-def open_series(folder: Path) -> Stored:
-    """The series of a folder, the one with the most slices where there are several."""
-    slices, affine, notes = _series(folder)
-    first = slices[0]
+def open_series(folder: Path, files: Sequence[Path] = ()) -> Stored:
+    """The series in these files of a folder; without them, the series of the folder, the one with
+    the most slices where there are several."""
+    slices, affine, notes = _series(folder, files)
 
     def read(z: slice, _: int) -> NDArray[Any]:
-        return np.stack([_layer(header) for header in slices[z]], axis=-1)
+        return np.stack([_layer(one.header) for one in slices[z]], axis=-1)
 
-    shape = (int(first.Columns), int(first.Rows), len(slices), 1)
-    return Stored(folder, shape, affine, read, tuple(notes))
+    rows, columns = slices[0].shape
+    return Stored(folder, (columns, rows, len(slices), 1), affine, read, tuple(notes))
 
 
 def _layer(header: Any) -> NDArray[Any]:
@@ -56,70 +59,65 @@ def _layer(header: Any) -> NDArray[Any]:
         return np.asarray(apply_rescale(whole.pixel_array, whole)).T
 
 
-def _series(folder: Path) -> tuple[list[Any], NDArray[np.float64], list[str]]:
-    """Headers in the order of z, the affine to RAS mm, notes."""
-    slices, notes = _largest_series(folder)
-    for header in slices:
-        file = Path(header.filename)
-        if int(header.get("NumberOfFrames") or 1) > 1:
-            raise DataError(f"{file}: holds several frames; only files of one slice can be read")
-        if int(header.get("SamplesPerPixel") or 1) > 1:
-            raise DataError(f"{file}: voxels should be real numbers, are colours")
-        for tag in PLACED:
-            if header.get(tag) is None:
-                raise DataError(f"{file}: has no {tag}, or is cut short before it")
-    frames = np.array(
-        [[*h.ImageOrientationPatient, *h.PixelSpacing, h.Rows, h.Columns] for h in slices], float
-    )
-    if not np.allclose(frames, frames[0], atol=1e-3):
-        raise DataError(f"{folder}: has slices of different orientation, pixel size or shape")
-    along_row, along_column, (row_gap, column_gap), _ = np.split(frames[0], [3, 6, 8])
-    normal = np.cross(along_row, along_column)
+def _series(
+    folder: Path, files: Sequence[Path]
+) -> tuple[list[Slice], NDArray[np.float64], list[str]]:
+    """Slices in the order of z, the affine to RAS mm, notes."""
+    headers, notes = _headers(folder, files)
+    slices = [checked(header) for header in headers]
+    for one in slices:
+        _check_same(one, slices[0])
     # The place says which slice comes next; InstanceNumber is only a number.
-    slices.sort(key=lambda header: float(normal @ _place(header)))
+    normal = slices[0].normal
+    slices.sort(key=lambda one: float(normal @ one.place))
     single = [slices[0]]
-    for header in slices[1:]:
-        near = np.linalg.norm(_place(header) - _place(single[-1])) < SAME_PLACE
-        if not (near and np.array_equal(_layer(header), _layer(single[-1]))):
-            single.append(header)
+    for one in slices[1:]:
+        near = np.linalg.norm(one.place - single[-1].place) < SAME_PLACE
+        if not (near and np.array_equal(_layer(one.header), _layer(single[-1].header))):
+            single.append(one)
     if len(single) < len(slices):
         doubled = len(slices) - len(single)
         notes.append(f"{folder}: {doubled} slices are there twice; the copies are left out")
-    places = np.array([_place(header) for header in single])
-    if len(single) == 1:
-        thickness = float(single[0].get("SliceThickness") or 0)
+    first = single[0]
+    if not first.scaling and text_of(first.header, "Modality") == "CT":
+        notes.append(f"{folder}: has no RescaleIntercept; stored values are taken as they are")
+    if len(single) > 1:
+        step = _even_step(folder, single, normal)
+    else:
+        thickness = _thickness(first)
         if thickness == 0:
             notes.append(f"{folder}: one slice without SliceThickness, taken as 1 mm")
         step = normal * (thickness or 1)
-    else:
-        step = _even_step(folder, places, normal)
+    row_gap, column_gap = first.gaps
     affine = np.eye(4)
-    affine[:3, 0], affine[:3, 1] = along_row * column_gap, along_column * row_gap
-    affine[:3, 2], affine[:3, 3] = step, places[0]
+    affine[:3, 0], affine[:3, 1] = first.along_row * column_gap, first.along_column * row_gap
+    affine[:3, 2], affine[:3, 3] = step, first.place
     affine[:2] *= -1  # DICOM's millimetres run to the left and back
     return single, affine, notes
 
 
-def _largest_series(folder: Path) -> tuple[list[Any], list[str]]:
-    headers = []
-    for file in dicom_files(folder):
-        with readable(file):
-            headers.append(pydicom.dcmread(file, stop_before_pixels=True))
+def _headers(folder: Path, files: Sequence[Path]) -> tuple[list[Any], list[str]]:
+    if files:
+        return [read_header(file) for file in files], []
     series: dict[str, list[Any]] = {}
-    for header in filter(_is_image, headers):
-        series.setdefault(str(header.get("SeriesInstanceUID") or ""), []).append(header)
+    for header in map(read_header, dicom_files(folder)):
+        if kind_of(header) == "":
+            series.setdefault(text_of(header, "SeriesInstanceUID"), []).append(header)
     if not series:
         raise DataError(f"{folder}: has no DICOM slices")
 
-    def number(uid: str) -> float:
-        given = series[uid][0].get("SeriesNumber")
-        return float("inf") if given is None else float(given)
+    def order(uid: str) -> tuple[int, float, str]:
+        number = text_of(series[uid][0], "SeriesNumber")
+        return -len(series[uid]), float(number) if number.isdecimal() else math.inf, uid
 
-    chosen = min(series, key=lambda uid: (-len(series[uid]), number(uid), uid))
+    chosen = min(series, key=order)
     notes = []
     if len(series) > 1:
         first = series[chosen][0]
-        about = f"SeriesNumber {first.get('SeriesNumber')}, {first.get('SeriesDescription', '')!r}"
+        about = (
+            f"SeriesNumber {text_of(first, 'SeriesNumber')}, "
+            f"{text_of(first, 'SeriesDescription')!r}"
+        )
         notes.append(
             f"{folder}: holds {len(series)} series; took the one with the most slices, "
             f"{len(series[chosen])} ({one_line(about)}, {chosen})"
@@ -127,27 +125,55 @@ def _largest_series(folder: Path) -> tuple[list[Any], list[str]]:
     return series[chosen], notes
 
 
-def _is_image(header: Any) -> bool:
-    """Reports, plans, presentations and segmentations stand in the folders of images too."""
-    kind = header.file_meta.get("MediaStorageSOPClassUID") or header.get("SOPClassUID") or ""
-    name = UID(kind).name
-    return "Image Storage" in name if name != kind else "Rows" in header  # unknown: by its look
+def _check_same(one: Slice, first: Slice) -> None:
+    """DataError for a slice that cannot lie in one volume with the first."""
+
+    def shared(tag: str, same: bool) -> None:
+        if not same:
+            ours, theirs = (one_line(text_of(s.header, tag) or "missing") for s in (one, first))
+            raise DataError(
+                f"{one.file}: {tag} is {ours}, expected {theirs} as in {first.file.name}, of the "
+                "same series"
+            )
+
+    turns, others = (np.r_[s.along_row, s.along_column] for s in (one, first))
+    shared("ImageOrientationPatient", np.allclose(turns, others, atol=ALIKE))
+    shared("PixelSpacing", np.allclose(one.gaps, first.gaps, atol=ALIKE))
+    shared("Rows", one.shape[0] == first.shape[0])
+    shared("Columns", one.shape[1] == first.shape[1])
+    frames = [text_of(s.header, "FrameOfReferenceUID") for s in (one, first)]
+    shared("FrameOfReferenceUID", frames[0] == frames[1] or "" in frames)
+    # Slope and intercept may change from slice to slice (PET); they cannot lack in some.
+    for tag in sorted({*one.scaling} ^ {*first.scaling}):
+        odd, other = (one, first) if tag in first.scaling else (first, one)
+        raise DataError(f"{odd.file}: has no {tag}, which {other.file.name} of its series has")
 
 
-def _place(header: Any) -> NDArray[np.float64]:
-    return np.array(header.ImagePositionPatient, dtype=float)
+def _thickness(one: Slice) -> float:
+    """In mm; 0 where the header does not tell."""
+    if text_of(one.header, "SliceThickness") == "":
+        return 0.0
+    low, high = EDGES
+    mm = numbers(
+        one.header, "SliceThickness", 1, f"0 (not known) or {low:g} to {high:g} (mm)",
+        lambda found: found[0] == 0 or low <= found[0] <= high,
+    )  # fmt: skip
+    return float(mm[0])
 
 
 def _even_step(
-    folder: Path, places: NDArray[np.float64], normal: NDArray[np.float64]
+    folder: Path, slices: Sequence[Slice], normal: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """From a slice to the next one, in mm; they lean where the gantry was tilted."""
+    places = np.array([one.place for one in slices])
     steps = np.diff(places, axis=0)
     usual = np.median(steps, axis=0)
-    off = np.linalg.norm(steps - usual, axis=1).max()
-    if normal @ usual == 0 or off > EVEN_GAPS * np.linalg.norm(usual):
+    off = np.linalg.norm(steps - usual, axis=1)
+    if normal @ usual == 0 or off.max() > EVEN_GAPS * np.linalg.norm(usual):
         gaps = f"{(steps @ normal).min():.3g} to {(steps @ normal).max():.3g} mm apart"
-        raise DataError(f"{folder}: slices are {gaps}; one is missing or doubled")
+        at = int(off.argmax())
+        between = f"between {slices[at].file.name} and {slices[at + 1].file.name}"
+        raise DataError(f"{folder}: slices are {gaps}; one is missing or doubled ({between})")
     return np.asarray((places[-1] - places[0]) / (len(places) - 1))
 
 
@@ -173,21 +199,22 @@ def save_segmentation(
         need = 'a DICOM-SEG needs highdicom: pip install "ndlightnet[dicom]"'
         raise DataError(f"{path}: {need}") from error
     with readable(folder):
-        slices, affine, _ = _series(folder)
-    shape = (int(slices[0].Columns), int(slices[0].Rows), len(slices))
+        slices, affine, _ = _series(folder, like.slices)
+    rows, columns = slices[0].shape
+    shape = (columns, rows, len(slices))
     array = label_array(labels, shape, folder)
     if array.max() >= len(names):
         raise ValueError(f"labels go up to {array.max()}, names up to {len(names) - 1}")
-    row_gap, column_gap = map(float, slices[0].PixelSpacing)
-    apart = round(abs(np.linalg.det(affine)) / (row_gap * column_gap), 6)  # along the normal
-    for header in slices:
+    apart = round(abs(np.linalg.det(affine)) / np.prod(slices[0].gaps), 6)  # along the normal
+    for one in slices:
+        header = one.header
         for tag in REFERRED:
             if not header.get(tag):
                 raise DataError(f"{header.filename}: has no {tag}, which a DICOM-SEG refers to")
         for tag in FILED:
             if tag not in header:
                 setattr(header, tag, "")
-        header.SliceThickness = header.get("SliceThickness") or apart
+        header.SliceThickness = _thickness(one) or apart
         header.SpacingBetweenSlices = apart
     tissue = highdicom.sr.CodedConcept("85756007", "SCT", "Tissue")
     segments = [
@@ -211,7 +238,7 @@ def save_segmentation(
     ]
     try:
         written = highdicom.seg.Segmentation(
-            source_images=slices,
+            source_images=[one.header for one in slices],
             pixel_array=np.ascontiguousarray(array.T.astype(np.uint16)),  # (slice, row, column)
             segmentation_type="BINARY",
             segment_descriptions=segments,

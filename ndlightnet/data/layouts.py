@@ -6,10 +6,11 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ndlightnet.data.dicom import dicom_files
+from ndlightnet.data.dicom_tree import Series, find_series
 from ndlightnet.data.errors import DataError, one_line
 from ndlightnet.data.volume_formats import ENDINGS, Case, stem
 
@@ -192,15 +193,21 @@ def _case_of(path: Path) -> Path:
 # ---------------------------------------------------------------------------------------- inputs
 
 
-def find_inputs(path: str | Path, channels: int = 1) -> list[Case]:
-    """What to predict on: a volume's file (.nii.gz, .nii, .nrrd, .mha, .mhd), a folder with a DICOM
-    series, a folder with a dataset.json (its test cases), or a folder of such files and of such
-    DICOM folders, sorted by name.
+def find_inputs(
+    path: str | Path,
+    channels: int = 1,
+    notes: list[str] | None = None,
+    modality: str | None = None,
+) -> list[Case]:
+    """What to predict on: a volume's file (.nii.gz, .nii, .nrrd, .mha, .mhd), a folder with a
+    dataset.json (its test cases), or a folder of such files and of DICOM series at any depth,
+    sorted by name. modality: take the series of this one only (CT, MR, PT, ...).
 
     Files CASE_0000, CASE_0001, ... are one case for a network of several channels; for one channel
-    a `_0000` that every file has is left out of the names. Other files are passed over. Nothing is
-    opened beyond telling DICOM from other files, so a broken volume is listed and raises when it
-    is loaded. Raises DataError when there is nothing to predict on.
+    a `_0000` that every file has is left out of the names. Every DICOM series is a case, called as
+    `find_series` says; a line on other DICOM objects is added to `notes`. Other files are passed
+    over. Nothing is opened beyond the headers of DICOM files, so a broken volume is listed and
+    raises when it is loaded. Raises DataError when there is nothing to predict on.
     """
     path = Path(path)
     if not path.exists():
@@ -210,20 +217,27 @@ def find_inputs(path: str | Path, channels: int = 1) -> list[Case]:
         if not cases:
             raise DataError(f"{path}: dataset.json lists no test case")
         return list(cases)
+    series: list[Series] = []
+    left = ""
     try:
         if path.is_file():
-            files, folders, home = [path], [], path.parent
+            files, home = [path], path.parent
             if not path.name.lower().endswith(ENDINGS):
                 raise DataError(
                     f"{path}: is not a NIfTI, NRRD or MetaImage file; for DICOM give the folder "
                     f"of the series"
                 )
         else:
-            files, folders, home = _volumes_in(path), _series_in(path), path
+            files, home = _volumes_in(path), path
+            series, left = find_series(path, modality)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-    if not files and not folders:
-        raise DataError(f"{path}: holds no NIfTI, NRRD or MetaImage file and no DICOM series")
+    if not files and not series:
+        nothing = left or f"{path}: holds no NIfTI, NRRD or MetaImage file and no DICOM series"
+        raise DataError(nothing)
+    if left and notes is not None:
+        notes.append(left)
+    plain = {s.folder.resolve() if s.folder == path else s.folder: s for s in series if not s.name}
     first = [file for file in files if stem(file).endswith("_0000")]
     if channels == 1:
         numbered = first if len(first) == len(files) else []
@@ -231,23 +245,25 @@ def find_inputs(path: str | Path, channels: int = 1) -> list[Case]:
         begun = {_case_of(file) for file in first}
         numbered = [f for f in files if f != _case_of(f) and _case_of(f) in begun]
     found: list[tuple[Path, tuple[Path, ...]]]
-    found = [(path, (path,)) for path in [*folders, *files] if path not in numbered]
+    found = [(path, (path,)) for path in [*plain, *files] if path not in numbered]
     found = sorted([*found, *_joined(numbered, channels).items()])
     names = _names(home, [path for path, _ in found])
-    made = [Case(name, images, None) for name, (_, images) in zip(names, found, strict=True)]
-    return sorted(made, key=lambda case: case.name)
+    made = [
+        Case(name, images, None, tuple(plain[place].files) if place in plain else ())
+        for name, (place, images) in zip(names, found, strict=True)
+    ]
+    made += [Case(s.name, (s.folder,), None, tuple(s.files)) for s in series if s.name]
+    made.sort(key=lambda case: case.name)
+    for one, after in pairwise(made):
+        if one.name == after.name:
+            raise _same_name(after.images[0], after.name)
+    return made
 
 
 def _volumes_in(folder: Path) -> list[Path]:
     # Hidden files are left-overs: "._ct.nii.gz" of macOS archives, unfinished writes.
     files = (path for path in sorted(folder.iterdir()) if path.is_file())
     return [f for f in files if f.name.lower().endswith(ENDINGS) and not f.name.startswith(".")]
-
-
-def _series_in(folder: Path) -> list[Path]:
-    """The folder itself, then those in it, that hold DICOM files."""
-    inside = [path for path in sorted(folder.iterdir()) if path.is_dir()]
-    return [path for path in [folder.resolve(), *inside] if dicom_files(path)]
 
 
 def _names(folder: Path, paths: Sequence[Path]) -> list[str]:
@@ -258,5 +274,9 @@ def _names(folder: Path, paths: Sequence[Path]) -> list[str]:
         names = ["_".join([*parts[:-1], stem(Path(parts[-1]))]) for parts in places]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise DataError(f"{paths[index]}: another case is called {name!r} as well; rename one")
+            raise _same_name(paths[index], name)
     return names
+
+
+def _same_name(path: Path, name: str) -> DataError:
+    return DataError(f"{path}: another case is called {name!r} as well; rename one")

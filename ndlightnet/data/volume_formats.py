@@ -28,11 +28,13 @@ NOT_KNOWN = "left and right are not known"
 @dataclass(frozen=True)
 class Case:
     """One patient: image files (a NIfTI, NRRD or MetaImage file or a folder with a DICOM series
-    each), first the one that gives the grid, and the label file where there is one."""
+    each), first the one that gives the grid, and the label file where there is one. slices: the
+    files of the DICOM series, for the folder may hold others; none: all of the folder's."""
 
     name: str
     images: tuple[Path, ...]
     label: Path | None
+    slices: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)

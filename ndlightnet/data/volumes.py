@@ -100,7 +100,7 @@ def load_case(case: Case) -> dict[str, Any]:
 
     While it reads, a file that is not compressed takes no more memory than its float32 voxels.
     """
-    first, *others = (_open(path) for path in case.images)
+    first, *others = (_open(path, case.slices) for path in case.images)
     label = None if case.label is None else _open(case.label)
     turns = None if label is None else _turns(label, first)
     image, notes = _voxels(first)
@@ -124,10 +124,10 @@ def load_case(case: Case) -> dict[str, Any]:
     return {**loaded, "notes": tuple(notes)}
 
 
-def _open(path: Path) -> Stored:
+def _open(path: Path, slices: Sequence[Path] = ()) -> Stored:
     with readable(path):
         if path.is_dir():
-            return open_series(path)
+            return open_series(path, slices)
         is_itk = path.name.lower().endswith(ITK_ENDINGS)
         return open_itk(path) if is_itk else open_nifti(path)
 
@@ -232,7 +232,7 @@ def save_labels(labels: Tensor | NDArray[Any], like: Case, path: str | Path) -> 
     path, source = Path(path), like.images[0]
     if not path.name.endswith(".nii.gz"):
         raise ValueError(f"labels are written as .nii.gz, got {path.name}")
-    stored = _open(source)
+    stored = _open(source, like.slices)
     array = label_array(labels, stored.shape[:3], source)
     volume: Any
     if source.name.lower().endswith(NIFTI_ENDINGS) and source.is_file():

@@ -11,6 +11,7 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.images import Batches, ImageSet
 from ndlightnet.data.layouts import find_inputs
 from ndlightnet.data.volume_folders import largest_extent, list_classes, read_part, read_volume
+from ndlightnet.data.volume_formats import Case
 from ndlightnet.training.images import ImageData
 
 
@@ -23,7 +24,8 @@ class VolumeFolders(ImageData):
         size: cells along x, y and z that every volume is brought to.
         spacing: mm per cell along x, y and z; larger volumes are cut, smaller ones filled about the
             middle. Default: such that no training volume is cut, for which they are read once more.
-        input: for predict: a file, a DICOM folder, or a folder of them.
+        input: for predict: a file, or a folder of files and of DICOM series at any depth.
+        modality: of these series, take those of this modality only (CT, MR, PT, ...).
         others: as of ImageData.
     """
 
@@ -33,10 +35,11 @@ class VolumeFolders(ImageData):
         size: list[int],
         spacing: list[float] | None = None,
         input: str | None = None,
+        modality: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(root, **kwargs)
-        self.size, self.spacing, self.input = size, spacing, input
+        self.size, self.spacing, self.input, self.modality = size, spacing, input, modality
         self.mean, self.deviation = 0.0, 0.0
 
     def setup(self, stage: str) -> None:
@@ -63,15 +66,17 @@ class VolumeFolders(ImageData):
     def predict_dataloader(self) -> Any:
         if self.input is None:
             raise DataError("data.input: expected a file or a folder to predict, got none")
-        cases = find_inputs(self.input)
+        notes: list[str] = []
+        cases = find_inputs(self.input, notes=notes, modality=self.modality)
         if not self.deviation or self.spacing is None:
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
         task: Any = self.trainer and self.trainer.lightning_module
+        task.notes += notes
         images, self.predict_files = [], []
         for case in cases:
             try:
                 images.append(read_volume(case, self.size, self.spacing))
-                self.predict_files.append(str(case.images[0]))
+                self.predict_files.append(_told(case))
             except DataError as error:
                 task.failures.append(str(error))
         if not images:
@@ -93,3 +98,9 @@ class VolumeFolders(ImageData):
             tuple(names["classes"]), names["size"], names["spacing"]
         )  # fmt: skip
         self.mean, self.deviation = names["scale"]
+
+
+def _told(case: Case) -> str:
+    """The file; of a DICOM series that shares its folder with others, its name as well."""
+    path = case.images[0]
+    return f"{path} ({case.name})" if case.slices and path.name != case.name else str(path)

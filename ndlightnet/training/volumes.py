@@ -41,7 +41,8 @@ class VolumeData(L.LightningDataModule):
         test_on: what `test` looks at, the listing's test cases or the part not trained on.
         workers: processes that cut crops.
         cache: folder that keeps prepared volumes from run to run; default: they are kept in memory.
-        input: for predict: a file, a DICOM folder, or a folder of them.
+        input: for predict: a file, or a folder of files and of DICOM series at any depth.
+        modality: of these series, take those of this modality only (CT, MR, PT, ...).
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class VolumeData(L.LightningDataModule):
         workers: int = 2,
         cache: str | None = None,
         input: str | None = None,
+        modality: str | None = None,
     ) -> None:
         super().__init__()
         check("data.patch", patch, len(patch) == AXES and min(patch) > 0, "3 sizes above 0")
@@ -83,7 +85,7 @@ class VolumeData(L.LightningDataModule):
             augment = replace(augment, spacing=tuple(spacing))
         self.augment = augment
         self.folds, self.fold, self.test_on = folds, fold, test_on
-        self.workers, self.cache, self.input = workers, cache, input
+        self.workers, self.cache, self.input, self.modality = workers, cache, input, modality
         self.labels: tuple[str, ...] = ()
         self.modalities: tuple[str, ...] = ()
 
@@ -195,7 +197,11 @@ class VolumeData(L.LightningDataModule):
     def predict_dataloader(self) -> Any:
         if self.input is None:
             raise DataError("data.input: expected a file or a folder to predict, got none")
-        cases = find_inputs(self.input, max(1, len(self.modalities)))
+        notes: list[str] = []
+        cases = find_inputs(self.input, max(1, len(self.modalities)), notes, self.modality)
+        task: Any = self.trainer and self.trainer.lightning_module
+        if task:
+            task.notes += notes
         if not self.labels:
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
         return DataLoader(Opened(cases, self._prepare()), batch_size=None)

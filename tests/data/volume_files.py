@@ -136,4 +136,21 @@ def write_series(folder: Path, volume: np.ndarray, gap: float = 2.5, **tags: Any
     return folder
 
 
+def write_object(file: Path, kind: str, **tags: Any) -> Path:
+    """A DICOM object without an image: RTSTRUCT, SEG or SR."""
+    data, uids = pydicom.Dataset(), {"RTSTRUCT": "481.3", "SEG": "66.4", "SR": "88.11"}
+    data.file_meta = pydicom.dataset.FileMetaDataset()
+    data.file_meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
+    data.SOPClassUID = data.file_meta.MediaStorageSOPClassUID = (
+        f"1.2.840.10008.5.1.4.1.1.{uids[kind]}"
+    )
+    data.SOPInstanceUID = data.file_meta.MediaStorageSOPInstanceUID = pydicom.uid.generate_uid()
+    data.SeriesInstanceUID, data.Modality = pydicom.uid.generate_uid(), kind
+    for tag, value in tags.items():
+        setattr(data, tag, value)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    data.save_as(file, enforce_file_format=True)
+    return file
+
+
 HU = np.random.default_rng(0).integers(-1000, 1500, SHAPE)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import nibabel
 import numpy as np
+import pydicom
 import pytest
 import SimpleITK as sitk
 import torch
@@ -14,7 +15,15 @@ import yaml
 from torch import Tensor
 
 from ndlightnet import NDLightUNet
-from tests.data.volume_files import AFFINE, HU, broken_image, random_image, write, write_series
+from tests.data.volume_files import (
+    AFFINE,
+    HU,
+    broken_image,
+    random_image,
+    write,
+    write_object,
+    write_series,
+)
 
 LPS = np.diag([-1.0, -1.0, 1.0, 1.0])  # x to the left, y to the back, as DICOM and ITK have it
 TURN = np.array([[0.8, -0.6, 0], [0.6, 0.8, 0], [0, 0, 1.0]])
@@ -280,3 +289,32 @@ def test_a_dicom_seg_for_what_is_dicom(predict, tmp_path, monkeypatch):
     found = highdicom.seg.segread(out / "series.dcm")
     assert found.get_segment_description(1).SegmentLabel == "cube"
     assert found.pixel_array.sum() == (HU > 200).sum()
+
+
+@pytest.mark.parametrize("modality, left", [(None, ""), ("CT", "1 MR series, ")])
+def test_an_export_of_an_archive(predict, tmp_path, monkeypatch, modality, left):
+    """Three series of one patient, two levels down, in files without an ending; other objects."""
+    study = tmp_path / "in" / "patient" / "study"
+    for number, (kind, folder) in enumerate([("CT", "a"), ("CT", "b"), ("MR", "b")], 1):
+        tags = {"PatientID": "P 7", "Modality": kind, "SeriesNumber": number}
+        for file in write_series(study / folder, HU + 100 * number, **tags).glob("*.dcm"):
+            file.rename(file.with_name(f"{number}-{file.stem}"))
+    write_object(study / "c" / "structures.dcm", "RTSTRUCT")
+    write_object(study / "d" / "segments.dcm", "SEG")
+    network(monkeypatch, lambda x: x)
+    given = [] if modality is None else [f"--data.init_args.modality={modality}"]
+    done = predict(tmp_path / "in", units(mean=200), "--model.dicom_seg=true", *given)
+    assert (done.status, done.errors) == (0, []), done.err[-2000:]
+    names = ["P-7_CT_1", "P-7_CT_2", "P-7_MR_3"][: 3 if modality is None else 2]
+    out = tmp_path / "out" / "predictions"
+    assert sorted(path.name for path in out.glob("*.nii.gz")) == [f"{n}.nii.gz" for n in names]
+    for number, name in enumerate(names, 1):
+        labels = np.asarray(nibabel.load(out / f"{name}.nii.gz").dataobj)
+        np.testing.assert_array_equal(labels, HU + 100 * number > 200)
+        segments = pydicom.dcmread(out / f"{name}.dcm")
+        study_of = {pydicom.dcmread(file).StudyInstanceUID for file in study.glob(f"*/{number}-*")}
+        assert {segments.StudyInstanceUID} == study_of
+    (note,) = [line for line in done.err.splitlines() if line.startswith("note: ")]
+    assert note.startswith(f"note: {tmp_path}/in: DICOM objects are left out: {left}1 RTSTRUCT, ")
+    page = (out / "index.html").read_text()
+    assert page.count("<img") == len(names)
