@@ -1,6 +1,7 @@
 """The one error of this room, and files that appear complete or not at all."""
 
 import os
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,12 +9,26 @@ from pathlib import Path
 
 class DataError(ValueError):
     """A file or folder that cannot be used. The message is one line: the path, then what is
-    wrong."""
+    wrong. Control characters of a file name that the message quotes are escaped here."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__(printable(message))
+
+
+def printable(name: object) -> str:
+    """The text of a file name, a label or a whole message as one line that a terminal can show:
+    control and format characters, line breaks and bytes that are not UTF-8 become escapes
+    (`\\n`, `\\x1b`, `\\udcff`), all other characters stay. A text so treated stays as it is."""
+    escaped = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Cf holds bidirectional overrides, Cs bare bytes
+    return "".join(
+        x.encode("unicode_escape").decode() if unicodedata.category(x) in escaped else x
+        for x in str(name)
+    )
 
 
 def one_line(problem: object) -> str:
     """The text of an exception, or of any object, without line breaks, at most 160 characters."""
-    text = " ".join(str(problem).split()) or type(problem).__name__
+    text = printable(" ".join(str(problem).split())) or type(problem).__name__
     return text if len(text) <= 160 else text[:157] + "..."
 
 

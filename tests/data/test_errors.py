@@ -1,0 +1,44 @@
+"""Messages are one line that a terminal can show, whatever a file is called."""
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from ndlightnet.data.errors import DataError, one_line, printable, readable, whole_file
+
+NASTY = "two\nlines \x1b[31mred\x1b[0m \u202egpj \x00\u2028 \x85"
+
+
+def test_printable_escapes_what_a_terminal_would_obey_and_nothing_else() -> None:
+    plain = "Größe 脳 é e\u0301 'quoted' \\n 🧠.nii.gz"
+    assert printable(plain) == plain
+    assert printable(Path(plain)) == plain
+    assert printable("a\nb") == r"a\nb"
+    escaped = printable(NASTY)
+    assert escaped == r"two\nlines \x1b[31mred\x1b[0m \u202egpj \x00\u2028 \x85"
+    assert printable(escaped) == escaped
+    assert escaped.isprintable()
+
+
+def test_printable_of_a_name_that_is_not_utf8() -> None:
+    name = os.fsdecode(b"caf\xe9.nii")
+    assert printable(name) == r"caf\udce9.nii"
+    printable(name).encode("utf-8")  # the name itself cannot be encoded
+    with pytest.raises(UnicodeEncodeError):
+        name.encode("utf-8")
+
+
+def test_a_data_error_is_one_line_also_from_a_worker(tmp_path: Path) -> None:
+    file = tmp_path / "evil\n\x1b[2Jname.nii"
+    with pytest.raises(DataError) as raised, readable(file):
+        raise RuntimeError("first\nsecond \x1b[31m")
+    expected = rf"{tmp_path}/evil\n\x1b[2Jname.nii: cannot be read (first second \x1b[31m)"
+    assert str(raised.value) == expected
+    assert str(pickle.loads(pickle.dumps(raised.value))) == expected
+    (tmp_path / "a\nfile").touch()
+    with pytest.raises(DataError) as raised, whole_file(tmp_path / "a\nfile" / "x") as draft:
+        draft.touch()
+    assert "\n" not in str(raised.value) and r"a\nfile" in str(raised.value)
+    assert one_line("a\x1bb\nc") == r"a\x1bb c"
