@@ -9,10 +9,11 @@ from pathlib import Path
 
 class DataError(ValueError):
     """A file or folder that cannot be used. The message is one line: the path, then what is
-    wrong. Control characters of a file name that the message quotes are escaped here."""
+    wrong. Control characters of what the message quotes are escaped here, and its middle is left
+    out where it is longer than 1,000 characters."""
 
     def __init__(self, message: object) -> None:
-        super().__init__(printable(message))
+        super().__init__(_cut(printable(message), 1000))
 
 
 def printable(name: object) -> str:
@@ -27,9 +28,15 @@ def printable(name: object) -> str:
 
 
 def one_line(problem: object) -> str:
-    """The text of an exception, or of any object, without line breaks, at most 160 characters."""
+    """The text of an exception, or of any object, without line breaks, at most 160 characters: of
+    a longer one the ends, as some libraries say last what is wrong."""
     text = printable(" ".join(str(problem).split())) or type(problem).__name__
-    return text if len(text) <= 160 else text[:157] + "..."
+    return _cut(text, 160)
+
+
+def _cut(text: str, most: int) -> str:
+    half = most // 2 - 2
+    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
 @contextmanager

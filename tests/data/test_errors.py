@@ -42,3 +42,11 @@ def test_a_data_error_is_one_line_also_from_a_worker(tmp_path: Path) -> None:
         draft.touch()
     assert "\n" not in str(raised.value) and r"a\nfile" in str(raised.value)
     assert one_line("a\x1bb\nc") == r"a\x1bb c"
+
+
+def test_long_messages_keep_their_ends(tmp_path: Path) -> None:
+    said = one_line("begin " + 1000 * "a" + " end")
+    assert said.startswith("begin a") and said.endswith("a end") and len(said) <= 160
+    assert one_line(160 * "a") == 160 * "a"
+    long = str(DataError(tmp_path / ("a" * 5000) / "b"))
+    assert long.startswith(str(tmp_path)) and long.endswith("/b") and len(long) <= 1000
