@@ -1,10 +1,13 @@
-"""The one error of this room, and files that appear complete or not at all."""
+"""The one error of this room, names as text that does nothing, and files that appear complete or
+not at all."""
 
 import os
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # and full-width forms
 
 
 class DataError(ValueError):
@@ -25,6 +28,19 @@ def printable(name: object) -> str:
         x.encode("unicode_escape").decode() if unicodedata.category(x) in escaped else x
         for x in str(name)
     )
+
+
+def cell(value: object) -> object:
+    """A value as a cell of a CSV file. Text that a spreadsheet would take for a formula (OWASP, CSV
+    injection) gets an apostrophe before it, other text is `printable`; numbers stay numbers."""
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}" if text.startswith(FORMULA) else text
+    return text
 
 
 def one_line(problem: object) -> str:

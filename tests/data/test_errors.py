@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ndlightnet.data.errors import DataError, one_line, printable, readable, whole_file
+from ndlightnet.data.errors import DataError, cell, one_line, printable, readable, whole_file
 
 NASTY = "two\nlines \x1b[31mred\x1b[0m \u202egpj \x00\u2028 \x85"
 
@@ -50,3 +50,13 @@ def test_long_messages_keep_their_ends(tmp_path: Path) -> None:
     assert one_line(160 * "a") == 160 * "a"
     long = str(DataError(tmp_path / ("a" * 5000) / "b"))
     assert long.startswith(str(tmp_path)) and long.endswith("/b") and len(long) <= 1000
+
+
+def test_cells_are_no_formulas() -> None:
+    for formula in ("=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(1)", "\uff1d1", "=", "-"):
+        assert cell(formula) == "'" + formula
+    for number in ("-1.5", "+3", "-1e-05", "nan", "-inf", "0", -1.5, 3, float("-inf"), None):
+        assert cell(number) == number
+    for text in ("liver", "a=b", "5% -x", "'quoted", "", "/data/=x.nii"):
+        assert cell(text) == text
+    assert cell("\t=1+1") == r"\t=1+1" and cell("\r\n@x") == r"\r\n@x"
