@@ -1,20 +1,58 @@
-"""The one error of this room, and files that appear complete or not at all."""
+"""The one error of this room, names as text that does nothing, and files that appear complete or
+not at all."""
 
 import os
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # and full-width forms
+
 
 class DataError(ValueError):
     """A file or folder that cannot be used. The message is one line: the path, then what is
-    wrong."""
+    wrong. Control characters of what the message quotes are escaped here, and its middle is left
+    out where it is longer than 1,000 characters."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__(_cut(printable(message), 1000))
+
+
+def printable(name: object) -> str:
+    """The text of a file name, a label or a whole message as one line that a terminal can show:
+    control and format characters, line breaks and bytes that are not UTF-8 become escapes
+    (`\\n`, `\\x1b`, `\\udcff`), all other characters stay. A text so treated stays as it is."""
+    escaped = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Cf holds bidirectional overrides, Cs bare bytes
+    return "".join(
+        x.encode("unicode_escape").decode() if unicodedata.category(x) in escaped else x
+        for x in str(name)
+    )
+
+
+def cell(value: object) -> object:
+    """A value as a cell of a CSV file. Text that a spreadsheet would take for a formula (OWASP, CSV
+    injection) gets an apostrophe before it, other text is `printable`; numbers stay numbers."""
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}" if text.startswith(FORMULA) else text
+    return text
 
 
 def one_line(problem: object) -> str:
-    """The text of an exception, or of any object, without line breaks, at most 160 characters."""
-    text = " ".join(str(problem).split()) or type(problem).__name__
-    return text if len(text) <= 160 else text[:157] + "..."
+    """The text of an exception, or of any object, without line breaks, at most 160 characters: of
+    a longer one the ends, as some libraries say last what is wrong."""
+    text = printable(" ".join(str(problem).split())) or type(problem).__name__
+    return _cut(text, 160)
+
+
+def _cut(text: str, most: int) -> str:
+    half = most // 2 - 2
+    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
 
 
 @contextmanager

@@ -44,7 +44,8 @@ class ImageSet:
 def read_images(path: str | Path) -> dict[str, ImageSet]:
     """The parts "train", "test" and, if there, "val" of a folder of IDX files or of an npz file.
 
-    DataError names the file that is missing, damaged or does not fit the others.
+    DataError names the file that is missing, damaged, does not fit the others or holds images in
+    colour.
     """
     path = Path(path)
     if path.is_dir():
@@ -68,6 +69,11 @@ def read_images(path: str | Path) -> dict[str, ImageSet]:
                 f"{path}: {part} has images {images.shape} {images.dtype} and labels "
                 f"{labels.shape} {labels.dtype}: expected uint8 images of one size, with two or "
                 "more axes, and a whole number for each"
+            )
+        if images.ndim > 3 and images.shape[-1] == 3:  # MedMNIST's colour images, (n, 28, 28, 3)
+            raise DataError(
+                f"{path}: {part} has images {images.shape} with a last axis of 3, which is colour: "
+                "expected grey images (n, *space)"
             )
         parts[part] = ImageSet(
             torch.from_numpy(images), torch.from_numpy(labels.reshape(-1).astype(np.int64))

@@ -43,25 +43,31 @@ def read_dataset(folder: str | Path) -> Dataset:
         raise DataError(f"{folder}: no such folder")
     file = folder / "dataset.json"
     try:
-        listing = json.loads(file.read_text(encoding="utf-8"))
+        found = _read(file, json.loads(file.read_text(encoding="utf-8")))
+    except DataError:
+        raise
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise DataError(f"{file}: is not valid JSON ({one_line(error)})") from error
-    if not isinstance(listing, dict):
-        raise DataError(f"{file}: should hold a JSON object")
-    if "channel_names" in listing:
-        found = _read_nnunet(file, listing)
-    elif "modality" in listing:
-        found = _read_decathlon(file, listing)
-    else:
-        raise DataError(f"{file}: has neither 'channel_names' (nnU-Net) nor 'modality' (decathlon)")
+    except RecursionError as error:
+        raise DataError(f"{file}: is nested too deeply to be read") from error
     if not found.training and not found.test:
         raise DataError(f"{file}: lists no case for training or test")
     for case in found.training:
         if case.label is None:
             raise DataError(f"{file}: training case {case.name!r} has no label")
     return found
+
+
+def _read(file: Path, listing: Any) -> Dataset:
+    if not isinstance(listing, dict):
+        raise DataError(f"{file}: should hold a JSON object")
+    if "channel_names" in listing:
+        return _read_nnunet(file, listing)
+    if "modality" in listing:
+        return _read_decathlon(file, listing)
+    raise DataError(f"{file}: has neither 'channel_names' (nnU-Net) nor 'modality' (decathlon)")
 
 
 # ------------------------------------------------------------------------------------- decathlon
@@ -79,9 +85,11 @@ def _numbered(file: Path, listing: dict[str, Any], key: str) -> tuple[str, ...]:
     names = listing.get(key)
     if not isinstance(names, dict) or not names:
         raise DataError(f'{file}: {key!r} should map numbers to names, such as {{"0": "..."}}')
-    numbers = sorted(int(number) if number.isdecimal() else -1 for number in names)
+    # int refuses texts of more than 4,300 digits
+    numbers = sorted(int(n) if n.isdecimal() and len(n) < 10 else -1 for n in names)
     if numbers != list(range(len(names))):
-        raise DataError(f"{file}: {key!r} should number from 0 without gaps, has {sorted(names)}")
+        given = one_line(sorted(names))
+        raise DataError(f"{file}: {key!r} should number from 0 without gaps, has {given}")
     return tuple(str(names[number]) for number in sorted(names, key=int))
 
 
@@ -111,7 +119,7 @@ def _listed(file: Path, listing: dict[str, Any], key: str, channels: int) -> tup
 
 
 def _check_there(path: Path, file: Path) -> None:
-    if not path.exists():
+    if not os.path.exists(path):  # Path.exists raises where a name is too long
         raise DataError(f"{path}: no such file, though {file.name} asks for it")
 
 

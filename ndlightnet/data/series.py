@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.errors import DataError, cell
 
 DATES = "%Y-%m-%d %H:%M:%S"
 HOUR = timedelta(hours=1)
@@ -47,6 +47,8 @@ def read_series(path: str | Path, columns: Sequence[str] | None = None) -> Serie
             header, *rows = csv.reader(file)
     except (OSError, EOFError, zlib.error, csv.Error, ValueError) as error:
         raise DataError(f"{path}: damaged, or not a CSV file") from error
+    # as `write_series` has quoted them
+    header = [name[1:] if name == cell(name[1:]) else name for name in header]
     if header[:1] != ["date"] or len(header) < 2 or not rows:
         raise DataError(f"{path}: expected a header date,NAME,... and rows below it")
     names = tuple(columns or header[1:])
@@ -79,7 +81,7 @@ def write_series(path: Path, series: Series) -> None:
     """A file as `read_series` reads it."""
     with open(path, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["date", *series.columns])
+        writer.writerow(["date", *map(cell, series.columns)])
         for hour, row in enumerate(series.values.tolist()):
             date = (series.start + hour * HOUR).strftime(DATES)
             writer.writerow([date, *(f"{value:.6g}" for value in row)])

@@ -140,7 +140,10 @@ def open_nifti(path: Path) -> Stored:
 def open_itk(path: Path) -> Stored:
     import SimpleITK as sitk
 
-    image: Any = sitk.ReadImage(str(path))
+    try:
+        image: Any = sitk.ReadImage(str(path))
+    except RuntimeError as error:  # begins with where in the source, for 100 characters or more
+        raise RuntimeError(str(error).rpartition("ERROR: ")[2]) from error
 
     def voxels() -> NDArray[Any]:
         """A view (x, y, [z, [channels]]); not kept, for it does not keep the image alive."""

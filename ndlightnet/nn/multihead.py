@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from ndlightnet.ops import causal_attention, norm_gate, read, summarize
+
+EXPECTED = (
+    "expected None or the causal mask, as LightNet keeps one memory for all queries, which cannot "
+    "hide different keys from different queries (key_padding_mask hides padding). Its shape:"
+)
+
+
+class _NoFastPath:
+    """In the place of a weight: torch's fast paths leave what overrides torch functions alone."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError(f"{func}: MultiheadAttention of ndlightnet has no in_proj_weight")
 
 
 class MultiheadAttention(nn.Module):
@@ -15,18 +30,20 @@ class MultiheadAttention(nn.Module):
     `torch.nn.TransformerEncoderLayer` linear in the length. Trained softmax weights do not carry
     over: this is another function of q, k and v; train it, or fine-tune, from where you put it.
 
-    What differs: `attn_mask` may be None or the causal mask, nothing else, because a memory that
-    all queries share cannot hide different keys from different queries. `dropout` acts on the gated
-    output, as there are no attention weights in the computation. `add_bias_kv` and `add_zero_attn`
-    are refused. No position code is added, as in torch. The weights of `need_weights=True` are
-    exact, signed, sum to no particular number, and cost O(length^2): pass `need_weights=False`
-    where you do not look at them.
+    What differs: `attn_mask` may be the causal mask, or hide nothing, and that is all, because a
+    memory that all queries share cannot hide different keys from different queries. A mask's values
+    are looked at; a compiled graph checks them on the device, and computes both kinds of attention
+    to take one unless `is_causal=True` says which. `dropout` acts on the gated output, as there are
+    no attention weights in the computation. `add_bias_kv` and `add_zero_attn` are refused. No
+    position code is added, as in torch. The weights of `need_weights=True` are exact, signed, sum
+    to no particular number, and cost O(length^2): pass `need_weights=False` where you do not look
+    at them.
     """
 
-    # TransformerEncoderLayer's inference fast path would run softmax on our weights: these switch
-    # it off
+    # TransformerEncoderLayer's inference fast path would run softmax on our weights, and
+    # TransformerEncoder would hand us nested tensors in place of padding: these switch both off
     _qkv_same_embed_dim = False
-    in_proj_weight = None
+    in_proj_weight = _NoFastPath()
     in_proj_bias = None
 
     def __init__(
@@ -79,20 +96,31 @@ class MultiheadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Shapes as in torch: (length, batch, dim), (batch, length, dim) with batch_first, or
         unbatched (length, dim). key_padding_mask (batch, source): bool, True = padding, or float,
-        added to the keys' logits (-inf = padding). Returns the output and, if wanted, the weights
-        (batch, target, source), per head (batch, heads, target, source) with
-        average_attn_weights=False."""
+        added to the keys' logits (-inf = padding). attn_mask (target, source): bool, True = hidden,
+        or float, -inf = hidden. Returns the output and, if wanted, the weights (batch, target,
+        source), per head (batch, heads, target, source) with average_attn_weights=False.
+
+        Raises ValueError for nested tensors, masks of another type or shape, an attn_mask that is
+        neither causal nor empty, and, as torch does, for is_causal without an attn_mask.
+        """
+        if query.is_nested:
+            raise ValueError(
+                "query is a nested tensor: expected a padded one and key_padding_mask; set "
+                "use_nested_tensor=False of a TransformerEncoder that makes nested ones"
+            )
+        _check_masks(key_padding_mask, attn_mask, is_causal)
         unbatched = query.ndim == 2
         if unbatched:
             query, key, value = (x[None] for x in (query, key, value))
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        causal = _is_causal(attn_mask, is_causal, query.shape[1], key.shape[1])
-        if causal and query.shape[1] != key.shape[1]:
+        if key_padding_mask is not None and key_padding_mask.shape != key.shape[:2]:
             raise ValueError(
-                f"is_causal with {query.shape[1]} queries on {key.shape[1]} keys: expected as many"
+                f"key_padding_mask {tuple(key_padding_mask.shape[unbatched:])}: expected "
+                f"{tuple(key.shape[unbatched:2])}, the keys'"
             )
+        causal = _is_causal(attn_mask, is_causal, query.shape[1], key.shape[1])
 
         def heads(x: Tensor) -> Tensor:
             return x.unflatten(-1, (self.num_heads, self.head_dim))
@@ -108,9 +136,12 @@ class MultiheadAttention(nn.Module):
                 k = k + bias[..., None, None]
 
         def attend(v: Tensor) -> Tensor:
-            if causal:
+            if causal is True:
                 return causal_attention(q, k, v, mask=keep)[0]
-            return read(q, summarize(k, v, mask=keep))
+            y = read(q, summarize(k, v, mask=keep))
+            if causal is False:
+                return y
+            return torch.where(causal, causal_attention(q, k, v, mask=keep)[0], y)
 
         norm = self.norm
         y = norm_gate(attend(v).flatten(2), self.gate(query), norm.weight, norm.bias, norm.eps)
@@ -126,20 +157,34 @@ class MultiheadAttention(nn.Module):
         return out if self.batch_first else out.transpose(0, 1), weights
 
 
-def _is_causal(attn_mask: Tensor | None, is_causal: bool, target: int, source: int) -> bool:
-    """Whether the mask is the causal one; a mask that is neither that nor empty is refused."""
-    # Looking at a mask waits for the GPU and breaks a compiled graph: there the flag is believed.
-    if attn_mask is None or (is_causal and torch.compiler.is_compiling()):
-        return is_causal
-    hidden = attn_mask if attn_mask.dtype == torch.bool else attn_mask == -torch.inf
-    plain = attn_mask.dtype == torch.bool or bool((attn_mask[~hidden] == 0).all())
-    if plain and not is_causal and not bool(hidden.any()):
+def _check_masks(key_padding_mask: Any, attn_mask: Any, is_causal: bool) -> None:
+    for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+        if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+            raise ValueError(f"{name} {mask.dtype}: expected bool, True = hidden, or floats")
+    if is_causal and attn_mask is None:
+        raise ValueError(
+            "attn_mask=None with is_causal=True: expected the causal mask beside it, such as "
+            "torch.nn.Transformer.generate_square_subsequent_mask(length)"
+        )
+
+
+def _is_causal(
+    attn_mask: Tensor | None, is_causal: bool, target: int, source: int
+) -> bool | Tensor:
+    """Whether the mask is the causal one: in a compiled graph a bool Tensor () where only its
+    values tell. A mask that is neither causal nor empty is refused, by such a graph as it runs."""
+    if attn_mask is None:
         return False
-    expected = torch.ones(target, source, dtype=torch.bool, device=attn_mask.device).triu(1)
-    if attn_mask.shape == expected.shape and plain and bool((hidden == expected).all()):
-        return True
-    raise ValueError(
-        f"attn_mask {tuple(attn_mask.shape)}: expected None or the causal mask "
-        f"({target}, {source}). LightNet keeps one memory for all queries, so it cannot hide "
-        "different keys from different queries; use key_padding_mask for padding"
-    )
+    if attn_mask.shape != (target, source) or (is_causal and target != source):
+        raise ValueError(f"attn_mask {tuple(attn_mask.shape)}: {EXPECTED} ({target}, {source})")
+    hidden = attn_mask if attn_mask.dtype == torch.bool else attn_mask == -torch.inf
+    causal, empty = (hidden == torch.ones_like(hidden).triu(1)).all(), ~hidden.any()
+    if target != source:
+        causal = torch.zeros_like(causal)
+    allowed = (causal if is_causal else causal | empty) & (hidden | (attn_mask == 0)).all()
+    if torch.compiler.is_compiling():  # values cannot be branched on
+        torch._assert_async(allowed, f"attn_mask: {EXPECTED} (target, source)")
+        return target == source and (is_causal or causal)
+    if not allowed:
+        raise ValueError(f"attn_mask {tuple(attn_mask.shape)}: {EXPECTED} ({target}, {source})")
+    return bool(causal)

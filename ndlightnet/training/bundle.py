@@ -64,9 +64,9 @@ def _network(cli: TaskCLI, paths: list[str]) -> tuple[dict[str, Any], dict[str, 
     The names in the first checkpoint become the data's."""
     task, data, saved = cli.model, cli.datamodule, []
     for path in paths:
-        check_checkpoint(path, task)
+        check_checkpoint(path, task, data)
         saved.append(torch.load(path, map_location="cpu", weights_only=True))
-    names = saved[0].get("names", {})
+    names = saved[0]["names"]
     if not (names.get("labels") and names.get("modalities")):
         raise DataError(f"{paths[0]}: names no labels, expected a checkpoint that `fit` has left")
     data.set_names(names)

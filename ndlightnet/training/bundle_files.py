@@ -15,6 +15,7 @@ import torch
 from monai.utils.enums import IgniteInfo
 
 import ndlightnet
+from ndlightnet.data.errors import printable
 from ndlightnet.training.segmentation import SegmentationTask
 from ndlightnet.training.volumes import VolumeData
 
@@ -138,8 +139,8 @@ def inference_of(
 
 def metadata_of(name: str, task: SegmentationTask, data: VolumeData) -> dict[str, Any]:
     """configs/metadata.json, in MONAI's schema."""
-    prepare = data._prepare()
-    channels = [data.modalities[number] for number in prepare.channels]
+    prepare, labels = data._prepare(), [inert(label) for label in data.labels]
+    channels = [inert(data.modalities[number]) for number in prepare.channels]
     ends: list[float] = []
     for number in prepare.channels:
         one = prepare.intensities[number]
@@ -161,10 +162,10 @@ def metadata_of(name: str, task: SegmentationTask, data: VolumeData) -> dict[str
             "ndlightnet": ndlightnet.__version__, "nibabel": nibabel.__version__,
             "pytorch-ignite": IgniteInfo.OPT_IMPORT_VERSION.value,
         },
-        "name": name,
-        "task": f"Segmentation of {', '.join(data.labels[1:])} in {', '.join(channels)}",
+        "name": inert(name),
+        "task": f"Segmentation of {', '.join(labels[1:])} in {', '.join(channels)}",
         "description": f"{type(task.net).__name__} from {', '.join(channels)} volumes to labels of "
-        f"{', '.join(data.labels[1:])}.",
+        f"{', '.join(labels[1:])}.",
         "authors": "not named yet",
         "copyright": "not named yet",
         "intended_use": "For research, not for diagnosis.",
@@ -176,17 +177,24 @@ def metadata_of(name: str, task: SegmentationTask, data: VolumeData) -> dict[str
                 "channel_def": {str(n): channel for n, channel in enumerate(channels)},
             }},
             "outputs": {"pred": {
-                **shared, "format": "labels", "num_channels": len(data.labels), "value_range": [],
-                "channel_def": {str(n): label for n, label in enumerate(data.labels)},
+                **shared, "format": "labels", "num_channels": len(labels), "value_range": [],
+                "channel_def": {str(n): label for n, label in enumerate(labels)},
             }},
         },
     }  # fmt: skip
+
+
+def inert(name: str) -> str:
+    """A name that comes with the data, as text that MONAI leaves alone: it evaluates what begins
+    with $, and follows references, also to files, that begin with @ and %. Full-width letters
+    stand for these."""
+    return printable(name).translate(str.maketrans("$@%", "\uff04\uff20\uff05"))
 
 
 def readme_of(metadata: dict[str, Any], channels: Sequence[str]) -> str:
     """docs/README.md. channels: of the scans, in their order."""
     labels = metadata["network_data_format"]["outputs"]["pred"]["channel_def"].items()
     return README.format(
-        **metadata, ndlightnet=ndlightnet.__version__, channels=", ".join(channels),
+        **metadata, ndlightnet=ndlightnet.__version__, channels=", ".join(map(inert, channels)),
         labels="\n".join(f"- {number}: {label}" for number, label in labels),
     )  # fmt: skip

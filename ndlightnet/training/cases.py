@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.ndimage import binary_erosion, find_objects
 from torch import Tensor
 
-from ndlightnet.data.errors import whole_file
+from ndlightnet.data.errors import cell, whole_file
 
 Rows = Mapping[str, Sequence[Mapping[str, float]]]
 Box = tuple[slice, ...]
@@ -135,7 +135,9 @@ def write_cases(path: Path, rows: Rows, names: Sequence[str]) -> None:
         for case, row in rows.items():
             for name, measured in zip(names[1:], row, strict=True):
                 values = [measured[key] for key in MEASURES]
-                table.writerow((case, name, *("" if np.isnan(v) else f"{v:.6g}" for v in values)))
+                table.writerow(
+                    (cell(case), cell(name), *("" if np.isnan(v) else f"{v:.6g}" for v in values))
+                )
 
 
 def metrics_of(rows: Rows, names: Sequence[str]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,14 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import Tensor
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.training.report import check_writable
+
+NAMES = ("names",)
+# what a training goes on from: without the loops it would begin anew, without a word
+RESUMED = ("epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers")
 
 
 class TaskCLI(LightningCLI):
@@ -54,7 +59,9 @@ class TaskCLI(LightningCLI):
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
         if kwargs.get("ckpt_path"):
-            check_checkpoint(kwargs["ckpt_path"], self.model)
+            entries = NAMES if subcommand == "stream" else self.model.saved
+            entries += RESUMED if subcommand == "fit" else ()
+            check_checkpoint(kwargs["ckpt_path"], self.model, self.datamodule, entries)
         if subcommand == "stream":
             return kwargs
         # a checkpoint is data, not code
@@ -97,15 +104,26 @@ class TaskCLI(LightningCLI):
         )
 
 
-def check_checkpoint(path: str, model: L.LightningModule) -> None:
-    """DataError for a file that is missing, no checkpoint, or one of another network."""
+def check_checkpoint(
+    path: str, model: L.LightningModule, data: Any, entries: Sequence[str] = NAMES
+) -> None:
+    """DataError for a file that is missing, no checkpoint, or one of another network, and for a
+    checkpoint without weights, without one of the `entries` or without a name that `data` need."""
     if not Path(path).is_file():
         raise DataError(f"{path}: no such checkpoint")
     try:
         saved = torch.load(path, map_location="meta", weights_only=True)
-        weights = saved["state_dict"]
+        keys, expected = saved.keys(), "one that `fit` has left"
     except Exception as error:  # whatever is in the file
         raise DataError(f"{path}: not a checkpoint of ours ({type(error).__name__})") from error
+    if lost := [key for key in ("state_dict", *entries) if key not in keys]:
+        raise DataError(f"{path}: the checkpoint lacks {', '.join(lost)}, expected {expected}")
+    weights, names = saved["state_dict"], saved["names"]
+    if not isinstance(weights, dict) or not all(isinstance(w, Tensor) for w in weights.values()):
+        raise DataError(f"{path}: state_dict holds no weights, expected {expected}")
+    known = names if isinstance(names, dict) else {}
+    if lost := [key for key in data.names() if not isinstance(known.get(key), list)]:
+        raise DataError(f"{path}: names has no list {', '.join(lost)}, expected {expected}")
     if saved.get("causal") not in (None, getattr(model, "causal", None)):
         what = "causal, go on" if saved["causal"] else "not causal, train one"
         raise DataError(f"{path}: its network is {what} with --model.causal true")

@@ -41,6 +41,8 @@ class MeteredTask(Task):
     """A task that knows what its training cost; its checkpoints keep it. Its meter is read once an
     epoch: to wait for the device in every step, as MeasuredTask does, slows small networks down."""
 
+    saved = (*Task.saved, "cost")
+
     def __init__(self) -> None:
         super().__init__()
         self.trained: list[Cost] = []  # of every epoch: a step's seconds, waiting for data included

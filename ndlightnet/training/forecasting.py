@@ -148,6 +148,7 @@ class ForecastTask(MeasuredTask):
         lr, weight_decay: of AdamW, with warm-up and a cosine.
     """
 
+    saved = (*MeasuredTask.saved, "scale")
     monitor = "val_score"  # the best checkpoint has the highest
 
     def __init__(self, net: nn.Module, lr: float = 1e-3, weight_decay: float = 0.05) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import BinaryAUROC
 
 from ndlightnet.data.augment import Augment
-from ndlightnet.data.errors import DataError, whole_file
+from ndlightnet.data.errors import DataError, cell, whole_file
 from ndlightnet.data.images import (
     Batches,
     ImageSet,
@@ -218,11 +218,11 @@ class ImageTask(LabelledTask):
         if self.trainer.is_global_zero:
             with whole_file(file) as draft, draft.open("w", newline="", encoding="utf-8") as out:
                 writer = csv.writer(out)
-                writer.writerow(["file", "prediction", *data.classes])
+                writer.writerow(["file", "prediction", *map(cell, data.classes)])
                 for number, row in answered.items():
                     best = data.classes[row.index(max(row))]
                     numbers = [f"{value:.6f}" for value in row]
-                    writer.writerow([data.predict_files[number], best, *numbers])
+                    writer.writerow([cell(data.predict_files[number]), cell(best), *numbers])
         self.summary = f"{len(answered)} predictions are in {file}"
 
 

@@ -18,6 +18,8 @@ from ndlightnet.training.task import Task
 class MeasuredTask(Task):
     """A task that knows what its training cost; its checkpoints keep it."""
 
+    saved = (*Task.saved, "cost")
+
     def __init__(self) -> None:
         super().__init__()
         self.seconds: list[float] = []  # of every step

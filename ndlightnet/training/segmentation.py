@@ -49,6 +49,7 @@ class SegmentationTask(MeteredTask):
             time than the card.
     """
 
+    saved = (*MeteredTask.saved, "ema_dice")
     monitor = "ema_dice"  # chooses the best checkpoint
 
     def __init__(
@@ -83,7 +84,7 @@ class SegmentationTask(MeteredTask):
     def setup(self, stage: str) -> None:
         if stage in ("test", "predict"):
             for path in self.ensemble:
-                check_checkpoint(path, self)
+                check_checkpoint(path, self, self.data())
         if stage == "predict":
             return
         outputs = getattr(self.net, "out_channels", None)

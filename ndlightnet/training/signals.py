@@ -104,6 +104,7 @@ class SignalTask(LabelledTask):
     Args: as of LabelledTask.
     """
 
+    saved = (*LabelledTask.saved, "slots")
     tokens, slots = 0, 0  # of all steps of training; with padding
 
     def setup(self, stage: str) -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.errors import DataError, cell
 from ndlightnet.data.video_stream import VideoStream
 from ndlightnet.data.video_transforms import eval_frames
 
@@ -52,13 +52,13 @@ class StreamTrainer(L.Trainer):
             video = VideoStream(datamodule.input, fps)
             with self._status() as show, lines(output) as file:
                 writer = csv.writer(file, lineterminator="\n")
-                writer.writerow(["seconds", "frame", "class", "probability", *names])
+                writer.writerow(["seconds", "frame", "class", "probability", *map(cell, names)])
                 for frames, logits in self._predictions(net, video, datamodule.size):
                     odds = torch.softmax(logits[0].float(), 0).tolist()
                     best = max(range(len(odds)), key=odds.__getitem__)
                     shown = [f"{p:.6f}" for p in (odds[best], *odds)]
                     for number, seconds in frames:
-                        writer.writerow([f"{seconds:.3f}", number, names[best], *shown])
+                        writer.writerow([f"{seconds:.3f}", number, cell(names[best]), *shown])
                     file.flush()  # a camera's stream may never end
                     count += len(frames)
                     show(len(frames))

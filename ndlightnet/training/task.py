@@ -27,6 +27,8 @@ class Task(L.LightningModule):
     decided for the user. summary: what to tell at the end.
     """
 
+    # what `on_load_checkpoint` asks for, and Lightning with it
+    saved: tuple[str, ...] = ("names", "pytorch-lightning_version")
     net: torch.nn.Module
     lr: float
     weight_decay: float

@@ -137,6 +137,15 @@ def test_an_npz_file_that_does_not_fit(tmp_path, changes, text):
     assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
 
 
+def test_colour_is_no_axis_of_space(tmp_path):
+    colour = {part: arrays(4, 6, 6, 3) for part in ("train", "val", "test")}
+    path = write_npz(tmp_path / "pathmnist.npz", colour)
+    with pytest.raises(DataError, match=r"pathmnist.npz: train has images \(4, 6, 6, 3\) .*colour"):
+        read_images(path)
+    plane = {part: arrays(4, 6, 3) for part in ("train", "test")}  # grey, three columns
+    same(read_images(write_npz(tmp_path / "grey.npz", plane)), plane)
+
+
 def test_what_is_no_npz_file(tmp_path):
     with pytest.raises(DataError, match="no such file or folder"):
         read_images(tmp_path / "gone.npz")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ndlightnet.data.errors import DataError
 from ndlightnet.data.layouts import find_inputs, read_dataset
 from ndlightnet.data.volumes import Case, check_cases, load_case
 
@@ -89,6 +90,30 @@ def test_decathlon_refuses(listed: tuple[Path, dict[str, Any]]) -> None:
     bad(folder / "images/z.nii.gz", "no such file", test=["./images/z.nii.gz"])
     entry = {"image": "./images/a.nii.gz", "label": "labels/z.nii.gz"}
     bad(folder / "labels/z.nii.gz", "no such file", training=[entry])
+
+
+@pytest.mark.parametrize(
+    "listing, why",
+    [
+        ("[" * 200_000, "is nested too deeply"), ('{"modality": ' + "[" * 200_000, "nested too"),
+        ('{"a":' * 100_000, "is nested too deeply"), ("x" * 5000, "is not valid JSON"),
+        ("1" * 5000, "is not valid JSON"), ("", "is not valid JSON"), ("null", "a JSON object"),
+        ({"labels": {"9" * 5000: "a"}}, "'labels' should number from 0"),
+        ({"labels": {"a" * 5000: "b"}}, "'labels' should number from 0"),
+        ({"labels": ["a"]}, "'labels' should map numbers"), ({"training": 5}, "should be a list"),
+        ({"training": [{"image": 5}]}, "has an entry without image files"),
+        ({"test": ["x" * 5000]}, "no such file, though dataset.json asks for it"),
+        ({"test": ["a\x00b\n.nii"]}, r"a\x00b\n.nii: no such file, though dataset.json asks"),
+    ],
+)  # fmt: skip
+def test_an_odd_listing_is_one_short_line(tmp_path: Path, listing: Any, why: str) -> None:
+    good = {"labels": {"0": "background"}, "modality": {"0": "CT"}, "training": [], "test": []}
+    relist(tmp_path, {**good, **listing} if isinstance(listing, dict) else listing)
+    with pytest.raises(DataError) as raised:
+        read_dataset(tmp_path)
+    message = str(raised.value)
+    assert why in message and message.startswith(str(tmp_path))
+    assert message.isprintable() and len(message) <= 1000
 
 
 def test_one_file_holds_all_modalities_on_its_fourth_axis(tmp_path: Path) -> None:

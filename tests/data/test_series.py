@@ -50,6 +50,15 @@ def test_written_files_are_read_again(tmp_path):
     assert ((found.values - values).abs() <= 5e-6 * values.abs()).all()  # six digits are written
 
 
+def test_columns_are_no_formulas_and_negative_numbers_are_numbers(tmp_path):
+    series = Series(("=A", "-B", "@", "'c", "d"), START, torch.full((2, 5), -1.5).double())
+    write_series(tmp_path / "x.csv", series)
+    head, line, _ = (tmp_path / "x.csv").read_text().splitlines()
+    assert head == "date,'=A,'-B,'@,'c,d" and line.endswith(",-1.5,-1.5,-1.5,-1.5,-1.5")
+    found = read_series(tmp_path / "x.csv")
+    assert found.columns == series.columns and torch.equal(found.values, series.values)
+
+
 DAMAGE = {
     "empty": ("", r"damaged"),
     "no rows": ("date,A\n", r"expected a header"),

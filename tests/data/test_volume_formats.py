@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import SimpleITK as sitk
 
+from ndlightnet.data.errors import DataError
 from ndlightnet.data.layouts import find_inputs
 from ndlightnet.data.volume_formats import SLAB
 from ndlightnet.data.volumes import Case, check_cases, load_case, save_labels
@@ -111,6 +112,24 @@ def test_broken_itk_files_are_refused_by_name(tmp_path: Path, ending: str) -> No
             lambda: save_labels(random_label(), Case("x", (path,), None), tmp_path / "o.nii.gz"),
             path, "cannot be read",
         )  # fmt: skip
+
+
+def test_what_itk_says_is_not_cut_before_what_is_wrong(tmp_path: Path) -> None:
+    """It begins with where in its source, and ends with what it found."""
+    folder = tmp_path / ("a long name " * 9)
+    folder.mkdir()
+    header = "NRRD0004\ntype: float\ndimension: 3\nsizes: 4 {} 4\nencoding: raw\n\n"
+    for name, content, said in (
+        ("endian.nrrd", header.format(4), "require endian info)"),
+        ("sizes.nrrd", header.format(-4), "axis 1 size is zero!)"),
+        ("words.mha", "words", 'words.mha")'),
+    ):
+        (folder / name).write_text(content)
+        with pytest.raises(DataError) as raised:
+            load(folder / name)
+        message = str(raised.value)
+        assert message.startswith(f"{folder / name}: cannot be read (") and message.endswith(said)
+        assert ".cxx" not in message and message.isprintable()
 
 
 # --------------------------------------------------------------------- what is decided for the user

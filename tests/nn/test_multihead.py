@@ -9,6 +9,8 @@ from torch import nn
 from ndlightnet import MultiheadAttention
 from ndlightnet.ops import causal_attention, global_attention, read, summarize
 
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(10)
+
 
 def parts(m, query, key, value):
     def heads(x):
@@ -66,7 +68,7 @@ def test_layouts(close):
 def test_weights_times_values_is_the_attention(close, causal, masked):
     m, x = MultiheadAttention(16, 4, batch_first=True), torch.randn(3, 10, 16)
     pad = padding() if masked else None
-    options = dict(key_padding_mask=pad, is_causal=causal)
+    options = dict(key_padding_mask=pad, is_causal=causal, attn_mask=CAUSAL if causal else None)
     y, weights = m(x, x, x, average_attn_weights=False, **options)
     assert weights.shape == (3, 4, 10, 10)
     q, k, v = parts(m, x, x, x)
@@ -109,10 +111,11 @@ def test_float_and_bool_padding_agree(close):
 
 def test_only_the_causal_attn_mask_is_taken(close):
     m, x = MultiheadAttention(16, 4, batch_first=True), torch.randn(3, 10, 16)
-    floats = nn.Transformer.generate_square_subsequent_mask(10)
-    expected = m(x, x, x, is_causal=True)[0]
+    floats = CAUSAL
+    expected = finish(m, x, causal_attention(*parts(m, x, x, x))[0])
     for mask in (floats, floats == -torch.inf):
-        close(m(x, x, x, attn_mask=mask)[0], expected, 1e-6)
+        for is_causal in (False, True):
+            close(m(x, x, x, attn_mask=mask, is_causal=is_causal)[0], expected, 1e-5)
     assert not torch.allclose(m(x, x, x)[0], expected)
     close(m(x, x, x, attn_mask=torch.zeros(10, 10))[0], m(x, x, x)[0], 1e-6)  # hides nothing
     with pytest.raises(ValueError, match="attn_mask"):  # the flag does not excuse another mask
@@ -128,8 +131,8 @@ def test_only_the_causal_attn_mask_is_taken(close):
     for mask in wrong:
         with pytest.raises(ValueError, match=r"attn_mask"):
             m(x, x, x, attn_mask=mask)
-    with pytest.raises(ValueError, match=r"9 keys"):
-        m(x, x[:, :9], x[:, :9], is_causal=True)
+    with pytest.raises(ValueError, match=r"attn_mask \(10, 9\)"):
+        m(x, x[:, :9], x[:, :9], attn_mask=floats[:, :9], is_causal=True)
     for option in ("add_bias_kv", "add_zero_attn"):
         with pytest.raises(ValueError, match=option):
             MultiheadAttention(16, 4, **{option: True})
@@ -172,3 +175,125 @@ def test_in_an_encoder(close, training):
         causal = encoder(x, mask=mask, is_causal=True)
         close(encoder(x[:, :6], mask=mask[:6, :6], is_causal=True), causal[:, :6], 1e-5)
         close(encoder(x, mask=mask), causal, 1e-6)
+
+
+def test_masks_that_torch_refuses_are_refused_by_name():
+    ours, x = MultiheadAttention(16, 4, batch_first=True), torch.randn(3, 10, 16)
+    theirs, pad = nn.MultiheadAttention(16, 4, batch_first=True), padding()
+    refused = [
+        ({"key_padding_mask": pad.long()}, r"key_padding_mask torch.int64: expected bool"),
+        ({"key_padding_mask": pad.byte()}, r"key_padding_mask torch.uint8: expected bool"),
+        ({"attn_mask": torch.zeros(10, 10, dtype=torch.int32)}, r"attn_mask torch.int32: expected"),
+        ({"is_causal": True}, r"attn_mask=None with is_causal=True: expected the causal mask"),
+        ({"is_causal": True, "key_padding_mask": pad}, r"attn_mask=None with is_causal=True"),
+        ({"key_padding_mask": pad[:, :9]}, r"key_padding_mask \(3, 9\): expected \(3, 10\)"),
+        ({"key_padding_mask": pad[:1]}, r"key_padding_mask \(1, 10\): expected \(3, 10\)"),
+        ({"key_padding_mask": pad[0].float()}, r"key_padding_mask \(10,\): expected \(3, 10\)"),
+    ]
+    for options, message in refused:
+        with pytest.raises((AssertionError, RuntimeError)):
+            theirs(x, x, x, **options)
+        with pytest.raises(ValueError, match=message):
+            ours(x, x, x, **options)
+    with pytest.raises(ValueError, match=r"key_padding_mask \(9,\): expected \(10,\)"):
+        ours(x[0], x[0], x[0], key_padding_mask=pad[0, :9])
+    nested = torch.nested.nested_tensor([x[0], x[1, :4]])
+    with pytest.raises(ValueError, match=r"query is a nested tensor: expected a padded one"):
+        ours(nested, nested, nested, need_weights=False)
+
+
+def swapped(module):
+    """torch's attentions of an existing module replaced by ours, as its user would."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.MultiheadAttention):
+                ours = MultiheadAttention(
+                    child.embed_dim, child.num_heads, child.dropout, batch_first=child.batch_first
+                )
+                setattr(parent, name, ours)
+    return module
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_swapped_into_an_existing_encoder(close, batch_first, kind):
+    """As constructed, with torch's attention, it makes nested tensors of padding in eval."""
+    layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=batch_first)
+    encoder = swapped(nn.TransformerEncoder(layer, 2))
+    assert encoder.use_nested_tensor == batch_first
+
+    def lay(x):
+        return x if batch_first else x.transpose(0, 1)
+
+    x, pad = torch.randn(3, 10, 16), padding()
+    mask = torch.zeros(3, 10).masked_fill(pad, -torch.inf) if kind.is_floating_point else pad
+    options = {"src_key_padding_mask": mask}
+    train = lay(encoder.train()(lay(x), **options)).detach()
+    encoder.eval()
+    close(lay(encoder(lay(x), **options)), train, 1e-6)  # also where weights ask for gradients
+    with torch.no_grad():
+        close(lay(encoder(lay(x), **options)), train, 1e-6)
+        for number, length in enumerate((10, 4, 7)):  # each sample gets what it gets alone
+            close(encoder(x[number, :length]), train[number, :length], 1e-5)
+        causal = CAUSAL if kind.is_floating_point else CAUSAL.isinf()
+        both = lay(encoder(lay(x), mask=causal, **options))
+        close(both[1, :4], encoder(x[1, :4], mask=causal[:4, :4]), 1e-5)
+        assert not torch.allclose(both, train, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_swapped_into_a_decoder_layer(close, batch_first, kind):
+    layer = swapped(nn.TransformerDecoderLayer(16, 4, 32, 0.0, batch_first=batch_first)).eval()
+
+    def lay(x):
+        return x if batch_first else x.transpose(0, 1)
+
+    def typed(mask):
+        return torch.zeros(mask.shape).masked_fill(mask, -torch.inf) if floats else mask
+
+    x, memory = torch.randn(3, 10, 16), torch.randn(3, 8, 16)
+    floats, pad, memory_pad = kind.is_floating_point, padding(), padding()[:, :8]
+    causal = typed(CAUSAL.isinf())
+    with torch.no_grad():
+        y = layer(
+            lay(x), lay(memory), tgt_mask=causal, memory_mask=typed(torch.zeros(10, 8).bool()),
+            tgt_key_padding_mask=typed(pad), memory_key_padding_mask=typed(memory_pad),
+        )  # fmt: skip
+        for number, (length, source) in enumerate(((10, 8), (4, 4), (7, 7))):
+            alone = layer(
+                x[number, :length], memory[number, :source], tgt_mask=causal[:length, :length]
+            )
+            close(lay(y)[number, :length], alone, 1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_masks_in_a_graph_without_breaks(close, is_causal):
+    """Values cannot be branched on there: what the mask is is seen, and asserted, as it runs."""
+    torch._dynamo.reset()
+    m, x = MultiheadAttention(16, 4, batch_first=True), torch.randn(3, 10, 16, requires_grad=True)
+
+    def attend(mask):
+        return m(x, x, x, attn_mask=mask, is_causal=is_causal, need_weights=False)[0]
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    masks = [CAUSAL, CAUSAL.isinf()]
+    for mask in masks if is_causal else [*masks, torch.zeros(10, 10)]:
+        pair = compiled(mask), attend(mask)
+        close(*pair, 1e-6)
+        close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in pair), 1e-5)
+    for wrong in (CAUSAL.T, CAUSAL + 1, CAUSAL - torch.inf):
+        with pytest.raises(ValueError, match=r"attn_mask \(10, 10\): expected None or the causal"):
+            attend(wrong)
+        with pytest.raises(RuntimeError, match=r"attn_mask: expected None or the causal mask"):
+            compiled(wrong)
+
+
+def test_a_layer_and_an_encoder_in_a_graph_without_breaks(close):
+    torch._dynamo.reset()
+    layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)
+    encoder = swapped(nn.TransformerEncoder(layer, 1)).eval()
+    x = torch.randn(3, 10, 16)
+    for module in (encoder.layers[0], encoder):
+        compiled = torch.compile(module, fullgraph=True, backend="eager")
+        close(compiled(x, CAUSAL, is_causal=False), encoder(x, CAUSAL), 1e-6)

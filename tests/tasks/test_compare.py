@@ -239,15 +239,18 @@ def test_the_gpus_that_may_be_used(compare, monkeypatch, count, named, expected)
     assert compare.gpus() == expected
 
 
+HANGS = 600  # seconds after which a test that would never end is ended
+
+
 def in_turn(compare, monkeypatch, jobs: int, runs: int, gpus: list[str], minutes=float("inf")):
     """The runs that `all_runs` makes, and the GPUs in use while each of them was."""
     busy, together, done, meet = [], [], [], threading.Barrier(jobs)
 
     def one_run(options, who, gpu):
         busy.append(gpu)
-        meet.wait(10)  # until all jobs are at work
+        meet.wait(HANGS)  # until all jobs are at work
         together.append(sorted(busy, key=str))
-        meet.wait(10)
+        meet.wait(HANGS)
         busy.remove(gpu)
         return {**who, "gpu": gpu}
 

@@ -262,6 +262,31 @@ def test_preprocessing_is_prepare(spacing, chosen, tmp_path):
     torch.testing.assert_close(given.affine, wanted.affine, rtol=0, atol=1e-6)
 
 
+def test_names_of_the_data_are_never_evaluated(channels, tmp_path):
+    """MONAI evaluates $, and replaces % by what a file holds and @ by what it refers to."""
+    touched, secret = tmp_path / "touched", tmp_path / "secret.json"
+    secret.write_text(json.dumps({"a": f"$open({str(touched)!r}, 'w')"}))
+    ckpt, root = tmp_path / "given.ckpt", tmp_path / "bundle"
+    saved = torch.load(channels.parent / "checkpoints" / "last.ckpt", weights_only=True)
+    label, *texts = f"$open({str(touched)!r}, 'w')", f"%{secret}", "@bundle_root", "\x1b[31m%#@##"
+    torch.save({**saved, "names": {"labels": ["$1/0", label], "modalities": texts}}, ckpt)
+    assert launch(channels, "bundle", "--ckpt_path", ckpt, "--out", root) == []
+    for file in ("metadata", "inference"):
+        parser = ConfigParser()
+        parser.read_meta(str(root / "configs" / "metadata.json"))
+        parser.read_config(str(root / "configs" / f"{file}.json"))
+        parser.parse()
+        formats = parser.get_parsed_content("_meta_")["network_data_format"]
+        found = formats["outputs"]["pred"]["channel_def"]
+        assert found == {"0": "\uff041/0", "1": label.replace("$", "\uff04")}
+        found = list(formats["inputs"]["image"]["channel_def"].values())
+        # of channels 2 and 0; MONAI writes :: for #
+        assert found == ["\\x1b[31m\uff05::\uff20::::", f"\uff05{secret}"]
+    assert not touched.exists()
+    text = (root / "docs" / "README.md").read_text()
+    assert not set("$@%\x1b") & set(text) and "\uff04" in text
+
+
 def no_labels(path: Path) -> None:
     saved = torch.load(path, weights_only=True)
     torch.save({**saved, "names": {}}, path)
@@ -272,7 +297,7 @@ def no_labels(path: Path) -> None:
     [
         ([], Path.unlink, "{ckpt}: no such checkpoint"),
         ([], lambda path: path.write_text("x"), "{ckpt}: not a checkpoint of ours"),
-        ([], no_labels, "{ckpt}: names no labels"),
+        ([], no_labels, "{ckpt}: names has no list labels, modalities"),
         (["--model.ensemble=['{ckpt}0']"], None, "{ckpt}0: no such checkpoint"),
         (["--model.net.init_args.widths=[4,16]"], None, "{ckpt}: the checkpoint of another"),
         (["--data.init_args.channels=[0]"], None, "model.net: in_channels=2, expected 1 for"),

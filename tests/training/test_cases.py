@@ -190,6 +190,16 @@ def test_the_table_has_a_line_for_each_case_and_class(tmp_path):
     ]
 
 
+def test_names_in_the_table_are_no_formulas(tmp_path):
+    names, rows = ["background", "-tumour", "@SUM(1)"], {"=1+1\n\x1b": row_of(0.5, 1.0)}
+    write_cases(tmp_path / "cases.csv", rows, names)
+    with (tmp_path / "cases.csv").open(newline="", encoding="utf-8") as file:
+        _, *lines = csv.reader(file)
+    assert [line[:3] for line in lines] == [
+        [r"'=1+1\n\x1b", "'-tumour", "0.5"], [r"'=1+1\n\x1b", "'@SUM(1)", "1"],
+    ]  # fmt: skip
+
+
 def test_metrics_are_means_over_classes_of_means_over_cases():
     nan = math.nan
     rows = {"a": row_of(0.5, nan, nsd=0.25), "b": row_of(1.0, 0.25, nsd=0.75, hd95_mm=3.0)}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 NET2 = ("--data.init_args.patch=[8,8,8]", "--model.net.init_args.out_channels=2")
 
@@ -152,6 +153,54 @@ def test_checkpoint_of_another_network(segment, decathlon, tmp_path):
     done = segment("test", *volumes(out, decathlon, wider, f"--ckpt_path={other}"))
     check(done, out, "")
     assert str(other) in done.errors[0]
+
+
+@pytest.fixture(scope="module")
+def fitted(segment, write_decathlon, tmp_path_factory) -> tuple[Path, Path, dict]:
+    """A folder of data, the checkpoint of a training on it, and what is in that."""
+    folder = tmp_path_factory.mktemp("fitted")
+    root = write_decathlon(folder / "volumes")
+    assert segment("fit", *volumes(folder / "out", root)).status == 0
+    file = folder / "out" / "checkpoints" / "last.ckpt"
+    return root, file, torch.load(file, weights_only=True)
+
+
+# of the entries of a checkpoint, those that a command asks for; `fit` also for those of `test`
+ASKED = {
+    "test": ("state_dict", "names", "pytorch-lightning_version", "cost", "ema_dice"),
+    "fit": ("epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers"),
+}
+
+
+@pytest.mark.parametrize("command, key", [(c, key) for c, keys in ASKED.items() for key in keys])
+def test_checkpoint_without_an_entry(segment, fitted, tmp_path, command, key):
+    root, _, saved = fitted
+    assert set(saved) == {*ASKED["test"], *ASKED["fit"]}
+    file, images = tmp_path / "less.ckpt", f"--data.init_args.input={root}/images"
+    torch.save({k: value for k, value in saved.items() if k != key}, file)
+    for also in (command, "predict") if command == "test" else (command,):
+        out = tmp_path / also
+        done = segment(also, *volumes(out, root, images, f"--ckpt_path={file}"))
+        check(done, out, f"{file}: the checkpoint lacks {key}, expected one that `fit` has left")
+
+
+def test_checkpoint_with_odd_entries(segment, fitted, tmp_path):
+    root, whole, saved = fitted
+    name, file, out = next(iter(saved["state_dict"])), tmp_path / "odd.ckpt", tmp_path / "out"
+    less = {key: value for key, value in saved["state_dict"].items() if key != name}
+    for content, why in (
+        ({**saved, "names": {"modalities": ["CT"]}}, "names has no list labels, expected one"),
+        ({**saved, "names": 5}, "names has no list labels, modalities, expected one"),
+        ({**saved, "state_dict": {name: 1}}, "state_dict holds no weights, expected one"),
+        ({**saved, "state_dict": [1]}, "state_dict holds no weights, expected one"),
+        ({**saved, "state_dict": less}, f"the checkpoint of another network: {name} is none there"),
+        ([saved], "not a checkpoint of ours"),
+        ({"state_dict": saved["state_dict"]}, "the checkpoint lacks names"),
+    ):
+        torch.save(content, file)
+        check(segment("test", *volumes(out, root, f"--ckpt_path={file}")), out, f"{file}: {why}")
+    both = (f"--ckpt_path={whole}", f"--model.ensemble=['{file}']")
+    check(segment("test", *volumes(out, root, *both)), out, f"{file}: {why}")
 
 
 def test_predict_without_a_checkpoint(segment, decathlon, tmp_path):

@@ -133,7 +133,7 @@ def test_what_it_cost(trained):
     assert metrics["tokens"] == (4 * 4 if kind == "pictures" else 4 * 3 * 3)
     # 216 of 240 in whole batches of 16; all 64
     assert metrics["steps"] == (4 * 13 if kind == "pictures" else 12 * 4)
-    assert 0 < metrics["step_ms"] / 1e3 <= metrics["train_seconds"] < 60
+    assert 0 < metrics["step_ms"] / 1e3 <= metrics["train_seconds"]
     assert metrics["latency_ms"] > 0 and metrics["latency_one_ms"] > 0
     assert metrics["peak_memory_gb"] is None
     saved = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import time
 from pathlib import Path
 
 import matplotlib.image
@@ -164,14 +163,27 @@ def test_the_running_mean_goes_on_in_a_resumed_training(segment, decathlon, tmp_
 def test_waiting_is_the_share_of_time_spent_on_slow_crops(
     segment, decathlon, tmp_path, monkeypatch
 ):
-    """Four crops of 0.3 s to wait for, then a validation of 2 s that is no part of it."""
-    crop, look = Crops.__getitem__, SegmentationTask.validation_step
-    monkeypatch.setattr(Crops, "__getitem__", lambda *a: time.sleep(0.3) or crop(*a))
-    monkeypatch.setattr(SegmentationTask, "validation_step", lambda *a: time.sleep(2) or look(*a))
+    """By a clock on which four crops last 3 s each, two steps 2 s each, and the validation after
+    them, which is no part of it, 100 s."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def lasting(owner: type, name: str, seconds: float) -> None:
+        method = getattr(owner, name)
+
+        def slow(*arguments):
+            now[0] += seconds
+            return method(*arguments)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    lasting(Crops, "__getitem__", 3)
+    lasting(SegmentationTask, "training_step", 2)
+    lasting(SegmentationTask, "validation_step", 100)
     more = ("--trainer.num_sanity_val_steps=0", "--data.init_args.augment=null")
     assert segment("fit", *on(decathlon, tmp_path), *more).status == 0
     (share,) = [float(row["waiting"]) for row in logged(tmp_path) if row["waiting"]]
-    assert 0.5 < share < 1  # with the validation it were below 1.2 / 3.2
+    assert share == pytest.approx(4 * 3 / (4 * 3 + 2 * 2))
 
 
 def test_a_training_that_ends_within_its_first_epoch(segment, decathlon, tmp_path):

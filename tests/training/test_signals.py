@@ -92,7 +92,7 @@ def test_metrics(run):
     assert metrics["top1"] == pytest.approx(matrix.trace() / 15, abs=1e-5)
     assert list(metrics["recall"].values()) == pytest.approx(list(matrix.diagonal() / 5))
     assert metrics["recordings"] == 15 and metrics["steps"] == 2  # 4 of 6, 2 in a batch
-    assert 0 < metrics["step_ms"] / 1e3 <= metrics["train_seconds"] < 60
+    assert 0 < metrics["step_ms"] / 1e3 <= metrics["train_seconds"]
     assert metrics["peak_memory_gb"] is None
     if batching == "packed":
         assert metrics["padded_share"] == 0

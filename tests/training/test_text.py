@@ -288,7 +288,7 @@ def test_a_periodic_text_is_learnt(tmp_path, launch):
     metrics = json.loads((tmp_path / "runs" / "metrics.json").read_text())
     assert list(metrics["bits_per_byte_at"]) == ["32", "64", "128"]
     assert metrics["test_bytes"] == 256 and metrics["steps"] == 80
-    assert 0 < metrics["step_ms"] / 1e3 <= metrics["train_seconds"] < 60
+    assert 0 < metrics["step_ms"] / 1e3 <= metrics["train_seconds"]
     # the first bytes of a window may be any of its nine, or two of them: log2(9) bits of 32 bytes
     assert metrics["bits_per_byte"] < math.log2(9) / 32 + 0.1
     assert metrics["bits_per_byte_at"]["128"] < metrics["bits_per_byte"]

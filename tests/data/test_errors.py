@@ -1,0 +1,62 @@
+"""Messages are one line that a terminal can show, whatever a file is called."""
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from ndlightnet.data.errors import DataError, cell, one_line, printable, readable, whole_file
+
+NASTY = "two\nlines \x1b[31mred\x1b[0m \u202egpj \x00\u2028 \x85"
+
+
+def test_printable_escapes_what_a_terminal_would_obey_and_nothing_else() -> None:
+    plain = "Größe 脳 é e\u0301 'quoted' \\n 🧠.nii.gz"
+    assert printable(plain) == plain
+    assert printable(Path(plain)) == plain
+    assert printable("a\nb") == r"a\nb"
+    escaped = printable(NASTY)
+    assert escaped == r"two\nlines \x1b[31mred\x1b[0m \u202egpj \x00\u2028 \x85"
+    assert printable(escaped) == escaped
+    assert escaped.isprintable()
+
+
+def test_printable_of_a_name_that_is_not_utf8() -> None:
+    name = os.fsdecode(b"caf\xe9.nii")
+    assert printable(name) == r"caf\udce9.nii"
+    printable(name).encode("utf-8")  # the name itself cannot be encoded
+    with pytest.raises(UnicodeEncodeError):
+        name.encode("utf-8")
+
+
+def test_a_data_error_is_one_line_also_from_a_worker(tmp_path: Path) -> None:
+    file = tmp_path / "evil\n\x1b[2Jname.nii"
+    with pytest.raises(DataError) as raised, readable(file):
+        raise RuntimeError("first\nsecond \x1b[31m")
+    expected = rf"{tmp_path}/evil\n\x1b[2Jname.nii: cannot be read (first second \x1b[31m)"
+    assert str(raised.value) == expected
+    assert str(pickle.loads(pickle.dumps(raised.value))) == expected
+    (tmp_path / "a\nfile").touch()
+    with pytest.raises(DataError) as raised, whole_file(tmp_path / "a\nfile" / "x") as draft:
+        draft.touch()
+    assert "\n" not in str(raised.value) and r"a\nfile" in str(raised.value)
+    assert one_line("a\x1bb\nc") == r"a\x1bb c"
+
+
+def test_long_messages_keep_their_ends(tmp_path: Path) -> None:
+    said = one_line("begin " + 1000 * "a" + " end")
+    assert said.startswith("begin a") and said.endswith("a end") and len(said) <= 160
+    assert one_line(160 * "a") == 160 * "a"
+    long = str(DataError(tmp_path / ("a" * 5000) / "b"))
+    assert long.startswith(str(tmp_path)) and long.endswith("/b") and len(long) <= 1000
+
+
+def test_cells_are_no_formulas() -> None:
+    for formula in ("=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(1)", "\uff1d1", "=", "-"):
+        assert cell(formula) == "'" + formula
+    for number in ("-1.5", "+3", "-1e-05", "nan", "-inf", "0", -1.5, 3, float("-inf"), None):
+        assert cell(number) == number
+    for text in ("liver", "a=b", "5% -x", "'quoted", "", "/data/=x.nii"):
+        assert cell(text) == text
+    assert cell("\t=1+1") == r"\t=1+1" and cell("\r\n@x") == r"\r\n@x"
