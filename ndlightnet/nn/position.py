@@ -18,6 +18,7 @@ from ndlightnet.ops import (
     packed_axis_scan,
 )
 from ndlightnet.ops._registry import Impl
+from ndlightnet.ops.chunks import exact
 from ndlightnet.ops.lrpe import Kind, slots_of
 from ndlightnet.ragged import Ragged
 
@@ -107,7 +108,7 @@ class MDTPE(nn.Module):
     ) -> Tensor:
         """Tokens (batch, *grid, dim), mask (batch, *grid) bool -> same shape. layout: of samples
         end to end; then tokens are (length, dim)."""
-        with torch.autocast(x.device.type, enabled=False):
+        with exact(x):
             (coef, log_decay), back = self.weights()
             if layout is not None:
                 return packed_axis_scan(
@@ -127,7 +128,7 @@ class MDTPE(nn.Module):
         if len(self.coef) == 2 * self.dims:
             raise ValueError("advance: expected an MDTPE(causal=True) or bidirectional=False")
         grid, before = Grid.of(x), state.flatten(0, -3)
-        with torch.autocast(x.device.type, enabled=False):
+        with exact(x):
             (coef, log_decay), back = self.weights()
             lines = grid.lines(x, 0)
             if grid.shape[0] == 1:
