@@ -29,6 +29,11 @@ NO_WEIGHT_DECAY = (
 )  # fmt: skip
 
 
+def _wide(x: Tensor) -> Tensor:
+    """float32 or wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class MDLRPE(nn.Module):
     """Angles of one layer for a grid of any number of axes.
 
@@ -52,7 +57,7 @@ class MDLRPE(nn.Module):
                 f"grid {shape}: {len(shape)} axes need as many angles, the head has {self.slots}"
             )
         bank = frequencies(self.slots, len(shape), device=self.log_factor.device)
-        return Lrpe(bank * self.log_factor.float().exp(), shape, self.kind, start=start)
+        return Lrpe(bank * _wide(self.log_factor).exp(), shape, self.kind, start=start)
 
 
 class MDTPE(nn.Module):
@@ -87,13 +92,14 @@ class MDTPE(nn.Module):
         self.logit = nn.Parameter(-torch.log(torch.expm1(1 / reach)))
 
     def weights(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
-        """Forth and back: coefficients (dims, dim, states) and log decays (dims, states), float32.
+        """Forth and back: coefficients (dims, dim, states) and log decays (dims, states), float32
+        (float64 of a float64 network).
 
         c is scaled by 1 - lambda, so that a slow state weighs no more than a fast one.
         """
-        logit = self.logit.float()
+        logit = _wide(self.logit)
         log_decay = torch.nn.functional.logsigmoid(logit)
-        coef = self.coef.float() * torch.sigmoid(-logit)[:, None]
+        coef = _wide(self.coef) * torch.sigmoid(-logit)[:, None]
         forth = coef[: self.dims], log_decay[: self.dims]
         back = coef[self.dims :], log_decay[self.dims :]
         if len(back[0]) == 0:

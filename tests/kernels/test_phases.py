@@ -7,6 +7,15 @@ import torch
 import triton
 import triton.language as tl
 
+from ndlightnet.ops import (
+    Lrpe,
+    State,
+    attention_step,
+    axis_causal_attention,
+    causal_attention,
+    global_attention,
+    summarize,
+)
 from ndlightnet_kernels import phases
 from ndlightnet_kernels.tiles import Place
 
@@ -113,3 +122,49 @@ def test_angles(shape, slots, prefix, start, window, dtype, once):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 def test_every_sample_may_start_at_a_place_of_its_own(form, case):
     check(case, form, grads=form != "steps")
+
+
+@pytest.mark.parametrize("form", ["global", "causal", "frames"])
+@pytest.mark.parametrize("dtype", [torch.float32, BRAIN])
+def test_gradients_of_angles_far_out_are_those_at_the_origin(form, dtype):
+    """Nothing but the order of sums differs: the first cell's own angle is in all of them."""
+    q, k, v, pull = (torch.randn(2, 6, 1, 8, device=DEVICE).to(dtype) for _ in range(4))
+    found = []
+    for start in ((0, 0), (torch.tensor([2**30, 7]), 10**9)):
+        theta = (torch.arange(1, 9, device=DEVICE) / 8)[None].requires_grad_()
+        if form == "frames":
+            place = Lrpe(theta, (2, 3), start=start)
+            out = axis_causal_attention(q, k, v, 2, lrpe=place, impl="triton")[0]
+        else:
+            place = Lrpe(theta, (6, 1), start=start)
+            attend = causal_attention if form == "causal" else global_attention
+            out = attend(q, k, v, lrpe=place, impl="triton")
+            out = out[0] if form == "causal" else out
+        found.append((out, torch.autograd.grad(out, theta, pull)[0]))
+    # of what is rounded: features to the dtype, sums of 6 coordinates x twists to float32
+    unit = 6 * (2.0**-8 if dtype == BRAIN else 6 * 2.0**-24)
+    for near, far in zip(*found, strict=True):
+        assert (near - far).abs().max() <= unit * near.abs().max()
+
+
+def test_a_prefill_far_out_and_its_steps_agree(close):
+    """Both give a State whose keys turned by the same angles, at 5e7 and beyond, in 16 bits too."""
+    q, k, v = (torch.randn(1, 6, 1, 16, device=DEVICE).to(BRAIN) for _ in range(3))
+    theta = (torch.arange(1, 17, device=DEVICE) / 5)[None]
+    for start in (5 * 10**7, 2**30 + 1):
+        state = State.empty(1, 1, 16, 16, True, device=DEVICE)
+        outs = []
+        for t in range(6):
+            place = Lrpe(theta, (1,), start=(start + t,))
+            token = (x[:, t] for x in (q, k, v))
+            out, state = attention_step(*token, state, lrpe=place, impl="triton")
+            outs.append(out)
+        place = Lrpe(theta, (6,), start=(start,))
+        whole, after = causal_attention(q, k, v, lrpe=place, impl="triton")
+        source = summarize(k, v, lrpe=place, impl="triton")
+        exact = summarize(k.double(), v.double(), lrpe=place)
+        for one in (state, after, source):  # keys and features are rounded to 16 bits
+            scale = (one.max.double() - exact.max).exp()
+            scale = torch.cat([scale, scale], -1)[..., None]
+            close(scale * one.memory, exact.memory, 2 * 2.0**-8)
+        close(torch.stack(outs, 1), whole, 4 * 2.0**-8)
