@@ -229,7 +229,7 @@ def test_a_step_goes_by_kernel_only_where_nothing_needs_a_gradient():
         place = Lrpe(theta, (1,), start=(2,))
         support = supported("attention_step", k, v, q, *state, lrpe=place)
         assert not support and "gradient" in support.reason
-        with pytest.raises(ValueError, match="triton.*gradient"):
+        with pytest.raises(ValueError, match=r"triton.*gradient"):
             attention_step(q, k, v, state, lrpe=place, impl="triton")
         out, after = attention_step(q, k, v, state, lrpe=place)
         assert grad(out.sum() + after.memory.sum(), learnt)[0].any()
