@@ -124,7 +124,9 @@ def test_every_sample_may_start_at_a_place_of_its_own(form, case):
     check(case, form, grads=form != "steps")
 
 
-@pytest.mark.parametrize("form", ["global", "causal", "frames"])
+@pytest.mark.parametrize(
+    "form", ["global", *(pytest.param(f, marks=pytest.mark.slow) for f in ("causal", "frames"))]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, BRAIN])
 def test_gradients_of_angles_far_out_are_those_at_the_origin(form, dtype):
     """Nothing but the order of sums differs: the first cell's own angle is in all of them."""
