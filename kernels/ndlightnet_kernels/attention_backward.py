@@ -18,7 +18,7 @@ from ndlightnet_kernels.attention import (
     _load_query,
     _read_memory,
 )
-from ndlightnet_kernels.phases import places, rotate, rotate_once, turning
+from ndlightnet_kernels.phases import places, reach, rotate, rotate_once, turning
 from ndlightnet_kernels.plans import plan, wide
 from ndlightnet_kernels.segments import parts_of
 from ndlightnet_kernels.tiles import (
@@ -104,7 +104,7 @@ def _read_backward(
             if KIND == 2:
                 tl.store(to + WIDTH, (d2 * slope2).to(dq.dtype.element_ty), here)
             if LEARN:
-                place = places(turns, t, AXES, TOTAL, PREFIX).to(tl.float32)
+                place = reach(turns, places(turns, t, AXES, TOTAL, PREFIX))
                 learnt += rows_added(place * (fa * db - fb * da))
     if LEARN:
         at = dtheta + (bh * parts + slot) * WIDTH + c
@@ -241,7 +241,7 @@ def _key_block(
             twist = p * (cos * db - sin * da)
     tl.store(to, (p * (dp + pull[None, :])).to(dk.dtype.element_ty), here)
     if LEARN:  # a sum for each tile: one in registers would not fit there
-        place = places(turns, t, AXES, TOTAL, PREFIX).to(tl.float32)
+        place = reach(turns, places(turns, t, AXES, TOTAL, PREFIX))
         at = dtheta + tile * WIDTH + kc
         tl.store(at, tl.sum(place * twist, 0), kc < WIDTH)
     return dot(f, tl.trans(g), dy, OPERAND, PRECISION)

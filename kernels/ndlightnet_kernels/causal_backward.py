@@ -31,7 +31,7 @@ from ndlightnet_kernels.causal import (
     _to_anchor,
     _unturn,
 )  # fmt: skip
-from ndlightnet_kernels.phases import once, pinned, turning
+from ndlightnet_kernels.phases import once, pinned, reach, turning
 from ndlightnet_kernels.plans import CAREFUL, causal, cut, fills
 from ndlightnet_kernels.segments import INFINITE, suffix_pulls
 from ndlightnet_kernels.tiles import (
@@ -152,7 +152,7 @@ def _causal_dq(
         tl.store(dphi + to, grad.to(dphi.dtype.element_ty), here)
         tl.store(dq + to, (grad * slope).to(dq.dtype.element_ty), here)
         if LEARN:
-            angle = tl.sum(place.to(tl.float32) * phi * (cos * d_sin - sin * d), 0)
+            angle = tl.sum(reach(turns, place) * phi * (cos * d_sin - sin * d), 0)
             tl.store(dtheta + chunk, angle, inside)
         if CAREFUL:
             fade = weight(start, mx)  # from this chunk's units to those of the State before
@@ -288,7 +288,7 @@ def _causal_dkv(
         grad = _unturn(d, d_sin, cos, sin, KIND) - down
         tl.store(dk + to, grad.to(dk.dtype.element_ty), own_k)
         if LEARN:
-            angle = tl.sum(place.to(tl.float32) * (cos * d_sin - sin * d), 0)
+            angle = tl.sum(reach(turns, place) * (cos * d_sin - sin * d), 0)
             tl.store(dtheta + chunk, angle, inside)
         dy = tl.zeros((BL, BV), tl.float32)
         dy = _recall(p, acc, acc_sin, cos, sin, dy, KIND, OPERAND, PRECISION)

@@ -2,7 +2,9 @@
 
 A slot turns by theta times the coordinate of its axis. Angles are kept as fractions of a turn in
 fixed point: theta / (2 pi) in 32 bits (float32 inputs: 64), so that a product with a coordinate
-drops whole turns by itself and is off by 2^-32 (2^-64) turns times the coordinate at most.
+drops whole turns by itself and is off by 2^-32 (2^-64) turns times the coordinate at most. That of
+the first cell, which may be large, is a product in 64 bits, once in a program; others count from
+it.
 """
 
 # mypy: disable-error-code="assignment"
@@ -26,10 +28,11 @@ def turning(
     AXES: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
     """What the angles at the slots of `channel` need, once in a program: slots, frequencies (upper
-    and lower half), sizes of the axes, their reciprocals, first coordinates, and prefix. The SLOTS
-    of theta are those from OFFSET on of TOTAL. each: 1 where samples start at places of their own;
-    shapes: grids of the samples, where they differ."""
-    slot, high, low = channel, channel, channel
+    and lower half), sizes of the axes, their reciprocals, first coordinates, prefix, phase of the
+    first cell, and its distance from the origin. The SLOTS of theta are those from OFFSET on of
+    TOTAL. each: 1 where samples start at places of their own; shapes: grids of the samples, where
+    they differ."""
+    slot, high, low, phase, far = channel, channel, channel, channel * 0, channel * 0
     counts, reciprocals, starts = (), (), ()
     if KIND != 0:
         slot = channel % SLOTS
@@ -38,11 +41,16 @@ def turning(
         upper = turns.to(tl.int64)
         low = ((turns - upper.to(tl.float64)) * 4294967296.0).to(tl.int64).to(tl.int32)
         high = upper.to(tl.int32)
+        first, origin = upper * 0, upper * 0
         for a in tl.static_range(AXES):
             if start is None:
                 starts += (0,)
             else:
-                starts += (tl.load(start + sample * each * AXES + a).to(tl.int32),)
+                at = start + sample * each * (2 * AXES) + a
+                begin, source = tl.load(at), tl.load(at + AXES)
+                starts += (begin.to(tl.int32),)
+                mine = slot + OFFSET >= a * (TOTAL // AXES) + min(a, TOTAL % AXES)
+                first, origin = tl.where(mine, begin, first), tl.where(mine, source, origin)
             if a > 0:
                 if shapes is None:
                     count = sizes[a - 1]
@@ -50,7 +58,10 @@ def turning(
                     count = tl.load(shapes + sample * AXES + a)
                 counts += (count,)
                 reciprocals += ((4294967295 // count.to(tl.int64)).to(tl.int32),)
-    return slot + OFFSET, high, low, counts, reciprocals, starts, prefix
+        if start is not None:
+            whole = (upper << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+            phase, far = ((first * whole) >> 32).to(tl.int32), (first - origin).to(tl.int32)
+    return slot + OFFSET, high, low, counts, reciprocals, starts, prefix, phase, far
 
 
 @triton.jit
@@ -67,8 +78,9 @@ def places(
     turning, t, AXES: tl.constexpr, TOTAL: tl.constexpr, PREFIX: tl.constexpr,
     ACROSS: tl.constexpr = False,
 ):  # fmt: skip
-    """Coordinate of tokens t along the axis of each slot, (len(t), len(slot)) int32; 0 for tokens
-    in front of the grid. Slots are in consecutive groups that differ by one at most."""
+    """Coordinate of tokens t along the axis of each slot, counted from the first cell's, (len(t),
+    len(slot)) int32; tokens in front of the grid are at coordinate 0. Slots are in consecutive
+    groups that differ by one at most."""
     rest = t.to(tl.int32)
     if PREFIX:
         rest = tl.maximum(rest - turning[6], 0)
@@ -81,9 +93,8 @@ def places(
             c -= rest * n
             rest = tl.where(c >= n, rest + 1, rest)
             c = tl.where(c >= n, c - n, c)
-        c += turning[5][a]
         if PREFIX:
-            c = tl.where(t >= turning[6], c, 0)
+            c = tl.where(t >= turning[6], c, -turning[5][a])
         slot, at = _over(turning[0], c, ACROSS)
         if a == AXES - 1:
             out = at + slot * 0
@@ -98,7 +109,8 @@ def places(
 def rotate(turning, place, WIDE: tl.constexpr, ACROSS: tl.constexpr = False):
     """cos and sin of `places`, float32."""
     high, _ = _over(turning[1], turning[1], ACROSS)
-    phase = place * high
+    begin, _ = _over(turning[7], turning[7], ACROSS)
+    phase = place * high + begin
     if WIDE:
         low, _ = _over(turning[2], turning[2], ACROSS)
         phase += tl.umulhi(place.to(tl.uint32), low.to(tl.uint32)).to(tl.int32)
@@ -108,6 +120,12 @@ def rotate(turning, place, WIDE: tl.constexpr, ACROSS: tl.constexpr = False):
         return tl.cos(angle), tl.sin(angle)
     else:  # within a turn the card's own functions are off by 5e-7
         return libdevice.fast_cosf(angle), libdevice.fast_sinf(angle)
+
+
+@triton.jit
+def reach(turning, place):
+    """`places` from the origin, float32: what the gradient of theta counts; see Place."""
+    return (place + turning[8][None, :]).to(tl.float32)
 
 
 @triton.jit

@@ -278,10 +278,11 @@ class Pack(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What the kernels need to know of MD-LRPE: kind, theta (heads or 1, slots) float32, the first
-    coordinates (1 or batch, axes) int64, the grid's shape, and the tokens in front of it. window:
-    where theta holds a part of all slots only, its first one and the number of all. pack: of
-    samples that differ in size, which have no tokens in front."""
+    """What the kernels need to know of MD-LRPE: kind, theta (heads or 1, slots) float32, start, the
+    grid's shape, and the tokens in front of it. start, (1 or batch, 2 axes) int64: the first cell's
+    coordinates, then an origin, from which coordinates count in the gradient of theta (0 without
+    a start). window: where theta holds a part of all slots only, its first one and the number of
+    all. pack: of samples that differ in size, which have no tokens in front."""
 
     kind: str = "none"
     theta: Tensor | None = None
@@ -316,5 +317,6 @@ class Place(NamedTuple):
             "KIND": KINDS[self.kind], "AXES": axes,
             "PREFIX": self.prefix > 0 or self.pack is not None,
             "SLOTS": slots, "OFFSET": self.window[0], "TOTAL": self.window[1] or slots,
-            "WIDE": x.dtype == torch.float32,
+            # tokens in front of a grid that starts elsewhere are far from its first cell
+            "WIDE": x.dtype == torch.float32 or (self.start is not None and self.prefix > 0),
         }  # fmt: skip

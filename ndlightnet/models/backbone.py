@@ -199,8 +199,9 @@ class NDLightNet(nn.Module):
             layout, features = features.layout, features.values
             if not self.per_token:
                 owners = layout.owners(features.device)
-                sums = features.new_zeros(len(layout), features.shape[1], dtype=torch.float32)
-                sums = sums.index_add(0, owners, features.float())
+                exact = features.to(torch.promote_types(features.dtype, torch.float32))
+                sums = exact.new_zeros(len(layout), features.shape[1])
+                sums = sums.index_add(0, owners, exact)
                 sizes = layout.sizes(features.device).clamp(min=1)
                 features = (sums / sizes[:, None]).to(features.dtype)
         elif not self.per_token:

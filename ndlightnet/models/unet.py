@@ -16,6 +16,7 @@ from ndlightnet.grid import per_axis
 from ndlightnet.nn.block import Block, init_weights
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.position import MDTPE
+from ndlightnet.ops.chunks import exact
 
 # channels of the first level (doubled from level to level, up to MOST), then for each level
 # convolution blocks and LightNet blocks; the last number holds for all levels below
@@ -45,7 +46,7 @@ class InstanceNorm(nn.GroupNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         # Autocast would make float32 of it all, twice the memory; the sums are float32 anyway.
-        with torch.autocast(x.device.type, enabled=False):
+        with exact(x):
             weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
             return torch.group_norm(x, self.num_groups, weight, bias, self.eps)
 

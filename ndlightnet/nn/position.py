@@ -18,6 +18,7 @@ from ndlightnet.ops import (
     packed_axis_scan,
 )
 from ndlightnet.ops._registry import Impl
+from ndlightnet.ops.chunks import exact
 from ndlightnet.ops.lrpe import Kind, slots_of
 from ndlightnet.ragged import Ragged
 
@@ -26,6 +27,11 @@ from ndlightnet.ragged import Ragged
 NO_WEIGHT_DECAY = (
     "log_factor", "logit", "coef", "basis", "mirror", "log_rate", "turn", "A_log",
 )  # fmt: skip
+
+
+def _wide(x: Tensor) -> Tensor:
+    """float32 or wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class MDLRPE(nn.Module):
@@ -51,7 +57,7 @@ class MDLRPE(nn.Module):
                 f"grid {shape}: {len(shape)} axes need as many angles, the head has {self.slots}"
             )
         bank = frequencies(self.slots, len(shape), device=self.log_factor.device)
-        return Lrpe(bank * self.log_factor.float().exp(), shape, self.kind, start=start)
+        return Lrpe(bank * _wide(self.log_factor).exp(), shape, self.kind, start=start)
 
 
 class MDTPE(nn.Module):
@@ -86,13 +92,14 @@ class MDTPE(nn.Module):
         self.logit = nn.Parameter(-torch.log(torch.expm1(1 / reach)))
 
     def weights(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
-        """Forth and back: coefficients (dims, dim, states) and log decays (dims, states), float32.
+        """Forth and back: coefficients (dims, dim, states) and log decays (dims, states), float32
+        (float64 of a float64 network).
 
         c is scaled by 1 - lambda, so that a slow state weighs no more than a fast one.
         """
-        logit = self.logit.float()
+        logit = _wide(self.logit)
         log_decay = torch.nn.functional.logsigmoid(logit)
-        coef = self.coef.float() * torch.sigmoid(-logit)[:, None]
+        coef = _wide(self.coef) * torch.sigmoid(-logit)[:, None]
         forth = coef[: self.dims], log_decay[: self.dims]
         back = coef[self.dims :], log_decay[self.dims :]
         if len(back[0]) == 0:
@@ -107,7 +114,7 @@ class MDTPE(nn.Module):
     ) -> Tensor:
         """Tokens (batch, *grid, dim), mask (batch, *grid) bool -> same shape. layout: of samples
         end to end; then tokens are (length, dim)."""
-        with torch.autocast(x.device.type, enabled=False):
+        with exact(x):
             (coef, log_decay), back = self.weights()
             if layout is not None:
                 return packed_axis_scan(
@@ -127,7 +134,7 @@ class MDTPE(nn.Module):
         if len(self.coef) == 2 * self.dims:
             raise ValueError("advance: expected an MDTPE(causal=True) or bidirectional=False")
         grid, before = Grid.of(x), state.flatten(0, -3)
-        with torch.autocast(x.device.type, enabled=False):
+        with exact(x):
             (coef, log_decay), back = self.weights()
             lines = grid.lines(x, 0)
             if grid.shape[0] == 1:

@@ -19,9 +19,11 @@ OPERATIONS = ("gated_linear_attention", "gated_delta_rule")
 MOST_CHANNELS = 256
 
 
-def supports(operation: str, k: Tensor, v: Tensor, decay: Tensor | None = None) -> Support:
+def supports(
+    operation: str, k: Tensor, v: Tensor, decay: Tensor | None = None, *others: Tensor
+) -> Support:
     """Whether flash-linear-attention runs `operation` on such keys, values and log decays, or why
-    not."""
+    not. others: what else goes in, and may need a gradient."""
     if operation not in OPERATIONS:
         return Support(f"{operation}: flash-linear-attention has none that fits")
     if not k.is_cuda:
@@ -33,7 +35,9 @@ def supports(operation: str, k: Tensor, v: Tensor, decay: Tensor | None = None) 
     if (wide := max(k.shape[-1], v.shape[-1])) > MOST_CHANNELS:
         return Support(f"{wide} channels a head: expected {MOST_CHANNELS} or fewer")
     one = decay is not None and decay.shape[-1] == 1
-    if one and torch.is_grad_enabled() and k.requires_grad and _wrong_gradients(k.device):
+    given = (k, v, *others) if decay is None else (k, v, decay, *others)
+    learnt = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    if one and learnt and _wrong_gradients(k.device):
         return Support(
             "a gradient with one decay a head on a Hopper card with Triton 3.4 to 3.7.0, where it "
             "would be wrong (flash-linear-attention issue 640)"
@@ -47,13 +51,15 @@ def _wrong_gradients(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9 and (3, 4) <= numbers < (3, 7, 1)
 
 
-def choose(impl: Impl, operation: str, k: Tensor, v: Tensor, decay: Tensor | None) -> str:
+def choose(
+    impl: Impl, operation: str, k: Tensor, v: Tensor, decay: Tensor | None, *others: Tensor
+) -> str:
     """The implementation that runs. An explicit wish is never replaced by another one."""
     if impl not in ("auto", "torch", "fla", "reference"):
         raise ValueError(f"impl={impl!r}: expected 'auto', 'torch', 'fla' or 'reference'")
     if impl == "auto":
-        return "fla" if supports(operation, k, v, decay) else "torch"
-    if impl == "fla" and not (support := supports(operation, k, v, decay)):
+        return "fla" if supports(operation, k, v, decay, *others) else "torch"
+    if impl == "fla" and not (support := supports(operation, k, v, decay, *others)):
         raise ValueError(f"impl='fla': no {operation} for {support.reason}")
     return impl
 

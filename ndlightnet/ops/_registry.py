@@ -6,6 +6,7 @@ its backward is written out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,16 +21,20 @@ Impl = Literal["auto", "torch", "triton", "reference"]
 
 
 def choose(
-    impl: Impl, operation: str, x: Tensor, v: Tensor | None = None, lrpe: Lrpe | None = None
-) -> str:
-    """The implementation that runs. An explicit wish is never replaced by another one."""
-    if impl == "auto":
-        return "triton" if x.is_cuda and supported(operation, x, v, lrpe=lrpe) else "torch"
-    if impl not in ("torch", "triton", "reference"):
+    impl: Impl, operation: str, x: Tensor, v: Tensor | None = None, lrpe: Lrpe | None = None,
+    others: Sequence[Tensor] = (),
+) -> str:  # fmt: skip
+    """The implementation that runs; arguments as of `supported`. An explicit wish is never replaced
+    by another one, but no kernel is launched over nothing: torch makes the empty results."""
+    if impl not in ("auto", "torch", "triton", "reference"):
         raise ValueError(f"impl={impl!r}: expected 'auto', 'torch', 'triton' or 'reference'")
-    if impl == "triton" and not (support := supported(operation, x, v, lrpe=lrpe)):
+    if impl in ("torch", "reference") or (impl == "auto" and not x.is_cuda):
+        return "torch" if impl == "auto" else impl
+    support = supported(operation, x, v, *others, lrpe=lrpe)
+    if impl == "triton" and not support:
         raise ValueError(f"impl='triton': no kernel for {operation} with {support.reason}")
-    return impl
+    empty = any(one is not None and one.numel() == 0 for one in (x, v, *others))
+    return "triton" if support and not empty else "torch"
 
 
 @torch.library.custom_op("ndlightnet::causal", mutates_args=())

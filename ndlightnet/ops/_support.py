@@ -52,12 +52,13 @@ def _device_reason_once(device: torch.device) -> str:
 
 
 def supported(
-    operation: str, x: Tensor, v: Tensor | None = None, *, lrpe: Lrpe | None = None
+    operation: str, x: Tensor, v: Tensor | None = None, *others: Tensor, lrpe: Lrpe | None = None
 ) -> Support:
     """Whether `operation`, a name in ndlightnet.ops, has a Triton kernel for these tensors.
 
     x: queries or keys (batch, length, heads, dim), or tokens (batch, *grid, dim) for "axis_scan",
-    (..., dim) for "norm_gate". v: values. A Support is true, or false with a `reason`.
+    (..., dim) for "norm_gate". v: values. others: what else goes in (queries, a State): where one
+    of all needs a gradient, a kernel must have one. A Support is true, or false with a `reason`.
     """
     if operation not in OPERATIONS:  # "running" is what axis-causal attention does with States
         raise ValueError(f"operation={operation!r}: expected one of {', '.join(OPERATIONS)}")
@@ -80,8 +81,10 @@ def supported(
         from ndlightnet_kernels import axis_scan
 
         return Support(axis_scan.supported(x))
-    if operation == "attention_step" and torch.is_grad_enabled() and x.requires_grad:
-        return Support("a gradient: the kernel of a step has no backward; use torch.no_grad()")
+    if operation == "attention_step" and torch.is_grad_enabled():
+        given = (x, v, *others, lrpe and lrpe.theta)
+        if any(one is not None and one.requires_grad for one in given):
+            return Support("a gradient: the kernel of a step has no backward; use torch.no_grad()")
     wide = max(x.shape[-1], 0 if v is None else v.shape[-1])
     if wide > MOST_CHANNELS:
         return Support(f"{wide} channels a head: expected {MOST_CHANNELS} or fewer")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.ops.lrpe import Lrpe
+from ndlightnet.ops.lrpe import Lrpe, columns
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,15 @@ class Angles:
 
     @staticmethod
     def of(lrpe: Lrpe | None) -> Angles:
-        """With starts (1 or batch, axes)."""
+        """With starts (1 or batch, 2 axes): see Place."""
         if lrpe is None:
             return Angles()
         start = None
-        if lrpe.start is not None:  # by torch.full: no copy from the host, so it can be captured
-            device = lrpe.theta.device
-            parts = [
-                s.to(device, torch.int64).reshape(-1)
-                if isinstance(s, Tensor)
-                else torch.full((1,), s, dtype=torch.int64, device=device)
-                for s in lrpe.start
-            ]
+        if lrpe.start is not None:
+            device, none = lrpe.theta.device, (0,) * len(lrpe.shape)
+            parts = columns(lrpe.start, device)
+            same = lrpe.origin is lrpe.start
+            parts += parts if same else columns(lrpe.origin or none, device)
             start = torch.stack(torch.broadcast_tensors(*parts), 1)
         return Angles(lrpe.theta, start, lrpe.kind, lrpe.shape, lrpe.prefix)
 
@@ -51,7 +48,7 @@ class Angles:
         if self.theta is None:
             return self
         place = torch.arange(frames, device=self.theta.device)
-        place = torch.nn.functional.pad(place[:, None], (0, len(self.shape) - 1))
+        place = torch.nn.functional.pad(place[:, None], (0, 2 * len(self.shape) - 1))
         start = place if self.start is None else self.start[:, None] + place
         start = start.expand(batch, frames, -1).reshape(batch * frames, -1).contiguous()
         return replace(self, start=start, shape=(1, *self.shape[1:]))

@@ -23,8 +23,9 @@ from ndlightnet.grid import Grid
 from ndlightnet.ops import _registry, _triton, parallel, reference
 from ndlightnet.ops._registry import Impl
 from ndlightnet.ops._triton import Angles
-from ndlightnet.ops.lrpe import Lrpe, key_features, query_features
-from ndlightnet.ops.state import State, merge, tile
+from ndlightnet.ops.chunks import exact
+from ndlightnet.ops.lrpe import Lrpe, key_features, query_features, rooted, settled
+from ndlightnet.ops.state import State, decay, merge, tile
 
 __all__ = [
     "attention_step", "causal_attention", "global_attention", "merge", "read", "summarize",
@@ -100,30 +101,20 @@ def summarize(
     """The State of a whole source, in one pass. mask: (batch, length) bool, False = padding."""
     _check(k, v, mask, lrpe, None)
     chosen = _registry.choose(impl, "summarize", k, v, lrpe)
+    lrpe = rooted(lrpe)
     if chosen == "triton":
-        return _summarize(k, v, mask, Angles.of(lrpe))
-    with torch.autocast(k.device.type, enabled=False):
+        state = State(*_triton.triton_summarize(k, v, mask, *Angles.of(lrpe).arguments))
+        return settled(state, lrpe, 1)
+    with exact(k):
+        state = _empty(k, v, lrpe)
         if k.shape[1] == 0:
-            return _empty(k, v, lrpe)
+            return state
         if chosen == "reference":
-            return reference.attention(k, k, v, _empty(k, v, lrpe), lrpe, mask, False)[1]
-        k, v = _silence(k, v, mask)
-        return parallel.summarize(k, v, _factors(k, lrpe))
-
-
-def _summarize(k: Tensor, v: Tensor, mask: Tensor | None, angles: Angles) -> State:
-    if k.shape[0] * k.shape[1] == 0:
-        batch, _, heads, dim = k.shape
-        rotated = angles.kind != "none"
-        return State.empty(batch, heads, dim, v.shape[-1], rotated, device=k.device)
-    return State(*_triton.triton_summarize(k, v, mask, *angles.arguments))
-
-
-def _read(q: Tensor, state: State, angles: Angles) -> Tensor:
-    if q.shape[0] * q.shape[1] == 0:
-        return q.new_empty(*q.shape[:3], state.memory.shape[-1])
-    out: Tensor = _triton.triton_read(q, state.sum, state.memory, *angles.arguments)
-    return out
+            state = reference.attention(k, k, v, state, lrpe, mask, False)[1]
+        else:
+            k, v = _silence(k, v, mask)
+            state = parallel.summarize(k, v, _factors(k, lrpe))
+        return settled(state, lrpe, 1)
 
 
 def read(q: Tensor, state: State, *, lrpe: Lrpe | None = None, impl: Impl = "auto") -> Tensor:
@@ -139,10 +130,14 @@ def read(q: Tensor, state: State, *, lrpe: Lrpe | None = None, impl: Impl = "aut
             f"of {rows} rows: expected (batch, length, heads, dim) and as many, twice with lrpe"
         )
     _check_length(q, lrpe, "q")
-    chosen = _registry.choose(impl, "read", q, None, lrpe)
+    chosen = _registry.choose(impl, "read", q, None, lrpe, state)
+    lrpe = rooted(lrpe)
+    state = settled(state, lrpe, -1)
     if chosen == "triton":
-        return _read(q, state, Angles.of(lrpe))
-    with torch.autocast(q.device.type, enabled=False):
+        angles = Angles.of(lrpe).arguments
+        out: Tensor = _triton.triton_read(q, state.sum, state.memory, *angles)
+        return out
+    with exact(q):
         how = reference.recall if chosen == "reference" else parallel.read
         return how(_query(q, lrpe), state).to(q.dtype)
 
@@ -159,13 +154,12 @@ def global_attention(
     """Softmax(K over tokens)^T V, read by SiLU(q) (Eq. 6). mask: (batch, length), False =
     padding."""
     _check(k, v, mask, lrpe, q)
+    if lrpe is not None and lrpe.prefix == 0:  # only offsets count
+        lrpe = lrpe._replace(start=None)
     chosen = _registry.choose(impl, "global_attention", k, v, lrpe)
     if chosen == "triton" and q.dtype == k.dtype:
-        angles = Angles.of(lrpe)
-        if q.numel() and k.numel() and v.numel():
-            out: Tensor = _triton.triton_global(q, k, v, mask, *angles.arguments)[0]
-            return out
-        return _read(q, _summarize(k, v, mask, angles), angles)
+        out: Tensor = _triton.triton_global(q, k, v, mask, *Angles.of(lrpe).arguments)[0]
+        return out
     return read(q, summarize(k, v, mask=mask, lrpe=lrpe, impl=impl), lrpe=lrpe, impl=impl)
 
 
@@ -222,18 +216,24 @@ def causal_attention(
     chosen = _registry.choose(impl, "causal_attention", k, v, lrpe)
     if state is not None:
         _check_state(state, k, v, lrpe)
-    with torch.autocast(k.device.type, enabled=False):
-        if chosen == "triton" and k.shape[1] > 0:
-            return _causal(q, k, v, mask, state, Angles.of(lrpe))
+    if k.shape[1] == 0:
         state = _empty(k, v, lrpe) if state is None else state
-        if k.shape[1] == 0:
-            return v.new_empty(v.shape, dtype=q.dtype), state
+        return v.new_empty(v.shape, dtype=q.dtype), state
+    lrpe = rooted(lrpe)
+    if state is not None:
+        state = settled(state, lrpe, -1)
+    with exact(k):
+        if chosen == "triton":
+            out, state = _causal(q, k, v, mask, state, Angles.of(lrpe))
+            return out, settled(state, lrpe, 1)
+        state = _empty(k, v, lrpe) if state is None else state
         if chosen == "reference":
             out, state = reference.attention(q, k, v, state, lrpe, mask, True)
-            return out.to(q.dtype), state
-        k, v = _silence(k, v, mask)
-        out, *after = _registry.causal(_query(q, lrpe), k, v, _factors(k, lrpe), *state)
-        return out.to(q.dtype), State(*after)
+        else:
+            k, v = _silence(k, v, mask)
+            out, *after = _registry.causal(_query(q, lrpe), k, v, _factors(k, lrpe), *state)
+            state = State(*after)
+        return out.to(q.dtype), settled(state, lrpe, 1)
 
 
 def attention_step(
@@ -252,19 +252,21 @@ def attention_step(
     q, k, v = q[:, None], k[:, None], v[:, None]
     _check(k, v, None, lrpe, q)
     _check_state(state, k, v, lrpe)
-    chosen = _registry.choose(impl, "attention_step", k, v, lrpe)
+    chosen = _registry.choose(impl, "attention_step", k, v, lrpe, [q, *state])
+    lrpe = rooted(lrpe)
     if chosen == "triton":
-        fixed = lrpe and lrpe._replace(theta=lrpe.theta.detach())
-        angles = Angles.of(fixed).arguments
+        angles = Angles.of(lrpe).arguments
         y, *after = _triton.triton_step(q[:, 0], k[:, 0], v[:, 0], *state, *angles)
         return y, State(*after)
     if chosen == "reference":
         y, state = causal_attention(q, k, v, lrpe=lrpe, state=state, impl=impl)
         return y[:, 0], state
-    with torch.autocast(k.device.type, enabled=False):
+    with exact(k):
         logit, value = k[:, 0].to(state.sum.dtype), v[:, 0].to(state.sum.dtype)
         top, w = logit.detach(), _factors(k, lrpe)
-        p = torch.exp(logit - top)  # 1, with the gradient of exp(k)
+        p = decay(logit, top)  # 1, with the gradient of exp(k); 0 for a logit of -inf
         f = p if w is None else tile(p, w.shape[-1], -1) * w[..., 0, :, :]
-        state = merge(state, State(top, p, f[..., None] * value[..., None, :]))
-        return read(q, state, lrpe=lrpe, impl="torch")[:, 0], state
+        own = State(top, p, f[..., None] * value[..., None, :])
+        state = merge(settled(state, lrpe, -1), own)
+        y = parallel.read(_query(q, lrpe), state).to(q.dtype)
+        return y[:, 0], settled(state, lrpe, 1)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ndlightnet.grid import Grid
 from ndlightnet.ops import _registry, _triton_layers
 from ndlightnet.ops._registry import Impl
+from ndlightnet.ops.chunks import exact
 
 CHUNK = 64  # within a chunk a Toeplitz matrix, between chunks the states
 
@@ -134,7 +135,7 @@ def axis_scan(
     given = x
     if mask is not None:
         x = x.masked_fill(~mask[..., None], 0)  # even NaN in the padding cannot leak
-    with torch.autocast(x.device.type, enabled=False):
+    with exact(x):
         total = given if residual else torch.zeros_like(x)
         for axis in range(grid.ndim):
             y = both_ways(grid.lines(x, axis), axis, coef, log_decay, reverse)

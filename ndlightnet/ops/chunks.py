@@ -8,6 +8,8 @@ later half meet columns of the earlier half, with the later half's first row as 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -15,9 +17,13 @@ CHUNK = 64  # a power of two
 FLOOR = -30.0  # of log decays in float32: a sum of deeper ones would lose the digits of small ones
 
 
-def exact(x: Tensor) -> torch.autocast:
-    """Sums, decays and memories keep their precision under autocast, backwards too."""
-    return torch.autocast(x.device.type, enabled=False)
+def exact(x: Tensor) -> AbstractContextManager[object]:
+    """Sums, decays and memories keep their precision under autocast, backwards too. (Some devices,
+    such as meta, know no autocast.)"""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def work_dtype(v: Tensor) -> torch.dtype:

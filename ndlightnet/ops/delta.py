@@ -49,7 +49,7 @@ def gated_delta_rule(
         raise ValueError(
             f"beta {tuple(beta.shape)}: expected (batch, length, heads), {tuple(k.shape[:3])}"
         )
-    chosen = _fla.choose(impl, "gated_delta_rule", k, v, decay)
+    chosen = _fla.choose(impl, "gated_delta_rule", k, v, decay, q, beta, state)
     if q.shape[1] == 0:
         return torch.zeros_like(v), state
     with exact(k):

@@ -22,8 +22,9 @@ from ndlightnet.ops._registry import Impl
 from ndlightnet.ops._triton import Angles
 from ndlightnet.ops.attention import _check, _check_state, _empty, _factors, _query, _silence
 from ndlightnet.ops.attention import causal_attention as token_causal
-from ndlightnet.ops.lrpe import Lrpe
-from ndlightnet.ops.state import State, decay, merge, tile
+from ndlightnet.ops.chunks import exact
+from ndlightnet.ops.lrpe import Lrpe, rooted, settled
+from ndlightnet.ops.state import State, decay, merge, raised, rates, tile
 
 
 # ------------------------------------------------------------------------ States of many frames
@@ -87,7 +88,7 @@ def running(states: State, window: int | None = None, impl: Impl = "auto") -> St
     frames = states.max.shape[1]
     if window is None or window >= frames:  # a power of two takes one chain of merges
         window = 1 << max(0, frames - 1).bit_length()
-    if frames and _registry.choose(impl, "running", states.sum) == "triton":
+    if _registry.choose(impl, "running", states.sum, None, None, [states.memory]) == "triton":
         return State(*_triton_frames.triton_running(*states, window))
     return State(*Running.apply(*states, window))  # type: ignore[no-untyped-call]
 
@@ -139,15 +140,18 @@ def axis_causal_attention(
     chosen = _registry.choose(impl, "axis_causal_attention", k, v, lrpe)
     if k.shape[1] == frames and plain:
         return token_causal(q, k, v, mask=mask, lrpe=lrpe, state=state, impl=impl)
+    lrpe = rooted(lrpe)
     if state is not None:
         _check_frames(state, k, v, lrpe, window)
-    with torch.autocast(k.device.type, enabled=False):
+        state = settled(state, lrpe, -1)
+    with exact(k):
         if chosen == "reference":
             out, state = reference.frames(q, k, v, frames, state, lrpe, mask, window, forget)
-            return out.to(q.dtype), state
+            return out.to(q.dtype), settled(state, lrpe, 1)
         how = (window, forget, chosen)
         if not heavy(k, v, lrpe, k.shape[1] // frames):
-            return _attend(q, k, v, mask, lrpe, state, frames, *how)
+            out, state = _attend(q, k, v, mask, lrpe, state, frames, *how)
+            return out, settled(state, lrpe, 1)
         run: Any = _attend
         if torch.is_grad_enabled():
             run = partial(checkpoint, _attend, use_reentrant=False, preserve_rng_state=False)
@@ -159,7 +163,7 @@ def axis_causal_attention(
             out, state = run(*part, _from(lrpe, first, n), state, n, *how)
             outs.append(out)
         assert state is not None
-        return torch.cat(outs, 1), state
+        return torch.cat(outs, 1), settled(state, lrpe, 1)
 
 
 def check_past(window: int | None, forget: float | Tensor, heads: int) -> None:
@@ -200,20 +204,14 @@ def faded(states: State, forget: float | Tensor) -> State:
     """Of States (batch, frames, heads, ·): frame i stronger than what was before the first one, by
     exp(forget * (i + 1))."""
     ages = torch.arange(1, states.max.shape[1] + 1, device=states.max.device)
-    return _raised(states, ages.to(states.max.dtype)[:, None, None], forget)
+    return _raised(states, ages[:, None, None], forget)
 
 
 def _raised(states: State, frames: Tensor | int, forget: float | Tensor) -> State:
     """States that weigh exp(forget * frames) times as much."""
     if not isinstance(forget, Tensor) and forget == 0:
         return states
-    fade = forget.to(states.max)[:, None] if isinstance(forget, Tensor) else forget
-    by = torch.zeros_like(states.max) + frames * fade
-    top = states.max + by
-    # what rounding takes from a large maximum
-    rest = torch.exp(torch.where(top == -torch.inf, 0, by - (top - states.max)))
-    memory = tile(rest, states.memory.shape[-2], -1)[..., None] * states.memory
-    return State(top, rest * states.sum, memory)
+    return raised(states, frames * rates(forget, states.max.device))
 
 
 def _from(lrpe: Lrpe | None, first: int, frames: int) -> Lrpe | None:

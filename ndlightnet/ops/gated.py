@@ -42,7 +42,7 @@ def gated_linear_attention(
     fla where it can, for 16-bit inputs on CUDA.
     """
     decay, state = check(q, k, v, log_decay, state)
-    chosen = _fla.choose(impl, "gated_linear_attention", k, v, decay)
+    chosen = _fla.choose(impl, "gated_linear_attention", k, v, decay, q, state)
     if q.shape[1] == 0:
         return torch.zeros_like(v), state
     with exact(k):

@@ -13,12 +13,14 @@ with R the rotation at the query's place and J the quarter turn of each pair.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ndlightnet.grid import Grid
+from ndlightnet.ops.state import State, finest
 
 Kind = Literal["cosine", "rotary"]
 
@@ -28,7 +30,8 @@ class Lrpe(NamedTuple):
 
     theta: (heads or 1, slots) radians per step. shape: the grid's shape. prefix: so many tokens in
     front of the grid have no position (angle 0). start: coordinate of the first cell, one per axis;
-    a tensor (batch,) where it is another one in every sample.
+    a tensor (batch,) where it is another one in every sample. origin, as start: for operators, see
+    `rooted`.
     """
 
     theta: Tensor
@@ -36,6 +39,7 @@ class Lrpe(NamedTuple):
     kind: Kind = "cosine"
     prefix: int = 0
     start: tuple[int | Tensor, ...] | None = None
+    origin: tuple[int | Tensor, ...] | None = None
 
 
 def slots_of(dim: int, kind: Kind) -> int:
@@ -76,35 +80,109 @@ def tables(lrpe: Lrpe, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
             f"theta of shape {tuple(theta.shape)}: expected (heads or 1, {slots}) "
             f"for kind={lrpe.kind!r} and head dim {dim}"
         )
-    # MPS has no float64; there the angles are as exact as float32 allows.
-    exact = torch.float32 if theta.device.type == "mps" else torch.float64
-    own = [s for s in start if isinstance(s, Tensor) and s.ndim]
-    parts = []
-    for axis, part in enumerate(theta.to(exact).split(groups(slots, grid.ndim), dim=-1)):
-        place = torch.arange(grid.shape[axis], device=theta.device)
-        first = start[axis]
-        if isinstance(first, Tensor):
-            first = first.to(theta.device).reshape(1, -1) if own else first.to(theta.device)
-        place = (place[:, None] if own else place) + first  # (n, batch or 1) or (n,)
-        parts.append(place.to(exact)[..., None, None] * part)
+    own = [s for s in (*start, *(lrpe.origin or ())) if isinstance(s, Tensor) and s.ndim]
 
-    def over_grid(values: list[Tensor]) -> Tensor:
-        seen = [grid.spread(value.to(dtype), axis) for axis, value in enumerate(values)]
+    def row(first: int | Tensor) -> int | Tensor:
+        if not isinstance(first, Tensor):
+            return first
+        return first.to(theta.device).reshape(1, -1) if own else first.to(theta.device)
+
+    parts, front = [], []
+    split = theta.to(finest(theta.device)).split(groups(slots, grid.ndim), dim=-1)
+    for axis, part in enumerate(split):
+        origin = row(lrpe.origin[axis]) if lrpe.origin else None
+        place = torch.arange(grid.shape[axis], device=theta.device)
+        place = (place[:, None] if own else place) + row(start[axis])  # (n, batch or 1) or (n,)
+        parts.append(_angles(place, origin, part))
+        front.append(_angles(place.new_zeros(1, *place.shape[1:]), origin, part))
+
+    def over_grid(function: Callable[[Tensor], Tensor]) -> Tensor:
+        seen = [grid.spread(function(p).to(dtype), axis) for axis, p in enumerate(parts)]
+        ahead = [function(p).to(dtype) for p in front]
         if own:
             rows = own[0].shape[0]
             seen = [x.expand(*grid.shape, rows, *x.shape[-2:]).movedim(-3, 0) for x in seen]
+            ahead = [x.expand(1, rows, *x.shape[-2:]).movedim(-3, 0) for x in ahead]
         lead = seen[0].shape[: 1 if own else 0]
-        return torch.cat(seen, dim=-1).reshape(*lead, grid.length, theta.shape[0], slots)
+        whole = torch.cat(seen, dim=-1).reshape(*lead, grid.length, theta.shape[0], slots)
+        if lrpe.prefix == 0:
+            return whole
+        still = torch.cat(ahead, dim=-1).expand(*lead, lrpe.prefix, theta.shape[0], slots)
+        return torch.cat([still, whole], dim=-3)
 
-    cos, sin = over_grid([p.cos() for p in parts]), over_grid([p.sin() for p in parts])
+    cos, sin = over_grid(torch.cos), over_grid(torch.sin)
     if lrpe.kind == "rotary":
         still = cos[..., : dim % 2]  # the odd channel out does not turn
         cos = torch.cat([cos, cos, torch.ones_like(still)], dim=-1)
         sin = torch.cat([sin, sin, torch.zeros_like(still)], dim=-1)
-    if lrpe.prefix:
-        front = cos.new_ones(*cos.shape[:-3], lrpe.prefix, *cos.shape[-2:])
-        cos, sin = torch.cat([front, cos], dim=-3), torch.cat([0 * front, sin], dim=-3)
     return cos, sin
+
+
+def _angles(place: Tensor, origin: int | Tensor | None, part: Tensor) -> Tensor:
+    """place * part, in the dtype of `part`; in the gradient places count from `origin`."""
+    if origin is None:
+        return place.to(part.dtype)[..., None, None] * part
+    fixed = part.detach()
+    count = (place - origin).to(part.dtype)[..., None, None]
+    return place.to(part.dtype)[..., None, None] * fixed + count * (part - fixed)
+
+
+def rooted(lrpe: Lrpe | None) -> Lrpe | None:
+    """For an operator whose queries and keys turn together: with the origin at the start.
+
+    The gradient of theta is the sum over queries and keys of coordinate x twist, where twist is
+    that of the angle. All twists add up to what the States before and after pull on theirs (0
+    without them), a sum that no float32 twists give to the digits that a large coordinate asks for.
+    So here coordinates count from the origin, and `settled` adds origin x pulls.
+    """
+    return None if lrpe is None else lrpe._replace(origin=lrpe.start)
+
+
+def settled(state: State, lrpe: Lrpe | None, sign: int) -> State:
+    """A State (batch, ..., heads, ·) that goes into (sign -1) or comes out of (1) an operator with
+    `rooted` angles."""
+    if lrpe is None or not lrpe.origin:
+        return state
+    if not (torch.is_grad_enabled() and lrpe.theta.requires_grad):
+        return state
+    origin = torch.stack(torch.broadcast_tensors(*columns(lrpe.origin, lrpe.theta.device)), 1)
+    memory = _Settled.apply(state.memory, lrpe.theta, origin, sign)  # type: ignore[no-untyped-call]
+    return state._replace(memory=memory)
+
+
+class _Settled(torch.autograd.Function):
+    """The memory as it is; theta gets sign x origin x the pull on the angles of the memory."""
+
+    @staticmethod
+    def forward(ctx: Any, memory: Tensor, theta: Tensor, origin: Tensor, sign: int) -> Tensor:
+        ctx.save_for_backward(memory, theta, origin)
+        ctx.sign = sign
+        return memory.view_as(memory)
+
+    @staticmethod
+    def backward(ctx: Any, dmemory: Tensor) -> tuple[Tensor | None, ...]:
+        memory, theta, origin = ctx.saved_tensors
+        exact, slots = finest(theta.device), theta.shape[-1]
+        cos, sin = memory.to(exact).chunk(2, -2)
+        dcos, dsin = dmemory.to(exact).chunk(2, -2)
+        pull = (cos * dsin - sin * dcos).sum(-1)
+        if pull.shape[-1] != slots:  # pairs; an odd channel out does not turn
+            pull = pull[..., :slots] + pull[..., slots : 2 * slots]
+        shares = zip(origin.unbind(1), groups(slots, origin.shape[1]), strict=True)
+        far = torch.cat([x[:, None].expand(-1, n) for x, n in shares], 1).to(exact)
+        far = far.reshape(len(far), *[1] * (pull.ndim - 2), slots)
+        dtheta = ctx.sign * (far * pull).flatten(0, -3).sum(0).sum_to_size(theta.shape)
+        return dmemory, dtheta.to(theta.dtype), None, None
+
+
+def columns(coordinates: tuple[int | Tensor, ...], device: torch.device) -> list[Tensor]:
+    """Of every axis (1 or batch,) int64, without a copy from the host, so it can be captured."""
+    return [
+        s.to(device, torch.int64).reshape(-1)
+        if isinstance(s, Tensor)
+        else torch.full((1,), s, dtype=torch.int64, device=device)
+        for s in coordinates
+    ]
 
 
 def key_features(lrpe: Lrpe, dim: int, dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,7 @@ from ndlightnet.ops import _registry, _triton_packed
 from ndlightnet.ops._registry import Impl
 from ndlightnet.ops.attention import global_attention
 from ndlightnet.ops.axis_scan import both_ways
+from ndlightnet.ops.chunks import exact
 from ndlightnet.ops.frames import axis_causal_attention, check_past, faded, heavy, running
 from ndlightnet.ops.lrpe import Lrpe
 from ndlightnet.ops.state import State
@@ -35,7 +36,7 @@ def packed_attention(
     value_dim), mask (length,) bool; lrpe: of a grid of any one shape, each sample has its own."""
     _check(q, k, v, layout, mask, lrpe)
     chosen: Any = _registry.choose(impl, "global_attention", k[None], v[None], lrpe)
-    if chosen == "triton" and q.numel() and v.numel():
+    if chosen == "triton":
         return _by_kernels(q, k, v, layout, mask, lrpe, None, lambda states: states)
 
     def alone(shape: Shape, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
@@ -66,7 +67,7 @@ def packed_axis_causal_attention(
     chosen: Any = _registry.choose(impl, "axis_causal_attention", k[None], v[None], lrpe)
     pairs = zip(layout.lengths, layout.shapes, strict=True)
     small = min((n // shape[0] for n, shape in pairs if n), default=0)
-    if chosen == "triton" and v.numel() and not heavy(k, v, lrpe, small):
+    if chosen == "triton" and not heavy(k, v, lrpe, small):
         frames, at, most = layout.frames(k.device)
 
         def merged(states: State) -> State:
@@ -79,7 +80,7 @@ def packed_axis_causal_attention(
             seen = running(faded(padded, forget), window, chosen)
             return State(*(x.flatten(0, 1).index_select(0, at) for x in seen))
 
-        start = torch.nn.functional.pad((at % most)[:, None], (0, layout.ndim - 1))
+        start = torch.nn.functional.pad((at % most)[:, None], (0, 2 * layout.ndim - 1))
         return _by_kernels(q, k, v, frames, mask, lrpe, start, merged)
 
     def alone(shape: Shape, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
@@ -180,7 +181,7 @@ def packed_axis_scan(
         return out
     seen = x if mask is None else x.masked_fill(~mask[:, None], 0)
     # a row more, for what lies beyond the ends of lines
-    with torch.autocast(x.device.type, enabled=False):
+    with exact(x):
         source = torch.cat([seen, seen.new_zeros(1, x.shape[1])])
         total = x if residual else torch.zeros_like(x)
         for axis, longest, table in groups:

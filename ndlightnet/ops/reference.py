@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ndlightnet.ops import parallel
 from ndlightnet.ops.lrpe import Lrpe, key_features, query_features
-from ndlightnet.ops.state import State, decay, merge, tile
+from ndlightnet.ops.state import State, decay, merge, raised, rates, tile
 
 
 def update(state: State, k: Tensor, v: Tensor, w: Tensor | None, seen: Tensor | None) -> State:
@@ -79,7 +79,7 @@ def frames(
     phi = torch.nn.functional.silu(q.to(parallel.accumulator(q)))
     f_q = phi if lrpe is None else query_features(phi, lrpe)
     w = None if lrpe is None else key_features(lrpe, k.shape[-1], phi.dtype)
-    fade = forget[:, None] if isinstance(forget, Tensor) else forget
+    fade = rates(forget, k.device)
     (batch, length, heads, dim), wide = k.shape, v.shape[-1]
     empty = State.empty(batch, heads, dim, wide, lrpe is not None, dtype=phi.dtype, device=k.device)
     past = [] if state is None else [state]
@@ -93,7 +93,7 @@ def frames(
         for t in tokens.tolist():
             seen = None if mask is None else mask[:, t]
             own = update(own, k[:, t], v[:, t], None if w is None else w[..., t, :, :], seen)
-        past = [*(s._replace(max=s.max - fade) for s in past), own]
+        past = [*(raised(s, -fade) for s in past), own]
         if window is not None:
             past = past[-window:]
         whole = past[0]

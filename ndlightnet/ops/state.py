@@ -49,6 +49,28 @@ def tile(x: Tensor, rows: int, dim: int) -> Tensor:
     return x if x.shape[dim] == rows else torch.cat([x, x], dim)
 
 
+def finest(device: torch.device) -> torch.dtype:
+    """float64, for what has to be exact to more digits than float32 has; MPS has none."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def rates(forget: float | Tensor, device: torch.device) -> Tensor:
+    """A number, or one per head: as () or (heads, 1)."""
+    if isinstance(forget, Tensor):
+        return forget.to(device, finest(device))[:, None]
+    return torch.full((), forget, dtype=finest(device), device=device)
+
+
+def raised(state: State, by: Tensor) -> State:
+    """A State that weighs exp(by) times as much. What the maximum, of fewer digits, cannot hold of
+    the sum goes into sum and memory."""
+    high = state.max.detach().to(by.dtype) + by
+    top = high.to(state.max.dtype)
+    rest = torch.exp(torch.where(top == -torch.inf, 0, high - top)).to(state.sum.dtype)
+    memory = tile(rest, state.memory.shape[-2], -1)[..., None] * state.memory
+    return State(top, rest * state.sum, memory)
+
+
 def merge(first: State, second: State) -> State:
     """State of both sources together (online softmax). Associative, commutative, differentiable."""
     top = torch.maximum(first.max, second.max).detach()

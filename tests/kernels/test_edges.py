@@ -216,3 +216,44 @@ def test_views_are_read_in_place(form):
     peak(views)
     plain = [x.contiguous() for x in views]
     assert peak(views) < peak(plain) + plain[0].nbytes / 2
+
+
+def test_a_step_goes_by_kernel_only_where_nothing_needs_a_gradient():
+    """It has none: not of the key alone, but of whatever goes in."""
+    q, k, v = (torch.randn(2, 2, 8, device=DEVICE) for _ in "qkv")
+    total, memory = torch.ones(2, 2, 8, device=DEVICE), torch.ones(2, 2, 16, 8, device=DEVICE)
+    theta = torch.rand(2, 8, device=DEVICE)
+    for learnt in (q, k, v, total, memory, theta):
+        learnt.requires_grad_()
+        state = State(torch.zeros_like(total), total, memory)
+        place = Lrpe(theta, (1,), start=(2,))
+        support = supported("attention_step", k, v, q, *state, lrpe=place)
+        assert not support and "gradient" in support.reason
+        with pytest.raises(ValueError, match=r"triton.*gradient"):
+            attention_step(q, k, v, state, lrpe=place, impl="triton")
+        out, after = attention_step(q, k, v, state, lrpe=place)
+        assert grad(out.sum() + after.memory.sum(), learnt)[0].any()
+        with torch.no_grad():
+            assert supported("attention_step", k, v, q, *state, lrpe=place)
+            out, _ = attention_step(q, k, v, state, lrpe=place, impl="triton")
+        learnt.requires_grad_(False)
+        assert not out.requires_grad and supported("attention_step", k, v, q, *state, lrpe=place)
+
+
+@pytest.mark.parametrize("kind", ["cosine", None])
+def test_a_step_with_a_logit_of_minus_infinity(close, kind):
+    """Such a channel stays as it was; if it has seen nothing yet, empty."""
+    q, k, v = (torch.randn(1, 3, 1, 4, device=DEVICE) for _ in "qkv")
+    k[0, 0, 0, 0] = k[0, 1, 0, :2] = -torch.inf
+    theta = torch.rand(1, 4, device=DEVICE)
+    state = State.empty(1, 1, 4, 4, kind is not None, device=DEVICE)
+    for t in range(3):
+        place = kind and Lrpe(theta, (1,), kind, start=(t,))
+        token = (x[:, t] for x in (q, k, v))
+        out, state = attention_step(*token, state, lrpe=place, impl="triton")
+        now = [x[:, : t + 1] for x in (q, k, v)]
+        place = kind and Lrpe(theta, (t + 1,), kind)
+        expected, after = causal_attention(*now, lrpe=place, impl="torch")
+        close(out, expected[:, -1], 1e-5)
+        close(state.sum * state.max.exp(), after.sum * after.max.exp(), 1e-5)
+        assert torch.equal(state.max == -torch.inf, after.max == -torch.inf)

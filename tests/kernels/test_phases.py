@@ -7,6 +7,15 @@ import torch
 import triton
 import triton.language as tl
 
+from ndlightnet.ops import (
+    Lrpe,
+    State,
+    attention_step,
+    axis_causal_attention,
+    causal_attention,
+    global_attention,
+    summarize,
+)
 from ndlightnet_kernels import phases
 from ndlightnet_kernels.tiles import Place
 
@@ -16,7 +25,7 @@ from .yardstick import check
 
 @triton.jit(do_not_specialize=["length", "own", *phases.SIZES])
 def _angles(
-    cos_out, sin_out, place_out, theta, start, length, own,
+    cos_out, sin_out, count_out, theta, start, length, own,
     n1, n2, n3, n4, n5, n6, n7, prefix, each,
     BL: tl.constexpr, BK: tl.constexpr, ONCE: tl.constexpr, KIND: tl.constexpr,
     SLOTS: tl.constexpr, OFFSET: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr,
@@ -29,6 +38,7 @@ def _angles(
         theta, start, None, b, each, prefix, h * own, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
     )
     place = phases.places(turns, t, AXES, TOTAL, PREFIX)
+    count = phases.reach(turns, place)
     if ONCE:
         cos, sin = phases.rotate_once(turns, t, AXES, TOTAL, WIDE, PREFIX)
     else:
@@ -37,7 +47,7 @@ def _angles(
     here = (t < length)[:, None] & (c < SLOTS)[None, :]
     tl.store(cos_out + at, cos, here)
     tl.store(sin_out + at, sin, here)
-    tl.store(place_out + at, place, here)
+    tl.store(count_out + at, count, here)
 
 
 @pytest.mark.parametrize(
@@ -51,23 +61,27 @@ def _angles(
         ((3, 4, 5), 6, 0, None, (0, 16)),  # a part of all slots
         ((3, 4, 5), 10, 0, (1, 2, 3), (6, 16)),
         ((3, 4), 6, 2, ((0, 100_000, -7), 5), None),  # three samples
+        ((3, 40), 6, 0, ((10**9, 2**30 + 1, 5 * 10**7), -(10**9)), None),
+        ((3, 4), 6, 2, (5 * 10**7, 2**30), None),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("once", [False, True])
 def test_angles(shape, slots, prefix, start, window, dtype, once):
-    """Off by what the fixed point drops, and by what the functions and float32 (kept in two layouts
-    of 16-bit inputs: float16) round."""
+    """Off by what the fixed point drops (of what comes after the first cell), and by what the
+    functions and float32 (kept in two layouts of 16-bit inputs: float16) round. The gradient counts
+    from an origin, here that of an axis-causal call of which the first axis is at its 11th step."""
     length, heads, batch = prefix + math.prod(shape), 2, 3
     theta = 4 * torch.rand(heads, slots, device=DEVICE) - 2
     columns = [torch.tensor(s).reshape(-1) for s in start or (0,) * len(shape)]
     starts = torch.stack(torch.broadcast_tensors(*columns), 1).to(DEVICE)  # (1 or batch, axes)
-    first = None if start is None else starts
+    origins = starts - 11 * (torch.arange(len(shape), device=DEVICE) == 0) * (start is not None)
+    first = None if start is None else torch.cat([starts, origins], 1)
     place = Place("cosine", theta, first, shape, prefix, window or (0, 0))
     like = torch.empty(1, 1, heads, slots, dtype=dtype)
     cos, sin = torch.full((2, batch, heads, length, slots), torch.nan, device=DEVICE)
-    at = torch.full((batch, heads, length, slots), -1, dtype=torch.int32, device=DEVICE)
+    at = torch.full((batch, heads, length, slots), torch.nan, device=DEVICE)
     _angles[(triton.cdiv(length, 16), heads, batch)](
         cos, sin, at, length=length, BL=16, BK=32, ONCE=once, **place.arguments(like)
     )
@@ -76,14 +90,20 @@ def test_angles(shape, slots, prefix, start, window, dtype, once):
     grid = grid + starts[:, None]  # (1 or batch, cells, axes)
     offset, total = window or (0, slots)
     groups = torch.arange(total).tensor_split(len(shape))
-    places = torch.cat([grid[..., [a] * len(g)] for a, g in enumerate(groups)], 2)
-    places = torch.cat([places.new_zeros(len(places), prefix, total), places], 1)
-    places = places[:, None, :, offset : offset + slots]
-    assert torch.equal(at.long(), places.expand(at.shape))
+
+    def by_slot(x):  # (1 or batch, cells, axes) -> (1 or batch, 1, cells, slots)
+        x = torch.cat([x[..., [a] * len(g)] for a, g in enumerate(groups)], 2)
+        return x[:, None, :, offset : offset + slots]
+
+    ahead = grid.new_zeros(len(grid), prefix, len(shape))
+    places = by_slot(torch.cat([ahead, grid], 1))
+    counts = places - by_slot(origins[:, None])
+    assert torch.equal(at, counts.float().expand(at.shape))
     exact = places * theta.double()[:, None]
-    wide = dtype == torch.float32
+    far = by_slot(torch.cat([ahead, grid - starts[:, None]], 1))
+    wide = dtype == torch.float32 or (prefix > 0 and start is not None)
     unit = 2.0**-11 if once and not wide and DEVICE.type == "cuda" else 2.0**-20
-    dropped = 2 * math.pi * 2.0 ** (-64 if wide else -32) * places.abs()
+    dropped = 2 * math.pi * (2.0 ** (-64 if wide else -32) * far.abs() + 2.0**-53 * places.abs())
     for actual, expected in ((cos, exact.cos()), (sin, exact.sin())):
         assert ((actual - expected).abs() <= unit + dropped).all()
 
@@ -102,3 +122,51 @@ def test_angles(shape, slots, prefix, start, window, dtype, once):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 def test_every_sample_may_start_at_a_place_of_its_own(form, case):
     check(case, form, grads=form != "steps")
+
+
+@pytest.mark.parametrize(
+    "form", ["global", *(pytest.param(f, marks=pytest.mark.slow) for f in ("causal", "frames"))]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, BRAIN])
+def test_gradients_of_angles_far_out_are_those_at_the_origin(form, dtype):
+    """Nothing but the order of sums differs: the first cell's own angle is in all of them."""
+    q, k, v, pull = (torch.randn(2, 6, 1, 8, device=DEVICE).to(dtype) for _ in range(4))
+    found = []
+    for start in ((0, 0), (torch.tensor([2**30, 7]), 10**9)):
+        theta = (torch.arange(1, 9, device=DEVICE) / 8)[None].requires_grad_()
+        if form == "frames":
+            place = Lrpe(theta, (2, 3), start=start)
+            out = axis_causal_attention(q, k, v, 2, lrpe=place, impl="triton")[0]
+        else:
+            place = Lrpe(theta, (6, 1), start=start)
+            attend = causal_attention if form == "causal" else global_attention
+            out = attend(q, k, v, lrpe=place, impl="triton")
+            out = out[0] if form == "causal" else out
+        found.append((out, torch.autograd.grad(out, theta, pull)[0]))
+    # of what is rounded: features to the dtype, sums of 6 coordinates x twists to float32
+    unit = 6 * (2.0**-8 if dtype == BRAIN else 6 * 2.0**-24)
+    for near, far in zip(*found, strict=True):
+        assert (near - far).abs().max() <= unit * near.abs().max()
+
+
+def test_a_prefill_far_out_and_its_steps_agree(close):
+    """Both give a State whose keys turned by the same angles, at 5e7 and beyond, in 16 bits too."""
+    q, k, v = (torch.randn(1, 6, 1, 16, device=DEVICE).to(BRAIN) for _ in range(3))
+    theta = (torch.arange(1, 17, device=DEVICE) / 5)[None]
+    for start in (5 * 10**7, 2**30 + 1):
+        state = State.empty(1, 1, 16, 16, True, device=DEVICE)
+        outs = []
+        for t in range(6):
+            place = Lrpe(theta, (1,), start=(start + t,))
+            token = (x[:, t] for x in (q, k, v))
+            out, state = attention_step(*token, state, lrpe=place, impl="triton")
+            outs.append(out)
+        place = Lrpe(theta, (6,), start=(start,))
+        whole, after = causal_attention(q, k, v, lrpe=place, impl="triton")
+        source = summarize(k, v, lrpe=place, impl="triton")
+        exact = summarize(k.double(), v.double(), lrpe=place)
+        for one in (state, after, source):  # keys and features are rounded to 16 bits
+            scale = (one.max.double() - exact.max).exp()
+            scale = torch.cat([scale, scale], -1)[..., None]
+            close(scale * one.memory, exact.memory, 2 * 2.0**-8)
+        close(torch.stack(outs, 1), whole, 4 * 2.0**-8)

@@ -244,3 +244,14 @@ def test_errors_show_the_values():
         tiny(2).init_state(2)
     with pytest.raises(ValueError, match=r"SoftmaxAttention has no method advance"):
         text(mixer=SoftmaxAttention).init_state(2)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("causal", [False, True])
+def test_shapes_are_found_on_device_meta(dims, causal):
+    with torch.device("meta"):
+        net = NDLightNet(dims, 2, 5, patch_size=2, embed_dim=16, depth=1, causal=causal)
+        x, mask = torch.empty(2, 2, *[10] * dims), torch.ones(2, *[10] * dims, dtype=torch.bool)
+    for y in (net(x), net(x, mask), net(net.pack(list(x)))):
+        assert y.is_meta and y.shape == (2, 5)
+        y.sum().backward()

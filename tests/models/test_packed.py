@@ -127,3 +127,11 @@ def test_a_mixer_that_knows_no_packs_says_so():
     net = NDLightNet(1, 1, 2, patch_size=1, embed_dim=8, depth=1, mixer=lambda dim: Plain())
     with pytest.raises(TypeError, match="layout"):
         net(net.pack([torch.randn(1, 5)]))
+
+
+def test_a_float64_network_pools_in_float64(close):
+    """Packed and alone agree to the digits of float64, from the position code to the head."""
+    net = network(2, False, "lightnet")
+    samples = [torch.randn(2, *size).double() for size in SIZES[2]]
+    alone = torch.cat([net(x[None]) for x in samples])
+    close(net(net.pack(samples)), alone, 1e-12)

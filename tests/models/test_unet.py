@@ -234,3 +234,12 @@ def test_errors_show_the_values():
     for wrong in ((2, 3, 8, 8), (2, 2, 8), (2, 2, 8, 8, 8)):
         with pytest.raises(ValueError, match=rf"\({wrong[0]}, {wrong[1]}"):
             tiny(2)(torch.randn(wrong))
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_shapes_are_found_on_device_meta(dims):
+    with torch.device("meta"):
+        net, x = NDLightUNet(dims, 2, 3), torch.empty(2, 2, *[20] * dims)
+    y = net(x)
+    assert y.is_meta and y.shape == (2, 3, *[20] * dims)
+    y.sum().backward()

@@ -247,3 +247,16 @@ def test_compile_gives_the_same(close, name, causal):
     y, expected = compiled(x, causal=causal), m(x, causal=causal)
     close(y, expected, 1e-5)
     close(grad(y.square().sum(), x)[0], grad(expected.square().sum(), x)[0], 1e-4)
+
+
+@every
+@pytest.mark.parametrize("causal", [False, True])
+def test_shapes_are_found_on_device_meta(name, causal):
+    """Without numbers, with and without padding, and by the names of the forms."""
+    m = build(name).to("meta")
+    x = torch.empty(2, 70, 3, 16, device="meta")
+    mask = torch.empty(2, 70, 3, dtype=torch.bool, device="meta")
+    for keep in (None, mask):
+        y = m(x, mask=keep, causal=causal)
+        assert y.is_meta and y.shape == x.shape and y.dtype == x.dtype
+    assert m.implementation(x, causal).startswith("torch")

@@ -5,7 +5,14 @@ import torch
 from torch.autograd import grad
 
 import ndlightnet.ops as ops
-from ndlightnet.ops import State, causal_attention, global_attention, read, summarize
+from ndlightnet.ops import (
+    State,
+    attention_step,
+    causal_attention,
+    global_attention,
+    read,
+    summarize,
+)
 
 FORMS = {"global": global_attention, "causal": lambda *a, **kw: causal_attention(*a, **kw)[0]}
 forms = pytest.mark.parametrize("form", FORMS)
@@ -211,3 +218,22 @@ def test_bad_states_are_named():
         read(q, summarize(k, v, lrpe=place))
     with pytest.raises(ValueError, match=r"triton"):
         read(q, state, impl="triton")
+
+
+@impls
+def test_a_step_with_a_logit_of_minus_infinity(close, close_grads, impl):
+    """Such a channel stays as it was; if it has seen nothing yet, empty. Gradients too are those of
+    all tokens at once."""
+    q, k, v = sample(4, dim=3)
+    k[0, 0, 0, 0] = k[0, 1, 0, :2] = k[:, 3] = -torch.inf
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    outs, state = [], State.empty(2, 2, 3, 3, dtype=torch.float64)
+    for t in range(4):
+        out, state = attention_step(*(x[:, t] for x in leaves), state, impl=impl)
+        outs.append(out)
+        assert not any(x.isnan().any() for x in state)
+    expected, after = causal_attention(*leaves)
+    close(torch.stack(outs, 1), expected, 1e-12)
+    for a, b in zip(state, after, strict=True):
+        close(a, b, 1e-12)
+    close_grads((torch.stack(outs, 1), *state[1:]), (expected, *after[1:]), leaves, 1e-12)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.grid import Grid
+from ndlightnet.nn.constants import Constants
 from ndlightnet.nn.heads import default_heads, split_heads
 from ndlightnet.nn.mixers.mixer import Mixer, check_axes, check_source, drawn_like
 from ndlightnet.nn.position import MDLRPE
@@ -32,7 +33,7 @@ from ndlightnet.ops.state import State
 from ndlightnet.ragged import Ragged
 
 
-class LightNetAttention(Mixer):
+class LightNetAttention(Constants, Mixer):
     """o = o_proj(norm(merge heads SiLU(q) . M) * sigmoid(low-rank gate)),  M = softmax(k over
     tokens)^T v.
 
@@ -80,10 +81,10 @@ class LightNetAttention(Mixer):
             )
         self.fades = any(rates)
         self.forget: float | Tensor
+        self.rates = None if isinstance(forget, int | float) else rates
         if isinstance(forget, int | float):
             self.forget = float(forget)
-        else:
-            self.register_buffer("forget", torch.tensor(rates), persistent=False)
+        self.register_constants()
         self.impl = impl
         source = context_dim or dim
         rank = gate_rank or self.head_dim
@@ -96,6 +97,9 @@ class LightNetAttention(Mixer):
         # float32 statistics and a small eps: the variance of the read falls like 1 / length
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.o_proj = nn.Linear(dim, dim, bias=bias)
+
+    def constants(self) -> dict[str, Tensor]:
+        return {} if self.rates is None else {"forget": torch.tensor(self.rates)}
 
     def forward(
         self,

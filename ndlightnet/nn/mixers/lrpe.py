@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.grid import Grid
+from ndlightnet.nn.constants import Constants
 from ndlightnet.nn.mixers.linear import Extent, Feature, LinearAttention
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import rotate, tables
@@ -20,7 +21,7 @@ Core = Literal["cosine", "rotary", "permutation"]
 Basis = Literal["identity", "householder", "dct"]
 
 
-class LrpeAttention(LinearAttention):
+class LrpeAttention(Constants, LinearAttention):
     """Linear attention between W_n phi(q) and W_m phi(k), with W_n = C(n) P: a score depends on the
     offset n - m alone. The channels of a head are shared out among the axes.
 
@@ -61,9 +62,11 @@ class LrpeAttention(LinearAttention):
         self.lrpe = None if core == "permutation" else MDLRPE(self.heads, self.head_dim, core)
         if basis == "householder":
             self.mirror = nn.Parameter(torch.randn(self.heads, self.head_dim))
-        if basis == "dct":
-            self.dct: Tensor
-            self.register_buffer("dct", dct_matrix(self.head_dim), persistent=False)
+        self.dct: Tensor
+        self.register_constants()
+
+    def constants(self) -> dict[str, Tensor]:
+        return {"dct": dct_matrix(self.head_dim)} if self.basis == "dct" else {}
 
     def place(
         self,

@@ -57,7 +57,8 @@ def check_axes(grid: Grid, source: Grid, remedy: str = "") -> None:
 def drawn_like(x: Tensor, *shape: int) -> Tensor:
     """An empty tensor as a projection of x would be: dtype under autocast, gradients."""
     kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if on else x.dtype
     made = torch.empty(0, *shape, dtype=dtype, device=x.device)
     return made.requires_grad_(torch.is_grad_enabled())
 

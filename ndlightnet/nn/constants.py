@@ -1,0 +1,49 @@
+"""Buffers that are no state: numbers that follow from a module's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Constants(nn.Module):
+    """A module with such buffers, which no state dict holds.
+
+    `to_empty` gives them memory without numbers, and `load_state_dict(assign=True)` leaves them on
+    device meta; here they have their numbers again after both. A subclass gives `constants` and
+    calls `register_constants`.
+    """
+
+    def constants(self) -> dict[str, Tensor]:
+        """By name."""
+        raise NotImplementedError
+
+    def register_constants(self) -> None:
+        for name, value in self.constants().items():
+            self.register_buffer(name, value, persistent=False)
+        self.register_load_state_dict_post_hook(_materialize)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        before = {name: getattr(self, name) for name in self.constants()}
+        super()._apply(fn, recurse)
+        for name, value in before.items():
+            now = getattr(self, name)
+            if not now.is_meta:
+                setattr(self, name, (self._fresh(name) if value.is_meta else value).to(now))
+        return self
+
+    def _fresh(self, name: str) -> Tensor:
+        with torch.device("cpu"):  # whatever device a caller makes modules on
+            return self.constants()[name]
+
+
+def _materialize(module: nn.Module, _: Any) -> None:
+    """A function, so that modules with it can be pickled."""
+    assert isinstance(module, Constants)
+    device = next(module.parameters()).device
+    for name in module.constants():
+        if getattr(module, name).is_meta and device.type != "meta":
+            setattr(module, name, module._fresh(name).to(device))
