@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.grid import Grid
-from ndlightnet.nn.mixers.linear import Extent, Feature, LinearAttention
+from ndlightnet.nn.mixers.linear import Extent, Feature, LinearAttention, Start
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import rotate, tables
 from ndlightnet.ops._fla import Impl
@@ -69,7 +69,7 @@ class LrpeAttention(LinearAttention):
         self,
         x: Tensor,
         shape: tuple[int, ...],
-        start: tuple[int | Tensor, ...] | None,
+        start: Start,
         extent: Extent,
     ) -> Tensor:
         if self.basis == "householder":

@@ -4,6 +4,7 @@ channels."""
 from __future__ import annotations
 
 import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
