@@ -12,6 +12,7 @@ from torch import Tensor
 from ndlightnet.grid import Grid, per_axis
 from ndlightnet.nn.mixers.linear import Extent, LinearAttention, Start
 from ndlightnet.ops._fla import Impl
+from ndlightnet.ops.parallel import accumulator
 
 Combine = Literal["mean", "product"]
 CAUSAL_REACH = 4096
@@ -80,7 +81,7 @@ class CosformerAttention(LinearAttention):
             end = extent[axis]
             own = CAUSAL_REACH if end is None else end
             reach = column(sizes[axis] if self.given else own)
-            at = torch.arange(size, dtype=torch.float64, device=x.device)
+            at = torch.arange(size, dtype=accumulator(x), device=x.device)
             at = at + column(0 if start is None else start[axis])
             angle = at.clamp(min=0).clamp(max=reach) * (math.pi / 2) / reach
             # (batch or 1, length, 1, 1)

@@ -164,11 +164,12 @@ class Recurrent(Mixer, ABC):
         (batch, length, ...), the last memory of each, (ways, batch, ...), and the first way."""
         grid, batch = Grid.of(x), len(x)
         grid.flatten_mask(mask)  # checks it
-        z, keep = self.project(x), None
         ways = [Way(grid, axis, back, mask) for axis, back in self.ways(grid, causal)]
-        if mask is not None:
-            z = z.masked_fill(~mask[..., None], 0)
+        keep = None
+        if mask is not None:  # else NaN in the padding would leak
+            x = x.masked_fill(~mask[..., None], 0)
             keep = torch.cat([way.line(mask) for way in ways])
+        z = self.project(x)
         # all ways are samples of one batch: as many steps as one way takes
         lines = torch.cat([way.line(z) for way in ways])
         parts = self.inputs(nn.functional.pad(lines, (0, 0, self.reach, 0)), keep)
