@@ -54,3 +54,23 @@ def once(backward: Backward) -> Backward:
         )
 
     return run
+
+
+class _Inputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *xs: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.save_for_backward(*xs)
+        return tuple(None if x is None else x.view_as(x) for x in xs)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
+
+
+def once_through(*xs: Any) -> tuple[Any, ...]:
+    """The inputs, as they are, of an operator that does not say itself that its gradient cannot be
+    differentiated again."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return xs
+    return _Inputs.apply(*xs)  # type: ignore
