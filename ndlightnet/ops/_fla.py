@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ndlightnet.ops._once import once_through
 from ndlightnet.ops._support import Support
 
 Impl = Literal["auto", "torch", "fla", "reference"]
@@ -73,6 +74,7 @@ def _call(module: str, name: str, *args: Any, **more: Any) -> tuple[Tensor, Tens
 def gated_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
+    q, k, v, decay, state = once_through(q, k, v, decay, state)
     q, k, v = (x.contiguous() for x in (q, k, v))
     if decay is None or decay.shape[-1] == 1:
         g = None if decay is None else decay[..., 0].contiguous()
@@ -83,6 +85,7 @@ def gated_linear_attention(
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
+    q, k, v, beta, decay, state = once_through(q, k, v, beta, decay, state)
     q, k, v, beta = (x.contiguous() for x in (q, k, v, beta))
     if decay is None:
         return _call("delta_rule", "chunk_delta_rule", q, k, v, beta=beta, initial_state=state)

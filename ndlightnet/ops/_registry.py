@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops import parallel
+from ndlightnet.ops._once import once
 from ndlightnet.ops._support import supported
 from ndlightnet.ops.lrpe import Lrpe
 from ndlightnet.ops.state import State
@@ -85,6 +86,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.mark_non_differentiable(output[1])
 
 
+@once
 def _backward(ctx: Any, dout: Tensor, _: Tensor, dtotal: Tensor, dmemory: Tensor) -> Any:
     saved = ctx.saved_tensors  # once: checkpointing lets them be unpacked a single time
     df, dk, dv, dw, dsum0, dmemory0 = causal_backward(*saved, dout, dtotal, dmemory)

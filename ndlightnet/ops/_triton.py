@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndlightnet.ops._once import once
 from ndlightnet.ops.lrpe import Lrpe, columns
 
 
@@ -139,6 +140,7 @@ def _global_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
     ctx.mark_non_differentiable(*output[1:])
 
 
+@once
 def _global_grads(ctx: Any, dout: Tensor, *_: Tensor) -> Any:
     q, k, v, keep, theta, start, *state = ctx.saved_tensors
     learn = theta is not None and ctx.needs_input_grad[4]
@@ -198,6 +200,7 @@ def _summarize_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     ctx.mark_non_differentiable(output[0])
 
 
+@once
 def _summarize_grads(ctx: Any, _: Tensor, dtotal: Tensor, dmemory: Tensor) -> Any:
     k, v, keep, theta, start, top = ctx.saved_tensors
     learn = theta is not None and ctx.needs_input_grad[3]
@@ -260,6 +263,7 @@ def _read_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(q, total, memory, theta, start)
 
 
+@once
 def _read_grads(ctx: Any, dout: Tensor) -> Any:
     q, total, memory, theta, start = ctx.saved_tensors
     learn = theta is not None and ctx.needs_input_grad[3]
@@ -342,6 +346,7 @@ def _causal_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
     ctx.set_materialize_grads(False)  # mostly nothing depends on the final State
 
 
+@once
 def _causal_grads(
     ctx: Any, dout: Tensor | None, _: None, dtotal: Tensor | None, dmemory: Tensor | None,
     *__: None,

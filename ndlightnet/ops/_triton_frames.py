@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndlightnet.ops._once import once
+
 
 @torch.library.custom_op("ndlightnet::triton_running", mutates_args=())
 def triton_running(
@@ -46,6 +48,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.mark_non_differentiable(output[0])
 
 
+@once
 def _grads(ctx: Any, _: Tensor, dtotal: Tensor, dmemory: Tensor) -> Any:
     return None, *triton_running_backward(*ctx.saved_tensors, dtotal, dmemory, ctx.window), None
 

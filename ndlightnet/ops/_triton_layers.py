@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndlightnet.ops._once import once
+
 
 @torch.library.custom_op("ndlightnet::triton_norm_gate", mutates_args=())
 def triton_norm_gate(
@@ -48,6 +50,7 @@ def _norm_gate_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     ctx.mark_non_differentiable(*output[1:])
 
 
+@once
 def _norm_gate_grads(ctx: Any, dout: Tensor, *_: Tensor) -> Any:
     return *triton_norm_gate_backward(dout, *ctx.saved_tensors), None
 
@@ -108,6 +111,7 @@ def _axis_scan_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*tensors)
 
 
+@once
 def _axis_scan_grads(ctx: Any, dy: Tensor) -> Any:
     saved = ctx.saved_tensors
     dx, dcoef, dlog, drcoef, drlog = triton_axis_scan_backward(dy, *saved, ctx.residual)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndlightnet.ops._once import once
 from ndlightnet.ops._triton import _fit, _slots
 
 
@@ -71,6 +72,7 @@ def _summarize_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
     ctx.mark_non_differentiable(output[0])
 
 
+@once
 def _summarize_grads(ctx: Any, _: Tensor, dtotal: Tensor, dmemory: Tensor) -> Any:
     k, v, keep, top, theta, start, *tables = ctx.saved_tensors
     learn = theta is not None and ctx.needs_input_grad[3]
@@ -131,6 +133,7 @@ def _read_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*tensors, items, first, shapes)
 
 
+@once
 def _read_grads(ctx: Any, dout: Tensor) -> Any:
     q, total, memory, theta, start, *tables = ctx.saved_tensors
     learn = theta is not None and ctx.needs_input_grad[3]
@@ -197,6 +200,7 @@ def _scan_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*tensors, *tables)
 
 
+@once
 def _scan_grads(ctx: Any, dy: Tensor) -> Any:
     saved = ctx.saved_tensors
     dx, dcoef, dlog, drcoef, drlog = triton_packed_scan_backward(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ndlightnet.ops import _fla, memory
 from ndlightnet.ops._fla import Impl
+from ndlightnet.ops._once import once
 from ndlightnet.ops.chunks import (
     Decay,
     exact,
@@ -102,6 +103,7 @@ class _Delta(torch.autograd.Function):
         return from_chunks(y, v), m[:, -1].view_as(state).clone()
 
     @staticmethod
+    @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *given, m = ctx.saved_tensors
         with exact(m):

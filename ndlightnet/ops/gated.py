@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ndlightnet.ops import _fla, memory
 from ndlightnet.ops._fla import Impl
+from ndlightnet.ops._once import once
 from ndlightnet.ops.chunks import (
     Decay,
     exact,
@@ -98,6 +99,7 @@ class _Gated(torch.autograd.Function):
         return from_chunks(y, v), m[:, -1].view_as(state).clone()
 
     @staticmethod
+    @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         with exact(saved[0]):

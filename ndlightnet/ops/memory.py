@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndlightnet.ops._once import once
 from ndlightnet.ops.chunks import exact
 from ndlightnet.ops.parallel import accumulator
 from ndlightnet.ops.scan import Product, adjoints, before, memories
@@ -131,6 +132,7 @@ class _Memory(torch.autograd.Function):
         return torch.cat(outputs, 1).to(inputs.dtype), memory
 
     @staticmethod
+    @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         with exact(grads[0]):
             return _Memory.gradients(ctx, *grads)

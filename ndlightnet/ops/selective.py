@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndlightnet.ops._once import once
 from ndlightnet.ops.chunks import exact
 from ndlightnet.ops.parallel import accumulator
 from ndlightnet.ops.scan import adjoints, memories
@@ -70,6 +71,7 @@ class _Selective(torch.autograd.Function):
         return torch.cat(outputs, 1).to(u.dtype), memory
 
     @staticmethod
+    @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (u, delta, A, B, C, *starts), (dy, g_last) = ctx.saved_tensors, grads
         with exact(A):

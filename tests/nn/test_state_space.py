@@ -160,22 +160,20 @@ def test_pieces_are_the_causal_form(close, kind, shape):
 
 @every
 def test_axes_are_all_orders_added_up(close, kind):
-    """On (3, 4): by rows and by columns, from the start and from the end."""
+    """On (3, 4): by rows and by columns, from the start and from the end; of the tokens seen."""
     m, x = build(kind, scan="axes"), tokens(3, 4)
-    mask = torch.rand(2, 12) < 0.8
     rows, columns = torch.arange(12), torch.arange(12).reshape(3, 4).T.flatten()
-    for keep in (None, mask):
-        z = m.project(x).flatten(1, 2)
-        z = z if keep is None else z * keep[..., None]
-        parts, reads = [], []
-        for order in (rows, rows.flip(0), columns, columns.flip(0)):
-            line = F.pad(z[:, order], (0, 0, m.reach, 0))
-            parts.append(m.inputs(line, None if keep is None else keep[:, order]))
-            y, _ = m.recur(parts[-1], m.empty(2, None), 0 if reads else 2)
-            reads.append(y[:, order.argsort()])
-        y = m.join(m.join(m.join(*reads[:2]), reads[2]), reads[3])
-        given = None if keep is None else keep.reshape(2, 3, 4)
-        close(m(x, mask=given).flatten(1, 2), m.output(parts[0], y), 1e-12)
+    for keep in (torch.ones(2, 12, dtype=torch.bool), torch.rand(2, 12) < 0.8):
+        y = m(x, mask=keep.reshape(2, 3, 4)).flatten(1, 2)
+        for row, seen in enumerate(keep):
+            z, parts, reads = m.project(x[row : row + 1]).flatten(1, 2), [], []
+            for order in (rows, rows.flip(0), columns, columns.flip(0)):
+                order = order[seen[order]]
+                parts.append(m.inputs(F.pad(z[:, order], (0, 0, m.reach, 0)), None))
+                read, _ = m.recur(parts[-1], m.empty(1, None), 0 if reads else 1)
+                reads.append(read[:, order.argsort()])
+            read = m.join(m.join(m.join(*reads[:2]), reads[2]), reads[3])
+            close(y[row : row + 1, seen], m.output(parts[0], read), 1e-12)
 
 
 @every
@@ -187,30 +185,6 @@ def test_padding_around_a_sequence_is_as_if_it_were_not_there(close, kind, side,
     mask[:, real] = True
     y = m(torch.where(mask[..., None], x, torch.nan), mask=mask, causal=causal)
     close(y[:, real], m(x[:, real], causal=causal), 1e-12)
-
-
-@pytest.mark.parametrize("name", ["S5", "Mamba", "RWKV4"])
-@pytest.mark.parametrize("own", [False, True])
-def test_padding_within_a_sequence_is_stepped_over(close, name, own):
-    """Once short convolutions and token shifts, which see that it is there, are done."""
-    m = build(KINDS[name])
-    mask = torch.rand(N) < 0.6
-    z = F.pad(torch.randn(2, N, m.width).double() * mask[:, None], (0, 0, m.reach, 0))
-    parts = m.inputs(z, mask.expand(2, N))
-    y, last = m.recur(parts, m.empty(2, None), 2 * own)
-    few = {key: None if key == "keep" else x[:, -N:][:, mask] for key, x in parts._asdict().items()}
-    expected, end = m.recur(type(parts)(**few), m.empty(2, None), 2 * own)
-    for a, b in ((y[:, mask], expected), (last, end)):
-        if name == "RWKV4":
-            a, b = (x[..., :2, :] * x[..., 2:, :].exp() for x in (a, b))
-        close(*(torch.view_as_real(x) if x.is_complex() else x for x in (a, b)), 1e-12)
-
-
-def test_padding_within_s4_adds_nothing_but_takes_its_time(close):
-    m, x, mask = build(KINDS["S4"]), tokens(N), torch.rand(2, N) < 0.5
-    for causal in (False, True):
-        y = m(x, mask=mask, causal=causal)
-        close(y, m(x * mask[..., None], causal=causal), 1e-12)
 
 
 @every

@@ -19,7 +19,8 @@ from ndlightnet.ops.linear import Sums, causal_linear_attention, linear_attentio
 from ndlightnet.ops.parallel import accumulator
 from ndlightnet.ragged import Ragged
 
-Extent = tuple[int | None, ...]
+Start = tuple[int | Tensor, ...] | None
+Extent = tuple[int | Tensor | None, ...]
 Feature = Literal["elu", "relu", "silu", "identity"]
 FEATURES: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": lambda x: x.clamp(max=0).exp() + F.relu(x),  # elu(x) + 1
@@ -76,13 +77,18 @@ class LinearAttention(Mixer):
         self,
         x: Tensor,
         shape: tuple[int, ...],
-        start: tuple[int | Tensor, ...] | None,
+        start: Start,
         extent: Extent,
     ) -> Tensor:
         """Features (batch, length, heads, head_dim) with their position in the grid, (batch,
-        length, heads, rows * head_dim). extent: how far the grids of queries and keys reach; None
-        along the first axis of the causal form, which may go on."""
+        length, heads, rows * head_dim). start, extent: as of `bounds`; the extent is None along the
+        first axis of the causal form, which may go on."""
         return x
+
+    def bounds(self, grid: Grid, source: Grid | None, mask: Tensor | None) -> tuple[Start, Extent]:
+        """Of a grid that reads itself, or another source: the coordinates of the first cell, and
+        how far the cells of both reach; of an axis a number, or (batch,) of them."""
+        return None, grid.shape
 
     def rows(self, ndim: int) -> int:
         """Rows of the memory per channel of a head, on a grid of so many axes."""
@@ -108,13 +114,15 @@ class LinearAttention(Mixer):
         if layout is not None:
             return layout.each(self, x, mask, causal=causal)
         grid, source = Grid.of(x), x if context is None else context
-        extent: Extent = (None, *grid.shape[1:]) if causal else grid.shape
-        if self.places and context is not None:
-            there = Grid.of(context)
+        there = Grid.of(source)
+        there.flatten_mask(mask)  # checks it
+        if self.places:
             check_axes(grid, there)
-            extent = tuple(map(max, grid.shape, there.shape))
-        q = self._query(x, grid, None, extent)
-        k, v = self._source(source, mask, None, extent)
+        start, extent = self.bounds(grid, None if context is None else there, mask)
+        if causal:
+            extent = (None, *extent[1:])
+        q = self._query(x, grid, start, extent)
+        k, v = self._source(source, mask, start, extent)
         if causal:
             sums = self.init_state(len(x), x.device, grid.shape[1:])
             y, _ = causal_linear_attention(
@@ -124,14 +132,12 @@ class LinearAttention(Mixer):
             y = linear_attention(q, k, v, denominator=self.denominator)
         return grid.unflatten(self._output(y))
 
-    def _query(
-        self, x: Tensor, grid: Grid, start: tuple[int | Tensor, ...] | None, extent: Extent
-    ) -> Tensor:
+    def _query(self, x: Tensor, grid: Grid, start: Start, extent: Extent) -> Tensor:
         q = FEATURES[self.feature](split_heads(self.q_proj(x), self.heads, grid))
         return self.place(q, grid.shape, start, extent)
 
     def _source(
-        self, x: Tensor, mask: Tensor | None, start: tuple[int | Tensor, ...] | None, extent: Extent
+        self, x: Tensor, mask: Tensor | None, start: Start, extent: Extent
     ) -> tuple[Tensor, Tensor]:
         grid = Grid.of(x)
         k = FEATURES[self.feature](split_heads(self.k_proj(x), self.heads, grid))

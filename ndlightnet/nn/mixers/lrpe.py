@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ndlightnet.grid import Grid
 from ndlightnet.nn.constants import Constants
-from ndlightnet.nn.mixers.linear import Extent, Feature, LinearAttention
+from ndlightnet.nn.mixers.linear import Extent, Feature, LinearAttention, Start
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import rotate, tables
 from ndlightnet.ops._fla import Impl
@@ -72,7 +72,7 @@ class LrpeAttention(Constants, LinearAttention):
         self,
         x: Tensor,
         shape: tuple[int, ...],
-        start: tuple[int | Tensor, ...] | None,
+        start: Start,
         extent: Extent,
     ) -> Tensor:
         if self.basis == "householder":

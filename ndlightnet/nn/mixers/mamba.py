@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ndlightnet.nn.mixers.mixer import Recurrent, Scan, first_shift, hide, once, short_conv
+from ndlightnet.nn.mixers.mixer import Recurrent, Scan, first_shift, once, short_conv
 from ndlightnet.ops.parallel import accumulator
 from ndlightnet.ops.selective import selective_scan
 
@@ -72,7 +72,7 @@ class Mamba(Recurrent):
         low, b, c = self.x_proj(u).split([self.rank, self.state, self.state], -1)
         logits = F.linear(low, self.delta_weight)
         acc = accumulator(logits)
-        (delta,) = hide(keep, F.softplus(logits.to(acc) + self.shift.to(acc)))
+        delta = F.softplus(logits.to(acc) + self.shift.to(acc))
         return Parts(u, delta, b, c, gate[:, self.reach :])
 
     def recur(self, parts: Parts, memory: Tensor, own: int) -> tuple[Tensor, Tensor]:

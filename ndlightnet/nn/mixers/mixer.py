@@ -57,7 +57,7 @@ def check_axes(grid: Grid, source: Grid, remedy: str = "") -> None:
 def drawn_like(x: Tensor, *shape: int) -> Tensor:
     """An empty tensor as a projection of x would be: dtype under autocast, gradients."""
     kind = x.device.type
-    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    on = kind != "meta" and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if on else x.dtype
     made = torch.empty(0, *shape, dtype=dtype, device=x.device)
     return made.requires_grad_(torch.is_grad_enabled())
@@ -69,6 +69,32 @@ class Past(NamedTuple):
 
     tail: Tensor  # (batch, reach, width)
     memory: Tensor  # (batch, ...)
+
+
+class Way:
+    """One order of a grid's tokens. With a mask those that are seen come first and padding behind
+    them, where no recurrence, convolution or shift meets it: a sample is what it is alone."""
+
+    def __init__(self, grid: Grid, axis: int, back: bool, mask: Tensor | None) -> None:
+        """axis: the one that runs fastest. back: from the end. mask: bool (batch, *grid)."""
+        self.grid, self.axis, self.back, self.place = grid, axis, back, None
+        if mask is not None:
+            keep = grid.line(mask, axis, back)
+            seen, hidden = keep.cumsum(1), (~keep).cumsum(1)
+            self.place = torch.where(keep, seen, seen[:, -1:] + hidden) - 1
+
+    def line(self, x: Tensor) -> Tensor:
+        """(batch, *grid, ...) -> (batch, length, ...)."""
+        x = self.grid.line(x, self.axis, self.back)
+        if self.place is None:
+            return x
+        return torch.empty_like(x).scatter(1, spread(self.place, x), x)
+
+    def unline(self, x: Tensor) -> Tensor:
+        """Inverse of `line`."""
+        if self.place is not None:
+            x = x.gather(1, spread(self.place, x))
+        return self.grid.unline(x, self.axis, self.back)
 
 
 class Recurrent(Mixer, ABC):
@@ -98,8 +124,10 @@ class Recurrent(Mixer, ABC):
 
     @abstractmethod
     def inputs(self, z: Tensor, keep: Tensor | None) -> Any:
-        """Projected tokens in their order (batch, reach + length, width), keep (batch, length)
-        bool, False = padding -> what the recurrence takes; its tensors are (batch, length, ...)."""
+        """Projected tokens in their order (batch, reach + length, width) -> what the recurrence
+        takes; its tensors are (batch, length, ...). keep (batch, length) bool, False = padding: it
+        lies behind all tokens, so only the last memory, where it is read, has to be kept from it.
+        """
 
     @abstractmethod
     def recur(self, parts: Any, memory: Tensor, own: int) -> tuple[Tensor, Tensor]:
@@ -127,29 +155,34 @@ class Recurrent(Mixer, ABC):
         (length,)), which are done one after the other."""
         if layout is not None:
             return layout.each(self, x, mask, causal=causal)
-        first, y, _ = self.cover(x, mask, causal)
-        return self.output(first, y).reshape(x.shape)
+        first, y, _, way = self.cover(x, mask, causal)
+        return way.unline(self.output(first, y))
 
-    def cover(self, x: Tensor, mask: Tensor | None, causal: bool) -> tuple[Any, Tensor, Tensor]:
-        """A grid in all its ways: the inputs of the first one, what tokens read (batch, length,
-        ...) and the last memory of each, (ways, batch, ...)."""
+    def cover(
+        self, x: Tensor, mask: Tensor | None, causal: bool
+    ) -> tuple[Any, Tensor, Tensor, Way]:
+        """A grid in all its ways: the inputs of the first one, what its tokens read in all of them
+        (batch, length, ...), the last memory of each, (ways, batch, ...), and the first way."""
         grid, batch = Grid.of(x), len(x)
         grid.flatten_mask(mask)  # checks it
-        z, keep, ways = self.project(x), None, self.ways(grid, causal)
-        if mask is not None:
-            z = z.masked_fill(~mask[..., None], 0)
-            keep = torch.cat([grid.line(mask, *way) for way in ways])
+        ways = [Way(grid, axis, back, mask) for axis, back in self.ways(grid, causal)]
+        keep = None
+        if mask is not None:  # else NaN in the padding would leak
+            x = x.masked_fill(~mask[..., None], 0)
+            keep = torch.cat([way.line(mask) for way in ways])
+        z = self.project(x)
         # all ways are samples of one batch: as many steps as one way takes
-        lines = torch.cat([grid.line(z, *way) for way in ways])
+        lines = torch.cat([way.line(z) for way in ways])
         parts = self.inputs(nn.functional.pad(lines, (0, 0, self.reach, 0)), keep)
         y, memory = self.recur(parts, self.empty(len(lines), x.device), own=batch)
         y, memory = (part.unflatten(0, (len(ways), batch)) for part in (y, memory))
-        reads = [grid.flatten(grid.unline(one, *way)) for one, way in zip(y, ways, strict=True)]
+        others = zip(y[1:], ways[1:], strict=True)
+        reads = [y[0], *(ways[0].line(way.unline(one)) for one, way in others)]
         if isinstance(parts, Tensor):
             first = parts[:batch]
         else:
             first = type(parts)(*(None if part is None else part[:batch] for part in parts))
-        return first, reduce(self.join, reads), memory
+        return first, reduce(self.join, reads), memory, ways[0]
 
     def ways(self, grid: Grid, causal: bool) -> list[tuple[int, bool]]:
         """(axis that runs fastest, whether from the end); the first one is row by row."""
@@ -194,11 +227,16 @@ def short_conv(z: Tensor, weight: Tensor) -> Tensor:
                z[:, :n] * weight[:, 0].to(z.dtype))  # fmt: skip
 
 
+def spread(tokens: Tensor, x: Tensor) -> Tensor:
+    """(batch, length) for all that x (batch, length, ...) has of a token."""
+    return tokens.reshape(*tokens.shape, *[1] * (x.ndim - 2)).expand_as(x)
+
+
 def hide(keep: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
     """(batch, length, ...) with 0 where keep (batch, length) is False."""
     if keep is None:
         return xs
-    return tuple(x.masked_fill(~keep.reshape(*keep.shape, *[1] * (x.ndim - 2)), 0) for x in xs)
+    return tuple(x.masked_fill(~spread(keep, x), 0) for x in xs)
 
 
 def first_shift(channels: int, dt_min: float, dt_max: float) -> nn.Parameter:

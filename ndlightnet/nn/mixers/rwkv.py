@@ -17,7 +17,6 @@ class Parts(NamedTuple):
     z: Tensor  # (batch, 1 + length, dim): the tokens and the one before
     k: Tensor  # (batch, length, dim)
     v: Tensor
-    keep: Tensor | None
 
 
 class RWKV4(Recurrent):
@@ -53,15 +52,11 @@ class RWKV4(Recurrent):
 
     def inputs(self, z: Tensor, keep: Tensor | None) -> Parts:
         k, v = self.k_proj(shift(z, self.mix_k)), self.v_proj(shift(z, self.mix_v))
-        k = k.to(accumulator(k))
-        if keep is not None:
-            k = k.masked_fill(~keep[..., None], -torch.inf)
-        return Parts(z, k, v, keep)
+        return Parts(z, k.to(accumulator(k)), v)
 
     def recur(self, parts: Parts, memory: Tensor, own: int) -> tuple[Tensor, Tensor]:
         k = parts.k
         w = self.decay.to(k.dtype).exp().expand(1, 1, -1)
-        w = w if parts.keep is None else w * parts.keep[..., None]
         sums, memory = wkv.weighted_sums(k, parts.v, w, memory)
         token = wkv.token(k[:own] + self.bonus.to(k.dtype), parts.v[:own])
         mine = wkv.merge(sums[:own], token)

@@ -19,9 +19,6 @@ class S4(Recurrent):
     x_t = exp(dt a) x_(t-1) + expm1(dt a) / a u_t, y_t = 2 Re C x_t, diagonal and complex, with the
     poles a of HiPPO-LegS to start from. (A weight B of the input would only scale C.)
 
-    Padding in front and at the end is as if it were not there; within a sequence it adds nothing,
-    but time goes on, as the systems do not depend on the token.
-
     Args:
         dim: channels of a token.
         state: real size of a channel's state: state / 2 conjugate pairs.

@@ -4,7 +4,6 @@ channels."""
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +14,6 @@ from ndlightnet.ops import ssm
 from ndlightnet.ops.chunks import exact
 from ndlightnet.ops.parallel import accumulator
 from ndlightnet.ops.scan import scan as linear_scan
-
-
-class Parts(NamedTuple):
-    u: Tensor  # (batch, length, dim)
-    keep: Tensor | None
 
 
 class S5(Recurrent):
@@ -58,27 +52,24 @@ class S5(Recurrent):
         gain = self.log_step.double().exp() * ssm.hold(z)
         return z.exp(), gain * torch.view_as_complex(self.B.double())
 
-    def inputs(self, z: Tensor, keep: Tensor | None) -> Parts:
-        return Parts(z, keep)
+    def inputs(self, z: Tensor, keep: Tensor | None) -> Tensor:
+        return z
 
-    def recur(self, parts: Parts, memory: Tensor, own: int) -> tuple[Tensor, Tensor]:
-        u, acc, n = parts.u, accumulator(parts.u), parts.u.shape[1]
+    def recur(self, parts: Tensor, memory: Tensor, own: int) -> tuple[Tensor, Tensor]:
+        u, acc, n = parts, accumulator(parts), parts.shape[1]
         forget, b = (x.to(memory.dtype) for x in self.system())
         with exact(u):
             added = u.to(acc) @ torch.view_as_real(b).flatten(1)
             added = torch.view_as_complex(added.unflatten(-1, (-1, 2)))
-            forget = forget.expand(1, 1, -1)
-            if parts.keep is not None:
-                forget = torch.where(parts.keep[..., None], forget, 1)
-            x = linear_scan(forget, added, memory)
+            x = linear_scan(forget.expand(1, 1, -1), added, memory)
             last = x[:, -1] if n else memory
             read = torch.view_as_real(once(x, own, lambda n: added[n])).flatten(2)
             # the real part of a product, of both of a pair
             c = 2 * torch.view_as_real(torch.view_as_complex(self.C.to(acc)).conj_physical())
             return (read @ c.flatten(1).mT).to(u.dtype), last
 
-    def output(self, parts: Parts, y: Tensor) -> Tensor:
-        h = F.gelu(y + self.D * parts.u)
+    def output(self, parts: Tensor, y: Tensor) -> Tensor:
+        h = F.gelu(y + self.D * parts)
         return h * torch.sigmoid(self.gate_proj(h))
 
     def empty(self, batch: int, device: torch.device | str | None) -> Tensor:

@@ -1,0 +1,76 @@
+"""What operators with a gradient of their own say where it is differentiated again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Backward = Callable[..., tuple[Any, ...]]
+
+
+class _Final(torch.autograd.Function):
+    """A gradient that has been computed, on the graph of all that it depends on."""
+
+    @staticmethod
+    def forward(grad: Tensor, *sources: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise RuntimeError(
+            "no second derivative: the gradient of this operator is written out and cannot be "
+            "differentiated again; that of impl='reference', where there is one, can"
+        )
+
+
+def once(backward: Backward) -> Backward:
+    """Of an operator's backward: to differentiate its results again raises RuntimeError.
+
+    torch's once_differentiable does not do for that: its error lies on no way to the tensors that
+    were saved, so torch.autograd.grad goes past it, and leaves out what comes by them.
+    """
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        saved = ctx.saved_tensors  # once: checkpointing lets them be unpacked a single time
+        given = {**vars(ctx), "saved_tensors": saved, "needs_input_grad": ctx.needs_input_grad}
+        with torch.no_grad():
+            out = backward(SimpleNamespace(**given), *grads)
+        sources = [x for x in (*saved, *grads) if isinstance(x, Tensor) and x.requires_grad]
+        return tuple(
+            _Final.apply(x, *sources) if isinstance(x, Tensor) else x  # type: ignore
+            for x in out
+        )
+
+    return run
+
+
+class _Inputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *xs: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.save_for_backward(*xs)
+        return tuple(None if x is None else x.view_as(x) for x in xs)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
+
+
+def once_through(*xs: Any) -> tuple[Any, ...]:
+    """The inputs, as they are, of an operator that does not say itself that its gradient cannot be
+    differentiated again."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return xs
+    return _Inputs.apply(*xs)  # type: ignore
