@@ -1,10 +1,15 @@
 """The one error of this room, and files that appear complete or not at all."""
 
+import hashlib
 import os
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import torch
+
+NAME_BYTES = 160  # file systems take 255; endings, and what marks a draft, need some of them
 
 
 class DataError(ValueError):
@@ -26,6 +31,16 @@ def printable(name: object) -> str:
     )
 
 
+def file_name(name: str) -> str:
+    """`name` as it can begin the names of files: printable, without slashes, at most NAME_BYTES in
+    UTF-8. One that had to be changed ends in a hash of the whole: two names stay two."""
+    plain = printable(name).replace("/", "_")
+    if plain == name and len(name.encode()) <= NAME_BYTES:
+        return name
+    mark = "-" + hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:12]
+    return plain.encode()[: NAME_BYTES - len(mark)].decode(errors="ignore") + mark
+
+
 def one_line(problem: object) -> str:
     """The text of an exception, or of any object, without line breaks, at most 160 characters."""
     text = printable(" ".join(str(problem).split())) or type(problem).__name__
@@ -33,12 +48,27 @@ def one_line(problem: object) -> str:
 
 
 @contextmanager
+def fitting(path: object) -> Iterator[None]:
+    """Memory that runs out inside, the host's or a device's, becomes a DataError that names
+    `path`."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise DataError(f"{path}: does not fit into memory ({one_line(error)})") from error
+    except RuntimeError as error:  # torch has no class of its own for the host's
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        raise DataError(f"{path}: does not fit into memory ({one_line(error)})") from error
+
+
+@contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Whatever is raised inside becomes a DataError that names `path`: decoders of gzip, NIfTI,
     DICOM and JPEG raise what they like."""
     try:
-        yield
-    except (DataError, MemoryError):
+        with fitting(path):
+            yield
+    except DataError:
         raise
     except Exception as error:
         raise DataError(f"{path}: cannot be read ({one_line(error)})") from error

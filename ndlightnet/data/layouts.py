@@ -11,8 +11,10 @@ from typing import Any
 
 from ndlightnet.data.dicom import dicom_files
 from ndlightnet.data.errors import DataError, one_line
+from ndlightnet.data.folders import leave_out
 from ndlightnet.data.volume_formats import ENDINGS, Case, stem
 
+WANTED = f"{', '.join(ENDINGS)} or a DICOM series"
 NUMBERED = re.compile(r"(.+)_(\d{4})")  # nnU-Net's CASE_0000: the channel after the case
 
 
@@ -28,10 +30,12 @@ class Dataset:
     test: tuple[Case, ...]
 
 
-def read_dataset(folder: str | Path) -> Dataset:
+def read_dataset(folder: str | Path, notes: list[str] | None = None) -> Dataset:
     """Reads `dataset.json`, the decathlon's ("modality") or nnU-Net's ("channel_names"), and checks
     that every file is there (the files are not opened). In the decathlon's a case has a file for
-    each modality, or one file with all of them on its fourth axis.
+    each modality, or one file with all of them on its fourth axis. nnU-Net's are all files of its
+    folders that end in "file_ending", in small or capital letters; a line on what is left out is
+    added to `notes`.
 
     Raises DataError for a missing folder or file, a `dataset.json` that cannot be read or is in
     neither format, label or channel numbers with gaps, labels that are regions, a training case
@@ -50,7 +54,7 @@ def read_dataset(folder: str | Path) -> Dataset:
     if not isinstance(listing, dict):
         raise DataError(f"{file}: should hold a JSON object")
     if "channel_names" in listing:
-        found = _read_nnunet(file, listing)
+        found = _read_nnunet(file, listing, notes)
     elif "modality" in listing:
         found = _read_decathlon(file, listing)
     else:
@@ -117,16 +121,17 @@ def _check_there(path: Path, file: Path) -> None:
 # --------------------------------------------------------------------------------------- nnU-Net
 
 
-def _read_nnunet(file: Path, listing: dict[str, Any]) -> Dataset:
+def _read_nnunet(file: Path, listing: dict[str, Any], notes: list[str] | None) -> Dataset:
     channels = _numbered(file, listing, "channel_names")
     labels = _named_numbers(file, listing.get("labels"))
     ending = listing.get("file_ending")
-    if ending not in ENDINGS:
+    if str(ending).lower() not in ENDINGS:
         raise DataError(
             f"{file}: 'file_ending' is {one_line(repr(ending))}, expected one of "
             f"{', '.join(ENDINGS)}"
         )
-    training, test = (_split(file, kind, ending, len(channels)) for kind in ("Tr", "Ts"))
+    ending, count = str(ending).lower(), len(channels)
+    training, test = (_split(file, kind, ending, count, notes) for kind in ("Tr", "Ts"))
     return Dataset(file.parent, labels, channels, training, test)
 
 
@@ -150,12 +155,16 @@ def _named_numbers(file: Path, numbers: Any) -> tuple[str, ...]:
     return tuple(sorted(numbers, key=lambda name: int(numbers[name])))
 
 
-def _split(file: Path, kind: str, ending: str, channels: int) -> tuple[Case, ...]:
+def _split(
+    file: Path, kind: str, ending: str, channels: int, notes: list[str] | None
+) -> tuple[Case, ...]:
     """imagesTr and labelsTr, or imagesTs and labelsTs; the latter may lack, wholly or in part."""
     images, labels = (file.parent / f"{what}{kind}" for what in ("images", "labels"))
     if not images.is_dir():
         return ()
-    files = [path for path in _volumes_in(images) if path.name.endswith(ending)]
+    files = [path for path in _volumes_in(images) if path.name.lower().endswith(ending)]
+    leave_out({*images.iterdir()} - {*files}, images, f"CASE_0000{ending}", notes)
+    labelled = {_in_small(path): path for path in (_volumes_in(labels) if labels.is_dir() else [])}
     for path in files:
         if not NUMBERED.fullmatch(stem(path)):
             raise DataError(f"{path}: should be called CASE_0000{ending}, CASE_0001{ending}, ...")
@@ -163,7 +172,7 @@ def _split(file: Path, kind: str, ending: str, channels: int) -> tuple[Case, ...
     for name, channel_files in _joined(files, channels).items():
         for path in channel_files:
             _check_there(path, file)
-        label = labels / name.name
+        label = labelled.get(labels / name.name, labels / name.name)
         if kind == "Tr":
             _check_there(label, file)
         cases.append(Case(stem(name), channel_files, label if label.exists() else None))
@@ -173,40 +182,52 @@ def _split(file: Path, kind: str, ending: str, channels: int) -> tuple[Case, ...
 def _joined(files: Sequence[Path], channels: int) -> dict[Path, tuple[Path, ...]]:
     """CASE_0000.nii, CASE_0001.nii, ... -> {CASE.nii: its `channels` files, there or not}."""
     cases = {}
-    for path in files:
-        case, channel = _case_of(path), int(stem(path)[-4:])
+    there = {_in_small(path): path for path in files}
+    if len(there) < len(files):
+        twin = next(path for path in files if there[_in_small(path)] != path)
+        raise DataError(f"{twin}: {there[_in_small(twin)].name} is there as well; remove one")
+    for small, path in there.items():
+        case, channel = _case_of(small), int(stem(path)[-4:])
         if channel >= channels:
             raise DataError(f"{path}: is channel {channel}, expected 0..{channels - 1}")
-        ending = path.name[len(stem(path)) :]
-        names = [f"{stem(case)}_{c:04}{ending}" for c in range(channels)]
-        cases[case] = tuple(path.with_name(name) for name in names)
+        ending = small.name[len(stem(small)) :]
+        wanted = [path.with_name(f"{stem(case)}_{c:04}{ending}") for c in range(channels)]
+        cases[case] = tuple(there.get(one, one) for one in wanted)
     return cases
 
 
+def _in_small(path: Path) -> Path:
+    """CASE.NII.GZ -> CASE.nii.gz."""
+    name = stem(path)
+    return path.with_name(name + path.name[len(name) :].lower())
+
+
 def _case_of(path: Path) -> Path:
-    """CASE_0001.nii -> CASE.nii; any other name stays."""
-    match = NUMBERED.fullmatch(stem(path))
+    """CASE_0001.nii -> CASE.nii; any other name stays. Its ending comes in small letters."""
+    path, match = _in_small(path), NUMBERED.fullmatch(stem(path))
     return path if match is None else path.with_name(match[1] + path.name[len(match[0]) :])
 
 
 # ---------------------------------------------------------------------------------------- inputs
 
 
-def find_inputs(path: str | Path, channels: int = 1) -> list[Case]:
+def find_inputs(
+    path: str | Path, channels: int = 1, notes: list[str] | None = None
+) -> list[Case]:
     """What to predict on: a volume's file (.nii.gz, .nii, .nrrd, .mha, .mhd), a folder with a DICOM
     series, a folder with a dataset.json (its test cases), or a folder of such files and of such
     DICOM folders, sorted by name.
 
     Files CASE_0000, CASE_0001, ... are one case for a network of several channels; for one channel
-    a `_0000` that every file has is left out of the names. Other files are passed over. Nothing is
-    opened beyond telling DICOM from other files, so a broken volume is listed and raises when it
-    is loaded. Raises DataError when there is nothing to predict on.
+    a `_0000` that every file has is left out of the names. A line on the other files is added to
+    `notes`. Nothing is opened beyond telling DICOM from other files, so a broken volume is listed
+    and raises when it is loaded. Raises DataError when there is nothing to predict on.
     """
     path = Path(path)
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
     if (path / "dataset.json").is_file():
-        cases = read_dataset(path).test
+        cases = read_dataset(path, notes).test
         if not cases:
             raise DataError(f"{path}: dataset.json lists no test case")
         return list(cases)
@@ -220,6 +241,7 @@ def find_inputs(path: str | Path, channels: int = 1) -> list[Case]:
                 )
         else:
             files, folders, home = _volumes_in(path), _series_in(path), path
+            leave_out({*path.iterdir()} - _read_of(path, files, folders), path, WANTED, notes)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     if not files and not folders:
@@ -229,7 +251,7 @@ def find_inputs(path: str | Path, channels: int = 1) -> list[Case]:
         numbered = first if len(first) == len(files) else []
     else:
         begun = {_case_of(file) for file in first}
-        numbered = [f for f in files if f != _case_of(f) and _case_of(f) in begun]
+        numbered = [f for f in files if NUMBERED.fullmatch(stem(f)) and _case_of(f) in begun]
     found: list[tuple[Path, tuple[Path, ...]]]
     found = [(path, (path,)) for path in [*folders, *files] if path not in numbered]
     found = sorted([*found, *_joined(numbered, channels).items()])
@@ -244,6 +266,15 @@ def _volumes_in(folder: Path) -> list[Path]:
     return [f for f in files if f.name.lower().endswith(ENDINGS) and not f.name.startswith(".")]
 
 
+def _read_of(folder: Path, files: Sequence[Path], series: Sequence[Path]) -> set[Path]:
+    """The entries of a folder that these volumes and DICOM series are read from."""
+    own = dicom_files(folder) if folder.resolve() in series else []
+    inside = [parent for path in series for parent in (path, *path.parents)]
+    headers = [path for path in files if path.suffix.lower() == ".mhd"]  # voxels lie beside them
+    voxels = [path.with_suffix(end) for path in headers for end in (".raw", ".zraw")]
+    return {*files, *own, *inside, *voxels, folder / "DICOMDIR"}
+
+
 def _series_in(folder: Path) -> list[Path]:
     """The folder itself, then those in it, that hold DICOM files."""
     inside = [path for path in sorted(folder.iterdir()) if path.is_dir()]
@@ -251,11 +282,15 @@ def _series_in(folder: Path) -> list[Path]:
 
 
 def _names(folder: Path, paths: Sequence[Path]) -> list[str]:
-    """A name a file: its stem, with the folders before it where stems repeat (a/ct, b/ct)."""
+    """A name a file: its stem, with the folders before it where stems repeat (a/ct, b/ct), and with
+    its ending where that is all that differs (ct.nii, ct.nrrd)."""
     names = [stem(path) for path in paths]
     if len(set(names)) < len(names):
-        places = [Path(os.path.relpath(path, folder)).parts for path in paths]
+        places = [Path(os.path.relpath(path, folder)).parts or (path.name,) for path in paths]
         names = ["_".join([*parts[:-1], stem(Path(parts[-1]))]) for parts in places]
+        if len(set(names)) < len(set(places)):
+            whole = ["_".join(parts) for parts in places]
+            names = [w if names.count(n) > 1 else n for n, w in zip(names, whole, strict=True)]
     for index, name in enumerate(names):
         if name in names[:index]:
             raise DataError(f"{paths[index]}: another case is called {name!r} as well; rename one")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.video_transforms import check_sides
 
 EARLY = 0.25  # of the time between two frames, by which one may come too early: clocks jitter
 
@@ -82,6 +83,7 @@ class VideoStream:
                 if slot == last:
                     continue
             picture = torch.from_numpy(frame.to_ndarray(format="rgb24"))
+            check_sides(self.name, picture)
             # a telephone held upright writes a lying picture and a note to turn it
             yield Frame(number, now, torch.rot90(picture, frame.rotation // 90))
         if number < 0:

@@ -16,7 +16,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.training.report import check_writable
+from ndlightnet.training.report import check_writable, say
 
 
 class TaskCLI(LightningCLI):
@@ -164,8 +164,7 @@ def run(
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    for note in cli.model.notes:
-        print(f"note: {note}", file=sys.stderr)
+    say(cli.model.notes)
     for failure in cli.model.failures:
         print(f"error: {failure}", file=sys.stderr)
     if cli.model.summary:

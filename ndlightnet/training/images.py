@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import BinaryAUROC
 
 from ndlightnet.data.augment import Augment
-from ndlightnet.data.errors import DataError, whole_file
+from ndlightnet.data.errors import DataError, printable, whole_file
 from ndlightnet.data.images import (
     Batches,
     ImageSet,
@@ -216,13 +216,15 @@ class ImageTask(LabelledTask):
         answered, data = self.gathered(self.answered), self.data()
         file = self.out() / "predictions.csv"
         if self.trainer.is_global_zero:
-            with whole_file(file) as draft, draft.open("w", newline="", encoding="utf-8") as out:
+            with whole_file(file) as draft, draft.open(
+                "w", newline="", encoding="utf-8", errors="backslashreplace"
+            ) as out:
                 writer = csv.writer(out)
                 writer.writerow(["file", "prediction", *data.classes])
                 for number, row in answered.items():
                     best = data.classes[row.index(max(row))]
                     numbers = [f"{value:.6f}" for value in row]
-                    writer.writerow([data.predict_files[number], best, *numbers])
+                    writer.writerow([printable(data.predict_files[number]), best, *numbers])
         self.summary = f"{len(answered)} predictions are in {file}"
 
 

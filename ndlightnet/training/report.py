@@ -5,17 +5,26 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError, whole_file
+from ndlightnet.data.errors import DataError, printable, whole_file
 
 # Okabe and Ito: told apart also by people who see fewer colours
 COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#F0E442", "#CC79A7", "#0072B2")
+
+
+@rank_zero_only
+def say(notes: Sequence[str]) -> None:
+    """Prints what was decided for the user, each line once."""
+    for note in dict.fromkeys(notes):
+        print(f"note: {printable(note)}", file=sys.stderr)
 
 
 def check_writable(folder: Path) -> None:
@@ -46,8 +55,14 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def save_figure(figure: Any, path: Path) -> None:
+    """Names of files and classes stand in a figure as they are: `$` begins no formula, and bytes
+    that are not UTF-8 are escaped."""
     import matplotlib.pyplot as plt
+    from matplotlib.text import Text
 
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
+        text.set_text(text.get_text().encode(errors="backslashreplace").decode())
     with whole_file(path) as draft:
         figure.savefig(draft, dpi=110, bbox_inches="tight", facecolor=figure.get_facecolor())
     plt.close(figure)

@@ -12,6 +12,7 @@ from ndlightnet.data.images import Batches, ImageSet
 from ndlightnet.data.layouts import find_inputs
 from ndlightnet.data.volume_folders import largest_extent, list_classes, read_part, read_volume
 from ndlightnet.training.images import ImageData
+from ndlightnet.training.report import say
 
 
 class VolumeFolders(ImageData):
@@ -49,7 +50,8 @@ class VolumeFolders(ImageData):
             super().setup(stage)
 
     def read(self) -> dict[str, ImageSet]:
-        classes, parts = list_classes(self.root)
+        classes, parts = list_classes(self.root, notes := [])
+        say(notes)
         if self.classes not in ((), classes):
             raise DataError(f"{self.root}: classes={list(self.classes)}, has {list(classes)}")
         self.classes = classes
@@ -63,17 +65,16 @@ class VolumeFolders(ImageData):
     def predict_dataloader(self) -> Any:
         if self.input is None:
             raise DataError("data.input: expected a file or a folder to predict, got none")
-        cases = find_inputs(self.input)
+        cases = find_inputs(self.input, notes=(notes := []))
+        say(notes)
         if not self.deviation or self.spacing is None:
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
         task: Any = self.trainer and self.trainer.lightning_module
         images, self.predict_files = [], []
         for case in cases:
-            try:
+            with task.one_input(case.images[0]):
                 images.append(read_volume(case, self.size, self.spacing))
                 self.predict_files.append(str(case.images[0]))
-            except DataError as error:
-                task.failures.append(str(error))
         if not images:
             return []
         labels = torch.zeros(len(images), dtype=torch.int64)

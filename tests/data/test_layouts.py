@@ -249,6 +249,13 @@ def test_find_inputs_refuses(listed: tuple[Path, dict[str, Any]], tmp_path: Path
     refuses(lambda: find_inputs(tmp_path / "none"), tmp_path / "none", "holds no NIfTI")
     relist(folder, {**listing, "test": []})
     refuses(lambda: find_inputs(folder), folder, "no test case")
-    twins = write(tmp_path / "twins" / "a.nii", random_image()).parent
-    write(twins / "a.nii.gz", random_image())
-    refuses(lambda: find_inputs(twins), twins / "a.nii.gz", "another case is called 'a'")
+
+
+def test_files_that_differ_in_their_endings_are_two_cases(tmp_path: Path) -> None:
+    for name in ("a.nii", "a.nii.gz", "b.nii"):
+        write(tmp_path / name, random_image())
+    write_series(tmp_path / "b", HU)
+    assert [c.name for c in find_inputs(tmp_path)] == ["a.nii", "a.nii.gz", "b", "b.nii"]
+    slices = write_series(tmp_path / "in" / "own", HU)
+    write(slices / "own.nii.gz", random_image())
+    assert [c.name for c in find_inputs(slices)] == ["own", "own.nii.gz"]
