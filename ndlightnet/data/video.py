@@ -151,11 +151,12 @@ def _decode(path: Path) -> Iterator[Any]:
 
 
 def open_video(path: str | Path) -> VideoReader:
-    """Open a video with decord where that is installed and the video not NARROW, else with PyAV.
+    """Open a video with decord where that is installed, the video not NARROW and its name UTF-8,
+    else with PyAV.
 
     Both give the same frames. decord has no packages for ARM.
     """
-    if find_spec("decord"):
+    if find_spec("decord") and str(path) == str(path).encode(errors="replace").decode():
         reader = DecordReader(path)
         if reader.width >= NARROW:
             return reader

@@ -54,15 +54,21 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         draft.write_text(json.dumps(plain(content), indent=2) + "\n")
 
 
-def save_figure(figure: Any, path: Path) -> None:
-    """Names of files and classes stand in a figure as they are: `$` begins no formula, and bytes
-    that are not UTF-8 are escaped."""
-    import matplotlib.pyplot as plt
+def plain_text(figure: Any) -> None:
+    """Lets the names of files and classes stand as they are in a figure that is done: `$` begins no
+    formula, and bytes that are not UTF-8 are escaped."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
         text.set_parse_math(False)
         text.set_text(text.get_text().encode(errors="backslashreplace").decode())
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Its texts are plain ones."""
+    import matplotlib.pyplot as plt
+
+    plain_text(figure)
     with whole_file(path) as draft:
         figure.savefig(draft, dpi=110, bbox_inches="tight", facecolor=figure.get_facecolor())
     plt.close(figure)

@@ -6,8 +6,10 @@ Every entry is called as its case's source is. The names are part of what a fold
 import gzip
 import os
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 
+import av
 import nibabel
 import numpy as np
 import SimpleITK as sitk
@@ -99,3 +101,53 @@ def broken_inputs(folder: Path) -> list[Path]:
     for file in found[-1].iterdir():
         file.write_bytes(file.read_bytes()[:-200])
     return found
+
+
+def encode(
+    path: Path, *sizes: tuple[int, int], codec: str = "libx264", form: str | None = None
+) -> Path:
+    """A video of ten frames of each size (width, height), one after the other."""
+    with av.open(str(path), "w", format=form) as file:
+        stream = file.add_stream(codec, rate=25)
+        stream.width, stream.height = sizes[0]
+        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        for part, (width, height) in enumerate(sizes):
+            encoder = stream.codec_context
+            if part:  # mjpeg: each frame is a picture of its own
+                encoder = av.CodecContext.create(codec, "w")
+                encoder.width, encoder.height, encoder.pix_fmt = width, height, stream.pix_fmt
+                encoder.time_base = Fraction(1, 25)
+            pictures = np.random.default_rng(part).integers(0, 256, (10, height, width, 3), np.uint8)
+            for number, picture in enumerate(pictures, 10 * part):
+                frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+                frame = frame.reformat(format=stream.pix_fmt)
+                frame.pts, frame.time_base = number, Fraction(1, 25)
+                for packet in encoder.encode(frame):
+                    packet.stream = stream
+                    file.mux(packet)
+            for packet in encoder.encode(None):
+                packet.stream = stream
+                file.mux(packet)
+    return path
+
+
+def videos(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Six videos that can be predicted, and six that cannot."""
+    folder.mkdir()
+    size = (128, 96)
+    good = [
+        encode(folder / name, size, form="mp4")
+        for name in (r"b$\frac$.mp4", "n" * (LONGEST - 4) + ".mp4", "UPPER.M4V",
+                     "two\nlines.mov", os.fsdecode(b"caf\xe9.mp4"))
+    ]  # fmt: skip
+    good.append(encode(folder / "two sizes.avi", size, (256, 64), codec="mjpeg"))
+    whole = good[0].read_bytes()
+    contents = {
+        "text.mp4": b"this is no video", "empty.mkv": b"", "truncated.mp4": whole[: len(whole) // 2],
+        "e" * (LONGEST - 5) + ".webm": b"", os.fsdecode(b"text \xff.mp4"): b"text",
+    }  # fmt: skip
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    bad = [folder / name for name in contents]
+    bad.append(encode(folder / "narrow.mp4", (16_000, 2)))
+    return good, bad

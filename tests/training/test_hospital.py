@@ -2,6 +2,7 @@
 
 import csv
 import html
+import json
 import os
 import re
 from pathlib import Path
@@ -14,9 +15,10 @@ import pytest
 import torch
 
 from ndlightnet import NDLightUNet
+from ndlightnet.data import video
 from ndlightnet.data.errors import file_name, printable
 from ndlightnet.data.volumes import Case, load_case
-from tests.training.hospital import broken_inputs, good_inputs
+from tests.training.hospital import broken_inputs, good_inputs, videos
 
 CLASSES = "--model.net.init_args.out_channels=2"
 
@@ -81,3 +83,34 @@ def test_60_inputs_of_which_25_are_broken(segment, checkpoint, tmp_path, monkeyp
     pictures = [unquote(html.unescape(found)) for found in re.findall('src="([^"]*)"', page)]
     assert sorted(pictures) == sorted(f"{case}.png" for case in cases)
     assert page.count("<li>") == 25
+
+
+@pytest.mark.parametrize("decord", [True, False])
+def test_12_videos_of_which_6_are_broken(classify, tmp_path, monkeypatch, decord):
+    folder, out = tmp_path / "in", tmp_path / "out" / "predictions"
+    good, bad = videos(folder)
+    (folder / "dangling.mp4").symlink_to("/nowhere")
+    (folder / "folder.mp4").mkdir()
+    (folder / "picture.png").write_bytes(b"png")
+    if not decord:
+        monkeypatch.setattr(video, "find_spec", lambda _: None)
+    done = classify(
+        "fit", f"--trainer.default_root_dir={tmp_path}/run", "--data.class_path=MovingDigits",
+        f"--data.init_args.root={tmp_path}/digits", "--data.init_args.videos=[6,6]",
+    )  # fmt: skip
+    assert (done.status, done.errors) == (0, [])
+    done = classify(
+        "predict", f"--trainer.default_root_dir={tmp_path}/out", "--data.init_args.root=/gone",
+        f"--ckpt_path={tmp_path}/run/checkpoints/last.ckpt", f"--data.init_args.input={folder}",
+    )  # fmt: skip
+    assert done.status == 1 and "Traceback" not in done.err
+    begin = tuple(f"error: {printable(path)}: " for path in bad)
+    assert sorted(path for line in done.errors for path in begin if line.startswith(path)) == (
+        sorted(begin)
+    )
+    assert len(done.errors) == 6
+    (note,) = [line for line in done.err.splitlines() if line.startswith("note: ")]
+    assert "3 entries are left out: dangling.mp4, folder.mp4, picture.png (expected" in note
+    found = json.loads((out / "predictions.json").read_text())
+    assert sorted(found) == sorted(map(str, good))
+    assert len(list(out.glob("*.png"))) == 6 and len(list(out.iterdir())) == 7
