@@ -1,4 +1,4 @@
-"""Videos from files: two readers, a folder of classes, and a dataset of clips.
+"""Videos from files: a reader, a folder of classes, and a dataset of clips.
 
 A folder is read as `train/<class>/*.mp4` and `test/<class>/*.mp4` (or another of ENDINGS). Frames
 are (frames, height, width, 3) uint8 RGB wherever a user meets them; what turns them into the clips
@@ -9,9 +9,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,67 +26,21 @@ from ndlightnet.data.video_transforms import (
     train_clip,
 )
 
-ENDINGS = (".mp4", ".m4v", ".avi", ".mkv", ".mov", ".webm", ".mpg", ".mpeg")
+ENDINGS = (".mp4", ".m4v", ".avi", ".mkv", ".mov", ".webm", ".mpg", ".mpeg", ".gif")
 WANTED = ", ".join(ENDINGS)
 THREADS = min(4, os.cpu_count() or 1)  # each holds a decoder, and decoders are large
-NARROW = 96  # pixels; decord 0.6 misreads padded rows of some narrower videos (16, 24, 48, 72)
 DECODED = 2**27  # bytes of frames at full size at a time: bounds the memory of a long video
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class VideoReader(Protocol):
-    """An open video: `len` in frames, `fps` in frames a second (0.0 where the file has none)."""
-
-    fps: float
-
-    def __len__(self) -> int: ...
-
-    def frames(self, indices: Sequence[int]) -> Tensor:
-        """The frames of these numbers, in this order: (frames, height, width, 3) uint8 RGB.
-
-        IndexError for a number outside [0, len); DataError where the file is damaged there.
-        """
-        ...
-
-
-class DecordReader:
-    """Reads through decord, which finds any frame quickly; `width` is in pixels.
-
-    DataError for no file, no video in it, no frames, or where decord fails on a width under NARROW.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        import decord
-
-        self.path = _existing(path)
-        self._errors: tuple[type[Exception], ...] = (RuntimeError, decord.DECORDError)
-        try:
-            self._video = decord.VideoReader(str(self.path), num_threads=1)
-            self._length = len(self._video)
-            if self._length:
-                self.fps = float(self._video.get_avg_fps())
-                self.width = int(self._video[0].shape[1])
-        except self._errors as error:
-            raise DataError(f"{self.path}: not a video that can be read") from error
-        if not self._length:
-            raise DataError(f"{self.path}: has no frames")
-
-    def __len__(self) -> int:
-        return self._length
-
-    def frames(self, indices: Sequence[int]) -> Tensor:
-        wanted = _checked(indices, len(self))
-        try:
-            return torch.from_numpy(self._video.get_batch(wanted).asnumpy())
-        except self._errors as error:
-            what = "too narrow for decord, or damaged" if self.width < NARROW else "damaged"
-            raise DataError(f"{self.path}: {what}, some frames cannot be decoded") from error
-
-
 class PyAVReader:
-    """Reads through PyAV, from the start to the last frame asked for; asking in order is quick.
+    """An open video: `len` in frames, `fps` in frames a second (0.0 where the file has none).
+
+    It decodes from the start to the last frame asked for, so asking in order is quick, and it never
+    seeks: containers without an index (MPEG-TS, MPEG-PS), open groups of pictures and intra refresh
+    give other frames after a seek than the file holds there, and do not say so.
 
     DataError for no file, no video in it, or no frames.
     """
@@ -100,8 +53,9 @@ class PyAVReader:
             with av.open(str(self.path)) as file:
                 if not file.streams.video:
                     raise DataError(f"{self.path}: has no video stream")
-                # Packets are counted because a header may give a wrong number of frames, or none.
-                self._length = sum(packet.size > 0 for packet in file.demux(video=0))
+                # Packets are counted because a header may give a wrong number of frames, or none;
+                # what an edit list cuts off is decoded, but not shown.
+                self._length = sum(not packet.is_discard for packet in _packets(file))
                 self.fps = float(file.streams.video[0].average_rate or 0)
         except av.error.FFmpegError as error:
             raise DataError(f"{self.path}: not a video that can be read") from error
@@ -117,6 +71,10 @@ class PyAVReader:
         self._position = 0  # the number of the frame that `_decoded` gives next
 
     def frames(self, indices: Sequence[int]) -> Tensor:
+        """The frames of these numbers, in this order: (frames, height, width, 3) uint8 RGB.
+
+        IndexError for a number outside [0, len); DataError where the file is damaged there.
+        """
         import av
 
         wanted = _checked(indices, len(self))
@@ -140,6 +98,19 @@ class PyAVReader:
         return torch.stack([kept[number] for number in wanted])
 
 
+def _packets(file: Any) -> Iterator[Any]:
+    """From the first key frame on, less the frames shown before it: a recording that was joined
+    late begins with what cannot be decoded."""
+    packets = (packet for packet in file.demux(video=0) if packet.size > 0)
+    for first in packets:
+        if first.is_keyframe:
+            yield first
+            break
+    for packet in packets:
+        if None in (packet.pts, first.pts) or packet.pts >= first.pts:
+            yield packet
+
+
 def _decode(path: Path) -> Iterator[Any]:
     """All frames. Closes the file, and ends the decoder's threads, when it is dropped (so it must
     not know the reader): left to the garbage collector, they might be freed in a forked process,
@@ -147,20 +118,9 @@ def _decode(path: Path) -> Iterator[Any]:
     import av
 
     with av.open(str(path)) as file:
-        yield from file.decode(video=0)
-
-
-def open_video(path: str | Path) -> VideoReader:
-    """Open a video with decord where that is installed, the video not NARROW and its name UTF-8,
-    else with PyAV.
-
-    Both give the same frames. decord has no packages for ARM.
-    """
-    if find_spec("decord") and str(path) == str(path).encode(errors="replace").decode():
-        reader = DecordReader(path)
-        if reader.width >= NARROW:
-            return reader
-    return PyAVReader(path)
+        for packet in _packets(file):
+            yield from packet.decode()
+        yield from file.streams.video[0].decode(None)  # what the decoder still holds
 
 
 class Sample(NamedTuple):
@@ -221,10 +181,10 @@ def check_videos(samples: Sequence[Sample]) -> None:
 def load_video(path: str | Path, short_side: int, max_frames: int) -> Tensor:
     """A whole video in memory: (frames, height, width, 3) uint8, the short side of `short_side`.
 
-    A video of more than `max_frames` frames is thinned out evenly. Decoding is slow, and decord
-    gives memory back late: decode a video once, and keep this.
+    A video of more than `max_frames` frames is thinned out evenly. Decoding is slow: decode a
+    video once, and keep this.
     """
-    reader = open_video(path)
+    reader = PyAVReader(path)
     indices = even_indices(len(reader), min(len(reader), max_frames)).tolist()
     first = reader.frames(indices[:1])
     check_sides(path, first)
@@ -327,7 +287,7 @@ def _class_samples(folder: Path, classes: Sequence[str]) -> tuple[Sample, ...]:
 
 
 def _check(sample: Sample) -> None:
-    open_video(sample.path).frames([0])
+    PyAVReader(sample.path).frames([0])
 
 
 def _in_threads(

@@ -128,8 +128,7 @@ class MovingDigits(VideoData):
     def prepare_data(self) -> None:
         if self.trainer is not None and self.trainer.predicting:
             return
-        # encoded at the size of real clips (decord wants 96 pixels or more), shown to the network
-        # smaller
+        # encoded at the size of real clips, shown to the network smaller
         make_moving_digits(self.root, *self.videos, size=96)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import ndlightnet.data.digits as digits
 from ndlightnet.data.digits import MOTIONS, make_moving_digits
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.video import Sample, VideoFolder, open_video, read_video_folder
+from ndlightnet.data.video import PyAVReader, Sample, VideoFolder, read_video_folder
 
 FRAMES, SIZE = 8, 24
 
@@ -32,7 +32,7 @@ def places(videos: VideoFolder) -> tuple[Tensor, Tensor]:
     """
     found = []
     for sample in videos.train:
-        pictures = open_video(sample.path).frames(range(FRAMES)).float()
+        pictures = PyAVReader(sample.path).frames(range(FRAMES)).float()
         away = (pictures - pictures.median(dim=0).values).abs().sum(dim=-1)
         away = (away - 60).clamp(min=0)  # the noise of the background
         wave = torch.polar(torch.ones(SIZE), torch.arange(SIZE) * 2 * math.pi / SIZE)
@@ -45,7 +45,7 @@ def test_layout_and_clips(videos: VideoFolder) -> None:
     assert videos.classes == MOTIONS
     assert (len(videos.train), len(videos.test)) == (360, 60)
     assert {sum(s.label == label for s in videos.test) for label in range(6)} == {10}
-    reader = open_video(videos.test[0].path)
+    reader = PyAVReader(videos.test[0].path)
     assert len(reader) == FRAMES
     assert reader.frames([0]).shape == (1, SIZE, SIZE, 3)
 
@@ -93,7 +93,7 @@ def test_one_frame_tells_nothing_by_pixels(videos: VideoFolder) -> None:
     from sklearn.linear_model import RidgeClassifier
 
     def last(samples: tuple[Sample, ...]) -> Tensor:
-        frames = [open_video(s.path).frames([FRAMES - 1])[0].float() for s in samples]
+        frames = [PyAVReader(s.path).frames([FRAMES - 1])[0].float() for s in samples]
         pictures = torch.stack(frames).mean(dim=-1)
         spectrum = torch.fft.rfft2(pictures).abs().log1p()
         return torch.cat([pictures.flatten(1) / 64, spectrum.flatten(1)], dim=1)

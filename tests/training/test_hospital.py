@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from ndlightnet import NDLightUNet
-from ndlightnet.data import video
 from ndlightnet.data.errors import file_name, printable
 from ndlightnet.data.volumes import Case, load_case
 from tests.training.hospital import broken_inputs, good_inputs, videos
@@ -85,15 +84,12 @@ def test_60_inputs_of_which_25_are_broken(segment, checkpoint, tmp_path, monkeyp
     assert page.count("<li>") == 25
 
 
-@pytest.mark.parametrize("decord", [True, False])
-def test_12_videos_of_which_6_are_broken(classify, tmp_path, monkeypatch, decord):
+def test_12_videos_of_which_6_are_broken(classify, tmp_path):
     folder, out = tmp_path / "in", tmp_path / "out" / "predictions"
     good, bad = videos(folder)
     (folder / "dangling.mp4").symlink_to("/nowhere")
     (folder / "folder.mp4").mkdir()
     (folder / "picture.png").write_bytes(b"png")
-    if not decord:
-        monkeypatch.setattr(video, "find_spec", lambda _: None)
     done = classify(
         "fit", f"--trainer.default_root_dir={tmp_path}/run", "--data.class_path=MovingDigits",
         f"--data.init_args.root={tmp_path}/digits", "--data.init_args.videos=[6,6]",

@@ -14,7 +14,7 @@ import torch
 
 from ndlightnet import NDLightNet
 from ndlightnet.data.digits import MOTIONS
-from ndlightnet.data.video import PyAVReader, load_video
+from ndlightnet.data.video import load_video
 from ndlightnet.data.video_stream import VideoStream
 from ndlightnet.data.video_transforms import eval_clips
 from ndlightnet.inference import predict_clips
@@ -79,8 +79,7 @@ def probabilities(text: str) -> torch.Tensor:
     return torch.tensor([[float(row[name]) for name in MOTIONS] for row in rows])
 
 
-def test_lines_are_the_network_on_all_frames_so_far(trained, classify, clip, monkeypatch):
-    monkeypatch.setattr("ndlightnet.data.video.open_video", PyAVReader)
+def test_lines_are_the_network_on_all_frames_so_far(trained, classify, clip):
     done = stream(classify, clip, trained)
     assert (done.status, done.errors) == (0, [])
     assert done.err.splitlines()[-1].startswith(f"{FRAMES} frames, ")
