@@ -44,7 +44,7 @@ def read_audio(path: Path) -> tuple[Tensor, int]:
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     try:
-        with av.open(str(path)) as file:
+        with av.open(str(path), metadata_errors="replace") as file:
             if not file.streams.audio:
                 raise DataError(f"{path}: has no audio stream")
             rate = int(file.streams.audio[0].rate)

@@ -50,7 +50,7 @@ class PyAVReader:
 
         self.path = _existing(path)
         try:
-            with av.open(str(self.path)) as file:
+            with av.open(str(self.path), metadata_errors="replace") as file:
                 if not file.streams.video:
                     raise DataError(f"{self.path}: has no video stream")
                 # Packets are counted because a header may give a wrong number of frames, or none;
@@ -117,7 +117,7 @@ def _decode(path: Path) -> Iterator[Any]:
     which does not have these threads and waits for them."""
     import av
 
-    with av.open(str(path)) as file:
+    with av.open(str(path), metadata_errors="replace") as file:
         for packet in _packets(file):
             yield from packet.decode()
         yield from file.streams.video[0].decode(None)  # what the decoder still holds

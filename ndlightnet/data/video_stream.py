@@ -58,7 +58,7 @@ class VideoStream:
             if self._piped:
                 stdin = str(source) == "-"
                 opened = _Pipe(sys.stdin.fileno() if stdin else opened, closefd=not stdin)
-            self._file = av.open(opened)
+            self._file = av.open(opened, metadata_errors="replace")
         except av.error.FFmpegError as error:
             if self._piped and opened.interrupted:
                 raise KeyboardInterrupt from None
