@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,11 +34,13 @@ def printable(name: object) -> str:
 
 def file_name(name: str) -> str:
     """`name` as it can begin the names of files: printable, without slashes, at most NAME_BYTES in
-    UTF-8. One that had to be changed ends in a hash of the whole: two names stay two."""
+    UTF-8. One that had to be changed ends in ~ and a hash of the whole, as no other does: two names
+    stay two."""
     plain = printable(name).replace("/", "_")
-    if plain == name and len(name.encode()) <= NAME_BYTES:
+    marked = re.search("~[0-9a-f]{16}$", name)
+    if plain == name and len(name.encode()) <= NAME_BYTES and not marked:
         return name
-    mark = "-" + hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:12]
+    mark = "~" + hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:16]
     return plain.encode()[: NAME_BYTES - len(mark)].decode(errors="ignore") + mark
 
 

@@ -8,9 +8,7 @@ from ndlightnet.data.errors import printable
 NAMED = 3  # of what is left out
 
 
-def leave_out(
-    entries: Iterable[Path], folder: Path, wanted: str, notes: list[str] | None
-) -> None:
+def leave_out(entries: Iterable[Path], folder: Path, wanted: str, notes: list[str] | None) -> None:
     """Adds a line to `notes`, if there are `entries` below the folder that are not read: how many,
     the first names, and what would be. Hidden ones are left-overs: "._ct.nii.gz" of macOS
     archives, unfinished writes."""

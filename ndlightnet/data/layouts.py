@@ -211,9 +211,7 @@ def _case_of(path: Path) -> Path:
 # ---------------------------------------------------------------------------------------- inputs
 
 
-def find_inputs(
-    path: str | Path, channels: int = 1, notes: list[str] | None = None
-) -> list[Case]:
+def find_inputs(path: str | Path, channels: int = 1, notes: list[str] | None = None) -> list[Case]:
     """What to predict on: a volume's file (.nii.gz, .nii, .nrrd, .mha, .mhd), a folder with a DICOM
     series, a folder with a dataset.json (its test cases), or a folder of such files and of such
     DICOM folders, sorted by name.

@@ -27,9 +27,7 @@ SLAB = 2**18  # voxels read at a time: 2 MB in float64
 DEFLATED = 1032  # times smaller, at most, that gzip makes a file
 # bytes of this machine, where it tells
 MEMORY = (
-    os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if hasattr(os, "sysconf")
-    else math.inf
+    os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
 )
 NOT_KNOWN = "left and right are not known"
 

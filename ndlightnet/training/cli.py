@@ -53,6 +53,9 @@ class TaskCLI(LightningCLI):
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        task = type(self.model)
+        if subcommand == "predict" and task.predict_step is L.LightningModule.predict_step:
+            raise DataError(f"predict: {task.__name__} has none, expected fit, validate or test")
         if kwargs.get("ckpt_path"):
             check_checkpoint(kwargs["ckpt_path"], self.model)
         if subcommand == "stream":

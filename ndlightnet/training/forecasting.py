@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -232,7 +233,7 @@ class ForecastTask(MeasuredTask):
     def predict_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
         data, (values, times) = self.data(), batch
         known, guess = data.unscaled(values[0]), data.unscaled(self.net(values, times)[0])
-        name = Path(data.input).name.removesuffix(".gz").removesuffix(".csv")
+        name = re.sub(r"(?i)(\.csv)?(\.gz)?$", "", Path(data.input).name, count=1)
         file = self.out() / "predictions" / f"{file_name(name)}.csv"
         with whole_file(file) as draft:
             write_series(draft, Series(data.columns, data.start + len(known) * HOUR, guess))

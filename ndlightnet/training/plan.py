@@ -66,7 +66,8 @@ def plan(
     if memory is not None and not memory > 0:
         raise DataError(f"memory: {memory}, expected GB above 0")
     _network(net)
-    folder = read_dataset(root, notes := [])
+    notes: list[str] = []
+    folder = read_dataset(root, notes)
     there = Path(out or Path("runs") / Path(root).resolve().name)
     say(notes)
     check_writable(there)  # before all volumes are read

@@ -91,9 +91,9 @@ def save_confusion(path: Path, matrix: Tensor, classes: Sequence[str]) -> None:
     figure, axes = panels_of(1, 1, (side, side))
     axis = axes[0, 0]
     axis.imshow(share, cmap="Blues", vmin=0, vmax=1)
-    ticks = range(len(classes))
-    axis.set_xticks(ticks, classes, rotation=45, ha="right")
-    axis.set_yticks(ticks, classes)
+    ticks, names = range(len(classes)), [printable(name) for name in classes]  # drawn anew later
+    axis.set_xticks(ticks, names, rotation=45, ha="right")
+    axis.set_yticks(ticks, names)
     axis.set(xlabel="prediction", ylabel="truth")
     for i in ticks:
         for j in ticks:

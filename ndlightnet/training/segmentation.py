@@ -194,7 +194,7 @@ class SegmentationTask(MeteredTask):
         self.rows = self.gathered(self.rows)
         self.failures = list(self.gathered({line: line for line in self.failures}))
         self.notes = list(self.gathered({line: line for line in self.notes}))
-        if self.trainer.is_global_zero and (self.rows or self.failures):
+        if self.trainer.is_global_zero and self.rows:
             names = self.data().labels
             write_cases(folder / "cases.csv", self.rows, names)
             write_page(folder / "index.html", self.rows, names, title, summary, self.failures)

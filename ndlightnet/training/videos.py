@@ -63,7 +63,8 @@ class VideoData(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         if stage == "predict":
             return  # the classes' names come with the checkpoint
-        folder = read_video_folder(self.root, notes := [])
+        notes: list[str] = []
+        folder = read_video_folder(self.root, notes)
         say(notes)
         self.classes = folder.classes
         if stage in ("fit", "validate"):
@@ -100,7 +101,8 @@ class VideoData(L.LightningDataModule):
     def predict_dataloader(self) -> Any:
         if self.input is None:
             raise DataError("data.input: expected a video or a folder to predict, got none")
-        paths = find_videos(self.input, notes := [])
+        notes: list[str] = []
+        paths = find_videos(self.input, notes)
         say(notes)
         if not self.classes:
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")

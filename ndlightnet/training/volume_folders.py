@@ -50,7 +50,8 @@ class VolumeFolders(ImageData):
             super().setup(stage)
 
     def read(self) -> dict[str, ImageSet]:
-        classes, parts = list_classes(self.root, notes := [])
+        notes: list[str] = []
+        classes, parts = list_classes(self.root, notes)
         say(notes)
         if self.classes not in ((), classes):
             raise DataError(f"{self.root}: classes={list(self.classes)}, has {list(classes)}")
@@ -65,7 +66,8 @@ class VolumeFolders(ImageData):
     def predict_dataloader(self) -> Any:
         if self.input is None:
             raise DataError("data.input: expected a file or a folder to predict, got none")
-        cases = find_inputs(self.input, notes=(notes := []))
+        notes: list[str] = []
+        cases = find_inputs(self.input, notes=notes)
         say(notes)
         if not self.deviation or self.spacing is None:
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")

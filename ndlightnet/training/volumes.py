@@ -91,7 +91,8 @@ class VolumeData(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         if stage == "predict":
             return  # names come with the checkpoint; the training data need not be here
-        folder = read_dataset(self.root, notes := [])
+        notes: list[str] = []
+        folder = read_dataset(self.root, notes)
         say(notes)
         self.labels, self.modalities = folder.labels, folder.channels
         self._prepare()  # says what does not fit before anything is read
@@ -197,7 +198,8 @@ class VolumeData(L.LightningDataModule):
     def predict_dataloader(self) -> Any:
         if self.input is None:
             raise DataError("data.input: expected a file or a folder to predict, got none")
-        cases = find_inputs(self.input, max(1, len(self.modalities)), notes := [])
+        notes: list[str] = []
+        cases = find_inputs(self.input, max(1, len(self.modalities)), notes)
         say(notes)
         if not self.labels:
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")

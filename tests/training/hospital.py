@@ -117,7 +117,9 @@ def encode(
                 encoder = av.CodecContext.create(codec, "w")
                 encoder.width, encoder.height, encoder.pix_fmt = width, height, stream.pix_fmt
                 encoder.time_base = Fraction(1, 25)
-            pictures = np.random.default_rng(part).integers(0, 256, (10, height, width, 3), np.uint8)
+            pictures = np.random.default_rng(part).integers(
+                0, 256, (10, height, width, 3), np.uint8
+            )
             for number, picture in enumerate(pictures, 10 * part):
                 frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
                 frame = frame.reformat(format=stream.pix_fmt)

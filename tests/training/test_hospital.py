@@ -70,7 +70,11 @@ def test_60_inputs_of_which_25_are_broken(segment, checkpoint, tmp_path, monkeyp
     wanted = [f"{case}.{end}" for case in cases for end in ("nii.gz", "png")]
     assert sorted(os.listdir(out)) == sorted([*wanted, "cases.csv", "index.html"])
     for path in good:
-        name = path.name if path.is_dir() else re.sub(r"(?i)\.(nii(\.gz)?|nrrd|mh[ad])$", "", path.name)
+        name = (
+            path.name
+            if path.is_dir()
+            else re.sub(r"(?i)\.(nii(\.gz)?|nrrd|mh[ad])$", "", path.name)
+        )
         case = name if name in cases else file_name(name)
         source = load_case(Case("", (path,), None))["image"]
         labels = nibabel.load(out / f"{case}.nii.gz")
