@@ -74,10 +74,10 @@ def test_other_names_stay(name: str) -> None:
 
 def test_memory_that_runs_out_is_said_in_a_line() -> None:
     for huge in (lambda: np.empty(2**58), lambda: torch.empty(2**58)):
-        with pytest.raises(DataError, match="^a.nii: does not fit into memory"), fitting("a.nii"):
+        with pytest.raises(DataError, match=r"^a.nii: does not fit into memory"), fitting("a.nii"):
             huge()
     with (
-        pytest.raises(DataError, match="^a.nii: does not fit into memory"),
+        pytest.raises(DataError, match=r"^a.nii: does not fit into memory"),
         readable(Path("a.nii")),
     ):
         np.empty(2**58)

@@ -145,9 +145,12 @@ def videos(folder: Path) -> tuple[list[Path], list[Path]]:
     good.append(encode(folder / "two sizes.avi", size, (256, 64), codec="mjpeg"))
     whole = good[0].read_bytes()
     contents = {
-        "text.mp4": b"this is no video", "empty.mkv": b"", "truncated.mp4": whole[: len(whole) // 2],
-        "e" * (LONGEST - 5) + ".webm": b"", os.fsdecode(b"text \xff.mp4"): b"text",
-    }  # fmt: skip
+        "text.mp4": b"this is no video",
+        "empty.mkv": b"",
+        "truncated.mp4": whole[: len(whole) // 2],
+        "e" * (LONGEST - 5) + ".webm": b"",
+        os.fsdecode(b"text \xff.mp4"): b"text",
+    }
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     bad = [folder / name for name in contents]
