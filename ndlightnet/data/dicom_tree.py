@@ -47,9 +47,10 @@ class Series:
         return planes > 1 and SCOUTS.search(self.text("SeriesDescription")) is not None
 
 
-def find_series(root: Path, modality: str | None = None) -> tuple[list[Series], str]:
+def find_series(root: Path, modality: str | None = None) -> tuple[list[Series], str, list[Path]]:
     """Every series of images below a folder, in order of their folders, or those of one modality
-    (CT, MR, PT, ...); and a line on what else of DICOM is there, "" if nothing.
+    (CT, MR, PT, ...); a line on what else of DICOM is there, "" if nothing; and the folders that
+    hold any DICOM file.
 
     A series that is alone in the folder, or in one directly in it, is called as that folder is; any
     other by patient, modality and SeriesNumber, and, where that is not enough, by letters made from
@@ -58,7 +59,8 @@ def find_series(root: Path, modality: str | None = None) -> tuple[list[Series], 
     """
     found: list[Series] = []
     left: Counter[str] = Counter()
-    for folder, headers in _headers(root, left).items():
+    folders = _headers(root, left)
+    for folder, headers in folders.items():
         _sort_out(folder, headers, found, left)
     _name(found, root)
     wanted = []
@@ -71,7 +73,7 @@ def find_series(root: Path, modality: str | None = None) -> tuple[list[Series], 
     listed = ", ".join(f"{count} {kind}" for kind, count in sorted(left.items()))
     images = "images" if modality is None else f"{modality.upper()} images"
     note = f"{root}: DICOM objects are left out: {listed} (expected series of {images})"
-    return wanted, note if left else ""
+    return wanted, note if left else "", [*folders]
 
 
 def _headers(root: Path, left: Counter[str]) -> dict[Path, dict[Path, Any]]:

@@ -1,13 +1,18 @@
 """The one error of this room, names as text that does nothing, and files that appear complete or
 not at all."""
 
+import hashlib
 import os
+import re
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # and full-width forms
+NAME_BYTES = 160  # file systems take 255; endings, and what marks a draft, need some of them
 
 
 class DataError(ValueError):
@@ -43,6 +48,18 @@ def cell(value: object) -> object:
     return text
 
 
+def file_name(name: str) -> str:
+    """`name` as it can begin the names of files: printable, without slashes, at most NAME_BYTES in
+    UTF-8. One that had to be changed ends in ~ and a hash of the whole, as no other does: two names
+    stay two."""
+    plain = printable(name).replace("/", "_")
+    marked = re.search("~[0-9a-f]{16}$", name)
+    if plain == name and len(name.encode()) <= NAME_BYTES and not marked:
+        return name
+    mark = "~" + hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:16]
+    return plain.encode()[: NAME_BYTES - len(mark)].decode(errors="ignore") + mark
+
+
 def one_line(problem: object) -> str:
     """The text of an exception, or of any object, without line breaks, at most 160 characters: of
     a longer one the ends, as some libraries say last what is wrong."""
@@ -56,12 +73,27 @@ def _cut(text: str, most: int) -> str:
 
 
 @contextmanager
+def fitting(path: object) -> Iterator[None]:
+    """Memory that runs out inside, the host's or a device's, becomes a DataError that names
+    `path`."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise DataError(f"{path}: does not fit into memory ({one_line(error)})") from error
+    except RuntimeError as error:  # torch has no class of its own for the host's
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        raise DataError(f"{path}: does not fit into memory ({one_line(error)})") from error
+
+
+@contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Whatever is raised inside becomes a DataError that names `path`: decoders of gzip, NIfTI,
     DICOM and JPEG raise what they like."""
     try:
-        yield
-    except (DataError, MemoryError):
+        with fitting(path):
+            yield
+    except DataError:
         raise
     except Exception as error:
         raise DataError(f"{path}: cannot be read ({one_line(error)})") from error

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.errors import DataError, fitting
 
 IDX = {"train": "train", "test": "t10k"}  # our names of the parts, and theirs
 # what unpacking a damaged file raises; the last two: a plain .npy is no archive
@@ -105,12 +105,14 @@ def _read_npz(path: Path) -> dict[tuple[str, str], np.ndarray]:
     if not path.is_file():
         raise DataError(f"{path}: no such file or folder")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with fitting(path), np.load(path, allow_pickle=False) as file:
             return {
                 (part, kind): file[f"{part}_{kind}"]
                 for part in ("train", "val", "test") for kind in ("images", "labels")
                 if part != "val" or "val_images" in file
             }  # fmt: skip
+    except DataError:
+        raise
     except KeyError as error:
         raise DataError(f"{path}: lacks an array ({error.args[0]})") from error
     except DAMAGED as error:

@@ -10,10 +10,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ndlightnet.data.dicom_headers import dicom_files
 from ndlightnet.data.dicom_tree import Series, find_series
 from ndlightnet.data.errors import DataError, one_line
+from ndlightnet.data.folders import leave_out
 from ndlightnet.data.volume_formats import ENDINGS, Case, stem
 
+WANTED = f"{', '.join(ENDINGS)} or a DICOM series"
 NUMBERED = re.compile(r"(.+)_(\d{4})")  # nnU-Net's CASE_0000: the channel after the case
 
 
@@ -29,10 +32,12 @@ class Dataset:
     test: tuple[Case, ...]
 
 
-def read_dataset(folder: str | Path) -> Dataset:
+def read_dataset(folder: str | Path, notes: list[str] | None = None) -> Dataset:
     """Reads `dataset.json`, the decathlon's ("modality") or nnU-Net's ("channel_names"), and checks
     that every file is there (the files are not opened). In the decathlon's a case has a file for
-    each modality, or one file with all of them on its fourth axis.
+    each modality, or one file with all of them on its fourth axis. nnU-Net's are all files of its
+    folders that end in "file_ending", in small or capital letters; a line on what is left out is
+    added to `notes`.
 
     Raises DataError for a missing folder or file, a `dataset.json` that cannot be read or is in
     neither format, label or channel numbers with gaps, labels that are regions, a training case
@@ -43,7 +48,7 @@ def read_dataset(folder: str | Path) -> Dataset:
         raise DataError(f"{folder}: no such folder")
     file = folder / "dataset.json"
     try:
-        found = _read(file, json.loads(file.read_text(encoding="utf-8")))
+        found = _read(file, json.loads(file.read_text(encoding="utf-8")), notes)
     except DataError:
         raise
     except OSError as error:
@@ -60,11 +65,11 @@ def read_dataset(folder: str | Path) -> Dataset:
     return found
 
 
-def _read(file: Path, listing: Any) -> Dataset:
+def _read(file: Path, listing: Any, notes: list[str] | None) -> Dataset:
     if not isinstance(listing, dict):
         raise DataError(f"{file}: should hold a JSON object")
     if "channel_names" in listing:
-        return _read_nnunet(file, listing)
+        return _read_nnunet(file, listing, notes)
     if "modality" in listing:
         return _read_decathlon(file, listing)
     raise DataError(f"{file}: has neither 'channel_names' (nnU-Net) nor 'modality' (decathlon)")
@@ -126,16 +131,17 @@ def _check_there(path: Path, file: Path) -> None:
 # --------------------------------------------------------------------------------------- nnU-Net
 
 
-def _read_nnunet(file: Path, listing: dict[str, Any]) -> Dataset:
+def _read_nnunet(file: Path, listing: dict[str, Any], notes: list[str] | None) -> Dataset:
     channels = _numbered(file, listing, "channel_names")
     labels = _named_numbers(file, listing.get("labels"))
     ending = listing.get("file_ending")
-    if ending not in ENDINGS:
+    if str(ending).lower() not in ENDINGS:
         raise DataError(
             f"{file}: 'file_ending' is {one_line(repr(ending))}, expected one of "
             f"{', '.join(ENDINGS)}"
         )
-    training, test = (_split(file, kind, ending, len(channels)) for kind in ("Tr", "Ts"))
+    ending, count = str(ending).lower(), len(channels)
+    training, test = (_split(file, kind, ending, count, notes) for kind in ("Tr", "Ts"))
     return Dataset(file.parent, labels, channels, training, test)
 
 
@@ -159,12 +165,16 @@ def _named_numbers(file: Path, numbers: Any) -> tuple[str, ...]:
     return tuple(sorted(numbers, key=lambda name: int(numbers[name])))
 
 
-def _split(file: Path, kind: str, ending: str, channels: int) -> tuple[Case, ...]:
+def _split(
+    file: Path, kind: str, ending: str, channels: int, notes: list[str] | None
+) -> tuple[Case, ...]:
     """imagesTr and labelsTr, or imagesTs and labelsTs; the latter may lack, wholly or in part."""
     images, labels = (file.parent / f"{what}{kind}" for what in ("images", "labels"))
     if not images.is_dir():
         return ()
-    files = [path for path in _volumes_in(images) if path.name.endswith(ending)]
+    files = [path for path in _volumes_in(images) if path.name.lower().endswith(ending)]
+    leave_out({*images.iterdir()} - {*files}, images, f"CASE_0000{ending}", notes)
+    labelled = {_in_small(path): path for path in (_volumes_in(labels) if labels.is_dir() else [])}
     for path in files:
         if not NUMBERED.fullmatch(stem(path)):
             raise DataError(f"{path}: should be called CASE_0000{ending}, CASE_0001{ending}, ...")
@@ -172,7 +182,7 @@ def _split(file: Path, kind: str, ending: str, channels: int) -> tuple[Case, ...
     for name, channel_files in _joined(files, channels).items():
         for path in channel_files:
             _check_there(path, file)
-        label = labels / name.name
+        label = labelled.get(labels / name.name, labels / name.name)
         if kind == "Tr":
             _check_there(label, file)
         cases.append(Case(stem(name), channel_files, label if label.exists() else None))
@@ -182,19 +192,29 @@ def _split(file: Path, kind: str, ending: str, channels: int) -> tuple[Case, ...
 def _joined(files: Sequence[Path], channels: int) -> dict[Path, tuple[Path, ...]]:
     """CASE_0000.nii, CASE_0001.nii, ... -> {CASE.nii: its `channels` files, there or not}."""
     cases = {}
-    for path in files:
-        case, channel = _case_of(path), int(stem(path)[-4:])
+    there = {_in_small(path): path for path in files}
+    if len(there) < len(files):
+        twin = next(path for path in files if there[_in_small(path)] != path)
+        raise DataError(f"{twin}: {there[_in_small(twin)].name} is there as well; remove one")
+    for small, path in there.items():
+        case, channel = _case_of(small), int(stem(path)[-4:])
         if channel >= channels:
             raise DataError(f"{path}: is channel {channel}, expected 0..{channels - 1}")
-        ending = path.name[len(stem(path)) :]
-        names = [f"{stem(case)}_{c:04}{ending}" for c in range(channels)]
-        cases[case] = tuple(path.with_name(name) for name in names)
+        ending = small.name[len(stem(small)) :]
+        wanted = [path.with_name(f"{stem(case)}_{c:04}{ending}") for c in range(channels)]
+        cases[case] = tuple(there.get(one, one) for one in wanted)
     return cases
 
 
+def _in_small(path: Path) -> Path:
+    """CASE.NII.GZ -> CASE.nii.gz."""
+    name = stem(path)
+    return path.with_name(name + path.name[len(name) :].lower())
+
+
 def _case_of(path: Path) -> Path:
-    """CASE_0001.nii -> CASE.nii; any other name stays."""
-    match = NUMBERED.fullmatch(stem(path))
+    """CASE_0001.nii -> CASE.nii; any other name stays. Its ending comes in small letters."""
+    path, match = _in_small(path), NUMBERED.fullmatch(stem(path))
     return path if match is None else path.with_name(match[1] + path.name[len(match[0]) :])
 
 
@@ -213,15 +233,15 @@ def find_inputs(
 
     Files CASE_0000, CASE_0001, ... are one case for a network of several channels; for one channel
     a `_0000` that every file has is left out of the names. Every DICOM series is a case, called as
-    `find_series` says; a line on other DICOM objects is added to `notes`. Other files are passed
-    over. Nothing is opened beyond the headers of DICOM files, so a broken volume is listed and
-    raises when it is loaded. Raises DataError when there is nothing to predict on.
+    `find_series` says. A line on other DICOM objects and one on other files are added to `notes`.
+    Nothing is opened beyond the headers of DICOM files, so a broken volume is listed and raises
+    when it is loaded. Raises DataError when there is nothing to predict on.
     """
     path = Path(path)
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
     if (path / "dataset.json").is_file():
-        cases = read_dataset(path).test
+        cases = read_dataset(path, notes).test
         if not cases:
             raise DataError(f"{path}: dataset.json lists no test case")
         return list(cases)
@@ -237,7 +257,8 @@ def find_inputs(
                 )
         else:
             files, home = _volumes_in(path), path
-            series, left = find_series(path, modality)
+            series, left, places = find_series(path, modality)
+            leave_out({*path.iterdir()} - _read_of(path, files, places), path, WANTED, notes)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     if not files and not series:
@@ -251,7 +272,7 @@ def find_inputs(
         numbered = first if len(first) == len(files) else []
     else:
         begun = {_case_of(file) for file in first}
-        numbered = [f for f in files if f != _case_of(f) and _case_of(f) in begun]
+        numbered = [f for f in files if NUMBERED.fullmatch(stem(f)) and _case_of(f) in begun]
     found: list[tuple[Path, tuple[Path, ...]]]
     found = [(path, (path,)) for path in [*plain, *files] if path not in numbered]
     found = sorted([*found, *_joined(numbered, channels).items()])
@@ -274,12 +295,26 @@ def _volumes_in(folder: Path) -> list[Path]:
     return [f for f in files if f.name.lower().endswith(ENDINGS) and not f.name.startswith(".")]
 
 
+def _read_of(folder: Path, files: Sequence[Path], places: Sequence[Path]) -> set[Path]:
+    """The entries of a folder that these volumes are read from, and those with DICOM files, which
+    lie in `places`: a line of their own tells which of them are left out."""
+    own = dicom_files(folder) if folder in places else []
+    inside = [parent for path in places for parent in (path, *path.parents)]
+    headers = [path for path in files if path.suffix.lower() == ".mhd"]  # voxels lie beside them
+    voxels = [path.with_suffix(end) for path in headers for end in (".raw", ".zraw")]
+    return {*files, *own, *inside, *voxels, folder / "DICOMDIR"}
+
+
 def _names(folder: Path, paths: Sequence[Path]) -> list[str]:
-    """A name a file: its stem, with the folders before it where stems repeat (a/ct, b/ct)."""
+    """A name a file: its stem, with the folders before it where stems repeat (a/ct, b/ct), and with
+    its ending where that is all that differs (ct.nii, ct.nrrd)."""
     names = [stem(path) for path in paths]
     if len(set(names)) < len(names):
-        places = [Path(os.path.relpath(path, folder)).parts for path in paths]
+        places = [Path(os.path.relpath(path, folder)).parts or (path.name,) for path in paths]
         names = ["_".join([*parts[:-1], stem(Path(parts[-1]))]) for parts in places]
+        if len(set(names)) < len(set(places)):
+            whole = ["_".join(parts) for parts in places]
+            names = [w if names.count(n) > 1 else n for n, w in zip(names, whole, strict=True)]
     for index, name in enumerate(names):
         if name in names[:index]:
             raise _same_name(paths[index], name)

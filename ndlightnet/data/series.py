@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError, cell
+from ndlightnet.data.errors import DataError, cell, fitting
 
 DATES = "%Y-%m-%d %H:%M:%S"
 HOUR = timedelta(hours=1)
@@ -43,8 +43,11 @@ def read_series(path: str | Path, columns: Sequence[str] | None = None) -> Serie
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", newline="") as file:
+        opened = gzip.open if path.suffix.lower() == ".gz" else open
+        with fitting(path), opened(path, "rt", newline="") as file:
             header, *rows = csv.reader(file)
+    except DataError:
+        raise
     except (OSError, EOFError, zlib.error, csv.Error, ValueError) as error:
         raise DataError(f"{path}: damaged, or not a CSV file") from error
     # as `write_series` has quoted them

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.errors import DataError, fitting
 
 TEST_TAKES = 5
 
@@ -44,7 +44,7 @@ def read_audio(path: Path) -> tuple[Tensor, int]:
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     try:
-        with av.open(str(path)) as file:
+        with av.open(str(path), metadata_errors="replace") as file:
             if not file.streams.audio:
                 raise DataError(f"{path}: has no audio stream")
             rate = int(file.streams.audio[0].rate)
@@ -69,8 +69,10 @@ def read_recordings(folder: str | Path) -> Recordings:
     if not index.is_file():
         raise DataError(f"{index}: no such file")
     try:
-        with np.load(index) as file:
+        with fitting(index), np.load(index) as file:
             offsets, digits, takes = (file[k].tolist() for k in ("offsets", "digit", "take"))
+    except DataError:
+        raise
     except KeyError as error:
         raise DataError(f"{index}: has no {error.args[0]}") from error
     except (OSError, ValueError, BadZipFile) as error:

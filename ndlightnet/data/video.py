@@ -16,17 +16,20 @@ import torch
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.folders import leave_out
 from ndlightnet.data.video_transforms import (
     MARGIN,
+    check_sides,
     eval_clips,
     even_indices,
     shrink,
     train_clip,
 )
 
-ENDINGS = (".mp4", ".avi", ".mkv", ".mov", ".webm")
+ENDINGS = (".mp4", ".m4v", ".avi", ".mkv", ".mov", ".webm", ".mpg", ".mpeg", ".gif")
+WANTED = ", ".join(ENDINGS)
 THREADS = min(4, os.cpu_count() or 1)  # each holds a decoder, and decoders are large
-BATCH = 32  # frames decoded at once at full size: bounds the memory of a long video
+DECODED = 2**27  # bytes of frames at full size at a time: bounds the memory of a long video
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -47,7 +50,7 @@ class PyAVReader:
 
         self.path = _existing(path)
         try:
-            with av.open(str(self.path)) as file:
+            with av.open(str(self.path), metadata_errors="replace") as file:
                 if not file.streams.video:
                     raise DataError(f"{self.path}: has no video stream")
                 # Packets are counted because a header may give a wrong number of frames, or none;
@@ -81,8 +84,11 @@ class PyAVReader:
         try:
             for number in range(self._position, max(wanted) + 1):
                 frame = next(self._decoded)
+                if number == 0:  # the size may change on the way: all come in the first one
+                    self._size = frame.width, frame.height
                 if number in kept:
-                    picture = torch.from_numpy(frame.to_ndarray(format="rgb24"))
+                    scaled = frame.reformat(*self._size, format="rgb24")
+                    picture = torch.from_numpy(scaled.to_ndarray())
                     # A telephone held upright writes a lying picture and a note to turn it.
                     kept[number] = torch.rot90(picture, frame.rotation // 90)
                 self._position = number + 1
@@ -111,7 +117,7 @@ def _decode(path: Path) -> Iterator[Any]:
     which does not have these threads and waits for them."""
     import av
 
-    with av.open(str(path)) as file:
+    with av.open(str(path), metadata_errors="replace") as file:
         for packet in _packets(file):
             yield from packet.decode()
         yield from file.streams.video[0].decode(None)  # what the decoder still holds
@@ -134,11 +140,11 @@ class VideoFolder:
     test: tuple[Sample, ...]
 
 
-def read_video_folder(folder: str | Path) -> VideoFolder:
+def read_video_folder(folder: str | Path, notes: list[str] | None = None) -> VideoFolder:
     """List `train/<class>/` and `test/<class>/`; opens no video.
 
     DataError for a missing folder, no classes, a class without videos, or classes that differ
-    between the two. Files with other endings and names that begin with a dot are passed over.
+    between the two. A line on what else is in train/ and in test/ is added to `notes`.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -148,17 +154,22 @@ def read_video_folder(folder: str | Path) -> VideoFolder:
         odd = ", ".join(sorted(set(classes) ^ set(other)))
         raise DataError(f"{folder}: classes in only one of train/ and test/: {odd}")
     train, test = (_class_samples(folder / split, classes) for split in ("train", "test"))
+    for split, samples in ((folder / "train", train), (folder / "test", test)):
+        leave_out(_entries(split) - {s.path for s in samples}, split, WANTED, notes)
     return VideoFolder(folder, classes, train, test)
 
 
-def find_videos(path: str | Path) -> list[Path]:
-    """The video at `path`, or all those in it and its subfolders, sorted; DataError if none."""
+def find_videos(path: str | Path, notes: list[str] | None = None) -> list[Path]:
+    """The video at `path`, or all those in it and its subfolders, sorted; DataError if none. A line
+    on what else is there is added to `notes`."""
     path = Path(path)
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
-    found = sorted(file for file in path.rglob("*") if _is_video(file)) if path.is_dir() else [path]
-    if not found or not _is_video(found[0]):
-        raise DataError(f"{path}: no video here (a name that ends in {', '.join(ENDINGS)})")
+    entries = _entries(path) if path.is_dir() else {path}
+    found = sorted(filter(_is_video, entries))
+    if not found:
+        raise DataError(f"{path}: no video here (a name that ends in {WANTED})")
+    leave_out(entries - {*found}, path, WANTED, notes)
     return found
 
 
@@ -175,9 +186,11 @@ def load_video(path: str | Path, short_side: int, max_frames: int) -> Tensor:
     """
     reader = PyAVReader(path)
     indices = even_indices(len(reader), min(len(reader), max_frames)).tolist()
-    parts = []
-    for start in range(0, len(indices), BATCH):
-        parts.append(shrink(reader.frames(indices[start : start + BATCH]), short_side))
+    first = reader.frames(indices[:1])
+    check_sides(path, first)
+    parts, step = [shrink(first, short_side)], max(1, DECODED // first.numel())
+    for start in range(1, len(indices), step):
+        parts.append(shrink(reader.frames(indices[start : start + step]), short_side))
     return torch.cat(parts)
 
 
@@ -240,6 +253,13 @@ def _checked(indices: Sequence[int], length: int) -> list[int]:
     if not wanted or min(wanted) < 0 or max(wanted) >= length:
         raise IndexError(f"frame numbers in [0, {length}) wanted, got {wanted}")
     return wanted
+
+
+def _entries(folder: Path) -> set[Path]:
+    """All that is in it and its subfolders, but plain subfolders."""
+    return {
+        path for path in folder.rglob("*") if not path.is_dir() or path.suffix.lower() in ENDINGS
+    }
 
 
 def _is_video(path: Path) -> bool:

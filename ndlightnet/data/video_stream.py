@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.video_transforms import check_sides
 
 EARLY = 0.25  # of the time between two frames, by which one may come too early: clocks jitter
 
@@ -57,7 +58,7 @@ class VideoStream:
             if self._piped:
                 stdin = str(source) == "-"
                 opened = _Pipe(sys.stdin.fileno() if stdin else opened, closefd=not stdin)
-            self._file = av.open(opened)
+            self._file = av.open(opened, metadata_errors="replace")
         except av.error.FFmpegError as error:
             if self._piped and opened.interrupted:
                 raise KeyboardInterrupt from None
@@ -82,6 +83,7 @@ class VideoStream:
                 if slot == last:
                     continue
             picture = torch.from_numpy(frame.to_ndarray(format="rgb24"))
+            check_sides(self.name, picture)
             # a telephone held upright writes a lying picture and a note to turn it
             yield Frame(number, now, torch.rot90(picture, frame.rotation // 90))
         if number < 0:

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
+from ndlightnet.data.errors import DataError
+
 MEAN, STD = 0.45, 0.225  # of pixels in [0, 1]: round numbers that most natural video is near to
+LONGEST = 16  # long side / short side of a video, at most: the short one is given a size
 MARGIN = 8 / 7  # short side of a video / side of the clips that are cropped from it
 SHORTEST_SPAN = 0.5  # a training clip spans at least this share of its video, at most all of it
 
@@ -60,6 +63,17 @@ def eval_clips(video: Tensor, frames: int, size: int, clips: int = 1) -> Tensor:
     phases = [(clip + 0.5) / clips for clip in range(clips)]
     taken = [pixels[even_indices(len(video), frames, phase)] for phase in phases]
     return torch.stack([_to_clip(clip) for clip in taken])
+
+
+def check_sides(name: object, frames: Tensor) -> None:
+    """DataError for frames (..., height, width, 3) of a video of this name that are so narrow that
+    `shrink` would make them huge."""
+    height, width = frames.shape[-3:-1]
+    if max(height, width) > LONGEST * min(height, width):
+        raise DataError(
+            f"{name}: has frames of {width} x {height} pixels, expected a long side of at most "
+            f"{LONGEST} times the short one"
+        )
 
 
 def shrink(frames: Tensor, short_side: int) -> Tensor:

@@ -21,6 +21,7 @@ from monai.transforms.spatial.array import Orientation
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.folders import leave_out
 from ndlightnet.data.images import ImageSet
 from ndlightnet.data.layouts import find_inputs
 from ndlightnet.data.volumes import Case, load_case
@@ -29,10 +30,13 @@ PERCENTILES = (0.5, 99.5)
 READERS = 4  # threads; inflating gzip, most of the work, releases the interpreter
 
 
-def list_classes(root: str | Path) -> tuple[tuple[str, ...], dict[str, list[tuple[Case, int]]]]:
+def list_classes(
+    root: str | Path, notes: list[str] | None = None
+) -> tuple[tuple[str, ...], dict[str, list[tuple[Case, int]]]]:
     """The names of the classes, sorted, and of each part its (volume, number of the class).
 
-    What a class's folder may hold is said by `find_inputs`. DataError for a missing part, a single
+    What a class's folder may hold is said by `find_inputs`, a line on what is left out in each is
+    added to `notes`. DataError for a missing part, a single
     class, a class that train does not have, and a folder without a volume.
     """
     root = Path(root)
@@ -48,9 +52,11 @@ def list_classes(root: str | Path) -> tuple[tuple[str, ...], dict[str, list[tupl
             if folder.name not in classes:
                 raise DataError(f"{folder}: a class that train lacks, it has {list(classes)}")
             label = classes.index(folder.name)
-            found += [(case, label) for case in find_inputs(folder)]
+            found += [(case, label) for case in find_inputs(folder, notes=notes)]
         if not found:
             raise DataError(f"{root / part}: has no class's folder")
+        beside = [path for path in (root / part).iterdir() if not path.is_dir()]
+        leave_out(beside, root / part, "a folder for each class", notes)
     return classes, parts
 
 

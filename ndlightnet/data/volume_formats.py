@@ -5,6 +5,8 @@ of gigabytes is never held twice. `data.dicom` gives the same for a series of DI
 """
 
 import gzip
+import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.errors import DataError, file_name
 
 NIFTI_ENDINGS = (".nii.gz", ".nii")
 ITK_ENDINGS = (".nrrd", ".mha", ".mhd")
 ENDINGS = (*NIFTI_ENDINGS, *ITK_ENDINGS)
 EDGES = (0.001, 100.0)  # mm; outside, a header is taken for broken or in another unit
 SLAB = 2**18  # voxels read at a time: 2 MB in float64
+DEFLATED = 1032  # times smaller, at most, that gzip makes a file
+# bytes of this machine, where it tells
+MEMORY = (
+    os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+)
 NOT_KNOWN = "left and right are not known"
 
 
@@ -29,12 +36,16 @@ NOT_KNOWN = "left and right are not known"
 class Case:
     """One patient: image files (a NIfTI, NRRD or MetaImage file or a folder with a DICOM series
     each), first the one that gives the grid, and the label file where there is one. slices: the
-    files of the DICOM series, for the folder may hold others; none: all of the folder's."""
+    files of the DICOM series, for the folder may hold others; none: all of the folder's. What is
+    written of a case is called as it is: its name is changed to one that a file can have."""
 
     name: str
     images: tuple[Path, ...]
     label: Path | None
     slices: tuple[Path, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", file_name(self.name))
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,7 @@ class Stored:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_size(self.path, self.shape, 4, MEMORY, "this machine's memory")  # as float32
         lost = f"{self.path}: has an affine that does not place the voxels in space"
         if self.affine.shape != (4, 4) or not np.isfinite(self.affine).all():
             raise DataError(lost)
@@ -97,11 +109,23 @@ def _four_axes(path: Path, shape: Sequence[int], dtype: Any) -> tuple[int, ...]:
     axes = tuple(int(n) for n in shape)
     while len(axes) > 3 and axes[-1] == 1:
         axes = axes[:-1]
+    if any(n < 0 for n in axes):
+        raise DataError(f"{path}: has a negative axis: shape {axes}")
     if 0 in axes:
         raise DataError(f"{path}: has an empty axis, no voxels: shape {axes}")
     if not 2 <= len(axes) <= 4:
         raise DataError(f"{path}: should have 3 axes (or 2, or 4 with channels), has shape {axes}")
     return (*axes, 1, 1)[:4]
+
+
+def check_size(path: Path, shape: Sequence[int], itemsize: int, most: float, holder: str) -> None:
+    """DataError for a header that claims more bytes than `most`, before room is made for them."""
+    if (claimed := math.prod(shape) * itemsize) > most:
+        sizes = " x ".join(map(str, shape))
+        raise DataError(
+            f"{path}: its header claims {sizes} voxels, {claimed / 1e9:.3g} GB, more than "
+            f"{holder} can hold"
+        )
 
 
 # MONAI's readers are not used: its NibabelReader rewrites an affine that disagrees with pixdim, and
@@ -121,7 +145,10 @@ def open_nifti(path: Path) -> Stored:
     stream = gzip.GzipFile(path) if path.name.lower().endswith(".gz") else None
     if stream is not None:
         image = type(image).from_stream(stream)
-    shape = _four_axes(path, image.shape, image.get_data_dtype())
+    dtype, held = image.get_data_dtype(), path.stat().st_size
+    shape = _four_axes(path, image.shape, dtype)
+    most = held if stream is None else held * DEFLATED
+    check_size(path, shape, dtype.itemsize, most, f"a file of {held} bytes")
     voxels = image.dataobj.reshape(shape)
 
     def read(z: slice, channel: int) -> NDArray[Any]:
@@ -140,8 +167,13 @@ def open_nifti(path: Path) -> Stored:
 def open_itk(path: Path) -> Stored:
     import SimpleITK as sitk
 
+    reader = sitk.ImageFileReader()
+    reader.SetFileName(str(path))
     try:
-        image: Any = sitk.ReadImage(str(path))
+        reader.ReadImageInformation()
+        claimed = (*reader.GetSize(), reader.GetNumberOfComponents())
+        check_size(path, claimed, 4, MEMORY, "this machine's memory")  # as float32
+        image: Any = reader.Execute()
     except RuntimeError as error:  # begins with where in the source, for 100 characters or more
         raise RuntimeError(str(error).rpartition("ERROR: ")[2]) from error
 

@@ -239,6 +239,7 @@ def _key(case: Case, prepare: Prepare, classes: int, patch: Sequence[int] | None
     """Another one for every way to prepare and every state of the files."""
     given = [path for path in (*case.images, case.label) if path is not None]
     files = [f for path in given for f in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-    states = [(str(f.resolve()), f.stat().st_mtime_ns, f.stat().st_size) for f in files]
+    there = [f for f in files if f.is_file()]  # a link may lead nowhere
+    states = [(str(f.resolve()), f.stat().st_mtime_ns, f.stat().st_size) for f in there]
     how = (prepare.intensities, prepare.spacing, prepare.channels, classes, patch)
     return hashlib.sha256(repr((KEPT_FORM, how, states)).encode()).hexdigest()[:16]

@@ -135,8 +135,8 @@ def _open(path: Path, slices: Sequence[Path] = ()) -> Stored:
 def _voxels(stored: Stored) -> tuple[Tensor, list[str]]:
     """(channels, x, y, z) float32 without NaN or infinity; notes."""
     *space, channels = stored.shape
-    voxels = np.empty((channels, *space), np.float32)
     with readable(stored.path), np.errstate(over="ignore"):  # beyond float32 is infinite: below
+        voxels = np.empty((channels, *space), np.float32)
         for channel, z, part in stored.slabs():
             voxels[channel, :, :, z] = part
     notes = list(stored.notes)
@@ -158,8 +158,8 @@ def _voxels(stored: Stored) -> tuple[Tensor, list[str]]:
 
 def _labels(stored: Stored) -> NDArray[np.int16]:
     """(1, x, y, z)."""
-    numbers = np.empty((1, *stored.shape[:3]), np.int16)
     with readable(stored.path), np.errstate(invalid="ignore"):
+        numbers = np.empty((1, *stored.shape[:3]), np.int16)
         for _, z, part in stored.slabs():
             if not np.isfinite(part).all():
                 raise DataError(f"{stored.path}: has labels that are NaN or infinite")

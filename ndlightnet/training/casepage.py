@@ -67,6 +67,7 @@ def write_page(
             + "\n".join(part for part in parts if part)
             + "\n</body>\n</html>\n",
             encoding="utf-8",
+            errors="backslashreplace",
         )
 
 

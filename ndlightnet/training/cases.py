@@ -129,7 +129,10 @@ def boxes(labels: NDArray[Any], classes: int) -> list[Box | None]:
 
 def write_cases(path: Path, rows: Rows, names: Sequence[str]) -> None:
     """CSV, one line per case and class: case, class and the measures, empty where NaN."""
-    with whole_file(path) as draft, draft.open("w", newline="", encoding="utf-8") as file:
+    with (
+        whole_file(path) as draft,
+        draft.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file,
+    ):
         table = csv.writer(file, lineterminator="\n")
         table.writerow(("case", "class", *MEASURES))
         for case, row in rows.items():

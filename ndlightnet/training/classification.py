@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_accuracy
 
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.errors import DataError, file_name, printable
 from ndlightnet.data.video_transforms import to_pixels
 from ndlightnet.inference import predict_clips, predict_clips_early
 from ndlightnet.training.measures import scores
@@ -92,7 +92,8 @@ class VideoTask(Task):
             self.seen[number] = (probabilities[row].cpu(), truth)
             if number % every == 0 and number // every < STRIPS:
                 caption = (
-                    f"{samples[number].path.name}: {names[guess]} ({probabilities[row, guess]:.2f})"
+                    f"{printable(samples[number].path.name)}: {names[guess]} "
+                    f"({probabilities[row, guess]:.2f})"
                 )
                 if guess != truth:
                     caption += f", truth: {names[truth]}"
@@ -133,18 +134,20 @@ class VideoTask(Task):
 
     def predict_step(self, batch: dict[str, Any], _: int) -> None:
         path = Path(batch["path"])
-        if "error" in batch:
-            self.failures.append(batch["error"])
-            return
-        probabilities = predict_clips(self.net, batch["clips"][None].to(self.device))[0]
-        names, guess = self.data().classes, int(probabilities.argmax())
-        self.predictions[str(path)] = {
-            "class": names[guess],
-            "probabilities": dict(zip(names, probabilities.tolist(), strict=True)),
-        }
-        strip = (f"{path.name}: {names[guess]}", None, to_pixels(batch["clips"][0].cpu()))
-        # names of files in other folders may repeat
-        save_strips(self.out() / "predictions" / f"{batch['number']:04d}_{path.stem}.png", [strip])
+        with self.one_input(path):
+            if "error" in batch:
+                raise DataError(batch["error"])
+            probabilities = predict_clips(self.net, batch["clips"][None].to(self.device))[0]
+            names, guess = self.data().classes, int(probabilities.argmax())
+            caption = f"{printable(path.name)}: {names[guess]}"
+            # names of files in other folders may repeat
+            picture = file_name(f"{batch['number']:04d}_{path.stem}") + ".png"
+            strip = (caption, None, to_pixels(batch["clips"][0].cpu()))
+            save_strips(self.out() / "predictions" / picture, [strip])
+            self.predictions[str(path)] = {
+                "class": names[guess],
+                "probabilities": dict(zip(names, probabilities.tolist(), strict=True)),
+            }
 
     def on_predict_end(self) -> None:
         self.failures = list(self.gathered({line: line for line in self.failures}))

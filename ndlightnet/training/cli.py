@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.training.report import check_writable
+from ndlightnet.training.report import check_writable, say
 
 NAMES = ("names",)
 # what a training goes on from: without the loops it would begin anew, without a word
@@ -58,6 +58,9 @@ class TaskCLI(LightningCLI):
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
+        task = type(self.model)
+        if subcommand == "predict" and task.predict_step is L.LightningModule.predict_step:
+            raise DataError(f"predict: {task.__name__} has none, expected fit, validate or test")
         if kwargs.get("ckpt_path"):
             entries = NAMES if subcommand == "stream" else self.model.saved
             entries += RESUMED if subcommand == "fit" else ()
@@ -182,8 +185,7 @@ def run(
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    for note in cli.model.notes:
-        print(f"note: {note}", file=sys.stderr)
+    say(cli.model.notes)
     for failure in cli.model.failures:
         print(f"error: {failure}", file=sys.stderr)
     if cli.model.summary:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from ndlightnet.training.cases import MEASURES, metrics_of, write_cases
 from ndlightnet.training.cli import task_cli
-from ndlightnet.training.report import write_json
+from ndlightnet.training.report import say, write_json
 from ndlightnet.training.segmentation import SegmentationTask
 from ndlightnet.training.volumes import VolumeData
 
@@ -48,8 +47,7 @@ def _fold(arguments: list[str], fold: int) -> tuple[Path, int]:
         # the last checkpoint: the best one was chosen on these cases. By a trainer of its own: in
         # one that has trained, Lightning's EMA puts the weights that are not averaged in place
         cli = task_cli(SegmentationTask, VolumeData, ["test", *given, f"--ckpt_path={last}"])
-        for note in cli.model.notes:
-            print(f"note: {note}", file=sys.stderr)
+        say(cli.model.notes)
     return root, asked.datamodule.folds
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ndlightnet.data.errors import DataError, whole_file
+from ndlightnet.data.errors import DataError, file_name, whole_file
 from ndlightnet.data.series import (
     DAY,
     HOUR,
@@ -29,7 +30,7 @@ from ndlightnet.data.series import (
 )
 from ndlightnet.training.loading import training_loader
 from ndlightnet.training.measures import MeasuredTask
-from ndlightnet.training.report import COLORS, write_json
+from ndlightnet.training.report import COLORS, save_figure, write_json
 
 PANELS = 4
 
@@ -233,8 +234,8 @@ class ForecastTask(MeasuredTask):
     def predict_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
         data, (values, times) = self.data(), batch
         known, guess = data.unscaled(values[0]), data.unscaled(self.net(values, times)[0])
-        name = Path(data.input).name.removesuffix(".gz").removesuffix(".csv")
-        file = self.out() / "predictions" / f"{name}.csv"
+        name = re.sub(r"(?i)(\.csv)?(\.gz)?$", "", Path(data.input).name, count=1)
+        file = self.out() / "predictions" / f"{file_name(name)}.csv"
         with whole_file(file) as draft:
             write_series(draft, Series(data.columns, data.start + len(known) * HOUR, guess))
         panels = [
@@ -297,5 +298,4 @@ def save_forecasts(path: Path, panels: Sequence[Panel]) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     handles, labels = axis.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=3, frameon=False, fontsize=9)
-    with whole_file(path) as draft:
-        figure.savefig(draft, dpi=110)
+    save_figure(figure, path)

@@ -216,7 +216,10 @@ class ImageTask(LabelledTask):
         answered, data = self.gathered(self.answered), self.data()
         file = self.out() / "predictions.csv"
         if self.trainer.is_global_zero:
-            with whole_file(file) as draft, draft.open("w", newline="", encoding="utf-8") as out:
+            with (
+                whole_file(file) as draft,
+                draft.open("w", newline="", encoding="utf-8", errors="backslashreplace") as out,
+            ):
                 writer = csv.writer(out)
                 writer.writerow(["file", "prediction", *map(cell, data.classes)])
                 for number, row in answered.items():

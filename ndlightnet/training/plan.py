@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ndlightnet.data.errors import DataError, one_line, whole_file
 from ndlightnet.data.fingerprint import Fingerprint, fingerprint
 from ndlightnet.data.layouts import read_dataset
-from ndlightnet.training.report import check_writable
+from ndlightnet.training.report import check_writable, say
 
 COARSE = 3.0  # an axis so many times coarser than the next, and so many times shorter, stands out
 SMALLEST = 4  # cells along an axis of the coarsest level, at least
@@ -66,8 +66,10 @@ def plan(
     if memory is not None and not memory > 0:
         raise DataError(f"memory: {memory}, expected GB above 0")
     _network(net)
-    folder = read_dataset(root)
+    notes: list[str] = []
+    folder = read_dataset(root, notes)
     there = Path(out or Path("runs") / Path(root).resolve().name)
+    say(notes)
     check_writable(there)  # before all volumes are read
     cases = folder.training
     if not cases:

@@ -5,17 +5,26 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError, whole_file
+from ndlightnet.data.errors import DataError, printable, whole_file
 
 # Okabe and Ito: told apart also by people who see fewer colours
 COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#F0E442", "#CC79A7", "#0072B2")
+
+
+@rank_zero_only
+def say(notes: Sequence[str]) -> None:
+    """Prints what was decided for the user, each line once."""
+    for note in dict.fromkeys(notes):
+        print(f"note: {printable(note)}", file=sys.stderr)
 
 
 def check_writable(folder: Path) -> None:
@@ -45,9 +54,21 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         draft.write_text(json.dumps(plain(content), indent=2) + "\n")
 
 
+def plain_text(figure: Any) -> None:
+    """Lets the names of files and classes stand as they are in a figure that is done: `$` begins no
+    formula, and bytes that are not UTF-8 are escaped."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
+        text.set_text(text.get_text().encode(errors="backslashreplace").decode())
+
+
 def save_figure(figure: Any, path: Path) -> None:
+    """Its texts are plain ones."""
     import matplotlib.pyplot as plt
 
+    plain_text(figure)
     with whole_file(path) as draft:
         figure.savefig(draft, dpi=110, bbox_inches="tight", facecolor=figure.get_facecolor())
     plt.close(figure)
@@ -70,9 +91,9 @@ def save_confusion(path: Path, matrix: Tensor, classes: Sequence[str]) -> None:
     figure, axes = panels_of(1, 1, (side, side))
     axis = axes[0, 0]
     axis.imshow(share, cmap="Blues", vmin=0, vmax=1)
-    ticks = range(len(classes))
-    axis.set_xticks(ticks, classes, rotation=45, ha="right")
-    axis.set_yticks(ticks, classes)
+    ticks, names = range(len(classes)), [printable(name) for name in classes]  # drawn anew later
+    axis.set_xticks(ticks, names, rotation=45, ha="right")
+    axis.set_yticks(ticks, names)
     axis.set(xlabel="prediction", ylabel="truth")
     for i in ticks:
         for j in ticks:

@@ -212,6 +212,11 @@ class SegmentationTask(MeteredTask):
             labels = self.predict_labels(image, onto=onto)
         except ValueError as error:  # such as logits that are not numbers
             raise DataError(f"{case.images[0]}: {one_line(error)}") from error
+        except torch.OutOfMemoryError as error:
+            raise DataError(
+                f"{case.images[0]}: does not fit into the device's memory as a whole; "
+                "give --model.window, such as the training patch"
+            ) from error
         self.spent[case.name] = meter.read()
         if self.largest:
             labels = keep_largest(labels)
@@ -259,16 +264,8 @@ class SegmentationTask(MeteredTask):
         self._start()
 
     def predict_step(self, batch: dict[str, Any], _: int) -> None:
-        case = batch["case"]
-        try:
+        with self.one_input(batch["case"].images[0]):
             self._case(batch, self.out() / "predictions")
-        except DataError as error:
-            self.failures.append(str(error))
-        except torch.OutOfMemoryError:
-            self.failures.append(
-                f"{case.images[0]}: does not fit into the device's memory as a whole; "
-                "give --model.window, such as the training patch"
-            )
 
     def on_predict_epoch_end(self) -> None:
         folder = self.out() / "predictions"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning as L
 import torch
 
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.errors import DataError, fitting
 from ndlightnet.training.optim import adamw_with_cosine
 
 T = TypeVar("T")
@@ -59,6 +61,16 @@ class Task(L.LightningModule):
 
     def out(self) -> Path:
         return Path(self.trainer.default_root_dir)
+
+    @contextmanager
+    def one_input(self, path: object) -> Iterator[None]:
+        """What the file at `path` cannot do inside becomes a line of `failures`, and the others go
+        on. Errors that no file can make are raised."""
+        try:
+            with fitting(path):
+                yield
+        except DataError as error:
+            self.failures.append(str(error))
 
     def configure_optimizers(self) -> Any:
         return adamw_with_cosine(self, self.net, self.lr, self.weight_decay)

@@ -22,7 +22,7 @@ from ndlightnet.data.errors import DataError, whole_file
 from ndlightnet.data.text import RandomWindows, Windows, read_bytes, split
 from ndlightnet.training.loading import training_loader
 from ndlightnet.training.measures import MeasuredTask
-from ndlightnet.training.report import COLORS, write_json
+from ndlightnet.training.report import COLORS, plain_text, write_json
 
 BYTES = 256  # words of the vocabulary
 SINGLE = 64  # bytes that a stream is given one at a time in the end
@@ -334,6 +334,7 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
     figure.legend(
         *left.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9
     )
+    plain_text(figure)
     with whole_file(path) as draft:
         figure.savefig(draft, dpi=130, format="png")
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ndlightnet.data.digits import make_moving_digits
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.errors import DataError, fitting
 from ndlightnet.data.video import (
     ClipDataset,
     check_videos,
@@ -20,6 +20,7 @@ from ndlightnet.data.video import (
 )
 from ndlightnet.data.video_transforms import eval_clips
 from ndlightnet.training.loading import training_loader
+from ndlightnet.training.report import say
 
 
 class VideoData(L.LightningDataModule):
@@ -62,7 +63,9 @@ class VideoData(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         if stage == "predict":
             return  # the classes' names come with the checkpoint
-        folder = read_video_folder(self.root)
+        notes: list[str] = []
+        folder = read_video_folder(self.root, notes)
+        say(notes)
         self.classes = folder.classes
         if stage in ("fit", "validate"):
             train, held = [], []
@@ -98,7 +101,9 @@ class VideoData(L.LightningDataModule):
     def predict_dataloader(self) -> Any:
         if self.input is None:
             raise DataError("data.input: expected a video or a folder to predict, got none")
-        paths = find_videos(self.input)
+        notes: list[str] = []
+        paths = find_videos(self.input, notes)
+        say(notes)
         if not self.classes:
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
         return DataLoader(OpenedVideos(paths, self), batch_size=None)
@@ -141,11 +146,12 @@ class OpenedVideos(torch.utils.data.Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         path, data = self.paths[index], self.data
         try:
-            video = load_for_clips(path, data.frames, data.size)
-            return {
-                "path": str(path),
-                "number": index + 1,
-                "clips": eval_clips(video, data.frames, data.size, data.clips),
-            }
+            with fitting(path):
+                video = load_for_clips(path, data.frames, data.size)
+                return {
+                    "path": str(path),
+                    "number": index + 1,
+                    "clips": eval_clips(video, data.frames, data.size, data.clips),
+                }
         except DataError as error:
             return {"path": str(path), "error": str(error)}

@@ -13,6 +13,7 @@ from ndlightnet.data.layouts import find_inputs
 from ndlightnet.data.volume_folders import largest_extent, list_classes, read_part, read_volume
 from ndlightnet.data.volume_formats import Case
 from ndlightnet.training.images import ImageData
+from ndlightnet.training.report import say
 
 
 class VolumeFolders(ImageData):
@@ -52,7 +53,9 @@ class VolumeFolders(ImageData):
             super().setup(stage)
 
     def read(self) -> dict[str, ImageSet]:
-        classes, parts = list_classes(self.root)
+        notes: list[str] = []
+        classes, parts = list_classes(self.root, notes)
+        say(notes)
         if self.classes not in ((), classes):
             raise DataError(f"{self.root}: classes={list(self.classes)}, has {list(classes)}")
         self.classes = classes
@@ -68,17 +71,15 @@ class VolumeFolders(ImageData):
             raise DataError("data.input: expected a file or a folder to predict, got none")
         notes: list[str] = []
         cases = find_inputs(self.input, notes=notes, modality=self.modality)
+        say(notes)
         if not self.deviation or self.spacing is None:
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
         task: Any = self.trainer and self.trainer.lightning_module
-        task.notes += notes
         images, self.predict_files = [], []
         for case in cases:
-            try:
+            with task.one_input(case.images[0]):
                 images.append(read_volume(case, self.size, self.spacing))
                 self.predict_files.append(_told(case))
-            except DataError as error:
-                task.failures.append(str(error))
         if not images:
             return []
         labels = torch.zeros(len(images), dtype=torch.int64)

@@ -14,11 +14,12 @@ from torch.utils.data import DataLoader
 
 from ndlightnet.data.augment import Augment
 from ndlightnet.data.crops import Crops, Numbers, generator_of
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.errors import DataError, fitting
 from ndlightnet.data.layouts import find_inputs, read_dataset
 from ndlightnet.data.phantoms import make_phantoms
 from ndlightnet.data.volume_transforms import Intensity, Prepare, volume_dataset
 from ndlightnet.data.volumes import Case, check_cases, load_case
+from ndlightnet.training.report import say
 from ndlightnet.training.task import check
 
 AXES = 3  # of a volume
@@ -92,7 +93,9 @@ class VolumeData(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         if stage == "predict":
             return  # names come with the checkpoint; the training data need not be here
-        folder = read_dataset(self.root)
+        notes: list[str] = []
+        folder = read_dataset(self.root, notes)
+        say(notes)
         self.labels, self.modalities = folder.labels, folder.channels
         self._prepare()  # says what does not fit before anything is read
         if stage in ("fit", "validate"):
@@ -199,9 +202,7 @@ class VolumeData(L.LightningDataModule):
             raise DataError("data.input: expected a file or a folder to predict, got none")
         notes: list[str] = []
         cases = find_inputs(self.input, max(1, len(self.modalities)), notes, self.modality)
-        task: Any = self.trainer and self.trainer.lightning_module
-        if task:
-            task.notes += notes
+        say(notes)
         if not self.labels:
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
         return DataLoader(Opened(cases, self._prepare()), batch_size=None)
@@ -265,13 +266,14 @@ class Opened(torch.utils.data.Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         case, expected = self.cases[index], len(self.prepare.intensities)
         try:
-            data = load_case(case)
-            if len(data["image"]) != expected:
-                raise DataError(
-                    f"{case.images[0]}: {len(data['image'])} channels, the network was trained on "
-                    f"{expected}"
-                )
-            data.pop("label", None)  # what is measured is measured on the file's grid
-            return {"case": case, "data": self.prepare(data)}
+            with fitting(case.images[0]):
+                data = load_case(case)
+                if len(data["image"]) != expected:
+                    raise DataError(
+                        f"{case.images[0]}: {len(data['image'])} channels, the network was trained "
+                        f"on {expected}"
+                    )
+                data.pop("label", None)  # what is measured is measured on the file's grid
+                return {"case": case, "data": self.prepare(data)}
         except DataError as error:
             return {"case": case, "error": str(error)}

@@ -4,9 +4,20 @@ import os
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from ndlightnet.data.errors import DataError, cell, one_line, printable, readable, whole_file
+from ndlightnet.data.errors import (
+    DataError,
+    cell,
+    file_name,
+    fitting,
+    one_line,
+    printable,
+    readable,
+    whole_file,
+)
 
 NASTY = "two\nlines \x1b[31mred\x1b[0m \u202egpj \x00\u2028 \x85"
 
@@ -60,3 +71,35 @@ def test_cells_are_no_formulas() -> None:
     for text in ("liver", "a=b", "5% -x", "'quoted", "", "/data/=x.nii"):
         assert cell(text) == text
     assert cell("\t=1+1") == r"\t=1+1" and cell("\r\n@x") == r"\r\n@x"
+
+
+@pytest.mark.parametrize(
+    "name", ["n" * 161, "ö" * 100, "two\nlines", os.fsdecode(b"caf\xe9"), "a/b", "\ud800"]
+)
+def test_a_name_that_no_file_can_have_gets_a_hash(tmp_path: Path, name: str) -> None:
+    changed = file_name(name)
+    assert changed == file_name(name) != name
+    assert changed.isprintable() and "/" not in changed and len(changed.encode()) <= 160
+    (tmp_path / f".1234567.part.{changed}.nii.gz").touch()
+    # another one for every name, be it one that looks like the changed one
+    others = {name + "n", name[:-1], printable(name), changed} - {name}
+    assert changed not in map(file_name, others) and len({*map(file_name, others)}) == len(others)
+
+
+@pytest.mark.parametrize("name", ["", "a b", r"b$\frac$", "=1+1", "脳🧠", "n" * 160, "ö" * 80])
+def test_other_names_stay(name: str) -> None:
+    assert file_name(name) == name
+
+
+def test_memory_that_runs_out_is_said_in_a_line() -> None:
+    for huge in (lambda: np.empty(2**58), lambda: torch.empty(2**58)):
+        with pytest.raises(DataError, match=r"^a.nii: does not fit into memory"), fitting("a.nii"):
+            huge()
+    with (
+        pytest.raises(DataError, match=r"^a.nii: does not fit into memory"),
+        readable(Path("a.nii")),
+    ):
+        np.empty(2**58)
+    for other in (RuntimeError("mat1 and mat2"), TypeError("ours"), DataError("b.nii: gone")):
+        with pytest.raises(type(other), match=str(other)), fitting("a.nii"):
+            raise other

@@ -168,6 +168,26 @@ def test_nnunet(nnunet: tuple[Path, dict[str, Any]]) -> None:
     assert find_inputs(folder, channels=2) == list(found.test)
 
 
+def test_nnunet_endings_in_capital_letters(nnunet: tuple[Path, dict[str, Any]]) -> None:
+    folder, listing = nnunet
+    expected = [(case.name, len(case.images)) for case in read_dataset(folder).training]
+    for name in ("imagesTr/p_01_0000", "imagesTr/p_01_0001", "imagesTr/p_02_0001", "labelsTr/p_02"):
+        (folder / f"{name}.nii.gz").rename(folder / f"{name}.NII.GZ")
+    for ending in (".nii.gz", ".NII.GZ"):
+        relist(folder, {**listing, "file_ending": ending})
+        notes: list[str] = []
+        found = read_dataset(folder, notes)
+        assert [(case.name, len(case.images)) for case in found.training] == expected
+        check_cases(found.training, 3, 2, progress=False)
+        assert notes == [
+            f"{folder}/imagesTr: 1 entry is left out: readme.txt (expected CASE_0000.nii.gz)"
+        ]
+    assert len(find_inputs(folder / "imagesTr", 2)) == 2
+    twin = write(folder / "imagesTr" / "p_01_0000.nii.gz", random_image())
+    refuses(lambda: read_dataset(folder), None, "p_01_0000.* is there as well; remove one")
+    assert twin.exists()
+
+
 def test_nnunet_refuses(nnunet: tuple[Path, dict[str, Any]]) -> None:
     folder, listing = nnunet
     file = folder / "dataset.json"
@@ -274,6 +294,13 @@ def test_find_inputs_refuses(listed: tuple[Path, dict[str, Any]], tmp_path: Path
     refuses(lambda: find_inputs(tmp_path / "none"), tmp_path / "none", "holds no NIfTI")
     relist(folder, {**listing, "test": []})
     refuses(lambda: find_inputs(folder), folder, "no test case")
-    twins = write(tmp_path / "twins" / "a.nii", random_image()).parent
-    write(twins / "a.nii.gz", random_image())
-    refuses(lambda: find_inputs(twins), twins / "a.nii.gz", "another case is called 'a'")
+
+
+def test_files_that_differ_in_their_endings_are_two_cases(tmp_path: Path) -> None:
+    for name in ("a.nii", "a.nii.gz", "b.nii"):
+        write(tmp_path / name, random_image())
+    write_series(tmp_path / "b", HU)
+    assert [c.name for c in find_inputs(tmp_path)] == ["a.nii", "a.nii.gz", "b", "b.nii"]
+    slices = write_series(tmp_path / "in" / "own", HU)
+    write(slices / "own.nii.gz", random_image())
+    assert [c.name for c in find_inputs(slices)] == ["own", "own.nii.gz"]

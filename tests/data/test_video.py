@@ -4,6 +4,7 @@ import gc
 import os
 import struct
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import av
@@ -361,6 +362,69 @@ def test_load_video(counted: Path, max_frames: int, expected: list[int]) -> None
     assert loaded.dtype == torch.uint8 and loaded.is_contiguous()
     assert loaded.shape == (len(expected), 12, 32, 3)
     assert numbers(loaded) == expected
+
+
+def test_frames_of_two_sizes_come_in_the_first_one(tmp_path: Path) -> None:
+    """Black ones of 128 x 96 pixels, then white ones of 64 x 48."""
+    path = tmp_path / "a.avi"
+    with av.open(str(path), "w") as file:
+        stream = file.add_stream("mjpeg", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 128, 96, "yuvj420p"
+        other = av.CodecContext.create("mjpeg", "w")
+        other.width, other.height, other.pix_fmt = 64, 48, "yuvj420p"
+        other.time_base = Fraction(1, 25)
+        for encoder, level in ((stream.codec_context, 0), (other, 255)):
+            size = (encoder.height, encoder.width, 3)
+            for number in range(40):
+                frame = av.VideoFrame.from_ndarray(np.full(size, level, np.uint8), format="rgb24")
+                frame = frame.reformat(format="yuvj420p")
+                frame.pts, frame.time_base = number + 40 * (level > 0), Fraction(1, 25)
+                for packet in encoder.encode(frame):
+                    packet.stream = stream
+                    file.mux(packet)
+    reader = PyAVReader(path)
+    assert reader.frames([3, 43]).shape == (2, 96, 128, 3)
+    assert reader.frames([50]).shape == (1, 96, 128, 3)
+    frames = load_video(path, 24, 99)
+    assert frames.shape == (80, 24, 32, 3)
+    assert frames[:40].max() < 5 and frames[40:].min() > 250
+
+
+def test_narrow_frames_are_refused(tmp_path: Path) -> None:
+    """They would become huge: 128 x 1,024,000 pixels."""
+    path = encode(tmp_path / "a.mp4", np.zeros((3, 2, 16_000, 3), np.uint8))
+    words = f"^{path}: has frames of 16000 x 2 pixels, expected a long side of at most 16 times"
+    with pytest.raises(DataError, match=words):
+        load_video(path, 128, 9)
+    with pytest.raises(DataError, match=words):
+        list(VideoStream(path))
+    assert len(load_video(encode(tmp_path / "b.mp4", counting(3, 16, 256)), 8, 9)) == 3
+
+
+def test_few_frames_are_held_at_full_size(counted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    frames = PyAVReader.frames
+    monkeypatch.setattr(
+        PyAVReader, "frames", lambda reader, i: asked.append(len(i)) or frames(reader, i)
+    )
+    monkeypatch.setattr(video, "DECODED", 20 * HEIGHT * WIDTH * 3)
+    assert numbers(load_video(counted, 12, 99)) == list(range(FRAMES))
+    assert asked == [1, 20, 20, 9]
+
+
+def test_a_title_that_is_not_utf8(tmp_path: Path, counted: Path) -> None:
+    path = tmp_path / "a.mkv"
+    with av.open(str(counted)) as source, av.open(str(path), "w") as file:
+        stream = file.add_stream_from_template(source.streams.video[0])
+        file.metadata["title"] = "TITLE"
+        for packet in source.demux(video=0):
+            if packet.size:
+                packet.stream = stream
+                file.mux(packet)
+    assert path.read_bytes().count(b"TITLE") == 1
+    path.write_bytes(path.read_bytes().replace(b"TITLE", b"TITL\xc9"))
+    assert numbers(PyAVReader(path).frames([7])) == [7]
+    assert len(list(VideoStream(path))) == FRAMES
 
 
 def test_load_video_smooths_before_it_shrinks(tmp_path: Path) -> None:

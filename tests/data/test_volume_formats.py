@@ -1,5 +1,6 @@
 """NRRD and MetaImage, and what is decided for the user: axes, affines, NaN; memory."""
 
+import gzip
 import tracemalloc
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import SimpleITK as sitk
 
+from ndlightnet.data import volume_formats
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.layouts import find_inputs
 from ndlightnet.data.volume_formats import SLAB
@@ -279,3 +281,49 @@ def test_reading_takes_no_more_than_the_voxels(tmp_path: Path, scaled: bool) -> 
     load_case(Case("x", (write(tmp_path / "small.nii", random_image()),), None))  # lazy imports
     assert 4 * voxels <= peak(None) <= 4 * voxels + slab
     assert 6 * voxels <= peak(label) <= (4 + 2) * voxels + slab
+
+
+@pytest.mark.parametrize("ending", [".nii", ".nii.gz"])
+@pytest.mark.parametrize(
+    "shape, words",
+    [
+        ((30_000, 30_000, 30_000), "claims 30000 x 30000 x 30000 x 1 voxels, .* than a file of"),
+        ((9, 7, 12_000), "claims 9 x 7 x 12000 x 1 voxels, 0.00302 GB, more than a file of"),
+        ((9, -7, 11), r"has a negative axis: shape \(9, -7, 11\)"),
+    ],
+)
+def test_headers_that_claim_too_much(
+    tmp_path: Path, ending: str, shape: tuple[int, ...], words: str
+) -> None:
+    path = write(tmp_path / f"a{ending}", random_image())
+    data = bytearray(nibabel.load(path).to_bytes())
+    np.frombuffer(data, nibabel.Nifti1Header.template_dtype, 1)[0]["dim"][1:4] = shape
+    path.write_bytes(gzip.compress(data) if ending == ".nii.gz" else data)
+    refuses(lambda: load(path), path, words)
+
+
+def test_a_volume_that_gzip_makes_tiny_is_read(tmp_path: Path) -> None:
+    """Of zeros, as far as it goes: 1000 times smaller."""
+    path = write(tmp_path / "a.nii.gz", np.zeros((128, 128, 128), np.float32))
+    data = nibabel.load(path).to_bytes()
+    path.write_bytes(gzip.compress(data))
+    assert len(data) > 950 * path.stat().st_size
+    assert load(path)["image"].shape == (1, 128, 128, 128)
+
+
+@pytest.mark.parametrize("ending", [".nii", ".nrrd", ".mha", ""])
+def test_what_the_memory_cannot_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """Files that hold what they claim, on a machine that is too small."""
+    path = tmp_path / f"a{ending}"
+    if not ending:
+        write_series(path, HU)
+    elif ending == ".nii":
+        write(path, random_image().astype(np.uint8))
+    else:
+        write_itk(path, random_image().astype(np.uint8))
+    monkeypatch.setattr(volume_formats, "MEMORY", 4 * 693)  # 9 x 7 x 11 voxels
+    assert load(path)["image"].shape == (1, *SHAPE)
+    monkeypatch.setattr(volume_formats, "MEMORY", 4 * 693 - 1)
+    refuses(lambda: load(path), path, "its header claims .* more than this machine's memory can")

@@ -306,3 +306,8 @@ def test_misspelt_option(segment, tmp_path, argument):
     with pytest.raises(SystemExit) as caught:
         segment("fit", f"--trainer.default_root_dir={tmp_path}", argument)
     assert caught.value.code == 2
+
+
+def test_a_task_without_predictions_says_so(listen, tmp_path):
+    common = (f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={tmp_path}")
+    check(listen("predict", *common), tmp_path, "predict: SignalTask has none, expected fit,")

@@ -2,21 +2,27 @@
 
 import json
 import os
+from datetime import datetime
 from pathlib import Path
 
 import matplotlib.image
 import numpy as np
 import pytest
 import torch
+from matplotlib.text import Text
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.training import report
+from ndlightnet.training.casebook import save_case
+from ndlightnet.training.forecasting import Panel, save_forecasts
+from ndlightnet.training.images import save_gallery
 from ndlightnet.training.report import (
     check_writable,
     save_confusion,
     save_strips,
     write_json,
 )
+from ndlightnet.training.text import draw
 
 
 def test_json_holds_null_for_what_is_not_a_finite_number(tmp_path):
@@ -139,3 +145,32 @@ def test_strips_show_frames_in_order_with_coloured_captions(tmp_path):
     row = picture[np.argmax(blue.sum(1)), :, 2][blue[np.argmax(blue.sum(1))]]
     assert (np.diff(row) > -0.05).all() and row[0] == pytest.approx(55 / 255, abs=0.02)
     assert row[-1] == pytest.approx(1, abs=0.02)  # from the first frame to the last
+
+
+@pytest.mark.parametrize("name", [r"b$\frac$", os.fsdecode(b"$\xff")])
+def test_names_are_no_formulas(tmp_path, name):
+    """TeX that matplotlib cannot set, and what is not UTF-8, in every text of every picture."""
+    clip = torch.zeros(4, 12, 12, 3, dtype=torch.uint8)
+    save_strips(tmp_path / "s.png", [(name, None, clip)])
+    save_confusion(tmp_path / "c.png", COUNTS, [name, "dog", "ant"])
+    volume = torch.ones(6, 5, 4)
+    save_case(tmp_path / "v.png", name, volume, volume.long(), volume.long(), (1, 1, 1), [name] * 2)
+    one = torch.ones(1, 1)
+    save_gallery(tmp_path / "i.png", torch.zeros(1, 4, 4), one, one[0].long() - 1, [name])
+    now = datetime(2020, 1, 1)
+    save_forecasts(tmp_path / "f.png", [Panel(name, now, torch.ones(30), torch.ones(9))])
+    metrics = {"bits_per_byte_at": {"8": 1.0}, "bits_per_byte_by_position": {},
+               "same_bytes_at_training_length": {}, "train_length": 8}  # fmt: skip
+    draw({name: metrics}, tmp_path / "t.png")
+    for path in tmp_path.iterdir():
+        assert matplotlib.image.imread(path).std() > 0.01
+    assert len(os.listdir(tmp_path)) == 6
+
+
+def test_a_formula_is_drawn_as_it_is_written(tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(Text, "draw", lambda text, _: shown.append(text))
+    save_confusion(tmp_path / "c.png", COUNTS, ["$x$", "dog", "ant"])
+    texts = [text for text in shown if text.get_text()]
+    assert {text.get_text() for text in texts} >= {"$x$", "dog", "40", "prediction"}
+    assert not any(text.get_parse_math() for text in texts)

@@ -35,6 +35,25 @@ def test_names_that_differ_from_the_checkpoints_are_refused():
         task.on_load_checkpoint(saved)
 
 
+def test_what_one_input_can_raise_is_a_line_and_an_error_of_ours_is_raised():
+    task = VideoTask(nn.Identity())
+    with task.one_input("a.mp4"):
+        raise DataError("a.mp4: damaged")
+    with task.one_input("b.mp4"):
+        torch.empty(2**58)
+    with task.one_input("c.mp4"):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    with task.one_input("d.mp4"):
+        pass
+    for error in (TypeError, ValueError, RuntimeError, KeyError):
+        with pytest.raises(error, match="ours"), task.one_input("e.mp4"):
+            raise error("ours")
+    assert task.failures[0] == "a.mp4: damaged"
+    assert [line.split(" (")[0] for line in task.failures[1:]] == [
+        "b.mp4: does not fit into memory", "c.mp4: does not fit into memory"
+    ]  # fmt: skip
+
+
 def test_a_case_without_foreground_does_not_spoil_the_validation(monkeypatch):
     """A class that a case has not has no Dice: it is left out, neither 0 nor NaN."""
     task, logged = SegmentationTask(nn.Identity()), {}

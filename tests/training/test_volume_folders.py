@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import os
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -20,13 +22,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from ndlightnet import NDLightNet
 from ndlightnet.data.augment import Augment
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.errors import DataError, printable
 from ndlightnet.data.volume_folders import read_volume
 from ndlightnet.data.volumes import Case
 from ndlightnet.training import run
 from ndlightnet.training.averaging import AveragedWeights
 from ndlightnet.training.images import ImageData, ImageTask
 from ndlightnet.training.volume_folders import VolumeFolders
+from tests.training.hospital import claim, raw_header
 
 TINY = """
 seed_everything: 0
@@ -84,8 +87,11 @@ def launch(folder: Path, command: str, *arguments: object) -> SimpleNamespace:
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", argv)
         status = run(ImageTask, ImageData, Path("no default"))
-    errors = [line for line in err.getvalue().splitlines() if line.startswith("error: ")]
-    return SimpleNamespace(status=status, out=out.getvalue(), errors=errors)
+    errors, notes = (
+        [line for line in err.getvalue().splitlines() if line.startswith(f"{kind}: ")]
+        for kind in ("error", "note")
+    )
+    return SimpleNamespace(status=status, out=out.getvalue(), errors=errors, notes=notes)
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +143,42 @@ def test_predictions_are_those_of_the_averaged_weights(trained: Path, tmp_path: 
         with torch.no_grad():
             expected = torch.stack([net(image.flip(w)).softmax(-1) for w in ways]).mean(0)[0]
         assert [float(x) for x in row[2:]] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_names_and_headers_end_nothing(trained: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    names = [r"b$\frac$.nii.gz", "n" * 248 + ".nii.gz", "UP.NII.GZ", os.fsdecode(b"caf\xe9.nii")]
+    good = [save(new / name, 12, 9) for name in names]
+    bad = [raw_header(new / "claims.nii", claim(30_000, 30_000, 30_000))]
+    bad.append(raw_header(new / "negative.nii", claim(9, -7, 11)))
+    bad.append(new / os.fsdecode(b"text \xff.nii"))
+    bad[-1].write_text("text")
+    (new / "picture.png").write_bytes(b"")
+    done = launch(tmp_path, "predict", "--data.root=gone", f"--data.input={new}", last(trained))
+    assert done.status == 1 and len(done.errors) == 3
+    for path in bad:
+        assert sum(line.startswith(f"error: {printable(path)}: ") for line in done.errors) == 1
+    assert done.notes[0].startswith(f"note: {new}: 1 entry is left out: picture.png (")
+    with open(tmp_path / "predictions.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert sorted(row["file"] for row in rows) == sorted(map(printable, good))
+    assert {row["prediction"] for row in rows} == {"large"}
+
+    for path in good:
+        path.unlink()
+    done = launch(tmp_path, "predict", "--data.root=gone", f"--data.input={new}", last(trained))
+    assert done.status == 1 and len(done.errors) == 3
+
+
+def test_training_says_what_it_leaves_out(scans: Path, tmp_path: Path) -> None:
+    root = tmp_path / "scans"
+    shutil.copytree(scans, root)
+    for name in ("a.png", "b.txt"):
+        (root / "train" / "large" / name).write_bytes(b"")
+    done = launch(tmp_path, "fit", f"--data.root={root}", "--trainer.max_epochs=1")
+    assert (done.status, done.errors) == (0, [])
+    assert len(done.notes) == 1
+    assert done.notes[0].startswith(f"note: {root}/train/large: 2 entries are left out: a.png, b")
 
 
 def test_what_a_checkpoint_keeps(trained: Path, scans: Path) -> None:

@@ -1,0 +1,96 @@
+"""What a folder holds beside what is read of it is told in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from ndlightnet.data.folders import leave_out
+from ndlightnet.data.layouts import find_inputs
+from ndlightnet.data.video import find_videos, read_video_folder
+from ndlightnet.data.volume_folders import list_classes
+
+from .volume_files import HU, random_image, write, write_series
+
+
+def left_by(entries: list[Path], folder: Path) -> str:
+    """The first words of the one line, "" if there is none."""
+    notes: list[str] = []
+    leave_out(entries, folder, "better ones", notes)
+    assert len(notes) <= 1
+    if not notes:
+        return ""
+    assert notes[0].startswith(f"{folder}: ") and notes[0].endswith(" (expected better ones)")
+    return notes[0].removeprefix(f"{folder}: ").removesuffix(" (expected better ones)")
+
+
+def test_the_count_and_the_first_names(tmp_path: Path) -> None:
+    entries = [tmp_path / name for name in ("d", "b", "sub/c", "a\n", ".hidden")]
+    assert left_by([], tmp_path) == left_by(entries[4:], tmp_path) == ""
+    assert left_by(entries[:1], tmp_path) == "1 entry is left out: d"
+    assert left_by(entries[:3], tmp_path) == "3 entries are left out: b, d, sub/c"
+    assert left_by(entries, tmp_path) == r"4 entries are left out: a\n, b, d, ..."
+    leave_out(entries, tmp_path, "better ones", None)  # nobody wants to know
+
+
+def junk(folder: Path, ending: str) -> None:
+    """Four entries that are read nowhere."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"dangling{ending}").symlink_to("/nowhere")
+    (folder / f"folder{ending}").mkdir()
+    (folder / "picture.png").write_bytes(b"")
+    (folder / "text.txt").write_text("")
+    (folder / f".hidden{ending}").write_bytes(b"")
+
+
+def test_volumes(tmp_path: Path) -> None:
+    junk(tmp_path, ".nii.gz")
+    notes: list[str] = []
+    write(tmp_path / "UPPER.NII.GZ", random_image())
+    write_series(tmp_path / "series", HU)
+    (tmp_path / "DICOMDIR").write_bytes(b"")
+    for name in ("a.mhd", "a.raw"):  # header and voxels
+        (tmp_path / name).write_bytes(b"")
+    assert [case.name for case in find_inputs(tmp_path, 1, notes)] == ["UPPER", "a", "series"]
+    assert notes == [
+        f"{tmp_path}: 4 entries are left out: dangling.nii.gz, folder.nii.gz, picture.png, ... "
+        "(expected .nii.gz, .nii, .nrrd, .mha, .mhd or a DICOM series)"
+    ]
+    notes.clear()
+    find_inputs(tmp_path / "series", 1, notes)
+    find_inputs(tmp_path / "UPPER.NII.GZ", 1, notes)
+    assert notes == []
+
+
+def test_classes_of_volumes(tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        for name in ("x", "y"):
+            write(tmp_path / part / name / "0.nii.gz", random_image())
+    junk(tmp_path / "train" / "x", ".nii")
+    (tmp_path / "test" / "0.nii.gz").write_bytes(b"")
+    notes: list[str] = []
+    list_classes(tmp_path, notes)
+    assert [note[: note.index(" (")] for note in notes] == [
+        f"{tmp_path}/train/x: 4 entries are left out: dangling.nii, folder.nii, picture.png, ...",
+        f"{tmp_path}/test: 1 entry is left out: 0.nii.gz",
+    ]
+
+
+@pytest.mark.parametrize("ending", [".mp4", ".M4V", ".mpg", ".MPEG", ".gif"])
+def test_videos(tmp_path: Path, ending: str) -> None:
+    for split in ("train", "test"):
+        for name in ("x", "y"):
+            (tmp_path / split / name).mkdir(parents=True)
+            (tmp_path / split / name / f"a{ending}").write_bytes(b"")
+    junk(tmp_path / "train" / "y", ending)
+    (tmp_path / "test" / f"misplaced{ending}").write_bytes(b"")
+    notes: list[str] = []
+    found = read_video_folder(tmp_path, notes)
+    assert [sample.path.name for sample in found.train] == [f"a{ending}"] * 2
+    left = f"y/dangling{ending}, y/folder{ending}, y/picture.png, ..."
+    assert [note[: note.index(" (")] for note in notes] == [
+        f"{tmp_path}/train: 4 entries are left out: {left}",
+        f"{tmp_path}/test: 1 entry is left out: misplaced{ending}",
+    ]
+    notes.clear()
+    assert len(find_videos(tmp_path, notes)) == 5
+    assert len(notes) == 1 and "4 entries are left out: train/y/dangling" in notes[0]
