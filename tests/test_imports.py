@@ -27,6 +27,7 @@ SHAPES = ("ndlightnet.grid", "ndlightnet.ragged")  # all of the library may impo
 ONLY_UNDER = {
     "lightning": ("ndlightnet.training", "tasks"),
     "monai": ("ndlightnet.data", "ndlightnet.inference", "ndlightnet.training"),
+    "decord": ("ndlightnet.data", "ndlightnet.inference"),
     "av": ("ndlightnet.data", "ndlightnet.inference"),
     "triton": ("ndlightnet_kernels",),
 }
@@ -161,7 +162,7 @@ def test_import_is_light():
     """Beyond `import torch`: no heavy package, and less than half a second (best of three)."""
     seconds, names = measure()
     heavy = {
-        "triton", "lightning", "pytorch_lightning", "monai", "torchvision", "av",
+        "triton", "lightning", "pytorch_lightning", "monai", "torchvision", "decord", "av",
         "ndlightnet_kernels", "torchmetrics", "nibabel", "matplotlib", "jsonargparse",
     }  # fmt: skip
     assert names & heavy == set()
