@@ -158,7 +158,7 @@ class DecordReader:
         import decord
 
         self.path, self.fps = reader.path, reader.fps
-        self._errors = (RuntimeError, ValueError, decord.DECORDError)
+        self._errors = (RuntimeError, UnicodeEncodeError, decord.DECORDError)
         sought = [reader.seeks[1], min(reader.seeks[1] + 1, len(reader) - 1)]
         right = reader.frames(sought)
         try:

@@ -165,6 +165,7 @@ COMING = [
     ("mpeg2video", MPEG, "program.mpg", "mpeg"),
     ("mpeg2video", MPEG, "program.avi", "mpeg"),
     ("mpeg2video", MPEG, "closed.mp4", None),
+    ("mpeg4", {**MPEG, "bf": "0"}, "mpeg4.mp4", None),
     ("libx264", OPEN, "open.mp4", None),
     ("libx264", OPEN, "open.mkv", None),
     ("libx264", {"intra-refresh": "1", "g": "12"}, "refresh.mp4", None),
@@ -176,8 +177,10 @@ SOUGHT = {"a.mp4", "a.mov", "a.mkv", "a.webm", "vp8.webm", "vp9.mp4", "matroska.
 STEP, BAR, COUNT = 4, 8, 40
 
 
-def moving_bar(path: Path, codec: str, options: dict[str, str], container: str | None) -> Path:
-    """A bar that moves by STEP pixels from frame to frame."""
+def moving_bar(
+    path: Path, codec: str, options: dict[str, str], container: str | None, still: int = 0
+) -> Path:
+    """A bar that moves by STEP pixels from frame to frame, from the frame `still` on."""
     if codec not in av.codecs_available:
         pytest.skip(f"this PyAV has no {codec}")
     with av.open(str(path), "w", format=container) as file:
@@ -187,7 +190,8 @@ def moving_bar(path: Path, codec: str, options: dict[str, str], container: str |
         stream.codec_context.thread_count = 1
         for number in range(COUNT):
             picture = np.full((stream.height, stream.width, 3), 30, np.uint8)
-            picture[:, STEP * number : STEP * number + BAR] = 230
+            place = STEP * max(number, still)
+            picture[:, place : place + BAR] = 230
             file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         file.mux(stream.encode())
     return path
@@ -265,6 +269,35 @@ def test_frames_that_an_edit_list_cuts_off(tmp_path: Path) -> None:
 def test_decord_reads_what_skips_every_other_group(tmp_path: Path, wanted: int) -> None:
     path = moving_bar(tmp_path / "a.mp4", "libx264", X264, None)  # of 4 groups of pictures
     assert isinstance(open_video(path, wanted), DecordReader) == (wanted <= 2)
+
+
+@pytest.mark.parametrize("name", ["open.mp4", "open.mkv"])
+def test_one_look_where_nothing_moves_is_not_enough(tmp_path: Path, name: str) -> None:
+    """What decord shows after its first seek is right, and wrong after the others."""
+    opened = open_video(moving_bar(tmp_path / name, "libx264", OPEN, None, still=20), 1)
+    assert isinstance(opened, PyAVReader) and bars(opened.frames([25, 13, 38])) == [25, 20, 38]
+
+
+I, P, CUT = (True, False), (False, False), (False, True)  # (key frame, discarded)
+
+
+@pytest.mark.parametrize(
+    "times, kinds, expected",
+    [
+        ([0, 2, 1, 3, 5, 4], [I, P, P, I, P, P], [0, 3]),
+        ([-1, 0, 7, 9], [I, I, I, P], [0, 1, 2]),
+        ([0, 1, 4, 3, 5], [I, P, I, P, P], []),  # 3 is shown before the key frame it follows
+        ([0, 2, 1, 3], [I, P, I, P], []),  # 2 is shown after the key frame it precedes
+        ([0, 1, 2, 3], [I, CUT, I, P], []),
+        ([0, 1, 2, None], [I, P, I, P], []),
+    ],
+)
+def test_where_a_reader_may_seek(
+    times: list[int | None], kinds: list[tuple[bool, bool]], expected: list[int]
+) -> None:
+    assert (
+        video._seeks([(time, *kind) for time, kind in zip(times, kinds, strict=True)]) == expected
+    )
 
 
 @needs_decord
