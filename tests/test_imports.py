@@ -27,6 +27,7 @@ SHAPES = ("ndlightnet.grid", "ndlightnet.ragged")  # all of the library may impo
 ONLY_UNDER = {
     "lightning": ("ndlightnet.training", "tasks"),
     "monai": ("ndlightnet.data", "ndlightnet.inference", "ndlightnet.training"),
+    "decord": ("ndlightnet.data", "ndlightnet.inference"),
     "av": ("ndlightnet.data", "ndlightnet.inference"),
     "triton": ("ndlightnet_kernels",),
 }

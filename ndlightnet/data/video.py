@@ -1,4 +1,4 @@
-"""Videos from files: a reader, a folder of classes, and a dataset of clips.
+"""Videos from files: two readers, a folder of classes, and a dataset of clips.
 
 A folder is read as `train/<class>/*.mp4` and `test/<class>/*.mp4` (or another of ENDINGS). Frames
 are (frames, height, width, 3) uint8 RGB wherever a user meets them; what turns them into the clips
@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,6 +31,10 @@ from ndlightnet.data.video_transforms import (
 ENDINGS = (".mp4", ".m4v", ".avi", ".mkv", ".mov", ".webm", ".mpg", ".mpeg", ".gif")
 WANTED = ", ".join(ENDINGS)
 THREADS = min(4, os.cpu_count() or 1)  # each holds a decoder, and decoders are large
+# Where decord 0.6 finds the right frames: the containers and codecs as FFmpeg names what is in a
+# file, and the width in pixels from which on it reads padded rows rightly.
+CONTAINERS, CODECS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"), ("h264", "vp8", "vp9")
+NARROW = 96
 DECODED = 2**27  # bytes of frames at full size at a time: bounds the memory of a long video
 
 Item = TypeVar("Item")
@@ -40,7 +46,8 @@ class PyAVReader:
 
     It decodes from the start to the last frame asked for, so asking in order is quick, and it never
     seeks: containers without an index (MPEG-TS, MPEG-PS), open groups of pictures and intra refresh
-    give other frames after a seek than the file holds there, and do not say so.
+    give other frames after a seek than the file holds there, and do not say so. `seeks` holds the
+    numbers of the frames to which another reader may seek; it is empty where none should.
 
     DataError for no file, no video in it, or no frames.
     """
@@ -55,8 +62,13 @@ class PyAVReader:
                     raise DataError(f"{self.path}: has no video stream")
                 # Packets are counted because a header may give a wrong number of frames, or none;
                 # what an edit list cuts off is decoded, but not shown.
-                self._length = sum(not packet.is_discard for packet in _packets(file))
-                self.fps = float(file.streams.video[0].average_rate or 0)
+                packets = [(p.pts, p.is_keyframe, p.is_discard) for p in _packets(file)]
+                self._length = sum(not discarded for _, _, discarded in packets)
+                stream = file.streams.video[0]
+                self.fps = float(stream.average_rate or 0)
+                known = file.format.name in CONTAINERS and stream.codec_context.name in CODECS
+                sure = known and stream.width >= NARROW and len(file.streams.video) == 1
+                self.seeks = _seeks(packets) if sure else []
         except av.error.FFmpegError as error:
             raise DataError(f"{self.path}: not a video that can be read") from error
         if not self._length:
@@ -111,6 +123,18 @@ def _packets(file: Any) -> Iterator[Any]:
             yield packet
 
 
+def _seeks(packets: Sequence[tuple[int | None, bool, bool]]) -> list[int]:
+    """The numbers of the key frames, of packets (time, key frame, discarded) in order of decoding;
+    none if frames are cut off, or a frame is shown on the other side of a key frame."""
+    times = [time for time, _, discarded in packets if time is not None and not discarded]
+    if len(times) < len(packets):
+        return []
+    shown = sorted(range(len(times)), key=times.__getitem__)
+    last = list(accumulate(shown, max))  # decoded, of all that are shown so far
+    keys = [number for number, (_, is_key, _) in enumerate(packets) if is_key]
+    return keys if all(shown[key] == last[key] == key for key in keys) else []
+
+
 def _decode(path: Path) -> Iterator[Any]:
     """All frames. Closes the file, and ends the decoder's threads, when it is dropped (so it must
     not know the reader): left to the garbage collector, they might be freed in a forked process,
@@ -121,6 +145,58 @@ def _decode(path: Path) -> Iterator[Any]:
         for packet in _packets(file):
             yield from packet.decode()
         yield from file.streams.video[0].decode(None)  # what the decoder still holds
+
+
+class DecordReader:
+    """The same frames through decord, which seeks: quick for few frames of a long video.
+
+    DataError unless decord finds as many frames as `reader` does, and, where it seeks for the first
+    time, the same ones: both convert colours alike, so that no value differs.
+    """
+
+    def __init__(self, reader: PyAVReader) -> None:
+        import decord
+
+        self.path, self.fps = reader.path, reader.fps
+        self._errors = (RuntimeError, UnicodeEncodeError, decord.DECORDError)
+        sought = [reader.seeks[1], min(reader.seeks[1] + 1, len(reader) - 1)]
+        right = reader.frames(sought)
+        try:
+            self._video = decord.VideoReader(str(self.path), num_threads=1)
+            if len(self) != len(reader) or not torch.equal(self._get(sought), right):
+                raise DataError(f"{self.path}: decord finds other frames")
+        except self._errors as error:
+            raise DataError(f"{self.path}: decord cannot read it") from error
+
+    def __len__(self) -> int:
+        return len(self._video)
+
+    def _get(self, wanted: list[int]) -> Tensor:
+        return torch.from_numpy(self._video.get_batch(wanted).asnumpy())
+
+    def frames(self, indices: Sequence[int]) -> Tensor:
+        """Like PyAVReader's, which takes over where decord stops."""
+        wanted = _checked(indices, len(self))
+        try:
+            return self._get(wanted)
+        except self._errors:
+            return PyAVReader(self.path).frames(wanted)
+
+
+def open_video(path: str | Path, wanted: int) -> PyAVReader | DecordReader:
+    """Open a video of which about `wanted` frames will be read; DataError if it cannot be.
+
+    decord reads it where it is installed (it has no packages for ARM), gives the frames that PyAV
+    gives, and is quicker: it skips what lies between two wanted frames, but a seek takes as long as
+    PyAV takes for dozens of frames, so it has to skip every other group of pictures at least.
+    """
+    reader = PyAVReader(path)
+    if 2 * wanted <= len(reader.seeks) and find_spec("decord"):
+        try:
+            return DecordReader(reader)
+        except DataError:
+            pass
+    return reader
 
 
 class Sample(NamedTuple):
@@ -184,7 +260,7 @@ def load_video(path: str | Path, short_side: int, max_frames: int) -> Tensor:
     A video of more than `max_frames` frames is thinned out evenly. Decoding is slow: decode a
     video once, and keep this.
     """
-    reader = PyAVReader(path)
+    reader = open_video(path, max_frames)
     indices = even_indices(len(reader), min(len(reader), max_frames)).tolist()
     first = reader.frames(indices[:1])
     check_sides(path, first)

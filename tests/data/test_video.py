@@ -5,6 +5,7 @@ import os
 import struct
 from collections.abc import Sequence
 from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
 
 import av
@@ -17,11 +18,13 @@ import ndlightnet.data.video as video
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.video import (
     ClipDataset,
+    DecordReader,
     PyAVReader,
     Sample,
     check_videos,
     find_videos,
     load_video,
+    open_video,
     read_video_folder,
 )
 from ndlightnet.data.video_stream import VideoStream
@@ -29,6 +32,8 @@ from ndlightnet.data.video_transforms import to_pixels
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 HEIGHT, WIDTH, FRAMES = 48, 128, 50
+DECORD = find_spec("decord") is not None
+needs_decord = pytest.mark.skipif(not DECORD, reason="decord has no packages for ARM")
 
 
 def encode(path: Path, pictures: np.ndarray, **options: str) -> Path:
@@ -134,8 +139,10 @@ def test_a_telephone_held_upright(tmp_path: Path, turn: int, matrix: tuple[int, 
 @pytest.mark.parametrize("width", [16, 24, 40, 48, 72, 96])
 def test_narrow_videos(tmp_path: Path, width: int) -> None:
     """Rows of some of them are padded in memory."""
-    path = encode(tmp_path / "a.mp4", counting(3, 32, width))
-    assert numbers(PyAVReader(path).frames([0, 1, 2])) == [0, 1, 2]
+    path = encode(tmp_path / "a.mp4", counting(3, 32, width), g="1")
+    opened = open_video(path, 1)
+    assert numbers(opened.frames([0, 1, 2])) == [0, 1, 2]
+    assert isinstance(opened, DecordReader) == (DECORD and width >= 96)
 
 
 # codec, options, file name, container: one row each for the containers and for what misled readers
@@ -148,6 +155,9 @@ COMING = [
     ("libx264", X264, "a.mov", None),
     ("libx264", X264, "a.mkv", None),
     ("libvpx-vp9", {"g": "12"}, "a.webm", None),
+    ("libvpx", {"g": "12"}, "vp8.webm", None),
+    ("libvpx-vp9", {"g": "12"}, "vp9.mp4", None),
+    ("libx264", X264, "matroska.mp4", "matroska"),
     ("mpeg4", MPEG, "a.avi", None),
     ("libx264", X264, "a.avi", None),
     ("libx264", X264, "a.flv", "flv"),
@@ -156,17 +166,22 @@ COMING = [
     ("mpeg2video", MPEG, "program.mpg", "mpeg"),
     ("mpeg2video", MPEG, "program.avi", "mpeg"),
     ("mpeg2video", MPEG, "closed.mp4", None),
+    ("mpeg4", {**MPEG, "bf": "0"}, "mpeg4.mp4", None),
     ("libx264", OPEN, "open.mp4", None),
     ("libx264", OPEN, "open.mkv", None),
     ("libx264", {"intra-refresh": "1", "g": "12"}, "refresh.mp4", None),
+    ("libx264", {"intra-refresh": "1", "g": "12", "bf": "0"}, "refresh without B.mp4", None),
     ("libx265", {"x265-params": "keyint=12:bframes=3:log-level=none"}, "hevc.mp4", None),
     ("libsvtav1", {"g": "12"}, "av1.mp4", None),
 ]
+SOUGHT = {"a.mp4", "a.mov", "a.mkv", "a.webm", "vp8.webm", "vp9.mp4", "matroska.mp4"}  # by decord
 STEP, BAR, COUNT = 4, 8, 40
 
 
-def moving_bar(path: Path, codec: str, options: dict[str, str], container: str | None) -> Path:
-    """A bar that moves by STEP pixels from frame to frame."""
+def moving_bar(
+    path: Path, codec: str, options: dict[str, str], container: str | None, still: int = 0
+) -> Path:
+    """A bar that moves by STEP pixels from frame to frame, from the frame `still` on."""
     if codec not in av.codecs_available:
         pytest.skip(f"this PyAV has no {codec}")
     with av.open(str(path), "w", format=container) as file:
@@ -176,9 +191,23 @@ def moving_bar(path: Path, codec: str, options: dict[str, str], container: str |
         stream.codec_context.thread_count = 1
         for number in range(COUNT):
             picture = np.full((stream.height, stream.width, 3), 30, np.uint8)
-            picture[:, STEP * number : STEP * number + BAR] = 230
+            place = STEP * max(number, still)
+            picture[:, place : place + BAR] = 230
             file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         file.mux(stream.encode())
+    return path
+
+
+def remux(source: Path, path: Path, first: int = 0, early: int = 0) -> Path:
+    """The packets of `source` from `first` on, `early` frames earlier."""
+    with av.open(str(source)) as old, av.open(str(path), "w") as new:
+        stream = new.add_stream_from_template(old.streams.video[0])
+        packets = [packet for packet in old.demux(video=0) if packet.size > 0]
+        for packet in packets[first:]:
+            shift = round(early / 25 / packet.time_base)
+            packet.pts, packet.dts = packet.pts - shift, packet.dts - shift
+            packet.stream = stream
+            new.mux(packet)
     return path
 
 
@@ -196,10 +225,16 @@ def test_frame_i_is_frame_i(
     path = moving_bar(tmp_path / name, codec, options, container)
     assert bars(load_video(path, 96, COUNT)) == list(range(COUNT))
     assert bars(load_video(path, 96, 8)) == list(range(2, COUNT, 5))
-    reader = PyAVReader(path)
-    assert len(reader) == COUNT
-    for wanted in ([COUNT - 1, 3, 20, 0, 1], [25, 13], range(11, 30)):
-        assert bars(reader.frames(wanted)) == list(wanted)
+    assert bars(load_video(path, 96, 2)) == [10, 30]
+    opened = open_video(path, 2)
+    assert isinstance(opened, DecordReader) == (DECORD and name in SOUGHT)
+    for reader in (opened, PyAVReader(path)):
+        assert (len(reader), reader.fps) == (COUNT, 25.0)
+        for wanted in ([COUNT - 1, 3, 20, 0, 1], [25, 13], range(11, 30), range(2, COUNT, 7)):
+            assert bars(reader.frames(wanted)) == list(wanted)
+            assert torch.equal(reader.frames(wanted), opened.frames(wanted))
+        with pytest.raises(IndexError):
+            reader.frames([COUNT])
     found = list(VideoStream(path))
     assert [frame.number for frame in found] == list(range(COUNT))
     assert bars(torch.stack([frame.picture for frame in found])) == list(range(COUNT))
@@ -215,20 +250,105 @@ def test_a_recording_that_was_joined_late(
     data = moving_bar(tmp_path / "whole.ts", codec, options, "mpegts").read_bytes()
     (tmp_path / "late.ts").write_bytes(data[len(data) // 188 // 6 * 188 :])
     assert bars(load_video(tmp_path / "late.ts", 96, COUNT)) == list(range(12, COUNT))
+    remux(tmp_path / "whole.ts", tmp_path / "late.mkv", first=4)
+    assert bars(load_video(tmp_path / "late.mkv", 96, COUNT)) == list(range(12, COUNT))
+    opened = open_video(tmp_path / "late.mkv", 1)
+    assert isinstance(opened, PyAVReader) and bars(opened.frames([15, 1])) == [27, 13]
 
 
 def test_frames_that_an_edit_list_cuts_off(tmp_path: Path) -> None:
     """They are decoded, for others refer to them, but they are no frames of the video."""
     whole = moving_bar(tmp_path / "whole.mp4", "libx264", X264, None)
-    with av.open(str(whole)) as source, av.open(str(tmp_path / "cut.mp4"), "w") as file:
-        stream = file.add_stream_from_template(source.streams.video[0])
-        for packet in source.demux(video=0):
-            if packet.size > 0:
-                early = round(5 / 25 / packet.time_base)
-                packet.pts, packet.dts = packet.pts - early, packet.dts - early
-                packet.stream = stream
-                file.mux(packet)
-    assert bars(load_video(tmp_path / "cut.mp4", 96, COUNT)) == list(range(5, COUNT))
+    cut = remux(whole, tmp_path / "cut.mp4", early=5)
+    assert bars(load_video(cut, 96, COUNT)) == list(range(5, COUNT))
+    opened = open_video(cut, 1)
+    assert isinstance(opened, PyAVReader) and bars(opened.frames([30, 1])) == [35, 6]
+
+
+@needs_decord
+@pytest.mark.parametrize("wanted", [1, 2, 3, COUNT])
+def test_decord_reads_what_skips_every_other_group(tmp_path: Path, wanted: int) -> None:
+    path = moving_bar(tmp_path / "a.mp4", "libx264", X264, None)  # of 4 groups of pictures
+    assert isinstance(open_video(path, wanted), DecordReader) == (wanted <= 2)
+
+
+@pytest.mark.parametrize("name", ["open.mp4", "open.mkv"])
+def test_one_look_where_nothing_moves_is_not_enough(tmp_path: Path, name: str) -> None:
+    """What decord shows after its first seek is right, and wrong after the others."""
+    opened = open_video(moving_bar(tmp_path / name, "libx264", OPEN, None, still=20), 1)
+    assert isinstance(opened, PyAVReader) and bars(opened.frames([25, 13, 38])) == [25, 20, 38]
+
+
+I, P, CUT = (True, False), (False, False), (False, True)  # (key frame, discarded)
+
+
+@pytest.mark.parametrize(
+    "times, kinds, expected",
+    [
+        ([0, 2, 1, 3, 5, 4], [I, P, P, I, P, P], [0, 3]),
+        ([-1, 0, 7, 9], [I, I, I, P], [0, 1, 2]),
+        ([0, 1, 4, 3, 5], [I, P, I, P, P], []),  # 3 is shown before the key frame it follows
+        ([0, 2, 1, 3], [I, P, I, P], []),  # 2 is shown after the key frame it precedes
+        ([0, 1, 2, 3], [I, CUT, I, P], []),
+        ([0, 1, 2, None], [I, P, I, P], []),
+    ],
+)
+def test_where_a_reader_may_seek(
+    times: list[int | None], kinds: list[tuple[bool, bool]], expected: list[int]
+) -> None:
+    assert (
+        video._seeks([(time, *kind) for time, kind in zip(times, kinds, strict=True)]) == expected
+    )
+
+
+@needs_decord
+@pytest.mark.parametrize("wrong", ["a frame before", "another length", "an error", "a colour"])
+def test_what_decord_does_not_read_rightly_is_left_to_pyav(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    import decord
+
+    class Wrong(decord.VideoReader):
+        def __len__(self) -> int:
+            return super().__len__() + (wrong == "another length")
+
+        def get_batch(self, indices: list[int]) -> decord.nd.NDArray:
+            if wrong == "an error":
+                raise decord.DECORDError("no frame")
+            found = super().get_batch([i - (wrong == "a frame before") for i in indices]).asnumpy()
+            return decord.nd.array(found ^ (wrong == "a colour"))
+
+    path = moving_bar(tmp_path / "a.mp4", "libx264", X264, None)
+    assert isinstance(open_video(path, 1), DecordReader)
+    monkeypatch.setattr(decord, "VideoReader", Wrong)
+    opened = open_video(path, 1)
+    assert isinstance(opened, PyAVReader) and bars(opened.frames([30, 2])) == [30, 2]
+
+
+@needs_decord
+def test_pyav_takes_over_where_decord_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import decord
+
+    def stop(*_: object) -> None:
+        raise decord.DECORDError("no frame")
+
+    opened = open_video(moving_bar(tmp_path / "a.mp4", "libx264", X264, None), 1)
+    monkeypatch.setattr(decord.VideoReader, "get_batch", stop)
+    assert isinstance(opened, DecordReader) and bars(opened.frames([30, 2])) == [30, 2]
+
+
+def test_without_decord(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(video, "find_spec", lambda name: None)
+    opened = open_video(moving_bar(tmp_path / "a.mp4", "libx264", X264, None), 1)
+    assert isinstance(opened, PyAVReader) and bars(opened.frames([30, 2])) == [30, 2]
+
+
+def test_a_name_that_decord_cannot_open(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9.mp4")
+    moving_bar(tmp_path / "a.mp4", "libx264", X264, None).rename(path)
+    assert bars(load_video(path, 96, 2)) == [10, 30]
 
 
 def test_frames_of_uneven_length(tmp_path: Path) -> None:
