@@ -51,6 +51,12 @@ def from_chunks(x: Tensor, like: Tensor) -> Tensor:
     return x[:, :length].to(like.dtype)
 
 
+def whole(x: Tensor) -> Tensor:
+    """x as a tensor of its own where it is compiled. Where a Function returns a view of a view,
+    torch 2.11 compiles a gradient of zeros."""
+    return x.clone() if torch.compiler.is_compiling() else x
+
+
 def floor_of(dtype: torch.dtype) -> float:
     return 2 * FLOOR if dtype == torch.float64 else FLOOR
 

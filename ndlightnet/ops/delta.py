@@ -28,6 +28,7 @@ from ndlightnet.ops.chunks import (
     inverse,
     matmul_as,
     to_chunks,
+    whole,
     work_dtype,
 )
 from ndlightnet.ops.gated import after, check, log_decay_gradient
@@ -100,7 +101,7 @@ class _Delta(torch.autograd.Function):
         start = before(m, first, c.q.dtype)
         y = c.d.into(c.q) @ start + c.qk @ (c.u0 - c.w @ start)
         ctx.save_for_backward(q, k, v, beta, decay, state, m)
-        return from_chunks(y, v), m[:, -1].view_as(state).clone()
+        return whole(from_chunks(y, v)), m[:, -1].view_as(state).clone()
 
     @staticmethod
     @once

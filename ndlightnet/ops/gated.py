@@ -22,6 +22,7 @@ from ndlightnet.ops.chunks import (
     from_chunks,
     later_first,
     to_chunks,
+    whole,
     work_dtype,
 )
 from ndlightnet.ops.parallel import accumulator
@@ -96,7 +97,7 @@ class _Gated(torch.autograd.Function):
         m = memories(d.over(), added, first)
         y = d.into(qc) @ before(m, first, qc.dtype) + d.scores(qc, kc) @ vc
         ctx.save_for_backward(q, k, v, decay, state, m)
-        return from_chunks(y, v), m[:, -1].view_as(state).clone()
+        return whole(from_chunks(y, v)), m[:, -1].view_as(state).clone()
 
     @staticmethod
     @once

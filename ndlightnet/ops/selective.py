@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops._once import once
-from ndlightnet.ops.chunks import exact
+from ndlightnet.ops.chunks import exact, whole
 from ndlightnet.ops.parallel import accumulator
 from ndlightnet.ops.scan import adjoints, memories
 
@@ -68,7 +68,7 @@ class _Selective(torch.autograd.Function):
             outputs.append((m * c[..., None, :]).sum(-1))
             memory = m[:, -1].clone()
         ctx.save_for_backward(u, delta, A, B, C, *starts)
-        return torch.cat(outputs, 1).to(u.dtype), memory
+        return whole(torch.cat(outputs, 1).to(u.dtype)), memory
 
     @staticmethod
     @once
