@@ -14,8 +14,10 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins.io import CheckpointIO
 
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.errors import DataError, clear_drafts
+from ndlightnet.training.checkpoints import WholeCheckpoints
 from ndlightnet.training.report import check_writable
 
 
@@ -66,6 +68,7 @@ class TaskCLI(LightningCLI):
         root = root if fold is None else root / f"fold_{fold}"
         if self.subcommand != "stream":
             check_writable(root)
+            clear_drafts(root)
 
         def given(key: str) -> Any:
             return self._get(self.config_init, f"trainer.{key}")
@@ -87,13 +90,23 @@ class TaskCLI(LightningCLI):
                 ModelCheckpoint(
                     folder, "best", monitor=monitor, mode="max", enable_version_counter=False
                 ),
-                # one of its own: beside a monitor, `save_last` keeps the last best, not the last
+                # one of its own: beside a monitor, `save_last` keeps the last best, not the last.
+                # Without a monitor it would come first, and not know what the best one is now
                 ModelCheckpoint(
-                    folder, "last", save_on_train_epoch_end=True, enable_version_counter=False
+                    folder,
+                    "last",
+                    monitor="step",
+                    mode="max",
+                    save_on_train_epoch_end=True,
+                    enable_version_counter=False,
                 ),
             ]
+        plugins = given("plugins") or []
+        plugins = [*plugins] if isinstance(plugins, list) else [plugins]
+        if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+            plugins.append(WholeCheckpoints())
         return super().instantiate_trainer(
-            default_root_dir=root, logger=loggers, callbacks=callbacks, **kwargs
+            default_root_dir=root, logger=loggers, callbacks=callbacks, plugins=plugins, **kwargs
         )
 
 
