@@ -3,6 +3,7 @@ errors."""
 
 from __future__ import annotations
 
+import errno
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -49,6 +50,16 @@ class TaskCLI(LightningCLI):
             while said.__cause__ is not None and not isinstance(said, DataError):
                 said = said.__cause__
             raise DataError(" ".join(str(said).split())) from error
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """A disk that is full when Lightning writes, such as a log, ends it with one line, too."""
+        try:
+            super()._run_subcommand(subcommand)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            what = error.filename or f"{self.trainer.default_root_dir}: logs"
+            raise DataError(f"{what}: cannot be written ({error.strerror})") from error
 
     def _parse_ckpt_path(self) -> None:
         """Our checkpoints hold no arguments: the config says them all."""

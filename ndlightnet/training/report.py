@@ -23,7 +23,7 @@ def check_writable(folder: Path) -> None:
     probe = folder / f".{os.getpid()}.writable"  # its own: several processes may look at once
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_text("")
+        probe.write_text("written")  # a full disk takes an empty file
         probe.unlink()
 
 

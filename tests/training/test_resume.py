@@ -202,14 +202,15 @@ def write(kind: str, root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def runs(write_decathlon, write_recordings, tmp_path_factory):
-    """runs(kind) -> (the data, the folder of a whole training, that of one that was killed)."""
+    """runs(kind) -> (the data, the folder of a whole training, that of one that was killed, and a
+    copy of it: the best checkpoint is known where it was)."""
     writers = {
         "segmentation": lambda root: write_decathlon(root, cases=6),
         "signal": write_recordings,
     }
 
     @cache
-    def make(kind: str) -> tuple[Path, Path, Path]:
+    def make(kind: str) -> tuple[Path, Path, Path, Path]:
         folder = tmp_path_factory.mktemp(kind)
         root = folder / ("data.npz" if kind == "image" else "data")
         writers.get(kind, partial(write, kind))(root)
@@ -217,7 +218,7 @@ def runs(write_decathlon, write_recordings, tmp_path_factory):
         assert train(kind, config(kind, root, whole, 0)) == 0
         steps = len(losses(whole))
         assert train(kind, config(kind, root, killed, 2), 2 * steps // 3 + 1) == -signal.SIGKILL
-        return root, whole, killed
+        return root, whole, killed, shutil.copytree(killed, folder / "copy")
 
     return make
 
@@ -233,16 +234,16 @@ def losses(out: Path) -> list[tuple[int, str]]:
     "kind, workers",
     [(kind, workers) for kind in KINDS for workers in (0, 2) if not workers or has_workers(kind)],
 )
-def test_killed_in_mid_epoch_and_resumed(runs, tmp_path, kind, workers):
+def test_killed_in_mid_epoch_and_resumed(runs, kind, workers):
     """In the third epoch, which a resumed training begins with."""
-    root, whole, killed = runs(kind)
+    root, whole, out, copy = runs(kind)
+    shutil.rmtree(out)
+    shutil.copytree(copy, out)
     wanted = losses(whole)
     done = 2 * len(wanted) // 3
     assert done > 2 and [step for step, _ in wanted] == list(range(len(wanted)))
     assert len({loss for _, loss in wanted}) == len(wanted)  # no two steps are alike by themselves
-    assert checkpoint(killed, "last")["global_step"] == done
-    out = tmp_path / "killed"
-    shutil.copytree(killed, out)
+    assert checkpoint(out, "last")["global_step"] == done
     resume = f"--ckpt_path={out}/checkpoints/last.ckpt"
     assert train(kind, config(kind, root, out, workers), -1, resume) == 0
     assert losses(out) == wanted[: done + 2] + wanted[done:]
