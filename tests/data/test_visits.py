@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from ndlightnet.data.packing import TokenBudgetSampler
 from ndlightnet.data.visits import Numbers, Visits, mixed
 from ndlightnet.training.loading import TimedLoader, training_loader
 
@@ -54,6 +55,15 @@ def test_a_loader_that_is_told_the_epoch_late(workers):
     assert torch.equal(torch.get_rng_state(), before)  # the network draws from it
     loader.sampler.set_epoch(0)
     assert next(iter(loader))[0].tolist() == [Visits(Drawing(), 3)[n][0] for n in (0, 1)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_of_so_many_tokens_that_are_told_the_epoch_late(workers):
+    sampler = TokenBudgetSampler([1 + i % 7 for i in range(30)], 20)
+    loader = TimedLoader(torch.arange(30), batch_sampler=sampler, num_workers=workers)
+    first, iterator = list(sampler), iter(loader)
+    sampler.set_epoch(3)
+    assert [batch.tolist() for batch in iterator] == list(sampler) != first
 
 
 @pytest.mark.parametrize("count, size, batches", [(5, 2, 2), (10, 3, 3), (5, 8, 1)])
