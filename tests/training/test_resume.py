@@ -122,6 +122,7 @@ def fit(kind: str, given: Path, die: int, more: tuple[str, ...]) -> None:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # of loaders, as in any process
     step = task.training_step
 
     def told(self, batch, number):
