@@ -64,7 +64,7 @@ def train(net: nn.Module, data: ImageData, config: dict[str, Any], device: str) 
     loader = data.train_dataloader()
     total, seconds = epochs * len(loader), []
     for epoch in range(epochs):
-        loader.epoch = lambda now=epoch: now
+        loader.set_epoch(epoch)
         for batch in loader:
             moved = [x.to(device, non_blocking=True) for x in batch]
             images, labels, _ = data.on_after_batch_transfer(moved, 0)

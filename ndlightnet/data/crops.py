@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.visits import order
 
 
 class Crops(Dataset[tuple[Tensor, Tensor, int]]):
@@ -50,7 +50,7 @@ class Crops(Dataset[tuple[Tensor, Tensor, int]]):
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor, int]:
         """(image float32 (channels, *patch), label int16 (1, *patch), number)."""
         rounds, place = divmod(number, len(self.cases))
-        case = self.cases[int(_order(self.seed, rounds, len(self.cases))[place])]
+        case = self.cases[int(order(self.seed, rounds, len(self.cases))[place])]
         chance = np.random.default_rng((self.seed, 1, number))
         image, label = case["image"], case["label"]
         space = np.array(image.shape[1:])
@@ -66,33 +66,5 @@ class Crops(Dataset[tuple[Tensor, Tensor, int]]):
         return _plain(image)[at].clone(), _plain(label)[at].to(torch.int16, copy=True), number
 
 
-@lru_cache(2)
-def _order(seed: int, rounds: int, count: int) -> np.ndarray:
-    return np.random.default_rng((seed, 0, rounds)).permutation(count)
-
-
 def _plain(x: Tensor) -> Tensor:
     return x.as_subclass(Tensor)  # type: ignore[arg-type]
-
-
-class Numbers(Sampler[int]):
-    """The numbers of an epoch's crops: epoch * count, and so on. Lightning tells the epoch."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.epoch = count, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.epoch * self.count, (self.epoch + 1) * self.count))
-
-
-def generator_of(seed: int, number: int) -> torch.Generator:
-    """For what is random about the batch whose first crop has this number."""
-    entropy = (seed, 2 if number >= 0 else 3, abs(number))
-    state = np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]
-    return torch.Generator().manual_seed(int(state >> 1))

@@ -100,16 +100,56 @@ def readable(path: Path) -> Iterator[None]:
 
 
 @contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """What the disk refuses inside, such as for want of room, becomes a DataError that names
+    `path`."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        # torch.save to an open file raises an error of its own after the disk's
+        said = error.__context__ if isinstance(error, RuntimeError) else error
+        if not isinstance(said, OSError):
+            raise
+        raise DataError(f"{path}: cannot be written ({said.strerror or said})") from error
+
+
+@contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """A draft beside `path`, with the same ending, that becomes `path` when the block ends well.
     The folder is made if needed. Raises DataError when it cannot be written."""
     draft = path.with_name(f".{os.getpid()}.part.{path.name}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield draft
-        os.replace(draft, path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
+        with writable(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield draft
+            with draft.open("rb+") as file:  # or the name could reach the disk before the content
+                os.fsync(file.fileno())
+            os.replace(draft, path)
     finally:
         if draft.exists():
             draft.unlink()
+
+
+def clear_drafts(folder: Path) -> None:
+    """Removes the drafts that processes which were killed have left in `folder` and in the folders
+    in it; those of processes that live stay."""
+    for draft in [*folder.glob(".*.part.*"), *folder.glob("*/.*.part.*")]:
+        process = draft.name.split(".")[1]
+        if process.isdigit() and draft.is_file() and not _lives(int(process)):
+            draft.unlink(missing_ok=True)
+
+
+def _lives(process: int) -> bool:
+    """Whether there is another process of this number. (In a container the number of one that was
+    killed comes back soon, and may be our own.)"""
+    if process == os.getpid():
+        return False
+    if os.name != "posix":
+        return True  # to ask would end it
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True

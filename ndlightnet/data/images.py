@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError, fitting
+from ndlightnet.data.visits import mixed
 
 IDX = {"train": "train", "test": "t10k"}  # our names of the parts, and theirs
 # what unpacking a damaged file raises; the last two: a plain .npy is no archive
@@ -180,25 +181,33 @@ class ShuffledBatches(Batches):
     Args:
         shift: cells, at most, along every axis and either way. flips: axes to mirror, half the
             time.
-        epoch: asked at the start of each one.
     """
 
     def __init__(
         self, data: ImageSet, size: int, replica: tuple[int, int] = (0, 1), *, shift: int = 0,
-        flips: Sequence[int] = (), seed: int = 0, epoch: Callable[[], int] = lambda: 0,
+        flips: Sequence[int] = (), seed: int = 0,
     ) -> None:  # fmt: skip
         super().__init__(data, size, replica)
-        self.shift, self.seed, self.epoch = shift, seed, epoch
+        self.shift, self.seed, self.epoch = shift, seed, 0
         self.flips = torch.tensor([axis in flips for axis in range(data.images.ndim - 1)])
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    @property
+    def sampler(self) -> ShuffledBatches:
+        """Where Lightning looks for `set_epoch`."""
+        return self
 
     def __len__(self) -> int:
         # as many on every replica; a set smaller than a batch is one
         return max(1, len(self.data) // self.replica[1] // self.size)
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        rng = torch.Generator().manual_seed(mixed(self.seed, epoch := self.epoch()))
+        rng = torch.Generator().manual_seed(mixed(self.seed, self.epoch))
         order = torch.randperm(len(self.data), generator=rng)
-        rng.manual_seed(mixed(self.seed, epoch, 1 + self.replica[0]))  # other moves on each replica
+        # other moves on each replica
+        rng.manual_seed(mixed(self.seed, self.epoch, 1 + self.replica[0]))
         for numbers in self._own(order):
             each = (len(numbers), len(self.flips))
             shifts = torch.randint(-self.shift, self.shift + 1, each, generator=rng)
@@ -210,11 +219,6 @@ class SeededBatches(ShuffledBatches):
     """The same batches, each with a seed of its own, a number, in place of shifts and flips."""
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        base = (self.seed, self.epoch(), 1 + self.replica[0])
+        base = (self.seed, self.epoch, 1 + self.replica[0])
         for number, (*batch, _shifts, _flips) in enumerate(super().__iter__()):
             yield *batch, mixed(*base, number)
-
-
-def mixed(*numbers: int) -> int:
-    """A seed from several: another one where any of them is another."""
-    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])

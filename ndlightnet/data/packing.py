@@ -65,6 +65,9 @@ class TokenBudgetSampler(Sampler[list[int]]):
     Every sample comes once an epoch. The number of batches is the same in every epoch and on every
     replica, as trainers expect that count batches once; their tokens differ by little.
 
+    Lightning makes the iterator of a training that it resumes before it tells the epoch: a
+    `ndlightnet.training.loading.TimedLoader` in place of the DataLoader asks for batches later.
+
     Args:
         lengths: tokens of every sample; see `token_count`.
         budget: ValueError if a sample is longer.
@@ -149,4 +152,5 @@ class TokenBudgetSampler(Sampler[list[int]]):
                 heapq.heapreplace(loads, (tokens + self.lengths[group[place]], number))
         batches = [batch or [number % len(self.lengths)] for number, batch in enumerate(batches)]
         mine = order(self.num_batches)[self.rank :: self.num_replicas]
-        return iter([batches[number] for number in mine])
+        for number in mine:
+            yield batches[number]

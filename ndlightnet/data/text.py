@@ -54,7 +54,7 @@ class RandomWindows(Dataset[Tensor]):
     """`count` windows (length + 1,) uint8. Item i starts at random in the i-th of `count` equal
     parts of the text, so that all places are alike and no two processes draw the same ones.
 
-    The randomness is torch's own, which a DataLoader seeds for every worker and epoch.
+    The randomness is torch's own, which `ndlightnet.data.visits.Visits` seeds for every item.
     """
 
     def __init__(self, text: Tensor, length: int, count: int) -> None:

@@ -2,8 +2,8 @@
 
 A video is (frames, height, width, 3) uint8 RGB; a clip is (3, frames, size, size) float32 of
 roughly zero mean and unit variance. Every random choice is made once for a clip, so that all of its
-frames are cropped, flipped and coloured alike; it is drawn from torch's global generator, which a
-DataLoader seeds apart in each worker.
+frames are cropped, flipped and coloured alike; it is drawn from torch's global generator, which
+`ndlightnet.data.visits.Visits` seeds for every clip.
 """
 
 import torch

@@ -222,8 +222,9 @@ def volume_dataset(
             return made(case)
         file = Path(folder) / f"{case.name}.{_key(case, prepare, classes, patch)}.pt"
         if not file.exists():
-            with whole_file(file) as draft:
-                torch.save(made(case), draft)
+            content = made(case)
+            with whole_file(file) as draft, draft.open("wb") as kept:
+                torch.save(content, kept)
         return file
 
     return Prepared(in_threads(held, cases, "preparing volumes", progress, workers))

@@ -17,7 +17,7 @@ import torch
 from monai.bundle.config_parser import ConfigParser
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError, one_line
+from ndlightnet.data.errors import DataError, one_line, writable
 from ndlightnet.training.bundle_files import inference_of, metadata_of, readme_of
 from ndlightnet.training.cli import TaskCLI, check_checkpoint
 from ndlightnet.training.segmentation import SegmentationTask
@@ -53,7 +53,8 @@ def bundle(arguments: list[str]) -> None:
         for name, content in (("inference", inference), ("metadata", metadata)):
             text = json.dumps(content, indent=4, allow_nan=False)
             (draft / "configs" / f"{name}.json").write_text(text + "\n")
-        torch.save(weights, draft / "models" / "model.pt")
+        with (draft / "models" / "model.pt").open("wb") as file:
+            torch.save(weights, file)
         readme = readme_of(metadata, cli.datamodule.modalities)
         (draft / "docs" / "README.md").write_text(readme)
     print(f"wrote {out}, see {out / 'docs' / 'README.md'}")
@@ -122,11 +123,10 @@ def _whole_folder(path: Path) -> Iterator[Path]:
     """A draft beside `path`, a folder to be made, that becomes `path` when the block ends well."""
     draft = path.resolve().parent / f".{os.getpid()}.part.{path.name}"
     try:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise DataError(f"{path}: is there already, expected a new or an empty folder")
-        yield draft
-        os.replace(draft, path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
+        with writable(path):
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise DataError(f"{path}: is there already, expected a new or an empty folder")
+            yield draft
+            os.replace(draft, path)
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -3,6 +3,7 @@ errors."""
 
 from __future__ import annotations
 
+import errno
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +15,11 @@ import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.errors import DataError, clear_drafts
+from ndlightnet.training.checkpoints import WholeCheckpoints
 from ndlightnet.training.report import check_writable, say
 
 NAMES = ("names",)
@@ -53,6 +56,16 @@ class TaskCLI(LightningCLI):
                 said = said.__cause__
             raise DataError(" ".join(str(said).split())) from error
 
+    def _run_subcommand(self, subcommand: str) -> None:
+        """A disk that is full when Lightning writes, such as a log, ends it with one line, too."""
+        try:
+            super()._run_subcommand(subcommand)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            what = error.filename or f"{self.trainer.default_root_dir}: logs"
+            raise DataError(f"{what}: cannot be written ({error.strerror})") from error
+
     def _parse_ckpt_path(self) -> None:
         """Our checkpoints hold no arguments: the config says them all."""
 
@@ -76,6 +89,7 @@ class TaskCLI(LightningCLI):
         root = root if fold is None else root / f"fold_{fold}"
         if self.subcommand != "stream":
             check_writable(root)
+            clear_drafts(root)
 
         def given(key: str) -> Any:
             return self._get(self.config_init, f"trainer.{key}")
@@ -97,13 +111,23 @@ class TaskCLI(LightningCLI):
                 ModelCheckpoint(
                     folder, "best", monitor=monitor, mode="max", enable_version_counter=False
                 ),
-                # one of its own: beside a monitor, `save_last` keeps the last best, not the last
+                # one of its own: beside a monitor, `save_last` keeps the last best, not the last.
+                # Without a monitor it would come first, and not know what the best one is now
                 ModelCheckpoint(
-                    folder, "last", save_on_train_epoch_end=True, enable_version_counter=False
+                    folder,
+                    "last",
+                    monitor="step",
+                    mode="max",
+                    save_on_train_epoch_end=True,
+                    enable_version_counter=False,
                 ),
             ]
+        plugins = given("plugins") or []
+        plugins = [*plugins] if isinstance(plugins, list) else [plugins]
+        if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+            plugins.append(WholeCheckpoints())
         return super().instantiate_trainer(
-            default_root_dir=root, logger=loggers, callbacks=callbacks, **kwargs
+            default_root_dir=root, logger=loggers, callbacks=callbacks, plugins=plugins, **kwargs
         )
 
 

@@ -48,6 +48,7 @@ class MeteredTask(Task):
         self.trained: list[Cost] = []  # of every epoch: a step's seconds, waiting for data included
 
     def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
         self.meter = Meter(self.device)
 
     def optimizer_step(self, epoch: int, batch_idx: int, *args: Any, **kwargs: Any) -> None:

@@ -28,6 +28,7 @@ from ndlightnet.data.series import (
     window_errors,
     write_series,
 )
+from ndlightnet.data.visits import Visits
 from ndlightnet.training.loading import training_loader
 from ndlightnet.training.measures import MeasuredTask
 from ndlightnet.training.report import COLORS, save_figure, write_json
@@ -77,6 +78,7 @@ class SeriesData(L.LightningDataModule):
             )
         if stage == "predict":
             return  # names and scale come with the checkpoint
+        self.seed = torch.initial_seed()
         path = self.root / self.file
         series = read_series(path, self.wanted)
         rows, (first, second, last) = len(series.values), self.split
@@ -108,7 +110,8 @@ class SeriesData(L.LightningDataModule):
         return values.double().cpu() * deviation + mean
 
     def train_dataloader(self) -> Any:
-        return training_loader(self.train_set, self.batch_size, 1, self.workers, DataLoader)
+        windows, count = Visits(self.train_set, self.seed), len(self.train_set)
+        return training_loader(windows, count, self.batch_size, self.workers)
 
     def val_dataloader(self) -> Any:
         return DataLoader(self.val_set, batch_size=self.batch_size)

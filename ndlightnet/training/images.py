@@ -77,6 +77,7 @@ class ImageData(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         if self.augment and (self.shift or self.flips):
             raise DataError(f"shift={self.shift}, flips={self.flips}: with augment, say them there")
+        self.seed = torch.initial_seed()
         parts = self.read()
         train, self.test_set = parts["train"], parts["test"]
         self.space = tuple(train.images.shape[1:])
@@ -102,14 +103,11 @@ class ImageData(L.LightningDataModule):
     def replica(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
 
-    def epoch(self) -> int:
-        return self.trainer.current_epoch if self.trainer else 0
-
     def train_dataloader(self) -> Any:
         kind = SeededBatches if self.augment else ShuffledBatches
         return kind(
             self.train_set, self.batch_size, self.replica(), shift=self.shift, flips=self.flips,
-            seed=torch.initial_seed(), epoch=self.epoch,
+            seed=self.seed,
         )  # fmt: skip
 
     def val_dataloader(self) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError, printable, whole_file
+from ndlightnet.data.errors import printable, whole_file, writable
 
 # Okabe and Ito: told apart also by people who see fewer colours
 COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#F0E442", "#CC79A7", "#0072B2")
@@ -30,12 +30,10 @@ def say(notes: Sequence[str]) -> None:
 def check_writable(folder: Path) -> None:
     """DataError where results could not be written later."""
     probe = folder / f".{os.getpid()}.writable"  # its own: several processes may look at once
-    try:
+    with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_text("")
+        probe.write_text("written")  # a full disk takes an empty file
         probe.unlink()
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be written ({error.strerror or error})") from error
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ from monai.losses.dice import DiceCELoss
 from monai.transforms.spatial.array import Orientation
 from torch import Tensor, nn
 
-from ndlightnet.data.crops import generator_of
 from ndlightnet.data.dicom import save_segmentation
 from ndlightnet.data.errors import DataError, one_line
 from ndlightnet.data.volume_transforms import file_grid, to_file
@@ -114,9 +113,6 @@ class SegmentationTask(MeteredTask):
 
     def on_train_epoch_start(self) -> None:
         super().on_train_epoch_start()
-        # so that a resumed training draws what an uninterrupted one does
-        seed = generator_of(self.data().crops.seed, -self.current_epoch - 1).initial_seed()
-        torch.manual_seed(seed)
         self.waited = self._waited()
 
     def on_train_epoch_end(self) -> None:

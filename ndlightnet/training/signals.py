@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.packing import PackCollate, PadCollate
 from ndlightnet.data.signals import SignalDataset, read_recordings
+from ndlightnet.data.visits import Visits
 from ndlightnet.ragged import Packed
 from ndlightnet.training.labelled import LabelledTask
 from ndlightnet.training.loading import training_loader
@@ -56,6 +56,7 @@ class SignalData(L.LightningDataModule):
         return self.spectrum[0] // 2 if self.spectrum else 1
 
     def setup(self, stage: str) -> None:
+        self.seed = torch.initial_seed()
         recordings = read_recordings(self.root)
         self.classes = tuple(str(digit) for digit in range(max(recordings.digits) + 1))
         train, test = recordings.split()
@@ -75,20 +76,23 @@ class SignalData(L.LightningDataModule):
             SignalDataset(recordings, part, i == 0, self.spectrum) for i, part in enumerate(parts)
         )
 
-    def loader(self) -> Callable[..., DataLoader[Any]]:
-        """A DataLoader that makes batches for the trainer's network."""
+    def collate(self) -> Callable[..., Any]:
+        """What makes batches for the trainer's network."""
         net: Any = self.trainer.lightning_module.net  # type: ignore[union-attr]
-        collate = PackCollate(net.embed.patch) if self.batching == "packed" else PadCollate()
-        return partial(DataLoader, collate_fn=collate)
+        return PackCollate(net.embed.patch) if self.batching == "packed" else PadCollate()
 
     def train_dataloader(self) -> Any:
-        return training_loader(self.train_set, self.batch_size, 1, self.workers, self.loader())
+        signals, count = Visits(self.train_set, self.seed), len(self.train_set)
+        return training_loader(signals, count, self.batch_size, self.workers, self.collate())
 
     def val_dataloader(self) -> Any:
-        return self.loader()(self.val_set, batch_size=self.batch_size) if len(self.val_set) else []
+        return self._still(self.val_set) if len(self.val_set) else []
 
     def test_dataloader(self) -> Any:
-        return self.loader()(self.test_set, batch_size=self.batch_size)
+        return self._still(self.test_set)
+
+    def _still(self, samples: SignalDataset) -> DataLoader[Any]:
+        return DataLoader(samples, batch_size=self.batch_size, collate_fn=self.collate())
 
     def names(self) -> dict[str, list[str]]:
         return {"classes": list(self.classes)}

@@ -11,6 +11,7 @@ import lightning as L
 import torch
 
 from ndlightnet.data.errors import DataError, fitting
+from ndlightnet.data.visits import mixed
 from ndlightnet.training.optim import adamw_with_cosine
 
 T = TypeVar("T")
@@ -74,6 +75,11 @@ class Task(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return adamw_with_cosine(self, self.net, self.lr, self.weight_decay)
+
+    def on_train_epoch_start(self) -> None:
+        # what the network draws, such as dropout, follows from the seed, the epoch and the process,
+        # so that a resumed training draws what an uninterrupted one does
+        torch.manual_seed(mixed(self.data().seed, 3, self.current_epoch, self.global_rank))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["names"] = self.data().names()

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from ndlightnet.data.errors import DataError, whole_file
 from ndlightnet.data.text import RandomWindows, Windows, read_bytes, split
+from ndlightnet.data.visits import Visits
 from ndlightnet.training.loading import training_loader
 from ndlightnet.training.measures import MeasuredTask
 from ndlightnet.training.report import COLORS, plain_text, write_json
@@ -68,6 +69,7 @@ class TextData(L.LightningDataModule):
                 f"length={self.length}, windows={self.windows}, batch_size={self.batch_size}, "
                 f"lengths={self.lengths}: expected 1 or more of all"
             )
+        self.seed = torch.initial_seed()
         self.parts = self.parts or split(read_bytes(self.root), self.fractions)
         train, val, test = self.parts
         for part, what in ((train, "train"), (val, "validate")):
@@ -90,8 +92,8 @@ class TextData(L.LightningDataModule):
         return self.parts[2]
 
     def train_dataloader(self) -> Any:
-        windows = RandomWindows(self.parts[0], self.length, self.windows)
-        return training_loader(windows, self.batch_size, 1, self.workers, DataLoader)
+        windows = Visits(RandomWindows(self.parts[0], self.length, self.windows), self.seed)
+        return training_loader(windows, self.windows, self.batch_size, self.workers)
 
     def val_dataloader(self) -> Any:
         windows = Windows(self.parts[1], self.length)

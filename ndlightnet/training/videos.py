@@ -19,6 +19,7 @@ from ndlightnet.data.video import (
     read_video_folder,
 )
 from ndlightnet.data.video_transforms import eval_clips
+from ndlightnet.data.visits import Visits
 from ndlightnet.training.loading import training_loader
 from ndlightnet.training.report import say
 
@@ -31,7 +32,7 @@ class VideoData(L.LightningDataModule):
         frames, size: frames per clip and their height and width (pixels). frames=1 is a
             single-frame model.
         batch_size: clips per batch.
-        repeats: random clips per video in an epoch (above 1 the videos are drawn at random).
+        repeats: random clips per video in an epoch.
         clips: clips per video when judging it.
         hflip: mirrored videos mean the same.
         validation: share of each class of `train` that chooses the best checkpoint; 0: none, the
@@ -78,6 +79,7 @@ class VideoData(L.LightningDataModule):
             check_videos(folder.train)
             self.val_set = ClipDataset(held, self.frames, self.size, train=False, clips=self.clips)
             if stage == "fit":
+                self.seed = torch.initial_seed()
                 self.train_set = ClipDataset(
                     train, self.frames, self.size, train=True, hflip=self.hflip
                 )
@@ -88,9 +90,8 @@ class VideoData(L.LightningDataModule):
             )
 
     def train_dataloader(self) -> Any:
-        return training_loader(
-            self.train_set, self.batch_size, self.repeats, self.workers, DataLoader
-        )
+        clips, count = Visits(self.train_set, self.seed), self.repeats * len(self.train_set)
+        return training_loader(clips, count, self.batch_size, self.workers)
 
     def val_dataloader(self) -> Any:
         return DataLoader(self.val_set, batch_size=self.batch_size) if len(self.val_set) else []

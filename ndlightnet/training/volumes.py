@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,12 +12,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from ndlightnet.data.augment import Augment
-from ndlightnet.data.crops import Crops, Numbers, generator_of
+from ndlightnet.data.crops import Crops
 from ndlightnet.data.errors import DataError, fitting
 from ndlightnet.data.layouts import find_inputs, read_dataset
 from ndlightnet.data.phantoms import make_phantoms
+from ndlightnet.data.visits import mixed
 from ndlightnet.data.volume_transforms import Intensity, Prepare, volume_dataset
 from ndlightnet.data.volumes import Case, check_cases, load_case
+from ndlightnet.training.loading import training_loader
 from ndlightnet.training.report import say
 from ndlightnet.training.task import check
 
@@ -101,9 +102,10 @@ class VolumeData(L.LightningDataModule):
         if stage in ("fit", "validate"):
             train, held = self._split(folder.training)
             if stage == "fit":
+                self.seed = torch.initial_seed()
                 prepared = self._dataset(train, self.patch)
                 self.crops = Crops(
-                    prepared, self.patch, self.batch_size, self.foreground, torch.initial_seed()
+                    prepared, self.patch, self.batch_size, self.foreground, self.seed
                 )
             self.val_set = self._dataset(held)
             return
@@ -164,12 +166,8 @@ class VolumeData(L.LightningDataModule):
         )
 
     def train_dataloader(self) -> Any:
-        return TimedLoader(
-            self.crops, self.batch_size, sampler=Numbers(self.batches * self.batch_size),
-            num_workers=self.workers, persistent_workers=self.workers > 0,
-            pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator(),  # starting processes draws nothing from the network's
-        )  # fmt: skip
+        count = self.batches * self.batch_size
+        return training_loader(self.crops, count, self.batch_size, self.workers)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         if self.trainer is None or not self.trainer.training:
@@ -177,7 +175,7 @@ class VolumeData(L.LightningDataModule):
         image, label, numbers = batch
         if self.augment is not None:
             # numbers stay on the host: reading them must not wait for the device
-            chance = generator_of(self.crops.seed, int(numbers[0]))
+            chance = torch.Generator().manual_seed(mixed(self.seed, 2, int(numbers[0])))
             image, label = self.augment(image, label, chance)
         return image, label, numbers
 
@@ -213,27 +211,6 @@ class VolumeData(L.LightningDataModule):
 
     def set_names(self, names: dict[str, list[str]]) -> None:
         self.labels, self.modalities = tuple(names["labels"]), tuple(names["modalities"])
-
-
-class TimedLoader(DataLoader[Any]):
-    """Knows how long it was waited for: `waited`, in seconds.
-
-    Numbers are drawn when the first batch is asked for: Lightning makes the iterator of a resumed
-    training before it tells the sampler the epoch.
-    """
-
-    waited = 0.0
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        batches = None
-        while True:
-            asked = time.perf_counter()
-            batches = super().__iter__() if batches is None else batches  # starts the processes
-            batch = next(batches, None)
-            self.waited += time.perf_counter() - asked
-            if batch is None:
-                return
-            yield batch
 
 
 class PhantomVolumes(VolumeData):

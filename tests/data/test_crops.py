@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from ndlightnet.data.crops import Crops, Numbers, generator_of
+from ndlightnet.data.crops import Crops
+from ndlightnet.data.visits import Numbers
 from ndlightnet.data.volume_transforms import Intensity, Prepare, volume_dataset
 from ndlightnet.data.volumes import Case
 
@@ -78,13 +79,6 @@ def test_workers_change_nothing(workers):
             assert image.shape == label.shape == (2, 1, *PATCH)
             seen += [whole(crop) for crop in zip(image, label, number, strict=True)]
         assert seen == [whole(crops()[n]) for n in range(6 * epoch, 6 * epoch + 6)]
-
-
-def test_numbers_of_epochs():
-    numbers = Numbers(4)
-    assert len(numbers) == 4 and list(numbers) == list(numbers) == [0, 1, 2, 3]
-    numbers.set_epoch(7)
-    assert list(numbers) == [28, 29, 30, 31]
 
 
 @pytest.mark.parametrize(
@@ -182,11 +176,3 @@ def test_a_patch_that_is_larger_than_a_volume(tmp_path):
 @pytest.mark.parametrize("share", [-0.1, 33, float("nan")])
 def test_a_share_that_is_none(share):
     refuses(lambda: crops(share), None, "data.foreground.*from 0 to 1")
-
-
-def test_generators_of_batches():
-    draws = [torch.rand(3, generator=generator_of(*key))
-             for key in ((0, 0), (0, 1), (1, 0), (0, -1), (0, 10**9), (2**63, 5))]  # fmt: skip
-    assert len({tuple(draw.tolist()) for draw in draws}) == 6
-    again = torch.rand(3, generator=generator_of(0, 10**9))
-    assert torch.equal(again, draws[4])

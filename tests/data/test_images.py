@@ -221,9 +221,8 @@ def test_whole_batches_in_random_order(count, size, expected):
 def test_batches_follow_from_seed_and_epoch():
     def drawn(seed: int, epoch: int, noise: int) -> list[torch.Tensor]:
         torch.manual_seed(noise)  # as a network of another size would leave it
-        batches = ShuffledBatches(
-            numbered(200), 50, shift=2, flips=[1], seed=seed, epoch=lambda: epoch
-        )
+        batches = ShuffledBatches(numbered(200), 50, shift=2, flips=[1], seed=seed)
+        batches.sampler.set_epoch(epoch)
         return [torch.cat(parts) for parts in zip(*batches, strict=True)]
 
     first = drawn(3, 1, 0)

@@ -6,10 +6,11 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.text import RandomWindows, Windows, read_bytes, split
+from ndlightnet.data.visits import Visits
+from ndlightnet.training.loading import training_loader
 
 CONTENT = bytes(range(256)) * 3 + b"and the rest\n"
 
@@ -100,25 +101,33 @@ def test_more_random_windows_than_places():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_seeds(workers):
-    """The same from the same seed, others in another epoch, and others in every worker."""
+    """The same from the same seed, others in another epoch, and others in every part."""
     text, count = torch.randint(256, (50_000,), dtype=torch.uint8), 8
 
     def epochs(seed):
-        windows = RandomWindows(text, 30, count)
-        loader = DataLoader(windows, 1, num_workers=workers, persistent_workers=workers > 0)
-        torch.manual_seed(seed)
-        return [torch.cat(list(loader)) for _ in range(2)]
+        windows = Visits(RandomWindows(text, 30, count), seed)
+        loader = training_loader(windows, count, 1, workers)
+        found = []
+        for epoch in range(2):
+            loader.sampler.set_epoch(epoch)
+            found.append(torch.cat(list(loader)))
+        return found
 
     first, again, other = epochs(1), epochs(1), epochs(2)
     for a, b in zip(first, again, strict=True):
         assert a.shape == (count, 31) and torch.equal(a, b)
-    for a, b in ((first[0], first[1]), (first[0], other[0])):
-        assert (a != b).any(1).all()
     # where in its part a window starts: 8 draws of 6,246 places, 2 alike once in 220 times
-    found = text.unfold(0, 31, 1)
-    starts = [int((found == window).all(1).nonzero()[0]) for window in first[0]]
-    places = {start - i * (len(text) - 30) // count for i, start in enumerate(starts)}
-    assert len(places) > 6
+    starts = [
+        sorted(int((text.unfold(0, 31, 1) == window).all(1).nonzero()[0]) for window in windows)
+        for windows in (first[0], first[1], other[0])
+    ]
+    places = [
+        [start - i * (len(text) - 30) // count for i, start in enumerate(one)] for one in starts
+    ]
+    assert all(0 <= place < 6247 for one in places for place in one)
+    assert len(set(places[0])) > 6
+    for one in places[1:]:
+        assert len({*one} & {*places[0]}) < 2
 
 
 @pytest.mark.parametrize("length", [1, 4, 9, 29])

@@ -105,11 +105,12 @@ def trained(monkeypatch, epochs: list[tuple[float, int]], batches: int = 4) -> M
     task = MeteredTask()
     task.net = nn.Linear(7, 3)
     optimizer = SimpleNamespace(step=lambda closure: None)
+    data = SimpleNamespace(seed=0)
+    task._trainer = trainer = SimpleNamespace(datamodule=data, current_epoch=0, global_rank=0)
     for _ in epochs:
         task.on_train_epoch_start()
         for number in range(batches):
-            progress = SimpleNamespace(is_last_batch=number == batches - 1)
-            task._trainer = progress
+            trainer.is_last_batch = number == batches - 1
             task.optimizer_step(0, number, optimizer, None)
     return task
 

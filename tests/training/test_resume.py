@@ -1,79 +1,160 @@
 """A training that is killed and goes on is the training that was never killed, bit for bit."""
 
+import multiprocessing
 import os
-import subprocess
+import shutil
+import signal
 import sys
+from datetime import datetime
+from functools import cache, partial
 from pathlib import Path
 
+import nibabel
 import numpy as np
 import pytest
 import torch
+import yaml
 
-ROOT = Path(__file__).parents[2]
-CONFIG = """
-seed_everything: 3
-trainer:
-  accelerator: ACCELERATOR
-  max_epochs: 4
-  log_every_n_steps: 1
-  check_val_every_n_epoch: 2
-  gradient_clip_val: 1.0
-  callbacks:
-    - class_path: ndlightnet.training.averaging.AveragedWeights
-      init_args: {decay: 0.8}
-model:
-  lr: 1.0e-2
-  net:
-    class_path: ndlightnet.NDLightUNet
-    init_args: {dims: 3, in_channels: 1, out_channels: 2, strides: [2, 2], widths: [4, 8, 8],
-                convs: [1, 1, 1], depths: [0, 1, 2], drop_path_rate: 0.5, deep_supervision: true}
-data:
-  class_path: ndlightnet.training.VolumeData
-  init_args: {root: ROOT, patch: [8, 8, 8], batch_size: 2, batches: 5, workers: WORKERS,
-              augment: {flip_axes: [0, 1, 2], turn: 0.5, shift: 1}}
-"""
-# writes "step loss" line by line; dies by its own hand, before the optimizer steps, when told to
-SCRIPT = """
-import os, signal, sys
-from pathlib import Path
-from ndlightnet.training import SegmentationTask, VolumeData, run
+from ndlightnet.data.digits import make_moving_digits
+from ndlightnet.data.series import Series, write_series
+from ndlightnet.training import (
+    ForecastTask,
+    ImageData,
+    ImageTask,
+    SegmentationTask,
+    SeriesData,
+    SignalData,
+    SignalTask,
+    TextData,
+    TextTask,
+    VideoData,
+    VideoTask,
+    VolumeData,
+    run,
+)
 
-die, losses = int(sys.argv.pop(1)), open(sys.argv.pop(1), "a")
-step = SegmentationTask.training_step
+NET = {"embed_dim": 8, "depth": 2, "drop_rate": 0.2, "drop_path_rate": 0.5}
+# of each kind of data: the task, its data's class, both classes' arguments
+KINDS = {
+    "segmentation": (
+        SegmentationTask, VolumeData, "ndlightnet.NDLightUNet",
+        {"dims": 3, "in_channels": 1, "out_channels": 2, "strides": [2, 2], "widths": [4, 8, 8],
+         "convs": [1, 1, 1], "depths": [0, 1, 2], "drop_path_rate": 0.5, "deep_supervision": True},
+        "ndlightnet.training.VolumeData",
+        {"patch": [8, 8, 8], "batch_size": 2, "batches": 5,
+         "augment": {"flip_axes": [0, 1, 2], "turn": 0.5, "shift": 1}},
+    ),
+    "video": (
+        VideoTask, VideoData, "ndlightnet.NDLightNet",
+        {**NET, "dims": 3, "num_classes": 6, "patch_size": [2, 8, 8]},
+        "ndlightnet.training.VideoData",
+        {"frames": 2, "size": 16, "batch_size": 5, "clips": 1, "hflip": True, "repeats": 2,
+         "validation": 0.34},
+    ),
+    "text": (
+        TextTask, TextData, "ndlightnet.NDLightNet",
+        {**NET, "dims": 1, "vocab_size": 256, "causal": True},
+        "ndlightnet.training.TextData",
+        {"length": 16, "windows": 20, "batch_size": 4, "lengths": [16], "test_bytes": 32},
+    ),
+    "image": (
+        ImageTask, ImageData, "ndlightnet.NDLightNet",
+        {**NET, "dims": 2, "in_chans": 1, "num_classes": 3, "patch_size": 2},
+        "ndlightnet.training.ImageData",
+        {"batch_size": 4, "shift": 1, "flips": [0, 1], "train_limit": 20},
+    ),
+    "volume": (
+        ImageTask, ImageData, "ndlightnet.NDLightNet",
+        {**NET, "dims": 3, "in_chans": 1, "num_classes": 2, "patch_size": 2},
+        "ndlightnet.training.volume_folders.VolumeFolders",
+        {"size": [6, 5, 4], "batch_size": 4, "validation": 0.2, "train_limit": 20,
+         "augment": {"flip_axes": [0, 2], "shift": 1, "turn": 0.5}},
+    ),
+    "signal": (
+        SignalTask, SignalData, "ndlightnet.NDLightNet",
+        {**NET, "dims": 1, "in_chans": 32, "num_classes": 3, "patch_size": 2},
+        "ndlightnet.training.SignalData",
+        {"spectrum": [64, 32], "batch_size": 2},
+    ),
+    "forecast": (
+        ForecastTask, SeriesData, "ndlightnet.models.forecaster.Forecaster",
+        {"in_chans": 2, "label_length": 24, "embed_dim": 8, "depth": 1, "drop_rate": 0.2},
+        "ndlightnet.training.SeriesData",
+        {"file": "hours.csv", "input_length": 24, "horizon": 6, "split": [49, 90, 120],
+         "batch_size": 4},
+    ),
+}  # fmt: skip
+# so that torch, Lightning and MONAI are imported once, and no process is forked that has threads
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["lightning.pytorch.cli", "monai.transforms", "matplotlib.pyplot"])
 
-def told(task, batch, number):
-    loss = step(task, batch, number)
-    print(task.global_step, loss.item().hex(), file=losses, flush=True)
-    if task.global_step == die:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return loss
 
-SegmentationTask.training_step = told
-sys.exit(run(SegmentationTask, VolumeData, Path("none")))
-"""
+def has_workers(kind: str) -> bool:
+    return kind not in ("image", "volume")  # their batches are made where they are used
 
 
-def train(
-    out: Path, root: Path, workers: int, die: int = -1, *more: str, accelerator: str = "cpu"
-) -> int:
-    """The exit status; losses are added to out/losses."""
+def config(kind: str, root: Path, out: Path, workers: int, accelerator: str = "cpu") -> Path:
+    *_, net, net_arguments, data, data_arguments = KINDS[kind]
+    average = {"class_path": "ndlightnet.training.averaging.AveragedWeights",
+               "init_args": {"decay": 0.8}}  # fmt: skip
+    given = {
+        "seed_everything": 3,
+        "trainer": {
+            "accelerator": accelerator, "max_epochs": 3, "log_every_n_steps": 1,
+            "gradient_clip_val": 1.0, "default_root_dir": str(out), "callbacks": [average],
+            "enable_progress_bar": False, "enable_model_summary": False,
+        },
+        "model": {"lr": 1e-2, "net": {"class_path": net, "init_args": net_arguments}},
+        "data": {"class_path": data, "init_args": {"root": str(root), **data_arguments}},
+    }  # fmt: skip
+    if has_workers(kind):
+        given["data"]["init_args"]["workers"] = workers
     out.mkdir(exist_ok=True)
-    config = CONFIG.replace("ROOT", str(root)).replace("WORKERS", str(workers))
-    config = config.replace("ACCELERATOR", accelerator)
-    (out / "given.yaml").write_text(config)
-    arguments = ["fit", "--config", str(out / "given.yaml"), f"--trainer.default_root_dir={out}"]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(die), str(out / "losses"), *arguments, *more],
-        env={**os.environ, "PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-    )  # fmt: skip
-    print(done.stdout[-2000:])  # pytest shows it where a test fails
-    return done.returncode
+    (out / "given.yaml").write_text(yaml.dump(given))
+    return out / "given.yaml"
+
+
+def fit(kind: str, given: Path, die: int, more: tuple[str, ...]) -> None:
+    """In a process of its own. Writes "step loss" line by line to `losses` beside `given`; dies by
+    its own hand, before the optimizer of step `die` steps."""
+    task, data, *_ = KINDS[kind]
+    with open(given.with_name("log"), "a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # of loaders, as in any process
+    step = task.training_step
+
+    def told(self, batch, number):
+        loss = step(self, batch, number)
+        with open(given.with_name("losses"), "a") as losses:
+            print(self.global_step, loss.item().hex(), file=losses)
+        if self.global_step == die:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss
+
+    task.training_step = told
+    sys.argv = ["task.py", "fit", "--config", str(given), *more]
+    sys.exit(run(task, data, Path("none")))
+
+
+def train(kind: str, given: Path, die: int = -1, *more: str) -> int:
+    """The exit status."""
+    process = PROCESSES.Process(target=fit, args=(kind, given, die, more))
+    process.start()
+    process.join()
+    print(given.with_name("log").read_text()[-2000:])  # pytest shows it where a test fails
+    return process.exitcode
 
 
 def checkpoint(out: Path, name: str) -> dict:
     saved = torch.load(out / "checkpoints" / f"{name}.ckpt", weights_only=True)
-    saved.pop("callbacks")  # paths, and how much time has passed
+    saved["best"] = [  # not the paths
+        state["best_model_score"]
+        for key, state in saved.pop("callbacks").items()
+        if "ModelCheckpoint" in key
+    ]
+    saved.pop("cost", None)  # seconds
     return saved
 
 
@@ -94,53 +175,100 @@ def same(one: object, other: object, where: str = "") -> None:
         assert one == other, where
 
 
+def write(kind: str, root: Path) -> None:
+    rng = np.random.default_rng(0)
+    if kind == "video":
+        make_moving_digits(root, 18, 6, frames=6, size=24, progress=False)
+    elif kind == "text":
+        root.write_bytes(rng.integers(0, 256, 1000, np.uint8).tobytes())
+    elif kind == "image":
+        arrays = {}
+        for part, count in (("train", 30), ("test", 6)):
+            arrays[f"{part}_images"] = rng.integers(0, 256, (count, 8, 8), np.uint8)
+            arrays[f"{part}_labels"] = rng.integers(0, 3, (count, 1))
+        np.savez(root, **arrays)
+    elif kind == "forecast":
+        root.mkdir()
+        values = torch.from_numpy(rng.normal(size=(130, 2)))
+        write_series(root / "hours.csv", Series(("A", "OT"), datetime(2020, 1, 1), values))
+    else:
+        for part, count in (("train", 13), ("test", 1)):
+            for name, deviation in (("dark", 1.0), ("bright", 2.0)):
+                (root / part / name).mkdir(parents=True)
+                for number in range(count):
+                    voxels = rng.normal(0, deviation, (6, 5, 4)).astype(np.float32)
+                    file = root / part / name / f"{number}.nii.gz"
+                    nibabel.save(nibabel.Nifti1Image(voxels, np.eye(4)), file)
+
+
 @pytest.fixture(scope="module")
-def uninterrupted(write_decathlon, tmp_path_factory) -> tuple[Path, Path]:
-    """(the data, the folder of a whole training without workers)."""
-    folder = tmp_path_factory.mktemp("resume")
-    root = write_decathlon(folder / "data", cases=6)
-    assert train(folder / "whole", root, 0) == 0
-    return root, folder / "whole"
+def runs(write_decathlon, write_recordings, tmp_path_factory):
+    """runs(kind) -> (the data, the folder of a whole training, that of one that was killed, and a
+    copy of it: the best checkpoint is known where it was)."""
+    writers = {
+        "segmentation": lambda root: write_decathlon(root, cases=6),
+        "signal": write_recordings,
+    }
+
+    @cache
+    def make(kind: str) -> tuple[Path, Path, Path, Path]:
+        folder = tmp_path_factory.mktemp(kind)
+        root = folder / ("data.npz" if kind == "image" else "data")
+        writers.get(kind, partial(write, kind))(root)
+        whole, killed = folder / "whole", folder / "killed"
+        assert train(kind, config(kind, root, whole, 0)) == 0
+        steps = len(losses(whole))
+        assert train(kind, config(kind, root, killed, 2), 2 * steps // 3 + 1) == -signal.SIGKILL
+        return root, whole, killed, shutil.copytree(killed, folder / "copy")
+
+    return make
 
 
-@pytest.mark.slow  # processes that import torch and Lightning anew
-@pytest.mark.parametrize("workers, die", [(0, 7), (2, 13)])
-def test_killed_in_mid_epoch_and_resumed(uninterrupted, tmp_path, workers, die):
-    """Die in the second epoch, before any validation, and in the third, with an ema_dice."""
-    root, whole = uninterrupted
-    out = tmp_path / "killed"
-    assert train(out, root, workers, die) == -9
-    done = die // 5  # epochs that are in last.ckpt
-    assert checkpoint(out, "last")["global_step"] == 5 * done
+def losses(out: Path) -> list[tuple[int, str]]:
+    """Step and loss, in hexadecimal digits, of all steps that were begun."""
+    lines = [line.split() for line in (out / "losses").read_text().splitlines()]
+    return [(int(step), loss) for step, loss in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind, workers",
+    [(kind, workers) for kind in KINDS for workers in (0, 2) if not workers or has_workers(kind)],
+)
+def test_killed_in_mid_epoch_and_resumed(runs, kind, workers):
+    """In the third epoch, which a resumed training begins with."""
+    root, whole, out, copy = runs(kind)
+    shutil.rmtree(out)
+    shutil.copytree(copy, out)
+    wanted = losses(whole)
+    done = 2 * len(wanted) // 3
+    assert done > 2 and [step for step, _ in wanted] == list(range(len(wanted)))
+    assert len({loss for _, loss in wanted}) == len(wanted)  # no two steps are alike by themselves
+    assert checkpoint(out, "last")["global_step"] == done
     resume = f"--ckpt_path={out}/checkpoints/last.ckpt"
-    assert train(out, root, workers, -1, resume) == 0
-    wanted = (whole / "losses").read_text().splitlines()
-    assert [int(line.split()[0]) for line in wanted] == list(range(20))
-    assert len({line.split()[1] for line in wanted}) == 20  # no two steps are alike by themselves
-    got = (out / "losses").read_text().splitlines()
-    assert got == wanted[: die + 1] + wanted[5 * done :]
+    assert train(kind, config(kind, root, out, workers), -1, resume) == 0
+    assert losses(out) == wanted[: done + 2] + wanted[done:]
     for name in ("last", "best"):
         ours, theirs = checkpoint(out, name), checkpoint(whole, name)
-        keys = {"state_dict", "current_model_state", "averaging_state", "optimizer_states",
-                "lr_schedulers", "ema_dice", "global_step", "epoch"}  # fmt: skip
-        assert keys <= ours.keys()
-        same({key: ours[key] for key in keys}, {key: theirs[key] for key in keys}, name)
-    ema, now = ours["state_dict"], ours["current_model_state"]
-    assert any(not torch.equal(ema[key], now[key]) for key in ema)  # or EMA said nothing
+        assert {"state_dict", "averaging_state", "optimizer_states", "lr_schedulers"} <= ours.keys()
+        same(ours, theirs, name)
+    average, now = ours["state_dict"], ours["current_model_state"]
+    assert any(not torch.equal(average[key], now[key]) for key in average)  # or it said nothing
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_killed_and_resumed_on_a_card(write_decathlon, tmp_path):
-    """Steps 10 to 13, before the kill and again after it. The card adds in any order: two runs from
-    one seed were 2e-4 apart in the fourth step."""
+    """Steps 10 to 13, before the kill and again after it. The card adds in any order: two runs
+    from one seed were 2e-4 apart in the fourth step."""
     root = write_decathlon(tmp_path / "data", cases=6)
-    assert train(tmp_path / "run", root, 2, 13, accelerator="gpu") == -9
+    given = config("segmentation", root, tmp_path / "run", 2, accelerator="gpu")
+    assert train("segmentation", given, 13) == -signal.SIGKILL
     resume = f"--ckpt_path={tmp_path}/run/checkpoints/last.ckpt"
-    assert train(tmp_path / "run", root, 2, -1, resume, accelerator="gpu") == 0
-    lines = (tmp_path / "run" / "losses").read_text().splitlines()
-    assert [int(line.split()[0]) for line in lines] == [*range(14), *range(10, 20)]
-    losses = np.array([float.fromhex(line.split()[1]) for line in lines])
-    before, after = losses[10:14], losses[14:18]
+    assert train("segmentation", given, -1, resume) == 0
+    found = losses(tmp_path / "run")
+    assert [step for step, _ in found] == [*range(14), *range(10, 15)]
+    values = np.array([float.fromhex(loss) for _, loss in found])
+    before, after = values[10:14], values[14:18]
     print("relative differences", np.abs(after / before - 1))
     assert np.abs(after / before - 1).max() < 1e-3 < np.abs(np.diff(before) / before[1:]).min()
