@@ -117,6 +117,8 @@ class NDLightUNet(nn.Module):
             levels of the decoder, each on its own grid.
 
     Any size of input is taken: what the strides do not divide is padded before and cropped after.
+    That holds for an exported network as well, with sizes as in NDLightNet and two cells or more
+    along each axis of the coarsest level.
     """
 
     def __init__(
