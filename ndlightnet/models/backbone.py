@@ -42,7 +42,14 @@ class NDLightNet(nn.Module):
             *space)`.
 
     Any size of input is taken, at any time: sizes that the patch does not divide are padded at the
-    end.
+    end. An exported network does so too (not causal, two tokens or more along each axis) if its
+    sizes are `Dim.DYNAMIC`:
+
+        size = torch.export.Dim.DYNAMIC  # or Dim.DYNAMIC(min=16, max=2048), Dim.AUTO
+        torch.onnx.export(model.eval(), (x,), dynamo=True, dynamic_shapes=({2: size, 3: size},))
+
+    A named `Dim("height")` does not do: torch cannot solve for it. A causal network of several axes
+    holds on to the number of frames that it was exported with, and refuses another one.
     """
 
     def __init__(

@@ -118,6 +118,8 @@ class NDLightUNet(nn.Module):
             levels of the decoder, each on its own grid.
 
     Any size of input is taken: what the strides do not divide is padded before and cropped after.
+    That holds for an exported network as well, with sizes as in NDLightNet and two cells or more
+    along each axis of the coarsest level.
     """
 
     def __init__(
@@ -201,9 +203,7 @@ class NDLightUNet(nn.Module):
             if level < len(self.up):
                 x = _raised(self.up[level], x)
                 skip = skips.pop()  # taken out: freed when it is read
-                for axis, size in enumerate(skip.shape[2:], start=2):
-                    x = x.narrow(axis, 0, size)
-                x = torch.cat([x, skip], dim=1)
+                x = torch.cat([_cropped(x, skip.shape[2:]), skip], dim=1)
                 del skip
                 x = self.decoders[level](x)
             if level < len(self.heads) and (self.training or level == 0):
@@ -213,11 +213,23 @@ class NDLightUNet(nn.Module):
 
 def _raised(up: Any, x: Tensor) -> Tensor:
     """up(x), whose steps are as wide as its kernel, so that slabs do not know of each other."""
-    numbers = len(x) * up.out_channels * math.prod(x.shape[2:]) * math.prod(up.stride)
-    if numbers < NUMBERS:
+    # not len(x), which is a number for torch.export: an exported graph takes any size
+    numbers = x.shape[0] * up.out_channels * math.prod(x.shape[2:]) * math.prod(up.stride)
+    if torch.compiler.is_exporting() or numbers < NUMBERS:
         return up(x)
     slabs = x.split(max(1, (NUMBERS - 1) * x.shape[2] // numbers), dim=2)
     return torch.cat([up(slab) for slab in slabs], 2)
+
+
+def _cropped(x: Tensor, space: Sequence[int]) -> Tensor:
+    """The first cells along each axis, as many as `space` says."""
+    for axis, size in enumerate(space, start=2):
+        if torch.compiler.is_exporting():
+            # a view that leaves nothing out is contiguous, and torch.export would hold on to that
+            x = x.index_select(axis, torch.arange(size, device=x.device))
+        else:
+            x = x.narrow(axis, 0, size)
+    return x
 
 
 def _stretched(values: Sequence[int], count: int) -> list[int]:

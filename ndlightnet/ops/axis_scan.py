@@ -43,39 +43,70 @@ def line_scan(x: Tensor, coef: Tensor, log_decay: Tensor, state: Tensor | None =
 
     coef: (dim, states); log_decay: (states,) <= 0; state: (lines, dim, states) before the first
     token.
+
+    Tokens go in chunks: inside a chunk y = T x with the Toeplitz matrix of the kernel, and the
+    state h before it adds c lambda^(l + 1) h to token l. Where torch.export looks, nothing depends
+    on the number of tokens but sizes.
     """
     n, acc = x.shape[1], _accumulator(x)
-    if n == 0:
-        return x
-    chunk = min(n, CHUNK)
     coef, log_decay = coef.to(acc), log_decay.to(acc)
+    parts = _chunks(x.to(acc))
+    chunks, chunk = parts.shape[1:3]
     lag = torch.arange(chunk, device=x.device)
-    kernel = coef @ _powers(log_decay, lag.to(acc))  # (dim, chunk)
-    offset = lag[:, None] - lag[None]
+    kernel = coef @ _powers(log_decay, lag)  # (dim, chunk)
+    offset = lag[:, None] - lag
     toeplitz = kernel[:, offset.clamp(min=0)] * (offset >= 0)  # (dim, chunk, chunk)
-    padded = torch.nn.functional.pad(x.to(acc), (0, 0, 0, -n % chunk))
-    parts = padded.unflatten(1, (-1, chunk))
     y = torch.einsum("dlm,bnmd->bnld", toeplitz, parts)
-    if n > chunk or state is not None:
-        entry = _entries(parts, log_decay, state)
-        y = y + torch.einsum("bnde,de,el->bnld", entry, coef, _powers(log_decay, lag + 1.0))
-    return y.flatten(1, 2)[:, :n].to(x.dtype)
+    if chunks > 1:
+        added = torch.einsum("em,bnmd->enbd", _powers(log_decay, lag.flip(0)), parts[:, :-1])
+        entry = _running(added, log_decay * chunk)  # the states before all chunks but the first
+        entry = entry * coef.T[:, None, None]
+        later = torch.einsum("el,enbd->bnld", _powers(log_decay, lag + 1), entry)
+        first, others = y.split((1, chunks - 1), 1)
+        y = torch.cat([first, others + later], 1)
+    y = y.flatten(1, 2)[:, :n]
+    if state is not None:
+        since = torch.arange(1, n + 1, device=x.device)
+        y = y + torch.einsum("bde,de,el->bld", state.to(acc), coef, _powers(log_decay, since))
+    return y.to(x.dtype)
 
 
-def _entries(parts: Tensor, log_decay: Tensor, state: Tensor | None) -> Tensor:
-    """State before each chunk, (lines, chunks, dim, states), by doubling."""
-    lines, chunks, chunk, dim = parts.shape
-    back = torch.arange(chunk - 1, -1, -1, device=parts.device, dtype=parts.dtype)
-    added = torch.einsum("bnmd,em->bnde", parts[:, :-1], _powers(log_decay, back))
-    if state is None:
-        state = parts.new_zeros(lines, dim, log_decay.shape[0])
-    h = torch.cat([state[:, None].to(parts.dtype), added], dim=1)
-    shift = 1
-    while shift < chunks:
-        carried = torch.exp(log_decay * (chunk * shift)) * h[:, :-shift]
-        h = torch.cat([h[:, :shift], h[:, shift:] + carried], dim=1)
-        shift *= 2
-    return h
+def _chunks(x: Tensor) -> Tensor:
+    """(lines, n, ...) -> (lines, chunks, chunk, ...): evenly, about CHUNK tokens at most, zeros at
+    the end."""
+    n = x.shape[1]
+    # torch.export takes a size of 1, and a view of all, for constants. So an exported graph always
+    # has 3 chunks or more, of 2 tokens or more, and padding: the sums are the same.
+    spare = 2 if torch.compiler.is_exporting() else 0
+    chunks = n // (CHUNK + 1) + 1 + spare
+    chunk = (n + chunks - 1) // chunks + spare
+    x = torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, chunks * chunk - n))
+    return x.unflatten(1, (chunks, chunk))
+
+
+def _toeplitz(log_decay: Tensor, n: int) -> Tensor:
+    """lambda^(l - m) for m <= l, else 0: (states, n, n)."""
+    lag = torch.arange(n, device=log_decay.device)
+    offset = lag[:, None] - lag
+    return torch.exp(log_decay[:, None, None] * offset.clamp(min=0)) * (offset >= 0)
+
+
+def _running(x: Tensor, log_decay: Tensor) -> Tensor:
+    """h_j = lambda h_(j-1) + x_j along axis 1 of x (states, n, lines, dim).
+
+    Within groups of chunks a Toeplitz matrix for each state. Into group g comes
+    sum_(f < g) lambda^(size (g - 1 - f)) (what group f adds), a Toeplitz matrix again, whose size
+    is n / CHUNK^2 of the tokens: exact for any number, and small beside the rest up to millions.
+    """
+    parts = _chunks(x.flatten(2))
+    groups, size = parts.shape[1:3]
+    h = _toeplitz(log_decay, size)[:, None] @ parts
+    if groups > 1:
+        lag = torch.arange(size, device=x.device)
+        added = torch.einsum("em,enmd->end", _powers(log_decay, lag.flip(0)), parts[:, :-1])
+        entry = _toeplitz(log_decay * size, groups - 1) @ added
+        h[:, 1:] += _powers(log_decay, lag + 1)[:, None, :, None] * entry[:, :, None]
+    return h.flatten(1, 2)[:, : x.shape[1]].view_as(x)
 
 
 def line_step(x: Tensor, coef: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

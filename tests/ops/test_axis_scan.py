@@ -48,6 +48,20 @@ def test_line_scan_is_the_oracles(oracle, float64, close, n):
         close(y[..., d], oracle.ssm_scan(x[..., d], log_decay.exp(), c[d]), 1e-11)
 
 
+@pytest.mark.parametrize("exporting", [False, True])
+@pytest.mark.parametrize("n", [2, 64, 65, 130, 4300, 8600])
+def test_any_number_of_chunks(close, close_grads, monkeypatch, n, exporting):
+    """One group of chunks, two and three of them, and the chunks of an exported graph."""
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: exporting)
+    x, c, log_decay, _ = inputs = sample(n, lines=1, dim=2, states=3, grads=True)
+    with torch.no_grad():
+        log_decay[-1] = -1e-4  # a memory that lasts through all groups
+    y = line_scan(x, c, log_decay)
+    expected = reference.line_scan(x, c, log_decay.exp(), x.new_zeros(1, 2, 3))[0]
+    close(y, expected, 1e-11)
+    close_grads(y, expected, inputs[:3], 1e-10)
+
+
 def test_no_tokens(close):
     x, c, log_decay, h = sample(0)
     assert line_scan(x, c, log_decay, h).shape == x.shape

@@ -1,0 +1,121 @@
+"""Networks traced at one size and run at others: torch.export, onnxruntime, AOTInductor."""
+
+import io
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from torch.export import Dim, export
+
+from ndlightnet import NDLightNet, NDLightUNet
+
+net = partial(NDLightNet, num_classes=5, embed_dim=16, depth=1, tpe_states=8)
+cells = partial(net, in_chans=2)
+unet = partial(NDLightUNet, in_channels=2, out_channels=3, widths=(8, 16), depths=(0, 1))
+# name: the network, the size it is traced at, and five others: axes of fewer and of more than 64
+# tokens on either side, of sizes that patches and strides divide or not
+NETS = {
+    "text": (partial(net, 1, vocab_size=50), (40,), [(8,), (64,), (65,), (200,), (4300,)]),
+    "series": (partial(cells, 1, patch_size=4), (90,), [(30,), (256,), (257,), (801,), (4000,)]),
+    "image": (
+        partial(cells, 2, patch_size=4), (30, 41),
+        [(8, 8), (30, 300), (257, 100), (260, 512), (40, 999)],
+    ),
+    "video": (
+        partial(cells, 3, patch_size=2), (9, 8, 10),
+        [(4, 5, 6), (150, 4, 8), (3, 130, 9), (5, 6, 161), (131, 7, 133)],
+    ),
+    "unet1": (partial(unet, 1), (50,), [(8,), (63,), (130,), (517,), (1001,)]),
+    "unet2": (
+        partial(unet, 2), (22, 27), [(8, 8), (33, 300), (257, 100), (150, 141), (40, 401)],
+    ),
+    "unet3": (
+        partial(unet, 3), (9, 10, 11),
+        [(8, 8, 8), (140, 9, 12), (9, 150, 10), (7, 15, 160), (21, 22, 23)],
+    ),
+}  # fmt: skip
+BEYOND = 2e-5  # roundings of 6e-8 that a few hundred operations grow; outputs are of order 1
+
+
+def sample(name: str, batch: int, space: tuple[int, ...]) -> torch.Tensor:
+    if name == "text":
+        return torch.randint(50, (batch, *space))
+    return torch.randn(batch, 2, *space)
+
+
+def dynamic(name: str, space: tuple[int, ...]) -> dict[int, Dim]:
+    first = 1 if name == "text" else 2
+    return {0: Dim.DYNAMIC} | {first + axis: Dim.DYNAMIC for axis in range(len(space))}
+
+
+def traced(name: str):
+    """A network, what it is traced with, and its dynamic sizes."""
+    make, space, _ = NETS[name]
+    return make().eval(), (sample(name, 2, space),), (dynamic(name, space),)
+
+
+@torch.no_grad()
+def agree(name: str, model, run) -> None:
+    """`run` is the network at sizes that it was not traced at, and for other batches."""
+    for batch, space in zip((1, 3, 2, 1, 1), NETS[name][2], strict=True):
+        x = sample(name, batch, space)
+        actual, expected = run(x), model(x)
+        assert actual.shape == expected.shape
+        assert 0.05 < expected.abs().max() < 20
+        assert (actual - expected).abs().max() < BEYOND, (batch, space)
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("text", "series", "unet1") else pytest.param(n, marks=slow) for n in NETS]
+)
+def test_export_is_the_network_at_any_size(name):
+    model, inputs, shapes = traced(name)
+    agree(name, model, export(model, inputs, dynamic_shapes=shapes).module())
+
+
+@pytest.mark.parametrize("size", [Dim.AUTO, Dim.DYNAMIC(min=8, max=4096), 4 * Dim("n", max=1024)])
+def test_export_takes_what_the_docstring_says(size):
+    model, x = NETS["series"][0]().eval(), torch.randn(2, 2, 88)
+    run = export(model, (x,), dynamic_shapes=({0: Dim.AUTO, 2: size},)).module()
+    for n in (8, 256, 260, 800):
+        x = torch.randn(3, 2, n)
+        assert (run(x) - model(x)).abs().max() < BEYOND
+
+
+def test_an_exported_causal_network_refuses_another_number_of_frames():
+    model = cells(2, patch_size=2, causal=True, tpe=False).eval()
+    x = torch.randn(2, 2, 10, 6)
+    run = export(model, (x,), dynamic_shapes=({2: Dim.AUTO, 3: Dim.AUTO},)).module()
+    assert (run(x) - model(x)).abs().max() < BEYOND
+    with pytest.raises((AssertionError, RuntimeError)):
+        run(torch.randn(2, 2, 14, 6))
+
+
+@slow
+@pytest.mark.parametrize("name", NETS)
+def test_onnx_is_the_network_at_any_size(name):
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    model, inputs, shapes = traced(name)
+    program = torch.onnx.export(model, inputs, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    file = io.BytesIO()
+    program.save(file)
+    session = runtime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
+    (given,) = session.get_inputs()
+    agree(name, model, lambda x: torch.from_numpy(session.run(None, {given.name: x.numpy()})[0]))
+
+
+@slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="AOTInductor needs a C++ compiler")
+@pytest.mark.parametrize("name", ["text", "image", "unet1"])
+def test_aot_inductor_is_the_network_at_any_size(name, tmp_path):
+    model, inputs, shapes = traced(name)
+    with torch.no_grad():
+        program = export(model, inputs, dynamic_shapes=shapes)
+    path = str(tmp_path / "net.pt2")
+    torch._inductor.aoti_compile_and_package(program, package_path=path)
+    agree(name, model, torch._inductor.aoti_load_package(path))
