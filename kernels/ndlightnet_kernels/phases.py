@@ -2,9 +2,9 @@
 
 A slot turns by theta times the coordinate of its axis. Angles are kept as fractions of a turn in
 fixed point: theta / (2 pi) in 32 bits (float32 inputs: 64), so that a product with a coordinate
-drops whole turns by itself and is off by 2^-32 (2^-64) turns times the coordinate at most. That of
-the first cell, which may be large, is a product in 64 bits, once in a program; others count from
-it.
+drops whole turns by itself and is off by 2^-32 (2^-64) turns times the coordinate at most. Where
+the first cell may be far away (a start of int64), its own angle is a product in 64 bits, once in a
+program, and others count from it.
 """
 
 # mypy: disable-error-code="assignment"
@@ -44,11 +44,13 @@ def turning(
         first, origin = upper * 0, upper * 0
         for a in tl.static_range(AXES):
             if start is None:
-                starts += (0,)
+                starts += (tl.zeros((1,), tl.int32),)
+            elif start.dtype.element_ty == tl.int32:
+                starts += (tl.load(start + sample * each * AXES + a),)
             else:
                 at = start + sample * each * (2 * AXES) + a
                 begin, source = tl.load(at), tl.load(at + AXES)
-                starts += (begin.to(tl.int32),)
+                starts += (begin,)
                 mine = slot + OFFSET >= a * (TOTAL // AXES) + min(a, TOTAL % AXES)
                 first, origin = tl.where(mine, begin, first), tl.where(mine, source, origin)
             if a > 0:
@@ -59,8 +61,9 @@ def turning(
                 counts += (count,)
                 reciprocals += ((4294967295 // count.to(tl.int64)).to(tl.int32),)
         if start is not None:
-            whole = (upper << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
-            phase, far = ((first * whole) >> 32).to(tl.int32), (first - origin).to(tl.int32)
+            if start.dtype.element_ty == tl.int64:
+                whole = (upper << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+                phase, far = ((first * whole) >> 32).to(tl.int32), (first - origin).to(tl.int32)
     return slot + OFFSET, high, low, counts, reciprocals, starts, prefix, phase, far
 
 
@@ -78,9 +81,9 @@ def places(
     turning, t, AXES: tl.constexpr, TOTAL: tl.constexpr, PREFIX: tl.constexpr,
     ACROSS: tl.constexpr = False,
 ):  # fmt: skip
-    """Coordinate of tokens t along the axis of each slot, counted from the first cell's, (len(t),
-    len(slot)) int32; tokens in front of the grid are at coordinate 0. Slots are in consecutive
-    groups that differ by one at most."""
+    """Coordinate of tokens t along the axis of each slot, (len(t), len(slot)) int32, with a start
+    of int64 counted from the first cell's; tokens in front of the grid are at coordinate 0. Slots
+    are in consecutive groups that differ by one at most."""
     rest = t.to(tl.int32)
     if PREFIX:
         rest = tl.maximum(rest - turning[6], 0)
@@ -93,8 +96,15 @@ def places(
             c -= rest * n
             rest = tl.where(c >= n, rest + 1, rest)
             c = tl.where(c >= n, c - n, c)
+        begin = turning[5][a]
+        front = begin.to(tl.int32)
+        if (
+            begin.dtype == tl.int32
+        ):  # near: a scalar, where the phase of a far one is as many as slots
+            c += front
+            front *= 0
         if PREFIX:
-            c = tl.where(t >= turning[6], c, -turning[5][a])
+            c = tl.where(t >= turning[6], c, -front)
         slot, at = _over(turning[0], c, ACROSS)
         if a == AXES - 1:
             out = at + slot * 0

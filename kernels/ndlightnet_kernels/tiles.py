@@ -281,8 +281,9 @@ class Place(NamedTuple):
     """What the kernels need to know of MD-LRPE: kind, theta (heads or 1, slots) float32, start, the
     grid's shape, and the tokens in front of it. start, (1 or batch, 2 axes) int64: the first cell's
     coordinates, then an origin, from which coordinates count in the gradient of theta (0 without
-    a start). window: where theta holds a part of all slots only, its first one and the number of
-    all. pack: of samples that differ in size, which have no tokens in front."""
+    a start); or (1 or batch, axes) int32: coordinates not beyond the length, origin 0. window:
+    where theta holds a part of all slots only, its first one and the number of all. pack: of
+    samples that differ in size, which have no tokens in front."""
 
     kind: str = "none"
     theta: Tensor | None = None

@@ -48,9 +48,12 @@ class Angles:
         """Each frame as a sample of its own."""
         if self.theta is None:
             return self
-        place = torch.arange(frames, device=self.theta.device)
-        place = torch.nn.functional.pad(place[:, None], (0, 2 * len(self.shape) - 1))
-        start = place if self.start is None else self.start[:, None] + place
+        axes, start = len(self.shape), self.start
+        place = torch.arange(frames, device=self.theta.device)[:, None]
+        if start is None:
+            start = torch.nn.functional.pad(place, (0, axes - 1)).int()
+        else:
+            start = start[:, None] + torch.nn.functional.pad(place, (0, 2 * axes - 1))
         start = start.expand(batch, frames, -1).reshape(batch * frames, -1).contiguous()
         return replace(self, start=start, shape=(1, *self.shape[1:]))
 

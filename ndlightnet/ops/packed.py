@@ -80,7 +80,7 @@ def packed_axis_causal_attention(
             seen = running(faded(padded, forget), window, chosen)
             return State(*(x.flatten(0, 1).index_select(0, at) for x in seen))
 
-        start = torch.nn.functional.pad((at % most)[:, None], (0, 2 * layout.ndim - 1))
+        start = torch.nn.functional.pad((at % most)[:, None], (0, layout.ndim - 1)).int()
         return _by_kernels(q, k, v, frames, mask, lrpe, start, merged)
 
     def alone(shape: Shape, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
