@@ -47,6 +47,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ndlightnet import NDLightNet
+from ndlightnet.data.errors import whole_file
 from ndlightnet.training.optim import warm_cosine
 from ndlightnet.training.replay import Steps
 
@@ -276,7 +277,8 @@ def save(runs: Sequence[dict[str, Any]], o: Namespace, rows: Sequence[str], devi
     o.out.mkdir(parents=True, exist_ok=True)
     facts = {"device": device, "torch": torch.__version__, "options": {**vars(o), "out": ""},
              "runs": runs}  # fmt: skip
-    (o.out / "associative.json").write_text(json.dumps(facts, indent=1) + "\n")
+    with whole_file(o.out / "associative.json") as draft:
+        draft.write_text(json.dumps(facts, indent=1) + "\n")
     (o.out / "associative.md").write_text(table(best(runs)))
     lines = [(run["task"], run["row"], run["seed"], run["lr"], *values) for run in runs
              for values in zip(run["x"], run["accuracy"], run["whole"], strict=True)]  # fmt: skip

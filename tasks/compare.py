@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 
+from ndlightnet.data.errors import whole_file
 from ndlightnet.nn import mixers
 
 NET = "--model.net.init_args"
@@ -286,7 +287,8 @@ def main() -> int:
     total = len(kept) + len(left)
 
     def save() -> None:
-        file.write_text(json.dumps(runs, indent=1))
+        with whole_file(file) as draft:
+            draft.write_text(json.dumps(runs, indent=1))
         (options.out / "table.md").write_text(table(runs, list(options.rows)))
 
     def done(run: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from ndlightnet import Identity, NDLightUNet
+from ndlightnet.data.errors import whole_file
 from ndlightnet.data.volume_transforms import Intensity, Prepare, file_grid, to_file
 from ndlightnet.data.volumes import Case, load_case, save_labels
 from ndlightnet.inference import predict_labels
@@ -224,7 +225,8 @@ def main() -> None:
     def keep(**row: Any) -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
-        (options.out / "cubes.json").write_text(json.dumps(rows, indent=1))
+        with whole_file(options.out / "cubes.json") as draft:
+            draft.write_text(json.dumps(rows, indent=1))
 
     if options.classes:
         for side in options.sides:

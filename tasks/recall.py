@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
 from ndlightnet import Identity, LightNetAttention, NDLightNet, SoftmaxAttention
+from ndlightnet.data.errors import whole_file
 
 SYMBOLS, LOUD = 8, 8.0  # an event adds LOUD to its symbol's channel and to one that all share
 ROWS = ["plain", "window 64", "forget 0.02", "forget 0.2,0.02,0.002,0.0002", "forget 0.002",
@@ -156,7 +157,8 @@ def save(runs: Sequence[dict[str, Any]], o: Namespace, device: str) -> None:
     facts = {"device": device, "torch": torch.__version__, "options": {**vars(o), "out": ""},
              "chance": 1 / SYMBOLS, "most_frequent": [most_frequent(n) for n in o.older],
              "runs": runs}  # fmt: skip
-    (o.out / "recall.json").write_text(json.dumps(facts, indent=1) + "\n")
+    with whole_file(o.out / "recall.json") as draft:
+        draft.write_text(json.dumps(facts, indent=1) + "\n")
     lines = [(run["row"], run["seed"], older, k, value) for run in runs
              for older, values in run["accuracy"].items()
              for k, value in zip(o.k, values, strict=True)]  # fmt: skip
