@@ -111,15 +111,9 @@ class TaskCLI(LightningCLI):
                 ModelCheckpoint(
                     folder, "best", monitor=monitor, mode="max", enable_version_counter=False
                 ),
-                # one of its own: beside a monitor, `save_last` keeps the last best, not the last.
-                # Without a monitor it would come first, and not know what the best one is now
+                # one of its own: beside a monitor, `save_last` keeps the last best, not the last
                 ModelCheckpoint(
-                    folder,
-                    "last",
-                    monitor="step",
-                    mode="max",
-                    save_on_train_epoch_end=True,
-                    enable_version_counter=False,
+                    folder, "last", save_on_train_epoch_end=True, enable_version_counter=False
                 ),
             ]
         plugins = given("plugins") or []
