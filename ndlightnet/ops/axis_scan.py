@@ -15,6 +15,7 @@ from ndlightnet.ops import _registry, _triton_layers
 from ndlightnet.ops._registry import Impl
 from ndlightnet.ops.chunks import exact
 
+EXPORTED = 32  # tokens of a chunk in an exported graph, whose lines may be shorter
 CHUNK = 64  # within a chunk a Toeplitz matrix, between chunks the states
 
 
@@ -72,14 +73,16 @@ def line_scan(x: Tensor, coef: Tensor, log_decay: Tensor, state: Tensor | None =
 
 
 def _chunks(x: Tensor) -> Tensor:
-    """(lines, n, ...) -> (lines, chunks, chunk, ...): evenly, about CHUNK tokens at most, zeros at
-    the end."""
+    """(lines, n, ...) -> (lines, chunks, chunk, ...), zeros at the end: evenly, about CHUNK tokens
+    at most; in an exported graph EXPORTED."""
     n = x.shape[1]
-    # torch.export takes a size of 1, and a view of all, for constants. So an exported graph always
-    # has 3 chunks or more, of 2 tokens or more, and padding: the sums are the same.
-    spare = 2 if torch.compiler.is_exporting() else 0
-    chunks = n // (CHUNK + 1) + 1 + spare
-    chunk = (n + chunks - 1) // chunks + spare
+    if torch.compiler.is_exporting():
+        # torch.export takes a size of 1, and a view of all, for constants, and AOTInductor compiles
+        # for minutes where sizes are quotients of quotients
+        chunks, chunk = n // EXPORTED + 3, EXPORTED
+    else:
+        chunks = n // (CHUNK + 1) + 1
+        chunk = (n + chunks - 1) // chunks
     x = torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, chunks * chunk - n))
     return x.unflatten(1, (chunks, chunk))
 
@@ -97,8 +100,10 @@ def _running(x: Tensor, log_decay: Tensor) -> Tensor:
     Within groups of chunks a Toeplitz matrix for each state. Into group g comes
     sum_(f < g) lambda^(size (g - 1 - f)) (what group f adds), a Toeplitz matrix again, whose size
     is n / CHUNK^2 of the tokens: exact for any number, and small beside the rest up to millions.
+    An exported graph has one group, and so a matrix of n / EXPORTED of them.
     """
-    parts = _chunks(x.flatten(2))
+    parts = x.flatten(2)
+    parts = parts[:, None] if torch.compiler.is_exporting() else _chunks(parts)
     groups, size = parts.shape[1:3]
     h = _toeplitz(log_decay, size)[:, None] @ parts
     if groups > 1:
