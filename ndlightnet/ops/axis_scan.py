@@ -96,8 +96,11 @@ def _running(x: Tensor, log_decay: Tensor) -> Tensor:
     Within groups of chunks a Toeplitz matrix for each state. Into group g comes
     sum_(f < g) lambda^(size (g - 1 - f)) (what group f adds), a Toeplitz matrix again, whose size
     is n / CHUNK^2 of the tokens: exact for any number, and small beside the rest up to millions.
+    An exported graph has a single group and so a matrix of size n / CHUNK: sizes made of sizes of
+    sizes would have AOTInductor compile three times as long.
     """
-    parts = _chunks(x.flatten(2))
+    parts = x.flatten(2)
+    parts = parts[:, None] if torch.compiler.is_exporting() else _chunks(parts)
     groups, size = parts.shape[1:3]
     h = _toeplitz(log_decay, size)[:, None] @ parts
     if groups > 1:
