@@ -14,7 +14,15 @@ import nibabel
 import numpy as np
 import SimpleITK as sitk
 
-from tests.data.volume_files import AFFINE, HU, broken_image, random_image, write, write_series
+from tests.data.volume_files import (
+    AFFINE,
+    HU,
+    broken_image,
+    random_image,
+    write,
+    write_object,
+    write_series,
+)
 
 LONGEST = 255  # bytes of a name, on the file systems of Linux and macOS
 AFFINES = (AFFINE, AFFINE[:, [2, 0, 1, 3]], np.diag([1.0, 1, 2, 1]), np.diag([-1.0, 1, -3, 1]))
@@ -47,9 +55,12 @@ def good_inputs(folder: Path) -> list[Path]:
     voxels[0, :2, 3] = np.nan
     found.append(write(folder / "some_nan.nii", voxels))
     found.append(write(folder / "short.nii", random_image().astype(np.int16)))
-    # Nested DICOM (patient/study/series, RTSTRUCT beside) belongs here, in place of these.
-    for gap in (1.0, 2.5, 4.0, 5.0):
-        found.append(write_series(folder / f"series_{gap:g}", HU, gap))
+    found.append(write_series(folder / "series_1", HU, 1.0))
+    study = folder / "archive" / "P7" / "study"  # as an archive exports them
+    write_object(study / "structures.dcm", "RTSTRUCT")
+    for number, gap in enumerate((2.5, 4.0, 5.0), 1):  # called as their cases will be
+        tags = {"PatientID": "P7", "SeriesNumber": number}
+        found.append(write_series(study / f"P7_CT_{number}", HU, gap, **tags))
     return found
 
 
