@@ -86,7 +86,7 @@ def test_export_takes_what_the_docstring_says(size):
         assert (run(x) - model(x)).abs().max() < BEYOND
 
 
-@slow  # the others passed as well, and take minutes
+@slow  # each of the other networks takes minutes
 @pytest.mark.parametrize("name", ["text", "series", "image", "unet3"])
 def test_onnx_is_the_network_at_any_size(name):
     pytest.importorskip("onnxscript")
