@@ -188,7 +188,6 @@ def write_recordings(root: Path) -> None:
 
 def config(kind: str, root: Path, out: Path) -> dict[str, Any]:
     _, data, net, net_arguments, data_arguments, _ = KINDS[kind]
-    module = "ndlightnet.training.volume_folders" if kind == "volume" else "ndlightnet.training"
     return {
         "seed_everything": 3,
         "trainer": {
@@ -197,7 +196,7 @@ def config(kind: str, root: Path, out: Path) -> dict[str, Any]:
             "enable_model_summary": False,
         },
         "model": {"lr": 1e-2, "net": {"class_path": net, "init_args": net_arguments}},
-        "data": {"class_path": f"{module}.{data}",
+        "data": {"class_path": f"ndlightnet.training.{data}",
                  "init_args": {"root": str(root), **data_arguments}},
     }  # fmt: skip
 
@@ -208,7 +207,7 @@ def fit(kind: str, folder: Path) -> Path:
     write(kind, root)
     (folder / "given.yaml").write_text(yaml.dump(config(kind, root, folder / "out")))
     task = getattr(ndlightnet.training, KINDS[kind][0])
-    data = getattr(ndlightnet.training, KINDS[kind][1], ndlightnet.training.ImageData)
+    data = getattr(ndlightnet.training, KINDS[kind][1])
     sys.argv = ["task.py", "fit", "--config", str(folder / "given.yaml")]
     assert ndlightnet.training.run(task, data, Path("none")) == 0
     return folder / "out" / "checkpoints" / "last.ckpt"

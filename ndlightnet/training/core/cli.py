@@ -19,8 +19,8 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError, clear_drafts
-from ndlightnet.training.checkpoints import WholeCheckpoints
-from ndlightnet.training.report import check_writable, say
+from ndlightnet.training.core.checkpoints import WholeCheckpoints
+from ndlightnet.training.core.report import check_writable, say
 
 NAMES = ("names",)
 # what a training goes on from: without the loops it would begin anew, without a word

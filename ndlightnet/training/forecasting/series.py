@@ -29,9 +29,9 @@ from ndlightnet.data.series import (
     write_series,
 )
 from ndlightnet.data.visits import Visits
-from ndlightnet.training.loading import training_loader
-from ndlightnet.training.measures import MeasuredTask
-from ndlightnet.training.report import COLORS, save_figure, write_json
+from ndlightnet.training.core.loading import training_loader
+from ndlightnet.training.core.measures import MeasuredTask
+from ndlightnet.training.core.report import COLORS, save_figure, write_json
 
 PANELS = 4
 

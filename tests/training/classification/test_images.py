@@ -19,9 +19,14 @@ from ndlightnet import NDLightNet
 from ndlightnet.data.errors import DataError
 from ndlightnet.nn import mixers
 from ndlightnet.training import TaskCLI, run
-from ndlightnet.training.images import ImageData, ImageTask, projections, save_gallery
+from ndlightnet.training.classification.images import (
+    ImageData,
+    ImageTask,
+    projections,
+    save_gallery,
+)
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CONFIGS = [
     ROOT / "configs" / f"{name}.yaml"
     for name in ("fashion_mnist", "adrenal", "adrenal28", "adrenal64")
@@ -35,7 +40,7 @@ model:
     class_path: ndlightnet.NDLightNet
     init_args: {dims: 2, in_chans: 1, num_classes: 3, patch_size: 2, embed_dim: 16, depth: 1}
 data:
-  class_path: ndlightnet.training.images.ImageData
+  class_path: ndlightnet.training.ImageData
   init_args: {root: nowhere, batch_size: 16, shift: 1, flips: [0, 1]}
 """
 

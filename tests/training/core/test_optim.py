@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from ndlightnet import NDLightNet, NDLightUNet
-from ndlightnet.training.optim import adamw_with_cosine, decayed_groups
+from ndlightnet.training.core.optim import adamw_with_cosine, decayed_groups
 
 NETS = {
     "net": lambda: NDLightNet(3, num_classes=4, patch_size=4, embed_dim=16, depth=2),

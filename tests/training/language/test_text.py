@@ -18,10 +18,10 @@ from torch import nn
 
 from ndlightnet import Identity, LightNetAttention, NDLightNet, SoftmaxAttention
 from ndlightnet.training import TaskCLI, run
-from ndlightnet.training.optim import adamw_with_cosine
-from ndlightnet.training.text import TextData, TextTask, decode, octaves, surprise
+from ndlightnet.training.core.optim import adamw_with_cosine
+from ndlightnet.training.language.text import TextData, TextTask, decode, octaves, surprise
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "enwik8.yaml"
 TINY = """
 seed_everything: 0
@@ -33,7 +33,7 @@ model:
     class_path: ndlightnet.NDLightNet
     init_args: {dims: 1, vocab_size: 256, causal: true, embed_dim: 32, depth: 1}
 data:
-  class_path: ndlightnet.training.text.TextData
+  class_path: ndlightnet.training.TextData
   init_args: {root: nowhere, length: 32, windows: 320, batch_size: 8, lengths: [64, 128],
               test_bytes: 256, workers: 0}
 """

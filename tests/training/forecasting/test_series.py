@@ -17,10 +17,10 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.series import Series, read_series, write_series
 from ndlightnet.models.forecaster import Forecaster
 from ndlightnet.training import TaskCLI, run
-from ndlightnet.training.forecasting import ForecastTask, SeriesData
-from ndlightnet.training.optim import adamw_with_cosine
+from ndlightnet.training.core.optim import adamw_with_cosine
+from ndlightnet.training.forecasting.series import ForecastTask, SeriesData
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 START, HOUR = datetime(2020, 1, 1, 5), timedelta(hours=1)
 SPLIT = (500, 600, 720)
 CONFIG = """
@@ -34,7 +34,7 @@ model:
     class_path: ndlightnet.models.forecaster.Forecaster
     init_args: {in_chans: 2, label_length: 24, embed_dim: 16, depth: 1}
 data:
-  class_path: ndlightnet.training.forecasting.SeriesData
+  class_path: ndlightnet.training.SeriesData
   init_args:
     {root: nowhere, file: hours.csv, input_length: 48, horizon: 30, split: [500, 600, 720],
      batch_size: 32, workers: 0}

@@ -29,9 +29,9 @@ from ndlightnet.data.images import (
 )
 from ndlightnet.data.packing import token_count
 from ndlightnet.inference import mirrorings
-from ndlightnet.training.labelled import LabelledTask
-from ndlightnet.training.measures import scores
-from ndlightnet.training.report import panels_of, save_confusion, save_figure, write_json
+from ndlightnet.training.classification.labelled import LabelledTask
+from ndlightnet.training.core.measures import scores
+from ndlightnet.training.core.report import panels_of, save_confusion, save_figure, write_json
 
 VIEWS = 36  # in a picture, about
 

@@ -12,7 +12,7 @@ import torch
 
 from ndlightnet.data.errors import DataError, fitting
 from ndlightnet.data.visits import mixed
-from ndlightnet.training.optim import adamw_with_cosine
+from ndlightnet.training.core.optim import adamw_with_cosine
 
 T = TypeVar("T")
 

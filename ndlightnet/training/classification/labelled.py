@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.training.measures import MeasuredTask
+from ndlightnet.training.core.measures import MeasuredTask
 
 
 class LabelledTask(MeasuredTask):

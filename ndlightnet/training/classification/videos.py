@@ -20,8 +20,8 @@ from ndlightnet.data.video import (
 )
 from ndlightnet.data.video_transforms import eval_clips
 from ndlightnet.data.visits import Visits
-from ndlightnet.training.loading import training_loader
-from ndlightnet.training.report import say
+from ndlightnet.training.core.loading import training_loader
+from ndlightnet.training.core.report import say
 
 
 class VideoData(L.LightningDataModule):

@@ -7,7 +7,7 @@ import torch
 
 from ndlightnet import NDLightNet
 from ndlightnet.nn import mixers
-from ndlightnet.training.measures import MeasuredTask, median_seconds, scores, state_size
+from ndlightnet.training.core.measures import MeasuredTask, median_seconds, scores, state_size
 
 
 def test_scores_by_hand():

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ndlightnet.training.task import Task
+from ndlightnet.training.core.task import Task
 
 Cost = tuple[float, int]  # seconds, and the peak of memory (bytes)
 

@@ -12,10 +12,10 @@ from torchmetrics.functional.classification import multiclass_accuracy
 from ndlightnet.data.errors import DataError, file_name, printable
 from ndlightnet.data.video_transforms import to_pixels
 from ndlightnet.inference import predict_clips, predict_clips_early
-from ndlightnet.training.measures import scores
-from ndlightnet.training.report import save_confusion, save_strips, write_json
-from ndlightnet.training.streaming import StreamTrainer
-from ndlightnet.training.task import Task
+from ndlightnet.training.classification.streaming import StreamTrainer
+from ndlightnet.training.core.measures import scores
+from ndlightnet.training.core.report import save_confusion, save_strips, write_json
+from ndlightnet.training.core.task import Task
 
 STRIPS = 8
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.training.checkpoints import WholeCheckpoints
+from ndlightnet.training.core.checkpoints import WholeCheckpoints
 
 DRAFT = re.compile(r"\.\d+\.part\.last\.ckpt")
 
@@ -30,7 +30,7 @@ def test_a_kill_while_it_is_written(tmp_path):
     path = tmp_path / "last.ckpt"
     code = f"""
 import os, pathlib, signal, torch
-from ndlightnet.training.checkpoints import WholeCheckpoints
+from ndlightnet.training.core.checkpoints import WholeCheckpoints
 writer, save = WholeCheckpoints(), torch.save
 writer.save_checkpoint({{"epoch": 1}}, {str(path)!r})
 def half(content, file):

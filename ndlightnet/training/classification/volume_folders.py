@@ -12,8 +12,8 @@ from ndlightnet.data.images import Batches, ImageSet
 from ndlightnet.data.layouts import find_inputs
 from ndlightnet.data.volume_folders import largest_extent, list_classes, read_part, read_volume
 from ndlightnet.data.volume_formats import Case
-from ndlightnet.training.images import ImageData
-from ndlightnet.training.report import say
+from ndlightnet.training.classification.images import ImageData
+from ndlightnet.training.core.report import say
 
 
 class VolumeFolders(ImageData):

@@ -10,8 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ndlightnet import NDLightUNet
 from ndlightnet.nn import mixers
-from ndlightnet.training import SegmentationTask, costs
-from ndlightnet.training.costs import Meter, MeteredTask, forward_flops
+from ndlightnet.training import SegmentationTask
+from ndlightnet.training.core import costs
+from ndlightnet.training.core.costs import Meter, MeteredTask, forward_flops
 from ndlightnet.training.peers import DynUNet, SegResNet
 
 SPACE = (9, 14, 11)

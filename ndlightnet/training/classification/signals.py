@@ -16,10 +16,10 @@ from ndlightnet.data.packing import PackCollate, PadCollate
 from ndlightnet.data.signals import SignalDataset, read_recordings
 from ndlightnet.data.visits import Visits
 from ndlightnet.ragged import Packed
-from ndlightnet.training.labelled import LabelledTask
-from ndlightnet.training.loading import training_loader
-from ndlightnet.training.measures import scores
-from ndlightnet.training.report import save_confusion, write_json
+from ndlightnet.training.classification.labelled import LabelledTask
+from ndlightnet.training.core.loading import training_loader
+from ndlightnet.training.core.measures import scores
+from ndlightnet.training.core.report import save_confusion, write_json
 
 
 class SignalData(L.LightningDataModule):

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader
 from ndlightnet.data.errors import DataError, whole_file
 from ndlightnet.data.text import RandomWindows, Windows, read_bytes, split
 from ndlightnet.data.visits import Visits
-from ndlightnet.training.loading import training_loader
-from ndlightnet.training.measures import MeasuredTask
-from ndlightnet.training.report import COLORS, plain_text, write_json
+from ndlightnet.training.core.loading import training_loader
+from ndlightnet.training.core.measures import MeasuredTask
+from ndlightnet.training.core.report import COLORS, plain_text, write_json
 
 BYTES = 256  # words of the vocabulary
 SINGLE = 64  # bytes that a stream is given one at a time in the end

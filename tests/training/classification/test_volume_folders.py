@@ -26,9 +26,9 @@ from ndlightnet.data.errors import DataError, printable
 from ndlightnet.data.volume_folders import read_volume
 from ndlightnet.data.volumes import Case
 from ndlightnet.training import run
-from ndlightnet.training.averaging import AveragedWeights
-from ndlightnet.training.images import ImageData, ImageTask
-from ndlightnet.training.volume_folders import VolumeFolders
+from ndlightnet.training.classification.images import ImageData, ImageTask
+from ndlightnet.training.classification.volume_folders import VolumeFolders
+from ndlightnet.training.core.averaging import AveragedWeights
 from tests.training.hospital import claim, raw_header
 
 TINY = """
@@ -38,7 +38,7 @@ trainer:
   max_epochs: 8
   log_every_n_steps: 1
   enable_progress_bar: false
-  callbacks: [{class_path: ndlightnet.training.averaging.AveragedWeights, init_args: {decay: 0.8}}]
+  callbacks: [{class_path: ndlightnet.training.AveragedWeights, init_args: {decay: 0.8}}]
 model:
   lr: 1.0e-2
   mirror: [0, 2]
@@ -46,7 +46,7 @@ model:
     class_path: ndlightnet.NDLightNet
     init_args: {dims: 3, in_chans: 1, num_classes: 2, patch_size: 2, embed_dim: 16, depth: 1}
 data:
-  class_path: ndlightnet.training.volume_folders.VolumeFolders
+  class_path: ndlightnet.training.VolumeFolders
   init_args:
     root: nowhere
     size: [8, 7, 6]

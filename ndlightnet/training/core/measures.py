@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.functional.classification import binary_auroc, multiclass_confusion_matrix
 
-from ndlightnet.training.task import Task
+from ndlightnet.training.core.task import Task
 
 
 class MeasuredTask(Task):
