@@ -25,10 +25,7 @@ from ndlightnet.data.augment import Augment
 from ndlightnet.data.errors import DataError, printable
 from ndlightnet.data.volume_folders import read_volume
 from ndlightnet.data.volumes import Case
-from ndlightnet.training import run
-from ndlightnet.training.classification.images import ImageData, ImageTask
-from ndlightnet.training.classification.volume_folders import VolumeFolders
-from ndlightnet.training.core.averaging import AveragedWeights
+from ndlightnet.training import AveragedWeights, ImageData, ImageTask, VolumeFolders, run
 from tests.training.hospital import claim, raw_header
 
 TINY = """
