@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler, default_collate
 
-from ndlightnet.grid import per_axis
-from ndlightnet.ragged import pack
+from ndlightnet.layout import pack, per_axis
 
 
 def token_count(space: Sequence[int], patch_size: int | Sequence[int]) -> int:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.grid import Grid
+from ndlightnet.layout import Grid, Ragged
 from ndlightnet.ops import (
     Lrpe,
     axis_scan,
@@ -20,7 +20,6 @@ from ndlightnet.ops import (
 from ndlightnet.ops._registry import Impl
 from ndlightnet.ops.chunks import exact
 from ndlightnet.ops.lrpe import Kind, slots_of
-from ndlightnet.ragged import Ragged
 
 # Decays, angles, orthogonal vectors: weight decay would pull them towards a meaning of its own. By
 # name, since a network holds them anywhere.

@@ -152,7 +152,7 @@ def triton_packed_scan(
     mask: Tensor | None, residual: bool, axes: Sequence[int], most: Sequence[int],
     tables: Sequence[Tensor],
 ) -> Tensor:  # fmt: skip
-    """Lines in groups: along `axes`, none longer than `most`; see ndlightnet.ragged.Lines."""
+    """Lines in groups: along `axes`, none longer than `most`; see ndlightnet.layout.Lines."""
     from ndlightnet_kernels import axis_scan
 
     groups = list(zip(axes, most, tables, strict=True))

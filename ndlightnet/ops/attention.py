@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ndlightnet.grid import Grid
+from ndlightnet.layout import Grid
 from ndlightnet.ops import _registry, _triton, parallel, reference
 from ndlightnet.ops._registry import Impl
 from ndlightnet.ops._triton import Angles

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ndlightnet.grid import Grid
+from ndlightnet.layout import Grid
 from ndlightnet.ops.state import State, finest
 
 Kind = Literal["cosine", "rotary"]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndlightnet.layout import Ragged
 from ndlightnet.ops import _registry, _triton_packed
 from ndlightnet.ops._registry import Impl
 from ndlightnet.ops.attention import global_attention
@@ -17,7 +18,6 @@ from ndlightnet.ops.chunks import exact
 from ndlightnet.ops.frames import axis_causal_attention, check_past, faded, heavy, running
 from ndlightnet.ops.lrpe import Lrpe
 from ndlightnet.ops.state import State
-from ndlightnet.ragged import Ragged
 
 Shape = tuple[int, ...]
 

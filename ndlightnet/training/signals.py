@@ -15,7 +15,7 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.packing import PackCollate, PadCollate
 from ndlightnet.data.signals import SignalDataset, read_recordings
 from ndlightnet.data.visits import Visits
-from ndlightnet.ragged import Packed
+from ndlightnet.layout import Packed
 from ndlightnet.training.labelled import LabelledTask
 from ndlightnet.training.loading import training_loader
 from ndlightnet.training.measures import scores

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.autograd import grad
 
+from ndlightnet.layout import Ragged
 from ndlightnet.ops import (
     Lrpe,
     State,
@@ -20,7 +21,6 @@ from ndlightnet.ops import (
     read,
     summarize,
 )
-from ndlightnet.ragged import Ragged
 
 from .cases import DEVICE
 

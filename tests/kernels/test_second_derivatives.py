@@ -7,13 +7,13 @@ from torch import Tensor
 from torch.autograd import grad
 
 from ndlightnet import ops
+from ndlightnet.layout import Ragged
 from ndlightnet.ops.gate import norm_gate
 from ndlightnet.ops.packed import (
     packed_attention,
     packed_axis_causal_attention,
     packed_axis_scan,
 )
-from ndlightnet.ragged import Ragged
 
 from .cases import DEVICE
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.grid import Grid
+from ndlightnet.layout import Grid, Ragged
 from ndlightnet.nn.constants import Constants
 from ndlightnet.nn.heads import default_heads, split_heads
 from ndlightnet.nn.mixers.mixer import Mixer, check_axes, check_source, drawn_like
@@ -30,7 +30,6 @@ from ndlightnet.ops._registry import Impl
 from ndlightnet.ops.lrpe import Kind, Lrpe
 from ndlightnet.ops.parallel import accumulator
 from ndlightnet.ops.state import State
-from ndlightnet.ragged import Ragged
 
 
 class LightNetAttention(Constants, Mixer):
