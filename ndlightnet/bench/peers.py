@@ -19,8 +19,9 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from ndlightnet.bench.timing import Absent
 from ndlightnet.layout import Grid
 from ndlightnet.nn.heads import default_heads
-from ndlightnet.ops import Lrpe, causal_attention, wkv
+from ndlightnet.ops import Lrpe, causal_attention
 from ndlightnet.ops.lrpe import key_features, query_features
+from ndlightnet.ops.recurrence import wkv
 from ndlightnet.ops.state import tile
 
 

@@ -18,8 +18,8 @@ from ndlightnet.ops import (
     packed_axis_scan,
 )
 from ndlightnet.ops._registry import Impl
-from ndlightnet.ops.chunks import exact
 from ndlightnet.ops.lrpe import Kind, slots_of
+from ndlightnet.ops.recurrence.chunks import exact
 
 # Decays, angles, orthogonal vectors: weight decay would pull them towards a meaning of its own. By
 # name, since a network holds them anywhere.

@@ -10,18 +10,18 @@ from ndlightnet.ops.attention import (
     summarize,
 )
 from ndlightnet.ops.axis_scan import axis_scan, line_scan, line_state, line_step
-from ndlightnet.ops.delta import gated_delta_rule
 from ndlightnet.ops.frames import axis_causal_attention
 from ndlightnet.ops.gate import norm_gate
-from ndlightnet.ops.gated import gated_linear_attention
 from ndlightnet.ops.lrpe import Lrpe, frequencies, rotate, tables
-from ndlightnet.ops.memory import elementwise_memory, matrix_memory
 from ndlightnet.ops.packed import (
     packed_attention,
     packed_axis_causal_attention,
     packed_axis_scan,
 )
-from ndlightnet.ops.scan import scan
+from ndlightnet.ops.recurrence.delta import gated_delta_rule
+from ndlightnet.ops.recurrence.gated import gated_linear_attention
+from ndlightnet.ops.recurrence.memory import elementwise_memory, matrix_memory
+from ndlightnet.ops.recurrence.scan import scan
 from ndlightnet.ops.state import State, merge
 
 __all__ = [

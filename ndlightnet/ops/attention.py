@@ -23,8 +23,8 @@ from ndlightnet.layout import Grid
 from ndlightnet.ops import _registry, _triton, parallel, reference
 from ndlightnet.ops._registry import Impl
 from ndlightnet.ops._triton import Angles
-from ndlightnet.ops.chunks import exact
 from ndlightnet.ops.lrpe import Lrpe, key_features, query_features, rooted, settled
+from ndlightnet.ops.recurrence.chunks import exact
 from ndlightnet.ops.state import State, decay, merge, tile
 
 __all__ = [

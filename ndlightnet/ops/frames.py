@@ -22,8 +22,8 @@ from ndlightnet.ops._registry import Impl
 from ndlightnet.ops._triton import Angles
 from ndlightnet.ops.attention import _check, _check_state, _empty, _factors, _query, _silence
 from ndlightnet.ops.attention import causal_attention as token_causal
-from ndlightnet.ops.chunks import exact
 from ndlightnet.ops.lrpe import Lrpe, rooted, settled
+from ndlightnet.ops.recurrence.chunks import exact
 from ndlightnet.ops.state import State, decay, merge, raised, rates, tile
 
 

@@ -14,9 +14,9 @@ from ndlightnet.ops import _registry, _triton_packed
 from ndlightnet.ops._registry import Impl
 from ndlightnet.ops.attention import global_attention
 from ndlightnet.ops.axis_scan import both_ways
-from ndlightnet.ops.chunks import exact
 from ndlightnet.ops.frames import axis_causal_attention, check_past, faded, heavy, running
 from ndlightnet.ops.lrpe import Lrpe
+from ndlightnet.ops.recurrence.chunks import exact
 from ndlightnet.ops.state import State
 
 Shape = tuple[int, ...]

@@ -11,9 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ndlightnet import ops
 from ndlightnet.nn import mixers
-from ndlightnet.ops import _fla, delta, gated, linear, memory, selective, ssm, wkv
+from ndlightnet.ops import fla, linear
 from ndlightnet.ops.local import local_attention
-from ndlightnet.ops.scan import scan
+from ndlightnet.ops.recurrence import delta, gated, memory, selective, ssm, wkv
+from ndlightnet.ops.recurrence.scan import scan
 
 WORDS = "no second derivative: the gradient of this operator is written out"
 LENGTHS = pytest.mark.parametrize("n", [6, 70])
@@ -195,10 +196,10 @@ def test_kernels_of_others_raise_as_ours_do(monkeypatch):
     def call(module, name, q, k, v, **more):
         return Kernel.apply(q, k, v), more["initial_state"]
 
-    monkeypatch.setattr(_fla, "_call", call)
+    monkeypatch.setattr(fla, "_call", call)
     state = draw(1, 2, 3, 3)
     for run in (
-        lambda q, k, v: _fla.gated_linear_attention(q, k, v, None, state)[0],
-        lambda q, k, v: _fla.gated_delta_rule(q, k, v, v.mean(-1).detach(), None, state)[0],
+        lambda q, k, v: fla.gated_linear_attention(q, k, v, None, state)[0],
+        lambda q, k, v: fla.gated_delta_rule(q, k, v, v.mean(-1).detach(), None, state)[0],
     ):
         check_raises(run, *keyed(6)[:3])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ndlightnet.layout import Grid, per_axis
 from ndlightnet.nn.mixers.linear import Extent, LinearAttention, Start
-from ndlightnet.ops._fla import Impl
+from ndlightnet.ops.fla import Impl
 from ndlightnet.ops.parallel import accumulator
 
 Combine = Literal["mean", "product"]

@@ -14,7 +14,7 @@ from ndlightnet.nn.constants import Constants
 from ndlightnet.nn.mixers.linear import Extent, Feature, LinearAttention, Start
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import rotate, tables
-from ndlightnet.ops._fla import Impl
+from ndlightnet.ops.fla import Impl
 from ndlightnet.ops.lrpe import groups
 
 Core = Literal["cosine", "rotary", "permutation"]

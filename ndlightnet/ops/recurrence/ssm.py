@@ -13,9 +13,9 @@ import math
 import torch
 from torch import Tensor
 
-from ndlightnet.ops.chunks import CHUNK, exact
 from ndlightnet.ops.parallel import accumulator
-from ndlightnet.ops.scan import scan
+from ndlightnet.ops.recurrence.chunks import CHUNK, exact
+from ndlightnet.ops.recurrence.scan import scan
 
 COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 

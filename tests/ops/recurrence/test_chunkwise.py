@@ -8,10 +8,10 @@ import torch
 from torch.autograd import gradcheck
 from torch.nn.functional import normalize
 
-from ndlightnet.ops import chunks, delta, gated
-from ndlightnet.ops.chunks import Decay, _times, inverse
-from ndlightnet.ops.delta import gated_delta_rule
-from ndlightnet.ops.gated import gated_linear_attention
+from ndlightnet.ops.recurrence import chunks, delta, gated
+from ndlightnet.ops.recurrence.chunks import Decay, _times, inverse
+from ndlightnet.ops.recurrence.delta import gated_delta_rule
+from ndlightnet.ops.recurrence.gated import gated_linear_attention
 
 LENGTHS = [1, 2, 63, 64, 65, 131]
 DECAYS = ["none", "scalar", "row"]

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.autograd import grad, gradcheck
 
-from ndlightnet.ops import memory
-from ndlightnet.ops.wkv import LOWEST, mean, means, merge, nothing, token, weighted_sums
+from ndlightnet.ops.recurrence import memory
+from ndlightnet.ops.recurrence.wkv import LOWEST, mean, means, merge, nothing, token, weighted_sums
 
 LENGTHS = (1, 2, 5, 63, 64, 65, 131)
 

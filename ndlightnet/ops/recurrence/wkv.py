@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ndlightnet.ops.chunks import CHUNK
 from ndlightnet.ops.parallel import accumulator
-from ndlightnet.ops.scan import before, scan
+from ndlightnet.ops.recurrence.chunks import CHUNK
+from ndlightnet.ops.recurrence.scan import before, scan
 
 LOWEST = -1e30  # the exponent of a sum of nothing
 STEEPEST = 1e4  # a decay beyond this makes no difference to where the largest exponent is

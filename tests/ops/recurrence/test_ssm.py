@@ -7,10 +7,10 @@ import torch
 from torch.autograd import grad, gradcheck
 
 from ndlightnet.nn.mixers.s5 import S5
-from ndlightnet.ops import memory
-from ndlightnet.ops.selective import selective_scan
-from ndlightnet.ops.ssm import diagonal_ssm, hold, legs, poles, powers
-from ndlightnet.ops.wkv import mean, merge, token, weighted_sums
+from ndlightnet.ops.recurrence import memory
+from ndlightnet.ops.recurrence.selective import selective_scan
+from ndlightnet.ops.recurrence.ssm import diagonal_ssm, hold, legs, poles, powers
+from ndlightnet.ops.recurrence.wkv import mean, merge, token, weighted_sums
 
 LENGTHS = (1, 5, 63, 64, 65, 131, 200)
 

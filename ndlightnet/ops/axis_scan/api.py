@@ -13,7 +13,7 @@ from torch import Tensor
 from ndlightnet.layout import Grid
 from ndlightnet.ops import _registry, _triton_layers
 from ndlightnet.ops._registry import Impl
-from ndlightnet.ops.chunks import exact
+from ndlightnet.ops.recurrence.chunks import exact
 
 EXPORTED = 32  # tokens of a chunk in an exported graph, whose lines may be shorter
 CHUNK = 64  # within a chunk a Toeplitz matrix, between chunks the states

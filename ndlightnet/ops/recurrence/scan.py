@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.ops.chunks import CHUNK
+from ndlightnet.ops.recurrence.chunks import CHUNK
 
 Product = Callable[[Tensor, Tensor], Tensor]
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from ndlightnet.ops import memory
-from ndlightnet.ops.memory import elementwise_memory, matrix_memory, reference
-from ndlightnet.ops.scan import running_sum, scan
+from ndlightnet.ops.recurrence import memory
+from ndlightnet.ops.recurrence.memory import elementwise_memory, matrix_memory, reference
+from ndlightnet.ops.recurrence.scan import running_sum, scan
 
 FORGETS = {
     "full": (2, 7, 3, 4, 5), "row": (2, 7, 3, 4, 1), "column": (2, 7, 3, 1, 5),

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.ops import _fla, memory
-from ndlightnet.ops._fla import Impl
+from ndlightnet.ops import fla
 from ndlightnet.ops._once import once
-from ndlightnet.ops.chunks import (
+from ndlightnet.ops.fla import Impl
+from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.recurrence import memory
+from ndlightnet.ops.recurrence.chunks import (
     Decay,
     exact,
     floor_of,
@@ -25,8 +27,7 @@ from ndlightnet.ops.chunks import (
     whole,
     work_dtype,
 )
-from ndlightnet.ops.parallel import accumulator
-from ndlightnet.ops.scan import adjoints, before, memories
+from ndlightnet.ops.recurrence.scan import adjoints, before, memories
 
 
 def gated_linear_attention(
@@ -44,7 +45,7 @@ def gated_linear_attention(
     fla where it can, for 16-bit inputs on CUDA.
     """
     decay, state = check(q, k, v, log_decay, state)
-    chosen = _fla.choose(impl, "gated_linear_attention", k, v, decay, q, state)
+    chosen = fla.choose(impl, "gated_linear_attention", k, v, decay, q, state)
     if q.shape[1] == 0:
         return torch.zeros_like(v), state
     with exact(k):
@@ -52,7 +53,7 @@ def gated_linear_attention(
             keep = state.new_zeros(1, 1, 1, 1) if decay is None else decay
             return memory.reference(q, k, keep.exp()[..., None], v, state)
         if chosen == "fla":
-            return _fla.gated_linear_attention(q, k, v, decay, state)
+            return fla.gated_linear_attention(q, k, v, decay, state)
         y, last = _Gated.apply(q, k, v, decay, state)  # type: ignore[no-untyped-call]
     return y, last
 

@@ -5,8 +5,8 @@ import torch
 from torch.autograd import grad, gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ndlightnet.ops import memory, selective
-from ndlightnet.ops.selective import selective_scan
+from ndlightnet.ops.recurrence import memory, selective
+from ndlightnet.ops.recurrence.selective import selective_scan
 
 LENGTHS = (1, 2, 5, 64, 67)
 

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.ops import _fla, memory
-from ndlightnet.ops._fla import Impl
+from ndlightnet.ops import fla
 from ndlightnet.ops._once import once
-from ndlightnet.ops.chunks import (
+from ndlightnet.ops.fla import Impl
+from ndlightnet.ops.recurrence import memory
+from ndlightnet.ops.recurrence.chunks import (
     Decay,
     exact,
     from_chunks,
@@ -31,8 +32,8 @@ from ndlightnet.ops.chunks import (
     whole,
     work_dtype,
 )
-from ndlightnet.ops.gated import after, check, log_decay_gradient
-from ndlightnet.ops.scan import adjoints, before, memories
+from ndlightnet.ops.recurrence.gated import after, check, log_decay_gradient
+from ndlightnet.ops.recurrence.scan import adjoints, before, memories
 
 
 def gated_delta_rule(
@@ -51,7 +52,7 @@ def gated_delta_rule(
         raise ValueError(
             f"beta {tuple(beta.shape)}: expected (batch, length, heads), {tuple(k.shape[:3])}"
         )
-    chosen = _fla.choose(impl, "gated_delta_rule", k, v, decay, q, beta, state)
+    chosen = fla.choose(impl, "gated_delta_rule", k, v, decay, q, beta, state)
     if q.shape[1] == 0:
         return torch.zeros_like(v), state
     with exact(k):
@@ -63,7 +64,7 @@ def gated_delta_rule(
                 forget = forget * decay.exp()[..., None, :]
             return memory.reference(q, bx * kx, forget, v, state, torch.matmul)
         if chosen == "fla":
-            return _fla.gated_delta_rule(q, k, v, beta, decay, state)
+            return fla.gated_delta_rule(q, k, v, beta, decay, state)
         y, last = _Delta.apply(q, k, v, beta, decay, state)  # type: ignore[no-untyped-call]
     return y, last
 
