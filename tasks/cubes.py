@@ -35,7 +35,7 @@ from ndlightnet.data.volumes import Case, load_case, save_labels
 from ndlightnet.inference import predict_labels
 from ndlightnet.training import SegmentationTask, VolumeData
 from ndlightnet.training.cases import dice_of
-from ndlightnet.training.cli import task_cli
+from ndlightnet.training.core.cli import task_cli
 from ndlightnet.training.peers import DynUNet, SegResNet, SwinUNETR
 
 STEP = 32  # voxels by which the largest cube is looked for

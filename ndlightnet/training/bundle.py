@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ndlightnet.data.errors import DataError, one_line, writable
 from ndlightnet.training.bundle_files import inference_of, metadata_of, readme_of
-from ndlightnet.training.cli import TaskCLI, check_checkpoint
+from ndlightnet.training.core.cli import TaskCLI, check_checkpoint
 from ndlightnet.training.segmentation import SegmentationTask
 from ndlightnet.training.volumes import VolumeData
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ndlightnet.training.cases import boxes
-from ndlightnet.training.report import COLORS, save_figure
+from ndlightnet.training.core.report import COLORS, save_figure
 
 PLANES = ("sagittal", "coronal", "axial")  # by the axis that they cut
 EDGES = ("A", "R", "R")  # what lies at the left edge of each: the front, the right, the right

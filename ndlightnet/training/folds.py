@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ndlightnet.training.cases import MEASURES, metrics_of, write_cases
-from ndlightnet.training.cli import task_cli
-from ndlightnet.training.report import say, write_json
+from ndlightnet.training.core.cli import task_cli
+from ndlightnet.training.core.report import say, write_json
 from ndlightnet.training.segmentation import SegmentationTask
 from ndlightnet.training.volumes import VolumeData
 

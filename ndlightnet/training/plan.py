@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ndlightnet.data.errors import DataError, one_line, whole_file
 from ndlightnet.data.fingerprint import Fingerprint, fingerprint
 from ndlightnet.data.layouts import read_dataset
-from ndlightnet.training.report import check_writable, say
+from ndlightnet.training.core.report import check_writable, say
 
 COARSE = 3.0  # an axis so many times coarser than the next, and so many times shorter, stands out
 SMALLEST = 4  # cells along an axis of the coarsest level, at least

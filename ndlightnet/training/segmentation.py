@@ -20,10 +20,10 @@ from ndlightnet.inference import Ensemble, Mirrored, keep_largest, predict_label
 from ndlightnet.training.casebook import save_case
 from ndlightnet.training.casepage import write_page
 from ndlightnet.training.cases import dice_of, measure_case, metrics_of, write_cases
-from ndlightnet.training.cli import check_checkpoint
-from ndlightnet.training.costs import Cost, Meter, MeteredTask
-from ndlightnet.training.report import write_json
-from ndlightnet.training.task import check
+from ndlightnet.training.core.cli import check_checkpoint
+from ndlightnet.training.core.costs import Cost, Meter, MeteredTask
+from ndlightnet.training.core.report import write_json
+from ndlightnet.training.core.task import check
 from ndlightnet.training.volumes import AXES
 
 MEMORY = 0.8  # of earlier looks at the held-out cases, when the best checkpoint is chosen

@@ -19,9 +19,9 @@ from ndlightnet.data.phantoms import make_phantoms
 from ndlightnet.data.visits import mixed
 from ndlightnet.data.volume_transforms import Intensity, Prepare, volume_dataset
 from ndlightnet.data.volumes import Case, check_cases, load_case
-from ndlightnet.training.loading import training_loader
-from ndlightnet.training.report import say
-from ndlightnet.training.task import check
+from ndlightnet.training.core.loading import training_loader
+from ndlightnet.training.core.report import say
+from ndlightnet.training.core.task import check
 
 AXES = 3  # of a volume
 

@@ -33,7 +33,7 @@ from ndlightnet.training import (
     VideoTask,
     VolumeData,
 )
-from ndlightnet.training.optim import adamw_with_cosine
+from ndlightnet.training.core.optim import adamw_with_cosine
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

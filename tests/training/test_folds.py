@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from ndlightnet.training import SegmentationTask, VolumeData, cli
+from ndlightnet.training import SegmentationTask, VolumeData
+from ndlightnet.training.core import cli
 from ndlightnet.training.folds import folds
 from ndlightnet.training.segmentation import SegmentationTask as Task
 

@@ -18,7 +18,7 @@ from ndlightnet import NDLightUNet
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.fingerprint import Fingerprint
 from ndlightnet.training import SegmentationTask, VolumeData
-from ndlightnet.training.cli import task_cli
+from ndlightnet.training.core.cli import task_cli
 from ndlightnet.training.peers import DynUNet
 from ndlightnet.training.plan import (
     config_of,
