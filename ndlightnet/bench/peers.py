@@ -20,8 +20,8 @@ from ndlightnet.bench.timing import Absent
 from ndlightnet.grid import Grid
 from ndlightnet.nn.heads import default_heads
 from ndlightnet.ops import Lrpe, causal_attention, wkv
-from ndlightnet.ops.lrpe import key_features, query_features
-from ndlightnet.ops.state import tile
+from ndlightnet.ops.lightnet.state import tile
+from ndlightnet.ops.position import key_features, query_features
 
 
 def absent(why: str) -> Callable[..., Any]:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops import _fla, memory
-from ndlightnet.ops._fla import Impl
 from ndlightnet.ops._once import once
 from ndlightnet.ops.chunks import (
     Decay,
@@ -31,6 +30,7 @@ from ndlightnet.ops.chunks import (
     whole,
     work_dtype,
 )
+from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.gated import after, check, log_decay_gradient
 from ndlightnet.ops.scan import adjoints, before, memories
 
@@ -51,7 +51,7 @@ def gated_delta_rule(
         raise ValueError(
             f"beta {tuple(beta.shape)}: expected (batch, length, heads), {tuple(k.shape[:3])}"
         )
-    chosen = _fla.choose(impl, "gated_delta_rule", k, v, decay, q, beta, state)
+    chosen = resolve("gated_delta_rule", impl, k, v, decay, q, beta, state)
     if q.shape[1] == 0:
         return torch.zeros_like(v), state
     with exact(k):

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops import _fla, memory
-from ndlightnet.ops._fla import Impl
 from ndlightnet.ops._once import once
 from ndlightnet.ops.chunks import (
     Decay,
@@ -25,7 +24,8 @@ from ndlightnet.ops.chunks import (
     whole,
     work_dtype,
 )
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dispatch import Impl, resolve
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.scan import adjoints, before, memories
 
 
@@ -44,7 +44,7 @@ def gated_linear_attention(
     fla where it can, for 16-bit inputs on CUDA.
     """
     decay, state = check(q, k, v, log_decay, state)
-    chosen = _fla.choose(impl, "gated_linear_attention", k, v, decay, q, state)
+    chosen = resolve("gated_linear_attention", impl, k, v, decay, q, state)
     if q.shape[1] == 0:
         return torch.zeros_like(v), state
     with exact(k):

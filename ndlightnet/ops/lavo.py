@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops.chunks import exact
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.scan import running_sum
 
 

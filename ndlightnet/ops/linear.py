@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ndlightnet.ops._fla import Impl
 from ndlightnet.ops.chunks import exact
+from ndlightnet.ops.dispatch import Impl
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.gated import gated_linear_attention
-from ndlightnet.ops.parallel import accumulator
 from ndlightnet.ops.scan import running_sum
 
 EPS = 1e-6  # the least denominator

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ndlightnet.ops._once import once
 from ndlightnet.ops.chunks import exact
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.scan import Product, adjoints, before, memories
 
 SEGMENT = 2**24  # numbers in the memories that are held at a time

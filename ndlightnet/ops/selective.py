@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ndlightnet.ops._once import once
 from ndlightnet.ops.chunks import exact, whole
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.scan import adjoints, memories
 
 # Numbers in the memories of a segment: on a CPU what its cache holds; elsewhere so many that to run

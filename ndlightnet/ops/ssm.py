@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops.chunks import CHUNK, exact
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.scan import scan
 
 COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops.chunks import CHUNK
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.scan import before, scan
 
 LOWEST = -1e30  # the exponent of a sum of nothing

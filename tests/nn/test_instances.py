@@ -9,7 +9,7 @@ import torch
 from ndlightnet.nn import mixers
 from ndlightnet.nn.mixers import lightnet
 from ndlightnet.ops import _fla, causal_attention, memory
-from ndlightnet.ops._support import Support
+from ndlightnet.ops.dispatch import Support
 
 N = 11
 

@@ -12,11 +12,11 @@ from ndlightnet.grid import Grid
 from ndlightnet.nn.heads import default_heads
 from ndlightnet.nn.mixers.mixer import Recurrent, Scan, check_source, drawn_like, once
 from ndlightnet.ops import _fla
-from ndlightnet.ops._fla import Impl
 from ndlightnet.ops.chunks import exact
 from ndlightnet.ops.delta import gated_delta_rule
+from ndlightnet.ops.dispatch import Impl
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.gated import gated_linear_attention
-from ndlightnet.ops.parallel import accumulator
 from ndlightnet.ragged import Ragged
 
 

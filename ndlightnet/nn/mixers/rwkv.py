@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ndlightnet.nn.mixers.mixer import Recurrent, Scan
 from ndlightnet.ops import wkv
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dtypes import accumulator
 
 
 class Parts(NamedTuple):

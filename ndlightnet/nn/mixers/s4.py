@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ndlightnet.nn.mixers.mixer import Recurrent, Scan, once
 from ndlightnet.ops import ssm
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dtypes import accumulator
 
 
 class S4(Recurrent):

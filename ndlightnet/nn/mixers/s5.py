@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ndlightnet.nn.mixers.mixer import Recurrent, Scan, once
 from ndlightnet.ops import ssm
 from ndlightnet.ops.chunks import exact
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.scan import scan as linear_scan
 
 
