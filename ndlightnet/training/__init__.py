@@ -4,11 +4,10 @@ from ndlightnet.training.classification import VideoTask
 from ndlightnet.training.cli import TaskCLI, run
 from ndlightnet.training.forecasting import ForecastTask, SeriesData
 from ndlightnet.training.images import ImageData, ImageTask
-from ndlightnet.training.segmentation import SegmentationTask
+from ndlightnet.training.segmentation import PhantomVolumes, SegmentationTask, VolumeData
 from ndlightnet.training.signals import SignalData, SignalTask
 from ndlightnet.training.text import TextData, TextTask
 from ndlightnet.training.videos import MovingDigits, VideoData
-from ndlightnet.training.volumes import PhantomVolumes, VolumeData
 
 __all__ = [
     "ForecastTask",

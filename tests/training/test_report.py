@@ -13,7 +13,6 @@ from matplotlib.text import Text
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.training import report
-from ndlightnet.training.casebook import save_case
 from ndlightnet.training.forecasting import Panel, save_forecasts
 from ndlightnet.training.images import save_gallery
 from ndlightnet.training.report import (
@@ -22,6 +21,7 @@ from ndlightnet.training.report import (
     save_strips,
     write_json,
 )
+from ndlightnet.training.segmentation.figures import save_case
 from ndlightnet.training.text import draw
 
 
