@@ -22,7 +22,8 @@ from ndlightnet.bench.step import peak
 from ndlightnet.bench.timing import Call, backward_call, forward_call
 from ndlightnet.nn import mixers as catalogue
 from ndlightnet.nn.mixers.mixer import Scan
-from ndlightnet.ops import gated_delta_rule, gated_linear_attention, wkv
+from ndlightnet.ops import gated_delta_rule, gated_linear_attention
+from ndlightnet.ops.recurrence import wkv
 
 RULES = (
     ("linear attention", "gated", 0), ("TNL", "gated", 1), ("GLA, HGRN2", "gated", 64),

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from ndlightnet.bench.timing import Absent
-from ndlightnet.grid import Grid
+from ndlightnet.layout import Grid
 from ndlightnet.nn.heads import default_heads
-from ndlightnet.ops import Lrpe, causal_attention, wkv
+from ndlightnet.ops import Lrpe, causal_attention
 from ndlightnet.ops.lightnet.state import tile
 from ndlightnet.ops.position import key_features, query_features
+from ndlightnet.ops.recurrence import wkv
 
 
 def absent(why: str) -> Callable[..., Any]:

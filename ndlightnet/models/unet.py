@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ndlightnet.grid import per_axis
+from ndlightnet.layout import per_axis
 from ndlightnet.nn.block import Block, init_weights
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.position import MDTPE
-from ndlightnet.ops.chunks import exact
+from ndlightnet.ops.recurrence.chunks import exact
 
 # channels of the first level (doubled from level to level, up to MOST), then for each level
 # convolution blocks and LightNet blocks; the last number holds for all levels below

@@ -2,9 +2,7 @@
 recurrences of other mixers."""
 
 from ndlightnet.ops.axis_scan import axis_scan, line_scan, line_state, line_step
-from ndlightnet.ops.delta import gated_delta_rule
 from ndlightnet.ops.dispatch import Support, supported
-from ndlightnet.ops.gated import gated_linear_attention
 from ndlightnet.ops.lightnet.attention import (
     attention_step,
     causal_attention,
@@ -14,10 +12,12 @@ from ndlightnet.ops.lightnet.attention import (
 )
 from ndlightnet.ops.lightnet.frames import axis_causal_attention
 from ndlightnet.ops.lightnet.state import State, merge
-from ndlightnet.ops.memory import elementwise_memory, matrix_memory
 from ndlightnet.ops.norm_gate import norm_gate
 from ndlightnet.ops.position import Position, frequencies, rotate, tables
-from ndlightnet.ops.scan import scan
+from ndlightnet.ops.recurrence.delta import gated_delta_rule
+from ndlightnet.ops.recurrence.gated import gated_linear_attention
+from ndlightnet.ops.recurrence.memory import elementwise_memory, matrix_memory
+from ndlightnet.ops.recurrence.scan import scan
 
 Lrpe = Position
 

@@ -68,11 +68,11 @@ def resolve(
     if impl in ("torch", "reference"):
         return impl
     if "fla" in has:
-        from ndlightnet.ops import _fla
+        from ndlightnet.ops import fla
 
         v, *rest = others
         assert v is not None
-        support = _fla.supports(operation, x, v, *rest)  # type: ignore[arg-type]
+        support = fla.supports(operation, x, v, *rest)  # type: ignore[arg-type]
         if impl == "fla" and not support:
             raise ValueError(f"impl='fla': no {operation} for {support.reason}")
         return "fla" if support else "torch"

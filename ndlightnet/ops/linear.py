@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ndlightnet.ops.chunks import exact
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
-from ndlightnet.ops.gated import gated_linear_attention
-from ndlightnet.ops.scan import running_sum
+from ndlightnet.ops.recurrence.chunks import exact
+from ndlightnet.ops.recurrence.gated import gated_linear_attention
+from ndlightnet.ops.recurrence.scan import running_sum
 
 EPS = 1e-6  # the least denominator
 

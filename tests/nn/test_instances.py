@@ -8,8 +8,9 @@ import torch
 
 from ndlightnet.nn import mixers
 from ndlightnet.nn.mixers import lightnet
-from ndlightnet.ops import _fla, causal_attention, memory
+from ndlightnet.ops import causal_attention, fla
 from ndlightnet.ops.dispatch import Support
+from ndlightnet.ops.recurrence import memory
 
 N = 11
 
@@ -307,8 +308,8 @@ def test_what_is_said_is_what_runs(monkeypatch, name, shape, causal):
         called.append(name)
         return torch.zeros_like(v), state
 
-    monkeypatch.setattr(_fla, "supports", lambda *_: Support())
-    monkeypatch.setattr(_fla, "gated_linear_attention", kernel)
+    monkeypatch.setattr(fla, "supports", lambda *_: Support())
+    monkeypatch.setattr(fla, "gated_linear_attention", kernel)
     m, x = getattr(mixers, name)(16), torch.randn(2, *shape, 16)
     said = m.implementation(x, causal)
     m(x, causal=causal)

@@ -14,8 +14,8 @@ from ndlightnet.nn.mixers.mamba import Mamba
 from ndlightnet.nn.mixers.rwkv import RWKV4
 from ndlightnet.nn.mixers.s4 import S4
 from ndlightnet.nn.mixers.s5 import S5
-from ndlightnet.ops import memory
-from ndlightnet.ops.ssm import legs
+from ndlightnet.ops.recurrence import memory
+from ndlightnet.ops.recurrence.ssm import legs
 
 KINDS = {"S4": partial(S4, state=8), "S5": partial(S5, state=8), "Mamba": Mamba, "RWKV4": RWKV4}
 every = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

@@ -28,7 +28,7 @@ class DeltaNet(Keyed):
         heads: default: one per 64 channels.
         scan: how a grid is covered; see Recurrent.
         negative: beta to 2, so that a memory can also turn its sign (arXiv 2411.12537).
-        impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.delta.
+        impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.recurrence.delta.
 
     Parameters: 4 dim^2 + 12 dim + heads dim + dim / heads.
     """

@@ -23,7 +23,7 @@ class GLA(Keyed):
         dim: channels of a token.
         heads: default: one per 64 channels.
         scan: how a grid is covered; see Recurrent.
-        impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.gated.
+        impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.recurrence.gated.
 
     Parameters: 4 dim^2 + 24 dim + dim / heads + dim / 2.
     """

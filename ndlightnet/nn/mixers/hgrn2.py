@@ -23,7 +23,7 @@ class HGRN2(Keyed):
         heads: default: one per 64 channels.
         scan: how a grid is covered; see Recurrent.
         lower_bound: the least f_t, in [0, 1); the original raises it from layer to layer, from 0.
-        impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.gated.
+        impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.recurrence.gated.
 
     Parameters: 4 dim^2 + dim.
     """

@@ -8,20 +8,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.grid import Grid
+from ndlightnet.layout import Grid, Ragged
 from ndlightnet.nn.heads import default_heads
 from ndlightnet.nn.mixers.mixer import Recurrent, Scan, check_source, drawn_like, once
-from ndlightnet.ops import _fla
-from ndlightnet.ops.chunks import exact
-from ndlightnet.ops.delta import gated_delta_rule
+from ndlightnet.ops import fla
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
-from ndlightnet.ops.gated import gated_linear_attention
-from ndlightnet.ragged import Ragged
+from ndlightnet.ops.recurrence.chunks import exact
+from ndlightnet.ops.recurrence.delta import gated_delta_rule
+from ndlightnet.ops.recurrence.gated import gated_linear_attention
 
 
 class Parts(NamedTuple):
-    """What the recurrence takes, (batch, length, heads, ...); see ndlightnet.ops.gated, delta."""
+    """What the recurrence takes, (batch, length, heads, ...)."""
 
     q: Tensor
     k: Tensor
@@ -55,7 +54,7 @@ class Keyed(Recurrent):
         k, v, decay = (
             drawn_like(x, 0, self.heads, n) for n in (self.key_dim, self.value_dim, self.decays)
         )
-        support = _fla.supports(self.operation, k, v, decay if self.decays else None)
+        support = fla.supports(self.operation, k, v, decay if self.decays else None)
         return "fla" if support else f"torch ({support.reason})"
 
     def empty(self, batch: int, device: torch.device | str | None) -> Tensor:

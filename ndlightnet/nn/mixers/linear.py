@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ndlightnet.grid import Grid
+from ndlightnet.layout import Grid, Ragged
 from ndlightnet.nn.heads import default_heads, split_heads
 from ndlightnet.nn.mixers.mixer import Mixer, check_axes, check_source, drawn_like
-from ndlightnet.ops import _fla
+from ndlightnet.ops import fla
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.linear import Sums, causal_linear_attention, linear_attention
-from ndlightnet.ragged import Ragged
 
 Start = tuple[int | Tensor, ...] | None
 Extent = tuple[int | Tensor | None, ...]
@@ -39,7 +38,7 @@ class LinearAttention(Mixer):
         denominator: divide by the sum of the weights, which have to be positive ("elu", "relu");
             without it each head's output is scaled to a root mean square of 1.
         impl: "auto", "torch", "fla" or "reference" for tokens one after the other; see
-            ndlightnet.ops.gated.
+            ndlightnet.ops.recurrence.gated.
 
     No position code, unlike other mixers: MD-TPE in front of the blocks is the only one.
     Parameters: 4 dim^2.
@@ -162,7 +161,7 @@ class LinearAttention(Mixer):
         if self.impl != "auto":
             return self.impl
         k, v = (drawn_like(x, 0, self.heads, rows * self.head_dim) for rows in (self.rows(1), 1))
-        support = _fla.supports("gated_linear_attention", k, v)
+        support = fla.supports("gated_linear_attention", k, v)
         return "fla" if support else f"torch ({support.reason})"
 
     def init_state(

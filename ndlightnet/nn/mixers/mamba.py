@@ -11,14 +11,14 @@ from torch.nn import functional as F
 
 from ndlightnet.nn.mixers.mixer import Recurrent, Scan, first_shift, once, short_conv
 from ndlightnet.ops.dtypes import accumulator
-from ndlightnet.ops.selective import selective_scan
+from ndlightnet.ops.recurrence.selective import selective_scan
 
 TAPS = 4  # of the short convolution
 EXPAND = 2
 
 
 class Parts(NamedTuple):
-    """(batch, length, ...); see ndlightnet.ops.selective."""
+    """(batch, length, ...); see ndlightnet.ops.recurrence.selective."""
 
     u: Tensor
     delta: Tensor

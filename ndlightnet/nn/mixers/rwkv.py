@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.nn.mixers.mixer import Recurrent, Scan
-from ndlightnet.ops import wkv
 from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.recurrence import wkv
 
 
 class Parts(NamedTuple):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ndlightnet.nn.mixers.mixer import Recurrent, Scan, once
-from ndlightnet.ops import ssm
 from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.recurrence import ssm
 
 
 class S4(Recurrent):

@@ -22,7 +22,7 @@ class TNL(Keyed):
         heads: default: one per 64 channels.
         scan: how a grid is covered; see Recurrent.
         learn_decay: learn lambda from there.
-        impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.gated.
+        impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.recurrence.gated.
 
     Parameters: 5 dim^2 + heads (these learnt if learn_decay).
     """
