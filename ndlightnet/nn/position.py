@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, Layout
-from ndlightnet.nn.packs import axis_scan
-from ndlightnet.ops import Lrpe, frequencies, line_scan, line_state, line_step
-from ndlightnet.ops._registry import Impl
-from ndlightnet.ops.lrpe import Kind, slots_of
+from ndlightnet.ops import Position, axis_scan, frequencies, line_scan, line_state, line_step
+from ndlightnet.ops.dispatch import Impl
+from ndlightnet.ops.position import Kind, slots_of
 from ndlightnet.ops.recurrence.chunks import exact
 
 
@@ -36,7 +35,7 @@ class MDLRPE(nn.Module):
         self.kind, self.slots = kind, slots_of(head_dim, kind)
         self.log_factor = nn.Parameter(torch.zeros(heads, self.slots), requires_grad=learn)
 
-    def forward(self, layout: Layout | tuple[int, ...]) -> Lrpe:
+    def forward(self, layout: Layout | tuple[int, ...]) -> Position:
         """Where the tokens of a layout, or of a grid of this shape, lie: for the functions of
         ndlightnet.ops."""
         grid = Grid(layout) if isinstance(layout, tuple) else layout
@@ -47,7 +46,7 @@ class MDLRPE(nn.Module):
             )
         bank = frequencies(self.slots, grid.ndim, device=self.log_factor.device)
         theta = bank * _wide(self.log_factor).exp()
-        return Lrpe(theta, grid.shapes[0], self.kind, start=grid.offset)
+        return Position(theta, grid, self.kind)
 
 
 class MDTPE(nn.Module):

@@ -9,8 +9,8 @@ from ndlightnet.training.core.averaging import AveragedWeights
 from ndlightnet.training.core.cli import TaskCLI, run
 from ndlightnet.training.forecasting.series import ForecastTask, SeriesData
 from ndlightnet.training.language.text import TextData, TextTask
-from ndlightnet.training.segmentation import SegmentationTask
-from ndlightnet.training.volumes import PhantomVolumes, VolumeData
+from ndlightnet.training.segmentation.data import PhantomVolumes, VolumeData
+from ndlightnet.training.segmentation.task import SegmentationTask
 
 __all__ = [
     "AveragedWeights",

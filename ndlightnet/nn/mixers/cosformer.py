@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ndlightnet.layout import Grid, per_axis
 from ndlightnet.nn.mixers.linear import Extent, LinearAttention
-from ndlightnet.ops.fla import Impl
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dispatch import Impl
+from ndlightnet.ops.dtypes import accumulator
 
 CAUSAL_REACH = 4096
 

@@ -13,8 +13,8 @@ from ndlightnet.nn.heads import default_heads
 from ndlightnet.nn.mixers.base import zero_padding
 from ndlightnet.nn.mixers.keyed import Keyed, Parts
 from ndlightnet.nn.mixers.recurrent import Scan, init_dt_bias, short_conv
-from ndlightnet.ops.fla import Impl
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dispatch import Impl
+from ndlightnet.ops.dtypes import accumulator
 
 TAPS = 4  # of the short convolution
 

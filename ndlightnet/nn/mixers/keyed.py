@@ -13,8 +13,8 @@ from ndlightnet.nn.heads import default_heads
 from ndlightnet.nn.mixers.base import projected_like
 from ndlightnet.nn.mixers.recurrent import Recurrent, Scan, exclude_self
 from ndlightnet.ops import fla
-from ndlightnet.ops.fla import Impl
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dispatch import Impl
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence.chunks import exact
 from ndlightnet.ops.recurrence.delta import gated_delta_rule
 from ndlightnet.ops.recurrence.gated import gated_linear_attention

@@ -12,19 +12,20 @@ from ndlightnet.layout import Grid, Layout
 from ndlightnet.nn.constants import Constants
 from ndlightnet.nn.heads import default_heads
 from ndlightnet.nn.mixers.base import StreamingMixer, check_axes, projected_like
-from ndlightnet.nn.packs import axis_causal_attention, global_attention
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import (
     attention_step,
+    axis_causal_attention,
+    global_attention,
     norm_gate,
     read,
     summarize,
     supported,
 )
-from ndlightnet.ops._registry import Impl
-from ndlightnet.ops.lrpe import Kind
-from ndlightnet.ops.parallel import accumulator
-from ndlightnet.ops.state import State
+from ndlightnet.ops.dispatch import Impl
+from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.lightnet.state import State
+from ndlightnet.ops.position import Kind
 
 
 class LightNetAttention(Constants, StreamingMixer):

@@ -14,9 +14,9 @@ from ndlightnet.layout import Grid
 from ndlightnet.nn.heads import default_heads
 from ndlightnet.nn.mixers.base import StreamingMixer, check_axes, projected_like, zero_padding
 from ndlightnet.ops import fla
-from ndlightnet.ops.fla import Impl
+from ndlightnet.ops.dispatch import Impl
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.linear import Sums, causal_linear_attention, linear_attention
-from ndlightnet.ops.parallel import accumulator
 
 Extent = tuple[int | Tensor | None, ...]
 Feature = Literal["elu", "relu", "silu", "identity"]

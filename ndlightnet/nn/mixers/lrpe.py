@@ -10,8 +10,8 @@ from ndlightnet.layout import Grid
 from ndlightnet.nn.mixers.linear import Extent, Feature, LinearAttention
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import rotate, tables
-from ndlightnet.ops.fla import Impl
-from ndlightnet.ops.lrpe import Kind
+from ndlightnet.ops.dispatch import Impl
+from ndlightnet.ops.position import Kind
 
 
 class LrpeAttention(LinearAttention):

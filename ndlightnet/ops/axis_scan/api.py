@@ -1,179 +1,105 @@
-"""MD-TPE: a sum over axes of one-dimensional exponential Toeplitz products (LightNet, Eq. 9).
-
-Per axis and channel:  h_l = lambda * h_(l-1) + x_l  in R^states,   y_l = sum_t c_t h_(l,t),
-which is  y_l = sum_(m <= l) T_(l-m) x_m  with  T_l = sum_t c_t lambda_t^l.
-The decays lambda are shared by the channels of an axis, so every step below is a matrix product.
-"""
+"""The sum over axes: for samples of one grid and for samples end to end."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ndlightnet.layout import Grid
-from ndlightnet.ops import _registry, _triton_layers
-from ndlightnet.ops._registry import Impl
+from ndlightnet.layout import Grid, Layout, Ragged
+from ndlightnet.ops.axis_scan import _triton, reference
+from ndlightnet.ops.axis_scan.lines import line_scan
+from ndlightnet.ops.dispatch import Impl, resolve
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence.chunks import exact
 
-EXPORTED = 32  # tokens of a chunk in an exported graph, whose lines may be shorter
-CHUNK = 64  # within a chunk a Toeplitz matrix, between chunks the states
-
-
-def _accumulator(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _powers(log_decay: Tensor, exponents: Tensor) -> Tensor:
-    """lambda^l: (states, len(exponents))."""
-    return torch.exp(log_decay[:, None] * exponents)
-
-
-def line_state(x: Tensor, log_decay: Tensor, state: Tensor | None = None) -> Tensor:
-    """State after the last token of each line: sum_m lambda^(n-1-m) x_m (+ lambda^n state).
-
-    x: (lines, n, dim); log_decay: (states,) <= 0; state and result: (lines, dim, states), float32.
-    """
-    n, acc = x.shape[1], _accumulator(x)
-    back = torch.arange(n - 1, -1, -1, device=x.device, dtype=acc)
-    h = torch.einsum("bnd,en->bde", x.to(acc), _powers(log_decay.to(acc), back))
-    return h if state is None else h + torch.exp(log_decay.to(acc) * n) * state
-
-
-def line_scan(x: Tensor, coef: Tensor, log_decay: Tensor, state: Tensor | None = None) -> Tensor:
-    """The recurrence along lines of tokens: (lines, n, dim) -> same shape.
-
-    coef: (dim, states); log_decay: (states,) <= 0; state: (lines, dim, states) before the first
-    token.
-
-    Tokens go in chunks: inside a chunk y = T x with the Toeplitz matrix of the kernel, and the
-    state h before it adds c lambda^(l + 1) h to token l. Where torch.export looks, nothing depends
-    on the number of tokens but sizes.
-    """
-    n, acc = x.shape[1], _accumulator(x)
-    coef, log_decay = coef.to(acc), log_decay.to(acc)
-    parts = _chunks(x.to(acc))
-    chunks, chunk = parts.shape[1:3]
-    lag = torch.arange(chunk, device=x.device)
-    kernel = coef @ _powers(log_decay, lag)  # (dim, chunk)
-    offset = lag[:, None] - lag
-    toeplitz = kernel[:, offset.clamp(min=0)] * (offset >= 0)  # (dim, chunk, chunk)
-    y = torch.einsum("dlm,bnmd->bnld", toeplitz, parts)
-    if chunks > 1:
-        added = torch.einsum("em,bnmd->enbd", _powers(log_decay, lag.flip(0)), parts[:, :-1])
-        entry = _running(added, log_decay * chunk)  # the states before all chunks but the first
-        entry = entry * coef.T[:, None, None]
-        later = torch.einsum("el,enbd->bnld", _powers(log_decay, lag + 1), entry)
-        first, others = y.split((1, chunks - 1), 1)
-        y = torch.cat([first, others + later], 1)
-    y = y.flatten(1, 2)[:, :n]
-    if state is not None:
-        since = torch.arange(1, n + 1, device=x.device)
-        y = y + torch.einsum("bde,de,el->bld", state.to(acc), coef, _powers(log_decay, since))
-    return y.to(x.dtype)
-
-
-def _chunks(x: Tensor) -> Tensor:
-    """(lines, n, ...) -> (lines, chunks, chunk, ...), zeros at the end: evenly, about CHUNK tokens
-    at most; in an exported graph EXPORTED."""
-    n = x.shape[1]
-    if torch.compiler.is_exporting():
-        # torch.export takes a size of 1, and a view of all, for constants, and AOTInductor compiles
-        # for minutes where sizes are quotients of quotients
-        chunks, chunk = n // EXPORTED + 3, EXPORTED
-    else:
-        chunks = n // (CHUNK + 1) + 1
-        chunk = (n + chunks - 1) // chunks
-    x = torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, chunks * chunk - n))
-    return x.unflatten(1, (chunks, chunk))
-
-
-def _toeplitz(log_decay: Tensor, n: int) -> Tensor:
-    """lambda^(l - m) for m <= l, else 0: (states, n, n)."""
-    lag = torch.arange(n, device=log_decay.device)
-    offset = lag[:, None] - lag
-    return torch.exp(log_decay[:, None, None] * offset.clamp(min=0)) * (offset >= 0)
-
-
-def _running(x: Tensor, log_decay: Tensor) -> Tensor:
-    """h_j = lambda h_(j-1) + x_j along axis 1 of x (states, n, lines, dim).
-
-    Within groups of chunks a Toeplitz matrix for each state. Into group g comes
-    sum_(f < g) lambda^(size (g - 1 - f)) (what group f adds), a Toeplitz matrix again, whose size
-    is n / CHUNK^2 of the tokens: exact for any number, and small beside the rest up to millions.
-    An exported graph has one group, and so a matrix of n / EXPORTED of them.
-    """
-    parts = x.flatten(2)
-    parts = parts[:, None] if torch.compiler.is_exporting() else _chunks(parts)
-    groups, size = parts.shape[1:3]
-    h = _toeplitz(log_decay, size)[:, None] @ parts
-    if groups > 1:
-        lag = torch.arange(size, device=x.device)
-        added = torch.einsum("em,enmd->end", _powers(log_decay, lag.flip(0)), parts[:, :-1])
-        entry = _toeplitz(log_decay * size, groups - 1) @ added
-        h[:, 1:] += _powers(log_decay, lag + 1)[:, None, :, None] * entry[:, :, None]
-    return h.flatten(1, 2)[:, : x.shape[1]].view_as(x)
-
-
-def line_step(x: Tensor, coef: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token: x (batch, dim), state (batch, dim, states) -> (output, new state)."""
-    acc = _accumulator(x)
-    state = torch.exp(log_decay.to(acc)) * state + x.to(acc)[..., None]
-    return (state * coef.to(acc)).sum(-1).to(x.dtype), state
-
-
-def both_ways(
-    lines: Tensor, axis: int, coef: Tensor, log_decay: Tensor, reverse: tuple[Tensor, Tensor] | None
-) -> Tensor:
-    """The recurrence along lines (lines, n, dim) of one axis, and back; a token counts once."""
-    y = line_scan(lines, coef[axis], log_decay[axis])
-    if reverse is None:
-        return y
-    back, decay = reverse[0][axis], reverse[1][axis]
-    y = y + line_scan(lines.flip(1), back, decay).flip(1)
-    return y - lines * back.sum(-1).to(lines.dtype)
+Way = tuple[Tensor, Tensor]
 
 
 def axis_scan(
     x: Tensor,
     coef: Tensor,
     log_decay: Tensor,
-    reverse: tuple[Tensor, Tensor] | None = None,
+    reverse: Way | None = None,
     mask: Tensor | None = None,
     *,
+    layout: Layout | None = None,
     residual: bool = False,
     impl: Impl = "auto",
 ) -> Tensor:
     """Sum over the axes of the recurrence along each: (batch, *grid, dim) -> same shape.
 
-    residual: x itself is added, without another pass over memory.
+    layout: then x is (batch, length, dim) and mask (batch, length); with a Ragged no line leaves
+    its sample. residual: x itself is added, without another pass over memory.
 
     coef: (axes, dim, states); log_decay: (axes, states) <= 0. `reverse`: the same pair for the way
     back (bidirectional; a token itself counts once, with the forward weights). mask: (batch,
     *grid), False where a token is padding and adds nothing.
     """
-    grid = Grid.of(x)
+    grid = Grid.of(x) if layout is None else layout
     expected = (grid.ndim, x.shape[-1])
     for name, c, decay in (("", coef, log_decay), ("reverse ", *(reverse or (coef, log_decay)))):
         if c.ndim != 3 or tuple(c.shape[:2]) != expected or decay.shape != (grid.ndim, c.shape[2]):
             raise ValueError(
                 f"{name}coef {tuple(c.shape)} and log_decay {tuple(decay.shape)}: expected "
-                f"{(*expected, 'states')} and {(grid.ndim, 'states')} for x {tuple(x.shape)}"
+                f"{(*expected, 'states')} and {(grid.ndim, 'states')} for x {tuple(x.shape)} of "
+                f"{grid.ndim} axes"
             )
-    chosen = _registry.choose(impl, "axis_scan", x)
+    if layout is None:
+        flat, seen = grid.flatten(x), grid.flatten_mask(mask)
+        how: Any = {"layout": grid, "residual": residual, "impl": impl}
+        return grid.unflatten(axis_scan(flat, coef, log_decay, reverse, seen, **how))
+    ragged = isinstance(grid, Ragged)
+    if x.ndim != 3 or x.shape[1] != grid.length or (ragged and x.shape[0] != 1):
+        raise ValueError(f"x {tuple(x.shape)}: expected (batch, {grid.length}, dim) of {grid}")
     if x.numel() == 0:
+        resolve("axis_scan", impl, x)
         return x
+    tables: tuple[Tensor | None, list[int]]
+    if isinstance(grid, Ragged):
+        cells, tables = x, _triton.of_samples(grid, x.device)
+        longest = x[:, : max(group.most for group in grid.lines(x.device))]
+    else:
+        cells, tables = grid.unflatten(x), _triton.of_grid()
+        longest = cells
+    chosen = resolve("axis_scan", impl, longest)
     if chosen == "triton":
-        way_back = (None, None) if reverse is None else tuple(w.float() for w in reverse)
-        out: Tensor = _triton_layers.triton_axis_scan(
-            x, coef.float(), log_decay.float(), *way_back, mask, residual
-        )
-        return out
-    given = x
-    if mask is not None:
-        x = x.masked_fill(~mask[..., None], 0)  # even NaN in the padding cannot leak
+        back = (None, None) if reverse is None else tuple(w.float() for w in reverse)
+        weights = (coef.float(), log_decay.float(), *back)
+        seen = mask if mask is None or cells is x else grid.unflatten(mask)
+        out: Tensor = _triton.scan(cells, *weights, seen, residual, *tables)
+        return grid.flatten(out) if cells is not x else out
+    # even NaN in the padding cannot leak
+    source = x if mask is None else x.masked_fill(~mask[..., None], 0)
+    run = _scan_reference if chosen == "reference" else line_scan
     with exact(x):
-        total = given if residual else torch.zeros_like(x)
+        total = x if residual else torch.zeros_like(x)
         for axis in range(grid.ndim):
-            y = both_ways(grid.lines(x, axis), axis, coef, log_decay, reverse)
-            total = total + grid.unlines(y, axis)
-    return total
+            along = partial(
+                _both_ways, run=run, axis=axis, coef=coef, log_decay=log_decay, reverse=reverse
+            )
+            total = total + grid.map_lines(along, source, axis)
+        return total
+
+
+def _both_ways(
+    lines: Tensor, run: Callable[..., Tensor], axis: int, coef: Tensor, log_decay: Tensor,
+    reverse: Way | None,
+) -> Tensor:  # fmt: skip
+    """The recurrence along lines (lines, n, dim) of one axis, and back; a token counts once."""
+    y = run(lines, coef[axis], log_decay[axis])
+    if reverse is None:
+        return y
+    back, decay = reverse[0][axis], reverse[1][axis]
+    y = y + run(lines.flip(1), back, decay).flip(1)
+    return y - lines * back.sum(-1).to(lines.dtype)
+
+
+def _scan_reference(x: Tensor, coef: Tensor, log_decay: Tensor) -> Tensor:
+    acc = accumulator(x)
+    empty = torch.zeros(x.shape[0], *coef.shape, dtype=acc, device=x.device)
+    decay = log_decay.to(acc).exp()
+    return reference.line_scan(x.to(acc), coef.to(acc), decay, empty)[0].to(x.dtype)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ndlightnet.ops import fla
 from ndlightnet.ops._once import once
-from ndlightnet.ops.fla import Impl
+from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.recurrence import memory
 from ndlightnet.ops.recurrence.chunks import (
     Decay,
@@ -33,7 +33,7 @@ from ndlightnet.ops.recurrence.chunks import (
     work_dtype,
 )
 from ndlightnet.ops.recurrence.gated import after, check, log_decay_gradient
-from ndlightnet.ops.recurrence.scan import adjoints, before, memories
+from ndlightnet.ops.recurrence.scan import MATRIX, adjoints, before, memories
 
 
 def gated_delta_rule(
@@ -52,7 +52,7 @@ def gated_delta_rule(
         raise ValueError(
             f"beta {tuple(beta.shape)}: expected (batch, length, heads), {tuple(k.shape[:3])}"
         )
-    chosen = fla.choose(impl, "gated_delta_rule", k, v, decay, q, beta, state)
+    chosen = resolve("gated_delta_rule", impl, k, v, decay, q, beta, state)
     if q.shape[1] == 0:
         return torch.zeros_like(v), state
     with exact(k):
@@ -98,7 +98,7 @@ class _Delta(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         c = _Chunks(q, k, v, beta, decay, state)
         first = state.flatten(0, 1)
-        m = memories(c.keep, matmul_as(c.write.mT, c.u0, state.dtype), first, torch.matmul)
+        m = memories(c.keep, matmul_as(c.write.mT, c.u0, state.dtype), first, MATRIX)
         start = before(m, first, c.q.dtype)
         y = c.d.into(c.q) @ start + c.qk @ (c.u0 - c.w @ start)
         ctx.save_for_backward(q, k, v, beta, decay, state, m)
@@ -122,7 +122,7 @@ def _backward(
     u = c.u0 - c.w @ start
     du = c.qk.mT @ dyc  # without what comes by later chunks
     pull = (d.into(c.q).mT @ dyc - c.w.mT @ du).to(acc)
-    dm = adjoints(c.keep, after(pull), dlast.flatten(0, 1), torch.matmul)
+    dm = adjoints(c.keep, after(pull), dlast.flatten(0, 1), MATRIX)
     dstate = c.keep[:, 0].mT @ dm[:, 0] + pull[:, 0]
     lam = c.solve.mT @ (du + c.write @ dm.to(work)).to(acc)
     dv = (c.beta * lam).to(work)

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence.chunks import CHUNK, exact
 from ndlightnet.ops.recurrence.scan import scan
 

@@ -13,12 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ndlightnet.ops.parallel import accumulator
-from ndlightnet.ops.recurrence.chunks import CHUNK
-from ndlightnet.ops.recurrence.scan import before, scan
+from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.recurrence.scan import MAXIMUM, before, memories, scan
 
 LOWEST = -1e30  # the exponent of a sum of nothing
-STEEPEST = 1e4  # a decay beyond this makes no difference to where the largest exponent is
 
 
 def weighted_sums(
@@ -46,7 +44,7 @@ def weighted_sums(
         return memory[:, None][:, :0], memory
     k, decay = k.to(acc), decay.to(acc).expand(-1, n, -1)
     sums, last = memory[:, :2], memory[:, 2].detach()
-    top = _largest(k.detach(), decay.detach(), last)
+    top = memories(-decay.detach(), k.detach().clone(), last, MAXIMUM)
     prior = before(top, last)
     fall = (prior - top - decay).exp()  # in this order: the first two are close
     grown = (k - top).exp()
@@ -90,25 +88,3 @@ def means(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:
     acc = accumulator(v)
     sums, _ = weighted_sums(k, v, decay.to(acc).exp().expand(1, 1, -1))
     return mean(merge(sums, token(k.to(acc) + bonus.to(acc), v))).to(v.dtype)
-
-
-def _largest(k: Tensor, decay: Tensor, first: Tensor) -> Tensor:
-    """p_t = max(k_t, p_(t-1) - decay_t) along axis 1, from p_0 = `first`, about."""
-    head = torch.maximum(k[:, 0], first - decay[:, 0])
-    return _running_max(torch.cat([head[:, None], k[:, 1:]], 1), decay.clamp(max=STEEPEST))
-
-
-def _running_max(k: Tensor, decay: Tensor) -> Tensor:
-    """In chunks, so that sums of decays stay small; the ends of chunks likewise."""
-    n, chunk = k.shape[1], min(CHUNK, k.shape[1])
-    k, decay = (
-        torch.nn.functional.pad(x, (0, 0, 0, -n % chunk)).unflatten(1, (-1, chunk))
-        for x in (k, decay)
-    )
-    fallen = decay.cumsum(2)
-    p = (k + fallen).cummax(2).values - fallen
-    if n > chunk:
-        ends = _running_max(p[:, :, -1], fallen[:, :, -1])
-        over = ends[:, :-1, None] - fallen[:, 1:]
-        p = torch.cat([p[:, :1], torch.maximum(p[:, 1:], over)], 1)
-    return p.flatten(1, 2)[:, :n]

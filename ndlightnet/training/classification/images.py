@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.classification import BinaryAUROC
 
-from ndlightnet.data.augment import Augment
 from ndlightnet.data.errors import DataError, cell, whole_file
 from ndlightnet.data.images import (
     Batches,
@@ -28,6 +27,7 @@ from ndlightnet.data.images import (
     spread,
 )
 from ndlightnet.data.packing import token_count
+from ndlightnet.data.volume.augment import Augment
 from ndlightnet.inference import mirrorings
 from ndlightnet.training.classification.labelled import LabelledTask
 from ndlightnet.training.core.measures import scores

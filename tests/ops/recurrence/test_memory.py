@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from ndlightnet.ops.recurrence import memory
 from ndlightnet.ops.recurrence.memory import elementwise_memory, matrix_memory, reference
 from ndlightnet.ops.recurrence.scan import running_sum, scan
 
@@ -40,10 +39,8 @@ def of(shape):
 
 
 @pytest.mark.parametrize("shape, complex_", CASES, ids=str)
-@pytest.mark.parametrize("segment", [1, 3 * 120, memory.SEGMENT])
-def test_it_is_the_recurrence(close, monkeypatch, shape, complex_, segment):
-    """In segments of 1, 3 and all tokens: outputs, last memory and all gradients."""
-    monkeypatch.setattr(memory, "SEGMENT", segment)
+def test_it_is_the_recurrence(close, shape, complex_):
+    """Outputs, last memory and all gradients."""
     s, e, i, m = given()
     f = forget(shape, complex_)
     product = torch.matmul if of(shape) is matrix_memory else torch.mul
@@ -79,21 +76,6 @@ def test_a_split_hands_its_memory_over(close, shape, at, complex_):
     two, end = run(s[:, at:], e[:, at:], f[:, at:], i[:, at:], middle)
     close(torch.cat([one, two], 1), whole, 1e-12)
     close(*(torch.view_as_real(x) if complex_ else x for x in (end, last)), 1e-12)
-
-
-@pytest.mark.parametrize("run, shape", [(elementwise_memory, 5), (matrix_memory, 4)])
-def test_memories_are_kept_where_segments_begin(monkeypatch, run, shape):
-    """And nowhere else."""
-    monkeypatch.setattr(memory, "SEGMENT", 3 * 120)  # 3 of 7 tokens
-    (s, e, i, m), kept = given(), []
-
-    def keep(x):
-        kept.append(tuple(x.shape))
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        run(s, e, torch.rand(2, 7, 3, 4, shape, dtype=torch.float64), i, m)
-    assert kept.count((2, 3, 4, 5)) == 3 and len(kept) == 3 + 4
 
 
 @pytest.mark.parametrize("run, shape", [(elementwise_memory, 5), (matrix_memory, 4)])

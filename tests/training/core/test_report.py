@@ -12,7 +12,6 @@ import torch
 from matplotlib.text import Text
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.training.casebook import save_case
 from ndlightnet.training.classification.images import save_gallery
 from ndlightnet.training.core import report
 from ndlightnet.training.core.report import (
@@ -23,6 +22,7 @@ from ndlightnet.training.core.report import (
 )
 from ndlightnet.training.forecasting.series import Panel, save_forecasts
 from ndlightnet.training.language.text import draw
+from ndlightnet.training.segmentation.figures import save_case
 
 
 def test_json_holds_null_for_what_is_not_a_finite_number(tmp_path):
