@@ -15,7 +15,7 @@ from torch import Tensor
 from ndlightnet.bench import peers
 from ndlightnet.bench.rows import PASSES, Bench, Case, Contender
 from ndlightnet.ops import Lrpe, causal_attention, frequencies, global_attention
-from ndlightnet.ops.lrpe import Kind, slots_of
+from ndlightnet.ops.position import Kind, slots_of
 
 Shape = tuple[int, int]  # batch, length
 MAIN: tuple[Shape, ...] = ((4, 16384), (1, 262144))

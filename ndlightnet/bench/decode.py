@@ -12,7 +12,7 @@ from ndlightnet.bench import peers
 from ndlightnet.bench.attention import place
 from ndlightnet.bench.rows import Bench, Case, Contender
 from ndlightnet.ops import State, attention_step
-from ndlightnet.ops._registry import Impl
+from ndlightnet.ops.dispatch import Impl
 
 
 def decode(bench: Bench, batch: int = 64, heads: int = 12, dim: int = 64) -> None:

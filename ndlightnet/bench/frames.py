@@ -17,7 +17,7 @@ from ndlightnet.bench.step import memory, training
 from ndlightnet.bench.timing import Call
 from ndlightnet.models import NDLightNet
 from ndlightnet.nn.mixers import LightNetAttention
-from ndlightnet.ops import Lrpe, axis_causal_attention, packed_attention
+from ndlightnet.ops import Lrpe, axis_causal_attention, global_attention
 from ndlightnet.ragged import Packed, Ragged
 
 WINDOW = 16
@@ -79,9 +79,7 @@ def packs(
 def _packed(
     bench: Bench, layout: Ragged, lrpe: Lrpe | None, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
-    # not by an index, whose backward pass fills a tensor
-    q, k, v = (x.squeeze(0) for x in (q, k, v))
-    return packed_attention(q, k, v, layout, lrpe=lrpe, impl=bench.impl)[None]
+    return global_attention(q, k, v, lrpe=lrpe, layout=layout, impl=bench.impl)
 
 
 def _dense(bench: Bench, each: int, *qkv: Tensor) -> Tensor:

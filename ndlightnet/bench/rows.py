@@ -22,7 +22,7 @@ from ndlightnet.bench.timing import (
     reason,
     time_calls,
 )
-from ndlightnet.ops._registry import Impl
+from ndlightnet.ops.dispatch import Impl
 
 PASSES = ("fwd", "fwd+bwd")
 MAX_SETS = 16

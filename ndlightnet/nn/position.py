@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ndlightnet.grid import Grid
 from ndlightnet.ops import (
-    Lrpe,
+    Position,
     axis_scan,
     frequencies,
     line_scan,
     line_state,
     line_step,
-    packed_axis_scan,
 )
-from ndlightnet.ops._registry import Impl
-from ndlightnet.ops.lrpe import Kind, slots_of
+from ndlightnet.ops.dispatch import Impl
+from ndlightnet.ops.position import Kind, slots_of
 from ndlightnet.ops.recurrence.chunks import exact
 from ndlightnet.ragged import Ragged
 
@@ -50,14 +50,14 @@ class MDLRPE(nn.Module):
 
     def forward(
         self, shape: tuple[int, ...], start: tuple[int | Tensor, ...] | None = None
-    ) -> Lrpe:
+    ) -> Position:
         """Where the tokens of a grid of this shape lie, for the functions of ndlightnet.ops."""
         if len(shape) > self.slots:
             raise ValueError(
                 f"grid {shape}: {len(shape)} axes need as many angles, the head has {self.slots}"
             )
         bank = frequencies(self.slots, len(shape), device=self.log_factor.device)
-        return Lrpe(bank * _wide(self.log_factor).exp(), shape, self.kind, start=start)
+        return Position(bank * _wide(self.log_factor).exp(), shape, self.kind, offset=start)
 
 
 class MDTPE(nn.Module):
@@ -117,9 +117,9 @@ class MDTPE(nn.Module):
         with exact(x):
             (coef, log_decay), back = self.weights()
             if layout is not None:
-                return packed_axis_scan(
-                    x, layout, coef, log_decay, back, mask, residual=True, impl=self.impl
-                )
+                keep = None if mask is None else mask[None]
+                how: Any = {"residual": True, "impl": self.impl}
+                return axis_scan(x[None], coef, log_decay, back, keep, layout=layout, **how)[0]
             return axis_scan(x, coef, log_decay, back, mask, residual=True, impl=self.impl)
 
     def init_state(

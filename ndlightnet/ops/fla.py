@@ -7,15 +7,14 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ndlightnet.ops._once import once_through
-from ndlightnet.ops._support import Support
+from ndlightnet.ops.dispatch import Support
 
-Impl = Literal["auto", "torch", "fla", "reference"]
 OPERATIONS = ("gated_linear_attention", "gated_delta_rule")
 MOST_CHANNELS = 256
 
@@ -50,19 +49,6 @@ def supports(
 def _wrong_gradients(device: torch.device) -> bool:
     numbers = tuple(int(n) for n in version("triton").split("+")[0].split(".")[:3])
     return torch.cuda.get_device_capability(device)[0] == 9 and (3, 4) <= numbers < (3, 7, 1)
-
-
-def choose(
-    impl: Impl, operation: str, k: Tensor, v: Tensor, decay: Tensor | None, *others: Tensor
-) -> str:
-    """The implementation that runs. An explicit wish is never replaced by another one."""
-    if impl not in ("auto", "torch", "fla", "reference"):
-        raise ValueError(f"impl={impl!r}: expected 'auto', 'torch', 'fla' or 'reference'")
-    if impl == "auto":
-        return "fla" if supports(operation, k, v, decay, *others) else "torch"
-    if impl == "fla" and not (support := supports(operation, k, v, decay, *others)):
-        raise ValueError(f"impl='fla': no {operation} for {support.reason}")
-    return impl
 
 
 def _call(module: str, name: str, *args: Any, **more: Any) -> tuple[Tensor, Tensor]:

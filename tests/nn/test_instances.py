@@ -9,7 +9,7 @@ import torch
 from ndlightnet.nn import mixers
 from ndlightnet.nn.mixers import lightnet
 from ndlightnet.ops import causal_attention, fla
-from ndlightnet.ops._support import Support
+from ndlightnet.ops.dispatch import Support
 from ndlightnet.ops.recurrence import memory
 
 N = 11

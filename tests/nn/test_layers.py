@@ -312,7 +312,7 @@ def test_mdlrpe_learns_a_factor_and_refuses_too_many_axes():
     assert sum(p.numel() for p in code.parameters() if p.requires_grad) == 2 * 4
     assert not any(p.requires_grad for p in MDLRPE(2, 8, "rotary", learn=False).parameters())
     place = code((3, 4), start=(7, 9))
-    assert (place.shape, place.kind, place.start) == ((3, 4), "rotary", (7, 9))
+    assert (place.shape, place.kind, place.offset) == ((3, 4), "rotary", (7, 9))
     code.log_factor.data += math.log(2)
     assert torch.allclose(code((3, 4)).theta, 2 * place.theta)
     with pytest.raises(ValueError, match=r"5 axes .* 4"):

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ndlightnet.ops import axis_scan, line_scan, line_state, line_step, reference
+from ndlightnet.ops import axis_scan, line_scan, line_state, line_step
+from ndlightnet.ops.axis_scan import reference
 
 LENGTHS = (1, 5, 63, 64, 65, 200)
 GRIDS = ((7,), (4, 6), (3, 1, 5), (2, 3, 2, 4))

@@ -35,7 +35,7 @@ def test_every_sample_may_start_at_a_place_of_its_own(close, close_grads, form, 
     past = State(*(x.detach() for x in past))
 
     def run(rows, start):
-        place, some = Lrpe(theta, shape, kind, start=start), [x[rows] for x in inputs]
+        place, some = Lrpe(theta, shape, kind, offset=start), [x[rows] for x in inputs]
         before = State(*(x[rows] for x in past))
         if form == "frames":
             out, after = axis_causal_attention(*some, 3, lrpe=place)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ndlightnet.grid import Grid, per_axis
 from ndlightnet.nn.mixers.linear import Extent, LinearAttention, Start
-from ndlightnet.ops.fla import Impl
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dispatch import Impl
+from ndlightnet.ops.dtypes import accumulator
 
 Combine = Literal["mean", "product"]
 CAUSAL_REACH = 4096

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from ndlightnet.nn.heads import default_heads
 from ndlightnet.nn.mixers.keyed import Keyed, Parts
 from ndlightnet.nn.mixers.mixer import Scan, first_shift, hide, short_conv
-from ndlightnet.ops.fla import Impl
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dispatch import Impl
+from ndlightnet.ops.dtypes import accumulator
 
 TAPS = 4  # of the short convolution
 

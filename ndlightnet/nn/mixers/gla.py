@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from ndlightnet.nn.mixers.keyed import Keyed, Parts
 from ndlightnet.nn.mixers.mixer import Scan, hide
-from ndlightnet.ops.fla import Impl
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dispatch import Impl
+from ndlightnet.ops.dtypes import accumulator
 
 RANK, TEMPERATURE = 16, 16.0
 

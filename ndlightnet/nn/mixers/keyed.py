@@ -12,8 +12,8 @@ from ndlightnet.grid import Grid
 from ndlightnet.nn.heads import default_heads
 from ndlightnet.nn.mixers.mixer import Recurrent, Scan, check_source, drawn_like, once
 from ndlightnet.ops import fla
-from ndlightnet.ops.fla import Impl
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dispatch import Impl
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence.chunks import exact
 from ndlightnet.ops.recurrence.delta import gated_delta_rule
 from ndlightnet.ops.recurrence.gated import gated_linear_attention

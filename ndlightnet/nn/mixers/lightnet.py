@@ -4,7 +4,6 @@ axes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,16 +19,14 @@ from ndlightnet.ops import (
     axis_causal_attention,
     global_attention,
     norm_gate,
-    packed_attention,
-    packed_axis_causal_attention,
     read,
     summarize,
     supported,
 )  # fmt: skip
-from ndlightnet.ops._registry import Impl
-from ndlightnet.ops.lrpe import Kind, Lrpe
-from ndlightnet.ops.parallel import accumulator
-from ndlightnet.ops.state import State
+from ndlightnet.ops.dispatch import Impl
+from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.lightnet.state import State
+from ndlightnet.ops.position import Kind, Position
 from ndlightnet.ragged import Ragged
 
 
@@ -148,21 +145,22 @@ class LightNetAttention(Constants, Mixer):
 
     def _packed(self, x: Tensor, layout: Ragged, mask: Tensor | None, causal: bool) -> Tensor:
         q, k, v = (
-            proj(x).unflatten(-1, (self.heads, self.head_dim))
+            proj(x[None]).unflatten(-1, (self.heads, self.head_dim))
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         place = self.lrpe(layout.shapes[0]) if self.lrpe else None
+        how: Any = {"mask": None if mask is None else mask[None], "lrpe": place, "impl": self.impl}
         if causal:
             self._refuse_rotary()
-            how: Any = {"window": self.window, "forget": self.forget, "impl": self.impl}
-            attend: Any = partial(packed_axis_causal_attention, **how)
+            how |= {"window": self.window, "forget": self.forget}
+            y = axis_causal_attention(q, k, v, layout, **how)[0]
         else:
-            attend = partial(packed_attention, impl=self.impl)
-        return self._output(x, attend(q, k, v, layout, mask=mask, lrpe=place).flatten(1))
+            y = global_attention(q, k, v, layout=layout, **how)
+        return self._output(x, y[0].flatten(1))
 
     def _causal(
-        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, mask: Tensor | None, place: Lrpe | None,
-        state: State | None,
+        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, mask: Tensor | None,
+        place: Position | None, state: State | None,
     ) -> tuple[Tensor, State]:  # fmt: skip
         self._refuse_rotary()
         return axis_causal_attention(

@@ -14,9 +14,9 @@ from ndlightnet.grid import Grid
 from ndlightnet.nn.heads import default_heads, split_heads
 from ndlightnet.nn.mixers.mixer import Mixer, check_axes, check_source, drawn_like
 from ndlightnet.ops import fla
-from ndlightnet.ops.fla import Impl
+from ndlightnet.ops.dispatch import Impl
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.linear import Sums, causal_linear_attention, linear_attention
-from ndlightnet.ops.parallel import accumulator
 from ndlightnet.ragged import Ragged
 
 Start = tuple[int | Tensor, ...] | None

@@ -14,8 +14,8 @@ from ndlightnet.nn.constants import Constants
 from ndlightnet.nn.mixers.linear import Extent, Feature, LinearAttention, Start
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import rotate, tables
-from ndlightnet.ops.fla import Impl
-from ndlightnet.ops.lrpe import groups
+from ndlightnet.ops.dispatch import Impl
+from ndlightnet.ops.position import groups
 
 Core = Literal["cosine", "rotary", "permutation"]
 Basis = Literal["identity", "householder", "dct"]

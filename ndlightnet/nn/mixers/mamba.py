@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ndlightnet.nn.mixers.mixer import Recurrent, Scan, first_shift, once, short_conv
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence.selective import selective_scan
 
 TAPS = 4  # of the short convolution

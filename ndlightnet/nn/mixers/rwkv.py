@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.nn.mixers.mixer import Recurrent, Scan
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence import wkv
 
 

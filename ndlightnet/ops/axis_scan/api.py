@@ -1,161 +1,123 @@
-"""MD-TPE: a sum over axes of one-dimensional exponential Toeplitz products (LightNet, Eq. 9).
-
-Per axis and channel:  h_l = lambda * h_(l-1) + x_l  in R^states,   y_l = sum_t c_t h_(l,t),
-which is  y_l = sum_(m <= l) T_(l-m) x_m  with  T_l = sum_t c_t lambda_t^l.
-The decays lambda are shared by the channels of an axis, so every step below is a matrix product.
-"""
+"""The sum over axes: for samples of one grid and for samples end to end."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ndlightnet.grid import Grid
-from ndlightnet.ops import _registry, _triton_layers
-from ndlightnet.ops._registry import Impl
+from ndlightnet.ops.axis_scan import _triton, reference
+from ndlightnet.ops.axis_scan.lines import line_scan
+from ndlightnet.ops.dispatch import Impl, resolve
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence.chunks import exact
-from ndlightnet.ops.recurrence.exponential import carry_over, even, exponential_filter
+from ndlightnet.ragged import Ragged
 
-EXPORTED = 32  # tokens of a chunk in an exported graph, whose lines may be shorter
-CHUNK = 64  # within a chunk a Toeplitz matrix, between chunks the states
-
-
-def _accumulator(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _powers(log_decay: Tensor, exponents: Tensor) -> Tensor:
-    """lambda^l: (states, len(exponents))."""
-    return torch.exp(log_decay[:, None] * exponents)
-
-
-def line_state(x: Tensor, log_decay: Tensor, state: Tensor | None = None) -> Tensor:
-    """State after the last token of each line: sum_m lambda^(n-1-m) x_m (+ lambda^n state).
-
-    x: (lines, n, dim); log_decay: (states,) <= 0; state and result: (lines, dim, states), float32.
-    """
-    n, acc = x.shape[1], _accumulator(x)
-    back = torch.arange(n - 1, -1, -1, device=x.device, dtype=acc)
-    h = torch.einsum("bnd,en->bde", x.to(acc), _powers(log_decay.to(acc), back))
-    return h if state is None else h + torch.exp(log_decay.to(acc) * n) * state
-
-
-def line_scan(x: Tensor, coef: Tensor, log_decay: Tensor, state: Tensor | None = None) -> Tensor:
-    """The recurrence along lines of tokens: (lines, n, dim) -> same shape.
-
-    coef: (dim, states); log_decay: (states,) <= 0; state: (lines, dim, states) before the first
-    token.
-
-    Where torch.export looks, nothing depends on the number of tokens but sizes.
-    """
-    n, acc = x.shape[1], _accumulator(x)
-    if n == 0:
-        return x
-    coef, log_decay = coef.to(acc), log_decay.to(acc)
-    exported = torch.compiler.is_exporting()
-    # torch.export takes a size of 1, and a view of all, for constants, and AOTInductor compiles for
-    # minutes where sizes are quotients of quotients
-    chunks, size = (n // EXPORTED + 3, EXPORTED) if exported else even(n, CHUNK)
-    table = _powers(log_decay, torch.arange(size + 1, device=x.device))[None]
-    state = None if state is None else state.to(acc)
-    traced = exported or torch.compiler.is_compiling()
-    carry = partial(_carry_traced, log_decay * size) if traced else carry_over
-    y, _ = exponential_filter(x.to(acc), chunks, table, coef, state, carry)
-    return y.to(x.dtype)
-
-
-def _carry_traced(log_decay: Tensor, added: Tensor, decay: Tensor, first: Tensor | None) -> Tensor:
-    """`carry_over` for a traced graph, which takes any number of chunks: a scan has as many steps
-    as that number has bits.
-
-    Within groups of chunks a Toeplitz matrix for each state. Into a group comes what the groups
-    before it added, by a Toeplitz matrix again, whose size is the number of tokens / CHUNK^2: exact
-    for any number, and small beside the rest up to millions. An exported graph has one group, and
-    so a matrix of their number / EXPORTED.
-    """
-    if first is not None:
-        added = torch.cat([(decay * first)[:, None] + added[:, :1], added[:, 1:]], 1)
-    x, n = added.permute(3, 1, 0, 2), added.shape[1]  # states first
-    groups, size = (1, n) if torch.compiler.is_exporting() else even(n, CHUNK)
-    h = torch.nn.functional.pad(x.flatten(2), (0, 0, 0, groups * size - n))
-    h = _toeplitz(log_decay, size)[:, None] @ h.unflatten(1, (groups, size))
-    if groups > 1:
-        entry = _toeplitz(log_decay * size, groups - 1) @ h[:, :-1, -1]
-        since = torch.arange(1, size + 1, device=x.device)
-        later = h[:, 1:] + _powers(log_decay, since)[:, None, :, None] * entry[:, :, None]
-        h = torch.cat([h[:, :1], later], 1)
-    return h.flatten(1, 2)[:, :n].view_as(x).permute(2, 1, 3, 0)
-
-
-def _toeplitz(log_decay: Tensor, n: int) -> Tensor:
-    """lambda^(l - m) for m <= l, else 0: (states, n, n)."""
-    lag = torch.arange(n, device=log_decay.device)
-    offset = lag[:, None] - lag
-    return torch.exp(log_decay[:, None, None] * offset.clamp(min=0)) * (offset >= 0)
-
-
-def line_step(x: Tensor, coef: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token: x (batch, dim), state (batch, dim, states) -> (output, new state)."""
-    acc = _accumulator(x)
-    state = torch.exp(log_decay.to(acc)) * state + x.to(acc)[..., None]
-    return (state * coef.to(acc)).sum(-1).to(x.dtype), state
-
-
-def both_ways(
-    lines: Tensor, axis: int, coef: Tensor, log_decay: Tensor, reverse: tuple[Tensor, Tensor] | None
-) -> Tensor:
-    """The recurrence along lines (lines, n, dim) of one axis, and back; a token counts once."""
-    y = line_scan(lines, coef[axis], log_decay[axis])
-    if reverse is None:
-        return y
-    back, decay = reverse[0][axis], reverse[1][axis]
-    y = y + line_scan(lines.flip(1), back, decay).flip(1)
-    return y - lines * back.sum(-1).to(lines.dtype)
+Way = tuple[Tensor, Tensor]
 
 
 def axis_scan(
     x: Tensor,
     coef: Tensor,
     log_decay: Tensor,
-    reverse: tuple[Tensor, Tensor] | None = None,
+    reverse: Way | None = None,
     mask: Tensor | None = None,
     *,
+    layout: Grid | Ragged | None = None,
     residual: bool = False,
     impl: Impl = "auto",
 ) -> Tensor:
     """Sum over the axes of the recurrence along each: (batch, *grid, dim) -> same shape.
 
-    residual: x itself is added, without another pass over memory.
+    layout: then x is (batch, length, dim) and mask (batch, length); with a Ragged batch is 1 and no
+    line leaves its sample. residual: x itself is added, without another pass over memory.
 
     coef: (axes, dim, states); log_decay: (axes, states) <= 0. `reverse`: the same pair for the way
     back (bidirectional; a token itself counts once, with the forward weights). mask: (batch,
     *grid), False where a token is padding and adds nothing.
     """
-    grid = Grid.of(x)
-    expected = (grid.ndim, x.shape[-1])
+    if isinstance(layout, Grid):
+        how: Any = {"residual": residual, "impl": impl}
+        seen = None if mask is None else layout.unflatten(mask)
+        return layout.flatten(axis_scan(layout.unflatten(x), coef, log_decay, reverse, seen, **how))
+    if layout is not None and (x.ndim != 3 or x.shape[0] != 1 or x.shape[1] != layout.length):
+        raise ValueError(
+            f"x {tuple(x.shape)}: expected (1, length, dim) with {layout.length} tokens, those of "
+            "the layout"
+        )
+    axes = Grid.of(x).ndim if layout is None else layout.ndim
+    expected = (axes, x.shape[-1])
     for name, c, decay in (("", coef, log_decay), ("reverse ", *(reverse or (coef, log_decay)))):
-        if c.ndim != 3 or tuple(c.shape[:2]) != expected or decay.shape != (grid.ndim, c.shape[2]):
+        if c.ndim != 3 or tuple(c.shape[:2]) != expected or decay.shape != (axes, c.shape[2]):
             raise ValueError(
                 f"{name}coef {tuple(c.shape)} and log_decay {tuple(decay.shape)}: expected "
-                f"{(*expected, 'states')} and {(grid.ndim, 'states')} for x {tuple(x.shape)}"
+                f"{(*expected, 'states')} and {(axes, 'states')}, as x {tuple(x.shape)} has {axes} "
+                "axes"
             )
-    chosen = _registry.choose(impl, "axis_scan", x)
+    groups = None if layout is None or x.numel() == 0 else layout.lines(x.device)
+    longest = x if groups is None else x[:, : max(group.most for group in groups)]
+    chosen = resolve("axis_scan", impl, longest)
     if x.numel() == 0:
         return x
     if chosen == "triton":
-        way_back = (None, None) if reverse is None else tuple(w.float() for w in reverse)
-        out: Tensor = _triton_layers.triton_axis_scan(
-            x, coef.float(), log_decay.float(), *way_back, mask, residual
-        )
+        back = (None, None) if reverse is None else tuple(w.float() for w in reverse)
+        tables: Any = _triton.of_grid() if layout is None else _triton.of_samples(layout, x.device)
+        weights = (coef.float(), log_decay.float(), *back)
+        out: Tensor = _triton.scan(x, *weights, mask, residual, *tables)
         return out
-    given = x
-    if mask is not None:
-        x = x.masked_fill(~mask[..., None], 0)  # even NaN in the padding cannot leak
+    # even NaN in the padding cannot leak
+    seen = x if mask is None else x.masked_fill(~mask[..., None], 0)
+    run = _scan_reference if chosen == "reference" else line_scan
     with exact(x):
-        total = given if residual else torch.zeros_like(x)
+        total = x if residual else torch.zeros_like(x)
+        for axis, lines, back_to_tokens in _lines(seen, layout):
+            y = _both_ways(run, lines, axis, coef, log_decay, reverse)
+            total = total + back_to_tokens(y)
+        return total
+
+
+Lines = Iterator[tuple[int, Tensor, Callable[[Tensor], Tensor]]]
+
+
+def _lines(x: Tensor, layout: Ragged | None) -> Lines:
+    """Axis, lines of tokens (lines, n, dim) along it, and the way back to tokens like x."""
+    if layout is None:
+        grid = Grid.of(x)
         for axis in range(grid.ndim):
-            y = both_ways(grid.lines(x, axis), axis, coef, log_decay, reverse)
-            total = total + grid.unlines(y, axis)
-    return total
+            yield axis, grid.lines(x, axis), lambda y, axis=axis: grid.unlines(y, axis)  # type: ignore
+        return
+    # a row more, for what lies beyond the ends of lines
+    source = torch.cat([x[0], x.new_zeros(1, x.shape[-1])])
+    for axis, longest, table in layout.lines(x.device):
+        first, step, count = table.long()[:, :, None].unbind(1)
+        r = torch.arange(longest, device=x.device)
+        at = torch.where(r < count, first + r * step, x.shape[1])
+
+        def tokens(y: Tensor, at: Tensor = at) -> Tensor:
+            y = torch.zeros_like(source).index_copy(0, at.flatten(), y.flatten(0, 1))
+            return y[None, :-1]
+
+        yield axis, source.index_select(0, at.flatten()).unflatten(0, at.shape), tokens
+
+
+def _both_ways(
+    run: Callable[..., Tensor], lines: Tensor, axis: int, coef: Tensor, log_decay: Tensor,
+    reverse: Way | None,
+) -> Tensor:  # fmt: skip
+    """The recurrence along lines (lines, n, dim) of one axis, and back; a token counts once."""
+    y = run(lines, coef[axis], log_decay[axis])
+    if reverse is None:
+        return y
+    back, decay = reverse[0][axis], reverse[1][axis]
+    y = y + run(lines.flip(1), back, decay).flip(1)
+    return y - lines * back.sum(-1).to(lines.dtype)
+
+
+def _scan_reference(x: Tensor, coef: Tensor, log_decay: Tensor) -> Tensor:
+    acc = accumulator(x)
+    empty = torch.zeros(x.shape[0], *coef.shape, dtype=acc, device=x.device)
+    decay = log_decay.to(acc).exp()
+    return reference.line_scan(x.to(acc), coef.to(acc), decay, empty)[0].to(x.dtype)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ndlightnet.ops import fla
 from ndlightnet.ops._once import once
-from ndlightnet.ops.fla import Impl
+from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.recurrence import memory
 from ndlightnet.ops.recurrence.chunks import (
     Decay,
@@ -52,7 +52,7 @@ def gated_delta_rule(
         raise ValueError(
             f"beta {tuple(beta.shape)}: expected (batch, length, heads), {tuple(k.shape[:3])}"
         )
-    chosen = fla.choose(impl, "gated_delta_rule", k, v, decay, q, beta, state)
+    chosen = resolve("gated_delta_rule", impl, k, v, decay, q, beta, state)
     if q.shape[1] == 0:
         return torch.zeros_like(v), state
     with exact(k):

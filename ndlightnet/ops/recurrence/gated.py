@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ndlightnet.ops import fla
 from ndlightnet.ops._once import once
-from ndlightnet.ops.fla import Impl
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dispatch import Impl, resolve
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence import memory
 from ndlightnet.ops.recurrence.chunks import (
     Decay,
@@ -45,7 +45,7 @@ def gated_linear_attention(
     fla where it can, for 16-bit inputs on CUDA.
     """
     decay, state = check(q, k, v, log_decay, state)
-    chosen = fla.choose(impl, "gated_linear_attention", k, v, decay, q, state)
+    chosen = resolve("gated_linear_attention", impl, k, v, decay, q, state)
     if q.shape[1] == 0:
         return torch.zeros_like(v), state
     with exact(k):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops._once import once
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence.chunks import exact, whole
 from ndlightnet.ops.recurrence.scan import adjoints, memories
 

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence.chunks import CHUNK, exact
 from ndlightnet.ops.recurrence.exponential import even, exponential_filter, gather
 
@@ -86,6 +86,7 @@ def diagonal_ssm(
     with exact(u):
         x, table = u.to(acc), powers(z, size + 1, acc)
         y, entry = exponential_filter(x, chunks, table, 2 * weight.to(COMPLEX[acc]), memory)
+        assert entry is not None  # since `memory` is given
         added = gather(x[:, None, n - left :], table[..., :left])
         last = table[..., left] * entry + added[:, 0]
     return y.to(u.dtype), last

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ndlightnet.ops.parallel import accumulator
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence.scan import MAXIMUM, before, memories, scan
 
 LOWEST = -1e30  # the exponent of a sum of nothing

@@ -16,15 +16,27 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ndlightnet.ops import _registry, _triton_frames, parallel, reference
-from ndlightnet.ops import _triton as _triton_ops
-from ndlightnet.ops._registry import Impl
-from ndlightnet.ops._triton import Angles
-from ndlightnet.ops.attention import _check, _check_state, _empty, _factors, _query, _silence
-from ndlightnet.ops.attention import causal_attention as token_causal
-from ndlightnet.ops.lrpe import Lrpe, rooted, settled
+from ndlightnet.grid import Grid
+from ndlightnet.ops.dispatch import Impl, resolve
+from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.lightnet import _triton, parallel, reference
+from ndlightnet.ops.lightnet.attention import (
+    _check,
+    _check_state,
+    _empty,
+    _factors,
+    _query,
+    _silence,
+    along,
+    by_sample,
+    causal_attention,
+)
+from ndlightnet.ops.lightnet.state import State, decay, merge, raised, rates, tile
+from ndlightnet.ops.position import Position, offset_gradient, relative, shape_of
 from ndlightnet.ops.recurrence.chunks import exact
-from ndlightnet.ops.state import State, decay, merge, raised, rates, tile
+from ndlightnet.ragged import Ragged
+
+Layout = int | Grid | Ragged
 
 
 # ------------------------------------------------------------------------ States of many frames
@@ -56,7 +68,7 @@ def _last(states: State, window: int) -> State:
         have, size = merge(have, _later(have, size)), 2 * size
 
 
-class Running(torch.autograd.Function):
+class SlidingMerge(torch.autograd.Function):
     """Saves two maxima only. The gradient is the same merge, run backwards, of the pulls with the
     negative maximum in the place of the maximum: every exponent stays at or below 0."""
 
@@ -80,7 +92,7 @@ class Running(torch.autograd.Function):
         return None, fall * total, tile(fall, memory.shape[-2], -1)[..., None] * memory, None
 
 
-def running(states: State, window: int | None = None, impl: Impl = "auto") -> State:
+def sliding_merge(states: State, window: int | None = None, impl: Impl = "auto") -> State:
     """For each of States (batch, frames, heads, ·) that of the last `window` frames up to it.
 
     None: of all frames up to it.
@@ -88,9 +100,9 @@ def running(states: State, window: int | None = None, impl: Impl = "auto") -> St
     frames = states.max.shape[1]
     if window is None or window >= frames:  # a power of two takes one chain of merges
         window = 1 << max(0, frames - 1).bit_length()
-    if _registry.choose(impl, "running", states.sum, None, None, [states.memory]) == "triton":
-        return State(*_triton_frames.triton_running(*states, window))
-    return State(*Running.apply(*states, window))  # type: ignore[no-untyped-call]
+    if resolve("sliding_merge", impl, states.sum, None, states.memory) == "triton":
+        return State(*_triton.sliding_merge(*states, window))
+    return State(*SlidingMerge.apply(*states, window))  # type: ignore[no-untyped-call]
 
 
 # ------------------------------------------------------------------------------------ attention
@@ -98,19 +110,22 @@ def axis_causal_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    frames: int,
+    layout: Layout,
     *,
     mask: Tensor | None = None,
-    lrpe: Lrpe | None = None,
+    lrpe: Position | None = None,
     state: State | None = None,
     window: int | None = None,
     forget: float | Tensor = 0.0,
     impl: Impl = "auto",
-) -> tuple[Tensor, State]:
+) -> tuple[Tensor, Any]:
     """Tokens see all tokens of their frame and of those before it. Returns output and final State.
 
     q, k `(batch, length, heads, dim)`, v `(batch, length, heads, value_dim)` with
-    length = frames * tokens of a frame. lrpe: its first axis counts the frames.
+    length = frames * tokens of a frame. layout: a Grid whose first axis counts the frames, or their
+    number; or a Ragged of samples end to end in one row (batch 1), each of which sees itself only,
+    from no State to none (None is returned). lrpe: its first axis counts the frames; with a Ragged
+    it is of a grid of any one shape, without prefix or offset.
 
     state: what came before the first frame; the returned one is for the frames that follow.
     window: a frame sees the last `window` frames, itself included. Then the State holds
@@ -121,6 +136,11 @@ def axis_causal_attention(
     Where the States of single frames would weigh more than the tokens (small frames), they are made
     for some frames at a time and made again in the backward pass.
     """
+    if isinstance(layout, Ragged):
+        if state is not None:
+            raise ValueError("state: expected None with samples end to end")
+        return _ragged(q, k, v, layout, mask, lrpe, window, forget, impl), None
+    frames = layout.shape[0] if isinstance(layout, Grid) else layout
     _check(k, v, mask, lrpe, q)
     if k.shape[1] == 0:  # no frames, or none with tokens
         if state is None:
@@ -130,28 +150,28 @@ def axis_causal_attention(
         return v.new_empty(v.shape, dtype=q.dtype), state
     if frames < 1 or k.shape[1] % frames:
         raise ValueError(f"frames={frames}: expected a divisor of the length, {k.shape[1]}")
-    if lrpe is not None and (lrpe.shape[0] != frames or lrpe.prefix):
+    if lrpe is not None and (shape_of(lrpe)[0] != frames or lrpe.prefix):
         raise ValueError(
-            f"lrpe of a grid {lrpe.shape} behind {lrpe.prefix} tokens: expected {frames} frames "
-            "and nothing in front"
+            f"lrpe of a grid {shape_of(lrpe)} behind {lrpe.prefix} tokens: expected {frames} "
+            "frames and nothing in front"
         )
     check_past(window, forget, k.shape[2])
     plain = window is None and not isinstance(forget, Tensor) and forget == 0
-    chosen = _registry.choose(impl, "axis_causal_attention", k, v, lrpe)
+    chosen = resolve("axis_causal_attention", impl, k, v, lrpe=lrpe)
     if k.shape[1] == frames and plain:
-        return token_causal(q, k, v, mask=mask, lrpe=lrpe, state=state, impl=impl)
-    lrpe = rooted(lrpe)
+        return causal_attention(q, k, v, mask=mask, lrpe=lrpe, state=state, impl=impl)
+    lrpe = relative(lrpe)
     if state is not None:
         _check_frames(state, k, v, lrpe, window)
-        state = settled(state, lrpe, -1)
+        state = offset_gradient(state, lrpe, -1)
     with exact(k):
         if chosen == "reference":
             out, state = reference.frames(q, k, v, frames, state, lrpe, mask, window, forget)
-            return out.to(q.dtype), settled(state, lrpe, 1)
+            return out.to(q.dtype), offset_gradient(state, lrpe, 1)
         how = (window, forget, chosen)
         if not heavy(k, v, lrpe, k.shape[1] // frames):
             out, state = _attend(q, k, v, mask, lrpe, state, frames, *how)
-            return out, settled(state, lrpe, 1)
+            return out, offset_gradient(state, lrpe, 1)
         run: Any = _attend
         if torch.is_grad_enabled():
             run = partial(checkpoint, _attend, use_reentrant=False, preserve_rng_state=False)
@@ -163,7 +183,7 @@ def axis_causal_attention(
             out, state = run(*part, _from(lrpe, first, n), state, n, *how)
             outs.append(out)
         assert state is not None
-        return torch.cat(outs, 1), settled(state, lrpe, 1)
+        return torch.cat(outs, 1), offset_gradient(state, lrpe, 1)
 
 
 def check_past(window: int | None, forget: float | Tensor, heads: int) -> None:
@@ -177,7 +197,7 @@ def check_past(window: int | None, forget: float | Tensor, heads: int) -> None:
 
 
 def _check_frames(
-    state: State, k: Tensor, v: Tensor, lrpe: Lrpe | None, window: int | None
+    state: State, k: Tensor, v: Tensor, lrpe: Position | None, window: int | None
 ) -> None:
     if window is None:
         return _check_state(state, k, v, lrpe)
@@ -192,11 +212,11 @@ def _check_frames(
     return None
 
 
-def heavy(k: Tensor, v: Tensor, lrpe: Lrpe | None, tokens: int) -> bool:
+def heavy(k: Tensor, v: Tensor, lrpe: Position | None, tokens: int) -> bool:
     """Whether the State of a frame of so many tokens takes more memory than its q, k, v and
     output."""
     dim, wide = k.shape[-1], v.shape[-1]
-    state = dim * wide * (1 if lrpe is None else 2) * parallel.accumulator(k).itemsize
+    state = dim * wide * (1 if lrpe is None else 2) * accumulator(k).itemsize
     return state > tokens * 2 * (dim + wide) * k.element_size()
 
 
@@ -214,25 +234,26 @@ def _raised(states: State, frames: Tensor | int, forget: float | Tensor) -> Stat
     return raised(states, frames * rates(forget, states.max.device))
 
 
-def _from(lrpe: Lrpe | None, first: int, frames: int) -> Lrpe | None:
+def _from(lrpe: Position | None, first: int, frames: int) -> Position | None:
     """For some of the frames."""
     if lrpe is None:
         return None
-    start = lrpe.start or (0,) * len(lrpe.shape)
-    return lrpe._replace(shape=(frames, *lrpe.shape[1:]), start=(start[0] + first, *start[1:]))
+    shape = shape_of(lrpe)
+    offset = lrpe.offset or (0,) * len(shape)
+    return lrpe._replace(layout=(frames, *shape[1:]), offset=(offset[0] + first, *offset[1:]))
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Lrpe | None, state: State | None,
-    frames: int, window: int | None, forget: float | Tensor, impl: Any,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None,
+    state: State | None, frames: int, window: int | None, forget: float | Tensor, impl: Any,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """The form itself, for all frames at once."""
-    own, read = (_triton if impl == "triton" else _torch)(q, k, v, mask, lrpe, frames)
+    own, read = (_by_triton if impl == "triton" else _by_torch)(q, k, v, mask, lrpe, frames)
     known = own = faded(own, forget)
     if state is not None:
         before = State(*(x[:, None] for x in state)) if window is None else state
         known = State(*(torch.cat(pair, 1) for pair in zip(before, own, strict=True)))
-    seen = running(known, window, impl)
+    seen = sliding_merge(known, window, impl)
     # a slice of all frames would cost a copy in the backward pass
     out = read(seen if state is None else State(*(x[:, -frames:] for x in seen)))
     if window is None:
@@ -246,8 +267,8 @@ def _attend(
 Forms = tuple[State, Callable[[State], Tensor]]
 
 
-def _torch(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Lrpe | None, frames: int
+def _by_torch(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, frames: int
 ) -> Forms:
     """The frames' own States (batch, frames, heads, ·), and how the queries read such States."""
     k, v = _silence(k, v, mask)
@@ -259,21 +280,57 @@ def _torch(
     return own, lambda seen: parallel.read(f, seen).flatten(1, 2).to(q.dtype)
 
 
-def _triton(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Lrpe | None, frames: int
+def _by_triton(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, frames: int
 ) -> Forms:
     """The same by kernels, to which each frame is a sample."""
-    batch, angles = k.shape[0], Angles.of(lrpe).frames(k.shape[0], frames).arguments
+    batch, where = k.shape[0], _triton.of_frames(lrpe, k.shape[0], frames)
 
     def samples(x: Tensor) -> Tensor:
         return x.unflatten(1, (frames, -1)).flatten(0, 1)
 
     keep = None if mask is None else samples(mask)
-    own = _triton_ops.triton_summarize(samples(k), samples(v), keep, *angles)
+    own = _triton.summarize(samples(k), samples(v), keep, *where)
 
     def read(seen: State) -> Tensor:
         total, memory = seen.sum.flatten(0, 1), seen.memory.flatten(0, 1)
-        out: Tensor = _triton_ops.triton_read(samples(q), total, memory, *angles)
+        out: Tensor = _triton.read(samples(q), total, memory, *where)
         return out.unflatten(0, (batch, frames)).flatten(1, 2)
 
     return State(*(x.unflatten(0, (batch, frames)) for x in own)), read
+
+
+def _ragged(
+    q: Tensor, k: Tensor, v: Tensor, layout: Ragged, mask: Tensor | None, lrpe: Position | None,
+    window: int | None, forget: float | Tensor, impl: Impl,
+) -> Tensor:  # fmt: skip
+    """Of samples end to end: by kernels, to which each frame is a sample, where frames are large
+    enough for States of their own; one sample after the other elsewhere."""
+    lrpe = along(layout, k, lrpe)
+    _check(k, v, mask, lrpe, q)
+    check_past(window, forget, k.shape[2])
+    chosen: Any = resolve("axis_causal_attention", impl, k, v, lrpe=lrpe)
+    pairs = zip(layout.lengths, layout.shapes, strict=True)
+    small = min((n // shape[0] for n, shape in pairs if n), default=0)
+    if chosen != "triton" or heavy(k, v, lrpe, small):
+
+        def alone(shape: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+            how |= {"window": window, "forget": forget, "impl": chosen}
+            return axis_causal_attention(q, k, v, shape[0], **how)[0]
+
+        return by_sample(alone, layout, q, k, v, mask, lrpe)
+    frames, at, most = layout.frames(k.device)
+    offset = torch.nn.functional.pad((at % most)[:, None], (0, layout.ndim - 1)).int()
+    where = _triton.of_samples(lrpe, frames, k, v.shape[-1], offset)
+    own = _triton.summarize(k, v, mask, *where)
+
+    def padded(x: Tensor, fill: float) -> Tensor:
+        """Of all frames -> (samples, most frames of one, ...), empty after a sample's last."""
+        table = x.new_full((len(layout) * most, *x.shape[1:]), fill).index_copy(0, at, x)
+        return table.unflatten(0, (len(layout), most))
+
+    states = State(*map(padded, own, (-torch.inf, 0.0, 0.0)))
+    seen = sliding_merge(faded(states, forget), window, chosen)
+    _, total, memory = (x.flatten(0, 1).index_select(0, at) for x in seen)
+    out: Tensor = _triton.read(q, total, memory, *where)
+    return out

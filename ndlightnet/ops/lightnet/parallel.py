@@ -13,14 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.ops.state import State, decay, merge, tile
+from ndlightnet.ops._operator import Operator
+from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.lightnet.state import State, decay, merge, tile
 
 CHUNK = 64
-
-
-def accumulator(x: Tensor) -> torch.dtype:
-    """float64 for float64 inputs, float32 for all others."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def fold(x: Tensor, dim: int) -> Tensor:
@@ -165,7 +162,9 @@ class _Pass:
         return decay(self.halves(self.k, left), anchor), self.halves(self.w, left), q, fall
 
 
-def causal(f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, state: State) -> tuple[Tensor, State]:
+def causal_form(
+    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, state: State
+) -> tuple[Tensor, State]:
     """Query features f `(batch, length, heads, rows)` -> output and the State after the last
     token."""
     c = _Pass(f, k, v, w, state)
@@ -178,7 +177,7 @@ def causal(f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, state: State) -> t
     return _unchunk(out, c.length), State(*(x[:, :, -1].clone() for x in c.entries))
 
 
-def causal_backward(
+def causal_gradients(
     f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, state: State,
     dout: Tensor, dsum: Tensor, dmemory: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -235,3 +234,60 @@ def causal_backward(
     dw = dw.new_zeros(0) if w is None else reduce_to(_unchunk(dw, c.length), w)
     df, dk, dv = (_unchunk(x, c.length).to(y.dtype) for x, y in ((df, f), (dk, k), (dv, v)))
     return df, dk, dv, dw, -pull[:, :, 0], adj[:, :, 0].contiguous()
+
+
+# ------------------------------------------------------------------------------------ operator
+# One for torch.compile: the number of chunks depends on the length, the backward is written out.
+# f: query features; w: key factors
+def _forward(
+    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, top: Tensor, total: Tensor, memory: Tensor
+) -> Any:
+    out, state = causal_form(f, k, v, w, State(top, total, memory))
+    return out.contiguous(), *state
+
+
+def _fake(
+    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, top: Tensor, total: Tensor, memory: Tensor
+) -> Any:
+    return tuple(x.new_empty(x.shape, dtype=accumulator(k)) for x in (v, top, total, memory))
+
+
+def _backward(
+    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, top: Tensor, total: Tensor, memory: Tensor,
+    dout: Tensor, dtotal: Tensor, dmemory: Tensor,
+) -> Any:  # fmt: skip
+    grads = causal_gradients(f, k, v, w, State(top, total, memory), dout, dtotal, dmemory)
+    return tuple(x.contiguous() for x in grads)
+
+
+def _backward_fake(
+    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, top: Tensor, total: Tensor, memory: Tensor,
+    *_: Tensor,
+) -> Any:  # fmt: skip
+    acc = accumulator(k)
+    dw = f.new_empty(0, dtype=acc) if w is None else w.new_empty(w.shape, dtype=acc)
+    past = (x.new_empty(x.shape, dtype=acc) for x in (total, memory))
+    return *(x.new_empty(x.shape) for x in (f, k, v)), dw, *past
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _grads(ctx: Any, dout: Tensor, _: Tensor, dtotal: Tensor, dmemory: Tensor) -> Any:
+    saved = ctx.saved_tensors  # once: checkpointing lets them be unpacked a single time
+    df, dk, dv, dw, dsum0, dmemory0 = causal_backward(*saved, dout, dtotal, dmemory)
+    w = saved[3]
+    return df, dk, dv, None if w is None else dw.to(w.dtype), None, dsum0, dmemory0
+
+
+INPUTS = "Tensor f, Tensor k, Tensor v, Tensor? w, Tensor top, Tensor total, Tensor memory"
+causal_backward = Operator(
+    f"causal_backward({INPUTS}, Tensor dout, Tensor dtotal, Tensor dmemory) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward, _backward_fake,
+)  # fmt: skip
+causal = Operator(
+    f"causal({INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)", _forward, _fake, _save, _grads
+)

@@ -20,26 +20,40 @@ import torch
 from torch import Tensor
 
 from ndlightnet.grid import Grid
-from ndlightnet.ops.state import State, finest
+from ndlightnet.ops.dtypes import finest
+from ndlightnet.ops.lightnet.state import State
+from ndlightnet.ragged import Ragged
 
 Kind = Literal["cosine", "rotary"]
 
 
-class Lrpe(NamedTuple):
+class Position(NamedTuple):
     """Where the tokens of a sequence lie and how fast each slot turns.
 
-    theta: (heads or 1, slots) radians per step. shape: the grid's shape. prefix: so many tokens in
-    front of the grid have no position (angle 0). start: coordinate of the first cell, one per axis;
-    a tensor (batch,) where it is another one in every sample. origin, as start: for operators, see
-    `rooted`.
+    theta: (heads or 1, slots) radians per step. layout: the grid of tokens, as its shape, a Grid or
+    a Ragged. prefix: so many tokens in front of the grid have no position (angle 0). offset:
+    coordinate of the first cell, one per axis; a tensor (batch,) where it is another one in every
+    sample. origin, as offset: for operators, see `relative`.
     """
 
     theta: Tensor
-    shape: tuple[int, ...]
+    layout: tuple[int, ...] | Grid | Ragged
     kind: Kind = "cosine"
     prefix: int = 0
-    start: tuple[int | Tensor, ...] | None = None
+    offset: tuple[int | Tensor, ...] | None = None
     origin: tuple[int | Tensor, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return shape_of(self)
+
+
+def shape_of(position: Position) -> tuple[int, ...]:
+    """The shape of the grid; of samples end to end, that of the first one."""
+    layout = position.layout
+    if isinstance(layout, Grid):
+        return layout.shape
+    return layout.shapes[0] if isinstance(layout, Ragged) else layout
 
 
 def slots_of(dim: int, kind: Kind) -> int:
@@ -66,21 +80,21 @@ def frequencies(
     return torch.cat([bank[:g] for g in groups(slots, axes)])
 
 
-def tables(lrpe: Lrpe, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def tables(lrpe: Position, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of every token's angles: two of (prefix + grid length, heads or 1, dim), with an
     axis (batch,) in front where samples start at places of their own.
 
     Angles are float64 products (a float32 one is off by 6e-8 of itself: 1e-2 radians at 2e5 steps).
     """
-    grid, theta = Grid(lrpe.shape), lrpe.theta
-    start = lrpe.start or (0,) * grid.ndim
+    grid, theta = Grid(shape_of(lrpe)), lrpe.theta
+    offset = lrpe.offset or (0,) * grid.ndim
     slots = slots_of(dim, lrpe.kind)
     if theta.ndim != 2 or theta.shape[-1] != slots:
         raise ValueError(
             f"theta of shape {tuple(theta.shape)}: expected (heads or 1, {slots}) "
             f"for kind={lrpe.kind!r} and head dim {dim}"
         )
-    own = [s for s in (*start, *(lrpe.origin or ())) if isinstance(s, Tensor) and s.ndim]
+    own = [s for s in (*offset, *(lrpe.origin or ())) if isinstance(s, Tensor) and s.ndim]
 
     def row(first: int | Tensor) -> int | Tensor:
         if not isinstance(first, Tensor):
@@ -92,7 +106,7 @@ def tables(lrpe: Lrpe, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     for axis, part in enumerate(split):
         origin = row(lrpe.origin[axis]) if lrpe.origin else None
         place = torch.arange(grid.shape[axis], device=theta.device)
-        place = (place[:, None] if own else place) + row(start[axis])  # (n, batch or 1) or (n,)
+        place = (place[:, None] if own else place) + row(offset[axis])  # (n, batch or 1) or (n,)
         parts.append(_angles(place, origin, part))
         front.append(_angles(place.new_zeros(1, *place.shape[1:]), origin, part))
 
@@ -127,30 +141,30 @@ def _angles(place: Tensor, origin: int | Tensor | None, part: Tensor) -> Tensor:
     return place.to(part.dtype)[..., None, None] * fixed + count * (part - fixed)
 
 
-def rooted(lrpe: Lrpe | None) -> Lrpe | None:
-    """For an operator whose queries and keys turn together: with the origin at the start.
+def relative(lrpe: Position | None) -> Position | None:
+    """For an operator whose queries and keys turn together: with the origin at the offset.
 
     The gradient of theta is the sum over queries and keys of coordinate x twist, where twist is
     that of the angle. All twists add up to what the States before and after pull on theirs (0
     without them), a sum that no float32 twists give to the digits that a large coordinate asks for.
-    So here coordinates count from the origin, and `settled` adds origin x pulls.
+    So here coordinates count from the origin, and `offset_gradient` adds origin x pulls.
     """
-    return None if lrpe is None else lrpe._replace(origin=lrpe.start)
+    return None if lrpe is None else lrpe._replace(origin=lrpe.offset)
 
 
-def settled(state: State, lrpe: Lrpe | None, sign: int) -> State:
+def offset_gradient(state: State, lrpe: Position | None, sign: int) -> State:
     """A State (batch, ..., heads, ·) that goes into (sign -1) or comes out of (1) an operator with
-    `rooted` angles."""
+    `relative` angles."""
     if lrpe is None or not lrpe.origin:
         return state
     if not (torch.is_grad_enabled() and lrpe.theta.requires_grad):
         return state
     origin = torch.stack(torch.broadcast_tensors(*columns(lrpe.origin, lrpe.theta.device)), 1)
-    memory = _Settled.apply(state.memory, lrpe.theta, origin, sign)  # type: ignore[no-untyped-call]
+    memory = _OffsetGradient.apply(state.memory, lrpe.theta, origin, sign)  # type: ignore[no-untyped-call]
     return state._replace(memory=memory)
 
 
-class _Settled(torch.autograd.Function):
+class _OffsetGradient(torch.autograd.Function):
     """The memory as it is; theta gets sign x origin x the pull on the angles of the memory."""
 
     @staticmethod
@@ -185,12 +199,12 @@ def columns(coordinates: tuple[int | Tensor, ...], device: torch.device) -> list
     ]
 
 
-def key_features(lrpe: Lrpe, dim: int, dtype: torch.dtype) -> Tensor:
+def key_features(lrpe: Position, dim: int, dtype: torch.dtype) -> Tensor:
     """Factors on an exponentiated key: as `tables`, (..., 2 * dim)."""
     return torch.cat(tables(lrpe, dim, dtype), dim=-1)
 
 
-def query_features(x: Tensor, lrpe: Lrpe) -> Tensor:
+def query_features(x: Tensor, lrpe: Position) -> Tensor:
     """`(batch, length, heads, dim)` -> `(batch, length, heads, 2 * dim)`: what reads the memory."""
     cos, sin = tables(lrpe, x.shape[-1], x.dtype)
     if lrpe.kind == "cosine":

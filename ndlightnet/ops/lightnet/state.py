@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ndlightnet.ops.dtypes import finest
+
 
 class State(NamedTuple):
     """Memory of one LightNet head: running maximum, sum and memory of the tokens seen so far.
@@ -47,11 +49,6 @@ def decay(before: Tensor, after: Tensor) -> Tensor:
 def tile(x: Tensor, rows: int, dim: int) -> Tensor:
     """Repeat key channels on `dim` for the cos and sin halves of `rows` memory rows."""
     return x if x.shape[dim] == rows else torch.cat([x, x], dim)
-
-
-def finest(device: torch.device) -> torch.dtype:
-    """float64, for what has to be exact to more digits than float32 has; MPS has none."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def rates(forget: float | Tensor, device: torch.device) -> Tensor:

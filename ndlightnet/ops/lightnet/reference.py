@@ -1,11 +1,10 @@
-"""LightNet attention and MD-TPE token by token: the specification. Slow, float64-safe.
+"""LightNet attention token by token: the specification. Slow, float64-safe.
 
 Glossary, letter here -> the paper:
   k        k_t, both key and additive decay         top, total   z_t = top + log(total): log sum
   exp(k) p        exp(k_t - top)                           memory       S_t = total * kv_t (Eq. 5)
   phi      SiLU(q_t)                                f_q, f_k     MD-LRPE features W_t q, W_t kbar
-  (Eq. 14) c, lam   coefficients and decays of Eq. 9         h            state of one axis of
-  MD-TPE
+  (Eq. 14)
 Eq. 5:  s_t = s_(t-1) + exp(k_t),  kv_t = (1 - exp(k_t)/s_t) kv_(t-1) + exp(k_t)/s_t v_t^T,
         o_t = kv_t^T phi(q_t).   Eq. 6 is the same with kv_n, the last one, for every query.
 """
@@ -15,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ndlightnet.ops import parallel
-from ndlightnet.ops.lrpe import Lrpe, key_features, query_features
-from ndlightnet.ops.state import State, decay, merge, raised, rates, tile
+from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.lightnet.state import State, decay, merge, raised, rates, tile
+from ndlightnet.ops.position import Position, key_features, query_features
 
 
 def update(state: State, k: Tensor, v: Tensor, w: Tensor | None, seen: Tensor | None) -> State:
@@ -47,7 +46,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     state: State,
-    lrpe: Lrpe | None,
+    lrpe: Position | None,
     mask: Tensor | None,
     causal: bool,
 ) -> tuple[Tensor, State]:
@@ -70,13 +69,13 @@ def frames(
     v: Tensor,
     n: int,
     state: State | None,
-    lrpe: Lrpe | None,
+    lrpe: Position | None,
     mask: Tensor | None,
     window: int | None,
     forget: float | Tensor,
 ) -> tuple[Tensor, State]:
     """Axis-causal attention, frame by frame: all that a frame sees is merged anew."""
-    phi = torch.nn.functional.silu(q.to(parallel.accumulator(q)))
+    phi = torch.nn.functional.silu(q.to(accumulator(q)))
     f_q = phi if lrpe is None else query_features(phi, lrpe)
     w = None if lrpe is None else key_features(lrpe, k.shape[-1], phi.dtype)
     fade = rates(forget, k.device)
@@ -108,13 +107,3 @@ def frames(
     parts = zip(*kept, strict=True) if kept else ((x[None],) for x in empty)
     last = State(*(torch.stack(part, 1) if kept else part[0][:0].movedim(0, 1) for part in parts))
     return torch.stack(outputs, 1), last
-
-
-def line_scan(x: Tensor, c: Tensor, lam: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-    """h_l = lam h_(l-1) + x_l, y_l = c . h_l. x (lines, n, dim), c (dim, states), h (lines, dim,
-    states)."""
-    y = []
-    for l in range(x.shape[1]):
-        h = lam * h + x[:, l, :, None]
-        y.append((c * h).sum(-1))
-    return (torch.stack(y, 1) if y else x), h

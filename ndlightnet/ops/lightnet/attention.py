@@ -16,23 +16,35 @@ decay.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ndlightnet.grid import Grid
-from ndlightnet.ops import _registry, _triton, parallel, reference
-from ndlightnet.ops._registry import Impl
-from ndlightnet.ops._triton import Angles
-from ndlightnet.ops.lrpe import Lrpe, key_features, query_features, rooted, settled
+from ndlightnet.ops.dispatch import Impl, resolve
+from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.lightnet import _triton, parallel, reference
+from ndlightnet.ops.lightnet.state import State, decay, merge, tile
+from ndlightnet.ops.position import (
+    Position,
+    key_features,
+    offset_gradient,
+    query_features,
+    relative,
+)
 from ndlightnet.ops.recurrence.chunks import exact
-from ndlightnet.ops.state import State, decay, merge, tile
+from ndlightnet.ragged import Ragged
 
 __all__ = [
     "attention_step", "causal_attention", "global_attention", "merge", "read", "summarize",
 ]  # fmt: skip
 
 
-def _check(k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Lrpe | None, q: Tensor | None) -> None:
+def _check(
+    k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, q: Tensor | None
+) -> None:
     if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
         raise ValueError(
             f"k {tuple(k.shape)}, v {tuple(v.shape)}: expected (batch, length, heads, dim) and "
@@ -47,14 +59,19 @@ def _check(k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Lrpe | None, q: Tens
     _check_length(k, lrpe, "k")
 
 
-def _check_length(x: Tensor, lrpe: Lrpe | None, name: str) -> None:
-    if lrpe is not None and x.shape[1] != lrpe.prefix + Grid(lrpe.shape).length:
+def _check_length(x: Tensor, lrpe: Position | None, name: str) -> None:
+    if lrpe is None:
+        return
+    layout = lrpe.layout
+    grid = Grid(layout) if isinstance(layout, tuple) else layout
+    if x.shape[1] != lrpe.prefix + grid.length:
+        shape = grid.shape if isinstance(grid, Grid) else grid.shapes
         raise ValueError(
-            f"{name} has {x.shape[1]} tokens, lrpe describes {lrpe.prefix} + a grid {lrpe.shape}"
+            f"{name} has {x.shape[1]} tokens, lrpe describes {lrpe.prefix} + a grid {shape}"
         )
 
 
-def _check_state(state: State, k: Tensor, v: Tensor, lrpe: Lrpe | None) -> None:
+def _check_state(state: State, k: Tensor, v: Tensor, lrpe: Position | None) -> None:
     batch, _, heads, dim = k.shape
     rows = dim if lrpe is None else 2 * dim
     expected = (batch, heads, rows, v.shape[-1])
@@ -65,11 +82,11 @@ def _check_state(state: State, k: Tensor, v: Tensor, lrpe: Lrpe | None) -> None:
         )
 
 
-def _empty(k: Tensor, v: Tensor, lrpe: Lrpe | None) -> State:
+def _empty(k: Tensor, v: Tensor, lrpe: Position | None) -> State:
     batch, _, heads, dim = k.shape
     return State.empty(
         batch, heads, dim, v.shape[-1], lrpe is not None,
-        dtype=parallel.accumulator(k), device=k.device,
+        dtype=accumulator(k), device=k.device,
     )  # fmt: skip
 
 
@@ -81,13 +98,13 @@ def _silence(k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]
     return k.masked_fill(hidden, -torch.inf), v.masked_fill(hidden, 0)
 
 
-def _query(q: Tensor, lrpe: Lrpe | None) -> Tensor:
-    phi = torch.nn.functional.silu(q.to(parallel.accumulator(q)))
+def _query(q: Tensor, lrpe: Position | None) -> Tensor:
+    phi = torch.nn.functional.silu(q.to(accumulator(q)))
     return phi if lrpe is None else query_features(phi, lrpe)
 
 
-def _factors(k: Tensor, lrpe: Lrpe | None) -> Tensor | None:
-    return None if lrpe is None else key_features(lrpe, k.shape[-1], parallel.accumulator(k))
+def _factors(k: Tensor, lrpe: Position | None) -> Tensor | None:
+    return None if lrpe is None else key_features(lrpe, k.shape[-1], accumulator(k))
 
 
 def summarize(
@@ -95,16 +112,16 @@ def summarize(
     v: Tensor,
     *,
     mask: Tensor | None = None,
-    lrpe: Lrpe | None = None,
+    lrpe: Position | None = None,
     impl: Impl = "auto",
 ) -> State:
     """The State of a whole source, in one pass. mask: (batch, length) bool, False = padding."""
     _check(k, v, mask, lrpe, None)
-    chosen = _registry.choose(impl, "summarize", k, v, lrpe)
-    lrpe = rooted(lrpe)
+    chosen = resolve("summarize", impl, k, v, lrpe=lrpe)
+    lrpe = relative(lrpe)
     if chosen == "triton":
-        state = State(*_triton.triton_summarize(k, v, mask, *Angles.of(lrpe).arguments))
-        return settled(state, lrpe, 1)
+        state = State(*_triton.summarize(k, v, mask, *_triton.of_grid(lrpe)))
+        return offset_gradient(state, lrpe, 1)
     with exact(k):
         state = _empty(k, v, lrpe)
         if k.shape[1] == 0:
@@ -114,10 +131,10 @@ def summarize(
         else:
             k, v = _silence(k, v, mask)
             state = parallel.summarize(k, v, _factors(k, lrpe))
-        return settled(state, lrpe, 1)
+        return offset_gradient(state, lrpe, 1)
 
 
-def read(q: Tensor, state: State, *, lrpe: Lrpe | None = None, impl: Impl = "auto") -> Tensor:
+def read(q: Tensor, state: State, *, lrpe: Position | None = None, impl: Impl = "auto") -> Tensor:
     """Queries (batch, length, heads, dim) on a State: (batch, length, heads, value_dim).
 
     `lrpe` places the queries; give it exactly when the source had one. Zero where the State is
@@ -130,12 +147,11 @@ def read(q: Tensor, state: State, *, lrpe: Lrpe | None = None, impl: Impl = "aut
             f"of {rows} rows: expected (batch, length, heads, dim) and as many, twice with lrpe"
         )
     _check_length(q, lrpe, "q")
-    chosen = _registry.choose(impl, "read", q, None, lrpe, state)
-    lrpe = rooted(lrpe)
-    state = settled(state, lrpe, -1)
+    chosen = resolve("read", impl, q, None, *state, lrpe=lrpe)
+    lrpe = relative(lrpe)
+    state = offset_gradient(state, lrpe, -1)
     if chosen == "triton":
-        angles = Angles.of(lrpe).arguments
-        out: Tensor = _triton.triton_read(q, state.sum, state.memory, *angles)
+        out: Tensor = _triton.read(q, state.sum, state.memory, *_triton.of_grid(lrpe))
         return out
     with exact(q):
         how = reference.recall if chosen == "reference" else parallel.read
@@ -148,50 +164,70 @@ def global_attention(
     v: Tensor,
     *,
     mask: Tensor | None = None,
-    lrpe: Lrpe | None = None,
+    lrpe: Position | None = None,
+    layout: Grid | Ragged | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Softmax(K over tokens)^T V, read by SiLU(q) (Eq. 6). mask: (batch, length), False =
-    padding."""
+    """Softmax(K over tokens)^T V, read by SiLU(q) (Eq. 6). mask: (batch, length) bool, False =
+    padding.
+
+    layout: a Ragged of samples end to end in one row (batch 1), each of which sees itself only;
+    lrpe is then of a grid of any one shape, without prefix or offset. Else every row is a sample.
+    """
+    ragged = layout if isinstance(layout, Ragged) else None
+    if ragged is not None:
+        lrpe = along(ragged, k, lrpe)
     _check(k, v, mask, lrpe, q)
-    if lrpe is not None and lrpe.prefix == 0:  # only offsets count
-        lrpe = lrpe._replace(start=None)
-    chosen = _registry.choose(impl, "global_attention", k, v, lrpe)
-    if chosen == "triton" and q.dtype == k.dtype:
-        out: Tensor = _triton.triton_global(q, k, v, mask, *Angles.of(lrpe).arguments)[0]
+    if lrpe is not None and lrpe.prefix == 0 and lrpe.offset is not None:  # only offsets count
+        lrpe = lrpe._replace(offset=None)
+    chosen: Any = resolve("global_attention", impl, k, v, lrpe=lrpe)
+    if chosen == "triton" and (q.dtype == k.dtype or ragged is not None):
+        if ragged is None:
+            where = _triton.of_grid(lrpe)
+        else:
+            where = _triton.of_samples(lrpe, ragged, k, v.shape[-1])
+        if q.dtype == k.dtype:
+            out: Tensor = _triton.global_attention(q, k, v, mask, *where)[0]
+            return out
+        _, total, memory = _triton.summarize(k, v, mask, *where)
+        out = _triton.read(q, total, memory, *where)
         return out
+    if ragged is not None:
+
+        def alone(shape: tuple[int, ...], *qkv: Tensor, **how: Any) -> Tensor:
+            return global_attention(*qkv, **how, impl=chosen)
+
+        return by_sample(alone, ragged, q, k, v, mask, lrpe)
     return read(q, summarize(k, v, mask=mask, lrpe=lrpe, impl=impl), lrpe=lrpe, impl=impl)
 
 
-def _widest(k: Tensor, v: Tensor) -> int:
-    """Key channels that a program of the causal form holds on chip beside the value channels."""
-    whole = k.dtype == torch.bfloat16
-    return min(128 if whole else 64, (128 if whole else 64) * 128 // max(64, v.shape[-1]))
+def along(layout: Ragged, k: Tensor, lrpe: Position | None) -> Position | None:
+    """The Position of samples end to end, checked."""
+    if k.ndim != 4 or k.shape[0] != 1 or k.shape[1] != layout.length:
+        raise ValueError(
+            f"k {tuple(k.shape)}: expected (1, length, heads, dim) with length {layout.length}, "
+            "that of the layout"
+        )
+    if lrpe is None:
+        return None
+    if lrpe.prefix or lrpe.offset is not None:
+        raise ValueError(f"lrpe={lrpe}: expected no prefix and no offset with samples end to end")
+    return lrpe._replace(layout=layout)
 
 
-def _causal(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None, angles: Angles
-) -> tuple[Tensor, State]:
-    dim, most = k.shape[-1], _widest(k, v)
-    if dim <= most:
-        before = (None, None, None) if state is None else state
-        out, *after = _triton.triton_causal(q, k, v, mask, *before, *angles.arguments)
-        return out, State(*after[:3])
-    # key channels add up, so a wide head goes in blocks of them
-    outs, states = [], []
-    for first in range(0, dim, most):
-        block = slice(first, min(first + most, dim))
-        past = None
-        if state is not None:
-            memory = torch.cat([m[:, :, block] for m in state.memory.split(dim, dim=2)], 2)
-            past = State(state.max[..., block], state.sum[..., block], memory)
-        out, part = _causal(q[..., block], k[..., block], v, mask, past, angles.slots(block))
-        outs.append(out.float())
-        states.append(part)
-    tall = 1 if angles.theta is None else 2
-    halves = [torch.cat([p.memory.chunk(tall, 2)[half] for p in states], 2) for half in range(tall)]
-    top, total = (torch.cat([p[i] for p in states], -1) for i in (0, 1))
-    return sum(outs[1:], outs[0]).to(q.dtype), State(top, total, torch.cat(halves, 2))
+def by_sample(
+    attend: Callable[..., Tensor], layout: Ragged, q: Tensor, k: Tensor, v: Tensor,
+    mask: Tensor | None, lrpe: Position | None,
+) -> Tensor:  # fmt: skip
+    """attend(shape, q, k, v, mask=, lrpe=) of one sample after the other, end to end again."""
+    outs = []
+    for i, shape in enumerate(layout.shapes):
+        if layout.lengths[i]:
+            now = slice(layout.offsets[i], layout.offsets[i + 1])
+            one = None if lrpe is None else lrpe._replace(layout=shape)
+            seen = None if mask is None else mask[:, now]
+            outs.append(attend(shape, *(x[:, now] for x in (q, k, v)), mask=seen, lrpe=one))
+    return torch.cat(outs, 1) if outs else q.new_empty(v.shape)
 
 
 def causal_attention(
@@ -200,7 +236,7 @@ def causal_attention(
     v: Tensor,
     *,
     mask: Tensor | None = None,
-    lrpe: Lrpe | None = None,
+    lrpe: Position | None = None,
     state: State | None = None,
     impl: Impl = "auto",
 ) -> tuple[Tensor, State]:
@@ -213,27 +249,27 @@ def causal_attention(
     decay differently: prefer "cosine" here.
     """
     _check(k, v, mask, lrpe, q)
-    chosen = _registry.choose(impl, "causal_attention", k, v, lrpe)
+    chosen = resolve("causal_attention", impl, k, v, lrpe=lrpe)
     if state is not None:
         _check_state(state, k, v, lrpe)
     if k.shape[1] == 0:
         state = _empty(k, v, lrpe) if state is None else state
         return v.new_empty(v.shape, dtype=q.dtype), state
-    lrpe = rooted(lrpe)
+    lrpe = relative(lrpe)
     if state is not None:
-        state = settled(state, lrpe, -1)
+        state = offset_gradient(state, lrpe, -1)
     with exact(k):
         if chosen == "triton":
-            out, state = _causal(q, k, v, mask, state, Angles.of(lrpe))
-            return out, settled(state, lrpe, 1)
+            out, state = _triton.causal(q, k, v, mask, state, _triton.of_grid(lrpe))
+            return out, offset_gradient(state, lrpe, 1)
         state = _empty(k, v, lrpe) if state is None else state
         if chosen == "reference":
             out, state = reference.attention(q, k, v, state, lrpe, mask, True)
         else:
             k, v = _silence(k, v, mask)
-            out, *after = _registry.causal(_query(q, lrpe), k, v, _factors(k, lrpe), *state)
+            out, *after = parallel.causal(_query(q, lrpe), k, v, _factors(k, lrpe), *state)
             state = State(*after)
-        return out.to(q.dtype), settled(state, lrpe, 1)
+        return out.to(q.dtype), offset_gradient(state, lrpe, 1)
 
 
 def attention_step(
@@ -242,21 +278,21 @@ def attention_step(
     v: Tensor,
     state: State,
     *,
-    lrpe: Lrpe | None = None,
+    lrpe: Position | None = None,
     impl: Impl = "auto",
 ) -> tuple[Tensor, State]:
     """One token: q, k (batch, heads, dim), v (batch, heads, value_dim), and the State before it.
 
-    `lrpe` describes this one token: shape (1, ...), `start` its coordinates.
+    `lrpe` describes this one token: shape (1, ...), `offset` its coordinates.
     """
     q, k, v = q[:, None], k[:, None], v[:, None]
     _check(k, v, None, lrpe, q)
     _check_state(state, k, v, lrpe)
-    chosen = _registry.choose(impl, "attention_step", k, v, lrpe, [q, *state])
-    lrpe = rooted(lrpe)
+    chosen = resolve("attention_step", impl, k, v, q, *state, lrpe=lrpe)
+    lrpe = relative(lrpe)
     if chosen == "triton":
-        angles = Angles.of(lrpe).arguments
-        y, *after = _triton.triton_step(q[:, 0], k[:, 0], v[:, 0], *state, *angles)
+        where = _triton.of_grid(lrpe)
+        y, *after = _triton.step(q[:, 0], k[:, 0], v[:, 0], *state, *where)
         return y, State(*after)
     if chosen == "reference":
         y, state = causal_attention(q, k, v, lrpe=lrpe, state=state, impl=impl)
@@ -267,6 +303,6 @@ def attention_step(
         p = decay(logit, top)  # 1, with the gradient of exp(k); 0 for a logit of -inf
         f = p if w is None else tile(p, w.shape[-1], -1) * w[..., 0, :, :]
         own = State(top, p, f[..., None] * value[..., None, :])
-        state = merge(settled(state, lrpe, -1), own)
+        state = merge(offset_gradient(state, lrpe, -1), own)
         y = parallel.read(_query(q, lrpe), state).to(q.dtype)
-        return y[:, 0], settled(state, lrpe, 1)
+        return y[:, 0], offset_gradient(state, lrpe, 1)
