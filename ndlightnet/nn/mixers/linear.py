@@ -129,7 +129,7 @@ class LinearAttention(Mixer):
                 q, k, v, grid.shape[0], sums, denominator=self.denominator, impl=self.impl
             )
         else:
-            y = linear_attention(q, k, v, denominator=self.denominator)
+            y = linear_attention(q, k, v, denominator=self.denominator, impl=self.impl)
         return grid.unflatten(self._output(y))
 
     def _query(self, x: Tensor, grid: Grid, start: Start, extent: Extent) -> Tensor:
