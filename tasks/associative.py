@@ -48,7 +48,7 @@ from torch.nn.functional import cross_entropy
 
 from ndlightnet import NDLightNet
 from ndlightnet.data.errors import whole_file
-from ndlightnet.training.optim import warm_cosine
+from ndlightnet.training.core.optim import warm_cosine
 from ndlightnet.training.replay import Steps
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "associative"

@@ -16,9 +16,9 @@ from pathlib import Path
 from jsonargparse import auto_cli
 
 from ndlightnet.training import SegmentationTask, VolumeData, run
-from ndlightnet.training.bundle import bundle
-from ndlightnet.training.folds import folds
-from ndlightnet.training.plan import plan
+from ndlightnet.training.segmentation.bundle import bundle
+from ndlightnet.training.segmentation.folds import folds
+from ndlightnet.training.segmentation.plan import plan
 
 if __name__ == "__main__":
     configs = Path(__file__).parents[1] / "configs"

@@ -30,13 +30,13 @@ from torch import nn
 
 from ndlightnet import Identity, NDLightUNet
 from ndlightnet.data.errors import whole_file
-from ndlightnet.data.volume_transforms import Intensity, Prepare, file_grid, to_file
-from ndlightnet.data.volumes import Case, load_case, save_labels
+from ndlightnet.data.volume.transforms import Intensity, Prepare, file_grid, to_file
+from ndlightnet.data.volume.volume import Case, load_case, save_labels
 from ndlightnet.inference import predict_labels
 from ndlightnet.training import SegmentationTask, VolumeData
-from ndlightnet.training.cases import dice_of
-from ndlightnet.training.cli import task_cli
+from ndlightnet.training.core.cli import task_cli
 from ndlightnet.training.peers import DynUNet, SegResNet, SwinUNETR
+from ndlightnet.training.segmentation.metrics import dice_of
 
 STEP = 32  # voxels by which the largest cube is looked for
 NETS: dict[str, Callable[[int], nn.Module]] = {

@@ -33,10 +33,10 @@ from ndlightnet import NDLightNet
 from ndlightnet.bench.family import SCANS
 from ndlightnet.nn import mixers
 from ndlightnet.training import ImageData
-from ndlightnet.training.measures import scores, state_size
-from ndlightnet.training.optim import warm_cosine
+from ndlightnet.training.core.measures import scores, state_size
+from ndlightnet.training.core.optim import warm_cosine
+from ndlightnet.training.core.report import write_json
 from ndlightnet.training.replay import Replay, Steps
-from ndlightnet.training.report import write_json
 
 EVALUATION = 200  # images at a time
 COLUMNS = ("top1", "balanced_accuracy", "auc", "step_ms", "latency_ms", "peak_mb")

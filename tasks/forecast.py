@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from ndlightnet.training import run
-from ndlightnet.training.forecasting import ForecastTask, SeriesData
+from ndlightnet.training.forecasting.series import ForecastTask, SeriesData
 
 if __name__ == "__main__":
     configs = Path(__file__).parents[1] / "configs"

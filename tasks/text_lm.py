@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from ndlightnet.training import run
-from ndlightnet.training.text import TextData, TextTask, curves
+from ndlightnet.training.language.text import TextData, TextTask, curves
 
 if __name__ == "__main__":
     configs = Path(__file__).parents[1] / "configs"

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from ndlightnet.training import run
-from ndlightnet.training.images import ImageData, ImageTask
+from ndlightnet.training.classification.images import ImageData, ImageTask
 
 if __name__ == "__main__":
     configs = Path(__file__).parents[1] / "configs"

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
+from ndlightnet.layout import Ragged
 from ndlightnet.ops import axis_causal_attention, axis_scan, global_attention
-from ndlightnet.ragged import Ragged
 
 
 def row(x: Tensor | None) -> Tensor | None:

@@ -15,10 +15,10 @@ from ndlightnet.bench.attention import compare, ours, place
 from ndlightnet.bench.rows import PASSES, Bench, Case, Contender
 from ndlightnet.bench.step import memory, training
 from ndlightnet.bench.timing import Call
+from ndlightnet.layout import Packed, Ragged
 from ndlightnet.models import NDLightNet
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.ops import Lrpe, axis_causal_attention, global_attention
-from ndlightnet.ragged import Packed, Ragged
 
 WINDOW = 16
 Shapes = Sequence[tuple[int, ...]]

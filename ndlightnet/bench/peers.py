@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from ndlightnet.bench.timing import Absent
-from ndlightnet.grid import Grid
+from ndlightnet.layout import Grid
 from ndlightnet.nn.heads import default_heads
 from ndlightnet.ops import Lrpe, causal_attention
 from ndlightnet.ops.lightnet.state import tile

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler, default_collate
 
-from ndlightnet.grid import per_axis
-from ndlightnet.ragged import pack
+from ndlightnet.layout import pack, per_axis
 
 
 def token_count(space: Sequence[int], patch_size: int | Sequence[int]) -> int:
@@ -66,7 +65,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
     replica, as trainers expect that count batches once; their tokens differ by little.
 
     Lightning makes the iterator of a training that it resumes before it tells the epoch: a
-    `ndlightnet.training.loading.TimedLoader` in place of the DataLoader asks for batches later.
+    `ndlightnet.training.core.loading.TimedLoader` in place of the DataLoader asks later.
 
     Args:
         lengths: tokens of every sample; see `token_count`.

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ndlightnet.layout import Packed, Ragged, pack
 from ndlightnet.models.stream import Stream, StreamState, advance
 from ndlightnet.nn.block import Block, init_weights
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.patch import Patchify
 from ndlightnet.nn.position import MDTPE, NO_WEIGHT_DECAY
-from ndlightnet.ragged import Packed, Ragged, pack
 
 
 class NDLightNet(nn.Module):

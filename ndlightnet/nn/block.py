@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.ragged import Ragged
+from ndlightnet.layout import Ragged
 
 
 class DropPath(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ndlightnet.grid import Grid
+from ndlightnet.layout import Grid
 
 
 def default_heads(dim: int, heads: int | None) -> tuple[int, int]:

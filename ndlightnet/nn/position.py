@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.grid import Grid
+from ndlightnet.layout import Grid, Ragged
 from ndlightnet.ops import (
     Position,
     axis_scan,
@@ -20,7 +20,6 @@ from ndlightnet.ops import (
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.position import Kind, slots_of
 from ndlightnet.ops.recurrence.chunks import exact
-from ndlightnet.ragged import Ragged
 
 # Decays, angles, orthogonal vectors: weight decay would pull them towards a meaning of its own. By
 # name, since a network holds them anywhere.

@@ -19,10 +19,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ndlightnet.grid import Grid
+from ndlightnet.layout import Grid, Layout
 from ndlightnet.ops.dtypes import finest
 from ndlightnet.ops.lightnet.state import State
-from ndlightnet.ragged import Ragged
 
 Kind = Literal["cosine", "rotary"]
 
@@ -30,14 +29,14 @@ Kind = Literal["cosine", "rotary"]
 class Position(NamedTuple):
     """Where the tokens of a sequence lie and how fast each slot turns.
 
-    theta: (heads or 1, slots) radians per step. layout: the grid of tokens, as its shape, a Grid or
-    a Ragged. prefix: so many tokens in front of the grid have no position (angle 0). offset:
-    coordinate of the first cell, one per axis; a tensor (batch,) where it is another one in every
-    sample. origin, as offset: for operators, see `relative`.
+    theta: (heads or 1, slots) radians per step. layout: the grid of tokens, or its shape. prefix:
+    so many tokens in front of the grid have no position (angle 0). offset: coordinate of the first
+    cell, one per axis, where it is not the layout's: an int or a scalar tensor; a tensor (batch,)
+    where it is another one in every sample. origin, as offset: for operators, see `relative`.
     """
 
     theta: Tensor
-    layout: tuple[int, ...] | Grid | Ragged
+    layout: tuple[int, ...] | Layout
     kind: Kind = "cosine"
     prefix: int = 0
     offset: tuple[int | Tensor, ...] | None = None
@@ -51,9 +50,13 @@ class Position(NamedTuple):
 def shape_of(position: Position) -> tuple[int, ...]:
     """The shape of the grid; of samples end to end, that of the first one."""
     layout = position.layout
-    if isinstance(layout, Grid):
-        return layout.shape
-    return layout.shapes[0] if isinstance(layout, Ragged) else layout
+    return layout if isinstance(layout, tuple) else layout.shapes[0]
+
+
+def offset_of(position: Position) -> tuple[int | Tensor, ...] | None:
+    """The coordinates of the first cell; None: 0."""
+    layout, offset = position.layout, position.offset
+    return layout.offset if offset is None and isinstance(layout, Grid) else offset
 
 
 def slots_of(dim: int, kind: Kind) -> int:
@@ -87,7 +90,7 @@ def tables(lrpe: Position, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     Angles are float64 products (a float32 one is off by 6e-8 of itself: 1e-2 radians at 2e5 steps).
     """
     grid, theta = Grid(shape_of(lrpe)), lrpe.theta
-    offset = lrpe.offset or (0,) * grid.ndim
+    offset = offset_of(lrpe) or (0,) * grid.ndim
     slots = slots_of(dim, lrpe.kind)
     if theta.ndim != 2 or theta.shape[-1] != slots:
         raise ValueError(
@@ -149,7 +152,8 @@ def relative(lrpe: Position | None) -> Position | None:
     without them), a sum that no float32 twists give to the digits that a large coordinate asks for.
     So here coordinates count from the origin, and `offset_gradient` adds origin x pulls.
     """
-    return None if lrpe is None else lrpe._replace(origin=lrpe.offset)
+    offset = None if lrpe is None else offset_of(lrpe)
+    return lrpe if lrpe is None or offset is None else lrpe._replace(offset=offset, origin=offset)
 
 
 def offset_gradient(state: State, lrpe: Position | None, sign: int) -> State:

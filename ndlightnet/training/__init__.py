@@ -1,16 +1,19 @@
 """Tasks on Lightning: a network with its loss, metrics, data and command line."""
 
-from ndlightnet.training.classification import VideoTask
-from ndlightnet.training.cli import TaskCLI, run
-from ndlightnet.training.forecasting import ForecastTask, SeriesData
-from ndlightnet.training.images import ImageData, ImageTask
-from ndlightnet.training.segmentation import SegmentationTask
-from ndlightnet.training.signals import SignalData, SignalTask
-from ndlightnet.training.text import TextData, TextTask
-from ndlightnet.training.videos import MovingDigits, VideoData
-from ndlightnet.training.volumes import PhantomVolumes, VolumeData
+from ndlightnet.training.classification.images import ImageData, ImageTask
+from ndlightnet.training.classification.signals import SignalData, SignalTask
+from ndlightnet.training.classification.videos import MovingDigits, VideoData
+from ndlightnet.training.classification.videos_task import VideoTask
+from ndlightnet.training.classification.volume_folders import VolumeFolders
+from ndlightnet.training.core.averaging import AveragedWeights
+from ndlightnet.training.core.cli import TaskCLI, run
+from ndlightnet.training.forecasting.series import ForecastTask, SeriesData
+from ndlightnet.training.language.text import TextData, TextTask
+from ndlightnet.training.segmentation.data import PhantomVolumes, VolumeData
+from ndlightnet.training.segmentation.task import SegmentationTask
 
 __all__ = [
+    "AveragedWeights",
     "ForecastTask",
     "ImageData",
     "ImageTask",
@@ -26,5 +29,6 @@ __all__ = [
     "VideoData",
     "VideoTask",
     "VolumeData",
+    "VolumeFolders",
     "run",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ndlightnet.training.cases import interval, of_known
+from ndlightnet.training.segmentation.metrics import interval, of_known
 
 Run = Mapping[str, Any]  # metrics.json, with "row", "seed" and, in a cross-validation, "fold"
 Dice = dict[int, dict[str, list[float]]]  # of each class, by seed and case

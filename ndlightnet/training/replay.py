@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.training.optim import decayed_groups
+from ndlightnet.training.core.optim import decayed_groups
 
 
 @cache

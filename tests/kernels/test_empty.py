@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.autograd import grad
 
+from ndlightnet.layout import Ragged
 from ndlightnet.ops import (
     Lrpe,
     State,
@@ -17,7 +18,6 @@ from ndlightnet.ops import (
     read,
     summarize,
 )
-from ndlightnet.ragged import Ragged
 
 from ..packs import packed_attention, packed_axis_causal_attention, packed_axis_scan
 from .cases import DEVICE

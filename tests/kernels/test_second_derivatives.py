@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.autograd import grad
 
 from ndlightnet import ops
+from ndlightnet.layout import Ragged
 from ndlightnet.ops.norm_gate import norm_gate
-from ndlightnet.ragged import Ragged
 
 from ..packs import packed_attention, packed_axis_causal_attention, packed_axis_scan
 from .cases import DEVICE

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd import grad, gradcheck
 from torch.func import functional_call
 
+from ndlightnet.layout import Ragged
 from ndlightnet.nn import mixers
-from ndlightnet.ragged import Ragged
 
 CATALOGUE = mixers.__all__
 every = pytest.mark.parametrize("name", CATALOGUE)

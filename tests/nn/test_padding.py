@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import grad
 
+from ndlightnet.layout import Ragged
 from ndlightnet.nn import mixers
-from ndlightnet.ragged import Ragged
 
 CATALOGUE = mixers.__all__
 every = pytest.mark.parametrize("name", CATALOGUE)

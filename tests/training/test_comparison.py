@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ndlightnet.training.cases import interval, metrics_of
 from ndlightnet.training.comparison import (
     by_case,
     differences,
@@ -13,6 +12,7 @@ from ndlightnet.training.comparison import (
     segmentation_tables,
     values,
 )
+from ndlightnet.training.segmentation.metrics import interval, metrics_of
 
 NAMES = ("background", "liver", "cyst")
 NAN = float("nan")

@@ -11,12 +11,12 @@ import yaml
 
 from ndlightnet.data.digits import MOTIONS
 from ndlightnet.data.images import read_images
-from ndlightnet.data.layouts import read_dataset
 from ndlightnet.data.packing import PackCollate, PadCollate
-from ndlightnet.data.phantoms import LABELS
 from ndlightnet.data.series import read_series
 from ndlightnet.data.signals import read_recordings
 from ndlightnet.data.video import read_video_folder
+from ndlightnet.data.volume.datasets import read_dataset
+from ndlightnet.data.volume.phantoms import LABELS
 from ndlightnet.nn import mixers
 from ndlightnet.training import (
     ForecastTask,
@@ -33,7 +33,7 @@ from ndlightnet.training import (
     VideoTask,
     VolumeData,
 )
-from ndlightnet.training.optim import adamw_with_cosine
+from ndlightnet.training.core.optim import adamw_with_cosine
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -16,7 +16,7 @@ import torch
 
 from ndlightnet import NDLightUNet
 from ndlightnet.data.errors import file_name, printable
-from ndlightnet.data.volumes import Case, load_case
+from ndlightnet.data.volume.volume import Case, load_case
 from tests.training.hospital import broken_inputs, good_inputs, videos
 
 CLASSES = "--model.net.init_args.out_channels=2"

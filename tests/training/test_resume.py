@@ -66,7 +66,7 @@ KINDS = {
     "volume": (
         ImageTask, ImageData, "ndlightnet.NDLightNet",
         {**NET, "dims": 3, "in_chans": 1, "num_classes": 2, "patch_size": 2},
-        "ndlightnet.training.volume_folders.VolumeFolders",
+        "ndlightnet.training.VolumeFolders",
         {"size": [6, 5, 4], "batch_size": 4, "validation": 0.2, "train_limit": 20,
          "augment": {"flip_axes": [0, 2], "shift": 1, "turn": 0.5}},
     ),
@@ -95,7 +95,7 @@ def has_workers(kind: str) -> bool:
 
 def config(kind: str, root: Path, out: Path, workers: int, accelerator: str = "cpu") -> Path:
     *_, net, net_arguments, data, data_arguments = KINDS[kind]
-    average = {"class_path": "ndlightnet.training.averaging.AveragedWeights",
+    average = {"class_path": "ndlightnet.training.AveragedWeights",
                "init_args": {"decay": 0.8}}  # fmt: skip
     given = {
         "seed_everything": 3,

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ndlightnet.grid import Grid, per_axis
+from ndlightnet.layout import Grid, per_axis
 from ndlightnet.nn.mixers.linear import Extent, LinearAttention, Start
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ndlightnet.layout import Ragged
 from ndlightnet.nn.mixers.mixer import Mixer
-from ndlightnet.ragged import Ragged
 
 
 class Identity(Mixer):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.grid import Grid
+from ndlightnet.layout import Grid, Ragged
 from ndlightnet.nn.heads import default_heads
 from ndlightnet.nn.mixers.mixer import Recurrent, Scan, check_source, drawn_like, once
 from ndlightnet.ops import fla
@@ -17,7 +17,6 @@ from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence.chunks import exact
 from ndlightnet.ops.recurrence.delta import gated_delta_rule
 from ndlightnet.ops.recurrence.gated import gated_linear_attention
-from ndlightnet.ragged import Ragged
 
 
 class Parts(NamedTuple):

@@ -8,13 +8,12 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.grid import Grid, per_axis
+from ndlightnet.layout import Grid, Ragged, per_axis
 from ndlightnet.nn.heads import default_heads
 from ndlightnet.nn.mixers.mixer import Mixer, check_source
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.lavo import WindowSums, amounts, memory_read, past_means, token_mean
 from ndlightnet.ops.local import local_attention
-from ndlightnet.ragged import Ragged
 
 Orthogonal = Literal["init", "param"]
 Basis = Literal["per_head", "full"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.grid import Grid
+from ndlightnet.layout import Grid, Ragged
 from ndlightnet.nn.constants import Constants
 from ndlightnet.nn.heads import default_heads, split_heads
 from ndlightnet.nn.mixers.mixer import Mixer, check_axes, check_source, drawn_like
@@ -27,7 +27,6 @@ from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.lightnet.state import State
 from ndlightnet.ops.position import Kind, Position
-from ndlightnet.ragged import Ragged
 
 
 class LightNetAttention(Constants, Mixer):

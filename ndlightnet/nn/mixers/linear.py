@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ndlightnet.grid import Grid
+from ndlightnet.layout import Grid, Ragged
 from ndlightnet.nn.heads import default_heads, split_heads
 from ndlightnet.nn.mixers.mixer import Mixer, check_axes, check_source, drawn_like
 from ndlightnet.ops import fla
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.linear import Sums, causal_linear_attention, linear_attention
-from ndlightnet.ragged import Ragged
 
 Start = tuple[int | Tensor, ...] | None
 Extent = tuple[int | Tensor | None, ...]

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.grid import Grid
+from ndlightnet.layout import Grid
 from ndlightnet.nn.constants import Constants
 from ndlightnet.nn.mixers.linear import Extent, Feature, LinearAttention, Start
 from ndlightnet.nn.position import MDLRPE

@@ -11,8 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.grid import Grid
-from ndlightnet.ragged import Ragged
+from ndlightnet.layout import Grid, Ragged
 
 Scan = Literal["raster", "both", "axes"]
 

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from ndlightnet.grid import Grid
+from ndlightnet.layout import Grid, Ragged
 from ndlightnet.nn.heads import default_heads, split_heads
 from ndlightnet.nn.mixers.mixer import Mixer, check_axes, check_source
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import rotate, tables
-from ndlightnet.ragged import Ragged
 
 
 class SoftmaxAttention(Mixer):

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.grid import per_axis
+from ndlightnet.layout import Ragged, per_axis
 from ndlightnet.nn.heads import default_heads
 from ndlightnet.nn.mixers.mixer import Mixer
 from ndlightnet.ops.local import local_attention
-from ndlightnet.ragged import Ragged
 
 
 class WindowAttention(Mixer):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndlightnet.layout import Ragged
 from ndlightnet.ops._operator import Operator
-from ndlightnet.ragged import Ragged
 
 # What ends the arguments: of samples end to end the table of their lines (lines, 3), and of each
 # group of lines its axis, a length that none exceeds, and how many there are

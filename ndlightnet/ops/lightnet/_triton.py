@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ndlightnet.layout import Ragged
 from ndlightnet.ops._operator import Operator
 from ndlightnet.ops.lightnet.state import State
-from ndlightnet.ops.position import Position, columns, shape_of
-from ndlightnet.ragged import Ragged
+from ndlightnet.ops.position import Position, columns, offset_of, shape_of
 from ndlightnet_kernels import position as flat
 from ndlightnet_kernels.position import FIELDS, SCHEMA
 
@@ -26,11 +26,11 @@ def of_grid(lrpe: Position | None) -> Flat:
     """Of rows that share a grid."""
     if lrpe is None:
         return NOWHERE
-    offset, shape = None, shape_of(lrpe)
-    if lrpe.offset is not None:
+    offset, shape, start = None, shape_of(lrpe), offset_of(lrpe)
+    if start is not None:
         device = lrpe.theta.device
-        parts = columns(lrpe.offset, device)
-        same = lrpe.origin is lrpe.offset
+        parts = columns(start, device)
+        same = lrpe.origin is start
         parts += parts if same else columns(lrpe.origin or (0,) * len(shape), device)
         offset = torch.stack(torch.broadcast_tensors(*parts), 1)
     return flat.grid(lrpe.theta, offset, lrpe.kind, lrpe.prefix, shape)

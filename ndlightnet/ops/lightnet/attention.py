@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.grid import Grid
+from ndlightnet.layout import Grid, Layout, Ragged
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.lightnet import _triton, parallel, reference
@@ -31,11 +31,12 @@ from ndlightnet.ops.position import (
     Position,
     key_features,
     offset_gradient,
+    offset_of,
     query_features,
     relative,
+    shape_of,
 )
 from ndlightnet.ops.recurrence.chunks import exact
-from ndlightnet.ragged import Ragged
 
 __all__ = [
     "attention_step", "causal_attention", "global_attention", "merge", "read", "summarize",
@@ -165,7 +166,7 @@ def global_attention(
     *,
     mask: Tensor | None = None,
     lrpe: Position | None = None,
-    layout: Grid | Ragged | None = None,
+    layout: Layout | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Softmax(K over tokens)^T V, read by SiLU(q) (Eq. 6). mask: (batch, length) bool, False =
@@ -178,8 +179,8 @@ def global_attention(
     if ragged is not None:
         lrpe = along(ragged, k, lrpe)
     _check(k, v, mask, lrpe, q)
-    if lrpe is not None and lrpe.prefix == 0 and lrpe.offset is not None:  # only offsets count
-        lrpe = lrpe._replace(offset=None)
+    if lrpe is not None and lrpe.prefix == 0 and offset_of(lrpe) is not None:
+        lrpe = lrpe._replace(layout=shape_of(lrpe), offset=None)  # only differences count
     chosen: Any = resolve("global_attention", impl, k, v, lrpe=lrpe)
     if chosen == "triton" and (q.dtype == k.dtype or ragged is not None):
         if ragged is None:
@@ -194,7 +195,7 @@ def global_attention(
         return out
     if ragged is not None:
 
-        def alone(shape: tuple[int, ...], *qkv: Tensor, **how: Any) -> Tensor:
+        def alone(_: Grid, *qkv: Tensor, **how: Any) -> Tensor:
             return global_attention(*qkv, **how, impl=chosen)
 
         return by_sample(alone, ragged, q, k, v, mask, lrpe)
@@ -210,24 +211,22 @@ def along(layout: Ragged, k: Tensor, lrpe: Position | None) -> Position | None:
         )
     if lrpe is None:
         return None
-    if lrpe.prefix or lrpe.offset is not None:
+    if lrpe.prefix or offset_of(lrpe) is not None:
         raise ValueError(f"lrpe={lrpe}: expected no prefix and no offset with samples end to end")
     return lrpe._replace(layout=layout)
 
 
 def by_sample(
-    attend: Callable[..., Tensor], layout: Ragged, q: Tensor, k: Tensor, v: Tensor,
+    attend: Callable[..., Tensor], layout: Layout, q: Tensor, k: Tensor, v: Tensor,
     mask: Tensor | None, lrpe: Position | None,
 ) -> Tensor:  # fmt: skip
-    """attend(shape, q, k, v, mask=, lrpe=) of one sample after the other, end to end again."""
-    outs = []
-    for i, shape in enumerate(layout.shapes):
-        if layout.lengths[i]:
-            now = slice(layout.offsets[i], layout.offsets[i + 1])
-            one = None if lrpe is None else lrpe._replace(layout=shape)
-            seen = None if mask is None else mask[:, now]
-            outs.append(attend(shape, *(x[:, now] for x in (q, k, v)), mask=seen, lrpe=one))
-    return torch.cat(outs, 1) if outs else q.new_empty(v.shape)
+    """attend(grid, q, k, v, mask=, lrpe=) of one sample after the other, end to end again."""
+
+    def alone(grid: Grid, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        there = None if lrpe is None else lrpe._replace(layout=grid)
+        return attend(grid, q, k, v, mask=mask, lrpe=there)
+
+    return layout.map_samples(alone, q, k, v, mask)
 
 
 def causal_attention(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ndlightnet.grid import Grid
+from ndlightnet.layout import Grid, Layout, Ragged
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.lightnet import _triton, parallel, reference
@@ -32,11 +32,8 @@ from ndlightnet.ops.lightnet.attention import (
     causal_attention,
 )
 from ndlightnet.ops.lightnet.state import State, decay, merge, raised, rates, tile
-from ndlightnet.ops.position import Position, offset_gradient, relative, shape_of
+from ndlightnet.ops.position import Position, offset_gradient, offset_of, relative, shape_of
 from ndlightnet.ops.recurrence.chunks import exact
-from ndlightnet.ragged import Ragged
-
-Layout = int | Grid | Ragged
 
 
 # ------------------------------------------------------------------------ States of many frames
@@ -110,7 +107,7 @@ def axis_causal_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: Layout,
+    layout: Layout | int,
     *,
     mask: Tensor | None = None,
     lrpe: Position | None = None,
@@ -140,7 +137,7 @@ def axis_causal_attention(
         if state is not None:
             raise ValueError("state: expected None with samples end to end")
         return _ragged(q, k, v, layout, mask, lrpe, window, forget, impl), None
-    frames = layout.shape[0] if isinstance(layout, Grid) else layout
+    frames = layout if isinstance(layout, int) else layout.shapes[0][0]
     _check(k, v, mask, lrpe, q)
     if k.shape[1] == 0:  # no frames, or none with tokens
         if state is None:
@@ -239,7 +236,7 @@ def _from(lrpe: Position | None, first: int, frames: int) -> Position | None:
     if lrpe is None:
         return None
     shape = shape_of(lrpe)
-    offset = lrpe.offset or (0,) * len(shape)
+    offset = offset_of(lrpe) or (0,) * len(shape)
     return lrpe._replace(layout=(frames, *shape[1:]), offset=(offset[0] + first, *offset[1:]))
 
 
@@ -314,9 +311,9 @@ def _ragged(
     small = min((n // shape[0] for n, shape in pairs if n), default=0)
     if chosen != "triton" or heavy(k, v, lrpe, small):
 
-        def alone(shape: tuple[int, ...], q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        def alone(grid: Grid, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
             how |= {"window": window, "forget": forget, "impl": chosen}
-            return axis_causal_attention(q, k, v, shape[0], **how)[0]
+            return axis_causal_attention(q, k, v, grid, **how)[0]
 
         return by_sample(alone, layout, q, k, v, mask, lrpe)
     frames, at, most = layout.frames(k.device)

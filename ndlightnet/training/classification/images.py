@@ -1,0 +1,262 @@
+"""Classification of grey images and volumes of one size: data in memory, task, and a picture."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchmetrics.classification import BinaryAUROC
+
+from ndlightnet.data.errors import DataError, cell, whole_file
+from ndlightnet.data.images import (
+    Batches,
+    ImageSet,
+    SeededBatches,
+    ShuffledBatches,
+    mean_and_deviation,
+    moved,
+    read_images,
+    spread,
+)
+from ndlightnet.data.packing import token_count
+from ndlightnet.data.volume.augment import Augment
+from ndlightnet.inference import mirrorings
+from ndlightnet.training.classification.labelled import LabelledTask
+from ndlightnet.training.core.measures import scores
+from ndlightnet.training.core.report import panels_of, save_confusion, save_figure, write_json
+
+VIEWS = 36  # in a picture, about
+
+
+class ImageData(L.LightningDataModule):
+    """A folder of IDX files or an npz file, as ndlightnet.data.images reads them.
+
+    Bytes are augmented and normalised on the device. Batches and augmentation follow from the seed
+    alone, so that networks that are compared see the same.
+
+    Args:
+        root: the folder or file.
+        classes: names of the classes; default: their numbers.
+        batch_size: images per batch.
+        shift: cells, at most, by which training images are moved along every axis.
+        flips: axes along which they are mirrored half the time.
+        validation: share of the training images that chooses the best checkpoint, where the data
+            have no part of their own for that; 0: none. The test images are not looked at.
+        train_limit: train on so many of them, evenly spaced; default: all.
+        augment: what else happens to training images, after normalisation; in place of `shift` and
+            `flips`, which it has itself.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        classes: list[str] | None = None,
+        batch_size: int = 128,
+        shift: int = 0,
+        flips: tuple[int, ...] = (),
+        validation: float = 0.1,
+        train_limit: int | None = None,
+        augment: Augment | None = None,
+    ) -> None:
+        super().__init__()
+        self.root, self.batch_size, self.shift, self.flips = Path(root), batch_size, shift, flips
+        self.validation, self.train_limit = validation, train_limit
+        self.classes, self.augment = tuple(classes or ()), augment
+
+    def read(self) -> dict[str, ImageSet]:
+        return read_images(self.root)
+
+    def setup(self, stage: str) -> None:
+        if self.augment and (self.shift or self.flips):
+            raise DataError(f"shift={self.shift}, flips={self.flips}: with augment, say them there")
+        self.seed = torch.initial_seed()
+        parts = self.read()
+        train, self.test_set = parts["train"], parts["test"]
+        self.space = tuple(train.images.shape[1:])
+        if any(not 0 <= axis < len(self.space) for axis in self.flips):
+            raise DataError(f"{self.root}: flips={self.flips}: axes are 0 to {len(self.space) - 1}")
+        most = max(int(part.labels.max()) for part in parts.values())
+        self.classes = self.classes or tuple(str(label) for label in range(most + 1))
+        if most >= len(self.classes) or min(int(p.labels.min()) for p in parts.values()) < 0:
+            raise DataError(f"{self.root}: labels up to {most}: classes are {list(self.classes)}")
+        self.mean, self.deviation = mean_and_deviation(train.images)
+        held = spread(round(self.validation * len(train)), len(train))
+        self.val_set = parts.get("val", train.pick(held))
+        if "val" not in parts:
+            train = train.pick(sorted(set(range(len(train))) - set(held)))
+        limit = len(train) if self.train_limit is None else self.train_limit
+        if not 0 < limit <= len(train):
+            raise DataError(
+                f"{self.root}: train_limit={self.train_limit}, validation={self.validation}: "
+                f"{limit} images to train with, expected 1 or more of {len(train)}"
+            )
+        self.train_set = train.pick(spread(limit, len(train)))
+
+    def replica(self) -> tuple[int, int]:
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+
+    def train_dataloader(self) -> Any:
+        kind = SeededBatches if self.augment else ShuffledBatches
+        return kind(
+            self.train_set, self.batch_size, self.replica(), shift=self.shift, flips=self.flips,
+            seed=self.seed,
+        )  # fmt: skip
+
+    def val_dataloader(self) -> Any:
+        here = len(self.val_set) > 0
+        return Batches(self.val_set, self.batch_size, self.replica()) if here else []
+
+    def test_dataloader(self) -> Any:
+        return Batches(self.test_set, self.batch_size, self.replica())
+
+    def predict_dataloader(self) -> Any:
+        raise DataError(f"{self.root}: predict reads files with VolumeFolders, not with ImageData")
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """uint8 -> floats of mean 0 and deviation 1, those of training batches moved or augmented
+        as the rest of the batch says."""
+        images, labels, numbers, *moves = batch
+        images = moved(images, *moves) if len(moves) == 2 else images
+        images = (images.float() - self.mean) / self.deviation
+        if self.augment and len(moves) == 1:
+            images, _ = self.augment(images, None, torch.Generator().manual_seed(moves[0]))
+        return images, labels, numbers
+
+    def names(self) -> dict[str, list[str]]:
+        return {"classes": list(self.classes)}
+
+    def set_names(self, names: dict[str, list[str]]) -> None:
+        self.classes = tuple(names["classes"])
+
+
+class ImageTask(LabelledTask):
+    """Trains `net`, images `(batch, 1, *space)` -> `(batch, classes)` logits, and measures it.
+
+    Args:
+        net: the network.
+        mirror: axes of space; an answer is the mean over all ways to mirror the image along them.
+        others: as of LabelledTask.
+    """
+
+    def __init__(self, net: nn.Module, *, mirror: tuple[int, ...] = (), **kwargs: Any) -> None:
+        super().__init__(net, **kwargs)
+        self.mirror = mirror
+        self.val_auc = BinaryAUROC()
+
+    def setup(self, stage: str) -> None:
+        dims = getattr(self.net, "dims", None)
+        if dims is not None and any(not 0 <= axis < dims for axis in self.mirror):
+            raise DataError(f"model.mirror={self.mirror}: axes are 0 to {dims - 1}")
+        if stage == "predict":
+            return  # classes and size come with the checkpoint
+        data = self.data()
+        self.expect(dims=len(data.space), in_chans=1, num_classes=len(data.classes))
+
+    def probabilities(self, *inputs: Any) -> Tensor:
+        (images,), answer = inputs, super().probabilities
+        return torch.stack([answer(images.flip(way)) for way in mirrorings(self.mirror)]).mean(0)
+
+    def validation_step(self, batch: tuple[Tensor, ...], _: int) -> None:
+        images, labels, _numbers = batch
+        probabilities = self.probabilities(images)
+        right = (probabilities.argmax(-1) == labels).float().mean()
+        self.log("val_accuracy", right, prog_bar=True, batch_size=len(labels), sync_dist=True)
+        if probabilities.shape[1] == 2:
+            self.val_auc.update(probabilities[:, 1], labels)
+            self.log("val_auc", self.val_auc, prog_bar=True)
+
+    def test_step(self, batch: tuple[Tensor, ...], number: int) -> None:
+        if number == 0:
+            self.timed = batch[0]
+        super().test_step(batch, number)
+
+    def on_test_epoch_end(self) -> None:
+        data, (numbers, probabilities, labels) = self.data(), self.answers()
+        patch = getattr(getattr(self.net, "embed", None), "patch", None)
+        metrics = {
+            **scores(probabilities, labels, data.classes),
+            "images": len(labels),
+            "tokens": token_count(data.space, patch) if patch else None,
+            **self.costs(),
+            **self.latencies(self.timed),
+        }
+        self.log("test_accuracy", metrics["top1"], rank_zero_only=True)
+        if not self.trainer.is_global_zero:
+            return
+        write_json(self.out() / "metrics.json", metrics)
+        save_confusion(
+            self.out() / "confusion.png", torch.tensor(metrics["confusion"]), data.classes
+        )
+        images = data.test_set.images[torch.tensor(numbers)]
+        save_gallery(self.out() / "test_images.png", images, probabilities, labels, data.classes)
+        self.summary = (
+            f"held-out accuracy {metrics['top1']:.3f} over {len(labels)} images; see {self.out()}"
+        )
+
+    def on_predict_start(self) -> None:
+        self.answered: dict[int, list[float]] = {}
+
+    def predict_step(self, batch: tuple[Tensor, ...], _: int) -> None:
+        images, _labels, numbers = batch
+        answers = self.probabilities(images).tolist()
+        self.answered |= dict(zip(numbers.tolist(), answers, strict=True))
+
+    def on_predict_end(self) -> None:
+        """predictions.csv: a line for each image, its file, class and probabilities."""
+        answered, data = self.gathered(self.answered), self.data()
+        file = self.out() / "predictions.csv"
+        if self.trainer.is_global_zero:
+            with (
+                whole_file(file) as draft,
+                draft.open("w", newline="", encoding="utf-8", errors="backslashreplace") as out,
+            ):
+                writer = csv.writer(out)
+                writer.writerow(["file", "prediction", *map(cell, data.classes)])
+                for number, row in answered.items():
+                    best = data.classes[row.index(max(row))]
+                    numbers = [f"{value:.6f}" for value in row]
+                    writer.writerow([cell(data.predict_files[number]), cell(best), *numbers])
+        self.summary = f"{len(answered)} predictions are in {file}"
+
+
+def projections(image: Tensor) -> np.ndarray:
+    """The means of an image (*space) over all but two axes, side by side: of a volume three."""
+    views = []
+    for pair in combinations(range(image.ndim), 2):
+        others = [axis for axis in range(image.ndim) if axis not in pair]
+        view = image.float().mean(others) if others else image.float()
+        views.append(view.cpu().numpy() / max(1.0, float(view.max())))
+    tallest = max(len(view) for view in views)
+    return np.concatenate(
+        [np.pad(v, ((0, tallest - len(v)), (1, 1)), constant_values=1) for v in views], axis=1
+    )
+
+
+def save_gallery(
+    path: Path, images: Tensor, probabilities: Tensor, labels: Tensor, names: Sequence[str]
+) -> None:
+    """Images (n, *space) from the worst answer (n, classes) to the best, evenly: the first has the
+    lowest probability of its truth. A caption is the answer with its probability."""
+    truth = probabilities.gather(1, labels[:, None])[:, 0]
+    each = math.comb(images.ndim - 1, 2)
+    count = min(len(labels), max(4, VIEWS // each))
+    shown = truth.argsort(stable=True)[torch.linspace(0, len(labels) - 1, count).round().long()]
+    columns = max(1, 9 // each)
+    figure, axes = panels_of(-(-count // columns), columns, (9, 1.3 * -(-count // columns)))
+    for axis in axes.flat:
+        axis.axis("off")
+    for axis, number in zip(axes.flat, shown.tolist(), strict=False):
+        answer, label = int(probabilities[number].argmax()), int(labels[number])
+        axis.imshow(projections(images[number]), cmap="gray", vmin=0, vmax=1)
+        caption = f"{names[answer]} {probabilities[number, answer]:.2f}"
+        caption += "" if answer == label else f"\nnot {names[label]}"
+        axis.set_title(caption, fontsize=6, color="#1a7f37" if answer == label else "#cf222e")
+    save_figure(figure, path)

@@ -1,0 +1,150 @@
+"""Classification of signals of different lengths: data, batches with and without padding, task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.packing import PackCollate, PadCollate
+from ndlightnet.data.signals import SignalDataset, read_recordings
+from ndlightnet.data.visits import Visits
+from ndlightnet.layout import Packed
+from ndlightnet.training.classification.labelled import LabelledTask
+from ndlightnet.training.core.loading import training_loader
+from ndlightnet.training.core.measures import scores
+from ndlightnet.training.core.report import save_confusion, write_json
+
+
+class SignalData(L.LightningDataModule):
+    """A folder of recorded digits, as ndlightnet.data.signals reads it.
+
+    Args:
+        root: the folder.
+        spectrum: (window, step) in samples: the network sees window / 2 channels of a short
+            spectrum every `step` samples. None: the samples themselves, one channel.
+        batching: "packed" puts the samples of a batch end to end, "padded" fills them up to the
+            longest, with a mask. Batches hold the same samples either way.
+        batch_size: recordings per batch, drawn without regard to their lengths.
+        validation: share of the training recordings that chooses the best checkpoint; 0: none, the
+            last checkpoint counts. The test recordings are not looked at.
+        workers: processes that prepare batches.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        spectrum: tuple[int, int] | None = None,
+        batching: Literal["packed", "padded"] = "packed",
+        batch_size: int = 64,
+        validation: float = 0.1,
+        workers: int = 2,
+    ) -> None:
+        super().__init__()
+        self.root, self.spectrum, self.batching = Path(root), spectrum, batching
+        self.batch_size, self.validation, self.workers = batch_size, validation, workers
+        self.classes: tuple[str, ...] = ()
+
+    @property
+    def channels(self) -> int:
+        return self.spectrum[0] // 2 if self.spectrum else 1
+
+    def setup(self, stage: str) -> None:
+        self.seed = torch.initial_seed()
+        recordings = read_recordings(self.root)
+        self.classes = tuple(str(digit) for digit in range(max(recordings.digits) + 1))
+        train, test = recordings.split()
+        out = round(self.validation * len(train))
+        held = {round(i * len(train) / out) for i in range(out)}  # spread over digits and takes
+        parts = (
+            [n for i, n in enumerate(train) if i not in held],
+            [n for i, n in enumerate(train) if i in held],
+            test,
+        )
+        if not parts[0] or not test:
+            raise DataError(
+                f"{self.root}: {len(parts[0])} recordings to train, {len(test)} to test: expected "
+                "some of both"
+            )
+        self.train_set, self.val_set, self.test_set = (
+            SignalDataset(recordings, part, i == 0, self.spectrum) for i, part in enumerate(parts)
+        )
+
+    def collate(self) -> Callable[..., Any]:
+        """What makes batches for the trainer's network."""
+        net: Any = self.trainer.lightning_module.net  # type: ignore[union-attr]
+        return PackCollate(net.embed.patch) if self.batching == "packed" else PadCollate()
+
+    def train_dataloader(self) -> Any:
+        signals, count = Visits(self.train_set, self.seed), len(self.train_set)
+        return training_loader(signals, count, self.batch_size, self.workers, self.collate())
+
+    def val_dataloader(self) -> Any:
+        return self._still(self.val_set) if len(self.val_set) else []
+
+    def test_dataloader(self) -> Any:
+        return self._still(self.test_set)
+
+    def _still(self, samples: SignalDataset) -> DataLoader[Any]:
+        return DataLoader(samples, batch_size=self.batch_size, collate_fn=self.collate())
+
+    def names(self) -> dict[str, list[str]]:
+        return {"classes": list(self.classes)}
+
+    def set_names(self, names: dict[str, list[str]]) -> None:
+        self.classes = tuple(names["classes"])
+
+
+class SignalTask(LabelledTask):
+    """Trains `net`, packed or padded signals -> `(batch, classes)` logits, and measures what its
+    steps cost.
+
+    Args: as of LabelledTask.
+    """
+
+    saved = (*LabelledTask.saved, "slots")
+    tokens, slots = 0, 0  # of all steps of training; with padding
+
+    def setup(self, stage: str) -> None:
+        data = self.data()
+        self.expect(in_chans=data.channels, num_classes=len(data.classes))
+
+    def on_train_batch_start(self, batch: tuple[Any, ...], _: int) -> None:
+        if isinstance(batch[0], Packed):
+            tokens = slots = batch[0].layout.length
+        else:
+            mask: Tensor = self.net.token_mask(batch[1])  # type: ignore[operator]
+            tokens, slots = int(mask.sum()), mask.numel()
+        self.tokens, self.slots = self.tokens + tokens, self.slots + slots
+
+    def on_test_epoch_end(self) -> None:
+        names, (_, probabilities, labels) = self.data().classes, self.answers()
+        metrics = {
+            **scores(probabilities, labels, names),
+            "recordings": len(labels),
+            **self.costs(),
+            "padded_share": 1 - self.tokens / self.slots if self.slots else None,
+        }
+        self.log("test_accuracy", metrics["top1"], rank_zero_only=True)
+        if not self.trainer.is_global_zero:
+            return
+        write_json(self.out() / "metrics.json", metrics)
+        save_confusion(self.out() / "confusion.png", torch.tensor(metrics["confusion"]), names)
+        self.summary = (
+            f"held-out accuracy {metrics['top1']:.3f} over {len(labels)} recordings; see "
+            f"{self.out()}"
+        )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["slots"] = [self.tokens, self.slots]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.tokens, self.slots = checkpoint["slots"]

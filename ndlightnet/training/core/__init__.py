@@ -1,0 +1,1 @@
+"""What every task shares: the module, the command line, the optimiser, costs, reports."""

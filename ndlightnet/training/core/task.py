@@ -1,0 +1,101 @@
+"""What all tasks share: the data's names in the checkpoint, and results from every process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lightning as L
+import torch
+
+from ndlightnet.data.errors import DataError, fitting
+from ndlightnet.data.visits import mixed
+from ndlightnet.training.core.optim import adamw_with_cosine
+
+T = TypeVar("T")
+
+
+def check(argument: str, value: object, good: bool, expected: str) -> None:
+    """DataError that names a command line's argument, unless its value is good."""
+    if not good:
+        raise DataError(f"{argument}: {value}, expected {expected}")
+
+
+class Task(L.LightningModule):
+    """A network `net` with AdamW; its data are a LightningDataModule of this room.
+
+    failures: one line for each file that could not be predicted. notes: one for each thing that was
+    decided for the user. summary: what to tell at the end.
+    """
+
+    # what `on_load_checkpoint` asks for, and Lightning with it
+    saved: tuple[str, ...] = ("names", "pytorch-lightning_version")
+    net: torch.nn.Module
+    lr: float
+    weight_decay: float
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures: list[str] = []
+        self.notes: list[str] = []
+        self.summary = ""
+
+    def data(self) -> Any:
+        module = self.trainer.datamodule  # type: ignore[attr-defined]
+        if module is None:
+            raise DataError(
+                f"{type(self).__name__}: expected a datamodule that knows its names, such as "
+                "trainer.fit(task, datamodule=VolumeData(...)), got none"
+            )
+        return module
+
+    def expect(self, **wanted: Any) -> None:
+        """DataError where the network has another value than the data ask for."""
+        for name, here in wanted.items():
+            if getattr(self.net, name, here) != here:
+                raise DataError(
+                    f"{self.data().root}: expected a network with {name}={here}, got "
+                    f"{getattr(self.net, name)}"
+                )
+
+    def out(self) -> Path:
+        return Path(self.trainer.default_root_dir)
+
+    @contextmanager
+    def one_input(self, path: object) -> Iterator[None]:
+        """What the file at `path` cannot do inside becomes a line of `failures`, and the others go
+        on. Errors that no file can make are raised."""
+        try:
+            with fitting(path):
+                yield
+        except DataError as error:
+            self.failures.append(str(error))
+
+    def configure_optimizers(self) -> Any:
+        return adamw_with_cosine(self, self.net, self.lr, self.weight_decay)
+
+    def on_train_epoch_start(self) -> None:
+        # what the network draws, such as dropout, follows from the seed, the epoch and the process,
+        # so that a resumed training draws what an uninterrupted one does
+        torch.manual_seed(mixed(self.data().seed, 3, self.current_epoch, self.global_rank))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["names"] = self.data().names()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        data, saved = self.data(), checkpoint["names"]
+        here = data.names()
+        if any(here.values()) and here != saved:
+            raise DataError(f"{data.root}: has {here}, but the checkpoint was trained on {saved}")
+        data.set_names(saved)
+
+    def gathered(self, items: dict[Any, T]) -> dict[Any, T]:
+        """The items of all processes, in order of their keys. A sampler that fills up its last
+        batch shows an item to two processes: equal keys count once."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            parts: list[Any] = [None] * self.trainer.world_size
+            torch.distributed.all_gather_object(parts, items)
+            items = {key: value for part in parts for key, value in part.items()}
+        return dict(sorted(items.items()))

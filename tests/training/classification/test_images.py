@@ -1,0 +1,346 @@
+"""Images and volumes: data in memory, what a run leaves, its measures, and the configs."""
+
+import io
+import json
+import struct
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from types import SimpleNamespace
+
+import lightning
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from ndlightnet import NDLightNet
+from ndlightnet.data.errors import DataError
+from ndlightnet.nn import mixers
+from ndlightnet.training import TaskCLI, run
+from ndlightnet.training.classification.images import (
+    ImageData,
+    ImageTask,
+    projections,
+    save_gallery,
+)
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = [
+    ROOT / "configs" / f"{name}.yaml"
+    for name in ("fashion_mnist", "adrenal", "adrenal28", "adrenal64")
+]
+TINY = """
+seed_everything: 0
+trainer: {accelerator: cpu, max_epochs: 4, log_every_n_steps: 1, enable_progress_bar: false}
+model:
+  lr: 1.0e-2
+  net:
+    class_path: ndlightnet.NDLightNet
+    init_args: {dims: 2, in_chans: 1, num_classes: 3, patch_size: 2, embed_dim: 16, depth: 1}
+data:
+  class_path: ndlightnet.training.ImageData
+  init_args: {root: nowhere, batch_size: 16, shift: 1, flips: [0, 1]}
+"""
+
+
+def stripes(count: int, size: int = 8) -> tuple[np.ndarray, np.ndarray]:
+    """Noise, rows and columns: three classes that moves do not change."""
+    rng = np.random.default_rng(count)
+    labels = rng.integers(0, 3, count)
+    at = np.arange(size) // 2 % 2 * 200
+    patterns = np.stack([np.zeros((size, size)), *np.broadcast_arrays(at[:, None], at)])
+    return (patterns[labels] + rng.integers(0, 50, (count, size, size))).astype(np.uint8), labels
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    """A folder of IDX files: 240 images to train with, 50 to test."""
+    folder = tmp_path_factory.mktemp("idx")
+    for part, count in (("train", 240), ("t10k", 50)):
+        images, labels = stripes(count)
+        for array, name in ((images, "images-idx3"), (labels.astype(np.uint8), "labels-idx1")):
+            head = struct.pack(f">4B{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
+            (folder / f"{part}-{name}-ubyte").write_bytes(head + array.tobytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def volumes(tmp_path_factory) -> Path:
+    """An npz file of volumes with a small or a large ball, with a part for validation."""
+    rng = np.random.default_rng(0)
+    far = np.linalg.norm(np.stack(np.indices((7, 6, 5))) - 2.5, axis=0)
+    content = {}
+    for part, count in (("train", 64), ("val", 16), ("test", 24)):
+        labels = rng.integers(0, 2, (count, 1))
+        balls = far < 1.2 + 1.5 * labels[..., None, None]
+        content |= {f"{part}_images": (255 * balls).astype(np.uint8), f"{part}_labels": labels}
+    path = tmp_path_factory.mktemp("npz") / "balls.npz"
+    np.savez(path, **content)
+    return path
+
+
+def launch(folder: Path, command: str, *arguments: str) -> SimpleNamespace:
+    """`run` on the tiny config in `folder`: its status, output and error lines."""
+    (folder / "tiny.yaml").write_text(TINY)
+    out, err = io.StringIO(), io.StringIO()
+    argv = ["task.py", command, "--config", str(folder / "tiny.yaml"),
+            f"--trainer.default_root_dir={folder}", *arguments]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", argv)
+        status = run(ImageTask, ImageData, Path("no default"))
+    errors = [line for line in err.getvalue().splitlines() if line.startswith("error: ")]
+    return SimpleNamespace(status=status, out=out.getvalue(), errors=errors)
+
+
+VOLUMES = ("--model.net.init_args.dims=3", "--model.net.init_args.num_classes=2",
+           "--data.init_args.classes=[small, large]", "--data.init_args.flips=[0, 2]",
+           "--trainer.max_epochs=12")  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["pictures", "volumes"])
+def trained(request, tmp_path_factory) -> tuple[str, Path]:
+    """The kind of data, and the folder of a finished fit and test."""
+    out = tmp_path_factory.mktemp(request.param)
+    more = VOLUMES if request.param == "volumes" else ()
+    common = (f"--data.init_args.root={request.getfixturevalue(request.param)}", *more)
+    done = launch(out, "fit", *common)
+    assert (done.status, done.errors) == (0, [])
+    done = launch(out, "test", *common, f"--ckpt_path={out}/checkpoints/last.ckpt")
+    assert (done.status, done.errors) == (0, [])
+    assert "held-out accuracy" in done.out
+    return request.param, out
+
+
+def test_a_small_set_is_learnt(trained):
+    kind, out = trained
+    metrics = json.loads((out / "metrics.json").read_text())
+    matrix = np.array(metrics["confusion"])
+    assert metrics["images"] == matrix.sum() == (50 if kind == "pictures" else 24)
+    assert metrics["top1"] == pytest.approx(matrix.trace() / matrix.sum(), abs=1e-5)
+    assert metrics["top1"] > 0.95 > 0.8 > metrics["majority_class"]
+    assert metrics["majority_class"] == pytest.approx(
+        matrix.sum(1).max() / matrix.sum(), abs=1e-5
+    )  # fmt: skip
+    recall = matrix.diagonal() / matrix.sum(1)
+    assert list(metrics["recall"].values()) == pytest.approx(recall, abs=1e-5)
+    assert metrics["balanced_accuracy"] == pytest.approx(recall.mean(), abs=1e-5)
+    if kind == "volumes":
+        assert list(metrics["recall"]) == ["small", "large"] and metrics["auc"] > 0.95
+    else:
+        assert list(metrics["recall"]) == ["0", "1", "2"] and "auc" not in metrics
+
+
+def test_what_it_cost(trained):
+    kind, out = trained
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["tokens"] == (4 * 4 if kind == "pictures" else 4 * 3 * 3)
+    # 216 of 240 in whole batches of 16; all 64
+    assert metrics["steps"] == (4 * 13 if kind == "pictures" else 12 * 4)
+    assert 0 < metrics["step_ms"] / 1e3 <= metrics["train_seconds"]
+    assert metrics["latency_ms"] > 0 and metrics["latency_one_ms"] > 0
+    assert metrics["peak_memory_gb"] is None
+    saved = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    assert metrics["parameters"] == sum(v.numel() for v in saved.values())
+
+
+def test_the_pictures_of_a_run(trained):
+    for name in ("confusion.png", "test_images.png"):
+        picture = matplotlib.image.imread(trained[1] / name)
+        assert min(picture.shape[:2]) > 150 and picture.std() > 0.05
+
+
+def test_a_resumed_run_adds_to_what_it_cost(trained, pictures, tmp_path):
+    kind, out = trained
+    if kind == "volumes":
+        pytest.skip("pictures are enough")
+    last = out / "checkpoints" / "last.ckpt"
+    done = launch(tmp_path, "fit", f"--data.init_args.root={pictures}", "--trainer.max_epochs=5",
+                  f"--ckpt_path={last}")  # fmt: skip
+    assert (done.status, done.errors) == (0, [])
+    first = torch.load(last, weights_only=True)["cost"]
+    both = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["cost"]
+    assert both[0][:52] == first[0] and len(both[0]) == 65
+
+
+@pytest.mark.parametrize(
+    "option, text",
+    [
+        ("--model.net.init_args.num_classes=4", "num_classes=3, got 4"),
+        ("--model.net.init_args.in_chans=3", "in_chans=1, got 3"),
+        ("--model.net.init_args.dims=3", "dims=2, got 3"),
+        ("--data.init_args.classes=[a, b]", "labels up to 2: classes are ['a', 'b']"),
+        ("--data.init_args.flips=[2]", "flips=(2,): axes are 0 to 1"),
+        (
+            "--data.init_args.validation=1",
+            "validation=1.0: 0 images to train with, expected 1 or more of 0",
+        ),
+        ("--data.init_args.train_limit=0", "train_limit=0, validation=0.1: 0 images"),
+        ("--data.init_args.train_limit=217", "217 images to train with, expected 1 or more of 216"),
+    ],
+)
+def test_what_does_not_fit_the_data(pictures, tmp_path, option, text):
+    done = launch(tmp_path, "fit", f"--data.init_args.root={pictures}", option)
+    assert done.status == 1 and not list(tmp_path.rglob("*.ckpt"))
+    assert len(done.errors) == 1 and done.errors[0].startswith(f"error: {pictures}: ")
+    assert text in done.errors[0]
+
+
+def test_parts_of_the_data(pictures, volumes):
+    data = ImageData(str(pictures), validation=0.25, train_limit=30)
+    data.setup("fit")
+    assert (len(data.train_set), len(data.val_set), len(data.test_set)) == (30, 60, 50)
+    images, labels = (torch.from_numpy(x.astype(np.int64)) for x in stripes(240))
+    everything = {tuple(image.flatten().tolist()): n for n, image in enumerate(images)}
+    train, held = ([everything[tuple(image.flatten().tolist())] for image in part.images]
+                   for part in (data.train_set, data.val_set))  # fmt: skip
+    assert not set(train) & set(held) and held == list(range(0, 240, 4))
+    assert torch.equal(data.train_set.labels, labels[train])
+    data = ImageData(str(volumes))
+    data.setup("fit")
+    assert (len(data.train_set), len(data.val_set), len(data.test_set)) == (64, 16, 24)
+
+
+def test_test_images_are_normalised_and_nothing_else(close, pictures):
+    data = ImageData(str(pictures), batch_size=64, shift=3, flips=(0, 1))
+    data.setup("test")
+    scale = stripes(240)[0].astype(np.float64)
+    images, labels = stripes(50)
+    expected = torch.from_numpy((images - scale.mean()) / scale.std())[:, None].float()
+    for loader in (data.test_dataloader(), data.test_dataloader()):
+        (batch,) = loader
+        found, truth, numbers = data.on_after_batch_transfer(batch, 0)
+        close(found, expected, 1e-6)
+        assert truth.tolist() == labels.tolist() and numbers.tolist() == list(range(50))
+    (held,) = data.val_dataloader()
+    assert len(held) == 3  # no moves
+
+
+class Watcher(ImageTask):
+    """Remembers the batches that it is trained on."""
+
+    def __init__(self, net: NDLightNet) -> None:
+        super().__init__(net)
+        self.batches: list[tuple[torch.Tensor, ...]] = []
+
+    def training_step(self, batch, number):
+        self.batches.append(tuple(part.clone() for part in batch))
+        return super().training_step(batch, number)
+
+
+def watched(root: Path, folder: Path, epochs: int, **net) -> list[tuple[torch.Tensor, ...]]:
+    lightning.seed_everything(5)
+    task = Watcher(NDLightNet(2, 1, 3, patch_size=2, embed_dim=8, **net))
+    data = ImageData(str(root), batch_size=64, shift=2, flips=(1,))
+    trainer = lightning.Trainer(
+        max_epochs=epochs, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(task, data)
+    return task.batches
+
+
+def test_networks_that_are_compared_see_the_same_batches(pictures, tmp_path):
+    """Whatever they draw themselves; and another order with other moves in every epoch."""
+    some = watched(pictures, tmp_path, 2, depth=1)
+    other = watched(pictures, tmp_path, 2, depth=2, mixer=mixers.Identity, drop_path_rate=0.5)
+    assert len(some) == len(other) == 2 * 3
+    for one, two in zip(some, other, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    for n in range(3):
+        assert not torch.equal(some[n][2], some[n + 3][2])
+    data = ImageData(str(pictures))
+    data.setup("fit")
+    for images, labels, numbers in some:
+        assert torch.equal(labels, data.train_set.labels[numbers])
+        still = (data.train_set.images[numbers][:, None] - data.mean) / data.deviation
+        moved = (images != still).flatten(1).any(1).float().mean()
+        assert moved > 0.8  # 1 of 50 draws, and chance, leave an image as it was
+
+
+def test_projections_of_a_volume():
+    volume = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (4, 3, 5), np.uint8))
+    views = volume.double().numpy()
+    found = projections(volume)
+    column = 0
+    for axis, (rows, width) in ((2, (4, 3)), (1, (4, 5)), (0, (3, 5))):
+        view = views.mean(axis)
+        assert found[:rows, column + 1 : column + 1 + width] == pytest.approx(view / view.max())
+        column += width + 2
+    assert found.shape == (4, column)
+    image = torch.arange(6, dtype=torch.uint8).view(2, 3)
+    assert projections(image)[:, 1:-1] == pytest.approx(image.numpy() / 5)
+
+
+def test_a_gallery_of_few_images(tmp_path):
+    images = torch.zeros(2, 5, 5, 5, dtype=torch.uint8)
+    save_gallery(tmp_path / "x.png", images, torch.eye(2), torch.tensor([0, 0]), ["a", "b"])
+    assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+def build(config: Path, folder: Path, *overrides: str) -> TaskCLI:
+    args = ["--config", str(config), f"--trainer.default_root_dir={folder}",
+            "--trainer.accelerator=cpu", *overrides]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["task.py"])
+        return TaskCLI(ImageTask, ImageData, subclass_mode_data=True, run=False, args=args)
+
+
+def one_step(task: ImageTask) -> None:
+    """On a random batch of few cells: the loss is finite, every parameter moves."""
+    task.train()._trainer = SimpleNamespace(estimated_stepping_batches=20)
+    task.log = lambda *_, **__: None
+    optimizer = task.configure_optimizers()["optimizer"]
+    before = [value.detach().clone() for value in task.net.parameters()]
+    images = torch.randn(2, 1, *[4] * task.net.dims)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = task.training_step((images, torch.arange(2), torch.arange(2)), 0)
+    loss.backward()
+    optimizer.step()
+    assert loss.ndim == 0 and loss.isfinite()
+    after = list(task.net.parameters())
+    assert all(value.isfinite().all() for value in after)
+    moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+    assert sum(moved) > 0.9 * len(moved)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_config_takes_one_step(config, tmp_path):
+    cli, read = build(config, tmp_path), yaml.safe_load(config.read_text())
+    assert cli.model.lr == read["model"]["lr"] and type(cli.datamodule) is ImageData
+    assert cli.trainer.precision == "bf16-mixed"
+    assert len(cli.datamodule.classes) == cli.model.net.num_classes
+    one_step(cli.model)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_config_agrees_with_its_data(config, tmp_path):
+    cli = build(config, tmp_path)
+    data = cli.datamodule
+    data.root = ROOT / data.root
+    if not data.root.exists():
+        pytest.skip(f"no data at {data.root}")
+    data.setup("fit")
+    cli.model._trainer = SimpleNamespace(datamodule=data)
+    cli.model.setup("fit")
+    steps = len(data.train_dataloader()) * cli.trainer.max_epochs
+    words = " ".join(config.read_text().replace("\n# ", " ").split("\n")[0].split())
+    assert f" {steps} steps" in words
+
+
+@pytest.mark.parametrize("row", ["Identity", "SoftmaxAttention", "LightNetAttention"])
+def test_config_with_another_mixer(row, tmp_path):
+    value = json.dumps({"class_path": f"ndlightnet.nn.mixers.{row}", "init_args": {}})
+    task = build(CONFIGS[1], tmp_path, f"--model.net.init_args.mixer={value}").model
+    assert {type(block.mixer).__name__ for block in task.net.blocks} == {row}
+    one_step(task)
+
+
+def test_without_a_datamodule(tmp_path):
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+        default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(DataError, match="expected a datamodule"):
+        trainer.fit(ImageTask(NDLightNet(2, 1, 3, patch_size=2, embed_dim=8, depth=1)), [0])

@@ -1,0 +1,312 @@
+"""Volumes in folders, from files to a CSV; averaged weights, augmentation, mirrored answers."""
+
+import csv
+import io
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import lightning
+import nibabel
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from ndlightnet import NDLightNet
+from ndlightnet.data.errors import DataError, printable
+from ndlightnet.data.volume.augment import Augment
+from ndlightnet.data.volume.class_folders import read_volume
+from ndlightnet.data.volume.volume import Case
+from ndlightnet.training import run
+from ndlightnet.training.classification.images import ImageData, ImageTask
+from ndlightnet.training.classification.volume_folders import VolumeFolders
+from ndlightnet.training.core.averaging import AveragedWeights
+from tests.training.hospital import claim, raw_header
+
+TINY = """
+seed_everything: 0
+trainer:
+  accelerator: cpu
+  max_epochs: 8
+  log_every_n_steps: 1
+  enable_progress_bar: false
+  callbacks: [{class_path: ndlightnet.training.AveragedWeights, init_args: {decay: 0.8}}]
+model:
+  lr: 1.0e-2
+  mirror: [0, 2]
+  net:
+    class_path: ndlightnet.NDLightNet
+    init_args: {dims: 3, in_chans: 1, num_classes: 2, patch_size: 2, embed_dim: 16, depth: 1}
+data:
+  class_path: ndlightnet.training.VolumeFolders
+  init_args:
+    root: nowhere
+    size: [8, 7, 6]
+    batch_size: 8
+    validation: 0.2
+    augment: {flip_axes: [0, 2], shift: 1, turn: 0.5}
+"""
+
+
+def save(path: Path, radius: float, seed: int, edge: float = 2.0) -> Path:
+    """A bright ball of `radius` mm in noise, voxels of `edge` mm."""
+    shape = [round(36 / edge), round(32 / edge), round(28 / edge)]
+    centred = (np.stack(np.indices(shape), -1) - (np.array(shape) - 1) / 2) * edge
+    voxels = 500.0 * (np.linalg.norm(centred, axis=-1) < radius)
+    voxels += np.random.default_rng(seed).normal(0, 40, shape)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = nibabel.Nifti1Image(voxels.astype(np.float32), np.diag([edge, edge, edge, 1]))
+    nibabel.save(image, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small and large balls in millimetres; voxels of two sizes in both."""
+    root = tmp_path_factory.mktemp("scans")
+    for part, count in (("train", 20), ("test", 5)):
+        for name, radius in (("large", 12), ("small", 7)):
+            for n in range(count):
+                save(root / part / name / f"{n}.nii.gz", radius, n, (2.0, 3.0)[n % 2])
+    return root
+
+
+def launch(folder: Path, command: str, *arguments: object) -> SimpleNamespace:
+    (folder / "tiny.yaml").write_text(TINY)
+    out, err = io.StringIO(), io.StringIO()
+    argv = ["volume_cls.py", command, "--config", str(folder / "tiny.yaml"),
+            f"--trainer.default_root_dir={folder}", *map(str, arguments)]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", argv)
+        status = run(ImageTask, ImageData, Path("no default"))
+    errors, notes = (
+        [line for line in err.getvalue().splitlines() if line.startswith(f"{kind}: ")]
+        for kind in ("error", "note")
+    )
+    return SimpleNamespace(status=status, out=out.getvalue(), errors=errors, notes=notes)
+
+
+@pytest.fixture(scope="module")
+def trained(scans: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("run")
+    done = launch(out, "fit", f"--data.root={scans}")
+    assert (done.status, done.errors) == (0, [])
+    return out
+
+
+def last(out: Path) -> str:
+    return f"--ckpt_path={out / 'checkpoints' / 'last.ckpt'}"
+
+
+def test_balls_of_two_sizes_are_told_apart(trained: Path, scans: Path) -> None:
+    done = launch(trained, "test", f"--data.root={scans}", last(trained))
+    assert (done.status, done.errors) == (0, [])
+    metrics = json.loads((trained / "metrics.json").read_text())
+    assert metrics["images"] == 10 and list(metrics["recall"]) == ["large", "small"]
+    assert metrics["top1"] >= 0.9 and metrics["auc"] >= 0.9 and metrics["majority_class"] == 0.5
+
+
+def network(out: Path) -> tuple[NDLightNet, dict]:
+    saved = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)
+    net = NDLightNet(3, 1, 2, patch_size=2, embed_dim=16, depth=1).eval()
+    net.load_state_dict({k[4:]: v for k, v in saved["state_dict"].items() if k[:4] == "net."})
+    return net, saved
+
+
+def test_predictions_are_those_of_the_averaged_weights(trained: Path, tmp_path: Path) -> None:
+    """Of new files into a CSV, without the training data; a broken one costs a line, no more."""
+    new = tmp_path / "new"
+    paths = [save(new / "c.nii.gz", 12, 99), save(new / "a.nii", 7, 98, 3.0)]
+    (new / "b.nii.gz").write_bytes(b"no volume")
+    done = launch(tmp_path, "predict", "--data.root=gone", f"--data.input={new}", last(trained))
+    assert done.status == 1 and len(done.errors) == 1
+    assert done.errors[0].startswith(f"error: {new / 'b.nii.gz'}: cannot be read")
+    with open(tmp_path / "predictions.csv", newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["file", "prediction", "large", "small"]
+    assert [row[:2] for row in rows] == [[str(paths[1]), "small"], [str(paths[0]), "large"]]
+    net, saved = network(trained)
+    mean, deviation = saved["names"]["scale"]
+    for row in rows:
+        case = Case("", (Path(row[0]),), None)
+        volume = read_volume(case, (8, 7, 6), saved["names"]["spacing"]).double()
+        image = ((volume - mean) / deviation).float()[None, None]
+        ways = [way for n in range(3) for way in combinations((2, 4), n)]
+        with torch.no_grad():
+            expected = torch.stack([net(image.flip(w)).softmax(-1) for w in ways]).mean(0)[0]
+        assert [float(x) for x in row[2:]] == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_names_and_headers_end_nothing(trained: Path, tmp_path: Path) -> None:
+    new = tmp_path / "new"
+    names = [r"b$\frac$.nii.gz", "n" * 248 + ".nii.gz", "UP.NII.GZ", os.fsdecode(b"caf\xe9.nii")]
+    good = [save(new / name, 12, 9) for name in names]
+    bad = [raw_header(new / "claims.nii", claim(30_000, 30_000, 30_000))]
+    bad.append(raw_header(new / "negative.nii", claim(9, -7, 11)))
+    bad.append(new / os.fsdecode(b"text \xff.nii"))
+    bad[-1].write_text("text")
+    (new / "picture.png").write_bytes(b"")
+    done = launch(tmp_path, "predict", "--data.root=gone", f"--data.input={new}", last(trained))
+    assert done.status == 1 and len(done.errors) == 3
+    for path in bad:
+        assert sum(line.startswith(f"error: {printable(path)}: ") for line in done.errors) == 1
+    assert done.notes[0].startswith(f"note: {new}: 1 entry is left out: picture.png (")
+    with open(tmp_path / "predictions.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert sorted(row["file"] for row in rows) == sorted(map(printable, good))
+    assert {row["prediction"] for row in rows} == {"large"}
+
+    for path in good:
+        path.unlink()
+    done = launch(tmp_path, "predict", "--data.root=gone", f"--data.input={new}", last(trained))
+    assert done.status == 1 and len(done.errors) == 3
+
+
+def test_training_says_what_it_leaves_out(scans: Path, tmp_path: Path) -> None:
+    root = tmp_path / "scans"
+    shutil.copytree(scans, root)
+    for name in ("a.png", "b.txt"):
+        (root / "train" / "large" / name).write_bytes(b"")
+    done = launch(tmp_path, "fit", f"--data.root={root}", "--trainer.max_epochs=1")
+    assert (done.status, done.errors) == (0, [])
+    assert len(done.notes) == 1
+    assert done.notes[0].startswith(f"note: {root}/train/large: 2 entries are left out: a.png, b")
+
+
+def test_what_a_checkpoint_keeps(trained: Path, scans: Path) -> None:
+    _, saved = network(trained)
+    assert saved["names"]["classes"] == ["large", "small"]
+    # no training volume is cut: 36 x 33 x 28 mm, 12 x 11 x 9 voxels of 3 mm
+    assert saved["names"]["spacing"] == pytest.approx([36 / 8, 33 / 7, 28 / 6])
+    now, average = saved["current_model_state"], saved["state_dict"]
+    assert any(not torch.equal(now[name], average[name]) for name in average)
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "text"),
+    [
+        ("fit", ["--data.size=[8, 8]"], "data.size=[8, 8]: expected three numbers"),
+        ("fit", ["--data.spacing=[1, 0, 1]"], "data.spacing=[1.0, 0.0, 1.0]: expected three"),
+        ("fit", ["--data.init_args.classes=[x, y]"], "classes=['x', 'y'], has ['large', 'small']"),
+        ("fit", ["--model.mirror=[3]"], "model.mirror=(3,): axes are 0 to 2"),
+        ("fit", ["--data.init_args.shift=2"], "shift=2, flips=(): with augment"),
+        ("fit", ["--data.augment.flip_axes=[5]"], "flip_axes=(5,): axes are 0 to 2"),
+        ("predict", [], "data.input: expected a file or a folder"),
+        ("predict", ["--data.input=FILE"], "--ckpt_path: predict expects the checkpoint"),
+    ],
+)
+def test_what_does_not_fit(
+    scans: Path, tmp_path: Path, command: str, arguments: list[str], text: str
+) -> None:
+    file = str(scans / "test" / "small" / "0.nii.gz")
+    more = [argument.replace("FILE", file) for argument in arguments]
+    done = launch(tmp_path, command, f"--data.root={scans}", *more)
+    assert done.status == 1 and len(done.errors) == 1 and text in done.errors[0], done.errors
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_a_damaged_training_file(scans: Path, tmp_path: Path) -> None:
+    root = tmp_path / "scans"
+    for name in ("a", "b"):
+        for part in ("train", "test"):
+            save(root / part / name / "0.nii.gz", 9, 0)
+    bad = root / "test" / "b" / "0.nii.gz"
+    bad.write_bytes(bad.read_bytes()[:300])
+    done = launch(tmp_path, "fit", f"--data.root={root}", "--data.spacing=[4, 4, 4]")
+    assert done.status == 1 and len(done.errors) == 1
+    assert done.errors[0].startswith(f"error: {bad}: cannot be read")
+
+
+@pytest.fixture
+def fitted(scans: Path, tmp_path: Path) -> Callable[[ImageData], ImageTask]:
+    """fitted(data): a task that has been trained and then tested by the same trainer."""
+
+    def make(data: ImageData) -> ImageTask:
+        lightning.seed_everything(3)
+        task = Watcher(NDLightNet(3, 1, 2, patch_size=2, embed_dim=8, depth=1), lr=1e-2)
+        trainer = lightning.Trainer(
+            max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False,
+            enable_model_summary=False, default_root_dir=tmp_path,
+            callbacks=[
+                AveragedWeights(decay=0.9),
+                ModelCheckpoint(tmp_path, "x", save_on_train_epoch_end=True,
+                                enable_version_counter=False),
+            ],
+        )  # fmt: skip
+        trainer.fit(task, data)
+        trainer.test(task, data, ckpt_path=tmp_path / "x.ckpt", weights_only=True, verbose=False)
+        task.saved = torch.load(tmp_path / "x.ckpt", weights_only=True)
+        return task
+
+    return make
+
+
+class Watcher(ImageTask):
+    """Remembers the batches that it is trained on."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self.batches: list[torch.Tensor] = []
+
+    def training_step(self, batch: tuple, number: int) -> torch.Tensor:
+        self.batches.append(batch[0].clone())
+        return super().training_step(batch, number)
+
+
+def test_augmented_batches_and_a_test_by_the_same_trainer(
+    scans: Path, fitted: Callable[[ImageData], ImageTask]
+) -> None:
+    """The batches follow from the seed, differ between epochs, and are of the training alone; the
+    test is of the averaged weights."""
+    augment = Augment(flip_axes=(0,), shift=1, turn=0.5)
+    data = [VolumeFolders(str(scans), [8, 7, 6], batch_size=8, augment=augment) for _ in range(2)]
+    one, two = map(fitted, data)
+    assert len(one.batches) == 2 * 4  # 36 of 40 in whole batches of 8
+    assert all(torch.equal(a, b) for a, b in zip(one.batches, two.batches, strict=True))
+    still = (data[0].train_set.images[:, None] - data[0].mean) / data[0].deviation
+    seen = torch.cat(one.batches)
+    kept = [(image == still).flatten(1).all(1).any() for image in seen]
+    assert 0 <= sum(map(int, kept)) < 0.2 * len(seen)  # (1/3)^3 / 4 draw nothing to speak of
+    assert not torch.equal(*(torch.cat(one.batches[i : i + 4]) for i in (0, 4)))
+    assert data[0].augment.spacing == pytest.approx(tuple(data[0].spacing))
+    for (images, _, _), (raw, *_) in zip(
+        [data[0].on_after_batch_transfer(b, 0) for b in data[0].val_dataloader()],
+        data[0].val_dataloader(), strict=True,
+    ):  # fmt: skip
+        assert torch.equal(images, (raw.float() - data[0].mean) / data[0].deviation)
+    for name, value in one.net.named_parameters():
+        assert torch.equal(value, one.saved["state_dict"][f"net.{name}"])
+    assert any(
+        not torch.equal(value, one.saved["current_model_state"][f"net.{name}"])
+        for name, value in one.net.named_parameters()
+    )
+
+
+def test_predict_without_a_place_for_input(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"gone.npz: predict reads files with VolumeFolders"):
+        ImageData(str(tmp_path / "gone.npz")).predict_dataloader()
+
+
+def test_the_average_is_an_exponential_one() -> None:
+    """By hand, from the weights after each of three steps; the first is taken as it is."""
+    net, callback, trainer = lightning.LightningModule(), AveragedWeights(decay=0.75), Mock()
+    net.weight = torch.nn.Parameter(torch.zeros(1, 2))
+    callback.setup(trainer, net, "fit")
+    expected = None
+    for step in range(1, 4):
+        with torch.no_grad():
+            net.weight.add_(torch.randn(1, 2))
+        trainer.global_step = step
+        callback.on_train_batch_end(trainer, net, None, None, step)
+        now = net.weight.detach().clone()
+        expected = now if expected is None else 0.75 * expected + 0.25 * now
+    callback.on_validation_epoch_start(trainer, net)
+    torch.testing.assert_close(net.weight.detach(), expected)

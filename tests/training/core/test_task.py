@@ -1,0 +1,85 @@
+"""What tasks share: results of several processes, names in checkpoints, empty validations."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.training import SegmentationTask, VideoTask
+from ndlightnet.training.segmentation.data import VolumeData
+
+
+def test_results_of_two_processes_are_joined_and_counted_once(monkeypatch):
+    task = VideoTask(nn.Identity())
+    task._trainer = SimpleNamespace(world_size=2)  # type: ignore[assignment]
+
+    def both(parts, mine):
+        parts[:] = [mine, {1: "b", 2: "c"}]
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", both)
+    assert list(task.gathered({2: "c", 0: "a"}).items()) == [(0, "a"), (1, "b"), (2, "c")]
+
+
+def test_names_that_differ_from_the_checkpoints_are_refused():
+    task, data = SegmentationTask(nn.Identity()), VolumeData("somewhere", [8, 8, 8])
+    task._trainer = SimpleNamespace(datamodule=data)  # type: ignore[assignment]
+    saved = {"names": {"labels": ["background", "liver"], "modalities": ["CT"]}}
+    saved |= {"ema_dice": 0.5, "cost": []}
+    task.on_load_checkpoint(saved)
+    assert data.labels == ("background", "liver") and data.modalities == ("CT",)
+    data.labels = ("background", "spleen")
+    with pytest.raises(DataError, match=r"somewhere: .*spleen.*liver"):
+        task.on_load_checkpoint(saved)
+
+
+def test_what_one_input_can_raise_is_a_line_and_an_error_of_ours_is_raised():
+    task = VideoTask(nn.Identity())
+    with task.one_input("a.mp4"):
+        raise DataError("a.mp4: damaged")
+    with task.one_input("b.mp4"):
+        torch.empty(2**58)
+    with task.one_input("c.mp4"):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    with task.one_input("d.mp4"):
+        pass
+    for error in (TypeError, ValueError, RuntimeError, KeyError):
+        with pytest.raises(error, match="ours"), task.one_input("e.mp4"):
+            raise error("ours")
+    assert task.failures[0] == "a.mp4: damaged"
+    assert [line.split(" (")[0] for line in task.failures[1:]] == [
+        "b.mp4: does not fit into memory", "c.mp4: does not fit into memory"
+    ]  # fmt: skip
+
+
+def test_a_case_without_foreground_does_not_spoil_the_validation(monkeypatch):
+    """A class that a case has not has no Dice: it is left out, neither 0 nor NaN."""
+    task, logged = SegmentationTask(nn.Identity()), {}
+    data = SimpleNamespace(labels=("background", "liver"))
+    task._trainer = SimpleNamespace(datamodule=data, sanity_checking=False, world_size=1)  # type: ignore[assignment]
+    monkeypatch.setattr(task, "log", lambda name, value, **_: logged.update({name: value}))
+    truth = torch.zeros(1, 1, 4, 4, 4)
+    truth[..., :2] = 1
+    half = truth.clone()
+    half[..., 1] = 0
+    task.on_validation_epoch_start()
+    for name, found, label in (
+        ("a", truth, truth),
+        ("b", half, truth),
+        ("c", 0 * truth, 0 * truth),
+    ):
+        pair = {"image": torch.cat([1 - found, found], 1)[0], "label": label[0]}
+        batch = {k: SimpleNamespace(as_tensor=lambda v=v: v) for k, v in pair.items()}
+        task.validation_step({**batch, "name": name}, 0)
+    task.on_validation_epoch_end()
+    wanted = (1 + 2 * 16 / (16 + 32)) / 2
+    assert logged["val_dice"] == logged["ema_dice"] == pytest.approx(wanted)
+
+
+def test_a_task_without_our_data_says_so():
+    task = VideoTask(nn.Identity())
+    task._trainer = SimpleNamespace(datamodule=None)  # type: ignore[assignment]
+    with pytest.raises(DataError, match="datamodule"):
+        task.setup("fit")

@@ -1,0 +1,304 @@
+"""Forecasts: scaling and windows of the data module, fit, test and predict, errors, the config."""
+
+import io
+import json
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from datetime import datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.series import Series, read_series, write_series
+from ndlightnet.models.forecaster import Forecaster
+from ndlightnet.training import TaskCLI, run
+from ndlightnet.training.core.optim import adamw_with_cosine
+from ndlightnet.training.forecasting.series import ForecastTask, SeriesData
+
+ROOT = Path(__file__).parents[3]
+START, HOUR = datetime(2020, 1, 1, 5), timedelta(hours=1)
+SPLIT = (500, 600, 720)
+CONFIG = """
+seed_everything: 0
+trainer:
+  {accelerator: cpu, max_epochs: 8, enable_progress_bar: false, check_val_every_n_epoch: 4,
+   log_every_n_steps: 5}
+model:
+  lr: 5.0e-3
+  net:
+    class_path: ndlightnet.models.forecaster.Forecaster
+    init_args: {in_chans: 2, label_length: 24, embed_dim: 16, depth: 1}
+data:
+  class_path: ndlightnet.training.SeriesData
+  init_args:
+    {root: nowhere, file: hours.csv, input_length: 48, horizon: 30, split: [500, 600, 720],
+     batch_size: 32, workers: 0}
+"""
+
+
+def days(rows: int = 750) -> Series:
+    """Two columns of a daily pattern, different hours of it, and noise of 0.3 of its deviation."""
+    rng = np.random.default_rng(0)
+    turn = 2 * np.pi * (np.arange(rows)[:, None] / 24 + np.array([0.0, 0.3]))
+    values = np.array([10.0, -3.0]) + np.array([4.0, 0.5]) * (
+        np.sin(turn) * 2**0.5 + 0.3 * rng.normal(size=(rows, 2))
+    )
+    return Series(("A", "OT"), START, torch.from_numpy(values))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("series")
+    write_series(folder / "hours.csv", days())
+    (folder / "config.yaml").write_text(CONFIG)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def forecast(folder):
+    """forecast("fit", "--option=..."): the task on the tiny config -> (status, output, errors)."""
+
+    def launch(command: str, *arguments: object):
+        argv = ["task.py", command, "--config", f"{folder}/config.yaml", *map(str, arguments)]
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.setattr(sys, "argv", argv)
+            status = run(ForecastTask, SeriesData, Path("no default"))
+        lines = err.getvalue().splitlines()
+        return status, out.getvalue(), [line for line in lines if line.startswith("error: ")]
+
+    return launch
+
+
+@pytest.fixture(scope="module")
+def trained(folder, forecast, tmp_path_factory) -> Path:
+    """The folder of a finished fit and test."""
+    out = tmp_path_factory.mktemp("trained")
+    common = (f"--trainer.default_root_dir={out}", f"--data.init_args.root={folder}")
+    assert forecast("fit", *common)[::2] == (0, [])
+    status, said, failed = forecast("test", *common, f"--ckpt_path={out}/checkpoints/last.ckpt")
+    assert (status, failed) == (0, []) and "over 91 windows" in said
+    return out
+
+
+def net_of(checkpoint: Path) -> Forecaster:
+    weights = torch.load(checkpoint, weights_only=True)["state_dict"]
+    net = Forecaster(2, 24, embed_dim=16, depth=1).eval()
+    net.load_state_dict({name.removeprefix("net."): value for name, value in weights.items()})
+    return net
+
+
+def opened(folder: Path, **options) -> SeriesData:
+    data = SeriesData(str(folder), **{"file": "hours.csv", "input_length": 48, "horizon": 30,
+                                      "split": SPLIT, "workers": 0, **options})  # fmt: skip
+    data.setup("fit")
+    return data
+
+
+def test_scaled_by_the_training_rows_alone(folder, tmp_path, close):
+    values = read_series(folder / "hours.csv").values
+    values[500:] = torch.rand(250, 2) * 1e4
+    write_series(tmp_path / "hours.csv", Series(("A", "OT"), START, values))
+    plain, other = opened(folder), opened(tmp_path)
+    mean, deviation = plain.scale
+    close(mean, values[:500].mean(0), 1e-12)
+    close(deviation, values[:500].std(0, correction=0), 1e-12)
+    assert torch.equal(mean, other.scale[0]) and torch.equal(deviation, other.scale[1])
+    assert len(plain.train_set) == len(other.train_set) == 500 - 78 + 1
+    for mine, theirs in zip(plain.train_set[422], other.train_set[422], strict=True):
+        assert torch.equal(torch.as_tensor(mine), torch.as_tensor(theirs))
+    rows = torch.stack([plain.train_set[i][0][0] for i in range(423)])
+    close(plain.unscaled(rows), values[:423], 1e-6)
+
+
+def test_an_input_ends_where_its_target_begins(folder, tmp_path):
+    """What a test window is asked for can be anything: its input stays, and the forecast."""
+    values, first = read_series(folder / "hours.csv").values, 600
+    values[first:] += 100
+    write_series(tmp_path / "hours.csv", Series(("A", "OT"), START, values))
+    (seen, times, target, _), (again, hours, other, _) = (
+        opened(place).test_set[0] for place in (folder, tmp_path)
+    )
+    assert torch.equal(seen, again) and torch.equal(times, hours) and (other > target + 10).all()
+    for part, end in (("val_set", 600), ("test_set", 720)):
+        windows = getattr(opened(folder), part)
+        assert (
+            windows.starts.stop - 1 + 78 == end
+            and windows.starts[0] + 48 == end - len(windows) - 29
+        )
+
+
+def test_one_column(folder):
+    data = opened(folder, columns=["OT"])
+    assert data.columns == ("OT",) and data.train_set[0][0].shape == (48, 1)
+    both = opened(folder)
+    assert torch.equal(data.test_set[5][2], both.test_set[5][2][:, 1:])
+
+
+def test_metrics_by_hand(trained, folder):
+    """Every window, hour and column, in the space of the training rows' mean and deviation."""
+    metrics = json.loads((trained / "metrics.json").read_text())
+    table = np.loadtxt(folder / "hours.csv", delimiter=",", skiprows=1, usecols=(1, 2))
+    scaled = (table - table[:500].mean(0)) / table[:500].std(0)
+    net, differences = net_of(trained / "checkpoints" / "last.ckpt"), {}
+    data = opened(folder)
+    for i, first in enumerate(range(600, 720 - 30 + 1)):
+        before, after = scaled[first - 48 : first], scaled[first : first + 30]
+        with torch.no_grad():
+            guess = net(torch.tensor(before[None]).float(), data.test_set[i][1][None])[0].numpy()
+        day = np.arange(30) % 24
+        for name, y in (
+            ("net", guess), ("last_value", before[-1:]), ("last_day", before[-24:][day]),
+            ("mean_day", (before[:24] + before[24:])[day] / 2),
+        ):  # fmt: skip
+            differences.setdefault(name, []).append(y - after)
+    for name, found in differences.items():
+        found = np.stack(found)
+        held = metrics if name == "net" else metrics[name]
+        assert held["mse"] == pytest.approx((found**2).mean(), rel=1e-4)
+        assert held["mae"] == pytest.approx(np.abs(found).mean(), rel=1e-4)
+    assert metrics["windows"] == 91 and metrics["columns"] == ["A", "OT"]
+    assert (metrics["input_length"], metrics["horizon"]) == (48, 30)
+    assert metrics["parameters"] == sum(p.numel() for p in net.parameters())
+    assert metrics["steps"] == 8 * ((500 - 78 + 1) // 32) and metrics["step_ms"] > 0
+
+
+def test_a_daily_pattern_is_learnt(trained):
+    """The noise's share of the variance is 0.09 / 1.09 = 0.083: nothing can be better. Repeating
+    adds the noise of the day repeated to it, that of the mean of two days half of it."""
+    metrics = json.loads((trained / "metrics.json").read_text())
+    assert metrics["last_value"]["mse"] > 0.5
+    assert metrics["last_day"]["mse"] == pytest.approx(2 * 0.083, rel=0.2)
+    assert metrics["mean_day"]["mse"] == pytest.approx(1.5 * 0.083, rel=0.2)
+    assert 0.06 < metrics["mse"] < 0.85 * metrics["last_day"]["mse"]
+
+
+def test_the_best_checkpoint_is_that_of_the_least_error(trained, folder):
+    saved = torch.load(trained / "checkpoints" / "best.ckpt", weights_only=True)
+    held = saved["callbacks"]
+    score = next(c["best_model_score"] for k, c in held.items() if "'monitor': 'val_score'" in k)
+    net, windows = net_of(trained / "checkpoints" / "best.ckpt"), opened(folder).val_set
+    assert len(windows) == 600 - 500 - 30 + 1
+    values, times, target = (
+        torch.stack([windows[i][part] for i in range(len(windows))]) for part in range(3)
+    )
+    with torch.no_grad():
+        assert -float(score) == pytest.approx(
+            (net(values, times) - target).square().mean().item(), rel=1e-4
+        )
+
+
+def test_pictures(trained):
+    picture = matplotlib.image.imread(trained / "test_windows.png")
+    assert min(picture.shape[:2]) > 300 and picture.std() > 0.05
+
+
+def test_predict(trained, folder, forecast, tmp_path, close):
+    """In the file's units, of the hours after its end, without the training data; columns may come
+    in another order, beside others."""
+    series = days(200)
+    swapped = torch.stack([series.values[:, 1], series.values[:, 0] * 0, series.values[:, 0]], 1)
+    write_series(tmp_path / "now.csv", Series(("OT", "B", "A"), START, swapped))
+    more = (f"--ckpt_path={trained}/checkpoints/last.ckpt", "--data.init_args.root=/gone")
+    status, said, failed = forecast(
+        "predict", f"--trainer.default_root_dir={tmp_path}/out",
+        f"--data.init_args.input={tmp_path}/now.csv", *more,
+    )  # fmt: skip
+    file = tmp_path / "out" / "predictions" / "now.csv"
+    assert (status, failed) == (0, []) and str(file) in said
+    found = read_series(file)
+    assert (found.columns, found.start) == (("A", "OT"), START + 200 * HOUR)
+    assert found.values.shape == (30, 2)
+    data = opened(folder)
+    known = read_series(tmp_path / "now.csv", ["A", "OT"]).values[-48:]
+    windows = opened(folder, split=(100, 150, 230)).test_set  # its last one begins at row 152
+    assert windows.starts[-1] == 152
+    with torch.no_grad():
+        guess = net_of(trained / "checkpoints" / "last.ckpt")(
+            data.scaled(known)[None], windows[len(windows) - 1][1][None]
+        )
+    close(found.values, data.unscaled(guess[0]), 1e-5)
+    truth = days(230).values[200:]
+    assert ((found.values - truth).abs().mean(0) < truth.std(0)).all()
+    assert matplotlib.image.imread(file.with_suffix(".png")).std() > 0.05
+
+
+@pytest.mark.parametrize(
+    "option, text",
+    [
+        ("--data.init_args.file=gone.csv", "{root}/gone.csv: no such file"),
+        ("--data.init_args.columns=[XX]", "{root}/hours.csv: has no column XX"),
+        ("--data.init_args.columns=[OT]", "{root}/hours.csv: expected a network with in_chans=1"),
+        ("--data.init_args.split=[500,600,800]", "{root}/hours.csv: 750 rows, expected 800"),
+        ("--data.init_args.horizon=101", "{root}/hours.csv: split=(500, 600, 720) has no room"),
+        ("--model.net.init_args.label_length=49", "input_length=48: shorter than"),
+        (
+            "--model.net.init_args.period=49",
+            "input_length=48: shorter than the network's period=49",
+        ),
+        ("--data.init_args.input_length=23", "input_length=23, horizon=30: expected a day"),
+    ],
+)
+def test_what_does_not_fit_the_data(forecast, folder, tmp_path, option, text):
+    status, _, failed = forecast(
+        "fit", f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={folder}", option
+    )
+    assert status == 1 and not list(tmp_path.rglob("*.ckpt")) and len(failed) == 1
+    assert failed[0].startswith("error: " + text.format(root=folder))
+
+
+def test_what_predict_needs(forecast, trained, folder, tmp_path):
+    write_series(tmp_path / "short.csv", days(47))
+    write_series(tmp_path / "other.csv", Series(("OT",), START, days().values[:, :1]))
+    here, checkpoint = (
+        f"--data.init_args.input={folder}/hours.csv",
+        trained / "checkpoints/last.ckpt",
+    )
+    cases = (
+        ((here,), "--ckpt_path: predict expects"),
+        ((f"--ckpt_path={checkpoint}",), "data.input: expected a CSV file"),
+        ((f"--data.init_args.input={tmp_path}/short.csv", f"--ckpt_path={checkpoint}"),
+         f"{tmp_path}/short.csv: 47 rows, expected input_length=48"),
+        ((f"--data.init_args.input={tmp_path}/other.csv", f"--ckpt_path={checkpoint}"),
+         f"{tmp_path}/other.csv: has no column A"),
+    )  # fmt: skip
+    for arguments, text in cases:
+        status, _, failed = forecast(
+            "predict", f"--trainer.default_root_dir={tmp_path}/out", *arguments
+        )
+        assert status == 1 and len(failed) == 1 and failed[0].startswith(f"error: {text}")
+        assert not (tmp_path / "out" / "predictions").exists()
+
+
+def test_a_checkpoint_of_other_columns(trained, folder, tmp_path):
+    task, data = ForecastTask(Forecaster(2, 24, embed_dim=16)), opened(folder, columns=["OT", "A"])
+    task._trainer = SimpleNamespace(datamodule=data)
+    saved = torch.load(trained / "checkpoints" / "last.ckpt", weights_only=True)
+    with pytest.raises(DataError, match=r"OT.*A.*trained on"):
+        task.on_load_checkpoint(saved)
+
+
+def test_the_config_takes_one_step(tmp_path, monkeypatch):
+    """With another horizon, said in one place."""
+    monkeypatch.setattr(sys, "argv", ["task.py"])
+    args = ["--config", f"{ROOT}/configs/ett.yaml", "--data.init_args.horizon=40",
+            "--trainer.accelerator=cpu", f"--trainer.default_root_dir={tmp_path}"]  # fmt: skip
+    cli = TaskCLI(ForecastTask, SeriesData, subclass_mode_data=True, run=False, args=args)
+    task, data = cli.model.train(), cli.datamodule
+    assert task.net.label_length <= data.input_length and data.horizon == 40
+    task._trainer = SimpleNamespace(estimated_stepping_batches=20)
+    task.log = lambda *_, **__: None
+    optimizer = adamw_with_cosine(task, task.net, task.lr, task.weight_decay)["optimizer"]
+    before = {name: value.detach().clone() for name, value in task.net.named_parameters()}
+    values, target = torch.randn(2, data.input_length, 7), torch.randn(2, 40, 7)
+    loss = task.training_step((values, torch.rand(2, data.input_length + 40, 4), target, 0), 0)
+    assert loss.ndim == 0 and loss.isfinite()
+    loss.backward()
+    optimizer.step()
+    for name, value in task.net.named_parameters():
+        assert not torch.equal(value, before[name]), name

@@ -1,0 +1,371 @@
+"""Language models of bytes: what test counts, streams beside the parallel form, fit and errors."""
+
+import csv
+import json
+import math
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Trainer
+from torch import nn
+
+from ndlightnet import Identity, LightNetAttention, NDLightNet, SoftmaxAttention
+from ndlightnet.training import TaskCLI, run
+from ndlightnet.training.core.optim import adamw_with_cosine
+from ndlightnet.training.language.text import TextData, TextTask, decode, octaves, surprise
+
+ROOT = Path(__file__).parents[3]
+CONFIG = ROOT / "configs" / "enwik8.yaml"
+TINY = """
+seed_everything: 0
+trainer: {accelerator: cpu, max_epochs: 2, log_every_n_steps: 1, gradient_clip_val: 1.0,
+          enable_progress_bar: false, enable_model_summary: false}
+model:
+  lr: 1.0e-2
+  net:
+    class_path: ndlightnet.NDLightNet
+    init_args: {dims: 1, vocab_size: 256, causal: true, embed_dim: 32, depth: 1}
+data:
+  class_path: ndlightnet.training.TextData
+  init_args: {root: nowhere, length: 32, windows: 320, batch_size: 8, lengths: [64, 128],
+              test_bytes: 256, workers: 0}
+"""
+
+
+class Fixed(nn.Module):
+    """Byte b, whatever comes before it: the next one costs as `logits` (256, 256) say; times
+    `scale` from position `turn` on."""
+
+    def __init__(self, logits, turn=10**9, scale=1.0):
+        super().__init__()
+        self.logits, self.turn, self.scale = logits, turn, scale
+
+    def forward(self, x):
+        late = (torch.arange(x.shape[1]) >= self.turn).float()[:, None]
+        return self.logits[x] * (1 + (self.scale - 1) * late)
+
+
+def costs(text, logits, scale=1.0) -> np.ndarray:
+    """By hand: bits of every byte of the text but the first, float64."""
+    scores = scale * logits.double().numpy()
+    shares = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    return np.array([-math.log2(shares[a, b]) for a, b in pairwise(text)])
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    """A function: write random bytes, which are also returned."""
+
+    def write(count=1000):
+        text = np.random.default_rng(0).integers(0, 256, count, np.uint8)
+        (tmp_path / "text").write_bytes(text.tobytes())
+        return tmp_path / "text", text
+
+    return write
+
+
+def measured(net, tmp_path, file, decode_bytes=0, **options) -> dict:
+    """metrics.json of a `test` of a network that nobody trained."""
+    task = TextTask(net, decode_bytes=decode_bytes)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, default_root_dir=tmp_path,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.test(task, TextData(str(file), **options), verbose=False)
+    return json.loads((tmp_path / "metrics.json").read_text())
+
+
+def test_surprise_by_hand():
+    logits = torch.randn(256, 256)
+    windows = torch.randint(256, (3, 12), dtype=torch.uint8)
+    found = surprise(Fixed(logits), windows)
+    assert found.shape == (3, 11) and found.dtype == torch.float32
+    for row, window in zip(found, windows, strict=True):
+        np.testing.assert_allclose(row / math.log(2), costs(window, logits), rtol=1e-5)
+
+
+def test_uniform_is_eight_bits(tmp_path, text_file):
+    metrics = measured(Fixed(torch.zeros(256, 256)), tmp_path, text_file()[0],
+                      length=8, lengths=(), fractions=(0.5, 0.0, 0.5))  # fmt: skip
+    assert metrics["bits_per_byte"] == 8 and metrics["bits_per_byte_at"] == {"8": 8}
+
+
+def test_batches_of_all_lengths_are_as_many_bytes(text_file):
+    data = TextData(str(text_file()[0]), (0.7, 0.1, 0.2), length=8, lengths=(4, 16, 64))
+    data.setup("test")
+    for length, loader in zip((4, 8, 16, 64), data.test_dataloader(), strict=True):
+        windows = [batch[0] for batch in loader]
+        assert {tuple(batch.shape) for batch in windows} == {(64 // length, length + 1)}
+        assert sum(len(batch) for batch in windows) * length == 192
+
+
+@pytest.mark.parametrize("test_bytes, counted", [(10**6, 192), (150, 144), (96, 96)])
+def test_each_byte_is_counted_once_at_every_length(tmp_path, text_file, test_bytes, counted):
+    """A network that looks back one byte costs the same in windows of any length, since the same
+    bytes are predicted in each of them."""
+    file, text = text_file()
+    logits = 2 * torch.randn(256, 256)
+    metrics = measured(Fixed(logits), tmp_path, file, fractions=(0.7, 0.1, 0.2), length=8,
+                      lengths=(6, 16, 48), test_bytes=test_bytes)  # fmt: skip
+    assert metrics["test_bytes"] == counted
+    each = costs(text[800 : 801 + counted], logits)
+    at = metrics["bits_per_byte_at"]
+    assert list(at) == ["6", "8", "16", "48"]  # the training length is always there
+    assert list(at.values()) == pytest.approx([each.mean()] * 4, rel=1e-5)
+    assert metrics["bits_per_byte"] == at["8"] and metrics["train_length"] == 8
+    places = {f"{a}-{b}": each.reshape(-1, 48)[:, a:b].mean()
+              for a, b in ((0, 8), (8, 16), (16, 32), (32, 48))}  # fmt: skip
+    assert metrics["bits_per_byte_by_position"] == pytest.approx(places, rel=1e-5)
+    assert metrics["same_bytes_at_training_length"] == pytest.approx(places, rel=1e-5)
+
+
+def test_windows_begin_with_an_empty_context(tmp_path, text_file):
+    """A network that is twice as sure from position 16 on: its windows of 8 never get there."""
+    file, text = text_file()
+    logits = torch.randn(256, 256)
+    metrics = measured(Fixed(logits, 16, 2.0), tmp_path, file, fractions=(0.7, 0.1, 0.2), length=8,
+                      lengths=(16, 64))  # fmt: skip
+    text = text[800 : 801 + 192]
+    early, late = costs(text, logits), costs(text, logits, 2.0)
+    turned = np.where(np.arange(192) % 64 < 16, early, late)
+    at = {"8": early.mean(), "16": early.mean(), "64": turned.mean()}
+    assert metrics["bits_per_byte_at"] == pytest.approx(at, rel=1e-5)
+    spans = ((0, 8), (8, 16), (16, 32), (32, 64))
+    for key, each in (("bits_per_byte_by_position", turned),
+                      ("same_bytes_at_training_length", early)):  # fmt: skip
+        wanted = {f"{a}-{b}": each.reshape(3, 64)[:, a:b].mean() for a, b in spans}
+        assert metrics[key] == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "length, first, ends",
+    [(131072, 2048, [2048 << i for i in range(7)]), (8, 8, [8]), (5, 8, [5]), (20, 8, [8, 16, 20])],
+)
+def test_octaves(length, first, ends):
+    assert octaves(length, first) == list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+class Large(Fixed):
+    """Fails as `error` for windows longer than 16, the second batch of them."""
+
+    def __init__(self, error):
+        super().__init__(torch.zeros(256, 256))
+        self.error, self.calls = error, 0
+
+    def forward(self, x):
+        self.calls += x.shape[1] > 16
+        if self.calls > 1:
+            raise self.error
+        return super().forward(x)
+
+
+def test_out_of_memory_is_recorded(tmp_path, text_file):
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+    metrics = measured(Large(error), tmp_path, text_file()[0], fractions=(0.7, 0.1, 0.2), length=8,
+                      lengths=(16, 32, 64))  # fmt: skip
+    assert metrics["bits_per_byte_at"] == {"8": 8, "16": 8, "32": None, "64": None}
+    assert metrics["not_measured"] == {"32": str(error), "64": str(error)}
+    assert metrics["bits_per_byte_by_position"] == {"0-8": 8, "8-16": 8}
+    with open(tmp_path / "bits_per_byte.csv", newline="") as file:
+        lines = list(csv.reader(file))
+    assert lines == [
+        ["of", "start", "end", "bits_per_byte", "at_training_length", "note"],
+        ["window", "0", "8", "8.0", "", ""],
+        ["window", "0", "16", "8.0", "", ""],
+        ["window", "0", "32", "", "", str(error)],
+        ["window", "0", "64", "", "", str(error)],
+        ["position", "0", "8", "8.0", "8.0", ""],
+        ["position", "8", "16", "8.0", "8.0", ""],
+    ]
+    picture = matplotlib.image.imread(tmp_path / "bits_per_byte.png")
+    assert min(picture.shape[:2]) > 300 and picture.std() > 0.05
+
+
+def test_other_errors_are_not_passed_over(tmp_path, text_file):
+    with pytest.raises(RuntimeError, match="wrong"):
+        measured(Large(RuntimeError("wrong")), tmp_path, text_file()[0],
+                fractions=(0.7, 0.1, 0.2), length=8, lengths=(16, 32, 64))  # fmt: skip
+
+
+def model(mixer=LightNetAttention) -> NDLightNet:
+    return NDLightNet(1, vocab_size=256, causal=True, embed_dim=16, depth=2, mixer=mixer).eval()
+
+
+@pytest.mark.parametrize("count", [1, 2, 64, 65, 66, 200])
+@pytest.mark.parametrize("mixer", [LightNetAttention, Identity])
+def test_decode_agrees_with_the_parallel_form(mixer, count):
+    net, text = model(mixer), torch.randint(256, (count + 1,), dtype=torch.uint8)
+    found = decode(net, text, 50)
+    with torch.no_grad():
+        scores = net(text[None, :-1].long())[0].double().log_softmax(-1)
+    bits = -scores.gather(1, text[1:, None].long()).mean() / math.log(2)
+    # float32: relative errors of 1e-7 an operation, some hundred of them in a row
+    assert found["bits_per_byte"] == pytest.approx(float(bits), rel=1e-5)
+    assert found["bits_per_byte_at_once"] == pytest.approx(float(bits), rel=1e-5)
+    assert found["bytes"] == count and found["agrees"] and found["memory_allocated"] is None
+    assert found["difference"] <= 2e-5 * float(bits)
+    # float32: MD-TPE's 128 states a channel, the sum of features, of each layer a maximum and a sum
+    # for each channel of keys and a memory of theirs, cos and sin, by those of values; two counts
+    layer = 16 + 16 + 32 * 16 if mixer is LightNetAttention else 0
+    assert set(found["state_bytes"]) == {4 * (16 * 128 + 16 + 2 * layer) + 2 * 8}
+
+
+class Growing:
+    """A stream that keeps all it has seen, and uses none of it: each piece stands alone."""
+
+    def __init__(self, net):
+        self.net, self.state = net, ()
+
+    def __call__(self, x):
+        self.state = (*self.state, x)
+        return self.net(x)
+
+
+def test_decode_says_what_is_wrong():
+    net, text = model(), torch.randint(256, (201,), dtype=torch.uint8)
+    net.stream = lambda: Growing(net)
+    nn.init.normal_(net.embed.weight)  # sure of itself, so that what was before matters
+    found = decode(net, text, 50)
+    assert not found["agrees"] and found["difference"] > 0.01
+    assert found["state_bytes"] == [8, 200 * 8]
+
+
+def test_decode_of_a_memory_that_grows():
+    found = decode(model(SoftmaxAttention), torch.zeros(20, dtype=torch.uint8), 5)
+    assert set(found) == {"not_measured"} and "SoftmaxAttention" in found["not_measured"]
+
+
+def test_decode_where_all_at_once_does_not_fit():
+    net = model()
+    net.forward = Large(torch.OutOfMemoryError("full")).forward
+    net.forward(torch.zeros(1, 20, dtype=torch.int64))  # the next one fails
+    found = decode(net, torch.zeros(21, dtype=torch.uint8), 5)
+    assert found["bits_per_byte_at_once"] is None and found["not_measured"] == "full"
+    assert found["bytes"] == 20 and found["bits_per_byte"] > 0 and "agrees" not in found
+
+
+def test_decode_within_test(tmp_path, text_file):
+    file, text = text_file()
+    net = model()
+    metrics = measured(net, tmp_path, file, 150, length=8, lengths=(), fractions=(0.7, 0.1, 0.2))
+    wanted = decode(net, torch.from_numpy(text[800:951]), 8)
+    assert metrics["decode"] == {**wanted, **{
+        key: pytest.approx(wanted[key], abs=1e-5)
+        for key in ("bits_per_byte", "bits_per_byte_at_once", "difference")
+    }}  # fmt: skip
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch, capsys):
+    """launch("fit", "--data.init_args.root=..."): exit status, output and lines of errors, on the
+    tiny config; without arguments the bare call."""
+
+    def start(*arguments, config=TINY, root=""):
+        path = tmp_path / "config.yaml"
+        path.write_text(config.replace("nowhere", str(root)))
+        more = (arguments[0], "--config", str(path), *arguments[1:]) if arguments else ()
+        monkeypatch.setattr(sys, "argv", ["text_lm.py", *more])
+        monkeypatch.chdir(tmp_path)
+        status = run(TextTask, TextData, path)
+        out, err = capsys.readouterr()
+        return status, out, [line for line in err.splitlines() if line.startswith("error: ")]
+
+    return start
+
+
+def test_a_periodic_text_is_learnt(tmp_path, launch):
+    """80 steps of the bare call. How well it goes on beyond the training length is a matter of the
+    seed, but it does not forget the text: its letters alone, a third each a and b, cost more."""
+    (tmp_path / "text").write_bytes(b"abcabdbca" * 1000)
+    status, out, errors = launch(root=tmp_path / "text")
+    assert (status, errors) == (0, [])
+    metrics = json.loads((tmp_path / "runs" / "metrics.json").read_text())
+    assert list(metrics["bits_per_byte_at"]) == ["32", "64", "128"]
+    assert metrics["test_bytes"] == 256 and metrics["steps"] == 80
+    assert 0 < metrics["step_ms"] / 1e3 <= metrics["train_seconds"]
+    # the first bytes of a window may be any of its nine, or two of them: log2(9) bits of 32 bytes
+    assert metrics["bits_per_byte"] < math.log2(9) / 32 + 0.1
+    shares = np.array([3, 3, 2, 1]) / 9
+    assert metrics["bits_per_byte_at"]["128"] < -(shares * np.log2(shares)).sum()
+    assert f"{metrics['bits_per_byte']:.3f} at 32" in out
+    logs = (tmp_path / "runs" / "logs" / "version_0" / "metrics.csv").read_text()
+    assert "val_bits_per_byte" in logs.splitlines()[0]
+    saved = torch.load(tmp_path / "runs" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert metrics["parameters"] == sum(
+        v.numel() for k, v in saved["state_dict"].items() if k != "net.head.weight"
+    )
+    # a test of its own, of the same checkpoint
+    last = f"--ckpt_path={tmp_path}/runs/checkpoints/last.ckpt"
+    status, out, errors = launch("test", last, "--model.decode_bytes=100", root=tmp_path / "text")
+    assert (status, errors) == (0, []) and "decode: {'bytes': 100" in out
+    again = json.loads((tmp_path / "runs" / "metrics.json").read_text())
+    assert again.pop("decode")["agrees"] and again == metrics
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--data.init_args.root=/gone.xz"], "/gone.xz: no such file"),
+        (["--data.init_args.length=900"], "ROOT: 900 bytes to train on: expected length + 1 = 901"),
+        (["--data.init_args.length=50"], "ROOT: 50 bytes to validate on: expected length + 1 = 51"),
+        ([], "ROOT: 50 bytes to test on, test_bytes=256: expected more than 128 for windows of "),
+        (["--data.init_args.fractions=[0.5,0.0,0.4]"], "fractions=(0.5, 0.0, 0.4): expected"),
+        (["--data.init_args.lengths=[0]"], "length=32, windows=320, batch_size=8, lengths=[0, 32]"),
+        (["--data.init_args.lengths=[]", "--model.decode_bytes=50"], "model.decode_bytes=50: "),
+        (["--data.init_args.lengths=[]", "--model.net.init_args.causal=false"],
+         "model.net: expected a network with causal=True, got False"),
+        (["--data.init_args.lengths=[]", "--model.net.init_args.vocab_size=255"],
+         "model.net: expected a network with vocab_size=256, got 255"),
+        (["--data.init_args.lengths=[]", "--model.net.init_args.num_classes=256"],
+         "model.net: expected a network with per_token=True, got False"),
+    ],
+)  # fmt: skip
+def test_one_line_for_what_is_wrong(launch, tmp_path, text_file, options, message):
+    root = text_file()[0]
+    status, _, errors = launch("fit", *options, root=root)
+    assert status == 1 and len(errors) == 1 and not list(tmp_path.rglob("*.ckpt"))
+    assert errors[0].startswith("error: " + message.replace("ROOT", str(root)))
+
+
+def test_the_default_text_is_not_there(tmp_path, launch):
+    config = CONFIG.read_text()
+    assert "root: ../shared" in config
+    small = config.replace("../shared", f"{tmp_path}/none").replace(
+        "embed_dim: 384", "embed_dim: 8"
+    )
+    status, _, errors = launch(config=small)
+    assert (status, errors) == (1, [f"error: {tmp_path}/none/data/text/enwik8.xz: no such file"])
+
+
+@pytest.mark.parametrize("mixer", ["LightNetAttention", "SoftmaxAttention", "Identity"])
+def test_config_takes_a_step(tmp_path, monkeypatch, mixer):
+    monkeypatch.setattr(sys, "argv", ["task.py"])
+    args = ["--config", str(CONFIG), f"--trainer.default_root_dir={tmp_path}",
+            "--trainer.accelerator=cpu", "--model.net.init_args.embed_dim=64",
+            f"--model.net.init_args.mixer=ndlightnet.nn.mixers.{mixer}"]  # fmt: skip
+    cli = TaskCLI(TextTask, TextData, subclass_mode_data=True, run=False, args=args)
+    read = yaml.safe_load(CONFIG.read_text())
+    task, data, asked = cli.model.train(), cli.datamodule, read["data"]["init_args"]
+    assert {type(block.mixer).__name__ for block in task.net.blocks} == {mixer}
+    assert task.net.tpe is not None and task.net.causal and task.net.vocab_size == 256
+    assert len(task.net.blocks) == 6 and task.lr == read["model"]["lr"] == 1e-3
+    assert data.lengths == asked["lengths"] == [2048 << i for i in range(7)]
+    assert data.length == 2048 and data.windows % data.batch_size == 0
+    assert cli.trainer.max_epochs % cli.trainer.check_val_every_n_epoch == 0
+    task._trainer = SimpleNamespace(estimated_stepping_batches=20)
+    task.log = lambda *_, **__: None
+    optimizer = adamw_with_cosine(task, task.net, task.lr, task.weight_decay)["optimizer"]
+    before = {name: value.detach().clone() for name, value in task.net.named_parameters()}
+    loss = task.training_step(torch.randint(256, (2, 33), dtype=torch.uint8), 0)
+    assert loss.ndim == 0 and abs(loss.item() / math.log(2) - 8) < 2
+    loss.backward()
+    optimizer.step()
+    for name, value in task.net.named_parameters():
+        assert value.isfinite().all() and not torch.equal(value, before[name]), name
