@@ -26,7 +26,7 @@ class Ragged(Layout):
     """The shapes of samples that lie end to end in one row: a pack.
 
     Users have its tokens as (length, ...); sample i has those from offsets[i] to offsets[i + 1],
-    row-major. Tables on a device are made once and kept, since every layer needs the same ones.
+    row-major. Tables on a device are cached, since every layer needs the same ones.
     """
 
     def __init__(self, shapes: Iterable[Sequence[int]]) -> None:
@@ -48,7 +48,7 @@ class Ragged(Layout):
         return f"Ragged({self.shapes})"
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """The result of `make`, kept for the next call with this key."""
+        """The result of `make`, cached under this key."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
@@ -78,13 +78,13 @@ class Ragged(Layout):
         return values[self.owners(values.device)][None]
 
     def pool(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        wide = x[0].to(torch.promote_types(x.dtype, torch.float32))
+        exact = x[0].to(torch.promote_types(x.dtype, torch.float32))
         if mask is None:
             sizes = self.sizes(x.device)
         else:
-            wide = wide * mask[0, :, None]
+            exact = exact * mask[0, :, None]
             sizes = self._sum(mask[0].to(torch.int64))
-        return (self._sum(wide) / sizes.clamp(min=1)[:, None]).to(x.dtype)
+        return (self._sum(exact) / sizes.clamp(min=1)[:, None]).to(x.dtype)
 
     def _sum(self, x: Tensor) -> Tensor:
         """(length, ...) -> (samples, ...)."""

@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_map
 
 
 class StreamState(NamedTuple):
-    """What a causal network remembers of the frames that it has seen, a row for each sample."""
+    """What a causal network remembers of the frames so far, a row for each sample."""
 
     frames: Tensor  # (batch,) int64: frames of tokens so far
     waiting: int  # frames of cells that wait for their patch to fill
     cells: Tensor | None  # (batch, channels, patch - 1, *space): these come first in it
-    space: tuple[int, ...] | None  # shape of a frame of tokens, known with the first one, as are
+    space: tuple[int, ...] | None  # shape of a frame of tokens, None before the first one, as are
     tpe: Tensor | None  # (batch, *space, embed_dim, states)
     layers: tuple[Any, ...]  # of each mixer, such as an attention State
     total: Tensor  # (batch, embed_dim): sum of all features so far
@@ -74,7 +74,7 @@ def _first(model: Any, batch: int, space: tuple[int, ...], device: torch.device)
 class Stream:
     """A causal network that is given frames as they come: see NDLightNet.stream.
 
-    Its samples are streams of their own, which may start and pause at different times. All tensors
+    Its samples are streams of their own, which may begin and pause at different times. All tensors
     of `state` have one row for each. No gradients.
     """
 
@@ -90,7 +90,7 @@ class Stream:
         """The next frames, (batch, in_chans, frames, *space), to the prediction from all frames so
         far, (batch, num_classes). A language model's next tokens (batch, length) to their logits.
 
-        active: (batch,) which streams these frames belong to; the others are held.
+        active: (batch,) which streams these frames belong to; the others pause.
         """
         if self.model.per_token:
             head: Tensor = self.model.forward_head(self.features(x, active))
@@ -124,7 +124,7 @@ class Stream:
     @torch.no_grad()
     def finish(self, active: Iterable[bool] | Tensor | None = None) -> Tensor:
         """The prediction with what waits for its patch to fill, padded with zeros as a whole clip
-        is. Afterwards these streams start anew."""
+        is. Afterwards these streams begin anew."""
         cells = self.state.cells
         for row in self._rows(None, active):
             if self.waiting[row] and cells is not None:
@@ -135,7 +135,7 @@ class Stream:
         return out
 
     def reset(self, active: Iterable[bool] | Tensor | None = None) -> None:
-        """These streams start anew."""
+        """These streams begin anew."""
         rows = self._rows(None, active)
         if len(rows) == self.batch_size:
             self.state = self.model.init_state(self.batch_size)
@@ -194,7 +194,7 @@ class Stream:
         return state._replace(waiting=self.waiting[rows[0]] if rows else 0)
 
     def _fresh(self, n: int) -> StreamState:
-        """Of streams that have seen nothing, with all tensors of those that have."""
+        """The state of new streams, with all tensors that the others have."""
         fresh: StreamState = self.model.init_state(n)
         cells, space = self.state.cells, self.state.space
         if cells is not None:

@@ -44,8 +44,8 @@ class Mixer(nn.Module, ABC):
                     "layout with a context: expected samples of one shape, or no context"
                 )
             source = Grid.of(context)
-            known = source.tokens(context)
-            y = self.mix_context(tokens, grid, known, source, source.flatten_mask(mask))
+            flat, mask = source.tokens(context), source.flatten_mask(mask)
+            y = self.mix_context(tokens, grid, flat, source, mask)
         else:
 
             def mix(layout: Layout, x: Tensor, mask: Tensor | None) -> Tensor:
