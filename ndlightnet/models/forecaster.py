@@ -42,8 +42,8 @@ class Forecaster(nn.Module):
     one pass (Informer, Zhou et al. 2021, without its distilling).
 
     A step is a token: its values, zeros in the later steps, its time features and its position
-    (sinusoidal), the same embedding on both sides. The encoder's blocks read all known steps in both
-    directions. The decoder's read the last `label_length` of them and the later ones, causally as
+    (sinusoidal), the same embedding on both sides. The encoder's blocks read all known steps, not
+    causally. The decoder's read the last `label_length` of them and the later ones, causally as
     Informer's, and the encoder's output. Not Informer's: each column's mean period over the known
     steps (its mean day, of hours and `period=24`; its mean, of 1) is taken from its values, and the
     forecast is added to it, since the level of a series wanders.

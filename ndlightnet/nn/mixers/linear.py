@@ -27,7 +27,7 @@ FEATURES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class LinearAttention(StreamingMixer):
-    """o_proj(phi(q) . sum phi(k) v^T), divided by phi(q) . sum phi(k), or without a denominator normalised per head.
+    """o_proj(phi(q) . sum phi(k) v^T), divided by phi(q) . sum phi(k), or normalised per head.
 
     Args:
         dim: channels of a token.

@@ -20,8 +20,8 @@ class LrpeAttention(LinearAttention):
 
     Args:
         dim, heads, context_dim, feature, impl: as of LinearAttention.
-        core: C(n): "cosine", a channel x as x exp(i n theta), of which scores take the real part (two
-            memory rows a channel); "rotary", pairs of channels rotate.
+        core: C(n): "cosine", a channel x as x exp(i n theta); scores take the real part (two memory
+            rows a channel); "rotary", pairs of channels rotate.
 
     Without a denominator, as scores may be negative: each head's output is scaled to a root mean
     square of 1. In the cross form source and target count from the same corner; their grids need as
