@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 from monai.losses.dice import DiceCELoss
-from monai.transforms.spatial.array import Orientation
 from torch import Tensor, nn
 
 from ndlightnet.data.errors import DataError, one_line
-from ndlightnet.data.volume.dicom import save_segmentation
-from ndlightnet.data.volume.transforms import file_grid, to_file
-from ndlightnet.data.volume.volume import load_case, save_labels
+from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.volume import upright
 from ndlightnet.inference import Ensemble, Mirrored, keep_largest, predict_labels, predict_volume
 from ndlightnet.training.cli import check_checkpoint
 from ndlightnet.training.costs import Cost, Meter, MeteredTask
@@ -200,12 +198,12 @@ class SegmentationTask(MeteredTask):
         """Predicts a case, writes its labels and its picture, and keeps its measures."""
         if "error" in batch:
             raise DataError(batch["error"])
-        case, data, names = batch["case"], batch.pop("data"), self.data().labels
-        self.notes += data["notes"]
-        image, onto = data["image"], file_grid(data)
+        volume, image, names = batch["volume"], batch.pop("image"), self.data().labels
+        case: Case = volume.case
+        self.notes += volume.notes
         meter = Meter(self.device)
         try:
-            labels = self.predict_labels(image, onto=onto)
+            labels = self.predict_labels(image, onto=volume.onto(image))
         except ValueError as error:  # such as logits that are not numbers
             raise DataError(f"{case.images[0]}: {one_line(error)}") from error
         except torch.OutOfMemoryError as error:
@@ -214,24 +212,21 @@ class SegmentationTask(MeteredTask):
                 "give --model.window, such as the training patch"
             ) from error
         self.spent[case.name] = meter.read()
+        del image  # before more is made
         if self.largest:
             labels = keep_largest(labels)
-        array = to_file(labels, data)
-        save_labels(array, case, folder / f"{case.name}.nii.gz")
-        if self.dicom_seg and case.images[0].is_dir():
-            save_segmentation(array, case, folder / f"{case.name}.dcm", names)
-        del data, image  # before the file is read anew: a volume is not held twice
-        loaded = load_case(case)
-        turn = Orientation("RAS", labels=None)
-        ras: Any = turn(loaded.pop("image")[:1])
-        true: Any = turn(loaded["label"]) if "label" in loaded else None
-        truth = None if true is None else true.as_tensor()[0]
-        spacing = ras.pixdim.tolist()
+        array = volume.from_ras(labels)
+        volume.save_labels(array, folder / f"{case.name}.nii.gz")
+        if self.dicom_seg and volume.grid.slices:
+            volume.save_dicom_seg(array, folder / f"{case.name}.dcm", names)
+        shown = upright(volume.image[:1])
+        truth = None if volume.label is None else upright(volume.label).as_tensor()[0]
+        spacing = shown.pixdim.tolist()
         row = measure_case(labels, truth, len(names), spacing, self.tolerance_mm)
         mean = torch.tensor([measured["dice"] for measured in row]).nanmean()
         title = case.name if truth is None else f"{case.name}: Dice {mean:.3f}"
         picture = folder / f"{case.name}.png"
-        save_case(picture, title, ras.as_tensor()[0], truth, labels, spacing, names)
+        save_case(picture, title, shown.as_tensor()[0], truth, labels, spacing, names)
         self.rows[case.name] = row
 
     def on_test_epoch_start(self) -> None:
