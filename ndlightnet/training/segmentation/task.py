@@ -109,6 +109,10 @@ class SegmentationTask(MeteredTask):
         with torch.autocast("cuda", kind, mixed, cache_enabled=False):
             torch.cuda.make_graphed_callables(self.net.train(), (x,))
 
+    def on_train_start(self) -> None:
+        # Lightning does not start an epoch anew that a checkpoint cut off or has just ended
+        self.meter, self.waited = Meter(self.device), self._waited()
+
     def on_train_epoch_start(self) -> None:
         super().on_train_epoch_start()
         self.waited = self._waited()
@@ -117,8 +121,8 @@ class SegmentationTask(MeteredTask):
         if not self.trainer.is_last_batch:
             return  # cut off by max_steps: its time was not taken
         seconds, _ = self.trained[-1]  # of a step of this epoch
-        share = (self._waited() - self.waited) / (seconds * self.trainer.num_training_batches)
-        self.log("waiting", share, sync_dist=True)
+        fraction = (self._waited() - self.waited) / (seconds * self.trainer.num_training_batches)
+        self.log("waiting", fraction, sync_dist=True)
 
     def _waited(self) -> float:
         loader: Any = self.trainer.train_dataloader
