@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 from monai.losses.dice import DiceCELoss
-from monai.transforms.spatial.array import Orientation
 from torch import Tensor, nn
 
 from ndlightnet.data.errors import DataError, one_line
-from ndlightnet.data.volume.dicom import save_segmentation
-from ndlightnet.data.volume.transforms import file_grid, to_file
-from ndlightnet.data.volume.volume import load_case, save_labels
+from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.volume import upright
 from ndlightnet.inference import Ensemble, Mirrored, keep_largest, predict_labels, predict_volume
 from ndlightnet.training.core.cli import check_checkpoint
 from ndlightnet.training.core.costs import Cost, Meter, MeteredTask
@@ -111,6 +109,10 @@ class SegmentationTask(MeteredTask):
         with torch.autocast("cuda", kind, mixed, cache_enabled=False):
             torch.cuda.make_graphed_callables(self.net.train(), (x,))
 
+    def on_train_start(self) -> None:
+        # Lightning does not start an epoch anew that a checkpoint cut off or has just ended
+        self.meter, self.waited = Meter(self.device), self._waited()
+
     def on_train_epoch_start(self) -> None:
         super().on_train_epoch_start()
         self.waited = self._waited()
@@ -119,8 +121,8 @@ class SegmentationTask(MeteredTask):
         if not self.trainer.is_last_batch:
             return  # cut off by max_steps: its time was not taken
         seconds, _ = self.trained[-1]  # of a step of this epoch
-        share = (self._waited() - self.waited) / (seconds * self.trainer.num_training_batches)
-        self.log("waiting", share, sync_dist=True)
+        fraction = (self._waited() - self.waited) / (seconds * self.trainer.num_training_batches)
+        self.log("waiting", fraction, sync_dist=True)
 
     def _waited(self) -> float:
         loader: Any = self.trainer.train_dataloader
@@ -200,12 +202,12 @@ class SegmentationTask(MeteredTask):
         """Predicts a case, writes its labels and its picture, and keeps its measures."""
         if "error" in batch:
             raise DataError(batch["error"])
-        case, data, names = batch["case"], batch.pop("data"), self.data().labels
-        self.notes += data["notes"]
-        image, onto = data["image"], file_grid(data)
+        volume, image, names = batch["volume"], batch.pop("image"), self.data().labels
+        case: Case = volume.case
+        self.notes += volume.notes
         meter = Meter(self.device)
         try:
-            labels = self.predict_labels(image, onto=onto)
+            labels = self.predict_labels(image, onto=volume.onto(image))
         except ValueError as error:  # such as logits that are not numbers
             raise DataError(f"{case.images[0]}: {one_line(error)}") from error
         except torch.OutOfMemoryError as error:
@@ -214,24 +216,21 @@ class SegmentationTask(MeteredTask):
                 "give --model.window, such as the training patch"
             ) from error
         self.spent[case.name] = meter.read()
+        del image  # before more is made
         if self.largest:
             labels = keep_largest(labels)
-        array = to_file(labels, data)
-        save_labels(array, case, folder / f"{case.name}.nii.gz")
-        if self.dicom_seg and case.images[0].is_dir():
-            save_segmentation(array, case, folder / f"{case.name}.dcm", names)
-        del data, image  # before the file is read anew: a volume is not held twice
-        loaded = load_case(case)
-        turn = Orientation("RAS", labels=None)
-        ras: Any = turn(loaded.pop("image")[:1])
-        true: Any = turn(loaded["label"]) if "label" in loaded else None
-        truth = None if true is None else true.as_tensor()[0]
-        spacing = ras.pixdim.tolist()
+        array = volume.from_ras(labels)
+        volume.save_labels(array, folder / f"{case.name}.nii.gz")
+        if self.dicom_seg and volume.grid.slices:
+            volume.save_dicom_seg(array, folder / f"{case.name}.dcm", names)
+        shown = upright(volume.image[:1])
+        truth = None if volume.label is None else upright(volume.label).as_tensor()[0]
+        spacing = shown.pixdim.tolist()
         row = measure_case(labels, truth, len(names), spacing, self.tolerance_mm)
         mean = torch.tensor([measured["dice"] for measured in row]).nanmean()
         title = case.name if truth is None else f"{case.name}: Dice {mean:.3f}"
         picture = folder / f"{case.name}.png"
-        save_case(picture, title, ras.as_tensor()[0], truth, labels, spacing, names)
+        save_case(picture, title, shown.as_tensor()[0], truth, labels, spacing, names)
         self.rows[case.name] = row
 
     def on_test_epoch_start(self) -> None:
