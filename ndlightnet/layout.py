@@ -52,6 +52,7 @@ class Layout(ABC):
     ndim: int
     length: int
     shapes: tuple[Shape, ...]
+    offset: tuple[int | Tensor, ...] | None = None
 
     @abstractmethod
     def flatten(self, x: Tensor) -> Tensor:
@@ -218,17 +219,17 @@ class Grid(Layout):
         x = lines.reshape(-1, *rest, self.shape[axis], lines.shape[-1])
         return x.movedim(-2, 1 + axis)
 
-    def line(self, x: Tensor, axis: int, back: bool = False) -> Tensor:
-        """`(batch, *grid, ...)` -> `(batch, length, ...)`, ordered so that `axis` runs fastest and
-        the others as they do row by row; back: from the end."""
-        x = x.movedim(1 + axis, self.ndim).flatten(1, self.ndim)
-        return x.flip(1) if back else x
+    def reorder(self, x: Tensor, axis: int, reverse: bool = False) -> Tensor:
+        """`(batch, length, ...)` row by row -> ordered so that `axis` runs fastest and the others
+        as they do row by row; reverse: from the end."""
+        x = self.unflatten(x).movedim(1 + axis, self.ndim).flatten(1, self.ndim)
+        return x.flip(1) if reverse else x
 
-    def unline(self, x: Tensor, axis: int, back: bool = False) -> Tensor:
-        """Inverse of `line`."""
+    def restore(self, x: Tensor, axis: int, reverse: bool = False) -> Tensor:
+        """Inverse of `reorder`."""
         rest = self.shape[:axis] + self.shape[axis + 1 :]
-        x = (x.flip(1) if back else x).unflatten(1, (*rest, self.shape[axis]))
-        return x.movedim(self.ndim, 1 + axis)
+        x = (x.flip(1) if reverse else x).unflatten(1, (*rest, self.shape[axis]))
+        return self.flatten(x.movedim(self.ndim, 1 + axis))
 
 
 class Lines(NamedTuple):
@@ -332,17 +333,6 @@ class Ragged(Layout):
             x[a:b].reshape(1, *shape, *x.shape[1:])
             for (a, b), shape in zip(pairwise(self.offsets), self.shapes, strict=True)
         ]
-
-    def each(
-        self, mixer: Callable[..., Tensor], x: Tensor, mask: Tensor | None, *, causal: bool
-    ) -> Tensor:
-        """A mixer's result for tokens (length, dim), one sample after the other."""
-
-        def alone(grid: Grid, x: Tensor, mask: Tensor | None) -> Tensor:
-            mask = None if mask is None else grid.unflatten(mask)
-            return grid.flatten(mixer(grid.unflatten(x), mask=mask, causal=causal))
-
-        return self.map_samples(alone, x[None], None if mask is None else mask[None])[0]
 
     def owners(self, device: torch.device) -> Tensor:
         """The sample of every token, (length,) int64."""

@@ -21,7 +21,7 @@ from ndlightnet.bench.rows import PASSES, Bench, Case, Contender
 from ndlightnet.bench.step import peak
 from ndlightnet.bench.timing import Call, backward_call, forward_call
 from ndlightnet.nn import mixers as catalogue
-from ndlightnet.nn.mixers.mixer import Scan
+from ndlightnet.nn.mixers.recurrent import Scan
 from ndlightnet.ops import gated_delta_rule, gated_linear_attention
 from ndlightnet.ops.recurrence import wkv
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ndlightnet.layout import Packed, Ragged, pack
+from ndlightnet.layout import Grid, Layout, Packed, pack
 from ndlightnet.models.stream import Stream, StreamState, advance
-from ndlightnet.nn.block import Block, init_weights
+from ndlightnet.nn.block import Block, init_weights, undecayed_names
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.patch import Patchify
-from ndlightnet.nn.position import MDTPE, NO_WEIGHT_DECAY
+from ndlightnet.nn.position import MDTPE
 
 
 class NDLightNet(nn.Module):
@@ -124,8 +124,7 @@ class NDLightNet(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Names of decays, angles and the like, which weight decay would distort."""
-        names = (name for name, _ in self.named_parameters())
-        return {name for name in names if name.rsplit(".")[-1] in NO_WEIGHT_DECAY}
+        return undecayed_names(self)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the blocks in the backward pass instead of storing what is in them."""
@@ -150,14 +149,19 @@ class NDLightNet(nn.Module):
         mask: bool (batch, *space), False = padding, which no other token sees.
         """
         if isinstance(x, Packed):
-            return self._packed_features(x, mask)
+            self._check_packed(x, mask)
+            layout, rows = x.layout, x.values[None]
+            embed: Any = self.embed.proj if isinstance(self.embed, Patchify) else self.embed
+            return Packed(self._encode(embed(rows), None, layout)[0], layout)
         self._check(x, mask)
         if mask is not None and self.vocab_size is None:
             x = x.masked_fill(~mask[:, None], 0)
-        return self._encode(self.embed(x), self.token_mask(mask))
+        x, mask = self.embed(x), self.token_mask(mask)
+        grid = Grid.of(x)
+        return grid.unflatten(self._encode(grid.flatten(x), grid.flatten_mask(mask), grid))
 
-    def _encode(self, x: Tensor, mask: Tensor | None, layout: Ragged | None = None) -> Tensor:
-        """Embedded tokens to features; layout: of samples end to end."""
+    def _encode(self, x: Tensor, mask: Tensor | None, layout: Layout) -> Tensor:
+        """Embedded tokens (batch, length, dim) to features; mask (batch, length)."""
         # the residual stream stays in the parameters' precision under autocast
         x = x.to(self.norm.weight.dtype)
         if self.tpe is not None:
@@ -170,9 +174,9 @@ class NDLightNet(nn.Module):
         out: Tensor = self.norm(x)
         return out
 
-    def _packed_features(self, packed: Packed, mask: Tensor | None) -> Packed:
-        x, layout, words = packed.values, packed.layout, self.vocab_size is not None
-        width = () if words else (self.embed.proj.in_features,)  # type: ignore[union-attr]
+    def _check_packed(self, packed: Packed, mask: Tensor | None) -> None:
+        x, layout = packed.values, packed.layout
+        width = (self.embed.proj.in_features,) if isinstance(self.embed, Patchify) else ()
         if tuple(x.shape) != (layout.length, *width) or layout.ndim != self.dims:
             raise ValueError(
                 f"packed samples {tuple(x.shape)} with {layout.ndim} axes: expected "
@@ -180,8 +184,6 @@ class NDLightNet(nn.Module):
             )
         if mask is not None:
             raise ValueError("mask: expected none with packed samples, which have no padding")
-        embed: Any = self.embed if words else self.embed.proj
-        return Packed(self._encode(embed(x), None, layout), layout)
 
     def _check(self, x: Tensor, mask: Tensor | None) -> None:
         if self.vocab_size is not None:
@@ -202,23 +204,14 @@ class NDLightNet(nn.Module):
         """Features (batch, *grid, embed_dim) -> (batch, num_classes), by the mean over (real)
         tokens; for a language model (batch, length, vocab_size), of packed samples (length,
         vocab_size). mask: cells, as in `forward_features`."""
+        layout: Layout
         if isinstance(features, Packed):
             layout, features = features.layout, features.values
-            if not self.per_token:
-                owners = layout.owners(features.device)
-                exact = features.to(torch.promote_types(features.dtype, torch.float32))
-                sums = exact.new_zeros(len(layout), features.shape[1])
-                sums = sums.index_add(0, owners, exact)
-                sizes = layout.sizes(features.device).clamp(min=1)
-                features = (sums / sizes[:, None]).to(features.dtype)
-        elif not self.per_token:
-            mask = self.token_mask(mask)
-            features = features.flatten(1, -2)
-            if mask is None:
-                features = features.mean(1)
-            else:
-                keep = mask.flatten(1)[..., None].to(features.dtype)
-                features = (features * keep).sum(1) / keep.sum(1).clamp(min=1)
+        else:
+            layout = Grid.of(features)
+        if not self.per_token:
+            mask = layout.flatten_mask(self.token_mask(mask))
+            features = layout.pool(layout.tokens(features), mask)
         features = self.head_drop(features)
         return features if pre_logits else self.head(features)
 

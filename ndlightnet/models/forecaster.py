@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from ndlightnet.nn.block import Block, init_weights
 from ndlightnet.nn.mixers import LightNetAttention
+from ndlightnet.nn.mixers.base import reads_context
 from ndlightnet.ops import frequencies
 
 
@@ -26,8 +26,7 @@ class CrossBlock(Block):
     ) -> None:
         super().__init__(dim, mixer, mlp_ratio)
         if cross is None:
-            reads = "context" in inspect.signature(self.mixer.forward).parameters
-            cross = mixer if reads else LightNetAttention
+            cross = mixer if reads_context(self.mixer) else LightNetAttention
         self.norm_cross = nn.LayerNorm(dim, eps=1e-6)
         self.cross = cross(dim)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ndlightnet.layout import per_axis
+from ndlightnet.layout import Grid, per_axis
 from ndlightnet.nn.block import Block, init_weights
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.position import MDTPE
@@ -89,15 +89,16 @@ class Stage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.blocks:
             return x
-        tokens = x.movedim(1, -1)
+        grid = Grid(tuple(x.shape[2:]))
+        tokens = grid.flatten(x.movedim(1, -1))
         if self.tpe is not None:
-            tokens = self.tpe(tokens)
+            tokens = self.tpe(tokens, layout=grid)
         for block in self.blocks:
             if self.grad_checkpointing and self.training:
-                tokens = checkpoint(block, tokens, use_reentrant=False)
+                tokens = checkpoint(block, tokens, layout=grid, use_reentrant=False)
             else:
-                tokens = block(tokens)
-        return tokens.movedim(-1, 1)
+                tokens = block(tokens, layout=grid)
+        return grid.unflatten(tokens).movedim(-1, 1)
 
 
 class NDLightUNet(nn.Module):

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from ndlightnet.layout import Grid
-
 
 def default_heads(dim: int, heads: int | None) -> tuple[int, int]:
     """(heads, head dim). By default the largest number that divides `dim` with 64 channels or more
@@ -15,8 +11,3 @@ def default_heads(dim: int, heads: int | None) -> tuple[int, int]:
     if heads < 1 or dim % heads:
         raise ValueError(f"heads={heads}: expected a divisor of dim={dim}")
     return heads, dim // heads
-
-
-def split_heads(x: Tensor, heads: int, grid: Grid) -> Tensor:
-    """`(batch, *grid, dim)` -> `(batch, length, heads, head_dim)`."""
-    return grid.flatten(x).unflatten(-1, (heads, -1))

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import Grid, Ragged
-from ndlightnet.ops import (
-    Position,
-    axis_scan,
-    frequencies,
-    line_scan,
-    line_state,
-    line_step,
-)
+from ndlightnet.layout import Grid, Layout
+from ndlightnet.ops import Position, axis_scan, frequencies, line_scan, line_state, line_step
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.position import Kind, slots_of
 from ndlightnet.ops.recurrence.chunks import exact
-
-# Decays, angles, orthogonal vectors: weight decay would pull them towards a meaning of its own. By
-# name, since a network holds them anywhere.
-NO_WEIGHT_DECAY = (
-    "log_factor", "logit", "coef", "basis", "mirror", "log_rate", "turn", "A_log",
-)  # fmt: skip
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -42,21 +28,25 @@ class MDLRPE(nn.Module):
     half for "rotary".
     """
 
+    undecayed = ("log_factor",)
+
     def __init__(self, heads: int, head_dim: int, kind: Kind, learn: bool = True) -> None:
         super().__init__()
         self.kind, self.slots = kind, slots_of(head_dim, kind)
         self.log_factor = nn.Parameter(torch.zeros(heads, self.slots), requires_grad=learn)
 
-    def forward(
-        self, shape: tuple[int, ...], start: tuple[int | Tensor, ...] | None = None
-    ) -> Position:
-        """Where the tokens of a grid of this shape lie, for the functions of ndlightnet.ops."""
-        if len(shape) > self.slots:
+    def forward(self, layout: Layout | tuple[int, ...]) -> Position:
+        """Where the tokens of a layout, or of a grid of this shape, lie: for the functions of
+        ndlightnet.ops."""
+        grid = Grid(layout) if isinstance(layout, tuple) else layout
+        if grid.ndim > self.slots:
             raise ValueError(
-                f"grid {shape}: {len(shape)} axes need as many angles, the head has {self.slots}"
+                f"grid {grid.shapes[0]}: {grid.ndim} axes need as many angles, the head has "
+                f"{self.slots}"
             )
-        bank = frequencies(self.slots, len(shape), device=self.log_factor.device)
-        return Position(bank * _wide(self.log_factor).exp(), shape, self.kind, offset=start)
+        bank = frequencies(self.slots, grid.ndim, device=self.log_factor.device)
+        theta = bank * _wide(self.log_factor).exp()
+        return Position(theta, grid, self.kind)
 
 
 class MDTPE(nn.Module):
@@ -67,6 +57,8 @@ class MDTPE(nn.Module):
     axis. causal: along the first axis one way only, with half the states if other axes go both
     ways.
     """
+
+    undecayed = ("coef", "logit")
 
     def __init__(
         self,
@@ -79,16 +71,16 @@ class MDTPE(nn.Module):
     ) -> None:
         super().__init__()
         self.impl, self.dims = impl, dims
-        back = dims - causal if bidirectional else 0  # axes that are also gone back
-        ways = 2 if back else 1
-        if states < ways or states % ways:
-            raise ValueError(f"states={states}: expected a positive multiple of {ways}")
-        each = states // ways
-        # first every axis forth, then the last ones back
+        back = dims - causal if bidirectional else 0  # axes that are also scanned backward
+        directions = 2 if back else 1
+        if states < directions or states % directions:
+            raise ValueError(f"states={states}: expected a positive multiple of {directions}")
+        each = states // directions
+        # first every axis forward, then the last ones backward
         self.coef = nn.Parameter(torch.randn(dims + back, dim, each) / math.sqrt(each))
-        # decays with reaches of 1 to 256 tokens, log-spaced
-        reach = torch.logspace(0, 8, each, base=2).expand(dims + back, each)
-        self.logit = nn.Parameter(-torch.log(torch.expm1(1 / reach)))
+        # decays with time constants of 1 to 256 tokens, log-spaced
+        time = torch.logspace(0, 8, each, base=2).expand(dims + back, each)
+        self.logit = nn.Parameter(-torch.log(torch.expm1(1 / time)))
 
     def weights(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
         """Forth and back: coefficients (dims, dim, states) and log decays (dims, states), float32
@@ -109,17 +101,18 @@ class MDTPE(nn.Module):
         return forth, back
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, layout: Ragged | None = None
+        self, x: Tensor, mask: Tensor | None = None, layout: Layout | None = None
     ) -> Tensor:
-        """Tokens (batch, *grid, dim), mask (batch, *grid) bool -> same shape. layout: of samples
-        end to end; then tokens are (length, dim)."""
+        """Tokens (batch, *grid, dim), mask (batch, *grid) bool -> same shape. With a layout tokens
+        may also be (batch, length, dim), and a pack is (length, dim)."""
+        grid = layout or Grid.of(x)
         with exact(x):
             (coef, log_decay), back = self.weights()
-            if layout is not None:
-                keep = None if mask is None else mask[None]
-                how: Any = {"residual": True, "impl": self.impl}
-                return axis_scan(x[None], coef, log_decay, back, keep, layout=layout, **how)[0]
-            return axis_scan(x, coef, log_decay, back, mask, residual=True, impl=self.impl)
+            y = axis_scan(
+                grid.tokens(x), coef, log_decay, back, grid.flatten_mask(mask), layout=grid,
+                residual=True, impl=self.impl,
+            )  # fmt: skip
+        return y.reshape(x.shape)
 
     def init_state(
         self, batch: int, space: tuple[int, ...] = (), device: torch.device | str | None = None
@@ -145,7 +138,10 @@ class MDTPE(nn.Module):
             out = x + grid.unlines(y, 0)
             if grid.ndim > 1:
                 rest = None if back is None else (back[0][1:], back[1][1:])
-                single = x.flatten(0, 1)
-                across = axis_scan(single, coef[1:], log_decay[1:], rest, impl=self.impl)
+                frame, within = x.flatten(0, 1), Grid(grid.shape[1:])
+                across = axis_scan(
+                    within.flatten(frame), coef[1:], log_decay[1:], rest, None, layout=within,
+                    impl=self.impl,
+                )  # fmt: skip
                 out = out + across.view_as(x)
         return out, after.view_as(state)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ndlightnet.nn.heads import default_heads
+from ndlightnet.nn.mixers.base import zero_padding
 from ndlightnet.nn.mixers.keyed import Keyed, Parts
-from ndlightnet.nn.mixers.mixer import Scan, first_shift, hide, short_conv
+from ndlightnet.nn.mixers.recurrent import Scan, init_dt_bias, short_conv
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
 
@@ -34,7 +35,7 @@ class DeltaNet(Keyed):
     """
 
     operation = "gated_delta_rule"
-    reach = TAPS - 1
+    lookback = TAPS - 1
 
     def __init__(
         self,
@@ -56,17 +57,17 @@ class DeltaNet(Keyed):
     def project(self, x: Tensor) -> Tensor:
         return torch.cat([self.in_proj(x), self.beta_proj(x)], -1)
 
-    def inputs(self, z: Tensor, keep: Tensor | None) -> Parts:
+    def inputs(self, z: Tensor, mask: Tensor | None) -> Parts:
         wide = self.value_dim
         first, rest = z.split([3 * self.dim, z.shape[-1] - 3 * self.dim], -1)
         q, k, v = self.split(F.silu(short_conv(first, self.conv)), wide, wide, wide)
-        beta, rest = rest[:, self.reach :].split([self.heads, rest.shape[-1] - self.heads], -1)
+        beta, rest = rest[:, self.lookback :].split([self.heads, rest.shape[-1] - self.heads], -1)
         beta = torch.sigmoid(beta.to(accumulator(beta))) * (2 if self.negative else 1)
         decay, gate = self.more(rest)
         q, k = unit(q) * wide**-0.5, unit(k)
-        k, v, beta = hide(keep, k, v, beta)
+        k, v, beta = zero_padding(mask, k, v, beta)
         if decay is not None:
-            (decay,) = hide(keep, decay)
+            (decay,) = zero_padding(mask, decay)
         return Parts(q, k, v, decay, beta, gate)
 
     def more(self, rest: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -85,8 +86,11 @@ def unit(x: Tensor) -> Tensor:
 
 
 class _Decaying(DeltaNet):
-    """With log decay -exp(log_rate) softplus(. + shift), as many a head as `decays`; rates of
+    """With log decay -exp(A_log) softplus(. + dt_bias), as many a head as `decays`; rates of
     `slowest` to 16 at first."""
+
+    undecayed = ("A_log",)
+    renamed = (("log_rate", "A_log"), ("shift", "dt_bias"))
 
     def __init__(
         self, dim: int, heads: int | None, scan: Scan, negative: bool, impl: Impl, dt_min: float,
@@ -94,14 +98,14 @@ class _Decaying(DeltaNet):
     ) -> None:  # fmt: skip
         super().__init__(dim, heads, scan=scan, negative=negative, impl=impl)
         self.decays = decays
-        self.log_rate = nn.Parameter(torch.empty(self.heads).uniform_(slowest, 16).log())
-        self.shift = first_shift(self.heads * decays, dt_min, dt_max)
+        self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(slowest, 16).log())
+        self.dt_bias = init_dt_bias(self.heads * decays, dt_min, dt_max)
         self.width += self.heads * decays + dim
 
     def decay(self, logits: Tensor) -> Tensor:
         acc = accumulator(logits)
-        step = F.softplus(logits.to(acc) + self.shift.to(acc)).unflatten(-1, (self.heads, -1))
-        return -self.log_rate.to(acc).exp()[:, None] * step
+        step = F.softplus(logits.to(acc) + self.dt_bias.to(acc)).unflatten(-1, (self.heads, -1))
+        return -self.A_log.to(acc).exp()[:, None] * step
 
     def more(self, rest: Tensor) -> tuple[Tensor | None, Tensor | None]:
         logits, gate = rest.split([rest.shape[-1] - self.dim, self.dim], -1)
@@ -111,10 +115,10 @@ class _Decaying(DeltaNet):
 class GatedDeltaNet(_Decaying):
     """DeltaNet with a decay for each head, before the delta rule, and a gate:
     o_proj(norm(m_t^T q_t) * SiLU(gate)), m_t = alpha_t (I - beta_t k_t k_t^T) m_(t-1) + beta_t k_t
-    v_t^T, alpha_t = exp(-exp(log_rate) softplus(. + shift)).
+    v_t^T, alpha_t = exp(-exp(A_log) softplus(. + dt_bias)).
 
-    Args: as of DeltaNet; dt_min, dt_max: the steps softplus(shift) to start from. A head's first
-    exp(log_rate) is up to 16: with the defaults, which are the original's, most heads start with a
+    Args: as of DeltaNet; dt_min, dt_max: the steps softplus(dt_bias) to start from. A head's first
+    exp(A_log) is up to 16: with the defaults, which are the original's, most heads start with a
     memory of less than 30 tokens.
     Parameters: 5 dim^2 + 12 dim + 2 heads dim + dim / heads + 2 heads.
 
@@ -140,7 +144,7 @@ class GatedDeltaNet(_Decaying):
 class KimiDeltaAttention(_Decaying):
     """DeltaNet with a decay for each key channel and a gate, both of low rank (the head dim):
     o_proj(norm(m_t^T q_t) * sigmoid(gate)), m_t = (I - beta_t k_t k_t^T) Diag(alpha_t) m_(t-1) +
-    beta_t k_t v_t^T, alpha_t = exp(-exp(log_rate) softplus(. + shift)).
+    beta_t k_t v_t^T, alpha_t = exp(-exp(A_log) softplus(. + dt_bias)).
 
     Args: as of GatedDeltaNet.
     Parameters: 4 dim^2 + 14 dim + heads dim + 4 dim^2 / heads + dim / heads + heads.

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ndlightnet.nn.mixers.base import zero_padding
 from ndlightnet.nn.mixers.keyed import Keyed, Parts
-from ndlightnet.nn.mixers.mixer import Scan, hide
+from ndlightnet.nn.mixers.recurrent import Scan
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
 
@@ -43,11 +44,11 @@ class GLA(Keyed):
     def project(self, x: Tensor) -> Tensor:
         return torch.cat([self.in_proj(x), self.decay_proj(x)], -1)
 
-    def inputs(self, z: Tensor, keep: Tensor | None) -> Parts:
+    def inputs(self, z: Tensor, mask: Tensor | None) -> Parts:
         wide, dim = self.value_dim, self.key_dim
         q, k, v, gate, decay = self.split(z, dim, dim, wide, wide, dim)
         decay = F.logsigmoid(decay.to(accumulator(decay))) / TEMPERATURE
-        k, v, decay = hide(keep, k, v, decay)
+        k, v, decay = zero_padding(mask, k, v, decay)
         return Parts(q * dim**-0.5, k, v, decay, gate=gate)
 
     def output(self, parts: Parts, y: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ndlightnet.nn.mixers.base import zero_padding
 from ndlightnet.nn.mixers.keyed import Keyed, Parts
-from ndlightnet.nn.mixers.mixer import Scan, hide
+from ndlightnet.nn.mixers.recurrent import Scan
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
 
@@ -47,12 +48,12 @@ class TNL(Keyed):
         out: Tensor = self.in_proj(x)
         return out
 
-    def inputs(self, z: Tensor, keep: Tensor | None) -> Parts:
+    def inputs(self, z: Tensor, mask: Tensor | None) -> Parts:
         q, k, v, gate = self.split(z, *[self.value_dim] * 4)
         q, k = F.silu(q), F.silu(k)
         decay = -F.softplus(self.slope.to(accumulator(self.slope)))
         decay = decay[:, None].expand(*z.shape[:2], -1, -1)
-        k, v, decay = hide(keep, k, v, decay)
+        k, v, decay = zero_padding(mask, k, v, decay)
         return Parts(q, k, v, decay, gate=gate)
 
     def output(self, parts: Parts, y: Tensor) -> Tensor:

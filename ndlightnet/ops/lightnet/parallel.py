@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ndlightnet.ops._operator import Operator
 from ndlightnet.ops.dtypes import accumulator
-from ndlightnet.ops.lightnet.state import State, decay, merge, tile
+from ndlightnet.ops.lightnet.state import State, decay, tile
+from ndlightnet.ops.recurrence.scan import adjoints, before, memories
 
 CHUNK = 64
 
@@ -88,18 +89,18 @@ def _unchunk(x: Tensor, length: int) -> Tensor:
     return x.movedim(1, 3).flatten(1, 2)[:, :length]
 
 
-def _prefix(state: State, dim: int) -> State:
-    """Inclusive running merge along `dim` (which counts from the front), by doubling."""
-    n, shift = state.max.shape[dim], 1
-    while shift < n:
-        keep = [x.narrow(dim, 0, shift) for x in state]
-        left = State(*(x.narrow(dim, 0, n - shift) for x in state))
-        right = State(*(x.narrow(dim, shift, n - shift) for x in state))
-        state = State(
-            *(torch.cat(pair, dim) for pair in zip(keep, merge(left, right), strict=True))
-        )
-        shift *= 2
-    return state
+def _prefix(state: State, dim: int) -> tuple[State, Tensor]:
+    """Inclusive running merge along `dim`, and by how much each step lowers what came before."""
+    top, total, memory = (x.flatten(0, dim - 1) for x in state)
+    reached = top.cummax(1).values
+    fall = decay(before(reached, torch.full_like(top[:, 0], -torch.inf)), reached)
+    own, rows = decay(top, reached), memory.shape[-2]
+    total = memories(fall, own * total, torch.zeros_like(top[:, 0]))
+    if memory.shape[-1]:
+        wide_fall, wide_own = (tile(x, rows, -1)[..., None] for x in (fall, own))
+        memory = memories(wide_fall, wide_own * memory, torch.zeros_like(memory[:, 0]))
+    out = State(*(x.unflatten(0, state.max.shape[:dim]) for x in (reached, total, memory)))
+    return out, fall
 
 
 class _Pass:
@@ -117,7 +118,7 @@ class _Pass:
         )
         # running (max, sum) of each token inside its chunk; no memory rides along
         alone = State(self.k, (self.k > -torch.inf).to(acc), self.k.new_zeros(*self.k.shape, 0))
-        run = _prefix(alone, 3)
+        run, _ = _prefix(alone, 3)
         last = run.max[..., -1:, :]
         memory = self.key(self.k, last).transpose(-1, -2) @ self.v
         chunk = State(last[..., 0, :], run.sum[..., -1, :], memory)
@@ -125,7 +126,7 @@ class _Pass:
         joined = State(
             *(torch.cat([a[:, :, None], b], 2) for a, b in zip(state, chunk, strict=True))
         )
-        self.entries = _prefix(joined, 2)
+        self.entries, self.fall = _prefix(joined, 2)
         self.entry = State(*(x[:, :, :-1] for x in self.entries))
         first = self.entry.max[..., None, :]
         self.max = torch.maximum(first, run.max)
@@ -199,15 +200,10 @@ def causal_gradients(
     first = c.q * c.wide(c.from_entry)
     adj = torch.cat([first.transpose(-1, -2) @ do, dmemory[:, :, None].to(do.dtype)], 2)
     pull = torch.cat([(c.from_entry * g).sum(-2), -dsum[:, :, None].to(do.dtype)], 2)
-    top, n, shift = c.entries.max, c.entries.max.shape[2], 1
-    while shift < n:
-        fade = decay(top[:, :, :-shift], top[:, :, shift:])
-        adj = torch.cat(
-            [adj[:, :, :-shift] + c.wide(fade)[..., None] * adj[:, :, shift:], adj[:, :, -shift:]],
-            2,
-        )
-        pull = torch.cat([pull[:, :, :-shift] + fade * pull[:, :, shift:], pull[:, :, -shift:]], 2)
-        shift *= 2
+    adj, pull = adj.flatten(0, 1), pull.flatten(0, 1)
+    adj = adjoints(c.wide(c.fall)[..., None], adj, torch.zeros_like(adj[:, 0]))
+    pull = adjoints(c.fall, pull, torch.zeros_like(pull[:, 0]))
+    adj, pull = (x.unflatten(0, c.k.shape[:2]) for x in (adj, pull))
 
     # keys and values: from the token itself, from later chunks, from later tokens of the chunk
     dk, dv, dw = torch.zeros_like(c.k), torch.zeros_like(c.v), torch.zeros_like(c.f)
@@ -220,7 +216,7 @@ def causal_gradients(
 
     p = decay(c.k, c.max)
     add(None, p, c.w, c.q * own, g, (c.q * c.wide(p) * c.w).sum(-1, keepdim=True) * do)
-    later, p = adj[:, :, 1:], decay(c.k, top[:, :, 1:, None])
+    later, p = adj[:, :, 1:], decay(c.k, c.entries.max[:, :, 1:, None])
     dkey = c.v @ later.transpose(-1, -2)
     add(None, p, c.w, dkey, pull[:, :, 1:, None], (c.wide(p) * c.w) @ later)
     for size in c.levels():
