@@ -124,7 +124,7 @@ def test_an_upward_import_is_caught(path, source):
     "path, source",
     [
         ("ndlightnet/ops/x.py", "from ndlightnet.layout import Grid\nimport ndlightnet_kernels"),
-        ("ndlightnet/ops/x.py", "from ndlightnet.ops.lightnet import parallel\nfrom .state import State"),
+        ("ndlightnet/ops/x.py", "from ndlightnet.ops import fla\nfrom .state import State"),
         ("ndlightnet/training/x.py", "import lightning\nfrom ndlightnet.models import NDLightNet"),
         ("ndlightnet/data/x.py", "import monai\nfrom ndlightnet.layout import per_axis"),
         ("ndlightnet/data/x.py", "from ndlightnet.layout import pack"),

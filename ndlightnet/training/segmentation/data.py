@@ -20,7 +20,7 @@ from ndlightnet.data.volume.datasets import find_inputs, read_dataset
 from ndlightnet.data.volume.grid import Case
 from ndlightnet.data.volume.phantoms import make_phantoms
 from ndlightnet.data.volume.transforms import Intensity, Prepare
-from ndlightnet.data.volume.volume import Case, Volume
+from ndlightnet.data.volume.volume import Volume
 from ndlightnet.training.core.loading import training_loader
 from ndlightnet.training.core.report import say
 from ndlightnet.training.core.task import check
