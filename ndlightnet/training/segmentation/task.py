@@ -15,10 +15,10 @@ from ndlightnet.data.errors import DataError, one_line
 from ndlightnet.data.volume.grid import Case
 from ndlightnet.data.volume.volume import upright
 from ndlightnet.inference import Ensemble, Mirrored, keep_largest, predict_labels, predict_volume
-from ndlightnet.training.core.cli import check_checkpoint
-from ndlightnet.training.core.costs import Cost, Meter, MeteredTask
+from ndlightnet.training.core.checkpoints import check_checkpoint
+from ndlightnet.training.core.costs import Cost, Meter, case_costs
 from ndlightnet.training.core.report import write_json
-from ndlightnet.training.core.task import check
+from ndlightnet.training.core.task import Task, check
 from ndlightnet.training.segmentation.data import AXES
 from ndlightnet.training.segmentation.figures import save_case
 from ndlightnet.training.segmentation.html_report import write_page
@@ -27,7 +27,7 @@ from ndlightnet.training.segmentation.metrics import dice_of, measure_case, metr
 MEMORY = 0.8  # of earlier looks at the held-out cases, when the best checkpoint is chosen
 
 
-class SegmentationTask(MeteredTask):
+class SegmentationTask(Task):
     """Trains `net`, `(batch, channels, *space)` -> `(batch, classes, *space)` logits, or in
     training a list of them on coarser and coarser grids (deep supervision: each counts half of the
     one before).
@@ -44,9 +44,11 @@ class SegmentationTask(MeteredTask):
         lr, weight_decay: of AdamW, with warm-up and a cosine.
         cuda_graph: training replays the network from a CUDA graph: small networks cost Python more
             time than the card.
+        others: as of Task.
     """
 
-    saved = (*MeteredTask.saved, "ema_dice")
+    saved = (*Task.saved, "cost", "ema_dice")
+    measures = "epoch"
     monitor = "ema_dice"  # chooses the best checkpoint
 
     def __init__(
@@ -62,19 +64,21 @@ class SegmentationTask(MeteredTask):
         lr: float = 1e-3,
         weight_decay: float = 0.01,
         cuda_graph: bool = False,
+        **kwargs: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(net, lr=lr, weight_decay=weight_decay, **kwargs)
         good = window is None or (len(window) == AXES and min(window) > 0)
         check("model.window", window, good, "3 sizes above 0")
         check("model.overlap", overlap, 0 <= overlap < 1, "a share from 0 to below 1")
         axes = mirror_axes or []
         good = len({*axes} & {*range(AXES)}) == len(axes)
         check("model.mirror_axes", axes, good, "different axes from 0 to 2")
+        good = not (cuda_graph and self.compiles)
+        check("model.cuda_graph", cuda_graph, good, "false with model.compile=True")
         check("model.tolerance_mm", tolerance_mm, tolerance_mm >= 0, "0 or more mm")
-        self.net, self.window, self.overlap = net, window, overlap
+        self.window, self.overlap, self.cuda_graph = window, overlap, cuda_graph
         self.mirror_axes, self.largest, self.ensemble = mirror_axes or [], largest, ensemble or []
         self.tolerance_mm, self.dicom_seg = tolerance_mm, dicom_seg
-        self.lr, self.weight_decay, self.cuda_graph = lr, weight_decay, cuda_graph
         self.loss = DiceCELoss(include_background=False, to_onehot_y=True, softmax=True, batch=True)
         self.ema_dice: float | None = None
 
@@ -120,7 +124,7 @@ class SegmentationTask(MeteredTask):
     def on_train_epoch_end(self) -> None:
         if not self.trainer.is_last_batch:
             return  # cut off by max_steps: its time was not taken
-        seconds, _ = self.trained[-1]  # of a step of this epoch
+        seconds = self.cost.seconds[-1]  # of a step of this epoch
         fraction = (self._waited() - self.waited) / (seconds * self.trainer.num_training_batches)
         self.log("waiting", fraction, sync_dist=True)
 
@@ -130,7 +134,7 @@ class SegmentationTask(MeteredTask):
 
     def training_step(self, batch: tuple[Tensor, ...], _: int) -> Tensor:
         image, label, _numbers = batch
-        outputs = self.net(image)
+        outputs = self(image)
         outputs = [outputs] if isinstance(outputs, Tensor) else outputs
         weights = [2.0**-place for place in range(len(outputs))]
         loss = sum(
@@ -243,7 +247,9 @@ class SegmentationTask(MeteredTask):
         rows = self.gathered(self.rows)
         metrics = {
             **metrics_of(rows, self.data().labels),
-            **self.costs(
+            **case_costs(
+                self.net,
+                self.cost,
                 self.gathered(self.spent).values(),
                 (1, self.data().in_channels, *self.data().patch),
             ),

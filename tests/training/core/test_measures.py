@@ -4,10 +4,12 @@ import lightning
 import numpy as np
 import pytest
 import torch
+from ndlightnet.training.core.measures import MeasuredTask
 
 from ndlightnet import NDLightNet
 from ndlightnet.nn import mixers
-from ndlightnet.training.core.measures import MeasuredTask, median_seconds, scores, state_size
+from ndlightnet.training.classification.metrics import scores
+from ndlightnet.training.core.costs import median_seconds, state_size
 
 
 def test_scores_by_hand():

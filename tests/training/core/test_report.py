@@ -12,16 +12,14 @@ import torch
 from matplotlib.text import Text
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.training.classification.images import save_gallery
+from ndlightnet.training.classification.pictures import save_confusion, save_gallery, save_strips
 from ndlightnet.training.core import report
 from ndlightnet.training.core.report import (
     check_writable,
-    save_confusion,
-    save_strips,
     write_json,
 )
-from ndlightnet.training.forecasting.series import Panel, save_forecasts
-from ndlightnet.training.language.text import draw
+from ndlightnet.training.forecasting.pictures import Panel, save_forecasts
+from ndlightnet.training.language.curves import draw
 from ndlightnet.training.segmentation.figures import save_case
 
 
