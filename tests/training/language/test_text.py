@@ -82,7 +82,7 @@ def measured(net, tmp_path, file, decode_bytes=0, **options) -> dict:
     return json.loads((tmp_path / "metrics.json").read_text())
 
 
-def test_surprise_by_hand():
+def test_token_nll_by_hand():
     logits = torch.randn(256, 256)
     windows = torch.randint(256, (3, 12), dtype=torch.uint8)
     found = token_nll(Fixed(logits), windows)
