@@ -30,8 +30,9 @@ from torch import nn
 
 from ndlightnet import Identity, NDLightUNet
 from ndlightnet.data.errors import whole_file
-from ndlightnet.data.volume.transforms import Intensity, Prepare, file_grid, to_file
-from ndlightnet.data.volume.volume import Case, load_case, save_labels
+from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.transforms import Intensity, Prepare
+from ndlightnet.data.volume.volume import Volume
 from ndlightnet.inference import predict_labels
 from ndlightnet.training import SegmentationTask, VolumeData
 from ndlightnet.training.core.cli import task_cli
@@ -155,9 +156,10 @@ def whole_way(classes: int, side: int, window: int) -> dict[str, Any]:
             predict_labels(net, small, [window] * 3)
         case, start = Case("scan", (path,), None), time.perf_counter()
         with HostMemory() as host, torch.autocast(device, torch.bfloat16):
-            data = Prepare([Intensity(-1000, 1000, 0, 500)])(load_case(case))
-            labels = predict_labels(net, data["image"], [window] * 3, onto=file_grid(data))
-            save_labels(to_file(labels, data), case, Path(folder) / "labels.nii.gz")
+            volume = Volume.read(case)
+            image = Prepare([Intensity(-1000, 1000, 0, 500)])(volume)["image"]
+            labels = predict_labels(net, image, [window] * 3, onto=volume.onto(image))
+            volume.save_labels(volume.from_ras(labels), Path(folder) / "labels.nii.gz")
     return {
         "classes": classes, "side": side, "window": window, "device": device,
         "seconds": time.perf_counter() - start, "host_gb": host.bytes / 1e9,

@@ -33,7 +33,8 @@ from ndlightnet import NDLightNet
 from ndlightnet.bench.family import SCANS
 from ndlightnet.nn import mixers
 from ndlightnet.training import ImageData
-from ndlightnet.training.core.measures import scores, state_size
+from ndlightnet.training.classification.metrics import scores
+from ndlightnet.training.core.costs import state_size
 from ndlightnet.training.core.optim import warm_cosine
 from ndlightnet.training.core.report import write_json
 from ndlightnet.training.replay import Replay, Steps

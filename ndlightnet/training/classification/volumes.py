@@ -16,7 +16,7 @@ from ndlightnet.data.volume.class_folders import (
     read_volume,
 )
 from ndlightnet.data.volume.datasets import find_inputs
-from ndlightnet.data.volume.formats import Case
+from ndlightnet.data.volume.grid import Case
 from ndlightnet.training.classification.images import ImageData
 from ndlightnet.training.core.report import say
 
