@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.bench import peers
-from ndlightnet.bench.attention import place
-from ndlightnet.bench.rows import Bench, Case, Contender
 from ndlightnet.ops import State, attention_step
 from ndlightnet.ops._registry import Impl
+from ndlightnet_evidence.bench import peers
+from ndlightnet_evidence.bench.attention import place
+from ndlightnet_evidence.bench.rows import Bench, Case, Contender
 
 
 def decode(bench: Bench, batch: int = 64, heads: int = 12, dim: int = 64) -> None:

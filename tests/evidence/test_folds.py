@@ -1,9 +1,10 @@
-"""tasks/compare.py on segmentation: rows from files, folds, and the tables of finished runs."""
+"""tasks/evidence/compare.py on segmentation: rows from files, folds, and the tables of finished runs."""
 
 import json
 import sys
 from pathlib import Path
 
+import compare
 import pytest
 
 # What tasks/ct_segmentation.py does to the disk: a fold has a folder of its own under the root.
@@ -38,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(compare, monkeypatch, folder):
+def start(monkeypatch, folder):
     """start("--rows", ...): the status of compare in the folder, as from the command line."""
 
     def run(*arguments: str) -> int:
@@ -106,7 +107,7 @@ def test_no_time_was_left(start, folder):
     assert text.endswith("no time was left: plain (seed 0, fold 0), plain (seed 0, fold 1).\n")
 
 
-def test_folds_have_a_folder_of_their_own(compare, monkeypatch, folder):
+def test_folds_have_a_folder_of_their_own(monkeypatch, folder):
     """So that --resume never takes runs without folds for folds."""
     given = ["compare.py", "task.py", "base.yaml", "--folds", "3", "--minutes", "0", "--rows",
              "plain.yaml"]  # fmt: skip
@@ -135,11 +136,13 @@ def test_what_is_refused(start, folder, capsys, arguments, text):
     assert not (folder / "out").exists()
 
 
-def test_the_files_of_the_comparison_are_rows(compare):
+def test_the_files_of_the_comparison_are_rows():
     found = compare.named(
         [
             str(path)
-            for path in sorted((Path(__file__).parents[2] / "configs/volumes").glob("*.yaml"))
+            for path in sorted(
+                (Path(__file__).parents[2] / "tasks/evidence/configs/volumes").glob("*.yaml")
+            )
         ]
     )
     assert set(found) >= {"ndlightunet", "identity", "dynunet", "segresnet", "swinunetr"}

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, normalize
 
-from ndlightnet.bench import peers
-from ndlightnet.bench.output import markdown, tokens
-from ndlightnet.bench.rows import PASSES, Bench, Case, Contender
-from ndlightnet.bench.step import peak
-from ndlightnet.bench.timing import Call, backward_call, forward_call
 from ndlightnet.nn import mixers as catalogue
 from ndlightnet.nn.mixers.mixer import Scan
 from ndlightnet.ops import gated_delta_rule, gated_linear_attention, wkv
+from ndlightnet_evidence.bench import peers
+from ndlightnet_evidence.bench.output import markdown, tokens
+from ndlightnet_evidence.bench.rows import PASSES, Bench, Case, Contender
+from ndlightnet_evidence.bench.step import peak
+from ndlightnet_evidence.bench.timing import Call, backward_call, forward_call
 
 RULES = (
     ("linear attention", "gated", 0), ("TNL", "gated", 1), ("GLA, HGRN2", "gated", 64),

@@ -1,7 +1,7 @@
 """How long does a stream's memory hold the last event, and do older events disturb it?
 
-python tasks/recall.py                                                      on a GPU
-python tasks/recall.py --gap 64 --frames 256 --batch 32 --steps 400 --streams 256 \
+python tasks/evidence/recall.py                                                      on a GPU
+python tasks/evidence/recall.py --gap 64 --frames 256 --batch 32 --steps 400 --streams 256 \
     --rows plain "window 8" "forget 0.2" "forget 0.05" identity             on a CPU
 
 A stream is noise in which now and then a frame shows one of a few symbols. At every frame the

@@ -1,4 +1,4 @@
-"""tasks/associative.py: its sequences, what it asks of a network, its rows, and one small run."""
+"""tasks/evidence/associative.py: its sequences, what it asks of a network, its rows, and one small run."""
 
 import csv
 import json
@@ -7,6 +7,7 @@ from argparse import Namespace
 from itertools import product
 from pathlib import Path
 
+import associative
 import pytest
 import torch
 import yaml
@@ -15,7 +16,7 @@ from ndlightnet import NDLightNet
 from ndlightnet.nn import mixers
 
 ROOT = Path(__file__).parents[2]
-YAMLS = sorted((ROOT / "configs" / "associative").glob("*.yaml"))
+YAMLS = sorted((ROOT / "tasks/evidence/configs/associative").glob("*.yaml"))
 GROUPS = {"parity": 2, "s3": 6, "a5": 60, "s5": 120, "s5 swaps": 120}
 
 
@@ -32,7 +33,7 @@ def options(**more) -> Namespace:
 
 
 @pytest.mark.parametrize(("pairs", "length"), [(1, 64), (7, 64), (16, 64), (16, 67)])
-def test_each_query_has_its_pair_before_it(associative, pairs, length):
+def test_each_query_has_its_pair_before_it(pairs, length):
     task = associative.Recall(options(length=length))
     tokens, answers = task.batch(pairs, 20, rng(1))
     assert tokens.shape == answers.shape == (20, length)
@@ -49,7 +50,7 @@ def test_each_query_has_its_pair_before_it(associative, pairs, length):
         assert not set(others) & set(keys)
 
 
-def test_words_are_drawn_evenly_and_anew(associative):
+def test_words_are_drawn_evenly_and_anew():
     tokens, answers = associative.Recall(options()).batch(4, 4000, rng(2))
     for words, low in ((tokens[:, 0:8:2], 0), (tokens[:, 1:8:2], 32), (answers[answers >= 0], 32)):
         share = torch.bincount(words.flatten() - low, minlength=32) / words.numel()
@@ -61,7 +62,7 @@ def test_words_are_drawn_evenly_and_anew(associative):
     assert not torch.equal(tokens, again)
 
 
-def test_gaps_follow_a_power_law(associative):
+def test_gaps_follow_a_power_law():
     _, answers = associative.Recall(options()).batch(1, 20_000, rng(4))
     place = (answers >= 0).int().argmax(1) // 2  # 1 to 31 after one pair
     share = torch.bincount(place, minlength=32)[1:] / 20_000
@@ -73,7 +74,7 @@ def test_gaps_follow_a_power_law(associative):
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_tables_are_groups(associative, name):
+def test_tables_are_groups(name):
     task = associative.Tracking(options(), name)
     table, n = task.table, GROUPS[name]
     assert table.shape == (n, n) and task.words == task.classes == n
@@ -102,14 +103,14 @@ def order(table: torch.Tensor, element: int) -> int:
         ("s5", {1: 1, 2: 25, 3: 20, 4: 30, 5: 24, 6: 20}),
     ],
 )
-def test_elements_have_the_orders_of_the_group_named(associative, name, orders):
+def test_elements_have_the_orders_of_the_group_named(name, orders):
     task = associative.Tracking(options(), name)
     found = [order(task.table, element) for element in range(task.words)]
     assert {n: found.count(n) for n in set(found)} == orders
     assert task.letters.tolist() == list(range(task.words))
 
 
-def test_swaps_are_the_identity_and_all_that_exchange_two(associative):
+def test_swaps_are_the_identity_and_all_that_exchange_two():
     task = associative.Tracking(options(), "s5 swaps")
     assert len(task.letters) == 11 and task.letters[0] == 0
     assert all(order(task.table, e) == 2 for e in task.letters[1:].tolist())
@@ -123,7 +124,7 @@ def test_swaps_are_the_identity_and_all_that_exchange_two(associative):
 
 @pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("length", [1, 2, 5, 16, 37])
-def test_labels_are_the_running_products(associative, name, length):
+def test_labels_are_the_running_products(name, length):
     task = associative.Tracking(options(), name)
     tokens, products = task.batch(length, 6, rng(length))
     assert tokens.shape == products.shape == (6, length)
@@ -134,7 +135,7 @@ def test_labels_are_the_running_products(associative, name, length):
             assert label == so_far
 
 
-def test_products_are_those_of_permutations(associative):
+def test_products_are_those_of_permutations():
     # matrices multiply by themselves, as permutations do: S3 by its table, against 3 x 3 matrices
     task = associative.Tracking(options(), "s3")
     orders = [(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)]
@@ -169,7 +170,7 @@ class Scripted(torch.nn.Module):
         return torch.nn.functional.one_hot(named.clamp(min=0) % 64, 64).float()
 
 
-def test_accuracy_counts_queries_only(associative):
+def test_accuracy_counts_queries_only():
     task = associative.Recall(options())
     net = Scripted(task, lambda answers: answers >= 0)  # elsewhere all is wrong
     found = associative.measure(net, task, rng(), options())
@@ -179,7 +180,7 @@ def test_accuracy_counts_queries_only(associative):
     assert found == {"accuracy": [0.5, 0.0625], "whole": [0, 0]}
 
 
-def test_accuracy_of_a_length_is_that_of_its_later_half(associative):
+def test_accuracy_of_a_length_is_that_of_its_later_half():
     task = associative.Tracking(options(), "s3")
     assert task.levels == [4, 8, 16] and task.tests == [4, 8, 16, 32]
 
@@ -206,7 +207,7 @@ def test_the_rows_are_there():
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
-def test_a_row_builds_its_mixer(associative, path):
+def test_a_row_builds_its_mixer(path):
     _, (mixer, state) = associative.load(path.stem, 32)
     layer = mixer(32)
     assert type(layer).__name__ == yaml.safe_load(path.read_text())["mixer"]["class_path"][21:]
@@ -219,7 +220,7 @@ def test_a_row_builds_its_mixer(associative, path):
 
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
-def test_a_row_is_causal_in_the_network_of_the_tasks(associative, path):
+def test_a_row_is_causal_in_the_network_of_the_tasks(path):
     _, (mixer, _) = associative.load(str(path), 16)
     net = NDLightNet(1, num_classes=5, vocab_size=9, embed_dim=16, depth=1, tpe=False, causal=True,
                      mixer=lambda dim: associative.Convolved(dim, mixer))  # fmt: skip
@@ -248,7 +249,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_row_fails_before_anything_is_trained(associative, case, tmp_path, capsys):
+def test_a_wrong_row_fails_before_anything_is_trained(case, tmp_path, capsys):
     text, message = WRONG[case]
     path = tmp_path / "wrong.yaml"
     if text is not None:
@@ -270,7 +271,7 @@ def test_a_wrong_row_fails_before_anything_is_trained(associative, case, tmp_pat
         ("--rows identity identity", "expected names that differ"),
     ],
 )
-def test_wrong_options_say_so(associative, wrong, message, capsys):
+def test_wrong_options_say_so(wrong, message, capsys):
     with pytest.raises(SystemExit):
         associative.main(["--rows", "identity", *wrong.split()])
     assert message in capsys.readouterr().err
@@ -279,7 +280,7 @@ def test_wrong_options_say_so(associative, wrong, message, capsys):
 # all of it
 
 
-def test_a_row_is_shown_at_its_best_learning_rate(associative):
+def test_a_row_is_shown_at_its_best_learning_rate():
     runs = [{"task": task, "row": row, "seed": seed, "lr": lr, "accuracy": accuracy}
             for task, row, seed, lr, accuracy in [
                 ("recall", "a", 0, 0.1, [1.0, 0.2]), ("recall", "a", 0, 0.3, [0.8, 0.8]),
@@ -289,7 +290,7 @@ def test_a_row_is_shown_at_its_best_learning_rate(associative):
     assert associative.best(runs) == [runs[i] for i in (1, 5, 2, 6)]
 
 
-def test_rows_of_the_second_task_alone_are_in_the_legend(associative, tmp_path, monkeypatch):
+def test_rows_of_the_second_task_alone_are_in_the_legend(tmp_path, monkeypatch):
     common = {"seed": 0, "lr": 0.1, "x": [4, 8], "x_label": "", "guess": [0.5, 0.5]}
     runs = [{"task": task, "row": row, "accuracy": [0.5, 0.7], **common}
             for task, row in (("recall", "a"), ("recall", "c"), ("parity", "b"))]  # fmt: skip
@@ -301,7 +302,7 @@ def test_rows_of_the_second_task_alone_are_in_the_legend(associative, tmp_path, 
     assert shown == ["a", "b", "c", "guessing"]
 
 
-def test_a_small_run(associative, tmp_path, capsys):
+def test_a_small_run(tmp_path, capsys):
     small = "--pairs 2 4 --length 16 --vocab 16 --train-length 8 --test-length 16 --batch 4 "
     small += "--steps 2 --tests 6 --dim 16 --depth 1 --seeds 3 5 --lr 1e-3 --rows softmax identity"
     out = tmp_path / "out"
@@ -323,7 +324,7 @@ def test_a_small_run(associative, tmp_path, capsys):
     assert capsys.readouterr().out.count("by length:") == 4
 
 
-def test_a_network_learns_a_short_recall(associative, tmp_path):
+def test_a_network_learns_a_short_recall(tmp_path):
     small = "--pairs 2 4 --length 16 --vocab 16 --batch 32 --steps 150 --tests 200 --dim 32 "
     small += "--depth 1 --seeds 0 --lr 1e-2 --rows softmax identity --tasks recall"
     associative.main([*small.split(), "--out", str(tmp_path)])

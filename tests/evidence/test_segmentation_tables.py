@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from ndlightnet.training.cases import interval, metrics_of
-from ndlightnet.training.comparison import (
+from ndlightnet_evidence.segmentation import (
     by_case,
     differences,
     mean_dice,
     segmentation_tables,
     values,
 )
+
+from ndlightnet.training.cases import interval, metrics_of
 
 NAMES = ("background", "liver", "cyst")
 NAN = float("nan")

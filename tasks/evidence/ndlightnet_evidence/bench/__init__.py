@@ -1,4 +1,4 @@
-"""How fast the library is, beside the memory's speed and its peers: `python -m ndlightnet.bench`.
+"""How fast the library is, beside the memory's speed and its peers: `python tasks/evidence/bench.py`.
 
 timing     a call -> milliseconds
 rows       who is compared on what: Case, Contender, Cell, Bench

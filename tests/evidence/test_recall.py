@@ -1,4 +1,4 @@
-"""tasks/recall.py: its streams, what it asks of a network, and one small run."""
+"""tasks/evidence/recall.py: its streams, what it asks of a network, and one small run."""
 
 import csv
 import json
@@ -6,6 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import recall
 import torch
 
 ROOT = Path(__file__).parents[2]
@@ -15,7 +16,7 @@ def rng(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_gaps_are_log_uniform_and_within_their_bounds(recall):
+def test_gaps_are_log_uniform_and_within_their_bounds():
     at = recall.event_frames(2000, 12, 64, rng())
     gaps = torch.cat([at[:, :1] + 1, at.diff()], 1)
     assert gaps.min() == 1 and gaps.max() == 64
@@ -23,7 +24,7 @@ def test_gaps_are_log_uniform_and_within_their_bounds(recall):
     assert abs(short - 0.498) < 0.02
 
 
-def test_labels_are_the_latest_event_found_in_the_cells(recall):
+def test_labels_are_the_latest_event_found_in_the_cells():
     at = recall.event_frames(5, 6, 9, rng(1))
     cells, label, age = recall.streams(at, 30, rng(2))
     assert cells.shape == (5, recall.SYMBOLS + 1, 30) and label.shape == age.shape == (5, 30)
@@ -59,7 +60,7 @@ class Oracle(torch.nn.Module):
 
 
 @pytest.mark.parametrize("older", [0, 7])
-def test_the_test_asks_exactly_k_frames_after_the_last_of_all_events(recall, older):
+def test_the_test_asks_exactly_k_frames_after_the_last_of_all_events(older):
     options = Namespace(gap=32, batch=2, frames=64, streams=21, k=[1, 2, 4, 8, 16, 32])
     for reach in (1, 7, 8, 32):
         net = Oracle(reach)
@@ -68,12 +69,12 @@ def test_the_test_asks_exactly_k_frames_after_the_last_of_all_events(recall, old
         assert net.events == [older + 1] * 21
 
 
-def test_what_the_most_frequent_symbol_tells(recall):
+def test_what_the_most_frequent_symbol_tells():
     assert recall.most_frequent(0) == 1
     assert abs(recall.most_frequent(1) - (1 / 8 + 7 / 8 / 2)) < 0.005
 
 
-def test_rates_of_heads(recall):
+def test_rates_of_heads():
     layer = recall.mixer("forget 0.5,0.25", 4)(16)
     assert layer.forget.tolist() == [0.5, 0.25, 0.5, 0.25]
     x = torch.randn(2, 9, 16)
@@ -84,13 +85,13 @@ def test_rates_of_heads(recall):
         torch.testing.assert_close(layer(x, causal=True), other(x, causal=True))
 
 
-def test_an_unknown_row_fails_before_anything_is_trained(recall, tmp_path):
+def test_an_unknown_row_fails_before_anything_is_trained(tmp_path):
     with pytest.raises(KeyError, match="forgets"):
         recall.main(["--rows", "plain", "forgets 0.5", "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 
-def test_a_small_run(recall, tmp_path):
+def test_a_small_run(tmp_path):
     rows = ["plain", "window 4", "forget 0.2", "forget 0.2,0.02", "cosine", "softmax", "rotary",
             "identity"]  # fmt: skip
     small = "--gap 8 --frames 32 --batch 4 --steps 2 --streams 8 --dim 16 --heads 4 --older 0 3"

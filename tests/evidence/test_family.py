@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import family
 import numpy as np
 import pytest
 import torch
@@ -32,7 +33,7 @@ def config(tmp_path):
     return tmp_path / "tiny.yaml"
 
 
-def test_rows_are_mixers_with_their_scans(family):
+def test_rows_are_mixers_with_their_scans():
     assert family.factory("GLA axes")(16).scan == "axes"
     assert type(family.factory("SoftmaxAttention")(16)).__name__ == "SoftmaxAttention"
     for row in ("GLA spiral", "SoftmaxAttention both", "Gla"):
@@ -40,7 +41,7 @@ def test_rows_are_mixers_with_their_scans(family):
             family.factory(row)
 
 
-def test_runs_make_a_table_and_are_not_made_again(family, config, tmp_path, capsys, monkeypatch):
+def test_runs_make_a_table_and_are_not_made_again(config, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
     arguments = [str(config), "--rows", "LightNetAttention", "TNL axes", "--seeds", "0", "1",
                  "--out", str(out)]  # fmt: skip
@@ -65,7 +66,7 @@ def test_runs_make_a_table_and_are_not_made_again(family, config, tmp_path, caps
     assert (out / "table.md").read_text() == table
 
 
-def test_a_row_that_fails_is_said_and_the_others_run(family, config, tmp_path, monkeypatch):
+def test_a_row_that_fails_is_said_and_the_others_run(config, tmp_path, monkeypatch):
     whole = family.run
 
     def broken(row, *more):
@@ -88,7 +89,7 @@ def test_a_row_that_fails_is_said_and_the_others_run(family, config, tmp_path, m
     assert (out / "table.md").read_text().splitlines()[2].startswith("| Identity | 0.0")
 
 
-def test_parts_are_all_runs_once(family, config, tmp_path, monkeypatch):
+def test_parts_are_all_runs_once(config, tmp_path, monkeypatch):
     made = []
 
     def run(row, seed, *_):
@@ -104,14 +105,14 @@ def test_parts_are_all_runs_once(family, config, tmp_path, monkeypatch):
     assert made[0] == ("Identity", 0) and made[3] == ("LAVO", 0)
 
 
-def test_no_run_starts_when_the_time_is_up(family, config, tmp_path):
+def test_no_run_starts_when_the_time_is_up(config, tmp_path):
     out = tmp_path / "out"
     family.main([str(config), "--rows", "Identity", "--seeds", "0", "--minutes", "-1",
                  "--out", str(out)])  # fmt: skip
     assert (out / "table.md").read_text().splitlines()[2] == "| Identity | not run |"
 
 
-def test_batches_are_the_same_for_every_row(family, config, monkeypatch):
+def test_batches_are_the_same_for_every_row(config, monkeypatch):
     """Whatever a network draws while it is made."""
     content = yaml.safe_load(config.read_text())
     data = family.ImageData(**content["data"]["init_args"])

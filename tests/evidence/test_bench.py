@@ -3,16 +3,16 @@
 import csv
 import json
 
+import bench as bench_command
 import pytest
 import torch
+from ndlightnet_evidence.bench import attention, family, output, peers, rows, timing
+from ndlightnet_evidence.bench.decode import decode
+from ndlightnet_evidence.bench.rows import Bench, Case, Cell, Contender
+from ndlightnet_evidence.bench.step import step
+from ndlightnet_evidence.bench.tpe import tpe
 from torch.nn.functional import silu
 
-from ndlightnet.bench import __main__ as program
-from ndlightnet.bench import attention, family, output, peers, rows, timing
-from ndlightnet.bench.decode import decode
-from ndlightnet.bench.rows import Bench, Case, Cell, Contender
-from ndlightnet.bench.step import step
-from ndlightnet.bench.tpe import tpe
 from ndlightnet.nn import mixers
 from ndlightnet.ops import Lrpe, global_attention
 
@@ -130,7 +130,7 @@ def test_all_groups_have_their_rows(bench, monkeypatch):
 def test_the_command_without_a_card(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(rows, "copy_rate", lambda *_: 1e10)
-    assert program.main(["attention", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    assert bench_command.main(["attention", "cpu", "--quick", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "no CUDA device: attention left out" in printed and "| global | 1 x 1024 " in printed
     content = json.loads((tmp_path / "bench.json").read_text())
@@ -149,7 +149,7 @@ def test_the_command_without_a_card(tmp_path, monkeypatch, capsys):
 
 def test_an_unknown_group_is_named(capsys):
     with pytest.raises(SystemExit):
-        program.main(["mixer"])
+        bench_command.main(["mixer"])
     assert "mixer: expected some of attention" in capsys.readouterr().err
 
 

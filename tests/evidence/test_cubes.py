@@ -1,14 +1,15 @@
-"""tasks/cubes.py, what of it needs no card: how the largest cube is found and a cube is filled."""
+"""tasks/evidence/cubes.py, what of it needs no card: how the largest cube is found and a cube is filled."""
 
 from collections.abc import Callable
 
+import cubes
 import pytest
 import torch
 from torch import nn
 
 
 @pytest.mark.parametrize("most", [32, 250, 256, 257, 700, 2048])
-def test_largest_is_the_last_that_works(cubes, monkeypatch, most):
+def test_largest_is_the_last_that_works(monkeypatch, most):
     tried = []
 
     def make(net: nn.Module, side: int) -> Callable[[], None]:
@@ -29,7 +30,7 @@ def test_largest_is_the_last_that_works(cubes, monkeypatch, most):
         assert found["next"] == "out of memory" and found["side"] + 32 in tried
 
 
-def test_a_cube_of_mirrored_copies(cubes):
+def test_a_cube_of_mirrored_copies():
     image = torch.randn(2, 5, 3, 9)
     cube = cubes.cube(image, 7)
     assert cube.shape == (2, 7, 7, 7)

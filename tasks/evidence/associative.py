@@ -1,8 +1,8 @@
 """What a mixer's memory can hold, and what it can compute: recall of pairs, and products in groups.
 
-python tasks/associative.py         all rows on recall, parity, s3 and "s5 swaps"
-python tasks/associative.py --tasks recall --rows softmax linear deltanet --seeds 0
-python tasks/associative.py --tasks parity s3 --rows deltanet deltanet_negative my.yaml
+python tasks/evidence/associative.py         all rows on recall, parity, s3 and "s5 swaps"
+python tasks/evidence/associative.py --tasks recall --rows softmax linear deltanet --seeds 0
+python tasks/evidence/associative.py --tasks parity s3 --rows deltanet deltanet_negative my.yaml
 
 A run takes 15 seconds to 4 minutes on a CPU.
 
@@ -19,7 +19,7 @@ of all so far. Parity needs a memory that can change its sign (arXiv 2411.12537)
 solvable. Training takes lengths 4, 8, .. --train-length in turn; the test goes on to --test-length,
 and the accuracy of a length is that of the later half of positions.
 
-Rows are the YAMLs of configs/associative, by their names, or other such files: a name and a mixer.
+Rows are the YAMLs of tasks/evidence/configs/associative, by their names, or other such files: a name and a mixer.
 They differ in the mixer only; there is no MD-TPE. The state is what a layer's mixer keeps of one
 sequence, in numbers: with --dim 32 a memory of 1024 for all but identity, softmax, LAVO, RWKV-4, S5
 and GLA (512), and some more for the sums, or the last tokens, that some keep beside it.
@@ -43,15 +43,15 @@ from typing import Any
 
 import torch
 import yaml
+from ndlightnet_evidence.graphs import Steps
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ndlightnet import NDLightNet
 from ndlightnet.data.errors import whole_file
 from ndlightnet.training.optim import warm_cosine
-from ndlightnet.training.replay import Steps
 
-CONFIGS = Path(__file__).parents[1] / "configs" / "associative"
+CONFIGS = Path(__file__).parent / "configs" / "associative"
 TASKS = ["recall", "parity", "s3", "s5 swaps", "s5", "a5"]
 NUMBERS = {"vocab": 64, "length": 64, "train-length": 64, "test-length": 256, "batch": 32,
            "steps": 1500, "dim": 32, "depth": 2, "tests": 512}  # fmt: skip
@@ -153,7 +153,7 @@ class Convolved(nn.Module):
 
 
 def load(row: str, dim: int) -> tuple[str, Row]:
-    """A YAML file, or the name of one in configs/associative -> its name, and the row."""
+    """A YAML file, or the name of one in tasks/evidence/configs/associative -> its name, and the row."""
     path = next((p for p in (CONFIGS / f"{row}.yaml", Path(row)) if p.is_file()), None)
     if path is None:
         known = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.yaml")))

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ndlightnet.bench.timing import (
+from ndlightnet.ops._registry import Impl
+from ndlightnet_evidence.bench.timing import (
     Absent,
     Call,
     Timing,
@@ -22,7 +23,6 @@ from ndlightnet.bench.timing import (
     reason,
     time_calls,
 )
-from ndlightnet.ops._registry import Impl
 
 PASSES = ("fwd", "fwd+bwd")
 MAX_SETS = 16

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from ndlightnet.bench.timing import Absent
 from ndlightnet.grid import Grid
 from ndlightnet.nn.heads import default_heads
 from ndlightnet.ops import Lrpe, causal_attention, wkv
 from ndlightnet.ops.lrpe import key_features, query_features
 from ndlightnet.ops.state import tile
+from ndlightnet_evidence.bench.timing import Absent
 
 
 def absent(why: str) -> Callable[..., Any]:

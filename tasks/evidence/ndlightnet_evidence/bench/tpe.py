@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ndlightnet.bench import peers
-from ndlightnet.bench.rows import PASSES, Bench, Case, Contender
-from ndlightnet.bench.timing import matmul_rate
 from ndlightnet.ops import axis_scan
+from ndlightnet_evidence.bench import peers
+from ndlightnet_evidence.bench.rows import PASSES, Bench, Case, Contender
+from ndlightnet_evidence.bench.timing import matmul_rate
 
 # tensors of x's size that must pass through memory: x, y; and x, dy, dx
 TENSORS = {"fwd": 2, "fwd+bwd": 5}

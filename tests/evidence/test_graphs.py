@@ -4,9 +4,8 @@ import gc
 
 import pytest
 import torch
+from ndlightnet_evidence.graphs import Replay, Steps
 from torch import nn
-
-from ndlightnet.training.replay import Replay, Steps
 
 
 def nets(device):

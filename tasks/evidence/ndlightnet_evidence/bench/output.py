@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ndlightnet.bench.rows import Bench, Cell
+from ndlightnet_evidence.bench.rows import Bench, Cell
 
 PACKAGES = ("torch", "triton", "ndlightnet", "fla-core", "flash-linear-attention")
 # Okabe and Ito: told apart also by people who see fewer colours
@@ -93,7 +93,7 @@ def write(bench: Bench, folder: Path) -> None:
     content: dict[str, Any] = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "device": device_name(bench.device),
-        "command": " ".join(["python -m ndlightnet.bench", *sys.argv[1:]]),
+        "command": " ".join(["python tasks/evidence/bench.py", *sys.argv[1:]]),
         "impl": bench.impl,
         "copy_bytes_per_second": bench.rates,
         "versions": versions(),

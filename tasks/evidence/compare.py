@@ -1,11 +1,11 @@
 """The same network with one thing changed, same data, same budget, several seeds: a table.
 
-python tasks/compare.py tasks/ct_segmentation.py configs/hippocampus.yaml --seeds 0 1 2 --jobs 5
-python tasks/compare.py tasks/video_cls.py configs/surveillance.yaml --rows LightNet "single frame"
-python tasks/compare.py tasks/image_cls.py configs/adrenal.yaml --rows Mamba "Mamba axes" GLA
-python tasks/compare.py tasks/image_cls.py configs/fashion_mnist.yaml --family --jobs 16 --minutes 9
-python tasks/compare.py tasks/ct_segmentation.py configs/hippocampus.yaml --checkpoint best \
-    --rows configs/volumes/*.yaml --folds 5
+python tasks/evidence/compare.py tasks/ct_segmentation.py configs/hippocampus.yaml --seeds 0 1 2 --jobs 5
+python tasks/evidence/compare.py tasks/video_cls.py configs/surveillance.yaml --rows LightNet "single frame"
+python tasks/evidence/compare.py tasks/image_cls.py configs/adrenal.yaml --rows Mamba "Mamba axes" GLA
+python tasks/evidence/compare.py tasks/image_cls.py configs/fashion_mnist.yaml --family --jobs 16 --minutes 9
+python tasks/evidence/compare.py tasks/ct_segmentation.py configs/hippocampus.yaml --checkpoint best \
+    --rows tasks/evidence/configs/volumes/*.yaml --folds 5
 
 A row is one of those named below, a mixer of the catalogue (ndlightnet.nn.mixers), or a file
 NAME.yaml that is laid over the config; its row is called NAME. A mixer that reads tokens in turn
@@ -206,7 +206,7 @@ def table(runs: list[dict[str, Any]], rows: list[str]) -> str:
     good = [run for run in runs if complete(run) and run["row"] in rows]
     if any("cases" in run for run in good):
         # here, since it takes seconds to import what other tasks do without
-        from ndlightnet.training.comparison import segmentation_tables
+        from ndlightnet_evidence.segmentation import segmentation_tables
 
         made = segmentation_tables(good, rows, failed)
     else:

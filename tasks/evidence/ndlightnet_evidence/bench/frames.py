@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.bench import peers
-from ndlightnet.bench.attention import compare, ours, place
-from ndlightnet.bench.rows import PASSES, Bench, Case, Contender
-from ndlightnet.bench.step import memory, training
-from ndlightnet.bench.timing import Call
 from ndlightnet.models import NDLightNet
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.ops import Lrpe, axis_causal_attention, packed_attention
 from ndlightnet.ragged import Packed, Ragged
+from ndlightnet_evidence.bench import peers
+from ndlightnet_evidence.bench.attention import compare, ours, place
+from ndlightnet_evidence.bench.rows import PASSES, Bench, Case, Contender
+from ndlightnet_evidence.bench.step import memory, training
+from ndlightnet_evidence.bench.timing import Call
 
 WINDOW = 16
 Shapes = Sequence[tuple[int, ...]]

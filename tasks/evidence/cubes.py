@@ -1,9 +1,9 @@
 """How large a volume one card takes, and what it costs: whole, in windows, in training.
 
-python tasks/cubes.py                          times and memory of cubes of 256 and 512 voxels
-python tasks/cubes.py --largest                and the largest cubes for prediction and training
-python tasks/cubes.py --classes 100            memory of the host: read, predict and write 512^3
-python tasks/cubes.py --trained CONFIG         how much the answer in windows differs from the whole
+python tasks/evidence/cubes.py                          times and memory of cubes of 256 and 512 voxels
+python tasks/evidence/cubes.py --largest                and the largest cubes for prediction and training
+python tasks/evidence/cubes.py --classes 100            memory of the host: read, predict and write 512^3
+python tasks/evidence/cubes.py --trained CONFIG         how much the answer in windows differs from the whole
 
 Networks are untrained, bf16, on noise; one channel. With --trained it is the last checkpoint of a
 `fit`, on its first held-out volume, repeated in mirrored copies until the cube is full, in windows

@@ -1,4 +1,4 @@
-"""tasks/compare.py: its table, its arguments, and what it does with a run that fails."""
+"""tasks/evidence/compare.py: its table, its arguments, and what it does with a run that fails."""
 
 import argparse
 import inspect
@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+import compare
 import pytest
 import torch
 
@@ -25,7 +26,7 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line[1:-1].split("|")]
 
 
-def test_table_of_means_deviations_and_seeds(compare):
+def test_table_of_means_deviations_and_seeds():
     runs = [
         made("A", 2, 0.9, mean_hd95_mm=3.0), made("A", 0, 0.5, mean_hd95_mm=1.0),
         made("A", 1, 0.7, mean_hd95_mm=2.0), made("B", 0, 0.25, mean_hd95_mm=4.5),
@@ -47,7 +48,7 @@ def test_table_of_means_deviations_and_seeds(compare):
     ]
 
 
-def test_table_of_what_other_tasks_measure(compare):
+def test_table_of_what_other_tasks_measure():
     """Whatever of the known measures is in metrics.json, other entries are left out."""
     run = {"row": "A", "seed": 0, "mse": 0.5, "bits_per_byte": 1.25, "latency_ms": 3.5, "auc": 0.9,
            "step_ms": 2.0, "mae": 0.25, "peak_memory_gb": None, "columns": ["x"]}  # fmt: skip
@@ -59,19 +60,19 @@ def test_table_of_what_other_tasks_measure(compare):
     }  # fmt: skip
 
 
-def test_table_keeps_the_order_of_the_rows_and_shows_what_is_measured(compare):
+def test_table_keeps_the_order_of_the_rows_and_shows_what_is_measured():
     runs = [{"row": row, "seed": 0, "top1": 0.5, "parameters": 10**6} for row in "AB"]
     head, _, *lines = compare.table(runs, ["B", "A"]).splitlines()
     assert cells(head) == ["", "parameters", "top1", "top1 per seed"]
     assert [cells(line)[0] for line in lines] == ["B", "A"]
 
 
-def test_table_when_all_failed(compare):
+def test_table_when_all_failed():
     lines = compare.table([{"row": "A", "seed": 0, "error": "x"}], ["A"]).splitlines()[:3]
     assert len({len(cells(line)) for line in lines}) == 1 and cells(lines[2])[1] == "failed"
 
 
-def test_table_with_a_measure_that_is_null(compare):
+def test_table_with_a_measure_that_is_null():
     """metrics.json has null where no class has a distance, as after a network that says nothing."""
     runs = [made("A", 0, 0.5, mean_hd95_mm=None), made("A", 1, 0.5, mean_hd95_mm=2.0)]
     line = compare.table(runs, ["A"]).splitlines()[2]
@@ -92,7 +93,7 @@ def mixer_of(arguments: list[str]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", mixers.__all__)
-def test_a_row_for_every_mixer(compare, name):
+def test_a_row_for_every_mixer(name):
     path = f"ndlightnet.nn.mixers.{name}"
     assert mixer_of(compare.overrides(name)) == {"class_path": path, "init_args": {}}
 
@@ -113,20 +114,20 @@ def catalogue(monkeypatch):
 
 
 @pytest.mark.parametrize("scan", ["raster", "both", "axes"])
-def test_a_row_for_every_scan(compare, catalogue, scan):
+def test_a_row_for_every_scan(catalogue, scan):
     found = mixer_of(compare.overrides(f"InTurn {scan}"))
     path = "ndlightnet.nn.mixers.InTurn"
     assert found == {"class_path": path, "init_args": {"scan": scan}}
 
 
-def test_the_family(compare, catalogue):
+def test_the_family(catalogue):
     assert compare.family() == [
         "Identity", "SoftmaxAttention", "LightNetAttention", "InTurn raster", "InTurn both",
         "InTurn axes",
     ]  # fmt: skip
 
 
-def test_the_family_is_the_whole_catalogue(compare):
+def test_the_family_is_the_whole_catalogue():
     rows = compare.family()
     assert len(rows) == len(set(rows)) == len(mixers.__all__) + 2 * len(SEQUENTIAL)
     for row in rows:
@@ -145,7 +146,7 @@ def test_the_family_is_the_whole_catalogue(compare):
         ("Nothing", "single frame, padded, InTurn, LightNetAttention"),
     ],
 )
-def test_a_row_that_is_none(compare, catalogue, row, text):
+def test_a_row_that_is_none(catalogue, row, text):
     with pytest.raises(ValueError) as caught:
         compare.overrides(row)
     assert str(caught.value).startswith(f"row {row!r}: ") and text in str(caught.value)
@@ -190,7 +191,7 @@ def calls(root: Path) -> list[list[str]]:
     return [json.loads(line) for line in (root / "calls.jsonl").read_text().splitlines()]
 
 
-def test_one_run_fits_then_tests_the_last_checkpoint(compare, tmp_path):
+def test_one_run_fits_then_tests_the_last_checkpoint(tmp_path):
     found = compare.one_run(options(tmp_path), who("without MD-TPE", 7), "3")
     assert found.pop("seconds") > 0 and found.pop("process") > 0
     assert found.pop("where")["CUDA_VISIBLE_DEVICES"] == "3"
@@ -208,7 +209,7 @@ def test_one_run_fits_then_tests_the_last_checkpoint(compare, tmp_path):
 
 @pytest.mark.parametrize("end", ["sys.exit(1)", "raise ValueError", "os._exit(9)"])
 @pytest.mark.parametrize("fail, runs", [("fit", 1), ("test", 2)])
-def test_one_run_that_fails(compare, tmp_path, fail, runs, end):
+def test_one_run_that_fails(tmp_path, fail, runs, end):
     root = tmp_path / "out" / "LightNet-0"
     root.mkdir(parents=True)
     (root / "metrics.json").write_text('{"top1": 1.0}')  # of an earlier run
@@ -218,7 +219,7 @@ def test_one_run_that_fails(compare, tmp_path, fail, runs, end):
     assert len(calls(root)) == runs and "to stderr" in (root / "log.txt").read_text()
 
 
-def test_one_run_without_a_result(compare, tmp_path):
+def test_one_run_without_a_result(tmp_path):
     given = options(tmp_path, "test", "sys.exit(0)")
     (tmp_path / "out" / "LightNet-0").mkdir(parents=True)
     (tmp_path / "out" / "LightNet-0" / "metrics.json").write_text('{"top1": 1.0}')
@@ -231,7 +232,7 @@ def test_one_run_without_a_result(compare, tmp_path):
     [(0, None, []), (0, "", []), (2, None, ["0", "1"]), (2, "5,GPU-7", ["5", "GPU-7"]),
      (1, "3,-1", ["3"])],
 )  # fmt: skip
-def test_the_gpus_that_may_be_used(compare, monkeypatch, count, named, expected):
+def test_the_gpus_that_may_be_used(monkeypatch, count, named, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if named is not None:
@@ -242,7 +243,7 @@ def test_the_gpus_that_may_be_used(compare, monkeypatch, count, named, expected)
 HANGS = 600  # seconds after which a test that would never end is ended
 
 
-def in_turn(compare, monkeypatch, jobs: int, runs: int, gpus: list[str], minutes=float("inf")):
+def in_turn(monkeypatch, jobs: int, runs: int, gpus: list[str], minutes=float("inf")):
     """The runs that `all_runs` makes, and the GPUs in use while each of them was."""
     busy, together, done, meet = [], [], [], threading.Barrier(jobs)
 
@@ -266,22 +267,22 @@ def in_turn(compare, monkeypatch, jobs: int, runs: int, gpus: list[str], minutes
     [(1, ["0", "1"], ["0"]), (2, ["4", "5"], ["4", "5"]), (4, ["4", "5"], ["4", "4", "5", "5"]),
      (3, ["0", "1"], ["0", "0", "1"]), (2, [], [None, None])],
 )  # fmt: skip
-def test_runs_go_to_all_gpus_in_turn(compare, monkeypatch, jobs, gpus, shared):
-    done, together = in_turn(compare, monkeypatch, jobs, 3 * jobs, gpus)
+def test_runs_go_to_all_gpus_in_turn(monkeypatch, jobs, gpus, shared):
+    done, together = in_turn(monkeypatch, jobs, 3 * jobs, gpus)
     assert sorted(run["seed"] for run in done) == list(range(3 * jobs))
     assert together == [shared] * 3 * jobs
 
 
-def test_no_run_begins_when_the_minutes_are_over(compare, monkeypatch):
+def test_no_run_begins_when_the_minutes_are_over(monkeypatch):
     now = itertools.count()
     monkeypatch.setattr(compare.time, "monotonic", lambda: 60.0 * next(now))
-    done, _ = in_turn(compare, monkeypatch, 1, 5, [], minutes=3)  # asked at the minutes 1, 2, 3, ..
+    done, _ = in_turn(monkeypatch, 1, 5, [], minutes=3)  # asked at the minutes 1, 2, 3, ..
     assert [run["seed"] for run in done if "gpu" in run] == [0, 1]
     late = [{"row": "LightNet", "seed": seed, "missing": True} for seed in (2, 3, 4)]
     assert done[2:] == late
 
 
-def start(compare, monkeypatch, tmp_path, *arguments: str, answer=None) -> tuple[int, list]:
+def start(monkeypatch, tmp_path, *arguments: str, answer=None) -> tuple[int, list]:
     seen = []
 
     def one_run(options, who, gpu):
@@ -297,18 +298,18 @@ def start(compare, monkeypatch, tmp_path, *arguments: str, answer=None) -> tuple
     return compare.main(), seen
 
 
-def test_a_run_with_a_null_is_shown_and_saved(compare, monkeypatch, tmp_path):
+def test_a_run_with_a_null_is_shown_and_saved(monkeypatch, tmp_path):
     def answer(row, seed):
         return made(row, seed, None if seed else 0.5, mean_hd95_mm=None)
 
     arguments = ("t.py", "c.yaml", "--rows", "LightNet", "--seeds", "0", "1")
-    assert start(compare, monkeypatch, tmp_path, *arguments, answer=answer)[0] == 0
+    assert start(monkeypatch, tmp_path, *arguments, answer=answer)[0] == 0
     assert len(json.loads((tmp_path / "runs" / "compare" / "c" / "runs.json").read_text())) == 2
 
 
-def test_arguments_after_the_dashes_go_to_every_run(compare, monkeypatch, tmp_path, capsys):
+def test_arguments_after_the_dashes_go_to_every_run(monkeypatch, tmp_path, capsys):
     status, seen = start(
-        compare, monkeypatch, tmp_path, "t.py", "x/c.yaml", "--seeds", "3", "1",
+        monkeypatch, tmp_path, "t.py", "x/c.yaml", "--seeds", "3", "1",
         "--rows", "LightNet", "single frame", "--", "--trainer.max_epochs=2", "--data.workers", "0",
     )  # fmt: skip
     assert status == 0
@@ -324,32 +325,32 @@ def test_arguments_after_the_dashes_go_to_every_run(compare, monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize("given", ["--data.init_args.fold=0", "--data.fold"])
-def test_a_fold_after_the_dashes_is_refused(compare, monkeypatch, tmp_path, capsys, given):
+def test_a_fold_after_the_dashes_is_refused(monkeypatch, tmp_path, capsys, given):
     """The task would write it beside where its checkpoint is looked for, after a whole training."""
     with pytest.raises(SystemExit):
-        start(compare, monkeypatch, tmp_path, "t.py", "c.yaml", "--", given)
+        start(monkeypatch, tmp_path, "t.py", "c.yaml", "--", given)
     assert "--data.init_args.fold after --: expected --folds" in capsys.readouterr().err
     other = "--data.init_args.folds=3"
-    assert start(compare, monkeypatch, tmp_path, "t.py", "c.yaml", "--", other)[0] == 0
+    assert start(monkeypatch, tmp_path, "t.py", "c.yaml", "--", other)[0] == 0
 
 
-def test_without_dashes_nothing_is_passed_on(compare, monkeypatch, tmp_path):
-    status, seen = start(compare, monkeypatch, tmp_path, "t.py", "c.yaml", "--seeds", "0")
+def test_without_dashes_nothing_is_passed_on(monkeypatch, tmp_path):
+    status, seen = start(monkeypatch, tmp_path, "t.py", "c.yaml", "--seeds", "0")
     assert status == 0 and seen[0][0].extra == []
     assert "single frame" not in [row for _, row, _ in seen] and len(seen) == 5
 
 
-def test_a_failed_run_makes_the_status_1(compare, monkeypatch, tmp_path, capsys):
+def test_a_failed_run_makes_the_status_1(monkeypatch, tmp_path, capsys):
     def answer(row, seed):
         return {"row": row, "seed": seed, "error": "boom"} if seed else made(row, seed, 0.5)
 
     arguments = ("t.py", "c.yaml", "--rows", "LightNet", "--seeds", "0", "1")
-    status, _ = start(compare, monkeypatch, tmp_path, *arguments, answer=answer)
+    status, _ = start(monkeypatch, tmp_path, *arguments, answer=answer)
     out = capsys.readouterr().out
     assert status == 1 and "[2/2] LightNet, seed 1: boom" in out and "mean_dice 0.500" in out
 
 
-def test_results_are_written_after_every_run(compare, monkeypatch, tmp_path):
+def test_results_are_written_after_every_run(monkeypatch, tmp_path):
     folder = tmp_path / "runs" / "compare" / "c"
 
     def all_runs(options, wanted, done):
@@ -359,10 +360,10 @@ def test_results_are_written_after_every_run(compare, monkeypatch, tmp_path):
             assert (folder / "table.md").read_text().endswith(", ".join(["0.500"] * count) + " |\n")
 
     monkeypatch.setattr(compare, "all_runs", all_runs)
-    start(compare, monkeypatch, tmp_path, "t.py", "c.yaml", "--rows", "LightNet")
+    start(monkeypatch, tmp_path, "t.py", "c.yaml", "--rows", "LightNet")
 
 
-def test_going_on(compare, monkeypatch, tmp_path, capsys):
+def test_going_on(monkeypatch, tmp_path, capsys):
     """Good runs are kept, failed and missing ones are done."""
     folder = tmp_path / "runs" / "compare" / "c"
     folder.mkdir(parents=True)
@@ -370,37 +371,37 @@ def test_going_on(compare, monkeypatch, tmp_path, capsys):
               {"row": "LightNet", "seed": 0, "missing": True}]  # fmt: skip
     (folder / "runs.json").write_text(json.dumps(before))
     arguments = ("t.py", "c.yaml", "--rows", "LightNet", "padded", "--seeds", "0", "1", "--resume")
-    status, seen = start(compare, monkeypatch, tmp_path, *arguments)
+    status, seen = start(monkeypatch, tmp_path, *arguments)
     assert status == 0 and "[4/4] " in capsys.readouterr().out
     done = [("LightNet", 0), ("LightNet", 1), ("padded", 1)]
     assert [(row, seed) for _, row, seed in seen] == done
     runs = json.loads((folder / "runs.json").read_text())
     found = [(run["row"], run["seed"], run["mean_dice"]) for run in runs]
     assert found == [("padded", 0, 0.25), *((row, seed, 0.5) for row, seed in done)]
-    status, seen = start(compare, monkeypatch, tmp_path, *arguments)
+    status, seen = start(monkeypatch, tmp_path, *arguments)
     assert (status, seen) == (0, []) and json.loads((folder / "runs.json").read_text()) == runs
-    assert len(start(compare, monkeypatch, tmp_path, *arguments[:-1])[1]) == 4  # from the start
+    assert len(start(monkeypatch, tmp_path, *arguments[:-1])[1]) == 4  # from the start
 
 
-def test_what_is_missing_is_said(compare, monkeypatch, tmp_path, capsys):
+def test_what_is_missing_is_said(monkeypatch, tmp_path, capsys):
     arguments = ("t.py", "c.yaml", "--rows", "LightNet", "--seeds", "4", "--minutes", "0")
-    status, seen = start(compare, monkeypatch, tmp_path, *arguments)
+    status, seen = start(monkeypatch, tmp_path, *arguments)
     out = capsys.readouterr().out
     assert (status, seen) == (0, [])
     assert "[1/1] LightNet, seed 4: no time was left" in out
     assert "Not run, no time was left: LightNet (seed 4)." in out
 
 
-def test_the_family_as_an_option(compare, monkeypatch, tmp_path, catalogue):
+def test_the_family_as_an_option(monkeypatch, tmp_path, catalogue):
     arguments = ("t.py", "c.yaml", "--seeds", "0", "--family", "--rows", "LightNet", "InTurn axes")
-    _, seen = start(compare, monkeypatch, tmp_path, *arguments)
+    _, seen = start(monkeypatch, tmp_path, *arguments)
     assert [row for _, row, _ in seen] == [
         "LightNet", "InTurn axes", "Identity", "SoftmaxAttention", "LightNetAttention",
         "InTurn raster", "InTurn both",
     ]  # fmt: skip
 
 
-def test_an_unknown_row_is_refused(compare, monkeypatch, tmp_path, capsys):
+def test_an_unknown_row_is_refused(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
-        start(compare, monkeypatch, tmp_path, "t.py", "c.yaml", "--rows", "LightNet2")
+        start(monkeypatch, tmp_path, "t.py", "c.yaml", "--rows", "LightNet2")
     assert caught.value.code == 2 and "row 'LightNet2': expected " in capsys.readouterr().err

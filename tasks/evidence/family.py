@@ -1,11 +1,11 @@
 """Every mixer, with one, two and 2 x axes scans, in the same small network: same data, same steps.
 
-python tasks/family.py configs/fashion_mnist.yaml --seeds 0 1 2
-python tasks/family.py configs/adrenal.yaml --rows Identity SoftmaxAttention "GLA axes"
+python tasks/evidence/family.py configs/fashion_mnist.yaml --seeds 0 1 2
+python tasks/evidence/family.py configs/adrenal.yaml --rows Identity SoftmaxAttention "GLA axes"
 
 The config is one of tasks/image_cls.py, which trains one network with all that Lightning has; here
 a step is replayed from a CUDA graph, so that a run takes seconds and a time is that of the card.
-Rows are those of tasks/compare.py. A run that is under --out is not made again, one that failed is.
+Rows are those of tasks/evidence/compare.py. A run that is under --out is not made again, one that failed is.
 Two cards: CUDA_VISIBLE_DEVICES=0 ... --part 0 2 and CUDA_VISIBLE_DEVICES=1 ... --part 1 2, with the
 same --out. Writes table.md, runs.csv and family.png.
 """
@@ -27,15 +27,15 @@ from typing import Any
 import compare
 import torch
 import yaml
+from ndlightnet_evidence.bench.family import SCANS
+from ndlightnet_evidence.graphs import Replay, Steps
 from torch import Tensor, nn
 
 from ndlightnet import NDLightNet
-from ndlightnet.bench.family import SCANS
 from ndlightnet.nn import mixers
 from ndlightnet.training import ImageData
 from ndlightnet.training.measures import scores, state_size
 from ndlightnet.training.optim import warm_cosine
-from ndlightnet.training.replay import Replay, Steps
 from ndlightnet.training.report import write_json
 
 EVALUATION = 200  # images at a time

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.bench import peers
-from ndlightnet.bench.rows import PASSES, Bench, Case, Contender
 from ndlightnet.ops import Lrpe, causal_attention, frequencies, global_attention
 from ndlightnet.ops.lrpe import Kind, slots_of
+from ndlightnet_evidence.bench import peers
+from ndlightnet_evidence.bench.rows import PASSES, Bench, Case, Contender
 
 Shape = tuple[int, int]  # batch, length
 MAIN: tuple[Shape, ...] = ((4, 16384), (1, 262144))

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ndlightnet.bench import peers
-from ndlightnet.bench.rows import Bench, Case
-from ndlightnet.bench.timing import Call, backward_call
 from ndlightnet.models import NDLightNet
 from ndlightnet.nn.mixers import LightNetAttention, SoftmaxAttention
 from ndlightnet.ops import global_attention
+from ndlightnet_evidence.bench import peers
+from ndlightnet_evidence.bench.rows import Bench, Case
+from ndlightnet_evidence.bench.timing import Call, backward_call
 
 PATCH = (2, 16, 16)
 

@@ -1,4 +1,4 @@
-"""python -m ndlightnet.bench [GROUP ...] [--out DIR] [--quick]
+"""python tasks/evidence/bench.py [GROUP ...] [--out DIR] [--quick]
 
 Prints a table per group and writes bench.csv, bench.json, scans.png (group `figure`), stream.png
 (group `stream`), mixers.csv and mixers.png (group `mixers`). Without a CUDA device the groups `cpu`
@@ -14,14 +14,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-
-from ndlightnet.bench import attention, family, output, peers
-from ndlightnet.bench.decode import decode
-from ndlightnet.bench.frames import frames, packs
-from ndlightnet.bench.rows import Bench
-from ndlightnet.bench.step import step
-from ndlightnet.bench.stream import draw, stream
-from ndlightnet.bench.tpe import tpe
+from ndlightnet_evidence.bench import attention, family, output, peers
+from ndlightnet_evidence.bench.decode import decode
+from ndlightnet_evidence.bench.frames import frames, packs
+from ndlightnet_evidence.bench.rows import Bench
+from ndlightnet_evidence.bench.step import step
+from ndlightnet_evidence.bench.stream import draw, stream
+from ndlightnet_evidence.bench.tpe import tpe
 
 # in this order: peers are left out of the last ones if the time is up
 GROUPS: dict[str, Callable[[Bench], None]] = {
@@ -34,7 +33,7 @@ ON_CPU = ("mixers", "cpu")
 
 
 def arguments(args: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m ndlightnet.bench", description=__doc__)
+    parser = argparse.ArgumentParser("python tasks/evidence/bench.py", description=__doc__)
     parser.add_argument("groups", nargs="*", metavar="GROUP",
                         help=f"default: all of {', '.join(GROUPS)}")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="default: %(default)s")

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ndlightnet.bench.rows import Bench, Case
-from ndlightnet.bench.timing import Call
 from ndlightnet.models import NDLightNet
 from ndlightnet.nn.mixers import LightNetAttention
+from ndlightnet_evidence.bench.rows import Bench, Case
+from ndlightnet_evidence.bench.timing import Call
 
 PATCH, RECENT = (1, 16, 16), 16
 FACT = "memory in MB after frames:"
