@@ -1,8 +1,9 @@
 """What a mixer's memory can hold, and what it can compute: recall of pairs, and products in groups.
 
-python tasks/evidence/associative.py         all rows on recall, parity, s3 and "s5 swaps"
-python tasks/evidence/associative.py --tasks recall --rows softmax linear deltanet --seeds 0
-python tasks/evidence/associative.py --tasks parity s3 --rows deltanet deltanet_negative my.yaml
+    associative=tasks/evidence/associative.py
+    python $associative                         all rows on recall, parity, s3 and "s5 swaps"
+    python $associative --tasks recall --rows softmax linear deltanet --seeds 0
+    python $associative --tasks parity s3 --rows deltanet deltanet_negative my.yaml
 
 A run takes 15 seconds to 4 minutes on a CPU.
 
@@ -19,46 +20,41 @@ of all so far. Parity needs a memory that can change its sign (arXiv 2411.12537)
 solvable. Training takes lengths 4, 8, .. --train-length in turn; the test goes on to --test-length,
 and the accuracy of a length is that of the later half of positions.
 
-Rows are the YAMLs of tasks/evidence/configs/associative, by their names, or other such files: a name and a mixer.
-They differ in the mixer only; there is no MD-TPE. The state is what a layer's mixer keeps of one
-sequence, in numbers: with --dim 32 a memory of 1024 for all but identity, softmax, LAVO, RWKV-4, S5
-and GLA (512), and some more for the sums, or the last tokens, that some keep beside it.
+Rows are the YAMLs of configs/associative beside this file, by their names, or other such files: a
+name and a mixer. They differ in the mixer only; there is no MD-TPE. The state is what a layer's
+mixer keeps of one sequence, in numbers: with --dim 32 a memory of 1024 for all but identity,
+softmax, LAVO, RWKV-4, S5 and GLA (512), and some more for the sums, or the last tokens, that some
+keep beside it.
 
-Writes associative.json and .csv (all runs; "whole" is the share of sequences without any mistake),
-.md and .png (each row at the best of its learning rates) under --out, after each run.
+Writes runs.json and runs.csv (all runs; "whole" is the share of sequences without any mistake),
+table.md and associative.png (each row at the best of its learning rates) under --out, after each
+run.
 """
 
 from __future__ import annotations
 
-import csv
-import json
-import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from itertools import permutations, product
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
+from ndlightnet_evidence import plots, runner, tables
 from ndlightnet_evidence.graphs import Steps
+from ndlightnet_evidence.runner import Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ndlightnet import NDLightNet
-from ndlightnet.data.errors import whole_file
 from ndlightnet.training.optim import warm_cosine
 
 CONFIGS = Path(__file__).parent / "configs" / "associative"
 TASKS = ["recall", "parity", "s3", "s5 swaps", "s5", "a5"]
 NUMBERS = {"vocab": 64, "length": 64, "train-length": 64, "test-length": 256, "batch": 32,
            "steps": 1500, "dim": 32, "depth": 2, "tests": 512}  # fmt: skip
-# Okabe and Ito: told apart also by people who see fewer colours
-COLORS = ("#000000", "#E69F00", "#56B4E9", "#0072B2", "#D55E00", "#777777", "#009E73", "#CC79A7")
-STYLES = ("-o", "--s", ":^", "-.D")
-
 Row = tuple[Callable[[int], nn.Module], int | None]  # a mixer, the size of its state
 
 
@@ -153,7 +149,7 @@ class Convolved(nn.Module):
 
 
 def load(row: str, dim: int) -> tuple[str, Row]:
-    """A YAML file, or the name of one in tasks/evidence/configs/associative -> its name, and the row."""
+    """A YAML file, or the name of one in configs/associative -> its name, and the row."""
     path = next((p for p in (CONFIGS / f"{row}.yaml", Path(row)) if p.is_file()), None)
     if path is None:
         known = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.yaml")))
@@ -209,122 +205,69 @@ def measure(
     return found
 
 
-def best(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def best(runs: Sequence[Run]) -> list[Run]:
     """The runs of each row in each task at the learning rate with the best mean accuracy."""
-    rates: dict[tuple[str, str], dict[float, list[dict[str, Any]]]] = {}
-    for run in runs:
+    rates: dict[tuple[str, str], dict[float, list[Run]]] = {}
+    for run in filter(tables.complete, runs):
         rates.setdefault((run["task"], run["row"]), {}).setdefault(run["lr"], []).append(run)
 
-    def mean(seeds: list[dict[str, Any]]) -> float:
-        return sum(sum(run["accuracy"]) for run in seeds) / len(seeds)
+    def mean(seeds: list[Run]) -> float:
+        return sum(sum(c["accuracy"]) for r in seeds for c in r["curves"].values()) / len(seeds)
 
     return [run for row in rates.values() for run in max(row.values(), key=mean)]
 
 
-def table(runs: Sequence[dict[str, Any]]) -> str:
-    """Markdown, a table per task: mean accuracy over the seeds [smallest, largest]."""
-    lines = []
-    for task in dict.fromkeys(run["task"] for run in runs):
-        mine = [run for run in runs if run["task"] == task]
-        x = mine[0]["x"]
-        lines += [f"### {task}: accuracy by {mine[0]['x_label']}", "",
-                  f"| | state | parameters | lr | {' | '.join(map(str, x))} |",
-                  "|---|" + "---|" * (len(x) + 3)]  # fmt: skip
-        for row in dict.fromkeys(run["row"] for run in mine):
-            seeds = [run for run in mine if run["row"] == row]
-            state = seeds[0]["state"]
-            cells = [row, "grows" if state is None else str(state), str(seeds[0]["parameters"]),
-                     str(seeds[0]["lr"])]  # fmt: skip
-            for values in zip(*(run["accuracy"] for run in seeds), strict=True):
-                span = f" [{min(values):.2f}, {max(values):.2f}]" if len(values) > 1 else ""
-                cells.append(f"{sum(values) / len(values):.3f}{span}")
-            lines.append(f"| {' | '.join(cells)} |")
-        lines.append("")
-    return "\n".join(lines)
+def task_of(o: Namespace, name: str) -> Recall | Tracking:
+    return Recall(o) if name == "recall" else Tracking(o, name)
 
 
-def draw(runs: Sequence[dict[str, Any]], o: Namespace, rows: Sequence[str]) -> None:
-    from matplotlib.figure import Figure
-
-    tasks = list(dict.fromkeys(run["task"] for run in runs))
-    figure = Figure(figsize=(4.2 * len(tasks) + 2.6, 4.6), layout="constrained")
-    panels = figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
-    for axes, task in zip(panels, tasks, strict=True):
-        mine = [run for run in runs if run["task"] == task]
-        x = mine[0]["x"]
-        for row in dict.fromkeys(run["row"] for run in mine):
-            style, color = divmod(rows.index(row), len(COLORS))
-            seeds = torch.tensor([run["accuracy"] for run in mine if run["row"] == row])
-            axes.fill_between(x, seeds.amin(0), seeds.amax(0), color=COLORS[color], alpha=0.12,
-                              lw=0)  # fmt: skip
-            axes.plot(x, seeds.mean(0), STYLES[style % 4], color=COLORS[color], ms=4, label=row)
-        axes.plot(x, mine[0]["guess"], color="#777777", ls=":", zorder=0, label="guessing")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(x, [str(i) for i in x])
-        title = task if task == "recall" else f"{task}, trained to {o.train_length}"
-        axes.set(ylim=(0, 1.03), xlabel=mine[0]["x_label"], title=title)
-        axes.grid(color="#DDDDDD", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("accuracy")
-    # not every row is in every panel
-    lines = {line.get_label(): line for axes in panels for line in axes.lines}
-    shown = [*(row for row in rows if row in lines), "guessing"]
-    figure.legend([lines[row] for row in shown], shown, loc="outside right center", frameon=False)
-    figure.savefig(o.out / "associative.png", dpi=110)
-
-
-def save(runs: Sequence[dict[str, Any]], o: Namespace, rows: Sequence[str], device: str) -> None:
-    o.out.mkdir(parents=True, exist_ok=True)
-    facts = {"device": device, "torch": torch.__version__, "options": {**vars(o), "out": ""},
-             "runs": runs}  # fmt: skip
-    with whole_file(o.out / "associative.json") as draft:
-        draft.write_text(json.dumps(facts, indent=1) + "\n")
-    (o.out / "associative.md").write_text(table(best(runs)))
-    lines = [(run["task"], run["row"], run["seed"], run["lr"], *values) for run in runs
-             for values in zip(run["x"], run["accuracy"], run["whole"], strict=True)]  # fmt: skip
-    with open(o.out / "associative.csv", "w", newline="") as file:
-        names = ("task", "row", "seed", "lr", "x", "accuracy", "whole")
-        csv.writer(file).writerows([names, *lines])
-    draw(best(runs), o, rows)
+def run(o: Namespace, who: Run) -> Run:
+    """Trains a row on a task and tests it: its curve over pairs or lengths."""
+    task, device = task_of(o, who["task"]), runner.device()
+    mixer, state = dict(load(row, o.dim) for row in o.rows)[who["row"]]
+    torch.manual_seed(who["seed"])
+    reads = partial(Convolved, mixer=mixer) if who["task"] == "recall" else mixer
+    net = NDLightNet(1, num_classes=task.classes, vocab_size=task.words, embed_dim=o.dim,
+                     depth=o.depth, mixer=reads, tpe=False, causal=True).to(device)  # fmt: skip
+    rng = torch.Generator(device)
+    loss = train(net, task, who["lr"], rng.manual_seed(who["seed"]), o)
+    right = measure(net.eval(), task, rng.manual_seed(10**6 + who["seed"]), o)
+    trained = "" if who["task"] == "recall" else f", trained to {o.train_length}"
+    curve = {"x_label": task.x_label, "x": task.tests, **right, "guessing": task.guess}
+    return {
+        "loss": loss, "state": state, "parameters": sum(p.numel() for p in net.parameters()),
+        "curves": {who["task"] + trained: curve},
+    }  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS[:4])
     parser.add_argument("--rows", nargs="+", default=sorted(p.stem for p in CONFIGS.glob("*.yaml")))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--lr", nargs="+", type=float, default=[1e-2])
     parser.add_argument("--pairs", nargs="+", type=int, default=[4, 8, 16])
     for name, number in NUMBERS.items():
         parser.add_argument(f"--{name}", type=type(number), default=number, help=f"{number}")
-    parser.add_argument("--out", type=Path, default=Path("runs/associative"))
+    runner.add_options(parser, "runs/associative")
     o = parser.parse_args(arguments)
+    o.out = o.out or Path("runs/associative")
     try:
-        rows = dict(load(row, o.dim) for row in o.rows)
-        if len(rows) < len(o.rows):
+        rows = [load(row, o.dim)[0] for row in o.rows]
+        if len(set(rows)) < len(rows):
             raise ValueError(f"rows {o.rows}: expected names that differ")
-        tasks = {name: Recall(o) if name == "recall" else Tracking(o, name) for name in o.tasks}
+        for name in o.tasks:
+            task_of(o, name)
     except ValueError as error:
         parser.error(str(error))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    runs: list[dict[str, Any]] = []
-    for (name, task), seed, row, lr in product(tasks.items(), o.seeds, rows, o.lr):
-        mixer, state = rows[row]
-        torch.manual_seed(seed)
-        reads = partial(Convolved, mixer=mixer) if name == "recall" else mixer
-        net = NDLightNet(1, num_classes=task.classes, vocab_size=task.words, embed_dim=o.dim,
-                         depth=o.depth, mixer=reads, tpe=False, causal=True).to(device)  # fmt: skip
-        rng, start = torch.Generator(device), time.monotonic()
-        loss, middle = train(net, task, lr, rng.manual_seed(seed), o), time.monotonic()
-        right = measure(net.eval(), task, rng.manual_seed(10**6 + seed), o)
-        runs.append({"task": name, "row": row, "seed": seed, "lr": lr, "loss": loss, **right,
-                     "x": task.tests, "x_label": task.x_label, "guess": task.guess, "state": state,
-                     "parameters": sum(p.numel() for p in net.parameters()),
-                     "train_s": middle - start, "test_s": time.monotonic() - middle})  # fmt: skip
-        save(runs, o, list(rows), torch.cuda.get_device_name() if device == "cuda" else device)
-        seconds = time.monotonic() - start
-        print(f"{name}, {row}, seed {seed}, lr {lr}: loss {loss:.3f}, {seconds:.0f} s")
-        print(f"  by {task.x_label}:", *(f"{value:.2f}" for value in right["accuracy"]), flush=True)
+    wanted = [{"task": task, "row": row, "seed": seed, "lr": lr}
+              for task, seed, row, lr in product(o.tasks, o.seeds, rows, o.lr)]  # fmt: skip
+    runner.compare(
+        o, wanted, partial(run, o), lines=runner.curve_lines, say=runner.say_curves,
+        table=lambda runs: tables.curves(best(runs), rows, ("state", "parameters", "lr")),
+        draw=lambda runs: plots.curves(
+            best(runs), rows, o.out / "associative.png", ["guessing"]
+        ),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,35 +1,36 @@
 """How large a volume one card takes, and what it costs: whole, in windows, in training.
 
-python tasks/evidence/cubes.py                          times and memory of cubes of 256 and 512 voxels
-python tasks/evidence/cubes.py --largest                and the largest cubes for prediction and training
-python tasks/evidence/cubes.py --classes 100            memory of the host: read, predict and write 512^3
-python tasks/evidence/cubes.py --trained CONFIG         how much the answer in windows differs from the whole
+    cubes=tasks/evidence/cubes.py
+    python $cubes                     times and memory of cubes of 256 and 512 voxels
+    python $cubes --largest           and the largest cubes for prediction and training
+    python $cubes --classes 100       memory of the host: read, predict and write 512^3
+    python $cubes --trained CONFIG    how much the answer in windows differs from the whole
 
 Networks are untrained, bf16, on noise; one channel. With --trained it is the last checkpoint of a
 `fit`, on its first held-out volume, repeated in mirrored copies until the cube is full, in windows
-of its training patch. Writes cubes.json under --out.
+of its training patch. Writes table.md, runs.csv and runs.json under --out.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from functools import partial
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import nibabel
 import numpy as np
 import torch
+from ndlightnet_evidence import runner, tables
+from ndlightnet_evidence.runner import Run
 from torch import nn
 
 from ndlightnet import Identity, NDLightUNet
-from ndlightnet.data.errors import whole_file
 from ndlightnet.data.volume_transforms import Intensity, Prepare, file_grid, to_file
 from ndlightnet.data.volumes import Case, load_case, save_labels
 from ndlightnet.inference import predict_labels
@@ -38,6 +39,7 @@ from ndlightnet.training.cases import dice_of
 from ndlightnet.training.cli import task_cli
 from ndlightnet.training.peers import DynUNet, SegResNet, SwinUNETR
 
+HIDDEN = ("date", "commit", "device")  # below the table
 STEP = 32  # voxels by which the largest cube is looked for
 NETS: dict[str, Callable[[int], nn.Module]] = {
     "NDLightUNet M": lambda classes: NDLightUNet(3, 1, classes, strides=(2, 2, 2, 2)),
@@ -66,12 +68,12 @@ def measured(action: Callable[[], Any], repeats: int = 1) -> dict[str, float]:
 
 
 def tried(action: Callable[[], Any], repeats: int = 1) -> dict[str, Any]:
-    """`measured`, or what went wrong."""
+    """`measured`, or why the card cannot do it."""
     try:
         return measured(action, repeats)
     except (torch.OutOfMemoryError, RuntimeError) as error:
         text = str(error).splitlines()[0][:120]
-        return {"error": "out of memory" if "out of memory" in text else text}
+        return {"limit": "out of memory" if "out of memory" in text else text}
 
 
 def forward(net: nn.Module, side: int) -> Callable[[], Any]:
@@ -87,7 +89,7 @@ def windows(net: nn.Module, side: int, window: int | None) -> Callable[[], Any]:
 
     def run() -> None:
         with torch.autocast("cuda", torch.bfloat16):
-            predict_labels(net.eval(), image, window and [window] * 3)
+            predict_labels(net.eval(), image, [window] * 3 if window else None)
 
     return run
 
@@ -104,14 +106,15 @@ def step(net: nn.Module, side: int) -> Callable[[], Any]:
 
 def largest(make: Callable[[nn.Module, int], Callable[[], Any]], net: nn.Module) -> dict[str, Any]:
     """The largest side that works, by bisection in STEPs, with its time and memory."""
-    low, high, best = 0, 64, {}  # in STEPs; low works
+    low, high = 0, 64  # in STEPs; low works
+    best: dict[str, Any] = {}
     while high - low > 1:
         middle = (low + high) // 2 if low else min(8, high - 1)
         found = tried(make(net, STEP * middle), 0 if low else 1)
-        if "error" in found:
-            high, best = middle, {**best, "next": found["error"]}
+        if "limit" in found:
+            high, best = middle, {**best, "next": found["limit"]}
         else:
-            low, best = middle, {**best, "side": STEP * middle, "gb": found.get("gb")}
+            low, best = middle, {**best, "largest": STEP * middle, "gb": found.get("gb")}
         torch.cuda.empty_cache()
     return best
 
@@ -143,7 +146,7 @@ class HostMemory:
 
 def whole_way(classes: int, side: int, window: int) -> dict[str, Any]:
     """Read a scan, prepare and predict it with so many classes, write the labels."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = runner.device().type
     net = NETS["NDLightUNet S"](classes).to(device).eval()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "scan.nii"
@@ -159,12 +162,13 @@ def whole_way(classes: int, side: int, window: int) -> dict[str, Any]:
             labels = predict_labels(net, data["image"], [window] * 3, onto=file_grid(data))
             save_labels(to_file(labels, data), case, Path(folder) / "labels.nii.gz")
     return {
-        "classes": classes, "side": side, "window": window, "device": device,
+        "classes": classes, "window": window,
         "seconds": time.perf_counter() - start, "host_gb": host.bytes / 1e9,
         "inputs": host.bytes / (4 * side**3),
     }  # fmt: skip
 
 
+@cache
 def trained(config: Path) -> tuple[nn.Module, list[int], torch.Tensor]:
     """The network of a `fit`, the shape of its patch, and a volume (channels, x, y, z) for it."""
     made = task_cli(SegmentationTask, VolumeData, ["--config", str(config)], run=False)
@@ -194,59 +198,73 @@ def two_ways(net: nn.Module, image: torch.Tensor, window: list[int]) -> dict[str
             found[what] = predict_labels(net, image, shape)
 
     net.cuda()
-    rows = {
-        what: tried(partial(run, what, shape))
-        for what, shape in (("whole", None), ("windows", window))
-    }
+    both: dict[str, Any] = {}
+    for what, shape in (("whole", None), ("windows", window)):
+        costs = tried(partial(run, what, shape))
+        both |= {f"{name}, {what}": value for name, value in costs.items()}
     if len(found) < 2:
-        return rows
+        return both
     whole, parts = (found[what].long() for what in ("whole", "windows"))
     classes = int(torch.maximum(whole.max(), parts.max())) + 1
     dice = dice_of(whole[None], parts[None], classes)
     differ = (whole != parts).double().mean().item()
-    return {**rows, "window": window, "differ": differ, "dice": dice[dice.isfinite()].mean().item()}
+    return {**both, "differ": differ, "dice": dice[dice.isfinite()].mean().item()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def run(o: Namespace, who: Run) -> Run:
+    what, side = who["what"], who.get("side", 0)
+    if o.classes:
+        return whole_way(o.classes, side, o.window)
+    if o.trained:
+        net, patch, image = trained(o.trained)
+        return two_ways(net, cube(image, side), patch)
+    net = NETS[who["row"]](3).cuda()
+    if what.startswith("largest"):
+        return largest(step if what == "largest training" else forward, net)
+    return tried(windows(net, side, None if what == "whole" else o.window))
+
+
+def planned(o: Namespace) -> list[Run]:
+    if o.classes or o.trained:
+        row, what = (
+            ("NDLightUNet S", "from file to file") if o.classes else (str(o.trained), "both")
+        )
+        return [{"row": row, "side": side, "what": what} for side in o.sides]
+    ways = ("whole", f"windows of {o.window}")
+    limits = ("largest prediction", "largest training") if o.largest else ()
+    return [
+        who for row in o.nets
+        for who in (
+            *({"row": row, "side": side, "what": what} for side in o.sides for what in ways),
+            *({"row": row, "what": what} for what in limits),
+        )
+    ]  # fmt: skip
+
+
+def cell(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def table(runs: list[Run]) -> str:
+    names = dict.fromkeys(name for run in runs for name in run if name not in HIDDEN)
+    return tables.markdown([*names], [[cell(run.get(name)) for name in names] for run in runs])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS))
     parser.add_argument("--sides", nargs="+", type=int, default=[256, 512])
     parser.add_argument("--window", type=int, default=128)
     parser.add_argument("--largest", action="store_true")
     parser.add_argument("--classes", type=int, default=0)
     parser.add_argument("--trained", type=Path, metavar="CONFIG")
-    parser.add_argument("--out", type=Path, default=Path("runs/cubes"))
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-
-    def keep(**row: Any) -> None:
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-        with whole_file(options.out / "cubes.json") as draft:
-            draft.write_text(json.dumps(rows, indent=1))
-
-    if options.classes:
-        for side in options.sides:
-            keep(**whole_way(options.classes, side, options.window))
-        return
-    if options.trained:
-        net, patch, image = trained(options.trained)
-        for side in options.sides:
-            keep(side=side, **two_ways(net, cube(image, side), patch))
-        return
-    for name in options.nets:
-        net = NETS[name](3).cuda()
-        for side in options.sides:
-            keep(net=name, side=side, what="whole", **tried(windows(net, side, None)))
-            in_windows = tried(windows(net, side, options.window))
-            keep(net=name, side=side, what=f"windows of {options.window}", **in_windows)
-        if options.largest:
-            keep(net=name, what="largest prediction", **largest(forward, net))
-            keep(net=name, what="largest training", **largest(step, net))
-        del net
+    runner.add_options(parser, "runs/cubes", seeds=None)
+    o = parser.parse_args(arguments)
+    o.out = o.out or Path("runs/cubes")
+    runner.compare(
+        o, planned(o), partial(run, o), table=table,
+        say=lambda run: ", ".join(f"{name} {cell(value)}" for name, value in run.items()),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

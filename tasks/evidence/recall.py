@@ -1,8 +1,9 @@
 """How long does a stream's memory hold the last event, and do older events disturb it?
 
-python tasks/evidence/recall.py                                                      on a GPU
-python tasks/evidence/recall.py --gap 64 --frames 256 --batch 32 --steps 400 --streams 256 \
-    --rows plain "window 8" "forget 0.2" "forget 0.05" identity             on a CPU
+    recall=tasks/evidence/recall.py
+    python $recall                                                                  on a GPU
+    python $recall --gap 64 --frames 256 --batch 32 --steps 400 --streams 256 \
+        --rows plain "window 8" "forget 0.2" "forget 0.05" identity                 on a CPU
 
 A stream is noise in which now and then a frame shows one of a few symbols. At every frame the
 network says which symbol came last. It is trained on streams with 1 to --gap frames between events,
@@ -12,15 +13,13 @@ the mixer only, which is all that remembers: there is no MD-TPE, and MD-LRPE in 
 
 Rows: "plain" (frames weigh as their keys say), "window FRAMES", "forget RATE", "forget R1,R2,.."
 (heads take turns), "cosine" (plain with MD-LRPE), "softmax", "rotary" (softmax with MD-LRPE),
-"identity" (no memory). Writes recall.json, recall.csv and recall.png under --out.
+"identity" (no memory). Writes table.md, runs.csv, runs.json and recall.png under --out after each
+run.
 """
 
 from __future__ import annotations
 
-import csv
-import json
 import math
-import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,20 +28,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ndlightnet_evidence import plots, runner, tables
+from ndlightnet_evidence.runner import Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
 from ndlightnet import Identity, LightNetAttention, NDLightNet, SoftmaxAttention
-from ndlightnet.data.errors import whole_file
 
 SYMBOLS, LOUD = 8, 8.0  # an event adds LOUD to its symbol's channel and to one that all share
 ROWS = ["plain", "window 64", "forget 0.02", "forget 0.2,0.02,0.002,0.0002", "forget 0.002",
         "identity"]  # fmt: skip
 NUMBERS = {"gap": 4096, "frames": 8192, "batch": 8, "steps": 500, "lr": 3e-3, "dim": 32,
            "heads": 8, "depth": 2, "streams": 512}  # fmt: skip
-# Okabe and Ito: told apart also by people who see fewer colours
-LINES = (("#000000", "o"), ("#E69F00", "s"), ("#56B4E9", "^"), ("#0072B2", "v"), ("#D55E00", "D"),
-         ("#777777", "x"), ("#009E73", "P"), ("#CC79A7", "*"))  # fmt: skip
 
 
 def event_frames(batch: int, events: int, gap: int, rng: torch.Generator) -> Tensor:
@@ -127,72 +124,45 @@ def most_frequent(older: int) -> float:
     return float(one_hot(shown, SYMBOLS).sum(1).amax(1).double().mean()) / (older + 1)
 
 
-def draw(runs: Sequence[dict[str, Any]], o: Namespace) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.6 * len(o.older) + 2.6, 4.2), layout="constrained")
-    panels = figure.subplots(1, len(o.older), sharey=True, squeeze=False)[0]
-    for axes, older in zip(panels, o.older, strict=True):
-        for row in dict.fromkeys(run["row"] for run in runs):
-            color, marker = LINES[o.rows.index(row) % len(LINES)]
-            seeds = torch.tensor([run["accuracy"][older] for run in runs if run["row"] == row])
-            axes.fill_between(o.k, seeds.amin(0), seeds.amax(0), color=color, alpha=0.2, lw=0)
-            axes.plot(o.k, seeds.mean(0), color=color, marker=marker, ms=4.5, label=row)
-        grey = {"color": "#777777", "zorder": 0}
-        axes.axhline(most_frequent(older), **grey, ls="--", lw=1, label="most frequent so far")
-        axes.axhline(1 / SYMBOLS, **grey, ls=":", label="chance")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(o.k[::2], [str(k) for k in o.k[::2]])
-        axes.set(ylim=(0, 1.03), xlabel="frames since the last event",
-                 title=f"after {older} older events" if older else "the first event")  # fmt: skip
-        axes.grid(color="#DDDDDD", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("accuracy")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
-    figure.savefig(o.out / "recall.png", dpi=110)
-
-
-def save(runs: Sequence[dict[str, Any]], o: Namespace, device: str) -> None:
-    o.out.mkdir(parents=True, exist_ok=True)
-    facts = {"device": device, "torch": torch.__version__, "options": {**vars(o), "out": ""},
-             "chance": 1 / SYMBOLS, "most_frequent": [most_frequent(n) for n in o.older],
-             "runs": runs}  # fmt: skip
-    with whole_file(o.out / "recall.json") as draft:
-        draft.write_text(json.dumps(facts, indent=1) + "\n")
-    lines = [(run["row"], run["seed"], older, k, value) for run in runs
-             for older, values in run["accuracy"].items()
-             for k, value in zip(o.k, values, strict=True)]  # fmt: skip
-    with open(o.out / "recall.csv", "w", newline="") as file:
-        csv.writer(file).writerows([("row", "seed", "older", "k", "accuracy"), *lines])
-    draw(runs, o)
+def run(o: Namespace, who: Run) -> Run:
+    """Trains a row and tests it: its curve for each number of older events."""
+    torch.manual_seed(who["seed"])
+    device = runner.device()
+    make = mixer(who["row"], o.heads)
+    net = NDLightNet(1, SYMBOLS + 1, SYMBOLS, patch_size=1, embed_dim=o.dim, depth=o.depth,
+                     mixer=make, tpe=False, causal=True).to(device)  # fmt: skip
+    rng = torch.Generator(device)
+    loss, curves = train(net, rng.manual_seed(who["seed"]), o), {}
+    for older in o.older:
+        right = accuracy(net.eval(), older, rng.manual_seed(10**6 + who["seed"]), o)
+        curves[f"after {older} older events" if older else "the first event"] = {
+            "x_label": "frames since the last event", "x": o.k, "accuracy": right,
+            "most frequent so far": [most_frequent(older)] * len(o.k),
+            "chance": [1 / SYMBOLS] * len(o.k),
+        }  # fmt: skip
+    return {"loss": loss, "curves": curves}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", default=ROWS)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--older", nargs="+", type=int, default=[0, 64], help="events before it")
     for name, number in NUMBERS.items():
         parser.add_argument(f"--{name}", type=type(number), default=number, help=f"{number}")
-    parser.add_argument("--out", type=Path, default=Path("runs/recall"))
+    runner.add_options(parser, "runs/recall")
     o = parser.parse_args(arguments)
+    o.out = o.out or Path("runs/recall")
     o.k = [1 << i for i in range(o.gap.bit_length())]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    mixers = {row: mixer(row, o.heads) for row in o.rows}  # a wrong row fails here
-    runs: list[dict[str, Any]] = []
-    for seed, row in product(o.seeds, o.rows):
-        torch.manual_seed(seed)
-        net = NDLightNet(1, SYMBOLS + 1, SYMBOLS, patch_size=1, embed_dim=o.dim, depth=o.depth,
-                         mixer=mixers[row], tpe=False, causal=True).to(device)  # fmt: skip
-        rng, start = torch.Generator(device), time.monotonic()
-        loss, middle = train(net, rng.manual_seed(seed), o), time.monotonic()
-        right = {n: accuracy(net.eval(), n, rng.manual_seed(10**6 + seed), o) for n in o.older}
-        runs.append({"row": row, "seed": seed, "loss": loss, "accuracy": right,
-                     "train_s": middle - start, "test_s": time.monotonic() - middle})  # fmt: skip
-        save(runs, o, torch.cuda.get_device_name() if device == "cuda" else device)
-        print(f"{row}, seed {seed}: loss {loss:.3f}, {time.monotonic() - start:.0f} s")
-        for older, values in right.items():
-            print(f"  {older} older:", *(f"{value:.2f}" for value in values), flush=True)
+    for row in o.rows:
+        mixer(row, o.heads)  # a wrong one fails here
+    runner.compare(
+        o, [{"row": row, "seed": seed} for seed, row in product(o.seeds, o.rows)], partial(run, o),
+        table=lambda runs: tables.curves(runs, o.rows), say=runner.say_curves,
+        draw=lambda runs: plots.curves(
+            runs, o.rows, o.out / "recall.png", ["chance", "most frequent so far"]
+        ),
+        lines=runner.curve_lines,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

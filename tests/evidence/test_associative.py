@@ -1,4 +1,4 @@
-"""tasks/evidence/associative.py: its sequences, what it asks of a network, its rows, and one small run."""
+"""The command `associative`: its sequences, what it asks of a network, its rows, a small run."""
 
 import csv
 import json
@@ -11,6 +11,7 @@ import associative
 import pytest
 import torch
 import yaml
+from ndlightnet_evidence import plots
 
 from ndlightnet import NDLightNet
 from ndlightnet.nn import mixers
@@ -280,53 +281,67 @@ def test_wrong_options_say_so(wrong, message, capsys):
 # all of it
 
 
+def made(task, row, seed, lr, accuracy):
+    curve = {"x_label": "", "x": [4, 8], "accuracy": accuracy, "guessing": [0.5, 0.5]}
+    return {"task": task, "row": row, "seed": seed, "lr": lr, "curves": {task: curve}}
+
+
 def test_a_row_is_shown_at_its_best_learning_rate():
-    runs = [{"task": task, "row": row, "seed": seed, "lr": lr, "accuracy": accuracy}
-            for task, row, seed, lr, accuracy in [
-                ("recall", "a", 0, 0.1, [1.0, 0.2]), ("recall", "a", 0, 0.3, [0.8, 0.8]),
-                ("recall", "b", 0, 0.1, [0.5, 0.5]), ("recall", "b", 0, 0.3, [0.4, 0.5]),
-                ("recall", "a", 1, 0.1, [1.0, 0.2]), ("recall", "a", 1, 0.3, [0.1, 0.8]),
-                ("parity", "a", 0, 0.1, [0.9, 0.8])]]  # fmt: skip
-    assert associative.best(runs) == [runs[i] for i in (1, 5, 2, 6)]
+    runs = [made(*run) for run in [
+        ("recall", "a", 0, 0.1, [1.0, 0.2]), ("recall", "a", 0, 0.3, [0.8, 0.8]),
+        ("recall", "b", 0, 0.1, [0.5, 0.5]), ("recall", "b", 0, 0.3, [0.4, 0.5]),
+        ("recall", "a", 1, 0.1, [1.0, 0.2]), ("recall", "a", 1, 0.3, [0.1, 0.8]),
+        ("parity", "a", 0, 0.1, [0.9, 0.8])]]  # fmt: skip
+    failed = {"task": "recall", "row": "b", "seed": 1, "lr": 0.1, "error": "boom"}
+    assert associative.best([*runs, failed]) == [runs[i] for i in (1, 5, 2, 6)]
 
 
 def test_rows_of_the_second_task_alone_are_in_the_legend(tmp_path, monkeypatch):
-    common = {"seed": 0, "lr": 0.1, "x": [4, 8], "x_label": "", "guess": [0.5, 0.5]}
-    runs = [{"task": task, "row": row, "accuracy": [0.5, 0.7], **common}
+    runs = [made(task, row, 0, 0.1, [0.5, 0.7])
             for task, row in (("recall", "a"), ("recall", "c"), ("parity", "b"))]  # fmt: skip
     shown = []
     monkeypatch.setattr(
         "matplotlib.figure.Figure.legend", lambda _, lines, names, **__: shown.extend(names)
     )
-    associative.draw(runs, options(out=tmp_path), ["a", "b", "c", "d"])
-    assert shown == ["a", "b", "c", "guessing"]
+    plots.curves(runs, ["a", "b", "c", "d"], tmp_path / "x.png", ["guessing"])
+    assert shown == ["a", "b", "c", "guessing"] and (tmp_path / "x.png").stat().st_size > 10_000
+
+
+SMALL = ["--pairs", "2", "4", "--length", "16", "--vocab", "16", "--train-length", "8", "--test-length", "16", "--batch", "4", "--steps", "2", "--tests", "6", "--dim", "16", "--depth", "1", "--lr", "1e-3", "--rows", "softmax", "identity"]
 
 
 def test_a_small_run(tmp_path, capsys):
-    small = "--pairs 2 4 --length 16 --vocab 16 --train-length 8 --test-length 16 --batch 4 "
-    small += "--steps 2 --tests 6 --dim 16 --depth 1 --seeds 3 5 --lr 1e-3 --rows softmax identity"
     out = tmp_path / "out"
-    associative.main([*small.split(), "--tasks", "recall", "s5 swaps", "--out", str(out)])
-    found = json.loads((out / "associative.json").read_text())
+    more = ["--seeds", "3", "5", "--tasks", "recall", "s5 swaps", "--out", str(out)]
+    associative.main([*SMALL, *more])
+    runs = json.loads((out / "runs.json").read_text())
     rows = ["softmax attention", "identity"]
-    which = [(run["task"], run["seed"], run["row"]) for run in found["runs"]]
+    which = [(run["task"], run["seed"], run["row"]) for run in runs]
     assert which == list(product(["recall", "s5 swaps"], [3, 5], rows))
-    assert found["runs"][0]["guess"] == [0.5, 0.25] and found["runs"][0]["state"] is None
-    assert found["runs"][-1]["x"] == [4, 8, 16] and found["runs"][-1]["state"] == 0
-    with open(out / "associative.csv", newline="") as file:
+    assert runs[0]["curves"]["recall"]["guessing"] == [0.5, 0.25] and runs[0]["state"] is None
+    assert runs[-1]["curves"]["s5 swaps, trained to 8"]["x"] == [4, 8, 16]
+    assert runs[-1]["state"] == 0
+    with open(out / "runs.csv", newline="") as file:
         lines = list(csv.DictReader(file))
     assert len(lines) == 4 * 2 + 4 * 3
-    assert [float(line["accuracy"]) for line in lines[2:4]] == found["runs"][1]["accuracy"]
-    table = (out / "associative.md").read_text().splitlines()
-    assert table[0] == "### recall: accuracy by pairs" and table[2].endswith("| lr | 2 | 4 |")
-    assert table[4].startswith("| softmax attention | grows |") and table[5].count("|") == 7
+    curve = runs[1]["curves"]["recall"]
+    assert [float(line["accuracy"]) for line in lines[2:4]] == curve["accuracy"]
+    assert [float(line["whole"]) for line in lines[2:4]] == curve["whole"]
+    table = (out / "table.md").read_text().splitlines()
+    assert table[0] == "### recall: accuracy by pairs"
+    assert [cell.strip() for cell in table[2].split("|")[2:-1]] == ["state", "parameters", "lr",
+                                                                    "2", "4"]  # fmt: skip
+    assert table[4].startswith("| softmax attention | -") and table[5].count("|") == 7
     assert (out / "associative.png").stat().st_size > 10_000
-    assert capsys.readouterr().out.count("by length:") == 4
+    printed = capsys.readouterr().out
+    assert printed.count(", by length:") == 4 and "### s5 swaps, trained to 8: " in printed
 
 
-def test_a_network_learns_a_short_recall(tmp_path):
-    small = "--pairs 2 4 --length 16 --vocab 16 --batch 32 --steps 150 --tests 200 --dim 32 "
-    small += "--depth 1 --seeds 0 --lr 1e-2 --rows softmax identity --tasks recall"
-    associative.main([*small.split(), "--out", str(tmp_path)])
-    softmax, identity = json.loads((tmp_path / "associative.json").read_text())["runs"]
-    assert min(softmax["accuracy"]) > 0.9 > 0.4 > identity["accuracy"][1]
+def test_a_network_learns_a_short_recall():
+    given = vars(options(pairs=[2, 4], length=16, vocab=16, batch=32, steps=150, tests=200, dim=32,
+                         depth=1, rows=["softmax", "identity"]))  # fmt: skip
+    right = {}
+    for row in ("softmax attention", "identity"):
+        who = {"task": "recall", "row": row, "seed": 0, "lr": 1e-2}
+        right[row] = associative.run(Namespace(**given), who)["curves"]["recall"]["accuracy"]
+    assert min(right["softmax attention"]) > 0.9 > 0.4 > right["identity"][1]

@@ -1,15 +1,13 @@
-"""The family's table: rows, one step as Lightning's, files, runs that fail or are there."""
+"""The command `family`: one small comparison, rows that fail or are there already."""
 
 import json
-from pathlib import Path
+from argparse import Namespace
 
 import family
 import numpy as np
 import pytest
 import torch
 import yaml
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -25,7 +23,7 @@ def config(tmp_path):
     np.savez(tmp_path / "set.npz", **arrays)
     net = {"dims": 3, "in_chans": 1, "num_classes": 2, "patch_size": 2, "embed_dim": 16, "depth": 1}
     content = {
-        "trainer": {"max_epochs": 12, "gradient_clip_val": 1.0},
+        "trainer": {"max_epochs": 8, "gradient_clip_val": 1.0},
         "model": {"lr": 3e-3, "weight_decay": 0.05, "net": {"init_args": net}},
         "data": {"init_args": {"root": str(tmp_path / "set.npz"), "batch_size": 8}},
     }
@@ -33,98 +31,66 @@ def config(tmp_path):
     return tmp_path / "tiny.yaml"
 
 
-def test_rows_are_mixers_with_their_scans():
-    assert family.factory("GLA axes")(16).scan == "axes"
-    assert type(family.factory("SoftmaxAttention")(16)).__name__ == "SoftmaxAttention"
-    for row in ("GLA spiral", "SoftmaxAttention both", "Gla"):
-        with pytest.raises(ValueError, match=r"row '"):
-            family.factory(row)
-
-
 def test_runs_make_a_table_and_are_not_made_again(config, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
-    arguments = [str(config), "--rows", "LightNetAttention", "TNL axes", "--seeds", "0", "1",
+    arguments = [str(config), "--rows", "Identity", "TNL axes", "--seeds", "0", "1",
                  "--out", str(out)]  # fmt: skip
     family.main(arguments)
-    found = [json.loads(file.read_text()) for file in (out / "runs").glob("*.json")]
+    found = json.loads((out / "runs.json").read_text())
     runs = {(run["row"], run["seed"]): run for run in found}
-    assert set(runs) == {
-        (row, seed) for row in ("LightNetAttention", "TNL axes") for seed in (0, 1)
-    }
+    assert set(runs) == {(row, seed) for row in ("Identity", "TNL axes") for seed in (0, 1)}
     for run in runs.values():
-        assert run["steps"] == 12 * 4 and run["step_ms"] > 0 and run["latency_ms"] > 0
+        assert run["steps"] == 8 * 4 and run["step_ms"] > 0 and run["latency_ms"] > 0
         assert run["top1"] > 0.9  # half of them are of each class
     assert runs["TNL axes", 0]["state_size"] == 16 * 16
     table = (out / "table.md").read_text()
-    assert table.splitlines()[2].startswith("| LightNetAttention | 0.0")
-    assert table.splitlines()[3].startswith("| TNL axes | 0.0") and " ± " in table
+    first, second = table.splitlines()[2:4]
+    assert first.startswith("| Identity | 0.0") and " ± " in first
+    assert second.startswith("| TNL axes | 0.0") and " 256 " in second
     assert (out / "family.png").read_bytes().startswith(b"\x89PNG")
     assert len((out / "runs.csv").read_text().splitlines()) == 5
-    capsys.readouterr()
     monkeypatch.setattr(family, "run", lambda *_: pytest.fail("made again"))
     family.main(arguments)
-    assert (out / "table.md").read_text() == table
+    assert (out / "table.md").read_text() == table and table in capsys.readouterr().out
 
 
-def test_a_row_that_fails_is_said_and_the_others_run(config, tmp_path, monkeypatch):
-    whole = family.run
+def test_a_row_that_fails_is_said_and_made_again(config, tmp_path, monkeypatch):
+    made, broken = [], {"Identity"}
 
-    def broken(row, *more):
-        if row == "Identity":
+    def run(o, who):
+        made.append(who["row"])
+        if who["row"] in broken:
             raise RuntimeError("no memory left")
-        return whole(row, *more)
-
-    monkeypatch.setattr(family, "run", broken)
-    out = tmp_path / "out"
-    family.main([str(config), "--rows", "Identity", "TNL raster", "S4 raster", "--seeds", "0",
-                 "--epochs", "1", "--out", str(out)])  # fmt: skip
-    lines = (out / "table.md").read_text().splitlines()
-    assert lines[2] == "| Identity | RuntimeError: no memory left |"
-    assert lines[3].startswith("| TNL raster | 0.0") and lines[4].startswith("| S4 raster | 0.0")
-    made = []
-    monkeypatch.setattr(family, "run", lambda row, *more: made.append(row) or whole(row, *more))
-    family.main([str(config), "--rows", "Identity", "TNL raster", "S4 raster", "--seeds", "0",
-                 "--epochs", "1", "--out", str(out)])  # fmt: skip
-    assert made == ["Identity"]  # what has failed alone
-    assert (out / "table.md").read_text().splitlines()[2].startswith("| Identity | 0.0")
-
-
-def test_parts_are_all_runs_once(config, tmp_path, monkeypatch):
-    made = []
-
-    def run(row, seed, *_):
-        made.append((row, seed))
-        raise RuntimeError("enough")
+        return {"top1": 0.5, "step_ms": 1.0, "parameters": 10}
 
     monkeypatch.setattr(family, "run", run)
-    for part in ("0", "1"):
-        family.main([str(config), "--rows", "Identity", "LAVO", "TNL axes", "--seeds", "0", "1",
-                     "--part", part, "2", "--out", str(tmp_path / part)])  # fmt: skip
-    assert sorted(made) == sorted((row, seed) for row in ("Identity", "LAVO", "TNL axes")
-                                  for seed in (0, 1))  # fmt: skip
-    assert made[0] == ("Identity", 0) and made[3] == ("LAVO", 0)
+    arguments = [str(config), "--rows", "Identity", "TNL raster", "--seeds", "0", "--out",
+                 str(tmp_path / "out")]  # fmt: skip
+    family.main(arguments)
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert table.splitlines()[2].startswith("| Identity   | failed")
+    assert "Failed: Identity, seed 0 (RuntimeError: no memory left)." in table
+    broken.clear()
+    family.main(arguments)
+    assert made == ["Identity", "TNL raster", "Identity"]  # what has failed alone
 
 
-def test_no_run_starts_when_the_time_is_up(config, tmp_path):
-    out = tmp_path / "out"
-    family.main([str(config), "--rows", "Identity", "--seeds", "0", "--minutes", "-1",
-                 "--out", str(out)])  # fmt: skip
-    assert (out / "table.md").read_text().splitlines()[2] == "| Identity | not run |"
+def test_a_row_that_is_none(config, tmp_path):
+    with pytest.raises(ValueError, match="row 'GLA spiral'"):
+        family.main([str(config), "--rows", "GLA spiral", "--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 def test_batches_are_the_same_for_every_row(config, monkeypatch):
     """Whatever a network draws while it is made."""
-    content = yaml.safe_load(config.read_text())
-    data = family.ImageData(**content["data"]["init_args"])
-    data.setup("fit")
+    _, data = family.load(config, None, 1)
     seen = []
     plain = data.on_after_batch_transfer
     monkeypatch.setattr(
         data, "on_after_batch_transfer", lambda *a: seen.append(plain(*a)) or seen[-1]
     )
-    content["trainer"]["max_epochs"] = 1
     for row in ("Identity", "Mamba both"):
-        family.run(row, 3, content, data, "cpu")
+        family.run(Namespace(config=config, root=None, epochs=1), {"row": row, "seed": 3})
     half = len(seen) // 2
     assert half == 4
     for one, other in zip(seen[:half], seen[half:], strict=True):

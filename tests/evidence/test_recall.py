@@ -1,4 +1,4 @@
-"""tasks/evidence/recall.py: its streams, what it asks of a network, and one small run."""
+"""The command `recall`: its streams, what it asks of a network, and one small run."""
 
 import csv
 import json
@@ -91,16 +91,29 @@ def test_an_unknown_row_fails_before_anything_is_trained(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_small_run(tmp_path):
-    rows = ["plain", "window 4", "forget 0.2", "forget 0.2,0.02", "cosine", "softmax", "rotary",
-            "identity"]  # fmt: skip
+def test_every_row_builds_its_mixer():
+    kinds = {"plain": "LightNetAttention", "window 4": "LightNetAttention", "cosine":
+             "LightNetAttention", "forget 0.2,0.02": "LightNetAttention", "softmax":
+             "SoftmaxAttention", "rotary": "SoftmaxAttention", "identity": "Identity"}  # fmt: skip
+    made = {row: recall.mixer(row, 4)(16) for row in kinds}
+    assert {row: type(layer).__name__ for row, layer in made.items()} == kinds
+    assert made["window 4"].window == 4 and made["cosine"].lrpe is not None is made["plain"].lrpe
+
+
+def test_a_small_run(tmp_path, capsys):
+    rows = ["plain", "identity"]
     small = "--gap 8 --frames 32 --batch 4 --steps 2 --streams 8 --dim 16 --heads 4 --older 0 3"
     recall.main([*small.split(), "--seeds", "5", "--rows", *rows, "--out", str(tmp_path / "out")])
-    found = json.loads((tmp_path / "out" / "recall.json").read_text())
-    assert found["options"]["k"] == [1, 2, 4, 8] and found["chance"] == 0.125
-    assert [(run["row"], run["seed"]) for run in found["runs"]] == [(row, 5) for row in rows]
-    with open(tmp_path / "out" / "recall.csv", newline="") as file:
+    found = json.loads((tmp_path / "out" / "runs.json").read_text())
+    assert [(run["row"], run["seed"]) for run in found] == [(row, 5) for row in rows]
+    panels = found[0]["curves"]
+    assert list(panels) == ["the first event", "after 3 older events"]
+    curve = panels["after 3 older events"]
+    assert curve["x"] == [1, 2, 4, 8] and curve["chance"] == [0.125] * 4
+    with open(tmp_path / "out" / "runs.csv", newline="") as file:
         lines = list(csv.DictReader(file))
-    assert len(lines) == 8 * 2 * 4 and (tmp_path / "out" / "recall.png").stat().st_size > 10_000
-    first = found["runs"][0]["accuracy"]["3"]
-    assert [float(line["accuracy"]) for line in lines[4:8]] == first
+    assert len(lines) == 2 * 2 * 4 and (tmp_path / "out" / "recall.png").stat().st_size > 10_000
+    assert [float(line["accuracy"]) for line in lines[4:8]] == curve["accuracy"]
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert "### after 3 older events: accuracy by frames since the last event" in table
+    assert table in capsys.readouterr().out

@@ -4,15 +4,14 @@ row, and at what cost."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ndlightnet.training.cases import interval, of_known
+from ndlightnet_evidence.tables import Run, markdown, millions, number, of_row, spread, without
 
-Run = Mapping[str, Any]  # metrics.json, with "row", "seed" and, in a cross-validation, "fold"
 Dice = dict[int, dict[str, list[float]]]  # of each class, by seed and case
 COSTS = {
     "GFLOPs": "gflops", "s per case": "case_seconds", "GB in prediction": "case_memory_gb",
@@ -20,17 +19,13 @@ COSTS = {
 }  # fmt: skip
 
 
-def segmentation_tables(
-    runs: Sequence[Run], rows: Sequence[str], failed: Callable[[str], str]
-) -> str:
-    """Three tables: scores, Dice of each class, and costs.
-
-    runs: the finished ones. rows: in this order; of one without a run there is only what
-    `failed(row)` says.
-    """
-    mine = {row: [run for run in runs if run["row"] == row] for row in rows}
-    names, first = list(runs[0]["dice"]), mine[rows[0]]
-    several = "folds" if "fold" in runs[0] else "seeds"
+def segmentation_tables(runs: Sequence[Run], rows: Sequence[str]) -> str:
+    """Three tables: scores, Dice of each class, and costs. rows: in this order, the others beside
+    the first."""
+    mine = {row: of_row(runs, row) for row in rows}
+    good = [run for row in rows for run in mine[row]]
+    names, first = list(good[0]["dice"]), mine[rows[0]]
+    several = "folds" if "fold" in good[0] else "seeds"
     scores = ["Dice", "95 % interval", f"by {several}", f"more than {rows[0]}", "95 % interval",
               "HD95 (mm)", "NSD"]  # fmt: skip
     tables = (
@@ -38,14 +33,12 @@ def segmentation_tables(
         ([f"Dice of {name}" for name in names], lambda own: _classes(own, len(names))),
         (["parameters", *COSTS], _costs),
     )
-    parts = []
-    for head, cells in tables:
-        lines = [f"| | {' | '.join(head)} |", "|---|" + "---|" * len(head)]
-        for row in rows:
-            blank = [failed(row)] + [""] * (len(head) - 1) if not mine[row] else cells(mine[row])
-            lines.append(f"| {row} | {' | '.join(blank)} |")
-        parts.append("\n".join(lines))
-    return "\n\n".join([*parts, *_notes(runs, several, rows[0])]) + "\n"
+    parts = [
+        markdown(["", *head], [[row, *(cells(mine[row]) if mine[row] else [without(runs, row)])]
+                               for row in rows])
+        for head, cells in tables
+    ]  # fmt: skip
+    return "\n".join([*parts, *_notes(good, several, rows[0])])
 
 
 def _notes(runs: Sequence[Run], several: str, first: str) -> list[str]:
@@ -56,41 +49,43 @@ def _notes(runs: Sequence[Run], several: str, first: str) -> list[str]:
         f"Means ± standard deviations over {several}. Intervals and the Dice of each class: all "
         f"{several} together, bootstrap over {over}. More than {first}: mean difference on the "
         "same cases; where a class is not in a case and only one of the two says so, that counts "
-        "as Dice 1 and 0. HD95 is that of the classes found.",
+        "as Dice 1 and 0. HD95 is that of the classes found.\n",
         "GFLOPs: two for each multiplication and addition of matrix products, convolutions and "
         "attention in a forward of one training patch. s per case: median, reading and writing "
-        "left out. ms per step: with waiting for data.",
+        "left out. ms per step: with waiting for data.\n",
     ]
 
 
 def _scores(runs: Sequence[Run], first: Sequence[Run]) -> list[str]:
-    dice = by_case(runs)
-    ordered = sorted(runs, key=lambda run: (run["seed"], run.get("fold", 0)))
-    more = ["", ""] if runs is first else ["none", "none"]
-    gain = differences(dice, by_case(first)) if runs is not first else np.empty((0, 0, 0))
-    if gain.size:
-        mean = mean_dice(gain)
-        more = ["none" if mean != mean else f"{mean:+.3f}", _range(gain, "+.3f")]
-    missing, of = sum(run["hd95_missing"] for run in runs), sum(_values(run) for run in runs)
+    dice, more = by_case(runs), ["", ""]
+    if runs is not first:
+        gain = differences(dice, by_case(first))
+        more = (
+            [number(mean_dice(gain), "+.3f"), _range(gain, "+.3f")] if gain.size else ["none"] * 2
+        )
+    distance, count = spread(run["mean_hd95_mm"] for run in runs), sum(map(_values, runs))
+    if missing := sum(run["hd95_missing"] for run in runs):
+        distance += f" ({missing} of {count} missing)"
     return [
-        _spread(runs, "mean_dice"), _range(values(dice)),
-        ", ".join(_number(run["mean_dice"]) for run in ordered), *more,
-        _spread(runs, "mean_hd95_mm") + (f" ({missing} of {of} missing)" if missing else ""),
-        _spread(runs, "mean_nsd"),
+        spread(run["mean_dice"] for run in runs), _range(values(dice)),
+        ", ".join(number(run["mean_dice"]) for run in runs), *more, distance,
+        spread(run["mean_nsd"] for run in runs),
     ]  # fmt: skip
 
 
 def _classes(runs: Sequence[Run], classes: int) -> list[str]:
     table = values(by_case(runs))
     each = [table[..., k : k + 1] for k in range(classes)]
-    return [f"{_number(mean_dice(one))} ({_range(one)})" for one in each]
+    return [f"{number(mean_dice(one))} ({_range(one)})" for one in each]
 
 
 def _costs(runs: Sequence[Run]) -> list[str]:
     """They are the same for all seeds, but for noise."""
-    size = f"{runs[0]['parameters'] / 1e6:.2f} M"
     known = [[run[key] for run in runs if run.get(key) is not None] for key in COSTS.values()]
-    return [size, *(f"{statistics.median(found):.4g}" if found else "none" for found in known)]
+    return [
+        millions(runs[0]),
+        *(f"{statistics.median(found):.4g}" if found else "none" for found in known),
+    ]
 
 
 def by_case(runs: Sequence[Run]) -> Dice:
@@ -131,16 +126,6 @@ def _values(run: Run) -> int:
     return sum(len(case["dice"]) for case in run["cases"])
 
 
-def _number(value: float | None, form: str = ".3f") -> str:
-    return "none" if value is None or value != value else f"{value:{form}}"
-
-
 def _range(table: NDArray[np.float64], form: str = ".3f") -> str:
     low, high = interval(table)
     return "none" if low != low else f"{low:{form}} to {high:{form}}"
-
-
-def _spread(runs: Sequence[Run], key: str) -> str:
-    known = [run[key] for run in runs if run.get(key) is not None]
-    spread = f" ± {statistics.stdev(known):.3f}" if len(known) > 1 else ""
-    return f"{statistics.mean(known):.3f}{spread}" if known else "none"
