@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from ndlightnet_evidence.bench import attention, family, output, peers
+from ndlightnet_evidence.bench import attention, mixers, output, peers
 from ndlightnet_evidence.bench.decode import decode
 from ndlightnet_evidence.bench.frames import frames, packs
 from ndlightnet_evidence.bench.rows import Bench
@@ -26,7 +26,7 @@ from ndlightnet_evidence.bench.tpe import tpe
 GROUPS: dict[str, Callable[[Bench], None]] = {
     "attention": attention.attention, "natten": attention.natten, "tpe": tpe, "step": step,
     "decode": decode, "figure": attention.figure, "dims": attention.dims, "frames": frames,
-    "packs": packs, "stream": stream, "operators": family.operators, "mixers": family.mixers,
+    "packs": packs, "stream": stream, "operators": mixers.operators, "mixers": mixers.mixers,
     "cpu": attention.cpu,
 }  # fmt: skip
 ON_CPU = ("mixers", "cpu")
@@ -54,7 +54,7 @@ def arguments(args: Sequence[str] | None) -> argparse.Namespace:
 def save(bench: Bench, folder: Path) -> None:
     output.write(bench, folder)
     if bench.records:
-        family.write(bench.records, folder)
+        mixers.write(bench.records, folder)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -78,7 +78,7 @@ def main(args: Sequence[str] | None = None) -> int:
         cells = [cell for cell in bench.cells if cell.group == name]
         rate = bench.rates.get("cpu" if name == "cpu" else device.type, 0)
         print(f"\n## {name}: {time.monotonic() - start:.0f} s, copy at {rate / 1e12:.3g} TB/s\n")
-        print(family.table(bench.records) if name == "mixers" else output.table(cells))
+        print(mixers.table(bench.records) if name == "mixers" else output.table(cells))
         print("\n".join(["", *output.remarks(cells)]), flush=True)
         bench.save(bench)
         if name == "figure":

@@ -307,13 +307,16 @@ def test_rows_of_the_second_task_alone_are_in_the_legend(tmp_path, monkeypatch):
     assert shown == ["a", "b", "c", "guessing"] and (tmp_path / "x.png").stat().st_size > 10_000
 
 
-SMALL = ["--pairs", "2", "4", "--length", "16", "--vocab", "16", "--train-length", "8", "--test-length", "16", "--batch", "4", "--steps", "2", "--tests", "6", "--dim", "16", "--depth", "1", "--lr", "1e-3", "--rows", "softmax", "identity"]
+SMALL = (
+    "--pairs 2 4 --length 16 --vocab 16 --train-length 8 --test-length 16 --batch 4 --steps 2 "
+    "--tests 6 --dim 16 --depth 1 --lr 1e-3 --rows softmax identity"
+)
 
 
 def test_a_small_run(tmp_path, capsys):
     out = tmp_path / "out"
     more = ["--seeds", "3", "5", "--tasks", "recall", "s5 swaps", "--out", str(out)]
-    associative.main([*SMALL, *more])
+    associative.main([*SMALL.split(), *more])
     runs = json.loads((out / "runs.json").read_text())
     rows = ["softmax attention", "identity"]
     which = [(run["task"], run["seed"], run["row"]) for run in runs]

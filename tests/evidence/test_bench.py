@@ -6,8 +6,11 @@ import json
 import bench as bench_command
 import pytest
 import torch
-from ndlightnet_evidence.bench import attention, family, output, peers, rows, timing
+from ndlightnet_evidence import plots
+from ndlightnet_evidence.bench import attention, output, peers, rows, stream, timing
+from ndlightnet_evidence.bench import mixers as layers
 from ndlightnet_evidence.bench.decode import decode
+from ndlightnet_evidence.bench.frames import frames, packs
 from ndlightnet_evidence.bench.rows import Bench, Case, Cell, Contender
 from ndlightnet_evidence.bench.step import step
 from ndlightnet_evidence.bench.tpe import tpe
@@ -115,6 +118,11 @@ def test_all_groups_have_their_rows(bench, monkeypatch):
     tpe(bench, grid=(2, 3, 4), dim=4, states=(4,))
     decode(bench, batch=2, heads=1, dim=8)
     step(bench, grid=(2, 2, 2), dim=64, depth=1)
+    frames(bench, grid=(3, 2, 2), heads=1, dim=8)
+    packs(bench, large=[(2, 2, 2), (1, 4, 2)], small=[(2, 2, 1)] * 3, heads=2, dim=64)
+    assert {c.row for c in of(bench, "dense")} == {
+        "2 large volumes", "3 small volumes", "network, forward and backward",
+    }  # fmt: skip
     assert [c for c in of(bench, "ours") if c.ms is None] == []
     assert [c for c in bench.cells if c.who in ("compile", "fla linear") and c.ms] == []
     share = bench.facts["mixing and position, share of the step"]
@@ -155,9 +163,9 @@ def test_an_unknown_group_is_named(capsys):
 
 def test_operators_beside_theirs(bench):
     """Every rule, forward and backward, on a CPU in our torch form alone."""
-    family.operators(bench, shapes=[(1, 70)], heads=2, dim=8)
+    layers.operators(bench, shapes=[(1, 70)], heads=2, dim=8)
     cells = of(bench, "ours")
-    assert {c.row for c in cells} == {row for row, _, _ in family.RULES}
+    assert {c.row for c in cells} == {row for row, _, _ in layers.RULES}
     assert all(c.ms for c in cells) and {c.direction for c in cells} == {"fwd", "fwd+bwd"}
     assert not any(c.ms for c in of(bench, "fla"))
     (floor,) = of(bench, "floor", row="KDA", direction="fwd")
@@ -168,24 +176,34 @@ def test_operators_beside_theirs(bench):
 def test_mixers_of_the_catalogue_over_grids(bench, tmp_path):
     bench.quick = False
     saved = []
-    bench.save = lambda bench: saved.append({r.grid for r in bench.records})
-    family.mixers(bench, lengths=[9], grids=[(2, 3)], dim=16)
+    bench.save = lambda bench: saved.append({r["grid"] for r in bench.records})
+    layers.mixers(bench, lengths=[9], grids=[(2, 3)], dim=16)
     assert saved == [{"9"}, {"9", "2x3"}]  # as it goes
-    of_grid = {g: [r for r in bench.records if r.grid == g] for g in ("9", "2x3")}
+    of_grid = {g: [r for r in bench.records if r["grid"] == g] for g in ("9", "2x3")}
     names = set(mixers.__all__)
-    assert all({r.mixer for r in part} == names for part in of_grid.values())
-    scans = {r.scan for r in of_grid["2x3"] if r.mixer == "Mamba"}
+    assert all({r["mixer"] for r in part} == names for part in of_grid.values())
+    scans = {r["scan"] for r in of_grid["2x3"] if r["mixer"] == "Mamba"}
     assert scans == {"raster", "both", "axes"} and len(of_grid["9"]) == len(names)
     for r in bench.records:
-        assert r.forward_ms and r.both_ms and r.tokens in (9, 6) and r.implementation
-        m = getattr(mixers, r.mixer)(16)
-        assert r.parameters == sum(p.numel() for p in m.parameters())
-        assert r.state_size == m.state_size
-    family.write(bench.records, tmp_path)
+        assert r["forward_ms"] and r["both_ms"] and r["tokens"] in (9, 6) and r["implementation"]
+        m = getattr(mixers, r["mixer"])(16)
+        assert r["parameters"] == sum(p.numel() for p in m.parameters())
+        assert r["state_size"] == m.state_size
+    layers.write(bench.records, tmp_path)
     with open(tmp_path / "mixers.csv") as file:
         lines = list(csv.DictReader(file))
-    assert len(lines) == len(bench.records) and lines[0]["mixer"] == bench.records[0].mixer
+    assert len(lines) == len(bench.records) and lines[0]["mixer"] == bench.records[0]["mixer"]
     assert (tmp_path / "mixers.png").read_bytes().startswith(b"\x89PNG")
+    assert len(layers.table(bench.records).splitlines()) == 2 + len(lines)
+
+
+def test_the_memory_of_a_stream_is_drawn(bench, tmp_path):
+    stream.stream(bench, size=32, dim=64, depth=1, frames=50, at_once=2)
+    assert all(c.ms for c in of(bench, "ours")) and len(of(bench, "ours")) == 6
+    marks = [fact for fact in bench.facts if fact.startswith(stream.FACT)]
+    assert len(marks) >= 2 * 25 and any(", window 16" in mark for mark in marks)
+    stream.draw(bench.facts, tmp_path / "stream.png")
+    assert (tmp_path / "stream.png").stat().st_size > 5_000
 
 
 def test_the_figure_is_a_picture(tmp_path):
@@ -198,4 +216,4 @@ def test_the_figure_is_a_picture(tmp_path):
     output.draw(cells, tmp_path / "new" / "scans.png")
     picture = (tmp_path / "new" / "scans.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
-    assert [output.tokens(n) for n in (512, 4096, 1 << 20)] == ["512", "4k", "1M"]
+    assert [plots.short(n) for n in (512, 4096, 1 << 20)] == ["512", "4k", "1M"]

@@ -24,7 +24,7 @@ from ndlightnet_evidence.bench.timing import (
     time_calls,
 )
 
-PASSES = ("fwd", "fwd+bwd")
+PASSES = {"fwd": "forward", "fwd+bwd": "forward + backward"}
 MAX_SETS = 16
 
 
@@ -85,7 +85,7 @@ class Bench:
     group: str = ""
     cells: list[Cell] = field(default_factory=list)
     facts: dict[str, float] = field(default_factory=dict)
-    records: list[Any] = field(default_factory=list)  # lines of mixers.csv
+    records: list[dict[str, Any]] = field(default_factory=list)  # lines of mixers.csv
     rates: dict[str, float] = field(default_factory=dict)  # device type -> bytes a second
     start: float = field(default_factory=time.monotonic)
 

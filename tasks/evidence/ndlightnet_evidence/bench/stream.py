@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from ndlightnet.models import NDLightNet
 from ndlightnet.nn.mixers import LightNetAttention
+from ndlightnet_evidence import plots
 from ndlightnet_evidence.bench.rows import Bench, Case
 from ndlightnet_evidence.bench.timing import Call
 
@@ -104,21 +105,17 @@ def _long(bench: Bench, model: NDLightNet, clip: torch.Tensor, frames: int, more
 
 def draw(facts: dict[str, float], path: Path) -> None:
     """Memory over frames."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3.2), layout="constrained", facecolor="white")
+    figure = plots.figure(6, 3.2)
     axes = figure.subplots()
     found: dict[str, list[tuple[int, float]]] = {}
     for fact, value in facts.items():
         if fact.startswith(FACT):
             number, _, more = fact.removeprefix(FACT).partition(", ")
             found.setdefault(more or "all frames", []).append((int(number), value))
-    for (label, points), color in zip(found.items(), ("#0072B2", "#D55E00"), strict=False):
+    for (label, points), color in zip(found.items(), (plots.BLUE, plots.RED), strict=False):
         axes.plot(*zip(*points, strict=True), label=label, color=color, linewidth=2)
     most = max(value for points in found.values() for _, value in points)
     axes.set(xlabel="frames", ylabel="memory in use, MB", xlim=0, ylim=(0, 1.15 * most))
-    axes.grid(color="#DDDDDD", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    plots.finish([axes])
+    plots.save(figure, path)
