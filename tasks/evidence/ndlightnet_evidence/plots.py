@@ -16,7 +16,13 @@ BLACK, ORANGE, SKY, BLUE, RED, GREY, GREEN, PINK = COLORS = (
     "#000000", "#E69F00", "#56B4E9", "#0072B2", "#D55E00", "#777777", "#009E73", "#CC79A7",
 )  # fmt: skip
 SCANS = {"": BLACK, "raster": SKY, "both": BLUE, "axes": RED}  # how a mixer covers a grid
-STYLES = ("-o", "--s", ":^", "-.D")
+STYLES = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))
+
+
+def look(place: int) -> dict[str, Any]:
+    """How the line of this number is drawn: 32 of them differ."""
+    marker, line = STYLES[place // 8 % 4]
+    return {"color": COLORS[place % 8], "marker": marker, "linestyle": line, "markersize": 4}
 
 
 def figure(width: float, height: float) -> Figure:
@@ -60,9 +66,9 @@ def curves(runs: Sequence[Run], rows: Sequence[str], path: Path, references: Seq
             mine = [run for run in runs if run["row"] == row and panel in run["curves"]]
             if mine:
                 seeds = tensor([run["curves"][panel]["accuracy"] for run in mine])
-                style, color = STYLES[place // 8 % 4], COLORS[place % 8]
-                axes.fill_between(x, seeds.amin(0), seeds.amax(0), color=color, alpha=0.15, lw=0)
-                axes.plot(x, seeds.mean(0), style, color=color, ms=4, label=row)
+                axes.fill_between(x, seeds.amin(0), seeds.amax(0), color=look(place)["color"],
+                                  alpha=0.15, lw=0)  # fmt: skip
+                axes.plot(x, seeds.mean(0), label=row, **look(place))
         for style, reference in zip((":", "--"), references, strict=False):
             axes.plot(x, first[reference], style, color=GREY, zorder=0, label=reference)
         axes.set_xscale("log", base=2)

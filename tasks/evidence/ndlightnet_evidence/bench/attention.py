@@ -29,20 +29,15 @@ LENGTHS = [2**n for n in range(12, 21)]
 
 
 def compare(
-    bench: Bench,
-    case: Case,
-    direction: str,
-    contenders: Sequence[Contender],
+    bench: Bench, case: Case, direction: str, contenders: Sequence[Contender],
     theta: Tensor | None = None,
-    device: torch.device | None = None,
-) -> dict[str, float | None]:
+) -> dict[str, float | None]:  # fmt: skip
     """One row. theta: learnt angles, a fourth input of the contenders."""
-    device = device or bench.device
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = torch.float32 if bench.device.type == "cpu" else torch.bfloat16
     shape = (case.batch, case.length, case.heads, case.dim)
 
     def inputs() -> tuple[Tensor, ...]:
-        drawn = [torch.randn(shape, device=device, dtype=dtype) for _ in range(3)]
+        drawn = [torch.randn(shape, device=bench.device, dtype=dtype) for _ in range(3)]
         drawn += [] if theta is None else [theta.clone()]
         return tuple(x.requires_grad_() for x in drawn)
 
@@ -144,12 +139,7 @@ def natten(
         compare(bench, case._replace(row=f"{case.row}, {kind}"), "fwd", [ours(bench, lrpe)])
 
 
-def figure(
-    bench: Bench,
-    lengths: Sequence[int] = LENGTHS,
-    heads: int = 12,
-    dim: int = 64,
-) -> None:
+def figure(bench: Bench, lengths: Sequence[int] = LENGTHS, heads: int = 12, dim: int = 64) -> None:
     """The paper's Fig. 1: time over length at batch 1, one scan against two."""
     for direction in PASSES:
         quadratic = Contender("sdpa", peers.softmax)
@@ -162,16 +152,17 @@ def figure(
 
 def cpu(bench: Bench, lengths: Sequence[int] = (1024, 4096, 16384)) -> None:
     """impl="torch" against torch's attention on two cores."""
-    threads, device = torch.get_num_threads(), torch.device("cpu")
+    threads, device = torch.get_num_threads(), bench.device
     contenders = [
         Contender("ours", partial(global_attention, impl="torch")),
         Contender("sdpa", peers.softmax),
     ]
     torch.set_num_threads(min(2, os.cpu_count() or 1))
+    bench.device = torch.device("cpu")
     try:
         for length in lengths[:1] if bench.quick else lengths:
             for direction in PASSES:
-                case = Case("global", 1, length, 6, 64)
-                compare(bench, case, direction, contenders, device=device)
+                compare(bench, Case("global", 1, length, 6, 64), direction, contenders)
     finally:
         torch.set_num_threads(threads)
+        bench.device = device

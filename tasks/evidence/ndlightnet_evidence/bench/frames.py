@@ -128,16 +128,16 @@ def pack_step(bench: Bench, shapes: Shapes, dim: int) -> None:
     for who in ("ours", "dense"):
         tokens = layout.length if who == "ours" else len(layout) * side**3
 
-        def prepare(who: str = who, tokens: int = tokens) -> tuple[list[Call], str]:
+        def prepare(who: str = who, tokens: int = tokens) -> list[Call]:
             network = NDLightNet(3, 1, 10, patch_size=1, embed_dim=dim, depth=2, mixer=mixer)
             network = network.to(bench.device)
             x: Any = torch.randn(len(layout), 1, side, side, side, device=bench.device)
             if who == "ours":
                 x = Packed(torch.randn(layout.length, 1, device=bench.device), layout)
             _, backward = training(network, x)
-            return [backward], memory(backward, tokens, bench.device)
+            memory(bench, f"packs: {who}", backward, tokens)
+            return [backward]
 
         case = Case("network, forward and backward", 1, tokens, dim // 64, 64)
-        ms = bench.measure(case, "fwd+bwd", who, prepare, bench.device)
-        if ms:
+        if ms := bench.measure(case, "fwd+bwd", who, prepare):
             bench.facts[f"packs: {who}, us a token, forward and backward"] = 1e3 * ms / tokens

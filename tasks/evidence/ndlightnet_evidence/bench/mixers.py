@@ -19,7 +19,7 @@ from ndlightnet_evidence import plots
 from ndlightnet_evidence.bench import peers
 from ndlightnet_evidence.bench.rows import PASSES, Bench, Case, Contender
 from ndlightnet_evidence.bench.step import peak
-from ndlightnet_evidence.bench.timing import Call, backward_call, forward_call
+from ndlightnet_evidence.bench.timing import CALLS, Call
 from ndlightnet_evidence.catalogue import factory, family
 from ndlightnet_evidence.runner import write_csv
 from ndlightnet_evidence.tables import markdown
@@ -96,10 +96,11 @@ def mixers(
             case = Case(f"{name} causal" if causal else row, batch, math.prod(grid), 1, dim)
             used: list[float | None] = []
             forward, both = (
-                bench.measure(case, direction, "ours", partial(_calls, direction, mixer, causal, x,
-                              used), bench.device)
+                bench.measure(
+                    case, direction, "ours", partial(_calls, direction, mixer, causal, x, used)
+                )
                 for direction in PASSES
-            )  # fmt: skip
+            )
             with torch.autocast(bench.device.type, torch.bfloat16, bench.device.type == "cuda"):
                 runs_on = mixer.implementation(x, causal)
             bench.records.append({
@@ -114,7 +115,7 @@ def mixers(
 
 def _calls(
     direction: str, mixer: nn.Module, causal: bool, x: Tensor, used: list[float | None]
-) -> tuple[list[Call], str]:
+) -> list[Call]:
     kind = x.device.type
 
     def layer(x: Tensor, *_: Tensor) -> Tensor:
@@ -123,12 +124,11 @@ def _calls(
             out: Tensor = mixer(x, causal=causal)
         return out.to(x.dtype)
 
-    make = backward_call if direction == "fwd+bwd" else forward_call
-    call = make(layer, (x, *(p for p in mixer.parameters() if p.requires_grad)))
+    call = CALLS[direction](layer, (x, *(p for p in mixer.parameters() if p.requires_grad)))
     if direction == "fwd+bwd":
         bytes_ = peak(call, x.device)
         used.append(None if bytes_ is None else bytes_ / 1e6)
-    return [call], ""
+    return [call]
 
 
 def write(records: Sequence[Record], folder: Path) -> None:
@@ -151,18 +151,6 @@ def table(records: Sequence[Record]) -> str:
          r["implementation"].split(" ")[0]]
         for r in records
     ])  # fmt: skip
-
-
-STYLES = {
-    "SoftmaxAttention": (plots.GREEN, "^"), "LightNetAttention": (plots.BLUE, "o"),
-    "LinearAttention": (plots.SKY, "o"), "CosformerAttention": (plots.SKY, "s"),
-    "LrpeAttention": (plots.SKY, "D"), "TNL": (plots.ORANGE, "o"),
-    "GLA": (plots.ORANGE, "s"), "HGRN2": (plots.ORANGE, "D"),
-    "DeltaNet": (plots.RED, "o"), "GatedDeltaNet": (plots.RED, "s"),
-    "KimiDeltaAttention": (plots.RED, "D"), "S4": (plots.PINK, "o"),
-    "S5": (plots.PINK, "s"), "Mamba": (plots.PINK, "D"),
-    "RWKV4": (plots.PINK, "v"), "LAVO": (plots.BLACK, "v"),
-}  # fmt: skip
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
@@ -193,9 +181,8 @@ def draw(records: Sequence[Record], path: Path) -> None:
 def _lengths(axes: Any, records: Sequence[Record], field: str, title: str) -> None:
     for name in dict.fromkeys(r["mixer"] for r in records):
         mine = [r for r in records if r["mixer"] == name and r[field]]
-        color, marker = STYLES.get(name, (plots.GREY, "x"))
-        axes.plot([r["tokens"] for r in mine], [r[field] for r in mine], color=color,
-                  marker=marker, markersize=4.5, linewidth=1.2, label=name)  # fmt: skip
+        axes.plot([r["tokens"] for r in mine], [r[field] for r in mine], label=name,
+                  **plots.look(catalogue.__all__.index(name)))  # fmt: skip
     lengths = sorted({r["tokens"] for r in records})
     axes.set(xscale="log", yscale="log", title=title, xlabel="tokens, causal")
     axes.set_xticks(lengths, [plots.short(n) for n in lengths])

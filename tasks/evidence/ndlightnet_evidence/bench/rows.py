@@ -14,12 +14,11 @@ from torch import Tensor
 
 from ndlightnet.ops._registry import Impl
 from ndlightnet_evidence.bench.timing import (
+    CALLS,
     Absent,
     Call,
     Timing,
-    backward_call,
     copy_rate,
-    forward_call,
     reason,
     time_calls,
 )
@@ -93,54 +92,42 @@ class Bench:
     def laps(self) -> int:
         return 3 if self.quick else 7
 
-    def rate(self, device: torch.device) -> float:
-        """The speed of a copy on this device, measured once in a run."""
-        if device.type not in self.rates:
-            self.rates[device.type] = copy_rate(device, self.laps)
-        return self.rates[device.type]
+    def rate(self) -> float:
+        """The speed of a copy on the device, measured once in a run."""
+        kind = self.device.type
+        if kind not in self.rates:
+            self.rates[kind] = copy_rate(self.device, self.laps)
+        return self.rates[kind]
 
     def compare(
-        self,
-        case: Case,
-        direction: str,
-        contenders: Iterable[Contender],
-        inputs: Callable[[], tuple[Tensor, ...]],
-        floor_bytes: float,
-    ) -> dict[str, float | None]:
+        self, case: Case, direction: str, contenders: Iterable[Contender],
+        inputs: Callable[[], tuple[Tensor, ...]], floor_bytes: float,
+    ) -> dict[str, float | None]:  # fmt: skip
         """One row: all contenders on the same inputs. Milliseconds by contender.
 
         inputs: makes one set of tensors; as many sets are made as the cache cannot hold.
         floor_bytes: what has to be read and written at the least.
         """
         sets = [inputs()]
-        device = sets[0][0].device
-        rate = self.rate(device)
-        floor = Timing(1e3 * floor_bytes / rate, "", f"{floor_bytes / 1e6:.1f} MB")
+        floor = Timing(1e3 * floor_bytes / self.rate(), "", f"{floor_bytes / 1e6:.1f} MB")
         self._keep(case, direction, "floor", floor, floor.ms)
         sets += [inputs() for _ in range(_sets(sets[0]) - 1)]
-        make_call = backward_call if direction == "fwd+bwd" else forward_call
         times: dict[str, float | None] = {}
         for who, run, graph in contenders:
 
-            def prepare(run: Callable[..., Any] = run) -> tuple[list[Call], str]:
-                return [make_call(run, tensors) for tensors in sets], ""
+            def prepare(run: Callable[..., Any] = run) -> list[Call]:
+                return [CALLS[direction](run, tensors) for tensors in sets]
 
-            ms = self.measure(case, direction, who, prepare, device, floor.ms, graph)
+            ms = self.measure(case, direction, who, prepare, floor.ms, graph)
             times.setdefault(who, ms)
         self.save(self)
         return times
 
     def measure(
-        self,
-        case: Case,
-        direction: str,
-        who: str,
-        prepare: Callable[[], tuple[list[Call], str]],
-        device: torch.device,
-        floor: float | None = None,
-        graph: bool = True,
-    ) -> float | None:
-        """One cell. prepare: gives the calls to time and a note; may raise, as the calls may."""
+        self, case: Case, direction: str, who: str, prepare: Callable[[], list[Call]],
+        floor: float | None = None, graph: bool = True,
+    ) -> float | None:  # fmt: skip
+        """One cell. prepare: gives the calls to time; may raise, as the calls may."""
         minutes = (time.monotonic() - self.start) / 60
         shape = f"{case.batch} x {case.length}, {case.heads} x {case.dim}"
         print(f"[{60 * minutes:5.0f} s] {self.group}: {case.row}, {shape}, {direction}, {who}",
@@ -148,13 +135,10 @@ class Bench:
         try:
             if minutes > self.minutes and who not in ("ours", "sdpa"):
                 raise Absent(f"left out after {self.minutes:g} minutes (--minutes)")
-            calls, note = prepare()
-            timing = time_calls(calls, device, graph, self.laps)
-            timing = timing._replace(note=", ".join(filter(None, (note, timing.note))))
+            timing = time_calls(prepare(), self.device, graph, self.laps)
         except Exception as error:  # whatever a peer does, the other cells are worth having
             timing = Timing(None, "", reason(error))
-        calls = []
-        if device.type == "cuda":
+        if self.device.type == "cuda":
             if timing.ms is None:
                 gc.collect()  # what a traceback held
             torch.cuda.empty_cache()

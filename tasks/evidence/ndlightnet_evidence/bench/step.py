@@ -17,7 +17,7 @@ from ndlightnet_evidence.bench import peers
 from ndlightnet_evidence.bench.rows import Bench, Case
 from ndlightnet_evidence.bench.timing import Call, backward_call
 
-PATCH = (2, 16, 16)
+PATCH, COMPILED = (2, 16, 16), ", blocks compiled"
 
 
 def step(
@@ -30,35 +30,33 @@ def step(
     mixer = partial(LightNetAttention, impl=bench.impl)
     network = partial(NDLightNet, 3, num_classes=400, patch_size=PATCH, embed_dim=dim, depth=depth)
 
-    def whole(
-        mixer: Callable[[int], nn.Module], compiled: bool = False
-    ) -> Callable[[], tuple[list[Call], str]]:
-        def prepare() -> tuple[list[Call], str]:
+    def timed(row: str, who: str, prepare: Callable[[], list[Call]]) -> float | None:
+        return bench.measure(case._replace(row=row), "fwd+bwd", who, prepare)
+
+    def whole(who: str, mixer: Callable[[int], nn.Module], more: str = "") -> float | None:
+        def prepare() -> list[Call]:
             model = network(mixer=mixer).to(bench.device)
-            if compiled:
+            if more:
                 torch.compiler.reset()
                 for block in model.blocks:  # alike: compiled once for all
                     block.compile(dynamic=False)
             clip = torch.randn(1, 3, *(n * p for n, p in zip(grid, PATCH, strict=True)))
             work, backward = training(model, clip.to(bench.device))
-            peak = memory(backward, tokens, bench.device)
-            return [work], f"{peak}, blocks compiled" if peak and compiled else peak
+            memory(bench, f"training step{more}, {who}", backward, tokens)
+            return [work]
 
-        return prepare
+        return timed(f"training step{more}", who, prepare)
 
-    def timed(row: str, who: str, prepare: Callable[[], tuple[list[Call], str]]) -> float | None:
-        return bench.measure(case._replace(row=row), "fwd+bwd", who, prepare, bench.device)
-
-    total = timed("training step", "ours", whole(mixer))
-    timed("training step", "softmax", whole(SoftmaxAttention))
-    timed("training step", "fla lightnet", whole(peers.FlaMixer))
-    fused = timed("training step, blocks compiled", "ours", whole(mixer, compiled=True))
+    total = whole("ours", mixer)
+    whole("softmax", SoftmaxAttention)
+    whole("fla lightnet", peers.FlaMixer)
+    fused = whole("ours", mixer, COMPILED)
     model = network(mixer=mixer).to(bench.device)
     parts = [
-        timed("its attention", "ours", lambda: ([attention(model, grid)], "")),
-        timed("its MD-TPE", "ours", lambda: ([position(model, grid)], "")),
+        timed("its attention", "ours", lambda: [attention(model, grid)]),
+        timed("its MD-TPE", "ours", lambda: [position(model, grid)]),
     ]
-    for name, whole_ms in (("", total), (", blocks compiled", fused)):
+    for name, whole_ms in (("", total), (COMPILED, fused)):
         if whole_ms and all(parts):
             share = sum(ms or 0 for ms in parts) / whole_ms
             bench.facts[f"mixing and position, share of the step{name}"] = share
@@ -85,10 +83,10 @@ def training(model: nn.Module, clip: Any) -> tuple[Call, Call]:
     return work, backward
 
 
-def memory(backward: Call, tokens: int, device: torch.device) -> str:
-    """Peak of the forward and backward pass above weights and gradients, per token."""
-    used = peak(backward, device)
-    return "" if used is None else f"peak {used / tokens / 1e3:.1f} kB a token"
+def memory(bench: Bench, name: str, backward: Call, tokens: int) -> None:
+    """Notes the peak of the forward and backward pass above weights and gradients."""
+    if used := peak(backward, bench.device):
+        bench.facts[f"{name}: peak kB a token"] = used / tokens / 1e3
 
 
 def peak(call: Call, device: torch.device) -> float | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -17,6 +19,7 @@ from ndlightnet_evidence.bench.timing import Call
 
 PATCH, RECENT = (1, 16, 16), 16
 FACT = "memory in MB after frames:"
+WINDOWS = {"": None, f", window {RECENT}": RECENT}
 
 
 def stream(
@@ -26,8 +29,6 @@ def stream(
     """NDLightNet-S, bf16 autocast, one video: a frame from the State of those before, and the last
     16 frames anew. Then `frames` frames, `at_once` at a time, and the memory in use."""
     tokens = (size // PATCH[1]) ** 2
-    case = Case("one frame of a stream", 1, tokens, dim // 64, 64)
-    windows = {"": None, f", window {RECENT}": RECENT}
 
     def network(window: int | None) -> NDLightNet:
         mixer = partial(LightNetAttention, impl=bench.impl, window=window)
@@ -39,46 +40,34 @@ def stream(
     def clip(frames: int) -> torch.Tensor:
         return torch.randn(1, 3, frames, size, size, device=bench.device)
 
-    def amp() -> torch.autocast:
-        # the cache of cast weights must not outlive a capture
-        return torch.autocast(bench.device.type, torch.bfloat16, cache_enabled=False)
+    def call(run: Callable[..., Any], *inputs: Any) -> list[Call]:
+        def now() -> Any:
+            # the cache of cast weights must not outlive a capture
+            amp = torch.autocast(bench.device.type, torch.bfloat16, cache_enabled=False)
+            with torch.no_grad(), amp:
+                return run(*inputs)
 
-    @torch.no_grad()
-    def from_state(window: int | None) -> tuple[list[Call], str]:
-        model, frame = network(window), clip(1)
-        with amp():
-            state = model.advance(clip(RECENT + 1), model.init_state(1))[1]
+        return [now]
 
-        @torch.no_grad()
-        def call() -> object:
-            with amp():
-                return model.advance(frame, state)
+    def from_state(window: int | None) -> list[Call]:
+        model = network(window)
+        (before,) = call(model.advance, clip(RECENT + 1), model.init_state(1))
+        return call(model.advance, clip(1), before()[1])
 
-        return [call], ""
-
-    def anew() -> tuple[list[Call], str]:
-        model, recent = network(None), clip(RECENT)
-
-        @torch.no_grad()
-        def call() -> object:
-            with amp():
-                return model(recent)
-
-        return [call], ""
-
+    ways: dict[str, tuple[int, Callable[[], list[Call]]]] = {
+        f"one frame of a stream{more}": (tokens, partial(from_state, window))
+        for more, window in WINDOWS.items()
+    }
+    ways[f"the last {RECENT} frames anew"] = (
+        RECENT * tokens, lambda: call(network(None), clip(RECENT))
+    )  # fmt: skip
     for graph in (True, False):
-        how = "" if graph else ", without a graph"
-        for more, window in windows.items():
-            row = case._replace(row=f"{case.row}{more}{how}")
-            ms = bench.measure(row, "fwd", "ours", partial(from_state, window), bench.device,
-                               graph=graph)  # fmt: skip
-            if ms:
-                bench.facts[f"frames a second, stream{more}{how}"] = 1e3 / ms
-        row = case._replace(row=f"the last {RECENT} frames anew{how}", length=RECENT * tokens)
-        ms = bench.measure(row, "fwd", "ours", anew, bench.device, graph=graph)
-        if ms:
-            bench.facts[f"frames a second, the last {RECENT} frames anew{how}"] = 1e3 / ms
-    for more, window in windows.items():
+        for name, (length, prepare) in ways.items():
+            row = name + ("" if graph else ", without a graph")
+            case = Case(row, 1, length, dim // 64, 64)
+            if ms := bench.measure(case, "fwd", "ours", prepare, graph=graph):
+                bench.facts[f"frames a second, {row}"] = 1e3 / ms
+    for more, window in WINDOWS.items():
         _long(bench, network(window), clip(at_once), frames, more)
 
 
@@ -93,11 +82,9 @@ def _long(bench: Bench, model: NDLightNet, clip: torch.Tensor, frames: int, more
                 flow(clip)
             done += clip.shape[2]
         if bench.device.type == "cuda":
-            used = float(torch.cuda.memory_allocated(bench.device))
+            used = torch.cuda.memory_allocated(bench.device)
         else:
-            used = float(
-                sum(x.nbytes for x in tree_leaves(flow.state_dict()) if torch.is_tensor(x))
-            )
+            used = sum(x.nbytes for x in tree_leaves(flow.state_dict()) if torch.is_tensor(x))
         bench.facts[f"{FACT} {done}{more}"] = used / 1e6
     rate = done / (time.monotonic() - start)
     bench.facts[f"frames a second, stream{more}, {clip.shape[2]} frames at once"] = rate

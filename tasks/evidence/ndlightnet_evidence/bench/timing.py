@@ -122,6 +122,9 @@ def backward_call(run: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Call:
     return lambda: torch.autograd.grad(run(*inputs), wanted, pull)
 
 
+CALLS = {"fwd": forward_call, "fwd+bwd": backward_call}
+
+
 def copy_rate(device: torch.device, laps: int = 7) -> float:
     """Bytes a second, read plus written, of a copy that no cache holds."""
     size = 2**30 if device.type == "cuda" else 2**28
