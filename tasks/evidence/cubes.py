@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import tempfile
-import threading
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
@@ -76,41 +75,30 @@ def tried(action: Callable[[], Any], repeats: int = 1) -> dict[str, Any]:
         return {"limit": "out of memory" if "out of memory" in text else text}
 
 
-def forward(net: nn.Module, side: int) -> Callable[[], Any]:
-    def run() -> None:
-        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
-            net.eval()(torch.randn(1, 1, side, side, side, device="cuda"))
-
-    return run
+def forward(net: nn.Module, side: int) -> None:
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        net.eval()(torch.randn(1, 1, side, side, side, device="cuda"))
 
 
-def windows(net: nn.Module, side: int, window: int | None) -> Callable[[], Any]:
-    image = torch.randn(1, side, side, side)
-
-    def run() -> None:
-        with torch.autocast("cuda", torch.bfloat16):
-            predict_labels(net.eval(), image, [window] * 3 if window else None)
-
-    return run
+def step(net: nn.Module, side: int) -> None:
+    with torch.autocast("cuda", torch.bfloat16):
+        out = net.train()(torch.randn(1, 1, side, side, side, device="cuda"))
+    nn.functional.cross_entropy(out, torch.zeros_like(out[:, 0], dtype=torch.long)).backward()
+    net.zero_grad(set_to_none=True)
 
 
-def step(net: nn.Module, side: int) -> Callable[[], Any]:
-    def run() -> None:
-        with torch.autocast("cuda", torch.bfloat16):
-            out = net.train()(torch.randn(1, 1, side, side, side, device="cuda"))
-        nn.functional.cross_entropy(out, torch.zeros_like(out[:, 0], dtype=torch.long)).backward()
-        net.zero_grad(set_to_none=True)
-
-    return run
+def windows(net: nn.Module, image: torch.Tensor, window: Sequence[int] | None) -> torch.Tensor:
+    with torch.autocast("cuda", torch.bfloat16):
+        return predict_labels(net.eval(), image, window)
 
 
-def largest(make: Callable[[nn.Module, int], Callable[[], Any]], net: nn.Module) -> dict[str, Any]:
+def largest(action: Callable[[nn.Module, int], None], net: nn.Module) -> dict[str, Any]:
     """The largest side that works, by bisection in STEPs, with its time and memory."""
     low, high = 0, 64  # in STEPs; low works
     best: dict[str, Any] = {}
     while high - low > 1:
         middle = (low + high) // 2 if low else min(8, high - 1)
-        found = tried(make(net, STEP * middle), 0 if low else 1)
+        found = tried(partial(action, net, STEP * middle), 0 if low else 1)
         if "limit" in found:
             high, best = middle, {**best, "next": found["limit"]}
         else:
@@ -119,52 +107,43 @@ def largest(make: Callable[[nn.Module, int], Callable[[], Any]], net: nn.Module)
     return best
 
 
-class HostMemory:
-    """The most that this process holds while the block runs, over what it held before, in bytes."""
+def peak_of(action: Callable[[], Any]) -> int:
+    """The most that this process holds during the call, over what it held before, in bytes."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held
+    before = held("VmRSS")
+    action()
+    return held("VmHWM") - before
 
-    def __enter__(self) -> HostMemory:
-        gc.collect()
-        self.before = self.peak = self._now()
-        self.over = threading.Event()
-        self.thread = threading.Thread(target=self._watch)
-        self.thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.over.set()
-        self.thread.join()
-        self.bytes = self.peak - self.before
-
-    def _watch(self) -> None:
-        while not self.over.wait(0.01):
-            self.peak = max(self.peak, self._now())
-
-    @staticmethod
-    def _now() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+def held(what: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(what)).split()[1])
 
 
 def whole_way(classes: int, side: int, window: int) -> dict[str, Any]:
     """Read a scan, prepare and predict it with so many classes, write the labels."""
     device = runner.device().type
     net = NETS["NDLightUNet S"](classes).to(device).eval()
+
+    def run() -> None:
+        with torch.autocast(device, torch.bfloat16):
+            data = Prepare([Intensity(-1000, 1000, 0, 500)])(load_case(case))
+            labels = predict_labels(net, data["image"], [window] * 3, onto=file_grid(data))
+            save_labels(to_file(labels, data), case, path.with_name("labels.nii.gz"))
+
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "scan.nii"
         voxels = np.random.default_rng(0).integers(-1000, 1000, (side, side, side), np.int16)
         nibabel.save(nibabel.Nifti1Image(voxels, np.diag([1.0, 1, 1, 1])), path)
         del voxels
-        small = torch.randn(1, window, window, window)
         with torch.autocast(device, torch.bfloat16):  # what is loaded once is not counted
-            predict_labels(net, small, [window] * 3)
+            predict_labels(net, torch.randn(1, window, window, window), [window] * 3)
         case, start = Case("scan", (path,), None), time.perf_counter()
-        with HostMemory() as host, torch.autocast(device, torch.bfloat16):
-            data = Prepare([Intensity(-1000, 1000, 0, 500)])(load_case(case))
-            labels = predict_labels(net, data["image"], [window] * 3, onto=file_grid(data))
-            save_labels(to_file(labels, data), case, Path(folder) / "labels.nii.gz")
+        peak = peak_of(run)
     return {
-        "classes": classes, "window": window,
-        "seconds": time.perf_counter() - start, "host_gb": host.bytes / 1e9,
-        "inputs": host.bytes / (4 * side**3),
+        "classes": classes, "window": window, "seconds": time.perf_counter() - start,
+        "host_gb": peak / 1e9, "inputs": peak / (4 * side**3),
     }  # fmt: skip
 
 
@@ -192,15 +171,10 @@ def two_ways(net: nn.Module, image: torch.Tensor, window: list[int]) -> dict[str
     """Time and memory of both ways, the share of voxels that they name differently, and the Dice
     between them, the mean of the classes that either finds."""
     found: dict[str, torch.Tensor] = {}
-
-    def run(what: str, shape: list[int] | None) -> None:
-        with torch.autocast("cuda", torch.bfloat16):
-            found[what] = predict_labels(net, image, shape)
-
-    net.cuda()
     both: dict[str, Any] = {}
+    net.cuda()
     for what, shape in (("whole", None), ("windows", window)):
-        costs = tried(partial(run, what, shape))
+        costs = tried(lambda: found.update({what: windows(net, image, shape)}))  # noqa: B023
         both |= {f"{name}, {what}": value for name, value in costs.items()}
     if len(found) < 2:
         return both
@@ -221,7 +195,8 @@ def run(o: Namespace, who: Run) -> Run:
     net = NETS[who["row"]](3).cuda()
     if what.startswith("largest"):
         return largest(step if what == "largest training" else forward, net)
-    return tried(windows(net, side, None if what == "whole" else o.window))
+    window = None if what == "whole" else [o.window] * 3
+    return tried(partial(windows, net, torch.randn(1, side, side, side), window))
 
 
 def planned(o: Namespace) -> list[Run]:

@@ -156,6 +156,7 @@ def draw(rows: Sequence[str], path: Path, runs: Sequence[Run]) -> None:
     clock.set(xlabel="a training step, ms", xscale="log")
     clock.xaxis.set_major_formatter("{x:g}")
     plots.finish((axes, clock))
+    clock.minorticks_on()  # times may lie within a decade
     plots.save(figure, path)
 
 

@@ -1,6 +1,5 @@
 """The command `cubes`, what of it needs no card: how the largest cube is found, its table."""
 
-from collections.abc import Callable
 from unittest.mock import MagicMock
 
 import cubes
@@ -13,19 +12,16 @@ from torch import nn
 def test_largest_is_the_last_that_works(monkeypatch, most):
     tried = []
 
-    def make(net: nn.Module, side: int) -> Callable[[], None]:
-        def run() -> None:
-            tried.append(side)
-            if side > most:
-                raise torch.OutOfMemoryError("CUDA out of memory, tried to allocate")
-
-        return run
+    def action(net: nn.Module, side: int) -> None:
+        tried.append(side)
+        if side > most:
+            raise torch.OutOfMemoryError("CUDA out of memory, tried to allocate")
 
     monkeypatch.setattr(cubes, "gc", MagicMock())  # it takes most of the time
     for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3e9)
-    found = cubes.largest(make, nn.Identity())
+    found = cubes.largest(action, nn.Identity())
     assert found["largest"] == min(most, 63 * 32) // 32 * 32 and found["gb"] == 3.0
     assert len(set(tried)) <= 9  # by bisection
     if most < 63 * 32:
@@ -63,3 +59,12 @@ def test_what_is_measured_and_its_table(monkeypatch, tmp_path):
     asked.clear()
     cubes.main(["--classes", "100", "--sides", "32", "--out", str(tmp_path)])
     assert asked == [{"row": "NDLightUNet S", "side": 32, "what": "from file to file"}]
+
+
+def test_from_file_to_file(monkeypatch, tmp_path):
+    """And the memory of the host that it takes."""
+    net = nn.Conv3d(1, 3, 1)
+    monkeypatch.setitem(cubes.NETS, "NDLightUNet S", lambda classes: net)
+    found = cubes.whole_way(3, 24, 16)
+    assert found["seconds"] > 0 and found["inputs"] >= 0
+    assert cubes.peak_of(lambda: torch.ones(50_000_000)) > 190e6  # 4 bytes each
