@@ -23,13 +23,13 @@ def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 
 
 def number(value: float | None, form: str = ".3f") -> str:
-    """ "none" for None and NaN."""
+    """The word none for None and NaN."""
     return "none" if value is None or value != value else f"{value:{form}}"
 
 
 def spread(values: Iterable[float | None], form: str = ".3f") -> str:
     """Mean ± standard deviation of those that are known."""
-    known = [value for value in values if value is not None]
+    known = [value for value in values if value is not None and value == value]
     more = f" ± {statistics.stdev(known):{form}}" if len(known) > 1 else ""
     return number(statistics.mean(known), form) + more if known else "none"
 
@@ -52,7 +52,7 @@ def identity(run: Run) -> dict[str, Any]:
 
 
 def name(run: Run) -> str:
-    """ "GLA, seed 0"."""
+    """What a run is called: GLA, seed 0."""
     more = [f"{key} {value}" for key, value in identity(run).items() if key != "row"]
     return ", ".join([run["row"], *more])
 
@@ -113,17 +113,14 @@ def panels(runs: Sequence[Run]) -> dict[str, Mapping[str, Any]]:
 def notes(runs: Sequence[Run]) -> str:
     """When and with what the runs were made, and which did not come to an end."""
     good, text = [run for run in runs if complete(run)], ""
-    if dates := sorted({run["date"] for run in good if "date" in run}):
-        of = [f"commit {', '.join(found)}"] if (found := known(good, "commit")) else []
-        text = f"\n{' to '.join(dict.fromkeys((dates[0], dates[-1])))}"
-        text += "".join(f", {more}" for more in [*of, *known(good, "device")]) + ".\n"
+    found = {key: list(dict.fromkeys(run[key] for run in good if run.get(key)))
+             for key in ("date", "commit", "device")}  # fmt: skip
+    if dates := sorted(found["date"]):
+        days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+        commits = [f"commit {' and '.join(found['commit'])}"] if found["commit"] else []
+        text = f"\n{', '.join([days, *commits, *found['device']])}.\n"
     failed = [f"{name(run)} ({run['error']})" for run in runs if "error" in run]
     missing = [name(run) for run in runs if "missing" in run]
     for said, these in (("Failed", failed), ("Not run, no time was left", missing)):
         text += f"\n{said}: {'; '.join(these)}.\n" if these else ""
     return text
-
-
-def known(runs: Sequence[Run], key: str) -> list[str]:
-    """Each value that runs have, once."""
-    return list(dict.fromkeys(run[key] for run in runs if run.get(key)))

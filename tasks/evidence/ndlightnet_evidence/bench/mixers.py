@@ -4,7 +4,7 @@ length and over grids."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ndlightnet_evidence import plots
 from ndlightnet_evidence.bench import peers
 from ndlightnet_evidence.bench.rows import PASSES, Bench, Case, Contender
 from ndlightnet_evidence.bench.step import peak
-from ndlightnet_evidence.bench.timing import CALLS, Call
+from ndlightnet_evidence.bench.timing import CALLS, Call, backward_call
 from ndlightnet_evidence.catalogue import factory, family
 from ndlightnet_evidence.runner import write_csv
 from ndlightnet_evidence.tables import markdown
@@ -94,41 +94,34 @@ def mixers(
             mixer: Any = factory(row)(dim).to(bench.device)
             x = torch.randn(batch, *grid, dim, device=bench.device, requires_grad=True)
             case = Case(f"{name} causal" if causal else row, batch, math.prod(grid), 1, dim)
-            used: list[float | None] = []
-            forward, both = (
-                bench.measure(
-                    case, direction, "ours", partial(_calls, direction, mixer, causal, x, used)
-                )
-                for direction in PASSES
-            )
+            inputs = (x, *(p for p in mixer.parameters() if p.requires_grad))
+            layer = partial(_layer, mixer, causal)
+            calls = (partial(_calls, make, layer, inputs) for make in CALLS.values())
+            forward, both = (bench.measure(case, direction, "ours", prepare)
+                             for direction, prepare in zip(PASSES, calls, strict=True))  # fmt: skip
+            used = peak(backward_call(layer, inputs), bench.device) if both else None
             with torch.autocast(bench.device.type, torch.bfloat16, bench.device.type == "cuda"):
                 runs_on = mixer.implementation(x, causal)
             bench.records.append({
                 "mixer": name, "scan": "causal" if causal else scan,
                 "grid": "x".join(map(str, grid)), "tokens": math.prod(grid), "dim": dim,
-                "forward_ms": forward, "both_ms": both, "memory_mb": used[-1] if used else None,
+                "forward_ms": forward, "both_ms": both, "memory_mb": used and used / 1e6,
                 "parameters": sum(p.numel() for p in mixer.parameters()),
                 "state_size": mixer.state_size, "implementation": runs_on,
             })  # fmt: skip
         bench.save(bench)
 
 
-def _calls(
-    direction: str, mixer: nn.Module, causal: bool, x: Tensor, used: list[float | None]
-) -> list[Call]:
+def _layer(mixer: nn.Module, causal: bool, x: Tensor, *_: Tensor) -> Tensor:
     kind = x.device.type
+    # the cache of cast weights must not outlive the capture of a graph
+    with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda", cache_enabled=False):
+        out: Tensor = mixer(x, causal=causal)
+    return out.to(x.dtype)
 
-    def layer(x: Tensor, *_: Tensor) -> Tensor:
-        # the cache of cast weights must not outlive the capture of a graph
-        with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda", cache_enabled=False):
-            out: Tensor = mixer(x, causal=causal)
-        return out.to(x.dtype)
 
-    call = CALLS[direction](layer, (x, *(p for p in mixer.parameters() if p.requires_grad)))
-    if direction == "fwd+bwd":
-        bytes_ = peak(call, x.device)
-        used.append(None if bytes_ is None else bytes_ / 1e6)
-    return [call]
+def _calls(make: Callable[..., Call], *given: Any) -> list[Call]:
+    return [make(*given)]
 
 
 def write(records: Sequence[Record], folder: Path) -> None:
