@@ -49,13 +49,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ndlightnet import NDLightNet
+from ndlightnet.training.measures import state_size
 from ndlightnet.training.optim import warm_cosine
 
 CONFIGS = Path(__file__).parent / "configs" / "associative"
 TASKS = ["recall", "parity", "s3", "s5 swaps", "s5", "a5"]
 NUMBERS = {"vocab": 64, "length": 64, "train-length": 64, "test-length": 256, "batch": 32,
            "steps": 1500, "dim": 32, "depth": 2, "tests": 512}  # fmt: skip
-Row = tuple[Callable[[int], nn.Module], int | None]  # a mixer, the size of its state
 
 
 class Recall:
@@ -86,9 +86,9 @@ class Recall:
         filler = torch.randint(pairs, 2 * half, shape, generator=rng, device=device)
         tokens = words.gather(1, filler)
         tokens[:, : 2 * pairs] = torch.stack([keys, values], 2).flatten(1)
-        places = torch.arange(1, (self.length - 2 * pairs) // 2 + 1, device=device)
-        chance = (places**-0.99).expand(batch, -1)
-        at = 2 * pairs + 2 * torch.multinomial(chance, pairs, generator=rng)
+        gaps = torch.arange(1, (self.length - 2 * pairs) // 2 + 1, device=device)
+        weights = (gaps**-0.99).expand(batch, -1)
+        at = 2 * pairs + 2 * torch.multinomial(weights, pairs, generator=rng)
         return tokens.scatter(1, at, keys), torch.full_like(tokens, -1).scatter(1, at, values)
 
 
@@ -141,6 +141,7 @@ class Convolved(nn.Module):
     def __init__(self, dim: int, mixer: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.conv, self.mixer = nn.Conv1d(dim, dim, 3, padding=2, groups=dim), mixer(dim)
+        self.state_size = self.mixer.state_size
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         near = self.conv(x.mT)[..., : x.shape[1]].mT
@@ -148,8 +149,8 @@ class Convolved(nn.Module):
         return out
 
 
-def load(row: str, dim: int) -> tuple[str, Row]:
-    """A YAML file, or the name of one in configs/associative -> its name, and the row."""
+def load(row: str, dim: int) -> tuple[str, Callable[[int], nn.Module]]:
+    """A YAML file, or the name of one in configs/associative -> its name, and its mixer."""
     path = next((p for p in (CONFIGS / f"{row}.yaml", Path(row)) if p.is_file()), None)
     if path is None:
         known = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.yaml")))
@@ -158,15 +159,10 @@ def load(row: str, dim: int) -> tuple[str, Row]:
         file = yaml.safe_load(path.read_text())
         module, _, name = file["mixer"]["class_path"].rpartition(".")
         mixer = partial(getattr(import_module(module), name), **file["mixer"].get("init_args", {}))
-        return str(file["row"]), (mixer, mixer(dim).state_size)
+        mixer(dim)  # what is wrong with it fails here
+        return str(file["row"]), mixer
     except (yaml.YAMLError, ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
-
-
-def answer(net: NDLightNet, tokens: Tensor, asked: Tensor) -> Tensor:
-    """(asked, classes)"""
-    logits: Tensor = net.get_classifier()(net.forward_features(tokens)[asked])
-    return logits
 
 
 def train(
@@ -196,7 +192,8 @@ def measure(
         for done in range(0, o.tests, o.batch):
             tokens, answers = task.batch(x, min(o.batch, o.tests - done), rng)
             asked = answers >= 0
-            hits = answer(net, tokens, asked).argmax(-1) == answers[asked]
+            logits = net.get_classifier()(net.forward_features(tokens)[asked])
+            hits = logits.argmax(-1) == answers[asked]
             empty = torch.full(answers.shape, torch.nan, device=answers.device)
             parts.append(empty.masked_scatter(asked, hits.float()))
         right = torch.cat(parts)
@@ -224,7 +221,7 @@ def task_of(o: Namespace, name: str) -> Recall | Tracking:
 def run(o: Namespace, who: Run) -> Run:
     """Trains a row on a task and tests it: its curve over pairs or lengths."""
     task, device = task_of(o, who["task"]), runner.device()
-    mixer, state = dict(load(row, o.dim) for row in o.rows)[who["row"]]
+    mixer = dict(load(row, o.dim) for row in o.rows)[who["row"]]
     torch.manual_seed(who["seed"])
     reads = partial(Convolved, mixer=mixer) if who["task"] == "recall" else mixer
     net = NDLightNet(1, num_classes=task.classes, vocab_size=task.words, embed_dim=o.dim,
@@ -234,10 +231,9 @@ def run(o: Namespace, who: Run) -> Run:
     right = measure(net.eval(), task, rng.manual_seed(10**6 + who["seed"]), o)
     trained = "" if who["task"] == "recall" else f", trained to {o.train_length}"
     curve = {"x_label": task.x_label, "x": task.tests, **right, "guessing": task.guess}
-    return {
-        "loss": loss, "state": state, "parameters": sum(p.numel() for p in net.parameters()),
-        "curves": {who["task"] + trained: curve},
-    }  # fmt: skip
+    size = sum(p.numel() for p in net.parameters())
+    return {"loss": loss, "state": state_size(net), "parameters": size,
+            "curves": {who["task"] + trained: curve}}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

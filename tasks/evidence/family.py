@@ -141,12 +141,12 @@ def draw(rows: Sequence[str], path: Path, runs: Sequence[Run]) -> None:
     order = sorted(done, key=lambda row: top1[row])
     figure = plots.figure(9, 0.2 * len(order) + 1.2)
     axes, clock = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    for place, row in enumerate(order):
+    for height, row in enumerate(order):
         color = plots.SCANS[row.partition(" ")[2]]
         for r in done[row]:
-            axes.plot(r["top1"], place, "o", color=color, markersize=4, alpha=0.5)
-        axes.plot(top1[row], place, "|", color=color, markersize=11)
-        clock.plot(ms[row], place, "s", color=color, markersize=4)
+            axes.plot(r["top1"], height, "o", color=color, markersize=4, alpha=0.5)
+        axes.plot(top1[row], height, "|", color=color, markersize=11)
+        clock.plot(ms[row], height, "s", color=color, markersize=4)
     axes.set_yticks(range(len(order)), order, fontsize=7)
     axes.set_ylim(-1, len(order))
     for scan, color in plots.SCANS.items():

@@ -19,10 +19,10 @@ SCANS = {"": BLACK, "raster": SKY, "both": BLUE, "axes": RED}  # how a mixer cov
 STYLES = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))
 
 
-def look(place: int) -> dict[str, Any]:
+def look(index: int) -> dict[str, Any]:
     """How the line of this number is drawn: 32 of them differ."""
-    marker, line = STYLES[place // 8 % 4]
-    return {"color": COLORS[place % 8], "marker": marker, "linestyle": line, "markersize": 4}
+    marker, line = STYLES[index // 8 % 4]
+    return {"color": COLORS[index % 8], "marker": marker, "linestyle": line, "markersize": 4}
 
 
 def figure(width: float, height: float) -> Figure:
@@ -62,13 +62,13 @@ def curves(runs: Sequence[Run], rows: Sequence[str], path: Path, references: Seq
     every = picture.subplots(1, len(of), sharey=True, squeeze=False)[0]
     for axes, (panel, first) in zip(every, of.items(), strict=True):
         x = first["x"]
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             mine = [run for run in runs if run["row"] == row and panel in run["curves"]]
             if mine:
                 seeds = tensor([run["curves"][panel]["accuracy"] for run in mine])
-                axes.fill_between(x, seeds.amin(0), seeds.amax(0), color=look(place)["color"],
+                axes.fill_between(x, seeds.amin(0), seeds.amax(0), color=look(index)["color"],
                                   alpha=0.15, lw=0)  # fmt: skip
-                axes.plot(x, seeds.mean(0), label=row, **look(place))
+                axes.plot(x, seeds.mean(0), label=row, **look(index))
         for style, reference in zip((":", "--"), references, strict=False):
             axes.plot(x, first[reference], style, color=GREY, zorder=0, label=reference)
         axes.set_xscale("log", base=2)

@@ -72,7 +72,7 @@ def cube(length: int) -> tuple[int, int, int]:
     return length // side**2, side, side
 
 
-def place(bench: Bench, kind: Kind, shape: tuple[int, ...], heads: int, dim: int) -> Lrpe:
+def make_lrpe(bench: Bench, kind: Kind, shape: tuple[int, ...], heads: int, dim: int) -> Lrpe:
     bank = frequencies(slots_of(dim, kind), len(shape), device=bench.device)
     return Lrpe(bank.expand(heads, -1).contiguous(), shape, kind)
 
@@ -92,7 +92,7 @@ def attention(
             compare(bench, case("global"), direction, [ours(bench), *rivals])
 
             for kind in KINDS:
-                lrpe = place(bench, kind, cube(length), heads, dim)
+                lrpe = make_lrpe(bench, kind, cube(length), heads, dim)
                 rivals = [compiled(partial(peers.reference, lrpe=lrpe))] if main else []
                 name = f"global, {kind}"
                 compare(bench, case(name), direction, [ours(bench, lrpe), *rivals])
@@ -122,7 +122,7 @@ def dims(bench: Bench, shapes: Sequence[tuple[int, int, int, int]] = DIMS) -> No
             rivals = [compiled(peers.reference), FLA_LINEAR]
             compare(bench, case("global"), direction, [ours(bench), *rivals])
             for kind in KINDS:
-                lrpe = place(bench, kind, cube(length), heads, dim)
+                lrpe = make_lrpe(bench, kind, cube(length), heads, dim)
                 rival = compiled(partial(peers.reference, lrpe=lrpe))
                 compare(bench, case(f"global, {kind}"), direction, [ours(bench, lrpe), rival])
             compare(bench, case("causal"), direction, [ours_causal(bench), FLA_LINEAR])
@@ -135,7 +135,7 @@ def natten(
     case = Case(f"grid {' x '.join(map(str, grid))}", 1, math.prod(grid), heads, dim)
     compare(bench, case, "fwd", [ours(bench), Contender("sdpa cudnn", peers.softmax_cudnn)])
     for kind in KINDS:
-        lrpe = place(bench, kind, grid, heads, dim)
+        lrpe = make_lrpe(bench, kind, grid, heads, dim)
         compare(bench, case._replace(row=f"{case.row}, {kind}"), "fwd", [ours(bench, lrpe)])
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ndlightnet.ops import State, attention_step
 from ndlightnet.ops._registry import Impl
 from ndlightnet_evidence.bench import peers
-from ndlightnet_evidence.bench.attention import place
+from ndlightnet_evidence.bench.attention import make_lrpe
 from ndlightnet_evidence.bench.rows import Bench, Case, Contender
 
 
@@ -19,7 +19,7 @@ def decode(bench: Bench, batch: int = 64, heads: int = 12, dim: int = 64) -> Non
     """A step for each of a batch of sequences. Floor: the State read and written, and the token."""
     for kind in (None, "cosine"):
         case = Case("step, cosine" if kind else "step", batch, 1, heads, dim)
-        lrpe = place(bench, "cosine", (1,), heads, dim) if kind else None
+        lrpe = make_lrpe(bench, "cosine", (1,), heads, dim) if kind else None
         rows = 2 * dim if kind else dim
 
         def inputs(rows: int = rows) -> tuple[Tensor, ...]:

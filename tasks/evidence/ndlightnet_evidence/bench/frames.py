@@ -15,7 +15,7 @@ from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.ops import Lrpe, axis_causal_attention, packed_attention
 from ndlightnet.ragged import Packed, Ragged
 from ndlightnet_evidence.bench import peers
-from ndlightnet_evidence.bench.attention import compare, ours, place
+from ndlightnet_evidence.bench.attention import compare, make_lrpe, ours
 from ndlightnet_evidence.bench.rows import PASSES, Bench, Case, Contender
 from ndlightnet_evidence.bench.step import memory, training
 from ndlightnet_evidence.bench.timing import Call
@@ -34,7 +34,7 @@ def frames(
     """A video of 64 frames. The floor is that of attention over all tokens."""
     name = " x ".join(map(str, grid))
     case = partial(Case, batch=1, length=math.prod(grid), heads=heads, dim=dim)
-    cosine = place(bench, "cosine", grid, heads, dim)
+    cosine = make_lrpe(bench, "cosine", grid, heads, dim)
 
     def axis_causal(
         q: Tensor, k: Tensor, v: Tensor, lrpe: Lrpe | None = None, window: int | None = None
@@ -64,7 +64,7 @@ def packs(
         each = layout.length // len(layout)
         assert each * len(layout) == layout.length
         case = Case(f"{len(layout)} {name} volumes", 1, layout.length, heads, dim)
-        cosine = place(bench, "cosine", shapes[0], heads, dim)
+        cosine = make_lrpe(bench, "cosine", shapes[0], heads, dim)
         for direction in PASSES:
             for more, lrpe in (("", None), (", cosine", cosine)):
                 contenders = [Contender("ours", partial(_packed, bench, layout, lrpe))]

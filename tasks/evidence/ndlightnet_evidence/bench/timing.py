@@ -118,8 +118,8 @@ def forward_call(run: Callable[..., Any], inputs: Sequence[Tensor]) -> Call:
 def backward_call(run: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Call:
     """Forward and backward pass. The output has the shape and dtype of the first input."""
     wanted = [x for x in inputs if x.requires_grad]
-    pull = torch.randn_like(inputs[0])
-    return lambda: torch.autograd.grad(run(*inputs), wanted, pull)
+    grad = torch.randn_like(inputs[0])
+    return lambda: torch.autograd.grad(run(*inputs), wanted, grad)
 
 
 CALLS = {"fwd": forward_call, "fwd+bwd": backward_call}
