@@ -3,15 +3,18 @@ paths lead somewhere; the first page stays short."""
 
 import ast
 import re
+import wave
 from pathlib import Path
 
 import pytest
 import torch
 
+from ndlightnet.data.signals import read_recordings
+
 ROOT = Path(__file__).parents[1]
 ROOMS = [ROOT / room / "README.md" for room in ("", "ndlightnet", "kernels", "tasks", "configs")]
 PAGES = [*ROOMS, ROOT / "tests" / "README.md", ROOT / ".github" / "CONTRIBUTING.md"]
-CODE = [page for page in PAGES if "```python" in page.read_text()]
+CODE = [ROOT / "README.md", ROOT / "ndlightnet" / "README.md"]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
 
 
@@ -39,6 +42,27 @@ def test_the_examples_do_what_they_say(page, tmp_path, monkeypatch, close):
                     close(found, eval(same[1], names), 1e-5)
             checked += bool(shape or same)
     assert checked >= 6
+
+
+def test_the_lines_that_make_spoken_digits(tmp_path, monkeypatch):
+    """From recordings of the data set's form to a folder that the task reads."""
+    pytest.importorskip("av")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recordings").mkdir()
+    signals = {
+        "3_lucas_11": [5, -7, 300] * 2000,
+        "7_theo_0": [1, 2, -32768],
+        "3_lucas_2": [9] * 999,
+    }
+    for name, samples in signals.items():
+        with wave.open(f"recordings/{name}.wav", "wb") as file:
+            file.setparams((1, 2, 8000, 0, "NONE", ""))
+            file.writeframes(torch.tensor(samples, dtype=torch.int16).numpy().tobytes())
+    (block,) = blocks(ROOT / "tasks" / "README.md", "python")
+    exec(block, {})
+    read = read_recordings(tmp_path / "spoken_digits")
+    assert [x.tolist() for x in read.signals] == [signals[name] for name in sorted(signals)]
+    assert (read.digits, read.takes, read.rate) == ((3, 3, 7), (11, 2, 0), 8000)
 
 
 def test_the_first_page_is_short_and_has_a_door_for_each_kind_of_data():
