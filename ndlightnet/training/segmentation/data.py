@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
@@ -12,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ndlightnet.data.errors import DataError, fitting
+from ndlightnet.data.roots import find_root
 from ndlightnet.data.visits import mixed
 from ndlightnet.data.volume.augment import Augment
 from ndlightnet.data.volume.cache import CachedVolumes, cached_volumes
@@ -82,7 +82,7 @@ class VolumeData(L.LightningDataModule):
         flips = () if augment is None else augment.flip_axes
         good = all(0 <= axis < AXES for axis in flips)
         check("data.augment.flip_axes", list(flips), good, "axes from 0 to 2")
-        self.root, self.patch, self.spacing = Path(root), patch, spacing
+        self.root, self.patch, self.spacing = find_root(root), patch, spacing
         self.intensities, self.channels = intensities, channels
         self.batch_size, self.batches, self.foreground = batch_size, batches, foreground
         if augment is not None and augment.spacing is None and spacing is not None:
