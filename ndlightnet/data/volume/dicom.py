@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pydicom
 from numpy.typing import NDArray
-from pydicom.pixels import apply_rescale, pixel_array
+from pydicom.pixels.processing import apply_rescale
+from pydicom.pixels.utils import pixel_array
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError, one_line, readable, whole_file
