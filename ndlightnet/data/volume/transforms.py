@@ -48,8 +48,8 @@ class Intensity:
             return
         some = x
         if x.numel() > SAMPLE:  # every nth voxel may lie in few planes, and x need not be dense
-            chance = torch.Generator().manual_seed(0)
-            some = x[tuple(torch.randint(n, (SAMPLE,), generator=chance) for n in x.shape)]
+            rng = torch.Generator().manual_seed(0)
+            some = x[tuple(torch.randint(n, (SAMPLE,), generator=rng) for n in x.shape)]
         low, high = torch.quantile(some.flatten(), torch.tensor([0.005, 0.995])).tolist()
         # in one pass and in double; x.mean(dtype=float64) would make a copy of twice the size
         deviation, mean = torch.std_mean(x.clamp_(low, high), correction=0)

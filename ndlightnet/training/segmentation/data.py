@@ -38,7 +38,7 @@ class VolumeData(L.LightningDataModule):
         channels: which of a case's channels the network gets, by number; default: all.
         spacing: resample to this voxel size (mm) first; None trains on the files' own grids.
         batch_size: crops in a batch. batches: batches in an epoch.
-        foreground: share of the crops that are centred on a labelled voxel.
+        foreground: fraction of the crops that are centred on a labelled voxel.
         augment: how crops are turned, mirrored, blurred and so on; None: not at all.
         folds: the training cases are cut into so many parts. fold: the part, from 0, that chooses
             the best checkpoint and is not trained on; default: no cross-validation, a tenth does.
@@ -75,7 +75,7 @@ class VolumeData(L.LightningDataModule):
         check("data.spacing", spacing, good, "3 edges of a voxel above 0 (mm)")
         for name, number in (("batch_size", batch_size), ("batches", batches)):
             check(f"data.{name}", number, number > 0, "a number above 0")
-        check("data.foreground", foreground, 0 <= foreground <= 1, "a share, 0 to 1")
+        check("data.foreground", foreground, 0 <= foreground <= 1, "a fraction, 0 to 1")
         check("data.workers", workers, workers >= 0, "0 or more processes")
         check("data.folds", folds, folds >= 2, "2 or more")
         check("data.fold", fold, fold is None or 0 <= fold < folds, f"0 to {folds - 1}")
@@ -176,8 +176,8 @@ class VolumeData(L.LightningDataModule):
         image, label, numbers = batch
         if self.augment is not None:
             # numbers stay on the host: reading them must not wait for the device
-            chance = torch.Generator().manual_seed(mixed(self.seed, 2, int(numbers[0])))
-            image, label = self.augment(image, label, chance)
+            rng = torch.Generator().manual_seed(mixed(self.seed, 2, int(numbers[0])))
+            image, label = self.augment(image, label, rng)
         return image, label, numbers
 
     def transfer_batch_to_device(

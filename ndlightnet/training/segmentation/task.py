@@ -35,7 +35,7 @@ class SegmentationTask(Task):
     Args:
         net: the network.
         window: shape of the windows at prediction; None: each volume in one forward.
-        overlap: share of a window that the next one covers again.
+        overlap: fraction of a window that the next one covers again.
         mirror_axes: test and predict with the mean over mirrored copies along these axes.
         largest: keep of each class only the largest component that hangs together.
         ensemble: more checkpoints (folds), whose logits count as well in test and predict.
@@ -69,7 +69,7 @@ class SegmentationTask(Task):
         super().__init__(net, lr=lr, weight_decay=weight_decay, **kwargs)
         good = window is None or (len(window) == AXES and min(window) > 0)
         check("model.window", window, good, "3 sizes above 0")
-        check("model.overlap", overlap, 0 <= overlap < 1, "a share from 0 to below 1")
+        check("model.overlap", overlap, 0 <= overlap < 1, "a fraction from 0 to below 1")
         axes = mirror_axes or []
         good = len({*axes} & {*range(AXES)}) == len(axes)
         check("model.mirror_axes", axes, good, "different axes from 0 to 2")
