@@ -118,7 +118,7 @@ class GatedDeltaNet(_Decaying):
     v_t^T, alpha_t = exp(-exp(A_log) softplus(. + dt_bias)).
 
     Args: as of DeltaNet; dt_min, dt_max: range of the initial steps softplus(dt_bias). A head's
-    first exp(A_log) is up to 16: with the defaults, which are the original's, most heads start with
+    first exp(A_log) is up to 16: with the defaults, which are the original's, most heads begin with
     a memory of less than 30 tokens.
     Parameters: 5 dim^2 + 12 dim + 2 heads dim + dim / heads + 2 heads.
 
