@@ -240,13 +240,13 @@ class NDLightNet(nn.Module):
         """
         return advance(self, x, state)
 
-    def stream(self, batch_size: int = 1) -> Stream:
+    def stream(self, batch_size: int = 1, *, cuda_graph: bool = True) -> Stream:
         """An object that is given frames as they come and predicts from all frames so far.
 
         `stream = model.eval().stream()`, then `logits = stream(frames)` with any number of frames,
         at any time: equal to `model` on all frames at once. See Stream.
         """
-        return Stream(self, batch_size)
+        return Stream(self, batch_size, cuda_graph=cuda_graph)
 
 
 ndlightnet_tiny = partial(NDLightNet, embed_dim=192, depth=12)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ndlightnet.models.graphs import Graphs, clone
+
 
 class StreamState(NamedTuple):
     """What a causal network remembers of the frames so far, a row for each sample."""
@@ -76,12 +78,18 @@ class Stream:
 
     Its samples are streams of their own, which may begin and pause at different times. All tensors
     of `state` have one row for each. No gradients.
+
+    cuda_graph: on a GPU, replay the second and later inputs of one size from a CUDA graph, of which
+    the last 8 sizes are held: Python takes longer than the card for a frame of most networks. The
+    network's parameters may change in place. Where some streams pause nothing is replayed.
     """
 
-    def __init__(self, model: Any, batch_size: int = 1) -> None:
+    def __init__(self, model: Any, batch_size: int = 1, *, cuda_graph: bool = True) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: expected 1 or more")
         self.model, self.batch_size = model, batch_size
+        self.graphs = Graphs(self._uncached) if cuda_graph else None
+        self.parameters = list(model.parameters())
         self.state: StreamState = model.init_state(batch_size)
         self.waiting = [0] * batch_size  # frames of each stream that wait for their patch to fill
 
@@ -146,9 +154,9 @@ class Stream:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and numbers: `torch.save` it, `torch.load` it with weights_only=True."""
-        names = self.state._fields
-        return {**dict(zip(names, self.state, strict=True)), "waiting": list(self.waiting),
-                "layers": [list(memory) for memory in self.state.layers]}  # fmt: skip
+        names, state = self.state._fields, clone(self.state)  # the next frame may overwrite it
+        return {**dict(zip(names, state, strict=True)), "waiting": list(self.waiting),
+                "layers": [list(memory) for memory in state.layers]}  # fmt: skip
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from another stream's `state_dict`, on the model's device."""
@@ -176,7 +184,7 @@ class Stream:
 
     def _push(self, x: Tensor, rows: list[int]) -> Tensor:
         if len(rows) == self.batch_size:
-            out, self.state = advance(self.model, x, self._part(self.state, rows))
+            out, self.state = self._advance(x, self._part(self.state, rows))
             self.waiting = [self.state.waiting] * self.batch_size
             return out
         if self.state.frames.device != x.device:
@@ -189,6 +197,22 @@ class Stream:
         for row in rows:
             self.waiting[row] = part.waiting
         return out
+
+    def _advance(self, x: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
+        graphs = self.graphs if x.is_cuda and state.space is not None else None
+        if graphs is None or torch.cuda.is_current_stream_capturing():
+            return advance(self.model, x, state)
+        places = tuple(weight.data_ptr() for weight in self.parameters)
+        cast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        out: tuple[Tensor, StreamState] = graphs((places, cast, self.model.training), x, state)
+        return out
+
+    def _uncached(self, x: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
+        """`advance` without autocast's cache: a weight that was cast before a capture would not be
+        cast anew in the replays."""
+        enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        with torch.autocast("cuda", dtype, enabled, cache_enabled=False):
+            return advance(self.model, x, state)
 
     def _part(self, state: StreamState, rows: list[int]) -> StreamState:
         return state._replace(waiting=self.waiting[rows[0]] if rows else 0)
