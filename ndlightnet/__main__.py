@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 CONFIGS = Path(__file__).parents[1] / "configs"  # of the source repository; a wheel has none
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # how OpenMP's threads wait
 SEGMENTATION = "ndlightnet.training.segmentation"
 
 
@@ -98,7 +99,7 @@ def _wait_asleep() -> None:
     with four such processes a step of a small network took 34 s, and 2.6 s asleep). OpenMP reads
     the variable when torch is loaded, which `import ndlightnet` has done before we are asked.
     """
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
+    if not any(name in os.environ for name in WAITING):
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         if os.name == "posix":  # elsewhere exec returns to the shell at once
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -84,7 +84,6 @@ def test_checkpointed_is_plain(close, kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_through_what_is_compiled(kind, monkeypatch):
-    """And evaluation does not: the sizes of what is predicted vary."""
     calls = []
 
     def compile(net):
