@@ -108,7 +108,7 @@ def test_jobs_that_are_processes(tmp_path, monkeypatch):
     (tmp_path / "doing.py").write_text(
         "import os, time, torch\n"
         "def one(who):\n"
-        "    time.sleep(0.2)\n"
+        "    time.sleep(1.0 if who['row'] == 'dies' else 0.2)\n"
         "    if who['row'] == 'dies':\n"
         "        os._exit(3)\n"
         "    return {'process': os.getpid(), 'threads': torch.get_num_threads()}\n"
@@ -117,13 +117,12 @@ def test_jobs_that_are_processes(tmp_path, monkeypatch):
     from doing import one
 
     done = []
-    runner.run_all([who(seed) for seed in range(6)], one, done.append, jobs=2)
-    assert len({run["process"] for run in done} - {os.getpid()}) == 2
-    assert {run["threads"] for run in done} == {max(1, os.cpu_count() // 2)}
-    done.clear()
-    runner.run_all([who(0, "dies"), who(1)], one, done.append, jobs=2)
-    (died,) = [run for run in done if run["row"] == "dies"]
-    assert died["error"].startswith("BrokenProcessPool")
+    wanted = [*(who(seed) for seed in range(8)), who(8, "dies")]
+    runner.run_all(wanted, one, done.append, jobs=2)
+    *good, died = done
+    assert len({run["process"] for run in good} - {os.getpid()}) == 2 and len(good) == 8
+    assert {run["threads"] for run in good} == {max(1, os.cpu_count() // 2)}
+    assert died["row"] == "dies" and died["error"].startswith("BrokenProcessPool")
 
 
 def options(out, *arguments: str) -> Namespace:
