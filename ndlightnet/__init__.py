@@ -1,6 +1,6 @@
 """LightNet attention for sequences, images, videos and volumes: one network, any number of axes."""
 
-from ndlightnet.grid import Grid
+from ndlightnet.layout import Grid, Packed, Ragged, pack
 from ndlightnet.models import (
     NDLightNet,
     NDLightUNet,
@@ -20,7 +20,6 @@ from ndlightnet.ops import (
     read,
     summarize,
 )
-from ndlightnet.ragged import Packed, Ragged, pack
 
 __version__ = "0.1.0"
 

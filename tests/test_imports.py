@@ -11,19 +11,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # each room may import from its own line and from the lines below it
 ORDER = (
-    ("tasks", "ndlightnet.__main__"),
+    ("tasks", "ndlightnet_evidence", "ndlightnet.__main__"),
     ("ndlightnet.training",),
-    ("ndlightnet.bench",),
     ("ndlightnet", "ndlightnet.models", "ndlightnet.inference"),
     ("ndlightnet.nn",),
     ("ndlightnet.ops",),
     ("ndlightnet_kernels",),
 )
 # room -> the only rooms of ours that it may import; `data` is imported by training and tasks alone
-CLOSED = {"ndlightnet.data": {"ndlightnet.data", "ndlightnet.grid", "ndlightnet.ragged"},
-          "ndlightnet.grid": set(), "ndlightnet.ragged": {"ndlightnet.grid"},
+CLOSED = {"ndlightnet.data": {"ndlightnet.data", "ndlightnet.layout"},
+          "ndlightnet.layout": {"ndlightnet.layout"},
           "ndlightnet_kernels": {"ndlightnet_kernels"}}  # fmt: skip
-SHAPES = ("ndlightnet.grid", "ndlightnet.ragged")  # all of the library may import them
 ONLY_UNDER = {
     "lightning": ("ndlightnet.training", "tasks"),
     "monai": ("ndlightnet.data", "ndlightnet.inference", "ndlightnet.training"),
@@ -74,8 +72,8 @@ def violations(path: Path, source: str) -> list[str]:
             allowed = True  # not ours, and nothing special
         elif here in CLOSED:
             allowed = there in CLOSED[here]
-        elif there in SHAPES:
-            allowed = True
+        elif there == "ndlightnet.layout":
+            allowed = True  # all of the library may import it
         elif there == "ndlightnet.data":
             allowed = rank[here] <= rank["ndlightnet.training"]
         else:
@@ -105,13 +103,13 @@ def test_every_import_goes_downward():
         ("ndlightnet/nn/x.py", "import ndlightnet.models.backbone as b"),
         ("ndlightnet/models/x.py", "import_module('ndlightnet.training')"),
         ("ndlightnet/models/x.py", "from ndlightnet.data import video"),
-        ("ndlightnet/grid.py", "from ndlightnet.ops import State"),
-        ("ndlightnet/grid.py", "from ndlightnet.ragged import Ragged"),
-        ("ndlightnet/ragged.py", "from ndlightnet.nn.patch import Patchify"),
+        ("ndlightnet/layout/x.py", "from ndlightnet.ops import State"),
+        ("ndlightnet/layout/x.py", "from ndlightnet.nn.patch import Patchify"),
         ("ndlightnet/data/x.py", "from ndlightnet.inference import predict_volume"),
         ("ndlightnet/training/x.py", "from tasks.video_cls import main"),
-        ("kernels/ndlightnet_kernels/x.py", "from ndlightnet.ops.state import State"),
-        ("kernels/ndlightnet_kernels/x.py", "from ndlightnet.ragged import Ragged"),
+        ("kernels/ndlightnet_kernels/x.py", "from ndlightnet.ops.lightnet.state import State"),
+        ("kernels/ndlightnet_kernels/x.py", "from ndlightnet.layout import Ragged"),
+        ("ndlightnet/training/x.py", "from ndlightnet_evidence.bench import timing"),
         ("ndlightnet/models/x.py", "import lightning.pytorch as pl"),
         ("ndlightnet/models/x.py", "import pytorch_lightning"),
         ("ndlightnet/models/x.py", "from monai.transforms import Compose"),
@@ -126,13 +124,13 @@ def test_an_upward_import_is_caught(path, source):
 @pytest.mark.parametrize(
     "path, source",
     [
-        ("ndlightnet/ops/x.py", "from ndlightnet.grid import Grid\nimport ndlightnet_kernels"),
-        ("ndlightnet/ops/x.py", "from ndlightnet.ops import parallel\nfrom .state import State"),
+        ("ndlightnet/ops/x.py", "from ndlightnet.layout import Grid\nimport ndlightnet_kernels"),
+        ("ndlightnet/ops/x.py", "from ndlightnet.ops import fla\nfrom .state import State"),
         ("ndlightnet/training/x.py", "import lightning\nfrom ndlightnet.models import NDLightNet"),
-        ("ndlightnet/data/x.py", "import monai\nfrom ndlightnet.grid import per_axis"),
-        ("ndlightnet/data/x.py", "from ndlightnet.ragged import pack"),
-        ("ndlightnet/ops/x.py", "from ndlightnet.ragged import Ragged"),
-        ("ndlightnet/ragged.py", "from ndlightnet.grid import Grid"),
+        ("ndlightnet/data/x.py", "import monai\nfrom ndlightnet.layout import per_axis"),
+        ("ndlightnet/data/x.py", "from ndlightnet.layout import pack"),
+        ("ndlightnet/ops/x.py", "from ndlightnet.layout import Ragged"),
+        ("ndlightnet/bench/x.py", "from ndlightnet.layout import Grid"),
         ("kernels/ndlightnet_kernels/x.py", "import triton"),
         ("tasks/x.py", "from ndlightnet.training import run"),
     ],
@@ -154,7 +152,9 @@ def test_import_is_light():
     """Beyond `import torch` it loads einops and itself, no other package nor part of torch."""
     done = subprocess.run([sys.executable, "-c", CHILD], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert set(json.loads(done.stdout)) - sys.stdlib_module_names == {"ndlightnet", "einops"}
+    assert set(json.loads(done.stdout)) - sys.stdlib_module_names == {
+        "ndlightnet", "ndlightnet_kernels", "einops",
+    }  # fmt: skip
 
 
 def test_kernels_is_a_source_folder_and_no_package():

@@ -15,9 +15,10 @@ from torch import Tensor
 from ndlightnet_kernels import phases
 from ndlightnet_kernels.phases import places, rotate, turning
 from ndlightnet_kernels.plans import pieces, plan, wide
+from ndlightnet_kernels.position import Position
 from ndlightnet_kernels.segments import merge_parts
 from ndlightnet_kernels.tiles import (
-    Place,
+    arguments,
     cdiv,
     dense,
     dot,
@@ -30,6 +31,7 @@ from ndlightnet_kernels.tiles import (
     operand,
     pad,
     part_at,
+    portions,
     powers,
     prepare,
     processors,
@@ -300,19 +302,19 @@ def _read(
 
 # ------------------------------------------------------------------------------------ launches
 def summarize_parts(
-    k: Tensor, v: Tensor, keep: Tensor | None, place: Place, cut: tuple[int, int] | None = None
+    k: Tensor, v: Tensor, keep: Tensor | None, where: Position, cut: tuple[int, int] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """States (batch * heads, parts, ...) of as many parts as suit the card; with `cut`, of as many
     pieces of each of (number, tokens) segments."""
     (k, v), strided, unit = prepare(k, v)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
-    bv, width = pad(vdim), dim // 2 if place.kind == "rotary" else dim
-    chosen = plan("summarize", pad(width), bv, place.kind, wide(k))
+    bv, width = pad(vdim), where.width(dim)
+    chosen = plan("summarize", pad(width), bv, where.kind, wide(k))
     block, bk = chosen.block, chosen.keys
-    blocks, tall = cdiv(width, bk), 1 if place.kind == "none" else 2
+    blocks, tall = cdiv(width, bk), where.halves
     rows, at_once, each = batch * heads * blocks, chosen.programs * processors(k), 1
-    if place.pack is not None:
-        parts, span = place.pack.items.shape[0], block
+    if where.items is not None:
+        parts, span = where.items.shape[0], block
     elif cut is None:
         parts, span = split(length, rows, block, at_once)
     else:
@@ -327,21 +329,21 @@ def summarize_parts(
         k, v, flags(keep), top=top, total=total, memory=memory, length=length, span=span,
         parts=parts, pieces=each, heads=heads, **dict(zip(KV, strided, strict=True)), DIM=dim,
         VDIM=vdim, BK=bk, BV=bv, BL=block, BLOCKS=blocks, MASKED=keep is not None, UNIT=unit,
-        STAGES=chosen.stages, ROWS=together, **place.portions, **place.arguments(k), **operand(k),
+        STAGES=chosen.stages, ROWS=together, **portions(where), **arguments(where, k), **operand(k),
         **chosen.options(),
     )  # fmt: skip
     return top, total, memory
 
 
 def summarize(
-    k: Tensor, v: Tensor, keep: Tensor | None, place: Place
+    k: Tensor, v: Tensor, keep: Tensor | None, where: Position
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(batch, length, heads, dim) -> State; keep (batch, length) bool or None."""
-    top, total, memory = summarize_parts(k, v, keep, place)
+    top, total, memory = summarize_parts(k, v, keep, where)
     (batch, _, heads, dim), vdim, parts = k.shape, v.shape[-1], top.shape[1]
-    bv, tall, first = pad(vdim), 1 if place.kind == "none" else 2, None
-    if place.pack is not None:
-        first, batch = place.pack.first, place.pack.rows
+    bv, tall, first = pad(vdim), where.halves, None
+    if where.items is not None:
+        first, batch = where.first, where.samples(batch)
     if parts > 1 or first is not None:
         joined = (
             scratch(k, batch, heads, dim), scratch(k, batch, heads, dim),
@@ -359,23 +361,23 @@ def summarize(
     )  # fmt: skip
 
 
-def read(q: Tensor, total: Tensor, memory: Tensor, place: Place) -> Tensor:
+def read(q: Tensor, total: Tensor, memory: Tensor, where: Position) -> Tensor:
     """Queries (batch, length, heads, dim), SiLU included, on a State."""
     (q,), strided, unit = prepare(q)
     (batch, length, heads, dim), vdim = q.shape, memory.shape[-1]
     out = torch.empty(batch, length, heads, vdim, dtype=q.dtype, device=q.device)
-    bk, bv = pad(dim // 2 if place.kind == "rotary" else dim), pad(vdim)
+    bk, bv = pad(where.width(dim)), pad(vdim)
     # the features of a query are read whole, so here the cut is along the values
-    chosen = plan("read", bv, bk, place.kind, wide(q))
+    chosen = plan("read", bv, bk, where.kind, wide(q))
     block, bv = chosen.block, chosen.keys
     blocks = cdiv(vdim, bv)
     parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
-    if place.pack is not None:
-        parts = place.pack.items.shape[0]
+    if where.items is not None:
+        parts = where.items.shape[0]
     _read[(batch * heads * blocks, parts)](
         q, total.contiguous(), memory.contiguous(), out=out, length=length, span=span, heads=heads,
         **dict(zip(("sqb", "sqt", "sqh"), strided, strict=True)), DIM=dim, VDIM=vdim, BK=bk, BV=bv,
-        BL=block, BLOCKS=blocks, UNIT=unit, STAGES=chosen.stages, **place.portions,
-        **place.arguments(q), **operand(q), **chosen.options(),
+        BL=block, BLOCKS=blocks, UNIT=unit, STAGES=chosen.stages, **portions(where),
+        **arguments(where, q), **operand(q), **chosen.options(),
     )  # fmt: skip
     return out

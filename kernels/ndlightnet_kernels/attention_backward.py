@@ -20,10 +20,10 @@ from ndlightnet_kernels.attention import (
 )
 from ndlightnet_kernels.phases import places, reach, rotate, rotate_once, turning
 from ndlightnet_kernels.plans import plan, wide
+from ndlightnet_kernels.position import KINDS, Position
 from ndlightnet_kernels.segments import parts_of
 from ndlightnet_kernels.tiles import (
-    KINDS,
-    Place,
+    arguments,
     cdiv,
     dot,
     even,
@@ -32,6 +32,7 @@ from ndlightnet_kernels.tiles import (
     operand,
     pad,
     part_at,
+    portions,
     powers,
     prepare,
     processors,
@@ -302,22 +303,22 @@ def _summarize_backward(
 
 # ------------------------------------------------------------------------------------ launches
 def read_backward(
-    q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, place: Place, learn: bool
+    q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, where: Position, learn: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, of the State's sum and memory, and of theta (heads, slots), empty if not
     wanted."""
     (q, dout), strided, unit = prepare(q, dout)
     (batch, length, heads, dim), vdim = q.shape, memory.shape[-1]
     total, memory = total.contiguous(), memory.contiguous()
-    width, tall = dim // 2 if place.kind == "rotary" else dim, 1 if place.kind == "none" else 2
+    width, tall = where.width(dim), where.halves
     bv = pad(vdim)
-    chosen = plan("read_backward", pad(width), bv, place.kind, wide(q), learn)
+    chosen = plan("read_backward", pad(width), bv, where.kind, wide(q), learn)
     block, bk = chosen.block, chosen.keys
     blocks = cdiv(width, bk)
     parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
     first, rows = None, batch
-    if place.pack is not None:
-        first, rows, parts = place.pack.first, place.pack.rows, place.pack.items.shape[0]
+    if where.items is not None:
+        first, rows, parts = where.first, where.samples(batch), where.items.shape[0]
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     pulls = scratch(q, batch * heads, parts, tall * width, vdim)
     turned = scratch(q, batch, heads, parts, width if learn else 0)
@@ -326,44 +327,44 @@ def read_backward(
         parts=parts, heads=heads,
         **dict(zip(("sqb", "sqt", "sqh", "sob", "sot", "soh"), strided, strict=True)),
         DIM=dim, VDIM=vdim, BK=bk, BV=bv, BL=block, BLOCKS=blocks, LEARN=learn, UNIT=unit,
-        STAGES=chosen.stages, **place.portions, **place.arguments(q), **operand(q),
+        STAGES=chosen.stages, **portions(where), **arguments(where, q), **operand(q),
         **chosen.options(),
     )  # fmt: skip
     dtotal, dmemory = torch.empty_like(total), torch.empty_like(memory)
     some = max(1, 256 // bv)
     _pull[(rows * heads, cdiv(width, some))](
         pulls, total, memory, first, dtotal, dmemory, parts, heads, DIM=dim, VDIM=vdim, BV=bv,
-        KIND=KINDS[place.kind], BC=some, num_warps=2,
+        KIND=KINDS[where.kind], BC=some, num_warps=2,
     )  # fmt: skip
     return dq, dtotal, dmemory, turned.sum((0, 2)) if learn else scratch(q, heads, 0)
 
 
 def summarize_backward(
     k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor, dtotal: Tensor, dmemory: Tensor,
-    place: Place, learn: bool,
+    where: Position, learn: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of k, v, and of theta (heads, slots), empty if not wanted."""
     (k, v), strided, unit = prepare(k, v)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
-    bv, width = pad(vdim), dim // 2 if place.kind == "rotary" else dim
-    chosen = plan("summarize_backward", pad(width), bv, place.kind, wide(k), learn)
+    bv, width = pad(vdim), where.width(dim)
+    chosen = plan("summarize_backward", pad(width), bv, where.kind, wide(k), learn)
     block, bk = chosen.block, chosen.keys
     parts, span = split(length, batch * heads, block, chosen.programs * processors(k))
     tiles = cdiv(length, block)
-    if place.pack is not None:
-        parts, span = place.pack.items.shape[0], place.pack.span
+    if where.items is not None:
+        parts, span = where.items.shape[0], where.span
         tiles = parts * cdiv(span, block)
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     turned = scratch(k, batch, heads, tiles, width if learn else 0)
-    if place.pack is not None:  # shorter items leave tiles out
+    if where.items is not None:  # shorter items leave tiles out
         turned.zero_()
     _summarize_backward[(batch * heads, parts)](
         k, v, flags(keep), top=top.contiguous(), dtotal=dtotal.contiguous(),
         dmemory=dmemory.contiguous(), dk=dk, dv=dv, dtheta=turned, length=length, span=span,
         tiles=tiles, heads=heads, **dict(zip(KV, strided, strict=True)), DIM=dim, VDIM=vdim,
         BK=bk, BV=bv, BL=block, BLOCKS=cdiv(width, bk), LEARN=learn, MASKED=keep is not None,
-        UNIT=unit, STAGES=chosen.stages, **place.portions, **place.arguments(k), **operand(k),
+        UNIT=unit, STAGES=chosen.stages, **portions(where), **arguments(where, k), **operand(k),
         **chosen.options(),
     )  # fmt: skip
     return dk, dv, turned.sum((0, 2)) if learn else scratch(k, heads, 0)

@@ -29,9 +29,10 @@ from ndlightnet_kernels import attention
 from ndlightnet_kernels.attention import SIZES
 from ndlightnet_kernels.phases import pinned, places, rotate, turning
 from ndlightnet_kernels.plans import CAREFUL, causal, cut, fills
+from ndlightnet_kernels.position import Position
 from ndlightnet_kernels.segments import INFINITE, prefix_states
 from ndlightnet_kernels.tiles import (
-    Place,
+    arguments,
     cdiv,
     dense,
     dot,
@@ -311,24 +312,24 @@ def _causal(
 # ------------------------------------------------------------------------------------ launches
 def forward(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, state: tuple[Tensor | None, ...],
-    place: Place,
+    where: Position,
 ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
     """Output (batch, length, heads, value_dim), the final State (max, sum, memory), and for the
     backward the States before each segment (batch * heads, segments, ...), the max of one more
     after the last one, and flags. state: (max, sum, memory), or three None for an empty one."""
     (q, k, v), strided, unit = prepare(q, k, v)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
-    tall = 1 if place.kind == "none" else 2
-    parts, span = cut(k, vdim, place.kind)
-    chosen = causal(k, vdim, place.kind).forward
+    tall = where.halves
+    parts, span = cut(k, vdim, where.kind)
+    chosen = causal(k, vdim, where.kind).forward
     bv, rows = pad(vdim), batch * heads
     entry = (
         scratch(k, rows, parts + 1, dim), scratch(k, rows, parts, dim),
         scratch(k, rows, parts, tall * dim, vdim),
     )  # fmt: skip
     own: tuple[Tensor | None, ...] = (None, None, None)
-    if not fills(k, vdim, place.kind):
-        own = attention.summarize_parts(k, v, keep, place, (parts - 1, span))
+    if not fills(k, vdim, where.kind):
+        own = attention.summarize_parts(k, v, keep, where, (parts - 1, span))
     last = (
         scratch(k, batch, heads, dim), scratch(k, batch, heads, dim),
         scratch(k, batch, heads, tall * dim, vdim),
@@ -348,7 +349,7 @@ def forward(
             top_end=last[0], total_end=last[1], memory_end=last[2],
             **dict(zip(QKV, strided, strict=True)), length=length, span=span, parts=parts,
             heads=heads, DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, BL=chunks.chunk, CAREFUL=careful,
-            MASKED=keep is not None, UNIT=unit, **place.arguments(k), **operand(k),
+            MASKED=keep is not None, UNIT=unit, **arguments(where, k), **operand(k),
             **chunks.options(),
         )  # fmt: skip
     return out, last, (*entry, flag)

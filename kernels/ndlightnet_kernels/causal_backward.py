@@ -33,9 +33,10 @@ from ndlightnet_kernels.causal import (
 )  # fmt: skip
 from ndlightnet_kernels.phases import once, pinned, reach, turning
 from ndlightnet_kernels.plans import CAREFUL, causal, cut, fills
+from ndlightnet_kernels.position import Position
 from ndlightnet_kernels.segments import INFINITE, suffix_pulls
 from ndlightnet_kernels.tiles import (
-    Place,
+    arguments,
     cdiv,
     dense,
     dot,
@@ -309,23 +310,23 @@ def _causal_dkv(
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None,
-    entry: tuple[Tensor, Tensor, Tensor, Tensor], place: Place,
+    entry: tuple[Tensor, Tensor, Tensor, Tensor], where: Position,
     dout: Tensor, dtotal: Tensor | None, dmemory: Tensor | None, past: bool, learn: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of q, k, v, of the first State's sum and memory (empty if not `past`: there was
     none), and of theta (heads, slots; empty if not wanted)."""
     (q, k, v, dout), strided, unit = prepare(q, k, v, dout)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
-    tall = 1 if place.kind == "none" else 2
-    parts, span = cut(k, vdim, place.kind)
-    chosen = causal(k, vdim, place.kind)
+    tall = where.halves
+    parts, span = cut(k, vdim, where.kind)
+    chosen = causal(k, vdim, where.kind)
     bv, some, rows = pad(vdim), max(1, 256 // pad(vdim)), batch * heads
     chunks = cdiv(length, chosen.dq.chunk)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dphi = torch.empty_like(dq)
     chunk_top, chunk_total = scratch(k, rows, chunks, dim), scratch(k, rows, chunks, dim)
     sizes = (rows, parts, dim), (rows, parts, tall * dim, vdim)
-    before = past or not fills(k, vdim, place.kind)  # what comes before whole rows is often nothing
+    before = past or not fills(k, vdim, where.kind)  # what comes before whole rows is often nothing
     after = before or dtotal is not None or dmemory is not None
     own, later = (
         tuple(scratch(k, *size) if wanted else None for size in sizes) for wanted in (before, after)
@@ -334,7 +335,7 @@ def backward(
     common = dict(
         zip(QKV + OUT, strided, strict=True), length=length, span=span, parts=parts, heads=heads,
         DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, BL=chosen.dq.chunk, LEARN=learn,
-        MASKED=keep is not None, UNIT=unit, **place.arguments(k), **operand(k),
+        MASKED=keep is not None, UNIT=unit, **arguments(where, k), **operand(k),
     )  # fmt: skip
     for careful in (False, True):
         _causal_dq[(rows, parts)](

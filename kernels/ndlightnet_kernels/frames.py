@@ -38,7 +38,7 @@ def _join(best, sm, m, ref, sums, tile):
 
 
 @triton.jit(do_not_specialize=["frames", "window", "heads"])
-def _running(
+def _sliding_merge(
     top, total, memory, own, top_out, total_out, memory_out, top_past, total_past, memory_past,
     frames, window, heads,
     DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BC: tl.constexpr,
@@ -119,14 +119,14 @@ def _launch(
     sizes = ((rows,), (rows,), (rows, vdim)) if window < frames else ((0,),) * 3
     past = [scratch(top, batch, frames, heads, *size) for size in sizes]
     bv, some = pad(vdim), max(1, 256 // pad(vdim))
-    _running[(batch * heads, cdiv(rows, some), cdiv(frames, window))](
+    _sliding_merge[(batch * heads, cdiv(rows, some), cdiv(frames, window))](
         *states, own, *out, *past, frames, window, heads, DIM=dim, VDIM=vdim, BV=bv,
         TALL=rows // dim, BC=some, BACK=own is not None, num_warps=2,
     )  # fmt: skip
     return out
 
 
-def running(
+def sliding_merge(
     top: Tensor, total: Tensor, memory: Tensor, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """top, total (batch, frames, heads, dim), memory (batch, frames, heads, dim or 2 dim,
@@ -135,7 +135,7 @@ def running(
     return out[0], out[1], out[2]
 
 
-def running_backward(
+def sliding_merge_backward(
     top: Tensor, after: Tensor, dtotal: Tensor, dmemory: Tensor, window: int
 ) -> tuple[Tensor, Tensor]:
     """Gradients of sums and memories. top, after: maxima of the States before and after."""

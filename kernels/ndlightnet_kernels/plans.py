@@ -126,6 +126,13 @@ def causal(k: Tensor, vdim: int, kind: str) -> Causal:
     return (CAUSAL if kind == "none" else TURNED)[side]
 
 
+def channel_blocks(k: Tensor, vdim: int) -> list[slice]:
+    """Blocks of key channels that a program of the causal form holds on chip beside the values."""
+    most = 128 if k.dtype == torch.bfloat16 else 64
+    most = min(most, most * 128 // max(64, vdim))
+    return [slice(a, min(a + most, k.shape[-1])) for a in range(0, k.shape[-1], most)]
+
+
 def pieces(programs: int, at_once: int, tiles: int) -> int:
     """Into how many pieces each of `programs` parts of so many tiles is best cut: as few as keep
     six tenths of the card at work, which keeps its memory busy."""
@@ -187,7 +194,7 @@ def portion(lengths: Sequence[int], k: Tensor, vdim: int, kind: str) -> int:
 
 def items(lengths: Sequence[int], span: int) -> tuple[list[tuple[int, ...]], list[int]]:
     """Parts of samples end to end, the longest first, and the first part of each sample in order
-    of samples: see Pack."""
+    of samples: see Position."""
     parts: list[tuple[int, ...]] = []
     first, begin = [0], 0
     for row, n in enumerate(lengths):

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ndlightnet_kernels import phases
 from ndlightnet_kernels.phases import places, rotate, turning
-from ndlightnet_kernels.tiles import Place, cdiv, pad, silu, weight
+from ndlightnet_kernels.position import Position
+from ndlightnet_kernels.tiles import arguments, cdiv, pad, silu, weight
 
 
 @triton.jit(do_not_specialize=["heads", "own", *phases.SIZES])
@@ -74,7 +75,7 @@ def _step(
 
 
 def step(
-    q: Tensor, k: Tensor, v: Tensor, top: Tensor, total: Tensor, memory: Tensor, place: Place
+    q: Tensor, k: Tensor, v: Tensor, top: Tensor, total: Tensor, memory: Tensor, where: Position
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k (batch, heads, dim), v (batch, heads, value_dim) and a State: output and next State."""
     (batch, heads, dim), vdim = k.shape, v.shape[-1]
@@ -85,6 +86,6 @@ def step(
     _step[(batch * heads, cdiv(vdim, bv))](
         q.contiguous(), k.contiguous(), v.contiguous(), *state, out=out, top_out=new[0],
         total_out=new[1], memory_out=new[2], heads=heads, DIM=dim, VDIM=vdim, BK=bk, BV=bv,
-        **{**place.arguments(q), "WIDE": True}, num_warps=4,
+        **{**arguments(where, q), "WIDE": True}, num_warps=4,
     )  # fmt: skip
     return out, new[0], new[1], new[2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -11,8 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ndlightnet_kernels import phases
-
-KINDS = {"none": 0, "cosine": 1, "rotary": 2}
+from ndlightnet_kernels.position import KINDS, Position
 
 
 @triton.jit
@@ -262,62 +261,26 @@ def split(length: int, rows: int, block: int, programs: int) -> tuple[int, int]:
     return cdiv(length, span), span
 
 
-class Pack(NamedTuple):
-    """Samples of different sizes, end to end in one sequence (batch 1). items (parts, 5) int32: see
-    `item`, none longer than `span`; first (samples + 1,) int32: the first part of each sample in
-    order of samples; shapes (samples, axes) int32."""
+def arguments(where: Position, x: Tensor) -> dict[str, Any]:
+    """What the kernels read of a Position, for tokens x (batch, length, heads, dim)."""
+    theta, axes = where.theta, len(where.shape)
+    slots = 1 if theta is None else int(theta.shape[1])
+    sizes = [int(n) for n in where.shape[1:]] + [None] * (phases.MOST_AXES - max(axes, 1))
+    each = int(where.offset is not None and where.offset.shape[0] > 1)
+    if where.shapes is not None:
+        axes = where.shapes.shape[1]
+    return {
+        "theta": None if theta is None else theta.float().contiguous(), "start": where.offset,
+        "own": int(theta is not None and theta.shape[0] > 1),
+        **dict(zip(phases.SIZES, [*sizes, where.prefix, each], strict=True)),
+        "KIND": KINDS[where.kind], "AXES": axes,
+        "PREFIX": where.prefix > 0 or where.items is not None,
+        "SLOTS": slots, "OFFSET": where.sizes[2], "TOTAL": where.sizes[3] or slots,
+        # tokens in front of a grid that starts elsewhere are far from its first cell
+        "WIDE": x.dtype == torch.float32 or (where.offset is not None and where.prefix > 0),
+    }  # fmt: skip
 
-    items: Tensor
-    first: Tensor
-    shapes: Tensor
-    span: int
 
-    @property
-    def rows(self) -> int:
-        return self.shapes.shape[0]
-
-
-class Place(NamedTuple):
-    """What the kernels need to know of MD-LRPE: kind, theta (heads or 1, slots) float32, start, the
-    grid's shape, and the tokens in front of it. start, (1 or batch, 2 axes) int64: the first cell's
-    coordinates, then an origin, from which coordinates count in the gradient of theta (0 without
-    a start); or (1 or batch, axes) int32: coordinates not beyond the length, origin 0. window:
-    where theta holds a part of all slots only, its first one and the number of all. pack: of
-    samples that differ in size, which have no tokens in front."""
-
-    kind: str = "none"
-    theta: Tensor | None = None
-    start: Tensor | None = None
-    shape: tuple[int, ...] = ()
-    prefix: int = 0
-    window: tuple[int, int] = (0, 0)
-    pack: Pack | None = None
-
-    @property
-    def slots(self) -> int:
-        return 1 if self.theta is None else int(self.theta.shape[1])
-
-    @property
-    def portions(self) -> dict[str, Tensor | None]:
-        """For the kernels that take packs."""
-        pack = self.pack
-        return {"items": None if pack is None else pack.items,
-                "shapes": None if pack is None else pack.shapes}  # fmt: skip
-
-    def arguments(self, x: Tensor) -> dict[str, Any]:
-        """For tokens x (batch, length, heads, dim)."""
-        theta, axes, slots = self.theta, len(self.shape), self.slots
-        sizes = [int(n) for n in self.shape[1:]] + [None] * (phases.MOST_AXES - max(axes, 1))
-        each = int(self.start is not None and self.start.shape[0] > 1)
-        if self.pack is not None:
-            axes, sizes = self.pack.shapes.shape[1], [None] * (phases.MOST_AXES - 1)
-        return {
-            "theta": None if theta is None else theta.float().contiguous(), "start": self.start,
-            "own": int(theta is not None and theta.shape[0] > 1),
-            **dict(zip(phases.SIZES, [*sizes, self.prefix, each], strict=True)),
-            "KIND": KINDS[self.kind], "AXES": axes,
-            "PREFIX": self.prefix > 0 or self.pack is not None,
-            "SLOTS": slots, "OFFSET": self.window[0], "TOTAL": self.window[1] or slots,
-            # tokens in front of a grid that starts elsewhere are far from its first cell
-            "WIDE": x.dtype == torch.float32 or (self.start is not None and self.prefix > 0),
-        }  # fmt: skip
+def portions(where: Position) -> dict[str, Tensor | None]:
+    """What the kernels that take packs read beside."""
+    return {"items": where.items, "shapes": where.shapes}

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor, nn
 
-from ndlightnet.grid import cut_patches, per_axis
+from ndlightnet.layout import cut_patches, per_axis
 
 
 class Patchify(nn.Module):

@@ -1,31 +1,29 @@
 """Functions on tensors, without parameters: attention in its forms, MD-TPE, MD-LRPE, and the memory
 recurrences of other mixers."""
 
-from ndlightnet.ops._support import Support, supported
-from ndlightnet.ops.attention import (
+from ndlightnet.ops.axis_scan import axis_scan, line_scan, line_state, line_step
+from ndlightnet.ops.dispatch import Support, supported
+from ndlightnet.ops.lightnet.attention import (
     attention_step,
     causal_attention,
     global_attention,
     read,
     summarize,
 )
-from ndlightnet.ops.axis_scan import axis_scan, line_scan, line_state, line_step
-from ndlightnet.ops.delta import gated_delta_rule
-from ndlightnet.ops.frames import axis_causal_attention
-from ndlightnet.ops.gate import norm_gate
-from ndlightnet.ops.gated import gated_linear_attention
-from ndlightnet.ops.lrpe import Lrpe, frequencies, rotate, tables
-from ndlightnet.ops.memory import elementwise_memory, matrix_memory
-from ndlightnet.ops.packed import (
-    packed_attention,
-    packed_axis_causal_attention,
-    packed_axis_scan,
-)
-from ndlightnet.ops.scan import scan
-from ndlightnet.ops.state import State, merge
+from ndlightnet.ops.lightnet.frames import axis_causal_attention
+from ndlightnet.ops.lightnet.state import State, merge
+from ndlightnet.ops.norm_gate import norm_gate
+from ndlightnet.ops.position import Position, frequencies, rotate, tables
+from ndlightnet.ops.recurrence.delta import gated_delta_rule
+from ndlightnet.ops.recurrence.gated import gated_linear_attention
+from ndlightnet.ops.recurrence.memory import elementwise_memory, matrix_memory
+from ndlightnet.ops.recurrence.scan import scan
+
+Lrpe = Position
 
 __all__ = [
     "Lrpe",
+    "Position",
     "State",
     "Support",
     "attention_step",
@@ -43,9 +41,6 @@ __all__ = [
     "matrix_memory",
     "merge",
     "norm_gate",
-    "packed_attention",
-    "packed_axis_causal_attention",
-    "packed_axis_scan",
     "read",
     "rotate",
     "scan",

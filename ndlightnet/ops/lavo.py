@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ndlightnet.ops.chunks import exact
-from ndlightnet.ops.parallel import accumulator
-from ndlightnet.ops.scan import running_sum
+from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.recurrence.chunks import exact
+from ndlightnet.ops.recurrence.scan import running_sum
 
 
 def _scores(q: Tensor, basis: Tensor, h: Tensor, scale: float) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from ndlightnet.grid import per_axis
+from ndlightnet.layout import per_axis
 
 TILE = 64  # queries of a tile, about: fewer copy more of the halo, more score more in vain
 COPIES = 4  # of a key, in the tiles that see it: as many are not kept for the backward pass

@@ -11,11 +11,12 @@ from ndlightnet.training.classification.videos import MovingDigits, VideoData, V
 from ndlightnet.training.classification.volumes import VolumeFolders
 from ndlightnet.training.core.averaging import AveragedWeights
 from ndlightnet.training.core.cli import TaskCLI, run
-from ndlightnet.training.forecasting import ForecastTask, SeriesData
+from ndlightnet.training.forecasting.data import SeriesData
+from ndlightnet.training.forecasting.task import ForecastTask
 from ndlightnet.training.language.data import TextData
 from ndlightnet.training.language.task import TextTask
-from ndlightnet.training.segmentation import SegmentationTask
-from ndlightnet.training.volumes import PhantomVolumes, VolumeData
+from ndlightnet.training.segmentation.data import PhantomVolumes, VolumeData
+from ndlightnet.training.segmentation.task import SegmentationTask
 
 __all__ = [
     "AveragedWeights",

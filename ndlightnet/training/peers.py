@@ -14,7 +14,7 @@ import monai.networks.nets.segresnet
 import monai.networks.nets.swin_unetr
 from torch import Tensor, nn
 
-from ndlightnet.grid import per_axis
+from ndlightnet.layout import per_axis
 
 
 class _Peer(nn.Module):

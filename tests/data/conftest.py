@@ -1,19 +1,10 @@
-"""A case and a video on disk."""
+"""A video on disk."""
 
 from pathlib import Path
 
 import pytest
 
-from ndlightnet.data.volumes import Case
-
 from .video_files import counting, encode
-from .volume_files import random_image, random_label, write
-
-
-@pytest.fixture
-def case(tmp_path: Path) -> Case:
-    image = write(tmp_path / "images" / "a.nii.gz", random_image())
-    return Case("a", (image,), write(tmp_path / "labels" / "a.nii.gz", random_label()))
 
 
 @pytest.fixture(scope="session")

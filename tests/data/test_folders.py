@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from ndlightnet.data.folders import leave_out
-from ndlightnet.data.layouts import find_inputs
 from ndlightnet.data.video import find_videos, read_video_folder
-from ndlightnet.data.volume_folders import list_classes
+from ndlightnet.data.volume.class_folders import list_classes
+from ndlightnet.data.volume.datasets import find_inputs
 
-from .volume_files import HU, random_image, write, write_series
+from .volume.files import HU, random_image, write, write_series
 
 
 def left_by(entries: list[Path], folder: Path) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ndlightnet.ops import reference
+from ndlightnet.ops.axis_scan import reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":

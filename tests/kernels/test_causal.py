@@ -190,8 +190,10 @@ def test_a_step_of_many_heads(dim):
         torch.randn(64, 12, 2 * dim, dim, device=DEVICE),
     )
     at = torch.tensor(12345, device=DEVICE)
-    out, after = attention_step(q, k, v, before, lrpe=Lrpe(theta, (1,), start=(at,)), impl="triton")
-    place = Lrpe(theta.double(), (1,), start=(at,))
+    out, after = attention_step(
+        q, k, v, before, lrpe=Lrpe(theta, (1,), offset=(at,)), impl="triton"
+    )
+    place = Lrpe(theta.double(), (1,), offset=(at,))
     exact = (x.double() for x in (q, k, v))
     y, state = attention_step(
         *exact, State(*(x.double() for x in before)), lrpe=place, impl="torch"

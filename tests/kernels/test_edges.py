@@ -164,7 +164,7 @@ def call(name, k, v, lrpe=None, impl="triton"):
         return read(k, empty, **options)
     if name == "attention_step":
         if lrpe is not None:
-            options["lrpe"] = lrpe._replace(shape=(1,))
+            options["lrpe"] = lrpe._replace(layout=(1,))
         return attention_step(k[:, 0], k[:, 0], v[:, 0], empty, **options)
     return getattr(ops, name)(k, k, v, **options)
 
@@ -226,7 +226,7 @@ def test_a_step_goes_by_kernel_only_where_nothing_needs_a_gradient():
     for learnt in (q, k, v, total, memory, theta):
         learnt.requires_grad_()
         state = State(torch.zeros_like(total), total, memory)
-        place = Lrpe(theta, (1,), start=(2,))
+        place = Lrpe(theta, (1,), offset=(2,))
         support = supported("attention_step", k, v, q, *state, lrpe=place)
         assert not support and "gradient" in support.reason
         with pytest.raises(ValueError, match=r"triton.*gradient"):
@@ -248,7 +248,7 @@ def test_a_step_with_a_logit_of_minus_infinity(close, kind):
     theta = torch.rand(1, 4, device=DEVICE)
     state = State.empty(1, 1, 4, 4, kind is not None, device=DEVICE)
     for t in range(3):
-        place = kind and Lrpe(theta, (1,), kind, start=(t,))
+        place = kind and Lrpe(theta, (1,), kind, offset=(t,))
         token = (x[:, t] for x in (q, k, v))
         out, state = attention_step(*token, state, lrpe=place, impl="triton")
         now = [x[:, : t + 1] for x in (q, k, v)]

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.autograd import grad
 
+from ndlightnet.layout import Ragged
 from ndlightnet.ops import (
     Lrpe,
     State,
@@ -14,14 +15,11 @@ from ndlightnet.ops import (
     causal_attention,
     global_attention,
     norm_gate,
-    packed_attention,
-    packed_axis_causal_attention,
-    packed_axis_scan,
     read,
     summarize,
 )
-from ndlightnet.ragged import Ragged
 
+from ..packs import packed_attention, packed_axis_causal_attention, packed_axis_scan
 from .cases import DEVICE
 
 SIZES = {  # batch, length, heads, dim, value_dim
@@ -49,7 +47,7 @@ def results(size, kind, impl):
     mask = torch.ones(batch, n, dtype=torch.bool, device=DEVICE)
 
     def place(*shape, start=None):
-        return None if kind is None else Lrpe(theta, shape, kind, start=start)
+        return None if kind is None else Lrpe(theta, shape, kind, offset=start)
 
     how = {"lrpe": place(n, start=(3,)), "impl": impl}
     yield "global", [global_attention(q, k, v, mask=mask, **how)]

@@ -5,8 +5,9 @@ import torch
 from torch.autograd import grad
 
 from ndlightnet import NDLightNet
-from ndlightnet.ops import State, axis_causal_attention, causal_attention, frames
-from ndlightnet.ops.frames import running
+from ndlightnet.ops import State, axis_causal_attention, causal_attention
+from ndlightnet.ops.lightnet import frames
+from ndlightnet.ops.lightnet.frames import sliding_merge
 
 from .cases import BRAIN, DEVICE, HALF, LOGITS, Case, Problem, on_gpu
 from .yardstick import Poison, check, ours
@@ -124,8 +125,8 @@ def test_chunks_are_the_whole(close):
     place, out, state = problem.place(), [], None
     options = {"window": 3, "forget": 0.2, "impl": "triton"}
     for at, n in ((0, 1), (1, 3), (4, 1)):
-        now, start = slice(3 * at, 3 * at + 3 * n), (place.start[0] + at, place.start[1])
-        there = place._replace(shape=(n, 3), start=start)
+        now, start = slice(3 * at, 3 * at + 3 * n), (place.offset[0] + at, place.offset[1])
+        there = place._replace(layout=(n, 3), offset=start)
         y, state = axis_causal_attention(
             q[:, now], k[:, now], v[:, now], n, lrpe=there, state=state, **options
         )
@@ -165,7 +166,7 @@ def test_running(close, batch, heads, dim, value_dim, tall, count, window):
     for kind, impl in ((torch.float32, "triton"), (torch.float64, "torch")):
         top, *leaves = (x.to(kind).requires_grad_(x is not given.max) for x in given)
         with Poison():
-            after = running(State(top, *leaves), window, impl=impl)
+            after = sliding_merge(State(top, *leaves), window, impl=impl)
             grads = grad(after[1:], leaves, [x.to(kind) for x in pulls])
         results.append((*after, *grads))
     (top, *actual), (peak, *exact) = results

@@ -54,7 +54,7 @@ def test_opcheck(kind):
         attention_step(*token, problem.state(), lrpe=place, impl="triton")
     assert forward.calls and backward.calls and plain.calls
     names = {op.__name__ for recorder in (forward, backward) for op in recorder.calls}
-    assert {"triton_running.default", "triton_running_backward.default"} <= names
+    assert {"sliding_merge.default", "sliding_merge_backward.default"} <= names
     for recorder in (forward, backward, plain):
         for op, arguments in recorder.calls.items():
             if recorder is not forward and op in forward.calls:

@@ -14,12 +14,12 @@ from ndlightnet.ops import (
     axis_causal_attention,
     axis_scan,
     global_attention,
-    packed_attention,
-    packed_axis_causal_attention,
-    packed_axis_scan,
 )
+from ndlightnet.ops.axis_scan import _triton as scan
+from ndlightnet.ops.lightnet import _triton as lightnet
 from ndlightnet_kernels import plans
 
+from ..packs import packed_attention, packed_axis_causal_attention, packed_axis_scan
 from .cases import BRAIN, DEVICE, HALF
 from .yardstick import Poison
 
@@ -192,26 +192,22 @@ def test_parts_cover_every_token_once():
 
 
 def test_operators():
+    """The operators of dense tensors are those of samples end to end."""
     layout = Ragged(SOLID)
-    from ndlightnet.ops import _triton_packed, packed
-
-    q, k, v = (torch.randn(layout.length, 2, 6, device=DEVICE) for _ in "qkv")
-    tables = packed._portions(layout, k, v, "cosine")
-    where = (torch.rand(2, 6, device=DEVICE), None, "cosine", *tables)
-    q, k, v = (x[None].requires_grad_() for x in (q, k, v))
+    q, k, v = (torch.randn(1, layout.length, 2, 6, device=DEVICE).requires_grad_() for _ in "qkv")
+    place = Lrpe(torch.rand(2, 6, device=DEVICE), layout)
+    where = lightnet.of_samples(place, layout, k, 6)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    _, total, memory = _triton_packed.triton_packed_summarize(k, v, None, *where)
+    _, total, memory = lightnet.summarize(k, v, None, *where)
     for operator, arguments in (
-        (_triton_packed.triton_packed_summarize, (k, v, None)),
-        (_triton_packed.triton_packed_read, (q, total.detach(), memory.detach())),
+        (lightnet.global_attention, (q, k, v, None)),
+        (lightnet.summarize, (k, v, None)),
+        (lightnet.read, (q, total.detach(), memory.detach())),
     ):
-        torch.library.opcheck(operator, (*arguments, *where), test_utils=checks)
-    groups = layout.lines(DEVICE)
-    axes, most, lines = (list(x) for x in zip(*groups, strict=True))
-    x = torch.randn(layout.length, 6, device=DEVICE, requires_grad=True)
+        torch.library.opcheck(operator.overload, (*arguments, *where), test_utils=checks)
+    x = torch.randn(1, layout.length, 6, device=DEVICE, requires_grad=True)
     coef, decay = torch.randn(3, 6, 4, device=DEVICE), -torch.rand(3, 4, device=DEVICE)
+    tables = scan.of_samples(layout, x.device)
     torch.library.opcheck(
-        _triton_packed.triton_packed_scan,
-        (x, coef, decay, None, None, None, True, axes, most, lines),
-        test_utils=checks,
+        scan.scan.overload, (x, coef, decay, None, None, None, True, *tables), test_utils=checks
     )

@@ -18,11 +18,9 @@ from ndlightnet.ops import (
     axis_causal_attention,
     axis_scan,
     global_attention,
-    packed_attention,
-    packed_axis_causal_attention,
-    packed_axis_scan,
 )
 
+from ..packs import packed_attention, packed_axis_causal_attention, packed_axis_scan
 from .cases import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -17,7 +17,8 @@ from ndlightnet.ops import (
     summarize,
 )
 from ndlightnet_kernels import phases
-from ndlightnet_kernels.tiles import Place
+from ndlightnet_kernels.position import Position
+from ndlightnet_kernels.tiles import arguments
 
 from .cases import BRAIN, DEVICE, Case
 from .yardstick import check
@@ -78,12 +79,13 @@ def test_angles(shape, slots, prefix, start, window, dtype, once):
     starts = torch.stack(torch.broadcast_tensors(*columns), 1).to(DEVICE)  # (1 or batch, axes)
     origins = starts - 11 * (torch.arange(len(shape), device=DEVICE) == 0) * (start is not None)
     first = None if start is None else torch.cat([starts, origins], 1)
-    place = Place("cosine", theta, first, shape, prefix, window or (0, 0))
+    sizes = (prefix, 0, *(window or (0, 0)), *shape)
+    place = Position(theta, first, kind="cosine", sizes=sizes)
     like = torch.empty(1, 1, heads, slots, dtype=dtype)
     cos, sin = torch.full((2, batch, heads, length, slots), torch.nan, device=DEVICE)
     at = torch.full((batch, heads, length, slots), torch.nan, device=DEVICE)
     _angles[(triton.cdiv(length, 16), heads, batch)](
-        cos, sin, at, length=length, BL=16, BK=32, ONCE=once, **place.arguments(like)
+        cos, sin, at, length=length, BL=16, BK=32, ONCE=once, **arguments(place, like)
     )
 
     grid = torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)).to(DEVICE)
@@ -135,10 +137,10 @@ def test_gradients_of_angles_far_out_are_those_at_the_origin(form, dtype):
     for start in ((0, 0), (torch.tensor([2**30, 7]), 10**9)):
         theta = (torch.arange(1, 9, device=DEVICE) / 8)[None].requires_grad_()
         if form == "frames":
-            place = Lrpe(theta, (2, 3), start=start)
+            place = Lrpe(theta, (2, 3), offset=start)
             out = axis_causal_attention(q, k, v, 2, lrpe=place, impl="triton")[0]
         else:
-            place = Lrpe(theta, (6, 1), start=start)
+            place = Lrpe(theta, (6, 1), offset=start)
             attend = causal_attention if form == "causal" else global_attention
             out = attend(q, k, v, lrpe=place, impl="triton")
             out = out[0] if form == "causal" else out
@@ -157,11 +159,11 @@ def test_a_prefill_far_out_and_its_steps_agree(close):
         state = State.empty(1, 1, 16, 16, True, device=DEVICE)
         outs = []
         for t in range(6):
-            place = Lrpe(theta, (1,), start=(start + t,))
+            place = Lrpe(theta, (1,), offset=(start + t,))
             token = (x[:, t] for x in (q, k, v))
             out, state = attention_step(*token, state, lrpe=place, impl="triton")
             outs.append(out)
-        place = Lrpe(theta, (6,), start=(start,))
+        place = Lrpe(theta, (6,), offset=(start,))
         whole, after = causal_attention(q, k, v, lrpe=place, impl="triton")
         source = summarize(k, v, lrpe=place, impl="triton")
         exact = summarize(k.double(), v.double(), lrpe=place)

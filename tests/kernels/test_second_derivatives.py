@@ -7,14 +7,10 @@ from torch import Tensor
 from torch.autograd import grad
 
 from ndlightnet import ops
-from ndlightnet.ops.gate import norm_gate
-from ndlightnet.ops.packed import (
-    packed_attention,
-    packed_axis_causal_attention,
-    packed_axis_scan,
-)
-from ndlightnet.ragged import Ragged
+from ndlightnet.layout import Ragged
+from ndlightnet.ops.norm_gate import norm_gate
 
+from ..packs import packed_attention, packed_axis_causal_attention, packed_axis_scan
 from .cases import DEVICE
 
 LAYOUT, MADE = Ragged([(2, 2)]), {"impl": "triton"}

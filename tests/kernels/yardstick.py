@@ -71,8 +71,8 @@ def ours(problem: Problem, form: str, impl: str) -> dict[str, Tensor]:
     cuts = range(c.length + 1) if form == "steps" else (0, 1, c.length)
     out = []
     for i, j in pairwise(cuts):
-        first = i if place is None or place.start is None else i + place.start[0]
-        there = None if place is None else Lrpe(place.theta, (j - i,), c.kind, start=(first,))
+        first = i if place is None or place.offset is None else i + place.offset[0]
+        there = None if place is None else Lrpe(place.theta, (j - i,), c.kind, offset=(first,))
         x, y, keep = k[:, i:j], v[:, i:j], None if mask is None else mask[:, i:j]
         if form == "merged":
             part = summarize(x, y, mask=keep, lrpe=there, impl=impl)

@@ -56,7 +56,7 @@ def attend(q, k, v, shape, *, state=None, first=None, **options):
     """All frames of a grid; or those of a `shape` from the frame `first` on."""
     if options.get("lrpe") is not None:
         start = None if first is None else (first, *[0] * (len(shape) - 1))
-        options["lrpe"] = Lrpe(options["lrpe"], shape, start=start)
+        options["lrpe"] = Lrpe(options["lrpe"], shape, offset=start)
     return axis_causal_attention(q, k, v, shape[0], state=state, **options)
 
 

@@ -8,14 +8,14 @@ from inspect import signature
 
 import pytest
 import torch
+from ndlightnet_evidence.bench import peers
 from torch.nn.functional import normalize
 
-from ndlightnet.bench import peers
 from ndlightnet.nn import mixers
-from ndlightnet.ops import wkv
-from ndlightnet.ops._fla import supports
-from ndlightnet.ops.delta import gated_delta_rule
-from ndlightnet.ops.gated import gated_linear_attention
+from ndlightnet.ops.fla import supports
+from ndlightnet.ops.recurrence import wkv
+from ndlightnet.ops.recurrence.delta import gated_delta_rule
+from ndlightnet.ops.recurrence.gated import gated_linear_attention
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or find_spec("fla") is None, reason="flash-linear-attention"

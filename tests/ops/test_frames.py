@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.autograd import grad
 
 from ndlightnet.ops import Lrpe, State, causal_attention, global_attention, merge, summarize
-from ndlightnet.ops.frames import running
+from ndlightnet.ops.lightnet.frames import sliding_merge
 
 from .framed import HEADS, angles, attend, in_chunks, padding, per_head, sample, weights, whole
 
@@ -171,7 +171,7 @@ def of_leaves(top, total, memory):
 
 
 def merged(states, window):
-    """`running` as a loop."""
+    """`sliding_merge` as a loop."""
     out = []
     for t in range(states.max.shape[1]):
         now = State(*(x[:, t] for x in states))
@@ -185,7 +185,7 @@ def merged(states, window):
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 8, 12, 13, 40])
 def test_running_is_a_loop_of_merges(close, close_grads, count, window):
     leaves = random_states(count)
-    actual, expected = running(of_leaves(*leaves), window), merged(of_leaves(*leaves), window)
+    actual, expected = sliding_merge(of_leaves(*leaves), window), merged(of_leaves(*leaves), window)
     assert torch.equal(actual.max, expected.max) and not actual.max.requires_grad
     for a, b in zip(actual[1:], expected[1:], strict=True):
         close(a.detach(), b.detach(), 1e-12)

@@ -10,11 +10,11 @@ from ndlightnet.ops import (
     attention_step,
     axis_causal_attention,
     causal_attention,
-    frames,
     global_attention,
     read,
     summarize,
 )
+from ndlightnet.ops.lightnet import frames
 from tests.kernels.cases import LOGITS, logits
 
 from .framed import HEADS, angles, attend, padding, per_head, sample, weights, whole
@@ -35,7 +35,7 @@ def test_every_sample_may_start_at_a_place_of_its_own(close, close_grads, form, 
     past = State(*(x.detach() for x in past))
 
     def run(rows, start):
-        place, some = Lrpe(theta, shape, kind, start=start), [x[rows] for x in inputs]
+        place, some = Lrpe(theta, shape, kind, offset=start), [x[rows] for x in inputs]
         before = State(*(x[rows] for x in past))
         if form == "frames":
             out, after = axis_causal_attention(*some, 3, lrpe=place)

@@ -147,7 +147,7 @@ def test_start_places_a_segment(close, at, kind):
     expected, whole = causal_attention(q, k, v, lrpe=Lrpe(theta, (70,), kind))
     state, outputs = None, []
     for part in (slice(0, at), slice(at, 70)):
-        place = Lrpe(theta, (part.stop - part.start,), kind, start=(torch.tensor(part.start),))
+        place = Lrpe(theta, (part.stop - part.start,), kind, offset=(torch.tensor(part.start),))
         y, state = causal_attention(q[:, part], k[:, part], v[:, part], lrpe=place, state=state)
         outputs.append(y)
     close(torch.cat(outputs, 1), expected, 1e-10)
@@ -161,7 +161,7 @@ def test_step_places_one_token(close):
     expected, _ = causal_attention(q, k, v, lrpe=Lrpe(theta, (20,)))
     state, outputs = State.empty(2, 2, 9, 3, rotated=True, dtype=torch.float64), []
     for t in range(20):
-        place = Lrpe(theta, (1,), start=(t,))
+        place = Lrpe(theta, (1,), offset=(t,))
         y, state = attention_step(q[:, t], k[:, t], v[:, t], state, lrpe=place)
         outputs.append(y)
     close(torch.stack(outputs, 1), expected, 1e-10)
@@ -190,7 +190,7 @@ def test_angles_are_exact_far_out(kind):
     """A float32 angle at 10^6 is off by 0.03 radians (6e-8 * 10^6 / 2)."""
     slots = 9 if kind == "cosine" else 4
     theta = torch.rand(1, slots) * 3
-    cos, sin = tables(Lrpe(theta, (2, 3), kind, start=(10**6, 10**6 - 7)), 9, torch.float32)
+    cos, sin = tables(Lrpe(theta, (2, 3), kind, offset=(10**6, 10**6 - 7)), 9, torch.float32)
     angle = angles((2, 3), theta, start=[10**6, 10**6 - 7]).numpy()
     assert cos.dtype == torch.float32
     for table, expected in ((cos, np.cos(angle)), (sin, np.sin(angle))):

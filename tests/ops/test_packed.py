@@ -9,10 +9,9 @@ from ndlightnet.ops import (
     axis_causal_attention,
     axis_scan,
     global_attention,
-    packed_attention,
-    packed_axis_causal_attention,
-    packed_axis_scan,
 )
+
+from ..packs import packed_attention, packed_axis_causal_attention, packed_axis_scan
 
 BATCHES = (
     ((3, 4, 5), (1, 2, 3), (6, 7, 4)),
@@ -42,7 +41,7 @@ def test_attention(close, close_grads, shapes, kind, impl):
     lrpe = None if theta is None else Lrpe(theta, shapes[0], kind)
 
     def one(i, q, k, v, keep):
-        place = None if lrpe is None else lrpe._replace(shape=shapes[i])
+        place = None if lrpe is None else lrpe._replace(layout=shapes[i])
         return global_attention(q, k, v, mask=keep, lrpe=place, impl="torch")
 
     actual = packed_attention(q, k, v, layout, mask=mask, lrpe=lrpe, impl=impl)
@@ -118,9 +117,9 @@ def test_nan_in_one_sample_stays_there():
 @pytest.mark.parametrize(
     "change, named",
     [
-        ({"q": torch.randn(15, 1, 4)}, r"q \(15, 1, 4\)"),
-        ({"mask": torch.ones(3, dtype=torch.bool)}, r"mask \(3,\)"),
-        ({"lrpe": Lrpe(torch.rand(1, 4), (4, 4), start=(1, 0))}, "start"),
+        ({"q": torch.randn(15, 1, 4)}, r"q \(1, 15, 1, 4\)"),
+        ({"mask": torch.ones(3, dtype=torch.bool)}, r"mask \(1, 3\)"),
+        ({"lrpe": Lrpe(torch.rand(1, 4), (4, 4), offset=(1, 0))}, "offset"),
         ({"impl": "nonsense"}, "impl='nonsense'"),
     ],
 )

@@ -14,7 +14,7 @@ from ndlightnet.ops import (
     read,
     summarize,
 )
-from ndlightnet.ops.state import tile
+from ndlightnet.ops.lightnet.state import tile
 
 from .framed import sample
 
@@ -64,7 +64,7 @@ def sums(state):
 def outputs(form, inputs, theta, start, kind="cosine", past=None, impl="torch"):
     """Of a form with angles that count from `start` on the first axis."""
     q, k, v = inputs
-    place = Lrpe(theta, (q.shape[1],), kind, start=(start,))
+    place = Lrpe(theta, (q.shape[1],), kind, offset=(start,))
     if form == "global":
         return (global_attention(q, k, v, lrpe=place, impl=impl),)
     if form == "source":
@@ -79,7 +79,7 @@ def outputs(form, inputs, theta, start, kind="cosine", past=None, impl="torch"):
         out, state = attention_step(*token, past, lrpe=place, impl=impl)
         return out, *sums(state)
     shape, window = (q.shape[1] // 4, 2, 2), 3 if form == "window" else None
-    place = place._replace(shape=shape, start=(start, 0, 7))
+    place = place._replace(layout=shape, offset=(start, 0, 7))
     out, state = axis_causal_attention(
         q, k, v, shape[0], lrpe=place, state=past, window=window, forget=0.1, impl=impl
     )
@@ -136,7 +136,7 @@ def test_gradients_with_a_start_and_tokens_in_front_are_right(form, kind):
     theta = theta.detach()[:, : 3 if kind == "cosine" else 1].requires_grad_()
 
     def run(q, k, v, theta):
-        place = Lrpe(theta, (4,), kind, prefix=2, start=(torch.tensor([3, -2]),))
+        place = Lrpe(theta, (4,), kind, prefix=2, offset=(torch.tensor([3, -2]),))
         if form == "global":
             return global_attention(q, k, v, lrpe=place)
         if form == "causal":

@@ -11,9 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ndlightnet import ops
 from ndlightnet.nn import mixers
-from ndlightnet.ops import _fla, delta, gated, linear, memory, selective, ssm, wkv
+from ndlightnet.ops import fla, linear
 from ndlightnet.ops.local import local_attention
-from ndlightnet.ops.scan import scan
+from ndlightnet.ops.recurrence import delta, gated, memory, selective, ssm, wkv
+from ndlightnet.ops.recurrence.scan import scan
 
 WORDS = "no second derivative: the gradient of this operator is written out"
 LENGTHS = pytest.mark.parametrize("n", [6, 70])
@@ -108,8 +109,6 @@ def weighted_means(k: Tensor, v: Tensor, w: Tensor) -> Tensor:
 RAISE = {
     "gated": (lambda *xs: gated.gated_linear_attention(*xs)[0], 4),
     "delta": (partial(delta_rule, "torch"), 4),
-    "elementwise": (partial(general, memory.elementwise_memory), 4),
-    "matrix": (partial(general, memory.matrix_memory), 4),
     "selective": (select, 4),
     "causal linear": (partial(causal_linear, "torch"), 3),
     "causal": (partial(causal, "torch"), 3),
@@ -117,7 +116,9 @@ RAISE = {
 RIGHT = {
     "gated": (lambda *xs: gated.gated_linear_attention(*xs, impl="reference")[0], 4),
     "delta": (partial(delta_rule, "reference"), 4),
-    "elementwise": (partial(general, memory.reference), 4),
+    "reference": (partial(general, memory.reference), 4),
+    "elementwise": (partial(general, memory.elementwise_memory), 4),
+    "matrix": (partial(general, memory.matrix_memory), 4),
     "causal linear": (partial(causal_linear, "reference"), 3),
     "causal": (partial(causal, "reference"), 3),
     "global": (ops.global_attention, 3),
@@ -132,8 +133,7 @@ RIGHT = {
 @LENGTHS
 @pytest.mark.parametrize("name", RAISE)
 def test_written_out_gradients_raise(monkeypatch, name, n):
-    monkeypatch.setattr(memory, "SEGMENT", 400)  # several segments
-    monkeypatch.setattr(selective, "SEGMENT_CPU", 400)
+    monkeypatch.setattr(selective, "SEGMENT_CPU", 400)  # several segments
     run, count = RAISE[name]
     check_raises(run, *keyed(n)[:count])
 
@@ -195,10 +195,10 @@ def test_kernels_of_others_raise_as_ours_do(monkeypatch):
     def call(module, name, q, k, v, **more):
         return Kernel.apply(q, k, v), more["initial_state"]
 
-    monkeypatch.setattr(_fla, "_call", call)
+    monkeypatch.setattr(fla, "_call", call)
     state = draw(1, 2, 3, 3)
     for run in (
-        lambda q, k, v: _fla.gated_linear_attention(q, k, v, None, state)[0],
-        lambda q, k, v: _fla.gated_delta_rule(q, k, v, v.mean(-1).detach(), None, state)[0],
+        lambda q, k, v: fla.gated_linear_attention(q, k, v, None, state)[0],
+        lambda q, k, v: fla.gated_delta_rule(q, k, v, v.mean(-1).detach(), None, state)[0],
     ):
         check_raises(run, *keyed(6)[:3])

@@ -14,7 +14,7 @@ import nibabel
 import numpy as np
 import SimpleITK as sitk
 
-from tests.data.volume_files import (
+from tests.data.volume.files import (
     AFFINE,
     HU,
     broken_image,

@@ -11,12 +11,12 @@ import yaml
 
 from ndlightnet.data.digits import MOTIONS
 from ndlightnet.data.images import read_images
-from ndlightnet.data.layouts import read_dataset
 from ndlightnet.data.packing import PackCollate, PadCollate
-from ndlightnet.data.phantoms import LABELS
 from ndlightnet.data.series import read_series
 from ndlightnet.data.signals import read_recordings
 from ndlightnet.data.video import read_video_folder
+from ndlightnet.data.volume.datasets import read_dataset
+from ndlightnet.data.volume.phantoms import LABELS
 from ndlightnet.nn import mixers
 from ndlightnet.training import (
     ForecastTask,
@@ -37,7 +37,7 @@ from ndlightnet.training.core.optim import adamw_with_cosine
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-NETWORKS = sorted((ROOT / "configs" / "volumes").glob("*.yaml"))
+NETWORKS = sorted((ROOT / "tasks/evidence/configs/volumes").glob("*.yaml"))
 TASKS = {
     "VolumeData": (SegmentationTask, VolumeData), "PhantomVolumes": (SegmentationTask, VolumeData),
     "VideoData": (VideoTask, VideoData), "MovingDigits": (VideoTask, VideoData),
@@ -49,7 +49,7 @@ each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.s
 
 
 def rows() -> dict[str, list[str]]:
-    spec = importlib.util.spec_from_file_location("compare", ROOT / "tasks" / "compare.py")
+    spec = importlib.util.spec_from_file_location("compare", ROOT / "tasks/evidence/compare.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

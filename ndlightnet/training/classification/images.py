@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import csv
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchmetrics.classification import BinaryAUROC
 
-from ndlightnet.data.augment import Augment
 from ndlightnet.data.errors import DataError, cell, whole_file
 from ndlightnet.data.images import (
     Batches,
@@ -23,6 +21,8 @@ from ndlightnet.data.images import (
     spread,
 )
 from ndlightnet.data.packing import token_count
+from ndlightnet.data.roots import find_root
+from ndlightnet.data.volume.augment import Augment
 from ndlightnet.inference import mirrorings
 from ndlightnet.training.classification.data import LabelledData
 from ndlightnet.training.classification.pictures import save_gallery
@@ -61,7 +61,12 @@ class ImageData(LabelledData):
         augment: Augment | None = None,
     ) -> None:
         super().__init__()
-        self.root, self.batch_size, self.shift, self.flips = Path(root), batch_size, shift, flips
+        self.root, self.batch_size, self.shift, self.flips = (
+            find_root(root),
+            batch_size,
+            shift,
+            flips,
+        )
         self.validation, self.train_limit = validation, train_limit
         self.classes, self.augment = tuple(classes or ()), augment
 

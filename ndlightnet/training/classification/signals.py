@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,9 +11,10 @@ from torch.utils.data import DataLoader
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.packing import PackCollate, PadCollate
+from ndlightnet.data.roots import find_root
 from ndlightnet.data.signals import SignalDataset, read_recordings
 from ndlightnet.data.visits import Visits
-from ndlightnet.ragged import Packed
+from ndlightnet.layout import Packed
 from ndlightnet.training.classification.data import LabelledData, held_out
 from ndlightnet.training.classification.task import ClassificationTask
 from ndlightnet.training.core.costs import training_costs
@@ -46,7 +46,7 @@ class SignalData(LabelledData):
         workers: int = 2,
     ) -> None:
         super().__init__()
-        self.root, self.spectrum, self.batching = Path(root), spectrum, batching
+        self.root, self.spectrum, self.batching = find_root(root), spectrum, batching
         self.batch_size, self.validation, self.workers = batch_size, validation, workers
 
     @property

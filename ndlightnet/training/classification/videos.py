@@ -12,6 +12,7 @@ from torchmetrics.functional.classification import multiclass_accuracy
 
 from ndlightnet.data.digits import make_moving_digits
 from ndlightnet.data.errors import DataError, file_name, fitting, printable
+from ndlightnet.data.roots import find_root
 from ndlightnet.data.video import (
     ClipDataset,
     check_videos,
@@ -65,7 +66,12 @@ class VideoData(LabelledData):
         input: str | None = None,
     ) -> None:
         super().__init__()
-        self.root, self.frames, self.size, self.batch_size = Path(root), frames, size, batch_size
+        self.root, self.frames, self.size, self.batch_size = (
+            find_root(root),
+            frames,
+            size,
+            batch_size,
+        )
         self.repeats, self.clips, self.hflip = repeats, clips, hflip
         self.validation, self.workers, self.input = validation, workers, input
 

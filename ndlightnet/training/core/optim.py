@@ -10,17 +10,13 @@ import lightning as L
 import torch
 from torch import nn
 
-from ndlightnet.nn.position import NO_WEIGHT_DECAY
+from ndlightnet.nn.block import undecayed_names
 
 
 def decayed_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Weight decay for matrices and filters only; not for norms, biases and position codes."""
-    plain = {
-        id(parameter)
-        for module in net.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim < 2 or name in NO_WEIGHT_DECAY
-    }
+    undecayed = undecayed_names(net)
+    plain = {id(p) for name, p in net.named_parameters() if p.ndim < 2 or name in undecayed}
     parameters = [p for p in net.parameters() if p.requires_grad]
     return [
         {"params": [p for p in parameters if id(p) not in plain], "weight_decay": weight_decay},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.roots import find_root
 from ndlightnet.data.series import (
     DAY,
     HOUR,
@@ -50,7 +50,7 @@ class SeriesData(L.LightningDataModule):
         input: str | None = None,
     ) -> None:
         super().__init__()
-        self.root, self.file, self.wanted = Path(root), file, columns
+        self.root, self.file, self.wanted = find_root(root), file, columns
         self.input_length, self.horizon, self.split = input_length, horizon, split
         self.batch_size, self.workers, self.input = batch_size, workers, input
         # of what was read, or of the checkpoint: names, mean and std of the training rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.roots import find_root
 from ndlightnet.data.text import RandomWindows, Windows, read_bytes, split
 from ndlightnet.data.visits import Visits
 from ndlightnet.training.core.loading import training_loader
@@ -45,7 +45,7 @@ class TextData(L.LightningDataModule):
         workers: int = 2,
     ) -> None:
         super().__init__()
-        self.root, self.fractions, self.length = Path(root), fractions, length
+        self.root, self.fractions, self.length = find_root(root), fractions, length
         self.windows, self.batch_size, self.workers = windows, batch_size, workers
         self.lengths, self.test_bytes = sorted({length, *lengths}), test_bytes
         self.parts: tuple[Tensor, ...] = ()

@@ -10,11 +10,11 @@ import pytest
 import torch
 from matplotlib.text import Text
 
-from ndlightnet.training.casebook import save_case
 from ndlightnet.training.classification import pictures
 from ndlightnet.training.classification.pictures import save_confusion, save_gallery, save_strips
 from ndlightnet.training.forecasting.pictures import Panel, save_forecasts
 from ndlightnet.training.language.curves import draw
+from ndlightnet.training.segmentation.figures import save_case
 
 
 def pixels(path: Path) -> np.ndarray:

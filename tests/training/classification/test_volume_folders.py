@@ -21,10 +21,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from ndlightnet import NDLightNet
-from ndlightnet.data.augment import Augment
 from ndlightnet.data.errors import DataError, printable
-from ndlightnet.data.volume_folders import read_volume
-from ndlightnet.data.volumes import Case
+from ndlightnet.data.volume.augment import Augment
+from ndlightnet.data.volume.class_folders import read_volume
+from ndlightnet.data.volume.grid import Case
 from ndlightnet.training import AveragedWeights, ImageData, ImageTask, VolumeFolders, run
 from tests.training.hospital import claim, raw_header
 

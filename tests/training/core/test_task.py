@@ -8,7 +8,7 @@ from torch import nn
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.training import SegmentationTask, VideoTask
-from ndlightnet.training.volumes import VolumeData
+from ndlightnet.training.segmentation.data import VolumeData
 
 
 def test_results_of_two_processes_are_joined_and_counted_once(monkeypatch):

@@ -336,12 +336,12 @@ def test_one_line_for_what_is_wrong(launch, tmp_path, text_file, options, messag
 
 def test_the_default_text_is_not_there(tmp_path, launch):
     config = CONFIG.read_text()
-    assert "root: ../shared" in config
-    small = config.replace("../shared", f"{tmp_path}/none").replace(
+    assert "root: text/" in config
+    small = config.replace("root: text/", f"root: {tmp_path}/none/").replace(
         "embed_dim: 384", "embed_dim: 8"
     )
     status, _, errors = launch(config=small)
-    assert (status, errors) == (1, [f"error: {tmp_path}/none/data/text/enwik8.xz: no such file"])
+    assert (status, errors) == (1, [f"error: {tmp_path}/none/enwik8.xz: no such file"])
 
 
 @pytest.mark.parametrize("mixer", ["LightNetAttention", "SoftmaxAttention", "Identity"])

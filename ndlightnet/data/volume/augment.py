@@ -1,0 +1,268 @@
+"""Random augmentation of a whole batch of images or volumes, on the device where the batch is.
+
+What is random is drawn on the CPU from a generator given, so that a batch follows from the seed,
+and what is drawn decides on the CPU which samples are touched: the device is never waited for.
+Chances and strengths are those of nnU-Net v2's 3-D training. One path for any number of axes that
+`grid_sample` takes (2 or 3). There is no product of matrices on the device, so autocast and TF32
+change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ndlightnet.data.errors import DataError
+
+ANGLE = 30.0  # degrees, at most, in every plane
+ZOOM = (0.7, 1.4)  # step between the points that are sampled, in cells
+COARSE = 3.0  # an axis so many times coarser than the finest is not turned, zoomed or lowered
+NOISE = 0.1  # variance, at most
+SIGMA = (0.5, 1.0)  # of the blur, cells
+FACTOR = (0.75, 1.25)  # of brightness and of contrast
+LOW = (0.5, 1.0)  # fraction of the cells that a low resolution keeps along an axis
+GAMMA = (0.7, 1.5)
+PROBABILITIES = {
+    "noise": 0.1, "blur": 0.2, "brightness": 0.15, "contrast": 0.15, "low": 0.25,
+    "inverted gamma": 0.1, "gamma": 0.3, "mirror": 0.5,
+}  # fmt: skip
+PER_CHANNEL = {"blur": 0.5, "low": 0.5}  # probability of each channel of a sample that drew it
+LINEAR = ("", "linear", "bilinear", "trilinear")  # what torch calls it, by the number of axes
+TAPS = 3  # the blur's reach in cells: 3 sigma
+
+
+@dataclass(frozen=True)
+class Augment:
+    """Augments (image, label); samples that draw nothing come through bit for bit.
+
+    Args:
+        flip_axes: axes of space that are mirrored half of the time.
+        spacing: mm per cell and axis, so that a turn is one in space; None: the same along all.
+            An axis more than three times coarser than the finest stays as it is: what is turned,
+            zoomed and lowered are the planes of the others.
+        shift: whole cells, at most, by which every sample is moved along every axis.
+        turn: probability of a rotation, and that of a zoom.
+        intensities: whether values change as well; False for masks.
+    """
+
+    flip_axes: tuple[int, ...] = ()
+    spacing: tuple[float, ...] | None = None
+    shift: int = 0
+    turn: float = 0.2
+    intensities: bool = True
+
+    def __post_init__(self) -> None:
+        if self.spacing is not None and not all(0 < mm < float("inf") for mm in self.spacing):
+            raise DataError(f"spacing={self.spacing}: expected mm above 0")
+        if self.shift < 0 or not 0 <= self.turn <= 1:
+            raise DataError(
+                f"shift={self.shift}, turn={self.turn}: expected 0 or more cells and a probability"
+            )
+
+    @torch.no_grad()
+    def __call__(
+        self, image: Tensor, label: Tensor | None, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor | None]:
+        """image (batch, channels, *space), floating point; label (batch, 1, *space), integers below
+        2**24, or None; generator on the CPU. Returns new tensors, image as float32.
+
+        Space that comes in from outside is a reflection. Images are interpolated linearly, labels
+        take the nearest cell. DataError where shapes and arguments do not fit.
+        """
+        self._check(image, label)
+        image = image.float().clone(memory_format=torch.contiguous_format)
+        label = None if label is None else label.clone()
+        self._move(image, label, generator)
+        if self.intensities:
+            change_intensities(image, self._fine(image.ndim - 2), generator)
+        for axis in self.flip_axes:
+            chosen = torch.rand(len(image), generator=generator) < PROBABILITIES["mirror"]
+            for x in (image, label):
+                if x is not None:
+                    change(x, chosen, lambda part, axis=axis: part.flip(axis + 2))
+        return image, label
+
+    def _check(self, image: Tensor, label: Tensor | None) -> None:
+        axes = image.ndim - 2
+        if axes not in (2, 3) or not image.is_floating_point() or not image.numel():
+            raise DataError(
+                f"image: expected floats (batch, channels, *space) with 2 or 3 axes of space, got "
+                f"{tuple(image.shape)} {image.dtype}"
+            )
+        if label is not None and (
+            label.shape != (len(image), 1, *image.shape[2:]) or label.is_floating_point()
+        ):
+            raise DataError(
+                f"label: expected integers {(len(image), 1, *image.shape[2:])}, got "
+                f"{tuple(label.shape)} {label.dtype}"
+            )
+        if any(not 0 <= axis < axes for axis in self.flip_axes):
+            raise DataError(f"flip_axes={self.flip_axes}: axes are 0 to {axes - 1}")
+        if self.spacing is not None and len(self.spacing) != axes:
+            raise DataError(f"spacing={self.spacing}: expected {axes} numbers, one for each axis")
+
+    def _fine(self, axes: int) -> list[int]:
+        spacing = self.spacing or (1.0,) * axes
+        return [axis for axis in range(axes) if spacing[axis] <= COARSE * min(spacing)]
+
+    def _move(self, image: Tensor, label: Tensor | None, generator: torch.Generator) -> None:
+        """Rotation, zoom and shift, in place, by one resampling."""
+        batch, axes = len(image), image.ndim - 2
+        fine = self._fine(axes)
+        planes = list(combinations(fine, 2))
+        turned, zoomed = (torch.rand(2, batch, generator=generator) < self.turn).unbind()
+        angles = (torch.rand(batch, len(planes), generator=generator) * 2 - 1) * ANGLE
+        zooms = around_one(torch.rand(batch, generator=generator), *ZOOM)
+        steps = torch.randint(-self.shift, self.shift + 1, (batch, axes), generator=generator)
+        chosen = (turned & bool(planes)) | zoomed | (steps != 0).any(1)
+        matrix = rotations(angles * turned[:, None], planes, axes)
+        matrix[:, :, fine] *= torch.where(zoomed, zooms, 1.0)[:, None, None]
+        mm = torch.tensor(self.spacing or (1.0,) * axes, dtype=torch.float64)
+        cells = torch.cat([matrix * mm / mm[:, None], -steps[:, :, None].double()], 2)
+        picked = chosen.nonzero()[:, 0]
+        if len(picked):
+            grid = sampling_grid(cells[picked], image.shape[2:], image.device)
+            change(image, chosen, lambda part: sample(part, grid, "bilinear"))
+            if label is not None:
+                change(label, chosen, lambda part: sample(part, grid, "nearest"))
+
+
+def put(values: Tensor, device: torch.device) -> Tensor:
+    """To the device without waiting for it, which takes pinned memory."""
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def change(rows: Tensor, chosen: Tensor, function: Callable[..., Tensor], *given: Tensor) -> None:
+    """rows[chosen] = function(rows[chosen], *(g[chosen] for g in given)), in place. `chosen`, bool
+    (rows,), and the given numbers (rows,) are on the CPU; these arrive as (chosen, 1, ...)."""
+    picked = chosen.nonzero()[:, 0]
+    if not len(picked):
+        return
+    at, ones = put(picked, rows.device), (1,) * (rows.ndim - 1)
+    columns = [put(g[picked].view(-1, *ones), rows.device) for g in given]
+    rows.index_copy_(0, at, function(rows.index_select(0, at), *columns))
+
+
+def around_one(uniform: Tensor, low: float, high: float) -> Tensor:
+    """Numbers evenly in 0..1 -> low..1 for one half of them and 1..high for the other."""
+    below, above = low + 2 * uniform * (1 - low), 1 + (2 * uniform - 1) * (high - 1)
+    return torch.where(uniform < 0.5, below, above)
+
+
+def rotations(angles: Tensor, planes: Sequence[tuple[int, int]], axes: int) -> Tensor:
+    """angles (n, planes) in degrees -> (n, axes, axes) float64, planes turned one after another."""
+    eye = torch.eye(axes, dtype=torch.float64).repeat(len(angles), 1, 1)
+    result = eye.clone()
+    for (i, j), angle in zip(planes, angles.double().deg2rad().unbind(1), strict=True):
+        turn = eye.clone()
+        turn[:, i, i] = turn[:, j, j] = angle.cos()
+        turn[:, i, j], turn[:, j, i] = -angle.sin(), angle.sin()
+        result = turn @ result
+    return result
+
+
+def sampling_grid(matrix: Tensor, space: Sequence[int], device: torch.device) -> Tensor:
+    """What `grid_sample(align_corners=False)` wants: (n, *space, axes), last axis first, in halves
+    of the volume from its centre, of matrix (n, axes, axes + 1): cells from the centre of the
+    output -> cells from the centre of the input.
+    """
+    halves = torch.tensor(space, dtype=torch.float64) / 2
+    scaled = put((matrix / halves[:, None]).float(), device)
+    ones = (1,) * len(space)
+    coordinates = []
+    for row in scaled.unbind(1):
+        total = row[:, -1].view(-1, *ones)
+        for axis, size in enumerate(space):
+            line = torch.arange(size, device=device) - (size - 1) / 2
+            shape = [size if other == axis else 1 for other in range(len(space))]
+            total = total + row[:, axis].view(-1, *ones) * line.view(shape)
+        coordinates.append(total)
+    return torch.stack(coordinates[::-1], -1)
+
+
+def sample(x: Tensor, grid: Tensor, mode: str) -> Tensor:
+    found = F.grid_sample(x.float(), grid, mode, "reflection", align_corners=False)
+    return found.to(x.dtype)
+
+
+def change_intensities(image: Tensor, fine: Sequence[int], generator: torch.Generator) -> None:
+    """Noise, blur, brightness, contrast, low resolution and gamma, in place, in this order."""
+    batch, channels, *space = image.shape
+    rows = image.view(batch * channels, *space)
+
+    def drawn(name: str) -> Tensor:
+        """bool (rows,): the channels of samples that draw it."""
+        sample = torch.rand(batch, 1, generator=generator) < PROBABILITIES[name]
+        channel = torch.rand(batch, channels, generator=generator) < PER_CHANNEL.get(name, 1.0)
+        return (sample & channel).flatten()
+
+    def uniform(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(len(rows), generator=generator)
+
+    def gammas() -> Tensor:
+        return around_one(uniform(0, 1), *GAMMA)
+
+    # values are drawn on the device, from a seed drawn here
+    seed = int(torch.randint(2**62, (), generator=generator))
+    change(rows, drawn("noise"), lambda x, v: x + noise_like(x, seed) * v.sqrt(), uniform(0, NOISE))
+    change(rows, drawn("blur"), blur, *(uniform(*SIGMA) for _ in space))
+    change(rows, drawn("brightness"), torch.mul, uniform(*FACTOR))
+    change(rows, drawn("contrast"), contrast, uniform(*FACTOR))
+    lowered, fractions = drawn("low"), uniform(*LOW).tolist()
+    for row in lowered.nonzero()[:, 0].tolist():
+        rows[row] = low_resolution(rows[row], fractions[row], fine)
+    change(rows, drawn("inverted gamma"), lambda x, g: -gamma(-x, g), gammas())
+    change(rows, drawn("gamma"), gamma, gammas())
+
+
+def noise_like(x: Tensor, seed: int) -> Tensor:
+    own = torch.Generator(x.device).manual_seed(seed)
+    return torch.randn(x.shape, generator=own, device=x.device)
+
+
+def blur(x: Tensor, *sigmas: Tensor) -> Tensor:
+    """A Gaussian along each axis of x (n, *space) with its sigmas (n, 1, ...) in cells; beyond the
+    border is what is at the border."""
+    for axis, sigma in enumerate(sigmas, 1):
+        size = x.shape[axis]
+        reach = torch.arange(-TAPS, TAPS + 1, device=x.device)
+        weights = (-0.5 * (reach / sigma.view(-1, 1)).square()).softmax(1)
+        place = torch.arange(-TAPS, size + TAPS, device=x.device).clamp(0, size - 1)
+        padded, x = x.index_select(axis, place), torch.zeros_like(x)
+        for tap, weight in enumerate(weights.unbind(1)):
+            x.addcmul_(padded.narrow(axis, tap, size), weight.view_as(sigma))
+    return x
+
+
+def contrast(x: Tensor, factor: Tensor) -> Tensor:
+    """Away from the mean of each x[i], within its range."""
+    space = tuple(range(1, x.ndim))
+    mean, low, high = x.mean(space, True), x.amin(space, True), x.amax(space, True)
+    return ((x - mean) * factor + mean).clamp(low, high)
+
+
+def low_resolution(x: Tensor, fraction: float, axes: Sequence[int]) -> Tensor:
+    """x (*space) with a fraction of its cells along `axes`, and back: nearest down, linear up."""
+    space = x.shape
+    small = [max(1, round(n * fraction)) if i in axes else n for i, n in enumerate(space)]
+    down = F.interpolate(x[None, None], small, mode="nearest-exact")
+    return F.interpolate(down, space, mode=LINEAR[x.ndim], align_corners=False)[0, 0]
+
+
+def gamma(x: Tensor, exponent: Tensor) -> Tensor:
+    """Each x[i], mapped to 0..1, to the power of its exponent, with the mean and deviation it had;
+    what has no range stays as it is."""
+    space = tuple(range(1, x.ndim))
+    low, mean = x.amin(space, True), x.mean(space, True)
+    extent = x.amax(space, True) - low
+    powered = ((x - low) / extent).pow(exponent)
+    deviation, became = (a.std(space, correction=0, keepdim=True) for a in (x, powered))
+    result = (powered - powered.mean(space, True)) * (deviation / became) + mean
+    return torch.where(extent > 0, result, x)

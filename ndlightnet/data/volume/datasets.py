@@ -1,0 +1,324 @@
+"""Folders of volumes: which files make a case. The Medical Segmentation Decathlon's layout,
+nnU-Net's layout, and plain folders to predict on. No volume is opened here."""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ndlightnet.data.errors import DataError, one_line
+from ndlightnet.data.folders import leave_out
+from ndlightnet.data.volume.dicom_tree import Series, find_series
+from ndlightnet.data.volume.formats import ENDINGS, FILES, FOLDER, stem
+from ndlightnet.data.volume.grid import Case
+
+WANTED = f"{', '.join(ENDINGS)} or a {FOLDER.name}"
+NUMBERED = re.compile(r"(.+)_(\d{4})")  # nnU-Net's CASE_0000: the channel after the case
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A folder with a `dataset.json`. `labels[n]` names the label number n and `channels[c]` the
+    channel c of every case."""
+
+    folder: Path
+    labels: tuple[str, ...]
+    channels: tuple[str, ...]
+    training: tuple[Case, ...]
+    test: tuple[Case, ...]
+
+
+def read_dataset(folder: str | Path, notes: list[str] | None = None) -> Dataset:
+    """Reads `dataset.json`, the decathlon's ("modality") or nnU-Net's ("channel_names"), and checks
+    that every file is there (the files are not opened). In the decathlon's a case has a file for
+    each modality, or one file with all of them on its fourth axis. nnU-Net's are all files of its
+    folders that end in "file_ending", in small or capital letters; a line on what is left out is
+    added to `notes`.
+
+    Raises DataError for a missing folder or file, a `dataset.json` that cannot be read or is in
+    neither format, label or channel numbers with gaps, labels that are regions, a training case
+    without a label, and a folder without any case.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder")
+    file = folder / "dataset.json"
+    try:
+        found = _read(file, json.loads(file.read_text(encoding="utf-8")), notes)
+    except DataError:
+        raise
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise DataError(f"{file}: is not valid JSON ({one_line(error)})") from error
+    except RecursionError as error:
+        raise DataError(f"{file}: is nested too deeply to be read") from error
+    if not found.training and not found.test:
+        raise DataError(f"{file}: lists no case for training or test")
+    for case in found.training:
+        if case.label is None:
+            raise DataError(f"{file}: training case {case.name!r} has no label")
+    return found
+
+
+def _read(file: Path, listing: Any, notes: list[str] | None) -> Dataset:
+    if not isinstance(listing, dict):
+        raise DataError(f"{file}: should hold a JSON object")
+    if "channel_names" in listing:
+        return _read_nnunet(file, listing, notes)
+    if "modality" in listing:
+        return _read_decathlon(file, listing)
+    raise DataError(f"{file}: has neither 'channel_names' (nnU-Net) nor 'modality' (decathlon)")
+
+
+# ------------------------------------------------------------------------------------- decathlon
+
+
+def _read_decathlon(file: Path, listing: dict[str, Any]) -> Dataset:
+    labels = _numbered(file, listing, "labels")
+    channels = _numbered(file, listing, "modality")
+    training, test = (_listed(file, listing, key, len(channels)) for key in ("training", "test"))
+    return Dataset(file.parent, labels, channels, training, test)
+
+
+def _numbered(file: Path, listing: dict[str, Any], key: str) -> tuple[str, ...]:
+    """{"0": "CT", "1": "PET"} -> ("CT", "PET")."""
+    names = listing.get(key)
+    if not isinstance(names, dict) or not names:
+        raise DataError(f'{file}: {key!r} should map numbers to names, such as {{"0": "..."}}')
+    # int refuses texts of more than 4,300 digits
+    numbers = sorted(int(n) if n.isdecimal() and len(n) < 10 else -1 for n in names)
+    if numbers != list(range(len(names))):
+        given = one_line(sorted(names))
+        raise DataError(f"{file}: {key!r} should number from 0 without gaps, has {given}")
+    return tuple(str(names[number]) for number in sorted(names, key=int))
+
+
+def _listed(file: Path, listing: dict[str, Any], key: str, channels: int) -> tuple[Case, ...]:
+    entries = listing.get(key, [])
+    if not isinstance(entries, list):
+        raise DataError(f"{file}: {key!r} should be a list")
+    found: list[tuple[tuple[Path, ...], Path | None]] = []
+    for entry in entries:
+        fields = entry if isinstance(entry, dict) else {"image": entry}
+        images, label = fields.get("image"), fields.get("label")
+        texts: list[Any] = list(images) if isinstance(images, list) else [images]
+        texts += [label] if label else []
+        if not all(isinstance(text, str) for text in texts):
+            raise DataError(f"{file}: {key!r} has an entry without image files: {one_line(entry)}")
+        paths = [file.parent / text for text in texts]
+        label_path = paths.pop() if label else None
+        if len(paths) not in (1, channels):
+            need = f"should list {channels} image files, one for each modality (or one with all)"
+            raise DataError(f"{file}: entry {one_line(entry)} {need}")
+        for path in [*paths, label_path]:
+            if path is not None:
+                _check_there(path, file)
+        found.append((tuple(paths), label_path))
+    names = _names(file.parent, [images[0] for images, _ in found])
+    return tuple(Case(name, *files) for name, files in zip(names, found, strict=True))
+
+
+def _check_there(path: Path, file: Path) -> None:
+    if not os.path.exists(path):  # Path.exists raises where a name is too long
+        raise DataError(f"{path}: no such file, though {file.name} asks for it")
+
+
+# --------------------------------------------------------------------------------------- nnU-Net
+
+
+def _read_nnunet(file: Path, listing: dict[str, Any], notes: list[str] | None) -> Dataset:
+    channels = _numbered(file, listing, "channel_names")
+    labels = _named_numbers(file, listing.get("labels"))
+    ending = listing.get("file_ending")
+    if str(ending).lower() not in ENDINGS:
+        raise DataError(
+            f"{file}: 'file_ending' is {one_line(repr(ending))}, expected one of "
+            f"{', '.join(ENDINGS)}"
+        )
+    ending, count = str(ending).lower(), len(channels)
+    training, test = (_split(file, kind, ending, count, notes) for kind in ("Tr", "Ts"))
+    return Dataset(file.parent, labels, channels, training, test)
+
+
+def _named_numbers(file: Path, numbers: Any) -> tuple[str, ...]:
+    """{"background": 0, "liver": 1} -> ("background", "liver")."""
+    if not isinstance(numbers, dict) or not numbers:
+        raise DataError(f"{file}: 'labels' should map names to numbers, such as {{'liver': 1}}")
+    for name, number in numbers.items():
+        if isinstance(number, list):
+            wrong = f"has the region {name!r}: {one_line(number)}; one number a label is expected"
+            raise DataError(f"{file}: 'labels' {wrong}")
+        if name == "ignore":
+            raise DataError(
+                f"{file}: 'labels' has 'ignore'; partly labelled volumes cannot be used"
+            )
+    if any(type(number) is not int for number in numbers.values()) or (
+        sorted(numbers.values()) != list(range(len(numbers)))
+    ):
+        given = one_line(list(numbers.values()))
+        raise DataError(f"{file}: 'labels' should number from 0 without gaps, has {given}")
+    return tuple(sorted(numbers, key=lambda name: int(numbers[name])))
+
+
+def _split(
+    file: Path, kind: str, ending: str, channels: int, notes: list[str] | None
+) -> tuple[Case, ...]:
+    """imagesTr and labelsTr, or imagesTs and labelsTs; the latter may lack, wholly or in part."""
+    images, labels = (file.parent / f"{what}{kind}" for what in ("images", "labels"))
+    if not images.is_dir():
+        return ()
+    files = [path for path in _volumes_in(images) if path.name.lower().endswith(ending)]
+    leave_out({*images.iterdir()} - {*files}, images, f"CASE_0000{ending}", notes)
+    labelled = {_in_small(path): path for path in (_volumes_in(labels) if labels.is_dir() else [])}
+    for path in files:
+        if not NUMBERED.fullmatch(stem(path)):
+            raise DataError(f"{path}: should be called CASE_0000{ending}, CASE_0001{ending}, ...")
+    cases = []
+    for name, channel_files in _joined(files, channels).items():
+        for path in channel_files:
+            _check_there(path, file)
+        label = labelled.get(labels / name.name, labels / name.name)
+        if kind == "Tr":
+            _check_there(label, file)
+        cases.append(Case(stem(name), channel_files, label if label.exists() else None))
+    return tuple(cases)
+
+
+def _joined(files: Sequence[Path], channels: int) -> dict[Path, tuple[Path, ...]]:
+    """CASE_0000.nii, CASE_0001.nii, ... -> {CASE.nii: its `channels` files, there or not}."""
+    cases = {}
+    there = {_in_small(path): path for path in files}
+    if len(there) < len(files):
+        twin = next(path for path in files if there[_in_small(path)] != path)
+        raise DataError(f"{twin}: {there[_in_small(twin)].name} is there as well; remove one")
+    for small, path in there.items():
+        case, channel = _case_of(small), int(stem(path)[-4:])
+        if channel >= channels:
+            raise DataError(f"{path}: is channel {channel}, expected 0..{channels - 1}")
+        ending = small.name[len(stem(small)) :]
+        wanted = [path.with_name(f"{stem(case)}_{c:04}{ending}") for c in range(channels)]
+        cases[case] = tuple(there.get(one, one) for one in wanted)
+    return cases
+
+
+def _in_small(path: Path) -> Path:
+    """CASE.NII.GZ -> CASE.nii.gz."""
+    name = stem(path)
+    return path.with_name(name + path.name[len(name) :].lower())
+
+
+def _case_of(path: Path) -> Path:
+    """CASE_0001.nii -> CASE.nii; any other name stays. Its ending comes in small letters."""
+    path, match = _in_small(path), NUMBERED.fullmatch(stem(path))
+    return path if match is None else path.with_name(match[1] + path.name[len(match[0]) :])
+
+
+# ---------------------------------------------------------------------------------------- inputs
+
+
+def find_inputs(
+    path: str | Path,
+    channels: int = 1,
+    notes: list[str] | None = None,
+    modality: str | None = None,
+) -> list[Case]:
+    """What to predict on: a volume's file (.nii.gz, .nii, .nrrd, .mha, .mhd), a folder with a
+    dataset.json (its test cases), or a folder of such files and of DICOM series at any depth,
+    sorted by name. modality: take the series of this one only (CT, MR, PT, ...).
+
+    Files CASE_0000, CASE_0001, ... are one case for a network of several channels; for one channel
+    a `_0000` that every file has is left out of the names. Every DICOM series is a case, called as
+    `find_series` says. A line on other DICOM objects and one on other files are added to `notes`.
+    Nothing is opened beyond the headers of DICOM files, so a broken volume is listed and raises
+    when it is loaded. Raises DataError when there is nothing to predict on.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise DataError(f"{path}: no such file or folder")
+    if (path / "dataset.json").is_file():
+        cases = read_dataset(path, notes).test
+        if not cases:
+            raise DataError(f"{path}: dataset.json lists no test case")
+        return list(cases)
+    series: list[Series] = []
+    left = ""
+    try:
+        if path.is_file():
+            files, home = [path], path.parent
+            if not path.name.lower().endswith(ENDINGS):
+                raise DataError(
+                    f"{path}: is not a {FILES}; for DICOM give the folder of the series"
+                )
+        else:
+            files, home = _volumes_in(path), path
+            series, left, slices = find_series(path, modality)
+            leave_out({*path.iterdir()} - _read_of(path, files, slices), path, WANTED, notes)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    if not files and not series:
+        raise DataError(left or f"{path}: holds no {FILES} and no {FOLDER.name}")
+    if left and notes is not None:
+        notes.append(left)
+    plain = {s.folder.resolve() if s.folder == path else s.folder: s for s in series if not s.name}
+    first = [file for file in files if stem(file).endswith("_0000")]
+    if channels == 1:
+        numbered = first if len(first) == len(files) else []
+    else:
+        begun = {_case_of(file) for file in first}
+        numbered = [f for f in files if NUMBERED.fullmatch(stem(f)) and _case_of(f) in begun]
+    found: list[tuple[Path, tuple[Path, ...]]]
+    found = [(path, (path,)) for path in [*plain, *files] if path not in numbered]
+    found = sorted([*found, *_joined(numbered, channels).items()])
+    names = _names(home, [path for path, _ in found])
+    made = [
+        Case(name, images, None, tuple(plain[place].files) if place in plain else ())
+        for name, (place, images) in zip(names, found, strict=True)
+    ]
+    made += [Case(s.name, (s.folder,), None, tuple(s.files)) for s in series if s.name]
+    made.sort(key=lambda case: case.name)
+    for one, after in pairwise(made):
+        if one.name == after.name:
+            raise _same_name(after.images[0], after.name)
+    return made
+
+
+def _volumes_in(folder: Path) -> list[Path]:
+    # Hidden files are left-overs: "._ct.nii.gz" of macOS archives, unfinished writes.
+    files = (path for path in sorted(folder.iterdir()) if path.is_file())
+    return [f for f in files if f.name.lower().endswith(ENDINGS) and not f.name.startswith(".")]
+
+
+def _read_of(folder: Path, files: Sequence[Path], slices: Sequence[Path]) -> set[Path]:
+    """The entries of a folder that these volumes are read from, and those that are or hold DICOM
+    files, `slices`: a line of their own tells which of them are left out."""
+    inside = {
+        parent for path in {file.parent for file in slices} for parent in (path, *path.parents)
+    }
+    headers = [path for path in files if path.suffix.lower() == ".mhd"]  # voxels lie beside them
+    voxels = [path.with_suffix(end) for path in headers for end in (".raw", ".zraw")]
+    return {*files, *slices, *inside, *voxels, folder / "DICOMDIR"}
+
+
+def _names(folder: Path, paths: Sequence[Path]) -> list[str]:
+    """A name a file: its stem, with the folders before it where stems repeat (a/ct, b/ct), and with
+    its ending where that is all that differs (ct.nii, ct.nrrd)."""
+    names = [stem(path) for path in paths]
+    if len(set(names)) < len(names):
+        places = [Path(os.path.relpath(path, folder)).parts or (path.name,) for path in paths]
+        names = ["_".join([*parts[:-1], stem(Path(parts[-1]))]) for parts in places]
+        if len(set(names)) < len(set(places)):
+            whole = ["_".join(parts) for parts in places]
+            names = [w if names.count(n) > 1 else n for n, w in zip(names, whole, strict=True)]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise _same_name(paths[index], name)
+    return names
+
+
+def _same_name(path: Path, name: str) -> DataError:
+    return DataError(f"{path}: another case is called {name!r} as well; rename one")

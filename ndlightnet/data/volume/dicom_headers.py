@@ -1,0 +1,170 @@
+"""Headers of DICOM files: what kind of object each is, and every number of a slice looked at once,
+here, so that nothing after this meets a NaN, a missing tag or a length that is none."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pydicom
+from numpy.typing import NDArray
+from pydicom.uid import UID
+
+from ndlightnet.data.errors import DataError, one_line, readable
+from ndlightnet.data.volume.grid import EDGES
+
+Numbers = NDArray[np.float64]
+# Classes whose images are slices, placed in the patient; others are if they have a place.
+PLANES = re.compile(r"(Legacy Converted )?(Enhanced )?(CT|MR|PET|Positron Emission Tomography) ")
+SCOUTS = re.compile("locali[sz]er|scout|survey|surview|topogram|scanogram", re.IGNORECASE)
+FARTHEST = 1e6  # mm from the origin; nothing is scanned a kilometre away
+# Cosines are written with three decimals and more: 0.0005 off in each of three numbers.
+ROUNDED = 1e-3
+SCALING = ("RescaleSlope", "RescaleIntercept")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A file of one slice. place: of its first voxel, mm; along_row, along_column: of length 1;
+    gaps: mm between rows and between columns; scaling: which tags turn stored values into units."""
+
+    file: Path
+    header: Any
+    place: Numbers
+    along_row: Numbers
+    along_column: Numbers
+    gaps: tuple[float, float]
+    shape: tuple[int, int]
+    scaling: tuple[str, ...]
+
+    @property
+    def normal(self) -> Numbers:
+        return np.cross(self.along_row, self.along_column)
+
+
+def dicom_files(folder: Path) -> list[Path]:
+    """The files of a folder that say they are DICOM, whatever their ending."""
+    return [file for file in sorted(folder.iterdir()) if is_dicom(file)]
+
+
+def is_dicom(file: Path) -> bool:
+    return file.is_file() and file.name != "DICOMDIR" and pydicom.misc.is_dicom(file)
+
+
+def read_header(file: Path, tags: list[str] | None = None, voxels: bool = False) -> Any:
+    """All but the voxels, with `voxels` these as well, or only these tags."""
+    with readable(file):
+        return pydicom.dcmread(file, stop_before_pixels=not voxels, specific_tags=tags)
+
+
+def text_of(header: Any, tag: str) -> str:
+    """As it stands in the file, "" where it does not; never an error."""
+    try:
+        value = header.get(tag)
+    except Exception:  # pydicom converts a value when it is asked for, and may not be able to
+        return ""
+    return "" if value is None else str(value).strip()
+
+
+def kind_of(header: Any) -> str:
+    """ "" for the slice of a volume; else what else it is, in a word: reports, plans, structures,
+    scouts and photographs stand in the folders of images too."""
+    uid = text_of(header.file_meta, "MediaStorageSOPClassUID") or text_of(header, "SOPClassUID")
+    name = UID(uid).name
+    image = "Image Storage" in name if name != uid else "Rows" in header  # unknown: by its look
+    placed = PLANES.match(name) or "ImagePositionPatient" in header
+    if image and "LOCALIZER" in text_of(header, "ImageType"):
+        return "localizer"
+    modality = text_of(header, "Modality")
+    if image and placed:
+        return ""
+    return name if modality in ("", "CT", "MR", "PT") else modality
+
+
+def numbers(
+    header: Any,
+    tag: str,
+    count: int,
+    expected: str,
+    good: Callable[[Numbers], Any] = lambda found: True,
+) -> Numbers:
+    """The `count` finite numbers of a tag. DataError, with the file, the tag and its value, where
+    it is missing, is no such numbers, or not `good`."""
+    try:  # pydicom converts a value when it is asked for
+        value = header.get(tag)
+        found = np.array(value, dtype=float).reshape(-1)
+    except Exception as error:
+        value, found = text_of(header, tag) or error, np.empty(0)
+    if value is None:
+        raise DataError(f"{header.filename}: has no {tag}, or is cut short before it")
+    if len(found) != count or not np.isfinite(found).all() or not good(found):
+        raise DataError(f"{header.filename}: {tag} is {one_line(value)}, expected {expected}")
+    return found
+
+
+def whole(header: Any, tag: str, default: int, among: range | tuple[int, ...]) -> int:
+    """A whole number; `default` where there is none."""
+    if text_of(header, tag) == "":
+        return default
+    some = (
+        f"{among[0]} to {among[-1]}" if isinstance(among, range) else " or ".join(map(str, among))
+    )
+    return int(numbers(header, tag, 1, some, lambda found: found[0] in among)[0])
+
+
+def checked(header: Any) -> Slice:
+    """The numbers of a slice. DataError names the file, the tag, its value and what was
+    expected."""
+    file = Path(header.filename)
+    if whole(header, "NumberOfFrames", 1, range(2**31)) > 1:
+        raise DataError(f"{file}: holds several frames; only files of one slice can be read")
+    if (look := text_of(header, "PhotometricInterpretation")) == "":
+        raise DataError(f"{file}: has no PhotometricInterpretation, or is cut short before it")
+    if whole(header, "SamplesPerPixel", 1, (1, 3, 4)) > 1 or not look.startswith("MONOCHROME"):
+        raise DataError(
+            f"{file}: PhotometricInterpretation is {one_line(look)}, expected MONOCHROME1 or "
+            "MONOCHROME2: voxels should be real numbers, are colours"
+        )
+    place = numbers(
+        header, "ImagePositionPatient", 3, "3 finite numbers (mm)",
+        lambda mm: np.abs(mm).max() < FARTHEST,
+    )  # fmt: skip
+    cosines = numbers(
+        header, "ImageOrientationPatient", 6, "two directions at right angles, of length 1", _turn
+    )
+    low, high = EDGES
+    gaps = numbers(
+        header, "PixelSpacing", 2, f"2 numbers from {low:g} to {high:g} (mm)",
+        lambda mm: low <= mm.min() and mm.max() <= high,
+    )  # fmt: skip
+    sides = range(1, 2**16)
+    rows, columns = (
+        int(numbers(header, tag, 1, "1 to 65535", lambda found: found[0] in sides)[0])
+        for tag in ("Rows", "Columns")
+    )
+    whole(header, "BitsAllocated", 16, (8, 16, 32))
+    lengths = np.linalg.norm(cosines.reshape(2, 3), axis=1)
+    return Slice(
+        file, header, place, cosines[:3] / lengths[0], cosines[3:] / lengths[1],
+        (float(gaps[0]), float(gaps[1])), (rows, columns), _scaling(header),
+    )  # fmt: skip
+
+
+def _turn(cosines: Numbers) -> bool:
+    row, column = cosines.reshape(2, 3)
+    lengths = np.linalg.norm([row, column], axis=1)
+    return bool(np.abs(lengths - 1).max() <= ROUNDED and abs(row @ column) <= 2 * ROUNDED)
+
+
+def _scaling(header: Any) -> tuple[str, ...]:
+    """The tags that turn stored values into units, after a look at them: one of slope and
+    intercept without the other would be passed over."""
+    if "ModalityLUTSequence" in header:
+        return ("ModalityLUTSequence",)
+    if not any(tag in header for tag in SCALING):
+        return ()
+    numbers(header, "RescaleSlope", 1, "a number other than 0", lambda found: found[0] != 0)
+    numbers(header, "RescaleIntercept", 1, "a finite number")
+    return SCALING

@@ -1,0 +1,172 @@
+"""The DICOM series below a folder, at any depth and in any mixture, as archives export them."""
+
+import hashlib
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.volume.dicom_headers import SCOUTS, is_dicom, kind_of, read_header, text_of
+from ndlightnet.data.volume.formats import ENDINGS, stem
+
+MANY = 500  # files; to read the headers of more takes seconds, which a bar shows
+KEPT = 40  # letters of each part of a name
+# All that is kept of a header here: there may be tens of thousands.
+TAGS = ["SOPClassUID", "SOPInstanceUID", "SeriesInstanceUID", "StudyInstanceUID", "PatientID",
+        "PatientName", "FrameOfReferenceUID", "Modality", "ImageType", "SeriesNumber",
+        "SeriesDescription", "ImagePositionPatient", "ImageOrientationPatient",
+        "Rows"]  # fmt: skip
+ONE_SERIES = ("SeriesInstanceUID", "StudyInstanceUID", "PatientID", "FrameOfReferenceUID")
+
+
+@dataclass
+class Series:
+    """Images of one SeriesInstanceUID. folder: the deepest that holds them all. name: "" where the
+    folder's is enough."""
+
+    folder: Path
+    headers: list[Any] = field(default_factory=list)
+    files: list[Path] = field(default_factory=list)
+    name: str = ""
+
+    def text(self, tag: str) -> str:
+        return text_of(self.headers[0], tag) if self.headers else ""
+
+    def texts(self, tag: str) -> set[str]:
+        return {text_of(header, tag) for header in self.headers}
+
+    @property
+    def scout(self) -> bool:
+        """Slices in several planes, called like what other scans are planned on."""
+        planes = len(self.texts("ImageOrientationPatient"))
+        return planes > 1 and SCOUTS.search(self.text("SeriesDescription")) is not None
+
+
+def find_series(root: Path, modality: str | None = None) -> tuple[list[Series], str, list[Path]]:
+    """Every series of images below a folder, in order of their folders, or those of one modality
+    (CT, MR, PT, ...); a line on what else of DICOM is there, "" if nothing; and all DICOM files.
+    Files with the ending of another format are not looked into.
+
+    A series that is alone in the folder, or in one directly in it, is called as that folder is; any
+    other by patient, modality and SeriesNumber, and, where that is not enough, by letters made from
+    its UID. A file whose header cannot be read belongs to every series of its folder, so that they
+    are refused with its name: it may be a slice of any of them.
+    """
+    found: list[Series] = []
+    left: Counter[str] = Counter()
+    folders = _headers(root, left)
+    for folder, headers in folders.items():
+        _sort_out(folder, headers, found, left)
+    _name(found, root)
+    wanted = []
+    for series in found:
+        other = series.text("Modality").upper()
+        if modality is None or not series.headers or other == modality.upper():
+            wanted.append(series)
+        else:
+            left[f"{other or 'unknown'} series"] += 1
+    listed = ", ".join(f"{count} {kind}" for kind, count in sorted(left.items()))
+    images = "images" if modality is None else f"{modality.upper()} images"
+    note = f"{root}: DICOM objects are left out: {listed} (expected series of {images})"
+    return wanted, note if left else "", [file for some in folders.values() for file in some]
+
+
+def _headers(root: Path, left: Counter[str]) -> dict[Path, dict[Path, Any]]:
+    """Folder by folder the DICOM files and their headers, None where it cannot be read."""
+    from rich.progress import track
+
+    files: list[Path] = []
+    entered: set[str] = set()  # links may lead back
+
+    def closed(_: OSError) -> None:
+        left["folder that cannot be opened"] += 1
+
+    for place, inside, names in os.walk(root, followlinks=True, onerror=closed):
+        if (real := os.path.realpath(place)) in entered:
+            inside.clear()
+            continue
+        entered.add(real)
+        inside[:] = sorted(name for name in inside if not name.startswith("."))
+        names = [name for name in sorted(names) if not name.lower().endswith(ENDINGS)]
+        files += [Path(place, name) for name in names]
+    found: dict[Path, dict[Path, Any]] = {}
+    few = len(files) < MANY
+    for file in track(files, "reading DICOM headers", transient=True, disable=few):
+        try:
+            dicom, header = is_dicom(file), None
+        except OSError:  # it may not be opened: then the ending has to tell
+            dicom = file.suffix.lower() == ".dcm"
+        if dicom:
+            with suppress(DataError):
+                header = read_header(file, TAGS)
+            found.setdefault(file.parent, {})[file] = header
+    return found
+
+
+def _sort_out(
+    folder: Path, headers: dict[Path, Any], found: list[Series], left: Counter[str]
+) -> None:
+    """Adds the series of a folder to those found, and the number of what else there is to left."""
+    here: dict[str, Series] = {}
+    lost = []
+    for file, header in headers.items():
+        kind = "" if header is None else kind_of(header)
+        if kind:
+            left[kind] += 1
+        elif header is None or "SeriesInstanceUID" not in header:
+            lost.append(file)
+        else:
+            series = here.setdefault(text_of(header, "SeriesInstanceUID"), Series(folder))
+            series.headers.append(header)
+            series.files.append(file)
+    images = [one for one in here.values() if not one.scout]
+    left.update(["localizer"] * sum(len(one.files) for one in here.values() if one.scout))
+    for series in images or ([Series(folder)] if lost else []):
+        series.files += lost
+        _join(found, series)
+
+
+def _join(found: list[Series], series: Series) -> None:
+    """Adds a series, or the rest of one: some archives put so many files into a folder and go on in
+    the next. A copy, of the same objects, is a series of its own."""
+    for begun in found:
+        same = series.text(ONE_SERIES[0]) and all(
+            begun.text(tag) == series.text(tag) for tag in ONE_SERIES
+        )
+        if same and not begun.texts("SOPInstanceUID") & series.texts("SOPInstanceUID"):
+            begun.folder = Path(os.path.commonpath([begun.folder, series.folder]))
+            begun.headers += series.headers
+            begun.files += series.files
+            return
+    found.append(series)
+
+
+def _name(found: Sequence[Series], root: Path) -> None:
+    together = Counter(series.folder for series in found)
+    taken = Counter(stem(entry).casefold() for entry in [*root.iterdir(), root.resolve()])
+    named = [
+        series for series in found
+        if together[series.folder] > 1 or root not in (series.folder, series.folder.parent)
+    ]  # fmt: skip
+    for series in named:
+        patient = series.text("PatientID") or series.text("PatientName") or "unknown"
+        parts = [patient, series.text("Modality"), series.text("SeriesNumber")]
+        if not series.headers:
+            parts = list(series.folder.relative_to(root).parts)
+        series.name = "_".join(map(_safe, filter(None, parts)))
+        taken[series.name.casefold()] += 1
+    for series in named:
+        if taken[series.name.casefold()] > 1:
+            place = os.path.relpath(series.folder, root)
+            told = f"{series.text('SeriesInstanceUID')} {place}".encode()
+            series.name += f"_{hashlib.sha256(told).hexdigest()[:8]}"
+
+
+def _safe(text: str) -> str:
+    """As a part of a file's name."""
+    return re.sub(r"[^\w.-]+", "-", text)[:KEPT].strip(".-_") or "unknown"

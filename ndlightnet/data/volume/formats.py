@@ -1,0 +1,49 @@
+"""The formats of volumes: a new one is one entry of READERS."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ndlightnet.data.errors import readable
+from ndlightnet.data.volume.dicom import open_series
+from ndlightnet.data.volume.grid import FileGrid, Read
+from ndlightnet.data.volume.itk import open_itk
+from ndlightnet.data.volume.nifti import open_nifti
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A format. open(path, slices): the grid at once, and what reads the voxels a few slices at a
+    time, so that a volume of gigabytes is never held twice. endings: of its files, in small
+    letters; none: it is a folder."""
+
+    name: str
+    endings: tuple[str, ...]
+    open: Callable[[Path, Sequence[Path]], tuple[FileGrid, Read]]
+
+
+READERS = (
+    Reader("NIfTI", (".nii.gz", ".nii"), open_nifti),
+    Reader("NRRD", (".nrrd",), open_itk),
+    Reader("MetaImage", (".mha", ".mhd"), open_itk),
+    Reader("DICOM series", (), open_series),
+)
+ENDINGS = tuple(ending for reader in READERS for ending in reader.endings)
+FOLDER = next(reader for reader in READERS if not reader.endings)
+*_FIRST, _LAST = (reader.name for reader in READERS if reader.endings)
+FILES = f"{', '.join(_FIRST)} or {_LAST} file"  # for messages
+
+
+def open_file(path: Path, slices: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
+    """The reader's, of a file or of a folder with the DICOM slices; one of an unknown ending is
+    taken for NIfTI. Raises DataError where it cannot be read."""
+    name = path.name.lower()
+    reader = next((one for one in READERS if name.endswith(one.endings)), READERS[0])
+    with readable(path):
+        return (FOLDER if path.is_dir() else reader).open(path, slices)
+
+
+def stem(path: Path) -> str:
+    """The name without the ending of a volume; the whole name of anything else."""
+    ending = next((end for end in ENDINGS if path.name.lower().endswith(end)), "")
+    return path.name[: len(path.name) - len(ending)]

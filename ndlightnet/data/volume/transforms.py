@@ -1,0 +1,129 @@
+"""From a `Volume` to a network: turned, resampled and scaled.
+
+A prepared volume lies along RAS axes (x to the right, y to the front, z to the head), whatever
+index order its file has: left and right are not to be guessed. That is a flip and a permutation,
+nothing is interpolated unless a spacing is asked for.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from monai.transforms.spatial.array import Spacing
+from monai.transforms.transform import MapTransform
+from torch import Tensor
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.volume.volume import Volume, upright
+
+SAMPLE = 1_000_000  # voxels that percentiles are taken of
+MOST_VOXELS = 2**31  # a resampled volume of more is refused: the spacing is not meant
+
+
+@dataclass(frozen=True)
+class Intensity:
+    """How a channel becomes numbers of order one: (clipped to low..high - mean) / deviation, in the
+    file's own units (CT: Hounsfield units). Without numbers each volume is clipped to its own
+    percentiles 0.5 and 99.5 and brought to mean 0 and deviation 1, for scanners without units
+    (MRI). Raises DataError for some of the numbers without the others, and for an empty range."""
+
+    low: float | None = None
+    high: float | None = None
+    mean: float | None = None
+    deviation: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [value is not None for value in (self.low, self.high, self.mean, self.deviation)]
+        if any(given) != all(given):
+            raise DataError(f"{self}: expected all four numbers or none")
+        if all(given) and not (self.low < self.high and self.deviation > 0):  # type: ignore[operator]
+            raise DataError(f"{self}: expected low < high and deviation > 0")
+
+    def scale_(self, x: Tensor) -> None:
+        """x (x, y, z) float32, in place: a volume is not held twice."""
+        if self.mean is not None:
+            x.clamp_(self.low, self.high).sub_(self.mean).div_(self.deviation)  # type: ignore[arg-type]
+            return
+        some = x
+        if x.numel() > SAMPLE:  # every nth voxel may lie in few planes, and x need not be dense
+            rng = torch.Generator().manual_seed(0)
+            some = x[tuple(torch.randint(n, (SAMPLE,), generator=rng) for n in x.shape)]
+        low, high = torch.quantile(some.flatten(), torch.tensor([0.005, 0.995])).tolist()
+        # in one pass and in double; x.mean(dtype=float64) would make a copy of twice the size
+        deviation, mean = torch.std_mean(x.clamp_(low, high), correction=0)
+        x.sub_(mean).div_(deviation.clamp_min(1e-8))
+
+
+class Prepare:
+    """A `Volume` -> {"name", "image", "label" (where there is one)} along RAS axes, at `spacing`
+    (mm along x, y, z; None: the file's own), the `channels` by number (None: all), each scaled by
+    its Intensity. What is read of the volume stays as it is.
+
+    image: MetaTensor (channels, x, y, z) float32. label: MetaTensor (1, x, y, z) uint8 or int16.
+
+    Raises DataError for a spacing that is none, and for one at which a volume is far too large."""
+
+    def __init__(
+        self,
+        intensities: Sequence[Intensity],
+        spacing: Sequence[float] | None = None,
+        channels: Sequence[int] | None = None,
+    ) -> None:
+        if spacing is not None and (len(spacing) != 3 or not all(0 < s < np.inf for s in spacing)):
+            raise DataError(f"data.spacing: {list(spacing)}, expected three edges above 0 (mm)")
+        self.intensities, self.spacing = list(intensities), spacing
+        self.channels = list(range(len(self.intensities)) if channels is None else channels)
+
+    def __call__(self, volume: Volume) -> dict[str, Any]:
+        if len(volume.image) != len(self.intensities):
+            raise ValueError(
+                f"{len(volume.image)} channels for {len(self.intensities)} intensities"
+            )
+        name = volume.case.name
+        # a list of channels makes a copy, which is scaled where it lies
+        image = self._resampled(upright(volume.image[self.channels]), "bilinear", name)
+        for channel, number in zip(image.as_tensor(), self.channels, strict=True):
+            self.intensities[number].scale_(channel)
+        if volume.label is None:
+            return {"name": name, "image": image}
+        label = self._resampled(upright(volume.label), "nearest", name)
+        kind = torch.uint8 if label.max() < 256 else torch.int16
+        return {"name": name, "image": image, "label": label.to(kind)}
+
+    def _resampled(self, volume: Any, mode: str, name: str) -> Any:
+        if self.spacing is None:
+            return volume
+        edges = [e * n for e, n in zip(volume.pixdim.tolist(), volume.shape[1:], strict=True)]
+        shape = [max(1, round(e / s)) for e, s in zip(edges, self.spacing, strict=True)]
+        if int(np.prod(shape, dtype=np.float64)) > MOST_VOXELS:
+            raise DataError(
+                f"data.spacing: {list(self.spacing)} mm, at which {name} would have the shape "
+                f"{shape}: expected one of at most {MOST_VOXELS} voxels"
+            )
+        return Spacing(tuple(self.spacing), mode=mode)(volume)
+
+
+class ScaleChannelsd(MapTransform):
+    """The last step of Prepare by itself, among MONAI's dictionary transforms: of an image
+    (channels, *space) the `channels` by number (None: all), each scaled by its Intensity."""
+
+    def __init__(
+        self, keys: Any, intensities: Sequence[Intensity], channels: Sequence[int] | None = None
+    ) -> None:
+        super().__init__(keys)
+        self.intensities = list(intensities)
+        self.channels = list(range(len(self.intensities)) if channels is None else channels)
+
+    def __call__(self, data: Mapping[Any, Any]) -> dict[Any, Any]:
+        scaled = dict(data)
+        for key in self.key_iterator(scaled):
+            if len(scaled[key]) != len(self.intensities):
+                raise ValueError(
+                    f"{key}: {len(scaled[key])} channels, expected {len(self.intensities)}"
+                )
+            scaled[key] = scaled[key][self.channels]  # a copy
+            for channel, number in zip(scaled[key].as_tensor(), self.channels, strict=True):
+                self.intensities[number].scale_(channel)
+        return scaled

@@ -1,0 +1,247 @@
+"""A case of one patient, read once: from its files to a network, and labels back onto its grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import nibabel
+import numpy as np
+import torch
+from monai.data.meta_tensor import MetaTensor
+from monai.transforms.spatial.array import Orientation, ResampleToMatch
+from nibabel import io_orientation, orientations
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ndlightnet.data.errors import DataError, readable, whole_file
+from ndlightnet.data.volume.dicom import save_segmentation
+from ndlightnet.data.volume.formats import open_file
+from ndlightnet.data.volume.grid import SLAB, Case, FileGrid, Read
+
+# Two grids are one when no corner is off by more than this fraction of the smallest voxel edge.
+# Headers round: a qform holds a rotation as three float32, good to 3e-4 rad: 0.04 mm at 150 mm.
+SAME_GRID = 0.1
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Volume:
+    """What is trained on, measured and drawn of a case, and what its labels are written onto.
+
+    image: MetaTensor (channels, x, y, z), float32, in the file's own values (CT: Hounsfield units).
+    label: MetaTensor (1, x, y, z), int16, or None. Both are in the index order of the first image
+    and carry `.affine`, (4, 4) float64 from voxel indices to RAS mm. grid: of the first image.
+    notes: a line for each thing that was decided for the user: "PATH: what".
+    """
+
+    case: Case
+    image: Any
+    label: Any
+    grid: FileGrid
+    notes: tuple[str, ...]
+
+    @classmethod
+    def read(cls, case: Case, classes: int | None = None, channels: int | None = None) -> Volume:
+        """Opens every file of the case once.
+
+        The first file keeps its grid and the others are interpolated onto it, with their minimum
+        where they do not reach. A file's fourth axis holds channels, a plane is one slice, and
+        voxels that are NaN or infinite take the least finite value of their channel. A label map
+        with the same grid in another index order is turned.
+
+        Raises DataError for a file that cannot be read, has an empty axis or another number of
+        axes, an affine that cannot be inverted, voxel edges outside 0.001 to 100 mm, more than half
+        of its voxels NaN or infinite, a label map off the first image's grid or with fractions, a
+        further image that lies wholly beside the first, label values outside 0..classes-1, and
+        another number of channels than `channels`.
+
+        While it reads, a file that is not compressed takes no more memory than its float32 voxels.
+        """
+        opened = [open_file(path, case.slices) for path in case.images]
+        label = None if case.label is None else open_file(case.label)
+        first = opened[0][0]
+        turns = None if label is None else _turns(label[0], first)
+        found: list[Tensor] = []
+        notes: list[str] = []
+        while opened:
+            grid, read = opened.pop(0)  # the last reference to what is open
+            if not _overlap(first, grid):
+                raise DataError(f"{grid.path}: does not overlap {first.path}")
+            image, more = _voxels(grid, read)
+            notes += more
+            found.append(image if _same_grid(grid, first) else _onto(image, grid, first))
+        whole = found[0] if len(found) == 1 else torch.cat(found)
+        del found, image, read
+        if channels not in (None, len(whole)):
+            raise DataError(f"{first.path}: has {len(whole)} channels, expected {channels}")
+        affine = torch.from_numpy(first.affine)
+        numbers: Any = None
+        if label is not None:
+            grid, read = label
+            turned = orientations.apply_orientation(_labels(grid, read)[0], turns)  # type: ignore[no-untyped-call]
+            numbers = torch.from_numpy(np.ascontiguousarray(turned)[None])
+            low, high = int(numbers.min()), int(numbers.max())
+            if classes is not None and (low < 0 or high >= classes):
+                wrong = f"has label values {low}..{high}, expected 0..{classes - 1}"
+                raise DataError(f"{grid.path}: {wrong}")
+            numbers = MetaTensor(numbers, affine=affine)
+            notes += grid.notes
+        return cls(case, MetaTensor(whole, affine=affine), numbers, first, tuple(notes))
+
+    def onto(self, image: Any) -> tuple[tuple[int, ...], NDArray[np.float64]] | None:
+        """The file's grid along RAS axes: its shape and the (4, 4) matrix from its voxel indices to
+        those of `image`, a MetaTensor that `Prepare` has made of this volume; diagonal but for the
+        offset. None: it is the same grid."""
+        turns, space = self._axes(), self.grid.shape[:3]
+        shape = tuple(space[axis] for axis in np.argsort(turns[:, 0]))
+        back = orientations.inv_ornt_aff(turns, space)  # type: ignore[no-untyped-call]
+        matrix = np.linalg.inv(image.affine.numpy()) @ self.grid.affine @ back
+        if shape == tuple(image.shape[1:]) and np.allclose(matrix, np.eye(4), atol=1e-3):
+            return None
+        matrix[:3, :3] = np.diag(np.diag(matrix[:3, :3]))  # what is beside is rounding
+        return shape, matrix
+
+    def from_ras(self, labels: Tensor) -> NDArray[Any]:
+        """Labels (x, y, z) on the grid of `onto` -> a view of them in the file's index order."""
+        ras = orientations.axcodes2ornt("RAS")  # type: ignore[no-untyped-call]
+        back = orientations.ornt_transform(ras, self._axes())  # type: ignore[no-untyped-call]
+        turned: NDArray[Any] = orientations.apply_orientation(labels.numpy(), back)  # type: ignore[no-untyped-call]
+        return turned
+
+    def _axes(self) -> NDArray[np.float64]:
+        """Where the file's axes go in RAS order, as nibabel says it."""
+        return io_orientation(self.grid.affine)  # type: ignore[no-untyped-call]
+
+    def save_labels(self, labels: Tensor | NDArray[Any], path: str | Path) -> None:
+        """Writes labels (x, y, z), whole numbers in the file's index order, as `.nii.gz`.
+
+        uint8, or int16 where a label is above 255. The header (affine, spacing, sform and qform
+        codes) is that of the NIfTI source; for any other source the affine is the grid's. The file
+        appears complete or not at all; its folder is made if needed.
+
+        Raises ValueError for labels of another shape or kind, DataError when it cannot be written.
+        """
+        path = Path(path)
+        if not path.name.endswith(".nii.gz"):
+            raise ValueError(f"labels are written as .nii.gz, got {path.name}")
+        image = self.grid.label_image(labels)
+        with whole_file(path) as draft:
+            nibabel.save(image, draft)
+
+    def save_dicom_seg(
+        self, labels: Tensor | NDArray[Any], path: str | Path, names: Sequence[str]
+    ) -> None:
+        """As `dicom.save_segmentation`."""
+        save_segmentation(labels, self.grid, path, names)
+
+
+def upright(volume: Any) -> Any:
+    """A MetaTensor (channels, x, y, z) along RAS axes: flipped and permuted, not interpolated."""
+    turn: Any = Orientation("RAS", labels=None)
+    return turn(volume)
+
+
+def in_threads(
+    look: Callable[[Case], T], cases: Sequence[Case], title: str, progress: bool, workers: int = 4
+) -> list[T]:
+    """What `look` makes of each case, with a progress bar. An error ends it without the rest."""
+    from rich.progress import track
+
+    # inflating gzip, most of the work, releases the interpreter
+    pool = ThreadPoolExecutor(max(1, workers))
+    try:
+        done = pool.map(look, cases)
+        return list(track(done, title, total=len(cases), disable=not progress))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _voxels(grid: FileGrid, read: Read) -> tuple[Tensor, list[str]]:
+    """(channels, x, y, z) float32 without NaN or infinity; notes."""
+    *space, channels = grid.shape
+    with readable(grid.path), np.errstate(over="ignore"):  # beyond float32 is infinite: below
+        voxels = np.empty((channels, *space), np.float32)
+        for channel, z, part in grid.slabs(read):
+            voxels[channel, :, :, z] = part
+    notes = list(grid.notes)
+    for values in voxels.reshape(channels, -1):
+        bad, least = 0, np.inf
+        parts = [values[low : low + SLAB] for low in range(0, len(values), SLAB)]
+        for part in parts:
+            finite = np.isfinite(part)
+            bad += len(part) - int(finite.sum())
+            least = min(least, float(part.min(where=finite, initial=np.inf)))
+        if bad > len(values) / 2:
+            raise DataError(f"{grid.path}: has {bad} voxels that are NaN or infinite, over half")
+        if bad:
+            notes.append(f"{grid.path}: {bad} voxels are NaN or infinite, taken as {least:.6g}")
+            for part in parts:
+                part[~np.isfinite(part)] = least
+    return torch.from_numpy(voxels), notes
+
+
+def _labels(grid: FileGrid, read: Read) -> NDArray[np.int16]:
+    """(1, x, y, z)."""
+    with readable(grid.path), np.errstate(invalid="ignore"):
+        numbers = np.empty((1, *grid.shape[:3]), np.int16)
+        for _, z, part in grid.slabs(read):
+            if not np.isfinite(part).all():
+                raise DataError(f"{grid.path}: has labels that are NaN or infinite")
+            numbers[0, :, :, z] = part
+            if not np.array_equal(numbers[0, :, :, z], part):
+                wrong = "has labels that are not whole numbers below 32768"
+                raise DataError(f"{grid.path}: {wrong}")
+    return numbers
+
+
+def _same_grid(one: FileGrid, other: FileGrid) -> bool:
+    return one.shape[:3] == other.shape[:3] and _apart(one, other) <= SAME_GRID * other.edges.min()
+
+
+def _apart(one: FileGrid, other: FileGrid) -> float:
+    return float(np.linalg.norm(one.corners - other.corners, axis=1).max())
+
+
+def _turns(label: FileGrid, image: FileGrid) -> Any:
+    """What brings the label's index axes into the order and the direction of the image's, for
+    nibabel: the NIfTI and the DICOM of a scan may differ in them. DataError for another grid."""
+    if label.shape[3] > 1:
+        raise DataError(f"{label.path}: a label should have 3 axes, has shape {label.shape}")
+    if _same_grid(label, image):  # where axes lie between two directions rounding may turn one
+        return np.array([[axis, 1] for axis in range(3)])
+    to, at = io_orientation(image.affine), io_orientation(label.affine)  # type: ignore[no-untyped-call]
+    turns = orientations.ornt_transform(at, to)  # type: ignore[no-untyped-call]
+    back = orientations.inv_ornt_aff(turns, label.shape[:3])  # type: ignore[no-untyped-call]
+    shape = [label.shape[axis] for axis in np.argsort(turns[:, 0])]
+    if _same_grid(replace(label, shape=(*shape, 1), affine=label.affine @ back), image):
+        return turns
+    if label.shape[:3] != image.shape[:3]:
+        raise DataError(
+            f"{label.path}: has shape {label.shape[:3]}, "
+            f"its image {image.path.name} has {image.shape[:3]}"
+        )
+    raise DataError(
+        f"{label.path}: has another affine than its image {image.path.name}; "
+        f"corners are {_apart(label, image):.3g} mm apart"
+    )
+
+
+def _overlap(first: FileGrid, other: FileGrid) -> bool:
+    """Whether the boxes around two volumes, on `other`'s index axes, have a part in common."""
+    inside = first.corners @ np.linalg.inv(other.affine).T
+    low, high = inside[:, :3].min(0), inside[:, :3].max(0)
+    return bool((high >= -0.5).all() and (low <= np.array(other.shape[:3]) - 0.5).all())
+
+
+def _onto(image: Tensor, grid: FileGrid, target: FileGrid) -> Tensor:
+    volume = MetaTensor(image, affine=torch.from_numpy(grid.affine))
+    like = MetaTensor(torch.empty(1, *target.shape[:3]), affine=torch.from_numpy(target.affine))
+    # The resampler fills with zero, so zero is made to mean the minimum.
+    least = image.amin((1, 2, 3), keepdim=True)
+    resample: Any = ResampleToMatch(mode="bilinear", padding_mode="zeros", dtype=np.float64)
+    shifted: Tensor = resample(volume - least, img_dst=like).as_tensor()
+    return (shifted + least).float()

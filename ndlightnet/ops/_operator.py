@@ -1,0 +1,72 @@
+"""Functions on tensors as torch.library operators, so that torch.compile and torch.export see them.
+
+Eagerly an operator is called through an autograd.Function of its own: torch's way to an operator's
+registered gradient takes twice the time of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+
+from ndlightnet.ops._once import once
+
+LIBRARY = torch.library.Library("ndlightnet", "FRAGMENT")
+
+
+class Operator:
+    """An operator with a schema, a fake implementation and, if it has one, a gradient.
+
+    setup(ctx, inputs, output) saves what backward(ctx, *grads) needs, which returns one gradient or
+    None for each input. Inputs are positional.
+    """
+
+    def __init__(
+        self,
+        schema: str,
+        forward: Callable[..., Any],
+        fake: Callable[..., Any],
+        setup: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
+        backward: Callable[..., tuple[Any, ...]] | None = None,
+    ) -> None:
+        name = schema.partition("(")[0]
+        LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        # compiled graphs call it when they run, where Dynamo is not to look into it
+        LIBRARY.impl(name, _disable_dynamo(forward), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"ndlightnet::{name}", fake, lib=LIBRARY)
+        self.overload = getattr(torch.ops.ndlightnet, name).default
+        self.function: Any = None
+        if setup is None or backward is None:
+            return
+        backward, save, overload = once(backward), setup, self.overload
+        torch.library.register_autograd(
+            f"ndlightnet::{name}", backward, setup_context=_positional(setup), lib=LIBRARY
+        )
+
+        def run(ctx: Any, *inputs: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                output = overload(*inputs)
+            save(ctx, inputs, output)
+            return output
+
+        members = {"forward": staticmethod(run), "backward": staticmethod(backward)}
+        self.function = type(name, (torch.autograd.Function,), members)
+
+    def __call__(self, *inputs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.overload(*inputs)
+        learnt = self.function is not None and torch.is_grad_enabled()
+        if learnt and torch._C._any_requires_grad(*inputs):
+            return self.function.apply(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.overload(*inputs)
+
+
+def _positional(setup: Callable[..., None]) -> Callable[..., None]:
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        setup(ctx, inputs, output)
+
+    return save

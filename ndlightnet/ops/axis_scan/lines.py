@@ -1,0 +1,96 @@
+"""One-dimensional exponential Toeplitz products along lines of tokens, in plain torch.
+
+Per axis and channel:  h_l = lambda * h_(l-1) + x_l  in R^states,   y_l = sum_t c_t h_(l,t),
+which is  y_l = sum_(m <= l) T_(l-m) x_m  with  T_l = sum_t c_t lambda_t^l.
+The decays lambda are shared by the channels of an axis, so every step below is a matrix product.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.recurrence.exponential import carry_over, even, exponential_filter
+
+EXPORTED = 32  # tokens of a chunk in an exported graph, whose lines may be shorter
+CHUNK = 64  # within a chunk a Toeplitz matrix, between chunks the states
+
+
+def _powers(log_decay: Tensor, exponents: Tensor) -> Tensor:
+    """lambda^l: (states, len(exponents))."""
+    return torch.exp(log_decay[:, None] * exponents)
+
+
+def line_state(x: Tensor, log_decay: Tensor, state: Tensor | None = None) -> Tensor:
+    """State after the last token of each line: sum_m lambda^(n-1-m) x_m (+ lambda^n state).
+
+    x: (lines, n, dim); log_decay: (states,) <= 0; state and result: (lines, dim, states), float32.
+    """
+    n, acc = x.shape[1], accumulator(x)
+    back = torch.arange(n - 1, -1, -1, device=x.device, dtype=acc)
+    h = torch.einsum("bnd,en->bde", x.to(acc), _powers(log_decay.to(acc), back))
+    return h if state is None else h + torch.exp(log_decay.to(acc) * n) * state
+
+
+def line_scan(x: Tensor, coef: Tensor, log_decay: Tensor, state: Tensor | None = None) -> Tensor:
+    """The recurrence along lines of tokens: (lines, n, dim) -> same shape.
+
+    coef: (dim, states); log_decay: (states,) <= 0; state: (lines, dim, states) before the first
+    token.
+
+    Where torch.export looks, nothing depends on the number of tokens but sizes.
+    """
+    n, acc = x.shape[1], accumulator(x)
+    if n == 0:
+        return x
+    coef, log_decay = coef.to(acc), log_decay.to(acc)
+    exported = torch.compiler.is_exporting()
+    # torch.export takes a size of 1, and a view of all, for constants, and AOTInductor compiles for
+    # minutes where sizes are quotients of quotients
+    chunks, size = (n // EXPORTED + 3, EXPORTED) if exported else even(n, CHUNK)
+    table = _powers(log_decay, torch.arange(size + 1, device=x.device))[None]
+    state = None if state is None else state.to(acc)
+    traced = exported or torch.compiler.is_compiling()
+    carry = partial(_carry_traced, log_decay * size) if traced else carry_over
+    y, _ = exponential_filter(x.to(acc), chunks, table, coef, state, carry)
+    return y.to(x.dtype)
+
+
+def _carry_traced(log_decay: Tensor, added: Tensor, decay: Tensor, first: Tensor | None) -> Tensor:
+    """`carry_over` for a traced graph, which takes any number of chunks: a scan has as many steps
+    as that number has bits.
+
+    Within groups of chunks a Toeplitz matrix for each state. Into a group comes what the groups
+    before it added, by a Toeplitz matrix again, whose size is the number of tokens / CHUNK^2: exact
+    for any number, and small beside the rest up to millions. An exported graph has one group, and
+    so a matrix of their number / EXPORTED.
+    """
+    if first is not None:
+        added = torch.cat([(decay * first)[:, None] + added[:, :1], added[:, 1:]], 1)
+    x, n = added.permute(3, 1, 0, 2), added.shape[1]  # states first
+    groups, size = (1, n) if torch.compiler.is_exporting() else even(n, CHUNK)
+    h = torch.nn.functional.pad(x.flatten(2), (0, 0, 0, groups * size - n))
+    h = _toeplitz(log_decay, size)[:, None] @ h.unflatten(1, (groups, size))
+    if groups > 1:
+        entry = _toeplitz(log_decay * size, groups - 1) @ h[:, :-1, -1]
+        since = torch.arange(1, size + 1, device=x.device)
+        later = h[:, 1:] + _powers(log_decay, since)[:, None, :, None] * entry[:, :, None]
+        h = torch.cat([h[:, :1], later], 1)
+    return h.flatten(1, 2)[:, :n].view_as(x).permute(2, 1, 3, 0)
+
+
+def _toeplitz(log_decay: Tensor, n: int) -> Tensor:
+    """lambda^(l - m) for m <= l, else 0: (states, n, n)."""
+    lag = torch.arange(n, device=log_decay.device)
+    offset = lag[:, None] - lag
+    return torch.exp(log_decay[:, None, None] * offset.clamp(min=0)) * (offset >= 0)
+
+
+def line_step(x: Tensor, coef: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token: x (batch, dim), state (batch, dim, states) -> (output, new state)."""
+    acc = accumulator(x)
+    state = torch.exp(log_decay.to(acc)) * state + x.to(acc)[..., None]
+    return (state * coef.to(acc)).sum(-1).to(x.dtype), state

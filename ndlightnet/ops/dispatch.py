@@ -1,0 +1,159 @@
+"""Which implementation of an operation runs: one table, one choice, one reason why not.
+
+"torch" is plain torch, "triton" our kernels, "fla" those of flash-linear-attention, "reference" the
+specification, token by token; "auto" takes kernels where there are some for the tensors at hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ndlightnet.ops.position import Position
+
+Impl = Literal["auto", "torch", "triton", "reference", "fla"]
+
+KERNELS, FLA = ("torch", "triton", "reference"), ("torch", "fla", "reference")
+# What each operation has. The torch form of norm_gate is its own specification.
+OPERATIONS: dict[str, tuple[str, ...]] = {
+    "summarize": KERNELS,
+    "read": KERNELS,
+    "global_attention": KERNELS,
+    "causal_attention": KERNELS,
+    "axis_causal_attention": KERNELS,
+    "attention_step": KERNELS,
+    "sliding_merge": ("torch", "triton"),
+    "axis_scan": KERNELS,
+    "norm_gate": KERNELS,
+    "gated_linear_attention": FLA,
+    "gated_delta_rule": FLA,
+    "linear_attention": (
+        "torch",
+        "reference",
+    ),  # global, or causal along frames of more than one token
+}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST_CHANNELS, MOST_ROW, MOST_AXES = 256, 4096, 8
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether there is a kernel; false with the reason why not."""
+
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return not self.reason
+
+
+SUPPORTED = Support()
+
+
+def resolve(
+    operation: str, impl: Impl, x: Tensor, *others: Tensor | None, lrpe: Position | None = None
+) -> str:
+    """The implementation that runs: "torch", "triton", "fla" or "reference".
+
+    x, others, lrpe: as in `supported`, or keys, values and log decays of what "fla" runs. Raises
+    ValueError for an explicit wish that cannot be served, and says why; it is never replaced by
+    another one, but no kernel is launched over nothing: torch makes the empty results.
+    """
+    has = OPERATIONS[operation]
+    if impl != "auto" and impl not in has:
+        *some, last = (repr(name) for name in ("auto", *has))
+        raise ValueError(f"impl={impl!r}: expected {', '.join(some)} or {last} for {operation}")
+    if impl in ("torch", "reference"):
+        return impl
+    if "fla" in has:
+        from ndlightnet.ops import fla
+
+        v, *rest = others
+        assert v is not None
+        support = fla.supports(operation, x, v, *rest)  # type: ignore[arg-type]
+        if impl == "fla" and not support:
+            raise ValueError(f"impl='fla': no {operation} for {support.reason}")
+        return "fla" if support else "torch"
+    if impl == "auto" and (not x.is_cuda or "triton" not in has):
+        return "torch"
+    support = supported(operation, x, *others, lrpe=lrpe)
+    if impl == "triton" and not support:
+        raise ValueError(f"impl='triton': no kernel for {operation} with {support.reason}")
+    if not support or x.numel() == 0:
+        return "torch"
+    return "torch" if any(y is not None and y.numel() == 0 for y in others) else "triton"
+
+
+def _device_reason(device: torch.device) -> str:
+    return _device_reason_once(device)
+
+
+# what torch.compiler.assume_constant_result does, but without importing torch._dynamo and Triton
+_device_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _device_reason_once(device: torch.device) -> str:
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return "" if major >= 8 else f"compute capability {major}.{minor}: expected 8.0 or more"
+    from ndlightnet_kernels import interpreted
+
+    if device.type == "cpu" and interpreted():
+        return ""
+    return f"tensors on {device.type}: expected cuda"
+
+
+def supported(
+    operation: str,
+    x: Tensor,
+    v: Tensor | None = None,
+    *others: Tensor | None,
+    lrpe: Position | None = None,
+) -> Support:
+    """Whether `operation`, a name in ndlightnet.ops, has a Triton kernel for these tensors.
+
+    x: queries or keys (batch, length, heads, dim), or tokens (batch, *grid, dim) for "axis_scan",
+    (..., dim) for "norm_gate". v: values. others: what else goes in (queries, a State): where one
+    of all needs a gradient, a kernel must have one. A Support is true, or false with a `reason`.
+    """
+    if "triton" not in OPERATIONS.get(operation, ()):
+        known = (name for name, has in OPERATIONS.items() if "triton" in has)
+        raise ValueError(f"operation={operation!r}: expected one of {', '.join(known)}")
+    if reason := _device_reason(x.device):
+        return Support(reason)
+    if x.dtype not in DTYPES or (v is not None and v.dtype != x.dtype):
+        dtypes = {x.dtype} | ({v.dtype} if v is not None else set())
+        names = " and ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        return Support(f"{names}: expected bfloat16, float16 or float32, the same for all")
+    axes = x.ndim - 2 if operation == "axis_scan" else len(lrpe.shape) if lrpe else 1
+    if axes > MOST_AXES:
+        return Support(f"{axes} axes: expected {MOST_AXES} or fewer")
+    if operation == "norm_gate":
+        if x.shape[-1] > MOST_ROW:
+            return Support(f"{x.shape[-1]} channels: expected {MOST_ROW} or fewer")
+        return SUPPORTED
+    if operation == "axis_scan":
+        from ndlightnet_kernels import axis_scan
+
+        return Support(axis_scan.supported(x))
+    if operation == "attention_step" and torch.is_grad_enabled():
+        given = (x, v, *others, lrpe and lrpe.theta)
+        if any(one is not None and one.requires_grad for one in given):
+            return Support("a gradient: the kernel of a step has no backward; use torch.no_grad()")
+    wide = max(x.shape[-1], 0 if v is None else v.shape[-1])
+    if wide > MOST_CHANNELS:
+        return Support(f"{wide} channels a head: expected {MOST_CHANNELS} or fewer")
+    if lrpe is not None and lrpe.kind == "rotary":
+        if operation in ("causal_attention", "axis_causal_attention", "attention_step"):
+            return Support(f"kind='rotary' in {operation}: expected 'cosine' or no lrpe")
+        if x.shape[-1] % 2:
+            return Support(f"kind='rotary' and {x.shape[-1]} channels: expected an even number")
+    return SUPPORTED

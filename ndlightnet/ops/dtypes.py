@@ -1,0 +1,16 @@
+"""In which precision sums are kept."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def accumulator(x: Tensor) -> torch.dtype:
+    """float64 for float64 inputs, float32 for all others."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def finest(device: torch.device) -> torch.dtype:
+    """float64, for what has to be exact to more digits than float32 has; MPS has none."""
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -1,0 +1,445 @@
+"""The Triton form of LightNet attention, of rows that share a grid and of samples end to end alike:
+operators with fakes and explicit backwards. The kernels are imported when they are called, not
+before. What ends each operator's arguments is a Position: see ndlightnet_kernels.position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndlightnet.layout import Ragged
+from ndlightnet.ops._operator import Operator
+from ndlightnet.ops.lightnet.state import State
+from ndlightnet.ops.position import Position, columns, offset_of, shape_of
+from ndlightnet_kernels import position as flat
+from ndlightnet_kernels.position import FIELDS, SCHEMA
+
+Flat = flat.Position
+NOWHERE = Flat()
+
+
+# ----------------------------------------------------------------------------------- positions
+def of_grid(lrpe: Position | None) -> Flat:
+    """Of rows that share a grid."""
+    if lrpe is None:
+        return NOWHERE
+    offset, shape, start = None, shape_of(lrpe), offset_of(lrpe)
+    if start is not None:
+        device = lrpe.theta.device
+        parts = columns(start, device)
+        same = lrpe.origin is start
+        parts += parts if same else columns(lrpe.origin or (0,) * len(shape), device)
+        offset = torch.stack(torch.broadcast_tensors(*parts), 1)
+    return flat.grid(lrpe.theta, offset, lrpe.kind, lrpe.prefix, shape)
+
+
+def of_frames(lrpe: Position | None, batch: int, frames: int) -> Flat:
+    """Each frame of a grid as a row of its own."""
+    if lrpe is None:
+        return NOWHERE
+    whole, axes = of_grid(lrpe), len(shape_of(lrpe))
+    frame = torch.arange(frames, device=lrpe.theta.device)[:, None]
+    if whole.offset is None:
+        offset = torch.nn.functional.pad(frame, (0, axes - 1)).int()
+    else:
+        offset = whole.offset[:, None] + torch.nn.functional.pad(frame, (0, 2 * axes - 1))
+    offset = offset.expand(batch, frames, -1).reshape(batch * frames, -1).contiguous()
+    return flat.grid(lrpe.theta, offset, lrpe.kind, 0, (1, *shape_of(lrpe)[1:]))
+
+
+def of_samples(
+    lrpe: Position | None, layout: Ragged, k: Tensor, vdim: int, offset: Tensor | None = None
+) -> Flat:
+    """Of samples end to end; offset (samples, axes) int32."""
+    from ndlightnet_kernels import plans
+
+    kind = "none" if lrpe is None else lrpe.kind
+
+    def make() -> tuple[Any, ...]:
+        span = plans.portion(layout.lengths, k, vdim, kind)
+        items, first = plans.items(layout.lengths, span)
+        tables = (torch.tensor(x, dtype=torch.int32) for x in (items, first, layout.shapes))
+        return (*(x.to(k.device, non_blocking=True) for x in tables), span)
+
+    key = ("parts", k.device, k.dtype, k.shape[1:], vdim, kind)
+    *tables, span = layout.once(key, make)
+    theta = None if lrpe is None else lrpe.theta
+    items, first, shapes = tables
+    sizes = (0, span, 0, 0)
+    return Flat(theta, None if theta is None else offset, items, first, shapes, kind, sizes)
+
+
+# ---------------------------------------------------------------------- what the operators share
+def _state(k: Tensor, vdim: int, position: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Unwritten States (max, sum, memory) of all samples."""
+    where, (batch, _, heads, dim) = Flat(*position), k.shape
+    batch = where.samples(batch)
+    total = k.new_empty(batch, heads, dim, dtype=torch.float32)
+    memory = k.new_empty(batch, heads, where.halves * dim, vdim, dtype=torch.float32)
+    return total, torch.empty_like(total), memory
+
+
+def _dtheta(x: Tensor, theta: Tensor | None, learn: bool) -> Tensor:
+    """An unwritten gradient of each head's angles, empty if not wanted."""
+    slots = theta.shape[1] if learn and theta is not None else 0
+    return x.new_empty(x.shape[2], slots, dtype=torch.float32)
+
+
+def _fit(dtheta: Tensor, theta: Tensor | None, learn: bool) -> tuple[Tensor | None, ...]:
+    """Gradients of a Position: of (heads or 1, slots) angles from that of each head."""
+    fitted = None
+    if learn and theta is not None:
+        fitted = dtheta.sum_to_size(theta.shape).to(theta.dtype)
+    return fitted, *[None] * (FIELDS - 1)
+
+
+def _save(ctx: Any, position: Sequence[Any], *tensors: Tensor | None) -> None:
+    """Keep tensors and a Position, last, for the backward."""
+    *apart, ctx.kind, ctx.sizes = position
+    ctx.save_for_backward(*tensors, *apart)
+
+
+def _saved(ctx: Any) -> tuple[list[Any], Flat, bool]:
+    """What was kept, and whether the angles have a gradient."""
+    *tensors, theta, offset, items, first, shapes = ctx.saved_tensors
+    where = Flat(theta, offset, items, first, shapes, ctx.kind, ctx.sizes)
+    return tensors, where, theta is not None and ctx.needs_input_grad[-FIELDS]
+
+
+# -------------------------------------------------------------------------------------- global
+def _global(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *position: Any) -> Any:
+    """Output, and for the backward the State (max, sum, memory)."""
+    from ndlightnet_kernels import attention
+
+    where = Flat(*position)
+    top, total, memory = attention.summarize(k, v, mask, where)
+    return attention.read(q, total, memory, where), top, total, memory
+
+
+def _global_fake(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *position: Any) -> Any:
+    return q.new_empty(*q.shape[:3], v.shape[-1]), *_state(k, v.shape[-1], position)
+
+
+def _global_backward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor, total: Tensor,
+    memory: Tensor, dout: Tensor, learn: bool, *position: Any,
+) -> Any:  # fmt: skip
+    from ndlightnet_kernels import attention_backward as kernels
+
+    where = Flat(*position)
+    dq, dtotal, dmemory, by_q = kernels.read_backward(q, total, memory, dout, where, learn)
+    dk, dv, by_k = kernels.summarize_backward(k, v, mask, top, dtotal, dmemory, where, learn)
+    return dq, dk, dv, by_q + by_k
+
+
+def _global_backward_fake(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor, total: Tensor,
+    memory: Tensor, dout: Tensor, learn: bool, *position: Any,
+) -> Any:  # fmt: skip
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    return dq, dk, dv, _dtheta(q, position[0], learn)
+
+
+def _global_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _save(ctx, inputs[4:], *inputs[:4], *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _global_grads(ctx: Any, dout: Tensor, *_: Tensor) -> Any:
+    tensors, where, learn = _saved(ctx)
+    dq, dk, dv, dtheta = global_backward(*tensors, dout, learn, *where)
+    return dq, dk, dv, None, *_fit(dtheta, where.theta, learn)
+
+
+global_backward = Operator(
+    "global_attention_backward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor top, "
+    f"Tensor total, Tensor memory, Tensor dout, bool learn, {SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _global_backward, _global_backward_fake,
+)  # fmt: skip
+global_attention = Operator(
+    f"global_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, {SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _global, _global_fake, _global_save, _global_grads,
+)  # fmt: skip
+
+
+# ----------------------------------------------------------------------------- State and queries
+def _summarize(k: Tensor, v: Tensor, mask: Tensor | None, *position: Any) -> Any:
+    from ndlightnet_kernels import attention
+
+    return attention.summarize(k, v, mask, Flat(*position))
+
+
+def _summarize_fake(k: Tensor, v: Tensor, mask: Tensor | None, *position: Any) -> Any:
+    return _state(k, v.shape[-1], position)
+
+
+def _summarize_backward(
+    k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor, dtotal: Tensor, dmemory: Tensor,
+    learn: bool, *position: Any,
+) -> Any:  # fmt: skip
+    from ndlightnet_kernels import attention_backward as kernels
+
+    where = Flat(*position)
+    return kernels.summarize_backward(k, v, mask, top, dtotal, dmemory, where, learn)
+
+
+def _summarize_backward_fake(
+    k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor, dtotal: Tensor, dmemory: Tensor,
+    learn: bool, *position: Any,
+) -> Any:  # fmt: skip
+    return k.new_empty(k.shape), v.new_empty(v.shape), _dtheta(k, position[0], learn)
+
+
+def _summarize_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _save(ctx, inputs[3:], *inputs[:3], output[0])
+    ctx.mark_non_differentiable(output[0])
+
+
+def _summarize_grads(ctx: Any, _: Tensor, dtotal: Tensor, dmemory: Tensor) -> Any:
+    tensors, where, learn = _saved(ctx)
+    dk, dv, dtheta = summarize_backward(*tensors, dtotal, dmemory, learn, *where)
+    return dk, dv, None, *_fit(dtheta, where.theta, learn)
+
+
+summarize_backward = Operator(
+    "summarize_backward(Tensor k, Tensor v, Tensor? mask, Tensor top, Tensor dtotal, "
+    f"Tensor dmemory, bool learn, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    _summarize_backward, _summarize_backward_fake,
+)  # fmt: skip
+summarize = Operator(
+    f"summarize(Tensor k, Tensor v, Tensor? mask, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    _summarize, _summarize_fake, _summarize_save, _summarize_grads,
+)  # fmt: skip
+
+
+def _read(q: Tensor, total: Tensor, memory: Tensor, *position: Any) -> Tensor:
+    from ndlightnet_kernels import attention
+
+    return attention.read(q, total, memory, Flat(*position))
+
+
+def _read_fake(q: Tensor, total: Tensor, memory: Tensor, *position: Any) -> Tensor:
+    return q.new_empty(*q.shape[:3], memory.shape[-1])
+
+
+def _read_backward(
+    q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, learn: bool, *position: Any
+) -> Any:
+    from ndlightnet_kernels import attention_backward as kernels
+
+    return kernels.read_backward(q, total, memory, dout, Flat(*position), learn)
+
+
+def _read_backward_fake(
+    q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, learn: bool, *position: Any
+) -> Any:
+    dq, dtotal, dmemory = (x.new_empty(x.shape) for x in (q, total, memory))
+    return dq, dtotal, dmemory, _dtheta(q, position[0], learn)
+
+
+def _read_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _save(ctx, inputs[3:], *inputs[:3])
+
+
+def _read_grads(ctx: Any, dout: Tensor) -> Any:
+    tensors, where, learn = _saved(ctx)
+    dq, dtotal, dmemory, dtheta = read_backward(*tensors, dout, learn, *where)
+    return dq, dtotal, dmemory, *_fit(dtheta, where.theta, learn)
+
+
+read_backward = Operator(
+    "read_backward(Tensor q, Tensor total, Tensor memory, Tensor dout, bool learn, "
+    f"{SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _read_backward, _read_backward_fake,
+)  # fmt: skip
+read = Operator(
+    f"read(Tensor q, Tensor total, Tensor memory, {SCHEMA}) -> Tensor",
+    _read, _read_fake, _read_save, _read_grads,
+)  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------- causal
+def _causal(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor | None,
+    total: Tensor | None, memory: Tensor | None, *position: Any,
+) -> Any:  # fmt: skip
+    """Output, final State (max, sum, memory), and for the backward the States of all segments.
+    Without a first State (top, total, memory) it is empty."""
+    from ndlightnet_kernels import causal
+
+    out, last, entry = causal.forward(q, k, v, mask, (top, total, memory), Flat(*position))
+    return out, *last, *entry
+
+
+def _causal_fake(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor | None,
+    total: Tensor | None, memory: Tensor | None, *position: Any,
+) -> Any:  # fmt: skip
+    from ndlightnet_kernels import plans
+
+    parts, rows = plans.cut(k, v.shape[-1], Flat(*position).kind)[0], k.shape[0] * k.shape[2]
+    last = _state(k, v.shape[-1], position)
+    states = zip(last, (parts + 1, parts, parts), strict=True)
+    entry = [x.new_empty(rows, n, *x.shape[2:]) for x, n in states]
+    return q.new_empty(v.shape), *last, *entry, k.new_empty(rows, parts, dtype=torch.int32)
+
+
+def _causal_backward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor, total: Tensor,
+    memory: Tensor, flag: Tensor, dout: Tensor, dtotal: Tensor | None, dmemory: Tensor | None,
+    past: bool, learn: bool, *position: Any,
+) -> Any:  # fmt: skip
+    from ndlightnet_kernels import causal_backward as kernels
+
+    where, entry = Flat(*position), (top, total, memory, flag)
+    return kernels.backward(q, k, v, mask, entry, where, dout, dtotal, dmemory, past, learn)
+
+
+def _causal_backward_fake(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor, total: Tensor,
+    memory: Tensor, flag: Tensor, dout: Tensor, dtotal: Tensor | None, dmemory: Tensor | None,
+    past: bool, learn: bool, *position: Any,
+) -> Any:  # fmt: skip
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    before = _state(k, v.shape[-1], position)[1:]
+    if not past:
+        before = (before[0].new_empty(0), before[0].new_empty(0))
+    return dq, dk, dv, *before, _dtheta(q, position[0], learn)
+
+
+def _causal_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.past = inputs[4] is not None
+    _save(ctx, inputs[7:], *inputs[:4], *output[4:])
+    ctx.mark_non_differentiable(output[1], *output[4:])
+    ctx.set_materialize_grads(False)  # mostly nothing depends on the final State
+
+
+def _causal_grads(
+    ctx: Any, dout: Tensor | None, _: None, dtotal: Tensor | None, dmemory: Tensor | None,
+    *__: None,
+) -> Any:  # fmt: skip
+    tensors, where, learn = _saved(ctx)
+    if dout is None:
+        dout = torch.zeros_like(tensors[2], dtype=tensors[0].dtype)
+    dq, dk, dv, dsum0, dmemory0, dtheta = causal_backward(
+        *tensors, dout, dtotal, dmemory, ctx.past, learn, *where
+    )
+    past = (None, dsum0, dmemory0) if ctx.past else (None, None, None)
+    return dq, dk, dv, None, *past, *_fit(dtheta, where.theta, learn)
+
+
+causal_backward = Operator(
+    "causal_attention_backward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor top, "
+    "Tensor total, Tensor memory, Tensor flag, Tensor dout, Tensor? dtotal, Tensor? dmemory, "
+    f"bool past, bool learn, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _causal_backward, _causal_backward_fake,
+)  # fmt: skip
+causal_operator = Operator(
+    "causal_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? top, Tensor? total, "
+    f"Tensor? memory, {SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _causal, _causal_fake, _causal_save, _causal_grads,
+)  # fmt: skip
+
+
+def causal(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None, where: Flat
+) -> tuple[Tensor, State]:
+    """Key channels add up, so a head wider than a program holds goes in blocks of them."""
+    from ndlightnet_kernels import plans
+
+    dim, blocks = k.shape[-1], plans.channel_blocks(k, v.shape[-1])
+    if len(blocks) == 1:
+        before = (None, None, None) if state is None else state
+        out, *after = causal_operator(q, k, v, mask, *before, *where)
+        return out, State(*after[:3])
+    outs, states = [], []
+    for block in blocks:
+        past: Any = (None, None, None)
+        if state is not None:
+            memory = torch.cat([m[:, :, block] for m in state.memory.split(dim, dim=2)], 2)
+            past = (state.max[..., block], state.sum[..., block], memory)
+        out, *after = causal_operator(
+            q[..., block], k[..., block], v, mask, *past, *where.slots(block)
+        )
+        outs.append(out.float())
+        states.append(State(*after[:3]))
+    halves = zip(*(p.memory.chunk(where.halves, 2) for p in states), strict=True)
+    memory = torch.cat([part for half in halves for part in half], 2)
+    top, total = (torch.cat([p[i] for p in states], -1) for i in (0, 1))
+    return sum(outs[1:], outs[0]).to(q.dtype), State(top, total, memory)
+
+
+# ---------------------------------------------------------------------------------------- step
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, top: Tensor, total: Tensor, memory: Tensor, *position: Any
+) -> Any:
+    from ndlightnet_kernels import step
+
+    return step.step(q, k, v, top, total, memory, Flat(*position))
+
+
+def _step_fake(
+    q: Tensor, k: Tensor, v: Tensor, top: Tensor, total: Tensor, memory: Tensor, *position: Any
+) -> Any:
+    return q.new_empty(v.shape), *(x.new_empty(x.shape) for x in (top, total, memory))
+
+
+step = Operator(
+    "attention_step(Tensor q, Tensor k, Tensor v, Tensor top, Tensor total, Tensor memory, "
+    f"{SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _step, _step_fake,
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------------ merge of many States
+def _merge(top: Tensor, total: Tensor, memory: Tensor, window: int) -> Any:
+    from ndlightnet_kernels import frames
+
+    return frames.sliding_merge(top, total, memory, window)
+
+
+def _merge_fake(top: Tensor, total: Tensor, memory: Tensor, window: int) -> Any:
+    return tuple(x.new_empty(x.shape) for x in (top, total, memory))
+
+
+def _merge_backward(
+    top: Tensor, after: Tensor, dtotal: Tensor, dmemory: Tensor, window: int
+) -> Any:
+    from ndlightnet_kernels import frames
+
+    return frames.sliding_merge_backward(top, after, dtotal, dmemory, window)
+
+
+def _merge_backward_fake(
+    top: Tensor, after: Tensor, dtotal: Tensor, dmemory: Tensor, window: int
+) -> Any:
+    return dtotal.new_empty(dtotal.shape), dmemory.new_empty(dmemory.shape)
+
+
+def _merge_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.window = inputs[3]
+    ctx.save_for_backward(inputs[0], output[0])
+    ctx.mark_non_differentiable(output[0])
+
+
+def _merge_grads(ctx: Any, _: Tensor, dtotal: Tensor, dmemory: Tensor) -> Any:
+    grads = sliding_merge_backward(*ctx.saved_tensors, dtotal, dmemory, ctx.window)
+    return None, *grads, None
+
+
+sliding_merge_backward = Operator(
+    "sliding_merge_backward(Tensor top, Tensor after, Tensor dtotal, Tensor dmemory, "
+    "SymInt window) -> (Tensor, Tensor)",
+    _merge_backward, _merge_backward_fake,
+)  # fmt: skip
+sliding_merge = Operator(
+    "sliding_merge(Tensor top, Tensor total, Tensor memory, SymInt window) "
+    "-> (Tensor, Tensor, Tensor)",
+    _merge, _merge_fake, _merge_save, _merge_grads,
+)  # fmt: skip

@@ -1,0 +1,307 @@
+"""LightNet attention: one function per form of execution.
+
+q, k `(batch, length, heads, dim)`, v `(batch, length, heads, value_dim)`: any float dtype;
+statistics, memories and States in float32 (float64 for float64 inputs); outputs in q's dtype. SiLU
+is applied to q here. There is no 1/sqrt(dim): the layer normalises the output. k is at once key and
+decay.
+
+  summarize           a source of keys and values -> State
+  read                queries on a State (cross attention = summarize + read)
+  global_attention    every token sees every token (Eq. 6)
+  causal_attention    token t sees tokens up to t (Eq. 5), from a State to a State
+  axis_causal_attention   causal along the first axis of a grid, free along the others; frames.py
+  attention_step      one token, for decoding
+  merge               two States -> the State of both sources
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndlightnet.layout import Grid, Layout, Ragged
+from ndlightnet.ops.dispatch import Impl, resolve
+from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.lightnet import _triton, parallel, reference
+from ndlightnet.ops.lightnet.state import State, decay, merge, tile
+from ndlightnet.ops.position import (
+    Position,
+    key_features,
+    offset_gradient,
+    offset_of,
+    query_features,
+    relative,
+    shape_of,
+)
+from ndlightnet.ops.recurrence.chunks import exact
+
+__all__ = [
+    "attention_step", "causal_attention", "global_attention", "merge", "read", "summarize",
+]  # fmt: skip
+
+
+def _check(
+    k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, q: Tensor | None
+) -> None:
+    if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"k {tuple(k.shape)}, v {tuple(v.shape)}: expected (batch, length, heads, dim) and "
+            "(batch, length, heads, value_dim)"
+        )
+    if q is not None and q.shape != k.shape:
+        raise ValueError(f"q {tuple(q.shape)}: expected the shape of k, {tuple(k.shape)}")
+    if mask is not None and (mask.shape != k.shape[:2] or mask.dtype != torch.bool):
+        raise ValueError(
+            f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {tuple(k.shape[:2])}"
+        )
+    _check_length(k, lrpe, "k")
+
+
+def _check_length(x: Tensor, lrpe: Position | None, name: str) -> None:
+    if lrpe is None:
+        return
+    layout = lrpe.layout
+    grid = Grid(layout) if isinstance(layout, tuple) else layout
+    if x.shape[1] != lrpe.prefix + grid.length:
+        shape = grid.shape if isinstance(grid, Grid) else grid.shapes
+        raise ValueError(
+            f"{name} has {x.shape[1]} tokens, lrpe describes {lrpe.prefix} + a grid {shape}"
+        )
+
+
+def _check_state(state: State, k: Tensor, v: Tensor, lrpe: Position | None) -> None:
+    batch, _, heads, dim = k.shape
+    rows = dim if lrpe is None else 2 * dim
+    expected = (batch, heads, rows, v.shape[-1])
+    if tuple(state.memory.shape) != expected or tuple(state.sum.shape) != (batch, heads, dim):
+        raise ValueError(
+            f"state.memory {tuple(state.memory.shape)}, state.sum {tuple(state.sum.shape)}: "
+            f"expected {expected} and {(batch, heads, dim)}; keys with MD-LRPE need 2 * dim rows"
+        )
+
+
+def _empty(k: Tensor, v: Tensor, lrpe: Position | None) -> State:
+    batch, _, heads, dim = k.shape
+    return State.empty(
+        batch, heads, dim, v.shape[-1], lrpe is not None,
+        dtype=accumulator(k), device=k.device,
+    )  # fmt: skip
+
+
+def _silence(k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Padding gets no weight, and whatever lies in it (even NaN) cannot leak."""
+    if mask is None:
+        return k, v
+    hidden = ~mask[..., None, None]
+    return k.masked_fill(hidden, -torch.inf), v.masked_fill(hidden, 0)
+
+
+def _query(q: Tensor, lrpe: Position | None) -> Tensor:
+    phi = torch.nn.functional.silu(q.to(accumulator(q)))
+    return phi if lrpe is None else query_features(phi, lrpe)
+
+
+def _factors(k: Tensor, lrpe: Position | None) -> Tensor | None:
+    return None if lrpe is None else key_features(lrpe, k.shape[-1], accumulator(k))
+
+
+def summarize(
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    lrpe: Position | None = None,
+    impl: Impl = "auto",
+) -> State:
+    """The State of a whole source, in one pass. mask: (batch, length) bool, False = padding."""
+    _check(k, v, mask, lrpe, None)
+    chosen = resolve("summarize", impl, k, v, lrpe=lrpe)
+    lrpe = relative(lrpe)
+    if chosen == "triton":
+        state = State(*_triton.summarize(k, v, mask, *_triton.of_grid(lrpe)))
+        return offset_gradient(state, lrpe, 1)
+    with exact(k):
+        state = _empty(k, v, lrpe)
+        if k.shape[1] == 0:
+            return state
+        if chosen == "reference":
+            state = reference.attention(k, k, v, state, lrpe, mask, False)[1]
+        else:
+            k, v = _silence(k, v, mask)
+            state = parallel.summarize(k, v, _factors(k, lrpe))
+        return offset_gradient(state, lrpe, 1)
+
+
+def read(q: Tensor, state: State, *, lrpe: Position | None = None, impl: Impl = "auto") -> Tensor:
+    """Queries (batch, length, heads, dim) on a State: (batch, length, heads, value_dim).
+
+    `lrpe` places the queries; give it exactly when the source had one. Zero where the State is
+    empty.
+    """
+    rows = state.memory.shape[-2]
+    if q.ndim != 4 or rows != q.shape[-1] * (1 if lrpe is None else 2):
+        raise ValueError(
+            f"q {tuple(q.shape)} with{'out' if lrpe is None else ''} lrpe does not fit a memory "
+            f"of {rows} rows: expected (batch, length, heads, dim) and as many, twice with lrpe"
+        )
+    _check_length(q, lrpe, "q")
+    chosen = resolve("read", impl, q, None, *state, lrpe=lrpe)
+    lrpe = relative(lrpe)
+    state = offset_gradient(state, lrpe, -1)
+    if chosen == "triton":
+        out: Tensor = _triton.read(q, state.sum, state.memory, *_triton.of_grid(lrpe))
+        return out
+    with exact(q):
+        how = reference.recall if chosen == "reference" else parallel.read
+        return how(_query(q, lrpe), state).to(q.dtype)
+
+
+def global_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    lrpe: Position | None = None,
+    layout: Layout | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Softmax(K over tokens)^T V, read by SiLU(q) (Eq. 6). mask: (batch, length) bool, False =
+    padding.
+
+    layout: a Ragged of samples end to end in one row (batch 1), each of which sees itself only;
+    lrpe is then of a grid of any one shape, without prefix or offset. Else every row is a sample.
+    """
+    ragged = layout if isinstance(layout, Ragged) else None
+    if ragged is not None:
+        lrpe = along(ragged, k, lrpe)
+    _check(k, v, mask, lrpe, q)
+    if lrpe is not None and lrpe.prefix == 0 and offset_of(lrpe) is not None:
+        lrpe = lrpe._replace(layout=shape_of(lrpe), offset=None)  # only differences count
+    chosen: Any = resolve("global_attention", impl, k, v, lrpe=lrpe)
+    if chosen == "triton" and (q.dtype == k.dtype or ragged is not None):
+        if ragged is None:
+            where = _triton.of_grid(lrpe)
+        else:
+            where = _triton.of_samples(lrpe, ragged, k, v.shape[-1])
+        if q.dtype == k.dtype:
+            out: Tensor = _triton.global_attention(q, k, v, mask, *where)[0]
+            return out
+        _, total, memory = _triton.summarize(k, v, mask, *where)
+        out = _triton.read(q, total, memory, *where)
+        return out
+    if ragged is not None:
+
+        def alone(_: Grid, *qkv: Tensor, **how: Any) -> Tensor:
+            return global_attention(*qkv, **how, impl=chosen)
+
+        return by_sample(alone, ragged, q, k, v, mask, lrpe)
+    return read(q, summarize(k, v, mask=mask, lrpe=lrpe, impl=impl), lrpe=lrpe, impl=impl)
+
+
+def along(layout: Ragged, k: Tensor, lrpe: Position | None) -> Position | None:
+    """The Position of samples end to end, checked."""
+    if k.ndim != 4 or k.shape[0] != 1 or k.shape[1] != layout.length:
+        raise ValueError(
+            f"k {tuple(k.shape)}: expected (1, length, heads, dim) with length {layout.length}, "
+            "that of the layout"
+        )
+    if lrpe is None:
+        return None
+    if lrpe.prefix or offset_of(lrpe) is not None:
+        raise ValueError(f"lrpe={lrpe}: expected no prefix and no offset with samples end to end")
+    return lrpe._replace(layout=layout)
+
+
+def by_sample(
+    attend: Callable[..., Tensor], layout: Layout, q: Tensor, k: Tensor, v: Tensor,
+    mask: Tensor | None, lrpe: Position | None,
+) -> Tensor:  # fmt: skip
+    """attend(grid, q, k, v, mask=, lrpe=) of one sample after the other, end to end again."""
+
+    def alone(grid: Grid, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        there = None if lrpe is None else lrpe._replace(layout=grid)
+        return attend(grid, q, k, v, mask=mask, lrpe=there)
+
+    return layout.map_samples(alone, q, k, v, mask)
+
+
+def causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    lrpe: Position | None = None,
+    state: State | None = None,
+    impl: Impl = "auto",
+) -> tuple[Tensor, State]:
+    """Token t sees tokens up to t and what `state` holds (Eq. 5). Returns output and final State.
+
+    With 16-bit inputs the kernels round exp(k - max) before both the sum and the memory of the
+    final State are made of it, so that a query's weights add up to one.
+
+    With kind="rotary" the result is not a function of offsets, because the two channels of a pair
+    decay differently: prefer "cosine" here.
+    """
+    _check(k, v, mask, lrpe, q)
+    chosen = resolve("causal_attention", impl, k, v, lrpe=lrpe)
+    if state is not None:
+        _check_state(state, k, v, lrpe)
+    if k.shape[1] == 0:
+        state = _empty(k, v, lrpe) if state is None else state
+        return v.new_empty(v.shape, dtype=q.dtype), state
+    lrpe = relative(lrpe)
+    if state is not None:
+        state = offset_gradient(state, lrpe, -1)
+    with exact(k):
+        if chosen == "triton":
+            out, state = _triton.causal(q, k, v, mask, state, _triton.of_grid(lrpe))
+            return out, offset_gradient(state, lrpe, 1)
+        state = _empty(k, v, lrpe) if state is None else state
+        if chosen == "reference":
+            out, state = reference.attention(q, k, v, state, lrpe, mask, True)
+        else:
+            k, v = _silence(k, v, mask)
+            out, *after = parallel.causal(_query(q, lrpe), k, v, _factors(k, lrpe), *state)
+            state = State(*after)
+        return out.to(q.dtype), offset_gradient(state, lrpe, 1)
+
+
+def attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State,
+    *,
+    lrpe: Position | None = None,
+    impl: Impl = "auto",
+) -> tuple[Tensor, State]:
+    """One token: q, k (batch, heads, dim), v (batch, heads, value_dim), and the State before it.
+
+    `lrpe` describes this one token: shape (1, ...), `offset` its coordinates.
+    """
+    q, k, v = q[:, None], k[:, None], v[:, None]
+    _check(k, v, None, lrpe, q)
+    _check_state(state, k, v, lrpe)
+    chosen = resolve("attention_step", impl, k, v, q, *state, lrpe=lrpe)
+    lrpe = relative(lrpe)
+    if chosen == "triton":
+        where = _triton.of_grid(lrpe)
+        y, *after = _triton.step(q[:, 0], k[:, 0], v[:, 0], *state, *where)
+        return y, State(*after)
+    if chosen == "reference":
+        y, state = causal_attention(q, k, v, lrpe=lrpe, state=state, impl=impl)
+        return y[:, 0], state
+    with exact(k):
+        logit, value = k[:, 0].to(state.sum.dtype), v[:, 0].to(state.sum.dtype)
+        top, w = logit.detach(), _factors(k, lrpe)
+        p = decay(logit, top)  # 1, with the gradient of exp(k); 0 for a logit of -inf
+        f = p if w is None else tile(p, w.shape[-1], -1) * w[..., 0, :, :]
+        own = State(top, p, f[..., None] * value[..., None, :])
+        state = merge(offset_gradient(state, lrpe, -1), own)
+        y = parallel.read(_query(q, lrpe), state).to(q.dtype)
+        return y[:, 0], offset_gradient(state, lrpe, 1)

@@ -1,0 +1,333 @@
+"""Axis-causal attention: causal along the first axis of a grid, free along the others.
+
+A frame is one step of the first axis with all its tokens. Each frame is summarised by itself, its
+State is merged with those of the frames before it, and its queries read the result: one pass over
+the tokens, whatever a query sees. A window merges the last frames only, forgetting lowers a State's
+`max` with every frame that passes; both are exact, since nothing is ever subtracted from a memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ndlightnet.layout import Grid, Layout, Ragged
+from ndlightnet.ops.dispatch import Impl, resolve
+from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.lightnet import _triton, parallel, reference
+from ndlightnet.ops.lightnet.attention import (
+    _check,
+    _check_state,
+    _empty,
+    _factors,
+    _query,
+    _silence,
+    along,
+    by_sample,
+    causal_attention,
+)
+from ndlightnet.ops.lightnet.state import State, decay, merge, raised, rates, tile
+from ndlightnet.ops.position import Position, offset_gradient, offset_of, relative, shape_of
+from ndlightnet.ops.recurrence.chunks import exact
+
+
+# ------------------------------------------------------------------------ States of many frames
+def _behind(states: State, empty: int) -> State:
+    """States (batch, frames, ...) with `empty` empty ones in front."""
+
+    def join(x: Tensor, fill: float) -> Tensor:
+        return torch.cat([x.new_full((x.shape[0], empty, *x.shape[2:]), fill), x], 1)
+
+    return State(join(states.max, -torch.inf), join(states.sum, 0), join(states.memory, 0))
+
+
+def _later(states: State, by: int) -> State:
+    """States moved `by` frames later, empty ones in front."""
+    n = states.max.shape[1]
+    by = min(by, n)
+    return _behind(State(*(x[:, : n - by] for x in states)), by)
+
+
+def _last(states: State, window: int) -> State:
+    """The merge of the last `window` States up to each, by doubling."""
+    have, out, size, done = states, states, 1, 0
+    while True:
+        if window & size:
+            out = merge(out, _later(have, done)) if done else have
+            done += size
+        if 2 * size > window:
+            return out
+        have, size = merge(have, _later(have, size)), 2 * size
+
+
+class SlidingMerge(torch.autograd.Function):
+    """Saves two maxima only. The gradient is the same merge, run backwards, of the pulls with the
+    negative maximum in the place of the maximum: every exponent stays at or below 0."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, top: Tensor, total: Tensor, memory: Tensor, window: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        out = _last(State(top, total, memory), window)
+        ctx.window = window
+        ctx.save_for_backward(top, out.max)
+        ctx.mark_non_differentiable(out.max)
+        return out.max, out.sum, out.memory
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        top, after = ctx.saved_tensors
+        pulls = State(torch.where(after == -torch.inf, after, -after), grads[1], grads[2])
+        pulls = _last(State(*(x.flip(1) for x in pulls)), ctx.window)
+        ref, total, memory = (x.flip(1) for x in pulls)
+        fall = decay(top, -ref)
+        return None, fall * total, tile(fall, memory.shape[-2], -1)[..., None] * memory, None
+
+
+def sliding_merge(states: State, window: int | None = None, impl: Impl = "auto") -> State:
+    """For each of States (batch, frames, heads, ·) that of the last `window` frames up to it.
+
+    None: of all frames up to it.
+    """
+    frames = states.max.shape[1]
+    if window is None or window >= frames:  # a power of two takes one chain of merges
+        window = 1 << max(0, frames - 1).bit_length()
+    if resolve("sliding_merge", impl, states.sum, None, states.memory) == "triton":
+        return State(*_triton.sliding_merge(*states, window))
+    return State(*SlidingMerge.apply(*states, window))  # type: ignore[no-untyped-call]
+
+
+# ------------------------------------------------------------------------------------ attention
+def axis_causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout | int,
+    *,
+    mask: Tensor | None = None,
+    lrpe: Position | None = None,
+    state: State | None = None,
+    window: int | None = None,
+    forget: float | Tensor = 0.0,
+    impl: Impl = "auto",
+) -> tuple[Tensor, Any]:
+    """Tokens see all tokens of their frame and of those before it. Returns output and final State.
+
+    q, k `(batch, length, heads, dim)`, v `(batch, length, heads, value_dim)` with
+    length = frames * tokens of a frame. layout: a Grid whose first axis counts the frames, or their
+    number; or a Ragged of samples end to end in one row (batch 1), each of which sees itself only,
+    from no State to none (None is returned). lrpe: its first axis counts the frames; with a Ragged
+    it is of a grid of any one shape, without prefix or offset.
+
+    state: what came before the first frame; the returned one is for the frames that follow.
+    window: a frame sees the last `window` frames, itself included. Then the State holds
+    `window - 1` frames apart from each other: its tensors are (batch, window - 1, heads, ·).
+    forget: frames fade by exp(-forget) with every frame that passes: 0 or more, or (heads,) such
+    numbers; it has no gradient.
+
+    Where the States of single frames would weigh more than the tokens (small frames), they are made
+    for some frames at a time and made again in the backward pass.
+    """
+    if isinstance(layout, Ragged):
+        if state is not None:
+            raise ValueError("state: expected None with samples end to end")
+        return _ragged(q, k, v, layout, mask, lrpe, window, forget, impl), None
+    frames = layout if isinstance(layout, int) else layout.shapes[0][0]
+    _check(k, v, mask, lrpe, q)
+    if k.shape[1] == 0:  # no frames, or none with tokens
+        if state is None:
+            state = _empty(k, v, lrpe)
+            if window is not None:
+                state = _behind(State(*(x[:, None][:, :0] for x in state)), window - 1)
+        return v.new_empty(v.shape, dtype=q.dtype), state
+    if frames < 1 or k.shape[1] % frames:
+        raise ValueError(f"frames={frames}: expected a divisor of the length, {k.shape[1]}")
+    if lrpe is not None and (shape_of(lrpe)[0] != frames or lrpe.prefix):
+        raise ValueError(
+            f"lrpe of a grid {shape_of(lrpe)} behind {lrpe.prefix} tokens: expected {frames} "
+            "frames and nothing in front"
+        )
+    check_past(window, forget, k.shape[2])
+    plain = window is None and not isinstance(forget, Tensor) and forget == 0
+    chosen = resolve("axis_causal_attention", impl, k, v, lrpe=lrpe)
+    if k.shape[1] == frames and plain:
+        return causal_attention(q, k, v, mask=mask, lrpe=lrpe, state=state, impl=impl)
+    lrpe = relative(lrpe)
+    if state is not None:
+        _check_frames(state, k, v, lrpe, window)
+        state = offset_gradient(state, lrpe, -1)
+    with exact(k):
+        if chosen == "reference":
+            out, state = reference.frames(q, k, v, frames, state, lrpe, mask, window, forget)
+            return out.to(q.dtype), offset_gradient(state, lrpe, 1)
+        how = (window, forget, chosen)
+        if not heavy(k, v, lrpe, k.shape[1] // frames):
+            out, state = _attend(q, k, v, mask, lrpe, state, frames, *how)
+            return out, offset_gradient(state, lrpe, 1)
+        run: Any = _attend
+        if torch.is_grad_enabled():
+            run = partial(checkpoint, _attend, use_reentrant=False, preserve_rng_state=False)
+        outs, tokens, most = [], k.shape[1] // frames, max(1, round(frames**0.5))
+        for first in range(0, frames, most):
+            n = min(most, frames - first)
+            now = slice(first * tokens, (first + n) * tokens)
+            part = (q[:, now], k[:, now], v[:, now], None if mask is None else mask[:, now])
+            out, state = run(*part, _from(lrpe, first, n), state, n, *how)
+            outs.append(out)
+        assert state is not None
+        return torch.cat(outs, 1), offset_gradient(state, lrpe, 1)
+
+
+def check_past(window: int | None, forget: float | Tensor, heads: int) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: expected 1 or more frames, or None")
+    if isinstance(forget, Tensor):
+        if tuple(forget.shape) != (heads,):
+            raise ValueError(f"forget {tuple(forget.shape)}: expected (heads,) = {heads}")
+    elif not 0 <= forget < float("inf"):
+        raise ValueError(f"forget={forget}: expected a finite number, 0 or more")
+
+
+def _check_frames(
+    state: State, k: Tensor, v: Tensor, lrpe: Position | None, window: int | None
+) -> None:
+    if window is None:
+        return _check_state(state, k, v, lrpe)
+    lead = (k.shape[0], window - 1, k.shape[2])
+    if any(tuple(x.shape[:3]) != lead for x in state):
+        raise ValueError(
+            f"state.max {tuple(state.max.shape)}: expected (batch, window - 1, heads, dim) with "
+            f"{lead} in front"
+        )
+    if window > 1:
+        _check_state(State(*(x[:, 0] for x in state)), k, v, lrpe)
+    return None
+
+
+def heavy(k: Tensor, v: Tensor, lrpe: Position | None, tokens: int) -> bool:
+    """Whether the State of a frame of so many tokens takes more memory than its q, k, v and
+    output."""
+    dim, wide = k.shape[-1], v.shape[-1]
+    state = dim * wide * (1 if lrpe is None else 2) * accumulator(k).itemsize
+    return state > tokens * 2 * (dim + wide) * k.element_size()
+
+
+def faded(states: State, forget: float | Tensor) -> State:
+    """Of States (batch, frames, heads, ·): frame i stronger than what was before the first one, by
+    exp(forget * (i + 1))."""
+    ages = torch.arange(1, states.max.shape[1] + 1, device=states.max.device)
+    return _raised(states, ages[:, None, None], forget)
+
+
+def _raised(states: State, frames: Tensor | int, forget: float | Tensor) -> State:
+    """States that weigh exp(forget * frames) times as much."""
+    if not isinstance(forget, Tensor) and forget == 0:
+        return states
+    return raised(states, frames * rates(forget, states.max.device))
+
+
+def _from(lrpe: Position | None, first: int, frames: int) -> Position | None:
+    """For some of the frames."""
+    if lrpe is None:
+        return None
+    shape = shape_of(lrpe)
+    offset = offset_of(lrpe) or (0,) * len(shape)
+    return lrpe._replace(layout=(frames, *shape[1:]), offset=(offset[0] + first, *offset[1:]))
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None,
+    state: State | None, frames: int, window: int | None, forget: float | Tensor, impl: Any,
+) -> tuple[Tensor, State]:  # fmt: skip
+    """The form itself, for all frames at once."""
+    own, read = (_by_triton if impl == "triton" else _by_torch)(q, k, v, mask, lrpe, frames)
+    known = own = faded(own, forget)
+    if state is not None:
+        before = State(*(x[:, None] for x in state)) if window is None else state
+        known = State(*(torch.cat(pair, 1) for pair in zip(before, own, strict=True)))
+    seen = sliding_merge(known, window, impl)
+    # a slice of all frames would cost a copy in the backward pass
+    out = read(seen if state is None else State(*(x[:, -frames:] for x in seen)))
+    if window is None:
+        last = State(*(x[:, -1].clone() for x in seen))
+    else:
+        last = _behind(known, max(0, window - 1 - known.max.shape[1]))
+        last = State(*(x[:, x.shape[1] - (window - 1) :].clone() for x in last))
+    return out, _raised(last, -frames, forget)
+
+
+Forms = tuple[State, Callable[[State], Tensor]]
+
+
+def _by_torch(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, frames: int
+) -> Forms:
+    """The frames' own States (batch, frames, heads, ·), and how the queries read such States."""
+    k, v = _silence(k, v, mask)
+    w, cut = _factors(k, lrpe), (frames, -1)
+    if w is not None:
+        w = w.unflatten(-3, cut)
+    own = parallel.summarize(k.unflatten(1, cut), v.unflatten(1, cut), w)
+    f = _query(q, lrpe).unflatten(1, cut)
+    return own, lambda seen: parallel.read(f, seen).flatten(1, 2).to(q.dtype)
+
+
+def _by_triton(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, frames: int
+) -> Forms:
+    """The same by kernels, to which each frame is a sample."""
+    batch, where = k.shape[0], _triton.of_frames(lrpe, k.shape[0], frames)
+
+    def samples(x: Tensor) -> Tensor:
+        return x.unflatten(1, (frames, -1)).flatten(0, 1)
+
+    keep = None if mask is None else samples(mask)
+    own = _triton.summarize(samples(k), samples(v), keep, *where)
+
+    def read(seen: State) -> Tensor:
+        total, memory = seen.sum.flatten(0, 1), seen.memory.flatten(0, 1)
+        out: Tensor = _triton.read(samples(q), total, memory, *where)
+        return out.unflatten(0, (batch, frames)).flatten(1, 2)
+
+    return State(*(x.unflatten(0, (batch, frames)) for x in own)), read
+
+
+def _ragged(
+    q: Tensor, k: Tensor, v: Tensor, layout: Ragged, mask: Tensor | None, lrpe: Position | None,
+    window: int | None, forget: float | Tensor, impl: Impl,
+) -> Tensor:  # fmt: skip
+    """Of samples end to end: by kernels, to which each frame is a sample, where frames are large
+    enough for States of their own; one sample after the other elsewhere."""
+    lrpe = along(layout, k, lrpe)
+    _check(k, v, mask, lrpe, q)
+    check_past(window, forget, k.shape[2])
+    chosen: Any = resolve("axis_causal_attention", impl, k, v, lrpe=lrpe)
+    pairs = zip(layout.lengths, layout.shapes, strict=True)
+    small = min((n // shape[0] for n, shape in pairs if n), default=0)
+    if chosen != "triton" or heavy(k, v, lrpe, small):
+
+        def alone(grid: Grid, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+            how |= {"window": window, "forget": forget, "impl": chosen}
+            return axis_causal_attention(q, k, v, grid, **how)[0]
+
+        return by_sample(alone, layout, q, k, v, mask, lrpe)
+    frames, at, most = layout.frames(k.device)
+    offset = torch.nn.functional.pad((at % most)[:, None], (0, layout.ndim - 1)).int()
+    where = _triton.of_samples(lrpe, frames, k, v.shape[-1], offset)
+    own = _triton.summarize(k, v, mask, *where)
+
+    def padded(x: Tensor, fill: float) -> Tensor:
+        """Of all frames -> (samples, most frames of one, ...), empty after a sample's last."""
+        table = x.new_full((len(layout) * most, *x.shape[1:]), fill).index_copy(0, at, x)
+        return table.unflatten(0, (len(layout), most))
+
+    states = State(*map(padded, own, (-torch.inf, 0.0, 0.0)))
+    seen = sliding_merge(faded(states, forget), window, chosen)
+    _, total, memory = (x.flatten(0, 1).index_select(0, at) for x in seen)
+    out: Tensor = _triton.read(q, total, memory, *where)
+    return out

@@ -1,0 +1,109 @@
+"""LightNet attention token by token: the specification. Slow, float64-safe.
+
+Glossary, letter here -> the paper:
+  k        k_t, both key and additive decay         top, total   z_t = top + log(total): log sum
+  exp(k) p        exp(k_t - top)                           memory       S_t = total * kv_t (Eq. 5)
+  phi      SiLU(q_t)                                f_q, f_k     MD-LRPE features W_t q, W_t kbar
+  (Eq. 14)
+Eq. 5:  s_t = s_(t-1) + exp(k_t),  kv_t = (1 - exp(k_t)/s_t) kv_(t-1) + exp(k_t)/s_t v_t^T,
+        o_t = kv_t^T phi(q_t).   Eq. 6 is the same with kv_n, the last one, for every query.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.lightnet.state import State, decay, merge, raised, rates, tile
+from ndlightnet.ops.position import Position, key_features, query_features
+
+
+def update(state: State, k: Tensor, v: Tensor, w: Tensor | None, seen: Tensor | None) -> State:
+    """One token joins: k, v (batch, heads, ·), w (heads or 1, rows), seen (batch,) bool."""
+    k, v = k.to(state.sum.dtype), v.to(state.sum.dtype)
+    if seen is not None:
+        hidden = ~seen[:, None, None]
+        k, v = k.masked_fill(hidden, -torch.inf), v.masked_fill(hidden, 0)
+    top = torch.maximum(state.max, k).detach()
+    p, old = decay(k, top), decay(state.max, top)
+    rows = state.memory.shape[-2]
+    f_k = tile(p, rows, -1) * (1 if w is None else w)
+    memory = tile(old, rows, -1)[..., None] * state.memory + f_k[..., None] * v[..., None, :]
+    return State(top, old * state.sum + p, memory)
+
+
+def recall(f_q: Tensor, state: State) -> Tensor:
+    """kv^T f_q for f_q (batch, ..., heads, rows); 0 where nothing was seen."""
+    rows = state.memory.shape[-2]
+    total = tile(state.sum, rows, -1)[..., None]
+    kv = torch.where(total > 0, state.memory / torch.where(total > 0, total, 1), 0)
+    return torch.einsum("b...hr,bhrd->b...hd", f_q, kv)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State,
+    lrpe: Position | None,
+    mask: Tensor | None,
+    causal: bool,
+) -> tuple[Tensor, State]:
+    """Eq. 5 (causal) or Eq. 6; q, k, v (batch, length, heads, ·), self form."""
+    phi = torch.nn.functional.silu(q.to(state.sum.dtype))
+    f_q = phi if lrpe is None else query_features(phi, lrpe)
+    w = None if lrpe is None else key_features(lrpe, k.shape[-1], phi.dtype)
+    outputs = []
+    for t in range(k.shape[1]):
+        seen = None if mask is None else mask[:, t]
+        state = update(state, k[:, t], v[:, t], None if w is None else w[..., t, :, :], seen)
+        if causal:
+            outputs.append(recall(f_q[:, t], state))
+    return (torch.stack(outputs, 1) if causal else recall(f_q, state)), state
+
+
+def frames(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    n: int,
+    state: State | None,
+    lrpe: Position | None,
+    mask: Tensor | None,
+    window: int | None,
+    forget: float | Tensor,
+) -> tuple[Tensor, State]:
+    """Axis-causal attention, frame by frame: all that a frame sees is merged anew."""
+    phi = torch.nn.functional.silu(q.to(accumulator(q)))
+    f_q = phi if lrpe is None else query_features(phi, lrpe)
+    w = None if lrpe is None else key_features(lrpe, k.shape[-1], phi.dtype)
+    fade = rates(forget, k.device)
+    (batch, length, heads, dim), wide = k.shape, v.shape[-1]
+    empty = State.empty(batch, heads, dim, wide, lrpe is not None, dtype=phi.dtype, device=k.device)
+    past = [] if state is None else [state]
+    if window is not None:
+        past = [empty] * (window - 1)
+        if state is not None:
+            past = [State(*(x[:, i] for x in state)) for i in range(window - 1)]
+    outputs = []
+    for tokens in torch.arange(length).chunk(n):
+        own = empty
+        for t in tokens.tolist():
+            seen = None if mask is None else mask[:, t]
+            own = update(own, k[:, t], v[:, t], None if w is None else w[..., t, :, :], seen)
+        past = [*(raised(s, -fade) for s in past), own]
+        if window is not None:
+            past = past[-window:]
+        whole = past[0]
+        for s in past[1:]:
+            whole = merge(whole, s)
+        outputs += [recall(f_q[:, t], whole) for t in tokens.tolist()]
+        if window is None:
+            past = [whole]
+    if window is None:
+        return torch.stack(outputs, 1), past[0]
+    kept = past[len(past) - (window - 1) :]
+    parts = zip(*kept, strict=True) if kept else ((x[None],) for x in empty)
+    last = State(*(torch.stack(part, 1) if kept else part[0][:0].movedim(0, 1) for part in parts))
+    return torch.stack(outputs, 1), last

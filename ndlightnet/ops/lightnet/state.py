@@ -1,0 +1,77 @@
+"""State: what a head remembers, and the one associative rule that joins two of them."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ndlightnet.ops.dtypes import finest
+
+
+class State(NamedTuple):
+    """Memory of one LightNet head: running maximum, sum and memory of the tokens seen so far.
+
+    With p_u = exp(k_u - max), per key channel:  sum = sum_u p_u,  memory = sum_u p_u f_u v_u^T,
+    where f_u is 1, or (cos, sin) of the token's MD-LRPE angles (then the memory has 2 * dim rows).
+    float32 (float64 for float64 inputs). `max` carries no gradient: outputs do not depend on it,
+    and the kernels may keep another number near the maximum.
+    """
+
+    max: Tensor  # (batch, heads, dim); -inf where nothing was seen
+    sum: Tensor  # (batch, heads, dim)
+    memory: Tensor  # (batch, heads, dim or 2 * dim, value_dim)
+
+    @staticmethod
+    def empty(
+        batch: int,
+        heads: int,
+        dim: int,
+        value_dim: int,
+        rotated: bool = False,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> "State":
+        """A State that has seen nothing. `rotated`: for keys with MD-LRPE."""
+        zeros = torch.zeros(batch, heads, dim, dtype=dtype, device=device)
+        rows = dim * (2 if rotated else 1)
+        memory = torch.zeros(batch, heads, rows, value_dim, dtype=dtype, device=device)
+        return State(zeros - torch.inf, zeros, memory)
+
+
+def decay(before: Tensor, after: Tensor) -> Tensor:
+    """exp(before - after) for before <= after, and 0 where nothing was seen before (-inf)."""
+    return torch.exp(torch.where(before == -torch.inf, -torch.inf, before - after))
+
+
+def tile(x: Tensor, rows: int, dim: int) -> Tensor:
+    """Repeat key channels on `dim` for the cos and sin halves of `rows` memory rows."""
+    return x if x.shape[dim] == rows else torch.cat([x, x], dim)
+
+
+def rates(forget: float | Tensor, device: torch.device) -> Tensor:
+    """A number, or one per head: as () or (heads, 1)."""
+    if isinstance(forget, Tensor):
+        return forget.to(device, finest(device))[:, None]
+    return torch.full((), forget, dtype=finest(device), device=device)
+
+
+def raised(state: State, by: Tensor) -> State:
+    """A State that weighs exp(by) times as much. What the maximum, of fewer digits, cannot hold of
+    the sum goes into sum and memory."""
+    high = state.max.detach().to(by.dtype) + by
+    top = high.to(state.max.dtype)
+    rest = torch.exp(torch.where(top == -torch.inf, 0, high - top)).to(state.sum.dtype)
+    memory = tile(rest, state.memory.shape[-2], -1)[..., None] * state.memory
+    return State(top, rest * state.sum, memory)
+
+
+def merge(first: State, second: State) -> State:
+    """State of both sources together (online softmax). Associative, commutative, differentiable."""
+    top = torch.maximum(first.max, second.max).detach()
+    a, b = decay(first.max.detach(), top), decay(second.max.detach(), top)
+    rows = first.memory.shape[-2]
+    memory = (
+        tile(a, rows, -1)[..., None] * first.memory + tile(b, rows, -1)[..., None] * second.memory
+    )
+    return State(top, a * first.sum + b * second.sum, memory)

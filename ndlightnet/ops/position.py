@@ -1,0 +1,227 @@
+"""MD-LRPE: linearised relative position encoding on a grid of any number of axes.
+
+A channel's angle is coordinate x frequency. The frequency slots are split into one group per axis,
+so a score depends on the offset vector between two tokens only (LightNet, Eq. 12 and 14, real
+part).
+
+Both kinds share one memory layout: a key p enters as [p cos, p sin], a query reads with [a, b]:
+  cosine:  a = x cos,  b = x sin            sum_j x_j p_j cos(offset * theta_j); slots = dim
+  rotary:  a = R x,    b = -J a             the pairs (j, j + dim // 2) rotate;   slots = dim // 2
+with R the rotation at the query's place and J the quarter turn of each pair.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ndlightnet.layout import Grid, Layout
+from ndlightnet.ops.dtypes import finest
+from ndlightnet.ops.lightnet.state import State
+
+Kind = Literal["cosine", "rotary"]
+
+
+class Position(NamedTuple):
+    """Where the tokens of a sequence lie and how fast each slot turns.
+
+    theta: (heads or 1, slots) radians per step. layout: the grid of tokens, or its shape. prefix:
+    so many tokens in front of the grid have no position (angle 0). offset: coordinate of the first
+    cell, one per axis, where it is not the layout's: an int or a scalar tensor; a tensor (batch,)
+    where it is another one in every sample. origin, as offset: for operators, see `relative`.
+    """
+
+    theta: Tensor
+    layout: tuple[int, ...] | Layout
+    kind: Kind = "cosine"
+    prefix: int = 0
+    offset: tuple[int | Tensor, ...] | None = None
+    origin: tuple[int | Tensor, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return shape_of(self)
+
+
+def shape_of(position: Position) -> tuple[int, ...]:
+    """The shape of the grid; of samples end to end, that of the first one."""
+    layout = position.layout
+    return layout if isinstance(layout, tuple) else layout.shapes[0]
+
+
+def offset_of(position: Position) -> tuple[int | Tensor, ...] | None:
+    """The coordinates of the first cell; None: 0."""
+    layout, offset = position.layout, position.offset
+    return layout.offset if offset is None and isinstance(layout, Grid) else offset
+
+
+def slots_of(dim: int, kind: Kind) -> int:
+    """Number of angles for `dim` channels."""
+    if kind not in ("cosine", "rotary"):
+        raise ValueError(f"kind={kind!r}: expected 'cosine' or 'rotary'")
+    return dim if kind == "cosine" else dim // 2
+
+
+def groups(slots: int, axes: int) -> list[int]:
+    """Slots per axis: consecutive groups that differ by one at most, none empty."""
+    if axes > slots:
+        raise ValueError(f"{axes} axes need at least as many angle slots, but there are {slots}")
+    return [slots // axes + (a < slots % axes) for a in range(axes)]
+
+
+def frequencies(
+    slots: int, axes: int, base: float = 10000.0, device: torch.device | str | None = None
+) -> Tensor:
+    """The usual bank base^(-2j/width), the same for every axis: (slots,) float32."""
+    width = -(-slots // axes)
+    exponents = torch.arange(width, dtype=torch.float32, device=device) * (-2 / width)
+    bank = torch.exp(exponents * math.log(base))
+    return torch.cat([bank[:g] for g in groups(slots, axes)])
+
+
+def tables(lrpe: Position, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of every token's angles: two of (prefix + grid length, heads or 1, dim), with an
+    axis (batch,) in front where samples start at places of their own.
+
+    Angles are float64 products (a float32 one is off by 6e-8 of itself: 1e-2 radians at 2e5 steps).
+    """
+    grid, theta = Grid(shape_of(lrpe)), lrpe.theta
+    offset = offset_of(lrpe) or (0,) * grid.ndim
+    slots = slots_of(dim, lrpe.kind)
+    if theta.ndim != 2 or theta.shape[-1] != slots:
+        raise ValueError(
+            f"theta of shape {tuple(theta.shape)}: expected (heads or 1, {slots}) "
+            f"for kind={lrpe.kind!r} and head dim {dim}"
+        )
+    own = [s for s in (*offset, *(lrpe.origin or ())) if isinstance(s, Tensor) and s.ndim]
+
+    def row(first: int | Tensor) -> int | Tensor:
+        if not isinstance(first, Tensor):
+            return first
+        return first.to(theta.device).reshape(1, -1) if own else first.to(theta.device)
+
+    parts, front = [], []
+    split = theta.to(finest(theta.device)).split(groups(slots, grid.ndim), dim=-1)
+    for axis, part in enumerate(split):
+        origin = row(lrpe.origin[axis]) if lrpe.origin else None
+        place = torch.arange(grid.shape[axis], device=theta.device)
+        place = (place[:, None] if own else place) + row(offset[axis])  # (n, batch or 1) or (n,)
+        parts.append(_angles(place, origin, part))
+        front.append(_angles(place.new_zeros(1, *place.shape[1:]), origin, part))
+
+    def over_grid(function: Callable[[Tensor], Tensor]) -> Tensor:
+        seen = [grid.spread(function(p).to(dtype), axis) for axis, p in enumerate(parts)]
+        ahead = [function(p).to(dtype) for p in front]
+        if own:
+            rows = own[0].shape[0]
+            seen = [x.expand(*grid.shape, rows, *x.shape[-2:]).movedim(-3, 0) for x in seen]
+            ahead = [x.expand(1, rows, *x.shape[-2:]).movedim(-3, 0) for x in ahead]
+        lead = seen[0].shape[: 1 if own else 0]
+        whole = torch.cat(seen, dim=-1).reshape(*lead, grid.length, theta.shape[0], slots)
+        if lrpe.prefix == 0:
+            return whole
+        still = torch.cat(ahead, dim=-1).expand(*lead, lrpe.prefix, theta.shape[0], slots)
+        return torch.cat([still, whole], dim=-3)
+
+    cos, sin = over_grid(torch.cos), over_grid(torch.sin)
+    if lrpe.kind == "rotary":
+        still = cos[..., : dim % 2]  # the odd channel out does not turn
+        cos = torch.cat([cos, cos, torch.ones_like(still)], dim=-1)
+        sin = torch.cat([sin, sin, torch.zeros_like(still)], dim=-1)
+    return cos, sin
+
+
+def _angles(place: Tensor, origin: int | Tensor | None, part: Tensor) -> Tensor:
+    """place * part, in the dtype of `part`; in the gradient places count from `origin`."""
+    if origin is None:
+        return place.to(part.dtype)[..., None, None] * part
+    fixed = part.detach()
+    count = (place - origin).to(part.dtype)[..., None, None]
+    return place.to(part.dtype)[..., None, None] * fixed + count * (part - fixed)
+
+
+def relative(lrpe: Position | None) -> Position | None:
+    """For an operator whose queries and keys turn together: with the origin at the offset.
+
+    The gradient of theta is the sum over queries and keys of coordinate x twist, where twist is
+    that of the angle. All twists add up to what the States before and after pull on theirs (0
+    without them), a sum that no float32 twists give to the digits that a large coordinate asks for.
+    So here coordinates count from the origin, and `offset_gradient` adds origin x pulls.
+    """
+    offset = None if lrpe is None else offset_of(lrpe)
+    return lrpe if lrpe is None or offset is None else lrpe._replace(offset=offset, origin=offset)
+
+
+def offset_gradient(state: State, lrpe: Position | None, sign: int) -> State:
+    """A State (batch, ..., heads, ·) that goes into (sign -1) or comes out of (1) an operator with
+    `relative` angles."""
+    if lrpe is None or not lrpe.origin:
+        return state
+    if not (torch.is_grad_enabled() and lrpe.theta.requires_grad):
+        return state
+    origin = torch.stack(torch.broadcast_tensors(*columns(lrpe.origin, lrpe.theta.device)), 1)
+    memory = _OffsetGradient.apply(state.memory, lrpe.theta, origin, sign)  # type: ignore[no-untyped-call]
+    return state._replace(memory=memory)
+
+
+class _OffsetGradient(torch.autograd.Function):
+    """The memory as it is; theta gets sign x origin x the pull on the angles of the memory."""
+
+    @staticmethod
+    def forward(ctx: Any, memory: Tensor, theta: Tensor, origin: Tensor, sign: int) -> Tensor:
+        ctx.save_for_backward(memory, theta, origin)
+        ctx.sign = sign
+        return memory.view_as(memory)
+
+    @staticmethod
+    def backward(ctx: Any, dmemory: Tensor) -> tuple[Tensor | None, ...]:
+        memory, theta, origin = ctx.saved_tensors
+        exact, slots = finest(theta.device), theta.shape[-1]
+        cos, sin = memory.to(exact).chunk(2, -2)
+        dcos, dsin = dmemory.to(exact).chunk(2, -2)
+        pull = (cos * dsin - sin * dcos).sum(-1)
+        if pull.shape[-1] != slots:  # pairs; an odd channel out does not turn
+            pull = pull[..., :slots] + pull[..., slots : 2 * slots]
+        shares = zip(origin.unbind(1), groups(slots, origin.shape[1]), strict=True)
+        far = torch.cat([x[:, None].expand(-1, n) for x, n in shares], 1).to(exact)
+        far = far.reshape(len(far), *[1] * (pull.ndim - 2), slots)
+        dtheta = ctx.sign * (far * pull).flatten(0, -3).sum(0).sum_to_size(theta.shape)
+        return dmemory, dtheta.to(theta.dtype), None, None
+
+
+def columns(coordinates: tuple[int | Tensor, ...], device: torch.device) -> list[Tensor]:
+    """Of every axis (1 or batch,) int64, without a copy from the host, so it can be captured."""
+    return [
+        s.to(device, torch.int64).reshape(-1)
+        if isinstance(s, Tensor)
+        else torch.full((1,), s, dtype=torch.int64, device=device)
+        for s in coordinates
+    ]
+
+
+def key_features(lrpe: Position, dim: int, dtype: torch.dtype) -> Tensor:
+    """Factors on an exponentiated key: as `tables`, (..., 2 * dim)."""
+    return torch.cat(tables(lrpe, dim, dtype), dim=-1)
+
+
+def query_features(x: Tensor, lrpe: Position) -> Tensor:
+    """`(batch, length, heads, dim)` -> `(batch, length, heads, 2 * dim)`: what reads the memory."""
+    cos, sin = tables(lrpe, x.shape[-1], x.dtype)
+    if lrpe.kind == "cosine":
+        return torch.cat([x * cos, x * sin], dim=-1)
+    a = rotate(x, cos, sin)
+    return torch.cat([a, -quarter_turn(a)], dim=-1)
+
+
+def quarter_turn(x: Tensor) -> Tensor:
+    """(x1, x2) -> (-x2, x1) for the pairs (j, j + dim // 2); an odd last channel goes to 0."""
+    half = x.shape[-1] // 2
+    first, second, odd = x.split([half, half, x.shape[-1] % 2], dim=-1)
+    return torch.cat([-second, first, torch.zeros_like(odd)], dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position encoding: every pair of channels turned by its angle. Keeps the shape."""
+    return x * cos + quarter_turn(x) * sin

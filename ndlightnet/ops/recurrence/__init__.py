@@ -1,0 +1,1 @@
+"""Linear recurrences along tokens: one scan, and the memories of other mixers on top of it."""

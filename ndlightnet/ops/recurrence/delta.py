@@ -1,0 +1,145 @@
+"""The delta rule: plain (DeltaNet), with a decay for each head (gated DeltaNet) or for each key
+channel (Kimi Delta Attention):
+
+    p_t = Diag(exp(l_t)) m_(t-1),  u_t = beta_t (v_t - p_t^T k_t),  m_t = p_t + k_t u_t^T,
+    y_t = m_t^T q_t
+
+that is m_t = (I - beta_t k_t k_t^T) Diag(exp(l_t)) m_(t-1) + beta_t k_t v_t^T: one step of gradient
+descent, with rate beta_t, towards a memory that answers k_t with v_t.
+
+Chunkwise: all u of a chunk solve one triangular system (the WY representation), the memories before
+the chunks come from one scan over affine maps. The gradient is explicit. No exponent is positive.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndlightnet.ops import fla
+from ndlightnet.ops._once import once
+from ndlightnet.ops.dispatch import Impl, resolve
+from ndlightnet.ops.recurrence import memory
+from ndlightnet.ops.recurrence.chunks import (
+    Decay,
+    exact,
+    from_chunks,
+    inverse,
+    matmul_as,
+    to_chunks,
+    whole,
+    work_dtype,
+)
+from ndlightnet.ops.recurrence.gated import after, check, log_decay_gradient
+from ndlightnet.ops.recurrence.scan import MATRIX, adjoints, before, memories
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None = None,
+    state: Tensor | None = None, *, impl: Impl = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Causal, from a memory to a memory.
+
+    q, k (batch, length, heads, dim), keys of length 1 (the caller normalises them); v (batch,
+    length, heads, value_dim); beta (batch, length, heads) in [0, 1], or to 2: then a memory's sign
+    can turn; log_decay, state, impl, and what is returned as in `gated_linear_attention`. A token
+    with beta = 0 and log_decay = 0 changes nothing.
+    """
+    decay, state = check(q, k, v, log_decay, state)
+    if tuple(beta.shape) != tuple(k.shape[:3]):
+        raise ValueError(
+            f"beta {tuple(beta.shape)}: expected (batch, length, heads), {tuple(k.shape[:3])}"
+        )
+    chosen = resolve("gated_delta_rule", impl, k, v, decay, q, beta, state)
+    if q.shape[1] == 0:
+        return torch.zeros_like(v), state
+    with exact(k):
+        if chosen == "reference":
+            kx, bx = k.to(state.dtype), beta.to(state.dtype)[..., None]
+            forget = torch.eye(k.shape[-1], dtype=kx.dtype, device=k.device)
+            forget = forget - (bx * kx)[..., None] * kx[..., None, :]
+            if decay is not None:
+                forget = forget * decay.exp()[..., None, :]
+            return memory.reference(q, bx * kx, forget, v, state, torch.matmul)
+        if chosen == "fla":
+            return fla.gated_delta_rule(q, k, v, beta, decay, state)
+        y, last = _Delta.apply(q, k, v, beta, decay, state)  # type: ignore[no-untyped-call]
+    return y, last
+
+
+class _Chunks:
+    """What both passes need, all (batch * heads, chunks, ...)."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, state: Tensor
+    ) -> None:
+        acc, work = state.dtype, work_dtype(v)
+        self.q, self.k, self.v = (to_chunks(x, work) for x in (q, k, v))
+        self.beta = to_chunks(beta[..., None], acc)
+        self.d = Decay(None if decay is None else to_chunks(decay, acc))
+        self.kk = self.d.scores(self.k, self.k, acc).tril(-1)
+        self.qk = self.d.scores(self.q, self.k)
+        self.solve = inverse(self.beta * self.kk)
+        self.write = self.d.out(self.k)
+        turned = (self.solve * self.beta.mT).to(work)  # of values to u
+        self.w, self.u0 = turned @ self.d.into(self.k), turned @ self.v
+        # a chunk takes the memory m to `keep` m + write^T u0
+        over, eye = self.d.over(), torch.eye(k.shape[-1], dtype=acc, device=k.device)
+        self.keep = eye if over is None else over * eye
+        self.keep = self.keep - matmul_as(self.write.mT, self.w, acc)
+
+
+class _Delta(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        c = _Chunks(q, k, v, beta, decay, state)
+        first = state.flatten(0, 1)
+        m = memories(c.keep, matmul_as(c.write.mT, c.u0, state.dtype), first, MATRIX)
+        start = before(m, first, c.q.dtype)
+        y = c.d.into(c.q) @ start + c.qk @ (c.u0 - c.w @ start)
+        ctx.save_for_backward(q, k, v, beta, decay, state, m)
+        return whole(from_chunks(y, v)), m[:, -1].view_as(state).clone()
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        *given, m = ctx.saved_tensors
+        with exact(m):
+            return _backward(tuple(given), m, *grads)
+
+
+def _backward(
+    given: tuple[Any, ...], m: Tensor, dy: Tensor, dlast: Tensor
+) -> tuple[Tensor | None, ...]:
+    beta, decay, state = given[3:]
+    c, acc = _Chunks(*given), m.dtype
+    work, dyc, d = c.q.dtype, to_chunks(dy, c.q.dtype), c.d
+    start = before(m, state.flatten(0, 1), work)
+    u = c.u0 - c.w @ start
+    du = c.qk.mT @ dyc  # without what comes by later chunks
+    pull = (d.into(c.q).mT @ dyc - c.w.mT @ du).to(acc)
+    dm = adjoints(c.keep, after(pull), dlast.flatten(0, 1), MATRIX)
+    dstate = c.keep[:, 0].mT @ dm[:, 0] + pull[:, 0]
+    lam = c.solve.mT @ (du + c.write @ dm.to(work)).to(acc)
+    dv = (c.beta * lam).to(work)
+    dlower = -(lam @ u.mT.to(acc)).tril(-1)
+    right = c.v - d.into(c.k) @ start
+    dbeta = (lam * right).sum(-1, keepdim=True) + (dlower * c.kk).sum(-1, keepdim=True)
+    da = dyc @ u.mT
+    dq, dk = d.scores_backward(da, c.q, c.k)
+    read, written = d.scores_backward((c.beta * dlower).to(work), c.k, c.k)
+    dq = dq + d.into(dyc @ start.mT)
+    read = read - d.into(dv @ start.mT)
+    written = written + dk + d.out(u @ dm.mT.to(work))
+    dl = None
+    if decay is not None:
+        own = c.q * dq.to(acc) + c.k * (read.to(acc) - written.to(acc))
+        dl = log_decay_gradient(decay, own, dm * m)
+    own = da.diagonal(dim1=-2, dim2=-1)[..., None]
+    dq, written = dq + own * c.k, written + own * c.q
+    grads = (from_chunks(x, given[2]) for x in (dq, read + written, dv))
+    return (*grads, from_chunks(dbeta, beta)[..., 0], dl, dstate.view_as(state))

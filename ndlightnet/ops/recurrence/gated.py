@@ -1,0 +1,162 @@
+"""Gated linear attention: a memory whose rows decay, m_t = Diag(exp(l_t)) m_(t-1) + k_t v_t^T,
+y_t = m_t^T q_t. Linear attention (l = 0), TNL and RetNet (l constant), GLA, HGRN2 are of this form.
+
+Chunkwise: inside a chunk by scores, between chunks by one scan over their memories. The gradient is
+explicit and keeps the memory before each chunk, nothing else of that size. No exponent is positive.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndlightnet.ops import fla
+from ndlightnet.ops._once import once
+from ndlightnet.ops.dispatch import Impl, resolve
+from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.recurrence import memory
+from ndlightnet.ops.recurrence.chunks import (
+    Decay,
+    exact,
+    floor_of,
+    from_chunks,
+    later_first,
+    to_chunks,
+    whole,
+    work_dtype,
+)
+from ndlightnet.ops.recurrence.scan import adjoints, before, memories
+
+
+def gated_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, state: Tensor | None = None,
+    *, impl: Impl = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Causal, from a memory to a memory.
+
+    q, k (batch, length, heads, dim), v (batch, length, heads, value_dim); log_decay <= 0, (batch,
+    length, heads, dim) or (..., 1) for one of a head, default 0; floored at -30 (float64: -60).
+    state (batch, heads, dim, value_dim). Returns y as v, and the last memory in float32 (float64).
+    A token with k = 0 and log_decay = 0 changes nothing.
+
+    impl: "torch", "fla" (flash-linear-attention's kernels), "reference" (token by token) or "auto":
+    fla where it can, for 16-bit inputs on CUDA.
+    """
+    decay, state = check(q, k, v, log_decay, state)
+    chosen = resolve("gated_linear_attention", impl, k, v, decay, q, state)
+    if q.shape[1] == 0:
+        return torch.zeros_like(v), state
+    with exact(k):
+        if chosen == "reference":
+            keep = state.new_zeros(1, 1, 1, 1) if decay is None else decay
+            return memory.reference(q, k, keep.exp()[..., None], v, state)
+        if chosen == "fla":
+            return fla.gated_linear_attention(q, k, v, decay, state)
+        y, last = _Gated.apply(q, k, v, decay, state)  # type: ignore[no-untyped-call]
+    return y, last
+
+
+def check(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor | None
+) -> tuple[Tensor | None, Tensor]:
+    """The decay as (batch, length, heads, dim or 1) or none, the memory to start from."""
+    if k.ndim != 4 or q.shape != k.shape or v.shape[:-1] != k.shape[:-1]:
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected (batch, length, "
+            "heads, dim) twice and (batch, length, heads, value_dim)"
+        )
+    (batch, n, heads, dim), wide, acc = k.shape, v.shape[-1], accumulator(v)
+    decay = None
+    if log_decay is not None:
+        if log_decay.ndim != 4 or log_decay.shape[-1] not in (1, dim):
+            raise ValueError(
+                f"log_decay {tuple(log_decay.shape)}: expected (batch, length, heads, dim) "
+                f"{(batch, n, heads, dim)}, or 1 instead of dim"
+            )
+        decay = log_decay.to(acc).clamp(min=floor_of(acc)).expand(batch, n, heads, -1)
+    if state is None:
+        return decay, torch.zeros(batch, heads, dim, wide, dtype=acc, device=k.device)
+    if tuple(state.shape) != (batch, heads, dim, wide):
+        raise ValueError(
+            f"state {tuple(state.shape)}: expected (batch, heads, dim, value_dim), "
+            f"{(batch, heads, dim, wide)}"
+        )
+    return decay, state.to(acc)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        c = Chunks(*(to_chunks(x, work_dtype(v)) for x in (q, k, v)), _chunked(decay, state), state)
+        m = c.memories()
+        ctx.save_for_backward(q, k, v, decay, state, m)
+        return whole(from_chunks(c.outputs(m), v)), m[:, -1].view_as(state).clone()
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (q, k, v, decay, state, m), (dy, dlast) = ctx.saved_tensors, grads
+        with exact(q):
+            given, dl = v, None
+            q, k, v, dy = (to_chunks(x, work_dtype(given)) for x in (q, k, v, dy))
+            c = Chunks(q, k, v, _chunked(decay, state), state)
+            dq, dk, dv, dm, dstate, diagonal = c.gradients(m, dy, dlast.flatten(0, 1))
+            if decay is not None:
+                # what tokens read of themselves is on both sides, and would only cost digits
+                per_token = q * dq.to(m.dtype) - k * dk.to(m.dtype)
+                dl = log_decay_gradient(decay, per_token, dm * m)
+            grads = (from_chunks(x, given) for x in (dq + diagonal * k, dk + diagonal * q, dv))
+            return *grads, dl, dstate.view_as(state)
+
+
+def _chunked(decay: Tensor | None, state: Tensor) -> Decay:
+    return Decay(None if decay is None else to_chunks(decay, state.dtype))
+
+
+class Chunks:
+    """The chunkwise form and its gradients: q, k, v (batch * heads, chunks, chunk, .), decays, and
+    the memory before the first chunk, (batch, heads, dim, value_dim)."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay, state: Tensor) -> None:
+        self.q, self.k, self.v, self.d, self.first = q, k, v, decay, state.flatten(0, 1)
+
+    def memories(self) -> Tensor:
+        """After each chunk."""
+        added = (self.d.out(self.k).mT @ self.v).to(self.first.dtype)
+        return memories(self.d.over(), added, self.first)
+
+    def outputs(self, m: Tensor) -> Tensor:
+        start = before(m, self.first, self.q.dtype)
+        return self.d.into(self.q) @ start + self.d.scores(self.q, self.k) @ self.v
+
+    def gradients(self, m: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Tensor, ...]:
+        """Of q, k, v, of the memories after each chunk and before the first one; and what gradients
+        of scores a token has with itself (..., chunk, 1), which those of q and k do not hold."""
+        q, k, v, d = self.q, self.k, self.v, self.d
+        read, over = (d.into(q).mT @ dy).to(m.dtype), d.over()
+        dm = adjoints(over, after(read), dlast)
+        dfirst = (dm[:, 0] if over is None else over[:, 0] * dm[:, 0]) + read[:, 0]
+        da = dy @ v.mT
+        dq, dk = d.scores_backward(da, q, k)
+        dq = dq + d.into(dy @ before(m, self.first, dy.dtype).mT)
+        dk = dk + d.out(v @ dm.mT.to(v.dtype))
+        dv = d.scores(q, k).mT @ dy + d.out(k) @ dm.to(k.dtype)
+        return dq, dk, dv, dm, dfirst, da.diagonal(dim1=-2, dim2=-1)[..., None]
+
+
+def after(grad: Tensor) -> Tensor:
+    """What comes of later chunks alone: each moved to the chunk before it."""
+    return torch.cat([grad[:, 1:], torch.zeros_like(grad[:, :1])], 1)
+
+
+def log_decay_gradient(decay: Tensor, per_token: Tensor, per_chunk: Tensor) -> Tensor:
+    """Sums of what tokens from each one on get of their reads less their writes, and of what the
+    chunk hands on (maths: d log decay_t = sum_(s >= t) (q dq - k dk)_s + rowsum(dm m))."""
+    per_chunk = per_chunk.sum(-1)[..., None, :]
+    if decay.shape[-1] == 1:
+        per_token, per_chunk = (x.sum(-1, keepdim=True) for x in (per_token, per_chunk))
+    return from_chunks(later_first(per_token) + per_chunk, decay)

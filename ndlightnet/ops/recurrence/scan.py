@@ -1,0 +1,132 @@
+"""Linear recurrences m_t = f_t . m_(t-1) + b_t, all t at once, in about 2 log2(length) steps.
+
+Pairs of neighbours join by (f2, b2) o (f1, b1) = (f2 . f1, f2 . b1 + b2), which is associative.
+Every second memory comes from the sequence of joined pairs, which is half as long, and those
+between from one step more. No product of decays is ever divided by. A `Rule` says what "." and "+"
+are; all operators of this folder, MD-TPE and LightNet's own States run on this one scan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ndlightnet.ops.recurrence.chunks import CHUNK, exact
+
+
+class Rule(NamedTuple):
+    compose: Callable[[Tensor, Tensor], Tensor]  # (f2, f1) -> f2 . f1
+    step: Callable[[Tensor, Tensor, Tensor], Tensor]  # (f, m, b) -> f . m + b
+
+
+ELEMENTWISE = Rule(torch.mul, lambda f, m, b: torch.addcmul(b, f, m))
+MATRIX = Rule(torch.matmul, lambda f, m, b: b + f @ m)
+MAXIMUM = Rule(torch.add, lambda f, m, b: torch.maximum(b, f + m))  # of logarithms
+
+
+def memories(f: Tensor | None, b: Tensor, first: Tensor, rule: Rule = ELEMENTWISE) -> Tensor:
+    """m_1 .. m_n along axis 1, from m_0 = `first`; no gradients (see `scan`).
+
+    b (batch, n, ...), whose first step is overwritten; first (batch, ...); f (batch or 1, n, ...)
+    of a shape that the rule broadcasts; None: nothing decays.
+    """
+    if b.shape[1] == 0:
+        return b
+    if f is None:
+        b[:, 0] += first
+        return running_sum(b)
+    b[:, 0] = rule.step(f[:, 0], first, b[:, 0])
+    return _pairs(f, b, rule)
+
+
+def _pairs(f: Tensor, b: Tensor, rule: Rule) -> Tensor:
+    n = int(b.shape[1])  # a number for torch.compile, too: as many levels as it has bits
+    if n == 1:
+        return b
+    even, odd, between = slice(0, n - n % 2, 2), slice(1, None, 2), slice(2, None, 2)
+    joined = rule.step(f[:, odd], b[:, even], b[:, odd])
+    late = _pairs(rule.compose(f[:, odd], f[:, even]), joined, rule)
+    out = torch.empty_like(b)
+    out[:, 0], out[:, odd] = b[:, 0], late
+    if n > 2:
+        out[:, between] = rule.step(f[:, between], late[:, : (n - 1) // 2], b[:, between])
+    return out
+
+
+def running_sum(x: Tensor) -> Tensor:
+    """x.cumsum(1) of (batch, length, ...), which on a card goes along a long axis that is not the
+    last one in as many steps as it has: here in chunks."""
+    n = x.shape[1]
+    if n <= CHUNK:
+        return x.cumsum(1)
+    parts = torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, -n % CHUNK))
+    parts = parts.unflatten(1, (-1, CHUNK)).cumsum(2)
+    ends = running_sum(parts[:, :-1, -1])
+    return torch.cat([parts[:, :1], parts[:, 1:] + ends[:, :, None]], 1).flatten(1, 2)[:, :n]
+
+
+def before(m: Tensor, first: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """m_0 .. m_(n-1): what each step starts from."""
+    out = torch.empty_like(m, dtype=dtype)
+    out[:, :1], out[:, 1:] = first[:, None], m[:, :-1]
+    return out
+
+
+def adjoints(f: Tensor | None, pull: Tensor, last: Tensor, rule: Rule = ELEMENTWISE) -> Tensor:
+    """Gradients of m_1 .. m_n, what comes by later memories included: g_t = pull_t + f'_(t+1) .
+    g_(t+1), with f' the adjoint of f and `last` the gradient that m_n has from elsewhere."""
+    if f is None:
+        return memories(None, pull.flip(1), last).flip(1)
+    reverse = f.expand(-1, pull.shape[1], *f.shape[2:]).flip(1)
+    reverse = reverse.mH if rule is MATRIX else reverse.conj()
+    if pull.shape[1] == 0:
+        return pull
+    pull = pull.flip(1)
+    head = pull[:, :1] + last[:, None]  # behind the last one lies nothing
+    rest = memories(reverse[:, :-1], pull[:, 1:], head[:, 0], rule)
+    return torch.cat([head, rest], 1).flip(1)
+
+
+class _Scan(torch.autograd.Function):
+    """Saves f and the memories. Its gradient can be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, f: Tensor, b: Tensor, first: Tensor, rule: Rule) -> Tensor:
+        with exact(b):
+            m = memories(f.expand(-1, b.shape[1], *f.shape[2:]), b.clone(), first, rule)
+        ctx.rule = rule
+        ctx.save_for_backward(f, m, first)
+        return m
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (f, m, first), rule, df = ctx.saved_tensors, ctx.rule, None
+        with exact(m):
+            g = adjoints(f, grads[0], torch.zeros_like(first), rule)
+            if g.shape[1] == 0:
+                return torch.zeros_like(f), g, torch.zeros_like(first), None
+            if ctx.needs_input_grad[0]:
+                start = before(m, first)
+                df = g @ start.mH if rule is MATRIX else g * start.conj()
+                df = df.sum_to_size(f.shape)
+            f = f[:, 0].mH if rule is MATRIX else f[:, 0].conj()
+            return df, g, rule.compose(f, g[:, 0]).sum_to_size(first.shape), None
+
+
+def scan(f: Tensor, b: Tensor, first: Tensor | None = None, rule: Rule = ELEMENTWISE) -> Tensor:
+    """m_t = f_t . m_(t-1) + b_t along axis 1, real or complex, with gradients.
+
+    b (batch, n, ...); f (batch or 1, n or 1, ...) broadcasts against b, or is a matrix (..., dim,
+    dim) from the left with rule MATRIX; first (batch, ...), default 0. Returns all memories, as b.
+    """
+    if b.ndim != f.ndim or (f.shape[1] not in (1, b.shape[1])):
+        raise ValueError(
+            f"f {tuple(f.shape)}: expected a shape that broadcasts to that of b, {tuple(b.shape)}"
+        )
+    if first is None:
+        first = b.new_zeros(b.shape[0], *b.shape[2:])
+    out: Tensor = _Scan.apply(f, b, first, rule)  # type: ignore[no-untyped-call]
+    return out

@@ -1,0 +1,133 @@
+"""The command `bundle`: a trained segmentation network as a MONAI bundle, a folder that
+`python -m monai.bundle` runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from inspect import isclass
+from pathlib import Path
+from pydoc import locate
+from typing import Any, get_args, get_origin, get_type_hints
+
+import torch
+from monai.bundle.config_parser import ConfigParser
+from torch import Tensor
+
+from ndlightnet.data.errors import DataError, one_line, writable
+from ndlightnet.training.core.checkpoints import check_checkpoint
+from ndlightnet.training.core.cli import TaskCLI
+from ndlightnet.training.segmentation.bundle_files import inference_of, metadata_of, readme_of
+from ndlightnet.training.segmentation.data import VolumeData
+from ndlightnet.training.segmentation.task import SegmentationTask
+
+
+class BundleCLI(TaskCLI):
+    """Takes configs as they were planned, and as `fit` has saved them."""
+
+    def add_arguments_to_parser(self, parser: Any) -> None:
+        parser.add_argument("--out", type=str, required=True, help="folder to write")
+        parser.add_argument("--ckpt_path", type=str | None, required=True, help="of `fit`")
+        parser.add_argument("--weights_only", type=bool | None, help="not used, `fit` saves it")
+
+
+def bundle(arguments: list[str]) -> None:
+    """`--ckpt_path best.ckpt --out bundles/NAME`, and the config of the training with what
+    overrides it. The folder `out`, new or empty before, appears complete or not at all.
+
+    Raises DataError for a checkpoint of another network, for a network that MONAI cannot build from
+    the config, and where `out` holds something or cannot be written.
+    """
+    cli = BundleCLI(
+        SegmentationTask, VolumeData, subclass_mode_data=True, args=arguments, run=False
+    )
+    out = Path(cli.config.out)
+    definition, weights = _network(cli, [cli.config.ckpt_path, *cli.model.ensemble])
+    inference = inference_of(definition, cli.model, cli.datamodule, str(cli.trainer.precision))
+    metadata = metadata_of(out.resolve().name, cli.model, cli.datamodule)
+    with _whole_folder(out) as draft:
+        for name in ("configs", "models", "docs"):
+            (draft / name).mkdir(parents=True)
+        for name, content in (("inference", inference), ("metadata", metadata)):
+            text = json.dumps(content, indent=4, allow_nan=False)
+            (draft / "configs" / f"{name}.json").write_text(text + "\n")
+        with (draft / "models" / "model.pt").open("wb") as file:
+            torch.save(weights, file)
+        readme = readme_of(metadata, cli.datamodule.modalities)
+        (draft / "docs" / "README.md").write_text(readme)
+    print(f"wrote {out}, see {out / 'docs' / 'README.md'}")
+
+
+def _network(cli: TaskCLI, paths: list[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """MONAI's definition of the network, of several checkpoints their ensemble, and its weights.
+    The names in the first checkpoint become the data's."""
+    task, data, saved = cli.model, cli.datamodule, []
+    for path in paths:
+        check_checkpoint(path, task, data)
+        saved.append(torch.load(path, map_location="cpu", weights_only=True))
+    names = saved[0]["names"]
+    if not (names.get("labels") and names.get("modalities")):
+        raise DataError(f"{paths[0]}: names no labels, expected a checkpoint that `fit` has left")
+    data.set_names(names)
+    for name, wanted in (("in_channels", data.in_channels), ("out_channels", len(data.labels))):
+        if getattr(task.net, name, wanted) != wanted:
+            here = f"{name}={getattr(task.net, name)}"
+            raise DataError(f"model.net: {here}, expected {wanted} for the data of {paths[0]}")
+    states = [
+        {name[4:]: value for name, value in one["state_dict"].items() if name.startswith("net.")}
+        for one in saved
+    ]
+    asked, weights = cli.config.model.net, states[0]
+    if len(states) > 1:
+        weights = {f"nets.{n}.{k}": value for n, s in enumerate(states) for k, value in s.items()}
+    try:  # here, and not first where it is used
+        definition = _target(asked.as_dict())
+        if len(states) > 1:
+            nets = [definition] * len(states)
+            definition = {"_target_": "ndlightnet.inference.Ensemble", "nets": nets}
+        read = ConfigParser({"net": json.loads(json.dumps(definition))})
+        read.get_parsed_content("net").load_state_dict(weights)
+    except Exception as error:  # classes raise what they like
+        wrong = f"{asked.class_path} cannot be built from a MONAI config ({one_line(error)})"
+        raise DataError(f"model.net: {wrong}") from error
+    return definition, weights
+
+
+def _target(value: Any, called: bool = False) -> Any:
+    """jsonargparse's class_path and init_args as MONAI's `_target_`. called: what takes it calls
+    it with more arguments to get the object."""
+    if isinstance(value, list | tuple):
+        return [_target(one, called) for one in value]
+    if not isinstance(value, dict) or "class_path" not in value:
+        return value
+    made: Any = locate(value["class_path"])
+    hints: dict[str, Any] = {}
+    for base in reversed(getattr(made, "__mro__", [made])):
+        hints |= get_type_hints(base.__init__ if isclass(base) else base)
+    arguments = value.get("init_args") or {}
+    return {
+        "_target_": value["class_path"],
+        **({"_mode_": "callable"} if called else {}),
+        **{name: _target(one, _is_callable(hints.get(name))) for name, one in arguments.items()},
+    }
+
+
+def _is_callable(hint: Any) -> bool:
+    return get_origin(hint) is Callable or any(_is_callable(part) for part in get_args(hint))
+
+
+@contextmanager
+def _whole_folder(path: Path) -> Iterator[Path]:
+    """A draft beside `path`, a folder to be made, that becomes `path` when the block ends well."""
+    draft = path.resolve().parent / f".{os.getpid()}.part.{path.name}"
+    try:
+        with writable(path):
+            if path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise DataError(f"{path}: is there already, expected a new or an empty folder")
+            yield draft
+            os.replace(draft, path)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

@@ -1,0 +1,200 @@
+"""The files of a MONAI bundle. The network and the scaling of channels are ours; all else are
+MONAI's transforms, inferer and evaluator, so that who knows MONAI can read it, change it and serve
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import monai
+import nibabel
+import numpy as np
+import torch
+from monai.utils.enums import IgniteInfo
+
+import ndlightnet
+from ndlightnet.data.errors import printable
+from ndlightnet.training.segmentation.data import VolumeData
+from ndlightnet.training.segmentation.task import SegmentationTask
+
+SCHEMA = (
+    "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/"
+    "meta_schema_20240725.json"
+)
+MIXED = {"16-mixed": "$torch.float16", "bf16-mixed": "$torch.bfloat16"}
+STITCHED = 2**31  # bytes: windows are blended on the card up to so many of logits, else on the host
+README = """# {name}
+
+{description} {intended_use}
+
+Labels:
+
+{labels}
+
+Install `ndlightnet[tasks]` {ndlightnet} and `monai[fire,ignite]` {monai_version}, or later. Then,
+in this folder:
+
+    python -m monai.bundle run --config_file configs/inference.json --dataset_dir SCANS
+
+From elsewhere give `--bundle_root` with this folder, too. Label maps are written to `eval`, or to
+`--output_dir`, each on the grid of its scan.
+
+Scans are NIfTI files, or folders with a DICOM series, of: {channels}. Several channels are one file
+with four axes, or files CASE_0000, CASE_0001 and so on, of one grid. Voxels must be finite numbers.
+
+Logits of a scan are held as a whole, in float64 where they are resampled. `predict` of ndlightnet
+computes them part by part, reads more formats and repairs more files.
+
+Before you share this, fill in authors and copyright in `configs/metadata.json`, and add
+`docs/license.txt`: the data that a network has learned from may say what it may be used for.
+"""
+
+
+def inference_of(
+    network: dict[str, Any], task: SegmentationTask, data: VolumeData, precision: str
+) -> dict[str, Any]:
+    """configs/inference.json: what `predict` does, said in MONAI's words."""
+    prepare, classes = data._prepare(), len(data.labels)
+    intensity = "ndlightnet.data.volume.transforms.Intensity"
+    dtype = "uint8" if classes <= 256 else "int16"
+    before: list[dict[str, Any]] = [
+        {"_target_": "LoadImaged", "keys": "image"},
+        {"_target_": "EnsureChannelFirstd", "keys": "image"},
+        {"_target_": "Orientationd", "keys": "image", "axcodes": "RAS", "labels": None},
+    ]
+    if prepare.spacing is not None:
+        before.append({"_target_": "Spacingd", "keys": "image", "pixdim": list(prepare.spacing)})
+    before.append({
+        "_target_": "ndlightnet.data.volume.transforms.ScaleChannelsd", "keys": "image",
+        "intensities": [{"_target_": intensity, **asdict(one)} for one in prepare.intensities],
+        "channels": prepare.channels,
+    })  # fmt: skip
+    after: list[dict[str, Any]] = [
+        {
+            "_target_": "Invertd", "keys": "pred", "transform": "@preprocessing",
+            "orig_keys": "image", "nearest_interp": False,
+        },
+        {"_target_": "AsDiscreted", "keys": "pred", "argmax": True, "dtype": f"$torch.{dtype}"},
+    ]  # fmt: skip
+    if task.largest:  # copied into what it was made of, which knows the affine
+        largest = "$lambda labels: labels.copy_(keep_largest(labels))"
+        after.append({"_target_": "Lambdad", "keys": "pred", "func": largest})
+    after.append({
+        "_target_": "SaveImaged", "keys": "pred", "output_dir": "@output_dir",
+        "output_ext": ".nii.gz", "output_dtype": f"$numpy.{dtype}", "output_postfix": "seg",
+        "separate_folder": False, "resample": False,
+    })  # fmt: skip
+    inferer: dict[str, Any] = {"_target_": "SimpleInferer"}
+    if task.window is not None:
+        inferer = {
+            "_target_": "SlidingWindowInferer", "roi_size": task.window, "sw_batch_size": 1,
+            "overlap": task.overlap, "mode": "gaussian", "cpu_thresh": STITCHED // (4 * classes),
+        }  # fmt: skip
+    whole: dict[str, Any] = {"network": "$@network_def.to(@device)"}
+    if task.mirror_axes:
+        mirrored = "ndlightnet.inference.Mirrored"
+        whole = {
+            "mirrored": {"_target_": mirrored, "net": "@network_def", "axes": task.mirror_axes},
+            "network": "$@mirrored.to(@device)",
+        }
+    mixed = {"amp_kwargs": {"dtype": MIXED[precision]}} if precision in MIXED else {}
+    return {
+        "imports": [
+            "$from ndlightnet.data.volume.datasets import find_inputs",
+            "$from ndlightnet.inference import keep_largest",
+        ],
+        "bundle_root": ".",
+        "dataset_dir": "$@bundle_root + '/scans'",
+        "output_dir": "$@bundle_root + '/eval'",
+        "device": "$torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')",
+        "datalist": "$[[str(file) for file in case.images] for case in "
+        f"find_inputs(@dataset_dir, {len(data.modalities)})]",
+        "network_def": network,
+        **whole,
+        "preprocessing": {"_target_": "Compose", "transforms": before},
+        "dataset": {
+            "_target_": "Dataset",
+            "data": "$[{'image': files} for files in @datalist]",
+            "transform": "@preprocessing",
+        },
+        "dataloader": {"_target_": "DataLoader", "dataset": "@dataset", "batch_size": 1},
+        "inferer": inferer,
+        "postprocessing": {"_target_": "Compose", "transforms": after},
+        "handlers": [
+            {
+                "_target_": "CheckpointLoader", "load_path": "$@bundle_root + '/models/model.pt'",
+                "load_dict": {"model": "@network_def"}, "map_location": "@device",
+            },
+        ],
+        "evaluator": {
+            "_target_": "SupervisedEvaluator", "device": "@device", "network": "@network",
+            "val_data_loader": "@dataloader", "inferer": "@inferer", "val_handlers": "@handlers",
+            "postprocessing": "@postprocessing", "amp": bool(mixed), **mixed,
+        },
+        "run": ["$@evaluator.run()"],
+    }  # fmt: skip
+
+
+def metadata_of(name: str, task: SegmentationTask, data: VolumeData) -> dict[str, Any]:
+    """configs/metadata.json, in MONAI's schema."""
+    prepare, labels = data._prepare(), [inert(label) for label in data.labels]
+    channels = [inert(data.modalities[number]) for number in prepare.channels]
+    ends: list[float] = []
+    for number in prepare.channels:
+        one = prepare.intensities[number]
+        if one.low is not None and one.high is not None and one.mean is not None:
+            ends += [(end - one.mean) / (one.deviation or 1.0) for end in (one.low, one.high)]
+    known = len(ends) == 2 * len(channels)
+    shared: dict[str, Any] = {
+        "type": "image", "spatial_shape": task.window or ["*", "*", "*"], "dtype": "float32",
+        "is_patch_data": task.window is not None,
+    }  # fmt: skip
+    return {
+        "schema": SCHEMA,
+        "version": "0.1.0",
+        "changelog": {"0.1.0": "exported by ndlightnet"},
+        "monai_version": monai.__version__,
+        "pytorch_version": torch.__version__.split("+")[0],
+        "numpy_version": np.__version__,
+        "required_packages_version": {
+            "ndlightnet": ndlightnet.__version__, "nibabel": nibabel.__version__,
+            "pytorch-ignite": IgniteInfo.OPT_IMPORT_VERSION.value,
+        },
+        "name": inert(name),
+        "task": f"Segmentation of {', '.join(labels[1:])} in {', '.join(channels)}",
+        "description": f"{type(task.net).__name__} from {', '.join(channels)} volumes to labels of "
+        f"{', '.join(labels[1:])}.",
+        "authors": "not named yet",
+        "copyright": "not named yet",
+        "intended_use": "For research, not for diagnosis.",
+        "network_data_format": {
+            "inputs": {"image": {
+                **shared, "format": "hounsfield" if set(channels) == {"CT"} else "magnitude",
+                "modality": ", ".join(channels), "num_channels": len(channels),
+                "value_range": [min(ends), max(ends)] if known else [],
+                "channel_def": {str(n): channel for n, channel in enumerate(channels)},
+            }},
+            "outputs": {"pred": {
+                **shared, "format": "labels", "num_channels": len(labels), "value_range": [],
+                "channel_def": {str(n): label for n, label in enumerate(labels)},
+            }},
+        },
+    }  # fmt: skip
+
+
+def inert(name: str) -> str:
+    """A name that comes with the data, as text that MONAI leaves alone: it evaluates what begins
+    with $, and follows references, also to files, that begin with @ and %. Full-width letters
+    stand for these."""
+    return printable(name).translate(str.maketrans("$@%", "\uff04\uff20\uff05"))
+
+
+def readme_of(metadata: dict[str, Any], channels: Sequence[str]) -> str:
+    """docs/README.md. channels: of the scans, in their order."""
+    labels = metadata["network_data_format"]["outputs"]["pred"]["channel_def"].items()
+    return README.format(
+        **metadata, ndlightnet=ndlightnet.__version__, channels=", ".join(map(inert, channels)),
+        labels="\n".join(f"- {number}: {label}" for number, label in labels),
+    )  # fmt: skip

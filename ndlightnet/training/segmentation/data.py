@@ -1,0 +1,265 @@
+"""Volumes for training: folders with a dataset.json, and phantoms made on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
+
+from ndlightnet.data.errors import DataError, fitting
+from ndlightnet.data.roots import find_root
+from ndlightnet.data.visits import mixed
+from ndlightnet.data.volume.augment import Augment
+from ndlightnet.data.volume.cache import CachedVolumes, cached_volumes
+from ndlightnet.data.volume.crops import Crops
+from ndlightnet.data.volume.datasets import find_inputs, read_dataset
+from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.phantoms import make_phantoms
+from ndlightnet.data.volume.transforms import Intensity, Prepare
+from ndlightnet.data.volume.volume import Volume
+from ndlightnet.training.core.loading import training_loader
+from ndlightnet.training.core.report import say
+from ndlightnet.training.core.task import check
+
+AXES = 3  # of a volume
+
+
+class VolumeData(L.LightningDataModule):
+    """A folder of volumes and labels with a `dataset.json`, the decathlon's or nnU-Net's.
+
+    Args:
+        root: the folder.
+        patch: shape of the training crops (voxels).
+        intensities: how each channel is scaled; default: each volume by its own mean and deviation.
+        channels: which of a case's channels the network gets, by number; default: all.
+        spacing: resample to this voxel size (mm) first; None trains on the files' own grids.
+        batch_size: crops in a batch. batches: batches in an epoch.
+        foreground: fraction of the crops that are centred on a labelled voxel.
+        augment: how crops are turned, mirrored, blurred and so on; None: not at all.
+        folds: the training cases are cut into so many parts. fold: the part, from 0, that chooses
+            the best checkpoint and is not trained on; default: no cross-validation, a tenth does.
+        test_on: what `test` looks at, the listing's test cases or the part not trained on.
+        workers: processes that cut crops.
+        cache: folder that keeps prepared volumes from run to run; default: they are kept in memory.
+        input: for predict: a file, or a folder of files and of DICOM series at any depth.
+        modality: of these series, take those of this modality only (CT, MR, PT, ...).
+    """
+
+    def __init__(
+        self,
+        root: str,
+        patch: list[int],
+        intensities: list[Intensity] | None = None,
+        channels: list[int] | None = None,
+        spacing: list[float] | None = None,
+        batch_size: int = 2,
+        batches: int = 250,
+        foreground: float = 1 / 3,
+        augment: Augment | None = Augment(),  # noqa: B008 (it is frozen)
+        folds: int = 5,
+        fold: int | None = None,
+        test_on: Literal["test", "fold"] = "test",
+        workers: int = 2,
+        cache: str | None = None,
+        input: str | None = None,
+        modality: str | None = None,
+    ) -> None:
+        super().__init__()
+        check("data.patch", patch, len(patch) == AXES and min(patch) > 0, "3 sizes above 0")
+        mm = [1.0] * AXES if spacing is None else spacing
+        good = len(mm) == AXES and all(0 < edge < float("inf") for edge in mm)
+        check("data.spacing", spacing, good, "3 edges of a voxel above 0 (mm)")
+        for name, number in (("batch_size", batch_size), ("batches", batches)):
+            check(f"data.{name}", number, number > 0, "a number above 0")
+        check("data.foreground", foreground, 0 <= foreground <= 1, "a fraction, 0 to 1")
+        check("data.workers", workers, workers >= 0, "0 or more processes")
+        check("data.folds", folds, folds >= 2, "2 or more")
+        check("data.fold", fold, fold is None or 0 <= fold < folds, f"0 to {folds - 1}")
+        flips = () if augment is None else augment.flip_axes
+        good = all(0 <= axis < AXES for axis in flips)
+        check("data.augment.flip_axes", list(flips), good, "axes from 0 to 2")
+        self.root, self.patch, self.spacing = find_root(root), patch, spacing
+        self.intensities, self.channels = intensities, channels
+        self.batch_size, self.batches, self.foreground = batch_size, batches, foreground
+        if augment is not None and augment.spacing is None and spacing is not None:
+            augment = replace(augment, spacing=tuple(spacing))
+        self.augment = augment
+        self.folds, self.fold, self.test_on = folds, fold, test_on
+        self.workers, self.cache, self.input, self.modality = workers, cache, input, modality
+        self.labels: tuple[str, ...] = ()
+        self.modalities: tuple[str, ...] = ()
+
+    def setup(self, stage: str) -> None:
+        if stage == "predict":
+            return  # names come with the checkpoint; the training data need not be here
+        notes: list[str] = []
+        folder = read_dataset(self.root, notes)
+        say(notes)
+        self.labels, self.modalities = folder.labels, folder.channels
+        self._prepare()  # says what does not fit before anything is read
+        if stage in ("fit", "validate"):
+            train, held = self._split(folder.training)
+            if stage == "fit":
+                self.seed = torch.initial_seed()
+                prepared = self._dataset(train, self.patch)
+                self.crops = Crops(
+                    prepared, self.patch, self.batch_size, self.foreground, self.seed
+                )
+            self.val_set = self._dataset(held)
+            return
+        if self.test_on == "fold":
+            self.test_cases = self._split(folder.training)[1]
+        else:
+            self.test_cases = [case for case in folder.test if case.label is not None]
+        if not self.test_cases:
+            raise DataError(f"{self.root}: no test case has a label")
+
+    @property
+    def in_channels(self) -> int:
+        """Those that the network gets."""
+        return len(self.modalities if self.channels is None else self.channels)
+
+    def _split(self, cases: Sequence[Case]) -> tuple[list[Case], list[Case]]:
+        """To train on, and to choose the checkpoint with. Folds are drawn from a seed of their own,
+        so that they are the same in every run. A single case is both."""
+        if self.fold is None and len(cases) == 1:
+            return list(cases), list(cases)
+        if self.fold is None:
+            count, part = max(2, min(10, len(cases))), 0
+        else:
+            count, part = self.folds, self.fold
+        if len(cases) < count:
+            raise DataError(
+                f"{self.root}: {len(cases)} training cases, expected at least {count}, one for "
+                "each fold"
+            )
+        order = torch.randperm(len(cases), generator=torch.Generator().manual_seed(0)).tolist()
+        held = {number for place, number in enumerate(order) if place % count == part}
+        numbered = list(enumerate(cases))
+        return (
+            [case for number, case in numbered if number not in held],
+            [case for number, case in numbered if number in held],
+        )
+
+    def _prepare(self) -> Prepare:
+        names = self.modalities
+        scales = [Intensity()] * len(names) if self.intensities is None else self.intensities
+        chosen = range(len(names)) if self.channels is None else self.channels
+        if len(scales) != len(names):
+            raise DataError(
+                f"data.intensities: {len(scales)} of them, expected one for each of the "
+                f"{len(names)} channels: {', '.join(names)}"
+            )
+        if not chosen or any(not 0 <= channel < len(names) for channel in chosen):
+            raise DataError(
+                f"data.channels: {list(chosen)}, expected some of 0 to {len(names) - 1}: "
+                f"{', '.join(names)}"
+            )
+        return Prepare(scales, self.spacing, chosen)
+
+    def _dataset(self, cases: list[Case], patch: list[int] | None = None) -> CachedVolumes:
+        return cached_volumes(
+            cases, self._prepare(), len(self.labels), patch, max(1, self.workers), self.cache
+        )
+
+    def train_dataloader(self) -> Any:
+        count = self.batches * self.batch_size
+        return training_loader(self.crops, count, self.batch_size, self.workers)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.trainer is None or not self.trainer.training:
+            return batch
+        image, label, numbers = batch
+        if self.augment is not None:
+            # numbers stay on the host: reading them must not wait for the device
+            rng = torch.Generator().manual_seed(mixed(self.seed, 2, int(numbers[0])))
+            image, label = self.augment(image, label, rng)
+        return image, label, numbers
+
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> Any:
+        """Volumes with their geometry, and numbers, stay on the host."""
+        if isinstance(batch, dict):
+            return batch
+        image, label, numbers = batch
+        move = super().transfer_batch_to_device
+        return *move((image, label), device, dataloader_idx), numbers
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(self.val_set, batch_size=None)
+
+    def test_dataloader(self) -> Any:
+        return self._one_by_one(self.test_cases)
+
+    def predict_dataloader(self) -> Any:
+        if self.input is None:
+            raise DataError("data.input: expected a file or a folder to predict, got none")
+        notes: list[str] = []
+        cases = find_inputs(self.input, max(1, len(self.modalities)), notes, self.modality)
+        say(notes)
+        if not self.labels:
+            raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
+        return self._one_by_one(cases)
+
+    def _one_by_one(self, cases: Sequence[Case]) -> Any:
+        read = PredictionCases(cases, self._prepare(), max(1, len(self.labels)))
+        return DataLoader(read, batch_size=None)
+
+    def names(self) -> dict[str, list[str]]:
+        """What a checkpoint keeps, so that predict does without the training data."""
+        return {"labels": list(self.labels), "modalities": list(self.modalities)}
+
+    def set_names(self, names: dict[str, list[str]]) -> None:
+        self.labels, self.modalities = tuple(names["labels"]), tuple(names["modalities"])
+
+
+class PhantomVolumes(VolumeData):
+    """CT phantoms, written under `root` as NIfTI when they are not there yet, then read like any
+    folder.
+
+    cases: number of training and of test phantoms.
+    """
+
+    def __init__(
+        self, root: str, patch: list[int], cases: tuple[int, int] = (24, 6), **kwargs: Any
+    ) -> None:
+        super().__init__(root, patch, **kwargs)
+        self.cases = cases
+
+    def prepare_data(self) -> None:
+        if self.trainer is None or not self.trainer.predicting:
+            make_phantoms(self.root, *self.cases)
+
+
+class PredictionCases(torch.utils.data.Dataset[dict[str, Any]]):
+    """Cases read and prepared one at a time: {"case", "volume", "image"}, or, of one that cannot be
+    read, {"case", "error"}."""
+
+    def __init__(self, cases: Sequence[Case], prepare: Prepare, classes: int) -> None:
+        self.cases, self.prepare, self.classes = list(cases), prepare, classes
+
+    def __len__(self) -> int:
+        return len(self.cases)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        case, expected = self.cases[index], len(self.prepare.intensities)
+        try:
+            with fitting(case.images[0]):
+                volume = Volume.read(case, self.classes)
+                if len(volume.image) != expected:
+                    raise DataError(
+                        f"{case.images[0]}: {len(volume.image)} channels, the network was trained "
+                        f"on {expected}"
+                    )
+                # what is measured is measured on the file's grid: no label is prepared
+                image = self.prepare(replace(volume, label=None))["image"]
+                if expected > 1:  # of the others nothing is drawn
+                    volume = replace(volume, image=volume.image[:1].clone())
+                return {"case": case, "volume": volume, "image": image}
+        except DataError as error:
+            return {"case": case, "error": str(error)}

@@ -1,0 +1,158 @@
+"""A picture of a case: its three planes with the image, the truth, the prediction, the errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.colors import ListedColormap, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ndlightnet.training.core.report import COLORS, save_figure
+from ndlightnet.training.segmentation.metrics import boxes
+
+PLANES = ("sagittal", "coronal", "axial")  # by the axis that they cut
+EDGES = ("A", "R", "R")  # what lies at the left edge of each: the front, the right, the right
+# told apart by people who see fewer colours, too, and from the grey image
+ERRORS = {"false negative": "#56B4E9", "false positive": "#D55E00", "wrong class": "#F0E442"}
+NAMED = 12  # classes in the legend
+GROUND, INK = "#101010", "#E8E8E8"
+
+
+def color_of(number: int) -> NDArray[np.float64]:
+    """RGB in 0..1 of a foreground class, the same in all pictures; 21 differ, then they recur."""
+    turn, hue = divmod(number - 1, len(COLORS) - 1)
+    base = np.array(to_rgb(COLORS[1 + hue]))
+    return (base, 0.45 + 0.55 * base, 0.6 * base)[turn % 3]
+
+
+def best_slices(labels: NDArray[Any], classes: int) -> list[int]:
+    """The index along each axis whose plane shows the labels best; the middle if there are none.
+
+    Each class counts by its fraction of the plane where it is largest, so that small ones show.
+    """
+    fractions = [np.zeros(length) for length in labels.shape]
+    for number, box in enumerate(boxes(labels, classes), 1):
+        if box is None:
+            continue
+        mask = labels[box] == number
+        for axis, fraction in enumerate(fractions):
+            area = mask.sum(tuple(a for a in range(mask.ndim) if a != axis))
+            fraction[box[axis]] += area / area.max()
+    return [int(s.argmax()) if s.any() else len(s) // 2 for s in fractions]
+
+
+def cut(volume: NDArray[Any], axis: int, index: int) -> NDArray[Any]:
+    """A plane of a volume (x, y, z) in RAS order, as radiologists look at it: axial from the feet
+    with the front up, coronal from the front and sagittal from the left with the head up."""
+    plane: NDArray[Any] = np.take(volume, index, axis)[::-1, ::-1].T
+    return plane
+
+
+def error_of(truth: NDArray[Any], prediction: NDArray[Any]) -> NDArray[np.intp]:
+    """0 right, 1.. the place in ERRORS: false negative, false positive, taken for another class."""
+    wrong = [(truth > 0) & (prediction == 0), (truth == 0) & (prediction > 0)]
+    return np.select([truth == prediction, *wrong], [0, 1, 2], 3)
+
+
+def save_case(
+    path: Path,
+    title: str,
+    image: Tensor,
+    truth: Tensor | None,
+    prediction: Tensor,
+    spacing: Sequence[float],
+    names: Sequence[str],
+) -> None:
+    """PNG: a row for each plane (axial, coronal, sagittal), with the image, the truth, the
+    prediction and where they differ; without truth the image and the prediction.
+
+    image: (x, y, z) in RAS order, of any values; truth, prediction: integers of its shape. Its
+    voxels are `spacing` mm. names: of the classes, names[0] the background's. The planes are where
+    the truth shows best, or the prediction if there is none; one that is a voxel wide is left out.
+    Raises ValueError for shapes that differ, DataError where nothing can be written.
+    """
+    for name, labels in (("truth", truth), ("prediction", prediction)):
+        if labels is not None and labels.shape != image.shape:
+            raise ValueError(
+                f"{name}: expected the image's shape {tuple(image.shape)}, got "
+                f"{tuple(labels.shape)}"
+            )
+    voxels, found = image.cpu().numpy(), prediction.cpu().numpy()
+    true = None if truth is None else truth.cpu().numpy()
+    slices = best_slices(found if true is None or not true.any() else true, len(names))
+    axes = [a for a in (2, 1, 0) if min(voxels.shape[:a] + voxels.shape[a + 1 :]) > 1] or [2]
+    size = [n * s for n, s in zip(voxels.shape, spacing, strict=True)]  # mm
+    wide, high = [size[1], size[0], size[0]], [size[2], size[2], size[1]]
+
+    columns = (
+        ["image", "prediction"] if true is None else ["image", "truth", "prediction", "errors"]
+    )
+    inch = min(3 / max(wide[a] for a in axes), 9 / sum(high[a] for a in axes))  # of a mm
+    heights = [max(0.3, inch * high[a]) for a in axes]
+    with matplotlib.rc_context({"font.size": 9, "text.color": INK}):
+        figure = Figure(
+            (3.1 * len(columns) + 0.3, sum(heights) + 0.2 * len(axes) + 1),
+            facecolor=GROUND, layout="constrained",
+        )  # fmt: skip
+        figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+        grid = figure.subplots(len(axes), len(columns), squeeze=False, height_ratios=heights)
+        shown = np.zeros(len(names), int)  # pixels of each class
+        for row, axis in zip(grid, axes, strict=True):
+            planes = {"image": voxels, "truth": true, "prediction": found}
+            cuts = {k: cut(v, axis, slices[axis]) for k, v in planes.items() if v is not None}
+            low, top = np.percentile(cuts["image"], (0.5, 99.5))
+            for panel, column in zip(row, columns, strict=True):
+                panel.set_axis_off()
+                panel.set(xticks=[], yticks=[])  # unseen, they would take half of the time
+                extent = (0, wide[axis], high[axis], 0)
+                panel.imshow(cuts["image"], "gray", vmin=low, vmax=top, extent=extent)
+                if column == "errors":
+                    wrong = error_of(cuts["truth"], cuts["prediction"])
+                    paint(panel, wrong, [to_rgb(c) for c in ERRORS.values()], extent, 0.8)
+                elif column != "image":
+                    shown += np.bincount(cuts[column].ravel(), minlength=len(names))
+                    colors = [color_of(n) for n in range(1, len(names))]
+                    paint(panel, cuts[column], colors, extent, 0.55)
+                if axis == axes[0] and column != "image":  # that says which plane it is
+                    panel.set_title(column)
+            row[0].set_title(f"{PLANES[axis]} {slices[axis] + 1}/{voxels.shape[axis]}", loc="left")
+            side = row[0].text(0.02, 0.5, EDGES[axis], transform=row[0].transAxes, va="center")
+            side.set_bbox({"facecolor": GROUND, "alpha": 0.6, "edgecolor": "none", "pad": 1.5})
+        _legend(figure, "outside lower left", legend_of(shown, names), 6 if true is not None else 3)
+        if true is not None:
+            errors = [(name, to_rgb(color)) for name, color in ERRORS.items()]
+            _legend(figure, "outside upper right", errors, len(errors))
+    save_figure(figure, path)
+
+
+def paint(
+    panel: Any, labels: NDArray[Any], colors: Sequence[Any], extent: Any, alpha: float
+) -> None:
+    """Label n in colors[n - 1], over what is there; 0 stays clear."""
+    panel.imshow(
+        np.ma.masked_equal(labels, 0), ListedColormap(colors), vmin=0.5, vmax=len(colors) + 0.5,
+        alpha=alpha, interpolation="nearest", extent=extent,
+    )  # fmt: skip
+
+
+def legend_of(shown: NDArray[Any], names: Sequence[str]) -> list[tuple[str, Any]]:
+    """(name, colour) of the foreground classes with pixels; of many, those with the most."""
+    there = [n for n in range(1, len(names)) if shown[n]]
+    if len(there) <= NAMED:
+        return [(names[n], color_of(n)) for n in there]
+    most = sorted(sorted(there, key=lambda n: -shown[n])[: NAMED - 1])
+    rest = f"and {len(there) - len(most)} more"
+    return [*((names[n], color_of(n)) for n in most), (rest, to_rgb(GROUND))]
+
+
+def _legend(figure: Figure, place: Any, keys: Sequence[tuple[str, Any]], ncols: int) -> None:
+    # a name that begins with _ would be left out, hence the space
+    patches = [Patch(color=color, label=f" {name[:28]}") for name, color in keys]
+    figure.legend(handles=patches, loc=place, ncols=ncols, frameon=False)

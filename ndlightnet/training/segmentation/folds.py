@@ -1,0 +1,62 @@
+"""Cross-validation: every training case is predicted by a network that has not seen it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ndlightnet.training.core.cli import task_cli
+from ndlightnet.training.core.report import say, write_json
+from ndlightnet.training.segmentation.data import VolumeData
+from ndlightnet.training.segmentation.metrics import MEASURES, metrics_of, write_cases
+from ndlightnet.training.segmentation.task import SegmentationTask
+
+
+def folds(arguments: list[str]) -> None:
+    """Trains and tests every fold, `fit` with these arguments; then cases.csv and metrics.json of
+    all of them together. What is done already is not done again, and a killed fold goes on."""
+    rows: dict[str, list[dict[str, float]]] = {}
+    scores: list[float] = []
+    fold, count, names = 0, 1, ["background"]
+    while fold < count:
+        root, count = _fold(arguments, fold)
+        metrics = json.loads((root / "metrics.json").read_text())
+        names = ["background", *metrics["dice"]]
+        scores.append(_number(metrics["mean_dice"]))
+        rows |= {case["name"]: _measures(case, len(names) - 1) for case in metrics["cases"]}
+        fold += 1
+    out, rows = root.parent, dict(sorted(rows.items()))
+    write_cases(out / "cases.csv", rows, names)
+    write_json(out / "metrics.json", {**metrics_of(rows, names), "mean_dice_of_folds": scores})
+    spread = f"{np.mean(scores):.3f} ± {np.std(scores, ddof=1):.3f}"
+    print(f"mean Dice {spread} over {count} folds, {len(rows)} cases; see {out / 'cases.csv'}")
+
+
+def _fold(arguments: list[str], fold: int) -> tuple[Path, int]:
+    """Its folder, with metrics.json, and how many folds there are."""
+    given = [*arguments, f"--data.init_args.fold={fold}", "--data.init_args.test_on=fold"]
+    asked = task_cli(SegmentationTask, VolumeData, given, run=False)
+    root = Path(asked.trainer.default_root_dir)
+    if not (root / "metrics.json").exists():
+        last = root / "checkpoints" / "last.ckpt"
+        resume = [f"--ckpt_path={last}"] if last.exists() else []
+        task_cli(SegmentationTask, VolumeData, ["fit", *given, *resume])
+        # the last checkpoint: the best one was chosen on these cases. By a trainer of its own: in
+        # one that has trained, Lightning's EMA puts the weights that are not averaged in place
+        cli = task_cli(SegmentationTask, VolumeData, ["test", *given, f"--ckpt_path={last}"])
+        say(cli.model.notes)
+    return root, asked.datamodule.folds
+
+
+def _measures(case: dict[str, Any], classes: int) -> list[dict[str, float]]:
+    """Of each class."""
+    columns = {key: [_number(value) for value in case[key]] for key in MEASURES}
+    return [{key: columns[key][number] for key in MEASURES} for number in range(classes)]
+
+
+def _number(value: float | None) -> float:
+    """What metrics.json has as null is not a number."""
+    return float("nan") if value is None else value

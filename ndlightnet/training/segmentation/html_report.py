@@ -1,0 +1,149 @@
+"""One HTML page to leaf through the cases of a run, the worst first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment
+
+from ndlightnet.data.errors import whole_file
+from ndlightnet.training.segmentation.metrics import MEASURES, Rows, interval, of_known
+
+SHORT = 8  # a case's table of more classes is folded away
+HEADS = {"dice": "Dice", "hd95_mm": "HD95 (mm)", "nsd": "NSD", "volume_ml": "volume (ml)",
+         "truth_ml": "truth (ml)"}  # fmt: skip
+DIGITS = {"dice": 3, "hd95_mm": 1, "nsd": 3, "volume_ml": 2, "truth_ml": 2}
+CLASSES = ("class", "cases", "mean Dice", "SD", "95 % interval", "median HD95 (mm)", "mean NSD")
+TEMPLATE = """
+{%- macro table(heads, lines) %}
+<table>
+<tr>{% for head in heads %}<th>{{ head }}</th>{% endfor %}</tr>
+{% for line in lines %}
+<tr>{% for cell in line %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</table>
+{%- endmacro -%}
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<style>
+:root { color-scheme: light dark; --line: #d0d0d0; --soft: #666 }
+@media (prefers-color-scheme: dark) { :root { --line: #444; --soft: #aaa } }
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 90rem; margin: 2rem auto; padding: 0 1rem }
+h2 { font-size: 1.1rem; margin: 2.5rem 0 .5rem; overflow-wrap: anywhere }
+.soft { color: var(--soft); font-weight: normal }
+table { border-collapse: collapse; margin: .5rem 0 1rem }
+th, td { padding: .15rem .8rem; border-bottom: 1px solid var(--line); text-align: right }
+th:first-child, td:first-child { text-align: left }
+td { font-variant-numeric: tabular-nums }
+img { max-width: 100%; height: auto; border-radius: 6px }
+li { overflow-wrap: anywhere }
+</style>
+</head>
+<body>
+<h1>{{ title }}</h1>
+<p>{{ summary }}</p>
+<p>{{ cases | length | counted("case") }}, {{ failures | length | counted("failure") }}</p>
+{% if failures %}
+<ul>
+{% for line in failures %}
+<li>{{ line }}</li>
+{% endfor %}
+</ul>
+{% endif %}
+{% if classes %}
+{{ table(heads, classes) }}
+{% endif %}
+{% for case in cases %}
+<h2>{{ case.name }}
+{%- if known %} <span class="soft">mean Dice {{ case.dice }}</span>{% endif %}</h2>
+<details{% if case.lines | length <= short %} open{% endif %}>
+<summary>{{ case.lines | length | counted("class") }}</summary>
+{% if case.lines %}{{ table(case.heads, case.lines) }}{% else %}<p>no class</p>{% endif %}
+</details>
+{% if case.picture %}
+<img loading="lazy" src="{{ case.picture | urlencode }}" alt="{{ case.name }}">
+{% endif %}
+{% endfor %}
+</body>
+</html>
+"""
+
+
+def write_page(
+    path: Path,
+    rows: Rows,
+    names: Sequence[str],
+    title: str,
+    summary: str,
+    failures: Sequence[str] = (),
+) -> None:
+    """An HTML page: summary and failures as they are given, the classes over all cases, and every
+    case with its table and its picture. The cases come by their mean Dice, the worst first; those
+    without a Dice last. If no case has a truth, they come by name, with volumes.
+
+    A case's picture is the file CASE.png beside `path`, linked where it is there.
+    """
+    known = any(not np.isnan(m["truth_ml"]) for row in rows.values() for m in row)
+    dice = {case: of_known(np.mean, [m["dice"] for m in row]) for case, row in rows.items()}
+    # without a truth no Dice is known, and the names alone decide
+    order = sorted(rows, key=lambda case: (np.nan_to_num(dice[case], nan=2.0), case))
+    shown = MEASURES if known else ("volume_ml",)
+    cases = [
+        {
+            "name": case, "dice": _number(dice[case], 3),
+            "heads": ["class", *(HEADS[key] for key in shown)],
+            "lines": _lines(rows[case], names, shown),
+            "picture": f"{case}.png" if (path.parent / f"{case}.png").is_file() else None,
+        }
+        for case in order
+    ]  # fmt: skip
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["counted"] = _counted
+    page = environment.from_string(TEMPLATE.lstrip()).render(
+        title=title, summary=summary, failures=failures, known=known, cases=cases, short=SHORT,
+        heads=CLASSES, classes=_classes(rows, names) if known else [],
+    )  # fmt: skip
+    with whole_file(path) as draft:
+        draft.write_text(page + "\n", encoding="utf-8", errors="backslashreplace")
+
+
+def _lines(
+    row: Sequence[Mapping[str, Any]], names: Sequence[str], shown: Sequence[str]
+) -> list[list[str]]:
+    """Of the classes that the case or its prediction has."""
+    return [
+        [name, *(_number(measured[key], DIGITS[key]) for key in shown)]
+        for name, measured in zip(names[1:], row, strict=True)
+        if measured["volume_ml"] > 0 or measured["truth_ml"] > 0
+    ]
+
+
+def _classes(rows: Rows, names: Sequence[str]) -> list[list[str]]:
+    lines = []
+    for k, name in enumerate(names[1:]):
+        dice, far, near = (
+            np.array([row[k][key] for row in rows.values()]) for key in ("dice", "hd95_mm", "nsd")
+        )
+        low, high = interval(dice[None])
+        between = f"{low:.3f} to {high:.3f}" if low == low else _number(low, 3)
+        count = str(int(np.isfinite(dice).sum()))
+        mean, spread = (_number(of_known(measure, dice), 3) for measure in (np.mean, np.std))
+        median, nsd = _number(of_known(np.median, far), 1), _number(of_known(np.mean, near), 3)
+        lines.append([name, count, mean, spread, between, median, nsd])
+    return lines
+
+
+def _number(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}" if value == value else "-"
+
+
+def _counted(n: int, what: str) -> str:
+    plural = what + ("es" if what.endswith("s") else "s")
+    return f"{n} {what if n == 1 else plural}"

@@ -1,0 +1,222 @@
+"""How good a segmentation is: measures per case and class, their table, and what they add up to.
+
+`rows` is everywhere {name of the case: one {measure: value} per foreground class}, and `names` are
+those of the classes, names[0] the background's. NaN stands for what is not defined or not known.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from monai.metrics.utils import get_surface_distance
+from numpy.typing import ArrayLike, NDArray
+from scipy.ndimage import binary_erosion, find_objects
+from torch import Tensor
+
+from ndlightnet.data.errors import cell, whole_file
+
+Rows = Mapping[str, Sequence[Mapping[str, float]]]
+Box = tuple[slice, ...]
+MEASURES = ("dice", "hd95_mm", "nsd", "volume_ml", "truth_ml")
+# An affine's float32 make 1.0000001 mm of 1 mm: a tolerance of 1 mm has to take it.
+ROUNDING = 1 + 1e-5
+
+
+def dice_of(labels: Tensor, truth: Tensor, classes: int) -> Tensor:
+    """Dice of every foreground class, (classes - 1,) float64, of integer labels of any one shape.
+
+    NaN where a class is in neither, so that means leave it out; 0 where it is in only one: a find
+    in a case without the class counts as wrong. (torchmetrics' dice_score gives the same of one-hot
+    volumes, 126 GB of 118 classes on 512^3 voxels; MONAI's has NaN for a find without the class.)
+    """
+    found, true = (_counts(x, classes) for x in (labels, truth))
+    both = _counts(labels[labels == truth], classes)
+    return (2 * both / (found + true).double())[1:]
+
+
+def measure_case(
+    labels: Tensor,
+    truth: Tensor | None,
+    classes: int,
+    spacing: Sequence[float],
+    tolerance_mm: float = 1.0,
+) -> list[dict[str, float]]:
+    """What there is to say of a case: a dict per foreground class, 1 to classes - 1.
+
+    dice: as `dice_of` has it. hd95_mm: the larger of the two directions' 95th percentiles of the
+    distances between the surfaces (mm); NaN unless both have the class. nsd: fraction of both
+    surfaces' voxels not further than `tolerance_mm` from the other surface; 0 and NaN like Dice.
+    volume_ml, truth_ml: volumes (ml). Without truth all but volume_ml are NaN.
+
+    labels, truth: integers (x, y, z) on one grid, of voxels of `spacing` mm. A volume of a single
+    slice is measured in its plane. Raises ValueError for shapes or numbers that do not fit.
+    """
+    if classes < 2:
+        raise ValueError(
+            f"classes: expected at least 2, the background's and another, got {classes}"
+        )
+    if truth is not None and truth.shape != labels.shape:
+        raise ValueError(
+            f"truth: expected the labels' shape {tuple(labels.shape)}, got {tuple(truth.shape)}"
+        )
+    if labels.ndim != len(spacing):
+        raise ValueError(
+            f"spacing: expected {labels.ndim} numbers (mm), one for each axis, got {spacing}"
+        )
+    per_voxel = float(np.prod(spacing)) / 1000
+    unknown = [float("nan")] * (classes - 1)
+    columns = {name: unknown for name in MEASURES}
+    columns["volume_ml"] = (_counts(labels, classes)[1:] * per_voxel).tolist()
+    if truth is not None:
+        columns["truth_ml"] = (_counts(truth, classes)[1:] * per_voxel).tolist()
+        columns["dice"] = dice_of(labels, truth, classes).tolist()
+        surfaces = _surfaces(labels, truth, classes, spacing, tolerance_mm)
+        columns["hd95_mm"], columns["nsd"] = map(list, zip(*surfaces, strict=True))
+    return [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]
+
+
+def _counts(labels: Tensor, classes: int) -> Tensor:
+    """Voxels of every class, (classes,) int64."""
+    if labels.numel():
+        low, high = int(labels.min()), int(labels.max())
+        if low < 0 or high >= classes:
+            raise ValueError(f"labels: expected numbers in 0..{classes - 1}, got {low}..{high}")
+    return torch.bincount(labels.reshape(-1), minlength=classes)
+
+
+def _surfaces(
+    labels: Tensor, truth: Tensor, classes: int, spacing: Sequence[float], tolerance: float
+) -> list[tuple[float, float]]:
+    """(hd95_mm, nsd) of every foreground class."""
+    keep = [axis for axis, length in enumerate(labels.shape) if length > 1]
+    if len(keep) == 2:  # in a single slice every voxel would be surface
+        labels, truth, spacing = labels.squeeze(), truth.squeeze(), [spacing[a] for a in keep]
+    found, true = (x.cpu().numpy() for x in (labels, truth))
+    pairs = zip(boxes(found, classes), boxes(true, classes), strict=True)
+    measured = []
+    for number, (a, b) in enumerate(pairs, 1):
+        if a is None or b is None:
+            neither = a is None and b is None
+            measured.append((float("nan"), float("nan") if neither else 0.0))
+            continue
+        box = tuple(
+            slice(min(s.start, t.start), max(s.stop, t.stop)) for s, t in zip(a, b, strict=True)
+        )
+        # outside of the box, and of the volume, is background: a voxel at the border is surface
+        one, other = (x[box] == number for x in (found, true))
+        one, other = (mask ^ binary_erosion(mask) for mask in (one, other))
+        distances = [
+            get_surface_distance(*edges, spacing=list(spacing))
+            for edges in ((one, other), (other, one))
+        ]
+        far = max(float(np.quantile(d, 0.95)) for d in distances)
+        near = np.concatenate(distances) <= tolerance * ROUNDING
+        measured.append((far, float(near.mean())))
+    return measured
+
+
+def boxes(labels: NDArray[Any], classes: int) -> list[Box | None]:
+    """The smallest box around every foreground class; None of one that does not occur."""
+    found: list[Box | None] = find_objects(labels, max_label=classes - 1)
+    return found
+
+
+def write_cases(path: Path, rows: Rows, names: Sequence[str]) -> None:
+    """CSV, one line per case and class: case, class and the measures, empty where NaN."""
+    with (
+        whole_file(path) as draft,
+        draft.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file,
+    ):
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(("case", "class", *MEASURES))
+        for case, row in rows.items():
+            for name, measured in zip(names[1:], row, strict=True):
+                values = [measured[key] for key in MEASURES]
+                table.writerow(
+                    (cell(case), cell(name), *("" if np.isnan(v) else f"{v:.6g}" for v in values))
+                )
+
+
+def metrics_of(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
+    """What a test comes to, for metrics.json. Means leave out NaN; mean_dice and the like are means
+    over the classes of their means over the cases, std_over_cases that of the cases' mean Dice."""
+    table = {
+        key: np.array([[measured[key] for measured in row] for row in rows.values()])
+        for key in MEASURES
+    }
+    means = {
+        key: [of_known(np.mean, column) for column in table[key].T]
+        for key in ("dice", "hd95_mm", "nsd")
+    }
+    low, high = interval(table["dice"][None])
+    std = of_known(np.std, [of_known(np.mean, row) for row in table["dice"]])
+    return {
+        "mean_dice": of_known(np.mean, means["dice"]),
+        "dice_interval": [low, high],
+        "std_over_cases": std,
+        "mean_hd95_mm": of_known(np.mean, means["hd95_mm"]),
+        "mean_nsd": of_known(np.mean, means["nsd"]),
+        **{key: dict(zip(names[1:], values, strict=True)) for key, values in means.items()},
+        "hd95_missing": int(np.isnan(table["hd95_mm"]).sum()),
+        "cases": [
+            {"name": case, **{key: table[key][i].tolist() for key in MEASURES}}
+            for i, case in enumerate(rows)
+        ],
+    }
+
+
+def of_known(measure: Callable[[Any], Any], values: Iterable[float]) -> float:
+    """np.mean, np.median or np.std of the values that are not NaN; NaN where none is known."""
+    known = np.array([value for value in values if value == value])
+    return float(measure(known)) if known.size else float("nan")
+
+
+def interval(values: ArrayLike, level: float = 0.95, draws: int = 2000) -> tuple[float, float]:
+    """Confidence interval of a mean over seeds and cases, NaN left out.
+
+    values: (seeds, cases), every seed's network on the same cases; or (seeds, cases, classes), then
+    of the mean over the classes of their means. One seed: (1, cases), and the interval says nothing
+    about other seeds.
+
+    Percentile bootstrap of the crossed design: `draws` times, seeds are drawn with replacement and,
+    apart from them, cases are, and the mean is taken over the drawn seeds on the drawn cases. The
+    same values always give the same interval; a single one has none, (NaN, NaN). Of n seeds (or
+    cases) the spread comes out sqrt((n - 1) / n) of what it is: too narrow below about ten. Where
+    seeds and cases do more than add up, it is somewhat too wide.
+    """
+    values = np.asarray(values, dtype=float)
+    if values.ndim not in (2, 3) or values.size == 0 or not 0 < level < 1:
+        raise ValueError(
+            "interval: expected values (seeds, cases) or (seeds, cases, classes) and a level "
+            f"between 0 and 1, got {values.shape} and {level}"
+        )
+    generator = np.random.default_rng(0)
+    seeds, cases = (_times_drawn(n, draws, generator) for n in values.shape[:2])
+    means = np.full((draws, *values.shape[2:]), np.nan).reshape(draws, -1)
+    for k, one in enumerate(np.moveaxis(np.atleast_3d(values), 2, 0)):
+        known = ~np.isnan(one)
+        # a value's weight: how often its seed was drawn, times how often its case was
+        total, weight = (
+            (seeds @ part * cases).sum(1) for part in (np.where(known, one, 0), 1.0 * known)
+        )
+        np.divide(total, weight, out=means[:, k], where=weight > 0)
+    known = ~np.isnan(means)
+    kept = known.any(1)
+    if np.isfinite(values).sum() < 2:  # one value has no spread; none has no mean
+        return float("nan"), float("nan")
+    drawn = np.where(known, means, 0).sum(1)[kept] / known.sum(1)[kept]
+    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def _times_drawn(n: int, draws: int, generator: np.random.Generator) -> NDArray[np.float64]:
+    """(draws, n): how often each of n was among n drawn with replacement."""
+    drawn = generator.integers(n, size=(draws, n)) + n * np.arange(draws)[:, None]
+    return np.bincount(drawn.ravel(), minlength=draws * n).reshape(draws, n).astype(float)

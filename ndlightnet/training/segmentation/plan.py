@@ -1,0 +1,262 @@
+"""A plan from the data: spacing, patch, batch, strides and intensities, as a config to train with.
+
+The rules are in the main nnU-Net's (Isensee et al., Nature Methods 2021). What comes out is a YAML
+file to read and to change, not a rule that is applied out of sight.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import yaml
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ndlightnet.data.errors import DataError, one_line, whole_file
+from ndlightnet.data.volume.datasets import read_dataset
+from ndlightnet.data.volume.fingerprint import Fingerprint, fingerprint
+from ndlightnet.training.core.report import check_writable, say
+
+COARSE = 3.0  # an axis so many times coarser than the next, and so many times shorter, stands out
+SMALLEST = 4  # cells along an axis of the coarsest level, at least
+LEVELS = 6
+SIDE = 192  # cells of the cube, in space, that a patch is when neither data nor memory are smaller
+BATCH_SHARE = 0.05  # of all voxels of the training set that a batch has, at most
+# Memory of a step over what its backward pass keeps, as the CPU counts it: gradients, workspaces,
+# and what a card's autocast keeps in float32. A guess on the safe side, not measured.
+OVERHEAD = 1.7
+COUNTED = (64, 32, 32)  # the crop that is counted: networks may pad to multiples of 32
+STATE = 16  # bytes a parameter: itself, its gradient and AdamW's two means, in float32
+USABLE = 0.85  # of a card's memory
+SIDED = re.compile(r"(?i)(?<![a-z])(left|right)(?![a-z])")  # labels that mirroring would swap
+QUANTITIES = ("CT", "PET", "PT", "SUV")  # channels whose numbers mean the same in every scan
+
+
+def plan(
+    root: str,
+    out: str | None = None,
+    net: str = "ndlightnet.NDLightUNet",
+    size: Literal["S", "M", "L"] = "M",
+    memory: float | None = None,
+    epochs: int = 200,
+    workers: int = 4,
+) -> None:
+    """Look at a folder of labelled volumes, and write and print a config to train with.
+
+    Args:
+        root: the folder, in the layout of the Medical Segmentation Decathlon or of nnU-Net.
+        out: folder of the results; default: runs/ and the name of `root`.
+        net: class of the network. size: of NDLightUNet.
+        memory: of the card, in GB; default: what this machine's first one has, or 11.
+        epochs: of 250 batches.
+        workers: processes that cut crops.
+
+    Raises DataError for data that cannot be read, and for arguments that fit nothing.
+    """
+    if epochs < 1:
+        raise DataError(f"epochs: {epochs}, expected 1 or more")
+    if memory is not None and not memory > 0:
+        raise DataError(f"memory: {memory}, expected GB above 0")
+    _network(net)
+    notes: list[str] = []
+    folder = read_dataset(root, notes)
+    there = Path(out or Path("runs") / Path(root).resolve().name)
+    say(notes)
+    check_writable(there)  # before all volumes are read
+    cases = folder.training
+    if not cases:
+        raise DataError(f"{root}: no training case with a label")
+    measured = fingerprint(cases, len(folder.labels), len(folder.channels))
+    available = _memory() if memory is None else memory * 1e9
+    config = config_of(
+        measured, folder.labels, folder.channels, root, there, net, size, available, epochs, workers
+    )
+    text = yaml.safe_dump(config, sort_keys=False, default_flow_style=None, width=100)
+    with whole_file(there / "plan.yaml") as draft:
+        draft.write_text(
+            f"# {len(cases)} training cases of {root}, {available / 1e9:.0f} GB\n{text}"
+        )
+    missing = [name for name, n in zip(folder.labels, measured.voxels, strict=True) if n == 0]
+    print(text)
+    for name in missing:
+        print(f"note: no training case has a voxel of {name!r}")
+    print(f"wrote {there / 'plan.yaml'}; train with: fit --config {there / 'plan.yaml'}")
+
+
+def config_of(
+    measured: Fingerprint, labels: Sequence[str], channels: Sequence[str], root: str, out: Path,
+    net: str, size: str, memory: float, epochs: int, workers: int,
+) -> dict[str, Any]:  # fmt: skip
+    """The config as a dictionary; memory in bytes. Raises DataError where that is too little."""
+    spacing = target_spacing(measured.spacings, measured.shapes)
+    shape = np.median(measured.shapes * measured.spacings / spacing, axis=0)
+    facts = {
+        "dims": 3, "in_channels": len(channels), "out_channels": len(labels), "size": size,
+        "deep_supervision": True, "drop_path_rate": 0.1,
+    }  # fmt: skip
+    make = _network(net)
+    known = inspect.signature(make).parameters
+
+    def arguments(strides: list[list[int]]) -> dict[str, Any]:
+        all_of_them = {**facts, "strides": strides}
+        return {key: value for key, value in all_of_them.items() if key in known}
+
+    def crops(patch: list[int], strides: list[list[int]]) -> float:
+        """As many as the memory holds."""
+        try:
+            made = make(**arguments(strides))
+        except (TypeError, ValueError) as error:
+            raise DataError(f"net: {net}, patch {patch}: {one_line(error)}") from error
+        state = STATE * sum(p.numel() for p in made.parameters())
+        return (memory - state) / step_bytes(made, len(channels), patch)
+
+    patch, strides = patch_of(shape, spacing, lambda *tried: crops(*tried) >= 2)
+    held = crops(patch, strides)
+    if held < 2:
+        raise DataError(
+            f"memory: {memory / 1e9:.3g} GB, expected enough for a step of {net} with 2 crops of "
+            f"{patch}"
+        )
+    voxels = len(measured.shapes) * prod(shape.tolist())
+    most = min(held, BATCH_SHARE * voxels / prod(patch))
+    mirrored = [1, 2] if any(SIDED.search(label) for label in labels) else [0, 1, 2]
+    return {
+        "seed_everything": 0,
+        "trainer": {
+            "default_root_dir": str(out), "precision": "bf16-mixed", "max_epochs": epochs,
+            "gradient_clip_val": 1.0, "check_val_every_n_epoch": max(1, epochs // 40),
+        },
+        "model": {
+            "window": list(patch),
+            "net": {"class_path": net, "init_args": arguments(strides)},
+        },
+        "data": {
+            "class_path": "ndlightnet.training.VolumeData",
+            "init_args": {
+                "root": root, "patch": patch, "spacing": [round(s, 4) for s in spacing.tolist()],
+                "intensities": [
+                    intensity_of(channel, values)
+                    for channel, values in zip(channels, measured.values, strict=True)
+                ],
+                "batch_size": max(2, int(most)), "augment": {"flip_axes": mirrored},
+                "workers": workers,
+            },
+        },
+    }  # fmt: skip
+
+
+def target_spacing(spacings: NDArray[np.float64], shapes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """mm per axis: the median, but the tenth percentile of an axis that is much coarser and much
+    shorter than the others, so that fine scans are not thrown away."""
+    target = np.median(spacings, axis=0)
+    coarse = int(target.argmax())
+    finest = np.delete(target, coarse).max()
+    size = np.median(shapes, axis=0)
+    if target[coarse] > COARSE * finest and COARSE * size[coarse] < np.delete(size, coarse).min():
+        target[coarse] = max(finest, np.percentile(spacings[:, coarse], 10))
+    return target
+
+
+def intensity_of(channel: str, values: NDArray[np.float32]) -> dict[str, float]:
+    """Of a CT or PET: clipped to the percentiles 0.5 and 99.5 of the labelled voxels (of a PET from
+    0 on), with their mean and deviation. Of others: nothing, each volume by itself."""
+    name = channel.upper()
+    if name not in QUANTITIES or not values.size:
+        return {}
+    low, high = np.percentile(values, (0.5, 99.5)).tolist()
+    low = low if name == "CT" else min(0.0, low)
+    mean, deviation = float(values.mean()), float(values.std())
+    if not low < high or deviation == 0:
+        return {}
+    numbers = {"low": low, "high": high, "mean": mean, "deviation": deviation}
+    return {key: float(f"{value:.5g}") for key, value in numbers.items()}
+
+
+def strides_of(patch: Sequence[int], spacing: Sequence[float]) -> list[list[int]]:
+    """How each level after the first is coarser. An axis is halved while it keeps SMALLEST cells,
+    and once the finer ones are within twice its edge, so that cells become cubes."""
+    size, edge = np.array(patch, float), np.array(spacing, float)
+    strides: list[list[int]] = []
+    while len(strides) < LEVELS - 1:
+        divisible = size >= 2 * SMALLEST
+        if not divisible.any():
+            break
+        step = np.where(divisible & (edge < 2 * edge[divisible].min()), 2, 1)
+        size, edge = np.ceil(size / step), edge * step
+        strides.append(step.tolist())
+    return strides
+
+
+def patch_of(
+    shape: NDArray[np.float64],
+    spacing: NDArray[np.float64],
+    fits: Callable[[list[int], list[list[int]]], bool],
+) -> tuple[list[int], list[list[int]]]:
+    """(patch, strides): a cube in space of SIDE cells, no larger than the usual volume; as long as
+    it does not fit, the axis that covers most of the volume is made shorter."""
+    mean_edge = float(np.prod(spacing) ** (1 / 3))
+    patch = np.minimum(np.round(SIDE * mean_edge / spacing), np.round(shape)).clip(1)
+    while True:
+        strides = strides_of(patch.astype(int).tolist(), spacing.tolist())
+        step = np.prod(np.array(strides or [[1, 1, 1]]), axis=0)
+        whole = (np.ceil(patch / step) * step).astype(int).tolist()
+        if fits(whole, strides) or max(whole) <= 2 * SMALLEST:
+            return whole, strides
+        longest = int(np.where(patch > 2 * SMALLEST, patch / shape, 0).argmax())
+        patch[longest] = max(2 * SMALLEST, min(patch[longest], whole[longest]) - step[longest])
+
+
+def step_bytes(net: nn.Module, channels: int, patch: Sequence[int]) -> float:
+    """Memory of one crop in a training step in bf16, about, without that of the weights: what its
+    backward pass keeps, counted on the CPU on a smaller crop, times OVERHEAD."""
+    small = [min(n, most) for n, most in zip(patch, COUNTED, strict=True)]
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        if not _of_weights(x):
+            storage = x.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        outputs = net.train()(torch.zeros(1, channels, *small))  # kept until all is counted
+    total = sum(kept.values())
+    del outputs
+    return OVERHEAD * total * prod(patch) / prod(small)
+
+
+def _of_weights(x: Tensor) -> bool:
+    """Whether it is a parameter, or made of one alone: autocast's copy. They are as large whatever
+    the crop is."""
+    if x.is_leaf:
+        return isinstance(x, nn.Parameter)
+    at: Any = x.grad_fn
+    while len(at.next_functions) == 1 and at.next_functions[0][0] is not None:
+        at = at.next_functions[0][0]
+    return hasattr(at, "variable")  # the end of the way back: a leaf that gathers its gradient
+
+
+def _network(path: str) -> Callable[..., nn.Module]:
+    module, _, name = path.rpartition(".")
+    try:
+        found: Callable[..., nn.Module] = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise DataError(
+            f"net: {path!r}, expected the path of a class, such as ndlightnet.NDLightUNet"
+        ) from error
+    return found
+
+
+def _memory() -> float:
+    if not torch.cuda.is_available():
+        return 11e9
+    return USABLE * torch.cuda.get_device_properties(0).total_memory

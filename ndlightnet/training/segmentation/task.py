@@ -1,0 +1,281 @@
+"""Segmentation: network + Dice and cross-entropy, and what tests and predictions leave."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from monai.losses.dice import DiceCELoss
+from torch import Tensor, nn
+
+from ndlightnet.data.errors import DataError, one_line
+from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.volume import upright
+from ndlightnet.inference import Ensemble, Mirrored, keep_largest, predict_labels, predict_volume
+from ndlightnet.training.core.checkpoints import check_checkpoint
+from ndlightnet.training.core.costs import Cost, Meter, case_costs
+from ndlightnet.training.core.report import write_json
+from ndlightnet.training.core.task import Task, check
+from ndlightnet.training.segmentation.data import AXES
+from ndlightnet.training.segmentation.figures import save_case
+from ndlightnet.training.segmentation.html_report import write_page
+from ndlightnet.training.segmentation.metrics import dice_of, measure_case, metrics_of, write_cases
+
+MEMORY = 0.8  # of earlier looks at the held-out cases, when the best checkpoint is chosen
+
+
+class SegmentationTask(Task):
+    """Trains `net`, `(batch, channels, *space)` -> `(batch, classes, *space)` logits, or in
+    training a list of them on coarser and coarser grids (deep supervision: each counts half of the
+    one before).
+
+    Args:
+        net: the network.
+        window: shape of the windows at prediction; None: each volume in one forward.
+        overlap: fraction of a window that the next one covers again.
+        mirror_axes: test and predict with the mean over mirrored copies along these axes.
+        largest: keep of each class only the largest component that hangs together.
+        ensemble: more checkpoints (folds), whose logits count as well in test and predict.
+        tolerance_mm: of the surface Dice (NSD).
+        dicom_seg: predict writes DICOM-SEG, too, where the source is DICOM.
+        lr, weight_decay: of AdamW, with warm-up and a cosine.
+        cuda_graph: training replays the network from a CUDA graph: small networks cost Python more
+            time than the card.
+        others: as of Task.
+    """
+
+    saved = (*Task.saved, "cost", "ema_dice")
+    measures = "epoch"
+    monitor = "ema_dice"  # chooses the best checkpoint
+
+    def __init__(
+        self,
+        net: nn.Module,
+        window: list[int] | None = None,
+        overlap: float = 0.5,
+        mirror_axes: list[int] | None = None,
+        largest: bool = False,
+        ensemble: list[str] | None = None,
+        tolerance_mm: float = 1.0,
+        dicom_seg: bool = False,
+        lr: float = 1e-3,
+        weight_decay: float = 0.01,
+        cuda_graph: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(net, lr=lr, weight_decay=weight_decay, **kwargs)
+        good = window is None or (len(window) == AXES and min(window) > 0)
+        check("model.window", window, good, "3 sizes above 0")
+        check("model.overlap", overlap, 0 <= overlap < 1, "a fraction from 0 to below 1")
+        axes = mirror_axes or []
+        good = len({*axes} & {*range(AXES)}) == len(axes)
+        check("model.mirror_axes", axes, good, "different axes from 0 to 2")
+        good = not (cuda_graph and self.compiles)
+        check("model.cuda_graph", cuda_graph, good, "false with model.compile=True")
+        check("model.tolerance_mm", tolerance_mm, tolerance_mm >= 0, "0 or more mm")
+        self.window, self.overlap, self.cuda_graph = window, overlap, cuda_graph
+        self.mirror_axes, self.largest, self.ensemble = mirror_axes or [], largest, ensemble or []
+        self.tolerance_mm, self.dicom_seg = tolerance_mm, dicom_seg
+        self.loss = DiceCELoss(include_background=False, to_onehot_y=True, softmax=True, batch=True)
+        self.ema_dice: float | None = None
+
+    def setup(self, stage: str) -> None:
+        if stage in ("test", "predict"):
+            for path in self.ensemble:
+                check_checkpoint(path, self, self.data())
+        if stage == "predict":
+            return
+        outputs = getattr(self.net, "out_channels", None)
+        if outputs not in (None, len(self.data().labels)):
+            raise DataError(
+                f"{self.data().root}: {len(self.data().labels)} labels, but the network has "
+                f"out_channels={outputs}"
+            )
+        inputs, channels = getattr(self.net, "in_channels", None), self.data().in_channels
+        if inputs not in (None, channels):
+            raise DataError(
+                f"{self.data().root}: {channels} channels, but the network has in_channels={inputs}"
+            )
+
+    def on_fit_start(self) -> None:
+        if not self.cuda_graph or self.device.type != "cuda":
+            return
+        if self.trainer.world_size > 1:
+            raise DataError("model.cuda_graph: true, expected false with several devices")
+        data = self.data()
+        x = torch.zeros(data.batch_size, data.in_channels, *data.patch, device=self.device)
+        with self.trainer.precision_plugin.forward_context():
+            kind, mixed = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        # a weight cast before the capture would not be cast anew in the replays
+        with torch.autocast("cuda", kind, mixed, cache_enabled=False):
+            torch.cuda.make_graphed_callables(self.net.train(), (x,))
+
+    def on_train_start(self) -> None:
+        # Lightning does not start an epoch anew that a checkpoint cut off or has just ended
+        self.meter, self.waited = Meter(self.device), self._waited()
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        self.waited = self._waited()
+
+    def on_train_epoch_end(self) -> None:
+        if not self.trainer.is_last_batch:
+            return  # cut off by max_steps: its time was not taken
+        seconds = self.cost.seconds[-1]  # of a step of this epoch
+        fraction = (self._waited() - self.waited) / (seconds * self.trainer.num_training_batches)
+        self.log("waiting", fraction, sync_dist=True)
+
+    def _waited(self) -> float:
+        loader: Any = self.trainer.train_dataloader
+        return float(loader.waited)
+
+    def training_step(self, batch: tuple[Tensor, ...], _: int) -> Tensor:
+        image, label, _numbers = batch
+        outputs = self(image)
+        outputs = [outputs] if isinstance(outputs, Tensor) else outputs
+        weights = [2.0**-place for place in range(len(outputs))]
+        loss = sum(
+            weight / sum(weights) * self.loss(logits.float(), _shrunk(label, logits.shape[2:]))
+            for weight, logits in zip(weights, outputs, strict=True)
+        )
+        self.log("loss", loss, prog_bar=True, batch_size=len(image))
+        assert isinstance(loss, Tensor)
+        return loss
+
+    def validation_step(self, batch: dict[str, Any], _: int) -> None:
+        image, label = (batch[key].as_tensor().to(self.device) for key in ("image", "label"))
+        labels = predict_volume(self.net, image[None], self.window, self.overlap).argmax(1)
+        dice = dice_of(labels, label.long(), len(self.data().labels))
+        # a class that a case has not has no Dice; it must not make the mean of the others NaN
+        self.val_dice[batch["name"]] = dice[dice.isfinite()].tolist()
+
+    def on_validation_epoch_start(self) -> None:
+        self.val_dice: dict[str, list[float]] = {}
+
+    def on_validation_epoch_end(self) -> None:
+        known = [dice for case in self.gathered(self.val_dice).values() for dice in case]
+        mean = sum(known) / max(1, len(known))
+        self.log("val_dice", mean, prog_bar=True)
+        if self.trainer.sanity_checking:
+            return
+        before = mean if self.ema_dice is None else self.ema_dice
+        self.ema_dice = MEMORY * before + (1 - MEMORY) * mean
+        self.log("ema_dice", self.ema_dice)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["ema_dice"] = self.ema_dice
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        self.ema_dice = checkpoint["ema_dice"]
+
+    def _start(self) -> None:
+        """Of a test or a prediction: what is used of it, and what is known of each case."""
+        nets, names = [self.net], self.data().names()
+        for path in self.ensemble:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            if saved["names"] != names:
+                raise DataError(f"{path}: was trained on {saved['names']}, expected {names}")
+            nets.append(deepcopy(self.net))
+            nets[-1].load_state_dict(
+                {key[4:]: x for key, x in saved["state_dict"].items() if key.startswith("net.")}
+            )
+        net = Ensemble(nets) if self.ensemble else self.net
+        net = Mirrored(net, self.mirror_axes) if self.mirror_axes else net
+        # no module of the task: a checkpoint holds the one network
+        self.predict_labels = partial(
+            predict_labels, net, window=self.window, overlap=self.overlap, device=self.device
+        )
+        self.rows: dict[str, list[dict[str, float]]] = {}
+        self.spent: dict[str, Cost] = {}  # on the prediction of each case
+
+    def _finish(self, folder: Path, title: str, summary: str) -> None:
+        self.rows = self.gathered(self.rows)
+        self.failures = list(self.gathered({line: line for line in self.failures}))
+        self.notes = list(self.gathered({line: line for line in self.notes}))
+        if self.trainer.is_global_zero and self.rows:
+            names = self.data().labels
+            write_cases(folder / "cases.csv", self.rows, names)
+            write_page(folder / "index.html", self.rows, names, title, summary, self.failures)
+
+    def _case(self, batch: dict[str, Any], folder: Path) -> None:
+        """Predicts a case, writes its labels and its picture, and keeps its measures."""
+        if "error" in batch:
+            raise DataError(batch["error"])
+        volume, image, names = batch["volume"], batch.pop("image"), self.data().labels
+        case: Case = volume.case
+        self.notes += volume.notes
+        meter = Meter(self.device)
+        try:
+            labels = self.predict_labels(image, onto=volume.onto(image))
+        except ValueError as error:  # such as logits that are not numbers
+            raise DataError(f"{case.images[0]}: {one_line(error)}") from error
+        except torch.OutOfMemoryError as error:
+            raise DataError(
+                f"{case.images[0]}: does not fit into the device's memory as a whole; "
+                "give --model.window, such as the training patch"
+            ) from error
+        self.spent[case.name] = meter.read()
+        del image  # before more is made
+        if self.largest:
+            labels = keep_largest(labels)
+        array = volume.from_ras(labels)
+        volume.save_labels(array, folder / f"{case.name}.nii.gz")
+        if self.dicom_seg and volume.grid.slices:
+            volume.save_dicom_seg(array, folder / f"{case.name}.dcm", names)
+        shown = upright(volume.image[:1])
+        truth = None if volume.label is None else upright(volume.label).as_tensor()[0]
+        spacing = shown.pixdim.tolist()
+        row = measure_case(labels, truth, len(names), spacing, self.tolerance_mm)
+        mean = torch.tensor([measured["dice"] for measured in row]).nanmean()
+        title = case.name if truth is None else f"{case.name}: Dice {mean:.3f}"
+        picture = folder / f"{case.name}.png"
+        save_case(picture, title, shown.as_tensor()[0], truth, labels, spacing, names)
+        self.rows[case.name] = row
+
+    def on_test_epoch_start(self) -> None:
+        self._start()
+
+    def test_step(self, batch: dict[str, Any], _: int) -> None:
+        self._case(batch, self.out() / "test")
+
+    def on_test_epoch_end(self) -> None:
+        rows = self.gathered(self.rows)
+        metrics = {
+            **metrics_of(rows, self.data().labels),
+            **case_costs(
+                self.net,
+                self.cost,
+                self.gathered(self.spent).values(),
+                (1, self.data().in_channels, *self.data().patch),
+            ),
+        }
+        self.log("test_dice", metrics["mean_dice"], rank_zero_only=True)
+        self.summary = f"held-out mean Dice {metrics['mean_dice']:.3f} over {len(rows)} cases"
+        self._finish(self.out() / "test", f"{self.out().name}: test", self.summary)
+        self.summary += f"; see {self.out() / 'test' / 'index.html'}"
+        if self.trainer.is_global_zero:
+            write_json(self.out() / "metrics.json", metrics)
+
+    def on_predict_epoch_start(self) -> None:
+        self._start()
+
+    def predict_step(self, batch: dict[str, Any], _: int) -> None:
+        with self.one_input(batch["case"].images[0]):
+            self._case(batch, self.out() / "predictions")
+
+    def on_predict_epoch_end(self) -> None:
+        folder = self.out() / "predictions"
+        self._finish(folder, f"{self.out().name}: predictions", f"{len(self.rows)} cases")
+        self.summary = f"predictions are in {folder}"
+
+
+def _shrunk(label: Tensor, space: torch.Size) -> Tensor:
+    """Labels (batch, 1, *space) on a coarser grid: those of the nearest voxels."""
+    if label.shape[2:] == space:
+        return label
+    return nn.functional.interpolate(label.float(), tuple(space), mode="nearest-exact")

@@ -1,0 +1,134 @@
+"""Volumes to classify: what a folder may hold, where a ball in millimetres ends up, and errors."""
+
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+from scipy import ndimage
+
+from ndlightnet.data.volume.class_folders import (
+    largest_extent,
+    list_classes,
+    read_part,
+    read_volume,
+)
+from ndlightnet.data.volume.grid import Case
+
+from .files import AFFINE, SHAPE, random_image, refuses, write
+
+
+def case(path: Path) -> Case:
+    return Case(path.name, (path,), None)
+
+
+def ball(path: Path, affine: np.ndarray, shape: tuple[int, ...], centre: np.ndarray) -> Path:
+    """A ball of 12 mm around `centre` (RAS mm), 100 on -50."""
+    places = np.stack([*np.indices(shape), np.ones(shape)], -1) @ affine.T
+    inside = np.linalg.norm(places[..., :3] - centre, axis=-1) <= 12
+    return write(path, np.where(inside, 100, -50).astype(np.float32), affine)
+
+
+def middle(affine: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    return (affine @ [*((n - 1) / 2 for n in shape), 1])[:3]
+
+
+@pytest.mark.parametrize(
+    ("affine", "shape"),
+    [
+        (np.diag([1.0, 1, 1, 1]), (50, 44, 40)),
+        (np.diag([-0.8, -0.8, 2.5, 1]), (61, 70, 20)),
+        (np.array([[0, 0, 2.0, 0], [-1, 0, 0, 9], [0, 1.5, 0, 3], [0, 0, 0, 1]]), (50, 31, 23)),
+    ],
+)
+def test_millimetres_and_sides_are_kept(
+    tmp_path: Path, affine: np.ndarray, shape: tuple[int, ...]
+) -> None:
+    """A ball beside the middle lies there in mm whatever grid the file has, and has its volume."""
+    offset, size, spacing = np.array([6.0, -4, 5]), (33, 24, 30), (1.5, 2.0, 1.6)
+    path = ball(tmp_path / "x.nii.gz", affine, shape, middle(affine, shape) + offset)
+    found = read_volume(case(path), size, spacing)
+    assert found.shape == size and found.dtype == torch.uint8
+    inside = found.numpy() > 127
+    mm = (np.array(ndimage.center_of_mass(inside)) - (np.array(size) - 1) / 2) * spacing
+    # a grid is rounded to cells, and cut or filled unevenly by one, at its ends; voxels are coarse
+    assert np.abs(mm - offset).max() < 0.75 * max(*spacing, *np.linalg.norm(affine, axis=0))
+    volume = inside.sum() * np.prod(spacing)
+    assert volume == pytest.approx(4 / 3 * np.pi * 12**3, rel=0.08)
+
+
+def test_values_go_from_percentile_to_percentile(tmp_path: Path) -> None:
+    image = np.sort(random_image((8, 9, 10)).ravel()).reshape(8, 9, 10)
+    path = write(tmp_path / "x.nii", image, np.diag([1.0, 1, 1, 1]))
+    found = read_volume(case(path), (8, 9, 10), (1, 1, 1)).numpy()
+    low, high = np.percentile(image.astype(np.float64), (0.5, 99.5))
+    truth = np.clip((image.astype(np.float64) - low) / (high - low), 0, 1) * 255
+    assert np.abs(found - truth).max() <= 0.5 + 1e-3  # rounded to bytes
+    assert found.min() == 0 and found.max() == 255
+
+
+def test_a_small_mask_is_not_lost(tmp_path: Path) -> None:
+    mask = np.zeros((20, 20, 20), np.uint8)
+    mask[9:11, 9:11, 9:11] = 1  # 0.1 %, below the percentile
+    path = write(tmp_path / "x.nii", mask, np.diag([1.0, 1, 1, 1]))
+    found = read_volume(case(path), (20, 20, 20), (1, 1, 1))
+    np.testing.assert_array_equal(found, 255 * mask)
+
+
+def test_larger_cells_are_means_not_samples(tmp_path: Path) -> None:
+    """The mean of 4 x 4 x 4 independent voxels deviates by an eighth."""
+    path = write(tmp_path / "x.nii", random_image((64, 60, 56)), np.diag([1.0, 1, 1, 1]))
+    fine, coarse = (
+        read_volume(case(path), [64 // n, 60 // n, 56 // n], [n] * 3).numpy() for n in (1, 4)
+    )
+    assert coarse.std() == pytest.approx(fine.std() / 8, rel=0.05)
+    assert coarse.mean() == pytest.approx(fine.mean(), abs=0.1)
+
+
+@pytest.fixture
+def scans(tmp_path: Path) -> Path:
+    for part, names in (("train", "ab"), ("test", "b")):
+        for number, name in enumerate(names):
+            for n in range(2):
+                image = random_image(seed=10 * number + n)
+                write(tmp_path / "scans" / part / name / f"{n}.nii.gz", image)
+    return tmp_path / "scans"
+
+
+def test_folders(scans: Path) -> None:
+    classes, parts = list_classes(scans)
+    assert classes == ("a", "b") and list(parts) == ["train", "test"]
+    found = {part: [(c.images[0], n) for c, n in cases] for part, cases in parts.items()}
+    train, test = scans / "train", scans / "test"
+    assert found["train"] == [
+        (train / name / f"{n}.nii.gz", number) for number, name in enumerate("ab") for n in (0, 1)
+    ]
+    assert found["test"] == [(test / "b" / f"{n}.nii.gz", 1) for n in (0, 1)]
+    data = read_part(parts["train"], (6, 5, 4), (3, 3, 9))
+    assert data.images.shape == (4, 6, 5, 4) and data.labels.tolist() == [0, 0, 1, 1]
+    for image, (each, _) in zip(data.images, parts["train"], strict=True):
+        assert torch.equal(image, read_volume(each, (6, 5, 4), (3, 3, 9)))
+    edges = nibabel.affines.voxel_sizes(AFFINE)  # the axes are not permuted
+    write(train / "a" / "long.nii.gz", random_image((4, 3, 40)))
+    extent = largest_extent([c for c, _ in list_classes(scans)[1]["train"]])
+    np.testing.assert_allclose(extent, edges * [SHAPE[0], SHAPE[1], 40], rtol=1e-6)
+
+
+def test_what_cannot_be_used(scans: Path, tmp_path: Path) -> None:
+    refuses(lambda: list_classes(tmp_path / "gone"), tmp_path / "gone" / "train", "no such folder")
+    one = write(tmp_path / "one" / "train" / "a" / "x.nii", random_image()).parents[1]
+    refuses(lambda: list_classes(one.parent), one, r"classes \['a'\], expected two")
+    flat = write(scans / "test" / "c" / "x.nii", np.full(SHAPE, 7, np.float32))
+    refuses(lambda: list_classes(scans), flat.parent, "a class that train lacks")
+    refuses(lambda: read_volume(case(flat), (4, 4, 4), (1, 1, 1)), flat, "value 7 and no other")
+    two = write(scans / "two.nii", random_image((5, 5, 5, 2)))
+    refuses(lambda: read_volume(case(two), (4, 4, 4), (1, 1, 1)), two, "2 channels, expected 1")
+    bad = scans / "train" / "a" / "0.nii.gz"
+    bad.write_bytes(bad.read_bytes()[:50])
+    cases = [(case(bad), 0)]
+    refuses(lambda: read_part(cases, (4, 4, 4), (1, 1, 1)), bad, "cannot be read")
+    (scans / "val").mkdir()
+    for path in (flat, flat.parent):
+        path.unlink() if path.is_file() else path.rmdir()
+    refuses(lambda: list_classes(scans), scans / "val", "no class's folder")

@@ -1,0 +1,179 @@
+"""Crops: they follow from a seed and a number, every case comes up, labels are shown."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from ndlightnet.data.visits import Numbers
+from ndlightnet.data.volume.cache import cached_volumes
+from ndlightnet.data.volume.crops import Crops
+from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.transforms import Intensity, Prepare
+
+from .files import refuses, write
+
+PATCH = (5, 4, 6)
+SHAPES = [(9, 7, 11), (5, 12, 6), (8, 8, 8), (20, 4, 9), (6, 6, 6)]
+
+
+def prepared(shape, number) -> dict:
+    """The image says which case it is and which voxel: 1000 * case + flat index."""
+    label = torch.zeros(1, *shape, dtype=torch.uint8)
+    label[0, 1, 2, 3] = 1
+    label[0, -1, 3:, :3] = 2  # 3 voxels or more, in a corner
+    flat = label.flatten()
+    places = [(flat == c).nonzero()[:, 0] for c in (1, 2, 3)]  # nothing is of class 3
+    image = 1000.0 * number + torch.arange(flat.numel()).reshape(1, *shape)
+    return {"image": image, "label": label, "places": places}
+
+
+CASES = [prepared(shape, number) for number, shape in enumerate(SHAPES)]
+
+
+def crops(foreground=1 / 3, seed=0, batch_size=2, cases=CASES) -> Crops:
+    return Crops(cases, PATCH, batch_size, foreground, seed)
+
+
+def whole(crop) -> tuple[int, tuple[int, ...]]:
+    """(case, first voxel) of a crop, which is the part of image and label that it should be."""
+    image, label, _ = crop
+    assert image.shape == label.shape == (1, *PATCH)
+    assert image.dtype == torch.float32 and label.dtype == torch.int16
+    case, flat = divmod(int(image[0, 0, 0, 0]), 1000)
+    start = np.unravel_index(flat, SHAPES[case])
+    at = (slice(None), *(slice(a, a + n) for a, n in zip(start, PATCH, strict=True)))
+    assert torch.equal(image, CASES[case]["image"][at])
+    assert torch.equal(label, CASES[case]["label"][at].short())
+    return case, tuple(map(int, start))
+
+
+def test_every_case_once_a_round():
+    data, rounds = crops(), 8
+    assert len(data) == 5
+    orders = [[whole(data[5 * r + i])[0] for i in range(5)] for r in range(rounds)]
+    assert all(sorted(order) == [0, 1, 2, 3, 4] for order in orders)
+    assert len(set(map(tuple, orders))) > 3  # in another order each time
+
+
+def test_a_crop_follows_from_seed_and_number():
+    first, other = crops(), crops(seed=1)
+    places = [whole(first[n]) for n in range(40)]
+    fresh = crops()
+    assert [whole(fresh[n]) for n in reversed(range(40))] == places[::-1]
+    assert [whole(other[n]) for n in range(40)] != places
+    assert len(set(places)) > 20
+    assert [first[n][2] for n in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_workers_change_nothing(workers):
+    """An epoch's batches, and those of one that is resumed at the second epoch."""
+    numbers = Numbers(6)
+    loader = DataLoader(crops(), 2, sampler=numbers, num_workers=workers)
+    for epoch in (0, 3):
+        numbers.set_epoch(epoch)
+        seen = []
+        for image, label, number in loader:
+            assert image.shape == label.shape == (2, 1, *PATCH)
+            seen += [whole(crop) for crop in zip(image, label, number, strict=True)]
+        assert seen == [whole(crops()[n]) for n in range(6 * epoch, 6 * epoch + 6)]
+
+
+@pytest.mark.parametrize(
+    "batch_size, foreground, places, period",
+    [(2, 1 / 3, {1}, 2), (3, 1 / 3, {2}, 3), (6, 0.5, {3, 4, 5}, 6), (4, 1.0, {0, 1, 2, 3}, 4),
+     (4, 0.0, set(), 4), (1, 1 / 3, {2}, 3), (2, 0.1, {9}, 10), (1, 1.0, {0}, 1)],
+)  # fmt: skip
+def test_share_of_crops_that_show_a_label(batch_size, foreground, places, period):
+    """The last of a batch; where a batch is too small for the share, one of so many crops. What is
+    forced shows a class and takes any voxel to its middle that is far enough from the border."""
+    data = crops(foreground, batch_size=batch_size)
+    shown = Counter()
+    for number in range(600):
+        case, start = whole(data[number])
+        if number % period not in places:
+            shown["free"] += bool(data[number][1].any())
+            continue
+        space = np.array(SHAPES[case])
+        label = CASES[case]["label"][0]
+        centres = {
+            tuple(np.clip(voxel - np.array(PATCH) // 2, 0, space - PATCH))
+            for voxel in label.nonzero().numpy()
+        }
+        assert start in centres and data[number][1].any()
+        shown["forced"] += 1
+    assert shown["forced"] == 600 * len(places) // period
+    free = 600 - shown["forced"]
+    assert not free or shown["free"] < 0.9 * free  # others lie anywhere
+
+
+def test_classes_come_up_evenly():
+    """Not by their voxels, of which class 2 has 27 times as many. Of 500 draws the share has a
+    deviation of 0.022: within five."""
+    case = prepared((20, 12, 20), 0)
+    data = crops(1.0, cases=[case])
+    count = Counter()
+    for n in range(500):
+        found = set(data[n][1].unique().tolist()) - {0}
+        assert len(found) == 1  # the two are too far apart for one crop
+        count[found.pop()] += 1
+    assert set(count) == {1, 2} and abs(count[1] / 500 - 0.5) < 0.11
+
+
+def test_free_crops_lie_anywhere():
+    """Every place is as likely: chi-square of 4 x 3 x 5 places, its mean 59, deviation 11."""
+    data = crops(0.0, cases=[prepared((8, 6, 10), 0)])
+    count = Counter()
+    for n in range(1200):
+        image = data[n][0]
+        count[int(image[0, 0, 0, 0])] += 1
+    assert len(count) == 60
+    assert sum((seen - 20) ** 2 / 20 for seen in count.values()) < 59 + 5 * 11
+
+
+def test_a_case_without_a_label_lies_anywhere():
+    empty = {**CASES[0], "label": torch.zeros_like(CASES[0]["label"]),
+             "places": [torch.zeros(0, dtype=torch.int64)] * 3}  # fmt: skip
+    data = crops(1.0, cases=[empty])
+    starts = {int(data[n][0][0, 0, 0, 0]) for n in range(60)}
+    assert len(starts) > 30 and not any(data[n][1].any() for n in range(60))
+
+
+def test_labels_above_255_beside_others():
+    """Cases with few labels are uint8, with many int16: a batch of both keeps every number."""
+    many = {**CASES[2], "label": CASES[2]["label"].short() * 300}
+    data = crops(1.0, cases=[CASES[0], many])
+    for workers in (0, 1):
+        loader = DataLoader(data, 2, sampler=Numbers(40), num_workers=workers)
+        found = torch.cat([label.flatten() for _, label, _ in loader]).unique()
+        assert found.tolist() == [0, 1, 2, 300, 600]
+
+
+def test_a_crop_does_not_hold_its_volume():
+    image, label, _ = crops()[0]
+    assert image.untyped_storage().nbytes() == image.nbytes
+    image.fill_(0), label.fill_(9)
+    whole(crops()[0])  # the volumes are as they were
+
+
+def test_a_patch_that_is_larger_than_a_volume(tmp_path):
+    """Volumes are padded with zeros to it, and the class is still found."""
+    label = np.zeros((4, 3, 9), np.uint8)
+    label[3, 2, 8] = 1
+    image = np.full(label.shape, 30, np.float32)
+    files = write(tmp_path / "i.nii", image, np.eye(4)), write(tmp_path / "l.nii", label, np.eye(4))
+    case, scale = Case("x", files[:1], files[1]), Intensity(0, 100, 10, 10)
+    for folder in (None, str(tmp_path / "cache")):
+        cases = cached_volumes([case], Prepare([scale]), 2, PATCH, 1, folder, False)
+        image, label, _ = Crops(cases, PATCH, 1, 1.0, 0)[0]
+        assert image.shape == (1, *PATCH) and type(image) is torch.Tensor
+        assert image.sum() == 2 * (4 * 3 * 6) and label.sum() == 1  # 6 of the 9 along the last axis
+        assert (image[label == 1] == 2).all()
+
+
+@pytest.mark.parametrize("share", [-0.1, 33, float("nan")])
+def test_a_share_that_is_none(share):
+    refuses(lambda: crops(share), None, "data.foreground.*from 0 to 1")

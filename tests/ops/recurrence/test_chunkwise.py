@@ -1,0 +1,274 @@
+"""Gated linear attention and the delta rules: chunkwise against token by token, the oracles, and
+what must not overflow."""
+
+import math
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+from torch.nn.functional import normalize
+
+from ndlightnet.ops.recurrence import chunks, delta, gated
+from ndlightnet.ops.recurrence.chunks import Decay, _times, inverse
+from ndlightnet.ops.recurrence.delta import gated_delta_rule
+from ndlightnet.ops.recurrence.gated import gated_linear_attention
+
+LENGTHS = [1, 64, 65, 131]
+DECAYS = ["none", "scalar", "row"]
+
+
+def given(n, decay, dtype=torch.float64, dim=6, wide=5):
+    """q, k of length 1, v, beta to 2, log decay (0 to -3), memory."""
+    q, k = torch.randn(2, 2, n, 2, dim, dtype=dtype)
+    v, beta = torch.randn(2, n, 2, wide, dtype=dtype), 2 * torch.rand(2, n, 2, dtype=dtype)
+    rows = {"none": 0, "scalar": 1, "row": dim}[decay]
+    log = -3 * torch.rand(2, n, 2, rows, dtype=dtype) if rows else None
+    m = torch.randn(2, 2, dim, wide, dtype=dtype)
+    xs = [q, normalize(k, dim=-1), v, beta, log, m]
+    return [None if x is None else x.requires_grad_() for x in xs]
+
+
+def run(rule, q, k, v, beta, log, m, **how):
+    if rule == "gated":
+        return gated_linear_attention(q, k, v, log, m, **how)
+    return gated_delta_rule(q, k, v, beta, log, m, **how)
+
+
+def used(rule, inputs):
+    return [x for i, x in enumerate(inputs) if x is not None and (rule == "delta" or i != 3)]
+
+
+rules = pytest.mark.parametrize("rule", ["gated", "delta"])
+decays = pytest.mark.parametrize("decay", DECAYS)
+
+
+@rules
+@decays
+@pytest.mark.parametrize("n", LENGTHS)
+def test_chunkwise_is_token_by_token(close, close_grads, rule, decay, n):
+    """With the first memory, the last one, and all gradients, by the explicit backward."""
+    inputs = given(n, decay)
+    ours, theirs = run(rule, *inputs), run(rule, *inputs, impl="reference")
+    for a, b in zip(ours, theirs, strict=True):
+        close(a, b, 1e-11)
+    close_grads(ours, theirs, used(rule, inputs), 1e-11)
+
+
+@rules
+@decays
+@pytest.mark.parametrize("chunk", [1, 2, 16, 64])
+def test_the_size_of_a_chunk_does_not_matter(close, monkeypatch, rule, decay, chunk):
+    inputs = given(70, decay)
+    expected = run(rule, *inputs)
+    monkeypatch.setattr(chunks.to_chunks, "__defaults__", (chunk,))
+    for a, b in zip(run(rule, *inputs), expected, strict=True):
+        close(a, b, 1e-11)
+
+
+@rules
+@decays
+def test_gradients_against_differences(monkeypatch, rule, decay):
+    """Over three chunks of two tokens, the last one not full."""
+    monkeypatch.setattr(chunks.to_chunks, "__defaults__", (2,))
+    inputs = [None if x is None else x[:1, ..., :3].detach().requires_grad_()
+              for x in given(5, decay, dim=3, wide=3)]  # fmt: skip
+    inputs[3] = inputs[3][..., :2].detach().requires_grad_()
+    assert gradcheck(lambda *xs: run(rule, *put(xs, inputs, rule)), used(rule, inputs))
+
+
+def put(xs, inputs, rule):
+    xs = list(xs)
+    return [None if x is None else x if rule == "gated" and i == 3 else xs.pop(0)
+            for i, x in enumerate(inputs)]  # fmt: skip
+
+
+@rules
+@decays
+@pytest.mark.parametrize("at", [0, 1, 30, 64, 90])
+def test_a_split_hands_its_memory_over(close, rule, decay, at):
+    inputs = given(90, decay)
+    *xs, m = inputs
+    cut = [
+        [None if x is None else x[:, part] for x in xs] for part in (slice(0, at), slice(at, 90))
+    ]
+    whole, last = run(rule, *inputs)
+    one, m = run(rule, *cut[0], m)
+    two, m = run(rule, *cut[1], m)
+    close(torch.cat([one, two], 1), whole, 1e-11)
+    close(m, last, 1e-11)
+
+
+@rules
+@decays
+def test_no_tokens_leave_the_memory(rule, decay):
+    inputs = given(0, decay)
+    for impl in ("torch", "reference"):
+        y, last = run(rule, *inputs, impl=impl)
+        assert y.shape == inputs[2].shape and torch.equal(last, inputs[5])
+
+
+@rules
+@decays
+def test_later_tokens_are_not_seen(rule, decay):
+    inputs = given(70, decay)
+    y, _ = run(rule, *inputs)
+    for t in (0, 5, 63, 64):
+        for x in used(rule, inputs)[:-1]:
+            pulled = torch.autograd.grad(y[:, t].square().sum(), x, retain_graph=True)[0]
+            assert not pulled[:, t + 1 :].any() and pulled[:, : t + 1].any()
+
+
+@rules
+@decays
+def test_a_token_that_adds_nothing_and_does_not_decay_is_neutral(close, rule, decay):
+    q, k, v, beta, log, m = (None if x is None else x.detach() for x in given(80, decay))
+    keep = torch.rand(80) < 0.6
+    hidden = {"k": k * keep[:, None, None], "beta": beta * keep[:, None]}
+    quiet = None if log is None else log * keep[:, None, None]
+    y, last = run(rule, q, hidden["k"], v, hidden["beta"], quiet, m)
+    short = [None if x is None else x[:, keep] for x in (q, k, v, beta, log)]
+    expected, end = run(rule, *short, m)
+    close(y[:, keep], expected, 1e-11)
+    close(last, end, 1e-11)
+
+
+@rules
+@pytest.mark.parametrize("depth", [0.0, 1.0, 40.0, 1e4])
+def test_deep_decays_stay_finite_and_right_in_float32(close, rule, depth):
+    """Errors are those of rounding: some 64 terms a score, 6e-8 each. Decays are floored at -30,
+    whose weight float32 keeps only beside smaller ones."""
+    inputs = [None if x is None else x.detach() for x in given(131, "row")]
+    inputs[4] = -depth * torch.rand_like(inputs[4])
+    exact = run(rule, *inputs, impl="reference")
+    small = [x.float().requires_grad_() for x in inputs]
+    ours = run(rule, *small)
+    for a, b in zip(ours, exact, strict=True):
+        close(a.double(), b, 1e-5)
+    grads = torch.autograd.grad(ours[0].square().sum() + ours[1].sum(), used(rule, small))
+    assert all(g.isfinite().all() for g in grads)
+
+
+def test_the_textbook_factors_overflow_where_ours_do_not():
+    q, k = torch.randn(2, 64, 4)
+    log = -40 * torch.rand(64, 4)
+    g = log.cumsum(0)
+    textbook = ((q * g.exp()) @ (k / g.exp()).mT).tril()
+    assert not textbook.isfinite().all() and Decay(log).scores(q, k).isfinite().all()
+
+
+@pytest.mark.parametrize("wide", [1, 5])
+def test_scores_and_their_gradient(close, close_grads, wide):
+    q, k = torch.randn(2, 3, 16, 5, dtype=torch.float64).requires_grad_().unbind()
+    log = -torch.rand(3, 16, wide, dtype=torch.float64)
+    g = log.cumsum(-2)
+    low = torch.ones(16, 16, dtype=torch.bool).tril()[..., None]
+    weight = (g[:, :, None] - g[:, None]).masked_fill(~low, -torch.inf).exp()
+    dense = torch.einsum("brj,bij,brij->bri", q, k, weight.expand(-1, -1, -1, 5))
+    close(Decay(log).scores(q, k), dense, 1e-12)
+    pull = torch.randn_like(dense)
+    ours = Decay(log).scores_backward(pull.tril(), q.detach(), k.detach())
+    theirs = torch.autograd.grad(dense, (q, k), pull)
+    own = pull.diagonal(dim1=-2, dim2=-1)[..., None]
+    for a, b, other in zip(ours, theirs, (k, q), strict=True):
+        close(a + own * other, b, 1e-12)
+
+
+def test_inverse_of_a_triangle_is_stable(close):
+    """Equal keys and beta = 2: the powers of the triangle reach 1e18, its inverse does not exceed
+    2."""
+    lower = torch.randn(3, 64, 64, dtype=torch.float64).tril(-1) / 8
+    eye = torch.eye(64, dtype=torch.float64)
+    close(inverse(lower) @ (eye + lower), eye.expand(3, -1, -1), 1e-12)
+    worst = 2 * torch.ones(64, 64).tril(-1)
+    expected = torch.linalg.inv(eye + worst.double())
+    close(inverse(worst).double(), expected, 1e-5)
+
+
+def test_the_delta_rule_writes_exactly_with_beta_one(close):
+    """m_t^T k_t = v_t; with beta = 0 a token only reads."""
+    _, k, v, _, log, m = given(20, "row")
+    y, _ = gated_delta_rule(k, k, v, torch.ones(2, 20, 2).double(), log, m)
+    close(y, v, 1e-11)
+    _, last = gated_delta_rule(k, k, v, torch.zeros(2, 20, 2).double(), None, m)
+    close(last, m, 1e-15)
+
+
+def test_the_chain_of_special_cases(close):
+    """Decays of 0: DeltaNet; equal ones: gated DeltaNet; of GLA: linear attention with a decay."""
+    q, k, v, beta, _, m = given(70, "none")
+    zero, scalar = torch.zeros(2, 70, 2, 6).double(), -torch.rand(2, 70, 2, 1).double()
+    plain = gated_delta_rule(q, k, v, beta, None, m)[0]
+    close(gated_delta_rule(q, k, v, beta, zero, m)[0], plain, 1e-11)
+    one = gated_delta_rule(q, k, v, beta, scalar, m)[0]
+    close(gated_delta_rule(q, k, v, beta, scalar.expand(-1, -1, -1, 6), m)[0], one, 1e-11)
+    assert not torch.allclose(one, plain, rtol=1e-3)
+    one = gated_linear_attention(q, k, v, scalar, m)[0]
+    close(gated_linear_attention(q, k, v, scalar.expand(-1, -1, -1, 6), m)[0], one, 1e-11)
+    t = torch.arange(70).double()
+    fixed = torch.full((1, 1, 2, 1), math.log(0.9), dtype=torch.float64)
+    weight = 0.9 ** (t[:, None] - t)
+    dense = (torch.einsum("bthk,bshk->bhts", q, k) * weight).tril()
+    close(
+        gated_linear_attention(q, k, v, fixed)[0], torch.einsum("bhts,bshd->bthd", dense, v), 1e-11
+    )
+
+
+def test_against_the_oracle(load_oracle, close, float64):
+    """The verified recurrence of one head of Kimi Delta Attention."""
+    oracle = load_oracle("verify_delta_kda")
+    q, k, v, beta, log, m = (x.detach() for x in given(70, "row"))
+    y, last = gated_delta_rule(q, k, v, beta, log, m)
+    for b in range(2):
+        for h in range(2):
+            theirs = oracle.kda_recurrent(*(x[b, :, h] for x in (q, k, v, beta, log)), m[b, h])
+            close(y[b, :, h], theirs[0], 1e-11)
+            close(last[b, h], theirs[1], 1e-11)
+
+
+def test_errors_show_the_shapes():
+    q, k, v, beta, log, m = given(5, "row")
+    with pytest.raises(ValueError, match=r"q \(2, 5, 2, 6\), k \(2, 4, 2, 6\).*expected"):
+        gated_linear_attention(q, k[:, 1:], v)
+    with pytest.raises(ValueError, match=r"log_decay \(2, 5, 2, 3\): expected"):
+        gated_linear_attention(q, k, v, log[..., :3])
+    with pytest.raises(ValueError, match=r"state \(2, 2, 6\): expected"):
+        gated_linear_attention(q, k, v, log, m[..., 0])
+    with pytest.raises(ValueError, match=r"beta \(2, 5\): expected"):
+        gated_delta_rule(q, k, v, beta[..., 0], log, m)
+    with pytest.raises(ValueError, match=r"impl='triton': expected"):
+        gated_linear_attention(q, k, v, impl="triton")
+    with pytest.raises(ValueError, match=r"impl='fla': no gated_delta_rule for tensors on cpu"):
+        gated_delta_rule(q, k, v, beta, impl="fla")
+
+
+@rules
+@decays
+def test_products_in_sixteen_bits(monkeypatch, rule, decay):
+    """As on a card: 2^-9 a rounding, up to eight in a row, twice that; decays and memories stay in
+    float32."""
+    for module in (gated, delta):
+        monkeypatch.setattr(module, "work_dtype", lambda v: v.dtype)
+    inputs = given(131, decay)
+    small = [x if x is None else x.detach().to(torch.float32 if i > 2 else torch.bfloat16)
+             for i, x in enumerate(inputs)]  # fmt: skip
+    small = [x if x is None else x.requires_grad_() for x in small]
+    exact = [x if x is None else x.detach().double().requires_grad_() for x in small]
+    ours, theirs = run(rule, *small), run(rule, *exact, impl="reference")
+    assert ours[0].dtype == torch.bfloat16 and ours[1].dtype == torch.float32
+    pulls = [torch.randn_like(x) for x in theirs]
+    grads = torch.autograd.grad(
+        ours, used(rule, small), [p.to(y.dtype) for p, y in zip(pulls, ours, strict=True)]
+    )
+    expected = torch.autograd.grad(theirs, used(rule, exact), pulls)
+    for a, b in zip((*ours, *grads), (*theirs, *expected), strict=True):
+        assert (a.double() - b).norm() < 8 * 2**-8 * b.norm()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_products_of_16_bits_are_rounded_once(size):
+    """However small the matrices are: products rounded before the sum show where they cancel."""
+    a, b = torch.randn(500, size, 64).bfloat16(), torch.randn(500, 64, size).bfloat16()
+    out, exact = _times(a, b), a.double() @ b.double()
+    single = 64 * 2.0**-24 * (a.double().abs() @ b.double().abs())  # the sum in float32
+    assert out.dtype == torch.bfloat16
+    assert ((out.double() - exact).abs() <= 2.0**-8 * exact.abs() + single).all()

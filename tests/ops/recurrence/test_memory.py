@@ -1,0 +1,195 @@
+"""The general memory recurrence: its forms and gradients, its instances, the errors of the note it
+comes from."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from ndlightnet.ops.recurrence.memory import elementwise_memory, matrix_memory, reference
+from ndlightnet.ops.recurrence.scan import running_sum, scan
+
+FORGETS = {
+    "full": (2, 7, 3, 4, 5), "row": (2, 7, 3, 4, 1), "column": (2, 7, 3, 1, 5),
+    "scalar": (2, 7, 3, 1, 1), "constant row": (1, 1, 3, 4, 1), "constant": (1, 1, 1, 1, 1),
+    "shared": (1, 7, 1, 4, 5),
+}  # fmt: skip
+MATRICES = {"matrix": (2, 7, 3, 4, 4), "constant matrix": (1, 1, 1, 4, 4)}
+
+
+def given(n=7, batch=2, heads=3, dim=4, wide=5):
+    s, e = torch.randn(2, batch, n, heads, dim, dtype=torch.float64)
+    i = torch.randn(batch, n, heads, wide, dtype=torch.float64)
+    m = torch.randn(batch, heads, dim, wide, dtype=torch.float64)
+    return [x.requires_grad_() for x in (s, e, i, m)]
+
+
+def forget(shape, complex_=False):
+    f = torch.rand(shape, dtype=torch.float64)
+    if shape in MATRICES.values():
+        f = (2 * f - 1) / 2
+    return (torch.polar(f, torch.randn_like(f)) if complex_ else f).requires_grad_()
+
+
+CASES = [(shape, False) for shape in (*FORGETS.values(), *MATRICES.values())]
+CASES += [(shape, True) for shape in (*FORGETS.values(), *MATRICES.values())]
+
+
+def of(shape):
+    return matrix_memory if shape in MATRICES.values() else elementwise_memory
+
+
+@pytest.mark.parametrize("shape, complex_", CASES, ids=str)
+def test_it_is_the_recurrence(close, shape, complex_):
+    """Outputs, last memory and all gradients."""
+    s, e, i, m = given()
+    f = forget(shape, complex_)
+    product = torch.matmul if of(shape) is matrix_memory else torch.mul
+    ours = of(shape)(s, e, f, i, m)
+    theirs = reference(s, e, f, i, m, product)
+    parts = [(x.real, x.imag) if x.is_complex() else (x,) for x in (*ours, *theirs)]
+    half = len(parts) // 2
+    ours, theirs = (sum(parts[:half], ()), sum(parts[half:], ()))
+    for a, b in zip(ours, theirs, strict=True):
+        close(a, b, 1e-12)
+    pulls = [torch.randn_like(x) for x in ours]
+    pairs = (torch.autograd.grad(x, (s, e, i, m, f), pulls) for x in (ours, theirs))
+    for a, b in zip(*pairs, strict=True):
+        close(*(torch.view_as_real(x) if x.is_complex() else x for x in (a, b)), 1e-12)
+
+
+@pytest.mark.parametrize("shape", [*FORGETS.values(), *MATRICES.values()], ids=str)
+def test_gradients_against_differences(shape):
+    s, e, i, m = given(6, 1, 1, 4, 5)
+    assert gradcheck(of(shape), (s, e, forget(shape)[:1, :6, :1].detach().requires_grad_(), i, m))
+
+
+@pytest.mark.parametrize("shape", [(2, 9, 3, 4, 5), (2, 9, 3, 4, 4)], ids=str)
+@pytest.mark.parametrize("at", [0, 1, 5, 9])
+@pytest.mark.parametrize("complex_", [False, True])
+def test_a_split_hands_its_memory_over(close, shape, at, complex_):
+    s, e, i, m = (x.detach() for x in given(9))
+    run = matrix_memory if shape[-1] == 4 else elementwise_memory
+    f = torch.rand(shape, dtype=torch.float64)
+    f = torch.polar(f, torch.randn_like(f)) if complex_ else f
+    whole, last = run(s, e, f, i, m)
+    one, middle = run(s[:, :at], e[:, :at], f[:, :at], i[:, :at], m)
+    two, end = run(s[:, at:], e[:, at:], f[:, at:], i[:, at:], middle)
+    close(torch.cat([one, two], 1), whole, 1e-12)
+    close(*(torch.view_as_real(x) if complex_ else x for x in (end, last)), 1e-12)
+
+
+def test_autocast_and_fullgraph_change_nothing():
+    s, e, i, m = inputs = [x.detach().float().requires_grad_() for x in given(4)]
+    f, matrix = torch.rand(2, 4, 3, 4, 5), torch.rand(2, 4, 3, 4, 4)
+
+    def run(s, e, i, m):
+        return *elementwise_memory(s, e, f, i, m), *matrix_memory(s, e, matrix, i, m)
+
+    def results(run):
+        out = run(s, e, i, m)
+        return *out, *torch.autograd.grad(sum(x.square().sum() for x in out), inputs)
+
+    expected = results(run)
+    with torch.autocast("cpu", torch.bfloat16):
+        auto = results(run)
+        slow = *reference(s, e, f, i, m), *reference(s, e, matrix, i, m, torch.matmul)
+    torch.compiler.reset()
+    compiled = results(torch.compile(run, fullgraph=True, backend="aot_eager"))
+    for a, b, c in zip(expected, auto, compiled, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    for a, b in zip(expected, slow, strict=False):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_no_tokens_leave_the_memory():
+    s, e, i, m = given(0)
+    y, last = elementwise_memory(s, e, torch.ones(1, 1, 1, 1, 1), i, m)
+    assert y.shape == i.shape and torch.equal(last, m)
+
+
+def backward_of_the_note(s, e, f, i, m0, dy, *, matrix, current, transpose):
+    """As printed in its source (M1 to M3): the gradient of f with m_t (`current`), f not transposed
+    (`transpose`). One head."""
+    apply = torch.matmul if matrix else torch.mul
+    m = [m0]
+    for t in range(len(e)):
+        m.append(apply(f[t], m[-1]) + torch.outer(e[t], i[t]))
+    df, de = torch.zeros_like(f), torch.zeros_like(e)
+    g = torch.outer(s[-1], dy[-1])
+    for t in reversed(range(len(e))):
+        held = m[t + 1] if current else m[t]
+        df[t] = g @ held.T if matrix else g * held
+        de[t] = g @ i[t]
+        g = apply(f[t].T if transpose and matrix else f[t], g)
+        if t:
+            g = g + torch.outer(s[t - 1], dy[t - 1])
+    return df, de
+
+
+@pytest.mark.parametrize("matrix", [False, True])
+@pytest.mark.parametrize("current, transpose", [(True, True), (False, False), (False, True)])
+def test_the_printed_backward_is_wrong_and_the_corrected_one_right(matrix, current, transpose):
+    s, e, i, m = (x[0] for x in given(7, 1, 1, 4, 4))
+    f = torch.rand(7, 4, 4, dtype=torch.float64, requires_grad=True)
+    run = matrix_memory if matrix else elementwise_memory
+    y, _ = run(s[None], e[None], f[None, :, None], i[None], m[None])
+    dy = torch.randn(7, 4, dtype=torch.float64)
+    ours = torch.autograd.grad((y[0, :, 0] * dy).sum(), (f, e))
+    plain = s.detach()[:, 0], e.detach()[:, 0], f.detach(), i.detach()[:, 0], m.detach()[0]
+    theirs = backward_of_the_note(*plain, dy, matrix=matrix, current=current, transpose=transpose)
+    errors = [
+        float((a.reshape(b.shape) - b).abs().max() / b.abs().max())
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+    right = not current and (transpose or not matrix)
+    assert max(errors) < 1e-12 if right else max(errors) > 1e-3
+
+
+def test_a_complex_forget_of_size_one_turns(close):
+    """Re(m)^T q = sum_s cos((t - s) theta) q k v: one angle a channel (LRPE), or one for all."""
+    s, e, i, _ = (x.detach() for x in given(9))
+    for theta in (torch.rand(4, 1).double(), torch.rand(1, 1).double()):
+        f = torch.polar(torch.ones_like(theta), theta)[None, None, None]
+        y, _ = elementwise_memory(s, e, f, i)
+        t = torch.arange(9).double()
+        turn = ((t[:, None] - t)[..., None] * theta[:, 0]).cos().expand(9, 9, 4)
+        scores = torch.einsum("bthk,bshk,tsk->bhts", s, e, turn).tril()
+        close(y, torch.einsum("bhts,bshd->bthd", scores, i), 1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 64, 101])
+def test_scan_with_gradients(close, close_grads, n):
+    f = torch.rand(2, n, 3, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(2, n, 3, dtype=torch.float64, requires_grad=True)
+    first = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    m, steps = first, []
+    for t in range(n):
+        m = f[:, t] * m + b[:, t]
+        steps.append(m)
+    expected = torch.stack(steps, 1)
+    close(scan(f, b, first), expected, 1e-12)
+    close_grads(scan(f, b, first), expected, (f, b, first), 1e-12)
+
+
+def test_errors_show_the_shapes():
+    s, e, i, m = given()
+    f = torch.rand(2, 7, 3, 4, 1)
+    with pytest.raises(ValueError, match=r"expand \(2, 7, 3, 4\).*expected"):
+        elementwise_memory(s[:, 1:], e, f, i)
+    with pytest.raises(ValueError, match=r"forget \(2, 7, 3, 3\): expected"):
+        elementwise_memory(s, e, f[..., 0][..., :3], i)
+    with pytest.raises(ValueError, match=r"forget \(2, 7, 3, 4, 1\): expected \(2, 7, 3, 4, 4\)"):
+        matrix_memory(s, e, f, i)
+    with pytest.raises(ValueError, match=r"memory \(2, 3, 4\): expected"):
+        elementwise_memory(s, e, f, i, m[..., 0])
+    with pytest.raises(ValueError, match=r"f \(2, 4, 3\): expected"):
+        scan(torch.rand(2, 4, 3), torch.rand(2, 7, 3))
+
+
+@pytest.mark.parametrize("n", [0, 1, 64, 65, 200, 4097])
+def test_running_sums(close, n):
+    x = torch.randn(2, n, 3, 2, dtype=torch.float64, requires_grad=True)
+    out, expected = running_sum(x), x.cumsum(1)
+    close(out, expected, 1e-12)
+    pull = torch.randn_like(out)
+    close(*(torch.autograd.grad(y, x, pull)[0] for y in (out, expected)), 1e-12)

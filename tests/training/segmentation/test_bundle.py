@@ -1,0 +1,348 @@
+"""MONAI bundles: what MONAI makes of them is what `predict` writes, on any grid and channels."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+from monai.bundle import ConfigParser, verify_net_in_out
+from monai.bundle.properties import InferProperties, MetaProperties
+from monai.bundle.utils import DEFAULT_METADATA
+
+from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.phantoms import LABELS, make_phantoms
+from ndlightnet.data.volume.transforms import Intensity, Prepare
+from ndlightnet.data.volume.volume import Volume
+from ndlightnet.nn.mixers import WindowAttention
+from ndlightnet.training import SegmentationTask, VolumeData, run
+from ndlightnet.training.segmentation import bundle as bundles
+from ndlightnet.training.segmentation.bundle_files import inference_of
+
+ROOT = Path(__file__).parents[3]
+CONFIG = """
+seed_everything: 0
+trainer: {{accelerator: cpu, max_epochs: 1, limit_train_batches: 2, limit_val_batches: 0,
+  log_every_n_steps: 1, enable_progress_bar: false, logger: false, default_root_dir: {out}}}
+model:
+  net:
+    class_path: ndlightnet.NDLightUNet
+    init_args: {{dims: 3, widths: [4, 8], convs: [1, 1], depths: [0, 1], {net}}}
+  {model}
+data:
+  class_path: ndlightnet.training.VolumeData
+  init_args: {{root: {root}, batch_size: 1, workers: 0, {data}}}
+"""
+CT = "{low: -912, high: 469, mean: -164, deviation: 355}"
+# left, back and head, 7 degrees about z, 1.5 x 2 x 2.5 mm
+TURN = np.array([[-np.cos(0.12), np.sin(0.12), 0], [-np.sin(0.12), -np.cos(0.12), 0], [0, 0, 1]])
+OBLIQUE = np.block(
+    [[TURN @ np.diag([1.5, 2.0, 2.5]), np.array([[30.0], [-20], [5]])], [0, 0, 0, 1]]
+)
+
+
+def launch(config: Path, command: str, *arguments: object) -> list[str]:
+    """The lines of errors of a command of tasks/ct_segmentation.py, in this process."""
+    argv = ["task.py", command, "--config", str(config), *map(str, arguments)]
+    err = io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(io.StringIO()),
+        redirect_stderr(err),
+    ):
+        patch.setattr(sys, "argv", argv)
+        status = run(SegmentationTask, VolumeData, Path("none"), {"bundle": bundles.bundle})
+    errors = [line for line in err.getvalue().splitlines() if line.startswith("error: ")]
+    assert (status == 1) == bool(errors)
+    return errors
+
+
+def train(folder: Path, scans: Path, **parts: str) -> Path:
+    """The config of a training that is done, in `folder`."""
+    config = folder / "config.yaml"  # which `fit` replaces by what it has made of it
+    config.write_text(CONFIG.format(out=folder, root=scans, **{"model": "", **parts}))
+    assert launch(config, "fit") == []
+    return config
+
+
+@pytest.fixture(scope="module")
+def resampled(tmp_path_factory) -> Path:
+    """The config of a training on phantoms, with all that changes a prediction. Of seed 3 the test
+    case runs to the left and back."""
+    folder = tmp_path_factory.mktemp("resampled")
+    scans = make_phantoms(folder / "scans", 3, 1, seed=3, progress=False)
+    return train(
+        folder, scans, net="out_channels: 7, deep_supervision: true",
+        model="window: [24, 20, 16]\n  overlap: 0.4\n  mirror_axes: [1]\n  largest: true",
+        data=f"patch: [16, 16, 16], spacing: [9, 7, 11], intensities: [{CT}]",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def channels(tmp_path_factory) -> Path:
+    """The config of a training on two of three channels, files of their own, on the scans' grids,
+    with a mixer that has arguments."""
+    folder = tmp_path_factory.mktemp("channels")
+    for place in ("imagesTr", "labelsTr", "imagesTs"):
+        (folder / "scans" / place).mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for number in range(3):
+        label = np.zeros((13, 11, 9), np.uint8)
+        label[3:9, 2 + number : 8, 2:6] = 1
+        place = "imagesTr" if number < 2 else "imagesTs"
+        for channel in range(3):
+            voxels = label * 60.0 * channel + rng.normal(0, 30, label.shape)
+            image = nibabel.Nifti1Image(voxels.astype(np.float32), OBLIQUE)
+            nibabel.save(image, folder / "scans" / place / f"c{number}_000{channel}.nii.gz")
+        if number < 2:
+            true = nibabel.Nifti1Image(label, OBLIQUE)
+            nibabel.save(true, folder / "scans" / "labelsTr" / f"c{number}.nii.gz")
+    listing = {
+        "channel_names": {"0": "CT", "1": "PET", "2": "T1"}, "numTraining": 2,
+        "labels": {"background": 0, "box": 1}, "file_ending": ".nii.gz",
+    }  # fmt: skip
+    (folder / "scans" / "dataset.json").write_text(json.dumps(listing))
+    mixer = "{class_path: ndlightnet.nn.mixers.WindowAttention, init_args: {window: [1, 2, 3]}}"
+    return train(
+        folder, folder / "scans", net=f"in_channels: 2, mixer: {mixer}",
+        data=f"patch: [8, 8, 8], channels: [2, 0], intensities: [{CT}, {{}}, {{}}]",
+    )  # fmt: skip
+
+
+def exported(config: Path, out: Path, *more: object) -> Path:
+    last = f"--ckpt_path={config.parent / 'checkpoints' / 'last.ckpt'}"
+    assert launch(config, "bundle", last, "--out", out / "name", *more) == []
+    return out / "name"
+
+
+def predicted(config: Path, out: Path, *more: object) -> Path:
+    """The folder of what `predict` makes of `imagesTs`."""
+    last = f"--ckpt_path={config.parent / 'checkpoints' / 'last.ckpt'}"
+    scans = f"--data.init_args.input={config.parent / 'scans' / 'imagesTs'}"
+    assert launch(config, "predict", last, scans, f"--trainer.default_root_dir={out}", *more) == []
+    return out / "predictions"
+
+
+def parser_of(root: Path) -> ConfigParser:
+    parser = ConfigParser()
+    parser.read_config(root / "configs" / "inference.json")
+    parser.read_meta(root / "configs" / "metadata.json")
+    return parser
+
+
+def run_parts(root: Path, scans: Path, out: Path) -> None:
+    """What MONAI's evaluator does with a bundle, without pytorch-ignite."""
+    parser = parser_of(root)
+    parser.update({"bundle_root": str(root), "dataset_dir": str(scans), "output_dir": str(out)})
+    network, net = (parser.get_parsed_content(key) for key in ("network", "network_def"))
+    net.load_state_dict(torch.load(root / "models" / "model.pt", weights_only=True))
+    inferer, after = (parser.get_parsed_content(key) for key in ("inferer", "postprocessing"))
+    for item in parser.get_parsed_content("dataset"):
+        with torch.no_grad():
+            item["pred"] = inferer(item["image"][None], network.eval())[0]
+        after(item)
+
+
+def compare(ours: Path, theirs: Path) -> tuple[int, int]:
+    """Voxels that have another label, and all."""
+    a, b = nibabel.load(ours), nibabel.load(theirs)
+    assert a.get_data_dtype() == b.get_data_dtype() == np.uint8
+    np.testing.assert_allclose(b.affine, a.affine, atol=1e-4)
+    first, second = np.asarray(a.dataobj), np.asarray(b.dataobj)
+    assert first.shape == second.shape and len(np.unique(first)) > 1
+    return int((first != second).sum()), first.size
+
+
+def test_resampled_windows_of_an_ensemble(resampled, tmp_path):
+    """Both interpolate logits linearly, float32 here and float64 there: a label may change where
+    the best two logits are equal to a part in 1e-5, which is rare."""
+    other = tmp_path / "other.ckpt"
+    saved = torch.load(resampled.parent / "checkpoints" / "last.ckpt", weights_only=True)
+    noise = torch.Generator().manual_seed(1)
+    for value in saved["state_dict"].values():
+        value += 0.3 * torch.randn(value.shape, generator=noise)
+    torch.save(saved, other)
+    more = f"--model.ensemble=['{other}']"
+    root, predictions = exported(resampled, tmp_path, more), predicted(resampled, tmp_path, more)
+    run_parts(root, resampled.parent / "scans" / "imagesTs", tmp_path / "eval")
+    ours, theirs = predictions / "phantom_003.nii.gz", tmp_path / "eval/phantom_003_seg.nii.gz"
+    assert nibabel.aff2axcodes(nibabel.load(ours).affine) == ("L", "P", "S")
+    differ, count = compare(ours, theirs)
+    assert differ <= 1e-4 * count
+
+
+def test_channels_on_their_own_grid(channels, tmp_path):
+    root, predictions = exported(channels, tmp_path), predicted(channels, tmp_path)
+    run_parts(root, channels.parent / "scans" / "imagesTs", tmp_path / "eval")
+    seen = compare(predictions / "c2.nii.gz", tmp_path / "eval" / "c2_0000_seg.nii.gz")
+    assert seen == (0, 13 * 11 * 9)
+    paths = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+    assert paths == [
+        "configs/inference.json", "configs/metadata.json", "docs/README.md", "models/model.pt"
+    ]  # fmt: skip
+    net = parser_of(root).get_parsed_content("network_def")
+    assert [m.window for m in net.modules() if isinstance(m, WindowAttention)] == [(1, 2, 3)]
+    readme = (root / "docs" / "README.md").read_text()
+    assert readme.startswith("# name\n") and "- 1: box" in readme and "CT, PET, T1" in readme
+
+
+@pytest.mark.slow
+def test_monai_runs_it_from_anywhere(channels, tmp_path):
+    pytest.importorskip("ignite", reason="pytorch-ignite runs bundles")
+    pytest.importorskip("fire", reason="the command line of monai.bundle")
+    root, predictions = exported(channels, tmp_path), predicted(channels, tmp_path)
+    scans, paths = channels.parent / "scans" / "imagesTs", [ROOT, ROOT / "kernels", *sys.path]
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "monai.bundle", "run", "--bundle_root", root,
+            "--config_file", root / "configs" / "inference.json", "--dataset_dir", scans,
+        ],
+        cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    seen = compare(predictions / "c2.nii.gz", root / "eval" / "c2_0000_seg.nii.gz")
+    assert seen == (0, 13 * 11 * 9)
+
+
+@pytest.mark.parametrize("config", ["resampled", "channels"])
+def test_monai_knows_what_is_in_it(config, request, tmp_path):
+    """What it asks of a bundle, the network's shapes, and the keys of the specification."""
+    root = exported(request.getfixturevalue(config), tmp_path)
+    parser = parser_of(root)
+    needed = [one for one in {**InferProperties, **MetaProperties}.values() if one["required"]]
+    assert needed and [one["id"] for one in needed if one["id"] not in parser] == []
+    files = {f"{key}_file": str(root / "configs" / f"{name}.json") for key, name in (
+        ("meta", "metadata"), ("config", "inference")
+    )}  # fmt: skip
+    verify_net_in_out("network_def", **files, device="cpu", any=9)
+    meta = json.loads(Path(files["meta_file"]).read_text())
+    assert set(DEFAULT_METADATA) <= set(meta) and meta["name"] == "name"
+    image, pred = (
+        meta["network_data_format"][k][n] for k, n in (("inputs", "image"), ("outputs", "pred"))
+    )
+    asked = {"type", "format", "num_channels", "spatial_shape", "dtype", "value_range",
+             "is_patch_data", "channel_def"}  # fmt: skip
+    assert asked <= set(pred) and {*asked, "modality"} <= set(image)
+    if config == "channels":
+        assert image["channel_def"] == {"0": "T1", "1": "CT"} and image["value_range"] == []
+        assert image["spatial_shape"] == ["*", "*", "*"] and image["is_patch_data"] is False
+        assert pred["channel_def"] == {"0": "background", "1": "box"}
+    else:
+        assert image["value_range"] == pytest.approx([(-912 + 164) / 355, (469 + 164) / 355])
+        assert image["spatial_shape"] == [24, 20, 16] and image["format"] == "hounsfield"
+        assert list(pred["channel_def"].values()) == list(LABELS) and pred["num_channels"] == 7
+
+
+@pytest.mark.parametrize("spacing", [None, [2.0, 1.5, 3.0]])
+@pytest.mark.parametrize("chosen", [None, [1]])
+def test_preprocessing_is_prepare(spacing, chosen, tmp_path):
+    """MONAI's reader and transforms give what Prepare does, of a file whose fourth axis holds the
+    channels, in turned axes."""
+    voxels = np.random.default_rng(0).normal(0, 300, (9, 7, 5, 2)).astype(np.float32)
+    nibabel.save(nibabel.Nifti1Image(voxels, OBLIQUE), tmp_path / "scan.nii.gz")
+    scales = [Intensity(-300, 200, 10, 90), Intensity()]
+    data = VolumeData("none", [8, 8, 8], scales, chosen, spacing)
+    data.set_names({"labels": ["background", "x"], "modalities": ["CT", "T1"]})
+    config = inference_of({}, SegmentationTask(torch.nn.Identity()), data, "bf16-mixed")
+    assert config["evaluator"]["amp_kwargs"] == {"dtype": "$torch.bfloat16"}
+    transform = ConfigParser(json.loads(json.dumps(config))).get_parsed_content("preprocessing")
+    given = transform({"image": [str(tmp_path / "scan.nii.gz")]})["image"]
+    case = Volume.read(Case("scan", (tmp_path / "scan.nii.gz",), None))
+    wanted = Prepare(scales, spacing, chosen)(case)["image"]
+    assert given.shape == wanted.shape and given.dtype == wanted.dtype == torch.float32
+    # of clipped values; the affine is float32 in the file
+    torch.testing.assert_close(given.as_tensor(), wanted.as_tensor(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(given.affine, wanted.affine, rtol=0, atol=1e-6)
+
+
+def test_names_of_the_data_are_never_evaluated(channels, tmp_path):
+    """MONAI evaluates $, and replaces % by what a file holds and @ by what it refers to."""
+    touched, secret = tmp_path / "touched", tmp_path / "secret.json"
+    secret.write_text(json.dumps({"a": f"$open({str(touched)!r}, 'w')"}))
+    ckpt, root = tmp_path / "given.ckpt", tmp_path / "bundle"
+    saved = torch.load(channels.parent / "checkpoints" / "last.ckpt", weights_only=True)
+    label, *texts = f"$open({str(touched)!r}, 'w')", f"%{secret}", "@bundle_root", "\x1b[31m%#@##"
+    torch.save({**saved, "names": {"labels": ["$1/0", label], "modalities": texts}}, ckpt)
+    assert launch(channels, "bundle", "--ckpt_path", ckpt, "--out", root) == []
+    for file in ("metadata", "inference"):
+        parser = ConfigParser()
+        parser.read_meta(str(root / "configs" / "metadata.json"))
+        parser.read_config(str(root / "configs" / f"{file}.json"))
+        parser.parse()
+        formats = parser.get_parsed_content("_meta_")["network_data_format"]
+        found = formats["outputs"]["pred"]["channel_def"]
+        assert found == {"0": "\uff041/0", "1": label.replace("$", "\uff04")}
+        found = list(formats["inputs"]["image"]["channel_def"].values())
+        # of channels 2 and 0; MONAI writes :: for #
+        assert found == ["\\x1b[31m\uff05::\uff20::::", f"\uff05{secret}"]
+    assert not touched.exists()
+    text = (root / "docs" / "README.md").read_text()
+    assert not set("$@%\x1b") & set(text) and "\uff04" in text
+
+
+def no_labels(path: Path) -> None:
+    saved = torch.load(path, weights_only=True)
+    torch.save({**saved, "names": {}}, path)
+
+
+@pytest.mark.parametrize(
+    "more, spoil, said",
+    [
+        ([], Path.unlink, "{ckpt}: no such checkpoint"),
+        ([], lambda path: path.write_text("x"), "{ckpt}: not a checkpoint of ours"),
+        ([], no_labels, "{ckpt}: names has no list labels, modalities"),
+        (["--model.ensemble=['{ckpt}0']"], None, "{ckpt}0: no such checkpoint"),
+        (["--model.net.init_args.widths=[4,16]"], None, "{ckpt}: the checkpoint of another"),
+        (["--data.init_args.channels=[0]"], None, "model.net: in_channels=2, expected 1 for"),
+        (
+            ["--data.init_args.channels=[5,0]"],
+            None,
+            "data.channels: [5, 0], expected some of 0 to 2",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_one_line(channels, tmp_path, more, spoil, said):
+    ckpt = tmp_path / "given.ckpt"
+    shutil.copy(channels.parent / "checkpoints" / "last.ckpt", ckpt)
+    if spoil is not None:
+        spoil(ckpt)
+    more = [one.replace("{ckpt}", str(ckpt)) for one in more]
+    out = tmp_path / "bundles" / "name"
+    errors = launch(channels, "bundle", "--ckpt_path", ckpt, "--out", out, *more)
+    assert len(errors) == 1 and errors[0].startswith("error: " + said.replace("{ckpt}", str(ckpt)))
+    assert not out.parent.exists()
+
+
+def test_nothing_is_written_over_or_half(channels, tmp_path, monkeypatch):
+    ckpt = f"--ckpt_path={channels.parent / 'checkpoints' / 'last.ckpt'}"
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "mine.txt").write_text("mine")
+    (tmp_path / "file").write_text("")
+    wanted = "is there already, expected a new or an empty folder"
+    for name in ("old", "file"):
+        errors = launch(channels, "bundle", ckpt, "--out", tmp_path / name)
+        assert errors == [f"error: {tmp_path / name}: {wanted}"]
+    errors = launch(channels, "bundle", ckpt, "--out", tmp_path / "file" / "name")
+    assert len(errors) == 1 and f"{tmp_path / 'file' / 'name'}: cannot be written" in errors[0]
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bundles.torch, "save", full)
+        errors = launch(channels, "bundle", ckpt, "--out", tmp_path / "new")
+    assert errors == [f"error: {tmp_path / 'new'}: cannot be written (No space left on device)"]
+    with monkeypatch.context() as patch:
+        patch.setattr(bundles, "locate", lambda _: None)  # a class that is nowhere to be imported
+        errors = launch(channels, "bundle", ckpt, "--out", tmp_path / "new")
+    wrong = "model.net: ndlightnet.NDLightUNet cannot be built from a MONAI config"
+    assert len(errors) == 1 and wrong in errors[0]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "mine.txt", "old"]

@@ -1,0 +1,165 @@
+"""Cross-validation on tiny volumes: who predicts whom, what is pooled, what is done once."""
+
+import csv
+import json
+import os
+import sys
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+
+from ndlightnet.training import SegmentationTask, VolumeData
+from ndlightnet.training.core import cli
+from ndlightnet.training.segmentation import SegmentationTask as Task
+from ndlightnet.training.segmentation.folds import folds
+from tests.training.conftest import UNET
+
+CASES = [str(number) for number in range(7)]  # to train on; 7 is the test
+
+
+class Killed(BaseException):
+    """What nothing catches."""
+
+
+@pytest.fixture
+def cross(write_decathlon, tmp_path, monkeypatch, capsys):
+    """cross(): `folds` with three folds on seven cases; (status, what it said on stdout)."""
+    root = write_decathlon(tmp_path / "volumes", cases=8)
+    (tmp_path / "config.yaml").write_text(UNET)
+    argv = [
+        "task.py", "folds", "--config", str(tmp_path / "config.yaml"),
+        f"--data.init_args.root={root}", f"--trainer.default_root_dir={tmp_path}/run",
+        "--data.init_args.patch=[8,8,8]", "--data.init_args.folds=3", "--model.lr=0.02",
+        "--model.net.init_args.out_channels=2", "--trainer.max_epochs=2",
+    ]  # fmt: skip
+
+    def run(*more: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [*argv, *more])
+        status = cli.run(SegmentationTask, VolumeData, Path("none"), {"folds": folds})
+        return status, capsys.readouterr().out
+
+    return run
+
+
+def metrics_of(run: Path, *fold: str) -> dict:
+    return json.loads(run.joinpath(*fold, "metrics.json").read_text())
+
+
+def test_every_case_is_predicted_once_by_a_network_that_has_not_seen_it(
+    cross, tmp_path, monkeypatch
+):
+    run, seen = tmp_path / "run", {}
+    start, case = Task.on_train_start, Task._case
+
+    def trains(task):
+        fold = task.data().fold
+        seen.setdefault(fold, set()).update(c["name"] for c in task.data().crops.cases)
+        start(task)
+
+    predicted = []
+    monkeypatch.setattr(Task, "on_train_start", trains, raising=False)
+    monkeypatch.setattr(
+        Task, "_case",
+        lambda task, batch, folder: (
+            predicted.append((task.data().fold, batch["case"].name)), case(task, batch, folder)
+        ),
+    )  # fmt: skip
+    status, out = cross()
+    assert status == 0
+    assert sorted(name for _, name in predicted) == CASES
+    for fold, name in predicted:
+        assert name not in seen[fold]
+    for fold in range(3):
+        held = {name for place, name in predicted if place == fold}
+        assert seen[fold] == set(CASES) - held and len(held) in (2, 3)
+        assert {case["name"] for case in metrics_of(run, f"fold_{fold}")["cases"]} == held
+
+    pooled = metrics_of(run)
+    assert [case["name"] for case in pooled["cases"]] == CASES
+    dice = []
+    for case_metrics in pooled["cases"]:
+        (file,) = run.glob(f"fold_*/test/{case_metrics['name']}.nii.gz")
+        truth = tmp_path / "volumes" / "labels" / file.name
+        a, b = (np.asarray(nibabel.load(path).dataobj) > 0 for path in (file, truth))
+        dice.append(2 * (a & b).sum() / (a.sum() + b.sum()))
+        assert case_metrics["dice"] == pytest.approx([dice[-1]], abs=1e-6)
+    assert np.mean(dice) > 0 and len(set(dice)) > 1
+    assert pooled["mean_dice"] == pytest.approx(np.mean(dice), abs=1e-5)
+    of_folds = [metrics_of(run, f"fold_{fold}")["mean_dice"] for fold in range(3)]
+    assert pooled["mean_dice_of_folds"] == pytest.approx(of_folds)
+    with (run / "cases.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["case"], line["class"]) for line in lines] == [(name, "cube") for name in CASES]
+    assert [float(line["dice"]) for line in lines] == pytest.approx(dice, rel=1e-4, abs=1e-6)
+    mean, spread = np.mean(of_folds), np.std(of_folds, ddof=1)
+    assert f"mean Dice {mean:.3f} ± {spread:.3f} over 3 folds, 7 cases" in out
+
+
+def test_a_fold_is_tested_with_the_averaged_weights(cross, tmp_path, monkeypatch):
+    """Those in the checkpoint's state_dict, which `test` would take, not those trained on."""
+    start, tested = Task.on_test_start, []
+
+    def told(task):
+        tested.append({key: value.clone() for key, value in task.state_dict().items()})
+        start(task)
+
+    monkeypatch.setattr(Task, "on_test_start", told)
+    average = "--trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging"
+    assert cross(average, "--data.init_args.folds=2", "--trainer.max_epochs=1")[0] == 0
+    assert len(tested) == 2
+    for fold, weights in enumerate(tested):
+        last = tmp_path / "run" / f"fold_{fold}" / "checkpoints" / "last.ckpt"
+        saved = torch.load(last, weights_only=True)
+        raw = saved["current_model_state"]
+        assert any(not torch.equal(raw[key], value) for key, value in weights.items())
+        for key, value in weights.items():
+            assert torch.equal(value, saved["state_dict"][key]), key
+
+
+@pytest.mark.slow  # seven short trainings
+def test_done_is_done_and_what_was_killed_goes_on(cross, tmp_path, monkeypatch):
+    """Killed in the second fold's second epoch: the second call trains that epoch and the third
+    fold, a third call nothing, and what comes out is what comes out without a kill."""
+    step, steps = Task.training_step, []
+
+    def told(task, batch, number, die=None):
+        steps.append((task.data().fold, task.global_step))
+        if steps[-1] == die:
+            raise Killed
+        return step(task, batch, number)
+
+    run = tmp_path / "run"
+    monkeypatch.setattr(Task, "training_step", lambda *a: told(*a, die=(1, 3)))
+    with pytest.raises(Killed):
+        cross()
+    assert steps == [(0, n) for n in range(4)] + [(1, n) for n in range(4)]
+    assert (run / "fold_0" / "metrics.json").exists()
+    assert not (run / "fold_1" / "metrics.json").exists() and not (run / "metrics.json").exists()
+
+    steps.clear()
+    monkeypatch.setattr(Task, "training_step", told)
+    first = (run / "fold_0" / "metrics.json").stat().st_mtime_ns
+    assert cross()[0] == 0
+    assert steps == [(1, 2), (1, 3)] + [(2, n) for n in range(4)]
+    assert (run / "fold_0" / "metrics.json").stat().st_mtime_ns == first
+    pooled = metrics_of(run)
+
+    steps.clear()
+    stamps = {path: path.stat().st_mtime_ns for path in run.glob("fold_*/**/*.nii.gz")}
+    assert cross()[0] == 0
+    assert steps == [] and metrics_of(run) == pooled
+    assert stamps == {path: path.stat().st_mtime_ns for path in run.glob("fold_*/**/*.nii.gz")}
+
+    os.rename(run, tmp_path / "killed")
+    assert cross()[0] == 0
+    assert metrics_of(run) == pooled
+    for fold in range(3):
+        one, other = (
+            torch.load(tmp_path / name / f"fold_{fold}/checkpoints/last.ckpt", weights_only=True)
+            for name in ("killed", "run")
+        )
+        for key, value in one["state_dict"].items():
+            assert torch.equal(value, other["state_dict"][key]), key

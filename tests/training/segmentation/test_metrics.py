@@ -1,0 +1,288 @@
+"""Measures of a case against MONAI on the whole volume; the table; intervals against theory."""
+
+import csv
+import math
+import os
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+from monai.metrics.hausdorff_distance import compute_hausdorff_distance
+from monai.metrics.meandice import compute_dice
+from monai.metrics.surface_dice import compute_surface_dice
+from monai.networks.utils import one_hot
+from scipy.stats import norm, t
+
+from ndlightnet.training.segmentation.metrics import (
+    MEASURES,
+    dice_of,
+    interval,
+    measure_case,
+    metrics_of,
+    of_known,
+    write_cases,
+)
+from tests.data.volume.files import real
+
+SPACING = (0.5, 2.0, 7.0)
+
+
+def cube(number: int, *start: int, shape=(16, 16, 16)) -> torch.Tensor:
+    """A 4 x 4 x 4 cube of label `number` on zeros."""
+    labels = torch.zeros(shape, dtype=torch.long)
+    labels[tuple(slice(s, s + 4) for s in start)] = number
+    return labels
+
+
+def blobs(shape: tuple[int, ...], classes: int, seed: int) -> torch.Tensor:
+    """Connected labels that touch each other and the volume's borders."""
+    small = torch.rand(1, classes, *(n // 3 + 1 for n in shape), generator=seeded(seed))
+    mode = "trilinear" if len(shape) == 3 else "bilinear"
+    return torch.nn.functional.interpolate(small, shape, mode=mode)[0].argmax(0)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def monai(labels, truth, classes, spacing, tolerance) -> dict[str, np.ndarray]:
+    """The same from MONAI, whole and one-hot."""
+    a, b = (one_hot(x[None, None], classes, dim=1) for x in (labels, truth))
+    found = {
+        "dice": compute_dice(a, b, include_background=False),
+        "hd95_mm": compute_hausdorff_distance(a, b, percentile=95, spacing=spacing),
+        "nsd": compute_surface_dice(a, b, [tolerance] * (classes - 1), spacing=spacing),
+    }
+    return {key: value[0].numpy() for key, value in found.items()}
+
+
+def column(rows: list[dict[str, float]], key: str) -> list[float]:
+    return [row[key] for row in rows]
+
+
+@pytest.mark.parametrize("axis, shift, dice", [(0, 0, 1), (0, 1, 0.75), (2, 3, 0.25), (1, 5, 0)])
+def test_dice_of_shifted_cubes(axis, shift, dice):
+    """Two equal cubes shifted by s of 4 voxels share (4 - s) / 4 of their voxels."""
+    moved = [4, 4, 4]
+    moved[axis] += shift
+    assert dice_of(cube(1, *moved), cube(1, 4, 4, 4), 2).tolist() == [dice]
+
+
+def test_where_a_class_is_missing():
+    """1 in both, 2 only in the truth, 3 only found, 4 in neither."""
+    truth = cube(1, 0, 0, 0) + cube(2, 8, 8, 8)
+    labels = cube(1, 0, 0, 2) + cube(3, 4, 4, 12)
+    rows = measure_case(labels, truth, 5, SPACING)
+    nan, ml = math.nan, 64 * 7.0 / 1000
+    np.testing.assert_allclose(column(rows, "dice"), [0.5, 0, 0, nan])
+    np.testing.assert_allclose(column(rows, "hd95_mm"), [14, nan, nan, nan])
+    np.testing.assert_allclose(column(rows, "nsd")[1:], [0, 0, nan])
+    assert column(rows, "volume_ml") == pytest.approx([ml, 0, ml, 0])
+    assert column(rows, "truth_ml") == pytest.approx([ml, ml, 0, 0])
+
+
+@pytest.mark.parametrize("shape", [(19, 17, 23), (9, 31, 8)])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int64])
+def test_measures_are_those_of_monai_without_cropping(shape, dtype):
+    """MONAI has float32: 1e-6 of the distances; NSD and Dice are ratios of whole numbers."""
+    labels, truth = (blobs(shape, 5, seed) for seed in (1, 2))
+    labels[labels == 4] = 0  # one class lies in the truth alone
+    rows = measure_case(labels.to(dtype), truth.to(dtype), 5, (0.7, 1.3, 2.9), 2.0)
+    wanted = monai(labels, truth, 5, (0.7, 1.3, 2.9), 2.0)
+    wanted["hd95_mm"][~np.isfinite(wanted["hd95_mm"])] = math.nan
+    for key, values in wanted.items():
+        np.testing.assert_allclose(column(rows, key), values, rtol=1e-6, err_msg=key)
+    assert 0 < rows[0]["nsd"] < 1 and rows[0]["hd95_mm"] > 1 and math.isnan(rows[3]["hd95_mm"])
+
+
+def test_on_a_real_case():
+    image = nibabel.load(real("hippocampus", "labels", "hippocampus_001.nii.gz"))
+    truth = torch.from_numpy(np.asarray(image.dataobj).astype(np.uint8))
+    labels = torch.roll(truth, (1, 2), (0, 2))
+    spacing = [float(s) for s in image.header.get_zooms()]
+    rows, wanted = measure_case(labels, truth, 3, spacing), monai(labels, truth, 3, spacing, 1.0)
+    for key, values in wanted.items():
+        np.testing.assert_allclose(column(rows, key), values, rtol=1e-6, err_msg=key)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_single_slice_is_measured_in_its_plane(axis):
+    """In three dimensions all of its voxels would be surface."""
+    labels, truth = (blobs((21, 27), 3, seed) for seed in (3, 4))
+    spacing = [0.7, 1.3]
+    wanted = monai(labels, truth, 3, list(spacing), 1.5)
+    spacing.insert(axis, 5.0)
+    rows = measure_case(labels.unsqueeze(axis), truth.unsqueeze(axis), 3, spacing, 1.5)
+    for key, values in wanted.items():
+        np.testing.assert_allclose(column(rows, key), values, rtol=1e-6, err_msg=key)
+    assert rows[0]["volume_ml"] == pytest.approx((labels == 1).sum().item() * 4.55 / 1000)
+
+
+@pytest.mark.parametrize("axis, shift", [(0, 1), (1, 2), (2, 3)])
+def test_hausdorff_counts_millimetres_along_each_axis(axis, shift):
+    """Of a shifted cube a whole side, 16 of its 56 surface voxels, is `shift` voxels off."""
+    moved = [4, 4, 4]
+    moved[axis] += shift
+    rows = measure_case(cube(1, *moved), cube(1, 4, 4, 4), 2, SPACING)
+    assert rows[0]["hd95_mm"] == pytest.approx(shift * SPACING[axis])
+
+
+def test_hausdorff_takes_the_95th_percentile():
+    """A single stray voxel is beyond the percentile; all of a small prediction is not."""
+    truth = cube(1, 4, 4, 4)
+    stray, far = truth.clone(), torch.zeros_like(truth)
+    stray[15, 15, 15] = far[4, 4, 15] = 1
+    assert measure_case(stray, truth, 2, (1, 1, 1))[0]["hd95_mm"] == 0
+    assert measure_case(far, truth, 2, (1, 1, 1))[0]["hd95_mm"] > 11
+
+
+def test_the_tolerance_takes_a_spacing_that_float32_rounded_up():
+    """One voxel off is one millimetre off, whatever the affine's last digits say."""
+    moved, truth = cube(1, 4, 4, 5), cube(1, 4, 4, 4)
+    for spacing in (1.0, 1.0000001):
+        assert measure_case(moved, truth, 2, (spacing,) * 3)[0]["nsd"] == 1
+    assert measure_case(moved, truth, 2, (1.01,) * 3)[0]["nsd"] < 1
+
+
+def test_without_truth_only_volumes_are_known():
+    (row,) = measure_case(cube(1, 0, 0, 0), None, 2, SPACING)
+    assert row.pop("volume_ml") == pytest.approx(64 * 7.0 / 1000)
+    assert set(row) == {*MEASURES} - {"volume_ml"} and all(map(math.isnan, row.values()))
+
+
+@pytest.mark.parametrize("labels, truth, classes, spacing, words", [
+    ((3, 4, 5), (3, 4, 6), 2, (1, 1, 1), r"^truth: .*\(3, 4, 5\), got \(3, 4, 6\)$"),
+    ((3, 4, 5), (3, 4, 5), 2, (1, 1), "^spacing: expected 3 numbers"),
+    ((3, 4, 5), (3, 4, 5), 1, (1, 1, 1), "^classes: expected at least 2.*got 1$"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(labels, truth, classes, spacing, words):
+    with pytest.raises(ValueError, match=words):
+        measure_case(torch.zeros(labels).long(), torch.zeros(truth).long(), classes, spacing)
+
+
+@pytest.mark.parametrize("number", [-1, 2])
+def test_numbers_without_a_class_are_refused(number):
+    truth = torch.zeros(3, 4, 5).long()
+    with pytest.raises(ValueError, match=r"^labels: expected numbers in 0\.\.1, got "):
+        measure_case(truth, truth + number * cube(1, 0, 0, 0, shape=(3, 4, 5)), 2, (1, 1, 1))
+
+
+def row_of(*dice: float, **others: float) -> list[dict[str, float]]:
+    return [dict.fromkeys(MEASURES, math.nan) | {"dice": d} | others for d in dice]
+
+
+def test_the_table_has_a_line_for_each_case_and_class(tmp_path):
+    rows = {
+        'a "quoted", name': row_of(0.123456789, math.nan, hd95_mm=1.5),
+        "é": row_of(1.0, 0.0, volume_ml=12345.678),
+    }
+    write_cases(tmp_path / "new" / "cases.csv", rows, ["background", "liver, left", "tumour"])
+    assert os.listdir(tmp_path / "new") == ["cases.csv"]
+    with (tmp_path / "new" / "cases.csv").open(newline="", encoding="utf-8") as file:
+        head, *lines = csv.reader(file)
+    assert head == ["case", "class", *MEASURES]
+    assert lines == [
+        ['a "quoted", name', "liver, left", "0.123457", "1.5", "", "", ""],
+        ['a "quoted", name', "tumour", "", "1.5", "", "", ""],
+        ["é", "liver, left", "1", "", "", "12345.7", ""],
+        ["é", "tumour", "0", "", "", "12345.7", ""],
+    ]
+
+
+def test_names_in_the_table_are_no_formulas(tmp_path):
+    names, rows = ["background", "-tumour", "@SUM(1)"], {"=1+1\n\x1b": row_of(0.5, 1.0)}
+    write_cases(tmp_path / "cases.csv", rows, names)
+    with (tmp_path / "cases.csv").open(newline="", encoding="utf-8") as file:
+        _, *lines = csv.reader(file)
+    assert [line[:3] for line in lines] == [
+        [r"'=1+1\n\x1b", "'-tumour", "0.5"], [r"'=1+1\n\x1b", "'@SUM(1)", "1"],
+    ]  # fmt: skip
+
+
+def test_metrics_are_means_over_classes_of_means_over_cases():
+    nan = math.nan
+    rows = {"a": row_of(0.5, nan, nsd=0.25), "b": row_of(1.0, 0.25, nsd=0.75, hd95_mm=3.0)}
+    metrics = metrics_of(rows, ["background", "x", "y"])
+    assert metrics["dice"] == {"x": 0.75, "y": 0.25} and metrics["mean_dice"] == 0.5
+    assert metrics["nsd"] == {"x": 0.5, "y": 0.5} and metrics["mean_nsd"] == 0.5
+    assert metrics["mean_hd95_mm"] == 3 and metrics["hd95_missing"] == 2
+    assert metrics["std_over_cases"] == pytest.approx(np.std([0.5, 0.625]))
+    low, high = metrics["dice_interval"]
+    assert low == 0.5 and high == 0.625  # case a alone: x of 0.5; case b alone: (1 + 0.25) / 2
+    assert [case["name"] for case in metrics["cases"]] == ["a", "b"]
+    assert metrics["cases"][1]["dice"] == [1.0, 0.25]
+
+
+@pytest.mark.filterwarnings("error")
+def test_nothing_known_is_nan_without_a_warning():
+    metrics = metrics_of({"a": row_of(math.nan)}, ["background", "x"])
+    assert math.isnan(metrics["mean_dice"]) and math.isnan(of_known(np.median, []))
+    assert all(map(math.isnan, metrics["dice_interval"]))
+
+
+def coverage(values: np.ndarray, level: float) -> float:
+    """Share of the runs, values (runs, seeds, cases) of mean 0, whose interval holds 0."""
+    inside = [low <= 0 <= high for low, high in (interval(v, level) for v in values)]
+    return float(np.mean(inside))
+
+
+# n normal values: the bootstrap's mean is normal with deviation s sqrt((n - 1) / n) / sqrt(n), and
+# the interval holds 0 when |t| of n - 1 degrees is below z sqrt((n - 1) / n). Four deviations of
+# the share in RUNS runs, and 0.02 for the quantiles: the same 2000 draws serve every run, so that
+# theirs, sqrt(0.05 * 0.95 / 2000) = 0.005 at each end, does not average out.
+RUNS, LEVEL = 600, 0.9
+
+
+def bound(share: float) -> float:
+    return 4 * math.sqrt(share * (1 - share) / RUNS) + 0.02
+
+
+@pytest.mark.parametrize("n, axis", [(12, 1), (12, 2), (40, 2)])
+def test_an_interval_covers_as_often_as_theory_has_it(n, axis):
+    """Over seeds (axis 1) and over cases (axis 2), where only they differ."""
+    values = np.random.default_rng(n).normal(size=(RUNS, n))
+    repeated = np.repeat(np.expand_dims(values, 3 - axis), 5, 3 - axis)
+    wanted = 2 * t.cdf(norm.ppf((1 + LEVEL) / 2) * math.sqrt((n - 1) / n), n - 1) - 1
+    assert abs(coverage(repeated, LEVEL) - wanted) < bound(wanted)
+
+
+def test_an_interval_knows_of_seeds_and_cases_at_once():
+    """Effects of both: the variances of both count. One alone would cover far too seldom:
+    within +-z of 1 / sqrt(2) of the deviation lies 0.755."""
+    random = np.random.default_rng(7)
+    seeds, cases = random.normal(size=(RUNS, 30, 1)), random.normal(size=(RUNS, 1, 30))
+    assert abs(coverage(seeds + cases, LEVEL) - LEVEL) < bound(LEVEL)
+    assert coverage((seeds + cases).mean(1, keepdims=True), LEVEL) < 0.755 + bound(0.755)
+
+
+def test_an_interval_is_deterministic_and_leaves_out_what_is_not_known():
+    values = np.random.default_rng(0).normal(0.8, 0.1, (3, 20))
+    assert interval(values) == interval(values.copy())
+    holes = values.copy()
+    holes[1, 4] = math.nan
+    low, high = interval(holes)
+    assert low < np.nanmean(holes) < high and (low, high) != interval(values)
+    whole_case = np.concatenate([values, np.full((3, 1), math.nan)], 1)
+    assert np.isfinite(interval(whole_case)).all()
+    assert interval(np.full((2, 9), 0.25)) == (0.25, 0.25)
+    narrow, wide = interval(values, 0.5), interval(values, 0.95)
+    assert wide[0] < narrow[0] < narrow[1] < wide[1]
+
+
+def test_an_interval_over_classes_is_of_the_mean_of_their_means():
+    values = np.random.default_rng(1).normal(size=(2, 15))
+    lifted = np.stack([values, 3 * values + 1], 2)  # the mean is 2 values + 0.5
+    low, high = interval(values)
+    assert interval(lifted) == pytest.approx((2 * low + 0.5, 2 * high + 0.5))
+
+
+@pytest.mark.parametrize("values", [[[0.5]], [[math.nan, 0.5]], [[math.nan] * 3]])
+def test_one_value_has_no_interval(values):
+    assert all(map(math.isnan, interval(values)))
+
+
+@pytest.mark.parametrize("values, level", [([0.5, 0.6], 0.95), ([[]], 0.95), ([[1, 2]], 95)])
+def test_an_interval_of_something_else_is_refused(values, level):
+    with pytest.raises(ValueError, match=r"^interval: expected values \(seeds, cases\)"):
+        interval(values, level)

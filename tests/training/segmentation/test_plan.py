@@ -1,0 +1,290 @@
+"""A plan from data: its rules against examples by hand, and the file that it writes."""
+
+import json
+import re
+import sys
+from math import prod
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from ndlightnet import NDLightUNet
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.volume.fingerprint import Fingerprint
+from ndlightnet.training import SegmentationTask, VolumeData
+from ndlightnet.training.core.cli import task_cli
+from ndlightnet.training.peers import DynUNet
+from ndlightnet.training.segmentation.plan import (
+    config_of,
+    intensity_of,
+    patch_of,
+    plan,
+    step_bytes,
+    strides_of,
+    target_spacing,
+)
+
+module = sys.modules[plan.__module__]
+FINE, THICK = [2, 2, 2], [2, 2, 1]
+# shape, mm: patch, strides; the cube has 192 cells of the mean edge
+BY_HAND = {
+    "isotropic": ((300, 280, 260), (1, 1, 1), [192, 192, 192], [FINE] * 5),
+    # mean edge 1.348: 370 cells in the plane. 0.7, 1.4: 5 mm are more than twice that; 2.8: they
+    # are not any more; 24 slices are halved twice, 6 are too few for a third time
+    "thick slices": ((512, 512, 24), (0.7, 0.7, 5), [384, 384, 24],
+                     [THICK, THICK, FINE, FINE, THICK]),
+    "tiny": ((35, 50, 36), (1, 1, 1), [40, 56, 40], [FINE] * 3),  # to 5 x 7 x 5 cells
+    "one slice": ((320, 320, 1), (0.8, 0.8, 8), [320, 320, 1], [THICK] * 5),
+    "a few voxels": ((7, 3, 5), (1, 1, 1), [7, 3, 5], []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_patch_and_strides_by_hand(name):
+    shape, spacing, patch, strides = BY_HAND[name]
+    found = patch_of(np.array(shape, float), np.array(spacing, float), lambda *_: True)
+    assert found == (patch, strides)
+
+
+def test_a_hundredth_of_a_voxel_makes_no_patch_larger():
+    """Scanners' edges differ in the third digit; one voxel more would be a step of 16 more."""
+    spacing = np.ones(3)
+    found = [patch_of(np.full(3, n), spacing, lambda *_: True)[0] for n in (63.96, 64.04, 65.0)]
+    assert found == [[64, 64, 64], [64, 64, 64], [80, 80, 80]]
+
+
+def test_patches_fit_the_memory_and_the_strides():
+    rng, met = np.random.default_rng(0), 0
+    for _ in range(200):
+        shape = np.exp(rng.uniform(0, 6.5, 3)).round()
+        spacing = np.exp(rng.uniform(-1, 2, 3))
+        most = int(np.exp(rng.uniform(np.log(512), 16)))
+        patch, strides = patch_of(shape, spacing, lambda patch, _, most=most: prod(patch) <= most)
+        step = np.prod(np.array(strides or [[1, 1, 1]]), axis=0)
+        assert not (np.array(patch) % step).any()
+        assert (patch < shape + step).all()  # no more than padding
+        assert prod(patch) <= most or max(patch) <= 8
+        met += prod(patch) <= most
+        coarsest = np.array(patch) // step
+        assert ((coarsest >= 4) | (step == 1)).all()
+        assert (coarsest <= 8).all() or len(strides) == 5 or not strides
+        # cells become cubes: an axis is not halved while a finer one that can be is left behind
+        for before in range(len(strides)):
+            edge = spacing * np.prod(np.array(strides[:before] or [[1, 1, 1]]), axis=0)
+            halved = edge[np.array(strides[before]) == 2]
+            assert halved.max() < 2 * halved.min()
+    assert met > 150
+
+
+def test_strides_of_two_cells_more():
+    """An axis keeps four cells: seven are not halved, eight are."""
+    assert strides_of([7, 7, 7], [1, 1, 1]) == []
+    assert strides_of([8, 7, 8], [1, 1, 1]) == [[2, 1, 2]]
+    assert strides_of([512, 512, 512], [1, 1, 1]) == [FINE] * 5
+
+
+def test_target_spacing_by_hand():
+    fine = [[0.7, 0.7, 5.0]] * 3 + [[0.7, 0.7, 2.0], [0.7, 0.7, 1.0]]
+    shapes = np.array([[512, 512, 24]] * 5)
+    # far coarser and far shorter: the tenth percentile of 1, 2, 5, 5, 5, at 0.4 of the way
+    np.testing.assert_allclose(target_spacing(np.array(fine), shapes), (0.7, 0.7, 1.4))
+    shapes[:, 2] = 200  # not three times shorter
+    np.testing.assert_allclose(target_spacing(np.array(fine), shapes), (0.7, 0.7, 5.0))
+    shapes[:, 2] = 24
+    mild = np.array(fine) * (1, 1, 0.4)  # 2 mm against 0.7
+    np.testing.assert_allclose(target_spacing(mild, shapes), (0.7, 0.7, 2.0))
+    turned = target_spacing(np.array(fine)[:, [2, 0, 1]], shapes[:, [2, 0, 1]])
+    np.testing.assert_allclose(turned, (1.4, 0.7, 0.7))
+
+
+def test_intensities_by_hand():
+    values = np.arange(1001, dtype=np.float32)  # percentiles 5 and 995, mean 500
+    deviation = float(f"{np.sqrt((1001**2 - 1) / 12):.5g}")
+    expected = {"low": 5.0, "high": 995.0, "mean": 500.0, "deviation": deviation}
+    assert intensity_of("CT", values) == intensity_of("ct", values) == expected
+    assert intensity_of("PET", values) == {**expected, "low": 0.0}
+    assert intensity_of("T1", values) == {}
+    assert intensity_of("CT", values[:0]) == intensity_of("CT", np.ones(9, np.float32)) == {}
+
+
+# -------------------------------------------------------------------------------------- memory
+
+
+def most_at_once(net: nn.Module, shape) -> int:
+    """What torch's profiler sees of a step in bf16: forward, a loss of each output, backward."""
+    x = torch.zeros(shape)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = net.train()(x)
+        outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+        sum(y.float().square().mean() for y in outputs).backward()
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(np.cumsum([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]))
+
+
+@pytest.mark.parametrize("make", [
+    lambda: NDLightUNet(3, 2, 3, size="S", strides=[FINE] * 3, deep_supervision=True),
+    lambda: DynUNet(3, 2, 3, [FINE] * 2),
+    lambda: NDLightUNet(3, 2, 5, widths=[8, 16], depths=[1, 1]),
+])  # fmt: skip
+def test_memory_of_a_step_against_the_profiler(make):
+    """Counted on a smaller crop it is within a factor of two of what a real step takes."""
+    patch = (64, 48, 40)
+    real = most_at_once(make(), (1, 2, *patch))
+    assert 0.5 < step_bytes(make(), 2, patch) / real < 2
+
+
+def test_memory_grows_with_the_crop_alone():
+    """Autocast's copies of 15 million weights are no part of a crop, however large it is."""
+    net = nn.Sequential(nn.Conv3d(1, 4, 1), nn.Conv3d(4, 2048, 8, stride=8), nn.Linear(2, 2))
+    assert sum(p.numel() for p in net.parameters()) > 4e6
+    net.forward = lambda x: net[1](net[0](x))
+    one = step_bytes(net, 1, (64, 32, 32))
+    # in bf16: the input and what the first convolution gives, five numbers a cell
+    assert one == pytest.approx(1.7 * 2 * 5 * 64 * 32 * 32, rel=0.01)
+    assert step_bytes(net, 1, (128, 64, 96)) == pytest.approx(12 * one)
+
+
+# -------------------------------------------------------------------------------------- config
+
+
+def measured(shape=(64, 64, 64), spacing=(0.9765625, 0.9765625, 0.9765625), cases=40, channels=1):
+    values = np.random.default_rng(0).normal(50, 20, (channels, 500)).astype(np.float32)
+    return Fingerprint(np.array([shape] * cases), np.array([spacing] * cases), values,
+                       np.array([9, 9]))  # fmt: skip
+
+
+@pytest.fixture
+def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crop takes 1,000 bytes a cell; nothing is run to count it."""
+    monkeypatch.setattr(module, "step_bytes", lambda net, channels, patch: 1000.0 * prod(patch))
+
+
+def config(found, labels=("background", "liver"), channels=("CT",), memory=8e9):
+    return config_of(found, labels, channels, "scans", Path("runs/scans"),
+                     "ndlightnet.NDLightUNet", "S", memory, 80, 3)  # fmt: skip
+
+
+@pytest.mark.usefixtures("cheap")
+def test_batches_of_small_and_of_few_volumes():
+    """A crop takes 0.262 GB, 15.8 million weights and what goes with them 0.252 GB."""
+
+    def batch(cases, memory):
+        return config(measured(cases=cases), memory=memory)["data"]["init_args"]["batch_size"]
+
+    assert batch(40, 200e9) == 2  # 5 % of 40 patches
+    assert batch(200, 200e9) == 10
+    assert batch(4, 200e9) == 2  # never less
+    assert batch(200, 5.5 * 0.262e9 + 0.253e9) == 5
+
+
+@pytest.mark.usefixtures("cheap")
+def test_a_smaller_card_gets_a_smaller_patch():
+    large, small = (config(measured((160, 160, 160)), memory=gb * 1e9) for gb in (24, 6))
+    patches = [prod(made["data"]["init_args"]["patch"]) for made in (large, small)]
+    assert patches[1] < patches[0] == 160**3
+    assert 2 * 1000 * patches[1] < 6e9 - 16 * 4e6  # S has more than 4 million weights
+    with pytest.raises(DataError, match=r"^memory: 0.004 GB, expected enough.*2 crops"):
+        config(measured(), memory=0.004e9)
+
+
+@pytest.mark.usefixtures("cheap")
+@pytest.mark.parametrize(
+    "names, axes",
+    [(("liver", "spleen"), [0, 1, 2]), (("bright spot",), [0, 1, 2]),
+     (("lung_left", "lung_right"), [1, 2]),
+     (("Kidney (Right)",), [1, 2])],
+)  # fmt: skip
+def test_left_and_right_are_not_mirrored(names, axes):
+    made = config(measured(), ("background", *names))
+    assert made["data"]["init_args"]["augment"] == {"flip_axes": axes}
+
+
+# ---------------------------------------------------------------------------------------- file
+
+
+@pytest.fixture
+def scans(tmp_path: Path) -> Path:
+    """Three volumes of two channels and slices three times as thick as their voxels, stored
+    along z, x, y."""
+    root, rng = tmp_path / "scans", np.random.default_rng(0)
+    affine = np.zeros((4, 4))
+    affine[2, 0], affine[0, 1], affine[1, 2], affine[3, 3] = 3, -1, 1, 1
+    pairs = []
+    for number in range(3):
+        label = np.zeros((12, 40, 36), np.uint8)
+        label[3:8, 12:27, 12:26] = 1
+        image = rng.normal(0, 20, (*label.shape, 2)) + 100 * label[..., None]
+        pair = {"image": f"i{number}.nii.gz", "label": f"l{number}.nii.gz"}
+        root.mkdir(exist_ok=True)
+        nibabel.save(nibabel.Nifti1Image(image.astype(np.float32), affine), root / pair["image"])
+        nibabel.save(nibabel.Nifti1Image(label, affine), root / pair["label"])
+        pairs.append(pair)
+    listing = {"labels": {"0": "background", "1": "left cube", "2": "never"},
+               "modality": {"0": "CT", "1": "T1"}, "training": pairs, "test": []}  # fmt: skip
+    (root / "dataset.json").write_text(json.dumps(listing))
+    return root
+
+
+PEERS = "ndlightnet.training.peers"
+NETS = ["ndlightnet.NDLightUNet", f"{PEERS}.DynUNet", f"{PEERS}.SegResNet"]
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_the_plan_is_a_config(scans, tmp_path, capsys, net):
+    plan(str(scans), str(tmp_path / "out"), net=net, size="S", memory=4.0, epochs=80, workers=0)
+    file = tmp_path / "out" / "plan.yaml"
+    said = capsys.readouterr().out
+    assert "no training case has a voxel of 'never'" in said and str(file) in said
+    read = yaml.safe_load(file.read_text())
+    data = read["data"]["init_args"]
+    assert data["patch"] == [40, 40, 12] == read["model"]["window"] and data["spacing"] == [1, 1, 3]
+    assert data["batch_size"] == 2 and data["augment"] == {"flip_axes": [1, 2]}
+    assert abs(data["intensities"][0]["mean"] - 100) < 2 and data["intensities"][1] == {}
+    cli = task_cli(SegmentationTask, VolumeData, ["--config", str(file)], run=False)
+    assert cli.datamodule.augment.flip_axes == (1, 2) and cli.trainer.max_epochs == 80
+    cli.datamodule.setup("fit")
+    image, label, _ = cli.datamodule.crops[0]
+    assert image.shape == (2, *data["patch"]) and label.shape == (1, *data["patch"])
+    cli.model.data = lambda: cli.datamodule
+    cli.model.setup("fit")  # the network's channels and classes are those of the data
+    out = cli.model.net.train()(image[None])
+    first = out[0] if isinstance(out, list) else out
+    assert first.shape == (1, 3, *data["patch"]) and first.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [({"memory": 0.0}, "memory: 0.0, expected GB above 0"),
+     ({"memory": 0.01}, "memory: 0.01 GB, expected enough for .* 2 crops"),
+     ({"epochs": 0}, "epochs: 0, expected 1 or more"),
+     ({"net": "nothing"}, "net: 'nothing', expected the path of a class"),
+     ({"net": "ndlightnet.Nothing"}, "net: 'ndlightnet.Nothing', expected the path"),
+     ({"net": "no.such"}, "net: 'no.such', expected the path"),
+     ({"net": "torch.nn.Conv3d"}, r"net: torch.nn.Conv3d, patch \[40, 40, 12\]: .*kernel_size"),
+     ({"out": "DIR/file/out"}, "DIR/file/out: cannot be written"),
+     ({"root": "DIR/nowhere"}, "DIR/nowhere: no such folder"),
+     ({"root": "DIR/none"}, "DIR/none: no training case with a label")],
+)  # fmt: skip
+@pytest.mark.usefixtures("cheap")
+def test_what_cannot_be_planned(scans, tmp_path, given, words):
+    (tmp_path / "file").write_text("")
+    none = json.loads((scans / "dataset.json").read_text())
+    none |= {"training": [], "test": [entry["image"] for entry in none["training"]]}
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "dataset.json").write_text(json.dumps(none))
+    for file in scans.glob("*.nii.gz"):
+        (tmp_path / "none" / file.name).write_bytes(file.read_bytes())
+    given = {key: v.replace("DIR", str(tmp_path)) if isinstance(v, str) else v
+             for key, v in given.items()}  # fmt: skip
+    options = {"root": str(scans), "out": str(tmp_path / "out"), "size": "S", "memory": 4.0}
+    with pytest.raises(DataError, match=words.replace("DIR", re.escape(str(tmp_path)))) as caught:
+        plan(**{**options, **given})
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.rglob("*plan.yaml"))

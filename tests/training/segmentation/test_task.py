@@ -1,0 +1,251 @@
+"""Segmentation: phantoms through fit, test and resume; folds, channels, the best checkpoint."""
+
+import csv
+import json
+from pathlib import Path
+
+import matplotlib.image
+import nibabel
+import numpy as np
+import pytest
+import torch
+
+from ndlightnet.data.volume.crops import Crops
+from ndlightnet.data.volume.phantoms import LABELS, make_phantoms
+from ndlightnet.data.volume.transforms import Intensity
+from ndlightnet.training import SegmentationTask, VolumeData
+
+
+def on(root: Path, out: Path) -> tuple[str, ...]:
+    """Options for the decathlon's two labels and small volumes."""
+    return (
+        f"--data.init_args.root={root}", f"--trainer.default_root_dir={out}",
+        "--data.init_args.patch=[8,8,8]", "--model.net.init_args.out_channels=2",
+    )  # fmt: skip
+
+
+def logged(out: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(next(out.glob("logs/*/metrics.csv")).open()))
+
+
+@pytest.fixture(scope="module")
+def phantoms(tmp_path_factory) -> Path:
+    """Of seed 3 the test case runs to the left and back, so that turning it back shows."""
+    folder = tmp_path_factory.mktemp("phantoms") / "data"
+    return make_phantoms(folder, 3, 1, seed=3, progress=False)
+
+
+@pytest.fixture(scope="module")
+def run(phantoms, segment, tmp_path_factory) -> Path:
+    """The folder of a finished fit and test."""
+    out = tmp_path_factory.mktemp("run")
+    common = (f"--trainer.default_root_dir={out}", f"--data.init_args.root={phantoms}")
+    assert segment("fit", *common).status == 0
+    done = segment("test", *common, f"--ckpt_path={out}/checkpoints/best.ckpt")
+    assert (done.status, done.errors) == (0, [])
+    assert "held-out mean Dice" in done.out
+    return out
+
+
+def test_fit_leaves_checkpoints_and_logs(run):
+    for name in ("best.ckpt", "last.ckpt"):
+        saved = torch.load(run / "checkpoints" / name, weights_only=True)
+        assert (saved["epoch"], saved["global_step"]) == (0, 2)
+    rows = list(csv.DictReader(next(run.glob("logs/*/metrics.csv")).open()))
+    assert len([row for row in rows if row["loss"]]) == 2
+    assert len([row for row in rows if row["val_dice"]]) == 1
+    assert list(run.glob("logs/*/events.out.tfevents.*"))
+
+
+def test_metrics_of_the_test(run):
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert set(metrics) >= {
+        "mean_dice", "dice_interval", "std_over_cases", "mean_hd95_mm", "mean_nsd", "dice",
+        "hd95_mm", "nsd", "hd95_missing", "parameters", "cases",
+    }  # fmt: skip
+    assert tuple(metrics["dice"]) == tuple(metrics["hd95_mm"]) == LABELS[1:]
+    case = metrics["cases"][0]
+    assert [case["name"]] == ["phantom_003"] and len(metrics["cases"]) == 1
+    assert list(metrics["dice"].values()) == pytest.approx(case["dice"])
+    assert metrics["mean_dice"] == pytest.approx(np.mean(case["dice"]), abs=1e-5)
+    known = [d for d in case["hd95_mm"] if d is not None]
+    assert metrics["mean_hd95_mm"] == pytest.approx(np.mean(known), abs=1e-5)
+    assert metrics["hd95_missing"] == case["hd95_mm"].count(None)
+    saved = torch.load(run / "checkpoints" / "best.ckpt", weights_only=True)["state_dict"]
+    assert metrics["parameters"] == sum(v.numel() for k, v in saved.items() if k.startswith("net."))
+
+
+def test_dice_in_the_metrics_is_that_of_the_files(run, phantoms):
+    """The written label map, against the truth, both as they are on disk."""
+    guess = nibabel.load(run / "test" / "phantom_003.nii.gz")
+    truth = nibabel.load(phantoms / "labelsTs" / "phantom_003.nii.gz")
+    assert guess.shape == truth.shape
+    np.testing.assert_allclose(guess.affine, truth.affine)
+    a, b = (np.asarray(volume.dataobj) for volume in (guess, truth))
+    pairs = [(a == number, b == number) for number in range(1, len(LABELS))]
+    dice = [2 * (x & y).sum() / (x.sum() + y.sum()) for x, y in pairs]
+    metrics = json.loads((run / "metrics.json").read_text())
+    np.testing.assert_allclose(list(metrics["dice"].values()), dice, atol=1e-5)
+
+
+def test_test_leaves_a_picture_a_table_and_a_page(run):
+    picture = matplotlib.image.imread(run / "test" / "phantom_003.png")
+    assert picture.shape[0] > 200 and picture.shape[1] > 600 and picture.std() > 0.05
+    with (run / "test" / "cases.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [(line["case"], line["class"]) for line in lines] == [
+        ("phantom_003", name) for name in LABELS[1:]
+    ]
+    case = json.loads((run / "metrics.json").read_text())["cases"][0]
+    for key in ("dice", "volume_ml", "truth_ml"):
+        assert [float(line[key]) for line in lines] == pytest.approx(case[key], rel=1e-5, abs=1e-6)
+    assert 'src="phantom_003.png"' in (run / "test" / "index.html").read_text()
+
+
+def test_resume_goes_on_where_it_stopped(run, segment, phantoms, tmp_path):
+    done = segment(
+        "fit", f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={phantoms}",
+        f"--ckpt_path={run}/checkpoints/last.ckpt", "--trainer.max_epochs=3",
+    )  # fmt: skip
+    assert (done.status, done.errors) == (0, [])
+    rows = list(csv.DictReader(next(tmp_path.glob("logs/*/metrics.csv")).open()))
+    assert [(row["epoch"], row["step"]) for row in rows if row["loss"]] == [
+        ("1", "2"), ("1", "3"), ("2", "4"), ("2", "5"),
+    ]  # fmt: skip
+
+
+# of five looks: the best one by itself is the second, the best of the running mean the fourth
+LOOKS = (0.5, 0.9, 0.6, 0.6, 0.1)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_best_follows_the_running_mean_and_last_is_the_last(
+    segment, decathlon, tmp_path, monkeypatch, every
+):
+    def look(task, batch, _):
+        task.val_dice[batch["name"]] = [LOOKS[task.current_epoch]]
+
+    monkeypatch.setattr(SegmentationTask, "validation_step", look)
+    done = segment(
+        "fit", *on(decathlon, tmp_path),
+        "--trainer.max_epochs=5", f"--trainer.check_val_every_n_epoch={every}",
+    )  # fmt: skip
+    assert (done.status, done.errors) == (0, [])
+    looked = range(every - 1, 5, every)
+    means = [LOOKS[looked[0]]]
+    for epoch in looked[1:]:
+        means.append(0.8 * means[-1] + 0.2 * LOOKS[epoch])
+    rows = [row for row in logged(tmp_path) if row["ema_dice"]]
+    assert [float(row["ema_dice"]) for row in rows] == pytest.approx(means)
+    assert [float(row["val_dice"]) for row in rows] == pytest.approx([LOOKS[e] for e in looked])
+    saved = {path.name: torch.load(path, weights_only=True) for path in tmp_path.rglob("*.ckpt")}
+    assert sorted(saved) == ["best.ckpt", "last.ckpt"]
+    assert saved["best.ckpt"]["epoch"] == looked[int(np.argmax(means))]
+    assert saved["best.ckpt"]["ema_dice"] == pytest.approx(max(means))
+    assert saved["last.ckpt"]["epoch"] == 4
+    assert saved["last.ckpt"]["ema_dice"] == pytest.approx(means[-1])
+
+
+def test_the_running_mean_goes_on_in_a_resumed_training(segment, decathlon, tmp_path, monkeypatch):
+    def look(task, batch, _):
+        task.val_dice[batch["name"]] = [LOOKS[task.current_epoch]]
+
+    monkeypatch.setattr(SegmentationTask, "validation_step", look)
+    resume = f"--ckpt_path={tmp_path}/checkpoints/last.ckpt"
+    assert segment("fit", *on(decathlon, tmp_path), "--trainer.max_epochs=1").status == 0
+    assert segment("fit", *on(decathlon, tmp_path), "--trainer.max_epochs=2", resume).status == 0
+    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["ema_dice"] == pytest.approx(0.8 * LOOKS[0] + 0.2 * LOOKS[1])
+    best = torch.load(tmp_path / "checkpoints" / "best.ckpt", weights_only=True)
+    assert best["epoch"] == 1
+
+
+def test_waiting_is_the_share_of_time_spent_on_slow_crops(
+    segment, decathlon, tmp_path, monkeypatch
+):
+    """By a clock on which four crops last 3 s each, two steps 2 s each, and the validation after
+    them, which is no part of it, 100 s."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def lasting(owner: type, name: str, seconds: float) -> None:
+        method = getattr(owner, name)
+
+        def slow(*arguments):
+            now[0] += seconds
+            return method(*arguments)
+
+        monkeypatch.setattr(owner, name, slow)
+
+    lasting(Crops, "__getitem__", 3)
+    lasting(SegmentationTask, "training_step", 2)
+    lasting(SegmentationTask, "validation_step", 100)
+    more = ("--trainer.num_sanity_val_steps=0", "--data.init_args.augment=null")
+    assert segment("fit", *on(decathlon, tmp_path), *more).status == 0
+    (share,) = [float(row["waiting"]) for row in logged(tmp_path) if row["waiting"]]
+    assert share == pytest.approx(4 * 3 / (4 * 3 + 2 * 2))
+
+
+def test_a_training_that_ends_within_its_first_epoch(segment, decathlon, tmp_path):
+    assert segment("fit", *on(decathlon, tmp_path), "--trainer.max_steps=1").status == 0
+    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["global_step"] == 1 and saved["cost"] == []
+
+
+@pytest.mark.parametrize("cut", [3, 4])  # within the second epoch, and at its end
+def test_a_training_cut_off_by_its_steps_goes_on(segment, decathlon, tmp_path, cut):
+    """Lightning does not start anew the epoch that it was in."""
+    common = (*on(decathlon, tmp_path), "--trainer.max_epochs=-1")
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    assert segment("fit", *common, f"--trainer.max_steps={cut}").status == 0
+    assert torch.load(last, weights_only=True)["global_step"] == cut
+    done = segment("fit", *common, "--trainer.max_steps=7", f"--ckpt_path={last}")
+    assert (done.status, done.errors) == (0, []), done.err[-2000:]
+    saved = torch.load(last, weights_only=True)
+    assert saved["global_step"] == 7 and all(seconds > 0 for seconds, _ in saved["cost"])
+
+
+def test_a_fold_is_held_out_and_all_folds_are_all_cases(segment, decathlon, tmp_path):
+    """Of every fold: trained on are the others, tested is the fold."""
+    tested = []
+    for fold in range(3):
+        data = VolumeData(str(decathlon), [8, 8, 8], folds=3, fold=fold, test_on="fold", workers=0)
+        data.setup("fit")
+        trained = [case["name"] for case in data.crops.cases]
+        held = [case["name"] for case in data.val_set]
+        data.setup("test")
+        assert [case.name for case in data.test_cases] == held
+        assert sorted(trained + held) == ["0", "1", "2"] and len(held) == 1
+        tested += held
+    assert sorted(tested) == ["0", "1", "2"]
+    data = VolumeData(str(decathlon), [8, 8, 8], workers=0)
+    data.setup("test")
+    assert [case.name for case in data.test_cases] == ["3"]
+
+
+def test_a_fold_works_in_a_folder_of_its_own(segment, decathlon, tmp_path):
+    fold = ("--data.init_args.fold=1", "--data.init_args.folds=3")
+    assert segment("fit", *on(decathlon, tmp_path), *fold).status == 0
+    assert [path.name for path in tmp_path.iterdir() if path != decathlon] == ["fold_1"]
+    best = f"--ckpt_path={tmp_path}/fold_1/checkpoints/best.ckpt"
+    more = (*fold, "--data.init_args.test_on=fold", best)
+    assert segment("test", *on(decathlon, tmp_path), *more).status == 0
+    cases = json.loads((tmp_path / "fold_1" / "metrics.json").read_text())["cases"]
+    assert len(cases) == 1 and cases[0]["name"] in ("0", "1", "2")
+
+
+def test_the_network_gets_the_channels_asked_for(tmp_path, save_volume, write_decathlon):
+    """The second of two files, scaled by its own intensity."""
+    folder = write_decathlon(tmp_path / "two", channels=2)
+    scales = [Intensity(0, 1, 0, 1), Intensity(-1000, 1000, 50, 10)]
+    data = VolumeData(
+        str(folder), [8, 8, 8], intensities=scales, channels=[1], augment=None, workers=0
+    )
+    data.setup("fit")
+    assert data.in_channels == 1
+    wanted = np.asarray(nibabel.load(folder / "images" / "0_b.nii.gz").dataobj)
+    (case,) = [case for case in [*data.crops.cases, *data.val_set] if case["name"] == "0"]
+    # of a case to train on what is padded is cut off; the files lie along RAS already
+    image = case["image"].as_tensor()
+    assert image.shape == (1, 12, 10, 8)
+    np.testing.assert_allclose(image[0].numpy(), (wanted - 50) / 10, atol=1e-4)
