@@ -178,7 +178,7 @@ class LightNetAttention(Constants, StreamingMixer):
 
     def step(self, x: Tensor, grid: Grid, state: State) -> tuple[Tensor, State]:
         q, k, v = self._project(x, x)
-        if grid.length > 1 or self.window is not None or self.decays:
+        if grid.length != 1 or self.window is not None or self.decays:
             y, state = self._causal(q, k, v, grid, None, state)
             return self._output(x, y), state
         self._refuse_rotary()
