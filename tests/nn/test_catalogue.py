@@ -242,7 +242,7 @@ def test_scans_of_a_grid(close, name):
 
 
 def compiled() -> list:
-    """The forms of all mixers; a recurrent mixer's causal one is one of its orders, the same code."""
+    """The forms of all mixers; of a recurrent one the causal form is one of its orders."""
     forms = [(name, causal) for name in CATALOGUE for causal in (False, True)
              if not (causal and issubclass(getattr(mixers, name), Recurrent))]  # fmt: skip
     fast = ("LightNetAttention", "Mamba")
