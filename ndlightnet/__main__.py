@@ -95,9 +95,9 @@ def _call(where: str, arguments: list[str]) -> int | None:
 def _wait_asleep() -> None:
     """Begins this process anew with OpenMP's threads set to sleep while they wait.
 
-    By default they spin: two runs on one machine then wait for each other's spinning (on 2 cores
-    with four such processes a step of a small network took 34 s, and 2.6 s asleep). OpenMP reads
-    the variable when torch is loaded, which `import ndlightnet` has done before we are asked.
+    By default they spin, so that runs side by side wait for each other's spinning: on 2 cores under
+    a load of 8 a training step of a small network took 34 s, and 2.6 s asleep. OpenMP reads the
+    variable when torch is loaded, which `import ndlightnet` has done before we are asked.
     """
     if not any(name in os.environ for name in WAITING):
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

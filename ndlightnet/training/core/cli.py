@@ -16,9 +16,11 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, Ri
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.utilities import rank_zero_only
 
 from ndlightnet.data.errors import DataError, clear_drafts
 from ndlightnet.training.core.checkpoints import NAMES, WholeCheckpoints, check_checkpoint
+from ndlightnet.training.core.costs import parameter_count
 from ndlightnet.training.core.report import check_writable, say
 
 # what a training goes on from: without the loops it would begin anew, without a word
@@ -78,8 +80,16 @@ class TaskCLI(LightningCLI):
             check_checkpoint(kwargs["ckpt_path"], self.model, self.datamodule, entries)
         if subcommand == "stream":
             return kwargs
+        if subcommand == "test":
+            kwargs["verbose"] = False  # the task's summary says it
         # a checkpoint is data, not code
         return {**kwargs, "weights_only": True}
+
+    @rank_zero_only
+    def before_fit(self) -> None:
+        net = self.model.net
+        size = f"{type(net).__name__}, {parameter_count(net):,} parameters"
+        print(f"{size}; results in {self.trainer.default_root_dir}", file=sys.stderr)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         root = Path(self._get(self.config_init, "trainer.default_root_dir") or "runs")
@@ -93,6 +103,8 @@ class TaskCLI(LightningCLI):
             return self._get(self.config_init, f"trainer.{key}")
 
         callbacks, loggers = list(given("callbacks") or []), given("logger")
+        if given("enable_model_summary") is None:
+            kwargs["enable_model_summary"] = False  # `before_fit` says what is worth reading of it
         if given("enable_progress_bar") is not False:
             callbacks.append(RichProgressBar())
         if self.subcommand != "fit":
@@ -203,7 +215,9 @@ def run(
         cli = task_cli(task, data, given or ["fit", "--config", str(default)])
         if not given:
             last = Path(cli.trainer.default_root_dir) / "checkpoints" / "last.ckpt"
-            cli.trainer.test(cli.model, cli.datamodule, ckpt_path=str(last), weights_only=True)
+            cli.trainer.test(
+                cli.model, cli.datamodule, ckpt_path=str(last), weights_only=True, verbose=False
+            )
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -56,6 +56,10 @@ class CostMonitor(L.Callback):
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks.insert(0, callbacks.pop(callbacks.index(self)))
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Lightning does not start an epoch anew that a checkpoint cut off or has just ended
+        self.on_train_epoch_start(trainer, pl_module)
+
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.each == "epoch":
             self.meter = Meter(pl_module.device)

@@ -115,7 +115,7 @@ class SegmentationTask(Task):
 
     def on_train_start(self) -> None:
         # Lightning does not start an epoch anew that a checkpoint cut off or has just ended
-        self.meter, self.waited = Meter(self.device), self._waited()
+        self.waited = self._waited()
 
     def on_train_epoch_start(self) -> None:
         super().on_train_epoch_start()

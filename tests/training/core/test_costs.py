@@ -134,6 +134,15 @@ def test_costs_of_epochs_and_cases(monkeypatch):
     }  # fmt: skip
 
 
+def test_an_epoch_that_was_begun_before_the_checkpoint(monkeypatch):
+    """Lightning starts none then: the time of its rest counts."""
+    monkeypatch.setattr(costs, "Meter", lambda device: SimpleNamespace(read=lambda: (3.0, 0)))
+    monitor, task = CostMonitor("epoch"), SimpleNamespace(device=torch.device("cpu"))
+    monitor.on_train_start(None, task)
+    monitor.on_train_batch_end(SimpleNamespace(is_last_batch=True), task, None, None, 2)
+    assert monitor.seconds == [1.0]
+
+
 def test_costs_of_steps(monkeypatch):
     monitor = trained(monkeypatch, "step", [(0.5, 10**9), (0.1, 0), (0.2, 2 * 10**9), (0.2, 0)])
     assert training_costs(nn.Linear(7, 3), monitor) == {
