@@ -31,9 +31,9 @@ class NDLightNet(nn.Module):
         embed_dim, depth: width and number of blocks.
         mixer: what mixes tokens, a function of the width; see ndlightnet.nn.mixers.
         mlp_ratio: hidden width of the gated MLP / embed_dim.
-        tpe: MD-TPE once after the embedding. tpe_states: its states per axis. tpe_bidirectional:
-            both ways along each axis (but the first one if causal); default: unless causal on one
-            axis. False is the paper's one way.
+        tpe: MD-TPE after the embedding. tpe_states: its states per axis. tpe_bidirectional: forward
+            and backward along each axis (but the first one if causal); default: unless causal on
+            one axis. False is the paper's form, forward only.
         drop_rate: dropout before the head. drop_path_rate: stochastic depth, growing to this in the
             last block.
         causal: along the first axis: a token sees its own frame (a step of that axis, `patch_size`
@@ -49,7 +49,7 @@ class NDLightNet(nn.Module):
         torch.onnx.export(model.eval(), (x,), dynamo=True, dynamic_shapes=({2: size, 3: size},))
 
     A named `Dim("height")` does not do: torch cannot solve for it. A causal network of several axes
-    holds on to the number of frames that it was exported with, and refuses another one.
+    is bound to the number of frames that it was exported with, and refuses another one.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class NDLightNet(nn.Module):
         return self.forward_head(self.forward_features(x, mask), mask=mask)
 
     def init_state(self, batch: int) -> StreamState:
-        """What is known before the first frame, for `advance`."""
+        """The state before the first frame, for `advance`."""
         if not self.causal:
             raise ValueError("causal=False: expected a causal network, it sees no later frame")
         weight = self.norm.weight
@@ -235,18 +235,18 @@ class NDLightNet(nn.Module):
         """The next frames (batch, in_chans, frames, *space), or tokens (batch, length), to the
         features of the tokens that they complete, (batch, frames of tokens, *grid, embed_dim).
 
-        From `init_state` on, in pieces of any size, the features are those of `forward_features`;
+        From `init_state` on, in chunks of any size, the features are those of `forward_features`;
         frames that do not fill a patch wait for the next ones. The state's size does not grow.
         """
         return advance(self, x, state)
 
-    def stream(self, batch_size: int = 1) -> Stream:
+    def stream(self, batch_size: int = 1, *, cuda_graph: bool = True) -> Stream:
         """An object that is given frames as they come and predicts from all frames so far.
 
         `stream = model.eval().stream()`, then `logits = stream(frames)` with any number of frames,
         at any time: equal to `model` on all frames at once. See Stream.
         """
-        return Stream(self, batch_size)
+        return Stream(self, batch_size, cuda_graph=cuda_graph)
 
 
 ndlightnet_tiny = partial(NDLightNet, embed_dim=192, depth=12)

@@ -74,7 +74,7 @@ def _silu(x: Tensor) -> Tensor:
 
 
 class Stage(nn.Module):
-    """LightNet blocks on a feature map `(batch, channels, *space)`: position once, then the
+    """LightNet blocks on a feature map `(batch, channels, *space)`: position code, then the
     blocks."""
 
     def __init__(
@@ -213,7 +213,7 @@ class NDLightUNet(nn.Module):
 
 
 def _raised(up: Any, x: Tensor) -> Tensor:
-    """up(x), whose steps are as wide as its kernel, so that slabs do not know of each other."""
+    """up(x), whose steps are as wide as its kernel, so that slabs are independent."""
     # not len(x), which is a number for torch.export: an exported graph takes any size
     numbers = x.shape[0] * up.out_channels * math.prod(x.shape[2:]) * math.prod(up.stride)
     if torch.compiler.is_exporting() or numbers < NUMBERS:
@@ -226,7 +226,7 @@ def _cropped(x: Tensor, space: Sequence[int]) -> Tensor:
     """The first cells along each axis, as many as `space` says."""
     for axis, size in enumerate(space, start=2):
         if torch.compiler.is_exporting():
-            # a view that leaves nothing out is contiguous, and torch.export would hold on to that
+            # a view that leaves nothing out is contiguous, and torch.export would assume that
             x = x.index_select(axis, torch.arange(size, device=x.device))
         else:
             x = x.narrow(axis, 0, size)

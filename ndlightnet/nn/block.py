@@ -26,8 +26,8 @@ class DropPath(nn.Module):
         if not self.training or self.p == 0:
             return x
         grid = layout or Grid(tuple(x.shape[1:-1]))
-        kept = torch.rand(grid.samples(len(x)), *[1] * (x.ndim - 2), device=x.device) >= self.p
-        return x * grid.spread_samples(kept) / (1 - self.p)
+        mask = torch.rand(grid.samples(len(x)), *[1] * (x.ndim - 2), device=x.device) >= self.p
+        return x * grid.spread_samples(mask) / (1 - self.p)
 
 
 class GLU(nn.Module):

@@ -1,4 +1,4 @@
-"""Heads: how channels are shared among them."""
+"""Heads: how channels are split among them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Position codes: MD-TPE once after the embedding, MD-LRPE in every layer."""
+"""Position codes: MD-TPE after the embedding, MD-LRPE in every layer."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class MDLRPE(nn.Module):
 class MDTPE(nn.Module):
     """x + sum over axes of a learnt exponential Toeplitz product along the axis (LightNet, Eq. 9).
 
-    The paper's form goes one way and replaces x; this one adds to it and goes both ways with half
-    the states each, so that the number of parameters stays the paper's: states * (dim + 1) per
-    axis. causal: along the first axis one way only, with half the states if other axes go both
-    ways.
+    The paper's form goes forward only and replaces x; this one adds to it and goes forward and
+    backward with half the states each, so that the number of parameters stays the paper's: states *
+    (dim + 1) per axis. causal: along the first axis forward only, with half the states if other
+    axes go both forward and backward.
     """
 
     undecayed = ("coef", "logit")
@@ -71,34 +71,34 @@ class MDTPE(nn.Module):
     ) -> None:
         super().__init__()
         self.impl, self.dims = impl, dims
-        back = dims - causal if bidirectional else 0  # axes that are also scanned backward
-        directions = 2 if back else 1
+        backward = dims - causal if bidirectional else 0  # axes with a backward scan
+        directions = 2 if backward else 1
         if states < directions or states % directions:
             raise ValueError(f"states={states}: expected a positive multiple of {directions}")
         each = states // directions
-        # first every axis forward, then the last ones backward
-        self.coef = nn.Parameter(torch.randn(dims + back, dim, each) / math.sqrt(each))
+        # first every axis forward, then the last axes backward
+        self.coef = nn.Parameter(torch.randn(dims + backward, dim, each) / math.sqrt(each))
         # decays with time constants of 1 to 256 tokens, log-spaced
-        time = torch.logspace(0, 8, each, base=2).expand(dims + back, each)
+        time = torch.logspace(0, 8, each, base=2).expand(dims + backward, each)
         self.logit = nn.Parameter(-torch.log(torch.expm1(1 / time)))
 
     def weights(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
-        """Forth and back: coefficients (dims, dim, states) and log decays (dims, states), float32
-        (float64 of a float64 network).
+        """Forward and backward: coefficients (dims, dim, states) and log decays (dims, states),
+        float32 (float64 of a float64 network).
 
         c is scaled by 1 - lambda, so that a slow state weighs no more than a fast one.
         """
         logit = _wide(self.logit)
         log_decay = torch.nn.functional.logsigmoid(logit)
         coef = _wide(self.coef) * torch.sigmoid(-logit)[:, None]
-        forth = coef[: self.dims], log_decay[: self.dims]
-        back = coef[self.dims :], log_decay[self.dims :]
-        if len(back[0]) == 0:
-            return forth, None
-        if len(back[0]) < self.dims:  # along the first axis nothing comes back
-            zeros = (torch.zeros_like(x[:1]) for x in forth)
-            back = tuple(torch.cat(pair) for pair in zip(zeros, back, strict=True))  # type: ignore
-        return forth, back
+        forward = coef[: self.dims], log_decay[: self.dims]
+        backward = coef[self.dims :], log_decay[self.dims :]
+        if len(backward[0]) == 0:
+            return forward, None
+        if len(backward[0]) < self.dims:  # along the first axis there is no backward scan
+            zeros = (torch.zeros_like(x[:1]) for x in forward)
+            backward = tuple(torch.cat(pair) for pair in zip(zeros, backward, strict=True))  # type: ignore
+        return forward, backward
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, layout: Layout | None = None
@@ -107,9 +107,9 @@ class MDTPE(nn.Module):
         may also be (batch, length, dim), and a pack is (length, dim)."""
         grid = layout or Grid.of(x)
         with exact(x):
-            (coef, log_decay), back = self.weights()
+            (coef, log_decay), reverse = self.weights()
             y = axis_scan(
-                grid.tokens(x), coef, log_decay, back, grid.flatten_mask(mask), layout=grid,
+                grid.tokens(x), coef, log_decay, reverse, grid.flatten_mask(mask), layout=grid,
                 residual=True, impl=self.impl,
             )  # fmt: skip
         return y.reshape(x.shape)
@@ -127,7 +127,7 @@ class MDTPE(nn.Module):
             raise ValueError("advance: expected an MDTPE(causal=True) or bidirectional=False")
         grid, before = Grid.of(x), state.flatten(0, -3)
         with exact(x):
-            (coef, log_decay), back = self.weights()
+            (coef, log_decay), reverse = self.weights()
             lines = grid.lines(x, 0)
             if grid.shape[0] == 1:
                 y, after = line_step(lines[:, 0], coef[0], log_decay[0], before)
@@ -137,10 +137,10 @@ class MDTPE(nn.Module):
                 after = line_state(lines, log_decay[0], before)
             out = x + grid.unlines(y, 0)
             if grid.ndim > 1:
-                rest = None if back is None else (back[0][1:], back[1][1:])
+                others = None if reverse is None else (reverse[0][1:], reverse[1][1:])
                 frame, within = x.flatten(0, 1), Grid(grid.shape[1:])
                 across = axis_scan(
-                    within.flatten(frame), coef[1:], log_decay[1:], rest, None, layout=within,
+                    within.flatten(frame), coef[1:], log_decay[1:], others, None, layout=within,
                     impl=self.impl,
                 )  # fmt: skip
                 out = out + across.view_as(x)

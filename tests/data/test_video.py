@@ -567,9 +567,9 @@ def test_train_clips(samples: list[Sample], frames: int) -> None:
     torch.manual_seed(0)
     assert len(data) == 2
     for number, label in ((0, 4), (1, 7)):
-        clip, found = data[number]
+        clip, found, index = data[number]
         assert clip.shape == (3, frames, 32, 32) and clip.dtype == torch.float32
-        assert clip.is_contiguous() and found == label
+        assert clip.is_contiguous() and (found, index) == (label, number)
     assert not torch.equal(data[0][0], data[0][0])
     torch.manual_seed(1)
     first = data[0][0]
@@ -616,8 +616,8 @@ def test_the_dataset_flips_only_when_asked(
     samples: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(video, "train_clip", lambda _video, _frames, _size, hflip: hflip)
-    assert ClipDataset(samples, 4, 28, train=True)[0] == (False, 4)
-    assert ClipDataset(samples, 4, 28, train=True, hflip=True)[0] == (True, 4)
+    assert ClipDataset(samples, 4, 28, train=True)[0] == (False, 4, 0)
+    assert ClipDataset(samples, 4, 28, train=True, hflip=True)[0] == (True, 4, 0)
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data beside the checkout")

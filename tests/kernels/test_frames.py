@@ -5,7 +5,8 @@ import torch
 from torch.autograd import grad
 
 from ndlightnet import NDLightNet
-from ndlightnet.ops import State, axis_causal_attention, causal_attention, frames
+from ndlightnet.ops import State, axis_causal_attention, causal_attention
+from ndlightnet.ops.lightnet import frames
 from ndlightnet.ops.lightnet.frames import sliding_merge
 
 from .cases import BRAIN, DEVICE, HALF, LOGITS, Case, Problem, on_gpu

@@ -10,11 +10,11 @@ from ndlightnet.ops import (
     attention_step,
     axis_causal_attention,
     causal_attention,
-    frames,
     global_attention,
     read,
     summarize,
 )
+from ndlightnet.ops.lightnet import frames
 from tests.kernels.cases import LOGITS, logits
 
 from .framed import HEADS, angles, attend, padding, per_head, sample, weights, whole

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ class Mixer(nn.Module, ABC):
     tokens to (batch, length, dim) beside their layout and checks mask and context, for all mixers.
     """
 
-    ragged = False  # whether `mix` takes a pack at once; else it is given sample after sample
-    renamed: tuple[tuple[str, str], ...] = ()  # parameters: name in old checkpoints, name today
+    ragged = False  # whether `mix` takes a pack at once; else it is called for each sample
+    renamed: tuple[tuple[str, str], ...] = ()  # parameters: (name in old checkpoints, name today)
 
     def forward(
         self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False,
@@ -31,30 +30,30 @@ class Mixer(nn.Module, ABC):
 
         mask: bool over the source's tokens (batch, *grid), False = padding, which is not read.
         causal: along the first axis: a token sees its own frame (a step of that axis) and those
-        before it; without context. layout: of a pack: x is (length, dim), mask (length,); a Grid: x
-        may be (batch, length, dim). context: a source (batch, *its grid, context dim) to read
-        instead of x; without layout, and not by every mixer (see `reads_context`).
+        before it; without context. layout: with a Ragged x is (length, dim) and mask (length,);
+        with a Grid x may be (batch, length, dim). context: a source (batch, *its grid, context dim)
+        to read instead of x, where a mixer has a cross form; samples of one shape only.
         """
         grid = layout or Grid.of(x)
         tokens = grid.tokens(x)
         if context is not None:
             if causal:
                 raise ValueError("causal=True with a context: a source is read as a whole")
-            if layout is not None:
+            if not isinstance(grid, Grid):
                 raise ValueError(
                     "layout with a context: expected samples of one shape, or no context"
                 )
             source = Grid.of(context)
-            known = source.tokens(context)
-            y = self.mix_context(tokens, grid, known, source, source.flatten_mask(mask))
+            flat, mask = source.tokens(context), source.flatten_mask(mask)
+            y = self.mix_context(tokens, grid, flat, source, mask)
         else:
-            mix = partial(self._mix, causal=causal)
+
+            def mix(layout: Layout, x: Tensor, mask: Tensor | None) -> Tensor:
+                return self.mix(x, layout, mask, causal)
+
             mask = grid.flatten_mask(mask)
             y = mix(grid, tokens, mask) if self.ragged else grid.map_samples(mix, tokens, mask)
         return y.reshape(x.shape)
-
-    def _mix(self, layout: Any, x: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        return self.mix(x, layout, mask, causal)
 
     @abstractmethod
     def mix(self, x: Tensor, layout: Any, mask: Tensor | None, causal: bool) -> Tensor:

@@ -18,13 +18,13 @@ CAUSAL_REACH = 4096
 
 class CosformerAttention(LinearAttention):
     """Linear attention with weights relu(q_t) . relu(k_s) c(t - s), c = cos(pi/2 offset / reach)
-    along an axis: all positive, the sooner the larger.
+    along an axis: all positive, larger the nearer.
 
     Args:
         dim, heads, context_dim, impl: as of LinearAttention.
         reach: the offset at which c is 0, one for all axes or one per axis; cells beyond it count
             as at it. Default: the sample's own sizes, without padding around it (of both grids, the
-            larger). For the first axis of the causal form, whose length is not known before it
+            larger). For the first axis of the causal form, whose length is unknown before it
             ends, 4096.
 
     On several axes c is the mean of theirs. (Memory rows: 2 x axes per channel.) In the cross form
@@ -74,9 +74,11 @@ class CosformerAttention(LinearAttention):
             at = torch.arange(size, dtype=accumulator(x), device=x.device)
             at = at + column(grid.offset[axis] if grid.offset else 0)
             angle = at.clamp(min=0).clamp(max=reach) * (math.pi / 2) / reach
-            # (batch or 1, length, 1, 1)
-            wide = grid.spread(torch.atleast_2d(angle).mT, axis).flatten(0, -2).mT[..., None, None]
-            parts += [x * wide.cos().to(x.dtype), x * wide.sin().to(x.dtype)]
+            # (batch or 1, length)
+            angles = grid.spread(torch.atleast_2d(angle).mT, axis).flatten(0, -2).mT
+            parts += [
+                x * wave(angles)[..., None, None].to(x.dtype) for wave in (torch.cos, torch.sin)
+            ]
         return torch.cat(parts, -1)
 
     def rows(self, ndim: int) -> int:

@@ -28,7 +28,7 @@ class DeltaNet(Keyed):
         dim: channels of a token.
         heads: default: one per 64 channels.
         scan: how a grid is covered; see Recurrent.
-        negative: beta to 2, so that a memory can also turn its sign (arXiv 2411.12537).
+        negative: beta to 2, so that a memory can also change its sign (arXiv 2411.12537).
         impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.recurrence.delta.
 
     Parameters: 4 dim^2 + 12 dim + heads dim + dim / heads.
@@ -58,13 +58,13 @@ class DeltaNet(Keyed):
         return torch.cat([self.in_proj(x), self.beta_proj(x)], -1)
 
     def inputs(self, z: Tensor, mask: Tensor | None) -> Parts:
-        wide = self.value_dim
+        dim = self.value_dim
         first, rest = z.split([3 * self.dim, z.shape[-1] - 3 * self.dim], -1)
-        q, k, v = self.split(F.silu(short_conv(first, self.conv)), wide, wide, wide)
+        q, k, v = self.split(F.silu(short_conv(first, self.conv)), dim, dim, dim)
         beta, rest = rest[:, self.lookback :].split([self.heads, rest.shape[-1] - self.heads], -1)
         beta = torch.sigmoid(beta.to(accumulator(beta))) * (2 if self.negative else 1)
         decay, gate = self.more(rest)
-        q, k = unit(q) * wide**-0.5, unit(k)
+        q, k = unit(q) * dim**-0.5, unit(k)
         k, v, beta = zero_padding(mask, k, v, beta)
         if decay is not None:
             (decay,) = zero_padding(mask, decay)
@@ -80,9 +80,9 @@ class DeltaNet(Keyed):
 
 
 def unit(x: Tensor) -> Tensor:
-    """Vectors of length 1 along the last axis, in float32 on the way."""
-    wide = x.to(accumulator(x))
-    return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+    """Vectors of length 1 along the last axis, computed in float32."""
+    exact = x.to(accumulator(x))
+    return (exact * (exact.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
 
 class _Decaying(DeltaNet):
@@ -117,9 +117,9 @@ class GatedDeltaNet(_Decaying):
     o_proj(norm(m_t^T q_t) * SiLU(gate)), m_t = alpha_t (I - beta_t k_t k_t^T) m_(t-1) + beta_t k_t
     v_t^T, alpha_t = exp(-exp(A_log) softplus(. + dt_bias)).
 
-    Args: as of DeltaNet; dt_min, dt_max: the steps softplus(dt_bias) to start from. A head's first
-    exp(A_log) is up to 16: with the defaults, which are the original's, most heads start with a
-    memory of less than 30 tokens.
+    Args: as of DeltaNet; dt_min, dt_max: range of the initial steps softplus(dt_bias). A head's
+    first exp(A_log) is up to 16: with the defaults, which are the original's, most heads begin with
+    a memory of less than 30 tokens.
     Parameters: 5 dim^2 + 12 dim + 2 heads dim + dim / heads + 2 heads.
 
     Values are as wide as keys; the original's are twice as wide.
@@ -154,8 +154,8 @@ class KimiDeltaAttention(_Decaying):
         self, dim: int, heads: int | None = None, *, scan: Scan = "both", negative: bool = False,
         impl: Impl = "auto", dt_min: float = 1e-3, dt_max: float = 0.1,
     ) -> None:  # fmt: skip
-        wide = dim // default_heads(dim, heads)[0]
-        super().__init__(dim, heads, scan, negative, impl, dt_min, dt_max, wide, 1)
+        head_dim = default_heads(dim, heads)[1]
+        super().__init__(dim, heads, scan, negative, impl, dt_min, dt_max, head_dim, 1)
         rank = self.value_dim
         self.decay_proj, self.gate_proj = (
             nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim, bias=bias))

@@ -1,4 +1,4 @@
-"""HGRN2 (Qin et al., 2024, arXiv 2404.07904): what a key channel forgets is what it takes in."""
+"""HGRN2 (Qin et al., 2024, arXiv 2404.07904): a key channel takes in as much as it decays."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class HGRN2(Keyed):
         return out
 
     def inputs(self, z: Tensor, mask: Tensor | None) -> Parts:
-        q, forget, v = self.split(z, *[self.value_dim] * 3)
-        log = F.logsigmoid(forget.to(accumulator(forget)))
+        q, decay, v = self.split(z, *[self.value_dim] * 3)
+        log = F.logsigmoid(decay.to(accumulator(decay)))
         if self.lower_bound:
             bound = self.lower_bound
             log = torch.logaddexp(torch.full_like(log, math.log(bound)), math.log1p(-bound) + log)

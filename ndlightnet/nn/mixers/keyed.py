@@ -1,5 +1,4 @@
-"""What the recurrent mixers with queries, keys and values share: TNL, GLA, HGRN2, the delta
-rules."""
+"""The base of recurrent mixers with queries, keys and values: TNL, GLA, HGRN2, the delta rules."""
 
 from __future__ import annotations
 
@@ -33,18 +32,18 @@ class Parts(NamedTuple):
 
 class Keyed(Recurrent):
     """A memory of keys and values (heads, key_dim, value_dim) that queries read. With `context`
-    queries of x read what the memory holds after the whole source."""
+    queries of x read the memory after the whole source."""
 
     operation = "gated_linear_attention"
 
     def __init__(
-        self, dim: int, heads: int | None, scan: Scan, impl: Impl, key_share: float = 1.0,
+        self, dim: int, heads: int | None, scan: Scan, impl: Impl, key_ratio: float = 1.0,
         decays: int | None = None,
     ) -> None:  # fmt: skip
         """decays: of a head; default: one for each key channel."""
         super().__init__(scan)
         self.heads, self.value_dim = default_heads(dim, heads)
-        self.key_dim = max(1, int(self.value_dim * key_share))
+        self.key_dim = max(1, int(self.value_dim * key_ratio))
         self.dim, self.impl = dim, impl
         self.decays = self.key_dim if decays is None else decays
         self.o_proj = nn.Linear(dim, dim, bias=False)
@@ -85,7 +84,7 @@ class Keyed(Recurrent):
     def mix_context(
         self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None
     ) -> Tensor:
-        """Queries read what the memory holds after the whole source, summed over its orders."""
+        """Queries read the memory after the whole source, summed over its orders."""
         memory = self.read_orders(context, source, mask, False)[2].sum(0)
         parts = self.inputs(nn.functional.pad(self.project(x), (0, 0, self.lookback, 0)), None)
         with exact(memory):

@@ -44,8 +44,8 @@ class LightNetAttention(Constants, StreamingMixer):
         bias: biases in the projections.
         window: causal form: a frame (a step of the first axis) sees the last `window` frames,
             itself included. Default: all before it.
-        forget: causal form: what lies a frame back weighs exp(-forget), two frames exp(-2 forget);
-            a number, or one per head.
+        forget: causal form: decay rate per frame: a frame t frames back weighs exp(-forget t); a
+            number, or one per head.
         impl: "auto", "torch", "triton" or "reference"; see ndlightnet.ops.
 
     Parameters: 4 dim^2 + 2 gate_rank dim + 3 dim (with learnt cosine angles, without biases).
@@ -178,7 +178,7 @@ class LightNetAttention(Constants, StreamingMixer):
 
     def step(self, x: Tensor, grid: Grid, state: State) -> tuple[Tensor, State]:
         q, k, v = self._project(x, x)
-        if grid.length > 1 or self.window is not None or self.decays:
+        if grid.length != 1 or self.window is not None or self.decays:
             y, state = self._causal(q, k, v, grid, None, state)
             return self._output(x, y), state
         self._refuse_rotary()

@@ -27,7 +27,7 @@ FEATURES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class LinearAttention(StreamingMixer):
-    """o_proj(phi(q) . sum phi(k) v^T), divided by phi(q) . sum phi(k), or by its own size.
+    """o_proj(phi(q) . sum phi(k) v^T), divided by phi(q) . sum phi(k), or normalised per head.
 
     Args:
         dim: channels of a token.
@@ -91,8 +91,9 @@ class LinearAttention(StreamingMixer):
         grid, extent = self.bounds(layout, None, mask)
         if not causal:
             q, (k, v) = self._query(x, grid, extent), self._source(x, mask, grid, extent)
-            y = linear_attention(q, k, v, denominator=self.denominator, impl=self.impl)
-            return self._output(y)
+            return self._output(
+                linear_attention(q, k, v, denominator=self.denominator, impl=self.impl)
+            )
         extent = (None, *extent[1:])
         sums = self.init_state(len(x), x.device, grid.shape[1:])
         return self._causal(x, mask, grid, extent, sums)[0]
@@ -104,8 +105,7 @@ class LinearAttention(StreamingMixer):
             check_axes(grid, source)
         _, extent = self.bounds(grid, source, mask)
         q, (k, v) = self._query(x, grid, extent), self._source(context, mask, source, extent)
-        y = linear_attention(q, k, v, denominator=self.denominator, impl=self.impl)
-        return self._output(y)
+        return self._output(linear_attention(q, k, v, denominator=self.denominator, impl=self.impl))
 
     def _query(self, x: Tensor, grid: Grid, extent: Extent) -> Tensor:
         q = FEATURES[self.feature](self.q_proj(x).unflatten(-1, (self.heads, -1)))
@@ -135,10 +135,10 @@ class LinearAttention(StreamingMixer):
 
     def implementation(self, x: Tensor, causal: bool = False) -> str:
         """There are kernels for the causal form of tokens one after the other."""
-        if not causal or math.prod(x.shape[2:-1]) > 1:
-            return "torch"
         if self.impl != "auto":
             return self.impl
+        if not causal or math.prod(x.shape[2:-1]) > 1:
+            return "torch"
         k, v = (
             projected_like(x, 0, self.heads, rows * self.head_dim) for rows in (self.rows(1), 1)
         )

@@ -30,13 +30,13 @@ class Parts(NamedTuple):
 class Mamba(Recurrent):
     """out_proj((y + D * u) * SiLU(gate)), where u is SiLU of a causal convolution over 4 tokens and
     m_t = exp(delta_t A) * m_(t-1) + (delta_t u_t) B_t^T, y_t = m_t C_t; B, C and the step delta =
-    softplus(low-rank(u) + dt_bias) depend on the token. Twice as wide inside.
+    softplus(low-rank(u) + dt_bias) depend on the token. The inner width is 2 dim.
 
     Args:
         dim: channels of a token.
         state: size of a channel's state.
         scan: how a grid is covered; see Recurrent.
-        dt_min, dt_max: the steps to start from, before what depends on the token.
+        dt_min, dt_max: range of the initial steps softplus(dt_bias).
 
     Parameters: 6 dim^2 + (6 state + 4 rank + 14) dim with rank = dim / 16, rounded up.
     """

@@ -133,8 +133,9 @@ class Recurrent(StreamingMixer):
     def orders(self, grid: Grid, causal: bool) -> list[tuple[int, bool]]:
         """(axis that runs fastest, whether from the end); the first one is row by row."""
         axes = range(grid.ndim - 1, -1, -1) if self.scan == "axes" else [grid.ndim - 1]
-        one_way = causal or self.scan == "raster"
-        return [(axis, back) for axis in axes for back in (False, True)][: 1 if one_way else None]
+        forward_only = causal or self.scan == "raster"
+        both = [(axis, reverse) for axis in axes for reverse in (False, True)]
+        return both[:1] if forward_only else both
 
     def init_state(
         self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()

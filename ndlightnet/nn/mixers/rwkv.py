@@ -22,8 +22,8 @@ class Parts(NamedTuple):
 class RWKV4(Recurrent):
     """o_proj(sigmoid(r_t) * wkv_t): wkv_t is the mean of all v_s up to t, with weights exp(k_s -
     (t - 1 - s) w) before t and exp(k_t + bonus) at t, per channel, w = exp(decay); r, k, v are
-    linear in a mixture of the token and the one before. Both ways it is one mean over all tokens,
-    with exp(k_s - (|t - s| - 1) w), as in Vision-RWKV.
+    linear in a mixture of the token and the one before. In both directions it is one mean over all
+    tokens, with exp(k_s - (|t - s| - 1) w), as in Vision-RWKV.
 
     Args:
         dim: channels of a token.
@@ -39,13 +39,13 @@ class RWKV4(Recurrent):
         super().__init__(scan)
         self.width = dim
         at, depth = torch.arange(dim), 0.5
-        share = at / max(1, dim - 1)
-        self.decay = nn.Parameter(-5 + 8 * share ** (0.7 + 1.3 * depth))
+        ratio = at / max(1, dim - 1)
+        self.decay = nn.Parameter(-5 + 8 * ratio ** (0.7 + 1.3 * depth))
         self.bonus = nn.Parameter(math.log(0.3) + 0.5 * ((at + 1) % 3 - 1))
-        share = at / dim
-        self.mix_k = nn.Parameter(share ** (1 - depth))
-        self.mix_v = nn.Parameter(share ** (1 - depth) + 0.3 * depth)
-        self.mix_r = nn.Parameter(share ** ((1 - depth) / 2))
+        ratio = at / dim
+        self.mix_k = nn.Parameter(ratio ** (1 - depth))
+        self.mix_v = nn.Parameter(ratio ** (1 - depth) + 0.3 * depth)
+        self.mix_r = nn.Parameter(ratio ** ((1 - depth) / 2))
         self.r_proj, self.k_proj, self.v_proj, self.o_proj = (
             nn.Linear(dim, dim, bias=False) for _ in range(4)
         )

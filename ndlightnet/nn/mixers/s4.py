@@ -17,7 +17,7 @@ from ndlightnet.ops.recurrence import ssm
 class S4(Recurrent):
     """GLU(out_proj(GELU(y + D u))), where every channel y is its own linear system of its input u:
     x_t = exp(dt a) x_(t-1) + expm1(dt a) / a u_t, y_t = 2 Re C x_t, diagonal and complex, with the
-    poles a of HiPPO-LegS to start from. (A weight B of the input would only scale C.)
+    eigenvalues a of HiPPO-LegS at first. (A weight B of the input would only scale C.)
 
     Args:
         dim: channels of a token.

@@ -19,7 +19,7 @@ from ndlightnet.ops.recurrence.scan import scan as linear_scan
 class S5(Recurrent):
     """h * sigmoid(gate_proj(h)), h = GELU(y + D * u), where y is one linear system of all inputs u:
     x_t = exp(dt a) x_(t-1) + expm1(dt a) / a B u_t, y_t = 2 Re C x_t, diagonal and complex, with a
-    step dt for each state and the poles a of HiPPO-LegS to start from.
+    step dt for each state; the eigenvalues a are those of HiPPO-LegS at first.
 
     Args:
         dim: channels of a token.
@@ -60,11 +60,11 @@ class S5(Recurrent):
 
     def recur(self, parts: Tensor, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
         u, acc, n = parts, accumulator(parts), parts.shape[1]
-        forget, b = (x.to(memory.dtype) for x in self.system())
+        decay, b = (x.to(memory.dtype) for x in self.system())
         with exact(u):
             added = u.to(acc) @ torch.view_as_real(b).flatten(1)
             added = torch.view_as_complex(added.unflatten(-1, (-1, 2)))
-            x = linear_scan(forget.expand(1, 1, -1), added, memory)
+            x = linear_scan(decay.expand(1, 1, -1), added, memory)
             last = x[:, -1] if n else memory
             read = torch.view_as_real(exclude_self(x, inclusive, lambda n: added[n])).flatten(2)
             # the real part of a product, of both of a pair

@@ -22,10 +22,9 @@ class TNL(Keyed):
         dim: channels of a token.
         heads: default: one per 64 channels.
         scan: how a grid is covered; see Recurrent.
-        learn_decay: learn lambda from there.
         impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.recurrence.gated.
 
-    Parameters: 5 dim^2 + heads (these learnt if learn_decay).
+    Parameters: 5 dim^2 + heads (these fixed).
     """
 
     def __init__(
@@ -34,7 +33,6 @@ class TNL(Keyed):
         heads: int | None = None,
         *,
         scan: Scan = "both",
-        learn_decay: bool = False,
         impl: Impl = "auto",
     ) -> None:
         super().__init__(dim, heads, scan, impl, decays=1)
@@ -42,7 +40,7 @@ class TNL(Keyed):
         self.in_proj = nn.Linear(dim, self.width, bias=False)
         slope = 2.0 ** (-8 * torch.arange(1, self.heads + 1) / self.heads)
         # softplus of it is the slope
-        self.slope = nn.Parameter(torch.log(torch.expm1(slope)), requires_grad=learn_decay)
+        self.slope = nn.Parameter(torch.log(torch.expm1(slope)), requires_grad=False)
 
     def project(self, x: Tensor) -> Tensor:
         out: Tensor = self.in_proj(x)
