@@ -60,8 +60,8 @@ def compare(
 
     o: the options of `add_options`. After every run all that are done are in runs.json, and, as
     `lines` of each, in runs.csv; `table` of them is in table.md. At the end `draw` is called with
-    those that have a result. processes: `one` does its work itself, and jobs side by side are processes
-    to which it is pickled; else it starts commands, and jobs are threads.
+    those that have a result. processes: `one` does its work itself, and jobs side by side are
+    processes to which it is pickled; else it starts commands, and jobs are threads.
     """
     o.out.mkdir(parents=True, exist_ok=True)
     file, at = o.out / "runs.json", {"commit": commit()}
