@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ndlightnet_kernels import phases
+from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import places, rotate, turning
 from ndlightnet_kernels.plans import pieces, plan, wide
 from ndlightnet_kernels.position import Position
@@ -21,9 +22,11 @@ from ndlightnet_kernels.tiles import (
     arguments,
     cdiv,
     dense,
+    dense_rows,
     dot,
     even,
     flags,
+    form,
     hide,
     item,
     load,
@@ -31,14 +34,13 @@ from ndlightnet_kernels.tiles import (
     operand,
     pad,
     part_at,
-    portions,
     powers,
-    prepare,
     processors,
     scratch,
     silu,
     slip,
     split,
+    strides,
     tokens_seen,
     turn,
     unweave,
@@ -301,17 +303,19 @@ def _read(
 
 
 # ------------------------------------------------------------------------------------ launches
-def summarize_parts(
-    k: Tensor, v: Tensor, keep: Tensor | None, where: Position, cut: tuple[int, int] | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """States (batch * heads, parts, ...) of as many parts as suit the card; with `cut`, of as many
-    pieces of each of (number, tokens) segments."""
-    (k, v), strided, unit = prepare(k, v)
+Sizes = tuple[int, ...]
+
+
+def _summarize_plan(
+    k: Tensor, v: Tensor, masked: bool, where: Position, cut: tuple[int, int] | None
+) -> tuple[Launch, Sizes, Sizes]:
+    """The launch, and sizes of sums and of memories."""
+    strided, unit = strides(k, v)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     bv, width = pad(vdim), where.width(dim)
     chosen = plan("summarize", pad(width), bv, where.kind, wide(k))
     block, bk = chosen.block, chosen.keys
-    blocks, tall = cdiv(width, bk), where.halves
+    blocks, halves = cdiv(width, bk), where.halves
     rows, at_once, each = batch * heads * blocks, chosen.programs * processors(k), 1
     if where.items is not None:
         parts, span = where.items.shape[0], block
@@ -323,16 +327,44 @@ def summarize_parts(
         parts *= each
     # tokens that the threads of a program load at once: sums within a thread cost no exchange
     together = min(block, chosen.warps * 32 * (16 // k.element_size()) // bk)
-    top = scratch(k, batch * heads, parts, dim)
-    total, memory = torch.empty_like(top), scratch(k, batch * heads, parts, tall * dim, vdim)
-    _summarize[(rows, parts)](
-        k, v, flags(keep), top=top, total=total, memory=memory, length=length, span=span,
-        parts=parts, pieces=each, heads=heads, **dict(zip(KV, strided, strict=True)), DIM=dim,
-        VDIM=vdim, BK=bk, BV=bv, BL=block, BLOCKS=blocks, MASKED=keep is not None, UNIT=unit,
-        STAGES=chosen.stages, ROWS=together, **portions(where), **arguments(where, k), **operand(k),
-        **chosen.options(),
+    launch = Launch(
+        _summarize, (rows, parts), length=length, span=span, parts=parts, pieces=each, heads=heads,
+        **dict(zip(KV, strided, strict=True)), DIM=dim, VDIM=vdim, BK=bk, BV=bv, BL=block,
+        BLOCKS=blocks, MASKED=masked, UNIT=unit, STAGES=chosen.stages, ROWS=together,
+        **arguments(where, k), **operand(k), **chosen.options(),
     )  # fmt: skip
+    rows = batch * heads
+    return launch, (rows, parts, dim), (rows, parts, halves * dim, vdim)
+
+
+def parts_of_segments(k: Tensor, v: Tensor, where: Position, cut: tuple[int, int]) -> int:
+    """How many parts `summarize_parts` makes of so many segments of so many tokens."""
+    return _summarize_plan(dense_rows(k), dense_rows(v), False, where, cut)[1][1]
+
+
+def summarize_parts(
+    k: Tensor, v: Tensor, keep: Tensor | None, where: Position, cut: tuple[int, int] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """States (batch * heads, parts, ...) of as many parts as suit the card; with `cut`, of as many
+    pieces of each of (number, tokens) segments."""
+    k, v, masked = dense_rows(k), dense_rows(v), keep is not None
+    launch, sums, memories = remembered(
+        ("summarize", form(k, v), masked, where.key, cut),
+        lambda: _summarize_plan(k, v, masked, where, cut),
+    )
+    top, total, memory = scratch(k, *sums), scratch(k, *sums), scratch(k, *memories)
+    launch(k, v, flags(keep), where.items, where.shapes, *where.angles, top, total, memory)
     return top, total, memory
+
+
+def _merge_plan(samples: int, parts: int, heads: int, sizes: Sizes) -> Launch:
+    halves, dim, vdim = sizes
+    bv = pad(vdim)
+    some = max(1, 256 // bv)
+    return Launch(
+        merge_parts, (samples * heads, cdiv(halves * dim, some)), parts=parts, heads=heads,
+        DIM=dim, VDIM=vdim, BV=bv, TALL=halves, BC=some, num_warps=2,
+    )  # fmt: skip
 
 
 def summarize(
@@ -341,31 +373,22 @@ def summarize(
     """(batch, length, heads, dim) -> State; keep (batch, length) bool or None."""
     top, total, memory = summarize_parts(k, v, keep, where)
     (batch, _, heads, dim), vdim, parts = k.shape, v.shape[-1], top.shape[1]
-    bv, tall, first = pad(vdim), where.halves, None
-    if where.items is not None:
-        first, batch = where.first, where.samples(batch)
-    if parts > 1 or first is not None:
-        joined = (
-            scratch(k, batch, heads, dim), scratch(k, batch, heads, dim),
-            scratch(k, batch, heads, tall * dim, vdim),
-        )  # fmt: skip
-        some = max(1, 256 // bv)
-        merge_parts[(batch * heads, cdiv(tall * dim, some))](
-            top, total, memory, first, *joined, parts, heads, DIM=dim, VDIM=vdim, BV=bv, TALL=tall,
-            BC=some, num_warps=2,
-        )  # fmt: skip
-        return joined
-    return (
-        top.view(batch, heads, dim), total.view(batch, heads, dim),
-        memory.view(batch, heads, tall * dim, vdim),
-    )  # fmt: skip
+    batch, halves = where.samples(batch), where.halves
+    sums, memories = (batch, heads, dim), (batch, heads, halves * dim, vdim)
+    if parts == 1 and where.first is None:
+        return top.view(sums), total.view(sums), memory.view(memories)
+    merge = remembered(
+        ("merge", k.device, batch, parts, heads, halves, dim, vdim),
+        lambda: _merge_plan(batch, parts, heads, (halves, dim, vdim)),
+    )
+    joined = scratch(k, *sums), scratch(k, *sums), scratch(k, *memories)
+    merge(top, total, memory, where.first, *joined)
+    return joined
 
 
-def read(q: Tensor, total: Tensor, memory: Tensor, where: Position) -> Tensor:
-    """Queries (batch, length, heads, dim), SiLU included, on a State."""
-    (q,), strided, unit = prepare(q)
-    (batch, length, heads, dim), vdim = q.shape, memory.shape[-1]
-    out = torch.empty(batch, length, heads, vdim, dtype=q.dtype, device=q.device)
+def _read_plan(q: Tensor, vdim: int, where: Position) -> Launch:
+    strided, unit = strides(q)
+    batch, length, heads, dim = q.shape
     bk, bv = pad(where.width(dim)), pad(vdim)
     # the features of a query are read whole, so here the cut is along the values
     chosen = plan("read", bv, bk, where.kind, wide(q))
@@ -374,10 +397,22 @@ def read(q: Tensor, total: Tensor, memory: Tensor, where: Position) -> Tensor:
     parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
     if where.items is not None:
         parts = where.items.shape[0]
-    _read[(batch * heads * blocks, parts)](
-        q, total.contiguous(), memory.contiguous(), out=out, length=length, span=span, heads=heads,
+    return Launch(
+        _read, (batch * heads * blocks, parts), length=length, span=span, heads=heads,
         **dict(zip(("sqb", "sqt", "sqh"), strided, strict=True)), DIM=dim, VDIM=vdim, BK=bk, BV=bv,
-        BL=block, BLOCKS=blocks, UNIT=unit, STAGES=chosen.stages, **portions(where),
-        **arguments(where, q), **operand(q), **chosen.options(),
+        BL=block, BLOCKS=blocks, UNIT=unit, STAGES=chosen.stages, **arguments(where, q),
+        **operand(q), **chosen.options(),
     )  # fmt: skip
+
+
+def read(q: Tensor, total: Tensor, memory: Tensor, where: Position) -> Tensor:
+    """Queries (batch, length, heads, dim), SiLU included, on a State."""
+    q, vdim = dense_rows(q), memory.shape[-1]
+    launch = remembered(
+        ("read", form(q), vdim, total.dtype, memory.dtype, where.key),
+        lambda: _read_plan(q, vdim, where),
+    )
+    out = torch.empty(*q.shape[:3], vdim, dtype=q.dtype, device=q.device)
+    state = total.contiguous(), memory.contiguous()
+    launch(q, *state, where.items, where.shapes, *where.angles, out)
     return out

@@ -18,6 +18,7 @@ from ndlightnet_kernels.attention import (
     _load_query,
     _read_memory,
 )
+from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import places, reach, rotate, rotate_once, turning
 from ndlightnet_kernels.plans import plan, wide
 from ndlightnet_kernels.position import KINDS, Position
@@ -25,21 +26,22 @@ from ndlightnet_kernels.segments import parts_of
 from ndlightnet_kernels.tiles import (
     arguments,
     cdiv,
+    dense_rows,
     dot,
     even,
     flags,
+    form,
     load,
     operand,
     pad,
     part_at,
-    portions,
     powers,
-    prepare,
     processors,
     rows_added,
     scratch,
     silu,
     split,
+    strides,
     tokens_seen,
     turn,
     turn_back,
@@ -302,49 +304,63 @@ def _summarize_backward(
 
 
 # ------------------------------------------------------------------------------------ launches
+Sizes = tuple[int, ...]
+
+
+def _read_plan(
+    q: Tensor, dout: Tensor, vdim: int, where: Position, learn: bool
+) -> tuple[Launch, Launch, Sizes, Sizes]:
+    """The two launches, and sizes of gradients of memories and of angles."""
+    strided, unit = strides(q, dout)
+    batch, length, heads, dim = q.shape
+    width, halves, bv = where.width(dim), where.halves, pad(vdim)
+    chosen = plan("read_backward", pad(width), bv, where.kind, wide(q), learn)
+    block, bk = chosen.block, chosen.keys
+    blocks = cdiv(width, bk)
+    parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
+    if where.items is not None:
+        parts = where.items.shape[0]
+    launch = Launch(
+        _read_backward, (batch * heads * blocks, parts), length=length, span=span, parts=parts,
+        heads=heads, **dict(zip(("sqb", "sqt", "sqh", "sob", "sot", "soh"), strided, strict=True)),
+        DIM=dim, VDIM=vdim, BK=bk, BV=bv, BL=block, BLOCKS=blocks, LEARN=learn, UNIT=unit,
+        STAGES=chosen.stages, **arguments(where, q), **operand(q), **chosen.options(),
+    )  # fmt: skip
+    some = max(1, 256 // bv)
+    join = Launch(
+        _pull, (where.samples(batch) * heads, cdiv(width, some)), parts=parts, heads=heads,
+        DIM=dim, VDIM=vdim, BV=bv, KIND=KINDS[where.kind], BC=some, num_warps=2,
+    )  # fmt: skip
+    angles = (batch, heads, parts, width if learn else 0)
+    return launch, join, (batch * heads, parts, halves * width, vdim), angles
+
+
 def read_backward(
     q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, where: Position, learn: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, of the State's sum and memory, and of theta (heads, slots), empty if not
     wanted."""
-    (q, dout), strided, unit = prepare(q, dout)
-    (batch, length, heads, dim), vdim = q.shape, memory.shape[-1]
+    q, dout, vdim = dense_rows(q), dense_rows(dout), memory.shape[-1]
     total, memory = total.contiguous(), memory.contiguous()
-    width, tall = where.width(dim), where.halves
-    bv = pad(vdim)
-    chosen = plan("read_backward", pad(width), bv, where.kind, wide(q), learn)
-    block, bk = chosen.block, chosen.keys
-    blocks = cdiv(width, bk)
-    parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
-    first, rows = None, batch
-    if where.items is not None:
-        first, rows, parts = where.first, where.samples(batch), where.items.shape[0]
+    launch, join, memories, angles = remembered(
+        ("read_backward", form(q, dout), vdim, total.dtype, memory.dtype, where.key, learn),
+        lambda: _read_plan(q, dout, vdim, where, learn),
+    )
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    pulls = scratch(q, batch * heads, parts, tall * width, vdim)
-    turned = scratch(q, batch, heads, parts, width if learn else 0)
-    _read_backward[(batch * heads * blocks, parts)](
-        q, dout, total, memory, dq=dq, pulls=pulls, dtheta=turned, length=length, span=span,
-        parts=parts, heads=heads,
-        **dict(zip(("sqb", "sqt", "sqh", "sob", "sot", "soh"), strided, strict=True)),
-        DIM=dim, VDIM=vdim, BK=bk, BV=bv, BL=block, BLOCKS=blocks, LEARN=learn, UNIT=unit,
-        STAGES=chosen.stages, **portions(where), **arguments(where, q), **operand(q),
-        **chosen.options(),
+    pulls, turned = scratch(q, *memories), scratch(q, *angles)
+    launch(
+        q, dout, total, memory, where.items, where.shapes, *where.angles, dq, pulls, turned
     )  # fmt: skip
     dtotal, dmemory = torch.empty_like(total), torch.empty_like(memory)
-    some = max(1, 256 // bv)
-    _pull[(rows * heads, cdiv(width, some))](
-        pulls, total, memory, first, dtotal, dmemory, parts, heads, DIM=dim, VDIM=vdim, BV=bv,
-        KIND=KINDS[where.kind], BC=some, num_warps=2,
-    )  # fmt: skip
-    return dq, dtotal, dmemory, turned.sum((0, 2)) if learn else scratch(q, heads, 0)
+    join(pulls, total, memory, where.first, dtotal, dmemory)
+    return dq, dtotal, dmemory, turned.sum((0, 2)) if learn else scratch(q, q.shape[2], 0)
 
 
-def summarize_backward(
-    k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor, dtotal: Tensor, dmemory: Tensor,
-    where: Position, learn: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of k, v, and of theta (heads, slots), empty if not wanted."""
-    (k, v), strided, unit = prepare(k, v)
+def _summarize_plan(
+    k: Tensor, v: Tensor, masked: bool, where: Position, learn: bool
+) -> tuple[Launch, Sizes]:
+    """The launch, and sizes of gradients of angles."""
+    strided, unit = strides(k, v)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     bv, width = pad(vdim), where.width(dim)
     chosen = plan("summarize_backward", pad(width), bv, where.kind, wide(k), learn)
@@ -354,17 +370,32 @@ def summarize_backward(
     if where.items is not None:
         parts, span = where.items.shape[0], where.span
         tiles = parts * cdiv(span, block)
+    launch = Launch(
+        _summarize_backward, (batch * heads, parts), length=length, span=span, tiles=tiles,
+        heads=heads, **dict(zip(KV, strided, strict=True)), DIM=dim, VDIM=vdim, BK=bk, BV=bv,
+        BL=block, BLOCKS=cdiv(width, bk), LEARN=learn, MASKED=masked, UNIT=unit,
+        STAGES=chosen.stages, **arguments(where, k), **operand(k), **chosen.options(),
+    )  # fmt: skip
+    return launch, (batch, heads, tiles, width if learn else 0)
+
+
+def summarize_backward(
+    k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor, dtotal: Tensor, dmemory: Tensor,
+    where: Position, learn: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of k, v, and of theta (heads, slots), empty if not wanted."""
+    k, v, masked = dense_rows(k), dense_rows(v), keep is not None
+    launch, angles = remembered(
+        ("summarize_backward", form(k, v), masked, where.key, learn),
+        lambda: _summarize_plan(k, v, masked, where, learn),
+    )
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    turned = scratch(k, batch, heads, tiles, width if learn else 0)
+    turned = scratch(k, *angles)
     if where.items is not None:  # shorter items leave tiles out
         turned.zero_()
-    _summarize_backward[(batch * heads, parts)](
-        k, v, flags(keep), top=top.contiguous(), dtotal=dtotal.contiguous(),
-        dmemory=dmemory.contiguous(), dk=dk, dv=dv, dtheta=turned, length=length, span=span,
-        tiles=tiles, heads=heads, **dict(zip(KV, strided, strict=True)), DIM=dim, VDIM=vdim,
-        BK=bk, BV=bv, BL=block, BLOCKS=cdiv(width, bk), LEARN=learn, MASKED=keep is not None,
-        UNIT=unit, STAGES=chosen.stages, **portions(where), **arguments(where, k), **operand(k),
-        **chosen.options(),
+    pulls = top.contiguous(), dtotal.contiguous(), dmemory.contiguous()
+    launch(
+        k, v, flags(keep), where.items, where.shapes, *where.angles, *pulls, dk, dv, turned
     )  # fmt: skip
-    return dk, dv, turned.sum((0, 2)) if learn else scratch(k, heads, 0)
+    return dk, dv, turned.sum((0, 2)) if learn else scratch(k, k.shape[2], 0)

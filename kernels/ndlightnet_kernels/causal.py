@@ -20,6 +20,8 @@ fill the card, a whole row is one segment.
 # (a jit function builds its tuples of tensors piece by piece)
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from ndlightnet_kernels import attention
 from ndlightnet_kernels.attention import SIZES
+from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import pinned, places, rotate, turning
 from ndlightnet_kernels.plans import CAREFUL, causal, cut, fills
 from ndlightnet_kernels.position import Position
@@ -35,18 +38,20 @@ from ndlightnet_kernels.tiles import (
     arguments,
     cdiv,
     dense,
+    dense_rows,
     dot,
     flags,
+    form,
     hide,
     load,
     load_keys,
     operand,
     pad,
     powers,
-    prepare,
     scratch,
     silu,
     slip,
+    strides,
     tokens_seen,
     weight,
 )  # fmt: skip
@@ -310,6 +315,40 @@ def _causal(
 
 
 # ------------------------------------------------------------------------------------ launches
+class Segments(NamedTuple):
+    """The launches of a call: the merge of segments, and the plain and the careful form."""
+
+    parts: int
+    cut: tuple[int, int] | None  # None: rows alone fill the card, and what is before them is known
+    merge: Launch
+    forms: tuple[Launch, Launch]
+
+
+def _plan(q: Tensor, k: Tensor, v: Tensor, masked: bool, where: Position) -> Segments:
+    strided, unit = strides(q, k, v)
+    (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
+    parts, span = cut(k, vdim, where.kind)
+    bv, rows, halves = pad(vdim), batch * heads, where.halves
+    some, segments, each = max(1, 256 // bv), None, 1
+    if not fills(k, vdim, where.kind):
+        segments = (parts - 1, span)
+        each = attention.parts_of_segments(k, v, where, segments) // max(1, parts - 1)
+    merge = Launch(
+        prefix_states, (rows, cdiv(halves * dim, some)), parts=parts - 1, pieces=each, DIM=dim,
+        VDIM=vdim, BV=bv, TALL=halves, BC=some, num_warps=2,
+    )  # fmt: skip
+    common: dict[str, Any] = dict(
+        zip(QKV, strided, strict=True), length=length, span=span, parts=parts, heads=heads,
+        DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, MASKED=masked, UNIT=unit, **arguments(where, k),
+        **operand(k),
+    )  # fmt: skip
+    plain, careful = (
+        Launch(_causal, (rows, parts), BL=c.chunk, CAREFUL=c is CAREFUL, **common, **c.options())
+        for c in (causal(k, vdim, where.kind).forward, CAREFUL)
+    )
+    return Segments(parts, segments, merge, (plain, careful))
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, state: tuple[Tensor | None, ...],
     where: Position,
@@ -317,39 +356,29 @@ def forward(
     """Output (batch, length, heads, value_dim), the final State (max, sum, memory), and for the
     backward the States before each segment (batch * heads, segments, ...), the max of one more
     after the last one, and flags. state: (max, sum, memory), or three None for an empty one."""
-    (q, k, v), strided, unit = prepare(q, k, v)
-    (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
-    tall = where.halves
-    parts, span = cut(k, vdim, where.kind)
-    chosen = causal(k, vdim, where.kind).forward
-    bv, rows = pad(vdim), batch * heads
+    q, k, v, masked = dense_rows(q), dense_rows(k), dense_rows(v), keep is not None
+    (batch, _, heads, dim), vdim = k.shape, v.shape[-1]
+    halves, rows = where.halves, batch * heads
+    known = tuple(x is not None and x.dtype for x in state)
+    parts, segments, merge, forms = remembered(
+        ("causal", form(q, k, v), masked, known, where.key), lambda: _plan(q, k, v, masked, where)
+    )
     entry = (
         scratch(k, rows, parts + 1, dim), scratch(k, rows, parts, dim),
-        scratch(k, rows, parts, tall * dim, vdim),
+        scratch(k, rows, parts, halves * dim, vdim),
     )  # fmt: skip
     own: tuple[Tensor | None, ...] = (None, None, None)
-    if not fills(k, vdim, where.kind):
-        own = attention.summarize_parts(k, v, keep, where, (parts - 1, span))
+    if segments is not None:
+        own = attention.summarize_parts(k, v, keep, where, segments)
     last = (
         scratch(k, batch, heads, dim), scratch(k, batch, heads, dim),
-        scratch(k, batch, heads, tall * dim, vdim),
+        scratch(k, batch, heads, halves * dim, vdim),
     )  # fmt: skip
-    pieces = 1 if own[0] is None else own[0].shape[1] // max(1, parts - 1)
-    some, before = max(1, 256 // bv), (x if x is None else x.contiguous() for x in state)
-    prefix_states[(rows, cdiv(tall * dim, some))](
-        *before, *own, *entry, parts - 1, pieces, DIM=dim, VDIM=vdim, BV=bv, TALL=tall, BC=some,
-        num_warps=2,
-    )  # fmt: skip
+    before = (x if x is None else x.contiguous() for x in state)
+    merge(*before, *own, *entry)
     out = torch.empty(*v.shape, dtype=q.dtype, device=q.device)
     flag = torch.empty(rows, parts, dtype=torch.int32, device=q.device)
-    for careful in (False, True):
-        chunks = CAREFUL if careful else chosen
-        _causal[(rows, parts)](
-            q, k, v, flags(keep), top=entry[0], total=entry[1], memory=entry[2], flag=flag, out=out,
-            top_end=last[0], total_end=last[1], memory_end=last[2],
-            **dict(zip(QKV, strided, strict=True)), length=length, span=span, parts=parts,
-            heads=heads, DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, BL=chunks.chunk, CAREFUL=careful,
-            MASKED=keep is not None, UNIT=unit, **arguments(where, k), **operand(k),
-            **chunks.options(),
-        )  # fmt: skip
+    seen, angles = flags(keep), where.angles
+    for launch in forms:
+        launch(q, k, v, seen, *angles, *entry, flag, out, *last)
     return out, last, (*entry, flag)

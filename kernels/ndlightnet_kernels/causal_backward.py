@@ -9,6 +9,8 @@ Segments, anchors and the careful form as in causal.py.
 # (a jit function builds its tuples of tensors piece by piece)
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -31,26 +33,29 @@ from ndlightnet_kernels.causal import (
     _to_anchor,
     _unturn,
 )  # fmt: skip
+from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import once, pinned, reach, turning
-from ndlightnet_kernels.plans import CAREFUL, causal, cut, fills
+from ndlightnet_kernels.plans import CAREFUL, Chunks, causal, cut, fills
 from ndlightnet_kernels.position import Position
 from ndlightnet_kernels.segments import INFINITE, suffix_pulls
 from ndlightnet_kernels.tiles import (
     arguments,
     cdiv,
     dense,
+    dense_rows,
     dot,
     flags,
+    form,
     hide,
     load,
     load_keys,
     operand,
     pad,
     powers,
-    prepare,
     scratch,
     silu,
     slip,
+    strides,
     tokens_seen,
     weight,
 )
@@ -308,6 +313,43 @@ def _causal_dkv(
         pulled = dot(tl.full((BL, BL), 1.0, OPERAND), g * from_entry, pulled, OPERAND, PRECISION)
 
 
+Pair = tuple[Launch, Launch]
+
+
+def _plan(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, masked: bool, where: Position, learn: bool
+) -> tuple[int, int, bool, Pair, Launch, Pair]:
+    """Segments, chunks, whether rows alone fill the card, and the launches: dq, between segments,
+    dk and dv."""
+    strided, unit = strides(q, k, v, dout)
+    (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
+    parts, span = cut(k, vdim, where.kind)
+    chosen = causal(k, vdim, where.kind)
+    bv, rows, halves = pad(vdim), batch * heads, where.halves
+    common: dict[str, Any] = dict(
+        zip(QKV + OUT, strided, strict=True), length=length, span=span, parts=parts, heads=heads,
+        DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, BL=chosen.dq.chunk, LEARN=learn, MASKED=masked,
+        UNIT=unit, **arguments(where, k), **operand(k),
+    )  # fmt: skip
+
+    def forms(kernel: Any, chunks: Chunks) -> Pair:
+        plain, careful = (
+            Launch(kernel, (rows, parts), CAREFUL=c is CAREFUL, **common, **c.options())
+            for c in (chunks, CAREFUL)
+        )
+        return plain, careful
+
+    some = max(1, 256 // bv)
+    between = Launch(
+        suffix_pulls, (rows, cdiv(halves * dim, some)), parts=parts, DIM=dim, VDIM=vdim, BV=bv,
+        TALL=halves, BC=some, num_warps=2,
+    )  # fmt: skip
+    filled = fills(k, vdim, where.kind)
+    chunks = cdiv(length, chosen.dq.chunk)
+    dq, dkv = forms(_causal_dq, chosen.dq), forms(_causal_dkv, chosen.dkv)
+    return parts, chunks, filled, dq, between, dkv
+
+
 def backward(
     q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None,
     entry: tuple[Tensor, Tensor, Tensor, Tensor], where: Position,
@@ -315,47 +357,34 @@ def backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of q, k, v, of the first State's sum and memory (empty if not `past`: there was
     none), and of theta (heads, slots; empty if not wanted)."""
-    (q, k, v, dout), strided, unit = prepare(q, k, v, dout)
-    (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
-    tall = where.halves
-    parts, span = cut(k, vdim, where.kind)
-    chosen = causal(k, vdim, where.kind)
-    bv, some, rows = pad(vdim), max(1, 256 // pad(vdim)), batch * heads
-    chunks = cdiv(length, chosen.dq.chunk)
+    q, k, v, dout = map(dense_rows, (q, k, v, dout))
+    (batch, _, heads, dim), vdim, masked = k.shape, v.shape[-1], keep is not None
+    parts, chunks, filled, by_q, between, by_k = remembered(
+        ("causal_backward", form(q, k, v, dout), masked, where.key, learn),
+        lambda: _plan(q, k, v, dout, masked, where, learn),
+    )
+    halves, rows = where.halves, batch * heads
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     dphi = torch.empty_like(dq)
     chunk_top, chunk_total = scratch(k, rows, chunks, dim), scratch(k, rows, chunks, dim)
-    sizes = (rows, parts, dim), (rows, parts, tall * dim, vdim)
-    before = past or not fills(k, vdim, where.kind)  # what comes before whole rows is often nothing
+    sizes = (rows, parts, dim), (rows, parts, halves * dim, vdim)
+    before = past or not filled  # what comes before whole rows is often nothing
     after = before or dtotal is not None or dmemory is not None
     own, later = (
         tuple(scratch(k, *size) if wanted else None for size in sizes) for wanted in (before, after)
     )
     turned_q, turned_k = (scratch(k, batch, heads, chunks, dim if learn else 0) for _ in range(2))
-    common = dict(
-        zip(QKV + OUT, strided, strict=True), length=length, span=span, parts=parts, heads=heads,
-        DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, BL=chosen.dq.chunk, LEARN=learn,
-        MASKED=keep is not None, UNIT=unit, **arguments(where, k), **operand(k),
-    )  # fmt: skip
-    for careful in (False, True):
-        _causal_dq[(rows, parts)](
-            q, k, v, dout, flags(keep), top=entry[0], total=entry[1], memory=entry[2],
-            flag=entry[3], dq=dq, dphi=dphi, chunk_top=chunk_top, chunk_total=chunk_total,
-            pull=own[0], pulls=own[1], dtheta=turned_q, CAREFUL=careful,
-            **(CAREFUL if careful else chosen.dq).options(), **common,
-        )  # fmt: skip
-    sizes = (dim,), (tall * dim, vdim)
+    given, angles = (q, k, v, dout, flags(keep)), where.angles
+    for launch in by_q:
+        launch(*given, *angles, *entry, dq, dphi, chunk_top, chunk_total, *own, turned_q)
+    sizes = (dim,), (halves * dim, vdim)
     first = tuple(scratch(k, batch, heads, *size) if past else scratch(k, 0) for size in sizes)
     if after:
-        given = (x if x is None else x.contiguous() for x in (dtotal, dmemory))
-        suffix_pulls[(rows, cdiv(tall * dim, some))](
-            entry[0], *own, *given, *(first if past else (None, None)), *later, parts, DIM=dim,
-            VDIM=vdim, BV=bv, TALL=tall, BC=some, num_warps=2,
-        )  # fmt: skip
-    for careful in (False, True):
-        _causal_dkv[(rows, parts)](
-            q, k, v, dout, flags(keep), top=entry[0], flag=entry[3], dphi=dphi, chunk_top=chunk_top,
-            chunk_total=chunk_total, pull=later[0], pulls=later[1], dk=dk, dv=dv, dtheta=turned_k,
-            CAREFUL=careful, **(CAREFUL if careful else chosen.dkv).options(), **common,
+        pulls = (x if x is None else x.contiguous() for x in (dtotal, dmemory))
+        between(entry[0], *own, *pulls, *(first if past else (None, None)), *later)
+    for launch in by_k:
+        launch(
+            *given, *angles, entry[0], entry[3], dphi, chunk_top, chunk_total, *later, dk, dv,
+            turned_k,
         )  # fmt: skip
     return dq, dk, dv, *first, (turned_q + turned_k).sum((0, 2))

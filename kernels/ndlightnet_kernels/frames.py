@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.tiles import cdiv, pad, scratch, weight
 
 INFINITE = tl.constexpr(float("inf"))
@@ -109,20 +110,30 @@ def _sliding_merge(
             tl.store(memory_out + at[:, None] * SIZE + tile, rows, here & there[:, None])
 
 
-def _launch(
+def _plan(top: Tensor, memory: Tensor, window: int, back: bool) -> Launch:
+    (batch, frames, heads, dim), (rows, vdim) = top.shape, memory.shape[-2:]
+    bv, some = pad(vdim), max(1, 256 // pad(vdim))
+    return Launch(
+        _sliding_merge, (batch * heads, cdiv(rows, some), cdiv(frames, window)), frames=frames,
+        window=window, heads=heads, DIM=dim, VDIM=vdim, BV=bv, TALL=rows // dim, BC=some, BACK=back,
+        num_warps=2,
+    )  # fmt: skip
+
+
+def _run(
     top: Tensor, total: Tensor, memory: Tensor, own: Tensor | None, window: int
 ) -> list[Tensor]:
-    (batch, frames, heads, dim), (rows, vdim) = top.shape, memory.shape[-2:]
+    (batch, frames, heads, _), (rows, vdim), back = top.shape, memory.shape[-2:], own is not None
+    launch = remembered(
+        ("sliding_merge", top.device, top.dtype, top.shape, memory.shape, window, back),
+        lambda: _plan(top, memory, window, back),
+    )
     states = [x.contiguous() for x in (top, total, memory)]
     out = [torch.empty_like(x) for x in states]
     # of a row for itself, so that no program reads what another one writes
     sizes = ((rows,), (rows,), (rows, vdim)) if window < frames else ((0,),) * 3
     past = [scratch(top, batch, frames, heads, *size) for size in sizes]
-    bv, some = pad(vdim), max(1, 256 // pad(vdim))
-    _sliding_merge[(batch * heads, cdiv(rows, some), cdiv(frames, window))](
-        *states, own, *out, *past, frames, window, heads, DIM=dim, VDIM=vdim, BV=bv,
-        TALL=rows // dim, BC=some, BACK=own is not None, num_warps=2,
-    )  # fmt: skip
+    launch(*states, own, *out, *past)
     return out
 
 
@@ -131,7 +142,7 @@ def sliding_merge(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """top, total (batch, frames, heads, dim), memory (batch, frames, heads, dim or 2 dim,
     value_dim), float32: for each frame the State of the last `window` frames up to it."""
-    out = _launch(top, total, memory, None, window)
+    out = _run(top, total, memory, None, window)
     return out[0], out[1], out[2]
 
 
@@ -139,5 +150,5 @@ def sliding_merge_backward(
     top: Tensor, after: Tensor, dtotal: Tensor, dmemory: Tensor, window: int
 ) -> tuple[Tensor, Tensor]:
     """Gradients of sums and memories. top, after: maxima of the States before and after."""
-    out = _launch(after, dtotal, dmemory, top.contiguous(), window)
+    out = _run(after, dtotal, dmemory, top.contiguous(), window)
     return out[1], out[2]

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.tiles import cdiv, power_of_2
 
 # Measured on an H200 at 32,768 and 65,536 rows of 384 and 768. Elements of a program's tile and its
@@ -87,33 +88,50 @@ def _norm_gate_backward(
     tl.store(to + programs * DIM, tl.sum(db, 0), col < DIM)
 
 
+def _plan(y: Tensor, eps: float) -> Launch:
+    dim = y.shape[-1]
+    rows, (height, block, warps) = y.numel() // dim, _tile(dim, *(NARROW if dim <= 512 else WIDE))
+    return Launch(
+        _norm_gate, (cdiv(rows, height),), rows=rows, eps=eps, DIM=dim, ROWS=height, BLOCK=block,
+        num_warps=warps,
+    )  # fmt: skip
+
+
 def norm_gate(
     y: Tensor, u: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(LayerNorm(y) * weight + bias) * sigmoid(u) in y's dtype, and the rows' mean and 1 / std."""
-    y, u, dim = y.contiguous(), u.contiguous(), y.shape[-1]
-    rows, (height, block, warps) = y.numel() // dim, _tile(dim, *(NARROW if dim <= 512 else WIDE))
+    y, u, dtypes = y.contiguous(), u.contiguous(), (y.dtype, u.dtype, weight.dtype, bias.dtype)
+    launch = remembered(("norm_gate", y.device, dtypes, y.shape, eps), lambda: _plan(y, eps))
     out = torch.empty_like(y)
     mean, rstd = (y.new_empty(y.shape[:-1], dtype=torch.float32) for _ in range(2))
-    _norm_gate[(cdiv(rows, height),)](
-        y, u, weight, bias, out, mean, rstd, rows, eps, dim, height, block, num_warps=warps
-    )
+    launch(y, u, weight, bias, out, mean, rstd)
     return out, mean, rstd
+
+
+def _backward_plan(y: Tensor) -> tuple[Launch, int]:
+    elements, warps, programs, stages = BACKWARD
+    dim = y.shape[-1]
+    rows, (height, block, warps) = y.numel() // dim, _tile(dim, elements, warps)
+    programs = min(programs, cdiv(rows, height))
+    launch = Launch(
+        _norm_gate_backward, (programs,), rows=rows, DIM=dim, ROWS=height, BLOCK=block,
+        STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    return launch, programs
 
 
 def norm_gate_backward(
     dout: Tensor, y: Tensor, u: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of y, u, weight and bias. Same bits at every call: partial sums, no atomics."""
-    dout, y, u, dim = dout.contiguous(), y.contiguous(), u.contiguous(), y.shape[-1]
-    elements, warps, programs, stages = BACKWARD
-    rows, (height, block, warps) = y.numel() // dim, _tile(dim, elements, warps)
+    dout, y, u = dout.contiguous(), y.contiguous(), u.contiguous()
+    dtypes = (dout.dtype, y.dtype, u.dtype, weight.dtype, bias.dtype)
+    launch, programs = remembered(
+        ("norm_gate_backward", y.device, dtypes, y.shape), lambda: _backward_plan(y)
+    )
     dy, du = torch.empty_like(y), torch.empty_like(u)
-    programs = min(programs, cdiv(rows, height))
-    partial = y.new_empty((2, programs, dim), dtype=torch.float32)
-    _norm_gate_backward[(programs,)](
-        dout, y, u, weight, bias, mean, rstd, dy, du, partial, rows, dim, height, block, stages,
-        num_warps=warps,
-    )  # fmt: skip
+    partial = y.new_empty((2, programs, y.shape[-1]), dtype=torch.float32)
+    launch(dout, y, u, weight, bias, mean, rstd, dy, du, partial)
     # two sums: an operator's outputs may not share memory
     return dy, du, partial[0].sum(0).to(weight.dtype), partial[1].sum(0).to(bias.dtype)

@@ -46,6 +46,22 @@ class Position(NamedTuple):
     sizes: Sequence[int] = (0, 0, 0, 0)
 
     @property
+    def key(self) -> tuple[Any, ...]:
+        """All that launches depend on, but for the numbers in tensors."""
+        theta, offset, items, _, shapes, kind, sizes = self
+        return (
+            kind, tuple(sizes), theta is not None and theta.shape,
+            offset is not None and (offset.shape[0] > 1, offset.dtype),
+            items is not None and shapes is not None and (items.shape, shapes.shape),
+        )  # fmt: skip
+
+    @property
+    def angles(self) -> tuple[Tensor | None, Tensor | None]:
+        """theta, float32 and dense, and offset."""
+        theta = self.theta
+        return None if theta is None else theta.float().contiguous(), self.offset
+
+    @property
     def prefix(self) -> int:
         return self.sizes[0]
 

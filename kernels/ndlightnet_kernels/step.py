@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ndlightnet_kernels import phases
+from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import places, rotate, turning
 from ndlightnet_kernels.position import Position
 from ndlightnet_kernels.tiles import arguments, cdiv, pad, silu, weight
@@ -74,18 +75,27 @@ def _step(
         tl.store(total_out + bh * DIM + c, s, inside)
 
 
+def _plan(k: Tensor, vdim: int, where: Position) -> Launch:
+    batch, heads, dim = k.shape
+    bk, bv = pad(dim), min(pad(vdim), 32)
+    given = arguments(where, k) | {"WIDE": True}
+    return Launch(
+        _step, (batch * heads, cdiv(vdim, bv)), heads=heads, DIM=dim, VDIM=vdim, BK=bk, BV=bv,
+        **given, num_warps=4,
+    )  # fmt: skip
+
+
 def step(
     q: Tensor, k: Tensor, v: Tensor, top: Tensor, total: Tensor, memory: Tensor, where: Position
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k (batch, heads, dim), v (batch, heads, value_dim) and a State: output and next State."""
-    (batch, heads, dim), vdim = k.shape, v.shape[-1]
-    bk, bv = pad(dim), min(pad(vdim), 32)
-    state = [x.contiguous() for x in (top, total, memory)]
-    new = [torch.empty_like(x) for x in state]
+    batch, heads, vdim = v.shape
+    dtypes = q.dtype, k.dtype, v.dtype, top.dtype, total.dtype, memory.dtype
+    launch = remembered(
+        ("step", k.device, dtypes, k.shape, vdim, where.key), lambda: _plan(k, vdim, where)
+    )
+    given = [x.contiguous() for x in (q, k, v, top, total, memory)]
     out = torch.empty(batch, heads, vdim, dtype=q.dtype, device=q.device)
-    _step[(batch * heads, cdiv(vdim, bv))](
-        q.contiguous(), k.contiguous(), v.contiguous(), *state, out=out, top_out=new[0],
-        total_out=new[1], memory_out=new[2], heads=heads, DIM=dim, VDIM=vdim, BK=bk, BV=bv,
-        **{**arguments(where, q), "WIDE": True}, num_warps=4,
-    )  # fmt: skip
+    new = [torch.empty_like(x) for x in given[3:]]
+    launch(*given, *where.angles, out, *new)
     return out, new[0], new[1], new[2]

@@ -195,18 +195,12 @@ def rows_added(x):
     return tl.sum(tl.reshape(x, (x.shape[0] // 16, 2, 8, x.shape[1])), 1)
 
 
-def strides(x: Tensor) -> tuple[Tensor, tuple[int, int, int], bool]:
-    """x with a dense last axis, its (batch, token, head) strides, if all are multiples of 8."""
-    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-    sb, st, sh = x.stride()[:3]
-    return x, (sb, st, sh), (sb | st | sh) % 8 == 0
-
-
-def prepare(*xs: Tensor) -> tuple[list[Tensor], list[int], int]:
-    """Tensors, their strides in units, and the unit: whole vectors of 8 where all strides allow."""
-    out = [strides(x) for x in xs]
-    unit = 8 if all(even for _, _, even in out) else 1
-    return [x for x, _, _ in out], [s // unit for _, ss, _ in out for s in ss], unit
+def strides(*xs: Tensor) -> tuple[list[int], int]:
+    """The (batch, token, head) strides of tensors with a dense last axis, in units, and the unit:
+    whole vectors of 8 where all strides allow."""
+    all_of = [s for x in xs for s in x.stride()[:3]]
+    unit = 1 if any(s % 8 for s in all_of) else 8
+    return [s // unit for s in all_of], unit
 
 
 def operand(x: Tensor) -> dict[str, Any]:
@@ -262,7 +256,8 @@ def split(length: int, rows: int, block: int, programs: int) -> tuple[int, int]:
 
 
 def arguments(where: Position, x: Tensor) -> dict[str, Any]:
-    """What the kernels read of a Position, for tokens x (batch, length, heads, dim)."""
+    """What the kernels read of a Position but for tensors, for tokens x (batch, length, heads,
+    dim)."""
     theta, axes = where.theta, len(where.shape)
     slots = 1 if theta is None else int(theta.shape[1])
     sizes = [int(n) for n in where.shape[1:]] + [None] * (phases.MOST_AXES - max(axes, 1))
@@ -270,7 +265,6 @@ def arguments(where: Position, x: Tensor) -> dict[str, Any]:
     if where.shapes is not None:
         axes = where.shapes.shape[1]
     return {
-        "theta": None if theta is None else theta.float().contiguous(), "start": where.offset,
         "own": int(theta is not None and theta.shape[0] > 1),
         **dict(zip(phases.SIZES, [*sizes, where.prefix, each], strict=True)),
         "KIND": KINDS[where.kind], "AXES": axes,
@@ -281,6 +275,11 @@ def arguments(where: Position, x: Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def portions(where: Position) -> dict[str, Tensor | None]:
-    """What the kernels that take packs read beside."""
-    return {"items": where.items, "shapes": where.shapes}
+def dense_rows(x: Tensor) -> Tensor:
+    """x with a dense last axis."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def form(*xs: Tensor) -> tuple[Any, ...]:
+    """What launches over tensors depend on."""
+    return xs[0].device, *[(x.dtype, x.shape, x.stride()) for x in xs]

@@ -17,7 +17,7 @@ from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence.chunks import exact
 from ndlightnet.ops.recurrence.gated import gated_linear_attention
-from ndlightnet.ops.recurrence.scan import running_sum
+from ndlightnet.ops.recurrence.scan import prefix_sum
 
 EPS = 1e-6  # the least denominator
 
@@ -78,27 +78,25 @@ def causal_linear_attention(
     if frames < 1 or k.shape[1] % frames:
         raise ValueError(f"frames={frames}: expected a divisor of the length {k.shape[1]}")
     single = frames == k.shape[1]
-    if (
-        resolve("gated_linear_attention" if single else "linear_attention", impl, k, v)
-        == "reference"
-    ):
-        own = gather(k, v)
-        last = Sums(sums.sum + own.sum, sums.memory + own.memory)
+    operation = "gated_linear_attention" if single else "linear_attention"
+    if resolve(operation, impl, k, v) == "reference":
+        new = gather(k, v)
+        last = Sums(sums.sum + new.sum, sums.memory + new.memory)
         return _reference(q, k, v, frames, sums, denominator), last
     if single:
         y, memory = gated_linear_attention(q, k, v, None, sums.memory, impl=impl)
         with exact(k):
             keys = k.to(sums.sum.dtype)
             if denominator:
-                total = sums.sum[:, None] + running_sum(keys)
+                total = sums.sum[:, None] + prefix_sum(keys)
                 weight = (q.to(keys.dtype) * total).sum(-1, keepdim=True).clamp(min=EPS)
                 y = (y / weight).to(v.dtype)
             return y, Sums(sums.sum + keys.sum(1), memory)
     q, k, v = (x.unflatten(1, (frames, -1)) for x in (q, k, v))
-    own = gather(k, v)
-    so_far = Sums(*(first[:, None] + x.cumsum(1) for first, x in zip(sums, own, strict=True)))
-    y = recall(q, so_far, v.dtype, denominator)
-    return y.flatten(1, 2), Sums(*(x[:, -1] for x in so_far))
+    new = gather(k, v)
+    totals = Sums(*(first[:, None] + prefix_sum(x) for first, x in zip(sums, new, strict=True)))
+    y = recall(q, totals, v.dtype, denominator)
+    return y.flatten(1, 2), Sums(*(x[:, -1] for x in totals))
 
 
 def _reference(

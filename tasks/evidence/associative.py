@@ -27,8 +27,7 @@ softmax, LAVO, RWKV-4, S5 and GLA (512), and some more for the sums, or the last
 keep beside it.
 
 Writes runs.json and runs.csv (all runs; "whole" is the share of sequences without any mistake),
-table.md and associative.png (each row at the best of its learning rates) under --out, after each
-run.
+table.md and associative.png (each row at the best of its learning rates) under --out.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ the mixer only, which is all that remembers: there is no MD-TPE, and MD-LRPE in 
 
 Rows: "plain" (frames weigh as their keys say), "window FRAMES", "forget RATE", "forget R1,R2,.."
 (heads take turns), "cosine" (plain with MD-LRPE), "softmax", "rotary" (softmax with MD-LRPE),
-"identity" (no memory). Writes table.md, runs.csv, runs.json and recall.png under --out after each
-run.
+"identity" (no memory). Writes table.md, runs.csv, runs.json and recall.png under --out.
 """
 
 from __future__ import annotations

@@ -306,7 +306,7 @@ def test_rows_of_the_second_task_alone_are_in_the_legend(tmp_path, monkeypatch):
 
 
 SMALL = (
-    "--pairs 2 4 --length 16 --vocab 16 --train-length 8 --test-length 16 --batch 4 --steps 2 "
+    "--pairs 2 4 --length 16 --vocab 16 --train-length 8 --test-length 16 --batch 4 --steps 1 "
     "--tests 6 --dim 16 --depth 1 --lr 1e-3 --rows softmax identity"
 )
 
@@ -339,7 +339,7 @@ def test_a_small_run(tmp_path, capsys):
 
 
 def test_a_network_learns_a_short_recall():
-    given = vars(options(pairs=[2, 4], length=16, vocab=16, batch=32, steps=150, tests=200, dim=32,
+    given = vars(options(pairs=[2, 4], length=16, vocab=16, batch=32, steps=100, tests=200, dim=32,
                          depth=1, rows=["softmax", "identity"]))  # fmt: skip
     right = {}
     for row in ("softmax attention", "identity"):

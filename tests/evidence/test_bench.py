@@ -173,8 +173,9 @@ def test_operators_beside_theirs(bench):
     assert floor.ms == pytest.approx(tokens * (5 * 8 + 1) * 4 / 1e9 * 1e3)
 
 
-def test_mixers_of_the_catalogue_over_grids(bench, tmp_path):
+def test_mixers_of_the_catalogue_over_grids(bench, tmp_path, monkeypatch):
     bench.quick = False
+    monkeypatch.setattr(Bench, "laps", 1)
     saved = []
     bench.save = lambda bench: saved.append({r["grid"] for r in bench.records})
     layers.mixers(bench, lengths=[9], grids=[(2, 3)], dim=16)

@@ -88,9 +88,9 @@ def test_small_frames_are_done_in_groups(monkeypatch, close, close_grads):
     case = Case((5, 2), 16, 16, "cosine", start=(4, 1), heads=1, window=3, forget=0.3)
     problem = Problem.random(case)
     leaves = [x.requires_grad_() for x in problem.leaves.values()]
-    assert frames.heavy(*leaves[1:3], None, 2)
+    assert frames.states_outweigh_tokens(*leaves[1:3], None, 2)
     grouped = ours(problem, "frames", "triton")
-    monkeypatch.setattr(frames, "heavy", lambda *_: False)
+    monkeypatch.setattr(frames, "states_outweigh_tokens", lambda *_: False)
     whole = ours(problem, "frames", "triton")
     for name, x in whole.items():
         close(grouped[name].detach(), x.detach(), 1e-6)

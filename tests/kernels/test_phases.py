@@ -85,8 +85,9 @@ def test_angles(shape, slots, prefix, start, window, dtype, once):
     cos, sin = torch.full((2, batch, heads, length, slots), torch.nan, device=DEVICE)
     at = torch.full((batch, heads, length, slots), torch.nan, device=DEVICE)
     _angles[(triton.cdiv(length, 16), heads, batch)](
-        cos, sin, at, length=length, BL=16, BK=32, ONCE=once, **arguments(place, like)
-    )
+        cos, sin, at, *place.angles, length=length, BL=16, BK=32, ONCE=once,
+        **arguments(place, like),
+    )  # fmt: skip
 
     grid = torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)).to(DEVICE)
     grid = grid + starts[:, None]  # (1 or batch, cells, axes)

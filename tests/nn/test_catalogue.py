@@ -13,6 +13,7 @@ from torch.func import functional_call
 from ndlightnet.layout import Ragged
 from ndlightnet.nn import mixers
 from ndlightnet.nn.mixers.base import reads_context
+from ndlightnet.nn.mixers.recurrent import Recurrent
 
 CATALOGUE = mixers.__all__
 every = pytest.mark.parametrize("name", CATALOGUE)
@@ -240,8 +241,16 @@ def test_scans_of_a_grid(close, name):
         build(name, scan="spiral")
 
 
-@every
-@pytest.mark.parametrize("causal", [False, True])
+def compiled() -> list:
+    """The forms of all mixers; of a recurrent one the causal form is one of its orders."""
+    forms = [(name, causal) for name in CATALOGUE for causal in (False, True)
+             if not (causal and issubclass(getattr(mixers, name), Recurrent))]  # fmt: skip
+    fast = ("LightNetAttention", "Mamba")
+    return [pytest.param(name, causal, marks=() if name in fast else pytest.mark.slow)
+            for name, causal in forms]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, causal", compiled())
 def test_compile_gives_the_same(close, name, causal):
     torch.compiler.reset()
     m, x = build(name), torch.randn(2, 3, 5, 16, requires_grad=True)

@@ -129,7 +129,7 @@ def test_state_hand_over_in_chunks_of_any_size(
 
 
 def test_the_state_of_a_window_holds_its_frames(close):
-    """The last ones apart from each other, each as faded as it is; empty ones before the first."""
+    """The last ones apart from each other, each decayed as it is; empty ones before the first."""
     *inputs, _ = sample((4, 6), grads=False)
     for window in (1, 2, 4, 7):
         _, state = attend(*inputs, (4, 6), window=window, forget=0.5)
@@ -140,8 +140,8 @@ def test_the_state_of_a_window_holds_its_frames(close):
                 assert (kept.max == -torch.inf).all() and not kept.memory.any()
                 continue
             own = summarize(*(x[:, 6 * frame : 6 * frame + 6] for x in inputs[1:]))
-            faded = own._replace(max=own.max - 0.5 * (3 - frame))
-            for a, b in zip(kept, faded, strict=True):
+            decayed = own._replace(max=own.max - 0.5 * (3 - frame))
+            for a, b in zip(kept, decayed, strict=True):
                 close(a, b, 1e-12)
 
 

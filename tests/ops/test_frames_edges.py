@@ -124,8 +124,8 @@ def test_small_frames_are_done_in_groups(monkeypatch, close, close_grads, option
     assert calls == [3, 3, 1]
     grad(actual.sum(), q, retain_graph=True)
     assert sorted(calls[3:]) == [1, 3, 3]
-    assert not frames.heavy(k, v, Lrpe(theta, (1, 7, 2)), 14)  # as one frame
-    monkeypatch.setattr(frames, "heavy", lambda *_: False)
+    assert not frames.states_outweigh_tokens(k, v, Lrpe(theta, (1, 7, 2)), 14)  # as one frame
+    monkeypatch.setattr(frames, "states_outweigh_tokens", lambda *_: False)
     expected, last = attend(q, k, v, shape, lrpe=theta, **options)
     ours, theirs = ((x, *whole(s)) for x, s in ((actual, state), (expected, last)))
     for a, b in zip(ours, theirs, strict=True):
@@ -205,7 +205,7 @@ def bad():
     yield "mask", (q, k, v, 3), {"mask": torch.ones(2, 3, dtype=torch.bool)}
     yield "frames=5.* 12", (q, k, v, 5), {}
     yield "frames=0", (q, k, v, 0), {}
-    yield r"\(4, 3\).*3 frames", (q, k, v, 3), {"lrpe": place._replace(shape=(4, 3))}
+    yield r"\(4, 3\).*3 frames", (q, k, v, 3), {"lrpe": place._replace(layout=(4, 3))}
     yield r"\(2, 4\).* 4 tokens", (q, k, v, 3), {"lrpe": Lrpe(theta, (2, 4), prefix=4)}
     yield "theta", (q, k, v, 3), {"lrpe": place._replace(theta=theta[:, :4])}
     yield "window=0", (q, k, v, 3), {"window": 0}

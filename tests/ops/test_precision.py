@@ -75,7 +75,7 @@ def outputs(form, inputs, theta, start, kind="cosine", past=None, impl="torch"):
         return out, *sums(state)
     if form == "step":
         token = (x[:, 0] for x in inputs)
-        place = place._replace(shape=(1,))
+        place = place._replace(layout=(1,))
         out, state = attention_step(*token, past, lrpe=place, impl=impl)
         return out, *sums(state)
     shape, window = (q.shape[1] // 4, 2, 2), 3 if form == "window" else None

@@ -13,7 +13,7 @@ from typing import Any
 from ndlightnet.data.errors import DataError, one_line
 from ndlightnet.data.folders import leave_out
 from ndlightnet.data.volume.dicom_tree import Series, find_series
-from ndlightnet.data.volume.formats import ENDINGS, FILES, FOLDER, stem
+from ndlightnet.data.volume.formats import ENDINGS, FILES, FOLDER, reader_of, stem
 from ndlightnet.data.volume.grid import Case
 
 WANTED = f"{', '.join(ENDINGS)} or a {FOLDER.name}"
@@ -299,8 +299,7 @@ def _read_of(folder: Path, files: Sequence[Path], slices: Sequence[Path]) -> set
     inside = {
         parent for path in {file.parent for file in slices} for parent in (path, *path.parents)
     }
-    headers = [path for path in files if path.suffix.lower() == ".mhd"]  # voxels lie beside them
-    voxels = [path.with_suffix(end) for path in headers for end in (".raw", ".zraw")]
+    voxels = [path.with_suffix(end) for path in files for end in reader_of(path).voxels]
     return {*files, *slices, *inside, *voxels, folder / "DICOMDIR"}
 
 

@@ -15,17 +15,18 @@ from ndlightnet.data.volume.nifti import open_nifti
 class Reader:
     """A format. open(path, slices): the grid at once, and what reads the voxels a few slices at a
     time, so that a volume of gigabytes is never held twice. endings: of its files, in small
-    letters; none: it is a folder."""
+    letters; none: it is a folder. voxels: of files beside them that hold the voxels."""
 
     name: str
     endings: tuple[str, ...]
     open: Callable[[Path, Sequence[Path]], tuple[FileGrid, Read]]
+    voxels: tuple[str, ...] = ()
 
 
 READERS = (
     Reader("NIfTI", (".nii.gz", ".nii"), open_nifti),
     Reader("NRRD", (".nrrd",), open_itk),
-    Reader("MetaImage", (".mha", ".mhd"), open_itk),
+    Reader("MetaImage", (".mha", ".mhd"), open_itk, (".raw", ".zraw")),
     Reader("DICOM series", (), open_series),
 )
 ENDINGS = tuple(ending for reader in READERS for ending in reader.endings)
@@ -37,10 +38,13 @@ FILES = f"{', '.join(_FIRST)} or {_LAST} file"  # for messages
 def open_file(path: Path, slices: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
     """The reader's, of a file or of a folder with the DICOM slices; one of an unknown ending is
     taken for NIfTI. Raises DataError where it cannot be read."""
-    name = path.name.lower()
-    reader = next((one for one in READERS if name.endswith(one.endings)), READERS[0])
     with readable(path):
-        return (FOLDER if path.is_dir() else reader).open(path, slices)
+        return (FOLDER if path.is_dir() else reader_of(path)).open(path, slices)
+
+
+def reader_of(file: Path) -> Reader:
+    name = file.name.lower()
+    return next((one for one in READERS if name.endswith(one.endings)), READERS[0])
 
 
 def stem(path: Path) -> str:

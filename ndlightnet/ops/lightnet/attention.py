@@ -177,7 +177,7 @@ def global_attention(
     """
     ragged = layout if isinstance(layout, Ragged) else None
     if ragged is not None:
-        lrpe = along(ragged, k, lrpe)
+        lrpe = packed_position(ragged, k, lrpe)
     _check(k, v, mask, lrpe, q)
     if lrpe is not None and lrpe.prefix == 0 and offset_of(lrpe) is not None:
         lrpe = lrpe._replace(layout=shape_of(lrpe), offset=None)  # only differences count
@@ -202,7 +202,7 @@ def global_attention(
     return read(q, summarize(k, v, mask=mask, lrpe=lrpe, impl=impl), lrpe=lrpe, impl=impl)
 
 
-def along(layout: Ragged, k: Tensor, lrpe: Position | None) -> Position | None:
+def packed_position(layout: Ragged, k: Tensor, lrpe: Position | None) -> Position | None:
     """The Position of samples end to end, checked."""
     if k.ndim != 4 or k.shape[0] != 1 or k.shape[1] != layout.length:
         raise ValueError(

@@ -27,17 +27,17 @@ from ndlightnet.ops.lightnet.attention import (
     _factors,
     _query,
     _silence,
-    along,
     by_sample,
     causal_attention,
+    packed_position,
 )
-from ndlightnet.ops.lightnet.state import State, decay, merge, raised, rates, tile
+from ndlightnet.ops.lightnet.state import State, decay, decay_rates, merge, reweighted, tile
 from ndlightnet.ops.position import Position, offset_gradient, offset_of, relative, shape_of
 from ndlightnet.ops.recurrence.chunks import exact
 
 
 # ------------------------------------------------------------------------ States of many frames
-def _behind(states: State, empty: int) -> State:
+def _with_empty_before(states: State, empty: int) -> State:
     """States (batch, frames, ...) with `empty` empty ones in front."""
 
     def join(x: Tensor, fill: float) -> Tensor:
@@ -46,23 +46,23 @@ def _behind(states: State, empty: int) -> State:
     return State(join(states.max, -torch.inf), join(states.sum, 0), join(states.memory, 0))
 
 
-def _later(states: State, by: int) -> State:
+def _shifted(states: State, by: int) -> State:
     """States moved `by` frames later, empty ones in front."""
     n = states.max.shape[1]
     by = min(by, n)
-    return _behind(State(*(x[:, : n - by] for x in states)), by)
+    return _with_empty_before(State(*(x[:, : n - by] for x in states)), by)
 
 
-def _last(states: State, window: int) -> State:
+def _merge_last(states: State, window: int) -> State:
     """The merge of the last `window` States up to each, by doubling."""
     have, out, size, done = states, states, 1, 0
     while True:
         if window & size:
-            out = merge(out, _later(have, done)) if done else have
+            out = merge(out, _shifted(have, done)) if done else have
             done += size
         if 2 * size > window:
             return out
-        have, size = merge(have, _later(have, size)), 2 * size
+        have, size = merge(have, _shifted(have, size)), 2 * size
 
 
 class SlidingMerge(torch.autograd.Function):
@@ -73,7 +73,7 @@ class SlidingMerge(torch.autograd.Function):
     def forward(
         ctx: Any, top: Tensor, total: Tensor, memory: Tensor, window: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        out = _last(State(top, total, memory), window)
+        out = _merge_last(State(top, total, memory), window)
         ctx.window = window
         ctx.save_for_backward(top, out.max)
         ctx.mark_non_differentiable(out.max)
@@ -83,7 +83,7 @@ class SlidingMerge(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         top, after = ctx.saved_tensors
         pulls = State(torch.where(after == -torch.inf, after, -after), grads[1], grads[2])
-        pulls = _last(State(*(x.flip(1) for x in pulls)), ctx.window)
+        pulls = _merge_last(State(*(x.flip(1) for x in pulls)), ctx.window)
         ref, total, memory = (x.flip(1) for x in pulls)
         fall = decay(top, -ref)
         return None, fall * total, tile(fall, memory.shape[-2], -1)[..., None] * memory, None
@@ -143,7 +143,7 @@ def axis_causal_attention(
         if state is None:
             state = _empty(k, v, lrpe)
             if window is not None:
-                state = _behind(State(*(x[:, None][:, :0] for x in state)), window - 1)
+                state = _with_empty_before(State(*(x[:, None][:, :0] for x in state)), window - 1)
         return v.new_empty(v.shape, dtype=q.dtype), state
     if frames < 1 or k.shape[1] % frames:
         raise ValueError(f"frames={frames}: expected a divisor of the length, {k.shape[1]}")
@@ -152,7 +152,7 @@ def axis_causal_attention(
             f"lrpe of a grid {shape_of(lrpe)} behind {lrpe.prefix} tokens: expected {frames} "
             "frames and nothing in front"
         )
-    check_past(window, forget, k.shape[2])
+    check_decay(window, forget, k.shape[2])
     plain = window is None and not isinstance(forget, Tensor) and forget == 0
     chosen = resolve("axis_causal_attention", impl, k, v, lrpe=lrpe)
     if k.shape[1] == frames and plain:
@@ -166,7 +166,7 @@ def axis_causal_attention(
             out, state = reference.frames(q, k, v, frames, state, lrpe, mask, window, forget)
             return out.to(q.dtype), offset_gradient(state, lrpe, 1)
         how = (window, forget, chosen)
-        if not heavy(k, v, lrpe, k.shape[1] // frames):
+        if not states_outweigh_tokens(k, v, lrpe, k.shape[1] // frames):
             out, state = _attend(q, k, v, mask, lrpe, state, frames, *how)
             return out, offset_gradient(state, lrpe, 1)
         run: Any = _attend
@@ -177,13 +177,13 @@ def axis_causal_attention(
             n = min(most, frames - first)
             now = slice(first * tokens, (first + n) * tokens)
             part = (q[:, now], k[:, now], v[:, now], None if mask is None else mask[:, now])
-            out, state = run(*part, _from(lrpe, first, n), state, n, *how)
+            out, state = run(*part, _frames_from(lrpe, first, n), state, n, *how)
             outs.append(out)
         assert state is not None
         return torch.cat(outs, 1), offset_gradient(state, lrpe, 1)
 
 
-def check_past(window: int | None, forget: float | Tensor, heads: int) -> None:
+def check_decay(window: int | None, forget: float | Tensor, heads: int) -> None:
     if window is not None and window < 1:
         raise ValueError(f"window={window}: expected 1 or more frames, or None")
     if isinstance(forget, Tensor):
@@ -209,7 +209,7 @@ def _check_frames(
     return None
 
 
-def heavy(k: Tensor, v: Tensor, lrpe: Position | None, tokens: int) -> bool:
+def states_outweigh_tokens(k: Tensor, v: Tensor, lrpe: Position | None, tokens: int) -> bool:
     """Whether the State of a frame of so many tokens takes more memory than its q, k, v and
     output."""
     dim, wide = k.shape[-1], v.shape[-1]
@@ -217,21 +217,21 @@ def heavy(k: Tensor, v: Tensor, lrpe: Position | None, tokens: int) -> bool:
     return state > tokens * 2 * (dim + wide) * k.element_size()
 
 
-def faded(states: State, forget: float | Tensor) -> State:
+def decayed(states: State, forget: float | Tensor) -> State:
     """Of States (batch, frames, heads, ·): frame i stronger than what was before the first one, by
     exp(forget * (i + 1))."""
     ages = torch.arange(1, states.max.shape[1] + 1, device=states.max.device)
-    return _raised(states, ages[:, None, None], forget)
+    return _reweighted(states, ages[:, None, None], forget)
 
 
-def _raised(states: State, frames: Tensor | int, forget: float | Tensor) -> State:
+def _reweighted(states: State, frames: Tensor | int, forget: float | Tensor) -> State:
     """States that weigh exp(forget * frames) times as much."""
     if not isinstance(forget, Tensor) and forget == 0:
         return states
-    return raised(states, frames * rates(forget, states.max.device))
+    return reweighted(states, frames * decay_rates(forget, states.max.device))
 
 
-def _from(lrpe: Position | None, first: int, frames: int) -> Position | None:
+def _frames_from(lrpe: Position | None, first: int, frames: int) -> Position | None:
     """For some of the frames."""
     if lrpe is None:
         return None
@@ -246,7 +246,7 @@ def _attend(
 ) -> tuple[Tensor, State]:  # fmt: skip
     """The form itself, for all frames at once."""
     own, read = (_by_triton if impl == "triton" else _by_torch)(q, k, v, mask, lrpe, frames)
-    known = own = faded(own, forget)
+    known = own = decayed(own, forget)
     if state is not None:
         before = State(*(x[:, None] for x in state)) if window is None else state
         known = State(*(torch.cat(pair, 1) for pair in zip(before, own, strict=True)))
@@ -256,9 +256,9 @@ def _attend(
     if window is None:
         last = State(*(x[:, -1].clone() for x in seen))
     else:
-        last = _behind(known, max(0, window - 1 - known.max.shape[1]))
+        last = _with_empty_before(known, max(0, window - 1 - known.max.shape[1]))
         last = State(*(x[:, x.shape[1] - (window - 1) :].clone() for x in last))
-    return out, _raised(last, -frames, forget)
+    return out, _reweighted(last, -frames, forget)
 
 
 Forms = tuple[State, Callable[[State], Tensor]]
@@ -303,13 +303,13 @@ def _ragged(
 ) -> Tensor:  # fmt: skip
     """Of samples end to end: by kernels, to which each frame is a sample, where frames are large
     enough for States of their own; one sample after the other elsewhere."""
-    lrpe = along(layout, k, lrpe)
+    lrpe = packed_position(layout, k, lrpe)
     _check(k, v, mask, lrpe, q)
-    check_past(window, forget, k.shape[2])
+    check_decay(window, forget, k.shape[2])
     chosen: Any = resolve("axis_causal_attention", impl, k, v, lrpe=lrpe)
     pairs = zip(layout.lengths, layout.shapes, strict=True)
     small = min((n // shape[0] for n, shape in pairs if n), default=0)
-    if chosen != "triton" or heavy(k, v, lrpe, small):
+    if chosen != "triton" or states_outweigh_tokens(k, v, lrpe, small):
 
         def alone(grid: Grid, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
             how |= {"window": window, "forget": forget, "impl": chosen}
@@ -327,7 +327,7 @@ def _ragged(
         return table.unflatten(0, (len(layout), most))
 
     states = State(*map(padded, own, (-torch.inf, 0.0, 0.0)))
-    seen = sliding_merge(faded(states, forget), window, chosen)
+    seen = sliding_merge(decayed(states, forget), window, chosen)
     _, total, memory = (x.flatten(0, 1).index_select(0, at) for x in seen)
     out: Tensor = _triton.read(q, total, memory, *where)
     return out

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops.dtypes import accumulator
-from ndlightnet.ops.lightnet.state import State, decay, merge, raised, rates, tile
+from ndlightnet.ops.lightnet.state import State, decay, decay_rates, merge, reweighted, tile
 from ndlightnet.ops.position import Position, key_features, query_features
 
 
@@ -78,7 +78,7 @@ def frames(
     phi = torch.nn.functional.silu(q.to(accumulator(q)))
     f_q = phi if lrpe is None else query_features(phi, lrpe)
     w = None if lrpe is None else key_features(lrpe, k.shape[-1], phi.dtype)
-    fade = rates(forget, k.device)
+    fade = decay_rates(forget, k.device)
     (batch, length, heads, dim), wide = k.shape, v.shape[-1]
     empty = State.empty(batch, heads, dim, wide, lrpe is not None, dtype=phi.dtype, device=k.device)
     past = [] if state is None else [state]
@@ -92,7 +92,7 @@ def frames(
         for t in tokens.tolist():
             seen = None if mask is None else mask[:, t]
             own = update(own, k[:, t], v[:, t], None if w is None else w[..., t, :, :], seen)
-        past = [*(raised(s, -fade) for s in past), own]
+        past = [*(reweighted(s, -fade) for s in past), own]
         if window is not None:
             past = past[-window:]
         whole = past[0]

@@ -49,14 +49,14 @@ def tile(x: Tensor, rows: int, dim: int) -> Tensor:
     return x if x.shape[dim] == rows else torch.cat([x, x], dim)
 
 
-def rates(forget: float | Tensor, device: torch.device) -> Tensor:
+def decay_rates(forget: float | Tensor, device: torch.device) -> Tensor:
     """A number, or one per head: as () or (heads, 1)."""
     if isinstance(forget, Tensor):
         return forget.to(device, finest(device))[:, None]
     return torch.full((), forget, dtype=finest(device), device=device)
 
 
-def raised(state: State, by: Tensor) -> State:
+def reweighted(state: State, by: Tensor) -> State:
     """A State that weighs exp(by) times as much. What the maximum, of fewer digits, cannot hold of
     the sum goes into sum and memory."""
     high = state.max.detach().to(by.dtype) + by

@@ -1,5 +1,5 @@
 """Diagonal state-space models: x'(t) = a x(t) + u(t), with u held constant over steps of length dt
-(zero-order hold), and HiPPO-LegS, where their poles a start.
+(zero-order hold), and HiPPO-LegS, where their eigenvalues a start.
 
     x_t = exp(dt a) x_(t-1) + expm1(dt a) / a . u_t
 
@@ -31,9 +31,9 @@ def legs(state: int) -> tuple[Tensor, Tensor]:
         raise ValueError(f"state={state}: expected an even number, 2 or more")
     root = (2 * torch.arange(state, dtype=torch.float64) + 1).sqrt()
     low = (root[:, None] * root).tril(-1) / 2
-    turns, vectors = torch.linalg.eigh(1j * (low - low.mT))  # of a Hermitian matrix: real
-    half = slice(state // 2, None)
-    return torch.complex(torch.full_like(turns[half], -0.5), turns[half]), vectors[:, half]
+    frequency, vectors = torch.linalg.eigh(1j * (low - low.mT))  # of a Hermitian matrix: real
+    frequency = frequency[state // 2 :]
+    return torch.complex(torch.full_like(frequency, -0.5), frequency), vectors[:, state // 2 :]
 
 
 def hold(z: Tensor) -> Tensor:
@@ -44,11 +44,11 @@ def hold(z: Tensor) -> Tensor:
     return torch.where(near, series, torch.expm1(far) / far)
 
 
-def poles(log_rate: Tensor, turn: Tensor, log_step: Tensor) -> Tensor:
-    """dt a = exp(log_step) (-exp(log_rate) + i turn), complex128: phases of many steps lose their
+def poles(A_log: Tensor, A_imag: Tensor, log_dt: Tensor) -> Tensor:
+    """dt a = exp(log_dt) (-exp(A_log) + i A_imag), complex128: phases of many steps lose their
     digits in float32."""
-    real = -(log_rate.double() + log_step.double()).exp()
-    return torch.complex(real, turn.double() * log_step.double().exp())
+    real = -(A_log.double() + log_dt.double()).exp()
+    return torch.complex(real, A_imag.double() * log_dt.double().exp())
 
 
 def powers(z: Tensor, count: int, dtype: torch.dtype) -> Tensor:

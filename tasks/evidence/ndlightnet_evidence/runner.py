@@ -59,9 +59,9 @@ def compare(
     """Does what is `wanted` by one(who), which gives what it measured, or raises.
 
     o: the options of `add_options`. After every run all that are done are in runs.json, and, as
-    `lines` of each, in runs.csv; `table` of them is in table.md, and `draw` is called with those
-    that came to an end. processes: `one` does its work itself, and jobs side by side are processes
-    to which it is pickled; else it starts commands, and jobs are threads.
+    `lines` of each, in runs.csv; `table` of them is in table.md. At the end `draw` is called with
+    those that have a result. processes: `one` does its work itself, and jobs side by side are
+    processes to which it is pickled; else it starts commands, and jobs are threads.
     """
     o.out.mkdir(parents=True, exist_ok=True)
     file, at = o.out / "runs.json", {"commit": commit()}
@@ -77,8 +77,6 @@ def compare(
         good = [run for run in runs if tables.complete(run)]
         write_csv(o.out / "runs.csv", [line for run in good for line in lines(run)])
         (o.out / "table.md").write_text(table(runs) + tables.notes(runs))
-        if good:
-            draw(good)
 
     def keep(run: Run) -> None:
         runs.append({**run, "date": date.today().isoformat(), **at})
@@ -88,6 +86,8 @@ def compare(
 
     save()
     run_all(left, one, keep, jobs=o.jobs, minutes=o.minutes, processes=processes)
+    if good := [run for run in runs if tables.complete(run)]:
+        draw(good)
     print((o.out / "table.md").read_text())
     return runs
 

@@ -6,7 +6,7 @@ import torch
 from torch.autograd import gradcheck
 
 from ndlightnet.ops.recurrence.memory import elementwise_memory, matrix_memory, reference
-from ndlightnet.ops.recurrence.scan import running_sum, scan
+from ndlightnet.ops.recurrence.scan import prefix_sum, scan
 
 FORGETS = {
     "full": (2, 7, 3, 4, 5), "row": (2, 7, 3, 4, 1), "column": (2, 7, 3, 1, 5),
@@ -187,9 +187,9 @@ def test_errors_show_the_shapes():
 
 
 @pytest.mark.parametrize("n", [0, 1, 64, 65, 200, 4097])
-def test_running_sums(close, n):
+def test_prefix_sums(close, n):
     x = torch.randn(2, n, 3, 2, dtype=torch.float64, requires_grad=True)
-    out, expected = running_sum(x), x.cumsum(1)
+    out, expected = prefix_sum(x), x.cumsum(1)
     close(out, expected, 1e-12)
     pull = torch.randn_like(out)
     close(*(torch.autograd.grad(y, x, pull)[0] for y in (out, expected)), 1e-12)

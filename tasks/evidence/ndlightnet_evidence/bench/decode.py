@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops import State, attention_step
-from ndlightnet.ops.dispatch import Impl
 from ndlightnet_evidence.bench import peers
 from ndlightnet_evidence.bench.attention import make_lrpe
 from ndlightnet_evidence.bench.rows import Bench, Case, Contender
@@ -39,5 +38,5 @@ def decode(bench: Bench, batch: int = 64, heads: int = 12, dim: int = 64) -> Non
         bench.compare(case, "fwd", contenders, inputs, tokens + 2 * state)
 
 
-def _step(q: Tensor, k: Tensor, v: Tensor, *state: Tensor, impl: Impl, **options: Any) -> Any:
+def _step(q: Tensor, k: Tensor, v: Tensor, *state: Tensor, impl: Any, **options: Any) -> Any:
     return attention_step(q, k, v, State(*state), impl=impl, **options)

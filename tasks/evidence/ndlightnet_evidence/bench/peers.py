@@ -16,10 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from ndlightnet.layout import Grid
 from ndlightnet.nn.heads import default_heads
 from ndlightnet.ops import Lrpe, causal_attention
-from ndlightnet.ops.lightnet.state import tile
 from ndlightnet.ops.position import key_features, query_features
 from ndlightnet.ops.recurrence import wkv
 from ndlightnet_evidence.bench.timing import Absent
@@ -51,8 +49,11 @@ def reference(q: Tensor, k: Tensor, v: Tensor, lrpe: Lrpe | None = None) -> Tens
     dtype."""
     keys, queries = k.float().softmax(1), silu(q.float())
     if lrpe is not None:
-        factors = key_features(lrpe, k.shape[-1], keys.dtype)
-        keys, queries = tile(keys, factors.shape[-1], -1) * factors, query_features(queries, lrpe)
+        factors, queries = (
+            key_features(lrpe, k.shape[-1], keys.dtype),
+            query_features(queries, lrpe),
+        )
+        keys = torch.cat([keys] * (factors.shape[-1] // keys.shape[-1]), -1) * factors
     memory = torch.einsum("blhr,blhd->bhrd", keys.to(v.dtype), v)
     return torch.einsum("blhr,bhrd->blhd", queries.to(q.dtype), memory)
 
@@ -126,7 +127,8 @@ class FlaMixer(nn.Module):
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         """Tokens (batch, *grid, dim) -> same shape."""
-        return Grid.of(x).unflatten(self.layer(x.flatten(1, -2))[0])
+        out: Tensor = self.layer(x.flatten(1, -2))[0].reshape(x.shape)
+        return out
 
 
 def shorten_search() -> None:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ndlightnet.ops.dispatch import Impl
 from ndlightnet_evidence.bench.timing import (
     CALLS,
     Absent,
@@ -77,7 +76,7 @@ class Bench:
     """
 
     device: torch.device
-    impl: Impl
+    impl: Any
     quick: bool = False
     minutes: float = 1e9
     save: Callable[[Bench], None] = lambda bench: None

@@ -1,0 +1,60 @@
+"""Launching kernels at little cost for the host.
+
+At every launch Triton looks at each argument to find the program compiled for them, which takes
+longer than a small kernel. What it looks at depends on shapes, dtypes, strides and the addresses'
+alignment alone. So a call's plan is made once for its shapes (`remembered`), and its launches keep
+the programs that Triton found (`Launch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import triton
+from torch import Tensor
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+MOST = 4096  # plans in memory
+
+Plan = TypeVar("Plan")
+_plans: dict[Hashable, Any] = {}
+
+
+def remembered(key: Hashable, make: Callable[[], Plan]) -> Plan:
+    """The result of `make`, kept for the next call with this key: all that it depends on."""
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= MOST:
+            _plans.clear()
+        plan = _plans[key] = make()
+    return plan
+
+
+class Launch:
+    """A kernel with its grid and all arguments but the tensors, which come first in its signature:
+    to be called with those, None where there is none. Their shapes, strides, dtypes and device are
+    the same at every call."""
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+        names = kernel.arg_names
+        tensors = next(i for i, name in enumerate(names) if name in arguments)
+        self.kernel, self.grid = kernel, (*grid, *[1] * (3 - len(grid)))
+        self.rest = tuple(arguments.pop(name) for name in names[tensors:])
+        self.options = arguments
+        self.programs: dict[tuple[int, ...], Callable[..., Any]] = {}
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        if INTERPRETED:
+            self.kernel[self.grid](*tensors, *self.rest, **self.options)
+            return
+        alignment = tuple([-1 if x is None else x.data_ptr() & 15 for x in tensors])
+        program = self.programs.get(alignment)
+        if program is None:
+            compiled = self.kernel[self.grid](*tensors, *self.rest, **self.options)
+            if hasattr(compiled, "result"):  # of a compilation in another thread
+                compiled = compiled.result()
+            if compiled is not None:
+                self.programs[alignment] = compiled[self.grid]
+            return
+        program(*tensors, *self.rest)
