@@ -94,7 +94,8 @@ def test_a_training_that_goes_on_for_longer_has_the_rates_of_the_longer_one():
     longer.load_state_dict(first.state_dict())
     longer.optimizer.step()
     longer.step()
-    assert longer.get_last_lr()[0] == pytest.approx(rates(200)[41]) > 0.4
+    (rate,) = longer.get_last_lr()
+    assert rate == pytest.approx(rates(200)[41]) and rate > 0.4
 
 
 def test_optimizer_trains_every_parameter_with_the_decay_asked_for():
