@@ -11,17 +11,8 @@ python tasks/ct_segmentation.py bundle  --config ... --ckpt_path ... --out bundl
 """
 
 import sys
-from pathlib import Path
 
-from jsonargparse import auto_cli
-
-from ndlightnet.training import SegmentationTask, VolumeData, run
-from ndlightnet.training.segmentation.bundle import bundle
-from ndlightnet.training.segmentation.folds import folds
-from ndlightnet.training.segmentation.plan import plan
+from ndlightnet.__main__ import door
 
 if __name__ == "__main__":
-    configs = Path(__file__).parents[1] / "configs"
-    planned = lambda arguments: auto_cli(plan, args=arguments)  # noqa: E731
-    commands = {"plan": planned, "folds": folds, "bundle": bundle}
-    sys.exit(run(SegmentationTask, VolumeData, configs / "phantoms.yaml", commands))
+    sys.exit(door("ct_segmentation"))

@@ -7,11 +7,8 @@ python tasks/forecast.py predict --config ... --ckpt_path ... --data.init_args.i
 """
 
 import sys
-from pathlib import Path
 
-from ndlightnet.training import run
-from ndlightnet.training.forecasting.series import ForecastTask, SeriesData
+from ndlightnet.__main__ import door
 
 if __name__ == "__main__":
-    configs = Path(__file__).parents[1] / "configs"
-    sys.exit(run(ForecastTask, SeriesData, configs / "ett.yaml"))
+    sys.exit(door("forecast"))

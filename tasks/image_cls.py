@@ -6,11 +6,8 @@ python tasks/image_cls.py test --config ... --ckpt_path runs/adrenal/checkpoints
 """
 
 import sys
-from pathlib import Path
 
-from ndlightnet.training import run
-from ndlightnet.training.classification.images import ImageData, ImageTask
+from ndlightnet.__main__ import door
 
 if __name__ == "__main__":
-    configs = Path(__file__).parents[1] / "configs"
-    sys.exit(run(ImageTask, ImageData, configs / "fashion_mnist.yaml"))
+    sys.exit(door("image_cls"))

@@ -6,10 +6,8 @@ python tasks/signal_cls.py test --config ... --ckpt_path runs/spoken_digits/chec
 """
 
 import sys
-from pathlib import Path
 
-from ndlightnet.training import SignalData, SignalTask, run
+from ndlightnet.__main__ import door
 
 if __name__ == "__main__":
-    configs = Path(__file__).parents[1] / "configs"
-    sys.exit(run(SignalTask, SignalData, configs / "spoken_digits.yaml"))
+    sys.exit(door("signal_cls"))

@@ -8,13 +8,8 @@ python tasks/text_lm.py curves RUN ... --out curves.png    folders of tested run
 """
 
 import sys
-from pathlib import Path
 
-from ndlightnet.training import run
-from ndlightnet.training.language.text import TextData, TextTask, curves
+from ndlightnet.__main__ import door
 
 if __name__ == "__main__":
-    configs = Path(__file__).parents[1] / "configs"
-    if sys.argv[1:2] == ["curves"]:
-        sys.exit(curves(sys.argv[2:]))
-    sys.exit(run(TextTask, TextData, configs / "enwik8.yaml"))
+    sys.exit(door("text_lm"))

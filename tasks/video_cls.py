@@ -14,10 +14,8 @@ ffmpeg -f v4l2 -i /dev/video0 -c:v libx264 -tune zerolatency -f mpegts - |
 """
 
 import sys
-from pathlib import Path
 
-from ndlightnet.training import VideoData, VideoTask, run
+from ndlightnet.__main__ import door
 
 if __name__ == "__main__":
-    configs = Path(__file__).parents[1] / "configs"
-    sys.exit(run(VideoTask, VideoData, configs / "digits.yaml"))
+    sys.exit(door("video_cls"))

@@ -11,11 +11,8 @@ python tasks/volume_cls.py predict --config ... --ckpt_path ... --data.input sca
 """
 
 import sys
-from pathlib import Path
 
-from ndlightnet.training import run
-from ndlightnet.training.classification.images import ImageData, ImageTask
+from ndlightnet.__main__ import door
 
 if __name__ == "__main__":
-    configs = Path(__file__).parents[1] / "configs"
-    sys.exit(run(ImageTask, ImageData, configs / "adrenal28.yaml"))
+    sys.exit(door("volume_cls"))

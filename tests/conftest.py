@@ -17,7 +17,9 @@ from torch import Tensor
 if not torch.cuda.is_available():  # kernels are then interpreted; Triton asks at its import
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-ORACLES = Path(__file__).parents[2] / "shared" / "oracles"
+SHARED = Path(__file__).parents[2] / "shared"
+ORACLES = SHARED / "oracles"
+os.environ.setdefault("NDLIGHTNET_DATA", str(SHARED / "data"))  # what roots in configs begin at
 
 
 @pytest.fixture(autouse=True)

@@ -145,10 +145,10 @@ class TokenBudgetSampler(Sampler[list[int]]):
         batches: list[list[int]] = [[] for _ in range(self.num_batches)]
         loads = [(0, number) for number in range(self.num_batches)]  # a heap
         for group in self._groups:
-            for place in order(len(group)):
+            for index in order(len(group)):
                 tokens, number = loads[0]
-                batches[number].append(group[place])
-                heapq.heapreplace(loads, (tokens + self.lengths[group[place]], number))
+                batches[number].append(group[index])
+                heapq.heapreplace(loads, (tokens + self.lengths[group[index]], number))
         batches = [batch or [number % len(self.lengths)] for number, batch in enumerate(batches)]
         mine = order(self.num_batches)[self.rank :: self.num_replicas]
         for number in mine:

@@ -279,11 +279,11 @@ def load_for_clips(path: str | Path, frames: int, size: int) -> Tensor:
     return load_video(path, short_side=round(size * MARGIN), max_frames=max(64, 4 * frames))
 
 
-class ClipDataset(torch.utils.data.Dataset[tuple[Tensor, int] | tuple[Tensor, int, int]]):
+class ClipDataset(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
     """Clips of labelled videos, which are all decoded at once, here, and kept as uint8.
 
     `load_for_clips` says what is kept: at size 112, 65 kB for each frame of 4:3. With `train`, item
-    i is (clip, label): a random clip (3, frames, size, size) of video i. Otherwise it is
+    i is (clip, label, i): a random clip (3, frames, size, size) of video i. Otherwise it is
     (clips, label, i): always the same `clips` clips, (clips, 3, frames, size, size). With
     `frames=1` a clip is a single frame. DataError names a file that cannot be read.
     """
@@ -310,10 +310,10 @@ class ClipDataset(torch.utils.data.Dataset[tuple[Tensor, int] | tuple[Tensor, in
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int] | tuple[Tensor, int, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
         video, label = self._videos[index], self.samples[index].label
         if self.train:
-            return train_clip(video, self.frames, self.size, self.hflip), label
+            return train_clip(video, self.frames, self.size, self.hflip), label, index
         return eval_clips(video, self.frames, self.size, self.clips), label, index
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.inference.windows import blended, whole
+from ndlightnet.inference.windows import parts
 
 # For every index of a target axis: the cell of the image below it, int64, and how far it lies
 # towards the next cell, float32 in 0..1.
@@ -56,13 +56,9 @@ def predict_labels(
     like = next(net.parameters(), image)
     like = torch.empty(0, dtype=like.dtype, device=like.device if device is None else device)
     lookups = _lookups(space, onto)
-    if window is None:
-        parts = whole(net, image, like)
-    else:
-        halo = [int(fraction.any()) for _, fraction in lookups]
-        parts = blended(net, image, window, overlap, halo, like, memory)
+    halo = [int(fraction.any()) for _, fraction in lookups]
     labels: Tensor | None = None
-    for corner, logits in parts:
+    for corner, logits in parts(net, image, window, overlap, halo, like, memory):
         if labels is None:
             dtype = torch.uint8 if len(logits) <= 255 else torch.int16
             labels = torch.empty([len(lower) for lower, _ in lookups], dtype=dtype)
@@ -107,17 +103,19 @@ def _label(
     interpolated at a time takes CHUNK bytes, if a row of one class does not take more.
     """
     box, steps = [], []
-    for start, length, n, (lower, share) in zip(
+    for start, length, n, (lower, fraction) in zip(
         corner, logits.shape[1:], space, lookups, strict=True
     ):
         # Between cells the targets beyond the last one are the next part's, which begins with it.
-        stop = start + length - int(bool(share.any()) and start + length < n)
+        stop = start + length - int(bool(fraction.any()) and start + length < n)
         own = ((lower >= start) & (lower < stop)).nonzero()
         if not len(own):
             return
         box.append(slice(int(own[0]), int(own[-1]) + 1))
         low = lower[box[-1]] - start
-        steps.append((low.to(logits.device), share[box[-1]].to(logits.device), bool(share.any())))
+        steps.append(
+            (low.to(logits.device), fraction[box[-1]].to(logits.device), bool(fraction.any()))
+        )
     block = torch.zeros_like(labels[tuple(box)], device=logits.device)
     cells = math.prod(map(max, block.shape[1:], logits.shape[2:]))
     rows = max(1, CHUNK // (4 * cells * len(logits)))
@@ -126,12 +124,12 @@ def _label(
     for row in range(0, len(block), rows):
         label = block[row : row + rows]
         best = torch.full_like(label, -torch.inf, dtype=torch.float32)
-        low, share, between = steps[0]
-        now = [(low[row : row + rows], share[row : row + rows], between), *steps[1:]]
+        low, fraction, between = steps[0]
+        now = [(low[row : row + rows], fraction[row : row + rows], between), *steps[1:]]
         for first in range(0, len(logits), classes):
             values = logits[first : first + classes]
-            for low, share, between in now:
-                values = _at(values, low, share if between else None)
+            for low, fraction, between in now:
+                values = _at(values, low, fraction if between else None)
             for c, value in enumerate(values, first):
                 label.masked_fill_(value > best, c)
                 best = torch.maximum(best, value)
@@ -141,22 +139,24 @@ def _label(
     labels[tuple(box)] = block.cpu()
 
 
-def _at(x: Tensor, low: Tensor, share: Tensor | None) -> Tensor:
-    """Values at, or with `share` linearly between, the cells `low` and `low + 1` of the first axis,
-    which goes last: `(classes, a, b, ...)` -> `(classes, b, ..., targets)`. After as many calls as
-    there are axes all are in their order again."""
+def _at(x: Tensor, low: Tensor, fraction: Tensor | None) -> Tensor:
+    """Values at, or with `fraction` linearly between, the cells `low` and `low + 1` of the first
+    axis, which goes last: `(classes, a, b, ...)` -> `(classes, b, ..., targets)`. After as many
+    calls as there are axes all are in their order again."""
     below = x[:, low]
-    if share is not None:
+    if fraction is not None:
         above = x[:, (low + 1).clamp(max=x.shape[1] - 1)]
-        share = share.view(-1, *[1] * (x.ndim - 2))
-        below = torch.lerp(below.float(), above.float(), share)
+        fraction = fraction.view(-1, *[1] * (x.ndim - 2))
+        below = torch.lerp(below.float(), above.float(), fraction)
     return below.movedim(1, -1)
 
 
 def keep_largest(labels: Tensor, classes: Sequence[int] | None = None) -> Tensor:
     """Integer labels `(*space)` in which every class of `classes` (None: all above 0) keeps only
     its largest component; cells that touch at a corner belong together. Others become 0. Of two
-    of the same size the first stays. The dtype stays, the result is on the CPU."""
+    of the same size the first stays. The dtype stays, the result is on the CPU.
+
+    MONAI's transform of this name needs scikit-image, and labels the whole grid for every class."""
     import numpy as np
     from scipy import ndimage
 

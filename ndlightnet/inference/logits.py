@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ndlightnet.inference.windows import parts
+
 
 @torch.no_grad()
 def predict_volume(
@@ -16,17 +18,21 @@ def predict_volume(
     """Logits `(batch, classes, *space)`, float32, for an image `(batch, channels, *space)`.
 
     window None: the whole grid in one forward. Otherwise overlapping windows of this shape, blended
-    with Gaussian weights (MONAI), for grids that do not fit.
+    with Gaussian weights, for grids that do not fit.
     """
     if window is None:
         out: Tensor = net(image)
         return out.float()
-    from monai.inferers.inferer import SlidingWindowInferer
-
-    inferer = SlidingWindowInferer(tuple(window), sw_batch_size=4, overlap=overlap, mode="gaussian")
-    blended = inferer(image, net)
-    assert isinstance(blended, Tensor)
-    return blended.float()
+    halo, images = [0] * (image.ndim - 2), []
+    for one in image.as_subclass(Tensor):
+        logits = torch.empty(0)
+        for corner, part in parts(net, one, window, overlap, halo, one):
+            if not len(logits):
+                logits = part.new_empty(len(part), *one.shape[1:])
+            box = (slice(a, a + n) for a, n in zip(corner, part.shape[1:], strict=True))
+            logits[(slice(None), *box)] = part
+        images.append(logits)
+    return torch.stack(images)
 
 
 @torch.no_grad()

@@ -1,5 +1,7 @@
 """Parts of an image with their logits: the whole at once, or overlapping windows blended as they
-come, each part complete when it is handed on."""
+come, each part complete when it is handed on. MONAI's sliding windows, whose places and weights
+these are, and its mergers hold the logits of the whole image: 54 GB of 100 classes on 512^3 cells.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,17 @@ _Box = tuple[tuple[int, int], ...]  # first cell and last + 1 along each axis
 HOST = 2**29  # bytes that the sums of windows may take on a host, however small the image is
 
 
-def whole(net: nn.Module, image: Tensor, like: Tensor) -> Iterator[Part]:
-    """The one part of an image that goes through the network at once, in its dtype."""
-    yield (0,) * (image.ndim - 1), _forward(net, image[None].to(like))
+def parts(
+    net: nn.Module, image: Tensor, window: Sequence[int] | None, overlap: float,
+    halo: Sequence[int], like: Tensor, memory: int | None = None,
+) -> Iterator[Part]:  # fmt: skip
+    """Parts that cover an image (channels, *space), neighbours sharing `halo` cells along each
+    axis; each is valid until the next one is asked for. window None: the image goes through the
+    network at once. Windows take the dtype and the device of `like`."""
+    if window is None:
+        yield (0,) * (image.ndim - 1), _forward(net, image[None].to(like))
+    else:
+        yield from blended(net, image, window, overlap, halo, like, memory)
 
 
 def blended(

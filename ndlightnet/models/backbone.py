@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ndlightnet.layout import Packed, Ragged, pack
+from ndlightnet.layout import Grid, Layout, Packed, pack
 from ndlightnet.models.stream import Stream, StreamState, advance
-from ndlightnet.nn.block import Block, init_weights
+from ndlightnet.nn.block import Block, init_weights, undecayed_names
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.patch import Patchify
-from ndlightnet.nn.position import MDTPE, NO_WEIGHT_DECAY
+from ndlightnet.nn.position import MDTPE
 
 
 class NDLightNet(nn.Module):
@@ -31,9 +31,9 @@ class NDLightNet(nn.Module):
         embed_dim, depth: width and number of blocks.
         mixer: what mixes tokens, a function of the width; see ndlightnet.nn.mixers.
         mlp_ratio: hidden width of the gated MLP / embed_dim.
-        tpe: MD-TPE once after the embedding. tpe_states: its states per axis. tpe_bidirectional:
-            both ways along each axis (but the first one if causal); default: unless causal on one
-            axis. False is the paper's one way.
+        tpe: MD-TPE after the embedding. tpe_states: its states per axis. tpe_bidirectional: forward
+            and backward along each axis (but the first one if causal); default: unless causal on
+            one axis. False is the paper's form, forward only.
         drop_rate: dropout before the head. drop_path_rate: stochastic depth, growing to this in the
             last block.
         causal: along the first axis: a token sees its own frame (a step of that axis, `patch_size`
@@ -49,7 +49,7 @@ class NDLightNet(nn.Module):
         torch.onnx.export(model.eval(), (x,), dynamo=True, dynamic_shapes=({2: size, 3: size},))
 
     A named `Dim("height")` does not do: torch cannot solve for it. A causal network of several axes
-    holds on to the number of frames that it was exported with, and refuses another one.
+    is bound to the number of frames that it was exported with, and refuses another one.
     """
 
     def __init__(
@@ -124,8 +124,7 @@ class NDLightNet(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Names of decays, angles and the like, which weight decay would distort."""
-        names = (name for name, _ in self.named_parameters())
-        return {name for name in names if name.rsplit(".")[-1] in NO_WEIGHT_DECAY}
+        return undecayed_names(self)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the blocks in the backward pass instead of storing what is in them."""
@@ -150,14 +149,19 @@ class NDLightNet(nn.Module):
         mask: bool (batch, *space), False = padding, which no other token sees.
         """
         if isinstance(x, Packed):
-            return self._packed_features(x, mask)
+            self._check_packed(x, mask)
+            layout, rows = x.layout, x.values[None]
+            embed: Any = self.embed.proj if isinstance(self.embed, Patchify) else self.embed
+            return Packed(self._encode(embed(rows), None, layout)[0], layout)
         self._check(x, mask)
         if mask is not None and self.vocab_size is None:
             x = x.masked_fill(~mask[:, None], 0)
-        return self._encode(self.embed(x), self.token_mask(mask))
+        x, mask = self.embed(x), self.token_mask(mask)
+        grid = Grid.of(x)
+        return grid.unflatten(self._encode(grid.flatten(x), grid.flatten_mask(mask), grid))
 
-    def _encode(self, x: Tensor, mask: Tensor | None, layout: Ragged | None = None) -> Tensor:
-        """Embedded tokens to features; layout: of samples end to end."""
+    def _encode(self, x: Tensor, mask: Tensor | None, layout: Layout) -> Tensor:
+        """Embedded tokens (batch, length, dim) to features; mask (batch, length)."""
         # the residual stream stays in the parameters' precision under autocast
         x = x.to(self.norm.weight.dtype)
         if self.tpe is not None:
@@ -170,9 +174,9 @@ class NDLightNet(nn.Module):
         out: Tensor = self.norm(x)
         return out
 
-    def _packed_features(self, packed: Packed, mask: Tensor | None) -> Packed:
-        x, layout, words = packed.values, packed.layout, self.vocab_size is not None
-        width = () if words else (self.embed.proj.in_features,)  # type: ignore[union-attr]
+    def _check_packed(self, packed: Packed, mask: Tensor | None) -> None:
+        x, layout = packed.values, packed.layout
+        width = (self.embed.proj.in_features,) if isinstance(self.embed, Patchify) else ()
         if tuple(x.shape) != (layout.length, *width) or layout.ndim != self.dims:
             raise ValueError(
                 f"packed samples {tuple(x.shape)} with {layout.ndim} axes: expected "
@@ -180,8 +184,6 @@ class NDLightNet(nn.Module):
             )
         if mask is not None:
             raise ValueError("mask: expected none with packed samples, which have no padding")
-        embed: Any = self.embed if words else self.embed.proj
-        return Packed(self._encode(embed(x), None, layout), layout)
 
     def _check(self, x: Tensor, mask: Tensor | None) -> None:
         if self.vocab_size is not None:
@@ -202,23 +204,14 @@ class NDLightNet(nn.Module):
         """Features (batch, *grid, embed_dim) -> (batch, num_classes), by the mean over (real)
         tokens; for a language model (batch, length, vocab_size), of packed samples (length,
         vocab_size). mask: cells, as in `forward_features`."""
+        layout: Layout
         if isinstance(features, Packed):
             layout, features = features.layout, features.values
-            if not self.per_token:
-                owners = layout.owners(features.device)
-                exact = features.to(torch.promote_types(features.dtype, torch.float32))
-                sums = exact.new_zeros(len(layout), features.shape[1])
-                sums = sums.index_add(0, owners, exact)
-                sizes = layout.sizes(features.device).clamp(min=1)
-                features = (sums / sizes[:, None]).to(features.dtype)
-        elif not self.per_token:
-            mask = self.token_mask(mask)
-            features = features.flatten(1, -2)
-            if mask is None:
-                features = features.mean(1)
-            else:
-                keep = mask.flatten(1)[..., None].to(features.dtype)
-                features = (features * keep).sum(1) / keep.sum(1).clamp(min=1)
+        else:
+            layout = Grid.of(features)
+        if not self.per_token:
+            mask = layout.flatten_mask(self.token_mask(mask))
+            features = layout.pool(layout.tokens(features), mask)
         features = self.head_drop(features)
         return features if pre_logits else self.head(features)
 
@@ -226,7 +219,7 @@ class NDLightNet(nn.Module):
         return self.forward_head(self.forward_features(x, mask), mask=mask)
 
     def init_state(self, batch: int) -> StreamState:
-        """What is known before the first frame, for `advance`."""
+        """The state before the first frame, for `advance`."""
         if not self.causal:
             raise ValueError("causal=False: expected a causal network, it sees no later frame")
         weight = self.norm.weight
@@ -242,18 +235,18 @@ class NDLightNet(nn.Module):
         """The next frames (batch, in_chans, frames, *space), or tokens (batch, length), to the
         features of the tokens that they complete, (batch, frames of tokens, *grid, embed_dim).
 
-        From `init_state` on, in pieces of any size, the features are those of `forward_features`;
+        From `init_state` on, in chunks of any size, the features are those of `forward_features`;
         frames that do not fill a patch wait for the next ones. The state's size does not grow.
         """
         return advance(self, x, state)
 
-    def stream(self, batch_size: int = 1) -> Stream:
+    def stream(self, batch_size: int = 1, *, cuda_graph: bool = True) -> Stream:
         """An object that is given frames as they come and predicts from all frames so far.
 
         `stream = model.eval().stream()`, then `logits = stream(frames)` with any number of frames,
         at any time: equal to `model` on all frames at once. See Stream.
         """
-        return Stream(self, batch_size)
+        return Stream(self, batch_size, cuda_graph=cuda_graph)
 
 
 ndlightnet_tiny = partial(NDLightNet, embed_dim=192, depth=12)

@@ -1,8 +1,7 @@
-"""Forecaster: an encoder reads what is known of a series, a decoder asks it for all later steps."""
+"""Forecaster: an encoder reads a series so far, a decoder asks it for all later steps."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from ndlightnet.nn.block import Block, init_weights
 from ndlightnet.nn.mixers import LightNetAttention
+from ndlightnet.nn.mixers.base import reads_context
 from ndlightnet.ops import frequencies
 
 
@@ -26,8 +26,7 @@ class CrossBlock(Block):
     ) -> None:
         super().__init__(dim, mixer, mlp_ratio)
         if cross is None:
-            reads = "context" in inspect.signature(self.mixer.forward).parameters
-            cross = mixer if reads else LightNetAttention
+            cross = mixer if reads_context(self.mixer) else LightNetAttention
         self.norm_cross = nn.LayerNorm(dim, eps=1e-6)
         self.cross = cross(dim)
 
@@ -42,9 +41,9 @@ class Forecaster(nn.Module):
     """Known values of a series and the times of all its steps -> the values of the later steps, in
     one pass (Informer, Zhou et al. 2021, without its distilling).
 
-    A step is a token: its values, zeros where they are not known yet, its time features and its
-    place (sinusoidal), the same embedding on both sides. The encoder's blocks read all known steps
-    both ways. The decoder's read the last `label_length` of them and the later ones, causally as
+    A step is a token: its values, zeros in the later steps, its time features and its position
+    (sinusoidal), the same embedding on both sides. The encoder's blocks read all known steps, not
+    causally. The decoder's read the last `label_length` of them and the later ones, causally as
     Informer's, and the encoder's output. Not Informer's: each column's mean period over the known
     steps (its mean day, of hours and `period=24`; its mean, of 1) is taken from its values, and the
     forecast is added to it, since the level of a series wanders.
@@ -52,7 +51,7 @@ class Forecaster(nn.Module):
     Args:
         in_chans: columns of the series.
         label_length: known steps that the decoder starts from. With the whole input both sides
-            count from the same step, as mixers with a position code of their own see it.
+            count from the same step, which matters to mixers with a position code.
         period: steps after which the series is much the same. The mean is that of all whole
             periods that end with the known steps.
         time_chans: time features of a step.
@@ -138,13 +137,13 @@ class Forecaster(nn.Module):
         """The mean period of the known steps, repeated over them and the later ones."""
         known, period = values.shape[1], self.period
         mean = values[:, known % period :].unflatten(1, (-1, period)).mean(1)
-        places = torch.arange(-known, horizon, device=values.device) % period
-        return mean[:, places]
+        phase = torch.arange(-known, horizon, device=values.device) % period
+        return mean[:, phase]
 
 
 def sinusoids(length: int, dim: int, device: torch.device) -> Tensor:
-    """Sine and cosine of places 0, 1, ... at frequencies 10000^(-2j/dim): (length, dim) float32
+    """Sine and cosine of positions 0, 1, ... at frequencies 10000^(-2j/dim): (length, dim) float32
     (Vaswani et al. 2017, section 3.5)."""
-    places = torch.arange(length, dtype=torch.float32, device=device)
-    angles = places[:, None] * frequencies(dim, 1, device=device)[: dim // 2]
+    position = torch.arange(length, dtype=torch.float32, device=device)
+    angles = position[:, None] * frequencies(dim, 1, device=device)[: dim // 2]
     return torch.cat([angles.sin(), angles.cos()], -1)

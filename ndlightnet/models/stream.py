@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ndlightnet.models.graphs import Graphs, clone
+
 
 class StreamState(NamedTuple):
-    """What a causal network remembers of the frames that it has seen, a row for each sample."""
+    """What a causal network remembers of the frames so far, a row for each sample."""
 
     frames: Tensor  # (batch,) int64: frames of tokens so far
     waiting: int  # frames of cells that wait for their patch to fill
     cells: Tensor | None  # (batch, channels, patch - 1, *space): these come first in it
-    space: tuple[int, ...] | None  # shape of a frame of tokens, known with the first one, as are
+    space: tuple[int, ...] | None  # shape of a frame of tokens, None before the first one, as are
     tpe: Tensor | None  # (batch, *space, embed_dim, states)
     layers: tuple[Any, ...]  # of each mixer, such as an attention State
     total: Tensor  # (batch, embed_dim): sum of all features so far
@@ -74,14 +76,20 @@ def _first(model: Any, batch: int, space: tuple[int, ...], device: torch.device)
 class Stream:
     """A causal network that is given frames as they come: see NDLightNet.stream.
 
-    Its samples are streams of their own, which may start and pause at different times. All tensors
+    Its samples are streams of their own, which may begin and pause at different times. All tensors
     of `state` have one row for each. No gradients.
+
+    cuda_graph: on a GPU, replay the second and later inputs of one size from a CUDA graph, of which
+    the last 8 sizes are held: Python takes longer than the card for a frame of most networks. The
+    network's parameters may change in place. Where some streams pause nothing is replayed.
     """
 
-    def __init__(self, model: Any, batch_size: int = 1) -> None:
+    def __init__(self, model: Any, batch_size: int = 1, *, cuda_graph: bool = True) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: expected 1 or more")
         self.model, self.batch_size = model, batch_size
+        self.graphs = Graphs(self._uncached) if cuda_graph else None
+        self.parameters = list(model.parameters())
         self.state: StreamState = model.init_state(batch_size)
         self.waiting = [0] * batch_size  # frames of each stream that wait for their patch to fill
 
@@ -90,7 +98,7 @@ class Stream:
         """The next frames, (batch, in_chans, frames, *space), to the prediction from all frames so
         far, (batch, num_classes). A language model's next tokens (batch, length) to their logits.
 
-        active: (batch,) which streams these frames belong to; the others are held.
+        active: (batch,) which streams these frames belong to; the others pause.
         """
         if self.model.per_token:
             head: Tensor = self.model.forward_head(self.features(x, active))
@@ -124,7 +132,7 @@ class Stream:
     @torch.no_grad()
     def finish(self, active: Iterable[bool] | Tensor | None = None) -> Tensor:
         """The prediction with what waits for its patch to fill, padded with zeros as a whole clip
-        is. Afterwards these streams start anew."""
+        is. Afterwards these streams begin anew."""
         cells = self.state.cells
         for row in self._rows(None, active):
             if self.waiting[row] and cells is not None:
@@ -135,7 +143,7 @@ class Stream:
         return out
 
     def reset(self, active: Iterable[bool] | Tensor | None = None) -> None:
-        """These streams start anew."""
+        """These streams begin anew."""
         rows = self._rows(None, active)
         if len(rows) == self.batch_size:
             self.state = self.model.init_state(self.batch_size)
@@ -146,9 +154,9 @@ class Stream:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and numbers: `torch.save` it, `torch.load` it with weights_only=True."""
-        names = self.state._fields
-        return {**dict(zip(names, self.state, strict=True)), "waiting": list(self.waiting),
-                "layers": [list(memory) for memory in self.state.layers]}  # fmt: skip
+        names, state = self.state._fields, clone(self.state)  # the next frame may overwrite it
+        return {**dict(zip(names, state, strict=True)), "waiting": list(self.waiting),
+                "layers": [list(memory) for memory in state.layers]}  # fmt: skip
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from another stream's `state_dict`, on the model's device."""
@@ -176,7 +184,7 @@ class Stream:
 
     def _push(self, x: Tensor, rows: list[int]) -> Tensor:
         if len(rows) == self.batch_size:
-            out, self.state = advance(self.model, x, self._part(self.state, rows))
+            out, self.state = self._advance(x, self._part(self.state, rows))
             self.waiting = [self.state.waiting] * self.batch_size
             return out
         if self.state.frames.device != x.device:
@@ -190,11 +198,27 @@ class Stream:
             self.waiting[row] = part.waiting
         return out
 
+    def _advance(self, x: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
+        graphs = self.graphs if x.is_cuda and state.space is not None else None
+        if graphs is None or torch.cuda.is_current_stream_capturing():
+            return advance(self.model, x, state)
+        places = tuple(weight.data_ptr() for weight in self.parameters)
+        cast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        out: tuple[Tensor, StreamState] = graphs((places, cast, self.model.training), x, state)
+        return out
+
+    def _uncached(self, x: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
+        """`advance` without autocast's cache: a weight that was cast before a capture would not be
+        cast anew in the replays."""
+        enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        with torch.autocast("cuda", dtype, enabled, cache_enabled=False):
+            return advance(self.model, x, state)
+
     def _part(self, state: StreamState, rows: list[int]) -> StreamState:
         return state._replace(waiting=self.waiting[rows[0]] if rows else 0)
 
     def _fresh(self, n: int) -> StreamState:
-        """Of streams that have seen nothing, with all tensors of those that have."""
+        """The state of new streams, with all tensors that the others have."""
         fresh: StreamState = self.model.init_state(n)
         cells, space = self.state.cells, self.state.space
         if cells is not None:

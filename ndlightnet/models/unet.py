@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ndlightnet.layout import per_axis
+from ndlightnet.layout import Grid, per_axis
 from ndlightnet.nn.block import Block, init_weights
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.position import MDTPE
@@ -74,7 +74,7 @@ def _silu(x: Tensor) -> Tensor:
 
 
 class Stage(nn.Module):
-    """LightNet blocks on a feature map `(batch, channels, *space)`: position once, then the
+    """LightNet blocks on a feature map `(batch, channels, *space)`: position code, then the
     blocks."""
 
     def __init__(
@@ -89,15 +89,16 @@ class Stage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.blocks:
             return x
-        tokens = x.movedim(1, -1)
+        grid = Grid(tuple(x.shape[2:]))
+        tokens = grid.flatten(x.movedim(1, -1))
         if self.tpe is not None:
-            tokens = self.tpe(tokens)
+            tokens = self.tpe(tokens, layout=grid)
         for block in self.blocks:
             if self.grad_checkpointing and self.training:
-                tokens = checkpoint(block, tokens, use_reentrant=False)
+                tokens = checkpoint(block, tokens, layout=grid, use_reentrant=False)
             else:
-                tokens = block(tokens)
-        return tokens.movedim(-1, 1)
+                tokens = block(tokens, layout=grid)
+        return grid.unflatten(tokens).movedim(-1, 1)
 
 
 class NDLightUNet(nn.Module):
@@ -212,7 +213,7 @@ class NDLightUNet(nn.Module):
 
 
 def _raised(up: Any, x: Tensor) -> Tensor:
-    """up(x), whose steps are as wide as its kernel, so that slabs do not know of each other."""
+    """up(x), whose steps are as wide as its kernel, so that slabs are independent."""
     # not len(x), which is a number for torch.export: an exported graph takes any size
     numbers = x.shape[0] * up.out_channels * math.prod(x.shape[2:]) * math.prod(up.stride)
     if torch.compiler.is_exporting() or numbers < NUMBERS:
@@ -225,7 +226,7 @@ def _cropped(x: Tensor, space: Sequence[int]) -> Tensor:
     """The first cells along each axis, as many as `space` says."""
     for axis, size in enumerate(space, start=2):
         if torch.compiler.is_exporting():
-            # a view that leaves nothing out is contiguous, and torch.export would hold on to that
+            # a view that leaves nothing out is contiguous, and torch.export would assume that
             x = x.index_select(axis, torch.arange(size, device=x.device))
         else:
             x = x.narrow(axis, 0, size)

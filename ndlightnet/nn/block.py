@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import Ragged
+from ndlightnet.layout import Grid, Layout
+from ndlightnet.nn.mixers.base import Mixer
 
 
 class DropPath(nn.Module):
@@ -20,13 +21,13 @@ class DropPath(nn.Module):
             raise ValueError(f"drop_path={p}: expected 0 <= p < 1")
         self.p = p
 
-    def forward(self, x: Tensor, layout: Ragged | None = None) -> Tensor:
+    def forward(self, x: Tensor, layout: Layout | None = None) -> Tensor:
+        """x (batch, ...), or with a layout (batch, length, dim) -> same shape."""
         if not self.training or self.p == 0:
             return x
-        rows = x.shape[0] if layout is None else len(layout)
-        keep = torch.rand(rows, *[1] * (x.ndim - 1), device=x.device) >= self.p
-        keep = keep if layout is None else keep[layout.owners(x.device)]
-        return x * keep / (1 - self.p)
+        grid = layout or Grid(tuple(x.shape[1:-1]))
+        mask = torch.rand(grid.samples(len(x)), *[1] * (x.ndim - 2), device=x.device) >= self.p
+        return x * grid.spread_samples(mask) / (1 - self.p)
 
 
 class GLU(nn.Module):
@@ -63,23 +64,34 @@ class Block(nn.Module):
 
     def forward(
         self, x: Tensor, mask: Tensor | None = None, causal: bool = False,
-        layout: Ragged | None = None,
+        layout: Layout | None = None,
     ) -> Tensor:  # fmt: skip
         """Tokens (batch, *grid, dim) -> same shape. mask: bool (batch, *grid), False = padding.
-        layout: of samples end to end; then tokens are (length, dim)."""
-        more = {} if layout is None else {"layout": layout}  # not every mixer has to know packs
-        x = x + self.drop_path(self.mixer(self.norm1(x), mask=mask, causal=causal, **more), layout)
-        return x + self.drop_path(self.mlp(self.norm2(x)), layout)
+        With a layout tokens may also be (batch, length, dim), mask (batch, length); a pack is
+        (length, dim)."""
+        grid = layout or Grid.of(x)
+        y, mask = grid.tokens(x), grid.flatten_mask(mask)
+        y = y + self.drop_path(self._mix(self.norm1(y), mask, causal, grid), grid)
+        y = y + self.drop_path(self.mlp(self.norm2(y)), grid)
+        return y.reshape(x.shape)
+
+    def _mix(self, x: Tensor, mask: Tensor | None, causal: bool, layout: Layout) -> Tensor:
+        if isinstance(self.mixer, Mixer) or not isinstance(layout, Grid):
+            out: Tensor = self.mixer(x, mask=mask, causal=causal, layout=layout)
+            return out
+        # a module of somebody else need not know layouts
+        mask = None if mask is None else layout.unflatten(mask)
+        return layout.flatten(self.mixer(layout.unflatten(x), mask=mask, causal=causal))
 
     def init_state(
         self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
     ) -> Any:
-        """What the mixer knows before the first frame, of shape `space`, for `advance`."""
+        """The mixer's state before the first frame, of shape `space`, for `advance`."""
         return self._streaming().init_state(batch, device, space)
 
     def advance(self, x: Tensor, state: Any, position: Tensor) -> tuple[Tensor, Any]:
-        """The next frames (batch, frames, *space, dim) of the causal form, and what is known of
-        those before: `position` (batch,) of them."""
+        """The next frames (batch, frames, *space, dim) of the causal form and the state before
+        them, which `position` (batch,) frames made."""
         y, state = self._streaming().advance(self.norm1(x), state, position)
         x = x + self.drop_path(y)
         return x + self.drop_path(self.mlp(self.norm2(x))), state
@@ -90,6 +102,16 @@ class Block(nn.Module):
                 f"{type(self.mixer).__name__} has no method advance: it cannot go frame by frame"
             )
         return self.mixer
+
+
+def undecayed_names(net: nn.Module) -> set[str]:
+    """Names of the parameters that weight decay would distort: decays, angles, orthogonal vectors.
+    A module lists its own ones by name in `undecayed`."""
+    return {
+        f"{prefix}.{name}".removeprefix(".")
+        for prefix, module in net.named_modules()
+        for name in getattr(module, "undecayed", ())
+    }
 
 
 def init_weights(module: nn.Module) -> None:

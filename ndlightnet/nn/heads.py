@@ -1,10 +1,6 @@
-"""Heads: how channels are shared among them."""
+"""Heads: how channels are split among them."""
 
 from __future__ import annotations
-
-from torch import Tensor
-
-from ndlightnet.layout import Grid
 
 
 def default_heads(dim: int, heads: int | None) -> tuple[int, int]:
@@ -15,8 +11,3 @@ def default_heads(dim: int, heads: int | None) -> tuple[int, int]:
     if heads < 1 or dim % heads:
         raise ValueError(f"heads={heads}: expected a divisor of dim={dim}")
     return heads, dim // heads
-
-
-def split_heads(x: Tensor, heads: int, grid: Grid) -> Tensor:
-    """`(batch, *grid, dim)` -> `(batch, length, heads, head_dim)`."""
-    return grid.flatten(x).unflatten(-1, (heads, -1))

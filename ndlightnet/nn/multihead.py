@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from ndlightnet.ops import causal_attention, norm_gate, read, summarize
 
 EXPECTED = (
-    "expected None or the causal mask, as LightNet keeps one memory for all queries, which cannot "
+    "expected None or the causal mask, as LightNet has one memory for all queries, which cannot "
     "hide different keys from different queries (key_padding_mask hides padding). Its shape:"
 )
 
 
 class _NoFastPath:
-    """In the place of a weight: torch's fast paths leave what overrides torch functions alone."""
+    """Instead of a weight: torch's fast paths leave what overrides torch functions alone."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,22 +126,22 @@ class MultiheadAttention(nn.Module):
             return x.unflatten(-1, (self.num_heads, self.head_dim))
 
         q, k, v = heads(self.q_proj(query)), heads(self.k_proj(key)), heads(self.v_proj(value))
-        keep = None
+        mask = None
         if key_padding_mask is not None:
             if key_padding_mask.dtype == torch.bool:
-                keep = ~key_padding_mask
+                mask = ~key_padding_mask
             else:
-                keep = key_padding_mask > -torch.inf
-                bias = torch.where(keep, key_padding_mask, 0).to(k.dtype)
+                mask = key_padding_mask > -torch.inf
+                bias = torch.where(mask, key_padding_mask, 0).to(k.dtype)
                 k = k + bias[..., None, None]
 
         def attend(v: Tensor) -> Tensor:
             if causal is True:
-                return causal_attention(q, k, v, mask=keep)[0]
-            y = read(q, summarize(k, v, mask=keep))
+                return causal_attention(q, k, v, mask=mask)[0]
+            y = read(q, summarize(k, v, mask=mask))
             if causal is False:
                 return y
-            return torch.where(causal, causal_attention(q, k, v, mask=keep)[0], y)
+            return torch.where(causal, causal_attention(q, k, v, mask=mask)[0], y)
 
         norm = self.norm
         y = norm_gate(attend(v).flatten(2), self.gate(query), norm.weight, norm.bias, norm.eps)

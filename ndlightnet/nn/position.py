@@ -1,31 +1,17 @@
-"""Position codes: MD-TPE once after the embedding, MD-LRPE in every layer."""
+"""Position codes: MD-TPE after the embedding, MD-LRPE in every layer."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import Grid, Ragged
-from ndlightnet.ops import (
-    Position,
-    axis_scan,
-    frequencies,
-    line_scan,
-    line_state,
-    line_step,
-)
+from ndlightnet.layout import Grid, Layout
+from ndlightnet.ops import Position, axis_scan, frequencies, line_scan, line_state, line_step
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.position import Kind, slots_of
 from ndlightnet.ops.recurrence.chunks import exact
-
-# Decays, angles, orthogonal vectors: weight decay would pull them towards a meaning of its own. By
-# name, since a network holds them anywhere.
-NO_WEIGHT_DECAY = (
-    "log_factor", "logit", "coef", "basis", "mirror", "log_rate", "turn", "A_log",
-)  # fmt: skip
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -42,31 +28,37 @@ class MDLRPE(nn.Module):
     half for "rotary".
     """
 
+    undecayed = ("log_factor",)
+
     def __init__(self, heads: int, head_dim: int, kind: Kind, learn: bool = True) -> None:
         super().__init__()
         self.kind, self.slots = kind, slots_of(head_dim, kind)
         self.log_factor = nn.Parameter(torch.zeros(heads, self.slots), requires_grad=learn)
 
-    def forward(
-        self, shape: tuple[int, ...], start: tuple[int | Tensor, ...] | None = None
-    ) -> Position:
-        """Where the tokens of a grid of this shape lie, for the functions of ndlightnet.ops."""
-        if len(shape) > self.slots:
+    def forward(self, layout: Layout | tuple[int, ...]) -> Position:
+        """Where the tokens of a layout, or of a grid of this shape, lie: for the functions of
+        ndlightnet.ops."""
+        grid = Grid(layout) if isinstance(layout, tuple) else layout
+        if grid.ndim > self.slots:
             raise ValueError(
-                f"grid {shape}: {len(shape)} axes need as many angles, the head has {self.slots}"
+                f"grid {grid.shapes[0]}: {grid.ndim} axes need as many angles, the head has "
+                f"{self.slots}"
             )
-        bank = frequencies(self.slots, len(shape), device=self.log_factor.device)
-        return Position(bank * _wide(self.log_factor).exp(), shape, self.kind, offset=start)
+        bank = frequencies(self.slots, grid.ndim, device=self.log_factor.device)
+        theta = bank * _wide(self.log_factor).exp()
+        return Position(theta, grid, self.kind)
 
 
 class MDTPE(nn.Module):
     """x + sum over axes of a learnt exponential Toeplitz product along the axis (LightNet, Eq. 9).
 
-    The paper's form goes one way and replaces x; this one adds to it and goes both ways with half
-    the states each, so that the number of parameters stays the paper's: states * (dim + 1) per
-    axis. causal: along the first axis one way only, with half the states if other axes go both
-    ways.
+    The paper's form goes forward only and replaces x; this one adds to it and goes forward and
+    backward with half the states each, so that the number of parameters stays the paper's: states *
+    (dim + 1) per axis. causal: along the first axis forward only, with half the states if other
+    axes go both forward and backward.
     """
+
+    undecayed = ("coef", "logit")
 
     def __init__(
         self,
@@ -79,47 +71,48 @@ class MDTPE(nn.Module):
     ) -> None:
         super().__init__()
         self.impl, self.dims = impl, dims
-        back = dims - causal if bidirectional else 0  # axes that are also gone back
-        ways = 2 if back else 1
-        if states < ways or states % ways:
-            raise ValueError(f"states={states}: expected a positive multiple of {ways}")
-        each = states // ways
-        # first every axis forth, then the last ones back
-        self.coef = nn.Parameter(torch.randn(dims + back, dim, each) / math.sqrt(each))
-        # decays with reaches of 1 to 256 tokens, log-spaced
-        reach = torch.logspace(0, 8, each, base=2).expand(dims + back, each)
-        self.logit = nn.Parameter(-torch.log(torch.expm1(1 / reach)))
+        backward = dims - causal if bidirectional else 0  # axes with a backward scan
+        directions = 2 if backward else 1
+        if states < directions or states % directions:
+            raise ValueError(f"states={states}: expected a positive multiple of {directions}")
+        each = states // directions
+        # first every axis forward, then the last axes backward
+        self.coef = nn.Parameter(torch.randn(dims + backward, dim, each) / math.sqrt(each))
+        # decays with time constants of 1 to 256 tokens, log-spaced
+        time = torch.logspace(0, 8, each, base=2).expand(dims + backward, each)
+        self.logit = nn.Parameter(-torch.log(torch.expm1(1 / time)))
 
     def weights(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
-        """Forth and back: coefficients (dims, dim, states) and log decays (dims, states), float32
-        (float64 of a float64 network).
+        """Forward and backward: coefficients (dims, dim, states) and log decays (dims, states),
+        float32 (float64 of a float64 network).
 
         c is scaled by 1 - lambda, so that a slow state weighs no more than a fast one.
         """
         logit = _wide(self.logit)
         log_decay = torch.nn.functional.logsigmoid(logit)
         coef = _wide(self.coef) * torch.sigmoid(-logit)[:, None]
-        forth = coef[: self.dims], log_decay[: self.dims]
-        back = coef[self.dims :], log_decay[self.dims :]
-        if len(back[0]) == 0:
-            return forth, None
-        if len(back[0]) < self.dims:  # along the first axis nothing comes back
-            zeros = (torch.zeros_like(x[:1]) for x in forth)
-            back = tuple(torch.cat(pair) for pair in zip(zeros, back, strict=True))  # type: ignore
-        return forth, back
+        forward = coef[: self.dims], log_decay[: self.dims]
+        backward = coef[self.dims :], log_decay[self.dims :]
+        if len(backward[0]) == 0:
+            return forward, None
+        if len(backward[0]) < self.dims:  # along the first axis there is no backward scan
+            zeros = (torch.zeros_like(x[:1]) for x in forward)
+            backward = tuple(torch.cat(pair) for pair in zip(zeros, backward, strict=True))  # type: ignore
+        return forward, backward
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, layout: Ragged | None = None
+        self, x: Tensor, mask: Tensor | None = None, layout: Layout | None = None
     ) -> Tensor:
-        """Tokens (batch, *grid, dim), mask (batch, *grid) bool -> same shape. layout: of samples
-        end to end; then tokens are (length, dim)."""
+        """Tokens (batch, *grid, dim), mask (batch, *grid) bool -> same shape. With a layout tokens
+        may also be (batch, length, dim), and a pack is (length, dim)."""
+        grid = layout or Grid.of(x)
         with exact(x):
-            (coef, log_decay), back = self.weights()
-            if layout is not None:
-                keep = None if mask is None else mask[None]
-                how: Any = {"residual": True, "impl": self.impl}
-                return axis_scan(x[None], coef, log_decay, back, keep, layout=layout, **how)[0]
-            return axis_scan(x, coef, log_decay, back, mask, residual=True, impl=self.impl)
+            (coef, log_decay), reverse = self.weights()
+            y = axis_scan(
+                grid.tokens(x), coef, log_decay, reverse, grid.flatten_mask(mask), layout=grid,
+                residual=True, impl=self.impl,
+            )  # fmt: skip
+        return y.reshape(x.shape)
 
     def init_state(
         self, batch: int, space: tuple[int, ...] = (), device: torch.device | str | None = None
@@ -134,7 +127,7 @@ class MDTPE(nn.Module):
             raise ValueError("advance: expected an MDTPE(causal=True) or bidirectional=False")
         grid, before = Grid.of(x), state.flatten(0, -3)
         with exact(x):
-            (coef, log_decay), back = self.weights()
+            (coef, log_decay), reverse = self.weights()
             lines = grid.lines(x, 0)
             if grid.shape[0] == 1:
                 y, after = line_step(lines[:, 0], coef[0], log_decay[0], before)
@@ -144,8 +137,11 @@ class MDTPE(nn.Module):
                 after = line_state(lines, log_decay[0], before)
             out = x + grid.unlines(y, 0)
             if grid.ndim > 1:
-                rest = None if back is None else (back[0][1:], back[1][1:])
-                single = x.flatten(0, 1)
-                across = axis_scan(single, coef[1:], log_decay[1:], rest, impl=self.impl)
+                others = None if reverse is None else (reverse[0][1:], reverse[1][1:])
+                frame, within = x.flatten(0, 1), Grid(grid.shape[1:])
+                across = axis_scan(
+                    within.flatten(frame), coef[1:], log_decay[1:], others, None, layout=within,
+                    impl=self.impl,
+                )  # fmt: skip
                 out = out + across.view_as(x)
         return out, after.view_as(state)

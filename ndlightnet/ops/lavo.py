@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence.chunks import exact
-from ndlightnet.ops.recurrence.scan import running_sum
+from ndlightnet.ops.recurrence.scan import prefix_sum
 
 
 def _scores(q: Tensor, basis: Tensor, h: Tensor, scale: float) -> tuple[Tensor, ...]:
@@ -73,7 +73,7 @@ def memory_read(q: Tensor, basis: Tensor, h: Tensor, scale: float | None = None)
     q: (batch, length, heads, dim). basis: (heads, memories, dim). h: H of the contexts (batch,
     groups, heads, memories), see `amounts`; groups divides length, and the first length / groups
     queries read the first memory, the next ones the second ... scale: default dim ** -0.5. Returns
-    the shape and dtype of q; an H of 0 (nothing seen) is read as 0. Raises ValueError where shapes
+    the shape and dtype of q; an H of 0 (no tokens) is read as 0. Raises ValueError where shapes
     do not fit.
     """
     batch, length, heads, dim = q.shape
@@ -104,7 +104,7 @@ def token_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 class WindowSums(NamedTuple):
-    """What `past_means` knows of the frames before; all zeros: of none."""
+    """The sums of earlier frames that `past_means` goes on from; all zeros: of none."""
 
     done: Tensor  # (batch, heads, dim): sum over the tokens of the complete windows
     pending: Tensor  # (batch, heads, dim): and of the window that is not complete
@@ -137,14 +137,14 @@ def past_means(
     before = past.frames[:, None]
     size = window or 1
 
-    def until(running: Tensor, end: Tensor) -> Tensor:
-        """Of a running sum (batch, frames, heads, dim): the sum of the first `end` frames."""
-        at = (end.clamp(min=1) - 1)[..., None, None].expand(-1, -1, *running.shape[2:])
-        return torch.where((end > 0)[..., None, None], running.gather(1, at), 0)
+    def until(sums: Tensor, end: Tensor) -> Tensor:
+        """Of prefix sums (batch, frames, heads, dim): the sum of the first `end` frames."""
+        at = (end.clamp(min=1) - 1)[..., None, None].expand(-1, -1, *sums.shape[2:])
+        return torch.where((end > 0)[..., None, None], sums.gather(1, at), 0)
 
-    def total(running: Tensor, end: Tensor) -> Tensor:
+    def total(sums: Tensor, end: Tensor) -> Tensor:
         open_too = (end >= 0)[..., None, None]  # the window that was not complete is by then
-        inside = torch.where(open_too, past.pending[:, None] + until(running, end), 0)
+        inside = torch.where(open_too, past.pending[:, None] + until(sums, end), 0)
         return past.done[:, None] + inside
 
     # where the window of each frame begins, counted from the first frame of x; and that of the next
@@ -152,13 +152,13 @@ def past_means(
     last = (before + frames) // size * size - before
     if frames == 0:
         return sums, past
-    running = running_sum(sums)
+    prefix = prefix_sum(sums)
     if mask is None:
         count = (before + ends) * tokens
     else:
         real = mask.sum(2).cumsum(1)[..., None, None]
         count = (before.clamp(min=0) + ends.clamp(max=0)) * tokens + until(real, ends)[..., 0, 0]
-    means = total(running, ends) / count.clamp(min=1)[..., None, None]
+    means = total(prefix, ends) / count.clamp(min=1)[..., None, None]
     late = (index >= last)[..., None, None]
     pending = torch.where((last < 0)[..., None], past.pending, 0) + (sums * late).sum(1)
-    return means, WindowSums(total(running, last)[:, 0], pending, past.frames + frames)
+    return means, WindowSums(total(prefix, last)[:, 0], pending, past.frames + frames)

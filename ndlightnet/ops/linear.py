@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ndlightnet.ops.dispatch import Impl
+from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence.chunks import exact
 from ndlightnet.ops.recurrence.gated import gated_linear_attention
-from ndlightnet.ops.recurrence.scan import running_sum
+from ndlightnet.ops.recurrence.scan import prefix_sum
 
 EPS = 1e-6  # the least denominator
 
@@ -47,13 +47,20 @@ def recall(q: Tensor, sums: Sums, dtype: torch.dtype, denominator: bool) -> Tens
         return y.to(dtype).transpose(-3, -2)
 
 
-def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, denominator: bool) -> Tensor:
-    """Every query reads all keys and values; the source may be of another length."""
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, denominator: bool, impl: Impl = "auto"
+) -> Tensor:
+    """Every query reads all keys and values; the source may be of another length.
+
+    impl: "torch", "reference" (all scores at once) or "auto".
+    """
     if k.shape[:-1] != v.shape[:-1] or q.shape[-2:] != k.shape[-2:]:
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected (batch, length, "
             "heads, dim) twice and (batch, length, heads, value_dim)"
         )
+    if resolve("linear_attention", impl, k, v) == "reference":
+        return _reference(q, k, v, None, None, denominator)
     return recall(q, gather(k, v), v.dtype, denominator)
 
 
@@ -64,23 +71,47 @@ def causal_linear_attention(
     """Causal along `frames` equal parts of the sequence: a token reads its own frame and those
     before it, and `sums`, what lies before them all. Returns y and the sums of everything.
 
-    impl: for frames of one token, as in `gated_linear_attention`; others are plain torch.
+    impl: for frames of one token as of `gated_linear_attention`, else as of `linear_attention`.
     """
     if k.shape[1] == 0:
         return torch.zeros_like(v), sums
     if frames < 1 or k.shape[1] % frames:
         raise ValueError(f"frames={frames}: expected a divisor of the length {k.shape[1]}")
-    if frames == k.shape[1]:
+    single = frames == k.shape[1]
+    operation = "gated_linear_attention" if single else "linear_attention"
+    if resolve(operation, impl, k, v) == "reference":
+        new = gather(k, v)
+        last = Sums(sums.sum + new.sum, sums.memory + new.memory)
+        return _reference(q, k, v, frames, sums, denominator), last
+    if single:
         y, memory = gated_linear_attention(q, k, v, None, sums.memory, impl=impl)
         with exact(k):
             keys = k.to(sums.sum.dtype)
             if denominator:
-                total = sums.sum[:, None] + running_sum(keys)
-                share = (q.to(keys.dtype) * total).sum(-1, keepdim=True).clamp(min=EPS)
-                y = (y / share).to(v.dtype)
+                total = sums.sum[:, None] + prefix_sum(keys)
+                weight = (q.to(keys.dtype) * total).sum(-1, keepdim=True).clamp(min=EPS)
+                y = (y / weight).to(v.dtype)
             return y, Sums(sums.sum + keys.sum(1), memory)
     q, k, v = (x.unflatten(1, (frames, -1)) for x in (q, k, v))
-    own = gather(k, v)
-    so_far = Sums(*(first[:, None] + x.cumsum(1) for first, x in zip(sums, own, strict=True)))
-    y = recall(q, so_far, v.dtype, denominator)
-    return y.flatten(1, 2), Sums(*(x[:, -1] for x in so_far))
+    new = gather(k, v)
+    totals = Sums(*(first[:, None] + prefix_sum(x) for first, x in zip(sums, new, strict=True)))
+    y = recall(q, totals, v.dtype, denominator)
+    return y.flatten(1, 2), Sums(*(x[:, -1] for x in totals))
+
+
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, frames: int | None, sums: Sums | None, denominator: bool
+) -> Tensor:
+    """By all scores q_t . k_s at once: the specification; without `frames` not causal."""
+    dtype, acc, n = v.dtype, accumulator(v), k.shape[1]
+    q, k, v = (x.to(acc) for x in (q, k, v))
+    with exact(q):
+        scores = torch.einsum("bthk,bshk->bths", q, k)
+        if frames is not None:
+            frame = torch.arange(n, device=q.device) * frames // n
+            scores = scores * (frame[:, None, None] >= frame)
+        y, total = torch.einsum("bths,bshd->bthd", scores, v), scores.sum(-1)
+        if sums is not None:
+            y = y + torch.einsum("bthk,bhkd->bthd", q, sums.memory)
+            total = total + torch.einsum("bthk,bhk->bth", q, sums.sum)
+        return (y / total.clamp(min=EPS)[..., None] if denominator else y).to(dtype)

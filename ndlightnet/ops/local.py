@@ -98,16 +98,16 @@ def _attend(
 ) -> Tensor:  # fmt: skip
     """All tiles at once."""
     shape, dim, past = q.shape[1:-2], q.shape[-1], k.shape[1] - q.shape[1]
-    own = [_Cut(cut.tiles, cut.step, cut.step, 0) for cut in cuts]
-    seen = k.new_ones(1, *k.shape[1:-2], 1, 1)
+    query_cuts = [_Cut(cut.tiles, cut.step, cut.step, 0) for cut in cuts]
+    present = k.new_ones(1, *k.shape[1:-2], 1, 1)
     if mask is not None:
-        seen = mask[..., None, None].to(k.dtype)
+        present = mask[..., None, None].to(k.dtype)
         v = v.masked_fill(~mask[..., None, None], 0)
-    query, key, value = _tiles(q, own), _tiles(k, cuts, past), _tiles(v, cuts, past)
+    query, key, value = _tiles(q, query_cuts), _tiles(k, cuts, past), _tiles(v, cuts, past)
     # Padding is a channel in which all queries are 1 and keys that are not there have a large
     # negative number: a mask would be as large as all scores. Their values are 0, and so is what a
     # token reads that sees nothing else. Up to seven channels of zeros, since kernels want eights.
-    absent = (_tiles(seen, cuts, past) - 1) * (torch.finfo(k.dtype).max / 4)
+    absent = (_tiles(present, cuts, past) - 1) * (torch.finfo(k.dtype).max / 4)
     zeros = 7 - dim % 8
     key = torch.cat([pad(key, (0, zeros)), absent.expand(*key.shape[:-1], 1)], -1)
     one = query.new_ones(()).expand(*query.shape[:-1], 1)
@@ -116,7 +116,7 @@ def _attend(
     y = scaled_dot_product_attention(
         query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), attn_mask=band[None], scale=1.0
     )
-    return _untile(y.unflatten(0, query.shape[:2]), own, shape)
+    return _untile(y.unflatten(0, query.shape[:2]), query_cuts, shape)
 
 
 def local_attention(

@@ -10,8 +10,6 @@ Both kinds share one memory layout: a key p enters as [p cos, p sin], a query re
 with R the rotation at the query's place and J the quarter turn of each pair.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple

@@ -1,14 +1,20 @@
 """Tasks on Lightning: a network with its loss, metrics, data and command line."""
 
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
 from ndlightnet.training.classification.images import ImageData, ImageTask
 from ndlightnet.training.classification.signals import SignalData, SignalTask
-from ndlightnet.training.classification.videos import MovingDigits, VideoData
-from ndlightnet.training.classification.videos_task import VideoTask
-from ndlightnet.training.classification.volume_folders import VolumeFolders
+from ndlightnet.training.classification.videos import MovingDigits, VideoData, VideoTask
+from ndlightnet.training.classification.volumes import VolumeFolders
 from ndlightnet.training.core.averaging import AveragedWeights
 from ndlightnet.training.core.cli import TaskCLI, run
-from ndlightnet.training.forecasting.series import ForecastTask, SeriesData
-from ndlightnet.training.language.text import TextData, TextTask
+from ndlightnet.training.forecasting.data import SeriesData
+from ndlightnet.training.forecasting.task import ForecastTask
+from ndlightnet.training.language.data import TextData
+from ndlightnet.training.language.task import TextTask
 from ndlightnet.training.segmentation.data import PhantomVolumes, VolumeData
 from ndlightnet.training.segmentation.task import SegmentationTask
 
@@ -32,3 +38,13 @@ __all__ = [
     "VolumeFolders",
     "run",
 ]
+
+# modules of before that YAML files name, such as ndlightnet.training.images.ImageData
+MOVED = ("averaging", "images", "signals", "text", "videos", "volume_folders", "volumes")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """All that those modules held for YAML is here."""
+    if name in MOVED:
+        return sys.modules[__name__]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,7 @@
 """What was saved before a change of names loads after it, and says the same."""
 
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from ndlightnet import training
+from ndlightnet.__main__ import DOORS, door
 
 HERE = Path(__file__).parent
 
@@ -63,3 +65,31 @@ def test_a_checkpoint_of_a_task(kind, outputs):
         compare(task.net, outputs[kind])
     task.load_state_dict(saved["state_dict"])
     compare(task.net, outputs[kind])
+
+
+DOOR = {"image": "image_cls", "video": "video_cls", "volume": "volume_cls", "signal": "signal_cls",
+        "segmentation": "ct_segmentation", "text": "text_lm", "forecast": "forecast"}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", make.KINDS)
+def test_a_training_goes_on(kind, tmp_path):
+    """From the checkpoint, optimizer and all, by the task's own command line; then it is tested."""
+    assert set(DOOR.values()) == set(DOORS)
+    root, out = tmp_path / ("data.npz" if kind == "image" else "data"), tmp_path / "out"
+    make.write(kind, root)
+    (tmp_path / "config.yaml").write_text(json.dumps(make.config(kind, root, out)))
+    old, new = HERE / f"{kind}.ckpt", out / "checkpoints" / "last.ckpt"
+    given = ["--config", str(tmp_path / "config.yaml")]
+    more = ["--trainer.max_epochs=3", "--model.grad_checkpointing=true", "--model.compile=false"]
+    assert door(DOOR[kind], ["fit", *given, *more, f"--ckpt_path={old}"]) == 0
+    before, after = (torch.load(path, weights_only=True) for path in (old, new))
+    assert 2 * after["global_step"] == 3 * before["global_step"] and after["epoch"] == 2
+    assert list(after["state_dict"]) == list(training_names(kind)) and after.keys() >= before.keys()
+    if "cost" in before:
+        assert len(after["cost"][0]) > 0
+    assert door(DOOR[kind], ["test", *given, f"--ckpt_path={old}"]) == 0
+    assert (out / "metrics.json").is_file()
+
+
+def training_names(kind: str) -> dict[str, Any]:
+    return getattr(training, make.KINDS[kind][0])(make.network(kind)).state_dict()

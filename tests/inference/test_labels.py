@@ -69,7 +69,7 @@ def assembled(parts, space):
 
 
 @pytest.mark.parametrize("space", SPACES)
-@pytest.mark.parametrize("overlap", [0, 0.25, 0.5, 0.7])
+@pytest.mark.parametrize("overlap", [0, 0.25, 0.6])
 @pytest.mark.parametrize("memory", [None, 0])
 def test_blended_windows_are_those_of_monai(space, overlap, memory, monkeypatch):
     """Also cut into the narrowest columns, with any halo, in a buffer that held NaN."""

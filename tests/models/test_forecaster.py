@@ -1,6 +1,5 @@
 """Forecaster: against its formula written out, what it sees, and what it is asked to mix with."""
 
-import inspect
 import math
 from functools import partial
 
@@ -13,6 +12,7 @@ from ndlightnet.data.series import simple_forecasts
 from ndlightnet.models.forecaster import Forecaster
 from ndlightnet.nn import mixers
 from ndlightnet.nn.mixers import LightNetAttention, SoftmaxAttention
+from ndlightnet.nn.mixers.base import reads_context
 
 
 class Mean(nn.Module):
@@ -192,7 +192,7 @@ def test_input_that_does_not_fit(known, later, columns):
 def test_the_catalogue(name):
     """On both sides; between them where a mixer has a cross form."""
     mixer = getattr(mixers, name)
-    reads = "context" in inspect.signature(mixer.forward).parameters
+    reads = reads_context(mixer)
     net = Forecaster(3, 6, embed_dim=64, mixer=mixer, cross=mixer if reads else LightNetAttention)
     y = net(*inputs())
     assert y.shape == (2, 5, 3) and y.isfinite().all()

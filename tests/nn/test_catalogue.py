@@ -12,25 +12,28 @@ from torch.func import functional_call
 
 from ndlightnet.layout import Ragged
 from ndlightnet.nn import mixers
+from ndlightnet.nn.mixers.base import reads_context
+from ndlightnet.nn.mixers.recurrent import Recurrent
 
 CATALOGUE = mixers.__all__
 every = pytest.mark.parametrize("name", CATALOGUE)
 
 
-def having(argument: str, where: str = "forward") -> list[str]:
+def having(argument: str) -> list[str]:
     def has(name: str) -> bool:
-        return argument in inspect.signature(getattr(getattr(mixers, name), where)).parameters
+        return argument in inspect.signature(getattr(mixers, name)).parameters
 
     return [name for name in CATALOGUE if has(name)]
 
 
+CROSS = [name for name in CATALOGUE if reads_context(getattr(mixers, name))]
 REMEMBERS = [name for name in CATALOGUE if hasattr(getattr(mixers, name), "advance")]
 
 
 def build(name: str, dim: int = 16, **more) -> nn.Module:
     """Two heads where there are heads."""
     kind = getattr(mixers, name)
-    heads = {"heads": 2} if name in having("heads", "__init__") else {}
+    heads = {"heads": 2} if name in having("heads") else {}
     return kind(dim, **heads, **more)
 
 
@@ -180,7 +183,7 @@ def test_bfloat16_autocast_is_close_to_float32(name, causal):
             assert g.dtype == p.dtype and g.isfinite().all()
 
 
-@pytest.mark.parametrize("name", having("context"))
+@pytest.mark.parametrize("name", CROSS)
 def test_cross_form_reads_another_source(close, name):
     """Of another length, all of it but its padding, and nothing else."""
     m, x, source = build(name), torch.randn(2, 5, 16), torch.randn(2, 9, 16)
@@ -200,7 +203,7 @@ def test_cross_form_reads_another_source(close, name):
         m(x[0], context=source[0], layout=Ragged([(5,)]))
 
 
-@pytest.mark.parametrize("name", having("context"))
+@pytest.mark.parametrize("name", CROSS)
 def test_who_reads_its_own_tokens_reads_as_without_a_source(close, name):
     """Some of the tokens, of all of them: the first where tokens are seen at once; where they are
     read one after the other, the last with those before it that a short convolution wants."""
@@ -213,13 +216,13 @@ def test_who_reads_its_own_tokens_reads_as_without_a_source(close, name):
         close(m(x[:, :5], context=x), m(x)[:, :5], 1e-11)
 
 
-@pytest.mark.parametrize("name", having("context_dim", "__init__"))
+@pytest.mark.parametrize("name", having("context_dim"))
 def test_a_source_may_be_of_another_width(name):
     m = build(name, context_dim=8)
     assert m(torch.randn(2, 5, 16), context=torch.randn(2, 3, 8)).isfinite().all()
 
 
-@pytest.mark.parametrize("name", having("scan", "__init__"))
+@pytest.mark.parametrize("name", having("scan"))
 def test_scans_of_a_grid(close, name):
     """Both ways in one order; in as many orders as axes; all with the same weights. On one axis
     `axes` is `both`; on several, with the axes swapped, it gives the same with the axes swapped."""
@@ -238,8 +241,16 @@ def test_scans_of_a_grid(close, name):
         build(name, scan="spiral")
 
 
-@every
-@pytest.mark.parametrize("causal", [False, True])
+def compiled() -> list:
+    """The forms of all mixers; of a recurrent one the causal form is one of its orders."""
+    forms = [(name, causal) for name in CATALOGUE for causal in (False, True)
+             if not (causal and issubclass(getattr(mixers, name), Recurrent))]  # fmt: skip
+    fast = ("LightNetAttention", "Mamba")
+    return [pytest.param(name, causal, marks=() if name in fast else pytest.mark.slow)
+            for name, causal in forms]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, causal", compiled())
 def test_compile_gives_the_same(close, name, causal):
     torch.compiler.reset()
     m, x = build(name), torch.randn(2, 3, 5, 16, requires_grad=True)

@@ -7,12 +7,9 @@ import pickle
 import pytest
 import torch
 
-from ndlightnet.nn.mixers import LightNetAttention, LrpeAttention
+from ndlightnet.nn.mixers import LightNetAttention
 
-LAYERS = {
-    "forget": lambda: LightNetAttention(8, 2, forget=[0.1, 0.7]),
-    "dct": lambda: LrpeAttention(8, 2, basis="dct"),
-}
+LAYERS = {"forget": lambda: LightNetAttention(8, 2, forget=[0.1, 0.7])}
 layers = pytest.mark.parametrize("name", LAYERS)
 
 

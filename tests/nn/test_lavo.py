@@ -289,7 +289,7 @@ def test_autocast_is_close_to_float32(close, shape, causal):
 @pytest.mark.parametrize(
     "shape, options, how",
     [
-        ((9, 5), {"window": (2, 3), "orthogonal": "param"}, {"mask": torch.rand(2, 9, 5) < 0.6}),
+        ((9, 5), {"window": (2, 3)}, {"mask": torch.rand(2, 9, 5) < 0.6}),
         ((24, 24), {"window": 6}, {}),
         ((9, 2, 3), {"window": None, "context_dim": 8}, {"context": tokens(7)}),
     ],
@@ -329,8 +329,6 @@ def test_errors():
     for bad in (0, (2, 0), (), "none"):
         with pytest.raises(ValueError, match=r"window="):
             LAVO(64, window=bad)
-    with pytest.raises(ValueError, match=r"orthogonal='always'"):
-        LAVO(64, orthogonal="always")
     m, x = layer((3, 2)), tokens(5, 4)
     with pytest.raises(ValueError, match=r"window=\(3, 2\)"):
         m(tokens(5))

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.autograd import grad
 
+from ndlightnet import Grid
 from ndlightnet.nn import GLU, MDLRPE, MDTPE, Block, DropPath, LightNetAttention, Patchify, mixers
-from ndlightnet.nn.mixers.mixer import Mixer
+from ndlightnet.nn.mixers.base import Mixer
 from ndlightnet.ops import line_scan
 
 GRIDS = ((7,), (4, 6), (3, 4, 5), (2, 3, 2, 4))
@@ -311,9 +312,10 @@ def test_mdlrpe_learns_a_factor_and_refuses_too_many_axes():
     code = MDLRPE(2, 8, "rotary")
     assert sum(p.numel() for p in code.parameters() if p.requires_grad) == 2 * 4
     assert not any(p.requires_grad for p in MDLRPE(2, 8, "rotary", learn=False).parameters())
-    place = code((3, 4), start=(7, 9))
-    assert (place.shape, place.kind, place.offset) == ((3, 4), "rotary", (7, 9))
+    position = code(Grid((3, 4), (7, 9)))
+    assert (position.shape, position.kind) == ((3, 4), "rotary")
+    assert position.layout.offset == (7, 9)
     code.log_factor.data += math.log(2)
-    assert torch.allclose(code((3, 4)).theta, 2 * place.theta)
+    assert torch.allclose(code((3, 4)).theta, 2 * position.theta)
     with pytest.raises(ValueError, match=r"5 axes .* 4"):
         code((2, 2, 2, 2, 2))

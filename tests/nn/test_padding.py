@@ -10,6 +10,7 @@ from torch.autograd import grad
 
 from ndlightnet.layout import Ragged
 from ndlightnet.nn import mixers
+from ndlightnet.nn.mixers.base import reads_context
 
 CATALOGUE = mixers.__all__
 every = pytest.mark.parametrize("name", CATALOGUE)
@@ -18,11 +19,7 @@ SCANS = {
     for name in CATALOGUE
     if "scan" in inspect.signature(getattr(mixers, name)).parameters
 }
-CROSS = [
-    name
-    for name in CATALOGUE
-    if "context" in inspect.signature(getattr(mixers, name).forward).parameters
-]
+CROSS = [name for name in CATALOGUE if reads_context(getattr(mixers, name))]
 LONGEST = {1: 80, 2: 12, 3: 6}  # axes by number of axes: beyond a chunk of 64 tokens
 TOLERANCE = 2**12 * torch.finfo(torch.float64).eps  # 12 of 52 bits, for sums in another order
 

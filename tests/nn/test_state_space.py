@@ -32,7 +32,7 @@ def tokens(*shape):
 
 def zero_order_hold(m, log_step):
     """exp(dt a), and the integral of exp(a t) over a step."""
-    a = torch.complex(-m.log_rate.exp(), m.turn)
+    a = torch.complex(-m.A_log.exp(), m.A_imag)
     dt = log_step.exp()
     return (dt * a).exp(), ((dt * a).exp() - 1) / a
 
@@ -73,7 +73,7 @@ def test_s5_is_one_system_of_all_channels(close):
         h = F.gelu(y + m.D * x)
         close(m(x, causal=causal), h * (h @ m.gate_proj.weight.T).sigmoid(), 1e-12)
     x.requires_grad_()
-    pulled = grad(m.recur(m.inputs(x, None), m.empty(2, None), 2)[0][:, -1, 0].sum(), x)[0]
+    pulled = grad(m.recur(m.inputs(x, None), m.initial_memory(2, None), 2)[0][:, -1, 0].sum(), x)[0]
     assert pulled.all()  # of every channel
 
 
@@ -88,7 +88,7 @@ def test_s5_is_a_matrix_memory_with_an_input_of_ones(close):
                               for z in f))[None, None, None]  # fmt: skip
     e, s = e[:, :, None].expand(-1, -1, DIM, -1), s.expand(2, N, -1, -1)
     y, _ = memory.reference(s, e, turn, torch.ones_like(e[..., :1]), None, torch.matmul)
-    close(m.recur(m.inputs(x, None), m.empty(2, None), 2)[0], y[..., 0], 1e-12)
+    close(m.recur(m.inputs(x, None), m.initial_memory(2, None), 2)[0], y[..., 0], 1e-12)
 
 
 def test_mamba_is_its_formula(close):
@@ -100,7 +100,7 @@ def test_mamba_is_its_formula(close):
         padded = F.pad(u.mT, (3, 0))
         u = F.silu(F.conv1d(padded, m.conv[:, None], m.conv_bias, groups=2 * DIM).mT)
         low, b, c = (u @ m.x_proj.weight.T).split([1, 16, 16], -1)
-        delta = (1 + (low @ m.delta_weight.T + m.shift).exp()).log()
+        delta = (1 + (low @ m.delta_weight.T + m.dt_bias).exp()).log()
         held, read = torch.zeros(2, 2 * DIM, 16).double(), []
         for t in range(N):
             before = (-delta[:, t, :, None] * m.A_log.exp()).exp() * held
@@ -169,8 +169,8 @@ def test_axes_are_all_orders_added_up(close, kind):
             z, parts, reads = m.project(x[row : row + 1]).flatten(1, 2), [], []
             for order in (rows, rows.flip(0), columns, columns.flip(0)):
                 order = order[seen[order]]
-                parts.append(m.inputs(F.pad(z[:, order], (0, 0, m.reach, 0)), None))
-                read, _ = m.recur(parts[-1], m.empty(1, None), 0 if reads else 1)
+                parts.append(m.inputs(F.pad(z[:, order], (0, 0, m.lookback, 0)), None))
+                read, _ = m.recur(parts[-1], m.initial_memory(1, None), 0 if reads else 1)
                 reads.append(read[:, order.argsort()])
             read = m.join(m.join(m.join(*reads[:2]), reads[2]), reads[3])
             close(y[row : row + 1, seen], m.output(parts[0], read), 1e-12)
@@ -216,8 +216,8 @@ def between(x, low, high):
 def test_s4_and_s5_start_from_legs_in_a_network(close):
     for kind in (S4, S5):
         m, expected = first_mixer(kind, 48), legs(64)[0]
-        assert (m.log_rate == torch.tensor(0.5).log()).all()
-        close(m.turn.data, expected.imag.float().expand_as(m.turn), 1e-6)
+        assert (m.A_log == torch.tensor(0.5).log()).all()
+        close(m.A_imag.data, expected.imag.float().expand_as(m.A_imag), 1e-6)
         assert between(m.log_step, math.log(1e-3), math.log(0.1))
         # of a mean of 48 squares 0.2 is one standard deviation, of the 1,500 pairs below 0.03
         assert abs(m.D.square().mean() - 1) < 0.8
@@ -228,7 +228,7 @@ def test_s4_and_s5_start_from_legs_in_a_network(close):
 
 def test_mamba_starts_as_the_original_in_a_network(close):
     m = first_mixer(Mamba)
-    assert between(F.softplus(m.shift).log(), math.log(1e-3), math.log(0.1))
+    assert between(F.softplus(m.dt_bias).log(), math.log(1e-3), math.log(0.1))
     close(m.A_log.exp(), torch.arange(1.0, 17).expand(128, 16), 1e-6)
     assert (m.D == 1).all()
     assert between(m.conv, -0.5, 0.5) and between(m.conv_bias, -0.5, 0.5)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ndlightnet.ops import axis_scan, line_scan, line_state, line_step
-from ndlightnet.ops.axis_scan import reference
+from ndlightnet.ops.axis_scan import lines, reference
 
 LENGTHS = (1, 5, 63, 64, 65, 200)
 GRIDS = ((7,), (4, 6), (3, 1, 5), (2, 3, 2, 4))
@@ -49,18 +49,26 @@ def test_line_scan_is_the_oracles(oracle, float64, close, n):
         close(y[..., d], oracle.ssm_scan(x[..., d], log_decay.exp(), c[d]), 1e-11)
 
 
-@pytest.mark.parametrize("exporting", [False, True])
-@pytest.mark.parametrize("n", [2, 64, 65, 130, 4300, 8600])
-def test_any_number_of_chunks(close, close_grads, monkeypatch, n, exporting):
-    """One group of chunks, two and three of them, and the chunks of an exported graph."""
-    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: exporting)
-    x, c, log_decay, _ = inputs = sample(n, lines=1, dim=2, states=3, grads=True)
+@pytest.mark.parametrize("n", [1, 2, 4, 5, 10, 30, 70])
+def test_any_number_of_chunks(close, close_grads, monkeypatch, n):
+    """Of four tokens or fewer: one and many, by a scan and as in a graph that is compiled (up to
+    four groups of chunks) or exported."""
+    monkeypatch.setattr(lines, "CHUNK", 4)
+    monkeypatch.setattr(lines, "EXPORTED", 4)
+    x, c, log_decay, h = inputs = sample(n, lines=1, dim=2, states=2, grads=True)
     with torch.no_grad():
         log_decay[-1] = -1e-4  # a memory that lasts through all groups
-    y = line_scan(x, c, log_decay)
-    expected = reference.line_scan(x, c, log_decay.exp(), x.new_zeros(1, 2, 3))[0]
-    close(y, expected, 1e-11)
-    close_grads(y, expected, inputs[:3], 1e-10)
+    expected = reference.line_scan(x, c, log_decay.exp(), h)[0]
+    pull = torch.randn_like(expected)
+    pulled = torch.autograd.grad(expected, inputs, pull)
+    for traced in (None, "is_compiling", "is_exporting"):
+        with monkeypatch.context() as patch:
+            if traced:
+                patch.setattr(torch.compiler, traced, lambda: True)
+            y = line_scan(*inputs)
+        close(y, expected, 1e-11)
+        for ours, theirs in zip(torch.autograd.grad(y, inputs, pull), pulled, strict=True):
+            close(ours, theirs, 1e-10)
 
 
 def test_no_tokens(close):
@@ -186,16 +194,23 @@ def test_low_precision_inputs_and_autocast(close, dtype):
     assert torch.equal(inside, axis_scan(tokens, *pair))
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_without_a_graph_break(close, close_grads, dynamic):
+def test_compile_without_a_graph_break(close, close_grads):
     torch._dynamo.reset()
-    compiled = torch.compile(axis_scan, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for shape in ((66,), (70,), (5,)) if dynamic else ((66, 3),):
-        x, forward, back = torch.randn(2, *shape, 3).double(), weights(shape), weights(shape)
-        x.requires_grad_()
-        actual, expected = compiled(x, *forward, back), axis_scan(x, *forward, back)
-        close(actual, expected, 1e-12)
-        close_grads(actual, expected, (x,), 1e-11)
+    compiled = torch.compile(axis_scan, fullgraph=True, backend="aot_eager")
+    x, forward, back = torch.randn(2, 66, 3).double(), weights((66,)), weights((66,))
+    x.requires_grad_()
+    actual, expected = compiled(x, *forward, back), axis_scan(x, *forward, back)
+    close(actual, expected, 1e-12)
+    close_grads(actual, expected, (x,), 1e-11)
+
+
+def test_a_compiled_graph_takes_lines_of_any_length(close):
+    torch._dynamo.reset()
+    compiled = torch.compile(line_scan, fullgraph=True, backend="eager", dynamic=True)
+    for n in (200, 300, 390):
+        with torch._dynamo.config.patch(error_on_recompile=n > 200):
+            x, c, log_decay, _ = sample(n, lines=1, dim=2, states=2)
+            close(compiled(x, c, log_decay), line_scan(x, c, log_decay), 1e-12)
 
 
 def test_errors_show_the_shapes():

@@ -8,9 +8,9 @@ from inspect import signature
 
 import pytest
 import torch
+from ndlightnet_evidence.bench import peers
 from torch.nn.functional import normalize
 
-from ndlightnet.bench import peers
 from ndlightnet.nn import mixers
 from ndlightnet.ops.fla import supports
 from ndlightnet.ops.recurrence import wkv

@@ -37,7 +37,7 @@ from ndlightnet.training.core.optim import adamw_with_cosine
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-NETWORKS = sorted((ROOT / "configs" / "volumes").glob("*.yaml"))
+NETWORKS = sorted((ROOT / "tasks/evidence/configs/volumes").glob("*.yaml"))
 TASKS = {
     "VolumeData": (SegmentationTask, VolumeData), "PhantomVolumes": (SegmentationTask, VolumeData),
     "VideoData": (VideoTask, VideoData), "MovingDigits": (VideoTask, VideoData),
@@ -49,7 +49,7 @@ each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.s
 
 
 def rows() -> dict[str, list[str]]:
-    spec = importlib.util.spec_from_file_location("compare", ROOT / "tasks" / "compare.py")
+    spec = importlib.util.spec_from_file_location("compare", ROOT / "tasks/evidence/compare.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

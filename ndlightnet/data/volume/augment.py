@@ -25,13 +25,13 @@ COARSE = 3.0  # an axis so many times coarser than the finest is not turned, zoo
 NOISE = 0.1  # variance, at most
 SIGMA = (0.5, 1.0)  # of the blur, cells
 FACTOR = (0.75, 1.25)  # of brightness and of contrast
-LOW = (0.5, 1.0)  # share of the cells that a low resolution keeps along an axis
+LOW = (0.5, 1.0)  # fraction of the cells that a low resolution keeps along an axis
 GAMMA = (0.7, 1.5)
-CHANCES = {
+PROBABILITIES = {
     "noise": 0.1, "blur": 0.2, "brightness": 0.15, "contrast": 0.15, "low": 0.25,
     "inverted gamma": 0.1, "gamma": 0.3, "mirror": 0.5,
 }  # fmt: skip
-PER_CHANNEL = {"blur": 0.5, "low": 0.5}  # chance of each channel of a sample that drew it
+PER_CHANNEL = {"blur": 0.5, "low": 0.5}  # probability of each channel of a sample that drew it
 LINEAR = ("", "linear", "bilinear", "trilinear")  # what torch calls it, by the number of axes
 TAPS = 3  # the blur's reach in cells: 3 sigma
 
@@ -46,7 +46,7 @@ class Augment:
             An axis more than three times coarser than the finest stays as it is: what is turned,
             zoomed and lowered are the planes of the others.
         shift: whole cells, at most, by which every sample is moved along every axis.
-        turn: chance of a rotation, and that of a zoom.
+        turn: probability of a rotation, and that of a zoom.
         intensities: whether values change as well; False for masks.
     """
 
@@ -61,7 +61,7 @@ class Augment:
             raise DataError(f"spacing={self.spacing}: expected mm above 0")
         if self.shift < 0 or not 0 <= self.turn <= 1:
             raise DataError(
-                f"shift={self.shift}, turn={self.turn}: expected 0 or more cells and a chance"
+                f"shift={self.shift}, turn={self.turn}: expected 0 or more cells and a probability"
             )
 
     @torch.no_grad()
@@ -81,7 +81,7 @@ class Augment:
         if self.intensities:
             change_intensities(image, self._fine(image.ndim - 2), generator)
         for axis in self.flip_axes:
-            chosen = torch.rand(len(image), generator=generator) < CHANCES["mirror"]
+            chosen = torch.rand(len(image), generator=generator) < PROBABILITIES["mirror"]
             for x in (image, label):
                 if x is not None:
                     change(x, chosen, lambda part, axis=axis: part.flip(axis + 2))
@@ -169,8 +169,8 @@ def rotations(angles: Tensor, planes: Sequence[tuple[int, int]], axes: int) -> T
 
 
 def sampling_grid(matrix: Tensor, space: Sequence[int], device: torch.device) -> Tensor:
-    """What `grid_sample(align_corners=False)` wants: (n, *space, axes), last axis first, in shares
-    of half the volume from its centre, of matrix (n, axes, axes + 1): cells from the centre of the
+    """What `grid_sample(align_corners=False)` wants: (n, *space, axes), last axis first, in halves
+    of the volume from its centre, of matrix (n, axes, axes + 1): cells from the centre of the
     output -> cells from the centre of the input.
     """
     halves = torch.tensor(space, dtype=torch.float64) / 2
@@ -199,7 +199,7 @@ def change_intensities(image: Tensor, fine: Sequence[int], generator: torch.Gene
 
     def drawn(name: str) -> Tensor:
         """bool (rows,): the channels of samples that draw it."""
-        sample = torch.rand(batch, 1, generator=generator) < CHANCES[name]
+        sample = torch.rand(batch, 1, generator=generator) < PROBABILITIES[name]
         channel = torch.rand(batch, channels, generator=generator) < PER_CHANNEL.get(name, 1.0)
         return (sample & channel).flatten()
 
@@ -215,9 +215,9 @@ def change_intensities(image: Tensor, fine: Sequence[int], generator: torch.Gene
     change(rows, drawn("blur"), blur, *(uniform(*SIGMA) for _ in space))
     change(rows, drawn("brightness"), torch.mul, uniform(*FACTOR))
     change(rows, drawn("contrast"), contrast, uniform(*FACTOR))
-    lowered, shares = drawn("low"), uniform(*LOW).tolist()
+    lowered, fractions = drawn("low"), uniform(*LOW).tolist()
     for row in lowered.nonzero()[:, 0].tolist():
-        rows[row] = low_resolution(rows[row], shares[row], fine)
+        rows[row] = low_resolution(rows[row], fractions[row], fine)
     change(rows, drawn("inverted gamma"), lambda x, g: -gamma(-x, g), gammas())
     change(rows, drawn("gamma"), gamma, gammas())
 
@@ -248,10 +248,10 @@ def contrast(x: Tensor, factor: Tensor) -> Tensor:
     return ((x - mean) * factor + mean).clamp(low, high)
 
 
-def low_resolution(x: Tensor, share: float, axes: Sequence[int]) -> Tensor:
-    """x (*space) with a share of its cells along `axes`, and back: nearest down, linear up."""
+def low_resolution(x: Tensor, fraction: float, axes: Sequence[int]) -> Tensor:
+    """x (*space) with a fraction of its cells along `axes`, and back: nearest down, linear up."""
     space = x.shape
-    small = [max(1, round(n * share)) if i in axes else n for i, n in enumerate(space)]
+    small = [max(1, round(n * fraction)) if i in axes else n for i, n in enumerate(space)]
     down = F.interpolate(x[None, None], small, mode="nearest-exact")
     return F.interpolate(down, space, mode=LINEAR[x.ndim], align_corners=False)[0, 0]
 

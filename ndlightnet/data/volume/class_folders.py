@@ -17,17 +17,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from monai.transforms.croppad.array import ResizeWithPadOrCrop
-from monai.transforms.spatial.array import Orientation
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.folders import leave_out
 from ndlightnet.data.images import ImageSet
 from ndlightnet.data.volume.datasets import find_inputs
-from ndlightnet.data.volume.volume import Case, load_case
+from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.volume import Volume, upright
 
 PERCENTILES = (0.5, 99.5)
-READERS = 4  # threads; inflating gzip, most of the work, releases the interpreter
+THREADS = 4  # threads; inflating gzip, most of the work, releases the interpreter
 
 
 def list_classes(
@@ -68,11 +68,7 @@ def _folders(path: Path) -> list[Path]:
 
 def load_upright(case: Case) -> Any:
     """A MetaTensor (1, x, y, z), float32, along RAS axes; DataError for more channels than one."""
-    image = load_case(case)["image"]
-    if len(image) != 1:
-        raise DataError(f"{case.images[0]}: has {len(image)} channels, expected 1")
-    upright: Any = Orientation("RAS", labels=None)
-    return upright(image)
+    return upright(Volume.read(case, channels=1).image)
 
 
 def largest_extent(cases: Sequence[Case]) -> list[float]:
@@ -82,7 +78,7 @@ def largest_extent(cases: Sequence[Case]) -> list[float]:
         image = load_upright(case)
         return np.array(image.shape[1:]) * image.pixdim.numpy()
 
-    with ThreadPoolExecutor(READERS) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         return np.max(list(pool.map(extent, cases)), axis=0).tolist()
 
 
@@ -90,7 +86,7 @@ def read_volume(case: Case, size: Sequence[int], spacing: Sequence[float]) -> Te
     """(*size) uint8, cells of `spacing` mm: means along axes where cells get larger, linear along
     the others.
 
-    DataError where `load_case` refuses it, for more channels than one and for one value only.
+    DataError where `Volume.read` refuses it, for more channels than one and for one value only.
     """
     image = load_upright(case)
     edges, values = image.pixdim.tolist(), image.as_tensor()
@@ -113,6 +109,6 @@ def read_part(
     cases: Sequence[tuple[Case, int]], size: Sequence[int], spacing: Sequence[float]
 ) -> ImageSet:
     """All of a part in memory; the first that cannot be used raises its DataError."""
-    with ThreadPoolExecutor(READERS) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         images = list(pool.map(lambda each: read_volume(each[0], size, spacing), cases))
     return ImageSet(torch.stack(images), torch.tensor([label for _, label in cases]))

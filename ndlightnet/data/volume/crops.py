@@ -21,16 +21,16 @@ class Crops(Dataset[tuple[Tensor, Tensor, int]]):
 
     Every case comes up once before any comes up again. The last `foreground` of every batch are
     centred on a voxel of a class drawn evenly among those of the case, the others lie anywhere. (A
-    share that rounds to none of a batch is one of so many crops.)
+    fraction that rounds to none of a batch is one of so many crops.)
 
     Args:
         cases: prepared dictionaries with "image" (channels, *space), "label" (1, *space) and
             "places", flat indices of voxels of each class but the background; none smaller than
             `patch`.
         patch: shape of a crop. batch_size: crops in a batch.
-        foreground: share of the crops that show a label for sure, if their case has any.
+        foreground: fraction of the crops that show a label for sure, if their case has any.
 
-    Raises DataError for a share outside 0..1.
+    Raises DataError for a fraction outside 0..1.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Crops(Dataset[tuple[Tensor, Tensor, int]]):
     ) -> None:
         self.cases, self.patch, self.seed = cases, np.array(patch), seed
         if not 0 <= foreground <= 1:
-            raise DataError(f"data.foreground: {foreground}, expected a share from 0 to 1")
+            raise DataError(f"data.foreground: {foreground}, expected a fraction from 0 to 1")
         self.period, forced = batch_size, round(foreground * batch_size)
         if not forced and foreground:
             self.period, forced = round(1 / foreground), 1
@@ -51,15 +51,15 @@ class Crops(Dataset[tuple[Tensor, Tensor, int]]):
         """(image float32 (channels, *patch), label int16 (1, *patch), number)."""
         rounds, place = divmod(number, len(self.cases))
         case = self.cases[int(order(self.seed, rounds, len(self.cases))[place])]
-        chance = np.random.default_rng((self.seed, 1, number))
+        rng = np.random.default_rng((self.seed, 1, number))
         image, label = case["image"], case["label"]
         space = np.array(image.shape[1:])
-        start = chance.integers(0, space - self.patch + 1)
+        start = rng.integers(0, space - self.patch + 1)
         if number % self.period >= self.free:
             voxels = [v for v in case["places"] if len(v)]
             if voxels:
-                of_class = voxels[chance.integers(len(voxels))]
-                centre = np.unravel_index(int(of_class[chance.integers(len(of_class))]), space)
+                of_class = voxels[rng.integers(len(voxels))]
+                centre = np.unravel_index(int(of_class[rng.integers(len(of_class))]), space)
                 start = np.clip(np.array(centre) - self.patch // 2, 0, space - self.patch)
         at = (slice(None), *(slice(a, a + n) for a, n in zip(start, self.patch, strict=True)))
         # one dtype for all cases: workers stack them in the memory of the first's

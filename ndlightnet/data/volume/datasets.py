@@ -12,11 +12,11 @@ from typing import Any
 
 from ndlightnet.data.errors import DataError, one_line
 from ndlightnet.data.folders import leave_out
-from ndlightnet.data.volume.dicom_headers import dicom_files
 from ndlightnet.data.volume.dicom_tree import Series, find_series
-from ndlightnet.data.volume.formats import ENDINGS, Case, stem
+from ndlightnet.data.volume.formats import ENDINGS, FILES, FOLDER, reader_of, stem
+from ndlightnet.data.volume.grid import Case
 
-WANTED = f"{', '.join(ENDINGS)} or a DICOM series"
+WANTED = f"{', '.join(ENDINGS)} or a {FOLDER.name}"
 NUMBERED = re.compile(r"(.+)_(\d{4})")  # nnU-Net's CASE_0000: the channel after the case
 
 
@@ -252,18 +252,16 @@ def find_inputs(
             files, home = [path], path.parent
             if not path.name.lower().endswith(ENDINGS):
                 raise DataError(
-                    f"{path}: is not a NIfTI, NRRD or MetaImage file; for DICOM give the folder "
-                    f"of the series"
+                    f"{path}: is not a {FILES}; for DICOM give the folder of the series"
                 )
         else:
             files, home = _volumes_in(path), path
-            series, left, places = find_series(path, modality)
-            leave_out({*path.iterdir()} - _read_of(path, files, places), path, WANTED, notes)
+            series, left, slices = find_series(path, modality)
+            leave_out({*path.iterdir()} - _read_of(path, files, slices), path, WANTED, notes)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     if not files and not series:
-        nothing = left or f"{path}: holds no NIfTI, NRRD or MetaImage file and no DICOM series"
-        raise DataError(nothing)
+        raise DataError(left or f"{path}: holds no {FILES} and no {FOLDER.name}")
     if left and notes is not None:
         notes.append(left)
     plain = {s.folder.resolve() if s.folder == path else s.folder: s for s in series if not s.name}
@@ -295,14 +293,14 @@ def _volumes_in(folder: Path) -> list[Path]:
     return [f for f in files if f.name.lower().endswith(ENDINGS) and not f.name.startswith(".")]
 
 
-def _read_of(folder: Path, files: Sequence[Path], places: Sequence[Path]) -> set[Path]:
-    """The entries of a folder that these volumes are read from, and those with DICOM files, which
-    lie in `places`: a line of their own tells which of them are left out."""
-    own = dicom_files(folder) if folder in places else []
-    inside = [parent for path in places for parent in (path, *path.parents)]
-    headers = [path for path in files if path.suffix.lower() == ".mhd"]  # voxels lie beside them
-    voxels = [path.with_suffix(end) for path in headers for end in (".raw", ".zraw")]
-    return {*files, *own, *inside, *voxels, folder / "DICOMDIR"}
+def _read_of(folder: Path, files: Sequence[Path], slices: Sequence[Path]) -> set[Path]:
+    """The entries of a folder that these volumes are read from, and those that are or hold DICOM
+    files, `slices`: a line of their own tells which of them are left out."""
+    inside = {
+        parent for path in {file.parent for file in slices} for parent in (path, *path.parents)
+    }
+    voxels = [path.with_suffix(end) for path in files for end in reader_of(path).voxels]
+    return {*files, *slices, *inside, *voxels, folder / "DICOMDIR"}
 
 
 def _names(folder: Path, paths: Sequence[Path]) -> list[str]:

@@ -12,6 +12,7 @@ import numpy as np
 import pydicom
 from numpy.typing import NDArray
 from pydicom.pixels.processing import apply_rescale
+from pydicom.pixels.utils import pixel_array
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError, one_line, readable, whole_file
@@ -24,7 +25,7 @@ from ndlightnet.data.volume.dicom_headers import (
     read_header,
     text_of,
 )
-from ndlightnet.data.volume.formats import EDGES, Case, Stored, label_array
+from ndlightnet.data.volume.grid import EDGES, FileGrid, Read, label_array
 
 # Slices are even when no step is off the median by more than this; a missing one is off by 1.
 EVEN_GAPS = 0.1
@@ -37,26 +38,31 @@ FILED = ("PatientID", "PatientName", "PatientBirthDate", "PatientSex", "StudyDat
          "StudyID", "AccessionNumber", "ReferringPhysicianName")  # fmt: skip
 
 
-def open_series(folder: Path, files: Sequence[Path] = ()) -> Stored:
+def open_series(folder: Path, files: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
     """The series in these files of a folder; without them, the series of the folder, the one with
-    the most slices where there are several."""
+    the most slices where there are several. Voxels are read once: their bytes leave a header when
+    they are decoded."""
     slices, affine, notes = _series(folder, files)
 
     def read(z: slice, _: int) -> NDArray[Any]:
-        return np.stack([_layer(one.header) for one in slices[z]], axis=-1)
+        layers = [_layer(one.header) for one in slices[z]]
+        for one in slices[z]:
+            one.header.pop("PixelData", None)
+        return np.stack(layers, axis=-1)
 
     rows, columns = slices[0].shape
-    return Stored(folder, (columns, rows, len(slices), 1), affine, read, tuple(notes))
+    shape = (columns, rows, len(slices), 1)
+    return FileGrid(folder, shape, affine, tuple(notes), tuple(slices)), read
 
 
 def _layer(header: Any) -> NDArray[Any]:
     """(x, y): the voxels of one slice with its own rescale slope and intercept applied."""
     file = Path(header.filename)
     with readable(file):
-        whole = pydicom.dcmread(file)
+        whole = header if "PixelData" in header else pydicom.dcmread(file)
         if whole.get("PixelData") is None:
             raise DataError(f"{file}: has no PixelData, or is cut short before it")
-        return np.asarray(apply_rescale(whole.pixel_array, whole)).T
+        return np.asarray(apply_rescale(pixel_array(whole), whole)).T
 
 
 def _series(
@@ -97,8 +103,8 @@ def _series(
 
 
 def _headers(folder: Path, files: Sequence[Path]) -> tuple[list[Any], list[str]]:
-    if files:
-        return [read_header(file) for file in files], []
+    if files:  # nothing is left to be sorted out: each is read whole
+        return [read_header(file, voxels=True) for file in files], []
     series: dict[str, list[Any]] = {}
     for header in map(read_header, dicom_files(folder)):
         if kind_of(header) == "":
@@ -178,34 +184,32 @@ def _even_step(
 
 
 def save_segmentation(
-    labels: Tensor | NDArray[Any], like: Case, path: str | Path, names: Sequence[str]
+    labels: Tensor | NDArray[Any], grid: FileGrid, path: str | Path, names: Sequence[str]
 ) -> None:
     """Writes labels (x, y, z), whole numbers, as a DICOM-SEG (`.dcm`, binary segments) that refers
-    to the slices of `like`'s first image. names[n] names the label n; 0 is the background and no
-    segment. The file appears complete or not at all.
+    to the slices of `grid`. names[n] names the label n; 0 is the background and no segment. The
+    file appears complete or not at all.
 
     Raises ValueError for labels of another shape or kind or without a name, DataError when the
-    source is no DICOM series or lacks the numbers to refer to, when highdicom is not installed or
+    grid is of no DICOM series or lacks the numbers to refer to, when highdicom is not installed or
     the file cannot be written.
     """
-    path, folder = Path(path), like.images[0]
+    path, folder = Path(path), grid.path
     if path.suffix != ".dcm":
         raise ValueError(f"a DICOM-SEG is written as .dcm, got {path.name}")
-    if not folder.is_dir():
+    if not grid.slices:
         raise DataError(f"{folder}: a DICOM-SEG needs a DICOM series as its source")
     try:
         import highdicom
     except ImportError as error:
         need = 'a DICOM-SEG needs highdicom: pip install "ndlightnet[dicom]"'
         raise DataError(f"{path}: {need}") from error
-    with readable(folder):
-        slices, affine, _ = _series(folder, like.slices)
-    rows, columns = slices[0].shape
-    shape = (columns, rows, len(slices))
-    array = label_array(labels, shape, folder)
+    slices = grid.slices
+    array = label_array(labels, grid.shape[:3], folder)
     if array.max() >= len(names):
         raise ValueError(f"labels go up to {array.max()}, names up to {len(names) - 1}")
-    apart = round(abs(np.linalg.det(affine)) / np.prod(slices[0].gaps), 6)  # along the normal
+    # along the normal
+    apart = round(abs(np.linalg.det(grid.affine)) / np.prod(slices[0].gaps), 6)
     for one in slices:
         header = one.header
         for tag in REFERRED:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydicom.uid import UID
 
 from ndlightnet.data.errors import DataError, one_line, readable
-from ndlightnet.data.volume.formats import EDGES
+from ndlightnet.data.volume.grid import EDGES
 
 Numbers = NDArray[np.float64]
 # Classes whose images are slices, placed in the patient; others are if they have a place.
@@ -53,10 +53,10 @@ def is_dicom(file: Path) -> bool:
     return file.is_file() and file.name != "DICOMDIR" and pydicom.misc.is_dicom(file)
 
 
-def read_header(file: Path, tags: list[str] | None = None) -> Any:
-    """All but the voxels, or only these tags."""
+def read_header(file: Path, tags: list[str] | None = None, voxels: bool = False) -> Any:
+    """All but the voxels, with `voxels` these as well, or only these tags."""
     with readable(file):
-        return pydicom.dcmread(file, stop_before_pixels=True, specific_tags=tags)
+        return pydicom.dcmread(file, stop_before_pixels=not voxels, specific_tags=tags)
 
 
 def text_of(header: Any, tag: str) -> str:

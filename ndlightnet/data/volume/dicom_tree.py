@@ -12,7 +12,7 @@ from typing import Any
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.volume.dicom_headers import SCOUTS, is_dicom, kind_of, read_header, text_of
-from ndlightnet.data.volume.formats import stem
+from ndlightnet.data.volume.formats import ENDINGS, stem
 
 MANY = 500  # files; to read the headers of more takes seconds, which a bar shows
 KEPT = 40  # letters of each part of a name
@@ -49,8 +49,8 @@ class Series:
 
 def find_series(root: Path, modality: str | None = None) -> tuple[list[Series], str, list[Path]]:
     """Every series of images below a folder, in order of their folders, or those of one modality
-    (CT, MR, PT, ...); a line on what else of DICOM is there, "" if nothing; and the folders that
-    hold any DICOM file.
+    (CT, MR, PT, ...); a line on what else of DICOM is there, "" if nothing; and all DICOM files.
+    Files with the ending of another format are not looked into.
 
     A series that is alone in the folder, or in one directly in it, is called as that folder is; any
     other by patient, modality and SeriesNumber, and, where that is not enough, by letters made from
@@ -73,7 +73,7 @@ def find_series(root: Path, modality: str | None = None) -> tuple[list[Series], 
     listed = ", ".join(f"{count} {kind}" for kind, count in sorted(left.items()))
     images = "images" if modality is None else f"{modality.upper()} images"
     note = f"{root}: DICOM objects are left out: {listed} (expected series of {images})"
-    return wanted, note if left else "", [*folders]
+    return wanted, note if left else "", [file for some in folders.values() for file in some]
 
 
 def _headers(root: Path, left: Counter[str]) -> dict[Path, dict[Path, Any]]:
@@ -92,7 +92,8 @@ def _headers(root: Path, left: Counter[str]) -> dict[Path, dict[Path, Any]]:
             continue
         entered.add(real)
         inside[:] = sorted(name for name in inside if not name.startswith("."))
-        files += [Path(place, name) for name in sorted(names)]
+        names = [name for name in sorted(names) if not name.lower().endswith(ENDINGS)]
+        files += [Path(place, name) for name in names]
     found: dict[Path, dict[Path, Any]] = {}
     few = len(files) < MANY
     for file in track(files, "reading DICOM headers", transient=True, disable=few):

@@ -9,7 +9,8 @@ import nibabel
 import numpy as np
 from numpy.typing import NDArray
 
-from ndlightnet.data.volume.volume import Case, in_threads, load_checked
+from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.volume import Volume, in_threads
 
 SAMPLE = 10_000  # labelled voxels of a case whose values are kept
 
@@ -31,17 +32,17 @@ class Fingerprint:
 def fingerprint(
     cases: Sequence[Case], classes: int, channels: int | None = None, progress: bool = True
 ) -> Fingerprint:
-    """Reads every case once. Raises DataError as `load_checked`."""
+    """Reads every case once. Raises DataError as `Volume.read`."""
 
     def look(case: Case) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float32],
                                   NDArray[np.int64]]:  # fmt: skip
-        loaded = load_checked(case, classes, channels)
-        image, label = loaded["image"], loaded["label"].numpy()[0]
+        volume = Volume.read(case, classes, channels)
+        image, label = volume.image, volume.label.numpy()[0]
         axes = nibabel.io_orientation(image.affine.numpy())[:, 0].astype(int)  # type: ignore[no-untyped-call]
         order = np.argsort(axes)
         places = np.flatnonzero(label)
-        chance = np.random.default_rng(0)
-        some = chance.choice(places, min(SAMPLE, len(places)), replace=False)
+        rng = np.random.default_rng(0)
+        some = rng.choice(places, min(SAMPLE, len(places)), replace=False)
         return (
             np.array(label.shape)[order],
             image.pixdim.numpy()[order],

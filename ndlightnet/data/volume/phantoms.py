@@ -236,8 +236,8 @@ def draw_torso(canvas: Canvas, rng: np.random.Generator) -> None:
     """Paints table, body, bones and organs, later ones over earlier ones. Numbers in mm and HU."""
     x, y, z = canvas.xyz
 
-    def vary(value: float, share: float = 0.1) -> float:
-        return float(value * rng.uniform(1 - share, 1 + share))
+    def vary(value: float, fraction: float = 0.1) -> float:
+        return float(value * rng.uniform(1 - fraction, 1 + fraction))
 
     def near(place: tuple[float, float, float], by: float = 5.0) -> tuple[float, float, float]:
         moved = np.array(place) + rng.uniform(-by, by, 3)

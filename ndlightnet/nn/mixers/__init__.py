@@ -1,8 +1,7 @@
 """The catalogue of mixers. Each is built from one argument, `dim`, and maps
-`(x (batch, *grid, dim), mask=None, causal=False)` to the shape of x; with `layout`, a Ragged, x is
-`(length, dim)`: samples of different shapes, end to end. Those with an argument `context` also read
-another source (cross attention). Those whose memory does not grow have `init_state` and `advance`.
-Tests iterate `__all__`."""
+`(x (batch, *grid, dim), mask=None, causal=False, layout=None, context=None)` to the shape of x, as
+base.py says; tests iterate `__all__`. Those whose memory does not grow are StreamingMixers: they
+have `init_state` and `advance`. To add one, write `mix` in its own file and export it here."""
 
 from ndlightnet.nn.mixers.cosformer import CosformerAttention
 from ndlightnet.nn.mixers.delta import DeltaNet, GatedDeltaNet, KimiDeltaAttention

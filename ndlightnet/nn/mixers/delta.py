@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ndlightnet.nn.heads import default_heads
+from ndlightnet.nn.mixers.base import zero_padding
 from ndlightnet.nn.mixers.keyed import Keyed, Parts
-from ndlightnet.nn.mixers.mixer import Scan, first_shift, hide, short_conv
+from ndlightnet.nn.mixers.recurrent import Scan, init_dt_bias, short_conv
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
 
@@ -27,14 +28,14 @@ class DeltaNet(Keyed):
         dim: channels of a token.
         heads: default: one per 64 channels.
         scan: how a grid is covered; see Recurrent.
-        negative: beta to 2, so that a memory can also turn its sign (arXiv 2411.12537).
+        negative: beta to 2, so that a memory can also change its sign (arXiv 2411.12537).
         impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.recurrence.delta.
 
     Parameters: 4 dim^2 + 12 dim + heads dim + dim / heads.
     """
 
     operation = "gated_delta_rule"
-    reach = TAPS - 1
+    lookback = TAPS - 1
 
     def __init__(
         self,
@@ -56,17 +57,17 @@ class DeltaNet(Keyed):
     def project(self, x: Tensor) -> Tensor:
         return torch.cat([self.in_proj(x), self.beta_proj(x)], -1)
 
-    def inputs(self, z: Tensor, keep: Tensor | None) -> Parts:
-        wide = self.value_dim
+    def inputs(self, z: Tensor, mask: Tensor | None) -> Parts:
+        dim = self.value_dim
         first, rest = z.split([3 * self.dim, z.shape[-1] - 3 * self.dim], -1)
-        q, k, v = self.split(F.silu(short_conv(first, self.conv)), wide, wide, wide)
-        beta, rest = rest[:, self.reach :].split([self.heads, rest.shape[-1] - self.heads], -1)
+        q, k, v = self.split(F.silu(short_conv(first, self.conv)), dim, dim, dim)
+        beta, rest = rest[:, self.lookback :].split([self.heads, rest.shape[-1] - self.heads], -1)
         beta = torch.sigmoid(beta.to(accumulator(beta))) * (2 if self.negative else 1)
         decay, gate = self.more(rest)
-        q, k = unit(q) * wide**-0.5, unit(k)
-        k, v, beta = hide(keep, k, v, beta)
+        q, k = unit(q) * dim**-0.5, unit(k)
+        k, v, beta = zero_padding(mask, k, v, beta)
         if decay is not None:
-            (decay,) = hide(keep, decay)
+            (decay,) = zero_padding(mask, decay)
         return Parts(q, k, v, decay, beta, gate)
 
     def more(self, rest: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -79,14 +80,17 @@ class DeltaNet(Keyed):
 
 
 def unit(x: Tensor) -> Tensor:
-    """Vectors of length 1 along the last axis, in float32 on the way."""
-    wide = x.to(accumulator(x))
-    return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+    """Vectors of length 1 along the last axis, computed in float32."""
+    exact = x.to(accumulator(x))
+    return (exact * (exact.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
 
 class _Decaying(DeltaNet):
-    """With log decay -exp(log_rate) softplus(. + shift), as many a head as `decays`; rates of
+    """With log decay -exp(A_log) softplus(. + dt_bias), as many a head as `decays`; rates of
     `slowest` to 16 at first."""
+
+    undecayed = ("A_log",)
+    renamed = (("log_rate", "A_log"), ("shift", "dt_bias"))
 
     def __init__(
         self, dim: int, heads: int | None, scan: Scan, negative: bool, impl: Impl, dt_min: float,
@@ -94,14 +98,14 @@ class _Decaying(DeltaNet):
     ) -> None:  # fmt: skip
         super().__init__(dim, heads, scan=scan, negative=negative, impl=impl)
         self.decays = decays
-        self.log_rate = nn.Parameter(torch.empty(self.heads).uniform_(slowest, 16).log())
-        self.shift = first_shift(self.heads * decays, dt_min, dt_max)
+        self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(slowest, 16).log())
+        self.dt_bias = init_dt_bias(self.heads * decays, dt_min, dt_max)
         self.width += self.heads * decays + dim
 
     def decay(self, logits: Tensor) -> Tensor:
         acc = accumulator(logits)
-        step = F.softplus(logits.to(acc) + self.shift.to(acc)).unflatten(-1, (self.heads, -1))
-        return -self.log_rate.to(acc).exp()[:, None] * step
+        step = F.softplus(logits.to(acc) + self.dt_bias.to(acc)).unflatten(-1, (self.heads, -1))
+        return -self.A_log.to(acc).exp()[:, None] * step
 
     def more(self, rest: Tensor) -> tuple[Tensor | None, Tensor | None]:
         logits, gate = rest.split([rest.shape[-1] - self.dim, self.dim], -1)
@@ -111,11 +115,11 @@ class _Decaying(DeltaNet):
 class GatedDeltaNet(_Decaying):
     """DeltaNet with a decay for each head, before the delta rule, and a gate:
     o_proj(norm(m_t^T q_t) * SiLU(gate)), m_t = alpha_t (I - beta_t k_t k_t^T) m_(t-1) + beta_t k_t
-    v_t^T, alpha_t = exp(-exp(log_rate) softplus(. + shift)).
+    v_t^T, alpha_t = exp(-exp(A_log) softplus(. + dt_bias)).
 
-    Args: as of DeltaNet; dt_min, dt_max: the steps softplus(shift) to start from. A head's first
-    exp(log_rate) is up to 16: with the defaults, which are the original's, most heads start with a
-    memory of less than 30 tokens.
+    Args: as of DeltaNet; dt_min, dt_max: range of the initial steps softplus(dt_bias). A head's
+    first exp(A_log) is up to 16: with the defaults, which are the original's, most heads begin with
+    a memory of less than 30 tokens.
     Parameters: 5 dim^2 + 12 dim + 2 heads dim + dim / heads + 2 heads.
 
     Values are as wide as keys; the original's are twice as wide.
@@ -140,7 +144,7 @@ class GatedDeltaNet(_Decaying):
 class KimiDeltaAttention(_Decaying):
     """DeltaNet with a decay for each key channel and a gate, both of low rank (the head dim):
     o_proj(norm(m_t^T q_t) * sigmoid(gate)), m_t = (I - beta_t k_t k_t^T) Diag(alpha_t) m_(t-1) +
-    beta_t k_t v_t^T, alpha_t = exp(-exp(log_rate) softplus(. + shift)).
+    beta_t k_t v_t^T, alpha_t = exp(-exp(A_log) softplus(. + dt_bias)).
 
     Args: as of GatedDeltaNet.
     Parameters: 4 dim^2 + 14 dim + heads dim + 4 dim^2 / heads + dim / heads + heads.
@@ -150,8 +154,8 @@ class KimiDeltaAttention(_Decaying):
         self, dim: int, heads: int | None = None, *, scan: Scan = "both", negative: bool = False,
         impl: Impl = "auto", dt_min: float = 1e-3, dt_max: float = 0.1,
     ) -> None:  # fmt: skip
-        wide = dim // default_heads(dim, heads)[0]
-        super().__init__(dim, heads, scan, negative, impl, dt_min, dt_max, wide, 1)
+        head_dim = default_heads(dim, heads)[1]
+        super().__init__(dim, heads, scan, negative, impl, dt_min, dt_max, head_dim, 1)
         rank = self.value_dim
         self.decay_proj, self.gate_proj = (
             nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim, bias=bias))

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ndlightnet.nn.mixers.base import zero_padding
 from ndlightnet.nn.mixers.keyed import Keyed, Parts
-from ndlightnet.nn.mixers.mixer import Scan, hide
+from ndlightnet.nn.mixers.recurrent import Scan
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
 
@@ -17,7 +18,7 @@ RANK, TEMPERATURE = 16, 16.0
 
 class GLA(Keyed):
     """o_proj(norm(m_t^T q_t) * SiLU(gate)), m_t = Diag(alpha_t) m_(t-1) + k_t v_t^T, with
-    alpha_t = sigmoid(low-rank(x_t))^(1/16), keys half as wide as values.
+    alpha_t = sigmoid(low-rank(x_t))^(1/16), the key dim half the value dim.
 
     Args:
         dim: channels of a token.
@@ -31,7 +32,7 @@ class GLA(Keyed):
     def __init__(
         self, dim: int, heads: int | None = None, *, scan: Scan = "both", impl: Impl = "auto"
     ) -> None:
-        super().__init__(dim, heads, scan, impl, key_share=0.5)
+        super().__init__(dim, heads, scan, impl, key_ratio=0.5)
         keys = self.heads * self.key_dim
         self.width = 3 * keys + 2 * dim
         self.in_proj = nn.Linear(dim, 2 * keys + 2 * dim, bias=False)
@@ -43,12 +44,12 @@ class GLA(Keyed):
     def project(self, x: Tensor) -> Tensor:
         return torch.cat([self.in_proj(x), self.decay_proj(x)], -1)
 
-    def inputs(self, z: Tensor, keep: Tensor | None) -> Parts:
-        wide, dim = self.value_dim, self.key_dim
-        q, k, v, gate, decay = self.split(z, dim, dim, wide, wide, dim)
+    def inputs(self, z: Tensor, mask: Tensor | None) -> Parts:
+        keys, values = self.key_dim, self.value_dim
+        q, k, v, gate, decay = self.split(z, keys, keys, values, values, keys)
         decay = F.logsigmoid(decay.to(accumulator(decay))) / TEMPERATURE
-        k, v, decay = hide(keep, k, v, decay)
-        return Parts(q * dim**-0.5, k, v, decay, gate=gate)
+        k, v, decay = zero_padding(mask, k, v, decay)
+        return Parts(q * keys**-0.5, k, v, decay, gate=gate)
 
     def output(self, parts: Parts, y: Tensor) -> Tensor:
         out: Tensor = self.o_proj((self.norm(y) * F.silu(parts.gate)).flatten(2))

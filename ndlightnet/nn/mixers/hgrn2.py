@@ -1,4 +1,4 @@
-"""HGRN2 (Qin et al., 2024, arXiv 2404.07904): what a key channel forgets is what it takes in."""
+"""HGRN2 (Qin et al., 2024, arXiv 2404.07904): a key channel takes in as much as it decays."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ndlightnet.nn.mixers.base import zero_padding
 from ndlightnet.nn.mixers.keyed import Keyed, Parts
-from ndlightnet.nn.mixers.mixer import Scan, hide
+from ndlightnet.nn.mixers.recurrent import Scan
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
 
@@ -48,14 +49,14 @@ class HGRN2(Keyed):
         out: Tensor = self.in_proj(x)
         return out
 
-    def inputs(self, z: Tensor, keep: Tensor | None) -> Parts:
-        q, forget, v = self.split(z, *[self.value_dim] * 3)
-        log = F.logsigmoid(forget.to(accumulator(forget)))
+    def inputs(self, z: Tensor, mask: Tensor | None) -> Parts:
+        q, decay, v = self.split(z, *[self.value_dim] * 3)
+        log = F.logsigmoid(decay.to(accumulator(decay)))
         if self.lower_bound:
             bound = self.lower_bound
             log = torch.logaddexp(torch.full_like(log, math.log(bound)), math.log1p(-bound) + log)
         k = -torch.expm1(log)  # 1 - f, also where that is tiny
-        k, v, log = hide(keep, k.to(v.dtype), v, log)
+        k, v, log = zero_padding(mask, k.to(v.dtype), v, log)
         return Parts(F.silu(q), k, v, log)
 
     def output(self, parts: Parts, y: Tensor) -> Tensor:

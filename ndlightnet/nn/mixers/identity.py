@@ -5,20 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ndlightnet.layout import Ragged
-from ndlightnet.nn.mixers.mixer import Mixer
+from ndlightnet.layout import Grid, Layout
+from ndlightnet.nn.mixers.base import StreamingMixer
 
 
-class Identity(Mixer):
+class Identity(StreamingMixer):
     """Returns its tokens. No parameters; `dim` is accepted as by every mixer."""
+
+    ragged = True
 
     def __init__(self, dim: int) -> None:
         super().__init__()
 
-    def forward(
-        self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False,
-        layout: Ragged | None = None,
-    ) -> Tensor:  # fmt: skip
+    def mix(self, x: Tensor, layout: Layout, mask: Tensor | None, causal: bool) -> Tensor:
         return x
 
     def init_state(
@@ -26,7 +25,5 @@ class Identity(Mixer):
     ) -> tuple[()]:
         return ()
 
-    def advance(
-        self, x: Tensor, state: tuple[()], position: int | Tensor
-    ) -> tuple[Tensor, tuple[()]]:
+    def step(self, x: Tensor, grid: Grid, state: tuple[()]) -> tuple[Tensor, tuple[()]]:
         return x, state

@@ -1,5 +1,4 @@
-"""What the recurrent mixers with queries, keys and values share: TNL, GLA, HGRN2, the delta
-rules."""
+"""The base of recurrent mixers with queries, keys and values: TNL, GLA, HGRN2, the delta rules."""
 
 from __future__ import annotations
 
@@ -8,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import Grid, Ragged
+from ndlightnet.layout import Grid
 from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.mixers.mixer import Recurrent, Scan, check_source, drawn_like, once
+from ndlightnet.nn.mixers.base import projected_like
+from ndlightnet.nn.mixers.recurrent import Recurrent, Scan, exclude_self
 from ndlightnet.ops import fla
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
@@ -32,18 +32,18 @@ class Parts(NamedTuple):
 
 class Keyed(Recurrent):
     """A memory of keys and values (heads, key_dim, value_dim) that queries read. With `context`
-    queries of x read what the memory holds after the whole source."""
+    queries of x read the memory after the whole source."""
 
     operation = "gated_linear_attention"
 
     def __init__(
-        self, dim: int, heads: int | None, scan: Scan, impl: Impl, key_share: float = 1.0,
+        self, dim: int, heads: int | None, scan: Scan, impl: Impl, key_ratio: float = 1.0,
         decays: int | None = None,
     ) -> None:  # fmt: skip
         """decays: of a head; default: one for each key channel."""
         super().__init__(scan)
         self.heads, self.value_dim = default_heads(dim, heads)
-        self.key_dim = max(1, int(self.value_dim * key_share))
+        self.key_dim = max(1, int(self.value_dim * key_ratio))
         self.dim, self.impl = dim, impl
         self.decays = self.key_dim if decays is None else decays
         self.o_proj = nn.Linear(dim, dim, bias=False)
@@ -52,46 +52,41 @@ class Keyed(Recurrent):
         if self.impl != "auto":
             return self.impl
         k, v, decay = (
-            drawn_like(x, 0, self.heads, n) for n in (self.key_dim, self.value_dim, self.decays)
+            projected_like(x, 0, self.heads, n) for n in (self.key_dim, self.value_dim, self.decays)
         )
         support = fla.supports(self.operation, k, v, decay if self.decays else None)
         return "fla" if support else f"torch ({support.reason})"
 
-    def empty(self, batch: int, device: torch.device | str | None) -> Tensor:
+    def initial_memory(self, batch: int, device: torch.device | str | None) -> Tensor:
         acc = accumulator(self.o_proj.weight)
         return torch.zeros(
             batch, self.heads, self.key_dim, self.value_dim, dtype=acc, device=device
         )
 
-    def recur(self, parts: Parts, memory: Tensor, own: int) -> tuple[Tensor, Tensor]:
+    def recur(self, parts: Parts, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
         q, k, v, decay, beta, _ = parts
         if beta is None:
             y, memory = gated_linear_attention(q, k, v, decay, memory, impl=self.impl)
         else:
             y, memory = gated_delta_rule(q, k, v, beta, decay, memory, impl=self.impl)
             k = k * beta[..., None]
-        return once(y, own, lambda n: (q[n] * k[n]).sum(-1, keepdim=True) * v[n]), memory
+
+        def self_read(n: slice) -> Tensor:
+            return (q[n] * k[n]).sum(-1, keepdim=True) * v[n]
+
+        return exclude_self(y, inclusive, self_read), memory
 
     def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
         """(..., sum of heads * size) -> (..., heads, size) for each."""
         parts = x.split([self.heads * size for size in sizes], -1)
         return tuple(p.unflatten(-1, (self.heads, -1)) for p in parts)
 
-    def forward(
-        self, x: Tensor, *, context: Tensor | None = None, mask: Tensor | None = None,
-        causal: bool = False, layout: Ragged | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Tokens (batch, *grid, dim) -> same shape. context: (batch, *its grid, dim), read as a
-        whole instead of x; in every way that `scan` goes, what they hold added up. mask: bool over
-        the source's tokens, False = padding. causal: row by row, one way; without context. layout:
-        of samples end to end (x (length, dim), mask (length,)), one after the other."""
-        check_source(context, causal, layout)
-        if context is None:
-            return super().forward(x, mask=mask, causal=causal, layout=layout)
-        grid = Grid.of(x)
-        memory = self.cover(context, mask, False)[2].sum(0)
-        z = nn.functional.pad(grid.flatten(self.project(x)), (0, 0, self.reach, 0))
-        parts = self.inputs(z, None)
+    def mix_context(
+        self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None
+    ) -> Tensor:
+        """Queries read the memory after the whole source, summed over its orders."""
+        memory = self.read_orders(context, source, mask, False)[2].sum(0)
+        parts = self.inputs(nn.functional.pad(self.project(x), (0, 0, self.lookback, 0)), None)
         with exact(memory):
             y = torch.einsum("blhk,bhkd->blhd", parts.q.to(memory.dtype), memory)
-        return self.output(parts, y.to(parts.v.dtype)).reshape(x.shape)
+        return self.output(parts, y.to(parts.v.dtype))

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import Grid, Ragged, per_axis
+from ndlightnet.layout import Grid, per_axis
 from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.mixers.mixer import Mixer, check_source
+from ndlightnet.nn.mixers.base import StreamingMixer, zero_padding
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.lavo import WindowSums, amounts, memory_read, past_means, token_mean
 from ndlightnet.ops.local import local_attention
-
-Orthogonal = Literal["init", "param"]
-Basis = Literal["per_head", "full"]
 
 
 class LAVOState(NamedTuple):
@@ -29,7 +26,7 @@ class LAVOState(NamedTuple):
     frames: Tensor
 
 
-class LAVO(Mixer):
+class LAVO(StreamingMixer):
     """o_proj(merge heads (local + memory) / 2), LAVO (arXiv 2312.11135): softmax attention to
     the neighbourhood with learnt biases, and what the query reads from an orthogonal memory; see
     ndlightnet.ops.local and ndlightnet.ops.lavo.
@@ -42,18 +39,13 @@ class LAVO(Mixer):
     Args:
         dim: channels of a token.
         heads: default: one per 64 channels. Head dim = dim / heads.
-        memories: vectors in a memory, at most the head dim ("full": dim); default: as many, up to
-            64.
-        basis: "per_head": each head has a memory of its own. "full": one of vectors over the whole
-            width, whose channels are shared out among the heads; those of a head are then not
-            orthogonal by themselves.
+        memories: vectors in a head's memory, at most the head dim; default: as many, up to 64. They
+            start orthonormal and learn freely, as in the paper.
         window: the neighbourhood: |j - i| < window on an axis. One number for all axes, which then
             share a table of biases, or one per axis. "auto": 16 / number of axes, so that not too
             many tokens are near on a volume (9^3); text gains from more than 16 (the paper's best
             is 64). None: no local branch; the memory is of the values, in the causal form of all
             so far.
-        orthogonal: "init": the basis starts orthonormal and learns freely, as in the paper.
-            "param": it stays orthonormal, by a QR decomposition of the parameter.
         context_dim: channels of the source in the cross form, which has no local branch; a layer
             that is given it has none at all.
 
@@ -61,35 +53,27 @@ class LAVO(Mixer):
     is one per axis. Without the local branch: 2 dim^2 + context_dim dim + memories dim.
     """
 
+    undecayed = ("basis",)
+
     def __init__(
         self,
         dim: int,
         heads: int | None = None,
         *,
         memories: int | None = None,
-        basis: Basis = "per_head",
         window: int | Sequence[int] | Literal["auto"] | None = "auto",
-        orthogonal: Orthogonal = "init",
         context_dim: int | None = None,
     ) -> None:
         super().__init__()
         self.heads, self.head_dim = default_heads(dim, heads)
-        if basis not in get_args(Basis):
-            raise ValueError(f"basis={basis!r}: expected 'per_head' or 'full'")
-        self.full = basis == "full"
-        wide = dim if self.full else self.head_dim
-        rows = min(64, wide) if memories is None else memories
-        if not 1 <= rows <= wide:
-            what = "width" if self.full else "head dim"
+        rows = min(64, self.head_dim) if memories is None else memories
+        if not 1 <= rows <= self.head_dim:
             raise ValueError(
-                f"memories={memories}: expected 1 to {wide}, the {what}, since no more vectors can "
-                "be orthogonal"
+                f"memories={memories}: expected 1 to {self.head_dim}, the head dim, since no more "
+                "vectors can be orthogonal"
             )
-        if orthogonal not in get_args(Orthogonal):
-            raise ValueError(f"orthogonal={orthogonal!r}: expected 'init' or 'param'")
         if isinstance(window, str) and window != "auto":
             raise ValueError(f"window={window!r}: expected numbers, 'auto' or None")
-        self.orthogonal = orthogonal
         fixed = window if window is None or isinstance(window, int | str) else tuple(window)
         self.window = None if context_dim is not None else fixed
         sizes = self.windows(max(1, len(fixed)) if isinstance(fixed, tuple) else 1) or ()
@@ -101,9 +85,9 @@ class LAVO(Mixer):
             for size in sizes
         )
         # one by one, since orthogonal_ takes (heads, memories, head_dim) for a single matrix
-        number = 1 if self.full else self.heads
-        bases = [nn.init.orthogonal_(torch.empty(rows, wide)) for _ in range(number)]
-        self.basis = nn.Parameter(torch.stack(bases))  # (heads or 1, memories, head_dim or dim)
+        shape = (rows, self.head_dim)
+        bases = [nn.init.orthogonal_(torch.empty(shape)) for _ in range(self.heads)]
+        self.basis = nn.Parameter(torch.stack(bases))  # (heads, memories, head_dim)
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
     def windows(self, ndim: int) -> tuple[int, ...] | None:
@@ -113,39 +97,25 @@ class LAVO(Mixer):
         window = max(2, 16 // ndim) if isinstance(self.window, str) else self.window
         return per_axis("window", window, ndim)
 
-    def bases(self) -> Tensor:
-        """(heads, memories, head_dim): the vectors of which the memories are made."""
-        basis = self.basis
-        if self.orthogonal == "param":
-            # a basis vector's sign does not matter to what is read, and QR leaves it open
-            basis = torch.linalg.qr(basis.mT.to(accumulator(basis)))[0].mT
-        return self._split(basis[0]).transpose(0, 1) if self.full else basis
-
-    def forward(
-        self, x: Tensor, *, context: Tensor | None = None, mask: Tensor | None = None,
-        causal: bool = False, layout: Ragged | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Tokens (batch, *grid, dim) -> same shape. context: a source (batch, *its grid,
-        context_dim) to read instead of x, by the memory alone. mask: bool over the source's tokens
-        (batch, *grid), False = padding. causal: along the first axis; without context. layout: of
-        samples end to end (x (length, dim), mask (length,)), which are done one after the other."""
-        check_source(context, causal, layout)
-        if layout is not None:
-            return layout.each(self, x, mask, causal=causal)
-        source = x if context is None else context
-        self._check(source)
-        keep = Grid.of(source).flatten_mask(mask)
-        if mask is not None:  # even NaN in the padding cannot leak
-            source = source.masked_fill(~mask[..., None], 0)
-        x = source if context is None else x
+    def mix(self, x: Tensor, layout: Grid, mask: Tensor | None, causal: bool) -> Tensor:
+        self._check(x)
+        (x,) = zero_padding(mask, x)
+        if self.window is None and not causal:
+            return self.mix_context(x, layout, x, layout, mask)
+        real = None if mask is None else layout.unflatten(mask)
+        q, k, v = self._project(layout.unflatten(x))
         if causal:
-            return self._causal(*self._project(x), mask, None)[0]
-        if context is None and self.window is not None:
-            q, k, v = self._project(x)
-            local = self._local(q, k, v, mask, causal=False)
-            return self._output(q, token_mean(local.flatten(1, -3), keep)[:, None], local)
+            return layout.flatten(self._causal(q, k, v, real, None)[0])
+        local = self._local(q, k, v, real, causal=False)
+        mean = token_mean(layout.flatten(local), mask)[:, None]
+        return layout.flatten(self._output(q, mean, local))
+
+    def mix_context(
+        self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None
+    ) -> Tensor:
+        self._check(context)
         # the mean of the values is the value of the mean
-        mean = token_mean(source.flatten(1, -2), keep).to(source.dtype)
+        mean = token_mean(context, mask).to(context.dtype)
         return self._output(self._split(self.q_proj(x)), self._split(self.v_proj(mean))[:, None])
 
     def _check(self, source: Tensor) -> None:
@@ -174,49 +144,41 @@ class LAVO(Mixer):
         windows = self.windows(q.ndim - 3)
         local = None if windows is None else self._local(q, k, v, mask, causal=True)
         shape = (*q.shape[:2], Grid(q.shape[2:-2]).length)
-        keep = None if mask is None else mask[:, mask.shape[1] - q.shape[1] :].reshape(shape)
+        real = None if mask is None else mask[:, mask.shape[1] - q.shape[1] :].reshape(shape)
         features = (v if local is None else local).reshape(*shape, *q.shape[-2:])
         window = None if windows is None else windows[0]
-        means, sums = past_means(features, window, mask=keep, past=sums)
+        means, sums = past_means(features, window, mask=real, past=sums)
         return self._output(q, means, local), sums
 
     def _output(self, q: Tensor, mean: Tensor, local: Tensor | None = None) -> Tensor:
-        basis = self.bases()
-        h = amounts(basis, mean)
-        if self.full:
-            h = h.sum(2, keepdim=True).expand_as(h)
-        y = memory_read(q.flatten(1, -3), basis, h).reshape(q.shape)
+        h = amounts(self.basis, mean)
+        y = memory_read(q.flatten(1, -3), self.basis, h).reshape(q.shape)
         out: Tensor = self.o_proj((y if local is None else (local + y) / 2).flatten(-2))
         return out
 
     def init_state(
         self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
     ) -> LAVOState:
-        """The state before the first frame, of shape `space`."""
-        weight, reach = self.q_proj.weight, (self.windows(1 + len(space)) or (1,))[0] - 1
+        weight, frames = self.q_proj.weight, (self.windows(1 + len(space)) or (1,))[0] - 1
         size = (self.heads, self.head_dim)
-        tail = torch.zeros(batch, reach, *space, *size, dtype=weight.dtype, device=device)
+        tail = torch.zeros(batch, frames, *space, *size, dtype=weight.dtype, device=device)
         total = torch.zeros(batch, *size, dtype=accumulator(weight), device=device)
-        frames = torch.zeros(batch, dtype=torch.int64, device=device)
-        return LAVOState(tail, tail, total, total, frames)
+        count = torch.zeros(batch, dtype=torch.int64, device=device)
+        return LAVOState(tail, tail, total, total, count)
 
-    def advance(
-        self, x: Tensor, state: LAVOState, position: int | Tensor
-    ) -> tuple[Tensor, LAVOState]:
-        """The next frames (batch, frames, *space, dim) of the causal form. `position` does not
-        matter: the state counts the frames that came before."""
+    def step(self, x: Tensor, grid: Grid, state: LAVOState) -> tuple[Tensor, LAVOState]:
         self._check(x)
-        q, k, v = self._project(x)
+        q, k, v = self._project(grid.unflatten(x))
         if state.keys.shape[2:] != k.shape[2:]:
             raise ValueError(
-                f"frames of {tuple(x.shape[2:-1])}: expected {tuple(state.keys.shape[2:-2])}, "
+                f"frames of {grid.shape[1:]}: expected {tuple(state.keys.shape[2:-2])}, "
                 "as in init_state"
             )
-        tails, reach = state[:2], state.keys.shape[1]
+        tails, frames = state[:2], grid.shape[0]
         k, v = (torch.cat([old.to(new.dtype), new], 1)
                 for old, new in zip(tails, (k, v), strict=True))  # fmt: skip
-        at = torch.arange(k.shape[1], device=x.device) - reach
-        seen = (at >= -state.frames[:, None]).reshape(*k.shape[:2], *[1] * (k.ndim - 4))
-        y, sums = self._causal(q, k, v, seen.expand(k.shape[:-2]), WindowSums(*state[2:]))
-        k, v = (new[:, x.shape[1] :].to(old.dtype) for old, new in zip(tails, (k, v), strict=True))
-        return y, LAVOState(k, v, *sums)
+        at = torch.arange(k.shape[1], device=x.device) - state.keys.shape[1]
+        real = (at >= -state.frames[:, None]).reshape(*k.shape[:2], *[1] * (k.ndim - 4))
+        y, sums = self._causal(q, k, v, real.expand(k.shape[:-2]), WindowSums(*state[2:]))
+        k, v = (new[:, frames:].to(old.dtype) for old, new in zip(tails, (k, v), strict=True))
+        return grid.flatten(y), LAVOState(k, v, *sums)

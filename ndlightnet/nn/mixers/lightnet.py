@@ -3,16 +3,15 @@ axes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import Grid, Ragged
+from ndlightnet.layout import Grid, Layout
 from ndlightnet.nn.constants import Constants
-from ndlightnet.nn.heads import default_heads, split_heads
-from ndlightnet.nn.mixers.mixer import Mixer, check_axes, check_source, drawn_like
+from ndlightnet.nn.heads import default_heads
+from ndlightnet.nn.mixers.base import StreamingMixer, check_axes, projected_like
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import (
     attention_step,
@@ -22,16 +21,18 @@ from ndlightnet.ops import (
     read,
     summarize,
     supported,
-)  # fmt: skip
+)
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.lightnet.state import State
-from ndlightnet.ops.position import Kind, Position
+from ndlightnet.ops.position import Kind
 
 
-class LightNetAttention(Constants, Mixer):
+class LightNetAttention(Constants, StreamingMixer):
     """o = o_proj(norm(merge heads SiLU(q) . M) * sigmoid(low-rank gate)),  M = softmax(k over
     tokens)^T v.
+
+    In the cross form the source's grid may have another shape but, with lrpe, as many axes.
 
     Args:
         dim: channels of a token.
@@ -43,12 +44,14 @@ class LightNetAttention(Constants, Mixer):
         bias: biases in the projections.
         window: causal form: a frame (a step of the first axis) sees the last `window` frames,
             itself included. Default: all before it.
-        forget: causal form: what lies a frame back weighs exp(-forget), two frames exp(-2 forget);
-            a number, or one per head.
+        forget: causal form: decay rate per frame: a frame t frames back weighs exp(-forget t); a
+            number, or one per head.
         impl: "auto", "torch", "triton" or "reference"; see ndlightnet.ops.
 
     Parameters: 4 dim^2 + 2 gate_rank dim + 3 dim (with learnt cosine angles, without biases).
     """
+
+    ragged = True
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class LightNetAttention(Constants, Mixer):
                 f"forget={forget}: expected a finite number, 0 or more, or {self.heads} of them, "
                 "one per head"
             )
-        self.fades = any(rates)
+        self.decays = any(rates)
         self.forget: float | Tensor
         self.rates = None if isinstance(forget, int | float) else rates
         if isinstance(forget, int | float):
@@ -97,75 +100,48 @@ class LightNetAttention(Constants, Mixer):
     def constants(self) -> dict[str, Tensor]:
         return {} if self.rates is None else {"forget": torch.tensor(self.rates)}
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        context: Tensor | None = None,
-        mask: Tensor | None = None,
-        causal: bool = False,
-        layout: Ragged | None = None,
+    def mix(self, x: Tensor, layout: Layout, mask: Tensor | None, causal: bool) -> Tensor:
+        q, k, v = self._project(x, x)
+        if causal:
+            y, _ = self._causal(q, k, v, layout, mask, None)
+        else:
+            self._refuse_window()
+            position = self.lrpe(layout) if self.lrpe else None
+            y = global_attention(q, k, v, mask=mask, lrpe=position, layout=layout, impl=self.impl)
+        return self._output(x, y)
+
+    def mix_context(
+        self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None
     ) -> Tensor:
-        """Tokens (batch, *grid, dim) -> same shape.
-
-        context: a source (batch, *its grid, context_dim) to read instead of x; its grid may have
-        another shape but, with lrpe, as many axes. mask: bool over the source's tokens (batch,
-        *grid), False = padding, which is not read. causal: along the first axis; a token sees its
-        own frame and those before it (with one axis: the tokens before it). Without context.
-        layout: of samples end to end; then x is (length, dim), mask (length,), without context.
-        """
-        if not causal and (self.window is not None or self.fades):
-            raise ValueError(
-                f"causal=False with window={self.window}, forget={self.forget}: a frame before "
-                "another one is what they are about, expected causal=True"
-            )
-        check_source(context, causal, layout)
-        if layout is not None:
-            return self._packed(x, layout, mask, causal)
-        grid = Grid.of(x)
-        source = x if context is None else context
-        source_grid = Grid.of(source)
+        self._refuse_window()
         if self.lrpe:
-            check_axes(grid, source_grid, "; use lrpe=None")
-        mask = source_grid.flatten_mask(mask)
-        place = self.lrpe(grid.shape) if self.lrpe else None
-        q = split_heads(self.q_proj(x), self.heads, grid)
-        k = split_heads(self.k_proj(source), self.heads, source_grid)
-        v = split_heads(self.v_proj(source), self.heads, source_grid)
-        if causal:
-            y, _ = self._causal(q, k, v, grid, mask, place, None)
-        elif context is None:
-            y = global_attention(q, k, v, mask=mask, lrpe=place, impl=self.impl)
-        else:
-            source_place = self.lrpe(source_grid.shape) if self.lrpe else None
-            state = summarize(k, v, mask=mask, lrpe=source_place, impl=self.impl)
-            y = read(q, state, lrpe=place, impl=self.impl)
-        return self._output(x, grid.unflatten(y.flatten(2)))
+            check_axes(grid, source, "; use lrpe=None")
+        q, k, v = self._project(x, context)
+        at, of = (self.lrpe(grid), self.lrpe(source)) if self.lrpe else (None, None)
+        state = summarize(k, v, mask=mask, lrpe=of, impl=self.impl)
+        return self._output(x, read(q, state, lrpe=at, impl=self.impl))
 
-    def _packed(self, x: Tensor, layout: Ragged, mask: Tensor | None, causal: bool) -> Tensor:
-        q, k, v = (
-            proj(x[None]).unflatten(-1, (self.heads, self.head_dim))
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        place = self.lrpe(layout.shapes[0]) if self.lrpe else None
-        how: Any = {"mask": None if mask is None else mask[None], "lrpe": place, "impl": self.impl}
-        if causal:
-            self._refuse_rotary()
-            how |= {"window": self.window, "forget": self.forget}
-            y = axis_causal_attention(q, k, v, layout, **how)[0]
-        else:
-            y = global_attention(q, k, v, layout=layout, **how)
-        return self._output(x, y[0].flatten(1))
+    def _project(self, x: Tensor, source: Tensor) -> Iterator[Tensor]:
+        """q, k, v (batch, length, heads, head_dim)."""
+        pairs = ((self.q_proj, x), (self.k_proj, source), (self.v_proj, source))
+        return (proj(part).unflatten(-1, (self.heads, self.head_dim)) for proj, part in pairs)
 
     def _causal(
-        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, mask: Tensor | None,
-        place: Position | None, state: State | None,
+        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, mask: Tensor | None,
+        state: State | None,
     ) -> tuple[Tensor, State]:  # fmt: skip
         self._refuse_rotary()
         return axis_causal_attention(
-            q, k, v, grid.shape[0], mask=mask, lrpe=place, state=state, window=self.window,
-            forget=self.forget, impl=self.impl,
+            q, k, v, layout, mask=mask, lrpe=self.lrpe(layout) if self.lrpe else None, state=state,
+            window=self.window, forget=self.forget, impl=self.impl,
         )  # fmt: skip
+
+    def _refuse_window(self) -> None:
+        if self.window is not None or self.decays:
+            raise ValueError(
+                f"causal=False with window={self.window}, forget={self.forget}: these are about "
+                "frames before a frame, expected causal=True"
+            )
 
     def _refuse_rotary(self) -> None:
         if self.lrpe and self.lrpe.kind == "rotary":
@@ -178,21 +154,20 @@ class LightNetAttention(Constants, Mixer):
         if self.impl != "auto":
             return self.impl
         operation = "axis_causal_attention" if causal else "global_attention"
-        place = self.lrpe(Grid.of(x).shape) if self.lrpe else None
-        drawn = drawn_like(x, 0, self.heads, self.head_dim)
-        support = supported(operation, drawn, lrpe=place)
+        position = self.lrpe(Grid.of(x)) if self.lrpe else None
+        like = projected_like(x, 0, self.heads, self.head_dim)
+        support = supported(operation, like, lrpe=position)
         return "triton" if x.is_cuda and support else f"torch ({support.reason})"
 
     def _output(self, x: Tensor, y: Tensor) -> Tensor:
-        logits = self.gate(x)
-        y = norm_gate(y, logits, self.norm.weight, self.norm.bias, self.norm.eps, self.impl)
+        norm = self.norm
+        y = norm_gate(y.flatten(2), self.gate(x), norm.weight, norm.bias, norm.eps, self.impl)
         out: Tensor = self.o_proj(y)
         return out
 
     def init_state(
         self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
     ) -> State:
-        """The State before the first frame, of any shape."""
         dim, dtype = self.head_dim, accumulator(self.q_proj.weight)
         empty = State.empty(
             batch, self.heads, dim, dim, self.lrpe is not None, dtype=dtype, device=device
@@ -201,19 +176,12 @@ class LightNetAttention(Constants, Mixer):
             return empty
         return State(*(torch.stack([x], 1).repeat_interleave(self.window - 1, 1) for x in empty))
 
-    def advance(self, x: Tensor, state: State, position: int | Tensor) -> tuple[Tensor, State]:
-        """The next frames (batch, frames, *space, dim) of the causal form; `position`: how many
-        came before, one number or (batch,) of them."""
+    def step(self, x: Tensor, grid: Grid, state: State) -> tuple[Tensor, State]:
+        q, k, v = self._project(x, x)
+        if grid.length != 1 or self.window is not None or self.decays:
+            y, state = self._causal(q, k, v, grid, None, state)
+            return self._output(x, y), state
         self._refuse_rotary()
-        grid = Grid.of(x)
-        q, k, v = (
-            split_heads(proj(x), self.heads, grid)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        start = (position, *[0] * (grid.ndim - 1))
-        place = self.lrpe(grid.shape, start) if self.lrpe else None
-        if grid.length == 1 and self.window is None and not self.fades:
-            y, state = attention_step(q[:, 0], k[:, 0], v[:, 0], state, lrpe=place, impl=self.impl)
-        else:
-            y, state = self._causal(q, k, v, grid, None, place, state)
-        return self._output(x, y.reshape(x.shape)), state
+        position = self.lrpe(grid) if self.lrpe else None
+        y, state = attention_step(q[:, 0], k[:, 0], v[:, 0], state, lrpe=position, impl=self.impl)
+        return self._output(x, y[:, None]), state

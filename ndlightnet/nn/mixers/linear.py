@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ndlightnet.layout import Grid, Ragged
-from ndlightnet.nn.heads import default_heads, split_heads
-from ndlightnet.nn.mixers.mixer import Mixer, check_axes, check_source, drawn_like
+from ndlightnet.layout import Grid
+from ndlightnet.nn.heads import default_heads
+from ndlightnet.nn.mixers.base import StreamingMixer, check_axes, projected_like, zero_padding
 from ndlightnet.ops import fla
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.linear import Sums, causal_linear_attention, linear_attention
 
-Start = tuple[int | Tensor, ...] | None
 Extent = tuple[int | Tensor | None, ...]
 Feature = Literal["elu", "relu", "silu", "identity"]
 FEATURES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -27,8 +26,8 @@ FEATURES: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-class LinearAttention(Mixer):
-    """o_proj(phi(q) . sum phi(k) v^T), divided by phi(q) . sum phi(k), or by its own size.
+class LinearAttention(StreamingMixer):
+    """o_proj(phi(q) . sum phi(k) v^T), divided by phi(q) . sum phi(k), or normalised per head.
 
     Args:
         dim: channels of a token.
@@ -44,7 +43,7 @@ class LinearAttention(Mixer):
     Parameters: 4 dim^2.
     """
 
-    places = False  # whether `place` does anything
+    position_code = False  # whether `add_position` does anything
 
     def __init__(
         self,
@@ -72,81 +71,61 @@ class LinearAttention(Mixer):
         self.v_proj = nn.Linear(source, dim, bias=False)
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
-    def place(
-        self,
-        x: Tensor,
-        shape: tuple[int, ...],
-        start: Start,
-        extent: Extent,
-    ) -> Tensor:
+    def add_position(self, x: Tensor, grid: Grid, extent: Extent) -> Tensor:
         """Features (batch, length, heads, head_dim) with their position in the grid, (batch,
-        length, heads, rows * head_dim). start, extent: as of `bounds`; the extent is None along the
-        first axis of the causal form, which may go on."""
+        length, heads, rows * head_dim). extent: as of `bounds`; it is None along the first axis of
+        the causal form, which may go on."""
         return x
 
-    def bounds(self, grid: Grid, source: Grid | None, mask: Tensor | None) -> tuple[Start, Extent]:
-        """Of a grid that reads itself, or another source: the coordinates of the first cell, and
-        how far the cells of both reach; of an axis a number, or (batch,) of them."""
-        return None, grid.shape
+    def bounds(self, grid: Grid, source: Grid | None, mask: Tensor | None) -> tuple[Grid, Extent]:
+        """The grid with the offset that its real tokens count from, and along each axis how far
+        those of it, or of it and of another source, extend: a number, or (batch,) of them. mask:
+        (batch, length) of what is read."""
+        return grid, grid.shape
 
     def rows(self, ndim: int) -> int:
         """Rows of the memory per channel of a head, on a grid of so many axes."""
         return 1
 
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        context: Tensor | None = None,
-        mask: Tensor | None = None,
-        causal: bool = False,
-        layout: Ragged | None = None,
-    ) -> Tensor:
-        """Tokens (batch, *grid, dim) -> same shape.
-
-        context: a source (batch, *its grid, context_dim) to read instead of x. mask: bool over the
-        source's tokens (batch, *grid), False = padding. causal: along the first axis: a token sees
-        its own frame and those before it; without context. layout: of samples end to end (x
-        (length, dim), mask (length,)), which are done one after the other.
-        """
-        check_source(context, causal, layout)
-        if layout is not None:
-            return layout.each(self, x, mask, causal=causal)
-        grid, source = Grid.of(x), x if context is None else context
-        there = Grid.of(source)
-        there.flatten_mask(mask)  # checks it
-        if self.places:
-            check_axes(grid, there)
-        start, extent = self.bounds(grid, None if context is None else there, mask)
-        if causal:
-            extent = (None, *extent[1:])
-        q = self._query(x, grid, start, extent)
-        k, v = self._source(source, mask, start, extent)
-        if causal:
-            sums = self.init_state(len(x), x.device, grid.shape[1:])
-            y, _ = causal_linear_attention(
-                q, k, v, grid.shape[0], sums, denominator=self.denominator, impl=self.impl
+    def mix(self, x: Tensor, layout: Grid, mask: Tensor | None, causal: bool) -> Tensor:
+        grid, extent = self.bounds(layout, None, mask)
+        if not causal:
+            q, (k, v) = self._query(x, grid, extent), self._source(x, mask, grid, extent)
+            return self._output(
+                linear_attention(q, k, v, denominator=self.denominator, impl=self.impl)
             )
-        else:
-            y = linear_attention(q, k, v, denominator=self.denominator)
-        return grid.unflatten(self._output(y))
+        extent = (None, *extent[1:])
+        sums = self.init_state(len(x), x.device, grid.shape[1:])
+        return self._causal(x, mask, grid, extent, sums)[0]
 
-    def _query(self, x: Tensor, grid: Grid, start: Start, extent: Extent) -> Tensor:
-        q = FEATURES[self.feature](split_heads(self.q_proj(x), self.heads, grid))
-        return self.place(q, grid.shape, start, extent)
+    def mix_context(
+        self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None
+    ) -> Tensor:
+        if self.position_code:
+            check_axes(grid, source)
+        _, extent = self.bounds(grid, source, mask)
+        q, (k, v) = self._query(x, grid, extent), self._source(context, mask, source, extent)
+        return self._output(linear_attention(q, k, v, denominator=self.denominator, impl=self.impl))
+
+    def _query(self, x: Tensor, grid: Grid, extent: Extent) -> Tensor:
+        q = FEATURES[self.feature](self.q_proj(x).unflatten(-1, (self.heads, -1)))
+        return self.add_position(q, grid, extent)
 
     def _source(
-        self, x: Tensor, mask: Tensor | None, start: Start, extent: Extent
-    ) -> tuple[Tensor, Tensor]:
-        grid = Grid.of(x)
-        k = FEATURES[self.feature](split_heads(self.k_proj(x), self.heads, grid))
-        k, v = (
-            self.place(k, grid.shape, start, extent),
-            split_heads(self.v_proj(x), self.heads, grid),
+        self, x: Tensor, mask: Tensor | None, grid: Grid, extent: Extent
+    ) -> tuple[Tensor, ...]:
+        k, v = (proj(x).unflatten(-1, (self.heads, -1)) for proj in (self.k_proj, self.v_proj))
+        k = self.add_position(FEATURES[self.feature](k), grid, extent)
+        return zero_padding(mask, k, v)
+
+    def _causal(
+        self, x: Tensor, mask: Tensor | None, grid: Grid, extent: Extent, sums: Sums
+    ) -> tuple[Tensor, Sums]:
+        q, (k, v) = self._query(x, grid, extent), self._source(x, mask, grid, extent)
+        y, sums = causal_linear_attention(
+            q, k, v, grid.shape[0], sums, denominator=self.denominator, impl=self.impl
         )
-        if (keep := grid.flatten_mask(mask)) is not None:
-            k, v = (part.masked_fill(~keep[..., None, None], 0) for part in (k, v))
-        return k, v
+        return self._output(y), sums
 
     def _output(self, y: Tensor) -> Tensor:
         if not self.denominator:  # in float32: sums over many tokens are large
@@ -156,31 +135,23 @@ class LinearAttention(Mixer):
 
     def implementation(self, x: Tensor, causal: bool = False) -> str:
         """There are kernels for the causal form of tokens one after the other."""
-        if not causal or math.prod(x.shape[2:-1]) > 1:
-            return "torch"
         if self.impl != "auto":
             return self.impl
-        k, v = (drawn_like(x, 0, self.heads, rows * self.head_dim) for rows in (self.rows(1), 1))
+        if not causal or math.prod(x.shape[2:-1]) > 1:
+            return "torch"
+        k, v = (
+            projected_like(x, 0, self.heads, rows * self.head_dim) for rows in (self.rows(1), 1)
+        )
         support = fla.supports("gated_linear_attention", k, v)
         return "fla" if support else f"torch ({support.reason})"
 
     def init_state(
         self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
     ) -> Sums:
-        """The sums before the first frame, of shape `space`."""
         acc, dim = accumulator(self.q_proj.weight), self.head_dim
         rows = self.rows(1 + len(space)) * dim
         zeros = torch.zeros(batch, self.heads, rows, dim, dtype=acc, device=device)
         return Sums(zeros[..., 0], zeros)
 
-    def advance(self, x: Tensor, state: Sums, position: int | Tensor) -> tuple[Tensor, Sums]:
-        """The next frames (batch, frames, *space, dim) of the causal form; `position`: how many
-        came before, one number or (batch,) of them."""
-        grid = Grid.of(x)
-        start, extent = (position, *[0] * (grid.ndim - 1)), (None, *grid.shape[1:])
-        q = self._query(x, grid, start, extent)
-        k, v = self._source(x, None, start, extent)
-        y, state = causal_linear_attention(
-            q, k, v, grid.shape[0], state, denominator=self.denominator, impl=self.impl
-        )
-        return self._output(y).reshape(x.shape), state
+    def step(self, x: Tensor, grid: Grid, state: Sums) -> tuple[Tensor, Sums]:
+        return self._causal(x, None, grid, (None, *grid.shape[1:]), state)

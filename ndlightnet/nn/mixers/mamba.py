@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ndlightnet.nn.mixers.mixer import Recurrent, Scan, first_shift, once, short_conv
+from ndlightnet.nn.mixers.recurrent import Recurrent, Scan, exclude_self, init_dt_bias, short_conv
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence.selective import selective_scan
 
@@ -30,18 +30,21 @@ class Parts(NamedTuple):
 class Mamba(Recurrent):
     """out_proj((y + D * u) * SiLU(gate)), where u is SiLU of a causal convolution over 4 tokens and
     m_t = exp(delta_t A) * m_(t-1) + (delta_t u_t) B_t^T, y_t = m_t C_t; B, C and the step delta =
-    softplus(low-rank(u) + shift) depend on the token. Twice as wide inside.
+    softplus(low-rank(u) + dt_bias) depend on the token. The inner width is 2 dim.
 
     Args:
         dim: channels of a token.
         state: size of a channel's state.
         scan: how a grid is covered; see Recurrent.
-        dt_min, dt_max: the steps to start from, before what depends on the token.
+        dt_min, dt_max: range of the initial steps softplus(dt_bias).
 
     Parameters: 6 dim^2 + (6 state + 4 rank + 14) dim with rank = dim / 16, rounded up.
     """
 
-    reach = TAPS - 1
+    lookback = TAPS - 1
+
+    undecayed = ("A_log",)
+    renamed = (("shift", "dt_bias"),)
 
     def __init__(
         self, dim: int, state: int = 16, *, scan: Scan = "both",
@@ -54,10 +57,10 @@ class Mamba(Recurrent):
         self.conv = nn.Parameter(torch.empty(inner, TAPS).uniform_(-1, 1) / math.sqrt(TAPS))
         self.conv_bias = nn.Parameter(torch.empty(inner).uniform_(-1, 1) / math.sqrt(TAPS))
         self.x_proj = nn.Linear(inner, self.rank + 2 * state, bias=False)
-        # a parameter, as a network starts all its linear maps in its own way
+        # a parameter, since `init_weights` of a network would draw a linear map anew
         weight = torch.empty(inner, self.rank).uniform_(-1, 1) / math.sqrt(self.rank)
         self.delta_weight = nn.Parameter(weight)
-        self.shift = first_shift(inner, dt_min, dt_max)
+        self.dt_bias = init_dt_bias(inner, dt_min, dt_max)
         self.A_log = nn.Parameter(torch.arange(1.0, state + 1).log().repeat(inner, 1))
         self.D = nn.Parameter(torch.ones(inner))
         self.out_proj = nn.Linear(inner, dim, bias=False)
@@ -66,29 +69,29 @@ class Mamba(Recurrent):
         out: Tensor = self.in_proj(x)
         return out
 
-    def inputs(self, z: Tensor, keep: Tensor | None) -> Parts:
+    def inputs(self, z: Tensor, mask: Tensor | None) -> Parts:
         u, gate = z.chunk(2, -1)
         u = F.silu(short_conv(u, self.conv) + self.conv_bias.to(u.dtype))
         low, b, c = self.x_proj(u).split([self.rank, self.state, self.state], -1)
         logits = F.linear(low, self.delta_weight)
         acc = accumulator(logits)
-        delta = F.softplus(logits.to(acc) + self.shift.to(acc))
-        return Parts(u, delta, b, c, gate[:, self.reach :])
+        delta = F.softplus(logits.to(acc) + self.dt_bias.to(acc))
+        return Parts(u, delta, b, c, gate[:, self.lookback :])
 
-    def recur(self, parts: Parts, memory: Tensor, own: int) -> tuple[Tensor, Tensor]:
+    def recur(self, parts: Parts, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
         u, delta, b, c, _ = parts
         y, memory = selective_scan(u, delta, -self.A_log.to(delta.dtype).exp(), b, c, memory)
 
-        def alone(n: slice) -> Tensor:
+        def self_read(n: slice) -> Tensor:
             return (b[n] * c[n]).sum(-1, keepdim=True) * (delta[n] * u[n]).to(y.dtype)
 
-        return once(y, own, alone), memory
+        return exclude_self(y, inclusive, self_read), memory
 
     def output(self, parts: Parts, y: Tensor) -> Tensor:
         y = (y + self.D.to(y.dtype) * parts.u) * F.silu(parts.gate)
         out: Tensor = self.out_proj(y)
         return out
 
-    def empty(self, batch: int, device: torch.device | str | None) -> Tensor:
+    def initial_memory(self, batch: int, device: torch.device | str | None) -> Tensor:
         dtype = accumulator(self.D)
         return torch.zeros(batch, *self.A_log.shape, dtype=dtype, device=device)

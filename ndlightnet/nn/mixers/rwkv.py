@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.nn.mixers.mixer import Recurrent, Scan
+from ndlightnet.nn.mixers.recurrent import Recurrent, Scan
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence import wkv
 
@@ -22,8 +22,8 @@ class Parts(NamedTuple):
 class RWKV4(Recurrent):
     """o_proj(sigmoid(r_t) * wkv_t): wkv_t is the mean of all v_s up to t, with weights exp(k_s -
     (t - 1 - s) w) before t and exp(k_t + bonus) at t, per channel, w = exp(decay); r, k, v are
-    linear in a mixture of the token and the one before. Both ways it is one mean over all tokens,
-    with exp(k_s - (|t - s| - 1) w), as in Vision-RWKV.
+    linear in a mixture of the token and the one before. In both directions it is one mean over all
+    tokens, with exp(k_s - (|t - s| - 1) w), as in Vision-RWKV.
 
     Args:
         dim: channels of a token.
@@ -33,48 +33,49 @@ class RWKV4(Recurrent):
     Parameters: 4 dim^2 + 5 dim.
     """
 
-    reach = 1
+    lookback = 1
 
     def __init__(self, dim: int, *, scan: Scan = "both") -> None:
         super().__init__(scan)
         self.width = dim
         at, depth = torch.arange(dim), 0.5
-        share = at / max(1, dim - 1)
-        self.decay = nn.Parameter(-5 + 8 * share ** (0.7 + 1.3 * depth))
+        ratio = at / max(1, dim - 1)
+        self.decay = nn.Parameter(-5 + 8 * ratio ** (0.7 + 1.3 * depth))
         self.bonus = nn.Parameter(math.log(0.3) + 0.5 * ((at + 1) % 3 - 1))
-        share = at / dim
-        self.mix_k = nn.Parameter(share ** (1 - depth))
-        self.mix_v = nn.Parameter(share ** (1 - depth) + 0.3 * depth)
-        self.mix_r = nn.Parameter(share ** ((1 - depth) / 2))
+        ratio = at / dim
+        self.mix_k = nn.Parameter(ratio ** (1 - depth))
+        self.mix_v = nn.Parameter(ratio ** (1 - depth) + 0.3 * depth)
+        self.mix_r = nn.Parameter(ratio ** ((1 - depth) / 2))
         self.r_proj, self.k_proj, self.v_proj, self.o_proj = (
             nn.Linear(dim, dim, bias=False) for _ in range(4)
         )
 
-    def inputs(self, z: Tensor, keep: Tensor | None) -> Parts:
-        k, v = self.k_proj(shift(z, self.mix_k)), self.v_proj(shift(z, self.mix_v))
+    def inputs(self, z: Tensor, mask: Tensor | None) -> Parts:
+        k, v = self.k_proj(token_shift(z, self.mix_k)), self.v_proj(token_shift(z, self.mix_v))
         return Parts(z, k.to(accumulator(k)), v)
 
-    def recur(self, parts: Parts, memory: Tensor, own: int) -> tuple[Tensor, Tensor]:
+    def recur(self, parts: Parts, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
         k = parts.k
         w = self.decay.to(k.dtype).exp().expand(1, 1, -1)
         sums, memory = wkv.weighted_sums(k, parts.v, w, memory)
-        token = wkv.token(k[:own] + self.bonus.to(k.dtype), parts.v[:own])
-        mine = wkv.merge(sums[:own], token)
-        return torch.cat([mine, sums[own:]]) if own < len(sums) else mine, memory
+        n = inclusive
+        token = wkv.token(k[:n] + self.bonus.to(k.dtype), parts.v[:n])
+        with_self = wkv.merge(sums[:n], token)
+        return torch.cat([with_self, sums[n:]]) if n < len(sums) else with_self, memory
 
     def join(self, one: Tensor, other: Tensor) -> Tensor:
         return wkv.merge(one, other)
 
     def output(self, parts: Parts, y: Tensor) -> Tensor:
-        r = torch.sigmoid(self.r_proj(shift(parts.z, self.mix_r)))
+        r = torch.sigmoid(self.r_proj(token_shift(parts.z, self.mix_r)))
         out: Tensor = self.o_proj(r * wkv.mean(y).to(r.dtype))
         return out
 
-    def empty(self, batch: int, device: torch.device | str | None) -> Tensor:
+    def initial_memory(self, batch: int, device: torch.device | str | None) -> Tensor:
         dtype = accumulator(self.decay)
         return wkv.nothing(batch, self.width, dtype, device)
 
 
-def shift(z: Tensor, mix: Tensor) -> Tensor:
+def token_shift(z: Tensor, mix: Tensor) -> Tensor:
     """mix * token + (1 - mix) * the token before; z (batch, 1 + length, dim)."""
     return torch.lerp(z[:, :-1], z[:, 1:], mix.to(z.dtype))

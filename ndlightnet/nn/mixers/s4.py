@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ndlightnet.nn.mixers.mixer import Recurrent, Scan, once
+from ndlightnet.nn.mixers.recurrent import Recurrent, Scan, exclude_self
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence import ssm
 
@@ -17,7 +17,7 @@ from ndlightnet.ops.recurrence import ssm
 class S4(Recurrent):
     """GLU(out_proj(GELU(y + D u))), where every channel y is its own linear system of its input u:
     x_t = exp(dt a) x_(t-1) + expm1(dt a) / a u_t, y_t = 2 Re C x_t, diagonal and complex, with the
-    poles a of HiPPO-LegS to start from. (A weight B of the input would only scale C.)
+    eigenvalues a of HiPPO-LegS at first. (A weight B of the input would only scale C.)
 
     Args:
         dim: channels of a token.
@@ -27,12 +27,15 @@ class S4(Recurrent):
     Parameters: 2 dim^2 + 2 state dim + 2 dim.
     """
 
+    undecayed = ("A_log", "A_imag")
+    renamed = (("log_rate", "A_log"), ("turn", "A_imag"))
+
     def __init__(self, dim: int, state: int = 64, *, scan: Scan = "both") -> None:
         super().__init__(scan)
         self.width = dim
         poles, _ = ssm.legs(state)
-        self.log_rate = nn.Parameter((-poles.real).log().float().repeat(dim, 1))
-        self.turn = nn.Parameter(poles.imag.float().repeat(dim, 1))
+        self.A_log = nn.Parameter((-poles.real).log().float().repeat(dim, 1))
+        self.A_imag = nn.Parameter(poles.imag.float().repeat(dim, 1))
         self.log_step = nn.Parameter(torch.empty(dim).uniform_(math.log(1e-3), math.log(0.1)))
         self.C = nn.Parameter(torch.randn(dim, state // 2, 2) / math.sqrt(2))  # real, imaginary
         self.D = nn.Parameter(torch.randn(dim))
@@ -41,22 +44,22 @@ class S4(Recurrent):
     def system(self) -> tuple[Tensor, Tensor]:
         """dt a and the weights of the states, expm1(dt a) / a C: (dim, state / 2), complex128."""
         log_step = self.log_step[:, None]
-        z = ssm.poles(self.log_rate, self.turn, log_step)
+        z = ssm.poles(self.A_log, self.A_imag, log_step)
         step = log_step.double().exp()
         return z, step * ssm.hold(z) * torch.view_as_complex(self.C.double())
 
-    def inputs(self, z: Tensor, keep: Tensor | None) -> Tensor:
+    def inputs(self, z: Tensor, mask: Tensor | None) -> Tensor:
         return z
 
-    def recur(self, parts: Tensor, memory: Tensor, own: int) -> tuple[Tensor, Tensor]:
+    def recur(self, parts: Tensor, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
         z, weight = self.system()
         y, memory = ssm.diagonal_ssm(parts, z, weight, memory)
         direct = 2 * weight.real.sum(-1).to(y.dtype)
-        return once(y, own, lambda n: direct * parts[n]), memory
+        return exclude_self(y, inclusive, lambda n: direct * parts[n]), memory
 
     def output(self, parts: Tensor, y: Tensor) -> Tensor:
         return F.glu(self.out_proj(F.gelu(y + self.D * parts)), -1)
 
-    def empty(self, batch: int, device: torch.device | str | None) -> Tensor:
+    def initial_memory(self, batch: int, device: torch.device | str | None) -> Tensor:
         dtype = ssm.COMPLEX[accumulator(self.D)]
-        return torch.zeros(batch, *self.log_rate.shape, dtype=dtype, device=device)
+        return torch.zeros(batch, *self.A_log.shape, dtype=dtype, device=device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ndlightnet.nn.mixers.mixer import Recurrent, Scan, once
+from ndlightnet.nn.mixers.recurrent import Recurrent, Scan, exclude_self
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence import ssm
 from ndlightnet.ops.recurrence.chunks import exact
@@ -19,7 +19,7 @@ from ndlightnet.ops.recurrence.scan import scan as linear_scan
 class S5(Recurrent):
     """h * sigmoid(gate_proj(h)), h = GELU(y + D * u), where y is one linear system of all inputs u:
     x_t = exp(dt a) x_(t-1) + expm1(dt a) / a B u_t, y_t = 2 Re C x_t, diagonal and complex, with a
-    step dt for each state and the poles a of HiPPO-LegS to start from.
+    step dt for each state; the eigenvalues a are those of HiPPO-LegS at first.
 
     Args:
         dim: channels of a token.
@@ -29,12 +29,15 @@ class S5(Recurrent):
     Parameters: dim^2 + 2 state dim + dim + 3 state / 2.
     """
 
+    undecayed = ("A_log", "A_imag")
+    renamed = (("log_rate", "A_log"), ("turn", "A_imag"))
+
     def __init__(self, dim: int, state: int = 64, *, scan: Scan = "both") -> None:
         super().__init__(scan)
         self.width = dim
         poles, vectors = ssm.legs(state)
-        self.log_rate = nn.Parameter((-poles.real).log().float())
-        self.turn = nn.Parameter(poles.imag.float())
+        self.A_log = nn.Parameter((-poles.real).log().float())
+        self.A_imag = nn.Parameter(poles.imag.float())
         step = torch.empty(state // 2).uniform_(math.log(1e-3), math.log(0.1))
         self.log_step = nn.Parameter(step)
         vectors = vectors.to(torch.complex64)
@@ -48,22 +51,22 @@ class S5(Recurrent):
 
     def system(self) -> tuple[Tensor, Tensor]:
         """exp(dt a) (state / 2,) and expm1(dt a) / a B (dim, state / 2), complex128."""
-        z = ssm.poles(self.log_rate, self.turn, self.log_step)
+        z = ssm.poles(self.A_log, self.A_imag, self.log_step)
         gain = self.log_step.double().exp() * ssm.hold(z)
         return z.exp(), gain * torch.view_as_complex(self.B.double())
 
-    def inputs(self, z: Tensor, keep: Tensor | None) -> Tensor:
+    def inputs(self, z: Tensor, mask: Tensor | None) -> Tensor:
         return z
 
-    def recur(self, parts: Tensor, memory: Tensor, own: int) -> tuple[Tensor, Tensor]:
+    def recur(self, parts: Tensor, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
         u, acc, n = parts, accumulator(parts), parts.shape[1]
-        forget, b = (x.to(memory.dtype) for x in self.system())
+        decay, b = (x.to(memory.dtype) for x in self.system())
         with exact(u):
             added = u.to(acc) @ torch.view_as_real(b).flatten(1)
             added = torch.view_as_complex(added.unflatten(-1, (-1, 2)))
-            x = linear_scan(forget.expand(1, 1, -1), added, memory)
+            x = linear_scan(decay.expand(1, 1, -1), added, memory)
             last = x[:, -1] if n else memory
-            read = torch.view_as_real(once(x, own, lambda n: added[n])).flatten(2)
+            read = torch.view_as_real(exclude_self(x, inclusive, lambda n: added[n])).flatten(2)
             # the real part of a product, of both of a pair
             c = 2 * torch.view_as_real(torch.view_as_complex(self.C.to(acc)).conj_physical())
             return (read @ c.flatten(1).mT).to(u.dtype), last
@@ -72,6 +75,6 @@ class S5(Recurrent):
         h = F.gelu(y + self.D * parts)
         return h * torch.sigmoid(self.gate_proj(h))
 
-    def empty(self, batch: int, device: torch.device | str | None) -> Tensor:
+    def initial_memory(self, batch: int, device: torch.device | str | None) -> Tensor:
         dtype = ssm.COMPLEX[accumulator(self.D)]
-        return torch.zeros(batch, *self.turn.shape, dtype=dtype, device=device)
+        return torch.zeros(batch, *self.A_imag.shape, dtype=dtype, device=device)

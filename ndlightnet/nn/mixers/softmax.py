@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from ndlightnet.layout import Grid, Ragged
-from ndlightnet.nn.heads import default_heads, split_heads
-from ndlightnet.nn.mixers.mixer import Mixer, check_axes, check_source
+from ndlightnet.layout import Grid
+from ndlightnet.nn.heads import default_heads
+from ndlightnet.nn.mixers.base import Mixer, check_axes, zero_padding
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import rotate, tables
 
@@ -38,42 +37,37 @@ class SoftmaxAttention(Mixer):
         self.lrpe = MDLRPE(self.heads, head_dim, "rotary") if rotary else None
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
-    def forward(
-        self, x: Tensor, *, context: Tensor | None = None, mask: Tensor | None = None,
-        causal: bool = False, layout: Ragged | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Tokens (batch, *grid, dim) -> same shape. context: a source (batch, *its grid,
-        context_dim) to read instead of x; with rotary its grid needs as many axes. mask: bool over
-        the source's tokens (batch, *grid), False = padding. causal: along the first axis; without
-        context. layout: of samples end to end (x (length, dim), mask (length,)), which are done one
-        after the other."""
-        check_source(context, causal, layout)
-        if layout is not None:
-            return layout.each(self, x, mask, causal=causal)
-        grid, context = Grid.of(x), x if context is None else context
-        source = Grid.of(context)
+    def mix(self, x: Tensor, layout: Grid, mask: Tensor | None, causal: bool) -> Tensor:
+        return self._attend(x, layout, x, layout, mask, causal)
+
+    def mix_context(
+        self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None
+    ) -> Tensor:
         if self.lrpe:
             check_axes(grid, source, "; use rotary=False")
-        if mask is not None:  # else NaN in the padding would leak
-            context = context.masked_fill(~mask[..., None], 0)
-        q = split_heads(self.q_proj(x), self.heads, grid)
-        k, v = (split_heads(proj(context), self.heads, source)
-                for proj in (self.k_proj, self.v_proj))  # fmt: skip
+        return self._attend(x, grid, context, source, mask, False)
+
+    def _attend(
+        self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None,
+        causal: bool,
+    ) -> Tensor:  # fmt: skip
+        (context,) = zero_padding(mask, context)
+        q, k, v = (
+            proj(part).unflatten(-1, (self.heads, -1))
+            for proj, part in ((self.q_proj, x), (self.k_proj, context), (self.v_proj, context))
+        )
         if self.lrpe:
             q, k = (
                 rotate(part, *tables(self.lrpe(at.shape), part.shape[-1], part.dtype))
                 for part, at in ((q, grid), (k, source))
             )
-        keep = source.flatten_mask(mask)
-        if keep is not None:
-            keep = keep[:, None, None]
-        tokens = grid.length // max(1, grid.shape[0])  # of a frame
-        simple = causal and tokens == 1 and keep is None
-        if causal and not simple:  # torch takes a mask or the flag, not both
-            frame = torch.arange(grid.length, device=x.device) // max(1, tokens)
+        keys = None if mask is None else mask[:, None, None]
+        plain = causal and grid.length == grid.shape[0] > 0 and keys is None
+        if causal and not plain:  # torch takes a mask or the flag, not both
+            frame = grid.coordinates(x.device)[:, 0]
             before = frame[:, None] >= frame
-            keep = before if keep is None else keep & before
+            keys = before if keys is None else keys & before
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        y = scaled_dot_product_attention(q, k, v, attn_mask=keep, is_causal=simple)
-        out: Tensor = self.o_proj(grid.unflatten(y.transpose(1, 2).flatten(2)))
+        y = scaled_dot_product_attention(q, k, v, attn_mask=keys, is_causal=plain)
+        out: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
         return out

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ndlightnet.nn.mixers.base import zero_padding
 from ndlightnet.nn.mixers.keyed import Keyed, Parts
-from ndlightnet.nn.mixers.mixer import Scan, hide
+from ndlightnet.nn.mixers.recurrent import Scan
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
 
@@ -21,10 +22,9 @@ class TNL(Keyed):
         dim: channels of a token.
         heads: default: one per 64 channels.
         scan: how a grid is covered; see Recurrent.
-        learn_decay: learn lambda from there.
         impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.recurrence.gated.
 
-    Parameters: 5 dim^2 + heads (these learnt if learn_decay).
+    Parameters: 5 dim^2 + heads (these fixed).
     """
 
     def __init__(
@@ -33,7 +33,6 @@ class TNL(Keyed):
         heads: int | None = None,
         *,
         scan: Scan = "both",
-        learn_decay: bool = False,
         impl: Impl = "auto",
     ) -> None:
         super().__init__(dim, heads, scan, impl, decays=1)
@@ -41,18 +40,18 @@ class TNL(Keyed):
         self.in_proj = nn.Linear(dim, self.width, bias=False)
         slope = 2.0 ** (-8 * torch.arange(1, self.heads + 1) / self.heads)
         # softplus of it is the slope
-        self.slope = nn.Parameter(torch.log(torch.expm1(slope)), requires_grad=learn_decay)
+        self.slope = nn.Parameter(torch.log(torch.expm1(slope)), requires_grad=False)
 
     def project(self, x: Tensor) -> Tensor:
         out: Tensor = self.in_proj(x)
         return out
 
-    def inputs(self, z: Tensor, keep: Tensor | None) -> Parts:
+    def inputs(self, z: Tensor, mask: Tensor | None) -> Parts:
         q, k, v, gate = self.split(z, *[self.value_dim] * 4)
         q, k = F.silu(q), F.silu(k)
         decay = -F.softplus(self.slope.to(accumulator(self.slope)))
         decay = decay[:, None].expand(*z.shape[:2], -1, -1)
-        k, v, decay = hide(keep, k, v, decay)
+        k, v, decay = zero_padding(mask, k, v, decay)
         return Parts(q, k, v, decay, gate=gate)
 
     def output(self, parts: Parts, y: Tensor) -> Tensor:

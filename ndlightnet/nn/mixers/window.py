@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import Ragged, per_axis
+from ndlightnet.layout import Grid, per_axis
 from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.mixers.mixer import Mixer
+from ndlightnet.nn.mixers.base import Mixer, zero_padding
 from ndlightnet.ops.local import local_attention
 
 
@@ -39,23 +39,15 @@ class WindowAttention(Mixer):
         self.bias = nn.Parameter(nn.init.normal_(bias, std=self.head_dim**-0.5))
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
-    def forward(
-        self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False,
-        layout: Ragged | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Tokens (batch, *grid, dim) -> same shape. mask: bool (batch, *grid), False = padding.
-        causal: along the first axis. layout: of samples end to end (x (length, dim), mask
-        (length,)), which are done one after the other."""
-        if layout is not None:
-            return layout.each(self, x, mask, causal=causal)
-        if mask is not None:  # else NaN in the padding would leak
-            x = x.masked_fill(~mask[..., None], 0)
+    def mix(self, x: Tensor, layout: Grid, mask: Tensor | None, causal: bool) -> Tensor:
+        (x,) = zero_padding(mask, x)
         q, k, v = (
-            proj(x).unflatten(-1, (self.heads, self.head_dim))
+            layout.unflatten(proj(x).unflatten(-1, (self.heads, self.head_dim)))
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        ndim = x.ndim - 2
-        windows = per_axis("window", self.window, ndim)
-        y = local_attention(q, k, v, windows, [self.bias] * ndim, mask=mask, causal=causal)
-        out: Tensor = self.o_proj(y.flatten(-2))
+        mask = None if mask is None else layout.unflatten(mask)
+        windows = per_axis("window", self.window, layout.ndim)
+        tables = [self.bias] * layout.ndim
+        y = local_attention(q, k, v, windows, tables, mask=mask, causal=causal)
+        out: Tensor = self.o_proj(layout.flatten(y).flatten(2))
         return out

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from ndlightnet.ops._operator import Operator
 from ndlightnet.ops.dtypes import accumulator
-from ndlightnet.ops.lightnet.state import State, decay, merge, tile
+from ndlightnet.ops.lightnet.state import State, decay, tile
+from ndlightnet.ops.recurrence.chunks import CHUNK, Decay, from_chunks, to_chunks
+from ndlightnet.ops.recurrence.gated import Chunks
+from ndlightnet.ops.recurrence.scan import adjoints, before, memories
 
-CHUNK = 64
+LEAST = -1e30  # the maximum of nothing, finite
 
 
 def fold(x: Tensor, dim: int) -> Tensor:
@@ -77,89 +80,36 @@ def read(f: Tensor, state: State) -> Tensor:
 
 
 # ------------------------------------------------------------------------------ causal (Eq. 5)
-def _chunks(x: Tensor, fill: float) -> Tensor:
-    """`(batch, length, heads, c)` -> `(batch, heads, chunks, CHUNK, c)`."""
-    pad = -x.shape[1] % CHUNK
-    x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, pad), value=fill)
-    return x.unflatten(1, (-1, CHUNK)).movedim(3, 1).contiguous()
-
-
-def _unchunk(x: Tensor, length: int) -> Tensor:
-    return x.movedim(1, 3).flatten(1, 2)[:, :length]
-
-
-def _prefix(state: State, dim: int) -> State:
-    """Inclusive running merge along `dim` (which counts from the front), by doubling."""
-    n, shift = state.max.shape[dim], 1
-    while shift < n:
-        keep = [x.narrow(dim, 0, shift) for x in state]
-        left = State(*(x.narrow(dim, 0, n - shift) for x in state))
-        right = State(*(x.narrow(dim, shift, n - shift) for x in state))
-        state = State(
-            *(torch.cat(pair, dim) for pair in zip(keep, merge(left, right), strict=True))
-        )
-        shift *= 2
-    return state
-
-
-class _Pass:
-    """What the forward and the backward of the causal form both need, for all chunks at once."""
+class _Causal:
+    """What the forward and the backward of the causal form both need. It is gated linear attention:
+    a token lowers the rows of the memory by exp(max_(t-1) - max_t), with max the running maximum of
+    the keys, writes with exp(k_t - max_t), and reads with its features over the running sum."""
 
     def __init__(self, f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, state: State) -> None:
-        acc = accumulator(k)
-        self.length, self.dim, self.rows = k.shape[1], k.shape[-1], f.shape[-1]
-        self.f, self.k = _chunks(f.to(acc), 0.0), _chunks(k.to(acc), -torch.inf)
-        self.v = _chunks(v.to(acc), 0.0)
-        self.w = (
-            self.v.new_ones(1, 1)
-            if w is None
-            else _chunks((w if w.ndim == 4 else w[None]).to(acc), 0.0)
-        )
-        # running (max, sum) of each token inside its chunk; no memory rides along
-        alone = State(self.k, (self.k > -torch.inf).to(acc), self.k.new_zeros(*self.k.shape, 0))
-        run = _prefix(alone, 3)
-        last = run.max[..., -1:, :]
-        memory = self.key(self.k, last).transpose(-1, -2) @ self.v
-        chunk = State(last[..., 0, :], run.sum[..., -1, :], memory)
-        # States before each chunk, and after the last one
-        joined = State(
-            *(torch.cat([a[:, :, None], b], 2) for a, b in zip(state, chunk, strict=True))
-        )
-        self.entries = _prefix(joined, 2)
-        self.entry = State(*(x[:, :, :-1] for x in self.entries))
-        first = self.entry.max[..., None, :]
-        self.max = torch.maximum(first, run.max)
-        total = decay(first, self.max) * self.entry.sum[..., None, :]
-        total = total + decay(run.max, self.max) * run.sum
-        self.inverse = torch.where(total > 0, 1 / total, 0)
-        self.from_entry = decay(first, self.max)
-        self.q = self.f * self.wide(self.inverse)
+        acc, self.rows = accumulator(k), f.shape[-1]
+        self.f, k, v = (_full(x.to(acc), fill) for x, fill in ((f, 0), (k, -torch.inf), (v, 0)))
+        self.w = None if w is None else _full((w if w.ndim == 4 else w[None]).to(acc), 0)
+        self.max = torch.maximum(k.cummax(1).values, state.max[:, None])
+        self.fall, self.key = decay(before(self.max, state.max), self.max), decay(k, self.max)
+        self.sum = memories(self.fall, self.key.clone(), state.sum)
+        self.inverse = torch.where(self.sum > 0, 1 / self.sum, 0)
+        qkv = (self.f * self.wide(self.inverse), self.weighted(self.wide(self.key)), v)
+        first, top = (-self.wide(x.clamp(min=LEAST)) for x in (state.max[:, None], self.max))
+        g = to_chunks(top, acc)
+        start = before(g[..., -1:, :], first.transpose(1, 2).flatten(0, 1))
+        q, key, value = (to_chunks(x, acc) for x in qkv)
+        self.chunks = Chunks(q, key, value, Decay.of_sums(g, start), state.memory)
 
     def wide(self, x: Tensor) -> Tensor:
         return tile(x, self.rows, -1)
 
-    def key(self, k: Tensor, anchor: Tensor) -> Tensor:
-        """Key features exp(k - anchor) * w."""
-        return self.wide(decay(k, anchor)) * self.w
+    def weighted(self, x: Tensor) -> Tensor:
+        return x if self.w is None else x * self.w
 
-    @staticmethod
-    def halves(x: Tensor, part: tuple[int, int]) -> Tensor:
-        """Side 0 (left) or 1 (right) of all pairs of neighbouring blocks of `size` tokens."""
-        size, side = part
-        return x if x.shape[-2] == 1 else x.unflatten(-2, (-1, 2, size))[..., side, :, :]
 
-    def levels(self) -> list[int]:
-        """Block sizes 1, 2, 4 ...: any two tokens of a chunk meet in exactly one pair of blocks."""
-        return [1 << i for i in range(CHUNK.bit_length() - 1)]
-
-    def pair(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """For left keys and right queries of block pairs: the keys' exponentials, their w, scaled
-        queries, and the queries' own decay. The anchor is the left block's last maximum."""
-        left, right = (size, 0), (size, 1)
-        anchor = self.halves(self.max, left)[..., -1:, :]
-        fall = decay(anchor, self.halves(self.max, right))
-        q = self.halves(self.q, right) * self.wide(fall)
-        return decay(self.halves(self.k, left), anchor), self.halves(self.w, left), q, fall
+def _full(x: Tensor, fill: float) -> Tensor:
+    """(batch, length, heads, c) with tokens of `fill` behind, up to a whole number of chunks."""
+    return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % CHUNK), value=fill)
 
 
 def causal_form(
@@ -167,14 +117,11 @@ def causal_form(
 ) -> tuple[Tensor, State]:
     """Query features f `(batch, length, heads, rows)` -> output and the State after the last
     token."""
-    c = _Pass(f, k, v, w, state)
-    out = (c.q * c.wide(c.from_entry)) @ c.entry.memory
-    out += (c.q * c.key(c.k, c.max)).sum(-1, keepdim=True) * c.v
-    for size in c.levels():
-        p, w_left, q, _ = c.pair(size)
-        key = c.wide(p) * w_left
-        c.halves(out, (size, 1)).add_((q @ key.transpose(-1, -2)) @ c.halves(c.v, (size, 0)))
-    return _unchunk(out, c.length), State(*(x[:, :, -1].clone() for x in c.entries))
+    c = _Causal(f, k, v, w, state)
+    m = c.chunks.memories()
+    out = from_chunks(c.chunks.outputs(m), c.f)[:, : k.shape[1]]
+    last = State(c.max[:, -1], c.sum[:, -1], m[:, -1].view_as(state.memory))
+    return out, State(*(x.clone() for x in last))
 
 
 def causal_gradients(
@@ -182,58 +129,20 @@ def causal_gradients(
     dout: Tensor, dsum: Tensor, dmemory: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of f, k, v, w (zeros without w), and of the first State's sum and memory."""
-    c = _Pass(f, k, v, w, state)
-    do = _chunks(dout.to(c.v.dtype), 0.0)
-    own = (do * c.v).sum(-1, keepdim=True)
-
-    # queries: df = m_t dO_t, and g = the pull on the logarithm of each running sum
-    df = (do @ c.entry.memory.transpose(-1, -2)) * c.wide(c.from_entry) + c.key(c.k, c.max) * own
-    for size in c.levels():
-        p, w_left, _, fall = c.pair(size)
-        score = c.halves(do, (size, 1)) @ c.halves(c.v, (size, 0)).transpose(-1, -2)
-        c.halves(df, (size, 1)).add_((score @ (c.wide(p) * w_left)) * c.wide(fall))
-    df *= c.wide(c.inverse)
-    g = fold(c.f * df, c.dim) * c.inverse
-
-    # adjoints of the States, carried from the right: a chunk's keys see all later queries
-    first = c.q * c.wide(c.from_entry)
-    adj = torch.cat([first.transpose(-1, -2) @ do, dmemory[:, :, None].to(do.dtype)], 2)
-    pull = torch.cat([(c.from_entry * g).sum(-2), -dsum[:, :, None].to(do.dtype)], 2)
-    top, n, shift = c.entries.max, c.entries.max.shape[2], 1
-    while shift < n:
-        fade = decay(top[:, :, :-shift], top[:, :, shift:])
-        adj = torch.cat(
-            [adj[:, :, :-shift] + c.wide(fade)[..., None] * adj[:, :, shift:], adj[:, :, -shift:]],
-            2,
-        )
-        pull = torch.cat([pull[:, :, :-shift] + fade * pull[:, :, shift:], pull[:, :, -shift:]], 2)
-        shift *= 2
-
-    # keys and values: from the token itself, from later chunks, from later tokens of the chunk
-    dk, dv, dw = torch.zeros_like(c.k), torch.zeros_like(c.v), torch.zeros_like(c.f)
-
-    def add(part: tuple[int, int] | None, p: Tensor, w_part: Tensor, dkey: Tensor,
-            pulled: Tensor, dvalue: Tensor) -> None:  # fmt: skip
-        values = (p * (fold(dkey * w_part, c.dim) - pulled), dvalue, c.wide(p) * dkey)
-        for total, value in zip((dk, dv, dw), values, strict=True):
-            (total if part is None else c.halves(total, part)).add_(value)
-
-    p = decay(c.k, c.max)
-    add(None, p, c.w, c.q * own, g, (c.q * c.wide(p) * c.w).sum(-1, keepdim=True) * do)
-    later, p = adj[:, :, 1:], decay(c.k, top[:, :, 1:, None])
-    dkey = c.v @ later.transpose(-1, -2)
-    add(None, p, c.w, dkey, pull[:, :, 1:, None], (c.wide(p) * c.w) @ later)
-    for size in c.levels():
-        left, right = (size, 0), (size, 1)
-        p, w_left, q, fall = c.pair(size)
-        do_right = c.halves(do, right)
-        dkey = (c.halves(c.v, left) @ do_right.transpose(-1, -2)) @ q
-        pulled = (fall * c.halves(g, right)).sum(-2, keepdim=True)
-        dvalue = ((c.wide(p) * w_left) @ q.transpose(-1, -2)) @ do_right
-        add(left, p, w_left, dkey, pulled, dvalue)
-    dw = dw.new_zeros(0) if w is None else reduce_to(_unchunk(dw, c.length), w)
-    df, dk, dv = (_unchunk(x, c.length).to(y.dtype) for x, y in ((df, f), (dk, k), (dv, v)))
-    return df, dk, dv, dw, -pull[:, :, 0], adj[:, :, 0].contiguous()
+    c, n, dim = _Causal(f, k, v, w, state), k.shape[1], k.shape[-1]
+    acc, chunks = c.f.dtype, c.chunks
+    dy, dlast = to_chunks(dout, acc), dmemory.flatten(0, 1).to(acc)
+    dq, dk, dv, _, dfirst, diagonal = chunks.gradients(chunks.memories(), dy, dlast)
+    dq, dk = dq + diagonal * chunks.k, dk + diagonal * chunks.q
+    dq, dkey, dv = (from_chunks(x, c.f) for x in (dq, dk, dv))
+    df = dq * c.wide(c.inverse)
+    dtotal = adjoints(c.fall, -fold(c.f * df, dim) * c.inverse, dsum.to(acc))
+    dk = c.key * (fold(c.weighted(dkey), dim) + dtotal)
+    dw = f.new_zeros(0, dtype=acc)
+    if w is not None:
+        dw = reduce_to((dkey * c.wide(c.key))[:, :n], w)
+    df, dk, dv = (x[:, :n].to(y.dtype) for x, y in ((df, f), (dk, k), (dv, v)))
+    return df, dk, dv, dw, c.fall[:, 0] * dtotal[:, 0], dfirst.view_as(dmemory)
 
 
 # ------------------------------------------------------------------------------------ operator

@@ -1,7 +1,5 @@
 """State: what a head remembers, and the one associative rule that joins two of them."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -33,7 +31,7 @@ class State(NamedTuple):
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
-    ) -> State:
+    ) -> "State":
         """A State that has seen nothing. `rotated`: for keys with MD-LRPE."""
         zeros = torch.zeros(batch, heads, dim, dtype=dtype, device=device)
         rows = dim * (2 if rotated else 1)

@@ -71,7 +71,14 @@ class Decay:
     them. Factors have the dtype of what they weigh."""
 
     def __init__(self, log: Tensor | None) -> None:
-        self.g = None if log is None else log.cumsum(-2)
+        self.g = self.since_start = None if log is None else log.cumsum(-2)
+
+    @staticmethod
+    def of_sums(g: Tensor, start: Tensor) -> Decay:
+        """Of sums that are known: g as above, start (..., 1, dim or 1) that before each chunk."""
+        out = Decay(None)
+        out.g, out.since_start = g, g - start
+        return out
 
     @property
     def scalar(self) -> bool:
@@ -79,7 +86,7 @@ class Decay:
 
     def into(self, x: Tensor) -> Tensor:
         """x decayed from the start of its chunk to its token."""
-        return x if self.g is None else x * self.g.exp().to(x.dtype)
+        return x if self.since_start is None else x * self.since_start.exp().to(x.dtype)
 
     def out(self, x: Tensor) -> Tensor:
         """x decayed from its token to the end of its chunk."""
@@ -87,7 +94,7 @@ class Decay:
 
     def over(self) -> Tensor | None:
         """What a chunk leaves of a memory (..., dim, value_dim): (..., dim or 1, 1), None: all."""
-        return None if self.g is None else self.g[..., -1:, :].mT.exp()
+        return None if self.since_start is None else self.since_start[..., -1:, :].mT.exp()
 
     def scores(self, q: Tensor, k: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """a[r, i] = sum_j q[r, j] k[i, j] exp(g[r, j] - g[i, j]) for i <= r, else 0: (..., chunk,

@@ -58,11 +58,11 @@ def gated_delta_rule(
     with exact(k):
         if chosen == "reference":
             kx, bx = k.to(state.dtype), beta.to(state.dtype)[..., None]
-            forget = torch.eye(k.shape[-1], dtype=kx.dtype, device=k.device)
-            forget = forget - (bx * kx)[..., None] * kx[..., None, :]
+            transition = torch.eye(k.shape[-1], dtype=kx.dtype, device=k.device)
+            transition = transition - (bx * kx)[..., None] * kx[..., None, :]
             if decay is not None:
-                forget = forget * decay.exp()[..., None, :]
-            return memory.reference(q, bx * kx, forget, v, state, torch.matmul)
+                transition = transition * decay.exp()[..., None, :]
+            return memory.reference(q, bx * kx, transition, v, state, torch.matmul)
         if chosen == "fla":
             return fla.gated_delta_rule(q, k, v, beta, decay, state)
         y, last = _Delta.apply(q, k, v, beta, decay, state)  # type: ignore[no-untyped-call]
@@ -83,12 +83,12 @@ class _Chunks:
         self.qk = self.d.scores(self.q, self.k)
         self.solve = inverse(self.beta * self.kk)
         self.write = self.d.out(self.k)
-        turned = (self.solve * self.beta.mT).to(work)  # of values to u
-        self.w, self.u0 = turned @ self.d.into(self.k), turned @ self.v
-        # a chunk takes the memory m to `keep` m + write^T u0
+        solved = (self.solve * self.beta.mT).to(work)  # of values to u
+        self.w, self.u0 = solved @ self.d.into(self.k), solved @ self.v
+        # a chunk takes the memory m to `transition` m + write^T u0
         over, eye = self.d.over(), torch.eye(k.shape[-1], dtype=acc, device=k.device)
-        self.keep = eye if over is None else over * eye
-        self.keep = self.keep - matmul_as(self.write.mT, self.w, acc)
+        self.transition = eye if over is None else over * eye
+        self.transition = self.transition - matmul_as(self.write.mT, self.w, acc)
 
 
 class _Delta(torch.autograd.Function):
@@ -98,7 +98,7 @@ class _Delta(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         c = _Chunks(q, k, v, beta, decay, state)
         first = state.flatten(0, 1)
-        m = memories(c.keep, matmul_as(c.write.mT, c.u0, state.dtype), first, MATRIX)
+        m = memories(c.transition, matmul_as(c.write.mT, c.u0, state.dtype), first, MATRIX)
         start = before(m, first, c.q.dtype)
         y = c.d.into(c.q) @ start + c.qk @ (c.u0 - c.w @ start)
         ctx.save_for_backward(q, k, v, beta, decay, state, m)
@@ -121,9 +121,9 @@ def _backward(
     start = before(m, state.flatten(0, 1), work)
     u = c.u0 - c.w @ start
     du = c.qk.mT @ dyc  # without what comes by later chunks
-    pull = (d.into(c.q).mT @ dyc - c.w.mT @ du).to(acc)
-    dm = adjoints(c.keep, after(pull), dlast.flatten(0, 1), MATRIX)
-    dstate = c.keep[:, 0].mT @ dm[:, 0] + pull[:, 0]
+    read_grad = (d.into(c.q).mT @ dyc - c.w.mT @ du).to(acc)
+    dm = adjoints(c.transition, after(read_grad), dlast.flatten(0, 1), MATRIX)
+    dstate = c.transition[:, 0].mT @ dm[:, 0] + read_grad[:, 0]
     lam = c.solve.mT @ (du + c.write @ dm.to(work)).to(acc)
     dv = (c.beta * lam).to(work)
     dlower = -(lam @ u.mT.to(acc)).tril(-1)

@@ -91,56 +91,72 @@ class _Gated(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        qc, kc, vc = (to_chunks(x, work_dtype(v)) for x in (q, k, v))
-        d = Decay(None if decay is None else to_chunks(decay, state.dtype))
-        added = (d.out(kc).mT @ vc).to(state.dtype)
-        first = state.flatten(0, 1)
-        m = memories(d.over(), added, first)
-        y = d.into(qc) @ before(m, first, qc.dtype) + d.scores(qc, kc) @ vc
+        c = Chunks(*(to_chunks(x, work_dtype(v)) for x in (q, k, v)), _chunked(decay, state), state)
+        m = c.memories()
         ctx.save_for_backward(q, k, v, decay, state, m)
-        return whole(from_chunks(y, v)), m[:, -1].view_as(state).clone()
+        return whole(from_chunks(c.outputs(m), v)), m[:, -1].view_as(state).clone()
 
     @staticmethod
     @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        with exact(saved[0]):
-            return _backward(*saved, *grads)
+        (q, k, v, decay, state, m), (dy, dlast) = ctx.saved_tensors, grads
+        with exact(q):
+            given, dl = v, None
+            q, k, v, dy = (to_chunks(x, work_dtype(given)) for x in (q, k, v, dy))
+            c = Chunks(q, k, v, _chunked(decay, state), state)
+            dq, dk, dv, dm, dstate, diagonal = c.gradients(m, dy, dlast.flatten(0, 1))
+            if decay is not None:
+                # what tokens read of themselves is on both sides, and would only cost digits
+                per_token = q * dq.to(m.dtype) - k * dk.to(m.dtype)
+                dl = log_decay_gradient(decay, per_token, dm * m)
+            grads = (from_chunks(x, given) for x in (dq + diagonal * k, dk + diagonal * q, dv))
+            return *grads, dl, dstate.view_as(state)
 
 
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor, m: Tensor, dy: Tensor,
-    dlast: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    qc, kc, vc, dyc = (to_chunks(x, work_dtype(v)) for x in (q, k, v, dy))
-    d = Decay(None if decay is None else to_chunks(decay, state.dtype))
-    pull = (d.into(qc).mT @ dyc).to(state.dtype)
-    over = d.over()
-    dm = adjoints(over, after(pull), dlast.flatten(0, 1))
-    dstate = (dm[:, 0] if over is None else over[:, 0] * dm[:, 0]) + pull[:, 0]
-    da = dyc @ vc.mT
-    dq, dk = d.scores_backward(da, qc, kc)
-    dq = dq + d.into(dyc @ before(m, state.flatten(0, 1), dyc.dtype).mT)
-    dk = dk + d.out(vc @ dm.mT.to(vc.dtype))
-    dv = d.scores(qc, kc).mT @ dyc + d.out(kc) @ dm.to(kc.dtype)
-    dl = None
-    if decay is not None:
-        # what tokens read of themselves is on both sides, and would only cost digits
-        dl = log_decay_gradient(decay, qc * dq.to(m.dtype) - kc * dk.to(m.dtype), dm * m)
-    own = da.diagonal(dim1=-2, dim2=-1)[..., None]
-    dq, dk = dq + own * kc, dk + own * qc
-    return (*(from_chunks(x, v) for x in (dq, dk, dv)), dl, dstate.view_as(state))
+def _chunked(decay: Tensor | None, state: Tensor) -> Decay:
+    return Decay(None if decay is None else to_chunks(decay, state.dtype))
 
 
-def after(pull: Tensor) -> Tensor:
+class Chunks:
+    """The chunkwise form and its gradients: q, k, v (batch * heads, chunks, chunk, .), decays, and
+    the memory before the first chunk, (batch, heads, dim, value_dim)."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, decay: Decay, state: Tensor) -> None:
+        self.q, self.k, self.v, self.d, self.first = q, k, v, decay, state.flatten(0, 1)
+
+    def memories(self) -> Tensor:
+        """After each chunk."""
+        added = (self.d.out(self.k).mT @ self.v).to(self.first.dtype)
+        return memories(self.d.over(), added, self.first)
+
+    def outputs(self, m: Tensor) -> Tensor:
+        start = before(m, self.first, self.q.dtype)
+        return self.d.into(self.q) @ start + self.d.scores(self.q, self.k) @ self.v
+
+    def gradients(self, m: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Tensor, ...]:
+        """Of q, k, v, of the memories after each chunk and before the first one; and what gradients
+        of scores a token has with itself (..., chunk, 1), which those of q and k do not hold."""
+        q, k, v, d = self.q, self.k, self.v, self.d
+        read, over = (d.into(q).mT @ dy).to(m.dtype), d.over()
+        dm = adjoints(over, after(read), dlast)
+        dfirst = (dm[:, 0] if over is None else over[:, 0] * dm[:, 0]) + read[:, 0]
+        da = dy @ v.mT
+        dq, dk = d.scores_backward(da, q, k)
+        dq = dq + d.into(dy @ before(m, self.first, dy.dtype).mT)
+        dk = dk + d.out(v @ dm.mT.to(v.dtype))
+        dv = d.scores(q, k).mT @ dy + d.out(k) @ dm.to(k.dtype)
+        return dq, dk, dv, dm, dfirst, da.diagonal(dim1=-2, dim2=-1)[..., None]
+
+
+def after(grad: Tensor) -> Tensor:
     """What comes of later chunks alone: each moved to the chunk before it."""
-    return torch.cat([pull[:, 1:], torch.zeros_like(pull[:, :1])], 1)
+    return torch.cat([grad[:, 1:], torch.zeros_like(grad[:, :1])], 1)
 
 
-def log_decay_gradient(decay: Tensor, own: Tensor, held: Tensor) -> Tensor:
+def log_decay_gradient(decay: Tensor, per_token: Tensor, per_chunk: Tensor) -> Tensor:
     """Sums of what tokens from each one on get of their reads less their writes, and of what the
     chunk hands on (maths: d log decay_t = sum_(s >= t) (q dq - k dk)_s + rowsum(dm m))."""
-    held = held.sum(-1)[..., None, :]
+    per_chunk = per_chunk.sum(-1)[..., None, :]
     if decay.shape[-1] == 1:
-        own, held = own.sum(-1, keepdim=True), held.sum(-1, keepdim=True)
-    return from_chunks(later_first(own) + held, decay)
+        per_token, per_chunk = (x.sum(-1, keepdim=True) for x in (per_token, per_chunk))
+    return from_chunks(later_first(per_token) + per_chunk, decay)

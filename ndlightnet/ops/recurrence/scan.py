@@ -37,7 +37,7 @@ def memories(f: Tensor | None, b: Tensor, first: Tensor, rule: Rule = ELEMENTWIS
         return b
     if f is None:
         b[:, 0] += first
-        return running_sum(b)
+        return prefix_sum(b)
     b[:, 0] = rule.step(f[:, 0], first, b[:, 0])
     return _pairs(f, b, rule)
 
@@ -56,7 +56,7 @@ def _pairs(f: Tensor, b: Tensor, rule: Rule) -> Tensor:
     return out
 
 
-def running_sum(x: Tensor) -> Tensor:
+def prefix_sum(x: Tensor) -> Tensor:
     """x.cumsum(1) of (batch, length, ...), which on a card goes along a long axis that is not the
     last one in as many steps as it has: here in chunks."""
     n = x.shape[1]
@@ -64,7 +64,7 @@ def running_sum(x: Tensor) -> Tensor:
         return x.cumsum(1)
     parts = torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, -n % CHUNK))
     parts = parts.unflatten(1, (-1, CHUNK)).cumsum(2)
-    ends = running_sum(parts[:, :-1, -1])
+    ends = prefix_sum(parts[:, :-1, -1])
     return torch.cat([parts[:, :1], parts[:, 1:] + ends[:, :, None]], 1).flatten(1, 2)[:, :n]
 
 
@@ -75,18 +75,18 @@ def before(m: Tensor, first: Tensor, dtype: torch.dtype | None = None) -> Tensor
     return out
 
 
-def adjoints(f: Tensor | None, pull: Tensor, last: Tensor, rule: Rule = ELEMENTWISE) -> Tensor:
+def adjoints(f: Tensor | None, grad: Tensor, last: Tensor, rule: Rule = ELEMENTWISE) -> Tensor:
     """Gradients of m_1 .. m_n, what comes by later memories included: g_t = pull_t + f'_(t+1) .
     g_(t+1), with f' the adjoint of f and `last` the gradient that m_n has from elsewhere."""
     if f is None:
-        return memories(None, pull.flip(1), last).flip(1)
-    reverse = f.expand(-1, pull.shape[1], *f.shape[2:]).flip(1)
+        return memories(None, grad.flip(1), last).flip(1)
+    reverse = f.expand(-1, grad.shape[1], *f.shape[2:]).flip(1)
     reverse = reverse.mH if rule is MATRIX else reverse.conj()
-    if pull.shape[1] == 0:
-        return pull
-    pull = pull.flip(1)
-    head = pull[:, :1] + last[:, None]  # behind the last one lies nothing
-    rest = memories(reverse[:, :-1], pull[:, 1:], head[:, 0], rule)
+    if grad.shape[1] == 0:
+        return grad
+    grad = grad.flip(1)
+    head = grad[:, :1] + last[:, None]  # behind the last one lies nothing
+    rest = memories(reverse[:, :-1], grad[:, 1:], head[:, 0], rule)
     return torch.cat([head, rest], 1).flip(1)
 
 

@@ -3,7 +3,7 @@ step, input and output weights depend on the token.
 
     m_t = exp(delta_t A) * m_(t-1) + (delta_t u_t) B_t^T        y_t = m_t C_t
 
-The forget is a full matrix (channels, state), so there is no form by matrix products; all memories
+The decay is a full matrix (channels, state), so there is no form by matrix products; all memories
 of a segment come from an associative scan. The gradient is explicit and keeps the memory before
 each segment only.
 """
@@ -64,7 +64,7 @@ class _Selective(torch.autograd.Function):
         for at in range(0, n, ctx.step):
             starts.append(memory)
             u_, delta_, b, c = _segment((u, delta, B, C), at, ctx.step, A.dtype)
-            m = memories(_forget(delta_, A), _outer(delta_ * u_, b), memory)
+            m = memories(_decay(delta_, A), _outer(delta_ * u_, b), memory)
             outputs.append((m * c[..., None, :]).sum(-1))
             memory = m[:, -1].clone()
         ctx.save_for_backward(u, delta, A, B, C, *starts)
@@ -91,7 +91,7 @@ def _segment_backward(
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
     """Gradients of (u, delta, B, C), of A, and of the memory before the segment."""
     u, delta, b, c, dy = xs
-    f, added = _forget(delta, A), delta * u
+    f, added = _decay(delta, A), delta * u
     m = memories(f, _outer(added, b), start)
     dc = (dy[..., None, :] @ m)[..., 0, :]
     g = adjoints(f, _outer(dy, c), g_last)
@@ -112,6 +112,6 @@ def _outer(x: Tensor, y: Tensor) -> Tensor:
     return x[..., None] * y[..., None, :]
 
 
-def _forget(delta: Tensor, A: Tensor) -> Tensor:
+def _decay(delta: Tensor, A: Tensor) -> Tensor:
     """exp(delta A), (batch, length, channels, state)."""
     return (delta[..., None] * A).exp_()

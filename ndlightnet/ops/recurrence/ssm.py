@@ -1,5 +1,5 @@
 """Diagonal state-space models: x'(t) = a x(t) + u(t), with u held constant over steps of length dt
-(zero-order hold), and HiPPO-LegS, where their poles a start.
+(zero-order hold), and HiPPO-LegS, where their eigenvalues a start.
 
     x_t = exp(dt a) x_(t-1) + expm1(dt a) / a . u_t
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence.chunks import CHUNK, exact
-from ndlightnet.ops.recurrence.scan import scan
+from ndlightnet.ops.recurrence.exponential import even, exponential_filter, gather
 
 COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 
@@ -31,9 +31,9 @@ def legs(state: int) -> tuple[Tensor, Tensor]:
         raise ValueError(f"state={state}: expected an even number, 2 or more")
     root = (2 * torch.arange(state, dtype=torch.float64) + 1).sqrt()
     low = (root[:, None] * root).tril(-1) / 2
-    turns, vectors = torch.linalg.eigh(1j * (low - low.mT))  # of a Hermitian matrix: real
-    half = slice(state // 2, None)
-    return torch.complex(torch.full_like(turns[half], -0.5), turns[half]), vectors[:, half]
+    frequency, vectors = torch.linalg.eigh(1j * (low - low.mT))  # of a Hermitian matrix: real
+    frequency = frequency[state // 2 :]
+    return torch.complex(torch.full_like(frequency, -0.5), frequency), vectors[:, state // 2 :]
 
 
 def hold(z: Tensor) -> Tensor:
@@ -44,11 +44,11 @@ def hold(z: Tensor) -> Tensor:
     return torch.where(near, series, torch.expm1(far) / far)
 
 
-def poles(log_rate: Tensor, turn: Tensor, log_step: Tensor) -> Tensor:
-    """dt a = exp(log_step) (-exp(log_rate) + i turn), complex128: phases of many steps lose their
+def poles(A_log: Tensor, A_imag: Tensor, log_dt: Tensor) -> Tensor:
+    """dt a = exp(log_dt) (-exp(A_log) + i A_imag), complex128: phases of many steps lose their
     digits in float32."""
-    real = -(log_rate.double() + log_step.double()).exp()
-    return torch.complex(real, turn.double() * log_step.double().exp())
+    real = -(A_log.double() + log_dt.double()).exp()
+    return torch.complex(real, A_imag.double() * log_dt.double().exp())
 
 
 def powers(z: Tensor, count: int, dtype: torch.dtype) -> Tensor:
@@ -66,9 +66,7 @@ def diagonal_ssm(
     u (batch, length, channels), real; z, weight (channels, pairs), complex; memory (batch,
     channels, pairs), complex: x before the first token. Returns y as u, and the last x.
 
-    It is a convolution with K_l = 2 Re sum_j weight_j exp(z_j l), l = 0, 1, ..., done in chunks:
-    inside a chunk with a Toeplitz matrix, what came before by its states. (By FFT every output
-    would hold roundings of later tokens.)
+    It is a convolution with K_l = 2 Re sum_j weight_j exp(z_j l), l = 0, 1, ..., in chunks.
     """
     (batch, n, channels), acc = u.shape, accumulator(u)
     if z.ndim != 2 or z.shape != weight.shape or len(z) != channels:
@@ -80,35 +78,15 @@ def diagonal_ssm(
         memory = torch.zeros(batch, *z.shape, dtype=COMPLEX[acc], device=u.device)
     if tuple(memory.shape) != (batch, *z.shape):
         raise ValueError(f"memory {tuple(memory.shape)}: expected {(batch, *z.shape)}")
+    memory = memory.to(COMPLEX[acc])
     if n == 0:
-        return u, memory.to(COMPLEX[acc])
+        return u, memory
+    chunks, size = even(n, CHUNK)
+    left = n - (chunks - 1) * size  # tokens in the last chunk
     with exact(u):
-        y, last = _chunks(u.to(acc), z, weight.to(COMPLEX[acc]), memory.to(COMPLEX[acc]))
+        x, table = u.to(acc), powers(z, size + 1, acc)
+        y, entry = exponential_filter(x, chunks, table, 2 * weight.to(COMPLEX[acc]), memory)
+        assert entry is not None  # since `memory` is given
+        added = gather(x[:, None, n - left :], table[..., :left])
+        last = table[..., left] * entry + added[:, 0]
     return y.to(u.dtype), last
-
-
-def _chunks(u: Tensor, z: Tensor, weight: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-    n = u.shape[1]
-    chunk = min(CHUNK, n)
-    table = powers(z, chunk + 1, u.dtype)
-    weights = 2 * weight[..., None] * table
-    lags = weights[..., :chunk].real.sum(1).flip(-1)  # of the kernel, the longest first
-    toeplitz = torch.nn.functional.pad(lags, (0, chunk - 1)).unfold(-1, chunk, 1).flip(1)
-    parts = torch.nn.functional.pad(u, (0, 0, 0, -n % chunk)).unflatten(1, (-1, chunk))
-    left = n - (parts.shape[1] - 1) * chunk  # tokens in the last chunk
-    starts = memory[:, None]
-    if parts.shape[1] > 1:
-        added = _gather(parts[:, :-1], table[..., :chunk])
-        starts = torch.cat([starts, scan(table[None, None, ..., chunk], added, memory)], 1)
-    y = torch.einsum("bpsc,cts->bptc", parts, toeplitz)
-    past, seen = torch.view_as_real(starts), torch.view_as_real(weights[..., 1:].conj_physical())
-    y = y + torch.einsum("bpcjz,cjtz->bptc", past, seen)  # the real part of a complex product
-    last = table[..., left] * starts[:, -1] + _gather(parts[:, -1:, :left], table[..., :left])[:, 0]
-    return y.flatten(1, 2)[:, :n], last
-
-
-def _gather(u: Tensor, table: Tensor) -> Tensor:
-    """sum_s exp(z (length - 1 - s)) u_s: u (batch, chunks, length, channels) -> states (batch,
-    chunks, channels, pairs)."""
-    table = torch.view_as_real(table.flip(-1))
-    return torch.view_as_complex(torch.einsum("bpsc,cjsz->bpcjz", u, table).contiguous())

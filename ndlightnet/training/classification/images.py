@@ -1,16 +1,10 @@
-"""Classification of grey images and volumes of one size: data in memory, task, and a picture."""
+"""Classification of grey images and volumes of one size, which fit into memory."""
 
 from __future__ import annotations
 
 import csv
-import math
-from collections.abc import Sequence
-from itertools import combinations
-from pathlib import Path
 from typing import Any
 
-import lightning as L
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torchmetrics.classification import BinaryAUROC
@@ -27,16 +21,16 @@ from ndlightnet.data.images import (
     spread,
 )
 from ndlightnet.data.packing import token_count
+from ndlightnet.data.roots import find_root
 from ndlightnet.data.volume.augment import Augment
 from ndlightnet.inference import mirrorings
-from ndlightnet.training.classification.labelled import LabelledTask
-from ndlightnet.training.core.measures import scores
-from ndlightnet.training.core.report import panels_of, save_confusion, save_figure, write_json
+from ndlightnet.training.classification.data import LabelledData
+from ndlightnet.training.classification.pictures import save_gallery
+from ndlightnet.training.classification.task import ClassificationTask
+from ndlightnet.training.core.costs import latencies, training_costs
 
-VIEWS = 36  # in a picture, about
 
-
-class ImageData(L.LightningDataModule):
+class ImageData(LabelledData):
     """A folder of IDX files or an npz file, as ndlightnet.data.images reads them.
 
     Bytes are augmented and normalised on the device. Batches and augmentation follow from the seed
@@ -48,7 +42,7 @@ class ImageData(L.LightningDataModule):
         batch_size: images per batch.
         shift: cells, at most, by which training images are moved along every axis.
         flips: axes along which they are mirrored half the time.
-        validation: share of the training images that chooses the best checkpoint, where the data
+        validation: fraction of the training images that chooses the best checkpoint, where the data
             have no part of their own for that; 0: none. The test images are not looked at.
         train_limit: train on so many of them, evenly spaced; default: all.
         augment: what else happens to training images, after normalisation; in place of `shift` and
@@ -67,7 +61,12 @@ class ImageData(L.LightningDataModule):
         augment: Augment | None = None,
     ) -> None:
         super().__init__()
-        self.root, self.batch_size, self.shift, self.flips = Path(root), batch_size, shift, flips
+        self.root, self.batch_size, self.shift, self.flips = (
+            find_root(root),
+            batch_size,
+            shift,
+            flips,
+        )
         self.validation, self.train_limit = validation, train_limit
         self.classes, self.augment = tuple(classes or ()), augment
 
@@ -130,21 +129,19 @@ class ImageData(L.LightningDataModule):
             images, _ = self.augment(images, None, torch.Generator().manual_seed(moves[0]))
         return images, labels, numbers
 
-    def names(self) -> dict[str, list[str]]:
-        return {"classes": list(self.classes)}
 
-    def set_names(self, names: dict[str, list[str]]) -> None:
-        self.classes = tuple(names["classes"])
-
-
-class ImageTask(LabelledTask):
+class ImageTask(ClassificationTask):
     """Trains `net`, images `(batch, 1, *space)` -> `(batch, classes)` logits, and measures it.
 
     Args:
         net: the network.
         mirror: axes of space; an answer is the mean over all ways to mirror the image along them.
-        others: as of LabelledTask.
+        others: as of ClassificationTask.
     """
+
+    saved = (*ClassificationTask.saved, "cost")
+    measures = "step"
+    samples = "images"
 
     def __init__(self, net: nn.Module, *, mirror: tuple[int, ...] = (), **kwargs: Any) -> None:
         super().__init__(net, **kwargs)
@@ -164,54 +161,41 @@ class ImageTask(LabelledTask):
         (images,), answer = inputs, super().probabilities
         return torch.stack([answer(images.flip(way)) for way in mirrorings(self.mirror)]).mean(0)
 
-    def validation_step(self, batch: tuple[Tensor, ...], _: int) -> None:
-        images, labels, _numbers = batch
-        probabilities = self.probabilities(images)
-        right = (probabilities.argmax(-1) == labels).float().mean()
-        self.log("val_accuracy", right, prog_bar=True, batch_size=len(labels), sync_dist=True)
+    def log_validation(self, probabilities: Tensor, labels: Tensor) -> None:
+        super().log_validation(probabilities, labels)
         if probabilities.shape[1] == 2:
             self.val_auc.update(probabilities[:, 1], labels)
             self.log("val_auc", self.val_auc, prog_bar=True)
 
-    def test_step(self, batch: tuple[Tensor, ...], number: int) -> None:
+    def test_step(self, batch: tuple[Any, ...], number: int) -> None:
         if number == 0:
             self.timed = batch[0]
         super().test_step(batch, number)
 
-    def on_test_epoch_end(self) -> None:
-        data, (numbers, probabilities, labels) = self.data(), self.answers()
+    def more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
         patch = getattr(getattr(self.net, "embed", None), "patch", None)
-        metrics = {
-            **scores(probabilities, labels, data.classes),
-            "images": len(labels),
-            "tokens": token_count(data.space, patch) if patch else None,
-            **self.costs(),
-            **self.latencies(self.timed),
+        return {
+            "tokens": token_count(self.data().space, patch) if patch else None,
+            **training_costs(self.net, self.cost),
+            **latencies(self, self.timed),
         }
-        self.log("test_accuracy", metrics["top1"], rank_zero_only=True)
-        if not self.trainer.is_global_zero:
-            return
-        write_json(self.out() / "metrics.json", metrics)
-        save_confusion(
-            self.out() / "confusion.png", torch.tensor(metrics["confusion"]), data.classes
-        )
+
+    def save_samples(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
+        data, picture = self.data(), self.out() / "test_images.png"
         images = data.test_set.images[torch.tensor(numbers)]
-        save_gallery(self.out() / "test_images.png", images, probabilities, labels, data.classes)
-        self.summary = (
-            f"held-out accuracy {metrics['top1']:.3f} over {len(labels)} images; see {self.out()}"
-        )
+        save_gallery(picture, images, probabilities, labels, data.classes)
 
     def on_predict_start(self) -> None:
-        self.answered: dict[int, list[float]] = {}
+        self.predicted: dict[int, list[float]] = {}
 
     def predict_step(self, batch: tuple[Tensor, ...], _: int) -> None:
         images, _labels, numbers = batch
         answers = self.probabilities(images).tolist()
-        self.answered |= dict(zip(numbers.tolist(), answers, strict=True))
+        self.predicted |= dict(zip(numbers.tolist(), answers, strict=True))
 
     def on_predict_end(self) -> None:
         """predictions.csv: a line for each image, its file, class and probabilities."""
-        answered, data = self.gathered(self.answered), self.data()
+        predicted, data = self.gathered(self.predicted), self.data()
         file = self.out() / "predictions.csv"
         if self.trainer.is_global_zero:
             with (
@@ -220,43 +204,8 @@ class ImageTask(LabelledTask):
             ):
                 writer = csv.writer(out)
                 writer.writerow(["file", "prediction", *map(cell, data.classes)])
-                for number, row in answered.items():
+                for number, row in predicted.items():
                     best = data.classes[row.index(max(row))]
                     numbers = [f"{value:.6f}" for value in row]
                     writer.writerow([cell(data.predict_files[number]), cell(best), *numbers])
-        self.summary = f"{len(answered)} predictions are in {file}"
-
-
-def projections(image: Tensor) -> np.ndarray:
-    """The means of an image (*space) over all but two axes, side by side: of a volume three."""
-    views = []
-    for pair in combinations(range(image.ndim), 2):
-        others = [axis for axis in range(image.ndim) if axis not in pair]
-        view = image.float().mean(others) if others else image.float()
-        views.append(view.cpu().numpy() / max(1.0, float(view.max())))
-    tallest = max(len(view) for view in views)
-    return np.concatenate(
-        [np.pad(v, ((0, tallest - len(v)), (1, 1)), constant_values=1) for v in views], axis=1
-    )
-
-
-def save_gallery(
-    path: Path, images: Tensor, probabilities: Tensor, labels: Tensor, names: Sequence[str]
-) -> None:
-    """Images (n, *space) from the worst answer (n, classes) to the best, evenly: the first has the
-    lowest probability of its truth. A caption is the answer with its probability."""
-    truth = probabilities.gather(1, labels[:, None])[:, 0]
-    each = math.comb(images.ndim - 1, 2)
-    count = min(len(labels), max(4, VIEWS // each))
-    shown = truth.argsort(stable=True)[torch.linspace(0, len(labels) - 1, count).round().long()]
-    columns = max(1, 9 // each)
-    figure, axes = panels_of(-(-count // columns), columns, (9, 1.3 * -(-count // columns)))
-    for axis in axes.flat:
-        axis.axis("off")
-    for axis, number in zip(axes.flat, shown.tolist(), strict=False):
-        answer, label = int(probabilities[number].argmax()), int(labels[number])
-        axis.imshow(projections(images[number]), cmap="gray", vmin=0, vmax=1)
-        caption = f"{names[answer]} {probabilities[number, answer]:.2f}"
-        caption += "" if answer == label else f"\nnot {names[label]}"
-        axis.set_title(caption, fontsize=6, color="#1a7f37" if answer == label else "#cf222e")
-    save_figure(figure, path)
+        self.summary = f"{len(predicted)} predictions are in {file}"

@@ -1,28 +1,27 @@
-"""Classification of signals of different lengths: data, batches with and without padding, task."""
+"""Classification of signals of different lengths, in batches with and without padding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
-import lightning as L
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.packing import PackCollate, PadCollate
+from ndlightnet.data.roots import find_root
 from ndlightnet.data.signals import SignalDataset, read_recordings
 from ndlightnet.data.visits import Visits
 from ndlightnet.layout import Packed
-from ndlightnet.training.classification.labelled import LabelledTask
+from ndlightnet.training.classification.data import LabelledData, held_out
+from ndlightnet.training.classification.task import ClassificationTask
+from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.loading import training_loader
-from ndlightnet.training.core.measures import scores
-from ndlightnet.training.core.report import save_confusion, write_json
 
 
-class SignalData(L.LightningDataModule):
+class SignalData(LabelledData):
     """A folder of recorded digits, as ndlightnet.data.signals reads it.
 
     Args:
@@ -32,8 +31,8 @@ class SignalData(L.LightningDataModule):
         batching: "packed" puts the samples of a batch end to end, "padded" fills them up to the
             longest, with a mask. Batches hold the same samples either way.
         batch_size: recordings per batch, drawn without regard to their lengths.
-        validation: share of the training recordings that chooses the best checkpoint; 0: none, the
-            last checkpoint counts. The test recordings are not looked at.
+        validation: fraction of the training recordings that chooses the best checkpoint; 0: none,
+            the last checkpoint counts. The test recordings are not looked at.
         workers: processes that prepare batches.
     """
 
@@ -47,9 +46,8 @@ class SignalData(L.LightningDataModule):
         workers: int = 2,
     ) -> None:
         super().__init__()
-        self.root, self.spectrum, self.batching = Path(root), spectrum, batching
+        self.root, self.spectrum, self.batching = find_root(root), spectrum, batching
         self.batch_size, self.validation, self.workers = batch_size, validation, workers
-        self.classes: tuple[str, ...] = ()
 
     @property
     def channels(self) -> int:
@@ -60,8 +58,7 @@ class SignalData(L.LightningDataModule):
         recordings = read_recordings(self.root)
         self.classes = tuple(str(digit) for digit in range(max(recordings.digits) + 1))
         train, test = recordings.split()
-        out = round(self.validation * len(train))
-        held = {round(i * len(train) / out) for i in range(out)}  # spread over digits and takes
+        held = held_out(self.validation, len(train))  # spread over digits and takes
         parts = (
             [n for i, n in enumerate(train) if i not in held],
             [n for i, n in enumerate(train) if i in held],
@@ -94,21 +91,16 @@ class SignalData(L.LightningDataModule):
     def _still(self, samples: SignalDataset) -> DataLoader[Any]:
         return DataLoader(samples, batch_size=self.batch_size, collate_fn=self.collate())
 
-    def names(self) -> dict[str, list[str]]:
-        return {"classes": list(self.classes)}
 
-    def set_names(self, names: dict[str, list[str]]) -> None:
-        self.classes = tuple(names["classes"])
+class SignalTask(ClassificationTask):
+    """Trains `net`, packed or padded signals -> `(batch, classes)` logits, and measures it.
 
-
-class SignalTask(LabelledTask):
-    """Trains `net`, packed or padded signals -> `(batch, classes)` logits, and measures what its
-    steps cost.
-
-    Args: as of LabelledTask.
+    Args: as of ClassificationTask.
     """
 
-    saved = (*LabelledTask.saved, "slots")
+    saved = (*ClassificationTask.saved, "cost", "slots")
+    measures = "step"
+    samples = "recordings"
     tokens, slots = 0, 0  # of all steps of training; with padding
 
     def setup(self, stage: str) -> None:
@@ -123,23 +115,9 @@ class SignalTask(LabelledTask):
             tokens, slots = int(mask.sum()), mask.numel()
         self.tokens, self.slots = self.tokens + tokens, self.slots + slots
 
-    def on_test_epoch_end(self) -> None:
-        names, (_, probabilities, labels) = self.data().classes, self.answers()
-        metrics = {
-            **scores(probabilities, labels, names),
-            "recordings": len(labels),
-            **self.costs(),
-            "padded_share": 1 - self.tokens / self.slots if self.slots else None,
-        }
-        self.log("test_accuracy", metrics["top1"], rank_zero_only=True)
-        if not self.trainer.is_global_zero:
-            return
-        write_json(self.out() / "metrics.json", metrics)
-        save_confusion(self.out() / "confusion.png", torch.tensor(metrics["confusion"]), names)
-        self.summary = (
-            f"held-out accuracy {metrics['top1']:.3f} over {len(labels)} recordings; see "
-            f"{self.out()}"
-        )
+    def more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
+        padded = 1 - self.tokens / self.slots if self.slots else None
+        return {**training_costs(self.net, self.cost), "padded_share": padded}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)

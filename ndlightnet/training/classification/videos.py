@@ -1,16 +1,18 @@
-"""Videos for training: folders of class folders, and moving digits made on the spot."""
+"""Classification of videos: folders of class folders, and moving digits made on the spot."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics.functional.classification import multiclass_accuracy
 
 from ndlightnet.data.digits import make_moving_digits
-from ndlightnet.data.errors import DataError, fitting
+from ndlightnet.data.errors import DataError, file_name, fitting, printable
+from ndlightnet.data.roots import find_root
 from ndlightnet.data.video import (
     ClipDataset,
     check_videos,
@@ -18,13 +20,21 @@ from ndlightnet.data.video import (
     load_for_clips,
     read_video_folder,
 )
-from ndlightnet.data.video_transforms import eval_clips
+from ndlightnet.data.video_transforms import eval_clips, to_pixels
 from ndlightnet.data.visits import Visits
+from ndlightnet.inference import predict_clips, predict_clips_early
+from ndlightnet.training.classification.data import LabelledData, held_out
+from ndlightnet.training.classification.pictures import save_strips
+from ndlightnet.training.classification.streaming import StreamTrainer
+from ndlightnet.training.classification.task import ClassificationTask
+from ndlightnet.training.core.costs import parameter_count
 from ndlightnet.training.core.loading import training_loader
-from ndlightnet.training.core.report import say
+from ndlightnet.training.core.report import say, write_json
+
+STRIPS = 8
 
 
-class VideoData(L.LightningDataModule):
+class VideoData(LabelledData):
     """A folder with `train/<class>/*.mp4` and `test/<class>/*.mp4`.
 
     Args:
@@ -35,7 +45,7 @@ class VideoData(L.LightningDataModule):
         repeats: random clips per video in an epoch.
         clips: clips per video when judging it.
         hflip: mirrored videos mean the same.
-        validation: share of each class of `train` that chooses the best checkpoint; 0: none, the
+        validation: fraction of each class of `train` that chooses the best checkpoint; 0: none, the
             last checkpoint counts. `test` is not looked at.
         workers: processes that prepare batches.
         input: for predict: a video or a folder of them; for stream: a video, a named pipe, or -
@@ -56,10 +66,14 @@ class VideoData(L.LightningDataModule):
         input: str | None = None,
     ) -> None:
         super().__init__()
-        self.root, self.frames, self.size, self.batch_size = Path(root), frames, size, batch_size
+        self.root, self.frames, self.size, self.batch_size = (
+            find_root(root),
+            frames,
+            size,
+            batch_size,
+        )
         self.repeats, self.clips, self.hflip = repeats, clips, hflip
         self.validation, self.workers, self.input = validation, workers, input
-        self.classes: tuple[str, ...] = ()
 
     def setup(self, stage: str) -> None:
         if stage == "predict":
@@ -72,8 +86,7 @@ class VideoData(L.LightningDataModule):
             train, held = [], []
             for label in range(len(self.classes)):
                 samples = [s for s in folder.train if s.label == label]
-                out = round(self.validation * len(samples))
-                chosen = {round(i * len(samples) / out) for i in range(out)}
+                chosen = held_out(self.validation, len(samples))
                 held += [s for i, s in enumerate(samples) if i in chosen]
                 train += [s for i, s in enumerate(samples) if i not in chosen]
             check_videos(folder.train)
@@ -108,13 +121,6 @@ class VideoData(L.LightningDataModule):
         if not self.classes:
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
         return DataLoader(OpenedVideos(paths, self), batch_size=None)
-
-    def names(self) -> dict[str, list[str]]:
-        """What a checkpoint keeps, so that predict does without the training data."""
-        return {"classes": list(self.classes)}
-
-    def set_names(self, names: dict[str, list[str]]) -> None:
-        self.classes = tuple(names["classes"])
 
 
 class MovingDigits(VideoData):
@@ -156,3 +162,120 @@ class OpenedVideos(torch.utils.data.Dataset[dict[str, Any]]):
                 }
         except DataError as error:
             return {"path": str(path), "error": str(error)}
+
+
+class VideoTask(ClassificationTask):
+    """Trains `net`, clips `(batch, 3, frames, height, width)` -> `(batch, classes)` logits.
+
+    Args:
+        net: the network.
+        causal: the network's own argument of this name; default: as the network has it. True is
+            along time, as `stream` needs it.
+        others: as of ClassificationTask.
+    """
+
+    samples = "videos"
+    trainer_class = StreamTrainer
+
+    def __init__(
+        self,
+        net: nn.Module,
+        lr: float = 1e-3,
+        weight_decay: float = 0.05,
+        label_smoothing: float = 0.1,
+        causal: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(net, lr, weight_decay, label_smoothing, **kwargs)
+        self.causal: bool = getattr(net, "causal", False)
+        if causal not in (None, self.causal):  # the command line has built it as it was told
+            raise ValueError(f"causal={causal}: expected {self.causal}, as the network is")
+
+    def setup(self, stage: str) -> None:
+        channels = getattr(self.net, "in_chans", None)
+        if channels not in (None, 3):
+            raise DataError(f"in_chans={channels}: videos have 3 channels")
+        outputs = getattr(self.net, "num_classes", None)
+        if stage != "predict" and outputs not in (None, len(self.data().classes)):
+            raise DataError(
+                f"{self.data().root}: {len(self.data().classes)} classes, but the network has "
+                f"num_classes={outputs}"
+            )
+
+    def probabilities(self, *inputs: Any) -> Tensor:
+        (clips,) = inputs
+        return predict_clips(self.net, clips)
+
+    def on_test_epoch_start(self) -> None:
+        super().on_test_epoch_start()
+        self.early: dict[int, Tensor] = {}  # probabilities after each frame of tokens, if causal
+        self.strips: dict[int, tuple[str, bool | None, Tensor]] = {}
+
+    def test_step(self, batch: tuple[Any, ...], _: int) -> None:
+        clips, labels, numbers = batch
+        if self.causal:
+            early = predict_clips_early(self.net, clips)
+            probabilities = early[:, -1]
+            self.early |= dict(zip(numbers.tolist(), early.cpu(), strict=True))
+        else:
+            probabilities = self.probabilities(clips)
+        self.keep(probabilities, labels, numbers)
+        names, samples = self.data().classes, self.data().test_set.samples
+        # every so many videos, so that the strips show all classes
+        every = max(1, len(samples) // STRIPS)
+        for row, number in enumerate(numbers.tolist()):
+            if number % every or number // every >= STRIPS:
+                continue
+            guess, truth = int(probabilities[row].argmax()), int(labels[row])
+            caption = (
+                f"{printable(samples[number].path.name)}: {names[guess]} "
+                f"({probabilities[row, guess]:.2f})"
+            )
+            if guess != truth:
+                caption += f", truth: {names[truth]}"
+            self.strips[number] = (caption, guess == truth, to_pixels(clips[row, 0].cpu()))
+
+    def more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
+        self.strips, early = self.gathered(self.strips), self.gathered(self.early)
+        classes = probabilities.shape[1]
+        top5 = multiclass_accuracy(probabilities, labels, classes, "micro", top_k=min(5, classes))
+        metrics: dict[str, Any] = {"top5": float(top5), "parameters": parameter_count(self.net)}
+        if early:
+            right = torch.stack(list(early.values())).argmax(-1) == labels[:, None]
+            metrics["top1_after_each_frame_of_tokens"] = right.float().mean(0).tolist()
+        return metrics
+
+    def save_samples(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
+        save_strips(self.out() / "test_clips.png", list(self.strips.values()))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["causal"] = self.causal
+
+    def on_predict_start(self) -> None:
+        self.predictions: dict[str, Any] = {}
+
+    def predict_step(self, batch: dict[str, Any], _: int) -> None:
+        path = Path(batch["path"])
+        with self.one_input(path):
+            if "error" in batch:
+                raise DataError(batch["error"])
+            probabilities = predict_clips(self.net, batch["clips"][None].to(self.device))[0]
+            names, guess = self.data().classes, int(probabilities.argmax())
+            caption = f"{printable(path.name)}: {names[guess]}"
+            # names of files in other folders may repeat
+            picture = file_name(f"{batch['number']:04d}_{path.stem}") + ".png"
+            strip = (caption, None, to_pixels(batch["clips"][0].cpu()))
+            save_strips(self.out() / "predictions" / picture, [strip])
+            self.predictions[str(path)] = {
+                "class": names[guess],
+                "probabilities": dict(zip(names, probabilities.tolist(), strict=True)),
+            }
+
+    def on_predict_end(self) -> None:
+        self.failures = list(self.gathered({line: line for line in self.failures}))
+        predictions = self.gathered(self.predictions)
+        file = self.out() / "predictions" / "predictions.json"
+        if self.trainer.is_global_zero:
+            write_json(file, predictions)
+        self.summary = f"{len(predictions)} predictions are in {file}"

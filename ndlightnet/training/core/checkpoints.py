@@ -1,14 +1,20 @@
-"""Checkpoints that appear complete or not at all."""
+"""Checkpoints: written complete or not at all, and looked at before they are used."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor
 
-from ndlightnet.data.errors import whole_file
+from ndlightnet.data.errors import DataError, whole_file
+
+NAMES = ("names",)
 
 
 class WholeCheckpoints(TorchCheckpointIO):
@@ -21,3 +27,48 @@ class WholeCheckpoints(TorchCheckpointIO):
         """DataError where it cannot be written; the checkpoint of this name stays as it was."""
         with whole_file(Path(path)) as draft, draft.open("wb") as file:
             torch.save(checkpoint, file)
+
+
+def check_checkpoint(
+    path: str, model: L.LightningModule, data: Any, entries: Sequence[str] = NAMES
+) -> None:
+    """DataError for a file that is missing, no checkpoint, or one of another network, and for a
+    checkpoint without weights, without one of the `entries` or without a name that `data` need."""
+    if not Path(path).is_file():
+        raise DataError(f"{path}: no such checkpoint")
+    try:
+        saved = torch.load(path, map_location="meta", weights_only=True)
+        keys, expected = saved.keys(), "one that `fit` has left"
+    except Exception as error:  # whatever is in the file
+        raise DataError(f"{path}: not a checkpoint of ours ({type(error).__name__})") from error
+    if lost := [key for key in ("state_dict", *entries) if key not in keys]:
+        raise DataError(f"{path}: the checkpoint lacks {', '.join(lost)}, expected {expected}")
+    weights, names = saved["state_dict"], saved["names"]
+    if not isinstance(weights, dict) or not all(isinstance(w, Tensor) for w in weights.values()):
+        raise DataError(f"{path}: state_dict holds no weights, expected {expected}")
+    known = names if isinstance(names, dict) else {}
+    if lost := [key for key in data.names() if not isinstance(known.get(key), list)]:
+        raise DataError(f"{path}: names has no list {', '.join(lost)}, expected {expected}")
+    if saved.get("causal") not in (None, getattr(model, "causal", None)):
+        what = "causal, go on" if saved["causal"] else "not causal, train one"
+        raise DataError(f"{path}: its network is {what} with --model.causal true")
+    own = model.state_dict()
+    if own.keys() != weights.keys() and _loads(model, weights):
+        return  # names of before: the network knows them
+    for name in [*own, *weights]:
+        here, there = (tuple(d[name].shape) if name in d else "none" for d in (own, weights))
+        if here != there:
+            raise DataError(
+                f"{path}: the checkpoint of another network: {name} is {there} there, {here} here"
+            )
+
+
+def _loads(model: L.LightningModule, weights: dict[str, Tensor]) -> bool:
+    """Whether the network takes them; tried on a copy without memory."""
+    net = {key.removeprefix("net."): x for key, x in weights.items() if key.startswith("net.")}
+    try:
+        copy: Any = deepcopy(model.net).to("meta")
+        copy.load_state_dict(net)
+    except RuntimeError:
+        return False
+    return len(net) == len(weights)

@@ -4,25 +4,25 @@ errors."""
 from __future__ import annotations
 
 import errno
+import logging
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import CheckpointIO
-from torch import Tensor
+from lightning.pytorch.utilities import rank_zero_only
 
 from ndlightnet.data.errors import DataError, clear_drafts
-from ndlightnet.training.core.checkpoints import WholeCheckpoints
+from ndlightnet.training.core.checkpoints import NAMES, WholeCheckpoints, check_checkpoint
+from ndlightnet.training.core.costs import parameter_count
 from ndlightnet.training.core.report import check_writable, say
 
-NAMES = ("names",)
 # what a training goes on from: without the loops it would begin anew, without a word
 RESUMED = ("epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers")
 
@@ -80,8 +80,16 @@ class TaskCLI(LightningCLI):
             check_checkpoint(kwargs["ckpt_path"], self.model, self.datamodule, entries)
         if subcommand == "stream":
             return kwargs
+        if subcommand == "test":
+            kwargs["verbose"] = False  # the task's summary says it
         # a checkpoint is data, not code
         return {**kwargs, "weights_only": True}
+
+    @rank_zero_only
+    def before_fit(self) -> None:
+        net = self.model.net
+        size = f"{type(net).__name__}, {parameter_count(net):,} parameters"
+        print(f"{size}; results in {self.trainer.default_root_dir}", file=sys.stderr)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         root = Path(self._get(self.config_init, "trainer.default_root_dir") or "runs")
@@ -95,6 +103,8 @@ class TaskCLI(LightningCLI):
             return self._get(self.config_init, f"trainer.{key}")
 
         callbacks, loggers = list(given("callbacks") or []), given("logger")
+        if given("enable_model_summary") is None:
+            kwargs["enable_model_summary"] = False  # `before_fit` says what is worth reading of it
         if given("enable_progress_bar") is not False:
             callbacks.append(RichProgressBar())
         if self.subcommand != "fit":
@@ -125,36 +135,38 @@ class TaskCLI(LightningCLI):
         )
 
 
-def check_checkpoint(
-    path: str, model: L.LightningModule, data: Any, entries: Sequence[str] = NAMES
-) -> None:
-    """DataError for a file that is missing, no checkpoint, or one of another network, and for a
-    checkpoint without weights, without one of the `entries` or without a name that `data` need."""
-    if not Path(path).is_file():
-        raise DataError(f"{path}: no such checkpoint")
-    try:
-        saved = torch.load(path, map_location="meta", weights_only=True)
-        keys, expected = saved.keys(), "one that `fit` has left"
-    except Exception as error:  # whatever is in the file
-        raise DataError(f"{path}: not a checkpoint of ours ({type(error).__name__})") from error
-    if lost := [key for key in ("state_dict", *entries) if key not in keys]:
-        raise DataError(f"{path}: the checkpoint lacks {', '.join(lost)}, expected {expected}")
-    weights, names = saved["state_dict"], saved["names"]
-    if not isinstance(weights, dict) or not all(isinstance(w, Tensor) for w in weights.values()):
-        raise DataError(f"{path}: state_dict holds no weights, expected {expected}")
-    known = names if isinstance(names, dict) else {}
-    if lost := [key for key in data.names() if not isinstance(known.get(key), list)]:
-        raise DataError(f"{path}: names has no list {', '.join(lost)}, expected {expected}")
-    if saved.get("causal") not in (None, getattr(model, "causal", None)):
-        what = "causal, go on" if saved["causal"] else "not causal, train one"
-        raise DataError(f"{path}: its network is {what} with --model.causal true")
-    own = model.state_dict()
-    for name in [*own, *weights]:
-        here, there = (tuple(d[name].shape) if name in d else "none" for d in (own, weights))
-        if here != there:
-            raise DataError(
-                f"{path}: the checkpoint of another network: {name} is {there} there, {here} here"
-            )
+# What Lightning says of every run, whatever it is: beginnings of its lines ...
+LINES = (
+    "GPU available", "TPU available", "HPU available", "💡 Tip", "Seed set to", "Using ",
+    "Loading `train_dataloader`", "`Trainer.fit` stopped: `max_", "LOCAL_RANK",
+    "You are using a CUDA", "Restoring states", "Restored all states", "Loaded model weights",
+)  # fmt: skip
+# ... and of its warnings: what is as it should be here (workers, names of checkpoints that are
+# written anew, a test without the callbacks of `fit`, no validation), or for its own developers
+WARNINGS = (
+    r".*does not have many workers", r"Checkpoint directory .* exists and is not empty",
+    r"Be aware that when using `ckpt_path`", r"The dirpath has changed", r"Total length of",
+    r"`ModelCheckpoint\(monitor=", r".*LeafSpec", r".*treespec", r"LightningCLI's args parameter",
+    r"You defined a `validation_step` but have no", r".*`isinstance\(treespec, LeafSpec\)`",
+)  # fmt: skip
+
+
+def quiet() -> None:
+    """Leaves on the screen what tells a user something."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(monai|lightning)\.")
+    for message in WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    for name in (
+        "lightning.pytorch.utilities.rank_zero",
+        "lightning.fabric.utilities.rank_zero",
+        "lightning.fabric.utilities.seed",
+        "lightning.pytorch.accelerators.cuda",
+    ):
+        logging.getLogger(name).addFilter(_tells)  # fmt: skip
+
+
+def _tells(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(LINES)
 
 
 def task_cli(
@@ -180,26 +192,32 @@ def run(
     task: type[L.LightningModule],
     data: type[L.LightningDataModule],
     default: Path,
-    commands: Mapping[str, Callable[[list[str]], None]] | None = None,
+    commands: Mapping[str, Callable[[list[str]], int | None]] | None = None,
+    arguments: list[str] | None = None,
 ) -> int:
     """Run a task's command line; without arguments train and test on the config `default`.
 
-    commands: subcommands beside Lightning's, which are given the rest of the arguments.
+    commands: subcommands beside Lightning's, which are given the rest of the arguments and return
+    an exit status, or None for 0. arguments: default: those of this process.
     Returns the exit status: 0, or 1 after an error in the data or a file that could not be
     predicted.
     """
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(monai|lightning)\.")
-    # commands of our own give arguments of their own
-    warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended")
-    alone = len(sys.argv) == 1
+    quiet()
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        if not alone and sys.argv[1] in (commands or {}):
-            commands[sys.argv[1]](sys.argv[2:])  # type: ignore[index]
-            return 0
-        cli = task_cli(task, data, ["fit", "--config", str(default)] if alone else None)
-        if alone:
+        if given and given[0] in (commands or {}):
+            return commands[given[0]](given[1:]) or 0  # type: ignore[index]
+        if not given and not default.is_file():
+            raise DataError(
+                f"{default}: no such file: the default configs are in the source repository, "
+                "expected a command and --config FILE"
+            )
+        cli = task_cli(task, data, given or ["fit", "--config", str(default)])
+        if not given:
             last = Path(cli.trainer.default_root_dir) / "checkpoints" / "last.ckpt"
-            cli.trainer.test(cli.model, cli.datamodule, ckpt_path=str(last), weights_only=True)
+            cli.trainer.test(
+                cli.model, cli.datamodule, ckpt_path=str(last), weights_only=True, verbose=False
+            )
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

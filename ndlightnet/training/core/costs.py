@@ -1,19 +1,19 @@
-"""What a network costs: arithmetic, time and memory, without slowing its training."""
+"""What a network costs: arithmetic, time and memory."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
+import lightning as L
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
-
-from ndlightnet.training.core.task import Task
 
 Cost = tuple[float, int]  # seconds, and the peak of memory (bytes)
 
@@ -37,57 +37,97 @@ class Meter:
         return seconds, torch.cuda.max_memory_allocated(self.device) if cuda else 0
 
 
-class MeteredTask(Task):
-    """A task that knows what its training cost; its checkpoints keep it. Its meter is read once an
-    epoch: to wait for the device in every step, as MeasuredTask does, slows small networks down."""
+class CostMonitor(L.Callback):
+    """Measures a training; its checkpoints keep the result in their entry "cost".
 
-    saved = (*Task.saved, "cost")
+    Args:
+        each: "step": forward, backward and update of every step, whose batch is on the device
+            already. "epoch": the mean step of every epoch, waiting for data included: to wait for
+            the device in every step slows small networks down.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.trained: list[Cost] = []  # of every epoch: a step's seconds, waiting for data included
+    seconds: of each step, or of the mean step of each epoch. peak: the most bytes of a CUDA device.
+    """
 
-    def on_train_epoch_start(self) -> None:
-        super().on_train_epoch_start()
-        self.meter = Meter(self.device)
+    def __init__(self, each: Literal["step", "epoch"] = "step") -> None:
+        self.each, self.seconds, self.peak = each, list[float](), 0
 
-    def optimizer_step(self, epoch: int, batch_idx: int, *args: Any, **kwargs: Any) -> None:
-        super().optimizer_step(epoch, batch_idx, *args, **kwargs)
-        if self.trainer.is_last_batch:  # before a validation
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # before the other callbacks, whose work at the end of a step is none of the network's
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks.insert(0, callbacks.pop(callbacks.index(self)))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Lightning does not start an epoch anew that a checkpoint cut off or has just ended
+        self.on_train_epoch_start(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.each == "epoch":
+            self.meter = Meter(pl_module.device)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self.each == "step":
+            self.meter = Meter(pl_module.device)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any,
+        batch_idx: int,
+    ) -> None:  # fmt: skip
+        if self.each == "step" or trainer.is_last_batch:  # before a validation
             seconds, peak = self.meter.read()
-            self.trained.append((seconds / (batch_idx + 1), peak))
+            self.seconds.append(seconds / (1 if self.each == "step" else batch_idx + 1))
+            self.peak = max(self.peak, peak)
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
-        checkpoint["cost"] = self.trained
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["cost"] = [self.seconds, self.peak]
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
-        self.trained = checkpoint["cost"]
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        saved = checkpoint["cost"]
+        if len(saved) != 2 or not isinstance(saved[0], list):  # before 0.1: a pair of each epoch
+            saved = [[seconds for seconds, _ in saved], max((peak for _, peak in saved), default=0)]
+        self.seconds, self.peak = [*saved[0]], saved[1]
 
-    def costs(self, answers: Collection[Cost], shape: Sequence[int]) -> dict[str, Any]:
-        """For metrics.json; None: not known here.
-
-        parameters; gflops of a forward of an input of `shape`, see `forward_flops`; step_ms, the
-        median of the epochs' means; peak_memory_gb of the training (without the activations where
-        they lie in a CUDA graph's own memory); of the `answers` to whole cases case_seconds, the
-        median, and case_memory_gb, the most.
-        """
-        flops = forward_flops(self.net, shape)
-
-        def gigabytes(costs: Collection[Cost]) -> float | None:
-            return max((peak for _, peak in costs), default=0) / 1e9 or None
-
+    def measured(self) -> dict[str, float | None]:
+        """For metrics.json: step_ms, the median, and peak_memory_gb (without the activations where
+        they lie in a CUDA graph's own memory). None: not trained here, or no GPU."""
         return {
-            "parameters": sum(p.numel() for p in self.net.parameters()),
-            "gflops": None if flops is None else flops / 1e9,
-            "step_ms": 1e3 * statistics.median(s for s, _ in self.trained)
-            if self.trained
-            else None,
-            "peak_memory_gb": gigabytes(self.trained),
-            "case_seconds": statistics.median(s for s, _ in answers) if answers else None,
-            "case_memory_gb": gigabytes(answers),
+            "step_ms": 1e3 * statistics.median(self.seconds) if self.seconds else None,
+            "peak_memory_gb": self.peak / 1e9 or None,
         }
+
+
+def parameter_count(net: nn.Module) -> int:
+    return sum(p.numel() for p in net.parameters())
+
+
+def training_costs(net: nn.Module, monitor: CostMonitor) -> dict[str, Any]:
+    """For metrics.json, of a monitor of steps. state_size is None where it is of no fixed size."""
+    return {
+        "parameters": parameter_count(net),
+        "steps": len(monitor.seconds),
+        "train_seconds": sum(monitor.seconds),
+        **monitor.measured(),
+        "state_size": state_size(net),
+    }
+
+
+def case_costs(
+    net: nn.Module, monitor: CostMonitor, cases: Collection[Cost], shape: Sequence[int]
+) -> dict[str, Any]:
+    """For metrics.json, of a training and of predictions of whole cases; None: not known here.
+
+    gflops of a forward of an input of `shape`, see `forward_flops`; of the `cases` case_seconds,
+    the median, and case_memory_gb, the most.
+    """
+    flops = forward_flops(net, shape)
+    return {
+        "parameters": parameter_count(net),
+        "gflops": None if flops is None else flops / 1e9,
+        **monitor.measured(),
+        "case_seconds": statistics.median(seconds for seconds, _ in cases) if cases else None,
+        "case_memory_gb": max((peak for _, peak in cases), default=0) / 1e9 or None,
+    }
 
 
 def forward_flops(net: nn.Module, shape: Sequence[int]) -> int | None:
@@ -111,3 +151,38 @@ def forward_flops(net: nn.Module, shape: Sequence[int]) -> int | None:
     except Exception:  # whatever the network does; a test of hours must not end here
         return None
     return int(count.get_total_flops())
+
+
+def state_size(net: nn.Module) -> int | None:
+    """Numbers that a mixer of `net` keeps of the tokens before, if all mixers say the same."""
+    sizes = {getattr(block.mixer, "state_size", None) for block in getattr(net, "blocks", ())}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def latencies(task: L.LightningModule, *inputs: Tensor) -> dict[str, float]:
+    """Milliseconds of a forward pass of `task.net`, in the precision of tests, of a batch and of
+    its first sample."""
+    found: dict[str, float] = {}
+    net: Any = task.net
+    plugin = task.trainer.precision_plugin
+    with torch.no_grad(), plugin.forward_context():
+        for name, some in (("latency_ms", inputs), ("latency_one_ms", [x[:1] for x in inputs])):
+            found[name] = 1e3 * median_seconds(partial(net, *some), task.device)
+    return found
+
+
+def median_seconds(
+    call: Callable[[], Any], device: torch.device, most: int = 30, budget: float = 2.0
+) -> float:
+    """Of `most` calls, fewer (but 3) when they take more than `budget` seconds; two come before."""
+    found: list[float] = []
+    for number in range(2 + most):
+        if len(found) >= 3 and sum(found) > budget:
+            break
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if number >= 2:
+            found.append(time.perf_counter() - start)
+    return statistics.median(found)

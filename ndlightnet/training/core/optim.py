@@ -10,17 +10,13 @@ import lightning as L
 import torch
 from torch import nn
 
-from ndlightnet.nn.position import NO_WEIGHT_DECAY
+from ndlightnet.nn.block import undecayed_names
 
 
 def decayed_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Weight decay for matrices and filters only; not for norms, biases and position codes."""
-    plain = {
-        id(parameter)
-        for module in net.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim < 2 or name in NO_WEIGHT_DECAY
-    }
+    undecayed = undecayed_names(net)
+    plain = {id(p) for name, p in net.named_parameters() if p.ndim < 2 or name in undecayed}
     parameters = [p for p in net.parameters() if p.requires_grad]
     return [
         {"params": [p for p in parameters if id(p) not in plain], "weight_decay": weight_decay},
@@ -29,7 +25,7 @@ def decayed_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def warm_cosine(step: int, total: int) -> float:
-    """The rate of a step, as a share of the highest: it rises linearly over the first 5 % of the
+    """The rate of a step, as a fraction of the highest: it rises linearly over the first 5 % of the
     steps, then falls on a cosine to 1 %."""
     warmup = max(1, total // 20)
     if step < warmup:
@@ -41,7 +37,11 @@ def warm_cosine(step: int, total: int) -> float:
 def adamw_with_cosine(
     task: L.LightningModule, net: nn.Module, lr: float, weight_decay: float
 ) -> Any:
-    """AdamW, and the rate of warm_cosine."""
+    """AdamW, and the rate of warm_cosine.
+
+    Not by torch's CosineAnnealingLR: its checkpoint holds the number of steps, so that a training
+    that is resumed to go on for longer would keep the old end, and rise again after it.
+    """
     optimizer = torch.optim.AdamW(decayed_groups(net, weight_decay), lr=lr)
     total = int(task.trainer.estimated_stepping_batches)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warm_cosine, total=total))

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor
 
 from ndlightnet.data.errors import printable, whole_file, writable
 
@@ -79,37 +78,3 @@ def panels_of(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, 
     import matplotlib.pyplot as plt
 
     return plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-
-
-def save_confusion(path: Path, matrix: Tensor, classes: Sequence[str]) -> None:
-    """Counts (truth, prediction), coloured by the share of the row."""
-    counts = matrix.cpu().numpy()
-    share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    side = 2.2 + 0.7 * len(classes)
-    figure, axes = panels_of(1, 1, (side, side))
-    axis = axes[0, 0]
-    axis.imshow(share, cmap="Blues", vmin=0, vmax=1)
-    ticks, names = range(len(classes)), [printable(name) for name in classes]  # drawn anew later
-    axis.set_xticks(ticks, names, rotation=45, ha="right")
-    axis.set_yticks(ticks, names)
-    axis.set(xlabel="prediction", ylabel="truth")
-    for i in ticks:
-        for j in ticks:
-            color = "white" if share[i, j] > 0.5 else "black"
-            axis.text(j, i, str(counts[i, j]), ha="center", va="center", color=color)
-    save_figure(figure, path)
-
-
-def save_strips(
-    path: Path, strips: Sequence[tuple[str, bool | None, Tensor]], frames: int = 8
-) -> None:
-    """One row per clip: (caption, right or wrong or unknown, frames (frames, h, w, 3) uint8)."""
-    figure, axes = panels_of(len(strips), frames, (1.25 * frames, 1.55 * len(strips)))
-    for row, (caption, right, clip) in zip(axes, strips, strict=True):
-        shown = np.linspace(0, len(clip) - 1, frames).round().astype(int)
-        for axis, number in zip(row, shown, strict=True):
-            axis.imshow(clip[int(number)].cpu().numpy())
-            axis.axis("off")
-        color = {True: "#1a7f37", False: "#cf222e", None: "black"}[right]
-        row[0].set_title(caption, loc="left", fontsize=9, color=color)
-    save_figure(figure, path)

@@ -1,18 +1,22 @@
-"""What all tasks share: the data's names in the checkpoint, and results from every process."""
+"""What all tasks share: the network and its optimizer, the data's names in the checkpoint, and
+results from every process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import lightning as L
 import torch
+from torch import nn
 
 from ndlightnet.data.errors import DataError, fitting
 from ndlightnet.data.visits import mixed
+from ndlightnet.training.core.costs import CostMonitor
 from ndlightnet.training.core.optim import adamw_with_cosine
+from ndlightnet.training.core.speed import checkpoint_blocks
 
 T = TypeVar("T")
 
@@ -24,7 +28,15 @@ def check(argument: str, value: object, good: bool, expected: str) -> None:
 
 
 class Task(L.LightningModule):
-    """A network `net` with AdamW; its data are a LightningDataModule of this room.
+    """A network `net` with AdamW; its data are a LightningDataModule of this room. Training calls
+    the task itself, `task(inputs)`, all else calls `task.net`.
+
+    Args:
+        net: the network.
+        lr, weight_decay: of AdamW, with warm-up and a cosine.
+        compile: training runs the network through torch.compile.
+        grad_checkpointing: training keeps the inputs of blocks only and computes the rest again in
+            the backward pass: less memory, more time.
 
     failures: one line for each file that could not be predicted. notes: one for each thing that was
     decided for the user. summary: what to tell at the end.
@@ -32,15 +44,37 @@ class Task(L.LightningModule):
 
     # what `on_load_checkpoint` asks for, and Lightning with it
     saved: tuple[str, ...] = ("names", "pytorch-lightning_version")
-    net: torch.nn.Module
-    lr: float
-    weight_decay: float
+    # what is measured of a training; "cost" is then `saved`
+    measures: Literal["step", "epoch"] | None = None
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        lr: float = 1e-3,
+        weight_decay: float = 0.05,
+        compile: bool = False,
+        grad_checkpointing: bool = False,
+    ) -> None:
         super().__init__()
+        self.net, self.lr, self.weight_decay, self.compiles = net, lr, weight_decay, compile
+        if grad_checkpointing:
+            checkpoint_blocks(net)
+        self.cost = CostMonitor(self.measures or "step")
         self.failures: list[str] = []
         self.notes: list[str] = []
         self.summary = ""
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Of the network, as training calls it."""
+        if not self.compiles:
+            return self.net(*inputs, **named)
+        if "compiled" not in vars(self):
+            # no module of the task, or the checkpoint would hold all parameters twice
+            vars(self)["compiled"] = torch.compile(self.net)
+        return vars(self)["compiled"](*inputs, **named)
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        return [self.cost] if self.measures else []
 
     def data(self) -> Any:
         module = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -53,10 +87,10 @@ class Task(L.LightningModule):
 
     def expect(self, **wanted: Any) -> None:
         """DataError where the network has another value than the data ask for."""
-        for name, here in wanted.items():
-            if getattr(self.net, name, here) != here:
+        for name, value in wanted.items():
+            if getattr(self.net, name, value) != value:
                 raise DataError(
-                    f"{self.data().root}: expected a network with {name}={here}, got "
+                    f"{self.data().root}: expected a network with {name}={value}, got "
                     f"{getattr(self.net, name)}"
                 )
 
@@ -86,9 +120,9 @@ class Task(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         data, saved = self.data(), checkpoint["names"]
-        here = data.names()
-        if any(here.values()) and here != saved:
-            raise DataError(f"{data.root}: has {here}, but the checkpoint was trained on {saved}")
+        found = data.names()
+        if any(found.values()) and found != saved:
+            raise DataError(f"{data.root}: has {found}, but the checkpoint was trained on {saved}")
         data.set_names(saved)
 
     def gathered(self, items: dict[Any, T]) -> dict[Any, T]:

@@ -18,7 +18,8 @@ from monai.bundle.config_parser import ConfigParser
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError, one_line, writable
-from ndlightnet.training.core.cli import TaskCLI, check_checkpoint
+from ndlightnet.training.core.checkpoints import check_checkpoint
+from ndlightnet.training.core.cli import TaskCLI
 from ndlightnet.training.segmentation.bundle_files import inference_of, metadata_of, readme_of
 from ndlightnet.training.segmentation.data import VolumeData
 from ndlightnet.training.segmentation.task import SegmentationTask

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
@@ -12,13 +11,16 @@ import torch
 from torch.utils.data import DataLoader
 
 from ndlightnet.data.errors import DataError, fitting
+from ndlightnet.data.roots import find_root
 from ndlightnet.data.visits import mixed
 from ndlightnet.data.volume.augment import Augment
+from ndlightnet.data.volume.cache import CachedVolumes, cached_volumes
 from ndlightnet.data.volume.crops import Crops
 from ndlightnet.data.volume.datasets import find_inputs, read_dataset
+from ndlightnet.data.volume.grid import Case
 from ndlightnet.data.volume.phantoms import make_phantoms
-from ndlightnet.data.volume.transforms import Intensity, Prepare, volume_dataset
-from ndlightnet.data.volume.volume import Case, check_cases, load_case
+from ndlightnet.data.volume.transforms import Intensity, Prepare
+from ndlightnet.data.volume.volume import Volume
 from ndlightnet.training.core.loading import training_loader
 from ndlightnet.training.core.report import say
 from ndlightnet.training.core.task import check
@@ -36,7 +38,7 @@ class VolumeData(L.LightningDataModule):
         channels: which of a case's channels the network gets, by number; default: all.
         spacing: resample to this voxel size (mm) first; None trains on the files' own grids.
         batch_size: crops in a batch. batches: batches in an epoch.
-        foreground: share of the crops that are centred on a labelled voxel.
+        foreground: fraction of the crops that are centred on a labelled voxel.
         augment: how crops are turned, mirrored, blurred and so on; None: not at all.
         folds: the training cases are cut into so many parts. fold: the part, from 0, that chooses
             the best checkpoint and is not trained on; default: no cross-validation, a tenth does.
@@ -73,14 +75,14 @@ class VolumeData(L.LightningDataModule):
         check("data.spacing", spacing, good, "3 edges of a voxel above 0 (mm)")
         for name, number in (("batch_size", batch_size), ("batches", batches)):
             check(f"data.{name}", number, number > 0, "a number above 0")
-        check("data.foreground", foreground, 0 <= foreground <= 1, "a share, 0 to 1")
+        check("data.foreground", foreground, 0 <= foreground <= 1, "a fraction, 0 to 1")
         check("data.workers", workers, workers >= 0, "0 or more processes")
         check("data.folds", folds, folds >= 2, "2 or more")
         check("data.fold", fold, fold is None or 0 <= fold < folds, f"0 to {folds - 1}")
         flips = () if augment is None else augment.flip_axes
         good = all(0 <= axis < AXES for axis in flips)
         check("data.augment.flip_axes", list(flips), good, "axes from 0 to 2")
-        self.root, self.patch, self.spacing = Path(root), patch, spacing
+        self.root, self.patch, self.spacing = find_root(root), patch, spacing
         self.intensities, self.channels = intensities, channels
         self.batch_size, self.batches, self.foreground = batch_size, batches, foreground
         if augment is not None and augment.spacing is None and spacing is not None:
@@ -115,7 +117,6 @@ class VolumeData(L.LightningDataModule):
             self.test_cases = [case for case in folder.test if case.label is not None]
         if not self.test_cases:
             raise DataError(f"{self.root}: no test case has a label")
-        check_cases(self.test_cases, len(self.labels), len(self.modalities))
 
     @property
     def in_channels(self) -> int:
@@ -160,8 +161,8 @@ class VolumeData(L.LightningDataModule):
             )
         return Prepare(scales, self.spacing, chosen)
 
-    def _dataset(self, cases: list[Case], patch: list[int] | None = None) -> Any:
-        return volume_dataset(
+    def _dataset(self, cases: list[Case], patch: list[int] | None = None) -> CachedVolumes:
+        return cached_volumes(
             cases, self._prepare(), len(self.labels), patch, max(1, self.workers), self.cache
         )
 
@@ -175,8 +176,8 @@ class VolumeData(L.LightningDataModule):
         image, label, numbers = batch
         if self.augment is not None:
             # numbers stay on the host: reading them must not wait for the device
-            chance = torch.Generator().manual_seed(mixed(self.seed, 2, int(numbers[0])))
-            image, label = self.augment(image, label, chance)
+            rng = torch.Generator().manual_seed(mixed(self.seed, 2, int(numbers[0])))
+            image, label = self.augment(image, label, rng)
         return image, label, numbers
 
     def transfer_batch_to_device(
@@ -193,7 +194,7 @@ class VolumeData(L.LightningDataModule):
         return DataLoader(self.val_set, batch_size=None)
 
     def test_dataloader(self) -> Any:
-        return DataLoader(Opened(self.test_cases, self._prepare()), batch_size=None)
+        return self._one_by_one(self.test_cases)
 
     def predict_dataloader(self) -> Any:
         if self.input is None:
@@ -203,7 +204,11 @@ class VolumeData(L.LightningDataModule):
         say(notes)
         if not self.labels:
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
-        return DataLoader(Opened(cases, self._prepare()), batch_size=None)
+        return self._one_by_one(cases)
+
+    def _one_by_one(self, cases: Sequence[Case]) -> Any:
+        read = PredictionCases(cases, self._prepare(), max(1, len(self.labels)))
+        return DataLoader(read, batch_size=None)
 
     def names(self) -> dict[str, list[str]]:
         """What a checkpoint keeps, so that predict does without the training data."""
@@ -231,11 +236,12 @@ class PhantomVolumes(VolumeData):
             make_phantoms(self.root, *self.cases)
 
 
-class Opened(torch.utils.data.Dataset[dict[str, Any]]):
-    """Cases read and prepared one at a time. One that cannot be read gives {"case", "error"}."""
+class PredictionCases(torch.utils.data.Dataset[dict[str, Any]]):
+    """Cases read and prepared one at a time: {"case", "volume", "image"}, or, of one that cannot be
+    read, {"case", "error"}."""
 
-    def __init__(self, cases: Sequence[Case], prepare: Prepare) -> None:
-        self.cases, self.prepare = list(cases), prepare
+    def __init__(self, cases: Sequence[Case], prepare: Prepare, classes: int) -> None:
+        self.cases, self.prepare, self.classes = list(cases), prepare, classes
 
     def __len__(self) -> int:
         return len(self.cases)
@@ -244,13 +250,16 @@ class Opened(torch.utils.data.Dataset[dict[str, Any]]):
         case, expected = self.cases[index], len(self.prepare.intensities)
         try:
             with fitting(case.images[0]):
-                data = load_case(case)
-                if len(data["image"]) != expected:
+                volume = Volume.read(case, self.classes)
+                if len(volume.image) != expected:
                     raise DataError(
-                        f"{case.images[0]}: {len(data['image'])} channels, the network was trained "
+                        f"{case.images[0]}: {len(volume.image)} channels, the network was trained "
                         f"on {expected}"
                     )
-                data.pop("label", None)  # what is measured is measured on the file's grid
-                return {"case": case, "data": self.prepare(data)}
+                # what is measured is measured on the file's grid: no label is prepared
+                image = self.prepare(replace(volume, label=None))["image"]
+                if expected > 1:  # of the others nothing is drawn
+                    volume = replace(volume, image=volume.image[:1].clone())
+                return {"case": case, "volume": volume, "image": image}
         except DataError as error:
             return {"case": case, "error": str(error)}

@@ -35,17 +35,17 @@ def color_of(number: int) -> NDArray[np.float64]:
 def best_slices(labels: NDArray[Any], classes: int) -> list[int]:
     """The index along each axis whose plane shows the labels best; the middle if there are none.
 
-    Each class counts by its share of the plane where it is largest, so that small ones show.
+    Each class counts by its fraction of the plane where it is largest, so that small ones show.
     """
-    shares = [np.zeros(length) for length in labels.shape]
+    fractions = [np.zeros(length) for length in labels.shape]
     for number, box in enumerate(boxes(labels, classes), 1):
         if box is None:
             continue
         mask = labels[box] == number
-        for axis, share in enumerate(shares):
+        for axis, fraction in enumerate(fractions):
             area = mask.sum(tuple(a for a in range(mask.ndim) if a != axis))
-            share[box[axis]] += area / area.max()
-    return [int(s.argmax()) if s.any() else len(s) // 2 for s in shares]
+            fraction[box[axis]] += area / area.max()
+    return [int(s.argmax()) if s.any() else len(s) // 2 for s in fractions]
 
 
 def cut(volume: NDArray[Any], axis: int, index: int) -> NDArray[Any]:

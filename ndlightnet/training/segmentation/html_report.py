@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from urllib.parse import quote
+from typing import Any
 
 import numpy as np
+from jinja2 import Environment
 
 from ndlightnet.data.errors import whole_file
 from ndlightnet.training.segmentation.metrics import MEASURES, Rows, interval, of_known
@@ -16,7 +16,23 @@ SHORT = 8  # a case's table of more classes is folded away
 HEADS = {"dice": "Dice", "hd95_mm": "HD95 (mm)", "nsd": "NSD", "volume_ml": "volume (ml)",
          "truth_ml": "truth (ml)"}  # fmt: skip
 DIGITS = {"dice": 3, "hd95_mm": 1, "nsd": 3, "volume_ml": 2, "truth_ml": 2}
-STYLE = """
+CLASSES = ("class", "cases", "mean Dice", "SD", "95 % interval", "median HD95 (mm)", "mean NSD")
+TEMPLATE = """
+{%- macro table(heads, lines) %}
+<table>
+<tr>{% for head in heads %}<th>{{ head }}</th>{% endfor %}</tr>
+{% for line in lines %}
+<tr>{% for cell in line %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}
+</table>
+{%- endmacro -%}
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<style>
 :root { color-scheme: light dark; --line: #d0d0d0; --soft: #666 }
 @media (prefers-color-scheme: dark) { :root { --line: #444; --soft: #aaa } }
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 90rem; margin: 2rem auto; padding: 0 1rem }
@@ -28,6 +44,35 @@ th:first-child, td:first-child { text-align: left }
 td { font-variant-numeric: tabular-nums }
 img { max-width: 100%; height: auto; border-radius: 6px }
 li { overflow-wrap: anywhere }
+</style>
+</head>
+<body>
+<h1>{{ title }}</h1>
+<p>{{ summary }}</p>
+<p>{{ cases | length | counted("case") }}, {{ failures | length | counted("failure") }}</p>
+{% if failures %}
+<ul>
+{% for line in failures %}
+<li>{{ line }}</li>
+{% endfor %}
+</ul>
+{% endif %}
+{% if classes %}
+{{ table(heads, classes) }}
+{% endif %}
+{% for case in cases %}
+<h2>{{ case.name }}
+{%- if known %} <span class="soft">mean Dice {{ case.dice }}</span>{% endif %}</h2>
+<details{% if case.lines | length <= short %} open{% endif %}>
+<summary>{{ case.lines | length | counted("class") }}</summary>
+{% if case.lines %}{{ table(case.heads, case.lines) }}{% else %}<p>no class</p>{% endif %}
+</details>
+{% if case.picture %}
+<img loading="lazy" src="{{ case.picture | urlencode }}" alt="{{ case.name }}">
+{% endif %}
+{% endfor %}
+</body>
+</html>
 """
 
 
@@ -49,30 +94,38 @@ def write_page(
     dice = {case: of_known(np.mean, [m["dice"] for m in row]) for case, row in rows.items()}
     # without a truth no Dice is known, and the names alone decide
     order = sorted(rows, key=lambda case: (np.nan_to_num(dice[case], nan=2.0), case))
-    sections = [_case(path.parent, case, rows[case], names, dice[case], known) for case in order]
-    failed = "".join(f"<li>{escape(line)}</li>\n" for line in failures)
-    parts = [
-        f"<h1>{escape(title)}</h1>",
-        f"<p>{escape(summary)}</p>",
-        f"<p>{_count(len(rows), 'case')}, {_count(len(failures), 'failure')}</p>",
-        f"<ul>\n{failed}</ul>" if failures else "",
-        _classes(rows, names) if known and rows else "",
-        *sections,
-    ]
+    shown = MEASURES if known else ("volume_ml",)
+    cases = [
+        {
+            "name": case, "dice": _number(dice[case], 3),
+            "heads": ["class", *(HEADS[key] for key in shown)],
+            "lines": _lines(rows[case], names, shown),
+            "picture": f"{case}.png" if (path.parent / f"{case}.png").is_file() else None,
+        }
+        for case in order
+    ]  # fmt: skip
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["counted"] = _counted
+    page = environment.from_string(TEMPLATE.lstrip()).render(
+        title=title, summary=summary, failures=failures, known=known, cases=cases, short=SHORT,
+        heads=CLASSES, classes=_classes(rows, names) if known else [],
+    )  # fmt: skip
     with whole_file(path) as draft:
-        draft.write_text(
-            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-            + "\n".join(part for part in parts if part)
-            + "\n</body>\n</html>\n",
-            encoding="utf-8",
-            errors="backslashreplace",
-        )
+        draft.write_text(page + "\n", encoding="utf-8", errors="backslashreplace")
 
 
-def _classes(rows: Rows, names: Sequence[str]) -> str:
-    heads = ("class", "cases", "mean Dice", "SD", "95 % interval", "median HD95 (mm)", "mean NSD")
+def _lines(
+    row: Sequence[Mapping[str, Any]], names: Sequence[str], shown: Sequence[str]
+) -> list[list[str]]:
+    """Of the classes that the case or its prediction has."""
+    return [
+        [name, *(_number(measured[key], DIGITS[key]) for key in shown)]
+        for name, measured in zip(names[1:], row, strict=True)
+        if measured["volume_ml"] > 0 or measured["truth_ml"] > 0
+    ]
+
+
+def _classes(rows: Rows, names: Sequence[str]) -> list[list[str]]:
     lines = []
     for k, name in enumerate(names[1:]):
         dice, far, near = (
@@ -84,45 +137,13 @@ def _classes(rows: Rows, names: Sequence[str]) -> str:
         mean, spread = (_number(of_known(measure, dice), 3) for measure in (np.mean, np.std))
         median, nsd = _number(of_known(np.median, far), 1), _number(of_known(np.mean, near), 3)
         lines.append([name, count, mean, spread, between, median, nsd])
-    return _table(heads, lines)
-
-
-def _case(
-    folder: Path, case: str, row: Sequence[Mapping[str, float]], names: Sequence[str],
-    dice: float, known: bool,
-) -> str:  # fmt: skip
-    shown = MEASURES if known else ("volume_ml",)
-    lines = [
-        [name, *(_number(measured[key], DIGITS[key]) for key in shown)]
-        for name, measured in zip(names[1:], row, strict=True)
-        if measured["volume_ml"] > 0 or measured["truth_ml"] > 0
-    ]
-    score = f' <span class="soft">mean Dice {_number(dice, 3)}</span>' if known else ""
-    table = _table(("class", *(HEADS[key] for key in shown)), lines) if lines else "<p>no class</p>"
-    fold = "" if len(lines) > SHORT else " open"
-    picture = f"{case}.png"
-    image = (
-        f'<img loading="lazy" src="{escape(quote(picture))}" alt="{escape(case)}">'
-        if (folder / picture).is_file()
-        else ""
-    )
-    count = _count(len(lines), "class")
-    folded = f"<details{fold}><summary>{count}</summary>\n{table}</details>"
-    return f"<h2>{escape(case)}{score}</h2>\n{folded}\n{image}"
-
-
-def _table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    def line_of(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>\n"
-
-    body = "".join(line_of(line, "td") for line in lines)
-    return f"<table>\n{line_of(heads, 'th')}{body}</table>\n"
+    return lines
 
 
 def _number(value: float, digits: int) -> str:
     return f"{value:.{digits}f}" if value == value else "-"
 
 
-def _count(n: int, what: str) -> str:
+def _counted(n: int, what: str) -> str:
     plural = what + ("es" if what.endswith("s") else "s")
     return f"{n} {what if n == 1 else plural}"

@@ -31,7 +31,8 @@ def dice_of(labels: Tensor, truth: Tensor, classes: int) -> Tensor:
     """Dice of every foreground class, (classes - 1,) float64, of integer labels of any one shape.
 
     NaN where a class is in neither, so that means leave it out; 0 where it is in only one: a find
-    in a case without the class counts as wrong.
+    in a case without the class counts as wrong. (torchmetrics' dice_score gives the same of one-hot
+    volumes, 126 GB of 118 classes on 512^3 voxels; MONAI's has NaN for a find without the class.)
     """
     found, true = (_counts(x, classes) for x in (labels, truth))
     both = _counts(labels[labels == truth], classes)
@@ -48,7 +49,7 @@ def measure_case(
     """What there is to say of a case: a dict per foreground class, 1 to classes - 1.
 
     dice: as `dice_of` has it. hd95_mm: the larger of the two directions' 95th percentiles of the
-    distances between the surfaces (mm); NaN unless both have the class. nsd: share of both
+    distances between the surfaces (mm); NaN unless both have the class. nsd: fraction of both
     surfaces' voxels not further than `tolerance_mm` from the other surface; 0 and NaN like Dice.
     volume_ml, truth_ml: volumes (ml). Without truth all but volume_ml are NaN.
 

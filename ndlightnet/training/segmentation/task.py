@@ -9,18 +9,16 @@ from typing import Any
 
 import torch
 from monai.losses.dice import DiceCELoss
-from monai.transforms.spatial.array import Orientation
 from torch import Tensor, nn
 
 from ndlightnet.data.errors import DataError, one_line
-from ndlightnet.data.volume.dicom import save_segmentation
-from ndlightnet.data.volume.transforms import file_grid, to_file
-from ndlightnet.data.volume.volume import load_case, save_labels
+from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.volume import upright
 from ndlightnet.inference import Ensemble, Mirrored, keep_largest, predict_labels, predict_volume
-from ndlightnet.training.core.cli import check_checkpoint
-from ndlightnet.training.core.costs import Cost, Meter, MeteredTask
+from ndlightnet.training.core.checkpoints import check_checkpoint
+from ndlightnet.training.core.costs import Cost, Meter, case_costs
 from ndlightnet.training.core.report import write_json
-from ndlightnet.training.core.task import check
+from ndlightnet.training.core.task import Task, check
 from ndlightnet.training.segmentation.data import AXES
 from ndlightnet.training.segmentation.figures import save_case
 from ndlightnet.training.segmentation.html_report import write_page
@@ -29,7 +27,7 @@ from ndlightnet.training.segmentation.metrics import dice_of, measure_case, metr
 MEMORY = 0.8  # of earlier looks at the held-out cases, when the best checkpoint is chosen
 
 
-class SegmentationTask(MeteredTask):
+class SegmentationTask(Task):
     """Trains `net`, `(batch, channels, *space)` -> `(batch, classes, *space)` logits, or in
     training a list of them on coarser and coarser grids (deep supervision: each counts half of the
     one before).
@@ -37,7 +35,7 @@ class SegmentationTask(MeteredTask):
     Args:
         net: the network.
         window: shape of the windows at prediction; None: each volume in one forward.
-        overlap: share of a window that the next one covers again.
+        overlap: fraction of a window that the next one covers again.
         mirror_axes: test and predict with the mean over mirrored copies along these axes.
         largest: keep of each class only the largest component that hangs together.
         ensemble: more checkpoints (folds), whose logits count as well in test and predict.
@@ -46,9 +44,11 @@ class SegmentationTask(MeteredTask):
         lr, weight_decay: of AdamW, with warm-up and a cosine.
         cuda_graph: training replays the network from a CUDA graph: small networks cost Python more
             time than the card.
+        others: as of Task.
     """
 
-    saved = (*MeteredTask.saved, "ema_dice")
+    saved = (*Task.saved, "cost", "ema_dice")
+    measures = "epoch"
     monitor = "ema_dice"  # chooses the best checkpoint
 
     def __init__(
@@ -64,19 +64,21 @@ class SegmentationTask(MeteredTask):
         lr: float = 1e-3,
         weight_decay: float = 0.01,
         cuda_graph: bool = False,
+        **kwargs: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(net, lr=lr, weight_decay=weight_decay, **kwargs)
         good = window is None or (len(window) == AXES and min(window) > 0)
         check("model.window", window, good, "3 sizes above 0")
-        check("model.overlap", overlap, 0 <= overlap < 1, "a share from 0 to below 1")
+        check("model.overlap", overlap, 0 <= overlap < 1, "a fraction from 0 to below 1")
         axes = mirror_axes or []
         good = len({*axes} & {*range(AXES)}) == len(axes)
         check("model.mirror_axes", axes, good, "different axes from 0 to 2")
+        good = not (cuda_graph and self.compiles)
+        check("model.cuda_graph", cuda_graph, good, "false with model.compile=True")
         check("model.tolerance_mm", tolerance_mm, tolerance_mm >= 0, "0 or more mm")
-        self.net, self.window, self.overlap = net, window, overlap
+        self.window, self.overlap, self.cuda_graph = window, overlap, cuda_graph
         self.mirror_axes, self.largest, self.ensemble = mirror_axes or [], largest, ensemble or []
         self.tolerance_mm, self.dicom_seg = tolerance_mm, dicom_seg
-        self.lr, self.weight_decay, self.cuda_graph = lr, weight_decay, cuda_graph
         self.loss = DiceCELoss(include_background=False, to_onehot_y=True, softmax=True, batch=True)
         self.ema_dice: float | None = None
 
@@ -111,6 +113,10 @@ class SegmentationTask(MeteredTask):
         with torch.autocast("cuda", kind, mixed, cache_enabled=False):
             torch.cuda.make_graphed_callables(self.net.train(), (x,))
 
+    def on_train_start(self) -> None:
+        # Lightning does not start an epoch anew that a checkpoint cut off or has just ended
+        self.waited = self._waited()
+
     def on_train_epoch_start(self) -> None:
         super().on_train_epoch_start()
         self.waited = self._waited()
@@ -118,9 +124,9 @@ class SegmentationTask(MeteredTask):
     def on_train_epoch_end(self) -> None:
         if not self.trainer.is_last_batch:
             return  # cut off by max_steps: its time was not taken
-        seconds, _ = self.trained[-1]  # of a step of this epoch
-        share = (self._waited() - self.waited) / (seconds * self.trainer.num_training_batches)
-        self.log("waiting", share, sync_dist=True)
+        seconds = self.cost.seconds[-1]  # of a step of this epoch
+        fraction = (self._waited() - self.waited) / (seconds * self.trainer.num_training_batches)
+        self.log("waiting", fraction, sync_dist=True)
 
     def _waited(self) -> float:
         loader: Any = self.trainer.train_dataloader
@@ -128,7 +134,7 @@ class SegmentationTask(MeteredTask):
 
     def training_step(self, batch: tuple[Tensor, ...], _: int) -> Tensor:
         image, label, _numbers = batch
-        outputs = self.net(image)
+        outputs = self(image)
         outputs = [outputs] if isinstance(outputs, Tensor) else outputs
         weights = [2.0**-place for place in range(len(outputs))]
         loss = sum(
@@ -200,12 +206,12 @@ class SegmentationTask(MeteredTask):
         """Predicts a case, writes its labels and its picture, and keeps its measures."""
         if "error" in batch:
             raise DataError(batch["error"])
-        case, data, names = batch["case"], batch.pop("data"), self.data().labels
-        self.notes += data["notes"]
-        image, onto = data["image"], file_grid(data)
+        volume, image, names = batch["volume"], batch.pop("image"), self.data().labels
+        case: Case = volume.case
+        self.notes += volume.notes
         meter = Meter(self.device)
         try:
-            labels = self.predict_labels(image, onto=onto)
+            labels = self.predict_labels(image, onto=volume.onto(image))
         except ValueError as error:  # such as logits that are not numbers
             raise DataError(f"{case.images[0]}: {one_line(error)}") from error
         except torch.OutOfMemoryError as error:
@@ -214,24 +220,21 @@ class SegmentationTask(MeteredTask):
                 "give --model.window, such as the training patch"
             ) from error
         self.spent[case.name] = meter.read()
+        del image  # before more is made
         if self.largest:
             labels = keep_largest(labels)
-        array = to_file(labels, data)
-        save_labels(array, case, folder / f"{case.name}.nii.gz")
-        if self.dicom_seg and case.images[0].is_dir():
-            save_segmentation(array, case, folder / f"{case.name}.dcm", names)
-        del data, image  # before the file is read anew: a volume is not held twice
-        loaded = load_case(case)
-        turn = Orientation("RAS", labels=None)
-        ras: Any = turn(loaded.pop("image")[:1])
-        true: Any = turn(loaded["label"]) if "label" in loaded else None
-        truth = None if true is None else true.as_tensor()[0]
-        spacing = ras.pixdim.tolist()
+        array = volume.from_ras(labels)
+        volume.save_labels(array, folder / f"{case.name}.nii.gz")
+        if self.dicom_seg and volume.grid.slices:
+            volume.save_dicom_seg(array, folder / f"{case.name}.dcm", names)
+        shown = upright(volume.image[:1])
+        truth = None if volume.label is None else upright(volume.label).as_tensor()[0]
+        spacing = shown.pixdim.tolist()
         row = measure_case(labels, truth, len(names), spacing, self.tolerance_mm)
         mean = torch.tensor([measured["dice"] for measured in row]).nanmean()
         title = case.name if truth is None else f"{case.name}: Dice {mean:.3f}"
         picture = folder / f"{case.name}.png"
-        save_case(picture, title, ras.as_tensor()[0], truth, labels, spacing, names)
+        save_case(picture, title, shown.as_tensor()[0], truth, labels, spacing, names)
         self.rows[case.name] = row
 
     def on_test_epoch_start(self) -> None:
@@ -244,7 +247,9 @@ class SegmentationTask(MeteredTask):
         rows = self.gathered(self.rows)
         metrics = {
             **metrics_of(rows, self.data().labels),
-            **self.costs(
+            **case_costs(
+                self.net,
+                self.cost,
                 self.gathered(self.spent).values(),
                 (1, self.data().in_channels, *self.data().patch),
             ),

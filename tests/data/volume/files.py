@@ -1,7 +1,7 @@
 """Volumes that tests write, and those that they are given."""
 
 import gzip
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ import pydicom
 import pytest
 
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.volume import Volume
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 # Oblique, unequal spacing, first axis to the left: an affine that forgives nothing.
@@ -154,3 +156,8 @@ def write_object(file: Path, kind: str, **tags: Any) -> Path:
 
 
 HU = np.random.default_rng(0).integers(-1000, 1500, SHAPE)
+
+
+def read_all(cases: Iterable[Case], classes: int, channels: int | None = None) -> None:
+    for case in cases:
+        Volume.read(case, classes, channels)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ndlightnet.data.volume import augment as module
 from ndlightnet.data.volume.augment import (
-    CHANCES,
     PER_CHANNEL,
+    PROBABILITIES,
     Augment,
     around_one,
     blur,
@@ -39,8 +39,8 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def only(monkeypatch: pytest.MonkeyPatch, **chances: float) -> None:
-    for name in CHANCES:
-        monkeypatch.setitem(CHANCES, name, chances.get(name, 0.0))
+    for name in PROBABILITIES:
+        monkeypatch.setitem(PROBABILITIES, name, chances.get(name, 0.0))
 
 
 def touched(before: Tensor, after: Tensor) -> Tensor:
@@ -71,7 +71,9 @@ def test_batches_follow_from_the_generator(space: tuple[int, ...]) -> None:
 def test_samples_that_draw_nothing_are_the_same_bits(space: tuple[int, ...]) -> None:
     image, label = random(400, 1, *space), torch.randint(0, 3, (400, 1, *space))
     new, new_label = Augment()(image, label, seeded())
-    chances = [CHANCES[name] * PER_CHANNEL.get(name, 1) for name in CHANCES if name != "mirror"]
+    chances = [
+        PROBABILITIES[name] * PER_CHANNEL.get(name, 1) for name in PROBABILITIES if name != "mirror"
+    ]
     nothing = 0.8**2 * math.prod(1 - chance for chance in chances)
     if 1 not in space:  # rotations and blurs of one cell change nothing
         within_chance(400 - int(touched(image, new).sum()), 400, nothing)
@@ -168,15 +170,15 @@ def test_the_label_follows_its_ball(axes: int) -> None:
     assert len({tuple(x.flatten().tolist()) for x in label}) > 35
 
 
-@pytest.mark.parametrize("name", sorted(CHANCES))
+@pytest.mark.parametrize("name", sorted(PROBABILITIES))
 def test_chances(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    only(monkeypatch, **{name: CHANCES[name]})
+    only(monkeypatch, **{name: PROBABILITIES[name]})
     image = random(1000, 2, 6, 5, 4)
     new = Augment(flip_axes=(1,), turn=0)(image, None, seeded())[0]
     channels = touched(image.flatten(0, 1), new.flatten(0, 1)).view(1000, 2)
     each = PER_CHANNEL.get(name, 1.0)
-    within_chance(int(channels.any(1).sum()), 1000, CHANCES[name] * (1 - (1 - each) ** 2))
-    within_chance(int(channels.all(1).sum()), 1000, CHANCES[name] * each**2)
+    within_chance(int(channels.any(1).sum()), 1000, PROBABILITIES[name] * (1 - (1 - each) ** 2))
+    within_chance(int(channels.all(1).sum()), 1000, PROBABILITIES[name] * each**2)
 
 
 @pytest.mark.parametrize("part", ["rotation", "zoom"])
@@ -244,7 +246,7 @@ def test_contrast_and_gamma_keep_what_they_say() -> None:
 def test_constant_images_stay_finite(
     value: float, space: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    only(monkeypatch, **{n: 1.0 for n in CHANCES if n not in ("noise", "brightness")})
+    only(monkeypatch, **{n: 1.0 for n in PROBABILITIES if n not in ("noise", "brightness")})
     image = torch.full((8, 2, *space), value)
     new = Augment(flip_axes=(0,), shift=1, turn=1.0)(image, None, seeded())[0]
     torch.testing.assert_close(new, image, rtol=1e-5, atol=0)
@@ -272,8 +274,8 @@ def test_bfloat16_and_autocast_run_in_float32() -> None:
 def test_the_device_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """On meta tensors, which have no values, all that would wait for values raises."""
     monkeypatch.setattr(module, "noise_like", lambda x, seed: torch.zeros_like(x))
-    for name in CHANCES:
-        monkeypatch.setitem(CHANCES, name, 1.0)
+    for name in PROBABILITIES:
+        monkeypatch.setitem(PROBABILITIES, name, 1.0)
     image = torch.empty(4, 2, 6, 5, 4, device="meta")
     label = torch.empty(4, 1, 6, 5, 4, device="meta", dtype=torch.int64)
     new, new_label = Augment((0, 1), shift=1, turn=1.0)(image, label, seeded())
@@ -282,8 +284,8 @@ def test_the_device_is_never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_no_synchronisation_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in CHANCES:
-        monkeypatch.setitem(CHANCES, name, 1.0)
+    for name in PROBABILITIES:
+        monkeypatch.setitem(PROBABILITIES, name, 1.0)
     image = random(4, 2, 16, 15, 14).cuda()
     label = torch.randint(0, 3, (4, 1, 16, 15, 14)).cuda()
     augment = Augment((0, 1), shift=1, turn=1.0)

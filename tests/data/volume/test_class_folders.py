@@ -14,7 +14,7 @@ from ndlightnet.data.volume.class_folders import (
     read_part,
     read_volume,
 )
-from ndlightnet.data.volume.volume import Case
+from ndlightnet.data.volume.grid import Case
 
 from .files import AFFINE, SHAPE, random_image, refuses, write
 

@@ -8,9 +8,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from ndlightnet.data.visits import Numbers
+from ndlightnet.data.volume.cache import cached_volumes
 from ndlightnet.data.volume.crops import Crops
-from ndlightnet.data.volume.transforms import Intensity, Prepare, volume_dataset
-from ndlightnet.data.volume.volume import Case
+from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.transforms import Intensity, Prepare
 
 from .files import refuses, write
 
@@ -166,7 +167,7 @@ def test_a_patch_that_is_larger_than_a_volume(tmp_path):
     files = write(tmp_path / "i.nii", image, np.eye(4)), write(tmp_path / "l.nii", label, np.eye(4))
     case, scale = Case("x", files[:1], files[1]), Intensity(0, 100, 10, 10)
     for folder in (None, str(tmp_path / "cache")):
-        cases = volume_dataset([case], Prepare([scale]), 2, PATCH, 1, folder, False)
+        cases = cached_volumes([case], Prepare([scale]), 2, PATCH, 1, folder, False)
         image, label, _ = Crops(cases, PATCH, 1, 1.0, 0)[0]
         assert image.shape == (1, *PATCH) and type(image) is torch.Tensor
         assert image.sum() == 2 * (4 * 3 * 6) and label.sum() == 1  # 6 of the 9 along the last axis

@@ -9,9 +9,10 @@ import pytest
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.volume.datasets import find_inputs, read_dataset
-from ndlightnet.data.volume.volume import Case, check_cases, load_case
+from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.volume import Volume
 
-from .files import HU, SHAPE, random_image, random_label, refuses, write, write_series
+from .files import HU, SHAPE, random_image, random_label, read_all, refuses, write, write_series
 
 # ------------------------------------------------------------------------------------- decathlon
 
@@ -122,11 +123,11 @@ def test_one_file_holds_all_modalities_on_its_fourth_axis(tmp_path: Path) -> Non
     listing |= {"labels": {"0": "background"}, "test": ["brain.nii.gz"]}  # type: ignore[dict-item]
     found = read_dataset(relist(tmp_path, listing))
     assert found.channels == ("FLAIR", "T1w", "T1gd", "T2w")
-    image = load_case(found.test[0])["image"]
+    image = Volume.read(found.test[0]).image
     np.testing.assert_array_equal(image, np.moveaxis(random_image((*SHAPE, 4)), -1, 0))
-    check_cases(found.test, 1, 4, progress=False)
+    read_all(found.test, 1, 4)
     file = found.test[0].images[0]
-    refuses(lambda: check_cases(found.test, 1, 3, progress=False), file, "4 channels, expected 3")
+    refuses(lambda: read_all(found.test, 1, 3), file, "4 channels, expected 3")
 
 
 # ---------------------------------------------------------------------------------------- nnU-Net
@@ -164,7 +165,7 @@ def test_nnunet(nnunet: tuple[Path, dict[str, Any]]) -> None:
 
     assert found.training == (case("Tr", "p_01"), case("Tr", "p_02"))
     assert found.test == (case("Ts", "a"), case("Ts", "b", label=False))
-    check_cases([*found.training, *found.test], 3, 2, progress=False)
+    read_all([*found.training, *found.test], 3, 2)
     assert find_inputs(folder, channels=2) == list(found.test)
 
 
@@ -178,7 +179,7 @@ def test_nnunet_endings_in_capital_letters(nnunet: tuple[Path, dict[str, Any]]) 
         notes: list[str] = []
         found = read_dataset(folder, notes)
         assert [(case.name, len(case.images)) for case in found.training] == expected
-        check_cases(found.training, 3, 2, progress=False)
+        read_all(found.training, 3, 2)
         assert notes == [
             f"{folder}/imagesTr: 1 entry is left out: readme.txt (expected CASE_0000.nii.gz)"
         ]
@@ -241,8 +242,8 @@ def test_find_inputs(listed: tuple[Path, dict[str, Any]], tmp_path: Path) -> Non
     found = find_inputs(mixed)
     assert [c.name for c in found] == ["broken", "s1", "z"]
     assert all(c.label is None for c in found)
-    refuses(lambda: load_case(found[0]), mixed / "broken.nii.gz", "cannot be read")
-    assert load_case(found[1])["image"].shape == load_case(found[2])["image"].shape
+    refuses(lambda: Volume.read(found[0]), mixed / "broken.nii.gz", "cannot be read")
+    assert Volume.read(found[1]).image.shape == Volume.read(found[2]).image.shape
 
     found = find_inputs(relist(folder, listing))
     assert [(c.name, c.label is None) for c in found] == [("b", True), ("c", False)]
@@ -263,7 +264,7 @@ def test_numbered_files_are_the_channels_of_a_case(tmp_path: Path) -> None:
     assert find_inputs(tmp_path) == [first, second]
     # A channel that is not there is said when its case is read, and stops no other case.
     a, _ = find_inputs(tmp_path, 2)
-    refuses(lambda: load_case(a), files[1], "cannot be read")
+    refuses(lambda: Volume.read(a), files[1], "cannot be read")
     # What has no channel 0 is a case of its own: a year is not a channel.
     scan = write(tmp_path / "scan_2021.nii.gz", random_image((*SHAPE, 2)))
     series = write_series(tmp_path / "ct_0000", HU)

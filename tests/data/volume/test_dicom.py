@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from ndlightnet.data.volume.datasets import find_inputs
-from ndlightnet.data.volume.dicom import save_segmentation
-from ndlightnet.data.volume.volume import Case, load_case, save_labels
+from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.volume import Volume
 
 from .files import HU, SHAPE, random_image, random_label, real, refuses, write_series
 
@@ -37,10 +37,10 @@ def test_dicom_series(tmp_path: Path) -> None:
     first.save_as(folder / "00.dcm")
     (case,) = find_inputs(folder)
     assert case.name == "series [1]" and case.label is None
-    image = load_case(case)["image"]
+    image = Volume.read(case).image
     np.testing.assert_array_equal(image[0].numpy(), HU)
     np.testing.assert_allclose(image.affine, DICOM_AFFINE)
-    save_labels(random_label(), case, tmp_path / "out.nii.gz")
+    Volume.read(case).save_labels(random_label(), tmp_path / "out.nii.gz")
     saved = nibabel.load(tmp_path / "out.nii.gz")
     np.testing.assert_allclose(saved.affine, DICOM_AFFINE, atol=1e-4)
     np.testing.assert_allclose(saved.header.get_zooms(), (0.75, 1.25, 2.5), atol=1e-6)
@@ -57,8 +57,8 @@ def edit(file: Path, **tags: Any) -> None:
     data.save_as(file)
 
 
-def load(folder: Path) -> dict[str, Any]:
-    return load_case(Case("x", (folder,), None))
+def load(folder: Path) -> Volume:
+    return Volume.read(Case("x", (folder,), None))
 
 
 def test_a_tilted_gantry_and_a_slope_for_every_slice(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_tilted_gantry_and_a_slope_for_every_slice(tmp_path: Path) -> None:
     folder = write_series(tmp_path / "s", HU, gap=-2.5, ImageOrientationPatient=turn)
     for file in folder.iterdir():
         edit(file, RescaleSlope=pydicom.dcmread(file).InstanceNumber / 2, RescaleIntercept=1.5)
-    image = load(folder)["image"]
+    image = load(folder).image
     slopes = np.arange(1, SHAPE[2] + 1) / 2
     np.testing.assert_array_equal(image[0], ((HU + 1024) * slopes + 1.5)[..., ::-1])
     affine = DICOM_AFFINE.copy()
@@ -87,24 +87,24 @@ def test_files_that_are_no_slices_are_passed_over(tmp_path: Path) -> None:
     (folder / "ct.json").write_text("{}")
     (folder / "DICOMDIR").write_bytes((folder / "00.dcm").read_bytes())
     loaded = load(folder)
-    np.testing.assert_array_equal(loaded["image"][0], HU)
-    assert loaded["notes"] == ()
+    np.testing.assert_array_equal(loaded.image[0], HU)
+    assert loaded.notes == ()
 
 
 def test_the_series_with_the_most_slices_is_taken(tmp_path: Path) -> None:
     folder = write_series(tmp_path / "s", HU[..., :3], SeriesNumber=1)
     write_series(folder, HU, SeriesNumber=7, SeriesDescription="thin\nslices")
     loaded = load(folder)
-    np.testing.assert_array_equal(loaded["image"][0], HU)
-    (note,) = loaded["notes"]
+    np.testing.assert_array_equal(loaded.image[0], HU)
+    (note,) = loaded.notes
     assert note.startswith(f"{folder}: holds 2 series") and "\n" not in note
     assert "11 (SeriesNumber 7" in note
     # As many: the lower number; without numbers, the lower UID.
     write_series(folder, HU[::-1], SeriesNumber=5)
-    np.testing.assert_array_equal(load(folder)["image"][0], HU[::-1])
+    np.testing.assert_array_equal(load(folder).image[0], HU[::-1])
     twins = write_series(tmp_path / "twins", HU, SeriesInstanceUID="1.2.30")
     write_series(twins, HU[::-1], SeriesInstanceUID="1.2.4")
-    np.testing.assert_array_equal(load(twins)["image"][0], HU)
+    np.testing.assert_array_equal(load(twins).image[0], HU)
 
 
 def test_copies_of_a_slice_are_left_out(tmp_path: Path) -> None:
@@ -114,8 +114,8 @@ def test_copies_of_a_slice_are_left_out(tmp_path: Path) -> None:
     shutil.copy(files[5], folder / "another.dcm")
     edit(folder / "another.dcm", SOPInstanceUID="1.2.3")  # sent twice, under another number
     loaded = load(folder)
-    np.testing.assert_array_equal(loaded["image"][0], HU)
-    assert loaded["notes"] == (f"{folder}: 2 slices are there twice; the copies are left out",)
+    np.testing.assert_array_equal(loaded.image[0], HU)
+    assert loaded.notes == (f"{folder}: 2 slices are there twice; the copies are left out",)
     # The same place with other voxels is no copy: a second phase, or a fault.
     changed = (HU[..., 0].T + 1000).astype(np.uint16).tobytes()
     edit(folder / "copy.dcm", PixelData=changed)
@@ -125,12 +125,12 @@ def test_copies_of_a_slice_are_left_out(tmp_path: Path) -> None:
 def test_one_slice(tmp_path: Path) -> None:
     thick = write_series(tmp_path / "thick", HU[..., :1], SliceThickness=4)
     loaded = load(thick)
-    np.testing.assert_array_equal(loaded["image"][0], HU[..., :1])
-    np.testing.assert_allclose(loaded["image"].affine, DICOM_AFFINE @ np.diag([1, 1, 4 / 2.5, 1]))
-    assert loaded["notes"] == ()
+    np.testing.assert_array_equal(loaded.image[0], HU[..., :1])
+    np.testing.assert_allclose(loaded.image.affine, DICOM_AFFINE @ np.diag([1, 1, 4 / 2.5, 1]))
+    assert loaded.notes == ()
     loaded = load(write_series(tmp_path / "plain", HU[..., :1]))
-    np.testing.assert_allclose(loaded["image"].affine, DICOM_AFFINE @ np.diag([1, 1, 1 / 2.5, 1]))
-    assert "taken as 1 mm" in loaded["notes"][0]
+    np.testing.assert_allclose(loaded.image.affine, DICOM_AFFINE @ np.diag([1, 1, 1 / 2.5, 1]))
+    assert "taken as 1 mm" in loaded.notes[0]
 
 
 def test_broken_dicom_is_refused_by_name(tmp_path: Path) -> None:
@@ -166,14 +166,16 @@ def test_save_segmentation(tmp_path: Path, gap: float) -> None:
     case, labels = Case("x", (folder,), None), random_label(classes=4)
     labels[labels == 3] = 2  # the third organ is named, but not there
     path = tmp_path / "new" / "seg.dcm"
-    save_segmentation(torch.from_numpy(labels), case, path, ["none", "liver", "x" * 80, "gone"])
+    Volume.read(case).save_dicom_seg(
+        torch.from_numpy(labels), path, ["none", "liver", "x" * 80, "gone"]
+    )
     assert [file.name for file in path.parent.iterdir()] == ["seg.dcm"], "a draft was left behind"
     found = highdicom.seg.segread(path)
     assert found.SegmentationType == "BINARY" and list(found.segment_numbers) == [1, 2, 3]
     described = [found.get_segment_description(n).segment_label for n in (1, 2, 3)]
     assert described == ["liver", "x" * 64, "gone"]
     # Slice by slice against the files themselves: which labels lie at the place of this file?
-    affine = load_case(case)["image"].affine.numpy()
+    affine = Volume.read(case).image.affine.numpy()
     for file in folder.iterdir():
         source = pydicom.dcmread(file)
         uid = source.SOPInstanceUID
@@ -198,12 +200,12 @@ def test_save_segmentation(tmp_path: Path, gap: float) -> None:
 def test_a_segmentation_may_be_empty_and_lie_in_the_folder_of_its_series(tmp_path: Path) -> None:
     folder = write_series(tmp_path / "s", HU)
     case = Case("x", (folder,), None)
-    save_segmentation(np.zeros(SHAPE, int), case, folder / "seg.dcm", ["background", "liver"])
+    Volume.read(case).save_dicom_seg(np.zeros(SHAPE, int), folder / "seg.dcm", ["b", "liver"])
     found = highdicom.seg.segread(folder / "seg.dcm")
     assert not found.pixel_array.any() and list(found.segment_numbers) == [1]
     loaded = load(folder)
-    np.testing.assert_array_equal(loaded["image"][0], HU)
-    assert loaded["notes"] == ()
+    np.testing.assert_array_equal(loaded.image[0], HU)
+    assert loaded.notes == ()
 
 
 def test_save_segmentation_refuses(case: Case, tmp_path: Path, monkeypatch: Any) -> None:
@@ -213,7 +215,7 @@ def test_save_segmentation_refuses(case: Case, tmp_path: Path, monkeypatch: Any)
     def bad(words: str, labels: Any = None, like: Case = series, path: Path = out) -> None:
         labels = random_label() if labels is None else labels
         with pytest.raises(ValueError, match=words) as caught:
-            save_segmentation(labels, like, path, names)
+            Volume.read(like).save_dicom_seg(labels, path, names)
         assert "\n" not in str(caught.value) and not out.exists()
 
     bad(r"written as \.dcm", path=tmp_path / "seg.nii.gz")
@@ -235,10 +237,10 @@ def test_save_segmentation_refuses(case: Case, tmp_path: Path, monkeypatch: Any)
 
 def test_real_dicom_lies_under_its_labels(tmp_path: Path) -> None:
     (case,) = find_inputs(real("ct_torso", "dicom"))
-    image = load_case(case)["image"]
+    image = Volume.read(case).image
     labels = nibabel.load(real("ct_torso", "dicom_labels.nii.gz"))
     assert image.shape == (1, 512, 512, 20) and -1024 <= float(image.min()) < -900
-    # The same grid in another index order: match voxels through millimetres, and as load_case does.
+    # The same grid in another index order: match voxels through millimetres, and as Volume does.
     to_label = np.linalg.inv(labels.affine) @ image.affine.numpy()
     flip = np.sign(np.diag(to_label)[:3]).astype(int)
     np.testing.assert_allclose(to_label[:3, :3], np.diag(flip), atol=1e-6)
@@ -246,7 +248,7 @@ def test_real_dicom_lies_under_its_labels(tmp_path: Path) -> None:
         to_label[:3, 3], (flip < 0) * (np.array(labels.shape) - 1), atol=1e-3
     )
     matched = np.asarray(labels.dataobj)[:: flip[0], :: flip[1], :: flip[2]]
-    ours = load_case(replace(case, label=real("ct_torso", "dicom_labels.nii.gz")))["label"]
+    ours = Volume.read(replace(case, label=real("ct_torso", "dicom_labels.nii.gz"))).label
     np.testing.assert_array_equal(ours[0].numpy(), matched)
     names = {
         name: int(n) for n, name in json.loads(real("ct_torso", "labels.json").read_text()).items()
@@ -262,7 +264,7 @@ def test_real_dicom_lies_under_its_labels(tmp_path: Path) -> None:
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
     # And the way back: labels saved for the series lie, in mm, where the given ones do.
     path = tmp_path / "out.nii.gz"
-    save_labels(np.ascontiguousarray(matched), case, path)
+    Volume.read(case).save_labels(np.ascontiguousarray(matched), path)
     ours, theirs = (nibabel.as_closest_canonical(i) for i in (nibabel.load(path), labels))
     np.testing.assert_allclose(ours.affine, theirs.affine, atol=1e-4)
     np.testing.assert_array_equal(np.asarray(ours.dataobj), np.asarray(theirs.dataobj))
@@ -275,4 +277,4 @@ def test_broken_jpeg_2000_is_refused(tmp_path: Path) -> None:
     whole = victim.read_bytes()
     victim.chmod(0o644)
     victim.write_bytes(whole[: len(whole) // 2])
-    refuses(lambda: load_case(Case("x", (folder,), None)), victim, "cut short")
+    refuses(lambda: Volume.read(Case("x", (folder,), None)), victim, "cut short")

@@ -7,7 +7,8 @@ import numpy as np
 import pydicom
 import pytest
 
-from ndlightnet.data.volume.volume import Case, load_case
+from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.volume import Volume
 
 from .files import HU, SHAPE, refuses, write_series
 
@@ -32,7 +33,7 @@ def rewrite(file: Path, tag: str, value: Any) -> None:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    return load_case(Case("x", (folder,), None))
+    return Volume.read(Case("x", (folder,), None))
 
 
 @pytest.mark.filterwarnings("ignore:Invalid value for VR")
@@ -99,13 +100,13 @@ def test_one_slice_without_rescale(tmp_path: Path) -> None:
         for tag in ("RescaleSlope", "RescaleIntercept"):
             rewrite(file, tag, None)
     loaded = load(folder)  # none has: an MR image's values are as they are; CT's are worth a word
-    np.testing.assert_array_equal(loaded["image"][0], HU + 1024)
-    assert loaded["notes"] == (
+    np.testing.assert_array_equal(loaded.image[0], HU + 1024)
+    assert loaded.notes == (
         f"{folder}: has no RescaleIntercept; stored values are taken as they are",
     )
     for file in files:
         rewrite(file, "Modality", "MR")
-    assert load(folder)["notes"] == ()
+    assert load(folder).notes == ()
 
 
 def test_a_slope_and_an_intercept_for_each_slice_of_pet(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_a_slope_and_an_intercept_for_each_slice_of_pet(tmp_path: Path) -> None:
     for z, file in enumerate(slices_of(folder)):
         rewrite(file, "RescaleSlope", float(slopes[z]))
         rewrite(file, "RescaleIntercept", float(intercepts[z]))
-    image = load(folder)["image"][0]
+    image = load(folder).image[0]
     np.testing.assert_array_equal(image, ((HU + 1024) * slopes + intercepts).astype(np.float32))
 
 
@@ -129,7 +130,7 @@ def test_directions_that_are_rounded_to_three_decimals(tmp_path: Path) -> None:
         normal = np.cross(*turn)
         for z, file in enumerate(sorted(folder.iterdir())):
             rewrite(file, "ImagePositionPatient", [*map(float, (2.5 * z * normal).round(4))])
-        affine = load(folder)["image"].affine.numpy()
+        affine = load(folder).image.affine.numpy()
         edges = np.linalg.norm(affine[:3, :2], axis=0)
         np.testing.assert_allclose(edges, (0.75, 1.25), rtol=1e-12)
 
@@ -141,11 +142,11 @@ def test_the_thickness_of_a_single_slice(tmp_path: Path, value: Any) -> None:
     rewrite(folder / "00.dcm", "SliceThickness", value)
     refuses(lambda: load(folder), folder / "00.dcm", "SliceThickness is .*, expected 0 .not known")
     rewrite(folder / "00.dcm", "SliceThickness", "0.00")
-    assert "taken as 1 mm" in load(folder)["notes"][0]
+    assert "taken as 1 mm" in load(folder).notes[0]
 
 
 def test_the_order_does_not_come_from_numbers_that_may_lack(tmp_path: Path) -> None:
     folder = write_series(tmp_path / "s", HU)
     for file in folder.iterdir():
         rewrite(file, "InstanceNumber", None)
-    np.testing.assert_array_equal(load(folder)["image"][0], HU)
+    np.testing.assert_array_equal(load(folder).image[0], HU)

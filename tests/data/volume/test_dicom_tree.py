@@ -9,7 +9,8 @@ import pydicom
 import pytest
 
 from ndlightnet.data.volume.datasets import find_inputs
-from ndlightnet.data.volume.volume import Case, load_case, save_labels
+from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.volume import Volume
 
 from .files import HU, random_label, real, refuses, write, write_object, write_series
 
@@ -46,7 +47,7 @@ def test_series_at_any_depth(tmp_path: Path, ending: str) -> None:
     found = find_inputs(root, notes=(notes := []))
     assert names(found) == list(wanted)
     for case in found:
-        np.testing.assert_array_equal(load_case(case)["image"][0], wanted[case.name])
+        np.testing.assert_array_equal(Volume.read(case).image[0], wanted[case.name])
     listed = "1 RTSTRUCT, 1 SEG, 1 SR, 2 localizer"
     assert notes == [f"{root}: DICOM objects are left out: {listed} (expected series of images)"]
 
@@ -71,11 +72,11 @@ def test_several_series_in_one_folder(tmp_path: Path) -> None:
     found = find_inputs(tmp_path / "in")
     assert names(found) == ["P_CT_1", "P_CT_2", "P_CT_3"]
     for case, volume in zip(found, volumes, strict=True):
-        loaded = load_case(case)
-        np.testing.assert_array_equal(loaded["image"][0], volume)
-        assert loaded["notes"] == ()
+        loaded = Volume.read(case)
+        np.testing.assert_array_equal(loaded.image[0], volume)
+        assert loaded.notes == ()
         labels = random_label(volume.shape)
-        save_labels(labels, case, tmp_path / "out.nii.gz")  # on its own grid
+        Volume.read(case).save_labels(labels, tmp_path / "out.nii.gz")  # on its own grid
     assert find_inputs(folder) == found  # the names do not hang on where one begins
 
 
@@ -119,15 +120,15 @@ def test_a_series_that_goes_on_in_the_next_folder(tmp_path: Path) -> None:
         file.rename(root / "P" / "S" / "2" / file.name)
     (case,) = find_inputs(root)
     assert case.images == (root / "P" / "S",) and case.name == "P_CT"
-    np.testing.assert_array_equal(load_case(case)["image"][0], HU)
+    np.testing.assert_array_equal(Volume.read(case).image[0], HU)
     # A copy of it is a case of its own, not so many slices that are there twice.
     shutil.copytree(root / "P", root / "Q")
     found = find_inputs(root)
     assert len({*names(found)}) == len(found) == 2
     for case in found:
-        loaded = load_case(case)
-        np.testing.assert_array_equal(loaded["image"][0], HU)
-        assert loaded["notes"] == ()
+        loaded = Volume.read(case)
+        np.testing.assert_array_equal(loaded.image[0], HU)
+        assert loaded.notes == ()
 
 
 def test_links_that_lead_back(tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def test_links_that_lead_back(tmp_path: Path) -> None:
     (root / "linked").symlink_to(tmp_path / "elsewhere")
     found = find_inputs(root)
     assert names(found) == ["P_CT", "linked"]
-    np.testing.assert_array_equal(load_case(found[1])["image"][0], HU[::-1])
+    np.testing.assert_array_equal(Volume.read(found[1]).image[0], HU[::-1])
 
 
 def test_a_file_that_cannot_be_read_is_no_slice_left_out(tmp_path: Path) -> None:
@@ -151,12 +152,12 @@ def test_a_file_that_cannot_be_read_is_no_slice_left_out(tmp_path: Path) -> None
     for cut in (150, 300, whole.index(b"CT") + 10):
         last.write_bytes(whole[:cut])
         (case,) = find_inputs(tmp_path / "in")
-        refuses(lambda case=case: load_case(case), last, "cannot be read|cut short")
+        refuses(lambda case=case: Volume.read(case), last, "cannot be read|cut short")
     for file in folder.iterdir():
         file.write_bytes(whole[:150])
     (case,) = find_inputs(tmp_path / "in")
     assert case.name == "P_S"
-    refuses(lambda: load_case(case), folder / "00.dcm", "cannot be read|cut short")
+    refuses(lambda: Volume.read(case), folder / "00.dcm", "cannot be read|cut short")
 
 
 def test_scouts_in_several_planes_and_pictures_are_no_volumes(tmp_path: Path) -> None:

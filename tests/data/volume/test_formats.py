@@ -10,10 +10,11 @@ import pytest
 import SimpleITK as sitk
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.volume import formats
+from ndlightnet.data.volume import grid
 from ndlightnet.data.volume.datasets import find_inputs
-from ndlightnet.data.volume.formats import SLAB
-from ndlightnet.data.volume.volume import Case, check_cases, load_case, save_labels
+from ndlightnet.data.volume.formats import ENDINGS, READERS, reader_of, stem
+from ndlightnet.data.volume.grid import SLAB, Case
+from ndlightnet.data.volume.volume import Volume
 
 from .files import (
     AFFINE,
@@ -22,14 +23,15 @@ from .files import (
     broken_image,
     random_image,
     random_label,
+    read_all,
     refuses,
     write,
     write_series,
 )
 
 
-def load(path: Path) -> dict:
-    return load_case(Case("x", (path,), None))
+def load(path: Path) -> Volume:
+    return Volume.read(Case("x", (path,), None))
 
 
 def write_itk(path: Path, voxels: np.ndarray, affine: np.ndarray = AFFINE) -> Path:
@@ -58,18 +60,18 @@ def test_itk_files(tmp_path: Path, ending: str) -> None:
     label = label.rename(tmp_path / "labels" / label.name)
     (case,) = find_inputs(tmp_path)
     assert case == Case("scan", (path,), None)
-    check_cases([Case("scan", (path,), label)], 3, 1, progress=False)
-    loaded = load_case(Case("scan", (path,), label))
-    np.testing.assert_array_equal(loaded["image"][0], HU)
-    np.testing.assert_array_equal(loaded["label"][0], random_label())
-    np.testing.assert_allclose(loaded["image"].affine, AFFINE, atol=1e-9)
-    assert loaded["notes"] == ()
+    read_all([Case("scan", (path,), label)], 3, 1)
+    loaded = Volume.read(Case("scan", (path,), label))
+    np.testing.assert_array_equal(loaded.image[0], HU)
+    np.testing.assert_array_equal(loaded.label[0], random_label())
+    np.testing.assert_allclose(loaded.image.affine, AFFINE, atol=1e-9)
+    assert loaded.notes == ()
     # By another route: ITK's own way from an index to a place, and ITK reading what we wrote.
     image = sitk.ReadImage(str(path))
     for index in ((0, 0, 0), (8, 0, 3), (2, 6, 10)):
         place = np.array(image.TransformIndexToPhysicalPoint(index)) * [-1, -1, 1]
-        np.testing.assert_allclose((loaded["image"].affine.numpy() @ [*index, 1])[:3], place)
-    save_labels(random_label(), case, tmp_path / "out" / "scan.nii.gz")
+        np.testing.assert_allclose((loaded.image.affine.numpy() @ [*index, 1])[:3], place)
+    Volume.read(case).save_labels(random_label(), tmp_path / "out" / "scan.nii.gz")
     saved = sitk.ReadImage(str(tmp_path / "out" / "scan.nii.gz"))
     np.testing.assert_array_equal(sitk.GetArrayFromImage(saved).T, random_label())
     np.testing.assert_allclose(saved.GetOrigin(), image.GetOrigin(), atol=1e-4)
@@ -79,27 +81,27 @@ def test_itk_files(tmp_path: Path, ending: str) -> None:
 
 def test_itk_channels_planes_and_a_nrrd_without_space(tmp_path: Path) -> None:
     voxels = random_image((*SHAPE, 3))
-    image = load(write_itk(tmp_path / "vector.nrrd", voxels))["image"]
+    image = load(write_itk(tmp_path / "vector.nrrd", voxels)).image
     np.testing.assert_array_equal(image, np.moveaxis(voxels, -1, 0))
     np.testing.assert_allclose(image.affine, AFFINE, atol=1e-9)
     fourth = sitk.JoinSeries([sitk.GetImageFromArray(voxels[..., c].T) for c in range(3)])
     sitk.WriteImage(fourth, str(tmp_path / "series.mha"))
-    np.testing.assert_array_equal(load(tmp_path / "series.mha")["image"], image)
+    np.testing.assert_array_equal(load(tmp_path / "series.mha").image, image)
 
     plane = sitk.GetImageFromArray(voxels[:, :, 0, 0].T)
     plane.SetSpacing((2.0, 3.0))
     sitk.WriteImage(plane, str(tmp_path / "plane.mha"))
     loaded = load(tmp_path / "plane.mha")
-    np.testing.assert_array_equal(loaded["image"], voxels[None, :, :, :1, 0])
-    np.testing.assert_allclose(loaded["image"].affine, np.diag([-2.0, -3.0, 1, 1]))
-    assert loaded["notes"] == (f"{tmp_path / 'plane.mha'}: is a plane, taken as one slice of 1 mm",)
+    np.testing.assert_array_equal(loaded.image, voxels[None, :, :, :1, 0])
+    np.testing.assert_allclose(loaded.image.affine, np.diag([-2.0, -3.0, 1, 1]))
+    assert loaded.notes == (f"{tmp_path / 'plane.mha'}: is a plane, taken as one slice of 1 mm",)
 
     bare = tmp_path / "bare.nrrd"
     bare.write_text("NRRD0004\ntype: short\ndimension: 3\nsizes: 3 1 2\nspacings: 1 2 3\n"
                     "encoding: ascii\n\n1 2 3 4 5 6\n")  # fmt: skip
     loaded = load(bare)
-    np.testing.assert_array_equal(loaded["image"][0], np.reshape([1, 4, 2, 5, 3, 6], (3, 1, 2)))
-    assert loaded["notes"] == (f"{bare}: has no field 'space': left and right are not known",)
+    np.testing.assert_array_equal(loaded.image[0], np.reshape([1, 4, 2, 5, 3, 6], (3, 1, 2)))
+    assert loaded.notes == (f"{bare}: has no field 'space': left and right are not known",)
 
 
 @pytest.mark.parametrize("ending", [".nrrd", ".mha", ".mhd"])
@@ -110,10 +112,6 @@ def test_broken_itk_files_are_refused_by_name(tmp_path: Path, ending: str) -> No
     for content in (b"", b"hello", whole[: len(whole) // 2], None):
         data.unlink() if content is None else data.write_bytes(content)
         refuses(lambda: load(path), path, "cannot be read")
-        refuses(
-            lambda: save_labels(random_label(), Case("x", (path,), None), tmp_path / "o.nii.gz"),
-            path, "cannot be read",
-        )  # fmt: skip
 
 
 def test_what_itk_says_is_not_cut_before_what_is_wrong(tmp_path: Path) -> None:
@@ -134,6 +132,16 @@ def test_what_itk_says_is_not_cut_before_what_is_wrong(tmp_path: Path) -> None:
         assert ".cxx" not in message and message.isprintable()
 
 
+def test_every_file_has_one_reader() -> None:
+    endings = [ending for reader in READERS for ending in reader.endings]
+    assert sorted(endings) == sorted(ENDINGS) and len({*endings}) == len(endings)
+    for reader in READERS:
+        for ending in reader.endings:
+            assert reader_of(Path(f"a{ending}")) is reader_of(Path(f"A{ending.upper()}")) is reader
+            assert stem(Path(f"a.b{ending}")) == "a.b"
+    assert [reader.name for reader in READERS if not reader.endings] == ["DICOM series"]
+
+
 # --------------------------------------------------------------------- what is decided for the user
 
 
@@ -143,17 +151,17 @@ def test_a_nifti_without_affine_is_read_with_a_note(tmp_path: Path) -> None:
     path = tmp_path / "bare.nii.gz"
     nibabel.save(image, path)
     loaded = load(path)
-    assert loaded["notes"] == (
+    assert loaded.notes == (
         f"{path}: has no affine (sform_code and qform_code are 0): left and right are not known",
     )
-    np.testing.assert_allclose(abs(loaded["image"].affine[:3, :3]), np.diag([2, 3, 4]))
-    save_labels(random_label(), Case("x", (path,), None), tmp_path / "out.nii.gz")
+    np.testing.assert_allclose(abs(loaded.image.affine[:3, :3]), np.diag([2, 3, 4]))
+    Volume.read(Case("x", (path,), None)).save_labels(random_label(), tmp_path / "out.nii.gz")
     saved = nibabel.load(tmp_path / "out.nii.gz")
     assert (saved.header["sform_code"], saved.header["qform_code"]) == (0, 0)
     assert saved.header.get_zooms() == (2, 3, 4)
     case = Case("x", (path,), tmp_path / "out.nii.gz")
-    check_cases([case], 3, progress=False)
-    assert len(load_case(case)["notes"]) == 2
+    read_all([case], 3)
+    assert len(Volume.read(case).notes) == 2
 
 
 @pytest.mark.parametrize("shape", [SHAPE[:2], (9, 7, 1), (9, 7, 1, 1), (*SHAPE, 1), (1, 7, 11)])
@@ -161,13 +169,13 @@ def test_axes_of_length_one(tmp_path: Path, shape: tuple[int, ...]) -> None:
     path = write(tmp_path / "x.nii.gz", random_image(shape))
     space = (*shape, 1)[:3]
     labels = random_label(space)
-    save_labels(labels, Case("x", (path,), None), tmp_path / "label.nii.gz")
+    Volume.read(Case("x", (path,), None)).save_labels(labels, tmp_path / "label.nii.gz")
     case = Case("x", (path,), tmp_path / "label.nii.gz")
-    check_cases([case], 3, 1, progress=False)
-    loaded = load_case(case)
-    np.testing.assert_array_equal(loaded["image"], random_image(shape).reshape(1, *space))
-    np.testing.assert_array_equal(loaded["label"][0], labels)
-    np.testing.assert_allclose(loaded["image"].affine, AFFINE, atol=1e-5)
+    read_all([case], 3, 1)
+    loaded = Volume.read(case)
+    np.testing.assert_array_equal(loaded.image, random_image(shape).reshape(1, *space))
+    np.testing.assert_array_equal(loaded.label[0], labels)
+    np.testing.assert_allclose(loaded.image.affine, AFFINE, atol=1e-5)
     assert nibabel.load(tmp_path / "label.nii.gz").shape == space
 
 
@@ -180,12 +188,12 @@ def test_channels_of_one_file_and_of_several(tmp_path: Path) -> None:
         write(tmp_path / "both.nii.gz", both),
         write(tmp_path / "third.nii.gz", random_image(seed=1), nudged),
     )
-    image = load_case(Case("x", files, None))["image"]
+    image = Volume.read(Case("x", files, None)).image
     assert image.shape == (3, *SHAPE)
     np.testing.assert_array_equal(image[:2], np.moveaxis(both, -1, 0))
     np.testing.assert_array_equal(image[2], random_image(seed=1))
     np.testing.assert_allclose(image.affine, AFFINE, atol=1e-5)
-    save_labels(random_label(), Case("x", files, None), tmp_path / "out.nii.gz")
+    Volume.read(Case("x", files, None)).save_labels(random_label(), tmp_path / "out.nii.gz")
     saved = nibabel.load(tmp_path / "out.nii.gz")
     assert saved.shape == SHAPE
     np.testing.assert_allclose(saved.affine, AFFINE, atol=1e-5)
@@ -199,16 +207,16 @@ def test_a_few_broken_voxels_take_the_least_value(tmp_path: Path) -> None:
     path = write(tmp_path / "x.nii.gz", broken)
     finite = np.isfinite(broken)
     loaded = load(path)
-    image = np.moveaxis(loaded["image"].numpy(), 0, -1)
+    image = np.moveaxis(loaded.image.numpy(), 0, -1)
     np.testing.assert_array_equal(image[finite], voxels[finite])
     for c, count in enumerate((1, 3)):
         least = voxels[..., c][finite[..., c]].min()
         np.testing.assert_array_equal(image[..., c][~finite[..., c]], [least] * count)
-        assert loaded["notes"][c].startswith(f"{path}: {count} voxels are NaN or infinite, taken")
+        assert loaded.notes[c].startswith(f"{path}: {count} voxels are NaN or infinite, taken")
     # Beyond float32 is infinite for us; exactly half may be broken, one more may not.
     wide = np.linspace(0, 1, 10).reshape(5, 2, 1)
     wide[:2], wide[2, 0], least = 1e300, np.nan, np.float32(5 / 9)
-    np.testing.assert_array_equal(load(write(tmp_path / "w.nii", wide))["image"][0, :3, 0], least)
+    np.testing.assert_array_equal(load(write(tmp_path / "w.nii", wide)).image[0, :3, 0], least)
     wide[2, 1] = np.nan
     path = write(tmp_path / "w.nii", wide)
     refuses(lambda: load(path), path, "6 voxels that are NaN or infinite, over half")
@@ -242,7 +250,7 @@ def test_a_folder_of_twenty_of_which_six_are_broken(tmp_path: Path) -> None:
     loaded, errors = [], {}
     for case in find_inputs(tmp_path):
         try:
-            loaded.append(load_case(case)["name"])
+            loaded.append(Volume.read(case).case.name)
         except ValueError as error:
             errors[case.name] = str(error)
     assert sorted(loaded) == sorted(f"good{number}" for number in range(14))
@@ -272,13 +280,13 @@ def test_reading_takes_no_more_than_the_voxels(tmp_path: Path, scaled: bool) -> 
     def peak(label: Path | None) -> int:
         tracemalloc.start()
         try:
-            loaded = load_case(Case("x", (tmp_path / "x.nii",), label))
-            assert loaded["image"][0, 3, 5, 7] == (2 - 1024 if scaled else 1)
+            loaded = Volume.read(Case("x", (tmp_path / "x.nii",), label))
+            assert loaded.image[0, 3, 5, 7] == (2 - 1024 if scaled else 1)
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
 
-    load_case(Case("x", (write(tmp_path / "small.nii", random_image()),), None))  # lazy imports
+    Volume.read(Case("x", (write(tmp_path / "small.nii", random_image()),), None))  # lazy imports
     assert 4 * voxels <= peak(None) <= 4 * voxels + slab
     assert 6 * voxels <= peak(label) <= (4 + 2) * voxels + slab
 
@@ -308,7 +316,7 @@ def test_a_volume_that_gzip_makes_tiny_is_read(tmp_path: Path) -> None:
     data = nibabel.load(path).to_bytes()
     path.write_bytes(gzip.compress(data))
     assert len(data) > 950 * path.stat().st_size
-    assert load(path)["image"].shape == (1, 128, 128, 128)
+    assert load(path).image.shape == (1, 128, 128, 128)
 
 
 @pytest.mark.parametrize("ending", [".nii", ".nrrd", ".mha", ""])
@@ -323,7 +331,7 @@ def test_what_the_memory_cannot_hold(
         write(path, random_image().astype(np.uint8))
     else:
         write_itk(path, random_image().astype(np.uint8))
-    monkeypatch.setattr(formats, "MEMORY", 4 * 693)  # 9 x 7 x 11 voxels
-    assert load(path)["image"].shape == (1, *SHAPE)
-    monkeypatch.setattr(formats, "MEMORY", 4 * 693 - 1)
+    monkeypatch.setattr(grid, "MEMORY", 4 * 693)  # 9 x 7 x 11 voxels
+    assert load(path).image.shape == (1, *SHAPE)
+    monkeypatch.setattr(grid, "MEMORY", 4 * 693 - 1)
     refuses(lambda: load(path), path, "its header claims .* more than this machine's memory can")

@@ -12,7 +12,8 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.volume import phantoms
 from ndlightnet.data.volume.datasets import read_dataset
 from ndlightnet.data.volume.phantoms import LABELS, draw_phantom, make_phantoms
-from ndlightnet.data.volume.volume import check_cases
+
+from .files import read_all
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def test_the_set_is_a_valid_decathlon(folder: Path) -> None:
     found = read_dataset(folder)
     assert (found.labels, found.channels) == (LABELS, ("CT",))
     assert (len(found.training), len(found.test)) == (3, 1)
-    check_cases([*found.training, *found.test], len(LABELS), progress=False)
+    read_all([*found.training, *found.test], len(LABELS))
     image = nibabel.load(found.test[0].images[0])
     assert image.get_data_dtype() == np.int16
     assert image.header["sform_code"] > 0 and image.header["qform_code"] > 0

@@ -12,9 +12,11 @@ from monai.data import MetaTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
-from ndlightnet.data.volume import transforms
-from ndlightnet.data.volume.transforms import Intensity, Prepare, file_grid, to_file, volume_dataset
-from ndlightnet.data.volume.volume import Case, load_case
+from ndlightnet.data.volume import cache, transforms
+from ndlightnet.data.volume.cache import cached_volumes
+from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.transforms import Intensity, Prepare
+from ndlightnet.data.volume.volume import Volume
 
 from .files import AFFINE, SHAPE, random_image, random_label, refuses, write
 
@@ -109,13 +111,13 @@ def test_labels_come_back_to_the_voxels_of_the_file(tmp_path, order, signs, spac
     at the voxel which lies at the same place in the world."""
     affine = turned(order, signs)
     file = write(tmp_path / "i.nii", random_image(), affine)
-    prepared = Prepare([CT], spacing)(load_case(Case("x", (file,), None)))
-    image = prepared["image"]
-    onto = file_grid(prepared)
+    volume = Volume.read(Case("x", (file,), None))
+    image = Prepare([CT], spacing)(volume)["image"]
+    onto = volume.onto(image)
     assert (onto is None) == (spacing is None)
     shape, matrix = (tuple(image.shape[1:]), np.eye(4)) if onto is None else onto
     labels = torch.arange(np.prod(shape)).reshape(shape)
-    back = to_file(labels, prepared)
+    back = volume.from_ras(labels)
     assert back.shape == SHAPE and np.shares_memory(back, labels.numpy())
     grid_in_world = every_index(shape) @ (image.affine.numpy() @ matrix).T
     file_in_world = every_index(SHAPE) @ nibabel.load(file).affine.T
@@ -136,7 +138,7 @@ def test_stored_axis_order_does_not_matter(tmp_path, order, signs):
         for number, volume in enumerate((voxels, label)):
             stored = volume if name == "a" else np.ascontiguousarray(volume.transpose(order)[step])
             files.append(write(tmp_path / f"{name}{number}.nii", stored, affine))
-        prepared.append(Prepare([CT])(load_case(Case("x", (files[0],), files[1]))))
+        prepared.append(Prepare([CT])(Volume.read(Case("x", (files[0],), files[1]))))
     one, other = prepared
     assert nibabel.aff2axcodes(one["image"].affine.numpy()) == ("R", "A", "S")
     for key in ("image", "label"):
@@ -157,7 +159,7 @@ def test_spacing_of_a_ramp(tmp_path):
     label = (index[1] >= 10).astype(np.uint8) * 200
     case = Case("x", (write(tmp_path / "i.nii", ramp, affine),),
                 write(tmp_path / "l.nii", label, affine))  # fmt: skip
-    prepared = Prepare([Intensity(-1e3, 1e3, 0, 1)], (1.6, 1.5, 2.0))(load_case(case))
+    prepared = Prepare([Intensity(-1e3, 1e3, 0, 1)], (1.6, 1.5, 2.0))(Volume.read(case))
     image = prepared["image"]
     assert np.allclose(image.pixdim, (1.6, 1.5, 2.0)) and image.dtype == torch.float32
     assert prepared["label"].shape == image.shape and prepared["label"].dtype == torch.uint8
@@ -173,11 +175,11 @@ def test_spacing_of_a_ramp(tmp_path):
 
 
 def test_a_spacing_that_is_not_meant(tmp_path, case):
-    refuses(lambda: Prepare([CT], (1e-3,) * 3)(load_case(case)), None, "data.spacing.*shape")
+    refuses(lambda: Prepare([CT], (1e-3,) * 3)(Volume.read(case)), None, "data.spacing.*shape")
     for wrong in ((1, 1), (0, 1, 1), (1, -1, 1), (1, float("nan"), 1)):
         refuses(lambda wrong=wrong: Prepare([CT], wrong), None, "data.spacing.*three edges")
     for folder in (None, str(tmp_path / "cache")):
-        make = lambda at=folder: volume_dataset(  # noqa: E731
+        make = lambda at=folder: cached_volumes(  # noqa: E731
             [case], Prepare([CT], (1e-3,) * 3), 256, folder=at, progress=False
         )
         refuses(make, None, "data.spacing.*shape")
@@ -192,29 +194,32 @@ def test_channels_by_number_with_their_own_scale(tmp_path):
     file = write(tmp_path / "i.nii", voxels, np.eye(4))
     scales = [Intensity(-1e4, 1e4, 0, 10.0**n) for n in range(3)]
     for channels in (None, [2], [2, 0]):
-        prepared = Prepare(scales, None, channels)(load_case(Case("x", (file,), None)))
+        volume = Volume.read(Case("x", (file,), None))
+        prepared = Prepare(scales, None, channels)(volume)
         for found, n in zip(prepared["image"], channels or range(3), strict=True):
             np.testing.assert_allclose(found.numpy(), voxels[..., n] / 10**n, rtol=1e-6)
-        assert file_grid(prepared) is None
-        assert to_file(torch.zeros(SHAPE), prepared).shape == SHAPE
+        assert volume.onto(prepared["image"]) is None
+        assert volume.from_ras(torch.zeros(SHAPE)).shape == SHAPE
 
 
-def test_prepare_takes_what_it_is_given(case):
-    loaded = load_case(case)
-    prepared = Prepare([CT])(loaded)
-    assert set(loaded) == {"name", "notes"} and set(prepared) == {"name", "notes", "image", "label"}
-    assert prepared["label"].dtype == torch.uint8
-    upright = write(case.images[0].with_name("r.nii"), random_image(), np.eye(4))
-    loaded = load_case(Case("x", (upright,), None))
-    kept = loaded["image"].as_tensor().data_ptr()
-    assert Prepare([CT])(loaded)["image"].as_tensor().data_ptr() == kept  # scaled where it lay
+@pytest.mark.parametrize("affine", [AFFINE, np.eye(4)])
+def test_prepare_leaves_the_volume_as_it_was_read(case, affine):
+    """It is drawn and written onto later; a volume in RAS order already needs no turn."""
+    file = write(case.images[0].with_name("r.nii"), random_image(), affine)
+    label = write(file.with_name("l.nii"), random_label(), affine)
+    volume = Volume.read(Case("x", (file,), label))
+    prepared = Prepare([CT])(volume)
+    assert set(prepared) == {"name", "image", "label"} and prepared["label"].dtype == torch.uint8
+    assert not torch.equal(prepared["image"].as_tensor(), volume.image.as_tensor())
+    np.testing.assert_array_equal(volume.image[0].numpy(), random_image())
+    np.testing.assert_array_equal(volume.label[0].numpy(), random_label())
 
 
 def test_many_labels_are_int16(tmp_path, case):
     labels = random_label().astype(np.int16)
     labels[1, 2, 3] = 300
     many = Case("x", case.images, write(tmp_path / "l.nii", labels))
-    assert Prepare([CT])(load_case(many))["label"].dtype == torch.int16
+    assert Prepare([CT])(Volume.read(many))["label"].dtype == torch.int16
 
 
 # ------------------------------------------------------------------------------------- dataset
@@ -234,8 +239,8 @@ def cases(tmp_path: Path) -> list[Case]:
 @pytest.mark.parametrize("cached", [False, True])
 def test_prepared_once_and_as_they_are(cases, tmp_path, cached):
     folder = str(tmp_path / "cache") if cached else None
-    expected = [Prepare([CT])(load_case(case)) for case in cases]
-    data = volume_dataset(cases, Prepare([CT]), 4, folder=folder, progress=False)
+    expected = [Prepare([CT])(Volume.read(case)) for case in cases]
+    data = cached_volumes(cases, Prepare([CT]), 4, folder=folder, progress=False)
     for case in cases:
         case.images[0].unlink()
     assert len(data) == 3
@@ -253,9 +258,9 @@ def test_prepared_once_and_as_they_are(cases, tmp_path, cached):
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_padded_to_a_patch_with_places_of_each_class(cases, tmp_path, cached, monkeypatch):
-    monkeypatch.setattr(transforms, "KEPT_PER_CLASS", 100)
+    monkeypatch.setattr(cache, "KEPT_PER_CLASS", 100)
     folder = str(tmp_path / "cache") if cached else None
-    data = volume_dataset(cases, Prepare([CT]), 4, (16, 8, 24), 2, folder, False)
+    data = cached_volumes(cases, Prepare([CT]), 4, (16, 8, 24), 2, folder, False)
     for item, shape in zip((data[i] for i in range(3)), [(30, 26, 24), (18, 33, 24), (16, 8, 24)],
                            strict=True):  # fmt: skip
         assert item["image"].shape == item["label"].shape == (1, *shape)
@@ -275,7 +280,7 @@ def test_what_the_cache_depends_on(cases, tmp_path):
     def fresh(*arguments) -> int:
         """How many files this made."""
         before = set(cache.glob("*"))
-        volume_dataset(arguments[0], *arguments[1:], folder=str(cache), progress=False)
+        cached_volumes(arguments[0], *arguments[1:], folder=str(cache), progress=False)
         return len(set(cache.glob("*")) - before)
 
     assert fresh(cases, prepare, 4) == 3
@@ -288,17 +293,17 @@ def test_what_the_cache_depends_on(cases, tmp_path):
     write(cases[1].label, random_label((18, 33, 21), 3, seed=9))
     assert fresh(cases, prepare, 4) == 1
     newest = max(cache.glob("c1.*.pt"), key=lambda file: file.stat().st_mtime_ns)
-    (again,) = volume_dataset(cases[1:2], prepare, 4, folder=str(cache), progress=False).held
+    (again,) = cached_volumes(cases[1:2], prepare, 4, folder=str(cache), progress=False).held
     assert again == newest and torch.load(newest, weights_only=True)["label"].max() == 2
 
 
 def test_a_cached_file_that_is_broken(cases, tmp_path):
-    data = volume_dataset(cases, Prepare([CT]), 4, folder=str(tmp_path / "cache"), progress=False)
+    data = cached_volumes(cases, Prepare([CT]), 4, folder=str(tmp_path / "cache"), progress=False)
     data.held[0].write_bytes(data.held[0].read_bytes()[:500])
     refuses(lambda: data[0], data.held[0], "cannot be read")
     cases[1].images[0].write_bytes(b"none")
     refuses(
-        lambda: volume_dataset(cases, Prepare([CT]), 4, progress=False),
+        lambda: cached_volumes(cases, Prepare([CT]), 4, progress=False),
         cases[1].images[0],
         "cannot",
     )

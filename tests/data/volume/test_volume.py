@@ -9,19 +9,16 @@ import torch
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.volume.datasets import read_dataset
+from ndlightnet.data.volume.grid import Case
 from ndlightnet.data.volume.transforms import Intensity, Prepare
-from ndlightnet.data.volume.volume import (
-    Case,
-    check_cases,
-    load_case,
-    save_labels,
-)
+from ndlightnet.data.volume.volume import Volume
 
 from .files import (
     AFFINE,
     SHAPE,
     random_image,
     random_label,
+    read_all,
     real,
     refuses,
 )
@@ -42,7 +39,7 @@ def test_save_labels_round_trip(tmp_path: Path, codes: tuple[int, int], ending: 
     case = Case("in", (tmp_path / f"in{ending}",), None)
     path = tmp_path / "new" / "folder" / "out.nii.gz"
     labels = torch.from_numpy(random_label(classes=256)).long()
-    save_labels(labels, case, path)
+    Volume.read(case).save_labels(labels, path)
     saved, source = nibabel.load(path), nibabel.load(case.images[0])
     assert saved.get_data_dtype() == np.uint8
     np.testing.assert_array_equal(np.asarray(saved.dataobj), labels.numpy())
@@ -54,12 +51,12 @@ def test_save_labels_round_trip(tmp_path: Path, codes: tuple[int, int], ending: 
     assert saved.header.get_xyzt_units() == ("mm", "sec") and saved.header["cal_max"] == 0
     assert [p.name for p in path.parent.iterdir()] == ["out.nii.gz"], "a draft was left behind"
     # And what was saved can be the label of its image.
-    check_cases([Case("in", case.images, path)], 256, progress=False)
+    read_all([Case("in", case.images, path)], 256)
 
 
 def test_save_labels_refuses(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out.nii.gz"
-    save_labels(random_label().astype(np.int64) * 300, case, out)
+    Volume.read(case).save_labels(random_label().astype(np.int64) * 300, out)
     saved = nibabel.load(out)
     assert saved.get_data_dtype() == np.int16 and np.asarray(saved.dataobj).max() == 600
     for labels, words in (
@@ -70,12 +67,14 @@ def test_save_labels_refuses(case: Case, tmp_path: Path, monkeypatch: pytest.Mon
         (random_label().astype(int) * 40000, r"0\.\.32767"),
     ):
         with pytest.raises(ValueError, match=words):
-            save_labels(labels, case, out)
+            Volume.read(case).save_labels(labels, out)
     with pytest.raises(ValueError, match=r"\.nii\.gz"):
-        save_labels(random_label(), case, tmp_path / "out.mha")
+        Volume.read(case).save_labels(random_label(), tmp_path / "out.mha")
     (tmp_path / "file").write_text("")
     inside = tmp_path / "file" / "out.nii.gz"
-    refuses(lambda: save_labels(random_label(), case, inside), inside, "cannot be written")
+    refuses(
+        lambda: Volume.read(case).save_labels(random_label(), inside), inside, "cannot be written"
+    )
 
     def full(*_: object) -> None:
         Path(str(_[1])).write_bytes(b"half")
@@ -83,7 +82,7 @@ def test_save_labels_refuses(case: Case, tmp_path: Path, monkeypatch: pytest.Mon
 
     before = out.read_bytes()
     monkeypatch.setattr(nibabel, "save", full)
-    refuses(lambda: save_labels(random_label(), case, out), out, "No space left")
+    refuses(lambda: Volume.read(case).save_labels(random_label(), out), out, "No space left")
     assert out.read_bytes() == before and not list(tmp_path.glob(".*")), "not atomic"
 
 
@@ -95,12 +94,12 @@ def test_real_hippocampus() -> None:
     assert (len(found.training), len(found.test)) == (190, 40)
     assert found.labels == ("background", "anterior", "posterior")
     some = [*found.training[::12], *found.test[::12]]
-    check_cases(some, 3, progress=False)
+    read_all(some, 3)
     with pytest.raises(DataError, match=r"expected 0\.\.1"):
-        check_cases(some, 2, progress=False)
+        read_all(some, 2)
     prepare = Prepare([Intensity()])
     for case in some:
-        image = prepare(load_case(case))["image"]
+        image = prepare(Volume.read(case))["image"]
         assert abs(float(image.mean())) < 1e-3 and abs(float(image.std()) - 1) < 1e-2
 
 
@@ -108,8 +107,8 @@ def test_real_sarcoma() -> None:
     found = read_dataset(real("sarcoma_ct"))
     assert found.channels == ("CT", "PET") and len(found.training) == 33
     for case in found.training[::8]:
-        loaded = load_case(case)
-        image, tumour = loaded["image"], loaded["label"] == 1
+        loaded = Volume.read(case)
+        image, tumour = loaded.image, loaded.label == 1
         grid = nibabel.load(case.images[0])
         assert image.shape == (2, *grid.shape)
         np.testing.assert_allclose(image.affine, grid.affine, atol=1e-4)

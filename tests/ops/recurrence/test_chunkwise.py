@@ -13,7 +13,7 @@ from ndlightnet.ops.recurrence.chunks import Decay, _times, inverse
 from ndlightnet.ops.recurrence.delta import gated_delta_rule
 from ndlightnet.ops.recurrence.gated import gated_linear_attention
 
-LENGTHS = [1, 2, 63, 64, 65, 131]
+LENGTHS = [1, 64, 65, 131]
 DECAYS = ["none", "scalar", "row"]
 
 
@@ -67,9 +67,11 @@ def test_the_size_of_a_chunk_does_not_matter(close, monkeypatch, rule, decay, ch
 
 @rules
 @decays
-def test_gradients_against_differences(rule, decay):
+def test_gradients_against_differences(monkeypatch, rule, decay):
+    """Over three chunks of two tokens, the last one not full."""
+    monkeypatch.setattr(chunks.to_chunks, "__defaults__", (2,))
     inputs = [None if x is None else x[:1, ..., :3].detach().requires_grad_()
-              for x in given(6, decay, dim=3, wide=3)]  # fmt: skip
+              for x in given(5, decay, dim=3, wide=3)]  # fmt: skip
     inputs[3] = inputs[3][..., :2].detach().requires_grad_()
     assert gradcheck(lambda *xs: run(rule, *put(xs, inputs, rule)), used(rule, inputs))
 

@@ -6,7 +6,7 @@ import torch
 from torch.autograd import gradcheck
 
 from ndlightnet.ops.recurrence.memory import elementwise_memory, matrix_memory, reference
-from ndlightnet.ops.recurrence.scan import running_sum, scan
+from ndlightnet.ops.recurrence.scan import prefix_sum, scan
 
 FORGETS = {
     "full": (2, 7, 3, 4, 5), "row": (2, 7, 3, 4, 1), "column": (2, 7, 3, 1, 5),
@@ -78,20 +78,21 @@ def test_a_split_hands_its_memory_over(close, shape, at, complex_):
     close(*(torch.view_as_real(x) if complex_ else x for x in (end, last)), 1e-12)
 
 
-@pytest.mark.parametrize("run, shape", [(elementwise_memory, 5), (matrix_memory, 4)])
-def test_autocast_and_fullgraph_change_nothing(run, shape):
-    inputs = [x.detach().float().requires_grad_() for x in given()]
-    s, e, i, m = inputs
-    f = torch.rand(2, 7, 3, 4, shape)
+def test_autocast_and_fullgraph_change_nothing():
+    s, e, i, m = inputs = [x.detach().float().requires_grad_() for x in given(4)]
+    f, matrix = torch.rand(2, 4, 3, 4, 5), torch.rand(2, 4, 3, 4, 4)
+
+    def run(s, e, i, m):
+        return *elementwise_memory(s, e, f, i, m), *matrix_memory(s, e, matrix, i, m)
 
     def results(run):
-        y, last = run(s, e, f, i, m)
-        return y, last, *torch.autograd.grad(y.square().sum() + last.sum(), inputs)
+        out = run(s, e, i, m)
+        return *out, *torch.autograd.grad(sum(x.square().sum() for x in out), inputs)
 
     expected = results(run)
     with torch.autocast("cpu", torch.bfloat16):
-        auto, slow = results(run), reference(s, e, f, i, m,
-                                             torch.matmul if shape == 4 else torch.mul)  # fmt: skip
+        auto = results(run)
+        slow = *reference(s, e, f, i, m), *reference(s, e, matrix, i, m, torch.matmul)
     torch.compiler.reset()
     compiled = results(torch.compile(run, fullgraph=True, backend="aot_eager"))
     for a, b, c in zip(expected, auto, compiled, strict=True):
@@ -186,9 +187,9 @@ def test_errors_show_the_shapes():
 
 
 @pytest.mark.parametrize("n", [0, 1, 64, 65, 200, 4097])
-def test_running_sums(close, n):
+def test_prefix_sums(close, n):
     x = torch.randn(2, n, 3, 2, dtype=torch.float64, requires_grad=True)
-    out, expected = running_sum(x), x.cumsum(1)
+    out, expected = prefix_sum(x), x.cumsum(1)
     close(out, expected, 1e-12)
     pull = torch.randn_like(out)
     close(*(torch.autograd.grad(y, x, pull)[0] for y in (out, expected)), 1e-12)

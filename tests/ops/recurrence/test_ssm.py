@@ -105,7 +105,7 @@ def test_tied_s4_is_one_filter_for_all_channels_and_not_s5(close):
     assert pulled[..., 0].all() and not pulled[..., 1:].any()
     m = S5(3, 8).double()
     parts = m.inputs(u, None)
-    read, _ = m.recur(parts, m.empty(2, None), 2)
+    read, _ = m.recur(parts, m.initial_memory(2, None), 2)
     assert grad(read[:, -1, 0].sum(), u)[0].all()
 
 

@@ -18,13 +18,8 @@ import yaml
 from ndlightnet import NDLightNet
 from ndlightnet.data.errors import DataError
 from ndlightnet.nn import mixers
-from ndlightnet.training import TaskCLI, run
-from ndlightnet.training.classification.images import (
-    ImageData,
-    ImageTask,
-    projections,
-    save_gallery,
-)
+from ndlightnet.training import ImageData, ImageTask, TaskCLI, run
+from ndlightnet.training.classification.pictures import projections, save_gallery
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = [

@@ -154,7 +154,7 @@ def test_wrong_number_of_classes(run, classify, digits, tmp_path, classes):
 
 
 def test_one_frame_of_the_digits(classify, tmp_path):
-    """The row "single frame" of tasks/compare.py on configs/digits.yaml."""
+    """The row "single frame" of tasks/evidence/compare.py on configs/digits.yaml."""
     done = classify(
         "fit", *DIGITS, f"--trainer.default_root_dir={tmp_path / 'out'}",
         f"--data.init_args.root={tmp_path / 'data'}", "--data.init_args.frames=1",

@@ -24,11 +24,8 @@ from ndlightnet import NDLightNet
 from ndlightnet.data.errors import DataError, printable
 from ndlightnet.data.volume.augment import Augment
 from ndlightnet.data.volume.class_folders import read_volume
-from ndlightnet.data.volume.volume import Case
-from ndlightnet.training import run
-from ndlightnet.training.classification.images import ImageData, ImageTask
-from ndlightnet.training.classification.volume_folders import VolumeFolders
-from ndlightnet.training.core.averaging import AveragedWeights
+from ndlightnet.data.volume.grid import Case
+from ndlightnet.training import AveragedWeights, ImageData, ImageTask, VolumeFolders, run
 from tests.training.hospital import claim, raw_header
 
 TINY = """

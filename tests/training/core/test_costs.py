@@ -3,16 +3,27 @@
 import json
 from types import SimpleNamespace
 
+import lightning
 import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ndlightnet import NDLightUNet
+from ndlightnet import NDLightNet, NDLightUNet
 from ndlightnet.nn import mixers
 from ndlightnet.training import SegmentationTask
 from ndlightnet.training.core import costs
-from ndlightnet.training.core.costs import Meter, MeteredTask, forward_flops
+from ndlightnet.training.core.costs import (
+    CostMonitor,
+    Meter,
+    case_costs,
+    forward_flops,
+    latencies,
+    median_seconds,
+    state_size,
+    training_costs,
+)
+from ndlightnet.training.core.task import Task
 from ndlightnet.training.peers import DynUNet, SegResNet
 
 SPACE = (9, 14, 11)
@@ -98,50 +109,72 @@ def test_the_meter_on_a_card(monkeypatch):
     assert meter.read() == (2, 12345) and seen[3:] == ["wait", "clock"]
 
 
-def trained(monkeypatch, epochs: list[tuple[float, int]], batches: int = 4) -> MeteredTask:
-    """A task after epochs of so many seconds and bytes."""
-    ahead = iter(epochs)
-    meter = SimpleNamespace(read=lambda: next(ahead))
-    monkeypatch.setattr(costs, "Meter", lambda device: meter)
-    task = MeteredTask()
-    task.net = nn.Linear(7, 3)
-    optimizer = SimpleNamespace(step=lambda closure: None)
-    data = SimpleNamespace(seed=0)
-    task._trainer = trainer = SimpleNamespace(datamodule=data, current_epoch=0, global_rank=0)
-    for _ in epochs:
-        task.on_train_epoch_start()
-        for number in range(batches):
-            trainer.is_last_batch = number == batches - 1
-            task.optimizer_step(0, number, optimizer, None)
-    return task
+def trained(monkeypatch, each: str, readings: list[tuple[float, int]], epochs: int = 1):
+    """A monitor after epochs of four steps, read by a meter of ours."""
+    ahead = iter(readings)
+    monkeypatch.setattr(costs, "Meter", lambda device: SimpleNamespace(read=lambda: next(ahead)))
+    monitor, task = CostMonitor(each), SimpleNamespace(device=torch.device("cpu"))
+    for _ in range(epochs):
+        monitor.on_train_epoch_start(None, task)
+        for number in range(4):
+            trainer = SimpleNamespace(is_last_batch=number == 3)
+            monitor.on_train_batch_start(trainer, task, None, number)
+            monitor.on_train_batch_end(trainer, task, None, None, number)
+    assert next(ahead, None) is None
+    return monitor
 
 
-def test_costs_of_a_training_and_its_answers(monkeypatch):
-    task = trained(monkeypatch, [(8.0, 3 * 10**9), (2.0, 10**9), (4.0, 2 * 10**9)])
-    answers = [(5.0, 10**8), (1.0, 4 * 10**8), (2.0, 10**8)]
-    assert task.costs(answers, (1, 7)) == {
+def test_costs_of_epochs_and_cases(monkeypatch):
+    readings = [(8.0, 3 * 10**9), (2.0, 10**9), (4.0, 2 * 10**9)]
+    monitor, net = trained(monkeypatch, "epoch", readings, 3), nn.Linear(7, 3)
+    cases = [(5.0, 10**8), (1.0, 4 * 10**8), (2.0, 10**8)]
+    assert case_costs(net, monitor, cases, (1, 7)) == {
         "parameters": 24, "gflops": 42e-9, "step_ms": 1000.0, "peak_memory_gb": 3.0,
         "case_seconds": 2.0, "case_memory_gb": 0.4,
     }  # fmt: skip
 
 
+def test_an_epoch_that_was_begun_before_the_checkpoint(monkeypatch):
+    """Lightning starts none then: the time of its rest counts."""
+    monkeypatch.setattr(costs, "Meter", lambda device: SimpleNamespace(read=lambda: (3.0, 0)))
+    monitor, task = CostMonitor("epoch"), SimpleNamespace(device=torch.device("cpu"))
+    monitor.on_train_start(None, task)
+    monitor.on_train_batch_end(SimpleNamespace(is_last_batch=True), task, None, None, 2)
+    assert monitor.seconds == [1.0]
+
+
+def test_costs_of_steps(monkeypatch):
+    monitor = trained(monkeypatch, "step", [(0.5, 10**9), (0.1, 0), (0.2, 2 * 10**9), (0.2, 0)])
+    assert training_costs(nn.Linear(7, 3), monitor) == {
+        "parameters": 24, "steps": 4, "train_seconds": 1.0, "step_ms": 200.0,
+        "peak_memory_gb": 2.0, "state_size": None,
+    }  # fmt: skip
+
+
 def test_without_a_training_and_a_card():
-    task = MeteredTask()
-    task.net = nn.Linear(7, 3)
-    found = task.costs([(5.0, 0)], (1, 7))
+    found = case_costs(nn.Linear(7, 3), CostMonitor("epoch"), [(5.0, 0)], (1, 7))
     assert (found["step_ms"], found["peak_memory_gb"], found["case_memory_gb"]) == (None,) * 3
 
 
 def test_checkpoints_keep_the_cost(monkeypatch, tmp_path):
-    task, other = trained(monkeypatch, [(8.0, 5), (2.0, 6)]), MeteredTask()
-    data = SimpleNamespace(names=dict, set_names=lambda names: None)
-    for one in (task, other):
-        one.data = lambda: data
+    """Also those of before, which held a pair of each epoch, in whatever number."""
+    monitor, other = trained(monkeypatch, "epoch", [(8.0, 5), (2.0, 6)], 2), CostMonitor("epoch")
     saved: dict[str, object] = {}
-    task.on_save_checkpoint(saved)
-    torch.save(saved, tmp_path / "x.ckpt")
-    other.on_load_checkpoint(torch.load(tmp_path / "x.ckpt", weights_only=True))
-    assert other.trained == [(2.0, 5), (0.5, 6)]
+    monitor.on_save_checkpoint(None, None, saved)
+    for content in (saved, {"cost": [(2.0, 5), (0.5, 6)]}, {"cost": [(2.0, 6)]}, {"cost": []}):
+        torch.save(content, tmp_path / "x.ckpt")
+        other.on_load_checkpoint(None, None, torch.load(tmp_path / "x.ckpt", weights_only=True))
+        found = (other.seconds, other.peak)
+        known = {0: ([], 0), 1: ([2.0], 6), 2: ([2.0, 0.5], 6)}[len(content["cost"])]
+        assert found == known
+
+
+def test_it_is_the_first_of_the_callbacks():
+    """What others do at the end of a step costs the network nothing."""
+    monitor, other = CostMonitor(), lightning.Callback()
+    trainer = SimpleNamespace(callbacks=[other, monitor])
+    monitor.on_fit_start(trainer, None)
+    assert trainer.callbacks == [monitor, other]
 
 
 def test_a_run_writes_its_costs(decathlon, segment, tmp_path, monkeypatch):
@@ -165,3 +198,54 @@ def test_a_run_writes_its_costs(decathlon, segment, tmp_path, monkeypatch):
     assert metrics["parameters"] == sum(x.numel() for k, x in saved.items() if k[:4] == "net.")
     assert metrics["gflops"] > 0 and metrics["step_ms"] == 1500 and metrics["case_seconds"] > 0
     assert metrics["peak_memory_gb"] is None and metrics["case_memory_gb"] is None
+
+
+@pytest.mark.parametrize(
+    "seconds, expected, calls",
+    [([9, 9, 1, 2, 6], 2, 5), ([9, 9, *[0.25] * 30], 0.25, 11), ([9, 9, *[0.01] * 30], 0.01, 32)],
+)
+def test_median_after_warm_up(monkeypatch, seconds, expected, calls):
+    """Two calls do not count; it ends after 30, or sooner when they last 2 seconds, but not
+    before 3."""
+    clock, done = [0.0], []
+
+    def call():
+        clock[0] += seconds[len(done)]
+        done.append(None)
+
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    assert median_seconds(call, torch.device("cpu")) == pytest.approx(expected)
+    assert len(done) == calls
+
+
+def test_latency_is_that_of_tests_of_a_batch_and_of_one():
+    seen = set()
+
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            seen.add((tuple(x.shape), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
+            return x
+
+    task = Task(Net())
+    task.trainer = lightning.Trainer(
+        accelerator="cpu", precision="bf16-mixed", logger=False, enable_checkpointing=False
+    )
+    found = latencies(task, torch.zeros(4, 2))
+    assert set(found) == {"latency_ms", "latency_one_ms"}
+    assert seen == {((4, 2), True, False), ((1, 2), True, False)}
+
+
+def test_state_size():
+    class Sized(mixers.Identity):
+        def __init__(self, dim: int, size: int = 40) -> None:
+            super().__init__(dim)
+            self.size = size
+
+        @property
+        def state_size(self) -> int:
+            return self.size
+
+    net = NDLightNet(1, 1, 2, patch_size=1, embed_dim=8, depth=2, mixer=Sized)
+    assert state_size(net) == 40
+    net.blocks[1].mixer.size = 41
+    assert state_size(net) is None and state_size(torch.nn.Linear(2, 2)) is None

@@ -18,7 +18,7 @@ from ndlightnet.data.series import Series, read_series, write_series
 from ndlightnet.models.forecaster import Forecaster
 from ndlightnet.training import TaskCLI, run
 from ndlightnet.training.core.optim import adamw_with_cosine
-from ndlightnet.training.forecasting.series import ForecastTask, SeriesData
+from ndlightnet.training.forecasting import ForecastTask, SeriesData
 
 ROOT = Path(__file__).parents[3]
 START, HOUR = datetime(2020, 1, 1, 5), timedelta(hours=1)

@@ -6,7 +6,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from ndlightnet.training.language.text import curves
+from ndlightnet.training.language.curves import curves
 
 
 def test_curves_of_several_runs(tmp_path, capsys):

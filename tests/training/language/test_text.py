@@ -17,9 +17,9 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from ndlightnet import Identity, LightNetAttention, NDLightNet, SoftmaxAttention
-from ndlightnet.training import TaskCLI, run
+from ndlightnet.training import TaskCLI, TextData, TextTask, run
 from ndlightnet.training.core.optim import adamw_with_cosine
-from ndlightnet.training.language.text import TextData, TextTask, decode, octaves, surprise
+from ndlightnet.training.language.measures import decode, octaves, token_nll
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "enwik8.yaml"
@@ -82,10 +82,10 @@ def measured(net, tmp_path, file, decode_bytes=0, **options) -> dict:
     return json.loads((tmp_path / "metrics.json").read_text())
 
 
-def test_surprise_by_hand():
+def test_token_nll_by_hand():
     logits = torch.randn(256, 256)
     windows = torch.randint(256, (3, 12), dtype=torch.uint8)
-    found = surprise(Fixed(logits), windows)
+    found = token_nll(Fixed(logits), windows)
     assert found.shape == (3, 11) and found.dtype == torch.float32
     for row, window in zip(found, windows, strict=True):
         np.testing.assert_allclose(row / math.log(2), costs(window, logits), rtol=1e-5)
@@ -336,12 +336,12 @@ def test_one_line_for_what_is_wrong(launch, tmp_path, text_file, options, messag
 
 def test_the_default_text_is_not_there(tmp_path, launch):
     config = CONFIG.read_text()
-    assert "root: ../shared" in config
-    small = config.replace("../shared", f"{tmp_path}/none").replace(
+    assert "root: text/" in config
+    small = config.replace("root: text/", f"root: {tmp_path}/none/").replace(
         "embed_dim: 384", "embed_dim: 8"
     )
     status, _, errors = launch(config=small)
-    assert (status, errors) == (1, [f"error: {tmp_path}/none/data/text/enwik8.xz: no such file"])
+    assert (status, errors) == (1, [f"error: {tmp_path}/none/enwik8.xz: no such file"])
 
 
 @pytest.mark.parametrize("mixer", ["LightNetAttention", "SoftmaxAttention", "Identity"])

@@ -17,9 +17,10 @@ from monai.bundle import ConfigParser, verify_net_in_out
 from monai.bundle.properties import InferProperties, MetaProperties
 from monai.bundle.utils import DEFAULT_METADATA
 
+from ndlightnet.data.volume.grid import Case
 from ndlightnet.data.volume.phantoms import LABELS, make_phantoms
 from ndlightnet.data.volume.transforms import Intensity, Prepare
-from ndlightnet.data.volume.volume import Case, load_case
+from ndlightnet.data.volume.volume import Volume
 from ndlightnet.nn.mixers import WindowAttention
 from ndlightnet.training import SegmentationTask, VolumeData, run
 from ndlightnet.training.segmentation import bundle as bundles
@@ -254,7 +255,7 @@ def test_preprocessing_is_prepare(spacing, chosen, tmp_path):
     assert config["evaluator"]["amp_kwargs"] == {"dtype": "$torch.bfloat16"}
     transform = ConfigParser(json.loads(json.dumps(config))).get_parsed_content("preprocessing")
     given = transform({"image": [str(tmp_path / "scan.nii.gz")]})["image"]
-    case = load_case(Case("scan", (tmp_path / "scan.nii.gz",), None))
+    case = Volume.read(Case("scan", (tmp_path / "scan.nii.gz",), None))
     wanted = Prepare(scales, spacing, chosen)(case)["image"]
     assert given.shape == wanted.shape and given.dtype == wanted.dtype == torch.float32
     # of clipped values; the affine is float32 in the file

@@ -272,6 +272,7 @@ def test_the_plan_is_a_config(scans, tmp_path, capsys, net):
      ({"root": "DIR/nowhere"}, "DIR/nowhere: no such folder"),
      ({"root": "DIR/none"}, "DIR/none: no training case with a label")],
 )  # fmt: skip
+@pytest.mark.usefixtures("cheap")
 def test_what_cannot_be_planned(scans, tmp_path, given, words):
     (tmp_path / "file").write_text("")
     none = json.loads((scans / "dataset.json").read_text())

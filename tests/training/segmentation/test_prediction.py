@@ -1,7 +1,6 @@
 """Predict: a folder as hospitals have them; labels lie on their voxels; every option of it."""
 
 import csv
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,22 +28,6 @@ LPS = np.diag([-1.0, -1.0, 1.0, 1.0])  # x to the left, y to the back, as DICOM 
 TURN = np.array([[0.8, -0.6, 0], [0.6, 0.8, 0], [0, 0, 1.0]])
 SHAPE = (13, 9, 11)
 CLASSES = "--model.net.init_args.out_channels=2"
-
-
-@pytest.fixture(scope="module")
-def checkpoints(segment, write_decathlon, tmp_path_factory) -> list[Path]:
-    """Of two trainings on a folder that is gone since."""
-    folder = tmp_path_factory.mktemp("trained")
-    root = write_decathlon(folder / "data")
-    for seed in (0, 1):
-        done = segment(
-            "fit", CLASSES, f"--trainer.default_root_dir={folder}/{seed}",
-            f"--data.init_args.root={root}", "--data.init_args.patch=[8,8,8]",
-            f"--seed_everything={seed}",
-        )  # fmt: skip
-        assert (done.status, done.errors) == (0, [])
-    shutil.rmtree(root)
-    return [folder / str(seed) / "checkpoints" / "last.ckpt" for seed in (0, 1)]
 
 
 @pytest.fixture

@@ -192,6 +192,19 @@ def test_a_training_that_ends_within_its_first_epoch(segment, decathlon, tmp_pat
     assert saved["global_step"] == 1 and saved["cost"] == []
 
 
+@pytest.mark.parametrize("cut", [3, 4])  # within the second epoch, and at its end
+def test_a_training_cut_off_by_its_steps_goes_on(segment, decathlon, tmp_path, cut):
+    """Lightning does not start anew the epoch that it was in."""
+    common = (*on(decathlon, tmp_path), "--trainer.max_epochs=-1")
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    assert segment("fit", *common, f"--trainer.max_steps={cut}").status == 0
+    assert torch.load(last, weights_only=True)["global_step"] == cut
+    done = segment("fit", *common, "--trainer.max_steps=7", f"--ckpt_path={last}")
+    assert (done.status, done.errors) == (0, []), done.err[-2000:]
+    saved = torch.load(last, weights_only=True)
+    assert saved["global_step"] == 7 and all(seconds > 0 for seconds, _ in saved["cost"])
+
+
 def test_a_fold_is_held_out_and_all_folds_are_all_cases(segment, decathlon, tmp_path):
     """Of every fold: trained on are the others, tested is the fold."""
     tested = []

@@ -1,0 +1,109 @@
+"""The command `ndlightnet TASK ...`: every task of the library, by name."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from inspect import signature
+from pathlib import Path
+from typing import NamedTuple
+
+CONFIGS = Path(__file__).parents[1] / "configs"  # of the source repository; a wheel has none
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # how OpenMP's threads wait
+SEGMENTATION = "ndlightnet.training.segmentation"
+
+
+class Door(NamedTuple):
+    """A task: a line on it, the names of its two classes in ndlightnet.training, its default
+    config, and its commands beside Lightning's, each by `module:function`."""
+
+    line: str
+    task: str
+    data: str
+    config: str
+    commands: dict[str, str] = {}  # noqa: RUF012 (never written to)
+
+
+DOORS = {
+    "image_cls": Door(
+        "classify grey images and volumes of one size", "ImageTask", "ImageData", "fashion_mnist"
+    ),
+    "video_cls": Door("classify videos, of files or a camera", "VideoTask", "VideoData", "digits"),
+    "volume_cls": Door("classify volumes (CT, MRI)", "ImageTask", "ImageData", "adrenal28"),
+    "signal_cls": Door(
+        "classify signals of different lengths", "SignalTask", "SignalData", "spoken_digits"
+    ),
+    "ct_segmentation": Door(
+        "segment volumes (CT, MRI, several channels)", "SegmentationTask", "VolumeData", "phantoms",
+        {name: f"{SEGMENTATION}.{name}:{name}" for name in ("plan", "folds", "bundle")},
+    ),
+    "text_lm": Door(
+        "a language model of bytes", "TextTask", "TextData", "enwik8",
+        {"curves": "ndlightnet.training.language.curves:curves"},
+    ),
+    "forecast": Door("forecast an hourly series", "ForecastTask", "SeriesData", "ett"),
+}  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line, of this process or as given. Returns the exit status."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if given and given[0] in DOORS:
+        return door(given[0], None if arguments is None else given[1:], begin=1)
+    asked = given[:1] in ([], ["-h"], ["--help"])
+    if not asked:
+        print(f"error: {given[0]}: expected a task, one of {', '.join(DOORS)}", file=sys.stderr)
+        return 2
+    print("usage: ndlightnet TASK COMMAND [--config FILE] ...\n\ntasks:")
+    for name, found in DOORS.items():
+        print(f"  {name:17}{found.line}")
+        if found.commands:
+            print(f"  {'':17}  also: {', '.join(found.commands)}")
+    print("\ncommands: fit, validate, test, predict; ndlightnet TASK fit --help lists the options")
+    return 0
+
+
+def door(name: str, arguments: list[str] | None = None, begin: int = 0) -> int:
+    """The task of this name, with these arguments, or with those of this process from number
+    `begin` on. Returns the exit status."""
+    if arguments is None:
+        _wait_asleep()
+    given = sys.argv[1 + begin :] if arguments is None else arguments
+    from ndlightnet import training
+
+    found = DOORS[name]
+    task, data = getattr(training, found.task), getattr(training, found.data)
+    commands = {key: partial(_call, where) for key, where in found.commands.items()}
+    return training.run(task, data, CONFIGS / f"{found.config}.yaml", commands, given)
+
+
+def _call(where: str, arguments: list[str]) -> int | None:
+    """A function of the list of arguments, or one whose parameters are its options."""
+    from jsonargparse import auto_cli
+
+    module, name = where.split(":")
+    function: Callable[..., int | None] = getattr(import_module(module), name)
+    if [*signature(function).parameters] == ["arguments"]:
+        return function(arguments)
+    auto_cli(function, args=arguments)
+    return 0
+
+
+def _wait_asleep() -> None:
+    """Begins this process anew with OpenMP's threads set to sleep while they wait.
+
+    By default they spin, so that runs side by side wait for each other's spinning: on 2 cores under
+    a load of 8 a training step of a small network took 34 s, and 2.6 s asleep. OpenMP reads the
+    variable when torch is loaded, which `import ndlightnet` has done before we are asked.
+    """
+    if not any(name in os.environ for name in WAITING):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        if os.name == "posix":  # elsewhere exec returns to the shell at once
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

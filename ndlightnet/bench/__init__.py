@@ -1,8 +1,0 @@
-"""How fast the library is, beside the memory's speed and its peers: `python -m ndlightnet.bench`.
-
-timing     a call -> milliseconds
-rows       who is compared on what: Case, Contender, Cell, Bench
-peers      the same work by others
-attention, tpe, decode, step    the groups of rows
-output     tables, CSV, JSON, the figure
-"""

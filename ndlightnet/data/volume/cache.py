@@ -1,0 +1,97 @@
+"""Prepared volumes, kept in memory or in a folder, as training and validation read them."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from monai.data.meta_tensor import MetaTensor
+from monai.transforms.croppad.dictionary import SpatialPadd
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ndlightnet.data.errors import readable, whole_file
+from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.transforms import Prepare
+from ndlightnet.data.volume.volume import Volume, in_threads
+
+KEPT_PER_CLASS = 20_000  # crop centres kept for every class of a volume; they are held in memory
+FORM = 2  # to be raised when what a cache folder holds changes, so that old files are not used
+
+
+class CachedVolumes(Dataset[dict[str, Any]]):
+    """Cases made ready once. held: of each the dictionary, or the file that has it."""
+
+    def __init__(self, held: Sequence[dict[str, Any] | Path]) -> None:
+        self.held = list(held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        data = self.held[number]
+        if isinstance(data, Path):
+            with readable(data):  # mapped: a crop reads its own part of the file, not the whole
+                data = torch.load(data, mmap=True, weights_only=True)
+        affine = data["affine"]
+        return {**data, **{key: MetaTensor(data[key], affine) for key in ("image", "label")}}
+
+
+# MONAI's datasets are not used: an error in a transform becomes a RuntimeError of theirs, without
+# our line, and the one that keeps files gives other types than those that went in.
+def cached_volumes(
+    cases: Sequence[Case],
+    prepare: Prepare,
+    classes: int,
+    patch: Sequence[int] | None = None,
+    workers: int = 2,
+    folder: str | None = None,
+    progress: bool = True,
+) -> CachedVolumes:
+    """Labelled cases, all prepared before this returns, with `workers` threads: held in memory, or,
+    with `folder`, in a file for each case, which later runs find and any number of folds share.
+
+    Of each: "image", MetaTensor (channels, x, y, z) float32, "label", MetaTensor (1, x, y, z) uint8
+    or int16, "affine", "name". With `patch`, for Crops: padded to it, and "places", for
+    each of `classes` but the background the flat indices of up to KEPT_PER_CLASS voxels, int64.
+    Raises DataError as `Volume.read`, and as `prepare`.
+    """
+    pad: Any = None if patch is None else SpatialPadd(("image", "label"), patch)
+
+    def made(case: Case) -> dict[str, Any]:
+        data = prepare(Volume.read(case, classes, len(prepare.intensities)))
+        if pad is not None:
+            data = pad(data)
+            flat = data["label"].as_tensor().flatten()
+            data["places"] = [_some(flat == number) for number in range(1, classes)]
+        affine = data["image"].affine
+        return {**data, **{k: data[k].as_tensor() for k in ("image", "label")}, "affine": affine}
+
+    def held(case: Case) -> dict[str, Any] | Path:
+        if folder is None:
+            return made(case)
+        file = Path(folder) / f"{case.name}.{_key(case, prepare, classes, patch)}.pt"
+        if not file.exists():
+            content = made(case)
+            with whole_file(file) as draft, draft.open("wb") as kept:
+                torch.save(content, kept)
+        return file
+
+    return CachedVolumes(in_threads(held, cases, "preparing volumes", progress, workers))
+
+
+def _some(mask: Tensor) -> Tensor:
+    """Flat indices of up to KEPT_PER_CLASS cells of a mask, spread evenly over all."""
+    places = mask.nonzero()[:, 0]
+    return places[:: max(1, -(-len(places) // KEPT_PER_CLASS))].clone()
+
+
+def _key(case: Case, prepare: Prepare, classes: int, patch: Sequence[int] | None) -> str:
+    """Another one for every way to prepare and every state of the files."""
+    given = [path for path in (*case.images, case.label) if path is not None]
+    files = [f for path in given for f in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    there = [f for f in files if f.is_file()]  # a link may lead nowhere
+    states = [(str(f.resolve()), f.stat().st_mtime_ns, f.stat().st_size) for f in there]
+    how = (prepare.intensities, prepare.spacing, prepare.channels, classes, patch)
+    return hashlib.sha256(repr((FORM, how, states)).encode()).hexdigest()[:16]

@@ -1,0 +1,150 @@
+"""What a case is, and where the voxels of a file lie: the words that all readers share."""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ndlightnet.data.errors import DataError, file_name
+
+EDGES = (0.001, 100.0)  # mm; outside, a header is taken for broken or in another unit
+SLAB = 2**18  # voxels read at a time: 2 MB in float64
+# bytes of this machine, where it tells
+MEMORY = (
+    os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
+)
+NO_SIDES = "left and right are not known"
+# read(z, channel): the slices z as (x, y, n), rescaled, in the file's own type or float64
+Read = Callable[[slice, int], NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One patient: image files (each a file or a folder with a DICOM series), first the one that
+    gives the grid, and the label file where there is one. slices: the files of the DICOM series,
+    for the folder may hold others; none: all of the folder's. The name is changed to one that a
+    file can have: results are called by it."""
+
+    name: str
+    images: tuple[Path, ...]
+    label: Path | None
+    slices: tuple[Path, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", file_name(self.name))
+
+
+@dataclass(frozen=True)
+class FileGrid:
+    """The grid of a file, without its voxels.
+
+    shape: (x, y, z, channels). affine: (4, 4) float64, from voxel indices to RAS mm. notes: one
+    line for each thing that was decided for the user. slices: of a DICOM series, in order of z.
+    labels: makes a nibabel image of labels (x, y, z) with the header of the file, where it has one.
+    Raises DataError for more voxels than the memory can hold as float32, and for an affine that
+    cannot be inverted or has edges outside 0.001 to 100 mm.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    affine: NDArray[np.float64]
+    notes: tuple[str, ...] = ()
+    slices: tuple[Any, ...] = ()
+    labels: Callable[[NDArray[Any]], Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_size(self.path, self.shape, 4, MEMORY, "this machine's memory")  # as float32
+        lost = f"{self.path}: has an affine that does not place the voxels in space"
+        if self.affine.shape != (4, 4) or not np.isfinite(self.affine).all():
+            raise DataError(lost)
+        low, high = self.edges.min(), self.edges.max()
+        # Volume of a voxel against that of a box with its edges: 1 for right angles.
+        if low == 0 or abs(np.linalg.det(self.affine)) < 1e-6 * self.edges.prod():
+            raise DataError(lost)
+        if low < EDGES[0] or high > EDGES[1]:
+            raise DataError(
+                f"{self.path}: has voxel edges of {low:.3g} to {high:.3g} mm, "
+                f"expected {EDGES[0]:g} to {EDGES[1]:g}"
+            )
+
+    @property
+    def edges(self) -> NDArray[np.float64]:
+        """(3,): the voxel's edges in mm."""
+        return np.asarray(np.linalg.norm(self.affine[:3, :3], axis=0))
+
+    @property
+    def corners(self) -> NDArray[np.float64]:
+        """(8, 4): the outermost voxel centres in mm, homogeneous."""
+        ends = np.array(np.meshgrid(*[(0, n - 1) for n in self.shape[:3]], [1], indexing="ij"))
+        return np.asarray(ends.reshape(4, -1).T @ self.affine.T)
+
+    def slabs(self, read: Read) -> Iterator[tuple[int, slice, NDArray[Any]]]:
+        """(channel, z, voxels (x, y, n)), in the order in which a file holds them."""
+        x, y, z, channels = self.shape
+        step = max(1, SLAB // (x * y))
+        for channel in range(channels):
+            for low in range(0, z, step):
+                part = slice(low, min(low + step, z))
+                yield channel, part, read(part, channel)
+
+    def label_image(self, labels: Tensor | NDArray[Any]) -> Any:
+        """The nibabel image of labels (x, y, z) on this grid, as `label_array` checks them."""
+        array = label_array(labels, self.shape[:3], self.path)
+        image: Any
+        if self.labels is None:
+            image = nibabel.Nifti1Image(array, self.affine)  # type: ignore[no-untyped-call]
+            image.set_sform(self.affine, code=1)  # 1: the scanner's own space
+            image.header.set_xyzt_units("mm")
+        else:
+            image = self.labels(array)
+        image.set_data_dtype(array.dtype)
+        image.header["cal_min"] = image.header["cal_max"] = 0  # the display window of the source
+        return image
+
+
+def four_axes(path: Path, shape: Sequence[int], dtype: Any) -> tuple[int, ...]:
+    """(x, y, z, channels). A plane is one slice; further axes of length one are none."""
+    if np.dtype(dtype).kind not in "biuf":
+        raise DataError(f"{path}: voxels should be real numbers, are {dtype}")
+    axes = tuple(int(n) for n in shape)
+    while len(axes) > 3 and axes[-1] == 1:
+        axes = axes[:-1]
+    if any(n < 0 for n in axes):
+        raise DataError(f"{path}: has a negative axis: shape {axes}")
+    if 0 in axes:
+        raise DataError(f"{path}: has an empty axis, no voxels: shape {axes}")
+    if not 2 <= len(axes) <= 4:
+        raise DataError(f"{path}: should have 3 axes (or 2, or 4 with channels), has shape {axes}")
+    return (*axes, 1, 1)[:4]
+
+
+def check_size(path: Path, shape: Sequence[int], itemsize: int, most: float, holder: str) -> None:
+    """DataError for a header that claims more bytes than `most`, before room is made for them."""
+    if (claimed := math.prod(shape) * itemsize) > most:
+        sizes = " x ".join(map(str, shape))
+        raise DataError(
+            f"{path}: its header claims {sizes} voxels, {claimed / 1e9:.3g} GB, more than "
+            f"{holder} can hold"
+        )
+
+
+def label_array(
+    labels: Tensor | NDArray[Any], shape: Sequence[int], path: Path
+) -> NDArray[np.uint8 | np.int16]:
+    """Labels as uint8, or int16 where one is above 255. Raises ValueError unless they are whole
+    numbers in 0..32767 on the grid (`shape`) of the image at `path`."""
+    array = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
+    if array.dtype.kind not in "biu":
+        raise ValueError(f"labels should be whole numbers, got {array.dtype}")
+    if array.shape != tuple(shape):
+        raise ValueError(f"labels have shape {array.shape}, {path} has {tuple(shape)}")
+    if array.min() < 0 or array.max() >= 2**15:
+        raise ValueError(f"labels should be in 0..32767, are {array.min()}..{array.max()}")
+    return array.astype(np.uint8 if array.max() < 256 else np.int16)

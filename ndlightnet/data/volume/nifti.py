@@ -1,0 +1,56 @@
+"""NIfTI files, by nibabel. MONAI's NibabelReader is not used: it rewrites an affine that disagrees
+with pixdim."""
+
+import gzip
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+from nibabel.filebasedimages import ImageFileError
+from numpy.typing import NDArray
+
+from ndlightnet.data.volume.grid import NO_SIDES, FileGrid, Read, check_size, four_axes
+
+DEFLATED = 1032  # times smaller, at most, that gzip makes a file
+
+
+def open_nifti(path: Path, _: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
+    """Opens the file once: nibabel.load would open it a second time, and it stops at the last
+    voxel, before the checksum of gzip, while most flipped bits give other voxels, not a broken
+    stream."""
+    packed = path.name.lower().endswith(".gz")
+    stream: Any = gzip.GzipFile(path) if packed else path.open("rb")
+    image = _kind(stream).from_stream(stream)
+    dtype, held = image.get_data_dtype(), path.stat().st_size
+    shape = four_axes(path, image.shape, dtype)
+    most = held * DEFLATED if packed else held
+    check_size(path, shape, dtype.itemsize, most, f"a file of {held} bytes")
+    voxels = image.dataobj.reshape(shape)
+
+    def read(z: slice, channel: int) -> NDArray[Any]:
+        part = np.asarray(voxels[:, :, z, channel])
+        if (z.stop, channel + 1) == shape[2:]:
+            while packed and stream.read(2**20):
+                pass  # the end raises if the checksum is wrong
+            stream.close()
+        return part
+
+    kind, affine, header = type(image), image.affine, image.header
+    notes = []
+    if header["sform_code"] == 0 and header["qform_code"] == 0:
+        notes.append(f"{path}: has no affine (sform_code and qform_code are 0): {NO_SIDES}")
+    # A header that is passed along with its own affine keeps both codes and transforms.
+    labels = lambda array: kind(array, affine, header)  # noqa: E731
+    return FileGrid(path, shape, affine, tuple(notes), labels=labels), read
+
+
+def _kind(stream: Any) -> Any:
+    """NIfTI-1 or NIfTI-2, by the first bytes."""
+    start = stream.read(nibabel.Nifti2Header.sizeof_hdr)
+    stream.seek(0)
+    for kind in (nibabel.Nifti1Image, nibabel.Nifti2Image):
+        if kind.header_class.may_contain_header(start):
+            return kind
+    raise ImageFileError("not a NIfTI file")

@@ -1,0 +1,124 @@
+"""Grid: samples of one shape, a row of tokens each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ndlightnet.layout.base import Layout, Shape
+
+
+@dataclass(frozen=True)
+class Grid(Layout):
+    """Shape of the token lattice, flattened row-major (the last axis runs fastest).
+
+    offset: coordinates of the first token, one per axis, where the grid is a part of a larger one:
+    an int, a scalar tensor, or a tensor (batch,) with one for every sample. It belongs to no
+    comparison of grids.
+    """
+
+    shape: Shape
+    offset: tuple[int | Tensor, ...] | None = field(default=None, compare=False)
+
+    @staticmethod
+    def of(tokens: Tensor) -> Grid:
+        """The grid of tokens `(batch, *grid, dim)`."""
+        if tokens.ndim < 3:
+            raise ValueError(f"tokens of shape {tuple(tokens.shape)}: expected (batch, *grid, dim)")
+        return Grid(tuple(tokens.shape[1:-1]))
+
+    def after(self, frames: int | Tensor) -> Grid:
+        """The same grid so many frames later: an int, a scalar tensor, or one for every sample."""
+        return replace(self, offset=(frames, *[0] * (self.ndim - 1)))
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        return len(self.shape)
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:  # type: ignore[override]
+        return (self.shape,)
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        n = 1
+        for size in self.shape:
+            n = n * size
+        return n
+
+    def flatten(self, x: Tensor) -> Tensor:
+        """`(batch, *grid, ...)` -> `(batch, length, ...)`."""
+        return x.reshape(x.shape[0], self.length, *x.shape[1 + self.ndim :])
+
+    def unflatten(self, x: Tensor) -> Tensor:
+        """`(batch, length, ...)` -> `(batch, *grid, ...)`."""
+        return x.reshape(x.shape[0], *self.shape, *x.shape[2:])
+
+    def _flat(self, x: Tensor, trailing: int) -> Tensor | None:
+        middle = tuple(x.shape[1 : x.ndim - trailing])
+        if middle == self.shape:
+            return self.flatten(x)
+        return x if middle == (self.length,) else None
+
+    def _form(self, *trailing: str) -> str:
+        return f"(batch, {', '.join(map(str, (*self.shape, *trailing)))})"
+
+    def coordinates(self, device: torch.device | str | None = None) -> Tensor:
+        axes = [
+            self.spread(torch.arange(size, device=device), axis)
+            for axis, size in enumerate(self.shape)
+        ]
+        return torch.stack(axes, dim=-1).reshape(self.length, self.ndim)
+
+    def samples(self, batch: int) -> int:
+        return batch
+
+    def spread_samples(self, values: Tensor) -> Tensor:
+        return values[:, None]
+
+    def pool(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None:
+            return x.mean(1)
+        real = mask[..., None].to(x.dtype)
+        return (x * real).sum(1) / real.sum(1).clamp(min=1)
+
+    def map_samples(self, function: Callable[..., Tensor], *xs: Tensor | None) -> Tensor:
+        return function(self, *xs)
+
+    def map_lines(self, function: Callable[[Tensor], Tensor], x: Tensor, axis: int) -> Tensor:
+        if x.numel() == 0:
+            return x
+        lines = function(self.lines(self.unflatten(x), axis))
+        return self.flatten(self.unlines(lines, axis))
+
+    def spread(self, values: Tensor, axis: int) -> Tensor:
+        """Values along one axis, `(grid[axis], ...)`, as seen by every token: `(*grid, ...)`."""
+        view = [1] * self.ndim
+        view[axis] = self.shape[axis]
+        return values.reshape(*view, *values.shape[1:]).expand(*self.shape, *values.shape[1:])
+
+    def lines(self, x: Tensor, axis: int) -> Tensor:
+        """`(batch, *grid, dim)` -> `(batch * other axes, grid[axis], dim)`: every line along
+        `axis`."""
+        return x.movedim(1 + axis, -2).reshape(-1, self.shape[axis], x.shape[-1])
+
+    def unlines(self, lines: Tensor, axis: int) -> Tensor:
+        """Inverse of `lines`."""
+        rest = self.shape[:axis] + self.shape[axis + 1 :]
+        x = lines.reshape(-1, *rest, self.shape[axis], lines.shape[-1])
+        return x.movedim(-2, 1 + axis)
+
+    def reorder(self, x: Tensor, axis: int, reverse: bool = False) -> Tensor:
+        """`(batch, length, ...)` row by row -> ordered so that `axis` runs fastest and the others
+        as they do row by row; reverse: from the end."""
+        x = self.unflatten(x).movedim(1 + axis, self.ndim).flatten(1, self.ndim)
+        return x.flip(1) if reverse else x
+
+    def restore(self, x: Tensor, axis: int, reverse: bool = False) -> Tensor:
+        """Inverse of `reorder`."""
+        rest = self.shape[:axis] + self.shape[axis + 1 :]
+        x = (x.flip(1) if reverse else x).unflatten(1, (*rest, self.shape[axis]))
+        return self.flatten(x.movedim(self.ndim, 1 + axis))

@@ -1,0 +1,79 @@
+"""Cells to rows of patches, of one sample or of samples end to end: batches without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ndlightnet.layout.base import per_axis
+from ndlightnet.layout.ragged import Ragged
+
+
+def cut_patches(x: Tensor, patch: Sequence[int]) -> Tensor:
+    """Cells `(batch, channels, *space)` -> a row a patch, `(batch, *grid, cells * channels)`.
+
+    Sizes that the patch does not divide are padded with zeros at the end.
+    """
+    dims = len(patch)
+    pad = []
+    for size, step in zip(reversed(x.shape[2:]), reversed(patch), strict=True):
+        pad += [0, -size % step]
+    cut = " ".join(f"(n{a} p{a})" for a in range(dims))
+    grid, cells = (" ".join(f"{c}{a}" for a in range(dims)) for c in "np")
+    sizes = {f"p{a}": size for a, size in enumerate(patch)}
+    x = torch.nn.functional.pad(x, pad)
+    return rearrange(x, f"b c {cut} -> b {grid} ({cells} c)", **sizes)
+
+
+@dataclass
+class Packed:
+    """A batch of samples of different shapes, end to end: what NDLightNet takes instead of a
+    padded batch and a mask. values: (length, channels), a row for each token; or numbers of words
+    (length,)."""
+
+    values: Tensor
+    layout: Ragged
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Packed:
+        return Packed(self.values.to(device, non_blocking=non_blocking), self.layout)
+
+    def pin_memory(self) -> Packed:
+        return Packed(self.values.pin_memory(), self.layout)
+
+    def unpack(self) -> list[Tensor]:
+        """Each sample by itself, (*grid, channels)."""
+        return [part[0] for part in self.layout.split(self.values)]
+
+
+def pack(samples: Iterable[Tensor], patch_size: int | Sequence[int] | None = None) -> Packed:
+    """Samples (channels, *space) of any sizes, cut into patches and put end to end.
+
+    patch_size: that of the network. Each sample is padded with zeros to whole patches, as it is
+    alone. None: samples are words (length,). A nested tensor is a sequence of samples too.
+    """
+    samples = list(samples.unbind() if isinstance(samples, Tensor) else samples)
+    if not samples:
+        raise ValueError("samples=[]: expected one or more")
+    if patch_size is None:
+        if any(x.ndim != 1 for x in samples):
+            raise ValueError("patch_size=None: expected words (length,); cells need a patch_size")
+        return Packed(torch.cat(samples), Ragged(x.shape for x in samples))
+    dims, channels = samples[0].ndim - 1, samples[0].shape[0]
+    for i, x in enumerate(samples):
+        if x.ndim != dims + 1 or x.shape[0] != channels or not x.is_floating_point():
+            raise ValueError(
+                f"samples[{i}] {tuple(x.shape)} {x.dtype}: expected floats (channels={channels}, "
+                f"*space) with {dims} axes"
+            )
+    size = patch_size if isinstance(patch_size, int) else tuple(patch_size)
+    patch = per_axis("patch_size", size, dims)
+    parts = [cut_patches(x[None], patch)[0] for x in samples]
+    layout = Ragged(part.shape[:-1] for part in parts)
+    return Packed(torch.cat([part.flatten(0, -2) for part in parts]), layout)

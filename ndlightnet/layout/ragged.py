@@ -1,0 +1,170 @@
+"""Ragged: samples of different shapes, end to end in one row of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ndlightnet.layout.base import Layout
+from ndlightnet.layout.grid import Grid
+
+
+class Lines(NamedTuple):
+    """Lines along one axis, of samples of like lengths. table (lines, 3) int32: first token, step
+    from token to token, length; `most`: a power of two that no length exceeds."""
+
+    axis: int
+    most: int
+    table: Tensor
+
+
+class Ragged(Layout):
+    """The shapes of samples that lie end to end in one row: a pack.
+
+    Users have its tokens as (length, ...); sample i has those from offsets[i] to offsets[i + 1],
+    row-major. Tables on a device are cached, since every layer needs the same ones.
+    """
+
+    def __init__(self, shapes: Iterable[Sequence[int]]) -> None:
+        self.shapes = tuple(tuple(int(n) for n in shape) for shape in shapes)
+        if not self.shapes or len({len(shape) for shape in self.shapes}) > 1:
+            raise ValueError(
+                f"shapes={self.shapes}: expected one or more, with the same number of axes"
+            )
+        self.ndim = len(self.shapes[0])
+        self.lengths = tuple(Grid(shape).length for shape in self.shapes)
+        self.offsets = (0, *accumulate(self.lengths))
+        self.length = self.offsets[-1]
+        self._made: dict[Any, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __repr__(self) -> str:
+        return f"Ragged({self.shapes})"
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The result of `make`, cached under this key."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def flatten(self, x: Tensor) -> Tensor:
+        return x[None]
+
+    def unflatten(self, x: Tensor) -> Tensor:
+        return x[0]
+
+    def _flat(self, x: Tensor, trailing: int) -> Tensor | None:
+        lead = tuple(x.shape[: x.ndim - trailing])
+        if lead == (self.length,):
+            return self.flatten(x)
+        return x if lead == (1, self.length) else None
+
+    def _form(self, *trailing: str) -> str:
+        return f"({', '.join([str(self.length), *trailing])}{'' if trailing else ','})"
+
+    def coordinates(self, device: torch.device | str | None = None) -> Tensor:
+        return torch.cat([Grid(shape).coordinates(device) for shape in self.shapes])
+
+    def samples(self, batch: int) -> int:
+        return len(self)
+
+    def spread_samples(self, values: Tensor) -> Tensor:
+        return values[self.owners(values.device)][None]
+
+    def pool(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        exact = x[0].to(torch.promote_types(x.dtype, torch.float32))
+        if mask is None:
+            sizes = self.sizes(x.device)
+        else:
+            exact = exact * mask[0, :, None]
+            sizes = self._sum(mask[0].to(torch.int64))
+        return (self._sum(exact) / sizes.clamp(min=1)[:, None]).to(x.dtype)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """(length, ...) -> (samples, ...)."""
+        return x.new_zeros(len(self), *x.shape[1:]).index_add(0, self.owners(x.device), x)
+
+    def map_samples(self, function: Callable[..., Tensor], *xs: Tensor | None) -> Tensor:
+        parts = [[None] * len(self) if x is None else x.split(self.lengths, 1) for x in xs]
+        grids = map(Grid, self.shapes)
+        return torch.cat([function(*part) for part in zip(grids, *parts, strict=True)], 1)
+
+    def map_lines(self, function: Callable[[Tensor], Tensor], x: Tensor, axis: int) -> Tensor:
+        # a row more, for what lies beyond the ends of lines
+        source = torch.cat([x[0], x.new_zeros(1, *x.shape[2:])])
+        total = torch.zeros_like(source)
+        for group in self.lines(x.device):
+            if group.axis == axis:
+                first, step, size = group.table.long()[:, :, None].unbind(1)
+                at = torch.arange(group.most, device=x.device)
+                token = torch.where(at < size, first + at * step, self.length).flatten()
+                lines = source.index_select(0, token).unflatten(0, (-1, group.most))
+                total = total.index_copy(0, token, function(lines).flatten(0, 1))
+        return total[None, :-1]
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """Tokens (length, ...) as samples (1, *shape, ...)."""
+        return [
+            x[a:b].reshape(1, *shape, *x.shape[1:])
+            for (a, b), shape in zip(pairwise(self.offsets), self.shapes, strict=True)
+        ]
+
+    def owners(self, device: torch.device) -> Tensor:
+        """The sample of every token, (length,) int64."""
+
+        def make() -> Tensor:
+            rows = torch.arange(len(self), device=device)
+            return rows.repeat_interleave(self.sizes(device), output_size=self.length)
+
+        made: Tensor = self.once(("owners", device), make)
+        return made
+
+    def sizes(self, device: torch.device) -> Tensor:
+        """Tokens of every sample, (samples,) int64."""
+        made: Tensor = self.once(
+            ("sizes", device), lambda: torch.tensor(self.lengths, device=device)
+        )
+        return made
+
+    def frames(self, device: torch.device) -> tuple[Ragged, Tensor, int]:
+        """The frames of all samples (steps of the first axis) as samples of their own; where each
+        lies in a padded table of frames, sample * most + frame; and `most`, the most of a sample.
+        """
+
+        def make() -> tuple[Ragged, Tensor, int]:
+            most = max(shape[0] for shape in self.shapes)
+            shapes = [(1, *shape[1:]) for shape in self.shapes for _ in range(shape[0])]
+            at = [row * most + i for row, shape in enumerate(self.shapes) for i in range(shape[0])]
+            return Ragged(shapes), torch.tensor(at, device=device), most
+
+        made: tuple[Ragged, Tensor, int] = self.once(("frames", device), make)
+        return made
+
+    def lines(self, device: torch.device) -> list[Lines]:
+        """The lines along every axis, in groups of like lengths (at least 16, twice that, ...)."""
+        made: list[Lines] = self.once(("lines", device), lambda: self._lines(device))
+        return made
+
+    def _lines(self, device: torch.device) -> list[Lines]:
+        groups = []
+        for axis in range(self.ndim):
+            sizes = [max(16, 1 << (shape[axis] - 1).bit_length()) for shape in self.shapes]
+            for most in sorted({n for n, size in zip(sizes, self.lengths, strict=True) if size}):
+                tables = []
+                for row, shape in enumerate(self.shapes):
+                    if sizes[row] == most and self.lengths[row]:
+                        step = Grid(shape[axis + 1 :]).length
+                        first = torch.arange(self.lengths[row] // shape[axis], dtype=torch.int32)
+                        first = first // step * (step * shape[axis]) + first % step
+                        table = torch.tensor([0, step, shape[axis]], dtype=torch.int32)
+                        table = table.repeat(len(first), 1)
+                        table[:, 0] = first + self.offsets[row]
+                        tables.append(table)
+                groups.append(Lines(axis, most, torch.cat(tables).to(device, non_blocking=True)))
+        return groups

@@ -1,0 +1,104 @@
+"""A stream's steps from CUDA graphs: a frame is one launch, not the thousands of Python's calls."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+Step = Callable[[Tensor, Any], tuple[Tensor, Any]]
+
+
+class Captured(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    x: Tensor
+    output: Tensor
+    state: Any
+
+
+def clone(state: Any) -> Any:
+    """The same state in tensors of its own."""
+    return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
+
+
+class Graphs:
+    """`step(x, state) -> (output, state)`, replayed from a CUDA graph where the same kind of input
+    comes again.
+
+    All graphs share one state, whose tensors every replay overwrites: `clone` what is to be kept.
+    """
+
+    most = 8  # graphs that are held: those used last
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.state: Any = None
+        self.captured: dict[Any, Captured | None] = {}  # None: seen once, not worth a graph yet
+
+    def __call__(self, key: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """key: what decides about a step besides numbers and shapes of `x` and `state`."""
+        # tensors that are made in inference mode could not be written outside it
+        with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(x.device):
+            if self.state is None or _kinds(self.state) != _kinds(state):
+                self.state, self.captured = clone(state), {}
+            numbers = (leaf for leaf in tree_leaves(state) if not isinstance(leaf, Tensor))
+            key = (key, x.shape, x.dtype, *numbers)
+            if key not in self.captured:
+                self.captured[key] = None
+                if len(self.captured) > self.most:
+                    del self.captured[next(iter(self.captured))]
+                return self.step(x, state)
+            self._write(state)
+            found = self.captured.pop(key) or self._capture(x, state)
+            self.captured[key] = found
+            found.x.copy_(x)
+            found.graph.replay()
+            return found.output.clone(), found.state
+
+    def _write(self, state: Any) -> None:
+        mine = [leaf for leaf in tree_leaves(self.state) if isinstance(leaf, Tensor)]
+        given = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+        own = {leaf.untyped_storage().data_ptr() for leaf in mine}
+        # a part of a tensor that is overwritten first
+        given = [
+            leaf.clone() if all(leaf is not m for m in mine)
+            and leaf.untyped_storage().data_ptr() in own else leaf
+            for leaf in given
+        ]  # fmt: skip
+        for into, leaf in zip(mine, given, strict=True):
+            if into is not leaf:
+                into.copy_(leaf)
+
+    def _capture(self, x: Tensor, state: Any) -> Captured:
+        x, state = x.clone(), _laid_over(state, self.state)
+        stream = torch.cuda.Stream(x.device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # kernels compile and workspaces are made before a capture
+            for _ in range(2):
+                self.step(x, state)
+        torch.cuda.current_stream().wait_stream(stream)
+        gc.collect()  # freeing an old graph during a capture would end it
+        graph = torch.cuda.CUDAGraph()
+        # what other threads do meanwhile, such as pinning memory, must not end it either
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            output, after = self.step(x, state)
+            if _kinds(after) != _kinds(state):
+                raise RuntimeError("a step of a stream changed the shapes or dtypes of its state")
+            self._write(after)
+        return Captured(graph, x, output, _laid_over(after, self.state))
+
+
+def _kinds(state: Any) -> list[Any]:
+    """Shapes and dtypes of all tensors."""
+    leaves = tree_leaves(state)
+    return [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in leaves]
+
+
+def _laid_over(state: Any, tensors: Any) -> Any:
+    """The numbers of `state`, with the tensors of the other one."""
+    others = iter([leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)])
+    return tree_map(lambda x: next(others) if isinstance(x, Tensor) else x, state)

@@ -1,0 +1,150 @@
+"""The contract of all mixers."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ndlightnet.layout import Grid, Layout
+
+
+class Mixer(nn.Module, ABC):
+    """Tokens -> tokens of the same shape, on grids of any number of axes.
+
+    A subclass writes `mix`, and `mix_context` if it can read another source. `forward` brings
+    tokens to (batch, length, dim) beside their layout and checks mask and context, for all mixers.
+    """
+
+    ragged = False  # whether `mix` takes a pack at once; else it is called for each sample
+    renamed: tuple[tuple[str, str], ...] = ()  # parameters: (name in old checkpoints, name today)
+
+    def forward(
+        self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False,
+        layout: Layout | None = None, context: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Tokens (batch, *grid, dim) -> same shape.
+
+        mask: bool over the source's tokens (batch, *grid), False = padding, which is not read.
+        causal: along the first axis: a token sees its own frame (a step of that axis) and those
+        before it; without context. layout: with a Ragged x is (length, dim) and mask (length,);
+        with a Grid x may be (batch, length, dim). context: a source (batch, *its grid, context dim)
+        to read instead of x, where a mixer has a cross form; samples of one shape only.
+        """
+        grid = layout or Grid.of(x)
+        tokens = grid.tokens(x)
+        if context is not None:
+            if causal:
+                raise ValueError("causal=True with a context: a source is read as a whole")
+            if not isinstance(grid, Grid):
+                raise ValueError(
+                    "layout with a context: expected samples of one shape, or no context"
+                )
+            source = Grid.of(context)
+            flat, mask = source.tokens(context), source.flatten_mask(mask)
+            y = self.mix_context(tokens, grid, flat, source, mask)
+        else:
+
+            def mix(layout: Layout, x: Tensor, mask: Tensor | None) -> Tensor:
+                return self.mix(x, layout, mask, causal)
+
+            mask = grid.flatten_mask(mask)
+            y = mix(grid, tokens, mask) if self.ragged else grid.map_samples(mix, tokens, mask)
+        return y.reshape(x.shape)
+
+    @abstractmethod
+    def mix(self, x: Tensor, layout: Any, mask: Tensor | None, causal: bool) -> Tensor:
+        """Tokens (batch, length, dim) -> same shape. layout: a Grid, or with `ragged` any Layout.
+        mask: bool (batch, length), False = padding."""
+
+    def mix_context(
+        self, x: Tensor, grid: Any, context: Tensor, source: Grid, mask: Tensor | None
+    ) -> Tensor:
+        """The cross form: tokens (batch, length, dim) on `grid` read a context (batch, its length,
+        context dim) on the grid `source`, whose mask it is."""
+        raise ValueError(f"context: {type(self).__name__} has no cross form")
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
+        for old, new in self.renamed:
+            if prefix + old in state_dict:
+                state_dict[prefix + new] = state_dict.pop(prefix + old)
+        super()._load_from_state_dict(state_dict, prefix, *more)  # type: ignore[no-untyped-call]
+
+    @property
+    def state_size(self) -> int | None:
+        """Numbers that the causal form remembers of one sequence; None where these grow with it."""
+        return None
+
+    def implementation(self, x: Tensor, causal: bool = False) -> str:
+        """What forward(x, causal=causal) runs on here and now (dtype, autocast, gradients):
+        "torch", or the kernels' name; with the reason where kernels do not run."""
+        return "torch"
+
+
+class StreamingMixer(Mixer):
+    """A mixer whose causal form goes on from frame to frame with a state that does not grow."""
+
+    @abstractmethod
+    def init_state(
+        self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
+    ) -> Any:
+        """The state before the first frame, of shape `space`: a tuple of tensors with a row for
+        each sample."""
+
+    @abstractmethod
+    def step(self, x: Tensor, grid: Grid, state: Any) -> tuple[Tensor, Any]:
+        """The next frames: tokens (batch, length, dim) on a grid with an offset, and the state
+        before them -> the causal form's result, and the state after them."""
+
+    def advance(self, x: Tensor, state: Any, position: int | Tensor) -> tuple[Tensor, Any]:
+        """The next frames (batch, frames, *space, dim) of the causal form; `position`: how many
+        came before, one number or (batch,) of them."""
+        grid = Grid.of(x).after(position)
+        y, state = self.step(grid.flatten(x), grid, state)
+        return y.reshape(x.shape), state
+
+    @property
+    def state_size(self) -> int:
+        return sum(x.numel() * (2 if x.is_complex() else 1) for x in self.init_state(1))
+
+
+def reads_context(mixer: nn.Module | type[nn.Module]) -> bool:
+    """Whether a mixer, or those of a class, have a cross form."""
+    kind = mixer if isinstance(mixer, type) else type(mixer)
+    if issubclass(kind, Mixer):
+        return kind.mix_context is not Mixer.mix_context
+    return "context" in inspect.signature(kind.forward).parameters
+
+
+def check_axes(grid: Grid, source: Grid, remedy: str = "") -> None:
+    """Of x and of a context, for a position code in both."""
+    if source.ndim != grid.ndim:
+        raise ValueError(
+            f"context on a grid {source.shape}, x on {grid.shape}: they share coordinates and need "
+            f"as many axes{remedy}"
+        )
+
+
+def projected_like(x: Tensor, *shape: int) -> Tensor:
+    """An empty tensor as a projection of x would be: dtype under autocast, gradients."""
+    kind = x.device.type
+    on = kind != "meta" and torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if on else x.dtype
+    made = torch.empty(0, *shape, dtype=dtype, device=x.device)
+    return made.requires_grad_(torch.is_grad_enabled())
+
+
+def zero_padding(mask: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
+    """(batch, length, ...) with 0 where mask (batch, length) is False: even NaN in the padding
+    cannot leak."""
+    if mask is None:
+        return xs
+    return tuple(x.masked_fill(~expand_to(mask, x), 0) for x in xs)
+
+
+def expand_to(tokens: Tensor, x: Tensor) -> Tensor:
+    """A value for each token (batch, length) -> the shape of x (batch, length, ...)."""
+    return tokens.reshape(*tokens.shape, *[1] * (x.ndim - 2)).expand_as(x)

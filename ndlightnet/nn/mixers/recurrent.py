@@ -1,0 +1,180 @@
+"""Mixers that read tokens one after the other, in one or more orders of a grid."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from functools import reduce
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ndlightnet.layout import Grid
+from ndlightnet.nn.mixers.base import StreamingMixer, expand_to
+
+Scan = Literal["raster", "both", "axes"]
+
+
+class RecurrentState(NamedTuple):
+    """The state of a recurrent mixer: the last few tokens as they are, and the memory."""
+
+    tail: Tensor  # (batch, lookback, width)
+    memory: Tensor  # (batch, ...)
+
+
+class Order:
+    """One order of a grid's tokens. With a mask the real ones come first and padding behind them,
+    where no recurrence, convolution or token shift meets it: a sample is what it is alone."""
+
+    def __init__(self, grid: Grid, axis: int, reverse: bool, mask: Tensor | None) -> None:
+        """axis: the one that runs fastest. reverse: from the end. mask: bool (batch, length)."""
+        self.grid, self.axis, self.reverse = grid, axis, reverse
+        self.rank: Tensor | None = None  # of every token in this order, (batch, length)
+        if mask is not None:
+            real = grid.reorder(mask, axis, reverse)
+            count, hidden = real.cumsum(1), (~real).cumsum(1)
+            self.rank = torch.where(real, count, count[:, -1:] + hidden) - 1
+
+    def apply(self, x: Tensor) -> Tensor:
+        """(batch, length, ...) row by row -> in this order."""
+        x = self.grid.reorder(x, self.axis, self.reverse)
+        if self.rank is None:
+            return x
+        return torch.empty_like(x).scatter(1, expand_to(self.rank, x), x)
+
+    def undo(self, x: Tensor) -> Tensor:
+        """Inverse of `apply`."""
+        if self.rank is not None:
+            x = x.gather(1, expand_to(self.rank, x))
+        return self.grid.restore(x, self.axis, self.reverse)
+
+
+class Recurrent(StreamingMixer):
+    """A mixer that reads tokens one after the other, on a grid of any number of axes.
+
+    scan: how it covers a grid. "raster": row by row, forward (the last axis runs fastest). "both":
+    forward and backward. "axes": forward and backward in as many orders as there are axes, in each
+    of which another axis runs fastest (2 x axes scans, as in VMamba). All scans share their
+    weights; their outputs are summed, and a token reads itself in the first one only. With
+    causal=True a grid is read row by row, forward, whatever `scan` says.
+
+    A subclass gives `project`, `inputs`, `recur`, `output` and `initial_memory`.
+    """
+
+    lookback = 0  # tokens before a token that `inputs` looks at
+    width: int  # channels of `project`'s result
+
+    def __init__(self, scan: Scan) -> None:
+        super().__init__()
+        if scan not in get_args(Scan):
+            raise ValueError(f"scan={scan!r}: expected 'raster', 'both' or 'axes'")
+        self.scan = scan
+
+    def project(self, x: Tensor) -> Tensor:
+        """What is the same whatever the order: (..., dim) -> (..., width)."""
+        return x
+
+    @abstractmethod
+    def inputs(self, z: Tensor, mask: Tensor | None) -> Any:
+        """Projected tokens in their order (batch, lookback + length, width) -> what the recurrence
+        takes; its tensors are (batch, length, ...). mask (batch, length) bool, False = padding: it
+        lies behind all tokens, so only the last memory, where it is read, has to be protected.
+        """
+
+    @abstractmethod
+    def recur(self, parts: Any, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
+        """(what tokens read (batch, length, ...), the last memory). The tokens of the first
+        `inclusive` samples also read themselves."""
+
+    def join(self, one: Tensor, other: Tensor) -> Tensor:
+        """What was read in two orders, together."""
+        return one + other
+
+    @abstractmethod
+    def output(self, parts: Any, y: Tensor) -> Tensor:
+        """The inputs in the first order, and what was read in all -> (batch, length, dim)."""
+
+    @abstractmethod
+    def initial_memory(self, batch: int, device: torch.device | str | None) -> Tensor:
+        """The memory before the first token."""
+
+    def mix(self, x: Tensor, layout: Grid, mask: Tensor | None, causal: bool) -> Tensor:
+        first, y, _, order = self.read_orders(x, layout, mask, causal)
+        return order.undo(self.output(first, y))
+
+    def read_orders(
+        self, x: Tensor, grid: Grid, mask: Tensor | None, causal: bool
+    ) -> tuple[Any, Tensor, Tensor, Order]:
+        """A grid in all its orders: the inputs in the first one, what its tokens read in all of
+        them (batch, length, ...), the last memory of each, (orders, batch, ...), and the first
+        order."""
+        batch = len(x)
+        orders = [Order(grid, axis, reverse, mask) for axis, reverse in self.orders(grid, causal)]
+        ordered = None
+        if mask is not None:  # else NaN in the padding would leak
+            x = x.masked_fill(~mask[..., None], 0)
+            ordered = torch.cat([order.apply(mask) for order in orders])
+        z = self.project(x)
+        # all orders are samples of one batch: as many steps as one order takes
+        lines = torch.cat([order.apply(z) for order in orders])
+        parts = self.inputs(nn.functional.pad(lines, (0, 0, self.lookback, 0)), ordered)
+        y, memory = self.recur(parts, self.initial_memory(len(lines), x.device), inclusive=batch)
+        y, memory = (part.unflatten(0, (len(orders), batch)) for part in (y, memory))
+        others = zip(y[1:], orders[1:], strict=True)
+        reads = [y[0], *(orders[0].apply(order.undo(one)) for one, order in others)]
+        if isinstance(parts, Tensor):
+            first = parts[:batch]
+        else:
+            first = type(parts)(*(None if part is None else part[:batch] for part in parts))
+        return first, reduce(self.join, reads), memory, orders[0]
+
+    def orders(self, grid: Grid, causal: bool) -> list[tuple[int, bool]]:
+        """(axis that runs fastest, whether from the end); the first one is row by row."""
+        axes = range(grid.ndim - 1, -1, -1) if self.scan == "axes" else [grid.ndim - 1]
+        forward_only = causal or self.scan == "raster"
+        both = [(axis, reverse) for axis in axes for reverse in (False, True)]
+        return both[:1] if forward_only else both
+
+    def init_state(
+        self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
+    ) -> RecurrentState:
+        weight = next(self.parameters())
+        tail = torch.zeros(batch, self.lookback, self.width, dtype=weight.dtype, device=device)
+        return RecurrentState(tail, self.initial_memory(batch, device))
+
+    def step(self, x: Tensor, grid: Grid, state: RecurrentState) -> tuple[Tensor, RecurrentState]:
+        z = self.project(x)
+        z = torch.cat([state.tail.to(z.dtype), z], 1)
+        parts = self.inputs(z, None)
+        y, memory = self.recur(parts, state.memory, inclusive=len(x))
+        tail = z[:, z.shape[1] - self.lookback :].to(state.tail.dtype)
+        return self.output(parts, y), RecurrentState(tail, memory)
+
+
+def exclude_self(y: Tensor, inclusive: int, self_read: Callable[[slice], Tensor]) -> Tensor:
+    """y (batch, ...) minus what tokens read of themselves, self_read(samples), except in the first
+    `inclusive` samples."""
+    if inclusive == len(y):
+        return y
+    others = slice(inclusive, None)
+    return torch.cat([y[:inclusive], y[others] - self_read(others)])
+
+
+def short_conv(z: Tensor, weight: Tensor) -> Tensor:
+    """Depthwise and causal: z (batch, taps - 1 + length, channels), weight (channels, taps) ->
+    (batch, length, channels)."""
+    taps = weight.shape[1]
+    n = z.shape[1] - taps + 1
+    return sum((z[:, i : i + n] * weight[:, i].to(z.dtype) for i in range(1, taps)),
+               z[:, :n] * weight[:, 0].to(z.dtype))  # fmt: skip
+
+
+def init_dt_bias(channels: int, dt_min: float, dt_max: float) -> nn.Parameter:
+    """(channels,): softplus of it is a step between dt_min and dt_max, its logarithm evenly
+    drawn."""
+    if not 0 < dt_min <= dt_max:
+        raise ValueError(f"dt_min={dt_min}, dt_max={dt_max}: expected 0 < dt_min <= dt_max")
+    step = torch.empty(channels).uniform_(math.log(dt_min), math.log(dt_max)).exp()
+    return nn.Parameter(step + torch.log(-torch.expm1(-step)))

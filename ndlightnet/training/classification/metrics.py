@@ -1,0 +1,28 @@
+"""How good the answers of a classifier are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torchmetrics.functional.classification import binary_auroc, multiclass_confusion_matrix
+
+
+def scores(probabilities: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str, Any]:
+    """Of probabilities (samples, classes) and the true classes (samples,), for metrics.json.
+
+    `balanced_accuracy` is the mean recall of the classes that occur; `auc` is of the second of two.
+    """
+    matrix = multiclass_confusion_matrix(probabilities, labels, len(names))
+    recall = matrix.diagonal() / matrix.sum(1)  # not a number where a class does not occur
+    result = {
+        "top1": float(matrix.trace() / matrix.sum()),
+        "balanced_accuracy": float(recall.nanmean()),
+        "recall": dict(zip(names, recall.tolist(), strict=True)),
+        "majority_class": float(matrix.sum(1).max() / matrix.sum()),
+    }
+    if len(names) == 2:
+        both = len(labels.unique()) == 2
+        result["auc"] = float(binary_auroc(probabilities[:, 1], labels)) if both else None
+    return {**result, "confusion": matrix.tolist()}

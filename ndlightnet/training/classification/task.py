@@ -1,0 +1,97 @@
+"""Classification, whatever a sample is: cross-entropy, accuracy, the confusion matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ndlightnet.training.classification.metrics import scores
+from ndlightnet.training.classification.pictures import save_confusion
+from ndlightnet.training.core.report import write_json
+from ndlightnet.training.core.task import Task
+
+
+class ClassificationTask(Task):
+    """Trains `net`, inputs -> `(batch, classes)` logits. Batches are `(*inputs, labels, numbers)`;
+    the number of a sample tells it from the others.
+
+    Args:
+        net, lr, weight_decay: as of Task.
+        label_smoothing: of the cross-entropy.
+        others: as of Task.
+    """
+
+    monitor = "val_accuracy"
+    samples = "samples"  # what they are called in metrics.json
+
+    def __init__(
+        self,
+        net: nn.Module,
+        lr: float = 1e-3,
+        weight_decay: float = 0.05,
+        label_smoothing: float = 0.1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(net, lr=lr, weight_decay=weight_decay, **kwargs)
+        self.loss = nn.CrossEntropyLoss(label_smoothing=label_smoothing)
+
+    def training_step(self, batch: tuple[Any, ...], _: int) -> Tensor:
+        *inputs, labels, _numbers = batch
+        loss: Tensor = self.loss(self(*inputs).float(), labels)
+        self.log("loss", loss, prog_bar=True, batch_size=len(labels))
+        return loss
+
+    def probabilities(self, *inputs: Any) -> Tensor:
+        """(batch, classes) float32, as validation, test and prediction ask for them."""
+        found: Tensor = self.net(*inputs).float().softmax(-1)
+        return found
+
+    def validation_step(self, batch: tuple[Any, ...], _: int) -> None:
+        *inputs, labels, _numbers = batch
+        self.log_validation(self.probabilities(*inputs), labels)
+
+    def log_validation(self, probabilities: Tensor, labels: Tensor) -> None:
+        right = (probabilities.argmax(-1) == labels).float().mean()
+        self.log("val_accuracy", right, prog_bar=True, batch_size=len(labels), sync_dist=True)
+
+    def on_test_epoch_start(self) -> None:
+        self.tested: dict[int, tuple[Tensor, int]] = {}  # probabilities and label of each sample
+
+    def test_step(self, batch: tuple[Any, ...], _: int) -> None:
+        *inputs, labels, numbers = batch
+        self.keep(self.probabilities(*inputs), labels, numbers)
+
+    def keep(self, probabilities: Tensor, labels: Tensor, numbers: Tensor) -> None:
+        """The result of a test's batch."""
+        pairs = zip(probabilities.cpu(), labels.tolist(), strict=True)
+        self.tested |= dict(zip(numbers.tolist(), pairs, strict=True))
+
+    def on_test_epoch_end(self) -> None:
+        tested = self.gathered(self.tested)
+        probabilities = torch.stack([found for found, _ in tested.values()])
+        labels = torch.tensor([label for _, label in tested.values()])
+        names = self.data().classes
+        metrics = {
+            **scores(probabilities, labels, names),
+            self.samples: len(labels),
+            **self.more_metrics(probabilities, labels),
+        }
+        self.log("test_accuracy", metrics["top1"], rank_zero_only=True)
+        if not self.trainer.is_global_zero:
+            return
+        write_json(self.out() / "metrics.json", metrics)
+        save_confusion(self.out() / "confusion.png", torch.tensor(metrics["confusion"]), names)
+        self.save_samples(list(tested), probabilities, labels)
+        self.summary = (
+            f"held-out accuracy {metrics['top1']:.3f} over {len(labels)} {self.samples}; see "
+            f"{self.out()}"
+        )
+
+    def more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
+        """What this kind of sample adds to metrics.json; called in every process."""
+        return {}
+
+    def save_samples(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
+        """Pictures of the test samples of these numbers; called in one process."""

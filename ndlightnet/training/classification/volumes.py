@@ -1,0 +1,112 @@
+"""Volumes to classify, of any sizes, from folders of classes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.images import Batches, ImageSet
+from ndlightnet.data.volume.class_folders import (
+    largest_extent,
+    list_classes,
+    read_part,
+    read_volume,
+)
+from ndlightnet.data.volume.datasets import find_inputs
+from ndlightnet.data.volume.grid import Case
+from ndlightnet.training.classification.images import ImageData
+from ndlightnet.training.core.report import say
+
+
+class VolumeFolders(ImageData):
+    """`train/CLASS/*`, `test/CLASS/*` and perhaps `val/CLASS/*` under `root`: NIfTI, NRRD and
+    MetaImage files and folders with a DICOM series. All are held in memory, as bytes.
+
+    Args:
+        root: the folder. The classes are called as the folders are.
+        size: cells along x, y and z that every volume is brought to.
+        spacing: mm per cell along x, y and z; larger volumes are cut, smaller ones filled about the
+            middle. Default: such that no training volume is cut, for which they are read once more.
+        input: for predict: a file, or a folder of files and of DICOM series at any depth.
+        modality: of these series, take those of this modality only (CT, MR, PT, ...).
+        others: as of ImageData.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        size: list[int],
+        spacing: list[float] | None = None,
+        input: str | None = None,
+        modality: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(root, **kwargs)
+        self.size, self.spacing, self.input, self.modality = size, spacing, input, modality
+        self.mean, self.deviation = 0.0, 0.0
+
+    def setup(self, stage: str) -> None:
+        size, spacing = self.size, self.spacing
+        if len(size) != 3 or min(size) < 1:
+            raise DataError(f"data.size={size}: expected three numbers of cells above 0")
+        if spacing is not None and (len(spacing) != 3 or not min(spacing) > 0):
+            raise DataError(f"data.spacing={spacing}: expected three numbers of mm above 0")
+        if stage != "predict":  # for that all comes with the checkpoint
+            super().setup(stage)
+
+    def read(self) -> dict[str, ImageSet]:
+        notes: list[str] = []
+        classes, parts = list_classes(self.root, notes)
+        say(notes)
+        if self.classes not in ((), classes):
+            raise DataError(f"{self.root}: classes={list(self.classes)}, has {list(classes)}")
+        self.classes = classes
+        if self.spacing is None:
+            extent = largest_extent([case for case, _ in parts["train"]])
+            self.spacing = [mm / cells for mm, cells in zip(extent, self.size, strict=True)]
+        if self.augment and self.augment.spacing is None:
+            self.augment = replace(self.augment, spacing=tuple(self.spacing))
+        return {part: read_part(cases, self.size, self.spacing) for part, cases in parts.items()}
+
+    def predict_dataloader(self) -> Any:
+        if self.input is None:
+            raise DataError("data.input: expected a file or a folder to predict, got none")
+        notes: list[str] = []
+        cases = find_inputs(self.input, notes=notes, modality=self.modality)
+        say(notes)
+        if not self.deviation or self.spacing is None:
+            raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
+        task: Any = self.trainer and self.trainer.lightning_module
+        images, self.predict_files = [], []
+        for case in cases:
+            with task.one_input(case.images[0]):
+                images.append(read_volume(case, self.size, self.spacing))
+                self.predict_files.append(_told(case))
+        if not images:
+            return []
+        labels = torch.zeros(len(images), dtype=torch.int64)
+        return Batches(ImageSet(torch.stack(images), labels), self.batch_size, self.replica())
+
+    def names(self) -> dict[str, list[Any]]:
+        """What a checkpoint keeps, so that predict does without the training data."""
+        if not self.classes:
+            return {"classes": [], "size": [], "spacing": [], "scale": []}
+        return {
+            "classes": list(self.classes), "size": list(self.size),
+            "spacing": list(self.spacing or ()), "scale": [self.mean, self.deviation],
+        }  # fmt: skip
+
+    def set_names(self, names: dict[str, list[Any]]) -> None:
+        self.classes, self.size, self.spacing = (
+            tuple(names["classes"]), names["size"], names["spacing"]
+        )  # fmt: skip
+        self.mean, self.deviation = names["scale"]
+
+
+def _told(case: Case) -> str:
+    """The file; of a DICOM series that shares its folder with others, its name as well."""
+    path = case.images[0]
+    return f"{path} ({case.name})" if case.slices and path.name != case.name else str(path)

@@ -1,0 +1,110 @@
+"""Bits per byte as a table and as curves, of one run and of several."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ndlightnet.data.errors import DataError, whole_file
+from ndlightnet.training.core.report import COLORS, plain_text
+
+
+def write_table(path: Path, metrics: dict[str, Any]) -> None:
+    """Lines of "window": all bytes of windows so long; of "position": those of the longest ones
+    that lie between start and end."""
+    lines = [
+        ("window", 0, length, bits, "", metrics["not_measured"].get(length, ""))
+        for length, bits in metrics["bits_per_byte_at"].items()
+    ]
+    for span, bits in metrics["bits_per_byte_by_position"].items():
+        other = metrics["same_bytes_at_training_length"].get(span, "")
+        lines.append(("position", *map(int, span.split("-")), bits, other, ""))
+    with whole_file(path) as draft, open(draft, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["of", "start", "end", "bits_per_byte", "at_training_length", "note"])
+        writer.writerows(lines)
+
+
+def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
+    """The metrics.json of runs by name, in one picture: bits per byte over the length of windows,
+    and what positions in the longest ones cost beyond the same bytes at the training length."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    colors = [color for color in COLORS if color != "#F0E442"]  # yellow does not show on white
+    figure = Figure(figsize=(11, 4), layout="constrained", facecolor="white")
+    left, right = panels = figure.subplots(1, 2)
+    ticks: set[int] = set()
+    for number, (name, metrics) in enumerate(runs.items()):
+        at = {int(n): bits for n, bits in metrics["bits_per_byte_at"].items() if bits is not None}
+        other = metrics["same_bytes_at_training_length"]
+        beyond = {
+            int(span.split("-")[1]): bits - other[span]
+            for span, bits in metrics["bits_per_byte_by_position"].items()
+            if span in other
+        }
+        style: dict[str, Any] = {
+            "color": colors[number % len(colors)], "marker": "os^Dv"[number % 5], "markersize": 5,
+            "linestyle": ("-", "--", ":")[number // len(colors) % 3], "linewidth": 2,
+        }  # fmt: skip
+        left.plot(list(at), list(at.values()), label=name, **style)
+        right.plot(list(beyond), list(beyond.values()), **style)
+        ticks |= set(at) | set(beyond)
+    for axes in panels:
+        for trained in {metrics["train_length"] for metrics in runs.values()}:
+            axes.axvline(trained, color="#777777", linestyle="--", linewidth=1, zorder=0)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator(sorted(ticks)))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: short(int(n))))
+        axes.grid(color="#DDDDDD", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    right.axhline(0, color="#777777", linewidth=1, zorder=0)
+    left.set(title="windows from an empty context", ylabel="bits per byte",
+             xlabel="bytes in a window (dashed: in training)")  # fmt: skip
+    right.set(title="the longest windows by position", xlabel="octaves of positions, by their end",
+              ylabel="less the same bytes at training length")  # fmt: skip
+    figure.legend(
+        *left.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9
+    )
+    plain_text(figure)
+    with whole_file(path) as draft:
+        figure.savefig(draft, dpi=130, format="png")
+
+
+def short(n: int) -> str:
+    return f"{n >> 10}k" if n >= 1024 and n % 1024 == 0 else str(n)
+
+
+def curves(arguments: Sequence[str]) -> int:
+    """The command `curves`: one picture of several runs. Returns the exit status."""
+    parser = argparse.ArgumentParser("text_lm.py curves", description="One picture of all runs.")
+    parser.add_argument("runs", nargs="+", type=Path, help="folders with a metrics.json of `test`")
+    parser.add_argument("--out", type=Path, default=Path("runs/curves.png"))
+    options = parser.parse_args(arguments)
+    names = [run.name for run in options.runs]
+    if len(set(names)) < len(names):
+        names = list(map(str, options.runs))
+    try:
+        draw(dict(zip(names, map(read_metrics, options.runs), strict=True)), options.out)
+    except DataError as error:
+        parser.exit(1, f"error: {error}\n")
+    print(options.out)
+    return 0
+
+
+def read_metrics(folder: Path) -> dict[str, Any]:
+    """DataError unless there is the metrics.json of a language model."""
+    path = folder / "metrics.json"
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    try:
+        metrics: dict[str, Any] = json.loads(path.read_text())
+        metrics["bits_per_byte_at"], metrics["same_bytes_at_training_length"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: not what the test of a language model writes") from error
+    return metrics

@@ -1,0 +1,118 @@
+"""Language models of bytes: trained at one length and tested at others, and as streams."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.training.core.costs import training_costs
+from ndlightnet.training.core.report import write_json
+from ndlightnet.training.core.task import Task
+from ndlightnet.training.language.curves import draw, write_table
+from ndlightnet.training.language.measures import decode, means, token_nll
+
+BYTES = 256  # words of the vocabulary
+
+
+class TextTask(Task):
+    """Trains `net`, bytes (batch, length) -> logits (batch, length, 256) of the byte after each.
+
+    `test` gives bits per byte for every length of the data: the same text in windows of that many
+    bytes, each from an empty context, and by position in the longest windows. A length for which
+    the memory of the device does not suffice is left out, with the reason.
+
+    Args:
+        net: the network, causal.
+        decode_bytes: `test` also goes through so many bytes by `net.stream()`, in chunks and byte
+            by byte, and compares that with the network on all of them at once; 0: it does not.
+        others: as of Task.
+    """
+
+    saved = (*Task.saved, "cost")
+    measures = "step"
+    monitor = "val_score"  # the best checkpoint has the highest
+
+    def __init__(
+        self,
+        net: nn.Module,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        decode_bytes: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(net, lr=lr, weight_decay=weight_decay, **kwargs)
+        self.decode_bytes = decode_bytes
+
+    def setup(self, stage: str) -> None:
+        for name, wanted in (("causal", True), ("vocab_size", BYTES), ("per_token", True)):
+            here = getattr(self.net, name, wanted)
+            if here != wanted:
+                raise DataError(f"model.net: expected a network with {name}={wanted}, got {here}")
+        held = len(self.data().test_text)
+        if not 0 <= self.decode_bytes < held:
+            raise DataError(
+                f"model.decode_bytes={self.decode_bytes}: expected fewer than the {held} bytes "
+                "that are held out to test, 0 for none"
+            )
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        loss = token_nll(self, batch).mean()
+        bits = loss.detach() / math.log(2)
+        self.log("bits_per_byte", bits, prog_bar=True, batch_size=len(batch))
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
+        windows, _index = batch
+        bits = token_nll(self.net, windows).mean() / math.log(2)
+        how: dict[str, Any] = {"batch_size": len(windows), "sync_dist": True}
+        self.log("val_bits_per_byte", bits, prog_bar=True, **how)
+        self.log("val_score", -bits, **how)
+
+    def on_test_epoch_start(self) -> None:
+        # bits of the bytes of each window, by its length and number; why a length has none
+        self.tested: dict[tuple[int, int], Tensor] = {}
+        self.missing: dict[int, str] = {}
+
+    def test_step(self, batch: tuple[Tensor, Tensor], _: int, dataloader_idx: int = 0) -> None:
+        windows, numbers = batch
+        length = windows.shape[1] - 1
+        if length in self.missing:
+            return
+        try:
+            bits = (token_nll(self.net, windows) / math.log(2)).cpu()
+        except torch.OutOfMemoryError as error:
+            self.missing[length] = str(error)
+            return
+        self.tested |= {(length, n): row for n, row in zip(numbers.tolist(), bits, strict=True)}
+
+    def on_test_epoch_end(self) -> None:
+        data, missing, tested = self.data(), self.gathered(self.missing), self.gathered(self.tested)
+        if not self.trainer.is_global_zero:
+            return
+        bits = {
+            length: torch.cat([row for (n, _), row in tested.items() if n == length])
+            for length in data.lengths
+            if length not in missing
+        }
+        metrics = {
+            **means(bits, data.lengths, data.length),
+            "not_measured": missing,
+            "train_length": data.length,
+            "test_bytes": data.tested,
+            **training_costs(self.net, self.cost),
+        }
+        shown = [f"{b.double().mean():.3f} at {length}" for length, b in bits.items()]
+        self.summary = f"bits per byte {', '.join(shown) or 'not measured'}; see {self.out()}"
+        if self.decode_bytes:
+            plugin: Any = self.trainer.precision_plugin
+            with plugin.forward_context():
+                text = data.test_text[: self.decode_bytes + 1].to(self.device)
+                metrics["decode"] = decode(self.net, text, data.length)
+            self.summary += f"\ndecode: {metrics['decode']}"
+        write_json(self.out() / "metrics.json", metrics)
+        write_table(self.out() / "bits_per_byte.csv", metrics)
+        draw({self.out().name: metrics}, self.out() / "bits_per_byte.png")

@@ -1,0 +1,95 @@
+"""python tasks/evidence/bench.py [GROUP ...] [--out DIR] [--quick]
+
+Prints a table per group and writes bench.csv, bench.json, scans.png (group `figure`), stream.png
+(group `stream`), mixers.csv and mixers.png (group `mixers`). Without a CUDA device the groups `cpu`
+and `mixers` run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from ndlightnet_evidence.bench import attention, mixers, output, peers
+from ndlightnet_evidence.bench.decode import decode
+from ndlightnet_evidence.bench.frames import frames, packs
+from ndlightnet_evidence.bench.rows import Bench
+from ndlightnet_evidence.bench.step import step
+from ndlightnet_evidence.bench.stream import draw, stream
+from ndlightnet_evidence.bench.tpe import tpe
+
+# in this order: peers are left out of the last ones if the time is up
+GROUPS: dict[str, Callable[[Bench], None]] = {
+    "attention": attention.attention, "natten": attention.natten, "tpe": tpe, "step": step,
+    "decode": decode, "figure": attention.figure, "dims": attention.dims, "frames": frames,
+    "packs": packs, "stream": stream, "operators": mixers.operators, "mixers": mixers.mixers,
+    "cpu": attention.cpu,
+}  # fmt: skip
+ON_CPU = ("mixers", "cpu")
+
+
+def arguments(args: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python tasks/evidence/bench.py", description=__doc__)
+    parser.add_argument("groups", nargs="*", metavar="GROUP",
+                        help=f"default: all of {', '.join(GROUPS)}")  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="first shapes only, fewer repetitions")
+    parser.add_argument("--minutes", type=float, default=3.5,
+                        help="peers that compile or tune are left out after so many "
+                        "(default: %(default)s)")  # fmt: skip
+    parser.add_argument("--full-search", action="store_true",
+                        help="let flash-linear-attention try all its kernel configurations: 10 "
+                        "minutes more at the first run")  # fmt: skip
+    parser.add_argument("--impl", choices=("triton", "torch"), help="default: triton on CUDA")
+    options = parser.parse_args(args)
+    if unknown := set(options.groups) - set(GROUPS):
+        parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(GROUPS)}")
+    return options
+
+
+def save(bench: Bench, folder: Path) -> None:
+    output.write(bench, folder)
+    if bench.records:
+        mixers.write(bench.records, folder)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """0, or 1 where a row of ours has no time."""
+    options = arguments(args)
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    names = [name for name in GROUPS if name in (options.groups or GROUPS)]
+    if not cuda:
+        if left_out := [name for name in names if name not in ON_CPU]:
+            print(f"no CUDA device: {', '.join(left_out)} left out\n")
+        names = [name for name in names if name in ON_CPU]
+    bench = Bench(device, options.impl or ("triton" if cuda else "torch"), options.quick,
+                  options.minutes, partial(save, folder=options.out))  # fmt: skip
+    torch.manual_seed(0)
+    if cuda and not options.full_search:
+        peers.shorten_search()
+    for name in names:
+        start, bench.group = time.monotonic(), name
+        GROUPS[name](bench)
+        cells = [cell for cell in bench.cells if cell.group == name]
+        rate = bench.rates.get("cpu" if name == "cpu" else device.type, 0)
+        print(f"\n## {name}: {time.monotonic() - start:.0f} s, copy at {rate / 1e12:.3g} TB/s\n")
+        print(mixers.table(bench.records) if name == "mixers" else output.table(cells))
+        print("\n".join(["", *output.remarks(cells)]), flush=True)
+        bench.save(bench)
+        if name == "figure":
+            output.draw(cells, options.out / "scans.png")
+        if name == "stream":
+            draw(bench.facts, options.out / "stream.png")
+    for fact, value in bench.facts.items():
+        print(f"{fact}: {value:.4g}")
+    print(f"\nwritten to {options.out}")
+    return int(any(cell.ms is None for cell in bench.cells if cell.who == "ours"))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

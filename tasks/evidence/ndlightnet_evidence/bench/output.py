@@ -1,0 +1,111 @@
+"""What a run leaves: tables on the screen, bench.csv, bench.json, and times over tokens."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ndlightnet_evidence import plots, runner
+from ndlightnet_evidence.bench.rows import PASSES, Bench, Cell
+from ndlightnet_evidence.tables import markdown
+
+PACKAGES = ("torch", "triton", "ndlightnet", "fla-core", "flash-linear-attention")
+LINES = {
+    "sdpa": ("softmax attention (SDPA)", plots.GREEN, "-^"),
+    "fla two scans": ("two scans (fla lightning attention)", plots.RED, "-s"),
+    "ours": ("one scan (ndlightnet)", plots.BLUE, "-o"),
+    "floor": ("floor (speed of a copy)", plots.GREY, "--"),
+}
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """Markdown: one line a row, shape and pass; one column a contender, as multiples of the
+    floor."""
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    columns: dict[str, None] = {}
+    for cell in cells:
+        shape = (f"{cell.batch} x {cell.length}", f"{cell.heads} x {cell.dim}")
+        line = lines.setdefault((cell.row, *shape, cell.direction), {})
+        # a second column where ours was also timed without a graph
+        who = f"{cell.who} eager" if cell.who in line else cell.who
+        columns[who] = None
+        line[who] = _text(cell)
+    head = ["row", "batch x length", "heads x dim", "pass", *columns]
+    return markdown(
+        head, [[*key, *(line.get(who, "") for who in columns)] for key, line in lines.items()]
+    )
+
+
+def _text(cell: Cell) -> str:
+    if cell.ms is None:
+        return "-"
+    ms = f"{cell.ms:.3g} ms" if cell.ms < 1000 else f"{cell.ms:.0f} ms"
+    if cell.over_floor is None or cell.who == "floor":
+        return ms
+    ratio = f"{cell.over_floor:.2f}x" if cell.over_floor < 10 else f"{cell.over_floor:.0f}x"
+    return f"{ms}, {ratio}" if cell.who == "ours" else ratio
+
+
+def remarks(cells: Sequence[Cell]) -> list[str]:
+    """What the notes say, each once: also why cells are empty."""
+    noted = [cell for cell in cells if cell.note and cell.who != "floor"]
+    return list(dict.fromkeys(f"{cell.who}: {cell.note}" for cell in noted))
+
+
+def versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def write(bench: Bench, folder: Path) -> None:
+    """bench.csv and bench.json: the same cells; the JSON says also where and when."""
+    folder.mkdir(parents=True, exist_ok=True)
+    records = [cell.record() for cell in bench.cells]
+    runner.write_csv(folder / "bench.csv", records)
+    content: dict[str, Any] = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": runner.commit(),
+        "device": runner.device_name(),
+        "command": " ".join(["python", *sys.argv]),
+        "impl": bench.impl,
+        "copy_bytes_per_second": bench.rates,
+        "versions": versions(),
+        "seconds": time.monotonic() - bench.start,
+        "facts": bench.facts,
+        "cells": records,
+    }
+    (folder / "bench.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def draw(cells: Sequence[Cell], path: Path) -> None:
+    """Milliseconds over length, both on logarithmic axes, one panel a pass."""
+    figure = plots.figure(9, 3.6)
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, direction in zip(panels, PASSES, strict=True):
+        mine = [cell for cell in cells if cell.direction == direction]
+        for who, (label, color, style) in LINES.items():
+            points = sorted((c.length, c.ms) for c in mine if c.who == who and c.ms is not None)
+            axes.plot([n for n, _ in points], [ms for _, ms in points], style, label=label,
+                      color=color, linewidth=2, markersize=5)  # fmt: skip
+        axes.set(xscale="log", yscale="log", title=PASSES[direction], xlabel="tokens")
+        lengths = sorted({cell.length for cell in mine})[::2]
+        axes.set_xticks(lengths, [plots.short(n) for n in lengths])
+        axes.yaxis.set_major_formatter("{x:g}")
+    plots.finish(panels)
+    panels[0].set_ylabel("ms")
+    panels[0].legend(frameon=False, fontsize=9)
+    plots.save(figure, path)

@@ -1,0 +1,148 @@
+"""The same work by others. q, k, v and outputs (batch, length, heads, dim).
+
+flash-linear-attention is imported when it is called: a machine without it leaves its cells empty.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+from ndlightnet.nn.heads import default_heads
+from ndlightnet.ops import Lrpe, causal_attention
+from ndlightnet.ops.position import key_features, query_features
+from ndlightnet.ops.recurrence import wkv
+from ndlightnet_evidence.bench.timing import Absent
+
+
+def absent(why: str) -> Callable[..., Any]:
+    def run(*_: Tensor) -> Any:
+        raise Absent(why)
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------ torch
+def softmax(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
+    """Quadratic attention, with the kernel that torch chooses."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+
+def softmax_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return softmax(q, k, v)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, lrpe: Lrpe | None = None) -> Tensor:
+    """Eq. 6 in three lines, as one writes it in torch: softmax in float32, products in q's
+    dtype."""
+    keys, queries = k.float().softmax(1), silu(q.float())
+    if lrpe is not None:
+        factors, queries = (
+            key_features(lrpe, k.shape[-1], keys.dtype),
+            query_features(queries, lrpe),
+        )
+        keys = torch.cat([keys] * (factors.shape[-1] // keys.shape[-1]), -1) * factors
+    memory = torch.einsum("blhr,blhd->bhrd", keys.to(v.dtype), v)
+    return torch.einsum("blhr,bhrd->blhd", queries.to(q.dtype), memory)
+
+
+def causal_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Our chunked torch form of Eq. 5: there is no shorter one that fits in memory."""
+    return causal_attention(q, k, v, impl="torch")[0]
+
+
+def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile for the shape it meets first, from a clean start: a second shape would be
+    compiled for all shapes, and the ninth not at all."""
+
+    @cache
+    def build() -> Callable[..., Any]:
+        torch.compiler.reset()
+        return torch.compile(run, dynamic=False, fullgraph=True)
+
+    return lambda *tensors: build()(*tensors)
+
+
+# ------------------------------------------------------------------------- flash-linear-attention
+def fla(module: str) -> Any:
+    """A module of flash-linear-attention."""
+    if find_spec("fla") is None:
+        raise Absent("flash-linear-attention is not installed")
+    return import_module(f"fla.{module}")
+
+
+def fla_lightnet(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What its LightNet layer does between the projections and the norm: SiLU of the queries, the
+    normaliser as a running logsumexp of the keys, then its gated linear attention with the
+    normaliser's growth as the gate. Causal."""
+    scan = fla("ops.lightnet").chunk_lightnet
+    out: Tensor = scan(silu(q), k, v, state_v_first=True)[0]  # as the layer has it
+    return out
+
+
+def fla_linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal linear attention without decay, activation or normaliser: less work than ours."""
+    out: Tensor = fla("ops.linear_attn").chunk_linear_attn(q, k, v, normalize=False)[0]
+    return out
+
+
+def fla_rwkv4(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:
+    """Token by token in one kernel."""
+    before = torch.zeros(k.shape[0], 3, 1, k.shape[2], device=k.device)
+    before[:, 2] = wkv.LOWEST
+    out: Tensor = fla("ops.rwkv4").fused_recurrent_rwkv4(decay, bonus, k, v, before)[0]
+    return out
+
+
+def fla_two_scans(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Lightning attention (one decay a head) over the tokens and over the tokens reversed."""
+    scan = fla("ops.lightning_attn").chunk_lightning_attn
+    there = scan(q, k, v, layer_idx=0, num_layers=12)[0]
+    back = scan(q.flip(1), k.flip(1), v.flip(1), layer_idx=0, num_layers=12)[0]
+    out: Tensor = there + back.flip(1)
+    return out
+
+
+class FlaMixer(nn.Module):
+    """Its LightNet layer as a mixer of our backbone: causal in row-major order, heads like ours."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        heads, head_dim = default_heads(dim, None)
+        self.layer = fla("layers.lightnet").LightNetAttention(
+            hidden_size=dim, num_heads=heads, expand_ratio=None, gate_low_rank_dim=head_dim
+        )
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        """Tokens (batch, *grid, dim) -> same shape."""
+        out: Tensor = self.layer(x.flatten(1, -2))[0].reshape(x.shape)
+        return out
+
+
+def shorten_search() -> None:
+    """Let flash-linear-attention's long searches for a launch configuration try 2 and 4 warps with
+    3 stages only, at every block size: all of them take ten minutes on a fresh machine."""
+    try:
+        fla("ops")
+    except Exception:  # its rows will say why
+        return
+    names = [name for name in sys.modules if name.startswith("fla.ops.")]
+    for kernel in [value for name in names for value in vars(sys.modules[name]).values()]:
+        while kernel is not None and not isinstance(kernel, type):
+            configs = getattr(kernel, "configs", None)
+            if isinstance(configs, list) and len(configs) > 12:
+                few = [c for c in configs if c.num_warps in (2, 4) and c.num_stages == 3]
+                kernel.configs = few or configs
+            kernel = getattr(kernel, "fn", None)

@@ -1,0 +1,166 @@
+"""Who is compared on what."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ndlightnet_evidence.bench.timing import (
+    CALLS,
+    Absent,
+    Call,
+    Timing,
+    copy_rate,
+    reason,
+    time_calls,
+)
+
+PASSES = {"fwd": "forward", "fwd+bwd": "forward + backward"}
+MAX_SETS = 16
+
+
+class Case(NamedTuple):
+    """One shape of one row. dim: channels of a head."""
+
+    row: str
+    batch: int
+    length: int
+    heads: int
+    dim: int
+
+    def numel(self) -> int:
+        return self.batch * self.length * self.heads * self.dim
+
+
+class Contender(NamedTuple):
+    """run: input tensors -> output. An error that it raises empties its cell, nothing more."""
+
+    who: str
+    run: Callable[..., Any]
+    graph: bool = True
+
+
+class Cell(NamedTuple):
+    """One line of the CSV. over_floor: ms / the floor's ms. note: also why there is no time."""
+
+    group: str
+    row: str
+    batch: int
+    length: int
+    heads: int
+    dim: int
+    direction: str  # "pass" in the files
+    who: str
+    ms: float | None
+    over_floor: float | None
+    mode: str
+    note: str
+
+    def record(self) -> dict[str, Any]:
+        return {("pass" if k == "direction" else k): v for k, v in self._asdict().items()}
+
+
+@dataclass
+class Bench:
+    """Takes the times and keeps them.
+
+    impl: how our functions run. quick: fewer shapes and repetitions. minutes: after so many, peers
+    whose first call compiles and tunes are left out. save: called after each row.
+    """
+
+    device: torch.device
+    impl: Any
+    quick: bool = False
+    minutes: float = 1e9
+    save: Callable[[Bench], None] = lambda bench: None
+    group: str = ""
+    cells: list[Cell] = field(default_factory=list)
+    facts: dict[str, float] = field(default_factory=dict)
+    records: list[dict[str, Any]] = field(default_factory=list)  # lines of mixers.csv
+    rates: dict[str, float] = field(default_factory=dict)  # device type -> bytes a second
+    start: float = field(default_factory=time.monotonic)
+
+    @property
+    def laps(self) -> int:
+        return 3 if self.quick else 7
+
+    def rate(self) -> float:
+        """The speed of a copy on the device, measured once in a run."""
+        kind = self.device.type
+        if kind not in self.rates:
+            self.rates[kind] = copy_rate(self.device, self.laps)
+        return self.rates[kind]
+
+    def compare(
+        self, case: Case, direction: str, contenders: Iterable[Contender],
+        inputs: Callable[[], tuple[Tensor, ...]], floor_bytes: float,
+    ) -> dict[str, float | None]:  # fmt: skip
+        """One row: all contenders on the same inputs. Milliseconds by contender.
+
+        inputs: makes one set of tensors; as many sets are made as the cache cannot hold.
+        floor_bytes: what has to be read and written at the least.
+        """
+        sets = [inputs()]
+        floor = Timing(1e3 * floor_bytes / self.rate(), "", f"{floor_bytes / 1e6:.1f} MB")
+        self._keep(case, direction, "floor", floor, floor.ms)
+        sets += [inputs() for _ in range(_sets(sets[0]) - 1)]
+        times: dict[str, float | None] = {}
+        for who, run, graph in contenders:
+
+            def prepare(run: Callable[..., Any] = run) -> list[Call]:
+                return [CALLS[direction](run, tensors) for tensors in sets]
+
+            ms = self.measure(case, direction, who, prepare, floor.ms, graph)
+            times.setdefault(who, ms)
+        self.save(self)
+        return times
+
+    def measure(
+        self, case: Case, direction: str, who: str, prepare: Callable[[], list[Call]],
+        floor: float | None = None, graph: bool = True,
+    ) -> float | None:  # fmt: skip
+        """One cell. prepare: gives the calls to time; may raise, as the calls may."""
+        minutes = (time.monotonic() - self.start) / 60
+        shape = f"{case.batch} x {case.length}, {case.heads} x {case.dim}"
+        print(f"[{60 * minutes:5.0f} s] {self.group}: {case.row}, {shape}, {direction}, {who}",
+              file=sys.stderr, flush=True)  # fmt: skip
+        try:
+            if minutes > self.minutes and who not in ("ours", "sdpa"):
+                raise Absent(f"left out after {self.minutes:g} minutes (--minutes)")
+            timing = time_calls(prepare(), self.device, graph, self.laps)
+        except Exception as error:  # whatever a peer does, the other cells are worth having
+            timing = Timing(None, "", reason(error))
+        if self.device.type == "cuda":
+            if timing.ms is None:
+                gc.collect()  # what a traceback held
+            torch.cuda.empty_cache()
+        self._keep(case, direction, who, timing, floor)
+        return timing.ms
+
+    def _keep(
+        self, case: Case, direction: str, who: str, timing: Timing, floor: float | None
+    ) -> None:
+        over = timing.ms / floor if timing.ms is not None and floor else None
+        values = (timing.ms, over, timing.mode, timing.note)
+        self.cells.append(Cell(self.group, *case, direction, who, *values))
+
+    def bound(self, case: Case, direction: str, who: str, seconds: float, note: str) -> None:
+        """A time that follows from the arithmetic, beside the floor of the row before."""
+        floor = next(c.ms for c in reversed(self.cells) if c.who == "floor")
+        self._keep(case, direction, who, Timing(1e3 * seconds, "", note), floor)
+
+
+def _sets(tensors: tuple[Tensor, ...]) -> int:
+    """How many sets of inputs fill four times the cache of the card."""
+    if tensors[0].device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(tensors[0].device).L2_cache_size
+    size = sum({x.data_ptr(): x.nbytes for x in tensors}.values())
+    return max(1, min(MAX_SETS, -(-4 * cache // size)))

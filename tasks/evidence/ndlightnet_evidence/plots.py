@@ -1,0 +1,81 @@
+"""Pictures in one style."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from torch import tensor
+
+from ndlightnet_evidence.tables import Run, panels
+
+# Okabe and Ito: told apart also by people who see fewer colours
+BLACK, ORANGE, SKY, BLUE, RED, GREY, GREEN, PINK = COLORS = (
+    "#000000", "#E69F00", "#56B4E9", "#0072B2", "#D55E00", "#777777", "#009E73", "#CC79A7",
+)  # fmt: skip
+SCANS = {"": BLACK, "raster": SKY, "both": BLUE, "axes": RED}  # how a mixer covers a grid
+STYLES = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))
+
+
+def look(index: int) -> dict[str, Any]:
+    """How the line of this number is drawn: 32 of them differ."""
+    marker, line = STYLES[index // 8 % 4]
+    return {"color": COLORS[index % 8], "marker": marker, "linestyle": line, "markersize": 4}
+
+
+def figure(width: float, height: float) -> Figure:
+    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
+
+
+def finish(axes: Iterable[Any]) -> None:
+    """A light grid and no frame."""
+    for each in axes:
+        each.minorticks_off()
+        each.grid(color="#DDDDDD", linewidth=0.6)
+        each.spines[["top", "right"]].set_visible(False)
+
+
+def legend(of: Any, axes: Iterable[Any], names: Sequence[str] | None = None) -> None:
+    """To the right of a figure: every label once, or those of `names` that there are."""
+    lines = {line.get_label(): line for each in axes for line in each.lines}
+    shown = [name for name in names or lines if name in lines]
+    of.legend([lines[name] for name in shown], shown, loc="outside right center", frameon=False,
+              fontsize=9)  # fmt: skip
+
+
+def save(picture: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture.savefig(path, dpi=120)
+
+
+def short(n: int) -> str:
+    return f"{n >> 20}M" if n >= 1 << 20 else f"{n >> 10}k" if n >= 1 << 10 else str(n)
+
+
+def curves(runs: Sequence[Run], rows: Sequence[str], path: Path, references: Sequence[str]) -> None:
+    """A panel for each of the runs' "curves": accuracy over x of every row, mean and range of its
+    runs; in grey the `references` that the curves have beside it."""
+    of = panels(runs)
+    picture = figure(4.4 * len(of) + 2.6, 4.4)
+    every = picture.subplots(1, len(of), sharey=True, squeeze=False)[0]
+    for axes, (panel, first) in zip(every, of.items(), strict=True):
+        x = first["x"]
+        for index, row in enumerate(rows):
+            mine = [run for run in runs if run["row"] == row and panel in run["curves"]]
+            if mine:
+                seeds = tensor([run["curves"][panel]["accuracy"] for run in mine])
+                axes.fill_between(x, seeds.amin(0), seeds.amax(0), color=look(index)["color"],
+                                  alpha=0.15, lw=0)  # fmt: skip
+                axes.plot(x, seeds.mean(0), label=row, **look(index))
+        for style, reference in zip((":", "--"), references, strict=False):
+            axes.plot(x, first[reference], style, color=GREY, zorder=0, label=reference)
+        axes.set_xscale("log", base=2)
+        shown = x[:: -(-len(x) // 8)]
+        axes.set_xticks(shown, [short(n) for n in shown])
+        axes.set(ylim=(0, 1.03), xlabel=first["x_label"], title=panel)
+    finish(every)
+    every[0].set_ylabel("accuracy")
+    legend(picture, every, [*rows, *references])
+    save(picture, path)

@@ -1,0 +1,150 @@
+"""Tables of segmentation runs: pairs, seeds and folds, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ndlightnet_evidence.segmentation import (
+    by_case,
+    differences,
+    mean_dice,
+    segmentation_tables,
+    values,
+)
+
+from ndlightnet.training.segmentation.metrics import interval, metrics_of
+
+NAMES = ("background", "liver", "cyst")
+NAN = float("nan")
+
+
+def made(row: str, seed: int, dice: dict[str, list[float]], **more: object) -> dict[str, object]:
+    """A run as metrics.json has it, null for NaN."""
+    rows = {
+        case: [{"dice": d, "hd95_mm": 2.0 if d == d else d, "nsd": d, "volume_ml": 1.0,
+                "truth_ml": 1.0} for d in both]
+        for case, both in dice.items()
+    }  # fmt: skip
+
+    def plain(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: plain(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [plain(one) for one in value]
+        return None if isinstance(value, float) and value != value else value
+
+    metrics = plain(metrics_of(rows, NAMES))
+    assert isinstance(metrics, dict)
+    return {"row": row, "seed": seed, "parameters": 1_234_567, **metrics, **more}
+
+
+def drawn(seed: int, cases: int, low: float) -> dict[str, list[float]]:
+    rng = np.random.default_rng(seed)
+    return {f"case{n}": rng.uniform(low, low + 0.2, 2).tolist() for n in range(cases)}
+
+
+def tables(text: str) -> list[list[dict[str, str]]]:
+    """Each table as its lines, {column: cell}; columns of one name are numbered."""
+    found = []
+    for block in text.split("\n\n"):
+        if not block.startswith("|"):
+            continue
+        head, rule, *lines = ([cell.strip() for cell in line[1:-1].split("|")]
+                              for line in block.splitlines())  # fmt: skip
+        assert set("".join(rule)) == {"-"} and len(rule) == len(head)
+        head = [f"{name}{head[:at].count(name) or ''}" for at, name in enumerate(head)]
+        found.append([dict(zip(head, line, strict=True)) for line in lines])
+    return found
+
+
+def test_seeds_are_paired_and_rows_keep_their_order():
+    a = [drawn(seed, 5, 0.7) for seed in (0, 1)]
+    b = [{case: [x - 0.1, y - 0.2] for case, (x, y) in one.items()} for one in a]
+    runs = [made(row, seed, dice[seed]) for seed in (1, 0) for row, dice in (("B", b), ("A", a))]
+    scores, classes, _ = tables(segmentation_tables(runs, ["A", "B"]))
+    assert [line[""] for line in scores] == [line[""] for line in classes] == ["A", "B"]
+    first, second = scores
+    assert (first["more than A"], first["95 % interval1"]) == ("", "")
+    # every case loses the same: nothing is left to draw
+    assert (second["more than A"], second["95 % interval1"]) == ("-0.150", "-0.150 to -0.150")
+    means = [np.mean(list(one.values())) for one in a]
+    assert first["Dice"] == f"{np.mean(means):.3f} ± {np.std(means, ddof=1):.3f}"
+    assert first["by seeds"] == f"{means[0]:.3f}, {means[1]:.3f}"
+    table = np.array([list(one.values()) for one in a])
+    low, high = interval(table)
+    assert first["95 % interval"] == f"{low:.3f} to {high:.3f}"
+    for number, name in enumerate(NAMES[1:]):
+        low, high = interval(table[..., number])
+        wanted = f"{table[..., number].mean():.3f} ({low:.3f} to {high:.3f})"
+        assert classes[0][f"Dice of {name}"] == wanted
+
+
+def test_pairs_say_more_than_two_intervals():
+    """Cases that differ much, and a row that is a little better on each: only pairs show it."""
+    hard = {f"case{n}": [0.2 + 0.08 * n, 0.3 + 0.08 * n] for n in range(8)}
+    better = {case: [x + 0.01 + 0.001 * (n % 3), y + 0.01] for n, (case, (x, y)) in
+              enumerate(hard.items())}  # fmt: skip
+    runs = [made("A", 0, hard), made("B", 0, better)]
+    (a, b), *_ = tables(segmentation_tables(runs, ["A", "B"]))
+    low, high = (float(number) for number in b["95 % interval1"].split(" to "))
+    assert 0.01 <= low < high <= 0.0125
+    ends = [float(end) for line in (a, b) for end in line["95 % interval"].split(" to ")]
+    assert ends[2] < ends[1]  # by themselves they overlap
+
+
+def test_a_class_that_only_one_finds_where_there_is_none():
+    """NaN against 0: the case without a cyst, in which A says so and B does not."""
+    a = by_case([made("A", 0, {"x": [0.8, NAN], "y": [0.6, 0.5], "z": [0.5, NAN]})])
+    b = by_case([made("B", 0, {"x": [0.7, 0.0], "y": [0.6, 0.7], "z": [0.5, NAN]})])
+    gain = differences(b, a)
+    np.testing.assert_allclose(gain, [[[-0.1, -1.0], [0.0, 0.2], [0.0, NAN]]], atol=1e-6)
+    np.testing.assert_array_equal(differences(a, b), -gain)
+    assert mean_dice(gain) == pytest.approx((-0.1 / 3 - 0.8 / 2) / 2, abs=1e-6)
+
+
+def test_only_shared_seeds_and_cases_are_compared():
+    a = by_case([made("A", 0, {"x": [0.8, 0.4], "y": [0.6, 0.5]}), made("A", 1, {"x": [0.1, 0.2]})])
+    b = by_case([made("B", 1, {"x": [0.5, 0.5], "w": [0.0, 0.0]})])
+    np.testing.assert_allclose(differences(b, a), [[[0.4, 0.3]]], atol=1e-6)
+    assert values(a).shape == (2, 1, 2)
+    nothing = by_case([made("C", 7, {"x": [0.5, 0.5]})])
+    assert differences(nothing, a).size == differences({}, a).size == 0
+    other = by_case([made("C", 0, {"elsewhere": [0.5, 0.5]})])
+    assert differences(other, a).size == 0
+
+
+def test_folds_are_pooled():
+    parts = [drawn(fold, 3, 0.5 + 0.1 * fold) for fold in range(3)]
+    parts = [{f"{case}_{k}": dice for case, dice in part.items()} for k, part in enumerate(parts)]
+    runs = [made("A", 4, part, fold=k) for k, part in reversed(list(enumerate(parts)))]
+    (line,), (each,), _ = tables(segmentation_tables(runs, ["A"]))
+    means = [np.mean(list(part.values())) for part in parts]
+    assert line["Dice"] == f"{np.mean(means):.3f} ± {np.std(means, ddof=1):.3f}"
+    assert line["by folds"] == ", ".join(f"{mean:.3f}" for mean in means)
+    table = np.array([[dice for part in parts for dice in part.values()]])
+    assert values(by_case(runs)).shape == table.shape
+    assert np.sort(values(by_case(runs)), None) == pytest.approx(np.sort(table, None), abs=1e-6)
+    assert each["Dice of cyst"].startswith(f"{table[..., 1].mean():.3f} (")
+    assert "of one seed" in segmentation_tables(runs, ["A"])
+
+
+def test_a_row_without_a_run_and_what_is_not_known():
+    runs = [made("A", 0, {"x": [0.5, NAN], "y": [0.25, NAN]}, gflops=12.3456, step_ms=None)]
+    text = segmentation_tables(runs, ["B", "A"])
+    scores, classes, costs = tables(text)
+    for lines, column in ((scores, "Dice"), (classes, "Dice of liver"), (costs, "parameters")):
+        assert lines[0][column] == "not run" and set(lines[0].values()) == {"B", "not run", ""}
+    assert scores[1]["more than B"] == scores[1]["95 % interval1"] == "none"
+    assert scores[1]["HD95 (mm)"] == "2.000 (2 of 4 missing)"
+    assert classes[1]["Dice of cyst"] == "none (none)"
+    assert costs[1] == {
+        "": "A", "parameters": "1.23 M", "GFLOPs": "12.35", "s per case": "none",
+        "GB in prediction": "none", "ms per step": "none", "GB in training": "none",
+    }  # fmt: skip
+
+
+def test_costs_are_medians_over_runs():
+    runs = [made("A", seed, drawn(seed, 2, 0.5), case_seconds=s, gflops=7.0)
+            for seed, s in enumerate((1.0, 9.0, 2.0))]  # fmt: skip
+    *_, costs = tables(segmentation_tables(runs, ["A"]))
+    assert (costs[0]["s per case"], costs[0]["GFLOPs"]) == ("2", "7")

@@ -1,0 +1,78 @@
+"""Which parameters do not decay, and the names that old checkpoints have for some."""
+
+import copy
+
+import pytest
+import torch
+
+from ndlightnet import NDLightNet
+from ndlightnet.nn import mixers
+from ndlightnet.nn.block import undecayed_names
+from ndlightnet.training.core.optim import decayed_groups
+
+# what is neither a matrix, a filter, a norm nor a bias
+UNDECAYED = {
+    "GatedDeltaNet": {"A_log"},
+    "KimiDeltaAttention": {"A_log"},
+    "LAVO": {"basis"},
+    "LightNetAttention": {"lrpe.log_factor"},
+    "LrpeAttention": {"lrpe.log_factor"},
+    "Mamba": {"A_log"},
+    "S4": {"A_log", "A_imag"},
+    "S5": {"A_log", "A_imag"},
+    "SoftmaxAttention": {"lrpe.log_factor"},
+}
+OLD_NAMES = {
+    "GatedDeltaNet": {"A_log": "log_rate", "dt_bias": "shift"},
+    "KimiDeltaAttention": {"A_log": "log_rate", "dt_bias": "shift"},
+    "Mamba": {"dt_bias": "shift"},
+    "S4": {"A_log": "log_rate", "A_imag": "turn"},
+    "S5": {"A_log": "log_rate", "A_imag": "turn"},
+}
+
+
+def network(name: str) -> NDLightNet:
+    kind = getattr(mixers, name)
+    return NDLightNet(1, 1, 2, patch_size=1, embed_dim=8, depth=1, tpe_states=2, mixer=kind)
+
+
+@pytest.mark.parametrize("name", mixers.__all__)
+def test_a_mixer_says_which_of_its_parameters_do_not_decay(name):
+    net = network(name)
+    expected = {f"blocks.0.mixer.{key}" for key in UNDECAYED.get(name, ())}
+    expected |= {"tpe.coef", "tpe.logit"}
+    assert net.no_weight_decay() == expected == undecayed_names(net)
+    assert expected <= {key for key, _ in net.named_parameters()}
+    plain = {id(p) for p in decayed_groups(net, 0.1)[1]["params"]}
+    assert all(id(p) in plain for key, p in net.named_parameters() if key in expected)
+
+
+def test_copies_and_loaded_networks_still_say_so():
+    net = network("S4")
+    with torch.device("meta"):
+        empty = network("S4")
+    empty.load_state_dict(net.state_dict(), assign=True)
+    loaded = network("S4")
+    loaded.load_state_dict(net.state_dict())
+    for other in (copy.deepcopy(net), loaded, empty, copy.deepcopy(net).to_empty(device="cpu")):
+        decayed, plain = decayed_groups(other, 0.1)
+        names = {id(p): key for key, p in other.named_parameters()}
+        assert net.no_weight_decay() <= {names[id(p)] for p in plain["params"]}
+        assert len(decayed["params"]) == len(decayed_groups(net, 0.1)[0]["params"])
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
+@pytest.mark.parametrize("assign", [False, True])
+def test_parameters_load_by_their_old_names(name, assign):
+    net, other = network(name), network(name)
+    renamed = OLD_NAMES[name]
+    saved = {}
+    for key, value in net.state_dict().items():
+        prefix, last = key.rsplit(".", 1)
+        saved[f"{prefix}.{renamed.get(last, last)}"] = value
+    assert len(set(saved) - set(net.state_dict())) == len(renamed)
+    other.load_state_dict(saved, assign=assign)  # strictly: no key missing, none left over
+    for key, value in net.state_dict().items():
+        assert torch.equal(other.state_dict()[key], value)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*log_rates"):
+        other.load_state_dict({**saved, "blocks.0.mixer.log_rates": torch.zeros(1)})

@@ -1,0 +1,93 @@
+"""The command `ndlightnet`: its doors, their names, and how the process begins."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ndlightnet import __main__ as command
+from ndlightnet import training
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_help_lists_every_task(capsys):
+    assert command.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for name, door in command.DOORS.items():
+        assert f"  {name}" in out and door.line in out and all(x in out for x in door.commands)
+
+
+def test_a_task_that_is_none(capsys):
+    assert command.main(["video"]) == 2
+    assert capsys.readouterr().err.startswith("error: video: expected a task, one of image_cls, ")
+
+
+@pytest.mark.parametrize("name", command.DOORS)
+def test_a_door_names_what_is_there(name):
+    door = command.DOORS[name]
+    assert hasattr(training, door.task) and hasattr(training, door.data)
+    assert (command.CONFIGS / f"{door.config}.yaml").is_file()
+    script = ROOT / "tasks" / f"{name}.py"
+    tree = ast.parse(script.read_text())
+    assert ast.get_docstring(tree) and ast.unparse(tree.body[-1].body).endswith(f"door('{name}'))")
+    assert len(script.read_text().splitlines()) < 40
+
+
+def test_a_command_beside_lightnings(monkeypatch, tmp_path, capsys):
+    """It is found by name, and given the list of arguments, or options of its own."""
+    module = tmp_path / "others.py"
+    module.write_text(
+        "def listed(arguments):\n    print(arguments)\n    return 3\n"
+        "def options(root: str, size: int = 2):\n    print(root, size)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    both = {name: f"others:{name}" for name in ("listed", "options")}
+    monkeypatch.setitem(command.DOORS, "text_lm", command.DOORS["text_lm"]._replace(commands=both))
+    assert command.main(["text_lm", "listed", "a", "--b"]) == 3
+    assert command.main(["text_lm", "options", "here", "--size=5"]) == 0
+    assert capsys.readouterr().out == "['a', '--b']\nhere 5\n"
+
+
+@pytest.mark.parametrize("name", command.DOORS)
+def test_without_the_repository_a_config_is_asked_for(name, monkeypatch, capsys, tmp_path):
+    """As after `pip install` of a wheel, which has no configs."""
+    monkeypatch.setattr(command, "CONFIGS", tmp_path)
+    assert command.main([name]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {tmp_path}/") and "--config" in line
+
+
+# a process in which no task is loaded, as that takes long
+BEGIN = """
+import os, sys, types
+tasks = types.ModuleType("ndlightnet.training")
+tasks.TextTask = tasks.TextData = None
+tasks.run = lambda *given: print(os.environ.get("OMP_WAIT_POLICY"), given[-1]) or 0
+sys.modules[tasks.__name__] = tasks
+from ndlightnet import __main__ as command
+"""
+
+
+def test_a_task_begins_with_threads_that_sleep():
+    env = {key: value for key, value in os.environ.items() if key not in command.WAITING}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", f"{BEGIN}sys.exit(command.main())", "text_lm", "fit"],
+        cwd=ROOT, env=env, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "PASSIVE ['fit']\n"), done.stderr
+
+
+@pytest.mark.parametrize("name", command.WAITING)
+def test_a_user_says_how_threads_wait(monkeypatch, name):
+    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("begun anew"))
+    monkeypatch.setattr(training, "run", lambda *given: given[-1])
+    monkeypatch.setattr(sys, "argv", ["text_lm.py", "fit"])
+    for other in command.WAITING:
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "1")
+    assert command.door("text_lm") == ["fit"]

@@ -1,0 +1,27 @@
+"""Scores of classifiers by hand."""
+
+import numpy as np
+import pytest
+import torch
+
+from ndlightnet.training.classification.metrics import scores
+
+
+def test_scores_by_hand():
+    probabilities = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.7, 0.3], [0.3, 0.7]])
+    labels = torch.tensor([0, 1, 1, 0, 0])
+    found = scores(probabilities, labels, ["no", "yes"])
+    assert found["confusion"] == [[2, 1], [1, 1]]
+    assert found["recall"] == pytest.approx({"no": 2 / 3, "yes": 1 / 2})
+    expected = {"top1": 3 / 5, "balanced_accuracy": 7 / 12, "majority_class": 3 / 5}
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    # of the 6 pairs of a yes (0.8, 0.4) and a no (0.1, 0.3, 0.7), 5 are in order
+    assert found["auc"] == pytest.approx(5 / 6)
+
+
+def test_scores_where_a_class_does_not_occur():
+    probabilities = torch.eye(3)[[0, 1, 2, 0]]
+    found = scores(probabilities, torch.tensor([0, 1, 1, 1]), ["a", "b", "c"])
+    assert found["balanced_accuracy"] == pytest.approx((1 + 1 / 3) / 2) and "auc" not in found
+    assert np.isnan(found["recall"]["c"])
+    assert scores(torch.eye(2), torch.zeros(2, dtype=torch.int64), ["a", "b"])["auc"] is None

@@ -1,0 +1,97 @@
+"""Confusion matrices and film strips, and names in the pictures of all tasks."""
+
+import os
+from datetime import datetime
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from matplotlib.text import Text
+
+from ndlightnet.training.classification import pictures
+from ndlightnet.training.classification.pictures import save_confusion, save_gallery, save_strips
+from ndlightnet.training.forecasting.pictures import Panel, save_forecasts
+from ndlightnet.training.language.curves import draw
+from ndlightnet.training.segmentation.figures import save_case
+
+
+def pixels(path: Path) -> np.ndarray:
+    found = matplotlib.image.imread(path)
+    assert os.listdir(path.parent) == [path.name]
+    return found[..., :3]
+
+
+def part(picture: np.ndarray, color: tuple[float, float, float], tolerance: float = 0.02) -> float:
+    return float((np.abs(picture - np.array(color)) < tolerance).all(-1).mean())
+
+
+COUNTS = torch.tensor([[0, 40, 0], [10, 10, 0], [0, 0, 0]])
+
+
+def test_confusion_is_dark_where_the_row_has_its_part(tmp_path):
+    save_confusion(tmp_path / "c.png", COUNTS, ["cat", "dog", "ant"])
+    picture = pixels(tmp_path / "c.png")
+    assert 200 < picture.shape[0] < 800 and 200 < picture.shape[1] < 800
+    dark = (8 / 255, 48 / 255, 107 / 255)  # the end of matplotlib's Blues
+    assert 0.02 < part(picture, dark) < 0.12  # one cell of nine, and no division by the empty row
+    rows, columns = np.nonzero((np.abs(picture - np.array(dark)) < 0.02).all(-1))
+    assert np.ptp(rows) < picture.shape[0] / 3  # truth cat, in the upper part
+    assert rows.mean() < 0.4 * picture.shape[0] < columns.mean()
+
+
+def test_confusion_has_the_counts_in_their_cells(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: figures.append(figure))
+    save_confusion(tmp_path / "c.png", COUNTS, ["cat", "dog", "ant"])
+    axis = figures[0].axes[0]
+    found = {text.get_position()[::-1]: text.get_text() for text in axis.texts}
+    assert found == {(i, j): str(COUNTS[i, j].item()) for i in range(3) for j in range(3)}
+    for ticks in (axis.get_xticklabels(), axis.get_yticklabels()):
+        assert [tick.get_text() for tick in ticks] == ["cat", "dog", "ant"]
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("prediction", "truth")
+
+
+def test_strips_show_frames_in_order_with_coloured_captions(tmp_path):
+    clip = torch.zeros(20, 12, 12, 3, dtype=torch.uint8)
+    clip[:, :, :, 2] = torch.linspace(55, 255, 20).to(torch.uint8)[:, None, None]
+    for right, color in ((True, (26, 127, 55)), (False, (207, 34, 46)), (None, (0, 0, 0))):
+        path = tmp_path / str(right) / "s.png"
+        save_strips(path, [("a caption", right, clip)] * 2)
+        picture = pixels(path)
+        assert 200 < picture.shape[0] < 600 and 700 < picture.shape[1] < 1400
+        assert part(picture, tuple(c / 255 for c in color), 0.05) > 1e-4
+    blue = (picture[..., :2].max(-1) < 0.02) & (picture[..., 2] > 0.15)
+    row = picture[np.argmax(blue.sum(1)), :, 2][blue[np.argmax(blue.sum(1))]]
+    assert (np.diff(row) > -0.05).all() and row[0] == pytest.approx(55 / 255, abs=0.02)
+    assert row[-1] == pytest.approx(1, abs=0.02)  # from the first frame to the last
+
+
+@pytest.mark.parametrize("name", [r"b$\frac$", os.fsdecode(b"$\xff")])
+def test_names_are_no_formulas(tmp_path, name):
+    """TeX that matplotlib cannot set, and what is not UTF-8, in every text of every picture."""
+    clip = torch.zeros(4, 12, 12, 3, dtype=torch.uint8)
+    save_strips(tmp_path / "s.png", [(name, None, clip)])
+    save_confusion(tmp_path / "c.png", COUNTS, [name, "dog", "ant"])
+    volume = torch.ones(6, 5, 4)
+    save_case(tmp_path / "v.png", name, volume, volume.long(), volume.long(), (1, 1, 1), [name] * 2)
+    one = torch.ones(1, 1)
+    save_gallery(tmp_path / "i.png", torch.zeros(1, 4, 4), one, one[0].long() - 1, [name])
+    now = datetime(2020, 1, 1)
+    save_forecasts(tmp_path / "f.png", [Panel(name, now, torch.ones(30), torch.ones(9))])
+    metrics = {"bits_per_byte_at": {"8": 1.0}, "bits_per_byte_by_position": {},
+               "same_bytes_at_training_length": {}, "train_length": 8}  # fmt: skip
+    draw({name: metrics}, tmp_path / "t.png")
+    for path in tmp_path.iterdir():
+        assert matplotlib.image.imread(path).std() > 0.01
+    assert len(os.listdir(tmp_path)) == 6
+
+
+def test_a_formula_is_drawn_as_it_is_written(tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(Text, "draw", lambda text, _: shown.append(text))
+    save_confusion(tmp_path / "c.png", COUNTS, ["$x$", "dog", "ant"])
+    texts = [text for text in shown if text.get_text()]
+    assert {text.get_text() for text in texts} >= {"$x$", "dog", "40", "prediction"}
+    assert not any(text.get_parse_math() for text in texts)

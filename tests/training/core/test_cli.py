@@ -1,0 +1,81 @@
+"""What stays on the screen, and what YAML of before may say."""
+
+import logging
+import sys
+import warnings
+
+import pytest
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from ndlightnet import training
+from ndlightnet.__main__ import door
+from ndlightnet.training.core.cli import quiet
+
+
+@pytest.fixture
+def told():
+    """What Lightning's loggers let through."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())
+    logger = logging.getLogger("lightning.pytorch")
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
+
+
+def test_hints_are_silent_and_the_rest_is_said(told):
+    quiet()
+    rank_zero_info("GPU available: True (cuda), used: True")
+    rank_zero_info("💡 Tip: For seamless cloud logging, try installing litlogger")
+    rank_zero_info("Time limit reached. Signaling Trainer to stop.")
+    assert told == ["Time limit reached. Signaling Trainer to stop."]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet()
+        rank_zero_warn("The 'val_dataloader' does not have many workers which may be a bottleneck.")
+        rank_zero_warn("The number of training batches (1) is smaller than the logging interval")
+    assert [str(found.message)[:32] for found in caught] == ["The number of training batches ("]
+
+
+def test_a_run_says_what_it_trains_and_what_came_out(told, tmp_path, capsys, monkeypatch):
+    """Nothing else: no hint, no warning, no table."""
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 4)
+    given = [
+        f"--data.root={tmp_path}/text", "--data.length=8", "--data.windows=4", "--data.lengths=[8]",
+        "--data.test_bytes=16", "--data.workers=0", "--data.batch_size=2", "--data=TextData",
+        "--model.net=ndlightnet.NDLightNet", "--model.net.dims=1", "--model.net.vocab_size=256",
+        "--model.net.causal=true", "--model.net.embed_dim=8", "--model.net.depth=1",
+        f"--trainer.default_root_dir={tmp_path}/out", "--trainer.max_epochs=1",
+        "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false",
+        "--trainer.log_every_n_steps=1", "--seed_everything=1",
+    ]  # fmt: skip
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        last = f"--ckpt_path={tmp_path}/out/checkpoints/last.ckpt"
+        given.sort(key=lambda option: option != "--data=TextData")
+        assert door("text_lm", ["fit", *given]) == door("text_lm", ["test", *given, last]) == 0
+    shown = [w for w in caught if "jsonargparse" not in str(w.category).lower()]
+    assert [str(w.message) for w in shown if w.category is not DeprecationWarning] == []
+    out, err = capsys.readouterr()
+    assert err == f"NDLightNet, 4,160 parameters; results in {tmp_path}/out\n"
+    assert len(out.splitlines()) == 1 and out.startswith("bits per byte ") and told == []
+
+
+# as the configs of before this layout of folders say it
+BEFORE = (
+    "averaging.AveragedWeights", "images.ImageData", "text.TextData", "forecasting.SeriesData",
+    "volume_folders.VolumeFolders", "videos.MovingDigits", "signals.SignalData",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_names_of_before_in_yaml(name):
+    from jsonargparse._util import import_object  # what reads a class_path
+
+    found = import_object(f"ndlightnet.training.{name}")
+    assert found is getattr(training, name.rsplit(".")[-1])
+    assert "ndlightnet.training.images" not in sys.modules
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = training.nothing

@@ -1,0 +1,114 @@
+"""Gradient checkpointing and torch.compile change neither losses, gradients nor names."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ndlightnet import NDLightNet, NDLightUNet
+from ndlightnet.models import Forecaster
+from ndlightnet.nn import Block
+from ndlightnet.training import (
+    ForecastTask,
+    ImageTask,
+    SegmentationTask,
+    SignalTask,
+    TextTask,
+    VideoTask,
+)
+from ndlightnet.training.core import speed
+
+LABELS, NUMBERS = torch.tensor([0, 2]), torch.arange(2)
+SMALL = {"embed_dim": 8, "depth": 2, "tpe_states": 2}
+
+
+# of each task: its network, and a batch as its loader makes them
+KINDS = {
+    "image": (ImageTask, lambda: NDLightNet(2, 1, 3, patch_size=2, drop_rate=0.3, **SMALL),
+              lambda: (torch.randn(2, 1, 4, 6), LABELS, NUMBERS)),
+    "video": (VideoTask, lambda: NDLightNet(3, 3, 3, patch_size=2, causal=True, **SMALL),
+              lambda: (torch.randn(2, 3, 4, 4, 6), LABELS, NUMBERS)),
+    "signal": (SignalTask, lambda: NDLightNet(1, 2, 3, patch_size=1, **SMALL),
+               lambda: (torch.randn(2, 2, 7), torch.arange(7) < torch.tensor([[7], [5]]), LABELS,
+                        NUMBERS)),
+    "segmentation": (SegmentationTask,
+                     lambda: NDLightUNet(3, 1, 3, widths=[2, 4], depths=[0, 1], convs=[1, 1]),
+                     lambda: (torch.randn(2, 1, 4, 4, 4), torch.randint(3, (2, 1, 4, 4, 4)),
+                              NUMBERS)),
+    "text": (TextTask, lambda: NDLightNet(1, vocab_size=256, causal=True, **SMALL),
+             lambda: torch.randint(256, (2, 9), dtype=torch.uint8)),
+    "forecast": (ForecastTask, lambda: Forecaster(2, 4, embed_dim=8, depth=1),
+                 lambda: (torch.randn(2, 6, 2), torch.randn(2, 9, 4), torch.randn(2, 3, 2),
+                          NUMBERS)),
+}  # fmt: skip
+
+
+def step(kind: str, **flags: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The loss and all gradients of a training step, and the names in a checkpoint."""
+    task_type, net, batch = KINDS[kind]
+    torch.manual_seed(0)
+    task = task_type(net(), **flags).train()
+    task.log = lambda *_, **__: None
+    torch.manual_seed(1)
+    batch = batch()
+    torch.manual_seed(2)  # dropout
+    loss = task.training_step(batch, 0)
+    loss.backward()
+    found = {name: p.grad for name, p in task.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **found}, list(task.state_dict())
+
+
+def compare(close, kind: str, **flags: bool) -> None:
+    (plain, names), (other, same) = step(kind), step(kind, **flags)
+    assert same == names and other.keys() == plain.keys() and len(plain) > 10
+    scale = max(float(x.abs().max()) for x in plain.values())
+    for name, value in plain.items():
+        assert float((other[name] - value).abs().max()) < 1e-5 * scale, name
+    close(other["loss"], plain["loss"], 1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpointed_is_plain(close, kind, monkeypatch):
+    ran, forward = [], Block.forward
+
+    def counted(block, *inputs, **named):
+        ran.append(torch.is_grad_enabled())
+        return forward(block, *inputs, **named)
+
+    monkeypatch.setattr(Block, "forward", counted)
+    blocks = sum(type(m).forward is Block.forward for m in KINDS[kind][1]().modules())
+    compare(close, kind, grad_checkpointing=True)
+    assert len(ran) == 3 * blocks > 0  # once, then once forwards and once backwards
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_through_what_is_compiled(kind, monkeypatch):
+    calls = []
+
+    def compile(net):
+        return lambda *inputs: calls.append(net) or net(*inputs)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    found, names = step(kind, compile=True)
+    assert len(calls) == 1 and names == step(kind)[1]
+    assert torch.equal(found["loss"], step(kind)[0]["loss"])
+
+
+@pytest.mark.slow
+def test_compiled_is_plain(close, monkeypatch):
+    """Traced and differentiated as for Inductor, but run by torch: its C++ takes a minute."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    compare(close, "image", compile=True, grad_checkpointing=True)
+
+
+def test_a_network_without_blocks_is_refused():
+    with pytest.raises(ValueError, match="grad_checkpointing=True: Linear has no blocks"):
+        ImageTask(nn.Linear(2, 2), grad_checkpointing=True)
+
+
+def test_evaluation_keeps_nothing_to_compute_again(monkeypatch):
+    net = Forecaster(2, 4, embed_dim=8, depth=1)
+    speed.checkpoint_blocks(net)
+    monkeypatch.setattr(speed, "checkpoint", lambda *_, **__: pytest.fail("in evaluation"))
+    net.eval()(torch.randn(2, 6, 2), torch.randn(2, 9, 4))

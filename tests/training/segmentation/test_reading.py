@@ -1,0 +1,83 @@
+"""A case is read once, from its files to its page: in a test and in a prediction."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import nibabel
+import pydicom
+import pytest
+import SimpleITK as sitk
+import torch
+
+from ndlightnet import NDLightUNet
+from tests.data.volume.files import HU, random_image, write, write_series
+
+COUNTED: list[Counter[Path]] = []  # of the tests that count now
+
+
+def _hook(event: str, given: tuple) -> None:
+    if COUNTED and event == "open" and isinstance(given[0], str | bytes | Path):
+        COUNTED[-1][Path(str(given[0]))] += 1
+
+
+sys.addaudithook(_hook)  # it stays until the process ends
+
+
+@pytest.fixture
+def opened(monkeypatch) -> Iterator[Counter[Path]]:
+    """How often each path was opened by Python, or read by SimpleITK."""
+
+    class Reader(sitk.ImageFileReader):
+        def Execute(self):
+            counts[Path(self.GetFileName())] += 1
+            return super().Execute()
+
+    counts: Counter[Path] = Counter()
+    monkeypatch.setattr(sitk, "ImageFileReader", Reader)
+    COUNTED.append(counts)
+    yield counts
+    COUNTED.remove(counts)
+
+
+def test_in_a_prediction(segment, checkpoints, tmp_path, monkeypatch, opened):
+    folder = tmp_path / "in"
+    files = [write(folder / name, random_image()) for name in ("a.nii.gz", "b.nii")]
+    for name in ("c.nrrd", "d.mha"):
+        sitk.WriteImage(sitk.GetImageFromArray(random_image()), str(folder / name))
+        files.append(folder / name)
+    slices = sorted(write_series(folder / "series", HU).iterdir())
+    whole: Counter[Path] = Counter()
+    read = pydicom.dcmread
+
+    def told(file, *args, stop_before_pixels=False, **kwargs):
+        whole[Path(file)] += not stop_before_pixels
+        return read(file, *args, stop_before_pixels=stop_before_pixels, **kwargs)
+
+    monkeypatch.setattr(pydicom, "dcmread", told)
+    monkeypatch.setattr(NDLightUNet, "forward", lambda _, x: torch.cat([-x, x], 1))
+    opened.clear()
+    done = segment(
+        "predict", f"--trainer.default_root_dir={tmp_path}/out", f"--ckpt_path={checkpoints[0]}",
+        "--model.net.init_args.out_channels=2", f"--data.init_args.input={folder}",
+        "--model.dicom_seg=true",
+    )  # fmt: skip
+    assert (done.status, done.errors) == (0, []), done.err[-2000:]
+    out = tmp_path / "out" / "predictions"
+    assert len(list(out.glob("*.png"))) == 5 and (out / "series.dcm").exists()
+    assert {file: opened[file] for file in files} == dict.fromkeys(files, 1)
+    assert whole == dict.fromkeys(slices, 1)  # what a slice is was asked of its header before
+
+
+def test_in_a_test(segment, checkpoints, decathlon, tmp_path, opened):
+    files = [decathlon / kind / "3.nii.gz" for kind in ("images", "labels")]
+    done = segment(
+        "test", f"--trainer.default_root_dir={tmp_path}/out", f"--ckpt_path={checkpoints[0]}",
+        "--model.net.init_args.out_channels=2", f"--data.init_args.root={decathlon}",
+    )  # fmt: skip
+    assert (done.status, done.errors) == (0, []), done.err[-2000:]
+    assert (tmp_path / "out" / "test" / "3.png").exists()
+    assert {file: opened[file] for file in files} == dict.fromkeys(files, 1)
+    nibabel.load(files[0])  # and the count can be wrong
+    assert opened[files[0]] > 1
