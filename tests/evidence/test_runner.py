@@ -169,7 +169,7 @@ def test_results_are_written_after_every_run(tmp_path, capsys):
 
 def test_resuming(tmp_path, capsys):
     """Good runs are kept, failed and missing ones are done."""
-    before = [{**who(0, "B"), "top1": 0.25}, {**who(1, "B"), "error": "x"},
+    before = [{**who(0, "B"), "top1": 0.25, "options": {}}, {**who(1, "B"), "error": "x"},
               {**who(0), "missing": True}]  # fmt: skip
     (tmp_path / "runs.json").write_text(json.dumps(before))
     wanted = [who(seed, row) for seed in (0, 1) for row in "AB"]
@@ -179,6 +179,11 @@ def test_resuming(tmp_path, capsys):
         ("B", 0, 0.25), ("A", 0, 0.5), ("A", 1, 0.5), ("B", 1, 0.5),
     ]  # fmt: skip
     assert start(options(tmp_path, "--resume"), *wanted) == (runs, [])
+    other = options(tmp_path, "--resume")
+    other.config = tmp_path / "other.yaml"
+    runs, asked = start(other, *wanted)
+    assert len(asked) == 4 and runs[0]["options"] == {"config": str(other.config)}
+    assert start(other, *wanted) == (runs, [])
     assert len(start(options(tmp_path), *wanted)[1]) == 4  # from the start
 
 
