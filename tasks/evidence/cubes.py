@@ -38,7 +38,7 @@ from ndlightnet.training.cases import dice_of
 from ndlightnet.training.cli import task_cli
 from ndlightnet.training.peers import DynUNet, SegResNet, SwinUNETR
 
-HIDDEN = ("date", "commit", "device", "options")  # below the table
+HIDDEN = ("run_seconds", "date", "commit", "device", "options")  # below the table
 STEP = 32  # voxels by which the largest cube is looked for
 NETS: dict[str, Callable[[int], nn.Module]] = {
     "NDLightUNet M": lambda classes: NDLightUNet(3, 1, classes, strides=(2, 2, 2, 2)),

@@ -67,7 +67,7 @@ def test_no_run_begins_when_the_minutes_are_over(monkeypatch):
     # asked at 0.5 and 1.5 minutes; each run looks at the clock when it begins and when it ends
     runner.run_all([who(s) for s in range(4)], lambda who: {}, done.append, minutes=2,
                    processes=False)  # fmt: skip
-    assert [run["seed"] for run in done if "seconds" in run] == [0, 1]
+    assert [run["seed"] for run in done if "run_seconds" in run] == [0, 1]
     assert done[2:] == [{**who(seed), "missing": True} for seed in (2, 3)]
 
 
@@ -200,7 +200,7 @@ def test_what_failed_or_was_not_run_is_said(tmp_path, capsys):
 
 def test_curves_are_lines_and_words():
     curve = {"x_label": "pairs", "x": [2, 4], "accuracy": [1.0, 0.5], "guess": [0.1, 0.2]}
-    run = {**who(3), "lr": 0.1, "loss": 0.25, "seconds": 2.0, "curves": {"recall": curve}}
+    run = {**who(3), "lr": 0.1, "loss": 0.25, "run_seconds": 2.0, "curves": {"recall": curve}}
     common = {**who(3), "lr": 0.1, "panel": "recall"}
     assert list(runner.curve_lines(run)) == [
         {**common, "x": 2, "accuracy": 1.0, "guess": 0.1},

@@ -145,7 +145,7 @@ def _start(one: Callable[[Run], Run], over: float, here: bool, who: Run) -> Run:
     except Exception as error:  # one run's failure is not the others'
         return {**who, "error": f"{type(error).__name__}: {error}"[:200]}
     where = {"device": device_name()} if here else {}  # CUDA is for those that need it
-    return {**who, "seconds": time.monotonic() - begun, **found, **where}
+    return {**who, "run_seconds": time.monotonic() - begun, **found, **where}
 
 
 def _threads() -> int:
@@ -189,7 +189,7 @@ def commit() -> str | None:
 
 def say_curves(run: Run) -> str:
     """What a run with "curves" found, in a few lines."""
-    said = f"loss {run['loss']:.3f}, {run['seconds']:.0f} s"
+    said = f"loss {run['loss']:.3f}, {run['run_seconds']:.0f} s"
     for panel, curve in run["curves"].items():
         right = " ".join(f"{value:.2f}" for value in curve["accuracy"])
         said += f"\n  {panel}, by {curve['x_label']}: {right}"
