@@ -91,7 +91,8 @@ class _Gated(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        c = Chunks(*(to_chunks(x, work_dtype(v)) for x in (q, k, v)), _chunked(decay, state), state)
+        parts = [to_chunks(x, work_dtype(v)) for x in (q, k, v)]
+        c = Chunks(parts[0], parts[1], parts[2], _chunked(decay, state), state)
         m = c.memories()
         ctx.save_for_backward(q, k, v, decay, state, m)
         return whole(from_chunks(c.outputs(m), v)), m[:, -1].view_as(state).clone()
@@ -109,8 +110,8 @@ class _Gated(torch.autograd.Function):
                 # what tokens read of themselves is on both sides, and would only cost digits
                 per_token = q * dq.to(m.dtype) - k * dk.to(m.dtype)
                 dl = log_decay_gradient(decay, per_token, dm * m)
-            grads = (from_chunks(x, given) for x in (dq + diagonal * k, dk + diagonal * q, dv))
-            return *grads, dl, dstate.view_as(state)
+            dq, dk = dq + diagonal * k, dk + diagonal * q
+            return *(from_chunks(x, given) for x in (dq, dk, dv)), dl, dstate.view_as(state)
 
 
 def _chunked(decay: Tensor | None, state: Tensor) -> Decay:
