@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from ndlightnet.nn import MDTPE
 from ndlightnet.ops import axis_scan, line_scan, line_state, line_step
-from ndlightnet.ops.axis_scan import lines, reference
+from ndlightnet.ops.axis_scan import api, lines, reference
 
 LENGTHS = (1, 5, 63, 64, 65, 200)
 GRIDS = ((7,), (4, 6), (3, 1, 5), (2, 3, 2, 4))
@@ -129,6 +130,17 @@ def test_axis_scan_is_the_sum_over_axes(close, close_grads, shape, ways):
     expected = by_hand(x, parameters[0], reverse)
     close(actual, expected, 1e-11)
     close_grads(actual, expected, inputs, 1e-10)
+
+
+def test_the_reference_does_not_run_the_torch_form(close, monkeypatch):
+    x, pair = torch.randn(2, 7, 3, dtype=torch.float64), weights((7,))
+    expected = axis_scan(x, *pair, impl="torch")
+    monkeypatch.setattr(api, "line_scan", None)
+    close(axis_scan(x, *pair, impl="reference"), expected, 1e-12)
+    layer, tokens = MDTPE(1, 4, impl="reference"), torch.randn(1, 5, 4)
+    assert layer(tokens).shape == tokens.shape
+    with pytest.raises(ValueError, match=r"impl='fla': expected .* for axis_scan"):
+        axis_scan(x, *pair, impl="fla")
 
 
 @pytest.mark.parametrize("ways", [1, 2])

@@ -91,8 +91,7 @@ class _Gated(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        parts = [to_chunks(x, work_dtype(v)) for x in (q, k, v)]
-        c = Chunks(parts[0], parts[1], parts[2], _chunked(decay, state), state)
+        c = _chunks(q, k, v, decay, state)
         m = c.memories()
         ctx.save_for_backward(q, k, v, decay, state, m)
         return whole(from_chunks(c.outputs(m), v)), m[:, -1].view_as(state).clone()
@@ -102,20 +101,20 @@ class _Gated(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (q, k, v, decay, state, m), (dy, dlast) = ctx.saved_tensors, grads
         with exact(q):
-            given, dl = v, None
-            q, k, v, dy = (to_chunks(x, work_dtype(given)) for x in (q, k, v, dy))
-            c = Chunks(q, k, v, _chunked(decay, state), state)
+            c, dl = _chunks(q, k, v, decay, state), None
+            dy = to_chunks(dy, c.v.dtype)
             dq, dk, dv, dm, dstate, diagonal = c.gradients(m, dy, dlast.flatten(0, 1))
             if decay is not None:
                 # what tokens read of themselves is on both sides, and would only cost digits
-                per_token = q * dq.to(m.dtype) - k * dk.to(m.dtype)
+                per_token = c.q * dq.to(m.dtype) - c.k * dk.to(m.dtype)
                 dl = log_decay_gradient(decay, per_token, dm * m)
-            dq, dk = dq + diagonal * k, dk + diagonal * q
-            return *(from_chunks(x, given) for x in (dq, dk, dv)), dl, dstate.view_as(state)
+            dqkv = (dq + diagonal * c.k, dk + diagonal * c.q, dv)
+            return *(from_chunks(x, v) for x in dqkv), dl, dstate.view_as(state)
 
 
-def _chunked(decay: Tensor | None, state: Tensor) -> Decay:
-    return Decay(None if decay is None else to_chunks(decay, state.dtype))
+def _chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor) -> Chunks:
+    q, k, v = (to_chunks(x, work_dtype(v)) for x in (q, k, v))
+    return Chunks(q, k, v, Decay(None if decay is None else to_chunks(decay, state.dtype)), state)
 
 
 class Chunks:
