@@ -141,7 +141,7 @@ def test_grad_checkpointing_changes_no_gradient(close):
 @pytest.mark.parametrize(
     "dims, causal, heads",
     [
-        (1, False, 1),
+        pytest.param(1, False, 1, marks=pytest.mark.slow),
         (3, False, 1),
         (2, True, 8),
         pytest.param(2, True, 1, marks=pytest.mark.slow),  # frames in groups, see ops/frames.py
@@ -155,6 +155,17 @@ def test_compile_without_a_graph_break(close, close_grads, dims, causal, heads):
     x, mask = torch.randn(2, 2, *SIZES[dims]), torch.rand(2, *SIZES[dims]) < 0.9
     close(compiled(x, mask), model(x, mask), 1e-5)
     close_grads(compiled(x, mask), model(x, mask), list(model.parameters()), 1e-4)
+
+
+@pytest.mark.slow
+def test_compile_with_checkpointed_blocks(close_grads):
+    """The blocks' layout goes through the checkpoint."""
+    torch._dynamo.reset()
+    model, x = tiny(2, patch_size=2, depth=1).train(), torch.randn(2, 2, *SIZES[2])
+    expected = model(x)
+    model.set_grad_checkpointing()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    close_grads(compiled(x), expected, list(model.parameters()), 1e-4)
 
 
 def test_compile_a_language_model(close, close_grads):
