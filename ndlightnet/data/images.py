@@ -84,7 +84,10 @@ def read_images(path: str | Path) -> dict[str, ImageSet]:
 
 def read_idx(path: Path) -> np.ndarray:
     """A file of bytes in the IDX format, at `path` or, compressed, at `path`.gz: 0, 0, 8, the
-    number of axes, their sizes as big-endian 32-bit numbers, and the bytes."""
+    number of axes, their sizes as big-endian 32-bit numbers, and the bytes.
+
+    Not by torchvision, whose reader makes an AssertionError without a name of a damaged file.
+    """
     packed = path.with_name(path.name + ".gz")
     found = path if path.is_file() else packed
     if not found.is_file():
@@ -125,13 +128,13 @@ def spread(count: int, total: int) -> list[int]:
     return [i * total // count for i in range(count)]
 
 
-def mean_and_deviation(images: Tensor) -> tuple[float, float]:
-    """Of all values of a uint8 tensor; the deviation is 1 where all are the same."""
+def mean_and_std(images: Tensor) -> tuple[float, float]:
+    """Of all values of a uint8 tensor; the std is 1 where all are the same."""
     counts = torch.bincount(images.flatten(), minlength=256).double()
     values = torch.arange(256, dtype=torch.float64)
     mean = (counts * values).sum() / counts.sum()
-    deviation = ((counts * (values - mean).square()).sum() / counts.sum()).sqrt()
-    return float(mean), float(deviation) or 1.0
+    std = ((counts * (values - mean).square()).sum() / counts.sum()).sqrt()
+    return float(mean), float(std) or 1.0
 
 
 def moved(images: Tensor, shifts: Tensor, flips: Tensor) -> Tensor:

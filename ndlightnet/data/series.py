@@ -1,7 +1,8 @@
 """Hourly series of several columns, such as ETT: reading, the usual split, scaling, windows.
 
 A file is a CSV (or CSV.gz) of a header `date,NAME,NAME,...` and a row an hour, without gaps:
-`2016-07-01 00:00:00,5.827,...`.
+`2016-07-01 00:00:00,5.827,...`. (Not read by pandas: it would take a damaged row for text or NaN,
+and errors could not name its line.)
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from ndlightnet.data.images import (
     Batches,
     ImageSet,
     ShuffledBatches,
-    mean_and_deviation,
+    mean_and_std,
     moved,
     read_images,
     spread,
@@ -165,11 +165,11 @@ def test_spread(count, total):
     assert count == 0 or gaps.max() - gaps.min() <= 1
 
 
-def test_mean_and_deviation():
+def test_mean_and_std():
     images = torch.from_numpy(arrays(9, 5, 7)[0])
     expected = (images.double().mean().item(), images.double().std(correction=0).item())
-    assert mean_and_deviation(images) == pytest.approx(expected, rel=1e-12)
-    assert mean_and_deviation(torch.full((2, 3, 3), 7, dtype=torch.uint8)) == (7, 1)
+    assert mean_and_std(images) == pytest.approx(expected, rel=1e-12)
+    assert mean_and_std(torch.full((2, 3, 3), 7, dtype=torch.uint8)) == (7, 1)
 
 
 @pytest.mark.parametrize("space", [(5, 7), (3, 4, 2), (2, 3, 1, 4)])

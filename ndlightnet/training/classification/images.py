@@ -15,7 +15,7 @@ from ndlightnet.data.images import (
     ImageSet,
     SeededBatches,
     ShuffledBatches,
-    mean_and_deviation,
+    mean_and_std,
     moved,
     read_images,
     spread,
@@ -86,7 +86,7 @@ class ImageData(LabelledData):
         self.classes = self.classes or tuple(str(label) for label in range(most + 1))
         if most >= len(self.classes) or min(int(p.labels.min()) for p in parts.values()) < 0:
             raise DataError(f"{self.root}: labels up to {most}: classes are {list(self.classes)}")
-        self.mean, self.deviation = mean_and_deviation(train.images)
+        self.mean, self.deviation = mean_and_std(train.images)
         held = spread(round(self.validation * len(train)), len(train))
         self.val_set = parts.get("val", train.pick(held))
         if "val" not in parts:
@@ -120,7 +120,7 @@ class ImageData(LabelledData):
         raise DataError(f"{self.root}: predict reads files with VolumeFolders, not with ImageData")
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """uint8 -> floats of mean 0 and deviation 1, those of training batches moved or augmented
+        """uint8 -> floats of mean 0 and std 1, those of training batches moved or augmented
         as the rest of the batch says."""
         images, labels, numbers, *moves = batch
         images = moved(images, *moves) if len(moves) == 2 else images

@@ -79,6 +79,25 @@ def test_schedule_of_a_short_run_stays_in_bounds(steps):
     assert all(0.5 * 0.01 - 1e-9 <= rate <= 0.5 for rate in found)
 
 
+def test_a_training_that_goes_on_for_longer_has_the_rates_of_the_longer_one():
+    """What torch's CosineAnnealingLR does not do: its checkpoint holds the old end."""
+    made = [
+        adamw_with_cosine(
+            SimpleNamespace(trainer=SimpleNamespace(estimated_stepping_batches=steps)),
+            nn.Linear(2, 2), 0.5, 0.0,
+        ) for steps in (40, 200)
+    ]  # fmt: skip
+    first, longer = (one["lr_scheduler"]["scheduler"] for one in made)
+    for _ in range(40):
+        first.optimizer.step()
+        first.step()
+    longer.load_state_dict(first.state_dict())
+    longer.optimizer.step()
+    longer.step()
+    (rate,) = longer.get_last_lr()
+    assert rate == pytest.approx(rates(200)[41]) and rate > 0.4
+
+
 def test_optimizer_trains_every_parameter_with_the_decay_asked_for():
     task, net = L.LightningModule(), NETS["net"]()
     task._trainer = SimpleNamespace(estimated_stepping_batches=100)

@@ -26,10 +26,10 @@ SPLIT = (500, 600, 720)
 CONFIG = """
 seed_everything: 0
 trainer:
-  {accelerator: cpu, max_epochs: 8, enable_progress_bar: false, check_val_every_n_epoch: 4,
+  {accelerator: cpu, max_epochs: 4, enable_progress_bar: false, check_val_every_n_epoch: 2,
    log_every_n_steps: 5}
 model:
-  lr: 5.0e-3
+  lr: 1.0e-2
   net:
     class_path: ndlightnet.models.forecaster.Forecaster
     init_args: {in_chans: 2, label_length: 24, embed_dim: 16, depth: 1}
@@ -165,7 +165,7 @@ def test_metrics_by_hand(trained, folder):
     assert metrics["windows"] == 91 and metrics["columns"] == ["A", "OT"]
     assert (metrics["input_length"], metrics["horizon"]) == (48, 30)
     assert metrics["parameters"] == sum(p.numel() for p in net.parameters())
-    assert metrics["steps"] == 8 * ((500 - 78 + 1) // 32) and metrics["step_ms"] > 0
+    assert metrics["steps"] == 4 * ((500 - 78 + 1) // 32) and metrics["step_ms"] > 0
 
 
 def test_a_daily_pattern_is_learnt(trained):
