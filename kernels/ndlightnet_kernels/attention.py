@@ -17,7 +17,7 @@ from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import coordinates, cos_sin, slot_frequencies
 from ndlightnet_kernels.plans import operand_bytes, plan, split_count
 from ndlightnet_kernels.position import Position
-from ndlightnet_kernels.segments import merge_parts
+from ndlightnet_kernels.segments import merge_launch, reciprocal_sum
 from ndlightnet_kernels.tiles import (
     arguments,
     cdiv,
@@ -218,12 +218,6 @@ def _summarize(
 
 
 @triton.jit
-def _inverse(total, at, inside):
-    s = tl.load(total + at, mask=inside, other=0.0)
-    return tl.where(s > 0, 1 / tl.where(s > 0, s, 1.0), 0.0)
-
-
-@triton.jit
 def _read_memory(
     total, memory, bh, c, vc, DIM: tl.constexpr, VDIM: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
@@ -231,7 +225,7 @@ def _read_memory(
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     inside = c < WIDTH
     here = inside[:, None] & (vc < VDIM)[None, :]
-    inverse = _inverse(total, bh * DIM + c, inside)[:, None]
+    inverse = reciprocal_sum(total, bh * DIM + c, inside)[:, None]
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
     at = memory + (bh * (HALVES * DIM) + c)[:, None] * VDIM + vc[None, :]
     ma = tl.load(at, mask=here, other=0.0) * inverse
@@ -239,7 +233,7 @@ def _read_memory(
     if KIND != 0:
         mb = tl.load(at + DIM * VDIM, mask=here, other=0.0) * inverse
     if KIND == 2:
-        inverse = _inverse(total, bh * DIM + WIDTH + c, inside)[:, None]
+        inverse = reciprocal_sum(total, bh * DIM + WIDTH + c, inside)[:, None]
         at += WIDTH * VDIM
         ma -= tl.load(at + DIM * VDIM, mask=here, other=0.0) * inverse
         mb += tl.load(at, mask=here, other=0.0) * inverse
@@ -357,16 +351,6 @@ def summarize_splits(
     return top, total, memory
 
 
-def _merge_plan(samples: int, parts: int, heads: int, sizes: Sizes) -> Launch:
-    halves, dim, vdim = sizes
-    bv = pad(vdim)
-    some = max(1, 256 // bv)
-    return Launch(
-        merge_parts, (samples * heads, cdiv(halves * dim, some)), parts=parts, heads=heads,
-        DIM=dim, VDIM=vdim, BV=bv, HALVES=halves, BC=some, num_warps=2,
-    )  # fmt: skip
-
-
 def summarize(
     k: Tensor, v: Tensor, keep: Tensor | None, where: Position
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -377,11 +361,8 @@ def summarize(
     sums, memories = (batch, heads, dim), (batch, heads, halves * dim, vdim)
     if parts == 1 and where.first is None:
         return top.view(sums), total.view(sums), memory.view(memories)
-    merge = remembered(
-        ("merge", k.device, batch, parts, heads, halves, dim, vdim),
-        lambda: _merge_plan(batch, parts, heads, (halves, dim, vdim)),
-    )
     joined = scratch(k, *sums), scratch(k, *sums), scratch(k, *memories)
+    merge = merge_launch(k.device, batch, parts, heads, (halves, dim, vdim))
     merge(top, total, memory, where.first, *joined)
     return joined
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from ndlightnet_kernels.attention import (
     KV,
     SIZES,
-    _inverse,
     _keys,
     _load_query,
     _read_memory,
@@ -28,7 +27,7 @@ from ndlightnet_kernels.phases import (
 )
 from ndlightnet_kernels.plans import operand_bytes, plan
 from ndlightnet_kernels.position import KINDS, Position
-from ndlightnet_kernels.segments import parts_of
+from ndlightnet_kernels.segments import join_grads
 from ndlightnet_kernels.tiles import (
     arguments,
     cdiv,
@@ -126,54 +125,6 @@ def _read_backward(
         dcos_rows, dsin_rows = deinterleave(dmem)
         tl.store(to, dcos_rows, here)
         tl.store(to + WIDTH * VDIM, dsin_rows, here)
-
-
-@triton.jit
-def _join_one(
-    total, memory, dtotal, dmemory, bh, j, inside, vc, dcos, dsin,
-    DIM: tl.constexpr, VDIM: tl.constexpr, HALVES: tl.constexpr,
-):  # fmt: skip
-    here = inside[:, None] & (vc < VDIM)[None, :]
-    inverse = _inverse(total, bh * DIM + j, inside)
-    at = (bh * (HALVES * DIM) + j)[:, None] * VDIM + vc[None, :]
-    own = dcos * tl.load(memory + at, mask=here, other=0.0)
-    tl.store(dmemory + at, dcos * inverse[:, None], here)
-    if HALVES == 2:
-        own += dsin * tl.load(memory + at + DIM * VDIM, mask=here, other=0.0)
-        tl.store(dmemory + at + DIM * VDIM, dsin * inverse[:, None], here)
-    tl.store(dtotal + bh * DIM + j, -tl.sum(own, 1) * inverse * inverse, inside)
-
-
-@triton.jit(do_not_specialize=["parts", "heads"])
-def _join_grads(
-    dmemories, total, memory, first, dtotal, dmemory, parts, heads, DIM: tl.constexpr,
-    VDIM: tl.constexpr, BV: tl.constexpr, KIND: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """Sum the parts' gradients and pass them through the normalisation: one program for BC
-    features."""
-    bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
-    WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
-    HALVES: tl.constexpr = 1 if KIND == 0 else 2
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    inside = c < WIDTH
-    here = inside[:, None] & (vc < VDIM)[None, :]
-    own, begin, end = parts_of(first, bh, heads, parts)
-    zero = tl.zeros((BC,), tl.int32)
-    ga = tl.zeros((BC, BV), tl.float32)
-    gb = ga
-    for some in range(begin, end, 8):
-        for i in tl.static_range(8):  # eight loads on their way at once
-            s = zero + some + i
-            at = dmemories + ((own + s) * (HALVES * WIDTH) + c)[:, None] * VDIM + vc[None, :]
-            there = here & (s < end)[:, None]
-            ga += tl.load(at, mask=there, other=0.0)
-            if KIND != 0:
-                gb += tl.load(at + WIDTH * VDIM, mask=there, other=0.0)
-    _join_one(total, memory, dtotal, dmemory, bh, c, inside, vc, ga, gb, DIM, VDIM, HALVES)
-    if KIND == 2:  # the pair's second channel reads the tiles swapped
-        _join_one(
-            total, memory, dtotal, dmemory, bh, c + WIDTH, inside, vc, gb, -ga, DIM, VDIM, HALVES
-        )
 
 
 @triton.jit
@@ -335,7 +286,7 @@ def _read_plan(
     )  # fmt: skip
     some = max(1, 256 // bv)
     join = Launch(
-        _join_grads, (where.samples(batch) * heads, cdiv(width, some)), parts=parts, heads=heads,
+        join_grads, (where.samples(batch) * heads, cdiv(width, some)), parts=parts, heads=heads,
         DIM=dim, VDIM=vdim, BV=bv, KIND=KINDS[where.kind], BC=some, num_warps=2,
     )  # fmt: skip
     angles = (batch, heads, parts, width if learn else 0)

@@ -4,10 +4,12 @@
 # (a jit function builds its tuples of tensors piece by piece)
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from ndlightnet_kernels.tiles import weight
+from ndlightnet_kernels.launch import Launch, remembered
+from ndlightnet_kernels.tiles import cdiv, pad, weight
 
 INFINITE = tl.constexpr(float("inf"))
 AT_ONCE = tl.constexpr(8)  # States whose loads are on their way at the same time
@@ -56,6 +58,75 @@ def merge_parts(
     tl.store(top_out + bh * DIM + row, best, row < DIM)
     tl.store(total_out + bh * DIM + row, sm, row < DIM)
     tl.store(memory_out + (bh * (HALVES * DIM) + row)[:, None] * VDIM + vc[None, :], acc, here)
+
+
+def merge_launch(
+    device: torch.device, samples: int, parts: int, heads: int, sizes: tuple[int, int, int]
+) -> Launch:
+    """`merge_parts`, for memories of halves * dim rows and vdim columns."""
+    halves, dim, vdim = sizes
+    some = max(1, 256 // pad(vdim))
+    return remembered(
+        ("merge", device, samples, parts, heads, sizes),
+        lambda: Launch(
+            merge_parts, (samples * heads, cdiv(halves * dim, some)), parts=parts, heads=heads,
+            DIM=dim, VDIM=vdim, BV=pad(vdim), HALVES=halves, BC=some, num_warps=2,
+        ),
+    )  # fmt: skip
+
+
+@triton.jit
+def reciprocal_sum(total, at, inside):
+    s = tl.load(total + at, mask=inside, other=0.0)
+    return tl.where(s > 0, 1 / tl.where(s > 0, s, 1.0), 0.0)
+
+
+@triton.jit
+def _join_one(
+    total, memory, dtotal, dmemory, bh, j, inside, vc, dcos, dsin,
+    DIM: tl.constexpr, VDIM: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    here = inside[:, None] & (vc < VDIM)[None, :]
+    inverse = reciprocal_sum(total, bh * DIM + j, inside)
+    at = (bh * (HALVES * DIM) + j)[:, None] * VDIM + vc[None, :]
+    own = dcos * tl.load(memory + at, mask=here, other=0.0)
+    tl.store(dmemory + at, dcos * inverse[:, None], here)
+    if HALVES == 2:
+        own += dsin * tl.load(memory + at + DIM * VDIM, mask=here, other=0.0)
+        tl.store(dmemory + at + DIM * VDIM, dsin * inverse[:, None], here)
+    tl.store(dtotal + bh * DIM + j, -tl.sum(own, 1) * inverse * inverse, inside)
+
+
+@triton.jit(do_not_specialize=["parts", "heads"])
+def join_grads(
+    dmemories, total, memory, first, dtotal, dmemory, parts, heads, DIM: tl.constexpr,
+    VDIM: tl.constexpr, BV: tl.constexpr, KIND: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Sum the parts' gradients and pass them through the normalisation: one program for BC
+    features."""
+    bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
+    WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
+    HALVES: tl.constexpr = 1 if KIND == 0 else 2
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside = c < WIDTH
+    here = inside[:, None] & (vc < VDIM)[None, :]
+    own, begin, end = parts_of(first, bh, heads, parts)
+    zero = tl.zeros((BC,), tl.int32)
+    ga = tl.zeros((BC, BV), tl.float32)
+    gb = ga
+    for some in range(begin, end, 8):
+        for i in tl.static_range(8):  # eight loads on their way at once
+            s = zero + some + i
+            at = dmemories + ((own + s) * (HALVES * WIDTH) + c)[:, None] * VDIM + vc[None, :]
+            there = here & (s < end)[:, None]
+            ga += tl.load(at, mask=there, other=0.0)
+            if KIND != 0:
+                gb += tl.load(at + WIDTH * VDIM, mask=there, other=0.0)
+    _join_one(total, memory, dtotal, dmemory, bh, c, inside, vc, ga, gb, DIM, VDIM, HALVES)
+    if KIND == 2:  # the pair's second channel reads the tiles swapped
+        _join_one(
+            total, memory, dtotal, dmemory, bh, c + WIDTH, inside, vc, gb, -ga, DIM, VDIM, HALVES
+        )
 
 
 @triton.jit(do_not_specialize=["parts", "pieces"])

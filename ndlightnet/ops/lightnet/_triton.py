@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ndlightnet.layout import Ragged
 from ndlightnet.ops._operator import Operator
-from ndlightnet.ops.lightnet.state import State
 from ndlightnet.ops.position import Position, columns, offset_of, shape_of
 from ndlightnet_kernels import position as flat
 from ndlightnet_kernels.position import FIELDS, SCHEMA
@@ -73,17 +72,23 @@ def of_samples(
 
 
 # ---------------------------------------------------------------------- what the operators share
-def _state(k: Tensor, vdim: int, position: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Unwritten States (max, sum, memory) of all samples."""
-    where, (batch, _, heads, dim) = Flat(*position), k.shape
+def _state(k: Tensor, vdim: int, inputs: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Unwritten States (max, sum, memory) of all samples. inputs: an operator's last ones."""
+    where, (batch, _, heads, dim) = Flat(*inputs[-FIELDS:]), k.shape
     batch = where.samples(batch)
     total = k.new_empty(batch, heads, dim, dtype=torch.float32)
     memory = k.new_empty(batch, heads, where.halves * dim, vdim, dtype=torch.float32)
     return total, torch.empty_like(total), memory
 
 
-def _dtheta(x: Tensor, theta: Tensor | None, learn: bool) -> Tensor:
-    """An unwritten gradient of each head's angles, empty if not wanted."""
+def _like(*xs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in xs)
+
+
+def _dtheta(x: Tensor, inputs: Sequence[Any]) -> Tensor:
+    """An unwritten gradient of each head's angles, empty if not wanted. inputs: an operator's last
+    ones, the Position behind `learn`."""
+    learn, theta = inputs[-FIELDS - 1], inputs[-FIELDS]
     slots = theta.shape[1] if learn and theta is not None else 0
     return x.new_empty(x.shape[2], slots, dtype=torch.float32)
 
@@ -119,8 +124,8 @@ def _global(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *position: Any
     return attention.read(q, total, memory, where), top, total, memory
 
 
-def _global_fake(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *position: Any) -> Any:
-    return q.new_empty(*q.shape[:3], v.shape[-1]), *_state(k, v.shape[-1], position)
+def _global_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    return q.new_empty(*q.shape[:3], v.shape[-1]), *_state(k, v.shape[-1], rest)
 
 
 def _global_backward(
@@ -135,12 +140,8 @@ def _global_backward(
     return dq, dk, dv, by_q + by_k
 
 
-def _global_backward_fake(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor, total: Tensor,
-    memory: Tensor, dout: Tensor, learn: bool, *position: Any,
-) -> Any:  # fmt: skip
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    return dq, dk, dv, _dtheta(q, position[0], learn)
+def _global_backward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+    return *_like(q, k, v), _dtheta(q, rest)
 
 
 def _global_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -174,8 +175,8 @@ def _summarize(k: Tensor, v: Tensor, mask: Tensor | None, *position: Any) -> Any
     return attention.summarize(k, v, mask, Flat(*position))
 
 
-def _summarize_fake(k: Tensor, v: Tensor, mask: Tensor | None, *position: Any) -> Any:
-    return _state(k, v.shape[-1], position)
+def _summarize_fake(k: Tensor, v: Tensor, *rest: Any) -> Any:
+    return _state(k, v.shape[-1], rest)
 
 
 def _summarize_backward(
@@ -188,11 +189,8 @@ def _summarize_backward(
     return kernels.summarize_backward(k, v, mask, top, dtotal, dmemory, where, learn)
 
 
-def _summarize_backward_fake(
-    k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor, dtotal: Tensor, dmemory: Tensor,
-    learn: bool, *position: Any,
-) -> Any:  # fmt: skip
-    return k.new_empty(k.shape), v.new_empty(v.shape), _dtheta(k, position[0], learn)
+def _summarize_backward_fake(k: Tensor, v: Tensor, *rest: Any) -> Any:
+    return *_like(k, v), _dtheta(k, rest)
 
 
 def _summarize_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -235,11 +233,8 @@ def _read_backward(
     return kernels.read_backward(q, total, memory, dout, Flat(*position), learn)
 
 
-def _read_backward_fake(
-    q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, learn: bool, *position: Any
-) -> Any:
-    dq, dtotal, dmemory = (x.new_empty(x.shape) for x in (q, total, memory))
-    return dq, dtotal, dmemory, _dtheta(q, position[0], learn)
+def _read_backward_fake(q: Tensor, total: Tensor, memory: Tensor, *rest: Any) -> Any:
+    return *_like(q, total, memory), _dtheta(q, rest)
 
 
 def _read_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -260,186 +255,4 @@ read_backward = Operator(
 read = Operator(
     f"read(Tensor q, Tensor total, Tensor memory, {SCHEMA}) -> Tensor",
     _read, _read_fake, _read_save, _read_grads,
-)  # fmt: skip
-
-
-# -------------------------------------------------------------------------------------- causal
-def _causal(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor | None,
-    total: Tensor | None, memory: Tensor | None, *position: Any,
-) -> Any:  # fmt: skip
-    """Output, final State (max, sum, memory), and for the backward the States of all segments.
-    Without a first State (top, total, memory) it is empty."""
-    from ndlightnet_kernels import causal
-
-    out, last, entry = causal.forward(q, k, v, mask, (top, total, memory), Flat(*position))
-    return out, *last, *entry
-
-
-def _causal_fake(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor | None,
-    total: Tensor | None, memory: Tensor | None, *position: Any,
-) -> Any:  # fmt: skip
-    from ndlightnet_kernels import plans
-
-    parts, rows = plans.cut(k, v.shape[-1], Flat(*position).kind)[0], k.shape[0] * k.shape[2]
-    last = _state(k, v.shape[-1], position)
-    states = zip(last, (parts + 1, parts, parts), strict=True)
-    entry = [x.new_empty(rows, n, *x.shape[2:]) for x, n in states]
-    return q.new_empty(v.shape), *last, *entry, k.new_empty(rows, parts, dtype=torch.int32)
-
-
-def _causal_backward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor, total: Tensor,
-    memory: Tensor, flag: Tensor, dout: Tensor, dtotal: Tensor | None, dmemory: Tensor | None,
-    past: bool, learn: bool, *position: Any,
-) -> Any:  # fmt: skip
-    from ndlightnet_kernels import causal_backward as kernels
-
-    where, entry = Flat(*position), (top, total, memory, flag)
-    return kernels.backward(q, k, v, mask, entry, where, dout, dtotal, dmemory, past, learn)
-
-
-def _causal_backward_fake(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor, total: Tensor,
-    memory: Tensor, flag: Tensor, dout: Tensor, dtotal: Tensor | None, dmemory: Tensor | None,
-    past: bool, learn: bool, *position: Any,
-) -> Any:  # fmt: skip
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    before = _state(k, v.shape[-1], position)[1:]
-    if not past:
-        before = (before[0].new_empty(0), before[0].new_empty(0))
-    return dq, dk, dv, *before, _dtheta(q, position[0], learn)
-
-
-def _causal_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.past = inputs[4] is not None
-    _save(ctx, inputs[7:], *inputs[:4], *output[4:])
-    ctx.mark_non_differentiable(output[1], *output[4:])
-    ctx.set_materialize_grads(False)  # mostly nothing depends on the final State
-
-
-def _causal_grads(
-    ctx: Any, dout: Tensor | None, _: None, dtotal: Tensor | None, dmemory: Tensor | None,
-    *__: None,
-) -> Any:  # fmt: skip
-    tensors, where, learn = _saved(ctx)
-    if dout is None:
-        dout = torch.zeros_like(tensors[2], dtype=tensors[0].dtype)
-    dq, dk, dv, dsum0, dmemory0, dtheta = causal_backward(
-        *tensors, dout, dtotal, dmemory, ctx.past, learn, *where
-    )
-    past = (None, dsum0, dmemory0) if ctx.past else (None, None, None)
-    return dq, dk, dv, None, *past, *_fit(dtheta, where.theta, learn)
-
-
-causal_backward = Operator(
-    "causal_attention_backward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor top, "
-    "Tensor total, Tensor memory, Tensor flag, Tensor dout, Tensor? dtotal, Tensor? dmemory, "
-    f"bool past, bool learn, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _causal_backward, _causal_backward_fake,
-)  # fmt: skip
-causal_operator = Operator(
-    "causal_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? top, Tensor? total, "
-    f"Tensor? memory, {SCHEMA}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _causal, _causal_fake, _causal_save, _causal_grads,
-)  # fmt: skip
-
-
-def causal(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None, where: Flat
-) -> tuple[Tensor, State]:
-    """Key channels add up, so a head wider than a program holds goes in blocks of them."""
-    from ndlightnet_kernels import plans
-
-    dim, blocks = k.shape[-1], plans.channel_blocks(k, v.shape[-1])
-    if len(blocks) == 1:
-        before = (None, None, None) if state is None else state
-        out, *after = causal_operator(q, k, v, mask, *before, *where)
-        return out, State(*after[:3])
-    outs, states = [], []
-    for block in blocks:
-        past: Any = (None, None, None)
-        if state is not None:
-            memory = torch.cat([m[:, :, block] for m in state.memory.split(dim, dim=2)], 2)
-            past = (state.max[..., block], state.sum[..., block], memory)
-        out, *after = causal_operator(
-            q[..., block], k[..., block], v, mask, *past, *where.slots(block)
-        )
-        outs.append(out.float())
-        states.append(State(*after[:3]))
-    halves = zip(*(p.memory.chunk(where.halves, 2) for p in states), strict=True)
-    memory = torch.cat([part for half in halves for part in half], 2)
-    top, total = (torch.cat([p[i] for p in states], -1) for i in (0, 1))
-    return sum(outs[1:], outs[0]).to(q.dtype), State(top, total, memory)
-
-
-# ---------------------------------------------------------------------------------------- step
-def _step(
-    q: Tensor, k: Tensor, v: Tensor, top: Tensor, total: Tensor, memory: Tensor, *position: Any
-) -> Any:
-    from ndlightnet_kernels import step
-
-    return step.step(q, k, v, top, total, memory, Flat(*position))
-
-
-def _step_fake(
-    q: Tensor, k: Tensor, v: Tensor, top: Tensor, total: Tensor, memory: Tensor, *position: Any
-) -> Any:
-    return q.new_empty(v.shape), *(x.new_empty(x.shape) for x in (top, total, memory))
-
-
-step = Operator(
-    "attention_step(Tensor q, Tensor k, Tensor v, Tensor top, Tensor total, Tensor memory, "
-    f"{SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
-    _step, _step_fake,
-)  # fmt: skip
-
-
-# ------------------------------------------------------------------------ merge of many States
-def _merge(top: Tensor, total: Tensor, memory: Tensor, window: int) -> Any:
-    from ndlightnet_kernels import frames
-
-    return frames.sliding_merge(top, total, memory, window)
-
-
-def _merge_fake(top: Tensor, total: Tensor, memory: Tensor, window: int) -> Any:
-    return tuple(x.new_empty(x.shape) for x in (top, total, memory))
-
-
-def _merge_backward(
-    top: Tensor, after: Tensor, dtotal: Tensor, dmemory: Tensor, window: int
-) -> Any:
-    from ndlightnet_kernels import frames
-
-    return frames.sliding_merge_backward(top, after, dtotal, dmemory, window)
-
-
-def _merge_backward_fake(
-    top: Tensor, after: Tensor, dtotal: Tensor, dmemory: Tensor, window: int
-) -> Any:
-    return dtotal.new_empty(dtotal.shape), dmemory.new_empty(dmemory.shape)
-
-
-def _merge_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.window = inputs[3]
-    ctx.save_for_backward(inputs[0], output[0])
-    ctx.mark_non_differentiable(output[0])
-
-
-def _merge_grads(ctx: Any, _: Tensor, dtotal: Tensor, dmemory: Tensor) -> Any:
-    grads = sliding_merge_backward(*ctx.saved_tensors, dtotal, dmemory, ctx.window)
-    return None, *grads, None
-
-
-sliding_merge_backward = Operator(
-    "sliding_merge_backward(Tensor top, Tensor after, Tensor dtotal, Tensor dmemory, "
-    "SymInt window) -> (Tensor, Tensor)",
-    _merge_backward, _merge_backward_fake,
-)  # fmt: skip
-sliding_merge = Operator(
-    "sliding_merge(Tensor top, Tensor total, Tensor memory, SymInt window) "
-    "-> (Tensor, Tensor, Tensor)",
-    _merge, _merge_fake, _merge_save, _merge_grads,
 )  # fmt: skip

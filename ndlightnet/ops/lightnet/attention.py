@@ -25,7 +25,7 @@ from torch import Tensor
 from ndlightnet.layout import Grid, Layout, Ragged
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator
-from ndlightnet.ops.lightnet import _triton, parallel, reference
+from ndlightnet.ops.lightnet import _triton, _triton_causal, parallel, reference
 from ndlightnet.ops.lightnet.state import State, decay, merge, tile
 from ndlightnet.ops.position import (
     Position,
@@ -259,7 +259,7 @@ def causal_attention(
         state = offset_gradient(state, lrpe, -1)
     with exact(k):
         if chosen == "triton":
-            out, state = _triton.causal(q, k, v, mask, state, _triton.of_grid(lrpe))
+            out, state = _triton_causal.causal(q, k, v, mask, state, _triton.of_grid(lrpe))
             return out, offset_gradient(state, lrpe, 1)
         state = _empty(k, v, lrpe) if state is None else state
         if chosen == "reference":
@@ -291,7 +291,7 @@ def attention_step(
     lrpe = relative(lrpe)
     if chosen == "triton":
         where = _triton.of_grid(lrpe)
-        y, *after = _triton.step(q[:, 0], k[:, 0], v[:, 0], *state, *where)
+        y, *after = _triton_causal.step(q[:, 0], k[:, 0], v[:, 0], *state, *where)
         return y, State(*after)
     if chosen == "reference":
         y, state = causal_attention(q, k, v, lrpe=lrpe, state=state, impl=impl)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ndlightnet.layout import Grid, Layout, Ragged
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator
-from ndlightnet.ops.lightnet import _triton, parallel, reference
+from ndlightnet.ops.lightnet import _triton, _triton_causal, parallel, reference
 from ndlightnet.ops.lightnet.attention import (
     _check,
     _check_state,
@@ -98,7 +98,7 @@ def sliding_merge(states: State, window: int | None = None, impl: Impl = "auto")
     if window is None or window >= frames:  # a power of two takes one chain of merges
         window = 1 << max(0, frames - 1).bit_length()
     if resolve("sliding_merge", impl, states.sum, None, states.memory) == "triton":
-        return State(*_triton.sliding_merge(*states, window))
+        return State(*_triton_causal.sliding_merge(*states, window))
     return State(*SlidingMerge.apply(*states, window))  # type: ignore[no-untyped-call]
 
 
