@@ -2,7 +2,7 @@
 
 Every tensor is read or written once. The length is split over the card; the parts are joined in a
 fixed order, so results do not change from run to run. Letters: p = exp(k - top); rows of a memory:
-dim, or 2 * dim with MD-LRPE (cos half, sin half); fa, fb: features of a query, see `turn`.
+dim, or 2 * dim with MD-LRPE (cos half, sin half); fa, fb: features of a query, see `rope_features`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from torch import Tensor
 
 from ndlightnet_kernels import phases
 from ndlightnet_kernels.launch import Launch, remembered
-from ndlightnet_kernels.phases import places, rotate, turning
-from ndlightnet_kernels.plans import pieces, plan, wide
+from ndlightnet_kernels.phases import coordinates, cos_sin, slot_frequencies
+from ndlightnet_kernels.plans import operand_bytes, plan, split_count
 from ndlightnet_kernels.position import Position
 from ndlightnet_kernels.segments import merge_parts
 from ndlightnet_kernels.tiles import (
     arguments,
     cdiv,
+    deinterleave,
     dense,
     dense_rows,
     dot,
@@ -28,6 +29,7 @@ from ndlightnet_kernels.tiles import (
     flags,
     form,
     hide,
+    interleave,
     item,
     load,
     load_keys,
@@ -36,15 +38,13 @@ from ndlightnet_kernels.tiles import (
     part_at,
     powers,
     processors,
+    rope_features,
     scratch,
     silu,
     slip,
     split,
     strides,
     tokens_seen,
-    turn,
-    unweave,
-    weave,
 )  # fmt: skip
 
 SIZES = ["length", "span", "parts", "pieces", "heads", "own", *phases.SIZES]
@@ -74,7 +74,7 @@ def _added(p, seen, MASKED: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _collect(
-    k, v, keep, turns, mx, mx2, b, h, begin, end, length, kc, vc,
+    k, v, keep, freqs, mx, mx2, b, h, begin, end, length, kc, vc,
     skb, skt, skh, svb, svt, svh, WIDTH: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, BL: tl.constexpr, KIND: tl.constexpr, AXES: tl.constexpr,
     SLOTS: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr, PREFIX: tl.constexpr,
@@ -84,10 +84,10 @@ def _collect(
     """Sums of exp(k - mx) and memories y^T (p cos, p sin) of a part, and with rotary those of the
     pairs' second channels. Memories are held transposed: both sides of a product then lie in shared
     memory as they were read. Sums stay spread over the tile's rows until the end."""
-    TALL: tl.constexpr = 1 if KIND == 0 else 2 * KIND
+    HALVES: tl.constexpr = 1 if KIND == 0 else 2 * KIND
     spread = tl.zeros((ROWS, BK), tl.float32)
     spread2 = spread
-    acc = tl.zeros((BV, TALL * BK), tl.float32)
+    acc = tl.zeros((BV, HALVES * BK), tl.float32)
     for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
         seen = tokens_seen(keep, b, t, end, length, MASKED)
@@ -96,15 +96,15 @@ def _collect(
         p = powers(x, mx, OPERAND)
         spread += _added(p, seen, MASKED, ROWS)
         if KIND != 0:
-            place = places(turns, t, AXES, TOTAL, PREFIX)
-            cos, sin = rotate(turns, place, WIDE)
-            woven = weave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
+            at_axis = coordinates(freqs, t, AXES, TOTAL, PREFIX)
+            cos, sin = cos_sin(freqs, at_axis, WIDE)
+            interleaved = interleave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
             if KIND == 2:
                 p = powers(x2, mx2, OPERAND)
                 spread2 += _added(p, seen, MASKED, ROWS)
-                second = weave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
-                woven = weave(woven, second, SLOTS)
-            acc = dot(y, woven, acc, OPERAND, PRECISION)
+                second = interleave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
+                interleaved = interleave(interleaved, second, SLOTS)
+            acc = dot(y, interleaved, acc, OPERAND, PRECISION)
         else:
             acc = dot(y, p, acc, OPERAND, PRECISION)
     return tl.sum(spread, 0), tl.sum(spread2, 0), acc
@@ -165,7 +165,7 @@ def _summarize(
     if items is not None:
         row, slot, begin, end, base = item(items, part)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
-    turns = turning(
+    freqs = slot_frequencies(
         theta, start, shapes, row, each, base, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
     )
     mx, mx2 = _maxima(
@@ -176,7 +176,7 @@ def _summarize(
     at = (bh * parts + slot) * DIM + kc
     _store_top(top, at, mx, mx2, inside, WIDTH, KIND)
     sm, sm2, acc = _collect(
-        k, v, keep, turns, mx, mx2, b, h, begin, end, length, kc, vc,
+        k, v, keep, freqs, mx, mx2, b, h, begin, end, length, kc, vc,
         skb, skt, skh, svb, svt, svh, WIDTH, VDIM, BK, BV, BL, KIND, AXES, SLOTS, TOTAL, WIDE,
         PREFIX, MASKED, UNIT, OPERAND, PRECISION, STAGES, ROWS,
     )  # fmt: skip
@@ -189,29 +189,29 @@ def _summarize(
         )
         _store_top(top, at, mx, mx2, inside, WIDTH, KIND)
         sm, sm2, acc = _collect(
-            k, v, keep, turns, mx, mx2, b, h, begin, end, length, kc, vc,
+            k, v, keep, freqs, mx, mx2, b, h, begin, end, length, kc, vc,
             skb, skt, skh, svb, svt, svh, WIDTH, VDIM, BK, BV, BL, KIND, AXES, SLOTS, TOTAL,
             WIDE, PREFIX, MASKED, UNIT, OPERAND, PRECISION, 1, ROWS,
         )  # fmt: skip
     tl.debug_barrier()  # read again: a register less in the loop
     fix = slip(tl.load(top + at, mask=inside, other=0.0), OPERAND)
     tl.store(total + at, sm * fix, inside)
-    TALL: tl.constexpr = 1 if KIND == 0 else 2
-    to = memory + ((bh * parts + slot) * (TALL * DIM) + kc)[None, :] * VDIM + vc[:, None]
+    HALVES: tl.constexpr = 1 if KIND == 0 else 2
+    to = memory + ((bh * parts + slot) * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
     here = (vc < VDIM)[:, None] & inside[None, :]
     if KIND == 0:
         tl.store(to, acc * fix[None, :], here)
     elif KIND == 1:
-        cos, sin = unweave(acc)
+        cos, sin = deinterleave(acc)
         tl.store(to, cos * fix[None, :], here)
         tl.store(to + DIM * VDIM, sin * fix[None, :], here)
     else:
         fix2 = slip(tl.load(top + at + WIDTH, mask=inside, other=0.0), OPERAND)
-        one, two = unweave(acc)
-        cos, sin = unweave(one)
+        one, two = deinterleave(acc)
+        cos, sin = deinterleave(one)
         tl.store(to, cos * fix[None, :], here)
         tl.store(to + DIM * VDIM, sin * fix[None, :], here)
-        cos, sin = unweave(two)
+        cos, sin = deinterleave(two)
         tl.store(to + WIDTH * VDIM, cos * fix2[None, :], here)
         tl.store(to + (DIM + WIDTH) * VDIM, sin * fix2[None, :], here)
         tl.store(total + at + WIDTH, sm2 * fix2, inside)
@@ -232,8 +232,8 @@ def _read_memory(
     inside = c < WIDTH
     here = inside[:, None] & (vc < VDIM)[None, :]
     inverse = _inverse(total, bh * DIM + c, inside)[:, None]
-    TALL: tl.constexpr = 1 if KIND == 0 else 2
-    at = memory + (bh * (TALL * DIM) + c)[:, None] * VDIM + vc[None, :]
+    HALVES: tl.constexpr = 1 if KIND == 0 else 2
+    at = memory + (bh * (HALVES * DIM) + c)[:, None] * VDIM + vc[None, :]
     ma = tl.load(at, mask=here, other=0.0) * inverse
     mb = ma
     if KIND != 0:
@@ -277,9 +277,9 @@ def _read(
     ma, mb = _read_memory(total, memory, state, c, vc, DIM, VDIM, KIND)
     m = ma.to(OPERAND)
     if KIND != 0:
-        m = tl.trans(weave(tl.trans(m), tl.trans(mb.to(OPERAND)), even(SLOTS, VDIM)))
+        m = tl.trans(interleave(tl.trans(m), tl.trans(mb.to(OPERAND)), even(SLOTS, VDIM)))
     sizes = (n1, n2, n3, n4, n5, n6, n7)
-    turns = turning(
+    freqs = slot_frequencies(
         theta, start, shapes, row, each, base, h * own, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
     )
     for first in tl.range(begin, end, BL, num_stages=STAGES):
@@ -293,10 +293,10 @@ def _read(
         else:
             if KIND == 2:
                 x2, _ = silu(x2)
-            place = places(turns, t, AXES, TOTAL, PREFIX)
-            cos, sin = rotate(turns, place, WIDE)
-            fa, fb = turn(x1, x2, cos, sin, KIND)
-            f = weave(fa.to(OPERAND), fb.to(OPERAND), SLOTS)
+            at_axis = coordinates(freqs, t, AXES, TOTAL, PREFIX)
+            cos, sin = cos_sin(freqs, at_axis, WIDE)
+            fa, fb = rope_features(x1, x2, cos, sin, KIND)
+            f = interleave(fa.to(OPERAND), fb.to(OPERAND), SLOTS)
             y = dot(f, m, y, OPERAND, PRECISION)
         to = out + dense(b, h, t, vc, length, heads, VDIM)
         tl.store(to, y.to(out.dtype.element_ty), seen[:, None] & (vc < VDIM)[None, :])
@@ -313,7 +313,7 @@ def _summarize_plan(
     strided, unit = strides(k, v)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     bv, width = pad(vdim), where.width(dim)
-    chosen = plan("summarize", pad(width), bv, where.kind, wide(k))
+    chosen = plan("summarize", pad(width), bv, where.kind, operand_bytes(k))
     block, bk = chosen.block, chosen.keys
     blocks, halves = cdiv(width, bk), where.halves
     rows, at_once, each = batch * heads * blocks, chosen.programs * processors(k), 1
@@ -323,7 +323,7 @@ def _summarize_plan(
         parts, span = split(length, rows, block, at_once)
     else:
         parts, span = cut
-        each = pieces(rows * parts, at_once, span // block)
+        each = split_count(rows * parts, at_once, span // block)
         parts *= each
     # tokens that the threads of a program load at once: sums within a thread cost no exchange
     together = min(block, chosen.warps * 32 * (16 // k.element_size()) // bk)
@@ -338,11 +338,11 @@ def _summarize_plan(
 
 
 def parts_of_segments(k: Tensor, v: Tensor, where: Position, cut: tuple[int, int]) -> int:
-    """How many parts `summarize_parts` makes of so many segments of so many tokens."""
+    """How many parts `summarize_splits` makes of so many segments of so many tokens."""
     return _summarize_plan(dense_rows(k), dense_rows(v), False, where, cut)[1][1]
 
 
-def summarize_parts(
+def summarize_splits(
     k: Tensor, v: Tensor, keep: Tensor | None, where: Position, cut: tuple[int, int] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """States (batch * heads, parts, ...) of as many parts as suit the card; with `cut`, of as many
@@ -363,7 +363,7 @@ def _merge_plan(samples: int, parts: int, heads: int, sizes: Sizes) -> Launch:
     some = max(1, 256 // bv)
     return Launch(
         merge_parts, (samples * heads, cdiv(halves * dim, some)), parts=parts, heads=heads,
-        DIM=dim, VDIM=vdim, BV=bv, TALL=halves, BC=some, num_warps=2,
+        DIM=dim, VDIM=vdim, BV=bv, HALVES=halves, BC=some, num_warps=2,
     )  # fmt: skip
 
 
@@ -371,7 +371,7 @@ def summarize(
     k: Tensor, v: Tensor, keep: Tensor | None, where: Position
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(batch, length, heads, dim) -> State; keep (batch, length) bool or None."""
-    top, total, memory = summarize_parts(k, v, keep, where)
+    top, total, memory = summarize_splits(k, v, keep, where)
     (batch, _, heads, dim), vdim, parts = k.shape, v.shape[-1], top.shape[1]
     batch, halves = where.samples(batch), where.halves
     sums, memories = (batch, heads, dim), (batch, heads, halves * dim, vdim)
@@ -391,7 +391,7 @@ def _read_plan(q: Tensor, vdim: int, where: Position) -> Launch:
     batch, length, heads, dim = q.shape
     bk, bv = pad(where.width(dim)), pad(vdim)
     # the features of a query are read whole, so here the cut is along the values
-    chosen = plan("read", bv, bk, where.kind, wide(q))
+    chosen = plan("read", bv, bk, where.kind, operand_bytes(q))
     block, bv = chosen.block, chosen.keys
     blocks = cdiv(vdim, bv)
     parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))

@@ -19,40 +19,46 @@ from ndlightnet_kernels.attention import (
     _read_memory,
 )
 from ndlightnet_kernels.launch import Launch, remembered
-from ndlightnet_kernels.phases import places, reach, rotate, rotate_once, turning
-from ndlightnet_kernels.plans import plan, wide
+from ndlightnet_kernels.phases import (
+    coordinates,
+    cos_sin,
+    cos_sin_once,
+    from_origin,
+    slot_frequencies,
+)
+from ndlightnet_kernels.plans import operand_bytes, plan
 from ndlightnet_kernels.position import KINDS, Position
 from ndlightnet_kernels.segments import parts_of
 from ndlightnet_kernels.tiles import (
     arguments,
     cdiv,
+    deinterleave,
     dense_rows,
     dot,
     even,
     flags,
     form,
+    interleave,
     load,
     operand,
     pad,
     part_at,
     powers,
     processors,
+    rope_features,
+    rope_features_backward,
     rows_added,
     scratch,
     silu,
     split,
     strides,
     tokens_seen,
-    turn,
-    turn_back,
-    unweave,
-    weave,
 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[*SIZES, "sqb", "sqt", "sqh", "sob", "sot", "soh"])
 def _read_backward(
-    q, dout, total, memory, items, shapes, theta, start, dq, pulls, dtheta,
+    q, dout, total, memory, items, shapes, theta, start, dq, dmemories, dtheta,
     sqb, sqt, sqh, sob, sot, soh, length, span, parts, heads, own,
     n1, n2, n3, n4, n5, n6, n7, prefix, each,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
@@ -61,7 +67,7 @@ def _read_backward(
     AXES: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, UNIT: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq, and a part's pull (fa, fb)^T dout on the normalised memory, for a block of features."""
+    """dq, and a part's gradient (fa, fb)^T dout of the normalised memory, for some features."""
     bh, part = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     row, slot, begin, end, base, state = part_at(items, part, b, bh, h, heads, span, length, prefix)
@@ -70,11 +76,11 @@ def _read_backward(
     ma, mb = _read_memory(total, memory, state, c, vc, DIM, VDIM, KIND)
     m = tl.trans(ma.to(OPERAND))
     if KIND != 0:
-        m = weave(m, tl.trans(mb.to(OPERAND)), even(SLOTS, VDIM))
-    TALL: tl.constexpr = 1 if KIND == 0 else 2
-    pull = tl.zeros((BV, TALL * BK), tl.float32)
+        m = interleave(m, tl.trans(mb.to(OPERAND)), even(SLOTS, VDIM))
+    HALVES: tl.constexpr = 1 if KIND == 0 else 2
+    dmem = tl.zeros((BV, HALVES * BK), tl.float32)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
-    turns = turning(
+    freqs = slot_frequencies(
         theta, start, shapes, row, each, base, h * own, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
     )
     learnt = tl.zeros((BL // 16, 8, BK), tl.float32)
@@ -86,67 +92,68 @@ def _read_backward(
         x1, slope1 = silu(x1)
         to = dq + ((b * length + t) * heads + h)[:, None] * DIM + c[None, :]
         here = seen[:, None] & (c < WIDTH)[None, :]
-        df = dot(do, m, tl.zeros((BL, TALL * BK), tl.float32), OPERAND, PRECISION)
+        df = dot(do, m, tl.zeros((BL, HALVES * BK), tl.float32), OPERAND, PRECISION)
         if KIND == 0:
-            pull = dot(tl.trans(do), x1, pull, OPERAND, PRECISION)
+            dmem = dot(tl.trans(do), x1, dmem, OPERAND, PRECISION)
             tl.store(to, (df * slope1).to(dq.dtype.element_ty), here)
         else:
             slope2 = slope1
             if KIND == 2:
                 x2, slope2 = silu(x2)
             if LEARN or KIND == 1:
-                cos, sin = rotate_once(turns, t, AXES, TOTAL, WIDE, PREFIX)
+                cos, sin = cos_sin_once(freqs, t, AXES, TOTAL, WIDE, PREFIX)
             else:
-                cos, sin = rotate(turns, places(turns, t, AXES, TOTAL, PREFIX), WIDE)
-            fa, fb = turn(x1, x2, cos, sin, KIND)
-            f = weave(fa.to(OPERAND), fb.to(OPERAND), SLOTS)
-            pull = dot(tl.trans(do), f, pull, OPERAND, PRECISION)
-            da, db = unweave(df)
-            d1, d2 = turn_back(da, db, cos, sin, KIND)
+                cos, sin = cos_sin(freqs, coordinates(freqs, t, AXES, TOTAL, PREFIX), WIDE)
+            fa, fb = rope_features(x1, x2, cos, sin, KIND)
+            f = interleave(fa.to(OPERAND), fb.to(OPERAND), SLOTS)
+            dmem = dot(tl.trans(do), f, dmem, OPERAND, PRECISION)
+            da, db = deinterleave(df)
+            d1, d2 = rope_features_backward(da, db, cos, sin, KIND)
             tl.store(to, (d1 * slope1).to(dq.dtype.element_ty), here)
             if KIND == 2:
                 tl.store(to + WIDTH, (d2 * slope2).to(dq.dtype.element_ty), here)
             if LEARN:
-                place = reach(turns, places(turns, t, AXES, TOTAL, PREFIX))
-                learnt += rows_added(place * (fa * db - fb * da))
+                at_axis = from_origin(freqs, coordinates(freqs, t, AXES, TOTAL, PREFIX))
+                learnt += rows_added(at_axis * (fa * db - fb * da))
     if LEARN:
         at = dtheta + (bh * parts + slot) * WIDTH + c
         tl.store(at, tl.sum(tl.sum(learnt, 0), 0), c < WIDTH)
-    to = pulls + ((bh * parts + slot) * (TALL * WIDTH) + c)[None, :] * VDIM + vc[:, None]
+    to = dmemories + ((bh * parts + slot) * (HALVES * WIDTH) + c)[None, :] * VDIM + vc[:, None]
     here = (vc < VDIM)[:, None] & (c < WIDTH)[None, :]
     if KIND == 0:
-        tl.store(to, pull, here)
+        tl.store(to, dmem, here)
     else:
-        pull_a, pull_b = unweave(pull)
-        tl.store(to, pull_a, here)
-        tl.store(to + WIDTH * VDIM, pull_b, here)
+        dcos_rows, dsin_rows = deinterleave(dmem)
+        tl.store(to, dcos_rows, here)
+        tl.store(to + WIDTH * VDIM, dsin_rows, here)
 
 
 @triton.jit
-def _pull_one(
+def _join_one(
     total, memory, dtotal, dmemory, bh, j, inside, vc, dcos, dsin,
-    DIM: tl.constexpr, VDIM: tl.constexpr, TALL: tl.constexpr,
+    DIM: tl.constexpr, VDIM: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     here = inside[:, None] & (vc < VDIM)[None, :]
     inverse = _inverse(total, bh * DIM + j, inside)
-    at = (bh * (TALL * DIM) + j)[:, None] * VDIM + vc[None, :]
+    at = (bh * (HALVES * DIM) + j)[:, None] * VDIM + vc[None, :]
     own = dcos * tl.load(memory + at, mask=here, other=0.0)
     tl.store(dmemory + at, dcos * inverse[:, None], here)
-    if TALL == 2:
+    if HALVES == 2:
         own += dsin * tl.load(memory + at + DIM * VDIM, mask=here, other=0.0)
         tl.store(dmemory + at + DIM * VDIM, dsin * inverse[:, None], here)
     tl.store(dtotal + bh * DIM + j, -tl.sum(own, 1) * inverse * inverse, inside)
 
 
 @triton.jit(do_not_specialize=["parts", "heads"])
-def _pull(
-    pulls, total, memory, first, dtotal, dmemory, parts, heads, DIM: tl.constexpr,
+def _join_grads(
+    dmemories, total, memory, first, dtotal, dmemory, parts, heads, DIM: tl.constexpr,
     VDIM: tl.constexpr, BV: tl.constexpr, KIND: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Sum the parts' pulls and pass them through the normalisation: one program for BC features."""
+    """Sum the parts' gradients and pass them through the normalisation: one program for BC
+    features."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
-    TALL: tl.constexpr = 1 if KIND == 0 else 2
+    HALVES: tl.constexpr = 1 if KIND == 0 else 2
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = c < WIDTH
     here = inside[:, None] & (vc < VDIM)[None, :]
@@ -157,15 +164,15 @@ def _pull(
     for some in range(begin, end, 8):
         for i in tl.static_range(8):  # eight loads on their way at once
             s = zero + some + i
-            at = pulls + ((own + s) * (TALL * WIDTH) + c)[:, None] * VDIM + vc[None, :]
+            at = dmemories + ((own + s) * (HALVES * WIDTH) + c)[:, None] * VDIM + vc[None, :]
             there = here & (s < end)[:, None]
             ga += tl.load(at, mask=there, other=0.0)
             if KIND != 0:
                 gb += tl.load(at + WIDTH * VDIM, mask=there, other=0.0)
-    _pull_one(total, memory, dtotal, dmemory, bh, c, inside, vc, ga, gb, DIM, VDIM, TALL)
+    _join_one(total, memory, dtotal, dmemory, bh, c, inside, vc, ga, gb, DIM, VDIM, HALVES)
     if KIND == 2:  # the pair's second channel reads the tiles swapped
-        _pull_one(
-            total, memory, dtotal, dmemory, bh, c + WIDTH, inside, vc, gb, -ga, DIM, VDIM, TALL
+        _join_one(
+            total, memory, dtotal, dmemory, bh, c + WIDTH, inside, vc, gb, -ga, DIM, VDIM, HALVES
         )
 
 
@@ -174,14 +181,14 @@ def _grad_tile(
     dmemory, bh, kc, inside, vc, DIM: tl.constexpr, VDIM: tl.constexpr, KIND: tl.constexpr,
     OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """dmemory of some channels, transposed, woven from its cos and sin halves."""
-    TALL: tl.constexpr = 1 if KIND == 0 else 2
+    """dmemory of some channels, transposed, interleaved from its cos and sin halves."""
+    HALVES: tl.constexpr = 1 if KIND == 0 else 2
     here = (vc < VDIM)[:, None] & inside[None, :]
-    at = dmemory + (bh * (TALL * DIM) + kc)[None, :] * VDIM + vc[:, None]
+    at = dmemory + (bh * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
     g = tl.load(at, mask=here, other=0.0).to(OPERAND)
     if KIND != 0:
         sin = tl.load(at + DIM * VDIM, mask=here, other=0.0).to(OPERAND)
-        g = weave(g, sin, even(DIM // KIND, VDIM))
+        g = interleave(g, sin, even(DIM // KIND, VDIM))
     return g
 
 
@@ -195,19 +202,19 @@ def _grads(
     inside = kc < WIDTH
     g = _grad_tile(dmemory, bh, kc, inside, vc, DIM, VDIM, KIND, OPERAND)
     mx = tl.load(top + bh * DIM + kc, mask=inside, other=0.0)
-    pull = tl.load(dtotal + bh * DIM + kc, mask=inside, other=0.0)
-    mx2, pull2 = mx, pull
+    dsum = tl.load(dtotal + bh * DIM + kc, mask=inside, other=0.0)
+    mx2, dsum2 = mx, dsum
     if KIND == 2:
         g2 = _grad_tile(dmemory, bh, kc + WIDTH, inside, vc, DIM, VDIM, KIND, OPERAND)
-        g = weave(g, g2, even(DIM // KIND, VDIM))
+        g = interleave(g, g2, even(DIM // KIND, VDIM))
         mx2 = tl.load(top + bh * DIM + WIDTH + kc, mask=inside, other=0.0)
-        pull2 = tl.load(dtotal + bh * DIM + WIDTH + kc, mask=inside, other=0.0)
-    return g, mx, pull, mx2, pull2
+        dsum2 = tl.load(dtotal + bh * DIM + WIDTH + kc, mask=inside, other=0.0)
+    return g, mx, dsum, mx2, dsum2
 
 
 @triton.jit
 def _key_block(
-    k, dk, dtheta, y, dy, grads, turns, b, h, t, tile, kc, seen, inside, end, length, heads,
+    k, dk, dtheta, y, dy, grads, freqs, b, h, t, tile, kc, seen, inside, end, length, heads,
     skb, skt, skh, DIM: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr, KIND: tl.constexpr,
     AXES: tl.constexpr, SLOTS: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr,
     PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
@@ -215,38 +222,38 @@ def _key_block(
 ):  # fmt: skip
     """dk of some channels of a tile of tokens; returns dy and what they add to it."""
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
-    TALL: tl.constexpr = 1 if KIND == 0 else 2 * KIND
-    g, mx, pull, mx2, pull2 = grads
+    HALVES: tl.constexpr = 1 if KIND == 0 else 2 * KIND
+    g, mx, dsum, mx2, dsum2 = grads
     x, x2 = _keys(k, b, h, t, kc, seen, end, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
     to = dk + ((b * length + t) * heads + h)[:, None] * DIM + kc[None, :]
     here = inside[:, None] & (kc < WIDTH)[None, :]
-    dp = dot(y, g, tl.zeros((BL, TALL * BK), tl.float32), OPERAND, PRECISION)
+    dp = dot(y, g, tl.zeros((BL, HALVES * BK), tl.float32), OPERAND, PRECISION)
     p = powers(x, mx, OPERAND)
     f = p.to(OPERAND)
     if KIND != 0:
-        cos, sin = rotate_once(turns, t, AXES, TOTAL, WIDE, PREFIX)
-        f = weave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
+        cos, sin = cos_sin_once(freqs, t, AXES, TOTAL, WIDE, PREFIX)
+        f = interleave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
         if KIND == 2:
             p2 = powers(x2, mx2, OPERAND)
-            f2 = weave((p2 * cos).to(OPERAND), (p2 * sin).to(OPERAND), SLOTS)
-            f = weave(f, f2, SLOTS)
-            dp, dp2 = unweave(dp)
-            da, db = unweave(dp2)
+            f2 = interleave((p2 * cos).to(OPERAND), (p2 * sin).to(OPERAND), SLOTS)
+            f = interleave(f, f2, SLOTS)
+            dp, dp2 = deinterleave(dp)
+            da, db = deinterleave(dp2)
             dp2 = da * cos + db * sin
-            dp2 = p2 * (dp2 + pull2[None, :])
+            dp2 = p2 * (dp2 + dsum2[None, :])
             tl.store(to + WIDTH, dp2.to(dk.dtype.element_ty), here)
             twist = p2 * (cos * db - sin * da)
-        da, db = unweave(dp)
+        da, db = deinterleave(dp)
         dp = da * cos + db * sin
         if KIND == 2:
             twist += p * (cos * db - sin * da)
         else:
             twist = p * (cos * db - sin * da)
-    tl.store(to, (p * (dp + pull[None, :])).to(dk.dtype.element_ty), here)
+    tl.store(to, (p * (dp + dsum[None, :])).to(dk.dtype.element_ty), here)
     if LEARN:  # a sum for each tile: one in registers would not fit there
-        place = reach(turns, places(turns, t, AXES, TOTAL, PREFIX))
+        at_axis = from_origin(freqs, coordinates(freqs, t, AXES, TOTAL, PREFIX))
         at = dtheta + tile * WIDTH + kc
-        tl.store(at, tl.sum(place * twist, 0), kc < WIDTH)
+        tl.store(at, tl.sum(at_axis * twist, 0), kc < WIDTH)
     return dot(f, tl.trans(g), dy, OPERAND, PRECISION)
 
 
@@ -267,7 +274,7 @@ def _summarize_backward(
     row, slot, begin, end, base, state = part_at(items, part, b, bh, h, heads, span, length, prefix)
     vc, kc = tl.arange(0, BV), tl.arange(0, BK)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
-    turns = turning(
+    freqs = slot_frequencies(
         theta, start, shapes, row, each, base, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
     )
     grads = _grads(top, dtotal, dmemory, state, kc, vc, DIM, VDIM, KIND, OPERAND)
@@ -280,7 +287,7 @@ def _summarize_backward(
         dy = tl.zeros((BL, BV), tl.float32)
         if BLOCKS == 1:
             dy = _key_block(
-                k, dk, dtheta, y, dy, grads, turns, b, h, t, tile, kc, seen, inside, end,
+                k, dk, dtheta, y, dy, grads, freqs, b, h, t, tile, kc, seen, inside, end,
                 length, heads, skb, skt, skh, DIM, BK, BL, KIND, AXES, SLOTS, TOTAL, WIDE, PREFIX,
                 LEARN, MASKED, UNIT, OPERAND, PRECISION,
             )  # fmt: skip
@@ -288,7 +295,7 @@ def _summarize_backward(
             for block in tl.range(0, BLOCKS, num_stages=1):
                 c = block * BK + kc
                 some = _grads(top, dtotal, dmemory, state, c, vc, DIM, VDIM, KIND, OPERAND)
-                its = turning(
+                its = slot_frequencies(
                     theta, start, shapes, row, each, base, h * own, sizes, c, KIND, AXES, SLOTS,
                     OFFSET, TOTAL,
                 )  # fmt: skip
@@ -314,7 +321,7 @@ def _read_plan(
     strided, unit = strides(q, dout)
     batch, length, heads, dim = q.shape
     width, halves, bv = where.width(dim), where.halves, pad(vdim)
-    chosen = plan("read_backward", pad(width), bv, where.kind, wide(q), learn)
+    chosen = plan("read_backward", pad(width), bv, where.kind, operand_bytes(q), learn)
     block, bk = chosen.block, chosen.keys
     blocks = cdiv(width, bk)
     parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
@@ -328,7 +335,7 @@ def _read_plan(
     )  # fmt: skip
     some = max(1, 256 // bv)
     join = Launch(
-        _pull, (where.samples(batch) * heads, cdiv(width, some)), parts=parts, heads=heads,
+        _join_grads, (where.samples(batch) * heads, cdiv(width, some)), parts=parts, heads=heads,
         DIM=dim, VDIM=vdim, BV=bv, KIND=KINDS[where.kind], BC=some, num_warps=2,
     )  # fmt: skip
     angles = (batch, heads, parts, width if learn else 0)
@@ -347,12 +354,12 @@ def read_backward(
         lambda: _read_plan(q, dout, vdim, where, learn),
     )
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    pulls, turned = scratch(q, *memories), scratch(q, *angles)
+    dmemories, turned = scratch(q, *memories), scratch(q, *angles)
     launch(
-        q, dout, total, memory, where.items, where.shapes, *where.angles, dq, pulls, turned
+        q, dout, total, memory, where.items, where.shapes, *where.angles, dq, dmemories, turned
     )  # fmt: skip
     dtotal, dmemory = torch.empty_like(total), torch.empty_like(memory)
-    join(pulls, total, memory, where.first, dtotal, dmemory)
+    join(dmemories, total, memory, where.first, dtotal, dmemory)
     return dq, dtotal, dmemory, turned.sum((0, 2)) if learn else scratch(q, q.shape[2], 0)
 
 
@@ -363,7 +370,7 @@ def _summarize_plan(
     strided, unit = strides(k, v)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     bv, width = pad(vdim), where.width(dim)
-    chosen = plan("summarize_backward", pad(width), bv, where.kind, wide(k), learn)
+    chosen = plan("summarize_backward", pad(width), bv, where.kind, operand_bytes(k), learn)
     block, bk = chosen.block, chosen.keys
     parts, span = split(length, batch * heads, block, chosen.programs * processors(k))
     tiles = cdiv(length, block)
@@ -394,8 +401,8 @@ def summarize_backward(
     turned = scratch(k, *angles)
     if where.items is not None:  # shorter items leave tiles out
         turned.zero_()
-    pulls = top.contiguous(), dtotal.contiguous(), dmemory.contiguous()
+    given = top.contiguous(), dtotal.contiguous(), dmemory.contiguous()
     launch(
-        k, v, flags(keep), where.items, where.shapes, *where.angles, *pulls, dk, dv, turned
+        k, v, flags(keep), where.items, where.shapes, *where.angles, *given, dk, dv, turned
     )  # fmt: skip
     return dk, dv, turned.sum((0, 2)) if learn else scratch(k, k.shape[2], 0)

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ndlightnet_kernels import axis_taps
+from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.tiles import cdiv, power_of_2, processors
 
 LONGEST = 128  # lines up to here are one dense product
@@ -268,6 +269,29 @@ def _launch(
     return parts, parts * channels, constants
 
 
+def _key(x: Tensor, mask: Tensor | None, walk: list[Lines]) -> tuple[Any, ...]:
+    """What launches depend on."""
+    lines = tuple((*line[:5], line.table is None) for line in walk)
+    return x.device, x.dtype, x.shape, mask is None, lines
+
+
+def _product_plan(
+    x: Tensor, masked: bool, residual: bool, flip: bool, walk: list[Lines], span: int
+) -> list[Launch]:
+    plans, launches = PRODUCT if x.element_size() == 2 else PRODUCT_FULL, []
+    for lines in walk:
+        _, programs, constants = _launch(x, lines.lines, lines.blocks, 8, plans[lines.blocks])
+        count, n, inner, outer = lines.sizes
+        launch = Launch(
+            _product_kernel, (programs,), units=x.shape[-1] // constants["UNIT"], span=span,
+            flip=-1 if flip else 1, lines=count, n=n, inner=inner, outer=outer, ADD=lines.axis > 0,
+            RESIDUAL=residual and lines.axis == 0, MASK_IN=masked and not flip,
+            MASK_OUT=masked and flip, **constants,
+        )  # fmt: skip
+        launches.append(launch)
+    return launches
+
+
 def _product(
     x: Tensor, weights: list[Any], mask: Tensor | None, residual: bool, flip: bool,
     walk: list[Lines],
@@ -275,15 +299,12 @@ def _product(
     """The sum over axes; flip: of the transposed products, which make dx of dy."""
     span, y = 16 * max(lines.blocks for lines in walk), torch.empty_like(x)
     taps = axis_taps.taps(x, span, weights)
-    plans = PRODUCT if x.element_size() == 2 else PRODUCT_FULL
-    for lines in walk:
-        _, programs, constants = _launch(x, lines.lines, lines.blocks, 8, plans[lines.blocks])
-        _product_kernel[(programs,)](
-            x, y, mask, lines.table, taps[lines.axis], x.shape[-1] // constants["UNIT"], span,
-            -1 if flip else 1, *lines.sizes, ADD=lines.axis > 0,
-            RESIDUAL=residual and lines.axis == 0,
-            MASK_IN=mask is not None and not flip, MASK_OUT=mask is not None and flip, **constants,
-        )  # fmt: skip
+    launches = remembered(
+        ("product", _key(x, mask, walk), residual, flip),
+        lambda: _product_plan(x, mask is not None, residual, flip, walk, span),
+    )
+    for lines, launch in zip(walk, launches, strict=True):
+        launch(x, y, mask, lines.table, taps[lines.axis])
     return y
 
 
@@ -315,6 +336,23 @@ def forward(
     return _product(x, weights, mask, residual, False, _walk(x, tables))
 
 
+def _correlate_plan(
+    x: Tensor, masked: bool, ways: int, walk: list[Lines]
+) -> list[tuple[int, Launch]]:
+    """For each group of lines the number of parts, and the launch."""
+    plans, launches = CORRELATE if x.element_size() == 2 else CORRELATE_FULL, []
+    for lines in walk:
+        nb = lines.blocks
+        parts, programs, constants = _launch(x, lines.lines, nb, 16, plans[nb])
+        count, n, inner, outer = lines.sizes
+        launch = Launch(
+            _correlate_kernel, (programs,), units=x.shape[-1] // constants["UNIT"], lines=count,
+            n=n, inner=inner, outer=outer, WAYS=ways, MASK=masked, **constants,
+        )  # fmt: skip
+        launches.append((parts, launch))
+    return launches
+
+
 def backward(
     dy: Tensor,
     x: Tensor,
@@ -336,15 +374,13 @@ def backward(
     dx = _product(dy, weights, mask, residual, True, walk)
     span, (axes, dim, _) = 16 * max(lines.blocks for lines in walk), coef.shape
     dtaps = torch.zeros(axes, dim, 2 * span, device=x.device)
-    plans = CORRELATE if x.element_size() == 2 else CORRELATE_FULL
-    for lines in walk:
-        nb = lines.blocks
-        parts, programs, constants = _launch(x, lines.lines, nb, 16, plans[nb])
-        sums = torch.empty(parts, 2 * nb, 16, 8, dim, device=x.device)
-        _correlate_kernel[(programs,)](
-            dy, x, mask, lines.table, sums, dim // constants["UNIT"], *lines.sizes, WAYS=ways,
-            MASK=mask is not None, **constants,
-        )  # fmt: skip
+    launches = remembered(
+        ("correlate", _key(x, mask, walk), dy.dtype, ways),
+        lambda: _correlate_plan(x, mask is not None, ways, walk),
+    )
+    for lines, (parts, launch) in zip(walk, launches, strict=True):
+        sums = torch.empty(parts, 2 * lines.blocks, 16, 8, dim, device=x.device)
+        launch(dy, x, mask, lines.table, sums)
         total = dtaps[lines.axis] if tables is None else torch.zeros_like(dtaps[lines.axis])
         axis_taps.fold(sums, total, span, ways)
         if tables is not None:

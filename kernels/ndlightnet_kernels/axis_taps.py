@@ -5,11 +5,14 @@ taps[axis, c, span + lag] = sum_t coef[axis, c, t] lambda_t^lag, and for lag < 0
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.tiles import cdiv, power_of_2
 
 
@@ -103,10 +106,15 @@ def taps(x: Tensor, span: int, weights: list[Tensor | None]) -> Tensor:
     assert coef is not None
     axes, dim, states = coef.shape
     out = torch.empty(axes, dim, 2 * span, dtype=x.dtype, device=x.device)
-    _taps_kernel[(2 * span // 32, cdiv(dim, 16), axes)](
-        coef, log_decay, rcoef, rlog_decay, out, dim, states, span,
-        LAGS=32, C=16, E=16, TWO_WAY=rcoef is not None,
+    two_way, grid = rcoef is not None, (2 * span // 32, cdiv(dim, 16), axes)
+    launch = remembered(
+        ("taps", x.device, x.dtype, grid, dim, states, two_way),
+        lambda: Launch(
+            _taps_kernel, grid, dim=dim, states=states, span=span, LAGS=32, C=16, E=16,
+            TWO_WAY=two_way,
+        ),
     )  # fmt: skip
+    launch(coef, log_decay, rcoef, rlog_decay, out)
     return out
 
 
@@ -114,7 +122,14 @@ def fold(sums: Tensor, dtaps: Tensor, span: int, ways: int) -> None:
     """Gradient of one axis' taps (dim, 2 span) from `sums` (parts, 2 nb, 16, 8, dim)."""
     parts, nb, dim = sums.shape[0], sums.shape[1] // 2, sums.shape[-1]
     least = 0 if ways == 2 else nb
-    _fold_kernel[(cdiv(dim, 32), 2 * nb)](sums, dtaps, dim, nb, parts, span, least, C=32)
+    launch = remembered(
+        ("fold", sums.device, dim, nb, parts, span, least),
+        lambda: Launch(
+            _fold_kernel, (cdiv(dim, 32), 2 * nb), dim=dim, nb=nb, parts=parts, span=span,
+            least=least, C=32,
+        ),
+    )  # fmt: skip
+    launch(sums, dtaps)
 
 
 def weights_grad(dtaps: Tensor, weights: list[Tensor | None], span: int) -> list[Tensor | None]:
@@ -129,8 +144,14 @@ def weights_grad(dtaps: Tensor, weights: list[Tensor | None], span: int) -> list
         each = min(64, max(16, power_of_2(states)))
         dcoef = torch.empty_like(coef)
         dlog = torch.empty(axes, cdiv(dim, 16), states, device=coef.device)
-        _weights_grad_kernel[(dlog.shape[1], axes, cdiv(states, each))](
-            dtaps, coef, log_decay, dcoef, dlog, dim, states, span, WAY=way, C=16, E=each,
+        grid = (dlog.shape[1], axes, cdiv(states, each))
+        launch = remembered(
+            ("weights", coef.device, grid, dim, states, span, way),
+            partial(
+                Launch, _weights_grad_kernel, grid, dim=dim, states=states, span=span, WAY=way,
+                C=16, E=each,
+            ),
         )  # fmt: skip
+        launch(dtaps, coef, log_decay, dcoef, dlog)
         grads += [dcoef, dlog.sum(1)]
     return grads

@@ -30,7 +30,7 @@ from torch import Tensor
 from ndlightnet_kernels import attention
 from ndlightnet_kernels.attention import SIZES
 from ndlightnet_kernels.launch import Launch, remembered
-from ndlightnet_kernels.phases import pinned, places, rotate, turning
+from ndlightnet_kernels.phases import coordinates, cos_sin, pinned, slot_frequencies
 from ndlightnet_kernels.plans import CAREFUL, causal, cut, fills
 from ndlightnet_kernels.position import Position
 from ndlightnet_kernels.segments import INFINITE, prefix_states
@@ -104,16 +104,16 @@ def _next_anchor(x, mx, todo):
 
 @triton.jit
 def _entry(top, total, memory, bh, part, parts, kc, vc, DIM: tl.constexpr, VDIM: tl.constexpr,
-           TALL: tl.constexpr):  # fmt: skip
+           HALVES: tl.constexpr):  # fmt: skip
     """The State before a segment; its memory transposed. (`top` has one more: after the last.)"""
     inside, at = kc < DIM, bh * parts + part
     mx = tl.load(top + (at + bh) * DIM + kc, mask=inside, other=-INFINITE)
     sm = tl.load(total + at * DIM + kc, mask=inside, other=0.0)
-    tile = memory + (at * (TALL * DIM) + kc)[None, :] * VDIM + vc[:, None]
+    tile = memory + (at * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
     here = inside[None, :] & (vc < VDIM)[:, None]
     m = tl.load(tile, mask=here, other=0.0)
     m_sin = m
-    if TALL == 2:
+    if HALVES == 2:
         m_sin = tl.load(tile + DIM * VDIM, mask=here, other=0.0)
     return mx, sm, m, m_sin
 
@@ -123,16 +123,16 @@ OUT = ["sob", "sot", "soh"]
 
 
 @triton.jit
-def _rotation(turns, t, kc, KIND: tl.constexpr, AXES: tl.constexpr, TOTAL: tl.constexpr,
+def _rotation(freqs, t, kc, KIND: tl.constexpr, AXES: tl.constexpr, TOTAL: tl.constexpr,
               WIDE: tl.constexpr, PREFIX: tl.constexpr):  # fmt: skip
     """Places, cos and sin of a chunk; without MD-LRPE any tile, unused."""
     if KIND == 0:
         none = tl.zeros((t.shape[0], kc.shape[0]), tl.float32)
         return none, none, none
     else:
-        place = places(turns, t, AXES, TOTAL, PREFIX)
-        cos, sin = rotate(turns, place, WIDE)
-        return place, cos, sin
+        at_axis = coordinates(freqs, t, AXES, TOTAL, PREFIX)
+        cos, sin = cos_sin(freqs, at_axis, WIDE)
+        return at_axis, cos, sin
 
 
 @triton.jit
@@ -225,11 +225,11 @@ def _causal(
             return
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
-    turns = turning(
+    freqs = slot_frequencies(
         theta, start, None, b, each, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
     )
-    TALL: tl.constexpr = 1 if KIND == 0 else 2
-    mx, sm, m, m_sin = _entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, TALL)
+    HALVES: tl.constexpr = 1 if KIND == 0 else 2
+    mx, sm, m, m_sin = _entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, HALVES)
     ones = (lane[:, None] >= lane[None, :]).to(OPERAND)
     run, inside, final = tl.zeros((BL, BK), tl.float32), kc < DIM, part == parts - 1
     after = top + (bh * (parts + 1) + part + 1) * DIM + kc
@@ -254,7 +254,7 @@ def _causal(
             x = hide(x, seen)
         y = load(v, b, h, t, vc, seen, svb, svt, svh, VDIM, UNIT)
         x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
-        _, cos, sin = _rotation(turns, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+        _, cos, sin = _rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
         score = tl.zeros((BL, BL), tl.float32)
         if CAREFUL:
             phi, _ = silu(x_q)
@@ -305,7 +305,7 @@ def _causal(
             sm, m, m_sin = sm * fix, m * fix[None, :], m_sin * fix[None, :]
         tl.store(top_end + bh * DIM + kc, mx, inside)
         tl.store(total_end + bh * DIM + kc, sm, inside)
-        to = memory_end + (bh * (TALL * DIM) + kc)[None, :] * VDIM + vc[:, None]
+        to = memory_end + (bh * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
         here = inside[None, :] & (vc < VDIM)[:, None]
         tl.store(to, m, here)
         if KIND != 0:
@@ -335,7 +335,7 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, masked: bool, where: Position) -> Seg
         each = attention.parts_of_segments(k, v, where, segments) // max(1, parts - 1)
     merge = Launch(
         prefix_states, (rows, cdiv(halves * dim, some)), parts=parts - 1, pieces=each, DIM=dim,
-        VDIM=vdim, BV=bv, TALL=halves, BC=some, num_warps=2,
+        VDIM=vdim, BV=bv, HALVES=halves, BC=some, num_warps=2,
     )  # fmt: skip
     common: dict[str, Any] = dict(
         zip(QKV, strided, strict=True), length=length, span=span, parts=parts, heads=heads,
@@ -369,7 +369,7 @@ def forward(
     )  # fmt: skip
     own: tuple[Tensor | None, ...] = (None, None, None)
     if segments is not None:
-        own = attention.summarize_parts(k, v, keep, where, segments)
+        own = attention.summarize_splits(k, v, keep, where, segments)
     last = (
         scratch(k, batch, heads, dim), scratch(k, batch, heads, dim),
         scratch(k, batch, heads, halves * dim, vdim),

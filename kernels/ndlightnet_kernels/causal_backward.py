@@ -34,10 +34,10 @@ from ndlightnet_kernels.causal import (
     _unturn,
 )  # fmt: skip
 from ndlightnet_kernels.launch import Launch, remembered
-from ndlightnet_kernels.phases import once, pinned, reach, turning
+from ndlightnet_kernels.phases import from_origin, once, pinned, slot_frequencies
 from ndlightnet_kernels.plans import CAREFUL, Chunks, causal, cut, fills
 from ndlightnet_kernels.position import Position
-from ndlightnet_kernels.segments import INFINITE, suffix_pulls
+from ndlightnet_kernels.segments import INFINITE, suffix_grads
 from ndlightnet_kernels.tiles import (
     arguments,
     cdiv,
@@ -64,7 +64,7 @@ from ndlightnet_kernels.tiles import (
 @triton.jit(do_not_specialize=SIZES + QKV + OUT)
 def _causal_dq(
     q, k, v, dout, keep, theta, start, top, total, memory, flag,
-    dq, dphi, chunk_top, chunk_total, pull, pulls, dtheta,
+    dq, dphi, chunk_top, chunk_total, dsums, dmemories, dtheta,
     sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sob, sot, soh,
     length, span, parts, heads, own,
     n1, n2, n3, n4, n5, n6, n7, prefix, each,
@@ -74,8 +74,8 @@ def _causal_dq(
     AXES: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
     UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Forward in time: dphi_t = memory_t dout_t, and what the segment pulls on the State before it
-    (unless `pull` is None).
+    """Forward in time: dphi_t = memory_t dout_t, and what the segment's own queries add to the
+    gradients of the State before it (unless `dsums` is None).
 
     Leaves behind dphi and each chunk's (max, sum) for `_causal_dkv`.
     """
@@ -87,11 +87,11 @@ def _causal_dq(
             return
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
-    turns = turning(
+    freqs = slot_frequencies(
         theta, start, None, b, each, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
     )
-    TALL: tl.constexpr = 1 if KIND == 0 else 2
-    mx, sm, m, m_sin = _entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, TALL)
+    HALVES: tl.constexpr = 1 if KIND == 0 else 2
+    mx, sm, m, m_sin = _entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, HALVES)
     start, run, inside = mx, tl.zeros((BL, BK), tl.float32), kc < DIM
     after = top + (bh * (parts + 1) + part + 1) * DIM + kc
     if not CAREFUL:
@@ -100,7 +100,7 @@ def _causal_dq(
         run += tl.where(inside, sm, 1.0)[None, :]
     acc = tl.zeros((BV, BK), tl.float32)
     acc_sin = acc
-    pulled = tl.zeros((BK,), tl.float32)
+    dsum = tl.zeros((BK,), tl.float32)
     spread = tl.zeros((BL, BK), tl.float32)
     ones = (lane[:, None] >= lane[None, :]).to(OPERAND)
     for first in range(begin, end, BL):
@@ -119,7 +119,7 @@ def _causal_dq(
         y = load(v, b, h, t, vc, seen, svb, svt, svh, VDIM, UNIT)
         do = load(dout, b, h, t, vc, t < length, sob, sot, soh, VDIM, UNIT)
         x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
-        place, cos, sin = _rotation(turns, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+        at_axis, cos, sin = _rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
         pair = dot(do, tl.trans(y), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
         pair = tl.where(lane[:, None] >= lane[None, :], pair, 0.0).to(OPERAND)
         zero = tl.zeros((BL, BK), tl.float32)
@@ -158,30 +158,30 @@ def _causal_dq(
         tl.store(dphi + to, grad.to(dphi.dtype.element_ty), here)
         tl.store(dq + to, (grad * slope).to(dq.dtype.element_ty), here)
         if LEARN:
-            angle = tl.sum(reach(turns, place) * phi * (cos * d_sin - sin * d), 0)
+            angle = tl.sum(from_origin(freqs, at_axis) * phi * (cos * d_sin - sin * d), 0)
             tl.store(dtheta + chunk, angle, inside)
         if CAREFUL:
             fade = weight(start, mx)  # from this chunk's units to those of the State before
-            if pull is not None:
-                pulled += fade * tl.sum(from_entry * grad, 0)
+            if dsums is not None:
+                dsum += fade * tl.sum(from_entry * grad, 0)
                 from_entry *= fade[None, :]
             m, m_sin = m * carry[None, :], m_sin * carry[None, :]
             sm = sm * carry + tl.sum(p.to(OPERAND).to(tl.float32), 0)
             mx = best
-        if pull is not None:
+        if dsums is not None:
             if not CAREFUL:
                 spread += from_entry * grad
             acc, acc_sin = _gather(
                 tl.trans(do), from_entry, cos, sin, acc, acc_sin, KIND, OPERAND, PRECISION
             )
         m, m_sin = _gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, OPERAND, PRECISION)
-    if pull is not None:
+    if dsums is not None:
         if not CAREFUL:
             fade = _fall_to(start, mx, OPERAND)
-            pulled = tl.sum(spread, 0) * fade
+            dsum = tl.sum(spread, 0) * fade
             acc, acc_sin = acc * fade[None, :], acc_sin * fade[None, :]
-        tl.store(pull + (bh * parts + part) * DIM + kc, pulled, inside)
-        to = pulls + ((bh * parts + part) * (TALL * DIM) + kc)[None, :] * VDIM + vc[:, None]
+        tl.store(dsums + (bh * parts + part) * DIM + kc, dsum, inside)
+        to = dmemories + ((bh * parts + part) * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
         here = inside[None, :] & (vc < VDIM)[:, None]
         tl.store(to, acc, here)
         if KIND != 0:
@@ -190,7 +190,7 @@ def _causal_dq(
 
 @triton.jit(do_not_specialize=SIZES + QKV + OUT)
 def _causal_dkv(
-    q, k, v, dout, keep, theta, start, top, flag, dphi, chunk_top, chunk_total, pull, pulls,
+    q, k, v, dout, keep, theta, start, top, flag, dphi, chunk_top, chunk_total, dsums, dmemories,
     dk, dv, dtheta,
     sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sob, sot, soh,
     length, span, parts, heads, own,
@@ -201,8 +201,8 @@ def _causal_dkv(
     AXES: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
     UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Backward in time: dk and dv of a segment from its own later queries and from the pull of
-    later segments, which is carried as an adjoint State in units of the State's maximum."""
+    """Backward in time: dk and dv of a segment from its own later queries and from the gradients
+    that later segments make, carried as an adjoint State in units of the State's maximum."""
     bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     if CAREFUL:
@@ -210,16 +210,16 @@ def _causal_dkv(
             return
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
-    turns = turning(
+    freqs = slot_frequencies(
         theta, start, None, b, each, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
     )
-    TALL: tl.constexpr = 1 if KIND == 0 else 2
+    HALVES: tl.constexpr = 1 if KIND == 0 else 2
     inside = kc < DIM
-    pulled, acc = tl.zeros((BL, BK), tl.float32), tl.zeros((BV, BK), tl.float32)
+    dsum, acc = tl.zeros((BL, BK), tl.float32), tl.zeros((BV, BK), tl.float32)
     acc_sin = acc
-    if pull is not None:
-        pulled += tl.load(pull + (bh * parts + part) * DIM + kc, mask=inside, other=0.0)[None, :]
-        tile = pulls + ((bh * parts + part) * (TALL * DIM) + kc)[None, :] * VDIM + vc[:, None]
+    if dsums is not None:
+        dsum += tl.load(dsums + (bh * parts + part) * DIM + kc, mask=inside, other=0.0)[None, :]
+        tile = dmemories + ((bh * parts + part) * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
         valid = inside[None, :] & (vc < VDIM)[:, None]
         acc = tl.load(tile, mask=valid, other=0.0)
         if KIND != 0:
@@ -228,7 +228,7 @@ def _causal_dkv(
     unit = tl.load(top + at, mask=inside, other=-INFINITE)
     if not CAREFUL:  # in units of the keys
         fix = slip(unit, OPERAND)[None, :]
-        pulled, acc, acc_sin = pulled * fix, acc * fix, acc_sin * fix
+        dsum, acc, acc_sin = dsum * fix, acc * fix, acc_sin * fix
     later = lane[None, :] >= lane[:, None]  # queries that see a key
     seen_by, ones = later.to(OPERAND), (lane[:, None] >= lane[None, :]).to(OPERAND)
     chunks = tl.cdiv(min(part * span + span, length) - part * span, BL)
@@ -250,7 +250,7 @@ def _causal_dkv(
         to = dense(b, h, t, kc, length, heads, DIM)
         own_k = (t < length)[:, None] & inside[None, :]
         g = tl.load(dphi + to, mask=own_k, other=0.0).to(tl.float32)
-        place, cos, sin = _rotation(turns, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+        at_axis, cos, sin = _rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
         pair = dot(y, tl.trans(do), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
         pair = tl.where(later, pair, 0.0).to(OPERAND)
         zero = tl.zeros((BL, BK), tl.float32)
@@ -261,7 +261,7 @@ def _causal_dkv(
             known = (best > -INFINITE) & (unit > -INFINITE)
             shift = tl.where(known, tl.exp2((best - unit) * 1.4426950408889634), 0.0)
             acc, acc_sin = acc * shift[None, :], acc_sin * shift[None, :]
-            pulled *= shift[None, :]
+            dsum *= shift[None, :]
         else:
             best = mx
         p = once(powers(x, best, OPERAND))
@@ -269,7 +269,7 @@ def _causal_dkv(
         if KIND != 0:
             d_sin = dot(y, acc_sin, zero, OPERAND, PRECISION)
         if CAREFUL:
-            d, d_sin, down = d * p, d_sin * p, pulled * p
+            d, d_sin, down = d * p, d_sin * p, dsum * p
             todo = (lane >= 0)[:, None] & inside[None, :]
             anchor, from_entry, carry = best, zero, weight(mx, best)
             phi, _ = silu(x_q)
@@ -289,12 +289,12 @@ def _causal_dkv(
             from_entry = _silu_over(x_q, dot(ones, p, zero + sm[None, :], OPERAND, PRECISION))
             score = _scores(p, from_entry, cos, sin, score, KIND, OPERAND, PRECISION)
             d, d_sin = _gather(pair, from_entry, cos, sin, d, d_sin, KIND, OPERAND, PRECISION)
-            down = dot(seen_by, g * from_entry, pulled, OPERAND, PRECISION)
+            down = dot(seen_by, g * from_entry, dsum, OPERAND, PRECISION)
             d, d_sin, down = d * p, d_sin * p, down * p
         grad = _unturn(d, d_sin, cos, sin, KIND) - down
         tl.store(dk + to, grad.to(dk.dtype.element_ty), own_k)
         if LEARN:
-            angle = tl.sum(reach(turns, place) * (cos * d_sin - sin * d), 0)
+            angle = tl.sum(from_origin(freqs, at_axis) * (cos * d_sin - sin * d), 0)
             tl.store(dtheta + chunk, angle, inside)
         dy = tl.zeros((BL, BV), tl.float32)
         dy = _recall(p, acc, acc_sin, cos, sin, dy, KIND, OPERAND, PRECISION)
@@ -304,13 +304,13 @@ def _causal_dkv(
         tl.store(dv + to, tl.where(seen[:, None], dy, 0.0).to(dv.dtype.element_ty), here)
         if CAREFUL:
             acc, acc_sin = acc * carry[None, :], acc_sin * carry[None, :]
-            pulled *= carry[None, :]
+            dsum *= carry[None, :]
             unit = mx
         acc, acc_sin = _gather(
             tl.trans(do), from_entry, cos, sin, acc, acc_sin, KIND, OPERAND, PRECISION
         )
         # the sum in every row, by a product that costs less than an exchange
-        pulled = dot(tl.full((BL, BL), 1.0, OPERAND), g * from_entry, pulled, OPERAND, PRECISION)
+        dsum = dot(tl.full((BL, BL), 1.0, OPERAND), g * from_entry, dsum, OPERAND, PRECISION)
 
 
 Pair = tuple[Launch, Launch]
@@ -341,8 +341,8 @@ def _plan(
 
     some = max(1, 256 // bv)
     between = Launch(
-        suffix_pulls, (rows, cdiv(halves * dim, some)), parts=parts, DIM=dim, VDIM=vdim, BV=bv,
-        TALL=halves, BC=some, num_warps=2,
+        suffix_grads, (rows, cdiv(halves * dim, some)), parts=parts, DIM=dim, VDIM=vdim, BV=bv,
+        HALVES=halves, BC=some, num_warps=2,
     )  # fmt: skip
     filled = fills(k, vdim, where.kind)
     chunks = cdiv(length, chosen.dq.chunk)
@@ -380,8 +380,8 @@ def backward(
     sizes = (dim,), (halves * dim, vdim)
     first = tuple(scratch(k, batch, heads, *size) if past else scratch(k, 0) for size in sizes)
     if after:
-        pulls = (x if x is None else x.contiguous() for x in (dtotal, dmemory))
-        between(entry[0], *own, *pulls, *(first if past else (None, None)), *later)
+        dmemories = (x if x is None else x.contiguous() for x in (dtotal, dmemory))
+        between(entry[0], *own, *dmemories, *(first if past else (None, None)), *later)
     for launch in by_k:
         launch(
             *given, *angles, entry[0], entry[3], dphi, chunk_top, chunk_total, *later, dk, dv,

@@ -22,7 +22,7 @@ def _tiles(
     BACK: tl.constexpr,
 ):  # fmt: skip
     """Reference, sum and memory rows of State `at`; empty if not `there`. BACK: the reference of a
-    pull on it, the negative one."""
+    gradient of it, the negative one."""
     ref = tl.load(top + at * DIM + c, mask=there, other=-INFINITE)
     if BACK:
         ref = tl.where(ref > -INFINITE, -ref, ref)
@@ -42,18 +42,18 @@ def _join(best, sm, m, ref, sums, tile):
 def _sliding_merge(
     top, total, memory, own, top_out, total_out, memory_out, top_past, total_past, memory_past,
     frames, window, heads,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BC: tl.constexpr,
+    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, BC: tl.constexpr,
     BACK: tl.constexpr,
 ):  # fmt: skip
     """State of the last `window` of States (batch, frames, heads, ...) up to each: one program for
     BC rows of a block of `window` frames. A window is the end of the block before, from some frame
     on, and the beginning of this one.
 
-    BACK: from the last frame to the first, of pulls on such States (`top`: their maxima), to pulls
-    on the States that they were made of (`own`: their maxima).
+    BACK: from the last frame to the first, of gradients of such States (`top`: their maxima), to
+    those of the States that they were made of (`own`: their maxima).
     """
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
-    ROWS: tl.constexpr = TALL * DIM
+    ROWS: tl.constexpr = HALVES * DIM
     SIZE: tl.constexpr = ROWS * VDIM
     row = tl.program_id(1) * BC + tl.arange(0, BC)
     inside, lead, c = row < ROWS, row < DIM, row % DIM
@@ -115,8 +115,8 @@ def _plan(top: Tensor, memory: Tensor, window: int, back: bool) -> Launch:
     bv, some = pad(vdim), max(1, 256 // pad(vdim))
     return Launch(
         _sliding_merge, (batch * heads, cdiv(rows, some), cdiv(frames, window)), frames=frames,
-        window=window, heads=heads, DIM=dim, VDIM=vdim, BV=bv, TALL=rows // dim, BC=some, BACK=back,
-        num_warps=2,
+        window=window, heads=heads, DIM=dim, VDIM=vdim, BV=bv, HALVES=rows // dim, BC=some,
+        BACK=back, num_warps=2,
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ def _tile(dim: int, elements: int, warps: int) -> tuple[int, int, int]:
 
 
 @triton.jit
-def _place(first, rows, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _tile_at(first, rows, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = first + tl.arange(0, ROWS).to(tl.int64)
     col = tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (col < DIM)[None, :]
@@ -45,7 +45,7 @@ def _norm_gate(
     DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * ROWS
-    row, col, at, mask = _place(first, rows, DIM, ROWS, BLOCK)
+    row, col, at, mask = _tile_at(first, rows, DIM, ROWS, BLOCK)
     x, gate = _read(y, at, mask), tl.sigmoid(_read(u, at, mask))
     w, b = _read(weight, col, col < DIM), _read(bias, col, col < DIM)
     mu = tl.sum(x, 1) / DIM
@@ -70,7 +70,7 @@ def _norm_gate_backward(
     dw = tl.zeros((ROWS, BLOCK), tl.float32)
     db = tl.zeros((ROWS, BLOCK), tl.float32)
     for i in tl.range(program, tl.cdiv(rows, ROWS), programs, num_stages=STAGES):
-        row, col, at, mask = _place(i * ROWS, rows, DIM, ROWS, BLOCK)
+        row, col, at, mask = _tile_at(i * ROWS, rows, DIM, ROWS, BLOCK)
         mu, r = _read(mean, row, row < rows)[:, None], _read(rstd, row, row < rows)[:, None]
         d, x, gate = _read(dout, at, mask), _read(y, at, mask), tl.sigmoid(_read(u, at, mask))
         x = (x - mu) * r

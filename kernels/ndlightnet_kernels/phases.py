@@ -23,7 +23,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
-def turning(
+def slot_frequencies(
     theta, start, shapes, sample, each, prefix, head, sizes, channel, KIND: tl.constexpr,
     AXES: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
@@ -77,8 +77,8 @@ def _over(slots, tokens, ACROSS: tl.constexpr):
 
 
 @triton.jit
-def places(
-    turning, t, AXES: tl.constexpr, TOTAL: tl.constexpr, PREFIX: tl.constexpr,
+def coordinates(
+    freqs, t, AXES: tl.constexpr, TOTAL: tl.constexpr, PREFIX: tl.constexpr,
     ACROSS: tl.constexpr = False,
 ):  # fmt: skip
     """Coordinate of tokens t along the axis of each slot, (len(t), len(slot)) int32, with a start
@@ -86,17 +86,17 @@ def places(
     are in consecutive groups that differ by one at most."""
     rest = t.to(tl.int32)
     if PREFIX:
-        rest = tl.maximum(rest - turning[6], 0)
+        rest = tl.maximum(rest - freqs[6], 0)
     for a in tl.static_range(AXES - 1, -1, -1):
         c = rest
         if a > 0:
             # too small by one at most
-            n, by = turning[3][a - 1], turning[4][a - 1]
+            n, by = freqs[3][a - 1], freqs[4][a - 1]
             rest = tl.umulhi(c.to(tl.uint32), by.to(tl.uint32)).to(tl.int32)
             c -= rest * n
             rest = tl.where(c >= n, rest + 1, rest)
             c = tl.where(c >= n, c - n, c)
-        begin = turning[5][a]
+        begin = freqs[5][a]
         front = begin.to(tl.int32)
         if (
             begin.dtype == tl.int32
@@ -104,8 +104,8 @@ def places(
             c += front
             front *= 0
         if PREFIX:
-            c = tl.where(t >= turning[6], c, -front)
-        slot, at = _over(turning[0], c, ACROSS)
+            c = tl.where(t >= freqs[6], c, -front)
+        slot, at = _over(freqs[0], c, ACROSS)
         if a == AXES - 1:
             out = at + slot * 0
         else:
@@ -116,15 +116,15 @@ def places(
 
 
 @triton.jit
-def rotate(turning, place, WIDE: tl.constexpr, ACROSS: tl.constexpr = False):
-    """cos and sin of `places`, float32."""
-    high, _ = _over(turning[1], turning[1], ACROSS)
-    begin, _ = _over(turning[7], turning[7], ACROSS)
-    phase = place * high + begin
+def cos_sin(freqs, at_axis, WIDE: tl.constexpr, ACROSS: tl.constexpr = False):
+    """cos and sin of `coordinates`, float32."""
+    high, _ = _over(freqs[1], freqs[1], ACROSS)
+    begin, _ = _over(freqs[7], freqs[7], ACROSS)
+    phase = at_axis * high + begin
     if WIDE:
-        low, _ = _over(turning[2], turning[2], ACROSS)
-        phase += tl.umulhi(place.to(tl.uint32), low.to(tl.uint32)).to(tl.int32)
-        phase -= tl.where(place < 0, low, 0)
+        low, _ = _over(freqs[2], freqs[2], ACROSS)
+        phase += tl.umulhi(at_axis.to(tl.uint32), low.to(tl.uint32)).to(tl.int32)
+        phase -= tl.where(at_axis < 0, low, 0)
     angle = phase.to(tl.float32) * 1.4629180792671596e-09  # 2 pi / 2^32
     if WIDE or INTERPRETED:
         return tl.cos(angle), tl.sin(angle)
@@ -133,9 +133,9 @@ def rotate(turning, place, WIDE: tl.constexpr, ACROSS: tl.constexpr = False):
 
 
 @triton.jit
-def reach(turning, place):
-    """`places` from the origin, float32: what the gradient of theta counts; see Place."""
-    return (place + turning[8][None, :]).to(tl.float32)
+def from_origin(freqs, at_axis):
+    """`coordinates` from the origin, float32: what the gradient of theta counts; see Place."""
+    return (at_axis + freqs[8][None, :]).to(tl.float32)
 
 
 @triton.jit
@@ -158,18 +158,18 @@ def pinned(x):
 
 
 @triton.jit
-def rotate_once(
-    turning, t, AXES: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr, PREFIX: tl.constexpr
+def cos_sin_once(
+    freqs, t, AXES: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr, PREFIX: tl.constexpr
 ):  # fmt: skip
-    """`rotate` for kernels that need cos and sin in tiles of two layouts; of 16-bit inputs to the
+    """`cos_sin` for kernels that need cos and sin in tiles of two layouts; of 16-bit inputs to the
     precision of float16.
 
     Tokens lie along the lanes here: few a thread, so that few coordinates have to be found.
     """
     if WIDE or INTERPRETED:
-        return rotate(turning, places(turning, t, AXES, TOTAL, PREFIX), WIDE)
+        return cos_sin(freqs, coordinates(freqs, t, AXES, TOTAL, PREFIX), WIDE)
     else:
-        cos, sin = rotate(turning, places(turning, t, AXES, TOTAL, PREFIX, True), WIDE, True)
+        cos, sin = cos_sin(freqs, coordinates(freqs, t, AXES, TOTAL, PREFIX, True), WIDE, True)
         low = cos.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         high = sin.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
         both = once((low | high).to(tl.float32, bitcast=True))

@@ -61,17 +61,17 @@ def plan(
         chosen = PLANS[learnt if learn and learnt in PLANS else (kernel, kind)][most > 64]
         return chosen._replace(keys=min(keys, chosen.keys))
     # not measured: as many columns as fit, in registers as sums or in shared memory as operands
-    woven = 1 if kind == "none" else 4 if kind == "rotary" and "summarize" in kernel else 2
+    interleaved = 1 if kind == "none" else 4 if kind == "rotary" and "summarize" in kernel else 2
     room = 16384 if kernel in ("summarize", "read_backward") else 65536 // size
     if size > 2 and kernel in ("read", "read_backward"):
         room = 8192
-    if size > 2 and kernel == "summarize_backward" and woven * keys * values > 8192:
+    if size > 2 and kernel == "summarize_backward" and interleaved * keys * values > 8192:
         room = 4096
-    keys = max(16, min(keys, room // (woven * values)))
+    keys = max(16, min(keys, room // (interleaved * values)))
     return Plan(32 if size > 2 else 64, keys, 1, 8, 4)
 
 
-def wide(x: Tensor) -> int:
+def operand_bytes(x: Tensor) -> int:
     """Bytes of an operand."""
     return 2 if x.dtype == torch.bfloat16 else 4
 
@@ -133,7 +133,7 @@ def channel_blocks(k: Tensor, vdim: int) -> list[slice]:
     return [slice(a, min(a + most, k.shape[-1])) for a in range(0, k.shape[-1], most)]
 
 
-def pieces(programs: int, at_once: int, tiles: int) -> int:
+def split_count(programs: int, at_once: int, tiles: int) -> int:
     """Into how many pieces each of `programs` parts of so many tiles is best cut: as few as keep
     six tenths of the card at work, which keeps its memory busy."""
 
@@ -174,11 +174,11 @@ def cut(k: Tensor, vdim: int, kind: str) -> tuple[int, int]:
 
 
 # --------------------------------------------------------------------------------------- packs
-def portion(lengths: Sequence[int], k: Tensor, vdim: int, kind: str) -> int:
+def tokens_per_split(lengths: Sequence[int], k: Tensor, vdim: int, kind: str) -> int:
     """Most tokens of a part, for samples of these lengths end to end (keys (1, length, heads,
     dim)): that with which the parts of all heads take the least time, in as many waves as it
     takes. A part costs as much as START tokens before it begins."""
-    chosen = plan("summarize", pad(k.shape[-1]), pad(vdim), kind, wide(k))
+    chosen = plan("summarize", pad(k.shape[-1]), pad(vdim), kind, operand_bytes(k))
     slots = max(1, chosen.programs * processors(k) // k.shape[2])
     spans = [BLOCK << i for i in range(2, 14)]
     spans += [3 * span // 2 for span in spans]
@@ -192,7 +192,7 @@ def portion(lengths: Sequence[int], k: Tensor, vdim: int, kind: str) -> int:
     return min(spans, key=time)
 
 
-def items(lengths: Sequence[int], span: int) -> tuple[list[tuple[int, ...]], list[int]]:
+def split_table(lengths: Sequence[int], span: int) -> tuple[list[tuple[int, ...]], list[int]]:
     """Parts of samples end to end, the longest first, and the first part of each sample in order
     of samples: see Position."""
     parts: list[tuple[int, ...]] = []

@@ -27,12 +27,12 @@ def parts_of(first, bh, heads, parts):
 @triton.jit(do_not_specialize=["parts", "heads"])
 def merge_parts(
     top, total, memory, first, top_out, total_out, memory_out, parts, heads,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BC: tl.constexpr,
+    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Join the parts' States: one program for BC rows of the memory. first: see `parts_of`."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     row = tl.program_id(1) * BC + tl.arange(0, BC)
-    inside = row < TALL * DIM
+    inside = row < HALVES * DIM
     here = inside[:, None] & (vc < VDIM)[None, :]
     own, begin, end = parts_of(first, bh, heads, parts)
     at = own * DIM + row % DIM
@@ -51,34 +51,34 @@ def merge_parts(
             there = inside & (s < end)
             w = weight(tl.load(top + at + s * DIM, mask=there, other=-INFINITE), best)
             sm += w * tl.load(total + at + s * DIM, mask=there, other=0.0)
-            x = memory + ((own + s) * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :]
+            x = memory + ((own + s) * (HALVES * DIM) + row)[:, None] * VDIM + vc[None, :]
             acc += w[:, None] * tl.load(x, mask=here & there[:, None], other=0.0)
     tl.store(top_out + bh * DIM + row, best, row < DIM)
     tl.store(total_out + bh * DIM + row, sm, row < DIM)
-    tl.store(memory_out + (bh * (TALL * DIM) + row)[:, None] * VDIM + vc[None, :], acc, here)
+    tl.store(memory_out + (bh * (HALVES * DIM) + row)[:, None] * VDIM + vc[None, :], acc, here)
 
 
 @triton.jit(do_not_specialize=["parts", "pieces"])
 def prefix_states(
     top0, total0, memory0, top, total, memory, top_out, total_out, memory_out, parts, pieces,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BC: tl.constexpr,
+    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """States before each of `parts` + 1 segments from those of the segments' pieces (None: there is
     but one segment): one program for BC rows of the memory."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     row = tl.program_id(1) * BC + tl.arange(0, BC)
-    inside, lead, c = row < TALL * DIM, row < DIM, row % DIM
+    inside, lead, c = row < HALVES * DIM, row < DIM, row % DIM
     tile, here = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
     best = tl.full((BC,), -INFINITE, tl.float32)
     sm, m = tl.zeros((BC,), tl.float32), tl.zeros((BC, BV), tl.float32)
     if top0 is not None:
         best = tl.load(top0 + bh * DIM + c, mask=inside, other=-INFINITE)
         sm = tl.load(total0 + bh * DIM + c, mask=inside, other=0.0)
-        m = tl.load(memory0 + bh * (TALL * DIM * VDIM) + tile, mask=here, other=0.0)
+        m = tl.load(memory0 + bh * (HALVES * DIM * VDIM) + tile, mask=here, other=0.0)
     zero, states = tl.zeros((BC,), tl.int32), bh * (parts + 1)
     tl.store(top_out + (states + bh) * DIM + c, best, lead)
     tl.store(total_out + states * DIM + c, sm, lead)
-    tl.store(memory_out + states * (TALL * DIM * VDIM) + tile, m, here)
+    tl.store(memory_out + states * (HALVES * DIM * VDIM) + tile, m, here)
     if top is not None:
         own = parts * pieces
         for first in range(0, own, AT_ONCE):
@@ -88,7 +88,7 @@ def prefix_states(
                 at, there = bh * own + s, inside & (s < own)
                 refs += (tl.load(top + at * DIM + c, mask=there, other=-INFINITE),)
                 sums += (tl.load(total + at * DIM + c, mask=there, other=0.0),)
-                x = memory + at[:, None] * (TALL * DIM * VDIM) + tile
+                x = memory + at[:, None] * (HALVES * DIM * VDIM) + tile
                 tiles += (tl.load(x, mask=here & there[:, None], other=0.0),)
             for i in tl.static_range(AT_ONCE):
                 high = tl.maximum(best, refs[i])
@@ -99,20 +99,21 @@ def prefix_states(
                 to, there = states + s // pieces, (s <= own) & (s % pieces == 0)
                 tl.store(top_out + (to + bh) * DIM + c, best, lead & there)
                 tl.store(total_out + to * DIM + c, sm, lead & there)
-                x = memory_out + to[:, None] * (TALL * DIM * VDIM) + tile
+                x = memory_out + to[:, None] * (HALVES * DIM * VDIM) + tile
                 tl.store(x, m, here & there[:, None])
 
 
 @triton.jit(do_not_specialize=["parts"])
-def suffix_pulls(
-    top, pull, pulls, dtotal, dmemory, dtotal0, dmemory0, pull_out, pulls_out, parts,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, TALL: tl.constexpr, BC: tl.constexpr,
+def suffix_grads(
+    top, dsums, dmemories, dtotal, dmemory, dtotal0, dmemory0, dsum_out, dmemory_out, parts,
+    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Adjoint of `prefix_states`: what later segments and the final State pull on the State before
-    each. pull, pulls: a segment's own, in units of its entry; None where nobody wants them."""
+    """Adjoint of `prefix_states`: what later segments and the final State add to the gradients of
+    the State before each. dsums, dmemories: a segment's own, in units of its entry; None where
+    nobody wants them."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     row = tl.program_id(1) * BC + tl.arange(0, BC)
-    inside, lead, c = row < TALL * DIM, row < DIM, row % DIM
+    inside, lead, c = row < HALVES * DIM, row < DIM, row % DIM
     tile, here = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
     states = top + bh * (parts + 1) * DIM + c
     ref_after = tl.load(states + parts * DIM, mask=inside, other=-INFINITE)
@@ -121,23 +122,23 @@ def suffix_pulls(
     if dtotal is not None:
         after -= tl.where(known, tl.load(dtotal + bh * DIM + c, mask=inside, other=0.0), 0.0)
     if dmemory is not None:
-        m = tl.load(dmemory + bh * (TALL * DIM * VDIM) + tile, mask=here, other=0.0)
+        m = tl.load(dmemory + bh * (HALVES * DIM * VDIM) + tile, mask=here, other=0.0)
         m = tl.where(known[:, None], m, 0.0)
     zero, end = tl.zeros((BC,), tl.int32), bh * parts + parts - 1
-    tl.store(pull_out + end * DIM + c, after, lead)
-    tl.store(pulls_out + end * (TALL * DIM * VDIM) + tile, m, here)
+    tl.store(dsum_out + end * DIM + c, after, lead)
+    tl.store(dmemory_out + end * (HALVES * DIM * VDIM) + tile, m, here)
     for back in range(0, parts, AT_ONCE):
         refs, sums, tiles = (), (), ()
         for i in tl.static_range(AT_ONCE):
             s = zero + parts - 1 - back - i
             at, there = bh * parts + s, inside & (s >= 0)
             refs += (tl.load(states + s * DIM, mask=there, other=-INFINITE),)
-            if pull is None:
+            if dsums is None:
                 sums += (tl.zeros((BC,), tl.float32),)
                 tiles += (tl.zeros((BC, BV), tl.float32),)
             else:
-                sums += (tl.load(pull + at * DIM + c, mask=there, other=0.0),)
-                x = pulls + at[:, None] * (TALL * DIM * VDIM) + tile
+                sums += (tl.load(dsums + at * DIM + c, mask=there, other=0.0),)
+                x = dmemories + at[:, None] * (HALVES * DIM * VDIM) + tile
                 tiles += (tl.load(x, mask=here & there[:, None], other=0.0),)
         for i in tl.static_range(AT_ONCE):
             s = zero + parts - 1 - back - i
@@ -147,9 +148,9 @@ def suffix_pulls(
             m = fall[:, None] * m + tl.where(known[:, None], tiles[i], 0.0)
             ref_after = ref
             at, there = bh * parts + s - 1, s > 0
-            tl.store(pull_out + at * DIM + c, after, lead & there)
-            x = pulls_out + at[:, None] * (TALL * DIM * VDIM) + tile
+            tl.store(dsum_out + at * DIM + c, after, lead & there)
+            x = dmemory_out + at[:, None] * (HALVES * DIM * VDIM) + tile
             tl.store(x, m, here & there[:, None])
     if dtotal0 is not None:
         tl.store(dtotal0 + bh * DIM + c, -after, lead)
-        tl.store(dmemory0 + bh * (TALL * DIM * VDIM) + tile, m, here)
+        tl.store(dmemory0 + bh * (HALVES * DIM * VDIM) + tile, m, here)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ndlightnet_kernels import phases
 from ndlightnet_kernels.launch import Launch, remembered
-from ndlightnet_kernels.phases import places, rotate, turning
+from ndlightnet_kernels.phases import coordinates, cos_sin, slot_frequencies
 from ndlightnet_kernels.position import Position
 from ndlightnet_kernels.tiles import arguments, cdiv, pad, silu, weight
 
@@ -33,8 +33,8 @@ def _step(
     p, fall = weight(x, new), weight(old, new)
     s = fall * tl.load(total + bh * DIM + c, mask=inside, other=0.0) + p
     f = tl.where(s > 0, f / tl.where(s > 0, s, 1.0), 0.0)
-    TALL: tl.constexpr = 1 if KIND == 0 else 2
-    at = (bh * (TALL * DIM) + c)[:, None] * VDIM + vc[None, :]
+    HALVES: tl.constexpr = 1 if KIND == 0 else 2
+    at = (bh * (HALVES * DIM) + c)[:, None] * VDIM + vc[None, :]
     here = inside[:, None] & inside_v[None, :]
     m = fall[:, None] * tl.load(memory + at, mask=here, other=0.0)
     if KIND == 0:
@@ -43,7 +43,7 @@ def _step(
     else:
         t = tl.zeros((1,), tl.int32)
         sizes = (n1, n2, n3, n4, n5, n6, n7)
-        turns = turning(
+        freqs = slot_frequencies(
             theta,
             start,
             None,
@@ -59,8 +59,8 @@ def _step(
             OFFSET,
             TOTAL,
         )
-        place = places(turns, t, AXES, TOTAL, PREFIX)
-        cos, sin = rotate(turns, place, WIDE)
+        at_axis = coordinates(freqs, t, AXES, TOTAL, PREFIX)
+        cos, sin = cos_sin(freqs, at_axis, WIDE)
         cos, sin = tl.max(cos, 0), tl.max(sin, 0)  # of the one row
         m += (p * cos)[:, None] * y[None, :]
         o = tl.sum((f * cos)[:, None] * m, 0)

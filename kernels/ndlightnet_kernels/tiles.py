@@ -101,8 +101,8 @@ def dot(a, b, acc, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def weave(a, b, SLOTS: tl.constexpr):
-    """Columns a0 b0 a1 b1 ... One product of a woven tile costs less than two products."""
+def interleave(a, b, SLOTS: tl.constexpr):
+    """Columns a0 b0 a1 b1 ... One product of a interleaved tile costs less than two products."""
     out = tl.reshape(tl.join(a, b), (a.shape[0], 2 * a.shape[1]))
     # the sum keeps Triton 3.6 from reshaping in shared memory, where it crashes for float32, and
     # for tiles that are loaded element by element
@@ -111,14 +111,14 @@ def weave(a, b, SLOTS: tl.constexpr):
 
 @triton.constexpr_function
 def even(slots, vdim):
-    """`slots` for `weave`, odd where either is: tiles of odd widths are loaded element by
+    """`slots` for `interleave`, odd where either is: tiles of odd widths are loaded element by
     element."""
     return slots if vdim % 2 == 0 else 1
 
 
 @triton.jit
-def unweave(x):
-    """Inverse of `weave`."""
+def deinterleave(x):
+    """Inverse of `interleave`."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
 
@@ -166,7 +166,7 @@ def silu(x):
 
 
 @triton.jit
-def turn(x1, x2, cos, sin, KIND: tl.constexpr):
+def rope_features(x1, x2, cos, sin, KIND: tl.constexpr):
     """Query features (fa, fb): x itself (0), x cos and x sin (1), the pair rotated (2)."""
     if KIND == 2:
         return x1 * cos - x2 * sin, x1 * sin + x2 * cos
@@ -177,8 +177,8 @@ def turn(x1, x2, cos, sin, KIND: tl.constexpr):
 
 
 @triton.jit
-def turn_back(da, db, cos, sin, KIND: tl.constexpr):
-    """Adjoint of `turn`."""
+def rope_features_backward(da, db, cos, sin, KIND: tl.constexpr):
+    """Adjoint of `rope_features`."""
     if KIND == 2:
         return da * cos + db * sin, db * cos - da * sin
     elif KIND == 1:

@@ -39,7 +39,7 @@ from ndlightnet.training.core.cli import task_cli
 from ndlightnet.training.peers import DynUNet, SegResNet, SwinUNETR
 from ndlightnet.training.segmentation.metrics import dice_of
 
-HIDDEN = ("date", "commit", "device")  # below the table
+HIDDEN = ("run_seconds", "date", "commit", "device", "options")  # below the table
 STEP = 32  # voxels by which the largest cube is looked for
 NETS: dict[str, Callable[[int], nn.Module]] = {
     "NDLightUNet M": lambda classes: NDLightUNet(3, 1, classes, strides=(2, 2, 2, 2)),

@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runner.compare(
         o, [{"row": row, "seed": seed} for seed, row in product(o.seeds, o.rows)], partial(run, o),
         table=lambda runs: tables.summary(runs, o.rows),
-        say=lambda run: f"accuracy {run['top1']:.3f}, {run['seconds']:.0f} s",
+        say=lambda run: f"accuracy {run['top1']:.3f}, {run['run_seconds']:.0f} s",
         draw=partial(draw, o.rows, o.out / "family.png"),
     )  # fmt: skip
 

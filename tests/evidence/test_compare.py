@@ -236,7 +236,7 @@ def test_every_row_on_every_fold(command, folder, capsys):
     assert scores[2:6] == ["0.750 ± 0.000", "0.750 to 0.750", "0.750, 0.750", "+0.250"]
     assert costs[2:4] == ["2.00 M", "3"] and text in capsys.readouterr().out
     (root / "metrics.json").unlink()
-    assert command(*rows, "--folds", "2", "--resume") == 0
+    assert command(*rows, "--folds", "2", "--checkpoint", "best", "--resume") == 0
     assert len(calls(root)) == 2  # nothing was left to do
 
 

@@ -67,7 +67,7 @@ def test_no_run_begins_when_the_minutes_are_over(monkeypatch):
     # asked at 0.5 and 1.5 minutes; each run looks at the clock when it begins and when it ends
     runner.run_all([who(s) for s in range(4)], lambda who: {}, done.append, minutes=2,
                    processes=False)  # fmt: skip
-    assert [run["seed"] for run in done if "seconds" in run] == [0, 1]
+    assert [run["seed"] for run in done if "run_seconds" in run] == [0, 1]
     assert done[2:] == [{**who(seed), "missing": True} for seed in (2, 3)]
 
 
@@ -169,7 +169,7 @@ def test_results_are_written_after_every_run(tmp_path, capsys):
 
 def test_resuming(tmp_path, capsys):
     """Good runs are kept, failed and missing ones are done."""
-    before = [{**who(0, "B"), "top1": 0.25}, {**who(1, "B"), "error": "x"},
+    before = [{**who(0, "B"), "top1": 0.25, "options": {}}, {**who(1, "B"), "error": "x"},
               {**who(0), "missing": True}]  # fmt: skip
     (tmp_path / "runs.json").write_text(json.dumps(before))
     wanted = [who(seed, row) for seed in (0, 1) for row in "AB"]
@@ -179,6 +179,11 @@ def test_resuming(tmp_path, capsys):
         ("B", 0, 0.25), ("A", 0, 0.5), ("A", 1, 0.5), ("B", 1, 0.5),
     ]  # fmt: skip
     assert start(options(tmp_path, "--resume"), *wanted) == (runs, [])
+    other = options(tmp_path, "--resume")
+    other.config = tmp_path / "other.yaml"
+    runs, asked = start(other, *wanted)
+    assert len(asked) == 4 and runs[0]["options"] == {"config": str(other.config)}
+    assert start(other, *wanted) == (runs, [])
     assert len(start(options(tmp_path), *wanted)[1]) == 4  # from the start
 
 
@@ -195,7 +200,7 @@ def test_what_failed_or_was_not_run_is_said(tmp_path, capsys):
 
 def test_curves_are_lines_and_words():
     curve = {"x_label": "pairs", "x": [2, 4], "accuracy": [1.0, 0.5], "guess": [0.1, 0.2]}
-    run = {**who(3), "lr": 0.1, "loss": 0.25, "seconds": 2.0, "curves": {"recall": curve}}
+    run = {**who(3), "lr": 0.1, "loss": 0.25, "run_seconds": 2.0, "curves": {"recall": curve}}
     common = {**who(3), "lr": 0.1, "panel": "recall"}
     assert list(runner.curve_lines(run)) == [
         {**common, "x": 2, "accuracy": 1.0, "guess": 0.1},

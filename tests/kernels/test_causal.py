@@ -133,7 +133,7 @@ def test_segments_summarised_in_pieces(monkeypatch):
     beside logits that lie far below 0."""
     for module in (causal, causal_backward):
         monkeypatch.setattr(module, "cut", lambda k, *_: (-(-k.shape[1] // 128), 128))
-    monkeypatch.setattr(attention, "pieces", lambda *_: 3)
+    monkeypatch.setattr(attention, "split_count", lambda *_: 3)
     check(Case((400,), 5, 3, mask="left", logits="down", batch=1, heads=1), "causal")
     check(Case((400,), 5, 3, mask="holes", past=True, batch=1, heads=1), "causal")
 

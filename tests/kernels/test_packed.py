@@ -66,7 +66,7 @@ def judge(functions, leaves, dtype):
 @pytest.mark.parametrize("cut", [False, True])
 def test_attention(monkeypatch, shapes, kind, dtype, masked, cut):
     if cut:  # into parts, as on a card, where parts are many
-        monkeypatch.setattr(plans, "portion", lambda *_: 64)
+        monkeypatch.setattr(plans, "tokens_per_split", lambda *_: 64)
     layout = Ragged(shapes)
     n, heads = layout.length, 2
     leaves = [torch.randn(n, heads, size, device=DEVICE).to(dtype) for size in (6, 6, 3)]
@@ -179,7 +179,7 @@ def test_full_size(kind):
 def test_parts_cover_every_token_once():
     lengths = (5, 0, 700, 64, 1)
     for span in (64, 128, 1024):
-        items, first = plans.items(lengths, span)
+        items, first = plans.split_table(lengths, span)
         seen = sorted((begin, end) for _, _, begin, end, _ in items)
         assert [t for begin, end in seen for t in range(begin, end)] == list(range(sum(lengths)))
         assert all(0 < end - begin <= span for begin, end in seen)

@@ -35,15 +35,15 @@ def _angles(
     h, b, c = tl.program_id(1), tl.program_id(2), tl.arange(0, BK)
     t = tl.program_id(0) * BL + tl.arange(0, BL)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
-    turns = phases.turning(
+    turns = phases.slot_frequencies(
         theta, start, None, b, each, prefix, h * own, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
     )
-    place = phases.places(turns, t, AXES, TOTAL, PREFIX)
-    count = phases.reach(turns, place)
+    place = phases.coordinates(turns, t, AXES, TOTAL, PREFIX)
+    count = phases.from_origin(turns, place)
     if ONCE:
-        cos, sin = phases.rotate_once(turns, t, AXES, TOTAL, WIDE, PREFIX)
+        cos, sin = phases.cos_sin_once(turns, t, AXES, TOTAL, WIDE, PREFIX)
     else:
-        cos, sin = phases.rotate(turns, place, WIDE)
+        cos, sin = phases.cos_sin(turns, place, WIDE)
     at = ((b * tl.num_programs(1) + h) * length + t)[:, None] * SLOTS + c[None, :]
     here = (t < length)[:, None] & (c < SLOTS)[None, :]
     tl.store(cos_out + at, cos, here)

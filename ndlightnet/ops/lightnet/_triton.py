@@ -59,8 +59,8 @@ def of_samples(
     kind = "none" if lrpe is None else lrpe.kind
 
     def make() -> tuple[Any, ...]:
-        span = plans.portion(layout.lengths, k, vdim, kind)
-        items, first = plans.items(layout.lengths, span)
+        span = plans.tokens_per_split(layout.lengths, k, vdim, kind)
+        items, first = plans.split_table(layout.lengths, span)
         tables = (torch.tensor(x, dtype=torch.int32) for x in (items, first, layout.shapes))
         return (*(x.to(k.device, non_blocking=True) for x in tables), span)
 

@@ -1,7 +1,7 @@
 """Does the runs of a comparison, one after the other or several side by side, and keeps them.
 
 A run is a dict: what tells it from others ("row", "seed" and the like, `tables.IDENTITY`), then
-what was measured, or "error", or "missing" if no time was left; and its date and commit.
+what was measured, or "error", or "missing" if no time was left; its date, commit and options.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from ndlightnet.data.errors import whole_file
 from ndlightnet_evidence import tables
 
 Run = dict[str, Any]
+# options that say which runs there are, and not how one is done
+CHOICES = ("rows", "family", "tasks", "nets", "sides", "largest", "lr", "seeds", "jobs", "minutes",
+           "resume", "out")  # fmt: skip
 _worker = threading.local()  # which of the jobs this thread or process does
 
 
@@ -41,7 +44,8 @@ def add_options(parser: ArgumentParser, out: str, seeds: Sequence[int] | None = 
         parser.add_argument("--seeds", nargs="+", type=int, default=seeds)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, over all GPUs in turn")
     parser.add_argument("--minutes", type=float, default=math.inf, help="then no run is begun")
-    parser.add_argument("--resume", action="store_true", help="do what is not under --out yet")
+    parser.add_argument("--resume", action="store_true",
+                        help="do what is not under --out yet, with the same options")  # fmt: skip
     parser.add_argument("--out", type=Path, help=f"default: {out}")
 
 
@@ -64,9 +68,11 @@ def compare(
     processes to which it is pickled; else it starts commands, and jobs are threads.
     """
     o.out.mkdir(parents=True, exist_ok=True)
-    file, at = o.out / "runs.json", {"commit": commit()}
+    options = {key: value for key, value in vars(o).items() if key not in CHOICES}
+    options = json.loads(json.dumps(options, default=str))
+    file, at = o.out / "runs.json", {"commit": commit(), "options": options}
     known = json.loads(file.read_text()) if o.resume and file.exists() else []
-    runs = [run for run in known if tables.complete(run)]
+    runs = [run for run in known if tables.complete(run) and run.get("options") == options]
     done = [tables.identity(run) for run in runs]
     left = [who for who in wanted if who not in done]
     total = len(runs) + len(left)
@@ -139,7 +145,7 @@ def _start(one: Callable[[Run], Run], over: float, here: bool, who: Run) -> Run:
     except Exception as error:  # one run's failure is not the others'
         return {**who, "error": f"{type(error).__name__}: {error}"[:200]}
     where = {"device": device_name()} if here else {}  # CUDA is for those that need it
-    return {**who, "seconds": time.monotonic() - begun, **found, **where}
+    return {**who, "run_seconds": time.monotonic() - begun, **found, **where}
 
 
 def _threads() -> int:
@@ -183,7 +189,7 @@ def commit() -> str | None:
 
 def say_curves(run: Run) -> str:
     """What a run with "curves" found, in a few lines."""
-    said = f"loss {run['loss']:.3f}, {run['seconds']:.0f} s"
+    said = f"loss {run['loss']:.3f}, {run['run_seconds']:.0f} s"
     for panel, curve in run["curves"].items():
         right = " ".join(f"{value:.2f}" for value in curve["accuracy"])
         said += f"\n  {panel}, by {curve['x_label']}: {right}"
