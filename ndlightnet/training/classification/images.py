@@ -61,12 +61,8 @@ class ImageData(LabelledData):
         augment: Augment | None = None,
     ) -> None:
         super().__init__()
-        self.root, self.batch_size, self.shift, self.flips = (
-            find_root(root),
-            batch_size,
-            shift,
-            flips,
-        )
+        self.root, self.batch_size = find_root(root), batch_size
+        self.shift, self.flips = shift, flips
         self.validation, self.train_limit = validation, train_limit
         self.classes, self.augment = tuple(classes or ()), augment
 

@@ -66,12 +66,8 @@ class VideoData(LabelledData):
         input: str | None = None,
     ) -> None:
         super().__init__()
-        self.root, self.frames, self.size, self.batch_size = (
-            find_root(root),
-            frames,
-            size,
-            batch_size,
-        )
+        self.root, self.frames, self.size = find_root(root), frames, size
+        self.batch_size = batch_size
         self.repeats, self.clips, self.hflip = repeats, clips, hflip
         self.validation, self.workers, self.input = validation, workers, input
 

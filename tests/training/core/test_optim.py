@@ -94,7 +94,7 @@ def test_a_training_that_goes_on_for_longer_has_the_rates_of_the_longer_one():
     longer.load_state_dict(first.state_dict())
     longer.optimizer.step()
     longer.step()
-    (rate,) = longer.get_last_lr()
+    rate, _ = longer.get_last_lr()
     assert rate == pytest.approx(rates(200)[41]) and rate > 0.4
 
 
