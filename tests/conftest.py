@@ -22,6 +22,27 @@ ORACLES = SHARED / "oracles"
 os.environ.setdefault("NDLIGHTNET_DATA", str(SHARED / "data"))  # what roots in configs begin at
 
 
+# Tests that `pytest` leaves out, as deselected: `pytest -m MARK` and a path below run them, and so
+# does .ci/run. Those of evidence show how good the library is, not that it is right.
+APART = {"evidence": Path(__file__).parent / "evidence", "exhaustive": None}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    asked = [
+        Path(config.invocation_params.dir, argument.split("::")[0]).resolve()
+        for argument in config.args
+    ]
+    for mark, folder in APART.items():
+        for item in items:
+            if folder is not None and folder in item.path.parents:
+                item.add_marker(mark)
+        below = folder is not None and any(folder in (path, *path.parents) for path in asked)
+        if mark not in config.option.markexpr and not below:
+            apart = [item for item in items if item.get_closest_marker(mark)]
+            config.hook.pytest_deselected(items=apart)
+            items[:] = [item for item in items if item not in apart]
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)

@@ -66,12 +66,14 @@ def agree(name: str, model, run) -> None:
         assert (actual - expected).abs().max() < BEYOND, (batch, space)
 
 
-slow = pytest.mark.slow
+def names(quick=(), slow=(), exhaustive=()):
+    """Networks, by how long they take."""
+    params = [pytest.param(name, marks=pytest.mark.slow) for name in slow]
+    params += [pytest.param(name, marks=pytest.mark.exhaustive) for name in exhaustive]
+    return pytest.mark.parametrize("name", [*quick, *params])
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in ("text", "series", "unet1") else pytest.param(n, marks=slow) for n in NETS]
-)
+@names(slow=["image", "unet3"], exhaustive=["video", "unet2"], quick=["text", "series", "unet1"])
 def test_export_is_the_network_at_any_size(name):
     model, inputs, shapes = traced(name)
     agree(name, model, export(model, inputs, dynamic_shapes=shapes).module())
@@ -86,8 +88,8 @@ def test_export_takes_what_the_docstring_says(size):
         assert (run(x) - model(x)).abs().max() < BEYOND
 
 
-@slow  # each of the other networks takes minutes
-@pytest.mark.parametrize("name", ["text", "series", "image", "unet3"])
+# each of the other networks takes minutes
+@names(slow=["text", "image"], exhaustive=["series", "unet3"])
 def test_onnx_is_the_network_at_any_size(name):
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
@@ -100,7 +102,7 @@ def test_onnx_is_the_network_at_any_size(name):
     agree(name, model, lambda x: torch.from_numpy(session.run(None, {given.name: x.numpy()})[0]))
 
 
-@slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not shutil.which("g++"), reason="AOTInductor needs a C++ compiler")
 @pytest.mark.parametrize("name", ["text", "image", "unet1"])
 def test_aot_inductor_is_the_network_at_any_size(name, tmp_path):

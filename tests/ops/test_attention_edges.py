@@ -158,7 +158,7 @@ def test_compile_without_a_graph_break(close, close_grads, form, dynamic):
         close_grads(actual, expected, inputs, 1e-11)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @forms
 def test_compile_with_inductor(close, close_grads, form):
     torch._dynamo.reset()
