@@ -89,7 +89,7 @@ def batch_for(cli: TaskCLI):
     if isinstance(cli.model, VideoTask):
         frames = min(cli.datamodule.frames, 4)
         labels = torch.arange(2) % cli.model.net.num_classes
-        return torch.randn(2, 3, frames, 16, 16), labels
+        return torch.randn(2, 3, frames, 16, 16), labels, torch.arange(2)
     net, space = cli.model.net, [min(side, 16) for side in cli.datamodule.patch]
     labels = torch.randint(net.out_channels, (2, 1, *space))
     return torch.randn(2, net.in_channels, *space), labels, torch.arange(2)
