@@ -290,7 +290,7 @@ def test_autocast_is_close_to_float32(close, shape, causal):
     "shape, options, how",
     [
         ((9, 5), {"window": (2, 3)}, {"mask": torch.rand(2, 9, 5) < 0.6}),
-        ((24, 24), {"window": 6}, {}),
+        pytest.param((24, 24), {"window": 6}, {}, marks=pytest.mark.slow),
         ((9, 2, 3), {"window": None, "context_dim": 8}, {"context": tokens(7)}),
     ],
     ids=["mask", "grid", "context"],

@@ -256,6 +256,7 @@ def test_autocast_leaves_memories_exact(close, kind):
     assert (half - y).abs().max() < 10 * 2**-9 * y.abs().max()
 
 
+@pytest.mark.slow
 @every
 def test_compile_with_padding_gives_the_same(close, kind):
     torch.compiler.reset()
