@@ -31,7 +31,8 @@ def predict_labels(
     """Labels of an image `(channels, *space)` on the CPU: the class of the largest logit, uint8, or
     int16 of more than 255 classes. Cells are computed part by part: no logits of the whole target.
 
-    window: as in `predict_volume`, the same blending; one window is in the network at a time.
+    window: as in `predict_volume`, the same blending; one window is in the network at a time, on a
+        host up to four whose logits take at most `windows.BATCH` bytes.
     onto: `(shape, matrix)` of another grid for the labels, None: the image's. The matrix
         `(ndim + 1, ndim + 1)` maps its indices to indices of the image, by a scale (negative: a
         flip) and an offset for each axis. Logits are interpolated linearly, outside of the image
@@ -46,8 +47,8 @@ def predict_labels(
         column is narrower than the window. None: half of the free memory of a CUDA device;
         elsewhere as much as the image takes in float32, but at least 512 MiB.
 
-    Beside these sums and the labels there is one window in the network with its logits and a few
-    times CHUNK bytes; without a window the logits of the image, in the network's dtype.
+    Beside these sums and the labels there are these windows in the network with their logits and a
+    few times CHUNK bytes; without a window the logits of the image, in the network's dtype.
 
     Raises ValueError for arguments that do not fit the image, and for logits that are not numbers.
     """

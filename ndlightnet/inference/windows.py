@@ -15,6 +15,9 @@ from torch import Tensor, nn
 Part = tuple[tuple[int, ...], Tensor]  # index of the first cell, logits (classes, *cells)
 _Box = tuple[tuple[int, int], ...]  # first cell and last + 1 along each axis
 HOST = 2**29  # bytes that the sums of windows may take on a host, however small the image is
+# Bytes of logits up to which a host computes some windows at a time, at most four: of a single
+# small one torch's convolutions take as long as of four, for want of oneDNN.
+BATCH = 2**24
 
 
 def parts(
@@ -25,7 +28,7 @@ def parts(
     axis; each is valid until the next one is asked for. window None: the image goes through the
     network at once. Windows take the dtype and the device of `like`."""
     if window is None:
-        yield (0,) * (image.ndim - 1), _forward(net, image[None].to(like))
+        yield (0,) * (image.ndim - 1), _forward(net, image[None].to(like))[0]
     else:
         yield from blended(net, image, window, overlap, halo, like, memory)
 
@@ -46,7 +49,8 @@ def blended(
     thick = min(window[axis] + 1, space[axis])
     if memory is None:
         memory = _allowance(image, like.device)
-    channels = len(logits) + 1  # the last one sums the weights
+    channels = logits.shape[1] + 1  # the last one sums the weights
+    together = 1 if like.is_cuda else max(1, min(4, BATCH // (4 * logits[0].numel())))
     columns = _columns(space, window, starts, axis, halo, memory // (4 * channels))
     shapes = [[thick if k == axis else b - a for k, (a, b) in enumerate(c)] for c in columns]
     buffer = torch.empty(channels * max(map(math.prod, shapes)), device=like.device)
@@ -65,11 +69,15 @@ def blended(
                 for k, (_, b) in enumerate(column)
             ]
             touching[axis] = [start]
-            for corner in product(*touching):
+            corners = list(product(*touching))
+            while corners:
                 if logits is None:
-                    logits = _forward(net, _cut(image, corner, window, like))
-                _add(sums, low, logits, corner, weight)
-                logits = None  # not beside the next one
+                    cuts = [_cut(image, corner, window, like) for corner in corners[:together]]
+                    logits = _forward(net, torch.cat(cuts))
+                    del cuts
+                for one in logits:
+                    _add(sums, low, one, corners.pop(0), weight)
+                logits = None  # not beside the next ones
             fresh = sums.narrow(1 + axis, done - low[axis], stop - done)
             fresh[:-1].div_(fresh[-1:])
             for k, face in before.items():
@@ -103,15 +111,15 @@ def _add(
 
 
 def _forward(net: nn.Module, x: Tensor) -> Tensor:
-    """Logits `(classes, *space)` of one image `(1, channels, *space)`."""
+    """Logits `(batch, classes, *space)` of images `(batch, channels, *space)`."""
     out = net(x)
     shape = tuple(getattr(out, "shape", ()))
     if len(shape) != x.ndim or shape[2:] != x.shape[2:]:
         raise ValueError(
             f"network: input of shape {tuple(x.shape)} gave {shape or type(out).__name__}, "
-            f"expected (1, classes, {', '.join(map(str, x.shape[2:]))})"
+            f"expected ({len(x)}, classes, {', '.join(map(str, x.shape[2:]))})"
         )
-    logits: Tensor = out[0]
+    logits: Tensor = out
     return logits
 
 

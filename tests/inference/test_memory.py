@@ -37,16 +37,17 @@ def test_the_counter_sees_a_peak():
     assert peak(lambda: torch.zeros(1000).double().sum()) == pytest.approx(12000, rel=0.05)
 
 
-@pytest.mark.parametrize("share", [1, 0.5])
+@pytest.mark.parametrize("fraction", [1, 0.5])
 @pytest.mark.parametrize("onto", [False, True])
-def test_the_peak_is_what_the_docstring_says(share, onto, monkeypatch):
-    """`share`: of the bytes that the sums take where the image is not cut into columns."""
+def test_the_peak_is_what_the_docstring_says(fraction, onto, monkeypatch):
+    """`fraction`: of the bytes that the sums take where the image is not cut into columns."""
     monkeypatch.setattr(labels_module, "CHUNK", CHUNK)
+    monkeypatch.setattr(windows, "BATCH", 0)  # the only sums of a fixed size
     net, image, w = Counted(1, CLASSES, 1), torch.randn(1, *SPACE), 8
     shape = (30, 18, 40) if onto else SPACE
     grid = (shape, torch.diag(torch.tensor([0.9, 1.1, 0.6, 1]))) if onto else None
     uncut = 4 * (CLASSES + 1) * (w + 1) * SPACE[1] * SPACE[2]
-    memory = int(share * uncut)
+    memory = int(fraction * uncut)
     took = peak(lambda: predict_labels(net, image, (w, w, w), onto=grid, memory=memory))
     # beside the sums: a window, its weights and its logits; labels, once more on the device; the
     # copy while sums of one class are shifted; what is interpolated at a time, a few times
@@ -57,7 +58,7 @@ def test_the_peak_is_what_the_docstring_says(share, onto, monkeypatch):
     assert took <= memory + rest
     assert memory + rest < 4 * CLASSES * math.prod(SPACE)  # the logits of the image
     once = math.prod((n - w) // 4 + 1 for n in SPACE)
-    assert net.calls == once if share == 1 else once < net.calls <= 4 * once
+    assert net.calls == once if fraction == 1 else once < net.calls <= 4 * once
 
 
 def test_the_default_on_a_host_is_the_size_of_the_image(monkeypatch):

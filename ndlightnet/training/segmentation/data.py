@@ -194,7 +194,7 @@ class VolumeData(L.LightningDataModule):
         return DataLoader(self.val_set, batch_size=None)
 
     def test_dataloader(self) -> Any:
-        return self._one_by_one(self.test_cases)
+        return self._one_by_one(self.test_cases, len(self.modalities))
 
     def predict_dataloader(self) -> Any:
         if self.input is None:
@@ -206,8 +206,8 @@ class VolumeData(L.LightningDataModule):
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
         return self._one_by_one(cases)
 
-    def _one_by_one(self, cases: Sequence[Case]) -> Any:
-        read = PredictionCases(cases, self._prepare(), max(1, len(self.labels)))
+    def _one_by_one(self, cases: Sequence[Case], channels: int | None = None) -> Any:
+        read = PredictionCases(cases, self._prepare(), len(self.labels), channels)
         return DataLoader(read, batch_size=None)
 
     def names(self) -> dict[str, list[str]]:
@@ -237,11 +237,14 @@ class PhantomVolumes(VolumeData):
 
 
 class PredictionCases(torch.utils.data.Dataset[dict[str, Any]]):
-    """Cases read and prepared one at a time: {"case", "volume", "image"}, or, of one that cannot be
-    read, {"case", "error"}."""
+    """Cases read, as `Volume.read`, and prepared one at a time: {"case", "volume", "image"}, or, of
+    one that cannot be read, {"case", "error"}."""
 
-    def __init__(self, cases: Sequence[Case], prepare: Prepare, classes: int) -> None:
-        self.cases, self.prepare, self.classes = list(cases), prepare, classes
+    def __init__(
+        self, cases: Sequence[Case], prepare: Prepare, classes: int, channels: int | None = None
+    ) -> None:
+        self.cases, self.prepare = list(cases), prepare
+        self.classes, self.channels = classes, channels
 
     def __len__(self) -> int:
         return len(self.cases)
@@ -250,7 +253,7 @@ class PredictionCases(torch.utils.data.Dataset[dict[str, Any]]):
         case, expected = self.cases[index], len(self.prepare.intensities)
         try:
             with fitting(case.images[0]):
-                volume = Volume.read(case, self.classes)
+                volume = Volume.read(case, self.classes, self.channels)
                 if len(volume.image) != expected:
                     raise DataError(
                         f"{case.images[0]}: {len(volume.image)} channels, the network was trained "

@@ -1,9 +1,11 @@
-"""What the tests of segmentation share: two trained checkpoints."""
+"""What the tests of segmentation share: phantoms, two trained checkpoints."""
 
 import shutil
 from pathlib import Path
 
 import pytest
+
+from ndlightnet.data.volume.phantoms import make_phantoms
 
 CLASSES = "--model.net.init_args.out_channels=2"
 
@@ -22,3 +24,10 @@ def checkpoints(segment, write_decathlon, tmp_path_factory) -> list[Path]:
         assert (done.status, done.errors) == (0, [])
     shutil.rmtree(root)
     return [folder / str(seed) / "checkpoints" / "last.ckpt" for seed in (0, 1)]
+
+
+@pytest.fixture(scope="session")
+def phantoms(tmp_path_factory) -> Path:
+    """Three and a test case. Of seed 3 this runs to the left and back: turning it back shows."""
+    folder = tmp_path_factory.mktemp("phantoms") / "data"
+    return make_phantoms(folder, 3, 1, seed=3, progress=False)

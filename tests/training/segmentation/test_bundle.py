@@ -18,7 +18,7 @@ from monai.bundle.properties import InferProperties, MetaProperties
 from monai.bundle.utils import DEFAULT_METADATA
 
 from ndlightnet.data.volume.grid import Case
-from ndlightnet.data.volume.phantoms import LABELS, make_phantoms
+from ndlightnet.data.volume.phantoms import LABELS
 from ndlightnet.data.volume.transforms import Intensity, Prepare
 from ndlightnet.data.volume.volume import Volume
 from ndlightnet.nn.mixers import WindowAttention
@@ -73,13 +73,12 @@ def train(folder: Path, scans: Path, **parts: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def resampled(tmp_path_factory) -> Path:
-    """The config of a training on phantoms, with all that changes a prediction. Of seed 3 the test
-    case runs to the left and back."""
+def resampled(phantoms, tmp_path_factory) -> Path:
+    """The config of a training on phantoms, with all that changes a prediction."""
     folder = tmp_path_factory.mktemp("resampled")
-    scans = make_phantoms(folder / "scans", 3, 1, seed=3, progress=False)
+    (folder / "scans").symlink_to(phantoms)
     return train(
-        folder, scans, net="out_channels: 7, deep_supervision: true",
+        folder, folder / "scans", net="out_channels: 7, deep_supervision: true",
         model="window: [24, 20, 16]\n  overlap: 0.4\n  mirror_axes: [1]\n  largest: true",
         data=f"patch: [16, 16, 16], spacing: [9, 7, 11], intensities: [{CT}]",
     )  # fmt: skip

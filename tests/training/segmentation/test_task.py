@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ndlightnet.data.volume.crops import Crops
-from ndlightnet.data.volume.phantoms import LABELS, make_phantoms
+from ndlightnet.data.volume.phantoms import LABELS
 from ndlightnet.data.volume.transforms import Intensity
 from ndlightnet.training import SegmentationTask, VolumeData
 
@@ -26,13 +26,6 @@ def on(root: Path, out: Path) -> tuple[str, ...]:
 
 def logged(out: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(next(out.glob("logs/*/metrics.csv")).open()))
-
-
-@pytest.fixture(scope="module")
-def phantoms(tmp_path_factory) -> Path:
-    """Of seed 3 the test case runs to the left and back, so that turning it back shows."""
-    folder = tmp_path_factory.mktemp("phantoms") / "data"
-    return make_phantoms(folder, 3, 1, seed=3, progress=False)
 
 
 @pytest.fixture(scope="module")
