@@ -41,15 +41,15 @@ from pathlib import Path
 
 import torch
 import yaml
-from ndlightnet_evidence import plots, runner, tables
-from ndlightnet_evidence.graphs import Steps
-from ndlightnet_evidence.runner import Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ndlightnet import NDLightNet
 from ndlightnet.training.core.costs import state_size
 from ndlightnet.training.core.optim import warm_cosine
+from ndlightnet_evidence import plots, runner, tables
+from ndlightnet_evidence.graphs import Steps
+from ndlightnet_evidence.runner import Run
 
 CONFIGS = Path(__file__).parent / "configs" / "associative"
 TASKS = ["recall", "parity", "s3", "s5 swaps", "s5", "a5"]

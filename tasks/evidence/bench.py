@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+
 from ndlightnet_evidence.bench import attention, mixers, output, peers
 from ndlightnet_evidence.bench.decode import decode
 from ndlightnet_evidence.bench.frames import frames, packs

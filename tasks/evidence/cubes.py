@@ -25,8 +25,6 @@ from typing import Any
 import nibabel
 import numpy as np
 import torch
-from ndlightnet_evidence import runner, tables
-from ndlightnet_evidence.runner import Run
 from torch import nn
 
 from ndlightnet import Identity, NDLightUNet
@@ -38,6 +36,8 @@ from ndlightnet.training import SegmentationTask, VolumeData
 from ndlightnet.training.core.cli import task_cli
 from ndlightnet.training.peers import DynUNet, SegResNet, SwinUNETR
 from ndlightnet.training.segmentation.metrics import dice_of
+from ndlightnet_evidence import runner, tables
+from ndlightnet_evidence.runner import Run
 
 HIDDEN = ("run_seconds", "date", "commit", "device", "options")  # below the table
 STEP = 32  # voxels by which the largest cube is looked for

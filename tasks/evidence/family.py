@@ -23,10 +23,6 @@ from typing import Any
 
 import torch
 import yaml
-from ndlightnet_evidence import plots, runner, tables
-from ndlightnet_evidence.catalogue import factory, family
-from ndlightnet_evidence.graphs import Replay, Steps
-from ndlightnet_evidence.runner import Run
 from torch import Tensor, nn
 
 from ndlightnet import NDLightNet
@@ -34,6 +30,10 @@ from ndlightnet.training import ImageData
 from ndlightnet.training.classification.metrics import scores
 from ndlightnet.training.core.costs import state_size
 from ndlightnet.training.core.optim import warm_cosine
+from ndlightnet_evidence import plots, runner, tables
+from ndlightnet_evidence.catalogue import factory, family
+from ndlightnet_evidence.graphs import Replay, Steps
+from ndlightnet_evidence.runner import Run
 
 EVALUATION = 200  # images at a time
 

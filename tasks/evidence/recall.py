@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ndlightnet_evidence import plots, runner, tables
-from ndlightnet_evidence.runner import Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
 from ndlightnet import Identity, LightNetAttention, NDLightNet, SoftmaxAttention
+from ndlightnet_evidence import plots, runner, tables
+from ndlightnet_evidence.runner import Run
 
 SYMBOLS, LOUD = 8, 8.0  # an event adds LOUD to its symbol's channel and to one that all share
 ROWS = ["plain", "window 64", "forget 0.02", "forget 0.2,0.02,0.002,0.0002", "forget 0.002",

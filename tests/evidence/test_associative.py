@@ -7,14 +7,14 @@ from argparse import Namespace
 from itertools import product
 from pathlib import Path
 
-import associative
 import pytest
 import torch
 import yaml
-from ndlightnet_evidence import plots
 
+import associative
 from ndlightnet import NDLightNet
 from ndlightnet.nn import mixers
+from ndlightnet_evidence import plots
 
 ROOT = Path(__file__).parents[2]
 YAMLS = sorted((ROOT / "tasks/evidence/configs/associative").glob("*.yaml"))

@@ -3,9 +3,13 @@
 import csv
 import json
 
-import bench as bench_command
 import pytest
 import torch
+from torch.nn.functional import silu
+
+import bench as bench_command
+from ndlightnet.nn import mixers
+from ndlightnet.ops import Lrpe, global_attention
 from ndlightnet_evidence import plots
 from ndlightnet_evidence.bench import attention, output, peers, rows, stream, timing
 from ndlightnet_evidence.bench import mixers as layers
@@ -14,10 +18,6 @@ from ndlightnet_evidence.bench.frames import frames, packs
 from ndlightnet_evidence.bench.rows import Bench, Case, Cell, Contender
 from ndlightnet_evidence.bench.step import step
 from ndlightnet_evidence.bench.tpe import tpe
-from torch.nn.functional import silu
-
-from ndlightnet.nn import mixers
-from ndlightnet.ops import Lrpe, global_attention
 
 CPU = torch.device("cpu")
 CASE = Case("global", 2, 24, 3, 5)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from ndlightnet_evidence import catalogue
 
 from ndlightnet.nn import mixers
+from ndlightnet_evidence import catalogue
 
 VOLUMES = Path(__file__).parents[2] / "tasks/evidence/configs/volumes"
 SEQUENTIAL = [name for name in mixers.__all__

@@ -6,8 +6,9 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-import compare
 import pytest
+
+import compare
 from ndlightnet_evidence import runner
 
 

@@ -2,10 +2,11 @@
 
 from unittest.mock import MagicMock
 
-import cubes
 import pytest
 import torch
 from torch import nn
+
+import cubes
 
 
 @pytest.mark.parametrize("most", [32, 250, 256, 257, 700, 2048])

@@ -3,11 +3,12 @@
 import json
 from argparse import Namespace
 
-import family
 import numpy as np
 import pytest
 import torch
 import yaml
+
+import family
 
 
 @pytest.fixture

@@ -4,8 +4,9 @@ import gc
 
 import pytest
 import torch
-from ndlightnet_evidence.graphs import Replay, Steps
 from torch import nn
+
+from ndlightnet_evidence.graphs import Replay, Steps
 
 
 def nets(device):

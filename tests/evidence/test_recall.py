@@ -6,8 +6,9 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-import recall
 import torch
+
+import recall
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,6 +10,7 @@ from argparse import ArgumentParser, Namespace
 
 import pytest
 import torch
+
 from ndlightnet_evidence import runner, tables
 
 HANGS = 600  # seconds after which a test that would never end is ended

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
+from ndlightnet.training.segmentation.metrics import interval, metrics_of
 from ndlightnet_evidence.segmentation import (
     by_case,
     differences,
@@ -11,8 +13,6 @@ from ndlightnet_evidence.segmentation import (
     segmentation_tables,
     values,
 )
-
-from ndlightnet.training.segmentation.metrics import interval, metrics_of
 
 NAMES = ("background", "liver", "cyst")
 NAN = float("nan")
