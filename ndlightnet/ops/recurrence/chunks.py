@@ -135,7 +135,7 @@ class Decay:
         if self.g is None:
             return a.tril()
         low = torch.ones(a.shape[-2:], dtype=torch.bool, device=a.device).tril()
-        return a * (self.g - self.g.mT).masked_fill(~low, -torch.inf).exp().to(a.dtype)
+        return (a * (self.g - self.g.mT).masked_fill(~low, -torch.inf).exp().to(a.dtype)).tril()
 
 
 def _sizes(chunk: int) -> list[int]:

@@ -131,7 +131,9 @@ class Chunks:
 
     def outputs(self, m: Tensor) -> Tensor:
         start = before(m, self.first, self.q.dtype)
-        return self.d.into(self.q) @ start + self.d.scores(self.q, self.k) @ self.v
+        y = self.d.into(self.q) @ start + self.d.scores(self.q, self.k) @ self.v.nan_to_num(0, 0, 0)
+        # a score of 0 times NaN would reach tokens before it: NaN goes on from where it is
+        return y + (self.v - self.v).cumsum(-2)
 
     def gradients(self, m: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Tensor, ...]:
         """Of q, k, v, of the memories after each chunk and before the first one; and what gradients
