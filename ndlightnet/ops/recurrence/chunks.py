@@ -41,7 +41,7 @@ def to_chunks(x: Tensor, dtype: torch.dtype, chunk: int = CHUNK) -> Tensor:
     """(batch, length, heads, dim) -> (batch * heads, chunks, chunk, dim), zeros at the end."""
     x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % chunk))
     x = x.unflatten(1, (-1, chunk)).permute(0, 3, 1, 2, 4).to(dtype)
-    return x.reshape(-1, *x.shape[2:])
+    return x.flatten(0, 1)
 
 
 def from_chunks(x: Tensor, like: Tensor) -> Tensor:
