@@ -5,6 +5,8 @@ import torch
 from ndlightnet.ops import global_attention
 from ndlightnet_kernels import launch
 
+from .cases import DEVICE
+
 
 class Kernel:
     """In the place of a compiled kernel: counts how often Triton looks at all arguments."""
@@ -56,10 +58,10 @@ def test_plans_are_made_once_and_do_not_grow_without_end(monkeypatch):
 
 def test_shapes_strides_and_masks_have_plans_of_their_own(close):
     """The same sizes in other strides, dtypes and kinds, one after the other and again."""
-    wide = torch.randn(2, 8, 1, 12)
+    wide = torch.randn(2, 8, 1, 12, device=DEVICE)
     for _ in range(2):
         for x in (wide[..., :6], wide[..., :6].contiguous(), wide[..., ::2], wide[..., 6:].half()):
-            for mask in (None, torch.arange(8).expand(2, 8) < 5):
+            for mask in (None, torch.arange(8, device=DEVICE).expand(2, 8) < 5):
                 how = {"mask": mask, "impl": "triton"}
                 exact = global_attention(*[x.double()] * 3, mask=mask)
                 close(global_attention(x, x, x, **how).double(), exact, 2e-3)
