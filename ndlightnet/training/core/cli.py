@@ -140,6 +140,7 @@ LINES = (
     "GPU available", "TPU available", "HPU available", "💡 Tip", "Seed set to", "Using ",
     "Loading `train_dataloader`", "`Trainer.fit` stopped: `max_", "LOCAL_RANK",
     "You are using a CUDA", "Restoring states", "Restored all states", "Loaded model weights",
+    "The following callbacks returned in",
 )  # fmt: skip
 # ... and of its warnings: what is as it should be here (workers, names of checkpoints that are
 # written anew, a test without the callbacks of `fit`, no validation), or for its own developers
