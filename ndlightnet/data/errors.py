@@ -114,7 +114,7 @@ def writable(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """A draft beside `path`, with the same ending, that becomes `path` when the block ends well.
     The folder is made if needed. Raises DataError when it cannot be written."""
     draft = path.with_name(f".{os.getpid()}.part.{path.name}")

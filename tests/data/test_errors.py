@@ -10,13 +10,13 @@ import torch
 
 from ndlightnet.data.errors import (
     DataError,
+    atomic_write,
     cell,
     file_name,
     fitting,
     one_line,
     printable,
     readable,
-    whole_file,
 )
 
 NASTY = "two\nlines \x1b[31mred\x1b[0m \u202egpj \x00\u2028 \x85"
@@ -49,7 +49,7 @@ def test_a_data_error_is_one_line_also_from_a_worker(tmp_path: Path) -> None:
     assert str(raised.value) == expected
     assert str(pickle.loads(pickle.dumps(raised.value))) == expected
     (tmp_path / "a\nfile").touch()
-    with pytest.raises(DataError) as raised, whole_file(tmp_path / "a\nfile" / "x") as draft:
+    with pytest.raises(DataError) as raised, atomic_write(tmp_path / "a\nfile" / "x") as draft:
         draft.touch()
     assert "\n" not in str(raised.value) and r"a\nfile" in str(raised.value)
     assert one_line("a\x1bb\nc") == r"a\x1bb c"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ndlightnet.data.errors import DataError, clear_drafts, whole_file, writable
+from ndlightnet.data.errors import DataError, atomic_write, clear_drafts, writable
 
 
 def bytes_of(path: Path) -> None:
@@ -23,9 +23,9 @@ def tensors_of(path: Path) -> None:
 @pytest.mark.parametrize("write", [bytes_of, tensors_of])
 def test_a_full_disk_leaves_what_was_there(full_disk, tmp_path, write):
     path = tmp_path / "folder" / "file"
-    with whole_file(path) as draft:
+    with atomic_write(path) as draft:
         draft.write_text("before")
-    with pytest.raises(DataError) as caught, whole_file(path) as draft:
+    with pytest.raises(DataError) as caught, atomic_write(path) as draft:
         write(draft)
     assert str(caught.value) == f"{path}: cannot be written (File too large)"
     assert path.read_text() == "before" and list(path.parent.iterdir()) == [path]
@@ -33,7 +33,7 @@ def test_a_full_disk_leaves_what_was_there(full_disk, tmp_path, write):
 
 def test_other_errors_pass(tmp_path):
     path = tmp_path / "file"
-    with pytest.raises(RuntimeError, match="mine"), whole_file(path) as draft:
+    with pytest.raises(RuntimeError, match="mine"), atomic_write(path) as draft:
         draft.write_text("half")
         raise RuntimeError("mine")
     with pytest.raises(KeyError), writable(path):

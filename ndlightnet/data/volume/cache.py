@@ -11,7 +11,7 @@ from monai.transforms.croppad.dictionary import SpatialPadd
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ndlightnet.data.errors import readable, whole_file
+from ndlightnet.data.errors import atomic_write, readable
 from ndlightnet.data.volume.grid import Case
 from ndlightnet.data.volume.transforms import Prepare
 from ndlightnet.data.volume.volume import Volume, in_threads
@@ -74,7 +74,7 @@ def cached_volumes(
         file = Path(folder) / f"{case.name}.{_key(case, prepare, classes, patch)}.pt"
         if not file.exists():
             content = made(case)
-            with whole_file(file) as draft, draft.open("wb") as kept:
+            with atomic_write(file) as draft, draft.open("wb") as kept:
                 torch.save(content, kept)
         return file
 

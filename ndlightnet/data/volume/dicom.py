@@ -15,7 +15,7 @@ from pydicom.pixels.processing import apply_rescale
 from pydicom.pixels.utils import pixel_array
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError, one_line, readable, whole_file
+from ndlightnet.data.errors import DataError, atomic_write, one_line, readable
 from ndlightnet.data.volume.dicom_headers import (
     Slice,
     checked,
@@ -259,5 +259,5 @@ def save_segmentation(
         )
     except Exception as error:  # headers can be wrong in more ways than are looked at here
         raise DataError(f"{folder}: cannot take a DICOM-SEG ({one_line(error)})") from error
-    with whole_file(path) as draft:
+    with atomic_write(path) as draft:
         written.save_as(draft)

@@ -17,7 +17,7 @@ from nibabel import io_orientation, orientations
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError, readable, whole_file
+from ndlightnet.data.errors import DataError, atomic_write, readable
 from ndlightnet.data.volume.dicom import save_segmentation
 from ndlightnet.data.volume.formats import open_file
 from ndlightnet.data.volume.grid import SLAB, Case, FileGrid, Read
@@ -129,7 +129,7 @@ class Volume:
         if not path.name.endswith(".nii.gz"):
             raise ValueError(f"labels are written as .nii.gz, got {path.name}")
         image = self.grid.label_image(labels)
-        with whole_file(path) as draft:
+        with atomic_write(path) as draft:
             nibabel.save(image, draft)
 
     def save_dicom_seg(

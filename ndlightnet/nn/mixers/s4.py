@@ -44,9 +44,9 @@ class S4(Recurrent):
     def system(self) -> tuple[Tensor, Tensor]:
         """dt a and the weights of the states, expm1(dt a) / a C: (dim, state / 2), complex128."""
         log_step = self.log_step[:, None]
-        z = ssm.poles(self.A_log, self.A_imag, log_step)
+        z = ssm.discretize(self.A_log, self.A_imag, log_step)
         step = log_step.double().exp()
-        return z, step * ssm.hold(z) * torch.view_as_complex(self.C.double())
+        return z, step * ssm.zero_order_hold(z) * torch.view_as_complex(self.C.double())
 
     def inputs(self, z: Tensor, mask: Tensor | None) -> Tensor:
         return z

@@ -51,8 +51,8 @@ class S5(Recurrent):
 
     def system(self) -> tuple[Tensor, Tensor]:
         """exp(dt a) (state / 2,) and expm1(dt a) / a B (dim, state / 2), complex128."""
-        z = ssm.poles(self.A_log, self.A_imag, self.log_step)
-        gain = self.log_step.double().exp() * ssm.hold(z)
+        z = ssm.discretize(self.A_log, self.A_imag, self.log_step)
+        gain = self.log_step.double().exp() * ssm.zero_order_hold(z)
         return z.exp(), gain * torch.view_as_complex(self.B.double())
 
     def inputs(self, z: Tensor, mask: Tensor | None) -> Tensor:

@@ -36,7 +36,7 @@ def legs(state: int) -> tuple[Tensor, Tensor]:
     return torch.complex(torch.full_like(frequency, -0.5), frequency), vectors[:, state // 2 :]
 
 
-def hold(z: Tensor) -> Tensor:
+def zero_order_hold(z: Tensor) -> Tensor:
     """expm1(z) / z, what a step of constant input adds to a state, in steps; 1 where z is 0."""
     near = z.abs() < 1e-2
     series = 1 + z / 2 * (1 + z / 3 * (1 + z / 4 * (1 + z / 5 * (1 + z / 6))))
@@ -44,7 +44,7 @@ def hold(z: Tensor) -> Tensor:
     return torch.where(near, series, torch.expm1(far) / far)
 
 
-def poles(A_log: Tensor, A_imag: Tensor, log_dt: Tensor) -> Tensor:
+def discretize(A_log: Tensor, A_imag: Tensor, log_dt: Tensor) -> Tensor:
     """dt a = exp(log_dt) (-exp(A_log) + i A_imag), complex128: phases of many steps lose their
     digits in float32."""
     real = -(A_log.double() + log_dt.double()).exp()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.classification import BinaryAUROC
 
-from ndlightnet.data.errors import DataError, cell, whole_file
+from ndlightnet.data.errors import DataError, atomic_write, cell
 from ndlightnet.data.images import (
     Batches,
     ImageSet,
@@ -195,7 +195,7 @@ class ImageTask(ClassificationTask):
         file = self.out() / "predictions.csv"
         if self.trainer.is_global_zero:
             with (
-                whole_file(file) as draft,
+                atomic_write(file) as draft,
                 draft.open("w", newline="", encoding="utf-8", errors="backslashreplace") as out,
             ):
                 writer = csv.writer(out)

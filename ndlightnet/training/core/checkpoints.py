@@ -12,12 +12,12 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError, whole_file
+from ndlightnet.data.errors import DataError, atomic_write
 
 NAMES = ("names",)
 
 
-class WholeCheckpoints(TorchCheckpointIO):
+class AtomicCheckpoints(TorchCheckpointIO):
     """Lightning's, but what it writes in TMPDIR and moves is written beside its place and renamed:
     from another file system a move is a copy, which a kill or a full disk cuts off."""
 
@@ -25,7 +25,7 @@ class WholeCheckpoints(TorchCheckpointIO):
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
         """DataError where it cannot be written; the checkpoint of this name stays as it was."""
-        with whole_file(Path(path)) as draft, draft.open("wb") as file:
+        with atomic_write(Path(path)) as draft, draft.open("wb") as file:
             torch.save(checkpoint, file)
 
 

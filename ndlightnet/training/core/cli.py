@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 
 from ndlightnet.data.errors import DataError, clear_drafts
-from ndlightnet.training.core.checkpoints import NAMES, WholeCheckpoints, check_checkpoint
+from ndlightnet.training.core.checkpoints import NAMES, AtomicCheckpoints, check_checkpoint
 from ndlightnet.training.core.costs import parameter_count
 from ndlightnet.training.core.report import check_writable, say
 
@@ -129,7 +129,7 @@ class TaskCLI(LightningCLI):
         plugins = given("plugins") or []
         plugins = [*plugins] if isinstance(plugins, list) else [plugins]
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
-            plugins.append(WholeCheckpoints())
+            plugins.append(AtomicCheckpoints())
         return super().instantiate_trainer(
             default_root_dir=root, logger=loggers, callbacks=callbacks, plugins=plugins, **kwargs
         )

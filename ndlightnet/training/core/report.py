@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_only
 
-from ndlightnet.data.errors import printable, whole_file, writable
+from ndlightnet.data.errors import atomic_write, printable, writable
 
 # Okabe and Ito: told apart also by people who see fewer colours
 COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#F0E442", "#CC79A7", "#0072B2")
@@ -47,7 +47,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
             return round(value, 6) if np.isfinite(value) else None
         return value
 
-    with whole_file(path) as draft:
+    with atomic_write(path) as draft:
         draft.write_text(json.dumps(plain(content), indent=2) + "\n")
 
 
@@ -66,7 +66,7 @@ def save_figure(figure: Any, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     plain_text(figure)
-    with whole_file(path) as draft:
+    with atomic_write(path) as draft:
         figure.savefig(draft, dpi=110, bbox_inches="tight", facecolor=figure.get_facecolor())
     plt.close(figure)
 

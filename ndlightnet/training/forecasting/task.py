@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.data.errors import DataError, file_name, whole_file
+from ndlightnet.data.errors import DataError, atomic_write, file_name
 from ndlightnet.data.series import (
     HOUR,
     Series,
@@ -120,7 +120,7 @@ class ForecastTask(Task):
         known, forecast = data.unscaled(values[0]), data.unscaled(self.net(values, times)[0])
         name = re.sub(r"(?i)(\.csv)?(\.gz)?$", "", Path(data.input).name, count=1)
         file = self.out() / "predictions" / f"{file_name(name)}.csv"
-        with whole_file(file) as draft:
+        with atomic_write(file) as draft:
             write_series(draft, Series(data.columns, data.start + len(known) * HOUR, forecast))
         panels = [
             Panel(column, data.start, known[:, i], forecast[:, i])

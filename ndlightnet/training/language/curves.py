@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ndlightnet.data.errors import DataError, whole_file
+from ndlightnet.data.errors import DataError, atomic_write
 from ndlightnet.training.core.report import COLORS, plain_text
 
 
@@ -23,7 +23,7 @@ def write_table(path: Path, metrics: dict[str, Any]) -> None:
     for span, bits in metrics["bits_per_byte_by_position"].items():
         other = metrics["same_bytes_at_training_length"].get(span, "")
         lines.append(("position", *map(int, span.split("-")), bits, other, ""))
-    with whole_file(path) as draft, open(draft, "w", newline="") as file:
+    with atomic_write(path) as draft, open(draft, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["of", "start", "end", "bits_per_byte", "at_training_length", "note"])
         writer.writerows(lines)
@@ -72,7 +72,7 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
         *left.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9
     )
     plain_text(figure)
-    with whole_file(path) as draft:
+    with atomic_write(path) as draft:
         figure.savefig(draft, dpi=130, format="png")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment
 
-from ndlightnet.data.errors import whole_file
+from ndlightnet.data.errors import atomic_write
 from ndlightnet.training.segmentation.metrics import MEASURES, Rows, interval, of_known
 
 SHORT = 8  # a case's table of more classes is folded away
@@ -110,7 +110,7 @@ def write_page(
         title=title, summary=summary, failures=failures, known=known, cases=cases, short=SHORT,
         heads=CLASSES, classes=_classes(rows, names) if known else [],
     )  # fmt: skip
-    with whole_file(path) as draft:
+    with atomic_write(path) as draft:
         draft.write_text(page + "\n", encoding="utf-8", errors="backslashreplace")
 
 

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.ndimage import binary_erosion, find_objects
 from torch import Tensor
 
-from ndlightnet.data.errors import cell, whole_file
+from ndlightnet.data.errors import atomic_write, cell
 
 Rows = Mapping[str, Sequence[Mapping[str, float]]]
 Box = tuple[slice, ...]
@@ -131,7 +131,7 @@ def boxes(labels: NDArray[Any], classes: int) -> list[Box | None]:
 def write_cases(path: Path, rows: Rows, names: Sequence[str]) -> None:
     """CSV, one line per case and class: case, class and the measures, empty where NaN."""
     with (
-        whole_file(path) as draft,
+        atomic_write(path) as draft,
         draft.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file,
     ):
         table = csv.writer(file, lineterminator="\n")

@@ -20,7 +20,7 @@ import yaml
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ndlightnet.data.errors import DataError, one_line, whole_file
+from ndlightnet.data.errors import DataError, atomic_write, one_line
 from ndlightnet.data.volume.datasets import read_dataset
 from ndlightnet.data.volume.fingerprint import Fingerprint, fingerprint
 from ndlightnet.training.core.report import check_writable, say
@@ -80,7 +80,7 @@ def plan(
         measured, folder.labels, folder.channels, root, there, net, size, available, epochs, workers
     )
     text = yaml.safe_dump(config, sort_keys=False, default_flow_style=None, width=100)
-    with whole_file(there / "plan.yaml") as draft:
+    with atomic_write(there / "plan.yaml") as draft:
         draft.write_text(
             f"# {len(cases)} training cases of {root}, {available / 1e9:.0f} GB\n{text}"
         )

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ndlightnet.data.errors import whole_file
+from ndlightnet.data.errors import atomic_write
 from ndlightnet_evidence import tables
 
 Run = dict[str, Any]
@@ -78,7 +78,7 @@ def compare(
     total = len(runs) + len(left)
 
     def save() -> None:
-        with whole_file(file) as draft:
+        with atomic_write(file) as draft:
             draft.write_text(json.dumps(runs, indent=1) + "\n")
         good = [run for run in runs if tables.complete(run)]
         write_csv(o.out / "runs.csv", [line for run in good for line in lines(run)])

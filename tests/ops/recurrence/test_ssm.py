@@ -9,7 +9,13 @@ from torch.autograd import grad, gradcheck
 from ndlightnet.nn.mixers.s5 import S5
 from ndlightnet.ops.recurrence import memory
 from ndlightnet.ops.recurrence.selective import selective_scan
-from ndlightnet.ops.recurrence.ssm import diagonal_ssm, hold, legs, poles, powers
+from ndlightnet.ops.recurrence.ssm import (
+    diagonal_ssm,
+    discretize,
+    legs,
+    powers,
+    zero_order_hold,
+)
 from ndlightnet.ops.recurrence.wkv import mean, merge, token, weighted_sums
 
 LENGTHS = (1, 5, 63, 64, 65, 131, 200)
@@ -142,7 +148,7 @@ def test_later_tokens_are_not_seen_at_all():
 def test_float32_is_as_good_for_fast_turns_as_for_slow_ones(close):
     """100 turns a token: a phase of 40,000 in float32 would be off by 2e-3."""
     u, _, weight, _ = sample(500)
-    z = poles(torch.full((3, 4), -2.0), 628 * torch.rand(3, 4), torch.zeros(3, 1))
+    z = discretize(torch.full((3, 4), -2.0), 628 * torch.rand(3, 4), torch.zeros(3, 1))
     y, _ = diagonal_ssm(u, z, weight)
     close(diagonal_ssm(u.float(), z, weight)[0].double(), y, 2e-6)
     table, t = powers(z, 64, torch.float32), torch.arange(64)
@@ -178,14 +184,21 @@ def test_low_precision_inputs_and_autocast(close):
 def test_hold_is_expm1_over_its_argument_and_one_at_zero(close):
     z = torch.tensor([-1e-12, -0.05, -0.3, -1e-3 + 9e-3j, 0.2j, -40 + 5j], dtype=torch.complex128)
     series = sum(z[:5] ** i / math.factorial(i + 1) for i in range(20))
-    close(torch.view_as_real(hold(z[:5])), torch.view_as_real(series), 1e-13)
-    close(torch.view_as_real(hold(z[5:])), torch.view_as_real((z[5:].exp() - 1) / z[5:]), 1e-13)
+    close(torch.view_as_real(zero_order_hold(z[:5])), torch.view_as_real(series), 1e-13)
+    close(
+        torch.view_as_real(zero_order_hold(z[5:])),
+        torch.view_as_real((z[5:].exp() - 1) / z[5:]),
+        1e-13,
+    )
     zero = torch.zeros(1, dtype=torch.complex128, requires_grad=True)
-    assert hold(zero).item() == 1 and grad(hold(zero).real.sum(), zero)[0].item() == 0.5
+    assert (
+        zero_order_hold(zero).item() == 1
+        and grad(zero_order_hold(zero).real.sum(), zero)[0].item() == 0.5
+    )
     for scale in (1e-9, 1e-3, 1.0):
         z = (scale * torch.randn(5, dtype=torch.complex128)).requires_grad_()
         slope = sum(i * z.detach() ** (i - 1) / math.factorial(i + 1) for i in range(1, 20))
-        ours = grad(hold(z).real.sum(), z)[0]
+        ours = grad(zero_order_hold(z).real.sum(), z)[0]
         close(torch.view_as_real(ours), torch.view_as_real(slope.conj_physical()), 1e-11)
 
 

@@ -14,16 +14,16 @@ import torch
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.training import ImageTask
-from ndlightnet.training.core.checkpoints import WholeCheckpoints, check_checkpoint
+from ndlightnet.training.core.checkpoints import AtomicCheckpoints, check_checkpoint
 
 DRAFT = re.compile(r"\.\d+\.part\.last\.ckpt")
 
 
 def test_a_full_disk_keeps_the_checkpoint_before(full_disk, tmp_path):
     path = tmp_path / "checkpoints" / "last.ckpt"
-    WholeCheckpoints().save_checkpoint({"epoch": 1}, path)
+    AtomicCheckpoints().save_checkpoint({"epoch": 1}, path)
     with pytest.raises(DataError, match=r"last\.ckpt: cannot be written \(File too large\)$"):
-        WholeCheckpoints().save_checkpoint({"epoch": 2, "x": torch.zeros(10**5)}, path)
+        AtomicCheckpoints().save_checkpoint({"epoch": 2, "x": torch.zeros(10**5)}, path)
     assert torch.load(path, weights_only=True) == {"epoch": 1}
     assert list(path.parent.iterdir()) == [path]
 
@@ -33,8 +33,8 @@ def test_a_kill_while_it_is_written(tmp_path):
     path = tmp_path / "last.ckpt"
     code = f"""
 import os, pathlib, signal, torch
-from ndlightnet.training.core.checkpoints import WholeCheckpoints
-writer, save = WholeCheckpoints(), torch.save
+from ndlightnet.training.core.checkpoints import AtomicCheckpoints
+writer, save = AtomicCheckpoints(), torch.save
 writer.save_checkpoint({{"epoch": 1}}, {str(path)!r})
 def half(content, file):
     file.write(bytes(10)), file.flush(), os.kill(os.getpid(), signal.SIGKILL)
