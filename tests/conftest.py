@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if mark not in config.option.markexpr and not below:
             apart = [item for item in items if item.get_closest_marker(mark)]
             config.hook.pytest_deselected(items=apart)
-            items[:] = [item for item in items if item not in apart]
+            items[:] = [item for item in items if not item.get_closest_marker(mark)]
 
 
 @pytest.fixture(autouse=True)

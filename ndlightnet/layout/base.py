@@ -32,7 +32,7 @@ class Layout(ABC):
     @abstractmethod
     def flatten(self, x: Tensor) -> Tensor:
         """Tokens as users have them, Grid: (batch, *grid, ...), Ragged: (length, ...) -> (batch,
-        length, ...), which a Ragged with batch 1 in front takes too."""
+        length, ...), where the batch of a Ragged is 1. `tokens` takes flat ones too."""
 
     @abstractmethod
     def unflatten(self, x: Tensor) -> Tensor:

@@ -33,10 +33,8 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "norm_gate": KERNELS,
     "gated_linear_attention": FLA,
     "gated_delta_rule": FLA,
-    "linear_attention": (
-        "torch",
-        "reference",
-    ),  # global, or causal along frames of more than one token
+    # global, or causal along frames of more than one token
+    "linear_attention": ("torch", "reference"),
 }
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_CHANNELS, MOST_ROW, MOST_AXES = 256, 4096, 8
