@@ -5,9 +5,10 @@ import torch
 from torch.autograd import grad
 
 from ndlightnet import NDLightNet
-from ndlightnet.ops import State, axis_causal_attention, causal_attention
-from ndlightnet.ops.lightnet import frames
+from ndlightnet.ops import Position, State, axis_causal_attention, causal_attention
+from ndlightnet.ops.lightnet import _triton, frames
 from ndlightnet.ops.lightnet.frames import sliding_merge
+from ndlightnet.ops.position import relative
 
 from .cases import BRAIN, DEVICE, HALF, LOGITS, Case, Problem, on_gpu
 from .yardstick import Poison, check, ours
@@ -42,6 +43,15 @@ MANY = Case((512, 16), 64, 64, "cosine", None, BRAIN, batch=2, heads=12)
 )  # fmt: skip
 def test_values_and_gradients(case):
     check(case, "frames")
+
+
+@pytest.mark.parametrize("offset", [None, (7, 100_000)])
+def test_frames_in_groups_lie_where_they_do_at_once(offset):
+    """In tensors of one dtype too: small frames, in groups, run the programs of large ones."""
+    whole = relative(Position(torch.rand(2, 6), (5, 3), offset=offset))
+    at_once = _triton.of_frames(whole, 2, 5).offset.unflatten(0, (2, 5))
+    group = _triton.of_frames(frames._frames_from(whole, 2, 3), 2, 3).offset.unflatten(0, (2, 3))
+    torch.testing.assert_close(group, at_once[:, 2:], rtol=0, atol=0)
 
 
 ROW = Case((4, 11), 5, 3, batch=1, heads=1)

@@ -36,15 +36,19 @@ def of_grid(lrpe: Position | None) -> Flat:
 
 
 def of_frames(lrpe: Position | None, batch: int, frames: int) -> Flat:
-    """Each frame of a grid as a row of its own."""
+    """Each frame of a grid as a row of its own; the same dtypes for frames of any size, so that no
+    size compiles kernels of its own."""
     if lrpe is None:
         return NOWHERE
-    whole, axes = of_grid(lrpe), len(shape_of(lrpe))
-    frame = torch.arange(frames, device=lrpe.theta.device)[:, None]
-    if whole.offset is None:
-        offset = torch.nn.functional.pad(frame, (0, axes - 1)).int()
+    axes, device = len(shape_of(lrpe)), lrpe.theta.device
+    frame = torch.arange(frames, device=device)[:, None]
+    if lrpe.origin is None:  # near: an offset counts the frames of the same grid in front
+        first = (offset_of(lrpe) or (0,))[0]
+        offset = torch.nn.functional.pad(frame + first, (0, axes - 1)).int()
     else:
-        offset = whole.offset[:, None] + torch.nn.functional.pad(frame, (0, 2 * axes - 1))
+        whole = of_grid(lrpe).offset
+        assert whole is not None
+        offset = whole[:, None] + torch.nn.functional.pad(frame, (0, 2 * axes - 1))
     offset = offset.expand(batch, frames, -1).reshape(batch * frames, -1).contiguous()
     return flat.grid(lrpe.theta, offset, lrpe.kind, 0, (1, *shape_of(lrpe)[1:]))
 
