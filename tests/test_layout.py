@@ -247,9 +247,9 @@ def test_offsets_and_owners():
     layout = Ragged(SHAPES)
     assert (len(layout), layout.ndim, layout.length) == (3, 3, 60 + 80 + 24)
     assert layout.offsets == (0, 60, 140, 164) and layout.lengths == (60, 80, 24)
-    owners = layout.owners(torch.device("cpu"))
-    assert torch.equal(owners, torch.tensor([0] * 60 + [1] * 80 + [2] * 24))
-    assert layout.owners(torch.device("cpu")) is owners  # made once
+    sample_of_token = layout.sample_of_token(torch.device("cpu"))
+    assert torch.equal(sample_of_token, torch.tensor([0] * 60 + [1] * 80 + [2] * 24))
+    assert layout.sample_of_token(torch.device("cpu")) is sample_of_token  # made once
 
 
 def test_lines_are_those_of_the_grids():
@@ -265,9 +265,9 @@ def test_lines_are_those_of_the_grids():
         found = set()
         for group in layout.lines(torch.device("cpu")):
             if group.axis == axis:
-                assert group.most & (group.most - 1) == 0 and group.most >= 16
+                assert group.longest & (group.longest - 1) == 0 and group.longest >= 16
                 for first, step, n in group.table.tolist():
-                    assert n <= group.most and (n > group.most // 2 or group.most == 16)
+                    assert n <= group.longest and (n > group.longest // 2 or group.longest == 16)
                     found.add(tuple(range(first, first + n * step, step)))
         assert found == expected
 

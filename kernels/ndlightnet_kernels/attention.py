@@ -30,7 +30,6 @@ from ndlightnet_kernels.tiles import (
     form,
     hide,
     interleave,
-    item,
     load,
     load_keys,
     operand,
@@ -43,16 +42,17 @@ from ndlightnet_kernels.tiles import (
     silu,
     slip,
     split,
+    split_at,
     strides,
-    tokens_seen,
+    valid_tokens,
 )  # fmt: skip
 
-SIZES = ["length", "span", "parts", "pieces", "heads", "own", *phases.SIZES]
+SIZES = ["length", "span", "parts", "per_segment", "heads", "per_head", *phases.SIZES]
 KV = ["skb", "skt", "skh", "svb", "svt", "svh"]
 
 
 @triton.jit
-def _keys(k, b, h, t, kc, seen, end, skb, skt, skh, WIDTH: tl.constexpr, KIND: tl.constexpr,
+def _keys(k, b, h, t, kc, valid, end, skb, skt, skh, WIDTH: tl.constexpr, KIND: tl.constexpr,
           MASKED: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
     """Logits, and with rotary those of the pairs' second channels."""
     x = load_keys(k, b, h, t, kc, end, skb, skt, skh, WIDTH, UNIT)
@@ -60,21 +60,21 @@ def _keys(k, b, h, t, kc, seen, end, skb, skt, skh, WIDTH: tl.constexpr, KIND: t
     if KIND == 2:
         x2 = load_keys(k + WIDTH, b, h, t, kc, end, skb, skt, skh, WIDTH, UNIT)
     if MASKED:
-        x, x2 = hide(x, seen), hide(x2, seen)
+        x, x2 = hide(x, valid), hide(x2, valid)
     return x, x2
 
 
 @triton.jit
-def _added(p, seen, MASKED: tl.constexpr, ROWS: tl.constexpr):
+def _added(p, valid, MASKED: tl.constexpr, ROWS: tl.constexpr):
     """Sums of p over tokens, those after the last left out: (ROWS, columns)."""
     if not MASKED:  # by a factor, which costs less than a selection
-        p *= seen.to(tl.float32)[:, None]
+        p *= valid.to(tl.float32)[:, None]
     return tl.sum(tl.reshape(p, (p.shape[0] // ROWS, ROWS, p.shape[1])), 0)
 
 
 @triton.jit
 def _collect(
-    k, v, keep, freqs, mx, mx2, b, h, begin, end, length, kc, vc,
+    k, v, mask, freqs, mx, mx2, b, h, begin, end, length, kc, vc,
     skb, skt, skh, svb, svt, svh, WIDTH: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, BL: tl.constexpr, KIND: tl.constexpr, AXES: tl.constexpr,
     SLOTS: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr, PREFIX: tl.constexpr,
@@ -90,18 +90,18 @@ def _collect(
     acc = tl.zeros((BV, HALVES * BK), tl.float32)
     for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
-        seen = tokens_seen(keep, b, t, end, length, MASKED)
-        x, x2 = _keys(k, b, h, t, kc, seen, end, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
-        y = tl.trans(load(v, b, h, t, vc, seen, svb, svt, svh, VDIM, UNIT))
+        valid = valid_tokens(mask, b, t, end, length, MASKED)
+        x, x2 = _keys(k, b, h, t, kc, valid, end, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
+        y = tl.trans(load(v, b, h, t, vc, valid, svb, svt, svh, VDIM, UNIT))
         p = powers(x, mx, OPERAND)
-        spread += _added(p, seen, MASKED, ROWS)
+        spread += _added(p, valid, MASKED, ROWS)
         if KIND != 0:
             at_axis = coordinates(freqs, t, AXES, TOTAL, PREFIX)
             cos, sin = cos_sin(freqs, at_axis, WIDE)
             interleaved = interleave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
             if KIND == 2:
                 p = powers(x2, mx2, OPERAND)
-                spread2 += _added(p, seen, MASKED, ROWS)
+                spread2 += _added(p, valid, MASKED, ROWS)
                 second = interleave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
                 interleaved = interleave(interleaved, second, SLOTS)
             acc = dot(y, interleaved, acc, OPERAND, PRECISION)
@@ -112,7 +112,7 @@ def _collect(
 
 @triton.jit
 def _maxima(
-    k, keep, b, h, begin, end, length, kc, skb, skt, skh, WIDTH: tl.constexpr, BL: tl.constexpr,
+    k, mask, b, h, begin, end, length, kc, skb, skt, skh, WIDTH: tl.constexpr, BL: tl.constexpr,
     KIND: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Largest logits of tokens [begin, end), and with rotary of the pairs' second channels."""
@@ -120,8 +120,8 @@ def _maxima(
     mx2 = mx
     for first in tl.range(begin, end, BL, num_stages=1):
         t = first + tl.arange(0, BL)
-        seen = tokens_seen(keep, b, t, end, length, MASKED)
-        x, x2 = _keys(k, b, h, t, kc, seen, end, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
+        valid = valid_tokens(mask, b, t, end, length, MASKED)
+        x, x2 = _keys(k, b, h, t, kc, valid, end, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
         mx = tl.maximum(mx, tl.max(x, 0))
         if KIND == 2:
             mx2 = tl.maximum(mx2, tl.max(x2, 0))
@@ -137,8 +137,8 @@ def _store_top(top, at, mx, mx2, inside, WIDTH: tl.constexpr, KIND: tl.constexpr
 
 @triton.jit(do_not_specialize=SIZES + KV)
 def _summarize(
-    k, v, keep, items, shapes, theta, start, top, total, memory,
-    skb, skt, skh, svb, svt, svh, length, span, parts, pieces, heads, own,
+    k, v, mask, splits, shapes, theta, offset, top, total, memory,
+    skb, skt, skh, svb, svt, svh, length, span, parts, per_segment, heads, per_head,
     n1, n2, n3, n4, n5, n6, n7, prefix, each,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
     BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
@@ -146,8 +146,8 @@ def _summarize(
     AXES: tl.constexpr, PREFIX: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr = 16,
 ):  # fmt: skip
-    """State of one part of the length, for one block of key channels (rotary: of pairs). `pieces`
-    parts, the last ones of which may be empty, make up `span` tokens.
+    """State of one part of the length, for one block of key channels (rotary: of pairs). The
+    last ones of the `per_segment` parts that make up `span` tokens may be empty.
 
     A tile's maxima cost more than its products. So exponents are first taken from the first tile's
     maximum. If a sum then shows that the part's logits range too far for that, the part is done
@@ -158,25 +158,26 @@ def _summarize(
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     kc, vc = tl.program_id(0) % BLOCKS * BK + tl.arange(0, BK), tl.arange(0, BV)
     inside = kc < WIDTH
-    step = tl.cdiv(tl.cdiv(span, BL), pieces) * BL
-    begin = part // pieces * span + part % pieces * step
-    end = min(min(begin + step, (part // pieces + 1) * span), length)
+    step = tl.cdiv(tl.cdiv(span, BL), per_segment) * BL
+    begin = part // per_segment * span + part % per_segment * step
+    end = min(min(begin + step, (part // per_segment + 1) * span), length)
     row, slot, base = b, part, prefix
-    if items is not None:
-        row, slot, begin, end, base = item(items, part)
+    if splits is not None:
+        row, slot, begin, end, base = split_at(splits, part)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     freqs = slot_frequencies(
-        theta, start, shapes, row, each, base, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
-    )
+        theta, offset, shapes, row, each, base, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET,
+        TOTAL,
+    )  # fmt: skip
     mx, mx2 = _maxima(
-        k, keep, b, h, begin, min(begin + BL, end), length, kc, skb, skt, skh, WIDTH, BL, KIND,
+        k, mask, b, h, begin, min(begin + BL, end), length, kc, skb, skt, skh, WIDTH, BL, KIND,
         MASKED, UNIT,
     )  # fmt: skip
     mx, mx2 = tl.where(mx == float("-inf"), 0.0, mx), tl.where(mx2 == float("-inf"), 0.0, mx2)
     at = (bh * parts + slot) * DIM + kc
     _store_top(top, at, mx, mx2, inside, WIDTH, KIND)
     sm, sm2, acc = _collect(
-        k, v, keep, freqs, mx, mx2, b, h, begin, end, length, kc, vc,
+        k, v, mask, freqs, mx, mx2, b, h, begin, end, length, kc, vc,
         skb, skt, skh, svb, svt, svh, WIDTH, VDIM, BK, BV, BL, KIND, AXES, SLOTS, TOTAL, WIDE,
         PREFIX, MASKED, UNIT, OPERAND, PRECISION, STAGES, ROWS,
     )  # fmt: skip
@@ -185,11 +186,11 @@ def _summarize(
         good = good & (sm2 > 1e-25) & (sm2 < 1e25)
     if tl.min((good | (kc >= WIDTH)).to(tl.int32), 0) == 0:
         mx, mx2 = _maxima(
-            k, keep, b, h, begin, end, length, kc, skb, skt, skh, WIDTH, BL, KIND, MASKED, UNIT
+            k, mask, b, h, begin, end, length, kc, skb, skt, skh, WIDTH, BL, KIND, MASKED, UNIT
         )
         _store_top(top, at, mx, mx2, inside, WIDTH, KIND)
         sm, sm2, acc = _collect(
-            k, v, keep, freqs, mx, mx2, b, h, begin, end, length, kc, vc,
+            k, v, mask, freqs, mx, mx2, b, h, begin, end, length, kc, vc,
             skb, skt, skh, svb, svt, svh, WIDTH, VDIM, BK, BV, BL, KIND, AXES, SLOTS, TOTAL,
             WIDE, PREFIX, MASKED, UNIT, OPERAND, PRECISION, 1, ROWS,
         )  # fmt: skip
@@ -241,21 +242,21 @@ def _read_memory(
 
 
 @triton.jit
-def _load_query(q, b, h, t, c, seen, sqb, sqt, sqh, WIDTH: tl.constexpr, KIND: tl.constexpr,
+def _load_query(q, b, h, t, c, valid, sqb, sqt, sqh, WIDTH: tl.constexpr, KIND: tl.constexpr,
                 UNIT: tl.constexpr):  # fmt: skip
-    x1 = load(q, b, h, t, c, seen, sqb, sqt, sqh, WIDTH, UNIT).to(tl.float32)
+    x1 = load(q, b, h, t, c, valid, sqb, sqt, sqh, WIDTH, UNIT).to(tl.float32)
     x2 = x1
     if KIND == 2:
-        x2 = load(q + WIDTH, b, h, t, c, seen, sqb, sqt, sqh, WIDTH, UNIT).to(tl.float32)
+        x2 = load(q + WIDTH, b, h, t, c, valid, sqb, sqt, sqh, WIDTH, UNIT).to(tl.float32)
     return x1, x2
 
 
 @triton.jit(
-    do_not_specialize=["length", "span", "heads", "own", "sqb", "sqt", "sqh", *phases.SIZES]
+    do_not_specialize=["length", "span", "heads", "per_head", "sqb", "sqt", "sqh", *phases.SIZES]
 )
 def _read(
-    q, total, memory, items, shapes, theta, start, out, sqb, sqt, sqh, length, span, heads, own,
-    n1, n2, n3, n4, n5, n6, n7, prefix, each,
+    q, total, memory, splits, shapes, theta, offset, out, sqb, sqt, sqh, length, span, heads,
+    per_head, n1, n2, n3, n4, n5, n6, n7, prefix, each,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
     BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
     TOTAL: tl.constexpr, WIDE: tl.constexpr,
@@ -265,7 +266,9 @@ def _read(
     """Output of a part of the queries, for one block of value channels."""
     bh, part = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    row, part, begin, end, base, state = part_at(items, part, b, bh, h, heads, span, length, prefix)
+    row, part, begin, end, base, state = part_at(
+        splits, part, b, bh, h, heads, span, length, prefix
+    )
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     c, vc = tl.arange(0, BK), tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
     ma, mb = _read_memory(total, memory, state, c, vc, DIM, VDIM, KIND)
@@ -274,12 +277,13 @@ def _read(
         m = tl.trans(interleave(tl.trans(m), tl.trans(mb.to(OPERAND)), even(SLOTS, VDIM)))
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     freqs = slot_frequencies(
-        theta, start, shapes, row, each, base, h * own, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
-    )
+        theta, offset, shapes, row, each, base, h * per_head, sizes, c, KIND, AXES, SLOTS, OFFSET,
+        TOTAL,
+    )  # fmt: skip
     for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
-        seen = t < end
-        x1, x2 = _load_query(q, b, h, t, c, seen, sqb, sqt, sqh, WIDTH, KIND, UNIT)
+        valid = t < end
+        x1, x2 = _load_query(q, b, h, t, c, valid, sqb, sqt, sqh, WIDTH, KIND, UNIT)
         x1, _ = silu(x1)
         y = tl.zeros((BL, BV), tl.float32)
         if KIND == 0:
@@ -293,7 +297,7 @@ def _read(
             f = interleave(fa.to(OPERAND), fb.to(OPERAND), SLOTS)
             y = dot(f, m, y, OPERAND, PRECISION)
         to = out + dense(b, h, t, vc, length, heads, VDIM)
-        tl.store(to, y.to(out.dtype.element_ty), seen[:, None] & (vc < VDIM)[None, :])
+        tl.store(to, y.to(out.dtype.element_ty), valid[:, None] & (vc < VDIM)[None, :])
 
 
 # ------------------------------------------------------------------------------------ launches
@@ -311,8 +315,8 @@ def _summarize_plan(
     block, bk = chosen.block, chosen.keys
     blocks, halves = cdiv(width, bk), where.halves
     rows, at_once, each = batch * heads * blocks, chosen.programs * processors(k), 1
-    if where.items is not None:
-        parts, span = where.items.shape[0], block
+    if where.splits is not None:
+        parts, span = where.splits.shape[0], block
     elif cut is None:
         parts, span = split(length, rows, block, at_once)
     else:
@@ -322,9 +326,9 @@ def _summarize_plan(
     # tokens that the threads of a program load at once: sums within a thread cost no exchange
     together = min(block, chosen.warps * 32 * (16 // k.element_size()) // bk)
     launch = Launch(
-        _summarize, (rows, parts), length=length, span=span, parts=parts, pieces=each, heads=heads,
-        **dict(zip(KV, strided, strict=True)), DIM=dim, VDIM=vdim, BK=bk, BV=bv, BL=block,
-        BLOCKS=blocks, MASKED=masked, UNIT=unit, STAGES=chosen.stages, ROWS=together,
+        _summarize, (rows, parts), length=length, span=span, parts=parts, per_segment=each,
+        heads=heads, **dict(zip(KV, strided, strict=True)), DIM=dim, VDIM=vdim, BK=bk, BV=bv,
+        BL=block, BLOCKS=blocks, MASKED=masked, UNIT=unit, STAGES=chosen.stages, ROWS=together,
         **arguments(where, k), **operand(k), **chosen.options(),
     )  # fmt: skip
     rows = batch * heads
@@ -337,25 +341,25 @@ def parts_of_segments(k: Tensor, v: Tensor, where: Position, cut: tuple[int, int
 
 
 def summarize_splits(
-    k: Tensor, v: Tensor, keep: Tensor | None, where: Position, cut: tuple[int, int] | None = None
+    k: Tensor, v: Tensor, mask: Tensor | None, where: Position, cut: tuple[int, int] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """States (batch * heads, parts, ...) of as many parts as suit the card; with `cut`, of as many
-    pieces of each of (number, tokens) segments."""
-    k, v, masked = dense_rows(k), dense_rows(v), keep is not None
+    splits of each of (number, tokens) segments."""
+    k, v, masked = dense_rows(k), dense_rows(v), mask is not None
     launch, sums, memories = remembered(
         ("summarize", form(k, v), masked, where.key, cut),
         lambda: _summarize_plan(k, v, masked, where, cut),
     )
     top, total, memory = scratch(k, *sums), scratch(k, *sums), scratch(k, *memories)
-    launch(k, v, flags(keep), where.items, where.shapes, *where.angles, top, total, memory)
+    launch(k, v, flags(mask), where.splits, where.shapes, *where.angles, top, total, memory)
     return top, total, memory
 
 
 def summarize(
-    k: Tensor, v: Tensor, keep: Tensor | None, where: Position
+    k: Tensor, v: Tensor, mask: Tensor | None, where: Position
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(batch, length, heads, dim) -> State; keep (batch, length) bool or None."""
-    top, total, memory = summarize_splits(k, v, keep, where)
+    """(batch, length, heads, dim) -> State; mask (batch, length) bool or None."""
+    top, total, memory = summarize_splits(k, v, mask, where)
     (batch, _, heads, dim), vdim, parts = k.shape, v.shape[-1], top.shape[1]
     batch, halves = where.samples(batch), where.halves
     sums, memories = (batch, heads, dim), (batch, heads, halves * dim, vdim)
@@ -376,8 +380,8 @@ def _read_plan(q: Tensor, vdim: int, where: Position) -> Launch:
     block, bv = chosen.block, chosen.keys
     blocks = cdiv(vdim, bv)
     parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
-    if where.items is not None:
-        parts = where.items.shape[0]
+    if where.splits is not None:
+        parts = where.splits.shape[0]
     return Launch(
         _read, (batch * heads * blocks, parts), length=length, span=span, heads=heads,
         **dict(zip(("sqb", "sqt", "sqh"), strided, strict=True)), DIM=dim, VDIM=vdim, BK=bk, BV=bv,
@@ -395,5 +399,5 @@ def read(q: Tensor, total: Tensor, memory: Tensor, where: Position) -> Tensor:
     )
     out = torch.empty(*q.shape[:3], vdim, dtype=q.dtype, device=q.device)
     state = total.contiguous(), memory.contiguous()
-    launch(q, *state, where.items, where.shapes, *where.angles, out)
+    launch(q, *state, where.splits, where.shapes, *where.angles, out)
     return out

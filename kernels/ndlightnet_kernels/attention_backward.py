@@ -51,14 +51,14 @@ from ndlightnet_kernels.tiles import (
     silu,
     split,
     strides,
-    tokens_seen,
+    valid_tokens,
 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=[*SIZES, "sqb", "sqt", "sqh", "sob", "sot", "soh"])
 def _read_backward(
-    q, dout, total, memory, items, shapes, theta, start, dq, dmemories, dtheta,
-    sqb, sqt, sqh, sob, sot, soh, length, span, parts, heads, own,
+    q, dout, total, memory, splits, shapes, theta, offset, dq, dmemories, dtheta,
+    sqb, sqt, sqh, sob, sot, soh, length, span, parts, heads, per_head,
     n1, n2, n3, n4, n5, n6, n7, prefix, each,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
     BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
@@ -69,7 +69,9 @@ def _read_backward(
     """dq, and a part's gradient (fa, fb)^T dout of the normalised memory, for some features."""
     bh, part = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    row, slot, begin, end, base, state = part_at(items, part, b, bh, h, heads, span, length, prefix)
+    row, slot, begin, end, base, state = part_at(
+        splits, part, b, bh, h, heads, span, length, prefix
+    )
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     c, vc = tl.program_id(0) % BLOCKS * BK + tl.arange(0, BK), tl.arange(0, BV)
     ma, mb = _read_memory(total, memory, state, c, vc, DIM, VDIM, KIND)
@@ -80,17 +82,18 @@ def _read_backward(
     dmem = tl.zeros((BV, HALVES * BK), tl.float32)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     freqs = slot_frequencies(
-        theta, start, shapes, row, each, base, h * own, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
-    )
+        theta, offset, shapes, row, each, base, h * per_head, sizes, c, KIND, AXES, SLOTS, OFFSET,
+        TOTAL,
+    )  # fmt: skip
     learnt = tl.zeros((BL // 16, 8, BK), tl.float32)
     for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
-        seen = t < end
-        x1, x2 = _load_query(q, b, h, t, c, seen, sqb, sqt, sqh, WIDTH, KIND, UNIT)
-        do = load(dout, b, h, t, vc, seen, sob, sot, soh, VDIM, UNIT)
+        valid = t < end
+        x1, x2 = _load_query(q, b, h, t, c, valid, sqb, sqt, sqh, WIDTH, KIND, UNIT)
+        do = load(dout, b, h, t, vc, valid, sob, sot, soh, VDIM, UNIT)
         x1, slope1 = silu(x1)
         to = dq + ((b * length + t) * heads + h)[:, None] * DIM + c[None, :]
-        here = seen[:, None] & (c < WIDTH)[None, :]
+        here = valid[:, None] & (c < WIDTH)[None, :]
         df = dot(do, m, tl.zeros((BL, HALVES * BK), tl.float32), OPERAND, PRECISION)
         if KIND == 0:
             dmem = dot(tl.trans(do), x1, dmem, OPERAND, PRECISION)
@@ -165,7 +168,7 @@ def _grads(
 
 @triton.jit
 def _key_block(
-    k, dk, dtheta, y, dy, grads, freqs, b, h, t, tile, kc, seen, inside, end, length, heads,
+    k, dk, dtheta, y, dy, grads, freqs, b, h, t, tile, kc, valid, inside, end, length, heads,
     skb, skt, skh, DIM: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr, KIND: tl.constexpr,
     AXES: tl.constexpr, SLOTS: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr,
     PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
@@ -175,7 +178,7 @@ def _key_block(
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     HALVES: tl.constexpr = 1 if KIND == 0 else 2 * KIND
     g, mx, dsum, mx2, dsum2 = grads
-    x, x2 = _keys(k, b, h, t, kc, seen, end, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
+    x, x2 = _keys(k, b, h, t, kc, valid, end, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
     to = dk + ((b * length + t) * heads + h)[:, None] * DIM + kc[None, :]
     here = inside[:, None] & (kc < WIDTH)[None, :]
     dp = dot(y, g, tl.zeros((BL, HALVES * BK), tl.float32), OPERAND, PRECISION)
@@ -210,8 +213,8 @@ def _key_block(
 
 @triton.jit(do_not_specialize=[*(s for s in SIZES if s != "parts"), "tiles", *KV])
 def _summarize_backward(
-    k, v, keep, items, shapes, theta, start, top, dtotal, dmemory, dk, dv, dtheta,
-    skb, skt, skh, svb, svt, svh, length, span, tiles, heads, own,
+    k, v, mask, splits, shapes, theta, offset, top, dtotal, dmemory, dk, dv, dtheta,
+    skb, skt, skh, svb, svt, svh, length, span, tiles, heads, per_head,
     n1, n2, n3, n4, n5, n6, n7, prefix, each,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
     BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
@@ -222,23 +225,26 @@ def _summarize_backward(
     """dk and dv of a part: dk = p (v . dmemory + dtotal), dv = p . dmemory."""
     bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    row, slot, begin, end, base, state = part_at(items, part, b, bh, h, heads, span, length, prefix)
+    row, slot, begin, end, base, state = part_at(
+        splits, part, b, bh, h, heads, span, length, prefix
+    )
     vc, kc = tl.arange(0, BV), tl.arange(0, BK)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     freqs = slot_frequencies(
-        theta, start, shapes, row, each, base, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
-    )
+        theta, offset, shapes, row, each, base, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET,
+        TOTAL,
+    )  # fmt: skip
     grads = _grads(top, dtotal, dmemory, state, kc, vc, DIM, VDIM, KIND, OPERAND)
     for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
         tile = bh * tiles + slot * (span // BL) + (first - begin) // BL
         inside = t < end
-        seen = tokens_seen(keep, b, t, end, length, MASKED)
-        y = load(v, b, h, t, vc, seen, svb, svt, svh, VDIM, UNIT)
+        valid = valid_tokens(mask, b, t, end, length, MASKED)
+        y = load(v, b, h, t, vc, valid, svb, svt, svh, VDIM, UNIT)
         dy = tl.zeros((BL, BV), tl.float32)
         if BLOCKS == 1:
             dy = _key_block(
-                k, dk, dtheta, y, dy, grads, freqs, b, h, t, tile, kc, seen, inside, end,
+                k, dk, dtheta, y, dy, grads, freqs, b, h, t, tile, kc, valid, inside, end,
                 length, heads, skb, skt, skh, DIM, BK, BL, KIND, AXES, SLOTS, TOTAL, WIDE, PREFIX,
                 LEARN, MASKED, UNIT, OPERAND, PRECISION,
             )  # fmt: skip
@@ -247,16 +253,16 @@ def _summarize_backward(
                 c = block * BK + kc
                 some = _grads(top, dtotal, dmemory, state, c, vc, DIM, VDIM, KIND, OPERAND)
                 its = slot_frequencies(
-                    theta, start, shapes, row, each, base, h * own, sizes, c, KIND, AXES, SLOTS,
-                    OFFSET, TOTAL,
+                    theta, offset, shapes, row, each, base, h * per_head, sizes, c, KIND, AXES,
+                    SLOTS, OFFSET, TOTAL,
                 )  # fmt: skip
                 dy = _key_block(
-                    k, dk, dtheta, y, dy, some, its, b, h, t, tile, c, seen, inside, end,
+                    k, dk, dtheta, y, dy, some, its, b, h, t, tile, c, valid, inside, end,
                     length, heads, skb, skt, skh, DIM, BK, BL, KIND, AXES, SLOTS, TOTAL, WIDE,
                     PREFIX, LEARN, MASKED, UNIT, OPERAND, PRECISION,
                 )  # fmt: skip
         if MASKED:
-            dy = tl.where(seen[:, None], dy, 0.0)
+            dy = tl.where(valid[:, None], dy, 0.0)
         to = dv + ((b * length + t) * heads + h)[:, None] * VDIM + vc[None, :]
         tl.store(to, dy.to(dv.dtype.element_ty), inside[:, None] & (vc < VDIM)[None, :])
 
@@ -276,8 +282,8 @@ def _read_plan(
     block, bk = chosen.block, chosen.keys
     blocks = cdiv(width, bk)
     parts, span = split(length, batch * heads * blocks, block, chosen.programs * processors(q))
-    if where.items is not None:
-        parts = where.items.shape[0]
+    if where.splits is not None:
+        parts = where.splits.shape[0]
     launch = Launch(
         _read_backward, (batch * heads * blocks, parts), length=length, span=span, parts=parts,
         heads=heads, **dict(zip(("sqb", "sqt", "sqh", "sob", "sot", "soh"), strided, strict=True)),
@@ -307,7 +313,7 @@ def read_backward(
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dmemories, turned = scratch(q, *memories), scratch(q, *angles)
     launch(
-        q, dout, total, memory, where.items, where.shapes, *where.angles, dq, dmemories, turned
+        q, dout, total, memory, where.splits, where.shapes, *where.angles, dq, dmemories, turned
     )  # fmt: skip
     dtotal, dmemory = torch.empty_like(total), torch.empty_like(memory)
     join(dmemories, total, memory, where.first, dtotal, dmemory)
@@ -325,8 +331,8 @@ def _summarize_plan(
     block, bk = chosen.block, chosen.keys
     parts, span = split(length, batch * heads, block, chosen.programs * processors(k))
     tiles = cdiv(length, block)
-    if where.items is not None:
-        parts, span = where.items.shape[0], where.span
+    if where.splits is not None:
+        parts, span = where.splits.shape[0], where.span
         tiles = parts * cdiv(span, block)
     launch = Launch(
         _summarize_backward, (batch * heads, parts), length=length, span=span, tiles=tiles,
@@ -338,11 +344,11 @@ def _summarize_plan(
 
 
 def summarize_backward(
-    k: Tensor, v: Tensor, keep: Tensor | None, top: Tensor, dtotal: Tensor, dmemory: Tensor,
+    k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor, dtotal: Tensor, dmemory: Tensor,
     where: Position, learn: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of k, v, and of theta (heads, slots), empty if not wanted."""
-    k, v, masked = dense_rows(k), dense_rows(v), keep is not None
+    k, v, masked = dense_rows(k), dense_rows(v), mask is not None
     launch, angles = remembered(
         ("summarize_backward", form(k, v), masked, where.key, learn),
         lambda: _summarize_plan(k, v, masked, where, learn),
@@ -350,10 +356,10 @@ def summarize_backward(
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     turned = scratch(k, *angles)
-    if where.items is not None:  # shorter items leave tiles out
+    if where.splits is not None:  # shorter splits leave tiles out
         turned.zero_()
     given = top.contiguous(), dtotal.contiguous(), dmemory.contiguous()
     launch(
-        k, v, flags(keep), where.items, where.shapes, *where.angles, *given, dk, dv, turned
+        k, v, flags(mask), where.splits, where.shapes, *where.angles, *given, dk, dv, turned
     )  # fmt: skip
     return dk, dv, turned.sum((0, 2)) if learn else scratch(k, k.shape[2], 0)

@@ -78,7 +78,7 @@ def _tokens(table, line, r, lines, n, inner, outer, INT: tl.constexpr):
 
 
 @triton.jit
-def _seen(mask, at, ok, MASK: tl.constexpr):
+def _valid(mask, at, ok, MASK: tl.constexpr):
     """`ok` without padding."""
     if MASK:
         ok = ok & (tl.load(mask + at, mask=ok, other=0) != 0)
@@ -137,26 +137,26 @@ def _product_kernel(
         line = tile * 8 + q
         at, inside = _tokens(table, line, r, lines, n, inner, outer, INT)
         ok = inside & (c < dim)
-        own = tl.load(x + at * dim + c, mask=ok, other=0.0)
-        seen = own
+        tokens = tl.load(x + at * dim + c, mask=ok, other=0.0)
+        value = tokens
         if MASK_IN:  # padding goes round the product
-            seen = tl.where(_seen(mask, at, ok, True), own, 0.0)
+            value = tl.where(_valid(mask, at, ok, True), tokens, 0.0)
             if tl.float32 == OPERAND:  # a sum, even of one, keeps T out of shared memory
-                seen = tl.sum(seen[:, :, :, None], 3)
+                value = tl.sum(value[:, :, :, None], 3)
         before = old
         if ADD:
             if n > 0:  # always; the branch keeps Triton from prefetching what is prefetched here
                 later = line + 8 * step
                 to, there = _tokens(table, later, r, lines, n, inner, outer, INT)
                 old = tl.load(y + to * dim + c, mask=there & (c < dim), other=0.0)
-        out = tl.dot(t, _channels_first(seen, VEC, W, OPERAND), input_precision=PRECISION)
+        out = tl.dot(t, _channels_first(value, VEC, W, OPERAND), input_precision=PRECISION)
         # rounded now: half as much passes through shared memory
         out = out.to(y.dtype.element_ty).reshape(VEC, W, 16 * NB, 8).permute(2, 3, 1, 0)
         out = out.reshape(16 * NB, 8, C).to(tl.float32)
         if MASK_OUT:
-            out = tl.where(_seen(mask, at, ok, True), out, 0.0)
+            out = tl.where(_valid(mask, at, ok, True), out, 0.0)
         if RESIDUAL:
-            out += own.to(tl.float32)
+            out += tokens.to(tl.float32)
         if ADD:
             out += before.to(tl.float32)
         tl.store(y + at * dim + c, out.to(y.dtype.element_ty), mask=ok)
@@ -191,7 +191,7 @@ def _correlate_kernel(
             ok = inside & (c < dim)
             g = tl.load(dy + at * dim + c, mask=ok, other=0.0)
             gs += (_channels_first(g, VEC, W, OPERAND).reshape(C, 1, 8, 16),)
-            v = tl.load(x + at * dim + c, mask=_seen(mask, at, ok, MASK), other=0.0)
+            v = tl.load(x + at * dim + c, mask=_valid(mask, at, ok, MASK), other=0.0)
             vs += (_channels_first(v, VEC, W, OPERAND).permute(0, 2, 1),)
         gs += (nothing,)
         for j in tl.static_range(2 * NB):

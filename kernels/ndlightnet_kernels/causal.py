@@ -52,7 +52,7 @@ from ndlightnet_kernels.tiles import (
     silu,
     slip,
     strides,
-    tokens_seen,
+    valid_tokens,
     weight,
 )  # fmt: skip
 
@@ -193,20 +193,20 @@ def _to_anchor(anchor, mx, sm, m, m_sin, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def _unserved(k, keep, b, h, first, length, anchor, sm, kc, skb, skt, skh, DIM: tl.constexpr,
+def _unserved(k, mask, b, h, first, length, anchor, sm, kc, skb, skt, skh, DIM: tl.constexpr,
               UNIT: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Whether a segment's first query, which has the smallest sum, falls below `anchor`'s reach."""
     t = first + tl.zeros((1,), tl.int32)
-    seen = tokens_seen(keep, b, t, length, length, MASKED)
-    x = hide(load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT), seen)
+    valid = valid_tokens(mask, b, t, length, length, MASKED)
+    x = hide(load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT), valid)
     s = weight(tl.max(x, 0), anchor) + sm
     return tl.max(((kc < DIM) & (s < TINY)).to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=SIZES + QKV)
 def _causal(
-    q, k, v, keep, theta, start, top, total, memory, flag, out, top_end, total_end, memory_end,
-    sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, length, span, parts, heads, own,
+    q, k, v, mask, theta, offset, top, total, memory, flag, out, top_end, total_end, memory_end,
+    sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, length, span, parts, heads, per_head,
     n1, n2, n3, n4, n5, n6, n7, prefix, each,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
     CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
@@ -226,8 +226,9 @@ def _causal(
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     freqs = slot_frequencies(
-        theta, start, None, b, each, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
-    )
+        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET,
+        TOTAL,
+    )  # fmt: skip
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
     mx, sm, m, m_sin = _entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, HALVES)
     ones = (lane[:, None] >= lane[None, :]).to(OPERAND)
@@ -238,21 +239,21 @@ def _causal(
     if not CAREFUL:
         if final:
             x = load_keys(k, b, h, begin + lane, kc, length, skb, skt, skh, DIM, UNIT)
-            x = hide(x, tokens_seen(keep, b, begin + lane, length, length, MASKED))
+            x = hide(x, valid_tokens(mask, b, begin + lane, length, length, MASKED))
             anchor = tl.maximum(mx, tl.max(x, 0))
             tl.store(after, anchor, inside)
         else:
             anchor = tl.load(after, mask=inside, other=-INFINITE)
         mx, sm, m, m_sin = _to_anchor(anchor, mx, sm, m, m_sin, OPERAND)
-        lost = _unserved(k, keep, b, h, begin, length, mx, sm, kc, skb, skt, skh, DIM, UNIT, MASKED)
+        lost = _unserved(k, mask, b, h, begin, length, mx, sm, kc, skb, skt, skh, DIM, UNIT, MASKED)
         run += tl.where(inside, sm, 1.0)[None, :]
     for first in range(begin, end, BL):
         t = first + lane
-        seen = tokens_seen(keep, b, t, length, length, MASKED)
+        valid = valid_tokens(mask, b, t, length, length, MASKED)
         x = load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
         if HIDE:
-            x = hide(x, seen)
-        y = load(v, b, h, t, vc, seen, svb, svt, svh, VDIM, UNIT)
+            x = hide(x, valid)
+        y = load(v, b, h, t, vc, valid, svb, svt, svh, VDIM, UNIT)
         x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
         _, cos, sin = _rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
         score = tl.zeros((BL, BL), tl.float32)
@@ -334,7 +335,7 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, masked: bool, where: Position) -> Seg
         segments = (parts - 1, span)
         each = attention.parts_of_segments(k, v, where, segments) // max(1, parts - 1)
     merge = Launch(
-        prefix_states, (rows, cdiv(halves * dim, some)), parts=parts - 1, pieces=each, DIM=dim,
+        prefix_states, (rows, cdiv(halves * dim, some)), parts=parts - 1, per_segment=each, DIM=dim,
         VDIM=vdim, BV=bv, HALVES=halves, BC=some, num_warps=2,
     )  # fmt: skip
     common: dict[str, Any] = dict(
@@ -350,35 +351,35 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, masked: bool, where: Position) -> Seg
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, state: tuple[Tensor | None, ...],
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: tuple[Tensor | None, ...],
     where: Position,
 ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
     """Output (batch, length, heads, value_dim), the final State (max, sum, memory), and for the
     backward the States before each segment (batch * heads, segments, ...), the max of one more
     after the last one, and flags. state: (max, sum, memory), or three None for an empty one."""
-    q, k, v, masked = dense_rows(q), dense_rows(k), dense_rows(v), keep is not None
+    q, k, v, masked = dense_rows(q), dense_rows(k), dense_rows(v), mask is not None
     (batch, _, heads, dim), vdim = k.shape, v.shape[-1]
     halves, rows = where.halves, batch * heads
-    known = tuple(x is not None and x.dtype for x in state)
+    dtypes = tuple(x is not None and x.dtype for x in state)
     parts, segments, merge, forms = remembered(
-        ("causal", form(q, k, v), masked, known, where.key), lambda: _plan(q, k, v, masked, where)
+        ("causal", form(q, k, v), masked, dtypes, where.key), lambda: _plan(q, k, v, masked, where)
     )
     entry = (
         scratch(k, rows, parts + 1, dim), scratch(k, rows, parts, dim),
         scratch(k, rows, parts, halves * dim, vdim),
     )  # fmt: skip
-    own: tuple[Tensor | None, ...] = (None, None, None)
+    states: tuple[Tensor | None, ...] = (None, None, None)
     if segments is not None:
-        own = attention.summarize_splits(k, v, keep, where, segments)
+        states = attention.summarize_splits(k, v, mask, where, segments)
     last = (
         scratch(k, batch, heads, dim), scratch(k, batch, heads, dim),
         scratch(k, batch, heads, halves * dim, vdim),
     )  # fmt: skip
     before = (x if x is None else x.contiguous() for x in state)
-    merge(*before, *own, *entry)
+    merge(*before, *states, *entry)
     out = torch.empty(*v.shape, dtype=q.dtype, device=q.device)
     flag = torch.empty(rows, parts, dtype=torch.int32, device=q.device)
-    seen, angles = flags(keep), where.angles
+    mask_bytes, angles = flags(mask), where.angles
     for launch in forms:
-        launch(q, k, v, seen, *angles, *entry, flag, out, *last)
+        launch(q, k, v, mask_bytes, *angles, *entry, flag, out, *last)
     return out, last, (*entry, flag)

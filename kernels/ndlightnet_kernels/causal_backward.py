@@ -34,7 +34,7 @@ from ndlightnet_kernels.causal import (
     _unturn,
 )  # fmt: skip
 from ndlightnet_kernels.launch import Launch, remembered
-from ndlightnet_kernels.phases import from_origin, once, pinned, slot_frequencies
+from ndlightnet_kernels.phases import from_origin, materialized, pinned, slot_frequencies
 from ndlightnet_kernels.plans import CAREFUL, Chunks, causal, cut, fills
 from ndlightnet_kernels.position import Position
 from ndlightnet_kernels.segments import INFINITE, suffix_grads
@@ -56,17 +56,17 @@ from ndlightnet_kernels.tiles import (
     silu,
     slip,
     strides,
-    tokens_seen,
+    valid_tokens,
     weight,
-)
+)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES + QKV + OUT)
 def _causal_dq(
-    q, k, v, dout, keep, theta, start, top, total, memory, flag,
+    q, k, v, dout, mask, theta, offset, top, total, memory, flag,
     dq, dphi, chunk_top, chunk_total, dsums, dmemories, dtheta,
     sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sob, sot, soh,
-    length, span, parts, heads, own,
+    length, span, parts, heads, per_head,
     n1, n2, n3, n4, n5, n6, n7, prefix, each,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
     CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
@@ -88,11 +88,12 @@ def _causal_dq(
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     freqs = slot_frequencies(
-        theta, start, None, b, each, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
-    )
+        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET,
+        TOTAL,
+    )  # fmt: skip
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
     mx, sm, m, m_sin = _entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, HALVES)
-    start, run, inside = mx, tl.zeros((BL, BK), tl.float32), kc < DIM
+    entry_top, run, inside = mx, tl.zeros((BL, BK), tl.float32), kc < DIM
     after = top + (bh * (parts + 1) + part + 1) * DIM + kc
     if not CAREFUL:
         anchor = tl.load(after, mask=inside, other=-INFINITE)
@@ -112,11 +113,11 @@ def _causal_dq(
         else:  # all rows are the same
             row = chunk_total + chunk[None, :] + lane[:, None] * 0
             tl.store(row, run, (lane == 0)[:, None] & inside[None, :])
-        seen = tokens_seen(keep, b, t, length, length, MASKED)
+        valid = valid_tokens(mask, b, t, length, length, MASKED)
         x = load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
         if MASKED:
-            x = hide(x, seen)
-        y = load(v, b, h, t, vc, seen, svb, svt, svh, VDIM, UNIT)
+            x = hide(x, valid)
+        y = load(v, b, h, t, vc, valid, svb, svt, svh, VDIM, UNIT)
         do = load(dout, b, h, t, vc, t < length, sob, sot, soh, VDIM, UNIT)
         x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
         at_axis, cos, sin = _rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
@@ -161,7 +162,7 @@ def _causal_dq(
             angle = tl.sum(from_origin(freqs, at_axis) * phi * (cos * d_sin - sin * d), 0)
             tl.store(dtheta + chunk, angle, inside)
         if CAREFUL:
-            fade = weight(start, mx)  # from this chunk's units to those of the State before
+            fade = weight(entry_top, mx)  # from this chunk's units to those of the State before
             if dsums is not None:
                 dsum += fade * tl.sum(from_entry * grad, 0)
                 from_entry *= fade[None, :]
@@ -177,7 +178,7 @@ def _causal_dq(
         m, m_sin = _gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, OPERAND, PRECISION)
     if dsums is not None:
         if not CAREFUL:
-            fade = _fall_to(start, mx, OPERAND)
+            fade = _fall_to(entry_top, mx, OPERAND)
             dsum = tl.sum(spread, 0) * fade
             acc, acc_sin = acc * fade[None, :], acc_sin * fade[None, :]
         tl.store(dsums + (bh * parts + part) * DIM + kc, dsum, inside)
@@ -190,10 +191,10 @@ def _causal_dq(
 
 @triton.jit(do_not_specialize=SIZES + QKV + OUT)
 def _causal_dkv(
-    q, k, v, dout, keep, theta, start, top, flag, dphi, chunk_top, chunk_total, dsums, dmemories,
+    q, k, v, dout, mask, theta, offset, top, flag, dphi, chunk_top, chunk_total, dsums, dmemories,
     dk, dv, dtheta,
     sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sob, sot, soh,
-    length, span, parts, heads, own,
+    length, span, parts, heads, per_head,
     n1, n2, n3, n4, n5, n6, n7, prefix, each,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
     CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
@@ -211,8 +212,9 @@ def _causal_dkv(
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     freqs = slot_frequencies(
-        theta, start, None, b, each, prefix, h * own, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
-    )
+        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET,
+        TOTAL,
+    )  # fmt: skip
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
     inside = kc < DIM
     dsum, acc = tl.zeros((BL, BK), tl.float32), tl.zeros((BV, BK), tl.float32)
@@ -220,10 +222,10 @@ def _causal_dkv(
     if dsums is not None:
         dsum += tl.load(dsums + (bh * parts + part) * DIM + kc, mask=inside, other=0.0)[None, :]
         tile = dmemories + ((bh * parts + part) * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
-        valid = inside[None, :] & (vc < VDIM)[:, None]
-        acc = tl.load(tile, mask=valid, other=0.0)
+        tile_mask = inside[None, :] & (vc < VDIM)[:, None]
+        acc = tl.load(tile, mask=tile_mask, other=0.0)
         if KIND != 0:
-            acc_sin = tl.load(tile + DIM * VDIM, mask=valid, other=0.0)
+            acc_sin = tl.load(tile + DIM * VDIM, mask=tile_mask, other=0.0)
     at = (bh * (parts + 1) + part + 1) * DIM + kc
     unit = tl.load(top + at, mask=inside, other=-INFINITE)
     if not CAREFUL:  # in units of the keys
@@ -240,11 +242,11 @@ def _causal_dkv(
         if CAREFUL:
             mx = tl.load(chunk_top + chunk, mask=inside, other=-INFINITE)
         sm = tl.load(chunk_total + chunk, mask=inside, other=1.0)
-        seen = tokens_seen(keep, b, t, length, length, MASKED)
+        valid = valid_tokens(mask, b, t, length, length, MASKED)
         x = load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
         if MASKED:
-            x = hide(x, seen)
-        y = load(v, b, h, t, vc, seen, svb, svt, svh, VDIM, UNIT)
+            x = hide(x, valid)
+        y = load(v, b, h, t, vc, valid, svb, svt, svh, VDIM, UNIT)
         do = load(dout, b, h, t, vc, t < length, sob, sot, soh, VDIM, UNIT)
         x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
         to = dense(b, h, t, kc, length, heads, DIM)
@@ -258,13 +260,13 @@ def _causal_dkv(
         if CAREFUL:
             best = tl.maximum(mx, tl.max(x, 0))
             # into this chunk's units; the segment's last may differ from its exact maximum
-            known = (best > -INFINITE) & (unit > -INFINITE)
-            shift = tl.where(known, tl.exp2((best - unit) * 1.4426950408889634), 0.0)
-            acc, acc_sin = acc * shift[None, :], acc_sin * shift[None, :]
-            dsum *= shift[None, :]
+            both = (best > -INFINITE) & (unit > -INFINITE)
+            factor = tl.where(both, tl.exp2((best - unit) * 1.4426950408889634), 0.0)
+            acc, acc_sin = acc * factor[None, :], acc_sin * factor[None, :]
+            dsum *= factor[None, :]
         else:
             best = mx
-        p = once(powers(x, best, OPERAND))
+        p = materialized(powers(x, best, OPERAND))
         d, d_sin = dot(y, acc, zero, OPERAND, PRECISION), zero
         if KIND != 0:
             d_sin = dot(y, acc_sin, zero, OPERAND, PRECISION)
@@ -301,7 +303,7 @@ def _causal_dkv(
         dy = dot(tl.where(later, score, 0.0), do, dy, OPERAND, PRECISION)
         to = dense(b, h, t, vc, length, heads, VDIM)
         here = (t < length)[:, None] & (vc < VDIM)[None, :]
-        tl.store(dv + to, tl.where(seen[:, None], dy, 0.0).to(dv.dtype.element_ty), here)
+        tl.store(dv + to, tl.where(valid[:, None], dy, 0.0).to(dv.dtype.element_ty), here)
         if CAREFUL:
             acc, acc_sin = acc * carry[None, :], acc_sin * carry[None, :]
             dsum *= carry[None, :]
@@ -351,14 +353,14 @@ def _plan(
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     entry: tuple[Tensor, Tensor, Tensor, Tensor], where: Position,
     dout: Tensor, dtotal: Tensor | None, dmemory: Tensor | None, past: bool, learn: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of q, k, v, of the first State's sum and memory (empty if not `past`: there was
     none), and of theta (heads, slots; empty if not wanted)."""
     q, k, v, dout = map(dense_rows, (q, k, v, dout))
-    (batch, _, heads, dim), vdim, masked = k.shape, v.shape[-1], keep is not None
+    (batch, _, heads, dim), vdim, masked = k.shape, v.shape[-1], mask is not None
     parts, chunks, filled, by_q, between, by_k = remembered(
         ("causal_backward", form(q, k, v, dout), masked, where.key, learn),
         lambda: _plan(q, k, v, dout, masked, where, learn),
@@ -370,18 +372,18 @@ def backward(
     sizes = (rows, parts, dim), (rows, parts, halves * dim, vdim)
     before = past or not filled  # what comes before whole rows is often nothing
     after = before or dtotal is not None or dmemory is not None
-    own, later = (
+    segments, later = (
         tuple(scratch(k, *size) if wanted else None for size in sizes) for wanted in (before, after)
     )
     turned_q, turned_k = (scratch(k, batch, heads, chunks, dim if learn else 0) for _ in range(2))
-    given, angles = (q, k, v, dout, flags(keep)), where.angles
+    given, angles = (q, k, v, dout, flags(mask)), where.angles
     for launch in by_q:
-        launch(*given, *angles, *entry, dq, dphi, chunk_top, chunk_total, *own, turned_q)
+        launch(*given, *angles, *entry, dq, dphi, chunk_top, chunk_total, *segments, turned_q)
     sizes = (dim,), (halves * dim, vdim)
     first = tuple(scratch(k, batch, heads, *size) if past else scratch(k, 0) for size in sizes)
     if after:
         dmemories = (x if x is None else x.contiguous() for x in (dtotal, dmemory))
-        between(entry[0], *own, *dmemories, *(first if past else (None, None)), *later)
+        between(entry[0], *segments, *dmemories, *(first if past else (None, None)), *later)
     for launch in by_k:
         launch(
             *given, *angles, entry[0], entry[3], dphi, chunk_top, chunk_total, *later, dk, dv,

@@ -40,7 +40,7 @@ def _join(best, sm, m, ref, sums, tile):
 
 @triton.jit(do_not_specialize=["frames", "window", "heads"])
 def _sliding_merge(
-    top, total, memory, own, top_out, total_out, memory_out, top_past, total_past, memory_past,
+    top, total, memory, top_in, top_out, total_out, memory_out, top_past, total_past, memory_past,
     frames, window, heads,
     DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, BC: tl.constexpr,
     BACK: tl.constexpr,
@@ -50,7 +50,7 @@ def _sliding_merge(
     on, and the beginning of this one.
 
     BACK: from the last frame to the first, of gradients of such States (`top`: their maxima), to
-    those of the States that they were made of (`own`: their maxima).
+    those of the States that they were made of (`top_in`: their maxima).
     """
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     ROWS: tl.constexpr = HALVES * DIM
@@ -101,7 +101,7 @@ def _sliding_merge(
             at = (first + f) * heads + bh % heads
             if BACK:
                 fall = weight(
-                    tl.load(own + at * DIM + c, mask=inside & there, other=-INFINITE), -high
+                    tl.load(top_in + at * DIM + c, mask=inside & there, other=-INFINITE), -high
                 )
                 sums, rows = fall * sums, fall[:, None] * rows
             else:
@@ -121,9 +121,9 @@ def _plan(top: Tensor, memory: Tensor, window: int, back: bool) -> Launch:
 
 
 def _run(
-    top: Tensor, total: Tensor, memory: Tensor, own: Tensor | None, window: int
+    top: Tensor, total: Tensor, memory: Tensor, top_in: Tensor | None, window: int
 ) -> list[Tensor]:
-    (batch, frames, heads, _), (rows, vdim), back = top.shape, memory.shape[-2:], own is not None
+    (batch, frames, heads, _), (rows, vdim), back = top.shape, memory.shape[-2:], top_in is not None
     launch = remembered(
         ("sliding_merge", top.device, top.dtype, top.shape, memory.shape, window, back),
         lambda: _plan(top, memory, window, back),
@@ -133,7 +133,7 @@ def _run(
     # of a row for itself, so that no program reads what another one writes
     sizes = ((rows,), (rows,), (rows, vdim)) if window < frames else ((0,),) * 3
     past = [scratch(top, batch, frames, heads, *size) for size in sizes]
-    launch(*states, own, *out, *past)
+    launch(*states, top_in, *out, *past)
     return out
 
 

@@ -3,8 +3,8 @@
 A slot turns by theta times the coordinate of its axis. Angles are kept as fractions of a turn in
 fixed point: theta / (2 pi) in 32 bits (float32 inputs: 64), so that a product with a coordinate
 drops whole turns by itself and is off by 2^-32 (2^-64) turns times the coordinate at most. Where
-the first cell may be far away (a start of int64), its own angle is a product in 64 bits, once in a
-program, and others count from it.
+the first cell may be far away (an offset of int64), its own angle is a product in 64 bits, once in
+a program, and others count from it.
 """
 
 # mypy: disable-error-code="assignment"
@@ -24,16 +24,16 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def slot_frequencies(
-    theta, start, shapes, sample, each, prefix, head, sizes, channel, KIND: tl.constexpr,
+    theta, offset, shapes, sample, each, prefix, head, sizes, channel, KIND: tl.constexpr,
     AXES: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
     """What the angles at the slots of `channel` need, once in a program: slots, frequencies (upper
     and lower half), sizes of the axes, their reciprocals, first coordinates, prefix, phase of the
     first cell, and its distance from the origin. The SLOTS of theta are those from OFFSET on of
-    TOTAL. each: 1 where samples start at places of their own; shapes: grids of the samples, where
+    TOTAL. each: 1 where samples have offsets of their own; shapes: grids of the samples, where
     they differ."""
     slot, high, low, phase, far = channel, channel, channel, channel * 0, channel * 0
-    counts, reciprocals, starts = (), (), ()
+    counts, reciprocals, offsets = (), (), ()
     if KIND != 0:
         slot = channel % SLOTS
         turns = tl.load(theta + head * SLOTS + slot).to(tl.float64) * 0.15915494309189535
@@ -43,14 +43,14 @@ def slot_frequencies(
         high = upper.to(tl.int32)
         first, origin = upper * 0, upper * 0
         for a in tl.static_range(AXES):
-            if start is None:
-                starts += (tl.zeros((1,), tl.int32),)
-            elif start.dtype.element_ty == tl.int32:
-                starts += (tl.load(start + sample * each * AXES + a),)
+            if offset is None:
+                offsets += (tl.zeros((1,), tl.int32),)
+            elif offset.dtype.element_ty == tl.int32:
+                offsets += (tl.load(offset + sample * each * AXES + a),)
             else:
-                at = start + sample * each * (2 * AXES) + a
+                at = offset + sample * each * (2 * AXES) + a
                 begin, source = tl.load(at), tl.load(at + AXES)
-                starts += (begin,)
+                offsets += (begin,)
                 mine = slot + OFFSET >= a * (TOTAL // AXES) + min(a, TOTAL % AXES)
                 first, origin = tl.where(mine, begin, first), tl.where(mine, source, origin)
             if a > 0:
@@ -60,11 +60,11 @@ def slot_frequencies(
                     count = tl.load(shapes + sample * AXES + a)
                 counts += (count,)
                 reciprocals += ((4294967295 // count.to(tl.int64)).to(tl.int32),)
-        if start is not None:
-            if start.dtype.element_ty == tl.int64:
+        if offset is not None:
+            if offset.dtype.element_ty == tl.int64:
                 whole = (upper << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
                 phase, far = ((first * whole) >> 32).to(tl.int32), (first - origin).to(tl.int32)
-    return slot + OFFSET, high, low, counts, reciprocals, starts, prefix, phase, far
+    return slot + OFFSET, high, low, counts, reciprocals, offsets, prefix, phase, far
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def coordinates(
     freqs, t, AXES: tl.constexpr, TOTAL: tl.constexpr, PREFIX: tl.constexpr,
     ACROSS: tl.constexpr = False,
 ):  # fmt: skip
-    """Coordinate of tokens t along the axis of each slot, (len(t), len(slot)) int32, with a start
+    """Coordinate of tokens t along the axis of each slot, (len(t), len(slot)) int32, with an offset
     of int64 counted from the first cell's; tokens in front of the grid are at coordinate 0. Slots
     are in consecutive groups that differ by one at most."""
     rest = t.to(tl.int32)
@@ -134,12 +134,12 @@ def cos_sin(freqs, at_axis, WIDE: tl.constexpr, ACROSS: tl.constexpr = False):
 
 @triton.jit
 def from_origin(freqs, at_axis):
-    """`coordinates` from the origin, float32: what the gradient of theta counts; see Place."""
+    """`coordinates` from the origin, float32: what the gradient of theta counts; see Position."""
     return (at_axis + freqs[8][None, :]).to(tl.float32)
 
 
 @triton.jit
-def once(x):
+def materialized(x):
     """x, a tile of floats that tiles of two layouts need. Triton would compute it twice rather than
     move it, which takes longer; it never does so with a sum, even of one."""
     return x if INTERPRETED else tl.sum(x[:, :, None], 2)
@@ -148,8 +148,8 @@ def once(x):
 @triton.jit
 def pinned(x):
     """x, which several products need: computed as it is loaded, then moved. (Triton would compute
-    it for each, from shared memory in an order of many bank conflicts.) Cheaper than `once`, but
-    what is not an operand only may still be computed twice."""
+    it for each, from shared memory in an order of many bank conflicts.) Cheaper than
+    `materialized`, but what is not an operand only may still be computed twice."""
     if INTERPRETED:
         return x
     else:
@@ -172,7 +172,7 @@ def cos_sin_once(
         cos, sin = cos_sin(freqs, coordinates(freqs, t, AXES, TOTAL, PREFIX, True), WIDE, True)
         low = cos.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         high = sin.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
-        both = once((low | high).to(tl.float32, bitcast=True))
+        both = materialized((low | high).to(tl.float32, bitcast=True))
         both = tl.trans(both.to(tl.int32, bitcast=True))
         cos = both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         return cos, (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

@@ -134,7 +134,7 @@ def channel_blocks(k: Tensor, vdim: int) -> list[slice]:
 
 
 def split_count(programs: int, at_once: int, tiles: int) -> int:
-    """Into how many pieces each of `programs` parts of so many tiles is best cut: as few as keep
+    """Into how many splits each of `programs` parts of so many tiles is best cut: as few as keep
     six tenths of the card at work, which keeps its memory busy."""
 
     def share(n: int) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 # How an operator's schema says it, in the order of Position's fields
 SCHEMA = (
-    "Tensor? theta, Tensor? offset, Tensor? items, Tensor? first, Tensor? shapes, str kind, "
+    "Tensor? theta, Tensor? offset, Tensor? splits, Tensor? first, Tensor? shapes, str kind, "
     "SymInt[] sizes"
 )
 FIELDS = 7
@@ -28,7 +28,7 @@ class Position(NamedTuple):
     coordinates, then an origin, from which coordinates count in the gradient of theta (0 without an
     offset); or (1 or batch, axes) int32, near: not beyond the length, with the origin 0.
 
-    items, first, shapes: of a pack, int32. items (parts, 5), the longest part first: its sample,
+    splits, first, shapes: of a pack, int32. splits (parts, 5), the longest part first: its sample,
     its place among all parts in order of samples, its first token and the one after the last, and
     the sample's first token; first (samples + 1,): the first part of each sample; shapes (samples,
     axes): grids.
@@ -39,7 +39,7 @@ class Position(NamedTuple):
 
     theta: Tensor | None = None
     offset: Tensor | None = None
-    items: Tensor | None = None
+    splits: Tensor | None = None
     first: Tensor | None = None
     shapes: Tensor | None = None
     kind: str = "none"
@@ -48,11 +48,11 @@ class Position(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """All that launches depend on, but for the numbers in tensors."""
-        theta, offset, items, _, shapes, kind, sizes = self
+        theta, offset, splits, _, shapes, kind, sizes = self
         return (
             kind, tuple(sizes), theta is not None and theta.shape,
             offset is not None and (offset.shape[0] > 1, offset.dtype),
-            items is not None and shapes is not None and (items.shape, shapes.shape),
+            splits is not None and shapes is not None and (splits.shape, shapes.shape),
         )  # fmt: skip
 
     @property

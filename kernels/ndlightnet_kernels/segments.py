@@ -36,8 +36,8 @@ def merge_parts(
     row = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = row < HALVES * DIM
     here = inside[:, None] & (vc < VDIM)[None, :]
-    own, begin, end = parts_of(first, bh, heads, parts)
-    at = own * DIM + row % DIM
+    base, begin, end = parts_of(first, bh, heads, parts)
+    at = base * DIM + row % DIM
     zero = tl.zeros((BC,), tl.int32)
     best = tl.full((BC,), -INFINITE, tl.float32)
     for some in range(begin, end, 8):
@@ -53,7 +53,7 @@ def merge_parts(
             there = inside & (s < end)
             w = weight(tl.load(top + at + s * DIM, mask=there, other=-INFINITE), best)
             sm += w * tl.load(total + at + s * DIM, mask=there, other=0.0)
-            x = memory + ((own + s) * (HALVES * DIM) + row)[:, None] * VDIM + vc[None, :]
+            x = memory + ((base + s) * (HALVES * DIM) + row)[:, None] * VDIM + vc[None, :]
             acc += w[:, None] * tl.load(x, mask=here & there[:, None], other=0.0)
     tl.store(top_out + bh * DIM + row, best, row < DIM)
     tl.store(total_out + bh * DIM + row, sm, row < DIM)
@@ -89,12 +89,12 @@ def _join_one(
     here = inside[:, None] & (vc < VDIM)[None, :]
     inverse = reciprocal_sum(total, bh * DIM + j, inside)
     at = (bh * (HALVES * DIM) + j)[:, None] * VDIM + vc[None, :]
-    own = dcos * tl.load(memory + at, mask=here, other=0.0)
+    product = dcos * tl.load(memory + at, mask=here, other=0.0)
     tl.store(dmemory + at, dcos * inverse[:, None], here)
     if HALVES == 2:
-        own += dsin * tl.load(memory + at + DIM * VDIM, mask=here, other=0.0)
+        product += dsin * tl.load(memory + at + DIM * VDIM, mask=here, other=0.0)
         tl.store(dmemory + at + DIM * VDIM, dsin * inverse[:, None], here)
-    tl.store(dtotal + bh * DIM + j, -tl.sum(own, 1) * inverse * inverse, inside)
+    tl.store(dtotal + bh * DIM + j, -tl.sum(product, 1) * inverse * inverse, inside)
 
 
 @triton.jit(do_not_specialize=["parts", "heads"])
@@ -110,14 +110,14 @@ def join_grads(
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = c < WIDTH
     here = inside[:, None] & (vc < VDIM)[None, :]
-    own, begin, end = parts_of(first, bh, heads, parts)
+    base, begin, end = parts_of(first, bh, heads, parts)
     zero = tl.zeros((BC,), tl.int32)
     ga = tl.zeros((BC, BV), tl.float32)
     gb = ga
     for some in range(begin, end, 8):
         for i in tl.static_range(8):  # eight loads on their way at once
             s = zero + some + i
-            at = dmemories + ((own + s) * (HALVES * WIDTH) + c)[:, None] * VDIM + vc[None, :]
+            at = dmemories + ((base + s) * (HALVES * WIDTH) + c)[:, None] * VDIM + vc[None, :]
             there = here & (s < end)[:, None]
             ga += tl.load(at, mask=there, other=0.0)
             if KIND != 0:
@@ -129,13 +129,13 @@ def join_grads(
         )
 
 
-@triton.jit(do_not_specialize=["parts", "pieces"])
+@triton.jit(do_not_specialize=["parts", "per_segment"])
 def prefix_states(
-    top0, total0, memory0, top, total, memory, top_out, total_out, memory_out, parts, pieces,
+    top0, total0, memory0, top, total, memory, top_out, total_out, memory_out, parts, per_segment,
     DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """States before each of `parts` + 1 segments from those of the segments' pieces (None: there is
-    but one segment): one program for BC rows of the memory."""
+    """States before each of `parts` + 1 segments from those of their splits (None: there is but one
+    segment): one program for BC rows of the memory."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     row = tl.program_id(1) * BC + tl.arange(0, BC)
     inside, lead, c = row < HALVES * DIM, row < DIM, row % DIM
@@ -151,12 +151,12 @@ def prefix_states(
     tl.store(total_out + states * DIM + c, sm, lead)
     tl.store(memory_out + states * (HALVES * DIM * VDIM) + tile, m, here)
     if top is not None:
-        own = parts * pieces
-        for first in range(0, own, AT_ONCE):
+        count = parts * per_segment
+        for first in range(0, count, AT_ONCE):
             refs, sums, tiles = (), (), ()
             for i in tl.static_range(AT_ONCE):
                 s = zero + first + i
-                at, there = bh * own + s, inside & (s < own)
+                at, there = bh * count + s, inside & (s < count)
                 refs += (tl.load(top + at * DIM + c, mask=there, other=-INFINITE),)
                 sums += (tl.load(total + at * DIM + c, mask=there, other=0.0),)
                 x = memory + at[:, None] * (HALVES * DIM * VDIM) + tile
@@ -167,7 +167,7 @@ def prefix_states(
                 best, sm = high, fall * sm + w * sums[i]
                 m = fall[:, None] * m + w[:, None] * tiles[i]
                 s = zero + first + i + 1
-                to, there = states + s // pieces, (s <= own) & (s % pieces == 0)
+                to, there = states + s // per_segment, (s <= count) & (s % per_segment == 0)
                 tl.store(top_out + (to + bh) * DIM + c, best, lead & there)
                 tl.store(total_out + to * DIM + c, sm, lead & there)
                 x = memory_out + to[:, None] * (HALVES * DIM * VDIM) + tile
@@ -188,13 +188,13 @@ def suffix_grads(
     tile, here = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
     states = top + bh * (parts + 1) * DIM + c
     ref_after = tl.load(states + parts * DIM, mask=inside, other=-INFINITE)
-    known = ref_after > -INFINITE  # a channel that has seen no token has no memory
+    filled = ref_after > -INFINITE  # a channel that has seen no token has no memory
     after, m = tl.zeros((BC,), tl.float32), tl.zeros((BC, BV), tl.float32)
     if dtotal is not None:
-        after -= tl.where(known, tl.load(dtotal + bh * DIM + c, mask=inside, other=0.0), 0.0)
+        after -= tl.where(filled, tl.load(dtotal + bh * DIM + c, mask=inside, other=0.0), 0.0)
     if dmemory is not None:
         m = tl.load(dmemory + bh * (HALVES * DIM * VDIM) + tile, mask=here, other=0.0)
-        m = tl.where(known[:, None], m, 0.0)
+        m = tl.where(filled[:, None], m, 0.0)
     zero, end = tl.zeros((BC,), tl.int32), bh * parts + parts - 1
     tl.store(dsum_out + end * DIM + c, after, lead)
     tl.store(dmemory_out + end * (HALVES * DIM * VDIM) + tile, m, here)
@@ -214,9 +214,9 @@ def suffix_grads(
         for i in tl.static_range(AT_ONCE):
             s = zero + parts - 1 - back - i
             ref = tl.where(s >= 0, refs[i], ref_after)
-            known, fall = ref > -INFINITE, weight(ref, ref_after)
-            after = fall * after + tl.where(known, sums[i], 0.0)
-            m = fall[:, None] * m + tl.where(known[:, None], tiles[i], 0.0)
+            filled, fall = ref > -INFINITE, weight(ref, ref_after)
+            after = fall * after + tl.where(filled, sums[i], 0.0)
+            m = fall[:, None] * m + tl.where(filled[:, None], tiles[i], 0.0)
             ref_after = ref
             at, there = bh * parts + s - 1, s > 0
             tl.store(dsum_out + at * DIM + c, after, lead & there)

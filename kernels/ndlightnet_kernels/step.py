@@ -14,13 +14,13 @@ from ndlightnet_kernels.position import Position
 from ndlightnet_kernels.tiles import arguments, cdiv, pad, silu, weight
 
 
-@triton.jit(do_not_specialize=["heads", "own", *phases.SIZES])
+@triton.jit(do_not_specialize=["heads", "per_head", *phases.SIZES])
 def _step(
-    q, k, v, top, total, memory, theta, start, out, top_out, total_out, memory_out,
-    heads, own, n1, n2, n3, n4, n5, n6, n7, prefix, each, DIM: tl.constexpr, VDIM: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr,
-    OFFSET: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr, AXES: tl.constexpr,
-    PREFIX: tl.constexpr,
+    q, k, v, top, total, memory, theta, offset, out, top_out, total_out, memory_out,
+    heads, per_head, n1, n2, n3, n4, n5, n6, n7, prefix, each,
+    DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr, TOTAL: tl.constexpr,
+    WIDE: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr,
 ):  # fmt: skip
     bh = tl.program_id(0).to(tl.int64)
     c, vc = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
@@ -44,21 +44,9 @@ def _step(
         t = tl.zeros((1,), tl.int32)
         sizes = (n1, n2, n3, n4, n5, n6, n7)
         freqs = slot_frequencies(
-            theta,
-            start,
-            None,
-            bh // heads,
-            each,
-            prefix,
-            bh % heads * own,
-            sizes,
-            c,
-            KIND,
-            AXES,
-            SLOTS,
-            OFFSET,
-            TOTAL,
-        )
+            theta, offset, None, bh // heads, each, prefix, bh % heads * per_head, sizes, c, KIND,
+            AXES, SLOTS, OFFSET, TOTAL,
+        )  # fmt: skip
         at_axis = coordinates(freqs, t, AXES, TOTAL, PREFIX)
         cos, sin = cos_sin(freqs, at_axis, WIDE)
         cos, sin = tl.max(cos, 0), tl.max(sin, 0)  # of the one row

@@ -29,37 +29,37 @@ def dense(b, h, t, col, length, heads, DIM: tl.constexpr):
 
 
 @triton.jit
-def item(items, part):
+def split_at(splits, part):
     """A part of a pack: sample, place among all parts in order of samples, first token and the one
     after the last, and the sample's first token."""
-    at = items + part * 5
+    at = splits + part * 5
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
 
 
 @triton.jit
-def part_at(items, part, b, bh, h, heads, span, length, prefix):
+def part_at(splits, part, b, bh, h, heads, span, length, prefix):
     """Sample of a part, its place among all parts, first token and the one after the last, tokens
     in front of the sample's grid, and its State."""
-    if items is None:
+    if splits is None:
         return b, part, part * span, min(part * span + span, length), prefix, bh
     else:
-        row, slot, begin, end, base = item(items, part)
+        row, slot, begin, end, base = split_at(splits, part)
         return row, slot, begin, end, base, row * heads + h
 
 
 @triton.jit
-def tokens_seen(keep, b, t, end, length, MASKED: tl.constexpr):
+def valid_tokens(mask, b, t, end, length, MASKED: tl.constexpr):
     """Which tokens are before `end` and not padding."""
-    seen = t < end
+    valid = t < end
     if MASKED:
-        seen = seen & (tl.load(keep + b * length + t, mask=seen, other=0) != 0)
-    return seen
+        valid = valid & (tl.load(mask + b * length + t, mask=valid, other=0) != 0)
+    return valid
 
 
 @triton.jit
-def load(ptr, b, h, t, c, seen, sb, st, sh, DIM: tl.constexpr, UNIT: tl.constexpr):
+def load(ptr, b, h, t, c, valid, sb, st, sh, DIM: tl.constexpr, UNIT: tl.constexpr):
     """A tile, 0 where there is nothing to see."""
-    here = seen[:, None] & (c < DIM)[None, :]
+    here = valid[:, None] & (c < DIM)[None, :]
     return tl.load(address(ptr, b, h, t, c, sb, st, sh, UNIT), mask=here, other=0.0)
 
 
@@ -73,9 +73,9 @@ def load_keys(k, b, h, t, kc, end, skb, skt, skh, DIM: tl.constexpr, UNIT: tl.co
 
 
 @triton.jit
-def hide(x, seen):
-    """Logits without those of tokens that are not seen."""
-    return tl.where(seen[:, None], x, float("-inf"))
+def hide(x, valid):
+    """Logits without those of padding and of tokens beyond the end."""
+    return tl.where(valid[:, None], x, float("-inf"))
 
 
 @triton.jit
@@ -213,9 +213,9 @@ def operand(x: Tensor) -> dict[str, Any]:
     return {"OPERAND": tl.float32, "PRECISION": "tf32" if x.dtype == torch.float16 else "tf32x3"}
 
 
-def flags(keep: Tensor | None) -> Tensor | None:
+def flags(mask: Tensor | None) -> Tensor | None:
     """A mask as bytes."""
-    return None if keep is None else keep.contiguous().view(torch.uint8)
+    return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
 def scratch(like: Tensor, *shape: int) -> Tensor:
@@ -265,10 +265,10 @@ def arguments(where: Position, x: Tensor) -> dict[str, Any]:
     if where.shapes is not None:
         axes = where.shapes.shape[1]
     return {
-        "own": int(theta is not None and theta.shape[0] > 1),
+        "per_head": int(theta is not None and theta.shape[0] > 1),
         **dict(zip(phases.SIZES, [*sizes, where.prefix, each], strict=True)),
         "KIND": KINDS[where.kind], "AXES": axes,
-        "PREFIX": where.prefix > 0 or where.items is not None,
+        "PREFIX": where.prefix > 0 or where.splits is not None,
         "SLOTS": slots, "OFFSET": where.sizes[2], "TOTAL": where.sizes[3] or slots,
         # tokens in front of a grid that starts elsewhere are far from its first cell
         "WIDE": x.dtype == torch.float32 or (where.offset is not None and where.prefix > 0),

@@ -15,10 +15,10 @@ from ndlightnet.layout.grid import Grid
 
 class Lines(NamedTuple):
     """Lines along one axis, of samples of like lengths. table (lines, 3) int32: first token, step
-    from token to token, length; `most`: a power of two that no length exceeds."""
+    from token to token, length; `longest`: a power of two that no length exceeds."""
 
     axis: int
-    most: int
+    longest: int
     table: Tensor
 
 
@@ -47,7 +47,7 @@ class Ragged(Layout):
     def __repr__(self) -> str:
         return f"Ragged({self.shapes})"
 
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def cached(self, key: Any, make: Callable[[], Any]) -> Any:
         """The result of `make`, cached under this key."""
         if key not in self._made:
             self._made[key] = make()
@@ -75,7 +75,7 @@ class Ragged(Layout):
         return len(self)
 
     def spread_samples(self, values: Tensor) -> Tensor:
-        return values[self.owners(values.device)][None]
+        return values[self.sample_of_token(values.device)][None]
 
     def pool(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         exact = x[0].to(torch.promote_types(x.dtype, torch.float32))
@@ -88,7 +88,7 @@ class Ragged(Layout):
 
     def _sum(self, x: Tensor) -> Tensor:
         """(length, ...) -> (samples, ...)."""
-        return x.new_zeros(len(self), *x.shape[1:]).index_add(0, self.owners(x.device), x)
+        return x.new_zeros(len(self), *x.shape[1:]).index_add(0, self.sample_of_token(x.device), x)
 
     def map_samples(self, function: Callable[..., Tensor], *xs: Tensor | None) -> Tensor:
         parts = [[None] * len(self) if x is None else x.split(self.lengths, 1) for x in xs]
@@ -102,9 +102,9 @@ class Ragged(Layout):
         for group in self.lines(x.device):
             if group.axis == axis:
                 first, step, size = group.table.long()[:, :, None].unbind(1)
-                at = torch.arange(group.most, device=x.device)
+                at = torch.arange(group.longest, device=x.device)
                 token = torch.where(at < size, first + at * step, self.length).flatten()
-                lines = source.index_select(0, token).unflatten(0, (-1, group.most))
+                lines = source.index_select(0, token).unflatten(0, (-1, group.longest))
                 total = total.index_copy(0, token, function(lines).flatten(0, 1))
         return total[None, :-1]
 
@@ -115,40 +115,42 @@ class Ragged(Layout):
             for (a, b), shape in zip(pairwise(self.offsets), self.shapes, strict=True)
         ]
 
-    def owners(self, device: torch.device) -> Tensor:
+    def sample_of_token(self, device: torch.device) -> Tensor:
         """The sample of every token, (length,) int64."""
 
         def make() -> Tensor:
             rows = torch.arange(len(self), device=device)
             return rows.repeat_interleave(self.sizes(device), output_size=self.length)
 
-        made: Tensor = self.once(("owners", device), make)
+        made: Tensor = self.cached(("sample_of_token", device), make)
         return made
 
     def sizes(self, device: torch.device) -> Tensor:
         """Tokens of every sample, (samples,) int64."""
-        made: Tensor = self.once(
+        made: Tensor = self.cached(
             ("sizes", device), lambda: torch.tensor(self.lengths, device=device)
         )
         return made
 
     def frames(self, device: torch.device) -> tuple[Ragged, Tensor, int]:
         """The frames of all samples (steps of the first axis) as samples of their own; where each
-        lies in a padded table of frames, sample * most + frame; and `most`, the most of a sample.
+        lies in a padded table of frames, sample * longest + frame; and `longest`, the most of a
+        sample.
         """
 
         def make() -> tuple[Ragged, Tensor, int]:
-            most = max(shape[0] for shape in self.shapes)
+            longest = max(shape[0] for shape in self.shapes)
             shapes = [(1, *shape[1:]) for shape in self.shapes for _ in range(shape[0])]
-            at = [row * most + i for row, shape in enumerate(self.shapes) for i in range(shape[0])]
-            return Ragged(shapes), torch.tensor(at, device=device), most
+            frames = [shape[0] for shape in self.shapes]
+            at = [row * longest + i for row, n in enumerate(frames) for i in range(n)]
+            return Ragged(shapes), torch.tensor(at, device=device), longest
 
-        made: tuple[Ragged, Tensor, int] = self.once(("frames", device), make)
+        made: tuple[Ragged, Tensor, int] = self.cached(("frames", device), make)
         return made
 
     def lines(self, device: torch.device) -> list[Lines]:
         """The lines along every axis, in groups of like lengths (at least 16, twice that, ...)."""
-        made: list[Lines] = self.once(("lines", device), lambda: self._lines(device))
+        made: list[Lines] = self.cached(("lines", device), lambda: self._lines(device))
         return made
 
     def _lines(self, device: torch.device) -> list[Lines]:

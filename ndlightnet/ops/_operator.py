@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._compile import _disable_dynamo
 
-from ndlightnet.ops._once import once
+from ndlightnet.ops._once_differentiable import once_differentiable
 
 LIBRARY = torch.library.Library("ndlightnet", "FRAGMENT")
 
@@ -41,7 +41,7 @@ class Operator:
         self.function: Any = None
         if setup is None or backward is None:
             return
-        backward, save, overload = once(backward), setup, self.overload
+        backward, save, overload = once_differentiable(backward), setup, self.overload
         torch.library.register_autograd(
             f"ndlightnet::{name}", backward, setup_context=_positional(setup), lib=LIBRARY
         )

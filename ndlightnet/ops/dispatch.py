@@ -123,8 +123,8 @@ def supported(
     of all needs a gradient, a kernel must have one. A Support is true, or false with a `reason`.
     """
     if "triton" not in OPERATIONS.get(operation, ()):
-        known = (name for name, has in OPERATIONS.items() if "triton" in has)
-        raise ValueError(f"operation={operation!r}: expected one of {', '.join(known)}")
+        operations = (name for name, has in OPERATIONS.items() if "triton" in has)
+        raise ValueError(f"operation={operation!r}: expected one of {', '.join(operations)}")
     if reason := _device_reason(x.device):
         return Support(reason)
     if x.dtype not in DTYPES or (v is not None and v.dtype != x.dtype):
@@ -146,9 +146,9 @@ def supported(
         given = (x, v, *others, lrpe and lrpe.theta)
         if any(one is not None and one.requires_grad for one in given):
             return Support("a gradient: the kernel of a step has no backward; use torch.no_grad()")
-    wide = max(x.shape[-1], 0 if v is None else v.shape[-1])
-    if wide > MOST_CHANNELS:
-        return Support(f"{wide} channels a head: expected {MOST_CHANNELS} or fewer")
+    head_dim = max(x.shape[-1], 0 if v is None else v.shape[-1])
+    if head_dim > MOST_CHANNELS:
+        return Support(f"{head_dim} channels a head: expected {MOST_CHANNELS} or fewer")
     if lrpe is not None and lrpe.kind == "rotary":
         if operation in ("causal_attention", "axis_causal_attention", "attention_step"):
             return Support(f"kind='rotary' in {operation}: expected 'cosine' or no lrpe")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.ops._once import once_through
+from ndlightnet.ops._once_differentiable import once_differentiable_inputs
 from ndlightnet.ops.dispatch import Support
 
 OPERATIONS = ("gated_linear_attention", "gated_delta_rule")
@@ -32,8 +32,8 @@ def supports(
         return Support("flash-linear-attention is not installed: pip install 'ndlightnet[fla]'")
     if k.dtype not in (torch.bfloat16, torch.float16) or v.dtype != k.dtype:
         return Support(f"{k.dtype} and {v.dtype}: expected bfloat16 or float16 for both")
-    if (wide := max(k.shape[-1], v.shape[-1])) > MOST_CHANNELS:
-        return Support(f"{wide} channels a head: expected {MOST_CHANNELS} or fewer")
+    if (head_dim := max(k.shape[-1], v.shape[-1])) > MOST_CHANNELS:
+        return Support(f"{head_dim} channels a head: expected {MOST_CHANNELS} or fewer")
     one = decay is not None and decay.shape[-1] == 1
     given = (k, v, *others) if decay is None else (k, v, decay, *others)
     learnt = torch.is_grad_enabled() and any(x.requires_grad for x in given)
@@ -60,7 +60,7 @@ def _call(module: str, name: str, *args: Any, **more: Any) -> tuple[Tensor, Tens
 def gated_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    q, k, v, decay, state = once_through(q, k, v, decay, state)
+    q, k, v, decay, state = once_differentiable_inputs(q, k, v, decay, state)
     q, k, v = (x.contiguous() for x in (q, k, v))
     if decay is None or decay.shape[-1] == 1:
         g = None if decay is None else decay[..., 0].contiguous()
@@ -71,7 +71,7 @@ def gated_linear_attention(
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    q, k, v, beta, decay, state = once_through(q, k, v, beta, decay, state)
+    q, k, v, beta, decay, state = once_differentiable_inputs(q, k, v, beta, decay, state)
     q, k, v, beta = (x.contiguous() for x in (q, k, v, beta))
     if decay is None:
         return _call("delta_rule", "chunk_delta_rule", q, k, v, beta=beta, initial_state=state)

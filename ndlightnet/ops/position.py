@@ -95,34 +95,35 @@ def tables(lrpe: Position, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
             f"theta of shape {tuple(theta.shape)}: expected (heads or 1, {slots}) "
             f"for kind={lrpe.kind!r} and head dim {dim}"
         )
-    own = [s for s in (*offset, *(lrpe.origin or ())) if isinstance(s, Tensor) and s.ndim]
+    rowwise = [s for s in (*offset, *(lrpe.origin or ())) if isinstance(s, Tensor) and s.ndim]
 
     def row(first: int | Tensor) -> int | Tensor:
         if not isinstance(first, Tensor):
             return first
-        return first.to(theta.device).reshape(1, -1) if own else first.to(theta.device)
+        return first.to(theta.device).reshape(1, -1) if rowwise else first.to(theta.device)
 
     parts, front = [], []
     split = theta.to(finest(theta.device)).split(groups(slots, grid.ndim), dim=-1)
     for axis, part in enumerate(split):
         origin = row(lrpe.origin[axis]) if lrpe.origin else None
-        place = torch.arange(grid.shape[axis], device=theta.device)
-        place = (place[:, None] if own else place) + row(offset[axis])  # (n, batch or 1) or (n,)
-        parts.append(_angles(place, origin, part))
-        front.append(_angles(place.new_zeros(1, *place.shape[1:]), origin, part))
+        coordinate = torch.arange(grid.shape[axis], device=theta.device)
+        coordinate = coordinate[:, None] if rowwise else coordinate
+        coordinate = coordinate + row(offset[axis])  # (n, batch or 1) or (n,)
+        parts.append(_angles(coordinate, origin, part))
+        front.append(_angles(coordinate.new_zeros(1, *coordinate.shape[1:]), origin, part))
 
     def over_grid(function: Callable[[Tensor], Tensor]) -> Tensor:
-        seen = [grid.spread(function(p).to(dtype), axis) for axis, p in enumerate(parts)]
-        ahead = [function(p).to(dtype) for p in front]
-        if own:
-            rows = own[0].shape[0]
-            seen = [x.expand(*grid.shape, rows, *x.shape[-2:]).movedim(-3, 0) for x in seen]
-            ahead = [x.expand(1, rows, *x.shape[-2:]).movedim(-3, 0) for x in ahead]
-        lead = seen[0].shape[: 1 if own else 0]
-        whole = torch.cat(seen, dim=-1).reshape(*lead, grid.length, theta.shape[0], slots)
+        angles = [grid.spread(function(p).to(dtype), axis) for axis, p in enumerate(parts)]
+        prefix_angles = [function(p).to(dtype) for p in front]
+        if rowwise:
+            rows = rowwise[0].shape[0]
+            angles = [x.expand(*grid.shape, rows, *x.shape[-2:]).movedim(-3, 0) for x in angles]
+            prefix_angles = [x.expand(1, rows, *x.shape[-2:]).movedim(-3, 0) for x in prefix_angles]
+        lead = angles[0].shape[: 1 if rowwise else 0]
+        whole = torch.cat(angles, dim=-1).reshape(*lead, grid.length, theta.shape[0], slots)
         if lrpe.prefix == 0:
             return whole
-        still = torch.cat(ahead, dim=-1).expand(*lead, lrpe.prefix, theta.shape[0], slots)
+        still = torch.cat(prefix_angles, dim=-1).expand(*lead, lrpe.prefix, theta.shape[0], slots)
         return torch.cat([still, whole], dim=-3)
 
     cos, sin = over_grid(torch.cos), over_grid(torch.sin)
@@ -133,13 +134,13 @@ def tables(lrpe: Position, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return cos, sin
 
 
-def _angles(place: Tensor, origin: int | Tensor | None, part: Tensor) -> Tensor:
+def _angles(coordinate: Tensor, origin: int | Tensor | None, part: Tensor) -> Tensor:
     """place * part, in the dtype of `part`; in the gradient places count from `origin`."""
     if origin is None:
-        return place.to(part.dtype)[..., None, None] * part
+        return coordinate.to(part.dtype)[..., None, None] * part
     fixed = part.detach()
-    count = (place - origin).to(part.dtype)[..., None, None]
-    return place.to(part.dtype)[..., None, None] * fixed + count * (part - fixed)
+    count = (coordinate - origin).to(part.dtype)[..., None, None]
+    return coordinate.to(part.dtype)[..., None, None] * fixed + count * (part - fixed)
 
 
 def relative(lrpe: Position | None) -> Position | None:
@@ -181,13 +182,13 @@ class _OffsetGradient(torch.autograd.Function):
         exact, slots = finest(theta.device), theta.shape[-1]
         cos, sin = memory.to(exact).chunk(2, -2)
         dcos, dsin = dmemory.to(exact).chunk(2, -2)
-        pull = (cos * dsin - sin * dcos).sum(-1)
-        if pull.shape[-1] != slots:  # pairs; an odd channel out does not turn
-            pull = pull[..., :slots] + pull[..., slots : 2 * slots]
+        grad_angle = (cos * dsin - sin * dcos).sum(-1)
+        if grad_angle.shape[-1] != slots:  # pairs; an odd channel out does not turn
+            grad_angle = grad_angle[..., :slots] + grad_angle[..., slots : 2 * slots]
         shares = zip(origin.unbind(1), groups(slots, origin.shape[1]), strict=True)
         far = torch.cat([x[:, None].expand(-1, n) for x, n in shares], 1).to(exact)
-        far = far.reshape(len(far), *[1] * (pull.ndim - 2), slots)
-        dtheta = ctx.sign * (far * pull).flatten(0, -3).sum(0).sum_to_size(theta.shape)
+        far = far.reshape(len(far), *[1] * (grad_angle.ndim - 2), slots)
+        dtheta = ctx.sign * (far * grad_angle).flatten(0, -3).sum(0).sum_to_size(theta.shape)
         return dmemory, dtheta.to(theta.dtype), None, None
 
 

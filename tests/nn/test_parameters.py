@@ -26,8 +26,8 @@ OLD_NAMES = {
     "GatedDeltaNet": {"A_log": "log_rate", "dt_bias": "shift"},
     "KimiDeltaAttention": {"A_log": "log_rate", "dt_bias": "shift"},
     "Mamba": {"dt_bias": "shift"},
-    "S4": {"A_log": "log_rate", "A_imag": "turn"},
-    "S5": {"A_log": "log_rate", "A_imag": "turn"},
+    "S4": {"A_log": "log_rate", "A_imag": "turn", "log_dt": "log_step"},
+    "S5": {"A_log": "log_rate", "A_imag": "turn", "log_dt": "log_step"},
 }
 
 

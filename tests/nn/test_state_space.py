@@ -30,16 +30,16 @@ def tokens(*shape):
     return torch.randn(2, *shape, DIM, dtype=torch.float64)
 
 
-def zero_order_hold(m, log_step):
+def zero_order_hold(m, log_dt):
     """exp(dt a), and the integral of exp(a t) over a step."""
     a = torch.complex(-m.A_log.exp(), m.A_imag)
-    dt = log_step.exp()
+    dt = log_dt.exp()
     return (dt * a).exp(), ((dt * a).exp() - 1) / a
 
 
 def two_sided(m):
     """The kernel (lags, channels) of an S4 from its parameters."""
-    f, gain = zero_order_hold(m, m.log_step[:, None])
+    f, gain = zero_order_hold(m, m.log_dt[:, None])
     c = torch.view_as_complex(m.C) * gain
     lag = torch.arange(N)[:, None, None]
     return 2 * (c * f**lag).sum(-1).real
@@ -59,7 +59,7 @@ def test_s4_is_a_convolution_a_channel(close, dim):
 
 def test_s5_is_one_system_of_all_channels(close):
     m, x = build(KINDS["S5"]), tokens(N)
-    f, gain = zero_order_hold(m, m.log_step)
+    f, gain = zero_order_hold(m, m.log_dt)
     b, c = torch.view_as_complex(m.B) * gain, torch.view_as_complex(m.C)
     reads = []
     for way in (x, x.flip(1)):
@@ -81,7 +81,7 @@ def test_s5_is_a_matrix_memory_with_an_input_of_ones(close):
     """Memory (2 pairs, 1), e_t = B u_t, i = 1, f a rotation that shrinks; s a row of C for every
     channel."""
     m, x = build(KINDS["S5"]), tokens(N)
-    f, gain = zero_order_hold(m, m.log_step)
+    f, gain = zero_order_hold(m, m.log_dt)
     e = torch.view_as_real(x.to(f.dtype) @ (torch.view_as_complex(m.B) * gain)).flatten(-2)
     s = torch.view_as_real(2 * torch.view_as_complex(m.C).conj()).flatten(-2)
     turn = torch.block_diag(*(torch.stack([z.real, -z.imag, z.imag, z.real]).reshape(2, 2)
@@ -218,7 +218,7 @@ def test_s4_and_s5_start_from_legs_in_a_network(close):
         m, expected = first_mixer(kind, 48), legs(64)[0]
         assert (m.A_log == torch.tensor(0.5).log()).all()
         close(m.A_imag.data, expected.imag.float().expand_as(m.A_imag), 1e-6)
-        assert between(m.log_step, math.log(1e-3), math.log(0.1))
+        assert between(m.log_dt, math.log(1e-3), math.log(0.1))
         # of a mean of 48 squares 0.2 is one standard deviation, of the 1,500 pairs below 0.03
         assert abs(m.D.square().mean() - 1) < 0.8
         assert abs(m.C.square().sum(-1).mean() / (1 if kind is S4 else 2 / 64) - 1) < 0.15

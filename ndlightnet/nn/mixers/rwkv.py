@@ -73,7 +73,7 @@ class RWKV4(Recurrent):
 
     def initial_memory(self, batch: int, device: torch.device | str | None) -> Tensor:
         dtype = accumulator(self.decay)
-        return wkv.nothing(batch, self.width, dtype, device)
+        return wkv.empty(batch, self.width, dtype, device)
 
 
 def token_shift(z: Tensor, mix: Tensor) -> Tensor:

@@ -28,24 +28,24 @@ class S4(Recurrent):
     """
 
     undecayed = ("A_log", "A_imag")
-    renamed = (("log_rate", "A_log"), ("turn", "A_imag"))
+    renamed = (("log_rate", "A_log"), ("turn", "A_imag"), ("log_step", "log_dt"))
 
     def __init__(self, dim: int, state: int = 64, *, scan: Scan = "both") -> None:
         super().__init__(scan)
         self.width = dim
-        poles, _ = ssm.legs(state)
-        self.A_log = nn.Parameter((-poles.real).log().float().repeat(dim, 1))
-        self.A_imag = nn.Parameter(poles.imag.float().repeat(dim, 1))
-        self.log_step = nn.Parameter(torch.empty(dim).uniform_(math.log(1e-3), math.log(0.1)))
+        eigenvalues, _ = ssm.legs(state)
+        self.A_log = nn.Parameter((-eigenvalues.real).log().float().repeat(dim, 1))
+        self.A_imag = nn.Parameter(eigenvalues.imag.float().repeat(dim, 1))
+        self.log_dt = nn.Parameter(torch.empty(dim).uniform_(math.log(1e-3), math.log(0.1)))
         self.C = nn.Parameter(torch.randn(dim, state // 2, 2) / math.sqrt(2))  # real, imaginary
         self.D = nn.Parameter(torch.randn(dim))
         self.out_proj = nn.Linear(dim, 2 * dim, bias=False)
 
     def system(self) -> tuple[Tensor, Tensor]:
         """dt a and the weights of the states, expm1(dt a) / a C: (dim, state / 2), complex128."""
-        log_step = self.log_step[:, None]
-        z = ssm.discretize(self.A_log, self.A_imag, log_step)
-        step = log_step.double().exp()
+        log_dt = self.log_dt[:, None]
+        z = ssm.discretize(self.A_log, self.A_imag, log_dt)
+        step = log_dt.double().exp()
         return z, step * ssm.zero_order_hold(z) * torch.view_as_complex(self.C.double())
 
     def inputs(self, z: Tensor, mask: Tensor | None) -> Tensor:

@@ -30,16 +30,16 @@ class S5(Recurrent):
     """
 
     undecayed = ("A_log", "A_imag")
-    renamed = (("log_rate", "A_log"), ("turn", "A_imag"))
+    renamed = (("log_rate", "A_log"), ("turn", "A_imag"), ("log_step", "log_dt"))
 
     def __init__(self, dim: int, state: int = 64, *, scan: Scan = "both") -> None:
         super().__init__(scan)
         self.width = dim
-        poles, vectors = ssm.legs(state)
-        self.A_log = nn.Parameter((-poles.real).log().float())
-        self.A_imag = nn.Parameter(poles.imag.float())
+        eigenvalues, vectors = ssm.legs(state)
+        self.A_log = nn.Parameter((-eigenvalues.real).log().float())
+        self.A_imag = nn.Parameter(eigenvalues.imag.float())
         step = torch.empty(state // 2).uniform_(math.log(1e-3), math.log(0.1))
-        self.log_step = nn.Parameter(step)
+        self.log_dt = nn.Parameter(step)
         vectors = vectors.to(torch.complex64)
         # normal in the coordinates of HiPPO, then in those of its eigenvectors; real, imaginary
         b = torch.randn(dim, state) / math.sqrt(dim)
@@ -51,8 +51,8 @@ class S5(Recurrent):
 
     def system(self) -> tuple[Tensor, Tensor]:
         """exp(dt a) (state / 2,) and expm1(dt a) / a B (dim, state / 2), complex128."""
-        z = ssm.discretize(self.A_log, self.A_imag, self.log_step)
-        gain = self.log_step.double().exp() * ssm.zero_order_hold(z)
+        z = ssm.discretize(self.A_log, self.A_imag, self.log_dt)
+        gain = self.log_dt.double().exp() * ssm.zero_order_hold(z)
         return z.exp(), gain * torch.view_as_complex(self.B.double())
 
     def inputs(self, z: Tensor, mask: Tensor | None) -> Tensor:

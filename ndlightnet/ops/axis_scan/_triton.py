@@ -24,10 +24,10 @@ def of_grid() -> tuple[None, list[int]]:
 def of_samples(layout: Ragged, device: torch.device) -> tuple[Tensor, list[int]]:
     def make() -> tuple[Tensor, list[int]]:
         groups = layout.lines(device)
-        sizes = [n for axis, most, table in groups for n in (axis, most, len(table))]
+        sizes = [n for axis, longest, table in groups for n in (axis, longest, len(table))]
         return torch.cat([group.table for group in groups]), sizes
 
-    made: tuple[Tensor, list[int]] = layout.once(("all lines", device), make)
+    made: tuple[Tensor, list[int]] = layout.cached(("all lines", device), make)
     return made
 
 

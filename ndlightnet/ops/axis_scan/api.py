@@ -49,9 +49,9 @@ def axis_scan(
                 f"{grid.ndim} axes"
             )
     if layout is None:
-        flat, seen = grid.flatten(x), grid.flatten_mask(mask)
+        flat, tokens_mask = grid.flatten(x), grid.flatten_mask(mask)
         how: Any = {"layout": grid, "residual": residual, "impl": impl}
-        return grid.unflatten(axis_scan(flat, coef, log_decay, reverse, seen, **how))
+        return grid.unflatten(axis_scan(flat, coef, log_decay, reverse, tokens_mask, **how))
     ragged = isinstance(grid, Ragged)
     if x.ndim != 3 or x.shape[1] != grid.length or (ragged and x.shape[0] != 1):
         raise ValueError(f"x {tuple(x.shape)}: expected (batch, {grid.length}, dim) of {grid}")
@@ -61,7 +61,7 @@ def axis_scan(
     tables: tuple[Tensor | None, list[int]]
     if isinstance(grid, Ragged):
         cells, tables = x, _triton.of_samples(grid, x.device)
-        longest = x[:, : max(group.most for group in grid.lines(x.device))]
+        longest = x[:, : max(group.longest for group in grid.lines(x.device))]
     else:
         cells, tables = grid.unflatten(x), _triton.of_grid()
         longest = cells
@@ -69,8 +69,8 @@ def axis_scan(
     if chosen == "triton":
         back = (None, None) if reverse is None else tuple(w.float() for w in reverse)
         weights = (coef.float(), log_decay.float(), *back)
-        seen = mask if mask is None or cells is x else grid.unflatten(mask)
-        out: Tensor = _triton.scan(cells, *weights, seen, residual, *tables)
+        tokens_mask = mask if mask is None or cells is x else grid.unflatten(mask)
+        out: Tensor = _triton.scan(cells, *weights, tokens_mask, residual, *tables)
         return grid.flatten(out) if cells is not x else out
     # even NaN in the padding cannot leak
     source = x if mask is None else x.masked_fill(~mask[..., None], 0)

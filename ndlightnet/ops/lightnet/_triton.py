@@ -63,16 +63,16 @@ def of_samples(
 
     def make() -> tuple[Any, ...]:
         span = plans.tokens_per_split(layout.lengths, k, vdim, kind)
-        items, first = plans.split_table(layout.lengths, span)
-        tables = (torch.tensor(x, dtype=torch.int32) for x in (items, first, layout.shapes))
+        splits, first = plans.split_table(layout.lengths, span)
+        tables = (torch.tensor(x, dtype=torch.int32) for x in (splits, first, layout.shapes))
         return (*(x.to(k.device, non_blocking=True) for x in tables), span)
 
     key = ("parts", k.device, k.dtype, k.shape[1:], vdim, kind)
-    *tables, span = layout.once(key, make)
+    *tables, span = layout.cached(key, make)
     theta = None if lrpe is None else lrpe.theta
-    items, first, shapes = tables
+    splits, first, shapes = tables
     sizes = (0, span, 0, 0)
-    return Flat(theta, None if theta is None else offset, items, first, shapes, kind, sizes)
+    return Flat(theta, None if theta is None else offset, splits, first, shapes, kind, sizes)
 
 
 # ---------------------------------------------------------------------- what the operators share
@@ -113,8 +113,8 @@ def _save(ctx: Any, position: Sequence[Any], *tensors: Tensor | None) -> None:
 
 def _saved(ctx: Any) -> tuple[list[Any], Flat, bool]:
     """What was kept, and whether the angles have a gradient."""
-    *tensors, theta, offset, items, first, shapes = ctx.saved_tensors
-    where = Flat(theta, offset, items, first, shapes, ctx.kind, ctx.sizes)
+    *tensors, theta, offset, splits, first, shapes = ctx.saved_tensors
+    where = Flat(theta, offset, splits, first, shapes, ctx.kind, ctx.sizes)
     return tensors, where, theta is not None and ctx.needs_input_grad[-FIELDS]
 
 

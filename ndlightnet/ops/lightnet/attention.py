@@ -301,7 +301,7 @@ def attention_step(
         top, w = logit.detach(), _factors(k, lrpe)
         p = decay(logit, top)  # 1, with the gradient of exp(k); 0 for a logit of -inf
         f = p if w is None else tile(p, w.shape[-1], -1) * w[..., 0, :, :]
-        own = State(top, p, f[..., None] * value[..., None, :])
-        state = merge(offset_gradient(state, lrpe, -1), own)
+        token = State(top, p, f[..., None] * value[..., None, :])
+        state = merge(offset_gradient(state, lrpe, -1), token)
         y = parallel.read(_query(q, lrpe), state).to(q.dtype)
         return y[:, 0], offset_gradient(state, lrpe, 1)

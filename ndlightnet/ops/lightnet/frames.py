@@ -172,9 +172,9 @@ def axis_causal_attention(
         run: Any = _attend
         if torch.is_grad_enabled():
             run = partial(checkpoint, _attend, use_reentrant=False, preserve_rng_state=False)
-        outs, tokens, most = [], k.shape[1] // frames, max(1, round(frames**0.5))
-        for first in range(0, frames, most):
-            n = min(most, frames - first)
+        outs, tokens, group = [], k.shape[1] // frames, max(1, round(frames**0.5))
+        for first in range(0, frames, group):
+            n = min(group, frames - first)
             now = slice(first * tokens, (first + n) * tokens)
             part = (q[:, now], k[:, now], v[:, now], None if mask is None else mask[:, now])
             out, state = run(*part, _frames_from(lrpe, first, n), state, n, *how)
@@ -212,9 +212,9 @@ def _check_frames(
 def states_outweigh_tokens(k: Tensor, v: Tensor, lrpe: Position | None, tokens: int) -> bool:
     """Whether the State of a frame of so many tokens takes more memory than its q, k, v and
     output."""
-    dim, wide = k.shape[-1], v.shape[-1]
-    state = dim * wide * (1 if lrpe is None else 2) * accumulator(k).itemsize
-    return state > tokens * 2 * (dim + wide) * k.element_size()
+    dim, value_dim = k.shape[-1], v.shape[-1]
+    state = dim * value_dim * (1 if lrpe is None else 2) * accumulator(k).itemsize
+    return state > tokens * 2 * (dim + value_dim) * k.element_size()
 
 
 def decayed(states: State, forget: float | Tensor) -> State:
@@ -245,18 +245,19 @@ def _attend(
     state: State | None, frames: int, window: int | None, forget: float | Tensor, impl: Any,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """The form itself, for all frames at once."""
-    own, read = (_by_triton if impl == "triton" else _by_torch)(q, k, v, mask, lrpe, frames)
-    known = own = decayed(own, forget)
+    forms = _by_triton if impl == "triton" else _by_torch
+    frame_states, read = forms(q, k, v, mask, lrpe, frames)
+    all_states = frame_states = decayed(frame_states, forget)
     if state is not None:
         before = State(*(x[:, None] for x in state)) if window is None else state
-        known = State(*(torch.cat(pair, 1) for pair in zip(before, own, strict=True)))
-    seen = sliding_merge(known, window, impl)
+        all_states = State(*(torch.cat(pair, 1) for pair in zip(before, frame_states, strict=True)))
+    merged = sliding_merge(all_states, window, impl)
     # a slice of all frames would cost a copy in the backward pass
-    out = read(seen if state is None else State(*(x[:, -frames:] for x in seen)))
+    out = read(merged if state is None else State(*(x[:, -frames:] for x in merged)))
     if window is None:
-        last = State(*(x[:, -1].clone() for x in seen))
+        last = State(*(x[:, -1].clone() for x in merged))
     else:
-        last = _with_empty_before(known, max(0, window - 1 - known.max.shape[1]))
+        last = _with_empty_before(all_states, max(0, window - 1 - all_states.max.shape[1]))
         last = State(*(x[:, x.shape[1] - (window - 1) :].clone() for x in last))
     return out, _reweighted(last, -frames, forget)
 
@@ -272,9 +273,9 @@ def _by_torch(
     w, cut = _factors(k, lrpe), (frames, -1)
     if w is not None:
         w = w.unflatten(-3, cut)
-    own = parallel.summarize(k.unflatten(1, cut), v.unflatten(1, cut), w)
+    frame_states = parallel.summarize(k.unflatten(1, cut), v.unflatten(1, cut), w)
     f = _query(q, lrpe).unflatten(1, cut)
-    return own, lambda seen: parallel.read(f, seen).flatten(1, 2).to(q.dtype)
+    return frame_states, lambda merged: parallel.read(f, merged).flatten(1, 2).to(q.dtype)
 
 
 def _by_triton(
@@ -287,14 +288,14 @@ def _by_triton(
         return x.unflatten(1, (frames, -1)).flatten(0, 1)
 
     keep = None if mask is None else samples(mask)
-    own = _triton.summarize(samples(k), samples(v), keep, *where)
+    frame_states = _triton.summarize(samples(k), samples(v), keep, *where)
 
-    def read(seen: State) -> Tensor:
-        total, memory = seen.sum.flatten(0, 1), seen.memory.flatten(0, 1)
+    def read(merged: State) -> Tensor:
+        total, memory = merged.sum.flatten(0, 1), merged.memory.flatten(0, 1)
         out: Tensor = _triton.read(samples(q), total, memory, *where)
         return out.unflatten(0, (batch, frames)).flatten(1, 2)
 
-    return State(*(x.unflatten(0, (batch, frames)) for x in own)), read
+    return State(*(x.unflatten(0, (batch, frames)) for x in frame_states)), read
 
 
 def _ragged(
@@ -316,18 +317,18 @@ def _ragged(
             return axis_causal_attention(q, k, v, grid, **how)[0]
 
         return by_sample(alone, layout, q, k, v, mask, lrpe)
-    frames, at, most = layout.frames(k.device)
-    offset = torch.nn.functional.pad((at % most)[:, None], (0, layout.ndim - 1)).int()
+    frames, at, longest = layout.frames(k.device)
+    offset = torch.nn.functional.pad((at % longest)[:, None], (0, layout.ndim - 1)).int()
     where = _triton.of_samples(lrpe, frames, k, v.shape[-1], offset)
-    own = _triton.summarize(k, v, mask, *where)
+    frame_states = _triton.summarize(k, v, mask, *where)
 
     def padded(x: Tensor, fill: float) -> Tensor:
         """Of all frames -> (samples, most frames of one, ...), empty after a sample's last."""
-        table = x.new_full((len(layout) * most, *x.shape[1:]), fill).index_copy(0, at, x)
-        return table.unflatten(0, (len(layout), most))
+        table = x.new_full((len(layout) * longest, *x.shape[1:]), fill).index_copy(0, at, x)
+        return table.unflatten(0, (len(layout), longest))
 
-    states = State(*map(padded, own, (-torch.inf, 0.0, 0.0)))
-    seen = sliding_merge(decayed(states, forget), window, chosen)
-    _, total, memory = (x.flatten(0, 1).index_select(0, at) for x in seen)
+    states = State(*map(padded, frame_states, (-torch.inf, 0.0, 0.0)))
+    merged = sliding_merge(decayed(states, forget), window, chosen)
+    _, total, memory = (x.flatten(0, 1).index_select(0, at) for x in merged)
     out: Tensor = _triton.read(q, total, memory, *where)
     return out

@@ -73,8 +73,8 @@ def summarize(k: Tensor, v: Tensor, w: Tensor | None) -> State:
 
 def read(f: Tensor, state: State) -> Tensor:
     """Query features `(..., length, heads, rows)` on a memory; zero where nothing was seen."""
-    seen = state.sum > 0
-    inverse = torch.where(seen, 1 / torch.where(seen, state.sum, 1), 0)
+    filled = state.sum > 0
+    inverse = torch.where(filled, 1 / torch.where(filled, state.sum, 1), 0)
     memory = state.memory * tile(inverse, state.memory.shape[-2], -1)[..., None]
     return torch.einsum("...lhr,...hrd->...lhd", f, memory)
 
@@ -93,14 +93,14 @@ class _Causal:
         self.fall, self.key = decay(before(self.max, state.max), self.max), decay(k, self.max)
         self.sum = memories(self.fall, self.key.clone(), state.sum)
         self.inverse = torch.where(self.sum > 0, 1 / self.sum, 0)
-        qkv = (self.f * self.wide(self.inverse), self.weighted(self.wide(self.key)), v)
-        first, top = (-self.wide(x.clamp(min=LEAST)) for x in (state.max[:, None], self.max))
+        qkv = (self.f * self.upcast(self.inverse), self.weighted(self.upcast(self.key)), v)
+        first, top = (-self.upcast(x.clamp(min=LEAST)) for x in (state.max[:, None], self.max))
         g = to_chunks(top, acc)
         start = before(g[..., -1:, :], first.transpose(1, 2).flatten(0, 1))
         q, key, value = (to_chunks(x, acc) for x in qkv)
         self.chunks = Chunks(q, key, value, Decay.of_sums(g, start), state.memory)
 
-    def wide(self, x: Tensor) -> Tensor:
+    def upcast(self, x: Tensor) -> Tensor:
         return tile(x, self.rows, -1)
 
     def weighted(self, x: Tensor) -> Tensor:
@@ -135,12 +135,12 @@ def causal_gradients(
     dq, dk, dv, _, dfirst, diagonal = chunks.gradients(chunks.memories(), dy, dlast)
     dq, dk = dq + diagonal * chunks.k, dk + diagonal * chunks.q
     dq, dkey, dv = (from_chunks(x, c.f) for x in (dq, dk, dv))
-    df = dq * c.wide(c.inverse)
+    df = dq * c.upcast(c.inverse)
     dtotal = adjoints(c.fall, -fold(c.f * df, dim) * c.inverse, dsum.to(acc))
     dk = c.key * (fold(c.weighted(dkey), dim) + dtotal)
     dw = f.new_zeros(0, dtype=acc)
     if w is not None:
-        dw = reduce_to((dkey * c.wide(c.key))[:, :n], w)
+        dw = reduce_to((dkey * c.upcast(c.key))[:, :n], w)
     df, dk, dv = (x[:, :n].to(y.dtype) for x, y in ((df, f), (dk, k), (dv, v)))
     return df, dk, dv, dw, c.fall[:, 0] * dtotal[:, 0], dfirst.view_as(dmemory)
 

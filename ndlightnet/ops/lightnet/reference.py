@@ -19,11 +19,11 @@ from ndlightnet.ops.lightnet.state import State, decay, decay_rates, merge, rewe
 from ndlightnet.ops.position import Position, key_features, query_features
 
 
-def update(state: State, k: Tensor, v: Tensor, w: Tensor | None, seen: Tensor | None) -> State:
+def update(state: State, k: Tensor, v: Tensor, w: Tensor | None, valid: Tensor | None) -> State:
     """One token joins: k, v (batch, heads, ·), w (heads or 1, rows), seen (batch,) bool."""
     k, v = k.to(state.sum.dtype), v.to(state.sum.dtype)
-    if seen is not None:
-        hidden = ~seen[:, None, None]
+    if valid is not None:
+        hidden = ~valid[:, None, None]
         k, v = k.masked_fill(hidden, -torch.inf), v.masked_fill(hidden, 0)
     top = torch.maximum(state.max, k).detach()
     p, old = decay(k, top), decay(state.max, top)
@@ -56,8 +56,8 @@ def attention(
     w = None if lrpe is None else key_features(lrpe, k.shape[-1], phi.dtype)
     outputs = []
     for t in range(k.shape[1]):
-        seen = None if mask is None else mask[:, t]
-        state = update(state, k[:, t], v[:, t], None if w is None else w[..., t, :, :], seen)
+        valid = None if mask is None else mask[:, t]
+        state = update(state, k[:, t], v[:, t], None if w is None else w[..., t, :, :], valid)
         if causal:
             outputs.append(recall(f_q[:, t], state))
     return (torch.stack(outputs, 1) if causal else recall(f_q, state)), state
@@ -79,8 +79,10 @@ def frames(
     f_q = phi if lrpe is None else query_features(phi, lrpe)
     w = None if lrpe is None else key_features(lrpe, k.shape[-1], phi.dtype)
     fade = decay_rates(forget, k.device)
-    (batch, length, heads, dim), wide = k.shape, v.shape[-1]
-    empty = State.empty(batch, heads, dim, wide, lrpe is not None, dtype=phi.dtype, device=k.device)
+    (batch, length, heads, dim), value_dim = k.shape, v.shape[-1]
+    empty = State.empty(
+        batch, heads, dim, value_dim, lrpe is not None, dtype=phi.dtype, device=k.device
+    )
     past = [] if state is None else [state]
     if window is not None:
         past = [empty] * (window - 1)
@@ -88,11 +90,12 @@ def frames(
             past = [State(*(x[:, i] for x in state)) for i in range(window - 1)]
     outputs = []
     for tokens in torch.arange(length).chunk(n):
-        own = empty
+        frame_state = empty
         for t in tokens.tolist():
-            seen = None if mask is None else mask[:, t]
-            own = update(own, k[:, t], v[:, t], None if w is None else w[..., t, :, :], seen)
-        past = [*(reweighted(s, -fade) for s in past), own]
+            valid = None if mask is None else mask[:, t]
+            factors = None if w is None else w[..., t, :, :]
+            frame_state = update(frame_state, k[:, t], v[:, t], factors, valid)
+        past = [*(reweighted(s, -fade) for s in past), frame_state]
         if window is not None:
             past = past[-window:]
         whole = past[0]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops import fla
-from ndlightnet.ops._once import once
+from ndlightnet.ops._once_differentiable import once_differentiable
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.recurrence import memory
 from ndlightnet.ops.recurrence.chunks import (
@@ -105,7 +105,7 @@ class _Delta(torch.autograd.Function):
         return whole(from_chunks(y, v)), m[:, -1].view_as(state).clone()
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *given, m = ctx.saved_tensors
         with exact(m):
@@ -137,9 +137,9 @@ def _backward(
     written = written + dk + d.out(u @ dm.mT.to(work))
     dl = None
     if decay is not None:
-        own = c.q * dq.to(acc) + c.k * (read.to(acc) - written.to(acc))
-        dl = log_decay_gradient(decay, own, dm * m)
-    own = da.diagonal(dim1=-2, dim2=-1)[..., None]
-    dq, written = dq + own * c.k, written + own * c.q
+        diagonal = c.q * dq.to(acc) + c.k * (read.to(acc) - written.to(acc))
+        dl = log_decay_gradient(decay, diagonal, dm * m)
+    diagonal = da.diagonal(dim1=-2, dim2=-1)[..., None]
+    dq, written = dq + diagonal * c.k, written + diagonal * c.q
     grads = (from_chunks(x, given[2]) for x in (dq, read + written, dv))
     return (*grads, from_chunks(dbeta, beta)[..., 0], dl, dstate.view_as(state))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops import fla
-from ndlightnet.ops._once import once
+from ndlightnet.ops._once_differentiable import once_differentiable
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence import memory
@@ -67,7 +67,7 @@ def check(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected (batch, length, "
             "heads, dim) twice and (batch, length, heads, value_dim)"
         )
-    (batch, n, heads, dim), wide, acc = k.shape, v.shape[-1], accumulator(v)
+    (batch, n, heads, dim), value_dim, acc = k.shape, v.shape[-1], accumulator(v)
     decay = None
     if log_decay is not None:
         if log_decay.ndim != 4 or log_decay.shape[-1] not in (1, dim):
@@ -77,11 +77,11 @@ def check(
             )
         decay = log_decay.to(acc).clamp(min=floor_of(acc)).expand(batch, n, heads, -1)
     if state is None:
-        return decay, torch.zeros(batch, heads, dim, wide, dtype=acc, device=k.device)
-    if tuple(state.shape) != (batch, heads, dim, wide):
+        return decay, torch.zeros(batch, heads, dim, value_dim, dtype=acc, device=k.device)
+    if tuple(state.shape) != (batch, heads, dim, value_dim):
         raise ValueError(
             f"state {tuple(state.shape)}: expected (batch, heads, dim, value_dim), "
-            f"{(batch, heads, dim, wide)}"
+            f"{(batch, heads, dim, value_dim)}"
         )
     return decay, state.to(acc)
 
@@ -97,7 +97,7 @@ class _Gated(torch.autograd.Function):
         return whole(from_chunks(c.outputs(m), v)), m[:, -1].view_as(state).clone()
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (q, k, v, decay, state, m), (dy, dlast) = ctx.saved_tensors, grads
         with exact(q):

@@ -83,8 +83,8 @@ def _check(
             f"{tuple(inputs.shape)}: expected (batch, length, heads, dim) twice and (batch, length,"
             " heads, value_dim)"
         )
-    (batch, n, heads, dim), wide = expand.shape, inputs.shape[-1]
-    most = (batch, n, heads, dim, dim if matrix else wide)
+    (batch, n, heads, dim), value_dim = expand.shape, inputs.shape[-1]
+    most = (batch, n, heads, dim, dim if matrix else value_dim)
     least = (1, 1, 1, dim, dim) if matrix else (1,) * 5
     if forget.ndim != 5 or any(
         size not in pair for size, *pair in zip(forget.shape, least, most, strict=True)
@@ -97,10 +97,10 @@ def _check(
     if forget.is_complex() or (memory is not None and memory.is_complex()):
         kind = torch.complex128 if kind == torch.float64 else torch.complex64
     if memory is None:
-        return torch.zeros(batch, heads, dim, wide, dtype=kind, device=inputs.device)
-    if tuple(memory.shape) != (batch, heads, dim, wide):
+        return torch.zeros(batch, heads, dim, value_dim, dtype=kind, device=inputs.device)
+    if tuple(memory.shape) != (batch, heads, dim, value_dim):
         raise ValueError(
             f"memory {tuple(memory.shape)}: expected (batch, heads, dim, value_dim), "
-            f"{(batch, heads, dim, wide)}"
+            f"{(batch, heads, dim, value_dim)}"
         )
     return memory.to(kind)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.ops._once import once
+from ndlightnet.ops._once_differentiable import once_differentiable
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence.chunks import exact, whole
 from ndlightnet.ops.recurrence.scan import adjoints, memories
@@ -71,7 +71,7 @@ class _Selective(torch.autograd.Function):
         return whole(torch.cat(outputs, 1).to(u.dtype)), memory
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (u, delta, A, B, C, *starts), (dy, g_last) = ctx.saved_tensors, grads
         with exact(A):

@@ -36,7 +36,7 @@ def weighted_sums(
         )
     acc = accumulator(v)
     if memory is None:
-        memory = nothing(batch, channels, acc, k.device)
+        memory = empty(batch, channels, acc, k.device)
     if tuple(memory.shape) != (batch, 3, channels):
         raise ValueError(f"memory {tuple(memory.shape)}: expected {(batch, 3, channels)}")
     memory = memory.to(acc)
@@ -57,7 +57,7 @@ def _sums(m: Tensor, top: Tensor) -> Tensor:
     return torch.cat([m, top[..., None, :]], -2)
 
 
-def nothing(
+def empty(
     batch: int, channels: int, dtype: torch.dtype, device: torch.device | str | None
 ) -> Tensor:
     """The sums before the first token."""

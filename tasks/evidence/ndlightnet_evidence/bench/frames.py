@@ -93,7 +93,7 @@ def _same_frame(grid: tuple[int, ...]) -> Callable[..., Any]:
 
 
 def _same_sample(bench: Bench, layout: Ragged) -> Callable[..., Any]:
-    owner = layout.owners(bench.device)
+    owner = layout.sample_of_token(bench.device)
     return lambda b, h, q, kv: owner[q] == owner[kv]
 
 

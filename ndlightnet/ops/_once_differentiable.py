@@ -32,7 +32,7 @@ class _Final(torch.autograd.Function):
         )
 
 
-def once(backward: Backward) -> Backward:
+def once_differentiable(backward: Backward) -> Backward:
     """Of an operator's backward: to differentiate its results again raises RuntimeError.
 
     torch's once_differentiable does not do for that: its error lies on no way to the tensors that
@@ -63,12 +63,12 @@ class _Inputs(torch.autograd.Function):
         return tuple(None if x is None else x.view_as(x) for x in xs)
 
     @staticmethod
-    @once
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return grads
 
 
-def once_through(*xs: Any) -> tuple[Any, ...]:
+def once_differentiable_inputs(*xs: Any) -> tuple[Any, ...]:
     """The inputs, as they are, of an operator that does not say itself that its gradient cannot be
     differentiated again."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
