@@ -88,6 +88,24 @@ def _norm_gate_backward(
     tl.store(to + programs * DIM, tl.sum(db, 0), col < DIM)
 
 
+@triton.jit(do_not_specialize=["programs"])
+def _sum_partial(
+    partial, dweight, dbias, programs, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The gradients of weight (program_id(1) = 0) and bias: sums over programs."""
+    col, which = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(0, programs, ROWS):
+        row = first + tl.arange(0, ROWS)
+        at = (which * programs + row)[:, None] * DIM + col[None, :]
+        total += tl.load(partial + at, (row < programs)[:, None] & (col < DIM)[None, :], 0.0)
+    out = tl.sum(total, 0)
+    if which == 0:
+        tl.store(dweight + col, out.to(dweight.dtype.element_ty), col < DIM)
+    else:
+        tl.store(dbias + col, out.to(dbias.dtype.element_ty), col < DIM)
+
+
 def _plan(y: Tensor, eps: float) -> Launch:
     dim = y.shape[-1]
     rows, (height, block, warps) = y.numel() // dim, _tile(dim, *(NARROW if dim <= 512 else WIDE))
@@ -109,7 +127,7 @@ def norm_gate(
     return out, mean, rstd
 
 
-def _backward_plan(y: Tensor) -> tuple[Launch, int]:
+def _backward_plan(y: Tensor) -> tuple[Launch, Launch, int]:
     elements, warps, programs, stages = BACKWARD
     dim = y.shape[-1]
     rows, (height, block, warps) = y.numel() // dim, _tile(dim, elements, warps)
@@ -118,7 +136,11 @@ def _backward_plan(y: Tensor) -> tuple[Launch, int]:
         _norm_gate_backward, (programs,), rows=rows, DIM=dim, ROWS=height, BLOCK=block,
         STAGES=stages, num_warps=warps,
     )  # fmt: skip
-    return launch, programs
+    add = Launch(
+        _sum_partial, (cdiv(dim, 32), 2), programs=programs, DIM=dim, ROWS=128, BLOCK=32,
+        num_warps=8,
+    )  # fmt: skip
+    return launch, add, programs
 
 
 def norm_gate_backward(
@@ -127,11 +149,12 @@ def norm_gate_backward(
     """Gradients of y, u, weight and bias. Same bits at every call: partial sums, no atomics."""
     dout, y, u = dout.contiguous(), y.contiguous(), u.contiguous()
     dtypes = (dout.dtype, y.dtype, u.dtype, weight.dtype, bias.dtype)
-    launch, programs = remembered(
+    launch, add, programs = remembered(
         ("norm_gate_backward", y.device, dtypes, y.shape), lambda: _backward_plan(y)
     )
     dy, du = torch.empty_like(y), torch.empty_like(u)
     partial = y.new_empty((2, programs, y.shape[-1]), dtype=torch.float32)
     launch(dout, y, u, weight, bias, mean, rstd, dy, du, partial)
-    # two sums: an operator's outputs may not share memory
-    return dy, du, partial[0].sum(0).to(weight.dtype), partial[1].sum(0).to(bias.dtype)
+    dweight, dbias = torch.empty_like(weight), torch.empty_like(bias)
+    add(partial, dweight, dbias)
+    return dy, du, dweight, dbias

@@ -65,7 +65,7 @@ def merge_launch(
 ) -> Launch:
     """`merge_parts`, for memories of halves * dim rows and vdim columns."""
     halves, dim, vdim = sizes
-    some = max(1, 256 // pad(vdim))
+    some = max(1, 128 // pad(vdim))
     return remembered(
         ("merge", device, samples, parts, heads, sizes),
         lambda: Launch(

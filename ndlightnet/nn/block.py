@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, Layout
 from ndlightnet.nn.mixers.base import Mixer
+from ndlightnet.nn.projections import joins, joint_linear
+from ndlightnet.ops import swiglu
 
 
 class DropPath(nn.Module):
@@ -41,7 +43,11 @@ class GLU(nn.Module):
         self.down_proj = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        if joins(x, self.gate_proj, self.up_proj):
+            hidden = swiglu(joint_linear(x, self.gate_proj, self.up_proj))
+        else:
+            hidden = nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)
+        out: Tensor = self.down_proj(hidden)
         return out
 
 

@@ -18,6 +18,7 @@ from ndlightnet.ops.recurrence.delta import gated_delta_rule
 from ndlightnet.ops.recurrence.gated import gated_linear_attention
 from ndlightnet.ops.recurrence.memory import elementwise_memory, matrix_memory
 from ndlightnet.ops.recurrence.scan import scan
+from ndlightnet.ops.swiglu import swiglu
 
 Lrpe = Position
 
@@ -46,5 +47,6 @@ __all__ = [
     "scan",
     "summarize",
     "supported",
+    "swiglu",
     "tables",
 ]

@@ -21,7 +21,8 @@ class Operator:
     """An operator with a schema, a fake implementation and, if it has one, a gradient.
 
     setup(ctx, inputs, output) saves what backward(ctx, *grads) needs, which returns one gradient or
-    None for each input. Inputs are positional.
+    None for each input. Inputs are positional. once: to differentiate a gradient again raises an
+    error; else `backward` is differentiable itself where gradients are enabled in it.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Operator:
         fake: Callable[..., Any],
         setup: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
         backward: Callable[..., tuple[Any, ...]] | None = None,
+        once: bool = True,
     ) -> None:
         name = schema.partition("(")[0]
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -41,7 +43,8 @@ class Operator:
         self.function: Any = None
         if setup is None or backward is None:
             return
-        backward, save, overload = once_differentiable(backward), setup, self.overload
+        backward = once_differentiable(backward) if once else backward
+        save, overload = setup, self.overload
         torch.library.register_autograd(
             f"ndlightnet::{name}", backward, setup_context=_positional(setup), lib=LIBRARY
         )

@@ -31,6 +31,7 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "sliding_merge": ("torch", "triton"),
     "axis_scan": KERNELS,
     "norm_gate": KERNELS,
+    "swiglu": ("torch", "triton"),
     "gated_linear_attention": FLA,
     "gated_delta_rule": FLA,
     # global, or causal along frames of more than one token
@@ -119,8 +120,9 @@ def supported(
     """Whether `operation`, a name in ndlightnet.ops, has a Triton kernel for these tensors.
 
     x: queries or keys (batch, length, heads, dim), or tokens (batch, *grid, dim) for "axis_scan",
-    (..., dim) for "norm_gate". v: values. others: what else goes in (queries, a State): where one
-    of all needs a gradient, a kernel must have one. A Support is true, or false with a `reason`.
+    (..., dim) for "norm_gate" and "swiglu". v: values. others: what else goes in (queries, a
+    State): where one of all needs a gradient, a kernel must have one. A Support is true, or false
+    with a `reason`.
     """
     if "triton" not in OPERATIONS.get(operation, ()):
         operations = (name for name, has in OPERATIONS.items() if "triton" in has)
@@ -134,6 +136,8 @@ def supported(
     axes = x.ndim - 2 if operation == "axis_scan" else len(lrpe.shape) if lrpe else 1
     if axes > MOST_AXES:
         return Support(f"{axes} axes: expected {MOST_AXES} or fewer")
+    if operation == "swiglu":
+        return SUPPORTED
     if operation == "norm_gate":
         if x.shape[-1] > MOST_ROW:
             return Support(f"{x.shape[-1]} channels: expected {MOST_ROW} or fewer")

@@ -24,9 +24,9 @@ from .cases import BRAIN, DEVICE, Case
 from .yardstick import check
 
 
-@triton.jit(do_not_specialize=["length", "own", *phases.SIZES])
+@triton.jit(do_not_specialize=["length", "per_head", *phases.SIZES])
 def _angles(
-    cos_out, sin_out, count_out, theta, start, length, own,
+    cos_out, sin_out, count_out, theta, start, length, per_head,
     n1, n2, n3, n4, n5, n6, n7, prefix, each,
     BL: tl.constexpr, BK: tl.constexpr, ONCE: tl.constexpr, KIND: tl.constexpr,
     SLOTS: tl.constexpr, OFFSET: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr,
@@ -36,7 +36,20 @@ def _angles(
     t = tl.program_id(0) * BL + tl.arange(0, BL)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     turns = phases.slot_frequencies(
-        theta, start, None, b, each, prefix, h * own, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
+        theta,
+        start,
+        None,
+        b,
+        each,
+        prefix,
+        h * per_head,
+        sizes,
+        c,
+        KIND,
+        AXES,
+        SLOTS,
+        OFFSET,
+        TOTAL,
     )
     place = phases.coordinates(turns, t, AXES, TOTAL, PREFIX)
     count = phases.from_origin(turns, place)

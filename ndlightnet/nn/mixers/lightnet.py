@@ -3,7 +3,8 @@ axes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from ndlightnet.nn.constants import Constants
 from ndlightnet.nn.heads import default_heads
 from ndlightnet.nn.mixers.base import StreamingMixer, check_axes, projected_like
 from ndlightnet.nn.position import MDLRPE
+from ndlightnet.nn.projections import project
 from ndlightnet.ops import (
     attention_step,
     axis_causal_attention,
@@ -101,14 +103,14 @@ class LightNetAttention(Constants, StreamingMixer):
         return {} if self.rates is None else {"forget": torch.tensor(self.rates)}
 
     def mix(self, x: Tensor, layout: Layout, mask: Tensor | None, causal: bool) -> Tensor:
-        q, k, v = self._project(x, x)
+        q, k, v, gate = self._project(x, x)
         if causal:
             y, _ = self._causal(q, k, v, layout, mask, None)
         else:
             self._refuse_window()
             position = self.lrpe(layout) if self.lrpe else None
             y = global_attention(q, k, v, mask=mask, lrpe=position, layout=layout, impl=self.impl)
-        return self._output(x, y)
+        return self._output(y, gate)
 
     def mix_context(
         self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None
@@ -116,15 +118,22 @@ class LightNetAttention(Constants, StreamingMixer):
         self._refuse_window()
         if self.lrpe:
             check_axes(grid, source, "; use lrpe=None")
-        q, k, v = self._project(x, context)
+        q, k, v, gate = self._project(x, context)
         at, of = (self.lrpe(grid), self.lrpe(source)) if self.lrpe else (None, None)
         state = summarize(k, v, mask=mask, lrpe=of, impl=self.impl)
-        return self._output(x, read(q, state, lrpe=at, impl=self.impl))
+        return self._output(read(q, state, lrpe=at, impl=self.impl), gate)
 
-    def _project(self, x: Tensor, source: Tensor) -> Iterator[Tensor]:
-        """q, k, v (batch, length, heads, head_dim)."""
-        pairs = ((self.q_proj, x), (self.k_proj, source), (self.v_proj, source))
-        return (proj(part).unflatten(-1, (self.heads, self.head_dim)) for proj, part in pairs)
+    def _project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v (batch, length, heads, head_dim), and the gate before its sigmoid."""
+        down: Any
+        up: Any
+        (down, up), keys = self.gate, (self.k_proj, self.v_proj)
+        if source is x:
+            q, k, v, gate = project(x, self.q_proj, *keys, down)
+        else:
+            (q, gate), (k, v) = project(x, self.q_proj, down), project(source, *keys)
+        q, k, v = (y.unflatten(-1, (self.heads, self.head_dim)) for y in (q, k, v))
+        return q, k, v, up(gate)
 
     def _causal(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, mask: Tensor | None,
@@ -159,9 +168,9 @@ class LightNetAttention(Constants, StreamingMixer):
         support = supported(operation, like, lrpe=position)
         return "triton" if x.is_cuda and support else f"torch ({support.reason})"
 
-    def _output(self, x: Tensor, y: Tensor) -> Tensor:
+    def _output(self, y: Tensor, gate: Tensor) -> Tensor:
         norm = self.norm
-        y = norm_gate(y.flatten(2), self.gate(x), norm.weight, norm.bias, norm.eps, self.impl)
+        y = norm_gate(y.flatten(2), gate, norm.weight, norm.bias, norm.eps, self.impl)
         out: Tensor = self.o_proj(y)
         return out
 
@@ -177,11 +186,11 @@ class LightNetAttention(Constants, StreamingMixer):
         return State(*(torch.stack([x], 1).repeat_interleave(self.window - 1, 1) for x in empty))
 
     def step(self, x: Tensor, grid: Grid, state: State) -> tuple[Tensor, State]:
-        q, k, v = self._project(x, x)
+        q, k, v, gate = self._project(x, x)
         if grid.length != 1 or self.window is not None or self.decays:
             y, state = self._causal(q, k, v, grid, None, state)
-            return self._output(x, y), state
+            return self._output(y, gate), state
         self._refuse_rotary()
         position = self.lrpe(grid) if self.lrpe else None
         y, state = attention_step(q[:, 0], k[:, 0], v[:, 0], state, lrpe=position, impl=self.impl)
-        return self._output(x, y[:, None]), state
+        return self._output(y[:, None], gate), state

@@ -5,7 +5,7 @@ import torch
 from torch.autograd import grad, gradcheck
 
 from ndlightnet.ops.recurrence import memory
-from ndlightnet.ops.recurrence.wkv import LOWEST, mean, means, merge, nothing, token, weighted_sums
+from ndlightnet.ops.recurrence.wkv import LOWEST, empty, mean, means, merge, token, weighted_sums
 
 LENGTHS = (1, 2, 5, 63, 64, 65, 131)
 
@@ -186,9 +186,9 @@ def test_sums_of_two_sets_of_tokens(close):
     back = weighted_sums(k.flip(1), v.flip(1), decay[None, None])[0].flip(1)
     close(mean(merge(merge(forth, token(k + bonus, v)), back)), expected, 1e-12)
     close(mean(merge(back, merge(token(k + bonus, v), forth))), expected, 1e-12)
-    empty = nothing(2, 3, torch.float64, None)
-    close(merge(forth[:, 7], empty), forth[:, 7], 1e-15)
-    close(merge(empty, empty), empty, 1e-15)
+    before = empty(2, 3, torch.float64, None)
+    close(merge(forth[:, 7], before), forth[:, 7], 1e-15)
+    close(merge(before, before), before, 1e-15)
     unseen = token(torch.full_like(k, -torch.inf), v)
     assert not mean(merge(unseen, unseen)).any()
     close(merge(forth, unseen), forth, 1e-15)

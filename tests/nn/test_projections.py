@@ -1,0 +1,76 @@
+"""Several maps of the same tokens by one product: the same maps."""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import grad
+
+from ndlightnet.nn import block, projections
+from ndlightnet.nn.block import GLU
+from ndlightnet.nn.mixers import LightNetAttention
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """What happens on a GPU in training, here."""
+    for module in (block, projections):
+        monkeypatch.setattr(module, "joins", lambda x, *layers: True)
+
+
+def results(module, *inputs, **options):
+    y = module(*inputs, **options)
+    return y, *grad(y.square().sum(), [*module.parameters()])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_joint_product_is_each_map(bias):
+    layers = nn.ModuleList(nn.Linear(6, n, bias) for n in (3, 1, 5)).double()
+    x = torch.randn(2, 4, 6, dtype=torch.float64)
+    expected = torch.cat([layer(x) for layer in layers], -1)
+    torch.testing.assert_close(projections.joint_linear(x, *layers), expected)
+
+
+@pytest.mark.parametrize(
+    "module, options",
+    [
+        (lambda: GLU(6), {}),
+        (lambda: LightNetAttention(8, 2), {}),
+        (lambda: LightNetAttention(8, 2, bias=True), {"causal": True}),
+        (lambda: LightNetAttention(8, 2, context_dim=5), {"context": torch.randn(2, 5, 2, 5)}),
+    ],
+)
+def test_layers_are_what_they_are_apart(request, module, options):
+    module = module().double()
+    options = {
+        name: value.double() if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+    }
+    width = 6 if isinstance(module, GLU) else 8
+    x = torch.randn(2, 3, 4, width, dtype=torch.float64)
+    expected = results(module, x, **options)
+    request.getfixturevalue("joined")
+    for a, b in zip(results(module, x, **options), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_where_maps_stay_apart():
+    plain, x = [nn.Linear(3, 2), nn.Linear(3, 4)], torch.randn(5, 3)
+    assert not projections.joins(x, *plain)  # on a CPU
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_adapters_hooks_and_inference_stay_apart():
+    plain, x = [nn.Linear(3, 2), nn.Linear(3, 4)], torch.randn(5, 3, device="cuda")
+    assert projections.joins(x, *plain)
+    with torch.no_grad():
+        assert not projections.joins(x, *plain)
+    assert not projections.joins(x, nn.Linear(3, 2, bias=False), plain[1])
+
+    class Adapter(nn.Linear):
+        pass
+
+    assert not projections.joins(x, Adapter(3, 2), plain[1])
+    for hook in ("register_forward_hook", "register_full_backward_hook"):
+        watched = nn.Linear(3, 2)
+        getattr(watched, hook)(lambda *_: None)
+        assert not projections.joins(x, watched, plain[1])
