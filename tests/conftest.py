@@ -9,6 +9,9 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process per core: threads would wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 import torch

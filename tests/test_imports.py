@@ -87,6 +87,7 @@ def files() -> list[Path]:
     return [p.relative_to(ROOT) for p in sorted(found)]
 
 
+@pytest.mark.slow
 def test_every_import_goes_downward():
     assert len(files()) > 20
     assert [w for path in files() for w in violations(path, (ROOT / path).read_text())] == []
@@ -148,6 +149,7 @@ print(json.dumps(sorted({m.split(".")[0] for m in set(sys.modules) - before})))
 """
 
 
+@pytest.mark.slow
 def test_import_is_light():
     """Beyond `import torch` it loads einops and itself, no other package nor part of torch."""
     done = subprocess.run([sys.executable, "-c", CHILD], cwd=ROOT, capture_output=True, text=True)

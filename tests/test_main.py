@@ -72,6 +72,7 @@ from ndlightnet import __main__ as command
 """
 
 
+@pytest.mark.slow
 def test_a_task_begins_with_threads_that_sleep():
     env = {key: value for key, value in os.environ.items() if key not in command.WAITING}
     env["PYTHONPATH"] = os.pathsep.join(sys.path)

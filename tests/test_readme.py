@@ -22,6 +22,7 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", CODE, ids=lambda page: page.parent.name)
 def test_the_examples_do_what_they_say(page, tmp_path, monkeypatch, close):
     """A line that ends in `# (1, 2)` gives that shape, one in `# equals x` the same as x."""

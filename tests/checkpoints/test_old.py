@@ -71,6 +71,7 @@ DOOR = {"image": "image_cls", "video": "video_cls", "volume": "volume_cls", "sig
         "segmentation": "ct_segmentation", "text": "text_lm", "forecast": "forecast"}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", make.KINDS)
 def test_a_training_goes_on(kind, tmp_path):
     """From the checkpoint, optimizer and all, by the task's own command line; then it is tested."""

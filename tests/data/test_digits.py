@@ -41,6 +41,7 @@ def places(videos: VideoFolder) -> tuple[Tensor, Tensor]:
     return torch.stack(found), torch.tensor([sample.label for sample in videos.train])
 
 
+@pytest.mark.slow
 def test_layout_and_clips(videos: VideoFolder) -> None:
     assert videos.classes == MOTIONS
     assert (len(videos.train), len(videos.test)) == (360, 60)
@@ -69,6 +70,7 @@ def test_the_motion_is_what_the_class_says() -> None:
         assert (sign * turn > 0).all()
 
 
+@pytest.mark.slow
 def test_motion_shows_in_the_files(places: tuple[Tensor, Tensor], videos: VideoFolder) -> None:
     place, label = places
     step = (place[:, 1:] * place[:, :-1].conj()).angle().median(dim=1).values  # (clips, 2)
@@ -88,6 +90,7 @@ def test_one_frame_tells_nothing_by_place(places: tuple[Tensor, Tensor], frame: 
         assert (len(mine) * mine.mean(dim=0).abs() ** 2 < 9).all(), (MOTIONS[number], frame)
 
 
+@pytest.mark.slow
 def test_one_frame_tells_nothing_by_pixels(videos: VideoFolder) -> None:
     """Neither the last frame nor its blur and noise: a linear classifier stays at chance, 1/6."""
     from sklearn.linear_model import RidgeClassifier

@@ -140,6 +140,7 @@ COMING = [
 SOUGHT = {"a.mp4", "a.mov", "a.mkv", "a.webm", "vp8.webm", "vp9.mp4", "matroska.mp4"}  # by decord
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec, options, name, container", COMING, ids=[c[2] for c in COMING])
 def test_frame_i_is_frame_i(
     tmp_path: Path, codec: str, options: dict[str, str], name: str, container: str | None

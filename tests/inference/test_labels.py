@@ -68,6 +68,7 @@ def assembled(parts, space):
     return whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize("overlap", [0, 0.25, 0.6])
 @pytest.mark.parametrize("memory", [None, 0])
@@ -112,6 +113,7 @@ GRIDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("space, shape, scale, offset", GRIDS)
 @pytest.mark.parametrize("window, memory", [(None, None), ((8, 7, 6), None), ((8, 7, 6), 0)])
 @pytest.mark.parametrize("chunk", [1, 2000, 2**24])
@@ -158,6 +160,7 @@ def test_equal_logits_give_the_first_class():
     assert (predict_labels(net, torch.randn(1, 5, 6)) == 1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, (8, 8, 8)])
 def test_bfloat16_networks_and_autocast(window):
     """Windows take the dtype of the parameters; the labels are those of bfloat16 logits."""

@@ -56,6 +56,7 @@ def test_channels_pass_through():
     assert not hasattr(Mirrored(nn.Identity(), [0]), "out_channels")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_they_are_networks_for_predictions(dtype):
     nets = [

@@ -119,6 +119,7 @@ def check(case, residual=False):
     return actual
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "grid, dim, states, ways, dtype, masked, residual, batch",
     [
@@ -142,6 +143,7 @@ def test_outputs_and_gradients(grid, dim, states, ways, dtype, masked, residual,
     check(problem(grid, dim, states, ways, dtype, masked, batch), residual)
 
 
+@pytest.mark.slow
 def test_padding_shows_in_no_output():
     dy, x, weights, mask = problem((4, 6), 5, 4, 2, FULL, "holes")
     first = kernels.forward(x, *weights, mask)

@@ -14,6 +14,7 @@ from .yardstick import check
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [in_order(c) for i, c in enumerate(CASES) if i not in (0, 2, 11, 12)], ids=str
 )
@@ -63,6 +64,7 @@ def test_token_by_token(case):
 ROW = Case((38,), 5, 3, batch=1, heads=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -84,6 +86,7 @@ MANY = Case((70,), 5, 3)  # rows enough for every program to have a whole one
 CROWD = Case((300,), 64, 64, dtype=BRAIN, batch=32, heads=12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -122,12 +125,14 @@ def test_padding_in_front_of_tokens_that_have_a_past(close, close_grads):
     close_grads(ours, exact, leaves, 2e-6)
 
 
+@pytest.mark.slow
 def test_more_segments_than_are_joined_at_once(monkeypatch):
     for module in (causal, causal_backward):
         monkeypatch.setattr(module, "cut", lambda k, *_: (-(-k.shape[1] // 64), 64))
     check(Case((64 * 33 - 5,), 5, 3, past=True, batch=1, heads=1), "causal")
 
 
+@pytest.mark.slow
 def test_segments_summarised_in_pieces(monkeypatch):
     """Three for the four tiles of a segment: the last one is empty. What it holds must not count
     beside logits that lie far below 0."""

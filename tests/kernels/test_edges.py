@@ -51,6 +51,7 @@ def test_a_sample_of_padding_only_is_zero(form, kind):
     assert not read(inputs[0], state, lrpe=options["lrpe"], impl="triton")[0].any()
 
 
+@pytest.mark.slow
 @forms
 def test_what_lies_in_the_padding_cannot_leak(form):
     (q, k, v), options = sample(Case((37,), 5, 3, None, "holes", heads=1))
@@ -82,6 +83,7 @@ def outcome(form, inputs, pull):
     return out, *grad(out, inputs, pull)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form, batch", [("global", 2), ("causal", 1)])
 def test_layouts_of_memory_change_nothing(form, batch):
     """Nor do they in the gradient of the output."""

@@ -20,6 +20,7 @@ WHOLE = Case((64, 32, 32), 64, 64, "cosine", None, BRAIN, batch=2, heads=12)
 MANY = Case((512, 16), 64, 64, "cosine", None, BRAIN, batch=2, heads=12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -57,6 +58,7 @@ def test_frames_in_groups_lie_where_they_do_at_once(offset):
 ROW = Case((4, 11), 5, 3, batch=1, heads=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -93,6 +95,7 @@ def test_full_size(case):
     check(case, "frames", full=True)
 
 
+@pytest.mark.slow
 def test_small_frames_are_done_in_groups(monkeypatch, close, close_grads):
     """As if at once, where States weigh more than tokens."""
     case = Case((5, 2), 16, 16, "cosine", start=(4, 1), heads=1, window=3, forget=0.3)
@@ -107,6 +110,7 @@ def test_small_frames_are_done_in_groups(monkeypatch, close, close_grads):
     close_grads(grouped["out"], whole["out"], leaves, 2e-6)
 
 
+@pytest.mark.slow
 def test_later_frames_get_a_gradient_of_exactly_zero():
     problem = Problem.random(Case((4, 3), 5, 3, batch=1, heads=1))
     leaves = [problem.leaves[name].requires_grad_() for name in "qkv"]
@@ -128,6 +132,7 @@ def test_frames_of_one_token_are_the_causal_form():
     assert all(torch.equal(a, b) for a, b in zip(state, last, strict=True))
 
 
+@pytest.mark.slow
 def test_chunks_are_the_whole(close):
     """From State to State, with samples at places of their own."""
     problem = Problem.random(Case((5, 3), 6, 4, "cosine", start=((2, 70), 1), window=3, heads=1))
@@ -158,10 +163,12 @@ def states(count, batch, heads, dim, value_dim, tall):
     return State(top, total, memory * torch.cat([seen] * tall, -1)[..., None])
 
 
-SIZES = [(1, 1, 5, 3, 1), (1, 1, 24, 16, 2)]  # the second one takes several programs for a State
+# the second one takes several programs for a State
+SIZES = [(1, 1, 5, 3, 1), (1, 1, 9, 16, 2)]
 SIZES += [pytest.param(*s, marks=pytest.mark.gpu) for s in ((2, 3, 40, 24, 1), (2, 12, 64, 64, 2))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch, heads, dim, value_dim, tall", SIZES)
 @pytest.mark.parametrize("count, window", [
     (1, None), (20, None), (9, 1), (9, 8), (20, 3), (20, 9), (20, 19),

@@ -105,6 +105,7 @@ def test_norm_of_constant_and_of_far_rows():
     compare(ours_norm, gated_norm, pull, y, u, *affine(100))
 
 
+@pytest.mark.slow
 def test_more_rows_than_programs_and_the_same_bits(monkeypatch):
     """Every program of the backward takes several tiles, the last one in part."""
     monkeypatch.setattr(gate, "BACKWARD", (64, 4, 3, 1))

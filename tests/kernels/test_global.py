@@ -12,6 +12,7 @@ from .yardstick import check
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values_and_gradients(case):
     check(case, "global")
@@ -29,6 +30,7 @@ def test_states(form, row):
     check(case._replace(past=form == "read"), form)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

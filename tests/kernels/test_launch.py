@@ -1,5 +1,6 @@
 """Plans made once for a call's shapes, and launches that keep their programs."""
 
+import pytest
 import torch
 
 from ndlightnet.ops import global_attention
@@ -56,6 +57,7 @@ def test_plans_are_made_once_and_do_not_grow_without_end(monkeypatch):
     assert made == [1, 2, 3, 4] and len(launch._plans) == 1
 
 
+@pytest.mark.slow
 def test_shapes_strides_and_masks_have_plans_of_their_own(close):
     """The same sizes in other strides, dtypes and kinds, one after the other and again."""
     wide = torch.randn(2, 8, 1, 12, device=DEVICE)

@@ -36,6 +36,7 @@ class Recorder(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cosine", pytest.param(None, marks=pytest.mark.gpu)])
 def test_opcheck(kind):
     """Schema, fake implementation, autograd and dynamic shapes of all operators that run."""
@@ -83,12 +84,14 @@ def compiles(close, close_grads, form, lengths, lrpe="cosine", batch=2, **option
             close_grads(actual, expected, (x, *layer.parameters()), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form, lrpe", [("global", "cosine"), ("causal", None)])
 def test_compile_without_a_graph_break(close, close_grads, form, lrpe):
     """For lengths unknown when compiled."""
     compiles(close, close_grads, form, (3, 5), lrpe, 1, dynamic=True, backend="aot_eager")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [1, 4])
 def test_compile_frames_without_a_graph_break(close, close_grads, heads):
     """In groups with one head, whose States weigh more than tokens."""
@@ -109,6 +112,7 @@ def test_compile_with_inductor(close, close_grads, form, dynamic, mode):
     compiles(close, close_grads, form, (9, 70, 17), dynamic=dynamic, mode=mode)
 
 
+@pytest.mark.slow
 def test_compile_the_step(close):
     torch._dynamo.reset()
     layer = LightNetAttention(6, heads=1, impl="triton").to(DEVICE)
@@ -150,6 +154,7 @@ def roundly(name, form):
     return attention
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", LAYERS)
 def test_autocast_of_a_layer(monkeypatch, form):
     """No worse than twice the yardstick in the same autocast, and one rounding."""

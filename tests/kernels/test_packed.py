@@ -53,6 +53,7 @@ def judge(functions, leaves, dtype):
         assert error <= 2 * other + band, f"{i}: {error:.1e}, alone {other:.1e}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shapes, kind, dtype, masked",
     [
@@ -95,6 +96,7 @@ def test_attention(monkeypatch, shapes, kind, dtype, masked, cut):
     judge((packed("triton"), single, packed("torch")), leaves, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 2])
 def test_axis_causal(window):
     """Frames of 40 tokens and more: smaller ones have no States of their own."""
@@ -123,6 +125,7 @@ def test_axis_causal(window):
     judge((packed("triton"), single, packed("torch")), leaves, torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, BRAIN])
 @pytest.mark.parametrize("masked", [False, True])
 def test_axis_scan(dtype, masked):
@@ -191,6 +194,7 @@ def test_parts_cover_every_token_once():
             assert base == sum(lengths[:row]) <= begin and end <= base + lengths[row]
 
 
+@pytest.mark.slow
 def test_operators():
     """The operators of dense tensors are those of samples end to end."""
     layout = Ragged(SOLID)

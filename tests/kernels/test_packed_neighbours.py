@@ -109,6 +109,7 @@ class Pack:
                     assert error <= 2 * other + lost * scale, f"{j}, {part}: {error}, {other}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_attention(impl):
     kinds = st.sampled_from([None, "cosine", "rotary"])
@@ -139,6 +140,7 @@ def check_attention(impl, shapes, up, masked, kind, bad):
     pack.judge(packed, alone, [3 * torch.rand(HEADS, slots)] if kind else ())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_axis_causal(impl):
     """Frames of 20 tokens: the kernels make no States of much smaller ones."""
@@ -167,6 +169,7 @@ def check_axis_causal(impl, frames, window, forget, up, masked, bad):
     pack.judge(packed, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("jump", [88.0, 1e4, torch.nan])
 def test_later_frames_do_not_reach_earlier_ones(impl, jump):
@@ -181,6 +184,7 @@ def test_later_frames_do_not_reach_earlier_ones(impl, jump):
     assert torch.equal(before[200:], after[200:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_axis_scan(impl):
     scales = st.lists(st.sampled_from([1.0, 1e4]), min_size=3, max_size=3)

@@ -124,6 +124,7 @@ def test_angles(shape, slots, prefix, start, window, dtype, once):
         assert ((actual - expected).abs() <= unit + dropped).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form, case",
     [
@@ -140,6 +141,7 @@ def test_every_sample_may_start_at_a_place_of_its_own(form, case):
     check(case, form, grads=form != "steps")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form", ["global", *(pytest.param(f, marks=pytest.mark.slow) for f in ("causal", "frames"))]
 )

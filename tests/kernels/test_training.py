@@ -43,6 +43,7 @@ def moved(model):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.gpu)])
 def test_the_loss_curve_is_the_same(causal):
     """Two float32 runs part exponentially, however right both are. How fast, two more runs show,

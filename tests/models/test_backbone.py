@@ -52,6 +52,7 @@ def test_position_code_costs_what_the_paper_says():
     assert cost == pytest.approx(2 * 128 * 385 / 1e6)
 
 
+@pytest.mark.slow
 @every_dims
 @pytest.mark.parametrize("patch_size, causal", [(2, False), (2, True), (None, False)])
 def test_any_number_of_axes_trains_every_parameter(dims, patch_size, causal):
@@ -66,6 +67,7 @@ def test_any_number_of_axes_trains_every_parameter(dims, patch_size, causal):
         assert g.isfinite().all() and g.any(), name
 
 
+@pytest.mark.slow
 @every_dims
 def test_any_size_at_any_time(close, dims):
     """Odd sizes are those that zeros at the end complete to a multiple of the patch."""
@@ -78,6 +80,7 @@ def test_any_size_at_any_time(close, dims):
         assert model.forward_features(x).shape == (2, *[-(-n // 2) for n in shape], 32)
 
 
+@pytest.mark.slow
 @every_dims
 @pytest.mark.parametrize("causal", [False, True])
 def test_padded_samples_get_what_they_get_alone(close, dims, causal):
@@ -112,6 +115,7 @@ def test_samples_do_not_see_each_other(close):
     close(model(x)[1:2], model(x[1:2]), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("causal", [False, True])
 def test_bfloat16_autocast_is_close_to_float32(dims, causal):
@@ -138,6 +142,7 @@ def test_grad_checkpointing_changes_no_gradient(close):
         close(a, b, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dims, causal, heads",
     [
@@ -168,6 +173,7 @@ def test_compile_with_checkpointed_blocks(close_grads):
     close_grads(compiled(x), expected, list(model.parameters()), 1e-4)
 
 
+@pytest.mark.slow
 def test_compile_a_language_model(close, close_grads):
     torch._dynamo.reset()
     model, tokens = text(), torch.randint(50, (2, 70))
@@ -176,6 +182,7 @@ def test_compile_a_language_model(close, close_grads):
     close_grads(compiled(tokens), model(tokens), list(model.parameters()), 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"tpe": False}, {"depth": 1}], ids=str)
 def test_a_loop_of_steps_is_the_whole_text(close, options):
     """Float32 rounding, 6e-8, grown by some hundred operations."""
@@ -190,6 +197,7 @@ def test_a_loop_of_steps_is_the_whole_text(close, options):
     assert len(state.layers) == len(model.blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("t", [0, 5, 63, 64])
 def test_a_language_model_sees_no_later_word(t):
     model, tokens = text().eval(), torch.randint(50, (1, 70))

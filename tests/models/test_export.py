@@ -73,12 +73,14 @@ def names(quick=(), slow=(), exhaustive=()):
     return pytest.mark.parametrize("name", [*quick, *params])
 
 
+@pytest.mark.slow
 @names(slow=["image", "unet3"], exhaustive=["video", "unet2"], quick=["text", "series", "unet1"])
 def test_export_is_the_network_at_any_size(name):
     model, inputs, shapes = traced(name)
     agree(name, model, export(model, inputs, dynamic_shapes=shapes).module())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [Dim.AUTO, Dim.DYNAMIC(min=8, max=4096), 4 * Dim("n", max=1024)])
 def test_export_takes_what_the_docstring_says(size):
     model, x = NETS["series"][0]().eval(), torch.randn(2, 2, 88)
@@ -89,7 +91,8 @@ def test_export_takes_what_the_docstring_says(size):
 
 
 # each of the other networks takes minutes
-@names(slow=["text", "image"], exhaustive=["series", "unet3"])
+@pytest.mark.slow
+@names(slow=["text"], exhaustive=["image", "series", "unet3"])
 def test_onnx_is_the_network_at_any_size(name):
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")

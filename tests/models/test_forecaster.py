@@ -40,6 +40,7 @@ def inputs(known: int = 10, horizon: int = 5, dtype=torch.float32):
     return torch.randn(2, known, 3, dtype=dtype), torch.rand(2, known + horizon, 4, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known, horizon", [(6, 1), (10, 5), (11, 40)])
 @pytest.mark.parametrize("mixer", [LightNetAttention, SoftmaxAttention])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -143,6 +144,7 @@ def test_a_series_on_another_level_gives_the_same_shape(close, period):
     close(net(values + lift, times), net(values, times) + lift, 1e-10)
 
 
+@pytest.mark.slow
 def test_dropout_only_in_training():
     net, (values, times) = tiny(drop_rate=0.5), inputs()
     assert not torch.equal(net(values, times), net(values, times))
@@ -150,6 +152,7 @@ def test_dropout_only_in_training():
     assert torch.equal(net(values, times), net(values, times))
 
 
+@pytest.mark.slow
 def test_autocast_and_fullgraph(close):
     net, (values, times) = tiny().eval(), inputs()
     y = net(values, times)
@@ -188,6 +191,7 @@ def test_input_that_does_not_fit(known, later, columns):
         tiny(period=24)(*inputs())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mixers.__all__)
 def test_the_catalogue(name):
     """On both sides; between them where a mixer has a cross form."""

@@ -29,6 +29,7 @@ def network(dims, causal, mixer, **options):
     ).double()  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize(
     "mixer, causal",

@@ -62,6 +62,7 @@ def parts(x, sizes):
         at += n
 
 
+@pytest.mark.slow
 @networks
 @pytest.mark.parametrize("sizes", [(1,), (2, 3, 1), (5, 0, 1), (100,)], ids=str)
 def test_chunks_of_any_size_are_the_whole_clip(close, name, sizes):
@@ -97,6 +98,7 @@ def test_later_frames_change_nothing(close, name):
     close(model.forward_features(x[:, :, : half * patch]), features[:, :half], 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", [attention, partial(attention, window=2, forget=0.1), Identity])
 def test_streams_start_pause_finish_and_reset_when_they_like(close, mixer):
     """Each is what its own frames make of it, whatever the others do. Frames that are given to a

@@ -250,6 +250,7 @@ def compiled() -> list:
             for name, causal in forms]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, causal", compiled())
 def test_compile_gives_the_same(close, name, causal):
     torch.compiler.reset()

@@ -96,6 +96,7 @@ def test_is_its_definition(close, shape, window, causal):
           definition(m, x, window, mask, causal)[mask], 1e-12)  # fmt: skip
 
 
+@pytest.mark.slow
 @both
 def test_wrong_variants_are_far_off(close, causal):
     m, x = layer(5), tokens(23)
@@ -109,6 +110,7 @@ def test_wrong_variants_are_far_off(close, causal):
         assert (y - wrong).abs().max() > 1e-4
 
 
+@pytest.mark.slow
 @both
 def test_gradcheck(causal):
     for window in (2, None):
@@ -157,6 +159,7 @@ def test_rows_of_a_stream_are_where_they_are(close):
     close(y, torch.stack([whole[0, 2:7], whole[1, 4:]]), 1e-12)
 
 
+@pytest.mark.slow
 def test_decoding_goes_on_and_on(close):
     """Token by token in float32, in a state that stays as it is."""
     m, x = layer(4).float(), tokens(400).float()
@@ -286,6 +289,7 @@ def test_autocast_is_close_to_float32(close, shape, causal):
     close(m.bfloat16()(x.bfloat16(), causal=causal).float(), exact, 6 * 2**-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape, options, how",
     [
@@ -302,6 +306,7 @@ def test_compiles_to_one_graph(close, close_grads, shape, options, how):
     close_grads(y, expected, [x, *m.parameters()], 1e-11)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_stream_compiles_to_one_graph(close):
     m, x = layer(4), tokens(9)

@@ -267,6 +267,7 @@ def test_swapped_into_a_decoder_layer(close, batch_first, kind):
             close(lay(y)[number, :length], alone, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_masks_in_a_graph_without_breaks(close, is_causal):
     """Values cannot be branched on there: what the mask is is seen, and asserted, as it runs."""
@@ -289,6 +290,7 @@ def test_masks_in_a_graph_without_breaks(close, is_causal):
             compiled(wrong)
 
 
+@pytest.mark.slow
 def test_a_layer_and_an_encoder_in_a_graph_without_breaks(close):
     torch._dynamo.reset()
     layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True)

@@ -131,6 +131,7 @@ def test_padding_in_a_pack_is_padding_of_its_sample(name, causal):
                                   for part in (one[:, :3], two[:1])])  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["CosformerAttention", "RWKV4"])
 def test_a_mask_can_be_compiled_and_exported(name):
     torch.compiler.reset()

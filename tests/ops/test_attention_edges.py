@@ -145,6 +145,7 @@ def test_autocast_does_not_touch_float32_inputs(form, impl):
     assert cast.dtype == torch.float32 and torch.equal(cast, plain)
 
 
+@pytest.mark.slow
 @forms
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_without_a_graph_break(close, close_grads, form, dynamic):
@@ -169,6 +170,7 @@ def test_compile_with_inductor(close, close_grads, form):
     close_grads(actual, expected, inputs, 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rotated", [False, True])
 def test_opcheck(rotated):
     """Schema, fake implementation, autograd registration and dynamic shapes of the operator."""

@@ -206,6 +206,7 @@ def test_low_precision_inputs_and_autocast(close, dtype):
     assert torch.equal(inside, axis_scan(tokens, *pair))
 
 
+@pytest.mark.slow
 def test_compile_without_a_graph_break(close, close_grads):
     torch._dynamo.reset()
     compiled = torch.compile(axis_scan, fullgraph=True, backend="aot_eager")
@@ -216,6 +217,7 @@ def test_compile_without_a_graph_break(close, close_grads):
     close_grads(actual, expected, (x,), 1e-11)
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_takes_lines_of_any_length(close):
     torch._dynamo.reset()
     compiled = torch.compile(line_scan, fullgraph=True, backend="eager", dynamic=True)

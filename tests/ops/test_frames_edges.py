@@ -166,6 +166,7 @@ def test_low_precision_inputs(dtype, impl):
     assert error.square().mean().sqrt() <= 1.1 * rounding.square().mean().sqrt()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"window": 3, "forget": 0.3}], ids=["all", "window"])
 def test_compile_without_a_graph_break(close, close_grads, options):
     """For any number of tokens in a frame."""

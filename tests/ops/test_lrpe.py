@@ -197,6 +197,7 @@ def test_angles_are_exact_far_out(kind):
         assert np.abs(table[..., :slots].numpy() - expected).max() < 1e-6
 
 
+@pytest.mark.slow
 @kinds
 @pytest.mark.parametrize("shape", [(5,), (2, 3)])
 def test_gradcheck(shape, kind):

@@ -119,6 +119,7 @@ def test_the_configs_are_there():
     assert {path.stem for path in CONFIGS} >= {"phantoms", "digits"}
 
 
+@pytest.mark.slow
 @each_config
 def test_config_takes_one_step(build, config):
     cli = build(config)
@@ -131,6 +132,7 @@ def test_config_takes_one_step(build, config):
     one_step(cli)
 
 
+@pytest.mark.slow
 @each_config
 def test_channels_and_classes_are_those_of_the_data(build, config):
     cli = build(config)
@@ -180,6 +182,7 @@ def test_config_writes_into_a_folder_of_its_own(config):
     assert config.read_text().startswith("# ") and len(config.read_text().splitlines()) <= 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda path: path.stem)
 def test_a_network_laid_over_a_config_takes_one_step(build, network):
     """What it says of the network holds; all else, and what it keeps silent about, stays."""

@@ -25,6 +25,7 @@ def volumes(out: Path, root: Path, *more: str) -> tuple[str, ...]:
     return (f"--trainer.default_root_dir={out}", f"--data.init_args.root={root}", *NET2, *more)
 
 
+@pytest.mark.slow
 def test_the_good_folder_passes(segment, decathlon, tmp_path):
     """Otherwise the tests below would say nothing."""
     assert segment("fit", *volumes(tmp_path / "out", decathlon)).status == 0
@@ -32,6 +33,7 @@ def test_the_good_folder_passes(segment, decathlon, tmp_path):
     assert json.loads((tmp_path / "out" / "metrics.json").read_text())["cases"][0]["name"] == "3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["fit", "test"])
 def test_missing_data_folder(segment, classify, tmp_path, command):
     out, gone = tmp_path / "out", tmp_path / "gone"
@@ -61,6 +63,7 @@ def test_bad_volume(segment, decathlon, save_volume, tmp_path, command, case, ki
     assert why in done.errors[0]
 
 
+@pytest.mark.slow
 def test_truncated_and_missing_volume(segment, decathlon, tmp_path):
     out, file = tmp_path / "out", decathlon / "images" / "0.nii.gz"
     file.write_bytes(file.read_bytes()[:200])
@@ -69,6 +72,7 @@ def test_truncated_and_missing_volume(segment, decathlon, tmp_path):
     check(segment("fit", *volumes(out, decathlon)), out, f"{file}: no such file")
 
 
+@pytest.mark.slow
 def test_too_few_cases(segment, decathlon, tmp_path):
     listing = json.loads((decathlon / "dataset.json").read_text())
     for kept, command in (({"training": []}, "fit"), ({"test": []}, "test")):
@@ -87,6 +91,7 @@ def test_network_that_does_not_fit(segment, decathlon, tmp_path, command, option
     check(done, out, f"{decathlon}: {have}, but the network has {option}=5")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["fit", "test", "predict"])
 def test_unwritable_output(segment, classify, decathlon, tmp_path, command):
     (tmp_path / "file").write_text("here first")
@@ -108,6 +113,7 @@ def clips(root: Path) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command, split", [("fit", "train"), ("test", "test")])
 def test_bad_videos(classify, tmp_path, command, split):
     root, out = clips(tmp_path / "videos"), tmp_path / "out"
@@ -121,6 +127,7 @@ def test_bad_videos(classify, tmp_path, command, split):
     check(classify(command, *common), out, f"{root}: classes in only one of train/ and test/: b")
 
 
+@pytest.mark.slow
 def test_predict_without_input(segment, classify, tmp_path):
     out, gone = tmp_path / "out", tmp_path / "gone"
     common = ("predict", f"--trainer.default_root_dir={out}")
@@ -129,6 +136,7 @@ def test_predict_without_input(segment, classify, tmp_path):
         check(task(*common, f"--data.init_args.input={gone}"), out, f"{gone}: no such file")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["fit", "test", "predict"])
 def test_missing_checkpoint(segment, decathlon, tmp_path, command):
     out, gone = tmp_path / "out", tmp_path / "gone.ckpt"
@@ -146,6 +154,7 @@ def test_checkpoint_that_is_none(segment, decathlon, tmp_path):
     assert str(broken) in done.errors[0]
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_network(segment, decathlon, tmp_path):
     assert segment("fit", *volumes(tmp_path / "first", decathlon)).status == 0
     out, other = tmp_path / "out", tmp_path / "first" / "checkpoints" / "last.ckpt"
@@ -172,6 +181,7 @@ ASKED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command, key", [(c, key) for c, keys in ASKED.items() for key in keys])
 def test_checkpoint_without_an_entry(segment, fitted, tmp_path, command, key):
     root, _, saved = fitted
@@ -184,6 +194,7 @@ def test_checkpoint_without_an_entry(segment, fitted, tmp_path, command, key):
         check(done, out, f"{file}: the checkpoint lacks {key}, expected one that `fit` has left")
 
 
+@pytest.mark.slow
 def test_checkpoint_with_odd_entries(segment, fitted, tmp_path):
     root, whole, saved = fitted
     name, file, out = next(iter(saved["state_dict"])), tmp_path / "odd.ckpt", tmp_path / "out"
@@ -210,6 +221,7 @@ def test_predict_without_a_checkpoint(segment, decathlon, tmp_path):
     check(done, out, "")
 
 
+@pytest.mark.slow
 def test_predict_on_another_number_of_channels(segment, decathlon, tmp_path):
     """A network for one modality, a case with two files: listed like a file that cannot be read."""
     assert segment("fit", *volumes(tmp_path / "first", decathlon)).status == 0
@@ -236,6 +248,7 @@ DOORS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, value", [(name, value) for name, values in DOORS.items() for value in values]
 )
@@ -266,6 +279,7 @@ def test_what_a_constructor_says_is_one_line(segment, tmp_path, option):
     check(segment("fit", f"--trainer.default_root_dir={out}", f"--{option}"), out, SAID[option])
 
 
+@pytest.mark.slow
 def test_channels_and_intensities_that_do_not_fit(segment, decathlon, tmp_path):
     out = tmp_path / "out"
     for name, value in (("channels", "[1]"), ("channels", "[]"), ("intensities", "[{},{}]")):
@@ -279,6 +293,7 @@ def test_more_folds_than_cases(segment, decathlon, tmp_path):
     check(done, tmp_path / "out", f"{decathlon}: 3 training cases, expected at least 4")
 
 
+@pytest.mark.slow
 def test_an_ensemble_of_what_does_not_belong_together(segment, decathlon, tmp_path):
     def fit(name: str, *more: str) -> Path:
         assert segment("fit", *volumes(tmp_path / name, decathlon, *more)).status == 0

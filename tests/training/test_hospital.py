@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
+
 from ndlightnet.data.errors import printable
 from tests.training.hospital import videos
 
 
+@pytest.mark.slow
 def test_12_videos_of_which_6_are_broken(classify, tmp_path):
     folder, out = tmp_path / "in", tmp_path / "out" / "predictions"
     good, bad = videos(folder)

@@ -14,6 +14,7 @@ SMALL = {
 each_peer = pytest.mark.parametrize("peer", SMALL)
 
 
+@pytest.mark.slow
 @each_peer
 @pytest.mark.parametrize("space", [(9, 14), (32, 5), (33, 1), (1, 1), (9, 7, 11)])
 def test_any_size_keeps_its_size(peer, space):
@@ -64,6 +65,7 @@ def test_levels_and_anisotropic_strides():
             DynUNet(3, 1, 2, wrong)
 
 
+@pytest.mark.slow
 @each_peer
 def test_a_few_steps_lower_the_loss(peer):
     net, x = peer(2, 1, 2, **SMALL[peer]).train(), torch.randn(2, 1, 32, 19)

@@ -159,6 +159,7 @@ def test_broken_dicom_is_refused_by_name(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------- DICOM-SEG
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gap", [2.5, -2.5])
 def test_save_segmentation(tmp_path: Path, gap: float) -> None:
     turn = [1, 0, 0, 0, np.cos(0.3), np.sin(0.3)]
@@ -235,6 +236,7 @@ def test_save_segmentation_refuses(case: Case, tmp_path: Path, monkeypatch: Any)
 # ------------------------------------------------------------------------------------- real data
 
 
+@pytest.mark.slow
 def test_real_dicom_lies_under_its_labels(tmp_path: Path) -> None:
     (case,) = find_inputs(real("ct_torso", "dicom"))
     image = Volume.read(case).image

@@ -263,6 +263,7 @@ def test_a_folder_of_twenty_of_which_six_are_broken(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------- memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaled", [False, True])
 def test_reading_takes_no_more_than_the_voxels(tmp_path: Path, scaled: bool) -> None:
     """64 MiB of float32. Beyond it there is one slab, SLAB voxels: as int16, and where it is scaled

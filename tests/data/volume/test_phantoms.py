@@ -21,6 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_phantoms(tmp_path_factory.mktemp("made") / "set", 3, 1, seed=5, progress=False)
 
 
+@pytest.mark.slow
 def test_the_set_is_a_valid_decathlon(folder: Path) -> None:
     found = read_dataset(folder)
     assert (found.labels, found.channels) == (LABELS, ("CT",))
@@ -33,6 +34,7 @@ def test_the_set_is_a_valid_decathlon(folder: Path) -> None:
     assert [p.name for p in folder.parent.iterdir()] == ["set"], "a draft was left behind"
 
 
+@pytest.mark.slow
 def test_organs_look_and_lie_as_in_a_person() -> None:
     signs = set()
     for seed in range(6):

@@ -89,6 +89,7 @@ def test_save_labels_refuses(case: Case, tmp_path: Path, monkeypatch: pytest.Mon
 # ------------------------------------------------------------------------------------- real data
 
 
+@pytest.mark.slow
 def test_real_hippocampus() -> None:
     found = read_dataset(real("hippocampus"))
     assert (len(found.training), len(found.test)) == (190, 40)
@@ -103,6 +104,7 @@ def test_real_hippocampus() -> None:
         assert abs(float(image.mean())) < 1e-3 and abs(float(image.std()) - 1) < 1e-2
 
 
+@pytest.mark.slow
 def test_real_sarcoma() -> None:
     found = read_dataset(real("sarcoma_ct"))
     assert found.channels == ("CT", "PET") and len(found.training) == 33

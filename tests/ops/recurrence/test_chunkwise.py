@@ -65,6 +65,7 @@ def test_the_size_of_a_chunk_does_not_matter(close, monkeypatch, rule, decay, ch
         close(a, b, 1e-11)
 
 
+@pytest.mark.slow
 @rules
 @decays
 def test_gradients_against_differences(monkeypatch, rule, decay):

@@ -78,6 +78,7 @@ def test_a_split_hands_its_memory_over(close, shape, at, complex_):
     close(*(torch.view_as_real(x) if complex_ else x for x in (end, last)), 1e-12)
 
 
+@pytest.mark.slow
 def test_autocast_and_fullgraph_change_nothing():
     s, e, i, m = inputs = [x.detach().float().requires_grad_() for x in given(4)]
     f, matrix = torch.rand(2, 4, 3, 4, 5), torch.rand(2, 4, 3, 4, 4)

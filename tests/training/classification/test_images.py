@@ -108,6 +108,7 @@ def trained(request, tmp_path_factory) -> tuple[str, Path]:
     return request.param, out
 
 
+@pytest.mark.slow
 def test_a_small_set_is_learnt(trained):
     kind, out = trained
     metrics = json.loads((out / "metrics.json").read_text())
@@ -146,6 +147,7 @@ def test_the_pictures_of_a_run(trained):
         assert min(picture.shape[:2]) > 150 and picture.std() > 0.05
 
 
+@pytest.mark.slow
 def test_a_resumed_run_adds_to_what_it_cost(trained, pictures, tmp_path):
     kind, out = trained
     if kind == "volumes":
@@ -309,6 +311,7 @@ def test_config_takes_one_step(config, tmp_path):
     one_step(cli.model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_config_agrees_with_its_data(config, tmp_path):
     cli = build(config, tmp_path)

@@ -53,6 +53,7 @@ def test_confusion_has_the_counts_in_their_cells(tmp_path, monkeypatch):
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("prediction", "truth")
 
 
+@pytest.mark.slow
 def test_strips_show_frames_in_order_with_coloured_captions(tmp_path):
     clip = torch.zeros(20, 12, 12, 3, dtype=torch.uint8)
     clip[:, :, :, 2] = torch.linspace(55, 255, 20).to(torch.uint8)[:, None, None]
@@ -68,6 +69,7 @@ def test_strips_show_frames_in_order_with_coloured_captions(tmp_path):
     assert row[-1] == pytest.approx(1, abs=0.02)  # from the first frame to the last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [r"b$\frac$", os.fsdecode(b"$\xff")])
 def test_names_are_no_formulas(tmp_path, name):
     """TeX that matplotlib cannot set, and what is not UTF-8, in every text of every picture."""

@@ -84,6 +84,7 @@ def run(request, digits, listen, tmp_path_factory) -> tuple[str, Path]:
     return request.param, out
 
 
+@pytest.mark.slow
 def test_metrics(run):
     batching, out = run
     metrics = json.loads((out / "metrics.json").read_text())
@@ -107,6 +108,7 @@ def test_pictures(run):
     assert min(picture.shape[:2]) > 300 and picture.std() > 0.05
 
 
+@pytest.mark.slow
 def test_a_resumed_run_adds_to_what_it_cost(run, digits, listen, tmp_path):
     batching, out = run
     done = listen(

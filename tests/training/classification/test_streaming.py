@@ -79,6 +79,7 @@ def probabilities(text: str) -> torch.Tensor:
     return torch.tensor([[float(row[name]) for name in MOTIONS] for row in rows])
 
 
+@pytest.mark.slow
 def test_lines_are_the_network_on_all_frames_so_far(trained, classify, clip):
     done = stream(classify, clip, trained)
     assert (done.status, done.errors) == (0, [])
@@ -103,6 +104,7 @@ def test_lines_are_the_network_on_all_frames_so_far(trained, classify, clip):
     assert (found[0] - found[-1]).abs().max() > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["named pipe", "standard input"])
 def test_a_pipe_gives_the_same_lines(trained, classify, clip, tmp_path, monkeypatch, kind):
     pipe = tmp_path / "pipe"
@@ -128,6 +130,7 @@ def test_lines_in_a_file_at_another_rate(trained, classify, clip, tmp_path):
     assert sorted(tmp_path.iterdir()) == [clip, out]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_precision_of_the_trainer(trained, classify, clip, precision):
     done = stream(classify, clip, trained, f"--trainer.precision={precision}")
@@ -136,6 +139,7 @@ def test_precision_of_the_trainer(trained, classify, clip, precision):
     assert 0 < (probabilities(done.out) - exact).abs().max() < 0.1
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_interrupted_ends_well(trained, classify, clip, monkeypatch):
     whole, frames = stream(classify, clip, trained).out, VideoStream.__iter__
 
@@ -151,6 +155,7 @@ def test_a_stream_that_is_interrupted_ends_well(trained, classify, clip, monkeyp
     assert done.out.splitlines() == whole.splitlines()[:7]
 
 
+@pytest.mark.slow
 def test_damage_leaves_the_lines_so_far(trained, classify, tmp_path):
     path = encode(tmp_path / "a.mp4", movflags="faststart")
     whole = stream(classify, path, trained).out.splitlines()
@@ -167,6 +172,7 @@ def refused(done, text: str) -> None:
     assert text in done.errors[0] and "Traceback" not in done.err and done.out == ""
 
 
+@pytest.mark.slow
 def test_what_cannot_be_streamed(trained, classify, clip, tmp_path):
     (tmp_path / "text.mkv").write_text("this is no video")
     refused(stream(classify, tmp_path / "text.mkv", trained), "text.mkv: not a video")
@@ -178,6 +184,7 @@ def test_what_cannot_be_streamed(trained, classify, clip, tmp_path):
     refused(stream(classify, clip, trained, "--fps=0"), "fps=0")
 
 
+@pytest.mark.slow
 def test_a_network_that_is_not_causal_is_refused(trained, classify, clip, tmp_path):
     """Also where its weights have the same shapes, which is so without MD-TPE."""
     flat = "--model.net.init_args.tpe=false"
@@ -195,6 +202,7 @@ def test_a_network_that_is_not_causal_is_refused(trained, classify, clip, tmp_pa
     refused(done, f"{trained}: its network is causal, go on {hint}")
 
 
+@pytest.mark.slow
 def test_a_mixer_that_cannot_go_frame_by_frame(classify, clip, tmp_path):
     """It trains with the causal mask; a stream has no use for it."""
     mixer = "--model.net.init_args.mixer=ndlightnet.nn.mixers.SoftmaxAttention"
@@ -202,6 +210,7 @@ def test_a_mixer_that_cannot_go_frame_by_frame(classify, clip, tmp_path):
     refused(stream(classify, clip, checkpoint, mixer), "SoftmaxAttention has no method advance")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["Identity", "LightNetAttention"])
 def test_other_mixers_are_streamed(classify, clip, tmp_path, mixer):
     given = f"--model.net.init_args.mixer=ndlightnet.nn.mixers.{mixer}"
@@ -209,6 +218,7 @@ def test_other_mixers_are_streamed(classify, clip, tmp_path, mixer):
     assert (done.status, len(done.out.splitlines())) == (0, FRAMES + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given, causal",
     [
@@ -227,6 +237,7 @@ def test_causal_reaches_the_network(classify, tmp_path, monkeypatch, given, caus
     assert found == [causal] == [saved["causal"]]
 
 
+@pytest.mark.slow
 def test_causal_for_a_network_that_takes_none(classify, segment, tmp_path):
     out = f"--trainer.default_root_dir={tmp_path}"
     net = {"class_path": "ndlightnet.NDLightUNet",

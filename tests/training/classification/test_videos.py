@@ -38,6 +38,7 @@ def run(digits, classify, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_fit_leaves_checkpoints_and_logs(run):
     for name in ("best.ckpt", "last.ckpt"):
         saved = torch.load(run / "checkpoints" / name, weights_only=True)
@@ -96,6 +97,7 @@ def test_predict_without_the_training_data(run, classify, digits, tmp_path):
     assert min(picture.shape[:2]) > 100 and picture.std() > 0.05
 
 
+@pytest.mark.slow
 def test_predict_agrees_with_test(run, classify, digits, tmp_path):
     """The same checkpoint on the same files: the confusion matrix comes out again."""
     done = classify(
@@ -172,6 +174,7 @@ def test_predict_with_the_class_for_folders(run, classify, digits, tmp_path):
     assert len(json.loads((tmp_path / "predictions" / "predictions.json").read_text())) == 1
 
 
+@pytest.mark.slow
 def test_without_arguments_it_trains_and_tests_on_the_default(run, digits, tmp_path, monkeypatch):
     """What `python tasks/video_cls.py` does."""
     config = {

@@ -103,6 +103,7 @@ def last(out: Path) -> str:
     return f"--ckpt_path={out / 'checkpoints' / 'last.ckpt'}"
 
 
+@pytest.mark.slow
 def test_balls_of_two_sizes_are_told_apart(trained: Path, scans: Path) -> None:
     done = launch(trained, "test", f"--data.root={scans}", last(trained))
     assert (done.status, done.errors) == (0, [])
@@ -142,6 +143,7 @@ def test_predictions_are_those_of_the_averaged_weights(trained: Path, tmp_path: 
         assert [float(x) for x in row[2:]] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_names_and_headers_end_nothing(trained: Path, tmp_path: Path) -> None:
     new = tmp_path / "new"
     names = [r"b$\frac$.nii.gz", "n" * 248 + ".nii.gz", "UP.NII.GZ", os.fsdecode(b"caf\xe9.nii")]
@@ -167,6 +169,7 @@ def test_names_and_headers_end_nothing(trained: Path, tmp_path: Path) -> None:
     assert done.status == 1 and len(done.errors) == 3
 
 
+@pytest.mark.slow
 def test_training_says_what_it_leaves_out(scans: Path, tmp_path: Path) -> None:
     root = tmp_path / "scans"
     shutil.copytree(scans, root)
@@ -258,6 +261,7 @@ class Watcher(ImageTask):
         return super().training_step(batch, number)
 
 
+@pytest.mark.slow
 def test_augmented_batches_and_a_test_by_the_same_trainer(
     scans: Path, fitted: Callable[[ImageData], ImageTask]
 ) -> None:

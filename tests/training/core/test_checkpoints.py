@@ -28,6 +28,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(full_disk, tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
+@pytest.mark.slow
 def test_a_kill_while_it_is_written(tmp_path):
     """Found half written: it has another name, and the one before it is as it was."""
     path = tmp_path / "last.ckpt"

@@ -38,6 +38,7 @@ def test_hints_are_silent_and_the_rest_is_said(told):
     assert [str(found.message)[:32] for found in caught] == ["The number of training batches ("]
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_trains_and_what_came_out(told, tmp_path, capsys, monkeypatch):
     """Nothing else: no hint, no warning, no table."""
     monkeypatch.setenv("COLUMNS", "200")

@@ -56,6 +56,7 @@ NETS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETS)
 def test_without_memory_it_counts_what_a_forward_does(name):
     """And leaves the network, in training here, as it was."""
@@ -68,6 +69,7 @@ def test_without_memory_it_counts_what_a_forward_does(name):
     assert found == count.get_total_flops() > 0
 
 
+@pytest.mark.slow
 def test_a_large_patch_takes_no_memory():
     """A terabyte, if there were numbers; convolutions cost as many as there are cells."""
     net = SegResNet(3, 1, 2)
@@ -177,6 +179,7 @@ def test_it_is_the_first_of_the_callbacks():
     assert trainer.callbacks == [monitor, other]
 
 
+@pytest.mark.slow
 def test_a_run_writes_its_costs(decathlon, segment, tmp_path, monkeypatch):
     """Of two steps in 3 s, read before the validation, and of one case, on the CPU."""
     events, validation_step = [], SegmentationTask.validation_step

@@ -140,6 +140,7 @@ def test_one_column(folder):
     assert torch.equal(data.test_set[5][2], both.test_set[5][2][:, 1:])
 
 
+@pytest.mark.slow
 def test_metrics_by_hand(trained, folder):
     """Every window, hour and column, in the space of the training rows' mean and deviation."""
     metrics = json.loads((trained / "metrics.json").read_text())
@@ -252,6 +253,7 @@ def test_what_does_not_fit_the_data(forecast, folder, tmp_path, option, text):
     assert failed[0].startswith("error: " + text.format(root=folder))
 
 
+@pytest.mark.slow
 def test_what_predict_needs(forecast, trained, folder, tmp_path):
     write_series(tmp_path / "short.csv", days(47))
     write_series(tmp_path / "other.csv", Series(("OT",), START, days().values[:, :1]))

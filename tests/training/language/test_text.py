@@ -251,6 +251,7 @@ def test_decode_where_all_at_once_does_not_fit():
     assert found["bytes"] == 20 and found["bits_per_byte"] > 0 and "agrees" not in found
 
 
+@pytest.mark.slow
 def test_decode_within_test(tmp_path, text_file):
     file, text = text_file()
     net = model()
@@ -280,6 +281,7 @@ def launch(tmp_path, monkeypatch, capsys):
     return start
 
 
+@pytest.mark.slow
 def test_a_periodic_text_is_learnt(tmp_path, launch):
     """80 steps of the bare call. How well it goes on beyond the training length is a matter of the
     seed, but it does not forget the text: its letters alone, a third each a and b, cost more."""

@@ -159,6 +159,7 @@ def compare(ours: Path, theirs: Path) -> tuple[int, int]:
     return int((first != second).sum()), first.size
 
 
+@pytest.mark.slow
 def test_resampled_windows_of_an_ensemble(resampled, tmp_path):
     """Both interpolate logits linearly, float32 here and float64 there: a label may change where
     the best two logits are equal to a part in 1e-5, which is rare."""
@@ -177,6 +178,7 @@ def test_resampled_windows_of_an_ensemble(resampled, tmp_path):
     assert differ <= 1e-4 * count
 
 
+@pytest.mark.slow
 def test_channels_on_their_own_grid(channels, tmp_path):
     root, predictions = exported(channels, tmp_path), predicted(channels, tmp_path)
     run_parts(root, channels.parent / "scans" / "imagesTs", tmp_path / "eval")
@@ -320,6 +322,7 @@ def test_what_does_not_fit_is_one_line(channels, tmp_path, more, spoil, said):
     assert not out.parent.exists()
 
 
+@pytest.mark.slow
 def test_nothing_is_written_over_or_half(channels, tmp_path, monkeypatch):
     ckpt = f"--ckpt_path={channels.parent / 'checkpoints' / 'last.ckpt'}"
     (tmp_path / "old").mkdir()

@@ -48,6 +48,7 @@ def metrics_of(run: Path, *fold: str) -> dict:
     return json.loads(run.joinpath(*fold, "metrics.json").read_text())
 
 
+@pytest.mark.slow
 def test_every_case_is_predicted_once_by_a_network_that_has_not_seen_it(
     cross, tmp_path, monkeypatch
 ):
@@ -98,6 +99,7 @@ def test_every_case_is_predicted_once_by_a_network_that_has_not_seen_it(
     assert f"mean Dice {mean:.3f} ± {spread:.3f} over 3 folds, 7 cases" in out
 
 
+@pytest.mark.slow
 def test_a_fold_is_tested_with_the_averaged_weights(cross, tmp_path, monkeypatch):
     """Those in the checkpoint's state_dict, which `test` would take, not those trained on."""
     start, tested = Task.on_test_start, []
@@ -119,6 +121,7 @@ def test_a_fold_is_tested_with_the_averaged_weights(cross, tmp_path, monkeypatch
             assert torch.equal(value, saved["state_dict"][key]), key
 
 
+@pytest.mark.slow
 @pytest.mark.slow  # seven short trainings
 def test_done_is_done_and_what_was_killed_goes_on(cross, tmp_path, monkeypatch):
     """Killed in the second fold's second epoch: the second call trains that epoch and the third

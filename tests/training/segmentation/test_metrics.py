@@ -247,6 +247,7 @@ def test_an_interval_covers_as_often_as_theory_has_it(n, axis):
     assert abs(coverage(repeated, LEVEL) - wanted) < bound(wanted)
 
 
+@pytest.mark.slow
 def test_an_interval_knows_of_seeds_and_cases_at_once():
     """Effects of both: the variances of both count. One alone would cover far too seldom:
     within +-z of 1 / sqrt(2) of the deviation lies 0.755."""

@@ -128,6 +128,7 @@ def most_at_once(net: nn.Module, shape) -> int:
     return max(np.cumsum([e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [
     lambda: NDLightUNet(3, 2, 3, size="S", strides=[FINE] * 3, deep_supervision=True),
     lambda: DynUNet(3, 2, 3, [FINE] * 2),
@@ -184,6 +185,7 @@ def test_batches_of_small_and_of_few_volumes():
     assert batch(200, 5.5 * 0.262e9 + 0.253e9) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cheap")
 def test_a_smaller_card_gets_a_smaller_patch():
     large, small = (config(measured((160, 160, 160)), memory=gb * 1e9) for gb in (24, 6))
@@ -236,6 +238,7 @@ PEERS = "ndlightnet.training.peers"
 NETS = ["ndlightnet.NDLightUNet", f"{PEERS}.DynUNet", f"{PEERS}.SegResNet"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("net", NETS)
 def test_the_plan_is_a_config(scans, tmp_path, capsys, net):
     plan(str(scans), str(tmp_path / "out"), net=net, size="S", memory=4.0, epochs=80, workers=0)

@@ -101,6 +101,7 @@ def clinic(folder: Path) -> dict[str, np.ndarray]:
     return affines
 
 
+@pytest.mark.slow
 def test_a_folder_with_broken_files(predict, tmp_path):
     folder, out = tmp_path / "in", tmp_path / "out" / "predictions"
     affines = clinic(folder)
@@ -183,6 +184,7 @@ def test_prediction_lies_on_its_voxels_through_another_spacing(
     np.testing.assert_array_equal(found[sure], (voxels > limit)[sure])
 
 
+@pytest.mark.slow
 def test_only_the_largest_component_stays(labels_of, tmp_path, monkeypatch):
     voxels = np.zeros(SHAPE, np.float32)
     voxels[1:4, 1:4, 1:4] = voxels[8:12, 3:8, 5:9] = voxels[5, 1, 9] = 1
@@ -195,6 +197,7 @@ def test_only_the_largest_component_stays(labels_of, tmp_path, monkeypatch):
     np.testing.assert_array_equal(kept, wanted)
 
 
+@pytest.mark.slow
 def test_mirrored_copies_count_as_much(labels_of, tmp_path, monkeypatch):
     """A network that adds up from one side; its mean over the sides, in float64."""
     voxels = random_image(SHAPE) - 100
@@ -260,6 +263,7 @@ def test_a_network_that_gives_no_numbers_spoils_one_case(predict, tmp_path, monk
     assert left == {"0.nii.gz", "0.png", "cases.csv", "index.html"}
 
 
+@pytest.mark.slow
 def test_a_dicom_seg_for_what_is_dicom(predict, tmp_path, monkeypatch):
     highdicom = pytest.importorskip("highdicom")
     write_series(tmp_path / "in" / "series", HU)
@@ -274,6 +278,7 @@ def test_a_dicom_seg_for_what_is_dicom(predict, tmp_path, monkeypatch):
     assert found.pixel_array.sum() == (HU > 200).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modality, left", [(None, ""), ("CT", "1 MR series, ")])
 def test_an_export_of_an_archive(predict, tmp_path, monkeypatch, modality, left):
     """Three series of one patient, two levels down, in files without an ending; other objects."""

@@ -41,6 +41,7 @@ def opened(monkeypatch) -> Iterator[Counter[Path]]:
     COUNTED.remove(counts)
 
 
+@pytest.mark.slow
 def test_in_a_prediction(segment, checkpoints, tmp_path, monkeypatch, opened):
     folder = tmp_path / "in"
     files = [write(folder / name, random_image()) for name in ("a.nii.gz", "b.nii")]
@@ -70,6 +71,7 @@ def test_in_a_prediction(segment, checkpoints, tmp_path, monkeypatch, opened):
     assert whole == dict.fromkeys(slices, 1)  # what a slice is was asked of its header before
 
 
+@pytest.mark.slow
 def test_in_a_test(segment, checkpoints, decathlon, tmp_path, opened):
     files = [decathlon / kind / "3.nii.gz" for kind in ("images", "labels")]
     done = segment(

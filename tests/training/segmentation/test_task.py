@@ -40,6 +40,7 @@ def run(phantoms, segment, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_fit_leaves_checkpoints_and_logs(run):
     for name in ("best.ckpt", "last.ckpt"):
         saved = torch.load(run / "checkpoints" / name, weights_only=True)
@@ -95,6 +96,7 @@ def test_test_leaves_a_picture_a_table_and_a_page(run):
     assert 'src="phantom_003.png"' in (run / "test" / "index.html").read_text()
 
 
+@pytest.mark.slow
 def test_resume_goes_on_where_it_stopped(run, segment, phantoms, tmp_path):
     done = segment(
         "fit", f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={phantoms}",
@@ -111,6 +113,7 @@ def test_resume_goes_on_where_it_stopped(run, segment, phantoms, tmp_path):
 LOOKS = (0.5, 0.9, 0.6, 0.6, 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
 def test_best_follows_the_running_mean_and_last_is_the_last(
     segment, decathlon, tmp_path, monkeypatch, every
@@ -139,6 +142,7 @@ def test_best_follows_the_running_mean_and_last_is_the_last(
     assert saved["last.ckpt"]["ema_dice"] == pytest.approx(means[-1])
 
 
+@pytest.mark.slow
 def test_the_running_mean_goes_on_in_a_resumed_training(segment, decathlon, tmp_path, monkeypatch):
     def look(task, batch, _):
         task.val_dice[batch["name"]] = [LOOKS[task.current_epoch]]
@@ -185,6 +189,7 @@ def test_a_training_that_ends_within_its_first_epoch(segment, decathlon, tmp_pat
     assert saved["global_step"] == 1 and saved["cost"][0] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [3, 4])  # within the second epoch, and at its end
 def test_a_training_cut_off_by_its_steps_goes_on(segment, decathlon, tmp_path, cut):
     """Lightning does not start anew the epoch that it was in."""
@@ -216,6 +221,7 @@ def test_a_fold_is_held_out_and_all_folds_are_all_cases(segment, decathlon, tmp_
     assert [case.name for case in data.test_cases] == ["3"]
 
 
+@pytest.mark.slow
 def test_a_fold_works_in_a_folder_of_its_own(segment, decathlon, tmp_path):
     fold = ("--data.init_args.fold=1", "--data.init_args.folds=3")
     assert segment("fit", *on(decathlon, tmp_path), *fold).status == 0
