@@ -43,6 +43,11 @@ class Grid(Layout):
         return (self.shape,)
 
     @property
+    def frame_count(self) -> int:
+        """Steps of the first axis, which is time where a form is causal."""
+        return self.shape[0]
+
+    @property
     def length(self) -> int:  # type: ignore[override]
         n = 1
         for size in self.shape:

@@ -129,7 +129,7 @@ class MDTPE(nn.Module):
         with exact(x):
             (coef, log_decay), reverse = self.weights()
             lines = grid.lines(x, 0)
-            if grid.shape[0] == 1:
+            if grid.frame_count == 1:
                 y, after = line_step(lines[:, 0], coef[0], log_decay[0], before)
                 y = y[:, None]
             else:

@@ -174,7 +174,7 @@ class LAVO(StreamingMixer):
                 f"frames of {grid.shape[1:]}: expected {tuple(state.keys.shape[2:-2])}, "
                 "as in init_state"
             )
-        tails, frames = state[:2], grid.shape[0]
+        tails, frames = state[:2], grid.frame_count
         k, v = (torch.cat([old.to(new.dtype), new], 1)
                 for old, new in zip(tails, (k, v), strict=True))  # fmt: skip
         at = torch.arange(k.shape[1], device=x.device) - state.keys.shape[1]

@@ -123,7 +123,7 @@ class LinearAttention(StreamingMixer):
     ) -> tuple[Tensor, Sums]:
         q, (k, v) = self._query(x, grid, extent), self._source(x, mask, grid, extent)
         y, sums = causal_linear_attention(
-            q, k, v, grid.shape[0], sums, denominator=self.denominator, impl=self.impl
+            q, k, v, grid.frame_count, sums, denominator=self.denominator, impl=self.impl
         )
         return self._output(y), sums
 

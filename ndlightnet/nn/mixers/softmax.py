@@ -62,7 +62,7 @@ class SoftmaxAttention(Mixer):
                 for part, at in ((q, grid), (k, source))
             )
         keys = None if mask is None else mask[:, None, None]
-        plain = causal and grid.length == grid.shape[0] > 0 and keys is None
+        plain = causal and grid.length == grid.frame_count > 0 and keys is None
         if causal and not plain:  # torch takes a mask or the flag, not both
             frame = grid.coordinates(x.device)[:, 0]
             before = frame[:, None] >= frame

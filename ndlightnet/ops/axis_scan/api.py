@@ -61,7 +61,8 @@ def axis_scan(
     tables: tuple[Tensor | None, list[int]]
     if isinstance(grid, Ragged):
         cells, tables = x, _triton.of_samples(grid, x.device)
-        longest = x[:, : max(group.longest for group in grid.lines(x.device))]
+        filled = zip(grid.shapes, grid.lengths, strict=True)
+        longest = x[:, : max(max(shape) for shape, n in filled if n)]
     else:
         cells, tables = grid.unflatten(x), _triton.of_grid()
         longest = cells
