@@ -137,7 +137,7 @@ def axis_causal_attention(
         if state is not None:
             raise ValueError("state: expected None with samples end to end")
         return _ragged(q, k, v, layout, mask, lrpe, window, forget, impl), None
-    frames = layout.frame_count if isinstance(layout, Grid) else layout
+    frames = layout if isinstance(layout, int) else layout.shapes[0][0]
     _check(k, v, mask, lrpe, q)
     if k.shape[1] == 0:  # no frames, or none with tokens
         if state is None:
