@@ -26,13 +26,15 @@ def joint_linear(x: Tensor, *layers: nn.Linear) -> Tensor:
 def joins(x: Tensor, *layers: nn.Module) -> bool:
     """Whether one product serves best: on a GPU, in training. It reads x once and writes its
     gradient once, which bound products of these sizes; without gradients, joining the weights costs
-    as much. Not of layers that are more than a weight and a bias (adapters, hooks)."""
+    as much. Not of layers that are more than a weight and a bias (adapters, quantised or sharded
+    weights, hooks)."""
     if not (x.is_cuda and torch.is_grad_enabled()):
         return False
-    plain = all(type(layer) is nn.Linear and not _hooked(layer) for layer in layers)
-    return plain and len({layer.bias is None for layer in layers}) == 1
+    return all(map(_plain, layers)) and len({layer.bias is None for layer in layers}) == 1
 
 
-def _hooked(layer: nn.Module) -> bool:
+def _plain(layer: nn.Module) -> bool:
+    if type(layer) is not nn.Linear or type(layer.weight) not in (nn.Parameter, Tensor):
+        return False
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks
-    return any(hooks) or bool(layer._backward_pre_hooks)
+    return not any(hooks) and not layer._backward_pre_hooks
