@@ -51,6 +51,11 @@ def read_dataset(folder: str | Path, notes: list[str] | None = None) -> Dataset:
         found = _read(file, json.loads(file.read_text(encoding="utf-8")), notes)
     except DataError:
         raise
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{file}: no such file, expected a folder in the layout of nnU-Net or of the Medical "
+            "Segmentation Decathlon"
+        ) from error
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror})") from error
     except ValueError as error:

@@ -35,7 +35,8 @@ def check_checkpoint(
     """DataError for a file that is missing, no checkpoint, or one of another network, and for a
     checkpoint without weights, without one of the `entries` or without a name that `data` need."""
     if not Path(path).is_file():
-        raise DataError(f"{path}: no such checkpoint")
+        others = " or ".join(sorted(file.name for file in Path(path).parent.glob("*.ckpt")))
+        raise DataError(f"{path}: no such checkpoint" + (f", expected {others}" if others else ""))
     try:
         saved = torch.load(path, map_location="meta", weights_only=True)
         keys, expected = saved.keys(), "one that `fit` has left"

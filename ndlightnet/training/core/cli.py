@@ -91,6 +91,12 @@ class TaskCLI(LightningCLI):
         size = f"{type(net).__name__}, {parameter_count(net):,} parameters"
         print(f"{size}; results in {self.trainer.default_root_dir}", file=sys.stderr)
 
+    @rank_zero_only
+    def after_fit(self) -> None:
+        folder = Path(self.trainer.default_root_dir) / "checkpoints"
+        if names := sorted(file.name for file in folder.glob("*.ckpt")):
+            print(f"checkpoints in {folder}: {', '.join(names)}", file=sys.stderr)
+
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         root = Path(self._get(self.config_init, "trainer.default_root_dir") or "runs")
         fold = getattr(self.datamodule, "fold", None)
@@ -142,13 +148,15 @@ LINES = (
     "You are using a CUDA", "Restoring states", "Restored all states", "Loaded model weights",
     "The following callbacks returned in",
 )  # fmt: skip
-# ... and of its warnings: what is as it should be here (workers, names of checkpoints that are
-# written anew, a test without the callbacks of `fit`, no validation), or for its own developers
+# ... and of its warnings: what is as it should be here (workers, predictions that are written
+# and not returned, names of checkpoints that are written anew, a test without the callbacks of
+# `fit`, no validation), or for its own developers
 WARNINGS = (
     r".*does not have many workers", r"Checkpoint directory .* exists and is not empty",
     r"Be aware that when using `ckpt_path`", r"The dirpath has changed", r"Total length of",
     r"`ModelCheckpoint\(monitor=", r".*LeafSpec", r".*treespec", r"LightningCLI's args parameter",
-    r"You defined a `validation_step` but have no", r".*`isinstance\(treespec, LeafSpec\)`",
+    r"You defined a `validation_step` but have no", r"This DataLoader will create",
+    r"predict returned None", r".*`isinstance\(treespec, LeafSpec\)`",
 )  # fmt: skip
 
 

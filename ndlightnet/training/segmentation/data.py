@@ -116,7 +116,10 @@ class VolumeData(L.LightningDataModule):
         else:
             self.test_cases = [case for case in folder.test if case.label is not None]
         if not self.test_cases:
-            raise DataError(f"{self.root}: no test case has a label")
+            raise DataError(
+                f"{self.root}: no test case has a label, expected labelsTs (nnU-Net) or labels of "
+                "cases under 'test' in dataset.json (decathlon); `folds` tests on training cases"
+            )
 
     @property
     def in_channels(self) -> int:

@@ -19,8 +19,8 @@ from ndlightnet.training.segmentation.metrics import boxes
 
 PLANES = ("sagittal", "coronal", "axial")  # by the axis that they cut
 EDGES = ("A", "R", "R")  # what lies at the left edge of each: the front, the right, the right
-# told apart by people who see fewer colours, too, and from the grey image
-ERRORS = {"false negative": "#56B4E9", "false positive": "#D55E00", "wrong class": "#F0E442"}
+# told apart by people who see fewer colours, too, from the grey image, and from colours of classes
+ERRORS = {"false negative": "#00E5FF", "false positive": "#FF1744", "wrong class": "#FFFFFF"}
 NAMED = 12  # classes in the legend
 GROUND, INK = "#101010", "#E8E8E8"
 

@@ -13,10 +13,11 @@ from ndlightnet.data.errors import atomic_write
 from ndlightnet.training.segmentation.metrics import MEASURES, Rows, interval, of_known
 
 SHORT = 8  # a case's table of more classes is folded away
-HEADS = {"dice": "Dice", "hd95_mm": "HD95 (mm)", "nsd": "NSD", "volume_ml": "volume (ml)",
+HEADS = {"dice": "Dice", "hd95_mm": "HD95 (mm)", "nsd": "surface Dice", "volume_ml": "volume (ml)",
          "truth_ml": "truth (ml)"}  # fmt: skip
 DIGITS = {"dice": 3, "hd95_mm": 1, "nsd": 3, "volume_ml": 2, "truth_ml": 2}
-CLASSES = ("class", "cases", "mean Dice", "SD", "95 % interval", "median HD95 (mm)", "mean NSD")
+CLASSES = ("class", "cases", "mean Dice", "SD", "95 % interval", "median HD95 (mm)",
+           "mean surface Dice")  # fmt: skip
 TEMPLATE = """
 {%- macro table(heads, lines) %}
 <table>

@@ -68,7 +68,7 @@ def test_decathlon_refuses(listed: tuple[Path, dict[str, Any]]) -> None:
         refuses(lambda: read_dataset(folder), path, words)
 
     refuses(lambda: read_dataset(folder / "gone"), folder / "gone", "no such folder")
-    refuses(lambda: read_dataset(folder), file, "cannot be read")
+    refuses(lambda: read_dataset(folder), file, "no such file")
     neither = r"neither 'channel_names' \(nnU-Net\) nor 'modality'"
     for text, words in (("{", "not valid JSON"), ("[]", "JSON object"), ("{}", neither)):
         relist(folder, text)

@@ -60,7 +60,10 @@ def test_a_run_says_what_it_trains_and_what_came_out(told, tmp_path, capsys, mon
     shown = [w for w in caught if "jsonargparse" not in str(w.category).lower()]
     assert [str(w.message) for w in shown if w.category is not DeprecationWarning] == []
     out, err = capsys.readouterr()
-    assert err == f"NDLightNet, 4,160 parameters; results in {tmp_path}/out\n"
+    assert err.splitlines() == [
+        f"NDLightNet, 4,160 parameters; results in {tmp_path}/out",
+        f"checkpoints in {tmp_path}/out/checkpoints: best.ckpt, last.ckpt",
+    ]
     assert len(out.splitlines()) == 1 and out.startswith("bits per byte ") and told == []
 
 

@@ -83,7 +83,7 @@ def test_cases_come_worst_first_with_their_classes_and_pictures(tmp_path):
     assert all(image["loading"] == "lazy" and image["alt"] for image in page.images)
     assert len(page.tables) == 4  # the classes, and three cases with a class
     assert page.tables[1] == [
-        ["class", "Dice", "HD95 (mm)", "NSD", "volume (ml)", "truth (ml)"],
+        ["class", "Dice", "HD95 (mm)", "surface Dice", "volume (ml)", "truth (ml)"],
         ["liver <left>", "0.250", "2.2", "0.500", "1.50", "4.00"],
         ["tumour & co", "-", "2.2", "0.500", "1.50", "4.00"],
     ]
@@ -99,7 +99,15 @@ def test_classes_are_summed_up_over_the_cases(tmp_path):
     page = page_of(tmp_path / "index.html", rows, NAMES, "t", "s")
     low, high = interval([[0.5, 0.75, 1.0, 0.25]])
     assert page.tables[0] == [
-        ["class", "cases", "mean Dice", "SD", "95 % interval", "median HD95 (mm)", "mean NSD"],
+        [
+            "class",
+            "cases",
+            "mean Dice",
+            "SD",
+            "95 % interval",
+            "median HD95 (mm)",
+            "mean surface Dice",
+        ],
         ["liver <left>", "4", "0.625", "0.280", f"{low:.3f} to {high:.3f}", "4.0", "0.500"],
         ["tumour & co", "1", "0.250", "0.000", "-", "4.0", "0.500"],
     ]
