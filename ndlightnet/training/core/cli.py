@@ -216,6 +216,8 @@ def run(
     try:
         if given and given[0] in (commands or {}):
             return commands[given[0]](given[1:]) or 0  # type: ignore[index]
+        if commands and given[:1] in (["-h"], ["--help"]):
+            print(f"Beside the subcommands below: {', '.join(commands)}; each takes --help.\n")
         if not given and not default.is_file():
             raise DataError(
                 f"{default}: no such file: the default configs are in the source repository, "

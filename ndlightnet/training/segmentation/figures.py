@@ -20,7 +20,7 @@ from ndlightnet.training.segmentation.metrics import boxes
 PLANES = ("sagittal", "coronal", "axial")  # by the axis that they cut
 EDGES = ("A", "R", "R")  # what lies at the left edge of each: the front, the right, the right
 # told apart by people who see fewer colours, too, from the grey image, and from colours of classes
-ERRORS = {"false negative": "#00E5FF", "false positive": "#FF1744", "wrong class": "#FFFFFF"}
+ERRORS = {"false negative": "#00E5FF", "false positive": "#FF1744", "wrong class": "#D500F9"}
 NAMED = 12  # classes in the legend
 GROUND, INK = "#101010", "#E8E8E8"
 
