@@ -7,7 +7,6 @@ dim, or 2 * dim with MD-LRPE (cos half, sin half); fa, fb: features of a query, 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -397,7 +396,7 @@ def read(q: Tensor, total: Tensor, memory: Tensor, where: Position) -> Tensor:
         ("read", form(q), vdim, total.dtype, memory.dtype, where.key),
         lambda: _read_plan(q, vdim, where),
     )
-    out = torch.empty(*q.shape[:3], vdim, dtype=q.dtype, device=q.device)
+    out = q.new_empty(*q.shape[:3], vdim)
     state = total.contiguous(), memory.contiguous()
     launch(q, *state, where.splits, where.shapes, *where.angles, out)
     return out

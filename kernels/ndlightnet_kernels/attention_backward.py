@@ -32,6 +32,7 @@ from ndlightnet_kernels.tiles import (
     arguments,
     cdiv,
     deinterleave,
+    dense_empty,
     dense_rows,
     dot,
     even,
@@ -295,8 +296,13 @@ def _read_plan(
         join_grads, (where.samples(batch) * heads, cdiv(width, some)), parts=parts, heads=heads,
         DIM=dim, VDIM=vdim, BV=bv, KIND=KINDS[where.kind], BC=some, num_warps=2,
     )  # fmt: skip
-    angles = (batch, heads, parts, width if learn else 0)
-    return launch, join, (batch * heads, parts, halves * width, vdim), angles
+    sizes = (batch * heads, parts, halves * width, vdim)
+    return launch, join, sizes, (batch, heads, parts, width)
+
+
+def _of_heads(x: Tensor, turned: Tensor | None) -> Tensor:
+    """Gradients of each head's angles from those of its parts."""
+    return scratch(x, x.shape[2], 0) if turned is None else turned.sum((0, 2))
 
 
 def read_backward(
@@ -310,14 +316,14 @@ def read_backward(
         ("read_backward", form(q, dout), vdim, total.dtype, memory.dtype, where.key, learn),
         lambda: _read_plan(q, dout, vdim, where, learn),
     )
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    dmemories, turned = scratch(q, *memories), scratch(q, *angles)
+    dq, dmemories = dense_empty(q), scratch(q, *memories)
+    turned = scratch(q, *angles) if learn else None
     launch(
         q, dout, total, memory, where.splits, where.shapes, *where.angles, dq, dmemories, turned
     )  # fmt: skip
     dtotal, dmemory = torch.empty_like(total), torch.empty_like(memory)
     join(dmemories, total, memory, where.first, dtotal, dmemory)
-    return dq, dtotal, dmemory, turned.sum((0, 2)) if learn else scratch(q, q.shape[2], 0)
+    return dq, dtotal, dmemory, _of_heads(q, turned)
 
 
 def _summarize_plan(
@@ -340,7 +346,7 @@ def _summarize_plan(
         BL=block, BLOCKS=cdiv(width, bk), LEARN=learn, MASKED=masked, UNIT=unit,
         STAGES=chosen.stages, **arguments(where, k), **operand(k), **chosen.options(),
     )  # fmt: skip
-    return launch, (batch, heads, tiles, width if learn else 0)
+    return launch, (batch, heads, tiles, width)
 
 
 def summarize_backward(
@@ -353,13 +359,12 @@ def summarize_backward(
         ("summarize_backward", form(k, v), masked, where.key, learn),
         lambda: _summarize_plan(k, v, masked, where, learn),
     )
-    dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    turned = scratch(k, *angles)
-    if where.splits is not None:  # shorter splits leave tiles out
+    dk, dv = dense_empty(k), dense_empty(v)
+    turned = scratch(k, *angles) if learn else None
+    if turned is not None and where.splits is not None:  # shorter splits leave tiles out
         turned.zero_()
     given = top.contiguous(), dtotal.contiguous(), dmemory.contiguous()
     launch(
         k, v, flags(mask), where.splits, where.shapes, *where.angles, *given, dk, dv, turned
     )  # fmt: skip
-    return dk, dv, turned.sum((0, 2)) if learn else scratch(k, k.shape[2], 0)
+    return dk, dv, _of_heads(k, turned)

@@ -377,8 +377,8 @@ def forward(
     )  # fmt: skip
     before = (x if x is None else x.contiguous() for x in state)
     merge(*before, *states, *entry)
-    out = torch.empty(*v.shape, dtype=q.dtype, device=q.device)
-    flag = torch.empty(rows, parts, dtype=torch.int32, device=q.device)
+    out = q.new_empty(*v.shape)
+    flag = q.new_empty(rows, parts, dtype=torch.int32)
     mask_bytes, angles = flags(mask), where.angles
     for launch in forms:
         launch(q, k, v, mask_bytes, *angles, *entry, flag, out, *last)

@@ -42,6 +42,7 @@ from ndlightnet_kernels.tiles import (
     arguments,
     cdiv,
     dense,
+    dense_empty,
     dense_rows,
     dot,
     flags,
@@ -366,7 +367,7 @@ def backward(
         lambda: _plan(q, k, v, dout, masked, where, learn),
     )
     halves, rows = where.halves, batch * heads
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = map(dense_empty, (q, k, v))
     dphi = torch.empty_like(dq)
     chunk_top, chunk_total = scratch(k, rows, chunks, dim), scratch(k, rows, chunks, dim)
     sizes = (rows, parts, dim), (rows, parts, halves * dim, vdim)
@@ -375,7 +376,9 @@ def backward(
     segments, later = (
         tuple(scratch(k, *size) if wanted else None for size in sizes) for wanted in (before, after)
     )
-    turned_q, turned_k = (scratch(k, batch, heads, chunks, dim if learn else 0) for _ in range(2))
+    turned_q, turned_k = (
+        scratch(k, batch, heads, chunks, dim) if learn else None for _ in range(2)
+    )
     given, angles = (q, k, v, dout, flags(mask)), where.angles
     for launch in by_q:
         launch(*given, *angles, *entry, dq, dphi, chunk_top, chunk_total, *segments, turned_q)
@@ -389,4 +392,6 @@ def backward(
             *given, *angles, entry[0], entry[3], dphi, chunk_top, chunk_total, *later, dk, dv,
             turned_k,
         )  # fmt: skip
+    if turned_q is None or turned_k is None:
+        return dq, dk, dv, *first, scratch(k, heads, 0)
     return dq, dk, dv, *first, (turned_q + turned_k).sum((0, 2))

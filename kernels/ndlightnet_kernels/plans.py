@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -176,20 +178,29 @@ def cut(k: Tensor, vdim: int, kind: str) -> tuple[int, int]:
 # --------------------------------------------------------------------------------------- packs
 def tokens_per_split(lengths: Sequence[int], k: Tensor, vdim: int, kind: str) -> int:
     """Most tokens of a part, for samples of these lengths end to end (keys (1, length, heads,
-    dim)): that with which the parts of all heads take the least time, in as many waves as it
-    takes. A part costs as much as START tokens before it begins."""
+    dim)): that with which the parts of all heads, the longest first, are done soonest. A part costs
+    as much as START tokens before it begins."""
     chosen = plan("summarize", pad(k.shape[-1]), pad(vdim), kind, operand_bytes(k))
     slots = max(1, chosen.programs * processors(k) // k.shape[2])
-    spans = [BLOCK << i for i in range(2, 14)]
-    spans += [3 * span // 2 for span in spans]
+    spans = sorted(least << i for least in (2 * BLOCK, 3 * BLOCK) for i in range(1, 13))
+    longest = max(lengths, default=0)
+    spans = spans[: bisect_left(spans, longest) + 1]  # longer ones cut nothing
 
-    def time(span: int) -> float:
+    def estimate(span: int) -> float:
         parts = sum(cdiv(n, span) for n in lengths)
         work = (sum(lengths) + START * parts) / slots
         # the last parts end at different times
-        return max(work, min(span, max(lengths, default=0)) + START) + span / 4
+        return max(work, min(span, longest) + START) + span / 4
 
-    return min(spans, key=time)
+    def schedule(span: int) -> int:
+        ends = [0] * slots
+        for _, _, begin, end, _ in split_table(lengths, span)[0]:
+            heapq.heapreplace(ends, ends[0] + end - begin + START)
+        return max(ends)
+
+    estimates = {span: estimate(span) for span in spans}
+    near = 1.1 * min(estimates.values())  # few, as a schedule takes the host a while
+    return min((span for span in spans if estimates[span] <= near), key=schedule)
 
 
 def split_table(lengths: Sequence[int], span: int) -> tuple[list[tuple[int, ...]], list[int]]:

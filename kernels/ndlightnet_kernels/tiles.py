@@ -220,7 +220,12 @@ def flags(mask: Tensor | None) -> Tensor | None:
 
 def scratch(like: Tensor, *shape: int) -> Tensor:
     """A float32 tensor, unwritten."""
-    return torch.empty(shape, dtype=torch.float32, device=like.device)
+    return like.new_empty(*shape, dtype=torch.float32)  # a tuple costs the host twice as much
+
+
+def dense_empty(like: Tensor) -> Tensor:
+    """A dense tensor of the same shape and dtype, unwritten."""
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
 @cache

@@ -53,6 +53,7 @@ def _gradients_fake(dout: Tensor, *inputs: Tensor) -> Any:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[:4], *output[1:])
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # or zeros are written for the mean and the deviation
 
 
 def _backward(ctx: Any, dout: Tensor, *_: Tensor) -> Any:

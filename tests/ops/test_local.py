@@ -137,7 +137,8 @@ def test_tokens_that_see_only_padding_read_zero(shape, windows, dtype, causal):
     mask = torch.zeros(2, *shape, dtype=torch.bool)
     mask[1, 0] = True
     y = local_attention(q, k, v, windows, tables, mask=mask, causal=causal)
-    assert y.dtype == dtype and not y[0].any() and not y[1, windows[0] :].any() and y[1, 0].all()
+    assert y.dtype == dtype and not y[0].any() and not y[1, windows[0] :].any()
+    assert y[1, 0].any(-1).all()  # a channel may be 0 by chance
     for x, g in zip(inputs, grad(y.float().square().sum(), inputs), strict=True):
         assert g.isfinite().all() and g.dtype == x.dtype
         if x.shape == mask.shape + x.shape[-2:]:

@@ -141,7 +141,7 @@ def _global_backward(
     where = Flat(*position)
     dq, dtotal, dmemory, by_q = kernels.read_backward(q, total, memory, dout, where, learn)
     dk, dv, by_k = kernels.summarize_backward(k, v, mask, top, dtotal, dmemory, where, learn)
-    return dq, dk, dv, by_q + by_k
+    return dq, dk, dv, by_q + by_k if learn else by_k
 
 
 def _global_backward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
@@ -151,6 +151,7 @@ def _global_backward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
 def _global_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _save(ctx, inputs[4:], *inputs[:4], *output[1:])
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # or zeros are written for the State
 
 
 def _global_grads(ctx: Any, dout: Tensor, *_: Tensor) -> Any:
