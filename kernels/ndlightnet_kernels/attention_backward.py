@@ -300,9 +300,9 @@ def _read_plan(
     return launch, join, sizes, (batch, heads, parts, width)
 
 
-def _of_heads(x: Tensor, turned: Tensor | None) -> Tensor:
+def _of_heads(x: Tensor, partial_dtheta: Tensor | None) -> Tensor:
     """Gradients of each head's angles from those of its parts."""
-    return scratch(x, x.shape[2], 0) if turned is None else turned.sum((0, 2))
+    return scratch(x, x.shape[2], 0) if partial_dtheta is None else partial_dtheta.sum((0, 2))
 
 
 def read_backward(
@@ -317,13 +317,14 @@ def read_backward(
         lambda: _read_plan(q, dout, vdim, where, learn),
     )
     dq, dmemories = dense_empty(q), scratch(q, *memories)
-    turned = scratch(q, *angles) if learn else None
+    partial_dtheta = scratch(q, *angles) if learn else None
     launch(
-        q, dout, total, memory, where.splits, where.shapes, *where.angles, dq, dmemories, turned
+        q, dout, total, memory, where.splits, where.shapes, *where.angles, dq, dmemories,
+        partial_dtheta,
     )  # fmt: skip
     dtotal, dmemory = torch.empty_like(total), torch.empty_like(memory)
     join(dmemories, total, memory, where.first, dtotal, dmemory)
-    return dq, dtotal, dmemory, _of_heads(q, turned)
+    return dq, dtotal, dmemory, _of_heads(q, partial_dtheta)
 
 
 def _summarize_plan(
@@ -360,11 +361,11 @@ def summarize_backward(
         lambda: _summarize_plan(k, v, masked, where, learn),
     )
     dk, dv = dense_empty(k), dense_empty(v)
-    turned = scratch(k, *angles) if learn else None
-    if turned is not None and where.splits is not None:  # shorter splits leave tiles out
-        turned.zero_()
+    partial_dtheta = scratch(k, *angles) if learn else None
+    if partial_dtheta is not None and where.splits is not None:  # shorter splits leave tiles out
+        partial_dtheta.zero_()
     given = top.contiguous(), dtotal.contiguous(), dmemory.contiguous()
     launch(
-        k, v, flags(mask), where.splits, where.shapes, *where.angles, *given, dk, dv, turned
+        k, v, flags(mask), where.splits, where.shapes, *where.angles, *given, dk, dv, partial_dtheta
     )  # fmt: skip
-    return dk, dv, _of_heads(k, turned)
+    return dk, dv, _of_heads(k, partial_dtheta)

@@ -233,7 +233,7 @@ def _causal_dkv(
         fix = slip(unit, OPERAND)[None, :]
         dsum, acc, acc_sin = dsum * fix, acc * fix, acc_sin * fix
     later = lane[None, :] >= lane[:, None]  # queries that see a key
-    seen_by, ones = later.to(OPERAND), (lane[:, None] >= lane[None, :]).to(OPERAND)
+    later_tokens, ones = later.to(OPERAND), (lane[:, None] >= lane[None, :]).to(OPERAND)
     chunks = tl.cdiv(min(part * span + span, length) - part * span, BL)
     for i in range(chunks):
         first = part * span + (chunks - 1 - i) * BL
@@ -251,8 +251,8 @@ def _causal_dkv(
         do = load(dout, b, h, t, vc, t < length, sob, sot, soh, VDIM, UNIT)
         x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
         to = dense(b, h, t, kc, length, heads, DIM)
-        own_k = (t < length)[:, None] & inside[None, :]
-        g = tl.load(dphi + to, mask=own_k, other=0.0).to(tl.float32)
+        valid_k = (t < length)[:, None] & inside[None, :]
+        g = tl.load(dphi + to, mask=valid_k, other=0.0).to(tl.float32)
         at_axis, cos, sin = _rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
         pair = dot(y, tl.trans(do), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
         pair = tl.where(later, pair, 0.0).to(OPERAND)
@@ -285,17 +285,17 @@ def _causal_dkv(
                 e, e_sin = _gather(pair, f, cos, sin, zero, zero, KIND, OPERAND, PRECISION)
                 d += e * low
                 d_sin += e_sin * low
-                down += low * dot(seen_by, g * f, zero, OPERAND, PRECISION)
+                down += low * dot(later_tokens, g * f, zero, OPERAND, PRECISION)
                 from_entry += f * fall[None, :]
                 anchor = _next_anchor(x, mx, todo)
         else:
             from_entry = _silu_over(x_q, dot(ones, p, zero + sm[None, :], OPERAND, PRECISION))
             score = _scores(p, from_entry, cos, sin, score, KIND, OPERAND, PRECISION)
             d, d_sin = _gather(pair, from_entry, cos, sin, d, d_sin, KIND, OPERAND, PRECISION)
-            down = dot(seen_by, g * from_entry, dsum, OPERAND, PRECISION)
+            down = dot(later_tokens, g * from_entry, dsum, OPERAND, PRECISION)
             d, d_sin, down = d * p, d_sin * p, down * p
         grad = _unturn(d, d_sin, cos, sin, KIND) - down
-        tl.store(dk + to, grad.to(dk.dtype.element_ty), own_k)
+        tl.store(dk + to, grad.to(dk.dtype.element_ty), valid_k)
         if LEARN:
             angle = tl.sum(from_origin(freqs, at_axis) * (cos * d_sin - sin * d), 0)
             tl.store(dtheta + chunk, angle, inside)
@@ -376,12 +376,12 @@ def backward(
     segments, later = (
         tuple(scratch(k, *size) if wanted else None for size in sizes) for wanted in (before, after)
     )
-    turned_q, turned_k = (
+    dtheta_q, dtheta_k = (
         scratch(k, batch, heads, chunks, dim) if learn else None for _ in range(2)
     )
     given, angles = (q, k, v, dout, flags(mask)), where.angles
     for launch in by_q:
-        launch(*given, *angles, *entry, dq, dphi, chunk_top, chunk_total, *segments, turned_q)
+        launch(*given, *angles, *entry, dq, dphi, chunk_top, chunk_total, *segments, dtheta_q)
     sizes = (dim,), (halves * dim, vdim)
     first = tuple(scratch(k, batch, heads, *size) if past else scratch(k, 0) for size in sizes)
     if after:
@@ -390,8 +390,8 @@ def backward(
     for launch in by_k:
         launch(
             *given, *angles, entry[0], entry[3], dphi, chunk_top, chunk_total, *later, dk, dv,
-            turned_k,
+            dtheta_k,
         )  # fmt: skip
-    if turned_q is None or turned_k is None:
+    if dtheta_q is None or dtheta_k is None:
         return dq, dk, dv, *first, scratch(k, heads, 0)
-    return dq, dk, dv, *first, (turned_q + turned_k).sum((0, 2))
+    return dq, dk, dv, *first, (dtheta_q + dtheta_k).sum((0, 2))

@@ -26,7 +26,6 @@ HOUR = timedelta(hours=1)
 DAY = 24  # rows
 # ETT's usual split: where training, validation and test end, 12, 4 and 4 months of 30 days
 MONTHS_12_4_4 = (12 * 30 * DAY, 16 * 30 * DAY, 20 * 30 * DAY)
-TIME_FEATURES = 4
 
 
 @dataclass(frozen=True)
@@ -100,10 +99,10 @@ def time_features(start: datetime, hours: int) -> Tensor:
 
 
 def scale_of(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation (columns,) of the rows (rows, columns); a column that does not change has
-    a deviation of 1."""
-    deviation = values.std(0, correction=0)
-    return values.mean(0), torch.where(deviation > 0, deviation, 1.0)
+    """Mean and standard deviation (columns,) of the rows (rows, columns). A column that does not
+    change has a standard deviation of 1."""
+    std = values.std(0, correction=0)
+    return values.mean(0), torch.where(std > 0, std, 1.0)
 
 
 class Windows(torch.utils.data.Dataset[tuple[Tensor, Tensor, Tensor, int]]):

@@ -181,11 +181,11 @@ def _columns(
     """Boxes that cover the image: whole along `axis`, cut across it until the sums and the faces
     of a column have at most `cells`, or none is wider than the window. Cuts lie where windows
     begin: fewest windows touch both sides. Before each cut a column has `halo` cells more."""
-    pieces, axes = [1] * len(space), range(len(space))
+    splits, axes = [1] * len(space), range(len(space))
     while True:
         spans = []
         for k, n in enumerate(space):
-            even = (i * n / pieces[k] for i in range(1, pieces[k]))
+            even = (i * n / splits[k] for i in range(1, splits[k]))
             cuts = {min((abs(s - at), s) for s in starts[k])[1] for at in even}
             spans.append([(max(0, a - halo[k]), b) for a, b in pairwise(sorted({0, *cuts, n}))])
         widths = [max(b - a for a, b in span) for span in spans]
@@ -194,7 +194,7 @@ def _columns(
             if k != axis and halo[k] and len(spans[k]) > 1:
                 others = (widths[j] if j < k and j != axis else space[j] for j in axes if j != k)
                 taken += math.prod(others)
-        wide = [k for k in axes if k != axis and widths[k] > window[k] + halo[k]]
-        if taken <= cells or not wide:
+        wider = [k for k in axes if k != axis and widths[k] > window[k] + halo[k]]
+        if taken <= cells or not wider:
             return list(product(*spans))
-        pieces[max(wide, key=lambda k: widths[k])] += 1
+        splits[max(wider, key=lambda k: widths[k])] += 1

@@ -14,8 +14,8 @@ from ndlightnet.ops.position import Kind, slots_of
 from ndlightnet.ops.recurrence.chunks import exact
 
 
-def _wide(x: Tensor) -> Tensor:
-    """float32 or wider."""
+def _at_least_float32(x: Tensor) -> Tensor:
+    """float32, or as it is where that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -45,7 +45,7 @@ class MDLRPE(nn.Module):
                 f"{self.slots}"
             )
         bank = frequencies(self.slots, grid.ndim, device=self.log_factor.device)
-        theta = bank * _wide(self.log_factor).exp()
+        theta = bank * _at_least_float32(self.log_factor).exp()
         return Position(theta, grid, self.kind)
 
 
@@ -88,9 +88,9 @@ class MDTPE(nn.Module):
 
         c is scaled by 1 - lambda, so that a slow state weighs no more than a fast one.
         """
-        logit = _wide(self.logit)
+        logit = _at_least_float32(self.logit)
         log_decay = torch.nn.functional.logsigmoid(logit)
-        coef = _wide(self.coef) * torch.sigmoid(-logit)[:, None]
+        coef = _at_least_float32(self.coef) * torch.sigmoid(-logit)[:, None]
         forward = coef[: self.dims], log_decay[: self.dims]
         backward = coef[self.dims :], log_decay[self.dims :]
         if len(backward[0]) == 0:

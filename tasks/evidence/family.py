@@ -89,7 +89,7 @@ def evaluate(net: nn.Module, data: ImageData) -> tuple[dict[str, Any], float]:
     images, device = data.test_set.images[:, None], runner.device()
 
     def probabilities(x: Tensor) -> Tensor:
-        return answer(net, (x.float() - data.mean) / data.deviation).softmax(-1)
+        return answer(net, (x.float() - data.mean) / data.std).softmax(-1)
 
     replay = Replay(probabilities, images[:EVALUATION].to(device))
     found, seconds = [], []

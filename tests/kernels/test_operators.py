@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ndlightnet.nn.mixers import LightNetAttention, lightnet
-from ndlightnet.ops import Lrpe, attention_step
+from ndlightnet.ops import Lrpe, attention_step, global_attention, norm_gate
 
 from .cases import DEVICE, Case, Problem
 from .yardstick import Plain, ours, rms
@@ -34,6 +34,32 @@ class Recorder(TorchDispatchMode):
         if op.namespace == "ndlightnet":
             self.calls.setdefault(op, (args, kwargs or {}))
         return op(*args, **(kwargs or {}))
+
+
+class Zeros(TorchDispatchMode):
+    """Counts tensors that are filled with zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count += op.__name__.split(".")[0] in ("zeros", "zeros_like", "new_zeros", "zero_")
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("learn", [False, True])
+def test_outputs_without_a_gradient_cost_nothing(learn):
+    """No zeros in their place: of a State for each sample, of every row's mean and deviation."""
+    q, k, v = (torch.randn(2, 6, 1, 4, device=DEVICE, requires_grad=True) for _ in range(3))
+    theta = torch.rand(1, 4, device=DEVICE, requires_grad=learn)
+    y = global_attention(q, k, v, lrpe=Lrpe(theta, (2, 3), "cosine"), impl="triton")
+    weight = torch.ones(4, device=DEVICE, requires_grad=True)
+    z = norm_gate(q[..., 0, :], k[..., 0, :], weight, weight, impl="triton")
+    for out, inputs in ((y, [q, k, v, *[theta] * learn]), (z, [q, k, weight])):
+        with Zeros() as zeros:
+            grad(out, inputs, torch.ones_like(out))
+        assert zeros.count == 0
 
 
 @pytest.mark.slow

@@ -53,6 +53,19 @@ def judge(functions, leaves, dtype):
         assert error <= 2 * other + band, f"{i}: {error:.1e}, alone {other:.1e}"
 
 
+def test_parts_follow_the_schedule_of_a_card(monkeypatch):
+    """Measured on one H200, 132 processors: samples of 512 to 1,800 tokens, 12 heads, are not cut
+    (0.145 ms, of at most 1,536 tokens 0.149), of 512 to 262,144 tokens are, into 4,096 (1.09 ms, of
+    8,192 1.11)."""
+    monkeypatch.setattr(plans, "processors", lambda _: 132)
+    k = torch.empty(1, 1, 12, 64, dtype=BRAIN)
+    small = [(8 + i % 8) * (8 + i // 8) * 8 for i in range(64)]
+    large = [512, 1920, 13440, 32768, 63360, 110592, 168000, 262144]
+    assert plans.tokens_per_split(small, k, 64, "none") >= max(small)
+    assert plans.tokens_per_split(large, k, 64, "none") == 4096
+    assert plans.tokens_per_split([], k, 64, "none") > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shapes, kind, dtype, masked",

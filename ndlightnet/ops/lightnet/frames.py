@@ -66,8 +66,9 @@ def _merge_last(states: State, window: int) -> State:
 
 
 class SlidingMerge(torch.autograd.Function):
-    """Saves two maxima only. The gradient is the same merge, run backwards, of the pulls with the
-    negative maximum in the place of the maximum: every exponent stays at or below 0."""
+    """Saves two maxima only. The gradient is the same merge, run backwards, of the gradients of
+    sums and memories, with the negative maximum in the place of the maximum: every exponent stays
+    at or below 0."""
 
     @staticmethod
     def forward(
@@ -82,9 +83,9 @@ class SlidingMerge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         top, after = ctx.saved_tensors
-        pulls = State(torch.where(after == -torch.inf, after, -after), grads[1], grads[2])
-        pulls = _merge_last(State(*(x.flip(1) for x in pulls)), ctx.window)
-        ref, total, memory = (x.flip(1) for x in pulls)
+        given = State(torch.where(after == -torch.inf, after, -after), grads[1], grads[2])
+        merged = _merge_last(State(*(x.flip(1) for x in given)), ctx.window)
+        ref, total, memory = (x.flip(1) for x in merged)
         fall = decay(top, -ref)
         return None, fall * total, tile(fall, memory.shape[-2], -1)[..., None] * memory, None
 

@@ -82,7 +82,7 @@ class ImageData(LabelledData):
         self.classes = self.classes or tuple(str(label) for label in range(most + 1))
         if most >= len(self.classes) or min(int(p.labels.min()) for p in parts.values()) < 0:
             raise DataError(f"{self.root}: labels up to {most}: classes are {list(self.classes)}")
-        self.mean, self.deviation = mean_and_std(train.images)
+        self.mean, self.std = mean_and_std(train.images)
         held = spread(round(self.validation * len(train)), len(train))
         self.val_set = parts.get("val", train.pick(held))
         if "val" not in parts:
@@ -120,7 +120,7 @@ class ImageData(LabelledData):
         as the rest of the batch says."""
         images, labels, numbers, *moves = batch
         images = moved(images, *moves) if len(moves) == 2 else images
-        images = (images.float() - self.mean) / self.deviation
+        images = (images.float() - self.mean) / self.std
         if self.augment and len(moves) == 1:
             images, _ = self.augment(images, None, torch.Generator().manual_seed(moves[0]))
         return images, labels, numbers

@@ -46,7 +46,7 @@ class VolumeFolders(ImageData):
     ) -> None:
         super().__init__(root, **kwargs)
         self.size, self.spacing, self.input, self.modality = size, spacing, input, modality
-        self.mean, self.deviation = 0.0, 0.0
+        self.mean, self.std = 0.0, 0.0
 
     def setup(self, stage: str) -> None:
         size, spacing = self.size, self.spacing
@@ -77,7 +77,7 @@ class VolumeFolders(ImageData):
         notes: list[str] = []
         cases = find_inputs(self.input, notes=notes, modality=self.modality)
         say(notes)
-        if not self.deviation or self.spacing is None:
+        if not self.std or self.spacing is None:
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
         task: Any = self.trainer and self.trainer.lightning_module
         images, self.predict_files = [], []
@@ -96,14 +96,14 @@ class VolumeFolders(ImageData):
             return {"classes": [], "size": [], "spacing": [], "scale": []}
         return {
             "classes": list(self.classes), "size": list(self.size),
-            "spacing": list(self.spacing or ()), "scale": [self.mean, self.deviation],
+            "spacing": list(self.spacing or ()), "scale": [self.mean, self.std],
         }  # fmt: skip
 
     def set_names(self, names: dict[str, list[Any]]) -> None:
         self.classes, self.size, self.spacing = (
             tuple(names["classes"]), names["size"], names["spacing"]
         )  # fmt: skip
-        self.mean, self.deviation = names["scale"]
+        self.mean, self.std = names["scale"]
 
 
 def _told(case: Case) -> str:

@@ -251,7 +251,7 @@ def test_networks_that_are_compared_see_the_same_batches(pictures, tmp_path):
     data.setup("fit")
     for images, labels, numbers in some:
         assert torch.equal(labels, data.train_set.labels[numbers])
-        still = (data.train_set.images[numbers][:, None] - data.mean) / data.deviation
+        still = (data.train_set.images[numbers][:, None] - data.mean) / data.std
         moved = (images != still).flatten(1).any(1).float().mean()
         assert moved > 0.8  # 1 of 50 draws, and chance, leave an image as it was
 

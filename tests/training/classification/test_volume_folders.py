@@ -272,7 +272,7 @@ def test_augmented_batches_and_a_test_by_the_same_trainer(
     one, two = map(fitted, data)
     assert len(one.batches) == 2 * 4  # 36 of 40 in whole batches of 8
     assert all(torch.equal(a, b) for a, b in zip(one.batches, two.batches, strict=True))
-    still = (data[0].train_set.images[:, None] - data[0].mean) / data[0].deviation
+    still = (data[0].train_set.images[:, None] - data[0].mean) / data[0].std
     seen = torch.cat(one.batches)
     kept = [(image == still).flatten(1).all(1).any() for image in seen]
     assert 0 <= sum(map(int, kept)) < 0.2 * len(seen)  # (1/3)^3 / 4 draw nothing to speak of
@@ -282,7 +282,7 @@ def test_augmented_batches_and_a_test_by_the_same_trainer(
         [data[0].on_after_batch_transfer(b, 0) for b in data[0].val_dataloader()],
         data[0].val_dataloader(), strict=True,
     ):  # fmt: skip
-        assert torch.equal(images, (raw.float() - data[0].mean) / data[0].deviation)
+        assert torch.equal(images, (raw.float() - data[0].mean) / data[0].std)
     for name, value in one.net.named_parameters():
         assert torch.equal(value, one.saved["state_dict"][f"net.{name}"])
     assert any(
