@@ -1,7 +1,7 @@
 """Segment volumes (CT, MRI, several channels).
 
 python tasks/ct_segmentation.py                  phantoms, made here: train, test, pictures
-python tasks/ct_segmentation.py plan scans/      look at a folder of volumes and labels, write a
+python tasks/ct_segmentation.py plan scans/      read a folder of volumes and labels, write a
                                                  config, runs/scans/plan.yaml
 python tasks/ct_segmentation.py fit     --config runs/scans/plan.yaml
 python tasks/ct_segmentation.py test    --config ... --ckpt_path runs/scans/checkpoints/best.ckpt

@@ -1,4 +1,4 @@
-"""A language model of bytes: trained on short windows of a text, tested on ever longer ones.
+"""Train a language model of bytes on short windows of a text, and test it on longer windows.
 
 python tasks/text_lm.py                     configs/enwik8.yaml, for a GPU: train, test
 python tasks/text_lm.py fit  --config configs/enwik8.yaml --model.net.init_args.depth 12

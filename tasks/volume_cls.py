@@ -1,10 +1,10 @@
-"""Classify volumes: MedMNIST's npz files, or folders of scans, one a class.
+"""Classify volumes: MedMNIST's npz files, or folders of scans, one for each class.
 
 python tasks/volume_cls.py                 configs/adrenal28.yaml, for a GPU: train, test
 python tasks/volume_cls.py fit     --config configs/adrenal64.yaml
 python tasks/volume_cls.py test    --config ... --ckpt_path runs/adrenal64/checkpoints/last.ckpt
 
-Folders `train/CLASS/*`, `test/CLASS/*` and, if there, `val/CLASS/*`; predict writes a CSV:
+Folders `train/CLASS/*`, `test/CLASS/*` and optionally `val/CLASS/*`; predict writes a CSV:
 
 python tasks/volume_cls.py fit     --config configs/scans.yaml --data.root scans
 python tasks/volume_cls.py predict --config ... --ckpt_path ... --data.input scan.nii.gz

@@ -1,19 +1,19 @@
-"""Triton kernels of ndlightnet: torch and triton in, nothing of ours; plain functions on tensors
-that register nothing. ndlightnet.ops calls them through operators.
+"""Triton kernels of ndlightnet: plain functions on tensors, which import torch and triton only and
+register no operators. ndlightnet.ops calls them through operators.
 
-  position    where tokens lie and how fast slots turn, for operators and kernels; free of Triton
+  position    positions of tokens and angles of slots, for operators and kernels; without Triton
   attention   global attention; attention_backward: its gradients; plans: launches
   causal      causal attention; causal_backward: its gradients; step: one token, for decoding
-  axis_scan   MD-TPE; axis_taps: what it multiplies with
+  axis_scan   MD-TPE; axis_taps: the Toeplitz taps that it multiplies by
   gate        output norm and gate
-  phases      MD-LRPE angles         tiles    what the attention kernels share
+  phases      MD-LRPE angles         tiles    functions that the attention kernels share
 """
 
 from __future__ import annotations
 
 
 def interpreted() -> bool:
-    """Whether Triton runs kernels on the CPU, in its interpreter (TRITON_INTERPRET=1)."""
+    """Return whether Triton runs kernels on the CPU, in its interpreter (TRITON_INTERPRET=1)."""
     import triton
 
     return bool(triton.knobs.runtime.interpret)

@@ -1,8 +1,8 @@
-"""Global attention: a source to its State, and queries on a State.
+"""Global attention: merge a source into its State, and read a State with queries.
 
-Every tensor is read or written once. The length is split over the card; the parts are joined in a
-fixed order, so results do not change from run to run. Letters: p = exp(k - top); rows of a memory:
-dim, or 2 * dim with MD-LRPE (cos half, sin half); fa, fb: features of a query, see `rope_features`.
+Every tensor is read or written once. The length is split over the card; the parts are merged in a
+fixed order, so results do not change from run to run. p is exp(k - top); a memory has dim rows, or
+2 * dim with MD-LRPE (cos half, sin half); fa, fb: features of a query, see `rope_features`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ KV = ["skb", "skt", "skh", "svb", "svt", "svh"]
 @triton.jit
 def _keys(k, b, h, t, kc, valid, end, skb, skt, skh, WIDTH: tl.constexpr, KIND: tl.constexpr,
           MASKED: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
-    """Logits, and with rotary those of the pairs' second channels."""
+    """Load logits, and with rotary those of the pairs' second channels."""
     x = load_keys(k, b, h, t, kc, end, skb, skt, skh, WIDTH, UNIT)
     x2 = x
     if KIND == 2:
@@ -65,7 +65,7 @@ def _keys(k, b, h, t, kc, valid, end, skb, skt, skh, WIDTH: tl.constexpr, KIND: 
 
 @triton.jit
 def _added(p, valid, MASKED: tl.constexpr, ROWS: tl.constexpr):
-    """Sums of p over tokens, those after the last left out: (ROWS, columns)."""
+    """Sum p over tokens, without those after the last one, to (ROWS, columns)."""
     if not MASKED:  # by a factor, which costs less than a selection
         p *= valid.to(tl.float32)[:, None]
     return tl.sum(tl.reshape(p, (p.shape[0] // ROWS, ROWS, p.shape[1])), 0)
@@ -80,9 +80,9 @@ def _collect(
     MASKED: tl.constexpr, UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of exp(k - mx) and memories y^T (p cos, p sin) of a part, and with rotary those of the
-    pairs' second channels. Memories are held transposed: both sides of a product then lie in shared
-    memory as they were read. Sums stay spread over the tile's rows until the end."""
+    """Return sums of exp(k - mx) and memories y^T (p cos, p sin) of a part; with rotary also those
+    of the pairs' second channels. Memories are transposed, so that both sides of a product lie in
+    shared memory as they were read. Sums stay spread over the tile's rows until the end."""
     HALVES: tl.constexpr = 1 if KIND == 0 else 2 * KIND
     spread = tl.zeros((ROWS, BK), tl.float32)
     spread2 = spread
@@ -114,7 +114,7 @@ def _maxima(
     k, mask, b, h, begin, end, length, kc, skb, skt, skh, WIDTH: tl.constexpr, BL: tl.constexpr,
     KIND: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Largest logits of tokens [begin, end), and with rotary of the pairs' second channels."""
+    """Return the largest logits of tokens [begin, end); with rotary also of the second channels."""
     mx = tl.full((kc.shape[0],), float("-inf"), tl.float32)
     mx2 = mx
     for first in tl.range(begin, end, BL, num_stages=1):
@@ -145,13 +145,11 @@ def _summarize(
     AXES: tl.constexpr, PREFIX: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr = 16,
 ):  # fmt: skip
-    """State of one part of the length, for one block of key channels (rotary: of pairs). The
-    last ones of the `per_segment` parts that make up `span` tokens may be empty.
-
-    A tile's maxima cost more than its products. So exponents are first taken from the first tile's
-    maximum. If a sum then shows that the part's logits range too far for that, the part is done
-    again with its own maximum. Either way `top` is a reference that no exponent overflows.
-    """
+    """Compute the State of one part of the length, for one block of key channels (rotary: of
+    pairs). The last of the `per_segment` parts of `span` tokens may be empty. A tile's maxima cost
+    more than its products, so exponents first refer to the first tile's maximum. If a sum then
+    shows that the part's logits range too far for it, the part is computed again with the maximum
+    of all its tokens. Either way no exponent overflows with `top` as its reference."""
     bh, part = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
@@ -193,7 +191,7 @@ def _summarize(
             skb, skt, skh, svb, svt, svh, WIDTH, VDIM, BK, BV, BL, KIND, AXES, SLOTS, TOTAL,
             WIDE, PREFIX, MASKED, UNIT, OPERAND, PRECISION, 1, ROWS,
         )  # fmt: skip
-    tl.debug_barrier()  # read again: a register less in the loop
+    tl.debug_barrier()  # loaded again: a register less in the loop
     fix = slip(tl.load(top + at, mask=inside, other=0.0), OPERAND)
     tl.store(total + at, sm * fix, inside)
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
@@ -221,7 +219,7 @@ def _summarize(
 def _read_memory(
     total, memory, bh, c, vc, DIM: tl.constexpr, VDIM: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Normalised memory tiles that the features (fa, fb) read, float32."""
+    """Load the normalised memory tiles that the features (fa, fb) multiply, float32."""
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     inside = c < WIDTH
     here = inside[:, None] & (vc < VDIM)[None, :]
@@ -262,7 +260,7 @@ def _read(
     AXES: tl.constexpr, PREFIX: tl.constexpr, UNIT: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Output of a part of the queries, for one block of value channels."""
+    """Compute the output of a part of the queries, for one block of value channels."""
     bh, part = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     row, part, begin, end, base, state = part_at(
@@ -306,7 +304,7 @@ Sizes = tuple[int, ...]
 def _summarize_plan(
     k: Tensor, v: Tensor, masked: bool, where: Position, cut: tuple[int, int] | None
 ) -> tuple[Launch, Sizes, Sizes]:
-    """The launch, and sizes of sums and of memories."""
+    """Return the launch, and sizes of sums and of memories."""
     strided, unit = strides(k, v)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     bv, width = pad(vdim), where.width(dim)
@@ -322,7 +320,7 @@ def _summarize_plan(
         parts, span = cut
         each = split_count(rows * parts, at_once, span // block)
         parts *= each
-    # tokens that the threads of a program load at once: sums within a thread cost no exchange
+    # tokens that a program's threads load at once: sums within a thread need no exchange
     together = min(block, chosen.warps * 32 * (16 // k.element_size()) // bk)
     launch = Launch(
         _summarize, (rows, parts), length=length, span=span, parts=parts, per_segment=each,
@@ -335,15 +333,15 @@ def _summarize_plan(
 
 
 def parts_of_segments(k: Tensor, v: Tensor, where: Position, cut: tuple[int, int]) -> int:
-    """How many parts `summarize_splits` makes of so many segments of so many tokens."""
+    """Return how many parts `summarize_splits` makes of `cut`, (number, tokens) of segments."""
     return _summarize_plan(dense_rows(k), dense_rows(v), False, where, cut)[1][1]
 
 
 def summarize_splits(
     k: Tensor, v: Tensor, mask: Tensor | None, where: Position, cut: tuple[int, int] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """States (batch * heads, parts, ...) of as many parts as suit the card; with `cut`, of as many
-    splits of each of (number, tokens) segments."""
+    """Return States (batch * heads, parts, ...) of as many parts as suit the card; with `cut`,
+    (number, tokens) of segments, of as many parts of each segment."""
     k, v, masked = dense_rows(k), dense_rows(v), mask is not None
     launch, sums, memories = remembered(
         ("summarize", form(k, v), masked, where.key, cut),
@@ -357,7 +355,7 @@ def summarize_splits(
 def summarize(
     k: Tensor, v: Tensor, mask: Tensor | None, where: Position
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(batch, length, heads, dim) -> State; mask (batch, length) bool or None."""
+    """Return the State of k, v (batch, length, heads, dim); mask (batch, length) bool or None."""
     top, total, memory = summarize_splits(k, v, mask, where)
     (batch, _, heads, dim), vdim, parts = k.shape, v.shape[-1], top.shape[1]
     batch, halves = where.samples(batch), where.halves
@@ -390,7 +388,7 @@ def _read_plan(q: Tensor, vdim: int, where: Position) -> Launch:
 
 
 def read(q: Tensor, total: Tensor, memory: Tensor, where: Position) -> Tensor:
-    """Queries (batch, length, heads, dim), SiLU included, on a State."""
+    """Read a State with queries (batch, length, heads, dim); SiLU is applied to q here."""
     q, vdim = dense_rows(q), memory.shape[-1]
     launch = remembered(
         ("read", form(q), vdim, total.dtype, memory.dtype, where.key),

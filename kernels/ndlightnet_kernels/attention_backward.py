@@ -1,6 +1,6 @@
-"""Gradients of global attention: of queries and their State, of a source.
+"""Gradients of global attention: of queries and the State that they read, and of a source.
 
-Letters as in attention.py.
+Symbols as in attention.py.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def _read_backward(
     AXES: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, UNIT: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dq, and a part's gradient (fa, fb)^T dout of the normalised memory, for some features."""
+    """Compute dq, and a part's gradient (fa, fb)^T dout of the normalised memory, for a block of
+    features."""
     bh, part = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     row, slot, begin, end, base, state = part_at(
@@ -136,7 +137,7 @@ def _grad_tile(
     dmemory, bh, kc, inside, vc, DIM: tl.constexpr, VDIM: tl.constexpr, KIND: tl.constexpr,
     OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """dmemory of some channels, transposed, interleaved from its cos and sin halves."""
+    """Load dmemory of some channels, transposed, its cos and sin halves interleaved."""
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
     here = (vc < VDIM)[:, None] & inside[None, :]
     at = dmemory + (bh * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
@@ -152,7 +153,7 @@ def _grads(
     top, dtotal, dmemory, bh, kc, vc, DIM: tl.constexpr, VDIM: tl.constexpr, KIND: tl.constexpr,
     OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """What the gradients of channels `kc` need; with rotary also of the pairs' second channels."""
+    """Load dmemory, top and dtotal of channels `kc`; with rotary also of pairs' second channels."""
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     inside = kc < WIDTH
     g = _grad_tile(dmemory, bh, kc, inside, vc, DIM, VDIM, KIND, OPERAND)
@@ -175,7 +176,7 @@ def _key_block(
     PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk of some channels of a tile of tokens; returns dy and what they add to it."""
+    """Store dk of some channels of a tile of tokens; return dy plus what these add to it."""
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     HALVES: tl.constexpr = 1 if KIND == 0 else 2 * KIND
     g, mx, dsum, mx2, dsum2 = grads
@@ -205,7 +206,7 @@ def _key_block(
         else:
             twist = p * (cos * db - sin * da)
     tl.store(to, (p * (dp + dsum[None, :])).to(dk.dtype.element_ty), here)
-    if LEARN:  # a sum for each tile: one in registers would not fit there
+    if LEARN:  # a sum for each tile: one of all tiles would not fit in registers
         at_axis = from_origin(freqs, coordinates(freqs, t, AXES, TOTAL, PREFIX))
         at = dtheta + tile * WIDTH + kc
         tl.store(at, tl.sum(at_axis * twist, 0), kc < WIDTH)
@@ -223,7 +224,7 @@ def _summarize_backward(
     AXES: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
     UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a part: dk = p (v . dmemory + dtotal), dv = p . dmemory."""
+    """Compute dk and dv of a part: dk = p (v . dmemory + dtotal), dv = p . dmemory."""
     bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     row, slot, begin, end, base, state = part_at(
@@ -249,7 +250,7 @@ def _summarize_backward(
                 length, heads, skb, skt, skh, DIM, BK, BL, KIND, AXES, SLOTS, TOTAL, WIDE, PREFIX,
                 LEARN, MASKED, UNIT, OPERAND, PRECISION,
             )  # fmt: skip
-        else:  # a wide head: its memory does not stay on chip
+        else:  # a head wider than a tile: its memory does not stay on chip
             for block in tl.range(0, BLOCKS, num_stages=1):
                 c = block * BK + kc
                 some = _grads(top, dtotal, dmemory, state, c, vc, DIM, VDIM, KIND, OPERAND)
@@ -275,7 +276,7 @@ Sizes = tuple[int, ...]
 def _read_plan(
     q: Tensor, dout: Tensor, vdim: int, where: Position, learn: bool
 ) -> tuple[Launch, Launch, Sizes, Sizes]:
-    """The two launches, and sizes of gradients of memories and of angles."""
+    """Return the two launches, and sizes of gradients of memories and of angles."""
     strided, unit = strides(q, dout)
     batch, length, heads, dim = q.shape
     width, halves, bv = where.width(dim), where.halves, pad(vdim)
@@ -301,15 +302,15 @@ def _read_plan(
 
 
 def _of_heads(x: Tensor, partial_dtheta: Tensor | None) -> Tensor:
-    """Gradients of each head's angles from those of its parts."""
+    """Sum the gradients of angles over the parts of each head; empty for None."""
     return scratch(x, x.shape[2], 0) if partial_dtheta is None else partial_dtheta.sum((0, 2))
 
 
 def read_backward(
     q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, where: Position, learn: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, of the State's sum and memory, and of theta (heads, slots), empty if not
-    wanted."""
+    """Return gradients of q, of the State's sum and memory, and of theta (heads, slots; empty if
+    not wanted)."""
     q, dout, vdim = dense_rows(q), dense_rows(dout), memory.shape[-1]
     total, memory = total.contiguous(), memory.contiguous()
     launch, join, memories, angles = remembered(
@@ -330,7 +331,7 @@ def read_backward(
 def _summarize_plan(
     k: Tensor, v: Tensor, masked: bool, where: Position, learn: bool
 ) -> tuple[Launch, Sizes]:
-    """The launch, and sizes of gradients of angles."""
+    """Return the launch, and sizes of gradients of angles."""
     strided, unit = strides(k, v)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     bv, width = pad(vdim), where.width(dim)
@@ -354,7 +355,7 @@ def summarize_backward(
     k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor, dtotal: Tensor, dmemory: Tensor,
     where: Position, learn: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of k, v, and of theta (heads, slots), empty if not wanted."""
+    """Return gradients of k, v, and of theta (heads, slots; empty if not wanted)."""
     k, v, masked = dense_rows(k), dense_rows(v), mask is not None
     launch, angles = remembered(
         ("summarize_backward", form(k, v), masked, where.key, learn),
@@ -362,7 +363,7 @@ def summarize_backward(
     )
     dk, dv = dense_empty(k), dense_empty(v)
     partial_dtheta = scratch(k, *angles) if learn else None
-    if partial_dtheta is not None and where.splits is not None:  # shorter splits leave tiles out
+    if partial_dtheta is not None and where.splits is not None:  # shorter splits leave tiles unset
         partial_dtheta.zero_()
     given = top.contiguous(), dtotal.contiguous(), dmemory.contiguous()
     launch(

@@ -1,17 +1,17 @@
-"""MD-TPE on tensor cores: per channel and axis a Toeplitz product with taps made from the states.
+"""MD-TPE on tensor cores: for each channel and axis a Toeplitz product with taps from the states.
 
 y[l] = sum_m T[c, l - m] x[m],   T[c, lag] = sum_t coef[c, t] lambda_t^lag  (reverse: lag < 0)
 
-A line is one dense product, whose cost depends neither on the number of states nor on the
-direction; dx is the product with the taps flipped. It is so little work that moving x is what
-takes time, so everything here is about that. A tile is read as it lies in memory, passes through
-shared memory once, in words of VEC channels of a token, and comes out as the operands of a batch of
-products, VEC channels to a warp. A Toeplitz matrix stays in registers: its blocks of 8 x 8, one for
-each distance.
+A line (the tokens along an axis) is one dense product, whose cost depends neither on the number of
+states nor on the direction; dx is the product with the flipped taps. The products cost so little
+that moving x takes most of the time, so the kernels minimise that. A tile is read as it lies in
+memory, passes through shared memory once, in words of VEC channels of a token, and becomes the
+operands of a batch of products, VEC channels to a warp. A Toeplitz matrix stays in registers: its
+blocks of 8 x 8, one for each distance.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
-# (a jit function builds its tuples of tensors piece by piece)
+# (a jit function builds its tuples of tensors step by step)
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -26,20 +26,20 @@ from ndlightnet_kernels import axis_taps
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.tiles import cdiv, power_of_2, processors
 
-LONGEST = 128  # lines up to here are one dense product
-# By blocks of 16 tokens in a line: channels of a warp, warps, programs per multiprocessor, stages
-# of loads in flight. Measured on an H200 for 2 and 4 blocks.
+LONGEST = 128  # tokens of the longest line that is one dense product
+# Plans by blocks of 16 tokens in a line: channels of a warp, warps, programs per multiprocessor,
+# stages of loads in flight. Measured on an H200 for 2 and 4 blocks.
 PRODUCT = {1: (4, 8, 2, 3), 2: (4, 8, 2, 3), 4: (4, 8, 1, 2), 8: (2, 8, 1, 2)}
 CORRELATE = {1: (8, 4, 2, 1), 2: (8, 4, 2, 1), 4: (4, 4, 2, 2), 8: (2, 4, 2, 1)}
-# float32: as much as fits, not compared
+# Plans for float32: the largest that fit, not compared
 PRODUCT_FULL = {1: (4, 4, 2, 1), 2: (2, 8, 1, 1), 4: (1, 8, 1, 1)}
 CORRELATE_FULL = {1: (4, 4, 2, 1), 2: (2, 4, 2, 1), 4: (1, 8, 2, 1)}
 INTS = ["span", "flip", "lines", "n", "inner", "outer"]
 
 
-# The dimensions from which Triton spreads a tensor over lanes, warps and registers in turn: up to
-# 3.6 from the first, since then from the last. Taps are loaded so that 4 and 8 lanes hold what an
-# operand of a product wants there: else a whole Toeplitz matrix would go through shared memory.
+# Triton spreads the dimensions of a tensor over lanes, warps and registers in turn: up to 3.6 from
+# the first dimension, since then from the last. Taps are loaded so that 4 and 8 lanes hold what an
+# operand of a product needs there; else a whole Toeplitz matrix would go through shared memory.
 LAST = tuple(int(x) for x in triton.__version__.split(".")[:2]) >= (3, 7)
 LANES4, LANES8 = tl.constexpr(4 if LAST else 0), tl.constexpr(3 if LAST else 1)
 PAIR, CHANNEL = tl.constexpr(1 if LAST else 3), tl.constexpr(0 if LAST else 4)
@@ -47,7 +47,7 @@ PAIR, CHANNEL = tl.constexpr(1 if LAST else 3), tl.constexpr(0 if LAST else 4)
 
 @triton.jit
 def _along(i: tl.constexpr, size: tl.constexpr, rank: tl.constexpr):
-    """0 .. size - 1 along dimension i."""
+    """Return 0 .. size - 1 along dimension i of `rank` dimensions."""
     v = tl.arange(0, size)
     for _ in tl.static_range(i):
         v = tl.expand_dims(v, 0)
@@ -58,15 +58,15 @@ def _along(i: tl.constexpr, size: tl.constexpr, rank: tl.constexpr):
 
 @triton.jit
 def _channels_first(v, VEC: tl.constexpr, W: tl.constexpr, OPERAND: tl.constexpr):
-    """[a, b, channels] -> [channels, a, b]; entry i of a batched product belongs to warp i % W. In
-    this order a warp's channels are neighbours in memory."""
+    """Move channels first: [a, b, channels] -> [channels, a, b]. Entry i of a batched product
+    belongs to warp i % W; in this order a warp's channels are neighbours in memory."""
     v = v.reshape(v.shape[0], v.shape[1], W, VEC).permute(3, 2, 0, 1)
     return v.reshape(VEC * W, v.shape[2], v.shape[3]).to(OPERAND)
 
 
 @triton.jit
 def _tokens(table, line, r, lines, n, inner, outer, INT: tl.constexpr):
-    """Tokens r of lines, and which there are. table: see `Lines`; None: all lines are alike."""
+    """Return tokens r of lines, and which exist. table: see `Lines`; None: all lines are alike."""
     ok = line < lines
     if table is None:
         first, step, count = (line // inner).to(INT) * outer + line % inner, inner.to(INT), n
@@ -79,7 +79,7 @@ def _tokens(table, line, r, lines, n, inner, outer, INT: tl.constexpr):
 
 @triton.jit
 def _valid(mask, at, ok, MASK: tl.constexpr):
-    """`ok` without padding."""
+    """Return `ok` without the tokens that are padding."""
     if MASK:
         ok = ok & (tl.load(mask + at, mask=ok, other=0) != 0)
     return ok
@@ -90,7 +90,7 @@ def _toeplitz(
     taps, span, flip, first_channel, dim, NB: tl.constexpr, VEC: tl.constexpr, W: tl.constexpr,
     OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """T of some channels, [channels, 16 NB, 16 NB]; with flip = -1 its transpose."""
+    """Return T of some channels, [channels, 16 NB, 16 NB]; with flip = -1 its transpose."""
     N: tl.constexpr = 2 * NB
     row, lane, pair = _along(LANES8, 8, 5), _along(LANES4, 4, 5), _along(PAIR, 2, 5)
     if tl.float32 == OPERAND:
@@ -107,7 +107,7 @@ def _toeplitz(
             tap = tap.permute(CHANNEL, 2, LANES8, PAIR, LANES4)
         else:
             tap = tap.permute(CHANNEL, 2, LANES8, LANES4, PAIR)
-        # known when compiled: entries at one distance share their registers
+        # decided at compile time: entries at one distance share their registers
         out = tl.where(distance == d, tap.reshape(VEC * W, 1, 8, 1, 8).to(OPERAND), out)
     return out.reshape(VEC * W, 8 * N, 8 * N)
 
@@ -119,7 +119,7 @@ def _product_kernel(
     ADD: tl.constexpr, RESIDUAL: tl.constexpr, MASK_IN: tl.constexpr, MASK_OUT: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """y = (y if ADD) + (x if RESIDUAL) + T along one axis, 8 lines at a time."""
+    """Compute y = (y if ADD) + (x if RESIDUAL) + T x along one axis, 8 lines at a time."""
     C: tl.constexpr = VEC * W
     dim = units * UNIT
     blocks = tl.cdiv(dim, C)
@@ -139,13 +139,13 @@ def _product_kernel(
         ok = inside & (c < dim)
         tokens = tl.load(x + at * dim + c, mask=ok, other=0.0)
         value = tokens
-        if MASK_IN:  # padding goes round the product
+        if MASK_IN:  # padding is left out of the product
             value = tl.where(_valid(mask, at, ok, True), tokens, 0.0)
-            if tl.float32 == OPERAND:  # a sum, even of one, keeps T out of shared memory
+            if tl.float32 == OPERAND:  # a sum, even of one element, keeps T out of shared memory
                 value = tl.sum(value[:, :, :, None], 3)
         before = old
         if ADD:
-            if n > 0:  # always; the branch keeps Triton from prefetching what is prefetched here
+            if n > 0:  # always true; keeps Triton from prefetching what is prefetched here
                 later = line + 8 * step
                 to, there = _tokens(table, later, r, lines, n, inner, outer, INT)
                 old = tl.load(y + to * dim + c, mask=there & (c < dim), other=0.0)
@@ -168,8 +168,8 @@ def _correlate_kernel(
     NB: tl.constexpr, VEC: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr, LONG: tl.constexpr,
     WAYS: tl.constexpr, MASK: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the taps: out[part, d, l, m, c], sums over lines and over pairs of blocks of 8
-    tokens of dy[8 i + l] x[8 j + m], where l < 16 and 2 (d - NB) = i - j."""
+    """Compute gradients of the taps: out[part, d, l, m, c] is the sum, over lines and over pairs of
+    blocks of 8 tokens, of dy[8 i + l] x[8 j + m], where l < 16 and 2 (d - NB) = i - j."""
     C: tl.constexpr = VEC * W
     dim = units * UNIT
     blocks = tl.cdiv(dim, C)
@@ -220,9 +220,9 @@ def _longest(x: Tensor) -> int:
 
 
 class Lines(NamedTuple):
-    """Lines along an axis: in blocks of 16 tokens (a power of two, so that few kernels serve all
-    lengths), how many, and where: token r of line i at i // inner * n * inner + i % inner + r *
-    inner; or table (lines, 3) int32, with the first token, the step and the length of each."""
+    """Lines along an axis: their blocks of 16 tokens (a power of two, so that few kernels serve all
+    lengths), their number, and their tokens. Token r of line i is i // inner * n * inner + i %
+    inner + r * inner; or table (lines, 3) int32 has first token, step and length of each line."""
 
     axis: int
     blocks: int
@@ -240,7 +240,7 @@ Tables = Sequence[tuple[int, int, Tensor]]  # axis, longest line, table
 
 
 def _walk(x: Tensor, tables: Tables | None) -> list[Lines]:
-    """The lines of tokens (batch, *grid, dim), or of packed ones (length, dim)."""
+    """Return the lines of tokens (batch, *grid, dim), or of packed tokens (length, dim)."""
     if tables is not None:
         return [Lines(a, cdiv(most, 16), len(table), most, 1, table) for a, most, table in tables]
     shape = x.shape[:-1]
@@ -253,8 +253,8 @@ def _walk(x: Tensor, tables: Tables | None) -> list[Lines]:
 def _launch(
     x: Tensor, lines: int, blocks: int, width: int, plan: tuple[int, int, int, int]
 ) -> tuple[int, int, dict[str, Any]]:
-    """For programs that take `width` lines at a time: how many share a block of channels, how many
-    there are, and what is compiled in. (The interpreter cannot multiply bfloat16.)"""
+    """Return, for programs that take `width` lines at a time, how many share a block of channels,
+    how many there are, and their constants. (The interpreter cannot multiply bfloat16.)"""
     vec, warps, each, stages = plan
     unit = next(u for u in (8, 4, 2, 1) if x.shape[-1] % u == 0)
     channels = cdiv(x.shape[-1], vec * warps)
@@ -270,7 +270,7 @@ def _launch(
 
 
 def _key(x: Tensor, mask: Tensor | None, walk: list[Lines]) -> tuple[Any, ...]:
-    """What launches depend on."""
+    """Return what launches depend on."""
     lines = tuple((*line[:5], line.table is None) for line in walk)
     return x.device, x.dtype, x.shape, mask is None, lines
 
@@ -296,7 +296,7 @@ def _product(
     x: Tensor, weights: list[Any], mask: Tensor | None, residual: bool, flip: bool,
     walk: list[Lines],
 ) -> Tensor:  # fmt: skip
-    """The sum over axes; flip: of the transposed products, which make dx of dy."""
+    """Return the sum of products over axes; flip: of transposed products, which give dx from dy."""
     span, y = 16 * max(lines.blocks for lines in walk), torch.empty_like(x)
     taps = axis_taps.taps(x, span, weights)
     launches = remembered(
@@ -309,7 +309,7 @@ def _product(
 
 
 def supported(x: Tensor) -> str:
-    """Why the kernels do not take these tensors; empty if they do."""
+    """Return why the kernels do not support x; empty if they do."""
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{x.dtype}: expected float32, bfloat16 or float16"
     if max(x.shape[1:-1]) > _longest(x):
@@ -327,9 +327,9 @@ def forward(
     residual: bool = False,
     tables: Tables | None = None,
 ) -> Tensor:
-    """x (batch, *grid, dim), coef (axes, dim, states), log_decay (axes, states), mask (batch,
-    *grid) bool -> like x: the sum over axes, plus x itself if `residual`. tables: the lines of
-    samples end to end; then x is (length, dim)."""
+    """Return the sum of products over axes, plus x itself if `residual`, in the shape of x (batch,
+    *grid, dim). coef (axes, dim, states), log_decay (axes, states), mask (batch, *grid) bool.
+    tables: the lines of samples that lie end to end; then x is (length, dim)."""
     x, mask, weights = _prepare(x, mask, coef, log_decay, rcoef, rlog_decay)
     if x.numel() == 0:
         return torch.empty_like(x)
@@ -339,7 +339,7 @@ def forward(
 def _correlate_plan(
     x: Tensor, masked: bool, ways: int, walk: list[Lines]
 ) -> list[tuple[int, Launch]]:
-    """For each group of lines the number of parts, and the launch."""
+    """Return the number of parts and the launch for each group of lines."""
     plans, launches = CORRELATE if x.element_size() == 2 else CORRELATE_FULL, []
     for lines in walk:
         nb = lines.blocks
@@ -364,7 +364,7 @@ def backward(
     residual: bool = False,
     tables: Tables | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of x, coef, log_decay, rcoef, rlog_decay."""
+    """Return the gradients of x, coef, log_decay, rcoef, rlog_decay."""
     x, mask, weights = _prepare(x, mask, coef, log_decay, rcoef, rlog_decay)
     if x.numel() == 0:
         zeros: list[Any] = [None if w is None else torch.zeros_like(w) for w in weights]
@@ -392,7 +392,7 @@ def backward(
 def _prepare(
     x: Tensor, mask: Tensor | None, *weights: Tensor | None
 ) -> tuple[Tensor, Tensor | None, list[Any]]:
-    """Kernels walk over contiguous tokens; the weights are small."""
+    """Make tokens and mask contiguous, as kernels need, and the small weights float32."""
     return (
         x.contiguous(),
         None if mask is None else mask.contiguous().view(torch.uint8),

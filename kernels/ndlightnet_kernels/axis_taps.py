@@ -1,6 +1,7 @@
-"""The taps of MD-TPE's Toeplitz products, made of its states, and the gradients of those.
+"""Taps of MD-TPE's Toeplitz products, computed from coefficients and decays, and their gradients.
 
-taps[axis, c, span + lag] = sum_t coef[axis, c, t] lambda_t^lag, and for lag < 0 of the way back.
+taps[axis, c, span + lag] = sum_t coef[axis, c, t] lambda_t^lag; for lag < 0 with the coefficients
+and decays of the reverse direction, and -lag.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from ndlightnet_kernels.tiles import cdiv, power_of_2
 
 @triton.jit
 def _powers(log_decay, lag, t, states):
-    """lambda_t^lag, 0 where lag < 0 or there is no such state: [states, lags]."""
+    """Return lambda_t^lag as [states, lags]; 0 where lag < 0 or t is beyond the last state."""
     log = tl.load(log_decay + t, mask=t < states, other=0.0)[:, None] * 1.4426950408889634
-    # 0 * -inf: a decay of 0 still has lambda^0 = 1
+    # avoids 0 * -inf: a decay of 0 still has lambda^0 = 1
     power = tl.exp2(tl.where(lag[None] > 0, log * lag[None], 0.0))
     return tl.where((lag[None] >= 0) & (t < states)[:, None], power, 0.0)
 
@@ -30,7 +31,7 @@ def _taps_kernel(
     coef, log_decay, rcoef, rlog_decay, taps, dim, states, span,
     LAGS: tl.constexpr, C: tl.constexpr, E: tl.constexpr, TWO_WAY: tl.constexpr,
 ):  # fmt: skip
-    """taps[axis, c, span + lag] for -span <= lag < span."""
+    """Compute taps[axis, c, span + lag] for -span <= lag < span."""
     axis = tl.program_id(2)
     c = tl.program_id(1) * C + tl.arange(0, C)
     lag = tl.program_id(0) * LAGS + tl.arange(0, LAGS) - span
@@ -53,8 +54,8 @@ def _taps_kernel(
 
 @triton.jit(do_not_specialize=["nb", "parts", "span", "least"])
 def _fold_kernel(sums, dtaps, dim, nb, parts, span, least, C: tl.constexpr):
-    """dtaps[c, span + lag], 16 lags a program: the sum over parts and diagonals of `sums` (part,
-    tile d, row l, column m, c), whose lag is 16 (d - nb) + l - m."""
+    """Compute dtaps[c, span + lag], 16 lags a program: the sum over parts and diagonals of `sums`
+    (part, tile d, row l, column m, c), where an entry has lag 16 (d - nb) + l - m."""
     c = tl.program_id(0) * C + tl.arange(0, C)
     b = tl.arange(0, 16)
     m = tl.arange(0, 8)
@@ -76,7 +77,7 @@ def _weights_grad_kernel(
     dtaps, coef, log_decay, dcoef, dlog, dim, states, span, WAY: tl.constexpr,
     C: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """From dtaps [axis, dim, 2 span] to dcoef and, per block of channels, dlog_decay."""
+    """Compute dcoef and, per block of channels, dlog_decay from dtaps [axis, dim, 2 span]."""
     axis = tl.program_id(1)
     c = tl.program_id(0) * C + tl.arange(0, C)
     t = tl.program_id(2) * E + tl.arange(0, E)
@@ -86,7 +87,7 @@ def _weights_grad_kernel(
         reach = start + tl.arange(0, 16)
         at = (axis * dim + c)[:, None] * (2 * span) + span + (-reach if WAY else reach)[None]
         taps = tl.load(dtaps + at, mask=(c < dim)[:, None], other=0.0)
-        # lag 0 belongs to the forward way
+        # lag 0 belongs to the forward direction
         power = _powers(log_decay + axis * states, tl.where(reach < WAY, -1, reach), t, states)
         power = tl.trans(power)
         grad = tl.dot(taps, power, grad, input_precision="ieee")
@@ -101,7 +102,7 @@ def _weights_grad_kernel(
 
 
 def taps(x: Tensor, span: int, weights: list[Tensor | None]) -> Tensor:
-    """(axes, dim, 2 span), in the dtype of x: it is what tensor cores multiply."""
+    """Return the taps (axes, dim, 2 span), in the dtype of x, which tensor cores multiply."""
     coef, log_decay, rcoef, rlog_decay = weights
     assert coef is not None
     axes, dim, states = coef.shape
@@ -119,7 +120,7 @@ def taps(x: Tensor, span: int, weights: list[Tensor | None]) -> Tensor:
 
 
 def fold(sums: Tensor, dtaps: Tensor, span: int, ways: int) -> None:
-    """Gradient of one axis' taps (dim, 2 span) from `sums` (parts, 2 nb, 16, 8, dim)."""
+    """Write the gradient of an axis' taps (dim, 2 span) from `sums` (parts, 2 nb, 16, 8, dim)."""
     parts, nb, dim = sums.shape[0], sums.shape[1] // 2, sums.shape[-1]
     least = 0 if ways == 2 else nb
     launch = remembered(
@@ -133,7 +134,7 @@ def fold(sums: Tensor, dtaps: Tensor, span: int, ways: int) -> None:
 
 
 def weights_grad(dtaps: Tensor, weights: list[Tensor | None], span: int) -> list[Tensor | None]:
-    """From dtaps (axes, dim, 2 span) to the gradients of the weights."""
+    """Return the gradients of the weights from dtaps (axes, dim, 2 span)."""
     grads: list[Tensor | None] = []
     for way in range(2):
         coef, log_decay = weights[2 * way : 2 * way + 2]

@@ -2,13 +2,13 @@
 
 o_t = sum_(u <= t) (phi_t / s_t . exp(k_u)) v_u is attention without decay on rescaled queries and
 exponentiated keys; only the range of exponents needs care. Segments of the length run in parallel
-from carried States, and within a segment chunk follows chunk. Keys of a segment are exp(k - anchor)
-with one anchor for all of it; s, which only grows, is in units of exp(anchor). This serves every
-query whose s does not vanish, and if it serves the segment's first query, it serves all.
+from carried States, and within a segment the chunks run in order. Keys of a segment are
+exp(k - anchor) with one anchor; s, which only grows, is in units of exp(anchor). An anchor serves
+every query whose s does not vanish; if it serves the segment's first query, it serves all.
 
 Where it does not (logits that climb by more than 60 within a segment, padding in front), the
-segment is flagged and done again by the careful form of the same kernel: an anchor for each chunk
-(its largest logit) and, for queries that even this does not serve, anchors of their own in further
+segment is flagged and computed again by the careful form of the same kernel: an anchor for each
+chunk (its largest logit) and, for queries that even this does not serve, further anchors in further
 rounds. All exponents are <= 0 there, and nothing overflows whatever the logits.
 
 The State after the last segment is a by-product of its outputs: so nothing of that segment is read
@@ -17,7 +17,7 @@ fill the card, a whole row is one segment.
 """
 
 # mypy: disable-error-code="assignment"
-# (a jit function builds its tuples of tensors piece by piece)
+# (a jit function builds its tuples of tensors step by step)
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -56,27 +56,27 @@ from ndlightnet_kernels.tiles import (
     weight,
 )  # fmt: skip
 
-TINY = tl.constexpr(1e-27)  # a running sum below it belongs to a further level
+TINY = tl.constexpr(1e-27)  # a query whose sum is below it needs a further anchor
 
 
 @triton.jit
 def _reciprocal(s):
-    """1 / s for s >= TINY, by rsqrt, which takes fewer instructions."""
+    """Return 1 / s for s >= TINY, by rsqrt, which takes fewer instructions."""
     r = tl.rsqrt(tl.maximum(s, TINY))
     return r * r
 
 
 @triton.jit
 def _silu_over(x, s):
-    """silu(x) / s, s > 0: x / (s + s exp(-x))."""
+    """Return silu(x) / s for s > 0, as x / (s + s exp(-x))."""
     r = tl.rsqrt(tl.exp2(x * -1.4426950408889634) * s + s)
     return x * (r * r)
 
 
 @triton.jit
 def _silu_and_over(x, s):
-    """silu(x), its derivative, 1 / s, and silu(x) / s, with one reciprocal for all. All are 0 where
-    s exp(-x) overflows: silu(x) and its derivative, one of which is a factor, are tiny there."""
+    """Return silu(x), its derivative, 1 / s, and silu(x) / s, with one reciprocal for all. All are
+    0 where s exp(-x) overflows: every use has silu(x) or its derivative as a factor, tiny there."""
     e = tl.exp2(tl.minimum(x * -1.4426950408889634, 100.0))
     r = tl.rsqrt(e * s + s)
     r = r * r
@@ -86,7 +86,7 @@ def _silu_and_over(x, s):
 
 @triton.jit
 def _level(x, anchor, mx, sm, todo, ones, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """Keys against `anchor`; 1 / s for the queries that it serves; exp(mx - anchor); those left."""
+    """Return exp(x - anchor), 1 / s of the queries served, exp(mx - anchor), and queries left."""
     used = anchor > -INFINITE
     p = tl.where(used[None, :], weight(tl.minimum(x, anchor[None, :]), anchor[None, :]), 0.0)
     carry = tl.where(used, weight(mx, anchor), 0.0)
@@ -98,14 +98,14 @@ def _level(x, anchor, mx, sm, todo, ones, OPERAND: tl.constexpr, PRECISION: tl.c
 
 @triton.jit
 def _next_anchor(x, mx, todo):
-    """The largest logit that the queries left have seen; -inf where none is left or none seen."""
+    """Return the largest logit that the queries left attend to; -inf where there is none."""
     return tl.max(tl.where(todo, tl.maximum(x, mx[None, :]), -INFINITE), 0)
 
 
 @triton.jit
 def _entry(top, total, memory, bh, part, parts, kc, vc, DIM: tl.constexpr, VDIM: tl.constexpr,
            HALVES: tl.constexpr):  # fmt: skip
-    """The State before a segment; its memory transposed. (`top` has one more: after the last.)"""
+    """Load the State before a segment, its memory transposed. (`top` has one more at the end.)"""
     inside, at = kc < DIM, bh * parts + part
     mx = tl.load(top + (at + bh) * DIM + kc, mask=inside, other=-INFINITE)
     sm = tl.load(total + at * DIM + kc, mask=inside, other=0.0)
@@ -125,7 +125,7 @@ OUT = ["sob", "sot", "soh"]
 @triton.jit
 def _rotation(freqs, t, kc, KIND: tl.constexpr, AXES: tl.constexpr, TOTAL: tl.constexpr,
               WIDE: tl.constexpr, PREFIX: tl.constexpr):  # fmt: skip
-    """Places, cos and sin of a chunk; without MD-LRPE any tile, unused."""
+    """Return coordinates, cos and sin of a chunk; without MD-LRPE zeros, which are not used."""
     if KIND == 0:
         none = tl.zeros((t.shape[0], kc.shape[0]), tl.float32)
         return none, none, none
@@ -138,7 +138,7 @@ def _rotation(freqs, t, kc, KIND: tl.constexpr, AXES: tl.constexpr, TOTAL: tl.co
 @triton.jit
 def _scores(a, b, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexpr,
             PRECISION: tl.constexpr):  # fmt: skip
-    """acc + features of a times features of b, transposed."""
+    """Return acc + features of a times transposed features of b."""
     if KIND == 0:
         acc = dot(a, tl.trans(b), acc, OPERAND, PRECISION)
     else:
@@ -150,7 +150,7 @@ def _scores(a, b, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexpr,
 @triton.jit
 def _gather(left, b, cos, sin, acc, acc_sin, KIND: tl.constexpr, OPERAND: tl.constexpr,
             PRECISION: tl.constexpr):  # fmt: skip
-    """(acc, acc_sin) + left times the features of b."""
+    """Return (acc, acc_sin) + left times the features of b."""
     if KIND == 0:
         acc = dot(left, b, acc, OPERAND, PRECISION)
     else:
@@ -162,7 +162,7 @@ def _gather(left, b, cos, sin, acc, acc_sin, KIND: tl.constexpr, OPERAND: tl.con
 @triton.jit
 def _recall(f, m, m_sin, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexpr,
             PRECISION: tl.constexpr):  # fmt: skip
-    """acc + features of f on a memory that is held transposed."""
+    """Return acc + features of f times a memory that is stored transposed."""
     if KIND == 0:
         acc = dot(f, tl.trans(m.to(OPERAND)), acc, OPERAND, PRECISION)
     else:
@@ -173,7 +173,7 @@ def _recall(f, m, m_sin, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexp
 
 @triton.jit
 def _unturn(d, d_sin, cos, sin, KIND: tl.constexpr):
-    """From gradients of both features to that of what they were made of."""
+    """Return the gradient of a tile from the gradients of its cos and sin features."""
     if KIND == 0:
         return d
     else:
@@ -182,7 +182,7 @@ def _unturn(d, d_sin, cos, sin, KIND: tl.constexpr):
 
 @triton.jit
 def _fall_to(mx, anchor, OPERAND: tl.constexpr):
-    """From units of exp(mx) to those in which `powers` gives keys."""
+    """Return the factor from units of exp(mx) to the units of the keys that `powers` returns."""
     return weight(mx, anchor) / slip(anchor, OPERAND)
 
 
@@ -195,7 +195,7 @@ def _to_anchor(anchor, mx, sm, m, m_sin, OPERAND: tl.constexpr):
 @triton.jit
 def _unserved(k, mask, b, h, first, length, anchor, sm, kc, skb, skt, skh, DIM: tl.constexpr,
               UNIT: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Whether a segment's first query, which has the smallest sum, falls below `anchor`'s reach."""
+    """Return 1 if `anchor` does not serve a segment's first query, whose sum is least, else 0."""
     t = first + tl.zeros((1,), tl.int32)
     valid = valid_tokens(mask, b, t, length, length, MASKED)
     x = hide(load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT), valid)
@@ -214,9 +214,9 @@ def _causal(
     AXES: tl.constexpr, PREFIX: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output of a segment, chunk by chunk, from the State before it; from the last segment, about
-    which nothing is known yet, the State after it. Its logits flag it too where they rise too far
-    above the anchor."""
+    """Compute the output of a segment, chunk by chunk, from the State before it; for the last
+    segment, which was not summarised before, also the State after it. The last segment is flagged
+    too if its logits rise too far above the anchor."""
     bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     begin, end = part * span, min(part * span + span, length)
@@ -234,7 +234,7 @@ def _causal(
     ones = (lane[:, None] >= lane[None, :]).to(OPERAND)
     run, inside, final = tl.zeros((BL, BK), tl.float32), kc < DIM, part == parts - 1
     after = top + (bh * (parts + 1) + part + 1) * DIM + kc
-    # without a selection an element the last token's key stands for those after it
+    # without a selection for each element, the last token's key stands for those after it
     HIDE: tl.constexpr = CAREFUL or MASKED or tl.float32 == OPERAND
     if not CAREFUL:
         if final:
@@ -262,7 +262,7 @@ def _causal(
             best = tl.maximum(mx, tl.max(x, 0))
             todo = (lane >= 0)[:, None] & inside[None, :]
             anchor, from_entry = best, tl.zeros((BL, BK), tl.float32)
-            rounds = 0  # each serves a row at least
+            rounds = 0  # each serves at least one row
             while (tl.max(anchor, 0) > -INFINITE) & (rounds < BL):
                 rounds += 1
                 low, inverse, fall, todo = _level(x, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
@@ -276,7 +276,7 @@ def _causal(
         else:
             p = powers(x, mx, OPERAND)
             p = pinned(p.to(OPERAND) if KIND == 0 else p)
-            # a segment with sums below TINY is done again, so they may be anything here
+            # a segment with sums below TINY is computed again, so they may be anything here
             from_entry = _silu_over(x_q, dot(ones, p, run, OPERAND, PRECISION))
             run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, OPERAND, PRECISION)
             score = _scores(from_entry, p, cos, sin, score, KIND, OPERAND, PRECISION)
@@ -293,7 +293,7 @@ def _causal(
         if CAREFUL:
             tl.store(after, mx, inside)
         else:
-            tl.debug_barrier()  # read again: a register less in the loop
+            tl.debug_barrier()  # loaded again: a register less in the loop
             mx = tl.load(after, mask=inside, other=0.0)
             sm = tl.max(run, 0)  # all rows are the same
             if not HIDE:
@@ -317,10 +317,10 @@ def _causal(
 
 # ------------------------------------------------------------------------------------ launches
 class Segments(NamedTuple):
-    """The launches of a call: the merge of segments, and the plain and the careful form."""
+    """Launches of a call: the merge of segments, and the plain and the careful form."""
 
     parts: int
-    cut: tuple[int, int] | None  # None: rows alone fill the card, and what is before them is known
+    cut: tuple[int, int] | None  # None: rows alone fill the card, the State before them is given
     merge: Launch
     forms: tuple[Launch, Launch]
 
@@ -354,9 +354,9 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: tuple[Tensor | None, ...],
     where: Position,
 ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
-    """Output (batch, length, heads, value_dim), the final State (max, sum, memory), and for the
-    backward the States before each segment (batch * heads, segments, ...), the max of one more
-    after the last one, and flags. state: (max, sum, memory), or three None for an empty one."""
+    """Return output (batch, length, heads, value_dim), the final State (max, sum, memory), and for
+    the backward the States before each segment (batch * heads, segments, ...), with one more max
+    after the last one, and flags. state: (max, sum, memory), or three None for an empty State."""
     q, k, v, masked = dense_rows(q), dense_rows(k), dense_rows(v), mask is not None
     (batch, _, heads, dim), vdim = k.shape, v.shape[-1]
     halves, rows = where.halves, batch * heads

@@ -6,7 +6,7 @@ Segments, anchors and the careful form as in causal.py.
 """
 
 # mypy: disable-error-code="assignment"
-# (a jit function builds its tuples of tensors piece by piece)
+# (a jit function builds its tuples of tensors step by step)
 from __future__ import annotations
 
 from typing import Any
@@ -75,10 +75,10 @@ def _causal_dq(
     AXES: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
     UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Forward in time: dphi_t = memory_t dout_t, and what the segment's own queries add to the
-    gradients of the State before it (unless `dsums` is None).
+    """Compute dq, forward in time, by dphi_t = memory_t dout_t, and what the segment's queries add
+    to the gradients of the State before it (unless `dsums` is None).
 
-    Leaves behind dphi and each chunk's (max, sum) for `_causal_dkv`.
+    Also stores dphi and each chunk's (max, sum) for `_causal_dkv`.
     """
     bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
@@ -133,7 +133,7 @@ def _causal_dq(
             best = tl.maximum(mx, tl.max(x, 0))
             todo = (lane >= 0)[:, None] & inside[None, :]
             anchor, from_entry, d, d_sin = best, zero, zero, zero
-            rounds = 0  # each serves a row at least
+            rounds = 0  # each serves at least one row
             while (tl.max(anchor, 0) > -INFINITE) & (rounds < BL):
                 rounds += 1
                 low, inverse, fall, todo = _level(x, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
@@ -203,8 +203,8 @@ def _causal_dkv(
     AXES: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
     UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Backward in time: dk and dv of a segment from its own later queries and from the gradients
-    that later segments make, carried as an adjoint State in units of the State's maximum."""
+    """Compute dk and dv of a segment, backward in time, from its later queries and from gradients
+    of later segments, carried as an adjoint State in units of the State's maximum."""
     bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     if CAREFUL:
@@ -232,7 +232,7 @@ def _causal_dkv(
     if not CAREFUL:  # in units of the keys
         fix = slip(unit, OPERAND)[None, :]
         dsum, acc, acc_sin = dsum * fix, acc * fix, acc_sin * fix
-    later = lane[None, :] >= lane[:, None]  # queries that see a key
+    later = lane[None, :] >= lane[:, None]  # queries that attend to a key
     later_tokens, ones = later.to(OPERAND), (lane[:, None] >= lane[None, :]).to(OPERAND)
     chunks = tl.cdiv(min(part * span + span, length) - part * span, BL)
     for i in range(chunks):
@@ -260,7 +260,7 @@ def _causal_dkv(
         score = tl.zeros((BL, BL), tl.float32)
         if CAREFUL:
             best = tl.maximum(mx, tl.max(x, 0))
-            # into this chunk's units; the segment's last may differ from its exact maximum
+            # to this chunk's units; the segment's first `unit` may differ from the exact maximum
             both = (best > -INFINITE) & (unit > -INFINITE)
             factor = tl.where(both, tl.exp2((best - unit) * 1.4426950408889634), 0.0)
             acc, acc_sin = acc * factor[None, :], acc_sin * factor[None, :]
@@ -276,7 +276,7 @@ def _causal_dkv(
             todo = (lane >= 0)[:, None] & inside[None, :]
             anchor, from_entry, carry = best, zero, weight(mx, best)
             phi, _ = silu(x_q)
-            rounds = 0  # each serves a row at least
+            rounds = 0  # each serves at least one row
             while (tl.max(anchor, 0) > -INFINITE) & (rounds < BL):
                 rounds += 1
                 low, inverse, fall, todo = _level(x, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
@@ -322,8 +322,8 @@ Pair = tuple[Launch, Launch]
 def _plan(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, masked: bool, where: Position, learn: bool
 ) -> tuple[int, int, bool, Pair, Launch, Pair]:
-    """Segments, chunks, whether rows alone fill the card, and the launches: dq, between segments,
-    dk and dv."""
+    """Return the numbers of segments and of chunks, whether rows alone fill the card, and the
+    launches: dq, between segments, dk and dv."""
     strided, unit = strides(q, k, v, dout)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     parts, span = cut(k, vdim, where.kind)
@@ -358,8 +358,8 @@ def backward(
     entry: tuple[Tensor, Tensor, Tensor, Tensor], where: Position,
     dout: Tensor, dtotal: Tensor | None, dmemory: Tensor | None, past: bool, learn: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of q, k, v, of the first State's sum and memory (empty if not `past`: there was
-    none), and of theta (heads, slots; empty if not wanted)."""
+    """Return gradients of q, k, v, of the initial State's sum and memory (empty if not `past`:
+    there was no State), and of theta (heads, slots; empty if not wanted)."""
     q, k, v, dout = map(dense_rows, (q, k, v, dout))
     (batch, _, heads, dim), vdim, masked = k.shape, v.shape[-1], mask is not None
     parts, chunks, filled, by_q, between, by_k = remembered(
@@ -371,7 +371,7 @@ def backward(
     dphi = torch.empty_like(dq)
     chunk_top, chunk_total = scratch(k, rows, chunks, dim), scratch(k, rows, chunks, dim)
     sizes = (rows, parts, dim), (rows, parts, halves * dim, vdim)
-    before = past or not filled  # what comes before whole rows is often nothing
+    before = past or not filled  # whole rows often have no State before them
     after = before or dtotal is not None or dmemory is not None
     segments, later = (
         tuple(scratch(k, *size) if wanted else None for size in sizes) for wanted in (before, after)

@@ -1,7 +1,7 @@
-"""Between the frames of the axis-causal form: the State of a window of frames, and its adjoint."""
+"""Sliding merge of the axis-causal form: the State of a window of frames, and its adjoint."""
 
 # mypy: disable-error-code="assignment"
-# (a jit function builds its tuples of tensors piece by piece)
+# (a jit function builds its tuples of tensors step by step)
 from __future__ import annotations
 
 import torch
@@ -13,7 +13,7 @@ from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.tiles import cdiv, pad, scratch, weight
 
 INFINITE = tl.constexpr(float("inf"))
-AT_ONCE = tl.constexpr(8)  # States whose loads are on their way at the same time
+AT_ONCE = tl.constexpr(8)  # States whose loads are in flight at the same time
 
 
 @triton.jit
@@ -21,8 +21,8 @@ def _tiles(
     top, total, memory, at, there, c, tile, here, DIM: tl.constexpr, SIZE: tl.constexpr,
     BACK: tl.constexpr,
 ):  # fmt: skip
-    """Reference, sum and memory rows of State `at`; empty if not `there`. BACK: the reference of a
-    gradient of it, the negative one."""
+    """Load reference, sum and memory rows of State `at`; of an empty State if not `there`. BACK: of
+    the State's gradient, whose reference is the negative one."""
     ref = tl.load(top + at * DIM + c, mask=there, other=-INFINITE)
     if BACK:
         ref = tl.where(ref > -INFINITE, -ref, ref)
@@ -45,12 +45,12 @@ def _sliding_merge(
     DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, BC: tl.constexpr,
     BACK: tl.constexpr,
 ):  # fmt: skip
-    """State of the last `window` of States (batch, frames, heads, ...) up to each: one program for
+    """Merge the last `window` States (batch, frames, heads, ...) up to each frame: one program for
     BC rows of a block of `window` frames. A window is the end of the block before, from some frame
-    on, and the beginning of this one.
+    on, and the beginning of this block.
 
-    BACK: from the last frame to the first, of gradients of such States (`top`: their maxima), to
-    those of the States that they were made of (`top_in`: their maxima).
+    BACK: the adjoint, from the last frame to the first. It merges gradients of merged States
+    (`top`: their maxima) to gradients of the States before the merge (`top_in`: their maxima).
     """
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     ROWS: tl.constexpr = HALVES * DIM
@@ -130,7 +130,7 @@ def _run(
     )
     states = [x.contiguous() for x in (top, total, memory)]
     out = [torch.empty_like(x) for x in states]
-    # of a row for itself, so that no program reads what another one writes
+    # maxima and sums for each row, so that no program reads what another one writes
     sizes = ((rows,), (rows,), (rows, vdim)) if window < frames else ((0,),) * 3
     past = [scratch(top, batch, frames, heads, *size) for size in sizes]
     launch(*states, top_in, *out, *past)
@@ -140,8 +140,8 @@ def _run(
 def sliding_merge(
     top: Tensor, total: Tensor, memory: Tensor, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """top, total (batch, frames, heads, dim), memory (batch, frames, heads, dim or 2 dim,
-    value_dim), float32: for each frame the State of the last `window` frames up to it."""
+    """Merge the States of the last `window` frames up to each frame: top, total (batch, frames,
+    heads, dim), memory (batch, frames, heads, dim or 2 dim, value_dim), float32."""
     out = _run(top, total, memory, None, window)
     return out[0], out[1], out[2]
 
@@ -149,6 +149,6 @@ def sliding_merge(
 def sliding_merge_backward(
     top: Tensor, after: Tensor, dtotal: Tensor, dmemory: Tensor, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of sums and memories. top, after: maxima of the States before and after."""
+    """Return the gradients of total and memory. top, after: maxima before and after the merge."""
     out = _run(after, dtotal, dmemory, top.contiguous(), window)
     return out[1], out[2]

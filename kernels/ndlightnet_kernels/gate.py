@@ -1,6 +1,6 @@
-"""The gated norm behind LightNet's read: LayerNorm(y) * weight + bias, times sigmoid(u).
+"""Gated norm after LightNet's read: LayerNorm(y) * weight + bias, times sigmoid(u).
 
-Tensors (..., dim) of any float dtype; arithmetic and statistics in float32, one rounding at the
+Tensors are (..., dim) of any float dtype; arithmetic and statistics in float32, one rounding at the
 end. The width is compiled in, the number of rows is not.
 """
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.tiles import cdiv, power_of_2
 
-# Measured on an H200 at 32,768 and 65,536 rows of 384 and 768. Elements of a program's tile and its
-# warps; in the backward also programs (a constant, so that the same bits come out everywhere) and
-# load stages.
+# Elements of a program's tile and its warps; for the backward also programs (a constant, so that
+# the result has the same bits on every card) and load stages. Measured on an H200 at 32,768 and
+# 65,536 rows of 384 and 768.
 NARROW, WIDE, BACKWARD = (1024, 2), (2048, 4), (1024, 4, 528, 3)
 
 
 def _tile(dim: int, elements: int, warps: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and its warps."""
+    """Return the rows and columns of a tile, and its warps."""
     block = power_of_2(dim)
     return max(1, elements // block), block, max(warps, block // 512)
 
@@ -49,7 +49,7 @@ def _norm_gate(
     x, gate = _read(y, at, mask), tl.sigmoid(_read(u, at, mask))
     w, b = _read(weight, col, col < DIM), _read(bias, col, col < DIM)
     mu = tl.sum(x, 1) / DIM
-    # once more around it: a sum of rows far from 0 rounds at their size
+    # add the mean of the deviations: the sum of a row far from 0 is rounded at the row's size
     mu += tl.sum(tl.where(mask, x - mu[:, None], 0.0), 1) / DIM
     x = tl.where(mask, x - mu[:, None], 0.0)
     r = tl.rsqrt(tl.sum(x * x, 1) / DIM + tl.cast(eps, tl.float32))
@@ -92,7 +92,7 @@ def _norm_gate_backward(
 def _sum_partial(
     partial, dweight, dbias, programs, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The gradients of weight (program_id(1) = 0) and bias: sums over programs."""
+    """Sum the gradients of weight (program_id(1) = 0) and bias over programs."""
     col, which = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in range(0, programs, ROWS):
@@ -118,7 +118,7 @@ def _plan(y: Tensor, eps: float) -> Launch:
 def norm_gate(
     y: Tensor, u: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(LayerNorm(y) * weight + bias) * sigmoid(u) in y's dtype, and the rows' mean and 1 / std."""
+    """Return the gated norm of y in y's dtype, and the rows' mean and 1 / standard deviation."""
     y, u, dtypes = y.contiguous(), u.contiguous(), (y.dtype, u.dtype, weight.dtype, bias.dtype)
     launch = remembered(("norm_gate", y.device, dtypes, y.shape, eps), lambda: _plan(y, eps))
     out = torch.empty_like(y)
@@ -146,7 +146,7 @@ def _backward_plan(y: Tensor) -> tuple[Launch, Launch, int]:
 def norm_gate_backward(
     dout: Tensor, y: Tensor, u: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of y, u, weight and bias. Same bits at every call: partial sums, no atomics."""
+    """Return gradients of y, u, weight, bias. Same bits at every call: partial sums, no atomics."""
     dout, y, u = dout.contiguous(), y.contiguous(), u.contiguous()
     dtypes = (dout.dtype, y.dtype, u.dtype, weight.dtype, bias.dtype)
     launch, add, programs = remembered(

@@ -1,9 +1,9 @@
-"""Launching kernels at little cost for the host.
+"""Kernel launches at little cost for the host.
 
-At every launch Triton looks at each argument to find the program compiled for them, which takes
-longer than a small kernel. What it looks at depends on shapes, dtypes, strides and the addresses'
-alignment alone. So a call's plan is made once for its shapes (`remembered`), and its launches keep
-the programs that Triton found (`Launch`).
+At every launch Triton inspects each argument to find the compiled program, which takes longer than
+a small kernel. The program depends on shapes, dtypes, strides and the addresses' alignment alone.
+So the plan of a call is made once for its shapes (`remembered`), and its launches store the
+programs that Triton found (`Launch`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import triton
 from torch import Tensor
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-MOST = 4096  # plans in memory
+MOST = 4096  # largest number of plans in memory
 
 Plan = TypeVar("Plan")
 _plans: dict[Hashable, Any] = {}
 
 
 def remembered(key: Hashable, make: Callable[[], Plan]) -> Plan:
-    """The result of `make`, kept for the next call with this key: all that it depends on."""
+    """Return the result of `make`, cached by `key`, which holds all that the result depends on."""
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= MOST:
@@ -32,9 +32,9 @@ def remembered(key: Hashable, make: Callable[[], Plan]) -> Plan:
 
 
 class Launch:
-    """A kernel with its grid and all arguments but the tensors, which come first in its signature:
-    to be called with those, None where there is none. Their shapes, strides, dtypes and device are
-    the same at every call."""
+    """A kernel with its grid and all arguments except the tensors, which come first in its
+    signature. Call it with the tensors, None for one that is absent. Their shapes, strides, dtypes
+    and device must be the same at every call."""
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
         names = kernel.arg_names
@@ -52,7 +52,7 @@ class Launch:
         program = self.programs.get(alignment)
         if program is None:
             compiled = self.kernel[self.grid](*tensors, *self.rest, **self.options)
-            if hasattr(compiled, "result"):  # of a compilation in another thread
+            if hasattr(compiled, "result"):  # a compilation in another thread
                 compiled = compiled.result()
             if compiled is not None:
                 self.programs[alignment] = compiled[self.grid]

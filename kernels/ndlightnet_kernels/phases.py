@@ -1,14 +1,14 @@
-"""MD-LRPE angles on any number of axes, computed from a token's flat index: no tables.
+"""MD-LRPE angles on any number of axes, computed from a token's flat index, without tables.
 
-A slot turns by theta times the coordinate of its axis. Angles are kept as fractions of a turn in
-fixed point: theta / (2 pi) in 32 bits (float32 inputs: 64), so that a product with a coordinate
-drops whole turns by itself and is off by 2^-32 (2^-64) turns times the coordinate at most. Where
-the first cell may be far away (an offset of int64), its own angle is a product in 64 bits, once in
-a program, and others count from it.
+A slot is rotated by theta times the coordinate of its axis. Angles are fractions of a full rotation
+in fixed point: theta / (2 pi) in 32 bits (float32 inputs: 64). So a product with a coordinate drops
+full rotations by itself, and its error is at most 2^-32 (2^-64) rotations times the coordinate.
+Where the first cell may be far away (an offset of int64), its angle is a product in 64 bits, once
+in a program, and the coordinates of other cells count from it.
 """
 
 # mypy: disable-error-code="assignment"
-# (a jit function builds its tuples of tensors piece by piece)
+# (a jit function builds its tuples of tensors step by step)
 from __future__ import annotations
 
 import triton
@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 MOST_AXES = 8
-# sizes of the axes but for the first; in all kernels that take angles
+# arguments of all kernels that take angles; n1, n2, ...: sizes of the axes after the first
 SIZES = ["n1", "n2", "n3", "n4", "n5", "n6", "n7", "prefix", "each"]
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -27,11 +27,11 @@ def slot_frequencies(
     theta, offset, shapes, sample, each, prefix, head, sizes, channel, KIND: tl.constexpr,
     AXES: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """What the angles at the slots of `channel` need, once in a program: slots, frequencies (upper
-    and lower half), sizes of the axes, their reciprocals, first coordinates, prefix, phase of the
-    first cell, and its distance from the origin. The SLOTS of theta are those from OFFSET on of
-    TOTAL. each: 1 where samples have offsets of their own; shapes: grids of the samples, where
-    they differ."""
+    """Compute, once in a program, what the angles at the slots of `channel` depend on: slots,
+    frequencies (upper and lower half), sizes of the axes, their reciprocals, first coordinates,
+    prefix, phase of the first cell, and its distance from the origin. theta has SLOTS of the TOTAL
+    slots, from OFFSET on. each: 1 where each sample has an offset, else 0; shapes: grids of the
+    samples, where they differ."""
     slot, high, low, phase, far = channel, channel, channel, channel * 0, channel * 0
     counts, reciprocals, offsets = (), (), ()
     if KIND != 0:
@@ -69,7 +69,7 @@ def slot_frequencies(
 
 @triton.jit
 def _over(slots, tokens, ACROSS: tl.constexpr):
-    """Two lists as tiles of tokens x slots; ACROSS: of slots x tokens."""
+    """Expand both lists to tiles of tokens x slots; with ACROSS, of slots x tokens."""
     if ACROSS:
         return slots[:, None], tokens[None, :]
     else:
@@ -81,16 +81,16 @@ def coordinates(
     freqs, t, AXES: tl.constexpr, TOTAL: tl.constexpr, PREFIX: tl.constexpr,
     ACROSS: tl.constexpr = False,
 ):  # fmt: skip
-    """Coordinate of tokens t along the axis of each slot, (len(t), len(slot)) int32, with an offset
-    of int64 counted from the first cell's; tokens in front of the grid are at coordinate 0. Slots
-    are in consecutive groups that differ by one at most."""
+    """Return the coordinates of tokens t along the axis of each slot, (len(t), len(slot)) int32;
+    with an offset of int64, counted from the first cell's. Tokens in front of the grid are at
+    coordinate 0. Each axis has a consecutive group of slots; group sizes differ by at most one."""
     rest = t.to(tl.int32)
     if PREFIX:
         rest = tl.maximum(rest - freqs[6], 0)
     for a in tl.static_range(AXES - 1, -1, -1):
         c = rest
         if a > 0:
-            # too small by one at most
+            # the quotient may be too small by one
             n, by = freqs[3][a - 1], freqs[4][a - 1]
             rest = tl.umulhi(c.to(tl.uint32), by.to(tl.uint32)).to(tl.int32)
             c -= rest * n
@@ -100,7 +100,7 @@ def coordinates(
         front = begin.to(tl.int32)
         if (
             begin.dtype == tl.int32
-        ):  # near: a scalar, where the phase of a far one is as many as slots
+        ):  # near offset: one number is added here; a far one is a phase for each slot
             c += front
             front *= 0
         if PREFIX:
@@ -110,14 +110,14 @@ def coordinates(
             out = at + slot * 0
         else:
             after = (a + 1) * (TOTAL // AXES) + min(a + 1, TOTAL % AXES)
-            mine = (slot - after) >> 31  # all bits or none: predicates are few on the card
+            mine = (slot - after) >> 31  # all bits or none: the card has few predicates
             out = (at & mine) | (out & ~mine)
     return out
 
 
 @triton.jit
 def cos_sin(freqs, at_axis, WIDE: tl.constexpr, ACROSS: tl.constexpr = False):
-    """cos and sin of `coordinates`, float32."""
+    """Return cos and sin of the angles at `coordinates`, float32."""
     high, _ = _over(freqs[1], freqs[1], ACROSS)
     begin, _ = _over(freqs[7], freqs[7], ACROSS)
     phase = at_axis * high + begin
@@ -128,28 +128,28 @@ def cos_sin(freqs, at_axis, WIDE: tl.constexpr, ACROSS: tl.constexpr = False):
     angle = phase.to(tl.float32) * 1.4629180792671596e-09  # 2 pi / 2^32
     if WIDE or INTERPRETED:
         return tl.cos(angle), tl.sin(angle)
-    else:  # within a turn the card's own functions are off by 5e-7
+    else:  # within one rotation the card's own functions are off by 5e-7
         return libdevice.fast_cosf(angle), libdevice.fast_sinf(angle)
 
 
 @triton.jit
 def from_origin(freqs, at_axis):
-    """`coordinates` from the origin, float32: what the gradient of theta counts; see Position."""
+    """Return `coordinates` from the origin, float32, for the gradient of theta; see Position."""
     return (at_axis + freqs[8][None, :]).to(tl.float32)
 
 
 @triton.jit
 def materialized(x):
-    """x, a tile of floats that tiles of two layouts need. Triton would compute it twice rather than
-    move it, which takes longer; it never does so with a sum, even of one."""
+    """Return x, a tile of floats that tiles of two layouts need. Triton would compute it twice
+    rather than move it, which takes longer; it never does so with a sum, even of one element."""
     return x if INTERPRETED else tl.sum(x[:, :, None], 2)
 
 
 @triton.jit
 def pinned(x):
-    """x, which several products need: computed as it is loaded, then moved. (Triton would compute
-    it for each, from shared memory in an order of many bank conflicts.) Cheaper than
-    `materialized`, but what is not an operand only may still be computed twice."""
+    """Return x, which several products need: computed once in the layout of its loads, then moved.
+    (Triton would compute it for each product, from shared memory in an order with many bank
+    conflicts.) Cheaper than `materialized`, but a tile with other uses may be computed twice."""
     if INTERPRETED:
         return x
     else:
@@ -161,10 +161,10 @@ def pinned(x):
 def cos_sin_once(
     freqs, t, AXES: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr, PREFIX: tl.constexpr
 ):  # fmt: skip
-    """`cos_sin` for kernels that need cos and sin in tiles of two layouts; of 16-bit inputs to the
+    """Return `cos_sin` for kernels that need it in tiles of two layouts; for 16-bit inputs to the
     precision of float16.
 
-    Tokens lie along the lanes here: few a thread, so that few coordinates have to be found.
+    Tokens lie along the lanes here: a thread has few of them and computes few coordinates.
     """
     if WIDE or INTERPRETED:
         return cos_sin(freqs, coordinates(freqs, t, AXES, TOTAL, PREFIX), WIDE)

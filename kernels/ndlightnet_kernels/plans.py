@@ -1,4 +1,4 @@
-"""How the attention kernels are launched: by head dim, kind and type, never tuned when they run."""
+"""Launch plans of the attention kernels by head_dim, kind and dtype; never tuned at run time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ndlightnet_kernels.tiles import cdiv, pad, processors
 
 
 class Plan(NamedTuple):
-    """Tokens and key channels of a tile, depth of the load pipeline, warps, programs per
-    multiprocessor, and the most registers of a thread (0: the compiler's choice)."""
+    """Launch plan: tokens and key channels of a tile, depth of the load pipeline, warps, programs
+    per multiprocessor, and the most registers of a thread (0: the compiler's choice)."""
 
     block: int
     keys: int
@@ -29,8 +29,8 @@ class Plan(NamedTuple):
         return {"num_warps": self.warps, **most}
 
 
-# For heads up to 64 and up to 128 channels. Measured on one H200 (bf16; 4 x 16384 tokens of
-# 12 x 64, 115200 tokens of 24 x 128). With rotary a key column is a pair of channels.
+# Plans for heads of up to 64 and up to 128 channels. Measured on one H200 (bf16; 4 x 16384 tokens
+# of 12 x 64, 115200 tokens of 24 x 128). With rotary a key column is a pair of channels.
 PLANS = {
     ("summarize", "none"): (Plan(64, 64, 3, 4, 3, 168), Plan(64, 64, 3, 8, 2)),
     ("summarize", "cosine"): (Plan(64, 64, 3, 4, 3, 168), Plan(64, 128, 3, 8, 1)),
@@ -54,15 +54,15 @@ PLANS = {
 def plan(
     kernel: str, keys: int, values: int, kind: str, size: int = 2, learn: bool = False
 ) -> Plan:
-    """Launch plan for a tile of the memory, with operands of `size` bytes; `keys` may be cut.
-    learn: with the gradient of theta."""
+    """Return the launch plan for a memory tile of `keys` x `values` channels, with operands of
+    `size` bytes; the plan's `keys` may be fewer. learn: with the gradient of theta."""
     pair = 2 if kind == "rotary" else 1
     most = max(keys, pair * values) if kernel == "read" else max(pair * keys, values)
     if size == 2 and most <= 128:
         learnt = (kernel, f"{kind} learnt")
         chosen = PLANS[learnt if learn and learnt in PLANS else (kernel, kind)][most > 64]
         return chosen._replace(keys=min(keys, chosen.keys))
-    # not measured: as many columns as fit, in registers as sums or in shared memory as operands
+    # not measured: as many columns as fit, as sums in registers or as operands in shared memory
     interleaved = 1 if kind == "none" else 4 if kind == "rotary" and "summarize" in kernel else 2
     room = 16384 if kernel in ("summarize", "read_backward") else 65536 // size
     if size > 2 and kernel in ("read", "read_backward"):
@@ -74,13 +74,13 @@ def plan(
 
 
 def operand_bytes(x: Tensor) -> int:
-    """Bytes of an operand."""
+    """Return the bytes of an element of a product's operand."""
     return 2 if x.dtype == torch.bfloat16 else 4
 
 
 # -------------------------------------------------------------------------------------- causal
 class Chunks(NamedTuple):
-    """Tokens a chunk, warps, and load stages."""
+    """Launch plan of a causal kernel: tokens of a chunk, warps, and load stages."""
 
     chunk: int
     warps: int
@@ -91,8 +91,8 @@ class Chunks(NamedTuple):
 
 
 class Causal(NamedTuple):
-    """The three kernels of the causal form (dq and dkv of one chunk), and how many programs run on
-    a multiprocessor at once."""
+    """Launch plans of the three kernels of the causal form (dq and dkv with the same chunk), and
+    how many programs run on a multiprocessor at once."""
 
     forward: Chunks
     dq: Chunks
@@ -100,28 +100,28 @@ class Causal(NamedTuple):
     programs: int
 
 
-# By channels of a tile, bfloat16. Measured on one H200, 4 x 16384 tokens of 12 x 64, 6 x 128, 16 x
-# 32, 16 x 16 (with angles: 64 only).
+# Plans by channels of a tile, for bfloat16. Measured on one H200, 4 x 16384 tokens of 12 x 64,
+# 6 x 128, 16 x 32, 16 x 16 (with angles: 64 only).
 CAUSAL = {
     16: Causal(Chunks(32, 1, 3), Chunks(32, 1, 3), Chunks(32, 1, 3), 8),
     32: Causal(Chunks(32, 2, 3), Chunks(32, 2, 3), Chunks(32, 2, 3), 4),
     64: Causal(Chunks(64, 4, 3), Chunks(32, 4, 3), Chunks(32, 4, 3), 2),
     128: Causal(Chunks(32, 8, 3), Chunks(16, 8, 3), Chunks(16, 8, 3), 1),
 }
-TURNED = {  # with angles
+TURNED = {  # plans with angles
     16: Causal(Chunks(32, 2, 3), Chunks(32, 2, 3), Chunks(32, 2, 3), 4),
     32: Causal(Chunks(32, 2, 3), Chunks(32, 2, 3), Chunks(32, 2, 3), 4),
     64: Causal(Chunks(32, 4, 3), Chunks(16, 4, 3), Chunks(16, 4, 3), 2),
     128: CAUSAL[128],
 }
-FULL = Chunks(32, 8, 1)  # operands of 4 bytes fill the chip with less
-# The careful form is rare, and larger. 64 rows would be multiplied by warp groups, and it hangs
-# where they are in a `while` (Triton 3.6, not understood).
+FULL = Chunks(32, 8, 1)  # operands of 4 bytes fill the chip with smaller chunks
+# The careful form runs rarely, and is larger. Triton would multiply 64 rows by warp groups, and the
+# kernel hangs where those are in a `while` (Triton 3.6, not understood).
 CAREFUL = Chunks(32, 8, 1)
 
 
 def causal(k: Tensor, vdim: int, kind: str) -> Causal:
-    """For keys (batch, length, heads, dim)."""
+    """Return the plans of the causal form for keys (batch, length, heads, dim)."""
     side = max(pad(k.shape[-1]), pad(vdim))
     if k.dtype != torch.bfloat16 or side > 128:
         return Causal(FULL, FULL, FULL, 2 if side <= 64 else 1)
@@ -129,15 +129,15 @@ def causal(k: Tensor, vdim: int, kind: str) -> Causal:
 
 
 def channel_blocks(k: Tensor, vdim: int) -> list[slice]:
-    """Blocks of key channels that a program of the causal form holds on chip beside the values."""
+    """Split the key channels into blocks that a causal program holds on chip beside the values."""
     most = 128 if k.dtype == torch.bfloat16 else 64
     most = min(most, most * 128 // max(64, vdim))
     return [slice(a, min(a + most, k.shape[-1])) for a in range(0, k.shape[-1], most)]
 
 
 def split_count(programs: int, at_once: int, tiles: int) -> int:
-    """Into how many splits each of `programs` parts of so many tiles is best cut: as few as keep
-    six tenths of the card at work, which keeps its memory busy."""
+    """Return into how many splits to cut each of `programs` parts of `tiles` tiles: the fewest that
+    keep six tenths of the card at work, which is enough to keep its memory busy."""
 
     def share(n: int) -> float:
         return programs * n / (max(1, cdiv(programs * n, at_once)) * at_once)
@@ -151,22 +151,23 @@ START = 200
 
 
 def _programs(k: Tensor, vdim: int, kind: str) -> tuple[int, int]:
-    """Rows of keys (batch, length, heads, dim), and programs that run at once."""
+    """Return the rows (batch x heads) of keys (batch, length, heads, dim), and the programs that
+    run at once."""
     return k.shape[0] * k.shape[2], processors(k) * causal(k, vdim, kind).programs
 
 
 def fills(k: Tensor, vdim: int, kind: str) -> bool:
-    """Whether the rows alone keep the card at work. Does not depend on the length."""
+    """Return whether the rows alone keep the card at work. It does not depend on the length."""
     rows, at_once = _programs(k, vdim, kind)
     return 10 * rows >= 9 * at_once
 
 
 def cut(k: Tensor, vdim: int, kind: str) -> tuple[int, int]:
-    """Segments that the length of keys (batch, length, heads, dim) is cut into, and their length, a
-    multiple of every chunk. Also of symbolic shapes, without a guard on the length."""
+    """Return into how many segments to cut the length of keys (batch, length, heads, dim), and
+    their length, a multiple of every chunk. Symbolic shapes get no guard on the length."""
     length, parts = k.shape[1], 1
     rows, at_once = _programs(k, vdim, kind)
-    for waves in range(1, 5):  # as few as keep nine tenths of the card at work
+    for waves in range(1, 5):  # the fewest that keep nine tenths of the card at work
         parts = max(1, waves * at_once // rows)
         if 10 * parts * rows >= 9 * waves * at_once:
             break
@@ -177,9 +178,9 @@ def cut(k: Tensor, vdim: int, kind: str) -> tuple[int, int]:
 
 # --------------------------------------------------------------------------------------- packs
 def tokens_per_split(lengths: Sequence[int], k: Tensor, vdim: int, kind: str) -> int:
-    """Most tokens of a part, for samples of these lengths end to end (keys (1, length, heads,
-    dim)): that with which the parts of all heads, the longest first, are done soonest. A part costs
-    as much as START tokens before it begins."""
+    """Return the most tokens of a part for a pack of samples of these `lengths` (keys (1, length,
+    heads, dim)): the number with which the parts of all heads, longest first, end soonest. The
+    start of a part costs as much as START tokens."""
     chosen = plan("summarize", pad(k.shape[-1]), pad(vdim), kind, operand_bytes(k))
     slots = max(1, chosen.programs * processors(k) // k.shape[2])
     spans = sorted(least << i for least in (2 * BLOCK, 3 * BLOCK) for i in range(1, 13))
@@ -204,8 +205,8 @@ def tokens_per_split(lengths: Sequence[int], k: Tensor, vdim: int, kind: str) ->
 
 
 def split_table(lengths: Sequence[int], span: int) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Parts of samples end to end, the longest first, and the first part of each sample in order
-    of samples: see Position."""
+    """Return the parts of samples that lie end to end, longest first, and the index of each
+    sample's first part: `splits` and `first` of Position."""
     parts: list[tuple[int, ...]] = []
     first, begin = [0], 0
     for row, n in enumerate(lengths):

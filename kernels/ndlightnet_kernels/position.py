@@ -1,8 +1,9 @@
-"""Where tokens lie and how fast the slots of their heads turn: the one description of it that
-crosses torch.library and that kernels read. Free of Triton.
+"""Positions of tokens and angles of the slots of their heads: the one description of them that
+crosses torch.library and that kernels read. Does not need Triton.
 
-A slot's angle is theta times the coordinate of its axis; slots are in one consecutive group per
-axis. Samples are rows of a batch, which share a grid, or lie end to end in one row: a pack.
+A slot (a channel, with rotary a pair) is rotated by theta times the coordinate of its axis; each
+axis has one consecutive group of slots. Samples are rows of a batch, which share a grid, or lie end
+to end in one row: a pack.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-# How an operator's schema says it, in the order of Position's fields
+# The fields of Position as arguments in an operator's schema, in the same order
 SCHEMA = (
     "Tensor? theta, Tensor? offset, Tensor? splits, Tensor? first, Tensor? shapes, str kind, "
     "SymInt[] sizes"
@@ -22,19 +23,19 @@ KINDS = {"none": 0, "cosine": 1, "rotary": 2}
 
 
 class Position(NamedTuple):
-    """theta: (heads or 1, slots), radians per step.
+    """Positions of tokens and angles of slots. theta: (heads or 1, slots), radians per step.
 
-    offset, coordinates of the first cell: (1 or batch, 2 axes) int64, where it may be far away: its
+    offset: coordinates of the first cell. (1 or batch, 2 axes) int64 if it may be far away: its
     coordinates, then an origin, from which coordinates count in the gradient of theta (0 without an
-    offset); or (1 or batch, axes) int32, near: not beyond the length, with the origin 0.
+    offset). Or (1 or batch, axes) int32 if it is near: not beyond the length, with the origin 0.
 
     splits, first, shapes: of a pack, int32. splits (parts, 5), the longest part first: its sample,
-    its place among all parts in order of samples, its first token and the one after the last, and
-    the sample's first token; first (samples + 1,): the first part of each sample; shapes (samples,
-    axes): grids.
+    its index among all parts in order of samples, its first token and the one after the last, and
+    the sample's first token. first (samples + 1,): the index of each sample's first part. shapes
+    (samples, axes): the grids.
 
-    sizes: tokens in front of the grid, most tokens of a part (of a pack), the first slot of theta
-    among all slots and the number of all (0: theta has all), and the grid's shape (not of a pack).
+    sizes: tokens in front of the grid, most tokens of a part (of a pack), index of theta's first
+    slot among all slots, number of all slots (0: theta has all), the grid's shape (not of a pack).
     """
 
     theta: Tensor | None = None
@@ -47,7 +48,7 @@ class Position(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """All that launches depend on, but for the numbers in tensors."""
+        """All that launches depend on, except the values in tensors."""
         theta, offset, splits, _, shapes, kind, sizes = self
         return (
             kind, tuple(sizes), theta is not None and theta.shape,
@@ -57,7 +58,7 @@ class Position(NamedTuple):
 
     @property
     def angles(self) -> tuple[Tensor | None, Tensor | None]:
-        """theta, float32 and dense, and offset."""
+        """theta as a dense float32 tensor, and offset; None if absent."""
         theta = self.theta
         return None if theta is None else theta.float().contiguous(), self.offset
 
@@ -75,18 +76,18 @@ class Position(NamedTuple):
 
     @property
     def halves(self) -> int:
-        """Rows of a memory for each key channel: a cos and a sin half, or one."""
+        """Rows of a memory for each key channel: 2 with angles (cos and sin half), else 1."""
         return 1 if self.kind == "none" else 2
 
     def width(self, dim: int) -> int:
-        """Columns of a key tile: channels, or pairs of them."""
+        """Return the columns of a key tile: channels, or with rotary pairs of channels."""
         return dim // 2 if self.kind == "rotary" else dim
 
     def samples(self, batch: int) -> int:
         return batch if self.shapes is None else int(self.shapes.shape[0])
 
     def slots(self, block: slice) -> Position:
-        """For a block of channels of kind "cosine"."""
+        """Return the Position of a block of channels, for kind "cosine"."""
         if self.theta is None:
             return self
         prefix, span, _, _, *shape = self.sizes
@@ -95,5 +96,5 @@ class Position(NamedTuple):
 
 
 def grid(theta: Tensor, offset: Tensor | None, kind: str, prefix: int, shape: Any) -> Position:
-    """Of rows that share a grid."""
+    """Return the Position of rows that share a grid."""
     return Position(theta, offset, kind=kind, sizes=(prefix, 0, 0, 0, *shape))

@@ -1,7 +1,7 @@
-"""Joining States: of the parts of a source, and between the segments of the causal form."""
+"""Merges of States: of the parts of a source, and between the segments of the causal form."""
 
 # mypy: disable-error-code="assignment"
-# (a jit function builds its tuples of tensors piece by piece)
+# (a jit function builds its tuples of tensors step by step)
 from __future__ import annotations
 
 import torch
@@ -12,13 +12,13 @@ from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.tiles import cdiv, pad, weight
 
 INFINITE = tl.constexpr(float("inf"))
-AT_ONCE = tl.constexpr(8)  # States whose loads are on their way at the same time
+AT_ONCE = tl.constexpr(8)  # States whose loads are in flight at the same time
 
 
 @triton.jit
 def parts_of(first, bh, heads, parts):
-    """Where the parts of a State begin, the first one and the one after the last: all `parts`, or
-    in a pack those from first[row] on."""
+    """Return the base index of a State's parts, the first part and the one after the last: all
+    `parts`, or in a pack those from first[row] to first[row + 1]."""
     if first is None:
         return bh * parts, parts * 0, parts
     else:
@@ -31,7 +31,7 @@ def merge_parts(
     top, total, memory, first, top_out, total_out, memory_out, parts, heads,
     DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts' States: one program for BC rows of the memory. first: see `parts_of`."""
+    """Merge the parts' States: one program for BC rows of the memory. first: see `parts_of`."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     row = tl.program_id(1) * BC + tl.arange(0, BC)
     inside = row < HALVES * DIM
@@ -48,7 +48,7 @@ def merge_parts(
     sm = tl.zeros((BC,), tl.float32)
     acc = tl.zeros((BC, BV), tl.float32)
     for some in range(begin, end, 8):
-        for i in tl.static_range(8):  # eight loads on their way at once
+        for i in tl.static_range(8):  # eight loads in flight at once
             s = zero + some + i
             there = inside & (s < end)
             w = weight(tl.load(top + at + s * DIM, mask=there, other=-INFINITE), best)
@@ -63,7 +63,7 @@ def merge_parts(
 def merge_launch(
     device: torch.device, samples: int, parts: int, heads: int, sizes: tuple[int, int, int]
 ) -> Launch:
-    """`merge_parts`, for memories of halves * dim rows and vdim columns."""
+    """Return the launch of `merge_parts` for memories of halves * dim rows and vdim columns."""
     halves, dim, vdim = sizes
 
     def make() -> Launch:
@@ -107,7 +107,7 @@ def join_grads(
     dmemories, total, memory, first, dtotal, dmemory, parts, heads, DIM: tl.constexpr,
     VDIM: tl.constexpr, BV: tl.constexpr, KIND: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Sum the parts' gradients and pass them through the normalisation: one program for BC
+    """Sum the parts' gradients and propagate them through the normalisation: one program for BC
     features."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
@@ -120,7 +120,7 @@ def join_grads(
     ga = tl.zeros((BC, BV), tl.float32)
     gb = ga
     for some in range(begin, end, 8):
-        for i in tl.static_range(8):  # eight loads on their way at once
+        for i in tl.static_range(8):  # eight loads in flight at once
             s = zero + some + i
             at = dmemories + ((base + s) * (HALVES * WIDTH) + c)[:, None] * VDIM + vc[None, :]
             there = here & (s < end)[:, None]
@@ -139,8 +139,8 @@ def prefix_states(
     top0, total0, memory0, top, total, memory, top_out, total_out, memory_out, parts, per_segment,
     DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """States before each of `parts` + 1 segments from those of their splits (None: there is but one
-    segment): one program for BC rows of the memory."""
+    """Prefix merge: compute the State before each of `parts` + 1 segments from the States of their
+    splits (None: there is only one segment). One program for BC rows of the memory."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     row = tl.program_id(1) * BC + tl.arange(0, BC)
     inside, lead, c = row < HALVES * DIM, row < DIM, row % DIM
@@ -184,16 +184,16 @@ def suffix_grads(
     top, dsums, dmemories, dtotal, dmemory, dtotal0, dmemory0, dsum_out, dmemory_out, parts,
     DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Adjoint of `prefix_states`: what later segments and the final State add to the gradients of
-    the State before each. dsums, dmemories: a segment's own, in units of its entry; None where
-    nobody wants them."""
+    """Adjoint of `prefix_states`: sum what later segments and the final State add to the gradients
+    of the State after each segment. dsums, dmemories: gradients of the State before a segment from
+    its queries, in units of that State; None where they are not needed."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     row = tl.program_id(1) * BC + tl.arange(0, BC)
     inside, lead, c = row < HALVES * DIM, row < DIM, row % DIM
     tile, here = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
     states = top + bh * (parts + 1) * DIM + c
     ref_after = tl.load(states + parts * DIM, mask=inside, other=-INFINITE)
-    filled = ref_after > -INFINITE  # a channel that has seen no token has no memory
+    filled = ref_after > -INFINITE  # a channel without any token so far has no memory
     after, m = tl.zeros((BC,), tl.float32), tl.zeros((BC, BV), tl.float32)
     if dtotal is not None:
         after -= tl.where(filled, tl.load(dtotal + bh * DIM + c, mask=inside, other=0.0), 0.0)

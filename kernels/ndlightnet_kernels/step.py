@@ -1,4 +1,4 @@
-"""One token of the causal form, for decoding: a State is read and written once."""
+"""One step of causal attention, for decoding: the State is read and written once."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _step(
         )  # fmt: skip
         at_axis = coordinates(freqs, t, AXES, TOTAL, PREFIX)
         cos, sin = cos_sin(freqs, at_axis, WIDE)
-        cos, sin = tl.max(cos, 0), tl.max(sin, 0)  # of the one row
+        cos, sin = tl.max(cos, 0), tl.max(sin, 0)  # there is one row
         m += (p * cos)[:, None] * y[None, :]
         o = tl.sum((f * cos)[:, None] * m, 0)
         m_sin = fall[:, None] * tl.load(memory + at + DIM * VDIM, mask=here, other=0.0)
@@ -76,7 +76,8 @@ def _plan(k: Tensor, vdim: int, where: Position) -> Launch:
 def step(
     q: Tensor, k: Tensor, v: Tensor, top: Tensor, total: Tensor, memory: Tensor, where: Position
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k (batch, heads, dim), v (batch, heads, value_dim) and a State: output and next State."""
+    """Return the output and the next State after one token of q, k (batch, heads, dim) and v
+    (batch, heads, value_dim)."""
     batch, heads, vdim = v.shape
     dtypes = q.dtype, k.dtype, v.dtype, top.dtype, total.dtype, memory.dtype
     launch = remembered(

@@ -1,4 +1,4 @@
-"""SwiGLU: SiLU(gate) * up, of one tensor that holds both, in one pass over it.
+"""SwiGLU: SiLU(gate) * up of one tensor that holds both, in one pass over it.
 
 x (..., 2 * dim) is [gate, up], of any float dtype; arithmetic in float32, one rounding at the end.
 The width is compiled in, the number of rows is not. Bound by memory: 3 dim values a row forward, 5
@@ -20,7 +20,7 @@ ELEMENTS, WARPS = 2048, 4  # of a program's tile
 
 @triton.jit
 def _tile(rows, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where a program's tile lies in (rows, DIM) and in (rows, 2 * DIM)."""
+    """Return a program's indices in (rows, DIM) and in (rows, 2 * DIM), and their mask."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (col < DIM)[None, :]
@@ -58,7 +58,7 @@ def _launch(kernel: object, dim: int, rows: int) -> Launch:
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """(..., 2 * dim) -> (..., dim), in the same dtype."""
+    """Return SiLU(gate) * up of x: (..., 2 * dim) -> (..., dim), in the same dtype."""
     x, dim = x.contiguous(), x.shape[-1] // 2
     out = torch.empty(*x.shape[:-1], dim, dtype=x.dtype, device=x.device)
     rows = out.numel() // max(1, dim)
@@ -69,7 +69,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def swiglu_backward(dout: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x."""
+    """Return the gradient of x."""
     dout, x, dim = dout.contiguous(), x.contiguous(), x.shape[-1] // 2
     dx, rows = torch.empty_like(x), dout.numel() // max(1, dim)
     remembered(

@@ -1,4 +1,4 @@
-"""What the attention kernels share: token tiles, operands of products, features, launch sizes."""
+"""Functions that the attention kernels share: token tiles, operands, features, launch sizes."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from ndlightnet_kernels.position import KINDS, Position
 
 @triton.jit
 def address(ptr, b, h, t, col, sb, st, sh, UNIT: tl.constexpr):
-    """Pointers to rows t and columns col of one head; strides in units of UNIT elements."""
+    """Return pointers to rows t and columns col of one head; strides in units of UNIT elements."""
     base = ptr + (b.to(tl.int64) * sb + h.to(tl.int64) * sh) * UNIT
     return base + (t.to(tl.int64) * (st * UNIT))[:, None] + col[None, :]
 
 
 @triton.jit
 def dense(b, h, t, col, length, heads, DIM: tl.constexpr):
-    """Where rows t and columns col of a head are in a dense (batch, length, heads, DIM) tensor."""
+    """Index rows t and columns col of a head in a dense (batch, length, heads, DIM) tensor."""
     base = (b.to(tl.int64) * length * heads + h) * DIM
     return (base + t.to(tl.int64) * (heads * DIM))[:, None] + col[None, :]
 
 
 @triton.jit
 def split_at(splits, part):
-    """A part of a pack: sample, place among all parts in order of samples, first token and the one
-    after the last, and the sample's first token."""
+    """Read a part of a pack: its sample, its index among all parts in order of samples, its first
+    token and the one after the last, and the sample's first token."""
     at = splits + part * 5
     return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
 
 
 @triton.jit
 def part_at(splits, part, b, bh, h, heads, span, length, prefix):
-    """Sample of a part, its place among all parts, first token and the one after the last, tokens
-    in front of the sample's grid, and its State."""
+    """Return the sample of a part, its index among all parts, its first token and the one after the
+    last, the number of tokens in front of the sample's grid, and the index of its State."""
     if splits is None:
         return b, part, part * span, min(part * span + span, length), prefix, bh
     else:
@@ -49,7 +49,7 @@ def part_at(splits, part, b, bh, h, heads, span, length, prefix):
 
 @triton.jit
 def valid_tokens(mask, b, t, end, length, MASKED: tl.constexpr):
-    """Which tokens are before `end` and not padding."""
+    """Return which tokens are before `end` and not padding."""
     valid = t < end
     if MASKED:
         valid = valid & (tl.load(mask + b * length + t, mask=valid, other=0) != 0)
@@ -58,30 +58,30 @@ def valid_tokens(mask, b, t, end, length, MASKED: tl.constexpr):
 
 @triton.jit
 def load(ptr, b, h, t, c, valid, sb, st, sh, DIM: tl.constexpr, UNIT: tl.constexpr):
-    """A tile, 0 where there is nothing to see."""
+    """Load a tile, with 0 for tokens that are not `valid` and columns from DIM on."""
     here = valid[:, None] & (c < DIM)[None, :]
     return tl.load(address(ptr, b, h, t, c, sb, st, sh, UNIT), mask=here, other=0.0)
 
 
 @triton.jit
 def load_keys(k, b, h, t, kc, end, skb, skt, skh, DIM: tl.constexpr, UNIT: tl.constexpr):
-    """Logits, float32, finite where the sample's are: from `end` on those of token `end` - 1. In a
-    pack the next sample begins there, whose logits may be larger than what this one can take.
-    (Anything but 0 instead of what is not loaded costs three instructions an element.)"""
+    """Load logits as float32, from `end` on those of token `end` - 1: finite where the sample's
+    are. In a pack the next sample begins at `end`, and its logits may overflow this one's
+    exponents. (A fill value other than 0 would cost three instructions an element.)"""
     at = address(k, b, h, tl.minimum(t, end - 1), kc, skb, skt, skh, UNIT)
     return tl.load(at, mask=(kc < DIM)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def hide(x, valid):
-    """Logits without those of padding and of tokens beyond the end."""
+    """Replace the logits of padding and of tokens beyond the end by -inf."""
     return tl.where(valid[:, None], x, float("-inf"))
 
 
 @triton.jit
 def _nearest(x, PRECISION: tl.constexpr):
-    """float32 to the nearest that a product keeps: with "tf32" tensor cores would cut the last 13
-    bits, "ieee" stands for bfloat16 in the interpreter, which cannot multiply it."""
+    """Round float32 to the nearest value that a product keeps. With "tf32" tensor cores would cut
+    the last 13 bits; "ieee" stands for bfloat16 in the interpreter, which cannot multiply it."""
     if x.dtype == tl.float32 and (PRECISION == "tf32" or PRECISION == "ieee"):
         bits = x.to(tl.int32, bitcast=True)
         if PRECISION == "tf32":
@@ -95,37 +95,37 @@ def _nearest(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """acc + a @ b with float32 sums; both sides rounded to the operand type first."""
+    """Return acc + a @ b with float32 sums; both sides are rounded to the operand type first."""
     a, b = _nearest(a.to(OPERAND), PRECISION), _nearest(b.to(OPERAND), PRECISION)
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
 def interleave(a, b, SLOTS: tl.constexpr):
-    """Columns a0 b0 a1 b1 ... One product of a interleaved tile costs less than two products."""
+    """Interleave columns: a0 b0 a1 b1 ... One product of this tile costs less than two products."""
     out = tl.reshape(tl.join(a, b), (a.shape[0], 2 * a.shape[1]))
-    # the sum keeps Triton 3.6 from reshaping in shared memory, where it crashes for float32, and
+    # adding 0 keeps Triton 3.6 from reshaping in shared memory, where it crashes for float32, and
     # for tiles that are loaded element by element
     return out + 0.0 if out.dtype == tl.float32 or SLOTS % 2 == 1 else out
 
 
 @triton.constexpr_function
 def even(slots, vdim):
-    """`slots` for `interleave`, odd where either is: tiles of odd widths are loaded element by
-    element."""
+    """Return `slots` for `interleave`, odd where either is: tiles of odd widths are loaded element
+    by element."""
     return slots if vdim % 2 == 0 else 1
 
 
 @triton.jit
 def deinterleave(x):
-    """Inverse of `interleave`."""
+    """Return both tiles of an interleaved one: the inverse of `interleave`."""
     return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
 
 
 @triton.jit
 def weight(x, top):
-    """exp(x - top); 0 where x is -inf. By exp2 and a product: tl.exp spends three instructions more
-    on results below 1e-38."""
+    """Return exp(x - top); 0 where x is -inf. It uses exp2 and a product, because tl.exp spends
+    three more instructions on results below 1e-38."""
     return tl.exp2((x - tl.where(top == float("-inf"), 0.0, top)) * 1.4426950408889634)
 
 
@@ -136,9 +136,9 @@ def _shift(top):
 
 @triton.jit
 def powers(x, top, OPERAND: tl.constexpr):
-    """exp(x - top) of a tile, columns of `top`. For operands of 16 bits with one instruction an
-    element less, and off by a factor that a column has in common: see `slip`. (Not every Triton
-    contracts product and difference by itself.)"""
+    """Return exp(x - top) of a tile, with one `top` for each column. Operands of 16 bits take one
+    instruction less for an element, and the result is off by one factor for each column: see
+    `slip`. (Not every Triton version fuses the product and the difference by itself.)"""
     if tl.float32 == OPERAND:
         return weight(x, top[None, :])
     else:
@@ -147,8 +147,8 @@ def powers(x, top, OPERAND: tl.constexpr):
 
 @triton.jit
 def slip(top, OPERAND: tl.constexpr):
-    """The factor from `powers` to exp(x - top): 1 within 1e-7 of `top`, whose product with log2(e)
-    was rounded."""
+    """Return the factor from `powers` to exp(x - top). It differs from 1 by at most 1e-7 times
+    `top`, because the product of `top` and log2(e) was rounded."""
     if tl.float32 == OPERAND:
         return tl.full(top.shape, 1.0, tl.float32)
     else:
@@ -159,7 +159,8 @@ def slip(top, OPERAND: tl.constexpr):
 
 @triton.jit
 def silu(x):
-    """SiLU and its derivative. The square of rsqrt is half the instructions of a division."""
+    """Return SiLU and its derivative. The square of rsqrt takes half the instructions of a
+    division."""
     r = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
     s = r * r
     return x * s, s * (1.0 + x * (1.0 - s))
@@ -167,7 +168,7 @@ def silu(x):
 
 @triton.jit
 def rope_features(x1, x2, cos, sin, KIND: tl.constexpr):
-    """Query features (fa, fb): x itself (0), x cos and x sin (1), the pair rotated (2)."""
+    """Return query features (fa, fb) by KIND: 0 x itself, 1 x cos and x sin, 2 the rotated pair."""
     if KIND == 2:
         return x1 * cos - x2 * sin, x1 * sin + x2 * cos
     elif KIND == 1:
@@ -178,7 +179,7 @@ def rope_features(x1, x2, cos, sin, KIND: tl.constexpr):
 
 @triton.jit
 def rope_features_backward(da, db, cos, sin, KIND: tl.constexpr):
-    """Adjoint of `rope_features`."""
+    """Return the gradients of x1 and x2: the adjoint of `rope_features`."""
     if KIND == 2:
         return da * cos + db * sin, db * cos - da * sin
     elif KIND == 1:
@@ -190,22 +191,22 @@ def rope_features_backward(da, db, cos, sin, KIND: tl.constexpr):
 
 @triton.jit
 def rows_added(x):
-    """(rows, columns) -> (rows / 16, 8, columns). A thread holds rows of a product's result that
-    are 8 apart, so these sums cost no exchange."""
+    """Sum rows that are 8 apart: (rows, columns) -> (rows / 16, 8, columns). A thread holds such
+    rows of a product's result, so threads exchange nothing for these sums."""
     return tl.sum(tl.reshape(x, (x.shape[0] // 16, 2, 8, x.shape[1])), 1)
 
 
 def strides(*xs: Tensor) -> tuple[list[int], int]:
-    """The (batch, token, head) strides of tensors with a dense last axis, in units, and the unit:
-    whole vectors of 8 where all strides allow."""
+    """Return the (batch, token, head) strides of tensors with a dense last axis, in units, and the
+    unit: 8 elements, a whole vector, where all strides are multiples of it, else 1."""
     all_of = [s for x in xs for s in x.stride()[:3]]
     unit = 1 if any(s % 8 for s in all_of) else 8
     return [s // unit for s in all_of], unit
 
 
 def operand(x: Tensor) -> dict[str, Any]:
-    """Type and precision of matrix products. float16 lacks the range of sums, so it goes as tf32,
-    which keeps its 10 bits."""
+    """Return type and precision of matrix products. float16 has too small a range for sums, so it
+    is multiplied as tf32, which also has 10 bits."""
     if x.dtype == torch.bfloat16:
         if x.is_cuda:
             return {"OPERAND": tl.bfloat16, "PRECISION": "tf32"}
@@ -214,17 +215,17 @@ def operand(x: Tensor) -> dict[str, Any]:
 
 
 def flags(mask: Tensor | None) -> Tensor | None:
-    """A mask as bytes."""
+    """Return the mask as bytes, or None."""
     return None if mask is None else mask.contiguous().view(torch.uint8)
 
 
 def scratch(like: Tensor, *shape: int) -> Tensor:
-    """A float32 tensor, unwritten."""
+    """Return an uninitialised float32 tensor on the device of `like`."""
     return like.new_empty(*shape, dtype=torch.float32)  # a tuple costs the host twice as much
 
 
 def dense_empty(like: Tensor) -> Tensor:
-    """A dense tensor of the same shape and dtype, unwritten."""
+    """Return an uninitialised dense tensor of the same shape and dtype."""
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
@@ -234,35 +235,35 @@ def _processors(device: torch.device) -> int:
 
 
 def processors(x: Tensor) -> int:
-    """Multiprocessors of the card; a small number for Triton's interpreter."""
+    """Return the multiprocessors of the card; a small number for Triton's interpreter."""
     return _processors(x.device) if x.is_cuda else 2
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b rounded up. (triton.cdiv, which kernels can call too, is slow from the host.)"""
+    """Return a / b rounded up. (triton.cdiv, which kernels can call too, is slow on the host.)"""
     return -(-a // b)
 
 
 def power_of_2(n: int) -> int:
-    """The next power of two."""
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
 def pad(n: int) -> int:
-    """Tile size for n channels: a power of two, 16 at least."""
+    """Return the tile size for n channels: a power of two, at least 16."""
     return max(16, power_of_2(n))
 
 
 def split(length: int, rows: int, block: int, programs: int) -> tuple[int, int]:
-    """Cut `length` tokens into parts so that rows * parts is about `programs`: (parts, span)."""
+    """Cut `length` tokens so that rows * parts is about `programs`: return (parts, span)."""
     parts = max(1, min(programs // rows, cdiv(length, 4 * block)))
     span = cdiv(cdiv(length, parts), block) * block
     return cdiv(length, span), span
 
 
 def arguments(where: Position, x: Tensor) -> dict[str, Any]:
-    """What the kernels read of a Position but for tensors, for tokens x (batch, length, heads,
-    dim)."""
+    """Return the arguments of kernels that a Position gives, except tensors, for tokens x (batch,
+    length, heads, dim)."""
     theta, axes = where.theta, len(where.shape)
     slots = 1 if theta is None else int(theta.shape[1])
     sizes = [int(n) for n in where.shape[1:]] + [None] * (phases.MOST_AXES - max(axes, 1))
@@ -275,16 +276,16 @@ def arguments(where: Position, x: Tensor) -> dict[str, Any]:
         "KIND": KINDS[where.kind], "AXES": axes,
         "PREFIX": where.prefix > 0 or where.splits is not None,
         "SLOTS": slots, "OFFSET": where.sizes[2], "TOTAL": where.sizes[3] or slots,
-        # tokens in front of a grid that starts elsewhere are far from its first cell
+        # with an offset, tokens in front of the grid are far from its first cell
         "WIDE": x.dtype == torch.float32 or (where.offset is not None and where.prefix > 0),
     }  # fmt: skip
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """x with a dense last axis."""
+    """Return x with a dense last axis, copied only if necessary."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def form(*xs: Tensor) -> tuple[Any, ...]:
-    """What launches over tensors depend on."""
+    """Return what launches over tensors depend on: device, dtypes, shapes and strides."""
     return xs[0].device, *[(x.dtype, x.shape, x.stride()) for x in xs]

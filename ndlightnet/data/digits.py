@@ -1,10 +1,10 @@
 """Moving digits: a small video set made on this machine, whose classes are motions only.
 
 A handwritten digit (scikit-learn's 8x8 images) moves over a soft background. One frame says nothing
-about the class: digit, colours, background, place and speed are drawn without regard to it. Places
-are uniform on a torus (what leaves on one side comes in on the other), and moving a uniform place
-along any path leaves it uniform, so in every frame of every class a digit is anywhere alike. Each
-frame is encoded on its own, for motion not to leak into a frame through the codec either.
+about the class: digit, colours, background, position and speed are drawn independently of it.
+Positions are uniform on a torus (what leaves on one side comes in on the other), and moving a
+uniform position along any path leaves it uniform, so in every frame of every class all positions
+are equally likely. Each frame is encoded separately, so that the codec leaks no motion into it.
 """
 
 import json
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ndlightnet.data.errors import DataError
 
 MOTIONS = ("anticlockwise", "clockwise", "down", "left", "right", "up")
-VERSION = 1  # of the clips; one more whenever a change makes other pixels from the same arguments
+VERSION = 1  # of the clips; to be raised when a change gives other pixels for the same arguments
 RECORD = "digits.json"  # the arguments of a finished set
 TEST_SOURCES = 297  # of the 1797 images of digits; the others are for train
 FPS = 12
@@ -35,12 +35,12 @@ def make_moving_digits(
     seed: int = 0,
     progress: bool = True,
 ) -> Path:
-    """Write `train` and `test` clips of `frames` frames of size x size pixels; returns `folder`.
+    """Write `train` and `test` clips of `frames` frames of size x size pixels; return `folder`.
 
-    The files are `train/<motion>/*.mp4` and `test/<motion>/*.mp4` (H.264), as many of each motion
-    but for a remainder; a name ends in the number of the source image, and no source is in both.
-    The same arguments give the same clips, and a set that is there already is left as it is.
-    The folder appears when all is written. DataError if it holds anything else; ValueError for
+    The files are `train/<motion>/*.mp4` and `test/<motion>/*.mp4` (H.264), equally many of each
+    motion up to a remainder; a name ends in the number of the source image, and no source is in
+    both. The same arguments give the same clips, and a set that exists is left as it is. The folder
+    appears when all is written. DataError if it holds anything else; ValueError for
     fewer clips than motions, fewer than 2 frames, or a size that is odd or under 24.
     """
     from rich.progress import track
@@ -76,7 +76,7 @@ def make_moving_digits(
 
 
 def _holds(folder: Path, record: dict[str, int]) -> bool:
-    """Whether the set is there; False for no folder or an empty one, DataError for another."""
+    """Return whether the set exists: False for no folder or an empty one, DataError for others."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     try:
@@ -89,7 +89,7 @@ def _holds(folder: Path, record: dict[str, int]) -> bool:
 
 
 def _source_images() -> Array:
-    """(1797, 8, 8) in [0, 1]."""
+    """Return the images of digits, (1797, 8, 8) in [0, 1]."""
     from sklearn.datasets import load_digits
 
     images: Array = load_digits().images / 16
@@ -97,7 +97,7 @@ def _source_images() -> Array:
 
 
 def _path(motion: str, frames: int, size: int, rng: np.random.Generator) -> Array:
-    """Where the digit is, (frames, 2) as row and column in pixels, to be taken modulo size."""
+    """Return the digit's centres (frames, 2), row and column in pixels, to be taken modulo size."""
     start = rng.uniform(0, size, 2)
     speed = rng.uniform(0.03, 0.06) * size  # pixels a frame, for every motion
     radius = rng.uniform(0.13, 0.2) * size
@@ -112,11 +112,11 @@ def _path(motion: str, frames: int, size: int, rng: np.random.Generator) -> Arra
 
 
 def _draw(image: Array, path: Array, size: int, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """The frames of one clip, (frames, size, size, 3)."""
+    """Return the frames of one clip, (frames, size, size, 3)."""
     glyph = size * 9 // 20
     stamp = np.zeros((size, size))
     stamp[:glyph, :glyph] = _smooth(image, glyph)
-    # To shift by parts of a pixel on the torus, turn the phase of each wave of the picture.
+    # A shift by fractions of a pixel on the torus multiplies each Fourier mode by a phase.
     wave = np.fft.fftfreq(size)
     rows, columns = (path - glyph / 2).T[:, :, None, None]
     shift = np.exp(-2j * np.pi * (rows * wave[:, None] + columns * wave))
@@ -131,7 +131,7 @@ def _draw(image: Array, path: Array, size: int, rng: np.random.Generator) -> npt
 
 
 def _smooth(image: Array, size: int) -> Array:
-    """A square image enlarged to size x size, bicubic, kept in [0, 1]."""
+    """Return a square image enlarged to size x size, bicubic, clamped to [0, 1]."""
     import torch
     from torch.nn.functional import interpolate
 
@@ -140,13 +140,13 @@ def _smooth(image: Array, size: int) -> Array:
 
 
 def _colour(hue: float, value: float) -> Array:
-    """A soft colour, (3,) in [0, 1]: `hue` a part of the colour circle, `value` the lightness."""
+    """Return a soft colour, (3,) in [0, 1]: `hue` a fraction of the circle, `value` lightness."""
     circle = np.cos(2 * math.pi * (hue - np.arange(3) / 3))
     return np.asarray(value * (0.75 + 0.25 * circle))
 
 
 def _write(path: Path, pictures: npt.NDArray[np.uint8]) -> None:
-    """(frames, height, width, 3) -> an H.264 file in which every frame stands alone."""
+    """Write (frames, height, width, 3) as an H.264 file in which every frame is a key frame."""
     import av
 
     with av.open(str(path), "w") as file:
@@ -154,7 +154,7 @@ def _write(path: Path, pictures: npt.NDArray[np.uint8]) -> None:
         stream.height, stream.width = pictures.shape[1:3]
         stream.pix_fmt = "yuv420p"
         stream.codec_context.thread_count = 1
-        # One quantiser for all frames: a rate control would look at the frames that come next.
+        # One quantiser for all frames: rate control would depend on the frames that come next.
         stream.options = {"g": "1", "qp": "16", "preset": "veryfast"}
         for picture in pictures:
             file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))

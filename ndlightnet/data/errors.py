@@ -1,5 +1,5 @@
-"""The one error of this room, names as text that does nothing, and files that appear complete or
-not at all."""
+"""The error class of `ndlightnet.data`, names escaped so that they are harmless as text, and files
+that appear complete or not at all."""
 
 import hashlib
 import os
@@ -12,22 +12,22 @@ from pathlib import Path
 import torch
 
 FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # and full-width forms
-NAME_BYTES = 160  # file systems take 255; endings, and what marks a draft, need some of them
+NAME_BYTES = 160  # file systems allow 255; endings, and the prefix of a draft, need some
 
 
 class DataError(ValueError):
-    """A file or folder that cannot be used. The message is one line: the path, then what is
-    wrong. Control characters of what the message quotes are escaped here, and its middle is left
-    out where it is longer than 1,000 characters."""
+    """Error for a file or folder that cannot be used. The message is one line: the path, then what
+    is wrong. Its control characters are escaped here, and its middle is left out if it is longer
+    than 1,000 characters."""
 
     def __init__(self, message: object) -> None:
         super().__init__(_cut(printable(message), 1000))
 
 
 def printable(name: object) -> str:
-    """The text of a file name, a label or a whole message as one line that a terminal can show:
+    """Return a file name, a label or a whole message as one line that a terminal can show:
     control and format characters, line breaks and bytes that are not UTF-8 become escapes
-    (`\\n`, `\\x1b`, `\\udcff`), all other characters stay. A text so treated stays as it is."""
+    (`\\n`, `\\x1b`, `\\udcff`), all other characters stay. A second call changes nothing."""
     escaped = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Cf holds bidirectional overrides, Cs bare bytes
     return "".join(
         x.encode("unicode_escape").decode() if unicodedata.category(x) in escaped else x
@@ -36,8 +36,8 @@ def printable(name: object) -> str:
 
 
 def cell(value: object) -> object:
-    """A value as a cell of a CSV file. Text that a spreadsheet would take for a formula (OWASP, CSV
-    injection) gets an apostrophe before it, other text is `printable`; numbers stay numbers."""
+    """Return a value as a cell of a CSV file. Text that a spreadsheet would take for a formula
+    (OWASP, CSV injection) gets an apostrophe before it, other text is `printable`; numbers stay."""
     if not isinstance(value, str):
         return value
     text = printable(value)
@@ -49,9 +49,9 @@ def cell(value: object) -> object:
 
 
 def file_name(name: str) -> str:
-    """`name` as it can begin the names of files: printable, without slashes, at most NAME_BYTES in
-    UTF-8. One that had to be changed ends in ~ and a hash of the whole, as no other does: two names
-    stay two."""
+    """Return `name` as the start of file names: printable, without slashes, at most NAME_BYTES in
+    UTF-8. A changed name ends in ~ and a hash of the original, an unchanged one never does: two
+    different names stay different."""
     plain = printable(name).replace("/", "_")
     marked = re.search("~[0-9a-f]{16}$", name)
     if plain == name and len(name.encode()) <= NAME_BYTES and not marked:
@@ -61,8 +61,8 @@ def file_name(name: str) -> str:
 
 
 def one_line(problem: object) -> str:
-    """The text of an exception, or of any object, without line breaks, at most 160 characters: of
-    a longer one the ends, as some libraries say last what is wrong."""
+    """Return the text of an exception, or of any object, without line breaks, in at most 160
+    characters. Of a longer text both ends are left: some libraries say last what is wrong."""
     text = printable(" ".join(str(problem).split())) or type(problem).__name__
     return _cut(text, 160)
 
@@ -74,13 +74,13 @@ def _cut(text: str, most: int) -> str:
 
 @contextmanager
 def fitting(path: object) -> Iterator[None]:
-    """Memory that runs out inside, the host's or a device's, becomes a DataError that names
-    `path`."""
+    """Raise a DataError that names `path` if the block runs out of memory, the host's or a
+    device's."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise DataError(f"{path}: does not fit into memory ({one_line(error)})") from error
-    except RuntimeError as error:  # torch has no class of its own for the host's
+    except RuntimeError as error:  # torch has no exception class for the host's
         if "DefaultCPUAllocator" not in str(error):
             raise
         raise DataError(f"{path}: does not fit into memory ({one_line(error)})") from error
@@ -88,8 +88,8 @@ def fitting(path: object) -> Iterator[None]:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Whatever is raised inside becomes a DataError that names `path`: decoders of gzip, NIfTI,
-    DICOM and JPEG raise what they like."""
+    """Turn any exception of the block into a DataError that names `path`: decoders of gzip, NIfTI,
+    DICOM and JPEG raise exceptions of many classes."""
     try:
         with fitting(path):
             yield
@@ -101,12 +101,12 @@ def readable(path: Path) -> Iterator[None]:
 
 @contextmanager
 def writable(path: Path) -> Iterator[None]:
-    """What the disk refuses inside, such as for want of room, becomes a DataError that names
+    """Turn an error of the disk in the block, such as a full disk, into a DataError that names
     `path`."""
     try:
         yield
     except (OSError, RuntimeError) as error:
-        # torch.save to an open file raises an error of its own after the disk's
+        # torch.save to an open file raises a RuntimeError after the disk's OSError
         said = error.__context__ if isinstance(error, RuntimeError) else error
         if not isinstance(said, OSError):
             raise
@@ -115,8 +115,8 @@ def writable(path: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A draft beside `path`, with the same ending, that becomes `path` when the block ends well.
-    The folder is made if needed. Raises DataError when it cannot be written."""
+    """Yield a draft beside `path`, with the same ending, that becomes `path` if the block raises
+    nothing. The folder is made if needed. Raises DataError when it cannot be written."""
     draft = path.with_name(f".{os.getpid()}.part.{path.name}")
     try:
         with writable(path):
@@ -131,8 +131,8 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def clear_drafts(folder: Path) -> None:
-    """Removes the drafts that processes which were killed have left in `folder` and in the folders
-    in it; those of processes that live stay."""
+    """Remove the drafts that killed processes have left in `folder` and in its direct subfolders;
+    drafts of live processes stay."""
     for draft in [*folder.glob(".*.part.*"), *folder.glob("*/.*.part.*")]:
         process = draft.name.split(".")[1]
         if process.isdigit() and draft.is_file() and not _lives(int(process)):
@@ -140,12 +140,12 @@ def clear_drafts(folder: Path) -> None:
 
 
 def _lives(process: int) -> bool:
-    """Whether there is another process of this number. (In a container the number of one that was
-    killed comes back soon, and may be our own.)"""
+    """Return whether another process with this number exists. (In a container the number of a
+    killed process is soon used again, possibly by this process.)"""
     if process == os.getpid():
         return False
     if os.name != "posix":
-        return True  # to ask would end it
+        return True  # os.kill would end the process
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -1,7 +1,8 @@
 """Labelled grey images and volumes of one size, which fit into memory as bytes, and their batches.
 
-Read are a folder with the four IDX files of MNIST and its kin, and a file of MedMNIST, an npz with
-`{train,val,test}_images` (n, *space) and `{..}_labels` (n, 1); `val` may be missing.
+They come from a folder with the four IDX files of MNIST and similar sets, or from a file of
+MedMNIST, an npz with `{train,val,test}_images` (n, *space) and `{..}_labels` (n, 1); `val` may be
+missing.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from torch import Tensor
 from ndlightnet.data.errors import DataError, fitting
 from ndlightnet.data.visits import mixed
 
-IDX = {"train": "train", "test": "t10k"}  # our names of the parts, and theirs
-# what unpacking a damaged file raises; the last two: a plain .npy is no archive
+IDX = {"train": "train", "test": "t10k"}  # names of the splits here, and in file names
+# exceptions from unpacking a damaged file; the last two: from a plain .npy, which is no archive
 DAMAGED = (OSError, EOFError, zlib.error, BadZipFile, ValueError, AttributeError, TypeError)
 
 
 @dataclass(frozen=True)
 class ImageSet:
-    """images (n, *space) uint8, two or more axes of space; labels (n,) int64."""
+    """Labelled images: images (n, *space) uint8, two or more axes of space; labels (n,) int64."""
 
     images: Tensor
     labels: Tensor
@@ -43,7 +44,7 @@ class ImageSet:
 
 
 def read_images(path: str | Path) -> dict[str, ImageSet]:
-    """The parts "train", "test" and, if there, "val" of a folder of IDX files or of an npz file.
+    """Read the splits "train", "test" and, if present, "val" of a folder of IDX files or an npz.
 
     DataError names the file that is missing, damaged, does not fit the others or holds images in
     colour.
@@ -83,10 +84,10 @@ def read_images(path: str | Path) -> dict[str, ImageSet]:
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """A file of bytes in the IDX format, at `path` or, compressed, at `path`.gz: 0, 0, 8, the
+    """Read a file of bytes in the IDX format, at `path` or, compressed, at `path`.gz: 0, 0, 8, the
     number of axes, their sizes as big-endian 32-bit numbers, and the bytes.
 
-    Not by torchvision, whose reader makes an AssertionError without a name of a damaged file.
+    torchvision's reader is not used: for a damaged file it raises an AssertionError without a name.
     """
     packed = path.with_name(path.name + ".gz")
     found = path if path.is_file() else packed
@@ -124,12 +125,12 @@ def _read_npz(path: Path) -> dict[tuple[str, str], np.ndarray]:
 
 
 def spread(count: int, total: int) -> list[int]:
-    """`count` of the numbers below `total`, evenly spaced."""
+    """Return `count` of the numbers below `total`, evenly spaced."""
     return [i * total // count for i in range(count)]
 
 
 def mean_and_std(images: Tensor) -> tuple[float, float]:
-    """Of all values of a uint8 tensor; the std is 1 where all are the same."""
+    """Return mean and standard deviation (1 if all values are equal) of a uint8 tensor."""
     counts = torch.bincount(images.flatten(), minlength=256).double()
     values = torch.arange(256, dtype=torch.float64)
     mean = (counts * values).sum() / counts.sum()
@@ -138,10 +139,10 @@ def mean_and_std(images: Tensor) -> tuple[float, float]:
 
 
 def moved(images: Tensor, shifts: Tensor, flips: Tensor) -> Tensor:
-    """Each image of a batch (batch, 1, *space) shifted and mirrored on its own, on any device.
+    """Shift and mirror each image of a batch (batch, 1, *space) separately, on any device.
 
-    shifts: (batch, axes) cells towards the end of each axis; what comes in is 0. flips: bool
-    (batch, axes): mirrored along this axis, before the shift.
+    shifts: (batch, axes) cells towards the end of each axis; cells that come in are 0. flips: bool
+    (batch, axes): mirror along this axis, before the shift.
     """
     for axis, size in enumerate(images.shape[2:]):
         source = torch.arange(size, device=images.device) - shifts[:, axis, None]
@@ -153,9 +154,9 @@ def moved(images: Tensor, shifts: Tensor, flips: Tensor) -> Tensor:
 
 
 class Batches:
-    """All of a set in order: (images (batch, 1, *space) uint8, labels (batch,), numbers (batch,)).
+    """A set in order: batches (images (batch, 1, *space) uint8, labels (batch,), numbers (batch,)).
 
-    No process prepares them: a batch is one copy. replica: this one and how many share the set.
+    No worker processes are needed: a batch is one copy. replica: (rank, number of replicas).
     """
 
     def __init__(self, data: ImageSet, size: int, replica: tuple[int, int] = (0, 1)) -> None:
@@ -177,13 +178,13 @@ class Batches:
 
 
 class ShuffledBatches(Batches):
-    """Whole batches in an order of the epoch's own, each with the shifts and flips for `moved`.
+    """Whole batches in a random order for each epoch, each with the shifts and flips for `moved`.
 
-    All that is random depends on `seed` and the epoch alone, not on the network that is trained.
+    The random draws depend on `seed`, epoch and replica alone, not on the network that is trained.
 
     Args:
-        shift: cells, at most, along every axis and either way. flips: axes to mirror, half the
-            time.
+        shift: largest shift in cells along every axis, either way. flips: axes to mirror, with
+            probability 1/2.
     """
 
     def __init__(
@@ -199,17 +200,17 @@ class ShuffledBatches(Batches):
 
     @property
     def sampler(self) -> ShuffledBatches:
-        """Where Lightning looks for `set_epoch`."""
+        """Return this object: Lightning looks for `set_epoch` at `sampler`."""
         return self
 
     def __len__(self) -> int:
-        # as many on every replica; a set smaller than a batch is one
+        # the same on every replica; a set smaller than a batch is one batch
         return max(1, len(self.data) // self.replica[1] // self.size)
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         rng = torch.Generator().manual_seed(mixed(self.seed, self.epoch))
         order = torch.randperm(len(self.data), generator=rng)
-        # other moves on each replica
+        # different shifts and flips on each replica
         rng.manual_seed(mixed(self.seed, self.epoch, 1 + self.replica[0]))
         for numbers in self._own(order):
             each = (len(numbers), len(self.flips))
@@ -219,7 +220,7 @@ class ShuffledBatches(Batches):
 
 
 class SeededBatches(ShuffledBatches):
-    """The same batches, each with a seed of its own, a number, in place of shifts and flips."""
+    """The batches of ShuffledBatches, each with a seed (an int) in place of shifts and flips."""
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         base = (self.seed, self.epoch, 1 + self.replica[0])

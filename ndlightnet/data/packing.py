@@ -1,4 +1,4 @@
-"""Samples of different sizes to batches: end to end or padded, of so many samples or tokens."""
+"""Batches of samples of different sizes: packed or padded, of so many samples or tokens."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ndlightnet.layout import pack, per_axis
 
 
 def token_count(space: Sequence[int], patch_size: int | Sequence[int]) -> int:
-    """Tokens of a sample (channels, *space) that is cut into patches."""
+    """Return the number of tokens of a sample (channels, *space) that is cut into patches."""
     patch = per_axis("patch_size", patch_size, len(space))
     return math.prod(-(-size // step) for size, step in zip(space, patch, strict=True))
 
 
 class PackCollate:
-    """For a DataLoader: items (sample, label, ...) to (Packed, labels, ...), without padding.
+    """Collate function: items (sample, label, ...) to (Packed, labels, ...), without padding.
 
-    patch_size: that of the network; samples are (channels, *space), or words (length,) with None.
+    patch_size: the network's; samples are (channels, *space), or, if it is None, words (length,).
     """
 
     def __init__(self, patch_size: int | Sequence[int] | None) -> None:
@@ -35,7 +35,7 @@ class PackCollate:
 
 
 class PadCollate:
-    """For a DataLoader: items (sample, label, ...) to (batch, mask, labels, ...), padded with zeros
+    """Collate function: items (sample, label, ...) to (batch, mask, labels, ...), padded with zeros
     to the largest: samples (channels, *space), batch (batch, channels, *largest), mask bool (batch,
     *largest), False = padding."""
 
@@ -59,20 +59,20 @@ class PadCollate:
 
 
 class TokenBudgetSampler(Sampler[list[int]]):
-    """Batches of at most `budget` tokens in all, for `DataLoader(batch_sampler=...)`.
+    """Sampler of batches of at most `budget` tokens, for `DataLoader(batch_sampler=...)`.
 
-    Every sample comes once an epoch. The number of batches is the same in every epoch and on every
-    replica, as trainers expect that count batches once; their tokens differ by little.
+    Every sample comes once per epoch. The number of batches is the same in every epoch and on every
+    replica, as trainers count batches only once; their numbers of tokens differ by little.
 
-    Lightning makes the iterator of a training that it resumes before it tells the epoch: a
-    `ndlightnet.training.core.loading.TimedLoader` in place of the DataLoader asks later.
+    Lightning makes the iterator of a resumed training before it sets the epoch: use
+    `ndlightnet.training.core.loading.TimedLoader` as the DataLoader, which draws batches later.
 
     Args:
         lengths: tokens of every sample; see `token_count`.
-        budget: ValueError if a sample is longer.
+        budget: most tokens of a batch; ValueError if a sample is longer.
         shuffle: other batches every epoch, drawn from `seed` and the number given to `set_epoch`.
         num_replicas, rank: of distributed training; default: those of the process group, if any.
-            Where there are fewer samples than batches to share out, some come twice.
+            If there are fewer samples than batches, some samples come twice.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
             raise ValueError(f"rank={rank}: expected 0 to {num_replicas - 1}")
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
         self.num_replicas, self.rank = num_replicas, rank
-        # lengths that share their number of bits: the long ones are dealt out first, which leaves
-        # little room unused, and within a group the order is random
+        # groups of lengths with the same number of bits: the longest are dealt out first, which
+        # leaves little of the budget unused, and within a group the order is random
         groups: dict[int, list[int]] = {}
         for index, length in enumerate(self.lengths):
             groups.setdefault(length.bit_length(), []).append(index)
@@ -110,11 +110,11 @@ class TokenBudgetSampler(Sampler[list[int]]):
         self.num_batches = -(-self._enough() // num_replicas) * num_replicas
 
     def _enough(self) -> int:
-        """Batches that hold all samples, in whatever order those of a group come.
+        """Return a number of batches that suffices for all samples, in any order within groups.
 
-        A sample goes where the fewest tokens are, which is no more than the mean of the batches. So
-        it fits if there are (tokens of all before it) / (budget - its own) batches, or if there is
-        one for each.
+        A sample goes into the batch with the fewest tokens, which is no more than the mean. So it
+        fits if there are (tokens of all samples before it) / (budget - its tokens) batches, or if
+        there is a batch for each sample.
         """
         most, count, tokens = 1, 0, 0
         for group in self._groups:
@@ -129,7 +129,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
     @property
     def sampler(self) -> TokenBudgetSampler:
-        """Where Lightning looks for `set_epoch`."""
+        """Return this object: Lightning looks for `set_epoch` at `sampler`."""
         return self
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Where data lie: relative roots are looked up here, then in the folder $NDLIGHTNET_DATA."""
+"""Paths of data: relative roots are looked up in the working folder, then in $NDLIGHTNET_DATA."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ VARIABLE = "NDLIGHTNET_DATA"
 
 
 def find_root(root: str | Path) -> Path:
-    """The file or folder that a config's `root` means.
+    """Return the file or folder that a config's `root` means.
 
     A relative `root` that does not exist from the working folder is taken from the folder that the
     environment variable NDLIGHTNET_DATA names, if it exists there. In all other cases `root` is

@@ -1,6 +1,6 @@
 """Hourly series of several columns, such as ETT: reading, the usual split, scaling, windows.
 
-A file is a CSV (or CSV.gz) of a header `date,NAME,NAME,...` and a row an hour, without gaps:
+A file is a CSV (or CSV.gz) with a header `date,NAME,NAME,...` and one row per hour, without gaps:
 `2016-07-01 00:00:00,5.827,...`. (Not read by pandas: it would take a damaged row for text or NaN,
 and errors could not name its line.)
 """
@@ -30,7 +30,7 @@ MONTHS_12_4_4 = (12 * 30 * DAY, 16 * 30 * DAY, 20 * 30 * DAY)
 
 @dataclass(frozen=True)
 class Series:
-    """values (rows, columns) float64, a row an hour from `start` on."""
+    """An hourly series: values (rows, columns) float64, one row per hour from `start` on."""
 
     columns: tuple[str, ...]
     start: datetime
@@ -38,7 +38,7 @@ class Series:
 
 
 def read_series(path: str | Path, columns: Sequence[str] | None = None) -> Series:
-    """All columns of a file, or the named ones in their order. DataError says what is wrong."""
+    """Read all columns of a file, or `columns` in that order. DataError says what is wrong."""
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file")
@@ -50,7 +50,7 @@ def read_series(path: str | Path, columns: Sequence[str] | None = None) -> Serie
         raise
     except (OSError, EOFError, zlib.error, csv.Error, ValueError) as error:
         raise DataError(f"{path}: damaged, or not a CSV file") from error
-    # as `write_series` has quoted them
+    # undo the quoting of `write_series`
     header = [name[1:] if name == cell(name[1:]) else name for name in header]
     if header[:1] != ["date"] or len(header) < 2 or not rows:
         raise DataError(f"{path}: expected a header date,NAME,... and rows below it")
@@ -81,7 +81,7 @@ def read_series(path: str | Path, columns: Sequence[str] | None = None) -> Serie
 
 
 def write_series(path: Path, series: Series) -> None:
-    """A file as `read_series` reads it."""
+    """Write a file that `read_series` reads."""
     with open(path, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["date", *map(cell, series.columns)])
@@ -91,26 +91,26 @@ def write_series(path: Path, series: Series) -> None:
 
 
 def time_features(start: datetime, hours: int) -> Tensor:
-    """Where each hour lies in its day, week, month and year, from -0.5 to 0.5: (hours, 4) float32
-    (Informer's features of an hourly series)."""
+    """Return the position of each hour in its day, week, month and year, from -0.5 to 0.5: (hours,
+    4) float32 (Informer's features of an hourly series)."""
     dates = [start + hour * HOUR for hour in range(hours)]
     places = [(d.hour, d.weekday(), d.day - 1, d.timetuple().tm_yday - 1) for d in dates]
     return torch.tensor(places).reshape(-1, 4) / torch.tensor([23, 6, 30, 365]) - 0.5
 
 
 def scale_of(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (columns,) of the rows (rows, columns). A column that does not
-    change has a standard deviation of 1."""
+    """Return mean and standard deviation (columns,) of values (rows, columns). A column that does
+    not change has a standard deviation of 1."""
     std = values.std(0, correction=0)
     return values.mean(0), torch.where(std > 0, std, 1.0)
 
 
 class Windows(torch.utils.data.Dataset[tuple[Tensor, Tensor, Tensor, int]]):
-    """Item i is (values (input_length, columns), times (input_length + horizon, 4), target
-    (horizon, columns), i).
+    """Windows of a series: item i is (values (input_length, columns), times (input_length +
+    horizon, 4), target (horizon, columns), i).
 
-    All windows whose target lies in the rows [first, last): one that begins there reaches back for
-    its input. `values` (rows, columns) and `times` (rows, 4) are those of the whole series.
+    These are all windows whose target lies in the rows [first, last); their input may begin before
+    `first`. `values` (rows, columns) and `times` (rows, 4) are those of the whole series.
     """
 
     def __init__(
@@ -131,11 +131,11 @@ class Windows(torch.utils.data.Dataset[tuple[Tensor, Tensor, Tensor, int]]):
 
 
 def simple_forecasts(values: Tensor, horizon: int) -> dict[str, Tensor]:
-    """What a network has to better, from (batch, input_length, columns), each (batch, horizon,
+    """Return baseline forecasts, each (batch, horizon, columns), from values (batch, input_length,
     columns): the last value, the last day and the mean day, repeated."""
     length = values.shape[1]
     hours = torch.arange(horizon) % DAY
-    # a day ends with the input: the row of hour h is h - DAY, counted from there
+    # days are counted back from the end of the input: hour h of the forecast is row h of a day
     whole = values[:, length % DAY :].unflatten(1, (-1, DAY))
     return {
         "last_value": values[:, -1:].expand(-1, horizon, -1),
@@ -145,13 +145,13 @@ def simple_forecasts(values: Tensor, horizon: int) -> dict[str, Tensor]:
 
 
 def window_errors(prediction: Tensor, target: Tensor) -> Tensor:
-    """Mean square and mean absolute error of each window: (batch, horizon, columns) -> (batch,
-    2) float64."""
+    """Return mean square and mean absolute error of each window: (batch, horizon, columns) ->
+    (batch, 2) float64."""
     difference = prediction.double() - target.double()
     return torch.stack([difference.square().mean((1, 2)), difference.abs().mean((1, 2))], -1)
 
 
 def mean_errors(windows: Iterable[Tensor]) -> dict[str, float]:
-    """Over windows of one size, each (2,) of `window_errors`: each hour and column counts once."""
+    """Average over windows of one size, (2,) each of `window_errors`: all values count equally."""
     mse, mae = torch.stack(list(windows)).mean(0).tolist()
     return {"mse": mse, "mae": mae}

@@ -1,7 +1,7 @@
 """Recordings of spoken digits, and their spectra: signals of different lengths.
 
 A folder holds `audio.flac`, all recordings end to end in one channel, and `index.npz`: `offsets`
-(recordings + 1,) in samples, `digit` and `take` (recordings,). Takes 0 to 4 are the test.
+(recordings + 1,) in samples, `digit` and `take` (recordings,). Takes 0 to 4 are the test split.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TEST_TAKES = 5
 
 @dataclass(frozen=True)
 class Recordings:
-    """signals: each (samples,) int16; digits and takes: of each; rate: samples a second."""
+    """Signals, (samples,) int16 each, with digit and take of each; rate: samples per second."""
 
     signals: tuple[Tensor, ...]
     digits: tuple[int, ...]
@@ -31,14 +31,14 @@ class Recordings:
     rate: int
 
     def split(self) -> tuple[list[int], list[int]]:
-        """The numbers of those to train with and of those to test, by digit and take."""
+        """Return the indices of the training and the test recordings, sorted by digit and take."""
         order = sorted(range(len(self.takes)), key=lambda i: (self.digits[i], self.takes[i]))
         train = [i for i in order if self.takes[i] >= TEST_TAKES]
         return train, [i for i in order if self.takes[i] < TEST_TAKES]
 
 
 def read_audio(path: Path) -> tuple[Tensor, int]:
-    """A file of one channel, (samples,) int16, and its rate. DataError if it cannot be read."""
+    """Read a file of one channel: (samples,) int16 and its rate. DataError if it cannot be read."""
     import av
 
     if not path.is_file():
@@ -61,7 +61,7 @@ def read_audio(path: Path) -> tuple[Tensor, int]:
 
 
 def read_recordings(folder: str | Path) -> Recordings:
-    """All recordings of a folder, decoded. DataError names the file that is missing or wrong."""
+    """Read all recordings of a folder. DataError names the file that is missing or wrong."""
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
@@ -94,15 +94,15 @@ def read_recordings(folder: str | Path) -> Recordings:
 
 
 def normalized(signal: Tensor) -> Tensor:
-    """(samples,) int16 -> (1, samples) float32 without mean and with a mean square of 1."""
+    """Normalise (samples,) int16 to (1, samples) float32 of mean 0 and mean square 1."""
     x = signal.float()[None]
     x = x - x.mean()
     return x / x.square().mean().sqrt().clamp(min=1.0)  # silence stays silence
 
 
 def augment(x: Tensor, rate: int) -> Tensor:
-    """A signal (1, samples) a little louder or softer (6 dB), faster or slower (10 %), and with up
-    to 50 ms less, or more silence, at each end."""
+    """Make a signal (1, samples) louder or softer (up to 6 dB) and faster or slower (up to 10 %),
+    and cut off, or add as silence, up to 50 ms at each end."""
     gain, speed, start, end = torch.rand(4).mul(2).sub(1).tolist()
     samples = max(1, round(x.shape[-1] * 1.1**speed))
     x = torch.nn.functional.interpolate(x[None], samples, mode="linear", align_corners=False)[0]
@@ -112,8 +112,8 @@ def augment(x: Tensor, rate: int) -> Tensor:
 
 
 def log_spectrum(x: Tensor, window: int, step: int) -> Tensor:
-    """A signal (1, samples) -> (window / 2, frames): the logarithm of the magnitudes of its short
-    spectra, a frame every `step` samples. The constant component is left out."""
+    """Return the logarithm of the magnitudes of a signal's short-time spectra: (1, samples) ->
+    (window / 2, frames), one frame every `step` samples. The constant component is left out."""
     shape = torch.hann_window(window)
     spectra = torch.stft(x, window, step, window=shape, center=True, pad_mode="constant",
                          return_complex=True)  # fmt: skip
@@ -125,7 +125,7 @@ class SignalDataset(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
     """Item i is (signal, digit, i) of the recording indices[i].
 
     A signal is (1, samples) float32, `normalized`; with `train` it is augmented. spectrum: (window,
-    step) in samples; then it is (window / 2, frames), see `log_spectrum`.
+    step) in samples; then a signal is (window / 2, frames), see `log_spectrum`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A file of bytes as text to learn from: reading, splitting, windows of it."""
+"""A file of bytes as text for a language model: reading, splitting, windows."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 
 
 def read_bytes(path: str | Path) -> Tensor:
-    """All bytes of a file, unpacked if its name ends in .gz or .xz: (bytes,) uint8. DataError if it
-    is missing, damaged or empty."""
+    """Read all bytes of a file, unpacked if its name ends in .gz or .xz: (bytes,) uint8. DataError
+    if it is missing, damaged or empty."""
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file")
@@ -37,7 +37,7 @@ def read_bytes(path: str | Path) -> Tensor:
 
 
 def split(text: Tensor, fractions: Sequence[float]) -> tuple[Tensor, ...]:
-    """The first share of the text to train, the next to validate, the last to test: (bytes,) each.
+    """Split the text, in order, into training, validation and test text: (bytes,) each.
 
     DataError unless `fractions` are three shares that add up to 1.
     """
@@ -52,9 +52,9 @@ def split(text: Tensor, fractions: Sequence[float]) -> tuple[Tensor, ...]:
 
 class RandomWindows(Dataset[Tensor]):
     """`count` windows (length + 1,) uint8. Item i starts at random in the i-th of `count` equal
-    parts of the text, so that all places are alike and no two processes draw the same ones.
+    parts of the text: all positions are equally likely, and no two processes draw the same windows.
 
-    The randomness is torch's own, which `ndlightnet.data.visits.Visits` seeds for every item.
+    It draws from torch's global generator, which `ndlightnet.data.visits.Visits` seeds per item.
     """
 
     def __init__(self, text: Tensor, length: int, count: int) -> None:
@@ -73,9 +73,9 @@ class RandomWindows(Dataset[Tensor]):
 class Windows(Dataset[tuple[Tensor, int]]):
     """The text cut into windows: item i is (window (length + 1,) uint8, i).
 
-    A window ends in the byte that the next one begins with: there are `length` bytes to predict in
-    each, and every byte of the text but the first is one of them once. What fills no window at the
-    end is left out.
+    A window ends in the byte that the next one begins with: each has `length` bytes to predict, and
+    every byte of the text but the first is predicted once. Bytes at the end that fill no window are
+    left out.
     """
 
     def __init__(self, text: Tensor, length: int) -> None:

@@ -1,8 +1,8 @@
 """Videos from files: two readers, a folder of classes, and a dataset of clips.
 
 A folder is read as `train/<class>/*.mp4` and `test/<class>/*.mp4` (or another of ENDINGS). Frames
-are (frames, height, width, 3) uint8 RGB wherever a user meets them; what turns them into the clips
-of a network is in video_transforms. A file or folder that cannot be used raises DataError.
+are (frames, height, width, 3) uint8 RGB in all public functions; video_transforms turns them into
+the clips of a network. A file or folder that cannot be used raises DataError.
 """
 
 import os
@@ -31,11 +31,11 @@ from ndlightnet.data.video_transforms import (
 ENDINGS = (".mp4", ".m4v", ".avi", ".mkv", ".mov", ".webm", ".mpg", ".mpeg", ".gif")
 WANTED = ", ".join(ENDINGS)
 THREADS = min(4, os.cpu_count() or 1)  # each holds a decoder, and decoders are large
-# Where decord 0.6 finds the right frames: the containers and codecs as FFmpeg names what is in a
-# file, and the width in pixels from which on it reads padded rows rightly.
+# Where decord 0.6 finds the right frames: containers and codecs by FFmpeg's names, and the width in
+# pixels from which on it reads padded rows correctly.
 CONTAINERS, CODECS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"), ("h264", "vp8", "vp9")
 NARROW = 96
-DECODED = 2**27  # bytes of frames at full size at a time: bounds the memory of a long video
+DECODED = 2**27  # bytes of full-size frames decoded at a time: bounds the memory of a long video
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -44,12 +44,12 @@ Result = TypeVar("Result")
 class PyAVReader:
     """An open video: `len` in frames, `fps` in frames a second (0.0 where the file has none).
 
-    It decodes from the start to the last frame asked for, so asking in order is quick, and it never
+    It decodes from the start to the last requested frame, so requests in order are quick. It never
     seeks: containers without an index (MPEG-TS, MPEG-PS), open groups of pictures and intra refresh
-    give other frames after a seek than the file holds there, and do not say so. `seeks` holds the
-    numbers of the frames to which another reader may seek; it is empty where none should.
+    silently give other frames after a seek than the file holds there. `seeks` holds the numbers of
+    the frames to which another reader may seek; it is empty if none should.
 
-    DataError for no file, no video in it, or no frames.
+    DataError for a missing file, a file without video, or no frames.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -83,7 +83,7 @@ class PyAVReader:
         self._position = 0  # the number of the frame that `_decoded` gives next
 
     def frames(self, indices: Sequence[int]) -> Tensor:
-        """The frames of these numbers, in this order: (frames, height, width, 3) uint8 RGB.
+        """Return frames by number, in the given order: (frames, height, width, 3) uint8 RGB.
 
         IndexError for a number outside [0, len); DataError where the file is damaged there.
         """
@@ -96,23 +96,23 @@ class PyAVReader:
         try:
             for number in range(self._position, max(wanted) + 1):
                 frame = next(self._decoded)
-                if number == 0:  # the size may change on the way: all come in the first one
+                if number == 0:  # the size may change: all get the first one's
                     self._size = frame.width, frame.height
                 if number in kept:
                     scaled = frame.reformat(*self._size, format="rgb24")
                     picture = torch.from_numpy(scaled.to_ndarray())
-                    # A telephone held upright writes a lying picture and a note to turn it.
+                    # A phone held upright stores a landscape picture and a rotation.
                     kept[number] = torch.rot90(picture, frame.rotation // 90)
                 self._position = number + 1
         except (StopIteration, av.error.FFmpegError) as error:
-            self._position = len(self)  # whatever comes next starts afresh
+            self._position = len(self)  # the next request starts over
             raise DataError(f"{self.path}: damaged, some frames cannot be decoded") from error
         return torch.stack([kept[number] for number in wanted])
 
 
 def _packets(file: Any) -> Iterator[Any]:
-    """From the first key frame on, less the frames shown before it: a recording that was joined
-    late begins with what cannot be decoded."""
+    """Yield the packets from the first key frame on, without those shown before it: a recording
+    that was joined late begins with packets that cannot be decoded."""
     packets = (packet for packet in file.demux(video=0) if packet.size > 0)
     for first in packets:
         if first.is_keyframe:
@@ -124,21 +124,21 @@ def _packets(file: Any) -> Iterator[Any]:
 
 
 def _seeks(packets: Sequence[tuple[int | None, bool, bool]]) -> list[int]:
-    """The numbers of the key frames, of packets (time, key frame, discarded) in order of decoding;
-    none if frames are cut off, or a frame is shown on the other side of a key frame."""
+    """Return the numbers of the key frames of packets (time, key frame, discarded) in decoding
+    order; none if frames are cut off, or if display order moves one across a key frame."""
     times = [time for time, _, discarded in packets if time is not None and not discarded]
     if len(times) < len(packets):
         return []
     shown = sorted(range(len(times)), key=times.__getitem__)
-    last = list(accumulate(shown, max))  # decoded, of all that are shown so far
+    last = list(accumulate(shown, max))  # last decoded of the frames shown so far
     keys = [number for number, (_, is_key, _) in enumerate(packets) if is_key]
     return keys if all(shown[key] == last[key] == key for key in keys) else []
 
 
 def _decode(path: Path) -> Iterator[Any]:
-    """All frames. Closes the file, and ends the decoder's threads, when it is dropped (so it must
-    not know the reader): left to the garbage collector, they might be freed in a forked process,
-    which does not have these threads and waits for them."""
+    """Yield all frames. Closes the file, and ends the decoder's threads, when it is dropped (so it
+    must not refer to the reader): left to the garbage collector, they might be freed in a forked
+    process, which does not have these threads and waits for them."""
     import av
 
     with av.open(str(path), metadata_errors="replace") as file:
@@ -148,10 +148,10 @@ def _decode(path: Path) -> Iterator[Any]:
 
 
 class DecordReader:
-    """The same frames through decord, which seeks: quick for few frames of a long video.
+    """Reader of the same frames by decord, which seeks: quick for few frames of a long video.
 
-    DataError unless decord finds as many frames as `reader` does, and, where it seeks for the first
-    time, the same ones: both convert colours alike, so that no value differs.
+    DataError unless decord finds as many frames as `reader` does, and the same ones at its first
+    seek: both convert colours alike, so that no value differs.
     """
 
     def __init__(self, reader: PyAVReader) -> None:
@@ -175,7 +175,7 @@ class DecordReader:
         return torch.from_numpy(self._video.get_batch(wanted).asnumpy())
 
     def frames(self, indices: Sequence[int]) -> Tensor:
-        """Like PyAVReader's, which takes over where decord stops."""
+        """Return the same as `PyAVReader.frames`, which is used if decord fails."""
         wanted = _checked(indices, len(self))
         try:
             return self._get(wanted)
@@ -186,9 +186,9 @@ class DecordReader:
 def open_video(path: str | Path, wanted: int) -> PyAVReader | DecordReader:
     """Open a video of which about `wanted` frames will be read; DataError if it cannot be.
 
-    decord reads it where it is installed (it has no packages for ARM), gives the frames that PyAV
-    gives, and is quicker: it skips what lies between two wanted frames, but a seek takes as long as
-    PyAV takes for dozens of frames, so it has to skip every other group of pictures at least.
+    decord is used where it is installed (it has no packages for ARM): it gives the same frames as
+    PyAV, and is quicker, as it skips what lies between wanted frames. As a seek takes as long as
+    PyAV takes for dozens of frames, it has to skip at least every other group of pictures.
     """
     reader = PyAVReader(path)
     if 2 * wanted <= len(reader.seeks) and find_spec("decord"):
@@ -208,7 +208,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class VideoFolder:
-    """What is in a folder of videos; a label counts in `classes`, which are in order of name."""
+    """Contents of a folder of videos; a label is an index into `classes`, which are sorted."""
 
     folder: Path
     classes: tuple[str, ...]
@@ -220,7 +220,7 @@ def read_video_folder(folder: str | Path, notes: list[str] | None = None) -> Vid
     """List `train/<class>/` and `test/<class>/`; opens no video.
 
     DataError for a missing folder, no classes, a class without videos, or classes that differ
-    between the two. A line on what else is in train/ and in test/ is added to `notes`.
+    between the two. A line on other entries of train/ and of test/ is added to `notes`.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -236,8 +236,8 @@ def read_video_folder(folder: str | Path, notes: list[str] | None = None) -> Vid
 
 
 def find_videos(path: str | Path, notes: list[str] | None = None) -> list[Path]:
-    """The video at `path`, or all those in it and its subfolders, sorted; DataError if none. A line
-    on what else is there is added to `notes`."""
+    """Return the video at `path`, or all in that folder and its subfolders, sorted; DataError if
+    there is none. A line on other entries is added to `notes`."""
     path = Path(path)
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
@@ -255,10 +255,10 @@ def check_videos(samples: Sequence[Sample]) -> None:
 
 
 def load_video(path: str | Path, short_side: int, max_frames: int) -> Tensor:
-    """A whole video in memory: (frames, height, width, 3) uint8, the short side of `short_side`.
+    """Read a whole video: (frames, height, width, 3) uint8, with a short side of `short_side`.
 
     A video of more than `max_frames` frames is thinned out evenly. Decoding is slow: decode a
-    video once, and keep this.
+    video once, and store the result.
     """
     reader = open_video(path, max_frames)
     indices = even_indices(len(reader), min(len(reader), max_frames)).tolist()
@@ -271,18 +271,18 @@ def load_video(path: str | Path, short_side: int, max_frames: int) -> Tensor:
 
 
 def load_for_clips(path: str | Path, frames: int, size: int) -> Tensor:
-    """`load_video` as the clips of a network want it; training and prediction both come by here.
+    """Run `load_video` at the size that a network's clips need, in training and in prediction.
 
     The short side is 8/7 of `size`, the usual margin for a crop, and four times as many frames are
-    kept as a clip takes (64 at least), so that random clips of one video differ.
+    read as a clip takes (64 at least), so that random clips of one video differ.
     """
     return load_video(path, short_side=round(size * MARGIN), max_frames=max(64, 4 * frames))
 
 
 class ClipDataset(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
-    """Clips of labelled videos, which are all decoded at once, here, and kept as uint8.
+    """Clips of labelled videos, which are all decoded by the constructor and held as uint8.
 
-    `load_for_clips` says what is kept: at size 112, 65 kB for each frame of 4:3. With `train`, item
+    `load_for_clips` says what is held: at size 112, 65 kB for each frame of 4:3. With `train`, item
     i is (clip, label, i): a random clip (3, frames, size, size) of video i. Otherwise it is
     (clips, label, i): always the same `clips` clips, (clips, 3, frames, size, size). With
     `frames=1` a clip is a single frame. DataError names a file that cannot be read.
@@ -332,7 +332,7 @@ def _checked(indices: Sequence[int], length: int) -> list[int]:
 
 
 def _entries(folder: Path) -> set[Path]:
-    """All that is in it and its subfolders, but plain subfolders."""
+    """Return all entries below a folder, except subfolders not named like a video."""
     return {
         path for path in folder.rglob("*") if not path.is_dir() or path.suffix.lower() in ENDINGS
     }
@@ -369,7 +369,7 @@ def _check(sample: Sample) -> None:
 def _in_threads(
     function: Callable[[Item], Result], items: Sequence[Item], title: str
 ) -> list[Result]:
-    """`[function(item) for item in items]` with a progress bar; the first error ends it."""
+    """Return `[function(item) for item in items]`, with a progress bar; the first error ends it."""
     from rich.progress import track
 
     pool = ThreadPoolExecutor(max_workers=THREADS)

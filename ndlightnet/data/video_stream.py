@@ -1,4 +1,4 @@
-"""A video as it comes: one frame after the other from a file or a pipe, none of them kept."""
+"""A video read as it arrives: one frame after the other from a file or a pipe, none stored."""
 
 import io
 import sys
@@ -12,12 +12,12 @@ from torch import Tensor
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.video_transforms import check_sides
 
-EARLY = 0.25  # of the time between two frames, by which one may come too early: clocks jitter
+EARLY = 0.25  # of the time between two frames, by which a frame may come early: clocks jitter
 
 
 class Frame(NamedTuple):
-    """A picture (height, width, 3) uint8 RGB, its number in the video and its time in seconds,
-    both from 0."""
+    """A frame: picture (height, width, 3) uint8 RGB, number in the video and time in seconds, both
+    from 0."""
 
     number: int
     time: float
@@ -25,7 +25,7 @@ class Frame(NamedTuple):
 
 
 class _Pipe(io.FileIO):
-    """Gives what is there and does not wait for more. Ctrl-C, which PyAV would lose, ends it."""
+    """A pipe that returns what is there without waiting for more. Ctrl-C, lost by PyAV, ends it."""
 
     interrupted = False
 
@@ -41,8 +41,9 @@ class VideoStream:
     """Iterates over the frames of a video file, of a named pipe or, for "-", of standard input.
 
     A pipe has to carry a container that can be read without going back, such as matroska or mpegts.
-    fps: so many frames a second, as evenly as the video has them; None: every frame. What cannot be
-    decoded is left out, and `damage` says so afterwards. DataError for no file, or no video in it.
+    fps: frames to give per second, as evenly as the video has them; None: every frame. Frames that
+    cannot be decoded are left out, and `damage` says so afterwards. DataError if the file is
+    missing or holds no video.
     """
 
     def __init__(self, source: str | Path, fps: float | None = None) -> None:
@@ -76,7 +77,7 @@ class VideoStream:
         for number, frame in enumerate(self._decoded()):
             if number == 0:
                 first = frame.time or 0.0
-            # raw streams tell no time
+            # raw streams hold no times
             now = number * step if frame.time is None else frame.time - first
             if self.fps is not None:
                 last, slot = slot, int((now + EARLY * step) * self.fps)
@@ -84,7 +85,7 @@ class VideoStream:
                     continue
             picture = torch.from_numpy(frame.to_ndarray(format="rgb24"))
             check_sides(self.name, picture)
-            # a telephone held upright writes a lying picture and a note to turn it
+            # a phone held upright stores a landscape picture and the rotation to show it with
             yield Frame(number, now, torch.rot90(picture, frame.rotation // 90))
         if number < 0:
             raise self._unreadable()
@@ -110,7 +111,7 @@ class VideoStream:
                 try:
                     found = packet.decode()
                 except av.error.FFmpegError:
-                    # one who joins a camera late has nothing to decode before the next key frame
+                    # a stream joined late has nothing that can be decoded before the next key frame
                     if frames:
                         lost += 1
                         self.damage = f"{self.name}: damaged, undecodable packets: {lost}"

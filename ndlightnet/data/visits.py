@@ -1,5 +1,5 @@
-"""What a training sees follows from a seed and a number alone: resumed, it sees what it would have,
-with any number of workers."""
+"""Order and random draws of training samples, from a seed and a number alone: a resumed training
+gets the same samples as an uninterrupted one, with any number of workers."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 def mixed(*numbers: int) -> int:
-    """A seed from several numbers from 0: another one where any of them is another."""
+    """Return a seed made from several numbers >= 0; it differs if any of them differs."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
 
 
 @lru_cache(2)
 def order(seed: int, rounds: int, count: int) -> np.ndarray:
-    """In which order `count` things come in round `rounds`: (count,) int64."""
+    """Return the random order of `count` samples in round `rounds`: (count,) int64."""
     return np.random.default_rng((seed, 0, rounds)).permutation(count)
 
 
 class Visits(Dataset[Any]):
-    """Visit number n of a training: which item of `samples` it shows, and what that draws from
-    torch's global generator, follow from the seed and from n.
+    """Dataset of the visits of a training. Which sample visit number n shows, and what that sample
+    draws from torch's global generator, follow from the seed and from n.
 
-    Every sample comes up once before any comes up again. The generator itself is left as it was.
+    Every sample comes up once before any comes up again. The generator's state is restored.
     """
 
     def __init__(self, samples: Any, seed: int) -> None:
@@ -42,14 +42,14 @@ class Visits(Dataset[Any]):
         rounds, place = divmod(number, len(self.samples))
         index = int(order(self.seed, rounds, len(self.samples))[place])
         with torch.random.fork_rng(devices=[]):
-            # `torch.manual_seed` would seed the cards as well, and with them dropout
+            # `torch.manual_seed` would seed the GPUs as well, and so change dropout
             torch.default_generator.manual_seed(mixed(self.seed, 1, number))
             return self.samples[index]
 
 
 class Numbers(DistributedSampler[int]):
-    """The numbers of an epoch's visits: epoch * count, and so on. Each of several replicas has a
-    part of its own. Lightning tells the epoch, and leaves a DistributedSampler as it is."""
+    """Sampler of the numbers of an epoch's visits: epoch * count, and so on. Each of several
+    replicas has a part of them. Lightning sets the epoch, and replaces no DistributedSampler."""
 
     def __init__(self, count: int) -> None:
         group = dist.is_available() and dist.is_initialized()

@@ -1,4 +1,4 @@
-"""From a trained network to a prediction: logits, labels that fit in memory, clips, ensembles."""
+"""Prediction with trained networks: logits, labels that fit in memory, clips, ensembles."""
 
 from ndlightnet.inference.labels import keep_largest, predict_labels
 from ndlightnet.inference.logits import predict_clips, predict_clips_early, predict_volume

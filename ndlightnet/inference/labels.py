@@ -28,31 +28,33 @@ def predict_labels(
     memory: int | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Labels of an image `(channels, *space)` on the CPU: the class of the largest logit, uint8, or
-    int16 of more than 255 classes. Cells are computed part by part: no logits of the whole target.
+    """Return labels, on the CPU, of an image `(channels, *space)`: the class of the largest logit,
+    uint8, or int16 for more than 255 classes. They are computed part by part, without logits
+    of the whole target.
 
-    window: as in `predict_volume`, the same blending; one window is in the network at a time, on a
-        host up to four whose logits take at most `windows.BATCH` bytes.
+    window: as in `predict_volume`, with the same blending. The network computes one window at a
+        time, on a CPU up to four whose logits take at most `windows.BATCH` bytes.
     onto: `(shape, matrix)` of another grid for the labels, None: the image's. The matrix
         `(ndim + 1, ndim + 1)` maps its indices to indices of the image, by a scale (negative: a
         flip) and an offset for each axis. Logits are interpolated linearly, outside of the image
-        its border goes on, and then the largest is taken.
+        its border is repeated, and then the largest is taken.
     device: where the network is and where all is computed; None: where its parameters are. The
-        image may stay on the host. Windows take the dtype of the parameters.
-    memory: bytes for the sums of windows on the device. They run along the axis with the most
-        windows and take `4 (classes + 1) (window + 1) area`: of the window along that axis, of the
-        image across it. Where this is more than `memory` the image is cut into columns, one after
-        the other, and windows on a cut are computed once for each side: 100 classes on 512^3 cells
-        in 512 MiB make 1.6 times as many windows of 64^3, in 4 GiB 1.2 times as many of 96^3. No
-        column is narrower than the window. None: half of the free memory of a CUDA device;
-        elsewhere as much as the image takes in float32, but at least 512 MiB.
+        image may stay on the CPU. Windows take the dtype of the parameters.
+    memory: bytes for the sums of windows on the device. The sums move along the axis with the most
+        windows and take `4 (classes + 1) (window + 1) area` bytes: the window's size along that
+        axis, the image's area across it. Where this is more than `memory` the image is cut into
+        columns, one after the other, and windows on a cut are computed once for each side: 100
+        classes on 512^3 cells in 512 MiB need 1.6 times as many windows of 64^3, in 4 GiB 1.2 times
+        as many of 96^3. Cutting stops when no column is wider than the window. None: half of the
+        free memory of a CUDA device; elsewhere as much as the image takes in float32, but at least
+        512 MiB.
 
-    Beside these sums and the labels there are these windows in the network with their logits and a
-    few times CHUNK bytes; without a window the logits of the image, in the network's dtype.
+    Besides these sums and the labels, memory holds the windows in the network with their logits and
+    a few times CHUNK bytes; without a window the logits of the image, in the network's dtype.
 
     Raises ValueError for arguments that do not fit the image, and for logits that are not numbers.
     """
-    image = image.as_subclass(Tensor)  # of a MetaTensor every slice would cost milliseconds
+    image = image.as_subclass(Tensor)  # every slice of a MetaTensor would take milliseconds
     space = image.shape[1:]
     like = next(net.parameters(), image)
     like = torch.empty(0, dtype=like.dtype, device=like.device if device is None else device)
@@ -78,7 +80,7 @@ def _lookups(space: Sequence[int], onto: tuple[Sequence[int], Any] | None) -> li
             f"above 0 and a matrix {(ndim + 1, ndim + 1)}"
         )
     scale, offset = matrix.diagonal()[:-1], matrix[:-1, -1]
-    # What rounding leaves beside the diagonal may move no cell by more than a hundredth.
+    # Rounding errors off the diagonal may move no cell by more than a hundredth.
     beside = (matrix[:-1, :-1] - scale.diag()).abs() @ torch.tensor(shape, dtype=torch.float64)
     affine = bool(((matrix[-1] - torch.eye(ndim + 1)[-1]).abs() < 1e-6).all())
     if not (affine and matrix.isfinite().all() and scale.all() and (beside < 0.01).all()):
@@ -88,7 +90,7 @@ def _lookups(space: Sequence[int], onto: tuple[Sequence[int], Any] | None) -> li
     lookups = []
     for n, size, a, b in zip(space, shape, scale, offset, strict=True):
         at = (a * torch.arange(size) + b).clamp(0, n - 1)
-        at = torch.where((at - at.round()).abs() < 1e-4, at.round(), at)  # the same up to rounding
+        at = torch.where((at - at.round()).abs() < 1e-4, at.round(), at)  # equal up to rounding
         lower = at.floor()
         lookups.append((lower.long(), (at - lower).float()))
     return lookups
@@ -98,16 +100,16 @@ def _label(
     logits: Tensor, corner: Sequence[int], space: Sequence[int], lookups: Sequence[Lookup],
     labels: Tensor,
 ) -> None:  # fmt: skip
-    """Writes the labels of all targets between the cells of one part, logits `(classes, *cells)`.
+    """Write the labels of all targets between the cells of one part, logits `(classes, *cells)`.
 
-    Classes come one after the other with a running maximum, rows of the target likewise: what is
-    interpolated at a time takes CHUNK bytes, if a row of one class does not take more.
+    Some classes of some rows of the target are compared at a time with the maximum so far: what is
+    interpolated at a time takes CHUNK bytes, unless one row of one class takes more.
     """
     box, steps = [], []
     for start, length, n, (lower, fraction) in zip(
         corner, logits.shape[1:], space, lookups, strict=True
     ):
-        # Between cells the targets beyond the last one are the next part's, which begins with it.
+        # If interpolated, targets beyond the last cell are the next part's, which begins with it.
         stop = start + length - int(bool(fraction.any()) and start + length < n)
         own = ((lower >= start) & (lower < stop)).nonzero()
         if not len(own):
@@ -141,9 +143,9 @@ def _label(
 
 
 def _at(x: Tensor, low: Tensor, fraction: Tensor | None) -> Tensor:
-    """Values at, or with `fraction` linearly between, the cells `low` and `low + 1` of the first
-    axis, which goes last: `(classes, a, b, ...)` -> `(classes, b, ..., targets)`. After as many
-    calls as there are axes all are in their order again."""
+    """Return values at the cells `low`, or with `fraction` linearly between `low` and `low + 1`, of
+    the first axis, which becomes the last: `(classes, a, b, ...)` -> `(classes, b, ..., targets)`.
+    After one call for each axis all are in their order again."""
     below = x[:, low]
     if fraction is not None:
         above = x[:, (low + 1).clamp(max=x.shape[1] - 1)]
@@ -153,9 +155,9 @@ def _at(x: Tensor, low: Tensor, fraction: Tensor | None) -> Tensor:
 
 
 def keep_largest(labels: Tensor, classes: Sequence[int] | None = None) -> Tensor:
-    """Integer labels `(*space)` in which every class of `classes` (None: all above 0) keeps only
-    its largest component; cells that touch at a corner belong together. Others become 0. Of two
-    of the same size the first stays. The dtype stays, the result is on the CPU.
+    """Set all but the largest component of every class of `classes` (None: all above 0) to 0 in
+    integer labels `(*space)`; cells that touch at a corner are connected. Of two components of the
+    same size the first stays. The dtype stays, the result is on the CPU.
 
     MONAI's transform of this name needs scikit-image, and labels the whole grid for every class."""
     import numpy as np

@@ -1,4 +1,4 @@
-"""Several forwards as one network: mirrored copies of the input, folds."""
+"""Networks whose logits are means over mirrored copies of the input, or over folds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 
 def mirrorings(axes: Sequence[int]) -> list[list[int]]:
-    """All ways to mirror `(batch, channels, *space)` along some of the spatial axes, or none: the
-    dimensions to flip."""
+    """Return the dimensions to flip for each way to mirror `(batch, channels, *space)` along some
+    of the spatial `axes`, or none."""
     counts = range(len(axes) + 1)
     return [[2 + axis for axis in some] for count in counts for some in combinations(axes, count)]
 
@@ -27,7 +27,7 @@ class Mirrored(nn.Module):
         _pass_channels(self, [net])
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(batch, channels, *space)` -> `(batch, classes, *space)`, in the network's dtype."""
+        """Map `(batch, channels, *space)` to `(batch, classes, *space)`, in the network's dtype."""
         ways = mirrorings(self.axes)
         return _mean((self.net(x.flip(dims)).flip(dims) for dims in ways), len(ways))
 
@@ -43,21 +43,21 @@ class Ensemble(nn.Module):
         _pass_channels(self, nets)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`(batch, channels, *space)` -> `(batch, classes, *space)`, in the networks' dtype."""
+        """Map `(batch, channels, *space)` to `(batch, classes, *space)`, in the networks' dtype."""
         return _mean((net(x) for net in self.nets), len(self.nets))
 
 
 def _mean(logits: Iterable[Tensor], count: int) -> Tensor:
-    """The mean of `count` tensors that are made one at a time."""
+    """Return the mean of `count` tensors that are made one at a time."""
     each = iter(logits)
-    total = next(each) / count  # a new tensor: a network may hand its input through
+    total = next(each) / count  # a new tensor: a network may return its input
     for more in each:
         total.add_(more, alpha=1 / count)
     return total
 
 
 def _pass_channels(module: nn.Module, nets: Sequence[nn.Module]) -> None:
-    """Gives `module` the `in_channels` and `out_channels` of its networks, where they have them."""
+    """Set the `in_channels` and `out_channels` of `module` to those of its networks, if any."""
     for name in ("in_channels", "out_channels"):
         values = {getattr(net, name) for net in nets if hasattr(net, name)}
         if len(values) > 1:

@@ -1,7 +1,7 @@
-"""Parts of an image with their logits: the whole at once, or overlapping windows blended as they
-come, each part complete when it is handed on. MONAI's sliding windows, whose places and weights
-these are, and its mergers hold the logits of the whole image: 54 GB of 100 classes on 512^3 cells.
-"""
+"""Logits of an image in parts: the whole image at once, or overlapping windows blended one after
+the other, each part complete when it is yielded. MONAI's sliding windows, which have the same
+positions and weights, and its mergers hold the logits of the whole image: 54 GB for 100 classes on
+512^3 cells."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 Part = tuple[tuple[int, ...], Tensor]  # index of the first cell, logits (classes, *cells)
 _Box = tuple[tuple[int, int], ...]  # first cell and last + 1 along each axis
-HOST = 2**29  # bytes that the sums of windows may take on a host, however small the image is
-# Bytes of logits up to which a host computes some windows at a time, at most four: of a single
-# small one torch's convolutions take as long as of four, for want of oneDNN.
+HOST = 2**29  # bytes that the sums of windows may take on a CPU, however small the image is
+# Bytes of logits up to which a CPU computes several windows at a time, at most four: for a single
+# small window torch's convolutions do not use oneDNN and take as long as for four.
 BATCH = 2**24
 
 
@@ -24,9 +24,9 @@ def parts(
     net: nn.Module, image: Tensor, window: Sequence[int] | None, overlap: float,
     halo: Sequence[int], like: Tensor, memory: int | None = None,
 ) -> Iterator[Part]:  # fmt: skip
-    """Parts that cover an image (channels, *space), neighbours sharing `halo` cells along each
-    axis; each is valid until the next one is asked for. window None: the image goes through the
-    network at once. Windows take the dtype and the device of `like`."""
+    """Yield parts that cover an image (channels, *space); neighbours share `halo` cells along each
+    axis, and each part is valid until the next one is requested. window None: the image goes
+    through the network at once. Windows take the dtype and the device of `like`."""
     if window is None:
         yield (0,) * (image.ndim - 1), _forward(net, image[None].to(like))[0]
     else:
@@ -37,13 +37,13 @@ def blended(
     net: nn.Module, image: Tensor, window: Sequence[int], overlap: float, halo: Sequence[int],
     like: Tensor, memory: int | None,
 ) -> Iterator[Part]:  # fmt: skip
-    """Parts of the image that are complete: the index of the first cell, and logits `(classes,
-    *cells)`, float32, on the device of `like`, valid until the next part is asked for. Neighbours
+    """Yield complete parts of the image: the index of the first cell, and logits `(classes,
+    *cells)`, float32, on the device of `like`, valid until the next part is requested. Neighbours
     share `halo` cells along each axis; together the parts cover the image."""
     space = image.shape[1:]
     starts, weight = _windows(space, window, overlap, like.device)
     axis = max(range(len(space)), key=lambda k: len(starts[k]))
-    # The first window is computed before the plan: it tells the number of classes.
+    # The first window is computed before the plan: it gives the number of classes.
     logits: Tensor | None = _forward(net, _cut(image, [s[0] for s in starts], window, like))
     assert logits is not None
     thick = min(window[axis] + 1, space[axis])
@@ -54,7 +54,7 @@ def blended(
     columns = _columns(space, window, starts, axis, halo, memory // (4 * channels))
     shapes = [[thick if k == axis else b - a for k, (a, b) in enumerate(c)] for c in columns]
     buffer = torch.empty(channels * max(map(math.prod, shapes)), device=like.device)
-    faces: dict[tuple[int, _Box], Tensor] = {}  # what a column leaves to the next along an axis
+    faces: dict[tuple[int, _Box], Tensor] = {}  # logits for the next column along an axis
     for column, shape in zip(columns, shapes, strict=True):
         sums = buffer[: channels * math.prod(shape)].view(channels, *shape).zero_()
         own = [a + halo[k] if a else 0 for k, (a, _) in enumerate(column)]
@@ -62,7 +62,7 @@ def blended(
         sides = [(k, (k, (*column[:k], *column[k + 1 :]))) for k in cut]
         before = {k: faces.pop(side) for k, side in sides if column[k][0] > 0}
         after = {k: _face(buffer, channels - 1, column, k) for k in cut if column[k][1] < space[k]}
-        low, done = [a for a, _ in column], 0  # the first cell of `sums`; planes ready before this
+        low, done = [a for a, _ in column], 0  # first cell of `sums`; end of the complete planes
         for start, stop in pairwise([*starts[axis], space[axis]]):
             touching = [
                 [s for s in starts[k] if s < b and s + window[k] > own[k]]
@@ -77,7 +77,7 @@ def blended(
                     del cuts
                 for one in logits:
                     _add(sums, low, one, corners.pop(0), weight)
-                logits = None  # not beside the next ones
+                logits = None  # freed before the next ones
             fresh = sums.narrow(1 + axis, done - low[axis], stop - done)
             fresh[:-1].div_(fresh[-1:])
             for k, face in before.items():
@@ -88,7 +88,7 @@ def blended(
                 )
             yield tuple(low), sums[:-1].narrow(1 + axis, 0, stop - low[axis])
             by = stop - halo[axis] - low[axis]
-            for one in sums.movedim(1 + axis, 1):  # class by class, for a small copy
+            for one in sums.movedim(1 + axis, 1):  # class by class, so that the copy is small
                 one[: thick - by] = one[by:].clone()
                 one[thick - by :] = 0
             low[axis], done = low[axis] + by, stop
@@ -96,7 +96,7 @@ def blended(
 
 
 def _face(like: Tensor, classes: int, column: _Box, k: int) -> Tensor:
-    """Room for the logits of a column's last cells along axis k."""
+    """Return an empty tensor for the logits of a column's last cells along axis k."""
     shape = [1 if j == k else b - a for j, (a, b) in enumerate(column)]
     return like.new_empty(classes, *shape)
 
@@ -104,14 +104,14 @@ def _face(like: Tensor, classes: int, column: _Box, k: int) -> Tensor:
 def _add(
     sums: Tensor, low: Sequence[int], logits: Tensor, corner: Sequence[int], weight: Tensor
 ) -> None:
-    """Adds a window's weighted logits, and its weights, to sums that begin at the cell `low`."""
+    """Add a window's weighted logits, and its weights, to sums that begin at the cell `low`."""
     inside, at = _shared(corner, weight.shape, low, sums.shape[1:])
     sums[:-1][(slice(None), *at)].addcmul_(logits[(slice(None), *inside)], weight[inside])
     sums[-1][at] += weight[inside]
 
 
 def _forward(net: nn.Module, x: Tensor) -> Tensor:
-    """Logits `(batch, classes, *space)` of images `(batch, channels, *space)`."""
+    """Return logits `(batch, classes, *space)` of images `(batch, channels, *space)`."""
     out = net(x)
     shape = tuple(getattr(out, "shape", ()))
     if len(shape) != x.ndim or shape[2:] != x.shape[2:]:
@@ -126,8 +126,8 @@ def _forward(net: nn.Module, x: Tensor) -> Tensor:
 def _windows(
     space: Sequence[int], window: Sequence[int], overlap: float, device: torch.device
 ) -> tuple[list[list[int]], Tensor]:
-    """First cells of the windows along each axis, below zero where the image is smaller and is
-    padded on both sides, and the weights `(*window)`: those of MONAI's sliding windows."""
+    """Return the first cells of the windows along each axis, below zero where the image is smaller
+    and is padded on both sides, and the weights `(*window)`: those of MONAI's sliding windows."""
     from monai.data.utils import compute_importance_map, dense_patch_slices
 
     if len(window) != len(space) or min(window) < 1:
@@ -145,7 +145,7 @@ def _windows(
 def _shared(
     corner: Sequence[int], window: Sequence[int], low: Sequence[int], shape: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """Where a window and a box have cells in common: slices of the window, slices of the box."""
+    """Return the cells that a window and a box share: slices of the window, slices of the box."""
     inside, at = [], []
     for start, w, a, n in zip(corner, window, low, shape, strict=True):
         first, last = max(start, a), min(start + w, a + n)
@@ -155,7 +155,7 @@ def _shared(
 
 
 def _cut(image: Tensor, corner: Sequence[int], window: Sequence[int], like: Tensor) -> Tensor:
-    """The window `(1, channels, *window)` of an image, zero outside of it."""
+    """Return a window `(1, channels, *window)` of an image, zero outside of the image."""
     pin = like.is_cuda and not image.is_cuda  # the host need not wait for the copy
     patch = torch.zeros(
         1, len(image), *window, dtype=like.dtype, device=image.device, pin_memory=pin
@@ -166,7 +166,7 @@ def _cut(image: Tensor, corner: Sequence[int], window: Sequence[int], like: Tens
 
 
 def _allowance(image: Tensor, device: torch.device) -> int:
-    """Bytes for the sums of windows."""
+    """Return the default number of bytes for the sums of windows."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -178,9 +178,10 @@ def _columns(
     space: Sequence[int], window: Sequence[int], starts: Sequence[Sequence[int]], axis: int,
     halo: Sequence[int], cells: int,
 ) -> list[_Box]:  # fmt: skip
-    """Boxes that cover the image: whole along `axis`, cut across it until the sums and the faces
-    of a column have at most `cells`, or none is wider than the window. Cuts lie where windows
-    begin: fewest windows touch both sides. Before each cut a column has `halo` cells more."""
+    """Return boxes that cover the image: whole along `axis`, cut across it until the sums and the
+    faces of a column have at most `cells` cells, or no column is wider than the window. Cuts lie
+    where windows begin: there the fewest windows touch both sides. A column begins `halo` cells
+    before its cut."""
     splits, axes = [1] * len(space), range(len(space))
     while True:
         spans = []
@@ -190,7 +191,7 @@ def _columns(
             spans.append([(max(0, a - halo[k]), b) for a, b in pairwise(sorted({0, *cuts, n}))])
         widths = [max(b - a for a, b in span) for span in spans]
         taken = min(window[axis] + 1, space[axis]) * math.prod(widths) // widths[axis]
-        for k in axes:  # the later an axis the sooner comes the next column along it
+        for k in axes:  # along later axes the next column comes sooner
             if k != axis and halo[k] and len(spans[k]) > 1:
                 others = (widths[j] if j < k and j != axis else space[j] for j in axes if j != k)
                 taken += math.prod(others)

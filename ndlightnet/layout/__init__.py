@@ -1,8 +1,8 @@
-"""Layouts: which grids the tokens of a batch lie on. The only room that knows of axes, frames,
-samples and offsets.
+"""Layouts: the grids that the tokens of a batch lie on. Axes, frames, samples and offsets are
+defined here only.
 
-Tokens are (batch, length, ...) beside a Layout: a Grid, where every row is a sample of one shape,
-or a Ragged, where the batch is one row and samples of any shapes lie in it end to end (a pack).
+Tokens are (batch, length, ...), with a Layout: a Grid, where every row is a sample and all have one
+shape, or a Ragged, where the batch is one row that holds samples of any shapes end to end (a pack).
 """
 
 from ndlightnet.layout.base import Layout, per_axis

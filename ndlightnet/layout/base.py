@@ -1,4 +1,4 @@
-"""What all layouts have in common."""
+"""Base class of layouts, and the check of arguments given per axis."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def per_axis(name: str, value: int | Sequence[int], ndim: int, least: int = 1) -
 
 
 class Layout(ABC):
-    """What a Grid and a Ragged have in common. `length`: tokens of a row; `shapes`: the samples'
-    grids, (one for all rows, or one after the other); `ndim`: their axes. The first axis is time,
-    where a form is causal: a frame is a step of it."""
+    """Base class of Grid and Ragged. `length`: tokens of a row; `shapes`: the samples' grids (one
+    for all rows, or one for each sample in order); `ndim`: number of axes. The first axis is time
+    in causal forms: a frame is a step of it."""
 
     ndim: int
     length: int
@@ -31,8 +31,8 @@ class Layout(ABC):
 
     @abstractmethod
     def flatten(self, x: Tensor) -> Tensor:
-        """Tokens as users have them, Grid: (batch, *grid, ...), Ragged: (length, ...) -> (batch,
-        length, ...), where the batch of a Ragged is 1. `tokens` takes flat ones too."""
+        """Flatten a user's tokens, Grid: (batch, *grid, ...), Ragged: (length, ...) -> (batch,
+        length, ...), where the batch of a Ragged is 1. `tokens` accepts flat ones too."""
 
     @abstractmethod
     def unflatten(self, x: Tensor) -> Tensor:
@@ -40,34 +40,34 @@ class Layout(ABC):
 
     @abstractmethod
     def coordinates(self, device: torch.device | str | None = None) -> Tensor:
-        """Coordinates of every token in its sample, (length, ndim) int64, counted from 0."""
+        """Return each token's coordinates in its sample, (length, ndim) int64, counted from 0."""
 
     @abstractmethod
     def samples(self, batch: int) -> int:
-        """Number of samples of so many rows."""
+        """Return the number of samples in `batch` rows."""
 
     @abstractmethod
     def spread_samples(self, values: Tensor) -> Tensor:
-        """A row for each sample (samples, ...) -> for its tokens, to be broadcast against (batch,
-        length, ...)."""
+        """Give every token the row of its sample, (samples, ...) -> a tensor that broadcasts
+        against (batch, length, ...)."""
 
     @abstractmethod
     def pool(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """The mean over the (real) tokens of each sample: (batch, length, dim) -> (samples, dim).
-        mask: (batch, length) bool, False = padding."""
+        """Return the mean over the tokens of each sample: (batch, length, dim) -> (samples, dim).
+        mask: (batch, length) bool, False = padding, which does not count."""
 
     @abstractmethod
     def map_samples(self, function: Callable[..., Tensor], *xs: Tensor | None) -> Tensor:
-        """function(grid, *xs) where all samples lie on one grid: at once for a Grid, sample by
-        sample for a Ragged. xs and the result: (batch, length, ...), or None."""
+        """Call function(grid, *xs) on samples of one grid: once for a Grid, sample by sample for a
+        Ragged. xs and the result: (batch, length, ...); each of xs may be None."""
 
     @abstractmethod
     def map_lines(self, function: Callable[[Tensor], Tensor], x: Tensor, axis: int) -> Tensor:
-        """`function` of all lines of tokens along an axis, (lines, size, dim) -> same shape; short
-        lines have zeros at their ends. x and the result: (batch, length, dim)."""
+        """Apply `function`, (lines, size, dim) -> same shape, to all lines of tokens along an axis;
+        short lines have zeros at their ends. x and the result: (batch, length, dim)."""
 
     def flatten_mask(self, mask: Tensor | None) -> Tensor | None:
-        """A token mask, Grid: (batch, *grid), Ragged: (length,) bool -> (batch, length)."""
+        """Flatten a bool mask, Grid: (batch, *grid), Ragged: (length,) -> (batch, length)."""
         if mask is None:
             return None
         flat = self._flat(mask, 0)
@@ -76,7 +76,7 @@ class Layout(ABC):
         return flat
 
     def tokens(self, x: Tensor) -> Tensor:
-        """Tokens as users have them or (batch, length, dim) -> (batch, length, dim)."""
+        """Return tokens, in the form that `flatten` takes or flat, as (batch, length, dim)."""
         flat = self._flat(x, 1)
         if flat is None:
             raise ValueError(
@@ -86,9 +86,9 @@ class Layout(ABC):
 
     @abstractmethod
     def _flat(self, x: Tensor, trailing: int) -> Tensor | None:
-        """`flatten`, of what may be flat already and has so many axes behind the tokens; None where
-        the shape is another one."""
+        """Flatten x unless it is flat already; `trailing` axes follow those of the tokens. Return
+        None where the shape does not fit."""
 
     @abstractmethod
     def _form(self, *trailing: str) -> str:
-        """For messages."""
+        """Return the expected shape, for error messages."""

@@ -1,4 +1,4 @@
-"""Grid: samples of one shape, a row of tokens each."""
+"""Grid layout: samples of one shape, each a row of tokens."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ndlightnet.layout.base import Layout, Shape
 
 @dataclass(frozen=True)
 class Grid(Layout):
-    """Shape of the token lattice, flattened row-major (the last axis runs fastest).
+    """Shape of the token grid, flattened row-major (the last axis varies fastest).
 
     offset: coordinates of the first token, one per axis, where the grid is a part of a larger one:
-    an int, a scalar tensor, or a tensor (batch,) with one for every sample. It belongs to no
-    comparison of grids.
+    an int, a scalar tensor, or a tensor (batch,) with one for every sample. Comparisons of grids
+    ignore it.
     """
 
     shape: Shape
@@ -25,13 +25,13 @@ class Grid(Layout):
 
     @staticmethod
     def of(tokens: Tensor) -> Grid:
-        """The grid of tokens `(batch, *grid, dim)`."""
+        """Return the grid of tokens `(batch, *grid, dim)`."""
         if tokens.ndim < 3:
             raise ValueError(f"tokens of shape {tuple(tokens.shape)}: expected (batch, *grid, dim)")
         return Grid(tuple(tokens.shape[1:-1]))
 
     def after(self, frames: int | Tensor) -> Grid:
-        """The same grid so many frames later: an int, a scalar tensor, or one for every sample."""
+        """Return the grid starting at frame `frames`: an int, scalar tensor, or one per sample."""
         return replace(self, offset=(frames, *[0] * (self.ndim - 1)))
 
     @property
@@ -44,7 +44,7 @@ class Grid(Layout):
 
     @property
     def frame_count(self) -> int:
-        """Steps of the first axis, which is time where a form is causal."""
+        """Number of steps of the first axis, which is time in causal forms."""
         return self.shape[0]
 
     @property
@@ -55,11 +55,11 @@ class Grid(Layout):
         return n
 
     def flatten(self, x: Tensor) -> Tensor:
-        """`(batch, *grid, ...)` -> `(batch, length, ...)`."""
+        """Reshape `(batch, *grid, ...)` to `(batch, length, ...)`."""
         return x.reshape(x.shape[0], self.length, *x.shape[1 + self.ndim :])
 
     def unflatten(self, x: Tensor) -> Tensor:
-        """`(batch, length, ...)` -> `(batch, *grid, ...)`."""
+        """Reshape `(batch, length, ...)` to `(batch, *grid, ...)`."""
         return x.reshape(x.shape[0], *self.shape, *x.shape[2:])
 
     def _flat(self, x: Tensor, trailing: int) -> Tensor | None:
@@ -100,14 +100,14 @@ class Grid(Layout):
         return self.flatten(self.unlines(lines, axis))
 
     def spread(self, values: Tensor, axis: int) -> Tensor:
-        """Values along one axis, `(grid[axis], ...)`, as seen by every token: `(*grid, ...)`."""
+        """Expand values along one axis, `(grid[axis], ...)`, to all tokens: `(*grid, ...)`."""
         view = [1] * self.ndim
         view[axis] = self.shape[axis]
         return values.reshape(*view, *values.shape[1:]).expand(*self.shape, *values.shape[1:])
 
     def lines(self, x: Tensor, axis: int) -> Tensor:
-        """`(batch, *grid, dim)` -> `(batch * other axes, grid[axis], dim)`: every line along
-        `axis`."""
+        """Return every line along `axis`: `(batch, *grid, dim)` -> `(batch * other axes,
+        grid[axis], dim)`."""
         return x.movedim(1 + axis, -2).reshape(-1, self.shape[axis], x.shape[-1])
 
     def unlines(self, lines: Tensor, axis: int) -> Tensor:
@@ -117,8 +117,8 @@ class Grid(Layout):
         return x.movedim(-2, 1 + axis)
 
     def reorder(self, x: Tensor, axis: int, reverse: bool = False) -> Tensor:
-        """`(batch, length, ...)` row by row -> ordered so that `axis` runs fastest and the others
-        as they do row by row; reverse: from the end."""
+        """Reorder row-major tokens `(batch, length, ...)` so that `axis` varies fastest and the
+        other axes stay in row-major order; reverse: also reverse the result."""
         x = self.unflatten(x).movedim(1 + axis, self.ndim).flatten(1, self.ndim)
         return x.flip(1) if reverse else x
 

@@ -1,4 +1,4 @@
-"""Cells to rows of patches, of one sample or of samples end to end: batches without padding."""
+"""Cut samples into patches, and pack samples of any shapes end to end: batches without padding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ndlightnet.layout.ragged import Ragged
 
 
 def cut_patches(x: Tensor, patch: Sequence[int]) -> Tensor:
-    """Cells `(batch, channels, *space)` -> a row a patch, `(batch, *grid, cells * channels)`.
+    """Cut cells `(batch, channels, *space)` into patches, `(batch, *grid, cells * channels)`.
 
     Sizes that the patch does not divide are padded with zeros at the end.
     """
@@ -31,8 +31,8 @@ def cut_patches(x: Tensor, patch: Sequence[int]) -> Tensor:
 
 @dataclass
 class Packed:
-    """A batch of samples of different shapes, end to end: what NDLightNet takes instead of a
-    padded batch and a mask. values: (length, channels), a row for each token; or numbers of words
+    """A batch of samples of different shapes, end to end: NDLightNet takes it instead of a padded
+    batch and a mask. values: (length, channels), a row for each token; or word indices
     (length,)."""
 
     values: Tensor
@@ -48,15 +48,15 @@ class Packed:
         return Packed(self.values.pin_memory(), self.layout)
 
     def unpack(self) -> list[Tensor]:
-        """Each sample by itself, (*grid, channels)."""
+        """Split into one tensor (*grid, channels) per sample."""
         return [part[0] for part in self.layout.split(self.values)]
 
 
 def pack(samples: Iterable[Tensor], patch_size: int | Sequence[int] | None = None) -> Packed:
-    """Samples (channels, *space) of any sizes, cut into patches and put end to end.
+    """Cut samples (channels, *space) of any sizes into patches, and join them end to end.
 
-    patch_size: that of the network. Each sample is padded with zeros to whole patches, as it is
-    alone. None: samples are words (length,). A nested tensor is a sequence of samples too.
+    patch_size: that of the network. Samples are padded with zeros to whole patches, as the network
+    pads a single one. None: samples are word indices (length,). They may be a nested tensor.
     """
     samples = list(samples.unbind() if isinstance(samples, Tensor) else samples)
     if not samples:

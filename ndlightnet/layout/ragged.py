@@ -1,4 +1,4 @@
-"""Ragged: samples of different shapes, end to end in one row of tokens."""
+"""Ragged layout: samples of different shapes, end to end in one row of tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ndlightnet.layout.grid import Grid
 
 
 class Lines(NamedTuple):
-    """Lines along one axis, of samples of like lengths. table (lines, 3) int32: first token, step
+    """Lines along one axis that have similar lengths. table (lines, 3) int32: first token, step
     from token to token, length; `longest`: a power of two that no length exceeds."""
 
     axis: int
@@ -25,7 +25,7 @@ class Lines(NamedTuple):
 class Ragged(Layout):
     """The shapes of samples that lie end to end in one row: a pack.
 
-    Users have its tokens as (length, ...); sample i has those from offsets[i] to offsets[i + 1],
+    A user's tokens are (length, ...); sample i is tokens offsets[i] to offsets[i + 1] (exclusive),
     row-major. Tables on a device are cached, since every layer needs the same ones.
     """
 
@@ -48,7 +48,7 @@ class Ragged(Layout):
         return f"Ragged({self.shapes})"
 
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
-        """The result of `make`, cached under this key."""
+        """Return the result of `make`, cached under this key."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
@@ -87,7 +87,7 @@ class Ragged(Layout):
         return (self._sum(exact) / sizes.clamp(min=1)[:, None]).to(x.dtype)
 
     def _sum(self, x: Tensor) -> Tensor:
-        """(length, ...) -> (samples, ...)."""
+        """Sum over the tokens of each sample: (length, ...) -> (samples, ...)."""
         return x.new_zeros(len(self), *x.shape[1:]).index_add(0, self.sample_of_token(x.device), x)
 
     def map_samples(self, function: Callable[..., Tensor], *xs: Tensor | None) -> Tensor:
@@ -96,7 +96,7 @@ class Ragged(Layout):
         return torch.cat([function(*part) for part in zip(grids, *parts, strict=True)], 1)
 
     def map_lines(self, function: Callable[[Tensor], Tensor], x: Tensor, axis: int) -> Tensor:
-        # a row more, for what lies beyond the ends of lines
+        # one more row, of zeros, for the positions beyond the end of a line
         source = torch.cat([x[0], x.new_zeros(1, *x.shape[2:])])
         total = torch.zeros_like(source)
         for group in self.lines(x.device):
@@ -109,14 +109,14 @@ class Ragged(Layout):
         return total[None, :-1]
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Tokens (length, ...) as samples (1, *shape, ...)."""
+        """Split tokens (length, ...) into samples (1, *shape, ...)."""
         return [
             x[a:b].reshape(1, *shape, *x.shape[1:])
             for (a, b), shape in zip(pairwise(self.offsets), self.shapes, strict=True)
         ]
 
     def sample_of_token(self, device: torch.device) -> Tensor:
-        """The sample of every token, (length,) int64."""
+        """Return the index of each token's sample, (length,) int64."""
 
         def make() -> Tensor:
             rows = torch.arange(len(self), device=device)
@@ -126,16 +126,16 @@ class Ragged(Layout):
         return made
 
     def sizes(self, device: torch.device) -> Tensor:
-        """Tokens of every sample, (samples,) int64."""
+        """Return the number of tokens of every sample, (samples,) int64."""
         made: Tensor = self.cached(
             ("sizes", device), lambda: torch.tensor(self.lengths, device=device)
         )
         return made
 
     def frames(self, device: torch.device) -> tuple[Ragged, Tensor, int]:
-        """The frames of all samples (steps of the first axis) as samples of their own; where each
-        lies in a padded table of frames, sample * longest + frame; and `longest`, the most of a
-        sample.
+        """Return a Ragged whose samples are the frames (steps of the first axis) of all samples;
+        the index of each in a padded table of frames, sample * longest + frame; and `longest`, the
+        largest number of frames of a sample.
         """
 
         def make() -> tuple[Ragged, Tensor, int]:
@@ -149,7 +149,7 @@ class Ragged(Layout):
         return made
 
     def lines(self, device: torch.device) -> list[Lines]:
-        """The lines along every axis, in groups of like lengths (at least 16, twice that, ...)."""
+        """Return the lines along every axis, in groups of lengths up to 16, up to 32, ..."""
         made: list[Lines] = self.cached(("lines", device), lambda: self._lines(device))
         return made
 

@@ -19,7 +19,7 @@ from ndlightnet.nn.position import MDTPE
 
 
 class NDLightNet(nn.Module):
-    """Patches (or words) -> MD-TPE -> blocks -> norm -> head, on any number of axes.
+    """Backbone: patches (or words) -> MD-TPE -> blocks -> norm -> head, on any number of axes.
 
     Args:
         dims: number of axes of the input (1 signals and text, 2 images, 3 videos and volumes, ...).
@@ -29,27 +29,27 @@ class NDLightNet(nn.Module):
             embedding).
         patch_size: cells per token, an int or one per axis; default: about 256 cells a patch.
         embed_dim, depth: width and number of blocks.
-        mixer: what mixes tokens, a function of the width; see ndlightnet.nn.mixers.
+        mixer: a function of the width that returns a mixer; see ndlightnet.nn.mixers.
         mlp_ratio: hidden width of the gated MLP / embed_dim.
-        tpe: MD-TPE after the embedding. tpe_states: its states per axis. tpe_bidirectional: forward
-            and backward along each axis (but the first one if causal); default: unless causal on
-            one axis. False is the paper's form, forward only.
+        tpe: MD-TPE after the embedding. tpe_states: its states per axis. tpe_bidirectional: scan
+            forward and backward along each axis (except the first one if causal); default: True
+            unless causal on one axis. False is the paper's form, forward only.
         drop_rate: dropout before the head. drop_path_rate: stochastic depth, growing to this in the
             last block.
-        causal: along the first axis: a token sees its own frame (a step of that axis, `patch_size`
-            long) and those before it; with one axis, the tokens before it. See `stream`.
+        causal: along the first axis: a token sees its frame (a step of that axis, `patch_size`
+            long) and those before it; with one axis, the tokens up to itself. See `stream`.
         vocab_size: input is token numbers `(batch, length)` instead of cells `(batch, channels,
             *space)`.
 
-    Any size of input is taken, at any time: sizes that the patch does not divide are padded at the
-    end. An exported network does so too (not causal, two tokens or more along each axis) if its
+    Inputs may have any size, in every call: sizes that the patch does not divide are padded at the
+    end. So may those of an exported network (not causal, two tokens or more along each axis) if its
     sizes are `Dim.DYNAMIC`:
 
         size = torch.export.Dim.DYNAMIC  # or Dim.DYNAMIC(min=16, max=2048), Dim.AUTO
         torch.onnx.export(model.eval(), (x,), dynamo=True, dynamic_shapes=({2: size, 3: size},))
 
-    A named `Dim("height")` does not do: torch cannot solve for it. A causal network of several axes
-    is bound to the number of frames that it was exported with, and refuses another one.
+    A named `Dim("height")` does not work: torch cannot solve for it. A causal network of several
+    axes accepts only the number of frames that it was exported with.
     """
 
     def __init__(
@@ -117,34 +117,34 @@ class NDLightNet(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int) -> None:
-        """A fresh head for `num_classes` classes (0: none), by the mean over tokens."""
+        """Replace the head by a new one for `num_classes` classes (0: none), on the token mean."""
         self.num_classes, self.per_token = num_classes, False
         self.head = nn.Linear(self.embed_dim, num_classes) if num_classes else nn.Identity()
         self.head.apply(init_weights).to(self.norm.weight.device)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of decays, angles and the like, which weight decay would distort."""
+        """Return the names of decays, angles and the like, which weight decay would distort."""
         return undecayed_names(self)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute the blocks in the backward pass instead of storing what is in them."""
+        """Recompute the blocks in the backward pass instead of storing their activations."""
         self.grad_checkpointing = enable
 
     def token_mask(self, mask: Tensor | None) -> Tensor | None:
-        """Cells (batch, *space) bool -> tokens (batch, *grid) bool: True where any cell is real."""
+        """Map a mask of cells (batch, *space) to tokens (batch, *grid): True with any real cell."""
         if mask is None or not isinstance(self.embed, Patchify):
             return mask
         return self.embed.cut_mask(mask)
 
     def pack(self, samples: Iterable[Tensor]) -> Packed:
-        """Samples (in_chans, *space), or words (length,), of any sizes as one batch without
+        """Pack samples (in_chans, *space), or words (length,), of any sizes into one batch without
         padding, for `forward`. See ndlightnet.pack, which a DataLoader can use without the network.
         """
         return pack(samples, self.embed.patch if isinstance(self.embed, Patchify) else None)
 
     def forward_features(self, x: Any, mask: Tensor | None = None) -> Any:
-        """Cells (batch, in_chans, *space) or token numbers (batch, length) -> (batch, *grid,
-        embed_dim). Packed samples -> Packed features (length, embed_dim).
+        """Map cells (batch, in_chans, *space) or token numbers (batch, length) to features (batch,
+        *grid, embed_dim), packed samples to Packed features (length, embed_dim).
 
         mask: bool (batch, *space), False = padding, which no other token sees.
         """
@@ -161,7 +161,7 @@ class NDLightNet(nn.Module):
         return grid.unflatten(self._encode(grid.flatten(x), grid.flatten_mask(mask), grid))
 
     def _encode(self, x: Tensor, mask: Tensor | None, layout: Layout) -> Tensor:
-        """Embedded tokens (batch, length, dim) to features; mask (batch, length)."""
+        """Map embedded tokens (batch, length, dim) to features; mask (batch, length)."""
         # the residual stream stays in the parameters' precision under autocast
         x = x.to(self.norm.weight.dtype)
         if self.tpe is not None:
@@ -201,9 +201,9 @@ class NDLightNet(nn.Module):
     def forward_head(
         self, features: Any, pre_logits: bool = False, *, mask: Tensor | None = None
     ) -> Tensor:
-        """Features (batch, *grid, embed_dim) -> (batch, num_classes), by the mean over (real)
-        tokens; for a language model (batch, length, vocab_size), of packed samples (length,
-        vocab_size). mask: cells, as in `forward_features`."""
+        """Map features (batch, *grid, embed_dim) to (batch, num_classes), by the mean over (real)
+        tokens; those of a language model to (batch, length, vocab_size), or (length, vocab_size) of
+        packed samples. mask: of cells, as in `forward_features`."""
         layout: Layout
         if isinstance(features, Packed):
             layout, features = features.layout, features.values
@@ -219,29 +219,29 @@ class NDLightNet(nn.Module):
         return self.forward_head(self.forward_features(x, mask), mask=mask)
 
     def init_state(self, batch: int) -> StreamState:
-        """The state before the first frame, for `advance`."""
+        """Return the state before the first frame, for `advance`."""
         if not self.causal:
             raise ValueError("causal=False: expected a causal network, it sees no later frame")
         weight = self.norm.weight
         count = torch.zeros(batch, dtype=torch.int64, device=weight.device)
         blocks: Any = self.blocks
         for block in blocks:
-            block.init_state(0)  # an error where a mixer cannot go frame by frame
+            block.init_state(0)  # raises where a mixer cannot advance frame by frame
         exact = torch.promote_types(weight.dtype, torch.float32)
         total = torch.zeros(batch, self.embed_dim, dtype=exact, device=weight.device)
         return StreamState(count, 0, None, None, None, (), total, count)
 
     def advance(self, x: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
-        """The next frames (batch, in_chans, frames, *space), or tokens (batch, length), to the
+        """Map the next frames (batch, in_chans, frames, *space), or tokens (batch, length), to the
         features of the tokens that they complete, (batch, frames of tokens, *grid, embed_dim).
 
         From `init_state` on, in chunks of any size, the features are those of `forward_features`;
-        frames that do not fill a patch wait for the next ones. The state's size does not grow.
+        frames that do not fill a patch wait for the next frames. The state does not grow.
         """
         return advance(self, x, state)
 
     def stream(self, batch_size: int = 1, *, cuda_graph: bool = True) -> Stream:
-        """An object that is given frames as they come and predicts from all frames so far.
+        """Return a Stream, which takes frames as they come and predicts from all frames so far.
 
         `stream = model.eval().stream()`, then `logits = stream(frames)` with any number of frames,
         at any time: equal to `model` on all frames at once. See Stream.

@@ -1,4 +1,4 @@
-"""Forecaster: an encoder reads a series so far, a decoder asks it for all later steps."""
+"""Forecaster: an encoder reads the past of a series, a decoder predicts all later steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ndlightnet.ops import frequencies
 
 class CrossBlock(Block):
     """A causal Block with cross attention between its mixer and its mlp: x + mixer(norm x), then
-    x + cross(norm x, context), then x + mlp(norm x). cross: default as of Forecaster."""
+    x + cross(norm x, context), then x + mlp(norm x). cross: default as in Forecaster."""
 
     def __init__(
         self,
@@ -31,34 +31,34 @@ class CrossBlock(Block):
         self.cross = cross(dim)
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor:  # type: ignore[override]
-        """Tokens (batch, length, dim), context (batch, its length, dim) -> (batch, length, dim)."""
+        """Map tokens (batch, length, dim) and a context (batch, source length, dim) to tokens."""
         x = x + self.mixer(self.norm1(x), causal=True)
         x = x + self.cross(self.norm_cross(x), context=context)
         return x + self.mlp(self.norm2(x))
 
 
 class Forecaster(nn.Module):
-    """Known values of a series and the times of all its steps -> the values of the later steps, in
+    """Predict the later values of a series from its input values and the times of all steps, in
     one pass (Informer, Zhou et al. 2021, without its distilling).
 
     A step is a token: its values, zeros in the later steps, its time features and its position
-    (sinusoidal), the same embedding on both sides. The encoder's blocks read all known steps, not
-    causally. The decoder's read the last `label_length` of them and the later ones, causally as
-    Informer's, and the encoder's output. Not Informer's: each column's mean period over the known
-    steps (its mean day, of hours and `period=24`; its mean, of 1) is taken from its values, and the
-    forecast is added to it, since the level of a series wanders.
+    (sinusoidal), embedded alike in encoder and decoder. The encoder's blocks read all input steps,
+    not causally. The decoder's read the last `label_length` of them and the later steps, causally
+    as in Informer, and the encoder's output. Unlike Informer, each column's mean period over the
+    input steps (its mean day for hourly steps and `period=24`; its mean for 1) is subtracted from
+    its values and added to the forecast, since the level of a series drifts.
 
     Args:
         in_chans: columns of the series.
-        label_length: known steps that the decoder starts from. With the whole input both sides
-            count from the same step, which matters to mixers with a position code.
-        period: steps after which the series is much the same. The mean is that of all whole
-            periods that end with the known steps.
+        label_length: input steps that the decoder starts from. If these are all, encoder and
+            decoder count from the same step, which matters to mixers with a position code.
+        period: steps after which the series roughly repeats. The mean is over all whole periods
+            that end with the last input step.
         time_chans: time features of a step.
         embed_dim, depth, decoder_depth: width and numbers of blocks.
-        mixer: what mixes tokens, a function of the width; see ndlightnet.nn.mixers. cross: what the
-            decoder reads the encoder's output with, called with `context`; default: the cross form
-            of `mixer`, or of LightNet attention where it has none.
+        mixer: a function of the width that returns a mixer; see ndlightnet.nn.mixers. cross:
+            likewise, for the decoder to read the encoder's output, called with `context`; default:
+            the cross form of `mixer`, or of LightNet attention where it has none.
         mlp_ratio: hidden width of the gated MLP / embed_dim.
         drop_rate: dropout after the embedding and before the head.
     """
@@ -110,8 +110,8 @@ class Forecaster(nn.Module):
         self.apply(init_weights)
 
     def forward(self, values: Tensor, times: Tensor) -> Tensor:
-        """values (batch, input_length, in_chans), times (batch, input_length + horizon, time_chans)
-        -> (batch, horizon, in_chans)."""
+        """Map values (batch, input_length, in_chans) and times (batch, input_length + horizon,
+        time_chans) to the forecast (batch, horizon, in_chans)."""
         known, horizon = values.shape[1], times.shape[1] - values.shape[1]
         least = max(self.label_length, self.period)
         if values.shape[2] != self.in_chans or least > known or horizon < 1:
@@ -134,7 +134,7 @@ class Forecaster(nn.Module):
         return level[:, known:] + out
 
     def _level(self, values: Tensor, horizon: int) -> Tensor:
-        """The mean period of the known steps, repeated over them and the later ones."""
+        """Return the mean period of the input steps, repeated over them and the later steps."""
         known, period = values.shape[1], self.period
         mean = values[:, known % period :].unflatten(1, (-1, period)).mean(1)
         phase = torch.arange(-known, horizon, device=values.device) % period
@@ -142,8 +142,8 @@ class Forecaster(nn.Module):
 
 
 def sinusoids(length: int, dim: int, device: torch.device) -> Tensor:
-    """Sine and cosine of positions 0, 1, ... at frequencies 10000^(-2j/dim): (length, dim) float32
-    (Vaswani et al. 2017, section 3.5)."""
+    """Return sine and cosine of positions 0, 1, ... at frequencies 10000^(-2j/dim): (length, dim)
+    float32 (Vaswani et al. 2017, section 3.5)."""
     position = torch.arange(length, dtype=torch.float32, device=device)
     angles = position[:, None] * frequencies(dim, 1, device=device)[: dim // 2]
     return torch.cat([angles.sin(), angles.cos()], -1)

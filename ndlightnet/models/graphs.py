@@ -1,4 +1,4 @@
-"""A stream's steps from CUDA graphs: a frame is one launch, not the thousands of Python's calls."""
+"""Replay of a stream's steps from CUDA graphs: one launch per frame, not thousands from Python."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Captured(NamedTuple):
 
 
 def clone(state: Any) -> Any:
-    """The same state in tensors of its own."""
+    """Copy a state into new tensors."""
     return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
 
 
@@ -29,18 +29,18 @@ class Graphs:
     """`step(x, state) -> (output, state)`, replayed from a CUDA graph where the same kind of input
     comes again.
 
-    All graphs share one state, whose tensors every replay overwrites: `clone` what is to be kept.
+    All graphs share one state, whose tensors every replay overwrites: `clone` what must stay.
     """
 
-    most = 8  # graphs that are held: those used last
+    most = 8  # graphs that are held: the most recently used ones
 
     def __init__(self, step: Step) -> None:
         self.step = step
         self.state: Any = None
-        self.captured: dict[Any, Captured | None] = {}  # None: seen once, not worth a graph yet
+        self.captured: dict[Any, Captured | None] = {}  # None: input met once, no graph yet
 
     def __call__(self, key: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """key: what decides about a step besides numbers and shapes of `x` and `state`."""
+        """Run or replay a step. key: what it depends on besides `x` and `state`."""
         # tensors that are made in inference mode could not be written outside it
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(x.device):
             if self.state is None or _kinds(self.state) != _kinds(state):
@@ -63,7 +63,7 @@ class Graphs:
         mine = [leaf for leaf in tree_leaves(self.state) if isinstance(leaf, Tensor)]
         given = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
         own = {leaf.untyped_storage().data_ptr() for leaf in mine}
-        # a part of a tensor that is overwritten first
+        # copies of views of tensors that would be overwritten before the views are read
         given = [
             leaf.clone() if all(leaf is not m for m in mine)
             and leaf.untyped_storage().data_ptr() in own else leaf
@@ -93,12 +93,12 @@ class Graphs:
 
 
 def _kinds(state: Any) -> list[Any]:
-    """Shapes and dtypes of all tensors."""
+    """Return shapes, dtypes and devices of all tensors."""
     leaves = tree_leaves(state)
     return [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in leaves]
 
 
 def _laid_over(state: Any, tensors: Any) -> Any:
-    """The numbers of `state`, with the tensors of the other one."""
+    """Return `state` with its tensors replaced by those of `tensors`."""
     others = iter([leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)])
     return tree_map(lambda x: next(others) if isinstance(x, Tensor) else x, state)

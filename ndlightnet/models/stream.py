@@ -1,4 +1,4 @@
-"""Streams: a causal network frame by frame, with a memory that does not grow."""
+"""Streams: run a causal network frame by frame, with a state that does not grow."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ndlightnet.models.graphs import Graphs, clone
 
 
 class StreamState(NamedTuple):
-    """What a causal network remembers of the frames so far, a row for each sample."""
+    """State of a causal network after the frames so far, with a row for each sample."""
 
     frames: Tensor  # (batch,) int64: frames of tokens so far
     waiting: int  # frames of cells that wait for their patch to fill
-    cells: Tensor | None  # (batch, channels, patch - 1, *space): these come first in it
-    space: tuple[int, ...] | None  # shape of a frame of tokens, None before the first one, as are
-    tpe: Tensor | None  # (batch, *space, embed_dim, states)
-    layers: tuple[Any, ...]  # of each mixer, such as an attention State
+    cells: Tensor | None  # (batch, channels, patch - 1, *space), the waiting ones first
+    space: tuple[int, ...] | None  # shape of a frame of tokens, None before the first one
+    tpe: Tensor | None  # (batch, *space, embed_dim, states), None before the first frame
+    layers: tuple[Any, ...]  # state of each mixer, such as an attention State
     total: Tensor  # (batch, embed_dim): sum of all features so far
-    tokens: Tensor  # (batch,) their number
+    tokens: Tensor  # (batch,) number of tokens in `total`
 
 
 def advance(model: Any, x: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
@@ -68,20 +68,20 @@ def advance(model: Any, x: Tensor, state: StreamState) -> tuple[Tensor, StreamSt
 
 
 def _first(model: Any, batch: int, space: tuple[int, ...], device: torch.device) -> dict[str, Any]:
-    """What depends on the shape of a frame, before the first one."""
+    """Return the part of a state that depends on a frame's shape, before the first frame."""
     tpe = None if model.tpe is None else model.tpe.init_state(batch, space, device)
     return {"tpe": tpe, "layers": tuple(b.init_state(batch, device, space) for b in model.blocks)}
 
 
 class Stream:
-    """A causal network that is given frames as they come: see NDLightNet.stream.
+    """A causal network that takes frames as they come: see NDLightNet.stream.
 
-    Its samples are streams of their own, which may begin and pause at different times. All tensors
-    of `state` have one row for each. No gradients.
+    Each sample of the batch is a separate stream, which may begin and pause at any time. All
+    tensors of `state` have one row for each stream. No gradients.
 
-    cuda_graph: on a GPU, replay the second and later inputs of one size from a CUDA graph, of which
-    the last 8 sizes are held: Python takes longer than the card for a frame of most networks. The
-    network's parameters may change in place. Where some streams pause nothing is replayed.
+    cuda_graph: on a GPU, replay the second and later inputs of one size from a CUDA graph, held for
+    the last 8 sizes: Python takes longer than the GPU for a frame of most networks. The network's
+    parameters may change in place. While some streams pause nothing is replayed.
     """
 
     def __init__(self, model: Any, batch_size: int = 1, *, cuda_graph: bool = True) -> None:
@@ -95,10 +95,10 @@ class Stream:
 
     @torch.no_grad()
     def __call__(self, x: Tensor, active: Iterable[bool] | Tensor | None = None) -> Tensor:
-        """The next frames, (batch, in_chans, frames, *space), to the prediction from all frames so
-        far, (batch, num_classes). A language model's next tokens (batch, length) to their logits.
+        """Map the next frames, (batch, in_chans, frames, *space), to the prediction from all frames
+        so far, (batch, num_classes); next tokens (batch, length) of a language model to logits.
 
-        active: (batch,) which streams these frames belong to; the others pause.
+        active: (batch,) flags of the streams that these frames belong to; the others pause.
         """
         if self.model.per_token:
             head: Tensor = self.model.forward_head(self.features(x, active))
@@ -112,7 +112,7 @@ class Stream:
 
     @torch.no_grad()
     def features(self, x: Tensor, active: Iterable[bool] | Tensor | None = None) -> Tensor:
-        """The next frames to the features of the tokens that they complete, (active streams,
+        """Map the next frames to the features of the tokens that they complete, (active streams,
         frames of tokens, *grid, embed_dim)."""
         rows = self._rows(x, active)
         if len({self.waiting[row] for row in rows}) > 1:
@@ -124,15 +124,15 @@ class Stream:
 
     @torch.no_grad()
     def prediction(self) -> Tensor:
-        """(batch, num_classes) from all frames so far, by the mean over tokens."""
+        """Return (batch, num_classes) from all frames so far, by the mean over tokens."""
         mean = self.state.total / self.state.tokens.clamp(min=1)[:, None]
         out: Tensor = self.model.head(mean.to(self.model.norm.weight.dtype))
         return out
 
     @torch.no_grad()
     def finish(self, active: Iterable[bool] | Tensor | None = None) -> Tensor:
-        """The prediction with what waits for its patch to fill, padded with zeros as a whole clip
-        is. Afterwards these streams begin anew."""
+        """Return the prediction including frames that wait for their patch to fill, padded with
+        zeros as a whole clip is. Then reset these streams."""
         cells = self.state.cells
         for row in self._rows(None, active):
             if self.waiting[row] and cells is not None:
@@ -143,7 +143,7 @@ class Stream:
         return out
 
     def reset(self, active: Iterable[bool] | Tensor | None = None) -> None:
-        """These streams begin anew."""
+        """Reset the active streams to the state before their first frame."""
         rows = self._rows(None, active)
         if len(rows) == self.batch_size:
             self.state = self.model.init_state(self.batch_size)
@@ -153,13 +153,13 @@ class Stream:
             self.waiting[row] = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and numbers: `torch.save` it, `torch.load` it with weights_only=True."""
+        """Return tensors and numbers, for `torch.save` and `torch.load` with weights_only=True."""
         names, state = self.state._fields, clone(self.state)  # the next frame may overwrite it
         return {**dict(zip(names, state, strict=True)), "waiting": list(self.waiting),
                 "layers": [list(memory) for memory in state.layers]}  # fmt: skip
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from another stream's `state_dict`, on the model's device."""
+        """Continue from another stream's `state_dict`, on the model's device."""
         device, space = self.model.norm.weight.device, saved["space"]
         fresh = () if space is None else _first(self.model, 1, tuple(space), device)["layers"]
         if len(saved["layers"]) != len(fresh) or len(saved["waiting"]) != self.batch_size:
@@ -208,8 +208,8 @@ class Stream:
         return out
 
     def _uncached(self, x: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
-        """`advance` without autocast's cache: a weight that was cast before a capture would not be
-        cast anew in the replays."""
+        """Call `advance` without autocast's cache: a weight that was cast before a capture would
+        not be cast again in the replays."""
         enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         with torch.autocast("cuda", dtype, enabled, cache_enabled=False):
             return advance(self.model, x, state)
@@ -218,7 +218,7 @@ class Stream:
         return state._replace(waiting=self.waiting[rows[0]] if rows else 0)
 
     def _fresh(self, n: int) -> StreamState:
-        """The state of new streams, with all tensors that the others have."""
+        """Return the state of `n` new streams, with all tensors that the other streams have."""
         fresh: StreamState = self.model.init_state(n)
         cells, space = self.state.cells, self.state.space
         if cells is not None:

@@ -19,18 +19,18 @@ from ndlightnet.nn.position import MDTPE
 from ndlightnet.ops.recurrence.chunks import exact
 
 # channels of the first level (doubled from level to level, up to MOST), then for each level
-# convolution blocks and LightNet blocks; the last number holds for all levels below
+# convolution blocks and LightNet blocks; the last number holds for all coarser levels
 SIZES = {
     "S": (24, (1, 1), (0, 1, 1)),
     "M": (32, (1, 1, 2), (0, 1, 2)),
     "L": (40, (1, 2, 3), (0, 2, 4)),
 }
 MOST = 320
-NUMBERS = 2**31  # a transposed convolution to as many takes cuDNN many times as long for each
+NUMBERS = 2**31  # outputs from which cuDNN's transposed convolution is many times slower for each
 
 
 def _conv(kind: str, dims: int) -> type[nn.Module]:
-    """torch's convolution for this number of axes: `Conv3d`, `ConvTranspose2d`, ..."""
+    """Return torch's convolution for this number of axes: `Conv3d`, `ConvTranspose2d`, ..."""
     found: type[nn.Module] | None = getattr(nn, f"{kind}{dims}d", None)
     if found is None:
         raise ValueError(f"dims={dims}: expected 1, 2 or 3, torch has no {kind} for more axes")
@@ -38,21 +38,21 @@ def _conv(kind: str, dims: int) -> type[nn.Module]:
 
 
 class InstanceNorm(nn.GroupNorm):
-    """Of each channel by itself, on any number of axes, also on a single cell, which torch's own
-    refuses."""
+    """Instance normalisation on any number of axes, also of a single cell, which torch's
+    InstanceNorm refuses."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels, channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Autocast would make float32 of it all, twice the memory; the sums are float32 anyway.
+        # Autocast would run it in float32, with twice the memory; the sums are float32 anyway.
         with exact(x):
             weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
             return torch.group_norm(x, self.num_groups, weight, bias, self.eps)
 
 
 class ConvBlock(nn.Module):
-    """Two 3-wide convolutions with a residual."""
+    """Two convolutions of kernel size 3 with a residual."""
 
     def __init__(self, dims: int, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class ConvBlock(nn.Module):
 
 
 def _silu(x: Tensor) -> Tensor:
-    """In place where no gradient needs what was there: whole volumes are large."""
+    """Apply SiLU, in place where no gradient needs x: whole volumes are large."""
     return nn.functional.silu(x, inplace=not torch.is_grad_enabled())
 
 
@@ -108,17 +108,17 @@ class NDLightUNet(nn.Module):
     Args:
         dims: number of axes, 1 to 3 (as far as torch has convolutions).
         in_channels, out_channels: channels of the input; classes of the output (logits).
-        size: "S", "M" or "L": what `widths`, `convs` and `depths` are where they are not given.
+        size: "S", "M" or "L": the defaults of `widths`, `convs` and `depths`.
         strides: by how much each level after the first is coarser than the one before, one number
-            or one for each axis; sizes are rounded up. Default: 2 for as many as there are
-            widths, or for three.
+            or one for each axis; sizes are rounded up. Default: 2 for each level of `widths`
+            after the first, or for three levels.
         widths: channels per level. convs: convolution blocks of the encoder per level.
-        depths: LightNet blocks per level; 0 leaves a level to its convolutions.
+        depths: LightNet blocks per level; 0: convolutions only.
         mixer, mlp_ratio, tpe: as in NDLightNet. drop_path_rate: stochastic depth of every block.
         deep_supervision: in training the output is a list: the logits, then those of the coarser
-            levels of the decoder, each on its own grid.
+            levels of the decoder, each on the grid of that level.
 
-    Any size of input is taken: what the strides do not divide is padded before and cropped after.
+    Inputs may have any size: where strides do not divide it, it is padded before, cropped after.
     That holds for an exported network as well, with sizes as in NDLightNet and two cells or more
     along each axis of the coarsest level.
     """
@@ -181,7 +181,7 @@ class NDLightUNet(nn.Module):
         self.stages.apply(init_weights)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute the LightNet blocks in the backward pass instead of storing what is in them."""
+        """Recompute LightNet blocks in the backward pass instead of storing their activations."""
         for stage in self.stages:
             stage.grad_checkpointing = enable  # type: ignore[assignment]
 
@@ -203,7 +203,7 @@ class NDLightUNet(nn.Module):
         for level in reversed(range(len(self.strides) + 1)):
             if level < len(self.up):
                 x = _raised(self.up[level], x)
-                skip = skips.pop()  # taken out: freed when it is read
+                skip = skips.pop()  # removed from the list, so freed after use
                 x = torch.cat([_cropped(x, skip.shape[2:]), skip], dim=1)
                 del skip
                 x = self.decoders[level](x)
@@ -213,8 +213,8 @@ class NDLightUNet(nn.Module):
 
 
 def _raised(up: Any, x: Tensor) -> Tensor:
-    """up(x), whose steps are as wide as its kernel, so that slabs are independent."""
-    # not len(x), which is a number for torch.export: an exported graph takes any size
+    """Return up(x), in slabs if large; these are independent, as up's stride is its kernel size."""
+    # not len(x), which is a constant for torch.export: an exported graph takes any size
     numbers = x.shape[0] * up.out_channels * math.prod(x.shape[2:]) * math.prod(up.stride)
     if torch.compiler.is_exporting() or numbers < NUMBERS:
         return up(x)
@@ -223,10 +223,10 @@ def _raised(up: Any, x: Tensor) -> Tensor:
 
 
 def _cropped(x: Tensor, space: Sequence[int]) -> Tensor:
-    """The first cells along each axis, as many as `space` says."""
+    """Crop x (batch, channels, ...) to the first `space` cells along each axis."""
     for axis, size in enumerate(space, start=2):
         if torch.compiler.is_exporting():
-            # a view that leaves nothing out is contiguous, and torch.export would assume that
+            # a view that crops nothing is contiguous, and torch.export would assume that for all
             x = x.index_select(axis, torch.arange(size, device=x.device))
         else:
             x = x.narrow(axis, 0, size)
@@ -238,6 +238,6 @@ def _stretched(values: Sequence[int], count: int) -> list[int]:
 
 
 def _missing(space: Sequence[int], step: Sequence[int]) -> list[int]:
-    """For torch's pad: what each axis lacks at its end to be divided."""
+    """Return the padding, for torch's pad, at the end of each axis that makes `step` divide it."""
     pairs = zip(reversed(space), reversed(step), strict=True)
     return [amount for size, by in pairs for amount in (0, -size % by)]

@@ -24,7 +24,7 @@ class DropPath(nn.Module):
         self.p = p
 
     def forward(self, x: Tensor, layout: Layout | None = None) -> Tensor:
-        """x (batch, ...), or with a layout (batch, length, dim) -> same shape."""
+        """Drop samples of x (batch, ...), or with a layout (batch, length, dim), in training."""
         if not self.training or self.p == 0:
             return x
         grid = layout or Grid(tuple(x.shape[1:-1]))
@@ -33,7 +33,7 @@ class DropPath(nn.Module):
 
 
 class GLU(nn.Module):
-    """down(SiLU(gate x) * up x), without biases. Parameters: 3 * dim * hidden."""
+    """Gated MLP: down(SiLU(gate x) * up x), without biases. Parameters: 3 * dim * hidden."""
 
     def __init__(self, dim: int, ratio: float = 8 / 3) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class GLU(nn.Module):
 
 
 class Block(nn.Module):
-    """x + mixer(norm x), then x + mlp(norm x)."""
+    """Residual block: x + mixer(norm x), then x + mlp(norm x)."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class Block(nn.Module):
         self, x: Tensor, mask: Tensor | None = None, causal: bool = False,
         layout: Layout | None = None,
     ) -> Tensor:  # fmt: skip
-        """Tokens (batch, *grid, dim) -> same shape. mask: bool (batch, *grid), False = padding.
-        With a layout tokens may also be (batch, length, dim), mask (batch, length); a pack is
-        (length, dim)."""
+        """Map tokens (batch, *grid, dim) to the same shape. mask: bool (batch, *grid), False =
+        padding. With a layout tokens may also be (batch, length, dim), mask (batch, length); a pack
+        is (length, dim)."""
         grid = layout or Grid.of(x)
         y, mask = grid.tokens(x), grid.flatten_mask(mask)
         y = y + self.drop_path(self._mix(self.norm1(y), mask, causal, grid), grid)
@@ -85,19 +85,19 @@ class Block(nn.Module):
         if isinstance(self.mixer, Mixer) or not isinstance(layout, Grid):
             out: Tensor = self.mixer(x, mask=mask, causal=causal, layout=layout)
             return out
-        # a module of somebody else need not know layouts
+        # a module that is not a Mixer may not accept a layout
         mask = None if mask is None else layout.unflatten(mask)
         return layout.flatten(self.mixer(layout.unflatten(x), mask=mask, causal=causal))
 
     def init_state(
         self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
     ) -> Any:
-        """The mixer's state before the first frame, of shape `space`, for `advance`."""
+        """Return the mixer's state before the first frame, of shape `space`, for `advance`."""
         return self._streaming().init_state(batch, device, space)
 
     def advance(self, x: Tensor, state: Any, position: Tensor) -> tuple[Tensor, Any]:
-        """The next frames (batch, frames, *space, dim) of the causal form and the state before
-        them, which `position` (batch,) frames made."""
+        """Map the next frames (batch, frames, *space, dim) in the causal form. Return the result
+        and the next state. state: after the `position` (batch,) frames so far."""
         y, state = self._streaming().advance(self.norm1(x), state, position)
         x = x + self.drop_path(y)
         return x + self.drop_path(self.mlp(self.norm2(x))), state
@@ -111,8 +111,8 @@ class Block(nn.Module):
 
 
 def undecayed_names(net: nn.Module) -> set[str]:
-    """Names of the parameters that weight decay would distort: decays, angles, orthogonal vectors.
-    A module lists its own ones by name in `undecayed`."""
+    """Return the names of parameters that weight decay would distort: decays, angles, orthogonal
+    vectors. A module lists the names of such parameters in `undecayed`."""
     return {
         f"{prefix}.{name}".removeprefix(".")
         for prefix, module in net.named_modules()
@@ -121,7 +121,7 @@ def undecayed_names(net: nn.Module) -> set[str]:
 
 
 def init_weights(module: nn.Module) -> None:
-    """For `Module.apply`: Xavier for linear maps, small normal for embeddings."""
+    """Initialise a layer (`Module.apply`): Xavier for linear maps, small normal for embeddings."""
     if isinstance(module, nn.Linear):
         nn.init.xavier_uniform_(module.weight)
         if module.bias is not None:

@@ -1,4 +1,4 @@
-"""Buffers that are no state: numbers that follow from a module's arguments."""
+"""Constant buffers: they follow from a module's arguments and are not in its state dict."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 
 class Constants(nn.Module):
-    """A module with such buffers, which no state dict holds.
+    """Base class of modules with constant buffers, which no state dict holds.
 
-    `to_empty` gives them memory without numbers, and `load_state_dict(assign=True)` leaves them on
-    device meta; here they have their numbers again after both. A subclass gives `constants` and
-    calls `register_constants`.
+    `to_empty` leaves such buffers uninitialised, and `load_state_dict(assign=True)` leaves them on
+    device meta; this class computes them again after both. A subclass defines `constants` and calls
+    `register_constants`.
     """
 
     def constants(self) -> dict[str, Tensor]:
-        """By name."""
+        """Return the constant tensors by name."""
         raise NotImplementedError
 
     def register_constants(self) -> None:
@@ -36,12 +36,12 @@ class Constants(nn.Module):
         return self
 
     def _fresh(self, name: str) -> Tensor:
-        with torch.device("cpu"):  # whatever device a caller makes modules on
+        with torch.device("cpu"):  # whatever default device a caller has set
             return self.constants()[name]
 
 
 def _materialize(module: nn.Module, _: Any) -> None:
-    """A function, so that modules with it can be pickled."""
+    """Compute constants that are on meta. A function, so that modules with this hook pickle."""
     assert isinstance(module, Constants)
     device = next(module.parameters()).device
     for name in module.constants():

@@ -1,11 +1,11 @@
-"""Heads: how channels are split among them."""
+"""Split of channels among heads."""
 
 from __future__ import annotations
 
 
 def default_heads(dim: int, heads: int | None) -> tuple[int, int]:
-    """(heads, head dim). By default the largest number that divides `dim` with 64 channels or more
-    each."""
+    """Return (heads, head_dim). Default: the largest number of heads that divides `dim` with 64
+    channels or more each, at least 1."""
     if heads is None:
         heads = max(h for h in range(1, max(1, dim // 64) + 1) if dim % h == 0)
     if heads < 1 or dim % heads:

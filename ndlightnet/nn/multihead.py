@@ -1,4 +1,4 @@
-"""A drop-in for torch.nn.MultiheadAttention."""
+"""Drop-in replacement for torch.nn.MultiheadAttention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXPECTED = (
 
 
 class _NoFastPath:
-    """Instead of a weight: torch's fast paths leave what overrides torch functions alone."""
+    """Stand-in for a weight: torch's fast paths skip objects that override torch functions."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -24,24 +24,24 @@ class _NoFastPath:
 
 
 class MultiheadAttention(nn.Module):
-    """LightNet attention behind the constructor and the call of `torch.nn.MultiheadAttention`.
+    """LightNet attention with the constructor and the call of `torch.nn.MultiheadAttention`.
 
     `encoder_layer.self_attn = MultiheadAttention(d, h, batch_first=True)` makes a
     `torch.nn.TransformerEncoderLayer` linear in the length. Trained softmax weights do not carry
-    over: this is another function of q, k and v; train it, or fine-tune, from where you put it.
+    over, as this is another function of q, k and v: train or fine-tune after the replacement.
 
-    What differs: `attn_mask` may be the causal mask, or hide nothing, and that is all, because a
-    memory that all queries share cannot hide different keys from different queries. A mask's values
-    are looked at; a compiled graph checks them on the device, and computes both kinds of attention
-    to take one unless `is_causal=True` says which. `dropout` acts on the gated output, as there are
-    no attention weights in the computation. `add_bias_kv` and `add_zero_attn` are refused. No
-    position code is added, as in torch. The weights of `need_weights=True` are exact, signed, sum
-    to no particular number, and cost O(length^2): pass `need_weights=False` where you do not look
-    at them.
+    Differences from torch: `attn_mask` must be the causal mask or hide nothing, because a memory
+    that all queries share cannot hide different keys from different queries. The values of a mask
+    are checked; a compiled graph checks them on the device, and computes both causal and full
+    attention and selects one, unless `is_causal=True`. `dropout` acts on the gated output, as the
+    computation has no attention weights. `add_bias_kv` and `add_zero_attn` are refused. As in
+    torch, no position code is added. The weights of `need_weights=True` are exact and signed, sum
+    to no particular number, and cost O(length^2): pass `need_weights=False` where you do not use
+    them.
     """
 
     # TransformerEncoderLayer's inference fast path would run softmax on our weights, and
-    # TransformerEncoder would hand us nested tensors in place of padding: these switch both off
+    # TransformerEncoder would pass nested tensors instead of padding: these switch both off
     _qkv_same_embed_dim = False
     in_proj_weight = _NoFastPath()
     in_proj_bias = None
@@ -94,11 +94,11 @@ class MultiheadAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Shapes as in torch: (length, batch, dim), (batch, length, dim) with batch_first, or
-        unbatched (length, dim). key_padding_mask (batch, source): bool, True = padding, or float,
-        added to the keys' logits (-inf = padding). attn_mask (target, source): bool, True = hidden,
-        or float, -inf = hidden. Returns the output and, if wanted, the weights (batch, target,
-        source), per head (batch, heads, target, source) with average_attn_weights=False.
+        """Return the output and, if wanted, the weights (batch, target, source), per head (batch,
+        heads, target, source) with average_attn_weights=False. Shapes as in torch: (length, batch,
+        dim), (batch, length, dim) with batch_first, or unbatched (length, dim). key_padding_mask
+        (batch, source): bool, True = padding, or float, added to the keys' logits (-inf = padding).
+        attn_mask (target, source): bool, True = hidden, or float, -inf = hidden.
 
         Raises ValueError for nested tensors, masks of another type or shape, an attn_mask that is
         neither causal nor empty, and, as torch does, for is_causal without an attn_mask.
@@ -147,7 +147,7 @@ class MultiheadAttention(nn.Module):
         y = norm_gate(attend(v).flatten(2), self.gate(query), norm.weight, norm.bias, norm.eps)
         out = self.out_proj(nn.functional.dropout(y, self.dropout, self.training))
         weights = None
-        if need_weights:  # attending to the unit vectors gives the weights themselves
+        if need_weights:  # with unit vectors as values the output is the weights
             n = k.shape[1]
             eye = torch.eye(n, dtype=v.dtype, device=v.device)[None, :, None]
             weights = attend(eye.expand(k.shape[0], n, self.num_heads, n)).transpose(1, 2)
@@ -171,8 +171,9 @@ def _check_masks(key_padding_mask: Any, attn_mask: Any, is_causal: bool) -> None
 def _is_causal(
     attn_mask: Tensor | None, is_causal: bool, target: int, source: int
 ) -> bool | Tensor:
-    """Whether the mask is the causal one: in a compiled graph a bool Tensor () where only its
-    values tell. A mask that is neither causal nor empty is refused, by such a graph as it runs."""
+    """Return whether the mask is the causal one; in a compiled graph, a bool Tensor () where this
+    depends on its values. Refuse a mask that is neither causal nor empty; a compiled graph does so
+    when it runs."""
     if attn_mask is None:
         return False
     if attn_mask.shape != (target, source) or (is_causal and target != source):

@@ -1,4 +1,4 @@
-"""Patchify: blocks of cells to tokens, on any number of axes and any size."""
+"""Patchify maps blocks of cells to tokens, on any number of axes and any size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ndlightnet.layout import cut_patches, per_axis
 
 
 class Patchify(nn.Module):
-    """`(batch, channels, *space)` -> tokens `(batch, *grid, dim)` by one linear map of each patch.
+    """Map `(batch, channels, *space)` to tokens `(batch, *grid, dim)`, one linear map per patch.
 
     Sizes that the patch does not divide are padded with zeros at the end, so grid = ceil(size /
     patch) and every token holds real cells.
@@ -28,9 +28,9 @@ class Patchify(nn.Module):
         return out
 
     def cut(self, x: Tensor) -> Tensor:
-        """Patches as rows: `(batch, *grid, cells * channels)`."""
+        """Return the patches as rows: `(batch, *grid, cells * channels)`."""
         return cut_patches(x, self.patch)
 
     def cut_mask(self, mask: Tensor) -> Tensor:
-        """Cells `(batch, *space)` bool -> tokens `(batch, *grid)` bool: any real cell."""
+        """Map a cell mask `(batch, *space)` to tokens `(batch, *grid)`: True for any real cell."""
         return self.cut(mask[:, None]).any(dim=-1)

@@ -15,17 +15,17 @@ from ndlightnet.ops.recurrence.chunks import exact
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
-    """float32, or as it is where that is wider."""
+    """Cast to float32, unless the dtype of x is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class MDLRPE(nn.Module):
-    """Angles of one layer for a grid of any number of axes.
+    """Position angles of one layer, on a grid of any number of axes.
 
-    The usual bank of frequencies, the same for every axis, times a learnt positive factor per head
-    and slot. (A factor, because frequencies span four decades: a step that suits the fast ones
-    would wreck the slow ones.) Parameters: heads * slots, frozen if not learnt; slots = head_dim,
-    half for "rotary".
+    A bank of frequencies, the same for every axis, times a learnt positive factor per head and
+    slot. (A factor, because frequencies span up to eight decades: an additive update that suits
+    the high ones is far too large for the low ones.) Parameters: heads * slots, frozen if not learnt;
+    slots = head_dim, half of it for "rotary".
     """
 
     undecayed = ("log_factor",)
@@ -36,8 +36,8 @@ class MDLRPE(nn.Module):
         self.log_factor = nn.Parameter(torch.zeros(heads, self.slots), requires_grad=learn)
 
     def forward(self, layout: Layout | tuple[int, ...]) -> Position:
-        """Where the tokens of a layout, or of a grid of this shape, lie: for the functions of
-        ndlightnet.ops."""
+        """Return the Position of the tokens of a layout, or of a grid of this shape, for the
+        functions of ndlightnet.ops."""
         grid = Grid(layout) if isinstance(layout, tuple) else layout
         if grid.ndim > self.slots:
             raise ValueError(
@@ -50,12 +50,12 @@ class MDLRPE(nn.Module):
 
 
 class MDTPE(nn.Module):
-    """x + sum over axes of a learnt exponential Toeplitz product along the axis (LightNet, Eq. 9).
+    """MD-TPE: x + the sum over axes of a learnt exponential Toeplitz product (LightNet, Eq. 9).
 
-    The paper's form goes forward only and replaces x; this one adds to it and goes forward and
+    The paper's form scans forward only and replaces x; this one adds to x and scans forward and
     backward with half the states each, so that the number of parameters stays the paper's: states *
-    (dim + 1) per axis. causal: along the first axis forward only, with half the states if other
-    axes go both forward and backward.
+    (dim + 1) per axis. causal: the first axis is scanned forward only, with half the states if
+    other axes are scanned both forward and backward.
     """
 
     undecayed = ("coef", "logit")
@@ -76,17 +76,17 @@ class MDTPE(nn.Module):
         if states < directions or states % directions:
             raise ValueError(f"states={states}: expected a positive multiple of {directions}")
         each = states // directions
-        # first every axis forward, then the last axes backward
+        # rows: every axis forward, then the last axes backward
         self.coef = nn.Parameter(torch.randn(dims + backward, dim, each) / math.sqrt(each))
         # decays with time constants of 1 to 256 tokens, log-spaced
         time = torch.logspace(0, 8, each, base=2).expand(dims + backward, each)
         self.logit = nn.Parameter(-torch.log(torch.expm1(1 / time)))
 
     def weights(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
-        """Forward and backward: coefficients (dims, dim, states) and log decays (dims, states),
-        float32 (float64 of a float64 network).
+        """Return the forward and, if any, backward weights: coefficients (dims, dim, states) and
+        log decays (dims, states), float32 (float64 for a float64 network).
 
-        c is scaled by 1 - lambda, so that a slow state weighs no more than a fast one.
+        Coefficients are scaled by 1 - decay, so that a slow state weighs no more than a fast one.
         """
         logit = _at_least_float32(self.logit)
         log_decay = torch.nn.functional.logsigmoid(logit)
@@ -103,8 +103,8 @@ class MDTPE(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, layout: Layout | None = None
     ) -> Tensor:
-        """Tokens (batch, *grid, dim), mask (batch, *grid) bool -> same shape. With a layout tokens
-        may also be (batch, length, dim), and a pack is (length, dim)."""
+        """Map tokens (batch, *grid, dim) to the same shape. mask: bool (batch, *grid). With a
+        layout tokens may also be (batch, length, dim), and a pack is (length, dim)."""
         grid = layout or Grid.of(x)
         with exact(x):
             (coef, log_decay), reverse = self.weights()
@@ -117,12 +117,12 @@ class MDTPE(nn.Module):
     def init_state(
         self, batch: int, space: tuple[int, ...] = (), device: torch.device | str | None = None
     ) -> Tensor:
-        """State along the first axis before the first frame: (batch, *space, dim, states)."""
+        """Return the state along axis 0 before the first frame: (batch, *space, dim, states)."""
         dtype = torch.promote_types(self.coef.dtype, torch.float32)
         return torch.zeros(batch, *space, *self.coef.shape[1:], dtype=dtype, device=device)
 
     def advance(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The next frames (batch, frames, *space, dim) and the State before them."""
+        """Encode the next frames (batch, frames, *space, dim); return them and the next state."""
         if len(self.coef) == 2 * self.dims:
             raise ValueError("advance: expected an MDTPE(causal=True) or bidirectional=False")
         grid, before = Grid.of(x), state.flatten(0, -3)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def project(x: Tensor, *layers: nn.Linear) -> Sequence[Tensor]:
-    """Each layer's map of x (..., dim) -> (..., its width)."""
+    """Map x (..., dim) by each layer to (..., out_features)."""
     if joins(x, *layers):
         widths = [layer.out_features for layer in layers]
         return joint_linear(x, *layers).split(widths, -1)
@@ -17,17 +17,17 @@ def project(x: Tensor, *layers: nn.Linear) -> Sequence[Tensor]:
 
 
 def joint_linear(x: Tensor, *layers: nn.Linear) -> Tensor:
-    """The layers' maps of x, end to end: (..., sum of their widths)."""
+    """Return the layers' maps of x, concatenated: (..., sum of their out_features)."""
     weight = torch.cat([layer.weight for layer in layers])
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     return nn.functional.linear(x, weight, torch.cat(biases) if biases else None)
 
 
 def joins(x: Tensor, *layers: nn.Module) -> bool:
-    """Whether one product serves best: on a GPU, in training. It reads x once and writes its
-    gradient once, which bound products of these sizes; without gradients, joining the weights costs
-    as much. Not of layers that are more than a weight and a bias (adapters, quantised or sharded
-    weights, hooks)."""
+    """Return whether one joint product is best: on a GPU, in training. It reads x once and writes
+    its gradient once, and this traffic bounds products of these sizes; without gradients,
+    concatenating the weights costs as much as it saves. False for layers that are more than a
+    weight and a bias (adapters, quantised or sharded weights, hooks)."""
     if not (x.is_cuda and torch.is_grad_enabled()):
         return False
     return all(map(_plain, layers)) and len({layer.bias is None for layer in layers}) == 1

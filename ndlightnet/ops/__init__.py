@@ -1,4 +1,4 @@
-"""Functions on tensors, without parameters: attention in its forms, MD-TPE, MD-LRPE, and the memory
+"""Functions on tensors, without parameters: the forms of attention, MD-TPE, MD-LRPE, and the memory
 recurrences of other mixers."""
 
 from ndlightnet.ops.axis_scan import axis_scan, line_scan, line_state, line_step

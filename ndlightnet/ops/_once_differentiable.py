@@ -1,4 +1,4 @@
-"""What operators with a gradient of their own say where it is differentiated again."""
+"""Errors where the explicit gradient of an operator is differentiated again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Backward = Callable[..., tuple[Any, ...]]
 
 
 class _Final(torch.autograd.Function):
-    """A gradient that has been computed, on the graph of all that it depends on."""
+    """Identity on a computed gradient, with a graph edge to every tensor that it depends on."""
 
     @staticmethod
     def forward(grad: Tensor, *sources: Tensor) -> Tensor:
@@ -33,17 +33,17 @@ class _Final(torch.autograd.Function):
 
 
 def once_differentiable(backward: Backward) -> Backward:
-    """Of an operator's backward: to differentiate its results again raises RuntimeError.
+    """Wrap an operator's backward so that differentiating its results again raises RuntimeError.
 
-    torch's once_differentiable does not do for that: its error lies on no way to the tensors that
-    were saved, so torch.autograd.grad goes past it, and leaves out what comes by them.
+    torch's once_differentiable does not suffice: no graph edge leads from its error to the saved
+    tensors, so torch.autograd.grad bypasses it and leaves out their part of the gradient.
     """
 
     @wraps(backward)
     def run(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return backward(ctx, *grads)
-        saved = ctx.saved_tensors  # once: checkpointing lets them be unpacked a single time
+        saved = ctx.saved_tensors  # read once: checkpointing allows it a single time
         given = {**vars(ctx), "saved_tensors": saved, "needs_input_grad": ctx.needs_input_grad}
         with torch.no_grad():
             out = backward(SimpleNamespace(**given), *grads)
@@ -69,8 +69,8 @@ class _Inputs(torch.autograd.Function):
 
 
 def once_differentiable_inputs(*xs: Any) -> tuple[Any, ...]:
-    """The inputs, as they are, of an operator that does not say itself that its gradient cannot be
-    differentiated again."""
+    """Return an operator's inputs unchanged, such that differentiating its gradient again raises
+    RuntimeError; for operators that do not raise it themselves."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return xs
     return _Inputs.apply(*xs)  # type: ignore

@@ -1,7 +1,7 @@
-"""Functions on tensors as torch.library operators, so that torch.compile and torch.export see them.
+"""Functions on tensors as torch.library operators, which torch.compile and torch.export can trace.
 
-Eagerly an operator is called through an autograd.Function of its own: torch's way to an operator's
-registered gradient takes twice the time of the host.
+In eager mode each operator is called through an autograd.Function: torch's path to an operator's
+registered gradient takes twice the host time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ LIBRARY = torch.library.Library("ndlightnet", "FRAGMENT")
 class Operator:
     """An operator with a schema, a fake implementation and, if it has one, a gradient.
 
-    setup(ctx, inputs, output) saves what backward(ctx, *grads) needs, which returns one gradient or
-    None for each input. Inputs are positional. once: to differentiate a gradient again raises an
-    error; else `backward` is differentiable itself where gradients are enabled in it.
+    setup(ctx, inputs, output) saves what backward(ctx, *grads) needs; backward returns one gradient
+    or None for each input. Inputs are positional. once: differentiating a gradient again raises an
+    error; otherwise `backward` itself is differentiable where gradients are enabled in it.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Operator:
     ) -> None:
         name = schema.partition("(")[0]
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        # compiled graphs call it when they run, where Dynamo is not to look into it
+        # compiled graphs call it at run time; Dynamo must not trace into it
         LIBRARY.impl(name, _disable_dynamo(forward), "CompositeExplicitAutograd")
         torch.library.register_fake(f"ndlightnet::{name}", fake, lib=LIBRARY)
         self.overload = getattr(torch.ops.ndlightnet, name).default

@@ -1,7 +1,7 @@
-"""Which implementation of an operation runs: one table, one choice, one reason why not.
+"""Choice of the implementation that runs an operation, and the reason where one cannot.
 
 "torch" is plain torch, "triton" our kernels, "fla" those of flash-linear-attention, "reference" the
-specification, token by token; "auto" takes kernels where there are some for the tensors at hand.
+specification, token by token; "auto" takes kernels where there are some for the given tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Impl = Literal["auto", "torch", "triton", "reference", "fla"]
 
 KERNELS, FLA = ("torch", "triton", "reference"), ("torch", "fla", "reference")
-# What each operation has. The torch form of norm_gate is its own specification.
+# Implementations of each operation. The torch form of norm_gate is also its specification.
 OPERATIONS: dict[str, tuple[str, ...]] = {
     "summarize": KERNELS,
     "read": KERNELS,
@@ -43,7 +43,7 @@ MOST_CHANNELS, MOST_ROW, MOST_AXES = 256, 4096, 8
 
 @dataclass(frozen=True)
 class Support:
-    """Whether there is a kernel; false with the reason why not."""
+    """Answer whether there is a kernel: true, or false with the reason."""
 
     reason: str = ""
 
@@ -57,11 +57,11 @@ SUPPORTED = Support()
 def resolve(
     operation: str, impl: Impl, x: Tensor, *others: Tensor | None, lrpe: Position | None = None
 ) -> str:
-    """The implementation that runs: "torch", "triton", "fla" or "reference".
+    """Return the implementation that runs: "torch", "triton", "fla" or "reference".
 
-    x, others, lrpe: as in `supported`, or keys, values and log decays of what "fla" runs. Raises
-    ValueError for an explicit wish that cannot be served, and says why; it is never replaced by
-    another one, but no kernel is launched over nothing: torch makes the empty results.
+    x, others, lrpe: as in `supported`, or keys, values and log decays of operations with "fla".
+    Raises ValueError with the reason where an explicit `impl` cannot run. It is never replaced by
+    another one, except that "torch" replaces "triton" for empty tensors: no kernel is launched.
     """
     has = OPERATIONS[operation]
     if impl != "auto" and impl not in has:
@@ -92,7 +92,7 @@ def _device_reason(device: torch.device) -> str:
     return _device_reason_once(device)
 
 
-# what torch.compiler.assume_constant_result does, but without importing torch._dynamo and Triton
+# as torch.compiler.assume_constant_result does, but without importing torch._dynamo and Triton
 _device_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -117,12 +117,12 @@ def supported(
     *others: Tensor | None,
     lrpe: Position | None = None,
 ) -> Support:
-    """Whether `operation`, a name in ndlightnet.ops, has a Triton kernel for these tensors.
+    """Return whether `operation`, a key of OPERATIONS, has a Triton kernel for these tensors.
 
     x: queries or keys (batch, length, heads, dim), or tokens (batch, *grid, dim) for "axis_scan",
-    (..., dim) for "norm_gate" and "swiglu". v: values. others: what else goes in (queries, a
-    State): where one of all needs a gradient, a kernel must have one. A Support is true, or false
-    with a `reason`.
+    (..., dim) for "norm_gate" and "swiglu". v: values. others: further inputs (queries,
+    a State). Where any input needs a gradient, the kernel must have a backward. A Support is true,
+    or false with a `reason`.
     """
     if "triton" not in OPERATIONS.get(operation, ()):
         operations = (name for name, has in OPERATIONS.items() if "triton" in has)

@@ -1,4 +1,4 @@
-"""In which precision sums are kept."""
+"""Dtypes of sums and of intermediate results."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def accumulator(x: Tensor) -> torch.dtype:
-    """float64 for float64 inputs, float32 for all others."""
+    """Return float64 for float64 inputs, float32 for all others."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def finest(device: torch.device) -> torch.dtype:
-    """float64, for what has to be exact to more digits than float32 has; MPS has none."""
+    """Return float64, for values that need more digits than float32 has; float32 on MPS."""
     return torch.float32 if device.type == "mps" else torch.float64

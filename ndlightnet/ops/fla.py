@@ -1,5 +1,5 @@
-"""flash-linear-attention's kernels (the optional extra `fla`) behind our functions; imported when
-they are called, not before."""
+"""flash-linear-attention's kernels (the optional extra `fla`) behind our functions; the package is
+imported when they are called, not before."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ MOST_CHANNELS = 256
 def supports(
     operation: str, k: Tensor, v: Tensor, decay: Tensor | None = None, *others: Tensor
 ) -> Support:
-    """Whether flash-linear-attention runs `operation` on such keys, values and log decays, or why
-    not. others: what else goes in, and may need a gradient."""
+    """Return whether flash-linear-attention runs `operation` on these keys, values and log decays,
+    with the reason if not. others: further inputs, which may need a gradient."""
     if operation not in OPERATIONS:
         return Support(f"{operation}: flash-linear-attention has none that fits")
     if not k.is_cuda:

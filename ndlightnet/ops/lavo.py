@@ -1,11 +1,11 @@
-"""The orthogonal memory of LAVO, which a context enters by its mean alone, and means of what was.
+"""The orthogonal memory of LAVO, made from the mean of a context alone, and means over the past.
 
 B: basis (memories r, dim), one per head, rows orthonormal.  H = B mean(context) in R^r. The memory
 is r vectors H_i b_i; a query q attends to them:
 
     a = B q    w = softmax(scale * a * H)    y = B^T (w * H)
 
-at cost r * dim a query. The r x dim memory itself is never formed.
+at cost r * dim per query. The r x dim memory itself is never formed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ndlightnet.ops.recurrence.scan import prefix_sum
 
 
 def _scores(q: Tensor, basis: Tensor, h: Tensor, scale: float) -> tuple[Tensor, ...]:
-    """a, H and w of the queries, in the accumulator's precision; the basis in that of q."""
+    """Return a, H and w of the queries in the accumulator's dtype, the basis in that of q."""
     acc, b = accumulator(q), basis.to(q.dtype)
     a = torch.einsum("bgmhd,hrd->bgmhr", q, b).to(acc)
     h = h.to(acc)[:, :, None]
@@ -29,7 +29,7 @@ def _scores(q: Tensor, basis: Tensor, h: Tensor, scale: float) -> tuple[Tensor, 
 
 
 class _Read(torch.autograd.Function):
-    """Saves its inputs and recomputes the rest."""
+    """Autograd function of `memory_read`; saves its inputs and recomputes the rest."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, basis: Tensor, h: Tensor, scale: float) -> Tensor:
@@ -56,9 +56,9 @@ class _Read(torch.autograd.Function):
 
 
 def amounts(basis: Tensor, mean: Tensor) -> Tensor:
-    """H = B mean: basis (heads, memories, dim), mean (batch, groups, heads, dim) of the contexts ->
-    (batch, groups, heads, memories), in float32 at least. Summed over the heads it is the H of a
-    basis over the whole width, of which `basis` has the channels of each head."""
+    """Return H = B mean: basis (heads, memories, dim), mean (batch, groups, heads, dim) of contexts
+    -> (batch, groups, heads, memories), in float32 at least. Its sum over the heads is the H of a
+    basis over the channels of all heads, of which `basis` has those of each head."""
     heads, _, dim = basis.shape
     if mean.ndim != 4 or mean.shape[2:] != (heads, dim):
         raise ValueError(f"mean {tuple(mean.shape)}: expected (batch, groups, {heads}, {dim})")
@@ -68,13 +68,13 @@ def amounts(basis: Tensor, mean: Tensor) -> Tensor:
 
 
 def memory_read(q: Tensor, basis: Tensor, h: Tensor, scale: float | None = None) -> Tensor:
-    """What queries read from orthogonal memories (LAVO, section 3.1).
+    """Read orthogonal memories with queries (LAVO, section 3.1).
 
     q: (batch, length, heads, dim). basis: (heads, memories, dim). h: H of the contexts (batch,
     groups, heads, memories), see `amounts`; groups divides length, and the first length / groups
-    queries read the first memory, the next ones the second ... scale: default dim ** -0.5. Returns
-    the shape and dtype of q; an H of 0 (no tokens) is read as 0. Raises ValueError where shapes
-    do not fit.
+    queries read the first memory, the next ones the second ... scale: default dim ** -0.5. The
+    result has the shape and dtype of q; an H of 0 (no tokens) is read as 0. Raises ValueError where
+    shapes do not fit.
     """
     batch, length, heads, dim = q.shape
     groups = h.shape[1]
@@ -94,8 +94,8 @@ def memory_read(q: Tensor, basis: Tensor, h: Tensor, scale: float | None = None)
 
 
 def token_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Mean over tokens: (batch, length, ...) -> (batch, ...) in float32 at least. mask: bool
-    (batch, length), False = padding, which does not count; a mean of nothing is 0."""
+    """Return the mean over tokens: (batch, length, ...) -> (batch, ...) in float32 at least. mask:
+    bool (batch, length), False = padding, which does not count; a mean over no tokens is 0."""
     if mask is None:
         return x.sum(1, dtype=accumulator(x)) / max(1, x.shape[1])
     view = (*mask.shape, *[1] * (x.ndim - 2))
@@ -104,23 +104,23 @@ def token_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 class WindowSums(NamedTuple):
-    """The sums of earlier frames that `past_means` goes on from; all zeros: of none."""
+    """Sums over earlier frames, from which `past_means` continues; all zeros: no frames."""
 
     done: Tensor  # (batch, heads, dim): sum over the tokens of the complete windows
-    pending: Tensor  # (batch, heads, dim): and of the window that is not complete
-    frames: Tensor  # (batch,) int64: how many there were (less than 0: so many do not count yet)
+    pending: Tensor  # (batch, heads, dim): sum over those of the incomplete window
+    frames: Tensor  # (batch,) int64: number of frames (-n: the next n frames do not count)
 
 
 def past_means(
     x: Tensor, window: int | None, *, mask: Tensor | None = None, past: WindowSums | None = None
 ) -> tuple[Tensor, WindowSums]:
-    """Means over all tokens of earlier windows of frames, for the tokens of every frame.
+    """Return, for every frame, the mean over all tokens of earlier windows of frames.
 
     x: (batch, frames, tokens, heads, dim). window: frames in a window; frame f is in window
-    f // window and gets the mean over the windows before that one. None: over all frames up to
-    itself. mask: bool (batch, frames, tokens), False = padding, which does not count; a mean of
-    nothing is 0, and frames of padding before all others are not in a window. past: of the frames
-    before the first one, which were not padded.
+    f // window and gets the mean over the windows before that one. None: the mean over all
+    frames up to itself. mask: bool (batch, frames, tokens), False = padding, which does not count.
+    A mean over no tokens is 0, and leading frames of padding are in no window. past: WindowSums of
+    the frames before the first one, which had no padding.
 
     Returns means (batch, frames, heads, dim) and WindowSums, both in float32 at least.
     """
@@ -138,16 +138,16 @@ def past_means(
     size = window or 1
 
     def until(sums: Tensor, end: Tensor) -> Tensor:
-        """Of prefix sums (batch, frames, heads, dim): the sum of the first `end` frames."""
+        """Return the sum of the first `end` frames from prefix sums (batch, frames, heads, dim)."""
         at = (end.clamp(min=1) - 1)[..., None, None].expand(-1, -1, *sums.shape[2:])
         return torch.where((end > 0)[..., None, None], sums.gather(1, at), 0)
 
     def total(sums: Tensor, end: Tensor) -> Tensor:
-        open_too = (end >= 0)[..., None, None]  # the window that was not complete is by then
+        open_too = (end >= 0)[..., None, None]  # the incomplete window is complete by then
         inside = torch.where(open_too, past.pending[:, None] + until(sums, end), 0)
         return past.done[:, None] + inside
 
-    # where the window of each frame begins, counted from the first frame of x; and that of the next
+    # start of each frame's window, counted from the first frame of x; `last`: of the frame after x
     ends = (before + index + (window is None)) // size * size - before
     last = (before + frames) // size * size - before
     if frames == 0:

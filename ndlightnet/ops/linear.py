@@ -1,5 +1,5 @@
 """Linear attention: y_t = sum_s (q_t . k_s) v_s, over all tokens or causal along the frames of a
-grid, with features of queries and keys already made; with a denominator, divided by
+grid, where q and k are features of queries and keys; with a denominator y_t is divided by
 sum_s q_t . k_s.
 
 q, k (batch, length, heads, dim), v (batch, length, heads, value_dim). Sums are float32 (float64 for
@@ -23,14 +23,14 @@ EPS = 1e-6  # the least denominator
 
 
 class Sums(NamedTuple):
-    """What linear attention remembers of its keys and values."""
+    """State of linear attention: sums over its keys and values."""
 
     sum: Tensor  # (batch, heads, dim): of keys
     memory: Tensor  # (batch, heads, dim, value_dim): of keys times values
 
 
 def gather(k: Tensor, v: Tensor) -> Sums:
-    """Sums over tokens: k (..., length, heads, dim), v (..., length, heads, value_dim)."""
+    """Sum over tokens: k (..., length, heads, dim), v (..., length, heads, value_dim)."""
     acc = accumulator(v)
     with exact(k):
         k, v = (x.to(acc).transpose(-3, -2) for x in (k, v))
@@ -38,7 +38,7 @@ def gather(k: Tensor, v: Tensor) -> Sums:
 
 
 def recall(q: Tensor, sums: Sums, dtype: torch.dtype, denominator: bool) -> Tensor:
-    """What queries (..., length, heads, dim) read: (..., length, heads, value_dim)."""
+    """Read Sums with queries (..., length, heads, dim): (..., length, heads, value_dim)."""
     with exact(q):
         q = q.to(sums.memory.dtype).transpose(-3, -2)
         y = q @ sums.memory
@@ -50,7 +50,7 @@ def recall(q: Tensor, sums: Sums, dtype: torch.dtype, denominator: bool) -> Tens
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, *, denominator: bool, impl: Impl = "auto"
 ) -> Tensor:
-    """Every query reads all keys and values; the source may be of another length.
+    """Read all keys and values with every query; queries and keys may differ in length.
 
     impl: "torch", "reference" (all scores at once) or "auto".
     """
@@ -68,10 +68,10 @@ def causal_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, frames: int, sums: Sums, *, denominator: bool,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Sums]:  # fmt: skip
-    """Causal along `frames` equal parts of the sequence: a token reads its own frame and those
-    before it, and `sums`, what lies before them all. Returns y and the sums of everything.
+    """Run linear attention causally along `frames` equal parts of the sequence: a token reads its
+    frame, those before it, and `sums`, the Sums before the sequence. Returns y and the final Sums.
 
-    impl: for frames of one token as of `gated_linear_attention`, else as of `linear_attention`.
+    impl: for frames of one token as in `gated_linear_attention`, else as in `linear_attention`.
     """
     if k.shape[1] == 0:
         return torch.zeros_like(v), sums
@@ -102,7 +102,7 @@ def causal_linear_attention(
 def _reference(
     q: Tensor, k: Tensor, v: Tensor, frames: int | None, sums: Sums | None, denominator: bool
 ) -> Tensor:
-    """By all scores q_t . k_s at once: the specification; without `frames` not causal."""
+    """Compute y from all scores q_t . k_s: the specification; not causal without `frames`."""
     dtype, acc, n = v.dtype, accumulator(v), k.shape[1]
     q, k, v = (x.to(acc) for x in (q, k, v))
     with exact(q):

@@ -1,9 +1,9 @@
 """Local softmax attention on a grid of any number of axes: each token reads its neighbourhood.
 
-With windows w_a, token i reads the tokens j with |j_a - i_a| < w_a on every axis; the causal form
-takes j_0 <= i_0 on the first axis, and with one axis reads the last w tokens, itself included.
-Queries go in tiles, each against its keys and a halo of w_a - 1 tokens, all tiles in one call of
-torch's scaled_dot_product_attention.
+With windows w_a, token i reads the tokens j with |j_a - i_a| < w_a on every axis. The causal form
+requires j_0 <= i_0 on the first axis; with one axis it reads the last w tokens, itself included.
+Queries are cut into tiles, which attend to their keys and a halo of w_a - 1 tokens; all tiles share
+one call of torch's scaled_dot_product_attention.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import per_axis
 
-TILE = 64  # queries of a tile, about: fewer copy more of the halo, more score more in vain
-COPIES = 4  # of a key, in the tiles that see it: as many are not kept for the backward pass
+TILE = 64  # queries of a tile, about: fewer copy more of the halo, more compute more unused scores
+COPIES = 4  # of a key in tiles: with this many or more, the backward pass recomputes the tiles
 
 
 class _Cut(NamedTuple):
-    """One axis in tiles: tile b is `size` tokens from b * step - lead on."""
+    """One axis cut into tiles: tile b is the `size` tokens from b * step - lead on."""
 
     tiles: int
     step: int
@@ -32,7 +32,7 @@ class _Cut(NamedTuple):
 
 
 def _cut(n: int, window: int, past: int, causal: bool, ndim: int) -> _Cut:
-    """The keys of each tile of queries along an axis of n, which `past` keys come before."""
+    """Return the cut of the keys along an axis of n queries, with `past` keys before them."""
     halo = window - 1
     step = max(halo, round(TILE ** (1 / ndim)))
     tiles, size = -(-n // step), step + halo * (1 if causal else 2)
@@ -42,7 +42,7 @@ def _cut(n: int, window: int, past: int, causal: bool, ndim: int) -> _Cut:
 
 
 def _tiles(x: Tensor, cuts: Sequence[_Cut], past: int = 0) -> Tensor:
-    """`(batch, *grid, heads, c)` -> `(batch, tiles, heads, tokens of a tile, c)`, zeros outside."""
+    """Cut `(batch, *grid, heads, c)` to `(batch, tiles, heads, tokens of a tile, c)`, 0 outside."""
     ndim, pads = len(cuts), [0, 0, 0, 0]
     for axis, cut in reversed(list(enumerate(cuts))):
         before = cut.lead - (past if axis == 0 else 0)
@@ -51,13 +51,13 @@ def _tiles(x: Tensor, cuts: Sequence[_Cut], past: int = 0) -> Tensor:
     x = pad(x, pads)
     for axis, cut in enumerate(cuts):
         x = x.unfold(1 + axis, cut.size, cut.step)  # the tokens of the tile go last
-    x = x.movedim(ndim + 2, -1)  # the channels behind them
+    x = x.movedim(ndim + 2, -1)  # then the channels
     return x.flatten(1, ndim).flatten(3, -2)
 
 
 def _untile(x: Tensor, cuts: Sequence[_Cut], shape: Sequence[int]) -> Tensor:
-    """Inverse for tiles without a halo: `(batch, tiles, heads, tokens, c)` -> `(batch, *grid,
-    heads, c)`."""
+    """Invert `_tiles` without a halo: `(batch, tiles, heads, tokens, c)` -> `(batch, *grid, heads,
+    c)`."""
     ndim = len(cuts)
     x = x.unflatten(3, [cut.size for cut in cuts]).unflatten(1, [cut.tiles for cut in cuts])
     pairs = [d for axis in range(ndim) for d in (1 + axis, 2 + ndim + axis)]
@@ -71,8 +71,8 @@ def _untile(x: Tensor, cuts: Sequence[_Cut], shape: Sequence[int]) -> Tensor:
 def _band(
     q: Tensor, cuts: Sequence[_Cut], windows: Sequence[int], tables: Sequence[Tensor], causal: bool
 ) -> Tensor:
-    """What is added to the scores of every tile: the bias, -inf outside the neighbourhood; (heads
-    or 1, queries of a tile, keys of a tile)."""
+    """Return what is added to the scores of every tile: the bias, or -inf outside the
+    neighbourhood; (heads or 1, queries of a tile, keys of a tile)."""
     ndim, total = len(cuts), q.new_zeros(1)
     for axis, (cut, window) in enumerate(zip(cuts, windows, strict=True)):
         at = torch.arange(cut.size, device=q.device) - cut.lead
@@ -96,7 +96,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cuts: Sequence[_Cut],
     windows: Sequence[int], tables: Sequence[Tensor], causal: bool, scale: float,
 ) -> Tensor:  # fmt: skip
-    """All tiles at once."""
+    """Attend in all tiles at once."""
     shape, dim, past = q.shape[1:-2], q.shape[-1], k.shape[1] - q.shape[1]
     query_cuts = [_Cut(cut.tiles, cut.step, cut.step, 0) for cut in cuts]
     present = k.new_ones(1, *k.shape[1:-2], 1, 1)
@@ -104,9 +104,9 @@ def _attend(
         present = mask[..., None, None].to(k.dtype)
         v = v.masked_fill(~mask[..., None, None], 0)
     query, key, value = _tiles(q, query_cuts), _tiles(k, cuts, past), _tiles(v, cuts, past)
-    # Padding is a channel in which all queries are 1 and keys that are not there have a large
-    # negative number: a mask would be as large as all scores. Their values are 0, and so is what a
-    # token reads that sees nothing else. Up to seven channels of zeros, since kernels want eights.
+    # Padding is marked by one more channel: 1 in all queries, a large negative number in absent
+    # keys, since a mask would be as large as all scores. Absent values are 0, so a token that can
+    # read nothing gets 0. Up to 7 channels of zeros: kernels need a multiple of 8 channels.
     absent = (_tiles(present, cuts, past) - 1) * (torch.finfo(k.dtype).max / 4)
     zeros = 7 - dim % 8
     key = torch.cat([pad(key, (0, zeros)), absent.expand(*key.shape[:-1], 1)], -1)
@@ -130,16 +130,16 @@ def local_attention(
     causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(scale * q . k + bias) v over each token's neighbourhood (LAVO, section 3.2 and 3.3).
+    """Return softmax(scale * q . k + bias) v over each neighbourhood (LAVO, section 3.2 and 3.3).
 
     q: (batch, *grid, heads, dim). k, v: the same, but in the causal form they may have more frames
-    (steps of the first axis): those come before the first one of q. window: one for every axis, or
-    one per axis. bias: a table (heads, 2 * size - 1), size >= window, per axis, of which entry
-    size - 1 + j_a - i_a is added to a score; none: no bias. mask: bool (batch, *grid of k), False =
-    padding, which is not read. A token that can read nothing gets 0. scale: default dim ** -0.5.
+    (steps of the first axis): those come before the first one of q. window: one for all axes, or
+    one per axis. bias: a table (heads, 2 * size - 1), size >= window, per axis, whose entry
+    size - 1 + j_a - i_a is added to a score; empty: no bias. mask: bool (batch, *grid of k), False
+    = padding, which is not read. A token that can read nothing gets 0. scale: default dim ** -0.5.
 
-    Returns (batch, *grid, heads, dim) in the dtype of q. Time: length * (neighbourhood and halo) *
-    dim. Raises ValueError where a shape or a window does not fit.
+    Returns (batch, *grid, heads, dim) in the dtype of q. Time: order of length * (neighbourhood
+    and halo) * dim. Raises ValueError where a shape or a window does not fit.
     """
     shape, heads, dim = tuple(q.shape[1:-2]), q.shape[-2], q.shape[-1]
     ndim = len(shape)
@@ -179,6 +179,6 @@ def local_attention(
         copies *= cut.tiles * cut.size / n
     if copies < COPIES:
         return _attend(*inputs)
-    # rather made again in the backward pass than kept until then
+    # recomputed in the backward pass rather than stored until then
     y: Tensor = checkpoint(_attend, *inputs, use_reentrant=False, preserve_rng_state=False)
     return y

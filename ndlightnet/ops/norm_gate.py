@@ -1,4 +1,4 @@
-"""What follows the read of a LightNet layer: a normed output under a sigmoid gate."""
+"""Output stage of a LightNet layer: a normalised output times a sigmoid gate."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ndlightnet.ops.dispatch import Impl, resolve
 def norm_gate(
     y: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6, impl: Impl = "auto"
 ) -> Tensor:
-    """LayerNorm(y) * weight + bias, times sigmoid(gate). y, gate: (..., dim); weight, bias: (dim,).
+    """Return (LayerNorm(y) * weight + bias) * sigmoid(gate).
 
-    Statistics in float32. By Triton the result has y's dtype, by torch that of its layer_norm
-    (float32 under autocast).
+    y, gate: (..., dim); weight, bias: (dim,). Statistics are float32 or wider. With Triton the
+    result has y's dtype, with torch that of its layer_norm (float32 under autocast).
     """
     if y.shape != gate.shape:
         raise ValueError(f"gate {tuple(gate.shape)}: expected the shape of y, {tuple(y.shape)}")
@@ -53,7 +53,7 @@ def _gradients_fake(dout: Tensor, *inputs: Tensor) -> Any:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[:4], *output[1:])
     ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # or zeros are written for the mean and the deviation
+    ctx.set_materialize_grads(False)  # else zeros are written as gradients of mean and rstd
 
 
 def _backward(ctx: Any, dout: Tensor, *_: Tensor) -> Any:

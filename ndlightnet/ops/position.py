@@ -1,13 +1,13 @@
 """MD-LRPE: linearised relative position encoding on a grid of any number of axes.
 
 A channel's angle is coordinate x frequency. The frequency slots are split into one group per axis,
-so a score depends on the offset vector between two tokens only (LightNet, Eq. 12 and 14, real
+so a score depends only on the offset vector between two tokens (LightNet, Eq. 12 and 14, real
 part).
 
 Both kinds share one memory layout: a key p enters as [p cos, p sin], a query reads with [a, b]:
   cosine:  a = x cos,  b = x sin            sum_j x_j p_j cos(offset * theta_j); slots = dim
   rotary:  a = R x,    b = -J a             the pairs (j, j + dim // 2) rotate;   slots = dim // 2
-with R the rotation at the query's place and J the quarter turn of each pair.
+with R the rotation by the query's angles and J that of each pair by 90 degrees.
 """
 
 import math
@@ -25,12 +25,12 @@ Kind = Literal["cosine", "rotary"]
 
 
 class Position(NamedTuple):
-    """Where the tokens of a sequence lie and how fast each slot turns.
+    """Positions of the tokens of a sequence, and the angle per step of each slot.
 
     theta: (heads or 1, slots) radians per step. layout: the grid of tokens, or its shape. prefix:
-    so many tokens in front of the grid have no position (angle 0). offset: coordinate of the first
-    cell, one per axis, where it is not the layout's: an int or a scalar tensor; a tensor (batch,)
-    where it is another one in every sample. origin, as offset: for operators, see `relative`.
+    number of tokens in front of the grid, which have no position (angle 0). offset: coordinate of
+    the first cell, one per axis, if not the layout's: an int, a scalar tensor, or a tensor (batch,)
+    with one for every sample. origin: like offset; for operators, see `relative`.
     """
 
     theta: Tensor
@@ -46,26 +46,26 @@ class Position(NamedTuple):
 
 
 def shape_of(position: Position) -> tuple[int, ...]:
-    """The shape of the grid; of samples end to end, that of the first one."""
+    """Return the shape of the grid; for samples end to end, that of the first one."""
     layout = position.layout
     return layout if isinstance(layout, tuple) else layout.shapes[0]
 
 
 def offset_of(position: Position) -> tuple[int | Tensor, ...] | None:
-    """The coordinates of the first cell; None: 0."""
+    """Return the coordinates of the first cell; None: 0."""
     layout, offset = position.layout, position.offset
     return layout.offset if offset is None and isinstance(layout, Grid) else offset
 
 
 def slots_of(dim: int, kind: Kind) -> int:
-    """Number of angles for `dim` channels."""
+    """Return the number of angles for `dim` channels."""
     if kind not in ("cosine", "rotary"):
         raise ValueError(f"kind={kind!r}: expected 'cosine' or 'rotary'")
     return dim if kind == "cosine" else dim // 2
 
 
 def groups(slots: int, axes: int) -> list[int]:
-    """Slots per axis: consecutive groups that differ by one at most, none empty."""
+    """Return the slots per axis: consecutive groups that differ by one at most, none empty."""
     if axes > slots:
         raise ValueError(f"{axes} axes need at least as many angle slots, but there are {slots}")
     return [slots // axes + (a < slots % axes) for a in range(axes)]
@@ -74,7 +74,7 @@ def groups(slots: int, axes: int) -> list[int]:
 def frequencies(
     slots: int, axes: int, base: float = 10000.0, device: torch.device | str | None = None
 ) -> Tensor:
-    """The usual bank base^(-2j/width), the same for every axis: (slots,) float32."""
+    """Return the frequencies base^(-2j/width), the same for every axis: (slots,) float32."""
     width = -(-slots // axes)
     exponents = torch.arange(width, dtype=torch.float32, device=device) * (-2 / width)
     bank = torch.exp(exponents * math.log(base))
@@ -82,10 +82,10 @@ def frequencies(
 
 
 def tables(lrpe: Position, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of every token's angles: two of (prefix + grid length, heads or 1, dim), with an
-    axis (batch,) in front where samples start at places of their own.
+    """Return cos and sin of all tokens' angles, each (prefix + grid length, heads or 1, dim), with
+    an axis (batch,) in front where samples have different offsets.
 
-    Angles are float64 products (a float32 one is off by 6e-8 of itself: 1e-2 radians at 2e5 steps).
+    Angles are float64 products (float32 has a relative error of 6e-8: 1e-2 radians at 2e5 steps).
     """
     grid, theta = Grid(shape_of(lrpe)), lrpe.theta
     offset = offset_of(lrpe) or (0,) * grid.ndim
@@ -128,14 +128,14 @@ def tables(lrpe: Position, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
     cos, sin = over_grid(torch.cos), over_grid(torch.sin)
     if lrpe.kind == "rotary":
-        still = cos[..., : dim % 2]  # the odd channel out does not turn
+        still = cos[..., : dim % 2]  # an odd last channel is not rotated
         cos = torch.cat([cos, cos, torch.ones_like(still)], dim=-1)
         sin = torch.cat([sin, sin, torch.zeros_like(still)], dim=-1)
     return cos, sin
 
 
 def _angles(coordinate: Tensor, origin: int | Tensor | None, part: Tensor) -> Tensor:
-    """place * part, in the dtype of `part`; in the gradient places count from `origin`."""
+    """Return coordinate * part in part's dtype; in the gradient coordinates count from `origin`."""
     if origin is None:
         return coordinate.to(part.dtype)[..., None, None] * part
     fixed = part.detach()
@@ -144,20 +144,20 @@ def _angles(coordinate: Tensor, origin: int | Tensor | None, part: Tensor) -> Te
 
 
 def relative(lrpe: Position | None) -> Position | None:
-    """For an operator whose queries and keys turn together: with the origin at the offset.
+    """Set the origin to the offset, for an operator that rotates queries and keys alike.
 
-    The gradient of theta is the sum over queries and keys of coordinate x twist, where twist is
-    that of the angle. All twists add up to what the States before and after pull on theirs (0
-    without them), a sum that no float32 twists give to the digits that a large coordinate asks for.
-    So here coordinates count from the origin, and `offset_gradient` adds origin x pulls.
+    The gradient of theta is the sum over queries and keys of coordinate x angle gradient. All
+    angle gradients add up to those of the angles in the States before and after (0 without States),
+    a sum that float32 does not give to the digits that a large coordinate needs. So here
+    coordinates count from the origin, and `offset_gradient` adds origin x those of the States.
     """
     offset = None if lrpe is None else offset_of(lrpe)
     return lrpe if lrpe is None or offset is None else lrpe._replace(offset=offset, origin=offset)
 
 
 def offset_gradient(state: State, lrpe: Position | None, sign: int) -> State:
-    """A State (batch, ..., heads, ·) that goes into (sign -1) or comes out of (1) an operator with
-    `relative` angles."""
+    """Return a State (batch, ..., heads, ·) that enters (sign -1) or leaves (1) an operator with
+    `relative` angles; its value stays, theta gets the origin's part of its gradient."""
     if lrpe is None or not lrpe.origin:
         return state
     if not (torch.is_grad_enabled() and lrpe.theta.requires_grad):
@@ -168,7 +168,7 @@ def offset_gradient(state: State, lrpe: Position | None, sign: int) -> State:
 
 
 class _OffsetGradient(torch.autograd.Function):
-    """The memory as it is; theta gets sign x origin x the pull on the angles of the memory."""
+    """Identity on the memory; theta gets sign x origin x the gradient of the memory's angles."""
 
     @staticmethod
     def forward(ctx: Any, memory: Tensor, theta: Tensor, origin: Tensor, sign: int) -> Tensor:
@@ -183,7 +183,7 @@ class _OffsetGradient(torch.autograd.Function):
         cos, sin = memory.to(exact).chunk(2, -2)
         dcos, dsin = dmemory.to(exact).chunk(2, -2)
         grad_angle = (cos * dsin - sin * dcos).sum(-1)
-        if grad_angle.shape[-1] != slots:  # pairs; an odd channel out does not turn
+        if grad_angle.shape[-1] != slots:  # pairs; an odd last channel has no angle
             grad_angle = grad_angle[..., :slots] + grad_angle[..., slots : 2 * slots]
         shares = zip(origin.unbind(1), groups(slots, origin.shape[1]), strict=True)
         far = torch.cat([x[:, None].expand(-1, n) for x, n in shares], 1).to(exact)
@@ -193,7 +193,7 @@ class _OffsetGradient(torch.autograd.Function):
 
 
 def columns(coordinates: tuple[int | Tensor, ...], device: torch.device) -> list[Tensor]:
-    """Of every axis (1 or batch,) int64, without a copy from the host, so it can be captured."""
+    """Return (1 or batch,) int64 per axis, without a host copy, so a CUDA graph can capture it."""
     return [
         s.to(device, torch.int64).reshape(-1)
         if isinstance(s, Tensor)
@@ -203,12 +203,12 @@ def columns(coordinates: tuple[int | Tensor, ...], device: torch.device) -> list
 
 
 def key_features(lrpe: Position, dim: int, dtype: torch.dtype) -> Tensor:
-    """Factors on an exponentiated key: as `tables`, (..., 2 * dim)."""
+    """Return the factors on an exponentiated key: cos and sin of `tables`, (..., 2 * dim)."""
     return torch.cat(tables(lrpe, dim, dtype), dim=-1)
 
 
 def query_features(x: Tensor, lrpe: Position) -> Tensor:
-    """`(batch, length, heads, dim)` -> `(batch, length, heads, 2 * dim)`: what reads the memory."""
+    """Return features that read the memory: `(batch, length, heads, dim)` -> `(..., 2 * dim)`."""
     cos, sin = tables(lrpe, x.shape[-1], x.dtype)
     if lrpe.kind == "cosine":
         return torch.cat([x * cos, x * sin], dim=-1)
@@ -217,12 +217,12 @@ def query_features(x: Tensor, lrpe: Position) -> Tensor:
 
 
 def quarter_turn(x: Tensor) -> Tensor:
-    """(x1, x2) -> (-x2, x1) for the pairs (j, j + dim // 2); an odd last channel goes to 0."""
+    """Map (x1, x2) to (-x2, x1) in the pairs (j, j + dim // 2), an odd last channel to 0."""
     half = x.shape[-1] // 2
     first, second, odd = x.split([half, half, x.shape[-1] % 2], dim=-1)
     return torch.cat([-second, first, torch.zeros_like(odd)], dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position encoding: every pair of channels turned by its angle. Keeps the shape."""
+    """Rotate every pair of channels by its angle (rotary position encoding); same shape."""
     return x * cos + quarter_turn(x) * sin

@@ -13,7 +13,7 @@ from ndlightnet.ops.dispatch import Impl, resolve
 
 
 def swiglu(x: Tensor, impl: Impl = "auto") -> Tensor:
-    """x (..., 2 * dim) is [gate, up] -> SiLU(gate) * up, (..., dim), in x's dtype."""
+    """Return SiLU(gate) * up, (..., dim) in x's dtype, where x (..., 2 * dim) is [gate, up]."""
     if x.shape[-1] % 2:
         raise ValueError(f"x {tuple(x.shape)}: expected (..., 2 * dim)")
     if resolve("swiglu", impl, x) == "triton":
@@ -53,7 +53,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
     (x,) = ctx.saved_tensors
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # differentiated again
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # for a second derivative
         return torch.autograd.grad(_by_torch(x), x, dout, create_graph=True)
     return (_swiglu_backward(dout, x),)
 

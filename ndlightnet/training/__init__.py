@@ -39,12 +39,12 @@ __all__ = [
     "run",
 ]
 
-# modules of before that YAML files name, such as ndlightnet.training.images.ImageData
+# former modules that older YAML files name, such as ndlightnet.training.images.ImageData
 MOVED = ("averaging", "images", "signals", "text", "videos", "volume_folders", "volumes")
 
 
 def __getattr__(name: str) -> ModuleType:
-    """All that those modules held for YAML is here."""
+    """Return this package for a name in MOVED: it has all that YAML files use of that module."""
     if name in MOVED:
         return sys.modules[__name__]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

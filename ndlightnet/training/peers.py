@@ -1,7 +1,7 @@
-"""MONAI's networks behind NDLightUNet's constructor and call, to be trained with the same recipe.
+"""MONAI's networks with NDLightUNet's constructor and call, to be trained with the same recipe.
 
-They take any size (what they do not divide is padded with zeros and cropped) and give a list of
-logits in training where they know deep supervision.
+They take any size: the input is padded with zeros to a multiple of their strides, and the output
+is cropped. In training, a network with deep supervision returns a list of logits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ndlightnet.layout import per_axis
 
 
 class _Peer(nn.Module):
-    """net: the network. multiple: what it divides sizes by, at most, along each axis."""
+    """Base class. net: MONAI's network. multiple: what it divides the size of each axis by."""
 
     def __init__(self, net: nn.Module, inputs: int, outputs: int, multiple: Sequence[int]) -> None:
         super().__init__()
@@ -30,13 +30,13 @@ class _Peer(nn.Module):
         space = x.shape[2:]
         lacking = [-n % m for n, m in zip(space, self.multiple, strict=True)]
         if all(n + lack <= m for n, lack, m in zip(space, lacking, self.multiple, strict=True)):
-            lacking[0] += self.multiple[0]  # their instance norm refuses a single cell
+            lacking[0] += self.multiple[0]  # MONAI's instance norm refuses a single cell
         x = nn.functional.pad(x, [n for lack in reversed(lacking) for n in (0, lack)])
         cut: Any = (..., *(slice(n) for n in space))
         y: Tensor = self.net(x)
         if y.ndim == x.ndim:
             return y[cut]
-        return [level[cut] for level in y.unbind(1)]  # all brought to the size of the first
+        return [level[cut] for level in y.unbind(1)]  # MONAI resizes all to the first's size
 
 
 def _steps(strides: Sequence[int | Sequence[int]], dims: int) -> list[tuple[int, ...]]:
@@ -66,7 +66,7 @@ class DynUNet(_Peer):
 
 
 class SegResNet(_Peer):
-    """MONAI's SegResNet with its usual depths."""
+    """MONAI's SegResNet with its default depths."""
 
     def __init__(
         self, dims: int, in_channels: int, out_channels: int, init_filters: int = 32
@@ -79,7 +79,7 @@ class SegResNet(_Peer):
 
 
 class SwinUNETR(_Peer):
-    """MONAI's SwinUNETR, of 24 features."""
+    """MONAI's SwinUNETR, with 24 features by default."""
 
     def __init__(
         self, dims: int, in_channels: int, out_channels: int, feature_size: int = 24

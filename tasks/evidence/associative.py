@@ -1,4 +1,4 @@
-"""What a mixer's memory can hold, and what it can compute: recall of pairs, and products in groups.
+"""Test what a mixer's memory can hold (recall of pairs), and compute (products in groups).
 
     associative=tasks/evidence/associative.py
     python $associative                         all rows on recall, parity, s3 and "s5 swaps"
@@ -8,23 +8,23 @@
 A run takes 15 seconds to 4 minutes on a CPU.
 
 "recall" is multi-query associative recall (Zoology, arXiv 2312.04927): pairs of a key and a value,
-then the keys again, soon after the pairs more often than late; at each the network names the value.
-Half of --vocab are keys (8192 words in the paper, fewer here so that they are learnt sooner), half
-values; between the queries stand words that are none of the sequence's keys. Every row reads its
-tokens plus a causal convolution of 3 of them, so that none fails for want of a look at the token
-before. Training takes the numbers of pairs in turn.
+then the keys again, soon after the pairs more often than late; at each the network predicts the
+value. Half of --vocab are keys (8192 words in the paper, fewer here so that they are learnt
+sooner), half values; between the queries are words that are none of the sequence's keys. Every row
+reads its tokens plus a causal convolution of 3 of them, so that none fails because it cannot read
+the token before. Training takes the numbers of pairs in turn.
 
 "parity", "s3", "a5", "s5" and "s5 swaps" are word problems (arXiv 2404.08819): tokens are elements
-of a group ("swaps": those that move two things or none), and at each the network names the product
-of all so far. Parity needs a memory that can change its sign (arXiv 2411.12537), A5 and S5 are not
-solvable. Training takes lengths 4, 8, .. --train-length in turn; the test goes on to --test-length,
-and the accuracy of a length is that of the later half of positions.
+of a group ("swaps": those that move two things or none), and at each the network predicts the
+product of all so far. Parity needs a memory that can change its sign (arXiv 2411.12537), A5 and S5
+are not solvable. Training takes lengths 4, 8, .. --train-length in turn; the test goes on to
+--test-length, and the accuracy of a length is that of the later half of positions.
 
 Rows are the YAMLs of configs/associative beside this file, by their names, or other such files: a
-name and a mixer. They differ in the mixer only; there is no MD-TPE. The state is what a layer's
-mixer keeps of one sequence, in numbers: with --dim 32 a memory of 1024 for all but identity,
-softmax, LAVO, RWKV-4, S5 and GLA (512), and some more for the sums, or the last tokens, that some
-keep beside it.
+name and a mixer. They differ in the mixer only; there is no MD-TPE. The state is how many numbers a
+layer's mixer stores for one sequence: with --dim 32 a memory of 1024 for all but identity, softmax,
+LAVO, RWKV-4, S5 and GLA (512), and some more for the sums, or the last tokens, that some also
+store.
 
 Writes runs.json and runs.csv (all runs; "whole" is the share of sequences without any mistake),
 table.md and associative.png (each row at the best of its learning rates) under --out.
@@ -58,8 +58,8 @@ NUMBERS = {"vocab": 64, "length": 64, "train-length": 64, "test-length": 256, "b
 
 
 class Recall:
-    """`pairs` pairs, then as many queries. A query stands at the g-th of the places left with
-    probability ~ g^-0.99, every other token after the pairs."""
+    """Recall: `pairs` pairs, then as many queries. Queries are at every other token after the
+    pairs: at the g-th of these positions, if it is free, with probability ~ g^-0.99."""
 
     x_label, late = "pairs", 0.0
 
@@ -74,7 +74,7 @@ class Recall:
             )
 
     def batch(self, pairs: int, batch: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Tokens and answers (batch, length); answer -1: nothing is asked."""
+        """Draw tokens and answers (batch, length); answer -1: no query."""
         half, device = self.words // 2, rng.device
         random = torch.rand(batch, half, generator=rng, device=device)
         words = torch.cat([random.argsort(1), torch.arange(half, 2 * half, device=device)
@@ -92,7 +92,7 @@ class Recall:
 
 
 class Tracking:
-    """Elements of a group, and the product of all so far at each of them."""
+    """Word problem: elements of a group, and at each of them the product of all so far."""
 
     x_label, late = "length", 0.5
 
@@ -115,12 +115,12 @@ class Tracking:
             )
 
     def batch(self, length: int, batch: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Tokens and their products (batch, length)."""
+        """Draw tokens and return them with their products, (batch, length)."""
         letters, table = self.letters.to(rng.device), self.table.to(rng.device)
         shape = (batch, length)
         tokens = letters[torch.randint(len(letters), shape, generator=rng, device=rng.device)]
         products, step = tokens, 1
-        while step < length:  # of the last 2, 4, 8, .. tokens
+        while step < length:  # products of the last 2, 4, 8, .. tokens
             joined = table[products[:, :-step], products[:, step:]]
             products, step = torch.cat([products[:, :step], joined], 1), 2 * step
         return tokens, products
@@ -149,7 +149,7 @@ class Convolved(nn.Module):
 
 
 def load(row: str, dim: int) -> tuple[str, Callable[[int], nn.Module]]:
-    """A YAML file, or the name of one in configs/associative -> its name, and its mixer."""
+    """Return the name and the mixer of a YAML file, given by path or by its name in `CONFIGS`."""
     path = next((p for p in (CONFIGS / f"{row}.yaml", Path(row)) if p.is_file()), None)
     if path is None:
         known = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.yaml")))
@@ -158,7 +158,7 @@ def load(row: str, dim: int) -> tuple[str, Callable[[int], nn.Module]]:
         file = yaml.safe_load(path.read_text())
         module, _, name = file["mixer"]["class_path"].rpartition(".")
         mixer = partial(getattr(import_module(module), name), **file["mixer"].get("init_args", {}))
-        mixer(dim)  # what is wrong with it fails here
+        mixer(dim)  # wrong arguments fail here
         return str(file["row"]), mixer
     except (yaml.YAMLError, ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
@@ -167,7 +167,7 @@ def load(row: str, dim: int) -> tuple[str, Callable[[int], nn.Module]]:
 def train(
     net: NDLightNet, task: Recall | Tracking, lr: float, rng: torch.Generator, o: Namespace
 ) -> float:
-    """Returns the mean loss of the last steps."""
+    """Train the network and return the mean loss of the last steps."""
 
     def loss(tokens: Tensor, answers: Tensor) -> Tensor:
         logits = net.get_classifier()(net.forward_features(tokens))
@@ -184,7 +184,7 @@ def train(
 def measure(
     net: NDLightNet, task: Recall | Tracking, rng: torch.Generator, o: Namespace
 ) -> dict[str, list[float]]:
-    """Share of right answers, and of sequences with right ones only, for each of task.tests."""
+    """Return the share of right answers, and of sequences without errors, for each test."""
     found: dict[str, list[float]] = {"accuracy": [], "whole": []}
     for x in task.tests:
         parts = []  # 1 right, 0 wrong, nan not asked
@@ -202,7 +202,7 @@ def measure(
 
 
 def best(runs: Sequence[Run]) -> list[Run]:
-    """The runs of each row in each task at the learning rate with the best mean accuracy."""
+    """Return the runs of each row and task at the learning rate with the best mean accuracy."""
     rates: dict[tuple[str, str], dict[float, list[Run]]] = {}
     for run in filter(tables.complete, runs):
         rates.setdefault((run["task"], run["row"]), {}).setdefault(run["lr"], []).append(run)
@@ -218,7 +218,7 @@ def task_of(o: Namespace, name: str) -> Recall | Tracking:
 
 
 def run(o: Namespace, who: Run) -> Run:
-    """Trains a row on a task and tests it: its curve over pairs or lengths."""
+    """Train and test a row on a task; return its curve over pairs or lengths."""
     task, device = task_of(o, who["task"]), runner.device()
     mixer = dict(load(row, o.dim) for row in o.rows)[who["row"]]
     torch.manual_seed(who["seed"])

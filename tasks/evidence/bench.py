@@ -1,8 +1,8 @@
-"""python tasks/evidence/bench.py [GROUP ...] [--out DIR] [--quick]
+"""Time the library: python tasks/evidence/bench.py [GROUP ...] [--out DIR] [--quick]
 
 Prints a table per group and writes bench.csv, bench.json, scans.png (group `figure`), stream.png
-(group `stream`), mixers.csv and mixers.png (group `mixers`). Without a CUDA device the groups `cpu`
-and `mixers` run.
+(group `stream`), mixers.csv and mixers.png (group `mixers`). Without a CUDA device only the groups
+`cpu` and `mixers` run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ndlightnet_evidence.bench.step import step
 from ndlightnet_evidence.bench.stream import draw, stream
 from ndlightnet_evidence.bench.tpe import tpe
 
-# in this order: peers are left out of the last ones if the time is up
+# run in this order: peers are left out of the last groups if the time is up
 GROUPS: dict[str, Callable[[Bench], None]] = {
     "attention": attention.attention, "natten": attention.natten, "tpe": tpe, "step": step,
     "decode": decode, "figure": attention.figure, "dims": attention.dims, "frames": frames,
@@ -59,7 +59,7 @@ def save(bench: Bench, folder: Path) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """0, or 1 where a row of ours has no time."""
+    """Run the groups; return 1 if a row of ndlightnet has no time, else 0."""
     options = arguments(args)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")

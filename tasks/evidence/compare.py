@@ -1,4 +1,4 @@
-"""The same network with one thing changed, same data, same budget, several seeds: a table.
+"""Compare one network with one thing changed, on the same data and budget, over several seeds.
 
     compare=tasks/evidence/compare.py
     python $compare tasks/ct_segmentation.py configs/hippocampus.yaml --seeds 0 1 2 --jobs 5
@@ -9,15 +9,15 @@
         --rows tasks/evidence/configs/volumes/*.yaml
 
 A row is one of those named below, a mixer of the catalogue (ndlightnet.nn.mixers), or a file
-NAME.yaml that is laid over the config; its row is called NAME. A mixer that reads tokens in turn
-covers a grid as told: `NAME raster`, `NAME both`, `NAME axes`. --family is all of these; --resume
-keeps the results that are under --out.
+NAME.yaml that is laid over the config; its row is called NAME. A mixer that reads tokens one by one
+covers a grid by the scan given: `NAME raster`, `NAME both`, `NAME axes`. --family is all of these;
+--resume uses the results that are under --out.
 
-Every run is a `fit` to the end of its schedule and one `test`, in a process of its own, on one GPU
-if there are any: of the last checkpoint, or of the one that was best on the held-out part of the
+Every run is a `fit` to the end of its schedule and one `test`, in a separate process, on one GPU if
+there are any. It tests the last checkpoint, or the one that was best on the held-out part of the
 training set. With --folds every row is trained on each fold, with one seed, and tested on what the
-fold leaves out. What follows `--` goes to all of them. Writes table.md, runs.csv and runs.json
-under --out after every run. Times are worth comparing only where no GPU has two jobs.
+fold leaves out. What follows `--` goes to all runs. Writes table.md, runs.csv and runs.json under
+--out after every run. Times are worth comparing only where no GPU has two jobs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ndlightnet_evidence import runner, tables
 from ndlightnet_evidence.catalogue import ROWS, family, named
 from ndlightnet_evidence.runner import Run, RunError
 
-# of one process: the first task imports what the second one needs, too
+# run in one process: what the first command imports, the second does not import again
 SCRIPTS = """
 import gc, json, os, runpy, sys
 for task, *arguments in json.loads(sys.argv[1]):
@@ -51,7 +51,7 @@ for task, *arguments in json.loads(sys.argv[1]):
 
 
 def one_run(options: Namespace, who: Run) -> Run:
-    """Fits and tests a row with a seed, and a fold if `who` has one: its metrics.json."""
+    """Fit and test a row with a seed, and a fold if `who` has one; return its metrics.json."""
     root = given = options.out / f"{who['row'].replace(' ', '_')}-{who['seed']}"
     common = ["--config", str(options.config), *options.rows[who["row"]]]
     common += [f"--seed_everything={who['seed']}", f"--trainer.default_root_dir={given}"]
@@ -81,7 +81,7 @@ def one_run(options: Namespace, who: Run) -> Run:
 
 def table(rows: list[str], runs: list[Run]) -> str:
     if any("cases" in run for run in runs):
-        # here, since it takes seconds to import what other tasks do without
+        # imported here, since it takes seconds and other tasks do not need it
         from ndlightnet_evidence.segmentation import segmentation_tables
 
         return segmentation_tables(runs, rows)

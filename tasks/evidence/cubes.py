@@ -1,4 +1,4 @@
-"""How large a volume one card takes, and what it costs: whole, in windows, in training.
+"""Measure how large a volume one card takes, and its costs: whole, in windows, in training.
 
     cubes=tasks/evidence/cubes.py
     python $cubes                     times and memory of cubes of 256 and 512 voxels
@@ -6,9 +6,9 @@
     python $cubes --classes 100       memory of the host: read, predict and write 512^3
     python $cubes --trained CONFIG    how much the answer in windows differs from the whole
 
-Networks are untrained, bf16, on noise; one channel. With --trained it is the last checkpoint of a
-`fit`, on its first held-out volume, repeated in mirrored copies until the cube is full, in windows
-of its training patch. Writes table.md, runs.csv and runs.json under --out.
+Networks are untrained, in bf16, on noise of one channel. With --trained the network is the last
+checkpoint of a `fit`, on its first held-out volume, repeated in mirrored copies until the cube is
+full, in windows of its training patch. Writes table.md, runs.csv and runs.json under --out.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from ndlightnet.training.segmentation.metrics import dice_of
 from ndlightnet_evidence import runner, tables
 from ndlightnet_evidence.runner import Run
 
-HIDDEN = ("run_seconds", "date", "commit", "device", "options")  # below the table
-STEP = 32  # voxels by which the largest cube is looked for
+HIDDEN = ("run_seconds", "date", "commit", "device", "options")  # no columns of the table
+STEP = 32  # voxels: resolution of the search for the largest cube
 NETS: dict[str, Callable[[int], nn.Module]] = {
     "NDLightUNet M": lambda classes: NDLightUNet(3, 1, classes, strides=(2, 2, 2, 2)),
     "NDLightUNet S": lambda classes: NDLightUNet(3, 1, classes, size="S", strides=(2, 2, 2, 2)),
@@ -54,7 +54,7 @@ NETS: dict[str, Callable[[int], nn.Module]] = {
 
 
 def measured(action: Callable[[], Any], repeats: int = 1) -> dict[str, float]:
-    """Seconds (the fastest of `repeats` after one that does not count) and peak GB of the card."""
+    """Return seconds (the fastest of `repeats` after a warm-up) and peak GB of the card."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -68,7 +68,7 @@ def measured(action: Callable[[], Any], repeats: int = 1) -> dict[str, float]:
 
 
 def tried(action: Callable[[], Any], repeats: int = 1) -> dict[str, Any]:
-    """`measured`, or why the card cannot do it."""
+    """Return `measured`, or why the card cannot do it."""
     try:
         return measured(action, repeats)
     except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -94,7 +94,7 @@ def windows(net: nn.Module, image: torch.Tensor, window: Sequence[int] | None) -
 
 
 def largest(action: Callable[[nn.Module, int], None], net: nn.Module) -> dict[str, Any]:
-    """The largest side that works, by bisection in STEPs, with its time and memory."""
+    """Return the largest side that works, by bisection in STEPs, its GB, and why the next fails."""
     low, high = 0, 64  # in STEPs; low works
     best: dict[str, Any] = {}
     while high - low > 1:
@@ -109,9 +109,9 @@ def largest(action: Callable[[nn.Module, int], None], net: nn.Module) -> dict[st
 
 
 def peak_of(action: Callable[[], Any]) -> int:
-    """The most that this process holds during the call, over what it held before, in bytes."""
+    """Return the peak memory of this process in the call, minus that before, in bytes."""
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the memory in use
     before = held("VmRSS")
     action()
     return held("VmHWM") - before
@@ -123,7 +123,7 @@ def held(what: str) -> int:
 
 
 def whole_way(classes: int, side: int, window: int) -> dict[str, Any]:
-    """Read a scan, prepare and predict it with so many classes, write the labels."""
+    """Measure a prediction with so many classes: read a scan, prepare, predict, write labels."""
     device = runner.device().type
     net = NETS["NDLightUNet S"](classes).to(device).eval()
 
@@ -151,7 +151,7 @@ def whole_way(classes: int, side: int, window: int) -> dict[str, Any]:
 
 @cache
 def trained(config: Path) -> tuple[nn.Module, list[int], torch.Tensor]:
-    """The network of a `fit`, the shape of its patch, and a volume (channels, x, y, z) for it."""
+    """Return the network of a `fit`, its patch's shape, and a volume (channels, x, y, z) for it."""
     made = task_cli(SegmentationTask, VolumeData, ["--config", str(config)], run=False)
     net, data = made.model.net, made.datamodule
     last = Path(made.trainer.default_root_dir) / "checkpoints" / "last.ckpt"
@@ -162,7 +162,7 @@ def trained(config: Path) -> tuple[nn.Module, list[int], torch.Tensor]:
 
 
 def cube(image: torch.Tensor, side: int) -> torch.Tensor:
-    """(channels, *space) -> (channels, side, side, side), filled with mirrored copies."""
+    """Fill (channels, side, side, side) with mirrored copies of an image (channels, *space)."""
     for axis, cells in enumerate(image.shape[1:], start=1):
         there = torch.arange(side) % (2 * cells)
         image = image.index_select(axis, torch.minimum(there, 2 * cells - 1 - there))
@@ -170,8 +170,8 @@ def cube(image: torch.Tensor, side: int) -> torch.Tensor:
 
 
 def two_ways(net: nn.Module, image: torch.Tensor, window: list[int]) -> dict[str, Any]:
-    """Time and memory of both ways, the share of voxels that they name differently, and the Dice
-    between them, the mean of the classes that either finds."""
+    """Return time and memory of prediction whole and in windows, the share of voxels whose labels
+    differ, and the Dice between both, the mean of the classes that either finds."""
     found: dict[str, torch.Tensor] = {}
     both: dict[str, Any] = {}
     net.cuda()

@@ -1,12 +1,12 @@
-"""Every mixer, with one, two and 2 x axes scans, in the same small network: same data, same steps.
+"""Compare every mixer, with one, two and 2 x axes scans, in one small network on the same data.
 
     python tasks/evidence/family.py configs/fashion_mnist.yaml --seeds 0 1 2
     python tasks/evidence/family.py configs/adrenal.yaml --rows Identity SoftmaxAttention "GLA axes"
 
-The config is one of tasks/image_cls.py, which trains one network with all that Lightning has; here
-a step is replayed from a CUDA graph, so that a run takes seconds and a time is that of the card.
-Rows are mixers, `NAME` or `NAME scan`. A run that is under --out is not made again, one that failed
-is. --jobs 2 takes two cards. Writes table.md, runs.csv, runs.json and family.png.
+The config is one of tasks/image_cls.py, which trains one network by Lightning. Here a step is
+replayed from a CUDA graph, so that a run takes seconds and a time is that of the card; all rows
+train for the same steps. Rows are mixers, `NAME` or `NAME scan`. A run under --out is repeated only
+if it failed. --jobs 2 takes two cards. Writes table.md, runs.csv, runs.json and family.png.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EVALUATION = 200  # images at a time
 
 @cache
 def load(config: Path, root: Path | None, epochs: int | None) -> tuple[dict[str, Any], ImageData]:
-    """The config's content and its data, once in a process."""
+    """Return the config's content and its data, loaded once in a process."""
     content = yaml.safe_load(config.read_text())
     content["trainer"]["max_epochs"] = epochs or content["trainer"]["max_epochs"]
     given = content["data"]["init_args"] | ({"root": str(root)} if root else {})
@@ -50,7 +50,7 @@ def load(config: Path, root: Path | None, epochs: int | None) -> tuple[dict[str,
 
 
 def train(net: nn.Module, data: ImageData, config: dict[str, Any]) -> list[float]:
-    """As ImageTask does: AdamW, warm-up and cosine, clipping. Seconds of every step."""
+    """Train as ImageTask does (AdamW, warm-up, cosine, clipping); return seconds of every step."""
     model, epochs, device = config["model"], config["trainer"]["max_epochs"], runner.device()
     entropy = nn.CrossEntropyLoss(label_smoothing=0.1)
 
@@ -76,7 +76,7 @@ def train(net: nn.Module, data: ImageData, config: dict[str, Any]) -> list[float
 
 
 def answer(net: nn.Module, images: Tensor) -> Tensor:
-    """Logits in float32, of bfloat16 on a card."""
+    """Return logits in float32, on a card computed in bfloat16."""
     kind = images.device.type
     with torch.autocast(kind, torch.bfloat16, kind == "cuda", cache_enabled=False):
         out: Tensor = net(images)
@@ -85,7 +85,7 @@ def answer(net: nn.Module, images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(net: nn.Module, data: ImageData) -> tuple[dict[str, Any], float]:
-    """Scores on the test set, and the median seconds of EVALUATION images."""
+    """Return scores on the test set, and the median seconds of EVALUATION images."""
     images, device = data.test_set.images[:, None], runner.device()
 
     def probabilities(x: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def evaluate(net: nn.Module, data: ImageData) -> tuple[dict[str, Any], float]:
 
 
 def scratch() -> None:
-    """A small step: what libraries allocate with the first one stays, and is no row's."""
+    """Do a small step, so that what libraries allocate at the first one counts for no row."""
     net = nn.Linear(16, 16).to(runner.device())
     steps = Steps(net, lambda x: answer(net, x).square().mean(), 0.0, 1.0)
     steps(0.0, torch.zeros(16, 16, device=runner.device()))
@@ -114,11 +114,11 @@ def run(o: Namespace, who: Run) -> Run:
     device, held = runner.device(), 0
     if device.type == "cuda":
         scratch()
-        gc.collect()  # networks and graphs of runs before, which hold each other
+        gc.collect()  # networks and graphs of earlier runs, which reference each other
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
-    torch.manual_seed(who["seed"])  # weights, drop path, order and moves of the batches
+    torch.manual_seed(who["seed"])  # of weights, drop path, order and shifts of the batches
     net = NDLightNet(**config["model"]["net"]["init_args"], mixer=factory(who["row"])).to(device)
     seconds = train(net.train(), data, config)
     result, latency = evaluate(net.eval(), data)
@@ -133,7 +133,7 @@ def run(o: Namespace, who: Run) -> Run:
 
 
 def draw(rows: Sequence[str], path: Path, runs: Sequence[Run]) -> None:
-    """Accuracy of every row, each seed a point, sorted by the mean, beside the time of a step."""
+    """Draw the accuracy of every row, a point for each seed, sorted by mean, and step times."""
     done = {row: mine for row in rows if (mine := tables.of_row(runs, row))}
     top1, ms = (
         {row: statistics.mean(r[name] for r in mine) for row, mine in done.items()}

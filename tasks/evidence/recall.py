@@ -1,19 +1,19 @@
-"""How long does a stream's memory hold the last event, and do older events disturb it?
+"""Test how long a stream's memory holds the last event, and whether older events disturb it.
 
     recall=tasks/evidence/recall.py
     python $recall                                                                  on a GPU
     python $recall --gap 64 --frames 256 --batch 32 --steps 400 --streams 256 \
         --rows plain "window 8" "forget 0.2" "forget 0.05" identity                 on a CPU
 
-A stream is noise in which now and then a frame shows one of a few symbols. At every frame the
-network says which symbol came last. It is trained on streams with 1 to --gap frames between events,
+A stream is noise in which some frames show one of a few symbols: events. At every frame the network
+predicts which symbol came last. It is trained on streams with 1 to --gap frames between events,
 each octave alike, and tested k frames after an event with none or many before it. Rows differ in
-the mixer only, which is all that remembers: there is no MD-TPE, and MD-LRPE in "cosine" and
-"rotary" only.
+the mixer only, which is the only memory: there is no MD-TPE, and MD-LRPE in "cosine" and "rotary"
+only.
 
-Rows: "plain" (frames weigh as their keys say), "window FRAMES", "forget RATE", "forget R1,R2,.."
-(heads take turns), "cosine" (plain with MD-LRPE), "softmax", "rotary" (softmax with MD-LRPE),
-"identity" (no memory). Writes table.md, runs.csv, runs.json and recall.png under --out.
+Rows: "plain" (keys alone weight the frames), "window FRAMES", "forget RATE", "forget R1,R2,.."
+(rates of the heads in turn), "cosine" (plain with MD-LRPE), "softmax", "rotary" (softmax with
+MD-LRPE), "identity" (no memory). Writes table.md, runs.csv, runs.json and recall.png under --out.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ NUMBERS = {"gap": 4096, "frames": 8192, "batch": 8, "steps": 500, "lr": 3e-3, "d
 
 
 def event_frames(batch: int, events: int, gap: int, rng: torch.Generator) -> Tensor:
-    """(batch, events), increasing: gaps of 1 to `gap` frames, log-uniform, one also in front."""
+    """Draw frames (batch, events), increasing: log-uniform gaps of 1 to `gap`, also in front."""
     u = torch.rand(batch, events, generator=rng, device=rng.device)
     return torch.exp(u * math.log(gap + 1)).long().clamp(1, gap).cumsum(1) - 1
 
 
 def streams(at: Tensor, frames: int, rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Cells (batch, SYMBOLS + 1, frames) with events at frames `at`, those past the end left out;
-    at every frame the last event's symbol, -1 before the first one, and the frames since then."""
+    """Return cells (batch, SYMBOLS + 1, frames) with events at frames `at`, without those past the
+    end; for every frame the last event's symbol, -1 before the first, and the frames since then."""
     symbols = torch.randint(SYMBOLS, at.shape, generator=rng, device=at.device)
     shown = torch.full((len(at), frames + 1), -1, device=at.device)
     shown = shown.scatter(1, at.clamp(max=frames), symbols)[:, :frames]
@@ -79,12 +79,12 @@ def mixer(row: str, heads: int) -> Callable[[int], nn.Module]:
 
 
 def logits(net: NDLightNet, cells: Tensor) -> Tensor:
-    """(batch, frames, SYMBOLS): the head at every frame."""
+    """Return the output of the head at every frame, (batch, frames, SYMBOLS)."""
     return net.get_classifier()(net.forward_features(cells))
 
 
 def train(net: NDLightNet, rng: torch.Generator, o: Namespace) -> float:
-    """Returns the mean loss of the last steps."""
+    """Train the network and return the mean loss of the last steps."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=o.lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, o.lr, total_steps=o.steps)
     losses = []
@@ -105,7 +105,7 @@ def train(net: NDLightNet, rng: torch.Generator, o: Namespace) -> float:
 
 @torch.no_grad()
 def accuracy(net: NDLightNet, older: int, rng: torch.Generator, o: Namespace) -> list[float]:
-    """Share of streams named rightly k frames after an event with `older` events before it."""
+    """Return the share of right answers k frames after an event with `older` events before it."""
     fit = max(1, 32 * o.batch * o.frames // ((older + 1) * o.gap))  # bounds the memory
     hits = []
     for done in range(0, o.streams, fit):
@@ -117,14 +117,14 @@ def accuracy(net: NDLightNet, older: int, rng: torch.Generator, o: Namespace) ->
 
 
 def most_frequent(older: int) -> float:
-    """How often the most frequent symbol is the last one: all that a memory without order knows."""
+    """Return how often the most frequent symbol is the last: best for a memory without order."""
     rng = torch.Generator().manual_seed(0)
     shown = torch.randint(SYMBOLS, (20_000, older + 1), generator=rng)
     return float(one_hot(shown, SYMBOLS).sum(1).amax(1).double().mean()) / (older + 1)
 
 
 def run(o: Namespace, who: Run) -> Run:
-    """Trains a row and tests it: its curve for each number of older events."""
+    """Train and test a row; return its curve for each number of older events."""
     torch.manual_seed(who["seed"])
     device = runner.device()
     make = mixer(who["row"], o.heads)

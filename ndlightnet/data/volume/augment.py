@@ -1,10 +1,10 @@
 """Random augmentation of a whole batch of images or volumes, on the device where the batch is.
 
-What is random is drawn on the CPU from a generator given, so that a batch follows from the seed,
-and what is drawn decides on the CPU which samples are touched: the device is never waited for.
-Chances and strengths are those of nnU-Net v2's 3-D training. One path for any number of axes that
-`grid_sample` takes (2 or 3). There is no product of matrices on the device, so autocast and TF32
-change nothing.
+Random choices are drawn on the CPU from a given generator, so that a batch follows from the seed,
+and they select the samples to change on the CPU, so that the code never waits for the device.
+Probabilities and strengths are those of nnU-Net v2's 3-D training. The same code serves any number
+of axes that `grid_sample` takes (2 or 3). No matrices are multiplied on the device, so autocast and
+TF32 change nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 from ndlightnet.data.errors import DataError
 
 ANGLE = 30.0  # degrees, at most, in every plane
-ZOOM = (0.7, 1.4)  # step between the points that are sampled, in cells
-COARSE = 3.0  # an axis so many times coarser than the finest is not turned, zoomed or lowered
+ZOOM = (0.7, 1.4)  # step between the sampled points, in cells
+COARSE = 3.0  # an axis over so many times coarser than the finest is not rotated, zoomed or lowered
 NOISE = 0.1  # variance, at most
 SIGMA = (0.5, 1.0)  # of the blur, cells
 FACTOR = (0.75, 1.25)  # of brightness and of contrast
@@ -31,21 +31,21 @@ PROBABILITIES = {
     "noise": 0.1, "blur": 0.2, "brightness": 0.15, "contrast": 0.15, "low": 0.25,
     "inverted gamma": 0.1, "gamma": 0.3, "mirror": 0.5,
 }  # fmt: skip
-PER_CHANNEL = {"blur": 0.5, "low": 0.5}  # probability of each channel of a sample that drew it
-LINEAR = ("", "linear", "bilinear", "trilinear")  # what torch calls it, by the number of axes
+PER_CHANNEL = {"blur": 0.5, "low": 0.5}  # probability of each channel of a chosen sample
+LINEAR = ("", "linear", "bilinear", "trilinear")  # torch's names, by the number of axes
 TAPS = 3  # the blur's reach in cells: 3 sigma
 
 
 @dataclass(frozen=True)
 class Augment:
-    """Augments (image, label); samples that draw nothing come through bit for bit.
+    """Augment (image, label) at random; samples that draw no change stay the same bit for bit.
 
     Args:
         flip_axes: axes of space that are mirrored half of the time.
-        spacing: mm per cell and axis, so that a turn is one in space; None: the same along all.
-            An axis more than three times coarser than the finest stays as it is: what is turned,
-            zoomed and lowered are the planes of the others.
-        shift: whole cells, at most, by which every sample is moved along every axis.
+        spacing: mm per cell and axis, so that rotations are true in space; None: the same for all.
+            An axis more than three times coarser than the finest is left out: only the planes of
+            the others are rotated, zoomed and lowered in resolution.
+        shift: most whole cells by which every sample is shifted along every axis.
         turn: probability of a rotation, and that of a zoom.
         intensities: whether values change as well; False for masks.
     """
@@ -68,10 +68,10 @@ class Augment:
     def __call__(
         self, image: Tensor, label: Tensor | None, generator: torch.Generator
     ) -> tuple[Tensor, Tensor | None]:
-        """image (batch, channels, *space), floating point; label (batch, 1, *space), integers below
-        2**24, or None; generator on the CPU. Returns new tensors, image as float32.
+        """Augment image (batch, channels, *space), floating point, and label (batch, 1, *space),
+        integers below 2**24, or None; generator on the CPU. Returns new tensors, image as float32.
 
-        Space that comes in from outside is a reflection. Images are interpolated linearly, labels
+        Space from outside is filled by reflection. Images are interpolated linearly, labels
         take the nearest cell. DataError where shapes and arguments do not fit.
         """
         self._check(image, label)
@@ -111,7 +111,7 @@ class Augment:
         return [axis for axis in range(axes) if spacing[axis] <= COARSE * min(spacing)]
 
     def _move(self, image: Tensor, label: Tensor | None, generator: torch.Generator) -> None:
-        """Rotation, zoom and shift, in place, by one resampling."""
+        """Rotate, zoom and shift, in place, by one resampling."""
         batch, axes = len(image), image.ndim - 2
         fine = self._fine(axes)
         planes = list(combinations(fine, 2))
@@ -133,15 +133,15 @@ class Augment:
 
 
 def put(values: Tensor, device: torch.device) -> Tensor:
-    """To the device without waiting for it, which takes pinned memory."""
+    """Copy to the device without waiting for it, which takes pinned memory."""
     if device.type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def change(rows: Tensor, chosen: Tensor, function: Callable[..., Tensor], *given: Tensor) -> None:
-    """rows[chosen] = function(rows[chosen], *(g[chosen] for g in given)), in place. `chosen`, bool
-    (rows,), and the given numbers (rows,) are on the CPU; these arrive as (chosen, 1, ...)."""
+    """Set rows[chosen] = function(rows[chosen], *(g[chosen] for g in given)). `chosen`, bool
+    (rows,), and `given`, (rows,) each, are on the CPU; `function` gets them as (chosen, 1, ...)."""
     picked = chosen.nonzero()[:, 0]
     if not len(picked):
         return
@@ -151,13 +151,13 @@ def change(rows: Tensor, chosen: Tensor, function: Callable[..., Tensor], *given
 
 
 def around_one(uniform: Tensor, low: float, high: float) -> Tensor:
-    """Numbers evenly in 0..1 -> low..1 for one half of them and 1..high for the other."""
+    """Map uniform numbers in 0..1: one half of them to low..1 and the other to 1..high."""
     below, above = low + 2 * uniform * (1 - low), 1 + (2 * uniform - 1) * (high - 1)
     return torch.where(uniform < 0.5, below, above)
 
 
 def rotations(angles: Tensor, planes: Sequence[tuple[int, int]], axes: int) -> Tensor:
-    """angles (n, planes) in degrees -> (n, axes, axes) float64, planes turned one after another."""
+    """Rotate plane after plane by angles (n, planes) in degrees: (n, axes, axes) float64."""
     eye = torch.eye(axes, dtype=torch.float64).repeat(len(angles), 1, 1)
     result = eye.clone()
     for (i, j), angle in zip(planes, angles.double().deg2rad().unbind(1), strict=True):
@@ -169,9 +169,9 @@ def rotations(angles: Tensor, planes: Sequence[tuple[int, int]], axes: int) -> T
 
 
 def sampling_grid(matrix: Tensor, space: Sequence[int], device: torch.device) -> Tensor:
-    """What `grid_sample(align_corners=False)` wants: (n, *space, axes), last axis first, in halves
-    of the volume from its centre, of matrix (n, axes, axes + 1): cells from the centre of the
-    output -> cells from the centre of the input.
+    """Return the grid for `grid_sample(align_corners=False)`: (n, *space, axes), last axis first,
+    in halves of the volume from its centre. matrix: (n, axes, axes + 1), from cells relative to the
+    centre of the output to cells relative to the centre of the input.
     """
     halves = torch.tensor(space, dtype=torch.float64) / 2
     scaled = put((matrix / halves[:, None]).float(), device)
@@ -193,12 +193,12 @@ def sample(x: Tensor, grid: Tensor, mode: str) -> Tensor:
 
 
 def change_intensities(image: Tensor, fine: Sequence[int], generator: torch.Generator) -> None:
-    """Noise, blur, brightness, contrast, low resolution and gamma, in place, in this order."""
+    """Apply noise, blur, brightness, contrast, low resolution and gamma in place, in this order."""
     batch, channels, *space = image.shape
     rows = image.view(batch * channels, *space)
 
     def drawn(name: str) -> Tensor:
-        """bool (rows,): the channels of samples that draw it."""
+        """Draw the rows (channels of samples) to change: bool (rows,)."""
         sample = torch.rand(batch, 1, generator=generator) < PROBABILITIES[name]
         channel = torch.rand(batch, channels, generator=generator) < PER_CHANNEL.get(name, 1.0)
         return (sample & channel).flatten()
@@ -228,8 +228,8 @@ def noise_like(x: Tensor, seed: int) -> Tensor:
 
 
 def blur(x: Tensor, *sigmas: Tensor) -> Tensor:
-    """A Gaussian along each axis of x (n, *space) with its sigmas (n, 1, ...) in cells; beyond the
-    border is what is at the border."""
+    """Apply a Gaussian along each axis of x (n, *space), with its sigmas (n, 1, ...) in cells;
+    values at the border are repeated beyond it."""
     for axis, sigma in enumerate(sigmas, 1):
         size = x.shape[axis]
         reach = torch.arange(-TAPS, TAPS + 1, device=x.device)
@@ -242,14 +242,14 @@ def blur(x: Tensor, *sigmas: Tensor) -> Tensor:
 
 
 def contrast(x: Tensor, factor: Tensor) -> Tensor:
-    """Away from the mean of each x[i], within its range."""
+    """Scale each x[i] about its mean, clamped to its range."""
     space = tuple(range(1, x.ndim))
     mean, low, high = x.mean(space, True), x.amin(space, True), x.amax(space, True)
     return ((x - mean) * factor + mean).clamp(low, high)
 
 
 def low_resolution(x: Tensor, fraction: float, axes: Sequence[int]) -> Tensor:
-    """x (*space) with a fraction of its cells along `axes`, and back: nearest down, linear up."""
+    """Resample x (*space) to a fraction of its cells along `axes` (nearest), and back (linear)."""
     space = x.shape
     small = [max(1, round(n * fraction)) if i in axes else n for i, n in enumerate(space)]
     down = F.interpolate(x[None, None], small, mode="nearest-exact")
@@ -257,8 +257,8 @@ def low_resolution(x: Tensor, fraction: float, axes: Sequence[int]) -> Tensor:
 
 
 def gamma(x: Tensor, exponent: Tensor) -> Tensor:
-    """Each x[i], mapped to 0..1, to the power of its exponent, with the mean and deviation it had;
-    what has no range stays as it is."""
+    """Raise each x[i], mapped to 0..1, to its exponent, and restore its mean and standard
+    deviation; a constant x[i] stays as it is."""
     space = tuple(range(1, x.ndim))
     low, mean = x.amin(space, True), x.mean(space, True)
     extent = x.amax(space, True) - low

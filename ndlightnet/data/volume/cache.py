@@ -1,4 +1,4 @@
-"""Prepared volumes, kept in memory or in a folder, as training and validation read them."""
+"""Prepared volumes, in memory or in a folder, for training and validation."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from ndlightnet.data.volume.grid import Case
 from ndlightnet.data.volume.transforms import Prepare
 from ndlightnet.data.volume.volume import Volume, in_threads
 
-KEPT_PER_CLASS = 20_000  # crop centres kept for every class of a volume; they are held in memory
+KEPT_PER_CLASS = 20_000  # crop centres stored for every class of a volume; they are held in memory
 FORM = 2  # to be raised when what a cache folder holds changes, so that old files are not used
 
 
 class CachedVolumes(Dataset[dict[str, Any]]):
-    """Cases made ready once. held: of each the dictionary, or the file that has it."""
+    """Dataset of prepared cases. held: the dictionary of each case, or the file that has it."""
 
     def __init__(self, held: Sequence[dict[str, Any] | Path]) -> None:
         self.held = list(held)
@@ -32,14 +32,14 @@ class CachedVolumes(Dataset[dict[str, Any]]):
     def __getitem__(self, number: int) -> dict[str, Any]:
         data = self.held[number]
         if isinstance(data, Path):
-            with readable(data):  # mapped: a crop reads its own part of the file, not the whole
+            with readable(data):  # mapped: a crop reads its part of the file, not the whole
                 data = torch.load(data, mmap=True, weights_only=True)
         affine = data["affine"]
         return {**data, **{key: MetaTensor(data[key], affine) for key in ("image", "label")}}
 
 
-# MONAI's datasets are not used: an error in a transform becomes a RuntimeError of theirs, without
-# our line, and the one that keeps files gives other types than those that went in.
+# MONAI's datasets are not used: they turn an error in a transform into a RuntimeError without our
+# message, and the dataset that writes files returns other types than it was given.
 def cached_volumes(
     cases: Sequence[Case],
     prepare: Prepare,
@@ -49,13 +49,13 @@ def cached_volumes(
     folder: str | None = None,
     progress: bool = True,
 ) -> CachedVolumes:
-    """Labelled cases, all prepared before this returns, with `workers` threads: held in memory, or,
-    with `folder`, in a file for each case, which later runs find and any number of folds share.
+    """Prepare all labelled cases before returning, with `workers` threads: held in memory or, with
+    `folder`, in a file for each case, which later runs find and any number of folds share.
 
-    Of each: "image", MetaTensor (channels, x, y, z) float32, "label", MetaTensor (1, x, y, z) uint8
-    or int16, "affine", "name". With `patch`, for Crops: padded to it, and "places", for
-    each of `classes` but the background the flat indices of up to KEPT_PER_CLASS voxels, int64.
-    Raises DataError as `Volume.read`, and as `prepare`.
+    Each has: "image", MetaTensor (channels, x, y, z) float32, "label", MetaTensor (1, x, y, z)
+    uint8 or int16, "affine", "name". With `patch`, for Crops, they are padded to it and have
+    "places": for each of `classes` but the background the flat indices of up to KEPT_PER_CLASS
+    voxels, int64. Raises DataError as `Volume.read` and `prepare` do.
     """
     pad: Any = None if patch is None else SpatialPadd(("image", "label"), patch)
 
@@ -82,13 +82,13 @@ def cached_volumes(
 
 
 def _some(mask: Tensor) -> Tensor:
-    """Flat indices of up to KEPT_PER_CLASS cells of a mask, spread evenly over all."""
+    """Return flat indices of up to KEPT_PER_CLASS cells of a mask, spread evenly over all."""
     places = mask.nonzero()[:, 0]
     return places[:: max(1, -(-len(places) // KEPT_PER_CLASS))].clone()
 
 
 def _key(case: Case, prepare: Prepare, classes: int, patch: Sequence[int] | None) -> str:
-    """Another one for every way to prepare and every state of the files."""
+    """Return a hash that differs for every way to prepare and every state of the files."""
     given = [path for path in (*case.images, case.label) if path is not None]
     files = [f for path in given for f in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     there = [f for f in files if f.is_file()]  # a link may lead nowhere

@@ -1,9 +1,9 @@
-"""Volumes to classify in folders, `train/CLASS/*`, `test/CLASS/*` and, if there, `val/CLASS/*`,
-brought to one size as bytes.
+"""Volumes to classify in folders, `train/CLASS/*`, `test/CLASS/*` and, optionally, `val/CLASS/*`,
+resampled to one size as bytes.
 
 A volume keeps its proportions and its size in millimetres: all are resampled to the same spacing
-along RAS axes, and cut or filled with 0 about the middle. Its values become 0 to 255 between its
-own percentiles 0.5 and 99.5: two CT scans are not on one scale of Hounsfield units.
+along RAS axes, and cropped or padded with 0 about the centre. Its values are scaled to 0 to 255
+between its percentiles 0.5 and 99.5: two CT scans are not on one scale of Hounsfield units.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from ndlightnet.data.volume.grid import Case
 from ndlightnet.data.volume.volume import Volume, upright
 
 PERCENTILES = (0.5, 99.5)
-THREADS = 4  # threads; inflating gzip, most of the work, releases the interpreter
+THREADS = 4  # inflating gzip, most of the work, releases the interpreter lock
 
 
 def list_classes(
     root: str | Path, notes: list[str] | None = None
 ) -> tuple[tuple[str, ...], dict[str, list[tuple[Case, int]]]]:
-    """The names of the classes, sorted, and of each part its (volume, number of the class).
+    """Return the sorted names of the classes, and for each split its (case, number of the class).
 
-    What a class's folder may hold is said by `find_inputs`, a line on what is left out in each is
-    added to `notes`. DataError for a missing part, a single
-    class, a class that train does not have, and a folder without a volume.
+    `find_inputs` says what a class's folder may hold; a line on entries that are left out of each
+    is added to `notes`. DataError for a missing split, a single class, a class that train does not
+    have, and a folder without a volume.
     """
     root = Path(root)
     classes = tuple(path.name for path in _folders(root / "train"))
@@ -67,12 +67,12 @@ def _folders(path: Path) -> list[Path]:
 
 
 def load_upright(case: Case) -> Any:
-    """A MetaTensor (1, x, y, z), float32, along RAS axes; DataError for more channels than one."""
+    """Read a MetaTensor (1, x, y, z) float32 along RAS axes; DataError for several channels."""
     return upright(Volume.read(case, channels=1).image)
 
 
 def largest_extent(cases: Sequence[Case]) -> list[float]:
-    """The most mm that any of the volumes takes along x, y and z; all of them are read."""
+    """Return the largest extent of the volumes in mm along x, y and z; all of them are read."""
 
     def extent(case: Case) -> np.ndarray:
         image = load_upright(case)
@@ -83,15 +83,15 @@ def largest_extent(cases: Sequence[Case]) -> list[float]:
 
 
 def read_volume(case: Case, size: Sequence[int], spacing: Sequence[float]) -> Tensor:
-    """(*size) uint8, cells of `spacing` mm: means along axes where cells get larger, linear along
-    the others.
+    """Read a volume as (*size) uint8, cells of `spacing` mm: averaged along axes where cells get
+    larger, linearly interpolated along the others.
 
-    DataError where `Volume.read` refuses it, for more channels than one and for one value only.
+    DataError as `Volume.read`, and for more than one channel or a single value in all voxels.
     """
     image = load_upright(case)
     edges, values = image.pixdim.tolist(), image.as_tensor()
     low, high = np.percentile(values.numpy(), PERCENTILES)
-    if low == high:  # a small mask
+    if low == high:  # such as a small mask
         low, high = float(values.min()), float(values.max())
     if low == high:
         raise DataError(f"{case.images[0]}: has the value {low:g} and no other")
@@ -108,7 +108,7 @@ def read_volume(case: Case, size: Sequence[int], spacing: Sequence[float]) -> Te
 def read_part(
     cases: Sequence[tuple[Case, int]], size: Sequence[int], spacing: Sequence[float]
 ) -> ImageSet:
-    """All of a part in memory; the first that cannot be used raises its DataError."""
+    """Read a split into memory; the first case that cannot be used raises its DataError."""
     with ThreadPoolExecutor(THREADS) as pool:
         images = list(pool.map(lambda each: read_volume(each[0], size, spacing), cases))
     return ImageSet(torch.stack(images), torch.tensor([label for _, label in cases]))

@@ -15,20 +15,20 @@ from ndlightnet.data.visits import order
 
 
 class Crops(Dataset[tuple[Tensor, Tensor, int]]):
-    """Crop number n of a training: the case, the place and (by whoever augments it) all else follow
-    from the seed and from n, so that a resumed training sees what an uninterrupted one does, with
-    any number of workers.
+    """Dataset of training crops. Case and position of crop number n (and its augmentation, by the
+    caller) follow from the seed and from n, so that a resumed training gets the same crops as an
+    uninterrupted one, with any number of workers.
 
-    Every case comes up once before any comes up again. The last `foreground` of every batch are
-    centred on a voxel of a class drawn evenly among those of the case, the others lie anywhere. (A
-    fraction that rounds to none of a batch is one of so many crops.)
+    Every case comes up once before any comes up again. The last crops of a batch, the fraction
+    `foreground`, are centred on a voxel of a class drawn evenly among those of the case; the others
+    lie anywhere. (A fraction that rounds to no crop per batch gives one in every 1 / `foreground`.)
 
     Args:
         cases: prepared dictionaries with "image" (channels, *space), "label" (1, *space) and
             "places", flat indices of voxels of each class but the background; none smaller than
             `patch`.
         patch: shape of a crop. batch_size: crops in a batch.
-        foreground: fraction of the crops that show a label for sure, if their case has any.
+        foreground: fraction of the crops that are sure to contain a label, if their case has any.
 
     Raises DataError for a fraction outside 0..1.
     """
@@ -48,7 +48,7 @@ class Crops(Dataset[tuple[Tensor, Tensor, int]]):
         return len(self.cases)
 
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor, int]:
-        """(image float32 (channels, *patch), label int16 (1, *patch), number)."""
+        """Return (image float32 (channels, *patch), label int16 (1, *patch), number)."""
         rounds, place = divmod(number, len(self.cases))
         case = self.cases[int(order(self.seed, rounds, len(self.cases))[place])]
         rng = np.random.default_rng((self.seed, 1, number))
@@ -62,7 +62,7 @@ class Crops(Dataset[tuple[Tensor, Tensor, int]]):
                 centre = np.unravel_index(int(of_class[rng.integers(len(of_class))]), space)
                 start = np.clip(np.array(centre) - self.patch // 2, 0, space - self.patch)
         at = (slice(None), *(slice(a, a + n) for a, n in zip(start, self.patch, strict=True)))
-        # one dtype for all cases: workers stack them in the memory of the first's
+        # one dtype for all cases: workers stack crops in memory of the first one's dtype
         return _plain(image)[at].clone(), _plain(label)[at].to(torch.int16, copy=True), number
 
 

@@ -1,4 +1,4 @@
-"""Folders of volumes: which files make a case. The Medical Segmentation Decathlon's layout,
+"""Folders of volumes, and which files form a case: the Medical Segmentation Decathlon's layout,
 nnU-Net's layout, and plain folders to predict on. No volume is opened here."""
 
 import json
@@ -34,10 +34,10 @@ class Dataset:
 
 def read_dataset(folder: str | Path, notes: list[str] | None = None) -> Dataset:
     """Reads `dataset.json`, the decathlon's ("modality") or nnU-Net's ("channel_names"), and checks
-    that every file is there (the files are not opened). In the decathlon's a case has a file for
-    each modality, or one file with all of them on its fourth axis. nnU-Net's are all files of its
-    folders that end in "file_ending", in small or capital letters; a line on what is left out is
-    added to `notes`.
+    that every file exists (the files are not opened). In the decathlon's layout a case has a file
+    for each modality, or one file with all of them on its fourth axis. In nnU-Net's the images are
+    all files of its folders that end in "file_ending", in lower or upper case; a line on files that
+    are left out is added to `notes`.
 
     Raises DataError for a missing folder or file, a `dataset.json` that cannot be read or is in
     neither format, label or channel numbers with gaps, labels that are regions, a training case
@@ -91,7 +91,7 @@ def _read_decathlon(file: Path, listing: dict[str, Any]) -> Dataset:
 
 
 def _numbered(file: Path, listing: dict[str, Any], key: str) -> tuple[str, ...]:
-    """{"0": "CT", "1": "PET"} -> ("CT", "PET")."""
+    """Return names by number: {"0": "CT", "1": "PET"} -> ("CT", "PET")."""
     names = listing.get(key)
     if not isinstance(names, dict) or not names:
         raise DataError(f'{file}: {key!r} should map numbers to names, such as {{"0": "..."}}')
@@ -151,7 +151,7 @@ def _read_nnunet(file: Path, listing: dict[str, Any], notes: list[str] | None) -
 
 
 def _named_numbers(file: Path, numbers: Any) -> tuple[str, ...]:
-    """{"background": 0, "liver": 1} -> ("background", "liver")."""
+    """Return names by number: {"background": 0, "liver": 1} -> ("background", "liver")."""
     if not isinstance(numbers, dict) or not numbers:
         raise DataError(f"{file}: 'labels' should map names to numbers, such as {{'liver': 1}}")
     for name, number in numbers.items():
@@ -173,7 +173,7 @@ def _named_numbers(file: Path, numbers: Any) -> tuple[str, ...]:
 def _split(
     file: Path, kind: str, ending: str, channels: int, notes: list[str] | None
 ) -> tuple[Case, ...]:
-    """imagesTr and labelsTr, or imagesTs and labelsTs; the latter may lack, wholly or in part."""
+    """List the cases of images{kind} and labels{kind}; labelsTs may be missing or incomplete."""
     images, labels = (file.parent / f"{what}{kind}" for what in ("images", "labels"))
     if not images.is_dir():
         return ()
@@ -195,7 +195,7 @@ def _split(
 
 
 def _joined(files: Sequence[Path], channels: int) -> dict[Path, tuple[Path, ...]]:
-    """CASE_0000.nii, CASE_0001.nii, ... -> {CASE.nii: its `channels` files, there or not}."""
+    """Group CASE_0000.nii, CASE_0001.nii, ... to {CASE.nii: its `channels` files, there or not}."""
     cases = {}
     there = {_in_small(path): path for path in files}
     if len(there) < len(files):
@@ -212,13 +212,13 @@ def _joined(files: Sequence[Path], channels: int) -> dict[Path, tuple[Path, ...]
 
 
 def _in_small(path: Path) -> Path:
-    """CASE.NII.GZ -> CASE.nii.gz."""
+    """Put the ending in lower case: CASE.NII.GZ -> CASE.nii.gz."""
     name = stem(path)
     return path.with_name(name + path.name[len(name) :].lower())
 
 
 def _case_of(path: Path) -> Path:
-    """CASE_0001.nii -> CASE.nii; any other name stays. Its ending comes in small letters."""
+    """Drop the channel: CASE_0001.nii -> CASE.nii; others stay. The ending is in lower case."""
     path, match = _in_small(path), NUMBERED.fullmatch(stem(path))
     return path if match is None else path.with_name(match[1] + path.name[len(match[0]) :])
 
@@ -232,13 +232,13 @@ def find_inputs(
     notes: list[str] | None = None,
     modality: str | None = None,
 ) -> list[Case]:
-    """What to predict on: a volume's file (.nii.gz, .nii, .nrrd, .mha, .mhd), a folder with a
-    dataset.json (its test cases), or a folder of such files and of DICOM series at any depth,
-    sorted by name. modality: take the series of this one only (CT, MR, PT, ...).
+    """List the cases to predict on, from a volume's file (.nii.gz, .nii, .nrrd, .mha, .mhd), a
+    folder with a dataset.json (its test cases), or a folder of such files and of DICOM series at
+    any depth, sorted by name. modality: take only series of this modality (CT, MR, PT, ...).
 
     Files CASE_0000, CASE_0001, ... are one case for a network of several channels; for one channel
-    a `_0000` that every file has is left out of the names. Every DICOM series is a case, called as
-    `find_series` says. A line on other DICOM objects and one on other files are added to `notes`.
+    a `_0000` that every file has is left out of the names. Every DICOM series is a case, named as
+    in `find_series`. A line on other DICOM objects and one on other files are added to `notes`.
     Nothing is opened beyond the headers of DICOM files, so a broken volume is listed and raises
     when it is loaded. Raises DataError when there is nothing to predict on.
     """
@@ -299,8 +299,8 @@ def _volumes_in(folder: Path) -> list[Path]:
 
 
 def _read_of(folder: Path, files: Sequence[Path], slices: Sequence[Path]) -> set[Path]:
-    """The entries of a folder that these volumes are read from, and those that are or hold DICOM
-    files, `slices`: a line of their own tells which of them are left out."""
+    """Return the entries of a folder that these volumes are read from, and those that are or hold
+    DICOM files, `slices`: a separate note tells which of them are left out."""
     inside = {
         parent for path in {file.parent for file in slices} for parent in (path, *path.parents)
     }
@@ -309,8 +309,8 @@ def _read_of(folder: Path, files: Sequence[Path], slices: Sequence[Path]) -> set
 
 
 def _names(folder: Path, paths: Sequence[Path]) -> list[str]:
-    """A name a file: its stem, with the folders before it where stems repeat (a/ct, b/ct), and with
-    its ending where that is all that differs (ct.nii, ct.nrrd)."""
+    """Return a name per file: its stem, with the folders before it where stems repeat (a/ct, b/ct),
+    and with its ending where only that differs (ct.nii, ct.nrrd)."""
     names = [stem(path) for path in paths]
     if len(set(names)) < len(names):
         places = [Path(os.path.relpath(path, folder)).parts or (path.name,) for path in paths]

@@ -1,6 +1,6 @@
 """DICOM: a series of slices in, a segmentation object (DICOM-SEG) out.
 
-The slices come in any order and under any file name; a place in space says where each belongs.
+The slices may be in any order and under any file name; their positions in space order them.
 """
 
 import math
@@ -27,21 +27,21 @@ from ndlightnet.data.volume.dicom_headers import (
 )
 from ndlightnet.data.volume.grid import EDGES, FileGrid, Read, label_array
 
-# Slices are even when no step is off the median by more than this; a missing one is off by 1.
+# Slices are even if no step is off the median by more than this fraction; a missing slice gives 1.
 EVEN_GAPS = 0.1
 SAME_PLACE = 0.01  # mm
-ALIKE = 1e-3  # what directions and pixel sizes of one series may differ in: they are rounded
-# What a DICOM-SEG repeats from its source, so that it is filed beside it.
+ALIKE = 1e-3  # largest difference of directions and pixel sizes in a series: they are rounded
+# Tags that a DICOM-SEG repeats from its source, so that it is filed beside it.
 REFERRED = ("StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID", "FrameOfReferenceUID")
-# These may be empty, but the standard wants them there; de-identified files have lost some.
+# These may be empty, but the standard requires them; de-identified files lack some.
 FILED = ("PatientID", "PatientName", "PatientBirthDate", "PatientSex", "StudyDate", "StudyTime",
          "StudyID", "AccessionNumber", "ReferringPhysicianName")  # fmt: skip
 
 
 def open_series(folder: Path, files: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
-    """The series in these files of a folder; without them, the series of the folder, the one with
-    the most slices where there are several. Voxels are read once: their bytes leave a header when
-    they are decoded."""
+    """Open the series in these files of a folder; without `files`, the series of the folder, the
+    one with the most slices if there are several. Voxels are read once: their bytes are removed
+    from a header when they are decoded."""
     slices, affine, notes = _series(folder, files)
 
     def read(z: slice, _: int) -> NDArray[Any]:
@@ -56,7 +56,7 @@ def open_series(folder: Path, files: Sequence[Path] = ()) -> tuple[FileGrid, Rea
 
 
 def _layer(header: Any) -> NDArray[Any]:
-    """(x, y): the voxels of one slice with its own rescale slope and intercept applied."""
+    """Return the voxels (x, y) of one slice with its rescale slope and intercept applied."""
     file = Path(header.filename)
     with readable(file):
         whole = header if "PixelData" in header else pydicom.dcmread(file)
@@ -68,12 +68,12 @@ def _layer(header: Any) -> NDArray[Any]:
 def _series(
     folder: Path, files: Sequence[Path]
 ) -> tuple[list[Slice], NDArray[np.float64], list[str]]:
-    """Slices in the order of z, the affine to RAS mm, notes."""
+    """Return the slices in the order of z, the affine to RAS mm, and notes."""
     headers, notes = _headers(folder, files)
     slices = [checked(header) for header in headers]
     for one in slices:
         _check_same(one, slices[0])
-    # The place says which slice comes next; InstanceNumber is only a number.
+    # The position gives the order of the slices; InstanceNumber need not.
     normal = slices[0].normal
     slices.sort(key=lambda one: float(normal @ one.place))
     single = [slices[0]]
@@ -98,12 +98,12 @@ def _series(
     affine = np.eye(4)
     affine[:3, 0], affine[:3, 1] = first.along_row * column_gap, first.along_column * row_gap
     affine[:3, 2], affine[:3, 3] = step, first.place
-    affine[:2] *= -1  # DICOM's millimetres run to the left and back
+    affine[:2] *= -1  # DICOM's x and y run to the left and to the back
     return single, affine, notes
 
 
 def _headers(folder: Path, files: Sequence[Path]) -> tuple[list[Any], list[str]]:
-    if files:  # nothing is left to be sorted out: each is read whole
+    if files:  # the files are already selected: each is read whole
         return [read_header(file, voxels=True) for file in files], []
     series: dict[str, list[Any]] = {}
     for header in map(read_header, dicom_files(folder)):
@@ -132,7 +132,7 @@ def _headers(folder: Path, files: Sequence[Path]) -> tuple[list[Any], list[str]]
 
 
 def _check_same(one: Slice, first: Slice) -> None:
-    """DataError for a slice that cannot lie in one volume with the first."""
+    """Raise DataError for a slice that cannot lie in one volume with the first."""
 
     def shared(tag: str, same: bool) -> None:
         if not same:
@@ -149,14 +149,14 @@ def _check_same(one: Slice, first: Slice) -> None:
     shared("Columns", one.shape[1] == first.shape[1])
     frames = [text_of(s.header, "FrameOfReferenceUID") for s in (one, first)]
     shared("FrameOfReferenceUID", frames[0] == frames[1] or "" in frames)
-    # Slope and intercept may change from slice to slice (PET); they cannot lack in some.
+    # Slope and intercept may change from slice to slice (PET); no slice may lack them.
     for tag in sorted({*one.scaling} ^ {*first.scaling}):
         odd, other = (one, first) if tag in first.scaling else (first, one)
         raise DataError(f"{odd.file}: has no {tag}, which {other.file.name} of its series has")
 
 
 def _thickness(one: Slice) -> float:
-    """In mm; 0 where the header does not tell."""
+    """Return the SliceThickness in mm; 0 if the header does not tell."""
     if text_of(one.header, "SliceThickness") == "":
         return 0.0
     low, high = EDGES
@@ -170,7 +170,7 @@ def _thickness(one: Slice) -> float:
 def _even_step(
     folder: Path, slices: Sequence[Slice], normal: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """From a slice to the next one, in mm; they lean where the gantry was tilted."""
+    """Return the step from a slice to the next, in mm; it is oblique if the gantry was tilted."""
     places = np.array([one.place for one in slices])
     steps = np.diff(places, axis=0)
     usual = np.median(steps, axis=0)
@@ -191,7 +191,7 @@ def save_segmentation(
     file appears complete or not at all.
 
     Raises ValueError for labels of another shape or kind or without a name, DataError when the
-    grid is of no DICOM series or lacks the numbers to refer to, when highdicom is not installed or
+    grid is not of a DICOM series or lacks the UIDs to refer to, when highdicom is not installed or
     the file cannot be written.
     """
     path, folder = Path(path), grid.path
@@ -208,7 +208,7 @@ def save_segmentation(
     array = label_array(labels, grid.shape[:3], folder)
     if array.max() >= len(names):
         raise ValueError(f"labels go up to {array.max()}, names up to {len(names) - 1}")
-    # along the normal
+    # mm between slices along the normal
     apart = round(abs(np.linalg.det(grid.affine)) / np.prod(slices[0].gaps), 6)
     for one in slices:
         header = one.header
@@ -226,7 +226,7 @@ def save_segmentation(
             segment_number=number,
             segment_label=name[:64],  # as long as the standard allows
             segmented_property_category=tissue,
-            # What a name of ours means is not known: a private code with that name says so much.
+            # The meaning of a name is not known here: a private code with that name stands for it.
             segmented_property_type=highdicom.sr.CodedConcept(
                 str(number), "99NDLIGHTNET", name[:64]
             ),
@@ -257,7 +257,7 @@ def save_segmentation(
             device_serial_number="1",
             series_description="ndlightnet segmentation",
         )
-    except Exception as error:  # headers can be wrong in more ways than are looked at here
+    except Exception as error:  # headers can be wrong in more ways than are checked here
         raise DataError(f"{folder}: cannot take a DICOM-SEG ({one_line(error)})") from error
     with atomic_write(path) as draft:
         written.save_as(draft)

@@ -1,5 +1,5 @@
-"""Headers of DICOM files: what kind of object each is, and every number of a slice looked at once,
-here, so that nothing after this meets a NaN, a missing tag or a length that is none."""
+"""Headers of DICOM files: the kind of object that each describes, and a check of every number of a
+slice, so that later code meets no NaN, no missing tag and no invalid length."""
 
 import re
 from collections.abc import Callable
@@ -16,19 +16,20 @@ from ndlightnet.data.errors import DataError, one_line, readable
 from ndlightnet.data.volume.grid import EDGES
 
 Numbers = NDArray[np.float64]
-# Classes whose images are slices, placed in the patient; others are if they have a place.
+# Classes whose images are slices positioned in the patient; others count if they have a position.
 PLANES = re.compile(r"(Legacy Converted )?(Enhanced )?(CT|MR|PET|Positron Emission Tomography) ")
 SCOUTS = re.compile("locali[sz]er|scout|survey|surview|topogram|scanogram", re.IGNORECASE)
 FARTHEST = 1e6  # mm from the origin; nothing is scanned a kilometre away
-# Cosines are written with three decimals and more: 0.0005 off in each of three numbers.
+# Cosines are written with three or more decimals: each of three numbers is up to 0.0005 off.
 ROUNDED = 1e-3
 SCALING = ("RescaleSlope", "RescaleIntercept")
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A file of one slice. place: of its first voxel, mm; along_row, along_column: of length 1;
-    gaps: mm between rows and between columns; scaling: which tags turn stored values into units."""
+    """A file of one slice. place: position of its first voxel, mm; along_row, along_column: unit
+    vectors; gaps: mm between rows and between columns; scaling: tags that turn stored values into
+    units."""
 
     file: Path
     header: Any
@@ -45,7 +46,7 @@ class Slice:
 
 
 def dicom_files(folder: Path) -> list[Path]:
-    """The files of a folder that say they are DICOM, whatever their ending."""
+    """Return the files of a folder that are marked as DICOM, whatever their ending."""
     return [file for file in sorted(folder.iterdir()) if is_dicom(file)]
 
 
@@ -54,13 +55,13 @@ def is_dicom(file: Path) -> bool:
 
 
 def read_header(file: Path, tags: list[str] | None = None, voxels: bool = False) -> Any:
-    """All but the voxels, with `voxels` these as well, or only these tags."""
+    """Read a header without the voxels; with `voxels` also these; with `tags` only those."""
     with readable(file):
         return pydicom.dcmread(file, stop_before_pixels=not voxels, specific_tags=tags)
 
 
 def text_of(header: Any, tag: str) -> str:
-    """As it stands in the file, "" where it does not; never an error."""
+    """Return a tag as text, as it is in the file, "" if it is missing; never raises."""
     try:
         value = header.get(tag)
     except Exception:  # pydicom converts a value when it is asked for, and may not be able to
@@ -69,11 +70,11 @@ def text_of(header: Any, tag: str) -> str:
 
 
 def kind_of(header: Any) -> str:
-    """ "" for the slice of a volume; else what else it is, in a word: reports, plans, structures,
-    scouts and photographs stand in the folders of images too."""
+    """Return "" for the slice of a volume, else the kind of object in a word: reports, plans,
+    structures, scouts and photographs are in the folders of images too."""
     uid = text_of(header.file_meta, "MediaStorageSOPClassUID") or text_of(header, "SOPClassUID")
     name = UID(uid).name
-    image = "Image Storage" in name if name != uid else "Rows" in header  # unknown: by its look
+    image = "Image Storage" in name if name != uid else "Rows" in header  # unknown: by its tags
     placed = PLANES.match(name) or "ImagePositionPatient" in header
     if image and "LOCALIZER" in text_of(header, "ImageType"):
         return "localizer"
@@ -90,8 +91,8 @@ def numbers(
     expected: str,
     good: Callable[[Numbers], Any] = lambda found: True,
 ) -> Numbers:
-    """The `count` finite numbers of a tag. DataError, with the file, the tag and its value, where
-    it is missing, is no such numbers, or not `good`."""
+    """Return the `count` finite numbers of a tag. DataError, with the file, the tag and its value,
+    if it is missing, does not hold such numbers, or they are not `good`."""
     try:  # pydicom converts a value when it is asked for
         value = header.get(tag)
         found = np.array(value, dtype=float).reshape(-1)
@@ -105,7 +106,7 @@ def numbers(
 
 
 def whole(header: Any, tag: str, default: int, among: range | tuple[int, ...]) -> int:
-    """A whole number; `default` where there is none."""
+    """Return the whole number of a tag, one of `among`; `default` if it is missing."""
     if text_of(header, tag) == "":
         return default
     some = (
@@ -115,8 +116,8 @@ def whole(header: Any, tag: str, default: int, among: range | tuple[int, ...]) -
 
 
 def checked(header: Any) -> Slice:
-    """The numbers of a slice. DataError names the file, the tag, its value and what was
-    expected."""
+    """Return the slice of a header, with its numbers checked. DataError names the file, the tag,
+    its value and what was expected."""
     file = Path(header.filename)
     if whole(header, "NumberOfFrames", 1, range(2**31)) > 1:
         raise DataError(f"{file}: holds several frames; only files of one slice can be read")
@@ -159,8 +160,8 @@ def _turn(cosines: Numbers) -> bool:
 
 
 def _scaling(header: Any) -> tuple[str, ...]:
-    """The tags that turn stored values into units, after a look at them: one of slope and
-    intercept without the other would be passed over."""
+    """Return the tags that turn stored values into units, after a check of their values: slope or
+    intercept without the other would be ignored later."""
     if "ModalityLUTSequence" in header:
         return ("ModalityLUTSequence",)
     if not any(tag in header for tag in SCALING):

@@ -14,9 +14,9 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.volume.dicom_headers import SCOUTS, is_dicom, kind_of, read_header, text_of
 from ndlightnet.data.volume.formats import ENDINGS, stem
 
-MANY = 500  # files; to read the headers of more takes seconds, which a bar shows
+MANY = 500  # files; reading the headers of more takes seconds, which a progress bar shows
 KEPT = 40  # letters of each part of a name
-# All that is kept of a header here: there may be tens of thousands.
+# The only tags of a header that are held here: there may be tens of thousands of headers.
 TAGS = ["SOPClassUID", "SOPInstanceUID", "SeriesInstanceUID", "StudyInstanceUID", "PatientID",
         "PatientName", "FrameOfReferenceUID", "Modality", "ImageType", "SeriesNumber",
         "SeriesDescription", "ImagePositionPatient", "ImageOrientationPatient",
@@ -26,8 +26,8 @@ ONE_SERIES = ("SeriesInstanceUID", "StudyInstanceUID", "PatientID", "FrameOfRefe
 
 @dataclass
 class Series:
-    """Images of one SeriesInstanceUID. folder: the deepest that holds them all. name: "" where the
-    folder's is enough."""
+    """Images of one SeriesInstanceUID. folder: the deepest folder that holds them all. name: "" if
+    the name of the folder is enough."""
 
     folder: Path
     headers: list[Any] = field(default_factory=list)
@@ -42,19 +42,19 @@ class Series:
 
     @property
     def scout(self) -> bool:
-        """Slices in several planes, called like what other scans are planned on."""
+        """Whether these are scout images: slices in several planes, described as a localizer."""
         planes = len(self.texts("ImageOrientationPatient"))
         return planes > 1 and SCOUTS.search(self.text("SeriesDescription")) is not None
 
 
 def find_series(root: Path, modality: str | None = None) -> tuple[list[Series], str, list[Path]]:
-    """Every series of images below a folder, in order of their folders, or those of one modality
-    (CT, MR, PT, ...); a line on what else of DICOM is there, "" if nothing; and all DICOM files.
-    Files with the ending of another format are not looked into.
+    """Return every series of images below a folder, in order of their folders, or those of one
+    modality (CT, MR, PT, ...); a line on other DICOM objects, "" if there are none; and all DICOM
+    files. Files with the ending of another format are not opened.
 
-    A series that is alone in the folder, or in one directly in it, is called as that folder is; any
-    other by patient, modality and SeriesNumber, and, where that is not enough, by letters made from
-    its UID. A file whose header cannot be read belongs to every series of its folder, so that they
+    A series that is alone in the folder, or in a direct subfolder, is named after that folder; any
+    other by patient, modality and SeriesNumber and, if that is not unique, by a hash of its UID and
+    folder. A file whose header cannot be read is added to every series of its folder, so that they
     are refused with its name: it may be a slice of any of them.
     """
     found: list[Series] = []
@@ -77,7 +77,7 @@ def find_series(root: Path, modality: str | None = None) -> tuple[list[Series], 
 
 
 def _headers(root: Path, left: Counter[str]) -> dict[Path, dict[Path, Any]]:
-    """Folder by folder the DICOM files and their headers, None where it cannot be read."""
+    """Return the DICOM files and their headers by folder; None for a header that is unreadable."""
     from rich.progress import track
 
     files: list[Path] = []
@@ -99,7 +99,7 @@ def _headers(root: Path, left: Counter[str]) -> dict[Path, dict[Path, Any]]:
     for file in track(files, "reading DICOM headers", transient=True, disable=few):
         try:
             dicom, header = is_dicom(file), None
-        except OSError:  # it may not be opened: then the ending has to tell
+        except OSError:  # no right to open it: the ending decides
             dicom = file.suffix.lower() == ".dcm"
         if dicom:
             with suppress(DataError):
@@ -111,7 +111,7 @@ def _headers(root: Path, left: Counter[str]) -> dict[Path, dict[Path, Any]]:
 def _sort_out(
     folder: Path, headers: dict[Path, Any], found: list[Series], left: Counter[str]
 ) -> None:
-    """Adds the series of a folder to those found, and the number of what else there is to left."""
+    """Add the series of a folder to `found`, and the counts of its other objects to `left`."""
     here: dict[str, Series] = {}
     lost = []
     for file, header in headers.items():
@@ -132,8 +132,8 @@ def _sort_out(
 
 
 def _join(found: list[Series], series: Series) -> None:
-    """Adds a series, or the rest of one: some archives put so many files into a folder and go on in
-    the next. A copy, of the same objects, is a series of its own."""
+    """Add a series, or the rest of one: some archives put a fixed number of files into a folder and
+    continue in the next. A copy, with the same objects, is a separate series."""
     for begun in found:
         same = series.text(ONE_SERIES[0]) and all(
             begun.text(tag) == series.text(tag) for tag in ONE_SERIES
@@ -168,5 +168,5 @@ def _name(found: Sequence[Series], root: Path) -> None:
 
 
 def _safe(text: str) -> str:
-    """As a part of a file's name."""
+    """Return text as a part of a file's name."""
     return re.sub(r"[^\w.-]+", "-", text)[:KEPT].strip(".-_") or "unknown"

@@ -1,4 +1,4 @@
-"""What a folder of labelled volumes is like: sizes, voxel edges, intensities under the labels."""
+"""Statistics of a folder of labelled volumes: sizes, voxel edges, intensities under the labels."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from ndlightnet.data.volume.grid import Case
 from ndlightnet.data.volume.volume import Volume, in_threads
 
-SAMPLE = 10_000  # labelled voxels of a case whose values are kept
+SAMPLE = 10_000  # labelled voxels per case whose values are stored
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of all cases; axes are x to the right, y to the front, z to the head.
+    """Statistics of all cases; axes are x to the right, y to the front, z to the head.
 
     shapes: (cases, 3) voxels. spacings: (cases, 3) mm. values: (channels, samples) of labelled
-    voxels, as many of every case as it has up to SAMPLE. voxels: (classes,) of each class in all.
+    voxels, at most SAMPLE of each case. voxels: (classes,) voxels of each class in all cases.
     """
 
     shapes: NDArray[np.int64]
@@ -32,7 +32,7 @@ class Fingerprint:
 def fingerprint(
     cases: Sequence[Case], classes: int, channels: int | None = None, progress: bool = True
 ) -> Fingerprint:
-    """Reads every case once. Raises DataError as `Volume.read`."""
+    """Read every case once and return the statistics. Raises DataError as `Volume.read` does."""
 
     def look(case: Case) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float32],
                                   NDArray[np.int64]]:  # fmt: skip

@@ -13,9 +13,9 @@ from ndlightnet.data.volume.nifti import open_nifti
 
 @dataclass(frozen=True)
 class Reader:
-    """A format. open(path, slices): the grid at once, and what reads the voxels a few slices at a
-    time, so that a volume of gigabytes is never held twice. endings: of its files, in small
-    letters; none: it is a folder. voxels: of files beside them that hold the voxels."""
+    """A format. open(path, slices): returns the grid, and a function that reads the voxels a few
+    slices at a time, so that a volume of gigabytes is never held twice. endings: of its files, in
+    lower case; empty: it is a folder. voxels: endings of separate files that hold the voxels."""
 
     name: str
     endings: tuple[str, ...]
@@ -36,8 +36,8 @@ FILES = f"{', '.join(_FIRST)} or {_LAST} file"  # for messages
 
 
 def open_file(path: Path, slices: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
-    """The reader's, of a file or of a folder with the DICOM slices; one of an unknown ending is
-    taken for NIfTI. Raises DataError where it cannot be read."""
+    """Open a file, or a folder with the DICOM slices, by its format's reader; an unknown ending is
+    taken for NIfTI. Raises DataError if it cannot be read."""
     with readable(path):
         return (FOLDER if path.is_dir() else reader_of(path)).open(path, slices)
 
@@ -48,6 +48,6 @@ def reader_of(file: Path) -> Reader:
 
 
 def stem(path: Path) -> str:
-    """The name without the ending of a volume; the whole name of anything else."""
+    """Return the name without the ending of a volume; the whole name of any other file."""
     ending = next((end for end in ENDINGS if path.name.lower().endswith(end)), "")
     return path.name[: len(path.name) - len(ending)]

@@ -1,4 +1,4 @@
-"""What a case is, and where the voxels of a file lie: the words that all readers share."""
+"""Cases, and the grids of their files in space: the types that all readers share."""
 
 import math
 import os
@@ -14,23 +14,23 @@ from torch import Tensor
 
 from ndlightnet.data.errors import DataError, file_name
 
-EDGES = (0.001, 100.0)  # mm; outside, a header is taken for broken or in another unit
+EDGES = (0.001, 100.0)  # mm; outside this range a header is considered broken or in another unit
 SLAB = 2**18  # voxels read at a time: 2 MB in float64
-# bytes of this machine, where it tells
+# bytes of this machine's memory, where the system tells
 MEMORY = (
     os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
 )
 NO_SIDES = "left and right are not known"
-# read(z, channel): the slices z as (x, y, n), rescaled, in the file's own type or float64
+# read(z, channel): the slices z as (x, y, n), rescaled, in the file's type or float64
 Read = Callable[[slice, int], NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One patient: image files (each a file or a folder with a DICOM series), first the one that
-    gives the grid, and the label file where there is one. slices: the files of the DICOM series,
-    for the folder may hold others; none: all of the folder's. The name is changed to one that a
-    file can have: results are called by it."""
+    """One patient: image files (each a file or a folder with a DICOM series), the first of which
+    gives the grid, and the label file if there is one. slices: the files of the DICOM series, as
+    the folder may hold others; empty: the folder's series with the most slices. The name is changed
+    to a valid file name: results are named after it."""
 
     name: str
     images: tuple[Path, ...]
@@ -46,8 +46,8 @@ class FileGrid:
     """The grid of a file, without its voxels.
 
     shape: (x, y, z, channels). affine: (4, 4) float64, from voxel indices to RAS mm. notes: one
-    line for each thing that was decided for the user. slices: of a DICOM series, in order of z.
-    labels: makes a nibabel image of labels (x, y, z) with the header of the file, where it has one.
+    line for each decision made for the user. slices: those of a DICOM series, in order of z.
+    labels: makes a nibabel image of labels (x, y, z) with the header of a NIfTI file, else None.
     Raises DataError for more voxels than the memory can hold as float32, and for an affine that
     cannot be inverted or has edges outside 0.001 to 100 mm.
     """
@@ -76,17 +76,17 @@ class FileGrid:
 
     @property
     def edges(self) -> NDArray[np.float64]:
-        """(3,): the voxel's edges in mm."""
+        """Edges of a voxel in mm: (3,)."""
         return np.asarray(np.linalg.norm(self.affine[:3, :3], axis=0))
 
     @property
     def corners(self) -> NDArray[np.float64]:
-        """(8, 4): the outermost voxel centres in mm, homogeneous."""
+        """Outermost voxel centres in mm, homogeneous: (8, 4)."""
         ends = np.array(np.meshgrid(*[(0, n - 1) for n in self.shape[:3]], [1], indexing="ij"))
         return np.asarray(ends.reshape(4, -1).T @ self.affine.T)
 
     def slabs(self, read: Read) -> Iterator[tuple[int, slice, NDArray[Any]]]:
-        """(channel, z, voxels (x, y, n)), in the order in which a file holds them."""
+        """Yield (channel, z, voxels (x, y, n)) in the order in which a file holds them."""
         x, y, z, channels = self.shape
         step = max(1, SLAB // (x * y))
         for channel in range(channels):
@@ -95,22 +95,22 @@ class FileGrid:
                 yield channel, part, read(part, channel)
 
     def label_image(self, labels: Tensor | NDArray[Any]) -> Any:
-        """The nibabel image of labels (x, y, z) on this grid, as `label_array` checks them."""
+        """Return the nibabel image of labels (x, y, z) on this grid, checked by `label_array`."""
         array = label_array(labels, self.shape[:3], self.path)
         image: Any
         if self.labels is None:
             image = nibabel.Nifti1Image(array, self.affine)  # type: ignore[no-untyped-call]
-            image.set_sform(self.affine, code=1)  # 1: the scanner's own space
+            image.set_sform(self.affine, code=1)  # 1: scanner coordinates
             image.header.set_xyzt_units("mm")
         else:
             image = self.labels(array)
         image.set_data_dtype(array.dtype)
-        image.header["cal_min"] = image.header["cal_max"] = 0  # the display window of the source
+        image.header["cal_min"] = image.header["cal_max"] = 0  # no display window from the source
         return image
 
 
 def four_axes(path: Path, shape: Sequence[int], dtype: Any) -> tuple[int, ...]:
-    """(x, y, z, channels). A plane is one slice; further axes of length one are none."""
+    """Return (x, y, z, channels). A plane is one slice; trailing axes of length 1 do not count."""
     if np.dtype(dtype).kind not in "biuf":
         raise DataError(f"{path}: voxels should be real numbers, are {dtype}")
     axes = tuple(int(n) for n in shape)
@@ -126,7 +126,7 @@ def four_axes(path: Path, shape: Sequence[int], dtype: Any) -> tuple[int, ...]:
 
 
 def check_size(path: Path, shape: Sequence[int], itemsize: int, most: float, holder: str) -> None:
-    """DataError for a header that claims more bytes than `most`, before room is made for them."""
+    """Raise DataError if a header claims more bytes than `most`, before they are allocated."""
     if (claimed := math.prod(shape) * itemsize) > most:
         sizes = " x ".join(map(str, shape))
         raise DataError(
@@ -138,7 +138,7 @@ def check_size(path: Path, shape: Sequence[int], itemsize: int, most: float, hol
 def label_array(
     labels: Tensor | NDArray[Any], shape: Sequence[int], path: Path
 ) -> NDArray[np.uint8 | np.int16]:
-    """Labels as uint8, or int16 where one is above 255. Raises ValueError unless they are whole
+    """Return labels as uint8, or int16 if one is above 255. Raises ValueError unless they are whole
     numbers in 0..32767 on the grid (`shape`) of the image at `path`."""
     array = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)
     if array.dtype.kind not in "biu":

@@ -1,4 +1,4 @@
-"""NRRD and MetaImage files, by SimpleITK."""
+"""Reader of NRRD and MetaImage files, by SimpleITK."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,11 +21,11 @@ def open_itk(path: Path, _: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
         claimed = (*reader.GetSize(), reader.GetNumberOfComponents())
         check_size(path, claimed, 4, grid.MEMORY, "this machine's memory")  # as float32
         image: Any = reader.Execute()
-    except RuntimeError as error:  # begins with where in the source, for 100 characters or more
+    except RuntimeError as error:  # begins with 100 or more characters of source location
         raise RuntimeError(str(error).rpartition("ERROR: ")[2]) from error
 
     def voxels() -> NDArray[Any]:
-        """A view (x, y, [z, [channels]]); not kept, for it does not keep the image alive."""
+        """Return a view (x, y, [z, [channels]]); not stored: it does not keep the image alive."""
         view = sitk.GetArrayViewFromImage(image)
         if image.GetNumberOfComponentsPerPixel() > 1:
             view = np.moveaxis(view, -1, 0)
@@ -39,7 +39,7 @@ def open_itk(path: Path, _: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
     turn[:axes, :axes] = np.reshape(image.GetDirection(), [image.GetDimension()] * 2)[:axes, :axes]
     affine = np.eye(4)
     affine[:3, :3], affine[:3, 3] = turn * spacing, origin
-    affine[:2] *= -1  # ITK's millimetres run to the left and back
+    affine[:2] *= -1  # ITK's x and y run to the left and to the back
     if axes == 2:
         notes.append(f"{path}: is a plane, taken as one slice of 1 mm")
     if path.suffix.lower() == ".nrrd" and not image.HasMetaDataKey("NRRD_space"):

@@ -1,5 +1,5 @@
-"""NIfTI files, by nibabel. MONAI's NibabelReader is not used: it rewrites an affine that disagrees
-with pixdim."""
+"""Reader of NIfTI files, by nibabel. MONAI's NibabelReader is not used: it rewrites an affine that
+disagrees with pixdim."""
 
 import gzip
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from ndlightnet.data.volume.grid import NO_SIDES, FileGrid, Read, check_size, four_axes
 
-DEFLATED = 1032  # times smaller, at most, that gzip makes a file
+DEFLATED = 1032  # largest compression ratio of gzip
 
 
 def open_nifti(path: Path, _: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
-    """Opens the file once: nibabel.load would open it a second time, and it stops at the last
-    voxel, before the checksum of gzip, while most flipped bits give other voxels, not a broken
+    """Open the file once. nibabel.load would open it a second time and stop at the last voxel,
+    before gzip's checksum, which is needed: most flipped bits give other voxels, not a broken
     stream."""
     packed = path.name.lower().endswith(".gz")
     stream: Any = gzip.GzipFile(path) if packed else path.open("rb")
@@ -41,13 +41,13 @@ def open_nifti(path: Path, _: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
     notes = []
     if header["sform_code"] == 0 and header["qform_code"] == 0:
         notes.append(f"{path}: has no affine (sform_code and qform_code are 0): {NO_SIDES}")
-    # A header that is passed along with its own affine keeps both codes and transforms.
+    # A header that is passed together with its affine keeps both codes and transforms.
     labels = lambda array: kind(array, affine, header)  # noqa: E731
     return FileGrid(path, shape, affine, tuple(notes), labels=labels), read
 
 
 def _kind(stream: Any) -> Any:
-    """NIfTI-1 or NIfTI-2, by the first bytes."""
+    """Return nibabel's class for NIfTI-1 or NIfTI-2, by the first bytes."""
     start = stream.read(nibabel.Nifti2Header.sizeof_hdr)
     stream.seek(0)
     for kind in (nibabel.Nifti1Image, nibabel.Nifti2Image):

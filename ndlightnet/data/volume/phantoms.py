@@ -1,8 +1,8 @@
 """Labelled CT phantoms: a torso of ellipsoids and tubes, drawn anew for every case.
 
 A small data set that needs no download, in the Medical Segmentation Decathlon's layout. The organs
-differ from case to case in size, place, tilt and contrast; unlabelled ribs, heart, vessels, stomach
-and bowel share their intensities with the labelled ones, so a threshold does not solve it.
+differ from case to case in size, position, tilt and contrast; unlabelled ribs, heart, vessels,
+stomach and bowel share their intensities with the labelled ones, so a threshold does not solve it.
 """
 
 import json
@@ -26,7 +26,7 @@ Mask = NDArray[np.bool_]
 
 LABELS = ("background", "body", "spine", "lungs", "liver", "spleen", "kidneys")
 BODY, SPINE, LUNGS, LIVER, SPLEEN, KIDNEYS = range(1, 7)
-RECIPE = 1  # raise it with every change of the drawing: an older set is not this one
+RECIPE = 1  # to be raised with every change of the drawing, so that older sets are not reused
 WOBBLE = 5.0  # mm: how far the smooth random warp moves an outline
 
 
@@ -38,7 +38,7 @@ def make_phantoms(
     Images are int16 Hounsfield units, labels uint8, about (64, 52, 40) voxels of 5-6 x 5-6 x 6-8
     mm; the axes run to the right, front and head in some cases and to the left, back and head in
     the others. Everything follows from `seed`. `folder` appears complete or not at all; one that
-    already holds this very set is kept.
+    already holds this set is left as it is.
 
     Raises DataError when `folder` holds something else or cannot be written.
     """
@@ -81,7 +81,7 @@ def _write(folder: Path, recipe: dict[str, int], progress: bool) -> None:
 
     names = [("Tr", f"phantom_{i:03d}") for i in range(recipe["training"])]
     names += [("Ts", f"phantom_{i:03d}") for i in range(len(names), len(names) + recipe["test"])]
-    # One stream a case, spawned from the seed: a case does not depend on how many others there are.
+    # One random stream per case, spawned from the seed: a case does not depend on the others.
     seeds = np.random.SeedSequence(recipe["seed"]).spawn(len(names))
 
     def write(index: int) -> None:
@@ -120,7 +120,7 @@ def _write(folder: Path, recipe: dict[str, int], progress: bool) -> None:
 def draw_phantom(
     rng: np.random.Generator,
 ) -> tuple[NDArray[np.int16], NDArray[np.uint8], NDArray[np.float64]]:
-    """One phantom: image (x, y, z) in HU, label (x, y, z), affine (4, 4) from indices to RAS mm."""
+    """Draw a phantom: image (x, y, z), HU; label (x, y, z); affine (4, 4), indices to RAS mm."""
     shape = np.array([64, 52, 40]) + rng.integers(-3, 4, 3)
     in_plane = rng.uniform(5.3, 5.9)
     spacing = np.array([in_plane, in_plane, rng.uniform(6.2, 7.6)]).round(3)
@@ -139,7 +139,7 @@ def draw_phantom(
 
     affine = np.diag([*spacing, 1.0])
     affine[:3, 3] = (rng.uniform(-40, 40, 3) - spacing * (shape - 1) / 2).round(2)
-    if rng.random() < 0.5:  # index order to the left and back, as scanners store; the same place
+    if rng.random() < 0.5:  # index order to the left and back, as scanners store; same positions
         image, label = image[::-1, ::-1], label[::-1, ::-1]
         affine[:2, 3] += spacing[:2] * (shape[:2] - 1)
         affine[:2, :2] *= -1
@@ -147,17 +147,17 @@ def draw_phantom(
 
 
 def _blocks(fine: NDArray[Any]) -> NDArray[Any]:
-    """(2x, 2y, 2z) -> (x, y, z, 8): the fine cells of every voxel."""
+    """Return the fine cells of every voxel: (2x, 2y, 2z) -> (x, y, z, 8)."""
     x, y, z = (n // 2 for n in fine.shape)
     cells = fine.reshape(x, 2, y, 2, z, 2).transpose(0, 2, 4, 1, 3, 5)
     return cells.reshape(x, y, z, 8)
 
 
 class Canvas:
-    """A grid at twice the resolution, in the patient's own mm: x to the right, y to the front, z to
+    """A grid at twice the resolution, in the patient's mm: x to the right, y to the front, z to
     the head.
 
-    The patient lies a little turned in the scanner and every outline is warped by a smooth random
+    The patient lies slightly rotated in the scanner and every outline is warped by a smooth random
     field.
     """
 
@@ -179,7 +179,7 @@ class Canvas:
         self.label: NDArray[np.uint8] = np.zeros(tuple(self.shape), np.uint8)
 
     def texture(self, grain: float, strength: float) -> Floats:
-        """A smooth random field over the grid: blobs of about `grain` mm, deviation `strength`."""
+        """Return a smooth random field: blobs of about `grain` mm, deviation `strength`."""
         coarse = np.maximum(2, self.shape * self.step / grain).astype(int) + 1
         field = torch.from_numpy(self.rng.normal(0, strength, tuple(coarse)).astype(np.float32))
         size = tuple(int(n) for n in self.shape)
@@ -187,7 +187,7 @@ class Canvas:
         return np.asarray(fine[0, 0].numpy(), np.float32)
 
     def paint(self, mask: Mask, hu: float | Floats, label: int) -> None:
-        """Fills `mask`, a mask of the whole grid."""
+        """Fill `mask`, a mask of the whole grid, with `hu` and `label`."""
         self.hu[mask] = hu if isinstance(hu, (int, float)) else hu[mask]
         self.label[mask] = label
 
@@ -200,8 +200,8 @@ class Canvas:
         tilt: tuple[float, float, float] = (0, 0, 0),
         within: Mask | None = None,
     ) -> Mask:
-        """Paints an ellipsoid (mm; tilt in degrees about x, y, z), cut to `within`: its mask."""
-        # Only the cells around it are looked at: most organs are small against the grid.
+        """Paint an ellipsoid (mm; tilt: degrees about x, y, z) cut to `within`; return its mask."""
+        # Only the cells around it are computed: most organs are small against the grid.
         reach = max(radii) + 3 * WOBBLE
         middle = (self.turn.T @ np.array(centre) - self.first) / self.step
         low = np.clip(middle - reach / self.step, 0, self.shape).astype(int)
@@ -220,7 +220,7 @@ class Canvas:
 
 
 def _rotation(degrees: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Rotation matrix (3, 3) about x, then y, then z."""
+    """Return the rotation matrix (3, 3) about x, then y, then z."""
     matrix = np.eye(3)
     for axis, angle in enumerate(np.deg2rad(degrees)):
         i, j = (axis + 1) % 3, (axis + 2) % 3
@@ -340,7 +340,7 @@ def draw_torso(canvas: Canvas, rng: np.random.Generator) -> None:
         canvas.ellipsoid(flank, (19, 21, 62), 30 + 12 * blotches, BODY, within=cavity)
         canvas.ellipsoid(flank, (11, 13, 50), -750 + 90 * blotches, BODY, within=cavity)
 
-    # The column bends, and everything beside it follows: u, v are the distances from its middle, w
+    # The spine bends, and everything beside it follows: u, v are the distances from its middle, w
     # the height above the middle of the nearest vertebra.
     bend, lean, curve = rng.uniform(-7, 7), rng.uniform(-0.04, 0.04), rng.uniform(6, 14)
     row = rng.uniform(27, 32)

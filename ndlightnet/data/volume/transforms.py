@@ -1,8 +1,8 @@
-"""From a `Volume` to a network: turned, resampled and scaled.
+"""Preparation of a `Volume` for a network: reoriented, resampled and scaled.
 
 A prepared volume lies along RAS axes (x to the right, y to the front, z to the head), whatever
-index order its file has: left and right are not to be guessed. That is a flip and a permutation,
-nothing is interpolated unless a spacing is asked for.
+index order its file has, so that left and right need not be guessed. Axes are only flipped and
+permuted; nothing is interpolated unless a spacing is given.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,15 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.volume.volume import Volume, upright
 
 SAMPLE = 1_000_000  # voxels that percentiles are taken of
-MOST_VOXELS = 2**31  # a resampled volume of more is refused: the spacing is not meant
+MOST_VOXELS = 2**31  # a larger resampled volume is refused: the spacing must be a mistake
 
 
 @dataclass(frozen=True)
 class Intensity:
-    """How a channel becomes numbers of order one: (clipped to low..high - mean) / deviation, in the
-    file's own units (CT: Hounsfield units). Without numbers each volume is clipped to its own
-    percentiles 0.5 and 99.5 and brought to mean 0 and deviation 1, for scanners without units
-    (MRI). Raises DataError for some of the numbers without the others, and for an empty range."""
+    """Scaling of a channel to numbers of order one: (clipped to low..high - mean) / deviation, in
+    the file's units (CT: Hounsfield units). Without numbers each volume is clipped to its
+    percentiles 0.5 and 99.5 and scaled to mean 0 and standard deviation 1, for scanners without
+    units (MRI). Raises DataError if only some numbers are given, and for an empty range."""
 
     low: float | None = None
     high: float | None = None
@@ -42,7 +42,7 @@ class Intensity:
             raise DataError(f"{self}: expected low < high and deviation > 0")
 
     def scale_(self, x: Tensor) -> None:
-        """x (x, y, z) float32, in place: a volume is not held twice."""
+        """Scale x (x, y, z) float32 in place: a volume is not held twice."""
         if self.mean is not None:
             x.clamp_(self.low, self.high).sub_(self.mean).div_(self.deviation)  # type: ignore[arg-type]
             return
@@ -57,13 +57,13 @@ class Intensity:
 
 
 class Prepare:
-    """A `Volume` -> {"name", "image", "label" (where there is one)} along RAS axes, at `spacing`
-    (mm along x, y, z; None: the file's own), the `channels` by number (None: all), each scaled by
-    its Intensity. What is read of the volume stays as it is.
+    """Convert a `Volume` to {"name", "image", "label" (if it has one)} along RAS axes, at `spacing`
+    (mm along x, y, z; None: the file's), with the `channels` by number (None: all), each scaled by
+    its Intensity. The `Volume` itself is not changed.
 
     image: MetaTensor (channels, x, y, z) float32. label: MetaTensor (1, x, y, z) uint8 or int16.
 
-    Raises DataError for a spacing that is none, and for one at which a volume is far too large."""
+    Raises DataError for an invalid spacing, and for one at which a volume is far too large."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Prepare:
                 f"{len(volume.image)} channels for {len(self.intensities)} intensities"
             )
         name = volume.case.name
-        # a list of channels makes a copy, which is scaled where it lies
+        # indexing by a list makes a copy, which is scaled in place
         image = self._resampled(upright(volume.image[self.channels]), "bilinear", name)
         for channel, number in zip(image.as_tensor(), self.channels, strict=True):
             self.intensities[number].scale_(channel)
@@ -106,8 +106,8 @@ class Prepare:
 
 
 class ScaleChannelsd(MapTransform):
-    """The last step of Prepare by itself, among MONAI's dictionary transforms: of an image
-    (channels, *space) the `channels` by number (None: all), each scaled by its Intensity."""
+    """The last step of Prepare as a MONAI dictionary transform: take the `channels` by number
+    (None: all) of an image (channels, *space) and scale each by its Intensity."""
 
     def __init__(
         self, keys: Any, intensities: Sequence[Intensity], channels: Sequence[int] | None = None

@@ -1,4 +1,4 @@
-"""A case of one patient, read once: from its files to a network, and labels back onto its grid."""
+"""The volume of one case, read once from its files, and the way of labels back onto its grid."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ndlightnet.data.volume.dicom import save_segmentation
 from ndlightnet.data.volume.formats import open_file
 from ndlightnet.data.volume.grid import SLAB, Case, FileGrid, Read
 
-# Two grids are one when no corner is off by more than this fraction of the smallest voxel edge.
+# Two grids are the same if no corner is off by more than this fraction of the smallest voxel edge.
 # Headers round: a qform holds a rotation as three float32, good to 3e-4 rad: 0.04 mm at 150 mm.
 SAME_GRID = 0.1
 T = TypeVar("T")
@@ -30,12 +30,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Volume:
-    """What is trained on, measured and drawn of a case, and what its labels are written onto.
+    """Voxels of a case, for training, metrics and figures, and the grid to write its labels on.
 
-    image: MetaTensor (channels, x, y, z), float32, in the file's own values (CT: Hounsfield units).
+    image: MetaTensor (channels, x, y, z), float32, in the file's units (CT: Hounsfield units).
     label: MetaTensor (1, x, y, z), int16, or None. Both are in the index order of the first image
     and carry `.affine`, (4, 4) float64 from voxel indices to RAS mm. grid: of the first image.
-    notes: a line for each thing that was decided for the user: "PATH: what".
+    notes: a line "PATH: what" for each decision that was made for the user.
     """
 
     case: Case
@@ -48,10 +48,10 @@ class Volume:
     def read(cls, case: Case, classes: int | None = None, channels: int | None = None) -> Volume:
         """Opens every file of the case once.
 
-        The first file keeps its grid and the others are interpolated onto it, with their minimum
-        where they do not reach. A file's fourth axis holds channels, a plane is one slice, and
+        The first file gives the grid; the others are interpolated onto it, and take their minimum
+        outside their extent. A file's fourth axis holds channels, a plane is one slice, and
         voxels that are NaN or infinite take the least finite value of their channel. A label map
-        with the same grid in another index order is turned.
+        with the same grid in another index order is flipped and permuted.
 
         Raises DataError for a file that cannot be read, has an empty axis or another number of
         axes, an affine that cannot be inverted, voxel edges outside 0.001 to 100 mm, more than half
@@ -93,27 +93,27 @@ class Volume:
         return cls(case, MetaTensor(whole, affine=affine), numbers, first, tuple(notes))
 
     def onto(self, image: Any) -> tuple[tuple[int, ...], NDArray[np.float64]] | None:
-        """The file's grid along RAS axes: its shape and the (4, 4) matrix from its voxel indices to
-        those of `image`, a MetaTensor that `Prepare` has made of this volume; diagonal but for the
-        offset. None: it is the same grid."""
+        """Return the file's grid along RAS axes: its shape and the (4, 4) matrix from its voxel
+        indices to those of `image`, a MetaTensor that `Prepare` has made of this volume; diagonal
+        except for the offset. None if the two grids are the same."""
         turns, space = self._axes(), self.grid.shape[:3]
         shape = tuple(space[axis] for axis in np.argsort(turns[:, 0]))
         back = orientations.inv_ornt_aff(turns, space)  # type: ignore[no-untyped-call]
         matrix = np.linalg.inv(image.affine.numpy()) @ self.grid.affine @ back
         if shape == tuple(image.shape[1:]) and np.allclose(matrix, np.eye(4), atol=1e-3):
             return None
-        matrix[:3, :3] = np.diag(np.diag(matrix[:3, :3]))  # what is beside is rounding
+        matrix[:3, :3] = np.diag(np.diag(matrix[:3, :3]))  # the rest is rounding
         return shape, matrix
 
     def from_ras(self, labels: Tensor) -> NDArray[Any]:
-        """Labels (x, y, z) on the grid of `onto` -> a view of them in the file's index order."""
+        """Return a view of labels (x, y, z) on the grid of `onto` in the file's index order."""
         ras = orientations.axcodes2ornt("RAS")  # type: ignore[no-untyped-call]
         back = orientations.ornt_transform(ras, self._axes())  # type: ignore[no-untyped-call]
         turned: NDArray[Any] = orientations.apply_orientation(labels.numpy(), back)  # type: ignore[no-untyped-call]
         return turned
 
     def _axes(self) -> NDArray[np.float64]:
-        """Where the file's axes go in RAS order, as nibabel says it."""
+        """Return the orientation of the file's axes with respect to RAS, in nibabel's format."""
         return io_orientation(self.grid.affine)  # type: ignore[no-untyped-call]
 
     def save_labels(self, labels: Tensor | NDArray[Any], path: str | Path) -> None:
@@ -135,12 +135,12 @@ class Volume:
     def save_dicom_seg(
         self, labels: Tensor | NDArray[Any], path: str | Path, names: Sequence[str]
     ) -> None:
-        """As `dicom.save_segmentation`."""
+        """Write labels as a DICOM-SEG, see `dicom.save_segmentation`."""
         save_segmentation(labels, self.grid, path, names)
 
 
 def upright(volume: Any) -> Any:
-    """A MetaTensor (channels, x, y, z) along RAS axes: flipped and permuted, not interpolated."""
+    """Flip and permute a MetaTensor (channels, x, y, z) to RAS axes; nothing is interpolated."""
     turn: Any = Orientation("RAS", labels=None)
     return turn(volume)
 
@@ -148,10 +148,10 @@ def upright(volume: Any) -> Any:
 def in_threads(
     look: Callable[[Case], T], cases: Sequence[Case], title: str, progress: bool, workers: int = 4
 ) -> list[T]:
-    """What `look` makes of each case, with a progress bar. An error ends it without the rest."""
+    """Return `look(case)` of each case, with a progress bar. The first error cancels the rest."""
     from rich.progress import track
 
-    # inflating gzip, most of the work, releases the interpreter
+    # inflating gzip, most of the work, releases the interpreter lock
     pool = ThreadPoolExecutor(max(1, workers))
     try:
         done = pool.map(look, cases)
@@ -161,9 +161,9 @@ def in_threads(
 
 
 def _voxels(grid: FileGrid, read: Read) -> tuple[Tensor, list[str]]:
-    """(channels, x, y, z) float32 without NaN or infinity; notes."""
+    """Return (channels, x, y, z) float32 without NaN or infinity, and notes."""
     *space, channels = grid.shape
-    with readable(grid.path), np.errstate(over="ignore"):  # beyond float32 is infinite: below
+    with readable(grid.path), np.errstate(over="ignore"):  # overflow becomes infinite, see below
         voxels = np.empty((channels, *space), np.float32)
         for channel, z, part in grid.slabs(read):
             voxels[channel, :, :, z] = part
@@ -185,7 +185,7 @@ def _voxels(grid: FileGrid, read: Read) -> tuple[Tensor, list[str]]:
 
 
 def _labels(grid: FileGrid, read: Read) -> NDArray[np.int16]:
-    """(1, x, y, z)."""
+    """Return labels (1, x, y, z)."""
     with readable(grid.path), np.errstate(invalid="ignore"):
         numbers = np.empty((1, *grid.shape[:3]), np.int16)
         for _, z, part in grid.slabs(read):
@@ -207,11 +207,11 @@ def _apart(one: FileGrid, other: FileGrid) -> float:
 
 
 def _turns(label: FileGrid, image: FileGrid) -> Any:
-    """What brings the label's index axes into the order and the direction of the image's, for
-    nibabel: the NIfTI and the DICOM of a scan may differ in them. DataError for another grid."""
+    """Return nibabel's orientation from the label's index axes to the order and direction of the
+    image's: the NIfTI and the DICOM of a scan may differ in them. DataError for another grid."""
     if label.shape[3] > 1:
         raise DataError(f"{label.path}: a label should have 3 axes, has shape {label.shape}")
-    if _same_grid(label, image):  # where axes lie between two directions rounding may turn one
+    if _same_grid(label, image):  # with oblique axes rounding may change the order
         return np.array([[axis, 1] for axis in range(3)])
     to, at = io_orientation(image.affine), io_orientation(label.affine)  # type: ignore[no-untyped-call]
     turns = orientations.ornt_transform(at, to)  # type: ignore[no-untyped-call]
@@ -231,7 +231,7 @@ def _turns(label: FileGrid, image: FileGrid) -> Any:
 
 
 def _overlap(first: FileGrid, other: FileGrid) -> bool:
-    """Whether the boxes around two volumes, on `other`'s index axes, have a part in common."""
+    """Return whether the boxes around two volumes, on `other`'s index axes, overlap."""
     inside = first.corners @ np.linalg.inv(other.affine).T
     low, high = inside[:, :3].min(0), inside[:, :3].max(0)
     return bool((high >= -0.5).all() and (low <= np.array(other.shape[:3]) - 0.5).all())

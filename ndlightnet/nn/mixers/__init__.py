@@ -1,7 +1,8 @@
 """The catalogue of mixers. Each is built from one argument, `dim`, and maps
 `(x (batch, *grid, dim), mask=None, causal=False, layout=None, context=None)` to the shape of x, as
-base.py says; tests iterate `__all__`. Those whose memory does not grow are StreamingMixers: they
-have `init_state` and `advance`. To add one, write `mix` in its own file and export it here."""
+base.py says; tests iterate `__all__`. Mixers whose state does not grow with the sequence are
+StreamingMixers, with `init_state` and `advance`. To add a mixer, write `mix` in a new file and
+export it here."""
 
 from ndlightnet.nn.mixers.cosformer import CosformerAttention
 from ndlightnet.nn.mixers.delta import DeltaNet, GatedDeltaNet, KimiDeltaAttention

@@ -1,4 +1,4 @@
-"""The contract of all mixers."""
+"""Base classes of all mixers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ndlightnet.layout import Grid, Layout
 
 
 class Mixer(nn.Module, ABC):
-    """Tokens -> tokens of the same shape, on grids of any number of axes.
+    """Base class of mixers, which map tokens to the same shape, on grids of any number of axes.
 
-    A subclass writes `mix`, and `mix_context` if it can read another source. `forward` brings
-    tokens to (batch, length, dim) beside their layout and checks mask and context, for all mixers.
+    A subclass defines `mix`, and `mix_context` if it has a cross form. For all mixers `forward`
+    reshapes tokens to (batch, length, dim), with their layout, and checks mask and context.
     """
 
     ragged = False  # whether `mix` takes a pack at once; else it is called for each sample
@@ -26,13 +26,13 @@ class Mixer(nn.Module, ABC):
         self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False,
         layout: Layout | None = None, context: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Tokens (batch, *grid, dim) -> same shape.
+        """Map tokens (batch, *grid, dim) to the same shape.
 
         mask: bool over the source's tokens (batch, *grid), False = padding, which is not read.
-        causal: along the first axis: a token sees its own frame (a step of that axis) and those
-        before it; without context. layout: with a Ragged x is (length, dim) and mask (length,);
-        with a Grid x may be (batch, length, dim). context: a source (batch, *its grid, context dim)
-        to read instead of x, where a mixer has a cross form; samples of one shape only.
+        causal: along the first axis: a token sees its frame (a step of that axis) and earlier
+        frames; not with a context. layout: with a Ragged x is (length, dim) and mask (length,);
+        with a Grid x may be (batch, length, dim). context: the source to read instead of x (batch,
+        *source grid, context dim), if a mixer has a cross form; samples of one shape only.
         """
         grid = layout or Grid.of(x)
         tokens = grid.tokens(x)
@@ -57,14 +57,14 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def mix(self, x: Tensor, layout: Any, mask: Tensor | None, causal: bool) -> Tensor:
-        """Tokens (batch, length, dim) -> same shape. layout: a Grid, or with `ragged` any Layout.
-        mask: bool (batch, length), False = padding."""
+        """Map tokens (batch, length, dim) to the same shape. layout: a Grid, or with `ragged` any
+        Layout. mask: bool (batch, length), False = padding."""
 
     def mix_context(
         self, x: Tensor, grid: Any, context: Tensor, source: Grid, mask: Tensor | None
     ) -> Tensor:
-        """The cross form: tokens (batch, length, dim) on `grid` read a context (batch, its length,
-        context dim) on the grid `source`, whose mask it is."""
+        """Cross form: tokens (batch, length, dim) on `grid` read a context (batch, source length,
+        context dim) on the grid `source`. mask: of the context."""
         raise ValueError(f"context: {type(self).__name__} has no cross form")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
@@ -75,33 +75,33 @@ class Mixer(nn.Module, ABC):
 
     @property
     def state_size(self) -> int | None:
-        """Numbers that the causal form remembers of one sequence; None where these grow with it."""
+        """Count of numbers in the causal form's state of a sequence; None if it grows with it."""
         return None
 
     def implementation(self, x: Tensor, causal: bool = False) -> str:
-        """What forward(x, causal=causal) runs on here and now (dtype, autocast, gradients):
+        """Return what forward(x, causal=causal) would run on now (dtype, autocast, gradients):
         "torch", or the kernels' name; with the reason where kernels do not run."""
         return "torch"
 
 
 class StreamingMixer(Mixer):
-    """A mixer whose causal form goes on from frame to frame with a state that does not grow."""
+    """A mixer whose causal form can advance frame by frame with a state that does not grow."""
 
     @abstractmethod
     def init_state(
         self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
     ) -> Any:
-        """The state before the first frame, of shape `space`: a tuple of tensors with a row for
-        each sample."""
+        """Return the state before the first frame: a tuple of tensors with a row for each sample.
+        space: shape of a frame."""
 
     @abstractmethod
     def step(self, x: Tensor, grid: Grid, state: Any) -> tuple[Tensor, Any]:
-        """The next frames: tokens (batch, length, dim) on a grid with an offset, and the state
-        before them -> the causal form's result, and the state after them."""
+        """Map the next frames, tokens (batch, length, dim) on a grid with an offset, and the state
+        before them to the causal form's result and the state after them."""
 
     def advance(self, x: Tensor, state: Any, position: int | Tensor) -> tuple[Tensor, Any]:
-        """The next frames (batch, frames, *space, dim) of the causal form; `position`: how many
-        came before, one number or (batch,) of them."""
+        """Map the next frames (batch, frames, *space, dim) in the causal form. Return the result
+        and the next state. position: number of frames before them, an int or (batch,)."""
         grid = Grid.of(x).after(position)
         y, state = self.step(grid.flatten(x), grid, state)
         return y.reshape(x.shape), state
@@ -112,7 +112,7 @@ class StreamingMixer(Mixer):
 
 
 def reads_context(mixer: nn.Module | type[nn.Module]) -> bool:
-    """Whether a mixer, or those of a class, have a cross form."""
+    """Return whether a mixer, or the mixers of a class, have a cross form."""
     kind = mixer if isinstance(mixer, type) else type(mixer)
     if issubclass(kind, Mixer):
         return kind.mix_context is not Mixer.mix_context
@@ -120,7 +120,7 @@ def reads_context(mixer: nn.Module | type[nn.Module]) -> bool:
 
 
 def check_axes(grid: Grid, source: Grid, remedy: str = "") -> None:
-    """Of x and of a context, for a position code in both."""
+    """Check that x and a context have as many axes, as a position code in both needs."""
     if source.ndim != grid.ndim:
         raise ValueError(
             f"context on a grid {source.shape}, x on {grid.shape}: they share coordinates and need "
@@ -129,7 +129,7 @@ def check_axes(grid: Grid, source: Grid, remedy: str = "") -> None:
 
 
 def projected_like(x: Tensor, *shape: int) -> Tensor:
-    """An empty tensor as a projection of x would be: dtype under autocast, gradients."""
+    """Return an empty tensor like a projection of x: its dtype under autocast, its gradients."""
     kind = x.device.type
     on = kind != "meta" and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if on else x.dtype
@@ -138,13 +138,13 @@ def projected_like(x: Tensor, *shape: int) -> Tensor:
 
 
 def zero_padding(mask: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
-    """(batch, length, ...) with 0 where mask (batch, length) is False: even NaN in the padding
-    cannot leak."""
+    """Return each x (batch, length, ...) with 0 where mask (batch, length) is False, so that even
+    NaN in the padding cannot leak."""
     if mask is None:
         return xs
     return tuple(x.masked_fill(~expand_to(mask, x), 0) for x in xs)
 
 
 def expand_to(tokens: Tensor, x: Tensor) -> Tensor:
-    """A value for each token (batch, length) -> the shape of x (batch, length, ...)."""
+    """Expand a value for each token (batch, length) to the shape of x (batch, length, ...)."""
     return tokens.reshape(*tokens.shape, *[1] * (x.ndim - 2)).expand_as(x)

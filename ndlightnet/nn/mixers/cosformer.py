@@ -18,17 +18,17 @@ CAUSAL_REACH = 4096
 
 class CosformerAttention(LinearAttention):
     """Linear attention with weights relu(q_t) . relu(k_s) c(t - s), c = cos(pi/2 offset / reach)
-    along an axis: all positive, larger the nearer.
+    along an axis: positive weights, larger for nearer tokens.
 
     Args:
-        dim, heads, context_dim, impl: as of LinearAttention.
-        reach: the offset at which c is 0, one for all axes or one per axis; cells beyond it count
-            as at it. Default: the sample's own sizes, without padding around it (of both grids, the
-            larger). For the first axis of the causal form, whose length is unknown before it
-            ends, 4096.
+        dim, heads, context_dim, impl: as in LinearAttention.
+        reach: the offset at which c is 0, one for all axes or one per axis; coordinates are clamped
+            to it. Default: the sizes of the sample without padding around it (the larger ones of
+            both grids in the cross form); for the first axis of the causal form, whose length is
+            unknown before it ends, 4096.
 
-    On several axes c is the mean of theirs. (Memory rows: 2 x axes per channel.) In the cross form
-    source and target count from the same corner; their grids need as many axes.
+    On several axes c is the mean over the axes. (Memory rows: 2 x axes per channel.) In the cross
+    form source and target count from the same corner; their grids need as many axes.
     Parameters: 4 dim^2.
     """
 
@@ -49,8 +49,8 @@ class CosformerAttention(LinearAttention):
         self.reach = reach
 
     def bounds(self, grid: Grid, source: Grid | None, mask: Tensor | None) -> tuple[Grid, Extent]:
-        """The grid counts from the first real token to the last one; a source counts from the
-        corner, as its queries do."""
+        """Return the grid counted from its first real token to its last one, and its extent; a
+        source is counted from the corner, as its queries are."""
         read = grid if source is None else source
         if mask is None:
             return grid, tuple(map(max, grid.shape, read.shape))
@@ -86,13 +86,13 @@ class CosformerAttention(LinearAttention):
 
 
 def margin(mask: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """How many steps of an axis lie in front of all real tokens of a mask (batch, *grid), and
-    behind them, (batch,) each."""
+    """Count the steps of an axis in front of all real tokens of a mask (batch, *grid), and behind
+    them, (batch,) each."""
     real = mask[..., None].movedim(1 + axis, 1).flatten(2).any(2)
     front, behind = ((x.cumsum(1) == 0).sum(1) for x in (real, real.flip(1)))
     return front, behind
 
 
 def column(value: int | Tensor) -> int | Tensor:
-    """(batch,) numbers beside those of an axis; one number as it is."""
+    """Reshape (batch,) numbers to broadcast against an axis; return one number as it is."""
     return value[:, None] if isinstance(value, Tensor) and value.ndim else value

@@ -16,19 +16,19 @@ from ndlightnet.nn.mixers.recurrent import Scan, init_dt_bias, short_conv
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
 
-TAPS = 4  # of the short convolution
+TAPS = 4  # kernel size of the short convolution
 
 
 class DeltaNet(Keyed):
-    """o_proj(norm(m_t^T q_t)), m_t = (I - beta_t k_t k_t^T) m_(t-1) + beta_t k_t v_t^T; q, k and v
-    after a causal convolution over 4 tokens and SiLU, q and k of length 1 (q over sqrt(head dim)),
-    beta = sigmoid(.).
+    """DeltaNet: o_proj(norm(m_t^T q_t)), m_t = (I - beta_t k_t k_t^T) m_(t-1) + beta_t k_t v_t^T;
+    q, k and v after a causal convolution over 4 tokens and SiLU, q and k scaled to length 1 (q then
+    divided by sqrt(head_dim)), beta = sigmoid(.).
 
     Args:
         dim: channels of a token.
         heads: default: one per 64 channels.
         scan: how a grid is covered; see Recurrent.
-        negative: beta to 2, so that a memory can also change its sign (arXiv 2411.12537).
+        negative: beta up to 2, so that a memory can also change its sign (arXiv 2411.12537).
         impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.recurrence.delta.
 
     Parameters: 4 dim^2 + 12 dim + heads dim + dim / heads.
@@ -71,7 +71,7 @@ class DeltaNet(Keyed):
         return Parts(q, k, v, decay, beta, gate)
 
     def more(self, rest: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Log decay (batch, length, heads, ·) and gate from the other projected channels."""
+        """Return log decay (batch, length, heads, ·) and gate from the other projected channels."""
         return None, None
 
     def output(self, parts: Parts, y: Tensor) -> Tensor:
@@ -80,14 +80,14 @@ class DeltaNet(Keyed):
 
 
 def unit(x: Tensor) -> Tensor:
-    """Vectors of length 1 along the last axis, computed in float32."""
+    """Normalise vectors to length 1 along the last axis, computed in float32."""
     exact = x.to(accumulator(x))
     return (exact * (exact.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
 
 class _Decaying(DeltaNet):
-    """With log decay -exp(A_log) softplus(. + dt_bias), as many a head as `decays`; rates of
-    `slowest` to 16 at first."""
+    """DeltaNet with `decays` log decays -exp(A_log) softplus(. + dt_bias) per head; initially
+    exp(A_log) is between `slowest` and 16."""
 
     undecayed = ("A_log",)
     renamed = (("log_rate", "A_log"), ("shift", "dt_bias"))
@@ -117,12 +117,12 @@ class GatedDeltaNet(_Decaying):
     o_proj(norm(m_t^T q_t) * SiLU(gate)), m_t = alpha_t (I - beta_t k_t k_t^T) m_(t-1) + beta_t k_t
     v_t^T, alpha_t = exp(-exp(A_log) softplus(. + dt_bias)).
 
-    Args: as of DeltaNet; dt_min, dt_max: range of the initial steps softplus(dt_bias). A head's
-    first exp(A_log) is up to 16: with the defaults, which are the original's, most heads begin with
-    a memory of less than 30 tokens.
+    Args: as in DeltaNet; dt_min, dt_max: range of the initial steps softplus(dt_bias). A head's
+    initial exp(A_log) is up to 16: with the defaults, which are the original's, most heads begin
+    with a memory of less than 30 tokens.
     Parameters: 5 dim^2 + 12 dim + 2 heads dim + dim / heads + 2 heads.
 
-    Values are as wide as keys; the original's are twice as wide.
+    Values have as many channels as keys; in the original they have twice as many.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class KimiDeltaAttention(_Decaying):
     o_proj(norm(m_t^T q_t) * sigmoid(gate)), m_t = (I - beta_t k_t k_t^T) Diag(alpha_t) m_(t-1) +
     beta_t k_t v_t^T, alpha_t = exp(-exp(A_log) softplus(. + dt_bias)).
 
-    Args: as of GatedDeltaNet.
+    Args: as in GatedDeltaNet.
     Parameters: 4 dim^2 + 14 dim + heads dim + 4 dim^2 / heads + dim / heads + heads.
     """
 

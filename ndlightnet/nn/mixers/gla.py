@@ -17,8 +17,8 @@ RANK, TEMPERATURE = 16, 16.0
 
 
 class GLA(Keyed):
-    """o_proj(norm(m_t^T q_t) * SiLU(gate)), m_t = Diag(alpha_t) m_(t-1) + k_t v_t^T, with
-    alpha_t = sigmoid(low-rank(x_t))^(1/16), the key dim half the value dim.
+    """GLA: o_proj(norm(m_t^T q_t) * SiLU(gate)), m_t = Diag(alpha_t) m_(t-1) + k_t v_t^T, with
+    alpha_t = sigmoid(low-rank(x_t))^(1/16) and key_dim = value_dim / 2.
 
     Args:
         dim: channels of a token.

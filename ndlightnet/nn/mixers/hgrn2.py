@@ -1,4 +1,4 @@
-"""HGRN2 (Qin et al., 2024, arXiv 2404.07904): a key channel takes in as much as it decays."""
+"""HGRN2 (Qin et al., 2024, arXiv 2404.07904): keys are 1 minus their decays."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ndlightnet.ops.dtypes import accumulator
 
 
 class HGRN2(Keyed):
-    """o_proj(norm(m_t^T SiLU(q_t))), m_t = Diag(f_t) m_(t-1) + (1 - f_t) v_t^T, with
+    """HGRN2: o_proj(norm(m_t^T SiLU(q_t))), m_t = Diag(f_t) m_(t-1) + (1 - f_t) v_t^T, with
     f_t = bound + (1 - bound) sigmoid(.).
 
     Args:
         dim: channels of a token.
         heads: default: one per 64 channels.
         scan: how a grid is covered; see Recurrent.
-        lower_bound: the least f_t, in [0, 1); the original raises it from layer to layer, from 0.
+        lower_bound: the least f_t, in [0, 1); the original raises it from 0, layer by layer.
         impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.recurrence.gated.
 
     Parameters: 4 dim^2 + dim.
@@ -55,7 +55,7 @@ class HGRN2(Keyed):
         if self.lower_bound:
             bound = self.lower_bound
             log = torch.logaddexp(torch.full_like(log, math.log(bound)), math.log1p(-bound) + log)
-        k = -torch.expm1(log)  # 1 - f, also where that is tiny
+        k = -torch.expm1(log)  # 1 - f, accurate also where it is tiny
         k, v, log = zero_padding(mask, k.to(v.dtype), v, log)
         return Parts(F.silu(q), k, v, log)
 

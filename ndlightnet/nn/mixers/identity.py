@@ -1,4 +1,4 @@
-"""No mixing at all: what a network does without its mixer, which every claim must stand beside."""
+"""No mixing: the baseline of a network without its mixer, to which every claim is compared."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ndlightnet.nn.mixers.base import StreamingMixer
 
 
 class Identity(StreamingMixer):
-    """Returns its tokens. No parameters; `dim` is accepted as by every mixer."""
+    """Return the tokens unchanged. No parameters; `dim` is accepted as by every mixer."""
 
     ragged = True
 

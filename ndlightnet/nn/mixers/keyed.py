@@ -1,4 +1,4 @@
-"""The base of recurrent mixers with queries, keys and values: TNL, GLA, HGRN2, the delta rules."""
+"""Base class of recurrent mixers with queries, keys, values: TNL, GLA, HGRN2, the delta rules."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from ndlightnet.ops.recurrence.gated import gated_linear_attention
 
 
 class Parts(NamedTuple):
-    """What the recurrence takes, (batch, length, heads, ...)."""
+    """Inputs of the recurrence, (batch, length, heads, ...)."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     log_decay: Tensor | None = None
     beta: Tensor | None = None
-    gate: Any = None  # (batch, length, heads, value_dim): of the output
+    gate: Any = None  # gate of the output (batch, length, heads, value_dim)
 
 
 class Keyed(Recurrent):
-    """A memory of keys and values (heads, key_dim, value_dim) that queries read. With `context`
-    queries of x read the memory after the whole source."""
+    """A mixer with a memory of keys and values (heads, key_dim, value_dim) that queries read. With
+    `context` the queries of x read the memory after the whole source."""
 
     operation = "gated_linear_attention"
 
@@ -40,7 +40,7 @@ class Keyed(Recurrent):
         self, dim: int, heads: int | None, scan: Scan, impl: Impl, key_ratio: float = 1.0,
         decays: int | None = None,
     ) -> None:  # fmt: skip
-        """decays: of a head; default: one for each key channel."""
+        """decays: number per head; default: one for each key channel."""
         super().__init__(scan)
         self.heads, self.value_dim = default_heads(dim, heads)
         self.key_dim = max(1, int(self.value_dim * key_ratio))
@@ -77,14 +77,14 @@ class Keyed(Recurrent):
         return exclude_self(y, inclusive, self_read), memory
 
     def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-        """(..., sum of heads * size) -> (..., heads, size) for each."""
+        """Split (..., sum of heads * size) into (..., heads, size) for each size."""
         parts = x.split([self.heads * size for size in sizes], -1)
         return tuple(p.unflatten(-1, (self.heads, -1)) for p in parts)
 
     def mix_context(
         self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None
     ) -> Tensor:
-        """Queries read the memory after the whole source, summed over its orders."""
+        """Let queries read the memory after the whole source, summed over the orders of a scan."""
         memory = self.read_orders(context, source, mask, False)[2].sum(0)
         parts = self.inputs(nn.functional.pad(self.project(x), (0, 0, self.lookback, 0)), None)
         with exact(memory):

@@ -1,4 +1,4 @@
-"""LAVO: softmax attention to the neighbourhood, and to an orthogonal memory of everything."""
+"""LAVO: softmax attention to the neighbourhood, and to an orthogonal memory of all tokens."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ndlightnet.ops.local import local_attention
 
 
 class LAVOState(NamedTuple):
-    """What the causal form remembers; all zeros: of nothing."""
+    """State of the causal form; all zeros before the first frame."""
 
-    keys: Tensor  # (batch, window - 1, *space, heads, head_dim): of the last frames
+    keys: Tensor  # (batch, window - 1, *space, heads, head_dim) of the last frames
     values: Tensor
     done: Tensor  # the other three: see WindowSums
     pending: Tensor
@@ -27,30 +27,30 @@ class LAVOState(NamedTuple):
 
 
 class LAVO(StreamingMixer):
-    """o_proj(merge heads (local + memory) / 2), LAVO (arXiv 2312.11135): softmax attention to
-    the neighbourhood with learnt biases, and what the query reads from an orthogonal memory; see
-    ndlightnet.ops.local and ndlightnet.ops.lavo.
+    """LAVO (arXiv 2312.11135): o_proj(merge heads (local + memory) / 2), where local is softmax
+    attention to the neighbourhood with learnt biases and memory what the query reads from an
+    orthogonal memory; see ndlightnet.ops.local and ndlightnet.ops.lavo.
 
-    The memory compresses the local features of all tokens. In the causal form these are the ones
-    of all windows of frames (steps of the first axis) that ended before the token's own window
-    began; in the first window the memory is empty and reads 0. Of its own frame a causal token
-    sees its neighbourhood.
+    The memory compresses the local features of all tokens; in the causal form, of the tokens in
+    all windows of frames (steps of the first axis) that ended before the token's window began. In
+    the first window the memory is empty and the read is 0. Within its frame a causal token sees its
+    neighbourhood.
 
     Args:
         dim: channels of a token.
         heads: default: one per 64 channels. Head dim = dim / heads.
-        memories: vectors in a head's memory, at most the head dim; default: as many, up to 64. They
-            start orthonormal and learn freely, as in the paper.
+        memories: vectors in a head's memory, at most the head dim; default: the head dim, up to 64.
+            They start orthonormal and are learnt without constraint, as in the paper.
         window: the neighbourhood: |j - i| < window on an axis. One number for all axes, which then
-            share a table of biases, or one per axis. "auto": 16 / number of axes, so that not too
-            many tokens are near on a volume (9^3); text gains from more than 16 (the paper's best
-            is 64). None: no local branch; the memory is of the values, in the causal form of all
-            so far.
-        context_dim: channels of the source in the cross form, which has no local branch; a layer
-            that is given it has none at all.
+            share a table of biases, or one per axis. "auto": 16 / number of axes, so that the
+            neighbourhood on a volume does not grow too large (9^3); text gains from more than 16
+            (the paper's best is 64). None: no local branch; the memory compresses the values, in
+            the causal form those of all frames so far.
+        context_dim: channels of the source in the cross form, which has no local branch; with it
+            the layer has no local branch in any form.
 
-    Parameters: 4 dim^2 + memories dim + heads (2 window - 1), the last for each axis if `window`
-    is one per axis. Without the local branch: 2 dim^2 + context_dim dim + memories dim.
+    Parameters: 4 dim^2 + memories dim + heads (2 window - 1), the last term for each axis if
+    `window` is one per axis. Without the local branch: 2 dim^2 + context_dim dim + memories dim.
     """
 
     undecayed = ("basis",)
@@ -91,7 +91,7 @@ class LAVO(StreamingMixer):
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
     def windows(self, ndim: int) -> tuple[int, ...] | None:
-        """The window on each axis of a grid; None without the local branch."""
+        """Return the window on each axis of a grid; None without the local branch."""
         if self.window is None:
             return None
         window = max(2, 16 // ndim) if isinstance(self.window, str) else self.window
@@ -128,7 +128,7 @@ class LAVO(StreamingMixer):
         return x.unflatten(-1, (self.heads, self.head_dim))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v (batch, *grid, heads, head_dim); without the local branch v instead of k."""
+        """Return q, k, v (batch, *grid, heads, head_dim); without the local branch k is v."""
         q, v = self._split(self.q_proj(x)), self._split(self.v_proj(x))
         return q, v if self.k_proj is None else self._split(self.k_proj(x)), v
 
@@ -140,7 +140,7 @@ class LAVO(StreamingMixer):
     def _causal(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sums: WindowSums | None
     ) -> tuple[Tensor, WindowSums]:
-        """k, v and mask may begin with frames before those of q, which `sums` is about."""
+        """Mix q causally. k, v and mask may begin with earlier frames; `sums`: of all before q."""
         windows = self.windows(q.ndim - 3)
         local = None if windows is None else self._local(q, k, v, mask, causal=True)
         shape = (*q.shape[:2], Grid(q.shape[2:-2]).length)

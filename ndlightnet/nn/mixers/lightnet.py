@@ -31,17 +31,17 @@ from ndlightnet.ops.position import Kind
 
 
 class LightNetAttention(Constants, StreamingMixer):
-    """o = o_proj(norm(merge heads SiLU(q) . M) * sigmoid(low-rank gate)),  M = softmax(k over
-    tokens)^T v.
+    """LightNet attention: o = o_proj(norm(merge heads SiLU(q) . M) * sigmoid(low-rank gate)), M =
+    softmax(k over tokens)^T v.
 
-    In the cross form the source's grid may have another shape but, with lrpe, as many axes.
+    In the cross form the source's grid may have another shape but needs, with lrpe, as many axes.
 
     Args:
         dim: channels of a token.
         heads: default: one per 64 channels. Head dim = dim / heads.
         context_dim: channels of the source in the cross form; default `dim`.
         lrpe: position code of every layer, "cosine", "rotary" (global form only) or None.
-        learn_theta: angles learnt (one factor per head and slot) or fixed.
+        learn_theta: angles are learnt (one factor per head and slot) or fixed.
         gate_rank: rank of the output gate; default the head dim.
         bias: biases in the projections.
         window: causal form: a frame (a step of the first axis) sees the last `window` frames,
@@ -124,7 +124,7 @@ class LightNetAttention(Constants, StreamingMixer):
         return self._output(read(q, state, lrpe=at, impl=self.impl), gate)
 
     def _project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v (batch, length, heads, head_dim), and the gate before its sigmoid."""
+        """Return q, k, v (batch, length, heads, head_dim), and the gate before its sigmoid."""
         down: Any
         up: Any
         (down, up), keys = self.gate, (self.k_proj, self.v_proj)

@@ -27,7 +27,8 @@ FEATURES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class LinearAttention(StreamingMixer):
-    """o_proj(phi(q) . sum phi(k) v^T), divided by phi(q) . sum phi(k), or normalised per head.
+    """Linear attention: o_proj of phi(q) . sum phi(k) v^T, divided by phi(q) . sum phi(k), or
+    normalised per head.
 
     Args:
         dim: channels of a token.
@@ -36,8 +37,8 @@ class LinearAttention(StreamingMixer):
         feature: phi: "elu" (elu + 1), "relu", "silu" or "identity".
         denominator: divide by the sum of the weights, which have to be positive ("elu", "relu");
             without it each head's output is scaled to a root mean square of 1.
-        impl: "auto", "torch", "fla" or "reference" for tokens one after the other; see
-            ndlightnet.ops.recurrence.gated.
+        impl: "auto", "torch", "fla" or "reference" ("fla": the causal form with one token per
+            frame only); see ndlightnet.ops.recurrence.gated.
 
     No position code, unlike other mixers: MD-TPE in front of the blocks is the only one.
     Parameters: 4 dim^2.
@@ -72,19 +73,19 @@ class LinearAttention(StreamingMixer):
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
     def add_position(self, x: Tensor, grid: Grid, extent: Extent) -> Tensor:
-        """Features (batch, length, heads, head_dim) with their position in the grid, (batch,
-        length, heads, rows * head_dim). extent: as of `bounds`; it is None along the first axis of
-        the causal form, which may go on."""
+        """Encode the position in features (batch, length, heads, head_dim) -> (batch, length,
+        heads, rows * head_dim). extent: as in `bounds`, but None along the first axis of the causal
+        form, whose length is unknown."""
         return x
 
     def bounds(self, grid: Grid, source: Grid | None, mask: Tensor | None) -> tuple[Grid, Extent]:
-        """The grid with the offset that its real tokens count from, and along each axis how far
-        those of it, or of it and of another source, extend: a number, or (batch,) of them. mask:
-        (batch, length) of what is read."""
+        """Return the grid with the offset that its real tokens are counted from, and along each
+        axis the extent of its real tokens, or of those of it and a source: a number, or (batch,) of
+        them. mask: (batch, length) of the tokens that are read."""
         return grid, grid.shape
 
     def rows(self, ndim: int) -> int:
-        """Rows of the memory per channel of a head, on a grid of so many axes."""
+        """Return the number of memory rows per channel of a head, on a grid of `ndim` axes."""
         return 1
 
     def mix(self, x: Tensor, layout: Grid, mask: Tensor | None, causal: bool) -> Tensor:
@@ -134,7 +135,7 @@ class LinearAttention(StreamingMixer):
         return out
 
     def implementation(self, x: Tensor, causal: bool = False) -> str:
-        """There are kernels for the causal form of tokens one after the other."""
+        """Return what runs; there are kernels for the causal form with one token per frame."""
         if self.impl != "auto":
             return self.impl
         if not causal or math.prod(x.shape[2:-1]) > 1:

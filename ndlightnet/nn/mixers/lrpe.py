@@ -16,12 +16,12 @@ from ndlightnet.ops.position import Kind
 
 class LrpeAttention(LinearAttention):
     """Linear attention between C(n) phi(q) and C(m) phi(k): a score depends on the offset n - m
-    alone. The channels of a head are split among the axes.
+    only. The channels of a head are split among the axes.
 
     Args:
-        dim, heads, context_dim, feature, impl: as of LinearAttention.
-        core: C(n): "cosine", a channel x as x exp(i n theta); scores take the real part (two memory
-            rows a channel); "rotary", pairs of channels rotate.
+        dim, heads, context_dim, feature, impl: as in LinearAttention.
+        core: C(n): "cosine": channel x becomes x exp(i n theta) and scores take the real part (two
+            memory rows per channel); "rotary": pairs of channels rotate.
 
     Without a denominator, as scores may be negative: each head's output is scaled to a root mean
     square of 1. In the cross form source and target count from the same corner; their grids need as

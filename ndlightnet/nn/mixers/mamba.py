@@ -1,4 +1,4 @@
-"""Mamba (Gu and Dao, 2023, arXiv 2312.00752): a state-space model that selects by its inputs."""
+"""Mamba (Gu and Dao, 2023, arXiv 2312.00752): a selective state-space model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ndlightnet.nn.mixers.recurrent import Recurrent, Scan, exclude_self, init_d
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence.selective import selective_scan
 
-TAPS = 4  # of the short convolution
+TAPS = 4  # kernel size of the short convolution
 EXPAND = 2
 
 
 class Parts(NamedTuple):
-    """(batch, length, ...); see ndlightnet.ops.recurrence.selective."""
+    """Inputs of the recurrence, (batch, length, ...); see ndlightnet.ops.recurrence.selective."""
 
     u: Tensor
     delta: Tensor
@@ -28,7 +28,7 @@ class Parts(NamedTuple):
 
 
 class Mamba(Recurrent):
-    """out_proj((y + D * u) * SiLU(gate)), where u is SiLU of a causal convolution over 4 tokens and
+    """Mamba: out_proj((y + D * u) * SiLU(gate)), u = SiLU of a causal convolution over 4 tokens,
     m_t = exp(delta_t A) * m_(t-1) + (delta_t u_t) B_t^T, y_t = m_t C_t; B, C and the step delta =
     softplus(low-rank(u) + dt_bias) depend on the token. The inner width is 2 dim.
 
@@ -57,7 +57,7 @@ class Mamba(Recurrent):
         self.conv = nn.Parameter(torch.empty(inner, TAPS).uniform_(-1, 1) / math.sqrt(TAPS))
         self.conv_bias = nn.Parameter(torch.empty(inner).uniform_(-1, 1) / math.sqrt(TAPS))
         self.x_proj = nn.Linear(inner, self.rank + 2 * state, bias=False)
-        # a parameter, since `init_weights` of a network would draw a linear map anew
+        # a parameter, since `init_weights` of a network would initialise a linear map again
         weight = torch.empty(inner, self.rank).uniform_(-1, 1) / math.sqrt(self.rank)
         self.delta_weight = nn.Parameter(weight)
         self.dt_bias = init_dt_bias(inner, dt_min, dt_max)

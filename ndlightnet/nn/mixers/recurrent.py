@@ -18,27 +18,27 @@ Scan = Literal["raster", "both", "axes"]
 
 
 class RecurrentState(NamedTuple):
-    """The state of a recurrent mixer: the last few tokens as they are, and the memory."""
+    """State of a recurrent mixer: the last `lookback` projected tokens, and the memory."""
 
     tail: Tensor  # (batch, lookback, width)
     memory: Tensor  # (batch, ...)
 
 
 class Order:
-    """One order of a grid's tokens. With a mask the real ones come first and padding behind them,
-    where no recurrence, convolution or token shift meets it: a sample is what it is alone."""
+    """One order of a grid's tokens. With a mask real tokens come first and padding behind them,
+    where no recurrence, convolution or token shift reads it, so it does not change the result."""
 
     def __init__(self, grid: Grid, axis: int, reverse: bool, mask: Tensor | None) -> None:
-        """axis: the one that runs fastest. reverse: from the end. mask: bool (batch, length)."""
+        """axis: the axis that runs fastest. reverse: from the end. mask: bool (batch, length)."""
         self.grid, self.axis, self.reverse = grid, axis, reverse
-        self.rank: Tensor | None = None  # of every token in this order, (batch, length)
+        self.rank: Tensor | None = None  # index of each token in this order, (batch, length)
         if mask is not None:
             real = grid.reorder(mask, axis, reverse)
             count, hidden = real.cumsum(1), (~real).cumsum(1)
             self.rank = torch.where(real, count, count[:, -1:] + hidden) - 1
 
     def apply(self, x: Tensor) -> Tensor:
-        """(batch, length, ...) row by row -> in this order."""
+        """Reorder x (batch, length, ...) from row by row to this order."""
         x = self.grid.reorder(x, self.axis, self.reverse)
         if self.rank is None:
             return x
@@ -57,13 +57,13 @@ class Recurrent(StreamingMixer):
     scan: how it covers a grid. "raster": row by row, forward (the last axis runs fastest). "both":
     forward and backward. "axes": forward and backward in as many orders as there are axes, in each
     of which another axis runs fastest (2 x axes scans, as in VMamba). All scans share their
-    weights; their outputs are summed, and a token reads itself in the first one only. With
-    causal=True a grid is read row by row, forward, whatever `scan` says.
+    weights; their outputs are summed, and a token reads itself in the first scan only. With
+    causal=True a grid is read row by row, forward, whatever `scan` is.
 
-    A subclass gives `project`, `inputs`, `recur`, `output` and `initial_memory`.
+    A subclass defines `project`, `inputs`, `recur`, `output` and `initial_memory`.
     """
 
-    lookback = 0  # tokens before a token that `inputs` looks at
+    lookback = 0  # tokens before a token that `inputs` reads
     width: int  # channels of `project`'s result
 
     def __init__(self, scan: Scan) -> None:
@@ -73,32 +73,32 @@ class Recurrent(StreamingMixer):
         self.scan = scan
 
     def project(self, x: Tensor) -> Tensor:
-        """What is the same whatever the order: (..., dim) -> (..., width)."""
+        """Compute what does not depend on the order: (..., dim) -> (..., width)."""
         return x
 
     @abstractmethod
     def inputs(self, z: Tensor, mask: Tensor | None) -> Any:
-        """Projected tokens in their order (batch, lookback + length, width) -> what the recurrence
-        takes; its tensors are (batch, length, ...). mask (batch, length) bool, False = padding: it
-        lies behind all tokens, so only the last memory, where it is read, has to be protected.
+        """Map projected tokens in order (batch, lookback + length, width) to the inputs of the
+        recurrence, tensors (batch, length, ...). mask: bool (batch, length), False = padding, which
+        comes after all tokens: it need only leave the last memory unchanged, where that is read.
         """
 
     @abstractmethod
     def recur(self, parts: Any, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
-        """(what tokens read (batch, length, ...), the last memory). The tokens of the first
+        """Return what tokens read (batch, length, ...) and the last memory. The tokens of the first
         `inclusive` samples also read themselves."""
 
     def join(self, one: Tensor, other: Tensor) -> Tensor:
-        """What was read in two orders, together."""
+        """Combine what was read in two orders."""
         return one + other
 
     @abstractmethod
     def output(self, parts: Any, y: Tensor) -> Tensor:
-        """The inputs in the first order, and what was read in all -> (batch, length, dim)."""
+        """Map inputs in the first order, and what all orders read, to (batch, length, dim)."""
 
     @abstractmethod
     def initial_memory(self, batch: int, device: torch.device | str | None) -> Tensor:
-        """The memory before the first token."""
+        """Return the memory before the first token."""
 
     def mix(self, x: Tensor, layout: Grid, mask: Tensor | None, causal: bool) -> Tensor:
         first, y, _, order = self.read_orders(x, layout, mask, causal)
@@ -107,9 +107,9 @@ class Recurrent(StreamingMixer):
     def read_orders(
         self, x: Tensor, grid: Grid, mask: Tensor | None, causal: bool
     ) -> tuple[Any, Tensor, Tensor, Order]:
-        """A grid in all its orders: the inputs in the first one, what its tokens read in all of
-        them (batch, length, ...), the last memory of each, (orders, batch, ...), and the first
-        order."""
+        """Read a grid in all orders. Return the inputs in the first order, what tokens read in all
+        orders (batch, length, ...), the last memory of each order (orders, batch, ...), and the
+        first order."""
         batch = len(x)
         orders = [Order(grid, axis, reverse, mask) for axis, reverse in self.orders(grid, causal)]
         ordered = None
@@ -117,7 +117,7 @@ class Recurrent(StreamingMixer):
             x = x.masked_fill(~mask[..., None], 0)
             ordered = torch.cat([order.apply(mask) for order in orders])
         z = self.project(x)
-        # all orders are samples of one batch: as many steps as one order takes
+        # all orders are samples of one batch, which takes as many steps as one order
         lines = torch.cat([order.apply(z) for order in orders])
         parts = self.inputs(nn.functional.pad(lines, (0, 0, self.lookback, 0)), ordered)
         y, memory = self.recur(parts, self.initial_memory(len(lines), x.device), inclusive=batch)
@@ -131,7 +131,7 @@ class Recurrent(StreamingMixer):
         return first, reduce(self.join, reads), memory, orders[0]
 
     def orders(self, grid: Grid, causal: bool) -> list[tuple[int, bool]]:
-        """(axis that runs fastest, whether from the end); the first one is row by row."""
+        """Return (axis that runs fastest, whether from the end) of all orders, row by row first."""
         axes = range(grid.ndim - 1, -1, -1) if self.scan == "axes" else [grid.ndim - 1]
         forward_only = causal or self.scan == "raster"
         both = [(axis, reverse) for axis in axes for reverse in (False, True)]
@@ -154,8 +154,8 @@ class Recurrent(StreamingMixer):
 
 
 def exclude_self(y: Tensor, inclusive: int, self_read: Callable[[slice], Tensor]) -> Tensor:
-    """y (batch, ...) minus what tokens read of themselves, self_read(samples), except in the first
-    `inclusive` samples."""
+    """Return y (batch, ...) minus what tokens read of themselves, self_read(samples), except in the
+    first `inclusive` samples."""
     if inclusive == len(y):
         return y
     others = slice(inclusive, None)
@@ -163,8 +163,8 @@ def exclude_self(y: Tensor, inclusive: int, self_read: Callable[[slice], Tensor]
 
 
 def short_conv(z: Tensor, weight: Tensor) -> Tensor:
-    """Depthwise and causal: z (batch, taps - 1 + length, channels), weight (channels, taps) ->
-    (batch, length, channels)."""
+    """Convolve depthwise and causally: z (batch, taps - 1 + length, channels), weight (channels,
+    taps) -> (batch, length, channels)."""
     taps = weight.shape[1]
     n = z.shape[1] - taps + 1
     return sum((z[:, i : i + n] * weight[:, i].to(z.dtype) for i in range(1, taps)),
@@ -172,8 +172,8 @@ def short_conv(z: Tensor, weight: Tensor) -> Tensor:
 
 
 def init_dt_bias(channels: int, dt_min: float, dt_max: float) -> nn.Parameter:
-    """(channels,): softplus of it is a step between dt_min and dt_max, its logarithm evenly
-    drawn."""
+    """Return a bias (channels,) whose softplus is a step between dt_min and dt_max, drawn uniformly
+    in its logarithm."""
     if not 0 < dt_min <= dt_max:
         raise ValueError(f"dt_min={dt_min}, dt_max={dt_max}: expected 0 < dt_min <= dt_max")
     step = torch.empty(channels).uniform_(math.log(dt_min), math.log(dt_max)).exp()

@@ -20,16 +20,16 @@ class Parts(NamedTuple):
 
 
 class RWKV4(Recurrent):
-    """o_proj(sigmoid(r_t) * wkv_t): wkv_t is the mean of all v_s up to t, with weights exp(k_s -
-    (t - 1 - s) w) before t and exp(k_t + bonus) at t, per channel, w = exp(decay); r, k, v are
-    linear in a mixture of the token and the one before. In both directions it is one mean over all
-    tokens, with exp(k_s - (|t - s| - 1) w), as in Vision-RWKV.
+    """RWKV-4: o_proj(sigmoid(r_t) * wkv_t); wkv_t is the mean of all v_s up to t, with weights
+    exp(k_s - (t - 1 - s) w) before t and exp(k_t + bonus) at t, per channel, w = exp(decay); r, k,
+    v are linear in a mixture of the token and the one before. Scanned in both directions it is one
+    mean over all tokens, with exp(k_s - (|t - s| - 1) w), as in Vision-RWKV.
 
     Args:
         dim: channels of a token.
         scan: how a grid is covered; see Recurrent.
 
-    The original initialises decays and mixtures layer by layer; here as it does the middle one.
+    The original initialises decays and mixtures by layer; here all layers are as its middle one.
     Parameters: 4 dim^2 + 5 dim.
     """
 
@@ -77,5 +77,5 @@ class RWKV4(Recurrent):
 
 
 def token_shift(z: Tensor, mix: Tensor) -> Tensor:
-    """mix * token + (1 - mix) * the token before; z (batch, 1 + length, dim)."""
+    """Return mix * token + (1 - mix) * the token before; z (batch, 1 + length, dim)."""
     return torch.lerp(z[:, :-1], z[:, 1:], mix.to(z.dtype))

@@ -15,7 +15,7 @@ from ndlightnet.ops.recurrence import ssm
 
 
 class S4(Recurrent):
-    """GLU(out_proj(GELU(y + D u))), where every channel y is its own linear system of its input u:
+    """S4: GLU(out_proj(GELU(y + D u))), where every channel y is a linear system of its input u:
     x_t = exp(dt a) x_(t-1) + expm1(dt a) / a u_t, y_t = 2 Re C x_t, diagonal and complex, with the
     eigenvalues a of HiPPO-LegS at first. (A weight B of the input would only scale C.)
 
@@ -42,7 +42,7 @@ class S4(Recurrent):
         self.out_proj = nn.Linear(dim, 2 * dim, bias=False)
 
     def system(self) -> tuple[Tensor, Tensor]:
-        """dt a and the weights of the states, expm1(dt a) / a C: (dim, state / 2), complex128."""
+        """Return dt a and the states' weights expm1(dt a) / a C: (dim, state / 2), complex128."""
         log_dt = self.log_dt[:, None]
         z = ssm.discretize(self.A_log, self.A_imag, log_dt)
         step = log_dt.double().exp()

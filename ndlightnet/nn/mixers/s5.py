@@ -17,7 +17,7 @@ from ndlightnet.ops.recurrence.scan import scan as linear_scan
 
 
 class S5(Recurrent):
-    """h * sigmoid(gate_proj(h)), h = GELU(y + D * u), where y is one linear system of all inputs u:
+    """S5: h * sigmoid(gate_proj(h)), h = GELU(y + D * u), y one linear system of all inputs u:
     x_t = exp(dt a) x_(t-1) + expm1(dt a) / a B u_t, y_t = 2 Re C x_t, diagonal and complex, with a
     step dt for each state; the eigenvalues a are those of HiPPO-LegS at first.
 
@@ -41,7 +41,7 @@ class S5(Recurrent):
         step = torch.empty(state // 2).uniform_(math.log(1e-3), math.log(0.1))
         self.log_dt = nn.Parameter(step)
         vectors = vectors.to(torch.complex64)
-        # normal in the coordinates of HiPPO, then in those of its eigenvectors; real, imaginary
+        # normal in HiPPO's coordinates, then changed to those of its eigenvectors; real, imaginary
         b = torch.randn(dim, state) / math.sqrt(dim)
         c = torch.randn(dim, state, dtype=torch.complex64) * math.sqrt(2 / state)
         self.B = nn.Parameter(torch.view_as_real(b.to(c.dtype) @ vectors.conj()))
@@ -50,7 +50,7 @@ class S5(Recurrent):
         self.gate_proj = nn.Linear(dim, dim, bias=False)
 
     def system(self) -> tuple[Tensor, Tensor]:
-        """exp(dt a) (state / 2,) and expm1(dt a) / a B (dim, state / 2), complex128."""
+        """Return exp(dt a) (state / 2,) and expm1(dt a) / a B (dim, state / 2), complex128."""
         z = ssm.discretize(self.A_log, self.A_imag, self.log_dt)
         gain = self.log_dt.double().exp() * ssm.zero_order_hold(z)
         return z.exp(), gain * torch.view_as_complex(self.B.double())
@@ -67,7 +67,7 @@ class S5(Recurrent):
             x = linear_scan(decay.expand(1, 1, -1), added, memory)
             last = x[:, -1] if n else memory
             read = torch.view_as_real(exclude_self(x, inclusive, lambda n: added[n])).flatten(2)
-            # the real part of a product, of both of a pair
+            # the real part of the product, times 2 for both states of a conjugate pair
             c = 2 * torch.view_as_real(torch.view_as_complex(self.C.to(acc)).conj_physical())
             return (read @ c.flatten(1).mT).to(u.dtype), last
 

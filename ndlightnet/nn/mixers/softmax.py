@@ -63,7 +63,7 @@ class SoftmaxAttention(Mixer):
             )
         keys = None if mask is None else mask[:, None, None]
         plain = causal and grid.length == grid.frame_count > 0 and keys is None
-        if causal and not plain:  # torch takes a mask or the flag, not both
+        if causal and not plain:  # torch takes a mask or is_causal, not both
             frame = grid.coordinates(x.device)[:, 0]
             before = frame[:, None] >= frame
             keys = before if keys is None else keys & before

@@ -1,4 +1,4 @@
-"""TNL (Qin et al., 2023, arXiv 2307.14995) and RetNet's retention: one fixed decay for a head."""
+"""TNL (Qin et al., 2023, arXiv 2307.14995) and RetNet's retention: one fixed decay per head."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ndlightnet.ops.dtypes import accumulator
 
 
 class TNL(Keyed):
-    """o_proj(norm(m_t^T q_t) * sigmoid(gate)), m_t = lambda m_(t-1) + k_t v_t^T, with q and k after
-    SiLU, a norm without weights for each head, and lambda = exp(-2^(-8 h / heads)) in head h = 1,
-    ..., heads.
+    """TNL: o_proj(norm(m_t^T q_t) * sigmoid(gate)), m_t = lambda m_(t-1) + k_t v_t^T, with q and k
+    after SiLU, a norm without weights for each head, and lambda = exp(-2^(-8 h / heads)) in head
+    h = 1, ..., heads.
 
     Args:
         dim: channels of a token.
@@ -24,7 +24,7 @@ class TNL(Keyed):
         scan: how a grid is covered; see Recurrent.
         impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.recurrence.gated.
 
-    Parameters: 5 dim^2 + heads (these fixed).
+    Parameters: 5 dim^2 + heads (the latter fixed).
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class TNL(Keyed):
         self.width = 4 * dim
         self.in_proj = nn.Linear(dim, self.width, bias=False)
         slope = 2.0 ** (-8 * torch.arange(1, self.heads + 1) / self.heads)
-        # softplus of it is the slope
+        # softplus of the parameter is the slope
         self.slope = nn.Parameter(torch.log(torch.expm1(slope)), requires_grad=False)
 
     def project(self, x: Tensor) -> Tensor:

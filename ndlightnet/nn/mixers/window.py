@@ -1,4 +1,4 @@
-"""Softmax attention to the neighbourhood only: what a window does without a memory."""
+"""Softmax attention to the neighbourhood only: the baseline of a window without a memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class WindowAttention(Mixer):
     """Multi-head softmax attention of each token to those within `window` steps of it along every
     axis (|j - i| < window), with learnt biases by distance, shared by the axes.
 
-    heads: default one per 64 channels. window: one number for all axes, or one per axis; 4 are 7
-    tokens along each axis.
+    heads: default one per 64 channels. window: one number for all axes, or one per axis; 4
+    means 7 tokens along each axis.
     Parameters: 4 dim^2 + heads (2 max(window) - 1).
     """
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from ndlightnet.layout import Ragged
 from ndlightnet.ops._operator import Operator
 
-# What ends the arguments: of samples end to end the table of their lines (lines, 3), and of each
-# group of lines its axis, a length that none exceeds, and how many there are
+# The last arguments: for samples end to end the table of their lines (lines, 3), and for each group
+# of lines its axis, a length that none exceeds, and the number of lines
 LINES = "Tensor? table, SymInt[] groups"
 
 
@@ -57,7 +57,7 @@ def _scan_backward(
     rlog_decay: Tensor | None, mask: Tensor | None, residual: bool, table: Tensor | None,
     groups: Sequence[int],
 ) -> Any:  # fmt: skip
-    """Gradients; those of the way back are empty where there is none."""
+    """Return gradients; those of the reverse direction are empty where there is none."""
     from ndlightnet_kernels import axis_scan
 
     tables = _tables(table, groups)

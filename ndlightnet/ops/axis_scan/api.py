@@ -1,4 +1,4 @@
-"""The sum over axes: for samples of one grid and for samples end to end."""
+"""MD-TPE's sum over axes, for samples of one grid and for samples end to end."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def axis_scan(
     residual: bool = False,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Sum over the axes of the recurrence along each: (batch, *grid, dim) -> same shape.
+    """Sum the recurrences along all axes of a grid: (batch, *grid, dim) -> same shape.
 
-    layout: then x is (batch, length, dim) and mask (batch, length); with a Ragged no line leaves
-    its sample. residual: x itself is added, without another pass over memory.
+    layout: if given, x is (batch, length, dim) and mask (batch, length); with a Ragged no line
+    leaves its sample. residual: x itself is added, without another pass over memory.
 
-    coef: (axes, dim, states); log_decay: (axes, states) <= 0. `reverse`: the same pair for the way
-    back (bidirectional; a token itself counts once, with the forward weights). mask: (batch,
-    *grid), False where a token is padding and adds nothing.
+    coef: (axes, dim, states); log_decay: (axes, states) <= 0. `reverse`: the same pair for the
+    reverse direction (bidirectional; a token itself counts once, with the forward weights). mask:
+    (batch, *grid), False where a token is padding and adds nothing.
     """
     grid = Grid.of(x) if layout is None else layout
     expected = (grid.ndim, x.shape[-1])
@@ -90,7 +90,7 @@ def _both_ways(
     lines: Tensor, run: Callable[..., Tensor], axis: int, coef: Tensor, log_decay: Tensor,
     reverse: Way | None,
 ) -> Tensor:  # fmt: skip
-    """The recurrence along lines (lines, n, dim) of one axis, and back; a token counts once."""
+    """Run the recurrence along lines (lines, n, dim) of an axis both ways; a token counts once."""
     y = run(lines, coef[axis], log_decay[axis])
     if reverse is None:
         return y

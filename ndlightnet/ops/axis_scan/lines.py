@@ -16,18 +16,19 @@ from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence.exponential import carry_over, even, exponential_filter
 
 EXPORTED = 32  # tokens of a chunk in an exported graph, whose lines may be shorter
-CHUNK = 64  # within a chunk a Toeplitz matrix, between chunks the states
+CHUNK = 64  # tokens of a chunk: a Toeplitz matrix within a chunk, states between chunks
 
 
 def _powers(log_decay: Tensor, exponents: Tensor) -> Tensor:
-    """lambda^l: (states, len(exponents))."""
+    """Return lambda^l: (states, len(exponents))."""
     return torch.exp(log_decay[:, None] * exponents)
 
 
 def line_state(x: Tensor, log_decay: Tensor, state: Tensor | None = None) -> Tensor:
-    """State after the last token of each line: sum_m lambda^(n-1-m) x_m (+ lambda^n state).
+    """Return the state after each line's last token: sum_m lambda^(n-1-m) x_m (+ lambda^n state).
 
-    x: (lines, n, dim); log_decay: (states,) <= 0; state and result: (lines, dim, states), float32.
+    x: (lines, n, dim); log_decay: (states,) <= 0; state and result: (lines, dim, states), float32
+    (float64 for float64 inputs).
     """
     n, acc = x.shape[1], accumulator(x)
     back = torch.arange(n - 1, -1, -1, device=x.device, dtype=acc)
@@ -36,19 +37,17 @@ def line_state(x: Tensor, log_decay: Tensor, state: Tensor | None = None) -> Ten
 
 
 def line_scan(x: Tensor, coef: Tensor, log_decay: Tensor, state: Tensor | None = None) -> Tensor:
-    """The recurrence along lines of tokens: (lines, n, dim) -> same shape.
+    """Run the recurrence along lines of tokens: (lines, n, dim) -> same shape.
 
     coef: (dim, states); log_decay: (states,) <= 0; state: (lines, dim, states) before the first
-    token.
-
-    Where torch.export looks, nothing depends on the number of tokens but sizes.
+    token. Under torch.export only sizes depend on the number of tokens.
     """
     n, acc = x.shape[1], accumulator(x)
     if n == 0:
         return x
     coef, log_decay = coef.to(acc), log_decay.to(acc)
     exported = torch.compiler.is_exporting()
-    # torch.export takes a size of 1, and a view of all, for constants, and AOTInductor compiles for
+    # torch.export takes a size of 1, and a view of all, as constants, and AOTInductor compiles for
     # minutes where sizes are quotients of quotients
     chunks, size = (n // EXPORTED + 3, EXPORTED) if exported else even(n, CHUNK)
     table = _powers(log_decay, torch.arange(size + 1, device=x.device))[None]
@@ -60,13 +59,13 @@ def line_scan(x: Tensor, coef: Tensor, log_decay: Tensor, state: Tensor | None =
 
 
 def _carry_traced(log_decay: Tensor, added: Tensor, decay: Tensor, first: Tensor | None) -> Tensor:
-    """`carry_over` for a traced graph, which takes any number of chunks: a scan has as many steps
-    as that number has bits.
+    """Do the same as `carry_over` in a traced graph, which takes any number of chunks: a scan
+    has as many steps as that number has bits.
 
-    Within groups of chunks a Toeplitz matrix for each state. Into a group comes what the groups
-    before it added, by a Toeplitz matrix again, whose size is the number of tokens / CHUNK^2: exact
-    for any number, and small beside the rest up to millions. An exported graph has one group, and
-    so a matrix of their number / EXPORTED.
+    Within a group of chunks each state has a Toeplitz matrix. The states that enter a group come
+    from the groups before it by another Toeplitz matrix, of size tokens / CHUNK^2: exact for any
+    number of tokens, and small beside the rest up to millions. An exported graph has one group, and
+    so a matrix of size tokens / EXPORTED.
     """
     if first is not None:
         added = torch.cat([(decay * first)[:, None] + added[:, :1], added[:, 1:]], 1)
@@ -83,14 +82,14 @@ def _carry_traced(log_decay: Tensor, added: Tensor, decay: Tensor, first: Tensor
 
 
 def _toeplitz(log_decay: Tensor, n: int) -> Tensor:
-    """lambda^(l - m) for m <= l, else 0: (states, n, n)."""
+    """Return lambda^(l - m) for m <= l, else 0: (states, n, n)."""
     lag = torch.arange(n, device=log_decay.device)
     offset = lag[:, None] - lag
     return torch.exp(log_decay[:, None, None] * offset.clamp(min=0)) * (offset >= 0)
 
 
 def line_step(x: Tensor, coef: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token: x (batch, dim), state (batch, dim, states) -> (output, new state)."""
+    """Process one token: x (batch, dim), state (batch, dim, states) -> (output, new state)."""
     acc = accumulator(x)
     state = torch.exp(log_decay.to(acc)) * state + x.to(acc)[..., None]
     return (state * coef.to(acc)).sum(-1).to(x.dtype), state

@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def line_scan(x: Tensor, c: Tensor, lam: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-    """h_l = lam h_(l-1) + x_l, y_l = c . h_l. x (lines, n, dim), c (dim, states), h (lines, dim,
-    states)."""
+    """Return all y_l = c . h_l, and the last h_l = lam h_(l-1) + x_l. x (lines, n, dim), c (dim,
+    states), h (lines, dim, states)."""
     y = []
     for l in range(x.shape[1]):
         h = lam * h + x[:, l, :, None]

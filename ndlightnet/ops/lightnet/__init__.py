@@ -1,1 +1,1 @@
-"""LightNet attention: what its functions take and return is in attention.py and frames.py."""
+"""LightNet attention; attention.py and frames.py describe arguments and results."""

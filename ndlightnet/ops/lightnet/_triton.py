@@ -1,6 +1,6 @@
-"""The Triton form of LightNet attention, of rows that share a grid and of samples end to end alike:
+"""The Triton form of LightNet attention, for rows that share a grid and for samples end to end:
 operators with fakes and explicit backwards. The kernels are imported when they are called, not
-before. What ends each operator's arguments is a Position: see ndlightnet_kernels.position."""
+before. The last arguments of each operator are a Position: see ndlightnet_kernels.position."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOWHERE = Flat()
 
 # ----------------------------------------------------------------------------------- positions
 def of_grid(lrpe: Position | None) -> Flat:
-    """Of rows that share a grid."""
+    """Return the Position of the tokens of rows that share one grid."""
     if lrpe is None:
         return NOWHERE
     offset, shape, start = None, shape_of(lrpe), offset_of(lrpe)
@@ -36,13 +36,13 @@ def of_grid(lrpe: Position | None) -> Flat:
 
 
 def of_frames(lrpe: Position | None, batch: int, frames: int) -> Flat:
-    """Each frame of a grid as a row of its own; the same dtypes for frames of any size, so that no
-    size compiles kernels of its own."""
+    """Return the Position for rows that are the frames of a grid, with the same dtypes for frames
+    of any size, so that kernels are not compiled again for each size."""
     if lrpe is None:
         return NOWHERE
     axes, device = len(shape_of(lrpe)), lrpe.theta.device
     frame = torch.arange(frames, device=device)[:, None]
-    if lrpe.origin is None:  # near: an offset counts the frames of the same grid in front
+    if lrpe.origin is None:  # small: the offset counts earlier frames of the same grid
         first = (offset_of(lrpe) or (0,))[0]
         offset = torch.nn.functional.pad(frame + first, (0, axes - 1)).int()
     else:
@@ -56,7 +56,7 @@ def of_frames(lrpe: Position | None, batch: int, frames: int) -> Flat:
 def of_samples(
     lrpe: Position | None, layout: Ragged, k: Tensor, vdim: int, offset: Tensor | None = None
 ) -> Flat:
-    """Of samples end to end; offset (samples, axes) int32."""
+    """Return the Position of samples end to end; offset (samples, axes) int32."""
     from ndlightnet_kernels import plans
 
     kind = "none" if lrpe is None else lrpe.kind
@@ -75,9 +75,9 @@ def of_samples(
     return Flat(theta, None if theta is None else offset, splits, first, shapes, kind, sizes)
 
 
-# ---------------------------------------------------------------------- what the operators share
+# ---------------------------------------------------------------- shared parts of the operators
 def _state(k: Tensor, vdim: int, inputs: Sequence[Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """Unwritten States (max, sum, memory) of all samples. inputs: an operator's last ones."""
+    """Return unset States (max, sum, memory) of all samples. inputs: an operator's last ones."""
     where, (batch, _, heads, dim) = Flat(*inputs[-FIELDS:]), k.shape
     batch = where.samples(batch)
     total = k.new_empty(batch, heads, dim, dtype=torch.float32)
@@ -90,15 +90,15 @@ def _like(*xs: Tensor) -> tuple[Tensor, ...]:
 
 
 def _dtheta(x: Tensor, inputs: Sequence[Any]) -> Tensor:
-    """An unwritten gradient of each head's angles, empty if not wanted. inputs: an operator's last
-    ones, the Position behind `learn`."""
+    """Return an unset gradient of each head's angles, without slots if not needed. inputs:
+    an operator's last ones, `learn` and then the Position."""
     learn, theta = inputs[-FIELDS - 1], inputs[-FIELDS]
     slots = theta.shape[1] if learn and theta is not None else 0
     return x.new_empty(x.shape[2], slots, dtype=torch.float32)
 
 
 def _fit(dtheta: Tensor, theta: Tensor | None, learn: bool) -> tuple[Tensor | None, ...]:
-    """Gradients of a Position: of (heads or 1, slots) angles from that of each head."""
+    """Return the gradients of a Position: theta's (heads or 1, slots) from that of each head."""
     fitted = None
     if learn and theta is not None:
         fitted = dtheta.sum_to_size(theta.shape).to(theta.dtype)
@@ -106,13 +106,13 @@ def _fit(dtheta: Tensor, theta: Tensor | None, learn: bool) -> tuple[Tensor | No
 
 
 def _save(ctx: Any, position: Sequence[Any], *tensors: Tensor | None) -> None:
-    """Keep tensors and a Position, last, for the backward."""
+    """Save tensors and then a Position for the backward."""
     *apart, ctx.kind, ctx.sizes = position
     ctx.save_for_backward(*tensors, *apart)
 
 
 def _saved(ctx: Any) -> tuple[list[Any], Flat, bool]:
-    """What was kept, and whether the angles have a gradient."""
+    """Return the saved tensors, the Position, and whether the angles need a gradient."""
     *tensors, theta, offset, splits, first, shapes = ctx.saved_tensors
     where = Flat(theta, offset, splits, first, shapes, ctx.kind, ctx.sizes)
     return tensors, where, theta is not None and ctx.needs_input_grad[-FIELDS]
@@ -120,7 +120,7 @@ def _saved(ctx: Any) -> tuple[list[Any], Flat, bool]:
 
 # -------------------------------------------------------------------------------------- global
 def _global(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *position: Any) -> Any:
-    """Output, and for the backward the State (max, sum, memory)."""
+    """Return the output and, for the backward, the State (max, sum, memory)."""
     from ndlightnet_kernels import attention
 
     where = Flat(*position)
@@ -151,7 +151,7 @@ def _global_backward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
 def _global_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _save(ctx, inputs[4:], *inputs[:4], *output[1:])
     ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)  # or zeros are written for the State
+    ctx.set_materialize_grads(False)  # else zeros are written as gradients of the State
 
 
 def _global_grads(ctx: Any, dout: Tensor, *_: Tensor) -> Any:

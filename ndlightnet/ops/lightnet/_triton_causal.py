@@ -1,5 +1,5 @@
-"""The Triton form of what is causal, as in _triton.py: attention over tokens, one step of it, and
-the merge of frames' States."""
+"""The Triton form of the causal operations, as in _triton.py: attention over tokens, one step of
+it, and the merge of frames' States."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def _causal(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor | None,
     total: Tensor | None, memory: Tensor | None, *position: Any,
 ) -> Any:  # fmt: skip
-    """Output, final State (max, sum, memory), and for the backward the States of all segments.
-    Without a first State (top, total, memory) it is empty."""
+    """Return output, final State (max, sum, memory), and for the backward the States of all
+    segments. The first State is (top, total, memory); if None, an empty one."""
     from ndlightnet_kernels import causal
 
     out, last, entry = causal.forward(q, k, v, mask, (top, total, memory), Flat(*position))
@@ -59,7 +59,7 @@ def _causal_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
     ctx.past = inputs[4] is not None
     _save(ctx, inputs[7:], *inputs[:4], *output[4:])
     ctx.mark_non_differentiable(output[1], *output[4:])
-    ctx.set_materialize_grads(False)  # mostly nothing depends on the final State
+    ctx.set_materialize_grads(False)  # often nothing depends on the final State
 
 
 def _causal_grads(
@@ -93,7 +93,7 @@ causal_operator = Operator(
 def causal(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None, where: Flat
 ) -> tuple[Tensor, State]:
-    """Key channels add up, so a head wider than a program holds goes in blocks of them."""
+    """Run the operator. Heads too wide for a program go in blocks of key channels, which add up."""
     from ndlightnet_kernels import plans
 
     dim, blocks = k.shape[-1], plans.channel_blocks(k, v.shape[-1])

@@ -2,13 +2,13 @@
 
 q, k `(batch, length, heads, dim)`, v `(batch, length, heads, value_dim)`: any float dtype;
 statistics, memories and States in float32 (float64 for float64 inputs); outputs in q's dtype. SiLU
-is applied to q here. There is no 1/sqrt(dim): the layer normalises the output. k is at once key and
+is applied to q here. There is no 1/sqrt(dim): the layer normalises the output. k is both key and
 decay.
 
   summarize           a source of keys and values -> State
-  read                queries on a State (cross attention = summarize + read)
-  global_attention    every token sees every token (Eq. 6)
-  causal_attention    token t sees tokens up to t (Eq. 5), from a State to a State
+  read                queries read a State (cross attention = summarize + read)
+  global_attention    every token attends to every token (Eq. 6)
+  causal_attention    token t attends to tokens up to t (Eq. 5), from a State to a State
   axis_causal_attention   causal along the first axis of a grid, free along the others; frames.py
   attention_step      one token, for decoding
   merge               two States -> the State of both sources
@@ -92,7 +92,7 @@ def _empty(k: Tensor, v: Tensor, lrpe: Position | None) -> State:
 
 
 def _silence(k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Padding gets no weight, and whatever lies in it (even NaN) cannot leak."""
+    """Give padding no weight, so that its values (even NaN) cannot leak."""
     if mask is None:
         return k, v
     hidden = ~mask[..., None, None]
@@ -116,7 +116,7 @@ def summarize(
     lrpe: Position | None = None,
     impl: Impl = "auto",
 ) -> State:
-    """The State of a whole source, in one pass. mask: (batch, length) bool, False = padding."""
+    """Return the State of a source, in one pass. mask: (batch, length) bool, False = padding."""
     _check(k, v, mask, lrpe, None)
     chosen = resolve("summarize", impl, k, v, lrpe=lrpe)
     lrpe = relative(lrpe)
@@ -136,10 +136,10 @@ def summarize(
 
 
 def read(q: Tensor, state: State, *, lrpe: Position | None = None, impl: Impl = "auto") -> Tensor:
-    """Queries (batch, length, heads, dim) on a State: (batch, length, heads, value_dim).
+    """Read a State with queries (batch, length, heads, dim): (batch, length, heads, value_dim).
 
-    `lrpe` places the queries; give it exactly when the source had one. Zero where the State is
-    empty.
+    `lrpe`: position of the queries, given if and only if the source had one. The result is zero
+    where the State is empty.
     """
     rows = state.memory.shape[-2]
     if q.ndim != 4 or rows != q.shape[-1] * (1 if lrpe is None else 2):
@@ -169,18 +169,18 @@ def global_attention(
     layout: Layout | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Softmax(K over tokens)^T V, read by SiLU(q) (Eq. 6). mask: (batch, length) bool, False =
-    padding.
+    """Return softmax(K over tokens)^T V, read by SiLU(q) (Eq. 6). mask: (batch, length) bool, False
+    = padding.
 
-    layout: a Ragged of samples end to end in one row (batch 1), each of which sees itself only;
-    lrpe is then of a grid of any one shape, without prefix or offset. Else every row is a sample.
+    layout: a Ragged of samples end to end in one row (batch 1), each of which reads only itself;
+    the grid of lrpe may then have any shape, without prefix or offset. Else every row is a sample.
     """
     ragged = layout if isinstance(layout, Ragged) else None
     if ragged is not None:
         lrpe = packed_position(ragged, k, lrpe)
     _check(k, v, mask, lrpe, q)
     if lrpe is not None and lrpe.prefix == 0 and offset_of(lrpe) is not None:
-        lrpe = lrpe._replace(layout=shape_of(lrpe), offset=None)  # only differences count
+        lrpe = lrpe._replace(layout=shape_of(lrpe), offset=None)  # only differences matter
     chosen: Any = resolve("global_attention", impl, k, v, lrpe=lrpe)
     if chosen == "triton" and (q.dtype == k.dtype or ragged is not None):
         if ragged is None:
@@ -203,7 +203,7 @@ def global_attention(
 
 
 def packed_position(layout: Ragged, k: Tensor, lrpe: Position | None) -> Position | None:
-    """The Position of samples end to end, checked."""
+    """Check `lrpe` and return it as the Position of samples end to end."""
     if k.ndim != 4 or k.shape[0] != 1 or k.shape[1] != layout.length:
         raise ValueError(
             f"k {tuple(k.shape)}: expected (1, length, heads, dim) with length {layout.length}, "
@@ -220,7 +220,7 @@ def by_sample(
     attend: Callable[..., Tensor], layout: Layout, q: Tensor, k: Tensor, v: Tensor,
     mask: Tensor | None, lrpe: Position | None,
 ) -> Tensor:  # fmt: skip
-    """attend(grid, q, k, v, mask=, lrpe=) of one sample after the other, end to end again."""
+    """Call attend(grid, q, k, v, mask=, lrpe=) sample by sample and join the results."""
 
     def alone(grid: Grid, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         there = None if lrpe is None else lrpe._replace(layout=grid)
@@ -239,10 +239,10 @@ def causal_attention(
     state: State | None = None,
     impl: Impl = "auto",
 ) -> tuple[Tensor, State]:
-    """Token t sees tokens up to t and what `state` holds (Eq. 5). Returns output and final State.
+    """Let token t attend to tokens up to t and to `state` (Eq. 5). Returns output and final State.
 
-    With 16-bit inputs the kernels round exp(k - max) before both the sum and the memory of the
-    final State are made of it, so that a query's weights add up to one.
+    With 16-bit inputs the kernels compute both the sum and the memory of the final State from a
+    rounded exp(k - max), so that a query's weights add up to one.
 
     With kind="rotary" the result is not a function of offsets, because the two channels of a pair
     decay differently: prefer "cosine" here.
@@ -280,7 +280,7 @@ def attention_step(
     lrpe: Position | None = None,
     impl: Impl = "auto",
 ) -> tuple[Tensor, State]:
-    """One token: q, k (batch, heads, dim), v (batch, heads, value_dim), and the State before it.
+    """Process one token after `state`: q, k (batch, heads, dim), v (batch, heads, value_dim).
 
     `lrpe` describes this one token: shape (1, ...), `offset` its coordinates.
     """

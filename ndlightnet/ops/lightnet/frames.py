@@ -2,8 +2,8 @@
 
 A frame is one step of the first axis with all its tokens. Each frame is summarised by itself, its
 State is merged with those of the frames before it, and its queries read the result: one pass over
-the tokens, whatever a query sees. A window merges the last frames only, forgetting lowers a State's
-`max` with every frame that passes; both are exact, since nothing is ever subtracted from a memory.
+the tokens, however many a query reads. `window` merges the last frames only, `forget` lowers the
+`max` of a State with every later frame; both are exact: nothing is ever subtracted from a memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ndlightnet.ops.recurrence.chunks import exact
 
 # ------------------------------------------------------------------------ States of many frames
 def _with_empty_before(states: State, empty: int) -> State:
-    """States (batch, frames, ...) with `empty` empty ones in front."""
+    """Prepend `empty` empty States to States (batch, frames, ...)."""
 
     def join(x: Tensor, fill: float) -> Tensor:
         return torch.cat([x.new_full((x.shape[0], empty, *x.shape[2:]), fill), x], 1)
@@ -47,14 +47,14 @@ def _with_empty_before(states: State, empty: int) -> State:
 
 
 def _shifted(states: State, by: int) -> State:
-    """States moved `by` frames later, empty ones in front."""
+    """Shift States `by` frames later, with empty ones in front."""
     n = states.max.shape[1]
     by = min(by, n)
     return _with_empty_before(State(*(x[:, : n - by] for x in states)), by)
 
 
 def _merge_last(states: State, window: int) -> State:
-    """The merge of the last `window` States up to each, by doubling."""
+    """Merge the last `window` States up to each frame, by doubling."""
     have, out, size, done = states, states, 1, 0
     while True:
         if window & size:
@@ -66,9 +66,9 @@ def _merge_last(states: State, window: int) -> State:
 
 
 class SlidingMerge(torch.autograd.Function):
-    """Saves two maxima only. The gradient is the same merge, run backwards, of the gradients of
-    sums and memories, with the negative maximum in the place of the maximum: every exponent stays
-    at or below 0."""
+    """Sliding merge that saves two maxima only. Its gradient is the same merge in reverse order, of
+    the gradients of sums and memories, with the negative maximum instead of the maximum: every
+    exponent stays at or below 0."""
 
     @staticmethod
     def forward(
@@ -91,9 +91,9 @@ class SlidingMerge(torch.autograd.Function):
 
 
 def sliding_merge(states: State, window: int | None = None, impl: Impl = "auto") -> State:
-    """For each of States (batch, frames, heads, ·) that of the last `window` frames up to it.
+    """Merge the last `window` States up to each frame; States are (batch, frames, heads, ·).
 
-    None: of all frames up to it.
+    None: all States up to the frame.
     """
     frames = states.max.shape[1]
     if window is None or window >= frames:  # a power of two takes one chain of merges
@@ -117,22 +117,22 @@ def axis_causal_attention(
     forget: float | Tensor = 0.0,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Any]:
-    """Tokens see all tokens of their frame and of those before it. Returns output and final State.
+    """Let tokens attend to their frame and to earlier frames. Returns output and final State.
 
     q, k `(batch, length, heads, dim)`, v `(batch, length, heads, value_dim)` with
     length = frames * tokens of a frame. layout: a Grid whose first axis counts the frames, or their
-    number; or a Ragged of samples end to end in one row (batch 1), each of which sees itself only,
-    from no State to none (None is returned). lrpe: its first axis counts the frames; with a Ragged
-    it is of a grid of any one shape, without prefix or offset.
+    number; or a Ragged of samples end to end in one row (batch 1), each of which reads only itself;
+    then `state` and the returned one are None. lrpe: its first axis counts the frames; with a
+    Ragged its grid may have any shape, without prefix or offset.
 
-    state: what came before the first frame; the returned one is for the frames that follow.
-    window: a frame sees the last `window` frames, itself included. Then the State holds
-    `window - 1` frames apart from each other: its tensors are (batch, window - 1, heads, ·).
-    forget: frames fade by exp(-forget) with every frame that passes: 0 or more, or (heads,) such
+    state: State before the first frame; the returned one is for the frames that follow. window: a
+    frame attends to the last `window` frames, itself included. Then the State holds `window - 1`
+    frames separately: its tensors are (batch, window - 1, heads, ·). forget: decay rate; the weight
+    of a frame is multiplied by exp(-forget) with every later frame: 0 or more, or (heads,) such
     numbers; it has no gradient.
 
-    Where the States of single frames would weigh more than the tokens (small frames), they are made
-    for some frames at a time and made again in the backward pass.
+    Where the States of single frames take more memory than the tokens (small frames), they are
+    computed for some frames at a time and recomputed in the backward pass.
     """
     if isinstance(layout, Ragged):
         if state is not None:
@@ -211,7 +211,7 @@ def _check_frames(
 
 
 def states_outweigh_tokens(k: Tensor, v: Tensor, lrpe: Position | None, tokens: int) -> bool:
-    """Whether the State of a frame of so many tokens takes more memory than its q, k, v and
+    """Return whether the State of a frame of `tokens` tokens takes more memory than its q, k, v and
     output."""
     dim, value_dim = k.shape[-1], v.shape[-1]
     state = dim * value_dim * (1 if lrpe is None else 2) * accumulator(k).itemsize
@@ -219,21 +219,21 @@ def states_outweigh_tokens(k: Tensor, v: Tensor, lrpe: Position | None, tokens: 
 
 
 def decayed(states: State, forget: float | Tensor) -> State:
-    """Of States (batch, frames, heads, ·): frame i stronger than what was before the first one, by
-    exp(forget * (i + 1))."""
+    """Multiply the weight of frame i of States (batch, frames, heads, ·) by exp(forget * (i + 1)),
+    relative to the State before the first frame."""
     ages = torch.arange(1, states.max.shape[1] + 1, device=states.max.device)
     return _reweighted(states, ages[:, None, None], forget)
 
 
 def _reweighted(states: State, frames: Tensor | int, forget: float | Tensor) -> State:
-    """States that weigh exp(forget * frames) times as much."""
+    """Multiply the weight of States by exp(forget * frames)."""
     if not isinstance(forget, Tensor) and forget == 0:
         return states
     return reweighted(states, frames * decay_rates(forget, states.max.device))
 
 
 def _frames_from(lrpe: Position | None, first: int, frames: int) -> Position | None:
-    """For some of the frames."""
+    """Return the Position of `frames` frames, from frame `first` on."""
     if lrpe is None:
         return None
     shape = shape_of(lrpe)
@@ -245,7 +245,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None,
     state: State | None, frames: int, window: int | None, forget: float | Tensor, impl: Any,
 ) -> tuple[Tensor, State]:  # fmt: skip
-    """The form itself, for all frames at once."""
+    """Run axis-causal attention on all frames at once."""
     forms = _by_triton if impl == "triton" else _by_torch
     frame_states, read = forms(q, k, v, mask, lrpe, frames)
     all_states = frame_states = decayed(frame_states, forget)
@@ -269,7 +269,7 @@ Forms = tuple[State, Callable[[State], Tensor]]
 def _by_torch(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, frames: int
 ) -> Forms:
-    """The frames' own States (batch, frames, heads, ·), and how the queries read such States."""
+    """Return the frames' States (batch, frames, heads, ·) and a function that reads such States."""
     k, v = _silence(k, v, mask)
     w, cut = _factors(k, lrpe), (frames, -1)
     if w is not None:
@@ -282,7 +282,7 @@ def _by_torch(
 def _by_triton(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, frames: int
 ) -> Forms:
-    """The same by kernels, to which each frame is a sample."""
+    """Do the same as `_by_torch` with kernels, to which each frame is a sample."""
     batch, where = k.shape[0], _triton.of_frames(lrpe, k.shape[0], frames)
 
     def samples(x: Tensor) -> Tensor:
@@ -303,8 +303,8 @@ def _ragged(
     q: Tensor, k: Tensor, v: Tensor, layout: Ragged, mask: Tensor | None, lrpe: Position | None,
     window: int | None, forget: float | Tensor, impl: Impl,
 ) -> Tensor:  # fmt: skip
-    """Of samples end to end: by kernels, to which each frame is a sample, where frames are large
-    enough for States of their own; one sample after the other elsewhere."""
+    """Run samples end to end: by kernels, to which each frame is a sample, where frames are large
+    enough to have a State each; elsewhere one sample after the other."""
     lrpe = packed_position(layout, k, lrpe)
     _check(k, v, mask, lrpe, q)
     check_decay(window, forget, k.shape[2])
@@ -324,7 +324,7 @@ def _ragged(
     frame_states = _triton.summarize(k, v, mask, *where)
 
     def padded(x: Tensor, fill: float) -> Tensor:
-        """Of all frames -> (samples, most frames of one, ...), empty after a sample's last."""
+        """Pad x (all frames, ...) to (samples, longest, ...), `fill` after each last frame."""
         table = x.new_full((len(layout) * longest, *x.shape[1:]), fill).index_copy(0, at, x)
         return table.unflatten(0, (len(layout), longest))
 

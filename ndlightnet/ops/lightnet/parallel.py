@@ -3,7 +3,7 @@
 Every exponent formed here is a difference of a logit and a maximum that is at least as large, so
 nothing overflows. Letters as in reference.py; `rows` are the memory's rows: dim, or 2 * dim with
 MD-LRPE (cos half, sin half). `w` holds the MD-LRPE factors of the keys, `(length, heads or 1,
-rows)`, with `(batch,)` in front where samples start at places of their own.
+rows)`, with `(batch,)` in front where samples have different offsets.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ndlightnet.ops.recurrence.chunks import CHUNK, Decay, from_chunks, to_chunk
 from ndlightnet.ops.recurrence.gated import Chunks
 from ndlightnet.ops.recurrence.scan import adjoints, before, memories
 
-LEAST = -1e30  # the maximum of nothing, finite
+LEAST = -1e30  # the maximum over no tokens, finite
 
 
 def fold(x: Tensor, dim: int) -> Tensor:
-    """Adjoint of `tile` on the last axis: add the sin half to the cos half."""
+    """Add the sin half of the last axis to the cos half: the adjoint of `tile`."""
     return x if x.shape[-1] == dim else x[..., :dim] + x[..., dim:]
 
 
@@ -35,8 +35,8 @@ def reduce_to(x: Tensor, like: Tensor) -> Tensor:
 
 # ------------------------------------------------------------------------------ global (Eq. 6)
 class Summarize(torch.autograd.Function):
-    """Keys and values (..., length, heads, dim) to a State (..., heads, ·). Saves the inputs and
-    the maximum; recomputes the rest."""
+    """Summarise keys and values (..., length, heads, dim) to a State (..., heads, ·). Saves the
+    inputs and the maximum; recomputes the rest."""
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,7 +72,7 @@ def summarize(k: Tensor, v: Tensor, w: Tensor | None) -> State:
 
 
 def read(f: Tensor, state: State) -> Tensor:
-    """Query features `(..., length, heads, rows)` on a memory; zero where nothing was seen."""
+    """Read a State with query features `(..., length, heads, rows)`; zero where it is empty."""
     filled = state.sum > 0
     inverse = torch.where(filled, 1 / torch.where(filled, state.sum, 1), 0)
     memory = state.memory * tile(inverse, state.memory.shape[-2], -1)[..., None]
@@ -81,9 +81,9 @@ def read(f: Tensor, state: State) -> Tensor:
 
 # ------------------------------------------------------------------------------ causal (Eq. 5)
 class _Causal:
-    """What the forward and the backward of the causal form both need. It is gated linear attention:
-    a token lowers the rows of the memory by exp(max_(t-1) - max_t), with max the running maximum of
-    the keys, writes with exp(k_t - max_t), and reads with its features over the running sum."""
+    """Values shared by forward and backward of the causal form. It is gated linear attention: a
+    token scales the rows of the memory by exp(max_(t-1) - max_t), with max the cumulative maximum
+    of keys, writes with exp(k_t - max_t), and reads with its features divided by the sum so far."""
 
     def __init__(self, f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, state: State) -> None:
         acc, self.rows = accumulator(k), f.shape[-1]
@@ -108,15 +108,15 @@ class _Causal:
 
 
 def _full(x: Tensor, fill: float) -> Tensor:
-    """(batch, length, heads, c) with tokens of `fill` behind, up to a whole number of chunks."""
+    """Pad (batch, length, heads, c) with tokens of `fill` at the end to whole chunks."""
     return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % CHUNK), value=fill)
 
 
 def causal_form(
     f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, state: State
 ) -> tuple[Tensor, State]:
-    """Query features f `(batch, length, heads, rows)` -> output and the State after the last
-    token."""
+    """Return the output for query features f `(batch, length, heads, rows)`, and the State after
+    the last token."""
     c = _Causal(f, k, v, w, state)
     m = c.chunks.memories()
     out = from_chunks(c.chunks.outputs(m), c.f)[:, : k.shape[1]]
@@ -128,7 +128,7 @@ def causal_gradients(
     f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, state: State,
     dout: Tensor, dsum: Tensor, dmemory: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of f, k, v, w (zeros without w), and of the first State's sum and memory."""
+    """Return the gradients of f, k, v, w (empty if None), and the first State's sum and memory."""
     c, n, dim = _Causal(f, k, v, w, state), k.shape[1], k.shape[-1]
     acc, chunks = c.f.dtype, c.chunks
     dy, dlast = to_chunks(dout, acc), dmemory.flatten(0, 1).to(acc)
@@ -146,7 +146,7 @@ def causal_gradients(
 
 
 # ------------------------------------------------------------------------------------ operator
-# One for torch.compile: the number of chunks depends on the length, the backward is written out.
+# One for torch.compile: the number of chunks depends on the length, and the backward is explicit.
 # f: query features; w: key factors
 def _forward(
     f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, top: Tensor, total: Tensor, memory: Tensor
@@ -185,7 +185,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _grads(ctx: Any, dout: Tensor, _: Tensor, dtotal: Tensor, dmemory: Tensor) -> Any:
-    saved = ctx.saved_tensors  # once: checkpointing lets them be unpacked a single time
+    saved = ctx.saved_tensors  # read once: checkpointing allows it a single time
     df, dk, dv, dw, dsum0, dmemory0 = causal_backward(*saved, dout, dtotal, dmemory)
     w = saved[3]
     return df, dk, dv, None if w is None else dw.to(w.dtype), None, dsum0, dmemory0

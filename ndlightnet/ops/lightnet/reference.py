@@ -1,10 +1,9 @@
 """LightNet attention token by token: the specification. Slow, float64-safe.
 
 Glossary, letter here -> the paper:
-  k        k_t, both key and additive decay         top, total   z_t = top + log(total): log sum
-  exp(k) p        exp(k_t - top)                           memory       S_t = total * kv_t (Eq. 5)
-  phi      SiLU(q_t)                                f_q, f_k     MD-LRPE features W_t q, W_t kbar
-  (Eq. 14)
+  k     k_t, both key and additive decay     top, total   z_t = top + log(total): log sum exp(k)
+  p     exp(k_t - top)                       memory       S_t = total * kv_t (Eq. 5)
+  phi   SiLU(q_t)                            f_q, f_k     MD-LRPE features W_t q, W_t kbar (Eq. 14)
 Eq. 5:  s_t = s_(t-1) + exp(k_t),  kv_t = (1 - exp(k_t)/s_t) kv_(t-1) + exp(k_t)/s_t v_t^T,
         o_t = kv_t^T phi(q_t).   Eq. 6 is the same with kv_n, the last one, for every query.
 """
@@ -20,7 +19,7 @@ from ndlightnet.ops.position import Position, key_features, query_features
 
 
 def update(state: State, k: Tensor, v: Tensor, w: Tensor | None, valid: Tensor | None) -> State:
-    """One token joins: k, v (batch, heads, ·), w (heads or 1, rows), seen (batch,) bool."""
+    """Add a token to a State: k, v (batch, heads, ·), w (heads or 1, rows), valid (batch,) bool."""
     k, v = k.to(state.sum.dtype), v.to(state.sum.dtype)
     if valid is not None:
         hidden = ~valid[:, None, None]
@@ -34,7 +33,7 @@ def update(state: State, k: Tensor, v: Tensor, w: Tensor | None, valid: Tensor |
 
 
 def recall(f_q: Tensor, state: State) -> Tensor:
-    """kv^T f_q for f_q (batch, ..., heads, rows); 0 where nothing was seen."""
+    """Return kv^T f_q for f_q (batch, ..., heads, rows); 0 where the State is empty."""
     rows = state.memory.shape[-2]
     total = tile(state.sum, rows, -1)[..., None]
     kv = torch.where(total > 0, state.memory / torch.where(total > 0, total, 1), 0)
@@ -50,7 +49,7 @@ def attention(
     mask: Tensor | None,
     causal: bool,
 ) -> tuple[Tensor, State]:
-    """Eq. 5 (causal) or Eq. 6; q, k, v (batch, length, heads, ·), self form."""
+    """Compute self-attention by Eq. 5 (causal) or Eq. 6; q, k, v (batch, length, heads, ·)."""
     phi = torch.nn.functional.silu(q.to(state.sum.dtype))
     f_q = phi if lrpe is None else query_features(phi, lrpe)
     w = None if lrpe is None else key_features(lrpe, k.shape[-1], phi.dtype)
@@ -74,7 +73,7 @@ def frames(
     window: int | None,
     forget: float | Tensor,
 ) -> tuple[Tensor, State]:
-    """Axis-causal attention, frame by frame: all that a frame sees is merged anew."""
+    """Compute axis-causal attention frame by frame, each with a merge of the States it reads."""
     phi = torch.nn.functional.silu(q.to(accumulator(q)))
     f_q = phi if lrpe is None else query_features(phi, lrpe)
     w = None if lrpe is None else key_features(lrpe, k.shape[-1], phi.dtype)

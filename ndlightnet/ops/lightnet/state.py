@@ -1,4 +1,4 @@
-"""State: what a head remembers, and the one associative rule that joins two of them."""
+"""State: the memory of a head, and the associative rule that merges two of them."""
 
 from typing import NamedTuple
 
@@ -9,15 +9,15 @@ from ndlightnet.ops.dtypes import finest
 
 
 class State(NamedTuple):
-    """Memory of one LightNet head: running maximum, sum and memory of the tokens seen so far.
+    """Memory of one LightNet head: maximum, sum and memory of the tokens up to now.
 
     With p_u = exp(k_u - max), per key channel:  sum = sum_u p_u,  memory = sum_u p_u f_u v_u^T,
     where f_u is 1, or (cos, sin) of the token's MD-LRPE angles (then the memory has 2 * dim rows).
     float32 (float64 for float64 inputs). `max` carries no gradient: outputs do not depend on it,
-    and the kernels may keep another number near the maximum.
+    and the kernels may store another number near the maximum.
     """
 
-    max: Tensor  # (batch, heads, dim); -inf where nothing was seen
+    max: Tensor  # (batch, heads, dim); -inf where there were no tokens
     sum: Tensor  # (batch, heads, dim)
     memory: Tensor  # (batch, heads, dim or 2 * dim, value_dim)
 
@@ -32,7 +32,7 @@ class State(NamedTuple):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> "State":
-        """A State that has seen nothing. `rotated`: for keys with MD-LRPE."""
+        """Return the State of no tokens. `rotated`: for keys with MD-LRPE."""
         zeros = torch.zeros(batch, heads, dim, dtype=dtype, device=device)
         rows = dim * (2 if rotated else 1)
         memory = torch.zeros(batch, heads, rows, value_dim, dtype=dtype, device=device)
@@ -40,7 +40,7 @@ class State(NamedTuple):
 
 
 def decay(before: Tensor, after: Tensor) -> Tensor:
-    """exp(before - after) for before <= after, and 0 where nothing was seen before (-inf)."""
+    """Return exp(before - after) for before <= after, and 0 for before = -inf (no tokens)."""
     return torch.exp(torch.where(before == -torch.inf, -torch.inf, before - after))
 
 
@@ -50,15 +50,15 @@ def tile(x: Tensor, rows: int, dim: int) -> Tensor:
 
 
 def decay_rates(forget: float | Tensor, device: torch.device) -> Tensor:
-    """A number, or one per head: as () or (heads, 1)."""
+    """Return `forget`, a number or one per head, as a tensor () or (heads, 1)."""
     if isinstance(forget, Tensor):
         return forget.to(device, finest(device))[:, None]
     return torch.full((), forget, dtype=finest(device), device=device)
 
 
 def reweighted(state: State, by: Tensor) -> State:
-    """A State that weighs exp(by) times as much. What the maximum, of fewer digits, cannot hold of
-    the sum goes into sum and memory."""
+    """Multiply the weight of a State by exp(by). `by` is added to the maximum; the digits that the
+    maximum's dtype cannot hold go into sum and memory."""
     high = state.max.detach().to(by.dtype) + by
     top = high.to(state.max.dtype)
     rest = torch.exp(torch.where(top == -torch.inf, 0, high - top)).to(state.sum.dtype)
@@ -67,7 +67,7 @@ def reweighted(state: State, by: Tensor) -> State:
 
 
 def merge(first: State, second: State) -> State:
-    """State of both sources together (online softmax). Associative, commutative, differentiable."""
+    """Merge two sources' States (online softmax). Associative, commutative, differentiable."""
     top = torch.maximum(first.max, second.max).detach()
     a, b = decay(first.max.detach(), top), decay(second.max.detach(), top)
     rows = first.memory.shape[-2]

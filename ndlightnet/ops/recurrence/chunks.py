@@ -1,9 +1,9 @@
-"""What the chunkwise forms share: chunks of tokens, and scores with a decay between two tokens.
+"""Shared parts of chunkwise forms: chunks of tokens, and scores with a decay between two tokens.
 
-A weight exp(g_r - g_i), with g the running sum of log decays, has exponents of 0 or less wherever
-it counts. It is a product of two factors only with an anchor between the two tokens,
-exp(g_r - g_a) exp(g_a - g_i): both at most 1. So a chunk is halved again and again: rows of the
-later half meet columns of the earlier half, with the later half's first row as the anchor.
+A weight exp(g_r - g_i), with g the cumulative sum of log decays, has an exponent of 0 or less for
+i <= r. It splits into two factors of at most 1 only with an anchor a between the two tokens,
+exp(g_r - g_a) exp(g_a - g_i). So a chunk is halved repeatedly: rows of the later half are
+multiplied by columns of the earlier half, with the later half's first row as the anchor.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import torch
 from torch import Tensor
 
 CHUNK = 64  # a power of two
-FLOOR = -30.0  # of log decays in float32: a sum of deeper ones would lose the digits of small ones
+FLOOR = -30.0  # of log decays in float32: sums of lower ones would lose the digits of small ones
 
 
 def exact(x: Tensor) -> AbstractContextManager[object]:
-    """Sums, decays and memories keep their precision under autocast, backwards too. (Device meta
-    knows no autocast; whether one is known is not asked, since torch 2.11 cannot compile that.)"""
+    """Return a context without autocast, so that sums, decays and memories are not rounded, in the
+    backward too. (Device meta has no autocast; torch 2.11 cannot compile a check for autocast.)"""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def work_dtype(v: Tensor) -> torch.dtype:
-    """What token-sized products are made in: 16 bits on a card, whose sums are float32 inside a
-    product; else float32 or wider. Decays, memories and solutions are never in 16 bits."""
+    """Return the dtype of token-sized products: that of v on a GPU, which sums 16-bit products in
+    float32; else float32 or wider. Decays, memories and solutions are never in 16 bits."""
     return v.dtype if v.is_cuda else torch.promote_types(v.dtype, torch.float32)
 
 
 def matmul_as(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b (batch, chunks, ...) in `dtype`, without wide copies of what has 16 bits."""
+    """Return a @ b (batch, chunks, ...) in `dtype`, without float32 copies of 16-bit inputs."""
     if a.is_cuda and a.dtype.itemsize == 2 and dtype == torch.float32:
         out = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype)
         return out.unflatten(0, a.shape[:2])
@@ -38,22 +38,22 @@ def matmul_as(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def to_chunks(x: Tensor, dtype: torch.dtype, chunk: int = CHUNK) -> Tensor:
-    """(batch, length, heads, dim) -> (batch * heads, chunks, chunk, dim), zeros at the end."""
+    """Cut (batch, length, heads, dim) to (batch * heads, chunks, chunk, dim), zeros at the end."""
     x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % chunk))
     x = x.unflatten(1, (-1, chunk)).permute(0, 3, 1, 2, 4).to(dtype)
     return x.flatten(0, 1)
 
 
 def from_chunks(x: Tensor, like: Tensor) -> Tensor:
-    """Inverse of `to_chunks`, for a tensor as `like` but for its last axis."""
+    """Invert `to_chunks`, to the dtype and shape of `like` except for the last axis."""
     batch, length, heads = like.shape[:3]
     x = x.unflatten(0, (batch, heads)).permute(0, 2, 3, 1, 4).flatten(1, 2)
     return x[:, :length].to(like.dtype)
 
 
 def whole(x: Tensor) -> Tensor:
-    """x as a tensor of its own where it is compiled. Where a Function returns a view of a view,
-    torch 2.11 compiles a gradient of zeros."""
+    """Return a copy of x if compiling, else x. Where a Function returns a view of a view, torch
+    2.11 compiles a gradient of zeros."""
     return x.clone() if torch.compiler.is_compiling() else x
 
 
@@ -62,20 +62,20 @@ def floor_of(dtype: torch.dtype) -> float:
 
 
 def later_first(x: Tensor) -> Tensor:
-    """Sums from each token of a chunk to its end."""
+    """Return the sums from each token of a chunk to the end of the chunk."""
     return x.flip(-2).cumsum(-2).flip(-2)
 
 
 class Decay:
-    """Running sums g of log decays in chunks (..., chunk, dim or 1), or none, and what weighs by
-    them. Factors have the dtype of what they weigh."""
+    """Cumulative sums g of log decays in chunks (..., chunk, dim or 1), or none, and products with
+    their exponentials. Factors have the dtype of the tensor that they multiply."""
 
     def __init__(self, log: Tensor | None) -> None:
         self.g = self.since_start = None if log is None else log.cumsum(-2)
 
     @staticmethod
     def of_sums(g: Tensor, start: Tensor) -> Decay:
-        """Of sums that are known: g as above, start (..., 1, dim or 1) that before each chunk."""
+        """Return a Decay of given sums g; start (..., 1, dim or 1) is the sum before each chunk."""
         out = Decay(None)
         out.g, out.since_start = g, g - start
         return out
@@ -85,20 +85,20 @@ class Decay:
         return self.g is None or self.g.shape[-1] == 1
 
     def into(self, x: Tensor) -> Tensor:
-        """x decayed from the start of its chunk to its token."""
+        """Return x decayed from the start of its chunk to its token."""
         return x if self.since_start is None else x * self.since_start.exp().to(x.dtype)
 
     def out(self, x: Tensor) -> Tensor:
-        """x decayed from its token to the end of its chunk."""
+        """Return x decayed from its token to the end of its chunk."""
         return x if self.g is None else x * (self.g[..., -1:, :] - self.g).exp().to(x.dtype)
 
     def over(self) -> Tensor | None:
-        """What a chunk leaves of a memory (..., dim, value_dim): (..., dim or 1, 1), None: all."""
+        """Return a chunk's decay of a memory (..., dim, value_dim): (..., dim or 1, 1) or None."""
         return None if self.since_start is None else self.since_start[..., -1:, :].mT.exp()
 
     def scores(self, q: Tensor, k: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """a[r, i] = sum_j q[r, j] k[i, j] exp(g[r, j] - g[i, j]) for i <= r, else 0: (..., chunk,
-        dim) twice -> (..., chunk, chunk), in `dtype` (default: that of q)."""
+        """Return a[r, i] = sum_j q[r, j] k[i, j] exp(g[r, j] - g[i, j]) for i <= r, else 0: (...,
+        chunk, dim) twice -> (..., chunk, chunk), in `dtype` (default: that of q)."""
         dtype = dtype or q.dtype
         if self.scalar:
             return self._spread(matmul_as(q, k.mT, dtype))
@@ -110,8 +110,8 @@ class Decay:
         return a.squeeze(-3)
 
     def scores_backward(self, da: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of q and k from that of `scores`, whose upper triangle is not looked at,
-        but for those by its diagonal, da k and da q, which know no decay."""
+        """Return the gradients of q and k from that of `scores`, whose upper triangle is ignored.
+        They leave out the terms of its diagonal, da k and da q, which have no decay."""
         if self.scalar:
             da = self._spread(da).tril(-1)
             return da @ k, da.mT @ q
@@ -124,14 +124,14 @@ class Decay:
         return dq, dk
 
     def _factors(self, half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """exp(g_anchor - g) of the earlier halves, exp(g - g_anchor) of the later ones."""
+        """Return exp(g_anchor - g) of the earlier halves, exp(g - g_anchor) of the later ones."""
         assert self.g is not None
         early, late = _early(self.g, half), _late(self.g, half)
         anchor = late[..., :1, :]
         return (anchor - early).exp().to(dtype), (late - anchor).exp().to(dtype)
 
     def _spread(self, a: Tensor) -> Tensor:
-        """a[r, i] exp(g_r - g_i) for i <= r, else 0, of scalar decays."""
+        """Return a[r, i] exp(g_r - g_i) for i <= r, else 0, for scalar decays."""
         if self.g is None:
             return a.tril()
         low = torch.ones(a.shape[-2:], dtype=torch.bool, device=a.device).tril()
@@ -143,7 +143,7 @@ def _sizes(chunk: int) -> list[int]:
 
 
 def _early(x: Tensor, half: int) -> Tensor:
-    """(..., chunk, dim) -> the earlier halves (..., pairs, half, dim)."""
+    """Return the earlier halves (..., pairs, half, dim) of (..., chunk, dim)."""
     return x.unflatten(-2, (-1, 2, half)).select(-3, 0)
 
 
@@ -152,19 +152,19 @@ def _late(x: Tensor, half: int) -> Tensor:
 
 
 def _diagonal(a: Tensor, size: int) -> Tensor:
-    """(..., chunk, chunk) -> its blocks on the diagonal, a view (..., chunk / size, size, size)."""
+    """Return the diagonal blocks of (..., chunk, chunk): a view (..., chunk / size, size, size)."""
     a = a.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
     return a.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
 def _blocks(a: Tensor, half: int) -> Tensor:
-    """The blocks later rows x earlier columns, as a view (..., pairs, half, half)."""
+    """Return the blocks later rows x earlier columns, as a view (..., pairs, half, half)."""
     return _diagonal(a, 2 * half)[..., half:, :half]
 
 
 def _times(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b. Tiny ones are sums, which torch.compile fuses: cuBLAS has a program for each, and
-    there may be a hundred thousand of them."""
+    """Return a @ b. Tiny products are sums, which torch.compile fuses: cuBLAS takes a program for
+    each, and there may be a hundred thousand of them."""
     if a.shape[-2] > 4:
         return a @ b
     wide = a.unsqueeze(-2).to(torch.promote_types(a.dtype, torch.float32))
@@ -172,18 +172,18 @@ def _times(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _join(blocks: Tensor, below: Tensor) -> Tensor:
-    """Blocks of a diagonal (..., 2 pairs, size, size), and what is below the first of each pair
-    (..., pairs, size, size) -> (..., pairs, 2 size, 2 size)."""
+    """Join diagonal blocks (..., 2 pairs, size, size) and the block below the first of each pair
+    (..., pairs, size, size) to (..., pairs, 2 size, 2 size)."""
     early, late = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
     above = torch.nn.functional.pad(early, (0, below.shape[-1]))
     return torch.cat([above, torch.cat([below, late], -1)], -2)
 
 
 def inverse(lower: Tensor) -> Tensor:
-    """(I + lower)^-1 for a strictly lower triangle (..., chunk, chunk): row by row in blocks of 8,
-    then in blocks that double.
+    """Return (I + lower)^-1 for a strictly lower triangle (..., chunk, chunk): row by row in blocks
+    of 8, then in blocks that double.
 
-    Substitution, so as stable as that; powers of `lower` may be huge where its inverse is not.
+    This is substitution, and as stable; powers of `lower` may be huge where the inverse is not.
     """
     chunk = lower.shape[-1]
     least = min(8, chunk)

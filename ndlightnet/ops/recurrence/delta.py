@@ -5,9 +5,9 @@ channel (Kimi Delta Attention):
     y_t = m_t^T q_t
 
 that is m_t = (I - beta_t k_t k_t^T) Diag(exp(l_t)) m_(t-1) + beta_t k_t v_t^T: one step of gradient
-descent, with rate beta_t, towards a memory that answers k_t with v_t.
+descent, with rate beta_t, towards a memory that maps k_t to v_t.
 
-Chunkwise: all u of a chunk solve one triangular system (the WY representation), the memories before
+Chunkwise: all u of a chunk solve one triangular system (the WY representation); the memories before
 the chunks come from one scan over affine maps. The gradient is explicit. No exponent is positive.
 """
 
@@ -40,11 +40,11 @@ def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None = None,
     state: Tensor | None = None, *, impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Causal, from a memory to a memory.
+    """Run the delta rule causally, from the memory `state` to the last memory.
 
-    q, k (batch, length, heads, dim), keys of length 1 (the caller normalises them); v (batch,
-    length, heads, value_dim); beta (batch, length, heads) in [0, 1], or to 2: then a memory's sign
-    can turn; log_decay, state, impl, and what is returned as in `gated_linear_attention`. A token
+    q, k (batch, length, heads, dim), keys of norm 1 (the caller normalises them); v (batch, length,
+    heads, value_dim); beta (batch, length, heads) in [0, 1], or up to 2, where a memory's sign can
+    change; log_decay, state, impl and the returned values as in `gated_linear_attention`. A token
     with beta = 0 and log_decay = 0 changes nothing.
     """
     decay, state = check(q, k, v, log_decay, state)
@@ -70,7 +70,7 @@ def gated_delta_rule(
 
 
 class _Chunks:
-    """What both passes need, all (batch * heads, chunks, ...)."""
+    """Values shared by forward and backward, all (batch * heads, chunks, ...)."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, state: Tensor
@@ -83,9 +83,9 @@ class _Chunks:
         self.qk = self.d.scores(self.q, self.k)
         self.solve = inverse(self.beta * self.kk)
         self.write = self.d.out(self.k)
-        solved = (self.solve * self.beta.mT).to(work)  # of values to u
+        solved = (self.solve * self.beta.mT).to(work)  # maps values to u
         self.w, self.u0 = solved @ self.d.into(self.k), solved @ self.v
-        # a chunk takes the memory m to `transition` m + write^T u0
+        # a chunk maps the memory m to `transition` m + write^T u0
         over, eye = self.d.over(), torch.eye(k.shape[-1], dtype=acc, device=k.device)
         self.transition = eye if over is None else over * eye
         self.transition = self.transition - matmul_as(self.write.mT, self.w, acc)
@@ -120,7 +120,7 @@ def _backward(
     work, dyc, d = c.q.dtype, to_chunks(dy, c.q.dtype), c.d
     start = before(m, state.flatten(0, 1), work)
     u = c.u0 - c.w @ start
-    du = c.qk.mT @ dyc  # without what comes by later chunks
+    du = c.qk.mT @ dyc  # without the part from later chunks
     read_grad = (d.into(c.q).mT @ dyc - c.w.mT @ du).to(acc)
     dm = adjoints(c.transition, after(read_grad), dlast.flatten(0, 1), MATRIX)
     dstate = c.transition[:, 0].mT @ dm[:, 0] + read_grad[:, 0]

@@ -1,9 +1,9 @@
 """Convolution with a sum of decaying exponentials, y_t = sum_(s <= t) K_(t-s) u_s with
-K_l = Re sum_j weight_j lambda_j^l: what a diagonal linear system does with its input (S4), and the
-Toeplitz product of MD-TPE.
+K_l = Re sum_j weight_j lambda_j^l: the output of a diagonal linear system (S4), and the Toeplitz
+product of MD-TPE.
 
-In chunks: inside a chunk with a Toeplitz matrix, what came before by its states, one for each
-lambda. (By FFT every output would hold roundings of later tokens.)
+It runs in chunks: a Toeplitz matrix inside a chunk, and for earlier chunks states, one for each
+lambda. (With an FFT every output would have rounding errors of later tokens.)
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ndlightnet.ops.recurrence.scan import scan
 
 
 def carry_over(added: Tensor, decay: Tensor, first: Tensor | None) -> Tensor:
-    """h_p = decay h_(p-1) + added_p along axis 1 of (batch, chunks, channels, states)."""
+    """Return h_p = decay h_(p-1) + added_p along axis 1 of (batch, chunks, channels, states)."""
     return scan(decay[None, None], added, first)
 
 
 def even(n: int, most: int) -> tuple[int, int]:
-    """How many chunks n tokens are cut into, evenly, and of how many tokens each, about `most`."""
+    """Return the number of chunks to cut n tokens into evenly, and their size, about `most`."""
     chunks = n // (most + 1) + 1
     return chunks, (n + chunks - 1) // chunks
 
 
 def gather(parts: Tensor, powers: Tensor) -> Tensor:
-    """What each chunk adds to the states: sum_s lambda^(size - 1 - s) u_s; (batch, chunks, size,
-    channels) and (channels or 1, states, size) -> (batch, chunks, channels, states)."""
+    """Return what each chunk adds to the states, sum_s lambda^(size - 1 - s) u_s: (batch, chunks,
+    size, channels) and (channels or 1, states, size) -> (batch, chunks, channels, states)."""
     out = torch.einsum("bpsc,cjsz->bpcjz", parts, _real(powers.flip(-1)))
     return torch.view_as_complex(out.contiguous()) if powers.is_complex() else out[..., 0]
 
@@ -39,9 +39,9 @@ def exponential_filter(
     u: Tensor, chunks: int, table: Tensor, weight: Tensor, first: Tensor | None = None,
     carry: Callable[[Tensor, Tensor, Tensor | None], Tensor] = carry_over,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """u (batch, length, channels), real, in so many chunks; table (channels or 1, states, 1 + size
-    of a chunk): lambda^0, lambda^1, ..; weight (channels, states); first (batch, channels, states):
-    h before the first token, h_t = lambda h_(t-1) + u_t. These are all real or all complex.
+    """Filter u (batch, length, channels), real, in `chunks` chunks. table (channels or 1, states,
+    1 + chunk size): lambda^0, lambda^1, ..; weight (channels, states); first (batch, channels,
+    states): the initial h of h_t = lambda h_(t-1) + u_t. These three are all real or all complex.
 
     Returns y, and h before the last chunk (None: zeros).
     """
@@ -49,7 +49,7 @@ def exponential_filter(
     parts = pad(u, (0, 0, 0, chunks * size - n)).unflatten(1, (chunks, size))
     powers = table[..., :size]
     kernel = torch.einsum("cjz,cjtz->ct", _real(weight.conj_physical()), _real(powers))
-    # rows of kernel and zeros, each read one place further: (channels, s, t) of K_(t-s)
+    # rows of kernel and zeros, row s shifted by s: (channels, s, t) of K_(t-s)
     rows = pad(kernel, (0, size))[:, None].expand(-1, size, -1).flatten(1)
     toeplitz = rows[:, : size * (2 * size - 1)].unflatten(1, (size, -1))[..., :size]
     y = torch.einsum("bpsc,cst->bptc", parts, toeplitz)
@@ -70,5 +70,5 @@ def exponential_filter(
 
 
 def _real(x: Tensor) -> Tensor:
-    """(..., real and imaginary part): Re(a b) = sum of those of conj(a) times those of b."""
+    """Return (..., real and imaginary part): Re(a b) = dot product of those of conj(a) and b."""
     return torch.view_as_real(x) if x.is_complex() else x[..., None]

@@ -1,8 +1,8 @@
 """Gated linear attention: a memory whose rows decay, m_t = Diag(exp(l_t)) m_(t-1) + k_t v_t^T,
 y_t = m_t^T q_t. Linear attention (l = 0), TNL and RetNet (l constant), GLA, HGRN2 are of this form.
 
-Chunkwise: inside a chunk by scores, between chunks by one scan over their memories. The gradient is
-explicit and keeps the memory before each chunk, nothing else of that size. No exponent is positive.
+Chunkwise: by scores inside a chunk, by one scan over memories between chunks. The gradient is
+explicit and saves the memory after each chunk, nothing else of that size. No exponent is positive.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def gated_linear_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, state: Tensor | None = None,
     *, impl: Impl = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Causal, from a memory to a memory.
+    """Run gated linear attention causally, from the memory `state` to the last memory.
 
     q, k (batch, length, heads, dim), v (batch, length, heads, value_dim); log_decay <= 0, (batch,
-    length, heads, dim) or (..., 1) for one of a head, default 0; floored at -30 (float64: -60).
-    state (batch, heads, dim, value_dim). Returns y as v, and the last memory in float32 (float64).
-    A token with k = 0 and log_decay = 0 changes nothing.
+    length, heads, dim) or (..., 1) for one a head, default 0; clamped at -30 (float64: -60). state
+    (batch, heads, dim, value_dim). Returns y, like v, and the last memory in float32 (float64). A
+    token with k = 0 and log_decay = 0 changes nothing.
 
     impl: "torch", "fla" (flash-linear-attention's kernels), "reference" (token by token) or "auto":
-    fla where it can, for 16-bit inputs on CUDA.
+    fla where it is supported, for 16-bit inputs on CUDA.
     """
     decay, state = check(q, k, v, log_decay, state)
     chosen = resolve("gated_linear_attention", impl, k, v, decay, q, state)
@@ -61,7 +61,7 @@ def gated_linear_attention(
 def check(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
-    """The decay as (batch, length, heads, dim or 1) or none, the memory to start from."""
+    """Return the decay as (batch, length, heads, dim or 1) or None, and the first memory."""
     if k.ndim != 4 or q.shape != k.shape or v.shape[:-1] != k.shape[:-1]:
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected (batch, length, "
@@ -105,7 +105,7 @@ class _Gated(torch.autograd.Function):
             dy = to_chunks(dy, c.v.dtype)
             dq, dk, dv, dm, dstate, diagonal = c.gradients(m, dy, dlast.flatten(0, 1))
             if decay is not None:
-                # what tokens read of themselves is on both sides, and would only cost digits
+                # a token's read of itself is in both terms, and would only cost digits
                 per_token = c.q * dq.to(m.dtype) - c.k * dk.to(m.dtype)
                 dl = log_decay_gradient(decay, per_token, dm * m)
             dqkv = (dq + diagonal * c.k, dk + diagonal * c.q, dv)
@@ -125,19 +125,19 @@ class Chunks:
         self.q, self.k, self.v, self.d, self.first = q, k, v, decay, state.flatten(0, 1)
 
     def memories(self) -> Tensor:
-        """After each chunk."""
+        """Return the memory after each chunk."""
         added = (self.d.out(self.k).mT @ self.v).to(self.first.dtype)
         return memories(self.d.over(), added, self.first)
 
     def outputs(self, m: Tensor) -> Tensor:
         start = before(m, self.first, self.q.dtype)
         y = self.d.into(self.q) @ start + self.d.scores(self.q, self.k) @ self.v.nan_to_num(0, 0, 0)
-        # a score of 0 times NaN would reach tokens before it: NaN goes on from where it is
+        # a score of 0 times NaN would reach earlier tokens: NaN spreads from its token on only
         return y + (self.v - self.v).cumsum(-2)
 
     def gradients(self, m: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Tensor, ...]:
-        """Of q, k, v, of the memories after each chunk and before the first one; and what gradients
-        of scores a token has with itself (..., chunk, 1), which those of q and k do not hold."""
+        """Return the gradients of q, k, v, of the memories after each chunk and before the first,
+        and of each token's score with itself (..., chunk, 1), which q's and k's leave out."""
         q, k, v, d = self.q, self.k, self.v, self.d
         read, over = (d.into(q).mT @ dy).to(m.dtype), d.over()
         dm = adjoints(over, after(read), dlast)
@@ -151,13 +151,13 @@ class Chunks:
 
 
 def after(grad: Tensor) -> Tensor:
-    """What comes of later chunks alone: each moved to the chunk before it."""
+    """Return the gradient from later chunks alone: each moved to the chunk before it."""
     return torch.cat([grad[:, 1:], torch.zeros_like(grad[:, :1])], 1)
 
 
 def log_decay_gradient(decay: Tensor, per_token: Tensor, per_chunk: Tensor) -> Tensor:
-    """Sums of what tokens from each one on get of their reads less their writes, and of what the
-    chunk hands on (maths: d log decay_t = sum_(s >= t) (q dq - k dk)_s + rowsum(dm m))."""
+    """Return d log decay_t = sum_(s >= t) (q dq - k dk)_s + rowsum(dm m), s in the chunk of t.
+    per_token: the terms of the first sum; per_chunk: dm m of the memory after each chunk."""
     per_chunk = per_chunk.sum(-1)[..., None, :]
     if decay.shape[-1] == 1:
         per_token, per_chunk = (x.sum(-1, keepdim=True) for x in (per_token, per_chunk))

@@ -5,8 +5,8 @@
 with e "expand", f "forget", i "input", s "shrink". "." is the element-wise product for
 `elementwise_memory` (f broadcasts to (dim, value_dim): full, row, column or scalar; real or
 complex) and the matrix product for `matrix_memory` (f is (dim, dim), from the left). All recurrent
-mixers of ndlightnet.nn.mixers are instances, and are tested as such; they have forms of their own
-that do not hold all memories at once.
+mixers of ndlightnet.nn.mixers are instances, and are tested as such; they have other forms
+that do not store all memories at once.
 
 Shapes: shrink, expand (batch, length, heads, dim), inputs (batch, length, heads, value_dim), memory
 (batch, heads, dim, value_dim). Memories are float32 or wider; outputs have the inputs' dtype.
@@ -27,16 +27,16 @@ from ndlightnet.ops.recurrence.scan import ELEMENTWISE, MATRIX, Rule, scan
 def elementwise_memory(
     shrink: Tensor, expand: Tensor, forget: Tensor, inputs: Tensor, memory: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(outputs (batch, length, heads, value_dim), last memory). forget: (batch or 1, length or 1,
-    heads or 1, dim or 1, value_dim or 1). All memories are held at once."""
+    """Return outputs (batch, length, heads, value_dim) and the last memory. forget: (batch or 1,
+    length or 1, heads or 1, dim or 1, value_dim or 1). All memories are stored at once."""
     return _run(shrink, expand, forget, inputs, memory, ELEMENTWISE)
 
 
 def matrix_memory(
     shrink: Tensor, expand: Tensor, forget: Tensor, inputs: Tensor, memory: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(outputs (batch, length, heads, value_dim), last memory). forget: (batch or 1, length or 1,
-    heads or 1, dim, dim). All memories are held at once."""
+    """Return outputs (batch, length, heads, value_dim) and the last memory. forget: (batch or 1,
+    length or 1, heads or 1, dim, dim). All memories are stored at once."""
     return _run(shrink, expand, forget, inputs, memory, MATRIX)
 
 
@@ -44,8 +44,8 @@ def reference(
     shrink: Tensor, expand: Tensor, forget: Tensor, inputs: Tensor, memory: Tensor | None = None,
     product: Callable[[Tensor, Tensor], Tensor] = torch.mul,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same token by token, by torch.mul or torch.matmul: the specification. Gradients by
-    autograd."""
+    """Run the recurrence token by token, by torch.mul or torch.matmul: the specification. Gradients
+    by autograd."""
     memory = _check(shrink, expand, forget, inputs, memory, product is torch.matmul)
     dtype, real = inputs.dtype, accumulator(inputs)
     shrink, expand, inputs = (x.to(real) for x in (shrink, expand, inputs))
@@ -76,7 +76,7 @@ def _check(
     shrink: Tensor, expand: Tensor, forget: Tensor, inputs: Tensor, memory: Tensor | None,
     matrix: bool,
 ) -> Tensor:  # fmt: skip
-    """The memory to start from."""
+    """Check the inputs and return the memory to start from."""
     if expand.ndim != 4 or shrink.shape != expand.shape or inputs.shape[:3] != expand.shape[:3]:
         raise ValueError(
             f"shrink {tuple(shrink.shape)}, expand {tuple(expand.shape)}, inputs "

@@ -2,8 +2,8 @@
 
 Pairs of neighbours join by (f2, b2) o (f1, b1) = (f2 . f1, f2 . b1 + b2), which is associative.
 Every second memory comes from the sequence of joined pairs, which is half as long, and those
-between from one step more. No product of decays is ever divided by. A `Rule` says what "." and "+"
-are; all operators of this folder, MD-TPE and LightNet's own States run on this one scan.
+between from one step more. Nothing is divided by a product of decays. A `Rule` defines "." and "+";
+all operators of this folder, MD-TPE and LightNet's States run on this one scan.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ MAXIMUM = Rule(torch.add, lambda f, m, b: torch.maximum(b, f + m))  # of logarit
 
 
 def memories(f: Tensor | None, b: Tensor, first: Tensor, rule: Rule = ELEMENTWISE) -> Tensor:
-    """m_1 .. m_n along axis 1, from m_0 = `first`; no gradients (see `scan`).
+    """Return m_1 .. m_n along axis 1, from m_0 = `first`; no gradients (see `scan`).
 
     b (batch, n, ...), whose first step is overwritten; first (batch, ...); f (batch or 1, n, ...)
-    of a shape that the rule broadcasts; None: nothing decays.
+    of a shape that the rule broadcasts; None: no decay.
     """
     if b.shape[1] == 0:
         return b
@@ -43,7 +43,7 @@ def memories(f: Tensor | None, b: Tensor, first: Tensor, rule: Rule = ELEMENTWIS
 
 
 def _pairs(f: Tensor, b: Tensor, rule: Rule) -> Tensor:
-    n = int(b.shape[1])  # a number for torch.compile, too: as many levels as it has bits
+    n = int(b.shape[1])  # an int under torch.compile, too: as many levels as it has bits
     if n == 1:
         return b
     even, odd, between = slice(0, n - n % 2, 2), slice(1, None, 2), slice(2, None, 2)
@@ -57,8 +57,8 @@ def _pairs(f: Tensor, b: Tensor, rule: Rule) -> Tensor:
 
 
 def prefix_sum(x: Tensor) -> Tensor:
-    """x.cumsum(1) of (batch, length, ...), which on a card goes along a long axis that is not the
-    last one in as many steps as it has: here in chunks."""
+    """Return x.cumsum(1) of (batch, length, ...), in chunks: on a GPU, cumsum along an axis that is
+    not the last one takes as many steps as the axis is long."""
     n = x.shape[1]
     if n <= CHUNK:
         return x.cumsum(1)
@@ -69,15 +69,15 @@ def prefix_sum(x: Tensor) -> Tensor:
 
 
 def before(m: Tensor, first: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """m_0 .. m_(n-1): what each step starts from."""
+    """Return m_0 .. m_(n-1): the memory before each step."""
     out = torch.empty_like(m, dtype=dtype)
     out[:, :1], out[:, 1:] = first[:, None], m[:, :-1]
     return out
 
 
 def adjoints(f: Tensor | None, grad: Tensor, last: Tensor, rule: Rule = ELEMENTWISE) -> Tensor:
-    """Gradients of m_1 .. m_n, what comes by later memories included: g_t = pull_t + f'_(t+1) .
-    g_(t+1), with f' the adjoint of f and `last` the gradient that m_n has from elsewhere."""
+    """Return the gradients of m_1 .. m_n, with the part from later memories: g_t = grad_t +
+    f'_(t+1) . g_(t+1), with f' the adjoint of f and `last` a further gradient of m_n."""
     if f is None:
         return memories(None, grad.flip(1), last).flip(1)
     reverse = f.expand(-1, grad.shape[1], *f.shape[2:]).flip(1)
@@ -85,13 +85,13 @@ def adjoints(f: Tensor | None, grad: Tensor, last: Tensor, rule: Rule = ELEMENTW
     if grad.shape[1] == 0:
         return grad
     grad = grad.flip(1)
-    head = grad[:, :1] + last[:, None]  # behind the last one lies nothing
+    head = grad[:, :1] + last[:, None]  # no memory follows the last one
     rest = memories(reverse[:, :-1], grad[:, 1:], head[:, 0], rule)
     return torch.cat([head, rest], 1).flip(1)
 
 
 class _Scan(torch.autograd.Function):
-    """Saves f and the memories. Its gradient can be differentiated again."""
+    """Autograd function of `scan`; saves f and the memories. Its gradient is differentiable."""
 
     @staticmethod
     def forward(ctx: Any, f: Tensor, b: Tensor, first: Tensor, rule: Rule) -> Tensor:
@@ -117,10 +117,10 @@ class _Scan(torch.autograd.Function):
 
 
 def scan(f: Tensor, b: Tensor, first: Tensor | None = None, rule: Rule = ELEMENTWISE) -> Tensor:
-    """m_t = f_t . m_(t-1) + b_t along axis 1, real or complex, with gradients.
+    """Return m_t = f_t . m_(t-1) + b_t along axis 1, real or complex, with gradients.
 
     b (batch, n, ...); f (batch or 1, n or 1, ...) broadcasts against b, or is a matrix (..., dim,
-    dim) from the left with rule MATRIX; first (batch, ...), default 0. Returns all memories, as b.
+    dim) from the left with rule MATRIX; first (batch, ...), default 0. Returns all m_t, like b.
     """
     if b.ndim != f.ndim or (f.shape[1] not in (1, b.shape[1])):
         raise ValueError(

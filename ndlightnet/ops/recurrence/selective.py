@@ -4,7 +4,7 @@ step, input and output weights depend on the token.
     m_t = exp(delta_t A) * m_(t-1) + (delta_t u_t) B_t^T        y_t = m_t C_t
 
 The decay is a full matrix (channels, state), so there is no form by matrix products; all memories
-of a segment come from an associative scan. The gradient is explicit and keeps the memory before
+of a segment come from an associative scan. The gradient is explicit and saves the memory before
 each segment only.
 """
 
@@ -20,19 +20,19 @@ from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence.chunks import exact, whole
 from ndlightnet.ops.recurrence.scan import adjoints, memories
 
-# Numbers in the memories of a segment: on a CPU what its cache holds; elsewhere so many that to run
-# a kernel takes longer than to start it.
+# Elements in the memories of a segment: on a CPU as many as its cache holds; elsewhere so many that
+# a kernel takes longer to run than to launch.
 SEGMENT, SEGMENT_CPU = 2**24, 2**19
 
 
 def selective_scan(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, memory: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """u, delta (batch, length, channels), delta >= 0; A (channels, state), negative; B, C (batch,
-    length, state); memory (batch, channels, state).
+    """Run the selective scan from `memory` to the last memory.
 
-    Returns y as u, and the last memory in float32 (float64). A token with delta = 0 changes
-    nothing.
+    u, delta (batch, length, channels), delta >= 0; A (channels, state), negative; B, C (batch,
+    length, state); memory (batch, channels, state). Returns y, like u, and the last memory in
+    float32 (float64). A token with delta = 0 changes nothing.
     """
     (batch, n, channels), state = u.shape, A.shape[-1]
     shapes = [tuple(x.shape) for x in (delta, A, B, C)]
@@ -89,7 +89,7 @@ class _Selective(torch.autograd.Function):
 def _segment_backward(
     xs: list[Tensor], A: Tensor, start: Tensor, g_last: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """Gradients of (u, delta, B, C), of A, and of the memory before the segment."""
+    """Return gradients of (u, delta, B, C), of A, and of the memory before the segment."""
     u, delta, b, c, dy = xs
     f, added = _decay(delta, A), delta * u
     m = memories(f, _outer(added, b), start)
@@ -113,5 +113,5 @@ def _outer(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _decay(delta: Tensor, A: Tensor) -> Tensor:
-    """exp(delta A), (batch, length, channels, state)."""
+    """Return exp(delta A), (batch, length, channels, state)."""
     return (delta[..., None] * A).exp_()

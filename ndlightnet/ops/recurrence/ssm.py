@@ -1,9 +1,9 @@
 """Diagonal state-space models: x'(t) = a x(t) + u(t), with u held constant over steps of length dt
-(zero-order hold), and HiPPO-LegS, where their eigenvalues a start.
+(zero-order hold), and HiPPO-LegS, the initial values of their eigenvalues a.
 
     x_t = exp(dt a) x_(t-1) + expm1(dt a) / a . u_t
 
-States come in conjugate pairs, of which one is kept: a real output is 2 Re sum_j c_j x_j.
+States come in conjugate pairs, of which one is stored: a real output is 2 Re sum_j c_j x_j.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 
 
 def legs(state: int) -> tuple[Tensor, Tensor]:
-    """The normal part of HiPPO-LegS, A + p p^T with A_nj = -sqrt((2n + 1)(2j + 1)) for n > j,
-    -(n + 1) for n = j, 0 for n < j, and p_n = sqrt(n + 1/2): -1/2 and a skew-symmetric matrix.
+    """Decompose the normal part of HiPPO-LegS, A + p p^T with A_nj = -sqrt((2n + 1)(2j + 1)) for
+    n > j, -(n + 1) for n = j, 0 for n < j, and p_n = sqrt(n + 1/2): -I/2 + a skew-symmetric matrix.
 
     Returns its eigenvalues with positive imaginary part (state / 2,), slowest first, and their
     eigenvectors (state, state / 2), complex128.
@@ -37,7 +37,7 @@ def legs(state: int) -> tuple[Tensor, Tensor]:
 
 
 def zero_order_hold(z: Tensor) -> Tensor:
-    """expm1(z) / z, what a step of constant input adds to a state, in steps; 1 where z is 0."""
+    """Return expm1(z) / z, which a step of constant input adds to a state, in steps; 1 at z = 0."""
     near = z.abs() < 1e-2
     series = 1 + z / 2 * (1 + z / 3 * (1 + z / 4 * (1 + z / 5 * (1 + z / 6))))
     far = torch.where(near, 1, z)
@@ -45,14 +45,14 @@ def zero_order_hold(z: Tensor) -> Tensor:
 
 
 def discretize(A_log: Tensor, A_imag: Tensor, log_dt: Tensor) -> Tensor:
-    """dt a = exp(log_dt) (-exp(A_log) + i A_imag), complex128: phases of many steps lose their
-    digits in float32."""
+    """Return dt a = exp(log_dt) (-exp(A_log) + i A_imag), complex128: phases of many steps lose
+    their digits in float32."""
     real = -(A_log.double() + log_dt.double()).exp()
     return torch.complex(real, A_imag.double() * log_dt.double().exp())
 
 
 def powers(z: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """exp(z t) for t = 0 .. count - 1, (..., count) complex, of the precision of `dtype`."""
+    """Return exp(z t) for t = 0 .. count - 1, (..., count) complex, in the precision of `dtype`."""
     t = torch.arange(count, dtype=torch.float64, device=z.device)
     size, phase = z.real[..., None] * t, (z.imag[..., None] * t).remainder(2 * math.pi)
     return torch.polar(size.to(dtype).exp(), phase.to(dtype))
@@ -61,10 +61,10 @@ def powers(z: Tensor, count: int, dtype: torch.dtype) -> Tensor:
 def diagonal_ssm(
     u: Tensor, z: Tensor, weight: Tensor, memory: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """x_t = exp(z) x_(t-1) + u_t, y_t = 2 Re sum_j weight_j x_tj, each channel by itself.
+    """Run x_t = exp(z) x_(t-1) + u_t, y_t = 2 Re sum_j weight_j x_tj, each channel by itself.
 
     u (batch, length, channels), real; z, weight (channels, pairs), complex; memory (batch,
-    channels, pairs), complex: x before the first token. Returns y as u, and the last x.
+    channels, pairs), complex: x before the first token. Returns y, like u, and the last x.
 
     It is a convolution with K_l = 2 Re sum_j weight_j exp(z_j l), l = 0, 1, ..., in chunks.
     """

@@ -3,8 +3,8 @@
     wkv_t = sum_s weight_ts v_s / sum_s weight_ts,  weight_ts = exp(k_s - (t - 1 - s) w) for s < t,
     and exp(k_t + bonus) for t itself.
 
-Sums are tensors (..., 3, channels) of numerator, denominator and exponent, both of the former to be
-multiplied by exp(exponent): one close to the largest exponent in the sum keeps them in range.
+Sums are tensors (..., 3, channels) of numerator, denominator and exponent. The first two are to be
+multiplied by exp(exponent); an exponent close to the largest one in the sum keeps them in range.
 Results do not depend on it, so it has no gradient.
 """
 
@@ -16,17 +16,17 @@ from torch import Tensor
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence.scan import MAXIMUM, before, memories, scan
 
-LOWEST = -1e30  # the exponent of a sum of nothing
+LOWEST = -1e30  # the exponent of a sum over no tokens
 
 
 def weighted_sums(
     k: Tensor, v: Tensor, decay: Tensor, memory: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The sums over all tokens before each one, (batch, length, 3, channels), and after the last
-    one, (batch, 3, channels), in float32 (float64).
+    """Return the sums over all tokens before each one, (batch, length, 3, channels), and after the
+    last one, (batch, 3, channels), in float32 (float64).
 
     k, v (batch, length, channels); decay >= 0, (batch or 1, length or 1, channels); memory (batch,
-    3, channels): what such a call returned. A token with k = -inf and decay = 0 changes nothing.
+    3, channels): the final sums of a call. A token with k = -inf and decay = 0 changes nothing.
     """
     batch, n, channels = k.shape
     if v.shape != k.shape or decay.ndim != 3 or decay.shape[-1] != channels:
@@ -60,30 +60,30 @@ def _sums(m: Tensor, top: Tensor) -> Tensor:
 def empty(
     batch: int, channels: int, dtype: torch.dtype, device: torch.device | str | None
 ) -> Tensor:
-    """The sums before the first token."""
+    """Return the sums before the first token."""
     zeros = torch.zeros(batch, 2, channels, dtype=dtype, device=device)
     return torch.nn.functional.pad(zeros, (0, 0, 0, 1), value=LOWEST)
 
 
 def token(k: Tensor, v: Tensor) -> Tensor:
-    """The sums of one token each, (..., 3, channels)."""
+    """Return the sums of one token each, (..., 3, channels)."""
     return torch.stack([v.to(k.dtype), torch.ones_like(k), k], -2)
 
 
 def merge(one: Tensor, other: Tensor) -> Tensor:
-    """The sums over two sets of tokens together, (..., 3, channels)."""
+    """Merge the sums over two sets of tokens, (..., 3, channels)."""
     top = torch.maximum(one[..., 2:, :], other[..., 2:, :]).detach().clamp(min=LOWEST)
     left, right = (x[..., :2, :] * (x[..., 2:, :] - top).exp() for x in (one, other))
     return torch.cat([left + right, top], -2)
 
 
 def mean(sums: Tensor) -> Tensor:
-    """Numerator / denominator; 0 for a sum of nothing (that of something is about 1 or more)."""
+    """Return numerator / denominator, which is about 1 or more; 0 for a sum over no tokens."""
     return sums[..., 0, :] / sums[..., 1, :].clamp(min=1e-6)
 
 
 def means(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:
-    """wkv of a whole sequence: k, v (batch, length, channels), w = exp(decay) and bonus
+    """Return wkv of a sequence: k, v (batch, length, channels), w = exp(decay) and bonus
     (channels,) -> (batch, length, channels) in v's dtype."""
     acc = accumulator(v)
     sums, _ = weighted_sums(k, v, decay.to(acc).exp().expand(1, 1, -1))

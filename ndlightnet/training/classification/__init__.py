@@ -1,1 +1,1 @@
-"""Naming the class of an image, a video, a volume or a signal."""
+"""Classification of images, videos, volumes and signals."""

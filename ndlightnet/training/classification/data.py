@@ -1,4 +1,4 @@
-"""What labelled data share, whatever a sample is."""
+"""Base class of labelled data of any kind."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import lightning as L
 
 
 class LabelledData(L.LightningDataModule):
-    """Knows the names of its classes; a checkpoint keeps them."""
+    """Base class of data with names of classes, which a checkpoint holds."""
 
     classes: tuple[str, ...] = ()
 
     def names(self) -> dict[str, list[Any]]:
-        """What a checkpoint keeps, so that predict does without the training data."""
+        """Return what a checkpoint holds, so that `predict` does not need the training data."""
         return {"classes": list(self.classes)}
 
     def set_names(self, names: dict[str, list[Any]]) -> None:
@@ -21,6 +21,6 @@ class LabelledData(L.LightningDataModule):
 
 
 def held_out(fraction: float, count: int) -> set[int]:
-    """Those of `count` training samples that choose the best checkpoint, evenly spaced."""
+    """Return which of `count` training samples choose the best checkpoint, evenly spaced."""
     out = round(fraction * count)
     return {round(i * count / out) for i in range(out)}

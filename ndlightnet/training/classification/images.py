@@ -33,20 +33,20 @@ from ndlightnet.training.core.costs import latencies, training_costs
 class ImageData(LabelledData):
     """A folder of IDX files or an npz file, as ndlightnet.data.images reads them.
 
-    Bytes are augmented and normalised on the device. Batches and augmentation follow from the seed
-    alone, so that networks that are compared see the same.
+    Bytes are augmented and normalised on the device. Batches and augmentation depend on the seed
+    alone, so that networks that are compared get the same.
 
     Args:
         root: the folder or file.
         classes: names of the classes; default: their numbers.
         batch_size: images per batch.
-        shift: cells, at most, by which training images are moved along every axis.
-        flips: axes along which they are mirrored half the time.
+        shift: largest random shift of training images along every axis (cells).
+        flips: axes along which training images are mirrored half the time.
         validation: fraction of the training images that chooses the best checkpoint, where the data
-            have no part of their own for that; 0: none. The test images are not looked at.
-        train_limit: train on so many of them, evenly spaced; default: all.
-        augment: what else happens to training images, after normalisation; in place of `shift` and
-            `flips`, which it has itself.
+            have no validation part; 0: none. The test images are not used for this.
+        train_limit: train on so many images, evenly spaced; default: all.
+        augment: augmentation of training images after normalisation; replaces `shift` and `flips`,
+            which it has, too.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class ImageData(LabelledData):
         raise DataError(f"{self.root}: predict reads files with VolumeFolders, not with ImageData")
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """uint8 -> floats of mean 0 and std 1, those of training batches moved or augmented
-        as the rest of the batch says."""
+        """Normalise uint8 images to mean 0 and std 1; those of training batches are shifted and
+        mirrored, or augmented, as the rest of the batch says."""
         images, labels, numbers, *moves = batch
         images = moved(images, *moves) if len(moves) == 2 else images
         images = (images.float() - self.mean) / self.std
@@ -131,8 +131,8 @@ class ImageTask(ClassificationTask):
 
     Args:
         net: the network.
-        mirror: axes of space; an answer is the mean over all ways to mirror the image along them.
-        others: as of ClassificationTask.
+        mirror: axes of space; probabilities are means over all ways to mirror the image along them.
+        others: as in ClassificationTask.
     """
 
     saved = (*ClassificationTask.saved, "cost")
@@ -190,7 +190,7 @@ class ImageTask(ClassificationTask):
         self.predicted |= dict(zip(numbers.tolist(), answers, strict=True))
 
     def on_predict_end(self) -> None:
-        """predictions.csv: a line for each image, its file, class and probabilities."""
+        """Write predictions.csv: a line for each image, its file, class and probabilities."""
         predicted, data = self.gathered(self.predicted), self.data()
         file = self.out() / "predictions.csv"
         if self.trainer.is_global_zero:

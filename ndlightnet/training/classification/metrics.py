@@ -1,4 +1,4 @@
-"""How good the answers of a classifier are."""
+"""Metrics of a classifier."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torchmetrics.functional.classification import binary_auroc, multiclass_conf
 
 
 def scores(probabilities: Tensor, labels: Tensor, names: Sequence[str]) -> dict[str, Any]:
-    """Of probabilities (samples, classes) and the true classes (samples,), for metrics.json.
+    """Return metrics of probabilities (samples, classes), given the true classes (samples,).
 
-    `balanced_accuracy` is the mean recall of the classes that occur; `auc` is of the second of two.
+    `balanced_accuracy` is the mean recall of the classes that occur; `auc`, for two classes only,
+    is that of the second. For metrics.json.
     """
     matrix = multiclass_confusion_matrix(probabilities, labels, len(names))
     recall = matrix.diagonal() / matrix.sum(1)  # not a number where a class does not occur

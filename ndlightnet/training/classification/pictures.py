@@ -14,19 +14,20 @@ from torch import Tensor
 from ndlightnet.data.errors import printable
 from ndlightnet.training.core.report import panels_of, save_figure
 
-VIEWS = 36  # in a gallery, about
+VIEWS = 36  # views in a gallery, about
 RIGHT, WRONG = "#1a7f37", "#cf222e"
 
 
 def save_confusion(path: Path, matrix: Tensor, classes: Sequence[str]) -> None:
-    """Counts (truth, prediction), coloured by their fraction of the row."""
+    """Write a picture of counts (truth, prediction), coloured by their fraction of the row."""
     counts = matrix.cpu().numpy()
     fraction = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     side = 2.2 + 0.7 * len(classes)
     figure, axes = panels_of(1, 1, (side, side))
     axis = axes[0, 0]
     axis.imshow(fraction, cmap="Blues", vmin=0, vmax=1)
-    ticks, names = range(len(classes)), [printable(name) for name in classes]  # drawn anew later
+    # printable here: matplotlib sets the texts of ticks again, after `plain_text`
+    ticks, names = range(len(classes)), [printable(name) for name in classes]
     axis.set_xticks(ticks, names, rotation=45, ha="right")
     axis.set_yticks(ticks, names)
     axis.set(xlabel="prediction", ylabel="truth")
@@ -40,7 +41,7 @@ def save_confusion(path: Path, matrix: Tensor, classes: Sequence[str]) -> None:
 def save_strips(
     path: Path, strips: Sequence[tuple[str, bool | None, Tensor]], frames: int = 8
 ) -> None:
-    """One row per clip: (caption, right or wrong or unknown, frames (frames, h, w, 3) uint8)."""
+    """Write a row per clip: (caption, whether right or None, frames (frames, h, w, 3) uint8)."""
     figure, axes = panels_of(len(strips), frames, (1.25 * frames, 1.55 * len(strips)))
     for row, (caption, right, clip) in zip(axes, strips, strict=True):
         shown = np.linspace(0, len(clip) - 1, frames).round().astype(int)
@@ -53,7 +54,7 @@ def save_strips(
 
 
 def projections(image: Tensor) -> np.ndarray:
-    """The means of an image (*space) over all but two axes, side by side: of a volume three."""
+    """Return means of an image (*space) over all but two axes, side by side: 3 for a volume."""
     views = []
     for pair in combinations(range(image.ndim), 2):
         others = [axis for axis in range(image.ndim) if axis not in pair]
@@ -68,8 +69,8 @@ def projections(image: Tensor) -> np.ndarray:
 def save_gallery(
     path: Path, images: Tensor, probabilities: Tensor, labels: Tensor, names: Sequence[str]
 ) -> None:
-    """Images (n, *space) from the worst answer (n, classes) to the best, evenly: the first has the
-    lowest probability of its truth. A caption is the answer with its probability."""
+    """Write images (n, *space), evenly spaced from the worst answer (n, classes) to the best: the
+    first has the lowest probability of its truth. A caption is the answer with its probability."""
     truth = probabilities.gather(1, labels[:, None])[:, 0]
     each = math.comb(images.ndim - 1, 2)
     count = min(len(labels), max(4, VIEWS // each))

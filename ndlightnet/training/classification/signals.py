@@ -26,13 +26,13 @@ class SignalData(LabelledData):
 
     Args:
         root: the folder.
-        spectrum: (window, step) in samples: the network sees window / 2 channels of a short
+        spectrum: (window, step) in samples: the network gets window / 2 channels of a short-time
             spectrum every `step` samples. None: the samples themselves, one channel.
-        batching: "packed" puts the samples of a batch end to end, "padded" fills them up to the
-            longest, with a mask. Batches hold the same samples either way.
+        batching: "packed" puts the recordings of a batch end to end, "padded" pads them to the
+            longest, with a mask. Batches hold the same recordings either way.
         batch_size: recordings per batch, drawn without regard to their lengths.
         validation: fraction of the training recordings that chooses the best checkpoint; 0: none,
-            the last checkpoint counts. The test recordings are not looked at.
+            the last checkpoint counts. The test recordings are not used for this.
         workers: processes that prepare batches.
     """
 
@@ -74,7 +74,7 @@ class SignalData(LabelledData):
         )
 
     def collate(self) -> Callable[..., Any]:
-        """What makes batches for the trainer's network."""
+        """Return the function that makes batches for the trainer's network."""
         net: Any = self.trainer.lightning_module.net  # type: ignore[union-attr]
         return PackCollate(net.embed.patch) if self.batching == "packed" else PadCollate()
 
@@ -95,13 +95,13 @@ class SignalData(LabelledData):
 class SignalTask(ClassificationTask):
     """Trains `net`, packed or padded signals -> `(batch, classes)` logits, and measures it.
 
-    Args: as of ClassificationTask.
+    Args: as in ClassificationTask.
     """
 
     saved = (*ClassificationTask.saved, "cost", "slots")
     measures = "step"
     samples = "recordings"
-    tokens, slots = 0, 0  # of all steps of training; with padding
+    tokens, slots = 0, 0  # over all training steps; `slots` with padding
 
     def setup(self, stage: str) -> None:
         data = self.data()

@@ -1,4 +1,4 @@
-"""The running prediction of a causal network, while a video is read from a file or a camera."""
+"""Predictions of a causal network at each frame of a video from a file or a camera."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ndlightnet.data.video_transforms import eval_frames
 
 
 class StreamTrainer(L.Trainer):
-    """Lightning's, with one more method."""
+    """Lightning's Trainer with one more method, `stream`."""
 
     def stream(
         self,
@@ -32,16 +32,16 @@ class StreamTrainer(L.Trainer):
         output: str | None = None,
         fps: float | None = None,
     ) -> None:
-        """Predict from all frames so far, at each frame of a video or a pipe as it comes.
+        """Predict from all frames so far, at each frame of a video or a pipe as it arrives.
 
         The lines, CSV, are: seconds after the first frame, the frame's number from 0, the class
-        and its probability, the probabilities of all classes. The network sees a patch of frames at
-        a time (patch_size[0] of them), so their lines come together.
+        and its probability, the probabilities of all classes. The network reads a patch of frames
+        at a time (patch_size[0] of them), so their lines come together.
 
         Args:
             ckpt_path: checkpoint of a causal network.
             output: file for the lines; default: standard output.
-            fps: frames a second that the network is shown; default: all. It knows motion at the
+            fps: frames a second that the network gets; default: all. It was trained at the frame
                 rate of its clips, which is data.frames over the seconds of a training video.
         """
         net, names = self._load(model, ckpt_path)
@@ -63,7 +63,7 @@ class StreamTrainer(L.Trainer):
                     count += len(frames)
                     show(len(frames))
             damage = video.damage
-        except KeyboardInterrupt:  # the way to end a camera's
+        except KeyboardInterrupt:  # the way to end a camera's stream
             pass
         rate = count / (time.monotonic() - start)
         print(f"{count} frames, {rate:.1f} frames/s", file=sys.stderr)
@@ -71,7 +71,7 @@ class StreamTrainer(L.Trainer):
             raise DataError(damage)
 
     def _load(self, model: Any, path: str | None) -> tuple[Any, list[str]]:
-        """The network and the classes' names."""
+        """Load the checkpoint; return the network and the names of the classes."""
         if not model.causal:
             raise DataError("model.causal=False: train a causal network, with --model.causal true")
         if path is None:
@@ -82,14 +82,14 @@ class StreamTrainer(L.Trainer):
         net = task.to(self.strategy.root_device).eval().net
         try:
             net.init_state(1)
-        except ValueError as error:  # of a mixer that cannot
+        except ValueError as error:  # raised by a mixer that cannot stream
             raise DataError(f"model.net: {error}") from error
         return net, saved["names"]["classes"]
 
     def _predictions(
         self, net: Any, video: VideoStream, size: int
     ) -> Iterator[tuple[list[tuple[int, float]], Tensor]]:
-        """Numbers and times of the frames that complete a patch, and the logits they lead to."""
+        """Yield the numbers and times of the frames of each patch, and the logits after it."""
         plugin, stream, waiting = self.precision_plugin, net.stream(), []
         try:
             for frame in video:
@@ -102,14 +102,14 @@ class StreamTrainer(L.Trainer):
                     waiting = []
         except KeyboardInterrupt:
             pass
-        if waiting:  # the last patch is filled up as that of a whole clip is
+        if waiting:  # the last patch is padded as that of a whole clip is
             with plugin.forward_context():
                 logits = stream.finish()
             yield waiting, logits
 
     @contextmanager
     def _status(self) -> Iterator[Any]:
-        """A line with the frames per second on a terminal, and what moves it on by some frames."""
+        """Show frames per second on a terminal; yield a function that adds frames to the count."""
         console = Console(stderr=True)
         progress = Progress(
             SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True,
@@ -130,11 +130,11 @@ class StreamTrainer(L.Trainer):
 
 @contextmanager
 def lines(output: str | None) -> Iterator[Any]:
-    """The file of this name or standard output, for lines that stay as far as they came."""
+    """Open the file of this name or standard output; after an error, the lines so far stay."""
     try:
         with open(output, "w", newline="", encoding="utf-8") if output else nullcontext() as file:
             yield file or sys.stdout
-    except BrokenPipeError:  # whoever read them has seen enough, as `head` does
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         what = output or "standard output"

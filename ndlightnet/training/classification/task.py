@@ -1,4 +1,4 @@
-"""Classification, whatever a sample is: cross-entropy, accuracy, the confusion matrix."""
+"""Classification of samples of any kind: cross-entropy, accuracy, the confusion matrix."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ndlightnet.training.core.task import Task
 
 class ClassificationTask(Task):
     """Trains `net`, inputs -> `(batch, classes)` logits. Batches are `(*inputs, labels, numbers)`;
-    the number of a sample tells it from the others.
+    the number of a sample identifies it.
 
     Args:
-        net, lr, weight_decay: as of Task.
+        net, lr, weight_decay: as in Task.
         label_smoothing: of the cross-entropy.
-        others: as of Task.
+        others: as in Task.
     """
 
     monitor = "val_accuracy"
-    samples = "samples"  # what they are called in metrics.json
+    samples = "samples"  # the samples' name in metrics.json
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class ClassificationTask(Task):
         return loss
 
     def probabilities(self, *inputs: Any) -> Tensor:
-        """(batch, classes) float32, as validation, test and prediction ask for them."""
+        """Return (batch, classes) float32, for validation, test and prediction."""
         found: Tensor = self.net(*inputs).float().softmax(-1)
         return found
 
@@ -64,7 +64,7 @@ class ClassificationTask(Task):
         self.keep(self.probabilities(*inputs), labels, numbers)
 
     def keep(self, probabilities: Tensor, labels: Tensor, numbers: Tensor) -> None:
-        """The result of a test's batch."""
+        """Store the result of a test batch."""
         pairs = zip(probabilities.cpu(), labels.tolist(), strict=True)
         self.tested |= dict(zip(numbers.tolist(), pairs, strict=True))
 
@@ -90,8 +90,8 @@ class ClassificationTask(Task):
         )
 
     def more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
-        """What this kind of sample adds to metrics.json; called in every process."""
+        """Return what a subclass adds to metrics.json; called in every process."""
         return {}
 
     def save_samples(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
-        """Pictures of the test samples of these numbers; called in one process."""
+        """Write pictures of the test samples of these numbers; called in one process."""

@@ -1,4 +1,4 @@
-"""Classification of videos: folders of class folders, and moving digits made on the spot."""
+"""Classification of videos: folders of class folders, and generated moving digits."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class VideoData(LabelledData):
             single-frame model.
         batch_size: clips per batch.
         repeats: random clips per video in an epoch.
-        clips: clips per video when judging it.
-        hflip: mirrored videos mean the same.
+        clips: clips per video in validation, test and predict.
+        hflip: mirror training clips at random: mirrored videos have the same class.
         validation: fraction of each class of `train` that chooses the best checkpoint; 0: none, the
-            last checkpoint counts. `test` is not looked at.
+            last checkpoint counts. `test` is not used for this.
         workers: processes that prepare batches.
         input: for predict: a video or a folder of them; for stream: a video, a named pipe, or -
             for standard input.
@@ -120,7 +120,7 @@ class VideoData(LabelledData):
 
 
 class MovingDigits(VideoData):
-    """Clips of moving digits, encoded under `root` when they are not there yet, then read like any
+    """Clips of moving digits, encoded under `root` if they do not exist yet, then read like any
     folder.
 
     videos: number of training and of test clips.
@@ -133,12 +133,12 @@ class MovingDigits(VideoData):
     def prepare_data(self) -> None:
         if self.trainer is not None and self.trainer.predicting:
             return
-        # encoded at the size of real clips, shown to the network smaller
+        # encoded at the size of real clips, resized for the network
         make_moving_digits(self.root, *self.videos, size=96)
 
 
 class OpenedVideos(torch.utils.data.Dataset[dict[str, Any]]):
-    """Videos decoded one at a time. One that cannot be read gives {"path", "error"}."""
+    """Dataset that decodes videos one at a time; {"path", "error"} for one it cannot read."""
 
     def __init__(self, paths: list[Path], data: VideoData) -> None:
         self.paths, self.data = paths, data
@@ -165,9 +165,9 @@ class VideoTask(ClassificationTask):
 
     Args:
         net: the network.
-        causal: the network's own argument of this name; default: as the network has it. True is
+        causal: the network's argument of this name; default: as the network has it. True: causal
             along time, as `stream` needs it.
-        others: as of ClassificationTask.
+        others: as in ClassificationTask.
     """
 
     samples = "videos"
@@ -184,7 +184,7 @@ class VideoTask(ClassificationTask):
     ) -> None:
         super().__init__(net, lr, weight_decay, label_smoothing, **kwargs)
         self.causal: bool = getattr(net, "causal", False)
-        if causal not in (None, self.causal):  # the command line has built it as it was told
+        if causal not in (None, self.causal):  # the command line has built it accordingly
             raise ValueError(f"causal={causal}: expected {self.causal}, as the network is")
 
     def setup(self, stage: str) -> None:
@@ -217,7 +217,7 @@ class VideoTask(ClassificationTask):
             probabilities = self.probabilities(clips)
         self.keep(probabilities, labels, numbers)
         names, samples = self.data().classes, self.data().test_set.samples
-        # every so many videos, so that the strips show all classes
+        # evenly spaced videos, so that the strips show all classes
         every = max(1, len(samples) // STRIPS)
         for row, number in enumerate(numbers.tolist()):
             if number % every or number // every >= STRIPS:
@@ -259,7 +259,7 @@ class VideoTask(ClassificationTask):
             probabilities = predict_clips(self.net, batch["clips"][None].to(self.device))[0]
             names, guess = self.data().classes, int(probabilities.argmax())
             caption = f"{printable(path.name)}: {names[guess]}"
-            # names of files in other folders may repeat
+            # files in several folders may have the same name
             picture = file_name(f"{batch['number']:04d}_{path.stem}") + ".png"
             strip = (caption, None, to_pixels(batch["clips"][0].cpu()))
             save_strips(self.out() / "predictions" / picture, [strip])

@@ -1,4 +1,4 @@
-"""Volumes to classify, of any sizes, from folders of classes."""
+"""Classification of volumes of any sizes, from class folders."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class VolumeFolders(ImageData):
     MetaImage files and folders with a DICOM series. All are held in memory, as bytes.
 
     Args:
-        root: the folder. The classes are called as the folders are.
-        size: cells along x, y and z that every volume is brought to.
-        spacing: mm per cell along x, y and z; larger volumes are cut, smaller ones filled about the
-            middle. Default: such that no training volume is cut, for which they are read once more.
+        root: the folder. The classes have the names of their folders.
+        size: cells along x, y and z of the network's input.
+        spacing: mm per cell along x, y and z; larger volumes are cropped, smaller ones padded
+            evenly. Default: no training volume is cropped; they are read once more for this.
         input: for predict: a file, or a folder of files and of DICOM series at any depth.
         modality: of these series, take those of this modality only (CT, MR, PT, ...).
-        others: as of ImageData.
+        others: as in ImageData.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class VolumeFolders(ImageData):
             raise DataError(f"data.size={size}: expected three numbers of cells above 0")
         if spacing is not None and (len(spacing) != 3 or not min(spacing) > 0):
             raise DataError(f"data.spacing={spacing}: expected three numbers of mm above 0")
-        if stage != "predict":  # for that all comes with the checkpoint
+        if stage != "predict":  # predict: all comes with the checkpoint
             super().setup(stage)
 
     def read(self) -> dict[str, ImageSet]:
@@ -91,7 +91,7 @@ class VolumeFolders(ImageData):
         return Batches(ImageSet(torch.stack(images), labels), self.batch_size, self.replica())
 
     def names(self) -> dict[str, list[Any]]:
-        """What a checkpoint keeps, so that predict does without the training data."""
+        """Return what a checkpoint holds, so that `predict` does not need the training data."""
         if not self.classes:
             return {"classes": [], "size": [], "spacing": [], "scale": []}
         return {
@@ -107,6 +107,6 @@ class VolumeFolders(ImageData):
 
 
 def _told(case: Case) -> str:
-    """The file; of a DICOM series that shares its folder with others, its name as well."""
+    """Return the file, with the name of a DICOM series that shares its folder with others."""
     path = case.images[0]
     return f"{path} ({case.name})" if case.slices and path.name != case.name else str(path)

@@ -1,1 +1,1 @@
-"""What every task shares: the module, the command line, the optimiser, costs, reports."""
+"""Shared parts of all tasks: the module, the command line, the optimiser, costs, reports."""

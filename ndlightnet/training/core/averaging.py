@@ -1,4 +1,4 @@
-"""An average of the weights, which validation, checkpoints, tests and predictions use."""
+"""Average of the weights that validation, checkpoints, tests and predictions use."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 class AveragedWeights(WeightAveraging):
-    """An exponential average, `decay` of it kept in every step: all weights at once, where
-    Lightning's EMAWeightAveraging averages one tensor after the other.
+    """Exponential average of the weights: a step's weights count 1 - `decay`. All weights are
+    averaged at once, where Lightning's EMAWeightAveraging averages one tensor after the other.
 
-    The weights in training are restored only where training goes on. Lightning's also does so for
-    a test by the trainer that trained, whose result would be that of the weights not averaged.
+    The weights that are not averaged are loaded only to resume a training. Lightning also loads
+    them for a test by the trainer that trained, and the test would measure them.
     """
 
     def __init__(self, decay: float = 0.999) -> None:

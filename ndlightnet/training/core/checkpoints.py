@@ -1,4 +1,4 @@
-"""Checkpoints: written complete or not at all, and looked at before they are used."""
+"""Checkpoints that are written complete or not at all, and checked before they are used."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ NAMES = ("names",)
 
 
 class AtomicCheckpoints(TorchCheckpointIO):
-    """Lightning's, but what it writes in TMPDIR and moves is written beside its place and renamed:
-    from another file system a move is a copy, which a kill or a full disk cuts off."""
+    """TorchCheckpointIO that writes a file beside its target and renames it. Lightning's writes in
+    TMPDIR and moves: across file systems this is a copy, which a kill or a full disk cuts off."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """DataError where it cannot be written; the checkpoint of this name stays as it was."""
+        """Write a checkpoint. DataError if that fails; an older checkpoint at `path` then stays."""
         with atomic_write(Path(path)) as draft, draft.open("wb") as file:
             torch.save(checkpoint, file)
 
@@ -32,15 +32,15 @@ class AtomicCheckpoints(TorchCheckpointIO):
 def check_checkpoint(
     path: str, model: L.LightningModule, data: Any, entries: Sequence[str] = NAMES
 ) -> None:
-    """DataError for a file that is missing, no checkpoint, or one of another network, and for a
-    checkpoint without weights, without one of the `entries` or without a name that `data` need."""
+    """Raise DataError if the file is missing, is no checkpoint or is one of another network, or if
+    it has no weights, lacks one of the `entries` or lacks a name that `data` need."""
     if not Path(path).is_file():
         others = " or ".join(sorted(file.name for file in Path(path).parent.glob("*.ckpt")))
         raise DataError(f"{path}: no such checkpoint" + (f", expected {others}" if others else ""))
     try:
         saved = torch.load(path, map_location="meta", weights_only=True)
         keys, expected = saved.keys(), "one that `fit` has left"
-    except Exception as error:  # whatever is in the file
+    except Exception as error:  # its class depends on what is in the file
         raise DataError(f"{path}: not a checkpoint of ours ({type(error).__name__})") from error
     if lost := [key for key in ("state_dict", *entries) if key not in keys]:
         raise DataError(f"{path}: the checkpoint lacks {', '.join(lost)}, expected {expected}")
@@ -55,7 +55,7 @@ def check_checkpoint(
         raise DataError(f"{path}: its network is {what} with --model.causal true")
     own = model.state_dict()
     if own.keys() != weights.keys() and _loads(model, weights):
-        return  # names of before: the network knows them
+        return  # older parameter names, which the network converts
     for name in [*own, *weights]:
         here, there = (tuple(d[name].shape) if name in d else "none" for d in (own, weights))
         if here != there:
@@ -65,7 +65,7 @@ def check_checkpoint(
 
 
 def _loads(model: L.LightningModule, weights: dict[str, Tensor]) -> bool:
-    """Whether the network takes them; tried on a copy without memory."""
+    """Return whether the network loads all `weights`; tried on a copy on the meta device."""
     net = {key.removeprefix("net."): x for key, x in weights.items() if key.startswith("net.")}
     try:
         copy: Any = deepcopy(model.net).to("meta")

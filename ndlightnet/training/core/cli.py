@@ -1,4 +1,4 @@
-"""The command line of every task: Lightning's, with our loggers, checkpoints and one-line
+"""The command line of every task: LightningCLI with our loggers, checkpoints and one-line
 errors."""
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from ndlightnet.training.core.checkpoints import NAMES, AtomicCheckpoints, check
 from ndlightnet.training.core.costs import parameter_count
 from ndlightnet.training.core.report import check_writable, say
 
-# what a training goes on from: without the loops it would begin anew, without a word
+# entries needed to resume a training: without "loops" it would silently start again
 RESUMED = ("epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers")
 
 
 class TaskCLI(LightningCLI):
-    """`fit`, `validate`, `test`, `predict`, and `stream` where the trainer can; configured by YAML
-    and overridden by arguments."""
+    """Command line with `fit`, `validate`, `test`, `predict` and, if the trainer has it, `stream`;
+    configured by YAML files and overridden by arguments."""
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         more = {"stream": {"model", "datamodule"}} if hasattr(self.trainer_class, "stream") else {}
         return {**LightningCLI.subcommands(), **more}
 
     def before_instantiate_classes(self) -> None:
-        """`model.causal` becomes an argument of the network before that is built."""
+        """Copy `model.causal` to the arguments of the network before it is built."""
         causal = self._get(self.config, "model.causal")
         if causal is None and self.subcommand == "stream":
             causal = True
@@ -47,7 +47,7 @@ class TaskCLI(LightningCLI):
             net.init_args.causal = causal
 
     def instantiate_classes(self) -> None:
-        """What a constructor says of its arguments, without the parser's words around it."""
+        """Build the classes; a constructor's ValueError becomes a DataError of its text alone."""
         try:
             super().instantiate_classes()
         except ValueError as error:
@@ -57,7 +57,7 @@ class TaskCLI(LightningCLI):
             raise DataError(" ".join(str(said).split())) from error
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """A disk that is full when Lightning writes, such as a log, ends it with one line, too."""
+        """Run the subcommand; DataError if the disk is full when Lightning writes, say, a log."""
         try:
             super()._run_subcommand(subcommand)
         except OSError as error:
@@ -67,7 +67,7 @@ class TaskCLI(LightningCLI):
             raise DataError(f"{what}: cannot be written ({error.strerror})") from error
 
     def _parse_ckpt_path(self) -> None:
-        """Our checkpoints hold no arguments: the config says them all."""
+        """Do nothing: our checkpoints hold no arguments, the config has them all."""
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         kwargs = super()._prepare_subcommand_kwargs(subcommand)
@@ -81,7 +81,7 @@ class TaskCLI(LightningCLI):
         if subcommand == "stream":
             return kwargs
         if subcommand == "test":
-            kwargs["verbose"] = False  # the task's summary says it
+            kwargs["verbose"] = False  # the task's summary has the results
         # a checkpoint is data, not code
         return {**kwargs, "weights_only": True}
 
@@ -110,7 +110,7 @@ class TaskCLI(LightningCLI):
 
         callbacks, loggers = list(given("callbacks") or []), given("logger")
         if given("enable_model_summary") is None:
-            kwargs["enable_model_summary"] = False  # `before_fit` says what is worth reading of it
+            kwargs["enable_model_summary"] = False  # `before_fit` prints the useful part
         if given("enable_progress_bar") is not False:
             callbacks.append(RichProgressBar())
         if self.subcommand != "fit":
@@ -127,7 +127,7 @@ class TaskCLI(LightningCLI):
                 ModelCheckpoint(
                     folder, "best", monitor=monitor, mode="max", enable_version_counter=False
                 ),
-                # one of its own: beside a monitor, `save_last` keeps the last best, not the last
+                # a second callback: with a monitor, `save_last` saves the last best, not the last
                 ModelCheckpoint(
                     folder, "last", save_on_train_epoch_end=True, enable_version_counter=False
                 ),
@@ -141,16 +141,16 @@ class TaskCLI(LightningCLI):
         )
 
 
-# What Lightning says of every run, whatever it is: beginnings of its lines ...
+# Messages that Lightning prints in every run, to be hidden: beginnings of its log lines ...
 LINES = (
     "GPU available", "TPU available", "HPU available", "💡 Tip", "Seed set to", "Using ",
     "Loading `train_dataloader`", "`Trainer.fit` stopped: `max_", "LOCAL_RANK",
     "You are using a CUDA", "Restoring states", "Restored all states", "Loaded model weights",
     "The following callbacks returned in",
 )  # fmt: skip
-# ... and of its warnings: what is as it should be here (workers, predictions that are written
-# and not returned, names of checkpoints that are written anew, a test without the callbacks of
-# `fit`, no validation), or for its own developers
+# ... and patterns of its warnings about what is intended here (workers, predictions that are
+# written and not returned, checkpoints that are overwritten, a test without the callbacks of
+# `fit`, no validation) or about what concerns only its developers
 WARNINGS = (
     r".*does not have many workers", r"Checkpoint directory .* exists and is not empty",
     r"Be aware that when using `ckpt_path`", r"The dirpath has changed", r"Total length of",
@@ -161,7 +161,7 @@ WARNINGS = (
 
 
 def quiet() -> None:
-    """Leaves on the screen what tells a user something."""
+    """Hide LINES, WARNINGS and the FutureWarnings of MONAI and Lightning."""
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(monai|lightning)\.")
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
@@ -184,8 +184,8 @@ def task_cli(
     args: list[str] | None = None,
     run: bool = True,
 ) -> TaskCLI:
-    """The command line of a task, done: with `args`, or those of this process. run=False: `args`
-    without a subcommand, and what they say is made but not run."""
+    """Run a task's command line with `args`, default: those of this process, and return it.
+    run=False: `args` have no subcommand; the objects are built, but nothing is run."""
     return TaskCLI(
         task,
         data,
@@ -206,8 +206,8 @@ def run(
 ) -> int:
     """Run a task's command line; without arguments train and test on the config `default`.
 
-    commands: subcommands beside Lightning's, which are given the rest of the arguments and return
-    an exit status, or None for 0. arguments: default: those of this process.
+    commands: more subcommands by name, functions that take the rest of the arguments and return an
+    exit status, or None for 0. arguments: default: those of this process.
     Returns the exit status: 0, or 1 after an error in the data or a file that could not be
     predicted.
     """

@@ -1,4 +1,4 @@
-"""What a network costs: arithmetic, time and memory."""
+"""Costs of a network: arithmetic, time and memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Cost = tuple[float, int]  # seconds, and the peak of memory (bytes)
 
 
 class Meter:
-    """Runs from where it is made; waits for the device there and when it is read."""
+    """Measures time and memory from its creation; waits for the device then and in `read`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -30,7 +30,7 @@ class Meter:
         self.start = time.perf_counter()
 
     def read(self) -> Cost:
-        """Seconds, and the most that tensors took of a CUDA device (bytes; 0 elsewhere)."""
+        """Return seconds and the peak memory of tensors on a CUDA device (bytes; else 0)."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         seconds = time.perf_counter() - self.start
@@ -39,12 +39,12 @@ class Meter:
 
 
 class CostMonitor(L.Callback):
-    """Measures a training; its checkpoints keep the result in their entry "cost".
+    """Measures a training; its checkpoints hold the result in their entry "cost".
 
     Args:
-        each: "step": forward, backward and update of every step, whose batch is on the device
-            already. "epoch": the mean step of every epoch, waiting for data included: to wait for
-            the device in every step slows small networks down.
+        each: "step": time forward, backward and update of every step, with its batch already on
+            the device. "epoch": time the mean step of every epoch, waiting for data included:
+            waiting for the device in every step slows small networks down.
 
     seconds: of each step, or of the mean step of each epoch. peak: the most bytes of a CUDA device.
     """
@@ -53,12 +53,12 @@ class CostMonitor(L.Callback):
         self.each, self.seconds, self.peak = each, list[float](), 0
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # before the other callbacks, whose work at the end of a step is none of the network's
+        # runs before the other callbacks, so that their work at the end of a step is not timed
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks.insert(0, callbacks.pop(callbacks.index(self)))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Lightning does not start an epoch anew that a checkpoint cut off or has just ended
+        # Lightning omits on_train_epoch_start where it resumes within or at the end of an epoch
         self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -90,8 +90,8 @@ class CostMonitor(L.Callback):
         self.seconds, self.peak = [*saved[0]], saved[1]
 
     def measured(self) -> dict[str, float | None]:
-        """For metrics.json: step_ms, the median, and peak_memory_gb (without the activations where
-        they lie in a CUDA graph's own memory). None: not trained here, or no GPU."""
+        """Return, for metrics.json, step_ms, the median, and peak_memory_gb (without activations
+        in the private memory of a CUDA graph). None: not trained here, or no GPU."""
         return {
             "step_ms": 1e3 * statistics.median(self.seconds) if self.seconds else None,
             "peak_memory_gb": self.peak / 1e9 or None,
@@ -103,7 +103,7 @@ def parameter_count(net: nn.Module) -> int:
 
 
 def training_costs(net: nn.Module, monitor: CostMonitor) -> dict[str, Any]:
-    """For metrics.json, of a monitor of steps. state_size is None where it is of no fixed size."""
+    """Return costs for metrics.json from a "step" monitor. state_size: None if not fixed."""
     return {
         "parameters": parameter_count(net),
         "steps": len(monitor.seconds),
@@ -116,10 +116,10 @@ def training_costs(net: nn.Module, monitor: CostMonitor) -> dict[str, Any]:
 def case_costs(
     net: nn.Module, monitor: CostMonitor, cases: Collection[Cost], shape: Sequence[int]
 ) -> dict[str, Any]:
-    """For metrics.json, of a training and of predictions of whole cases; None: not known here.
+    """Return, for metrics.json, costs of training and of predicting cases; None: not measured.
 
-    gflops of a forward of an input of `shape`, see `forward_flops`; of the `cases` case_seconds,
-    the median, and case_memory_gb, the most.
+    gflops: of a forward of an input of `shape`, see `forward_flops`. case_seconds: the median over
+    `cases`. case_memory_gb: the maximum over `cases`.
     """
     flops = forward_flops(net, shape)
     return {
@@ -132,38 +132,38 @@ def case_costs(
 
 
 def forward_flops(net: nn.Module, shape: Sequence[int]) -> int | None:
-    """Of a forward in evaluation: two for every multiplication and addition in matrix products,
+    """Return the FLOPs of a forward in evaluation: two for every multiply-add in matrix products,
     convolutions and torch's attention; nothing else counts, such as norms and activations.
 
-    Counted with torch's forms of all operators, whatever kernels the device has, on tensors without
-    memory, so that all networks are counted alike, and at any shape. None for a network that needs
-    to see numbers.
+    Counted with the torch implementation of all operators, whatever kernels the device has, on fake
+    tensors, so that all networks are counted alike, and at any shape. None for a network whose
+    forward needs the values of tensors.
     """
     copy = deepcopy(net)
-    vars(copy).pop("forward", None)  # that of a CUDA graph, which knows the original
+    vars(copy).pop("forward", None)  # a CUDA graph's, which calls the original
     copy.cpu().eval()
     for module in copy.modules():
         if hasattr(module, "impl"):
             module.impl = "torch"  # type: ignore[assignment]
     count = FlopCounterMode(display=False)
-    plain = sdpa_kernel(SDPBackend.MATH)  # not every torch counts the fused one of a CPU
+    plain = sdpa_kernel(SDPBackend.MATH)  # some torch versions do not count fused CPU attention
     try:
         with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), plain, count:
             copy(torch.empty(*shape))
-    except Exception:  # whatever the network does; a test of hours must not end here
+    except Exception:  # a network may raise anything; a test of hours must go on
         return None
     return int(count.get_total_flops())
 
 
 def state_size(net: nn.Module) -> int | None:
-    """Numbers that a mixer of `net` keeps of the tokens before, if all mixers say the same."""
+    """Return how many numbers a mixer of `net` holds of past tokens; None if mixers differ."""
     sizes = {getattr(block.mixer, "state_size", None) for block in getattr(net, "blocks", ())}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def latencies(task: L.LightningModule, *inputs: Tensor) -> dict[str, float]:
-    """Milliseconds of a forward pass of `task.net`, in the precision of tests, of a batch and of
-    its first sample."""
+    """Return the milliseconds of a forward pass of `task.net`, in the precision of tests, for a
+    batch and for its first sample."""
     found: dict[str, float] = {}
     net: Any = task.net
     plugin = task.trainer.precision_plugin
@@ -176,7 +176,8 @@ def latencies(task: L.LightningModule, *inputs: Tensor) -> dict[str, float]:
 def median_seconds(
     call: Callable[[], Any], device: torch.device, most: int = 30, budget: float = 2.0
 ) -> float:
-    """Of `most` calls, fewer (but 3) when they take more than `budget` seconds; two come before."""
+    """Return the median time of `most` calls, or of fewer (3 at least) if they take more than
+    `budget` seconds. Two calls before them are not timed."""
     found: list[float] = []
     for number in range(2 + most):
         if len(found) >= 3 and sum(found) > budget:

@@ -1,4 +1,4 @@
-"""How training batches are drawn, the same for every kind of data."""
+"""Loader of training batches, the same for every kind of data."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def training_loader(
     workers: int,
     collate: Callable[..., Any] | None = None,
 ) -> TimedLoader:
-    """Whole batches of an epoch's `count` numbers, for which `samples` has an item each."""
+    """Return a loader of `samples[n]` for an epoch's `count` numbers n, in whole batches."""
     numbers = Numbers(count)
     return TimedLoader(
         samples, batch_size=batch_size, sampler=numbers, num_workers=workers, collate_fn=collate,
         drop_last=len(numbers) >= batch_size, persistent_workers=workers > 0,
         pin_memory=torch.cuda.is_available(),
-        generator=torch.Generator(),  # starting processes draws nothing from the network's
+        generator=torch.Generator(),  # or starting workers would draw from the network's
     )  # fmt: skip
 
 
 class TimedLoader(DataLoader[Any]):
-    """Knows how long it was waited for: `waited`, in seconds.
+    """DataLoader that measures how long it is waited for: `waited`, in seconds.
 
-    Numbers are drawn when the first batch is asked for: Lightning makes the iterator of a resumed
+    The sampler starts when the first batch is asked for: Lightning makes the iterator of a resumed
     training before it tells the sampler the epoch.
     """
 
@@ -42,7 +42,7 @@ class TimedLoader(DataLoader[Any]):
         batches = None
         while True:
             asked = time.perf_counter()
-            batches = super().__iter__() if batches is None else batches  # starts the processes
+            batches = super().__iter__() if batches is None else batches  # starts the workers
             batch = next(batches, None)
             self.waited += time.perf_counter() - asked
             if batch is None:

@@ -14,7 +14,8 @@ from ndlightnet.nn.block import undecayed_names
 
 
 def decayed_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Weight decay for matrices and filters only; not for norms, biases and position codes."""
+    """Return parameter groups: weight decay for matrices and filters only; not for norms, biases
+    and the parameters of `undecayed_names`, such as decays and position codes."""
     undecayed = undecayed_names(net)
     plain = {id(p) for name, p in net.named_parameters() if p.ndim < 2 or name in undecayed}
     parameters = [p for p in net.parameters() if p.requires_grad]
@@ -25,8 +26,8 @@ def decayed_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def warm_cosine(step: int, total: int) -> float:
-    """The rate of a step, as a fraction of the highest: it rises linearly over the first 5 % of the
-    steps, then falls on a cosine to 1 %."""
+    """Return the learning rate of a step as a fraction of the highest: it rises linearly over the
+    first 5 % of the steps, then falls on a cosine to 1 %."""
     warmup = max(1, total // 20)
     if step < warmup:
         return (step + 1) / warmup
@@ -37,10 +38,10 @@ def warm_cosine(step: int, total: int) -> float:
 def adamw_with_cosine(
     task: L.LightningModule, net: nn.Module, lr: float, weight_decay: float
 ) -> Any:
-    """AdamW, and the rate of warm_cosine.
+    """Return AdamW and the schedule of `warm_cosine`.
 
-    Not by torch's CosineAnnealingLR: its checkpoint holds the number of steps, so that a training
-    that is resumed to go on for longer would keep the old end, and rise again after it.
+    torch's CosineAnnealingLR is not used: its checkpoint holds the number of steps. A training that
+    is resumed for more steps would reach its lowest rate at the old end, and rise again after it.
     """
     optimizer = torch.optim.AdamW(decayed_groups(net, weight_decay), lr=lr)
     total = int(task.trainer.estimated_stepping_batches)

@@ -1,4 +1,4 @@
-"""What a run leaves for people: metrics.json and pictures. A file appears complete or not at
+"""Results of a run for people: metrics.json and pictures. A file appears complete or not at
 all."""
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from ndlightnet.data.errors import atomic_write, printable, writable
 
-# Okabe and Ito: told apart also by people who see fewer colours
+# Okabe and Ito's palette, which colour-blind people can distinguish, too
 COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#F0E442", "#CC79A7", "#0072B2")
 
 
 @rank_zero_only
 def say(notes: Sequence[str]) -> None:
-    """Prints what was decided for the user, each line once."""
+    """Print `notes`, what was decided for the user, each line once."""
     for note in dict.fromkeys(notes):
         print(f"note: {printable(note)}", file=sys.stderr)
 
 
 def check_writable(folder: Path) -> None:
-    """DataError where results could not be written later."""
-    probe = folder / f".{os.getpid()}.writable"  # its own: several processes may look at once
+    """Raise DataError if results could not be written to `folder` later."""
+    probe = folder / f".{os.getpid()}.writable"  # by process: several may check at once
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_text("written")  # a full disk takes an empty file
+        probe.write_text("written")  # a full disk accepts an empty file
         probe.unlink()
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Numbers that are not finite become null."""
+    """Write JSON, floats with 6 decimals; numbers that are not finite become null."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
@@ -52,8 +52,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def plain_text(figure: Any) -> None:
-    """Lets the names of files and classes stand as they are in a figure that is done: `$` begins no
-    formula, and bytes that are not UTF-8 are escaped."""
+    """Make the texts of a finished figure literal, such as names of files and classes: `$` begins
+    no formula, and bytes that are not UTF-8 are escaped."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
@@ -62,7 +62,7 @@ def plain_text(figure: Any) -> None:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Its texts are plain ones."""
+    """Write a figure, its texts treated by `plain_text`, and close it."""
     import matplotlib.pyplot as plt
 
     plain_text(figure)

@@ -1,4 +1,4 @@
-"""Trading memory for time and time for compilation, the same for every network."""
+"""Gradient checkpointing, which trades time for memory, the same for every network."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ndlightnet.nn import Block
 
 
 def checkpoint_blocks(net: nn.Module) -> None:
-    """Gradient checkpointing from here on: in training the activations within a block are computed
-    again in the backward pass instead of kept. The names of parameters stay. ValueError for a
+    """Switch on gradient checkpointing: in training the activations within a block are computed
+    again in the backward pass instead of stored. The names of parameters stay. ValueError for a
     network without blocks."""
     enable: Any = getattr(net, "set_grad_checkpointing", None)
     if enable is not None:

@@ -1,4 +1,4 @@
-"""What all tasks share: the network and its optimizer, the data's names in the checkpoint, and
+"""Base class of all tasks: the network and its optimizer, the data's names in the checkpoint, and
 results from every process."""
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ T = TypeVar("T")
 
 
 def check(argument: str, value: object, good: bool, expected: str) -> None:
-    """DataError that names a command line's argument, unless its value is good."""
+    """Raise DataError that names an `argument` of the command line unless `good`."""
     if not good:
         raise DataError(f"{argument}: {value}, expected {expected}")
 
 
 class Task(L.LightningModule):
-    """A network `net` with AdamW; its data are a LightningDataModule of this room. Training calls
-    the task itself, `task(inputs)`, all else calls `task.net`.
+    """Base class: a network `net` with AdamW. Its data are a LightningDataModule of
+    ndlightnet.training. Training calls the task itself, `task(inputs)`, all else calls `task.net`.
 
     Args:
         net: the network.
-        lr, weight_decay: of AdamW, with warm-up and a cosine.
+        lr, weight_decay: of AdamW, with warm-up and a cosine schedule.
         compile: training runs the network through torch.compile.
-        grad_checkpointing: training keeps the inputs of blocks only and computes the rest again in
+        grad_checkpointing: training stores only the inputs of blocks and computes the rest again in
             the backward pass: less memory, more time.
 
-    failures: one line for each file that could not be predicted. notes: one for each thing that was
-    decided for the user. summary: what to tell at the end.
+    failures: one line for each file that could not be predicted. notes: one line for each decision
+    that was made for the user. summary: the text printed at the end.
     """
 
-    # what `on_load_checkpoint` asks for, and Lightning with it
+    # entries of a checkpoint that `on_load_checkpoint` and Lightning need
     saved: tuple[str, ...] = ("names", "pytorch-lightning_version")
-    # what is measured of a training; "cost" is then `saved`
+    # what CostMonitor times in training, None: nothing; otherwise "cost" is one of `saved`
     measures: Literal["step", "epoch"] | None = None
 
     def __init__(
@@ -65,11 +65,11 @@ class Task(L.LightningModule):
         self.summary = ""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Of the network, as training calls it."""
+        """Call the network as training does: compiled, if so configured."""
         if not self.compiles:
             return self.net(*inputs, **named)
         if "compiled" not in vars(self):
-            # no module of the task, or the checkpoint would hold all parameters twice
+            # not registered as a submodule, or the checkpoint would hold all parameters twice
             vars(self)["compiled"] = torch.compile(self.net)
         return vars(self)["compiled"](*inputs, **named)
 
@@ -86,7 +86,7 @@ class Task(L.LightningModule):
         return module
 
     def expect(self, **wanted: Any) -> None:
-        """DataError where the network has another value than the data ask for."""
+        """Raise DataError if an attribute of the network has not the value that the data need."""
         for name, value in wanted.items():
             if getattr(self.net, name, value) != value:
                 raise DataError(
@@ -99,8 +99,8 @@ class Task(L.LightningModule):
 
     @contextmanager
     def one_input(self, path: object) -> Iterator[None]:
-        """What the file at `path` cannot do inside becomes a line of `failures`, and the others go
-        on. Errors that no file can make are raised."""
+        """Turn a DataError or a lack of memory inside into a line of `failures`, so that the other
+        files go on. Errors that no file can cause are raised."""
         try:
             with fitting(path):
                 yield
@@ -111,8 +111,8 @@ class Task(L.LightningModule):
         return adamw_with_cosine(self, self.net, self.lr, self.weight_decay)
 
     def on_train_epoch_start(self) -> None:
-        # what the network draws, such as dropout, follows from the seed, the epoch and the process,
-        # so that a resumed training draws what an uninterrupted one does
+        # random numbers of the network, such as dropout, follow from the seed, the epoch and the
+        # process, so that a resumed training draws what an uninterrupted one does
         torch.manual_seed(mixed(self.data().seed, 3, self.current_epoch, self.global_rank))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -126,8 +126,8 @@ class Task(L.LightningModule):
         data.set_names(saved)
 
     def gathered(self, items: dict[Any, T]) -> dict[Any, T]:
-        """The items of all processes, in order of their keys. A sampler that fills up its last
-        batch shows an item to two processes: equal keys count once."""
+        """Return the entries of all processes, sorted by their keys. A sampler that fills up its
+        last batch gives a sample to two processes: equal keys count once."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             parts: list[Any] = [None] * self.trainer.world_size
             torch.distributed.all_gather_object(parts, items)

@@ -29,12 +29,12 @@ class SeriesData(L.LightningDataModule):
 
     Args:
         root: the folder. file: a CSV or CSV.gz in it.
-        columns: those that are seen and forecast; default: all.
-        input_length, horizon: hours that are seen and hours after them that are forecast.
+        columns: columns that are read and forecast; default: all.
+        input_length, horizon: hours of input, and hours after them that are forecast.
         split: the rows where training, validation and test end.
         batch_size: windows per batch.
         workers: processes that prepare batches.
-        input: for predict: a file, whose last hours are seen.
+        input: for predict: a file, whose last hours are the input.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SeriesData(L.LightningDataModule):
         self.root, self.file, self.wanted = find_root(root), file, columns
         self.input_length, self.horizon, self.split = input_length, horizon, split
         self.batch_size, self.workers, self.input = batch_size, workers, input
-        # of what was read, or of the checkpoint: names, mean and std of the training rows
+        # from the file or the checkpoint: names, mean and std of the training rows
         self.columns: tuple[str, ...] = ()
         self.scale: tuple[Tensor, Tensor] | None = None
 
@@ -86,13 +86,13 @@ class SeriesData(L.LightningDataModule):
             )
 
     def scaled(self, values: Tensor) -> Tensor:
-        """(..., columns) float64 as in the file -> float32 as the network sees it."""
+        """Scale (..., columns) float64 as in the file to float32 for the network."""
         assert self.scale is not None
         mean, std = self.scale
         return ((values - mean) / std).float()
 
     def unscaled(self, values: Tensor) -> Tensor:
-        """The inverse of `scaled`."""
+        """Invert `scaled`: return float64 on the CPU."""
         assert self.scale is not None
         mean, std = self.scale
         return values.double().cpu() * std + mean

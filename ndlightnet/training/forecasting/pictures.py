@@ -14,8 +14,8 @@ from ndlightnet.training.core.report import COLORS, save_figure
 
 
 class Panel(NamedTuple):
-    """One column of a window: what is known from `start` on, the forecast of the hours after it,
-    and the truth of those where there is one."""
+    """One column of a window: `known`, the input from `start` on; the forecast of the hours after
+    it; and the truth of these hours if there is one."""
 
     title: str
     start: datetime
@@ -25,7 +25,7 @@ class Panel(NamedTuple):
 
 
 def save_forecasts(path: Path, panels: Sequence[Panel]) -> None:
-    """One row per panel, each over its own dates."""
+    """Write a picture with one row per panel, each over its dates."""
     from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
     from matplotlib.figure import Figure
 

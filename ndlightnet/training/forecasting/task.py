@@ -1,4 +1,4 @@
-"""Forecasts of an hourly series, beside those that need no network."""
+"""Forecasts of an hourly series, compared with simple ones that need no network."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ForecastTask(Task):
     horizon, 4)` -> `(batch, horizon, columns)`, on the mean square error of scaled values.
 
     Args:
-        all: as of Task.
+        all: as in Task.
     """
 
     saved = (*Task.saved, "cost", "scale")
@@ -67,9 +67,8 @@ class ForecastTask(Task):
         self.log("val_score", -mse, **how)
 
     def on_test_epoch_start(self) -> None:
-        self.tested: dict[
-            int, dict[str, Tensor]
-        ] = {}  # errors of each window, ours and simple ones
+        # errors of each window, of the network and of the simple forecasts
+        self.tested: dict[int, dict[str, Tensor]] = {}
         self.panels: dict[int, Panel] = {}
         last = len(self.data().test_set) - 1
         self.shown = {round(i * last / (PANELS - 1)) for i in range(PANELS)}
@@ -135,6 +134,6 @@ class ForecastTask(Task):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        if self.data().scale is None:  # predict: nothing was read to scale by
+        if self.data().scale is None:  # predict: no training rows were read
             mean, std = checkpoint["scale"]
             self.data().scale = tuple(torch.tensor(x, dtype=torch.float64) for x in (mean, std))

@@ -14,8 +14,8 @@ from ndlightnet.training.core.report import COLORS, plain_text
 
 
 def write_table(path: Path, metrics: dict[str, Any]) -> None:
-    """Lines of "window": all bytes of windows so long; of "position": those of the longest ones
-    that lie between start and end."""
+    """Write a CSV. Lines of "window" are means over windows of length `end`; lines of "position"
+    are means over the positions from start to end in the longest windows."""
     lines = [
         ("window", 0, length, bits, "", metrics["not_measured"].get(length, ""))
         for length, bits in metrics["bits_per_byte_at"].items()
@@ -30,8 +30,8 @@ def write_table(path: Path, metrics: dict[str, Any]) -> None:
 
 
 def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
-    """The metrics.json of runs by name, in one picture: bits per byte over the length of windows,
-    and what positions in the longest ones cost beyond the same bytes at the training length."""
+    """Draw `runs`, {name: metrics.json}, in one picture: bits per byte over the length of windows,
+    and by position in the longest windows, less those of the same bytes at the training length."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
@@ -81,7 +81,7 @@ def short(n: int) -> str:
 
 
 def curves(arguments: Sequence[str]) -> int:
-    """The command `curves`: one picture of several runs. Returns the exit status."""
+    """Run the command `curves`: draw one picture of several runs. Returns the exit status."""
     parser = argparse.ArgumentParser("text_lm.py curves", description="One picture of all runs.")
     parser.add_argument("runs", nargs="+", type=Path, help="folders with a metrics.json of `test`")
     parser.add_argument("--out", type=Path, default=Path("runs/curves.png"))
@@ -98,7 +98,7 @@ def curves(arguments: Sequence[str]) -> int:
 
 
 def read_metrics(folder: Path) -> dict[str, Any]:
-    """DataError unless there is the metrics.json of a language model."""
+    """Read the metrics.json in `folder`. DataError unless it is that of a language model."""
     path = folder / "metrics.json"
     if not path.is_file():
         raise DataError(f"{path}: no such file")

@@ -25,11 +25,11 @@ class TextData(L.LightningDataModule):
         root: the file.
         fractions: fractions of it to train, to validate (may be 0) and to test.
         length: bytes to predict in a training window, which holds one byte more.
-        windows: training windows in an epoch, at random places.
+        windows: training windows in an epoch, at random positions.
         batch_size: training windows in a batch.
-        lengths: of the windows that the test text is cut into; `length` is always one of them.
-        test_bytes: of the test text at most so many are predicted, the same ones for every length:
-            as many as fill windows of all of them.
+        lengths: lengths of the windows that the test text is cut into, besides `length`.
+        test_bytes: at most so many bytes of the test text are predicted, the same ones for every
+            length: as many as fill whole windows of every length.
         workers: processes that prepare batches.
     """
 
@@ -75,7 +75,7 @@ class TextData(L.LightningDataModule):
 
     @property
     def test_text(self) -> Tensor:
-        """(bytes,) uint8: all that is held out, from where the test begins."""
+        """The whole part of the text that is held out to test, (bytes,) uint8."""
         return self.parts[2]
 
     def train_dataloader(self) -> Any:
@@ -87,7 +87,7 @@ class TextData(L.LightningDataModule):
         return DataLoader(windows, batch_size=self.batch_size) if len(windows) else []
 
     def test_dataloader(self) -> Any:
-        """One for each length; a batch of any of them is as many bytes as one longest window."""
+        """Return a loader per length; a batch has at most the bytes of one longest window."""
         text, longest = self.test_text[: self.tested + 1], self.lengths[-1]
         return [DataLoader(Windows(text, n), batch_size=longest // n) for n in self.lengths]
 
@@ -95,4 +95,4 @@ class TextData(L.LightningDataModule):
         return {}
 
     def set_names(self, names: dict[str, list[str]]) -> None:
-        """Bytes have no names."""
+        """Do nothing: bytes have no names."""

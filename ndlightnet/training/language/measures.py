@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves
 
-SINGLE = 64  # bytes that a stream is given one at a time in the end
+SINGLE = 64  # bytes at the end that a stream gets one at a time
 AGREE = 0.01  # bits per byte: bf16 rounds a logit of 16 by up to 1/16, and the mean by far less
 
 
 def token_nll(predict: Callable[[Tensor], Tensor], windows: Tensor) -> Tensor:
-    """The negative log-likelihood of every byte but the first, in nats: windows (batch, length + 1)
-    uint8 -> (batch, length) float32. predict: bytes (batch, length) int64 -> logits (batch, length,
-    256)."""
+    """Return the negative log-likelihood of every byte but the first, in nats: windows (batch,
+    length + 1) uint8 -> (batch, length) float32. predict: bytes (batch, length) int64 -> logits
+    (batch, length, 256)."""
     windows = windows.long()
     logits, targets = predict(windows[:, :-1]).float(), windows[:, 1:]
     each = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
@@ -27,7 +27,7 @@ def token_nll(predict: Callable[[Tensor], Tensor], windows: Tensor) -> Tensor:
 
 
 def octaves(length: int, first: int) -> list[tuple[int, int]]:
-    """Positions 0 to `first`, then twice as far each time, up to `length`: (start, end) of each."""
+    """Split positions into (start, end): 0 to `first`, then ends doubled up to `length`."""
     ends = [0, min(first, length)]
     while ends[-1] < length:
         ends.append(min(2 * ends[-1], length))
@@ -35,9 +35,9 @@ def octaves(length: int, first: int) -> list[tuple[int, int]]:
 
 
 def means(bits: dict[int, Tensor], lengths: Sequence[int], trained: int) -> dict[str, Any]:
-    """Means of the bits of the same bytes (bytes,) in windows of each length that was measured: all
-    of them, and by position in the longest windows. There beside them what the same bytes cost in
-    windows of the training length: other positions are other text."""
+    """Return mean bits per byte. bits: for each measured length of windows, the bits of the same
+    bytes, (bytes,). The means are over all bytes and by position in the longest windows, and for
+    comparison of these bytes in windows of the training length: other positions are other text."""
     at = {n: float(bits[n].double().mean()) if n in bits else None for n in lengths}
     longest = max(bits, default=0)
 
@@ -55,14 +55,14 @@ def means(bits: dict[int, Tensor], lengths: Sequence[int], trained: int) -> dict
 
 @torch.no_grad()
 def decode(net: Any, text: Tensor, chunk: int) -> dict[str, Any]:
-    """The text (bytes + 1,) uint8 by a stream of `net`, in chunks of 1 byte, then of `chunk`, then
-    of 1 again, beside the network on all of it at once: bits per byte of both.
+    """Compare bits per byte of a stream of `net`, on text (bytes + 1,) uint8 in chunks of 1 byte,
+    then of `chunk`, then of 1 again, with those of the network on the whole text at once.
 
     state_bytes and, on CUDA, memory_allocated: after the first byte and after the last.
     """
     try:
         stream = net.stream()
-    except ValueError as error:  # of a mixer whose memory would grow
+    except ValueError as error:  # raised for a mixer whose state would grow
         return {"not_measured": str(error)}
     count = len(text) - 1
     chunks, rest = divmod(max(0, count - 1 - SINGLE), chunk)

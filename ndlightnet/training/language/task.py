@@ -1,4 +1,4 @@
-"""Language models of bytes: trained at one length and tested at others, and as streams."""
+"""Language models of bytes: trained at one length, tested at others and as streams."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ndlightnet.training.core.task import Task
 from ndlightnet.training.language.curves import draw, write_table
 from ndlightnet.training.language.measures import decode, means, token_nll
 
-BYTES = 256  # words of the vocabulary
+BYTES = 256  # size of the vocabulary
 
 
 class TextTask(Task):
     """Trains `net`, bytes (batch, length) -> logits (batch, length, 256) of the byte after each.
 
-    `test` gives bits per byte for every length of the data: the same text in windows of that many
-    bytes, each from an empty context, and by position in the longest windows. A length for which
-    the memory of the device does not suffice is left out, with the reason.
+    `test` gives bits per byte for each of the data's `lengths`: the same text in windows of that
+    many bytes, each from an empty context, and by position in the longest windows. A length for
+    which the memory of the device does not suffice is left out, with the reason.
 
     Args:
-        net: the network, causal.
-        decode_bytes: `test` also goes through so many bytes by `net.stream()`, in chunks and byte
-            by byte, and compares that with the network on all of them at once; 0: it does not.
-        others: as of Task.
+        net: the causal network.
+        decode_bytes: `test` also predicts so many bytes with `net.stream()`, in chunks and byte by
+            byte, and compares that with the network on all of them at once; 0: it does not.
+        others: as in Task.
     """
 
     saved = (*Task.saved, "cost")
@@ -73,7 +73,7 @@ class TextTask(Task):
         self.log("val_score", -bits, **how)
 
     def on_test_epoch_start(self) -> None:
-        # bits of the bytes of each window, by its length and number; why a length has none
+        # bits of each window's bytes, by its length and number; the reason where a length has none
         self.tested: dict[tuple[int, int], Tensor] = {}
         self.missing: dict[int, str] = {}
 

@@ -1,4 +1,4 @@
-"""Segmentation of volumes: the task, its data, and what a test or a prediction leaves."""
+"""Segmentation of volumes: the task, its data, and the results of tests and predictions."""
 
 from ndlightnet.training.segmentation.data import PhantomVolumes, VolumeData
 from ndlightnet.training.segmentation.task import SegmentationTask

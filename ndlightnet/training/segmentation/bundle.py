@@ -26,7 +26,7 @@ from ndlightnet.training.segmentation.task import SegmentationTask
 
 
 class BundleCLI(TaskCLI):
-    """Takes configs as they were planned, and as `fit` has saved them."""
+    """Command line that takes configs of `plan` and those that `fit` has saved."""
 
     def add_arguments_to_parser(self, parser: Any) -> None:
         parser.add_argument("--out", type=str, required=True, help="folder to write")
@@ -35,8 +35,8 @@ class BundleCLI(TaskCLI):
 
 
 def bundle(arguments: list[str]) -> None:
-    """`--ckpt_path best.ckpt --out bundles/NAME`, and the config of the training with what
-    overrides it. The folder `out`, new or empty before, appears complete or not at all.
+    """Write a bundle. arguments: `--ckpt_path best.ckpt --out bundles/NAME`, the training's config
+    and what overrides it. The folder `out`, new or empty before, appears complete or not at all.
 
     Raises DataError for a checkpoint of another network, for a network that MONAI cannot build from
     the config, and where `out` holds something or cannot be written.
@@ -62,8 +62,8 @@ def bundle(arguments: list[str]) -> None:
 
 
 def _network(cli: TaskCLI, paths: list[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """MONAI's definition of the network, of several checkpoints their ensemble, and its weights.
-    The names in the first checkpoint become the data's."""
+    """Return MONAI's definition of the network, or of the ensemble of several checkpoints, and its
+    weights. The names in the first checkpoint become the data's."""
     task, data, saved = cli.model, cli.datamodule, []
     for path in paths:
         check_checkpoint(path, task, data)
@@ -83,22 +83,22 @@ def _network(cli: TaskCLI, paths: list[str]) -> tuple[dict[str, Any], dict[str, 
     asked, weights = cli.config.model.net, states[0]
     if len(states) > 1:
         weights = {f"nets.{n}.{k}": value for n, s in enumerate(states) for k, value in s.items()}
-    try:  # here, and not first where it is used
+    try:  # so that it fails here, not where it is used
         definition = _target(asked.as_dict())
         if len(states) > 1:
             nets = [definition] * len(states)
             definition = {"_target_": "ndlightnet.inference.Ensemble", "nets": nets}
         read = ConfigParser({"net": json.loads(json.dumps(definition))})
         read.get_parsed_content("net").load_state_dict(weights)
-    except Exception as error:  # classes raise what they like
+    except Exception as error:  # classes may raise anything
         wrong = f"{asked.class_path} cannot be built from a MONAI config ({one_line(error)})"
         raise DataError(f"model.net: {wrong}") from error
     return definition, weights
 
 
 def _target(value: Any, called: bool = False) -> Any:
-    """jsonargparse's class_path and init_args as MONAI's `_target_`. called: what takes it calls
-    it with more arguments to get the object."""
+    """Convert jsonargparse's class_path and init_args to MONAI's `_target_`. called: the receiver
+    calls it with more arguments to get the object."""
     if isinstance(value, list | tuple):
         return [_target(one, called) for one in value]
     if not isinstance(value, dict) or "class_path" not in value:
@@ -121,7 +121,7 @@ def _is_callable(hint: Any) -> bool:
 
 @contextmanager
 def _whole_folder(path: Path) -> Iterator[Path]:
-    """A draft beside `path`, a folder to be made, that becomes `path` when the block ends well."""
+    """Yield the path of a draft folder, which becomes `path` if the block makes it and succeeds."""
     draft = path.resolve().parent / f".{os.getpid()}.part.{path.name}"
     try:
         with writable(path):

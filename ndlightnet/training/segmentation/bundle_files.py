@@ -1,6 +1,6 @@
-"""The files of a MONAI bundle. The network and the scaling of channels are ours; all else are
-MONAI's transforms, inferer and evaluator, so that who knows MONAI can read it, change it and serve
-it."""
+"""The files of a MONAI bundle. The network and the scaling of channels are ndlightnet's; all else
+are MONAI's transforms, inferer and evaluator, so that users of MONAI can read, change and serve the
+bundle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCHEMA = (
     "meta_schema_20240725.json"
 )
 MIXED = {"16-mixed": "$torch.float16", "bf16-mixed": "$torch.bfloat16"}
-STITCHED = 2**31  # bytes: windows are blended on the card up to so many of logits, else on the host
+STITCHED = 2**31  # bytes of logits: up to so many, windows are blended on the GPU, else on the host
 README = """# {name}
 
 {description} {intended_use}
@@ -55,7 +55,7 @@ Before you share this, fill in authors and copyright in `configs/metadata.json`,
 def inference_of(
     network: dict[str, Any], task: SegmentationTask, data: VolumeData, precision: str
 ) -> dict[str, Any]:
-    """configs/inference.json: what `predict` does, said in MONAI's words."""
+    """Return configs/inference.json: what `predict` does, as a MONAI config."""
     prepare, classes = data._prepare(), len(data.labels)
     intensity = "ndlightnet.data.volume.transforms.Intensity"
     dtype = "uint8" if classes <= 256 else "int16"
@@ -78,7 +78,7 @@ def inference_of(
         },
         {"_target_": "AsDiscreted", "keys": "pred", "argmax": True, "dtype": f"$torch.{dtype}"},
     ]  # fmt: skip
-    if task.largest:  # copied into what it was made of, which knows the affine
+    if task.largest:  # copied into the tensor it was made of, which has the affine
         largest = "$lambda labels: labels.copy_(keep_largest(labels))"
         after.append({"_target_": "Lambdad", "keys": "pred", "func": largest})
     after.append({
@@ -138,7 +138,7 @@ def inference_of(
 
 
 def metadata_of(name: str, task: SegmentationTask, data: VolumeData) -> dict[str, Any]:
-    """configs/metadata.json, in MONAI's schema."""
+    """Return configs/metadata.json, in MONAI's schema."""
     prepare, labels = data._prepare(), [inert(label) for label in data.labels]
     channels = [inert(data.modalities[number]) for number in prepare.channels]
     ends: list[float] = []
@@ -185,14 +185,14 @@ def metadata_of(name: str, task: SegmentationTask, data: VolumeData) -> dict[str
 
 
 def inert(name: str) -> str:
-    """A name that comes with the data, as text that MONAI leaves alone: it evaluates what begins
-    with $, and follows references, also to files, that begin with @ and %. Full-width letters
-    stand for these."""
+    """Return a name from the data as text that MONAI does not interpret: it evaluates what begins
+    with $, and follows references, also to files, that begin with @ and %. Full-width characters
+    replace these."""
     return printable(name).translate(str.maketrans("$@%", "\uff04\uff20\uff05"))
 
 
 def readme_of(metadata: dict[str, Any], channels: Sequence[str]) -> str:
-    """docs/README.md. channels: of the scans, in their order."""
+    """Return docs/README.md. channels: names of the scans' channels, in their order."""
     labels = metadata["network_data_format"]["outputs"]["pred"]["channel_def"].items()
     return README.format(
         **metadata, ndlightnet=ndlightnet.__version__, channels=", ".join(map(inert, channels)),

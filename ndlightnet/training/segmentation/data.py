@@ -1,4 +1,4 @@
-"""Volumes for training: folders with a dataset.json, and phantoms made on the spot."""
+"""Volumes for training: folders with a dataset.json, and generated phantoms."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ AXES = 3  # of a volume
 
 
 class VolumeData(L.LightningDataModule):
-    """A folder of volumes and labels with a `dataset.json`, the decathlon's or nnU-Net's.
+    """A folder of volumes and labels with a `dataset.json`, the Decathlon's or nnU-Net's.
 
     Args:
         root: the folder.
         patch: shape of the training crops (voxels).
-        intensities: how each channel is scaled; default: each volume by its own mean and deviation.
+        intensities: how each channel is scaled; default: each volume by its mean and standard
+            deviation.
         channels: which of a case's channels the network gets, by number; default: all.
         spacing: resample to this voxel size (mm) first; None trains on the files' own grids.
         batch_size: crops in a batch. batches: batches in an epoch.
         foreground: fraction of the crops that are centred on a labelled voxel.
-        augment: how crops are turned, mirrored, blurred and so on; None: not at all.
-        folds: the training cases are cut into so many parts. fold: the part, from 0, that chooses
+        augment: how crops are rotated, mirrored, blurred and so on; None: not at all.
+        folds: the training cases are split into so many parts. fold: the part, from 0, that chooses
             the best checkpoint and is not trained on; default: no cross-validation, a tenth does.
-        test_on: what `test` looks at, the listing's test cases or the part not trained on.
+        test_on: the cases of `test`, those of dataset.json or the part that is not trained on.
         workers: processes that cut crops.
-        cache: folder that keeps prepared volumes from run to run; default: they are kept in memory.
+        cache: folder that stores prepared volumes for later runs; default: they are held in memory.
         input: for predict: a file, or a folder of files and of DICOM series at any depth.
         modality: of these series, take those of this modality only (CT, MR, PT, ...).
     """
@@ -95,12 +96,12 @@ class VolumeData(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         if stage == "predict":
-            return  # names come with the checkpoint; the training data need not be here
+            return  # names come with the checkpoint; the training data need not exist
         notes: list[str] = []
         folder = read_dataset(self.root, notes)
         say(notes)
         self.labels, self.modalities = folder.labels, folder.channels
-        self._prepare()  # says what does not fit before anything is read
+        self._prepare()  # raises its errors before any volume is read
         if stage in ("fit", "validate"):
             train, held = self._split(folder.training)
             if stage == "fit":
@@ -123,12 +124,12 @@ class VolumeData(L.LightningDataModule):
 
     @property
     def in_channels(self) -> int:
-        """Those that the network gets."""
+        """Number of channels that the network gets."""
         return len(self.modalities if self.channels is None else self.channels)
 
     def _split(self, cases: Sequence[Case]) -> tuple[list[Case], list[Case]]:
-        """To train on, and to choose the checkpoint with. Folds are drawn from a seed of their own,
-        so that they are the same in every run. A single case is both."""
+        """Split cases into those to train on and those that choose the checkpoint. Folds are drawn
+        from a fixed seed, so that they are the same in every run. A single case is in both."""
         if self.fold is None and len(cases) == 1:
             return list(cases), list(cases)
         if self.fold is None:
@@ -186,7 +187,7 @@ class VolumeData(L.LightningDataModule):
     def transfer_batch_to_device(
         self, batch: Any, device: torch.device, dataloader_idx: int
     ) -> Any:
-        """Volumes with their geometry, and numbers, stay on the host."""
+        """Move crops; whole volumes with their geometry, and numbers, stay on the host."""
         if isinstance(batch, dict):
             return batch
         image, label, numbers = batch
@@ -214,7 +215,7 @@ class VolumeData(L.LightningDataModule):
         return DataLoader(read, batch_size=None)
 
     def names(self) -> dict[str, list[str]]:
-        """What a checkpoint keeps, so that predict does without the training data."""
+        """Return what a checkpoint holds, so that `predict` does not need the training data."""
         return {"labels": list(self.labels), "modalities": list(self.modalities)}
 
     def set_names(self, names: dict[str, list[str]]) -> None:
@@ -222,7 +223,7 @@ class VolumeData(L.LightningDataModule):
 
 
 class PhantomVolumes(VolumeData):
-    """CT phantoms, written under `root` as NIfTI when they are not there yet, then read like any
+    """CT phantoms, written under `root` as NIfTI if they do not exist yet, then read like any
     folder.
 
     cases: number of training and of test phantoms.
@@ -240,8 +241,8 @@ class PhantomVolumes(VolumeData):
 
 
 class PredictionCases(torch.utils.data.Dataset[dict[str, Any]]):
-    """Cases read, as `Volume.read`, and prepared one at a time: {"case", "volume", "image"}, or, of
-    one that cannot be read, {"case", "error"}."""
+    """Dataset that reads cases as `Volume.read` and prepares them one at a time: {"case", "volume",
+    "image"}, or {"case", "error"} for one that cannot be read."""
 
     def __init__(
         self, cases: Sequence[Case], prepare: Prepare, classes: int, channels: int | None = None
@@ -262,9 +263,9 @@ class PredictionCases(torch.utils.data.Dataset[dict[str, Any]]):
                         f"{case.images[0]}: {len(volume.image)} channels, the network was trained "
                         f"on {expected}"
                     )
-                # what is measured is measured on the file's grid: no label is prepared
+                # measures are taken on the file's grid: no label is prepared
                 image = self.prepare(replace(volume, label=None))["image"]
-                if expected > 1:  # of the others nothing is drawn
+                if expected > 1:  # the others are not drawn
                     volume = replace(volume, image=volume.image[:1].clone())
                 return {"case": case, "volume": volume, "image": image}
         except DataError as error:

@@ -18,24 +18,23 @@ from ndlightnet.training.core.report import COLORS, save_figure
 from ndlightnet.training.segmentation.metrics import boxes
 
 PLANES = ("sagittal", "coronal", "axial")  # by the axis that they cut
-EDGES = ("A", "R", "R")  # what lies at the left edge of each: the front, the right, the right
-# told apart by people who see fewer colours, too, from the grey image, and from colours of classes
+EDGES = ("A", "R", "R")  # side of the body at the left edge of each: front, right, right
+# distinct for colour-blind people, too, and from the grey image and the colours of classes
 ERRORS = {"false negative": "#00E5FF", "false positive": "#FF1744", "wrong class": "#D500F9"}
-NAMED = 12  # classes in the legend
+NAMED = 12  # classes in the legend, at most
 GROUND, INK = "#101010", "#E8E8E8"
 
 
 def color_of(number: int) -> NDArray[np.float64]:
-    """RGB in 0..1 of a foreground class, the same in all pictures; 21 differ, then they recur."""
+    """Return RGB in 0..1 of a foreground class, equal in all pictures; they repeat after 21."""
     turn, hue = divmod(number - 1, len(COLORS) - 1)
     base = np.array(to_rgb(COLORS[1 + hue]))
     return (base, 0.45 + 0.55 * base, 0.6 * base)[turn % 3]
 
 
 def best_slices(labels: NDArray[Any], classes: int) -> list[int]:
-    """The index along each axis whose plane shows the labels best; the middle if there are none.
-
-    Each class counts by its fraction of the plane where it is largest, so that small ones show.
+    """Return, for each axis, the index of the plane that shows the labels best; without labels the
+    middle. A class counts by its area relative to its largest one, so that small classes count.
     """
     fractions = [np.zeros(length) for length in labels.shape]
     for number, box in enumerate(boxes(labels, classes), 1):
@@ -49,14 +48,14 @@ def best_slices(labels: NDArray[Any], classes: int) -> list[int]:
 
 
 def cut(volume: NDArray[Any], axis: int, index: int) -> NDArray[Any]:
-    """A plane of a volume (x, y, z) in RAS order, as radiologists look at it: axial from the feet
-    with the front up, coronal from the front and sagittal from the left with the head up."""
+    """Return a plane of a volume (x, y, z) in RAS order, as radiologists view it: axial from the
+    feet with the front up, coronal from the front and sagittal from the left with the head up."""
     plane: NDArray[Any] = np.take(volume, index, axis)[::-1, ::-1].T
     return plane
 
 
 def error_of(truth: NDArray[Any], prediction: NDArray[Any]) -> NDArray[np.intp]:
-    """0 right, 1.. the place in ERRORS: false negative, false positive, taken for another class."""
+    """Return 0 where right, else 1 + the index in ERRORS (false negative, false positive, ...)."""
     wrong = [(truth > 0) & (prediction == 0), (truth == 0) & (prediction > 0)]
     return np.select([truth == prediction, *wrong], [0, 1, 2], 3)
 
@@ -70,13 +69,13 @@ def save_case(
     spacing: Sequence[float],
     names: Sequence[str],
 ) -> None:
-    """PNG: a row for each plane (axial, coronal, sagittal), with the image, the truth, the
-    prediction and where they differ; without truth the image and the prediction.
+    """Write a PNG: a row for each plane (axial, coronal, sagittal), with the image, the truth, the
+    prediction and their errors; without truth the image and the prediction.
 
-    image: (x, y, z) in RAS order, of any values; truth, prediction: integers of its shape. Its
-    voxels are `spacing` mm. names: of the classes, names[0] the background's. The planes are where
-    the truth shows best, or the prediction if there is none; one that is a voxel wide is left out.
-    Raises ValueError for shapes that differ, DataError where nothing can be written.
+    image: (x, y, z) in RAS order, of any values; truth, prediction: integers of its shape. spacing:
+    edges of a voxel (mm). names: of the classes, names[0] the background's. The planes are those
+    that show the truth best, or the prediction if there is none; a plane one voxel wide is left
+    out. Raises ValueError for shapes that differ, DataError if the file cannot be written.
     """
     for name, labels in (("truth", truth), ("prediction", prediction)):
         if labels is not None and labels.shape != image.shape:
@@ -94,7 +93,7 @@ def save_case(
     columns = (
         ["image", "prediction"] if true is None else ["image", "truth", "prediction", "errors"]
     )
-    inch = min(3 / max(wide[a] for a in axes), 9 / sum(high[a] for a in axes))  # of a mm
+    inch = min(3 / max(wide[a] for a in axes), 9 / sum(high[a] for a in axes))  # inches per mm
     heights = [max(0.3, inch * high[a]) for a in axes]
     with matplotlib.rc_context({"font.size": 9, "text.color": INK}):
         figure = Figure(
@@ -110,7 +109,7 @@ def save_case(
             low, top = np.percentile(cuts["image"], (0.5, 99.5))
             for panel, column in zip(row, columns, strict=True):
                 panel.set_axis_off()
-                panel.set(xticks=[], yticks=[])  # unseen, they would take half of the time
+                panel.set(xticks=[], yticks=[])  # hidden ticks would take half of the time
                 extent = (0, wide[axis], high[axis], 0)
                 panel.imshow(cuts["image"], "gray", vmin=low, vmax=top, extent=extent)
                 if column == "errors":
@@ -120,7 +119,7 @@ def save_case(
                     shown += np.bincount(cuts[column].ravel(), minlength=len(names))
                     colors = [color_of(n) for n in range(1, len(names))]
                     paint(panel, cuts[column], colors, extent, 0.55)
-                if axis == axes[0] and column != "image":  # that says which plane it is
+                if axis == axes[0] and column != "image":  # the image's title is the plane
                     panel.set_title(column)
             row[0].set_title(f"{PLANES[axis]} {slices[axis] + 1}/{voxels.shape[axis]}", loc="left")
             side = row[0].text(0.02, 0.5, EDGES[axis], transform=row[0].transAxes, va="center")
@@ -135,7 +134,7 @@ def save_case(
 def paint(
     panel: Any, labels: NDArray[Any], colors: Sequence[Any], extent: Any, alpha: float
 ) -> None:
-    """Label n in colors[n - 1], over what is there; 0 stays clear."""
+    """Draw label n in colors[n - 1] over the panel; 0 is transparent."""
     panel.imshow(
         np.ma.masked_equal(labels, 0), ListedColormap(colors), vmin=0.5, vmax=len(colors) + 0.5,
         alpha=alpha, interpolation="nearest", extent=extent,
@@ -143,7 +142,7 @@ def paint(
 
 
 def legend_of(shown: NDArray[Any], names: Sequence[str]) -> list[tuple[str, Any]]:
-    """(name, colour) of the foreground classes with pixels; of many, those with the most."""
+    """Return (name, colour) of foreground classes with pixels; of many, those with the most."""
     there = [n for n in range(1, len(names)) if shown[n]]
     if len(there) <= NAMED:
         return [(names[n], color_of(n)) for n in there]
@@ -153,6 +152,6 @@ def legend_of(shown: NDArray[Any], names: Sequence[str]) -> list[tuple[str, Any]
 
 
 def _legend(figure: Figure, place: Any, keys: Sequence[tuple[str, Any]], ncols: int) -> None:
-    # a name that begins with _ would be left out, hence the space
+    # matplotlib leaves out names that begin with _, hence the space
     patches = [Patch(color=color, label=f" {name[:28]}") for name, color in keys]
     figure.legend(handles=patches, loc=place, ncols=ncols, frameon=False)

@@ -1,4 +1,4 @@
-"""Cross-validation: every training case is predicted by a network that has not seen it."""
+"""Cross-validation: every training case is predicted by a network that was not trained on it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ndlightnet.training.segmentation.task import SegmentationTask
 
 
 def folds(arguments: list[str]) -> None:
-    """Trains and tests every fold, `fit` with these arguments; then cases.csv and metrics.json of
-    all of them together. What is done already is not done again, and a killed fold goes on."""
+    """Train and test every fold, `fit` with these arguments; then write cases.csv and metrics.json
+    of all folds together. A finished fold is not run again, and an interrupted one is resumed."""
     rows: dict[str, list[dict[str, float]]] = {}
     scores: list[float] = []
     fold, count, names = 0, 1, ["background"]
@@ -36,7 +36,7 @@ def folds(arguments: list[str]) -> None:
 
 
 def _fold(arguments: list[str], fold: int) -> tuple[Path, int]:
-    """Its folder, with metrics.json, and how many folds there are."""
+    """Train and test one fold; return its folder, with metrics.json, and the number of folds."""
     given = [*arguments, f"--data.init_args.fold={fold}", "--data.init_args.test_on=fold"]
     asked = task_cli(SegmentationTask, VolumeData, given, run=False)
     root = Path(asked.trainer.default_root_dir)
@@ -44,19 +44,19 @@ def _fold(arguments: list[str], fold: int) -> tuple[Path, int]:
         last = root / "checkpoints" / "last.ckpt"
         resume = [f"--ckpt_path={last}"] if last.exists() else []
         task_cli(SegmentationTask, VolumeData, ["fit", *given, *resume])
-        # the last checkpoint: the best one was chosen on these cases. By a trainer of its own: in
-        # one that has trained, Lightning's EMA puts the weights that are not averaged in place
+        # the last checkpoint: the best one was chosen on these cases. With a new trainer: in one
+        # that has trained, Lightning's EMA would load the weights that are not averaged
         cli = task_cli(SegmentationTask, VolumeData, ["test", *given, f"--ckpt_path={last}"])
         say(cli.model.notes)
     return root, asked.datamodule.folds
 
 
 def _measures(case: dict[str, Any], classes: int) -> list[dict[str, float]]:
-    """Of each class."""
+    """Return the measures of each foreground class of a case in metrics.json."""
     columns = {key: [_number(value) for value in case[key]] for key in MEASURES}
     return [{key: columns[key][number] for key in MEASURES} for number in range(classes)]
 
 
 def _number(value: float | None) -> float:
-    """What metrics.json has as null is not a number."""
+    """Return the value; null in metrics.json becomes NaN."""
     return float("nan") if value is None else value

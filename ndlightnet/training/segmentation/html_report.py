@@ -1,4 +1,4 @@
-"""One HTML page to leaf through the cases of a run, the worst first."""
+"""One HTML page of all cases of a run, the worst first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jinja2 import Environment
 from ndlightnet.data.errors import atomic_write
 from ndlightnet.training.segmentation.metrics import MEASURES, Rows, interval, of_known
 
-SHORT = 8  # a case's table of more classes is folded away
+SHORT = 8  # a case's table of more classes is collapsed
 HEADS = {"dice": "Dice", "hd95_mm": "HD95 (mm)", "nsd": "surface Dice", "volume_ml": "volume (ml)",
          "truth_ml": "truth (ml)"}  # fmt: skip
 DIGITS = {"dice": 3, "hd95_mm": 1, "nsd": 3, "volume_ml": 2, "truth_ml": 2}
@@ -85,15 +85,15 @@ def write_page(
     summary: str,
     failures: Sequence[str] = (),
 ) -> None:
-    """An HTML page: summary and failures as they are given, the classes over all cases, and every
-    case with its table and its picture. The cases come by their mean Dice, the worst first; those
-    without a Dice last. If no case has a truth, they come by name, with volumes.
+    """Write an HTML page: summary and failures as given, the classes over all cases, and every case
+    with its table and its picture. Cases are sorted by their mean Dice, the worst first, those
+    without a Dice last; if no case has a truth, by name, with volumes only.
 
-    A case's picture is the file CASE.png beside `path`, linked where it is there.
+    A case's picture is the file CASE.png beside `path`, linked if it exists.
     """
     known = any(not np.isnan(m["truth_ml"]) for row in rows.values() for m in row)
     dice = {case: of_known(np.mean, [m["dice"] for m in row]) for case, row in rows.items()}
-    # without a truth no Dice is known, and the names alone decide
+    # without a truth there is no Dice, and the names alone decide
     order = sorted(rows, key=lambda case: (np.nan_to_num(dice[case], nan=2.0), case))
     shown = MEASURES if known else ("volume_ml",)
     cases = [
@@ -118,7 +118,7 @@ def write_page(
 def _lines(
     row: Sequence[Mapping[str, Any]], names: Sequence[str], shown: Sequence[str]
 ) -> list[list[str]]:
-    """Of the classes that the case or its prediction has."""
+    """Return a table line for each class that the truth or the prediction has."""
     return [
         [name, *(_number(measured[key], DIGITS[key]) for key in shown)]
         for name, measured in zip(names[1:], row, strict=True)

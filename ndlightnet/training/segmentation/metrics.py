@@ -1,7 +1,7 @@
-"""How good a segmentation is: measures per case and class, their table, and what they add up to.
+"""Measures of a segmentation: per case and class, their table, and their means.
 
 `rows` is everywhere {name of the case: one {measure: value} per foreground class}, and `names` are
-those of the classes, names[0] the background's. NaN stands for what is not defined or not known.
+the names of the classes, names[0] the background's. NaN stands for an undefined or missing value.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ndlightnet.data.errors import atomic_write, cell
 Rows = Mapping[str, Sequence[Mapping[str, float]]]
 Box = tuple[slice, ...]
 MEASURES = ("dice", "hd95_mm", "nsd", "volume_ml", "truth_ml")
-# An affine's float32 make 1.0000001 mm of 1 mm: a tolerance of 1 mm has to take it.
+# A float32 affine turns 1 mm into 1.0000001 mm: a tolerance of 1 mm has to include that.
 ROUNDING = 1 + 1e-5
 
 
 def dice_of(labels: Tensor, truth: Tensor, classes: int) -> Tensor:
-    """Dice of every foreground class, (classes - 1,) float64, of integer labels of any one shape.
+    """Return the Dice of every foreground class, (classes - 1,) float64, of labels of one shape.
 
-    NaN where a class is in neither, so that means leave it out; 0 where it is in only one: a find
-    in a case without the class counts as wrong. (torchmetrics' dice_score gives the same of one-hot
-    volumes, 126 GB of 118 classes on 512^3 voxels; MONAI's has NaN for a find without the class.)
+    NaN where neither has the class, so that means leave it out; 0 where only one has it: a false
+    positive in a case without the class counts as wrong. (torchmetrics' dice_score gives the same
+    from one-hot volumes, 126 GB for 118 classes on 512^3 voxels; MONAI's is NaN for such a one.)
     """
     found, true = (_counts(x, classes) for x in (labels, truth))
     both = _counts(labels[labels == truth], classes)
@@ -46,11 +46,11 @@ def measure_case(
     spacing: Sequence[float],
     tolerance_mm: float = 1.0,
 ) -> list[dict[str, float]]:
-    """What there is to say of a case: a dict per foreground class, 1 to classes - 1.
+    """Measure a case: return a dict per foreground class, 1 to classes - 1.
 
-    dice: as `dice_of` has it. hd95_mm: the larger of the two directions' 95th percentiles of the
+    dice: see `dice_of`. hd95_mm: the larger of the two directions' 95th percentiles of the
     distances between the surfaces (mm); NaN unless both have the class. nsd: fraction of both
-    surfaces' voxels not further than `tolerance_mm` from the other surface; 0 and NaN like Dice.
+    surfaces' voxels not further than `tolerance_mm` from the other surface; 0 and NaN as for Dice.
     volume_ml, truth_ml: volumes (ml). Without truth all but volume_ml are NaN.
 
     labels, truth: integers (x, y, z) on one grid, of voxels of `spacing` mm. A volume of a single
@@ -83,7 +83,7 @@ def measure_case(
 
 
 def _counts(labels: Tensor, classes: int) -> Tensor:
-    """Voxels of every class, (classes,) int64."""
+    """Count the voxels of every class, (classes,) int64."""
     if labels.numel():
         low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= classes:
@@ -94,7 +94,7 @@ def _counts(labels: Tensor, classes: int) -> Tensor:
 def _surfaces(
     labels: Tensor, truth: Tensor, classes: int, spacing: Sequence[float], tolerance: float
 ) -> list[tuple[float, float]]:
-    """(hd95_mm, nsd) of every foreground class."""
+    """Return (hd95_mm, nsd) of every foreground class."""
     keep = [axis for axis, length in enumerate(labels.shape) if length > 1]
     if len(keep) == 2:  # in a single slice every voxel would be surface
         labels, truth, spacing = labels.squeeze(), truth.squeeze(), [spacing[a] for a in keep]
@@ -123,13 +123,13 @@ def _surfaces(
 
 
 def boxes(labels: NDArray[Any], classes: int) -> list[Box | None]:
-    """The smallest box around every foreground class; None of one that does not occur."""
+    """Return the smallest box around every foreground class; None for an absent one."""
     found: list[Box | None] = find_objects(labels, max_label=classes - 1)
     return found
 
 
 def write_cases(path: Path, rows: Rows, names: Sequence[str]) -> None:
-    """CSV, one line per case and class: case, class and the measures, empty where NaN."""
+    """Write a CSV, a line per case and class: case, class and the measures, empty where NaN."""
     with (
         atomic_write(path) as draft,
         draft.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file,
@@ -145,8 +145,9 @@ def write_cases(path: Path, rows: Rows, names: Sequence[str]) -> None:
 
 
 def metrics_of(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
-    """What a test comes to, for metrics.json. Means leave out NaN; mean_dice and the like are means
-    over the classes of their means over the cases, std_over_cases that of the cases' mean Dice."""
+    """Summarise a test for metrics.json. Means leave out NaN; mean_dice, mean_hd95_mm and mean_nsd
+    are means over the classes of the means over the cases; std_over_cases is the standard deviation
+    of the cases' mean Dice."""
     table = {
         key: np.array([[measured[key] for measured in row] for row in rows.values()])
         for key in MEASURES
@@ -173,23 +174,23 @@ def metrics_of(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
 
 
 def of_known(measure: Callable[[Any], Any], values: Iterable[float]) -> float:
-    """np.mean, np.median or np.std of the values that are not NaN; NaN where none is known."""
+    """Return np.mean, np.median or np.std of the values that are not NaN; NaN if all are."""
     known = np.array([value for value in values if value == value])
     return float(measure(known)) if known.size else float("nan")
 
 
 def interval(values: ArrayLike, level: float = 0.95, draws: int = 2000) -> tuple[float, float]:
-    """Confidence interval of a mean over seeds and cases, NaN left out.
+    """Return the confidence interval of a mean over seeds and cases, NaN left out.
 
     values: (seeds, cases), every seed's network on the same cases; or (seeds, cases, classes), then
-    of the mean over the classes of their means. One seed: (1, cases), and the interval says nothing
-    about other seeds.
+    the mean is that over the classes of their means. One seed: (1, cases), and the interval says
+    nothing about other seeds.
 
     Percentile bootstrap of the crossed design: `draws` times, seeds are drawn with replacement and,
-    apart from them, cases are, and the mean is taken over the drawn seeds on the drawn cases. The
-    same values always give the same interval; a single one has none, (NaN, NaN). Of n seeds (or
-    cases) the spread comes out sqrt((n - 1) / n) of what it is: too narrow below about ten. Where
-    seeds and cases do more than add up, it is somewhat too wide.
+    independently, cases are, and the mean is taken over the drawn seeds on the drawn cases. The
+    same values always give the same interval; a single value gives (NaN, NaN). With n seeds (or
+    cases) the spread is estimated as sqrt((n - 1) / n) of its true value: too narrow below about
+    ten. Where the effects of seeds and cases are not additive, it is somewhat too wide.
     """
     values = np.asarray(values, dtype=float)
     if values.ndim not in (2, 3) or values.size == 0 or not 0 < level < 1:
@@ -217,6 +218,6 @@ def interval(values: ArrayLike, level: float = 0.95, draws: int = 2000) -> tuple
 
 
 def _times_drawn(n: int, draws: int, generator: np.random.Generator) -> NDArray[np.float64]:
-    """(draws, n): how often each of n was among n drawn with replacement."""
+    """Return (draws, n): how often each of n numbers is among n drawn with replacement."""
     drawn = generator.integers(n, size=(draws, n)) + n * np.arange(draws)[:, None]
     return np.bincount(drawn.ravel(), minlength=draws * n).reshape(draws, n).astype(float)

@@ -1,7 +1,7 @@
-"""A plan from the data: spacing, patch, batch, strides and intensities, as a config to train with.
+"""Plan a training from the data: spacing, patch, batch, strides and intensities as a config.
 
-The rules are in the main nnU-Net's (Isensee et al., Nature Methods 2021). What comes out is a YAML
-file to read and to change, not a rule that is applied out of sight.
+The rules are mainly nnU-Net's (Isensee et al., Nature Methods 2021). The result is a YAML file to
+read and to change, not a rule that is applied unseen.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from ndlightnet.data.volume.datasets import read_dataset
 from ndlightnet.data.volume.fingerprint import Fingerprint, fingerprint
 from ndlightnet.training.core.report import check_writable, say
 
-COARSE = 3.0  # an axis so many times coarser than the next, and so many times shorter, stands out
+COARSE = 3.0  # factor by which an axis is coarser and shorter than the others, see target_spacing
 SMALLEST = 4  # cells along an axis of the coarsest level, at least
 LEVELS = 6
-SIDE = 192  # cells of the cube, in space, that a patch is when neither data nor memory are smaller
-BATCH_SHARE = 0.05  # of all voxels of the training set that a batch has, at most
-# Memory of a step over what its backward pass keeps, as the CPU counts it: gradients, workspaces,
-# and what a card's autocast keeps in float32. A guess on the safe side, not measured.
+SIDE = 192  # cells along the cube in space that a patch is, unless data or memory are smaller
+BATCH_SHARE = 0.05  # fraction of all voxels of the training set that a batch has, at most
+# Memory of a step relative to the tensors saved for backward as counted on the CPU: gradients and
+# workspaces, and what autocast saves in float32 on a GPU. A cautious guess, not measured.
 OVERHEAD = 1.7
-COUNTED = (64, 32, 32)  # the crop that is counted: networks may pad to multiples of 32
-STATE = 16  # bytes a parameter: itself, its gradient and AdamW's two means, in float32
-USABLE = 0.85  # of a card's memory
+COUNTED = (64, 32, 32)  # shape of the counted crop: networks may pad to multiples of 32
+STATE = 16  # bytes per parameter: itself, its gradient and AdamW's two means, in float32
+USABLE = 0.85  # fraction of a GPU's memory
 SIDED = re.compile(r"(?i)(?<![a-z])(left|right)(?![a-z])")  # labels that mirroring would swap
-QUANTITIES = ("CT", "PET", "PT", "SUV")  # channels whose numbers mean the same in every scan
+QUANTITIES = ("CT", "PET", "PT", "SUV")  # channels whose values mean the same in every scan
 
 
 def plan(
@@ -49,17 +49,17 @@ def plan(
     epochs: int = 200,
     workers: int = 4,
 ) -> None:
-    """Look at a folder of labelled volumes, and write and print a config to train with.
+    """Measure a folder of labelled volumes, and write and print a config to train with.
 
     Args:
         root: the folder, in the layout of the Medical Segmentation Decathlon or of nnU-Net.
         out: folder of the results; default: runs/ and the name of `root`.
-        net: class of the network. size: of NDLightUNet.
-        memory: of the card, in GB; default: what this machine's first one has, or 11.
-        epochs: of 250 batches.
+        net: class of the network. size: size of NDLightUNet.
+        memory: of the GPU, in GB; default: 85 % of that of this machine's first one, or 11.
+        epochs: number of epochs, of 250 batches each.
         workers: processes that cut crops.
 
-    Raises DataError for data that cannot be read, and for arguments that fit nothing.
+    Raises DataError for data that cannot be read, and for arguments that are not valid.
     """
     if epochs < 1:
         raise DataError(f"epochs: {epochs}, expected 1 or more")
@@ -95,7 +95,7 @@ def config_of(
     measured: Fingerprint, labels: Sequence[str], channels: Sequence[str], root: str, out: Path,
     net: str, size: str, memory: float, epochs: int, workers: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """The config as a dictionary; memory in bytes. Raises DataError where that is too little."""
+    """Return the config as a dictionary. memory: in bytes; DataError if it is too little."""
     spacing = target_spacing(measured.spacings, measured.shapes)
     shape = np.median(measured.shapes * measured.spacings / spacing, axis=0)
     facts = {
@@ -110,7 +110,7 @@ def config_of(
         return {key: value for key, value in all_of_them.items() if key in known}
 
     def crops(patch: list[int], strides: list[list[int]]) -> float:
-        """As many as the memory holds."""
+        """Return how many crops the memory holds."""
         try:
             made = make(**arguments(strides))
         except (TypeError, ValueError) as error:
@@ -154,8 +154,8 @@ def config_of(
 
 
 def target_spacing(spacings: NDArray[np.float64], shapes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """mm per axis: the median, but the tenth percentile of an axis that is much coarser and much
-    shorter than the others, so that fine scans are not thrown away."""
+    """Return mm per axis: the median, but the tenth percentile for an axis that is much coarser and
+    much shorter than the others, so that the detail of fine scans is not lost."""
     target = np.median(spacings, axis=0)
     coarse = int(target.argmax())
     finest = np.delete(target, coarse).max()
@@ -166,8 +166,8 @@ def target_spacing(spacings: NDArray[np.float64], shapes: NDArray[np.int64]) -> 
 
 
 def intensity_of(channel: str, values: NDArray[np.float32]) -> dict[str, float]:
-    """Of a CT or PET: clipped to the percentiles 0.5 and 99.5 of the labelled voxels (of a PET from
-    0 on), with their mean and deviation. Of others: nothing, each volume by itself."""
+    """Return arguments of Intensity. CT and PET: clip to the percentiles 0.5 and 99.5 of labelled
+    voxels (PET: from 0), their mean and standard deviation. Others: none, each volume by itself."""
     name = channel.upper()
     if name not in QUANTITIES or not values.size:
         return {}
@@ -181,8 +181,8 @@ def intensity_of(channel: str, values: NDArray[np.float32]) -> dict[str, float]:
 
 
 def strides_of(patch: Sequence[int], spacing: Sequence[float]) -> list[list[int]]:
-    """How each level after the first is coarser. An axis is halved while it keeps SMALLEST cells,
-    and once the finer ones are within twice its edge, so that cells become cubes."""
+    """Return the strides of each level after the first. An axis is halved while SMALLEST cells are
+    left, and only while its edge is below twice the finest one's, so that cells become cubes."""
     size, edge = np.array(patch, float), np.array(spacing, float)
     strides: list[list[int]] = []
     while len(strides) < LEVELS - 1:
@@ -200,8 +200,8 @@ def patch_of(
     spacing: NDArray[np.float64],
     fits: Callable[[list[int], list[list[int]]], bool],
 ) -> tuple[list[int], list[list[int]]]:
-    """(patch, strides): a cube in space of SIDE cells, no larger than the usual volume; as long as
-    it does not fit, the axis that covers most of the volume is made shorter."""
+    """Return (patch, strides): a cube in space of SIDE cells, no larger than the median volume; as
+    long as it does not fit, the axis that covers most of the volume is made shorter."""
     mean_edge = float(np.prod(spacing) ** (1 / 3))
     patch = np.minimum(np.round(SIDE * mean_edge / spacing), np.round(shape)).clip(1)
     while True:
@@ -215,8 +215,8 @@ def patch_of(
 
 
 def step_bytes(net: nn.Module, channels: int, patch: Sequence[int]) -> float:
-    """Memory of one crop in a training step in bf16, about, without that of the weights: what its
-    backward pass keeps, counted on the CPU on a smaller crop, times OVERHEAD."""
+    """Estimate the bytes of one crop in a training step in bf16, without the weights: the tensors
+    saved for backward, counted on the CPU on a smaller crop, times OVERHEAD."""
     small = [min(n, most) for n, most in zip(patch, COUNTED, strict=True)]
     kept: dict[int, int] = {}
 
@@ -228,21 +228,21 @@ def step_bytes(net: nn.Module, channels: int, patch: Sequence[int]) -> float:
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
     with hooks, torch.autocast("cpu", torch.bfloat16):
-        outputs = net.train()(torch.zeros(1, channels, *small))  # kept until all is counted
+        outputs = net.train()(torch.zeros(1, channels, *small))  # held until all is counted
     total = sum(kept.values())
     del outputs
     return OVERHEAD * total * prod(patch) / prod(small)
 
 
 def _of_weights(x: Tensor) -> bool:
-    """Whether it is a parameter, or made of one alone: autocast's copy. They are as large whatever
-    the crop is."""
+    """Return whether `x` is a parameter, or made of one alone: autocast's copy. Its size does not
+    depend on the crop."""
     if x.is_leaf:
         return isinstance(x, nn.Parameter)
     at: Any = x.grad_fn
     while len(at.next_functions) == 1 and at.next_functions[0][0] is not None:
         at = at.next_functions[0][0]
-    return hasattr(at, "variable")  # the end of the way back: a leaf that gathers its gradient
+    return hasattr(at, "variable")  # the last node accumulates the gradient of a leaf
 
 
 def _network(path: str) -> Callable[..., nn.Module]:

@@ -1,4 +1,4 @@
-"""Segmentation: network + Dice and cross-entropy, and what tests and predictions leave."""
+"""Segmentation: a network with Dice and cross-entropy, and results of tests and predictions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ndlightnet.training.segmentation.figures import save_case
 from ndlightnet.training.segmentation.html_report import write_page
 from ndlightnet.training.segmentation.metrics import dice_of, measure_case, metrics_of, write_cases
 
-MEMORY = 0.8  # of earlier looks at the held-out cases, when the best checkpoint is chosen
+MEMORY = 0.8  # weight of earlier validations in the score that chooses the best checkpoint
 
 
 class SegmentationTask(Task):
@@ -35,16 +35,16 @@ class SegmentationTask(Task):
     Args:
         net: the network.
         window: shape of the windows at prediction; None: each volume in one forward.
-        overlap: fraction of a window that the next one covers again.
+        overlap: fraction of a window that the next one overlaps.
         mirror_axes: test and predict with the mean over mirrored copies along these axes.
-        largest: keep of each class only the largest component that hangs together.
-        ensemble: more checkpoints (folds), whose logits count as well in test and predict.
-        tolerance_mm: of the surface Dice (NSD).
+        largest: of each class, keep only the largest connected component.
+        ensemble: more checkpoints (folds); test and predict average the logits of all networks.
+        tolerance_mm: tolerance of the surface Dice (NSD).
         dicom_seg: predict writes DICOM-SEG, too, where the source is DICOM.
-        lr, weight_decay: of AdamW, with warm-up and a cosine.
-        cuda_graph: training replays the network from a CUDA graph: small networks cost Python more
-            time than the card.
-        others: as of Task.
+        lr, weight_decay: of AdamW, with warm-up and a cosine schedule.
+        cuda_graph: training replays the network from a CUDA graph: small networks take more time in
+            Python than on the GPU.
+        others: as in Task.
     """
 
     saved = (*Task.saved, "cost", "ema_dice")
@@ -109,12 +109,12 @@ class SegmentationTask(Task):
         x = torch.zeros(data.batch_size, data.in_channels, *data.patch, device=self.device)
         with self.trainer.precision_plugin.forward_context():
             kind, mixed = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
-        # a weight cast before the capture would not be cast anew in the replays
+        # a weight cast before the capture would not be cast again in the replays
         with torch.autocast("cuda", kind, mixed, cache_enabled=False):
             torch.cuda.make_graphed_callables(self.net.train(), (x,))
 
     def on_train_start(self) -> None:
-        # Lightning does not start an epoch anew that a checkpoint cut off or has just ended
+        # Lightning omits on_train_epoch_start where it resumes within or at the end of an epoch
         self.waited = self._waited()
 
     def on_train_epoch_start(self) -> None:
@@ -123,8 +123,8 @@ class SegmentationTask(Task):
 
     def on_train_epoch_end(self) -> None:
         if not self.trainer.is_last_batch:
-            return  # cut off by max_steps: its time was not taken
-        seconds = self.cost.seconds[-1]  # of a step of this epoch
+            return  # cut off by max_steps: this epoch was not timed
+        seconds = self.cost.seconds[-1]  # mean of a step of this epoch
         fraction = (self._waited() - self.waited) / (seconds * self.trainer.num_training_batches)
         self.log("waiting", fraction, sync_dist=True)
 
@@ -149,7 +149,7 @@ class SegmentationTask(Task):
         image, label = (batch[key].as_tensor().to(self.device) for key in ("image", "label"))
         labels = predict_volume(self.net, image[None], self.window, self.overlap).argmax(1)
         dice = dice_of(labels, label.long(), len(self.data().labels))
-        # a class that a case has not has no Dice; it must not make the mean of the others NaN
+        # a class that a case does not have has Dice NaN, which the mean must leave out
         self.val_dice[batch["name"]] = dice[dice.isfinite()].tolist()
 
     def on_validation_epoch_start(self) -> None:
@@ -174,7 +174,7 @@ class SegmentationTask(Task):
         self.ema_dice = checkpoint["ema_dice"]
 
     def _start(self) -> None:
-        """Of a test or a prediction: what is used of it, and what is known of each case."""
+        """Prepare a test or a prediction: load the networks, and clear the results of cases."""
         nets, names = [self.net], self.data().names()
         for path in self.ensemble:
             saved = torch.load(path, map_location="cpu", weights_only=True)
@@ -186,12 +186,12 @@ class SegmentationTask(Task):
             )
         net = Ensemble(nets) if self.ensemble else self.net
         net = Mirrored(net, self.mirror_axes) if self.mirror_axes else net
-        # no module of the task: a checkpoint holds the one network
+        # not registered as a submodule: a checkpoint holds one network
         self.predict_labels = partial(
             predict_labels, net, window=self.window, overlap=self.overlap, device=self.device
         )
         self.rows: dict[str, list[dict[str, float]]] = {}
-        self.spent: dict[str, Cost] = {}  # on the prediction of each case
+        self.spent: dict[str, Cost] = {}  # cost of the prediction of each case
 
     def _finish(self, folder: Path, title: str, summary: str) -> None:
         self.rows = self.gathered(self.rows)
@@ -203,7 +203,7 @@ class SegmentationTask(Task):
             write_page(folder / "index.html", self.rows, names, title, summary, self.failures)
 
     def _case(self, batch: dict[str, Any], folder: Path) -> None:
-        """Predicts a case, writes its labels and its picture, and keeps its measures."""
+        """Predict a case, write its labels and its picture, and add its measures to `rows`."""
         if "error" in batch:
             raise DataError(batch["error"])
         volume, image, names = batch["volume"], batch.pop("image"), self.data().labels
@@ -220,7 +220,7 @@ class SegmentationTask(Task):
                 "give --model.window, such as the training patch"
             ) from error
         self.spent[case.name] = meter.read()
-        del image  # before more is made
+        del image  # before more memory is taken
         if self.largest:
             labels = keep_largest(labels)
         array = volume.from_ras(labels)
@@ -275,7 +275,7 @@ class SegmentationTask(Task):
 
 
 def _shrunk(label: Tensor, space: torch.Size) -> Tensor:
-    """Labels (batch, 1, *space) on a coarser grid: those of the nearest voxels."""
+    """Resample labels (batch, 1, *space) to a coarser grid, by the nearest voxels."""
     if label.shape[2:] == space:
         return label
     return nn.functional.interpolate(label.float(), tuple(space), mode="nearest-exact")

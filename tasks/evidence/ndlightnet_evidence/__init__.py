@@ -1,1 +1,1 @@
-"""What the commands of tasks/evidence share. It is not in the wheel."""
+"""Modules that the commands of tasks/evidence share. They are not in the wheel."""

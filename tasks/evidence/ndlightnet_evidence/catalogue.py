@@ -1,4 +1,4 @@
-"""The rows of a comparison: what each changes in a network, as arguments of a task."""
+"""Rows of a comparison: what each row changes in a network, as arguments of a task."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCANS = ("raster", "both", "axes")
 
 
 def mixer(name: str, **init_args: Any) -> str:
-    """The argument that puts a mixer of the catalogue in place of the config's."""
+    """Return the argument that replaces the config's mixer by one of the catalogue."""
     value = {"class_path": f"{mixers.__name__}.{name}", "init_args": init_args}
     return f"{NET}.mixer={json.dumps(value)}"
 
@@ -38,13 +38,13 @@ ROWS: dict[str, list[str]] = {
 
 
 def scans(name: str) -> tuple[str, ...]:
-    """How the mixer of this name can cover a grid; () if it reads all of it at once."""
+    """Return the scans by which this mixer can cover a grid; () if it reads all of it at once."""
     takes = inspect.signature(getattr(mixers, name)).parameters
     return SCANS if "scan" in takes else ()
 
 
 def family() -> list[str]:
-    """A row for every mixer of the catalogue and every way to cover a grid."""
+    """Return a row for every mixer of the catalogue and each of its scans."""
     first = ["Identity", "SoftmaxAttention"]
     rest = [name for name in mixers.__all__ if name not in first]
     ways = [f"{name} {scan}" for name in rest for scan in scans(name)]
@@ -52,7 +52,7 @@ def family() -> list[str]:
 
 
 def parse(row: str) -> tuple[str, dict[str, str]]:
-    """`NAME` or `NAME scan` -> the mixer's name and options. ValueError if there is none such."""
+    """Split `NAME` or `NAME scan` into the mixer's name and options. ValueError if unknown."""
     name, *way = row.split(" ")
     known = name in mixers.__all__
     if not known or len(way) > 1 or any(scan not in scans(name) for scan in way):
@@ -62,13 +62,13 @@ def parse(row: str) -> tuple[str, dict[str, str]]:
 
 
 def factory(row: str) -> Callable[[int], nn.Module]:
-    """dim -> the mixer of a row `NAME` or `NAME scan`."""
+    """Return the function from dim to the mixer of a row `NAME` or `NAME scan`."""
     name, options = parse(row)
     return partial(getattr(mixers, name), **options)
 
 
 def overrides(row: str) -> list[str]:
-    """What a row changes, as arguments. ValueError if there is no such row."""
+    """Return the arguments that a row adds. ValueError if there is no such row."""
     if row in ROWS:
         return ROWS[row]
     if row.endswith(".yaml"):
@@ -80,8 +80,8 @@ def overrides(row: str) -> list[str]:
 
 
 def named(rows: Sequence[str]) -> dict[str, list[str]]:
-    """The arguments of each row by its name; that of a file is its stem. ValueError for a row that
-    there is not, and for two of the same name."""
+    """Return the arguments of each row by its name; the name of a file is its stem. ValueError for
+    an unknown row, and for two rows of the same name."""
     found: dict[str, str] = {}
     for row in rows:
         name = Path(row).stem if row.endswith(".yaml") else row

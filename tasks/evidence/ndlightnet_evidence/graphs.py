@@ -1,4 +1,4 @@
-"""Steps of training from CUDA graphs: small networks cost Python more time than the card."""
+"""Training steps from CUDA graphs: small networks take more time in Python than on the card."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ndlightnet.training.core.optim import decayed_groups
 
 @cache
 def _aside(device: torch.device) -> torch.cuda.Stream:
-    """One for all: cuBLAS keeps a workspace for every stream that it has seen."""
+    """Return one stream for all captures: cuBLAS allocates a workspace for every stream."""
     return torch.cuda.Stream(device)
 
 
 class Replay:
-    """A function of fixed tensors, from a CUDA graph if there is a card. The function is called
-    three times before, which must not matter."""
+    """A function of fixed tensors, replayed from a CUDA graph if there is a card. The function is
+    called three times before the capture; these calls must have no effect on later ones."""
 
     def __init__(self, function: Callable[..., Tensor], *inputs: Tensor) -> None:
         self.function, self.inputs = function, inputs
@@ -48,8 +48,8 @@ class Replay:
 
 
 class Steps:
-    """Steps of AdamW on `loss(*inputs)`, with gradients clipped, from one CUDA graph for each shape
-    of inputs."""
+    """Steps of AdamW on `loss(*inputs)` with clipped gradients, replayed from one CUDA graph for
+    each shape of inputs."""
 
     def __init__(
         self, net: nn.Module, loss: Callable[..., Tensor], weight_decay: float, clip: float
@@ -63,7 +63,7 @@ class Steps:
         self.replays: dict[tuple[torch.Size, ...], Replay] = {}
 
     def __call__(self, rate: float, *inputs: Tensor) -> Tensor:
-        """The loss before the step. It is overwritten by the next one."""
+        """Do a step and return the loss before it. The next step overwrites this tensor."""
         shapes = tuple(x.shape for x in inputs)
         if shapes not in self.replays:
             self.replays[shapes] = self._prepare(inputs)
@@ -71,7 +71,7 @@ class Steps:
         return self.replays[shapes](*inputs)
 
     def _prepare(self, inputs: tuple[Tensor, ...]) -> Replay:
-        """Its calls move nothing: the rate is 0, and the moments are put back."""
+        """Capture a step. Its calls change nothing: the rate is 0, and the moments are restored."""
         state = self.optimizer.state
         kept = {p: {k: v.clone() for k, v in values.items()} for p, values in state.items()}
         self.rate.zero_()

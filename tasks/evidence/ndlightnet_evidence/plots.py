@@ -1,4 +1,4 @@
-"""Pictures in one style."""
+"""Functions that draw pictures in one style."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import tensor
 
 from ndlightnet_evidence.tables import Run, panels
 
-# Okabe and Ito: told apart also by people who see fewer colours
+# Okabe and Ito: colours that colour-blind people can also tell apart
 BLACK, ORANGE, SKY, BLUE, RED, GREY, GREEN, PINK = COLORS = (
     "#000000", "#E69F00", "#56B4E9", "#0072B2", "#D55E00", "#777777", "#009E73", "#CC79A7",
 )  # fmt: skip
@@ -20,7 +20,7 @@ STYLES = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))
 
 
 def look(index: int) -> dict[str, Any]:
-    """How the line of this number is drawn: 32 of them differ."""
+    """Return the style of line number `index`; 32 styles differ."""
     marker, line = STYLES[index // 8 % 4]
     return {"color": COLORS[index % 8], "marker": marker, "linestyle": line, "markersize": 4}
 
@@ -30,7 +30,7 @@ def figure(width: float, height: float) -> Figure:
 
 
 def finish(axes: Iterable[Any]) -> None:
-    """A light grid and no frame."""
+    """Draw a light grid, and remove the frame at the top and on the right."""
     for each in axes:
         each.minorticks_off()
         each.grid(color="#DDDDDD", linewidth=0.6)
@@ -38,7 +38,7 @@ def finish(axes: Iterable[Any]) -> None:
 
 
 def legend(of: Any, axes: Iterable[Any], names: Sequence[str] | None = None) -> None:
-    """To the right of a figure: every label once, or those of `names` that there are."""
+    """Draw a legend to the right of a figure: every label once, or those of `names` that exist."""
     lines = {line.get_label(): line for each in axes for line in each.lines}
     shown = [name for name in names or lines if name in lines]
     of.legend([lines[name] for name in shown], shown, loc="outside right center", frameon=False,
@@ -55,8 +55,8 @@ def short(n: int) -> str:
 
 
 def curves(runs: Sequence[Run], rows: Sequence[str], path: Path, references: Sequence[str]) -> None:
-    """A panel for each of the runs' "curves": accuracy over x of every row, mean and range of its
-    runs; in grey the `references` that the curves have beside it."""
+    """Draw a panel for each of the runs' "curves": accuracy over x of every row, as the mean and
+    range of its runs; in grey the `references`, other fields of the curves."""
     of = panels(runs)
     picture = figure(4.4 * len(of) + 2.6, 4.4)
     every = picture.subplots(1, len(of), sharey=True, squeeze=False)[0]

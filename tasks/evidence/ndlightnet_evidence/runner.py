@@ -1,7 +1,7 @@
-"""Does the runs of a comparison, one after the other or several side by side, and keeps them.
+"""Do the runs of a comparison, one after the other or several side by side, and store the results.
 
-A run is a dict: what tells it from others ("row", "seed" and the like, `tables.IDENTITY`), then
-what was measured, or "error", or "missing" if no time was left; its date, commit and options.
+A run is a dict: what identifies it ("row", "seed" and the like, `tables.IDENTITY`), then what was
+measured, or "error", or "missing" if no time was left; and its date, commit and options.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from ndlightnet.data.errors import atomic_write
 from ndlightnet_evidence import tables
 
 Run = dict[str, Any]
-# options that say which runs there are, and not how one is done
+# options that choose the runs, and do not change how one is done
 CHOICES = ("rows", "family", "tasks", "nets", "sides", "largest", "lr", "seeds", "jobs", "minutes",
            "resume", "out")  # fmt: skip
-_worker = threading.local()  # which of the jobs this thread or process does
+_worker = threading.local()  # number of the job that this thread or process does
 
 
 class RunError(Exception):
-    """Why a run has no result, in words."""
+    """Raised if a run has no result; its message says why."""
 
 
 def add_options(parser: ArgumentParser, out: str, seeds: Sequence[int] | None = (0, 1, 2)) -> None:
-    """The options of all comparisons. seeds: the usual ones; None where the option is not known."""
+    """Add the options of all comparisons. seeds: the default seeds; None: no option --seeds."""
     if seeds:
         parser.add_argument("--seeds", nargs="+", type=int, default=seeds)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, over all GPUs in turn")
@@ -60,12 +60,12 @@ def compare(
     lines: Callable[[Run], Iterable[Run]] = lambda run: [run],
     processes: bool = True,
 ) -> list[Run]:
-    """Does what is `wanted` by one(who), which gives what it measured, or raises.
+    """Do the `wanted` runs by one(who), which returns what it measured or raises; return all runs.
 
-    o: the options of `add_options`. After every run all that are done are in runs.json, and, as
-    `lines` of each, in runs.csv; `table` of them is in table.md. At the end `draw` is called with
-    those that have a result. processes: `one` does its work itself, and jobs side by side are
-    processes to which it is pickled; else it starts commands, and jobs are threads.
+    o: the options of `add_options`. After every run, runs.json holds all runs so far, runs.csv
+    their `lines`, and table.md their `table`. At the end `draw` is called with the runs that have a
+    result. processes: `one` does the work itself, and jobs side by side are processes to which it
+    is pickled; else `one` starts commands, and jobs are threads.
     """
     o.out.mkdir(parents=True, exist_ok=True)
     options = {key: value for key, value in vars(o).items() if key not in CHOICES}
@@ -102,7 +102,7 @@ def run_all(
     wanted: Sequence[Run], one: Callable[[Run], Run], done: Callable[[Run], None], *,
     jobs: int = 1, minutes: float = math.inf, processes: bool = True,
 ) -> None:  # fmt: skip
-    """Calls `done` with each run as it ends."""
+    """Do the `wanted` runs by `one`, and call `done` with each run as it ends."""
     start = partial(_start, one, time.monotonic() + 60 * minutes, processes)
     if jobs == 1:
         for who in wanted:
@@ -142,9 +142,9 @@ def _start(one: Callable[[Run], Run], over: float, here: bool, who: Run) -> Run:
         found = one(who)
     except RunError as error:
         return {**who, "error": str(error)}
-    except Exception as error:  # one run's failure is not the others'
+    except Exception as error:  # a run that fails does not end the others
         return {**who, "error": f"{type(error).__name__}: {error}"[:200]}
-    where = {"device": device_name()} if here else {}  # CUDA is for those that need it
+    where = {"device": device_name()} if here else {}  # else this process does not use CUDA
     return {**who, "run_seconds": time.monotonic() - begun, **found, **where}
 
 
@@ -153,13 +153,13 @@ def _threads() -> int:
 
 
 def gpus() -> list[str]:
-    """Those that may be used, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs that may be used, as CUDA_VISIBLE_DEVICES names them."""
     count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",")[:count] if named else [str(i) for i in range(count)]
 
 
 def environment() -> dict[str, str]:
-    """For a command that `one` starts: its share of the cores, and one GPU if there are any."""
+    """Return the environment of a command of `one`: its share of the cores, one GPU if any."""
     own, found = {"OMP_NUM_THREADS": str(_threads())}, gpus()
     if found:
         own["CUDA_VISIBLE_DEVICES"] = found[getattr(_worker, "number", 0) % len(found)]
@@ -175,7 +175,7 @@ def device_name() -> str:
 
 
 def commit() -> str | None:
-    """Of this file's repository, with a + if its files were changed; None if there is no git."""
+    """Return this repository's commit, with a + if its files were changed; None without git."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         hash_, changes = (
@@ -188,7 +188,7 @@ def commit() -> str | None:
 
 
 def say_curves(run: Run) -> str:
-    """What a run with "curves" found, in a few lines."""
+    """Return the results of a run with "curves", in a few lines."""
     said = f"loss {run['loss']:.3f}, {run['run_seconds']:.0f} s"
     for panel, curve in run["curves"].items():
         right = " ".join(f"{value:.2f}" for value in curve["accuracy"])
@@ -197,7 +197,7 @@ def say_curves(run: Run) -> str:
 
 
 def curve_lines(run: Run) -> Iterable[Run]:
-    """A line of CSV for each point of a run's "curves"."""
+    """Yield a line of CSV for each point of a run's "curves"."""
     for panel, curve in run["curves"].items():
         numbers = {key: values for key, values in curve.items() if key != "x_label"}
         for values in zip(*numbers.values(), strict=True):
@@ -209,7 +209,7 @@ def curve_lines(run: Run) -> Iterable[Run]:
 
 
 def write_csv(path: Path, lines: Sequence[Run]) -> None:
-    """Their numbers and texts; what is nested is left out."""
+    """Write the numbers and texts of `lines`; nested values are left out."""
     plain = [
         {key: value for key, value in line.items() if not isinstance(value, dict | list | tuple)}
         for line in lines

@@ -1,5 +1,5 @@
-"""Segmentation runs side by side, in Markdown: how good they are, how much better than the first
-row, and at what cost."""
+"""Markdown tables of segmentation runs: their scores, the differences from the first row, and their
+costs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ COSTS = {
 
 
 def segmentation_tables(runs: Sequence[Run], rows: Sequence[str]) -> str:
-    """Three tables: scores, Dice of each class, and costs. rows: in this order, the others beside
-    the first."""
+    """Return three tables: scores, Dice of each class, and costs. rows: the order of the rows; the
+    others are compared with the first."""
     mine = {row: of_row(runs, row) for row in rows}
     good = [run for row in rows for run in mine[row]]
     names, first = list(good[0]["dice"]), mine[rows[0]]
@@ -80,7 +80,7 @@ def _classes(runs: Sequence[Run], classes: int) -> list[str]:
 
 
 def _costs(runs: Sequence[Run]) -> list[str]:
-    """They are the same for all seeds, but for noise."""
+    """Return the medians of the costs, which are the same for all seeds except for noise."""
     known = [[run[key] for run in runs if run.get(key) is not None] for key in COSTS.values()]
     return [
         millions(runs[0]),
@@ -89,7 +89,7 @@ def _costs(runs: Sequence[Run]) -> list[str]:
 
 
 def by_case(runs: Sequence[Run]) -> Dice:
-    """Dice, NaN where it is null; the folds of a seed are put together."""
+    """Return the Dice by seed and case, NaN where it is null; the folds of a seed are joined."""
     found: Dice = {}
     for run in runs:
         cases = found.setdefault(run["seed"], {})
@@ -99,16 +99,16 @@ def by_case(runs: Sequence[Run]) -> Dice:
 
 
 def values(*dice: Dice) -> NDArray[np.float64]:
-    """(seeds, cases, classes) of the first, on the seeds and the cases that all of them have."""
+    """Return the first as (seeds, cases, classes), on the seeds and cases that all of them have."""
     seeds = sorted(set.intersection(*(set(one) for one in dice)))
     cases = set.intersection(*(set(one[seed]) for one in dice for seed in seeds or one))
     return np.array([[dice[0][seed][case] for case in sorted(cases)] for seed in seeds])
 
 
 def differences(dice: Dice, other: Dice) -> NDArray[np.float64]:
-    """How much more than `other` on the same seeds and cases, (seeds, cases, classes); without any
-    its size is 0. NaN is a class that is in neither the truth nor the prediction: where only one of
-    the two is NaN it is right, and counts as 1, and the other has a 0."""
+    """Return `dice` minus `other` on the same seeds and cases, (seeds, cases, classes); without any
+    its size is 0. NaN marks a class that is in neither the truth nor the prediction: where only one
+    of the two is NaN, that one is right and counts as 1, and the other counts as it is, 0."""
     if not dice or not other:
         return np.empty((0, 0, 0))
     one, two = values(dice, other), values(other, dice)
@@ -117,7 +117,7 @@ def differences(dice: Dice, other: Dice) -> NDArray[np.float64]:
 
 
 def mean_dice(table: NDArray[np.float64]) -> float:
-    """(seeds, cases, classes): the mean over the classes of their means, NaN left out."""
+    """Return the mean over classes of their means in (seeds, cases, classes), without NaN."""
     columns = table.reshape(-1, table.shape[-1]).T
     return of_known(np.mean, [of_known(np.mean, column) for column in columns])
 

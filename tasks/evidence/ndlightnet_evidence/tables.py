@@ -1,4 +1,4 @@
-"""Tables in Markdown: what was measured of the rows of a comparison, and where it comes from."""
+"""Tables in Markdown: what was measured for the rows of a comparison, when, and on which device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MEASURES = ("mean_dice", "mean_hd95_mm", "top1", "balanced_accuracy", "auc", "bi
 
 
 def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """A table whose columns are as wide as their widest cell; short lines are filled up."""
+    """Return a table whose columns are as wide as their widest cell; short lines are padded."""
     lines = [[*line, *[""] * (len(head) - len(line))] for line in (head, *body)]
     widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
@@ -23,12 +23,12 @@ def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 
 
 def number(value: float | None, form: str = ".3f") -> str:
-    """The word none for None and NaN."""
+    """Format a number; None and NaN become the word none."""
     return "none" if value is None or value != value else f"{value:{form}}"
 
 
 def spread(values: Iterable[float | None], form: str = ".3f") -> str:
-    """Mean ± standard deviation of those that are known."""
+    """Format the mean ± standard deviation of the values that are neither None nor NaN."""
     known = [value for value in values if value is not None and value == value]
     more = f" ± {statistics.stdev(known):{form}}" if len(known) > 1 else ""
     return number(statistics.mean(known), form) + more if known else "none"
@@ -47,30 +47,30 @@ def complete(run: Run) -> bool:
 
 
 def identity(run: Run) -> dict[str, Any]:
-    """What tells a run from all others."""
+    """Return the fields that identify a run."""
     return {key: run[key] for key in IDENTITY if key in run}
 
 
 def name(run: Run) -> str:
-    """What a run is called: GLA, seed 0."""
+    """Return the name of a run, such as: GLA, seed 0."""
     more = [f"{key} {value}" for key, value in identity(run).items() if key != "row"]
     return ", ".join([run["row"], *more])
 
 
 def of_row(runs: Sequence[Run], row: str) -> list[Run]:
-    """The complete runs of a row, by seeds and folds."""
+    """Return the complete runs of a row, sorted by seed and fold."""
     mine = [run for run in runs if run["row"] == row and complete(run)]
     return sorted(mine, key=lambda run: (run["seed"], run.get("fold", 0)))
 
 
 def without(runs: Sequence[Run], row: str) -> str:
-    """Why a row has no complete run."""
+    """Return why a row has no complete run."""
     return "failed" if any("error" in r for r in runs if r["row"] == row) else "not run"
 
 
 def summary(runs: Sequence[Run], rows: Sequence[str]) -> str:
-    """A line for each row: every measure, mean ± standard deviation over seeds; the first of each
-    seed."""
+    """Return a table with a line for each row: every measure, mean ± standard deviation over seeds;
+    the first measure for each seed."""
     good = [run for row in rows for run in of_row(runs, row)]
     measures = [m for m in MEASURES if any(m in run for run in good)] or ["result"]
     state = any(run.get("state_size") is not None for run in good)
@@ -89,8 +89,8 @@ def summary(runs: Sequence[Run], rows: Sequence[str]) -> str:
 
 
 def curves(runs: Sequence[Run], rows: Sequence[str], facts: Sequence[str] = ()) -> str:
-    """A table for each panel of the runs' "curves": accuracy over x, mean ± standard deviation over
-    the runs of a row. facts: what of a run stands before."""
+    """Return a table for each panel of the runs' "curves": accuracy over x, mean ± standard
+    deviation over the runs of a row. facts: fields of a run for the columns in front."""
     parts = []
     for panel, first in panels(runs).items():
         body = []
@@ -106,12 +106,12 @@ def curves(runs: Sequence[Run], rows: Sequence[str], facts: Sequence[str] = ()) 
 
 
 def panels(runs: Sequence[Run]) -> dict[str, Mapping[str, Any]]:
-    """The curve of each panel that some run has: {"x_label", "x", "accuracy", ...}."""
+    """Return one curve {"x_label", "x", "accuracy", ...} of each panel that some run has."""
     return {panel: one for run in runs if complete(run) for panel, one in run["curves"].items()}
 
 
 def notes(runs: Sequence[Run]) -> str:
-    """When and with what the runs were made, and which did not come to an end."""
+    """Return the dates, commits and devices of the runs, and which runs have no result."""
     good, text = [run for run in runs if complete(run)], ""
     found = {key: list(dict.fromkeys(run[key] for run in good if run.get(key)))
              for key in ("date", "commit", "device")}  # fmt: skip

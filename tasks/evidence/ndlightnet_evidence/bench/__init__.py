@@ -1,8 +1,8 @@
-"""How fast the library is, beside the memory's speed and its peers.
+"""Benchmark of the library beside the memory's speed and other libraries.
 
-timing     a call -> milliseconds
-rows       who is compared on what: Case, Contender, Cell, Bench
-peers      the same work by others
+timing     milliseconds of a call
+rows       classes of a comparison: Case, Contender, Cell, Bench
+peers      the same work by other libraries
 attention, frames, mixers, tpe, decode, step, stream    the groups of rows
 output     tables, CSV, JSON, the figure
 """

@@ -1,5 +1,5 @@
-"""Attention over whole sequences and grids. q, k, v (batch, length, heads, dim); bf16, but float32
-on a CPU."""
+"""Times of attention over whole sequences and grids. q, k, v (batch, length, heads, dim); bf16, on
+a CPU float32."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def compare(
     bench: Bench, case: Case, direction: str, contenders: Sequence[Contender],
     theta: Tensor | None = None,
 ) -> dict[str, float | None]:  # fmt: skip
-    """One row. theta: learnt angles, a fourth input of the contenders."""
+    """Time a row. theta: learnt angles, a fourth input of the contenders."""
     dtype = torch.float32 if bench.device.type == "cpu" else torch.bfloat16
     shape = (case.batch, case.length, case.heads, case.dim)
 
@@ -67,7 +67,7 @@ TWO_SCANS = Contender("fla two scans", peers.fla_two_scans)
 
 
 def cube(length: int) -> tuple[int, int, int]:
-    """Three axes for a power of two: 16384 -> (16, 32, 32)."""
+    """Return the three axes of a grid of 2^n tokens: 16384 -> (16, 32, 32)."""
     side = 1 << -(-(length.bit_length() - 1) // 3)
     return length // side**2, side, side
 
@@ -80,8 +80,8 @@ def make_lrpe(bench: Bench, kind: Kind, shape: tuple[int, ...], heads: int, dim:
 def attention(
     bench: Bench, shapes: Sequence[Shape] = MAIN + ALSO, heads: int = 12, dim: int = 64
 ) -> None:
-    """The main table. At the two main shapes also our functions without a graph, and torch.compile,
-    which takes seconds a row."""
+    """Time the main table. At the two main shapes also ndlightnet without a CUDA graph, and
+    torch.compile, which takes seconds a row."""
     for batch, length in shapes[:1] if bench.quick else shapes:
         case = partial(Case, batch=batch, length=length, heads=heads, dim=dim)
         main = (batch, length) not in ALSO
@@ -115,7 +115,7 @@ def _sdpa(length: int, causal: bool = False) -> Contender:
 
 
 def dims(bench: Bench, shapes: Sequence[tuple[int, int, int, int]] = DIMS) -> None:
-    """Other head dims, and many short sequences."""
+    """Time other head dims, and many short sequences."""
     for batch, length, heads, dim in shapes[:1] if bench.quick else shapes:
         case = partial(Case, batch=batch, length=length, heads=heads, dim=dim)
         for direction in PASSES:
@@ -131,7 +131,7 @@ def dims(bench: Bench, shapes: Sequence[tuple[int, int, int, int]] = DIMS) -> No
 def natten(
     bench: Bench, grid: tuple[int, ...] = (30, 48, 80), heads: int = 24, dim: int = 128
 ) -> None:
-    """The grid of NATTEN's headline figure, forward: attention over a whole video."""
+    """Time the forward on the grid of NATTEN's headline figure: attention over a whole video."""
     case = Case(f"grid {' x '.join(map(str, grid))}", 1, math.prod(grid), heads, dim)
     compare(bench, case, "fwd", [ours(bench), Contender("sdpa cudnn", peers.softmax_cudnn)])
     for kind in KINDS:
@@ -140,7 +140,7 @@ def natten(
 
 
 def figure(bench: Bench, lengths: Sequence[int] = LENGTHS, heads: int = 12, dim: int = 64) -> None:
-    """The paper's Fig. 1: time over length at batch 1, one scan against two."""
+    """Measure the paper's Fig. 1: time over length at batch 1, one scan against two."""
     for direction in PASSES:
         quadratic = Contender("sdpa", peers.softmax)
         for length in lengths[::4] if bench.quick else lengths:
@@ -151,7 +151,7 @@ def figure(bench: Bench, lengths: Sequence[int] = LENGTHS, heads: int = 12, dim:
 
 
 def cpu(bench: Bench, lengths: Sequence[int] = (1024, 4096, 16384)) -> None:
-    """impl="torch" against torch's attention on two cores."""
+    """Time impl="torch" against torch's attention on two cores."""
     threads, device = torch.get_num_threads(), bench.device
     contenders = [
         Contender("ours", partial(global_attention, impl="torch")),

@@ -1,4 +1,4 @@
-"""One token at a time."""
+"""Times of decoding, one token at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ndlightnet_evidence.bench.rows import Bench, Case, Contender
 
 
 def decode(bench: Bench, batch: int = 64, heads: int = 12, dim: int = 64) -> None:
-    """A step for each of a batch of sequences. Floor: the State read and written, and the token."""
+    """Time a step of a batch of sequences. Floor: the State read and written, and the token."""
     for kind in (None, "cosine"):
         case = Case("step, cosine" if kind else "step", batch, 1, heads, dim)
         lrpe = make_lrpe(bench, "cosine", (1,), heads, dim) if kind else None

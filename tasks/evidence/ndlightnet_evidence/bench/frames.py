@@ -1,4 +1,4 @@
-"""Causal along the first axis, and samples of different shapes end to end."""
+"""Times of attention that is causal along the first axis, and of packs of different shapes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL: Shapes = tuple((8 + i % 8, 8 + i // 8, 8) for i in range(64))
 def frames(
     bench: Bench, grid: tuple[int, ...] = (64, 32, 32), heads: int = 12, dim: int = 64
 ) -> None:
-    """A video of 64 frames. The floor is that of attention over all tokens."""
+    """Time a video of 64 frames. The floor is that of attention over all tokens."""
     name = " x ".join(map(str, grid))
     case = partial(Case, batch=1, length=math.prod(grid), heads=heads, dim=dim)
     cosine = make_lrpe(bench, "cosine", grid, heads, dim)
@@ -57,8 +57,8 @@ def frames(
 def packs(
     bench: Bench, large: Shapes = LARGE, small: Shapes = SMALL, heads: int = 12, dim: int = 64
 ) -> None:
-    """Samples of different shapes end to end, beside one batch of as many tokens in samples of one
-    length; then a training step of a small network on them."""
+    """Time packs of samples of different shapes, beside one batch of as many tokens in samples of
+    one length; then the forward and backward pass of a small network on them."""
     for name, shapes in (("large", large), ("small", small)):
         layout = Ragged(shapes)
         each = layout.length // len(layout)
@@ -98,7 +98,7 @@ def _same_sample(bench: Bench, layout: Ragged) -> Callable[..., Any]:
 
 
 def _flex(mask: Callable[..., Any], length: int) -> Contender:
-    """Softmax attention with a block mask, compiled."""
+    """Return compiled softmax attention with a block mask."""
     blocks: list[Any] = []
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def _flex(mask: Callable[..., Any], length: int) -> Contender:
 
 
 def pack_step(bench: Bench, shapes: Shapes, dim: int) -> None:
-    """Forward and backward pass of a network with one patch a token, packed against dense."""
+    """Time forward and backward of a network with one cell a token, packed against dense."""
     layout = Ragged(shapes)
     side = round((layout.length / len(layout)) ** (1 / 3))
     mixer = partial(LightNetAttention, impl=bench.impl)

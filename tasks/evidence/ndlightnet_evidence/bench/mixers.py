@@ -1,5 +1,5 @@
-"""The family of mixers: their operators beside flash-linear-attention's, and whole layers over
-length and over grids."""
+"""Times of the family of mixers: their operators beside flash-linear-attention's, and whole layers
+over length and over grids."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def operators(
     bench: Bench, shapes: Sequence[tuple[int, int]] = ((4, 16384), (16, 2048)), heads: int = 12,
     dim: int = 64,
 ) -> None:  # fmt: skip
-    """Gated linear attention, the delta rules and RWKV-4: the torch form, the same compiled, and
-    flash-linear-attention. Floor: inputs read, outputs written, once."""
+    """Time gated linear attention, the delta rules and RWKV-4: the torch form, the same compiled,
+    and flash-linear-attention. Floor: inputs read and outputs written once."""
     for batch, length in shapes[:1] if bench.quick else shapes:
         for (row, rule, decays), direction in ((r, p) for r in RULES for p in PASSES):
             case = Case(row, batch, length, heads, dim)
@@ -50,7 +50,7 @@ def operators(
                 Contender("fla", partial(_operator, rule, "fla")),
                 Contender("compile", peers.compiled(ours)),
             ]  # fmt: skip
-            moved = (3, 8) if rule == "wkv" else (4, 11)  # tensors: no q
+            moved = (3, 8) if rule == "wkv" else (4, 11)  # number of tensors; wkv has no q
             numbers = moved[direction != "fwd"] * case.numel() * inputs()[0].itemsize
             numbers += 4 * sum(x.numel() for x in inputs()[3:]) * (1 if direction == "fwd" else 3)
             bench.compare(case, direction, contenders, inputs, numbers)
@@ -84,8 +84,8 @@ def mixers(
     lengths: Sequence[int] = (1024, 4096, 16384, 65536),
     grids: Sequence[tuple[int, ...]] = ((64, 64), (16, 32, 32)), batch: int = 1, dim: int = 768,
 ) -> None:  # fmt: skip
-    """Layers with their projections, causal over `lengths` and seeing all of `grids`, forward and
-    with backward pass; bfloat16 autocast on CUDA."""
+    """Time layers with their projections, causal over `lengths` and global over `grids`, forward
+    and with the backward pass; bfloat16 autocast on CUDA."""
     shapes = [*(((n,), True) for n in lengths), *((grid, False) for grid in grids)]
     if bench.device.type == "cpu":
         shapes, dim = [s for s in shapes if math.prod(s[0]) <= 4096], min(dim, 128)
@@ -126,7 +126,7 @@ def _calls(make: Callable[..., Call], *given: Any) -> list[Call]:
 
 
 def write(records: Sequence[Record], folder: Path) -> None:
-    """mixers.csv and mixers.png."""
+    """Write mixers.csv and mixers.png."""
     write_csv(folder / "mixers.csv", records)
     draw(records, folder / "mixers.png")
 
@@ -136,8 +136,8 @@ FIELDS = {"forward, ms": "forward_ms", "forward + backward, ms": "both_ms",
 
 
 def table(records: Sequence[Record]) -> str:
-    """Markdown: a line for each mixer, scan and grid; the reason why kernels do not run is left to
-    the CSV."""
+    """Return a Markdown table with a line for each mixer, scan and grid; the reason why kernels do
+    not run is in the CSV only."""
     return markdown(["mixer", "scan", "grid", *FIELDS, "parameters", "state", "runs on"], [
         [r["mixer"], r["scan"], r["grid"],
          *("" if r[field] is None else f"{r[field]:.4g}" for field in FIELDS.values()),
@@ -148,8 +148,8 @@ def table(records: Sequence[Record]) -> str:
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
-    """Milliseconds and peak memory: of the causal form over length, on logarithmic axes; below, of
-    all scans on each grid."""
+    """Draw milliseconds and peak memory: of the causal form over length, on logarithmic axes;
+    below, of all scans on each grid."""
     fields = {title: name for title, name in FIELDS.items() if any(r[name] for r in records)}
     records = [r for r in records if r["mixer"] != "Identity"]
     lines = [r for r in records if r["scan"] == "causal"]
@@ -183,7 +183,7 @@ def _lengths(axes: Any, records: Sequence[Record], field: str, title: str) -> No
 
 
 def _scans(axes: Any, records: Sequence[Record], field: str, title: str) -> None:
-    """The fastest mixer (by its fastest scan) on top."""
+    """Plot all scans of each mixer, with the fastest mixer (by its fastest scan) on top."""
     best: dict[str, float] = {}
     for r in records:
         best[r["mixer"]] = min(r["both_ms"] or math.inf, best.get(r["mixer"], math.inf))

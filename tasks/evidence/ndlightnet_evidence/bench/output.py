@@ -1,4 +1,4 @@
-"""What a run leaves: tables on the screen, bench.csv, bench.json, and times over tokens."""
+"""Output of a run: tables on the screen, bench.csv, bench.json, and a plot of times over tokens."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ LINES = {
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """Markdown: one line a row, shape and pass; one column a contender, as multiples of the
-    floor."""
+    """Return a Markdown table: a line for each row, shape and pass; a column for each contender, in
+    multiples of the floor."""
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     columns: dict[str, None] = {}
     for cell in cells:
         shape = (f"{cell.batch} x {cell.length}", f"{cell.heads} x {cell.dim}")
         line = lines.setdefault((cell.row, *shape, cell.direction), {})
-        # a second column where ours was also timed without a graph
+        # a second column where "ours" was also timed without a graph
         who = f"{cell.who} eager" if cell.who in line else cell.who
         columns[who] = None
         line[who] = _text(cell)
@@ -56,7 +56,7 @@ def _text(cell: Cell) -> str:
 
 
 def remarks(cells: Sequence[Cell]) -> list[str]:
-    """What the notes say, each once: also why cells are empty."""
+    """Return the notes of all cells, each once; they also say why cells are empty."""
     noted = [cell for cell in cells if cell.note and cell.who != "floor"]
     return list(dict.fromkeys(f"{cell.who}: {cell.note}" for cell in noted))
 
@@ -72,7 +72,7 @@ def versions() -> dict[str, str | None]:
 
 
 def write(bench: Bench, folder: Path) -> None:
-    """bench.csv and bench.json: the same cells; the JSON says also where and when."""
+    """Write bench.csv and bench.json: the same cells; the JSON also says where and when."""
     folder.mkdir(parents=True, exist_ok=True)
     records = [cell.record() for cell in bench.cells]
     runner.write_csv(folder / "bench.csv", records)
@@ -92,7 +92,7 @@ def write(bench: Bench, folder: Path) -> None:
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
-    """Milliseconds over length, both on logarithmic axes, one panel a pass."""
+    """Draw milliseconds over length, both on logarithmic axes, with a panel for each pass."""
     figure = plots.figure(9, 3.6)
     panels = figure.subplots(1, 2, sharey=True)
     for axes, direction in zip(panels, PASSES, strict=True):

@@ -1,4 +1,4 @@
-"""The same work by others. q, k, v and outputs (batch, length, heads, dim).
+"""The same work by other libraries. q, k, v and outputs (batch, length, heads, dim).
 
 flash-linear-attention is imported when it is called: a machine without it leaves its cells empty.
 """
@@ -32,7 +32,7 @@ def absent(why: str) -> Callable[..., Any]:
 
 # ------------------------------------------------------------------------------------------ torch
 def softmax(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
-    """Quadratic attention, with the kernel that torch chooses."""
+    """Compute quadratic attention, with the kernel that torch chooses."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
@@ -45,8 +45,7 @@ def softmax_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, lrpe: Lrpe | None = None) -> Tensor:
-    """Eq. 6 in three lines, as one writes it in torch: softmax in float32, products in q's
-    dtype."""
+    """Compute Eq. 6 as in three lines of plain torch: softmax in float32, products in q's dtype."""
     keys, queries = k.float().softmax(1), silu(q.float())
     if lrpe is not None:
         factors, queries = (
@@ -59,13 +58,13 @@ def reference(q: Tensor, k: Tensor, v: Tensor, lrpe: Lrpe | None = None) -> Tens
 
 
 def causal_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Our chunked torch form of Eq. 5: there is no shorter one that fits in memory."""
+    """Compute Eq. 5 by ndlightnet's chunked torch form: no shorter form fits in memory."""
     return causal_attention(q, k, v, impl="torch")[0]
 
 
 def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile for the shape it meets first, from a clean start: a second shape would be
-    compiled for all shapes, and the ninth not at all."""
+    """Compile `run` for its first shape, after a reset of the compiler: otherwise a second shape
+    would be compiled for all shapes, and the ninth not at all."""
 
     @cache
     def build() -> Callable[..., Any]:
@@ -77,29 +76,29 @@ def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
 
 # ------------------------------------------------------------------------- flash-linear-attention
 def fla(module: str) -> Any:
-    """A module of flash-linear-attention."""
+    """Import a module of flash-linear-attention. Absent if it is not installed."""
     if find_spec("fla") is None:
         raise Absent("flash-linear-attention is not installed")
     return import_module(f"fla.{module}")
 
 
 def fla_lightnet(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What its LightNet layer does between the projections and the norm: SiLU of the queries, the
-    normaliser as a running logsumexp of the keys, then its gated linear attention with the
-    normaliser's growth as the gate. Causal."""
+    """Compute what fla's LightNet layer does between the projections and the norm: SiLU of the
+    queries, the normaliser as a cumulative logsumexp of the keys, then fla's gated linear attention
+    with the normaliser's growth as the gate. Causal."""
     scan = fla("ops.lightnet").chunk_lightnet
-    out: Tensor = scan(silu(q), k, v, state_v_first=True)[0]  # as the layer has it
+    out: Tensor = scan(silu(q), k, v, state_v_first=True)[0]  # as in the layer
     return out
 
 
 def fla_linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal linear attention without decay, activation or normaliser: less work than ours."""
+    """Compute causal linear attention, no decay, activation or normaliser: less work than ours."""
     out: Tensor = fla("ops.linear_attn").chunk_linear_attn(q, k, v, normalize=False)[0]
     return out
 
 
 def fla_rwkv4(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:
-    """Token by token in one kernel."""
+    """Compute RWKV-4 token by token in one kernel."""
     before = torch.zeros(k.shape[0], 3, 1, k.shape[2], device=k.device)
     before[:, 2] = wkv.LOWEST
     out: Tensor = fla("ops.rwkv4").fused_recurrent_rwkv4(decay, bonus, k, v, before)[0]
@@ -107,7 +106,7 @@ def fla_rwkv4(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:
 
 
 def fla_two_scans(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Lightning attention (one decay a head) over the tokens and over the tokens reversed."""
+    """Compute lightning attention (one decay a head) over the tokens and the reversed tokens."""
     scan = fla("ops.lightning_attn").chunk_lightning_attn
     there = scan(q, k, v, layer_idx=0, num_layers=12)[0]
     back = scan(q.flip(1), k.flip(1), v.flip(1), layer_idx=0, num_layers=12)[0]
@@ -116,7 +115,7 @@ def fla_two_scans(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class FlaMixer(nn.Module):
-    """Its LightNet layer as a mixer of our backbone: causal in row-major order, heads like ours."""
+    """fla's LightNet layer as a mixer of NDLightNet: causal in row-major order, the same heads."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -126,7 +125,7 @@ class FlaMixer(nn.Module):
         )
 
     def forward(self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        """Tokens (batch, *grid, dim) -> same shape."""
+        """Mix tokens (batch, *grid, dim); the output has the same shape."""
         out: Tensor = self.layer(x.flatten(1, -2))[0].reshape(x.shape)
         return out
 

@@ -1,4 +1,4 @@
-"""Who is compared on what."""
+"""Cases, contenders and cells of the benchmark, and the class that times them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """run: input tensors -> output. An error that it raises empties its cell, nothing more."""
+    """One implementation. run: input tensors -> output; its errors only leave its cell empty."""
 
     who: str
     run: Callable[..., Any]
@@ -69,10 +69,10 @@ class Cell(NamedTuple):
 
 @dataclass
 class Bench:
-    """Takes the times and keeps them.
+    """Timer of all rows, which stores their cells.
 
-    impl: how our functions run. quick: fewer shapes and repetitions. minutes: after so many, peers
-    whose first call compiles and tunes are left out. save: called after each row.
+    impl: `impl` of ndlightnet's functions. quick: fewer shapes and repetitions. minutes: after so
+    many, peers whose first call compiles and tunes are left out. save: called after each row.
     """
 
     device: torch.device
@@ -92,7 +92,7 @@ class Bench:
         return 3 if self.quick else 7
 
     def rate(self) -> float:
-        """The speed of a copy on the device, measured once in a run."""
+        """Return the speed of a copy on the device, measured once in a run."""
         kind = self.device.type
         if kind not in self.rates:
             self.rates[kind] = copy_rate(self.device, self.laps)
@@ -102,10 +102,10 @@ class Bench:
         self, case: Case, direction: str, contenders: Iterable[Contender],
         inputs: Callable[[], tuple[Tensor, ...]], floor_bytes: float,
     ) -> dict[str, float | None]:  # fmt: skip
-        """One row: all contenders on the same inputs. Milliseconds by contender.
+        """Time all contenders of a row on the same inputs; return milliseconds by contender.
 
-        inputs: makes one set of tensors; as many sets are made as the cache cannot hold.
-        floor_bytes: what has to be read and written at the least.
+        inputs: makes one set of tensors; so many sets are made that the cache cannot hold them.
+        floor_bytes: the bytes that have to be read and written at least.
         """
         sets = [inputs()]
         floor = Timing(1e3 * floor_bytes / self.rate(), "", f"{floor_bytes / 1e6:.1f} MB")
@@ -126,7 +126,7 @@ class Bench:
         self, case: Case, direction: str, who: str, prepare: Callable[[], list[Call]],
         floor: float | None = None, graph: bool = True,
     ) -> float | None:  # fmt: skip
-        """One cell. prepare: gives the calls to time; may raise, as the calls may."""
+        """Time one cell. prepare: returns the calls to time; it may raise, and so may the calls."""
         minutes = (time.monotonic() - self.start) / 60
         shape = f"{case.batch} x {case.length}, {case.heads} x {case.dim}"
         print(f"[{60 * minutes:5.0f} s] {self.group}: {case.row}, {shape}, {direction}, {who}",
@@ -135,11 +135,11 @@ class Bench:
             if minutes > self.minutes and who not in ("ours", "sdpa"):
                 raise Absent(f"left out after {self.minutes:g} minutes (--minutes)")
             timing = time_calls(prepare(), self.device, graph, self.laps)
-        except Exception as error:  # whatever a peer does, the other cells are worth having
+        except Exception as error:  # an error of a peer does not end the other cells
             timing = Timing(None, "", reason(error))
         if self.device.type == "cuda":
             if timing.ms is None:
-                gc.collect()  # what a traceback held
+                gc.collect()  # tensors that a traceback held
             torch.cuda.empty_cache()
         self._keep(case, direction, who, timing, floor)
         return timing.ms
@@ -152,13 +152,13 @@ class Bench:
         self.cells.append(Cell(self.group, *case, direction, who, *values))
 
     def bound(self, case: Case, direction: str, who: str, seconds: float, note: str) -> None:
-        """A time that follows from the arithmetic, beside the floor of the row before."""
+        """Add a time that follows from the arithmetic, beside the floor of the row before."""
         floor = next(c.ms for c in reversed(self.cells) if c.who == "floor")
         self._keep(case, direction, who, Timing(1e3 * seconds, "", note), floor)
 
 
 def _sets(tensors: tuple[Tensor, ...]) -> int:
-    """How many sets of inputs fill four times the cache of the card."""
+    """Return how many sets of inputs fill four times the cache of the card."""
     if tensors[0].device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(tensors[0].device).L2_cache_size

@@ -1,4 +1,4 @@
-"""A whole training step of NDLightNet-S at 32,768 tokens: time, its parts, memory."""
+"""Benchmark of a training step of NDLightNet-S at 32,768 tokens: time, its parts, memory."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PATCH, COMPILED = (2, 16, 16), ", blocks compiled"
 def step(
     bench: Bench, grid: tuple[int, int, int] = (32, 32, 32), dim: int = 384, depth: int = 12
 ) -> None:
-    """One clip, weights in float32, autocast to bf16, AdamW; then what of it is ours to speed up:
-    the mixers' attention (MD-LRPE in it) and MD-TPE, forward and backward, as in the step."""
+    """Time a step on one clip, weights in float32, autocast to bf16, AdamW; then the parts that the
+    kernels speed up: attention (with MD-LRPE) and MD-TPE, forward and backward, as in the step."""
     tokens = grid[0] * grid[1] * grid[2]
     case = Case("training step", 1, tokens, dim // 64, 64)
     mixer = partial(LightNetAttention, impl=bench.impl)
@@ -38,7 +38,7 @@ def step(
             model = network(mixer=mixer).to(bench.device)
             if more:
                 torch.compiler.reset()
-                for block in model.blocks:  # alike: compiled once for all
+                for block in model.blocks:  # blocks are alike: compiled once for all
                     block.compile(dynamic=False)
             clip = torch.randn(1, 3, *(n * p for n, p in zip(grid, PATCH, strict=True)))
             work, backward = training(model, clip.to(bench.device))
@@ -63,7 +63,7 @@ def step(
 
 
 def training(model: nn.Module, clip: Any) -> tuple[Call, Call]:
-    """(a step, its forward and backward pass alone). clip: a batch, packed or not."""
+    """Return calls of (a step, its forward and backward pass). clip: a batch, packed or not."""
     device = next(model.parameters()).device
     on_cuda = device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), fused=on_cuda or None, capturable=on_cuda)
@@ -84,13 +84,13 @@ def training(model: nn.Module, clip: Any) -> tuple[Call, Call]:
 
 
 def memory(bench: Bench, name: str, backward: Call, tokens: int) -> None:
-    """Notes the peak of the forward and backward pass above weights and gradients."""
+    """Record the peak memory of the forward and backward pass above weights and gradients."""
     if used := peak(backward, bench.device):
         bench.facts[f"{name}: peak kB a token"] = used / tokens / 1e3
 
 
 def peak(call: Call, device: torch.device) -> float | None:
-    """Bytes that a call takes at most, beyond what was there before."""
+    """Return the peak bytes of a call beyond what was allocated before; None without CUDA."""
     if device.type != "cuda":
         return None
     call()
@@ -102,7 +102,7 @@ def peak(call: Call, device: torch.device) -> float | None:
 
 
 def attention(model: NDLightNet, grid: tuple[int, ...]) -> Call:
-    """The attention of all layers, on inputs of their own, with the gradients of the angles."""
+    """Return a call of all layers' attention, on separate inputs, with gradients of the angles."""
     calls = []
     block: Any
     for block in model.blocks:
@@ -125,7 +125,7 @@ def attention(model: NDLightNet, grid: tuple[int, ...]) -> Call:
 
 
 def position(model: NDLightNet, grid: tuple[int, ...]) -> Call:
-    """MD-TPE on the residual stream, which is in float32."""
+    """Return a call of MD-TPE on the residual stream, which is in float32."""
     tpe = model.tpe
     assert tpe is not None
     weights = list(tpe.parameters())

@@ -1,4 +1,4 @@
-"""Video frame by frame: frames per second, and memory over a long stream."""
+"""Benchmark of video frame by frame: frames per second, and memory over a long stream."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def stream(
     bench: Bench, size: int = 224, dim: int = 384, depth: int = 12, frames: int = 100_000,
     at_once: int = 64,
 ) -> None:  # fmt: skip
-    """NDLightNet-S, bf16 autocast, one video: a frame from the State of those before, and the last
-    16 frames anew. Then `frames` frames, `at_once` at a time, and the memory in use."""
+    """Time NDLightNet-S, bf16 autocast, on one video: a frame from the State of those before, and
+    the last 16 frames anew. Then record the memory over `frames` frames, `at_once` at a time."""
     tokens = (size // PATCH[1]) ** 2
 
     def network(window: int | None) -> NDLightNet:
@@ -73,7 +73,7 @@ def stream(
 
 @torch.no_grad()
 def _long(bench: Bench, model: NDLightNet, clip: torch.Tensor, frames: int, more: str) -> None:
-    """Memory in use after so many frames: of the card, or of the stream's state on a CPU."""
+    """Record the memory in use over `frames` frames: of the card, or of the state on a CPU."""
     flow, done, marks = model.stream(), 0, [frames * i // 50 for i in range(1, 51)]
     start = time.monotonic()
     for mark in marks:
@@ -91,7 +91,7 @@ def _long(bench: Bench, model: NDLightNet, clip: torch.Tensor, frames: int, more
 
 
 def draw(facts: dict[str, float], path: Path) -> None:
-    """Memory over frames."""
+    """Draw the memory in use over frames."""
     figure = plots.figure(6, 3.2)
     axes = figure.subplots()
     found: dict[str, list[tuple[int, float]]] = {}

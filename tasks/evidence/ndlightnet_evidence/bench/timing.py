@@ -1,4 +1,4 @@
-"""How long calls take: CUDA graphs between events, or the clock for a CPU."""
+"""Times of calls: CUDA graphs between events, or the clock for a CPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 Call = Callable[[], Any]
-SLOW = 0.2  # seconds: from here on a launch costs nothing, and a graph's memory much
+SLOW = 0.2  # seconds of a call from which on launches cost little, and a graph much memory
 LAP = 0.01  # seconds between two events, at least
 
 
 class Timing(NamedTuple):
-    """ms: median per call, None where there is none. mode: "graph" or "eager"."""
+    """Time of a call. ms: median, None if it has no time. mode: "graph" or "eager"."""
 
     ms: float | None
     mode: str
@@ -24,11 +24,11 @@ class Timing(NamedTuple):
 
 
 class Absent(Exception):
-    """Why something is not timed."""
+    """Raised with the reason why something is not timed."""
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in one line."""
+    """Return what went wrong, in one line."""
     lines = str(error).strip().splitlines() or [""]
     name = "" if isinstance(error, Absent) else f"{type(error).__name__}: "
     return f"{name}{lines[0]}"[:200]
@@ -37,8 +37,8 @@ def reason(error: BaseException) -> str:
 def time_calls(
     calls: Sequence[Call], device: torch.device, graph: bool = True, laps: int = 7
 ) -> Timing:
-    """Median time of one call. The calls do the same work on different data and are made in turn:
-    so that none finds its data in the cache. graph: whether to try to replay them from one."""
+    """Return the median time of one call. The calls do the same work on different data in turn, so
+    that none finds its data in the cache. graph: whether to try to replay them from a graph."""
     return _on_cuda(calls, graph, laps) if device.type == "cuda" else _on_cpu(calls, laps)
 
 
@@ -76,14 +76,14 @@ def _on_cuda(calls: Sequence[Call], graph: bool, laps: int) -> Timing:
 def _capture(calls: Sequence[Call], stream: torch.cuda.Stream) -> Call:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        # held until the end: outputs written again and again to one place would stay in the cache
+        # held until the end: outputs written repeatedly to one address would stay in the cache
         held = [call() for call in calls]
     del held
     return graph.replay
 
 
 def _lap(work: Call, times: int) -> float:
-    """Seconds of one of `times` runs, on the current stream."""
+    """Return the mean seconds of one of `times` runs, on the current stream."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(times):
@@ -106,7 +106,7 @@ def _on_cpu(calls: Sequence[Call], laps: int) -> Timing:
 
 
 def forward_call(run: Callable[..., Any], inputs: Sequence[Tensor]) -> Call:
-    """The forward pass as in use, nothing saved for a backward pass."""
+    """Return a call of the forward pass as in inference: nothing is saved for a backward pass."""
 
     def call() -> Any:
         with torch.no_grad():
@@ -116,7 +116,7 @@ def forward_call(run: Callable[..., Any], inputs: Sequence[Tensor]) -> Call:
 
 
 def backward_call(run: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Call:
-    """Forward and backward pass. The output has the shape and dtype of the first input."""
+    """Return a call of forward and backward. The output has the first input's shape and dtype."""
     wanted = [x for x in inputs if x.requires_grad]
     grad = torch.randn_like(inputs[0])
     return lambda: torch.autograd.grad(run(*inputs), wanted, grad)
@@ -126,7 +126,7 @@ CALLS = {"fwd": forward_call, "fwd+bwd": backward_call}
 
 
 def copy_rate(device: torch.device, laps: int = 7) -> float:
-    """Bytes a second, read plus written, of a copy that no cache holds."""
+    """Return the bytes a second, read plus written, of a copy that no cache holds."""
     size = 2**30 if device.type == "cuda" else 2**28
     source = torch.randn(size // 4, device=device)  # zeros and ones would be cheaper to move
     target = torch.empty_like(source)
@@ -137,7 +137,7 @@ def copy_rate(device: torch.device, laps: int = 7) -> float:
 
 
 def matmul_rate(dtype: torch.dtype, device: torch.device, laps: int = 7) -> float:
-    """Operations a second (multiply and add: two) of a large matrix product."""
+    """Return the operations a second (multiply and add: two) of a large matrix product."""
     size = 8192 if device.type == "cuda" else 256
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     ms = time_calls([lambda: a @ b], device, laps=laps).ms

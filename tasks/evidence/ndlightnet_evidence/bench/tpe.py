@@ -1,4 +1,4 @@
-"""MD-TPE: the recurrence along three axes."""
+"""Times of MD-TPE: the recurrence along three axes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tpe(
     dim: int = 384,
     states: Sequence[int] = (16, 64, 128),
 ) -> None:
-    """bf16, batch 1. Both ways with half the states each, as the layer has them.
+    """Time MD-TPE in bf16 at batch 1. Both ways with half the states each, as in the layer.
 
     Two bounds from the arithmetic stand beside the floor: of the recurrence, in float32, and of the
     Toeplitz form, on the matrix units.
@@ -72,6 +72,6 @@ def _row(
         return axis_scan(x, coef, log_decay, impl="torch")
 
     contenders = [Contender("ours", ours)]
-    if peer and ways == 1:  # it compiles for long
+    if peer and ways == 1:  # compiling takes long
         contenders.append(Contender("compile", peers.compiled(one_way)))
     bench.compare(case, direction, contenders, inputs, TENSORS[direction] * case.numel() * 2)
