@@ -2,11 +2,13 @@
 register no operators. ndlightnet.ops calls them through operators.
 
   position    positions of tokens and angles of slots, for operators and kernels; without Triton
-  attention   global attention; attention_backward: its gradients; plans: launches
+  attention   global attention; attention_backward: its gradients
   causal      causal attention; causal_backward: its gradients; step: one token, for decoding
+  segments    merges of States; frames: prefix and sliding merges over frames
   axis_scan   MD-TPE; axis_taps: the Toeplitz taps that it multiplies by
-  gate        output norm and gate
+  gate        output norm and gate   swiglu   SiLU(gate) * up
   phases      MD-LRPE angles         tiles    functions that the attention kernels share
+  plans       tiles and programs     launch   plans and compiled programs, cached
 """
 
 from __future__ import annotations

@@ -163,10 +163,10 @@ def _causal_dq(
             angle = tl.sum(from_origin(freqs, at_axis) * phi * (cos * d_sin - sin * d), 0)
             tl.store(dtheta + chunk, angle, inside)
         if CAREFUL:
-            fade = weight(entry_top, mx)  # from this chunk's units to those of the State before
+            rescale = weight(entry_top, mx)  # from this chunk's units to those of the State before
             if dsums is not None:
-                dsum += fade * tl.sum(from_entry * grad, 0)
-                from_entry *= fade[None, :]
+                dsum += rescale * tl.sum(from_entry * grad, 0)
+                from_entry *= rescale[None, :]
             m, m_sin = m * carry[None, :], m_sin * carry[None, :]
             sm = sm * carry + tl.sum(p.to(OPERAND).to(tl.float32), 0)
             mx = best
@@ -179,9 +179,9 @@ def _causal_dq(
         m, m_sin = _gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, OPERAND, PRECISION)
     if dsums is not None:
         if not CAREFUL:
-            fade = _fall_to(entry_top, mx, OPERAND)
-            dsum = tl.sum(spread, 0) * fade
-            acc, acc_sin = acc * fade[None, :], acc_sin * fade[None, :]
+            rescale = _fall_to(entry_top, mx, OPERAND)
+            dsum = tl.sum(spread, 0) * rescale
+            acc, acc_sin = acc * rescale[None, :], acc_sin * rescale[None, :]
         tl.store(dsums + (bh * parts + part) * DIM + kc, dsum, inside)
         to = dmemories + ((bh * parts + part) * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
         here = inside[None, :] & (vc < VDIM)[:, None]

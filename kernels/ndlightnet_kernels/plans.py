@@ -108,7 +108,7 @@ CAUSAL = {
     64: Causal(Chunks(64, 4, 3), Chunks(32, 4, 3), Chunks(32, 4, 3), 2),
     128: Causal(Chunks(32, 8, 3), Chunks(16, 8, 3), Chunks(16, 8, 3), 1),
 }
-TURNED = {  # plans with angles
+WITH_ANGLES = {  # plans with angles
     16: Causal(Chunks(32, 2, 3), Chunks(32, 2, 3), Chunks(32, 2, 3), 4),
     32: Causal(Chunks(32, 2, 3), Chunks(32, 2, 3), Chunks(32, 2, 3), 4),
     64: Causal(Chunks(32, 4, 3), Chunks(16, 4, 3), Chunks(16, 4, 3), 2),
@@ -125,7 +125,7 @@ def causal(k: Tensor, vdim: int, kind: str) -> Causal:
     side = max(pad(k.shape[-1]), pad(vdim))
     if k.dtype != torch.bfloat16 or side > 128:
         return Causal(FULL, FULL, FULL, 2 if side <= 64 else 1)
-    return (CAUSAL if kind == "none" else TURNED)[side]
+    return (CAUSAL if kind == "none" else WITH_ANGLES)[side]
 
 
 def channel_blocks(k: Tensor, vdim: int) -> list[slice]:

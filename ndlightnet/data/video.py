@@ -5,20 +5,19 @@ are (frames, height, width, 3) uint8 RGB in all public functions; video_transfor
 the clips of a network. A file or folder that cannot be used raises DataError.
 """
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.folders import leave_out
+from ndlightnet.data.threads import in_threads
 from ndlightnet.data.video_transforms import (
     MARGIN,
     check_sides,
@@ -30,15 +29,11 @@ from ndlightnet.data.video_transforms import (
 
 ENDINGS = (".mp4", ".m4v", ".avi", ".mkv", ".mov", ".webm", ".mpg", ".mpeg", ".gif")
 WANTED = ", ".join(ENDINGS)
-THREADS = min(4, os.cpu_count() or 1)  # each holds a decoder, and decoders are large
 # Where decord 0.6 finds the right frames: containers and codecs by FFmpeg's names, and the width in
 # pixels from which on it reads padded rows correctly.
 CONTAINERS, CODECS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"), ("h264", "vp8", "vp9")
 NARROW = 96
 DECODED = 2**27  # bytes of full-size frames decoded at a time: bounds the memory of a long video
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 class PyAVReader:
@@ -251,7 +246,7 @@ def find_videos(path: str | Path, notes: list[str] | None = None) -> list[Path]:
 
 def check_videos(samples: Sequence[Sample]) -> None:
     """Open every video and decode its first frame; DataError names the first that fails."""
-    _in_threads(_check, samples, "checking videos")
+    in_threads(_check, samples, "checking videos")
 
 
 def load_video(path: str | Path, short_side: int, max_frames: int) -> Tensor:
@@ -302,7 +297,7 @@ class ClipDataset(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
         self.samples = tuple(samples)
         self.frames, self.size, self.train = frames, size, train
         self.clips, self.hflip = clips, hflip
-        self._videos = _in_threads(self._load, self.samples, "decoding videos")
+        self._videos = in_threads(self._load, self.samples, "decoding videos")
 
     def _load(self, sample: Sample) -> Tensor:
         return load_for_clips(sample.path, self.frames, self.size)
@@ -364,16 +359,3 @@ def _class_samples(folder: Path, classes: Sequence[str]) -> tuple[Sample, ...]:
 
 def _check(sample: Sample) -> None:
     PyAVReader(sample.path).frames([0])
-
-
-def _in_threads(
-    function: Callable[[Item], Result], items: Sequence[Item], title: str
-) -> list[Result]:
-    """Return `[function(item) for item in items]`, with a progress bar; the first error ends it."""
-    from rich.progress import track
-
-    pool = ThreadPoolExecutor(max_workers=THREADS)
-    try:
-        return list(track(pool.map(function, items), title, total=len(items)))
-    finally:
-        pool.shutdown(cancel_futures=True)

@@ -24,8 +24,8 @@ class MDLRPE(nn.Module):
 
     A bank of frequencies, the same for every axis, times a learnt positive factor per head and
     slot. (A factor, because frequencies span up to eight decades: an additive update that suits
-    the high ones is far too large for the low ones.) Parameters: heads * slots, frozen if not learnt;
-    slots = head_dim, half of it for "rotary".
+    the high ones is far too large for the low ones.) Parameters: heads * slots, frozen if not
+    learnt; slots = head_dim, half of it for "rotary".
     """
 
     undecayed = ("log_factor",)

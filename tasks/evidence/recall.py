@@ -110,9 +110,9 @@ def accuracy(net: NDLightNet, older: int, rng: torch.Generator, o: Namespace) ->
     hits = []
     for done in range(0, o.streams, fit):
         at = event_frames(min(fit, o.streams - done), older + 1, o.gap, rng)
-        look = at[:, -1:] + torch.tensor(o.k, device=at.device)
-        cells, label, _ = streams(at, int(look.max()) + 1, rng)
-        hits.append((logits(net, cells).argmax(-1) == label).gather(1, look))
+        queries = at[:, -1:] + torch.tensor(o.k, device=at.device)
+        cells, label, _ = streams(at, int(queries.max()) + 1, rng)
+        hits.append((logits(net, cells).argmax(-1) == label).gather(1, queries))
     return [round(x, 4) for x in torch.cat(hits).double().mean(0).tolist()]
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ndlightnet.data.errors import atomic_write, readable
+from ndlightnet.data.threads import in_threads
 from ndlightnet.data.volume.grid import Case
 from ndlightnet.data.volume.transforms import Prepare
-from ndlightnet.data.volume.volume import Volume, in_threads
+from ndlightnet.data.volume.volume import Volume
 
 KEPT_PER_CLASS = 20_000  # crop centres stored for every class of a volume; they are held in memory
 FORM = 2  # to be raised when what a cache folder holds changes, so that old files are not used

@@ -9,7 +9,6 @@ between its percentiles 0.5 and 99.5: two CT scans are not on one scale of Houns
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,12 @@ from torch import Tensor
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.folders import leave_out
 from ndlightnet.data.images import ImageSet
+from ndlightnet.data.threads import in_threads
 from ndlightnet.data.volume.datasets import find_inputs
 from ndlightnet.data.volume.grid import Case
 from ndlightnet.data.volume.volume import Volume, upright
 
 PERCENTILES = (0.5, 99.5)
-THREADS = 4  # inflating gzip, most of the work, releases the interpreter lock
 
 
 def list_classes(
@@ -78,8 +77,7 @@ def largest_extent(cases: Sequence[Case]) -> list[float]:
         image = load_upright(case)
         return np.array(image.shape[1:]) * image.pixdim.numpy()
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        return np.max(list(pool.map(extent, cases)), axis=0).tolist()
+    return np.max(in_threads(extent, cases, "measuring volumes"), axis=0).tolist()
 
 
 def read_volume(case: Case, size: Sequence[int], spacing: Sequence[float]) -> Tensor:
@@ -109,6 +107,5 @@ def read_part(
     cases: Sequence[tuple[Case, int]], size: Sequence[int], spacing: Sequence[float]
 ) -> ImageSet:
     """Read a split into memory; the first case that cannot be used raises its DataError."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        images = list(pool.map(lambda each: read_volume(each[0], size, spacing), cases))
+    images = in_threads(lambda each: read_volume(each[0], size, spacing), cases, "reading volumes")
     return ImageSet(torch.stack(images), torch.tensor([label for _, label in cases]))

@@ -121,11 +121,11 @@ def checked(header: Any) -> Slice:
     file = Path(header.filename)
     if whole(header, "NumberOfFrames", 1, range(2**31)) > 1:
         raise DataError(f"{file}: holds several frames; only files of one slice can be read")
-    if (look := text_of(header, "PhotometricInterpretation")) == "":
+    if (kind := text_of(header, "PhotometricInterpretation")) == "":
         raise DataError(f"{file}: has no PhotometricInterpretation, or is cut short before it")
-    if whole(header, "SamplesPerPixel", 1, (1, 3, 4)) > 1 or not look.startswith("MONOCHROME"):
+    if whole(header, "SamplesPerPixel", 1, (1, 3, 4)) > 1 or not kind.startswith("MONOCHROME"):
         raise DataError(
-            f"{file}: PhotometricInterpretation is {one_line(look)}, expected MONOCHROME1 or "
+            f"{file}: PhotometricInterpretation is {one_line(kind)}, expected MONOCHROME1 or "
             "MONOCHROME2: voxels should be real numbers, are colours"
         )
     place = numbers(

@@ -9,8 +9,9 @@ import nibabel
 import numpy as np
 from numpy.typing import NDArray
 
+from ndlightnet.data.threads import in_threads
 from ndlightnet.data.volume.grid import Case
-from ndlightnet.data.volume.volume import Volume, in_threads
+from ndlightnet.data.volume.volume import Volume
 
 SAMPLE = 10_000  # labelled voxels per case whose values are stored
 
@@ -34,7 +35,7 @@ def fingerprint(
 ) -> Fingerprint:
     """Read every case once and return the statistics. Raises DataError as `Volume.read` does."""
 
-    def look(case: Case) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float32],
+    def measure(case: Case) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float32],
                                   NDArray[np.int64]]:  # fmt: skip
         volume = Volume.read(case, classes, channels)
         image, label = volume.image, volume.label.numpy()[0]
@@ -50,8 +51,8 @@ def fingerprint(
             np.bincount(label.ravel(), minlength=classes),
         )
 
-    seen = in_threads(look, cases, "measuring volumes", progress)
-    shapes, spacings, values, voxels = zip(*seen, strict=True)
+    measured = in_threads(measure, cases, "measuring volumes", progress)
+    shapes, spacings, values, voxels = zip(*measured, strict=True)
     return Fingerprint(
         np.stack(shapes), np.stack(spacings), np.concatenate(values, 1), np.sum(voxels, 0)
     )

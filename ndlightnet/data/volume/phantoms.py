@@ -9,7 +9,6 @@ import json
 import math
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import avg_pool3d, interpolate
 
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.threads import in_threads
 
 Floats = NDArray[np.float32]
 Mask = NDArray[np.bool_]
@@ -77,8 +77,6 @@ def _is_complete(folder: Path, recipe: dict[str, int]) -> bool:
 
 
 def _write(folder: Path, recipe: dict[str, int], progress: bool) -> None:
-    from rich.progress import track
-
     names = [("Tr", f"phantom_{i:03d}") for i in range(recipe["training"])]
     names += [("Ts", f"phantom_{i:03d}") for i in range(len(names), len(names) + recipe["test"])]
     # One random stream per case, spawned from the seed: a case does not depend on the others.
@@ -93,10 +91,7 @@ def _write(folder: Path, recipe: dict[str, int], progress: bool) -> None:
             volume.header.set_xyzt_units("mm")
             nibabel.save(volume, folder / f"{kind}{part}" / f"{name}.nii.gz")
 
-    with ThreadPoolExecutor(2) as pool:
-        done = pool.map(write, range(len(names)))
-        for _ in track(done, "phantoms", total=len(names), disable=not progress):
-            pass
+    in_threads(write, range(len(names)), "phantoms", progress, workers=2)
 
     def entries(part: str) -> list[dict[str, str]]:
         chosen = [f"{name}.nii.gz" for of, name in names if of == part]

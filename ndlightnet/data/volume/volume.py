@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import nibabel
 import numpy as np
@@ -25,7 +24,6 @@ from ndlightnet.data.volume.grid import SLAB, Case, FileGrid, Read
 # Two grids are the same if no corner is off by more than this fraction of the smallest voxel edge.
 # Headers round: a qform holds a rotation as three float32, good to 3e-4 rad: 0.04 mm at 150 mm.
 SAME_GRID = 0.1
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,21 +141,6 @@ def upright(volume: Any) -> Any:
     """Flip and permute a MetaTensor (channels, x, y, z) to RAS axes; nothing is interpolated."""
     turn: Any = Orientation("RAS", labels=None)
     return turn(volume)
-
-
-def in_threads(
-    look: Callable[[Case], T], cases: Sequence[Case], title: str, progress: bool, workers: int = 4
-) -> list[T]:
-    """Return `look(case)` of each case, with a progress bar. The first error cancels the rest."""
-    from rich.progress import track
-
-    # inflating gzip, most of the work, releases the interpreter lock
-    pool = ThreadPoolExecutor(max(1, workers))
-    try:
-        done = pool.map(look, cases)
-        return list(track(done, title, total=len(cases), disable=not progress))
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _voxels(grid: FileGrid, read: Read) -> tuple[Tensor, list[str]]:

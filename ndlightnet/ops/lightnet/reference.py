@@ -77,7 +77,7 @@ def frames(
     phi = torch.nn.functional.silu(q.to(accumulator(q)))
     f_q = phi if lrpe is None else query_features(phi, lrpe)
     w = None if lrpe is None else key_features(lrpe, k.shape[-1], phi.dtype)
-    fade = decay_rates(forget, k.device)
+    rates = decay_rates(forget, k.device)
     (batch, length, heads, dim), value_dim = k.shape, v.shape[-1]
     empty = State.empty(
         batch, heads, dim, value_dim, lrpe is not None, dtype=phi.dtype, device=k.device
@@ -94,7 +94,7 @@ def frames(
             valid = None if mask is None else mask[:, t]
             factors = None if w is None else w[..., t, :, :]
             frame_state = update(frame_state, k[:, t], v[:, t], factors, valid)
-        past = [*(reweighted(s, -fade) for s in past), frame_state]
+        past = [*(reweighted(s, -rates) for s in past), frame_state]
         if window is not None:
             past = past[-window:]
         whole = past[0]

@@ -19,7 +19,7 @@ SCANS = {"": BLACK, "raster": SKY, "both": BLUE, "axes": RED}  # how a mixer cov
 STYLES = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))
 
 
-def look(index: int) -> dict[str, Any]:
+def line_style(index: int) -> dict[str, Any]:
     """Return the style of line number `index`; 32 styles differ."""
     marker, line = STYLES[index // 8 % 4]
     return {"color": COLORS[index % 8], "marker": marker, "linestyle": line, "markersize": 4}
@@ -66,9 +66,9 @@ def curves(runs: Sequence[Run], rows: Sequence[str], path: Path, references: Seq
             mine = [run for run in runs if run["row"] == row and panel in run["curves"]]
             if mine:
                 seeds = tensor([run["curves"][panel]["accuracy"] for run in mine])
-                axes.fill_between(x, seeds.amin(0), seeds.amax(0), color=look(index)["color"],
+                axes.fill_between(x, seeds.amin(0), seeds.amax(0), color=line_style(index)["color"],
                                   alpha=0.15, lw=0)  # fmt: skip
-                axes.plot(x, seeds.mean(0), label=row, **look(index))
+                axes.plot(x, seeds.mean(0), label=row, **line_style(index))
         for style, reference in zip((":", "--"), references, strict=False):
             axes.plot(x, first[reference], style, color=GREY, zorder=0, label=reference)
         axes.set_xscale("log", base=2)

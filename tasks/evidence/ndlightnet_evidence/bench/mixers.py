@@ -176,7 +176,7 @@ def _lengths(axes: Any, records: Sequence[Record], field: str, title: str) -> No
     for name in dict.fromkeys(r["mixer"] for r in records):
         mine = [r for r in records if r["mixer"] == name and r[field]]
         axes.plot([r["tokens"] for r in mine], [r[field] for r in mine], label=name,
-                  **plots.look(catalogue.__all__.index(name)))  # fmt: skip
+                  **plots.line_style(catalogue.__all__.index(name)))  # fmt: skip
     lengths = sorted({r["tokens"] for r in records})
     axes.set(xscale="log", yscale="log", title=title, xlabel="tokens, causal")
     axes.set_xticks(lengths, [plots.short(n) for n in lengths])
