@@ -17,8 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from .interpreter import patch_language_once
+
 if not torch.cuda.is_available():  # kernels are then interpreted; Triton asks at its import
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if importlib.util.find_spec("triton") is not None:
+        patch_language_once()
 
 SHARED = Path(__file__).parents[2] / "shared"
 ORACLES = SHARED / "oracles"
