@@ -52,6 +52,7 @@ from ndlightnet_kernels.tiles import (
     silu,
     split,
     strides,
+    theta_grad,
     valid_tokens,
 )  # fmt: skip
 
@@ -301,11 +302,6 @@ def _read_plan(
     return launch, join, sizes, (batch, heads, parts, width)
 
 
-def _of_heads(x: Tensor, partial_dtheta: Tensor | None) -> Tensor:
-    """Sum the gradients of angles over the parts of each head; empty for None."""
-    return scratch(x, x.shape[2], 0) if partial_dtheta is None else partial_dtheta.sum((0, 2))
-
-
 def read_backward(
     q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, where: Position, learn: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -325,7 +321,7 @@ def read_backward(
     )  # fmt: skip
     dtotal, dmemory = torch.empty_like(total), torch.empty_like(memory)
     join(dmemories, total, memory, where.first, dtotal, dmemory)
-    return dq, dtotal, dmemory, _of_heads(q, partial_dtheta)
+    return dq, dtotal, dmemory, theta_grad(q, partial_dtheta)
 
 
 def _summarize_plan(
@@ -369,4 +365,4 @@ def summarize_backward(
     launch(
         k, v, flags(mask), where.splits, where.shapes, *where.angles, *given, dk, dv, partial_dtheta
     )  # fmt: skip
-    return dk, dv, _of_heads(k, partial_dtheta)
+    return dk, dv, theta_grad(k, partial_dtheta)

@@ -57,6 +57,7 @@ from ndlightnet_kernels.tiles import (
     silu,
     slip,
     strides,
+    theta_grad,
     valid_tokens,
     weight,
 )  # fmt: skip
@@ -392,6 +393,5 @@ def backward(
             *given, *angles, entry[0], entry[3], dphi, chunk_top, chunk_total, *later, dk, dv,
             dtheta_k,
         )  # fmt: skip
-    if dtheta_q is None or dtheta_k is None:
-        return dq, dk, dv, *first, scratch(k, heads, 0)
-    return dq, dk, dv, *first, (dtheta_q + dtheta_k).sum((0, 2))
+    partial = None if dtheta_q is None or dtheta_k is None else dtheta_q + dtheta_k
+    return dq, dk, dv, *first, theta_grad(k, partial)

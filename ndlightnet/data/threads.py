@@ -10,7 +10,7 @@ from typing import TypeVar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# decoders of video, and inflating gzip, release the interpreter lock; each holds much memory
+# decoding video and inflating gzip release the interpreter lock; each thread needs much memory
 THREADS = min(4, os.cpu_count() or 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Constants(nn.Module):
+class Constants(nn.Module, ABC):
     """Base class of modules with constant buffers, which no state dict holds.
 
     `to_empty` leaves such buffers uninitialised, and `load_state_dict(assign=True)` leaves them on
@@ -17,9 +18,9 @@ class Constants(nn.Module):
     `register_constants`.
     """
 
+    @abstractmethod
     def constants(self) -> dict[str, Tensor]:
         """Return the constant tensors by name."""
-        raise NotImplementedError
 
     def register_constants(self) -> None:
         for name, value in self.constants().items():
