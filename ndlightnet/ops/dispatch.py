@@ -30,6 +30,7 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "attention_step": KERNELS,
     "sliding_merge": ("torch", "triton"),
     "axis_scan": KERNELS,
+    "local_mixing": ("torch", "reference"),
     "norm_gate": KERNELS,
     "swiglu": ("torch", "triton"),
     "gated_linear_attention": FLA,
