@@ -45,6 +45,24 @@ def test_torch_form_matches_reference(form, radius, grid, causal):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("form", "radius", "grid"), [
+    (star, 2, (5, 6)), (dense, 1, (5, 6)), (dense, 1, (3, 4, 5)), (star, 1, (3, 4, 5)),
+])  # fmt: skip
+def test_float32_matches_float64(form, radius, grid, causal):
+    """On a CPU two axes, and the dense box on three, are a convolution of torch."""
+    x, weight, offsets = case(form, radius, grid, causal)
+    pull = torch.randn_like(x)
+    u = local_mixing(x, weight, offsets)
+    exact = (u, *torch.autograd.grad(u, (x, weight), pull))
+    low = [t.detach().float().requires_grad_() for t in (x, weight)]
+    u = local_mixing(*low, offsets)
+    found = (u, *torch.autograd.grad(u, low, pull.float()))
+    # sums of at most 27 products, or of all cells for the weights
+    for one, other in zip(found, exact, strict=True):
+        assert (one - other).norm() <= 1e-6 * other.norm()
+
+
 @pytest.mark.parametrize("ndim", [1, 2, 3])
 def test_dense_is_torch_convolution(ndim):
     x, weight, offsets = case(dense, 1, (6, 5, 4)[:ndim])
@@ -58,7 +76,10 @@ def test_dense_is_torch_convolution(ndim):
 @pytest.mark.parametrize("grid", [(5,), (3, 4)])
 def test_gradients_of_gradients(grid):
     x, weight, offsets = case(star, 1, grid, dim=2, batch=1)
-    run = lambda x, w: local_mixing(x, w, offsets, impl="torch")
+
+    def run(x, w):
+        return local_mixing(x, w, offsets, impl="torch")
+
     assert torch.autograd.gradcheck(run, (x, weight))
     assert torch.autograd.gradgradcheck(run, (x, weight))
 
@@ -161,6 +182,8 @@ def test_errors():
     x, weight, offsets = case(star, 1, (4, 6))
     with pytest.raises(ValueError, match="offsets"):
         local_mixing(x, weight, star(1, 1))
+    with pytest.raises(ValueError, match="none twice"):
+        local_mixing(x, weight, (*offsets[:4], offsets[0]))
     with pytest.raises(ValueError, match="weight"):
         local_mixing(x, weight[:2], offsets)
     with pytest.raises(ValueError, match="expected \\(batch, 24, dim\\)"):

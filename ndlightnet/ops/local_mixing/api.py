@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ndlightnet.layout import Grid, Layout, Ragged
 from ndlightnet.ops.dispatch import Impl, resolve
-from ndlightnet.ops.local_mixing import reference, shifts
+from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.local_mixing import _triton, reference, shifts
 
 
 def local_mixing(
@@ -37,9 +38,14 @@ def local_mixing(
         mask = grid.flatten_mask(mask)
         flat = local_mixing(grid.flatten(x), weight, taps, layout=grid, mask=mask, impl=impl)
         return grid.unflatten(flat)
-    chosen = resolve("local_mixing", impl, x)
+    cells = x.reshape(len(x), *[1] * (grid.ndim - 1), grid.length, x.shape[-1])
+    chosen = resolve("local_mixing", impl, cells, None, weight)
     if x.numel() == 0:
         return x
+    if chosen == "triton":
+        where = _triton.where(grid, taps, x.device)
+        out: Tensor = _triton.mix(x, weight.to(accumulator(x)), mask, *where)
+        return out
     if mask is not None:  # even NaN in the padding cannot leak
         x = x.masked_fill(~mask[..., None], 0)
     if chosen == "reference":
@@ -88,8 +94,10 @@ def _check(
     x: Tensor, weight: Tensor, offsets: Sequence[Sequence[int]], grid: Layout, flat: bool
 ) -> tuple[tuple[int, ...], ...]:
     taps = tuple(tuple(offset) for offset in offsets)
-    if not taps or any(len(offset) != grid.ndim for offset in taps):
-        raise ValueError(f"offsets={offsets}: expected one or more, each of {grid.ndim} ints")
+    if not taps or any(len(o) != grid.ndim for o in taps) or len(set(taps)) < len(taps):
+        raise ValueError(
+            f"offsets={offsets}: expected one or more, each of {grid.ndim} ints, and none twice"
+        )
     if weight.shape != (len(taps), x.shape[-1]):
         raise ValueError(
             f"weight {tuple(weight.shape)}: expected (taps, dim) = {(len(taps), x.shape[-1])}"
