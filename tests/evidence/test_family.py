@@ -93,9 +93,10 @@ def test_a_row_that_fails_is_said_and_made_again(config, tmp_path, monkeypatch):
 
 
 ROWS = """
+.heads: &heads {heads: 2}
 narrow: {embed_dim: 8}
 no code: {tpe: false, mixer: ndlightnet.nn.mixers.Identity}
-two heads: {lr: 0.5, mixer: {class_path: ndlightnet.nn.mixers.TNL, init_args: {heads: 2}}}
+two heads: {lr: 0.5, mixer: {class_path: TNL, init_args: *heads}}
 """
 
 

@@ -95,12 +95,13 @@ def named(rows: Sequence[str]) -> dict[str, list[str]]:
 def changes(file: Path | None, rows: Sequence[str] | None) -> dict[str, dict[str, Any]]:
     """Return what each row changes among the arguments of a network, by its name.
 
-    A row is an entry of a YAML file, or a mixer of the catalogue. Default: all entries, or without
-    a file the whole catalogue. ValueError for an unknown row, or a class that is not there.
+    A row is an entry of a YAML file (those that begin with a point are parts of others), or a mixer
+    of the catalogue. Default: all entries, or without a file the whole catalogue. ValueError for an
+    unknown row, or a class that does not exist.
     """
     entries = yaml.safe_load(file.read_text()) if file else {}
-    found = {row: entries[row] if row in entries else {"mixer": factory(row)}
-             for row in rows or entries or family()}  # fmt: skip
+    names = rows or [name for name in entries if not name.startswith(".")] or family()
+    found = {row: entries[row] if row in entries else {"mixer": factory(row)} for row in names}
     for row in found.values():
         made(row)
     return found
@@ -113,21 +114,20 @@ def network(net: dict[str, Any], row: dict[str, Any]) -> nn.Module:
     return built
 
 
-def made(value: Any) -> Any:
-    """Replace class paths of this library, with init_args or alone, by the classes."""
-    if isinstance(value, str) and value.startswith("ndlightnet"):
+def made(value: Any, key: str = "") -> Any:
+    """Replace the classes that a value from YAML names, at `class_path` and `mixer`, by functions
+    that build them. A name without a module is that of a mixer."""
+    if isinstance(value, list):
+        return [made(each, key) for each in value]
+    if isinstance(value, str) and key in ("class_path", "mixer"):
         module, _, name = value.rpartition(".")
         try:
-            return getattr(import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
+            return getattr(import_module(module or mixers.__name__), name)
+        except (ImportError, AttributeError) as error:
             raise ValueError(f"{value}: no such class") from error
-    if isinstance(value, list):
-        return [made(each) for each in value]
     if not isinstance(value, dict):
         return value
-    plain = {key: made(each) for key, each in value.items()}
-    return (
-        partial(plain["class_path"], **plain.get("init_args", {}))
-        if "class_path" in plain
-        else plain
-    )
+    plain = {key: made(each, key) for key, each in value.items()}
+    if "class_path" not in plain:
+        return plain
+    return partial(plain["class_path"], **plain.get("init_args", {}))
