@@ -31,7 +31,8 @@ from ndlightnet_evidence.graphs import Replay
 from ndlightnet_evidence.turns import AHEAD, DONE, Work, seconds
 
 EVALUATION = 200  # images at a time
-TIMED = 20  # steps, and batches of the test
+TIMED = 20  # steps
+TIMED_TESTS = 5
 
 
 def bfloat16(device: torch.device) -> torch.autocast:
@@ -115,7 +116,7 @@ class Images(Samples):
 
         replay = Replay(probabilities, self.test_images[:EVALUATION].clone())
         times = [seconds(partial(replay, self.test_images[:EVALUATION]))
-                 for _ in range(TIMED * timed)]  # fmt: skip
+                 for _ in range(TIMED_TESTS * timed)]  # fmt: skip
         found = []
         for part in self.test_images.split(EVALUATION):
             found.append(replay(part)[: len(part)].clone())
