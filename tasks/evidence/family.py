@@ -67,7 +67,7 @@ def run(plan: Plan, who: Run) -> Work:
     """Train as the tasks do (AdamW, warm-up, cosine, clipping), and test."""
     row, model, first = plan.rows[who["row"]], plan.config["model"], who["row"] not in plan.measured
     own = plan.measured.setdefault(who["row"], {}) if first else {}
-    device, held = runner.device(), 0
+    device, held, batches = runner.device(), 0, plan.data.batches(who["seed"], plan.steps)
     if device.type == "cuda":
         if torch.cuda.memory_reserved() > FULL * torch.cuda.mem_get_info()[1]:
             gc.collect()  # networks and graphs of earlier runs, which reference each other
@@ -82,7 +82,7 @@ def run(plan: Plan, who: Run) -> Work:
     clip = plan.config["trainer"]["gradient_clip_val"]
     steps = Steps(net, partial(plan.data.loss, net), model["weight_decay"], clip)
     times: list[float] = []
-    for number, batch in enumerate(plan.data.batches(who["seed"], plan.steps)):
+    for number, batch in enumerate(batches):
         rate = row.get("lr", model["lr"]) * warm_cosine(number, plan.steps)
         if not first or number > sets.TIMED:
             steps(rate, *batch)

@@ -57,6 +57,7 @@ def run_all(
     with each run as it ends. After `minutes` no run is begun."""
     over = time.monotonic() + 60 * minutes
     left, lanes = deque(wanted), [Lane() for _ in range(min(jobs, len(wanted)))]
+    wait()  # for the data, which all streams read
     gc.freeze()  # or the collections before captures would look at all of torch
     while left or any(lane.work for lane in lanes):
         idle = True
