@@ -101,7 +101,8 @@ def run(plan: Plan, who: Run) -> Work:
 
 def draw(rows: Sequence[str], measure: str, path: Path, runs: Sequence[Run]) -> None:
     """Draw the measure of every row, a point for each seed, sorted by mean, and step times."""
-    done = {row: mine for row in rows if (mine := tables.of_row(runs, row))}
+    found = [run for run in runs if run[measure] is not None]
+    done = {row: mine for row in rows if (mine := tables.of_row(found, row))}
     mean = {row: statistics.mean(r[measure] for r in mine) for row, mine in done.items()}
     order = sorted(done, key=lambda row: mean[row])
     figure = plots.figure(9, 0.2 * len(order) + 1.2)
@@ -124,6 +125,11 @@ def draw(rows: Sequence[str], measure: str, path: Path, runs: Sequence[Run]) -> 
     plots.finish((axes, clock))
     clock.minorticks_on()  # times may lie within a decade
     plots.save(figure, path)
+
+
+def say(measure: str, run: Run) -> str:
+    time = f", {run['step_ms']:.2f} ms a step" if "step_ms" in run else ""
+    return f"{measure} {tables.number(run[measure])}, {run['run_seconds']:.0f} s{time}"
 
 
 def read_config(path: Path, changes: Sequence[str]) -> dict[str, Any]:
@@ -168,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         o, [{"row": row, "seed": seed} for seed, row in product(o.seeds, names)],
         partial(run, plan), do=turns.run_all,
         table=lambda runs: tables.summary(runs, names, measures),
-        say=lambda run: f"{measures[0]} {run[measures[0]]:.3f}, {run['run_seconds']:.0f} s",
+        say=partial(say, measures[0]),
         draw=partial(draw, names, measures[0], o.out / "family.png"),
     )  # fmt: skip
 
