@@ -84,13 +84,16 @@ def run(plan: Plan, who: Run) -> Work:
     times: list[float] = []
     for number, batch in enumerate(batches):
         rate = row.get("lr", model["lr"]) * warm_cosine(number, plan.steps)
+        step = partial(steps, rate, *batch)
         if not first or number > sets.TIMED:
-            steps(rate, *batch)
+            step()
             yield turns.AHEAD
-            continue
-        times.append(turns.seconds(partial(steps, rate, *batch)))
-        own["step_ms"] = 1e3 * statistics.median(times[1:] or times)  # the first one is captured
-        if device.type == "cuda":
+        elif number == 0:  # which captures the graph
+            step()
+        else:
+            times.append(turns.seconds(step))
+            own["step_ms"] = 1e3 * statistics.median(times)
+        if first and number == sets.TIMED and device.type == "cuda":
             own["peak_memory_gb"] = (torch.cuda.max_memory_allocated() - held) / 1e9
     result = yield from plan.data.test(net.eval(), first)
     return {
