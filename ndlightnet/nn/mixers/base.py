@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,6 +111,54 @@ class StreamingMixer(Mixer):
     @property
     def state_size(self) -> int:
         return sum(x.numel() * (2 if x.is_complex() else 1) for x in self.init_state(1))
+
+
+# A function of the width that returns a mixer, or one for each layer: what jsonargparse reads from
+# YAML as a name, a class_path with init_args, or a list of both. With the tuple first jsonargparse
+# also writes lists back, and lays a single option over a class.
+Factory = Callable[[int], nn.Module]
+Factories = tuple[Factory, ...] | Factory | Sequence[Factory]
+
+
+def build_mixer(factory: Factory, dim: int, *, dims: int, layer: int) -> nn.Module:
+    """Return factory(dim), called with the keyword arguments `dims` (number of axes) and `layer`
+    (index of the layer) as well, each if the factory's signature names it. A `functools.partial`
+    may set them itself, to anything but None."""
+    given = getattr(factory, "keywords", {})  # of a partial; jsonargparse gives it all defaults
+    named = {*inspect.signature(factory).parameters, *given}
+    offered = {"dims": dims, "layer": layer}
+    more = {key: n for key, n in offered.items() if key in named and given.get(key) is None}
+    build: Callable[..., nn.Module] = factory
+    return build(dim, **more)
+
+
+def layer_factories(
+    name: str, mixer: Factories, layers: int, dims: int, first: int = 0
+) -> list[Factory]:
+    """Return a function of the width for each of `layers` layers, which calls `build_mixer` with
+    the layer's index, `first` for the first one.
+
+    mixer: the argument `name` of a network: one function for all layers, or a list of one for each.
+    Raises ValueError for anything else.
+    """
+    each = [mixer] * layers if callable(mixer) else mixer
+    names = [name if callable(mixer) else f"{name}[{i}]" for i in range(layers)]
+    if not isinstance(each, list | tuple):
+        raise ValueError(f"{name}={mixer!r}: expected {_FACTORY}, or a list of one for each layer")
+    if len(each) != layers:
+        raise ValueError(f"{name}: a list of {len(each)}, expected one for each of {layers} layers")
+    for label, made in zip(names, each, strict=True):
+        if isinstance(made, nn.Module) or not callable(made):
+            found = f"{type(made).__name__}(...)" if isinstance(made, nn.Module) else repr(made)
+            raise ValueError(f"{label}={found}: expected {_FACTORY}")
+    return [
+        partial(build_mixer, factory, dims=dims, layer=first + i) for i, factory in enumerate(each)
+    ]
+
+
+_FACTORY = (
+    "a class or a function of the width, such as functools.partial(LightNetAttention, heads=4)"
+)
 
 
 def reads_context(mixer: nn.Module | type[nn.Module]) -> bool:
