@@ -146,6 +146,11 @@ FORMS = {
         "mixer: HERE.OfLayer",
         [("OfLayer", {"built": (16, i)}) for i in range(3)],
     ),
+    "a mixer with a local branch": (
+        "mixer: {class_path: ndlightnet.nn.mixers.WithLocal, init_args: {on: both, mixer: "
+        "{class_path: ndlightnet.nn.mixers.LAVO, init_args: {window: 8}}}}",
+        [("WithLocal", {})] * 3,
+    ),
     "a function of the layer": (
         "mixer: HERE.of_layer",
         [("TNL", {}), ("LightNetAttention", {}), ("TNL", {})],

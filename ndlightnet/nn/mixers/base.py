@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ndlightnet.layout import Grid, Layout
 
@@ -69,6 +70,18 @@ class Mixer(nn.Module, ABC):
         context dim) on the grid `source`. mask: of the context."""
         raise ValueError(f"context: {type(self).__name__} has no cross form")
 
+    def values(self, x: Tensor) -> Tensor:
+        """Map tokens (batch, length, dim) to what the mixer moves between tokens (batch, length,
+        channels), each from its own token: v_proj(x), or x itself without a v_proj."""
+        proj = getattr(self, "v_proj", None)
+        return x if proj is None else proj(x)
+
+    def output_map(self, values: Tensor) -> Tensor:
+        """Map the channels of `values` to those of a token, linearly, as the mixer maps what was
+        read: by the weight of o_proj, or not at all without an o_proj."""
+        proj = getattr(self, "o_proj", None)
+        return values if proj is None else nn.functional.linear(values, proj.weight)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
         for old, new in self.renamed:
             if prefix + old in state_dict:
@@ -93,8 +106,8 @@ class StreamingMixer(Mixer):
     def init_state(
         self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
     ) -> Any:
-        """Return the state before the first frame: a tuple of tensors with a row for each sample.
-        space: shape of a frame."""
+        """Return the state before the first frame: a tuple of tensors with a row for each sample,
+        or of such tuples. space: shape of a frame."""
 
     @abstractmethod
     def step(self, x: Tensor, grid: Grid, state: Any) -> tuple[Tensor, Any]:
@@ -110,7 +123,8 @@ class StreamingMixer(Mixer):
 
     @property
     def state_size(self) -> int:
-        return sum(x.numel() * (2 if x.is_complex() else 1) for x in self.init_state(1))
+        leaves = tree_leaves(self.init_state(1))
+        return sum(x.numel() * (2 if x.is_complex() else 1) for x in leaves)
 
 
 # A function of the width that returns a mixer, or one for each layer: what jsonargparse reads from
