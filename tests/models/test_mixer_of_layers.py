@@ -147,7 +147,7 @@ FORMS = {
         [("OfLayer", {"built": (16, i)}) for i in range(3)],
     ),
     "a mixer with a local branch": (
-        "mixer: {class_path: ndlightnet.nn.mixers.WithLocal, init_args: {on: both, mixer: "
+        "mixer: {class_path: ndlightnet.nn.mixers.WithLocal, init_args: {local: both, mixer: "
         "{class_path: ndlightnet.nn.mixers.LAVO, init_args: {window: 8}}}}",
         [("WithLocal", {})] * 3,
     ),

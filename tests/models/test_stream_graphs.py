@@ -18,7 +18,7 @@ STREAMING = [
     if hasattr(kind, "advance") and kind is not LightNetAttention
 ]  # fmt: skip
 windowed = partial(LightNetAttention, window=3, forget=0.1)
-local = partial(mixers.WithLocal, mixer=mixers.WindowAttention, on="both", dense=True)
+local = partial(mixers.WithLocal, mixer=mixers.WindowAttention, local="both", dense=True)
 
 
 def network(mixer=LightNetAttention):

@@ -20,6 +20,7 @@ CATALOGUE = mixers.__all__
 REMEMBERS = [name for name in CATALOGUE if hasattr(getattr(mixers, name), "advance")]
 every = pytest.mark.parametrize("name", CATALOGUE)
 places = pytest.mark.parametrize("on", ["values", "input", "both"])
+two = pytest.mark.parametrize("on", ["values", "both"])
 both = pytest.mark.parametrize("causal", [False, True])
 DIM = 8
 
@@ -43,8 +44,8 @@ def tokens(*shape: int, batch: int = 2) -> torch.Tensor:
 @both
 @places
 def test_without_weights_it_is_the_mixer(close, name, on, causal):
-    m, x = layer(name, 2, on=on), tokens(4, 3)
-    for local in (m.local, m.local_input):
+    m, x = layer(name, 2, local=on), tokens(4, 3)
+    for local in (m.local_values, m.local_input):
         if local is not None:
             torch.nn.init.zeros_(local.weight)
     mask = torch.rand(2, 4, 3) < 0.7
@@ -61,11 +62,11 @@ INSIDE = [name for name in CATALOGUE if name not in ("Identity", "S4", "S5")]
 
 @pytest.mark.parametrize("name", INSIDE)
 @both
-@pytest.mark.parametrize("on", ["values", "both"])
+@two
 def test_it_is_a_branch_in_front_of_the_output_map(close, name, on, causal):
     """SiLU(local(values)) is added to what the mixer's own output projection reads, with the values
     that its own projection gives (RWKV-4's of the token alone, without its shift)."""
-    m, x = layer(name, 2, on=on), tokens(4, 3)
+    m, x = layer(name, 2, local=on), tokens(4, 3)
     z = x if m.local_input is None else x + m.local_input.forward(
         x.flatten(1, 2), Grid((4, 3)), None, causal).view_as(x)  # fmt: skip
     if hasattr(m.mixer, "v_proj"):
@@ -76,7 +77,7 @@ def test_it_is_a_branch_in_front_of_the_output_map(close, name, on, causal):
         widths = widths or ((2 * DIM,) * 2 if name == "Mamba" else (DIM,) * 3)
         v = projected.split(widths, -1)[0 if name == "Mamba" else 2]
         assert sum(widths) == inner.in_proj.out_features
-    u = m.local.forward(v.flatten(1, 2), Grid((4, 3)), None, causal)
+    u = m.local_values.forward(v.flatten(1, 2), Grid((4, 3)), None, causal)
     out = m.mixer.out_proj if name == "Mamba" else m.mixer.o_proj
 
     def add(_, given):
@@ -90,14 +91,14 @@ def test_it_is_a_branch_in_front_of_the_output_map(close, name, on, causal):
 @pytest.mark.parametrize("name", ["Identity", "S4", "S5"])
 def test_a_mixer_without_projections_gets_the_branch_as_it_is(close, name):
     m, x = layer(name), tokens(9)
-    u = m.local(x, Grid((9,)), None, True)
+    u = m.local_values(x, Grid((9,)), None, True)
     close(m(x, causal=True), m.mixer(x, causal=True) + u * u.sigmoid(), 1e-12)
 
 
 @every
 @places
 def test_the_branch_matters_and_is_counted(name, on):
-    m, x = layer(name, 2, on=on, dense=True), tokens(3, 5)
+    m, x = layer(name, 2, local=on, dense=True), tokens(3, 5)
     x.requires_grad_()
     width = 2 * DIM if name == "Mamba" else DIM
     taps = 9 * ((on != "input") * width + (on != "values") * DIM)
@@ -114,10 +115,10 @@ def test_the_branch_matters_and_is_counted(name, on):
 
 @every
 @both
-@places
+@two
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_padded_sample_is_the_sample_alone(close, name, on, causal, side):
-    m, x, mask = layer(name, 2, on=on), tokens(6, 4), torch.zeros(2, 6, 4, dtype=torch.bool)
+    m, x, mask = layer(name, 2, local=on), tokens(6, 4), torch.zeros(2, 6, 4, dtype=torch.bool)
     real = slice(2, 6) if side == "left" else slice(0, 4)
     mask[:, real] = True
     y = m(torch.where(mask[..., None], x, torch.nan), mask=mask, causal=causal)
@@ -132,9 +133,9 @@ def test_a_padded_sample_is_the_sample_alone(close, name, on, causal, side):
 
 @every
 @both
-@places
+@two
 def test_samples_end_to_end_are_the_samples_alone(close, name, on, causal):
-    m, layout = layer(name, 2, on=on, dense=True), Ragged([(3, 4), (1, 2), (5, 3)])
+    m, layout = layer(name, 2, local=on, dense=True), Ragged([(3, 4), (1, 2), (5, 3)])
     x = torch.randn(layout.length, DIM, dtype=torch.float64)
     mask = torch.rand(layout.length) < 0.7
     mask[list(layout.offsets[:-1])] = True
@@ -147,9 +148,9 @@ def test_samples_end_to_end_are_the_samples_alone(close, name, on, causal):
 
 
 @every
-@places
+@two
 def test_causal_gradients_to_later_frames_are_exactly_zero(name, on):
-    m, x = layer(name, 2, on=on, radius=2), tokens(5, 2, batch=1).requires_grad_()
+    m, x = layer(name, 2, local=on, radius=2), tokens(5, 2, batch=1).requires_grad_()
     y = m(x, causal=True)
     for t in range(5):
         pulled = grad(y[:, t].square().sum(), x, retain_graph=True)[0]
@@ -157,10 +158,10 @@ def test_causal_gradients_to_later_frames_are_exactly_zero(name, on):
 
 
 @pytest.mark.parametrize("name", REMEMBERS)
-@places
+@two
 @pytest.mark.parametrize("shape", [(20,), (7, 3)], ids=str)
 def test_a_stream_is_the_whole(close, name, on, shape):
-    m, x = layer(name, len(shape), on=on, radius=2), tokens(*shape)
+    m, x = layer(name, len(shape), local=on, radius=2), tokens(*shape)
     state, outputs = m.init_state(2, None, shape[1:]), []
     shapes = [part.shape for part in tree_leaves(state)]
     cuts = sorted({0, 1, shape[0], *torch.randint(1, shape[0], (3,)).tolist()})
@@ -170,13 +171,15 @@ def test_a_stream_is_the_whole(close, name, on, shape):
         assert [part.shape for part in tree_leaves(state)] == shapes
     close(torch.cat(outputs, 1), m(x, causal=True), 1e-9)
     if len(shape) == 1:
-        frames = 4 * sum(local.weight.shape[1] for local in (m.local, m.local_input) if local)
+        frames = 4 * sum(
+            local.weight.shape[1] for local in (m.local_values, m.local_input) if local
+        )
         assert m.state_size == m.mixer.state_size + frames
 
 
 @pytest.mark.parametrize("name", ["Identity", "LightNetAttention", "DeltaNet", "WindowAttention"])
 def test_text_in_a_network_its_stream_and_what_a_stream_saves(close, name):
-    mixer = partial(WithLocal, mixer=factory(name), on="both", radius=2)
+    mixer = partial(WithLocal, mixer=factory(name), local="both", radius=2)
     net = NDLightNet(1, vocab_size=50, embed_dim=DIM, depth=2, tpe_states=4, mixer=mixer,
                      causal=True).double().eval()  # fmt: skip
     words = torch.randint(50, (2, 20))
@@ -200,7 +203,7 @@ def test_in_a_network_of_images(name):
     net = NDLightNet(2, 1, 3, embed_dim=16, depth=2, patch_size=2,
                      mixer=partial(WithLocal, mixer=getattr(mixers, name)))  # fmt: skip
     x = torch.randn(2, 1, 9, 7)
-    assert net.blocks[1].mixer.local.dims == 2
+    assert net.blocks[1].mixer.local_values.dims == 2
     expected = net(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = net(x)
@@ -209,8 +212,8 @@ def test_in_a_network_of_images(name):
 
 def test_errors_and_what_it_cannot():
     for on in ("value", None):
-        with pytest.raises(ValueError, match=r"on=.*expected 'values', 'input' or 'both'"):
-            WithLocal(DIM, mixers.Identity, dims=1, on=on)
+        with pytest.raises(ValueError, match=r"local=.*expected 'values', 'input' or 'both'"):
+            WithLocal(DIM, mixers.Identity, dims=1, local=on)
     with pytest.raises(ValueError, match="dims=None: expected the number of axes"):
         WithLocal(DIM, mixers.Identity)
     with pytest.raises(ValueError, match="mixer: makes a Linear, expected a Mixer"):
@@ -229,7 +232,7 @@ def test_errors_and_what_it_cannot():
 @both
 def test_compile_gives_the_same(close, causal):
     torch.compiler.reset()
-    m = WithLocal(DIM, factory("LightNetAttention"), dims=2, on="both")
+    m = WithLocal(DIM, factory("LightNetAttention"), dims=2, local="both")
     x = torch.randn(2, 3, 5, DIM, requires_grad=True)
     compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
     y, expected = compiled(x, causal=causal), m(x, causal=causal)

@@ -35,7 +35,7 @@ class WithLocal(StreamingMixer):
     Args:
         dim: channels of a token.
         mixer: a function of the width that returns a Mixer.
-        on: "values", as above; "input": mixer(x + local(x)); "both": the first of x + local(x).
+        local: "values", as above; "input": mixer(x + local(x)); "both": the first of x + local(x).
         radius, dense: as in LocalMixing.
         dims, layer: number of axes, index of the layer; networks give both.
         impl: of the convolution; see ndlightnet.ops.local_mixing.
@@ -50,7 +50,7 @@ class WithLocal(StreamingMixer):
         dim: int,
         mixer: Factory,
         *,
-        on: Where = "values",
+        local: Where = "values",
         radius: int = 1,
         dense: bool = False,
         dims: int | None = None,
@@ -58,8 +58,8 @@ class WithLocal(StreamingMixer):
         impl: Impl = "auto",
     ) -> None:
         super().__init__()
-        if on not in get_args(Where):
-            raise ValueError(f"on={on!r}: expected 'values', 'input' or 'both'")
+        if local not in get_args(Where):
+            raise ValueError(f"local={local!r}: expected 'values', 'input' or 'both'")
         if dims is None:
             raise ValueError("dims=None: expected the number of axes, which networks give")
         made = build_mixer(mixer, dim, dims=dims, layer=layer or 0)
@@ -71,17 +71,17 @@ class WithLocal(StreamingMixer):
         def convolution(channels: int, wanted: bool) -> LocalMixing | None:
             return LocalMixing(dims, channels, radius, dense, impl) if wanted else None
 
-        self.local = convolution(width, on != "input")
-        self.local_input = convolution(dim, on != "values")
+        self.local_values = convolution(width, local != "input")
+        self.local_input = convolution(dim, local != "values")
 
     def mix(self, x: Tensor, layout: Layout, mask: Tensor | None, causal: bool) -> Tensor:
         if self.local_input is not None:
             x = x + self.local_input(x, layout, mask, causal)
         y: Tensor = self.mixer(x, mask=mask, causal=causal, layout=layout)
-        if self.local is None:
+        if self.local_values is None:
             return y
         (x,) = zero_padding(mask, x)
-        return y + self._branch(self.local(self.mixer.values(x), layout, mask, causal))
+        return y + self._branch(self.local_values(self.mixer.values(x), layout, mask, causal))
 
     def _branch(self, u: Tensor) -> Tensor:
         return self.mixer.output_map(silu(u))
@@ -97,8 +97,8 @@ class WithLocal(StreamingMixer):
         self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
     ) -> WithLocalState:
         frames = (
-            () if local is None else local.init_state(batch, device, space)
-            for local in (self.local, self.local_input)
+            () if one is None else one.init_state(batch, device, space)
+            for one in (self.local_values, self.local_input)
         )
         return WithLocalState(self._streaming().init_state(batch, device, space), *frames)
 
@@ -108,8 +108,8 @@ class WithLocal(StreamingMixer):
             u, inputs = self.local_input.step(x, grid, inputs)
             x = x + u
         y, inner = self._streaming().step(x, grid, inner)
-        if self.local is not None:
-            u, values = self.local.step(self.mixer.values(x), grid, values)
+        if self.local_values is not None:
+            u, values = self.local_values.step(self.mixer.values(x), grid, values)
             y = y + self._branch(u)
         return y, WithLocalState(inner, values, inputs)
 
