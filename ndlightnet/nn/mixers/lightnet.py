@@ -255,10 +255,9 @@ class LightNetAttention(Constants, StreamingMixer):
         return self._output(y, gate, near), new
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
-        # checkpoints from before local mixing: with weights of 0 it adds SiLU(0) = 0
+        # a checkpoint from before local mixing is of the layer without it, which this one becomes
         for name in ("local_values", "local_input"):
-            local, key = getattr(self, name), f"{prefix}{name}.weight"
-            old = local is not None and key not in state_dict
-            if old and prefix + "k_proj.weight" in state_dict:
-                state_dict[key] = torch.zeros_like(local.weight)
+            local = f"{prefix}{name}.weight" in state_dict
+            if prefix + "k_proj.weight" in state_dict and not local:
+                setattr(self, name, None)
         super()._load_from_state_dict(state_dict, prefix, *more)
