@@ -26,6 +26,7 @@ from ndlightnet.ops import (
 )
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.lightnet.frames import aged
 from ndlightnet.ops.lightnet.state import State
 from ndlightnet.ops.position import Kind
 
@@ -187,10 +188,12 @@ class LightNetAttention(Constants, StreamingMixer):
 
     def step(self, x: Tensor, grid: Grid, state: State) -> tuple[Tensor, State]:
         q, k, v, gate = self._project(x, x)
-        if grid.length != 1 or self.window is not None or self.decays:
+        if grid.length != 1 or self.window is not None:
             y, state = self._causal(q, k, v, grid, None, state)
             return self._output(y, gate), state
         self._refuse_rotary()
+        if self.decays:
+            state = aged(state, 1, self.forget)
         position = self.lrpe(grid) if self.lrpe else None
         y, state = attention_step(q[:, 0], k[:, 0], v[:, 0], state, lrpe=position, impl=self.impl)
         return self._output(y[:, None], gate), state

@@ -26,7 +26,7 @@ from ndlightnet.layout import Grid, Layout, Ragged
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.lightnet import _triton, _triton_causal, parallel, reference
-from ndlightnet.ops.lightnet.state import State, decay, merge, tile
+from ndlightnet.ops.lightnet.state import State, decay, decay_rates, merge, tile
 from ndlightnet.ops.position import (
     Position,
     key_features,
@@ -81,6 +81,14 @@ def _check_state(state: State, k: Tensor, v: Tensor, lrpe: Position | None) -> N
             f"state.memory {tuple(state.memory.shape)}, state.sum {tuple(state.sum.shape)}: "
             f"expected {expected} and {(batch, heads, dim)}; keys with MD-LRPE need 2 * dim rows"
         )
+
+
+def check_rates(forget: float | Tensor, heads: int) -> None:
+    if isinstance(forget, Tensor):
+        if tuple(forget.shape) != (heads,):
+            raise ValueError(f"forget {tuple(forget.shape)}: expected (heads,) = {heads}")
+    elif not 0 <= forget < float("inf"):
+        raise ValueError(f"forget={forget}: expected a finite number, 0 or more")
 
 
 def _empty(k: Tensor, v: Tensor, lrpe: Position | None) -> State:
@@ -237,9 +245,13 @@ def causal_attention(
     mask: Tensor | None = None,
     lrpe: Position | None = None,
     state: State | None = None,
+    forget: float | Tensor = 0.0,
     impl: Impl = "auto",
 ) -> tuple[Tensor, State]:
     """Let token t attend to tokens up to t and to `state` (Eq. 5). Returns output and final State.
+
+    forget: decay rate; the weight of a token is multiplied by exp(-forget) with every later token,
+    padding too: 0 or more, or (heads,) such numbers; it has no gradient.
 
     With 16-bit inputs the kernels compute both the sum and the memory of the final State from a
     rounded exp(k - max), so that a query's weights add up to one.
@@ -251,6 +263,7 @@ def causal_attention(
     chosen = resolve("causal_attention", impl, k, v, lrpe=lrpe)
     if state is not None:
         _check_state(state, k, v, lrpe)
+    check_rates(forget, k.shape[2])
     if k.shape[1] == 0:
         state = _empty(k, v, lrpe) if state is None else state
         return v.new_empty(v.shape, dtype=q.dtype), state
@@ -259,14 +272,23 @@ def causal_attention(
         state = offset_gradient(state, lrpe, -1)
     with exact(k):
         if chosen == "triton":
-            out, state = _triton_causal.causal(q, k, v, mask, state, _triton.of_grid(lrpe))
+            rates = None
+            if isinstance(forget, Tensor):
+                rates = forget.detach().to(k.device, torch.float32).contiguous()
+            elif forget:
+                rates = k.new_full((k.shape[2],), forget, dtype=torch.float32)
+            where = _triton.of_grid(lrpe)
+            out, state = _triton_causal.causal(q, k, v, mask, rates, state, where)
             return out, offset_gradient(state, lrpe, 1)
         state = _empty(k, v, lrpe) if state is None else state
         if chosen == "reference":
-            out, state = reference.attention(q, k, v, state, lrpe, mask, True)
+            frames = (k.shape[1], state, lrpe, mask, None, forget)
+            out, state = reference.frames(q, k, v, *frames)
         else:
             k, v = _silence(k, v, mask)
-            out, *after = parallel.causal(_query(q, lrpe), k, v, _factors(k, lrpe), *state)
+            forgets = isinstance(forget, Tensor) or forget != 0
+            rates = decay_rates(forget, k.device).detach() if forgets else None
+            out, *after = parallel.causal(_query(q, lrpe), k, v, _factors(k, lrpe), rates, *state)
             state = State(*after)
         return out.to(q.dtype), offset_gradient(state, lrpe, 1)
 

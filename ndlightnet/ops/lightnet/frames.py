@@ -29,6 +29,7 @@ from ndlightnet.ops.lightnet.attention import (
     _silence,
     by_sample,
     causal_attention,
+    check_rates,
     packed_position,
 )
 from ndlightnet.ops.lightnet.state import State, decay, decay_rates, merge, reweighted, tile
@@ -154,10 +155,11 @@ def axis_causal_attention(
             "frames and nothing in front"
         )
     check_decay(window, forget, k.shape[2])
-    plain = window is None and not isinstance(forget, Tensor) and forget == 0
     chosen = resolve("axis_causal_attention", impl, k, v, lrpe=lrpe)
-    if k.shape[1] == frames and plain:
-        return causal_attention(q, k, v, mask=mask, lrpe=lrpe, state=state, impl=impl)
+    if k.shape[1] == frames and window is None:
+        return causal_attention(
+            q, k, v, mask=mask, lrpe=lrpe, state=state, forget=forget, impl=impl
+        )
     lrpe = relative(lrpe)
     if state is not None:
         _check_frames(state, k, v, lrpe, window)
@@ -187,11 +189,7 @@ def axis_causal_attention(
 def check_decay(window: int | None, forget: float | Tensor, heads: int) -> None:
     if window is not None and window < 1:
         raise ValueError(f"window={window}: expected 1 or more frames, or None")
-    if isinstance(forget, Tensor):
-        if tuple(forget.shape) != (heads,):
-            raise ValueError(f"forget {tuple(forget.shape)}: expected (heads,) = {heads}")
-    elif not 0 <= forget < float("inf"):
-        raise ValueError(f"forget={forget}: expected a finite number, 0 or more")
+    check_rates(forget, heads)
 
 
 def _check_frames(
@@ -222,14 +220,14 @@ def decayed(states: State, forget: float | Tensor) -> State:
     """Multiply the weight of frame i of States (batch, frames, heads, ·) by exp(forget * (i + 1)),
     relative to the State before the first frame."""
     ages = torch.arange(1, states.max.shape[1] + 1, device=states.max.device)
-    return _reweighted(states, ages[:, None, None], forget)
+    return aged(states, -ages[:, None, None], forget)
 
 
-def _reweighted(states: State, frames: Tensor | int, forget: float | Tensor) -> State:
-    """Multiply the weight of States by exp(forget * frames)."""
+def aged(states: State, frames: Tensor | int, forget: float | Tensor) -> State:
+    """Multiply the weight of States by exp(-forget * frames)."""
     if not isinstance(forget, Tensor) and forget == 0:
         return states
-    return reweighted(states, frames * decay_rates(forget, states.max.device))
+    return reweighted(states, -frames * decay_rates(forget, states.max.device))
 
 
 def _frames_from(lrpe: Position | None, first: int, frames: int) -> Position | None:
@@ -260,7 +258,7 @@ def _attend(
     else:
         last = _with_empty_before(all_states, max(0, window - 1 - all_states.max.shape[1]))
         last = State(*(x[:, x.shape[1] - (window - 1) :].clone() for x in last))
-    return out, _reweighted(last, -frames, forget)
+    return out, aged(last, frames, forget)
 
 
 Forms = tuple[State, Callable[[State], Tensor]]
