@@ -106,7 +106,7 @@ class LightNetAttention(Constants, StreamingMixer):
     def mix(self, x: Tensor, layout: Layout, mask: Tensor | None, causal: bool) -> Tensor:
         q, k, v, gate = self._project(x, x)
         if causal:
-            y, _ = self._causal(q, k, v, layout, mask, None)
+            y, _ = self._causal(q, k, v, layout, mask)
         else:
             self._refuse_window()
             position = self.lrpe(layout) if self.lrpe else None
@@ -138,12 +138,12 @@ class LightNetAttention(Constants, StreamingMixer):
 
     def _causal(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, mask: Tensor | None,
-        state: State | None,
-    ) -> tuple[Tensor, State]:  # fmt: skip
+        state: State | None = None, return_state: bool = False,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         self._refuse_rotary()
         return axis_causal_attention(
             q, k, v, layout, mask=mask, lrpe=self.lrpe(layout) if self.lrpe else None, state=state,
-            window=self.window, forget=self.forget, impl=self.impl,
+            window=self.window, forget=self.forget, return_state=return_state, impl=self.impl,
         )  # fmt: skip
 
     def _refuse_window(self) -> None:
@@ -189,7 +189,7 @@ class LightNetAttention(Constants, StreamingMixer):
     def step(self, x: Tensor, grid: Grid, state: State) -> tuple[Tensor, State]:
         q, k, v, gate = self._project(x, x)
         if grid.length != 1 or self.window is not None:
-            y, state = self._causal(q, k, v, grid, None, state)
+            y, state = self._causal(q, k, v, grid, None, state, return_state=True)
             return self._output(y, gate), state
         self._refuse_rotary()
         if self.decays:

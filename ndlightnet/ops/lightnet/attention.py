@@ -26,6 +26,7 @@ from ndlightnet.layout import Grid, Layout, Ragged
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.lightnet import _triton, _triton_causal, parallel, reference
+from ndlightnet.ops.lightnet import window as windowed
 from ndlightnet.ops.lightnet.state import State, decay, decay_rates, merge, tile
 from ndlightnet.ops.position import (
     Position,
@@ -291,6 +292,20 @@ def causal_attention(
             out, *after = parallel.causal(_query(q, lrpe), k, v, _factors(k, lrpe), rates, *state)
             state = State(*after)
         return out.to(q.dtype), offset_gradient(state, lrpe, 1)
+
+
+def token_window(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, window: int,
+    forget: float | Tensor, impl: Impl,
+) -> Tensor:  # fmt: skip
+    """Let token t attend to the last `window` tokens, itself included; from no State to none."""
+    if window >= k.shape[1]:
+        return causal_attention(q, k, v, mask=mask, lrpe=lrpe, forget=forget, impl=impl)[0]
+    k, v = _silence(k, v, mask)
+    forgets = isinstance(forget, Tensor) or forget != 0
+    rates = decay_rates(forget, k.device).detach() if forgets else None
+    out = windowed.attention(_query(q, lrpe), k, v, _factors(k, lrpe), rates, window)
+    return out.to(q.dtype)
 
 
 def attention_step(

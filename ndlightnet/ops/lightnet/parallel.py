@@ -96,7 +96,7 @@ class _Causal:
         self.w = None if w is None else _full((w if w.ndim == 4 else w[None]).to(acc), 0)
         first = state.max
         if rates is not None:  # `first` is the maximum at token -1
-            k, first = k + rates * _count(k)[:, None, None], first - rates
+            k, first = k + rates * count(k)[:, None, None], first - rates
         self.max = torch.maximum(k.cummax(1).values, first[:, None])
         self.fall = decay(before(self.max, first), self.max).to(acc)
         self.key = decay(k, self.max).to(acc)
@@ -132,7 +132,7 @@ def _full(x: Tensor, fill: float) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % CHUNK), value=fill)
 
 
-def _count(x: Tensor) -> Tensor:
+def count(x: Tensor) -> Tensor:
     """Return 0, 1, 2, ... for tokens (batch, length, ...), float64 where the device has it."""
     return torch.arange(x.shape[1], dtype=finest(x.device), device=x.device)
 
