@@ -25,7 +25,7 @@ from torch import Tensor
 from ndlightnet.layout import Grid, Layout, Ragged
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator
-from ndlightnet.ops.lightnet import _triton, _triton_causal, parallel, reference
+from ndlightnet.ops.lightnet import _triton, _triton_causal, _triton_window, parallel, reference
 from ndlightnet.ops.lightnet import window as windowed
 from ndlightnet.ops.lightnet.state import State, decay, decay_rates, merge, tile
 from ndlightnet.ops.position import (
@@ -273,12 +273,8 @@ def causal_attention(
         state = offset_gradient(state, lrpe, -1)
     with exact(k):
         if chosen == "triton":
-            rates = None
-            if isinstance(forget, Tensor):
-                rates = forget.detach().to(k.device, torch.float32).contiguous()
-            elif forget:
-                rates = k.new_full((k.shape[2],), forget, dtype=torch.float32)
             where = _triton.of_grid(lrpe)
+            rates = _head_rates(forget, k)
             out, state = _triton_causal.causal(q, k, v, mask, rates, state, where)
             return out, offset_gradient(state, lrpe, 1)
         state = _empty(k, v, lrpe) if state is None else state
@@ -287,11 +283,23 @@ def causal_attention(
             out, state = reference.frames(q, k, v, *frames)
         else:
             k, v = _silence(k, v, mask)
-            forgets = isinstance(forget, Tensor) or forget != 0
-            rates = decay_rates(forget, k.device).detach() if forgets else None
-            out, *after = parallel.causal(_query(q, lrpe), k, v, _factors(k, lrpe), rates, *state)
+            inputs = (_query(q, lrpe), k, v, _factors(k, lrpe), _rates(forget, k))
+            out, *after = parallel.causal(*inputs, *state)
             state = State(*after)
         return out.to(q.dtype), offset_gradient(state, lrpe, 1)
+
+
+def _rates(forget: float | Tensor, k: Tensor) -> Tensor | None:
+    """Return decay rates () or (heads, 1) for keys k, float64; None where nothing decays."""
+    decays = isinstance(forget, Tensor) or forget != 0
+    return decay_rates(forget, k.device).detach() if decays else None
+
+
+def _head_rates(forget: float | Tensor, k: Tensor) -> Tensor | None:
+    """Return decay rates (heads,) for kernels, float32; None where nothing decays."""
+    if isinstance(forget, Tensor):
+        return forget.detach().to(k.device, torch.float32).contiguous()
+    return k.new_full((k.shape[2],), forget, dtype=torch.float32) if forget else None
 
 
 def token_window(
@@ -301,10 +309,11 @@ def token_window(
     """Let token t attend to the last `window` tokens, itself included; from no State to none."""
     if window >= k.shape[1]:
         return causal_attention(q, k, v, mask=mask, lrpe=lrpe, forget=forget, impl=impl)[0]
+    if impl == "triton":
+        rates, where = _head_rates(forget, k), _triton.of_grid(lrpe)
+        return _triton_window.attention(q, k, v, mask, rates, window, where)
     k, v = _silence(k, v, mask)
-    forgets = isinstance(forget, Tensor) or forget != 0
-    rates = decay_rates(forget, k.device).detach() if forgets else None
-    out = windowed.attention(_query(q, lrpe), k, v, _factors(k, lrpe), rates, window)
+    out = windowed.attention(_query(q, lrpe), k, v, _factors(k, lrpe), _rates(forget, k), window)
     return out.to(q.dtype)
 
 
