@@ -136,12 +136,13 @@ class Window(NamedTuple):
     dkv: Chunks
 
 
-def windowed(k: Tensor, vdim: int) -> Window:
+def windowed(k: Tensor, vdim: int, kind: str) -> Window:
     """Return the plans of a window over keys (batch, length, heads, dim). Not measured: large
     chunks, which take fewer exponentials, where their sums fit into registers."""
     if k.dtype != torch.bfloat16 or max(pad(k.shape[-1]), pad(vdim)) > 64:
         return Window(FULL, FULL, FULL)
-    return Window(Chunks(64, 4, 2), Chunks(64, 4, 2), Chunks(64, 8, 2))
+    warps = 4 if kind == "none" else 8
+    return Window(Chunks(64, 4, 2), Chunks(64, warps, 2), Chunks(64, 8, 2))
 
 
 def channel_blocks(k: Tensor, vdim: int) -> list[slice]:

@@ -254,7 +254,7 @@ def forward(
     """Return output (batch, length, heads, value_dim), and for the backward anchors (batch * heads,
     chunks, dim) and flags of chunks. forget: decay rate of each head for a token, float32."""
     q, k, v, masked = dense_rows(q), dense_rows(k), dense_rows(v), mask is not None
-    chosen = windowed(k, v.shape[-1]).forward
+    chosen = windowed(k, v.shape[-1], where.kind).forward
     forms = remembered(
         ("window", form(q, k, v), masked, window, where.key),
         lambda: plan(_window, chosen, QKV, (q, k, v), masked, where, window),

@@ -274,7 +274,7 @@ def backward(
     """Return gradients of q, k, v, and of theta (heads, slots; empty if not wanted)."""
     q, k, v, dout = inputs = tuple(map(dense_rows, (q, k, v, dout)))
     masked, names = mask is not None, [*QKV, *OUT]
-    chosen = windowed(k, v.shape[-1])
+    chosen = windowed(k, v.shape[-1], where.kind)
     by_q, by_k = remembered(
         ("window_backward", form(*inputs), masked, window, where.key, learn),
         lambda: tuple(

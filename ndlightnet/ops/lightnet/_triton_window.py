@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ndlightnet.ops._operator import Operator
 from ndlightnet.ops.lightnet._triton import Flat, _dtheta, _fit, _like, _save, _saved
-from ndlightnet_kernels.position import SCHEMA
+from ndlightnet_kernels.position import FIELDS, SCHEMA
 
 
 def _window(
@@ -23,10 +23,10 @@ def _window(
     return kernels.forward(q, k, v, mask, forget, window, Flat(*position))
 
 
-def _window_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
+def _window_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
     from ndlightnet_kernels.plans import windowed
 
-    chunk = windowed(k, v.shape[-1]).forward.chunk
+    chunk = windowed(k, v.shape[-1], Flat(*rest[-FIELDS:]).kind).forward.chunk
     rows, chunks = k.shape[0] * k.shape[2], -(-k.shape[1] // chunk)
     top = k.new_empty(rows, chunks, k.shape[3], dtype=torch.float32)
     return q.new_empty(v.shape), top, k.new_empty(rows, chunks, dtype=torch.int32)
