@@ -98,8 +98,8 @@ class _Causal:
         if rates is not None:  # `first` is the maximum at token -1
             k, first = k + rates * count(k)[:, None, None], first - rates
         self.max = torch.maximum(k.cummax(1).values, first[:, None])
-        self.fall = decay(before(self.max, first), self.max).to(acc)
-        self.key = decay(k, self.max).to(acc)
+        self.fall = decay(before(self.max, first), self.max, acc)
+        self.key = decay(k, self.max, acc)
         self.sum = memories(self.fall, self.key.clone(), state.sum)
         self.inverse = torch.where(self.sum > 0, 1 / self.sum, 0)
         qkv = (self.f * self.upcast(self.inverse), self.weighted(self.upcast(self.key)), v)

@@ -78,6 +78,6 @@ def _log_of_sum(k: Tensor, rates: Tensor | None) -> tuple[Tensor, Tensor]:
     if rates is not None:
         x = x + rates * count(x)[:, None, None]
     top = x.detach().cummax(1).values
-    fall = decay(before(top, torch.full_like(top[:, 0], -torch.inf)), top)
-    total = scan(fall.to(accumulator(k)), decay(x, top).to(accumulator(k)))
+    fall = decay(before(top, torch.full_like(top[:, 0], -torch.inf)), top, accumulator(k))
+    total = scan(fall, decay(x, top, accumulator(k)))
     return top.clamp(min=LEAST), torch.where(total > 0, total, 1).log()
