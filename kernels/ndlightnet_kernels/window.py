@@ -231,16 +231,16 @@ def plan(
     strided, unit = strides(*inputs)
     _, k, v = inputs[:3]
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
+    chunks = cdiv(length, chosen.chunk)
     common: dict[str, Any] = dict(
-        zip(names, strided, strict=True), length=length, window=window,
-        chunks=cdiv(length, chosen.chunk), heads=heads, DIM=dim, VDIM=vdim, BK=pad(dim),
-        BV=pad(vdim), PLAIN=chosen.chunk, MASKED=masked, UNIT=unit, **arguments(where, k),
-        **operand(k), **more,
+        zip(names, strided, strict=True), length=length, window=window, chunks=chunks, heads=heads,
+        DIM=dim, VDIM=vdim, BK=pad(dim), BV=pad(vdim), PLAIN=chosen.chunk, MASKED=masked,
+        UNIT=unit, **arguments(where, k), **operand(k), **more,
     )  # fmt: skip
     plain, careful = (
         Launch(
-            kernel, (batch * heads, cdiv(length, c.chunk)), BL=c.chunk, CAREFUL=c is CAREFUL,
-            **common, **c.options(),
+            kernel, (batch * heads, chunks * (chosen.chunk // c.chunk)), BL=c.chunk,
+            CAREFUL=c is CAREFUL, **common, **c.options(),
         )
         for c in (chosen, CAREFUL)
     )  # fmt: skip

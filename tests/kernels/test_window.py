@@ -45,6 +45,8 @@ def test_values_and_gradients(case):
         *(LINE._replace(shape=(40,), window=9, logits=n) for n in ("wide", "up", "jumps", "holes")),
         LINE._replace(shape=(100,), window=50, kind="cosine", logits="wide", dtype=BRAIN,
                       forget=0.5),
+        # a last chunk that only part of the careful form's chunks reach
+        LINE._replace(kind="cosine", dtype=BRAIN, logits="up", window=9),
         *on_gpu(*(Case((150,), dim, dim, kind, "holes", BRAIN, batch=1, window=40, forget=0.02)
                   for dim in (16, 32, 48, 64, 128, 192, 256) for kind in (None, "cosine"))),
         *on_gpu(*(Case((150,), dim, dim, "cosine", None, dtype, batch=1, window=37)
