@@ -4,8 +4,8 @@ convolutional decoder."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import islice, pairwise
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ndlightnet.layout import Grid, per_axis
 from ndlightnet.nn.block import Block, init_weights
 from ndlightnet.nn.mixers import LightNetAttention
+from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories
 from ndlightnet.nn.position import MDTPE
 from ndlightnet.ops.recurrence.chunks import exact
 
@@ -78,12 +79,12 @@ class Stage(nn.Module):
     blocks."""
 
     def __init__(
-        self, dims: int, dim: int, depth: int, mixer: Callable[[int], nn.Module],
-        mlp_ratio: float, tpe: bool, drop_path: float,
+        self, dims: int, dim: int, factories: Sequence[Factory], mlp_ratio: float, tpe: bool,
+        drop_path: float,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.tpe = MDTPE(dims, dim) if tpe and depth else None
-        self.blocks = nn.ModuleList(Block(dim, mixer, mlp_ratio, drop_path) for _ in range(depth))
+        self.tpe = MDTPE(dims, dim) if tpe and factories else None
+        self.blocks = nn.ModuleList(Block(dim, one, mlp_ratio, drop_path) for one in factories)
         self.grad_checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,7 +115,8 @@ class NDLightUNet(nn.Module):
             after the first, or for three levels.
         widths: channels per level. convs: convolution blocks of the encoder per level.
         depths: LightNet blocks per level; 0: convolutions only.
-        mixer, mlp_ratio, tpe: as in NDLightNet. drop_path_rate: stochastic depth of every block.
+        mixer, mlp_ratio, tpe: as in NDLightNet; `mixer` counts layers from the first level to the
+            last. drop_path_rate: stochastic depth of every block.
         deep_supervision: in training the output is a list: the logits, then those of the coarser
             levels of the decoder, each on the grid of that level.
 
@@ -134,7 +136,7 @@ class NDLightUNet(nn.Module):
         widths: Sequence[int] | None = None,
         convs: Sequence[int] | None = None,
         depths: Sequence[int] | None = None,
-        mixer: Callable[[int], nn.Module] = LightNetAttention,
+        mixer: Factories = LightNetAttention,
         mlp_ratio: float = 8 / 3,
         tpe: bool = True,
         drop_path_rate: float = 0.0,
@@ -165,6 +167,7 @@ class NDLightUNet(nn.Module):
                 )
         self.dims, self.in_channels, self.out_channels = dims, in_channels, out_channels
         self.strides, self.deep_supervision = steps, deep_supervision
+        factories = iter(layer_factories("mixer", mixer, sum(depths), dims))
         conv, up = _conv("Conv", dims), _conv("ConvTranspose", dims)
         self.down, self.convs, self.stages = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
         for level, (width, count, depth) in enumerate(zip(widths, convs, depths, strict=True)):
@@ -172,7 +175,8 @@ class NDLightUNet(nn.Module):
             self.down.append(conv(before, width, step, stride=step) if step else nn.Identity())
             inputs = [width if level else in_channels] + [width] * (count - 1)
             self.convs.append(nn.Sequential(*(ConvBlock(dims, n, width) for n in inputs)))
-            self.stages.append(Stage(dims, width, depth, mixer, mlp_ratio, tpe, drop_path_rate))
+            stage = list(islice(factories, depth))
+            self.stages.append(Stage(dims, width, stage, mlp_ratio, tpe, drop_path_rate))
         pairs = list(zip(pairwise(widths), steps, strict=True))
         self.up = nn.ModuleList(up(low, high, step, stride=step) for (high, low), step in pairs)
         self.decoders = nn.ModuleList(ConvBlock(dims, 2 * w, w) for w in widths[:-1])

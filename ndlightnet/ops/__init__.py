@@ -12,6 +12,7 @@ from ndlightnet.ops.lightnet.attention import (
 )
 from ndlightnet.ops.lightnet.frames import axis_causal_attention
 from ndlightnet.ops.lightnet.state import State, merge
+from ndlightnet.ops.local_mixing import dense, local_mixing, local_mixing_step, star
 from ndlightnet.ops.norm_gate import norm_gate
 from ndlightnet.ops.position import Position, frequencies, rotate, tables
 from ndlightnet.ops.recurrence.delta import gated_delta_rule
@@ -31,6 +32,7 @@ __all__ = [
     "axis_causal_attention",
     "axis_scan",
     "causal_attention",
+    "dense",
     "elementwise_memory",
     "frequencies",
     "gated_delta_rule",
@@ -39,12 +41,15 @@ __all__ = [
     "line_scan",
     "line_state",
     "line_step",
+    "local_mixing",
+    "local_mixing_step",
     "matrix_memory",
     "merge",
     "norm_gate",
     "read",
     "rotate",
     "scan",
+    "star",
     "summarize",
     "supported",
     "swiglu",

@@ -30,6 +30,7 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "attention_step": KERNELS,
     "sliding_merge": ("torch", "triton"),
     "axis_scan": KERNELS,
+    "local_mixing": KERNELS,
     "norm_gate": KERNELS,
     "swiglu": ("torch", "triton"),
     "gated_linear_attention": FLA,
@@ -88,12 +89,13 @@ def resolve(
     return "torch" if any(y is not None and y.numel() == 0 for y in others) else "triton"
 
 
-def _device_reason(device: torch.device) -> str:
+def device_reason(device: torch.device) -> str:
+    """Return why Triton cannot run on a device, empty if it can."""
     return _device_reason_once(device)
 
 
 # as torch.compiler.assume_constant_result does, but without importing torch._dynamo and Triton
-_device_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
+device_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
@@ -119,21 +121,22 @@ def supported(
 ) -> Support:
     """Return whether `operation`, a key of OPERATIONS, has a Triton kernel for these tensors.
 
-    x: queries or keys (batch, length, heads, dim), or tokens (batch, *grid, dim) for "axis_scan",
-    (..., dim) for "norm_gate" and "swiglu". v: values. others: further inputs (queries,
-    a State). Where any input needs a gradient, the kernel must have a backward. A Support is true,
-    or false with a `reason`.
+    x: queries or keys (batch, length, heads, dim), or tokens (batch, *grid, dim) for "axis_scan"
+    and "local_mixing", (..., dim) for "norm_gate" and "swiglu". v: values. others: further inputs
+    (queries, a State, the weight (taps, dim) of "local_mixing"). Where any input needs a gradient,
+    the kernel must have a backward. A Support is true, or false with a `reason`.
     """
     if "triton" not in OPERATIONS.get(operation, ()):
         operations = (name for name, has in OPERATIONS.items() if "triton" in has)
         raise ValueError(f"operation={operation!r}: expected one of {', '.join(operations)}")
-    if reason := _device_reason(x.device):
+    if reason := device_reason(x.device):
         return Support(reason)
     if x.dtype not in DTYPES or (v is not None and v.dtype != x.dtype):
         dtypes = {x.dtype} | ({v.dtype} if v is not None else set())
         names = " and ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
         return Support(f"{names}: expected bfloat16, float16 or float32, the same for all")
-    axes = x.ndim - 2 if operation == "axis_scan" else len(lrpe.shape) if lrpe else 1
+    on_grid = operation in ("axis_scan", "local_mixing")
+    axes = x.ndim - 2 if on_grid else len(lrpe.shape) if lrpe else 1
     if axes > MOST_AXES:
         return Support(f"{axes} axes: expected {MOST_AXES} or fewer")
     if operation == "swiglu":
@@ -146,6 +149,11 @@ def supported(
         from ndlightnet_kernels import axis_scan
 
         return Support(axis_scan.supported(x))
+    if operation == "local_mixing":
+        from ndlightnet_kernels import local_mixing
+
+        (weight,) = others or (None,)
+        return Support(local_mixing.supported(0 if weight is None else weight.shape[0]))
     if operation == "attention_step" and torch.is_grad_enabled():
         given = (x, v, *others, lrpe and lrpe.theta)
         if any(one is not None and one.requires_grad for one in given):

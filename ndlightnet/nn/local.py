@@ -1,0 +1,75 @@
+"""Local mixing as a module: learnt weights of a depthwise convolution."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ndlightnet.layout import Grid, Layout
+from ndlightnet.ops.dispatch import Impl
+from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.local_mixing import dense, local_mixing, local_mixing_step, star
+
+Where = Literal["values", "input", "both"]  # what a mixer mixes locally
+
+
+class LocalState(NamedTuple):
+    """State of the causal form of a mixer with local mixing."""
+
+    memory: Any  # the mixer's own
+    values: Any  # the last frames of the values and of the input; () without that convolution
+    input: Any
+
+
+class LocalMixing(nn.Module):
+    """Depthwise convolution of tokens (batch, length, dim) on a grid of `dims` axes.
+
+    radius: how far a tap reads along an axis. dense: taps in the whole box around a token,
+    (2 radius + 1)^dims of them, rather than along the axes only, 2 radius dims + 1. The causal form
+    has as many taps: along the first axis they read 0 to 2 radius frames back.
+    Parameters: taps * dim.
+    """
+
+    def __init__(
+        self, dims: int, dim: int, radius: int = 1, dense: bool = False, impl: Impl = "auto"
+    ) -> None:
+        super().__init__()
+        if dims < 1 or radius < 1:
+            raise ValueError(f"dims={dims}, radius={radius}: expected 1 or more of both")
+        self.dims, self.radius, self.dense, self.impl = dims, radius, dense, impl
+        taps = len(self.offsets(False))
+        self.weight = nn.Parameter(torch.empty(taps, dim).uniform_(-1, 1) * taps**-0.5)
+
+    def offsets(self, causal: bool) -> tuple[tuple[int, ...], ...]:
+        """Return the offsets of the taps, in the order of the rows of `weight`."""
+        return (dense if self.dense else star)(self.dims, self.radius, causal)
+
+    def forward(
+        self, x: Tensor, layout: Layout, mask: Tensor | None = None, causal: bool = False
+    ) -> Tensor:
+        """Mix tokens (batch, length, dim). mask: (batch, length), False where x counts as 0."""
+        self._check(layout)
+        taps = self.offsets(causal)
+        return local_mixing(x, self.weight, taps, layout=layout, mask=mask, impl=self.impl)
+
+    def init_state(
+        self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
+    ) -> Tensor:
+        """Return the state before the first frame. space: shape of a frame."""
+        shape = (batch, 2 * self.radius, Grid(space).length, self.weight.shape[1])
+        return torch.zeros(shape, dtype=accumulator(self.weight), device=device)
+
+    def step(self, x: Tensor, grid: Grid, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Mix the next frames in the causal form. Return them and the next state."""
+        self._check(grid)
+        taps = self.offsets(True)
+        return local_mixing_step(x, self.weight, taps, state, layout=grid, impl=self.impl)
+
+    def _check(self, layout: Layout) -> None:
+        if layout.ndim != self.dims:
+            raise ValueError(
+                f"tokens on {layout.ndim} axes, local mixing with dims={self.dims}: expected as "
+                "many"
+            )

@@ -1,0 +1,108 @@
+"""Local mixing of tokens with their neighbours, for samples of one grid and for packs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ndlightnet.layout import Grid, Layout, Ragged
+from ndlightnet.ops.dispatch import Impl, resolve
+from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.local_mixing import _triton, reference, shifts
+
+
+def local_mixing(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Sequence[Sequence[int]],
+    *,
+    layout: Layout | None = None,
+    mask: Tensor | None = None,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Return u_t = sum over i of weight_i * x_(t - offsets_i): a depthwise convolution.
+
+    x: tokens (batch, *grid, dim) on a grid of any number of axes; with a layout (batch, length,
+    dim), where the batch of a Ragged is 1 and no tap leaves its sample. What lies outside the grid
+    counts as 0. weight: (taps, dim). offsets: for each tap one int per axis; see `star` and
+    `dense`. If no offset is below 0 along the first axis, a token reads no later frame. mask: bool
+    (batch, *grid), or (batch, length) with a layout, False where x counts as 0.
+
+    Returns a tensor like x. Sums are float32 or wider; the gradient of weight as well.
+    """
+    grid = Grid.of(x) if layout is None else layout
+    taps = _check(x, weight, offsets, grid, layout is not None)
+    if layout is None:
+        mask = grid.flatten_mask(mask)
+        flat = local_mixing(grid.flatten(x), weight, taps, layout=grid, mask=mask, impl=impl)
+        return grid.unflatten(flat)
+    cells = x.reshape(x.shape[0], *[1] * (grid.ndim - 1), grid.length, x.shape[-1])
+    chosen = resolve("local_mixing", impl, cells, None, weight)
+    if x.numel() == 0:
+        return x
+    if chosen == "triton":
+        where = _triton.where(grid, taps, x.device)
+        out: Tensor = _triton.mix(x, weight.to(accumulator(x)), mask, *where)
+        return out
+    if mask is not None:  # even NaN in the padding cannot leak
+        x = x.masked_fill(~mask[..., None], 0)
+    if chosen == "reference":
+
+        def mix(grid: Grid, x: Tensor) -> Tensor:
+            return reference.local_mixing(x, weight, taps, grid)
+
+        return grid.map_samples(mix, x)
+    if isinstance(grid, Ragged):
+        return shifts.on_pack(x, weight, taps, grid)
+    assert isinstance(grid, Grid)
+    return shifts.on_grid(x, weight, taps, grid)
+
+
+def local_mixing_step(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Sequence[Sequence[int]],
+    state: Tensor,
+    *,
+    layout: Grid,
+    impl: Impl = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Mix the next frames of a stream, and return them with the next state.
+
+    x: (batch, length, dim), the next frames of `layout`. No offset may be below 0 along the first
+    axis. state: (batch, frames, tokens of a frame, dim), the last frames of x before these ones, as
+    many as the largest offset along the first axis; zeros before the first frame.
+    """
+    back = max(offset[0] for offset in offsets)
+    tokens = layout.length // max(1, layout.frame_count)
+    if min(offset[0] for offset in offsets) < 0:
+        raise ValueError(f"offsets={offsets}: expected none below 0 along the first axis")
+    if state.shape != (len(x), back, tokens, x.shape[-1]):
+        raise ValueError(
+            f"state {tuple(state.shape)}: expected {(len(x), back, tokens, x.shape[-1])}, the last "
+            f"{back} frames"
+        )
+    frames = torch.cat([state.to(x.dtype), x.unflatten(1, (-1, tokens))], 1)
+    whole = Grid((back + layout.frame_count, *layout.shape[1:]))
+    u = local_mixing(frames.flatten(1, 2), weight, offsets, layout=whole, impl=impl)
+    return u[:, back * tokens :], frames[:, frames.shape[1] - back :].to(state.dtype)
+
+
+def _check(
+    x: Tensor, weight: Tensor, offsets: Sequence[Sequence[int]], grid: Layout, flat: bool
+) -> tuple[tuple[int, ...], ...]:
+    taps = tuple(tuple(offset) for offset in offsets)
+    if not taps or any(len(o) != grid.ndim for o in taps) or len(set(taps)) < len(taps):
+        raise ValueError(
+            f"offsets={offsets}: expected one or more, each of {grid.ndim} ints, and none twice"
+        )
+    if weight.shape != (len(taps), x.shape[-1]):
+        raise ValueError(
+            f"weight {tuple(weight.shape)}: expected (taps, dim) = {(len(taps), x.shape[-1])}"
+        )
+    rows = isinstance(grid, Ragged)
+    if flat and (x.ndim != 3 or x.shape[1] != grid.length or (rows and x.shape[0] != 1)):
+        raise ValueError(f"x {tuple(x.shape)}: expected (batch, {grid.length}, dim) of {grid}")
+    return taps

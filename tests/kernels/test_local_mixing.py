@@ -1,0 +1,169 @@
+"""The kernels of local mixing against float64, beside the torch form in the inputs' precision."""
+
+import pytest
+import torch
+
+from ndlightnet.layout import Grid, Ragged
+from ndlightnet.ops import dense, local_mixing, star
+
+from .cases import DEVICE
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+GRIDS = [(7,), (70,), (5, 9), (3, 4, 5), (2, 3, 2, 4), (1, 6), (2, 1, 2, 1, 2, 1, 2, 3)]
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory that a kernel should write starts as NaN."""
+    for name in ("empty", "empty_like"):
+        make = getattr(torch, name)
+        nan = lambda *a, _make=make, **k: _make(*a, **k).fill_(torch.nan)  # noqa: E731
+        monkeypatch.setattr(torch, name, nan)
+
+
+def run(impl, x, weight, pull, offsets, layout, mask):
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    u = local_mixing(x, weight, offsets, layout=layout, mask=mask, impl=impl)
+    return u, *torch.autograd.grad(u, (x, weight), pull.to(u.dtype))
+
+
+def check(x, weight, offsets, layout, mask=None):
+    """u and dx are sums of float32 products, rounded once; dweight is a sum over all tokens."""
+    pull = torch.randn_like(x)
+    actual = run("triton", x, weight, pull, offsets, layout, mask)
+    exact = run("reference", x.double(), weight.double(), pull, offsets, layout, mask)
+    absolute = (t.double().abs() for t in (x, weight, pull))
+    size = run("reference", *absolute, offsets, layout, mask)
+    step = torch.finfo(torch.float32).eps
+    for i, (a, b, total) in enumerate(zip(actual, exact, size, strict=True)):
+        assert a.shape == b.shape and a.isfinite().all()
+        assert a.dtype == (weight if i == 2 else x).dtype
+        # Triton's interpreter cuts bfloat16 where a card rounds
+        rounding = 0 if i == 2 else torch.finfo(x.dtype).eps * b.abs()
+        terms = x.shape[0] * x.shape[1] if i == 2 else len(offsets)
+        assert ((a.double() - b).abs() <= rounding + step * terms * total + 1e-30).all()
+
+
+def case(form, radius, grid, dtype, dim, batch=2, causal=False):
+    offsets = form(len(grid), radius, causal)
+    x = torch.randn(batch, Grid(grid).length, dim, device=DEVICE).to(dtype)
+    return x, torch.randn(len(offsets), dim, device=DEVICE), offsets, Grid(grid)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_star(grid, dtype):
+    check(*case(star, 1, grid, dtype, 20))
+
+
+@pytest.mark.parametrize(("form", "radius", "grid", "causal"), [
+    (star, 2, (9, 5), False), (star, 1, (6, 3, 4), True), (star, 3, (5,), True),
+    (dense, 1, (5, 6), False), (dense, 1, (3, 4, 5), False), (dense, 1, (4, 3, 2), True),
+    (dense, 2, (5, 5), False), (star, (0, 1), (4, 6), False),
+])  # fmt: skip
+def test_forms(form, radius, grid, causal):
+    check(*case(form, radius, grid, torch.float32, 12, causal=causal))
+
+
+def test_any_offsets():
+    """Also far ones, and those of one sign."""
+    x, _, _, layout = case(star, 1, (6, 7), torch.float32, 8)
+    offsets = ((2, -3), (5, 0), (0, 0), (0, 1), (-9, 1), (1, 6))
+    check(x, torch.randn(6, 8, device=DEVICE), offsets, layout)
+
+
+@pytest.mark.parametrize("dim", [1, 3, 64, 130])
+def test_widths(dim):
+    check(*case(star, 1, (4, 5), torch.float32, dim))
+
+
+@pytest.mark.parametrize("form", [star, dense])
+def test_padding_counts_as_zero(form):
+    x, weight, offsets, layout = case(form, 1, (6, 7), torch.float32, 8)
+    mask = torch.rand(x.shape[:2], device=DEVICE) > 0.3
+    check(x, weight, offsets, layout, mask)
+    u = local_mixing(x, weight, offsets, layout=layout, mask=mask, impl="triton")
+    hidden = x.masked_fill(~mask[..., None], torch.nan)
+    again = run("triton", hidden, weight, torch.ones_like(x), offsets, layout, mask)
+    assert torch.equal(again[0], u)
+    assert again[1][~mask].abs().max() == 0 and again[2].isfinite().all()
+
+
+@pytest.mark.parametrize("form", [star, dense])
+@pytest.mark.parametrize("shapes", [
+    [(3,), (40,), (1,), (17,)], [(3, 4), (1, 5), (2, 2), (0, 3), (9, 1)], [(2, 3, 4), (1, 2, 9)],
+])  # fmt: skip
+def test_packs(form, shapes):
+    layout = Ragged(shapes)
+    offsets = form(layout.ndim, 1)
+    x = torch.randn(1, layout.length, 10, device=DEVICE)
+    weight = torch.randn(len(offsets), 10, device=DEVICE)
+    check(x, weight, offsets, layout)
+    check(x, weight, offsets, layout, torch.rand(1, layout.length, device=DEVICE) > 0.2)
+
+
+def test_strided_inputs_and_no_tokens():
+    x, weight, offsets, layout = case(star, 1, (4, 5), torch.float32, 16)
+    check(x.movedim(-1, 0).contiguous().movedim(0, -1), weight, offsets, layout)
+    empty = local_mixing(x[:0], weight, offsets, layout=layout, impl="triton")
+    assert empty.shape == (0, 20, 16)
+
+
+def test_values_of_a_joint_projection():
+    """Tokens at a distance, also at an odd address, are read where they lie."""
+    for first, dtype in ((16, torch.float32), (16, torch.bfloat16), (3, torch.bfloat16)):
+        x, weight, offsets, layout = case(star, 1, (4, 5), dtype, 16)
+        joint = torch.randn(2, 20, 48, device=DEVICE).to(dtype)
+        joint[..., first : first + 16] = x
+        check(joint[..., first : first + 16], weight, offsets, layout)
+
+
+def test_same_bits_at_every_call():
+    x, weight, offsets, layout = case(dense, 1, (6, 7, 5), torch.float32, 40)
+    pull = torch.randn_like(x)
+    first, second = (run("triton", x, weight, pull, offsets, layout, None) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_operator_is_traced():
+    x, weight, offsets, layout = case(star, 1, (4, 5), torch.float32, 8)
+    pull = torch.randn_like(x)
+
+    def loss(x, weight):
+        return local_mixing(x, weight, offsets, layout=layout, impl="triton").sin()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found = []
+    for function in (compiled, loss):
+        inputs = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        y = function(*inputs)
+        found.append((y, *torch.autograd.grad(y, inputs, pull)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_opcheck():
+    from ndlightnet.ops.local_mixing import _triton
+
+    x, weight, offsets, layout = case(star, 1, (4, 5), torch.float32, 8)
+    rest = _triton.where(layout, offsets, x.device)
+    inputs = x.requires_grad_(), weight.requires_grad_(), None, *rest
+    torch.library.opcheck(torch.ops.ndlightnet.local_mixing.default, inputs)
+
+
+def test_too_many_taps_run_in_torch():
+    x, weight, offsets, layout = case(star, 40, (2, 2), torch.float32, 4)
+    with pytest.raises(ValueError, match="161 taps"):
+        local_mixing(x, weight, offsets, layout=layout, impl="triton")
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_numbers():
+    """Offsets are 64 bits wide."""
+    x = torch.randn(1, 2**24 + 8, 136, device="cuda", dtype=torch.bfloat16)
+    offsets = star(1, 1)
+    weight = torch.randn(3, 136, device="cuda")
+    u = local_mixing(x, weight, offsets, layout=Grid((x.shape[1],)))
+    end = local_mixing(x[:, -50:], weight, offsets, layout=Grid((50,)))
+    torch.testing.assert_close(u[:, -40:], end[:, -40:], rtol=0, atol=0)

@@ -1,0 +1,196 @@
+"""Local mixing in torch against the specification and torch's convolutions."""
+
+import pytest
+import torch
+
+from ndlightnet.layout import Grid, Ragged
+from ndlightnet.nn.local import LocalMixing
+from ndlightnet.ops import dense, local_mixing, local_mixing_step, star
+
+GRIDS = [(7,), (4, 6), (3, 4, 5), (2, 3, 2, 4), (1, 5), (2, 1, 3)]
+FORMS = [(star, 1), (star, 2), (dense, 1)]
+
+
+def case(form, radius, grid, causal=False, dim=5, batch=2):
+    offsets = form(len(grid), radius, causal)
+    x = torch.randn(batch, *grid, dim, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(len(offsets), dim, dtype=torch.float64, requires_grad=True)
+    return x, weight, offsets
+
+
+def test_offsets():
+    assert star(2, 1) == ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1))
+    assert star(2, 1, causal=True) == ((0, 0), (1, 0), (2, 0), (0, -1), (0, 1))
+    assert dense(1, 1, causal=True) == ((0,), (1,), (2,))
+    assert dense(2, 1)[:4] == ((-1, -1), (0, -1), (1, -1), (-1, 0))
+    assert len(star(5, 2)) == 21
+    assert len(dense(4, 1)) == len(dense(4, 1, causal=True)) == 81
+    assert star(2, (0, 1)) == ((0, 0), (0, -1), (0, 1))
+    for arguments in ((0, 1), (2, -1), (2, (1,))):
+        with pytest.raises(ValueError, match="radius"):
+            star(*arguments)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("form", "radius"), FORMS)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_torch_form_matches_reference(form, radius, grid, causal):
+    x, weight, offsets = case(form, radius, grid, causal)
+    pull = torch.randn_like(x)
+    found = []
+    for impl in ("torch", "reference"):
+        u = local_mixing(x, weight, offsets, impl=impl)
+        assert u.shape == x.shape
+        found.append((u, *torch.autograd.grad(u, (x, weight), pull)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("form", "radius", "grid"), [
+    (star, 2, (5, 6)), (dense, 1, (5, 6)), (dense, 1, (3, 4, 5)), (star, 1, (3, 4, 5)),
+])  # fmt: skip
+def test_float32_matches_float64(form, radius, grid, causal):
+    """On a CPU two axes, and the dense box on three, are a convolution of torch."""
+    x, weight, offsets = case(form, radius, grid, causal)
+    pull = torch.randn_like(x)
+    u = local_mixing(x, weight, offsets)
+    exact = (u, *torch.autograd.grad(u, (x, weight), pull))
+    low = [t.detach().float().requires_grad_() for t in (x, weight)]
+    u = local_mixing(*low, offsets)
+    found = (u, *torch.autograd.grad(u, low, pull.float()))
+    # sums of at most 27 products, or of all cells for the weights
+    for one, other in zip(found, exact, strict=True):
+        assert (one - other).norm() <= 1e-6 * other.norm()
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+def test_dense_is_torch_convolution(ndim):
+    x, weight, offsets = case(dense, 1, (6, 5, 4)[:ndim])
+    conv = getattr(torch.nn.functional, f"conv{ndim}d")
+    # torch correlates: its tap +1 reads the next cell, which is the offset -1
+    order = sorted(range(len(offsets)), key=lambda tap: offsets[tap], reverse=True)
+    kernel = weight[order].T.reshape(5, 1, *[3] * ndim)
+    y = conv(x.movedim(-1, 1), kernel, padding=1, groups=5).movedim(1, -1)
+    torch.testing.assert_close(local_mixing(x, weight, offsets), y, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("grid", [(5,), (3, 4)])
+def test_gradients_of_gradients(grid):
+    x, weight, offsets = case(star, 1, grid, dim=2, batch=1)
+
+    def run(x, w):
+        return local_mixing(x, w, offsets, impl="torch")
+
+    assert torch.autograd.gradcheck(run, (x, weight))
+    assert torch.autograd.gradgradcheck(run, (x, weight))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_samples_of_a_pack_do_not_see_each_other(impl, causal):
+    layout = Ragged([(3, 4), (1, 5), (2, 2), (0, 3), (4, 1)])
+    offsets = dense(2, 1, causal)
+    x = torch.randn(1, layout.length, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(len(offsets), 3, dtype=torch.float64, requires_grad=True)
+    u = local_mixing(x, weight, offsets, layout=layout, impl=impl)
+    alone = [
+        local_mixing(part, weight, offsets, impl="reference").flatten(1, 2)
+        for part in layout.split(x[0])
+    ]
+    pull = torch.randn_like(x)
+    found = [(y, *torch.autograd.grad(y, (x, weight), pull)) for y in (u, torch.cat(alone, 1))]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_masked_tokens_count_as_zero():
+    x, weight, offsets = case(star, 1, (4, 5))
+    mask = torch.rand(2, 4, 5) > 0.3
+    given = x.detach().masked_fill(~mask[..., None], torch.nan).requires_grad_()
+    u = local_mixing(given, weight, offsets, mask=mask)
+    expected = local_mixing(x * mask[..., None], weight, offsets)
+    torch.testing.assert_close(u, expected, rtol=1e-12, atol=1e-12)
+    dx, dweight = torch.autograd.grad(u.square().sum(), (given, weight))
+    assert dx[~mask].abs().max() == 0
+    assert dweight.isfinite().all()
+
+
+@pytest.mark.parametrize("form", [star, dense])
+@pytest.mark.parametrize("space", [(), (3,), (2, 3)])
+def test_stream_is_whole(form, space):
+    x, weight, offsets = case(form, 1, (7, *space), causal=True)
+    whole = local_mixing(x, weight, offsets)
+    tokens = Grid(space).length
+    state, parts = x.new_zeros(2, 2, tokens, 5), []
+    for part in x.split([1, 3, 1, 2], 1):
+        grid = Grid.of(part)
+        u, state = local_mixing_step(grid.flatten(part), weight, offsets, state, layout=grid)
+        parts.append(u.view_as(part))
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-12)
+
+
+def test_later_frames_are_not_read():
+    x, weight, offsets = case(dense, 1, (5, 3, 2), causal=True)
+    u = local_mixing(x, weight, offsets)
+    (dx,) = torch.autograd.grad(u[:, 2].sum(), x)
+    assert dx[:, 3:].abs().max() == 0
+    assert (dx[:, :3].abs().sum((0, 2, 3, 4)) > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_rounds_once(dtype):
+    x, weight, offsets = case(dense, 1, (4, 6), dim=64)
+    low, exact = x.detach().to(dtype), local_mixing(x.to(dtype).double(), weight, offsets)
+    u = local_mixing(low, weight.float(), offsets)
+    assert u.dtype == dtype
+    # half a unit in the last place of the result, and float32 sums of 9 products
+    size = local_mixing(low.double().abs(), weight.abs(), offsets)
+    allowed = torch.finfo(dtype).eps / 2 * exact.abs() + 20 * torch.finfo(torch.float32).eps * size
+    assert ((u.double() - exact).abs() <= allowed * 1.01).all()
+
+
+def test_traced_form():
+    x, weight, offsets = case(star, 1, (4, 6))
+    compiled = torch.compile(
+        lambda x, w: local_mixing(x, w, offsets), fullgraph=True, backend="aot_eager"
+    )
+    pull = torch.randn_like(x)
+    found = []
+    for run in (compiled, lambda x, w: local_mixing(x, w, offsets)):
+        u = run(x, weight)
+        found.append((u, *torch.autograd.grad(u, (x, weight), pull)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", [False, True])
+def test_module_streams_and_counts(form):
+    layer = LocalMixing(2, 6, radius=2, dense=form).double()
+    assert layer.weight.shape == (25 if form else 9, 6)
+    x = torch.randn(2, 6, 3, 6, dtype=torch.float64)
+    grid = Grid.of(x)
+    whole = grid.unflatten(layer(grid.flatten(x), grid, causal=True))
+    state, parts = layer.init_state(2, space=(3,)), []
+    for part in x.split([1, 2, 3], 1):
+        u, state = layer.step(part.flatten(1, 2), Grid.of(part), state)
+        parts.append(u.view_as(part))
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="dims=2"):
+        layer(torch.randn(1, 4, 6), Grid((4,)))
+
+
+def test_errors():
+    x, weight, offsets = case(star, 1, (4, 6))
+    with pytest.raises(ValueError, match="offsets"):
+        local_mixing(x, weight, star(1, 1))
+    with pytest.raises(ValueError, match="none twice"):
+        local_mixing(x, weight, (*offsets[:4], offsets[0]))
+    with pytest.raises(ValueError, match="weight"):
+        local_mixing(x, weight[:2], offsets)
+    with pytest.raises(ValueError, match="expected \\(batch, 24, dim\\)"):
+        local_mixing(x, weight, offsets, layout=Grid((4, 6)))
+    with pytest.raises(ValueError, match="mask"):
+        local_mixing(x, weight, offsets, mask=torch.ones(2, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="below 0"):
+        local_mixing_step(x.flatten(1, 2), weight, offsets, x[:, :1], layout=Grid((4, 6)))
