@@ -7,10 +7,12 @@ from ndlightnet.models.backbone import (
     ndlightnet_tiny,
 )
 from ndlightnet.models.forecaster import Forecaster
+from ndlightnet.models.frames import FrameByFrame
 from ndlightnet.models.unet import NDLightUNet
 
 __all__ = [
     "Forecaster",
+    "FrameByFrame",
     "NDLightNet",
     "NDLightUNet",
     "ndlightnet_base",
