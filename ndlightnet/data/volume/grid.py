@@ -100,8 +100,9 @@ class FileGrid:
 
     def label_image(self, labels: Tensor | NDArray[Any]) -> Any:
         """Return the nibabel image of labels (x, y, z), or (x, y, z, frames), on this grid, checked
-        by `label_array`."""
+        by `label_array`. A series of one frame is a volume."""
         array = label_array(labels, self.shape[: 4 if labels.ndim == 4 else 3], self.path)
+        array = array[..., 0] if array.shape[3:] == (1,) else array
         image: Any
         if self.labels is None:
             image = nibabel.Nifti1Image(array, self.affine)  # type: ignore[no-untyped-call]

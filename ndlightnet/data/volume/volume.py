@@ -68,8 +68,8 @@ class Volume:
         for grid, _ in [*opened, *([] if label is None else [label])]:
             if case.over_time and grid.shape[3] != first.shape[3]:
                 raise DataError(
-                    f"{grid.path}: has {grid.shape[3]} frames, {first.path.name} has "
-                    f"{first.shape[3]}"
+                    f"{grid.path}: should have {first.shape[3]} frames as {first.path.name}, has "
+                    f"{grid.shape[3]}"
                 )
         turns = None if label is None else _turns(label[0], first, case.over_time)
         found: list[Tensor] = []
