@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 
@@ -19,8 +21,8 @@ class FrameByFrame(nn.Module):
         for name in ("in_channels", "out_channels"):
             if hasattr(net, name):
                 setattr(self, name, getattr(net, name))
-        if hasattr(net, "dims"):
-            self.dims = net.dims + 1
+        dims: Any = getattr(net, "dims", None)
+        self.dims = None if dims is None else dims + 1
 
     def forward(self, x: Tensor) -> Tensor | list[Tensor]:
         """Map (batch, channels, frames, *space) to (batch, classes, frames, *space), or a list."""

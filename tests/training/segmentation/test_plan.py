@@ -208,6 +208,31 @@ def test_left_and_right_are_not_mirrored(names, axes):
     assert made["data"]["init_args"]["augment"] == {"flip_axes": axes}
 
 
+@pytest.mark.usefixtures("cheap")
+def test_a_series_has_patches_of_frames():
+    """Space is planned as that of volumes in the memory that the frames leave; time is not strided
+    and not mirrored."""
+
+    def made(memory):
+        series = (
+            measured((64, 64, 64)),
+            ("background", "liver"),
+            ("CT",),
+            "scans",
+            Path("runs/scans"),
+        )
+        found = config_of(*series, "ndlightnet.NDLightUNet", "S", memory, 80, 3, frames=10)
+        data, model = found["data"]["init_args"], found["model"]
+        assert data["patch"] == model["window"] and data["patch"][0] == 10
+        assert data["augment"] == {"flip_axes": [1, 2, 3]} and len(data["spacing"]) == 3
+        return data, model["net"]["init_args"]
+
+    (large, net), (small, _) = made(24e9), made(5e9)
+    assert large["patch"] == [10, 64, 64, 64] and large["batch_size"] == 2
+    assert net["dims"] == 4 and net["strides"] == [[1, 2, 2, 2]] * 4
+    assert prod(small["patch"]) * 2 * 1000 < 5e9 < prod(large["patch"]) * 2 * 1000
+
+
 # ---------------------------------------------------------------------------------------- file
 
 
@@ -267,6 +292,8 @@ def test_the_plan_is_a_config(scans, tmp_path, capsys, net):
     [({"memory": 0.0}, "memory: 0.0, expected GB above 0"),
      ({"memory": 0.01}, "memory: 0.01 GB, expected enough for .* 2 crops"),
      ({"epochs": 0}, "epochs: 0, expected 1 or more"),
+     ({"frames": 0}, "frames: 0, expected 1 or more"),
+     ({"frames": 2}, "l0.nii.gz: should have 2 frames as i0.nii.gz, has 1"),
      ({"net": "nothing"}, "net: 'nothing', expected the path of a class"),
      ({"net": "ndlightnet.Nothing"}, "net: 'ndlightnet.Nothing', expected the path"),
      ({"net": "no.such"}, "net: 'no.such', expected the path"),
