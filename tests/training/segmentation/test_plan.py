@@ -221,7 +221,7 @@ def test_a_series_has_patches_of_frames():
             "scans",
             Path("runs/scans"),
         )
-        found = config_of(*series, "ndlightnet.NDLightUNet", "S", memory, 80, 3, frames=10)
+        found = config_of(*series, "ndlightnet.NDLightUNet", "S", memory, 80, 3, 10)
         data, model = found["data"]["init_args"], found["model"]
         assert data["patch"] == model["window"] and data["patch"][0] == 10
         assert data["augment"] == {"flip_axes": [1, 2, 3]} and len(data["spacing"]) == 3
