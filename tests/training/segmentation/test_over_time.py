@@ -28,7 +28,7 @@ NET = "--model.net.init_args"
 FOUR = (
     f"{NET}.dims=4", f"{NET}.out_channels=5", f"{NET}.strides=[[1,2,2,2]]",
     "--data.init_args.patch=[4,8,8,8]", "--data.init_args.augment.flip_axes=[1,2,3]",
-    "--model.window=[8,24,24,24]", "--model.overlap=0",
+    "--model.window=[5,24,24,24]", "--model.overlap=0.2",
 )  # fmt: skip
 
 
