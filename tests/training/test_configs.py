@@ -217,14 +217,19 @@ def test_a_row_of_the_series_takes_one_step(build, network):
     cli, plain = build(base, "--config", str(network)), build(base)
     assert cli.datamodule.patch == plain.datamodule.patch and cli.model.window == plain.model.window
     net, whole = cli.model.net, plain.model.net
-    assert (net.dims, net.out_channels) == (4, whole.out_channels)
     assert getattr(net, "causal", False) == (network.stem == "causal")
     frames = getattr(net, "net", net)
-    assert frames.separable == (network.stem != "convolutions")
+    assert frames.separable == (network.stem not in ("convolutions", "frames_as_channels"))
     assert [len(stage.blocks) for stage in frames.stages] == [0, 1, 2]
-    norms = [one.stages[-1].blocks[-1].norm1.normalized_shape for one in (frames, whole)]
-    assert norms[0] == norms[1] == (32,)
-    one_step(cli)
+    if network.stem == "frames_as_channels":  # without a number of axes or classes of its own
+        assert (frames.in_channels, frames.out_channels) == (8, 8 * whole.out_channels)
+    else:
+        assert (net.dims, net.out_channels) == (4, whole.out_channels)
+        norms = [one.stages[-1].blocks[-1].norm1.normalized_shape for one in (frames, whole)]
+        assert norms[0] == norms[1] == (32,)
+    task = cli.model.train()
+    task.log = lambda *_, **__: None
+    assert task.training_step(batch_for(plain), 0).isfinite()
 
 
 def mixers_of(net) -> list[torch.nn.Module]:

@@ -14,7 +14,7 @@ from torch import nn
 from ndlightnet import NDLightUNet
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.volume.moving_phantoms import FRAMES, LABELS, make_moving_phantoms
-from ndlightnet.models import FrameByFrame
+from ndlightnet.models import FrameByFrame, FramesAsChannels
 from ndlightnet.training import SegmentationTask, VolumeData
 from ndlightnet.training.core.cli import task_cli
 from ndlightnet.training.segmentation.bundle import bundle
@@ -182,6 +182,21 @@ def test_frame_by_frame_is_the_network_on_each_frame(close):
     assert one.shape == y.shape
     plain = FrameByFrame(nn.Conv2d(1, 3, 1))
     assert plain(torch.randn(2, 1, 4, 5, 6)).shape == (2, 3, 4, 5, 6)
+
+
+def test_frames_as_channels(close):
+    """Channel c of frame t is channel 3 c + t of the network, and class k of frame t likewise."""
+    net = nn.Conv2d(2 * 3, 5 * 3, 1)
+    x = torch.randn(2, 2, 3, 4, 5)
+    y = FramesAsChannels(net, 3)(x)
+    assert y.shape == (2, 5, 3, 4, 5)
+    close(
+        y[:, 4, 1],
+        net(torch.stack([x[:, c, t] for c in range(2) for t in range(3)], 1))[:, 13],
+        1e-6,
+    )
+    with pytest.raises(ValueError, match="expected 3 frames"):
+        FramesAsChannels(net, 3)(x[:, :, :2])
 
 
 # -------------------------------------------------------------------------- measures and pictures
