@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,12 +65,8 @@ class Volume:
         opened = [open_file(path, case.slices) for path in case.images]
         label = None if case.label is None else open_file(case.label)
         first = opened[0][0]
-        for grid, _ in [*opened, *([] if label is None else [label])]:
-            if case.over_time and grid.shape[3] != first.shape[3]:
-                raise DataError(
-                    f"{grid.path}: should have {first.shape[3]} frames as {first.path.name}, has "
-                    f"{grid.shape[3]}"
-                )
+        if case.over_time:
+            _check_frames(grid for grid, _ in [*opened, label or opened[0]])
         turns = None if label is None else _turns(label[0], first, case.over_time)
         found: list[Tensor] = []
         notes: list[str] = []
@@ -206,6 +202,17 @@ def _labels(grid: FileGrid, read: Read) -> NDArray[np.int16]:
                 wrong = "has labels that are not whole numbers below 32768"
                 raise DataError(f"{grid.path}: {wrong}")
     return numbers
+
+
+def _check_frames(grids: Iterable[FileGrid]) -> None:
+    """Raise DataError unless all files of a series have as many frames as the first."""
+    first, *others = grids
+    for grid in others:
+        if grid.shape[3] != first.shape[3]:
+            raise DataError(
+                f"{grid.path}: should have {first.shape[3]} frames as {first.path.name}, has "
+                f"{grid.shape[3]}"
+            )
 
 
 def _oriented(labels: NDArray[np.int16], turns: Any) -> NDArray[np.int16]:
