@@ -15,7 +15,7 @@ programs in a fixed order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ndlightnet_kernels.launch import Launch, remembered
+from ndlightnet_kernels.local_boxes import WARPS, Box, box_rows, by_axes, within
 from ndlightnet_kernels.tiles import cdiv, flags, power_of_2, scratch
 
 Offsets = tuple[tuple[int, ...], ...]
@@ -32,10 +33,9 @@ Groups = tuple[tuple[tuple[int, ...], tuple[tuple[int, int], ...]], ...]
 
 MOST_AXES, MOST_TAPS = 8, 128
 AT_ONCE = 9  # taps whose sums a program of the weights' gradient holds in registers
-PROGRAMS = 1056  # of that gradient: a constant, so that it has the same bits on every card
 BYTES = 128  # of a token that a program reads: a line of the cache
-# Frames of a program, its rows of cells, warps
-FORWARD, BACKWARD = (4, 32, 4), (2, 16, 4)
+# Programs of that gradient by the number of axes: constant, for the same bits on every card
+PROGRAMS = (1056, 264, 264, 264)
 INTS = ["boxes", "length", "n0", "n1", "n2", "n3", "n4", "n5", "n6", "n7"]
 
 
@@ -67,11 +67,6 @@ def _tap(groups, g, offset):
     return next((tap for o, tap in groups[g][1] if o == offset), -1)
 
 
-@triton.constexpr_function
-def _extent(box, axis, frames):
-    return box[axis] * (frames if axis == 0 else 1)
-
-
 @triton.jit
 def _replaced(values, index: tl.constexpr, value):
     """Return a tuple with one entry replaced."""
@@ -90,160 +85,182 @@ def _zeros(count: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _box(
-    box, table, sizes, length, AXES: tl.constexpr, BOX: tl.constexpr, FRAMES: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """Return for the rows of a box their token in its first frame, their coordinates along all
-    axes, the sizes of the sample's grid, and the tokens from cell to cell along each axis. table:
-    of a pack, (boxes, 1 + 2 AXES): the sample's first token, its sizes, the box's first cell."""
-    starts, shape = (), ()
-    if table is None:
-        left = box
-        for a in tl.static_range(AXES - 1, -1, -1):
-            count = tl.cdiv(sizes[a], _extent(BOX, a, FRAMES))
-            starts = (left % count * _extent(BOX, a, FRAMES),) + starts
-            shape = (sizes[a],) + shape
-            left = left // count
-        token = left.to(tl.int64) * length
-    else:
-        record = table + box * (1 + 2 * AXES)
-        token = tl.load(record)
-        for a in tl.static_range(AXES):
-            shape = shape + (tl.load(record + 1 + a).to(tl.int32),)
-            starts = starts + (tl.load(record + 1 + AXES + a).to(tl.int32),)
-    row = tl.arange(0, ROWS)
-    token = token + tl.zeros((ROWS,), tl.int64)
-    step = tl.full((), 1, tl.int64)
-    cells, steps = (), ()
-    for a in tl.static_range(AXES - 1, -1, -1):
-        cell = starts[a] + row % BOX[a] * (FRAMES if a == 0 else 1)
-        row = row // BOX[a]
-        token += cell * step
-        cells, steps = (cell,) + cells, (step,) + steps
-        step = step * shape[a]
-    return token, cells, shape, steps
-
-
-@triton.jit
-def _shifted(token, cells, shape, steps, GROUPS: tl.constexpr, g: tl.constexpr, AXES: tl.constexpr):
-    """Return the rows' tokens displaced by a group's offset, and which are inside the grid along
-    the axes after the first."""
-    ok = cells[0] < shape[0]
+def _shifted(
+    cells, shape, steps, inside, GROUPS: tl.constexpr, g: tl.constexpr, AXES: tl.constexpr
+):
+    """Return by how many tokens a group's offset displaces the rows, and which are then inside the
+    grid along the axes after the first."""
+    shift = tl.full((), 0, tl.int64)
     for a in tl.static_range(1, AXES):
-        ok = ok & (cells[a] < shape[a])
         if _displacement(GROUPS, g, a) != 0:
-            source = cells[a] - _displacement(GROUPS, g, a)
-            ok = ok & (source >= 0) & (source < shape[a])
-            token = token - steps[a] * _displacement(GROUPS, g, a)
-    return token, ok
+            inside = inside & within(cells[a] - _displacement(GROUPS, g, a), shape[a])
+            shift -= steps[a] * _displacement(GROUPS, g, a)
+    return shift, inside
 
 
 @triton.jit
-def _tile(x, mask, token, cell, size, step, ok, col, p, DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Load a tile of frame `p` after the rows' first one; 0 outside the grid and for padding."""
-    here = ok & (cell + p >= 0) & (cell + p < size)
-    at = token + p * step
+def _tile(
+    x, mask, token, at, shift, here, here_col, DIM: tl.constexpr, PAIRS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Load a tile `shift` tokens after the rows at `at`, 0 where not `here` and for padding, as a
+    tuple: with PAIRS (bfloat16) of the even and the odd channels, which takes one instruction for
+    each number, else of all."""
     if MASKED:
-        here = here & (tl.load(mask + at, mask=here, other=0) != 0)
-    where = here[:, None] & (col < DIM)[None, :]
-    return tl.load(x + at[:, None] * DIM + col[None, :], mask=where, other=0.0).to(tl.float32)
+        here = here & (tl.load(mask + token + shift, mask=here, other=0) != 0)
+    where = here[:, None] & here_col[None, :]
+    if PAIRS:
+        words = (x + shift * DIM).to(tl.pointer_type(tl.int32), bitcast=True)
+        word = tl.load(words + at, mask=where, other=0)
+        odd = (word & -0x10000).to(tl.float32, bitcast=True)
+        return (word << 16).to(tl.float32, bitcast=True), odd
+    else:
+        return (tl.load(x + shift * DIM + at, mask=where, other=0.0).to(tl.float32),)
 
 
 @triton.jit
-def _store(out, acc, token, cell, size, step, ok, col, mask, DIM: tl.constexpr, M: tl.constexpr):
-    """Store the sums of a row's frames; 0 for padding if there is a mask."""
-    for m in tl.static_range(len(acc)):
-        here, at, value = ok & (cell + m < size), token + m * step, acc[m]
-        if M:
-            real = tl.load(mask + at, mask=here, other=0) != 0
-            value = tl.where(real[:, None], value, 0.0)
-        where = here[:, None] & (col < DIM)[None, :]
-        tl.store(out + at[:, None] * DIM + col[None, :], value.to(out.dtype.element_ty), where)
+def _weights(row, col, here_col, N: tl.constexpr):
+    """Load a tap's float32 weights as a tuple: N = 2: of the even and the odd channels."""
+    if N == 2:  # as pairs: vectors of numbers that lie side by side
+        pairs = row.to(tl.pointer_type(tl.int64), bitcast=True)
+        pair = tl.load(pairs + col, mask=here_col, other=0)
+        odd = (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        return pair.to(tl.int32).to(tl.float32, bitcast=True), odd
+    else:
+        return (tl.load(row + col, mask=here_col, other=0.0),)
 
 
 @triton.jit
-def _add_tap(acc, m: tl.constexpr, tile, weight, col, TAP: tl.constexpr, DIM: tl.constexpr):
-    """Add a tap's product to the sum of frame m; nothing if TAP is -1."""
+def _add_tap(
+    acc, m: tl.constexpr, tile, weight, col, here_col, TAP: tl.constexpr, DIM: tl.constexpr
+):
+    """Add a tap's product to the sums of frame m; nothing if TAP is -1."""
     if TAP >= 0:
-        w = tl.load(weight + TAP * DIM + col, mask=col < DIM, other=0.0)
-        acc = _replaced(acc, m, acc[m] + w[None, :] * tile)
+        N: tl.constexpr = len(tile)
+        weights = _weights(weight + TAP * DIM, col, here_col, N)
+        for h in tl.static_range(len(tile)):
+            acc = _replaced(acc, m * N + h, acc[m * N + h] + weights[h][None, :] * tile[h])
     return acc
 
 
 @triton.jit
-def _add_product(sums, tile, own, TAP: tl.constexpr, FIRST: tl.constexpr):
-    """Add a product of tiles to a tap's sum; nothing if TAP is -1."""
+def _add_product(sums, tile, own, m: tl.constexpr, TAP: tl.constexpr):
+    """Add the products of a tile and frame m of `own` to a tap's sums; nothing if TAP is -1."""
     if TAP >= 0:
-        sums = _replaced(sums, TAP - FIRST, sums[TAP - FIRST] + tile * own)
+        N: tl.constexpr = len(tile)
+        for h in tl.static_range(len(tile)):
+            value = sums[TAP * N + h] + tile[h] * own[m * N + h]
+            sums = _replaced(sums, TAP * N + h, value)
     return sums
+
+
+@triton.jit
+def _store(
+    out, acc, mask, token, offset, step, cell, size, inside, here_col, DIM: tl.constexpr,
+    FRAMES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Store the sums of a row's frames; 0 for padding if there is a mask."""
+    for m in tl.static_range(FRAMES):
+        here = inside & (cell + m < size)
+        if len(acc) == FRAMES:
+            value = acc[m]
+        else:
+            pair = tl.join(acc[2 * m], acc[2 * m + 1])
+            value = tl.reshape(pair, (pair.shape[0], 2 * pair.shape[1]))
+        if MASKED:
+            real = tl.load(mask + token + m * step, mask=here, other=0) != 0
+            value = tl.where(real[:, None], value, 0.0)
+        where = here[:, None] & here_col[None, :]
+        tl.store(out + m * step * DIM + offset, value.to(out.dtype.element_ty), where)
+
+
+@triton.jit
+def _columns(DIM: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr):
+    """Return the program's columns in units of N channels, and which exist."""
+    col = tl.program_id(0) % ((DIM + BLOCK - 1) // BLOCK) * (BLOCK // N) + tl.arange(0, BLOCK // N)
+    return col, col < DIM // N
 
 
 @triton.jit(do_not_specialize=INTS)
 def _mix(
     x, weight, mask, table, out, boxes, length, n0, n1, n2, n3, n4, n5, n6, n7,
     DIM: tl.constexpr, AXES: tl.constexpr, BOX: tl.constexpr, FRAMES: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, MASK_IN: tl.constexpr,
-    MASK_OUT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
+    MASK_IN: tl.constexpr, MASK_OUT: tl.constexpr,
 ):  # fmt: skip
     """Compute u of one box. MASK_IN: padding is not read; MASK_OUT: its result is 0."""
-    blocks: tl.constexpr = (DIM + BLOCK - 1) // BLOCK
-    col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    col, here_col = _columns(DIM, BLOCK, N)
+    every, here_every = _columns(DIM, BLOCK, 1)
     sizes = (n0, n1, n2, n3, n4, n5, n6, n7)
-    token, cells, shape, steps = _box(
-        tl.program_id(0) // blocks, table, sizes, length, AXES, BOX, FRAMES, ROWS
+    box = tl.program_id(0) // ((DIM + BLOCK - 1) // BLOCK)
+    token, cells, shape, steps, inside = box_rows(
+        box, table, sizes, length, AXES, BOX, FRAMES, ROWS
     )
-    acc = _zeros(FRAMES, ROWS, BLOCK)
+    at = token[:, None] * (DIM // N) + col[None, :]
+    acc = _zeros(FRAMES * N, ROWS, BLOCK // N)
     for g in tl.static_range(_groups(GROUPS)):
-        at, ok = _shifted(token, cells, shape, steps, GROUPS, g, AXES)
+        shift, ok = _shifted(cells, shape, steps, inside, GROUPS, g, AXES)
         for p in tl.static_range(_lowest(GROUPS, g), _highest(GROUPS, g, FRAMES)):
-            tile = _tile(x, mask, at, cells[0], shape[0], steps[0], ok, col, p, DIM, MASK_IN)
+            here = ok & within(cells[0] + p, shape[0])
+            to = shift + p * steps[0]
+            tile = _tile(x, mask, token, at, to, here, here_col, DIM, N == 2, MASK_IN)
             for m in tl.static_range(FRAMES):
-                acc = _add_tap(acc, m, tile, weight, col, _tap(GROUPS, g, m - p), DIM)
-    ok = cells[0] < shape[0]
-    for a in tl.static_range(1, AXES):
-        ok = ok & (cells[a] < shape[a])
-    _store(out, acc, token, cells[0], shape[0], steps[0], ok, col, mask, DIM, MASK_OUT)
+                acc = _add_tap(acc, m, tile, weight, col, here_col, _tap(GROUPS, g, m - p), DIM)
+    offset = token[:, None] * DIM + every[None, :]
+    _store(
+        out, acc, mask, token, offset, steps[0], cells[0], shape[0], inside, here_every, DIM,
+        FRAMES, MASK_OUT,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=INTS)
 def _backward(
     du, x, weight, mask, table, dx, partial, boxes, length, n0, n1, n2, n3, n4, n5, n6, n7,
     DIM: tl.constexpr, AXES: tl.constexpr, BOX: tl.constexpr, FRAMES: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, FIRST: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
     TAPS: tl.constexpr, MASKED: tl.constexpr, DX: tl.constexpr,
 ):  # fmt: skip
-    """Sum du_(t + o) x_t over many boxes for TAPS taps from FIRST on, into partial (programs of a
-    block of channels, TAPS, DIM). GROUPS: of these taps with their offsets negated. DX: also
-    compute dx."""
+    """Sum du_(t + o) x_t over many boxes for a set of taps, into partial (programs of a block of
+    channels, TAPS, DIM). GROUPS: of these taps, with their offsets negated. DX: also compute dx,
+    where the set is all taps."""
     blocks: tl.constexpr = (DIM + BLOCK - 1) // BLOCK
     slot, slots = tl.program_id(0) // blocks, tl.num_programs(0) // blocks
-    col = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    col, here_col = _columns(DIM, BLOCK, N)
+    every, here_every = _columns(DIM, BLOCK, 1)
     sizes = (n0, n1, n2, n3, n4, n5, n6, n7)
-    sums = _zeros(TAPS, ROWS, BLOCK)
+    sums = _zeros(TAPS * N, ROWS, BLOCK // N)
     for box in range(slot, boxes, slots):
-        token, cells, shape, steps = _box(box, table, sizes, length, AXES, BOX, FRAMES, ROWS)
-        inside = cells[0] < shape[0]
-        for a in tl.static_range(1, AXES):
-            inside = inside & (cells[a] < shape[a])
+        token, cells, shape, steps, inside = box_rows(
+            box, table, sizes, length, AXES, BOX, FRAMES, ROWS
+        )
+        at = token[:, None] * (DIM // N) + col[None, :]
         own = ()
         for m in tl.static_range(FRAMES):
-            tile = _tile(x, mask, token, cells[0], shape[0], steps[0], inside, col, m, DIM, MASKED)
-            own = own + (tile,)
-        acc = _zeros(FRAMES, ROWS, BLOCK)
+            here, to = inside & (cells[0] + m < shape[0]), m * steps[0]
+            own = own + _tile(x, mask, token, at, to, here, here_col, DIM, N == 2, MASKED)
+        acc = _zeros(FRAMES * N, ROWS, BLOCK // N)
         for g in tl.static_range(_groups(GROUPS)):
-            at, ok = _shifted(token, cells, shape, steps, GROUPS, g, AXES)
+            shift, ok = _shifted(cells, shape, steps, inside, GROUPS, g, AXES)
             for p in tl.static_range(_lowest(GROUPS, g), _highest(GROUPS, g, FRAMES)):
-                tile = _tile(du, mask, at, cells[0], shape[0], steps[0], ok, col, p, DIM, False)
+                here = ok & within(cells[0] + p, shape[0])
+                to = shift + p * steps[0]
+                tile = _tile(du, mask, token, at, to, here, here_col, DIM, N == 2, False)
                 for m in tl.static_range(FRAMES):
-                    sums = _add_product(sums, tile, own[m], _tap(GROUPS, g, m - p), FIRST)
+                    sums = _add_product(sums, tile, own, m, _tap(GROUPS, g, m - p))
                     if DX:
-                        acc = _add_tap(acc, m, tile, weight, col, _tap(GROUPS, g, m - p), DIM)
+                        acc = _add_tap(
+                            acc, m, tile, weight, col, here_col, _tap(GROUPS, g, m - p), DIM
+                        )
         if DX:
-            _store(dx, acc, token, cells[0], shape[0], steps[0], inside, col, mask, DIM, MASKED)
+            offset = token[:, None] * DIM + every[None, :]
+            _store(
+                dx, acc, mask, token, offset, steps[0], cells[0], shape[0], inside, here_every,
+                DIM, FRAMES, MASKED,
+            )  # fmt: skip
     for k in tl.static_range(TAPS):
-        at = (slot * TAPS + k) * DIM + col
-        tl.store(partial + at, tl.sum(sums[k], 0), mask=col < DIM)
+        for h in tl.static_range(N):
+            to = partial + (slot * TAPS + k) * DIM + N * col + h
+            tl.store(to, tl.sum(sums[k * N + h], 0), mask=here_col)
 
 
 def supported(taps: int) -> str:
@@ -251,49 +268,10 @@ def supported(taps: int) -> str:
     return "" if taps <= MOST_TAPS else f"{taps} taps: expected {MOST_TAPS} or fewer"
 
 
-class Box(NamedTuple):
-    """What a program computes: `frames` successive frames of each row of cells, and how many rows
-    lie along each axis (powers of two)."""
-
-    frames: int
-    rows: tuple[int, ...]
-
-    @property
-    def extents(self) -> tuple[int, ...]:
-        return (self.frames * self.rows[0], *self.rows[1:])
-
-
-def box(shape: Sequence[int], backward: bool = False) -> Box:
-    """Return the box for grids up to this shape: nearly a cube, no longer than the grid along any
-    axis."""
-    frames, count, _ = BACKWARD if backward else FORWARD
-    frames = min(frames, power_of_2(shape[0]))
-    rows = [1] * len(shape)
-    while count > 1:
-        extents = [frames * rows[0], *rows[1:]]
-        short = [a for a, size in enumerate(shape) if extents[a] < size]
-        # the shortest extent, of equal ones the last axis
-        axis = min(short, key=lambda a: (extents[a], -a)) if short else len(shape) - 1
-        rows[axis] *= 2
-        count //= 2
-    return Box(frames, tuple(rows))
-
-
-def table(shapes: Sequence[Sequence[int]], firsts: Sequence[int], of: Box) -> Tensor:
-    """Return the boxes of a pack's samples, (boxes, 1 + 2 axes) int64; see `_box`."""
-    parts = []
-    for shape, first in zip(shapes, firsts, strict=True):
-        starts = [torch.arange(0, n, extent) for n, extent in zip(shape, of.extents, strict=True)]
-        grid = torch.cartesian_prod(*starts).reshape(-1, len(shape))
-        fixed = torch.tensor([first, *shape]).expand(len(grid), -1)
-        parts.append(torch.cat([fixed, grid], 1))
-    return torch.cat(parts)
-
-
-def _grouped(offsets: Offsets, sign: int, taps: range) -> Groups:
+def _grouped(offsets: Sequence[tuple[int, ...]], sign: int) -> Groups:
     found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    for tap in taps:
-        first, *rest = (sign * o for o in offsets[tap])
+    for tap, offset in enumerate(offsets):
+        first, *rest = (sign * o for o in offset)
         found.setdefault(tuple(rest), []).append((first, tap))
     return tuple((rest, tuple(members)) for rest, members in found.items())
 
@@ -308,10 +286,12 @@ def _arguments(x: Tensor, shape: Sequence[int], boxes: Tensor | None, of: Box) -
             count *= cdiv(size, extent)
     sizes += [None] * (MOST_AXES - len(sizes))  # type: ignore[list-item]
     block = min(power_of_2(dim), BYTES // x.element_size())
+    pairs = x.dtype == torch.bfloat16 and dim % 2 == 0 and x.is_cuda
     return {
         "boxes": count, "length": x.shape[1], **{f"n{a}": n for a, n in enumerate(sizes)},
         "DIM": dim, "AXES": len(shape), "BOX": of.rows, "FRAMES": of.frames,
         "ROWS": torch.Size(of.rows).numel(), "BLOCK": block,
+        "N": 2 if pairs else 1,
     }  # fmt: skip
 
 
@@ -320,11 +300,11 @@ def _launch(
     transposed: bool,
 ) -> Launch:  # fmt: skip
     how = _arguments(x, shape, boxes, of)
-    groups = _grouped(offsets, -1 if transposed else 1, range(len(offsets)))
+    groups = _grouped(offsets, -1 if transposed else 1)
     programs = how["boxes"] * cdiv(how["DIM"], how["BLOCK"])
     return Launch(
         _mix, (programs,), **how, GROUPS=groups, MASK_IN=mask and not transposed,
-        MASK_OUT=mask and transposed, num_warps=FORWARD[2],
+        MASK_OUT=mask and transposed, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -348,21 +328,24 @@ def mix(
 
 def _backward_launches(
     x: Tensor, mask: bool, shape: Sequence[int], boxes: Tensor | None, of: Box, offsets: Offsets
-) -> list[tuple[Launch, int, int]]:
-    """Return a launch for each set of taps, with its number of taps and its parts of sums."""
+) -> list[tuple[Launch, list[int], int]]:
+    """Return a launch for each set of taps, with these taps and its number of partial sums."""
     how = _arguments(x, shape, boxes, of)
     blocks = cdiv(how["DIM"], how["BLOCK"])
-    parts = max(1, min(how["boxes"], PROGRAMS // blocks))
+    parts = max(1, min(how["boxes"], by_axes(PROGRAMS, len(shape)) // blocks))
     sets = cdiv(len(offsets), AT_ONCE)
+    order = list(range(len(offsets)))
+    if sets > 1:  # taps that differ along the first axis only use the same tiles
+        order.sort(key=lambda tap: (offsets[tap][1:], offsets[tap]))
     each = cdiv(len(offsets), sets)
     found = []
     for first in range(0, len(offsets), each):
-        taps = range(first, min(first + each, len(offsets)))
+        taps = order[first : first + each]
         launch = Launch(
-            _backward, (parts * blocks,), **how, GROUPS=_grouped(offsets, -1, taps), FIRST=first,
-            TAPS=len(taps), MASKED=mask, DX=sets == 1, num_warps=BACKWARD[2],
+            _backward, (parts * blocks,), **how, GROUPS=_grouped([offsets[i] for i in taps], -1),
+            TAPS=len(taps), MASKED=mask, DX=sets == 1, num_warps=WARPS,
         )  # fmt: skip
-        found.append((launch, len(taps), parts))
+        found.append((launch, taps, parts))
     return found
 
 
@@ -379,9 +362,11 @@ def backward(
         lambda: _backward_launches(x, mask is not None, shape, boxes, of, offsets),
     )
     dx = torch.empty_like(x) if len(launches) == 1 else None
-    sums = []
+    dweight = torch.empty_like(weight)
     for launch, taps, parts in launches:
-        partial = scratch(x, parts, taps, x.shape[-1])
+        partial = scratch(x, parts, len(taps), x.shape[-1])
         launch(du, x, weight, flags(mask), boxes, dx, partial)
-        sums.append(partial.sum(0))
-    return dx, sums[0] if len(sums) == 1 else torch.cat(sums)
+        if dx is not None:
+            return dx, partial.sum(0)
+        dweight[taps] = partial.sum(0)
+    return None, dweight

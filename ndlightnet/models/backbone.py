@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from ndlightnet.layout import Grid, Layout, Packed, pack
 from ndlightnet.models.stream import Stream, StreamState, advance
 from ndlightnet.nn.block import Block, init_weights, undecayed_names
 from ndlightnet.nn.mixers import LightNetAttention
+from ndlightnet.nn.mixers.base import Factories, layer_factories
 from ndlightnet.nn.patch import Patchify
 from ndlightnet.nn.position import MDTPE
 
@@ -29,7 +30,9 @@ class NDLightNet(nn.Module):
             embedding).
         patch_size: cells per token, an int or one per axis; default: about 256 cells a patch.
         embed_dim, depth: width and number of blocks.
-        mixer: a function of the width that returns a mixer; see ndlightnet.nn.mixers.
+        mixer: a function of the width that returns a mixer, or a list of one for each layer; see
+            ndlightnet.nn.mixers. If its signature names `dims` or `layer`, it is called with the
+            number of axes or the index of the layer, too.
         mlp_ratio: hidden width of the gated MLP / embed_dim.
         tpe: MD-TPE after the embedding. tpe_states: its states per axis. tpe_bidirectional: scan
             forward and backward along each axis (except the first one if causal); default: True
@@ -61,7 +64,7 @@ class NDLightNet(nn.Module):
         patch_size: int | Sequence[int] | None = None,
         embed_dim: int = 384,
         depth: int = 12,
-        mixer: Callable[[int], nn.Module] = LightNetAttention,
+        mixer: Factories = LightNetAttention,
         mlp_ratio: float = 8 / 3,
         tpe: bool = True,
         tpe_states: int = 128,
@@ -78,11 +81,7 @@ class NDLightNet(nn.Module):
             raise ValueError(f"dims={dims} with vocab_size={vocab_size}: expected dims=1")
         if depth < 1 or embed_dim < 1:
             raise ValueError(f"depth={depth}, embed_dim={embed_dim}: expected 1 or more of both")
-        if isinstance(mixer, nn.Module):
-            raise ValueError(
-                f"mixer={type(mixer).__name__}(...): expected a class or a function of the width, "
-                "such as functools.partial(LightNetAttention, heads=4)"
-            )
+        factories = layer_factories("mixer", mixer, depth, dims)
         self.dims, self.in_chans = dims, in_chans
         self.embed_dim = self.num_features = embed_dim
         self.causal, self.vocab_size = causal, vocab_size
@@ -103,7 +102,10 @@ class NDLightNet(nn.Module):
         both = tpe_bidirectional is not False
         self.tpe = MDTPE(dims, embed_dim, tpe_states, both, causal) if tpe else None
         rates = [drop_path_rate * i / max(1, depth - 1) for i in range(depth)]
-        self.blocks = nn.ModuleList(Block(embed_dim, mixer, mlp_ratio, rate) for rate in rates)
+        self.blocks = nn.ModuleList(
+            Block(embed_dim, factory, mlp_ratio, rate)
+            for factory, rate in zip(factories, rates, strict=True)
+        )
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.head_drop = nn.Dropout(drop_rate)
         self.grad_checkpointing = False

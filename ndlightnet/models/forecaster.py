@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from ndlightnet.nn.block import Block, init_weights
 from ndlightnet.nn.mixers import LightNetAttention
-from ndlightnet.nn.mixers.base import reads_context
+from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories, reads_context
 from ndlightnet.ops import frequencies
 
 
@@ -20,8 +18,8 @@ class CrossBlock(Block):
     def __init__(
         self,
         dim: int,
-        mixer: Callable[[int], nn.Module],
-        cross: Callable[[int], nn.Module] | None = None,
+        mixer: Factory,
+        cross: Factory | None = None,
         mlp_ratio: float = 8 / 3,
     ) -> None:
         super().__init__(dim, mixer, mlp_ratio)
@@ -56,9 +54,9 @@ class Forecaster(nn.Module):
             that end with the last input step.
         time_chans: time features of a step.
         embed_dim, depth, decoder_depth: width and numbers of blocks.
-        mixer: a function of the width that returns a mixer; see ndlightnet.nn.mixers. cross:
-            likewise, for the decoder to read the encoder's output, called with `context`; default:
-            the cross form of `mixer`, or of LightNet attention where it has none.
+        mixer: as in NDLightNet; the decoder's layers follow the encoder's. cross: likewise, for the
+            decoder's layers to read the encoder's output, called with `context`; default: the cross
+            form of `mixer`, or of LightNet attention where it has none.
         mlp_ratio: hidden width of the gated MLP / embed_dim.
         drop_rate: dropout after the embedding and before the head.
     """
@@ -73,8 +71,8 @@ class Forecaster(nn.Module):
         embed_dim: int = 128,
         depth: int = 2,
         decoder_depth: int = 1,
-        mixer: Callable[[int], nn.Module] = LightNetAttention,
-        cross: Callable[[int], nn.Module] | None = None,
+        mixer: Factories = LightNetAttention,
+        cross: Factories | None = None,
         mlp_ratio: float = 8 / 3,
         drop_rate: float = 0.0,
     ) -> None:
@@ -89,21 +87,20 @@ class Forecaster(nn.Module):
             raise ValueError(
                 f"depth={depth}, decoder_depth={decoder_depth}: expected 1 or more of both"
             )
-        for name, made in (("mixer", mixer), ("cross", cross)):
-            if isinstance(made, nn.Module):
-                raise ValueError(
-                    f"{name}={type(made).__name__}(...): expected a class or a function of the "
-                    "width, such as functools.partial(LightNetAttention, heads=4)"
-                )
+        factories = layer_factories("mixer", mixer, depth + decoder_depth, dims=1)
+        crosses: list[Factory] | list[None] = [None] * decoder_depth
+        if cross is not None:
+            crosses = layer_factories("cross", cross, decoder_depth, dims=1, first=depth)
         self.in_chans, self.label_length, self.period = in_chans, label_length, period
         self.embed_dim = embed_dim
         self.embed = nn.Linear(in_chans, embed_dim)
         self.embed_time = nn.Linear(time_chans, embed_dim, bias=False)
         self.drop = nn.Dropout(drop_rate)
-        self.encoder = nn.ModuleList(Block(embed_dim, mixer, mlp_ratio) for _ in range(depth))
+        self.encoder = nn.ModuleList(Block(embed_dim, one, mlp_ratio) for one in factories[:depth])
         self.encoder_norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.decoder = nn.ModuleList(
-            CrossBlock(embed_dim, mixer, cross, mlp_ratio) for _ in range(decoder_depth)
+            CrossBlock(embed_dim, *pair, mlp_ratio)
+            for pair in zip(factories[depth:], crosses, strict=True)
         )
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.head = nn.Linear(embed_dim, in_chans)

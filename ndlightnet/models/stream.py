@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
 from ndlightnet.models.graphs import Graphs, clone
 
@@ -156,7 +156,7 @@ class Stream:
         """Return tensors and numbers, for `torch.save` and `torch.load` with weights_only=True."""
         names, state = self.state._fields, clone(self.state)  # the next frame may overwrite it
         return {**dict(zip(names, state, strict=True)), "waiting": list(self.waiting),
-                "layers": [list(memory) for memory in state.layers]}  # fmt: skip
+                "layers": [tree_leaves(memory) for memory in state.layers]}  # fmt: skip
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from another stream's `state_dict`, on the model's device."""
@@ -167,8 +167,8 @@ class Stream:
                 f"a state of {len(saved['layers'])} layers and {len(saved['waiting'])} streams: "
                 f"expected {len(fresh)} and {self.batch_size}"
             )
-        kinds = [getattr(type(memory), "_make", tuple) for memory in fresh]
-        layers = tuple(kind(part) for kind, part in zip(kinds, saved["layers"], strict=True))
+        kinds = [tree_structure(memory) for memory in fresh]
+        layers = tuple(map(tree_unflatten, saved["layers"], kinds))
         self.waiting = list(saved["waiting"])
         state = StreamState(**{**saved, "layers": layers, "waiting": 0})
         self.state = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, state)
@@ -242,8 +242,7 @@ class Stream:
             first = _first(self.model, self.batch_size, part.space, device)
             old = old._replace(space=part.space, **first)
         layers = tuple(
-            type(memory)(*(put(a, b) for a, b in zip(memory, new, strict=True))) if new else memory
-            for memory, new in zip(old.layers, part.layers, strict=True)
+            tree_map(put, memory, new) for memory, new in zip(old.layers, part.layers, strict=True)
         )
         self.state = StreamState(
             put(old.frames, part.frames), 0, put(old.cells, part.cells), old.space,

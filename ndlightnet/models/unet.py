@@ -7,8 +7,8 @@ between separable ones: their `channel_axis` is 1 or -1."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import islice, pairwise
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ndlightnet.layout import Grid, per_axis
 from ndlightnet.nn.block import Block, init_weights
 from ndlightnet.nn.mixers import LightNetAttention
+from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories
 from ndlightnet.nn.position import MDTPE
 from ndlightnet.nn.separable import LocalBlock, Separable
 from ndlightnet.ops.recurrence.chunks import exact
@@ -110,14 +111,13 @@ class Stage(nn.Module):
     """LightNet blocks on a feature map: position code, then the blocks."""
 
     def __init__(
-        self, dims: int, dim: int, depth: int, mixer: Callable[[int], nn.Module],
-        mlp_ratio: float, tpe: bool, drop_path: float, channel_axis: int = 1,
-        causal: bool = False,
+        self, dims: int, dim: int, factories: Sequence[Factory], mlp_ratio: float, tpe: bool,
+        drop_path: float, channel_axis: int = 1, causal: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.channel_axis, self.causal = channel_axis, causal
-        self.tpe = MDTPE(dims, dim, causal=causal) if tpe and depth else None
-        self.blocks = nn.ModuleList(Block(dim, mixer, mlp_ratio, drop_path) for _ in range(depth))
+        self.tpe = MDTPE(dims, dim, causal=causal) if tpe and factories else None
+        self.blocks = nn.ModuleList(Block(dim, one, mlp_ratio, drop_path) for one in factories)
         self.grad_checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,7 +151,8 @@ class NDLightUNet(nn.Module):
             causal) for each level of `widths` after the first, or for three levels.
         widths: channels per level. convs: convolution blocks of the encoder per level.
         depths: LightNet blocks per level; 0: convolutions only.
-        mixer, mlp_ratio, tpe: as in NDLightNet. drop_path_rate: stochastic depth of every block.
+        mixer, mlp_ratio, tpe: as in NDLightNet; `mixer` counts layers from the first level to the
+            last. drop_path_rate: stochastic depth of every block.
         deep_supervision: in training the output is a list: the logits, then those of the coarser
             levels of the decoder, each on the grid of that level.
         separable: build it from separable blocks (local mixing, then a gated MLP) and linear maps
@@ -176,7 +177,7 @@ class NDLightUNet(nn.Module):
         widths: Sequence[int] | None = None,
         convs: Sequence[int] | None = None,
         depths: Sequence[int] | None = None,
-        mixer: Callable[[int], nn.Module] = LightNetAttention,
+        mixer: Factories = LightNetAttention,
         mlp_ratio: float = 8 / 3,
         tpe: bool = True,
         drop_path_rate: float = 0.0,
@@ -218,6 +219,7 @@ class NDLightUNet(nn.Module):
         self.dims, self.in_channels, self.out_channels = dims, in_channels, out_channels
         self.strides, self.deep_supervision = steps, deep_supervision
         self.separable, self.causal = separable, causal
+        factories = iter(layer_factories("mixer", mixer, sum(depths), dims))
         layers: Any = Separable(dims, mlp_ratio, causal) if separable else Convolutional(dims)
         self.channel_axis = layers.channel_axis
         self.down, self.convs, self.stages = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
@@ -227,7 +229,7 @@ class NDLightUNet(nn.Module):
             self.down.append(down)
             self.convs.append(nn.Sequential(*blocks))
             self.stages.append(
-                Stage(dims, width, depth, mixer, mlp_ratio, tpe, drop_path_rate,
+                Stage(dims, width, list(islice(factories, depth)), mlp_ratio, tpe, drop_path_rate,
                       self.channel_axis, causal)
             )  # fmt: skip
         pairs = list(zip(pairwise(widths), steps, strict=True))

@@ -89,12 +89,13 @@ def resolve(
     return "torch" if any(y is not None and y.numel() == 0 for y in others) else "triton"
 
 
-def _device_reason(device: torch.device) -> str:
+def device_reason(device: torch.device) -> str:
+    """Return why Triton cannot run on a device, empty if it can."""
     return _device_reason_once(device)
 
 
 # as torch.compiler.assume_constant_result does, but without importing torch._dynamo and Triton
-_device_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
+device_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
@@ -128,7 +129,7 @@ def supported(
     if "triton" not in OPERATIONS.get(operation, ()):
         operations = (name for name, has in OPERATIONS.items() if "triton" in has)
         raise ValueError(f"operation={operation!r}: expected one of {', '.join(operations)}")
-    if reason := _device_reason(x.device):
+    if reason := device_reason(x.device):
         return Support(reason)
     if x.dtype not in DTYPES or (v is not None and v.dtype != x.dtype):
         dtypes = {x.dtype} | ({v.dtype} if v is not None else set())

@@ -3,13 +3,14 @@
 With windows w_a, token i reads the tokens j with |j_a - i_a| < w_a on every axis. The causal form
 requires j_0 <= i_0 on the first axis; with one axis it reads the last w tokens, itself included.
 Queries are cut into tiles, which attend to their keys and a halo of w_a - 1 tokens; all tiles share
-one call of torch's scaled_dot_product_attention.
+one call of torch's scaled_dot_product_attention. On one axis torch's flash attention has a sliding
+window of its own, which runs where it can (`flash_support`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import per_axis
+from ndlightnet.ops.dispatch import Support, device_reason
 
 TILE = 64  # queries of a tile, about: fewer copy more of the halo, more compute more unused scores
+HAS_WINDOWS = torch.__version__ >= "2.11"  # torch.nn.attention.varlen takes a window
 COPIES = 4  # of a key in tiles: with this many or more, the backward pass recomputes the tiles
 
 
@@ -119,6 +122,63 @@ def _attend(
     return _untile(y.unflatten(0, query.shape[:2]), query_cuts, shape)
 
 
+def flash_support(q: Tensor, bias: Sequence[Tensor], mask: Tensor | None) -> Support:
+    """Return whether torch's flash attention runs `local_attention`, with the reason if not."""
+    if q.ndim != 4:
+        return Support(f"{q.ndim - 3} axes: expected one")
+    if len(bias) or mask is not None:
+        return Support(f"{'biases' if len(bias) else 'a mask'}: expected none")
+    if not q.is_cuda:
+        return Support(f"tensors on {q.device.type}: expected cuda")
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return Support(f"{q.dtype}: expected bfloat16 or float16")
+    if q.shape[-1] % 8 or q.shape[-1] > 256:
+        return Support(f"{q.shape[-1]} channels a head: expected a multiple of 8, at most 256")
+    if not HAS_WINDOWS:
+        return Support(f"torch {torch.__version__}: expected 2.11 or later")
+    return Support(device_reason(q.device))
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, window: int, causal: bool, scale: float) -> Tensor:
+    """Attend with torch's flash attention, samples end to end. It aligns the last query with the
+    last key, as keys before the first query need."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    of_queries, of_keys = (
+        torch.arange(0, (len(x) + 1) * x.shape[1], x.shape[1], dtype=torch.int32, device=x.device)
+        for x in (q, k)
+    )
+    y: Any = varlen_attn(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), of_queries, of_keys, q.shape[1],
+        k.shape[1], scale=scale, window_size=(window - 1, 0 if causal else window - 1),
+    )  # fmt: skip
+    out: Tensor = y.view(q.shape)
+    return out
+
+
+def append_frames(
+    keys: Tensor, values: Tensor, frames: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """Append new frames of a stream to its last ones, for the causal form of `local_attention`.
+
+    keys, values: of the last `window - 1` frames, (batch, window - 1, *space, heads, dim). frames:
+    (batch,) number of frames before the new ones; where these are fewer, the first ones are empty.
+    k, v: of the new frames. Returns keys and values of all of them, the mask of frames that are not
+    empty, (batch, all frames, *space), and the keys and values of the last window - 1 frames.
+    """
+    if keys.shape[2:] != k.shape[2:]:
+        raise ValueError(
+            f"frames of {tuple(k.shape[2:-2])}: expected {tuple(keys.shape[2:-2])}, as in "
+            "init_state"
+        )
+    k, v = (torch.cat([old.to(x.dtype), x], 1) for old, x in ((keys, k), (values, v)))
+    past, new = keys.shape[1], k.shape[1] - keys.shape[1]
+    real = torch.arange(-past, new, device=k.device) >= -frames[:, None]
+    real = real.reshape(*k.shape[:2], *[1] * (k.ndim - 4)).expand(k.shape[:-2])
+    tail = k[:, new:].to(keys.dtype), v[:, new:].to(values.dtype)
+    return k, v, real, tail
+
+
 def local_attention(
     q: Tensor,
     k: Tensor,
@@ -168,11 +228,13 @@ def local_attention(
         )
     if q.numel() == 0:
         return q
+    scale = dim**-0.5 if scale is None else scale
+    if flash_support(q, tables, mask):
+        return _flash(q, k, v, windows[0], causal, scale)
     cuts = [
         _cut(n, w, past if axis == 0 else 0, causal and axis == 0, ndim)
         for axis, (n, w) in enumerate(zip(shape, windows, strict=True))
     ]
-    scale = dim**-0.5 if scale is None else scale
     inputs = (q, k, v, mask, cuts, windows, tables, causal, scale)
     copies = 1.0
     for cut, n in zip(cuts, k.shape[1:-2], strict=True):

@@ -130,7 +130,8 @@ def main() -> int:
     wanted = [{"row": row, "seed": seed, **fold}
               for seed in options.seeds for fold in folds for row in options.rows]  # fmt: skip
     runs = runner.compare(options, wanted, partial(one_run, options), say=say,
-                          table=partial(table, list(options.rows)), processes=False)  # fmt: skip
+                          table=partial(table, list(options.rows)),
+                          do=partial(runner.run_all, processes=False))  # fmt: skip
     return 1 if any("error" in run for run in runs) else 0
 
 

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from argparse import ArgumentParser, Namespace
+from functools import partial
 
 import pytest
 import torch
@@ -142,7 +143,7 @@ def start(o, *wanted, answer=lambda who: {"top1": 0.5}, **more):
 
     table = more.pop("table", lambda runs: f"{len(runs)} runs\n")
     runs = runner.compare(o, wanted, one, table=table, say=lambda run: f"top1 {run['top1']}",
-                          processes=False, **more)  # fmt: skip
+                          do=partial(runner.run_all, processes=False), **more)  # fmt: skip
     return runs, asked
 
 

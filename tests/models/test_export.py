@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.export import Dim, export
 
-from ndlightnet import NDLightNet, NDLightUNet
+from ndlightnet import NDLightNet, NDLightUNet, mixers
 
 net = partial(NDLightNet, num_classes=5, embed_dim=16, depth=1, tpe_states=8)
 cells = partial(net, in_chans=2)
@@ -21,6 +21,11 @@ NETS = {
     "image": (
         partial(cells, 2, patch_size=4), (30, 41),
         [(8, 8), (30, 300), (257, 100), (260, 512), (40, 999)],
+    ),
+    "local": (
+        partial(cells, 2, patch_size=4, mixer=partial(
+            mixers.WithLocal, mixer=mixers.SoftmaxAttention, local="both")), (30, 41),
+        [(8, 8), (30, 100), (57, 100), (60, 52), (40, 99)],
     ),
     "video": (
         partial(cells, 3, patch_size=2), (9, 8, 10),
@@ -78,8 +83,11 @@ def names(quick=(), slow=(), exhaustive=()):
 
 
 @pytest.mark.slow
-@names(slow=["image", "unet3", "unet4"], exhaustive=["video", "unet2"],
-       quick=["text", "series", "unet1"])  # fmt: skip
+@names(
+    slow=["image", "unet3", "unet4"],
+    exhaustive=["video", "unet2"],
+    quick=["text", "series", "local", "unet1"],
+)
 def test_export_is_the_network_at_any_size(name):
     model, inputs, shapes = traced(name)
     agree(name, model, export(model, inputs, dynamic_shapes=shapes).module())

@@ -1,6 +1,5 @@
 """Streams from CUDA graphs on a card: what they give without, whatever comes between."""
 
-import inspect
 from functools import partial
 
 import pytest
@@ -15,10 +14,11 @@ pytestmark = [
 ]
 SIZES = (3, 1, 1, 2, 2, 1, 1, 5, 1, 2, 2)  # of the pieces: whole patches, and halves that wait
 STREAMING = [
-    kind for _, kind in inspect.getmembers(mixers, inspect.isclass)
-    if hasattr(kind, "advance") and kind.__name__ != "LightNetAttention"
+    kind for kind in (getattr(mixers, name) for name in mixers.__all__)
+    if hasattr(kind, "advance") and kind is not LightNetAttention
 ]  # fmt: skip
 windowed = partial(LightNetAttention, window=3, forget=0.1)
+local = partial(mixers.WithLocal, mixer=mixers.WindowAttention, local="both", dense=True)
 
 
 def network(mixer=LightNetAttention):
@@ -37,7 +37,7 @@ def captured(stream):
     return sum(one is not None for one in stream.graphs.captured.values())
 
 
-@pytest.mark.parametrize("mixer", [LightNetAttention, windowed, *STREAMING])
+@pytest.mark.parametrize("mixer", [LightNetAttention, windowed, local, *STREAMING])
 def test_it_is_the_stream_without_graphs(mixer, close):
     model = network(mixer)
     ours, plain = model.stream(2), model.stream(2, cuda_graph=False)

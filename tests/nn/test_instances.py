@@ -347,3 +347,28 @@ def test_wrong_arguments_are_named():
         mixers.CosformerAttention(16, reach=0)
     with pytest.raises(ValueError, match=r"reach=\(3, 4\): expected"):
         mixers.CosformerAttention(16, reach=(3, 4))(torch.randn(1, 5, 16))
+
+
+@pytest.mark.parametrize("name", ["DeltaNet", "GatedDeltaNet", "KimiDeltaAttention"])
+@pytest.mark.parametrize("taps", [1, 2, 4])
+def test_the_short_convolution_of_delta_rules(close, name, taps):
+    """Torch's of this many taps, in the whole and in a stream; one tap is none."""
+    m = getattr(mixers, name)(16, 2, taps=taps).double()
+    x = torch.randn(2, N, 16, dtype=torch.float64)
+    z = m.project(x)
+    parts = m.inputs(torch.nn.functional.pad(z, (0, 0, m.lookback, 0)), None)
+    near = z[..., :48].mT
+    if taps > 1:
+        padded = torch.nn.functional.pad(near, (taps - 1, 0))
+        near = torch.nn.functional.conv1d(padded, m.conv[:, None], groups=48)
+    v = torch.nn.functional.silu(near.mT)[..., 32:]
+    close(parts.v.flatten(2), v, 1e-12)
+    state, outputs = m.init_state(2), []
+    assert state.tail.shape == (2, taps - 1, m.width)
+    for at, end in ((0, 1), (1, 2), (2, N)):
+        y, state = m.advance(x[:, at:end], state, at)
+        outputs.append(y)
+    close(torch.cat(outputs, 1), m(x, causal=True), 1e-11)
+    assert (m.conv is None) == (taps == 1) == ("conv" not in m.state_dict())
+    with pytest.raises(ValueError, match="taps=0: expected 1 or more"):
+        getattr(mixers, name)(16, 2, taps=0)

@@ -1,11 +1,17 @@
-"""WindowAttention against softmax over all pairs, in float64, with the others masked away."""
+"""WindowAttention against softmax over all pairs in float64, the others masked away; streams."""
+
+import itertools
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from ndlightnet import NDLightNet
+from ndlightnet.layout import Grid
 from ndlightnet.nn.mixers import WindowAttention
+from ndlightnet.ops.position import groups
 
 GRIDS = {(7,): 3, (130,): 5, (5, 6): 2, (9, 20): (3, 6), (4, 3, 5): (2, 1, 3), (2, 3, 2, 4): 2}
 DIM, HEADS = 12, 2
@@ -23,6 +29,13 @@ def plainly(net: WindowAttention, x: Tensor, mask: Tensor | None, causal: bool) 
         (tokens @ proj.weight.T).reshape(batch, -1, net.heads, dim // net.heads)
         for proj in (net.q_proj, net.k_proj, net.v_proj)
     )
+    if net.lrpe:
+        theta = net.lrpe(tuple(grid)).theta.double()
+        sizes = groups(theta.shape[1], len(grid))
+        column = torch.from_numpy(at).repeat_interleave(torch.tensor(sizes), 1)
+        turn = torch.polar(torch.ones(()).double(), column[:, None] * theta)
+        q, k = (torch.complex(*y.chunk(2, -1)) * turn for y in (q, k))
+        q, k = (torch.cat([y.real, y.imag], -1) for y in (q, k))
     out = torch.zeros_like(q)
     for b in range(batch):
         for i in range(len(at)):
@@ -34,17 +47,24 @@ def plainly(net: WindowAttention, x: Tensor, mask: Tensor | None, causal: bool) 
             if not len(seen):
                 continue
             for h in range(net.heads):
-                bias = net.bias[h, torch.from_numpy(offset[seen]) + net.bias.shape[1] // 2].sum(-1)
-                scores = k[b, seen, h] @ q[b, i, h] / (dim // net.heads) ** 0.5 + bias
+                scores = k[b, seen, h] @ q[b, i, h] / (dim // net.heads) ** 0.5
+                if net.bias is not None:
+                    columns = torch.from_numpy(offset[seen]) + net.bias.shape[1] // 2
+                    scores = scores + net.bias[h, columns].sum(-1)
                 out[b, i, h] = scores.softmax(0) @ v[b, seen, h]
     return (out.reshape(batch, -1, dim) @ net.o_proj.weight.T).reshape(x.shape)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("grid", GRIDS)
-def test_against_all_pairs(close, grid, masked, causal):
-    net = WindowAttention(DIM, HEADS, window=GRIDS[grid]).double()
+def test_against_all_pairs(close, grid, rotary, masked, causal):
+    if rotary and len(grid) > 3:
+        pytest.skip("six channels a head turn by three angles")
+    net = WindowAttention(DIM, HEADS, window=GRIDS[grid], rotary=rotary).double()
+    for scale in [net.lrpe.log_factor] if rotary else []:
+        torch.nn.init.normal_(scale, std=0.1)
     x = torch.randn(2, *grid, DIM, dtype=torch.float64)
     mask = torch.rand(2, *grid) < 0.6 if masked else None
     given = x if mask is None else x.masked_fill(~mask[..., None], torch.nan)  # is never read
@@ -70,3 +90,81 @@ def test_windows_that_are_none():
             WindowAttention(DIM, HEADS, window=window)
     with pytest.raises(ValueError, match=r"window=\(3, 3\)"):
         WindowAttention(DIM, HEADS, window=(3, 3))(torch.zeros(1, 4, 4, 4, DIM))
+
+
+def stream_cases():
+    for (grid, window), rotary in itertools.product(GRIDS.items(), (False, True)):
+        if not (rotary and len(grid) > 3):
+            yield pytest.param(grid, window, rotary, id=f"{grid} {window} {rotary}")
+
+
+@pytest.mark.parametrize("grid, window, rotary", [*stream_cases()])
+@pytest.mark.parametrize("sizes", [(1,), (2, 0, 3, 1), (6, 70)], ids=str)
+def test_chunks_of_any_size_are_the_whole(close, grid, window, rotary, sizes):
+    """With a state whose shape stays."""
+    net = WindowAttention(DIM, HEADS, window=window, rotary=rotary).double()
+    x = torch.randn(2, *grid, DIM, dtype=torch.float64)
+    state, outputs, at = net.init_state(2, None, grid[1:]), [], 0
+    shapes = [part.shape for part in state]
+    for size in itertools.cycle(sizes):
+        y, state = net.advance(x[:, at : at + size], state, at)
+        outputs, at = [*outputs, y], at + size
+        assert [part.shape for part in state] == shapes
+        if at >= grid[0]:
+            break
+    close(torch.cat(outputs, 1), net(x, causal=True), 1e-12)
+    assert state.frames.tolist() == [grid[0]] * 2
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+def test_rows_of_a_stream_have_their_own_frames(close, rotary):
+    """One sample after two frames, the other after four: empty frames are not read."""
+    net = WindowAttention(DIM, HEADS, window=(4, 2), rotary=rotary).double()
+    x = torch.randn(2, 9, 4, DIM, dtype=torch.float64)
+    whole, first = net(x, causal=True), (2, 4)
+    each = [net.advance(x[i : i + 1, :f], net.init_state(1, space=(4,)), 0)[1]
+            for i, f in enumerate(first)]  # fmt: skip
+    state = type(each[0])(*(torch.cat(part) for part in zip(*each, strict=True)))
+    y, state = net.advance(torch.stack([x[0, 2:7], x[1, 4:]]), state, torch.tensor(first))
+    close(y, torch.stack([whole[0, 2:7], whole[1, 4:]]), 1e-12)
+    assert state.frames.tolist() == [7, 9]
+    with pytest.raises(ValueError, match=r"frames of \(3,\): expected \(4,\), as in init_state"):
+        net.advance(x[:, :1, :3], state, 9)
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+def test_text_in_a_network_and_its_stream(close, rotary):
+    mixer = partial(WindowAttention, heads=2, window=5, rotary=rotary)
+    model = NDLightNet(1, vocab_size=50, embed_dim=16, depth=2, tpe=False, mixer=mixer,
+                       causal=True).double().eval()  # fmt: skip
+    words = torch.randint(50, (2, 20))
+    stream = model.stream(2)
+    got = [stream(part) for part in words.split([1, 5, 2, 12], 1)]
+    close(torch.cat(got, 1), model(words).detach(), 1e-10)
+    stream.reset([True, False])  # the second one pauses
+    stream(words[:, :7], active=[True, False])
+    y = stream(words[:, 7:9])
+    close(y[:1], model(words[:1]).detach()[:, 7:9], 1e-10)
+    longer = torch.cat([words[1:], words[1:, 7:9]], 1)
+    close(y[1:], model(longer).detach()[:, 20:], 1e-10)
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+def test_only_distances_matter_at_any_position(close, rotary):
+    """At 131,072 as at 0. Angles are float64 products of float32 frequencies up to 1: a position of
+    2^17 rounds them by 2^-36."""
+    net = WindowAttention(DIM, HEADS, window=5, rotary=rotary).double()
+    x = torch.randn(1, 30, DIM, dtype=torch.float64)
+    far, _ = net.step(x, Grid((30,)).after(131072), net.init_state(1))
+    close(far, net(x, causal=True), 1e-9)
+
+
+def test_parameters_and_what_runs():
+    for rotary, more in ((False, 2 * (2 * 7 - 1)), (True, 64 // 2)):
+        net = WindowAttention(64, 2, window=(7, 3), rotary=rotary)
+        assert sum(p.numel() for p in net.parameters()) == 4 * 64**2 + more
+    text, video = torch.randn(1, 5, 64), torch.randn(1, 5, 2, 64)
+    net = WindowAttention(64, 2, rotary=True)
+    assert net.implementation(text) == "torch (tensors on cpu: expected cuda)"
+    assert net.implementation(video) == "torch (2 axes: expected one)"
+    assert WindowAttention(64).implementation(text) == "torch (biases: expected none)"

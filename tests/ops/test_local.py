@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.autograd import grad, gradcheck
 
+from ndlightnet.ops import local
+from ndlightnet.ops.dispatch import Support
 from ndlightnet.ops.local import local_attention
 
 CASES = [  # grid, windows: ragged tiles, one tile, windows wider than the grid, single tokens
@@ -249,3 +251,63 @@ def test_errors():
     for mask in (torch.ones(1, 5, dtype=torch.bool), torch.ones(1, 6)):
         with pytest.raises(ValueError, match=r"mask .*bool \(1, 6\)"):
             local_attention(x, x, x, 3, mask=mask)
+
+
+def attend_end_to_end(q, k, v, of_queries, of_keys, most_q, most_k, *, scale, window_size):
+    """What torch.nn.attention.varlen.varlen_attn computes, sample by sample."""
+    assert (most_q, most_k) == (int(of_queries.diff().max()), int(of_keys.diff().max()))
+    left, right = window_size
+    out = []
+    for sample in range(len(of_queries) - 1):
+        rows = slice(*of_queries[sample : sample + 2])
+        columns = slice(*of_keys[sample : sample + 2])
+        score = scale * torch.einsum("thd,shd->hts", q[rows], k[columns])
+        targets, sources = score.shape[1:]
+        offset = torch.arange(sources) - torch.arange(sources - targets, sources)[:, None]
+        score = score.masked_fill((offset < -left) | (offset > right), -torch.inf)
+        out.append(torch.einsum("hts,shd->thd", score.softmax(-1), v[columns]))
+    return torch.cat(out)
+
+
+@both
+def test_flash_attention_gets_the_same_windows(close, close_grads, monkeypatch, causal):
+    """Here by its definition; below by itself."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend_end_to_end)
+    monkeypatch.setattr(local, "flash_support", lambda *_: Support())
+    for n, window, past in ((31, 4, 0), (9, 1, 0), (5, 20, 0), *[(7, 4, 3), (1, 6, 5)] * causal):
+        q, k, v = sample((n + past,), ())
+        y = local_attention(q[:, past:], k, v, window, causal=causal)
+        expected = dense(q[:, past:], k, v, (window,), causal=causal)
+        close(y, expected, 1e-12)
+        close_grads(y, expected, [q, k, v], 1e-12)
+
+
+def test_when_flash_attention_runs():
+    q = torch.empty(1, 5, 2, 16, device="meta")
+    for given, reason in (
+        ((q[:, None], (), None), "2 axes: expected one"),
+        ((q, [q], None), "biases: expected none"),
+        ((q, (), q), "a mask: expected none"),
+        ((q, (), None), "tensors on meta: expected cuda"),
+    ):
+        assert not local.flash_support(*given) and local.flash_support(*given).reason == reason
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_flash_attention_on_a_card(close, close_grads, dtype, causal):
+    """Rounding of 16 bits: of q, k, v, of the weights and of the result."""
+    for n, window, past in ((300, 64, 0), (129, 1, 0), (70, 90, 0), *[(130, 64, 63)] * causal):
+        given = [x.detach().to("cuda", dtype) for x in sample((n + past,), (), dim=32)]
+        q, k, v = (x.requires_grad_() for x in given)
+        assert local.flash_support(q, (), None)
+        y = local_attention(q[:, past:], k, v, window, causal=causal)
+        exact = [x.detach().double().cpu().requires_grad_() for x in given]
+        expected = dense(exact[0][:, past:], *exact[1:], (window,), causal=causal)
+        close(y.double().cpu(), expected, 2e-2)
+        upstream = torch.randn_like(expected)
+        grads = grad(y, [q, k, v], upstream.to("cuda", dtype))
+        for a, b in zip(grads, grad(expected, exact, upstream), strict=True):
+            assert (a.double().cpu() - b).norm() < 8 * torch.finfo(dtype).eps * b.norm()

@@ -1,7 +1,8 @@
 """The catalogue of mixers. Each is built from one argument, `dim`, and maps
 `(x (batch, *grid, dim), mask=None, causal=False, layout=None, context=None)` to the shape of x, as
 base.py says; tests iterate `__all__`. Mixers whose state does not grow with the sequence are
-StreamingMixers, with `init_state` and `advance`. To add a mixer, write `mix` in a new file and
+StreamingMixers, with `init_state` and `advance`. WithLocal gives any of them a local branch, and so
+is not one of them. To add a mixer, write `mix` in a new file and
 export it here."""
 
 from ndlightnet.nn.mixers.cosformer import CosformerAttention
@@ -20,6 +21,7 @@ from ndlightnet.nn.mixers.s5 import S5
 from ndlightnet.nn.mixers.softmax import SoftmaxAttention
 from ndlightnet.nn.mixers.tnl import TNL
 from ndlightnet.nn.mixers.window import WindowAttention
+from ndlightnet.nn.mixers.with_local import WithLocal as WithLocal
 
 __all__ = [
     "GLA",

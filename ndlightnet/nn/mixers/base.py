@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ndlightnet.layout import Grid, Layout
 
@@ -67,6 +70,18 @@ class Mixer(nn.Module, ABC):
         context dim) on the grid `source`. mask: of the context."""
         raise ValueError(f"context: {type(self).__name__} has no cross form")
 
+    def values(self, x: Tensor) -> Tensor:
+        """Map tokens (batch, length, dim) to what the mixer moves between tokens (batch, length,
+        channels), each from its own token: v_proj(x), or x itself without a v_proj."""
+        proj = getattr(self, "v_proj", None)
+        return x if proj is None else proj(x)
+
+    def output_map(self, values: Tensor) -> Tensor:
+        """Map the channels of `values` to those of a token, linearly, as the mixer maps what was
+        read: by the weight of o_proj, or not at all without an o_proj."""
+        proj = getattr(self, "o_proj", None)
+        return values if proj is None else nn.functional.linear(values, proj.weight)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
         for old, new in self.renamed:
             if prefix + old in state_dict:
@@ -91,8 +106,8 @@ class StreamingMixer(Mixer):
     def init_state(
         self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
     ) -> Any:
-        """Return the state before the first frame: a tuple of tensors with a row for each sample.
-        space: shape of a frame."""
+        """Return the state before the first frame: a tuple of tensors with a row for each sample,
+        or of such tuples. space: shape of a frame."""
 
     @abstractmethod
     def step(self, x: Tensor, grid: Grid, state: Any) -> tuple[Tensor, Any]:
@@ -108,7 +123,56 @@ class StreamingMixer(Mixer):
 
     @property
     def state_size(self) -> int:
-        return sum(x.numel() * (2 if x.is_complex() else 1) for x in self.init_state(1))
+        leaves = tree_leaves(self.init_state(1))
+        return sum(x.numel() * (2 if x.is_complex() else 1) for x in leaves)
+
+
+# A function of the width that returns a mixer, or one for each layer: what jsonargparse reads from
+# YAML as a name, a class_path with init_args, or a list of both. With the tuple first jsonargparse
+# also writes lists back, and lays a single option over a class.
+Factory = Callable[[int], nn.Module]
+Factories = tuple[Factory, ...] | Factory | Sequence[Factory]
+
+
+def build_mixer(factory: Factory, dim: int, *, dims: int, layer: int) -> nn.Module:
+    """Return factory(dim), called with the keyword arguments `dims` (number of axes) and `layer`
+    (index of the layer) as well, each if the factory's signature names it. A `functools.partial`
+    may set them itself, to anything but None."""
+    given = getattr(factory, "keywords", {})  # of a partial; jsonargparse gives it all defaults
+    named = {*inspect.signature(factory).parameters, *given}
+    offered = {"dims": dims, "layer": layer}
+    more = {key: n for key, n in offered.items() if key in named and given.get(key) is None}
+    build: Callable[..., nn.Module] = factory
+    return build(dim, **more)
+
+
+def layer_factories(
+    name: str, mixer: Factories, layers: int, dims: int, first: int = 0
+) -> list[Factory]:
+    """Return a function of the width for each of `layers` layers, which calls `build_mixer` with
+    the layer's index, `first` for the first one.
+
+    mixer: the argument `name` of a network: one function for all layers, or a list of one for each.
+    Raises ValueError for anything else.
+    """
+    each = [mixer] * layers if callable(mixer) else mixer
+    names = [name if callable(mixer) else f"{name}[{i}]" for i in range(layers)]
+    if not isinstance(each, list | tuple):
+        raise ValueError(f"{name}={mixer!r}: expected {_FACTORY}, or a list of one for each layer")
+    if len(each) != layers:
+        raise ValueError(f"{name}: a list of {len(each)}, expected one for each of {layers} layers")
+    for label, made in zip(names, each, strict=True):
+        if isinstance(made, nn.Module) or not callable(made):
+            found = f"{type(made).__name__}(...)" if isinstance(made, nn.Module) else repr(made)
+            raise ValueError(f"{label}={found}: expected {_FACTORY}")
+    return [
+        partial(build_mixer, factory, dims=dims, layer=first + i) for i, factory in enumerate(each)
+    ]
+
+
+_FACTORY = (
+    "a class or a function of the width, such as functools.partial(LightNetAttention, heads=4)"
+)
 
 
 def reads_context(mixer: nn.Module | type[nn.Module]) -> bool:

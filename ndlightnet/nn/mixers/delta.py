@@ -16,26 +16,24 @@ from ndlightnet.nn.mixers.recurrent import Scan, init_dt_bias, short_conv
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
 
-TAPS = 4  # kernel size of the short convolution
-
 
 class DeltaNet(Keyed):
     """DeltaNet: o_proj(norm(m_t^T q_t)), m_t = (I - beta_t k_t k_t^T) m_(t-1) + beta_t k_t v_t^T;
-    q, k and v after a causal convolution over 4 tokens and SiLU, q and k scaled to length 1 (q then
-    divided by sqrt(head_dim)), beta = sigmoid(.).
+    q, k and v after a causal convolution over `taps` tokens and SiLU, q and k scaled to length 1 (q
+    then divided by sqrt(head_dim)), beta = sigmoid(.).
 
     Args:
         dim: channels of a token.
         heads: default: one per 64 channels.
         scan: how a grid is covered; see Recurrent.
         negative: beta up to 2, so that a memory can also change its sign (arXiv 2411.12537).
+        taps: tokens that the convolution reads, the token itself included; 1: no convolution.
         impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.recurrence.delta.
 
-    Parameters: 4 dim^2 + 12 dim + heads dim + dim / heads.
+    Parameters: 4 dim^2 + 3 taps dim (0 for 1 tap) + heads dim + dim / heads.
     """
 
     operation = "gated_delta_rule"
-    lookback = TAPS - 1
 
     def __init__(
         self,
@@ -44,12 +42,18 @@ class DeltaNet(Keyed):
         *,
         scan: Scan = "both",
         negative: bool = False,
+        taps: int = 4,
         impl: Impl = "auto",
     ) -> None:
         super().__init__(dim, heads, scan, impl, decays=0)
-        self.negative = negative
+        if taps < 1:
+            raise ValueError(f"taps={taps}: expected 1 or more")
+        self.negative, self.lookback = negative, taps - 1
         self.in_proj = nn.Linear(dim, 3 * dim, bias=False)
-        self.conv = nn.Parameter(torch.empty(3 * dim, TAPS).uniform_(-1, 1) / math.sqrt(TAPS))
+        self.conv: nn.Parameter | None = None
+        if taps > 1:
+            weight = torch.empty(3 * dim, taps).uniform_(-1, 1) / math.sqrt(taps)
+            self.conv = nn.Parameter(weight)
         self.beta_proj = nn.Linear(dim, self.heads, bias=False)
         self.norm = nn.RMSNorm(self.value_dim, eps=1e-5)
         self.width = 3 * dim + self.heads
@@ -60,7 +64,8 @@ class DeltaNet(Keyed):
     def inputs(self, z: Tensor, mask: Tensor | None) -> Parts:
         dim = self.value_dim
         first, rest = z.split([3 * self.dim, z.shape[-1] - 3 * self.dim], -1)
-        q, k, v = self.split(F.silu(short_conv(first, self.conv)), dim, dim, dim)
+        near = first if self.conv is None else short_conv(first, self.conv)
+        q, k, v = self.split(F.silu(near), dim, dim, dim)
         beta, rest = rest[:, self.lookback :].split([self.heads, rest.shape[-1] - self.heads], -1)
         beta = torch.sigmoid(beta.to(accumulator(beta))) * (2 if self.negative else 1)
         decay, gate = self.more(rest)
@@ -93,10 +98,10 @@ class _Decaying(DeltaNet):
     renamed = (("log_rate", "A_log"), ("shift", "dt_bias"))
 
     def __init__(
-        self, dim: int, heads: int | None, scan: Scan, negative: bool, impl: Impl, dt_min: float,
-        dt_max: float, decays: int, slowest: float,
+        self, dim: int, heads: int | None, scan: Scan, negative: bool, taps: int, impl: Impl,
+        dt_min: float, dt_max: float, decays: int, slowest: float,
     ) -> None:  # fmt: skip
-        super().__init__(dim, heads, scan=scan, negative=negative, impl=impl)
+        super().__init__(dim, heads, scan=scan, negative=negative, taps=taps, impl=impl)
         self.decays = decays
         self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(slowest, 16).log())
         self.dt_bias = init_dt_bias(self.heads * decays, dt_min, dt_max)
@@ -120,16 +125,18 @@ class GatedDeltaNet(_Decaying):
     Args: as in DeltaNet; dt_min, dt_max: range of the initial steps softplus(dt_bias). A head's
     initial exp(A_log) is up to 16: with the defaults, which are the original's, most heads begin
     with a memory of less than 30 tokens.
-    Parameters: 5 dim^2 + 12 dim + 2 heads dim + dim / heads + 2 heads.
+    Parameters: 5 dim^2 + 3 taps dim + 2 heads dim + dim / heads + 2 heads.
 
     Values have as many channels as keys; in the original they have twice as many.
     """
 
     def __init__(
         self, dim: int, heads: int | None = None, *, scan: Scan = "both", negative: bool = False,
-        impl: Impl = "auto", dt_min: float = 1e-3, dt_max: float = 0.1,
+        taps: int = 4, impl: Impl = "auto", dt_min: float = 1e-3, dt_max: float = 0.1,
     ) -> None:  # fmt: skip
-        super().__init__(dim, heads, scan, negative, impl, dt_min, dt_max, 1, 1e-3)  # originally 0
+        super().__init__(  # exp(A_log) originally from 0
+            dim, heads, scan, negative, taps, impl, dt_min, dt_max, 1, 1e-3
+        )  # fmt: skip
         self.decay_proj = nn.Linear(dim, self.heads, bias=False)
         self.gate_proj = nn.Linear(dim, dim, bias=False)
 
@@ -147,15 +154,15 @@ class KimiDeltaAttention(_Decaying):
     beta_t k_t v_t^T, alpha_t = exp(-exp(A_log) softplus(. + dt_bias)).
 
     Args: as in GatedDeltaNet.
-    Parameters: 4 dim^2 + 14 dim + heads dim + 4 dim^2 / heads + dim / heads + heads.
+    Parameters: 4 dim^2 + (3 taps + 2) dim + heads dim + 4 dim^2 / heads + dim / heads + heads.
     """
 
     def __init__(
         self, dim: int, heads: int | None = None, *, scan: Scan = "both", negative: bool = False,
-        impl: Impl = "auto", dt_min: float = 1e-3, dt_max: float = 0.1,
+        taps: int = 4, impl: Impl = "auto", dt_min: float = 1e-3, dt_max: float = 0.1,
     ) -> None:  # fmt: skip
         head_dim = default_heads(dim, heads)[1]
-        super().__init__(dim, heads, scan, negative, impl, dt_min, dt_max, head_dim, 1)
+        super().__init__(dim, heads, scan, negative, taps, impl, dt_min, dt_max, head_dim, 1)
         rank = self.value_dim
         self.decay_proj, self.gate_proj = (
             nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim, bias=bias))

@@ -35,6 +35,7 @@ class Keyed(Recurrent):
     `context` the queries of x read the memory after the whole source."""
 
     operation = "gated_linear_attention"
+    in_proj: nn.Linear
 
     def __init__(
         self, dim: int, heads: int | None, scan: Scan, impl: Impl, key_ratio: float = 1.0,
@@ -75,6 +76,11 @@ class Keyed(Recurrent):
             return (q[n] * k[n]).sum(-1, keepdim=True) * v[n]
 
         return exclude_self(y, inclusive, self_read), memory
+
+    def values(self, x: Tensor) -> Tensor:
+        # in_proj maps to queries, keys (or their decays) and values, in this order
+        first = 2 * self.heads * self.key_dim
+        return nn.functional.linear(x, self.in_proj.weight[first : first + self.dim])
 
     def split(self, x: Tensor, *sizes: int) -> tuple[Tensor, ...]:
         """Split (..., sum of heads * size) into (..., heads, size) for each size."""

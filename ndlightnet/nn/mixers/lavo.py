@@ -13,7 +13,7 @@ from ndlightnet.nn.heads import default_heads
 from ndlightnet.nn.mixers.base import StreamingMixer, zero_padding
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.lavo import WindowSums, amounts, memory_read, past_means, token_mean
-from ndlightnet.ops.local import local_attention
+from ndlightnet.ops.local import append_frames, local_attention
 
 
 class LAVOState(NamedTuple):
@@ -169,16 +169,6 @@ class LAVO(StreamingMixer):
     def step(self, x: Tensor, grid: Grid, state: LAVOState) -> tuple[Tensor, LAVOState]:
         self._check(x)
         q, k, v = self._project(grid.unflatten(x))
-        if state.keys.shape[2:] != k.shape[2:]:
-            raise ValueError(
-                f"frames of {grid.shape[1:]}: expected {tuple(state.keys.shape[2:-2])}, "
-                "as in init_state"
-            )
-        tails, frames = state[:2], grid.frame_count
-        k, v = (torch.cat([old.to(new.dtype), new], 1)
-                for old, new in zip(tails, (k, v), strict=True))  # fmt: skip
-        at = torch.arange(k.shape[1], device=x.device) - state.keys.shape[1]
-        real = (at >= -state.frames[:, None]).reshape(*k.shape[:2], *[1] * (k.ndim - 4))
-        y, sums = self._causal(q, k, v, real.expand(k.shape[:-2]), WindowSums(*state[2:]))
-        k, v = (new[:, frames:].to(old.dtype) for old, new in zip(tails, (k, v), strict=True))
-        return grid.flatten(y), LAVOState(k, v, *sums)
+        k, v, real, tail = append_frames(state.keys, state.values, state.frames, k, v)
+        y, sums = self._causal(q, k, v, real, WindowSums(*state[2:]))
+        return grid.flatten(y), LAVOState(*tail, *sums)

@@ -69,6 +69,12 @@ class Mamba(Recurrent):
         out: Tensor = self.in_proj(x)
         return out
 
+    def values(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.in_proj.weight.chunk(2)[0])
+
+    def output_map(self, values: Tensor) -> Tensor:
+        return F.linear(values, self.out_proj.weight)
+
     def inputs(self, z: Tensor, mask: Tensor | None) -> Parts:
         u, gate = z.chunk(2, -1)
         u = F.silu(short_conv(u, self.conv) + self.conv_bias.to(u.dtype))

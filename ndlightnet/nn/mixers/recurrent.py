@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ndlightnet.layout import Grid
 from ndlightnet.nn.mixers.base import StreamingMixer, expand_to
+from ndlightnet.ops.local_mixing import local_mixing
 
 Scan = Literal["raster", "both", "axes"]
 
@@ -164,11 +165,10 @@ def exclude_self(y: Tensor, inclusive: int, self_read: Callable[[slice], Tensor]
 
 def short_conv(z: Tensor, weight: Tensor) -> Tensor:
     """Convolve depthwise and causally: z (batch, taps - 1 + length, channels), weight (channels,
-    taps) -> (batch, length, channels)."""
+    taps), the last one of the token itself -> (batch, length, channels)."""
     taps = weight.shape[1]
-    n = z.shape[1] - taps + 1
-    return sum((z[:, i : i + n] * weight[:, i].to(z.dtype) for i in range(1, taps)),
-               z[:, :n] * weight[:, 0].to(z.dtype))  # fmt: skip
+    offsets = [(back,) for back in range(taps - 1, -1, -1)]
+    return local_mixing(z, weight.mT, offsets, layout=Grid((z.shape[1],)))[:, taps - 1 :]
 
 
 def init_dt_bias(channels: int, dt_min: float, dt_max: float) -> nn.Parameter:

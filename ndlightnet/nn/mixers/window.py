@@ -1,53 +1,110 @@
-"""Softmax attention to the neighbourhood only: the baseline of a window without a memory."""
+"""Softmax attention to the neighbourhood only: a window without a memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, per_axis
 from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.mixers.base import Mixer, zero_padding
-from ndlightnet.ops.local import local_attention
+from ndlightnet.nn.mixers.base import StreamingMixer, projected_like, zero_padding
+from ndlightnet.nn.position import MDLRPE
+from ndlightnet.nn.projections import project
+from ndlightnet.ops import rotate, tables
+from ndlightnet.ops.local import append_frames, flash_support, local_attention
 
 
-class WindowAttention(Mixer):
+class WindowState(NamedTuple):
+    """State of the causal form; all zeros before the first frame."""
+
+    keys: Tensor  # (batch, window - 1, *space, heads, head_dim) of the last frames
+    values: Tensor
+    frames: Tensor  # (batch,) int64: number of frames so far
+
+
+class WindowAttention(StreamingMixer):
     """Multi-head softmax attention of each token to those within `window` steps of it along every
-    axis (|j - i| < window), with learnt biases by distance, shared by the axes.
+    axis (|j - i| < window), with a position code of relative positions.
 
-    heads: default one per 64 channels. window: one number for all axes, or one per axis; 4
-    means 7 tokens along each axis.
-    Parameters: 4 dim^2 + heads (2 max(window) - 1).
+    The causal form on one axis reads the last `window` tokens, itself included.
+
+    Args:
+        dim: channels of a token.
+        heads: default: one per 64 channels.
+        window: one number for all axes, or one per axis; 4 means 7 tokens along each axis.
+        rotary: position code: rotary MD-LRPE of queries and keys, as in SoftmaxAttention. False:
+            learnt biases by distance, shared by the axes. On one axis torch's flash attention runs
+            the rotary form for 16-bit tensors on CUDA; biases exclude it.
+
+    Parameters: 4 dim^2 + heads (2 max(window) - 1), with rotary 4 dim^2 + dim / 2.
     """
 
     def __init__(
-        self, dim: int, heads: int | None = None, *, window: int | Sequence[int] = 4
+        self,
+        dim: int,
+        heads: int | None = None,
+        *,
+        window: int | Sequence[int] = 4,
+        rotary: bool = False,
     ) -> None:
         super().__init__()
         self.heads, self.head_dim = default_heads(dim, heads)
         self.window = window if isinstance(window, int) else tuple(window)
         sizes = (self.window,) if isinstance(self.window, int) else self.window
-        most = max(sizes, default=0)
         if min(sizes, default=0) < 1:
             raise ValueError(f"window={window!r}: expected 1 or more, or so many for each axis")
         self.q_proj = nn.Linear(dim, dim, bias=False)
         self.k_proj = nn.Linear(dim, dim, bias=False)
         self.v_proj = nn.Linear(dim, dim, bias=False)
-        bias = torch.empty(self.heads, 2 * most - 1)
-        self.bias = nn.Parameter(nn.init.normal_(bias, std=self.head_dim**-0.5))
+        self.lrpe = MDLRPE(self.heads, self.head_dim, "rotary") if rotary else None
+        self.bias: nn.Parameter | None = None
+        if not rotary:
+            bias = torch.empty(self.heads, 2 * max(sizes) - 1)
+            self.bias = nn.Parameter(nn.init.normal_(bias, std=self.head_dim**-0.5))
         self.o_proj = nn.Linear(dim, dim, bias=False)
 
     def mix(self, x: Tensor, layout: Grid, mask: Tensor | None, causal: bool) -> Tensor:
         (x,) = zero_padding(mask, x)
+        real = None if mask is None else layout.unflatten(mask)
+        return self._output(*self._project(x, layout), real, causal)
+
+    def _project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k, v (batch, *grid, heads, head_dim)."""
         q, k, v = (
-            layout.unflatten(proj(x).unflatten(-1, (self.heads, self.head_dim)))
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
+            y.unflatten(-1, (self.heads, self.head_dim))
+            for y in project(x, self.q_proj, self.k_proj, self.v_proj)
         )
-        mask = None if mask is None else layout.unflatten(mask)
-        windows = per_axis("window", self.window, layout.ndim)
-        tables = [self.bias] * layout.ndim
-        y = local_attention(q, k, v, windows, tables, mask=mask, causal=causal)
-        out: Tensor = self.o_proj(layout.flatten(y).flatten(2))
+        if self.lrpe:
+            cos, sin = tables(self.lrpe(grid), self.head_dim, q.dtype)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return grid.unflatten(q), grid.unflatten(k), grid.unflatten(v)
+
+    def _output(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        ndim = q.ndim - 3
+        bias = [] if self.bias is None else [self.bias] * ndim
+        windows = per_axis("window", self.window, ndim)
+        y = local_attention(q, k, v, windows, bias, mask=mask, causal=causal)
+        out: Tensor = self.o_proj(y.flatten(1, ndim).flatten(2))
         return out
+
+    def implementation(self, x: Tensor, causal: bool = False) -> str:
+        q = projected_like(x, *x.shape[1:-1], self.heads, self.head_dim)
+        support = flash_support(q, () if self.bias is None else (self.bias,), None)
+        return "flash" if support else f"torch ({support.reason})"
+
+    def init_state(
+        self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
+    ) -> WindowState:
+        frames = per_axis("window", self.window, 1 + len(space))[0] - 1
+        shape = (batch, frames, *space, self.heads, self.head_dim)
+        tail = torch.zeros(shape, dtype=self.q_proj.weight.dtype, device=device)
+        return WindowState(tail, tail, torch.zeros(batch, dtype=torch.int64, device=device))
+
+    def step(self, x: Tensor, grid: Grid, state: WindowState) -> tuple[Tensor, WindowState]:
+        q, k, v = self._project(x, grid)
+        k, v, real, tail = append_frames(state.keys, state.values, state.frames, k, v)
+        y = self._output(q, k, v, real, True)
+        return y, WindowState(*tail, state.frames + grid.frame_count)

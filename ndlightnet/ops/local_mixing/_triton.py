@@ -32,18 +32,18 @@ class Where(NamedTuple):
 
 def where(layout: Layout, offsets: Offsets, device: torch.device) -> Where:
     """Return the operator's last arguments."""
-    from ndlightnet_kernels import local_mixing as kernels
+    from ndlightnet_kernels import local_boxes
 
     flat = [o for offset in offsets for o in offset]
     shape = [max(sizes) for sizes in zip(*layout.shapes, strict=True)]
-    boxes = [kernels.box(shape, backward) for backward in (False, True)]
+    boxes = [local_boxes.box(shape, backward) for backward in (False, True)]
     tables: list[Tensor | None] = [None, None]
     if isinstance(layout, Ragged):
         pack = layout
 
         def make() -> list[Tensor | None]:
             firsts = pack.offsets[:-1]
-            return [kernels.table(pack.shapes, firsts, box).to(device) for box in boxes]
+            return [local_boxes.table(pack.shapes, firsts, box).to(device) for box in boxes]
 
         tables = pack.cached(("boxes", *boxes, device), make)
     front, back = ([box.frames, *box.rows] for box in boxes)

@@ -38,7 +38,7 @@ def local_mixing(
         mask = grid.flatten_mask(mask)
         flat = local_mixing(grid.flatten(x), weight, taps, layout=grid, mask=mask, impl=impl)
         return grid.unflatten(flat)
-    cells = x.reshape(len(x), *[1] * (grid.ndim - 1), grid.length, x.shape[-1])
+    cells = x.reshape(x.shape[0], *[1] * (grid.ndim - 1), grid.length, x.shape[-1])
     chosen = resolve("local_mixing", impl, cells, None, weight)
     if x.numel() == 0:
         return x

@@ -6,9 +6,11 @@ import inspect
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import yaml
 from torch import nn
 
 from ndlightnet.nn import mixers
@@ -88,3 +90,44 @@ def named(rows: Sequence[str]) -> dict[str, list[str]]:
         if found.setdefault(name, row) != row:
             raise ValueError(f"rows {found[name]!r} and {row!r}: expected different names")
     return {name: overrides(row) for name, row in found.items()}
+
+
+def changes(file: Path | None, rows: Sequence[str] | None) -> dict[str, dict[str, Any]]:
+    """Return what each row changes among the arguments of a network, by its name.
+
+    A row is an entry of a YAML file (those that begin with a point are parts of others), or a mixer
+    of the catalogue. Default: all entries, or without a file the whole catalogue. ValueError for an
+    unknown row, or a class that does not exist.
+    """
+    entries = yaml.safe_load(file.read_text()) if file else {}
+    names = rows or [name for name in entries if not name.startswith(".")] or family()
+    found = {row: entries[row] if row in entries else {"mixer": factory(row)} for row in names}
+    for row in found.values():
+        made(row)
+    return found
+
+
+def network(net: dict[str, Any], row: dict[str, Any]) -> nn.Module:
+    """Build the network of a config, {"class_path", "init_args"}, with a row's changes."""
+    given = {**net["init_args"], **{key: row[key] for key in row if key != "lr"}}
+    built: nn.Module = made({**net, "init_args": given})()
+    return built
+
+
+def made(value: Any, key: str = "") -> Any:
+    """Replace the classes that a value from YAML names, at `class_path` and `mixer`, by functions
+    that build them. A name without a module is that of a mixer."""
+    if isinstance(value, list):
+        return [made(each, key) for each in value]
+    if isinstance(value, str) and key in ("class_path", "mixer"):
+        module, _, name = value.rpartition(".")
+        try:
+            return getattr(import_module(module or mixers.__name__), name)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"{value}: no such class") from error
+    if not isinstance(value, dict):
+        return value
+    plain = {key: made(each, key) for key, each in value.items()}
+    if "class_path" not in plain:
+        return plain
+    return partial(plain["class_path"], **plain.get("init_args", {}))

@@ -14,7 +14,7 @@ from ndlightnet.training.core.optim import decayed_groups
 
 @cache
 def _aside(device: torch.device) -> torch.cuda.Stream:
-    """Return one stream for all captures: cuBLAS allocates a workspace for every stream."""
+    """Return one stream for captures: cuBLAS allocates a workspace for every stream."""
     return torch.cuda.Stream(device)
 
 
@@ -27,16 +27,22 @@ class Replay:
         self.graph = torch.cuda.CUDAGraph() if inputs[0].is_cuda else None
         if self.graph is None:
             return
-        stream = _aside(inputs[0].device)
-        stream.wait_stream(torch.cuda.current_stream())
+        current, device = torch.cuda.current_stream(), inputs[0].device
+        # the default stream cannot be captured
+        stream = _aside(device) if current == torch.cuda.default_stream() else current
+        stream.wait_stream(current)
+        gc.collect()  # freeing an old graph while this one is captured would end the capture
         with torch.cuda.stream(stream):
             for _ in range(3):
                 function(*inputs)
-        torch.cuda.current_stream().wait_stream(stream)
-        gc.collect()  # freeing an old graph while this one is captured would end the capture
-        # a loader's thread that pins memory meanwhile would end a "global" capture
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            self.output = function(*inputs)
+            # torch.cuda.graph would first wait for all streams. A loader's thread that pins memory
+            # meanwhile would end a "global" capture.
+            self.graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self.output = function(*inputs)
+            finally:
+                self.graph.capture_end()
+        current.wait_stream(stream)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         for mine, given in zip(self.inputs, inputs, strict=True):

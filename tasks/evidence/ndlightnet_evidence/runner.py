@@ -30,7 +30,7 @@ from ndlightnet_evidence import tables
 Run = dict[str, Any]
 # options that choose the runs, and do not change how one is done
 CHOICES = ("rows", "family", "tasks", "nets", "sides", "largest", "lr", "seeds", "jobs", "minutes",
-           "resume", "out")  # fmt: skip
+           "resume", "out", "file")  # fmt: skip
 _worker = threading.local()  # number of the job that this thread or process does
 
 
@@ -52,20 +52,19 @@ def add_options(parser: ArgumentParser, out: str, seeds: Sequence[int] | None = 
 def compare(
     o: Namespace,
     wanted: Sequence[Run],
-    one: Callable[[Run], Run],
+    one: Callable[[Run], Any],
     *,
     table: Callable[[list[Run]], str],
     say: Callable[[Run], str],
     draw: Callable[[list[Run]], None] = lambda runs: None,
     lines: Callable[[Run], Iterable[Run]] = lambda run: [run],
-    processes: bool = True,
+    do: Callable[..., None] | None = None,
 ) -> list[Run]:
     """Do the `wanted` runs by one(who), which returns what it measured or raises; return all runs.
 
     o: the options of `add_options`. After every run, runs.json holds all runs so far, runs.csv
     their `lines`, and table.md their `table`. At the end `draw` is called with the runs that have a
-    result. processes: `one` does the work itself, and jobs side by side are processes to which it
-    is pickled; else `one` starts commands, and jobs are threads.
+    result. do: `run_all`, which is the default, or another function that does the runs.
     """
     o.out.mkdir(parents=True, exist_ok=True)
     options = {key: value for key, value in vars(o).items() if key not in CHOICES}
@@ -91,7 +90,7 @@ def compare(
         print(f"[{len(runs)}/{total}] {tables.name(run)}: {said}", flush=True)
 
     save()
-    run_all(left, one, keep, jobs=o.jobs, minutes=o.minutes, processes=processes)
+    (do or run_all)(left, one, keep, jobs=o.jobs, minutes=o.minutes)
     if good := [run for run in runs if tables.complete(run)]:
         draw(good)
     print((o.out / "table.md").read_text())
@@ -102,7 +101,11 @@ def run_all(
     wanted: Sequence[Run], one: Callable[[Run], Run], done: Callable[[Run], None], *,
     jobs: int = 1, minutes: float = math.inf, processes: bool = True,
 ) -> None:  # fmt: skip
-    """Do the `wanted` runs by `one`, and call `done` with each run as it ends."""
+    """Do the `wanted` runs by `one`, and call `done` with each run as it ends.
+
+    processes: `one` does the work itself, and jobs side by side are processes to which it is
+    pickled; else `one` starts commands, and jobs are threads.
+    """
     start = partial(_start, one, time.monotonic() + 60 * minutes, processes)
     if jobs == 1:
         for who in wanted:
@@ -140,12 +143,16 @@ def _start(one: Callable[[Run], Run], over: float, here: bool, who: Run) -> Run:
         return {**who, "missing": True}
     try:
         found = one(who)
-    except RunError as error:
-        return {**who, "error": str(error)}
     except Exception as error:  # a run that fails does not end the others
-        return {**who, "error": f"{type(error).__name__}: {error}"[:200]}
+        return {**who, **failure(error)}
     where = {"device": device_name()} if here else {}  # else this process does not use CUDA
     return {**who, "run_seconds": time.monotonic() - begun, **found, **where}
+
+
+def failure(error: Exception) -> Run:
+    """Return what a run that raised `error` holds."""
+    short = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"[:200]
+    return {"error": short}
 
 
 def _threads() -> int:

@@ -68,11 +68,11 @@ def without(runs: Sequence[Run], row: str) -> str:
     return "failed" if any("error" in r for r in runs if r["row"] == row) else "not run"
 
 
-def summary(runs: Sequence[Run], rows: Sequence[str]) -> str:
-    """Return a table with a line for each row: every measure, mean ± standard deviation over seeds;
-    the first measure for each seed."""
+def summary(runs: Sequence[Run], rows: Sequence[str], wanted: Sequence[str] = MEASURES) -> str:
+    """Return a table with a line for each row: every measure that was wanted and made, mean ±
+    standard deviation over seeds; the first measure for each seed."""
     good = [run for row in rows for run in of_row(runs, row)]
-    measures = [m for m in MEASURES if any(m in run for run in good)] or ["result"]
+    measures = [m for m in wanted if any(m in run for run in good)] or ["result"]
     state = any(run.get("state_size") is not None for run in good)
     body = []
     for row in rows:

@@ -250,5 +250,7 @@ def test_state_size():
 
     net = NDLightNet(1, 1, 2, patch_size=1, embed_dim=8, depth=2, mixer=Sized)
     assert state_size(net) == 40
-    net.blocks[1].mixer.size = 41
+    net.blocks[1].mixer.size = 50
+    assert state_size(net) == 45
+    net.blocks[1].mixer = mixers.SoftmaxAttention(8)
     assert state_size(net) is None and state_size(torch.nn.Linear(2, 2)) is None
