@@ -1,4 +1,5 @@
-"""Gated norm after LightNet's read: LayerNorm(y) * weight + bias, times sigmoid(u).
+"""Gated norm after LightNet's read: LayerNorm(y) * weight + bias, times sigmoid(u); plus SiLU of a
+local branch, if there is one.
 
 Tensors are (..., dim) of any float dtype; arithmetic and statistics in float32, one rounding at the
 end. The width is compiled in, the number of rows is not.
@@ -12,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ndlightnet_kernels.launch import Launch, remembered
-from ndlightnet_kernels.tiles import cdiv, power_of_2
+from ndlightnet_kernels.tiles import cdiv, power_of_2, silu
 
 # Elements of a program's tile and its warps; for the backward also programs (a constant, so that
 # the result has the same bits on every card) and load stages. Measured on an H200 at 32,768 and
@@ -41,7 +42,7 @@ def _read(x, at, mask):
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_gate(
-    y, u, weight, bias, out, mean, rstd, rows, eps,
+    y, u, weight, bias, local, out, mean, rstd, rows, eps,
     DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * ROWS
@@ -54,6 +55,8 @@ def _norm_gate(
     x = tl.where(mask, x - mu[:, None], 0.0)
     r = tl.rsqrt(tl.sum(x * x, 1) / DIM + tl.cast(eps, tl.float32))
     x = (x * r[:, None] * w[None, :] + b[None, :]) * gate
+    if local is not None:
+        x += silu(_read(local, at, mask))[0]
     tl.store(out + at, x.to(out.dtype.element_ty), mask)
     tl.store(mean + row, mu, row < rows)
     tl.store(rstd + row, r, row < rows)
@@ -61,7 +64,7 @@ def _norm_gate(
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_gate_backward(
-    dout, y, u, weight, bias, mean, rstd, dy, du, partial, rows,
+    dout, y, u, weight, bias, local, mean, rstd, dy, du, dlocal, partial, rows,
     DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -73,6 +76,9 @@ def _norm_gate_backward(
         row, col, at, mask = _tile_at(i * ROWS, rows, DIM, ROWS, BLOCK)
         mu, r = _read(mean, row, row < rows)[:, None], _read(rstd, row, row < rows)[:, None]
         d, x, gate = _read(dout, at, mask), _read(y, at, mask), tl.sigmoid(_read(u, at, mask))
+        if local is not None:
+            slope = silu(_read(local, at, mask))[1]
+            tl.store(dlocal + at, (d * slope).to(dlocal.dtype.element_ty), mask)
         x = (x - mu) * r
         dlogit = d * (x * w[None, :] + b[None, :]) * gate * (1 - gate)
         tl.store(du + at, dlogit.to(du.dtype.element_ty), mask)
@@ -116,14 +122,16 @@ def _plan(y: Tensor, eps: float) -> Launch:
 
 
 def norm_gate(
-    y: Tensor, u: Tensor, weight: Tensor, bias: Tensor, eps: float
+    y: Tensor, u: Tensor, weight: Tensor, bias: Tensor, local: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gated norm of y in y's dtype, and the rows' mean and 1 / standard deviation."""
-    y, u, dtypes = y.contiguous(), u.contiguous(), (y.dtype, u.dtype, weight.dtype, bias.dtype)
+    """Return the gated norm of y, plus SiLU(local), in y's dtype, and the rows' mean and 1 /
+    standard deviation."""
+    y, u, local = y.contiguous(), u.contiguous(), None if local is None else local.contiguous()
+    dtypes = (y.dtype, u.dtype, weight.dtype, bias.dtype, None if local is None else local.dtype)
     launch = remembered(("norm_gate", y.device, dtypes, y.shape, eps), lambda: _plan(y, eps))
     out = torch.empty_like(y)
     mean, rstd = (y.new_empty(y.shape[:-1], dtype=torch.float32) for _ in range(2))
-    launch(y, u, weight, bias, out, mean, rstd)
+    launch(y, u, weight, bias, local, out, mean, rstd)
     return out, mean, rstd
 
 
@@ -144,17 +152,22 @@ def _backward_plan(y: Tensor) -> tuple[Launch, Launch, int]:
 
 
 def norm_gate_backward(
-    dout: Tensor, y: Tensor, u: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of y, u, weight, bias. Same bits at every call: partial sums, no atomics."""
+    dout: Tensor, y: Tensor, u: Tensor, weight: Tensor, bias: Tensor, local: Tensor | None,
+    mean: Tensor, rstd: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Return gradients of y, u, weight, bias, local. Same bits at every call: partial sums, no
+    atomics."""
     dout, y, u = dout.contiguous(), y.contiguous(), u.contiguous()
-    dtypes = (dout.dtype, y.dtype, u.dtype, weight.dtype, bias.dtype)
+    local = None if local is None else local.contiguous()
+    more = None if local is None else local.dtype
+    dtypes = (dout.dtype, y.dtype, u.dtype, weight.dtype, bias.dtype, more)
     launch, add, programs = remembered(
         ("norm_gate_backward", y.device, dtypes, y.shape), lambda: _backward_plan(y)
     )
     dy, du = torch.empty_like(y), torch.empty_like(u)
     partial = y.new_empty((2, programs, y.shape[-1]), dtype=torch.float32)
-    launch(dout, y, u, weight, bias, mean, rstd, dy, du, partial)
+    dlocal = None if local is None else torch.empty_like(local)
+    launch(dout, y, u, weight, bias, local, mean, rstd, dy, du, dlocal, partial)
     dweight, dbias = torch.empty_like(weight), torch.empty_like(bias)
     add(partial, dweight, dbias)
-    return dy, du, dweight, dbias
+    return dy, du, dweight, dbias, dlocal

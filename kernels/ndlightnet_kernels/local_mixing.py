@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.local_boxes import WARPS, Box, box_rows, by_axes, within
-from ndlightnet_kernels.tiles import cdiv, flags, power_of_2, scratch
+from ndlightnet_kernels.tiles import cdiv, dense_empty, flags, form, power_of_2, scratch
 
 Offsets = tuple[tuple[int, ...], ...]
 # Taps that differ along the first axis only: their common displacement along the other axes, and
@@ -100,7 +100,7 @@ def _shifted(
 
 @triton.jit
 def _tile(
-    x, mask, token, at, shift, here, here_col, DIM: tl.constexpr, PAIRS: tl.constexpr,
+    x, mask, token, at, shift, here, here_col, STRIDE: tl.constexpr, PAIRS: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """Load a tile `shift` tokens after the rows at `at`, 0 where not `here` and for padding, as a
@@ -110,12 +110,12 @@ def _tile(
         here = here & (tl.load(mask + token + shift, mask=here, other=0) != 0)
     where = here[:, None] & here_col[None, :]
     if PAIRS:
-        words = (x + shift * DIM).to(tl.pointer_type(tl.int32), bitcast=True)
+        words = (x + shift * STRIDE).to(tl.pointer_type(tl.int32), bitcast=True)
         word = tl.load(words + at, mask=where, other=0)
         odd = (word & -0x10000).to(tl.float32, bitcast=True)
         return (word << 16).to(tl.float32, bitcast=True), odd
     else:
-        return (tl.load(x + shift * DIM + at, mask=where, other=0.0).to(tl.float32),)
+        return (tl.load(x + shift * STRIDE + at, mask=where, other=0.0).to(tl.float32),)
 
 
 @triton.jit
@@ -184,8 +184,9 @@ def _columns(DIM: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr):
 @triton.jit(do_not_specialize=INTS)
 def _mix(
     x, weight, mask, table, out, boxes, length, n0, n1, n2, n3, n4, n5, n6, n7,
-    DIM: tl.constexpr, AXES: tl.constexpr, BOX: tl.constexpr, FRAMES: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
+    DIM: tl.constexpr, STRIDE: tl.constexpr, AXES: tl.constexpr, BOX: tl.constexpr,
+    FRAMES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
+    GROUPS: tl.constexpr,
     MASK_IN: tl.constexpr, MASK_OUT: tl.constexpr,
 ):  # fmt: skip
     """Compute u of one box. MASK_IN: padding is not read; MASK_OUT: its result is 0."""
@@ -196,14 +197,14 @@ def _mix(
     token, cells, shape, steps, inside = box_rows(
         box, table, sizes, length, AXES, BOX, FRAMES, ROWS
     )
-    at = token[:, None] * (DIM // N) + col[None, :]
+    at = token[:, None] * (STRIDE // N) + col[None, :]
     acc = _zeros(FRAMES * N, ROWS, BLOCK // N)
     for g in tl.static_range(_groups(GROUPS)):
         shift, ok = _shifted(cells, shape, steps, inside, GROUPS, g, AXES)
         for p in tl.static_range(_lowest(GROUPS, g), _highest(GROUPS, g, FRAMES)):
             here = ok & within(cells[0] + p, shape[0])
             to = shift + p * steps[0]
-            tile = _tile(x, mask, token, at, to, here, here_col, DIM, N == 2, MASK_IN)
+            tile = _tile(x, mask, token, at, to, here, here_col, STRIDE, N == 2, MASK_IN)
             for m in tl.static_range(FRAMES):
                 acc = _add_tap(acc, m, tile, weight, col, here_col, _tap(GROUPS, g, m - p), DIM)
     offset = token[:, None] * DIM + every[None, :]
@@ -216,8 +217,9 @@ def _mix(
 @triton.jit(do_not_specialize=INTS)
 def _backward(
     du, x, weight, mask, table, dx, partial, boxes, length, n0, n1, n2, n3, n4, n5, n6, n7,
-    DIM: tl.constexpr, AXES: tl.constexpr, BOX: tl.constexpr, FRAMES: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr,
+    DIM: tl.constexpr, STRIDE: tl.constexpr, AXES: tl.constexpr, BOX: tl.constexpr,
+    FRAMES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
+    GROUPS: tl.constexpr,
     TAPS: tl.constexpr, MASKED: tl.constexpr, DX: tl.constexpr,
 ):  # fmt: skip
     """Sum du_(t + o) x_t over many boxes for a set of taps, into partial (programs of a block of
@@ -234,10 +236,11 @@ def _backward(
             box, table, sizes, length, AXES, BOX, FRAMES, ROWS
         )
         at = token[:, None] * (DIM // N) + col[None, :]
+        mine = token[:, None] * (STRIDE // N) + col[None, :]
         own = ()
         for m in tl.static_range(FRAMES):
             here, to = inside & (cells[0] + m < shape[0]), m * steps[0]
-            own = own + _tile(x, mask, token, at, to, here, here_col, DIM, N == 2, MASKED)
+            own = own + _tile(x, mask, token, mine, to, here, here_col, STRIDE, N == 2, MASKED)
         acc = _zeros(FRAMES * N, ROWS, BLOCK // N)
         for g in tl.static_range(_groups(GROUPS)):
             shift, ok = _shifted(cells, shape, steps, inside, GROUPS, g, AXES)
@@ -276,6 +279,14 @@ def _grouped(offsets: Sequence[tuple[int, ...]], sign: int) -> Groups:
     return tuple((rest, tuple(members)) for rest, members in found.items())
 
 
+def _rows(x: Tensor) -> Tensor:
+    """Return x with tokens at one distance and dense channels, copied only if necessary: such as
+    the values in a joint projection. Pairs of bfloat16 need an even address."""
+    even = x.data_ptr() % 4 == 0
+    regular = x.stride(2) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+    return x if regular and even else x.contiguous()
+
+
 def _arguments(x: Tensor, shape: Sequence[int], boxes: Tensor | None, of: Box) -> dict[str, Any]:
     """Return the arguments that both kernels share."""
     dim, sizes = x.shape[-1], [int(n) for n in shape]
@@ -286,10 +297,10 @@ def _arguments(x: Tensor, shape: Sequence[int], boxes: Tensor | None, of: Box) -
             count *= cdiv(size, extent)
     sizes += [None] * (MOST_AXES - len(sizes))  # type: ignore[list-item]
     block = min(power_of_2(dim), BYTES // x.element_size())
-    pairs = x.dtype == torch.bfloat16 and dim % 2 == 0 and x.is_cuda
+    pairs = x.dtype == torch.bfloat16 and dim % 2 == x.stride(1) % 2 == 0 and x.is_cuda
     return {
         "boxes": count, "length": x.shape[1], **{f"n{a}": n for a, n in enumerate(sizes)},
-        "DIM": dim, "AXES": len(shape), "BOX": of.rows, "FRAMES": of.frames,
+        "DIM": dim, "STRIDE": x.stride(1), "AXES": len(shape), "BOX": of.rows, "FRAMES": of.frames,
         "ROWS": torch.Size(of.rows).numel(), "BLOCK": block,
         "N": 2 if pairs else 1,
     }  # fmt: skip
@@ -315,13 +326,13 @@ def mix(
     """Return u (batch, length, dim). shape: the grid; of a pack any one of as many axes, with
     `boxes`, the table of its boxes. rows: the box, (frames, *rows). transposed: with the offsets
     negated and 0 for padding, as in the gradient of x."""
-    x, of = x.contiguous(), Box(rows[0], tuple(rows[1:]))
-    key = (x.device, x.dtype, x.shape, tuple(shape), boxes is not None and boxes.shape, of, offsets)
+    x, of = _rows(x), Box(rows[0], tuple(rows[1:]))
+    key = (*form(x), tuple(shape), boxes is not None and boxes.shape, of, offsets)
     launch = remembered(
         ("local_mixing", *key, mask is not None, transposed),
         lambda: _launch(x, mask is not None, shape, boxes, of, offsets, transposed),
     )
-    out = torch.empty_like(x)
+    out = dense_empty(x)
     launch(x, weight, flags(mask), boxes, out)
     return out
 
@@ -355,13 +366,13 @@ def backward(
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
     """Return the gradients of x and of weight (float32). Without dx if there are more taps than
     one pass takes: `mix` transposed computes it."""
-    du, x, of = du.contiguous(), x.contiguous(), Box(rows[0], tuple(rows[1:]))
-    key = (x.device, x.dtype, x.shape, tuple(shape), boxes is not None and boxes.shape, of, offsets)
+    du, x, of = du.contiguous(), _rows(x), Box(rows[0], tuple(rows[1:]))
+    key = (*form(x), tuple(shape), boxes is not None and boxes.shape, of, offsets)
     launches = remembered(
         ("local_mixing_backward", *key, mask is not None),
         lambda: _backward_launches(x, mask is not None, shape, boxes, of, offsets),
     )
-    dx = torch.empty_like(x) if len(launches) == 1 else None
+    dx = dense_empty(x) if len(launches) == 1 else None
     dweight = torch.empty_like(weight)
     for launch, taps, parts in launches:
         partial = scratch(x, parts, len(taps), x.shape[-1])

@@ -251,6 +251,8 @@ class NDLightNet(nn.Module):
         return Stream(self, batch_size, cuda_graph=cuda_graph)
 
 
-ndlightnet_tiny = partial(NDLightNet, embed_dim=192, depth=12)
-ndlightnet_small = partial(NDLightNet, embed_dim=384, depth=12)
-ndlightnet_base = partial(NDLightNet, embed_dim=768, depth=12)
+# The paper's networks: without local mixing
+_published = partial(NDLightNet, depth=12, mixer=partial(LightNetAttention, local=None))
+ndlightnet_tiny = partial(_published, embed_dim=192)
+ndlightnet_small = partial(_published, embed_dim=384)
+ndlightnet_base = partial(_published, embed_dim=768)

@@ -121,10 +121,13 @@ def undecayed_names(net: nn.Module) -> set[str]:
 
 
 def init_weights(module: nn.Module) -> None:
-    """Initialise a layer (`Module.apply`): Xavier for linear maps, small normal for embeddings."""
+    """Initialise a layer (`Module.apply`, which takes a module after its parts): Xavier for linear
+    maps, small normal for embeddings, then what a mixer scales."""
     if isinstance(module, nn.Linear):
         nn.init.xavier_uniform_(module.weight)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
     elif isinstance(module, nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
+    elif isinstance(module, Mixer):
+        module.scale_weights()

@@ -109,6 +109,15 @@ def test_strided_inputs_and_no_tokens():
     assert empty.shape == (0, 20, 16)
 
 
+def test_values_of_a_joint_projection():
+    """Tokens at a distance, also at an odd address, are read where they lie."""
+    for first, dtype in ((16, torch.float32), (16, torch.bfloat16), (3, torch.bfloat16)):
+        x, weight, offsets, layout = case(star, 1, (4, 5), dtype, 16)
+        joint = torch.randn(2, 20, 48, device=DEVICE).to(dtype)
+        joint[..., first : first + 16] = x
+        check(joint[..., first : first + 16], weight, offsets, layout)
+
+
 def test_same_bits_at_every_call():
     x, weight, offsets, layout = case(dense, 1, (6, 7, 5), torch.float32, 40)
     pull = torch.randn_like(x)

@@ -82,6 +82,9 @@ class Mixer(nn.Module, ABC):
         proj = getattr(self, "o_proj", None)
         return values if proj is None else nn.functional.linear(values, proj.weight)
 
+    def scale_weights(self) -> None:
+        """Scale weights that were just initialised, if the mixer's arguments ask for that."""
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
         for old, new in self.renamed:
             if prefix + old in state_dict:

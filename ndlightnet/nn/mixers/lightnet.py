@@ -4,7 +4,7 @@ axes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from ndlightnet.layout import Grid, Layout
 from ndlightnet.nn.constants import Constants
 from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.mixers.base import StreamingMixer, check_axes, projected_like
+from ndlightnet.nn.local import LocalMixing
+from ndlightnet.nn.mixers.base import (
+    StreamingMixer,
+    check_axes,
+    projected_like,
+    zero_padding,
+)
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.nn.projections import project
 from ndlightnet.ops import (
@@ -29,12 +35,24 @@ from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.lightnet.state import State
 from ndlightnet.ops.position import Kind
 
+Where = Literal["values", "input", "both"]
+
+
+class LocalState(NamedTuple):
+    """State of the causal form with local mixing."""
+
+    memory: State
+    values: Any  # the last frames of the values and of the input; () without that convolution
+    input: Any
+
 
 class LightNetAttention(Constants, StreamingMixer):
-    """LightNet attention: o = o_proj(norm(merge heads SiLU(q) . M) * sigmoid(low-rank gate)), M =
-    softmax(k over tokens)^T v.
+    """LightNet attention: o = o_proj(norm(merge heads SiLU(q) . M) * sigmoid(low-rank gate) +
+    SiLU(local v)), M = softmax(k over tokens)^T v, local: a depthwise convolution over neighbours.
 
-    In the cross form the source's grid may have another shape but needs, with lrpe, as many axes.
+    M sees all tokens at once and none in particular; local mixing is the look at the neighbours. It
+    is not part of the paper, nor of the cross form. In the cross form the source's grid may have
+    another shape but needs, with lrpe, as many axes.
 
     Args:
         dim: channels of a token.
@@ -44,13 +62,20 @@ class LightNetAttention(Constants, StreamingMixer):
         learn_theta: angles are learnt (one factor per head and slot) or fixed.
         gate_rank: rank of the output gate; default the head dim.
         bias: biases in the projections.
+        dims: number of axes, for local mixing; networks give it. None: no local mixing.
+        local: what is mixed locally: "values", as above; "input": x + local x enters the layer;
+            "both"; None: nothing, the paper's layer.
+        radius, dense: how far local mixing reads, and in which shape; see LocalMixing.
+        key_scale: factor on the initial weights of k_proj. With larger keys M begins with few
+            tokens for each channel rather than with the mean of all.
         window: causal form: a frame (a step of the first axis) sees the last `window` frames,
             itself included. Default: all before it.
         forget: causal form: decay rate per frame: a frame t frames back weighs exp(-forget t); a
             number, or one per head.
         impl: "auto", "torch", "triton" or "reference"; see ndlightnet.ops.
 
-    Parameters: 4 dim^2 + 2 gate_rank dim + 3 dim (with learnt cosine angles, without biases).
+    Parameters: 4 dim^2 + 2 gate_rank dim + 3 dim (with learnt cosine angles, without biases), and
+    taps dim of each local mixing, 2 radius dims + 1 taps or (2 radius + 1)^dims if dense.
     """
 
     ragged = True
@@ -65,6 +90,11 @@ class LightNetAttention(Constants, StreamingMixer):
         learn_theta: bool = True,
         gate_rank: int | None = None,
         bias: bool = False,
+        dims: int | None = None,
+        local: Where | None = "values",
+        radius: int = 1,
+        dense: bool = False,
+        key_scale: float = 1.0,
         window: int | None = None,
         forget: float | Sequence[float] = 0.0,
         impl: Impl = "auto",
@@ -72,6 +102,10 @@ class LightNetAttention(Constants, StreamingMixer):
         super().__init__()
         if window is not None and window < 1:
             raise ValueError(f"window={window}: expected 1 or more frames, or None")
+        if local is not None and local not in get_args(Where):
+            raise ValueError(f"local={local!r}: expected 'values', 'input', 'both' or None")
+        if not 0 < key_scale < float("inf"):
+            raise ValueError(f"key_scale={key_scale}: expected a finite number above 0")
         self.window = window
         self.heads, self.head_dim = default_heads(dim, heads)
         rates = [forget] * self.heads if isinstance(forget, int | float) else list(forget)
@@ -99,18 +133,37 @@ class LightNetAttention(Constants, StreamingMixer):
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.o_proj = nn.Linear(dim, dim, bias=bias)
 
+        def convolution(*where: Where) -> LocalMixing | None:
+            wanted = dims is not None and local in where
+            return LocalMixing(dims or 0, dim, radius, dense, impl) if wanted else None
+
+        self.local_values = convolution("values", "both")
+        self.local_input = convolution("input", "both")
+        self.key_scale = key_scale
+        self.scale_weights()
+
+    def scale_weights(self) -> None:
+        with torch.no_grad():
+            self.k_proj.weight.mul_(self.key_scale)
+
     def constants(self) -> dict[str, Tensor]:
         return {} if self.rates is None else {"forget": torch.tensor(self.rates)}
 
     def mix(self, x: Tensor, layout: Layout, mask: Tensor | None, causal: bool) -> Tensor:
+        if self.local_input is not None:
+            (x,) = zero_padding(mask, x)
+            x = x + self.local_input(x, layout, None, causal)
         q, k, v, gate = self._project(x, x)
+        near = None
+        if self.local_values is not None:
+            near = self.local_values(v.flatten(2), layout, mask, causal)
         if causal:
             y, _ = self._causal(q, k, v, layout, mask, None)
         else:
             self._refuse_window()
             position = self.lrpe(layout) if self.lrpe else None
             y = global_attention(q, k, v, mask=mask, lrpe=position, layout=layout, impl=self.impl)
-        return self._output(y, gate)
+        return self._output(y, gate, near)
 
     def mix_context(
         self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None
@@ -168,29 +221,59 @@ class LightNetAttention(Constants, StreamingMixer):
         support = supported(operation, like, lrpe=position)
         return "triton" if x.is_cuda and support else f"torch ({support.reason})"
 
-    def _output(self, y: Tensor, gate: Tensor) -> Tensor:
+    def _output(self, y: Tensor, gate: Tensor, near: Tensor | None = None) -> Tensor:
         norm = self.norm
-        y = norm_gate(y.flatten(2), gate, norm.weight, norm.bias, norm.eps, self.impl)
+        y = norm_gate(y.flatten(2), gate, norm.weight, norm.bias, norm.eps, self.impl, near)
         out: Tensor = self.o_proj(y)
         return out
 
     def init_state(
         self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
-    ) -> State:
+    ) -> State | LocalState:
         dim, dtype = self.head_dim, accumulator(self.q_proj.weight)
-        empty = State.empty(
+        memory = State.empty(
             batch, self.heads, dim, dim, self.lrpe is not None, dtype=dtype, device=device
         )
-        if self.window is None:
-            return empty
-        return State(*(torch.stack([x], 1).repeat_interleave(self.window - 1, 1) for x in empty))
+        if self.window is not None:
+            frames = self.window - 1
+            memory = State(*(torch.stack([x], 1).repeat_interleave(frames, 1) for x in memory))
+        local = (self.local_values, self.local_input)
+        if local == (None, None):
+            return memory
+        near = (() if one is None else one.init_state(batch, device, space) for one in local)
+        return LocalState(memory, *near)
 
-    def step(self, x: Tensor, grid: Grid, state: State) -> tuple[Tensor, State]:
+    def step(
+        self, x: Tensor, grid: Grid, state: State | LocalState
+    ) -> tuple[Tensor, State | LocalState]:
+        memory: State
+        values: Any
+        inputs: Any
+        memory, values, inputs = (state, (), ()) if isinstance(state, State) else state
+        if self.local_input is not None:
+            u, inputs = self.local_input.step(x, grid, inputs)
+            x = x + u
         q, k, v, gate = self._project(x, x)
+        near = None
+        if self.local_values is not None:
+            near, values = self.local_values.step(v.flatten(2), grid, values)
         if grid.length != 1 or self.window is not None or self.decays:
-            y, state = self._causal(q, k, v, grid, None, state)
-            return self._output(y, gate), state
-        self._refuse_rotary()
-        position = self.lrpe(grid) if self.lrpe else None
-        y, state = attention_step(q[:, 0], k[:, 0], v[:, 0], state, lrpe=position, impl=self.impl)
-        return self._output(y[:, None], gate), state
+            y, memory = self._causal(q, k, v, grid, None, memory)
+        else:
+            self._refuse_rotary()
+            position = self.lrpe(grid) if self.lrpe else None
+            y, memory = attention_step(
+                q[:, 0], k[:, 0], v[:, 0], memory, lrpe=position, impl=self.impl
+            )
+            y = y[:, None]
+        new = memory if isinstance(state, State) else LocalState(memory, values, inputs)
+        return self._output(y, gate, near), new
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
+        # checkpoints from before local mixing: with weights of 0 it adds SiLU(0) = 0
+        for name in ("local_values", "local_input"):
+            local, key = getattr(self, name), f"{prefix}{name}.weight"
+            old = local is not None and key not in state_dict
+            if old and prefix + "k_proj.weight" in state_dict:
+                state_dict[key] = torch.zeros_like(local.weight)
+        super()._load_from_state_dict(state_dict, prefix, *more)
