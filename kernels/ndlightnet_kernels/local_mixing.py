@@ -339,24 +339,21 @@ def mix(
 
 def _backward_launches(
     x: Tensor, mask: bool, shape: Sequence[int], boxes: Tensor | None, of: Box, offsets: Offsets
-) -> list[tuple[Launch, list[int], int]]:
-    """Return a launch for each set of taps, with these taps and its number of partial sums."""
+) -> list[tuple[Launch, int, int]]:
+    """Return a launch for each set of taps, with their number and that of its partial sums."""
     how = _arguments(x, shape, boxes, of)
     blocks = cdiv(how["DIM"], how["BLOCK"])
     parts = max(1, min(how["boxes"], by_axes(PROGRAMS, len(shape)) // blocks))
     sets = cdiv(len(offsets), AT_ONCE)
-    order = list(range(len(offsets)))
-    if sets > 1:  # taps that differ along the first axis only use the same tiles
-        order.sort(key=lambda tap: (offsets[tap][1:], offsets[tap]))
     each = cdiv(len(offsets), sets)
     found = []
     for first in range(0, len(offsets), each):
-        taps = order[first : first + each]
+        some = offsets[first : first + each]
         launch = Launch(
-            _backward, (parts * blocks,), **how, GROUPS=_grouped([offsets[i] for i in taps], -1),
-            TAPS=len(taps), MASKED=mask, DX=sets == 1, num_warps=WARPS,
+            _backward, (parts * blocks,), **how, GROUPS=_grouped(some, -1), TAPS=len(some),
+            MASKED=mask, DX=sets == 1, num_warps=WARPS,
         )  # fmt: skip
-        found.append((launch, taps, parts))
+        found.append((launch, len(some), parts))
     return found
 
 
@@ -373,11 +370,9 @@ def backward(
         lambda: _backward_launches(x, mask is not None, shape, boxes, of, offsets),
     )
     dx = dense_empty(x) if len(launches) == 1 else None
-    dweight = torch.empty_like(weight)
+    sums = []
     for launch, taps, parts in launches:
-        partial = scratch(x, parts, len(taps), x.shape[-1])
+        partial = scratch(x, parts, taps, x.shape[-1])
         launch(du, x, weight, flags(mask), boxes, dx, partial)
-        if dx is not None:
-            return dx, partial.sum(0)
-        dweight[taps] = partial.sum(0)
-    return None, dweight
+        sums.append(partial.sum(0))
+    return dx, sums[0] if len(sums) == 1 else torch.cat(sums)

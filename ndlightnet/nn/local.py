@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal, NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,16 @@ from ndlightnet.layout import Grid, Layout
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.local_mixing import dense, local_mixing, local_mixing_step, star
+
+Where = Literal["values", "input", "both"]  # what a mixer mixes locally
+
+
+class LocalState(NamedTuple):
+    """State of the causal form of a mixer with local mixing."""
+
+    memory: Any  # the mixer's own
+    values: Any  # the last frames of the values and of the input; () without that convolution
+    input: Any
 
 
 class LocalMixing(nn.Module):

@@ -15,6 +15,7 @@ from ndlightnet_evidence.bench import attention, output, peers, rows, stream, ti
 from ndlightnet_evidence.bench import mixers as layers
 from ndlightnet_evidence.bench.decode import decode
 from ndlightnet_evidence.bench.frames import frames, packs
+from ndlightnet_evidence.bench.local import local
 from ndlightnet_evidence.bench.rows import Bench, Case, Cell, Contender
 from ndlightnet_evidence.bench.step import step
 from ndlightnet_evidence.bench.tpe import tpe
@@ -116,6 +117,7 @@ def test_all_groups_have_their_rows(bench, monkeypatch):
     attention.natten(bench, grid=(2, 3, 2), heads=1, dim=8)
     attention.figure(bench, lengths=[64], heads=1, dim=8)
     tpe(bench, grid=(2, 3, 4), dim=4, states=(4,))
+    local(bench, shapes=(("star", 1, (2, 3), 4), ("dense", 1, (2,) * 4, 4)))
     decode(bench, batch=2, heads=1, dim=8)
     step(bench, grid=(2, 2, 2), dim=64, depth=1)
     frames(bench, grid=(3, 2, 2), heads=1, dim=8)
@@ -126,7 +128,11 @@ def test_all_groups_have_their_rows(bench, monkeypatch):
     assert [c for c in of(bench, "ours") if c.ms is None] == []
     assert [c for c in bench.cells if c.who in ("compile", "fla linear") and c.ms] == []
     share = bench.facts["mixing and position, share of the step"]
-    parts = [c.ms for c in of(bench, "ours") if c.row in ("its attention", "its MD-TPE")]
+    parts = [
+        c.ms
+        for c in of(bench, "ours")
+        if c.row in ("its attention", "its MD-TPE", "its local mixing")
+    ]
     assert share == pytest.approx(sum(parts) / of(bench, "ours", row="training step")[0].ms)
     (floor,) = of(bench, "floor", row="MD-TPE, 4 states, one way", direction="fwd+bwd")
     assert floor.ms == pytest.approx(5 * (2 * 3 * 4) * 4 * 2 / 1e9 * 1e3)

@@ -25,7 +25,8 @@ def test_runs_take_turns():
     turns.run_all([who(seed) for seed in range(3)], one, done.append, jobs=2, minutes=1)
     assert seen == [(0, 0), (1, 0), (0, 1), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2), (2, 3)]
     assert [run["seed"] for run in done] == [0, 1, 2]
-    assert done[2]["top1"] == 0.2 and done[2]["run_seconds"] > 0 and done[2]["device"] == "CPU"
+    assert done[2]["top1"] == 0.2 and done[2]["run_seconds"] > 0
+    assert ("CPU" in done[2]["device"]) != torch.cuda.is_available()
 
 
 def test_a_run_draws_what_it_draws_alone():

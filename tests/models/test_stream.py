@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch.autograd import grad
+from torch.utils._pytree import tree_leaves
 
 from ndlightnet import Identity, LightNetAttention, NDLightNet, SoftmaxAttention
 from ndlightnet.models.stream import Stream
@@ -234,7 +235,7 @@ def test_streams_in_low_precision_are_close():
         for part in parts(x, (1, 3)):
             y = stream(part)
     assert stream.state.total.dtype == torch.float32
-    assert all(x.dtype == torch.float32 for layer in stream.state.layers for x in layer)
+    assert all(x.dtype == torch.float32 for x in tree_leaves(stream.state.layers))
     expected = model(x)
     assert (y - expected).abs().max() < 30 * 2**-9 * expected.abs().max()
 

@@ -22,6 +22,7 @@ def test_offsets():
     assert star(2, 1) == ((0, 0), (-1, 0), (1, 0), (0, -1), (0, 1))
     assert star(2, 1, causal=True) == ((0, 0), (1, 0), (2, 0), (0, -1), (0, 1))
     assert dense(1, 1, causal=True) == ((0,), (1,), (2,))
+    assert dense(2, 1)[:4] == ((-1, -1), (0, -1), (1, -1), (-1, 0))
     assert len(star(5, 2)) == 21
     assert len(dense(4, 1)) == len(dense(4, 1, causal=True)) == 81
     assert star(2, (0, 1)) == ((0, 0), (0, -1), (0, 1))
@@ -68,7 +69,8 @@ def test_dense_is_torch_convolution(ndim):
     x, weight, offsets = case(dense, 1, (6, 5, 4)[:ndim])
     conv = getattr(torch.nn.functional, f"conv{ndim}d")
     # torch correlates: its tap +1 reads the next cell, which is the offset -1
-    kernel = weight.flip(0).T.reshape(5, 1, *[3] * ndim)
+    order = sorted(range(len(offsets)), key=lambda tap: offsets[tap], reverse=True)
+    kernel = weight[order].T.reshape(5, 1, *[3] * ndim)
     y = conv(x.movedim(-1, 1), kernel, padding=1, groups=5).movedim(1, -1)
     torch.testing.assert_close(local_mixing(x, weight, offsets), y, rtol=1e-12, atol=1e-12)
 

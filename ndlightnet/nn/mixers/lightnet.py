@@ -4,7 +4,7 @@ axes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +12,8 @@ from torch import Tensor, nn
 from ndlightnet.layout import Grid, Layout
 from ndlightnet.nn.constants import Constants
 from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.local import LocalMixing
-from ndlightnet.nn.mixers.base import (
-    StreamingMixer,
-    check_axes,
-    projected_like,
-    zero_padding,
-)
+from ndlightnet.nn.local import LocalMixing, LocalState, Where
+from ndlightnet.nn.mixers.base import StreamingMixer, check_axes, projected_like, zero_padding
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.nn.projections import project
 from ndlightnet.ops import (
@@ -34,16 +29,6 @@ from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.lightnet.state import State
 from ndlightnet.ops.position import Kind
-
-Where = Literal["values", "input", "both"]
-
-
-class LocalState(NamedTuple):
-    """State of the causal form with local mixing."""
-
-    memory: State
-    values: Any  # the last frames of the values and of the input; () without that convolution
-    input: Any
 
 
 class LightNetAttention(Constants, StreamingMixer):

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
 from ndlightnet.layout import Grid, Layout
-from ndlightnet.nn.local import LocalMixing
+from ndlightnet.nn.local import LocalMixing, LocalState, Where
 from ndlightnet.nn.mixers.base import Factory, Mixer, StreamingMixer, build_mixer, zero_padding
 from ndlightnet.ops.dispatch import Impl
-
-Where = Literal["values", "input", "both"]
-
-
-class WithLocalState(NamedTuple):
-    """State of the causal form."""
-
-    mixer: Any  # the mixer's own
-    values: Any  # the last frames of the values and of the input; () without that branch
-    input: Any
 
 
 class WithLocal(StreamingMixer):
@@ -95,14 +85,14 @@ class WithLocal(StreamingMixer):
 
     def init_state(
         self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
-    ) -> WithLocalState:
+    ) -> LocalState:
         frames = (
             () if one is None else one.init_state(batch, device, space)
             for one in (self.local_values, self.local_input)
         )
-        return WithLocalState(self._streaming().init_state(batch, device, space), *frames)
+        return LocalState(self._streaming().init_state(batch, device, space), *frames)
 
-    def step(self, x: Tensor, grid: Grid, state: WithLocalState) -> tuple[Tensor, WithLocalState]:
+    def step(self, x: Tensor, grid: Grid, state: LocalState) -> tuple[Tensor, LocalState]:
         inner, values, inputs = state
         if self.local_input is not None:
             u, inputs = self.local_input.step(x, grid, inputs)
@@ -111,7 +101,7 @@ class WithLocal(StreamingMixer):
         if self.local_values is not None:
             u, values = self.local_values.step(self.mixer.values(x), grid, values)
             y = y + self._branch(u)
-        return y, WithLocalState(inner, values, inputs)
+        return y, LocalState(inner, values, inputs)
 
     def _streaming(self) -> StreamingMixer:
         if not isinstance(self.mixer, StreamingMixer):

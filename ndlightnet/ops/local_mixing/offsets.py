@@ -22,11 +22,13 @@ def star(ndim: int, radius: int | Sequence[int], causal: bool = False) -> Offset
 
 
 def dense(ndim: int, radius: int | Sequence[int], causal: bool = False) -> Offsets:
-    """Return all offsets of the box {-radius .. radius}^ndim, row-major: (2 radius + 1)^ndim taps.
+    """Return all offsets of the box {-radius .. radius}^ndim: (2 radius + 1)^ndim taps.
 
-    radius: one for all axes, or one per axis. causal: along the first axis 0 .. 2 radius.
+    radius: one for all axes, or one per axis. causal: along the first axis 0 .. 2 radius. The first
+    axis varies fastest: kernels share what they load between such neighbours.
     """
-    return tuple(product(*_reaches(ndim, radius, causal)))
+    first, *rest = _reaches(ndim, radius, causal)
+    return tuple((o[-1], *o[:-1]) for o in product(*rest, first))
 
 
 def _reaches(ndim: int, radius: int | Sequence[int], causal: bool) -> list[range]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from ndlightnet.layout import Grid
 from ndlightnet.models import NDLightNet
 from ndlightnet.nn.mixers import LightNetAttention, SoftmaxAttention
 from ndlightnet.ops import global_attention
@@ -17,7 +18,7 @@ from ndlightnet_evidence.bench import peers
 from ndlightnet_evidence.bench.rows import Bench, Case
 from ndlightnet_evidence.bench.timing import Call, backward_call
 
-PATCH, COMPILED = (2, 16, 16), ", blocks compiled"
+PATCH, COMPILED, ALONE = (2, 16, 16), ", blocks compiled", ", without local mixing"
 
 
 def step(
@@ -36,7 +37,7 @@ def step(
     def whole(who: str, mixer: Callable[[int], nn.Module], more: str = "") -> float | None:
         def prepare() -> list[Call]:
             model = network(mixer=mixer).to(bench.device)
-            if more:
+            if more == COMPILED:
                 torch.compiler.reset()
                 for block in model.blocks:  # blocks are alike: compiled once for all
                     block.compile(dynamic=False)
@@ -48,6 +49,9 @@ def step(
         return timed(f"training step{more}", who, prepare)
 
     total = whole("ours", mixer)
+    alone = whole("ours", partial(mixer, local=None), ALONE)
+    if total and alone:
+        bench.facts["local mixing, share of the step"] = (total - alone) / total
     whole("softmax", SoftmaxAttention)
     whole("fla lightnet", peers.FlaMixer)
     fused = whole("ours", mixer, COMPILED)
@@ -55,6 +59,7 @@ def step(
     parts = [
         timed("its attention", "ours", lambda: [attention(model, grid)]),
         timed("its MD-TPE", "ours", lambda: [position(model, grid)]),
+        timed("its local mixing", "ours", lambda: [neighbours(model, grid)]),
     ]
     for name, whole_ms in (("", total), (COMPILED, fused)):
         if whole_ms and all(parts):
@@ -121,6 +126,20 @@ def attention(model: NDLightNet, grid: tuple[int, ...]) -> Call:
             return global_attention(q, k, v, lrpe=lrpe._replace(theta=theta), impl=mixer.impl)
 
         calls.append(backward_call(run, (q, k, v, theta)))
+    return lambda: [call() for call in calls]
+
+
+def neighbours(model: NDLightNet, grid: tuple[int, ...]) -> Call:
+    """Return a call of all layers' local mixing, on separate inputs."""
+    calls = []
+    block: Any
+    for block in model.blocks:
+        local = block.mixer.local_values
+        x = torch.randn(1, grid[0] * grid[1] * grid[2], model.embed_dim, dtype=torch.bfloat16)
+        x = x.to(local.weight.device).requires_grad_()
+        calls.append(
+            backward_call(lambda x, _, local=local: local(x, Grid(grid)), (x, local.weight))
+        )
     return lambda: [call() for call in calls]
 
 
