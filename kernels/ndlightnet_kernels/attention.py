@@ -17,202 +17,28 @@ from ndlightnet_kernels.phases import coordinates, cos_sin, slot_frequencies
 from ndlightnet_kernels.plans import operand_bytes, plan, split_count
 from ndlightnet_kernels.position import Position
 from ndlightnet_kernels.segments import merge_launch, reciprocal_sum
+from ndlightnet_kernels.summarize import KV, _summarize
 from ndlightnet_kernels.tiles import (
     arguments,
     cdiv,
-    deinterleave,
     dense,
     dense_rows,
     dot,
     even,
     flags,
     form,
-    hide,
     interleave,
     load,
-    load_keys,
     operand,
     pad,
     part_at,
-    powers,
     processors,
     rope_features,
     scratch,
     silu,
-    slip,
     split,
-    split_at,
     strides,
-    valid_tokens,
 )  # fmt: skip
-
-SIZES = ["length", "span", "parts", "per_segment", "heads", "per_head", *phases.SIZES]
-KV = ["skb", "skt", "skh", "svb", "svt", "svh"]
-
-
-@triton.jit
-def _keys(k, b, h, t, kc, valid, end, skb, skt, skh, WIDTH: tl.constexpr, KIND: tl.constexpr,
-          MASKED: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
-    """Load logits, and with rotary those of the pairs' second channels."""
-    x = load_keys(k, b, h, t, kc, end, skb, skt, skh, WIDTH, UNIT)
-    x2 = x
-    if KIND == 2:
-        x2 = load_keys(k + WIDTH, b, h, t, kc, end, skb, skt, skh, WIDTH, UNIT)
-    if MASKED:
-        x, x2 = hide(x, valid), hide(x2, valid)
-    return x, x2
-
-
-@triton.jit
-def _added(p, valid, MASKED: tl.constexpr, ROWS: tl.constexpr):
-    """Sum p over tokens, without those after the last one, to (ROWS, columns)."""
-    if not MASKED:  # by a factor, which costs less than a selection
-        p *= valid.to(tl.float32)[:, None]
-    return tl.sum(tl.reshape(p, (p.shape[0] // ROWS, ROWS, p.shape[1])), 0)
-
-
-@triton.jit
-def _collect(
-    k, v, mask, freqs, mx, mx2, b, h, begin, end, length, kc, vc,
-    skb, skt, skh, svb, svt, svh, WIDTH: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, BL: tl.constexpr, KIND: tl.constexpr, AXES: tl.constexpr,
-    SLOTS: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr, PREFIX: tl.constexpr,
-    MASKED: tl.constexpr, UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Return sums of exp(k - mx) and memories y^T (p cos, p sin) of a part; with rotary also those
-    of the pairs' second channels. Memories are transposed, so that both sides of a product lie in
-    shared memory as they were read. Sums stay spread over the tile's rows until the end."""
-    HALVES: tl.constexpr = 1 if KIND == 0 else 2 * KIND
-    spread = tl.zeros((ROWS, BK), tl.float32)
-    spread2 = spread
-    acc = tl.zeros((BV, HALVES * BK), tl.float32)
-    for first in tl.range(begin, end, BL, num_stages=STAGES):
-        t = first + tl.arange(0, BL)
-        valid = valid_tokens(mask, b, t, end, length, MASKED)
-        x, x2 = _keys(k, b, h, t, kc, valid, end, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
-        y = tl.trans(load(v, b, h, t, vc, valid, svb, svt, svh, VDIM, UNIT))
-        p = powers(x, mx, OPERAND)
-        spread += _added(p, valid, MASKED, ROWS)
-        if KIND != 0:
-            at_axis = coordinates(freqs, t, AXES, TOTAL, PREFIX)
-            cos, sin = cos_sin(freqs, at_axis, WIDE)
-            interleaved = interleave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
-            if KIND == 2:
-                p = powers(x2, mx2, OPERAND)
-                spread2 += _added(p, valid, MASKED, ROWS)
-                second = interleave((p * cos).to(OPERAND), (p * sin).to(OPERAND), SLOTS)
-                interleaved = interleave(interleaved, second, SLOTS)
-            acc = dot(y, interleaved, acc, OPERAND, PRECISION)
-        else:
-            acc = dot(y, p, acc, OPERAND, PRECISION)
-    return tl.sum(spread, 0), tl.sum(spread2, 0), acc
-
-
-@triton.jit
-def _maxima(
-    k, mask, b, h, begin, end, length, kc, skb, skt, skh, WIDTH: tl.constexpr, BL: tl.constexpr,
-    KIND: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """Return the largest logits of tokens [begin, end); with rotary also of the second channels."""
-    mx = tl.full((kc.shape[0],), float("-inf"), tl.float32)
-    mx2 = mx
-    for first in tl.range(begin, end, BL, num_stages=1):
-        t = first + tl.arange(0, BL)
-        valid = valid_tokens(mask, b, t, end, length, MASKED)
-        x, x2 = _keys(k, b, h, t, kc, valid, end, skb, skt, skh, WIDTH, KIND, MASKED, UNIT)
-        mx = tl.maximum(mx, tl.max(x, 0))
-        if KIND == 2:
-            mx2 = tl.maximum(mx2, tl.max(x2, 0))
-    return mx, mx2
-
-
-@triton.jit
-def _store_top(top, at, mx, mx2, inside, WIDTH: tl.constexpr, KIND: tl.constexpr):
-    tl.store(top + at, mx, inside)
-    if KIND == 2:
-        tl.store(top + at + WIDTH, mx2, inside)
-
-
-@triton.jit(do_not_specialize=SIZES + KV)
-def _summarize(
-    k, v, mask, splits, shapes, theta, offset, top, total, memory,
-    skb, skt, skh, svb, svt, svh, length, span, parts, per_segment, heads, per_head,
-    n1, n2, n3, n4, n5, n6, n7, prefix, each,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
-    BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr, WIDE: tl.constexpr,
-    AXES: tl.constexpr, PREFIX: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr = 16,
-):  # fmt: skip
-    """Compute the State of one part of the length, for one block of key channels (rotary: of
-    pairs). The last of the `per_segment` parts of `span` tokens may be empty. A tile's maxima cost
-    more than its products, so exponents first refer to the first tile's maximum. If a sum then
-    shows that the part's logits range too far for it, the part is computed again with the maximum
-    of all its tokens. Either way no exponent overflows with `top` as its reference."""
-    bh, part = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
-    b, h = bh // heads, bh % heads
-    WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
-    kc, vc = tl.program_id(0) % BLOCKS * BK + tl.arange(0, BK), tl.arange(0, BV)
-    inside = kc < WIDTH
-    step = tl.cdiv(tl.cdiv(span, BL), per_segment) * BL
-    begin = part // per_segment * span + part % per_segment * step
-    end = min(min(begin + step, (part // per_segment + 1) * span), length)
-    row, slot, base = b, part, prefix
-    if splits is not None:
-        row, slot, begin, end, base = split_at(splits, part)
-    sizes = (n1, n2, n3, n4, n5, n6, n7)
-    freqs = slot_frequencies(
-        theta, offset, shapes, row, each, base, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET,
-        TOTAL,
-    )  # fmt: skip
-    mx, mx2 = _maxima(
-        k, mask, b, h, begin, min(begin + BL, end), length, kc, skb, skt, skh, WIDTH, BL, KIND,
-        MASKED, UNIT,
-    )  # fmt: skip
-    mx, mx2 = tl.where(mx == float("-inf"), 0.0, mx), tl.where(mx2 == float("-inf"), 0.0, mx2)
-    at = (bh * parts + slot) * DIM + kc
-    _store_top(top, at, mx, mx2, inside, WIDTH, KIND)
-    sm, sm2, acc = _collect(
-        k, v, mask, freqs, mx, mx2, b, h, begin, end, length, kc, vc,
-        skb, skt, skh, svb, svt, svh, WIDTH, VDIM, BK, BV, BL, KIND, AXES, SLOTS, TOTAL, WIDE,
-        PREFIX, MASKED, UNIT, OPERAND, PRECISION, STAGES, ROWS,
-    )  # fmt: skip
-    good = (sm > 1e-25) & (sm < 1e25)
-    if KIND == 2:
-        good = good & (sm2 > 1e-25) & (sm2 < 1e25)
-    if tl.min((good | (kc >= WIDTH)).to(tl.int32), 0) == 0:
-        mx, mx2 = _maxima(
-            k, mask, b, h, begin, end, length, kc, skb, skt, skh, WIDTH, BL, KIND, MASKED, UNIT
-        )
-        _store_top(top, at, mx, mx2, inside, WIDTH, KIND)
-        sm, sm2, acc = _collect(
-            k, v, mask, freqs, mx, mx2, b, h, begin, end, length, kc, vc,
-            skb, skt, skh, svb, svt, svh, WIDTH, VDIM, BK, BV, BL, KIND, AXES, SLOTS, TOTAL,
-            WIDE, PREFIX, MASKED, UNIT, OPERAND, PRECISION, 1, ROWS,
-        )  # fmt: skip
-    tl.debug_barrier()  # loaded again: a register less in the loop
-    fix = slip(tl.load(top + at, mask=inside, other=0.0), OPERAND)
-    tl.store(total + at, sm * fix, inside)
-    HALVES: tl.constexpr = 1 if KIND == 0 else 2
-    to = memory + ((bh * parts + slot) * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
-    here = (vc < VDIM)[:, None] & inside[None, :]
-    if KIND == 0:
-        tl.store(to, acc * fix[None, :], here)
-    elif KIND == 1:
-        cos, sin = deinterleave(acc)
-        tl.store(to, cos * fix[None, :], here)
-        tl.store(to + DIM * VDIM, sin * fix[None, :], here)
-    else:
-        fix2 = slip(tl.load(top + at + WIDTH, mask=inside, other=0.0), OPERAND)
-        one, two = deinterleave(acc)
-        cos, sin = deinterleave(one)
-        tl.store(to, cos * fix[None, :], here)
-        tl.store(to + DIM * VDIM, sin * fix[None, :], here)
-        cos, sin = deinterleave(two)
-        tl.store(to + WIDTH * VDIM, cos * fix2[None, :], here)
-        tl.store(to + (DIM + WIDTH) * VDIM, sin * fix2[None, :], here)
-        tl.store(total + at + WIDTH, sm2 * fix2, inside)
 
 
 @triton.jit
@@ -338,17 +164,20 @@ def parts_of_segments(k: Tensor, v: Tensor, where: Position, cut: tuple[int, int
 
 
 def summarize_splits(
-    k: Tensor, v: Tensor, mask: Tensor | None, where: Position, cut: tuple[int, int] | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+    k: Tensor, v: Tensor, mask: Tensor | None, where: Position, cut: tuple[int, int] | None = None,
+    forget: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return States (batch * heads, parts, ...) of as many parts as suit the card; with `cut`,
-    (number, tokens) of segments, of as many parts of each segment."""
+    (number, tokens) of segments, of as many parts of each segment. forget: decay rate of each head
+    for a token, float32; weights are then those at the segment's last token."""
     k, v, masked = dense_rows(k), dense_rows(v), mask is not None
     launch, sums, memories = remembered(
         ("summarize", form(k, v), masked, where.key, cut),
         lambda: _summarize_plan(k, v, masked, where, cut),
     )
     top, total, memory = scratch(k, *sums), scratch(k, *sums), scratch(k, *memories)
-    launch(k, v, flags(mask), where.splits, where.shapes, *where.angles, top, total, memory)
+    tables = where.splits, where.shapes
+    launch(k, v, flags(mask), *tables, *where.angles, forget, top, total, memory)
     return top, total, memory
 
 

@@ -10,13 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels.attention import (
-    KV,
-    SIZES,
-    _keys,
-    _load_query,
-    _read_memory,
-)
+from ndlightnet_kernels.attention import _load_query, _read_memory
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import (
     coordinates,
@@ -28,6 +22,7 @@ from ndlightnet_kernels.phases import (
 from ndlightnet_kernels.plans import operand_bytes, plan
 from ndlightnet_kernels.position import KINDS, Position
 from ndlightnet_kernels.segments import join_grads
+from ndlightnet_kernels.summarize import KV, SIZES, _keys
 from ndlightnet_kernels.tiles import (
     arguments,
     cdiv,

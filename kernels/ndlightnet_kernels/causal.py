@@ -28,12 +28,32 @@ import triton.language as tl
 from torch import Tensor
 
 from ndlightnet_kernels import attention
-from ndlightnet_kernels.attention import SIZES
+from ndlightnet_kernels.causal_chunks import (
+    MIDDLE,
+    QKV,
+    RANGE,
+    STEEP,
+    _aged,
+    _entry,
+    _fade,
+    _faded,
+    _gather,
+    _level,
+    _next_anchor,
+    _recall,
+    _rotation,
+    _scores,
+    _silu_over,
+    _to_anchor,
+    _unserved,
+    _until,
+)  # fmt: skip
 from ndlightnet_kernels.launch import Launch, remembered
-from ndlightnet_kernels.phases import coordinates, cos_sin, pinned, slot_frequencies
+from ndlightnet_kernels.phases import pinned, slot_frequencies
 from ndlightnet_kernels.plans import CAREFUL, causal, cut, fills
 from ndlightnet_kernels.position import Position
-from ndlightnet_kernels.segments import INFINITE, prefix_states
+from ndlightnet_kernels.segments import INFINITE, log2_rate, prefix_states
+from ndlightnet_kernels.summarize import SIZES
 from ndlightnet_kernels.tiles import (
     arguments,
     cdiv,
@@ -56,156 +76,11 @@ from ndlightnet_kernels.tiles import (
     weight,
 )  # fmt: skip
 
-TINY = tl.constexpr(1e-27)  # a query whose sum is below it needs a further anchor
-
-
-@triton.jit
-def _reciprocal(s):
-    """Return 1 / s for s >= TINY, by rsqrt, which takes fewer instructions."""
-    r = tl.rsqrt(tl.maximum(s, TINY))
-    return r * r
-
-
-@triton.jit
-def _silu_over(x, s):
-    """Return silu(x) / s for s > 0, as x / (s + s exp(-x))."""
-    r = tl.rsqrt(tl.exp2(x * -1.4426950408889634) * s + s)
-    return x * (r * r)
-
-
-@triton.jit
-def _silu_and_over(x, s):
-    """Return silu(x), its derivative, 1 / s, and silu(x) / s, with one reciprocal for all. All are
-    0 where s exp(-x) overflows: every use has silu(x) or its derivative as a factor, tiny there."""
-    e = tl.exp2(tl.minimum(x * -1.4426950408889634, 100.0))
-    r = tl.rsqrt(e * s + s)
-    r = r * r
-    y, sigmoid = x * (r * s), r * s
-    return y, sigmoid + y * (1.0 - sigmoid), r * e + r, x * r
-
-
-@triton.jit
-def _level(x, anchor, mx, sm, todo, ones, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    """Return exp(x - anchor), 1 / s of the queries served, exp(mx - anchor), and queries left."""
-    used = anchor > -INFINITE
-    p = tl.where(used[None, :], weight(tl.minimum(x, anchor[None, :]), anchor[None, :]), 0.0)
-    carry = tl.where(used, weight(mx, anchor), 0.0)
-    # sums of the rounded keys: a query's weights then add up to one
-    s = dot(ones, p, tl.zeros(p.shape, tl.float32), OPERAND, PRECISION) + (carry * sm)[None, :]
-    inverse = tl.where(todo & (s >= TINY), _reciprocal(s), 0.0)
-    return p, inverse, carry, todo & (s < TINY)
-
-
-@triton.jit
-def _next_anchor(x, mx, todo):
-    """Return the largest logit that the queries left attend to; -inf where there is none."""
-    return tl.max(tl.where(todo, tl.maximum(x, mx[None, :]), -INFINITE), 0)
-
-
-@triton.jit
-def _entry(top, total, memory, bh, part, parts, kc, vc, DIM: tl.constexpr, VDIM: tl.constexpr,
-           HALVES: tl.constexpr):  # fmt: skip
-    """Load the State before a segment, its memory transposed. (`top` has one more at the end.)"""
-    inside, at = kc < DIM, bh * parts + part
-    mx = tl.load(top + (at + bh) * DIM + kc, mask=inside, other=-INFINITE)
-    sm = tl.load(total + at * DIM + kc, mask=inside, other=0.0)
-    tile = memory + (at * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
-    here = inside[None, :] & (vc < VDIM)[:, None]
-    m = tl.load(tile, mask=here, other=0.0)
-    m_sin = m
-    if HALVES == 2:
-        m_sin = tl.load(tile + DIM * VDIM, mask=here, other=0.0)
-    return mx, sm, m, m_sin
-
-
-QKV = ["sqb", "sqt", "sqh", "skb", "skt", "skh", "svb", "svt", "svh"]
-OUT = ["sob", "sot", "soh"]
-
-
-@triton.jit
-def _rotation(freqs, t, kc, KIND: tl.constexpr, AXES: tl.constexpr, TOTAL: tl.constexpr,
-              WIDE: tl.constexpr, PREFIX: tl.constexpr):  # fmt: skip
-    """Return coordinates, cos and sin of a chunk; without MD-LRPE zeros, which are not used."""
-    if KIND == 0:
-        none = tl.zeros((t.shape[0], kc.shape[0]), tl.float32)
-        return none, none, none
-    else:
-        at_axis = coordinates(freqs, t, AXES, TOTAL, PREFIX)
-        cos, sin = cos_sin(freqs, at_axis, WIDE)
-        return at_axis, cos, sin
-
-
-@triton.jit
-def _scores(a, b, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexpr,
-            PRECISION: tl.constexpr):  # fmt: skip
-    """Return acc + features of a times transposed features of b."""
-    if KIND == 0:
-        acc = dot(a, tl.trans(b), acc, OPERAND, PRECISION)
-    else:
-        acc = dot(a * cos, tl.trans(b * cos), acc, OPERAND, PRECISION)
-        acc = dot(a * sin, tl.trans(b * sin), acc, OPERAND, PRECISION)
-    return acc
-
-
-@triton.jit
-def _gather(left, b, cos, sin, acc, acc_sin, KIND: tl.constexpr, OPERAND: tl.constexpr,
-            PRECISION: tl.constexpr):  # fmt: skip
-    """Return (acc, acc_sin) + left times the features of b."""
-    if KIND == 0:
-        acc = dot(left, b, acc, OPERAND, PRECISION)
-    else:
-        acc = dot(left, b * cos, acc, OPERAND, PRECISION)
-        acc_sin = dot(left, b * sin, acc_sin, OPERAND, PRECISION)
-    return acc, acc_sin
-
-
-@triton.jit
-def _recall(f, m, m_sin, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexpr,
-            PRECISION: tl.constexpr):  # fmt: skip
-    """Return acc + features of f times a memory that is stored transposed."""
-    if KIND == 0:
-        acc = dot(f, tl.trans(m.to(OPERAND)), acc, OPERAND, PRECISION)
-    else:
-        acc = dot(f * cos, tl.trans(m.to(OPERAND)), acc, OPERAND, PRECISION)
-        acc = dot(f * sin, tl.trans(m_sin.to(OPERAND)), acc, OPERAND, PRECISION)
-    return acc
-
-
-@triton.jit
-def _unturn(d, d_sin, cos, sin, KIND: tl.constexpr):
-    """Return the gradient of a tile from the gradients of its cos and sin features."""
-    if KIND == 0:
-        return d
-    else:
-        return d * cos + d_sin * sin
-
-
-@triton.jit
-def _fall_to(mx, anchor, OPERAND: tl.constexpr):
-    """Return the factor from units of exp(mx) to the units of the keys that `powers` returns."""
-    return weight(mx, anchor) / slip(anchor, OPERAND)
-
-
-@triton.jit
-def _to_anchor(anchor, mx, sm, m, m_sin, OPERAND: tl.constexpr):
-    fall = _fall_to(mx, anchor, OPERAND)
-    return anchor, sm * fall, m * fall[None, :], m_sin * fall[None, :]
-
-
-@triton.jit
-def _unserved(k, mask, b, h, first, length, anchor, sm, kc, skb, skt, skh, DIM: tl.constexpr,
-              UNIT: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Return 1 if `anchor` does not serve a segment's first query, whose sum is least, else 0."""
-    t = first + tl.zeros((1,), tl.int32)
-    valid = valid_tokens(mask, b, t, length, length, MASKED)
-    x = hide(load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT), valid)
-    s = weight(tl.max(x, 0), anchor) + sm
-    return tl.max(((kc < DIM) & (s < TINY)).to(tl.int32), 0)
-
 
 @triton.jit(do_not_specialize=SIZES + QKV)
 def _causal(
-    q, k, v, mask, theta, offset, top, total, memory, flag, out, top_end, total_end, memory_end,
+    q, k, v, mask, theta, offset, forget, top, total, memory, flag, out, top_end,
+    total_end, memory_end,
     sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, length, span, parts, heads, per_head,
     n1, n2, n3, n4, n5, n6, n7, prefix, each,
     DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
@@ -216,7 +91,10 @@ def _causal(
 ):  # fmt: skip
     """Compute the output of a segment, chunk by chunk, from the State before it; for the last
     segment, which was not summarised before, also the State after it. The last segment is flagged
-    too if its logits rise too far above the anchor."""
+    too if its logits rise too far above the anchor.
+
+    forget: decay rate of each head for a token; a segment is flagged where sums leave the range of
+    the plain form."""
     bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
     begin, end = part * span, min(part * span + span, length)
@@ -234,8 +112,10 @@ def _causal(
     ones = (lane[:, None] >= lane[None, :]).to(OPERAND)
     run, inside, final = tl.zeros((BL, BK), tl.float32), kc < DIM, part == parts - 1
     after = top + (bh * (parts + 1) + part + 1) * DIM + kc
+    rate = None if forget is None else log2_rate(forget, bh, heads)
+    fade = None if rate is None else _fade(rate, lane)
     # without a selection for each element, the last token's key stands for those after it
-    HIDE: tl.constexpr = CAREFUL or MASKED or tl.float32 == OPERAND
+    HIDE: tl.constexpr = CAREFUL or MASKED or tl.float32 == OPERAND or forget is not None
     if not CAREFUL:
         if final:
             x = load_keys(k, b, h, begin + lane, kc, length, skb, skt, skh, DIM, UNIT)
@@ -245,9 +125,23 @@ def _causal(
         else:
             anchor = tl.load(after, mask=inside, other=-INFINITE)
         mx, sm, m, m_sin = _to_anchor(anchor, mx, sm, m, m_sin, OPERAND)
-        lost = _unserved(k, mask, b, h, begin, length, mx, sm, kc, skb, skt, skh, DIM, UNIT, MASKED)
+        if forget is None:
+            lost = _unserved(
+                k, mask, b, h, begin, length, mx, sm, kc, skb, skt, skh, DIM, UNIT, MASKED
+            )
+        else:
+            fall = tl.exp2(rate * -BL)
+            enter = tl.exp2(rate * BL - _until(rate, begin, None, BL))  # falls once more in a chunk
+            sm, m, m_sin = sm * enter, m * enter, m_sin * enter
+            worst = run.to(tl.int32)
         run += tl.where(inside, sm, 1.0)[None, :]
     for first in range(begin, end, BL):
+        if forget is not None:
+            if CAREFUL:
+                lag = tl.where(first == begin, _until(rate, begin, None, BL), rate * BL)
+                mx, sm, m, m_sin = _aged(lag, mx, sm, m, m_sin)
+            else:
+                run, m, m_sin = run * fall, m * fall, m_sin * fall
         t = first + lane
         valid = valid_tokens(mask, b, t, length, length, MASKED)
         x = load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
@@ -259,25 +153,30 @@ def _causal(
         score = tl.zeros((BL, BL), tl.float32)
         if CAREFUL:
             phi, _ = silu(x_q)
-            best = tl.maximum(mx, tl.max(x, 0))
+            best = tl.maximum(mx, tl.max(_faded(x, fade), 0))
             todo = (lane >= 0)[:, None] & inside[None, :]
             anchor, from_entry = best, tl.zeros((BL, BK), tl.float32)
             rounds = 0  # each serves at least one row
             while (tl.max(anchor, 0) > -INFINITE) & (rounds < BL):
                 rounds += 1
-                low, inverse, fall, todo = _level(x, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
+                low, inverse, entered, todo = _level(
+                    x, fade, anchor, mx, sm, todo, ones, OPERAND, PRECISION
+                )
                 f = phi * inverse
-                from_entry += f * fall[None, :]
+                from_entry += f * entered[None, :]
                 score = _scores(f, low, cos, sin, score, KIND, OPERAND, PRECISION)
-                anchor = _next_anchor(x, mx, todo)
-            p, carry = weight(x, best[None, :]), weight(mx, best)
+                anchor = _next_anchor(x, fade, mx, todo)
+            p, carry = weight(x, best[None, :], fade), weight(mx, best)
             sm = sm * carry + tl.sum(p.to(OPERAND).to(tl.float32), 0)
             mx = best
         else:
-            p = powers(x, mx, OPERAND)
+            p = powers(x, mx, OPERAND, fade)
             p = pinned(p.to(OPERAND) if KIND == 0 else p)
             # a segment with sums below TINY is computed again, so they may be anything here
-            from_entry = _silu_over(x_q, dot(ones, p, run, OPERAND, PRECISION))
+            s = dot(ones, p, run, OPERAND, PRECISION)
+            from_entry = _silu_over(x_q, s)
+            if forget is not None:
+                worst = tl.maximum(worst, tl.abs(s.to(tl.int32, bitcast=True) - MIDDLE))
             run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, OPERAND, PRECISION)
             score = _scores(from_entry, p, cos, sin, score, KIND, OPERAND, PRECISION)
         o = tl.zeros((BL, BV), tl.float32)
@@ -289,8 +188,15 @@ def _causal(
         m, m_sin = _gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, OPERAND, PRECISION)
         to = out + dense(b, h, t, vc, length, heads, VDIM)
         tl.store(to, o.to(out.dtype.element_ty), (t < length)[:, None] & (vc < VDIM)[None, :])
+    if forget is not None:
+        leave = _until(rate, begin, end, BL)
+        if not CAREFUL:
+            lost = tl.max((inside & (tl.max(worst, 0) > RANGE)).to(tl.int32), 0)
+            lost = tl.maximum(lost, (rate * BL > STEEP).to(tl.int32))
     if final:
         if CAREFUL:
+            if forget is not None:
+                mx, sm, m, m_sin = _aged(leave, mx, sm, m, m_sin)
             tl.store(after, mx, inside)
         else:
             tl.debug_barrier()  # loaded again: a register less in the loop
@@ -303,6 +209,8 @@ def _causal(
                 sm -= tl.max(p, 0) * (tl.cdiv(end - begin, BL) * BL - (end - begin))
             lost = tl.maximum(lost, tl.max((inside & ~(sm < 1e25)).to(tl.int32), 0))
             fix = slip(mx, OPERAND)
+            if forget is not None:
+                fix *= tl.exp2(-leave)
             sm, m, m_sin = sm * fix, m * fix[None, :], m_sin * fix[None, :]
         tl.store(top_end + bh * DIM + kc, mx, inside)
         tl.store(total_end + bh * DIM + kc, sm, inside)
@@ -335,8 +243,8 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, masked: bool, where: Position) -> Seg
         segments = (parts - 1, span)
         each = attention.parts_of_segments(k, v, where, segments) // max(1, parts - 1)
     merge = Launch(
-        prefix_states, (rows, cdiv(halves * dim, some)), parts=parts - 1, per_segment=each, DIM=dim,
-        VDIM=vdim, BV=bv, HALVES=halves, BC=some, num_warps=2,
+        prefix_states, (rows, cdiv(halves * dim, some)), parts=parts - 1, per_segment=each,
+        span=span, heads=heads, DIM=dim, VDIM=vdim, BV=bv, HALVES=halves, BC=some, num_warps=2,
     )  # fmt: skip
     common: dict[str, Any] = dict(
         zip(QKV, strided, strict=True), length=length, span=span, parts=parts, heads=heads,
@@ -351,12 +259,13 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, masked: bool, where: Position) -> Seg
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: tuple[Tensor | None, ...],
-    where: Position,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None,
+    state: tuple[Tensor | None, ...], where: Position,
 ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
     """Return output (batch, length, heads, value_dim), the final State (max, sum, memory), and for
     the backward the States before each segment (batch * heads, segments, ...), with one more max
-    after the last one, and flags. state: (max, sum, memory), or three None for an empty State."""
+    after the last one, and flags. state: (max, sum, memory), or three None for an empty State.
+    forget: decay rate of each head for a token, (heads,) float32, or None."""
     q, k, v, masked = dense_rows(q), dense_rows(k), dense_rows(v), mask is not None
     (batch, _, heads, dim), vdim = k.shape, v.shape[-1]
     halves, rows = where.halves, batch * heads
@@ -370,16 +279,16 @@ def forward(
     )  # fmt: skip
     states: tuple[Tensor | None, ...] = (None, None, None)
     if segments is not None:
-        states = attention.summarize_splits(k, v, mask, where, segments)
+        states = attention.summarize_splits(k, v, mask, where, segments, forget)
     last = (
         scratch(k, batch, heads, dim), scratch(k, batch, heads, dim),
         scratch(k, batch, heads, halves * dim, vdim),
     )  # fmt: skip
     before = (x if x is None else x.contiguous() for x in state)
-    merge(*before, *states, *entry)
+    merge(forget, *before, *states, *entry)
     out = q.new_empty(*v.shape)
     flag = q.new_empty(rows, parts, dtype=torch.int32)
     mask_bytes, angles = flags(mask), where.angles
     for launch in forms:
-        launch(q, k, v, mask_bytes, *angles, *entry, flag, out, *last)
+        launch(q, k, v, mask_bytes, *angles, forget, *entry, flag, out, *last)
     return out, last, (*entry, flag)

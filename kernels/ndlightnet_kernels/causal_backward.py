@@ -16,28 +16,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels.attention import SIZES
-from ndlightnet_kernels.causal import (
+from ndlightnet_kernels.causal_chunks import (
     OUT,
     QKV,
-    _entry,
-    _fall_to,
+    _fade,
+    _faded,
     _gather,
     _level,
     _next_anchor,
     _recall,
     _rotation,
     _scores,
-    _silu_and_over,
     _silu_over,
-    _to_anchor,
+    _until,
     _unturn,
 )  # fmt: skip
+from ndlightnet_kernels.causal_dq import _causal_dq
 from ndlightnet_kernels.launch import Launch, remembered
-from ndlightnet_kernels.phases import from_origin, materialized, pinned, slot_frequencies
+from ndlightnet_kernels.phases import from_origin, materialized, slot_frequencies
 from ndlightnet_kernels.plans import CAREFUL, Chunks, causal, cut, fills
 from ndlightnet_kernels.position import Position
-from ndlightnet_kernels.segments import INFINITE, suffix_grads
+from ndlightnet_kernels.segments import INFINITE, log2_rate, suffix_grads
+from ndlightnet_kernels.summarize import SIZES
 from ndlightnet_kernels.tiles import (
     arguments,
     cdiv,
@@ -64,137 +64,9 @@ from ndlightnet_kernels.tiles import (
 
 
 @triton.jit(do_not_specialize=SIZES + QKV + OUT)
-def _causal_dq(
-    q, k, v, dout, mask, theta, offset, top, total, memory, flag,
-    dq, dphi, chunk_top, chunk_total, dsums, dmemories, dtheta,
-    sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sob, sot, soh,
-    length, span, parts, heads, per_head,
-    n1, n2, n3, n4, n5, n6, n7, prefix, each,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
-    CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr, WIDE: tl.constexpr,
-    AXES: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
-    UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute dq, forward in time, by dphi_t = memory_t dout_t, and what the segment's queries add
-    to the gradients of the State before it (unless `dsums` is None).
-
-    Also stores dphi and each chunk's (max, sum) for `_causal_dkv`.
-    """
-    bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b, h = bh // heads, bh % heads
-    begin, end = part * span, min(part * span + span, length)
-    if CAREFUL:
-        if tl.load(flag + bh * parts + part) == 0:
-            return
-    kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
-    sizes = (n1, n2, n3, n4, n5, n6, n7)
-    freqs = slot_frequencies(
-        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET,
-        TOTAL,
-    )  # fmt: skip
-    HALVES: tl.constexpr = 1 if KIND == 0 else 2
-    mx, sm, m, m_sin = _entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, HALVES)
-    entry_top, run, inside = mx, tl.zeros((BL, BK), tl.float32), kc < DIM
-    after = top + (bh * (parts + 1) + part + 1) * DIM + kc
-    if not CAREFUL:
-        anchor = tl.load(after, mask=inside, other=-INFINITE)
-        mx, sm, m, m_sin = _to_anchor(anchor, mx, sm, m, m_sin, OPERAND)
-        run += tl.where(inside, sm, 1.0)[None, :]
-    acc = tl.zeros((BV, BK), tl.float32)
-    acc_sin = acc
-    dsum = tl.zeros((BK,), tl.float32)
-    spread = tl.zeros((BL, BK), tl.float32)
-    ones = (lane[:, None] >= lane[None, :]).to(OPERAND)
-    for first in range(begin, end, BL):
-        t = first + lane
-        chunk = (bh * tl.cdiv(length, BL) + first // BL) * DIM + kc
-        if CAREFUL:
-            tl.store(chunk_top + chunk, mx, inside)
-            tl.store(chunk_total + chunk, sm, inside)
-        else:  # all rows are the same
-            row = chunk_total + chunk[None, :] + lane[:, None] * 0
-            tl.store(row, run, (lane == 0)[:, None] & inside[None, :])
-        valid = valid_tokens(mask, b, t, length, length, MASKED)
-        x = load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
-        if MASKED:
-            x = hide(x, valid)
-        y = load(v, b, h, t, vc, valid, svb, svt, svh, VDIM, UNIT)
-        do = load(dout, b, h, t, vc, t < length, sob, sot, soh, VDIM, UNIT)
-        x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
-        at_axis, cos, sin = _rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
-        pair = dot(do, tl.trans(y), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
-        pair = tl.where(lane[:, None] >= lane[None, :], pair, 0.0).to(OPERAND)
-        zero = tl.zeros((BL, BK), tl.float32)
-        far, far_sin = dot(do, m, zero, OPERAND, PRECISION), zero
-        if KIND != 0:
-            far_sin = dot(do, m_sin, zero, OPERAND, PRECISION)
-        if CAREFUL:
-            phi, slope = silu(x_q)
-            best = tl.maximum(mx, tl.max(x, 0))
-            todo = (lane >= 0)[:, None] & inside[None, :]
-            anchor, from_entry, d, d_sin = best, zero, zero, zero
-            rounds = 0  # each serves at least one row
-            while (tl.max(anchor, 0) > -INFINITE) & (rounds < BL):
-                rounds += 1
-                low, inverse, fall, todo = _level(x, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
-                e, e_sin = _gather(
-                    pair, low, cos, sin, far * fall[None, :], far_sin * fall[None, :],
-                    KIND, OPERAND, PRECISION,
-                )  # fmt: skip
-                d += e * inverse
-                d_sin += e_sin * inverse
-                from_entry += phi * inverse * fall[None, :]
-                anchor = _next_anchor(x, mx, todo)
-            p, carry = weight(x, best[None, :]), weight(mx, best)
-        else:
-            p = powers(x, mx, OPERAND)
-            p = pinned(p.to(OPERAND) if KIND == 0 else p)
-            d, d_sin = _gather(pair, p, cos, sin, far, far_sin, KIND, OPERAND, PRECISION)
-            s = dot(ones, p, run, OPERAND, PRECISION)
-            phi, slope, inverse, from_entry = _silu_and_over(x_q, s)
-            run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, OPERAND, PRECISION)
-            d, d_sin = d * inverse, d_sin * inverse
-        grad = _unturn(d, d_sin, cos, sin, KIND)
-        to = dense(b, h, t, kc, length, heads, DIM)
-        here = (t < length)[:, None] & inside[None, :]
-        tl.store(dphi + to, grad.to(dphi.dtype.element_ty), here)
-        tl.store(dq + to, (grad * slope).to(dq.dtype.element_ty), here)
-        if LEARN:
-            angle = tl.sum(from_origin(freqs, at_axis) * phi * (cos * d_sin - sin * d), 0)
-            tl.store(dtheta + chunk, angle, inside)
-        if CAREFUL:
-            rescale = weight(entry_top, mx)  # from this chunk's units to those of the State before
-            if dsums is not None:
-                dsum += rescale * tl.sum(from_entry * grad, 0)
-                from_entry *= rescale[None, :]
-            m, m_sin = m * carry[None, :], m_sin * carry[None, :]
-            sm = sm * carry + tl.sum(p.to(OPERAND).to(tl.float32), 0)
-            mx = best
-        if dsums is not None:
-            if not CAREFUL:
-                spread += from_entry * grad
-            acc, acc_sin = _gather(
-                tl.trans(do), from_entry, cos, sin, acc, acc_sin, KIND, OPERAND, PRECISION
-            )
-        m, m_sin = _gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, OPERAND, PRECISION)
-    if dsums is not None:
-        if not CAREFUL:
-            rescale = _fall_to(entry_top, mx, OPERAND)
-            dsum = tl.sum(spread, 0) * rescale
-            acc, acc_sin = acc * rescale[None, :], acc_sin * rescale[None, :]
-        tl.store(dsums + (bh * parts + part) * DIM + kc, dsum, inside)
-        to = dmemories + ((bh * parts + part) * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
-        here = inside[None, :] & (vc < VDIM)[:, None]
-        tl.store(to, acc, here)
-        if KIND != 0:
-            tl.store(to + DIM * VDIM, acc_sin, here)
-
-
-@triton.jit(do_not_specialize=SIZES + QKV + OUT)
 def _causal_dkv(
-    q, k, v, dout, mask, theta, offset, top, flag, dphi, chunk_top, chunk_total, dsums, dmemories,
-    dk, dv, dtheta,
+    q, k, v, dout, mask, theta, offset, forget, top, flag, dphi, chunk_top, chunk_total, dsums,
+    dmemories, dk, dv, dtheta,
     sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sob, sot, soh,
     length, span, parts, heads, per_head,
     n1, n2, n3, n4, n5, n6, n7, prefix, each,
@@ -230,12 +102,15 @@ def _causal_dkv(
             acc_sin = tl.load(tile + DIM * VDIM, mask=tile_mask, other=0.0)
     at = (bh * (parts + 1) + part + 1) * DIM + kc
     unit = tl.load(top + at, mask=inside, other=-INFINITE)
+    rate = None if forget is None else log2_rate(forget, bh, heads)
+    fade = None if rate is None else _fade(rate, lane)
     if not CAREFUL:  # in units of the keys
         fix = slip(unit, OPERAND)[None, :]
         dsum, acc, acc_sin = dsum * fix, acc * fix, acc_sin * fix
     later = lane[None, :] >= lane[:, None]  # queries that attend to a key
     later_tokens, ones = later.to(OPERAND), (lane[:, None] >= lane[None, :]).to(OPERAND)
-    chunks = tl.cdiv(min(part * span + span, length) - part * span, BL)
+    end = min(part * span + span, length)
+    chunks = tl.cdiv(end - part * span, BL)
     for i in range(chunks):
         first = part * span + (chunks - 1 - i) * BL
         t = first + lane
@@ -246,7 +121,7 @@ def _causal_dkv(
         sm = tl.load(chunk_total + chunk, mask=inside, other=1.0)
         valid = valid_tokens(mask, b, t, length, length, MASKED)
         x = load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
-        if MASKED:
+        if MASKED or forget is not None:
             x = hide(x, valid)
         y = load(v, b, h, t, vc, valid, svb, svt, svh, VDIM, UNIT)
         do = load(dout, b, h, t, vc, t < length, sob, sot, soh, VDIM, UNIT)
@@ -259,16 +134,24 @@ def _causal_dkv(
         pair = tl.where(later, pair, 0.0).to(OPERAND)
         zero = tl.zeros((BL, BK), tl.float32)
         score = tl.zeros((BL, BL), tl.float32)
+        if forget is not None:  # from the next chunk's middle, or from the segment's last token
+            lag = tl.where(i == 0, _until(rate, part * span, end, BL), rate * BL)
         if CAREFUL:
-            best = tl.maximum(mx, tl.max(x, 0))
+            best = tl.maximum(mx, tl.max(_faded(x, fade), 0))
             # to this chunk's units; the segment's first `unit` may differ from the exact maximum
             both = (best > -INFINITE) & (unit > -INFINITE)
-            factor = tl.where(both, tl.exp2((best - unit) * 1.4426950408889634), 0.0)
+            factor = (best - unit) * 1.4426950408889634
+            if forget is not None:
+                factor -= lag
+            factor = tl.where(both, tl.exp2(factor), 0.0)
             acc, acc_sin = acc * factor[None, :], acc_sin * factor[None, :]
             dsum *= factor[None, :]
         else:
             best = mx
-        p = materialized(powers(x, best, OPERAND))
+            if forget is not None:
+                fall = tl.exp2(-lag)
+                acc, acc_sin, dsum = acc * fall, acc_sin * fall, dsum * fall
+        p = materialized(powers(x, best, OPERAND, fade))
         d, d_sin = dot(y, acc, zero, OPERAND, PRECISION), zero
         if KIND != 0:
             d_sin = dot(y, acc_sin, zero, OPERAND, PRECISION)
@@ -280,15 +163,17 @@ def _causal_dkv(
             rounds = 0  # each serves at least one row
             while (tl.max(anchor, 0) > -INFINITE) & (rounds < BL):
                 rounds += 1
-                low, inverse, fall, todo = _level(x, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
+                low, inverse, entered, todo = _level(
+                    x, fade, anchor, mx, sm, todo, ones, OPERAND, PRECISION
+                )
                 f = phi * inverse
                 score = _scores(low, f, cos, sin, score, KIND, OPERAND, PRECISION)
                 e, e_sin = _gather(pair, f, cos, sin, zero, zero, KIND, OPERAND, PRECISION)
                 d += e * low
                 d_sin += e_sin * low
                 down += low * dot(later_tokens, g * f, zero, OPERAND, PRECISION)
-                from_entry += f * fall[None, :]
-                anchor = _next_anchor(x, mx, todo)
+                from_entry += f * entered[None, :]
+                anchor = _next_anchor(x, fade, mx, todo)
         else:
             from_entry = _silu_over(x_q, dot(ones, p, zero + sm[None, :], OPERAND, PRECISION))
             score = _scores(p, from_entry, cos, sin, score, KIND, OPERAND, PRECISION)
@@ -345,8 +230,8 @@ def _plan(
 
     some = max(1, 256 // bv)
     between = Launch(
-        suffix_grads, (rows, cdiv(halves * dim, some)), parts=parts, DIM=dim, VDIM=vdim, BV=bv,
-        HALVES=halves, BC=some, num_warps=2,
+        suffix_grads, (rows, cdiv(halves * dim, some)), parts=parts, length=length, span=span,
+        heads=heads, DIM=dim, VDIM=vdim, BV=bv, HALVES=halves, BC=some, num_warps=2,
     )  # fmt: skip
     filled = fills(k, vdim, where.kind)
     chunks = cdiv(length, chosen.dq.chunk)
@@ -355,7 +240,7 @@ def _plan(
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None,
     entry: tuple[Tensor, Tensor, Tensor, Tensor], where: Position,
     dout: Tensor, dtotal: Tensor | None, dmemory: Tensor | None, past: bool, learn: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -380,17 +265,17 @@ def backward(
     dtheta_q, dtheta_k = (
         scratch(k, batch, heads, chunks, dim) if learn else None for _ in range(2)
     )
-    given, angles = (q, k, v, dout, flags(mask)), where.angles
+    given = q, k, v, dout, flags(mask), *where.angles, forget
     for launch in by_q:
-        launch(*given, *angles, *entry, dq, dphi, chunk_top, chunk_total, *segments, dtheta_q)
+        launch(*given, *entry, dq, dphi, chunk_top, chunk_total, *segments, dtheta_q)
     sizes = (dim,), (halves * dim, vdim)
     first = tuple(scratch(k, batch, heads, *size) if past else scratch(k, 0) for size in sizes)
     if after:
         dmemories = (x if x is None else x.contiguous() for x in (dtotal, dmemory))
-        between(entry[0], *segments, *dmemories, *(first if past else (None, None)), *later)
+        between(forget, entry[0], *segments, *dmemories, *(first if past else (None, None)), *later)
     for launch in by_k:
         launch(
-            *given, *angles, entry[0], entry[3], dphi, chunk_top, chunk_total, *later, dk, dv,
+            *given, entry[0], entry[3], dphi, chunk_top, chunk_total, *later, dk, dv,
             dtheta_k,
         )  # fmt: skip
     partial = None if dtheta_q is None or dtheta_k is None else dtheta_q + dtheta_k

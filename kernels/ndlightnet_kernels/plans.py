@@ -128,6 +128,23 @@ def causal(k: Tensor, vdim: int, kind: str) -> Causal:
     return (CAUSAL if kind == "none" else WITH_ANGLES)[side]
 
 
+class Window(NamedTuple):
+    """Launch plans of the three kernels of a window over tokens; all have the same chunk."""
+
+    forward: Chunks
+    dq: Chunks
+    dkv: Chunks
+
+
+def windowed(k: Tensor, vdim: int, kind: str) -> Window:
+    """Return the plans of a window over keys (batch, length, heads, dim). Not measured: large
+    chunks, which take fewer exponentials, where their sums fit into registers."""
+    if k.dtype != torch.bfloat16 or max(pad(k.shape[-1]), pad(vdim)) > 64:
+        return Window(FULL, FULL, FULL)
+    warps = 4 if kind == "none" else 8
+    return Window(Chunks(64, 4, 2), Chunks(64, warps, 2), Chunks(64, 8, 2))
+
+
 def channel_blocks(k: Tensor, vdim: int) -> list[slice]:
     """Split the key channels into blocks that a causal program holds on chip beside the values."""
     most = 128 if k.dtype == torch.bfloat16 else 64

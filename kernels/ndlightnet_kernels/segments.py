@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ndlightnet_kernels.launch import Launch, remembered
-from ndlightnet_kernels.tiles import cdiv, pad, weight
+from ndlightnet_kernels.tiles import cdiv, later, pad, weight
 
 INFINITE = tl.constexpr(float("inf"))
 AT_ONCE = tl.constexpr(8)  # States whose loads are in flight at the same time
@@ -81,6 +81,12 @@ def merge_launch(
 
 
 @triton.jit
+def log2_rate(forget, bh, heads):
+    """Return the decay rate of a row's head for a token, in powers of 2."""
+    return tl.load(forget + bh % heads) * 1.4426950408889634
+
+
+@triton.jit
 def reciprocal_sum(total, at, inside):
     s = tl.load(total + at, mask=inside, other=0.0)
     return tl.where(s > 0, 1 / tl.where(s > 0, s, 1.0), 0.0)
@@ -134,13 +140,15 @@ def join_grads(
         )
 
 
-@triton.jit(do_not_specialize=["parts", "per_segment"])
+@triton.jit(do_not_specialize=["parts", "per_segment", "span", "heads"])
 def prefix_states(
-    top0, total0, memory0, top, total, memory, top_out, total_out, memory_out, parts, per_segment,
+    forget, top0, total0, memory0, top, total, memory, top_out, total_out, memory_out, parts,
+    per_segment, span, heads,
     DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Prefix merge: compute the State before each of `parts` + 1 segments from the States of their
-    splits (None: there is only one segment). One program for BC rows of the memory."""
+    splits (None: there is only one segment). One program for BC rows of the memory. forget: decay
+    rate of each head for a token; then States before segments are those at the token before."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     row = tl.program_id(1) * BC + tl.arange(0, BC)
     inside, lead, c = row < HALVES * DIM, row < DIM, row % DIM
@@ -167,8 +175,15 @@ def prefix_states(
                 x = memory + at[:, None] * (HALVES * DIM * VDIM) + tile
                 tiles += (tl.load(x, mask=here & there[:, None], other=0.0),)
             for i in tl.static_range(AT_ONCE):
-                high = tl.maximum(best, refs[i])
-                fall, w = weight(best, high), weight(refs[i], high)
+                if forget is None:
+                    high = tl.maximum(best, refs[i])
+                    fall = weight(best, high)
+                else:  # splits' States are those at the end of their segment
+                    starts = (zero + first + i) % per_segment == 0
+                    lag = tl.where(starts, log2_rate(forget, bh, heads) * span, 0.0)
+                    high = tl.maximum(later(best, lag)[0], refs[i])
+                    fall = weight(best, high, -lag)
+                w = weight(refs[i], high)
                 best, sm = high, fall * sm + w * sums[i]
                 m = fall[:, None] * m + w[:, None] * tiles[i]
                 s = zero + first + i + 1
@@ -179,9 +194,10 @@ def prefix_states(
                 tl.store(x, m, here & there[:, None])
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["parts", "length", "span", "heads"])
 def suffix_grads(
-    top, dsums, dmemories, dtotal, dmemory, dtotal0, dmemory0, dsum_out, dmemory_out, parts,
+    forget, top, dsums, dmemories, dtotal, dmemory, dtotal0, dmemory0, dsum_out, dmemory_out, parts,
+    length, span, heads,
     DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Adjoint of `prefix_states`: sum what later segments and the final State add to the gradients
@@ -219,7 +235,13 @@ def suffix_grads(
         for i in tl.static_range(AT_ONCE):
             s = zero + parts - 1 - back - i
             ref = tl.where(s >= 0, refs[i], ref_after)
-            filled, fall = ref > -INFINITE, weight(ref, ref_after)
+            filled = ref > -INFINITE
+            if forget is None:
+                fall = weight(ref, ref_after)
+            else:
+                tokens = tl.where(s == parts - 1, length - (parts - 1) * span, span)
+                tokens = tl.where(s >= 0, tokens, 0)
+                fall = weight(ref, ref_after, -log2_rate(forget, bh, heads) * tokens)
             after = fall * after + tl.where(filled, sums[i], 0.0)
             m = fall[:, None] * m + tl.where(filled[:, None], tiles[i], 0.0)
             ref_after = ref

@@ -123,10 +123,14 @@ def deinterleave(x):
 
 
 @triton.jit
-def weight(x, top):
+def weight(x, top, fade=None):
     """Return exp(x - top); 0 where x is -inf. It uses exp2 and a product, because tl.exp spends
-    three more instructions on results below 1e-38."""
-    return tl.exp2((x - tl.where(top == float("-inf"), 0.0, top)) * 1.4426950408889634)
+    three more instructions on results below 1e-38. fade: added to the exponent of 2, after the
+    difference, so that it keeps its digits beside large logits."""
+    power = (x - tl.where(top == float("-inf"), 0.0, top)) * 1.4426950408889634
+    if fade is not None:
+        power += fade
+    return tl.exp2(power)
 
 
 @triton.jit
@@ -135,14 +139,18 @@ def _shift(top):
 
 
 @triton.jit
-def powers(x, top, OPERAND: tl.constexpr):
+def powers(x, top, OPERAND: tl.constexpr, fade=None):
     """Return exp(x - top) of a tile, with one `top` for each column. Operands of 16 bits take one
     instruction less for an element, and the result is off by one factor for each column: see
-    `slip`. (Not every Triton version fuses the product and the difference by itself.)"""
+    `slip`. (Not every Triton version fuses the product and the difference by itself.) fade: as in
+    `weight`."""
     if tl.float32 == OPERAND:
-        return weight(x, top[None, :])
+        return weight(x, top[None, :], fade)
     else:
-        return tl.exp2(tl.fma(x, 1.4426950408889634, -_shift(top)[None, :]))
+        power = tl.fma(x, 1.4426950408889634, -_shift(top)[None, :])
+        if fade is not None:
+            power += fade
+        return tl.exp2(power)
 
 
 @triton.jit
@@ -155,6 +163,15 @@ def slip(top, OPERAND: tl.constexpr):
         shift = _shift(top)
         off = tl.fma(top, 1.4426950408889634, -shift)
         return tl.exp2(tl.where(top == float("-inf"), 0.0, -off))
+
+
+@triton.jit
+def later(top, lag):
+    """Return the maximum of a State whose weights fall by 2^-lag, and the factor from units of the
+    old one to the rest of the fall: what rounding takes from the maximum goes into the factor."""
+    low = top - lag * 0.6931471805599453
+    rest = tl.fma(top - tl.where(low == float("-inf"), 0.0, low), 1.4426950408889634, -lag)
+    return low, tl.where(low == float("-inf"), 1.0, tl.exp2(rest))
 
 
 @triton.jit

@@ -13,18 +13,20 @@ from ndlightnet.ops import frequencies
 
 class CrossBlock(Block):
     """A causal Block with cross attention between its mixer and its mlp: x + mixer(norm x), then
-    x + cross(norm x, context), then x + mlp(norm x). cross: default as in Forecaster."""
+    x + cross(norm x, context), then x + mlp(norm x). fixed: `cross` holds also if the mixer has no
+    cross form, for which LightNetAttention stands otherwise."""
 
     def __init__(
         self,
         dim: int,
         mixer: Factory,
-        cross: Factory | None = None,
+        cross: Factory,
         mlp_ratio: float = 8 / 3,
+        fixed: bool = True,
     ) -> None:
         super().__init__(dim, mixer, mlp_ratio)
-        if cross is None:
-            cross = mixer if reads_context(self.mixer) else LightNetAttention
+        if not fixed and not reads_context(self.mixer):
+            cross = LightNetAttention
         self.norm_cross = nn.LayerNorm(dim, eps=1e-6)
         self.cross = cross(dim)
 
@@ -87,10 +89,12 @@ class Forecaster(nn.Module):
             raise ValueError(
                 f"depth={depth}, decoder_depth={decoder_depth}: expected 1 or more of both"
             )
-        factories = layer_factories("mixer", mixer, depth + decoder_depth, dims=1)
-        crosses: list[Factory] | list[None] = [None] * decoder_depth
+        layers = depth + decoder_depth
+        factories = layer_factories("mixer", mixer, layers, dims=1)
+        # without `dims`: a layer that reads another source mixes nothing locally
+        crosses = layer_factories("mixer", mixer, layers, dims=None)[depth:]
         if cross is not None:
-            crosses = layer_factories("cross", cross, decoder_depth, dims=1, first=depth)
+            crosses = layer_factories("cross", cross, decoder_depth, dims=None, first=depth)
         self.in_chans, self.label_length, self.period = in_chans, label_length, period
         self.embed_dim = embed_dim
         self.embed = nn.Linear(in_chans, embed_dim)
@@ -99,7 +103,7 @@ class Forecaster(nn.Module):
         self.encoder = nn.ModuleList(Block(embed_dim, one, mlp_ratio) for one in factories[:depth])
         self.encoder_norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.decoder = nn.ModuleList(
-            CrossBlock(embed_dim, *pair, mlp_ratio)
+            CrossBlock(embed_dim, *pair, mlp_ratio, fixed=cross is not None)
             for pair in zip(factories[depth:], crosses, strict=True)
         )
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)

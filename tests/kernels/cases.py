@@ -29,7 +29,7 @@ class Case(NamedTuple):
     batch: int = 2
     heads: int = 2
     window: int | None = None  # axis-causal form
-    forget: float | tuple[float, ...] = 0.0  # likewise; a tuple: of every head
+    forget: float | tuple[float, ...] = 0.0  # causal forms; a tuple: of every head
 
     @property
     def length(self) -> int:

@@ -147,6 +147,9 @@ class Plain:
         for first in range(0, c.length, self.CHUNK):
             now = slice(first, first + self.CHUNK)
             x, y, factor = k[:, :, now], v[:, :, now], w[..., None, now, :]
+            # with decay, logits as from the chunk's first token
+            age = torch.arange(x.shape[2], device=k.device, dtype=k.dtype)[:, None]
+            x, top = x + self.fade[:, None] * age, top - self.fade
             peak = torch.maximum(top[:, :, None], x.detach().cummax(2).values)
             gap = x[:, :, None] - peak[:, :, :, None]  # (batch, heads, target, source, dim)
             later = torch.ones(gap.shape[2:4], device=k.device).triu(1) > 0
@@ -164,6 +167,7 @@ class Plain:
             key = self.round(self.wide(weight(x - top[:, :, None])) * factor[..., 0, :, :])
             added = Rounded.apply(key.transpose(2, 3) @ y, self.dtype)
             memory = memory * self.wide(fall)[..., None] + added
+            top = top - self.fade * age[-1]
         whole = torch.cat(out, 2).transpose(1, 2)
         return {"out": whole.to(self.dtype), "max": top, "sum": total, "memory": memory}
 

@@ -66,7 +66,7 @@ def test_outputs_without_a_gradient_cost_nothing(learn):
 @pytest.mark.parametrize("kind", ["cosine", pytest.param(None, marks=pytest.mark.gpu)])
 def test_opcheck(kind):
     """Schema, fake implementation, autograd and dynamic shapes of all operators that run."""
-    case = Case((2, 2), 5, 3, kind, kind and "holes", past=True, batch=1, heads=1)
+    case = Case((2, 2), 5, 3, kind, kind and "holes", past=True, batch=1, heads=1, forget=(0.3,))
     problem, forward, backward, plain = Problem.random(case), Recorder(), Recorder(), Recorder()
     leaves = {name: x.requires_grad_() for name, x in problem.leaves.items()}
     with forward:

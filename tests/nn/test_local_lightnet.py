@@ -95,11 +95,12 @@ def test_key_scale_survives_the_network_initialiser():
         assert torch.equal(factor * one, other), name
 
 
-def test_old_checkpoint_gives_the_same_outputs():
+def test_old_checkpoint_gives_the_network_that_it_was():
     old = NDLightNet(2, 1, 3, patch_size=1, embed_dim=8, depth=2,
                      mixer=partial(LightNetAttention, local=None))  # fmt: skip
     new = NDLightNet(2, 1, 3, patch_size=1, embed_dim=8, depth=2)
     new.load_state_dict(old.state_dict())
+    assert [name for name, _ in new.named_parameters()] == list(old.state_dict())
     x = torch.randn(2, 1, 5, 4)
     torch.testing.assert_close(old(x), new(x))
 

@@ -214,6 +214,7 @@ def bad():
     yield "forget=nan", (q, k, v, 3), {"forget": float("nan")}
     yield r"forget \(3,\).* 2", (q, k, v, 3), {"forget": torch.tensor([0.1, 0.2, 0.3])}
     yield r"forget \(\).* 2", (q, k, v, 3), {"forget": torch.tensor(0.1)}
+    yield "forget=-0.5", (q, k, v, 12), {"forget": -0.5}
     yield "impl", (q, k, v, 3), {"impl": "nonsense"}
     yield "triton", (q, k, v, 3), {"impl": "triton"}
     plain, window, other = (

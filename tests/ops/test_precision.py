@@ -44,6 +44,20 @@ def test_forgetting_over_many_frames_in_one_call(forget, far):
     assert worst(mean, exact[1].memory / exact[1].sum[..., None]) < 14 * 3 * 2.0**-24
 
 
+@pytest.mark.parametrize("far", [0.0, 1e4])
+def test_forgetting_does_not_drift(far):
+    """At token 20,000 decayed keys are near 10,000: the error stays that of the first tokens."""
+    q, k, v = (torch.randn(1, 20000, 2, 4) for _ in "qkv")
+    k = k + far
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out, _ = axis_causal_attention(q, k, v, 20000, forget=0.5)
+    exact, _ = axis_causal_attention(q.double(), k.double(), v.double(), 20000, forget=0.5)
+    pull = torch.randn_like(out)
+    grads = (grad((x * pull).sum(), (q, k, v)) for x in (out, exact))
+    for x, y in zip((out, *next(grads)), (exact, *next(grads)), strict=True):
+        assert worst(x[:, -1000:], y[:, -1000:].double()) < 14 * 3 * 2.0**-24
+
+
 @both
 def test_forgetting_is_not_lost_beside_large_keys(impl):
     """A fade of 0.01 a frame, where float32 numbers are 0.06 apart. Every frame rounds sum and
@@ -70,8 +84,9 @@ def outputs(form, inputs, theta, start, kind="cosine", past=None, impl="torch"):
     if form == "source":
         state = summarize(k, v, lrpe=place, impl=impl)
         return read(q, past or state, lrpe=place, impl=impl), *sums(state)
-    if form == "causal":
-        out, state = causal_attention(q, k, v, lrpe=place, state=past, impl=impl)
+    if form in ("causal", "decay"):
+        forget = 0.3 if form == "decay" else 0.0
+        out, state = causal_attention(q, k, v, lrpe=place, state=past, forget=forget, impl=impl)
         return out, *sums(state)
     if form == "step":
         token = (x[:, 0] for x in inputs)
@@ -87,7 +102,7 @@ def outputs(form, inputs, theta, start, kind="cosine", past=None, impl="torch"):
 
 
 @both
-@pytest.mark.parametrize("form", ["global", "causal", "frames", "window"])
+@pytest.mark.parametrize("form", ["global", "causal", "decay", "frames", "window"])
 @pytest.mark.parametrize("kind", ["cosine", "rotary"])
 @pytest.mark.parametrize("each", [False, True])
 def test_the_gradient_of_angles_does_not_know_how_far_out_tokens_are(form, kind, each, impl):
@@ -106,7 +121,9 @@ def test_the_gradient_of_angles_does_not_know_how_far_out_tokens_are(form, kind,
     assert worst(out, exact) < 16 * 2.0**-24
 
 
-@pytest.mark.parametrize("form", ["global", "source", "causal", "step", "frames", "window"])
+@pytest.mark.parametrize(
+    "form", ["global", "source", "causal", "decay", "step", "frames", "window"]
+)
 @pytest.mark.parametrize("kind", ["cosine", "rotary"])
 @pytest.mark.parametrize("past", [False, True])
 def test_gradients_with_a_start_and_states_are_right(form, kind, past):

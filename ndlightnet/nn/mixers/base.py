@@ -137,20 +137,21 @@ Factory = Callable[[int], nn.Module]
 Factories = tuple[Factory, ...] | Factory | Sequence[Factory]
 
 
-def build_mixer(factory: Factory, dim: int, *, dims: int, layer: int) -> nn.Module:
-    """Return factory(dim), called with the keyword arguments `dims` (number of axes) and `layer`
-    (index of the layer) as well, each if the factory's signature names it. A `functools.partial`
-    may set them itself, to anything but None."""
+def build_mixer(factory: Factory, dim: int, *, dims: int | None, layer: int) -> nn.Module:
+    """Return factory(dim), called with the keyword arguments `dims` (number of axes; None: not
+    given) and `layer` (index of the layer) as well, each if the factory's signature names it. A
+    `functools.partial` may set them itself, to anything but None."""
     given = getattr(factory, "keywords", {})  # of a partial; jsonargparse gives it all defaults
     named = {*inspect.signature(factory).parameters, *given}
     offered = {"dims": dims, "layer": layer}
-    more = {key: n for key, n in offered.items() if key in named and given.get(key) is None}
+    missing = {key: n for key, n in offered.items() if n is not None and given.get(key) is None}
+    more = {key: n for key, n in missing.items() if key in named}
     build: Callable[..., nn.Module] = factory
     return build(dim, **more)
 
 
 def layer_factories(
-    name: str, mixer: Factories, layers: int, dims: int, first: int = 0
+    name: str, mixer: Factories, layers: int, dims: int | None, first: int = 0
 ) -> list[Factory]:
     """Return a function of the width for each of `layers` layers, which calls `build_mixer` with
     the layer's index, `first` for the first one.

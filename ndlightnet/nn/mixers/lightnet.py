@@ -27,6 +27,7 @@ from ndlightnet.ops import (
 )
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.lightnet.frames import aged
 from ndlightnet.ops.lightnet.state import State
 from ndlightnet.ops.position import Kind
 
@@ -143,7 +144,7 @@ class LightNetAttention(Constants, StreamingMixer):
         if self.local_values is not None:
             near = self.local_values(v.flatten(2), layout, mask, causal)
         if causal:
-            y, _ = self._causal(q, k, v, layout, mask, None)
+            y, _ = self._causal(q, k, v, layout, mask)
         else:
             self._refuse_window()
             position = self.lrpe(layout) if self.lrpe else None
@@ -175,12 +176,12 @@ class LightNetAttention(Constants, StreamingMixer):
 
     def _causal(
         self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, mask: Tensor | None,
-        state: State | None,
-    ) -> tuple[Tensor, State]:  # fmt: skip
+        state: State | None = None, return_state: bool = False,
+    ) -> tuple[Tensor, Any]:  # fmt: skip
         self._refuse_rotary()
         return axis_causal_attention(
             q, k, v, layout, mask=mask, lrpe=self.lrpe(layout) if self.lrpe else None, state=state,
-            window=self.window, forget=self.forget, impl=self.impl,
+            window=self.window, forget=self.forget, return_state=return_state, impl=self.impl,
         )  # fmt: skip
 
     def _refuse_window(self) -> None:
@@ -242,10 +243,12 @@ class LightNetAttention(Constants, StreamingMixer):
         near = None
         if self.local_values is not None:
             near, values = self.local_values.step(v.flatten(2), grid, values)
-        if grid.length != 1 or self.window is not None or self.decays:
-            y, memory = self._causal(q, k, v, grid, None, memory)
+        if grid.length != 1 or self.window is not None:
+            y, memory = self._causal(q, k, v, grid, None, memory, return_state=True)
         else:
             self._refuse_rotary()
+            if self.decays:
+                memory = aged(memory, 1, self.forget)
             position = self.lrpe(grid) if self.lrpe else None
             y, memory = attention_step(
                 q[:, 0], k[:, 0], v[:, 0], memory, lrpe=position, impl=self.impl
@@ -255,10 +258,9 @@ class LightNetAttention(Constants, StreamingMixer):
         return self._output(y, gate, near), new
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
-        # checkpoints from before local mixing: with weights of 0 it adds SiLU(0) = 0
+        # a checkpoint from before local mixing is of the layer without it, which this one becomes
         for name in ("local_values", "local_input"):
-            local, key = getattr(self, name), f"{prefix}{name}.weight"
-            old = local is not None and key not in state_dict
-            if old and prefix + "k_proj.weight" in state_dict:
-                state_dict[key] = torch.zeros_like(local.weight)
+            local = f"{prefix}{name}.weight" in state_dict
+            if prefix + "k_proj.weight" in state_dict and not local:
+                setattr(self, name, None)
         super()._load_from_state_dict(state_dict, prefix, *more)

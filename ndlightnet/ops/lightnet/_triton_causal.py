@@ -16,14 +16,15 @@ from ndlightnet_kernels.position import FIELDS, SCHEMA
 
 # -------------------------------------------------------------------------------------- causal
 def _causal(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor | None,
-    total: Tensor | None, memory: Tensor | None, *position: Any,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None,
+    top: Tensor | None, total: Tensor | None, memory: Tensor | None, *position: Any,
 ) -> Any:  # fmt: skip
     """Return output, final State (max, sum, memory), and for the backward the States of all
-    segments. The first State is (top, total, memory); if None, an empty one."""
+    segments. The first State is (top, total, memory); if None, an empty one. forget: decay rates
+    (heads,) float32."""
     from ndlightnet_kernels import causal
 
-    out, last, entry = causal.forward(q, k, v, mask, (top, total, memory), Flat(*position))
+    out, last, entry = causal.forward(q, k, v, mask, forget, (top, total, memory), Flat(*position))
     return out, *last, *entry
 
 
@@ -38,14 +39,14 @@ def _causal_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
 
 
 def _causal_backward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor, total: Tensor,
-    memory: Tensor, flag: Tensor, dout: Tensor, dtotal: Tensor | None, dmemory: Tensor | None,
-    past: bool, learn: bool, *position: Any,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None, top: Tensor,
+    total: Tensor, memory: Tensor, flag: Tensor, dout: Tensor, dtotal: Tensor | None,
+    dmemory: Tensor | None, past: bool, learn: bool, *position: Any,
 ) -> Any:  # fmt: skip
     from ndlightnet_kernels import causal_backward as kernels
 
     where, entry = Flat(*position), (top, total, memory, flag)
-    return kernels.backward(q, k, v, mask, entry, where, dout, dtotal, dmemory, past, learn)
+    return kernels.backward(q, k, v, mask, forget, entry, where, dout, dtotal, dmemory, past, learn)
 
 
 def _causal_backward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
@@ -56,8 +57,8 @@ def _causal_backward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
 
 
 def _causal_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.past = inputs[4] is not None
-    _save(ctx, inputs[7:], *inputs[:4], *output[4:])
+    ctx.past = inputs[5] is not None
+    _save(ctx, inputs[8:], *inputs[:5], *output[4:])
     ctx.mark_non_differentiable(output[1], *output[4:])
     ctx.set_materialize_grads(False)  # often nothing depends on the final State
 
@@ -73,33 +74,36 @@ def _causal_grads(
         *tensors, dout, dtotal, dmemory, ctx.past, learn, *where
     )
     past = (None, dsum0, dmemory0) if ctx.past else (None, None, None)
-    return dq, dk, dv, None, *past, *_fit(dtheta, where.theta, learn)
+    return dq, dk, dv, None, None, *past, *_fit(dtheta, where.theta, learn)
 
 
 causal_backward = Operator(
-    "causal_attention_backward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor top, "
-    "Tensor total, Tensor memory, Tensor flag, Tensor dout, Tensor? dtotal, Tensor? dmemory, "
-    f"bool past, bool learn, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "causal_attention_backward(Tensor q, Tensor k, Tensor v, Tensor? mask, "
+    "Tensor? forget, Tensor top, Tensor total, Tensor memory, Tensor flag, Tensor dout, "
+    f"Tensor? dtotal, Tensor? dmemory, bool past, bool learn, {SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _causal_backward, _causal_backward_fake,
 )  # fmt: skip
 causal_operator = Operator(
-    "causal_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? top, Tensor? total, "
-    f"Tensor? memory, {SCHEMA}) "
+    "causal_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? forget, "
+    f"Tensor? top, Tensor? total, Tensor? memory, {SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _causal, _causal_fake, _causal_save, _causal_grads,
 )  # fmt: skip
 
 
 def causal(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, state: State | None, where: Flat
-) -> tuple[Tensor, State]:
-    """Run the operator. Heads too wide for a program go in blocks of key channels, which add up."""
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None,
+    state: State | None, where: Flat,
+) -> tuple[Tensor, State]:  # fmt: skip
+    """Run the operator. Heads too wide for a program go in blocks of key channels, which add up.
+    forget: decay rates (heads,) float32."""
     from ndlightnet_kernels import plans
 
     dim, blocks = k.shape[-1], plans.channel_blocks(k, v.shape[-1])
     if len(blocks) == 1:
         before = (None, None, None) if state is None else state
-        out, *after = causal_operator(q, k, v, mask, *before, *where)
+        out, *after = causal_operator(q, k, v, mask, forget, *before, *where)
         return out, State(*after[:3])
     outs, states = [], []
     for block in blocks:
@@ -108,7 +112,7 @@ def causal(
             memory = torch.cat([m[:, :, block] for m in state.memory.split(dim, dim=2)], 2)
             past = (state.max[..., block], state.sum[..., block], memory)
         out, *after = causal_operator(
-            q[..., block], k[..., block], v, mask, *past, *where.slots(block)
+            q[..., block], k[..., block], v, mask, forget, *past, *where.slots(block)
         )
         outs.append(out.float())
         states.append(State(*after[:3]))

@@ -25,8 +25,9 @@ from torch import Tensor
 from ndlightnet.layout import Grid, Layout, Ragged
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator
-from ndlightnet.ops.lightnet import _triton, _triton_causal, parallel, reference
-from ndlightnet.ops.lightnet.state import State, decay, merge, tile
+from ndlightnet.ops.lightnet import _triton, _triton_causal, _triton_window, parallel, reference
+from ndlightnet.ops.lightnet import window as windowed
+from ndlightnet.ops.lightnet.state import State, decay, decay_rates, merge, tile
 from ndlightnet.ops.position import (
     Position,
     key_features,
@@ -81,6 +82,14 @@ def _check_state(state: State, k: Tensor, v: Tensor, lrpe: Position | None) -> N
             f"state.memory {tuple(state.memory.shape)}, state.sum {tuple(state.sum.shape)}: "
             f"expected {expected} and {(batch, heads, dim)}; keys with MD-LRPE need 2 * dim rows"
         )
+
+
+def check_rates(forget: float | Tensor, heads: int) -> None:
+    if isinstance(forget, Tensor):
+        if tuple(forget.shape) != (heads,):
+            raise ValueError(f"forget {tuple(forget.shape)}: expected (heads,) = {heads}")
+    elif not 0 <= forget < float("inf"):
+        raise ValueError(f"forget={forget}: expected a finite number, 0 or more")
 
 
 def _empty(k: Tensor, v: Tensor, lrpe: Position | None) -> State:
@@ -237,9 +246,13 @@ def causal_attention(
     mask: Tensor | None = None,
     lrpe: Position | None = None,
     state: State | None = None,
+    forget: float | Tensor = 0.0,
     impl: Impl = "auto",
 ) -> tuple[Tensor, State]:
     """Let token t attend to tokens up to t and to `state` (Eq. 5). Returns output and final State.
+
+    forget: decay rate; the weight of a token is multiplied by exp(-forget) with every later token,
+    padding too: 0 or more, or (heads,) such numbers; it has no gradient.
 
     With 16-bit inputs the kernels compute both the sum and the memory of the final State from a
     rounded exp(k - max), so that a query's weights add up to one.
@@ -251,6 +264,7 @@ def causal_attention(
     chosen = resolve("causal_attention", impl, k, v, lrpe=lrpe)
     if state is not None:
         _check_state(state, k, v, lrpe)
+    check_rates(forget, k.shape[2])
     if k.shape[1] == 0:
         state = _empty(k, v, lrpe) if state is None else state
         return v.new_empty(v.shape, dtype=q.dtype), state
@@ -259,16 +273,48 @@ def causal_attention(
         state = offset_gradient(state, lrpe, -1)
     with exact(k):
         if chosen == "triton":
-            out, state = _triton_causal.causal(q, k, v, mask, state, _triton.of_grid(lrpe))
+            where = _triton.of_grid(lrpe)
+            rates = _head_rates(forget, k)
+            out, state = _triton_causal.causal(q, k, v, mask, rates, state, where)
             return out, offset_gradient(state, lrpe, 1)
         state = _empty(k, v, lrpe) if state is None else state
         if chosen == "reference":
-            out, state = reference.attention(q, k, v, state, lrpe, mask, True)
+            frames = (k.shape[1], state, lrpe, mask, None, forget)
+            out, state = reference.frames(q, k, v, *frames)
         else:
             k, v = _silence(k, v, mask)
-            out, *after = parallel.causal(_query(q, lrpe), k, v, _factors(k, lrpe), *state)
+            inputs = (_query(q, lrpe), k, v, _factors(k, lrpe), _rates(forget, k))
+            out, *after = parallel.causal(*inputs, *state)
             state = State(*after)
         return out.to(q.dtype), offset_gradient(state, lrpe, 1)
+
+
+def _rates(forget: float | Tensor, k: Tensor) -> Tensor | None:
+    """Return decay rates () or (heads, 1) for keys k, float64; None where nothing decays."""
+    decays = isinstance(forget, Tensor) or forget != 0
+    return decay_rates(forget, k.device).detach() if decays else None
+
+
+def _head_rates(forget: float | Tensor, k: Tensor) -> Tensor | None:
+    """Return decay rates (heads,) for kernels, float32; None where nothing decays."""
+    if isinstance(forget, Tensor):
+        return forget.detach().to(k.device, torch.float32).contiguous()
+    return k.new_full((k.shape[2],), forget, dtype=torch.float32) if forget else None
+
+
+def token_window(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, window: int,
+    forget: float | Tensor, impl: Impl,
+) -> Tensor:  # fmt: skip
+    """Let token t attend to the last `window` tokens, itself included; from no State to none."""
+    if window >= k.shape[1]:
+        return causal_attention(q, k, v, mask=mask, lrpe=lrpe, forget=forget, impl=impl)[0]
+    if impl == "triton":
+        rates, where = _head_rates(forget, k), _triton.of_grid(lrpe)
+        return _triton_window.attention(q, k, v, mask, rates, window, where)
+    k, v = _silence(k, v, mask)
+    out = windowed.attention(_query(q, lrpe), k, v, _factors(k, lrpe), _rates(forget, k), window)
+    return out.to(q.dtype)
 
 
 def attention_step(

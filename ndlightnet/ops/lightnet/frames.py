@@ -29,11 +29,15 @@ from ndlightnet.ops.lightnet.attention import (
     _silence,
     by_sample,
     causal_attention,
+    check_rates,
     packed_position,
+    token_window,
 )
 from ndlightnet.ops.lightnet.state import State, decay, decay_rates, merge, reweighted, tile
 from ndlightnet.ops.position import Position, offset_gradient, offset_of, relative, shape_of
 from ndlightnet.ops.recurrence.chunks import exact
+
+SHORT = 16  # tokens of a window: with fewer, merging their States is faster than chunks in torch
 
 
 # ------------------------------------------------------------------------ States of many frames
@@ -115,6 +119,7 @@ def axis_causal_attention(
     state: State | None = None,
     window: int | None = None,
     forget: float | Tensor = 0.0,
+    return_state: bool = True,
     impl: Impl = "auto",
 ) -> tuple[Tensor, Any]:
     """Let tokens attend to their frame and to earlier frames. Returns output and final State.
@@ -129,10 +134,12 @@ def axis_causal_attention(
     frame attends to the last `window` frames, itself included. Then the State holds `window - 1`
     frames separately: its tensors are (batch, window - 1, heads, ·). forget: decay rate; the weight
     of a frame is multiplied by exp(-forget) with every later frame: 0 or more, or (heads,) such
-    numbers; it has no gradient.
+    numbers; it has no gradient. return_state: False returns None in place of the State, which for a
+    window of tokens is larger than all else.
 
-    Where the States of single frames take more memory than the tokens (small frames), they are
-    computed for some frames at a time and recomputed in the backward pass.
+    Frames of one token are computed in chunks, as in `causal_attention`. Where the States of other
+    single frames take more memory than the tokens (small frames), they are computed for some frames
+    at a time and recomputed in the backward pass.
     """
     if isinstance(layout, Ragged):
         if state is not None:
@@ -154,10 +161,11 @@ def axis_causal_attention(
             "frames and nothing in front"
         )
     check_decay(window, forget, k.shape[2])
-    plain = window is None and not isinstance(forget, Tensor) and forget == 0
     chosen = resolve("axis_causal_attention", impl, k, v, lrpe=lrpe)
-    if k.shape[1] == frames and plain:
-        return causal_attention(q, k, v, mask=mask, lrpe=lrpe, state=state, impl=impl)
+    if k.shape[1] == frames and window is None:
+        return causal_attention(
+            q, k, v, mask=mask, lrpe=lrpe, state=state, forget=forget, impl=impl
+        )
     lrpe = relative(lrpe)
     if state is not None:
         _check_frames(state, k, v, lrpe, window)
@@ -166,10 +174,15 @@ def axis_causal_attention(
         if chosen == "reference":
             out, state = reference.frames(q, k, v, frames, state, lrpe, mask, window, forget)
             return out.to(q.dtype), offset_gradient(state, lrpe, 1)
+        chunked = window is not None and (chosen == "triton" or window >= min(SHORT, frames))
+        if k.shape[1] == frames and chunked and (state is None or frames >= (window or 0)):
+            assert window is not None
+            out, state = _window(q, k, v, mask, lrpe, state, window, forget, chosen, return_state)
+            return out, None if state is None else offset_gradient(state, lrpe, 1)
         how = (window, forget, chosen)
         if not states_outweigh_tokens(k, v, lrpe, k.shape[1] // frames):
             out, state = _attend(q, k, v, mask, lrpe, state, frames, *how)
-            return out, offset_gradient(state, lrpe, 1)
+            return out, offset_gradient(state, lrpe, 1) if return_state else None
         run: Any = _attend
         if torch.is_grad_enabled():
             run = partial(checkpoint, _attend, use_reentrant=False, preserve_rng_state=False)
@@ -181,17 +194,13 @@ def axis_causal_attention(
             out, state = run(*part, _frames_from(lrpe, first, n), state, n, *how)
             outs.append(out)
         assert state is not None
-        return torch.cat(outs, 1), offset_gradient(state, lrpe, 1)
+        return torch.cat(outs, 1), offset_gradient(state, lrpe, 1) if return_state else None
 
 
 def check_decay(window: int | None, forget: float | Tensor, heads: int) -> None:
     if window is not None and window < 1:
         raise ValueError(f"window={window}: expected 1 or more frames, or None")
-    if isinstance(forget, Tensor):
-        if tuple(forget.shape) != (heads,):
-            raise ValueError(f"forget {tuple(forget.shape)}: expected (heads,) = {heads}")
-    elif not 0 <= forget < float("inf"):
-        raise ValueError(f"forget={forget}: expected a finite number, 0 or more")
+    check_rates(forget, heads)
 
 
 def _check_frames(
@@ -222,14 +231,14 @@ def decayed(states: State, forget: float | Tensor) -> State:
     """Multiply the weight of frame i of States (batch, frames, heads, ·) by exp(forget * (i + 1)),
     relative to the State before the first frame."""
     ages = torch.arange(1, states.max.shape[1] + 1, device=states.max.device)
-    return _reweighted(states, ages[:, None, None], forget)
+    return aged(states, -ages[:, None, None], forget)
 
 
-def _reweighted(states: State, frames: Tensor | int, forget: float | Tensor) -> State:
-    """Multiply the weight of States by exp(forget * frames)."""
+def aged(states: State, frames: Tensor | int, forget: float | Tensor) -> State:
+    """Multiply the weight of States by exp(-forget * frames)."""
     if not isinstance(forget, Tensor) and forget == 0:
         return states
-    return reweighted(states, frames * decay_rates(forget, states.max.device))
+    return reweighted(states, -frames * decay_rates(forget, states.max.device))
 
 
 def _frames_from(lrpe: Position | None, first: int, frames: int) -> Position | None:
@@ -260,7 +269,33 @@ def _attend(
     else:
         last = _with_empty_before(all_states, max(0, window - 1 - all_states.max.shape[1]))
         last = State(*(x[:, x.shape[1] - (window - 1) :].clone() for x in last))
-    return out, _reweighted(last, -frames, forget)
+    return out, aged(last, frames, forget)
+
+
+def _window(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None,
+    state: State | None, window: int, forget: float | Tensor, impl: Any, return_state: bool,
+) -> tuple[Tensor, State | None]:  # fmt: skip
+    """Run frames of one token with a window; after a State, as many as it reaches one by one."""
+    n, last = k.shape[1], min(window - 1, k.shape[1])
+    attend: Any = _attend
+    forms: Any = _by_triton if impl == "triton" else _by_torch
+
+    def part(first: int, end: int) -> tuple[Any, ...]:
+        now = slice(first, end)
+        keep = None if mask is None else mask[:, now]
+        return q[:, now], k[:, now], v[:, now], keep, _frames_from(lrpe, first, end - first)
+
+    out = token_window(q, k, v, mask, lrpe, window, forget, impl)
+    if state is not None and window > 1:
+        old, _ = attend(*part(0, last), state, last, window, forget, impl)
+        out = torch.cat([old, out[:, last:]], 1)
+    if not return_state:
+        return out, None
+    if window == 1:
+        return out, State(*(x[:, None][:, :0] for x in _empty(k, v, lrpe)))
+    states = aged(decayed(forms(*part(n - last, n), last)[0], forget), last, forget)
+    return out, _with_empty_before(states, window - 1 - last)
 
 
 Forms = tuple[State, Callable[[State], Tensor]]
@@ -314,7 +349,7 @@ def _ragged(
     if chosen != "triton" or states_outweigh_tokens(k, v, lrpe, small):
 
         def alone(grid: Grid, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-            how |= {"window": window, "forget": forget, "impl": chosen}
+            how |= {"window": window, "forget": forget, "return_state": False, "impl": chosen}
             return axis_causal_attention(q, k, v, grid, **how)[0]
 
         return by_sample(alone, layout, q, k, v, mask, lrpe)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops._operator import Operator
-from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.dtypes import accumulator, finest
 from ndlightnet.ops.lightnet.state import State, decay, tile
 from ndlightnet.ops.recurrence.chunks import CHUNK, Decay, from_chunks, to_chunks
 from ndlightnet.ops.recurrence.gated import Chunks
@@ -83,22 +83,42 @@ def read(f: Tensor, state: State) -> Tensor:
 class _Causal:
     """Values shared by forward and backward of the causal form. It is gated linear attention: a
     token scales the rows of the memory by exp(max_(t-1) - max_t), with max the cumulative maximum
-    of keys, writes with exp(k_t - max_t), and reads with its features divided by the sum so far."""
+    of keys, writes with exp(k_t - max_t), and reads with its features divided by the sum so far.
 
-    def __init__(self, f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, state: State) -> None:
+    With decay rates (heads, 1) the keys are k_t + rate t: the factor exp(-rate t) of all weights at
+    a token cancels. Those keys and their maxima are float64; differences are rounded, not they."""
+
+    def __init__(
+        self, f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None, state: State
+    ) -> None:
         acc, self.rows = accumulator(k), f.shape[-1]
         self.f, k, v = (_full(x.to(acc), fill) for x, fill in ((f, 0), (k, -torch.inf), (v, 0)))
         self.w = None if w is None else _full((w if w.ndim == 4 else w[None]).to(acc), 0)
-        self.max = torch.maximum(k.cummax(1).values, state.max[:, None])
-        self.fall, self.key = decay(before(self.max, state.max), self.max), decay(k, self.max)
+        first = state.max
+        if rates is not None:  # `first` is the maximum at token -1
+            k, first = k + rates * count(k)[:, None, None], first - rates
+        self.max = torch.maximum(k.cummax(1).values, first[:, None])
+        self.fall = decay(before(self.max, first), self.max, acc)
+        self.key = decay(k, self.max, acc)
         self.sum = memories(self.fall, self.key.clone(), state.sum)
         self.inverse = torch.where(self.sum > 0, 1 / self.sum, 0)
         qkv = (self.f * self.upcast(self.inverse), self.weighted(self.upcast(self.key)), v)
-        first, top = (-self.upcast(x.clamp(min=LEAST)) for x in (state.max[:, None], self.max))
-        g = to_chunks(top, acc)
+        first, top = (-self.upcast(x.clamp(min=LEAST)) for x in (first[:, None], self.max))
+        g = to_chunks(top, top.dtype)
         start = before(g[..., -1:, :], first.transpose(1, 2).flatten(0, 1))
+        if rates is not None:
+            g, start = ((x - g[..., -1:, :]).to(acc) for x in (g, start))
         q, key, value = (to_chunks(x, acc) for x in qkv)
         self.chunks = Chunks(q, key, value, Decay.of_sums(g, start), state.memory)
+
+    def last(self, length: int, rates: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the maximum at the last token; with decay rates also exp of what rounds off it."""
+        top = self.max[:, -1]
+        if rates is None:
+            return top, None
+        high = top - rates * (length - 1)
+        top = high.to(self.sum.dtype)
+        return top, torch.where(top == -torch.inf, 0, high - top).exp().to(top.dtype)
 
     def upcast(self, x: Tensor) -> Tensor:
         return tile(x, self.rows, -1)
@@ -112,25 +132,35 @@ def _full(x: Tensor, fill: float) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % CHUNK), value=fill)
 
 
+def count(x: Tensor) -> Tensor:
+    """Return 0, 1, 2, ... for tokens (batch, length, ...), float64 where the device has it."""
+    return torch.arange(x.shape[1], dtype=finest(x.device), device=x.device)
+
+
 def causal_form(
-    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, state: State
+    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None, state: State
 ) -> tuple[Tensor, State]:
     """Return the output for query features f `(batch, length, heads, rows)`, and the State after
-    the last token."""
-    c = _Causal(f, k, v, w, state)
+    the last token. rates: decay rates (heads, 1), float64, or None."""
+    c = _Causal(f, k, v, w, rates, state)
     m = c.chunks.memories()
     out = from_chunks(c.chunks.outputs(m), c.f)[:, : k.shape[1]]
-    last = State(c.max[:, -1], c.sum[:, -1], m[:, -1].view_as(state.memory))
-    return out, State(*(x.clone() for x in last))
+    top, rest = c.last(k.shape[1], rates)
+    total, memory = c.sum[:, -1], m[:, -1].view_as(state.memory)
+    if rest is not None:
+        total, memory = total * rest, memory * c.upcast(rest)[..., None]
+    return out, State(*(x.clone() for x in (top, total, memory)))
 
 
 def causal_gradients(
-    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, state: State,
+    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None, state: State,
     dout: Tensor, dsum: Tensor, dmemory: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of f, k, v, w (empty if None), and the first State's sum and memory."""
-    c, n, dim = _Causal(f, k, v, w, state), k.shape[1], k.shape[-1]
-    acc, chunks = c.f.dtype, c.chunks
+    c, n, dim = _Causal(f, k, v, w, rates, state), k.shape[1], k.shape[-1]
+    acc, chunks, rest = c.f.dtype, c.chunks, c.last(n, rates)[1]
+    if rest is not None:
+        dsum, dmemory = dsum * rest, dmemory * c.upcast(rest)[..., None]
     dy, dlast = to_chunks(dout, acc), dmemory.flatten(0, 1).to(acc)
     dq, dk, dv, _, dfirst, diagonal = chunks.gradients(chunks.memories(), dy, dlast)
     dq, dk = dq + diagonal * chunks.k, dk + diagonal * chunks.q
@@ -149,28 +179,44 @@ def causal_gradients(
 # One for torch.compile: the number of chunks depends on the length, and the backward is explicit.
 # f: query features; w: key factors
 def _forward(
-    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, top: Tensor, total: Tensor, memory: Tensor
+    f: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    rates: Tensor | None,
+    top: Tensor,
+    total: Tensor,
+    memory: Tensor,
 ) -> Any:
-    out, state = causal_form(f, k, v, w, State(top, total, memory))
+    out, state = causal_form(f, k, v, w, rates, State(top, total, memory))
     return out.contiguous(), *state
 
 
 def _fake(
-    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, top: Tensor, total: Tensor, memory: Tensor
+    f: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    rates: Tensor | None,
+    top: Tensor,
+    total: Tensor,
+    memory: Tensor,
 ) -> Any:
     return tuple(x.new_empty(x.shape, dtype=accumulator(k)) for x in (v, top, total, memory))
 
 
 def _backward(
-    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, top: Tensor, total: Tensor, memory: Tensor,
+    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None,
+    top: Tensor, total: Tensor, memory: Tensor,
     dout: Tensor, dtotal: Tensor, dmemory: Tensor,
 ) -> Any:  # fmt: skip
-    grads = causal_gradients(f, k, v, w, State(top, total, memory), dout, dtotal, dmemory)
+    grads = causal_gradients(f, k, v, w, rates, State(top, total, memory), dout, dtotal, dmemory)
     return tuple(x.contiguous() for x in grads)
 
 
 def _backward_fake(
-    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, top: Tensor, total: Tensor, memory: Tensor,
+    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None,
+    top: Tensor, total: Tensor, memory: Tensor,
     *_: Tensor,
 ) -> Any:  # fmt: skip
     acc = accumulator(k)
@@ -188,10 +234,13 @@ def _grads(ctx: Any, dout: Tensor, _: Tensor, dtotal: Tensor, dmemory: Tensor) -
     saved = ctx.saved_tensors  # read once: checkpointing allows it a single time
     df, dk, dv, dw, dsum0, dmemory0 = causal_backward(*saved, dout, dtotal, dmemory)
     w = saved[3]
-    return df, dk, dv, None if w is None else dw.to(w.dtype), None, dsum0, dmemory0
+    return df, dk, dv, None if w is None else dw.to(w.dtype), None, None, dsum0, dmemory0
 
 
-INPUTS = "Tensor f, Tensor k, Tensor v, Tensor? w, Tensor top, Tensor total, Tensor memory"
+INPUTS = (
+    "Tensor f, Tensor k, Tensor v, Tensor? w, Tensor? rates, "
+    "Tensor top, Tensor total, Tensor memory"
+)
 causal_backward = Operator(
     f"causal_backward({INPUTS}, Tensor dout, Tensor dtotal, Tensor dmemory) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",

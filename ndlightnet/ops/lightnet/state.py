@@ -39,9 +39,11 @@ class State(NamedTuple):
         return State(zeros - torch.inf, zeros, memory)
 
 
-def decay(before: Tensor, after: Tensor) -> Tensor:
-    """Return exp(before - after) for before <= after, and 0 for before = -inf (no tokens)."""
-    return torch.exp(torch.where(before == -torch.inf, -torch.inf, before - after))
+def decay(before: Tensor, after: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return exp(before - after) for before <= after, and 0 for before = -inf (no tokens). dtype:
+    of the difference and the result, if not that of both."""
+    gap = torch.where(before == -torch.inf, -torch.inf, before - after)
+    return torch.exp(gap if dtype is None else gap.to(dtype))
 
 
 def tile(x: Tensor, rows: int, dim: int) -> Tensor:

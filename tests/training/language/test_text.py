@@ -212,8 +212,9 @@ def test_decode_agrees_with_the_parallel_form(mixer, count):
     assert found["bytes"] == count and found["agrees"] and found["memory_allocated"] is None
     assert found["difference"] <= 2e-5 * float(bits)
     # float32: MD-TPE's 128 states a channel, the sum of features, of each layer a maximum and a sum
-    # for each channel of keys and a memory of theirs, cos and sin, by those of values; two counts
-    layer = 16 + 16 + 32 * 16 if mixer is LightNetAttention else 0
+    # for each channel of keys and a memory of theirs, cos and sin, by those of values, and the
+    # values of two tokens for local mixing; two counts
+    layer = 16 + 16 + 32 * 16 + 2 * 16 if mixer is LightNetAttention else 0
     assert set(found["state_bytes"]) == {4 * (16 * 128 + 16 + 2 * layer) + 2 * 8}
 
 

@@ -1,0 +1,186 @@
+"""The gradient of queries in the causal form, and of the State before a segment."""
+
+# mypy: disable-error-code="assignment"
+# (a jit function builds its tuples of tensors step by step)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ndlightnet_kernels.causal_chunks import (
+    OUT,
+    QKV,
+    _aged,
+    _entry,
+    _fade,
+    _faded,
+    _fall_to,
+    _gather,
+    _level,
+    _next_anchor,
+    _rotation,
+    _silu_and_over,
+    _to_anchor,
+    _until,
+    _unturn,
+)  # fmt: skip
+from ndlightnet_kernels.phases import from_origin, pinned, slot_frequencies
+from ndlightnet_kernels.segments import INFINITE, log2_rate
+from ndlightnet_kernels.summarize import SIZES
+from ndlightnet_kernels.tiles import (
+    dense,
+    dot,
+    hide,
+    load,
+    load_keys,
+    powers,
+    silu,
+    valid_tokens,
+    weight,
+)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES + QKV + OUT)
+def _causal_dq(
+    q, k, v, dout, mask, theta, offset, forget, top, total, memory, flag,
+    dq, dphi, chunk_top, chunk_total, dsums, dmemories, dtheta,
+    sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sob, sot, soh,
+    length, span, parts, heads, per_head,
+    n1, n2, n3, n4, n5, n6, n7, prefix, each,
+    DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
+    CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
+    TOTAL: tl.constexpr, WIDE: tl.constexpr,
+    AXES: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
+    UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dq, forward in time, by dphi_t = memory_t dout_t, and what the segment's queries add
+    to the gradients of the State before it (unless `dsums` is None).
+
+    Also stores dphi and each chunk's (max, sum) for `_causal_dkv`.
+    """
+    bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, h = bh // heads, bh % heads
+    begin, end = part * span, min(part * span + span, length)
+    if CAREFUL:
+        if tl.load(flag + bh * parts + part) == 0:
+            return
+    kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
+    sizes = (n1, n2, n3, n4, n5, n6, n7)
+    freqs = slot_frequencies(
+        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET,
+        TOTAL,
+    )  # fmt: skip
+    HALVES: tl.constexpr = 1 if KIND == 0 else 2
+    mx, sm, m, m_sin = _entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, HALVES)
+    entry_top, run, inside = mx, tl.zeros((BL, BK), tl.float32), kc < DIM
+    after = top + (bh * (parts + 1) + part + 1) * DIM + kc
+    rate = None if forget is None else log2_rate(forget, bh, heads)
+    fade = None if rate is None else _fade(rate, lane)
+    if not CAREFUL:
+        anchor = tl.load(after, mask=inside, other=-INFINITE)
+        mx, sm, m, m_sin = _to_anchor(anchor, mx, sm, m, m_sin, OPERAND)
+        if forget is not None:
+            fall = tl.exp2(rate * -BL)
+            enter = tl.exp2(rate * BL - _until(rate, begin, None, BL))  # falls once more in a chunk
+            sm, m, m_sin = sm * enter, m * enter, m_sin * enter
+        run += tl.where(inside, sm, 1.0)[None, :]
+    acc = tl.zeros((BV, BK), tl.float32)
+    acc_sin = acc
+    dsum = tl.zeros((BK,), tl.float32)
+    spread = tl.zeros((BL, BK), tl.float32)
+    ones = (lane[:, None] >= lane[None, :]).to(OPERAND)
+    for first in range(begin, end, BL):
+        t = first + lane
+        chunk = (bh * tl.cdiv(length, BL) + first // BL) * DIM + kc
+        if forget is not None:
+            since = _until(rate, begin, None, BL) + rate * (first - begin).to(tl.float32)
+            if CAREFUL:
+                lag = tl.where(first == begin, since, rate * BL)
+                mx, sm, m, m_sin = _aged(lag, mx, sm, m, m_sin)
+            else:
+                run, m, m_sin = run * fall, m * fall, m_sin * fall
+        if CAREFUL:
+            tl.store(chunk_top + chunk, mx, inside)
+            tl.store(chunk_total + chunk, sm, inside)
+        else:  # all rows are the same
+            row = chunk_total + chunk[None, :] + lane[:, None] * 0
+            tl.store(row, run, (lane == 0)[:, None] & inside[None, :])
+        valid = valid_tokens(mask, b, t, length, length, MASKED)
+        x = load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
+        if MASKED or forget is not None:
+            x = hide(x, valid)
+        y = load(v, b, h, t, vc, valid, svb, svt, svh, VDIM, UNIT)
+        do = load(dout, b, h, t, vc, t < length, sob, sot, soh, VDIM, UNIT)
+        x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
+        at_axis, cos, sin = _rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+        pair = dot(do, tl.trans(y), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
+        pair = tl.where(lane[:, None] >= lane[None, :], pair, 0.0).to(OPERAND)
+        zero = tl.zeros((BL, BK), tl.float32)
+        far, far_sin = dot(do, m, zero, OPERAND, PRECISION), zero
+        if KIND != 0:
+            far_sin = dot(do, m_sin, zero, OPERAND, PRECISION)
+        if CAREFUL:
+            phi, slope = silu(x_q)
+            best = tl.maximum(mx, tl.max(_faded(x, fade), 0))
+            todo = (lane >= 0)[:, None] & inside[None, :]
+            anchor, from_entry, d, d_sin = best, zero, zero, zero
+            rounds = 0  # each serves at least one row
+            while (tl.max(anchor, 0) > -INFINITE) & (rounds < BL):
+                rounds += 1
+                low, inverse, entered, todo = _level(
+                    x, fade, anchor, mx, sm, todo, ones, OPERAND, PRECISION
+                )
+                e, e_sin = _gather(
+                    pair, low, cos, sin, far * entered[None, :], far_sin * entered[None, :],
+                    KIND, OPERAND, PRECISION,
+                )  # fmt: skip
+                d += e * inverse
+                d_sin += e_sin * inverse
+                from_entry += phi * inverse * entered[None, :]
+                anchor = _next_anchor(x, fade, mx, todo)
+            p, carry = weight(x, best[None, :], fade), weight(mx, best)
+        else:
+            p = powers(x, mx, OPERAND, fade)
+            p = pinned(p.to(OPERAND) if KIND == 0 else p)
+            d, d_sin = _gather(pair, p, cos, sin, far, far_sin, KIND, OPERAND, PRECISION)
+            s = dot(ones, p, run, OPERAND, PRECISION)
+            phi, slope, inverse, from_entry = _silu_and_over(x_q, s)
+            run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, OPERAND, PRECISION)
+            d, d_sin = d * inverse, d_sin * inverse
+        grad = _unturn(d, d_sin, cos, sin, KIND)
+        to = dense(b, h, t, kc, length, heads, DIM)
+        here = (t < length)[:, None] & inside[None, :]
+        tl.store(dphi + to, grad.to(dphi.dtype.element_ty), here)
+        tl.store(dq + to, (grad * slope).to(dq.dtype.element_ty), here)
+        if LEARN:
+            angle = tl.sum(from_origin(freqs, at_axis) * phi * (cos * d_sin - sin * d), 0)
+            tl.store(dtheta + chunk, angle, inside)
+        if CAREFUL:
+            # from this chunk's units to those of the State before
+            rescale = weight(entry_top, mx, None if forget is None else -since)
+            if dsums is not None:
+                dsum += rescale * tl.sum(from_entry * grad, 0)
+                from_entry *= rescale[None, :]
+            m, m_sin = m * carry[None, :], m_sin * carry[None, :]
+            sm = sm * carry + tl.sum(p.to(OPERAND).to(tl.float32), 0)
+            mx = best
+        if dsums is not None:
+            if not CAREFUL:
+                if forget is not None:
+                    from_entry *= tl.exp2(-since)
+                spread += from_entry * grad
+            acc, acc_sin = _gather(
+                tl.trans(do), from_entry, cos, sin, acc, acc_sin, KIND, OPERAND, PRECISION
+            )
+        m, m_sin = _gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, OPERAND, PRECISION)
+    if dsums is not None:
+        if not CAREFUL:
+            rescale = _fall_to(entry_top, mx, OPERAND)
+            dsum = tl.sum(spread, 0) * rescale
+            acc, acc_sin = acc * rescale[None, :], acc_sin * rescale[None, :]
+        tl.store(dsums + (bh * parts + part) * DIM + kc, dsum, inside)
+        to = dmemories + ((bh * parts + part) * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
+        here = inside[None, :] & (vc < VDIM)[:, None]
+        tl.store(to, acc, here)
+        if KIND != 0:
+            tl.store(to + DIM * VDIM, acc_sin, here)

@@ -1,0 +1,267 @@
+"""Causal attention to the last tokens, tile by tile: no State, nothing carried along the length.
+
+A program has a chunk of queries and goes over the keys that they attend to: once for the maximum,
+once for the sums, once for the outputs. Keys are exp(k - anchor) with one anchor for the chunk, the
+largest logit that any of its queries attends to. Where that leaves a query without a sum, the chunk
+is flagged and computed again by the careful form: with further anchors for the queries left, each
+the largest logit that these attend to, in further rounds. No exponent is positive.
+"""
+
+# mypy: disable-error-code="assignment"
+# (a jit function builds its tuples of tensors step by step)
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ndlightnet_kernels.causal_chunks import (
+    QKV,
+    TINY,
+    _faded,
+    _reciprocal,
+    _rotation,
+    _silu_over,
+)  # fmt: skip
+from ndlightnet_kernels.launch import Launch, remembered
+from ndlightnet_kernels.phases import slot_frequencies
+from ndlightnet_kernels.plans import CAREFUL, Chunks, windowed
+from ndlightnet_kernels.position import Position
+from ndlightnet_kernels.segments import INFINITE, log2_rate
+from ndlightnet_kernels.summarize import SIZES
+from ndlightnet_kernels.tiles import (
+    arguments,
+    cdiv,
+    dense,
+    dense_rows,
+    dot,
+    flags,
+    form,
+    hide,
+    load,
+    load_keys,
+    operand,
+    pad,
+    powers,
+    scratch,
+    silu,
+    strides,
+    valid_tokens,
+    weight,
+)  # fmt: skip
+
+
+@triton.jit
+def _seen(t, u, window):
+    """Return which keys u (columns) queries t (rows) attend to."""
+    age = t[:, None] - u[None, :]
+    return (age >= 0) & (age < window)
+
+
+@triton.jit
+def _sees(u, t, window):
+    """Return which queries t (columns) attend to keys u (rows)."""
+    age = t[None, :] - u[:, None]
+    return (age >= 0) & (age < window)
+
+
+@triton.jit
+def _keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM: tl.constexpr,
+          MASKED: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
+    """Return the logits of tokens u, -inf where the chunk from `first` on does not attend to them,
+    and to which of them it does."""
+    valid = valid_tokens(mask, b, u, length, length, MASKED) & (u > first - window)
+    return hide(load_keys(k, b, h, u, kc, length, skb, skt, skh, DIM, UNIT), valid), valid
+
+
+@triton.jit
+def _since(rate, u, first, PLAIN: tl.constexpr):
+    """Return the decay of tokens u as seen from the middle of the plain form's chunk of queries
+    that `first` is in."""
+    return (rate * (u - first // PLAIN * PLAIN - PLAIN // 2).to(tl.float32))[:, None]
+
+
+@triton.jit
+def _capped(x, anchor, fade):
+    """Return exp(x - anchor), at most 1: larger ones are of keys that no query left attends to."""
+    p = tl.minimum(weight(x, anchor[None, :], fade), 1.0)
+    return tl.where((anchor > -INFINITE)[None, :], p, 0.0)
+
+
+@triton.jit
+def _products(f, cos_t, sin_t, p, cos, sin, KIND: tl.constexpr, OPERAND: tl.constexpr,
+              PRECISION: tl.constexpr):  # fmt: skip
+    """Return the products of features of f (tokens t) and of p, each turned by its own angles."""
+    out = tl.zeros((f.shape[0], p.shape[0]), tl.float32)
+    if KIND == 0:
+        out = dot(f, tl.trans(p), out, OPERAND, PRECISION)
+    else:
+        out = dot(f * cos_t, tl.trans(p * cos), out, OPERAND, PRECISION)
+        out = dot(f * sin_t, tl.trans(p * sin), out, OPERAND, PRECISION)
+    return out
+
+
+@triton.jit
+def _next_anchor(
+    k, mask, b, h, todo, t, begin, first, length, window, kc, rate, skb, skt, skh,
+    DIM: tl.constexpr, BL: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr,
+    UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the largest logit that the queries in `todo` attend to, or if None, all of a chunk."""
+    best = tl.full((BL, kc.shape[0]), -INFINITE, tl.float32)
+    for at in range(begin, first + BL, BL):
+        u = at + tl.arange(0, BL)
+        x = _keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT)[0]
+        fade = None if rate is None else _since(rate, u, first, PLAIN)
+        x = _faded(x, fade)
+        if todo is not None:
+            count = dot(
+                _sees(u, t, window), todo, tl.zeros(todo.shape, tl.float32), OPERAND, PRECISION
+            )
+            x = tl.where(count > 0.5, x, -INFINITE)
+        best = tl.maximum(best, x)
+    return tl.max(best, 0)
+
+
+@triton.jit(do_not_specialize=[*SIZES, *QKV, "window", "chunks"])
+def _window(
+    q, k, v, mask, theta, offset, forget, top, flag, out,
+    sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, length, window, chunks, heads, per_head,
+    n1, n2, n3, n4, n5, n6, n7, prefix, each,
+    DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
+    PLAIN: tl.constexpr, CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr,
+    OFFSET: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr,
+    AXES: tl.constexpr, PREFIX: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the output of a chunk of queries; also its anchor and whether that failed."""
+    bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, h = bh // heads, bh % heads
+    chunk = bh * chunks + part * BL // PLAIN
+    if CAREFUL:
+        if tl.load(flag + chunk) == 0:
+            return
+    first = part * BL
+    kc, vc, t = tl.arange(0, BK), tl.arange(0, BV), first + tl.arange(0, BL)
+    sizes = (n1, n2, n3, n4, n5, n6, n7)
+    freqs = slot_frequencies(
+        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET,
+        TOTAL,
+    )  # fmt: skip
+    rate = None if forget is None else log2_rate(forget, bh, heads)
+    inside, begin = kc < DIM, tl.maximum(first - window + 1, 0) // BL * BL
+    x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
+    _, cos_t, sin_t = _rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+    todo = (t < length)[:, None] & inside[None, :]
+    o = tl.zeros((BL, BV), tl.float32)
+    anchor = _next_anchor(
+        k, mask, b, h, None, t, begin, first, length, window, kc, rate, skb, skt, skh,
+        DIM, BL, PLAIN, MASKED, UNIT, OPERAND, PRECISION,
+    )  # fmt: skip
+    if CAREFUL:
+        phi, _ = silu(x_q)
+        rounds = 0  # each serves at least one query
+        while (tl.max(anchor, 0) > -INFINITE) & (rounds < BL):
+            rounds += 1
+            s = tl.zeros((BL, BK), tl.float32)
+            for at in range(begin, first + BL, BL):
+                u = at + tl.arange(0, BL)
+                x, valid = _keys(
+                    k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT
+                )
+                fade = None if rate is None else _since(rate, u, first, PLAIN)
+                p = _capped(x, anchor, fade)
+                s = dot(_seen(t, u, window), p, s, OPERAND, PRECISION)
+            f = phi * tl.where(todo & (s >= TINY), _reciprocal(s), 0.0)
+            for at in range(begin, first + BL, BL):
+                u = at + tl.arange(0, BL)
+                x, valid = _keys(
+                    k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT
+                )
+                fade = None if rate is None else _since(rate, u, first, PLAIN)
+                p = _capped(x, anchor, fade)
+                y = load(v, b, h, u, vc, valid, svb, svt, svh, VDIM, UNIT)
+                _u, cos, sin = _rotation(freqs, u, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+                score = _products(f, cos_t, sin_t, p, cos, sin, KIND, OPERAND, PRECISION)
+                score = tl.where(_seen(t, u, window), score, 0.0)
+                o = dot(score, y, o, OPERAND, PRECISION)
+            todo = todo & (s < TINY)
+            anchor = _next_anchor(
+                k, mask, b, h, todo, t, begin, first, length, window, kc, rate, skb, skt, skh,
+                DIM, BL, PLAIN, MASKED, UNIT, OPERAND, PRECISION,
+            )  # fmt: skip
+    else:
+        tl.store(top + chunk * DIM + kc, anchor, inside)
+        s = tl.zeros((BL, BK), tl.float32)
+        for at in range(begin, first + BL, BL):
+            u = at + tl.arange(0, BL)
+            x, valid = _keys(
+                k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT
+            )
+            fade = None if rate is None else _since(rate, u, first, PLAIN)
+            p = powers(x, anchor, OPERAND, fade)
+            s = dot(_seen(t, u, window), p, s, OPERAND, PRECISION)
+        tl.store(flag + chunk, tl.max(tl.max((todo & (s < TINY)).to(tl.int32), 0), 0))
+        f = _silu_over(x_q, s)
+        for at in range(begin, first + BL, BL):
+            u = at + tl.arange(0, BL)
+            x, valid = _keys(
+                k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT
+            )
+            fade = None if rate is None else _since(rate, u, first, PLAIN)
+            p = powers(x, anchor, OPERAND, fade)
+            y = load(v, b, h, u, vc, valid, svb, svt, svh, VDIM, UNIT)
+            _u, cos, sin = _rotation(freqs, u, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+            score = _products(f, cos_t, sin_t, p, cos, sin, KIND, OPERAND, PRECISION)
+            score = tl.where(_seen(t, u, window), score, 0.0)
+            o = dot(score, y, o, OPERAND, PRECISION)
+    to = out + dense(b, h, t, vc, length, heads, VDIM)
+    tl.store(to, o.to(out.dtype.element_ty), (t < length)[:, None] & (vc < VDIM)[None, :])
+
+
+# ------------------------------------------------------------------------------------ launches
+def plan(
+    kernel: Any, chosen: Chunks, names: list[str], inputs: tuple[Tensor, ...], masked: bool,
+    where: Position, window: int, **more: Any,
+) -> tuple[Launch, Launch]:  # fmt: skip
+    """Return the launches of the plain and of the careful form over chunks. names: of strides."""
+    strided, unit = strides(*inputs)
+    _, k, v = inputs[:3]
+    (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
+    chunks = cdiv(length, chosen.chunk)
+    common: dict[str, Any] = dict(
+        zip(names, strided, strict=True), length=length, window=window, chunks=chunks, heads=heads,
+        DIM=dim, VDIM=vdim, BK=pad(dim), BV=pad(vdim), PLAIN=chosen.chunk, MASKED=masked,
+        UNIT=unit, **arguments(where, k), **operand(k), **more,
+    )  # fmt: skip
+    plain, careful = (
+        Launch(
+            kernel, (batch * heads, chunks * (chosen.chunk // c.chunk)), BL=c.chunk,
+            CAREFUL=c is CAREFUL, **common, **c.options(),
+        )
+        for c in (chosen, CAREFUL)
+    )  # fmt: skip
+    return plain, careful
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None, window: int,
+    where: Position,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return output (batch, length, heads, value_dim), and for the backward anchors (batch * heads,
+    chunks, dim) and flags of chunks. forget: decay rate of each head for a token, float32."""
+    q, k, v, masked = dense_rows(q), dense_rows(k), dense_rows(v), mask is not None
+    chosen = windowed(k, v.shape[-1], where.kind).forward
+    forms = remembered(
+        ("window", form(q, k, v), masked, window, where.key),
+        lambda: plan(_window, chosen, QKV, (q, k, v), masked, where, window),
+    )
+    rows, chunks = k.shape[0] * k.shape[2], cdiv(k.shape[1], chosen.chunk)
+    out, top = q.new_empty(*v.shape), scratch(k, rows, chunks, k.shape[3])
+    flag = q.new_empty(rows, chunks, dtype=torch.int32)
+    for launch in forms:
+        launch(q, k, v, flags(mask), *where.angles, forget, top, flag, out)
+    return out, top, flag

@@ -1,0 +1,299 @@
+"""Gradients of causal attention to the last tokens: by chunks of queries (dq) and of keys (dk, dv).
+
+dphi_t = memory_t dout_t;  dv_u = sum_t (phi_t / s_t . exp(k_u)) dout_t;
+dk_u = exp(k_u) sum_t (phi_t (v_u . dout_t) - phi_t dphi_t) / s_t,  per key channel, over t with
+u <= t < u + window. Anchors and the careful form as in window.py.
+"""
+
+# mypy: disable-error-code="assignment"
+# (a jit function builds its tuples of tensors step by step)
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ndlightnet_kernels.causal_chunks import (
+    OUT,
+    QKV,
+    TINY,
+    _gather,
+    _reciprocal,
+    _rotation,
+    _silu_and_over,
+    _unturn,
+)  # fmt: skip
+from ndlightnet_kernels.launch import remembered
+from ndlightnet_kernels.phases import from_origin, slot_frequencies
+from ndlightnet_kernels.plans import CAREFUL, windowed
+from ndlightnet_kernels.position import Position
+from ndlightnet_kernels.segments import INFINITE, log2_rate
+from ndlightnet_kernels.summarize import SIZES
+from ndlightnet_kernels.tiles import (
+    dense,
+    dense_empty,
+    dense_rows,
+    dot,
+    flags,
+    form,
+    hide,
+    load,
+    load_keys,
+    powers,
+    scratch,
+    silu,
+    theta_grad,
+    valid_tokens,
+)  # fmt: skip
+from ndlightnet_kernels.window import (
+    _capped,
+    _keys,
+    _next_anchor,
+    _products,
+    _seen,
+    _sees,
+    _since,
+    plan,
+)  # fmt: skip
+
+CAREFUL_BL = tl.constexpr(CAREFUL.chunk)
+
+
+@triton.jit
+def _store_parts(dtheta, angle, bh, part, chunks, kc, inside, DIM: tl.constexpr, BL: tl.constexpr,
+                 PLAIN: tl.constexpr, LEAST: tl.constexpr):  # fmt: skip
+    """Store a chunk's gradient of angles among those of the careful form's chunks, which may be
+    smaller: in the first of them, zeros in the others."""
+    at = (bh * (chunks * (PLAIN // LEAST)) + part * (BL // LEAST)) * DIM + kc
+    tl.store(dtheta + at, angle, inside)
+    for i in tl.static_range(1, BL // LEAST):
+        tl.store(dtheta + at + i * DIM, tl.zeros(angle.shape, tl.float32), inside)
+
+
+@triton.jit(do_not_specialize=[*SIZES, *QKV, *OUT, "window", "chunks"])
+def _window_dq(
+    q, k, v, dout, mask, theta, offset, forget, top, flag, levels, dq, dphi, features, dtheta,
+    sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sob, sot, soh,
+    length, window, chunks, heads, per_head,
+    n1, n2, n3, n4, n5, n6, n7, prefix, each,
+    DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
+    PLAIN: tl.constexpr, CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr,
+    OFFSET: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr,
+    AXES: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
+    UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dq of a chunk; also dphi, phi / s, and in the careful form each query's anchor."""
+    bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, h = bh // heads, bh % heads
+    chunk = bh * chunks + part * BL // PLAIN
+    if CAREFUL:
+        if tl.load(flag + chunk) == 0:
+            return
+    first = part * BL
+    kc, vc, t = tl.arange(0, BK), tl.arange(0, BV), first + tl.arange(0, BL)
+    sizes = (n1, n2, n3, n4, n5, n6, n7)
+    freqs = slot_frequencies(
+        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET,
+        TOTAL,
+    )  # fmt: skip
+    rate = None if forget is None else log2_rate(forget, bh, heads)
+    inside, begin = kc < DIM, tl.maximum(first - window + 1, 0) // BL * BL
+    x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
+    do = load(dout, b, h, t, vc, t < length, sob, sot, soh, VDIM, UNIT)
+    here = (t < length)[:, None] & inside[None, :]
+    to = dense(b, h, t, kc, length, heads, DIM)
+    d = tl.zeros((BL, BK), tl.float32)
+    d_sin = d
+    if CAREFUL:
+        phi, slope = silu(x_q)
+        todo, f, level = here, d, d - INFINITE
+        anchor = _next_anchor(
+            k, mask, b, h, None, t, begin, first, length, window, kc, rate, skb, skt, skh,
+            DIM, BL, PLAIN, MASKED, UNIT, OPERAND, PRECISION,
+        )  # fmt: skip
+        rounds = 0  # each serves at least one query
+        while (tl.max(anchor, 0) > -INFINITE) & (rounds < BL):
+            rounds += 1
+            s = tl.zeros((BL, BK), tl.float32)
+            e, e_sin = s, s
+            for at in range(begin, first + BL, BL):
+                u = at + tl.arange(0, BL)
+                x, valid = _keys(
+                    k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT
+                )
+                fade = None if rate is None else _since(rate, u, first, PLAIN)
+                p, seen = _capped(x, anchor, fade), _seen(t, u, window)
+                y = load(v, b, h, u, vc, valid, svb, svt, svh, VDIM, UNIT)
+                _u, cos, sin = _rotation(freqs, u, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+                pair = dot(do, tl.trans(y), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
+                pair = tl.where(seen, pair, 0.0).to(OPERAND)
+                s = dot(seen, p, s, OPERAND, PRECISION)
+                e, e_sin = _gather(pair, p, cos, sin, e, e_sin, KIND, OPERAND, PRECISION)
+            good = todo & (s >= TINY)
+            inverse = tl.where(good, _reciprocal(s), 0.0)
+            d, d_sin, f = d + e * inverse, d_sin + e_sin * inverse, f + phi * inverse
+            level = tl.where(good, anchor[None, :], level)
+            todo = todo & (s < TINY)
+            anchor = _next_anchor(
+                k, mask, b, h, todo, t, begin, first, length, window, kc, rate, skb, skt, skh,
+                DIM, BL, PLAIN, MASKED, UNIT, OPERAND, PRECISION,
+            )  # fmt: skip
+        tl.store(levels + to, level, here)
+    else:
+        anchor = tl.load(top + chunk * DIM + kc, mask=inside, other=0.0)
+        s = d
+        for at in range(begin, first + BL, BL):
+            u = at + tl.arange(0, BL)
+            x, valid = _keys(
+                k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT
+            )
+            fade = None if rate is None else _since(rate, u, first, PLAIN)
+            p, seen = powers(x, anchor, OPERAND, fade), _seen(t, u, window)
+            y = load(v, b, h, u, vc, valid, svb, svt, svh, VDIM, UNIT)
+            _u, cos, sin = _rotation(freqs, u, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+            pair = dot(do, tl.trans(y), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
+            pair = tl.where(seen, pair, 0.0).to(OPERAND)
+            s = dot(seen, p, s, OPERAND, PRECISION)
+            d, d_sin = _gather(pair, p, cos, sin, d, d_sin, KIND, OPERAND, PRECISION)
+        phi, slope, inverse, f = _silu_and_over(x_q, tl.where(here, s, 1.0))
+        d, d_sin = d * inverse, d_sin * inverse
+    at_axis, cos, sin = _rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+    grad = _unturn(d, d_sin, cos, sin, KIND)
+    tl.store(dphi + to, grad.to(dphi.dtype.element_ty), here)
+    tl.store(features + to, f.to(features.dtype.element_ty), here)
+    tl.store(dq + to, (grad * slope).to(dq.dtype.element_ty), here)
+    if LEARN:
+        angle = tl.sum(from_origin(freqs, at_axis) * phi * (cos * d_sin - sin * d), 0)
+        _store_parts(dtheta, angle, bh, part, chunks, kc, inside, DIM, BL, PLAIN, CAREFUL_BL)
+
+
+@triton.jit
+def _add(
+    p, fg, f, cos_t, sin_t, pair, seen, do, cos, sin, d, d_sin, down, dy,
+    KIND: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what queries with features f give to the gradients of keys and values."""
+    zero = tl.zeros(p.shape, tl.float32)
+    e, e_sin = _gather(pair, f, cos_t, sin_t, zero, zero, KIND, OPERAND, PRECISION)
+    d, d_sin = d + e * p, d_sin + e_sin * p
+    down += p * dot(seen, fg, zero, OPERAND, PRECISION)
+    score = _products(p, cos, sin, f, cos_t, sin_t, KIND, OPERAND, PRECISION)
+    return d, d_sin, down, dot(tl.where(seen, score, 0.0), do, dy, OPERAND, PRECISION)
+
+
+@triton.jit(do_not_specialize=[*SIZES, *QKV, *OUT, "window", "chunks"])
+def _window_dkv(
+    q, k, v, dout, mask, theta, offset, forget, top, flag, levels, dphi, features, dk, dv, dtheta,
+    sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sob, sot, soh,
+    length, window, chunks, heads, per_head,
+    n1, n2, n3, n4, n5, n6, n7, prefix, each,
+    DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
+    PLAIN: tl.constexpr, CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr,
+    OFFSET: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr,
+    AXES: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
+    UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dk and dv of a chunk of keys; by the careful form if any chunk of queries that
+    attends to them was flagged."""
+    bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, h = bh // heads, bh % heads
+    begin = part * BL
+    end, lost = tl.minimum(begin + BL + window - 1, length), part * 0
+    whole = begin // PLAIN * PLAIN
+    for at in range(whole, tl.minimum(whole + PLAIN + window - 1, length), PLAIN):
+        lost = tl.maximum(lost, tl.load(flag + bh * chunks + at // PLAIN))
+    if (lost == 0) if CAREFUL else (lost != 0):
+        return
+    kc, vc, u = tl.arange(0, BK), tl.arange(0, BV), begin + tl.arange(0, BL)
+    sizes = (n1, n2, n3, n4, n5, n6, n7)
+    freqs = slot_frequencies(
+        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET,
+        TOTAL,
+    )  # fmt: skip
+    rate = None if forget is None else log2_rate(forget, bh, heads)
+    inside = kc < DIM
+    valid = valid_tokens(mask, b, u, length, length, MASKED)
+    x = load_keys(k, b, h, u, kc, length, skb, skt, skh, DIM, UNIT)
+    y = load(v, b, h, u, vc, valid, svb, svt, svh, VDIM, UNIT)
+    at_axis, cos, sin = _rotation(freqs, u, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+    d, dy = tl.zeros((BL, BK), tl.float32), tl.zeros((BL, BV), tl.float32)
+    d_sin, down = d, d
+    for at in range(begin, end, BL):
+        t = at + tl.arange(0, BL)
+        chunk = bh * chunks + at // PLAIN
+        anchor = tl.load(top + chunk * DIM + kc, mask=inside, other=0.0)
+        to = dense(b, h, t, kc, length, heads, DIM)
+        here = (t < length)[:, None] & inside[None, :]
+        f = tl.load(features + to, mask=here, other=0.0).to(tl.float32)
+        g = tl.load(dphi + to, mask=here, other=0.0).to(tl.float32)
+        do = load(dout, b, h, t, vc, t < length, sob, sot, soh, VDIM, UNIT)
+        _, cos_t, sin_t = _rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+        seen = _sees(u, t, window)
+        pair = dot(y, tl.trans(do), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
+        pair = tl.where(seen, pair, 0.0).to(OPERAND)
+        # a key that no query of the chunk attends to may be far above its anchor
+        some = hide(x, valid & (u > at - window))
+        fade = None if rate is None else _since(rate, u, at, PLAIN)
+        if CAREFUL:
+            level = tl.where(here, anchor[None, :], -INFINITE)
+            if tl.load(flag + chunk) != 0:
+                level = tl.load(levels + to, mask=here, other=-INFINITE)
+            anchor = tl.max(level, 0)
+            while tl.max(anchor, 0) > -INFINITE:
+                mine = level == anchor[None, :]
+                part_f = tl.where(mine & here, f, 0.0)
+                d, d_sin, down, dy = _add(
+                    _capped(some, anchor, fade), g * part_f, part_f, cos_t, sin_t, pair, seen, do,
+                    cos, sin, d, d_sin, down, dy, KIND, OPERAND, PRECISION,
+                )  # fmt: skip
+                level = tl.where(mine, -INFINITE, level)
+                anchor = tl.max(level, 0)
+        else:
+            d, d_sin, down, dy = _add(
+                powers(some, anchor, OPERAND, fade), g * f, f, cos_t, sin_t, pair, seen, do,
+                cos, sin, d, d_sin, down, dy, KIND, OPERAND, PRECISION,
+            )  # fmt: skip
+    grad = _unturn(d, d_sin, cos, sin, KIND) - down
+    tl.store(
+        dk + dense(b, h, u, kc, length, heads, DIM), grad.to(dk.dtype.element_ty),
+        (u < length)[:, None] & inside[None, :],
+    )  # fmt: skip
+    if LEARN:
+        angle = tl.sum(from_origin(freqs, at_axis) * (cos * d_sin - sin * d), 0)
+        _store_parts(dtheta, angle, bh, part, chunks, kc, inside, DIM, BL, PLAIN, CAREFUL_BL)
+    here = (u < length)[:, None] & (vc < VDIM)[None, :]
+    to = dense(b, h, u, vc, length, heads, VDIM)
+    tl.store(dv + to, tl.where(valid[:, None], dy, 0.0).to(dv.dtype.element_ty), here)
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None, top: Tensor,
+    flag: Tensor, dout: Tensor, window: int, where: Position, learn: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return gradients of q, k, v, and of theta (heads, slots; empty if not wanted)."""
+    q, k, v, dout = inputs = tuple(map(dense_rows, (q, k, v, dout)))
+    masked, names = mask is not None, [*QKV, *OUT]
+    chosen = windowed(k, v.shape[-1], where.kind)
+    by_q, by_k = remembered(
+        ("window_backward", form(*inputs), masked, window, where.key, learn),
+        lambda: tuple(
+            plan(kernel, c, names, inputs, masked, where, window, LEARN=learn)
+            for kernel, c in ((_window_dq, chosen.dq), (_window_dkv, chosen.dkv))
+        ),
+    )
+    dq, dk, dv = map(dense_empty, (q, k, v))
+    dphi, levels = torch.empty_like(dq), scratch(k, *k.shape)
+    features = dq.new_empty(dq.shape, dtype=q.dtype if q.dtype == torch.bfloat16 else torch.float32)
+    batch, _, heads, dim = k.shape
+    chunks = top.shape[1] * (chosen.dq.chunk // CAREFUL.chunk)
+    dtheta_q, dtheta_k = (
+        scratch(k, batch, heads, chunks, dim) if learn else None for _ in range(2)
+    )
+    given = *inputs, flags(mask), *where.angles, forget, top, flag, levels
+    for launch in by_q:
+        launch(*given, dq, dphi, features, dtheta_q)
+    for launch in by_k:
+        launch(*given, dphi, features, dk, dv, dtheta_k)
+    partial = None if dtheta_q is None or dtheta_k is None else dtheta_q + dtheta_k
+    return dq, dk, dv, theta_grad(k, partial)

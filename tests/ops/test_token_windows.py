@@ -1,0 +1,144 @@
+"""Windows over frames of one token, which go by chunks: against the dense form, and States."""
+
+import pytest
+import torch
+from torch.autograd import grad
+
+from ndlightnet.layout import Ragged
+from ndlightnet.nn.mixers import LightNetAttention
+from ndlightnet.ops import axis_causal_attention
+from ndlightnet.ops.lightnet import frames
+
+from .framed import HEADS, angles, attend, in_chunks, padding, per_head, sample, weights
+
+forgets = pytest.mark.parametrize("forget", [0.0, 0.3, HEADS], ids=str)
+
+
+@pytest.fixture(autouse=True)
+def no_window_is_short(monkeypatch):
+    monkeypatch.setattr(frames, "SHORT", 1)
+
+
+@pytest.mark.parametrize("length, window", [(1, 1), (37, 1), (37, 2), (37, 17), (70, 35), (70, 69)])
+@forgets
+def test_values_and_gradients_are_the_dense_ones(dense, close, close_grads, length, window, forget):
+    """Also with angles and padding: holes, a whole block among them."""
+    shape, options = (length,), {"window": window, "forget": per_head(forget)}
+    for masked, rotated in ((True, True), (False, False)):
+        *inputs, theta = sample(shape)
+        mask, lrpe = padding(shape) if masked else None, theta if rotated else None
+        if masked:
+            mask[0, window : 2 * window] = False
+        actual, _ = attend(*inputs, shape, mask=mask, lrpe=lrpe, **options)
+        turned = angles(shape, theta) if rotated else None
+        expected = dense(*inputs, mask=mask, see=weights(shape, window, forget), angles=turned)
+        close(actual, expected, 1e-10)
+        close_grads(actual, expected, (*inputs, theta) if rotated else inputs, 1e-9)
+
+
+@pytest.mark.parametrize("logit", ["wide", "up", "down", "jumps", "holes"])
+@forgets
+def test_extreme_logits(dense, close_grads, logit, forget):
+    """In float32: every exponent is a difference of logits, which decay does not round."""
+    *inputs, _ = sample((40,), dtype=torch.float32)
+    noise, t = inputs[1].detach(), torch.arange(40)[:, None, None]
+    k = {
+        "wide": 300 * noise,
+        "up": noise + 100 * t,
+        "down": noise - 100 * t,
+        "jumps": noise + 1000 * ((t >= 7).float() - 2 * (t >= 19) + 3 * (t >= 23)),
+        "holes": noise.masked_fill(torch.rand_like(noise) < 0.4, -torch.inf),
+    }[logit]
+    inputs[1] = k.requires_grad_()
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    options = {"window": 9, "forget": per_head(forget)}
+    out, _ = attend(*inputs, (40,), **options)
+    expected = dense(*exact, see=weights((40,), 9, forget))
+    height = k.masked_fill(k == -torch.inf, 0).abs().max().item()
+    tolerance = 2e-6 + torch.finfo(torch.float32).eps * height
+    assert out.isfinite().all()
+    assert (out - expected).abs().max() < tolerance * expected.abs().max()
+    close_grads(out, expected, inputs, 2 * tolerance, other=exact)
+
+
+@pytest.mark.parametrize("window", [1, 4, 9])
+@forgets
+def test_a_stream_is_the_whole(close, close_grads, window, forget):
+    """Parts shorter and longer than the window, from State to State, with angles."""
+    *inputs, theta = sample((30,))
+    options = {"window": window, "forget": per_head(forget), "lrpe": theta}
+    mask = padding((30,))
+    expected, last = attend(*inputs, (30,), mask=mask, **options)
+    actual, state = in_chunks(*inputs, (30,), (1, 3, 12, 2, 9, 3), mask=mask, **options)
+    close(actual, expected, 1e-11)
+    close_grads(actual, expected, (*inputs, theta), 1e-10)
+    for x, y in zip(state, last, strict=True):
+        assert x.shape == y.shape and x.shape[1] == window - 1
+    scale = (state.max - last.max).nan_to_num(0, 0, 0).exp()
+    close((scale * state.sum).detach(), last.sum.detach(), 1e-11)
+
+
+def test_the_state_is_that_of_frames(monkeypatch, close):
+    """A State of the way by frames goes on in chunks, and the other way around."""
+    *inputs, theta = sample((24,), grads=False)
+    options = {"window": 5, "forget": 0.2, "lrpe": theta}
+    results = []
+    for first, second in ((1, 100), (100, 1), (1, 1)):
+        state, outs = None, []
+        for short, part, at in ((first, slice(0, 11), 0), (second, slice(11, 24), 11)):
+            monkeypatch.setattr(frames, "SHORT", short)
+            now = [x[:, part] for x in inputs]
+            place = torch.tensor(at)
+            out, state = attend(*now, (now[0].shape[1],), state=state, first=place, **options)
+            outs.append(out)
+        results.append((torch.cat(outs, 1), state.max + state.sum.log()))
+    for other in results[1:]:
+        for x, y in zip(results[0], other, strict=True):
+            close(x, y, 1e-11)
+
+
+def test_no_state_is_made_where_none_is_asked_for():
+    *inputs, _ = sample((24,))
+    for window in (None, 3):
+        out, state = axis_causal_attention(*inputs, 24, window=window, return_state=False)
+        assert (state is None) == (window is not None) and out.shape == inputs[2].shape
+
+
+def test_samples_end_to_end(close, close_grads):
+    layout = Ragged([(7,), (1,), (20,)])
+    *inputs, _ = sample((28,), batch=1)
+    out, _ = axis_causal_attention(*inputs, layout, window=4, forget=0.1)
+    parts, at = [], 0
+    for n in layout.lengths:
+        now = [x[:, at : at + n] for x in inputs]
+        parts.append(axis_causal_attention(*now, n, window=4, forget=0.1, impl="reference")[0])
+        at += n
+    close(out, torch.cat(parts, 1), 1e-11)
+    close_grads(out, torch.cat(parts, 1), inputs, 1e-10)
+
+
+def test_nothing_later_and_nothing_too_old_has_a_gradient():
+    *inputs, _ = sample((30,))
+    out, _ = attend(*inputs, (30,), window=6)
+    for t in (0, 5, 17, 29):
+        for name, x in zip("qkv", grad(out[:, t].sum(), inputs, retain_graph=True), strict=True):
+            first = t if name == "q" else max(0, t - 5)
+            assert not x[:, t + 1 :].any() and not x[:, :first].any()
+            assert x[:, t].any() or (t, name) == (0, "k")  # the first key weighs 1 in any case
+
+
+@pytest.mark.parametrize(
+    "options", [{"forget": 0.3}, {"window": 5}, {"window": 5, "forget": HEADS}]
+)
+def test_a_layer_streams_in_any_parts(close, options):
+    options["forget"] = options.get("forget", 0.0)
+    layer = LightNetAttention(12, 2, **options).double()
+    x = torch.randn(2, 23, 12, dtype=torch.float64)
+    expected = layer(x, causal=True)
+    for sizes in ([1] * 23, [1, 9, 13], [12, 11]):
+        state, outs, at = layer.init_state(2), [], 0
+        for n in sizes:
+            y, state = layer.advance(x[:, at : at + n], state, at)
+            outs.append(y)
+            at += n
+        close(torch.cat(outs, 1), expected, 1e-11)
