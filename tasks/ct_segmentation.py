@@ -6,6 +6,7 @@ python tasks/ct_segmentation.py plan scans/      read a folder of volumes and la
 python tasks/ct_segmentation.py fit     --config runs/scans/plan.yaml
 python tasks/ct_segmentation.py test    --config ... --ckpt_path runs/scans/checkpoints/best.ckpt
 python tasks/ct_segmentation.py predict --config ... --ckpt_path ... --data.input new_scans/
+python tasks/ct_segmentation.py fit     --config configs/moving_phantoms.yaml    series over time
 python tasks/ct_segmentation.py folds   --config ...    5-fold cross-validation
 python tasks/ct_segmentation.py bundle  --config ... --ckpt_path ... --out bundles/scans
 """

@@ -7,7 +7,17 @@ shape, or a Ragged, where the batch is one row that holds samples of any shapes 
 
 from ndlightnet.layout.base import Layout, per_axis
 from ndlightnet.layout.grid import Grid
-from ndlightnet.layout.pack import Packed, cut_patches, pack
+from ndlightnet.layout.pack import Packed, cut_patches, pack, uncut_patches
 from ndlightnet.layout.ragged import Lines, Ragged
 
-__all__ = ["Grid", "Layout", "Lines", "Packed", "Ragged", "cut_patches", "pack", "per_axis"]
+__all__ = [
+    "Grid",
+    "Layout",
+    "Lines",
+    "Packed",
+    "Ragged",
+    "cut_patches",
+    "pack",
+    "per_axis",
+    "uncut_patches",
+]

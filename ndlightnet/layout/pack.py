@@ -1,4 +1,4 @@
-"""Cut samples into patches, and pack samples of any shapes end to end: batches without padding."""
+"""Cut samples into patches and back, and pack samples of any shapes end to end, without padding."""
 
 from __future__ import annotations
 
@@ -27,6 +27,16 @@ def cut_patches(x: Tensor, patch: Sequence[int]) -> Tensor:
     sizes = {f"p{a}": size for a, size in enumerate(patch)}
     x = torch.nn.functional.pad(x, pad)
     return rearrange(x, f"b c {cut} -> b {grid} ({cells} c)", **sizes)
+
+
+def uncut_patches(x: Tensor, patch: Sequence[int]) -> Tensor:
+    """Lay out patches `(batch, *grid, cells * channels)` as cells `(batch, *space, channels)`: the
+    inverse of `cut_patches`, with the channels last."""
+    axes = range(len(patch))
+    grid, cells = (" ".join(f"{c}{a}" for a in axes) for c in "np")
+    space = " ".join(f"(n{a} p{a})" for a in axes)
+    sizes = {f"p{a}": size for a, size in enumerate(patch)}
+    return rearrange(x, f"b {grid} ({cells} c) -> b {space} c", **sizes)
 
 
 @dataclass

@@ -1,5 +1,8 @@
 """NDLightUNet: dense prediction. Convolutions and LightNet blocks in the encoder, skips to a
-convolutional decoder."""
+convolutional decoder; on any number of axes with convolutions that are separable.
+
+Features are (batch, channels, *space) between torch's convolutions and (batch, *space, channels)
+between separable ones: their `channel_axis` is 1 or -1."""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from ndlightnet.nn.block import Block, init_weights
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories
 from ndlightnet.nn.position import MDTPE
+from ndlightnet.nn.separable import LocalBlock, Separable
 from ndlightnet.ops.recurrence.chunks import exact
 
 # channels of the first level (doubled from level to level, up to MOST), then for each level
@@ -34,7 +38,10 @@ def _conv(kind: str, dims: int) -> type[nn.Module]:
     """Return torch's convolution for this number of axes: `Conv3d`, `ConvTranspose2d`, ..."""
     found: type[nn.Module] | None = getattr(nn, f"{kind}{dims}d", None)
     if found is None:
-        raise ValueError(f"dims={dims}: expected 1, 2 or 3, torch has no {kind} for more axes")
+        raise ValueError(
+            f"dims={dims} with separable=False: expected 1, 2 or 3, torch has no {kind} for more "
+            "axes"
+        )
     return found
 
 
@@ -69,37 +76,66 @@ class ConvBlock(nn.Module):
         return _silu(y.add_(self.skip(x)))
 
 
+class Convolutional:
+    """The layers of a U-Net from torch's convolutions and instance norm."""
+
+    channel_axis = 1
+
+    def __init__(self, dims: int) -> None:
+        self.dims, self.conv, self.conv_up = dims, _conv("Conv", dims), _conv("ConvTranspose", dims)
+
+    def level(
+        self, inputs: int, width: int, step: tuple[int, ...] | None, count: int
+    ) -> tuple[nn.Module, list[nn.Module]]:
+        """Return the downsampling to a level of the encoder (step None: the first), its blocks."""
+        down = self.conv(inputs, width, step, stride=step) if step else nn.Identity()
+        widths = [width if step else inputs] + [width] * (count - 1)
+        return down, [ConvBlock(self.dims, n, width) for n in widths]
+
+    def up(self, low: int, high: int, step: tuple[int, ...]) -> nn.Module:
+        return self.conv_up(low, high, step, stride=step)
+
+    def decoder(self, width: int) -> nn.Module:
+        return ConvBlock(self.dims, 2 * width, width)
+
+    def head(self, width: int, outputs: int) -> nn.Module:
+        return self.conv(width, outputs, 1)
+
+
 def _silu(x: Tensor) -> Tensor:
     """Apply SiLU, in place where no gradient needs x: whole volumes are large."""
     return nn.functional.silu(x, inplace=not torch.is_grad_enabled())
 
 
 class Stage(nn.Module):
-    """LightNet blocks on a feature map `(batch, channels, *space)`: position code, then the
-    blocks."""
+    """LightNet blocks on a feature map: position code, then the blocks."""
 
     def __init__(
         self, dims: int, dim: int, factories: Sequence[Factory], mlp_ratio: float, tpe: bool,
-        drop_path: float,
+        drop_path: float, channel_axis: int = 1, causal: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.tpe = MDTPE(dims, dim) if tpe and factories else None
+        self.channel_axis, self.causal = channel_axis, causal
+        self.tpe = MDTPE(dims, dim, causal=causal) if tpe and factories else None
         self.blocks = nn.ModuleList(Block(dim, one, mlp_ratio, drop_path) for one in factories)
         self.grad_checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.blocks:
             return x
-        grid = Grid(tuple(x.shape[2:]))
-        tokens = grid.flatten(x.movedim(1, -1))
+        x = x.movedim(self.channel_axis, -1)
+        grid = Grid.of(x)
+        tokens = grid.flatten(x)
         if self.tpe is not None:
             tokens = self.tpe(tokens, layout=grid)
         for block in self.blocks:
             if self.grad_checkpointing and self.training:
-                tokens = checkpoint(block, tokens, layout=grid, use_reentrant=False)
+                tokens = checkpoint(
+                    block, tokens, causal=self.causal, layout=grid, use_reentrant=False
+                )
             else:
-                tokens = block(tokens, layout=grid)
-        return grid.unflatten(tokens).movedim(-1, 1)
+                tokens = block(tokens, causal=self.causal, layout=grid)
+        return grid.unflatten(tokens).movedim(-1, self.channel_axis)
 
 
 class NDLightUNet(nn.Module):
@@ -107,18 +143,23 @@ class NDLightUNet(nn.Module):
     out_channels, *space)`.
 
     Args:
-        dims: number of axes, 1 to 3 (as far as torch has convolutions).
+        dims: number of axes.
         in_channels, out_channels: channels of the input; classes of the output (logits).
         size: "S", "M" or "L": the defaults of `widths`, `convs` and `depths`.
         strides: by how much each level after the first is coarser than the one before, one number
-            or one for each axis; sizes are rounded up. Default: 2 for each level of `widths`
-            after the first, or for three levels.
+            or one for each axis; sizes are rounded up. Default: 2 (1 along the first axis if
+            causal) for each level of `widths` after the first, or for three levels.
         widths: channels per level. convs: convolution blocks of the encoder per level.
         depths: LightNet blocks per level; 0: convolutions only.
         mixer, mlp_ratio, tpe: as in NDLightNet; `mixer` counts layers from the first level to the
             last. drop_path_rate: stochastic depth of every block.
         deep_supervision: in training the output is a list: the logits, then those of the coarser
             levels of the decoder, each on the grid of that level.
+        separable: build it from separable blocks (local mixing, then a gated MLP) and linear maps
+            of patches, with layer norm in place of instance norm, rather than from torch's
+            convolutions. Default: where torch has none (dims > 3), and for a causal network.
+        causal: no output depends on a later step of the first axis (time). Separable networks with
+            strides of 1 along it only.
 
     Inputs may have any size: where strides do not divide it, it is padded before, cropped after.
     That holds for an exported network as well, with sizes as in NDLightNet and two cells or more
@@ -141,13 +182,23 @@ class NDLightUNet(nn.Module):
         tpe: bool = True,
         drop_path_rate: float = 0.0,
         deep_supervision: bool = False,
+        separable: bool | None = None,
+        causal: bool = False,
     ) -> None:
         super().__init__()
         if size not in SIZES:
             raise ValueError(f"size={size!r}: expected 'S', 'M' or 'L'")
+        if dims < 1:
+            raise ValueError(f"dims={dims}: expected 1 or more")
+        separable = dims > 3 or causal if separable is None else separable
+        if causal and not separable:
+            raise ValueError("causal=True with separable=False: expected separable blocks")
         if strides is None:
-            strides = [2] * (3 if widths is None else len(widths) - 1)
+            halves = (1, *[2] * (dims - 1)) if causal else 2
+            strides = [halves] * (3 if widths is None else len(widths) - 1)
         steps = [per_axis("strides", s if isinstance(s, int) else tuple(s), dims) for s in strides]
+        if causal and any(step[0] > 1 for step in steps):
+            raise ValueError(f"strides={strides!r}: expected 1 along the first axis if causal=True")
         levels = len(steps) + 1
         first, *usual = SIZES[size]
         widths = (
@@ -167,27 +218,33 @@ class NDLightUNet(nn.Module):
                 )
         self.dims, self.in_channels, self.out_channels = dims, in_channels, out_channels
         self.strides, self.deep_supervision = steps, deep_supervision
+        self.separable, self.causal = separable, causal
         factories = iter(layer_factories("mixer", mixer, sum(depths), dims))
-        conv, up = _conv("Conv", dims), _conv("ConvTranspose", dims)
+        layers: Any = Separable(dims, mlp_ratio, causal) if separable else Convolutional(dims)
+        self.channel_axis = layers.channel_axis
         self.down, self.convs, self.stages = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
         for level, (width, count, depth) in enumerate(zip(widths, convs, depths, strict=True)):
-            before, step = widths[max(0, level - 1)], steps[level - 1] if level else None
-            self.down.append(conv(before, width, step, stride=step) if step else nn.Identity())
-            inputs = [width if level else in_channels] + [width] * (count - 1)
-            self.convs.append(nn.Sequential(*(ConvBlock(dims, n, width) for n in inputs)))
-            stage = list(islice(factories, depth))
-            self.stages.append(Stage(dims, width, stage, mlp_ratio, tpe, drop_path_rate))
+            before, step = (widths[level - 1], steps[level - 1]) if level else (in_channels, None)
+            down, blocks = layers.level(before, width, step, count)
+            self.down.append(down)
+            self.convs.append(nn.Sequential(*blocks))
+            self.stages.append(
+                Stage(dims, width, list(islice(factories, depth)), mlp_ratio, tpe, drop_path_rate,
+                      self.channel_axis, causal)
+            )  # fmt: skip
         pairs = list(zip(pairwise(widths), steps, strict=True))
-        self.up = nn.ModuleList(up(low, high, step, stride=step) for (high, low), step in pairs)
-        self.decoders = nn.ModuleList(ConvBlock(dims, 2 * w, w) for w in widths[:-1])
+        self.up = nn.ModuleList(layers.up(low, high, step) for (high, low), step in pairs)
+        self.decoders = nn.ModuleList(layers.decoder(w) for w in widths[:-1])
         heads = max(1, levels - 1) if deep_supervision else 1
-        self.heads = nn.ModuleList(conv(w, out_channels, 1) for w in widths[:heads])
+        self.heads = nn.ModuleList(layers.head(w, out_channels) for w in widths[:heads])
         self.stages.apply(init_weights)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute LightNet blocks in the backward pass instead of storing their activations."""
-        for stage in self.stages:
-            stage.grad_checkpointing = enable  # type: ignore[assignment]
+        """Recompute LightNet blocks, and separable ones, in the backward pass instead of storing
+        their activations."""
+        for module in self.modules():
+            if isinstance(module, (Stage, LocalBlock)):
+                module.grad_checkpointing = enable
 
     def forward(self, x: Tensor) -> Tensor | list[Tensor]:
         if x.ndim != self.dims + 2 or x.shape[1] != self.in_channels:
@@ -198,7 +255,7 @@ class NDLightUNet(nn.Module):
         skips: list[Tensor] = []
         steps = [None, *self.strides]
         for step, down, convs, stage in zip(steps, self.down, self.convs, self.stages, strict=True):
-            if step is not None:
+            if step is not None and not self.separable:
                 x = nn.functional.pad(x, _missing(x.shape[2:], step))
             x = stage(convs(down(x)))
             skips.append(x)
@@ -206,13 +263,13 @@ class NDLightUNet(nn.Module):
         x = skips.pop()
         for level in reversed(range(len(self.strides) + 1)):
             if level < len(self.up):
-                x = _raised(self.up[level], x)
+                x = self.up[level](x) if self.separable else _raised(self.up[level], x)
                 skip = skips.pop()  # removed from the list, so freed after use
-                x = torch.cat([_cropped(x, skip.shape[2:]), skip], dim=1)
+                x = torch.cat([_cropped(x, skip, self.channel_axis), skip], self.channel_axis)
                 del skip
                 x = self.decoders[level](x)
             if level < len(self.heads) and (self.training or level == 0):
-                outputs.insert(0, self.heads[level](x))
+                outputs.insert(0, self.heads[level](x).movedim(self.channel_axis, 1))
         return outputs if self.deep_supervision and self.training else outputs[0]
 
 
@@ -226,9 +283,10 @@ def _raised(up: Any, x: Tensor) -> Tensor:
     return torch.cat([up(slab) for slab in slabs], 2)
 
 
-def _cropped(x: Tensor, space: Sequence[int]) -> Tensor:
-    """Crop x (batch, channels, ...) to the first `space` cells along each axis."""
-    for axis, size in enumerate(space, start=2):
+def _cropped(x: Tensor, like: Tensor, channel_axis: int) -> Tensor:
+    """Crop x to the first cells along each axis, as many as `like` has."""
+    first = 2 if channel_axis == 1 else 1
+    for axis, size in enumerate(like.shape[first : first + like.ndim - 2], start=first):
         if torch.compiler.is_exporting():
             # a view that crops nothing is contiguous, and torch.export would assume that for all
             x = x.index_select(axis, torch.arange(size, device=x.device))

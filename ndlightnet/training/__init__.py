@@ -15,7 +15,7 @@ from ndlightnet.training.forecasting.data import SeriesData
 from ndlightnet.training.forecasting.task import ForecastTask
 from ndlightnet.training.language.data import TextData
 from ndlightnet.training.language.task import TextTask
-from ndlightnet.training.segmentation.data import PhantomVolumes, VolumeData
+from ndlightnet.training.segmentation.data import MovingPhantoms, PhantomVolumes, VolumeData
 from ndlightnet.training.segmentation.task import SegmentationTask
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "ImageData",
     "ImageTask",
     "MovingDigits",
+    "MovingPhantoms",
     "PhantomVolumes",
     "SegmentationTask",
     "SeriesData",

@@ -39,6 +39,10 @@ NETS = {
         partial(unet, 3), (9, 10, 11),
         [(8, 8, 8), (140, 9, 12), (9, 150, 10), (7, 15, 160), (21, 22, 23)],
     ),
+    "unet4": (
+        partial(unet, 4), (5, 6, 7, 9),
+        [(4, 4, 4, 4), (70, 4, 5, 6), (5, 66, 4, 7), (4, 6, 5, 67), (9, 8, 10, 11)],
+    ),
 }  # fmt: skip
 BEYOND = 2e-5  # roundings of 6e-8 that a few hundred operations grow; outputs are of order 1
 
@@ -80,7 +84,7 @@ def names(quick=(), slow=(), exhaustive=()):
 
 @pytest.mark.slow
 @names(
-    slow=["image", "unet3"],
+    slow=["image", "unet3", "unet4"],
     exhaustive=["video", "unet2"],
     quick=["text", "series", "local", "unet1"],
 )

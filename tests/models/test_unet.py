@@ -217,8 +217,10 @@ def test_grad_checkpointing_changes_nothing(close):
 
 
 def test_errors_show_the_values():
-    with pytest.raises(ValueError, match=r"dims=4"):
-        tiny(4)
+    with pytest.raises(ValueError, match=r"dims=4 with separable=False"):
+        tiny(4, separable=False)
+    with pytest.raises(ValueError, match=r"dims=0"):
+        tiny(0)
     with pytest.raises(ValueError, match=r"depths=\(1, 1\): .*strides="):
         tiny(2, depths=(1, 1))
     with pytest.raises(ValueError, match=r"widths="):

@@ -15,6 +15,7 @@ from ndlightnet.data.packing import PackCollate, PadCollate
 from ndlightnet.data.series import read_series
 from ndlightnet.data.signals import read_recordings
 from ndlightnet.data.video import read_video_folder
+from ndlightnet.data.volume import moving_phantoms
 from ndlightnet.data.volume.datasets import read_dataset
 from ndlightnet.data.volume.phantoms import LABELS
 from ndlightnet.nn import mixers
@@ -37,9 +38,11 @@ from ndlightnet.training.core.optim import adamw_with_cosine
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+SERIES = sorted((ROOT / "tasks/evidence/configs/series").glob("*.yaml"))
 NETWORKS = sorted((ROOT / "tasks/evidence/configs/volumes").glob("*.yaml"))
 TASKS = {
     "VolumeData": (SegmentationTask, VolumeData), "PhantomVolumes": (SegmentationTask, VolumeData),
+    "MovingPhantoms": (SegmentationTask, VolumeData),
     "VideoData": (VideoTask, VideoData), "MovingDigits": (VideoTask, VideoData),
     "SignalData": (SignalTask, SignalData), "TextData": (TextTask, TextData),
     "ImageData": (ImageTask, ImageData), "VolumeFolders": (ImageTask, ImageData),
@@ -140,7 +143,9 @@ def test_channels_and_classes_are_those_of_the_data(build, config):
     if isinstance(cli.model, TextTask):
         assert net.vocab_size == 256 and net.causal
         return
-    made = {"PhantomVolumes": LABELS, "MovingDigits": MOTIONS}.get(type(data).__name__)
+    drawn = {"PhantomVolumes": LABELS, "MovingDigits": MOTIONS}
+    drawn["MovingPhantoms"] = moving_phantoms.LABELS
+    made = drawn.get(type(data).__name__)
     root = ROOT / data.root
     if made is None and not root.exists():
         pytest.skip(f"no data at {root}")
@@ -202,6 +207,29 @@ def test_a_network_laid_over_a_config_takes_one_step(build, network):
         kinds = {type(block.mixer).__name__ for stage in net.stages for block in stage.blocks}
         assert kinds == {mixer.rsplit(".")[-1]}
     one_step(cli)
+
+
+@pytest.mark.parametrize("network", SERIES, ids=lambda path: path.stem)
+def test_a_row_of_the_series_takes_one_step(build, network):
+    """The same data, windows and schedule with another network; that of the frames is the config's
+    with three axes."""
+    base = ROOT / "configs" / "moving_phantoms.yaml"
+    cli, plain = build(base, "--config", str(network)), build(base)
+    assert cli.datamodule.patch == plain.datamodule.patch and cli.model.window == plain.model.window
+    net, whole = cli.model.net, plain.model.net
+    assert getattr(net, "causal", False) == (network.stem == "causal")
+    frames = getattr(net, "net", net)
+    assert frames.separable == (network.stem not in ("convolutions", "frames_as_channels"))
+    assert [len(stage.blocks) for stage in frames.stages] == [0, 1, 2]
+    if network.stem == "frames_as_channels":  # without a number of axes or classes of its own
+        assert (frames.in_channels, frames.out_channels) == (8, 8 * whole.out_channels)
+    else:
+        assert (net.dims, net.out_channels) == (4, whole.out_channels)
+        norms = [one.stages[-1].blocks[-1].norm1.normalized_shape for one in (frames, whole)]
+        assert norms[0] == norms[1] == (32,)
+    task = cli.model.train()
+    task.log = lambda *_, **__: None
+    assert task.training_step(batch_for(plain), 0).isfinite()
 
 
 def mixers_of(net) -> list[torch.nn.Module]:

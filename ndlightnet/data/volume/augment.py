@@ -2,8 +2,10 @@
 
 Random choices are drawn on the CPU from a given generator, so that a batch follows from the seed,
 and they select the samples to change on the CPU, so that the code never waits for the device.
-Probabilities and strengths are those of nnU-Net v2's 3-D training. The same code serves any number
-of axes that `grid_sample` takes (2 or 3). No matrices are multiplied on the device, so autocast and
+Probabilities and strengths are those of nnU-Net v2's 3-D training. The same code serves images,
+volumes and series of volumes over time, whose frames are moved, blurred and changed alike: to
+`grid_sample` and `interpolate`, which take three axes of space at most, frames are channels. No
+matrices are multiplied on the device, so autocast and
 TF32 change nothing.
 """
 
@@ -41,11 +43,12 @@ class Augment:
     """Augment (image, label) at random; samples that draw no change stay the same bit for bit.
 
     Args:
-        flip_axes: axes of space that are mirrored half of the time.
-        spacing: mm per cell and axis, so that rotations are true in space; None: the same for all.
+        flip_axes: axes of the samples that are mirrored half of the time; of a series 0 is time, 1
+            to 3 are space.
+        spacing: mm per cell and axis of space, so that rotations are true; None: the same for all.
             An axis more than three times coarser than the finest is left out: only the planes of
             the others are rotated, zoomed and lowered in resolution.
-        shift: most whole cells by which every sample is shifted along every axis.
+        shift: most whole cells by which every sample is shifted along every axis of space.
         turn: probability of a rotation, and that of a zoom.
         intensities: whether values change as well; False for masks.
     """
@@ -70,16 +73,18 @@ class Augment:
     ) -> tuple[Tensor, Tensor | None]:
         """Augment image (batch, channels, *space), floating point, and label (batch, 1, *space),
         integers below 2**24, or None; generator on the CPU. Returns new tensors, image as float32.
+        With four axes the first is time.
 
         Space from outside is filled by reflection. Images are interpolated linearly, labels
         take the nearest cell. DataError where shapes and arguments do not fit.
         """
         self._check(image, label)
         image = image.float().clone(memory_format=torch.contiguous_format)
-        label = None if label is None else label.clone()
+        if label is not None:
+            label = label.clone(memory_format=torch.contiguous_format)
         self._move(image, label, generator)
         if self.intensities:
-            change_intensities(image, self._fine(image.ndim - 2), generator)
+            change_intensities(image, self._fine(_space(image)), generator)
         for axis in self.flip_axes:
             chosen = torch.rand(len(image), generator=generator) < PROBABILITIES["mirror"]
             for x in (image, label):
@@ -89,10 +94,10 @@ class Augment:
 
     def _check(self, image: Tensor, label: Tensor | None) -> None:
         axes = image.ndim - 2
-        if axes not in (2, 3) or not image.is_floating_point() or not image.numel():
+        if axes not in (2, 3, 4) or not image.is_floating_point() or not image.numel():
             raise DataError(
-                f"image: expected floats (batch, channels, *space) with 2 or 3 axes of space, got "
-                f"{tuple(image.shape)} {image.dtype}"
+                "image: expected floats (batch, channels, *space) with 2 or 3 axes of space, or "
+                f"time and 3, got {tuple(image.shape)} {image.dtype}"
             )
         if label is not None and (
             label.shape != (len(image), 1, *image.shape[2:]) or label.is_floating_point()
@@ -103,8 +108,8 @@ class Augment:
             )
         if any(not 0 <= axis < axes for axis in self.flip_axes):
             raise DataError(f"flip_axes={self.flip_axes}: axes are 0 to {axes - 1}")
-        if self.spacing is not None and len(self.spacing) != axes:
-            raise DataError(f"spacing={self.spacing}: expected {axes} numbers, one for each axis")
+        if self.spacing is not None and len(self.spacing) != (space := _space(image)):
+            raise DataError(f"spacing={self.spacing}: expected {space} numbers, one for each axis")
 
     def _fine(self, axes: int) -> list[int]:
         spacing = self.spacing or (1.0,) * axes
@@ -112,7 +117,7 @@ class Augment:
 
     def _move(self, image: Tensor, label: Tensor | None, generator: torch.Generator) -> None:
         """Rotate, zoom and shift, in place, by one resampling."""
-        batch, axes = len(image), image.ndim - 2
+        batch, axes = len(image), _space(image)
         fine = self._fine(axes)
         planes = list(combinations(fine, 2))
         turned, zoomed = (torch.rand(2, batch, generator=generator) < self.turn).unbind()
@@ -126,10 +131,16 @@ class Augment:
         cells = torch.cat([matrix * mm / mm[:, None], -steps[:, :, None].double()], 2)
         picked = chosen.nonzero()[:, 0]
         if len(picked):
-            grid = sampling_grid(cells[picked], image.shape[2:], image.device)
-            change(image, chosen, lambda part: sample(part, grid, "bilinear"))
-            if label is not None:
-                change(label, chosen, lambda part: sample(part, grid, "nearest"))
+            grid = sampling_grid(cells[picked], image.shape[-axes:], image.device)
+            for x, mode in ((image, "bilinear"), (label, "nearest")):
+                if x is not None:  # frames as channels
+                    channels = x.view(batch, -1, *x.shape[-axes:])
+                    change(channels, chosen, lambda part, mode=mode: sample(part, grid, mode))
+
+
+def _space(x: Tensor) -> int:
+    """Return the number of axes of space of (batch, channels, *space), or with time before them."""
+    return min(3, x.ndim - 2)
 
 
 def put(values: Tensor, device: torch.device) -> Tensor:
@@ -194,8 +205,8 @@ def sample(x: Tensor, grid: Tensor, mode: str) -> Tensor:
 
 def change_intensities(image: Tensor, fine: Sequence[int], generator: torch.Generator) -> None:
     """Apply noise, blur, brightness, contrast, low resolution and gamma in place, in this order."""
-    batch, channels, *space = image.shape
-    rows = image.view(batch * channels, *space)
+    batch, channels = image.shape[:2]
+    rows = image.view(batch * channels, *image.shape[2:])
 
     def drawn(name: str) -> Tensor:
         """Draw the rows (channels of samples) to change: bool (rows,)."""
@@ -212,7 +223,7 @@ def change_intensities(image: Tensor, fine: Sequence[int], generator: torch.Gene
     # values are drawn on the device, from a seed drawn here
     seed = int(torch.randint(2**62, (), generator=generator))
     change(rows, drawn("noise"), lambda x, v: x + noise_like(x, seed) * v.sqrt(), uniform(0, NOISE))
-    change(rows, drawn("blur"), blur, *(uniform(*SIGMA) for _ in space))
+    change(rows, drawn("blur"), blur, *(uniform(*SIGMA) for _ in range(_space(image))))
     change(rows, drawn("brightness"), torch.mul, uniform(*FACTOR))
     change(rows, drawn("contrast"), contrast, uniform(*FACTOR))
     lowered, fractions = drawn("low"), uniform(*LOW).tolist()
@@ -228,9 +239,9 @@ def noise_like(x: Tensor, seed: int) -> Tensor:
 
 
 def blur(x: Tensor, *sigmas: Tensor) -> Tensor:
-    """Apply a Gaussian along each axis of x (n, *space), with its sigmas (n, 1, ...) in cells;
-    values at the border are repeated beyond it."""
-    for axis, sigma in enumerate(sigmas, 1):
+    """Apply a Gaussian along each of the last axes of x (n, *space), with its sigmas (n, 1, ...) in
+    cells; values at the border are repeated beyond it."""
+    for axis, sigma in enumerate(sigmas, x.ndim - len(sigmas)):
         size = x.shape[axis]
         reach = torch.arange(-TAPS, TAPS + 1, device=x.device)
         weights = (-0.5 * (reach / sigma.view(-1, 1)).square()).softmax(1)
@@ -249,11 +260,13 @@ def contrast(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def low_resolution(x: Tensor, fraction: float, axes: Sequence[int]) -> Tensor:
-    """Resample x (*space) to a fraction of its cells along `axes` (nearest), and back (linear)."""
-    space = x.shape
+    """Resample x (*space), or with time before it, to a fraction of its cells along `axes`
+    (nearest), and back (linear)."""
+    space = x.shape[-3:]
     small = [max(1, round(n * fraction)) if i in axes else n for i, n in enumerate(space)]
-    down = F.interpolate(x[None, None], small, mode="nearest-exact")
-    return F.interpolate(down, space, mode=LINEAR[x.ndim], align_corners=False)[0, 0]
+    down = F.interpolate(x.reshape(1, -1, *space), small, mode="nearest-exact")
+    up = F.interpolate(down, space, mode=LINEAR[len(space)], align_corners=False)
+    return up.view(x.shape)
 
 
 def gamma(x: Tensor, exponent: Tensor) -> Tensor:

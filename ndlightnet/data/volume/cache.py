@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from monai.data.meta_tensor import MetaTensor
-from monai.transforms.croppad.dictionary import SpatialPadd
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -54,16 +53,16 @@ def cached_volumes(
     `folder`, in a file for each case, which later runs find and any number of folds share.
 
     Each has: "image", MetaTensor (channels, x, y, z) float32, "label", MetaTensor (1, x, y, z)
-    uint8 or int16, "affine", "name". With `patch`, for Crops, they are padded to it and have
+    uint8 or int16, "affine", "name". (A series over time has its frames before x.) With `patch`,
+    for Crops, they are padded to it and have
     "places": for each of `classes` but the background the flat indices of up to KEPT_PER_CLASS
     voxels, int64. Raises DataError as `Volume.read` and `prepare` do.
     """
-    pad: Any = None if patch is None else SpatialPadd(("image", "label"), patch)
 
     def made(case: Case) -> dict[str, Any]:
         data = prepare(Volume.read(case, classes, len(prepare.intensities)))
-        if pad is not None:
-            data = pad(data)
+        if patch is not None:
+            data = {**data, **{key: padded(data[key], patch) for key in ("image", "label")}}
             flat = data["label"].as_tensor().flatten()
             data["places"] = [_some(flat == number) for number in range(1, classes)]
         affine = data["image"].affine
@@ -82,6 +81,20 @@ def cached_volumes(
     return CachedVolumes(in_threads(held, cases, "preparing volumes", progress, workers))
 
 
+def padded(volume: Any, patch: Sequence[int]) -> Any:
+    """Pad a MetaTensor (channels, [frames,] x, y, z) with zeros on both sides of each axis that is
+    shorter than `patch`. (MONAI's transform takes no frames.)"""
+    missing = [max(0, wanted - n) for n, wanted in zip(volume.shape[1:], patch, strict=True)]
+    if not any(missing):
+        return volume
+    before = [n // 2 for n in missing]
+    sides = [(low, n - low) for low, n in zip(before, missing, strict=True)]
+    cells = torch.nn.functional.pad(volume.as_tensor(), [n for side in sides[::-1] for n in side])
+    affine = volume.affine.clone()
+    affine[:3, 3] -= affine[:3, :3] @ affine.new_tensor(before[-3:])
+    return MetaTensor(cells, affine)
+
+
 def _some(mask: Tensor) -> Tensor:
     """Return flat indices of up to KEPT_PER_CLASS cells of a mask, spread evenly over all."""
     places = mask.nonzero()[:, 0]
@@ -94,5 +107,5 @@ def _key(case: Case, prepare: Prepare, classes: int, patch: Sequence[int] | None
     files = [f for path in given for f in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     there = [f for f in files if f.is_file()]  # a link may lead nowhere
     states = [(str(f.resolve()), f.stat().st_mtime_ns, f.stat().st_size) for f in there]
-    how = (prepare.intensities, prepare.spacing, prepare.channels, classes, patch)
+    how = (prepare.intensities, prepare.spacing, prepare.channels, classes, patch, case.over_time)
     return hashlib.sha256(repr((FORM, how, states)).encode()).hexdigest()[:16]

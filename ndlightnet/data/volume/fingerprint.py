@@ -45,7 +45,7 @@ def fingerprint(
         rng = np.random.default_rng(0)
         some = rng.choice(places, min(SAMPLE, len(places)), replace=False)
         return (
-            np.array(label.shape)[order],
+            np.array(label.shape[-3:])[order],
             image.pixdim.numpy()[order],
             image.numpy().reshape(len(image), -1)[:, np.sort(some)],
             np.bincount(label.ravel(), minlength=classes),

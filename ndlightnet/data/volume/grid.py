@@ -29,13 +29,15 @@ Read = Callable[[slice, int], NDArray[Any]]
 class Case:
     """One patient: image files (each a file or a folder with a DICOM series), the first of which
     gives the grid, and the label file if there is one. slices: the files of the DICOM series, as
-    the folder may hold others; empty: the folder's series with the most slices. The name is changed
-    to a valid file name: results are named after it."""
+    the folder may hold others; empty: the folder's series with the most slices. over_time: the
+    fourth axis of its files is time, not channels. The name is changed to a valid file name:
+    results are named after it."""
 
     name: str
     images: tuple[Path, ...]
     label: Path | None
     slices: tuple[Path, ...] = ()
+    over_time: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", file_name(self.name))
@@ -45,9 +47,10 @@ class Case:
 class FileGrid:
     """The grid of a file, without its voxels.
 
-    shape: (x, y, z, channels). affine: (4, 4) float64, from voxel indices to RAS mm. notes: one
-    line for each decision made for the user. slices: those of a DICOM series, in order of z.
-    labels: makes a nibabel image of labels (x, y, z) with the header of a NIfTI file, else None.
+    shape: (x, y, z, channels or frames). affine: (4, 4) float64, from voxel indices to RAS mm.
+    notes: one line for each decision made for the user. slices: those of a DICOM series, in order
+    of z. labels: makes a nibabel image of labels (x, y, z) or (x, y, z, frames) with the header of
+    a NIfTI file, else None. time_step: seconds from one frame to the next, None if not known.
     Raises DataError for more voxels than the memory can hold as float32, and for an affine that
     cannot be inverted or has edges outside 0.001 to 100 mm.
     """
@@ -58,6 +61,7 @@ class FileGrid:
     notes: tuple[str, ...] = ()
     slices: tuple[Any, ...] = ()
     labels: Callable[[NDArray[Any]], Any] | None = None
+    time_step: float | None = None
 
     def __post_init__(self) -> None:
         check_size(self.path, self.shape, 4, MEMORY, "this machine's memory")  # as float32
@@ -95,8 +99,10 @@ class FileGrid:
                 yield channel, part, read(part, channel)
 
     def label_image(self, labels: Tensor | NDArray[Any]) -> Any:
-        """Return the nibabel image of labels (x, y, z) on this grid, checked by `label_array`."""
-        array = label_array(labels, self.shape[:3], self.path)
+        """Return the nibabel image of labels (x, y, z), or (x, y, z, frames), on this grid, checked
+        by `label_array`. A series of one frame is a volume."""
+        array = label_array(labels, self.shape[: 4 if labels.ndim == 4 else 3], self.path)
+        array = array[..., 0] if array.shape[3:] == (1,) else array
         image: Any
         if self.labels is None:
             image = nibabel.Nifti1Image(array, self.affine)  # type: ignore[no-untyped-call]
@@ -110,7 +116,8 @@ class FileGrid:
 
 
 def four_axes(path: Path, shape: Sequence[int], dtype: Any) -> tuple[int, ...]:
-    """Return (x, y, z, channels). A plane is one slice; trailing axes of length 1 do not count."""
+    """Return (x, y, z, channels or frames). A plane is one slice; axes of length 1 at the end do
+    not count."""
     if np.dtype(dtype).kind not in "biuf":
         raise DataError(f"{path}: voxels should be real numbers, are {dtype}")
     axes = tuple(int(n) for n in shape)
@@ -121,7 +128,9 @@ def four_axes(path: Path, shape: Sequence[int], dtype: Any) -> tuple[int, ...]:
     if 0 in axes:
         raise DataError(f"{path}: has an empty axis, no voxels: shape {axes}")
     if not 2 <= len(axes) <= 4:
-        raise DataError(f"{path}: should have 3 axes (or 2, or 4 with channels), has shape {axes}")
+        raise DataError(
+            f"{path}: should have 3 axes (or 2, or 4 with channels or frames), has shape {axes}"
+        )
     return (*axes, 1, 1)[:4]
 
 

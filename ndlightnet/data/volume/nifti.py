@@ -2,6 +2,7 @@
 disagrees with pixdim."""
 
 import gzip
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from ndlightnet.data.volume.grid import NO_SIDES, FileGrid, Read, check_size, four_axes
 
 DEFLATED = 1032  # largest compression ratio of gzip
+SECONDS = {"sec": 1.0, "msec": 1e-3, "usec": 1e-6}  # NIfTI's units of time
 
 
 def open_nifti(path: Path, _: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
@@ -43,7 +45,14 @@ def open_nifti(path: Path, _: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
         notes.append(f"{path}: has no affine (sform_code and qform_code are 0): {NO_SIDES}")
     # A header that is passed together with its affine keeps both codes and transforms.
     labels = lambda array: kind(array, affine, header)  # noqa: E731
-    return FileGrid(path, shape, affine, tuple(notes), labels=labels), read
+    step = _time_step(header)
+    return FileGrid(path, shape, affine, tuple(notes), labels=labels, time_step=step), read
+
+
+def _time_step(header: Any) -> float | None:
+    """Return the seconds between two frames; None where a header has none, or no unit of time."""
+    step, unit = float(header["pixdim"][4]), header.get_xyzt_units()[1]
+    return step * SECONDS[unit] if unit in SECONDS and 0 < step < math.inf else None
 
 
 def _kind(stream: Any) -> Any:

@@ -5,21 +5,16 @@ differ from case to case in size, position, tilt and contrast; unlabelled ribs, 
 stomach and bowel share their intensities with the labelled ones, so a threshold does not solve it.
 """
 
-import json
 import math
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
-import nibabel
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn.functional import avg_pool3d, interpolate
 
-from ndlightnet.data.errors import DataError
-from ndlightnet.data.threads import in_threads
+from ndlightnet.data.volume.drawn_set import make_set
 
 Floats = NDArray[np.float32]
 Mask = NDArray[np.bool_]
@@ -33,83 +28,21 @@ WOBBLE = 5.0  # mm: how far the smooth random warp moves an outline
 def make_phantoms(
     folder: Path, training: int = 24, test: int = 6, seed: int = 0, progress: bool = True
 ) -> Path:
-    """Writes `training + test` labelled CT phantoms into `folder` and returns it.
+    """Writes `training + test` labelled CT phantoms into `folder` and returns it, see `make_set`.
 
     Images are int16 Hounsfield units, labels uint8, about (64, 52, 40) voxels of 5-6 x 5-6 x 6-8
     mm; the axes run to the right, front and head in some cases and to the left, back and head in
-    the others. Everything follows from `seed`. `folder` appears complete or not at all; one that
-    already holds this set is left as it is.
-
-    Raises DataError when `folder` holds something else or cannot be written.
+    the others.
     """
-    folder = Path(folder)
-    if training < 1 or test < 0:
-        raise ValueError(f"needs training >= 1 and test >= 0, got {training} and {test}")
-    recipe = {"recipe": RECIPE, "training": training, "test": test, "seed": seed}
-    if _is_complete(folder, recipe):
-        return folder
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataError(f"{folder}: is there already and is not this set of phantoms; remove it")
-    draft = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    try:
-        for name in ("imagesTr", "labelsTr", "imagesTs", "labelsTs"):
-            (draft / name).mkdir(parents=True)
-        _write(draft, recipe, progress)
-        draft.replace(folder)
-    except OSError as error:
-        # Another process may have finished the same set meanwhile: then there is nothing left to
-        # do.
-        if not _is_complete(folder, recipe):
-            raise DataError(f"{folder}: cannot be written ({error.strerror or error})") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return folder
-
-
-def _is_complete(folder: Path, recipe: dict[str, int]) -> bool:
-    try:
-        listing = json.loads((folder / "dataset.json").read_text())
-        cases = [*listing["training"], *listing["test"]]
-        files = [folder / case[key] for case in cases for key in ("image", "label")]
-        return bool(listing["phantoms"] == recipe) and all(file.is_file() for file in files)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _write(folder: Path, recipe: dict[str, int], progress: bool) -> None:
-    names = [("Tr", f"phantom_{i:03d}") for i in range(recipe["training"])]
-    names += [("Ts", f"phantom_{i:03d}") for i in range(len(names), len(names) + recipe["test"])]
-    # One random stream per case, spawned from the seed: a case does not depend on the others.
-    seeds = np.random.SeedSequence(recipe["seed"]).spawn(len(names))
-
-    def write(index: int) -> None:
-        part, name = names[index]
-        image, label, affine = draw_phantom(np.random.default_rng(seeds[index]))
-        for kind, voxels in (("images", image), ("labels", label)):
-            volume: Any = nibabel.Nifti1Image(voxels, affine)  # type: ignore[no-untyped-call]
-            volume.set_qform(affine, code=1)
-            volume.header.set_xyzt_units("mm")
-            nibabel.save(volume, folder / f"{kind}{part}" / f"{name}.nii.gz")
-
-    in_threads(write, range(len(names)), "phantoms", progress, workers=2)
-
-    def entries(part: str) -> list[dict[str, str]]:
-        chosen = [f"{name}.nii.gz" for of, name in names if of == part]
-        return [{"image": f"./images{part}/{n}", "label": f"./labels{part}/{n}"} for n in chosen]
-
-    listing: dict[str, Any] = {
+    listing = {
         "name": "Phantoms",
         "description": "Drawn torso CT with six labelled regions",
         "tensorImageSize": "3D",
         "modality": {"0": "CT"},
         "labels": {str(number): name for number, name in enumerate(LABELS)},
-        "numTraining": recipe["training"],
-        "numTest": recipe["test"],
-        "training": entries("Tr"),
-        "test": entries("Ts"),
-        "phantoms": recipe,
     }
-    (folder / "dataset.json").write_text(json.dumps(listing, indent=1) + "\n")
+    numbers = {"recipe": RECIPE, "training": training, "test": test, "seed": seed}
+    return make_set(folder, "phantom", numbers, listing, draw_phantom, progress)
 
 
 def draw_phantom(

@@ -16,7 +16,7 @@ from monai.transforms.transform import MapTransform
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.volume.volume import Volume, upright
+from ndlightnet.data.volume.volume import Volume, in_space, upright
 
 SAMPLE = 1_000_000  # voxels that percentiles are taken of
 MOST_VOXELS = 2**31  # a larger resampled volume is refused: the spacing must be a mistake
@@ -42,7 +42,7 @@ class Intensity:
             raise DataError(f"{self}: expected low < high and deviation > 0")
 
     def scale_(self, x: Tensor) -> None:
-        """Scale x (x, y, z) float32 in place: a volume is not held twice."""
+        """Scale x (*space) float32 in place: a volume is not held twice."""
         if self.mean is not None:
             x.clamp_(self.low, self.high).sub_(self.mean).div_(self.deviation)  # type: ignore[arg-type]
             return
@@ -61,7 +61,8 @@ class Prepare:
     (mm along x, y, z; None: the file's), with the `channels` by number (None: all), each scaled by
     its Intensity. The `Volume` itself is not changed.
 
-    image: MetaTensor (channels, x, y, z) float32. label: MetaTensor (1, x, y, z) uint8 or int16.
+    image: MetaTensor (channels, x, y, z) float32. label: MetaTensor (1, x, y, z) uint8 or int16. A
+    series over time has its frames before x, all treated alike.
 
     Raises DataError for an invalid spacing, and for one at which a volume is far too large."""
 
@@ -95,14 +96,14 @@ class Prepare:
     def _resampled(self, volume: Any, mode: str, name: str) -> Any:
         if self.spacing is None:
             return volume
-        edges = [e * n for e, n in zip(volume.pixdim.tolist(), volume.shape[1:], strict=True)]
+        edges = [e * n for e, n in zip(volume.pixdim.tolist(), volume.shape[-3:], strict=True)]
         shape = [max(1, round(e / s)) for e, s in zip(edges, self.spacing, strict=True)]
-        if int(np.prod(shape, dtype=np.float64)) > MOST_VOXELS:
+        if int(np.prod([*volume.shape[1:-3], *shape], dtype=np.float64)) > MOST_VOXELS:
             raise DataError(
                 f"data.spacing: {list(self.spacing)} mm, at which {name} would have the shape "
                 f"{shape}: expected one of at most {MOST_VOXELS} voxels"
             )
-        return Spacing(tuple(self.spacing), mode=mode)(volume)
+        return in_space(Spacing(tuple(self.spacing), mode=mode), volume)
 
 
 class ScaleChannelsd(MapTransform):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,10 @@ class Volume:
     """Voxels of a case, for training, metrics and figures, and the grid to write its labels on.
 
     image: MetaTensor (channels, x, y, z), float32, in the file's units (CT: Hounsfield units).
-    label: MetaTensor (1, x, y, z), int16, or None. Both are in the index order of the first image
-    and carry `.affine`, (4, 4) float64 from voxel indices to RAS mm. grid: of the first image.
+    label: MetaTensor (1, x, y, z), int16, or None. A series over time has its frames before the
+    axes of space: (channels, frames, x, y, z) and (1, frames, x, y, z). Both are in the index order
+    of the first image and carry `.affine`, (4, 4) float64 from voxel indices to RAS mm. grid: of
+    the first image.
     notes: a line "PATH: what" for each decision that was made for the user.
     """
 
@@ -47,22 +49,25 @@ class Volume:
         """Opens every file of the case once.
 
         The first file gives the grid; the others are interpolated onto it, and take their minimum
-        outside their extent. A file's fourth axis holds channels, a plane is one slice, and
-        voxels that are NaN or infinite take the least finite value of their channel. A label map
-        with the same grid in another index order is flipped and permuted.
+        outside their extent. A file's fourth axis holds channels, or frames if the case is a series
+        over time, where each channel is a file. A plane is one slice, and voxels that are NaN or
+        infinite take the least finite value of their channel (and frame). A label map with the same
+        grid in another index order is flipped and permuted.
 
         Raises DataError for a file that cannot be read, has an empty axis or another number of
         axes, an affine that cannot be inverted, voxel edges outside 0.001 to 100 mm, more than half
         of its voxels NaN or infinite, a label map off the first image's grid or with fractions, a
-        further image that lies wholly beside the first, label values outside 0..classes-1, and
-        another number of channels than `channels`.
+        further image that lies wholly beside the first, label values outside 0..classes-1, another
+        number of channels than `channels`, and files of a series with different numbers of frames.
 
         While it reads, a file that is not compressed takes no more memory than its float32 voxels.
         """
         opened = [open_file(path, case.slices) for path in case.images]
         label = None if case.label is None else open_file(case.label)
         first = opened[0][0]
-        turns = None if label is None else _turns(label[0], first)
+        if case.over_time:
+            _check_frames(grid for grid, _ in [*opened, label or opened[0]])
+        turns = None if label is None else _turns(label[0], first, case.over_time)
         found: list[Tensor] = []
         notes: list[str] = []
         while opened:
@@ -74,14 +79,18 @@ class Volume:
             found.append(image if _same_grid(grid, first) else _onto(image, grid, first))
         whole = found[0] if len(found) == 1 else torch.cat(found)
         del found, image, read
+        if case.over_time:
+            whole = whole.unflatten(0, (-1, first.shape[3]))
+            if first.time_step is None:
+                notes.append(f"{first.path}: its header tells no time step in seconds")
         if channels not in (None, len(whole)):
             raise DataError(f"{first.path}: has {len(whole)} channels, expected {channels}")
         affine = torch.from_numpy(first.affine)
         numbers: Any = None
         if label is not None:
             grid, read = label
-            turned = orientations.apply_orientation(_labels(grid, read)[0], turns)  # type: ignore[no-untyped-call]
-            numbers = torch.from_numpy(np.ascontiguousarray(turned)[None])
+            numbers = torch.from_numpy(_oriented(_labels(grid, read), turns))
+            numbers = numbers[None] if case.over_time else numbers
             low, high = int(numbers.min()), int(numbers.max())
             if classes is not None and (low < 0 or high >= classes):
                 wrong = f"has label values {low}..{high}, expected 0..{classes - 1}"
@@ -93,21 +102,27 @@ class Volume:
     def onto(self, image: Any) -> tuple[tuple[int, ...], NDArray[np.float64]] | None:
         """Return the file's grid along RAS axes: its shape and the (4, 4) matrix from its voxel
         indices to those of `image`, a MetaTensor that `Prepare` has made of this volume; diagonal
-        except for the offset. None if the two grids are the same."""
+        except for the offset. None if the two grids are the same. Those of a series over time begin
+        with its frames: four sizes and a (5, 5) matrix."""
         turns, space = self._axes(), self.grid.shape[:3]
         shape = tuple(space[axis] for axis in np.argsort(turns[:, 0]))
         back = orientations.inv_ornt_aff(turns, space)  # type: ignore[no-untyped-call]
         matrix = np.linalg.inv(image.affine.numpy()) @ self.grid.affine @ back
-        if shape == tuple(image.shape[1:]) and np.allclose(matrix, np.eye(4), atol=1e-3):
+        if shape == tuple(image.shape[-3:]) and np.allclose(matrix, np.eye(4), atol=1e-3):
             return None
         matrix[:3, :3] = np.diag(np.diag(matrix[:3, :3]))  # the rest is rounding
-        return shape, matrix
+        frames = tuple(image.shape[1:-3])
+        whole = np.eye(len(frames) + 4)
+        whole[len(frames) :, len(frames) :] = matrix
+        return (*frames, *shape), whole
 
     def from_ras(self, labels: Tensor) -> NDArray[Any]:
-        """Return a view of labels (x, y, z) on the grid of `onto` in the file's index order."""
+        """Return a view of labels ([frames,] x, y, z) on the grid of `onto` in the file's index
+        order, (x, y, z[, frames])."""
         ras = orientations.axcodes2ornt("RAS")  # type: ignore[no-untyped-call]
         back = orientations.ornt_transform(ras, self._axes())  # type: ignore[no-untyped-call]
-        turned: NDArray[Any] = orientations.apply_orientation(labels.numpy(), back)  # type: ignore[no-untyped-call]
+        last = np.moveaxis(labels.numpy(), range(labels.ndim - 3), range(3, labels.ndim))
+        turned: NDArray[Any] = orientations.apply_orientation(last, back)  # type: ignore[no-untyped-call]
         return turned
 
     def _axes(self) -> NDArray[np.float64]:
@@ -115,11 +130,11 @@ class Volume:
         return io_orientation(self.grid.affine)  # type: ignore[no-untyped-call]
 
     def save_labels(self, labels: Tensor | NDArray[Any], path: str | Path) -> None:
-        """Writes labels (x, y, z), whole numbers in the file's index order, as `.nii.gz`.
+        """Writes labels (x, y, z[, frames]), whole numbers in the file's index order, as `.nii.gz`.
 
-        uint8, or int16 where a label is above 255. The header (affine, spacing, sform and qform
-        codes) is that of the NIfTI source; for any other source the affine is the grid's. The file
-        appears complete or not at all; its folder is made if needed.
+        uint8, or int16 where a label is above 255. The header (affine, spacing, time step, sform
+        and qform codes) is that of the NIfTI source; for any other source the affine is the grid's.
+        The file appears complete or not at all; its folder is made if needed.
 
         Raises ValueError for labels of another shape or kind, DataError when it cannot be written.
         """
@@ -138,13 +153,21 @@ class Volume:
 
 
 def upright(volume: Any) -> Any:
-    """Flip and permute a MetaTensor (channels, x, y, z) to RAS axes; nothing is interpolated."""
+    """Flip and permute a MetaTensor (channels, [frames,] x, y, z) to RAS axes; nothing is
+    interpolated."""
     turn: Any = Orientation("RAS", labels=None)
-    return turn(volume)
+    return in_space(turn, volume)
+
+
+def in_space(transform: Callable[[Any], Any], volume: Any) -> Any:
+    """Apply a transform of MONAI, which takes (channels, x, y, z), to a MetaTensor (channels,
+    [frames,] x, y, z): to all frames alike."""
+    before = volume.shape[:-3]
+    return transform(volume.flatten(0, -4)).unflatten(0, before)
 
 
 def _voxels(grid: FileGrid, read: Read) -> tuple[Tensor, list[str]]:
-    """Return (channels, x, y, z) float32 without NaN or infinity, and notes."""
+    """Return (channels or frames, x, y, z) float32 without NaN or infinity, and notes."""
     *space, channels = grid.shape
     with readable(grid.path), np.errstate(over="ignore"):  # overflow becomes infinite, see below
         voxels = np.empty((channels, *space), np.float32)
@@ -168,17 +191,34 @@ def _voxels(grid: FileGrid, read: Read) -> tuple[Tensor, list[str]]:
 
 
 def _labels(grid: FileGrid, read: Read) -> NDArray[np.int16]:
-    """Return labels (1, x, y, z)."""
+    """Return labels (1 or frames, x, y, z)."""
     with readable(grid.path), np.errstate(invalid="ignore"):
-        numbers = np.empty((1, *grid.shape[:3]), np.int16)
-        for _, z, part in grid.slabs(read):
+        numbers = np.empty((grid.shape[3], *grid.shape[:3]), np.int16)
+        for frame, z, part in grid.slabs(read):
             if not np.isfinite(part).all():
                 raise DataError(f"{grid.path}: has labels that are NaN or infinite")
-            numbers[0, :, :, z] = part
-            if not np.array_equal(numbers[0, :, :, z], part):
+            numbers[frame, :, :, z] = part
+            if not np.array_equal(numbers[frame, :, :, z], part):
                 wrong = "has labels that are not whole numbers below 32768"
                 raise DataError(f"{grid.path}: {wrong}")
     return numbers
+
+
+def _check_frames(grids: Iterable[FileGrid]) -> None:
+    """Raise DataError unless all files of a series have as many frames as the first."""
+    first, *others = grids
+    for grid in others:
+        if grid.shape[3] != first.shape[3]:
+            raise DataError(
+                f"{grid.path}: should have {first.shape[3]} frames as {first.path.name}, has "
+                f"{grid.shape[3]}"
+            )
+
+
+def _oriented(labels: NDArray[np.int16], turns: Any) -> NDArray[np.int16]:
+    """Return labels (frames, x, y, z) with the last three axes permuted and flipped."""
+    turned = orientations.apply_orientation(np.moveaxis(labels, 0, -1), turns)  # type: ignore[no-untyped-call]
+    return np.ascontiguousarray(np.moveaxis(turned, -1, 0))
 
 
 def _same_grid(one: FileGrid, other: FileGrid) -> bool:
@@ -189,10 +229,10 @@ def _apart(one: FileGrid, other: FileGrid) -> float:
     return float(np.linalg.norm(one.corners - other.corners, axis=1).max())
 
 
-def _turns(label: FileGrid, image: FileGrid) -> Any:
+def _turns(label: FileGrid, image: FileGrid, over_time: bool) -> Any:
     """Return nibabel's orientation from the label's index axes to the order and direction of the
     image's: the NIfTI and the DICOM of a scan may differ in them. DataError for another grid."""
-    if label.shape[3] > 1:
+    if label.shape[3] > 1 and not over_time:
         raise DataError(f"{label.path}: a label should have 3 axes, has shape {label.shape}")
     if _same_grid(label, image):  # with oblique axes rounding may change the order
         return np.array([[axis, 1] for axis in range(3)])

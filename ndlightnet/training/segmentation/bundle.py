@@ -44,6 +44,11 @@ def bundle(arguments: list[str]) -> None:
     cli = BundleCLI(
         SegmentationTask, VolumeData, subclass_mode_data=True, args=arguments, run=False
     )
+    if len(cli.datamodule.patch) == 4:
+        raise DataError(
+            f"data.patch: {cli.datamodule.patch}, expected 3 sizes: MONAI's transforms take no "
+            "series over time"
+        )
     out = Path(cli.config.out)
     definition, weights = _network(cli, [cli.config.ckpt_path, *cli.model.ensemble])
     inference = inference_of(definition, cli.model, cli.datamodule, str(cli.trainer.precision))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from ndlightnet.data.volume.cache import CachedVolumes, cached_volumes
 from ndlightnet.data.volume.crops import Crops
 from ndlightnet.data.volume.datasets import find_inputs, read_dataset
 from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.moving_phantoms import make_moving_phantoms
 from ndlightnet.data.volume.phantoms import make_phantoms
 from ndlightnet.data.volume.transforms import Intensity, Prepare
 from ndlightnet.data.volume.volume import Volume
@@ -25,15 +26,14 @@ from ndlightnet.training.core.loading import training_loader
 from ndlightnet.training.core.report import say
 from ndlightnet.training.core.task import check
 
-AXES = 3  # of a volume
-
 
 class VolumeData(L.LightningDataModule):
     """A folder of volumes and labels with a `dataset.json`, the Decathlon's or nnU-Net's.
 
     Args:
         root: the folder.
-        patch: shape of the training crops (voxels).
+        patch: shape of the training crops (voxels): x, y, z. With four sizes, frames, x, y, z, each
+            file is a series of volumes over time: its fourth axis holds frames, not channels.
         intensities: how each channel is scaled; default: each volume by its mean and standard
             deviation.
         channels: which of a case's channels the network gets, by number; default: all.
@@ -70,9 +70,10 @@ class VolumeData(L.LightningDataModule):
         modality: str | None = None,
     ) -> None:
         super().__init__()
-        check("data.patch", patch, len(patch) == AXES and min(patch) > 0, "3 sizes above 0")
-        mm = [1.0] * AXES if spacing is None else spacing
-        good = len(mm) == AXES and all(0 < edge < float("inf") for edge in mm)
+        good = len(patch) in (3, 4) and min(patch) > 0
+        check("data.patch", patch, good, "3 sizes above 0, or 4 for series over time")
+        mm = [1.0] * 3 if spacing is None else spacing
+        good = len(mm) == 3 and all(0 < edge < float("inf") for edge in mm)
         check("data.spacing", spacing, good, "3 edges of a voxel above 0 (mm)")
         for name, number in (("batch_size", batch_size), ("batches", batches)):
             check(f"data.{name}", number, number > 0, "a number above 0")
@@ -81,8 +82,8 @@ class VolumeData(L.LightningDataModule):
         check("data.folds", folds, folds >= 2, "2 or more")
         check("data.fold", fold, fold is None or 0 <= fold < folds, f"0 to {folds - 1}")
         flips = () if augment is None else augment.flip_axes
-        good = all(0 <= axis < AXES for axis in flips)
-        check("data.augment.flip_axes", list(flips), good, "axes from 0 to 2")
+        good = all(0 <= axis < len(patch) for axis in flips)
+        check("data.augment.flip_axes", list(flips), good, f"axes from 0 to {len(patch) - 1}")
         self.root, self.patch, self.spacing = find_root(root), patch, spacing
         self.intensities, self.channels = intensities, channels
         self.batch_size, self.batches, self.foreground = batch_size, batches, foreground
@@ -101,9 +102,10 @@ class VolumeData(L.LightningDataModule):
         folder = read_dataset(self.root, notes)
         say(notes)
         self.labels, self.modalities = folder.labels, folder.channels
+        training, test = map(self._over_time, (folder.training, folder.test))
         self._prepare()  # raises its errors before any volume is read
         if stage in ("fit", "validate"):
-            train, held = self._split(folder.training)
+            train, held = self._split(training)
             if stage == "fit":
                 self.seed = torch.initial_seed()
                 prepared = self._dataset(train, self.patch)
@@ -113,9 +115,9 @@ class VolumeData(L.LightningDataModule):
             self.val_set = self._dataset(held)
             return
         if self.test_on == "fold":
-            self.test_cases = self._split(folder.training)[1]
+            self.test_cases = self._split(training)[1]
         else:
-            self.test_cases = [case for case in folder.test if case.label is not None]
+            self.test_cases = [case for case in test if case.label is not None]
         if not self.test_cases:
             raise DataError(
                 f"{self.root}: no test case has a label, expected labelsTs (nnU-Net) or labels of "
@@ -126,6 +128,10 @@ class VolumeData(L.LightningDataModule):
     def in_channels(self) -> int:
         """Number of channels that the network gets."""
         return len(self.modalities if self.channels is None else self.channels)
+
+    def _over_time(self, cases: Iterable[Case]) -> list[Case]:
+        """Return cases whose fourth axis is time if `patch` has four sizes."""
+        return [replace(case, over_time=len(self.patch) == 4) for case in cases]
 
     def _split(self, cases: Sequence[Case]) -> tuple[list[Case], list[Case]]:
         """Split cases into those to train on and those that choose the checkpoint. Folds are drawn
@@ -208,7 +214,7 @@ class VolumeData(L.LightningDataModule):
         say(notes)
         if not self.labels:
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
-        return self._one_by_one(cases)
+        return self._one_by_one(self._over_time(cases))
 
     def _one_by_one(self, cases: Sequence[Case], channels: int | None = None) -> Any:
         read = PredictionCases(cases, self._prepare(), len(self.labels), channels)
@@ -229,6 +235,8 @@ class PhantomVolumes(VolumeData):
     cases: number of training and of test phantoms.
     """
 
+    make = staticmethod(make_phantoms)
+
     def __init__(
         self, root: str, patch: list[int], cases: tuple[int, int] = (24, 6), **kwargs: Any
     ) -> None:
@@ -237,7 +245,13 @@ class PhantomVolumes(VolumeData):
 
     def prepare_data(self) -> None:
         if self.trainer is None or not self.trainer.predicting:
-            make_phantoms(self.root, *self.cases)
+            self.make(self.root, *self.cases)
+
+
+class MovingPhantoms(PhantomVolumes):
+    """Series of CT phantoms over time, as PhantomVolumes; `patch` is frames, x, y, z."""
+
+    make = staticmethod(make_moving_phantoms)
 
 
 class PredictionCases(torch.utils.data.Dataset[dict[str, Any]]):

@@ -1,4 +1,5 @@
-"""A picture of a case: its three planes with the image, the truth, the prediction, the errors."""
+"""A picture of a case: its three planes, or three frames of a series over time, with the image, the
+truth, the prediction, the errors."""
 
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ EDGES = ("A", "R", "R")  # side of the body at the left edge of each: front, rig
 # distinct for colour-blind people, too, and from the grey image and the colours of classes
 ERRORS = {"false negative": "#00E5FF", "false positive": "#FF1744", "wrong class": "#D500F9"}
 NAMED = 12  # classes in the legend, at most
+FRAMES = 3  # of a series over time: the first, the middle one and the last
 GROUND, INK = "#101010", "#E8E8E8"
 
 
@@ -68,14 +70,17 @@ def save_case(
     prediction: Tensor,
     spacing: Sequence[float],
     names: Sequence[str],
+    time_step: float | None = None,
 ) -> None:
     """Write a PNG: a row for each plane (axial, coronal, sagittal), with the image, the truth, the
-    prediction and their errors; without truth the image and the prediction.
+    prediction and their errors; without truth the image and the prediction. Of a series over time
+    the rows are the axial plane in its first, middle and last frame.
 
-    image: (x, y, z) in RAS order, of any values; truth, prediction: integers of its shape. spacing:
-    edges of a voxel (mm). names: of the classes, names[0] the background's. The planes are those
-    that show the truth best, or the prediction if there is none; a plane one voxel wide is left
-    out. Raises ValueError for shapes that differ, DataError if the file cannot be written.
+    image: (x, y, z) or (frames, x, y, z) in RAS order, of any values; truth, prediction: integers
+    of its shape. spacing: edges of a voxel (mm). names: of the classes, names[0] the background's.
+    time_step: seconds between frames. The planes are those that show the truth best, or the
+    prediction if there is none; a plane one voxel wide is left out. Raises ValueError for shapes
+    that differ, DataError if the file cannot be written.
     """
     for name, labels in (("truth", truth), ("prediction", prediction)):
         if labels is not None and labels.shape != image.shape:
@@ -85,9 +90,14 @@ def save_case(
             )
     voxels, found = image.cpu().numpy(), prediction.cpu().numpy()
     true = None if truth is None else truth.cpu().numpy()
-    slices = best_slices(found if true is None or not true.any() else true, len(names))
-    axes = [a for a in (2, 1, 0) if min(voxels.shape[:a] + voxels.shape[a + 1 :]) > 1] or [2]
-    size = [n * s for n, s in zip(voxels.shape, spacing, strict=True)]  # mm
+    slices = best_slices(found if true is None or not true.any() else true, len(names))[-3:]
+    space, frames = voxels.shape[-3:], len(voxels) if voxels.ndim == 4 else 0
+    axes = [a for a in (2, 1, 0) if min(space[:a] + space[a + 1 :]) > 1] or [2]
+    rows: list[tuple[tuple[int, ...], int]] = [((), axis) for axis in axes]  # frame, cut axis
+    if frames:
+        chosen = np.linspace(0, frames - 1, min(FRAMES, frames)).round().astype(int).tolist()
+        axes, rows = [axes[0]] * len(chosen), [((frame,), axes[0]) for frame in chosen]
+    size = [n * s for n, s in zip(space, spacing, strict=True)]  # mm
     wide, high = [size[1], size[0], size[0]], [size[2], size[2], size[1]]
 
     columns = (
@@ -103,9 +113,11 @@ def save_case(
         figure.suptitle(title, fontsize=11, x=0.01, ha="left")
         grid = figure.subplots(len(axes), len(columns), squeeze=False, height_ratios=heights)
         shown = np.zeros(len(names), int)  # pixels of each class
-        for row, axis in zip(grid, axes, strict=True):
+        for number, (row, (frame, axis)) in enumerate(zip(grid, rows, strict=True)):
             planes = {"image": voxels, "truth": true, "prediction": found}
-            cuts = {k: cut(v, axis, slices[axis]) for k, v in planes.items() if v is not None}
+            cuts = {
+                k: cut(v[frame], axis, slices[axis]) for k, v in planes.items() if v is not None
+            }
             low, top = np.percentile(cuts["image"], (0.5, 99.5))
             for panel, column in zip(row, columns, strict=True):
                 panel.set_axis_off()
@@ -119,9 +131,13 @@ def save_case(
                     shown += np.bincount(cuts[column].ravel(), minlength=len(names))
                     colors = [color_of(n) for n in range(1, len(names))]
                     paint(panel, cuts[column], colors, extent, 0.55)
-                if axis == axes[0] and column != "image":  # the image's title is the plane
+                if number == 0 and column != "image":  # the image's title is the plane
                     panel.set_title(column)
-            row[0].set_title(f"{PLANES[axis]} {slices[axis] + 1}/{voxels.shape[axis]}", loc="left")
+            title = f"{PLANES[axis]} {slices[axis] + 1}/{space[axis]}"
+            for at in frame:
+                title += f", frame {at + 1}/{frames}"
+                title += "" if time_step is None else f", {at * time_step:.3g} s"
+            row[0].set_title(title, loc="left")
             side = row[0].text(0.02, 0.5, EDGES[axis], transform=row[0].transAxes, va="center")
             side.set_bbox({"facecolor": GROUND, "alpha": 0.6, "edgecolor": "none", "pad": 1.5})
         _legend(figure, "outside lower left", legend_of(shown, names), 6 if true is not None else 3)

@@ -54,7 +54,9 @@ def measure_case(
     volume_ml, truth_ml: volumes (ml). Without truth all but volume_ml are NaN.
 
     labels, truth: integers (x, y, z) on one grid, of voxels of `spacing` mm. A volume of a single
-    slice is measured in its plane. Raises ValueError for shapes or numbers that do not fit.
+    slice is measured in its plane. Of a series over time, (frames, x, y, z), Dice counts the voxels
+    of all frames together; distances and surface Dice are means over the frames that have them, and
+    volumes means over all frames. Raises ValueError for shapes or numbers that do not fit.
     """
     if classes < 2:
         raise ValueError(
@@ -64,19 +66,24 @@ def measure_case(
         raise ValueError(
             f"truth: expected the labels' shape {tuple(labels.shape)}, got {tuple(truth.shape)}"
         )
-    if labels.ndim != len(spacing):
+    over_time = labels.ndim == 4 and len(spacing) == 3
+    if labels.ndim != len(spacing) and not over_time:
         raise ValueError(
             f"spacing: expected {labels.ndim} numbers (mm), one for each axis, got {spacing}"
         )
-    per_voxel = float(np.prod(spacing)) / 1000
+    frames = len(labels) if over_time else 1
+    per_voxel = float(np.prod(spacing)) / 1000 / frames
     unknown = [float("nan")] * (classes - 1)
     columns = {name: unknown for name in MEASURES}
     columns["volume_ml"] = (_counts(labels, classes)[1:] * per_voxel).tolist()
     if truth is not None:
         columns["truth_ml"] = (_counts(truth, classes)[1:] * per_voxel).tolist()
         columns["dice"] = dice_of(labels, truth, classes).tolist()
-        surfaces = _surfaces(labels, truth, classes, spacing, tolerance_mm)
-        columns["hd95_mm"], columns["nsd"] = map(list, zip(*surfaces, strict=True))
+        space = (frames, *labels.shape[-len(spacing) :])
+        pairs = zip(labels.reshape(space), truth.reshape(space), strict=True)
+        surfaces = np.array([_surfaces(*pair, classes, spacing, tolerance_mm) for pair in pairs])
+        for column, name in enumerate(("hd95_mm", "nsd")):
+            columns[name] = [of_known(np.mean, values) for values in surfaces[..., column].T]
     return [
         dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -33,7 +34,8 @@ BATCH_SHARE = 0.05  # fraction of all voxels of the training set that a batch ha
 # Memory of a step relative to the tensors saved for backward as counted on the CPU: gradients and
 # workspaces, and what autocast saves in float32 on a GPU. A cautious guess, not measured.
 OVERHEAD = 1.7
-COUNTED = (64, 32, 32)  # shape of the counted crop: networks may pad to multiples of 32
+# shape of the counted crop: networks may pad to multiples of 32; frames of a series, if any
+COUNTED, COUNTED_FRAMES = (64, 32, 32), 2
 STATE = 16  # bytes per parameter: itself, its gradient and AdamW's two means, in float32
 USABLE = 0.85  # fraction of a GPU's memory
 SIDED = re.compile(r"(?i)(?<![a-z])(left|right)(?![a-z])")  # labels that mirroring would swap
@@ -48,6 +50,7 @@ def plan(
     memory: float | None = None,
     epochs: int = 200,
     workers: int = 4,
+    frames: int | None = None,
 ) -> None:
     """Measure a folder of labelled volumes, and write and print a config to train with.
 
@@ -58,11 +61,14 @@ def plan(
         memory: of the GPU, in GB; default: 85 % of that of this machine's first one, or 11.
         epochs: number of epochs, of 250 batches each.
         workers: processes that cut crops.
+        frames: the cases are series of volumes over time, and a patch has so many frames.
 
     Raises DataError for data that cannot be read, and for arguments that are not valid.
     """
     if epochs < 1:
         raise DataError(f"epochs: {epochs}, expected 1 or more")
+    if frames is not None and frames < 1:
+        raise DataError(f"frames: {frames}, expected 1 or more")
     if memory is not None and not memory > 0:
         raise DataError(f"memory: {memory}, expected GB above 0")
     _network(net)
@@ -71,14 +77,15 @@ def plan(
     there = Path(out or Path("runs") / Path(root).resolve().name)
     say(notes)
     check_writable(there)  # before all volumes are read
-    cases = folder.training
+    cases = [replace(case, over_time=frames is not None) for case in folder.training]
     if not cases:
         raise DataError(f"{root}: no training case with a label")
     measured = fingerprint(cases, len(folder.labels), len(folder.channels))
     available = _memory() if memory is None else memory * 1e9
     config = config_of(
-        measured, folder.labels, folder.channels, root, there, net, size, available, epochs, workers
-    )
+        measured, folder.labels, folder.channels, root, there, net, size, available, epochs,
+        workers, frames,
+    )  # fmt: skip
     text = yaml.safe_dump(config, sort_keys=False, default_flow_style=None, width=100)
     with atomic_write(there / "plan.yaml") as draft:
         draft.write_text(
@@ -93,20 +100,22 @@ def plan(
 
 def config_of(
     measured: Fingerprint, labels: Sequence[str], channels: Sequence[str], root: str, out: Path,
-    net: str, size: str, memory: float, epochs: int, workers: int,
+    net: str, size: str, memory: float, epochs: int, workers: int, frames: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the config as a dictionary. memory: in bytes; DataError if it is too little."""
     spacing = target_spacing(measured.spacings, measured.shapes)
     shape = np.median(measured.shapes * measured.spacings / spacing, axis=0)
+    time = [] if frames is None else [frames]
     facts = {
-        "dims": 3, "in_channels": len(channels), "out_channels": len(labels), "size": size,
-        "deep_supervision": True, "drop_path_rate": 0.1,
+        "dims": len(time) + 3, "in_channels": len(channels), "out_channels": len(labels),
+        "size": size, "deep_supervision": True, "drop_path_rate": 0.1,
     }  # fmt: skip
     make = _network(net)
     known = inspect.signature(make).parameters
 
     def arguments(strides: list[list[int]]) -> dict[str, Any]:
-        all_of_them = {**facts, "strides": strides}
+        # along time all levels have all frames, as a causal network needs it
+        all_of_them = {**facts, "strides": [[1] * len(time) + step for step in strides]}
         return {key: value for key, value in all_of_them.items() if key in known}
 
     def crops(patch: list[int], strides: list[list[int]]) -> float:
@@ -116,7 +125,7 @@ def config_of(
         except (TypeError, ValueError) as error:
             raise DataError(f"net: {net}, patch {patch}: {one_line(error)}") from error
         state = STATE * sum(p.numel() for p in made.parameters())
-        return (memory - state) / step_bytes(made, len(channels), patch)
+        return (memory - state) / step_bytes(made, len(channels), time + patch)
 
     patch, strides = patch_of(shape, spacing, lambda *tried: crops(*tried) >= 2)
     held = crops(patch, strides)
@@ -128,6 +137,7 @@ def config_of(
     voxels = len(measured.shapes) * prod(shape.tolist())
     most = min(held, BATCH_SHARE * voxels / prod(patch))
     mirrored = [1, 2] if any(SIDED.search(label) for label in labels) else [0, 1, 2]
+    mirrored = [len(time) + axis for axis in mirrored]
     return {
         "seed_everything": 0,
         "trainer": {
@@ -135,13 +145,14 @@ def config_of(
             "gradient_clip_val": 1.0, "check_val_every_n_epoch": max(1, epochs // 40),
         },
         "model": {
-            "window": list(patch),
+            "window": time + patch,
             "net": {"class_path": net, "init_args": arguments(strides)},
         },
         "data": {
             "class_path": "ndlightnet.training.VolumeData",
             "init_args": {
-                "root": root, "patch": patch, "spacing": [round(s, 4) for s in spacing.tolist()],
+                "root": root, "patch": time + patch,
+                "spacing": [round(s, 4) for s in spacing.tolist()],
                 "intensities": [
                     intensity_of(channel, values)
                     for channel, values in zip(channels, measured.values, strict=True)
@@ -217,7 +228,8 @@ def patch_of(
 def step_bytes(net: nn.Module, channels: int, patch: Sequence[int]) -> float:
     """Estimate the bytes of one crop in a training step in bf16, without the weights: the tensors
     saved for backward, counted on the CPU on a smaller crop, times OVERHEAD."""
-    small = [min(n, most) for n, most in zip(patch, COUNTED, strict=True)]
+    most = (COUNTED_FRAMES, *COUNTED)[-len(patch) :]
+    small = [min(pair) for pair in zip(patch, most, strict=True)]
     kept: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from ndlightnet.training.core.checkpoints import check_checkpoint
 from ndlightnet.training.core.costs import Cost, Meter, case_costs
 from ndlightnet.training.core.report import write_json
 from ndlightnet.training.core.task import Task, check
-from ndlightnet.training.segmentation.data import AXES
 from ndlightnet.training.segmentation.figures import save_case
 from ndlightnet.training.segmentation.html_report import write_page
 from ndlightnet.training.segmentation.metrics import dice_of, measure_case, metrics_of, write_cases
@@ -34,10 +33,13 @@ class SegmentationTask(Task):
 
     Args:
         net: the network.
-        window: shape of the windows at prediction; None: each volume in one forward.
+        window: shape of the windows at prediction, as `data.patch`; None: each volume, or series
+            over time, in one forward.
         overlap: fraction of a window that the next one overlaps.
-        mirror_axes: test and predict with the mean over mirrored copies along these axes.
-        largest: of each class, keep only the largest connected component.
+        mirror_axes: test and predict with the mean over mirrored copies along these axes, numbered
+            as those of `data.patch`.
+        largest: of each class, keep only the largest connected component; in a series over time
+            cells of neighbouring frames are connected, too.
         ensemble: more checkpoints (folds); test and predict average the logits of all networks.
         tolerance_mm: tolerance of the surface Dice (NSD).
         dicom_seg: predict writes DICOM-SEG, too, where the source is DICOM.
@@ -67,12 +69,12 @@ class SegmentationTask(Task):
         **kwargs: Any,
     ) -> None:
         super().__init__(net, lr=lr, weight_decay=weight_decay, **kwargs)
-        good = window is None or (len(window) == AXES and min(window) > 0)
-        check("model.window", window, good, "3 sizes above 0")
+        good = window is None or (len(window) in (3, 4) and min(window) > 0)
+        check("model.window", window, good, "3 sizes above 0, or 4 for series over time")
         check("model.overlap", overlap, 0 <= overlap < 1, "a fraction from 0 to below 1")
         axes = mirror_axes or []
-        good = len({*axes} & {*range(AXES)}) == len(axes)
-        check("model.mirror_axes", axes, good, "different axes from 0 to 2")
+        good = len({*axes} & {*range(4)}) == len(axes)
+        check("model.mirror_axes", axes, good, "different axes from 0 to 2, or 3 with time")
         good = not (cuda_graph and self.compiles)
         check("model.cuda_graph", cuda_graph, good, "false with model.compile=True")
         check("model.tolerance_mm", tolerance_mm, tolerance_mm >= 0, "0 or more mm")
@@ -83,6 +85,16 @@ class SegmentationTask(Task):
         self.ema_dice: float | None = None
 
     def setup(self, stage: str) -> None:
+        patch, dims = self.data().patch, getattr(self.net, "dims", None)
+        axes = len(patch)
+        good = self.window is None or len(self.window) == axes
+        check("model.window", self.window, good, f"{axes} sizes, as data.patch: {patch}")
+        good = max(self.mirror_axes, default=0) < axes
+        check("model.mirror_axes", self.mirror_axes, good, f"axes from 0 to {axes - 1}")
+        good = dims in (None, axes)
+        check("model.net", f"dims={dims}", good, f"dims={axes} for data.patch: {patch}")
+        good = not (self.dicom_seg and axes == 4)
+        check("model.dicom_seg", self.dicom_seg, good, "false for series over time")
         if stage in ("test", "predict"):
             for path in self.ensemble:
                 check_checkpoint(path, self, self.data())
@@ -229,12 +241,13 @@ class SegmentationTask(Task):
             volume.save_dicom_seg(array, folder / f"{case.name}.dcm", names)
         shown = upright(volume.image[:1])
         truth = None if volume.label is None else upright(volume.label).as_tensor()[0]
+        step = volume.grid.time_step
         spacing = shown.pixdim.tolist()
         row = measure_case(labels, truth, len(names), spacing, self.tolerance_mm)
         mean = torch.tensor([measured["dice"] for measured in row]).nanmean()
         title = case.name if truth is None else f"{case.name}: Dice {mean:.3f}"
         picture = folder / f"{case.name}.png"
-        save_case(picture, title, shown.as_tensor()[0], truth, labels, spacing, names)
+        save_case(picture, title, shown.as_tensor()[0], truth, labels, spacing, names, step)
         self.rows[case.name] = row
 
     def on_test_epoch_start(self) -> None:
@@ -275,7 +288,10 @@ class SegmentationTask(Task):
 
 
 def _shrunk(label: Tensor, space: torch.Size) -> Tensor:
-    """Resample labels (batch, 1, *space) to a coarser grid, by the nearest voxels."""
-    if label.shape[2:] == space:
-        return label
-    return nn.functional.interpolate(label.float(), tuple(space), mode="nearest-exact")
+    """Resample labels (batch, 1, *space) to a coarser grid, by the nearest voxels. (Torch's
+    interpolate takes three axes at most.)"""
+    for axis, (n, few) in enumerate(zip(label.shape[2:], space, strict=True), start=2):
+        if few != n:
+            middles = (2 * torch.arange(few, device=label.device) + 1) * n // (2 * few)
+            label = label.index_select(axis, middles)
+    return label

@@ -31,6 +31,7 @@ from ndlightnet.training.segmentation.plan import (
 )
 
 module = sys.modules[plan.__module__]
+CROP = (64, 48, 40)
 FINE, THICK = [2, 2, 2], [2, 2, 1]
 # shape, mm: patch, strides; the cube has 192 cells of the mean edge
 BY_HAND = {
@@ -129,14 +130,14 @@ def most_at_once(net: nn.Module, shape) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [
-    lambda: NDLightUNet(3, 2, 3, size="S", strides=[FINE] * 3, deep_supervision=True),
-    lambda: DynUNet(3, 2, 3, [FINE] * 2),
-    lambda: NDLightUNet(3, 2, 5, widths=[8, 16], depths=[1, 1]),
+@pytest.mark.parametrize("make, patch", [
+    (lambda: NDLightUNet(3, 2, 3, size="S", strides=[FINE] * 3, deep_supervision=True), CROP),
+    (lambda: DynUNet(3, 2, 3, [FINE] * 2), CROP),
+    (lambda: NDLightUNet(3, 2, 5, widths=[8, 16], depths=[1, 1]), CROP),
+    (lambda: NDLightUNet(4, 2, 5, widths=[8, 16], depths=[0, 1]), (5, 24, 20, 16)),
 ])  # fmt: skip
-def test_memory_of_a_step_against_the_profiler(make):
+def test_memory_of_a_step_against_the_profiler(make, patch):
     """Counted on a smaller crop it is within a factor of two of what a real step takes."""
-    patch = (64, 48, 40)
     real = most_at_once(make(), (1, 2, *patch))
     assert 0.5 < step_bytes(make(), 2, patch) / real < 2
 
@@ -208,6 +209,31 @@ def test_left_and_right_are_not_mirrored(names, axes):
     assert made["data"]["init_args"]["augment"] == {"flip_axes": axes}
 
 
+@pytest.mark.usefixtures("cheap")
+def test_a_series_has_patches_of_frames():
+    """Space is planned as that of volumes in the memory that the frames leave; time is not strided
+    and not mirrored."""
+
+    def made(memory):
+        series = (
+            measured((64, 64, 64)),
+            ("background", "liver"),
+            ("CT",),
+            "scans",
+            Path("runs/scans"),
+        )
+        found = config_of(*series, "ndlightnet.NDLightUNet", "S", memory, 80, 3, 10)
+        data, model = found["data"]["init_args"], found["model"]
+        assert data["patch"] == model["window"] and data["patch"][0] == 10
+        assert data["augment"] == {"flip_axes": [1, 2, 3]} and len(data["spacing"]) == 3
+        return data, model["net"]["init_args"]
+
+    (large, net), (small, _) = made(24e9), made(5e9)
+    assert large["patch"] == [10, 64, 64, 64] and large["batch_size"] == 2
+    assert net["dims"] == 4 and net["strides"] == [[1, 2, 2, 2]] * 4
+    assert prod(small["patch"]) * 2 * 1000 < 5e9 < prod(large["patch"]) * 2 * 1000
+
+
 # ---------------------------------------------------------------------------------------- file
 
 
@@ -267,6 +293,8 @@ def test_the_plan_is_a_config(scans, tmp_path, capsys, net):
     [({"memory": 0.0}, "memory: 0.0, expected GB above 0"),
      ({"memory": 0.01}, "memory: 0.01 GB, expected enough for .* 2 crops"),
      ({"epochs": 0}, "epochs: 0, expected 1 or more"),
+     ({"frames": 0}, "frames: 0, expected 1 or more"),
+     ({"frames": 2}, "l0.nii.gz: should have 2 frames as i0.nii.gz, has 1"),
      ({"net": "nothing"}, "net: 'nothing', expected the path of a class"),
      ({"net": "ndlightnet.Nothing"}, "net: 'ndlightnet.Nothing', expected the path"),
      ({"net": "no.such"}, "net: 'no.such', expected the path"),
