@@ -1,8 +1,11 @@
 """Cases, and the grids of their files in space: the types that all readers share."""
 
+from __future__ import annotations
+
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,12 @@ class Case:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", file_name(self.name))
+
+    def as_series(self, over_time: bool) -> Case:
+        """Return the case with this `over_time`, and the name that it has."""
+        case = copy(self)  # a new one would change the name again
+        object.__setattr__(case, "over_time", over_time)
+        return case
 
 
 @dataclass(frozen=True)

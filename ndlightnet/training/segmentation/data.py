@@ -131,7 +131,7 @@ class VolumeData(L.LightningDataModule):
 
     def _over_time(self, cases: Iterable[Case]) -> list[Case]:
         """Return cases whose fourth axis is time if `patch` has four sizes."""
-        return [replace(case, over_time=len(self.patch) == 4) for case in cases]
+        return [case.as_series(len(self.patch) == 4) for case in cases]
 
     def _split(self, cases: Sequence[Case]) -> tuple[list[Case], list[Case]]:
         """Split cases into those to train on and those that choose the checkpoint. Folds are drawn

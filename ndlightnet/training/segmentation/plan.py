@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -77,7 +76,7 @@ def plan(
     there = Path(out or Path("runs") / Path(root).resolve().name)
     say(notes)
     check_writable(there)  # before all volumes are read
-    cases = [replace(case, over_time=frames is not None) for case in folder.training]
+    cases = [case.as_series(frames is not None) for case in folder.training]
     if not cases:
         raise DataError(f"{root}: no training case with a label")
     measured = fingerprint(cases, len(folder.labels), len(folder.channels))

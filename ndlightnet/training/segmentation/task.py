@@ -72,9 +72,9 @@ class SegmentationTask(Task):
         good = window is None or (len(window) in (3, 4) and min(window) > 0)
         check("model.window", window, good, "3 sizes above 0, or 4 for series over time")
         check("model.overlap", overlap, 0 <= overlap < 1, "a fraction from 0 to below 1")
-        axes = mirror_axes or []
-        good = len({*axes} & {*range(4)}) == len(axes)
-        check("model.mirror_axes", axes, good, "different axes from 0 to 2, or 3 with time")
+        axes, most = mirror_axes or [], getattr(net, "dims", 4)
+        good = len({*axes} & {*range(most)}) == len(axes)
+        check("model.mirror_axes", axes, good, f"different axes from 0 to {most - 1}")
         good = not (cuda_graph and self.compiles)
         check("model.cuda_graph", cuda_graph, good, "false with model.compile=True")
         check("model.tolerance_mm", tolerance_mm, tolerance_mm >= 0, "0 or more mm")

@@ -40,7 +40,7 @@ def trained(classify, tmp_path_factory) -> Path:
     """A checkpoint whose head is enlarged, so that predictions differ."""
     path = fit(classify, tmp_path_factory.mktemp("causal"), CAUSAL)
     saved = torch.load(path, weights_only=True)
-    saved["state_dict"]["net.head.weight"] *= 30
+    saved["state_dict"]["net.head.weight"] *= 3
     torch.save(saved, path)
     return path
 
@@ -240,10 +240,10 @@ def test_causal_reaches_the_network(classify, tmp_path, monkeypatch, given, caus
 @pytest.mark.slow
 def test_causal_for_a_network_that_takes_none(classify, segment, tmp_path):
     out = f"--trainer.default_root_dir={tmp_path}"
-    net = {"class_path": "ndlightnet.NDLightUNet",
-           "init_args": {"dims": 3, "in_channels": 3, "out_channels": 6}}  # fmt: skip
+    sizes = {"spatial_dims": 3, "in_channels": 3, "out_channels": 6}
+    net = {"class_path": "monai.networks.nets.SegResNet", "init_args": sizes}
     done = classify("fit", out, f"--model.net={json.dumps(net)}", CAUSAL)
-    refused(done, "model.causal: ndlightnet.NDLightUNet has no argument causal")
+    refused(done, "model.causal: monai.networks.nets.SegResNet has no argument causal")
     for arguments in (("fit", out, CAUSAL), ("stream", out)):  # volumes have no time
         with pytest.raises(SystemExit) as caught:
             segment(*arguments)

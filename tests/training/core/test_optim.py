@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 
 from ndlightnet import NDLightNet, NDLightUNet
+from ndlightnet.nn.local import LocalMixing
 from ndlightnet.training.core.optim import adamw_with_cosine, decayed_groups
 
 NETS = {
@@ -26,7 +27,7 @@ def test_matrices_and_filters_decay_and_nothing_else(name):
     matrices = {
         f"{prefix}.weight"
         for prefix, module in net.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv3d | nn.ConvTranspose3d)
+        if isinstance(module, nn.Linear | nn.Conv3d | nn.ConvTranspose3d | LocalMixing)
     }
     assert {names[id(p)] for p in decayed["params"]} == matrices
     rest = {names[id(p)] for p in plain["params"]}

@@ -68,7 +68,7 @@ def test_every_case_is_predicted_once_by_a_network_that_has_not_seen_it(
             predicted.append((task.data().fold, batch["case"].name)), case(task, batch, folder)
         ),
     )  # fmt: skip
-    status, out = cross()
+    status, out = cross("--trainer.max_epochs=4")
     assert status == 0
     assert sorted(name for _, name in predicted) == CASES
     for fold, name in predicted:
