@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.local_boxes import WARPS, Box, box_rows, by_axes, within
+from ndlightnet_kernels.phases import MOST_AXES
 from ndlightnet_kernels.tiles import cdiv, dense_empty, flags, form, power_of_2, scratch
 
 Offsets = tuple[tuple[int, ...], ...]
@@ -31,7 +32,7 @@ Offsets = tuple[tuple[int, ...], ...]
 # (offset along the first axis, index of the tap) of each
 Groups = tuple[tuple[tuple[int, ...], tuple[tuple[int, int], ...]], ...]
 
-MOST_AXES, MOST_TAPS = 8, 128
+MOST_TAPS = 128
 AT_ONCE = 9  # taps whose sums a program of the weights' gradient holds in registers
 BYTES = 128  # of a token that a program reads: a line of the cache
 # Programs of that gradient by the number of axes: constant, for the same bits on every card
@@ -279,12 +280,18 @@ def _grouped(offsets: Sequence[tuple[int, ...]], sign: int) -> Groups:
     return tuple((rest, tuple(members)) for rest, members in found.items())
 
 
+def _dense(x: Tensor) -> Tensor:
+    """Return x in one piece, at an address at which two of its numbers can be read as one."""
+    x = x.contiguous()
+    return x if x.data_ptr() % (2 * x.element_size()) == 0 else x.clone()
+
+
 def _rows(x: Tensor) -> Tensor:
     """Return x with tokens at one distance and dense channels, copied only if necessary: such as
-    the values in a joint projection. Pairs of bfloat16 need an even address."""
-    even = x.data_ptr() % 4 == 0
+    the values in a joint projection."""
+    even = x.data_ptr() % (2 * x.element_size()) == 0
     regular = x.stride(2) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
-    return x if regular and even else x.contiguous()
+    return x if regular and even else _dense(x)
 
 
 def _arguments(x: Tensor, shape: Sequence[int], boxes: Tensor | None, of: Box) -> dict[str, Any]:
@@ -326,7 +333,7 @@ def mix(
     """Return u (batch, length, dim). shape: the grid; of a pack any one of as many axes, with
     `boxes`, the table of its boxes. rows: the box, (frames, *rows). transposed: with the offsets
     negated and 0 for padding, as in the gradient of x."""
-    x, of = _rows(x), Box(rows[0], tuple(rows[1:]))
+    x, weight, of = _rows(x), _dense(weight), Box(rows[0], tuple(rows[1:]))
     key = (*form(x), tuple(shape), boxes is not None and boxes.shape, of, offsets)
     launch = remembered(
         ("local_mixing", *key, mask is not None, transposed),
@@ -363,7 +370,7 @@ def backward(
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
     """Return the gradients of x and of weight (float32). Without dx if there are more taps than
     one pass takes: `mix` transposed computes it."""
-    du, x, of = du.contiguous(), _rows(x), Box(rows[0], tuple(rows[1:]))
+    du, x, weight, of = _dense(du), _rows(x), _dense(weight), Box(rows[0], tuple(rows[1:]))
     key = (*form(x), tuple(shape), boxes is not None and boxes.shape, of, offsets)
     launches = remembered(
         ("local_mixing_backward", *key, mask is not None),

@@ -118,6 +118,28 @@ def test_values_of_a_joint_projection():
         check(joint[..., first : first + 16], weight, offsets, layout)
 
 
+def at_odd_address(x):
+    """Return a contiguous copy of x that begins one number after an aligned address."""
+    memory = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
+    return memory[1:].copy_(x.flatten()).view(x.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_odd_addresses_and_transposed_weights(dtype):
+    """A short convolution stores its weights as (dim, taps)."""
+    x, weight, offsets, layout = case(star, 1, (4, 5), dtype, 16)
+    check(at_odd_address(x), weight, offsets, layout)
+    check(x, at_odd_address(weight), offsets, layout)
+    check(x, weight.mT.contiguous().mT, offsets, layout)
+    inputs = x.requires_grad_(), weight.requires_grad_()
+    u = local_mixing(x, weight, offsets, layout=layout, impl="triton")
+    pull = torch.randn_like(u)
+    aligned, odd = (
+        torch.autograd.grad(u, inputs, p, retain_graph=True) for p in (pull, at_odd_address(pull))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(aligned, odd, strict=True))
+
+
 def test_same_bits_at_every_call():
     x, weight, offsets, layout = case(dense, 1, (6, 7, 5), torch.float32, 40)
     pull = torch.randn_like(x)
