@@ -251,8 +251,10 @@ class NDLightNet(nn.Module):
         return Stream(self, batch_size, cuda_graph=cuda_graph)
 
 
-# The paper's networks: without local mixing
-_published = partial(NDLightNet, depth=12, mixer=partial(LightNetAttention, local=None))
-ndlightnet_tiny = partial(_published, embed_dim=192)
-ndlightnet_small = partial(_published, embed_dim=384)
-ndlightnet_base = partial(_published, embed_dim=768)
+def _published(width: int) -> partial[NDLightNet]:
+    """Return the paper's network: heads of 64 channels, without local mixing."""
+    mixer = partial(LightNetAttention, heads=width // 64, local=None, key_scale=1.0)
+    return partial(NDLightNet, embed_dim=width, depth=12, mixer=mixer)
+
+
+ndlightnet_tiny, ndlightnet_small, ndlightnet_base = map(_published, (192, 384, 768))

@@ -89,7 +89,7 @@ def test_refusals_say_why():
 
 
 def test_options():
-    assert [LightNetAttention(d).heads for d in (32, 64, 128, 192, 384, 100)] == [1, 1, 2, 3, 6, 1]
+    assert [LightNetAttention(d).heads for d in (32, 64, 128, 192, 384, 100)] == [1, 2, 4, 6, 12, 2]
     count = sum(p.numel() for p in LightNetAttention(128, gate_rank=16).parameters())
     assert count == 4 * 128**2 + 2 * 16 * 128 + 3 * 128
     fixed = LightNetAttention(32, learn_theta=False)

@@ -105,6 +105,21 @@ def test_old_checkpoint_gives_the_network_that_it_was():
     torch.testing.assert_close(old(x), new(x))
 
 
+@pytest.mark.parametrize("learn", [True, False])
+def test_old_checkpoint_brings_its_heads(learn):
+    """One per 64 channels was the default before one per 32; heads that are set stay."""
+    old = LightNetAttention(128, 2, learn_theta=learn, local=None, bias=True).double()
+    new = LightNetAttention(128, learn_theta=learn, dims=2, bias=True).double()
+    assert new.heads == 4
+    new.load_state_dict(old.state_dict())
+    assert new.heads == 2 and new.local_values is None
+    assert [p.requires_grad for p in new.parameters()] == [p.requires_grad for p in old.parameters()]
+    x = torch.randn(1, 3, 4, 128, dtype=torch.float64)
+    torch.testing.assert_close(old(x), new(x))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        LightNetAttention(128, 8, dims=2, bias=True).load_state_dict(old.state_dict())
+
+
 @pytest.mark.parametrize("arguments", [{"local": "keys"}, {"key_scale": 0.0}])
 def test_errors(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):

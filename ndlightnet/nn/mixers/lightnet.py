@@ -31,6 +31,8 @@ from ndlightnet.ops.lightnet.frames import aged
 from ndlightnet.ops.lightnet.state import State
 from ndlightnet.ops.position import Kind
 
+HEAD_DIM = 32  # of a head by default
+
 
 class LightNetAttention(Constants, StreamingMixer):
     """LightNet attention: o = o_proj(norm(merge heads SiLU(q) . M) * sigmoid(low-rank gate) +
@@ -42,7 +44,7 @@ class LightNetAttention(Constants, StreamingMixer):
 
     Args:
         dim: channels of a token.
-        heads: default: one per 64 channels. Head dim = dim / heads.
+        heads: default: one per 32 channels. Head dim = dim / heads.
         context_dim: channels of the source in the cross form; default `dim`.
         lrpe: position code of every layer, "cosine", "rotary" (global form only) or None.
         learn_theta: angles are learnt (one factor per head and slot) or fixed.
@@ -80,7 +82,7 @@ class LightNetAttention(Constants, StreamingMixer):
         local: Where | None = "values",
         radius: int = 1,
         dense: bool = False,
-        key_scale: float = 1.0,
+        key_scale: float = 4.0,
         window: int | None = None,
         forget: float | Sequence[float] = 0.0,
         impl: Impl = "auto",
@@ -93,7 +95,7 @@ class LightNetAttention(Constants, StreamingMixer):
         if not 0 < key_scale < float("inf"):
             raise ValueError(f"key_scale={key_scale}: expected a finite number above 0")
         self.window = window
-        self.heads, self.head_dim = default_heads(dim, heads)
+        self.heads, self.head_dim = default_heads(dim, heads, HEAD_DIM)
         rates = [forget] * self.heads if isinstance(forget, int | float) else list(forget)
         if len(rates) != self.heads or not all(0 <= rate < float("inf") for rate in rates):
             raise ValueError(
@@ -108,13 +110,10 @@ class LightNetAttention(Constants, StreamingMixer):
         self.register_constants()
         self.impl = impl
         source = context_dim or dim
-        rank = gate_rank or self.head_dim
         self.q_proj = nn.Linear(dim, dim, bias=bias)
         self.k_proj = nn.Linear(source, dim, bias=bias)
         self.v_proj = nn.Linear(source, dim, bias=bias)
-        # the sigmoid is in norm_gate
-        self.gate = nn.Sequential(nn.Linear(dim, rank, bias=bias), nn.Linear(rank, dim, bias=bias))
-        self.lrpe = MDLRPE(self.heads, self.head_dim, lrpe, learn_theta) if lrpe else None
+        self._divide(self.heads, gate_rank or self.head_dim, lrpe, learn_theta)
         # float32 statistics and a small eps: the variance of the read falls like 1 / length
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.o_proj = nn.Linear(dim, dim, bias=bias)
@@ -127,6 +126,14 @@ class LightNetAttention(Constants, StreamingMixer):
         self.local_input = convolution("input", "both")
         self.key_scale = key_scale
         self.scale_weights()
+
+    def _divide(self, heads: int, rank: int, lrpe: Kind | None, learn_theta: bool) -> None:
+        """Make the modules whose parameters depend on the number of heads."""
+        dim, bias = self.q_proj.out_features, self.q_proj.bias is not None
+        self.heads, self.head_dim = heads, dim // heads
+        # the sigmoid is in norm_gate
+        self.gate = nn.Sequential(nn.Linear(dim, rank, bias=bias), nn.Linear(rank, dim, bias=bias))
+        self.lrpe = MDLRPE(heads, self.head_dim, lrpe, learn_theta) if lrpe else None
 
     def scale_weights(self) -> None:
         with torch.no_grad():
@@ -258,9 +265,25 @@ class LightNetAttention(Constants, StreamingMixer):
         return self._output(y, gate, near), new
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
-        # a checkpoint from before local mixing is of the layer without it, which this one becomes
-        for name in ("local_values", "local_input"):
-            local = f"{prefix}{name}.weight" in state_dict
-            if prefix + "k_proj.weight" in state_dict and not local:
+        # A checkpoint from before local mixing is of the layer without it, which this one becomes,
+        # with one head per 64 channels if it had so many by default.
+        if prefix + "k_proj.weight" in state_dict:
+            names = ("local_values", "local_input")
+            missing = [name for name in names if f"{prefix}{name}.weight" not in state_dict]
+            for name in missing:
                 setattr(self, name, None)
+            if len(missing) == 2:
+                self._divide_as_before(len(state_dict[prefix + "gate.0.weight"]))
         super()._load_from_state_dict(state_dict, prefix, *more)
+
+    def _divide_as_before(self, rank: int) -> None:
+        """Take heads of 64 channels, if a checkpoint's gate has their rank and they are not set."""
+        dim, code = self.q_proj.out_features, self.lrpe
+        heads, head_dim = default_heads(dim, None)
+        unset = self.heads == default_heads(dim, None, HEAD_DIM)[0]
+        if unset and rank == head_dim != self.head_dim:
+            learn = code is not None and code.log_factor.requires_grad
+            self._divide(heads, rank, code.kind if code else None, learn)
+            for made in (self.gate, self.lrpe):
+                if made is not None:
+                    made.to(self.q_proj.weight)
