@@ -31,8 +31,8 @@ class NDLightNet(nn.Module):
         patch_size: cells per token, an int or one per axis; default: about 256 cells a patch.
         embed_dim, depth: width and number of blocks.
         mixer: a function of the width that returns a mixer, or a list of one for each layer; see
-            ndlightnet.nn.mixers. If its signature names `dims` or `layer`, it is called with the
-            number of axes or the index of the layer, too.
+            ndlightnet.nn.mixers, for text above all text_mixer. If its signature names `dims` or
+            `layer`, it is called with the number of axes or the index of the layer, too.
         mlp_ratio: hidden width of the gated MLP / embed_dim.
         tpe: MD-TPE after the embedding. tpe_states: its states per axis. tpe_bidirectional: scan
             forward and backward along each axis (except the first one if causal); default: True

@@ -113,7 +113,9 @@ def test_old_checkpoint_brings_its_heads(learn):
     assert new.heads == 4
     new.load_state_dict(old.state_dict())
     assert new.heads == 2 and new.local_values is None
-    assert [p.requires_grad for p in new.parameters()] == [p.requires_grad for p in old.parameters()]
+    assert [p.requires_grad for p in new.parameters()] == [
+        p.requires_grad for p in old.parameters()
+    ]
     x = torch.randn(1, 3, 4, 128, dtype=torch.float64)
     torch.testing.assert_close(old(x), new(x))
     with pytest.raises(RuntimeError, match="size mismatch"):

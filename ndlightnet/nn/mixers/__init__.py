@@ -2,8 +2,8 @@
 `(x (batch, *grid, dim), mask=None, causal=False, layout=None, context=None)` to the shape of x, as
 base.py says; tests iterate `__all__`. Mixers whose state does not grow with the sequence are
 StreamingMixers, with `init_state` and `advance`. WithLocal gives any of them a local branch, and so
-is not one of them. To add a mixer, write `mix` in a new file and
-export it here."""
+is not one of them; nor is text_mixer, which chooses one for each layer of a language model. To add
+a mixer, write `mix` in a new file and export it here."""
 
 from ndlightnet.nn.mixers.cosformer import CosformerAttention
 from ndlightnet.nn.mixers.delta import DeltaNet, GatedDeltaNet, KimiDeltaAttention
@@ -19,6 +19,7 @@ from ndlightnet.nn.mixers.rwkv import RWKV4
 from ndlightnet.nn.mixers.s4 import S4
 from ndlightnet.nn.mixers.s5 import S5
 from ndlightnet.nn.mixers.softmax import SoftmaxAttention
+from ndlightnet.nn.mixers.text import text_mixer as text_mixer
 from ndlightnet.nn.mixers.tnl import TNL
 from ndlightnet.nn.mixers.window import WindowAttention
 from ndlightnet.nn.mixers.with_local import WithLocal as WithLocal
