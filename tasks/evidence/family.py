@@ -14,7 +14,7 @@ times and the memory of a row are those of its first run, measured while nothing
 A row is a mixer, `NAME` or `NAME scan`, or an entry of --file, a YAML file: a name, and the
 arguments of the network that it changes, or `lr`. All rows of a seed get the same batches, and the
 schedule follows from --steps. A run under --out is repeated only if it failed; delete --out if a
-row has changed. Writes table.md, runs.csv, runs.json and family.png.
+row has changed. Writes table.md, runs.csv, runs.json and family.png; for text also lengths.png.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def run(plan: Plan, who: Run) -> Work:
 
 
 def draw(rows: Sequence[str], measure: str, path: Path, runs: Sequence[Run]) -> None:
-    """Draw the measure of every row, a point for each seed, sorted by mean, and step times."""
+    """Draw the measure of every row, a point for each seed, sorted by mean, and step times; for
+    text also bits per byte over the length of the windows."""
     found = [run for run in runs if run[measure] is not None]
     done = {row: mine for row in rows if (mine := tables.of_row(found, row))}
     mean = {row: statistics.mean(r[measure] for r in mine) for row, mine in done.items()}
@@ -127,7 +128,9 @@ def draw(rows: Sequence[str], measure: str, path: Path, runs: Sequence[Run]) -> 
     clock.xaxis.set_major_formatter("{x:g}")
     plots.finish((axes, clock))
     clock.minorticks_on()  # times may lie within a decade
-    plots.save(figure, path)
+    plots.save(figure, path / "family.png")
+    if measure == "bits_per_byte":
+        plots.lengths(found, rows, path / "lengths.png")
 
 
 def say(measure: str, run: Run) -> str:
@@ -178,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         partial(run, plan), do=turns.run_all,
         table=lambda runs: tables.summary(runs, names, measures),
         say=partial(say, measures[0]),
-        draw=partial(draw, names, measures[0], o.out / "family.png"),
+        draw=partial(draw, names, measures[0], o.out),
     )  # fmt: skip
 
 

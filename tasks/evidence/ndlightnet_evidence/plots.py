@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from torch import tensor
 
-from ndlightnet_evidence.tables import Run, panels
+from ndlightnet_evidence.tables import Run, of_row, panels
 
 # Okabe and Ito: colours that colour-blind people can also tell apart
 BLACK, ORANGE, SKY, BLUE, RED, GREY, GREEN, PINK = COLORS = (
@@ -78,4 +78,23 @@ def curves(runs: Sequence[Run], rows: Sequence[str], path: Path, references: Seq
     finish(every)
     every[0].set_ylabel("accuracy")
     legend(picture, every, [*rows, *references])
+    save(picture, path)
+
+
+def lengths(runs: Sequence[Run], rows: Sequence[str], path: Path) -> None:
+    """Draw bits per byte over the length of the windows, "bits_N", as the mean of a row's runs."""
+    picture = figure(8.6, 3.8)
+    axes = picture.subplots()
+    for index, row in enumerate(rows):
+        if mine := of_row(runs, row):
+            found = {int(key[5:]): [run[key] for run in mine if key in run]
+                     for key in mine[0] if key.startswith("bits_") and key[5:].isdigit()}  # fmt: skip
+            means = [tensor(values).mean() for values in found.values()]
+            axes.plot(list(found), means, label=row, **line_style(index))
+    axes.set_xscale("log", base=2)
+    ticks = sorted({x for line in axes.lines for x in line.get_xdata()})
+    axes.set_xticks(ticks, [short(n) for n in ticks])
+    axes.set(xlabel="bytes in a window", ylabel="bits per byte")
+    finish([axes])
+    legend(picture, [axes], rows)
     save(picture, path)
