@@ -33,20 +33,20 @@ from ndlightnet_kernels.causal_chunks import (
     QKV,
     RANGE,
     STEEP,
-    _aged,
-    _entry,
-    _fade,
-    _faded,
-    _gather,
-    _level,
-    _next_anchor,
-    _recall,
-    _rotation,
-    _scores,
-    _silu_over,
-    _to_anchor,
-    _unserved,
-    _until,
+    aged,
+    at_level,
+    fade_until,
+    faded,
+    gather,
+    load_entry,
+    next_anchor,
+    recall,
+    rotation,
+    scores,
+    silu_over,
+    to_anchor,
+    token_fades,
+    unserved,
 )  # fmt: skip
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import pinned, slot_frequencies
@@ -108,12 +108,12 @@ def _causal(
         TOTAL,
     )  # fmt: skip
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
-    mx, sm, m, m_sin = _entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, HALVES)
+    mx, sm, m, m_sin = load_entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, HALVES)
     ones = (lane[:, None] >= lane[None, :]).to(OPERAND)
     run, inside, final = tl.zeros((BL, BK), tl.float32), kc < DIM, part == parts - 1
     after = top + (bh * (parts + 1) + part + 1) * DIM + kc
     rate = None if forget is None else log2_rate(forget, bh, heads)
-    fade = None if rate is None else _fade(rate, lane)
+    fade = None if rate is None else token_fades(rate, lane)
     # without a selection for each element, the last token's key stands for those after it
     HIDE: tl.constexpr = CAREFUL or MASKED or tl.float32 == OPERAND or forget is not None
     if not CAREFUL:
@@ -124,22 +124,24 @@ def _causal(
             tl.store(after, anchor, inside)
         else:
             anchor = tl.load(after, mask=inside, other=-INFINITE)
-        mx, sm, m, m_sin = _to_anchor(anchor, mx, sm, m, m_sin, OPERAND)
+        mx, sm, m, m_sin = to_anchor(anchor, mx, sm, m, m_sin, OPERAND)
         if forget is None:
-            lost = _unserved(
+            lost = unserved(
                 k, mask, b, h, begin, length, mx, sm, kc, skb, skt, skh, DIM, UNIT, MASKED
             )
         else:
             fall = tl.exp2(rate * -BL)
-            enter = tl.exp2(rate * BL - _until(rate, begin, None, BL))  # falls once more in a chunk
+            enter = tl.exp2(
+                rate * BL - fade_until(rate, begin, None, BL)
+            )  # falls once more in a chunk
             sm, m, m_sin = sm * enter, m * enter, m_sin * enter
             worst = run.to(tl.int32)
         run += tl.where(inside, sm, 1.0)[None, :]
     for first in range(begin, end, BL):
         if forget is not None:
             if CAREFUL:
-                lag = tl.where(first == begin, _until(rate, begin, None, BL), rate * BL)
-                mx, sm, m, m_sin = _aged(lag, mx, sm, m, m_sin)
+                lag = tl.where(first == begin, fade_until(rate, begin, None, BL), rate * BL)
+                mx, sm, m, m_sin = aged(lag, mx, sm, m, m_sin)
             else:
                 run, m, m_sin = run * fall, m * fall, m_sin * fall
         t = first + lane
@@ -149,23 +151,23 @@ def _causal(
             x = hide(x, valid)
         y = load(v, b, h, t, vc, valid, svb, svt, svh, VDIM, UNIT)
         x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
-        _, cos, sin = _rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+        _, cos, sin = rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
         score = tl.zeros((BL, BL), tl.float32)
         if CAREFUL:
             phi, _ = silu(x_q)
-            best = tl.maximum(mx, tl.max(_faded(x, fade), 0))
+            best = tl.maximum(mx, tl.max(faded(x, fade), 0))
             todo = (lane >= 0)[:, None] & inside[None, :]
             anchor, from_entry = best, tl.zeros((BL, BK), tl.float32)
             rounds = 0  # each serves at least one row
             while (tl.max(anchor, 0) > -INFINITE) & (rounds < BL):
                 rounds += 1
-                low, inverse, entered, todo = _level(
+                low, inverse, entered, todo = at_level(
                     x, fade, anchor, mx, sm, todo, ones, OPERAND, PRECISION
                 )
                 f = phi * inverse
                 from_entry += f * entered[None, :]
-                score = _scores(f, low, cos, sin, score, KIND, OPERAND, PRECISION)
-                anchor = _next_anchor(x, fade, mx, todo)
+                score = scores(f, low, cos, sin, score, KIND, OPERAND, PRECISION)
+                anchor = next_anchor(x, fade, mx, todo)
             p, carry = weight(x, best[None, :], fade), weight(mx, best)
             sm = sm * carry + tl.sum(p.to(OPERAND).to(tl.float32), 0)
             mx = best
@@ -174,29 +176,29 @@ def _causal(
             p = pinned(p.to(OPERAND) if KIND == 0 else p)
             # a segment with sums below TINY is computed again, so they may be anything here
             s = dot(ones, p, run, OPERAND, PRECISION)
-            from_entry = _silu_over(x_q, s)
+            from_entry = silu_over(x_q, s)
             if forget is not None:
                 worst = tl.maximum(worst, tl.abs(s.to(tl.int32, bitcast=True) - MIDDLE))
             run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, OPERAND, PRECISION)
-            score = _scores(from_entry, p, cos, sin, score, KIND, OPERAND, PRECISION)
+            score = scores(from_entry, p, cos, sin, score, KIND, OPERAND, PRECISION)
         o = tl.zeros((BL, BV), tl.float32)
-        o = _recall(from_entry, m, m_sin, cos, sin, o, KIND, OPERAND, PRECISION)
+        o = recall(from_entry, m, m_sin, cos, sin, o, KIND, OPERAND, PRECISION)
         score = tl.where(lane[:, None] >= lane[None, :], score, 0.0)
         o = dot(score, y, o, OPERAND, PRECISION)
         if CAREFUL:
             m, m_sin = m * carry[None, :], m_sin * carry[None, :]
-        m, m_sin = _gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, OPERAND, PRECISION)
+        m, m_sin = gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, OPERAND, PRECISION)
         to = out + dense(b, h, t, vc, length, heads, VDIM)
         tl.store(to, o.to(out.dtype.element_ty), (t < length)[:, None] & (vc < VDIM)[None, :])
     if forget is not None:
-        leave = _until(rate, begin, end, BL)
+        leave = fade_until(rate, begin, end, BL)
         if not CAREFUL:
             lost = tl.max((inside & (tl.max(worst, 0) > RANGE)).to(tl.int32), 0)
             lost = tl.maximum(lost, (rate * BL > STEEP).to(tl.int32))
     if final:
         if CAREFUL:
             if forget is not None:
-                mx, sm, m, m_sin = _aged(leave, mx, sm, m, m_sin)
+                mx, sm, m, m_sin = aged(leave, mx, sm, m, m_sin)
             tl.store(after, mx, inside)
         else:
             tl.debug_barrier()  # loaded again: a register less in the loop

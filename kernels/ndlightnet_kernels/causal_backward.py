@@ -19,17 +19,17 @@ from torch import Tensor
 from ndlightnet_kernels.causal_chunks import (
     OUT,
     QKV,
-    _fade,
-    _faded,
-    _gather,
-    _level,
-    _next_anchor,
-    _recall,
-    _rotation,
-    _scores,
-    _silu_over,
-    _until,
-    _unturn,
+    at_level,
+    fade_until,
+    faded,
+    gather,
+    next_anchor,
+    recall,
+    rotation,
+    scores,
+    silu_over,
+    token_fades,
+    unturn,
 )  # fmt: skip
 from ndlightnet_kernels.causal_dq import _causal_dq
 from ndlightnet_kernels.launch import Launch, remembered
@@ -103,7 +103,7 @@ def _causal_dkv(
     at = (bh * (parts + 1) + part + 1) * DIM + kc
     unit = tl.load(top + at, mask=inside, other=-INFINITE)
     rate = None if forget is None else log2_rate(forget, bh, heads)
-    fade = None if rate is None else _fade(rate, lane)
+    fade = None if rate is None else token_fades(rate, lane)
     if not CAREFUL:  # in units of the keys
         fix = slip(unit, OPERAND)[None, :]
         dsum, acc, acc_sin = dsum * fix, acc * fix, acc_sin * fix
@@ -129,15 +129,15 @@ def _causal_dkv(
         to = dense(b, h, t, kc, length, heads, DIM)
         valid_k = (t < length)[:, None] & inside[None, :]
         g = tl.load(dphi + to, mask=valid_k, other=0.0).to(tl.float32)
-        at_axis, cos, sin = _rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+        at_axis, cos, sin = rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
         pair = dot(y, tl.trans(do), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
         pair = tl.where(later, pair, 0.0).to(OPERAND)
         zero = tl.zeros((BL, BK), tl.float32)
         score = tl.zeros((BL, BL), tl.float32)
         if forget is not None:  # from the next chunk's middle, or from the segment's last token
-            lag = tl.where(i == 0, _until(rate, part * span, end, BL), rate * BL)
+            lag = tl.where(i == 0, fade_until(rate, part * span, end, BL), rate * BL)
         if CAREFUL:
-            best = tl.maximum(mx, tl.max(_faded(x, fade), 0))
+            best = tl.maximum(mx, tl.max(faded(x, fade), 0))
             # to this chunk's units; the segment's first `unit` may differ from the exact maximum
             both = (best > -INFINITE) & (unit > -INFINITE)
             factor = (best - unit) * 1.4426950408889634
@@ -163,30 +163,30 @@ def _causal_dkv(
             rounds = 0  # each serves at least one row
             while (tl.max(anchor, 0) > -INFINITE) & (rounds < BL):
                 rounds += 1
-                low, inverse, entered, todo = _level(
+                low, inverse, entered, todo = at_level(
                     x, fade, anchor, mx, sm, todo, ones, OPERAND, PRECISION
                 )
                 f = phi * inverse
-                score = _scores(low, f, cos, sin, score, KIND, OPERAND, PRECISION)
-                e, e_sin = _gather(pair, f, cos, sin, zero, zero, KIND, OPERAND, PRECISION)
+                score = scores(low, f, cos, sin, score, KIND, OPERAND, PRECISION)
+                e, e_sin = gather(pair, f, cos, sin, zero, zero, KIND, OPERAND, PRECISION)
                 d += e * low
                 d_sin += e_sin * low
                 down += low * dot(later_tokens, g * f, zero, OPERAND, PRECISION)
                 from_entry += f * entered[None, :]
-                anchor = _next_anchor(x, fade, mx, todo)
+                anchor = next_anchor(x, fade, mx, todo)
         else:
-            from_entry = _silu_over(x_q, dot(ones, p, zero + sm[None, :], OPERAND, PRECISION))
-            score = _scores(p, from_entry, cos, sin, score, KIND, OPERAND, PRECISION)
-            d, d_sin = _gather(pair, from_entry, cos, sin, d, d_sin, KIND, OPERAND, PRECISION)
+            from_entry = silu_over(x_q, dot(ones, p, zero + sm[None, :], OPERAND, PRECISION))
+            score = scores(p, from_entry, cos, sin, score, KIND, OPERAND, PRECISION)
+            d, d_sin = gather(pair, from_entry, cos, sin, d, d_sin, KIND, OPERAND, PRECISION)
             down = dot(later_tokens, g * from_entry, dsum, OPERAND, PRECISION)
             d, d_sin, down = d * p, d_sin * p, down * p
-        grad = _unturn(d, d_sin, cos, sin, KIND) - down
+        grad = unturn(d, d_sin, cos, sin, KIND) - down
         tl.store(dk + to, grad.to(dk.dtype.element_ty), valid_k)
         if LEARN:
             angle = tl.sum(from_origin(freqs, at_axis) * (cos * d_sin - sin * d), 0)
             tl.store(dtheta + chunk, angle, inside)
         dy = tl.zeros((BL, BV), tl.float32)
-        dy = _recall(p, acc, acc_sin, cos, sin, dy, KIND, OPERAND, PRECISION)
+        dy = recall(p, acc, acc_sin, cos, sin, dy, KIND, OPERAND, PRECISION)
         dy = dot(tl.where(later, score, 0.0), do, dy, OPERAND, PRECISION)
         to = dense(b, h, t, vc, length, heads, VDIM)
         here = (t < length)[:, None] & (vc < VDIM)[None, :]
@@ -195,7 +195,7 @@ def _causal_dkv(
             acc, acc_sin = acc * carry[None, :], acc_sin * carry[None, :]
             dsum *= carry[None, :]
             unit = mx
-        acc, acc_sin = _gather(
+        acc, acc_sin = gather(
             tl.trans(do), from_entry, cos, sin, acc, acc_sin, KIND, OPERAND, PRECISION
         )
         # the sum in every row, by a product that costs less than an exchange

@@ -27,21 +27,21 @@ MIDDLE, RANGE, STEEP = tl.constexpr(117 << 23), tl.constexpr(56 << 23), tl.const
 
 
 @triton.jit
-def _reciprocal(s):
+def reciprocal(s):
     """Return 1 / s for s >= TINY, by rsqrt, which takes fewer instructions."""
     r = tl.rsqrt(tl.maximum(s, TINY))
     return r * r
 
 
 @triton.jit
-def _silu_over(x, s):
+def silu_over(x, s):
     """Return silu(x) / s for s > 0, as x / (s + s exp(-x))."""
     r = tl.rsqrt(tl.exp2(x * -1.4426950408889634) * s + s)
     return x * (r * r)
 
 
 @triton.jit
-def _silu_and_over(x, s):
+def silu_and_over(x, s):
     """Return silu(x), its derivative, 1 / s, and silu(x) / s, with one reciprocal for all. All are
     0 where s exp(-x) overflows: every use has silu(x) or its derivative as a factor, tiny there."""
     e = tl.exp2(tl.minimum(x * -1.4426950408889634, 100.0))
@@ -52,7 +52,7 @@ def _silu_and_over(x, s):
 
 
 @triton.jit
-def _level(x, fade, anchor, mx, sm, todo, ones, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+def at_level(x, fade, anchor, mx, sm, todo, ones, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """Return exp(x - anchor), 1 / s of the queries served, exp(mx - anchor), and queries left."""
     used = anchor > -INFINITE
     if fade is None:
@@ -63,26 +63,26 @@ def _level(x, fade, anchor, mx, sm, todo, ones, OPERAND: tl.constexpr, PRECISION
     carry = tl.where(used, weight(mx, anchor), 0.0)
     # sums of the rounded keys: a query's weights then add up to one
     s = dot(ones, p, tl.zeros(p.shape, tl.float32), OPERAND, PRECISION) + (carry * sm)[None, :]
-    inverse = tl.where(todo & (s >= TINY), _reciprocal(s), 0.0)
+    inverse = tl.where(todo & (s >= TINY), reciprocal(s), 0.0)
     return p, inverse, carry, todo & (s < TINY)
 
 
 @triton.jit
-def _next_anchor(x, fade, mx, todo):
+def next_anchor(x, fade, mx, todo):
     """Return the largest logit that the queries left attend to; -inf where there is none."""
-    return tl.max(tl.where(todo, tl.maximum(_faded(x, fade), mx[None, :]), -INFINITE), 0)
+    return tl.max(tl.where(todo, tl.maximum(faded(x, fade), mx[None, :]), -INFINITE), 0)
 
 
 # Decay: the weight of a token relative to its chunk's middle is exp(k) times 2^fade, that of the
 # tokens before a chunk falls from middle to middle. No number grows with the length.
 @triton.jit
-def _fade(rate, lane):
+def token_fades(rate, lane):
     """Return what decay adds to the exponents of a chunk's tokens, as powers of 2."""
     return (rate * (lane - lane.shape[0] // 2).to(tl.float32))[:, None]
 
 
 @triton.jit
-def _faded(x, fade):
+def faded(x, fade):
     """Return logits with their decay, rounded: for maxima."""
     if fade is None:
         return x
@@ -91,7 +91,7 @@ def _faded(x, fade):
 
 
 @triton.jit
-def _until(rate, begin, end, BL: tl.constexpr):
+def fade_until(rate, begin, end, BL: tl.constexpr):
     """Return the decay from the token before `begin` to the middle of a chunk, as a power of 2:
     the chunk from `begin` on, or with `end` backward in time, the last chunk, from `end` - 1."""
     if end is None:
@@ -101,14 +101,14 @@ def _until(rate, begin, end, BL: tl.constexpr):
 
 
 @triton.jit
-def _aged(lag, mx, sm, m, m_sin):
+def aged(lag, mx, sm, m, m_sin):
     """Return a State whose weights fall by 2^-lag."""
     mx, rest = later(mx, lag)
     return mx, sm * rest, m * rest[None, :], m_sin * rest[None, :]
 
 
 @triton.jit
-def _entry(top, total, memory, bh, part, parts, kc, vc, DIM: tl.constexpr, VDIM: tl.constexpr,
+def load_entry(top, total, memory, bh, part, parts, kc, vc, DIM: tl.constexpr, VDIM: tl.constexpr,
            HALVES: tl.constexpr):  # fmt: skip
     """Load the State before a segment, its memory transposed. (`top` has one more at the end.)"""
     inside, at = kc < DIM, bh * parts + part
@@ -128,7 +128,7 @@ OUT = ["sob", "sot", "soh"]
 
 
 @triton.jit
-def _rotation(freqs, t, kc, KIND: tl.constexpr, AXES: tl.constexpr, TOTAL: tl.constexpr,
+def rotation(freqs, t, kc, KIND: tl.constexpr, AXES: tl.constexpr, TOTAL: tl.constexpr,
               WIDE: tl.constexpr, PREFIX: tl.constexpr):  # fmt: skip
     """Return coordinates, cos and sin of a chunk; without MD-LRPE zeros, which are not used."""
     if KIND == 0:
@@ -141,7 +141,7 @@ def _rotation(freqs, t, kc, KIND: tl.constexpr, AXES: tl.constexpr, TOTAL: tl.co
 
 
 @triton.jit
-def _scores(a, b, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexpr,
+def scores(a, b, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexpr,
             PRECISION: tl.constexpr):  # fmt: skip
     """Return acc + features of a times transposed features of b."""
     if KIND == 0:
@@ -153,7 +153,7 @@ def _scores(a, b, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexpr,
 
 
 @triton.jit
-def _gather(left, b, cos, sin, acc, acc_sin, KIND: tl.constexpr, OPERAND: tl.constexpr,
+def gather(left, b, cos, sin, acc, acc_sin, KIND: tl.constexpr, OPERAND: tl.constexpr,
             PRECISION: tl.constexpr):  # fmt: skip
     """Return (acc, acc_sin) + left times the features of b."""
     if KIND == 0:
@@ -165,7 +165,7 @@ def _gather(left, b, cos, sin, acc, acc_sin, KIND: tl.constexpr, OPERAND: tl.con
 
 
 @triton.jit
-def _recall(f, m, m_sin, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexpr,
+def recall(f, m, m_sin, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexpr,
             PRECISION: tl.constexpr):  # fmt: skip
     """Return acc + features of f times a memory that is stored transposed."""
     if KIND == 0:
@@ -177,7 +177,7 @@ def _recall(f, m, m_sin, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexp
 
 
 @triton.jit
-def _unturn(d, d_sin, cos, sin, KIND: tl.constexpr):
+def unturn(d, d_sin, cos, sin, KIND: tl.constexpr):
     """Return the gradient of a tile from the gradients of its cos and sin features."""
     if KIND == 0:
         return d
@@ -186,19 +186,19 @@ def _unturn(d, d_sin, cos, sin, KIND: tl.constexpr):
 
 
 @triton.jit
-def _fall_to(mx, anchor, OPERAND: tl.constexpr):
+def fall_to(mx, anchor, OPERAND: tl.constexpr):
     """Return the factor from units of exp(mx) to the units of the keys that `powers` returns."""
     return weight(mx, anchor) / slip(anchor, OPERAND)
 
 
 @triton.jit
-def _to_anchor(anchor, mx, sm, m, m_sin, OPERAND: tl.constexpr):
-    fall = _fall_to(mx, anchor, OPERAND)
+def to_anchor(anchor, mx, sm, m, m_sin, OPERAND: tl.constexpr):
+    fall = fall_to(mx, anchor, OPERAND)
     return anchor, sm * fall, m * fall[None, :], m_sin * fall[None, :]
 
 
 @triton.jit
-def _unserved(k, mask, b, h, first, length, anchor, sm, kc, skb, skt, skh, DIM: tl.constexpr,
+def unserved(k, mask, b, h, first, length, anchor, sm, kc, skb, skt, skh, DIM: tl.constexpr,
               UNIT: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
     """Return 1 if `anchor` does not serve a segment's first query, whose sum is least, else 0."""
     t = first + tl.zeros((1,), tl.int32)

@@ -10,19 +10,19 @@ import triton.language as tl
 from ndlightnet_kernels.causal_chunks import (
     OUT,
     QKV,
-    _aged,
-    _entry,
-    _fade,
-    _faded,
-    _fall_to,
-    _gather,
-    _level,
-    _next_anchor,
-    _rotation,
-    _silu_and_over,
-    _to_anchor,
-    _until,
-    _unturn,
+    aged,
+    at_level,
+    fade_until,
+    faded,
+    fall_to,
+    gather,
+    load_entry,
+    next_anchor,
+    rotation,
+    silu_and_over,
+    to_anchor,
+    token_fades,
+    unturn,
 )  # fmt: skip
 from ndlightnet_kernels.phases import from_origin, pinned, slot_frequencies
 from ndlightnet_kernels.segments import INFINITE, log2_rate
@@ -71,17 +71,19 @@ def _causal_dq(
         TOTAL,
     )  # fmt: skip
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
-    mx, sm, m, m_sin = _entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, HALVES)
+    mx, sm, m, m_sin = load_entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, HALVES)
     entry_top, run, inside = mx, tl.zeros((BL, BK), tl.float32), kc < DIM
     after = top + (bh * (parts + 1) + part + 1) * DIM + kc
     rate = None if forget is None else log2_rate(forget, bh, heads)
-    fade = None if rate is None else _fade(rate, lane)
+    fade = None if rate is None else token_fades(rate, lane)
     if not CAREFUL:
         anchor = tl.load(after, mask=inside, other=-INFINITE)
-        mx, sm, m, m_sin = _to_anchor(anchor, mx, sm, m, m_sin, OPERAND)
+        mx, sm, m, m_sin = to_anchor(anchor, mx, sm, m, m_sin, OPERAND)
         if forget is not None:
             fall = tl.exp2(rate * -BL)
-            enter = tl.exp2(rate * BL - _until(rate, begin, None, BL))  # falls once more in a chunk
+            enter = tl.exp2(
+                rate * BL - fade_until(rate, begin, None, BL)
+            )  # falls once more in a chunk
             sm, m, m_sin = sm * enter, m * enter, m_sin * enter
         run += tl.where(inside, sm, 1.0)[None, :]
     acc = tl.zeros((BV, BK), tl.float32)
@@ -93,10 +95,10 @@ def _causal_dq(
         t = first + lane
         chunk = (bh * tl.cdiv(length, BL) + first // BL) * DIM + kc
         if forget is not None:
-            since = _until(rate, begin, None, BL) + rate * (first - begin).to(tl.float32)
+            since = fade_until(rate, begin, None, BL) + rate * (first - begin).to(tl.float32)
             if CAREFUL:
                 lag = tl.where(first == begin, since, rate * BL)
-                mx, sm, m, m_sin = _aged(lag, mx, sm, m, m_sin)
+                mx, sm, m, m_sin = aged(lag, mx, sm, m, m_sin)
             else:
                 run, m, m_sin = run * fall, m * fall, m_sin * fall
         if CAREFUL:
@@ -112,7 +114,7 @@ def _causal_dq(
         y = load(v, b, h, t, vc, valid, svb, svt, svh, VDIM, UNIT)
         do = load(dout, b, h, t, vc, t < length, sob, sot, soh, VDIM, UNIT)
         x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
-        at_axis, cos, sin = _rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+        at_axis, cos, sin = rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
         pair = dot(do, tl.trans(y), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
         pair = tl.where(lane[:, None] >= lane[None, :], pair, 0.0).to(OPERAND)
         zero = tl.zeros((BL, BK), tl.float32)
@@ -121,33 +123,33 @@ def _causal_dq(
             far_sin = dot(do, m_sin, zero, OPERAND, PRECISION)
         if CAREFUL:
             phi, slope = silu(x_q)
-            best = tl.maximum(mx, tl.max(_faded(x, fade), 0))
+            best = tl.maximum(mx, tl.max(faded(x, fade), 0))
             todo = (lane >= 0)[:, None] & inside[None, :]
             anchor, from_entry, d, d_sin = best, zero, zero, zero
             rounds = 0  # each serves at least one row
             while (tl.max(anchor, 0) > -INFINITE) & (rounds < BL):
                 rounds += 1
-                low, inverse, entered, todo = _level(
+                low, inverse, entered, todo = at_level(
                     x, fade, anchor, mx, sm, todo, ones, OPERAND, PRECISION
                 )
-                e, e_sin = _gather(
+                e, e_sin = gather(
                     pair, low, cos, sin, far * entered[None, :], far_sin * entered[None, :],
                     KIND, OPERAND, PRECISION,
                 )  # fmt: skip
                 d += e * inverse
                 d_sin += e_sin * inverse
                 from_entry += phi * inverse * entered[None, :]
-                anchor = _next_anchor(x, fade, mx, todo)
+                anchor = next_anchor(x, fade, mx, todo)
             p, carry = weight(x, best[None, :], fade), weight(mx, best)
         else:
             p = powers(x, mx, OPERAND, fade)
             p = pinned(p.to(OPERAND) if KIND == 0 else p)
-            d, d_sin = _gather(pair, p, cos, sin, far, far_sin, KIND, OPERAND, PRECISION)
+            d, d_sin = gather(pair, p, cos, sin, far, far_sin, KIND, OPERAND, PRECISION)
             s = dot(ones, p, run, OPERAND, PRECISION)
-            phi, slope, inverse, from_entry = _silu_and_over(x_q, s)
+            phi, slope, inverse, from_entry = silu_and_over(x_q, s)
             run = dot(tl.full((BL, BL), 1.0, OPERAND), p, run, OPERAND, PRECISION)
             d, d_sin = d * inverse, d_sin * inverse
-        grad = _unturn(d, d_sin, cos, sin, KIND)
+        grad = unturn(d, d_sin, cos, sin, KIND)
         to = dense(b, h, t, kc, length, heads, DIM)
         here = (t < length)[:, None] & inside[None, :]
         tl.store(dphi + to, grad.to(dphi.dtype.element_ty), here)
@@ -169,13 +171,13 @@ def _causal_dq(
                 if forget is not None:
                     from_entry *= tl.exp2(-since)
                 spread += from_entry * grad
-            acc, acc_sin = _gather(
+            acc, acc_sin = gather(
                 tl.trans(do), from_entry, cos, sin, acc, acc_sin, KIND, OPERAND, PRECISION
             )
-        m, m_sin = _gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, OPERAND, PRECISION)
+        m, m_sin = gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, OPERAND, PRECISION)
     if dsums is not None:
         if not CAREFUL:
-            rescale = _fall_to(entry_top, mx, OPERAND)
+            rescale = fall_to(entry_top, mx, OPERAND)
             dsum = tl.sum(spread, 0) * rescale
             acc, acc_sin = acc * rescale[None, :], acc_sin * rescale[None, :]
         tl.store(dsums + (bh * parts + part) * DIM + kc, dsum, inside)

@@ -21,10 +21,10 @@ from torch import Tensor
 from ndlightnet_kernels.causal_chunks import (
     QKV,
     TINY,
-    _faded,
-    _reciprocal,
-    _rotation,
-    _silu_over,
+    faded,
+    reciprocal,
+    rotation,
+    silu_over,
 )  # fmt: skip
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import slot_frequencies
@@ -55,21 +55,21 @@ from ndlightnet_kernels.tiles import (
 
 
 @triton.jit
-def _seen(t, u, window):
+def attended(t, u, window):
     """Return which keys u (columns) queries t (rows) attend to."""
     age = t[:, None] - u[None, :]
     return (age >= 0) & (age < window)
 
 
 @triton.jit
-def _sees(u, t, window):
+def attending(u, t, window):
     """Return which queries t (columns) attend to keys u (rows)."""
     age = t[None, :] - u[:, None]
     return (age >= 0) & (age < window)
 
 
 @triton.jit
-def _keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM: tl.constexpr,
+def window_keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM: tl.constexpr,
           MASKED: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
     """Return the logits of tokens u, -inf where the chunk from `first` on does not attend to them,
     and to which of them it does."""
@@ -78,21 +78,21 @@ def _keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM: tl.co
 
 
 @triton.jit
-def _since(rate, u, first, PLAIN: tl.constexpr):
+def since(rate, u, first, PLAIN: tl.constexpr):
     """Return the decay of tokens u as seen from the middle of the plain form's chunk of queries
     that `first` is in."""
     return (rate * (u - first // PLAIN * PLAIN - PLAIN // 2).to(tl.float32))[:, None]
 
 
 @triton.jit
-def _capped(x, anchor, fade):
+def capped(x, anchor, fade):
     """Return exp(x - anchor), at most 1: larger ones are of keys that no query left attends to."""
     p = tl.minimum(weight(x, anchor[None, :], fade), 1.0)
     return tl.where((anchor > -INFINITE)[None, :], p, 0.0)
 
 
 @triton.jit
-def _products(f, cos_t, sin_t, p, cos, sin, KIND: tl.constexpr, OPERAND: tl.constexpr,
+def products(f, cos_t, sin_t, p, cos, sin, KIND: tl.constexpr, OPERAND: tl.constexpr,
               PRECISION: tl.constexpr):  # fmt: skip
     """Return the products of features of f (tokens t) and of p, each turned by its own angles."""
     out = tl.zeros((f.shape[0], p.shape[0]), tl.float32)
@@ -105,7 +105,7 @@ def _products(f, cos_t, sin_t, p, cos, sin, KIND: tl.constexpr, OPERAND: tl.cons
 
 
 @triton.jit
-def _next_anchor(
+def next_window_anchor(
     k, mask, b, h, todo, t, begin, first, length, window, kc, rate, skb, skt, skh,
     DIM: tl.constexpr, BL: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr,
     UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
@@ -114,12 +114,14 @@ def _next_anchor(
     best = tl.full((BL, kc.shape[0]), -INFINITE, tl.float32)
     for at in range(begin, first + BL, BL):
         u = at + tl.arange(0, BL)
-        x = _keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT)[0]
-        fade = None if rate is None else _since(rate, u, first, PLAIN)
-        x = _faded(x, fade)
+        x = window_keys(
+            k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT
+        )[0]
+        fade = None if rate is None else since(rate, u, first, PLAIN)
+        x = faded(x, fade)
         if todo is not None:
             count = dot(
-                _sees(u, t, window), todo, tl.zeros(todo.shape, tl.float32), OPERAND, PRECISION
+                attending(u, t, window), todo, tl.zeros(todo.shape, tl.float32), OPERAND, PRECISION
             )
             x = tl.where(count > 0.5, x, -INFINITE)
         best = tl.maximum(best, x)
@@ -154,10 +156,10 @@ def _window(
     rate = None if forget is None else log2_rate(forget, bh, heads)
     inside, begin = kc < DIM, tl.maximum(first - window + 1, 0) // BL * BL
     x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
-    _, cos_t, sin_t = _rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+    _, cos_t, sin_t = rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
     todo = (t < length)[:, None] & inside[None, :]
     o = tl.zeros((BL, BV), tl.float32)
-    anchor = _next_anchor(
+    anchor = next_window_anchor(
         k, mask, b, h, None, t, begin, first, length, window, kc, rate, skb, skt, skh,
         DIM, BL, PLAIN, MASKED, UNIT, OPERAND, PRECISION,
     )  # fmt: skip
@@ -169,27 +171,27 @@ def _window(
             s = tl.zeros((BL, BK), tl.float32)
             for at in range(begin, first + BL, BL):
                 u = at + tl.arange(0, BL)
-                x, valid = _keys(
+                x, valid = window_keys(
                     k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT
                 )
-                fade = None if rate is None else _since(rate, u, first, PLAIN)
-                p = _capped(x, anchor, fade)
-                s = dot(_seen(t, u, window), p, s, OPERAND, PRECISION)
-            f = phi * tl.where(todo & (s >= TINY), _reciprocal(s), 0.0)
+                fade = None if rate is None else since(rate, u, first, PLAIN)
+                p = capped(x, anchor, fade)
+                s = dot(attended(t, u, window), p, s, OPERAND, PRECISION)
+            f = phi * tl.where(todo & (s >= TINY), reciprocal(s), 0.0)
             for at in range(begin, first + BL, BL):
                 u = at + tl.arange(0, BL)
-                x, valid = _keys(
+                x, valid = window_keys(
                     k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT
                 )
-                fade = None if rate is None else _since(rate, u, first, PLAIN)
-                p = _capped(x, anchor, fade)
+                fade = None if rate is None else since(rate, u, first, PLAIN)
+                p = capped(x, anchor, fade)
                 y = load(v, b, h, u, vc, valid, svb, svt, svh, VDIM, UNIT)
-                _u, cos, sin = _rotation(freqs, u, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
-                score = _products(f, cos_t, sin_t, p, cos, sin, KIND, OPERAND, PRECISION)
-                score = tl.where(_seen(t, u, window), score, 0.0)
+                _u, cos, sin = rotation(freqs, u, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+                score = products(f, cos_t, sin_t, p, cos, sin, KIND, OPERAND, PRECISION)
+                score = tl.where(attended(t, u, window), score, 0.0)
                 o = dot(score, y, o, OPERAND, PRECISION)
             todo = todo & (s < TINY)
-            anchor = _next_anchor(
+            anchor = next_window_anchor(
                 k, mask, b, h, todo, t, begin, first, length, window, kc, rate, skb, skt, skh,
                 DIM, BL, PLAIN, MASKED, UNIT, OPERAND, PRECISION,
             )  # fmt: skip
@@ -198,25 +200,25 @@ def _window(
         s = tl.zeros((BL, BK), tl.float32)
         for at in range(begin, first + BL, BL):
             u = at + tl.arange(0, BL)
-            x, valid = _keys(
+            x, valid = window_keys(
                 k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT
             )
-            fade = None if rate is None else _since(rate, u, first, PLAIN)
+            fade = None if rate is None else since(rate, u, first, PLAIN)
             p = powers(x, anchor, OPERAND, fade)
-            s = dot(_seen(t, u, window), p, s, OPERAND, PRECISION)
+            s = dot(attended(t, u, window), p, s, OPERAND, PRECISION)
         tl.store(flag + chunk, tl.max(tl.max((todo & (s < TINY)).to(tl.int32), 0), 0))
-        f = _silu_over(x_q, s)
+        f = silu_over(x_q, s)
         for at in range(begin, first + BL, BL):
             u = at + tl.arange(0, BL)
-            x, valid = _keys(
+            x, valid = window_keys(
                 k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT
             )
-            fade = None if rate is None else _since(rate, u, first, PLAIN)
+            fade = None if rate is None else since(rate, u, first, PLAIN)
             p = powers(x, anchor, OPERAND, fade)
             y = load(v, b, h, u, vc, valid, svb, svt, svh, VDIM, UNIT)
-            _u, cos, sin = _rotation(freqs, u, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
-            score = _products(f, cos_t, sin_t, p, cos, sin, KIND, OPERAND, PRECISION)
-            score = tl.where(_seen(t, u, window), score, 0.0)
+            _u, cos, sin = rotation(freqs, u, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+            score = products(f, cos_t, sin_t, p, cos, sin, KIND, OPERAND, PRECISION)
+            score = tl.where(attended(t, u, window), score, 0.0)
             o = dot(score, y, o, OPERAND, PRECISION)
     to = out + dense(b, h, t, vc, length, heads, VDIM)
     tl.store(to, o.to(out.dtype.element_ty), (t < length)[:, None] & (vc < VDIM)[None, :])

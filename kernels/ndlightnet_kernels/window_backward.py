@@ -18,11 +18,11 @@ from ndlightnet_kernels.causal_chunks import (
     OUT,
     QKV,
     TINY,
-    _gather,
-    _reciprocal,
-    _rotation,
-    _silu_and_over,
-    _unturn,
+    gather,
+    reciprocal,
+    rotation,
+    silu_and_over,
+    unturn,
 )  # fmt: skip
 from ndlightnet_kernels.launch import remembered
 from ndlightnet_kernels.phases import from_origin, slot_frequencies
@@ -47,14 +47,14 @@ from ndlightnet_kernels.tiles import (
     valid_tokens,
 )  # fmt: skip
 from ndlightnet_kernels.window import (
-    _capped,
-    _keys,
-    _next_anchor,
-    _products,
-    _seen,
-    _sees,
-    _since,
+    attended,
+    attending,
+    capped,
+    next_window_anchor,
     plan,
+    products,
+    since,
+    window_keys,
 )  # fmt: skip
 
 CAREFUL_BL = tl.constexpr(CAREFUL.chunk)
@@ -108,7 +108,7 @@ def _window_dq(
     if CAREFUL:
         phi, slope = silu(x_q)
         todo, f, level = here, d, d - INFINITE
-        anchor = _next_anchor(
+        anchor = next_window_anchor(
             k, mask, b, h, None, t, begin, first, length, window, kc, rate, skb, skt, skh,
             DIM, BL, PLAIN, MASKED, UNIT, OPERAND, PRECISION,
         )  # fmt: skip
@@ -119,23 +119,23 @@ def _window_dq(
             e, e_sin = s, s
             for at in range(begin, first + BL, BL):
                 u = at + tl.arange(0, BL)
-                x, valid = _keys(
+                x, valid = window_keys(
                     k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT
                 )
-                fade = None if rate is None else _since(rate, u, first, PLAIN)
-                p, seen = _capped(x, anchor, fade), _seen(t, u, window)
+                fade = None if rate is None else since(rate, u, first, PLAIN)
+                p, seen = capped(x, anchor, fade), attended(t, u, window)
                 y = load(v, b, h, u, vc, valid, svb, svt, svh, VDIM, UNIT)
-                _u, cos, sin = _rotation(freqs, u, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+                _u, cos, sin = rotation(freqs, u, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
                 pair = dot(do, tl.trans(y), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
                 pair = tl.where(seen, pair, 0.0).to(OPERAND)
                 s = dot(seen, p, s, OPERAND, PRECISION)
-                e, e_sin = _gather(pair, p, cos, sin, e, e_sin, KIND, OPERAND, PRECISION)
+                e, e_sin = gather(pair, p, cos, sin, e, e_sin, KIND, OPERAND, PRECISION)
             good = todo & (s >= TINY)
-            inverse = tl.where(good, _reciprocal(s), 0.0)
+            inverse = tl.where(good, reciprocal(s), 0.0)
             d, d_sin, f = d + e * inverse, d_sin + e_sin * inverse, f + phi * inverse
             level = tl.where(good, anchor[None, :], level)
             todo = todo & (s < TINY)
-            anchor = _next_anchor(
+            anchor = next_window_anchor(
                 k, mask, b, h, todo, t, begin, first, length, window, kc, rate, skb, skt, skh,
                 DIM, BL, PLAIN, MASKED, UNIT, OPERAND, PRECISION,
             )  # fmt: skip
@@ -145,21 +145,21 @@ def _window_dq(
         s = d
         for at in range(begin, first + BL, BL):
             u = at + tl.arange(0, BL)
-            x, valid = _keys(
+            x, valid = window_keys(
                 k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT
             )
-            fade = None if rate is None else _since(rate, u, first, PLAIN)
-            p, seen = powers(x, anchor, OPERAND, fade), _seen(t, u, window)
+            fade = None if rate is None else since(rate, u, first, PLAIN)
+            p, seen = powers(x, anchor, OPERAND, fade), attended(t, u, window)
             y = load(v, b, h, u, vc, valid, svb, svt, svh, VDIM, UNIT)
-            _u, cos, sin = _rotation(freqs, u, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+            _u, cos, sin = rotation(freqs, u, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
             pair = dot(do, tl.trans(y), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
             pair = tl.where(seen, pair, 0.0).to(OPERAND)
             s = dot(seen, p, s, OPERAND, PRECISION)
-            d, d_sin = _gather(pair, p, cos, sin, d, d_sin, KIND, OPERAND, PRECISION)
-        phi, slope, inverse, f = _silu_and_over(x_q, tl.where(here, s, 1.0))
+            d, d_sin = gather(pair, p, cos, sin, d, d_sin, KIND, OPERAND, PRECISION)
+        phi, slope, inverse, f = silu_and_over(x_q, tl.where(here, s, 1.0))
         d, d_sin = d * inverse, d_sin * inverse
-    at_axis, cos, sin = _rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
-    grad = _unturn(d, d_sin, cos, sin, KIND)
+    at_axis, cos, sin = rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+    grad = unturn(d, d_sin, cos, sin, KIND)
     tl.store(dphi + to, grad.to(dphi.dtype.element_ty), here)
     tl.store(features + to, f.to(features.dtype.element_ty), here)
     tl.store(dq + to, (grad * slope).to(dq.dtype.element_ty), here)
@@ -175,10 +175,10 @@ def _add(
 ):  # fmt: skip
     """Add what queries with features f give to the gradients of keys and values."""
     zero = tl.zeros(p.shape, tl.float32)
-    e, e_sin = _gather(pair, f, cos_t, sin_t, zero, zero, KIND, OPERAND, PRECISION)
+    e, e_sin = gather(pair, f, cos_t, sin_t, zero, zero, KIND, OPERAND, PRECISION)
     d, d_sin = d + e * p, d_sin + e_sin * p
     down += p * dot(seen, fg, zero, OPERAND, PRECISION)
-    score = _products(p, cos, sin, f, cos_t, sin_t, KIND, OPERAND, PRECISION)
+    score = products(p, cos, sin, f, cos_t, sin_t, KIND, OPERAND, PRECISION)
     return d, d_sin, down, dot(tl.where(seen, score, 0.0), do, dy, OPERAND, PRECISION)
 
 
@@ -216,7 +216,7 @@ def _window_dkv(
     valid = valid_tokens(mask, b, u, length, length, MASKED)
     x = load_keys(k, b, h, u, kc, length, skb, skt, skh, DIM, UNIT)
     y = load(v, b, h, u, vc, valid, svb, svt, svh, VDIM, UNIT)
-    at_axis, cos, sin = _rotation(freqs, u, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+    at_axis, cos, sin = rotation(freqs, u, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
     d, dy = tl.zeros((BL, BK), tl.float32), tl.zeros((BL, BV), tl.float32)
     d_sin, down = d, d
     for at in range(begin, end, BL):
@@ -228,13 +228,13 @@ def _window_dkv(
         f = tl.load(features + to, mask=here, other=0.0).to(tl.float32)
         g = tl.load(dphi + to, mask=here, other=0.0).to(tl.float32)
         do = load(dout, b, h, t, vc, t < length, sob, sot, soh, VDIM, UNIT)
-        _, cos_t, sin_t = _rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
-        seen = _sees(u, t, window)
+        _, cos_t, sin_t = rotation(freqs, t, kc, KIND, AXES, TOTAL, WIDE, PREFIX)
+        seen = attending(u, t, window)
         pair = dot(y, tl.trans(do), tl.zeros((BL, BL), tl.float32), OPERAND, PRECISION)
         pair = tl.where(seen, pair, 0.0).to(OPERAND)
         # a key that no query of the chunk attends to may be far above its anchor
         some = hide(x, valid & (u > at - window))
-        fade = None if rate is None else _since(rate, u, at, PLAIN)
+        fade = None if rate is None else since(rate, u, at, PLAIN)
         if CAREFUL:
             level = tl.where(here, anchor[None, :], -INFINITE)
             if tl.load(flag + chunk) != 0:
@@ -244,7 +244,7 @@ def _window_dkv(
                 mine = level == anchor[None, :]
                 part_f = tl.where(mine & here, f, 0.0)
                 d, d_sin, down, dy = _add(
-                    _capped(some, anchor, fade), g * part_f, part_f, cos_t, sin_t, pair, seen, do,
+                    capped(some, anchor, fade), g * part_f, part_f, cos_t, sin_t, pair, seen, do,
                     cos, sin, d, d_sin, down, dy, KIND, OPERAND, PRECISION,
                 )  # fmt: skip
                 level = tl.where(mine, -INFINITE, level)
@@ -254,7 +254,7 @@ def _window_dkv(
                 powers(some, anchor, OPERAND, fade), g * f, f, cos_t, sin_t, pair, seen, do,
                 cos, sin, d, d_sin, down, dy, KIND, OPERAND, PRECISION,
             )  # fmt: skip
-    grad = _unturn(d, d_sin, cos, sin, KIND) - down
+    grad = unturn(d, d_sin, cos, sin, KIND) - down
     tl.store(
         dk + dense(b, h, u, kc, length, heads, DIM), grad.to(dk.dtype.element_ty),
         (u < length)[:, None] & inside[None, :],

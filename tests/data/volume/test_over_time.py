@@ -314,3 +314,11 @@ def test_the_set_is_a_valid_decathlon(tmp_path: Path) -> None:
     assert header["pixdim"][4] == 0.5 and header.get_xyzt_units() == ("mm", "sec")
     loaded = Volume.read(Case(case.name, case.images, case.label, over_time=True), len(LABELS), 1)
     assert loaded.image.shape[1] == FRAMES and loaded.grid.time_step == 0.5
+
+
+def test_a_case_keeps_its_name_as_a_series():
+    """Also one that was changed to a valid file name: it is not changed twice."""
+    case = Case("a/" + 300 * "b", (Path("image.nii.gz"),), None)
+    series = case.as_series(True)
+    assert series.over_time and not case.over_time
+    assert series.name == case.name != "a/" + 300 * "b"
