@@ -187,6 +187,7 @@ def test_text(tmp_path):
     assert run["steps"] == 30 * 2 and run["bits_per_byte"] == run["bits_16"]
     assert all(run[f"bits_{n}"] < 2.7 for n in (16, 32, 64))  # 2.71 by the counts of the letters
     assert " bits_64 " in (tmp_path / "out" / "table.md").read_text()
+    assert (tmp_path / "out" / "lengths.png").read_bytes().startswith(b"\x89PNG")
     text = sets.load(content)
     parts = torch.cat([batch for (batch,) in text.batches(0, 5)])
     assert parts.shape == (20, 17)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,16 +85,16 @@ def curves(runs: Sequence[Run], rows: Sequence[str], path: Path, references: Seq
 def lengths(runs: Sequence[Run], rows: Sequence[str], path: Path) -> None:
     """Draw bits per byte over the length of the windows, "bits_N", as the mean of a row's runs."""
     picture = figure(8.6, 3.8)
-    axes = picture.subplots()
+    axes, ticks = picture.subplots(), set()
     for index, row in enumerate(rows):
         if mine := of_row(runs, row):
-            found = {int(key[5:]): [run[key] for run in mine if key in run]
-                     for key in mine[0] if key.startswith("bits_") and key[5:].isdigit()}  # fmt: skip
-            means = [tensor(values).mean() for values in found.values()]
-            axes.plot(list(found), means, label=row, **line_style(index))
+            found = set.intersection(*({*run} for run in mine))
+            at = sorted(int(key[5:]) for key in found if re.fullmatch(r"bits_\d+", key))
+            means = [tensor([run[f"bits_{n}"] for run in mine]).mean() for n in at]
+            axes.plot(at, means, label=row, **line_style(index))
+            ticks |= {*at}
     axes.set_xscale("log", base=2)
-    ticks = sorted({x for line in axes.lines for x in line.get_xdata()})
-    axes.set_xticks(ticks, [short(n) for n in ticks])
+    axes.set_xticks(sorted(ticks), [short(n) for n in sorted(ticks)])
     axes.set(xlabel="bytes in a window", ylabel="bits per byte")
     finish([axes])
     legend(picture, [axes], rows)
