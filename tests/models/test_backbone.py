@@ -38,7 +38,18 @@ def millions(model):
         (partial(ndlightnet_base, 2, patch_size=16), 87.74),
         (partial(ndlightnet_small, 2, patch_size=16, tpe=False), 22.54),
         (partial(ndlightnet_base, 2, patch_size=16, tpe=False), 87.54),
-        (partial(NDLightNet, 1, vocab_size=50265, embed_dim=512, depth=6, causal=True), 45.07),
+        (
+            partial(
+                ndlightnet_small,
+                1,
+                vocab_size=50265,
+                embed_dim=512,
+                depth=6,
+                causal=True,
+                mixer=partial(LightNetAttention, heads=8, local=None),
+            ),
+            45.07,
+        ),
     ],
 )
 def test_parameters_are_the_papers(build, expected):

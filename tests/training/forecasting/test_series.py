@@ -26,10 +26,10 @@ SPLIT = (500, 600, 720)
 CONFIG = """
 seed_everything: 0
 trainer:
-  {accelerator: cpu, max_epochs: 6, enable_progress_bar: false, check_val_every_n_epoch: 2,
+  {accelerator: cpu, max_epochs: 10, enable_progress_bar: false, check_val_every_n_epoch: 2,
    log_every_n_steps: 5}
 model:
-  lr: 1.0e-2
+  lr: 2.0e-2
   net:
     class_path: ndlightnet.models.forecaster.Forecaster
     init_args: {in_chans: 2, label_length: 24, embed_dim: 16, depth: 1}
@@ -166,7 +166,7 @@ def test_metrics_by_hand(trained, folder):
     assert metrics["windows"] == 91 and metrics["columns"] == ["A", "OT"]
     assert (metrics["input_length"], metrics["horizon"]) == (48, 30)
     assert metrics["parameters"] == sum(p.numel() for p in net.parameters())
-    assert metrics["steps"] == 6 * ((500 - 78 + 1) // 32) and metrics["step_ms"] > 0
+    assert metrics["steps"] == 10 * ((500 - 78 + 1) // 32) and metrics["step_ms"] > 0
 
 
 def test_a_daily_pattern_is_learnt(trained):
