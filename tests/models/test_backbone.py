@@ -18,12 +18,13 @@ from ndlightnet import (
 
 SIZES = {1: (37,), 2: (13, 9), 3: (5, 6, 7), 4: (3, 4, 3, 5), 5: (3, 2, 3, 2, 3)}
 tiny = partial(NDLightNet, in_chans=2, num_classes=5, embed_dim=32, depth=2, tpe_states=4)
+ROBERTA = {"vocab_size": 50265, "embed_dim": 512, "depth": 6, "tpe_states": 128}  # its words
 every_dims = pytest.mark.parametrize("dims", SIZES)
 
 
 def text(**options):
-    options = dict(embed_dim=32, depth=2, tpe_states=4, causal=True) | options
-    return NDLightNet(1, vocab_size=50, **options)
+    options = dict(embed_dim=32, depth=2, tpe_states=4, causal=True, vocab_size=50) | options
+    return NDLightNet(1, **options)
 
 
 def millions(model):
@@ -38,18 +39,7 @@ def millions(model):
         (partial(ndlightnet_base, 2, patch_size=16), 87.74),
         (partial(ndlightnet_small, 2, patch_size=16, tpe=False), 22.54),
         (partial(ndlightnet_base, 2, patch_size=16, tpe=False), 87.54),
-        (
-            partial(
-                ndlightnet_small,
-                1,
-                vocab_size=50265,
-                embed_dim=512,
-                depth=6,
-                causal=True,
-                mixer=partial(LightNetAttention, heads=8, local=None),
-            ),
-            45.07,
-        ),
+        (partial(text, **ROBERTA, mixer=partial(LightNetAttention, heads=8, local=None)), 45.07),
     ],
 )
 def test_parameters_are_the_papers(build, expected):
