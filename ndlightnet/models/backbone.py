@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ndlightnet.layout import Grid, Layout, Packed, pack
 from ndlightnet.models.stream import Stream, StreamState, advance
 from ndlightnet.nn.block import Block, init_weights, undecayed_names
+from ndlightnet.nn.heads import default_heads
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, layer_factories
 from ndlightnet.nn.patch import Patchify
@@ -31,8 +32,9 @@ class NDLightNet(nn.Module):
         patch_size: cells per token, an int or one per axis; default: about 256 cells a patch.
         embed_dim, depth: width and number of blocks.
         mixer: a function of the width that returns a mixer, or a list of one for each layer; see
-            ndlightnet.nn.mixers, for text above all text_mixer. If its signature names `dims` or
-            `layer`, it is called with the number of axes or the index of the layer, too.
+            ndlightnet.nn.mixers; for text, text_mixer. If its signature names `dims`, `layer` or
+            `causal`, it is called with the number of axes, the index of the layer or the argument
+            below, too.
         mlp_ratio: hidden width of the gated MLP / embed_dim.
         tpe: MD-TPE after the embedding. tpe_states: its states per axis. tpe_bidirectional: scan
             forward and backward along each axis (except the first one if causal); default: True
@@ -81,7 +83,7 @@ class NDLightNet(nn.Module):
             raise ValueError(f"dims={dims} with vocab_size={vocab_size}: expected dims=1")
         if depth < 1 or embed_dim < 1:
             raise ValueError(f"depth={depth}, embed_dim={embed_dim}: expected 1 or more of both")
-        factories = layer_factories("mixer", mixer, depth, dims)
+        factories = layer_factories("mixer", mixer, depth, dims, causal=causal)
         self.dims, self.in_chans = dims, in_chans
         self.embed_dim = self.num_features = embed_dim
         self.causal, self.vocab_size = causal, vocab_size
@@ -251,10 +253,12 @@ class NDLightNet(nn.Module):
         return Stream(self, batch_size, cuda_graph=cuda_graph)
 
 
-def _published(width: int) -> partial[NDLightNet]:
-    """Return the paper's network: heads of 64 channels, without local mixing."""
-    mixer = partial(LightNetAttention, heads=width // 64, local=None, key_scale=1.0)
-    return partial(NDLightNet, embed_dim=width, depth=12, mixer=mixer)
+def published_mixer(dim: int) -> LightNetAttention:
+    """Return the paper's layer: heads of 64 channels, without local mixing."""
+    return LightNetAttention(dim, default_heads(dim, None)[0], local=None, key_scale=1.0)
 
 
-ndlightnet_tiny, ndlightnet_small, ndlightnet_base = map(_published, (192, 384, 768))
+_published = partial(NDLightNet, depth=12, mixer=published_mixer)
+ndlightnet_tiny = partial(_published, embed_dim=192)
+ndlightnet_small = partial(_published, embed_dim=384)
+ndlightnet_base = partial(_published, embed_dim=768)

@@ -90,7 +90,8 @@ class Forecaster(nn.Module):
                 f"depth={depth}, decoder_depth={decoder_depth}: expected 1 or more of both"
             )
         layers = depth + decoder_depth
-        factories = layer_factories("mixer", mixer, layers, dims=1)
+        encoders = layer_factories("mixer", mixer, layers, dims=1, causal=False)[:depth]
+        decoders = layer_factories("mixer", mixer, layers, dims=1, causal=True)[depth:]
         # without `dims`: a layer that reads another source mixes nothing locally
         crosses = layer_factories("mixer", mixer, layers, dims=None)[depth:]
         if cross is not None:
@@ -100,11 +101,11 @@ class Forecaster(nn.Module):
         self.embed = nn.Linear(in_chans, embed_dim)
         self.embed_time = nn.Linear(time_chans, embed_dim, bias=False)
         self.drop = nn.Dropout(drop_rate)
-        self.encoder = nn.ModuleList(Block(embed_dim, one, mlp_ratio) for one in factories[:depth])
+        self.encoder = nn.ModuleList(Block(embed_dim, one, mlp_ratio) for one in encoders)
         self.encoder_norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.decoder = nn.ModuleList(
             CrossBlock(embed_dim, *pair, mlp_ratio, fixed=cross is not None)
-            for pair in zip(factories[depth:], crosses, strict=True)
+            for pair in zip(decoders, crosses, strict=True)
         )
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.head = nn.Linear(embed_dim, in_chans)

@@ -219,7 +219,7 @@ class NDLightUNet(nn.Module):
         self.dims, self.in_channels, self.out_channels = dims, in_channels, out_channels
         self.strides, self.deep_supervision = steps, deep_supervision
         self.separable, self.causal = separable, causal
-        factories = iter(layer_factories("mixer", mixer, sum(depths), dims))
+        factories = iter(layer_factories("mixer", mixer, sum(depths), dims, causal=causal))
         layers: Any = Separable(dims, mlp_ratio, causal) if separable else Convolutional(dims)
         self.channel_axis = layers.channel_axis
         self.down, self.convs, self.stages = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()

@@ -63,7 +63,8 @@ def streams(at: Tensor, frames: int, rng: torch.Generator) -> tuple[Tensor, Tens
 
 def mixer(row: str, heads: int) -> Callable[[int], nn.Module]:
     kind, _, value = row.partition(" ")
-    lightnet = partial(LightNetAttention, heads=heads, lrpe="cosine" if kind == "cosine" else None)
+    code = "cosine" if kind == "cosine" else None
+    lightnet = partial(LightNetAttention, heads=heads, lrpe=code, local=None)
     softmax = partial(SoftmaxAttention, heads=max(1, heads // 4), rotary=kind == "rotary")
 
     # the kernels' tiles would be almost empty: a frame is one token, a head has few channels

@@ -54,6 +54,8 @@ def test_factories_get_what_their_signatures_name():
     assert build_mixer(partial(Recorded, layer=None), 8, dims=3, layer=5).built == (8, 3, 5, 1)
     assert build_mixer(partial(OfLayer, layer=0), 8, dims=3, layer=5).built == (8, 0)
     assert isinstance(build_mixer(lambda dim: nn.Identity(), 8, dims=3, layer=5), nn.Identity)
+    sharp = (build_mixer(LightNetAttention, 8, dims=3, layer=5, causal=c) for c in (False, True))
+    assert [layer.key_scale for layer in sharp] == [4, 1]
     anything = partial(lambda dim, **more: Recorded(dim, **more), heads=4)
     assert build_mixer(anything, 8, dims=3, layer=5).built == (8, None, None, 4)
 

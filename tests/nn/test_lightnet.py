@@ -77,7 +77,7 @@ def test_refusals_say_why():
     with pytest.raises(ValueError, match=r"forget=-1"):
         LightNetAttention(32, forget=-1)
     for options in ({"window": 2}, {"forget": 0.1}):
-        with pytest.raises(ValueError, match=r"causal=False with window"):
+        with pytest.raises(ValueError, match=r"causal=False, and the layer has window"):
             LightNetAttention(32, 2, **options)(x)
     for forget in (-1, float("inf"), (0.1,), (0.1, float("nan"))):
         with pytest.raises(ValueError, match=r"forget="):

@@ -8,7 +8,7 @@ import torch
 from ndlightnet import NDLightNet
 from ndlightnet.layout import Grid, Ragged
 from ndlightnet.models import ndlightnet_small
-from ndlightnet.nn.mixers import LightNetAttention
+from ndlightnet.nn.mixers import LightNetAttention, SoftmaxAttention
 from ndlightnet.nn.mixers.with_local import WithLocal
 
 
@@ -83,6 +83,14 @@ def test_network_uses_it_and_the_published_one_does_not():
     assert not any("local" in name for name, _ in ndlightnet_small(dims=2).named_parameters())
 
 
+@pytest.mark.parametrize("causal, scale", [(False, 4.0), (True, 1.0)])
+def test_key_scale_of_a_network(causal, scale):
+    for local in (LightNetAttention, partial(WithLocal, mixer=LightNetAttention)):
+        net = NDLightNet(2, 1, 2, patch_size=1, embed_dim=8, depth=1, causal=causal, mixer=local)
+        found = [m.key_scale for m in net.modules() if isinstance(m, LightNetAttention)]
+        assert found == [scale]
+
+
 def test_key_scale_survives_the_network_initialiser():
     torch.manual_seed(0)
     plain = NDLightNet(1, 1, 2, patch_size=1, embed_dim=8, depth=1,
@@ -105,21 +113,39 @@ def test_old_checkpoint_gives_the_network_that_it_was():
     torch.testing.assert_close(old(x), new(x))
 
 
-@pytest.mark.parametrize("learn", [True, False])
-def test_old_checkpoint_brings_its_heads(learn):
-    """One per 64 channels was the default before one per 32; heads that are set stay."""
-    old = LightNetAttention(128, 2, learn_theta=learn, local=None, bias=True).double()
-    new = LightNetAttention(128, learn_theta=learn, dims=2, bias=True).double()
+@pytest.mark.parametrize("options", [{}, {"lrpe": None}, {"learn_theta": False}])
+def test_old_checkpoint_brings_its_heads(options):
+    """One per 64 channels was the default before one per 32."""
+    old = LightNetAttention(128, 2, dims=None, bias=True, **options).double().requires_grad_(False)
+    new = LightNetAttention(128, dims=2, bias=True, **options).double().requires_grad_(False)
     assert new.heads == 4
     new.load_state_dict(old.state_dict())
     assert new.heads == 2 and new.local_values is None
-    assert [p.requires_grad for p in new.parameters()] == [
-        p.requires_grad for p in old.parameters()
-    ]
+    assert not any(p.requires_grad for p in new.gate.parameters())
     x = torch.randn(1, 3, 4, 128, dtype=torch.float64)
     torch.testing.assert_close(old(x), new(x))
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        LightNetAttention(128, 8, dims=2, bias=True).load_state_dict(old.state_dict())
+
+
+@pytest.mark.parametrize(
+    "given", [{"heads": 4}, {"gate_rank": 64}, {"gate_rank": 64, "lrpe": None}]
+)
+def test_heads_that_are_given_stay(given):
+    layer, again = (LightNetAttention(128, **given).double() for _ in range(2))
+    again.load_state_dict(layer.state_dict())
+    x = torch.randn(1, 3, 128, dtype=torch.float64)
+    assert again.heads == 4
+    torch.testing.assert_close(layer(x), again(x))
+    old = LightNetAttention(128, 2, gate_rank=given.get("gate_rank", 64))
+    if given.get("lrpe", "") is not None:
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            again.load_state_dict(old.state_dict())
+
+
+def test_checkpoint_of_another_mixer_is_refused():
+    layer, other = LightNetAttention(64, dims=1), SoftmaxAttention(64)
+    with pytest.raises(RuntimeError, match=r"Missing key.*gate"):
+        layer.load_state_dict(other.state_dict())
+    assert layer.local_values is not None
 
 
 @pytest.mark.parametrize("arguments", [{"local": "keys"}, {"key_scale": 0.0}])

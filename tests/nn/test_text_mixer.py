@@ -25,15 +25,19 @@ def test_kinds(net):
     assert isinstance(first, LightNetAttention) and isinstance(second, LightNetAttention)
     assert isinstance(third.mixer, WindowAttention) and third.mixer.window == 5
     assert all(mixer.local_values is not None for mixer in (first, second, third))
-    assert first.forget.tolist() == pytest.approx([0.001, 0.064])
+    assert first.forget.tolist() == pytest.approx([0.001, 0.004])
 
 
-@pytest.mark.parametrize("dim", [32, 64, 192, 384])
-def test_rates(dim):
-    rates = text_mixer(dim, dims=1).forget
-    assert len(rates) == max(1, dim // 64) and rates[0] == pytest.approx(0.001)
-    ratios = rates[1:] / rates[:-1]
-    assert torch.allclose(ratios, ratios[:1].expand_as(ratios)) and bool((ratios > 1).all())
+@pytest.mark.parametrize("dim", [32, 64, 200, 384, 448])
+def test_a_rate_for_each_head(dim):
+    layer = text_mixer(dim)
+    known = torch.tensor([0.001, 0.004, 0.008, 0.016, 0.032, 0.064, 0.001])
+    assert torch.equal(layer.forget, known[: layer.heads]) and layer.key_scale == 1
+
+
+def test_it_is_causal():
+    with pytest.raises(ValueError, match="causal=False with text_mixer"):
+        NDLightNet(1, vocab_size=20, embed_dim=32, depth=1, mixer=text_mixer)
 
 
 def test_stream_is_whole(net):

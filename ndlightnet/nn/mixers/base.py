@@ -137,13 +137,16 @@ Factory = Callable[[int], nn.Module]
 Factories = tuple[Factory, ...] | Factory | Sequence[Factory]
 
 
-def build_mixer(factory: Factory, dim: int, *, dims: int | None, layer: int) -> nn.Module:
-    """Return factory(dim), called with the keyword arguments `dims` (number of axes; None: not
-    given) and `layer` (index of the layer) as well, each if the factory's signature names it. A
-    `functools.partial` may set them itself, to anything but None."""
+def build_mixer(
+    factory: Factory, dim: int, *, dims: int | None, layer: int, causal: bool | None = None
+) -> nn.Module:
+    """Return factory(dim), called with the keyword arguments `dims` (number of axes), `layer`
+    (index of the layer) and `causal` (whether its causal form is called) as well, each if the
+    factory's signature names it and it is not None. A `functools.partial` may set them itself, to
+    anything but None."""
     given = getattr(factory, "keywords", {})  # of a partial; jsonargparse gives it all defaults
     named = {*inspect.signature(factory).parameters, *given}
-    offered = {"dims": dims, "layer": layer}
+    offered = {"dims": dims, "layer": layer, "causal": causal}
     missing = {key: n for key, n in offered.items() if n is not None and given.get(key) is None}
     more = {key: n for key, n in missing.items() if key in named}
     build: Callable[..., nn.Module] = factory
@@ -151,8 +154,9 @@ def build_mixer(factory: Factory, dim: int, *, dims: int | None, layer: int) -> 
 
 
 def layer_factories(
-    name: str, mixer: Factories, layers: int, dims: int | None, first: int = 0
-) -> list[Factory]:
+    name: str, mixer: Factories, layers: int, dims: int | None, first: int = 0,
+    causal: bool | None = None,
+) -> list[Factory]:  # fmt: skip
     """Return a function of the width for each of `layers` layers, which calls `build_mixer` with
     the layer's index, `first` for the first one.
 
@@ -170,7 +174,8 @@ def layer_factories(
             found = f"{type(made).__name__}(...)" if isinstance(made, nn.Module) else repr(made)
             raise ValueError(f"{label}={found}: expected {_FACTORY}")
     return [
-        partial(build_mixer, factory, dims=dims, layer=first + i) for i, factory in enumerate(each)
+        partial(build_mixer, factory, dims=dims, layer=first + i, causal=causal)
+        for i, factory in enumerate(each)
     ]
 
 

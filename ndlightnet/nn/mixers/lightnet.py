@@ -51,11 +51,12 @@ class LightNetAttention(Constants, StreamingMixer):
         gate_rank: rank of the output gate; default the head dim.
         bias: biases in the projections.
         dims: number of axes, for local mixing; networks give it. None: no local mixing.
+        causal: whether the causal form is called, for the default of key_scale; networks give it.
         local: what is mixed locally: "values", as above; "input": x + local x enters the layer;
             "both"; None: nothing, the paper's layer.
         radius, dense: how far local mixing reads, and in which shape; see LocalMixing.
         key_scale: factor on the initial weights of k_proj. With larger keys M begins with few
-            tokens for each channel rather than with the mean of all.
+            tokens for each channel rather than with the mean of all. Default: 4, causal 1.
         window: causal form: a frame (a step of the first axis) sees the last `window` frames,
             itself included. Default: all before it.
         forget: causal form: decay rate per frame: a frame t frames back weighs exp(-forget t); a
@@ -79,10 +80,11 @@ class LightNetAttention(Constants, StreamingMixer):
         gate_rank: int | None = None,
         bias: bool = False,
         dims: int | None = None,
+        causal: bool | None = None,
         local: Where | None = "values",
         radius: int = 1,
         dense: bool = False,
-        key_scale: float = 4.0,
+        key_scale: float | None = None,
         window: int | None = None,
         forget: float | Sequence[float] = 0.0,
         impl: Impl = "auto",
@@ -92,9 +94,14 @@ class LightNetAttention(Constants, StreamingMixer):
             raise ValueError(f"window={window}: expected 1 or more frames, or None")
         if local is not None and local not in get_args(Where):
             raise ValueError(f"local={local!r}: expected 'values', 'input', 'both' or None")
+        if key_scale is None:
+            key_scale = 1.0 if causal else 4.0
         if not 0 < key_scale < float("inf"):
             raise ValueError(f"key_scale={key_scale}: expected a finite number above 0")
         self.window = window
+        # whether a checkpoint may bring another number of heads, see _load_from_state_dict
+        given = (heads, gate_rank) != (None, None)
+        self.heads_given = given or not isinstance(forget, int | float)
         self.heads, self.head_dim = default_heads(dim, heads, HEAD_DIM)
         rates = [forget] * self.heads if isinstance(forget, int | float) else list(forget)
         if len(rates) != self.heads or not all(0 <= rate < float("inf") for rate in rates):
@@ -194,8 +201,9 @@ class LightNetAttention(Constants, StreamingMixer):
     def _refuse_window(self) -> None:
         if self.window is not None or self.decays:
             raise ValueError(
-                f"causal=False with window={self.window}, forget={self.forget}: these are about "
-                "frames before a frame, expected causal=True"
+                f"causal=False, and the layer has window={self.window}, "
+                f"forget={self.rates or self.forget}, which are about the frames before a frame: "
+                "expected causal=True"
             )
 
     def _refuse_rotary(self) -> None:
@@ -265,25 +273,26 @@ class LightNetAttention(Constants, StreamingMixer):
         return self._output(y, gate, near), new
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
-        # A checkpoint from before local mixing is of the layer without it, which this one becomes,
-        # with one head per 64 channels if it had so many by default.
-        if prefix + "k_proj.weight" in state_dict:
-            names = ("local_values", "local_input")
-            missing = [name for name in names if f"{prefix}{name}.weight" not in state_dict]
-            for name in missing:
-                setattr(self, name, None)
-            if len(missing) == 2:
-                self._divide_as_before(len(state_dict[prefix + "gate.0.weight"]))
+        # A checkpoint from before local mixing is of the layer without it, which this one becomes;
+        # one from before heads of 32 channels, which shows in the rank of its gate, brings its own.
+        gate = state_dict.get(prefix + "gate.0.weight")
+        if gate is not None:
+            for name in ("local_values", "local_input"):
+                if f"{prefix}{name}.weight" not in state_dict:
+                    setattr(self, name, None)
+            if not self.heads_given and len(gate) != self.head_dim:
+                self._divide_as_before(len(gate))
         super()._load_from_state_dict(state_dict, prefix, *more)
 
     def _divide_as_before(self, rank: int) -> None:
-        """Take heads of 64 channels, if a checkpoint's gate has their rank and they are not set."""
-        dim, code = self.q_proj.out_features, self.lrpe
-        heads, head_dim = default_heads(dim, None)
-        unset = self.heads == default_heads(dim, None, HEAD_DIM)[0]
-        if unset and rank == head_dim != self.head_dim:
-            learn = code is not None and code.log_factor.requires_grad
-            self._divide(heads, rank, code.kind if code else None, learn)
-            for made in (self.gate, self.lrpe):
-                if made is not None:
-                    made.to(self.q_proj.weight)
+        """Take heads of 64 channels, if this is the rank of their gate. Do this before an optimizer
+        gets the parameters: those of the gate and the angles are new."""
+        heads, head_dim = default_heads(self.q_proj.out_features, None)
+        if rank != head_dim:
+            return
+        code, trained = self.lrpe, next(self.gate.parameters()).requires_grad
+        learn = code is not None and code.log_factor.requires_grad
+        self._divide(heads, rank, code.kind if code else None, learn)
+        self.gate.to(self.q_proj.weight).requires_grad_(trained)
+        if self.lrpe:
+            self.lrpe.to(self.q_proj.weight)

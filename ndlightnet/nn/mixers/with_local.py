@@ -27,7 +27,8 @@ class WithLocal(StreamingMixer):
         mixer: a function of the width that returns a Mixer.
         local: "values", as above; "input": mixer(x + local(x)); "both": the first of x + local(x).
         radius, dense: as in LocalMixing.
-        dims, layer: number of axes, index of the layer; networks give both.
+        dims, layer, causal: number of axes, index of the layer, whether the causal form is called;
+            networks give them.
         impl: of the convolution; see ndlightnet.ops.local_mixing.
 
     Parameters: those of the mixer and taps * dim (the channels of its values), twice for "both".
@@ -45,6 +46,7 @@ class WithLocal(StreamingMixer):
         dense: bool = False,
         dims: int | None = None,
         layer: int | None = None,
+        causal: bool | None = None,
         impl: Impl = "auto",
     ) -> None:
         super().__init__()
@@ -52,7 +54,7 @@ class WithLocal(StreamingMixer):
             raise ValueError(f"local={local!r}: expected 'values', 'input' or 'both'")
         if dims is None:
             raise ValueError("dims=None: expected the number of axes, which networks give")
-        made = build_mixer(mixer, dim, dims=dims, layer=layer or 0)
+        made = build_mixer(mixer, dim, dims=dims, layer=layer or 0, causal=causal)
         if not isinstance(made, Mixer):
             raise ValueError(f"mixer: makes a {type(made).__name__}, expected a Mixer")
         self.mixer = made

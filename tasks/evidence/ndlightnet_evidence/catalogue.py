@@ -26,7 +26,7 @@ def mixer(name: str, **init_args: Any) -> str:
 
 
 ROWS: dict[str, list[str]] = {
-    "LightNet": [],
+    "LightNet": [mixer("LightNetAttention")],
     "softmax attention": [mixer("SoftmaxAttention")],
     "identity mixer": [mixer("Identity")],
     "LAVO, window 64": [mixer("LAVO", window=64)],

@@ -15,10 +15,17 @@ class LayerScale(Mixer):
     undecayed = ("scale",)
 
     def __init__(
-        self, dim: int, mixer: Factory, *, start: float = 0.1, dims: int, layer: int = 0
+        self,
+        dim: int,
+        mixer: Factory,
+        *,
+        start: float = 0.1,
+        dims: int | None = None,
+        layer: int | None = None,
+        causal: bool | None = None,
     ) -> None:
         super().__init__()
-        self.mixer = build_mixer(mixer, dim, dims=dims, layer=layer)
+        self.mixer = build_mixer(mixer, dim, dims=dims, layer=layer or 0, causal=causal)
         self.scale = nn.Parameter(torch.full((dim,), start))
 
     def mix(self, x: Tensor, layout: Layout, mask: Tensor | None, causal: bool) -> Tensor:
