@@ -126,7 +126,8 @@ def at_odd_address(x):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_odd_addresses_and_transposed_weights(dtype):
-    """A short convolution stores its weights as (dim, taps)."""
+    """A short convolution stores its weights as (dim, taps). Odd addresses can fail on a card only,
+    where two numbers are read as one."""
     x, weight, offsets, layout = case(star, 1, (4, 5), dtype, 16)
     check(at_odd_address(x), weight, offsets, layout)
     check(x, at_odd_address(weight), offsets, layout)
