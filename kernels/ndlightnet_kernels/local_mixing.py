@@ -280,18 +280,21 @@ def _grouped(offsets: Sequence[tuple[int, ...]], sign: int) -> Groups:
     return tuple((rest, tuple(members)) for rest, members in found.items())
 
 
-def _dense(x: Tensor) -> Tensor:
-    """Return x in one piece, at an address at which two of its numbers can be read as one."""
+PAIR, WEIGHTS = 4, 8  # bytes of two bfloat16 and of two float32, which are read as one number
+
+
+def _dense(x: Tensor, unit: int) -> Tensor:
+    """Return x in one piece, at an address that is a multiple of `unit` bytes."""
     x = x.contiguous()
-    return x if x.data_ptr() % (2 * x.element_size()) == 0 else x.clone()
+    return x if x.data_ptr() % unit == 0 else x.clone()
 
 
 def _rows(x: Tensor) -> Tensor:
     """Return x with tokens at one distance and dense channels, copied only if necessary: such as
     the values in a joint projection."""
-    even = x.data_ptr() % (2 * x.element_size()) == 0
+    even = x.data_ptr() % PAIR == 0
     regular = x.stride(2) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
-    return x if regular and even else _dense(x)
+    return x if regular and even else _dense(x, PAIR)
 
 
 def _arguments(x: Tensor, shape: Sequence[int], boxes: Tensor | None, of: Box) -> dict[str, Any]:
@@ -333,7 +336,7 @@ def mix(
     """Return u (batch, length, dim). shape: the grid; of a pack any one of as many axes, with
     `boxes`, the table of its boxes. rows: the box, (frames, *rows). transposed: with the offsets
     negated and 0 for padding, as in the gradient of x."""
-    x, weight, of = _rows(x), _dense(weight), Box(rows[0], tuple(rows[1:]))
+    x, weight, of = _rows(x), _dense(weight, WEIGHTS), Box(rows[0], tuple(rows[1:]))
     key = (*form(x), tuple(shape), boxes is not None and boxes.shape, of, offsets)
     launch = remembered(
         ("local_mixing", *key, mask is not None, transposed),
@@ -370,7 +373,8 @@ def backward(
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
     """Return the gradients of x and of weight (float32). Without dx if there are more taps than
     one pass takes: `mix` transposed computes it."""
-    du, x, weight, of = _dense(du), _rows(x), _dense(weight), Box(rows[0], tuple(rows[1:]))
+    du, x, weight = _dense(du, PAIR), _rows(x), _dense(weight, WEIGHTS)
+    of = Box(rows[0], tuple(rows[1:]))
     key = (*form(x), tuple(shape), boxes is not None and boxes.shape, of, offsets)
     launches = remembered(
         ("local_mixing_backward", *key, mask is not None),

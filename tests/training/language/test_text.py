@@ -360,7 +360,7 @@ def test_config_takes_a_step(tmp_path, monkeypatch, mixer):
     found = {type(block.mixer).__name__ for block in task.net.blocks}
     assert found == ({mixer} if mixer else {"LightNetAttention", "WithLocal"})
     assert task.net.tpe is not None and task.net.causal and task.net.vocab_size == 256
-    assert len(task.net.blocks) == 6 and task.lr == read["model"]["lr"]
+    assert len(task.net.blocks) == 6 and task.lr == read["model"]["lr"] == 4e-3
     assert data.lengths == asked["lengths"] == [2048 << i for i in range(7)]
     assert data.length == 2048 and data.windows % data.batch_size == 0
     assert cli.trainer.max_epochs % cli.trainer.check_val_every_n_epoch == 0
