@@ -38,7 +38,7 @@ PLANS = (
     (Plan((4,), 16, 4, 128), Plan((4,), 16, 4, 128, taps=9, programs=1056)),
     (Plan((8,), 16, 4, 128), Plan((4,), 16, 4, 128, taps=9, programs=264)),
     (Plan((8,), 32, 8, 64, 128, 2), Plan((8,), 16, 8, 64, 128, taps=9, programs=264)),
-    (Plan((2, 4), 32, 8, 64, 128, 2), Plan((2, 4), 16, 8, 64, 128, taps=9, programs=264)),
+    (Plan((2, 4), 32, 8, 64, 128, 4), Plan((2, 4), 16, 8, 64, 128, taps=9, programs=264)),
 )
 FEW = 9  # taps
 MANY = Plan((2, 4), 32, 8, 64, 128, 2), Plan((2, 4), 8, 4, 64, 168, taps=27, programs=396)
