@@ -288,7 +288,7 @@ def _arguments(
         for size, extent in zip(sizes, of.extents, strict=True):
             count *= cdiv(size, extent)
     block = min(power_of_2(dim), how.bytes // x.element_size())
-    pairs = x.dtype == torch.bfloat16 and dim % 2 == x.stride(1) % 2 == 0 and x.is_cuda
+    pairs = x.dtype == torch.bfloat16 and dim % 2 == x.stride(1) % 2 == 0
     return {
         "boxes": count, "length": x.shape[1], **{f"n{a}": n for a, n in enumerate(sizes)},
         **{f"n{a}": None for a in range(len(sizes), MOST_AXES)},
