@@ -14,35 +14,83 @@ from torch import Tensor
 
 from ndlightnet_kernels.tiles import power_of_2
 
-# Rows of cells of a program and its warps; by the number of axes (the last one holds for more) its
-# frames, forward and backward. Measured on an H200 with radius 1
-ROWS, WARPS = 16, 4
-FRAMES, BACK_FRAMES = (4, 8, 8, 4), (4, 4, 4, 2)
+
+class Plan(NamedTuple):
+    """How programs compute their boxes. patch: the cells of a row along the last axes; a thread
+    holds them all. rows, warps: of a program. bytes: of a token that it reads: whole sectors of 32.
+    registers: of a thread at most, 0 for as many as the compiler takes. boxes: of a program of the
+    forward kernel, successive ones. Of the backward kernel, taps: whose sums it holds in registers;
+    programs: a constant, for the same bits on every card."""
+
+    patch: tuple[int, ...]
+    rows: int
+    warps: int
+    bytes: int
+    registers: int = 0
+    boxes: int = 1
+    taps: int = 0
+    programs: int = 0
+
+
+# Forward and backward, by the number of axes (the last one holds for more); for many taps one pair
+# for any number. They follow from counts of instructions, registers and bytes, not from times
+PLANS = (
+    (Plan((4,), 16, 4, 128), Plan((4,), 16, 4, 128, taps=9, programs=1056)),
+    (Plan((8,), 16, 4, 128), Plan((4,), 16, 4, 128, taps=9, programs=264)),
+    (Plan((8,), 32, 8, 64, 128, 2), Plan((8,), 16, 8, 64, 128, taps=9, programs=264)),
+    (Plan((2, 4), 32, 8, 64, 128, 4), Plan((2, 4), 16, 8, 64, 128, taps=9, programs=264)),
+)
+FEW = 9  # taps
+MANY = Plan((2, 4), 32, 8, 64, 128, 2), Plan((2, 4), 8, 4, 64, 168, taps=27, programs=396)
+
+
+def plan(axes: int, taps: int, backward: bool = False) -> Plan:
+    return (MANY if taps > FEW else PLANS[min(axes, len(PLANS)) - 1])[backward]
 
 
 @triton.constexpr_function
-def _extent(box, axis, frames):
-    return box[axis] * (frames if axis == 0 else 1)
+def _extent(box, patch, axis):
+    return box[axis] * patch[axis]
+
+
+@triton.jit
+def box_place(box, sizes, AXES: tl.constexpr, BOX: tl.constexpr, PATCH: tl.constexpr):
+    """Return a box's sample and its place among the boxes along each axis, the last one fastest."""
+    left, place = box.to(tl.uint32), ()  # unsigned divisions take half the instructions
+    for a in tl.static_range(AXES - 1, -1, -1):
+        count = tl.cdiv(sizes[a], _extent(BOX, PATCH, a)).to(tl.uint32)
+        place = ((left % count).to(tl.int32),) + place
+        left = left // count
+    return (left.to(tl.int32),) + place
+
+
+@triton.jit
+def next_place(place, sizes, AXES: tl.constexpr, BOX: tl.constexpr, PATCH: tl.constexpr):
+    """Return the next box's place, without divisions."""
+    out, carry = (), 1
+    for a in tl.static_range(AXES - 1, -1, -1):
+        along = place[a + 1] + carry
+        end = along == tl.cdiv(sizes[a], _extent(BOX, PATCH, a))
+        out = (tl.where(end, 0, along),) + out
+        carry = end.to(tl.int32)
+    return (place[0] + carry,) + out
 
 
 @triton.jit
 def box_rows(
-    box, table, sizes, length, AXES: tl.constexpr, BOX: tl.constexpr, FRAMES: tl.constexpr,
+    box, place, table, sizes, length, AXES: tl.constexpr, BOX: tl.constexpr, PATCH: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return for the rows of a box their token in its first frame, their coordinates along all
-    axes, the sizes of the sample's grid, the tokens from cell to cell along each axis, and which
-    rows are inside the grid along the axes after the first. table: of a pack, (boxes, 1 + 2 AXES):
-    the sample's first token, its sizes, the box's first cell."""
+    """Return for the rows of a box the token of their patch's first cell, its coordinates, the
+    sizes of the sample's grid and the tokens from cell to cell along each axis. place: of the box
+    among those of grids. table: of a pack, (boxes, 1 + 2 AXES): the sample's first token, its
+    sizes, the box's first cell."""
     starts, shape = (), ()
     if table is None:
-        left = box
-        for a in tl.static_range(AXES - 1, -1, -1):
-            count = tl.cdiv(sizes[a], _extent(BOX, a, FRAMES))
-            starts = (left % count * _extent(BOX, a, FRAMES),) + starts
-            shape = (sizes[a],) + shape
-            left = left // count
-        token = left.to(tl.int64) * length
+        for a in tl.static_range(AXES):
+            starts = starts + (place[a + 1] * _extent(BOX, PATCH, a),)
+            shape = shape + (sizes[a],)
+        token = place[0].to(tl.int64) * length
     else:
         record = table + box * (1 + 2 * AXES)
         token = tl.load(record)
@@ -52,54 +100,49 @@ def box_rows(
     row = tl.arange(0, ROWS)
     token = token + tl.zeros((ROWS,), tl.int64)
     step = tl.full((), 1, tl.int64)
-    inside = row >= 0
     cells, steps = (), ()
     for a in tl.static_range(AXES - 1, -1, -1):
-        cell = starts[a] + row % BOX[a] * (FRAMES if a == 0 else 1)
+        cell = starts[a] + row % BOX[a] * PATCH[a]
         row = row // BOX[a]
         token += cell * step
         cells, steps = (cell,) + cells, (step,) + steps
         step = step * shape[a]
-        if a > 0:
-            inside = inside & (cell < shape[a])
-    return token, cells, shape, steps, inside
-
-
-@triton.jit
-def within(cell, size):
-    """Return whether 0 <= cell < size, in one comparison."""
-    return cell.to(tl.uint32, bitcast=True) < size.to(tl.uint32, bitcast=True)
+    return token, cells, shape, steps
 
 
 class Box(NamedTuple):
-    """What a program computes: `frames` successive frames of each row of cells, and how many rows
-    lie along each axis (powers of two)."""
+    """What a program computes: the patch of each row and how many rows lie along each axis (powers
+    of two)."""
 
-    frames: int
+    patch: tuple[int, ...]
     rows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> Box:
+        """Return the box from its numbers in one sequence."""
+        axes = len(sizes) // 2
+        return cls(tuple(sizes[:axes]), tuple(sizes[axes:]))
 
     @property
     def extents(self) -> tuple[int, ...]:
-        return (self.frames * self.rows[0], *self.rows[1:])
+        return tuple(p * r for p, r in zip(self.patch, self.rows, strict=True))
 
 
-def by_axes(values: Sequence[int], axes: int) -> int:
-    return values[min(axes, len(values)) - 1]
-
-
-def box(shape: Sequence[int], backward: bool = False) -> Box:
+def box(shape: Sequence[int], taps: int, backward: bool = False) -> Box:
     """Return the box for grids up to this shape: nearly a cube, no longer than the grid along any
     axis."""
-    usual = by_axes(BACK_FRAMES if backward else FRAMES, len(shape))
-    frames, count, rows = min(usual, power_of_2(shape[0])), ROWS, [1] * len(shape)
+    how = plan(len(shape), taps, backward)
+    usual = (*[1] * len(shape), *how.patch)[-len(shape) :]
+    patch = [min(p, power_of_2(size)) for p, size in zip(usual, shape, strict=True)]
+    count, rows = how.rows, [1] * len(shape)
     while count > 1:
-        extents = [frames * rows[0], *rows[1:]]
+        extents = [p * r for p, r in zip(patch, rows, strict=True)]
         short = [a for a, size in enumerate(shape) if extents[a] < size]
         # the shortest extent, of equal ones the last axis
         axis = min(short, key=lambda a: (extents[a], -a)) if short else len(shape) - 1
         rows[axis] *= 2
         count //= 2
-    return Box(frames, tuple(rows))
+    return Box(tuple(patch), tuple(rows))
 
 
 def table(shapes: Sequence[Sequence[int]], firsts: Sequence[int], of: Box) -> Tensor:

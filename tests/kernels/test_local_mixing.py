@@ -65,6 +65,25 @@ def test_forms(form, radius, grid, causal):
     check(*case(form, radius, grid, torch.float32, 12, causal=causal))
 
 
+@pytest.mark.parametrize(("grid", "form"), [((9, 5, 18), star), ((3, 5, 9), dense), ((90,), star)])
+def test_a_program_walks_through_boxes(grid, form):
+    """Also from one sample to the next; the last program has fewer boxes than the others."""
+    check(*case(form, 1, grid, torch.float32, 4))
+
+
+def test_taps_of_a_box_take_one_pass():
+    """27 taps: the kernel of the weights' gradient also returns dx; 81 taps: three passes."""
+    from ndlightnet.ops.local_mixing import _triton
+    from ndlightnet_kernels import local_mixing as kernels
+
+    for grid, one in (((2, 3, 5), True), ((1, 2, 2, 3), False)):
+        x, weight, offsets, layout = case(dense, 1, grid, torch.float32, 4)
+        at = _triton.where(layout, offsets, x.device)
+        dx, dweight = kernels.backward(x, x, weight, None, at.shape, None, at.back_box, offsets)
+        assert (dx is not None) == one and dweight.shape == weight.shape
+    check(x, weight, offsets, layout)
+
+
 def test_any_offsets():
     """Also far ones, and those of one sign."""
     x, _, _, layout = case(star, 1, (6, 7), torch.float32, 8)
@@ -142,7 +161,7 @@ def test_odd_addresses_and_transposed_weights(dtype):
 
 
 def test_same_bits_at_every_call():
-    x, weight, offsets, layout = case(dense, 1, (6, 7, 5), torch.float32, 40)
+    x, weight, offsets, layout = case(dense, 1, (3, 7, 5), torch.float32, 20)
     pull = torch.randn_like(x)
     first, second = (run("triton", x, weight, pull, offsets, layout, None) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

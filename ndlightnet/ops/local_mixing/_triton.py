@@ -36,7 +36,7 @@ def where(layout: Layout, offsets: Offsets, device: torch.device) -> Where:
 
     flat = [o for offset in offsets for o in offset]
     shape = [max(sizes) for sizes in zip(*layout.shapes, strict=True)]
-    boxes = [local_boxes.box(shape, backward) for backward in (False, True)]
+    boxes = [local_boxes.box(shape, len(offsets), backward) for backward in (False, True)]
     tables: list[Tensor | None] = [None, None]
     if isinstance(layout, Ragged):
         pack = layout
@@ -46,7 +46,7 @@ def where(layout: Layout, offsets: Offsets, device: torch.device) -> Where:
             return [local_boxes.table(pack.shapes, firsts, box).to(device) for box in boxes]
 
         tables = pack.cached(("boxes", *boxes, device), make)
-    front, back = ([box.frames, *box.rows] for box in boxes)
+    front, back = ([*box.patch, *box.rows] for box in boxes)
     return Where(tables[0], tables[1], shape, front, back, flat)
 
 
