@@ -36,7 +36,7 @@ class Plan(NamedTuple):
 # for any number. They follow from counts of instructions, registers and bytes, not from times
 PLANS = (
     (Plan((4,), 16, 4, 128), Plan((4,), 16, 4, 128, taps=9, programs=1056)),
-    (Plan((8,), 16, 4, 128), Plan((4,), 16, 4, 128, taps=9, programs=264)),
+    (Plan((4,), 16, 4, 128, 128, 2), Plan((4,), 16, 4, 64, 128, taps=9, programs=528)),
     (Plan((8,), 32, 8, 64, 128, 2), Plan((8,), 16, 8, 64, 128, taps=9, programs=264)),
     (Plan((2, 4), 32, 8, 64, 128, 4), Plan((2, 4), 16, 8, 64, 128, taps=9, programs=264)),
 )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError, fitting
+from ndlightnet.data.media import open_media
 
 TEST_TAKES = 5
 
@@ -44,7 +45,7 @@ def read_audio(path: Path) -> tuple[Tensor, int]:
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     try:
-        with av.open(str(path), metadata_errors="replace") as file:
+        with open_media(str(path)) as file:
             if not file.streams.audio:
                 raise DataError(f"{path}: has no audio stream")
             rate = int(file.streams.audio[0].rate)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.folders import leave_out
+from ndlightnet.data.media import open_media
 from ndlightnet.data.threads import in_threads
 from ndlightnet.data.video_transforms import (
     MARGIN,
@@ -52,7 +53,7 @@ class PyAVReader:
 
         self.path = _existing(path)
         try:
-            with av.open(str(self.path), metadata_errors="replace") as file:
+            with open_media(str(self.path)) as file:
                 if not file.streams.video:
                     raise DataError(f"{self.path}: has no video stream")
                 # Packets are counted because a header may give a wrong number of frames, or none;
@@ -134,9 +135,8 @@ def _decode(path: Path) -> Iterator[Any]:
     """Yield all frames. Closes the file, and ends the decoder's threads, when it is dropped (so it
     must not refer to the reader): left to the garbage collector, they might be freed in a forked
     process, which does not have these threads and waits for them."""
-    import av
 
-    with av.open(str(path), metadata_errors="replace") as file:
+    with open_media(str(path)) as file:
         for packet in _packets(file):
             yield from packet.decode()
         yield from file.streams.video[0].decode(None)  # what the decoder still holds

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.media import open_media
 from ndlightnet.data.video_transforms import check_sides
 
 EARLY = 0.25  # of the time between two frames, by which a frame may come early: clocks jitter
@@ -59,7 +60,7 @@ class VideoStream:
             if self._piped:
                 stdin = str(source) == "-"
                 opened = _Pipe(sys.stdin.fileno() if stdin else opened, closefd=not stdin)
-            self._file = av.open(opened, metadata_errors="replace")
+            self._file = open_media(opened)
         except av.error.FFmpegError as error:
             if self._piped and opened.interrupted:
                 raise KeyboardInterrupt from None

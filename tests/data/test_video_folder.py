@@ -13,6 +13,7 @@ import torch
 
 import ndlightnet.data.video as video
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.media import open_media
 from ndlightnet.data.video import (
     PyAVReader,
     Sample,
@@ -212,6 +213,15 @@ def test_a_title_that_is_not_utf8(tmp_path: Path, counted: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"TITLE", b"TITL\xc9"))
     assert numbers(PyAVReader(path).frames([7])) == [7]
     assert len(list(VideoStream(path))) == FRAMES
+
+
+def test_pyav_19_opens_without_the_argument_for_titles(monkeypatch) -> None:
+    asked: list[dict[str, str]] = []
+    monkeypatch.setattr(av, "open", lambda source, **options: asked.append(options))
+    for version in ("18.1.0", "19.0.2"):
+        monkeypatch.setattr(av, "__version__", version)
+        open_media("a.mkv")
+    assert asked == [{"metadata_errors": "replace"}, {}]
 
 
 def test_load_video_smooths_before_it_shrinks(tmp_path: Path) -> None:
