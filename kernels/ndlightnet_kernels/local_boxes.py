@@ -45,7 +45,7 @@ MANY = Plan((2, 4), 32, 8, 64, 128, 2), Plan((2, 4), 8, 4, 64, 168, taps=27, pro
 
 
 def plan(axes: int, taps: int, backward: bool = False) -> Plan:
-    return (MANY if taps > FEW else PLANS[min(axes, len(PLANS)) - 1])[backward]
+    return (MANY if taps > FEW else PLANS[min(axes, len(PLANS)) - 1])[int(backward)]
 
 
 @triton.constexpr_function

@@ -75,7 +75,10 @@ class PyAVReader:
         return self._length
 
     def _restart(self) -> None:
+        from av.video.reformatter import VideoReformatter
+
         self._decoded = _decode(self.path)
+        self._scale = VideoReformatter()  # frames share one with threads that end with the process
         self._position = 0  # the number of the frame that `_decoded` gives next
 
     def frames(self, indices: Sequence[int]) -> Tensor:
@@ -95,7 +98,7 @@ class PyAVReader:
                 if number == 0:  # the size may change: all get the first one's
                     self._size = frame.width, frame.height
                 if number in kept:
-                    scaled = frame.reformat(*self._size, format="rgb24")
+                    scaled = self._scale.reformat(frame, *self._size, format="rgb24")
                     picture = torch.from_numpy(scaled.to_ndarray())
                     # A phone held upright stores a landscape picture and a rotation.
                     kept[number] = torch.rot90(picture, frame.rotation // 90)
@@ -135,7 +138,6 @@ def _decode(path: Path) -> Iterator[Any]:
     """Yield all frames. Closes the file, and ends the decoder's threads, when it is dropped (so it
     must not refer to the reader): left to the garbage collector, they might be freed in a forked
     process, which does not have these threads and waits for them."""
-
     with open_media(str(path)) as file:
         for packet in _packets(file):
             yield from packet.decode()

@@ -73,7 +73,10 @@ class VideoStream:
             raise DataError(f"{self.name}: has no video stream")
 
     def __iter__(self) -> Iterator[Frame]:
+        from av.video.reformatter import VideoReformatter
+
         number, first, now, slot = -1, 0.0, 0.0, -1
+        scale = VideoReformatter()  # frames share one with threads that end with the process
         step = 1 / float(self._file.streams.video[0].average_rate or 25)
         for number, frame in enumerate(self._decoded()):
             if number == 0:
@@ -84,7 +87,7 @@ class VideoStream:
                 last, slot = slot, int((now + EARLY * step) * self.fps)
                 if slot == last:
                     continue
-            picture = torch.from_numpy(frame.to_ndarray(format="rgb24"))
+            picture = torch.from_numpy(scale.reformat(frame, format="rgb24").to_ndarray())
             check_sides(self.name, picture)
             # a phone held upright stores a landscape picture and the rotation to show it with
             yield Frame(number, now, torch.rot90(picture, frame.rotation // 90))
