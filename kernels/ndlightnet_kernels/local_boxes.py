@@ -32,20 +32,24 @@ class Plan(NamedTuple):
     programs: int = 0
 
 
-# Forward and backward, by the number of axes (the last one holds for more); for many taps one pair
-# for any number. They follow from counts of instructions, registers and bytes, not from times
+# Forward and backward, by the number of axes (the last one holds for more). Measured on an H200
+# with radius 1
 PLANS = (
     (Plan((4,), 16, 4, 128), Plan((4,), 16, 4, 128, taps=9, programs=1056)),
     (Plan((4,), 16, 4, 128, 128, 2), Plan((4,), 16, 4, 64, 128, taps=9, programs=528)),
-    (Plan((8,), 32, 8, 64, 128, 2), Plan((8,), 16, 8, 64, 128, taps=9, programs=264)),
-    (Plan((2, 4), 32, 8, 64, 128, 4), Plan((2, 4), 16, 8, 64, 128, taps=9, programs=264)),
+    (Plan((8,), 8, 4, 128, 128, 2), Plan((2, 4), 8, 8, 128, 128, taps=9, programs=264)),
+    (Plan((2, 4), 8, 8, 128, 80, 4), Plan((2, 4), 8, 8, 128, 128, taps=9, programs=264)),
 )
-FEW = 9  # taps
-MANY = Plan((2, 4), 32, 8, 64, 128, 2), Plan((2, 4), 8, 4, 64, 168, taps=27, programs=396)
+FEW, AT_ONCE = 9, 27  # taps; the second number is whose sums fit into registers
+# For more taps, with any number of axes: up to those of a box of 3 axes, measured there; beyond
+# that by the registers and the time that the compiler takes
+MANY = Plan((2, 2, 4), 8, 8, 128, 128, 2), Plan((2, 4), 8, 4, 64, taps=AT_ONCE, programs=264)
+MOST = Plan((4,), 16, 8, 64, 128, 2), Plan((4,), 8, 4, 64, taps=AT_ONCE, programs=264)
 
 
 def plan(axes: int, taps: int, backward: bool = False) -> Plan:
-    return (MANY if taps > FEW else PLANS[min(axes, len(PLANS)) - 1])[int(backward)]
+    few = PLANS[min(axes, len(PLANS)) - 1]
+    return (few if taps <= FEW else MANY if taps <= AT_ONCE else MOST)[int(backward)]
 
 
 @triton.constexpr_function

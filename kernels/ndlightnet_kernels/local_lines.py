@@ -3,65 +3,98 @@
 # mypy: disable-error-code="assignment"
 from __future__ import annotations
 
+from hashlib import sha256
 from itertools import product
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 Offsets = tuple[tuple[int, ...], ...]
-# Tiles of a line: their displacement along the last axis from the patch's first cell, and for which
-# cells of the patch they count: ((cell, index of the tap), ...)
-Tiles = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
-# Lines with their displacement along the axes before the last
-Lines = tuple[tuple[tuple[int, ...], Tiles], ...]
+
+
+class Tile(NamedTuple):
+    """A token of each row's line. at: its place along the last axis from the patch's first cell;
+    taps: by which tap each cell of the patch reads it, -1 if by none; cells: which cell reads it by
+    each tap, -1 if none."""
+
+    at: int
+    taps: tuple[int, ...]
+    cells: tuple[int, ...]
+
+
+class Lines:
+    """Lines of tiles, with the displacement of each along the axes before the last. One value for
+    Triton, with a short name: a tuple it would walk through and print at each use, which takes
+    minutes for many taps."""
+
+    def __init__(self, found: tuple[tuple[tuple[int, ...], tuple[Tile, ...]], ...]) -> None:
+        self.found = found
+        self._name = f"Lines_{sha256(repr(found).encode()).hexdigest()[:32]}"
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Lines) and self.found == other.found
+
+    def __hash__(self) -> int:
+        return hash(self._name)
 
 
 def lines(offsets: Offsets, patch: tuple[int, ...], sign: int = 1) -> Lines:
     """Return the lines that taps with these offsets, times `sign`, read for a patch."""
-    found: dict[tuple[int, ...], dict[int, list[tuple[int, int]]]] = {}
-    for m, cell in enumerate(product(*(range(size) for size in patch))):
+    read: dict[tuple[int, ...], dict[int, list[tuple[int, int]]]] = {}
+    for cell, place in enumerate(product(*(range(size) for size in patch))):
         for tap, offset in enumerate(offsets):
-            *line, last = (c - sign * o for c, o in zip(cell, offset, strict=True))
-            found.setdefault(tuple(line), {}).setdefault(last, []).append((m, tap))
-    return tuple(
-        (line, tuple((p, tuple(uses)) for p, uses in sorted(tiles.items())))
-        for line, tiles in sorted(found.items())
+            *line, last = (c - sign * o for c, o in zip(place, offset, strict=True))
+            read.setdefault(tuple(line), {}).setdefault(last, []).append((cell, tap))
+
+    def tile(at: int, uses: list[tuple[int, int]]) -> Tile:
+        tap_of, cell_of = dict(uses), {tap: cell for cell, tap in uses}
+        cells = range(cell_count(patch))
+        return Tile(
+            at,
+            tuple(tap_of.get(cell, -1) for cell in cells),
+            tuple(cell_of.get(tap, -1) for tap in range(len(offsets))),
+        )
+
+    return Lines(
+        tuple(
+            (line, tuple(tile(at, uses) for at, uses in sorted(tiles.items())))
+            for line, tiles in sorted(read.items())
+        )
     )
 
 
 @triton.constexpr_function
 def line_count(lines):
-    return len(lines)
+    return len(lines.found)
 
 
 @triton.constexpr_function
 def line_at(lines, g):
-    return lines[g][0]
+    return lines.found[g][0]
 
 
 @triton.constexpr_function
 def tile_count(lines, g):
-    return len(lines[g][1])
+    return len(lines.found[g][1])
 
 
 @triton.constexpr_function
 def tile_at(lines, g, t):
-    return lines[g][1][t][0]
+    return lines.found[g][1][t].at
 
 
 @triton.constexpr_function
-def use_count(lines, g, t):
-    return len(lines[g][1][t][1])
+def tap_of(lines, g, t, cell):
+    return lines.found[g][1][t].taps[cell]
 
 
 @triton.constexpr_function
-def use_cell(lines, g, t, i):
-    return lines[g][1][t][1][i][0]
-
-
-@triton.constexpr_function
-def use_tap(lines, g, t, i):
-    return lines[g][1][t][1][i][1]
+def cell_of(lines, g, t, tap):
+    return lines.found[g][1][t].cells[tap]
 
 
 @triton.constexpr_function

@@ -28,31 +28,21 @@ from ndlightnet_kernels.local_boxes import Box, Plan, box_place, box_rows, next_
 from ndlightnet_kernels.local_lines import (
     Offsets,
     cell_count,
+    cell_of,
     line_at,
     line_count,
     line_rows,
     lines,
+    tap_of,
     tile_at,
     tile_count,
     tile_rows,
-    use_cell,
-    use_count,
-    use_tap,
-)  # fmt: skip
+)
 from ndlightnet_kernels.phases import MOST_AXES
 from ndlightnet_kernels.tiles import cdiv, dense_empty, flags, form, power_of_2, scratch
 
 MOST_TAPS = 128
 INTS = ["boxes", "each", "length", "n0", "n1", "n2", "n3", "n4", "n5", "n6", "n7"]
-
-
-@triton.jit
-def _replaced(values, index: tl.constexpr, value):
-    """Return a tuple with one entry replaced."""
-    out = ()
-    for i in tl.static_range(len(values)):
-        out = out + ((value if i == index else values[i]),)
-    return out
 
 
 @triton.jit
@@ -111,24 +101,32 @@ def _add_taps(
 ):  # fmt: skip
     """Add the products of a tile and the weights of its taps to the sums of their cells."""
     N: tl.constexpr = len(tile)
-    for i in tl.static_range(use_count(LINES, g, t)):
-        weights = _weights(weight + use_tap(LINES, g, t, i) * DIM, col, here_col, N)
-        for h in tl.static_range(len(tile)):
-            value = acc[use_cell(LINES, g, t, i) * N + h] + weights[h][None, :] * tile[h]
-            acc = _replaced(acc, use_cell(LINES, g, t, i) * N + h, value)
-    return acc
+    out = ()
+    for cell in tl.static_range(len(acc) // N):
+        if tap_of(LINES, g, t, cell) >= 0:
+            weights = _weights(weight + tap_of(LINES, g, t, cell) * DIM, col, here_col, N)
+            for h in tl.static_range(N):
+                out = out + (acc[cell * N + h] + weights[h][None, :] * tile[h],)
+        else:
+            for h in tl.static_range(N):
+                out = out + (acc[cell * N + h],)
+    return out
 
 
 @triton.jit
 def _add_products(sums, tile, own, LINES: tl.constexpr, g: tl.constexpr, t: tl.constexpr):
     """Add the products of a tile and the cells that read it to the sums of their taps."""
     N: tl.constexpr = len(tile)
-    for i in tl.static_range(use_count(LINES, g, t)):
-        for h in tl.static_range(len(tile)):
-            product = tile[h] * own[use_cell(LINES, g, t, i) * N + h]
-            value = sums[use_tap(LINES, g, t, i) * N + h] + product
-            sums = _replaced(sums, use_tap(LINES, g, t, i) * N + h, value)
-    return sums
+    out = ()
+    for tap in tl.static_range(len(sums) // N):
+        if cell_of(LINES, g, t, tap) >= 0:
+            for h in tl.static_range(N):
+                mine = own[cell_of(LINES, g, t, tap) * N + h]
+                out = out + (sums[tap * N + h] + tile[h] * mine,)
+        else:
+            for h in tl.static_range(N):
+                out = out + (sums[tap * N + h],)
+    return out
 
 
 @triton.jit
@@ -144,9 +142,9 @@ def _store(
         for p in tl.static_range(tile_count(OWN, g)):
             here = tile_rows(line, cells[AXES - 1], shape[AXES - 1], p, WHOLE)
             if N == 1:
-                value = acc[use_cell(OWN, g, p, 0)]
+                value = acc[cell_of(OWN, g, p, 0)]
             else:
-                pair = tl.join(acc[2 * use_cell(OWN, g, p, 0)], acc[2 * use_cell(OWN, g, p, 0) + 1])
+                pair = tl.join(acc[2 * cell_of(OWN, g, p, 0)], acc[2 * cell_of(OWN, g, p, 0) + 1])
                 value = tl.reshape(pair, (pair.shape[0], 2 * pair.shape[1]))
             if MASKED:
                 real = tl.load(mask + token + shift + p, mask=here, other=0) != 0
