@@ -274,8 +274,13 @@ def _rows(x: Tensor) -> Tensor:
     """Return x with tokens at one distance and dense channels, copied only if necessary: such as
     the values in a joint projection."""
     even = x.data_ptr() % PAIR == 0
-    regular = x.stride(2) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+    regular = x.stride(2) == 1 and (1 in x.shape[:2] or x.stride(0) == x.shape[1] * x.stride(1))
     return x if regular and even else _dense(x, PAIR)
+
+
+def _stride(x: Tensor) -> int:
+    """Return the distance from token to token; the stride of an axis of size 1 may be any."""
+    return x.stride(1 if x.shape[1] > 1 else 0)
 
 
 def _arguments(
@@ -289,11 +294,11 @@ def _arguments(
         for size, extent in zip(sizes, of.extents, strict=True):
             count *= cdiv(size, extent)
     block = min(power_of_2(dim), how.bytes // x.element_size())
-    pairs = x.dtype == torch.bfloat16 and dim % 2 == x.stride(1) % 2 == 0
+    pairs = x.dtype == torch.bfloat16 and dim % 2 == _stride(x) % 2 == 0
     return {
         "boxes": count, "length": x.shape[1], **{f"n{a}": n for a, n in enumerate(sizes)},
         **{f"n{a}": None for a in range(len(sizes), MOST_AXES)},
-        "DIM": dim, "STRIDE": x.stride(1), "AXES": len(shape), "BOX": of.rows, "PATCH": of.patch,
+        "DIM": dim, "STRIDE": _stride(x), "AXES": len(shape), "BOX": of.rows, "PATCH": of.patch,
         "ROWS": torch.Size(of.rows).numel(), "BLOCK": block, "N": 2 if pairs else 1,
         "WHOLE": of.patch[-1] if boxes is None and sizes[-1] % of.patch[-1] == 0 else 1,
         "OWN": lines(((0,) * len(shape),), of.patch), "num_warps": how.warps,

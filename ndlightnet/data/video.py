@@ -78,7 +78,7 @@ class PyAVReader:
         from av.video.reformatter import VideoReformatter
 
         self._decoded = _decode(self.path)
-        self._scale = VideoReformatter()  # frames share one with threads that end with the process
+        self._scale = VideoReformatter()  # PyAV 19 gives all frames one, whose threads stay
         self._position = 0  # the number of the frame that `_decoded` gives next
 
     def frames(self, indices: Sequence[int]) -> Tensor:

@@ -76,7 +76,7 @@ class VideoStream:
         from av.video.reformatter import VideoReformatter
 
         number, first, now, slot = -1, 0.0, 0.0, -1
-        scale = VideoReformatter()  # frames share one with threads that end with the process
+        scale = VideoReformatter()  # PyAV 19 gives all frames one, whose threads stay
         step = 1 / float(self._file.streams.video[0].average_rate or 25)
         for number, frame in enumerate(self._decoded()):
             if number == 0:

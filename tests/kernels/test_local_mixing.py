@@ -97,6 +97,14 @@ def test_widths(dim):
 
 
 @pytest.mark.parametrize("form", [star, dense])
+def test_a_grid_of_one_token(form):
+    """The stride of an axis of size 1 may be any, and says nothing about the samples'."""
+    _, weight, offsets, layout = case(form, 1, (1, 1, 1), torch.float32, 16, batch=3)
+    for x in (torch.randn(1, 3, 16).transpose(0, 1), torch.randn(3, 1, 48)[..., :16]):
+        check(x.to(DEVICE), weight, offsets, layout)
+
+
+@pytest.mark.parametrize("form", [star, dense])
 def test_padding_counts_as_zero(form):
     x, weight, offsets, layout = case(form, 1, (6, 7), torch.float32, 8)
     mask = torch.rand(x.shape[:2], device=DEVICE) > 0.3
@@ -158,6 +166,20 @@ def test_odd_addresses_and_transposed_weights(dtype):
         torch.autograd.grad(u, inputs, p, retain_graph=True) for p in (pull, at_odd_address(pull))
     )
     assert all(torch.equal(a, b) for a, b in zip(aligned, odd, strict=True))
+
+
+@pytest.mark.parametrize("form", [star, dense])
+def test_a_program_of_the_backward_pass_sums_many_boxes(monkeypatch, form):
+    """Also from the last box of a line or a sample to the next one's first."""
+    from ndlightnet_kernels import local_mixing as kernels
+
+    plan, scratch, parts = kernels.plan, kernels.scratch, []
+    few = lambda *a, **k: plan(*a, **k)._replace(programs=3)  # noqa: E731
+    monkeypatch.setattr(kernels, "plan", few)
+    monkeypatch.setattr(kernels, "scratch", lambda *a: parts.append(a[1]) or scratch(*a))
+    x, weight, offsets, layout = case(form, 1, (5, 9, 17), torch.float32, 6, batch=3)
+    check(x, weight, offsets, layout, torch.rand(x.shape[:2], device=DEVICE) > 0.3)
+    assert parts and max(parts) <= 3
 
 
 def test_same_bits_at_every_call():

@@ -192,5 +192,9 @@ def test_errors():
         local_mixing(x, weight, offsets, layout=Grid((4, 6)))
     with pytest.raises(ValueError, match="mask"):
         local_mixing(x, weight, offsets, mask=torch.ones(2, 4, dtype=torch.bool))
+    flat, one = x.flatten(1, 2), torch.ones(1, 24, dtype=torch.bool)  # no broadcasting
+    for mask in (one, one.expand(len(x), -1).float()):
+        with pytest.raises(ValueError, match="expected bool"):
+            local_mixing(flat, weight, offsets, layout=Grid((4, 6)), mask=mask)
     with pytest.raises(ValueError, match="below 0"):
         local_mixing_step(x.flatten(1, 2), weight, offsets, x[:, :1], layout=Grid((4, 6)))

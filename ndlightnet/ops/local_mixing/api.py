@@ -33,7 +33,7 @@ def local_mixing(
     Returns a tensor like x. Sums are float32 or wider; the gradient of weight as well.
     """
     grid = Grid.of(x) if layout is None else layout
-    taps = _check(x, weight, offsets, grid, layout is not None)
+    taps = _check(x, weight, offsets, mask, grid, layout is not None)
     if layout is None:
         mask = grid.flatten_mask(mask)
         flat = local_mixing(grid.flatten(x), weight, taps, layout=grid, mask=mask, impl=impl)
@@ -91,8 +91,9 @@ def local_mixing_step(
 
 
 def _check(
-    x: Tensor, weight: Tensor, offsets: Sequence[Sequence[int]], grid: Layout, flat: bool
-) -> tuple[tuple[int, ...], ...]:
+    x: Tensor, weight: Tensor, offsets: Sequence[Sequence[int]], mask: Tensor | None,
+    grid: Layout, flat: bool,
+) -> tuple[tuple[int, ...], ...]:  # fmt: skip
     taps = tuple(tuple(offset) for offset in offsets)
     if not taps or any(len(o) != grid.ndim for o in taps) or len(set(taps)) < len(taps):
         raise ValueError(
@@ -105,4 +106,8 @@ def _check(
     rows = isinstance(grid, Ragged)
     if flat and (x.ndim != 3 or x.shape[1] != grid.length or (rows and x.shape[0] != 1)):
         raise ValueError(f"x {tuple(x.shape)}: expected (batch, {grid.length}, dim) of {grid}")
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:-1]):
+        raise ValueError(
+            f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {tuple(x.shape[:-1])}"
+        )
     return taps

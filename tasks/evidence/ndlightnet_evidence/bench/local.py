@@ -1,4 +1,4 @@
-"""Times of local mixing on one, three and four axes, beside torch's depthwise convolution."""
+"""Times of local mixing on one to four axes, beside torch's depthwise convolution."""
 
 from __future__ import annotations
 
