@@ -1,0 +1,71 @@
+"""The models of the table models x doors: small ones, at a traced size and at others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ndlightnet import MultiheadAttention, NDLightNet, NDLightUNet, mixers
+
+WORDS = 50
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and the sizes it is tried at: the first one is the traced one."""
+
+    make: Callable[[], nn.Module]
+    sizes: tuple[tuple[int, ...], ...]
+    takes: str = "cells"  # or "words" (batch, length), "tokens" (batch, length, dim), used thrice
+    channels: int = 3
+
+    def inputs(self, at: int = 0, batch: int = 2) -> tuple[Tensor, ...]:
+        """Return random inputs of the model, of size number `at`."""
+        size = self.sizes[at]
+        if self.takes == "words":
+            return (torch.randint(WORDS, (batch, *size)),)
+        if self.takes == "tokens":
+            return (torch.randn(batch, *size, self.channels),) * 3
+        return (torch.randn(batch, self.channels, *size),)
+
+
+net = partial(NDLightNet, num_classes=5, embed_dim=32, depth=2, tpe_states=8)
+image = partial(net, 2, patch_size=4)
+IMAGES = ((30, 41), (8, 8), (33, 70), (57, 24), (64, 64), (40, 99))
+CASES = {
+    "NDLightNet, 1 axis": Case(
+        partial(net, 1, patch_size=4), ((90,), (30,), (256,), (257,), (801,), (64,))
+    ),
+    "NDLightNet, 2 axes": Case(image, IMAGES),
+    "NDLightNet, 3 axes": Case(
+        partial(net, 3, patch_size=2),
+        ((9, 8, 10), (4, 5, 6), (20, 4, 8), (3, 13, 9), (5, 6, 16), (8, 8, 8)),
+    ),
+    "causal text": Case(
+        partial(net, 1, num_classes=None, vocab_size=WORDS, causal=True),
+        ((40,), (8,), (64,), (65,), (200,), (33,)), "words",
+    ),
+    "causal video": Case(
+        partial(net, 3, patch_size=2, causal=True),
+        ((8, 8, 10), (8, 5, 6), (8, 20, 8), (8, 13, 9), (8, 6, 16), (8, 8, 8)),
+    ),
+    "NDLightUNet, 2 axes": Case(
+        partial(NDLightUNet, 2, 3, 4, widths=(8, 16), depths=(0, 1)),
+        ((22, 27), (8, 8), (33, 30), (25, 64), (15, 14), (40, 41)),
+    ),
+    "NDLightUNet, 3 axes": Case(
+        partial(NDLightUNet, 3, 3, 4, widths=(8, 16), depths=(0, 1)),
+        ((9, 10, 11), (8, 8, 8), (14, 9, 12), (7, 15, 16), (12, 8, 9), (10, 10, 10)),
+    ),
+    "MultiheadAttention": Case(
+        partial(MultiheadAttention, 32, 4, batch_first=True),
+        ((20,), (7,), (64,), (65,), (130,), (16,)), "tokens", 32,
+    ),
+    "mixer GLA": Case(partial(image, mixer=mixers.GLA), IMAGES),
+    "mixer Mamba": Case(partial(image, mixer=mixers.Mamba), IMAGES),
+    "mixer SoftmaxAttention": Case(partial(image, mixer=mixers.SoftmaxAttention), IMAGES),
+}  # fmt: skip
