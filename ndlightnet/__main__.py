@@ -11,7 +11,9 @@ from inspect import signature
 from pathlib import Path
 from typing import NamedTuple
 
-CONFIGS = Path(__file__).parents[1] / "configs"  # of the source repository; a wheel has none
+INSIDE = Path(__file__).parent / "configs"
+# an installed wheel has the folder inside the package, a clone beside it
+CONFIGS = INSIDE if INSIDE.is_dir() else INSIDE.parents[1] / "configs"
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # how OpenMP's threads wait
 SEGMENTATION = "ndlightnet.training.segmentation"
 
@@ -63,6 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         if found.commands:
             print(f"  {'':17}  also: {', '.join(found.commands)}")
     print("\ncommands: fit, validate, test, predict; ndlightnet TASK fit --help lists the options")
+    print(f"configs: {CONFIGS}")
     return 0
 
 

@@ -52,15 +52,6 @@ def test_a_command_beside_lightnings(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out == "['a', '--b']\nhere 5\n"
 
 
-@pytest.mark.parametrize("name", command.DOORS)
-def test_without_the_repository_a_config_is_asked_for(name, monkeypatch, capsys, tmp_path):
-    """As after `pip install` of a wheel, which has no configs."""
-    monkeypatch.setattr(command, "CONFIGS", tmp_path)
-    assert command.main([name]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {tmp_path}/") and "--config" in line
-
-
 # a process in which no task is loaded, as that takes long
 BEGIN = """
 import os, sys, types

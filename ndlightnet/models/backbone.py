@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -146,6 +146,12 @@ class NDLightNet(nn.Module):
         """
         return pack(samples, self.embed.patch if isinstance(self.embed, Patchify) else None)
 
+    @overload
+    def forward_features(self, x: Tensor, mask: Tensor | None = None) -> Tensor: ...
+    @overload
+    def forward_features(self, x: Packed, mask: Tensor | None = None) -> Packed: ...
+    @overload
+    def forward_features(self, x: Tensor | Packed, mask: Tensor | None = None) -> Any: ...
     def forward_features(self, x: Any, mask: Tensor | None = None) -> Any:
         """Map cells (batch, in_chans, *space) or token numbers (batch, length) to features (batch,
         *grid, embed_dim), packed samples to Packed features (length, embed_dim).
@@ -222,6 +228,10 @@ class NDLightNet(nn.Module):
     def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
         return self.forward_head(self.forward_features(x, mask), mask=mask)
 
+    if TYPE_CHECKING:  # what an editor knows of a call; of a Module's it knows nothing
+
+        def __call__(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor: ...
+
     def init_state(self, batch: int) -> StreamState:
         """Return the state before the first frame, for `advance`."""
         if not self.causal:
@@ -258,7 +268,7 @@ def published_mixer(dim: int) -> LightNetAttention:
     return LightNetAttention(dim, default_heads(dim, None)[0], local=None, key_scale=1.0)
 
 
-_published = partial(NDLightNet, depth=12, mixer=published_mixer)
-ndlightnet_tiny = partial(_published, embed_dim=192)
-ndlightnet_small = partial(_published, embed_dim=384)
-ndlightnet_base = partial(_published, embed_dim=768)
+# the three sizes of the paper; not partial of partial, whose arguments mypy does not check
+ndlightnet_tiny = partial(NDLightNet, depth=12, mixer=published_mixer, embed_dim=192)
+ndlightnet_small = partial(NDLightNet, depth=12, mixer=published_mixer, embed_dim=384)
+ndlightnet_base = partial(NDLightNet, depth=12, mixer=published_mixer, embed_dim=768)

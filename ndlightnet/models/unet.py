@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import islice, pairwise
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -271,6 +271,10 @@ class NDLightUNet(nn.Module):
             if level < len(self.heads) and (self.training or level == 0):
                 outputs.insert(0, self.heads[level](x).movedim(self.channel_axis, 1))
         return outputs if self.deep_supervision and self.training else outputs[0]
+
+    if TYPE_CHECKING:  # what an editor knows of a call; a list only in training
+
+        def __call__(self, x: Tensor) -> Any: ...
 
 
 def _raised(up: Any, x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -155,6 +155,15 @@ class MultiheadAttention(nn.Module):
         if unbatched:
             return out[0], None if weights is None else weights[0]
         return out if self.batch_first else out.transpose(0, 1), weights
+
+    if TYPE_CHECKING:  # what an editor knows of a call; of a Module's it knows nothing
+
+        def __call__(
+            self, query: Tensor, key: Tensor, value: Tensor,
+            key_padding_mask: Tensor | None = None, need_weights: bool = True,
+            attn_mask: Tensor | None = None, average_attn_weights: bool = True,
+            is_causal: bool = False,
+        ) -> tuple[Tensor, Tensor | None]: ...  # fmt: skip
 
 
 def _check_masks(key_padding_mask: Any, attn_mask: Any, is_causal: bool) -> None:

@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,13 @@ class Mixer(nn.Module, ABC):
             mask = grid.flatten_mask(mask)
             y = mix(grid, tokens, mask) if self.ragged else grid.map_samples(mix, tokens, mask)
         return y.reshape(x.shape)
+
+    if TYPE_CHECKING:  # what an editor knows of a call; of a Module's it knows nothing
+
+        def __call__(
+            self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False,
+            layout: Layout | None = None, context: Tensor | None = None,
+        ) -> Tensor: ...  # fmt: skip
 
     @abstractmethod
     def mix(self, x: Tensor, layout: Any, mask: Tensor | None, causal: bool) -> Tensor:

@@ -218,11 +218,6 @@ def run(
             return commands[given[0]](given[1:]) or 0  # type: ignore[index]
         if commands and given[:1] in (["-h"], ["--help"]):
             print(f"Beside the subcommands below: {', '.join(commands)}; each takes --help.\n")
-        if not given and not default.is_file():
-            raise DataError(
-                f"{default}: no such file: the default configs are in the source repository, "
-                "expected a command and --config FILE"
-            )
         cli = task_cli(task, data, given or ["fit", "--config", str(default)])
         if not given:
             last = Path(cli.trainer.default_root_dir) / "checkpoints" / "last.ckpt"
