@@ -1,15 +1,21 @@
 """What is installed, and what the files around the code say about it."""
 
+import os
 import re
+import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
 
 import ndlightnet
+from ndlightnet import __main__ as command
 
 ROOT = Path(__file__).parents[1]
+RUN = [sys.executable, "-m"]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
@@ -19,17 +25,74 @@ def project():
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def test_the_library_and_its_kernels_are_installed_and_nothing_else(project):
-    find = pytest.importorskip("setuptools").find_namespace_packages
-    where = project["tool"]["setuptools"]["packages"]["find"]
-    found = {name for top in where["where"] for name in find(ROOT / top, include=where["include"])}
-    assert {name.split(".")[0] for name in found} == {"ndlightnet", "ndlightnet_kernels"}
-    folders = {path.parent for path in (ROOT / "ndlightnet").rglob("*.py")}
-    names = {".".join(path.relative_to(ROOT).parts) for path in folders}
-    assert names | {"ndlightnet_kernels"} <= found
-    files = project["tool"]["setuptools"]["package-data"]["ndlightnet"]
-    assert "py.typed" in files
-    assert all(list((ROOT / "ndlightnet").glob(pattern)) for pattern in files)
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Folder with the sdist and the wheel made of it, as `python -m build` makes them."""
+    pytest.importorskip("hatchling")
+    pytest.importorskip("build")
+    out = tmp_path_factory.mktemp("dist")
+    subprocess.run([*RUN, "build", "-q", "--no-isolation", "-o", out, ROOT], check=True)
+    return out
+
+
+@pytest.mark.slow
+def test_a_wheel_has_the_library_its_kernels_and_the_configs_and_nothing_else(built):
+    (wheel,) = built.glob("*.whl")
+    found = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    kernels = ROOT / "kernels"
+    expected = [path.relative_to(ROOT) for path in (ROOT / "ndlightnet").rglob("*.py")]
+    expected += [path.relative_to(kernels) for path in kernels.rglob("*.py")]
+    expected += [Path("ndlightnet", "configs", path.name) for path in CONFIGS]
+    expected += [Path(name, "py.typed") for name in ("ndlightnet", "ndlightnet_kernels")]
+    assert sorted(found) == sorted(path.as_posix() for path in expected)
+
+
+@pytest.mark.slow
+def test_an_sdist_has_what_its_tests_need(built):
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        found = {name.split("/", 1)[1] for name in archive.getnames()}
+    assert {"README.md", "LICENSE", ".github/CHANGELOG.md", ".ci/run", "configs/README.md"} <= found
+    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")} <= found
+    assert not any(name.split("/")[0] in ("runs", "dist", "build", ".git") for name in found)
+
+
+@pytest.mark.slow
+def test_pypi_can_show_the_readme(built):
+    pytest.importorskip("twine")
+    done = subprocess.run(
+        [*RUN, "twine", "check", "--strict", *built.iterdir()], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+ELSEWHERE = """
+from pathlib import Path
+from ndlightnet import __main__ as command
+print(command.main([]), Path(command.__file__).parent)
+for name, door in command.DOORS.items():
+    config = command.CONFIGS / f"{door.config}.yaml"
+    try:
+        command.door(name, ["fit", "--config", str(config), "--print_config"])
+    except SystemExit as end:
+        print(name, "exits with", end.code)
+"""
+
+
+@pytest.mark.slow
+def test_the_command_line_of_a_wheel_in_another_folder(built, tmp_path):
+    """It lists the tasks, and each task reads its default config."""
+    (wheel,) = built.glob("*.whl")
+    site = tmp_path / "site"
+    target = ["--no-deps", "--no-index", "--target", site]
+    subprocess.run([*RUN, "pip", "install", "-q", *target, wheel], check=True)
+    env = os.environ | {"PYTHONPATH": str(site)}
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert f"\nconfigs: {site / 'ndlightnet' / 'configs'}\n0 {site / 'ndlightnet'}\n" in done.stdout
+    for name in command.DOORS:
+        assert f"\n{name} exits with 0\n" in done.stdout, done.stderr
 
 
 def test_the_versions_agree(project):

@@ -1,4 +1,4 @@
-"""The READMEs: their Python blocks run, in order, and give what their comments say; their links and
+"""The READMEs: their Python blocks run, each on its own, and give what their comments say; their links and
 paths lead somewhere; the first page stays short."""
 
 import ast
@@ -27,9 +27,9 @@ def blocks(page: Path, language: str) -> list[str]:
 def test_the_examples_do_what_they_say(page, tmp_path, monkeypatch, close):
     """A line that ends in `# (1, 2)` gives that shape, one in `# equals x` the same as x."""
     monkeypatch.chdir(tmp_path)  # one of them saves a file
-    names, checked = {}, 0
+    checked = 0
     for block in blocks(page, "python"):
-        lines = block.splitlines()
+        names, lines = {}, block.splitlines()  # a block runs on its own, as pasted into a new file
         for statement in ast.parse(block).body:
             source = ast.unparse(statement)
             if not isinstance(statement, ast.Expr):
