@@ -115,6 +115,23 @@ def test_ci_runs_every_python_that_may_be_installed(project):
     assert {"run": ".ci/run"} in jobs["tests"]["steps"]
 
 
+def test_a_release_makes_the_links_of_the_readme_absolute(tmp_path):
+    """The workflow's own lines, on copies: PyPI has neither our folders nor our pictures."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]
+    (lines,) = (s["run"] for s in jobs["build"]["steps"] if "links" in s.get("name", ""))
+    for name in ("README.md", "pyproject.toml"):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    place = {"SERVER_URL": "https://github.com", "REPOSITORY": "someone/nd", "REF_NAME": "v0.1.0"}
+    env = os.environ | {f"GITHUB_{key}": value for key, value in place.items()}
+    subprocess.run(["bash", "-euc", lines], cwd=tmp_path, env=env, check=True)
+    base = "https://github.com/someone/nd"
+    targets = re.findall(r"\]\(([^)]+)\)", (tmp_path / "README.md").read_text())
+    assert f"{base}/raw/v0.1.0/.github/phantoms.png" in targets
+    assert f"{base}/blob/v0.1.0/ndlightnet/README.md#limits" in targets
+    assert all(target.startswith("https://") for target in targets)
+    assert f'[project.urls]\nSource = "{base}"\n' in (tmp_path / "pyproject.toml").read_text()
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_a_config_says_where_its_data_come_from(config):
     text = config.read_text()

@@ -1,5 +1,5 @@
-"""The READMEs: their Python blocks run, each on its own, and give what their comments say; their links and
-paths lead somewhere; the first page stays short."""
+"""The READMEs: their Python blocks run, each on its own, and give what their comments say; their
+links and paths lead somewhere; the first page stays short."""
 
 import ast
 import re
