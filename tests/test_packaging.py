@@ -48,13 +48,15 @@ def test_a_wheel_has_the_library_its_kernels_and_the_configs_and_nothing_else(bu
 
 
 @pytest.mark.slow
-def test_an_sdist_has_what_its_tests_need(built):
+def test_an_sdist_has_what_its_tests_need(built, project):
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         found = {name.split("/", 1)[1] for name in archive.getnames()}
     assert {"README.md", "LICENSE", ".github/CHANGELOG.md", ".ci/run", "configs/README.md"} <= found
     assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")} <= found
-    assert not any(name.split("/")[0] in ("runs", "dist", "build", ".git") for name in found)
+    assert {name.split("/")[0] for name in found if "/" in name} == set(
+        project["tool"]["hatch"]["build"]["targets"]["sdist"]["only-include"]
+    )
 
 
 @pytest.mark.slow
