@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ndlightnet.layout import Grid, Layout, Packed, pack
 from ndlightnet.models.stream import Stream, StreamState, advance
 from ndlightnet.nn.block import Block, init_weights, undecayed_names
-from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.mixers import LightNetAttention
+from ndlightnet.nn.mixers import LightNetAttention, published_mixer
 from ndlightnet.nn.mixers.base import Factories, layer_factories
 from ndlightnet.nn.patch import Patchify
 from ndlightnet.nn.position import MDTPE
@@ -31,10 +30,10 @@ class NDLightNet(nn.Module):
             embedding).
         patch_size: cells per token, an int or one per axis; default: about 256 cells a patch.
         embed_dim, depth: width and number of blocks.
-        mixer: a function of the width that returns a mixer, or a list of one for each layer; see
-            ndlightnet.nn.mixers; for text, text_mixer. If its signature names `dims`, `layer` or
-            `causal`, it is called with the number of axes, the index of the layer or the argument
-            below, too.
+        mixer: a name of ndlightnet.nn.mixers, such as "GLA", {name: arguments}, a function of the
+            width that returns a mixer, or a list of one for each layer; for text, text_mixer. If
+            its signature names `dims`, `layer` or `causal`, it is called with the number of axes,
+            the index of the layer or the argument below, too.
         mlp_ratio: hidden width of the gated MLP / embed_dim.
         tpe: MD-TPE after the embedding. tpe_states: its states per axis. tpe_bidirectional: scan
             forward and backward along each axis (except the first one if causal); default: True
@@ -251,11 +250,6 @@ class NDLightNet(nn.Module):
         at any time: equal to `model` on all frames at once. See Stream.
         """
         return Stream(self, batch_size, cuda_graph=cuda_graph)
-
-
-def published_mixer(dim: int) -> LightNetAttention:
-    """Return the paper's layer: heads of 64 channels, without local mixing."""
-    return LightNetAttention(dim, default_heads(dim, None)[0], local=None, key_scale=1.0)
 
 
 _published = partial(NDLightNet, depth=12, mixer=published_mixer)

@@ -296,3 +296,8 @@ class LightNetAttention(Constants, StreamingMixer):
         self.gate.to(self.q_proj.weight).requires_grad_(trained)
         if self.lrpe:
             self.lrpe.to(self.q_proj.weight)
+
+
+def published_mixer(dim: int) -> LightNetAttention:
+    """Return the paper's layer: heads of 64 channels, without local mixing."""
+    return LightNetAttention(dim, default_heads(dim, None)[0], local=None, key_scale=1.0)
