@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, Layout
+from ndlightnet.nn.initial import Initialized
 from ndlightnet.nn.mixers.base import Mixer
 from ndlightnet.nn.projections import joins, joint_linear
 from ndlightnet.ops import swiglu
@@ -35,7 +36,7 @@ class DropPath(nn.Module):
 WIDTHS = 8  # hidden widths are multiples of it: 16-bit matrix units and tensor parallel need that
 
 
-class GLU(nn.Module):
+class GLU(Initialized):
     """Gated MLP: down(SiLU(gate x) * up x), without biases; hidden = dim * ratio, rounded to the
     nearest multiple of 8. Parameters: 3 * dim * hidden."""
 
@@ -70,7 +71,7 @@ class GLU(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class Block(Initialized):
     """Residual block: x + mixer(norm x), then x + mlp(norm x)."""
 
     def __init__(

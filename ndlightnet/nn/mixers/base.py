@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ndlightnet.layout import Grid, Layout
+from ndlightnet.nn.initial import Initialized
 from ndlightnet.nn.mixers.names import named_mixer, unwrapped
 
 
-class Mixer(nn.Module, ABC):
+class Mixer(Initialized, ABC):
     """Base class of mixers, which map tokens to the same shape, on grids of any number of axes.
 
     A subclass defines `mix`, and `mix_context` if it has a cross form. For all mixers `forward`
