@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid, Layout, Packed, pack
 from ndlightnet.models.features import Backbone, shaped
+from ndlightnet.models.other_names import accept_other_names
 from ndlightnet.models.stream import Stream, StreamState, advance
 from ndlightnet.nn.block import Block, init_weights, undecayed_names
 from ndlightnet.nn.heads import default_heads
@@ -47,6 +48,9 @@ class NDLightNet(Backbone):
         vocab_size: input is token numbers `(batch, length)` instead of cells `(batch, channels,
             *space)`.
 
+    MONAI's names spatial_dims, in_channels and out_channels are accepted for dims, in_chans and
+    num_classes, as keywords in Python.
+
     Inputs may have any size, in every call: sizes that the patch does not divide are padded at the
     end. So may those of an exported network (not causal, two tokens or more along each axis) if its
     sizes are `Dim.DYNAMIC`:
@@ -58,6 +62,7 @@ class NDLightNet(Backbone):
     axes accepts only the number of frames that it was exported with.
     """
 
+    @accept_other_names
     def __init__(
         self,
         dims: int,
