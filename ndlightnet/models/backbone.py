@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid, Layout, Packed, pack
+from ndlightnet.models.features import Backbone, shaped
+from ndlightnet.models.other_names import accept_other_names
 from ndlightnet.models.stream import Stream, StreamState, advance
 from ndlightnet.nn.block import Block, init_weights, undecayed_names
 from ndlightnet.nn.mixers import LightNetAttention, published_mixer
@@ -19,7 +21,7 @@ from ndlightnet.nn.patch import Patchify
 from ndlightnet.nn.position import MDTPE
 
 
-class NDLightNet(nn.Module):
+class NDLightNet(Backbone):
     """Backbone: patches (or words) -> MD-TPE -> blocks -> norm -> head, on any number of axes.
 
     Args:
@@ -45,6 +47,9 @@ class NDLightNet(nn.Module):
         vocab_size: input is token numbers `(batch, length)` instead of cells `(batch, channels,
             *space)`.
 
+    MONAI's names spatial_dims, in_channels and out_channels are accepted for dims, in_chans and
+    num_classes, as keywords in Python.
+
     Inputs may have any size, in every call: sizes that the patch does not divide are padded at the
     end. So may those of an exported network (not causal, two tokens or more along each axis) if its
     sizes are `Dim.DYNAMIC`:
@@ -56,6 +61,7 @@ class NDLightNet(nn.Module):
     axes accepts only the number of frames that it was exported with.
     """
 
+    @accept_other_names
     def __init__(
         self,
         dims: int,
@@ -119,11 +125,22 @@ class NDLightNet(nn.Module):
     def get_classifier(self) -> nn.Module:
         return self.head
 
-    def reset_classifier(self, num_classes: int) -> None:
-        """Replace the head by a new one for `num_classes` classes (0: none), on the token mean."""
-        self.num_classes, self.per_token = num_classes, False
+    def reset_classifier(self, num_classes: int, global_pool: str = "avg") -> None:
+        """Replace the head by a new one for `num_classes` classes (0: none), on the mean over
+        tokens, or with global_pool="" on every token."""
+        if global_pool not in ("avg", ""):
+            raise ValueError(f"global_pool={global_pool!r}: expected 'avg' or ''")
+        self.num_classes, self.per_token = num_classes, global_pool == ""
         self.head = nn.Linear(self.embed_dim, num_classes) if num_classes else nn.Identity()
-        self.head.apply(init_weights).to(self.norm.weight.device)
+        self.head.apply(init_weights).to(self._weight.device)
+
+    @property
+    def _weight(self) -> Tensor:
+        """A weight with the device and dtype of the residual stream; the norm may be pruned."""
+        blocks: Any = self.blocks
+        norm: Any = self.norm if isinstance(self.norm, nn.LayerNorm) else blocks[0].norm1
+        weight: Tensor = norm.weight
+        return weight
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of decays, angles and the like, which weight decay would distort."""
@@ -151,30 +168,38 @@ class NDLightNet(nn.Module):
 
         mask: bool (batch, *space), False = padding, which no other token sees.
         """
+        tokens, token_mask, layout = self._embedded(x, mask)
+        for block in self.blocks:
+            tokens = self._through(block, tokens, token_mask, layout)
+        return shaped(self.norm(tokens), layout, "NHWC")
+
+    def _embedded(self, x: Any, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Layout]:
+        """Return the tokens (batch, length, dim) of an input after the embedding and MD-TPE, their
+        mask (batch, length) and layout."""
+        layout: Layout
         if isinstance(x, Packed):
             self._check_packed(x, mask)
-            layout, rows = x.layout, x.values[None]
             embed: Any = self.embed.proj if isinstance(self.embed, Patchify) else self.embed
-            return Packed(self._encode(embed(rows), None, layout)[0], layout)
-        self._check(x, mask)
-        if mask is not None and self.vocab_size is None:
-            x = x.masked_fill(~mask[:, None], 0)
-        x, mask = self.embed(x), self.token_mask(mask)
-        grid = Grid.of(x)
-        return grid.unflatten(self._encode(grid.flatten(x), grid.flatten_mask(mask), grid))
-
-    def _encode(self, x: Tensor, mask: Tensor | None, layout: Layout) -> Tensor:
-        """Map embedded tokens (batch, length, dim) to features; mask (batch, length)."""
+            layout, tokens = x.layout, embed(x.values[None])
+        else:
+            self._check(x, mask)
+            if mask is not None and self.vocab_size is None:
+                x = x.masked_fill(~mask[:, None], 0)
+            x, mask = self.embed(x), self.token_mask(mask)
+            layout = Grid.of(x)
+            tokens, mask = layout.flatten(x), layout.flatten_mask(mask)
         # the residual stream stays in the parameters' precision under autocast
-        x = x.to(self.norm.weight.dtype)
+        tokens = tokens.to(self._weight.dtype)
         if self.tpe is not None:
-            x = self.tpe(x, mask, layout)
-        for block in self.blocks:
-            if self.grad_checkpointing and self.training:
-                x = checkpoint(block, x, mask, self.causal, layout, use_reentrant=False)
-            else:
-                x = block(x, mask, self.causal, layout)
-        out: Tensor = self.norm(x)
+            tokens = self.tpe(tokens, mask, layout)
+        return tokens, mask, layout
+
+    def _through(self, block: Any, x: Tensor, mask: Tensor | None, layout: Layout) -> Tensor:
+        """Apply a block to tokens (batch, length, dim)."""
+        if self.grad_checkpointing and self.training:
+            x = checkpoint(block, x, mask, self.causal, layout, use_reentrant=False)
+            return x
+        out: Tensor = block(x, mask, self.causal, layout)
         return out
 
     def _check_packed(self, packed: Packed, mask: Tensor | None) -> None:
@@ -225,7 +250,7 @@ class NDLightNet(nn.Module):
         """Return the state before the first frame, for `advance`."""
         if not self.causal:
             raise ValueError("causal=False: expected a causal network, it sees no later frame")
-        weight = self.norm.weight
+        weight = self._weight
         count = torch.zeros(batch, dtype=torch.int64, device=weight.device)
         blocks: Any = self.blocks
         for block in blocks:
