@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, Layout
-from ndlightnet.nn.initial import Initialized
+from ndlightnet.nn.initial import Initialized, owners
 from ndlightnet.nn.mixers.base import Mixer
 from ndlightnet.nn.projections import joins, joint_linear
 from ndlightnet.ops import swiglu
@@ -138,6 +138,12 @@ def undecayed_names(net: nn.Module) -> set[str]:
         for prefix, module in net.named_modules()
         for name in getattr(module, "undecayed", ())
     }
+
+
+def init_network(*modules: nn.Module) -> None:
+    """Apply `init_weights` to all modules within, tied parameters once."""
+    for _, module in owners(*modules):
+        init_weights(module)
 
 
 def init_weights(module: nn.Module) -> None:

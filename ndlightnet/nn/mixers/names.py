@@ -33,24 +33,24 @@ def named_mixer(label: str, mixer: str | Mapping[str, Any]) -> Callable[..., Any
     "ndlightnet.nn.mixers." before them. label: the argument's name in errors. Raises ValueError
     for a name or an argument that the catalogue has not.
     """
+    arguments: Any = None
     if isinstance(mixer, str):
-        name, arguments = mixer, {}
+        name = mixer
     elif "class_path" in mixer:
-        name, arguments = mixer["class_path"], mixer.get("init_args") or {}
+        name, arguments = mixer["class_path"], mixer.get("init_args")
     elif len(mixer) == 1:
         ((name, arguments),) = mixer.items()
         if name == CUSTOM:
             raise ValueError(
                 f"{label}: {arguments}, which is not a mixer of ndlightnet; pass it as {label}=..."
             )
-        arguments = arguments or {}
     else:
         raise ValueError(f"{label}={dict(mixer)!r}: expected a name, or {{name: arguments}}")
     short = str(name).rsplit(".", 1)[-1]
     if short not in CATALOGUE or name not in (short, f"ndlightnet.nn.mixers.{short}"):
         words = sorted(CATALOGUE, key=str.lower)
         raise ValueError(f"{label}={name!r}: {did_you_mean(short, words)}")
-    made = CATALOGUE[short]
+    made, arguments = CATALOGUE[short], arguments or {}
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{label}={{{short!r}: {arguments!r}}}: expected arguments by name")
     known = [key for key in inspect.signature(made).parameters if key != "dim"]
@@ -79,11 +79,23 @@ def description(mixer: Callable[..., Any]) -> Any:
     empty = inspect.Parameter.empty
     parameters = inspect.signature(made).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not empty}
-    arguments = {key: jsonable(value) for key, value in {**defaults, **given}.items()}
+    arguments = {
+        key: described(value) if key == "mixer" else jsonable(value)
+        for key, value in {**defaults, **given}.items()
+    }
     for key in GIVEN:
         if arguments.get(key, "") is None:
             del arguments[key]
     return {name: arguments} if arguments else name
+
+
+def described(mixer: Any) -> Any:
+    """Return the JSON form of an argument `mixer`: of one, of a list of them, or None."""
+    if isinstance(mixer, list | tuple):
+        return [described(one) for one in mixer]
+    if isinstance(mixer, str | dict):
+        mixer = named_mixer("mixer", mixer)
+    return None if mixer is None else description(mixer)
 
 
 def jsonable(value: Any) -> Any:
