@@ -18,6 +18,7 @@ USER = '''
 """Lines that end in `wrong` have an error each, all others have none."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ x = torch.randn(1, 3, 32, 32)
 net = NDLightNet(dims=2, num_classes=10, patch_size=8, mixer=mixers.GLA)
 NDLightNet(dims=2, mixer=partial(mixers.Mamba, scan="axes"))
 NDLightNet(dims=2, mixer=[mixers.GLA, mixers.Identity], depth=2)
+NDLightNet(dims=2, mixer="GLA", device="meta", dtype=torch.bfloat16)
+NDLightNet(dims=2, mixer={"Mamba": {"scan": "axes"}})
 NDLightNet(dims=1, vocab_size=256, causal=True, mixer=mixers.text_mixer)
 NDLightNet(dims=2, patchsize=8)  # wrong
 NDLightNet(dims=2, patch_size="8")  # wrong
@@ -40,11 +43,15 @@ assert_type(net(net.pack([x])), Tensor)
 assert_type(net.forward_features(x), Tensor)
 assert_type(net.forward_features(net.pack([x])), Packed)
 assert_type(net.embed_dim, int)
+assert_type(net.config, dict[str, Any])
+assert_type(NDLightNet.from_pretrained("folder"), NDLightNet)
+assert_type(NDLightNet.from_checkpoint("last.ckpt", map_location="cpu"), NDLightNet)  # wrong
 assert_type(net.stream(), Stream)
 assert_type(net.stream()(x), Tensor)
 net(x, msk=None)  # wrong
 NDLightUNet(2, 1, 2, widths=(8, 16))(x)
 NDLightUNet(2, 1, 2, width=(8, 16))  # wrong
+assert_type(NDLightUNet(2, 1, 2).encode(x), list[Tensor])
 assert_type(nd.ndlightnet_tiny(2, num_classes=3), NDLightNet)
 nd.ndlightnet_small(2, patchsize=8)  # wrong
 nd.ndlightnet_base()  # wrong

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     ("tasks", "ndlightnet_evidence", "ndlightnet.__main__"),
     ("ndlightnet.training",),
-    ("ndlightnet", "ndlightnet.models", "ndlightnet.inference"),
+    ("ndlightnet", "ndlightnet.models", "ndlightnet.inference", "ndlightnet.integrations"),
     ("ndlightnet.nn",),
     ("ndlightnet.ops",),
     ("ndlightnet_kernels",),
@@ -24,7 +24,7 @@ CLOSED = {"ndlightnet.data": {"ndlightnet.data", "ndlightnet.layout"},
           "ndlightnet_kernels": {"ndlightnet_kernels"}}  # fmt: skip
 ONLY_UNDER = {
     "lightning": ("ndlightnet.training", "tasks"),
-    "monai": ("ndlightnet.data", "ndlightnet.inference", "ndlightnet.training"),
+    "monai": tuple(f"ndlightnet.{r}" for r in ("data", "inference", "training", "integrations")),
     "decord": ("ndlightnet.data", "ndlightnet.inference"),
     "av": ("ndlightnet.data", "ndlightnet.inference"),
     "triton": ("ndlightnet_kernels",),
