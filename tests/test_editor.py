@@ -45,7 +45,7 @@ assert_type(net.forward_features(net.pack([x])), Packed)
 assert_type(net.embed_dim, int)
 assert_type(net.config, dict[str, Any])
 assert_type(NDLightNet.from_pretrained("folder"), NDLightNet)
-assert_type(NDLightNet.from_checkpoint("last.ckpt", map_location="cpu"), NDLightNet)  # wrong
+assert_type(NDLightUNet.from_checkpoint("last.ckpt", device="cpu"), NDLightUNet)
 assert_type(net.stream(), Stream)
 assert_type(net.stream()(x), Tensor)
 net(x, msk=None)  # wrong
