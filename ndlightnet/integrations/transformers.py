@@ -32,7 +32,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from ndlightnet.ops import State, axis_causal_attention, causal_attention, read, summarize
+from ndlightnet.ops import (
+    State,
+    axis_causal_attention,
+    causal_attention,
+    lightnet_attention,
+    summarize,
+)
 
 NAME = "lightnet"
 ONE_MEMORY = (
@@ -75,68 +81,61 @@ def attention(
         )
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions=True: LightNet computes no attention weights")
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    length = q.shape[1]
-    if attention_mask is None:
+    seen = attention_mask
+    if seen is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if not causal or length == 1:
-            y = _full(q, k, v, None)
-        elif k.shape[1] != length:
-            raise ValueError(
-                f"attention_mask=None with {length} queries and {k.shape[1]} keys in a causal "
-                "layer: expected a mask that says where the queries are"
-            )
+        if causal and query.shape[2] > 1:
+            y = _causal(query, key, value, None, sliding_window)
         else:
-            y = _causal(q, k, v, None, sliding_window)
-    elif attention_mask.dtype == torch.int8:
-        rows, n = attention_mask.shape[-2:]
+            y = lightnet_attention(query, key, value, enable_gqa=True)
+    elif seen.dtype not in (torch.bool, torch.int8) or seen.ndim != 4:
+        raise ValueError(
+            f"attention_mask {tuple(seen.shape)} {seen.dtype}: expected bool (batch, 1, 1, keys)"
+        )
+    elif seen.dtype == torch.bool:
+        if seen.shape[1:3] != (1, 1):
+            raise ValueError(f"attention_mask {tuple(seen.shape)}: {ONE_MEMORY}")
+        y = lightnet_attention(query, key, value, seen, enable_gqa=True)
+    else:
+        rows, n = seen.shape[-2:]
         if rows == 2 and sliding_window is None:
             raise ValueError(f"{type(module).__name__}: a mask with a window, a layer without one")
-        seen = attention_mask[:, 0, 0].bool().expand(k.shape[0], -1)
-        y = _causal(q, k[:, :n], v[:, :n], seen, sliding_window if rows == 2 else None)
-    else:
-        shape = tuple(attention_mask.shape)
-        if attention_mask.dtype != torch.bool or attention_mask.ndim != 4:
-            raise ValueError(
-                f"attention_mask {shape} {attention_mask.dtype}: expected bool (batch, 1, 1, keys)"
-            )
-        if shape[1:3] != (1, 1):
-            raise ValueError(f"attention_mask {shape}: {ONE_MEMORY}, bool (batch, 1, 1, keys)")
-        y = _full(q, k, v, attention_mask[:, 0, 0, : k.shape[1]].expand(k.shape[0], -1))
-    return nn.functional.dropout(y, dropout, module.training), None
-
-
-def _full(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Let all queries (batch, length, heads, dim) read all keys; heads that share keys are further
-    queries of one memory, so nothing is copied."""
-    length, heads, shared = q.shape[1], q.shape[2], k.shape[2]
-    q = q.unflatten(2, (shared, -1)).transpose(2, 3).flatten(1, 2)
-    y = read(q, summarize(k, v, mask=mask))
-    return y.unflatten(1, (length, -1)).transpose(2, 3).flatten(2, 3).reshape(
-        y.shape[0], length, heads, v.shape[-1]
-    )  # fmt: skip
+        window = sliding_window if rows == 2 else None
+        y = _causal(query, key[:, :, :n], value[:, :, :n], seen[:, :, :1].bool(), window)
+    return nn.functional.dropout(y.transpose(1, 2), dropout, module.training), None
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int | None) -> Tensor:
-    """Let each query, the last tokens of those of k, read the keys up to its own."""
-    groups, past = q.shape[2] // k.shape[2], k.shape[1] - q.shape[1]
+    """Let each query read the keys up to its own, and in a window; the queries are the last tokens
+    of those of k. Without a mask there must be as many queries as keys."""
+    past = k.shape[2] - q.shape[2]
+    if mask is None and past:
+        raise ValueError(
+            f"attention_mask=None with {q.shape[2]} queries and {k.shape[2]} keys in a causal "
+            "layer: expected a mask, which says where the queries are"
+        )
+    windowed = window is not None and window < k.shape[2]
+    if not past and not windowed:
+        return lightnet_attention(q, k, v, mask, is_causal=True, enable_gqa=True)
+    groups = q.shape[1] // k.shape[1]
 
-    def each(x: Tensor) -> Tensor:
-        return x if groups == 1 else x.repeat_interleave(groups, 2)
+    def heads(x: Tensor) -> Tensor:
+        return (x if groups == 1 else x.repeat_interleave(groups, 1)).transpose(1, 2)
 
-    if window is not None and window < k.shape[1]:
-        q = nn.functional.pad(q, (0, 0, 0, 0, past, 0))
-        options: dict[str, Any] = {"window": window, "mask": mask, "return_state": False}
-        return axis_causal_attention(q, each(k), each(v), k.shape[1], **options)[0][:, past:]
-    state = None
-    if past:
-        before = summarize(k[:, :past], v[:, :past], mask=None if mask is None else mask[:, :past])
-        state = before if groups == 1 else State(
-            *(x.repeat_interleave(groups, 1) for x in before)
-        )  # fmt: skip
-        mask = None if mask is None else mask[:, past:]
-        k, v = k[:, past:], v[:, past:]
-    return causal_attention(q, each(k), each(v), mask=mask, state=state)[0]
+    seen = None if mask is None else mask[:, 0, 0].expand(k.shape[0], -1)
+    if windowed:
+        q = nn.functional.pad(q, (0, 0, past, 0)).transpose(1, 2)  # a query for every key
+        told: dict[str, Any] = {"mask": seen, "window": window, "return_state": False}
+        y = axis_causal_attention(q, heads(k), heads(v), k.shape[2], **told)[0][:, past:]
+    else:
+        assert seen is not None
+        old = (x[:, :, :past].transpose(1, 2) for x in (k, v))
+        state = summarize(*old, mask=seen[:, :past])  # once for the heads that share keys
+        if groups > 1:
+            state = State(*(x.repeat_interleave(groups, 1) for x in state))
+        new = (heads(x[:, :, past:]) for x in (k, v))
+        y = causal_attention(q.transpose(1, 2), *new, mask=seen[:, past:], state=state)[0]
+    return y.transpose(1, 2)
 
 
 # ----------------------------------------------------------------------------------------- mask
