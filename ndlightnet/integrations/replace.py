@@ -28,6 +28,8 @@ from ndlightnet.nn.mixers.base import Factory
 
 LIBRARIES = {
     "torch": "ndlightnet.integrations.torch_attention",
+    "timm": "ndlightnet.integrations.timm_attention",
+    "monai": "ndlightnet.integrations.monai_attention",
 }
 Start = Literal["fresh", "weights"]
 Where = str | Callable[[str, nn.Module], bool]
@@ -165,7 +167,8 @@ def replace_attention(
         without = f"; without its {', '.join(found.without)}" if found.without else ""
         report.replaced[name] = f"{_kind(module)} -> {found.what}{shared}{without}"
     if not new:
-        raise ValueError(f"model: found no attention layer to replace in {_kind(model)}; {report}")
+        reasons = ", ".join(sorted(set(report.left.values()))) or "it has no attention layers"
+        raise ValueError(f"model: found nothing to replace in {_kind(model)}: {reasons}")
     for name, layer in new.items():
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, layer)
@@ -183,6 +186,13 @@ def _selector(where: Where | None) -> Callable[[str, nn.Module], bool]:
     return where
 
 
+def around(name: str, model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules around the module of a name, from the innermost to the model."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield model.get_submodule(name)
+
+
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
     """Yield name and module of the layers that a library's file knows, with that file, and of those
     that look like attention: the innermost ones whose class is named so, with None."""
@@ -192,6 +202,8 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
     files = [import_module(file) for library, file in LIBRARIES.items() if library in present]
 
     def visit(name: str, module: nn.Module) -> list[tuple[str, nn.Module, Any]]:
+        if type(module).__module__.startswith("ndlightnet."):
+            return []  # one of ours already
         for file in files:
             if file.known(module):
                 if module is model:
@@ -204,8 +216,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
             for child, part in module.named_children()
             for layer in visit(f"{name}.{child}".removeprefix("."), part)
         ]
-        ours = type(module).__module__.startswith("ndlightnet.")
-        alike = "attention" in type(module).__name__.lower() and not ours
+        alike = "attention" in type(module).__name__.lower()
         return inside or ([(name, module, None)] if alike and module is not model else [])
 
     yield from visit("", model)

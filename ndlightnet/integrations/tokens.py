@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid
@@ -15,6 +14,22 @@ from ndlightnet.nn.mixers.lightnet import LightNetAttention
 
 Shape = tuple[int, ...]
 GridSource = Shape | Callable[[], Shape]  # a shape, or a function that asks the network for it
+
+
+def make_mixer(
+    dim: int, heads: int, mixer: Factory | None, *, dims: int | None, layer: int = 0,
+    causal: bool = False, context_dim: int | None = None, bias: bool = True,
+) -> Mixer:  # fmt: skip
+    """Return a mixer of tokens with `dim` channels on a grid of `dims` axes. Arguments as in
+    TokenMixer; without `dims` the default mixer does not mix locally."""
+    if mixer is None:
+        mixer = partial(
+            LightNetAttention, heads=heads, lrpe=None, bias=bias, context_dim=context_dim
+        )
+    made = build_mixer(mixer, dim, dims=dims, layer=layer, causal=causal)
+    if not isinstance(made, Mixer):
+        raise ValueError(f"mixer: makes a {type(made).__name__}, expected a Mixer")
+    return made.apply(init_weights)
 
 
 class TokenMixer(nn.Module):
@@ -46,28 +61,21 @@ class TokenMixer(nn.Module):
         causal: bool = False, layer: int = 0, context_dim: int | None = None, bias: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
-        if mixer is None:
-            mixer = partial(
-                LightNetAttention, heads=heads, lrpe=None, bias=bias, context_dim=context_dim
-            )
-            dims = 1 if sequence or causal else None
-        else:
-            dims = 1
+        dims = None
         if grid is not None:
             dims = len(grid() if callable(grid) else grid)
-
-        def build(dims: int | None) -> Mixer:
-            made = build_mixer(mixer, dim, dims=dims, layer=layer, causal=causal)
-            if not isinstance(made, Mixer):
-                raise ValueError(f"mixer: makes a {type(made).__name__}, expected a Mixer")
-            return made
-
-        made = build(dims)
+        elif mixer is not None or sequence or causal:
+            dims = 1
+        build = partial(
+            make_mixer, dim, heads, mixer, layer=layer, causal=causal, context_dim=context_dim,
+            bias=bias,
+        )  # fmt: skip
+        made = build(dims=dims)
         if grid is not None and prefix and not isinstance(made, LightNetAttention):
-            grid, made = None, build(1)
+            grid, made = None, build(dims=1)
         self.grid, self.prefix = grid, prefix if grid is not None else 0
         self.mixer = made
-        self.mixer.apply(init_weights)
+        self.ordered = dims is not None
 
     def layout(self, length: int) -> Grid:
         """Return the grid of `length` tokens, without the prefix."""
@@ -106,32 +114,14 @@ class TokenMixer(nn.Module):
 
     def what(self) -> str:
         """Describe the mixer and what it runs on, for a report."""
-        shape = self.grid() if callable(self.grid) else self.grid
-        on = "the sequence of tokens" if shape is None else f"a grid {tuple(shape)}"
-        after = f" behind {self.prefix} token{'s' * (self.prefix > 1)}" if self.prefix else ""
-        return f"{type(self.mixer).__name__} on {on}{after}"
+        shape, name = self.grid() if callable(self.grid) else self.grid, type(self.mixer).__name__
+        if shape is None:
+            return f"{name} on {'the sequence of tokens' if self.ordered else 'a set of tokens'}"
+        behind = f" behind {self.prefix} token{'s' * (self.prefix > 1)}" if self.prefix else ""
+        return f"{name} on a grid {tuple(shape)}{behind}"
 
 
 def thirds(qkv: nn.Linear) -> dict[str, tuple[Tensor, Tensor | None]]:
     """Return weights and biases of a joint projection to q, k and v, by name."""
     biases = (None,) * 3 if qkv.bias is None else qkv.bias.chunk(3)
     return dict(zip("qkv", zip(qkv.weight.chunk(3), biases, strict=True), strict=True))
-
-
-def padding_mask(mask: Tensor | None, length: int, name: str = "attn_mask") -> Tensor | None:
-    """Return a mask of keys (batch, 1, 1, length) or (batch, length), bool with True = data, as
-    (batch, length).
-
-    Raises ValueError for anything else: one memory for all queries cannot hide different keys from
-    different queries.
-    """
-    if mask is None:
-        return None
-    per_key = mask.ndim == 2 or (mask.ndim == 4 and mask.shape[1:3] == (1, 1))
-    if mask.dtype != torch.bool or not per_key or mask.shape[-1] != length:
-        raise ValueError(
-            f"{name} {tuple(mask.shape)} {mask.dtype}: expected bool (batch, 1, 1, {length}) or "
-            f"(batch, {length}), True = data, as LightNet has one memory for all queries, which "
-            "cannot hide different keys from different queries"
-        )
-    return mask.reshape(mask.shape[0], length)

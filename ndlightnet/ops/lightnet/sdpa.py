@@ -48,7 +48,7 @@ def lightnet_attention(
         )
     if is_causal and query.shape[2] != key.shape[2]:
         raise ValueError(
-            f"is_causal=True with {query.shape[2]} queries and {key.shape[2]} keys: expected as many"
+            f"is_causal=True, {query.shape[2]} queries and {key.shape[2]} keys: expected as many"
         )
     mask = padding_of(attn_mask, key.shape[0], key.shape[2])
     group = heads // kept if kept else 1
@@ -62,8 +62,7 @@ def lightnet_attention(
     else:  # heads of one group are more queries of one memory
         q = query.unflatten(1, (kept, group)).permute(0, 2, 3, 1, 4).flatten(1, 2)
         y = read(q, summarize(k, v, mask=mask, impl=impl), impl=impl)
-        y = y.unflatten(1, (group, query.shape[2])).transpose(2, 3).transpose(1, 2)
-        return y.flatten(1, 2)
+        return y.unflatten(1, (group, query.shape[2])).permute(0, 3, 1, 2, 4).flatten(1, 2)
     return y.transpose(1, 2)
 
 
