@@ -30,17 +30,24 @@ LIBRARIES = {
     "torch": "ndlightnet.integrations.torch_attention",
     "timm": "ndlightnet.integrations.timm_attention",
     "monai": "ndlightnet.integrations.monai_attention",
+    "transformers": "ndlightnet.integrations.transformers_attention",
+    "diffusers": "ndlightnet.integrations.diffusers_attention",
 }
 Start = Literal["fresh", "weights"]
 Where = str | Callable[[str, nn.Module], bool]
 
 
 class Replacement(NamedTuple):
-    """A new layer; what it is, in words, for the report; what of the old one it leaves out."""
+    """A new layer; what it is, in words, for the report; what of the old one it leaves out.
+
+    then: for a layer that stays and is switched with all others of its model: what switches them,
+    called after all new layers are in their places.
+    """
 
     new: nn.Module
     what: str
     without: tuple[str, ...] = ()
+    then: Callable[[], None] | None = None
 
 
 class Refusal(NamedTuple):
@@ -148,6 +155,7 @@ def replace_attention(
     selected = _selector(where)
     report = Report()
     new: dict[str, nn.Module] = {}
+    after: list[Callable[[], None]] = []
     seen: dict[int, tuple[Replacement | Refusal, str]] = {}
     for name, module, file in _layers(model):
         if not selected(name, module):
@@ -163,15 +171,24 @@ def replace_attention(
             report.left[name] = f"{_kind(module)}, {found.reason}"
             continue
         new[name] = _like(found.new, module)
+        if found.then is not None:
+            after.append(found.then)
         shared = "" if first == name else f", shared with {first}"
         without = f"; without its {', '.join(found.without)}" if found.without else ""
         report.replaced[name] = f"{_kind(module)} -> {found.what}{shared}{without}"
     if not new:
         reasons = ", ".join(sorted(set(report.left.values()))) or "it has no attention layers"
         raise ValueError(f"model: found nothing to replace in {_kind(model)}: {reasons}")
+    if after and where is not None and report.left:
+        raise ValueError(
+            f"where={where!r}: layers that are switched with all others of their model, expected "
+            f"all of them; it leaves {', '.join(report.left)}"
+        )
     for name, layer in new.items():
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, layer)
+    for switch in after:
+        switch()
     return report
 
 
