@@ -1,7 +1,8 @@
-"""LightNet attention in Hugging Face transformers: the attention implementation "lightnet".
+"""Hugging Face transformers: LightNet as the attention implementation "lightnet" of its models, and
+`ForTrainer`, which lets its Trainer train networks of this library.
 
-Importing this module registers it; `model.set_attn_implementation("lightnet")` or
-`attn_implementation="lightnet"` in `from_config` and `from_pretrained` then selects it.
+Importing this module registers "lightnet"; `model.set_attn_implementation("lightnet")`, or
+`attn_implementation="lightnet"` in `from_config` and `from_pretrained`, then selects it.
 
     y[t] = sum_c SiLU(q[t])[c] * sum_s softmax_s(k[s, c]) v[s]      s: the tokens that t may see
 
@@ -210,6 +211,56 @@ def _names(function: Any) -> set[str]:
     inner = [x for cell in cells for x in (cell if isinstance(cell, tuple) else (cell,))]
     name = getattr(function, "__qualname__", type(function).__name__).split(".")[0]
     return {name}.union(*(_names(x) for x in inner if callable(x) and not isinstance(x, Tensor)))
+
+
+# -------------------------------------------------------------------------------------- Trainer
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class ForTrainer(nn.Module):
+    """A network of ours with the call that transformers' Trainer expects: labels as an argument,
+    a dictionary as the result. `ForTrainer(net).net` is the network.
+
+    A row of the data set is {"x": input, "labels": labels}. Networks themselves take no labels: the
+    loss is the task's choice.
+
+    Args:
+        net: NDLightNet, NDLightUNet or any network of one input.
+        loss: a function of scores and labels. Default: cross entropy of labels (batch, *space) with
+            scores (batch, classes, *space), or (batch, length, classes) of a language model; labels
+            of -100 do not count. A label is what a token predicts: nothing is shifted here.
+    """
+
+    def __init__(self, net: nn.Module, loss: Loss | None = None) -> None:
+        super().__init__()
+        self.net, self.loss = net, loss or class_loss
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        scores = self.net(x)
+        if labels is None:
+            return {"logits": scores}
+        return {"loss": self.loss(scores, labels), "logits": scores}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state with tied weights twice, as safetensors refuses shared memory."""
+        found = super().state_dict(*args, **kwargs)
+        written: set[int] = set()
+        for name, x in found.items():
+            if isinstance(x, Tensor) and x.numel():
+                found[name] = x.clone() if x.data_ptr() in written else x
+                written.add(x.data_ptr())
+        return found
+
+
+def class_loss(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross entropy, with the classes on the last axis or on the second one."""
+    last, second = labels.shape == scores.shape[:-1], labels.shape == scores[:, 0].shape
+    if last == second and scores.ndim > 2:
+        raise ValueError(
+            f"labels {tuple(labels.shape)}, scores {tuple(scores.shape)}: expected labels (batch, "
+            "*space) of scores (batch, classes, *space) or (batch, length, classes); give a loss"
+        )
+    return nn.functional.cross_entropy(scores if second else scores.movedim(-1, 1), labels)
 
 
 AttentionInterface.register(NAME, attention)

@@ -14,6 +14,10 @@ from ndlightnet import MultiheadAttention, NDLightNet, NDLightUNet, mixers
 WORDS = 50
 
 
+class NotApplicable(Exception):
+    """A door has no use for a model: the reason."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, and the sizes it is tried at: the first one is the traced one."""
