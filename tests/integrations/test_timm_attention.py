@@ -19,9 +19,7 @@ from .plain import lightnet  # noqa: E402
 
 def vit(**options):
     options = {"img_size": 32, "patch_size": 8, "num_classes": 5, "depth": 2, **options}
-    return timm.create_model(
-        "vit_tiny_patch16_224", embed_dim=24, num_heads=3, **options
-    ).eval()
+    return timm.create_model("vit_tiny_patch16_224", embed_dim=24, num_heads=3, **options).eval()
 
 
 def test_a_vit_is_the_composition_of_its_parts(close):

@@ -46,9 +46,7 @@ def test_causal(close, kept, masked):
     mask = torch.ones(1, 1, 1, 7, dtype=torch.bool)
     mask[..., 5:] = False
     keep = torch.ones(7, 7, dtype=torch.bool).tril()[None, None]
-    y = lightnet_attention(
-        q, k, v, mask if masked else None, is_causal=True, enable_gqa=kept < 4
-    )
+    y = lightnet_attention(q, k, v, mask if masked else None, is_causal=True, enable_gqa=kept < 4)
     close(y, dense(q, k, v, keep & mask if masked else keep), 1e-12)
 
 
