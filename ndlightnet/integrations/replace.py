@@ -230,7 +230,8 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
                 return [(name, module, file)]
         inside = [
             layer
-            for child, part in module.named_children()
+            for child, part in module._modules.items()  # named_children leaves shared ones out
+            if part is not None
             for layer in visit(f"{name}.{child}".removeprefix("."), part)
         ]
         alike = "attention" in type(module).__name__.lower()

@@ -51,7 +51,7 @@ class TokenMixer(nn.Module):
             neighbours. A causal layer's always are.
         causal: whether the causal form is called.
         layer: index of the layer, for mixers that ask for it.
-        context_dim: channels of the source that is read; default mixer only.
+        context_dim: channels of the source, if the layer reads another one; a mixer reads `dim`.
         bias: biases in the default mixer's projections.
     """
 
@@ -64,7 +64,7 @@ class TokenMixer(nn.Module):
         dims = None
         if grid is not None:
             dims = len(grid() if callable(grid) else grid)
-        elif mixer is not None or sequence or causal:
+        elif context_dim is None and (mixer is not None or sequence or causal):
             dims = 1
         build = partial(
             make_mixer, dim, heads, mixer, layer=layer, causal=causal, context_dim=context_dim,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor, nn
 
@@ -16,10 +18,11 @@ class MixerAttention(nn.Module):
     another source if the mixer has a cross form. Masks as in ndlightnet.MultiheadAttention, but
     padding masks of floats must be 0 and -inf."""
 
-    # as in ndlightnet.MultiheadAttention: keep torch's own fast paths away
+    # as in ndlightnet.MultiheadAttention: keep torch's fast paths away, which ask for these weights
     _qkv_same_embed_dim = False
     in_proj_weight = MultiheadAttention.in_proj_weight
     in_proj_bias = None
+    out_proj = SimpleNamespace(weight=in_proj_weight, bias=None)
 
     def __init__(self, mixer: TokenMixer, embed_dim: int, num_heads: int, batch_first: bool):
         super().__init__()
@@ -94,10 +97,12 @@ def replacement(
         return Replacement(new, f"MultiheadAttention{options.begin(new, **old)}")
     if (module.kdim, module.vdim) != (dim, dim):
         return Refusal(f"kdim={module.kdim}, vdim={module.vdim}, and a mixer reads embed_dim={dim}")
+    cross = name.endswith("multihead_attn")  # in torch's decoder layers
     tokens = TokenMixer(
-        dim, heads, options.mixer, grid=options.grid, prefix=options.prefix, layer=options.layer
-    )
-    if name.endswith("multihead_attn") and not reads_context(tokens.mixer):  # of torch's decoder
+        dim, heads, options.mixer, grid=None if cross else options.grid, prefix=options.prefix,
+        layer=options.layer, context_dim=dim if cross else None,
+    )  # fmt: skip
+    if cross and not reads_context(tokens.mixer):
         return Refusal(f"it reads another source, and {type(tokens.mixer).__name__} cannot")
     begun = options.begin(tokens.mixer, **old)
     without = ("dropout of attention weights",) if module.dropout else ()
