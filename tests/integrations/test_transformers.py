@@ -385,3 +385,60 @@ def test_gradient_checkpointing_has_the_same_gradients() -> None:
     plain = gradients()
     model.activation_checkpointing_enable()
     torch.testing.assert_close(gradients(), plain, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ViT", "BERT, padding", "Llama, left padding", "Llama"])
+def test_compiles_in_one_graph(name: str) -> None:
+    make, inputs = CASES[name]
+    model = prepare(make()).float()
+    if name == "Llama":  # without a mask, transformers cannot tell in a graph that none is packed
+        inputs = {**inputs, "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+    if name.startswith("Llama"):
+        inputs = {**inputs, "use_cache": False}
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        got = torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs)[0]
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.slow
+def test_decoding_with_a_static_cache_compiles_in_one_graph() -> None:
+    model = prepare(llama()).float()
+    with torch.no_grad():
+        expected = model(words(), use_cache=False).logits
+        cache = transformers.StaticCache(config=model.config, max_cache_len=12)
+        step = torch.compile(model, fullgraph=True, backend="aot_eager")
+        model(words()[:, :5], past_key_values=cache)
+        for t in range(5, 9):
+            places = torch.full((2, 1), t)
+            got = step(words()[:, t : t + 1], past_key_values=cache, position_ids=places).logits
+            torch.testing.assert_close(got[:, 0], expected[:, t], rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_is_near_float32() -> None:
+    model = prepare(llama()).float()
+    ids = words()
+    with torch.no_grad():
+        expected = model(ids).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            got = model(ids).logits.float()
+    # two layers, about ten operations each, of 2^-9 relative to their results
+    assert (got - expected).norm() < 0.05 * expected.norm()
+
+
+def test_for_trainer_finds_the_axis_of_the_classes() -> None:
+    words_of, cells = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
+    each = [nn.functional.cross_entropy(words_of[i], cells[i]) for i in range(2)]
+    torch.testing.assert_close(ours.class_loss(words_of, cells), sum(each) / 2)
+    image, masks = torch.randn(2, 4, 3, 6), torch.randint(4, (2, 3, 6))
+    expected = nn.functional.cross_entropy(image, masks)
+    torch.testing.assert_close(ours.class_loss(image, masks), expected)
+    scores, labels = torch.randn(3, 3), torch.tensor([0, 2, 1])  # as many samples as classes
+    expected = nn.functional.cross_entropy(scores, labels)
+    torch.testing.assert_close(ours.class_loss(scores, labels), expected)
+    for wrong in (torch.zeros(2, 9).long(), torch.zeros(2).long()):
+        with pytest.raises(ValueError, match=r"labels .*, scores \(2, 5, 7\): expected labels"):
+            ours.class_loss(words_of, wrong)
+    with pytest.raises(ValueError, match="give a loss"):
+        ours.class_loss(torch.randn(2, 5, 5), torch.zeros(2, 5).long())
