@@ -93,7 +93,7 @@ def test_whole_swin_blocks(close):
 
 def test_windows_alone_cannot_be_selected():
     net = swin()
-    with pytest.raises(ValueError, match="found nothing to replace.*not selected by where"):
+    with pytest.raises(ValueError, match=r"found nothing to replace.*not selected by where"):
         replace_attention(net, where="*.attn")
 
 
