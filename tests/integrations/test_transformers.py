@@ -442,3 +442,42 @@ def test_for_trainer_finds_the_axis_of_the_classes() -> None:
             ours.class_loss(words_of, wrong)
     with pytest.raises(ValueError, match="give a loss"):
         ours.class_loss(torch.randn(2, 5, 5), torch.zeros(2, 5).long())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("make", [llama, bert, bart])
+def test_on_cuda_as_on_the_cpu(make: Any) -> None:
+    model = prepare(make()).float()
+    given = {"input_ids": words(), "attention_mask": padding(make is llama)}
+    seen = given["attention_mask"].bool() if make is not bart else torch.ones(2, 9).bool()
+
+    def gradients(device: str) -> tuple[Tensor, Tensor]:
+        model.to(device).zero_grad()
+        out = model(**{name: x.to(device) for name, x in given.items()})[0].cpu()
+        out[seen].square().sum().backward()
+        grads = [x.grad.flatten().cpu() for x in model.parameters() if x.grad is not None]
+        return out[seen].detach(), torch.cat(grads)
+
+    for a, b in zip(gradients("cuda"), gradients("cpu"), strict=True):
+        assert (
+            a - b
+        ).norm() < 1e-3 * b.norm()  # float32, tensor cores off: about 1e-6 an operation
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generates_on_cuda_with_a_compiled_static_cache(dtype: torch.dtype) -> None:
+    """transformers compiles the steps of a static cache on CUDA by itself."""
+    model = prepare(llama()).to("cuda", dtype)
+    ids, mask = words().cuda(), padding(True).cuda()
+    told: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "attention_mask": mask}
+    told |= {"output_logits": True, "return_dict_in_generate": True}
+    plain = model.generate(ids, **told, use_cache=False)
+    static = model.generate(ids, **told, cache_implementation="static")
+    a, b = (torch.stack(x.logits).float() for x in (plain, static))
+    first = (plain.sequences != static.sequences).any(0).nonzero()[:1].sum() - ids.shape[1]
+    n = int(first) + 1 if first >= 0 else len(a)  # logits agree while the words do
+    assert n == len(a) or dtype != torch.float32
+    assert (a[:n] - b[:n]).norm() < (1e-3 if dtype == torch.float32 else 5e-2) * a[:n].norm()
