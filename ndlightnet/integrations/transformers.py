@@ -25,12 +25,13 @@ Masks, as 4-D tensors (transformers passes those on unchanged), from `mask`:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ndlightnet.ops import (
@@ -57,9 +58,19 @@ OVERLAYS = {
     "sliding_window_bidirectional_overlay": "a sliding window in both directions",
     "chunked_overlay": "attention in chunks",
     "blockwise_overlay": "blocks of tokens that see each other",
-    "packed_sequence_mask_function": "packed sequences (pass an attention_mask if there are none)",
+    "packed_sequence_mask_function": "packed sequences",
 }
-CAUSAL, FULL = "causal_mask_function", "bidirectional_mask_function"
+PACKING = {"packed_sequence_mask_function", "remap_positions_for_packed_sequence"}
+CAUSAL, FULL, BOTH = "causal_mask_function", "bidirectional_mask_function", "and_masks"
+# code of a mask function -> name of the function that makes it; in a graph being traced, functions
+# have no qualified names
+MADE: dict[Any, str] = {masking_utils.causal_mask_function.__code__: CAUSAL,
+                        masking_utils.bidirectional_mask_function.__code__: FULL}  # fmt: skip
+for _name in (*OVERLAYS, *PACKING, BOTH):
+    _made = getattr(masking_utils, _name, None)  # versions differ; what is missing is refused
+    for _code in _made.__code__.co_consts if _made else ():
+        if isinstance(_code, CodeType):
+            MADE[_code] = _name
 
 
 # ------------------------------------------------------------------------------------ attention
@@ -194,23 +205,32 @@ def _pattern(
         return True, None
     if function is bidirectional_mask_function:
         return False, None
-    names = _names(function)
-    overlay = names - {"and_masks", CAUSAL, FULL}
-    if local_size is not None and len(overlay) == 1 and overlay <= OVERLAYS.keys():
-        if local_size >= length and overlay != {"blockwise_overlay"}:
-            return CAUSAL in names, None  # too short to hide anything
-        if names == {"and_masks", "sliding_window_overlay", CAUSAL}:
+    parts = dict(_parts(function))
+    names = parts.keys() - {BOTH, CAUSAL, FULL}
+    if names >= PACKING and torch.compiler.is_compiling():  # a graph cannot tell if there are any
+        packed: Tensor = parts["packed_sequence_mask_function"][0]
+        torch._assert_async((packed == 0).all(), f"packed sequences: {ONE_MEMORY}")
+        names -= PACKING
+        if not names:
+            return True, None
+    if local_size is not None and len(names) == 1 and names <= OVERLAYS.keys():
+        if local_size >= length and names != {"blockwise_overlay"}:
+            return CAUSAL in parts, None  # too short to hide anything
+        if names == {"sliding_window_overlay"} and CAUSAL in parts:
             return True, local_size
-    asked = ", ".join(OVERLAYS[x] for x in sorted(overlay & OVERLAYS.keys())) or "a custom mask"
+    asked = ", ".join(OVERLAYS[x] for x in sorted(names & OVERLAYS.keys())) or "a custom mask"
     raise ValueError(f"{asked}: {ONE_MEMORY}")
 
 
-def _names(function: Any) -> set[str]:
-    """Return the names of the functions of transformers that made a mask function."""
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    inner = [x for cell in cells for x in (cell if isinstance(cell, tuple) else (cell,))]
-    name = getattr(function, "__qualname__", type(function).__name__).split(".")[0]
-    return {name}.union(*(_names(x) for x in inner if callable(x) and not isinstance(x, Tensor)))
+def _parts(function: Any) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the names of the functions of transformers that a mask function was made by ("" for
+    others), with what it holds."""
+    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    yield MADE.get(getattr(function, "__code__", None), ""), held
+    for x in held:
+        for inner in x if isinstance(x, tuple) else (x,):
+            if callable(inner) and not isinstance(inner, Tensor):
+                yield from _parts(inner)
 
 
 # -------------------------------------------------------------------------------------- Trainer
