@@ -39,9 +39,6 @@ def test_all_are_replaced_and_reported():
     report = replace_attention(net)
     assert list(report.replaced) == ["0.layers.0.self_attn", "0.layers.1.self_attn"]
     assert type(net[0].layers[0].self_attn) is MultiheadAttention
-    assert report.left == {"1": "tests SoftAttention, not a layer that replace_attention knows"} | {
-        "1": report.left["1"]
-    }
     assert str(report).splitlines() == [
         "replaced: 2",
         "  0.layers.0.self_attn: torch MultiheadAttention -> MultiheadAttention",
