@@ -26,6 +26,7 @@ ONLY_UNDER = {
     "lightning": ("ndlightnet.training", "tasks"),
     "monai": (
         "ndlightnet.data", "ndlightnet.inference", "ndlightnet.integrations", "ndlightnet.training",
+        "tasks",
     ),
     **dict.fromkeys(("timm", "transformers", "diffusers"), ("ndlightnet.integrations", "tasks")),
     "decord": ("ndlightnet.data", "ndlightnet.inference"),

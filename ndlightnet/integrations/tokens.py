@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ndlightnet.layout import Grid
 from ndlightnet.nn.block import init_weights
-from ndlightnet.nn.mixers.base import Factory, Mixer, build_mixer
+from ndlightnet.nn.mixers.base import Mixer, Named, build_mixer
 from ndlightnet.nn.mixers.lightnet import LightNetAttention
 
 Shape = tuple[int, ...]
@@ -17,7 +17,7 @@ GridSource = Shape | Callable[[], Shape]  # a shape, or a function that asks the
 
 
 def make_mixer(
-    dim: int, heads: int, mixer: Factory | None, *, dims: int | None, layer: int = 0,
+    dim: int, heads: int, mixer: Named | None, *, dims: int | None, layer: int = 0,
     causal: bool = False, context_dim: int | None = None, bias: bool = True,
 ) -> Mixer:  # fmt: skip
     """Return a mixer of tokens with `dim` channels on a grid of `dims` axes. Arguments as in
@@ -42,9 +42,9 @@ class TokenMixer(nn.Module):
     Args:
         dim: channels of a token.
         heads: of the layer that is replaced; used by the default mixer.
-        mixer: a function of the width that returns a Mixer, as for NDLightNet. Default: LightNet
-            attention with `heads` heads and `bias`, without position code, as a network of another
-            library has its own; it mixes locally if the tokens have a grid or an order.
+        mixer: a name or a function of the width that returns a Mixer, as for NDLightNet. Default:
+            LightNet attention with `heads` heads and `bias`, without position code, as a network of
+            another library has its own; it mixes locally if the tokens have a grid or an order.
         grid: shape of the grid of the tokens behind the prefix. A function is asked at every call.
         prefix: number of tokens in front of the grid.
         sequence: whether tokens without a grid are in an order, as words are: then they have
@@ -56,7 +56,7 @@ class TokenMixer(nn.Module):
     """
 
     def __init__(
-        self, dim: int, heads: int, mixer: Factory | None = None, *,
+        self, dim: int, heads: int, mixer: Named | None = None, *,
         grid: GridSource | None = None, prefix: int = 0, sequence: bool = False,
         causal: bool = False, layer: int = 0, context_dim: int | None = None, bias: bool = True,
     ) -> None:  # fmt: skip

@@ -15,7 +15,8 @@ WORDS = 50
 
 
 class NotApplicable(Exception):
-    """A door has no use for a model: the reason."""
+    """A cell of the table without any code: the other library has no place for such a model. The
+    message is the reason."""
 
 
 @dataclass(frozen=True)
