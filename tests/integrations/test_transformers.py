@@ -387,8 +387,11 @@ def test_gradient_checkpointing_has_the_same_gradients() -> None:
     torch.testing.assert_close(gradients(), plain, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ViT", "BERT, padding", "Llama", "Mistral, window"])
+@pytest.mark.parametrize("name", [
+    pytest.param("Llama", marks=pytest.mark.slow),
+    *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("ViT", "BERT, padding",
+                                                              "Mistral, window")),
+])  # fmt: skip
 def test_compiles_in_one_graph(name: str) -> None:
     make, inputs = CASES[name]
     model = prepare(make()).float()
