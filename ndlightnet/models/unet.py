@@ -20,7 +20,7 @@ from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.models.other_names import accept_other_names
 from ndlightnet.nn.block import Block, init_network
-from ndlightnet.nn.initial import reset
+from ndlightnet.nn.initial import Initialized, reset
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories
 from ndlightnet.nn.position import MDTPE
@@ -63,7 +63,7 @@ class InstanceNorm(nn.GroupNorm):
             return torch.group_norm(x, self.num_groups, weight, bias, self.eps)
 
 
-class ConvBlock(nn.Module):
+class ConvBlock(Initialized):
     """Two convolutions of kernel size 3 with a residual."""
 
     def __init__(self, dims: int, inputs: int, outputs: int) -> None:
@@ -111,7 +111,7 @@ def _silu(x: Tensor) -> Tensor:
     return nn.functional.silu(x, inplace=not torch.is_grad_enabled())
 
 
-class Stage(nn.Module):
+class Stage(Initialized):
     """LightNet blocks on a feature map: position code, then the blocks."""
 
     def __init__(

@@ -1,0 +1,105 @@
+"""Attention layers of diffusers, for replace_attention.
+
+Without a mixer a layer gets the LightNet processor of `integrations/diffusers.py`, or its backend
+where the model's own processors compute queries and keys, and keeps its projections. A given mixer
+replaces self-attention as a whole.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from diffusers.models.attention import AttentionModuleMixin
+from diffusers.models.attention_processor import (
+    Attention,
+    AttnProcessor,
+    AttnProcessor2_0,
+    SlicedAttnProcessor,
+)
+from torch import Tensor, nn
+
+from ndlightnet.integrations.diffusers import NAME, LightNetAttnProcessor, padding, refused
+from ndlightnet.integrations.replace import Options, Refusal, Replacement
+from ndlightnet.integrations.tokens import TokenMixer
+
+PLAIN = (AttnProcessor, AttnProcessor2_0, SlicedAttnProcessor)  # compute one and the same function
+
+
+class MixerAttention(nn.Module):
+    """A mixer with the call of diffusers' `Attention`, for self-attention."""
+
+    def __init__(self, mixer: TokenMixer) -> None:
+        super().__init__()
+        self.mixer = mixer
+
+    def forward(
+        self, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        given = [name for name, x in kwargs.items() if x is not None]
+        if encoder_hidden_states is not None or given:
+            raise ValueError(
+                f"{', '.join(given) or 'encoder_hidden_states'}: a mixer takes hidden states and "
+                "padding"
+            )
+        mask = padding(attention_mask, *hidden_states.shape[:2])
+        y: Tensor = self.mixer(hidden_states, mask)
+        return y
+
+
+def known(module: nn.Module) -> bool:
+    return isinstance(module, Attention | AttentionModuleMixin)
+
+
+def replacement(
+    name: str, module: nn.Module, model: nn.Module, options: Options
+) -> Replacement | Refusal:
+    processor: Any = getattr(module, "processor", None)
+    plain = type(module) is Attention and type(processor) in PLAIN
+    if options.mixer is not None:
+        return _mixer(module, plain, options)
+    if plain:
+        if reason := refused(module):
+            return Refusal(reason)
+        new = _copy(module)
+        new.set_processor(LightNetAttnProcessor())
+        return Replacement(new, "LightNetAttnProcessor, with its weights, without norm and gate")
+    if not hasattr(processor, "_attention_backend"):
+        return Refusal(f"its processor {type(processor).__name__} computes attention by itself")
+    new = _copy(module)
+    new.set_processor(copy.copy(processor))
+    new.processor._attention_backend = NAME
+    kind = type(processor).__name__
+    return Replacement(
+        new, f"{kind} with the backend {NAME!r}, with its weights, without norm and gate"
+    )
+
+
+def _mixer(module: Any, plain: bool, options: Options) -> Replacement | Refusal:
+    if not plain:
+        return Refusal("a processor of its own computes queries and keys, and a mixer does, too")
+    parts = ("group_norm", "spatial_norm", "norm_q", "norm_k", "norm_cross", "added_kv_proj_dim")
+    has = [part for part in parts if getattr(module, part) is not None]
+    if has or module.is_causal or module.residual_connection:
+        return Refusal(f"it has {', '.join(has) or 'a mask or residual of its own'}")
+    if module.is_cross_attention:
+        return Refusal("it reads another source: expected mixer=None, which gives it LightNet")
+    dim = module.query_dim
+    if module.out_dim != dim or module.rescale_output_factor != 1:
+        return Refusal(f"it maps {dim} channels to {module.out_dim}")
+    tokens = TokenMixer(
+        dim, module.heads, options.mixer, grid=options.grid, prefix=options.prefix,
+        layer=options.layer, bias=module.use_bias,
+    )  # fmt: skip
+    old = {"q": module.to_q, "k": module.to_k, "v": module.to_v, "o": module.to_out[0]}
+    begun = options.begin(tokens.mixer, **old)
+    without = ("dropout",) if module.dropout else ()
+    return Replacement(MixerAttention(tokens), tokens.what() + begun, without)
+
+
+def _copy(module: Any) -> Any:
+    """Return a copy of a layer that shares its parameters and can have another processor."""
+    new = copy.copy(module)
+    new.__dict__ = {**module.__dict__, "_modules": dict(module._modules)}
+    return new

@@ -1,0 +1,176 @@
+"""Attention layers of Hugging Face transformers, for replace_attention.
+
+Layers that map hidden states to hidden states, with a padding mask at most, become a mixer: those
+of ViT, VideoMAE, BERT and other encoders. Layers that take a cache, positions from outside or
+another source (Llama, BART) cannot; with LightNet as the mixer, their model gets the attention
+implementation of `integrations/transformers.py` instead, which needs none of the layer's knowledge.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ndlightnet.integrations.replace import Options, Refusal, Replacement, around
+from ndlightnet.integrations.tokens import TokenMixer
+from ndlightnet.integrations.transformers import HARMLESS, NAME, ONE_MEMORY
+
+# names of the projections to q, k, v and o, in the order of transformers' models
+PROJECTIONS = {
+    "q": ("q_proj", "query", "q"), "k": ("k_proj", "key", "k"), "v": ("v_proj", "value", "v"),
+    "o": ("o_proj", "out_proj", "o"),
+}  # fmt: skip
+SIMPLE = (nn.Linear, nn.Dropout, nn.Identity)
+PLAIN = {"self", "hidden_states", "attention_mask", "output_attentions", "kwargs"}
+CACHE = {"past_key_values", "past_key_value"}
+# encoders of grids: number of tokens in front of the grid
+PREFIX = {"ViTAttention": 1, "VideoMAESelfAttention": 0}
+
+
+class HiddenStatesMixer(nn.Module):
+    """A mixer with the call of an encoder's self-attention in transformers: hidden states
+    (batch, length, dim) and padding, to (hidden states, None). There are no attention weights."""
+
+    def __init__(self, mixer: TokenMixer) -> None:
+        super().__init__()
+        self.mixer = mixer
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        given = [
+            name for name, x in kwargs.items()
+            if x is not None and x is not False and name not in HARMLESS
+        ]  # fmt: skip
+        if given:
+            raise ValueError(f"{', '.join(given)}: a mixer takes hidden states and padding")
+        seen = _padding(attention_mask, *hidden_states.shape[:2])
+        return self.mixer(hidden_states, seen), None
+
+
+def _padding(mask: Tensor | None, batch: int, length: int) -> Tensor | None:
+    """Return a mask of transformers as (batch, length): (batch, length) or (batch, 1, 1 or length,
+    length), bool, or floats that are 0 for data. Raise ValueError if it hides different keys from
+    different queries: transformers writes padding out for every query, so values are compared."""
+    if mask is None:
+        return None
+    shape = tuple(mask.shape)
+    rows = mask[:, None] if mask.ndim == 2 else mask[:, 0] if mask.ndim == 4 else mask[..., :0]
+    if rows.ndim != 3 or rows.shape[2] != length or (mask.ndim == 4 and shape[1] != 1):
+        raise ValueError(f"attention_mask {shape}: {ONE_MEMORY}")
+    seen = rows == 0 if rows.is_floating_point() else rows.bool()
+    one = seen[:, :1]
+    wrong = (seen != one).any()
+    if torch.compiler.is_compiling():  # values cannot be branched on
+        torch._assert_async(~wrong, f"attention_mask: {ONE_MEMORY}")
+    elif wrong:
+        raise ValueError(f"attention_mask {shape}: {ONE_MEMORY}")
+    return one[:, 0].expand(batch, -1)
+
+
+def known(module: nn.Module) -> bool:
+    kind = type(module)
+    ours = kind.__module__.startswith("transformers.models.") and "Attention" in kind.__name__
+    return ours and hasattr(module, "config") and _projection(module, "q") is not None
+
+
+def replacement(
+    name: str, module: nn.Module, model: nn.Module, options: Options
+) -> Replacement | Refusal:
+    reason = _reason(module)
+    if reason and options.mixer is not None:
+        return Refusal(f"{reason}, and a mixer has no such thing")
+    if reason:
+        return _implementation(name, module, model, reason)
+    config: Any = module.config
+    old = {part: found for part in "qkvo" if (found := _projection(module, part)) is not None}
+    prefix, grid = options.prefix, options.grid
+    if grid is None and not _masks(name, model):
+        prefix, grid = PREFIX.get(type(module).__name__, 0), _grid(module)
+    tokens = TokenMixer(
+        old["q"].in_features, _heads(module), options.mixer, grid=grid, prefix=prefix,
+        sequence=hasattr(config, "vocab_size"), layer=options.layer,
+        bias=old["q"].bias is not None,
+    )  # fmt: skip
+    begun = options.begin(tokens.mixer, **old)
+    without = ("dropout of attention weights",) if _dropout(config) else ()
+    return Replacement(HiddenStatesMixer(tokens), tokens.what() + begun, without)
+
+
+def _projection(module: nn.Module, part: str) -> Any:
+    for name in PROJECTIONS[part]:
+        found = getattr(module, name, None)
+        if isinstance(found, nn.Linear):
+            return found
+    return None
+
+
+def _heads(module: Any) -> int:
+    heads = getattr(module, "num_attention_heads", getattr(module, "num_heads", None))
+    return int(module.config.num_attention_heads if heads is None else heads)
+
+
+def _dropout(config: Any) -> float:
+    names = ("attention_probs_dropout_prob", "attention_dropout")
+    return max((getattr(config, name, 0.0) or 0.0 for name in names), default=0.0)
+
+
+def _grid(module: Any) -> tuple[int, ...] | None:
+    """Return the grid of patches that the configuration of ViT and VideoMAE describes."""
+    if type(module).__name__ not in PREFIX:
+        return None
+    image, patch = module.config.image_size, module.config.patch_size
+    sizes = (x if isinstance(x, list | tuple) else (x, x) for x in (image, patch))
+    grid = tuple(a // b for a, b in zip(*sizes, strict=True))
+    if hasattr(module.config, "num_frames"):
+        grid = (module.config.num_frames // module.config.tubelet_size, *grid)
+    return grid
+
+
+def _masks(name: str, model: nn.Module) -> bool:
+    """Return whether a layer is part of masked pretraining, whose tokens fill no grid."""
+    return any("PreTraining" in type(part).__name__ for part in around(name, model))
+
+
+def _reason(module: Any) -> str:
+    """Return why no mixer can stand in for a layer: what it takes or has that a mixer has not."""
+    takes = set(inspect.signature(type(module).forward).parameters)
+    decodes = getattr(module, "is_causal", False) or getattr(module.config, "is_decoder", False)
+    if more := sorted(takes - PLAIN - (set() if decodes else CACHE)):
+        return f"it takes {', '.join(more)}"
+    if decodes:
+        return "it is causal"
+    parts = [x for x, part in module.named_children() if not isinstance(part, SIMPLE)]
+    if parts := [*parts, *(x for x, _ in module.named_parameters(recurse=False))]:
+        return f"it has {', '.join(parts)}"
+    query = _projection(module, "q")
+    if _projection(module, "o") is None and query.out_features != query.in_features:
+        return f"it maps {query.in_features} channels to {query.out_features}"
+    return ""
+
+
+def _implementation(name: str, module: Any, model: nn.Module, reason: str) -> Replacement | Refusal:
+    """Set LightNet as the attention implementation of the model that a layer is part of."""
+    takes = inspect.signature(type(module).forward).parameters
+    for what, has in (
+        ("a bias on its scores", any("bias" in x or "relative" in x for x in takes)),
+        ("a soft cap on its scores", getattr(module.config, "attn_logit_softcapping", None)),
+        ("sinks", hasattr(module, "sinks")),
+    ):
+        if has:
+            return Refusal(f"it has {what}, which LightNet attention cannot have")
+    owners = [
+        part for part in around(name, model)
+        if isinstance(part, PreTrainedModel) and part.config is module.config
+    ]  # fmt: skip
+    if not owners or not owners[-1]._can_set_attn_implementation():
+        return Refusal(f"{reason}, and its model does not use transformers' AttentionInterface")
+    what = f"attention implementation {NAME!r} of its model, with its weights, without norm and "
+    what += f"gate, as {reason}"
+    then = partial(owners[-1].set_attn_implementation, NAME)
+    return Replacement(module, what, then=then)

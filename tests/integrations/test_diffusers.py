@@ -1,0 +1,212 @@
+"""LightNet in diffusers, as a processor and as a backend: equality with the formula by hand in
+place of torch's attention; masks; what is refused; files."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+diffusers = pytest.importorskip("diffusers")
+
+from diffusers.models import attention_dispatch  # noqa: E402
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0  # noqa: E402
+
+from ndlightnet.integrations.diffusers import LightNetAttnProcessor, attend  # noqa: E402
+
+
+def formula(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any
+) -> Tensor:
+    """y[t] = SiLU(q[t]) . softmax of k over the source, channel by channel, . v"""
+    logits = key if attn_mask is None else key + attn_mask[..., 0, :, None]
+    groups = query.shape[1] // key.shape[1]
+    memory = torch.einsum("bhsc,bhsd->bhcd", logits.softmax(-2), value)
+    memory = memory.repeat_interleave(groups, 1)
+    return torch.einsum("bhtc,bhcd->bhtd", nn.functional.silu(query), memory)
+
+
+def unet() -> Any:
+    return diffusers.UNet2DConditionModel(
+        sample_size=8, block_out_channels=(8, 16), norm_num_groups=4, layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), cross_attention_dim=12,
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=4,
+        transformer_layers_per_block=1,
+    )  # fmt: skip
+
+
+def unet_plain() -> Any:
+    """Its layers are called with images, with group norm and residual."""
+    return diffusers.UNet2DModel(
+        sample_size=8, block_out_channels=(8, 16), norm_num_groups=4, layers_per_block=1,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"), attention_head_dim=4,
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
+
+
+def dit() -> Any:
+    return diffusers.DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=8, in_channels=4, num_layers=2, sample_size=8,
+        patch_size=2, num_embeds_ada_norm=10,
+    )  # fmt: skip
+
+
+def transformer() -> Any:
+    return diffusers.Transformer2DModel(
+        num_attention_heads=2, attention_head_dim=8, in_channels=16, norm_num_groups=4,
+        num_layers=2, cross_attention_dim=12,
+    )  # fmt: skip
+
+
+def wide(model: Any) -> Any:
+    """Initialise all weights widely, so that softmax and SiLU are far from linear."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.double().eval()
+
+
+TEXT = torch.randn(2, 5, 12).double()
+SEEN = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+STEP = torch.tensor([3, 7])
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "UNet": (unet, {"sample": torch.randn(2, 4, 8, 8), "timestep": STEP,
+                    "encoder_hidden_states": TEXT}),
+    "UNet, padding": (unet, {"sample": torch.randn(2, 4, 8, 8), "timestep": STEP,
+                             "encoder_hidden_states": TEXT, "encoder_attention_mask": SEEN}),
+    "UNet without text": (unet_plain, {"sample": torch.randn(2, 3, 8, 8), "timestep": STEP}),
+    "DiT": (dit, {"hidden_states": torch.randn(2, 4, 8, 8), "timestep": STEP,
+                  "class_labels": torch.tensor([1, 2])}),
+    "Transformer2D, padding": (transformer, {
+        "hidden_states": torch.randn(2, 16, 4, 4), "encoder_hidden_states": TEXT,
+        "encoder_attention_mask": SEEN,
+    }),
+}  # fmt: skip
+
+
+def doubled(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_processor_equals_the_formula(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """float64; the network is the same but for torch's attention, which the formula replaces.
+    1e-9 is 10^6 roundings; a bias of -10000 hides a key in both, exactly."""
+    make, inputs = CASES[name]
+    model = wide(make())
+    layers = [m for m in model.modules() if isinstance(m, Attention)]
+    each: list[Tensor] = []
+    for layer in layers:
+        layer.register_forward_hook(lambda m, i, out: each.append(out))
+
+    def run(processor: Any) -> Any:
+        each.clear()
+        for layer in layers:
+            layer.set_processor(processor)
+        with torch.no_grad():
+            return model(**doubled(inputs)).sample, list(each)
+
+    softmax = run(AttnProcessor2_0())[0]
+    got, parts = run(LightNetAttnProcessor())
+    assert not torch.allclose(got, softmax)
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", formula)
+    expected, expected_parts = run(AttnProcessor2_0())
+    assert len(parts) == len(layers) >= 2
+    torch.testing.assert_close(parts, expected_parts, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_set_attn_processor_takes_one_for_all() -> None:
+    model = unet()
+    model.set_attn_processor(LightNetAttnProcessor())
+    kinds = {type(p) for p in model.attn_processors.values()}
+    assert kinds == {LightNetAttnProcessor}
+
+
+def test_gradients_and_grouped_heads() -> None:
+    layer = Attention(12, heads=4, kv_heads=2, dim_head=6, processor=LightNetAttnProcessor())
+    layer(torch.randn(2, 7, 12)).square().sum().backward()
+    assert all(x.grad is not None and x.grad.abs().sum() > 0 for x in layer.parameters()
+               if x is not layer.to_out[0].bias)  # fmt: skip
+    q, k, v = torch.randn(2, 7, 4, 6), torch.randn(2, 5, 2, 6), torch.randn(2, 5, 2, 3)
+    expected = formula(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+    torch.testing.assert_close(attend(q, k, v, None), expected)
+
+
+def call(mask: Tensor | None = None, **layer: Any) -> Tensor:
+    return Attention(12, heads=2, dim_head=6, processor=LightNetAttnProcessor(), **layer)(
+        torch.randn(2, 7, 12), attention_mask=mask
+    )
+
+
+def test_refuses_by_name_what_it_cannot_express() -> None:
+    for mask in (torch.zeros(2, 7, 7), torch.zeros(2, 1, 5), torch.zeros(4, 1, 7)):
+        with pytest.raises(ValueError, match=r"attention_mask \(.*: expected padding"):
+            call(mask)
+    with pytest.raises(ValueError, match="expected 0, or -10000 and less for padding"):
+        call(torch.full((2, 1, 7), -1.5))
+    with pytest.raises(ValueError, match="joins two streams"):
+        call(added_kv_proj_dim=8, context_pre_only=False)
+    with pytest.raises(ValueError, match="the layer is causal"):
+        call(is_causal=True)
+
+
+def flux() -> Any:
+    return diffusers.FluxTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=12, pooled_projection_dim=8,
+        axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+
+
+def test_backend_equals_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wide(flux())
+    places = torch.zeros(16, 3)
+    places[:, 1], places[:, 2] = torch.arange(16) // 4, torch.arange(16) % 4
+    inputs = {
+        "hidden_states": torch.randn(2, 16, 4), "encoder_hidden_states": TEXT,
+        "pooled_projections": torch.randn(2, 8), "timestep": torch.tensor([0.3, 0.7]),
+        "img_ids": places, "txt_ids": torch.zeros(5, 3),
+    }  # fmt: skip
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return model(**doubled(inputs)).sample
+
+    def select(name: str) -> None:
+        for layer in model.modules():
+            if hasattr(layer, "set_attention_backend") and layer is not model:
+                layer.set_attention_backend(name)
+
+    softmax = run()
+    select("lightnet")
+    got = run()
+    assert not torch.allclose(got, softmax)
+    select("native")
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", formula)
+    torch.testing.assert_close(got, run(), rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match=r"attn_mask \(2, 1, 4, 4\): expected padding"):
+        q = torch.randn(2, 4, 2, 6)
+        told = {"attn_mask": torch.ones(2, 1, 4, 4).tril().bool()}
+        attention_dispatch.dispatch_attention_fn(q, q, q, **told, backend="lightnet")
+
+
+def test_the_whole_model_takes_the_backend() -> None:
+    model = flux()
+    active = attention_dispatch._AttentionBackendRegistry._active_backend
+    try:
+        model.set_attention_backend("lightnet")
+        assert {p._attention_backend for p in model.attn_processors.values()} == {"lightnet"}
+    finally:  # diffusers selects it for the whole process
+        attention_dispatch._AttentionBackendRegistry.set_active_backend(active)
+
+
+def test_files_keep_the_model_and_not_the_processor(tmp_path: Any) -> None:
+    model = wide(unet()).float()
+    model.set_attn_processor(LightNetAttnProcessor())
+    model.save_pretrained(tmp_path)
+    again = diffusers.UNet2DConditionModel.from_pretrained(tmp_path).eval()
+    inputs = torch.randn(2, 4, 8, 8), STEP, TEXT.float()
+    assert not torch.allclose(again(*inputs).sample, model(*inputs).sample)
+    again.set_attn_processor(LightNetAttnProcessor())
+    torch.testing.assert_close(again(*inputs).sample, model(*inputs).sample)

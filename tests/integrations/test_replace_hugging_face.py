@@ -1,0 +1,155 @@
+"""replace_attention in networks of transformers and diffusers."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+diffusers = pytest.importorskip("diffusers")
+
+from ndlightnet import mixers  # noqa: E402
+from ndlightnet.integrations import replace_attention  # noqa: E402
+from ndlightnet.integrations.diffusers import LightNetAttnProcessor  # noqa: E402
+
+from .test_diffusers import flux, unet, unet_plain, wide  # noqa: E402
+from .test_transformers import (  # noqa: E402
+    bart,
+    bert,
+    clip,
+    gpt_oss,
+    llama,
+    padding,
+    t5,
+    videomae,
+    vit,
+    words,
+)
+
+PIXELS = torch.randn(2, 3, 12, 12)
+FILMS = torch.randn(2, 4, 3, 8, 8)
+
+
+@pytest.mark.parametrize("mixer", [None, mixers.GLA, mixers.SoftmaxAttention])
+@pytest.mark.parametrize(("make", "inputs", "grid"), [
+    (vit, {"pixel_values": PIXELS}, "a grid (3, 3) behind 1 token"),
+    (videomae, {"pixel_values": FILMS}, "a grid (2, 2, 2)"),
+    (bert, {"input_ids": words()}, "the sequence of tokens"),
+])  # fmt: skip
+def test_encoders_get_mixers(make: Any, inputs: dict[str, Any], grid: str, mixer: Any) -> None:
+    model = make()
+    before = model(**inputs)[0]
+    report = replace_attention(model, mixer)
+    assert len(report.replaced) == 2 and not report.left
+    if mixer is None:
+        assert all(f"LightNetAttention on {grid}" in x for x in report.replaced.values())
+    layers = [x for x in model.modules() if type(x).__name__ == "HiddenStatesMixer"]
+    heard: list[tuple[Tensor, Tensor]] = []
+    for layer in layers:
+        layer.register_forward_hook(
+            lambda m, i, kw, out: heard.append((i[0] if i else kw["hidden_states"], out[0])),
+            with_kwargs=True,
+        )
+    after = model.eval()(**inputs)[0]
+    assert after.shape == before.shape and not torch.allclose(after, before)
+    for layer, (x, y) in zip(layers, heard, strict=True):
+        torch.testing.assert_close(y, layer.mixer(x))
+    after.square().sum().backward()
+    assert all(x.grad is not None for layer in layers for x in layer.parameters())
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "lightnet"])
+def test_padding_is_hidden_from_the_mixers(implementation: str) -> None:
+    model = bert().eval()
+    replace_attention(model)
+    model.set_attn_implementation(implementation)
+    ids, mask = words(), padding(False)
+    padded = model(input_ids=ids, attention_mask=mask).logits
+    alone = model(input_ids=ids[1:, :7]).logits
+    torch.testing.assert_close(padded[1:, :7], alone)
+    whole = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match=r"attention_mask \(2, 1, 9, 9\): LightNet has one memory"):
+        model(input_ids=ids, attention_mask=whole)
+
+
+def test_weights_are_the_start_where_shapes_agree() -> None:
+    model = vit()
+    old = model.vit.layers[0].attention
+    report = replace_attention(model, start="weights")
+    new = model.vit.layers[0].attention.mixer.mixer
+    assert all(x.endswith("starting from q, k, v, o") for x in report.replaced.values())
+    for part in "qkvo":
+        a, b = (getattr(x, f"{part}_proj").weight for x in (old, new))
+        assert torch.equal(a, b)
+
+
+def test_layers_with_a_cache_get_the_implementation() -> None:
+    model, same = llama().eval(), llama().eval()
+    same.load_state_dict(model.state_dict())
+    report = replace_attention(model)
+    assert "attention implementation 'lightnet'" in str(report)
+    same.set_attn_implementation("lightnet")
+    assert torch.equal(model(words()).logits, same(words()).logits)
+    told: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
+    plain = model.generate(words(), **told, use_cache=False)
+    assert torch.equal(model.generate(words(), **told), plain)
+    with pytest.raises(ValueError, match=r"where=.*layers that are switched with all others"):
+        replace_attention(llama(), where="*layers.0.*")
+    assert len(replace_attention(bart()).replaced) == 6
+
+
+@pytest.mark.parametrize(("make", "mixer", "reason"), [
+    (llama, mixers.GLA, "it takes past_key_values, position_embeddings, and a mixer has no such"),
+    (bart, mixers.GLA, "it takes key_value_states, and a mixer has no such thing"),
+    (t5, None, "it has a bias on its scores, which LightNet attention cannot have"),
+    (gpt_oss, None, "it has sinks, which LightNet attention cannot have"),
+    (flux, mixers.GLA, "a processor of its own computes queries and keys"),
+    (unet_plain, mixers.GLA, "it has group_norm"),
+])  # fmt: skip
+def test_what_cannot_be_replaced_is_named(make: Any, mixer: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        replace_attention(make(), mixer)
+
+
+def test_causal_encoders_are_refused_when_called() -> None:
+    model = clip()
+    replace_attention(model)
+    with pytest.raises(ValueError, match="a mixer takes hidden states and padding"):
+        model(input_ids=words())
+
+
+def test_unet_gets_processors_or_mixers() -> None:
+    inputs = torch.randn(2, 4, 8, 8), torch.tensor([3, 7]), torch.randn(2, 5, 12)
+    model, same = wide(unet()).float(), wide(unet()).float()
+    report = replace_attention(model)
+    assert len(report.replaced) == 8 and not report.left
+    same.set_attn_processor(LightNetAttnProcessor())
+    assert torch.equal(model(*inputs).sample, same(*inputs).sample)
+    assert [*model.state_dict()] == [*same.state_dict()]
+    report = replace_attention(wide(unet()).float(), mixers.GLA)
+    assert len(report.replaced) == len(report.left) == 4
+    assert all("it reads another source" in x for x in report.left.values())
+
+
+def test_mixers_in_a_unet_see_no_padding() -> None:
+    from ndlightnet.integrations.diffusers_attention import MixerAttention
+
+    model = unet()
+    replace_attention(model, mixers.GLA)
+    layer = next(x for x in model.modules() if isinstance(x, MixerAttention))
+    x = torch.randn(2, 9, 16)
+    bias = torch.zeros(2, 1, 9)
+    bias[:, :, 6:] = -10000
+    torch.testing.assert_close(layer(x, attention_mask=bias)[:, :6], layer(x[:, :6]))
+    with pytest.raises(ValueError, match="encoder_hidden_states: a mixer takes hidden states"):
+        layer(x, encoder_hidden_states=x)
+
+
+def test_one_layer_of_flux() -> None:
+    model = flux()
+    report = replace_attention(model, where="transformer_blocks.*")
+    assert [*report.replaced] == ["transformer_blocks.0.attn"]
+    backends = [x.processor._attention_backend for x in model.modules() if hasattr(x, "processor")]
+    assert backends == ["lightnet", None]
+    assert isinstance(model.transformer_blocks[0].attn, nn.Module)
