@@ -189,7 +189,7 @@ def summarize(
     (batch, _, heads, dim), vdim, parts = k.shape, v.shape[-1], top.shape[1]
     batch, halves = where.samples(batch), where.halves
     sums, memories = (batch, heads, dim), (batch, heads, halves * dim, vdim)
-    if parts == 1 and where.first is None:
+    if where.first is None and isinstance(parts, int) and parts == 1:
         return top.view(sums), total.view(sums), memory.view(memories)
     joined = scratch(k, *sums), scratch(k, *sums), scratch(k, *memories)
     merge = merge_launch(k.device, batch, parts, heads, (halves, dim, vdim))

@@ -69,7 +69,7 @@ def _tokens(table, line, r, lines, n, inner, outer, INT: tl.constexpr):
     """Return tokens r of lines, and which exist. table: see `Lines`; None: all lines are alike."""
     ok = line < lines
     if table is None:
-        first, step, count = (line // inner).to(INT) * outer + line % inner, inner.to(INT), n
+        first, step, count = (line // inner).to(INT) * outer + line % inner, tl.cast(inner, INT), n
     else:
         first = tl.load(table + line * 3, mask=ok, other=0).to(INT)
         step = tl.load(table + line * 3 + 1, mask=ok, other=0).to(INT)

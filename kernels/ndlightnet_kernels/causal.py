@@ -52,7 +52,7 @@ from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import pinned, slot_frequencies
 from ndlightnet_kernels.plans import CAREFUL, causal, cut, fills
 from ndlightnet_kernels.position import Position
-from ndlightnet_kernels.segments import INFINITE, log2_rate, prefix_states
+from ndlightnet_kernels.segments import log2_rate, prefix_states
 from ndlightnet_kernels.summarize import SIZES
 from ndlightnet_kernels.tiles import (
     arguments,
@@ -123,7 +123,7 @@ def _causal(
             anchor = tl.maximum(mx, tl.max(x, 0))
             tl.store(after, anchor, inside)
         else:
-            anchor = tl.load(after, mask=inside, other=-INFINITE)
+            anchor = tl.load(after, mask=inside, other=float("-inf"))
         mx, sm, m, m_sin = to_anchor(anchor, mx, sm, m, m_sin, OPERAND)
         if forget is None:
             lost = unserved(
@@ -159,7 +159,7 @@ def _causal(
             todo = (lane >= 0)[:, None] & inside[None, :]
             anchor, from_entry = best, tl.zeros((BL, BK), tl.float32)
             rounds = 0  # each serves at least one row
-            while (tl.max(anchor, 0) > -INFINITE) & (rounds < BL):
+            while (tl.max(anchor, 0) > float("-inf")) & (rounds < BL):
                 rounds += 1
                 low, inverse, entered, todo = at_level(
                     x, fade, anchor, mx, sm, todo, ones, OPERAND, PRECISION

@@ -36,7 +36,7 @@ from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import from_origin, materialized, slot_frequencies
 from ndlightnet_kernels.plans import CAREFUL, Chunks, causal, cut, fills
 from ndlightnet_kernels.position import Position
-from ndlightnet_kernels.segments import INFINITE, log2_rate, suffix_grads
+from ndlightnet_kernels.segments import log2_rate, suffix_grads
 from ndlightnet_kernels.summarize import SIZES
 from ndlightnet_kernels.tiles import (
     arguments,
@@ -101,7 +101,7 @@ def _causal_dkv(
         if KIND != 0:
             acc_sin = tl.load(tile + DIM * VDIM, mask=tile_mask, other=0.0)
     at = (bh * (parts + 1) + part + 1) * DIM + kc
-    unit = tl.load(top + at, mask=inside, other=-INFINITE)
+    unit = tl.load(top + at, mask=inside, other=float("-inf"))
     rate = None if forget is None else log2_rate(forget, bh, heads)
     fade = None if rate is None else token_fades(rate, lane)
     if not CAREFUL:  # in units of the keys
@@ -117,7 +117,7 @@ def _causal_dkv(
         chunk = (bh * tl.cdiv(length, BL) + first // BL) * DIM + kc
         mx = unit
         if CAREFUL:
-            mx = tl.load(chunk_top + chunk, mask=inside, other=-INFINITE)
+            mx = tl.load(chunk_top + chunk, mask=inside, other=float("-inf"))
         sm = tl.load(chunk_total + chunk, mask=inside, other=1.0)
         valid = valid_tokens(mask, b, t, length, length, MASKED)
         x = load_keys(k, b, h, t, kc, length, skb, skt, skh, DIM, UNIT)
@@ -139,7 +139,7 @@ def _causal_dkv(
         if CAREFUL:
             best = tl.maximum(mx, tl.max(faded(x, fade), 0))
             # to this chunk's units; the segment's first `unit` may differ from the exact maximum
-            both = (best > -INFINITE) & (unit > -INFINITE)
+            both = (best > float("-inf")) & (unit > float("-inf"))
             factor = (best - unit) * 1.4426950408889634
             if forget is not None:
                 factor -= lag
@@ -161,7 +161,7 @@ def _causal_dkv(
             anchor, from_entry, carry = best, zero, weight(mx, best)
             phi, _ = silu(x_q)
             rounds = 0  # each serves at least one row
-            while (tl.max(anchor, 0) > -INFINITE) & (rounds < BL):
+            while (tl.max(anchor, 0) > float("-inf")) & (rounds < BL):
                 rounds += 1
                 low, inverse, entered, todo = at_level(
                     x, fade, anchor, mx, sm, todo, ones, OPERAND, PRECISION

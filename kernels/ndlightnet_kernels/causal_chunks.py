@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from ndlightnet_kernels.phases import coordinates, cos_sin
-from ndlightnet_kernels.segments import INFINITE
 from ndlightnet_kernels.tiles import (
     dot,
     hide,
@@ -54,7 +53,7 @@ def silu_and_over(x, s):
 @triton.jit
 def at_level(x, fade, anchor, mx, sm, todo, ones, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """Return exp(x - anchor), 1 / s of the queries served, exp(mx - anchor), and queries left."""
-    used = anchor > -INFINITE
+    used = anchor > float("-inf")
     if fade is None:
         p = weight(tl.minimum(x, anchor[None, :]), anchor[None, :])
     else:
@@ -70,7 +69,7 @@ def at_level(x, fade, anchor, mx, sm, todo, ones, OPERAND: tl.constexpr, PRECISI
 @triton.jit
 def next_anchor(x, fade, mx, todo):
     """Return the largest logit that the queries left attend to; -inf where there is none."""
-    return tl.max(tl.where(todo, tl.maximum(faded(x, fade), mx[None, :]), -INFINITE), 0)
+    return tl.max(tl.where(todo, tl.maximum(faded(x, fade), mx[None, :]), float("-inf")), 0)
 
 
 # Decay: the weight of a token relative to its chunk's middle is exp(k) times 2^fade, that of the
@@ -112,7 +111,7 @@ def load_entry(top, total, memory, bh, part, parts, kc, vc, DIM: tl.constexpr, V
            HALVES: tl.constexpr):  # fmt: skip
     """Load the State before a segment, its memory transposed. (`top` has one more at the end.)"""
     inside, at = kc < DIM, bh * parts + part
-    mx = tl.load(top + (at + bh) * DIM + kc, mask=inside, other=-INFINITE)
+    mx = tl.load(top + (at + bh) * DIM + kc, mask=inside, other=float("-inf"))
     sm = tl.load(total + at * DIM + kc, mask=inside, other=0.0)
     tile = memory + (at * (HALVES * DIM) + kc)[None, :] * VDIM + vc[:, None]
     here = inside[None, :] & (vc < VDIM)[:, None]

@@ -25,7 +25,7 @@ from ndlightnet_kernels.causal_chunks import (
     unturn,
 )  # fmt: skip
 from ndlightnet_kernels.phases import from_origin, pinned, slot_frequencies
-from ndlightnet_kernels.segments import INFINITE, log2_rate
+from ndlightnet_kernels.segments import log2_rate
 from ndlightnet_kernels.summarize import SIZES
 from ndlightnet_kernels.tiles import (
     dense,
@@ -77,7 +77,7 @@ def _causal_dq(
     rate = None if forget is None else log2_rate(forget, bh, heads)
     fade = None if rate is None else token_fades(rate, lane)
     if not CAREFUL:
-        anchor = tl.load(after, mask=inside, other=-INFINITE)
+        anchor = tl.load(after, mask=inside, other=float("-inf"))
         mx, sm, m, m_sin = to_anchor(anchor, mx, sm, m, m_sin, OPERAND)
         if forget is not None:
             fall = tl.exp2(rate * -BL)
@@ -127,7 +127,7 @@ def _causal_dq(
             todo = (lane >= 0)[:, None] & inside[None, :]
             anchor, from_entry, d, d_sin = best, zero, zero, zero
             rounds = 0  # each serves at least one row
-            while (tl.max(anchor, 0) > -INFINITE) & (rounds < BL):
+            while (tl.max(anchor, 0) > float("-inf")) & (rounds < BL):
                 rounds += 1
                 low, inverse, entered, todo = at_level(
                     x, fade, anchor, mx, sm, todo, ones, OPERAND, PRECISION

@@ -12,7 +12,6 @@ from torch import Tensor
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.tiles import cdiv, pad, scratch, weight
 
-INFINITE = tl.constexpr(float("inf"))
 AT_ONCE = tl.constexpr(8)  # States whose loads are in flight at the same time
 
 
@@ -23,9 +22,9 @@ def _tiles(
 ):  # fmt: skip
     """Load reference, sum and memory rows of State `at`; of an empty State if not `there`. BACK: of
     the State's gradient, whose reference is the negative one."""
-    ref = tl.load(top + at * DIM + c, mask=there, other=-INFINITE)
+    ref = tl.load(top + at * DIM + c, mask=there, other=float("-inf"))
     if BACK:
-        ref = tl.where(ref > -INFINITE, -ref, ref)
+        ref = tl.where(ref > float("-inf"), -ref, ref)
     sm = tl.load(total + at * DIM + c, mask=there, other=0.0)
     m = tl.load(memory + at[:, None] * SIZE + tile, mask=here & there[:, None], other=0.0)
     return ref, sm, m
@@ -60,7 +59,7 @@ def _sliding_merge(
     tile, here = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
     zero, begin = tl.zeros((BC,), tl.int64), tl.program_id(2) * window
     first = bh // heads * frames
-    best = tl.full((BC,), -INFINITE, tl.float32)
+    best = tl.full((BC,), float("-inf"), tl.float32)
     sm, m = tl.zeros((BC,), tl.float32), tl.zeros((BC, BV), tl.float32)
     before = min(begin, window - 1)
     for back in range(0, before, AT_ONCE):
@@ -79,7 +78,7 @@ def _sliding_merge(
             tl.store(total_past + at * ROWS + row, sm, inside & there)
             tl.store(memory_past + at[:, None] * SIZE + tile, m, here & there[:, None])
     tl.debug_barrier()  # other threads of the program read what is in `past`
-    best = tl.full((BC,), -INFINITE, tl.float32)
+    best = tl.full((BC,), float("-inf"), tl.float32)
     sm, m = tl.zeros((BC,), tl.float32), tl.zeros((BC, BV), tl.float32)
     end = min(begin + window, frames)
     for now in range(begin, end, AT_ONCE):
@@ -101,7 +100,7 @@ def _sliding_merge(
             at = (first + f) * heads + bh % heads
             if BACK:
                 fall = weight(
-                    tl.load(top_in + at * DIM + c, mask=inside & there, other=-INFINITE), -high
+                    tl.load(top_in + at * DIM + c, mask=inside & there, other=float("-inf")), -high
                 )
                 sums, rows = fall * sums, fall[:, None] * rows
             else:

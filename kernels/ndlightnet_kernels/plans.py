@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ndlightnet_kernels.tiles import cdiv, pad, processors
+from ndlightnet_kernels.launch import lowered
+from ndlightnet_kernels.tiles import cdiv, hint, pad, processors
 
 
 class Plan(NamedTuple):
@@ -176,7 +177,7 @@ def _programs(k: Tensor, vdim: int, kind: str) -> tuple[int, int]:
 def fills(k: Tensor, vdim: int, kind: str) -> bool:
     """Return whether the rows alone keep the card at work. It does not depend on the length."""
     rows, at_once = _programs(k, vdim, kind)
-    return 10 * rows >= 9 * at_once
+    return 10 * hint(rows) >= 9 * at_once
 
 
 def cut(k: Tensor, vdim: int, kind: str) -> tuple[int, int]:
@@ -184,6 +185,8 @@ def cut(k: Tensor, vdim: int, kind: str) -> tuple[int, int]:
     their length, a multiple of every chunk. Symbolic shapes get no guard on the length."""
     length, parts = k.shape[1], 1
     rows, at_once = _programs(k, vdim, kind)
+    if lowered():
+        rows = hint(rows)
     for waves in range(1, 5):  # the fewest that keep nine tenths of the card at work
         parts = max(1, waves * at_once // rows)
         if 10 * parts * rows >= 9 * waves * at_once:

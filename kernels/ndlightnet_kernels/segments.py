@@ -11,7 +11,6 @@ import triton.language as tl
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.tiles import cdiv, later, pad, weight
 
-INFINITE = tl.constexpr(float("inf"))
 AT_ONCE = tl.constexpr(8)  # States whose loads are in flight at the same time
 
 
@@ -39,11 +38,11 @@ def merge_parts(
     base, begin, end = parts_of(first, bh, heads, parts)
     at = base * DIM + row % DIM
     zero = tl.zeros((BC,), tl.int32)
-    best = tl.full((BC,), -INFINITE, tl.float32)
+    best = tl.full((BC,), float("-inf"), tl.float32)
     for some in range(begin, end, 8):
         for i in tl.static_range(8):
             s = zero + some + i
-            one = tl.load(top + at + s * DIM, mask=inside & (s < end), other=-INFINITE)
+            one = tl.load(top + at + s * DIM, mask=inside & (s < end), other=float("-inf"))
             best = tl.maximum(best, one)
     sm = tl.zeros((BC,), tl.float32)
     acc = tl.zeros((BC, BV), tl.float32)
@@ -51,7 +50,7 @@ def merge_parts(
         for i in tl.static_range(8):  # eight loads in flight at once
             s = zero + some + i
             there = inside & (s < end)
-            w = weight(tl.load(top + at + s * DIM, mask=there, other=-INFINITE), best)
+            w = weight(tl.load(top + at + s * DIM, mask=there, other=float("-inf")), best)
             sm += w * tl.load(total + at + s * DIM, mask=there, other=0.0)
             x = memory + ((base + s) * (HALVES * DIM) + row)[:, None] * VDIM + vc[None, :]
             acc += w[:, None] * tl.load(x, mask=here & there[:, None], other=0.0)
@@ -153,10 +152,10 @@ def prefix_states(
     row = tl.program_id(1) * BC + tl.arange(0, BC)
     inside, lead, c = row < HALVES * DIM, row < DIM, row % DIM
     tile, here = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
-    best = tl.full((BC,), -INFINITE, tl.float32)
+    best = tl.full((BC,), float("-inf"), tl.float32)
     sm, m = tl.zeros((BC,), tl.float32), tl.zeros((BC, BV), tl.float32)
     if top0 is not None:
-        best = tl.load(top0 + bh * DIM + c, mask=inside, other=-INFINITE)
+        best = tl.load(top0 + bh * DIM + c, mask=inside, other=float("-inf"))
         sm = tl.load(total0 + bh * DIM + c, mask=inside, other=0.0)
         m = tl.load(memory0 + bh * (HALVES * DIM * VDIM) + tile, mask=here, other=0.0)
     zero, states = tl.zeros((BC,), tl.int32), bh * (parts + 1)
@@ -170,7 +169,7 @@ def prefix_states(
             for i in tl.static_range(AT_ONCE):
                 s = zero + first + i
                 at, there = bh * count + s, inside & (s < count)
-                refs += (tl.load(top + at * DIM + c, mask=there, other=-INFINITE),)
+                refs += (tl.load(top + at * DIM + c, mask=there, other=float("-inf")),)
                 sums += (tl.load(total + at * DIM + c, mask=there, other=0.0),)
                 x = memory + at[:, None] * (HALVES * DIM * VDIM) + tile
                 tiles += (tl.load(x, mask=here & there[:, None], other=0.0),)
@@ -208,8 +207,8 @@ def suffix_grads(
     inside, lead, c = row < HALVES * DIM, row < DIM, row % DIM
     tile, here = row[:, None] * VDIM + vc[None, :], inside[:, None] & (vc < VDIM)[None, :]
     states = top + bh * (parts + 1) * DIM + c
-    ref_after = tl.load(states + parts * DIM, mask=inside, other=-INFINITE)
-    filled = ref_after > -INFINITE  # a channel without any token so far has no memory
+    ref_after = tl.load(states + parts * DIM, mask=inside, other=float("-inf"))
+    filled = ref_after > float("-inf")  # a channel without any token so far has no memory
     after, m = tl.zeros((BC,), tl.float32), tl.zeros((BC, BV), tl.float32)
     if dtotal is not None:
         after -= tl.where(filled, tl.load(dtotal + bh * DIM + c, mask=inside, other=0.0), 0.0)
@@ -224,7 +223,7 @@ def suffix_grads(
         for i in tl.static_range(AT_ONCE):
             s = zero + parts - 1 - back - i
             at, there = bh * parts + s, inside & (s >= 0)
-            refs += (tl.load(states + s * DIM, mask=there, other=-INFINITE),)
+            refs += (tl.load(states + s * DIM, mask=there, other=float("-inf")),)
             if dsums is None:
                 sums += (tl.zeros((BC,), tl.float32),)
                 tiles += (tl.zeros((BC, BV), tl.float32),)
@@ -235,7 +234,7 @@ def suffix_grads(
         for i in tl.static_range(AT_ONCE):
             s = zero + parts - 1 - back - i
             ref = tl.where(s >= 0, refs[i], ref_after)
-            filled = ref > -INFINITE
+            filled = ref > float("-inf")
             if forget is None:
                 fall = weight(ref, ref_after)
             else:

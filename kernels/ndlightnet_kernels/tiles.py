@@ -267,6 +267,12 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def hint(n: Any) -> int:
+    """Return a size; of a symbol the size that the graph was traced with. What is chosen by it may
+    be slower for other sizes, but must be right for them."""
+    return n if isinstance(n, int) else int(n.node.hint or 1)
+
+
 def power_of_2(n: int) -> int:
     """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
@@ -279,7 +285,7 @@ def pad(n: int) -> int:
 
 def split(length: int, rows: int, block: int, programs: int) -> tuple[int, int]:
     """Cut `length` tokens so that rows * parts is about `programs`: return (parts, span)."""
-    parts = max(1, min(programs // rows, cdiv(length, 4 * block)))
+    parts = max(1, min(programs // max(1, hint(rows)), cdiv(hint(length), 4 * block)))
     span = cdiv(cdiv(length, parts), block) * block
     return cdiv(length, span), span
 
@@ -289,7 +295,7 @@ def arguments(where: Position, x: Tensor) -> dict[str, Any]:
     length, heads, dim)."""
     theta, axes = where.theta, len(where.shape)
     slots = 1 if theta is None else int(theta.shape[1])
-    sizes = [int(n) for n in where.shape[1:]] + [None] * (phases.MOST_AXES - max(axes, 1))
+    sizes = [*where.shape[1:]] + [None] * (phases.MOST_AXES - max(axes, 1))
     each = int(where.offset is not None and where.offset.shape[0] > 1)
     if where.shapes is not None:
         axes = where.shapes.shape[1]

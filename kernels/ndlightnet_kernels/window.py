@@ -30,7 +30,7 @@ from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import slot_frequencies
 from ndlightnet_kernels.plans import CAREFUL, Chunks, windowed
 from ndlightnet_kernels.position import Position
-from ndlightnet_kernels.segments import INFINITE, log2_rate
+from ndlightnet_kernels.segments import log2_rate
 from ndlightnet_kernels.summarize import SIZES
 from ndlightnet_kernels.tiles import (
     arguments,
@@ -88,7 +88,7 @@ def since(rate, u, first, PLAIN: tl.constexpr):
 def capped(x, anchor, fade):
     """Return exp(x - anchor), at most 1: larger ones are of keys that no query left attends to."""
     p = tl.minimum(weight(x, anchor[None, :], fade), 1.0)
-    return tl.where((anchor > -INFINITE)[None, :], p, 0.0)
+    return tl.where((anchor > float("-inf"))[None, :], p, 0.0)
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def next_window_anchor(
     UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return the largest logit that the queries in `todo` attend to, or if None, all of a chunk."""
-    best = tl.full((BL, kc.shape[0]), -INFINITE, tl.float32)
+    best = tl.full((BL, kc.shape[0]), float("-inf"), tl.float32)
     for at in range(begin, first + BL, BL):
         u = at + tl.arange(0, BL)
         x = window_keys(
@@ -123,7 +123,7 @@ def next_window_anchor(
             count = dot(
                 attending(u, t, window), todo, tl.zeros(todo.shape, tl.float32), OPERAND, PRECISION
             )
-            x = tl.where(count > 0.5, x, -INFINITE)
+            x = tl.where(count > 0.5, x, float("-inf"))
         best = tl.maximum(best, x)
     return tl.max(best, 0)
 
@@ -166,7 +166,7 @@ def _window(
     if CAREFUL:
         phi, _ = silu(x_q)
         rounds = 0  # each serves at least one query
-        while (tl.max(anchor, 0) > -INFINITE) & (rounds < BL):
+        while (tl.max(anchor, 0) > float("-inf")) & (rounds < BL):
             rounds += 1
             s = tl.zeros((BL, BK), tl.float32)
             for at in range(begin, first + BL, BL):

@@ -28,7 +28,7 @@ from ndlightnet_kernels.launch import remembered
 from ndlightnet_kernels.phases import from_origin, slot_frequencies
 from ndlightnet_kernels.plans import CAREFUL, windowed
 from ndlightnet_kernels.position import Position
-from ndlightnet_kernels.segments import INFINITE, log2_rate
+from ndlightnet_kernels.segments import log2_rate
 from ndlightnet_kernels.summarize import SIZES
 from ndlightnet_kernels.tiles import (
     dense,
@@ -107,13 +107,13 @@ def _window_dq(
     d_sin = d
     if CAREFUL:
         phi, slope = silu(x_q)
-        todo, f, level = here, d, d - INFINITE
+        todo, f, level = here, d, d - float("inf")
         anchor = next_window_anchor(
             k, mask, b, h, None, t, begin, first, length, window, kc, rate, skb, skt, skh,
             DIM, BL, PLAIN, MASKED, UNIT, OPERAND, PRECISION,
         )  # fmt: skip
         rounds = 0  # each serves at least one query
-        while (tl.max(anchor, 0) > -INFINITE) & (rounds < BL):
+        while (tl.max(anchor, 0) > float("-inf")) & (rounds < BL):
             rounds += 1
             s = tl.zeros((BL, BK), tl.float32)
             e, e_sin = s, s
@@ -236,18 +236,18 @@ def _window_dkv(
         some = hide(x, valid & (u > at - window))
         fade = None if rate is None else since(rate, u, at, PLAIN)
         if CAREFUL:
-            level = tl.where(here, anchor[None, :], -INFINITE)
+            level = tl.where(here, anchor[None, :], float("-inf"))
             if tl.load(flag + chunk) != 0:
-                level = tl.load(levels + to, mask=here, other=-INFINITE)
+                level = tl.load(levels + to, mask=here, other=float("-inf"))
             anchor = tl.max(level, 0)
-            while tl.max(anchor, 0) > -INFINITE:
+            while tl.max(anchor, 0) > float("-inf"):
                 mine = level == anchor[None, :]
                 part_f = tl.where(mine & here, f, 0.0)
                 d, d_sin, down, dy = _add(
                     capped(some, anchor, fade), g * part_f, part_f, cos_t, sin_t, pair, seen, do,
                     cos, sin, d, d_sin, down, dy, KIND, OPERAND, PRECISION,
                 )  # fmt: skip
-                level = tl.where(mine, -INFINITE, level)
+                level = tl.where(mine, float("-inf"), level)
                 anchor = tl.max(level, 0)
         else:
             d, d_sin, down, dy = _add(

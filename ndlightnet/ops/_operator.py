@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from ndlightnet.ops._once_differentiable import once_differentiable
 
@@ -22,7 +23,8 @@ class Operator:
 
     setup(ctx, inputs, output) saves what backward(ctx, *grads) needs; backward returns one gradient
     or None for each input. Inputs are positional. once: differentiating a gradient again raises an
-    error; otherwise `backward` itself is differentiable where gradients are enabled in it.
+    error; otherwise `backward` itself is differentiable where gradients are enabled in it. lowered:
+    what AOTInductor compiles instead of `forward`, whose kernels it can.
     """
 
     def __init__(
@@ -33,12 +35,16 @@ class Operator:
         setup: Callable[[Any, tuple[Any, ...], Any], None] | None = None,
         backward: Callable[..., tuple[Any, ...]] | None = None,
         once: bool = True,
+        lowered: Callable[..., Any] | None = None,
     ) -> None:
         name = schema.partition("(")[0]
         LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         # compiled graphs call it at run time; Dynamo must not trace into it
         LIBRARY.impl(name, _disable_dynamo(forward), "CompositeExplicitAutograd")
         torch.library.register_fake(f"ndlightnet::{name}", fake, lib=LIBRARY)
+        torch.library.register_torch_dispatch(
+            f"ndlightnet::{name}", FunctionalTensorMode, _lower(lowered or forward), lib=LIBRARY
+        )
         self.overload = getattr(torch.ops.ndlightnet, name).default
         self.function: Any = None
         if setup is None or backward is None:
@@ -66,6 +72,23 @@ class Operator:
             return self.function.apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return self.overload(*inputs)
+
+
+def _lower(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what AOTInductor traces in place of an operator, so that its package has the kernels
+    inside and runs without Python. Elsewhere, as in torch.compile, the operator stays one."""
+
+    def dispatch(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        from torch._inductor.virtualized import V
+
+        if not V.aot_compilation:
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        from ndlightnet_kernels.launch import lowering
+
+        with mode, lowering():
+            return forward(*args, **kwargs)
+
+    return dispatch
 
 
 def _positional(setup: Callable[..., None]) -> Callable[..., None]:

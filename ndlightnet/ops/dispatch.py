@@ -139,6 +139,12 @@ def supported(
     axes = x.ndim - 2 if on_grid else len(lrpe.shape) if lrpe else 1
     if axes > MOST_AXES:
         return Support(f"{axes} axes: expected {MOST_AXES} or fewer")
+    if (
+        on_grid
+        and torch.compiler.is_exporting()
+        and any(isinstance(n, torch.SymInt) for n in x.shape)
+    ):
+        return Support("sizes that an exported graph leaves open: its programs depend on them")
     if operation == "swiglu":
         return SUPPORTED
     if operation == "norm_gate":

@@ -128,6 +128,8 @@ def flash_support(q: Tensor, bias: Sequence[Tensor], mask: Tensor | None) -> Sup
         return Support(f"{q.ndim - 3} axes: expected one")
     if len(bias) or mask is not None:
         return Support(f"{'biases' if len(bias) else 'a mask'}: expected none")
+    if torch.compiler.is_exporting():
+        return Support("an exported graph, which could not call it outside Python")
     if not q.is_cuda:
         return Support(f"tensors on {q.device.type}: expected cuda")
     if q.dtype not in (torch.bfloat16, torch.float16):

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ndlightnet.layout import Layout, Ragged
+from ndlightnet.layout import Grid, Layout, Ragged
 from ndlightnet.ops._operator import Operator
+from ndlightnet.ops.local_mixing import shifts
 from ndlightnet.ops.local_mixing.offsets import Offsets
 
 # shape: a grid; of a pack any of its samples'. table, back_table: of a pack, the boxes of a program
@@ -64,6 +65,17 @@ def _mix(
     return kernels.mix(x, weight, mask, shape, table, box, _offsets(offsets, len(shape)))
 
 
+def _mix_lowered(
+    x: Tensor, weight: Tensor, mask: Tensor | None, table: Tensor | None,
+    back_table: Tensor | None, shape: Sequence[int], box: Sequence[int],
+    back_box: Sequence[int], offsets: Sequence[int],
+) -> Tensor:  # fmt: skip
+    """The torch form, as AOTInductor cannot write down a plan of lines, a constant of the kernel,
+    and fuses these sums itself."""
+    x = x if mask is None else x.masked_fill(~mask[..., None], 0)
+    return shifts.on_grid(x, weight, _offsets(offsets, len(shape)), Grid(tuple(shape)))
+
+
 def _mix_fake(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -102,5 +114,5 @@ _local_mixing_backward = Operator(
 )  # fmt: skip
 mix = Operator(
     f"local_mixing(Tensor x, Tensor weight, Tensor? mask, {WHERE}) -> Tensor",
-    _mix, _mix_fake, _save, _backward,
+    _mix, _mix_fake, _save, _backward, lowered=_mix_lowered,
 )  # fmt: skip
