@@ -8,7 +8,7 @@ import torch
 
 timm = pytest.importorskip("timm")
 
-from timm.layers.attention import Attention as TimmAttention  # noqa: E402
+from timm.models.vision_transformer import Attention as TimmAttention  # noqa: E402
 
 from ndlightnet import mixers  # noqa: E402
 from ndlightnet.integrations import replace_attention  # noqa: E402
