@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid, per_axis
 from ndlightnet.models.other_names import accept_other_names
-from ndlightnet.nn.block import Block, init_weights
+from ndlightnet.nn.block import Block, init_weights, undecayed_names
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories
 from ndlightnet.nn.position import MDTPE
@@ -244,6 +244,10 @@ class NDLightUNet(nn.Module):
         heads = max(1, levels - 1) if deep_supervision else 1
         self.heads = nn.ModuleList(layers.head(w, out_channels) for w in widths[:heads])
         self.stages.apply(init_weights)
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of decays, angles and the like, which weight decay would distort."""
+        return undecayed_names(self)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute LightNet blocks, and separable ones, in the backward pass instead of storing
