@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from monai.networks.blocks import BaseEncoder
+from monai.networks.blocks.encoder import BaseEncoder
 from monai.networks.nets.flexible_unet import FLEXUNET_BACKBONE
 from torch import Tensor, nn
 
@@ -73,7 +73,8 @@ class NDLightUNetEncoder(nn.Module, BaseEncoder):  # type: ignore[misc]
                 f"input of shape {tuple(x.shape)}: expected even sizes of {2**STRIDES} or more"
             )
         for level, y in enumerate(self.net.encode(x)[1:], start=1):
-            maps.append(y[(..., *(slice(size >> level) for size in space))])
+            cells: Any = (..., *(slice(size >> level) for size in space))
+            maps.append(y[cells])
         return maps
 
     @classmethod
