@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid, Layout, Packed, pack
+from ndlightnet.models.config import recorded
 from ndlightnet.models.features import Backbone, shaped
 from ndlightnet.models.other_names import accept_other_names
 from ndlightnet.models.stream import Stream, StreamState, advance
-from ndlightnet.nn.block import Block, init_weights, undecayed_names
-from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.mixers import LightNetAttention
+from ndlightnet.nn.block import Block, init_network, init_weights, undecayed_names
+from ndlightnet.nn.initial import reset
+from ndlightnet.nn.mixers import LightNetAttention, published_mixer
 from ndlightnet.nn.mixers.base import Factories, layer_factories
 from ndlightnet.nn.patch import Patchify
 from ndlightnet.nn.position import MDTPE
@@ -33,10 +34,10 @@ class NDLightNet(Backbone):
             embedding).
         patch_size: cells per token, an int or one per axis; default: about 256 cells a patch.
         embed_dim, depth: width and number of blocks.
-        mixer: a function of the width that returns a mixer, or a list of one for each layer; see
-            ndlightnet.nn.mixers; for text, text_mixer. If its signature names `dims`, `layer` or
-            `causal`, it is called with the number of axes, the index of the layer or the argument
-            below, too.
+        mixer: a name of ndlightnet.nn.mixers, such as "GLA", {name: arguments}, a function of the
+            width that returns a mixer, or a list of one for each layer; for text, text_mixer. If
+            its signature names `dims`, `layer` or `causal`, it is called with the number of axes,
+            the index of the layer or the argument below, too.
         mlp_ratio: hidden width of the gated MLP / embed_dim.
         tpe: MD-TPE after the embedding. tpe_states: its states per axis. tpe_bidirectional: scan
             forward and backward along each axis (except the first one if causal); default: True
@@ -47,6 +48,7 @@ class NDLightNet(Backbone):
             long) and those before it; with one axis, the tokens up to itself. See `stream`.
         vocab_size: input is token numbers `(batch, length)` instead of cells `(batch, channels,
             *space)`.
+        device, dtype: where the network is built, and what it is converted to; not options of YAML.
 
     MONAI's names spatial_dims, in_channels and out_channels are accepted for dims, in_chans and
     num_classes, as keywords in Python.
@@ -62,7 +64,11 @@ class NDLightNet(Backbone):
     axes accepts only the number of frames that it was exported with.
     """
 
+    usual: ClassVar = {"global_pool": "avg", "norm": True}
+    head_of: ClassVar = {"num_classes": "head."}
+
     @accept_other_names
+    @recorded
     def __init__(
         self,
         dims: int,
@@ -81,6 +87,8 @@ class NDLightNet(Backbone):
         drop_path_rate: float = 0.0,
         causal: bool = False,
         vocab_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if dims < 1:
@@ -117,11 +125,37 @@ class NDLightNet(Backbone):
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.head_drop = nn.Dropout(drop_rate)
         self.grad_checkpointing = False
-        self.head = nn.Linear(embed_dim, self.num_classes) if self.num_classes else nn.Identity()
-        self.apply(init_weights)
-        if self.per_token:
-            self.head = nn.Linear(embed_dim, self.num_classes, bias=False)
+        self.tied = self.per_token
+        self.head: nn.Module = nn.Identity()
+        if self.tied:  # on meta, as nothing is to be drawn for it
+            self.head = nn.Linear(embed_dim, self.num_classes, bias=False, device="meta")
+            self._tie()
+        elif self.num_classes:
+            self.head = nn.Linear(embed_dim, self.num_classes)
+        init_network(self)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters and buffers as the constructor does, such as after `to_empty`
+        of a network built on device "meta"."""
+        reset(self)
+        init_network(self)
+
+    def _tie(self) -> None:
+        if self.tied:
             self.head.weight = self.embed.weight  # type: ignore[assignment]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self._tie()  # again, as `to_empty` makes two tensors of one on meta
+        return self
+
+    @property
+    def pipeline_tag(self) -> str | None:
+        if self.vocab_size is not None:
+            return "text-generation" if self.tied else "text-classification"
+        if self.dims != 2:
+            return None
+        return "image-classification" if self.num_classes else "image-feature-extraction"
 
     def get_classifier(self) -> nn.Module:
         return self.head
@@ -131,9 +165,10 @@ class NDLightNet(Backbone):
         tokens, or with global_pool="" on every token."""
         if global_pool not in ("avg", ""):
             raise ValueError(f"global_pool={global_pool!r}: expected 'avg' or ''")
-        self.num_classes, self.per_token = num_classes, global_pool == ""
+        self.num_classes, self.per_token, self.tied = num_classes, global_pool == "", False
         self.head = nn.Linear(self.embed_dim, num_classes) if num_classes else nn.Identity()
         self.head.apply(init_weights).to(self._weight.device)
+        self.record(num_classes=num_classes, global_pool=global_pool)
 
     @property
     def _weight(self) -> Tensor:
@@ -276,11 +311,6 @@ class NDLightNet(Backbone):
         at any time: equal to `model` on all frames at once. See Stream.
         """
         return Stream(self, batch_size, cuda_graph=cuda_graph)
-
-
-def published_mixer(dim: int) -> LightNetAttention:
-    """Return the paper's layer: heads of 64 channels, without local mixing."""
-    return LightNetAttention(dim, default_heads(dim, None)[0], local=None, key_scale=1.0)
 
 
 _published = partial(NDLightNet, depth=12, mixer=published_mixer)

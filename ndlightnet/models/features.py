@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, Layout, Packed, per_axis
+from ndlightnet.models.hub import Pretrained
 from ndlightnet.nn.patch import Patchify
 
 FORMS = ("NCHW", "NHWC", "NLC")
@@ -19,7 +20,7 @@ FORMS = ("NCHW", "NHWC", "NLC")
 FIRST = ("embed.proj", "down.0.proj", "convs.0.0.conv1", "convs.0.0.skip")
 
 
-class Backbone(nn.Module):
+class Backbone(Pretrained):
     """Base class of NDLightNet: what other libraries ask of a backbone."""
 
     dims: int
@@ -125,6 +126,10 @@ class Backbone(nn.Module):
         self.blocks = self.blocks[: max(taken) + 1]
         if prune_norm:
             self.norm = nn.Identity()
+            self.record(norm=False)
+        mixer = self.config["mixer"]
+        kept = len(self.blocks)
+        self.record(depth=kept, mixer=mixer[:kept] if isinstance(mixer, list) else mixer)
         if prune_head:
             self.reset_classifier(0)
         return taken
@@ -184,6 +189,7 @@ class Backbone(nn.Module):
         proj.in_features = weight.shape[1]
         proj.weight = nn.Parameter(weight, proj.weight.requires_grad)
         self.embed.patch = new
+        self.record(patch_size=new)
 
 
 def _resize(old: int, new: int) -> Tensor:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import islice, pairwise
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid, per_axis
+from ndlightnet.models.config import recorded
+from ndlightnet.models.hub import Pretrained
 from ndlightnet.models.other_names import accept_other_names
-from ndlightnet.nn.block import Block, init_weights, undecayed_names
+from ndlightnet.nn.block import Block, init_network, undecayed_names
+from ndlightnet.nn.initial import Initialized, reset
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories
 from ndlightnet.nn.position import MDTPE
@@ -60,7 +63,7 @@ class InstanceNorm(nn.GroupNorm):
             return torch.group_norm(x, self.num_groups, weight, bias, self.eps)
 
 
-class ConvBlock(nn.Module):
+class ConvBlock(Initialized):
     """Two convolutions of kernel size 3 with a residual."""
 
     def __init__(self, dims: int, inputs: int, outputs: int) -> None:
@@ -108,7 +111,7 @@ def _silu(x: Tensor) -> Tensor:
     return nn.functional.silu(x, inplace=not torch.is_grad_enabled())
 
 
-class Stage(nn.Module):
+class Stage(Initialized):
     """LightNet blocks on a feature map: position code, then the blocks."""
 
     def __init__(
@@ -139,7 +142,7 @@ class Stage(nn.Module):
         return grid.unflatten(tokens).movedim(-1, self.channel_axis)
 
 
-class NDLightUNet(nn.Module):
+class NDLightUNet(Pretrained):
     """A U-Net whose encoder mixes with LightNet: `(batch, in_channels, *space)` -> `(batch,
     out_channels, *space)`.
 
@@ -161,6 +164,7 @@ class NDLightUNet(nn.Module):
             convolutions. Default: where torch has none (dims > 3), and for a causal network.
         causal: no output depends on a later step of the first axis (time). Separable networks with
             strides of 1 along it only.
+        device, dtype: as in NDLightNet.
 
     The names spatial_dims, in_chans and num_classes are accepted for dims, in_channels and
     out_channels, as keywords in Python.
@@ -170,7 +174,10 @@ class NDLightUNet(nn.Module):
     along each axis of the coarsest level.
     """
 
+    head_of: ClassVar = {"out_channels": "heads."}
+
     @accept_other_names
+    @recorded
     def __init__(
         self,
         dims: int,
@@ -189,6 +196,8 @@ class NDLightUNet(nn.Module):
         deep_supervision: bool = False,
         separable: bool | None = None,
         causal: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if size not in SIZES:
@@ -243,7 +252,17 @@ class NDLightUNet(nn.Module):
         self.decoders = nn.ModuleList(layers.decoder(w) for w in widths[:-1])
         heads = max(1, levels - 1) if deep_supervision else 1
         self.heads = nn.ModuleList(layers.head(w, out_channels) for w in widths[:heads])
-        self.stages.apply(init_weights)
+        init_network(self.stages)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters as the constructor does."""
+        levels = zip(self.down, self.convs, self.stages, strict=True)
+        reset(*[part for level in levels for part in level], self.up, self.decoders, self.heads)
+        init_network(self.stages)
+
+    @property
+    def pipeline_tag(self) -> str | None:
+        return "image-segmentation" if self.dims in (2, 3) else None
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of decays, angles and the like, which weight decay would distort."""

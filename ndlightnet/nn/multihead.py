@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ndlightnet.nn.initial import Initialized
 from ndlightnet.ops import causal_attention, norm_gate, read, summarize
 
 EXPECTED = (
@@ -23,7 +24,7 @@ class _NoFastPath:
         raise TypeError(f"{func}: MultiheadAttention of ndlightnet has no in_proj_weight")
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(Initialized):
     """LightNet attention with the constructor and the call of `torch.nn.MultiheadAttention`.
 
     `encoder_layer.self_attn = MultiheadAttention(d, h, batch_first=True)` makes a

@@ -133,7 +133,7 @@ class LightNetAttention(Constants, StreamingMixer):
         self.local_values = convolution("values", "both")
         self.local_input = convolution("input", "both")
         self.key_scale = key_scale
-        self.scale_weights()
+        self.initialize()
 
     def _divide(self, heads: int, rank: int, lrpe: Kind | None, learn_theta: bool) -> None:
         """Make the modules whose parameters depend on the number of heads."""
@@ -146,6 +146,10 @@ class LightNetAttention(Constants, StreamingMixer):
     def scale_weights(self) -> None:
         with torch.no_grad():
             self.k_proj.weight.mul_(self.key_scale)
+
+    def initialize(self) -> None:
+        self.scale_weights()
+        self.reset_constants()
 
     def constants(self) -> dict[str, Tensor]:
         return {} if self.rates is None else {"forget": torch.tensor(self.rates)}
@@ -310,3 +314,8 @@ class LightNetAttention(Constants, StreamingMixer):
         self.gate.to(self.q_proj.weight).requires_grad_(trained)
         if self.lrpe:
             self.lrpe.to(self.q_proj.weight)
+
+
+def published_mixer(dim: int) -> LightNetAttention:
+    """Return the paper's layer: heads of 64 channels, without local mixing."""
+    return LightNetAttention(dim, default_heads(dim, None)[0], local=None, key_scale=1.0)
