@@ -24,11 +24,15 @@ CLOSED = {"ndlightnet.data": {"ndlightnet.data", "ndlightnet.layout"},
           "ndlightnet_kernels": {"ndlightnet_kernels"}}  # fmt: skip
 ONLY_UNDER = {
     "lightning": ("ndlightnet.training", "tasks"),
-    "monai": tuple(f"ndlightnet.{r}" for r in ("data", "inference", "training", "integrations")),
+    "monai": (
+        "ndlightnet.data", "ndlightnet.inference", "ndlightnet.integrations", "ndlightnet.training",
+        "tasks",
+    ),
+    **dict.fromkeys(("timm", "transformers", "diffusers"), ("ndlightnet.integrations", "tasks")),
     "decord": ("ndlightnet.data", "ndlightnet.inference"),
     "av": ("ndlightnet.data", "ndlightnet.inference"),
     "triton": ("ndlightnet_kernels",),
-}
+}  # fmt: skip
 ALIASES = {"pytorch_lightning": "lightning", "lightning_fabric": "lightning"}
 
 
@@ -115,6 +119,8 @@ def test_every_import_goes_downward():
         ("ndlightnet/models/x.py", "import pytorch_lightning"),
         ("ndlightnet/models/x.py", "from monai.transforms import Compose"),
         ("ndlightnet/training/x.py", "import av"),
+        ("ndlightnet/nn/x.py", "from ndlightnet.integrations import replace_attention"),
+        ("ndlightnet/models/x.py", "import timm"),
         ("ndlightnet/ops/x.py", "def f():\n    import triton.language as tl"),
     ],
 )

@@ -109,7 +109,7 @@ class MultiheadAttention(Initialized):
                 "query is a nested tensor: expected a padded one and key_padding_mask; set "
                 "use_nested_tensor=False of a TransformerEncoder that makes nested ones"
             )
-        _check_masks(key_padding_mask, attn_mask, is_causal)
+        check_masks(key_padding_mask, attn_mask, is_causal)
         unbatched = query.ndim == 2
         if unbatched:
             query, key, value = (x[None] for x in (query, key, value))
@@ -121,7 +121,7 @@ class MultiheadAttention(Initialized):
                 f"key_padding_mask {tuple(key_padding_mask.shape[unbatched:])}: expected "
                 f"{tuple(key.shape[unbatched:2])}, the keys'"
             )
-        causal = _is_causal(attn_mask, is_causal, query.shape[1], key.shape[1])
+        causal = is_causal_mask(attn_mask, is_causal, query.shape[1], key.shape[1])
 
         def heads(x: Tensor) -> Tensor:
             return x.unflatten(-1, (self.num_heads, self.head_dim))
@@ -158,7 +158,7 @@ class MultiheadAttention(Initialized):
         return out if self.batch_first else out.transpose(0, 1), weights
 
 
-def _check_masks(key_padding_mask: Any, attn_mask: Any, is_causal: bool) -> None:
+def check_masks(key_padding_mask: Any, attn_mask: Any, is_causal: bool) -> None:
     for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
         if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
             raise ValueError(f"{name} {mask.dtype}: expected bool, True = hidden, or floats")
@@ -169,7 +169,7 @@ def _check_masks(key_padding_mask: Any, attn_mask: Any, is_causal: bool) -> None
         )
 
 
-def _is_causal(
+def is_causal_mask(
     attn_mask: Tensor | None, is_causal: bool, target: int, source: int
 ) -> bool | Tensor:
     """Return whether the mask is the causal one; in a compiled graph, a bool Tensor () where this
