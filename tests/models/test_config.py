@@ -172,3 +172,16 @@ def test_the_trainer_of_transformers_takes_such_a_network(tmp_path):
     trainer.train()
     assert trainer.evaluate()["eval_loss"] > 0
     assert json.loads(net.config.to_json_string()) == net.config.to_dict() == net.config == before
+
+
+def test_device_and_dtype_are_no_options_of_yaml(tmp_path):
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(NDLightNet, "net")
+    config = parser.parse_object({"net": {"dims": 2, "depth": 1, "mixer": "GLA"}})
+    names = {key.split(".")[0] for key in config.net.keys()}  # noqa: SIM118
+    assert names == set(inspect.signature(NDLightNet).parameters)
+    net = parser.instantiate_classes(config).net
+    assert net.config == NDLightNet(2, depth=1, mixer="GLA").config
+    with pytest.raises(jsonargparse.ArgumentError, match="device"):
+        parser.parse_object({"net": {"dims": 2, "device": "cpu"}})
