@@ -35,21 +35,26 @@ class ImageNDLightNet(NDLightNet):
         global_pool: "avg", the mean over tokens, or "", the head on every token.
         img_size: the size that `timm.models.get_model_input_config` reports; any size works.
         dynamic_img_size: True, the only form.
-        options: of NDLightNet.
+        dims: 2. in_chans, num_classes, options: of NDLightNet.
     """
 
     def __init__(
         self,
-        *,
+        dims: int = 2,
+        in_chans: int = 3,
         num_classes: int = 1000,
+        *,
         global_pool: str = "avg",
         img_size: Size | None = None,
         dynamic_img_size: bool = True,
         **options: Any,
     ) -> None:
-        if not dynamic_img_size:
-            raise ValueError("dynamic_img_size=False: expected True, any size works")
-        super().__init__(2, num_classes=num_classes, **{"patch_size": 16} | options)
+        if dims != 2 or not dynamic_img_size:
+            raise ValueError(
+                f"dims={dims}, dynamic_img_size={dynamic_img_size}: expected 2 and True, images of "
+                "any size"
+            )
+        super().__init__(dims, in_chans, num_classes, **{"patch_size": 16} | options)
         if global_pool != "avg":
             self.reset_classifier(num_classes, global_pool)
         if img_size is not None:

@@ -20,6 +20,17 @@ MIXERS = ("mixer", "cross")  # arguments that are mixers, where a text is a name
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
+class Config(dict[str, Any]):
+    """A dictionary with what transformers' Trainer asks of any network's `config`: it sets
+    attributes of it (`use_cache`), and its loggers call these methods."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self)
+
+    def to_json_string(self) -> str:
+        return json.dumps(self, indent=2)
+
+
 class Configured(Initialized):
     """Base class of networks that know their arguments. Constructors have the decorator
     `recorded`; those of subclasses are recorded without it."""
@@ -34,14 +45,14 @@ class Configured(Initialized):
             cls.__init__ = _noting(init)  # type: ignore[method-assign]
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Config:
         """The constructor's arguments, all of them, so that a later change of a default does not
         change the network: `type(net)(**net.config)` has the same layers, with new weights.
 
         JSON holds it: a mixer is its name, or {name: all its arguments}. A mixer that is not of
         ndlightnet is {"custom": its name}, which no constructor takes.
         """
-        return deepcopy(vars(self).get("_config", {}))
+        return Config(deepcopy(vars(self).get("_config", {})))
 
     def record(self, **changes: Any) -> None:
         """Note arguments that now describe the network, after a method has changed it. What no

@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid, per_axis
 from ndlightnet.models.config import recorded
+from ndlightnet.models.features import adapt_in_chans
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.models.other_names import accept_other_names
-from ndlightnet.nn.block import Block, init_network
+from ndlightnet.nn.block import Block, init_network, undecayed_names
 from ndlightnet.nn.initial import Initialized, reset
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories
@@ -260,9 +261,16 @@ class NDLightUNet(Pretrained):
         reset(*[part for level in levels for part in level], self.up, self.decoders, self.heads)
         init_network(self.stages)
 
+    def adapted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return adapt_in_chans(weights, self)
+
     @property
     def pipeline_tag(self) -> str | None:
         return "image-segmentation" if self.dims in (2, 3) else None
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of decays, angles and the like, which weight decay would distort."""
+        return undecayed_names(self)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute LightNet blocks, and separable ones, in the backward pass instead of storing

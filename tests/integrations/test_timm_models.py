@@ -64,7 +64,8 @@ def test_arguments_of_create_model():
     for options, match in (
         ({"global_pool": "max"}, "global_pool='max'"),
         ({"img_size": (2, 3, 4)}, "img_size="),
-        ({"dynamic_img_size": False}, "dynamic_img_size=False"),
+        ({"dynamic_img_size": False}, "dynamic_img_size=False: expected 2 and True"),
+        ({"dims": 3}, "dims=3.*: expected 2"),
     ):
         with pytest.raises(ValueError, match=match):
             make(**options)

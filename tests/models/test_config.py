@@ -149,3 +149,39 @@ def test_device_and_dtype():
     assert "device" not in net.config and "dtype" not in net.config
     with pytest.raises(TypeError, match="devise"):
         NDLightNet(2, devise="meta")
+
+
+@pytest.mark.slow
+def test_the_trainer_of_transformers_takes_such_a_network(tmp_path):
+    """It and its loggers take the `config` of a network for one of theirs."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+
+    class WithLoss(NDLightNet):
+        def forward(self, pixels, labels=None):
+            logits = super().forward(pixels)
+            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    net = WithLoss(2, patch_size=4, **SMALL)
+    before = net.config
+    data = [{"pixels": torch.randn(3, 8, 8), "labels": i % 3} for i in range(4)]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=1, report_to=["tensorboard"], use_cpu=True, disable_tqdm=True
+    )
+    trainer = transformers.Trainer(net, arguments, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+    assert json.loads(net.config.to_json_string()) == net.config.to_dict() == net.config == before
+
+
+def test_device_and_dtype_are_no_options_of_yaml(tmp_path):
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(NDLightNet, "net")
+    config = parser.parse_object({"net": {"dims": 2, "depth": 1, "mixer": "GLA"}})
+    names = {key.split(".")[0] for key in config.net.keys()}  # noqa: SIM118
+    assert names == set(inspect.signature(NDLightNet).parameters)
+    net = parser.instantiate_classes(config).net
+    assert net.config == NDLightNet(2, depth=1, mixer="GLA").config
+    with pytest.raises(jsonargparse.ArgumentError, match="device"):
+        parser.parse_object({"net": {"dims": 2, "device": "cpu"}})

@@ -89,6 +89,17 @@ def test_gradients_reach_every_block_below(close, checkpointed):
                      and not n.startswith("blocks.2.")}  # fmt: skip
 
 
+@pytest.mark.slow
+def test_compile_without_a_graph_break(close):
+    torch._dynamo.reset()
+    net, x = tiny(2, patch_size=2, depth=2).eval(), torch.randn(2, 2, 13, 9)
+    compiled = torch.compile(net.forward_intermediates, fullgraph=True, backend="aot_eager")
+    expected = net.forward_intermediates(x, [0], stop_early=True)
+    features, (inner,) = compiled(x, [0], stop_early=True)
+    close(features, expected[0], 1e-5)
+    close(inner, expected[1][0], 1e-5)
+
+
 @pytest.mark.parametrize("indices, expected", [(1, [2]), ([0, -2], [0, 1]), ([0], [0])])
 def test_pruning_keeps_what_is_asked_for(indices, expected):
     net, x = tiny(2, patch_size=2).eval(), torch.randn(2, 2, 13, 9)
