@@ -34,6 +34,7 @@ from ndlightnet.ops.lightnet.attention import (
     token_window,
 )
 from ndlightnet.ops.lightnet.state import State, decay, decay_rates, merge, reweighted, tile
+from ndlightnet.ops.plain import plain
 from ndlightnet.ops.position import Position, offset_gradient, offset_of, relative, shape_of
 from ndlightnet.ops.recurrence.chunks import exact
 
@@ -104,6 +105,8 @@ def sliding_merge(states: State, window: int | None = None, impl: Impl = "auto")
         window = 1 << max(0, frames - 1).bit_length()
     if resolve("sliding_merge", impl, states.sum, None, states.memory) == "triton":
         return State(*_triton_causal.sliding_merge(*states, window))
+    if plain():
+        return _merge_last(State(*states), window)
     return State(*SlidingMerge.apply(*states, window))  # type: ignore[no-untyped-call]
 
 
@@ -180,7 +183,7 @@ def axis_causal_attention(
             out, state = _window(q, k, v, mask, lrpe, state, window, forget, chosen, return_state)
             return out, None if state is None else offset_gradient(state, lrpe, 1)
         how = (window, forget, chosen)
-        if not states_outweigh_tokens(k, v, lrpe, k.shape[1] // frames):
+        if plain() or not states_outweigh_tokens(k, v, lrpe, k.shape[1] // frames):
             out, state = _attend(q, k, v, mask, lrpe, state, frames, *how)
             return out, offset_gradient(state, lrpe, 1) if return_state else None
         run: Any = _attend

@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from ndlightnet.ops.plain import transformed
+
 CHUNK = 64  # a power of two
 FLOOR = -30.0  # of log decays in float32: sums of lower ones would lose the digits of small ones
 
@@ -31,7 +33,7 @@ def work_dtype(v: Tensor) -> torch.dtype:
 
 def matmul_as(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a @ b (batch, chunks, ...) in `dtype`, without float32 copies of 16-bit inputs."""
-    if a.is_cuda and a.dtype.itemsize == 2 and dtype == torch.float32:
+    if a.is_cuda and a.dtype.itemsize == 2 and dtype == torch.float32 and not transformed():
         out = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype)
         return out.unflatten(0, a.shape[:2])
     return a.to(dtype) @ b.to(dtype)
@@ -188,9 +190,11 @@ def inverse(lower: Tensor) -> Tensor:
     chunk = lower.shape[-1]
     least = min(8, chunk)
     low = _diagonal(lower, least)
-    x = torch.eye(least, dtype=low.dtype, device=low.device).expand_as(low).clone()
+    rows = [*torch.eye(least, dtype=low.dtype, device=low.device).expand_as(low).unbind(-2)]
     for row in range(1, least):
-        x[..., row, :row] = -(low[..., row, :row, None] * x[..., :row, :row]).sum(-2)
+        above = torch.stack(rows[:row], -2)
+        rows[row] = rows[row] - (low[..., row, :row, None] * above).sum(-2)
+    x = torch.stack(rows, -2)
     for half in (size for size in _sizes(chunk) if size >= least):
         early, late = x[..., 0::2, :, :], x[..., 1::2, :, :]
         x = _join(x, -(late @ _blocks(lower, half) @ early))
