@@ -17,7 +17,7 @@ from ndlightnet.ops._operator import Operator
 from ndlightnet.ops.dtypes import accumulator, finest
 from ndlightnet.ops.lightnet.state import State, decay, tile
 from ndlightnet.ops.plain import plain
-from ndlightnet.ops.recurrence.chunks import CHUNK, Decay, from_chunks, to_chunks
+from ndlightnet.ops.recurrence.chunks import Decay, from_chunks, missing, to_chunks
 from ndlightnet.ops.recurrence.gated import Chunks
 from ndlightnet.ops.recurrence.scan import adjoints, before, memories
 
@@ -138,7 +138,7 @@ class _Causal:
 
 def _full(x: Tensor, fill: float) -> Tensor:
     """Pad (batch, length, heads, c) with tokens of `fill` at the end to whole chunks."""
-    return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % CHUNK), value=fill)
+    return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing(x.shape[1])), value=fill)
 
 
 def count(x: Tensor) -> Tensor:

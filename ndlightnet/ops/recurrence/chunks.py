@@ -39,9 +39,20 @@ def matmul_as(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
+def missing(length: int, chunk: int = CHUNK) -> int:
+    """Return how many tokens to add for whole chunks. An exported graph gets two or three more,
+    since torch.export takes a number of 1 as a constant."""
+    if torch.compiler.is_exporting():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        if not statically_known_true(length % chunk == 0):
+            return (length // chunk + 3) * chunk - length
+    return -length % chunk
+
+
 def to_chunks(x: Tensor, dtype: torch.dtype, chunk: int = CHUNK) -> Tensor:
     """Cut (batch, length, heads, dim) to (batch * heads, chunks, chunk, dim), zeros at the end."""
-    x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % chunk))
+    x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing(x.shape[1], chunk)))
     x = x.unflatten(1, (-1, chunk)).permute(0, 3, 1, 2, 4).to(dtype)
     return x.flatten(0, 1)
 
