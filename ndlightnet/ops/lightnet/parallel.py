@@ -19,7 +19,7 @@ from ndlightnet.ops.lightnet.state import State, decay, tile
 from ndlightnet.ops.plain import plain
 from ndlightnet.ops.recurrence.chunks import Decay, from_chunks, missing, to_chunks
 from ndlightnet.ops.recurrence.gated import Chunks
-from ndlightnet.ops.recurrence.scan import adjoints, before, memories
+from ndlightnet.ops.recurrence.scan import adjoints, before, memories, prefix_maximum
 
 LEAST = -1e30  # the maximum over no tokens, finite
 
@@ -105,7 +105,7 @@ class _Causal:
         first = state.max
         if rates is not None:  # `first` is the maximum at token -1
             k, first = k + rates * count(k)[:, None, None], first - rates
-        self.max = torch.maximum(k.cummax(1).values, first[:, None]).detach()
+        self.max = torch.maximum(prefix_maximum(k), first[:, None]).detach()
         self.fall = decay(before(self.max, first), self.max, acc)
         self.key = decay(k, self.max, acc)
         self.sum = memories(self.fall, self.key.clone(), state.sum)

@@ -83,6 +83,16 @@ def _doubling(f: Tensor, b: Tensor, rule: Rule) -> Tensor:
     return b
 
 
+def prefix_maximum(x: Tensor) -> Tensor:
+    """Return the maximum up to each token of (batch, length, ...); ONNX has no cummax."""
+    if not torch.compiler.is_exporting():
+        return x.cummax(1).values
+    at = torch.arange(x.shape[1], device=x.device)
+    for lag in (1 << i for i in range(DOUBLINGS)):
+        x = torch.maximum(x, x.index_select(1, (at - lag).clamp(min=0)))
+    return x
+
+
 def prefix_sum(x: Tensor) -> Tensor:
     """Return x.cumsum(1) of (batch, length, ...), in chunks: on a GPU, cumsum along an axis that is
     not the last one takes as many steps as the axis is long."""
