@@ -130,6 +130,7 @@ def write_onnx(net: nn.Module, path: Path) -> None:
     program = torch.onnx.export(
         net, (x,), dynamo=True, dynamic_shapes=_dynamic(x), input_names=["input"],
         output_names=["output"], verbose=False,
+        optimize=False,  # it takes as long as all the rest, and runtimes optimise when they load
     )  # fmt: skip
     assert program is not None
     numbers = sum(p.numel() * p.element_size() for p in net.parameters())

@@ -21,8 +21,13 @@ FLOOR = -30.0  # of log decays in float32: sums of lower ones would lose the dig
 
 def exact(x: Tensor) -> AbstractContextManager[object]:
     """Return a context without autocast, so that sums, decays and memories are not rounded, in the
-    backward too. (Device meta has no autocast; torch 2.11 cannot compile a check for autocast.)"""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+    backward too. (Device meta has no autocast; torch 2.11 cannot compile a check for autocast. An
+    exported graph traces each context as a graph of its own, slowly, so none where none is needed.)
+    """
+    kind = x.device.type
+    if x.is_meta or (torch.compiler.is_exporting() and not torch.is_autocast_enabled(kind)):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def work_dtype(v: Tensor) -> torch.dtype:
