@@ -37,6 +37,7 @@ from ndlightnet.ops.lightnet.state import State, decay, decay_rates, merge, rewe
 from ndlightnet.ops.plain import plain
 from ndlightnet.ops.position import Position, offset_gradient, offset_of, relative, shape_of
 from ndlightnet.ops.recurrence.chunks import exact
+from ndlightnet.ops.recurrence.scan import before, prefix_maximum, scan
 
 SHORT = 16  # tokens of a window: with fewer, merging their States is faster than chunks in torch
 
@@ -70,6 +71,16 @@ def _merge_last(states: State, window: int) -> State:
         have, size = merge(have, _shifted(have, size)), 2 * size
 
 
+def _merge_all(states: State) -> State:
+    """Merge all States up to each frame, for any number of frames in an exported graph."""
+    top = prefix_maximum(states.max.detach()).detach()
+    fall = decay(before(top, torch.full_like(top[:, 0], -torch.inf)), top)
+    weight, rows = decay(states.max.detach(), top), states.memory.shape[-2]
+    falls, weights = (tile(x, rows, -1)[..., None] for x in (fall, weight))
+    total = scan(fall, weight * states.sum)
+    return State(top, total, scan(falls, weights * states.memory))
+
+
 class SlidingMerge(torch.autograd.Function):
     """Sliding merge that saves two maxima only. Its gradient is the same merge in reverse order, of
     the gradients of sums and memories, with the negative maximum instead of the maximum: every
@@ -100,6 +111,8 @@ def sliding_merge(states: State, window: int | None = None, impl: Impl = "auto")
 
     None: all States up to the frame.
     """
+    if window is None and plain():
+        return _merge_all(states)
     frames = states.max.shape[1]
     if window is None or window >= frames:  # a power of two takes one chain of merges
         window = 1 << max(0, frames - 1).bit_length()

@@ -157,7 +157,7 @@ class Decay:
 
 
 def _sizes(chunk: int) -> list[int]:
-    return [1 << i for i in range(chunk.bit_length() - 1)]
+    return [1 << i for i in range(int(chunk).bit_length() - 1)]
 
 
 def _early(x: Tensor, half: int) -> Tensor:

@@ -42,8 +42,10 @@ def memories(f: Tensor | None, b: Tensor, first: Tensor, rule: Rule = ELEMENTWIS
     if plain():
         if f is None:
             return b.cumsum(1) + first[:, None]
+        if torch.compiler.is_exporting():
+            return _doubling(f, b, first, rule)
         b = torch.cat([rule.step(f[:, :1], first[:, None], b[:, :1]), b[:, 1:]], 1)
-        return _doubling(f, b, rule) if torch.compiler.is_exporting() else _pairs(f, b, rule)
+        return _pairs(f, b, rule)
     if f is None:
         b[:, 0] += first
         return prefix_sum(b)
@@ -70,10 +72,12 @@ def _pairs(f: Tensor, b: Tensor, rule: Rule) -> Tensor:
     return out
 
 
-def _doubling(f: Tensor, b: Tensor, rule: Rule) -> Tensor:
-    """Do the same as `_pairs` for any n in an exported graph: each step joins with the one that is
-    1, 2, 4, ... steps before it."""
+def _doubling(f: Tensor, b: Tensor, first: Tensor, rule: Rule) -> Tensor:
+    """Do the same as `memories` for any n in an exported graph: each step joins with the one that
+    is 1, 2, 4, ... steps before it. A slice of n - 1 steps would make torch.export refuse n = 2."""
     at = torch.arange(b.shape[1], device=b.device)
+    start = (at == 0).view(-1, *[1] * (b.ndim - 2))
+    b = torch.where(start, rule.step(f, first[:, None], b), b)
     for lag in (1 << i for i in range(DOUBLINGS)):
         source = (at - lag).clamp(min=0)
         there, f0, b0 = at >= lag, f.index_select(1, source), b.index_select(1, source)
