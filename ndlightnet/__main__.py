@@ -55,6 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     if given and given[0] in DOORS:
         return door(given[0], None if arguments is None else given[1:], begin=1)
+    if given[:1] == ["export"]:
+        from ndlightnet.inference.export import export
+
+        return export(given[1:])
     asked = given[:1] in ([], ["-h"], ["--help"])
     if not asked:
         print(f"error: {given[0]}: expected a task, one of {', '.join(DOORS)}", file=sys.stderr)
@@ -66,6 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"  {'':17}  also: {', '.join(found.commands)}")
     print("\ncommands: fit, validate, test, predict; ndlightnet TASK fit --help lists the options")
     print(f"configs: {CONFIGS}")
+    print("ndlightnet export RUN --to onnx|pt2: a run's network as a file that runs without us")
     return 0
 
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from ndlightnet.ops.plain import transformed
+
 if TYPE_CHECKING:
     from ndlightnet.ops.position import Position
 
@@ -39,6 +41,7 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "linear_attention": ("torch", "reference"),
 }
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TRANSFORMED = "torch.func or forward-mode AD, which cannot differentiate a kernel"
 MOST_CHANNELS, MOST_ROW, MOST_AXES = 256, 4096, 8
 
 
@@ -131,6 +134,8 @@ def supported(
         raise ValueError(f"operation={operation!r}: expected one of {', '.join(operations)}")
     if reason := device_reason(x.device):
         return Support(reason)
+    if transformed():
+        return Support(TRANSFORMED)
     if x.dtype not in DTYPES or (v is not None and v.dtype != x.dtype):
         dtypes = {x.dtype} | ({v.dtype} if v is not None else set())
         names = " and ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))

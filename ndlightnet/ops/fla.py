@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops._once_differentiable import once_differentiable_inputs
-from ndlightnet.ops.dispatch import Support
+from ndlightnet.ops.dispatch import TRANSFORMED, Support
+from ndlightnet.ops.plain import transformed
 
 OPERATIONS = ("gated_linear_attention", "gated_delta_rule")
 MOST_CHANNELS = 256
@@ -28,6 +29,8 @@ def supports(
         return Support(f"{operation}: flash-linear-attention has none that fits")
     if not k.is_cuda:
         return Support(f"tensors on {k.device.type}: expected cuda")
+    if transformed():
+        return Support(TRANSFORMED)
     if find_spec("fla") is None or find_spec("triton") is None:
         return Support("flash-linear-attention is not installed: pip install 'ndlightnet[fla]'")
     if k.dtype not in (torch.bfloat16, torch.float16) or v.dtype != k.dtype:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.plain import plain
 from ndlightnet.ops.recurrence.chunks import exact
 from ndlightnet.ops.recurrence.scan import prefix_sum
 
@@ -28,6 +29,12 @@ def _scores(q: Tensor, basis: Tensor, h: Tensor, scale: float) -> tuple[Tensor, 
     return a, h, (scale * a * h).softmax(-1), b
 
 
+def _read(q: Tensor, basis: Tensor, h: Tensor, scale: float) -> Tensor:
+    with exact(q):
+        _, wide, w, b = _scores(q, basis, h, scale)
+        return torch.einsum("bgmhr,hrd->bgmhd", (w * wide).to(q.dtype), b)
+
+
 class _Read(torch.autograd.Function):
     """Autograd function of `memory_read`; saves its inputs and recomputes the rest."""
 
@@ -35,9 +42,7 @@ class _Read(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, basis: Tensor, h: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(q, basis, h)
         ctx.scale = scale
-        with exact(q):
-            _, wide, w, b = _scores(q, basis, h, scale)
-            return torch.einsum("bgmhr,hrd->bgmhd", (w * wide).to(q.dtype), b)
+        return _read(q, basis, h, scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -89,7 +94,8 @@ def memory_read(q: Tensor, basis: Tensor, h: Tensor, scale: float | None = None)
     if q.numel() == 0:
         return q
     scale = dim**-0.5 if scale is None else scale
-    y = _Read.apply(q.unflatten(1, (groups, -1)), basis, h, scale)  # type: ignore[no-untyped-call]
+    run: Any = _read if plain() else _Read.apply
+    y: Tensor = run(q.unflatten(1, (groups, -1)), basis, h, scale)
     return y.flatten(1, 2)
 
 

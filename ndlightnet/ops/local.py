@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import per_axis
-from ndlightnet.ops.dispatch import Support, device_reason
+from ndlightnet.ops.dispatch import TRANSFORMED, Support, device_reason
+from ndlightnet.ops.plain import plain, softmax_attention, transformed
 
 TILE = 64  # queries of a tile, about: fewer copy more of the halo, more compute more unused scores
 HAS_WINDOWS = torch.__version__ >= "2.11"  # torch.nn.attention.varlen takes a window
@@ -116,7 +117,7 @@ def _attend(
     one = query.new_ones(()).expand(*query.shape[:-1], 1)
     query = torch.cat([pad(query * scale, (0, zeros)), one], -1)
     band = _band(q, cuts, windows, tables, causal)
-    y = scaled_dot_product_attention(
+    y = softmax_attention(
         query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), attn_mask=band[None], scale=1.0
     )
     return _untile(y.unflatten(0, query.shape[:2]), query_cuts, shape)
@@ -136,6 +137,8 @@ def flash_support(q: Tensor, bias: Sequence[Tensor], mask: Tensor | None) -> Sup
         return Support(f"{q.dtype}: expected bfloat16 or float16")
     if q.shape[-1] % 8 or q.shape[-1] > 256:
         return Support(f"{q.shape[-1]} channels a head: expected a multiple of 8, at most 256")
+    if transformed():
+        return Support(TRANSFORMED)
     if not HAS_WINDOWS:
         return Support(f"torch {torch.__version__}: expected 2.11 or later")
     return Support(device_reason(q.device))
@@ -241,7 +244,7 @@ def local_attention(
     copies = 1.0
     for cut, n in zip(cuts, k.shape[1:-2], strict=True):
         copies *= cut.tiles * cut.size / n
-    if copies < COPIES:
+    if plain() or copies < COPIES:
         return _attend(*inputs)
     # recomputed in the backward pass rather than stored until then
     y: Tensor = checkpoint(_attend, *inputs, use_reentrant=False, preserve_rng_state=False)

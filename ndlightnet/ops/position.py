@@ -20,6 +20,7 @@ from torch import Tensor
 from ndlightnet.layout import Grid, Layout
 from ndlightnet.ops.dtypes import finest
 from ndlightnet.ops.lightnet.state import State
+from ndlightnet.ops.plain import plain
 
 Kind = Literal["cosine", "rotary"]
 
@@ -152,7 +153,9 @@ def relative(lrpe: Position | None) -> Position | None:
     coordinates count from the origin, and `offset_gradient` adds origin x those of the States.
     """
     offset = None if lrpe is None else offset_of(lrpe)
-    return lrpe if lrpe is None or offset is None else lrpe._replace(offset=offset, origin=offset)
+    if lrpe is None or offset is None or plain():  # _OffsetGradient is not plain
+        return lrpe
+    return lrpe._replace(offset=offset, origin=offset)
 
 
 def offset_gradient(state: State, lrpe: Position | None, sign: int) -> State:

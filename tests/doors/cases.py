@@ -56,7 +56,7 @@ CASES = {
     ),
     "causal video": Case(
         partial(net, 3, patch_size=2, causal=True),
-        ((8, 8, 10), (8, 5, 6), (8, 20, 8), (8, 13, 9), (8, 6, 16), (8, 8, 8)),
+        ((8, 8, 10), (4, 5, 6), (30, 20, 8), (3, 13, 9), (150, 6, 6), (9, 8, 8)),
     ),
     "NDLightUNet, 2 axes": Case(
         partial(NDLightUNet, 2, 3, 4, widths=(8, 16), depths=(0, 1)),

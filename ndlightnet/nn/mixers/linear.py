@@ -96,7 +96,7 @@ class LinearAttention(StreamingMixer):
                 linear_attention(q, k, v, denominator=self.denominator, impl=self.impl)
             )
         extent = (None, *extent[1:])
-        sums = self.init_state(len(x), x.device, grid.shape[1:])
+        sums = self.init_state(x.shape[0], x.device, grid.shape[1:])
         return self._causal(x, mask, grid, extent, sums)[0]
 
     def mix_context(

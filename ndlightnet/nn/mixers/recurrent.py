@@ -111,7 +111,7 @@ class Recurrent(StreamingMixer):
         """Read a grid in all orders. Return the inputs in the first order, what tokens read in all
         orders (batch, length, ...), the last memory of each order (orders, batch, ...), and the
         first order."""
-        batch = len(x)
+        batch = x.shape[0]  # not len(x), which torch.export takes as a constant
         orders = [Order(grid, axis, reverse, mask) for axis, reverse in self.orders(grid, causal)]
         ordered = None
         if mask is not None:  # else NaN in the padding would leak
@@ -121,7 +121,7 @@ class Recurrent(StreamingMixer):
         # all orders are samples of one batch, which takes as many steps as one order
         lines = torch.cat([order.apply(z) for order in orders])
         parts = self.inputs(nn.functional.pad(lines, (0, 0, self.lookback, 0)), ordered)
-        y, memory = self.recur(parts, self.initial_memory(len(lines), x.device), inclusive=batch)
+        y, memory = self.recur(parts, self.initial_memory(lines.shape[0], x.device), inclusive=batch)
         y, memory = (part.unflatten(0, (len(orders), batch)) for part in (y, memory))
         others = zip(y[1:], orders[1:], strict=True)
         reads = [y[0], *(orders[0].apply(order.undo(one)) for one, order in others)]
@@ -149,7 +149,7 @@ class Recurrent(StreamingMixer):
         z = self.project(x)
         z = torch.cat([state.tail.to(z.dtype), z], 1)
         parts = self.inputs(z, None)
-        y, memory = self.recur(parts, state.memory, inclusive=len(x))
+        y, memory = self.recur(parts, state.memory, inclusive=x.shape[0])
         tail = z[:, z.shape[1] - self.lookback :].to(state.tail.dtype)
         return self.output(parts, y), RecurrentState(tail, memory)
 
@@ -157,7 +157,7 @@ class Recurrent(StreamingMixer):
 def exclude_self(y: Tensor, inclusive: int, self_read: Callable[[slice], Tensor]) -> Tensor:
     """Return y (batch, ...) minus what tokens read of themselves, self_read(samples), except in the
     first `inclusive` samples."""
-    if inclusive == len(y):
+    if inclusive == y.shape[0]:
         return y
     others = slice(inclusive, None)
     return torch.cat([y[:inclusive], y[others] - self_read(others)])

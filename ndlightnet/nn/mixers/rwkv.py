@@ -69,7 +69,7 @@ class RWKV4(Recurrent):
         n = inclusive
         token = wkv.token(k[:n] + self.bonus.to(k.dtype), parts.v[:n])
         with_self = wkv.merge(sums[:n], token)
-        return torch.cat([with_self, sums[n:]]) if n < len(sums) else with_self, memory
+        return torch.cat([with_self, sums[n:]]) if n < sums.shape[0] else with_self, memory
 
     def join(self, one: Tensor, other: Tensor) -> Tensor:
         return wkv.merge(one, other)

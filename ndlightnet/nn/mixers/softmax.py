@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from ndlightnet.layout import Grid
 from ndlightnet.nn.heads import default_heads
 from ndlightnet.nn.mixers.base import Mixer, check_axes, zero_padding
 from ndlightnet.nn.position import MDLRPE
 from ndlightnet.ops import rotate, tables
+from ndlightnet.ops.plain import softmax_attention
 
 
 class SoftmaxAttention(Mixer):
@@ -68,6 +68,6 @@ class SoftmaxAttention(Mixer):
             before = frame[:, None] >= frame
             keys = before if keys is None else keys & before
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        y = scaled_dot_product_attention(q, k, v, attn_mask=keys, is_causal=plain)
+        y = softmax_attention(q, k, v, attn_mask=keys, is_causal=plain)
         out: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
         return out

@@ -34,8 +34,10 @@ from ndlightnet.ops.lightnet.attention import (
     token_window,
 )
 from ndlightnet.ops.lightnet.state import State, decay, decay_rates, merge, reweighted, tile
+from ndlightnet.ops.plain import plain
 from ndlightnet.ops.position import Position, offset_gradient, offset_of, relative, shape_of
 from ndlightnet.ops.recurrence.chunks import exact
+from ndlightnet.ops.recurrence.scan import before, prefix_maximum, scan
 
 SHORT = 16  # tokens of a window: with fewer, merging their States is faster than chunks in torch
 
@@ -69,6 +71,16 @@ def _merge_last(states: State, window: int) -> State:
         have, size = merge(have, _shifted(have, size)), 2 * size
 
 
+def _merge_all(states: State) -> State:
+    """Merge all States up to each frame, for any number of frames in an exported graph."""
+    top = prefix_maximum(states.max.detach()).detach()
+    fall = decay(before(top, torch.full_like(top[:, 0], -torch.inf)), top)
+    weight, rows = decay(states.max.detach(), top), states.memory.shape[-2]
+    falls, weights = (tile(x, rows, -1)[..., None] for x in (fall, weight))
+    total = scan(fall, weight * states.sum)
+    return State(top, total, scan(falls, weights * states.memory))
+
+
 class SlidingMerge(torch.autograd.Function):
     """Sliding merge that saves two maxima only. Its gradient is the same merge in reverse order, of
     the gradients of sums and memories, with the negative maximum instead of the maximum: every
@@ -99,11 +111,15 @@ def sliding_merge(states: State, window: int | None = None, impl: Impl = "auto")
 
     None: all States up to the frame.
     """
+    if window is None and plain():
+        return _merge_all(states)
     frames = states.max.shape[1]
     if window is None or window >= frames:  # a power of two takes one chain of merges
         window = 1 << max(0, frames - 1).bit_length()
     if resolve("sliding_merge", impl, states.sum, None, states.memory) == "triton":
         return State(*_triton_causal.sliding_merge(*states, window))
+    if plain():
+        return _merge_last(State(*states), window)
     return State(*SlidingMerge.apply(*states, window))  # type: ignore[no-untyped-call]
 
 
@@ -180,7 +196,7 @@ def axis_causal_attention(
             out, state = _window(q, k, v, mask, lrpe, state, window, forget, chosen, return_state)
             return out, None if state is None else offset_gradient(state, lrpe, 1)
         how = (window, forget, chosen)
-        if not states_outweigh_tokens(k, v, lrpe, k.shape[1] // frames):
+        if plain() or not states_outweigh_tokens(k, v, lrpe, k.shape[1] // frames):
             out, state = _attend(q, k, v, mask, lrpe, state, frames, *how)
             return out, offset_gradient(state, lrpe, 1) if return_state else None
         run: Any = _attend

@@ -16,9 +16,10 @@ from torch import Tensor
 from ndlightnet.ops._operator import Operator
 from ndlightnet.ops.dtypes import accumulator, finest
 from ndlightnet.ops.lightnet.state import State, decay, tile
-from ndlightnet.ops.recurrence.chunks import CHUNK, Decay, from_chunks, to_chunks
+from ndlightnet.ops.plain import plain
+from ndlightnet.ops.recurrence.chunks import Decay, from_chunks, missing, to_chunks
 from ndlightnet.ops.recurrence.gated import Chunks
-from ndlightnet.ops.recurrence.scan import adjoints, before, memories
+from ndlightnet.ops.recurrence.scan import adjoints, before, memories, prefix_maximum
 
 LEAST = -1e30  # the maximum over no tokens, finite
 
@@ -40,13 +41,10 @@ class Summarize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        acc = accumulator(k)
-        top = k.amax(dim=-3).to(acc)
-        p = decay(k.to(acc), top[..., None, :, :])
-        f = p if w is None else tile(p, w.shape[-1], -1) * w
+        top, total, memory = _summary(k, v, w)
         ctx.save_for_backward(k, v, w, top)
         ctx.mark_non_differentiable(top)
-        return top, p.sum(dim=-3), torch.einsum("...lhr,...lhd->...hrd", f, v.to(acc))
+        return top, total, memory
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -67,7 +65,17 @@ class Summarize(torch.autograd.Function):
         return (p * (dp + dsum[..., None, :, :])).to(k.dtype), dv.to(v.dtype), dw
 
 
+def _summary(k: Tensor, v: Tensor, w: Tensor | None) -> State:
+    acc = accumulator(k)
+    top = k.detach().amax(dim=-3).to(acc)
+    p = decay(k.to(acc), top[..., None, :, :])
+    f = p if w is None else tile(p, w.shape[-1], -1) * w
+    return State(top, p.sum(dim=-3), torch.einsum("...lhr,...lhd->...hrd", f, v.to(acc)))
+
+
 def summarize(k: Tensor, v: Tensor, w: Tensor | None) -> State:
+    if plain():
+        return _summary(k, v, w)
     return State(*Summarize.apply(k, v, w))  # type: ignore[no-untyped-call]
 
 
@@ -97,11 +105,12 @@ class _Causal:
         first = state.max
         if rates is not None:  # `first` is the maximum at token -1
             k, first = k + rates * count(k)[:, None, None], first - rates
-        self.max = torch.maximum(k.cummax(1).values, first[:, None])
+        self.max = torch.maximum(prefix_maximum(k), first[:, None]).detach()
         self.fall = decay(before(self.max, first), self.max, acc)
         self.key = decay(k, self.max, acc)
         self.sum = memories(self.fall, self.key.clone(), state.sum)
-        self.inverse = torch.where(self.sum > 0, 1 / self.sum, 0)
+        filled = self.sum > 0
+        self.inverse = torch.where(filled, 1 / torch.where(filled, self.sum, 1), 0)
         qkv = (self.f * self.upcast(self.inverse), self.weighted(self.upcast(self.key)), v)
         first, top = (-self.upcast(x.clamp(min=LEAST)) for x in (first[:, None], self.max))
         g = to_chunks(top, top.dtype)
@@ -129,7 +138,7 @@ class _Causal:
 
 def _full(x: Tensor, fill: float) -> Tensor:
     """Pad (batch, length, heads, c) with tokens of `fill` at the end to whole chunks."""
-    return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % CHUNK), value=fill)
+    return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing(x.shape[1])), value=fill)
 
 
 def count(x: Tensor) -> Tensor:
@@ -246,6 +255,11 @@ causal_backward = Operator(
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward, _backward_fake,
 )  # fmt: skip
-causal = Operator(
+operator = Operator(
     f"causal({INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)", _forward, _fake, _save, _grads
 )
+
+
+def causal(*inputs: Any) -> Any:
+    """Return the output and the last State for (f, k, v, w, rates, maximum, sum, memory)."""
+    return _forward(*inputs) if plain() else operator(*inputs)

@@ -16,7 +16,7 @@ from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.lightnet import parallel
 from ndlightnet.ops.lightnet.parallel import LEAST, count
 from ndlightnet.ops.lightnet.state import State, decay, tile
-from ndlightnet.ops.recurrence.scan import before, scan
+from ndlightnet.ops.recurrence.scan import before, prefix_maximum, scan
 
 
 def attention(
@@ -77,7 +77,7 @@ def _log_of_sum(k: Tensor, rates: Tensor | None) -> tuple[Tensor, Tensor]:
     x = k.to(accumulator(k))
     if rates is not None:
         x = x + rates * count(x)[:, None, None]
-    top = x.detach().cummax(1).values
+    top = prefix_maximum(x.detach())
     fall = decay(before(top, torch.full_like(top[:, 0], -torch.inf)), top, accumulator(k))
     total = scan(fall, decay(x, top, accumulator(k)))
     return top.clamp(min=LEAST), torch.where(total > 0, total, 1).log()

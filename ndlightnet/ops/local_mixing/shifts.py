@@ -12,6 +12,7 @@ from torch import Tensor
 from ndlightnet.layout import Grid, Ragged
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.local_mixing.offsets import Offsets
+from ndlightnet.ops.plain import plain
 
 Box = tuple[slice, ...]
 
@@ -125,7 +126,7 @@ def on_grid(x: Tensor, weight: Tensor, offsets: Offsets, grid: Grid) -> Tensor:
     """Mix tokens (batch, length, dim) of one grid."""
     acc = accumulator(x)
     cells, weight = grid.unflatten(x.to(acc)), weight.to(acc)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or plain():
         u = _traced(cells, weight, offsets)
     elif _convolves(cells, offsets):
         u = _convolve(cells, weight, offsets)

@@ -13,14 +13,21 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from ndlightnet.ops.plain import transformed
+
 CHUNK = 64  # a power of two
 FLOOR = -30.0  # of log decays in float32: sums of lower ones would lose the digits of small ones
 
 
 def exact(x: Tensor) -> AbstractContextManager[object]:
     """Return a context without autocast, so that sums, decays and memories are not rounded, in the
-    backward too. (Device meta has no autocast; torch 2.11 cannot compile a check for autocast.)"""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+    backward too. (Device meta has no autocast; torch 2.11 cannot compile a check for autocast. An
+    exported graph traces each context as a graph of its own, slowly, so none where none is needed.)
+    """
+    kind = x.device.type
+    if x.is_meta or (torch.compiler.is_exporting() and not torch.is_autocast_enabled(kind)):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def work_dtype(v: Tensor) -> torch.dtype:
@@ -31,15 +38,26 @@ def work_dtype(v: Tensor) -> torch.dtype:
 
 def matmul_as(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a @ b (batch, chunks, ...) in `dtype`, without float32 copies of 16-bit inputs."""
-    if a.is_cuda and a.dtype.itemsize == 2 and dtype == torch.float32:
+    if a.is_cuda and a.dtype.itemsize == 2 and dtype == torch.float32 and not transformed():
         out = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype)
         return out.unflatten(0, a.shape[:2])
     return a.to(dtype) @ b.to(dtype)
 
 
+def missing(length: int, chunk: int = CHUNK) -> int:
+    """Return how many tokens to add for whole chunks. An exported graph gets two or three more,
+    since torch.export takes a number of 1 as a constant."""
+    if torch.compiler.is_exporting():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        if not statically_known_true(length % chunk == 0):
+            return (length // chunk + 3) * chunk - length
+    return -length % chunk
+
+
 def to_chunks(x: Tensor, dtype: torch.dtype, chunk: int = CHUNK) -> Tensor:
     """Cut (batch, length, heads, dim) to (batch * heads, chunks, chunk, dim), zeros at the end."""
-    x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % chunk))
+    x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing(x.shape[1], chunk)))
     x = x.unflatten(1, (-1, chunk)).permute(0, 3, 1, 2, 4).to(dtype)
     return x.flatten(0, 1)
 
@@ -139,7 +157,7 @@ class Decay:
 
 
 def _sizes(chunk: int) -> list[int]:
-    return [1 << i for i in range(chunk.bit_length() - 1)]
+    return [1 << i for i in range(int(chunk).bit_length() - 1)]
 
 
 def _early(x: Tensor, half: int) -> Tensor:
@@ -188,9 +206,11 @@ def inverse(lower: Tensor) -> Tensor:
     chunk = lower.shape[-1]
     least = min(8, chunk)
     low = _diagonal(lower, least)
-    x = torch.eye(least, dtype=low.dtype, device=low.device).expand_as(low).clone()
+    rows = [*torch.eye(least, dtype=low.dtype, device=low.device).expand_as(low).unbind(-2)]
     for row in range(1, least):
-        x[..., row, :row] = -(low[..., row, :row, None] * x[..., :row, :row]).sum(-2)
+        above = torch.stack(rows[:row], -2)
+        rows[row] = rows[row] - (low[..., row, :row, None] * above).sum(-2)
+    x = torch.stack(rows, -2)
     for half in (size for size in _sizes(chunk) if size >= least):
         early, late = x[..., 0::2, :, :], x[..., 1::2, :, :]
         x = _join(x, -(late @ _blocks(lower, half) @ early))

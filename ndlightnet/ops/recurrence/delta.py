@@ -21,6 +21,7 @@ from torch import Tensor
 from ndlightnet.ops import fla
 from ndlightnet.ops._once_differentiable import once_differentiable
 from ndlightnet.ops.dispatch import Impl, resolve
+from ndlightnet.ops.plain import plain
 from ndlightnet.ops.recurrence import memory
 from ndlightnet.ops.recurrence.chunks import (
     Decay,
@@ -65,6 +66,10 @@ def gated_delta_rule(
             return memory.reference(q, bx * kx, transition, v, state, torch.matmul)
         if chosen == "fla":
             return fla.gated_delta_rule(q, k, v, beta, decay, state)
+        if plain():
+            c = _Chunks(q, k, v, beta, decay, state)
+            y, m = c.run(state)
+            return from_chunks(y, v), m[:, -1].view_as(state)
         y, last = _Delta.apply(q, k, v, beta, decay, state)  # type: ignore[no-untyped-call]
     return y, last
 
@@ -90,6 +95,13 @@ class _Chunks:
         self.transition = eye if over is None else over * eye
         self.transition = self.transition - matmul_as(self.write.mT, self.w, acc)
 
+    def run(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the outputs, and the memory after each chunk."""
+        first = state.flatten(0, 1)
+        m = memories(self.transition, matmul_as(self.write.mT, self.u0, state.dtype), first, MATRIX)
+        start = before(m, first, self.q.dtype)
+        return self.d.into(self.q) @ start + self.qk @ (self.u0 - self.w @ start), m
+
 
 class _Delta(torch.autograd.Function):
     @staticmethod
@@ -97,10 +109,7 @@ class _Delta(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, state: Tensor
     ) -> tuple[Tensor, Tensor]:
         c = _Chunks(q, k, v, beta, decay, state)
-        first = state.flatten(0, 1)
-        m = memories(c.transition, matmul_as(c.write.mT, c.u0, state.dtype), first, MATRIX)
-        start = before(m, first, c.q.dtype)
-        y = c.d.into(c.q) @ start + c.qk @ (c.u0 - c.w @ start)
+        y, m = c.run(state)
         ctx.save_for_backward(q, k, v, beta, decay, state, m)
         return whole(from_chunks(y, v)), m[:, -1].view_as(state).clone()
 

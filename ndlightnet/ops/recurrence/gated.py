@@ -16,6 +16,7 @@ from ndlightnet.ops import fla
 from ndlightnet.ops._once_differentiable import once_differentiable
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.plain import plain
 from ndlightnet.ops.recurrence import memory
 from ndlightnet.ops.recurrence.chunks import (
     Decay,
@@ -54,6 +55,10 @@ def gated_linear_attention(
             return memory.reference(q, k, keep.exp()[..., None], v, state)
         if chosen == "fla":
             return fla.gated_linear_attention(q, k, v, decay, state)
+        if plain():
+            c = _chunks(q, k, v, decay, state)
+            m = c.memories()
+            return from_chunks(c.outputs(m), v), m[:, -1].view_as(state)
         y, last = _Gated.apply(q, k, v, decay, state)  # type: ignore[no-untyped-call]
     return y, last
 

@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ndlightnet.ops.plain import plain
 from ndlightnet.ops.recurrence.chunks import CHUNK, exact
+
+DOUBLINGS = 20  # of an exported scan: up to a million steps
 
 
 class Rule(NamedTuple):
@@ -28,13 +31,21 @@ MAXIMUM = Rule(torch.add, lambda f, m, b: torch.maximum(b, f + m))  # of logarit
 
 
 def memories(f: Tensor | None, b: Tensor, first: Tensor, rule: Rule = ELEMENTWISE) -> Tensor:
-    """Return m_1 .. m_n along axis 1, from m_0 = `first`; no gradients (see `scan`).
+    """Return m_1 .. m_n along axis 1, from m_0 = `first`; no gradients (see `scan`) except as plain
+    operations.
 
     b (batch, n, ...), whose first step is overwritten; first (batch, ...); f (batch or 1, n, ...)
     of a shape that the rule broadcasts; None: no decay.
     """
     if b.shape[1] == 0:
         return b
+    if plain():
+        if f is None:
+            return b.cumsum(1) + first[:, None]
+        if torch.compiler.is_exporting():
+            return _doubling(f, b, first, rule)
+        b = torch.cat([rule.step(f[:, :1], first[:, None], b[:, :1]), b[:, 1:]], 1)
+        return _pairs(f, b, rule)
     if f is None:
         b[:, 0] += first
         return prefix_sum(b)
@@ -49,6 +60,11 @@ def _pairs(f: Tensor, b: Tensor, rule: Rule) -> Tensor:
     even, odd, between = slice(0, n - n % 2, 2), slice(1, None, 2), slice(2, None, 2)
     joined = rule.step(f[:, odd], b[:, even], b[:, odd])
     late = _pairs(rule.compose(f[:, odd], f[:, even]), joined, rule)
+    if plain():
+        rest = rule.step(f[:, between], late[:, : (n - 1) // 2], b[:, between])
+        early = torch.cat([b[:, :1], rest], 1)
+        both = torch.stack([early[:, : n // 2], late], 2).flatten(1, 2)
+        return torch.cat([both, early[:, n // 2 :]], 1)
     out = torch.empty_like(b)
     out[:, 0], out[:, odd] = b[:, 0], late
     if n > 2:
@@ -56,11 +72,36 @@ def _pairs(f: Tensor, b: Tensor, rule: Rule) -> Tensor:
     return out
 
 
+def _doubling(f: Tensor, b: Tensor, first: Tensor, rule: Rule) -> Tensor:
+    """Do the same as `memories` for any n in an exported graph: each step joins with the one that
+    is 1, 2, 4, ... steps before it. A slice of n - 1 steps would make torch.export refuse n = 2."""
+    at = torch.arange(b.shape[1], device=b.device)
+    start = (at == 0).view(-1, *[1] * (b.ndim - 2))
+    b = torch.where(start, rule.step(f, first[:, None], b), b)
+    for lag in (1 << i for i in range(DOUBLINGS)):
+        source = (at - lag).clamp(min=0)
+        there, f0, b0 = at >= lag, f.index_select(1, source), b.index_select(1, source)
+        has_b, has_f = (there.view(-1, *[1] * (x.ndim - 2)) for x in (b, f))
+        b = torch.where(has_b, rule.step(f, b0, b), b)
+        f = torch.where(has_f, rule.compose(f, f0), f)
+    return b
+
+
+def prefix_maximum(x: Tensor) -> Tensor:
+    """Return the maximum up to each token of (batch, length, ...); ONNX has no cummax."""
+    if not torch.compiler.is_exporting():
+        return x.cummax(1).values
+    at = torch.arange(x.shape[1], device=x.device)
+    for lag in (1 << i for i in range(DOUBLINGS)):
+        x = torch.maximum(x, x.index_select(1, (at - lag).clamp(min=0)))
+    return x
+
+
 def prefix_sum(x: Tensor) -> Tensor:
     """Return x.cumsum(1) of (batch, length, ...), in chunks: on a GPU, cumsum along an axis that is
     not the last one takes as many steps as the axis is long."""
     n = x.shape[1]
-    if n <= CHUNK:
+    if torch.compiler.is_exporting() or n <= CHUNK:
         return x.cumsum(1)
     parts = torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, -n % CHUNK))
     parts = parts.unflatten(1, (-1, CHUNK)).cumsum(2)
@@ -70,6 +111,8 @@ def prefix_sum(x: Tensor) -> Tensor:
 
 def before(m: Tensor, first: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return m_0 .. m_(n-1): the memory before each step."""
+    if plain():
+        return torch.cat([first[:, None].to(m.dtype), m], 1)[:, :-1].to(dtype or m.dtype)
     out = torch.empty_like(m, dtype=dtype)
     out[:, :1], out[:, 1:] = first[:, None], m[:, :-1]
     return out
@@ -128,5 +171,8 @@ def scan(f: Tensor, b: Tensor, first: Tensor | None = None, rule: Rule = ELEMENT
         )
     if first is None:
         first = b.new_zeros(b.shape[0], *b.shape[2:])
+    if plain():
+        with exact(b):
+            return memories(f.expand(-1, b.shape[1], *f.shape[2:]), b, first, rule)
     out: Tensor = _Scan.apply(f, b, first, rule)  # type: ignore[no-untyped-call]
     return out

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ndlightnet.ops._once_differentiable import once_differentiable
 from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.plain import plain
 from ndlightnet.ops.recurrence.chunks import exact, whole
 from ndlightnet.ops.recurrence.scan import adjoints, memories
 
@@ -49,6 +50,11 @@ def selective_scan(
         raise ValueError(f"memory {tuple(memory.shape)}: expected {(batch, channels, state)}")
     if n == 0:
         return u, memory.to(acc)
+    if plain():
+        with exact(u):
+            u_, delta_, b, c = (x.to(acc) for x in (u, delta, B, C))
+            m = memories(_decay(delta_, A.to(acc)), _outer(delta_ * u_, b), memory.to(acc))
+            return (m * c[..., None, :]).sum(-1).to(u.dtype), m[:, -1]
     y, last = _Selective.apply(u, delta, A.to(acc), B, C, memory.to(acc))  # type: ignore
     return y, last
 

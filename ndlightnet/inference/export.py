@@ -1,0 +1,176 @@
+"""The command `export`: the network of a run as a file that runs without this library."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from ndlightnet.data.errors import DataError, atomic_write, one_line
+from ndlightnet.models import NDLightNet, NDLightUNet
+
+Run = Callable[[Tensor], Tensor]
+LARGEST = 2**30  # bytes of weights: an ONNX file has at most 2**31 bytes
+MARGIN = 4  # a file adds in another order: its error may be some times that of the network
+SIZES = ((5, 6, 7), (4, 5, 3), (9, 8, 6))  # tokens along up to three axes: traced, and two others
+LENGTHS = (40, 33, 90)  # the same for one axis: of less than a chunk of 64 tokens, and of more
+
+
+def export(arguments: list[str]) -> int:
+    """Write a run's network to RUN/model.onnx or RUN/model.pt2, and compare the file with the
+    network at three sizes. Returns the exit status: 0, or 1 after an error or a difference.
+
+    The file takes any batch and sizes. `pt2` is a package of AOTInductor for this device.
+    """
+    parser = argparse.ArgumentParser(prog="ndlightnet export", description=export.__doc__)
+    parser.add_argument("run", help="folder of a run, or one of its checkpoints")
+    parser.add_argument("--to", choices=("onnx", "pt2"), required=True)
+    given = parser.parse_args(arguments)
+    try:
+        return _export(Path(given.run), given.to)
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _export(run: Path, to: str) -> int:
+    net, ckpt = load_network(run)
+    folder = run if run.is_dir() else ckpt.parent
+    path, device = folder / f"model.{to}", torch.device("cpu")
+    if to == "pt2" and torch.cuda.is_available():
+        device = torch.device("cuda")
+    net.to(device)
+    print(f"{ckpt}: {type(net).__name__}, for {device.type}")
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            (write_onnx if to == "onnx" else write_pt2)(net, path)
+            file: Run = load_onnx(path) if to == "onnx" else load_pt2(path)
+    except ImportError as error:
+        raise DataError(f"--to {to}: pip install onnx onnxscript onnxruntime ({error})") from error
+    good = [_compare(net, file, at, batch) for at, batch in enumerate((2, 1, 3))]
+    print(f"wrote {path}" if all(good) else f"error: {path} differs from the network")
+    return 0 if all(good) else 1
+
+
+def load_network(run: Path) -> tuple[nn.Module, Path]:
+    """Return the network of a run in eval mode, and the checkpoint: the one given, or a folder's
+    best.ckpt or else last.ckpt. The run's config says what the network is."""
+    import yaml
+    from jsonargparse import ArgumentParser
+
+    ckpt, root = run, run.parents[1] if len(run.parents) > 1 else run
+    if run.is_dir():
+        found = [run / "checkpoints" / f"{name}.ckpt" for name in ("best", "last")]
+        ckpt, root = next((one for one in found if one.is_file()), found[-1]), run
+    if not ckpt.is_file():
+        raise DataError(f"{ckpt}: no such checkpoint, expected the folder of a run of `fit`")
+    configs = [*root.glob("logs/version_*/config.yaml"), *root.glob("config.yaml")]
+    if not configs:
+        raise DataError(f"{root}: no logs/version_*/config.yaml, which `fit` leaves")
+    config = max(configs, key=lambda path: path.stat().st_mtime)
+    try:
+        saved = torch.load(ckpt, map_location="cpu", weights_only=True)["state_dict"]
+    except Exception as error:  # its class depends on what is in the file
+        raise DataError(f"{ckpt}: not a checkpoint of ours ({type(error).__name__})") from error
+    try:
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_subclass_arguments(nn.Module, "net")
+        asked = {"net": yaml.safe_load(config.read_text())["model"]["net"]}
+        net: nn.Module = parser.instantiate_classes(parser.parse_object(asked)).net
+        weights = {key[4:]: value for key, value in saved.items() if key.startswith("net.")}
+        net.load_state_dict(weights)
+    except Exception as error:  # classes may raise anything
+        raise DataError(f"{config}: not the network of {ckpt} ({one_line(error)})") from error
+    return net.eval(), ckpt
+
+
+# -------------------------------------------------------------------------------------- inputs
+def example(net: nn.Module, at: int, batch: int) -> Tensor:
+    """Return a random input of size number `at` (0: the traced one)."""
+    kind = next(net.parameters())
+    if isinstance(net, NDLightNet):
+        shape = LENGTHS[at : at + 1] if net.dims == 1 else _sizes(net.dims, at)
+        if net.vocab_size is not None:
+            return torch.randint(net.vocab_size, (batch, *shape), device=kind.device)
+        patch: Any = net.embed.patch
+        channels = net.in_chans
+    elif isinstance(net, NDLightUNet):
+        shape, channels = tuple(n - 2 for n in _sizes(net.dims, at)), net.in_channels
+        patch = [math.prod(steps) for steps in zip(*net.strides, strict=True)]
+    else:
+        raise DataError(f"{type(net).__name__}: expected NDLightNet or NDLightUNet")
+    # no whole number of patches
+    space = [n * step - (step > 1) for n, step in zip(shape, patch, strict=True)]
+    return torch.randn(batch, channels, *space, dtype=kind.dtype, device=kind.device)
+
+
+def _sizes(dims: int, at: int) -> tuple[int, ...]:
+    return (SIZES[at] * dims)[:dims]
+
+
+def _dynamic(x: Tensor) -> tuple[dict[int, Any]]:
+    """Return what torch.export takes as any: the batch and all sizes but that of the channels."""
+    first = 2 if x.is_floating_point() else 1
+    return ({0: Dim.DYNAMIC, **dict.fromkeys(range(first, x.ndim), Dim.DYNAMIC)},)
+
+
+# --------------------------------------------------------------------------------------- files
+def write_onnx(net: nn.Module, path: Path) -> None:
+    x = example(net, 0, 2)
+    program = torch.onnx.export(
+        net, (x,), dynamo=True, dynamic_shapes=_dynamic(x), input_names=["input"],
+        output_names=["output"], verbose=False,
+        optimize=False,  # it takes as long as all the rest, and runtimes optimise when they load
+    )  # fmt: skip
+    assert program is not None
+    numbers = sum(p.numel() * p.element_size() for p in net.parameters())
+    if numbers > LARGEST:  # the weights in a file beside it, which its name cannot change later
+        program.save(str(path), external_data=True)
+        return
+    with atomic_write(path) as draft:
+        program.save(str(draft))
+
+
+def load_onnx(path: Path) -> Run:
+    from onnxruntime import InferenceSession
+
+    session = InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (name,) = (one.name for one in session.get_inputs())
+    return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
+
+
+def write_pt2(net: nn.Module, path: Path) -> None:
+    x = example(net, 0, 2)
+    program = torch.export.export(net, (x,), dynamic_shapes=_dynamic(x))
+    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+
+
+def load_pt2(path: Path) -> Run:
+    run: Run = torch._inductor.aoti_load_package(str(path))
+    return run
+
+
+@torch.no_grad()
+def _compare(net: nn.Module, file: Run, at: int, batch: int) -> bool:
+    """Print how far file and network are from the network in float64, and return whether the file
+    is not much farther."""
+    x = example(net, at, batch)
+    exact = deepcopy(net).double()(x.double() if x.is_floating_point() else x)
+    scale = exact.abs().max().item()
+    own, found = ((y - exact).abs().max().item() for y in (net(x), file(x)))
+    good = found <= MARGIN * own + 1e-6 * scale
+    print(
+        f"  {tuple(x.shape)}: largest error {found:.1e} (network {own:.1e}) of {scale:.1e}, "
+        f"{'ok' if good else 'NOT EQUAL'}"
+    )
+    return good

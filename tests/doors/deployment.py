@@ -1,0 +1,145 @@
+"""Doors to other runtimes and to torch.func: each asserts equal values, or raises the reason."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.func import functional_call, grad, jvp, vmap
+
+from .cases import Case
+
+BEYOND = 2e-5  # roundings of 6e-8 that a few hundred operations grow; outputs are of order 1
+EXACT = 1e-10  # float64: 1e-16 likewise, for gradients of up to some hundreds
+
+
+def _first(y: Any) -> Tensor:
+    out: Tensor = y[0] if isinstance(y, tuple) else y
+    return out
+
+
+def _made(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    return case.make().eval()
+
+
+def _dynamic(case: Case) -> tuple[dict[int, Any], ...]:
+    """The batch and all sizes but that of the channels, of each input."""
+    first = 2 if case.takes == "cells" else 1
+    sizes = dict.fromkeys(range(first, first + len(case.sizes[0])), Dim.DYNAMIC)
+    return tuple({0: Dim.DYNAMIC, **sizes} for _ in case.inputs())
+
+
+def _program(case: Case, model: nn.Module) -> Any:
+    with torch.no_grad():
+        return torch.export.export(model, case.inputs(), dynamic_shapes=_dynamic(case))
+
+
+@torch.no_grad()
+def _agree(case: Case, model: nn.Module, run: Callable[..., Any], sizes: int | None = None) -> None:
+    """`run` is the model at the traced size, at the others, and for other batches."""
+    for at, batch in zip(range(len(case.sizes)), (2, 1, 3, 2, 1, 1), strict=True):
+        if sizes is not None and at >= sizes:
+            return
+        inputs = case.inputs(at, batch)
+        found, expected = _first(run(*inputs)), _first(model(*inputs))
+        assert found.shape == expected.shape
+        assert expected.abs().max() > 0.01
+        assert (found - expected).abs().max() < BEYOND, (batch, case.sizes[at])
+
+
+def compile(case: Case, tmp_path: Path) -> None:
+    """One graph, forward and backward; what Inductor makes of it is tested elsewhere."""
+    model, inputs = _made(case), case.inputs()
+    torch._dynamo.reset()
+    found = _first(torch.compile(model, backend="aot_eager", fullgraph=True)(*inputs))
+    expected = _first(model(*inputs))
+    assert (found - expected).abs().max() < BEYOND
+    weights = [p for p in model.parameters() if p.requires_grad]
+    with_graph, without = (
+        torch.autograd.grad(y.square().sum(), weights, allow_unused=True) for y in (found, expected)
+    )
+    for a, b in zip(with_graph, without, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert (a - b).abs().max() < BEYOND * (1 + 10 * b.abs().max())
+
+
+def export(case: Case, tmp_path: Path) -> None:
+    model = _made(case)
+    _agree(case, model, _program(case, model).module())
+
+
+def onnx(case: Case, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    model, path = _made(case), tmp_path / "model.onnx"
+    program = torch.onnx.export(
+        model, case.inputs(), dynamo=True, dynamic_shapes=_dynamic(case), verbose=False,
+        optimize=False,
+    )  # fmt: skip
+    assert program is not None
+    program.save(str(path))
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    names = [one.name for one in session.get_inputs()]
+
+    def run(*inputs: Tensor) -> Tensor:
+        given = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
+        return torch.from_numpy(session.run(None, given)[0])
+
+    _agree(case, model, run)
+
+
+def aoti(case: Case, tmp_path: Path) -> None:
+    if not shutil.which("g++"):
+        pytest.skip("AOTInductor needs a C++ compiler")
+    model, path = _made(case), str(tmp_path / "model.pt2")
+    torch._inductor.aoti_compile_and_package(_program(case, model), package_path=path)
+    _agree(case, model, torch._inductor.aoti_load_package(path))
+
+
+def trace(case: Case, tmp_path: Path) -> None:
+    """A TorchScript file, at the traced size: another size is another trace."""
+    model, path = _made(case), str(tmp_path / "model.pt")
+    torch.jit.save(torch.jit.trace(model, case.inputs(), check_trace=False), path)
+    _agree(case, model, torch.jit.load(path), sizes=1)
+
+
+def func(case: Case, tmp_path: Path) -> None:
+    """Gradients of single samples as a loop gives them; forward mode against reverse mode."""
+    model = _made(case).double()
+    weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    inputs = [x.double() if x.is_floating_point() else x for x in case.inputs()]
+
+    def call(weights: dict[str, Tensor], *inputs: Tensor) -> Tensor:
+        return _first(functional_call(model, weights, inputs))
+
+    def loss(weights: dict[str, Tensor], *sample: Tensor) -> Tensor:
+        return call(weights, *(x[None] for x in sample)).sin().sum()
+
+    each = vmap(grad(loss), (None, *(0 for _ in inputs)))(weights, *inputs)
+    for at in range(2):
+        expected = grad(loss)(weights, *(x[at] for x in inputs))
+        learnt = {name: p.clone().requires_grad_() for name, p in weights.items()}
+        usual = torch.autograd.grad(
+            loss(learnt, *(x[at] for x in inputs)), [*learnt.values()], materialize_grads=True
+        )
+        for (name, one), other in zip(expected.items(), usual, strict=True):
+            scale = EXACT * (1 + other.abs().max())
+            assert (one - other).abs().max() < scale and (each[name][at] - one).abs().max() < scale
+    ways = {name: torch.randn_like(p) for name, p in weights.items()}
+    y, forward = jvp(lambda weights: call(weights, *inputs), (weights,), (ways,))
+    given = torch.randn_like(y)
+    learnt = {name: p.clone().requires_grad_() for name, p in weights.items()}
+    back = torch.autograd.grad(
+        (call(learnt, *inputs) * given).sum(), [*learnt.values()], materialize_grads=True
+    )
+    reverse = [(a * b).sum() for a, b in zip(back, ways.values(), strict=True)]
+    scale = EXACT * (1 + sum(part.abs() for part in reverse))
+    assert ((forward * given).sum() - sum(reverse)).abs() < scale
