@@ -42,7 +42,10 @@ DOORS = {
     ),
     "text_lm": Door(
         "a language model of bytes", "TextTask", "TextData", "enwik8",
-        {"curves": "ndlightnet.training.language.curves:curves"},
+        {
+            name: f"ndlightnet.training.language.{name}:{name}"
+            for name in ("curves", "generate")
+        },
     ),
     "forecast": Door("forecast an hourly series", "ForecastTask", "SeriesData", "ett"),
 }  # fmt: skip
