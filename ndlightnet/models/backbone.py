@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -202,6 +203,16 @@ class NDLightNet(nn.Module):
         if not good:
             raise ValueError(f"input {tuple(x.shape)} {x.dtype}: expected {expected}")
         check_not_wider(self, input=x)
+        patch = self.embed.patch if isinstance(self.embed, Patchify) else ()
+        # of a causal network only the space: a stream gives few frames at a time
+        axes = list(zip(x.shape[2:], patch, strict=False))[self.causal :]
+        # not in a graph, which takes any size
+        if axes and not torch.compiler.is_compiling() and all(n < p for n, p in axes):
+            warnings.warn(
+                f"input {tuple(x.shape)}: smaller than patch_size={patch}, so it is one token, "
+                "padded with zeros; expected a smaller patch_size",
+                stacklevel=4,
+            )
         cells = (x.shape[0], *x.shape[-self.dims :])
         if mask is not None:
             check_tensors(mask=mask)

@@ -1,5 +1,6 @@
 """Inputs of a wrong type or dtype are named in one line, by networks, mixers and operators."""
 
+import warnings
 from functools import partial
 
 import numpy as np
@@ -93,6 +94,17 @@ def test_what_is_no_token_number_is_named(dtype):
     ):
         net(torch.zeros(1, 7, dtype=dtype))
     assert net(torch.zeros(1, 7, dtype=torch.int32)).shape == (1, 7, 5)
+
+
+def test_an_input_smaller_than_a_patch_is_said():
+    net = NET(patch_size=(4, 16)).eval()
+    with pytest.warns(UserWarning, match=r"^input \(1, 3, 3, 8\): smaller than patch_size=\(4, 16"):
+        net(torch.randn(1, 3, 3, 8))
+    with warnings.catch_warnings(action="error"):
+        net(torch.randn(1, 3, 4, 8))  # a whole patch along one axis, such as time
+        signal = NDLightNet(1, num_classes=2, patch_size=4, embed_dim=16, depth=1, causal=True)
+        signal.eval().stream(cuda_graph=False)(torch.randn(1, 3, 1))  # it waits for more
+        NDLightNet(1, vocab_size=5, embed_dim=16, depth=1)(torch.zeros(1, 1, dtype=torch.int64))
 
 
 def test_samples_of_a_pack_are_named():
