@@ -44,7 +44,10 @@ DOORS = {
     ),
     "text_lm": Door(
         "a language model of bytes", "TextTask", "TextData", "enwik8",
-        {"curves": "ndlightnet.training.language.curves:curves"},
+        {
+            name: f"ndlightnet.training.language.{name}:{name}"
+            for name in ("curves", "generate")
+        },
     ),
     "forecast": Door("forecast an hourly series", "ForecastTask", "SeriesData", "ett"),
 }  # fmt: skip
@@ -61,7 +64,10 @@ def main(arguments: list[str] | None = None) -> int:
         return export(given[1:])
     asked = given[:1] in ([], ["-h"], ["--help"])
     if not asked:
-        print(f"error: {given[0]}: expected a task, one of {', '.join(DOORS)}", file=sys.stderr)
+        from ndlightnet.data.errors import did_you_mean, printable
+
+        wrong = f"{given[0]}: no such task{did_you_mean(given[0], DOORS)}"
+        print(f"error: {printable(wrong)}", file=sys.stderr)
         return 2
     print("usage: ndlightnet TASK COMMAND [--config FILE] ...\n\ntasks:")
     for name, found in DOORS.items():
@@ -92,11 +98,13 @@ def _call(where: str, arguments: list[str]) -> int | None:
     """A function of the list of arguments, or one whose parameters are its options."""
     from jsonargparse import auto_cli
 
+    from ndlightnet.training.core.options import CommandParser
+
     module, name = where.split(":")
     function: Callable[..., int | None] = getattr(import_module(module), name)
     if [*signature(function).parameters] == ["arguments"]:
         return function(arguments)
-    auto_cli(function, args=arguments)
+    auto_cli(function, args=arguments, parser_class=CommandParser)
     return 0
 
 

@@ -87,3 +87,39 @@ class Windows(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         start = index * self.length
         return self.text[start : start + self.length + 1], index
+
+
+def find_texts(path: str | Path) -> list[Path]:
+    """List the file `path`, or the files of a folder at any depth, sorted by name; hidden ones are
+    left out. DataError if there are none."""
+    path = Path(path)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise DataError(f"{path}: no such file or folder")
+    files = [
+        one
+        for one in sorted(path.rglob("*"))
+        if one.is_file() and not any(x.startswith(".") for x in one.relative_to(path).parts)
+    ]
+    if not files:
+        raise DataError(f"{path}: holds no file")
+    return files
+
+
+class Texts(Dataset[dict[str, Any]]):
+    """Files read one at a time: item i is {"path", "text": (bytes,) uint8}, or {"path", "error"}
+    for one that cannot be read."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = list(paths)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        path = self.paths[index]
+        try:
+            return {"path": path, "text": read_bytes(path)}
+        except DataError as error:
+            return {"path": path, "error": str(error)}

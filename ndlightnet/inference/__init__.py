@@ -1,5 +1,6 @@
-"""Prediction with trained networks: logits, labels that fit in memory, clips, ensembles."""
+"""Prediction with trained networks: logits, labels that fit in memory, clips, ensembles, texts."""
 
+from ndlightnet.inference.generate import generate, generate_text
 from ndlightnet.inference.labels import keep_largest, predict_labels
 from ndlightnet.inference.logits import predict_clips, predict_clips_early, predict_volume
 from ndlightnet.inference.networks import Ensemble, Mirrored, mirrorings
@@ -7,6 +8,8 @@ from ndlightnet.inference.networks import Ensemble, Mirrored, mirrorings
 __all__ = [
     "Ensemble",
     "Mirrored",
+    "generate",
+    "generate_text",
     "keep_largest",
     "mirrorings",
     "predict_clips",

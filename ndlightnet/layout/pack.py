@@ -71,6 +71,9 @@ def pack(samples: Iterable[Tensor], patch_size: int | Sequence[int] | None = Non
     samples = list(samples.unbind() if isinstance(samples, Tensor) else samples)
     if not samples:
         raise ValueError("samples=[]: expected one or more")
+    for i, x in enumerate(samples):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"samples[{i}] of type {type(x).__name__}: expected a torch.Tensor")
     if patch_size is None:
         if any(x.ndim != 1 for x in samples):
             raise ValueError("patch_size=None: expected words (length,); cells need a patch_size")

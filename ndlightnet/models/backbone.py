@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, overload
@@ -21,6 +22,7 @@ from ndlightnet.nn.mixers import LightNetAttention, published_mixer
 from ndlightnet.nn.mixers.base import Factories, layer_factories
 from ndlightnet.nn.patch import Patchify
 from ndlightnet.nn.position import MDTPE
+from ndlightnet.ops.dtypes import check_not_wider, check_tensors
 
 
 class NDLightNet(Backbone):
@@ -255,19 +257,34 @@ class NDLightNet(Backbone):
                 f"packed samples {tuple(x.shape)} with {layout.ndim} axes: expected "
                 f"{(layout.length, *width)} with {self.dims}; pack with the network's patch_size"
             )
+        check_not_wider(self, values=x)
         if mask is not None:
             raise ValueError("mask: expected none with packed samples, which have no padding")
 
     def _check(self, x: Tensor, mask: Tensor | None) -> None:
+        check_tensors(input=x)
         if self.vocab_size is not None:
-            good = x.ndim == 2 and not x.is_floating_point()
-            expected = "token numbers (batch, length), integers"
+            good = x.ndim == 2 and x.dtype in (torch.int64, torch.int32)
+            expected = "token numbers (batch, length), integers: int64 or int32"
         else:
             good = x.ndim == self.dims + 2 and x.shape[1] == self.in_chans and x.is_floating_point()
             expected = f"floats (batch, in_chans={self.in_chans}, *space) with {self.dims} axes"
         if not good:
             raise ValueError(f"input {tuple(x.shape)} {x.dtype}: expected {expected}")
+        check_not_wider(self, input=x)
+        patch = self.embed.patch if isinstance(self.embed, Patchify) else ()
+        # of a causal network only the space: a stream gives few frames at a time
+        axes = list(zip(x.shape[2:], patch, strict=False))[self.causal :]
+        # not in a graph, which takes any size
+        if axes and not torch.compiler.is_compiling() and all(n < p for n, p in axes):
+            warnings.warn(
+                f"input {tuple(x.shape)}: smaller than patch_size={patch}, so it is one token, "
+                "padded with zeros; expected a smaller patch_size",
+                stacklevel=4,
+            )
         cells = (x.shape[0], *x.shape[-self.dims :])
+        if mask is not None:
+            check_tensors(mask=mask)
         if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != cells):
             raise ValueError(f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {cells}")
 

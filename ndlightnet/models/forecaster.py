@@ -12,6 +12,7 @@ from ndlightnet.nn.initial import reset
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories, reads_context
 from ndlightnet.ops import frequencies
+from ndlightnet.ops.dtypes import check_floats, check_not_wider
 
 
 class CrossBlock(Block):
@@ -130,6 +131,8 @@ class Forecaster(Pretrained):
     def forward(self, values: Tensor, times: Tensor) -> Tensor:
         """Map values (batch, input_length, in_chans) and times (batch, input_length + horizon,
         time_chans) to the forecast (batch, horizon, in_chans)."""
+        check_floats(values=values, times=times)
+        check_not_wider(self, values=values, times=times)
         known, horizon = values.shape[1], times.shape[1] - values.shape[1]
         least = max(self.label_length, self.period)
         if values.shape[2] != self.in_chans or least > known or horizon < 1:

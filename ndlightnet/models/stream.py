@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
 from ndlightnet.models.graphs import Graphs, clone
+from ndlightnet.ops.dtypes import check_tensors
 
 
 class StreamState(NamedTuple):
@@ -174,6 +175,8 @@ class Stream:
         self.state = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, state)
 
     def _rows(self, x: Tensor | None, active: Iterable[bool] | Tensor | None) -> list[int]:
+        if x is not None:
+            check_tensors(input=x)
         flags = [True] * self.batch_size if active is None else [bool(a) for a in active]
         if len(flags) != self.batch_size or (x is not None and x.shape[0] != self.batch_size):
             raise ValueError(

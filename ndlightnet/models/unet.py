@@ -26,6 +26,7 @@ from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories
 from ndlightnet.nn.position import MDTPE
 from ndlightnet.nn.separable import LocalBlock, Separable
+from ndlightnet.ops.dtypes import check_floats, check_not_wider
 from ndlightnet.ops.recurrence.chunks import exact
 
 # channels of the first level (doubled from level to level, up to MOST), then for each level
@@ -306,6 +307,8 @@ class NDLightUNet(Pretrained):
 
     def _encode(self, x: Tensor) -> list[Tensor]:
         """Return the feature maps of the encoder, in the form of the layers."""
+        check_floats(input=x)
+        check_not_wider(self, input=x)
         if x.ndim != self.dims + 2 or x.shape[1] != self.in_channels:
             raise ValueError(
                 f"input of shape {tuple(x.shape)}: expected (batch, {self.in_channels}, *space) "

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ndlightnet.nn.initial import Initialized
 from ndlightnet.ops import causal_attention, norm_gate, read, summarize
+from ndlightnet.ops.dtypes import check_floats, check_not_wider, check_tensors
 
 EXPECTED = (
     "expected None or the causal mask, as LightNet has one memory for all queries, which cannot "
@@ -104,6 +105,8 @@ class MultiheadAttention(Initialized):
         Raises ValueError for nested tensors, masks of another type or shape, an attn_mask that is
         neither causal nor empty, and, as torch does, for is_causal without an attn_mask.
         """
+        check_floats(query=query, key=key, value=value)
+        check_not_wider(self, query=query, key=key, value=value)
         if query.is_nested:
             raise ValueError(
                 "query is a nested tensor: expected a padded one and key_padding_mask; set "
@@ -169,7 +172,10 @@ class MultiheadAttention(Initialized):
 
 def check_masks(key_padding_mask: Any, attn_mask: Any, is_causal: bool) -> None:
     for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
-        if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        if mask is None:
+            continue
+        check_tensors(**{name: mask})
+        if mask.dtype != torch.bool and not mask.is_floating_point():
             raise ValueError(f"{name} {mask.dtype}: expected bool, True = hidden, or floats")
     if is_causal and attn_mask is None:
         raise ValueError(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops.dispatch import Impl, resolve
-from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.dtypes import accumulator, check_floats
 from ndlightnet.ops.recurrence.chunks import exact
 from ndlightnet.ops.recurrence.gated import gated_linear_attention
 from ndlightnet.ops.recurrence.scan import prefix_sum
@@ -54,6 +54,7 @@ def linear_attention(
 
     impl: "torch", "reference" (all scores at once) or "auto".
     """
+    check_floats(q=q, k=k, v=v)
     if k.shape[:-1] != v.shape[:-1] or q.shape[-2:] != k.shape[-2:]:
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected (batch, length, "

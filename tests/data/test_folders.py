@@ -32,6 +32,14 @@ def test_the_count_and_the_first_names(tmp_path: Path) -> None:
     leave_out(entries, tmp_path, "better ones", None)  # nobody wants to know
 
 
+def test_the_kinds_of_many(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    names = ("1.TXT", "2.txt", "3.txt", "a.nii.gz", "b.nii.gz", "none", "sub")
+    entries = [tmp_path / name for name in names]
+    counted = "7 entries are left out (3 .txt, 2 .nii.gz, 1 without ending, 1 folder): 1.TXT, "
+    assert left_by(entries, tmp_path) == f"{counted}2.txt, 3.txt, ..."
+
+
 def junk(folder: Path, ending: str) -> None:
     """Four entries that are read nowhere."""
     folder.mkdir(parents=True, exist_ok=True)

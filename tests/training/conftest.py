@@ -81,7 +81,10 @@ def _launch(task: type, data: type, config: str, folder: Path, *arguments: objec
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", argv)
         patch.setenv("COLUMNS", "300")  # rich breaks no line
-        status = run(task, data, Path("no default"))
+        try:
+            status = run(task, data, Path("no default"))
+        except SystemExit as stop:  # of wrong options
+            status = int(stop.code or 0)
     return Done(status, out.getvalue(), err.getvalue())
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from ndlightnet.training import VideoData, VideoTask, run
+
 NET2 = ("--data.init_args.patch=[8,8,8]", "--model.net.init_args.out_channels=2")
 
 
@@ -316,11 +318,55 @@ def test_an_ensemble_of_what_does_not_belong_together(segment, decathlon, tmp_pa
         assert why in done.errors[0]
 
 
-@pytest.mark.parametrize("argument", ["--model.netz=1", "--trainer.max_epochs=many"])
-def test_misspelt_option(segment, tmp_path, argument):
-    with pytest.raises(SystemExit) as caught:
-        segment("fit", f"--trainer.default_root_dir={tmp_path}", argument)
-    assert caught.value.code == 2
+MIXERS = "ndlightnet.nn.mixers"
+# wrong options -> the one line that is printed
+WRONG = {
+    "--model.nett.depth=3": "--model.nett.depth: no such option; did you mean --model.net.depth?",
+    "--model.depth=3": "--model.depth: no such option; did you mean --model.net.depth?",
+    "--modle.lr=3": "--modle.lr: no such option; did you mean --model.lr?",
+    "--model.net.patch=3": "model.net.patch: NDLightNet has no such argument; did you mean "
+    "patch_size?",
+    "--data.init_args.framess=3": "data.framess: VideoData has no such argument; did you mean "
+    "frames?",
+    "--data.frames=x": "data.frames=x: expected int",
+    "--model.lr=fast": "model.lr=fast: expected float",
+    "--trainer.max_epochs=many": "trainer.max_epochs=many: expected int or None",
+    "--model.net.patch_size=[1,x]": "model.net.patch_size=[1, 'x']: expected int, Sequence[int] "
+    "or None",
+    f"--model.net.mixer={MIXERS}.GLAX": f"model.net.mixer={MIXERS}.GLAX: {MIXERS} has no GLAX; did "
+    "you mean GLA?",
+    f"--model.net.mixer={{class_path: {MIXERS}.GLA, init_args: {{num_heads: 3}}}}":
+    "model.net.mixer.num_heads: GLA has no such argument; did you mean heads?",
+    f"--model.net.mixer={{class_path: {MIXERS}.GLA, init_args: {{heads: x}}}}":
+    "model.net.mixer.heads=x: expected int or None",
+    "--model.net=ndlightnet.NDLightNett": "model.net=ndlightnet.NDLightNett: ndlightnet has no "
+    "NDLightNett; did you mean NDLightNet?",
+    "--optimizer=Adm": "optimizer=Adm: expected the path of a class; did you mean "
+    "torch.optim.Adam?",
+    "extra": "extra: expected options only, such as --config FILE",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", WRONG)
+def test_a_wrong_option_is_one_line(classify, tmp_path, option):
+    done = classify("fit", f"--trainer.default_root_dir={tmp_path}", option)
+    assert (done.status, done.err) == (2, f"error: {WRONG[option]}\n")
+    assert not any(tmp_path.iterdir())
+
+
+def test_wrong_configs_are_one_line(classify, tmp_path):
+    file = tmp_path / "mine.yaml"
+    check(classify("fit", f"--config={file}"), tmp_path / "out", f"{file}: no such file")
+    file.write_text("a: [")
+    done = classify("fit", "--config", file)
+    check(done, tmp_path / "out", f"{file}: is not valid YAML (line 1: ")
+
+
+def test_an_unknown_command_is_one_line(capsys):
+    assert run(VideoTask, VideoData, Path("x"), {"plan": print}, ["plann"]) == 2
+    assert capsys.readouterr().err == "error: plann: no such command; did you mean plan?\n"
+    assert run(VideoTask, VideoData, Path("x"), None, ["strem"]) == 2
+    assert capsys.readouterr().err == "error: strem: no such command; did you mean stream?\n"
 
 
 def test_a_task_without_predictions_says_so(listen, tmp_path):

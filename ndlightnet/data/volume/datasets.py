@@ -13,7 +13,7 @@ from typing import Any
 from ndlightnet.data.errors import DataError, one_line
 from ndlightnet.data.folders import leave_out
 from ndlightnet.data.volume.dicom_tree import Series, find_series
-from ndlightnet.data.volume.formats import ENDINGS, FILES, FOLDER, reader_of, stem
+from ndlightnet.data.volume.formats import ENDINGS, FILES, FOLDER, PICTURES, reader_of, stem
 from ndlightnet.data.volume.grid import Case
 
 WANTED = f"{', '.join(ENDINGS)} or a {FOLDER.name}"
@@ -140,10 +140,10 @@ def _read_nnunet(file: Path, listing: dict[str, Any], notes: list[str] | None) -
     channels = _numbered(file, listing, "channel_names")
     labels = _named_numbers(file, listing.get("labels"))
     ending = listing.get("file_ending")
-    if str(ending).lower() not in ENDINGS:
+    if str(ending).lower() not in (*ENDINGS, *PICTURES):
         raise DataError(
             f"{file}: 'file_ending' is {one_line(repr(ending))}, expected one of "
-            f"{', '.join(ENDINGS)}"
+            f"{', '.join((*ENDINGS, *PICTURES))}"
         )
     ending, count = str(ending).lower(), len(channels)
     training, test = (_split(file, kind, ending, count, notes) for kind in ("Tr", "Ts"))
@@ -177,9 +177,12 @@ def _split(
     images, labels = (file.parent / f"{what}{kind}" for what in ("images", "labels"))
     if not images.is_dir():
         return ()
-    files = [path for path in _volumes_in(images) if path.name.lower().endswith(ending)]
+    files = _volumes_in(images, (ending,))
+    if ending in PICTURES and all(stem(path).endswith("_0000") for path in files):
+        channels = 1  # one file of several colours, such as RGB
     leave_out({*images.iterdir()} - {*files}, images, f"CASE_0000{ending}", notes)
-    labelled = {_in_small(path): path for path in (_volumes_in(labels) if labels.is_dir() else [])}
+    there = _volumes_in(labels, (*ENDINGS, *PICTURES)) if labels.is_dir() else []
+    labelled = {_in_small(path): path for path in there}
     for path in files:
         if not NUMBERED.fullmatch(stem(path)):
             raise DataError(f"{path}: should be called CASE_0000{ending}, CASE_0001{ending}, ...")
@@ -231,10 +234,12 @@ def find_inputs(
     channels: int = 1,
     notes: list[str] | None = None,
     modality: str | None = None,
+    pictures: bool = False,
 ) -> list[Case]:
     """List the cases to predict on, from a volume's file (.nii.gz, .nii, .nrrd, .mha, .mhd), a
     folder with a dataset.json (its test cases), or a folder of such files and of DICOM series at
     any depth, sorted by name. modality: take only series of this modality (CT, MR, PT, ...).
+    pictures: PNG, TIFF and JPEG files count as well, each with all its colours.
 
     Files CASE_0000, CASE_0001, ... are one case for a network of several channels; for one channel
     a `_0000` that every file has is left out of the names. Every DICOM series is a case, named as
@@ -242,7 +247,7 @@ def find_inputs(
     Nothing is opened beyond the headers of DICOM files, so a broken volume is listed and raises
     when it is loaded. Raises DataError when there is nothing to predict on.
     """
-    path = Path(path)
+    path, endings = Path(path), (*ENDINGS, *PICTURES) if pictures else ENDINGS
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
     if (path / "dataset.json").is_file():
@@ -255,12 +260,15 @@ def find_inputs(
     try:
         if path.is_file():
             files, home = [path], path.parent
-            if not path.name.lower().endswith(ENDINGS):
+            if not path.name.lower().endswith(endings):
+                more = (
+                    f" ({', '.join(PICTURES)} with data.patch of 2 sizes)" if not pictures else ""
+                )
                 raise DataError(
-                    f"{path}: is not a {FILES}; for DICOM give the folder of the series"
+                    f"{path}: is not a {FILES}{more}; for DICOM give the folder of the series"
                 )
         else:
-            files, home = _volumes_in(path), path
+            files, home = _volumes_in(path, endings), path
             series, left, slices = find_series(path, modality)
             leave_out({*path.iterdir()} - _read_of(path, files, slices), path, WANTED, notes)
     except OSError as error:
@@ -271,6 +279,8 @@ def find_inputs(
         notes.append(left)
     plain = {s.folder.resolve() if s.folder == path else s.folder: s for s in series if not s.name}
     first = [file for file in files if stem(file).endswith("_0000")]
+    if pictures and len(first) == len(files):
+        channels = 1
     if channels == 1:
         numbered = first if len(first) == len(files) else []
     else:
@@ -292,10 +302,10 @@ def find_inputs(
     return made
 
 
-def _volumes_in(folder: Path) -> list[Path]:
+def _volumes_in(folder: Path, endings: tuple[str, ...] = ENDINGS) -> list[Path]:
     # Hidden files are left-overs: "._ct.nii.gz" of macOS archives, unfinished writes.
     files = (path for path in sorted(folder.iterdir()) if path.is_file())
-    return [f for f in files if f.name.lower().endswith(ENDINGS) and not f.name.startswith(".")]
+    return [f for f in files if f.name.lower().endswith(endings) and not f.name.startswith(".")]
 
 
 def _read_of(folder: Path, files: Sequence[Path], slices: Sequence[Path]) -> set[Path]:

@@ -9,18 +9,21 @@ from ndlightnet.data.volume.dicom import open_series
 from ndlightnet.data.volume.grid import FileGrid, Read
 from ndlightnet.data.volume.itk import open_itk
 from ndlightnet.data.volume.nifti import open_nifti
+from ndlightnet.data.volume.pictures import open_picture
 
 
 @dataclass(frozen=True)
 class Reader:
     """A format. open(path, slices): returns the grid, and a function that reads the voxels a few
     slices at a time, so that a volume of gigabytes is never held twice. endings: of its files, in
-    lower case; empty: it is a folder. voxels: endings of separate files that hold the voxels."""
+    lower case; empty: it is a folder. voxels: endings of separate files that hold the voxels.
+    picture: it holds a plane, which only a network of two axes asks for."""
 
     name: str
     endings: tuple[str, ...]
     open: Callable[[Path, Sequence[Path]], tuple[FileGrid, Read]]
     voxels: tuple[str, ...] = ()
+    picture: bool = False
 
 
 READERS = (
@@ -28,10 +31,14 @@ READERS = (
     Reader("NRRD", (".nrrd",), open_itk),
     Reader("MetaImage", (".mha", ".mhd"), open_itk, (".raw", ".zraw")),
     Reader("DICOM series", (), open_series),
+    Reader("PNG", (".png",), open_picture, picture=True),
+    Reader("TIFF", (".tif", ".tiff"), open_picture, picture=True),
+    Reader("JPEG", (".jpg", ".jpeg"), open_picture, picture=True),
 )
-ENDINGS = tuple(ending for reader in READERS for ending in reader.endings)
+ENDINGS = tuple(end for reader in READERS if not reader.picture for end in reader.endings)
+PICTURES = tuple(end for reader in READERS if reader.picture for end in reader.endings)
 FOLDER = next(reader for reader in READERS if not reader.endings)
-*_FIRST, _LAST = (reader.name for reader in READERS if reader.endings)
+*_FIRST, _LAST = (reader.name for reader in READERS if reader.endings and not reader.picture)
 FILES = f"{', '.join(_FIRST)} or {_LAST} file"  # for messages
 
 
@@ -49,5 +56,5 @@ def reader_of(file: Path) -> Reader:
 
 def stem(path: Path) -> str:
     """Return the name without the ending of a volume; the whole name of any other file."""
-    ending = next((end for end in ENDINGS if path.name.lower().endswith(end)), "")
+    ending = next((end for end in (*ENDINGS, *PICTURES) if path.name.lower().endswith(end)), "")
     return path.name[: len(path.name) - len(ending)]

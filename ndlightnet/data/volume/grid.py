@@ -59,7 +59,8 @@ class FileGrid:
     shape: (x, y, z, channels or frames). affine: (4, 4) float64, from voxel indices to RAS mm.
     notes: one line for each decision made for the user. slices: those of a DICOM series, in order
     of z. labels: makes a nibabel image of labels (x, y, z) or (x, y, z, frames) with the header of
-    a NIfTI file, else None. time_step: seconds from one frame to the next, None if not known.
+    a NIfTI file, else None. write: writes labels of a picture to a file. ending: of the labels'
+    file. time_step: seconds from one frame to the next, None if not known.
     Raises DataError for more voxels than the memory can hold as float32, and for an affine that
     cannot be inverted or has edges outside 0.001 to 100 mm.
     """
@@ -71,6 +72,8 @@ class FileGrid:
     slices: tuple[Any, ...] = ()
     labels: Callable[[NDArray[Any]], Any] | None = None
     time_step: float | None = None
+    write: Callable[[NDArray[Any], Path], None] | None = None
+    ending: str = ".nii.gz"
 
     def __post_init__(self) -> None:
         check_size(self.path, self.shape, 4, MEMORY, "this machine's memory")  # as float32

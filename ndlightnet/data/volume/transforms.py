@@ -64,14 +64,19 @@ class Prepare:
     image: MetaTensor (channels, x, y, z) float32. label: MetaTensor (1, x, y, z) uint8 or int16. A
     series over time has its frames before x, all treated alike.
 
-    Raises DataError for an invalid spacing, and for one at which a volume is far too large."""
+    plane: expect pictures, volumes of one slice.
+
+    Raises DataError for an invalid spacing, for one at which a volume is far too large, and for a
+    volume where a picture is expected."""
 
     def __init__(
         self,
         intensities: Sequence[Intensity],
         spacing: Sequence[float] | None = None,
         channels: Sequence[int] | None = None,
+        plane: bool = False,
     ) -> None:
+        self.plane = plane
         if spacing is not None and (len(spacing) != 3 or not all(0 < s < np.inf for s in spacing)):
             raise DataError(f"data.spacing: {list(spacing)}, expected three edges above 0 (mm)")
         self.intensities, self.spacing = list(intensities), spacing
@@ -83,6 +88,11 @@ class Prepare:
                 f"{len(volume.image)} channels for {len(self.intensities)} intensities"
             )
         name = volume.case.name
+        if self.plane and volume.image.shape[-1] != 1:
+            raise DataError(
+                f"{volume.case.images[0]}: has {volume.image.shape[-1]} slices, expected a picture "
+                "for data.patch of 2 sizes"
+            )
         # indexing by a list makes a copy, which is scaled in place
         image = self._resampled(upright(volume.image[self.channels]), "bilinear", name)
         for channel, number in zip(image.as_tensor(), self.channels, strict=True):

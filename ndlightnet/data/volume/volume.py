@@ -19,7 +19,7 @@ from torch import Tensor
 from ndlightnet.data.errors import DataError, atomic_write, readable
 from ndlightnet.data.volume.dicom import save_segmentation
 from ndlightnet.data.volume.formats import open_file
-from ndlightnet.data.volume.grid import SLAB, Case, FileGrid, Read
+from ndlightnet.data.volume.grid import SLAB, Case, FileGrid, Read, label_array
 
 # Two grids are the same if no corner is off by more than this fraction of the smallest voxel edge.
 # Headers round: a qform holds a rotation as three float32, good to 3e-4 rad: 0.04 mm at 150 mm.
@@ -130,7 +130,8 @@ class Volume:
         return io_orientation(self.grid.affine)  # type: ignore[no-untyped-call]
 
     def save_labels(self, labels: Tensor | NDArray[Any], path: str | Path) -> None:
-        """Writes labels (x, y, z[, frames]), whole numbers in the file's index order, as `.nii.gz`.
+        """Writes labels (x, y, z[, frames]), whole numbers in the file's index order, as `.nii.gz`,
+        those of a picture as `.png` or `.tif` (`grid.ending`).
 
         uint8, or int16 where a label is above 255. The header (affine, spacing, time step, sform
         and qform codes) is that of the NIfTI source; for any other source the affine is the grid's.
@@ -139,8 +140,13 @@ class Volume:
         Raises ValueError for labels of another shape or kind, DataError when it cannot be written.
         """
         path = Path(path)
-        if not path.name.endswith(".nii.gz"):
-            raise ValueError(f"labels are written as .nii.gz, got {path.name}")
+        if not path.name.endswith(self.grid.ending):
+            raise ValueError(f"labels are written as {self.grid.ending}, got {path.name}")
+        if self.grid.write is not None:
+            array = label_array(labels, self.grid.shape[:3], self.grid.path)
+            with atomic_write(path) as draft:
+                self.grid.write(array, draft)
+            return
         image = self.grid.label_image(labels)
         with atomic_write(path) as draft:
             nibabel.save(image, draft)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ndlightnet.layout import Grid, Layout
 from ndlightnet.nn.initial import Initialized
 from ndlightnet.nn.mixers.names import named_mixer, unwrapped
+from ndlightnet.ops.dtypes import check_floats, check_not_wider
 
 
 class Mixer(Initialized, ABC):
@@ -39,9 +40,13 @@ class Mixer(Initialized, ABC):
         with a Grid x may be (batch, length, dim). context: the source to read instead of x (batch,
         *source grid, context dim), if a mixer has a cross form; samples of one shape only.
         """
+        check_floats(x=x)
+        check_not_wider(self, x=x)
         grid = layout or Grid.of(x)
         tokens = grid.tokens(x)
         if context is not None:
+            check_floats(context=context)
+            check_not_wider(self, context=context)
             if causal:
                 raise ValueError("causal=True with a context: a source is read as a whole")
             if not isinstance(grid, Grid):

@@ -13,7 +13,7 @@ from ndlightnet.layout import Grid, Layout, Ragged
 from ndlightnet.ops.axis_scan import _triton, reference
 from ndlightnet.ops.axis_scan.lines import line_scan
 from ndlightnet.ops.dispatch import Impl, resolve
-from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.dtypes import accumulator, check_floats
 from ndlightnet.ops.recurrence.chunks import exact
 
 Way = tuple[Tensor, Tensor]
@@ -39,6 +39,7 @@ def axis_scan(
     reverse direction (bidirectional; a token itself counts once, with the forward weights). mask:
     (batch, *grid), False where a token is padding and adds nothing.
     """
+    check_floats(x=x)
     grid = Grid.of(x) if layout is None else layout
     expected = (grid.ndim, x.shape[-1])
     for name, c, decay in (("", coef, log_decay), ("reverse ", *(reverse or (coef, log_decay)))):

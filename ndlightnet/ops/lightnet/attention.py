@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ndlightnet.layout import Grid, Layout, Ragged
 from ndlightnet.ops.dispatch import Impl, resolve
-from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.dtypes import accumulator, check_floats
 from ndlightnet.ops.lightnet import _triton, _triton_causal, _triton_window, parallel, reference
 from ndlightnet.ops.lightnet import window as windowed
 from ndlightnet.ops.lightnet.state import State, decay, decay_rates, merge, tile
@@ -47,13 +47,16 @@ __all__ = [
 def _check(
     k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, q: Tensor | None
 ) -> None:
+    check_floats(k=k, v=v)
     if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
         raise ValueError(
             f"k {tuple(k.shape)}, v {tuple(v.shape)}: expected (batch, length, heads, dim) and "
             "(batch, length, heads, value_dim)"
         )
-    if q is not None and q.shape != k.shape:
-        raise ValueError(f"q {tuple(q.shape)}: expected the shape of k, {tuple(k.shape)}")
+    if q is not None:
+        check_floats(q=q)
+        if q.shape != k.shape:
+            raise ValueError(f"q {tuple(q.shape)}: expected the shape of k, {tuple(k.shape)}")
     if mask is not None and (mask.shape != k.shape[:2] or mask.dtype != torch.bool):
         raise ValueError(
             f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {tuple(k.shape[:2])}"
@@ -150,6 +153,7 @@ def read(q: Tensor, state: State, *, lrpe: Position | None = None, impl: Impl = 
     `lrpe`: position of the queries, given if and only if the source had one. The result is zero
     where the State is empty.
     """
+    check_floats(q=q)
     rows = state.memory.shape[-2]
     if q.ndim != 4 or rows != q.shape[-1] * (1 if lrpe is None else 2):
         raise ValueError(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ndlightnet.layout import Grid, Layout, Ragged
 from ndlightnet.ops.dispatch import Impl, resolve
-from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.dtypes import accumulator, check_floats
 from ndlightnet.ops.local_mixing import _triton, reference, shifts
 
 
@@ -32,6 +32,7 @@ def local_mixing(
 
     Returns a tensor like x. Sums are float32 or wider; the gradient of weight as well.
     """
+    check_floats(x=x, weight=weight)
     grid = Grid.of(x) if layout is None else layout
     taps = _check(x, weight, offsets, mask, grid, layout is not None)
     if layout is None:

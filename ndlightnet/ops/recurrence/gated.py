@@ -15,7 +15,7 @@ from torch import Tensor
 from ndlightnet.ops import fla
 from ndlightnet.ops._once_differentiable import once_differentiable
 from ndlightnet.ops.dispatch import Impl, resolve
-from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.dtypes import accumulator, check_floats
 from ndlightnet.ops.plain import plain
 from ndlightnet.ops.recurrence import memory
 from ndlightnet.ops.recurrence.chunks import (
@@ -67,6 +67,7 @@ def check(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
     """Return the decay as (batch, length, heads, dim or 1) or None, and the first memory."""
+    check_floats(q=q, k=k, v=v)
     if k.ndim != 4 or q.shape != k.shape or v.shape[:-1] != k.shape[:-1]:
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected (batch, length, "

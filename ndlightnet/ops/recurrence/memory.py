@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.dtypes import accumulator, check_floats
 from ndlightnet.ops.recurrence.chunks import exact
 from ndlightnet.ops.recurrence.scan import ELEMENTWISE, MATRIX, Rule, scan
 
@@ -77,6 +77,7 @@ def _check(
     matrix: bool,
 ) -> Tensor:  # fmt: skip
     """Check the inputs and return the memory to start from."""
+    check_floats(shrink=shrink, expand=expand, inputs=inputs)
     if expand.ndim != 4 or shrink.shape != expand.shape or inputs.shape[:3] != expand.shape[:3]:
         raise ValueError(
             f"shrink {tuple(shrink.shape)}, expand {tuple(expand.shape)}, inputs "

@@ -18,9 +18,10 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 
-from ndlightnet.data.errors import DataError, clear_drafts
+from ndlightnet.data.errors import DataError, clear_drafts, did_you_mean, printable
 from ndlightnet.training.core.checkpoints import NAMES, AtomicCheckpoints, check_checkpoint
 from ndlightnet.training.core.costs import parameter_count
+from ndlightnet.training.core.options import TaskParser, check_configs
 from ndlightnet.training.core.report import check_writable, say
 
 # entries needed to resume a training: without "loops" it would silently start again
@@ -192,6 +193,7 @@ def task_cli(
         subclass_mode_data=True,
         save_config_kwargs={"overwrite": True},
         trainer_class=getattr(task, "trainer_class", L.Trainer),
+        parser_class=TaskParser,
         args=args,
         run=run,
     )
@@ -214,10 +216,17 @@ def run(
     quiet()
     given = sys.argv[1:] if arguments is None else arguments
     try:
+        check_configs(given)
         if given and given[0] in (commands or {}):
             return commands[given[0]](given[1:]) or 0  # type: ignore[index]
         if commands and given[:1] in (["-h"], ["--help"]):
             print(f"Beside the subcommands below: {', '.join(commands)}; each takes --help.\n")
+        streams = hasattr(getattr(task, "trainer_class", L.Trainer), "stream")
+        known = ["fit", "validate", "test", "predict", *["stream"] * streams, *(commands or {})]
+        if given and given[0] not in known and not given[0].startswith("-"):
+            wrong = f"{given[0]}: no such command{did_you_mean(given[0], known)}"
+            print(f"error: {printable(wrong)}", file=sys.stderr)
+            return 2
         cli = task_cli(task, data, given or ["fit", "--config", str(default)])
         if not given:
             last = Path(cli.trainer.default_root_dir) / "checkpoints" / "last.ckpt"

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.roots import find_root
-from ndlightnet.data.text import RandomWindows, Windows, read_bytes, split
+from ndlightnet.data.text import RandomWindows, Texts, Windows, find_texts, read_bytes, split
 from ndlightnet.data.visits import Visits
 from ndlightnet.training.core.loading import training_loader
 
@@ -31,6 +31,7 @@ class TextData(L.LightningDataModule):
         test_bytes: at most so many bytes of the test text are predicted, the same ones for every
             length: as many as fill whole windows of every length.
         workers: processes that prepare batches.
+        input: for predict: a file, or a folder whose files are taken at any depth.
     """
 
     def __init__(
@@ -43,14 +44,18 @@ class TextData(L.LightningDataModule):
         lengths: tuple[int, ...] = (2048, 4096, 8192, 16384, 32768, 65536, 131072),
         test_bytes: int = 2**20,
         workers: int = 2,
+        input: str | None = None,
     ) -> None:
         super().__init__()
         self.root, self.fractions, self.length = find_root(root), fractions, length
         self.windows, self.batch_size, self.workers = windows, batch_size, workers
         self.lengths, self.test_bytes = sorted({length, *lengths}), test_bytes
+        self.input = input
         self.parts: tuple[Tensor, ...] = ()
 
     def setup(self, stage: str) -> None:
+        if stage == "predict":
+            return  # the training text need not exist
         if min(self.length, self.windows, self.batch_size, *self.lengths) < 1:
             raise DataError(
                 f"length={self.length}, windows={self.windows}, batch_size={self.batch_size}, "
@@ -90,6 +95,12 @@ class TextData(L.LightningDataModule):
         """Return a loader per length; a batch has at most the bytes of one longest window."""
         text, longest = self.test_text[: self.tested + 1], self.lengths[-1]
         return [DataLoader(Windows(text, n), batch_size=longest // n) for n in self.lengths]
+
+    def predict_dataloader(self) -> Any:
+        """Return a loader of the input's files, one at a time: {"path", "text" or "error"}."""
+        if self.input is None:
+            raise DataError("data.input: expected a file or a folder to predict, got none")
+        return DataLoader(Texts(find_texts(self.input)), batch_size=None)
 
     def names(self) -> dict[str, list[str]]:
         return {}

@@ -54,6 +54,19 @@ def means(bits: dict[int, Tensor], lengths: Sequence[int], trained: int) -> dict
 
 
 @torch.no_grad()
+def file_bits(net: Any, text: Tensor, chunk: int) -> float:
+    """Return the bits that `net` needs for all bytes of a text (bytes,) uint8 but the first: as a
+    stream, in chunks, from one byte to the last. Where a mixer cannot stream, in windows of `chunk`
+    bytes, each from an empty context."""
+    try:
+        predict = net.stream()
+    except ValueError:
+        predict = net
+    parts = (text[None, start : start + chunk + 1] for start in range(0, len(text) - 1, chunk))
+    return sum(float(token_nll(predict, part).double().sum()) for part in parts) / math.log(2)
+
+
+@torch.no_grad()
 def decode(net: Any, text: Tensor, chunk: int) -> dict[str, Any]:
     """Compare bits per byte of a stream of `net`, on text (bytes + 1,) uint8 in chunks of 1 byte,
     then of `chunk`, then of 1 again, with those of the network on the whole text at once.

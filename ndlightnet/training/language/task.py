@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import csv
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.errors import DataError, atomic_write, cell
 from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.report import write_json
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.language.curves import draw, write_table
-from ndlightnet.training.language.measures import decode, means, token_nll
+from ndlightnet.training.language.measures import decode, file_bits, means, token_nll
 
 BYTES = 256  # size of the vocabulary
 
@@ -23,7 +25,8 @@ class TextTask(Task):
 
     `test` gives bits per byte for each of the data's `lengths`: the same text in windows of that
     many bytes, each from an empty context, and by position in the longest windows. A length for
-    which the memory of the device does not suffice is left out, with the reason.
+    which the memory of the device does not suffice is left out, with the reason. `predict` writes
+    the bits per byte of each file of `data.input`, read as a stream: how likely the text is.
 
     Args:
         net: the causal network.
@@ -52,6 +55,8 @@ class TextTask(Task):
             here = getattr(self.net, name, wanted)
             if here != wanted:
                 raise DataError(f"model.net: expected a network with {name}={wanted}, got {here}")
+        if stage == "predict":
+            return
         held = len(self.data().test_text)
         if not 0 <= self.decode_bytes < held:
             raise DataError(
@@ -116,3 +121,31 @@ class TextTask(Task):
         write_json(self.out() / "metrics.json", metrics)
         write_table(self.out() / "bits_per_byte.csv", metrics)
         draw({self.out().name: metrics}, self.out() / "bits_per_byte.png")
+
+    def on_predict_start(self) -> None:
+        self.predicted: dict[Path, tuple[int, float]] = {}  # bytes and bits of each file
+
+    def predict_step(self, batch: dict[str, Any], _: int) -> None:
+        path = batch["path"]
+        with self.one_input(path):
+            if "error" in batch:
+                raise DataError(batch["error"])
+            text = batch["text"]
+            if len(text) < 2:
+                raise DataError(f"{path}: 1 byte, expected 2 or more: the first is not predicted")
+            bits = file_bits(self.net, text.to(self.device), self.data().length)
+            self.predicted[path] = (len(text), bits)
+
+    def on_predict_end(self) -> None:
+        """Write predictions.csv: a line for each file, its bytes and bits per byte."""
+        predicted, file = self.gathered(self.predicted), self.out() / "predictions.csv"
+        if not self.trainer.is_global_zero or not predicted:
+            return
+        with atomic_write(file) as draft, draft.open("w", newline="", encoding="utf-8") as out:
+            writer = csv.writer(out, lineterminator="\n")
+            writer.writerow(["file", "bytes", "bits_per_byte"])
+            for path, (count, bits) in predicted.items():
+                writer.writerow([cell(str(path)), count, f"{bits / (count - 1):.6f}"])
+        count, bits = (sum(column) for column in zip(*predicted.values(), strict=True))
+        mean = bits / (count - len(predicted))
+        self.summary = f"{len(predicted)} files, {mean:.3f} bits per byte; see {file}"

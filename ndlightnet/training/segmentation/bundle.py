@@ -44,10 +44,10 @@ def bundle(arguments: list[str]) -> None:
     cli = BundleCLI(
         SegmentationTask, VolumeData, subclass_mode_data=True, args=arguments, run=False
     )
-    if len(cli.datamodule.patch) == 4:
+    if len(cli.datamodule.patch) != 3:
         raise DataError(
-            f"data.patch: {cli.datamodule.patch}, expected 3 sizes: MONAI's transforms take no "
-            "series over time"
+            f"data.patch: {cli.datamodule.patch}, expected 3 sizes: bundles are made of networks "
+            "of volumes, not of pictures or series over time"
         )
     out = Path(cli.config.out)
     definition, weights = _network(cli, [cli.config.ckpt_path, *cli.model.ensemble])

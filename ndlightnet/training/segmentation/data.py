@@ -33,7 +33,8 @@ class VolumeData(L.LightningDataModule):
     Args:
         root: the folder.
         patch: shape of the training crops (voxels): x, y, z. With four sizes, frames, x, y, z, each
-            file is a series of volumes over time: its fourth axis holds frames, not channels.
+            file is a series of volumes over time: its fourth axis holds frames, not channels. With
+            two sizes, x, y, each file is a picture: PNG, TIFF or JPEG, or a volume of one slice.
         intensities: how each channel is scaled; default: each volume by its mean and standard
             deviation.
         channels: which of a case's channels the network gets, by number; default: all.
@@ -70,11 +71,14 @@ class VolumeData(L.LightningDataModule):
         modality: str | None = None,
     ) -> None:
         super().__init__()
-        good = len(patch) in (3, 4) and min(patch) > 0
-        check("data.patch", patch, good, "3 sizes above 0, or 4 for series over time")
+        good = len(patch) in (2, 3, 4) and min(patch) > 0
+        expected = "3 sizes above 0, 4 for series over time, 2 for pictures"
+        check("data.patch", patch, good, expected)
+        self.plane = len(patch) == 2
         mm = [1.0] * 3 if spacing is None else spacing
         good = len(mm) == 3 and all(0 < edge < float("inf") for edge in mm)
         check("data.spacing", spacing, good, "3 edges of a voxel above 0 (mm)")
+        check("data.spacing", spacing, not (self.plane and spacing), "null for pictures")
         for name, number in (("batch_size", batch_size), ("batches", batches)):
             check(f"data.{name}", number, number > 0, "a number above 0")
         check("data.foreground", foreground, 0 <= foreground <= 1, "a fraction, 0 to 1")
@@ -108,10 +112,9 @@ class VolumeData(L.LightningDataModule):
             train, held = self._split(training)
             if stage == "fit":
                 self.seed = torch.initial_seed()
-                prepared = self._dataset(train, self.patch)
-                self.crops = Crops(
-                    prepared, self.patch, self.batch_size, self.foreground, self.seed
-                )
+                patch = [*self.patch, 1] if self.plane else self.patch
+                prepared = self._dataset(train, patch)
+                self.crops = Crops(prepared, patch, self.batch_size, self.foreground, self.seed)
             self.val_set = self._dataset(held)
             return
         if self.test_on == "fold":
@@ -169,7 +172,7 @@ class VolumeData(L.LightningDataModule):
                 f"data.channels: {list(chosen)}, expected some of 0 to {len(names) - 1}: "
                 f"{', '.join(names)}"
             )
-        return Prepare(scales, self.spacing, chosen)
+        return Prepare(scales, self.spacing, chosen, self.plane)
 
     def _dataset(self, cases: list[Case], patch: list[int] | None = None) -> CachedVolumes:
         return cached_volumes(
@@ -184,6 +187,8 @@ class VolumeData(L.LightningDataModule):
         if self.trainer is None or not self.trainer.training:
             return batch
         image, label, numbers = batch
+        if self.plane:
+            image, label = image.squeeze(-1), label.squeeze(-1)
         if self.augment is not None:
             # numbers stay on the host: reading them must not wait for the device
             rng = torch.Generator().manual_seed(mixed(self.seed, 2, int(numbers[0])))
@@ -210,7 +215,9 @@ class VolumeData(L.LightningDataModule):
         if self.input is None:
             raise DataError("data.input: expected a file or a folder to predict, got none")
         notes: list[str] = []
-        cases = find_inputs(self.input, max(1, len(self.modalities)), notes, self.modality)
+        cases = find_inputs(
+            self.input, max(1, len(self.modalities)), notes, self.modality, self.plane
+        )
         say(notes)
         if not self.labels:
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ndlightnet.data.errors import DataError, atomic_write, one_line
 from ndlightnet.data.volume.datasets import read_dataset
 from ndlightnet.data.volume.fingerprint import Fingerprint, fingerprint
+from ndlightnet.data.volume.formats import PICTURES
 from ndlightnet.training.core.report import check_writable, say
 
 COARSE = 3.0  # factor by which an axis is coarser and shorter than the others, see target_spacing
@@ -79,6 +80,10 @@ def plan(
     cases = [case.as_series(frames is not None) for case in folder.training]
     if not cases:
         raise DataError(f"{root}: no training case with a label")
+    if cases[0].images[0].name.lower().endswith(PICTURES):
+        raise DataError(
+            f"{root}: holds pictures, expected volumes; tasks/README.md has a config for pictures"
+        )
     measured = fingerprint(cases, len(folder.labels), len(folder.channels))
     available = _memory() if memory is None else memory * 1e9
     config = config_of(

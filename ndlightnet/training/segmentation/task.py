@@ -69,8 +69,9 @@ class SegmentationTask(Task):
         **kwargs: Any,
     ) -> None:
         super().__init__(net, lr=lr, weight_decay=weight_decay, **kwargs)
-        good = window is None or (len(window) in (3, 4) and min(window) > 0)
-        check("model.window", window, good, "3 sizes above 0, or 4 for series over time")
+        good = window is None or (len(window) in (2, 3, 4) and min(window) > 0)
+        expected = "3 sizes above 0, 4 for series over time, 2 for pictures"
+        check("model.window", window, good, expected)
         check("model.overlap", overlap, 0 <= overlap < 1, "a fraction from 0 to below 1")
         axes, most = mirror_axes or [], getattr(net, "dims", 4)
         good = len({*axes} & {*range(most)}) == len(axes)
@@ -93,8 +94,8 @@ class SegmentationTask(Task):
         check("model.mirror_axes", self.mirror_axes, good, f"axes from 0 to {axes - 1}")
         good = dims in (None, axes)
         check("model.net", f"dims={dims}", good, f"dims={axes} for data.patch: {patch}")
-        good = not (self.dicom_seg and axes == 4)
-        check("model.dicom_seg", self.dicom_seg, good, "false for series over time")
+        good = not (self.dicom_seg and axes != 3)
+        check("model.dicom_seg", self.dicom_seg, good, "false but for volumes")
         if stage in ("test", "predict"):
             for path in self.ensemble:
                 check_checkpoint(path, self, self.data())
@@ -159,6 +160,8 @@ class SegmentationTask(Task):
 
     def validation_step(self, batch: dict[str, Any], _: int) -> None:
         image, label = (batch[key].as_tensor().to(self.device) for key in ("image", "label"))
+        if len(self.data().patch) == 2:
+            image, label = image.squeeze(-1), label.squeeze(-1)
         labels = predict_volume(self.net, image[None], self.window, self.overlap).argmax(1)
         dice = dice_of(labels, label.long(), len(self.data().labels))
         # a class that a case does not have has Dice NaN, which the mean must leave out
@@ -223,7 +226,10 @@ class SegmentationTask(Task):
         self.notes += volume.notes
         meter = Meter(self.device)
         try:
-            labels = self.predict_labels(image, onto=volume.onto(image))
+            if len(self.data().patch) == 2:  # of one slice, and on its file's grid
+                labels = self.predict_labels(image.squeeze(-1))[..., None]
+            else:
+                labels = self.predict_labels(image, onto=volume.onto(image))
         except ValueError as error:  # such as logits that are not numbers
             raise DataError(f"{case.images[0]}: {one_line(error)}") from error
         except torch.OutOfMemoryError as error:
@@ -236,7 +242,9 @@ class SegmentationTask(Task):
         if self.largest:
             labels = keep_largest(labels)
         array = volume.from_ras(labels)
-        volume.save_labels(array, folder / f"{case.name}.nii.gz")
+        ending = volume.grid.ending  # CASE.png is the picture of the case
+        where = folder if ending == ".nii.gz" else folder / "labels"
+        volume.save_labels(array, where / f"{case.name}{ending}")
         if self.dicom_seg and volume.grid.slices:
             volume.save_dicom_seg(array, folder / f"{case.name}.dcm", names)
         shown = upright(volume.image[:1])

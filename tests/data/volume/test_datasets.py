@@ -205,7 +205,7 @@ def test_nnunet_refuses(nnunet: tuple[Path, dict[str, Any]]) -> None:
         bad(file, "without gaps", labels=dict(zip(("background", "liver"), numbers, strict=True)))
     bad(file, "map numbers", channel_names=["CT", "PET"])
     bad(file, "without gaps", channel_names={"0": "CT", "2": "PET"})
-    bad(file, r"'\.png', expected one of \.nii\.gz", file_ending=".png")
+    bad(file, r"'\.gif', expected one of \.nii\.gz", file_ending=".gif")
     bad(file, "None, expected one of", file_ending=None)
     bad(file, "no case", file_ending=".mha")
     three = {"0": "CT", "1": "PET", "2": "MR"}

@@ -12,7 +12,7 @@ import SimpleITK as sitk
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.volume import grid
 from ndlightnet.data.volume.datasets import find_inputs
-from ndlightnet.data.volume.formats import ENDINGS, READERS, reader_of, stem
+from ndlightnet.data.volume.formats import ENDINGS, PICTURES, READERS, reader_of, stem
 from ndlightnet.data.volume.grid import SLAB, Case
 from ndlightnet.data.volume.volume import Volume
 
@@ -134,7 +134,7 @@ def test_what_itk_says_is_not_cut_before_what_is_wrong(tmp_path: Path) -> None:
 
 def test_every_file_has_one_reader() -> None:
     endings = [ending for reader in READERS for ending in reader.endings]
-    assert sorted(endings) == sorted(ENDINGS) and len({*endings}) == len(endings)
+    assert sorted(endings) == sorted((*ENDINGS, *PICTURES)) and len({*endings}) == len(endings)
     for reader in READERS:
         for ending in reader.endings:
             assert reader_of(Path(f"a{ending}")) is reader_of(Path(f"A{ending.upper()}")) is reader

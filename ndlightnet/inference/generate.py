@@ -1,0 +1,117 @@
+"""Continuations of a text by a language model, token by token in constant memory."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK = 4096  # tokens of the prompt that are read at once
+
+
+def generate(
+    network: Any, prompt: Tensor | Sequence[int], length: int, *, temperature: float = 1.0,
+    top_k: int | None = None, stop: Sequence[Sequence[int]] = (),
+    generator: torch.Generator | None = None,
+) -> Iterator[int]:  # fmt: skip
+    """Yield up to `length` tokens that continue `prompt` (tokens,), each as soon as it is drawn.
+
+    network: a causal NDLightNet with a vocabulary, in eval mode. Its `stream` reads the prompt and
+    then one token at a time, so memory does not grow. Each token is drawn from softmax(logits /
+    temperature) of the `top_k` most likely tokens (default: of all); temperature 0 takes the most
+    likely one. stop: sequences of tokens that end the text; they are not yielded, and tokens that
+    may begin one wait until it is decided. generator: for draws that can be repeated; its device is
+    the network's or the CPU.
+
+    Raises ValueError for an empty prompt, a token outside the vocabulary, numbers out of range and
+    a network that has no vocabulary or cannot stream.
+    """
+    vocabulary = getattr(network, "vocab_size", None)
+    if vocabulary is None or not getattr(network, "per_token", False):
+        raise ValueError("network: expected a language model, NDLightNet(1, vocab_size=...)")
+    device = next(network.parameters()).device
+    tokens = torch.as_tensor(prompt, dtype=torch.int64, device=device)
+    if tokens.ndim != 1 or not len(tokens) or not 0 <= tokens.min() <= tokens.max() < vocabulary:
+        raise ValueError(
+            f"prompt {tuple(tokens.shape)}: expected one token or more, each from 0 to "
+            f"{vocabulary - 1}"
+        )
+    if length < 0:
+        raise ValueError(f"length={length}: expected 0 or more")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature={temperature}: expected 0 (the most likely token) or more")
+    if top_k is not None and not 1 <= top_k <= vocabulary:
+        raise ValueError(f"top_k={top_k}: expected 1 to {vocabulary}, or None")
+    ends = [list(end) for end in stop]
+    if not all(ends):
+        raise ValueError(f"stop={stop!r}: expected sequences of one token or more")
+    return _continued(network, tokens, length, temperature, top_k, ends, generator)
+
+
+def _continued(
+    network: Any, tokens: Tensor, length: int, temperature: float, top_k: int | None,
+    ends: list[list[int]], generator: torch.Generator | None,
+) -> Iterator[int]:  # fmt: skip
+    stream, held = network.stream(), list[int]()
+    for part in tokens.split(CHUNK):
+        logits = stream(part[None])
+    for left in range(length, 0, -1):
+        token = _draw(logits[0, -1], temperature, top_k, generator)
+        held.append(token)
+        if found := [len(end) for end in ends if held[-len(end) :] == end]:
+            yield from held[: -max(found)]
+            return
+        wait = max((_begun(held, end) for end in ends), default=0)
+        yield from held[: len(held) - wait]
+        held = held[len(held) - wait :]
+        if left > 1:
+            logits = stream(tokens.new_full((1, 1), token))
+    yield from held
+
+
+def _begun(held: list[int], end: list[int]) -> int:
+    """Return how many of the last tokens are the beginning of `end`."""
+    longest = min(len(held), len(end) - 1)
+    return next((n for n in range(longest, 0, -1) if held[-n:] == end[:n]), 0)
+
+
+def _draw(
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
+) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    logits = logits.float()
+    if top_k is not None:  # by their places: of equal logits no more than top_k may stay
+        rest = logits.argsort(descending=True, stable=True)[top_k:]
+        logits = logits.index_fill(0, rest, -torch.inf)
+    odds = (logits / temperature).softmax(-1)
+    if generator is not None and generator.device != odds.device:
+        odds = odds.to(generator.device)
+    return int(torch.multinomial(odds, 1, generator=generator))
+
+
+def generate_text(
+    network: Any, prompt: str, length: int, *, temperature: float = 1.0, top_k: int | None = None,
+    stop: Sequence[str] = (), generator: torch.Generator | None = None,
+) -> Iterator[str]:  # fmt: skip
+    """Yield the text with which a language model of bytes continues `prompt`, as `generate`, in
+    characters that are complete: bytes of one that is not wait for the next ones. Bytes that are no
+    UTF-8 become U+FFFD. length: in bytes."""
+    ends = [end.encode() for end in stop]
+    tokens = generate(
+        network, list(prompt.encode()), length, temperature=temperature, top_k=top_k, stop=ends,
+        generator=generator,
+    )  # fmt: skip
+    return _decoded(tokens)
+
+
+def _decoded(tokens: Iterator[int]) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for token in tokens:
+        if text := decoder.decode(bytes([token])):
+            yield text
+    if text := decoder.decode(b"", final=True):
+        yield text

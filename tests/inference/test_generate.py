@@ -1,0 +1,167 @@
+"""Texts of a language model: what is drawn, what ends them, and characters that are complete."""
+
+import itertools
+
+import pytest
+import torch
+
+from ndlightnet import NDLightNet, mixers
+from ndlightnet.inference import generate, generate_text
+
+WORDS = 11
+
+
+@pytest.fixture(scope="module")
+def net():
+    torch.manual_seed(0)
+    made = NDLightNet(
+        1, vocab_size=WORDS, embed_dim=16, depth=2, tpe_states=4, causal=True,
+        mixer=mixers.text_mixer,
+    )  # fmt: skip
+    with torch.no_grad():
+        made.embed.weight.mul_(30)  # logits of order one
+    return made.eval().double()
+
+
+def logits_of(net, tokens):
+    with torch.no_grad():
+        return net(torch.tensor([tokens]))[0, -1]
+
+
+def test_temperature_0_is_the_argmax_of_the_whole_forward(net):
+    for prompt in ([3], [1, 2, 3, 4, 5]):
+        tokens = list(prompt)
+        for found in generate(net, prompt, 8, temperature=0):
+            assert found == int(logits_of(net, tokens).argmax())
+            tokens.append(found)
+        assert len(tokens) == len(prompt) + 8
+
+
+def test_tokens_have_the_probabilities_of_the_softmax(net):
+    """Of 4,000 first tokens at temperature 2, each count lies within 4.5 standard deviations."""
+    count, prompt = 4000, [1, 2, 3]
+    odds = (logits_of(net, prompt) / 2).softmax(-1)
+    rng = torch.Generator().manual_seed(0)
+    replayed = Replayed(net, prompt)
+    draw = [next(generate(replayed, prompt, 1, temperature=2, generator=rng)) for _ in range(count)]
+    found = torch.bincount(torch.tensor(draw), minlength=WORDS)
+    assert ((found - count * odds).abs() <= 4.5 * (count * odds * (1 - odds)).sqrt() + 1).all()
+
+
+class Replayed:
+    """A network whose stream gives the logits after one prompt, without computing them again."""
+
+    vocab_size, per_token = WORDS, True
+
+    def __init__(self, net, prompt):
+        self.net, self.logits = net, logits_of(net, prompt)[None, None]
+
+    def parameters(self):
+        return self.net.parameters()
+
+    def stream(self):
+        return lambda _: self.logits
+
+
+def test_top_k_restricts(net):
+    tokens = [4]
+    rng = torch.Generator().manual_seed(0)
+    for found in generate(net, [4], 10, temperature=5.0, top_k=3, generator=rng):
+        assert found in logits_of(net, tokens).topk(3).indices
+        tokens.append(found)
+    assert list(generate(net, [4], 9, top_k=1)) == list(generate(net, [4], 9, temperature=0))
+
+
+def test_equal_logits_do_not_widen_top_k():
+    class Flat(Replayed):
+        def __init__(self):
+            self.logits = torch.zeros(1, 1, WORDS)
+
+        def parameters(self):
+            return iter([self.logits])
+
+    assert len(set(generate(Flat(), [0], 200, top_k=2))) == 2
+
+
+def test_seeded_draws_repeat(net):
+    def drawn(seed):
+        rng = torch.Generator().manual_seed(seed)
+        return list(generate(net, [1], 30, temperature=3.0, generator=rng))
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+class Recited(Replayed):
+    """A network that recites a text of bytes, whatever it reads."""
+
+    vocab_size = 256
+
+    def __init__(self, text: bytes):
+        self.text = text
+
+    def parameters(self):
+        return iter([torch.zeros(1)])
+
+    def stream(self):
+        rest = iter(self.text)
+        return lambda _: torch.nn.functional.one_hot(torch.tensor([[next(rest)]]), 256).float()
+
+
+@pytest.mark.parametrize(
+    "stop, expected",
+    [
+        ([], b"ababac!"), ([b"c"], b"ababa"), ([b"abac"], b"ab"), ([b"x", b"bac"], b"aba"),
+        ([b"ac", b"abac"], b"ab"), ([b"abab"], b""), ([b"!?"], b"ababac!"),
+    ],
+)  # fmt: skip
+def test_a_stop_sequence_ends_the_text(stop, expected):
+    found = generate(Recited(b"ababac!"), [0], 7, temperature=0, stop=stop)
+    assert bytes(found) == expected
+
+
+def test_what_may_begin_a_stop_waits_no_longer_than_it_must():
+    network = Recited(b"abcabd")
+    read = []
+    stream = network.stream()
+    network.stream = lambda: lambda x: (read.append(1), stream(x))[1]
+    seen = [(token, len(read)) for token in generate(network, [0], 6, temperature=0, stop=[b"abd"])]
+    assert seen == [(ord("a"), 3), (ord("b"), 3), (ord("c"), 3)]
+
+
+def test_characters_are_complete():
+    parts = list(generate_text(Recited("aé€😀b".encode()), "x", 11, temperature=0))
+    assert parts == ["a", "é", "€", "😀", "b"]
+    cut = list(generate_text(Recited("a€".encode()), "x", 3, temperature=0))
+    assert cut == ["a", "�"]
+    assert "".join(generate_text(Recited(b"a\xffb"), "x", 3, temperature=0)) == "a�b"
+    assert (
+        "".join(generate_text(Recited("a€ende".encode()), "x", 8, temperature=0, stop=["€e"]))
+        == "a"
+    )
+
+
+def test_it_streams(net):
+    endless = generate(net, [1], 10**9)
+    assert len(list(itertools.islice(endless, 3))) == 3
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"prompt": []}, "prompt"), ({"prompt": [11]}, "prompt"), ({"length": -1}, "length=-1"),
+        ({"temperature": -0.1}, "temperature=-0.1"), ({"top_k": 0}, "top_k=0"),
+        ({"top_k": 12}, "top_k=12"), ({"stop": [[]]}, "stop="),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_named(net, changed, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        generate(net, **{"prompt": [1], "length": 3, **changed})
+
+
+def test_networks_that_cannot_generate_are_named():
+    image = NDLightNet(2, embed_dim=16, depth=1, patch_size=4)
+    with pytest.raises(ValueError, match=r"^network: expected a language model"):
+        generate(image, [1], 3)
+    both = NDLightNet(1, vocab_size=5, embed_dim=16, depth=1)
+    with pytest.raises(ValueError, match=r"^causal=False: expected a causal network"):
+        next(generate(both, [1], 3))

@@ -1,0 +1,136 @@
+"""The commands `generate` and `predict` of a language model."""
+
+import csv
+import io
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from ndlightnet import NDLightNet, SoftmaxAttention
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.text import find_texts
+from ndlightnet.inference import generate as tokens_of
+from ndlightnet.training import TextData, TextTask, run
+from ndlightnet.training.language.generate import generate
+from ndlightnet.training.language.measures import file_bits, token_nll
+
+CONFIG = """
+seed_everything: 0
+trainer: {accelerator: cpu, max_epochs: 1, enable_progress_bar: false, logger: true,
+          default_root_dir: ROOT/run}
+model:
+  net:
+    class_path: ndlightnet.NDLightNet
+    init_args: {dims: 1, vocab_size: 256, causal: true, embed_dim: 16, depth: 1}
+data:
+  class_path: ndlightnet.training.TextData
+  init_args: {root: ROOT/text, length: 16, windows: 8, batch_size: 8, lengths: [16],
+              test_bytes: 64, workers: 0}
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text").write_bytes(b"abc " * 500)
+    (folder / "c.yaml").write_text(CONFIG.replace("ROOT", str(folder)))
+    assert run(TextTask, TextData, folder, None, ["fit", "--config", f"{folder}/c.yaml"]) == 0
+    (folder / "text").unlink()  # neither command needs it
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["run", "run/checkpoints/last.ckpt"])
+def test_the_command_prints_what_the_function_yields(trained, capsys, where):
+    folder, net = trained, NDLightNet(1, vocab_size=256, causal=True, embed_dim=16, depth=1)
+    saved = torch.load(folder / "run/checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    net.load_state_dict({key.removeprefix("net."): x for key, x in saved.items()})
+    capsys.readouterr()
+    asked = ["--ckpt_path", str(folder / where), "--prompt", "ab", "--length=12"]
+    assert generate([*asked, "--temperature=0"]) == 0
+    expected = bytes(tokens_of(net.eval(), list(b"ab"), 12, temperature=0))
+    assert capsys.readouterr().out == f"ab{expected.decode(errors='replace')}\n"
+    drawn = [(generate([*asked, f"--seed={seed}"]), capsys.readouterr().out)[1] for seed in "112"]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.slow
+def test_what_generate_refuses_is_one_line(trained, tmp_path):
+    ckpt = f"--ckpt_path={trained / 'run'}"
+    for arguments, message in (
+        ([], "--ckpt_path: expected a checkpoint or the folder of a run"),
+        (["--ckpt_path=gone"], "gone: no such checkpoint"),
+        ([f"--ckpt_path={tmp_path}"], f"{tmp_path}: holds no logs"),
+        ([ckpt, "--top_k=0"], "top_k=0: expected 1 to 256"),
+        ([ckpt, "--prompt="], "prompt .*: expected one token or more"),
+        ([ckpt, "--model.net.embed_dim=8"], ".*best.ckpt: the checkpoint of another network"),
+    ):
+        with pytest.raises(DataError, match=f"^{message}"):
+            generate(arguments)
+
+
+@pytest.mark.slow
+def test_control_characters_do_not_reach_a_terminal(trained, monkeypatch):
+    class Terminal(io.StringIO):
+        encoding = "ascii"
+
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    generate([f"--ckpt_path={trained / 'run'}", "--prompt=a\x1b[2Jb\n\u00e9", "--length=0"])
+    assert sys.stdout.getvalue() == "a\\x1b[2Jb\n?\n"
+
+
+@pytest.mark.slow
+def test_predict_writes_the_bits_of_each_file(trained, tmp_path, capsys):
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    texts = {"b": bytes(range(100)), "deep/a": b"abc " * 9, "short": b"x"}
+    for name, content in texts.items():
+        (tmp_path / "in" / name).write_bytes(content)
+    out, ckpt = tmp_path / "out", trained / "run" / "checkpoints" / "last.ckpt"
+    arguments = ["predict", f"--config={trained}/c.yaml", f"--ckpt_path={ckpt}"]
+    arguments += [f"--trainer.default_root_dir={out}", f"--data.input={tmp_path}/in"]
+    assert run(TextTask, TextData, tmp_path, None, arguments) == 1
+    assert f"error: {tmp_path}/in/short: 1 byte" in capsys.readouterr().err
+    rows = list(csv.DictReader((out / "predictions.csv").open()))
+    assert [row["file"] for row in rows] == [f"{tmp_path}/in/b", f"{tmp_path}/in/deep/a"]
+    net = NDLightNet(1, vocab_size=256, causal=True, embed_dim=16, depth=1).eval()
+    saved = torch.load(ckpt, weights_only=True)["state_dict"]
+    net.load_state_dict({key.removeprefix("net."): x for key, x in saved.items()})
+    for row, content in zip(rows, [texts["b"], texts["deep/a"]], strict=True):
+        text = torch.tensor(list(content), dtype=torch.uint8)
+        with torch.no_grad():
+            bits = float(token_nll(net, text[None]).mean()) / math.log(2)
+        assert int(row["bytes"]) == len(content)
+        assert float(row["bits_per_byte"]) == pytest.approx(bits, rel=1e-5)
+
+
+def test_a_file_is_one_text_however_it_is_cut():
+    """Streams read on over the chunks; a network that cannot stream begins anew in each."""
+    net = NDLightNet(1, vocab_size=256, causal=True, embed_dim=16, depth=1).double().eval()
+    text = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 40, np.uint8))
+    with torch.no_grad():
+        whole = float(token_nll(net, text[None]).double().sum()) / math.log(2)
+    for chunk in (1, 7, 39, 100):
+        assert file_bits(net, text, chunk) == pytest.approx(whole, rel=1e-6)
+    softmax = NDLightNet(
+        1, vocab_size=256, causal=True, embed_dim=16, depth=1, mixer=SoftmaxAttention
+    ).eval()
+    with torch.no_grad():
+        parts = [token_nll(softmax, text[None, a : a + 14]).sum() for a in (0, 13, 26)]
+    assert file_bits(softmax, text, 13) == pytest.approx(float(sum(parts)) / math.log(2), rel=1e-5)
+
+
+def test_files_to_predict(tmp_path):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "x").write_text("x")
+    with pytest.raises(DataError, match=f"^{tmp_path}: holds no file$"):
+        find_texts(tmp_path)
+    with pytest.raises(DataError, match=r"^gone: no such file or folder$"):
+        find_texts("gone")
+    (tmp_path / "b").write_text("x")
+    assert find_texts(tmp_path) == find_texts(tmp_path / "b") == [tmp_path / "b"]

@@ -1,0 +1,140 @@
+"""Pictures in nnU-Net's layout: read, segmented in two axes, written in their own format."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.volume.datasets import find_inputs, read_dataset
+from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.volume import Volume
+from ndlightnet.training.segmentation.plan import plan
+
+SIZES = ((40, 30), (33, 47), (38, 41))  # width, height
+
+
+def draw(folder: Path, ending: str = ".png", colour: bool = True) -> Path:
+    """Bright discs (class 1) on noise; the last case is for `test`."""
+    rng = np.random.default_rng(0)
+    for number, (wide, high) in enumerate(SIZES):
+        kind = "Ts" if number == 2 else "Tr"
+        y, x = np.mgrid[:high, :wide]
+        label = ((x - wide * 0.3) ** 2 + (y - high * 0.6) ** 2 < 60).astype(np.uint8)
+        shape = (high, wide, 3) if colour else (high, wide)
+        image = rng.integers(0, 60, shape) + 150 * label.reshape(high, wide, *[1] * colour)
+        for what, cells, end in (
+            ("images", image.astype(np.uint8), f"_0000{ending}"),
+            ("labels", label, ending),
+        ):
+            path = folder / f"{what}{kind}" / f"c{number}{end}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(cells).save(path, dpi=(200, 100))
+    channels = "RGB" if colour else "L"
+    listing = {
+        "channel_names": {str(i): name for i, name in enumerate(channels)},
+        "labels": {"background": 0, "disc": 1}, "numTraining": 2, "file_ending": ending,
+    }  # fmt: skip
+    (folder / "dataset.json").write_text(json.dumps(listing))
+    return folder
+
+
+def options(root: Path, out: Path, channels: int = 3) -> list[str]:
+    net = "--model.net.init_args."
+    return [
+        f"--trainer.default_root_dir={out}", f"--data.init_args.root={root}",
+        "--data.init_args.patch=[24,24]", "--data.init_args.augment={flip_axes: [0, 1]}",
+        f"{net}dims=2", f"{net}in_channels={channels}", f"{net}out_channels=2",
+        "--model.window=[24,24]",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending, colour", [(".png", True), (".tif", False)])
+def test_fit_test_predict(segment, tmp_path, ending, colour):
+    root, out = draw(tmp_path / "set", ending, colour), tmp_path / "out"
+    given = options(root, out, 3 if colour else 1)
+    more = ["--trainer.max_epochs=3", "--data.init_args.batches=20", "--model.lr=1e-2"]
+    assert segment("fit", *given, *more).status == 0
+    ckpt = f"--ckpt_path={out}/checkpoints/last.ckpt"
+    assert segment("test", *given, ckpt).status == 0
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["cases"][0]["name"] == "c2" and metrics["mean_dice"] > 0.8
+    done = segment("predict", *given, ckpt, f"--data.init_args.input={root / 'imagesTs'}")
+    assert done.status == 0, done.err
+    with Image.open(out / "predictions" / "labels" / f"c2{ending}") as image:
+        found = np.array(image)
+        assert image.mode == "L" and image.size == SIZES[2]
+        assert image.info["dpi"] == pytest.approx((200, 100), rel=1e-3)
+    with Image.open(root / "labelsTs" / f"c2{ending}") as image:
+        true = np.array(image)
+    dice = 2 * (found & true).sum() / (found.sum() + true.sum())
+    assert dice == pytest.approx(metrics["mean_dice"], abs=1e-5)  # in place, not mirrored
+    assert (out / "predictions" / "c2.png").is_file()  # the picture of the case
+
+
+def test_cases_are_read_as_they_lie(tmp_path):
+    folder = read_dataset(draw(tmp_path))
+    assert (len(folder.training), len(folder.test), folder.channels) == (2, 1, ("R", "G", "B"))
+    volume = Volume.read(folder.training[0], 2, 3)
+    with Image.open(folder.training[0].images[0]) as image:
+        cells = np.array(image)
+    assert volume.image.shape == (3, 40, 30, 1)
+    np.testing.assert_array_equal(volume.image.numpy()[:, :, :, 0].T, cells)
+    labels = volume.label[0].numpy()
+    assert 0 < labels.sum() < 200
+    volume.save_labels(torch.from_numpy(300 * labels), tmp_path / "x.png")
+    with Image.open(tmp_path / "x.png") as image:
+        np.testing.assert_array_equal(np.array(image), 300 * labels[:, :, 0].T)
+    with pytest.raises(ValueError, match=r"written as \.png, got x\.nii\.gz"):
+        volume.save_labels(labels, tmp_path / "x.nii.gz")
+
+
+def saved(path: Path, image: Image.Image, **how: object) -> Volume:
+    image.save(path, **how)
+    return Volume.read(Case("x", (path,), None))
+
+
+def test_palettes_alpha_and_depth(tmp_path):
+    cells = np.arange(12, dtype=np.uint8).reshape(3, 4)
+    palette = Image.fromarray(cells)
+    palette.putpalette([255 - i // 3 for i in range(768)])
+    indices = saved(tmp_path / "p.png", palette)
+    np.testing.assert_array_equal(indices.image[0, :, :, 0].numpy().T, cells)
+    clear = saved(tmp_path / "a.png", Image.new("RGBA", (4, 3), (1, 2, 3, 4)))
+    assert clear.image[:, 0, 0, 0].tolist() == [1, 2, 3] and "alpha" in clear.notes[0]
+    deep = saved(tmp_path / "d.png", Image.fromarray(cells.astype(np.uint16) * 5000))
+    np.testing.assert_array_equal(deep.image[0, :, :, 0].numpy().T, cells * 5000.0)
+    flat = saved(tmp_path / "f.tif", Image.fromarray(cells.astype(np.float32) / 8))
+    np.testing.assert_array_equal(flat.image[0, :, :, 0].numpy().T, cells / 8)
+
+
+def test_what_cannot_be_used_is_one_line(tmp_path, segment):
+    (tmp_path / "x.png").write_text("no picture")
+    with pytest.raises(DataError, match=f"^{tmp_path}/x.png: cannot be read"):
+        Volume.read(Case("x", (tmp_path / "x.png",), None))
+    pages = [Image.new("L", (4, 4)), Image.new("L", (4, 4))]
+    pages[0].save(tmp_path / "x.tif", save_all=True, append_images=pages[1:])
+    with pytest.raises(DataError, match=f"^{tmp_path}/x.tif: has 2 pages"):
+        Volume.read(Case("x", (tmp_path / "x.tif",), None))
+    with pytest.raises(DataError, match=f"^{tmp_path}/x.png: is not a NIfTI.*data.patch of 2"):
+        find_inputs(tmp_path / "x.png")
+    assert [c.name for c in find_inputs(tmp_path / "x.png", pictures=True)] == ["x"]
+
+
+def test_plan_says_that_it_is_for_volumes(tmp_path):
+    with pytest.raises(DataError, match="holds pictures, expected volumes"):
+        plan(str(draw(tmp_path / "set")), str(tmp_path / "out"))
+
+
+@pytest.mark.slow
+def test_grey_is_not_colour_and_volumes_are_no_pictures(tmp_path, segment, decathlon):
+    root = draw(tmp_path / "set")
+    Image.new("L", SIZES[0]).save(root / "imagesTr" / "c0_0000.png")
+    done = segment("fit", *options(root, tmp_path / "out"))
+    assert done.errors == [f"error: {root}/imagesTr/c0_0000.png: has 1 channels, expected 3"]
+    done = segment("fit", *options(decathlon, tmp_path / "out", 1))
+    assert "slices, expected a picture for data.patch of 2 sizes" in done.errors[0]
