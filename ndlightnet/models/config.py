@@ -61,7 +61,7 @@ class Configured(Initialized):
             return  # the constructor is not done, and its arguments say it
         config, beyond = vars(self)["_config"], vars(self)["_beyond"]
         for name, value in changes.items():
-            if name in config:
+            if name in config or name not in self.usual:  # a subclass takes some by **options
                 config[name] = _form(name, value)
             elif value != self.usual[name]:
                 beyond[name] = value
