@@ -22,9 +22,10 @@ from ndlightnet.integrations.transformers import HARMLESS, NAME, ONE_MEMORY
 
 # names of the projections to q, k, v and o, in the order of transformers' models
 PROJECTIONS = {
-    "q": ("q_proj", "query", "q"), "k": ("k_proj", "key", "k"), "v": ("v_proj", "value", "v"),
-    "o": ("o_proj", "out_proj", "o"),
+    "q": ("q_proj", "query", "q_lin", "q"), "k": ("k_proj", "key", "k_lin", "k"),
+    "v": ("v_proj", "value", "v_lin", "v"), "o": ("o_proj", "out_proj", "out_lin", "o"),
 }  # fmt: skip
+JOINT = ("qkv", "qkv_proj", "Wqkv", "c_attn", "query_key_value")  # to q, k and v at once
 SIMPLE = (nn.Linear, nn.Dropout, nn.Identity)
 PLAIN = {"self", "hidden_states", "attention_mask", "output_attentions", "kwargs"}
 CACHE = {"past_key_values", "past_key_value"}
@@ -79,7 +80,8 @@ def _padding(mask: Tensor | None, batch: int, length: int) -> Tensor | None:
 def known(module: nn.Module) -> bool:
     kind = type(module)
     ours = kind.__module__.startswith("transformers.models.") and "Attention" in kind.__name__
-    return ours and hasattr(module, "config") and _projection(module, "q") is not None
+    queries = _projection(module, "q") is not None or any(hasattr(module, x) for x in JOINT)
+    return ours and hasattr(module, "config") and queries
 
 
 def replacement(
@@ -166,6 +168,8 @@ def _reason(module: Any, causal: bool) -> str:
     if parts := [*parts, *(x for x, _ in module.named_parameters(recurse=False))]:
         return f"it has {', '.join(parts)}"
     query = _projection(module, "q")
+    if query is None:
+        return f"it has {next(x for x in JOINT if hasattr(module, x))}"
     if _projection(module, "o") is None and query.out_features != query.in_features:
         return f"it maps {query.in_features} channels to {query.out_features}"
     return ""

@@ -115,6 +115,21 @@ def test_layers_with_a_cache_get_the_implementation() -> None:
     assert len(replace_attention(bart()).replaced) == 6
 
 
+def test_more_architectures_run() -> None:
+    sizes = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    gpt2 = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, n_positions=64, **sizes)
+    distil = transformers.DistilBertConfig(dim=32, n_heads=4, n_layers=2, hidden_dim=40, **sizes)
+    for made, what in (
+        (transformers.GPT2Model(gpt2), "attention implementation"),
+        (transformers.DistilBertModel(distil), "LightNetAttention on the sequence"),
+    ):
+        report = replace_attention(made)
+        assert len(report.replaced) == 2 and not report.left
+        assert what in str(report)
+        given = {"input_ids": words(), "attention_mask": padding(False)}
+        assert torch.isfinite(made(**given)[0]).all()
+
+
 @pytest.mark.parametrize(("make", "mixer", "reason"), [
     (llama, mixers.GLA, "it takes past_key_values, position_embeddings, and a mixer has no such"),
     (bart, mixers.GLA, "it takes key_value_states, and a mixer has no such thing"),
