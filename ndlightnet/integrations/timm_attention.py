@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from timm.layers.attention import Attention as TimmAttention
+from timm.models.vision_transformer import Attention as TimmAttention  # type: ignore[attr-defined]
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 

@@ -8,7 +8,8 @@ from functools import partial
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid
-from ndlightnet.nn.block import init_weights
+from ndlightnet.nn.block import init_network
+from ndlightnet.nn.initial import Initialized
 from ndlightnet.nn.mixers.base import Mixer, Named, build_mixer
 from ndlightnet.nn.mixers.lightnet import LightNetAttention
 
@@ -29,10 +30,11 @@ def make_mixer(
     made = build_mixer(mixer, dim, dims=dims, layer=layer, causal=causal)
     if not isinstance(made, Mixer):
         raise ValueError(f"mixer: makes a {type(made).__name__}, expected a Mixer")
-    return made.apply(init_weights)
+    init_network(made)
+    return made
 
 
-class TokenMixer(nn.Module):
+class TokenMixer(Initialized):
     """A mixer on the tokens (batch, length, dim) of a network that knows no layouts.
 
     Where the grid of the tokens is known, the mixer runs on it, behind `prefix` tokens such as a
@@ -76,6 +78,10 @@ class TokenMixer(nn.Module):
         self.grid, self.prefix = grid, prefix if grid is not None else 0
         self.mixer = made
         self.ordered = dims is not None
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        init_network(self.mixer)
 
     def layout(self, length: int) -> Grid:
         """Return the grid of `length` tokens, without the prefix."""

@@ -228,3 +228,15 @@ def test_tokens_in_an_order_have_neighbours():
     layer = TokenMixer(16, 4, causal=True)
     y = layer(x, causal=True)
     assert torch.allclose(y[:, :4], layer(x[:, :4], causal=True), atol=1e-6)
+
+
+@pytest.mark.parametrize("mixer", [None, "GLA", "LightNetAttention"])
+def test_initial_values_can_be_drawn_again(mixer):
+    torch.manual_seed(3)
+    layer = TokenMixer(16, 4, mixer, grid=(2, 3))
+    values = {name: value.clone() for name, value in layer.state_dict().items()}
+    layer.to_empty(device="cpu")
+    torch.manual_seed(3)
+    layer.reset_parameters()
+    for name, value in layer.state_dict().items():
+        assert value.equal(values[name]), name
