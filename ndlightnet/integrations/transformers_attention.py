@@ -22,14 +22,18 @@ from ndlightnet.integrations.transformers import HARMLESS, NAME, ONE_MEMORY
 
 # names of the projections to q, k, v and o, in the order of transformers' models
 PROJECTIONS = {
-    "q": ("q_proj", "query", "q"), "k": ("k_proj", "key", "k"), "v": ("v_proj", "value", "v"),
-    "o": ("o_proj", "out_proj", "o"),
+    "q": ("q_proj", "query", "q_lin", "q"), "k": ("k_proj", "key", "k_lin", "k"),
+    "v": ("v_proj", "value", "v_lin", "v"), "o": ("o_proj", "out_proj", "out_lin", "o"),
 }  # fmt: skip
+JOINT = ("qkv", "qkv_proj", "Wqkv", "c_attn", "query_key_value")  # to q, k and v at once
 SIMPLE = (nn.Linear, nn.Dropout, nn.Identity)
 PLAIN = {"self", "hidden_states", "attention_mask", "output_attentions", "kwargs"}
 CACHE = {"past_key_values", "past_key_value"}
 # encoders of grids: number of tokens in front of the grid
-PREFIX = {"ViTAttention": 1, "VideoMAESelfAttention": 0}
+PREFIX = {
+    "ViTAttention": 1, "DeiTAttention": 2, "BeitAttention": 1, "CLIPAttention": 1,
+    "SiglipAttention": 0, "VideoMAESelfAttention": 0,
+}  # fmt: skip
 
 
 class HiddenStatesMixer(nn.Module):
@@ -76,13 +80,16 @@ def _padding(mask: Tensor | None, batch: int, length: int) -> Tensor | None:
 def known(module: nn.Module) -> bool:
     kind = type(module)
     ours = kind.__module__.startswith("transformers.models.") and "Attention" in kind.__name__
-    return ours and hasattr(module, "config") and _projection(module, "q") is not None
+    queries = _projection(module, "q") is not None or any(hasattr(module, x) for x in JOINT)
+    return ours and hasattr(module, "config") and queries
 
 
 def replacement(
     name: str, module: nn.Module, model: nn.Module, options: Options
 ) -> Replacement | Refusal:
-    reason = _reason(module)
+    if beyond := _beyond(module):
+        return Refusal(f"it has {beyond}, which LightNet attention cannot have")
+    reason = _reason(module, _is_causal(name, module, model))
     if reason and options.mixer is not None:
         return Refusal(f"{reason}, and a mixer has no such thing")
     if reason:
@@ -94,12 +101,16 @@ def replacement(
         prefix, grid = PREFIX.get(type(module).__name__, 0), _grid(module)
     tokens = TokenMixer(
         old["q"].in_features, _heads(module), options.mixer, grid=grid, prefix=prefix,
-        sequence=hasattr(config, "vocab_size"), layer=options.layer,
+        sequence=_reads_text(config), layer=options.layer,
         bias=old["q"].bias is not None,
     )  # fmt: skip
     begun = options.begin(tokens.mixer, **old)
     without = ("dropout of attention weights",) if _dropout(config) else ()
     return Replacement(HiddenStatesMixer(tokens), tokens.what() + begun, without)
+
+
+def _reads_text(config: Any) -> bool:
+    return hasattr(config, "vocab_size") and not hasattr(config, "image_size")
 
 
 def _projection(module: nn.Module, part: str) -> Any:
@@ -121,9 +132,9 @@ def _dropout(config: Any) -> float:
 
 
 def _grid(module: Any) -> tuple[int, ...] | None:
-    """Return the grid of patches that the configuration of ViT and VideoMAE describes."""
-    if type(module).__name__ not in PREFIX:
-        return None
+    """Return the grid of patches that the configuration of ViT, VideoMAE and others describes."""
+    if type(module).__name__ not in PREFIX or not hasattr(module.config, "image_size"):
+        return None  # CLIP and SigLIP read texts by the same class
     image, patch = module.config.image_size, module.config.patch_size
     sizes = (x if isinstance(x, list | tuple) else (x, x) for x in (image, patch))
     grid = tuple(a // b for a, b in zip(*sizes, strict=True))
@@ -137,33 +148,49 @@ def _masks(name: str, model: nn.Module) -> bool:
     return any("PreTraining" in type(part).__name__ for part in around(name, model))
 
 
-def _reason(module: Any) -> str:
+def _is_causal(name: str, module: Any, model: nn.Module) -> bool:
+    decodes = getattr(module.config, "is_decoder", None)
+    if decodes is not None or getattr(module, "is_causal", False):
+        return bool(decodes or getattr(module, "is_causal", False))
+    # CLIP's layers of texts say that they are not, and get the mask from their model
+    owner = next((x for x in around(name, model) if isinstance(x, PreTrainedModel)), None)
+    return owner is not None and "create_causal_mask" in inspect.getsource(type(owner))
+
+
+def _reason(module: Any, causal: bool) -> str:
     """Return why no mixer can stand in for a layer: what it takes or has that a mixer has not."""
     takes = set(inspect.signature(type(module).forward).parameters)
-    decodes = getattr(module, "is_causal", False) or getattr(module.config, "is_decoder", False)
-    if more := sorted(takes - PLAIN - (set() if decodes else CACHE)):
+    if more := sorted(takes - PLAIN - (set() if causal else CACHE)):
         return f"it takes {', '.join(more)}"
-    if decodes:
+    if causal:
         return "it is causal"
     parts = [x for x, part in module.named_children() if not isinstance(part, SIMPLE)]
     if parts := [*parts, *(x for x, _ in module.named_parameters(recurse=False))]:
         return f"it has {', '.join(parts)}"
     query = _projection(module, "q")
+    if query is None:
+        return f"it has {next(x for x in JOINT if hasattr(module, x))}"
     if _projection(module, "o") is None and query.out_features != query.in_features:
         return f"it maps {query.in_features} channels to {query.out_features}"
     return ""
 
 
+def _beyond(module: Any) -> str:
+    """Return what a layer does to its scores, which LightNet attention does not have."""
+    own = (*module.named_children(), *module.named_parameters(recurse=False))
+    names = {*inspect.signature(type(module).forward).parameters, *(name for name, _ in own)}
+    flags = ("use_relative_position_bias", "use_shared_relative_position_bias")
+    if any("relative" in name or "position_bias" in name for name in names) or any(
+        getattr(module.config, flag, False) for flag in flags
+    ):
+        return "a bias on its scores"
+    if getattr(module.config, "attn_logit_softcapping", None):
+        return "a soft cap on its scores"
+    return "sinks" if hasattr(module, "sinks") else ""
+
+
 def _implementation(name: str, module: Any, model: nn.Module, reason: str) -> Replacement | Refusal:
     """Set LightNet as the attention implementation of the model that a layer is part of."""
-    takes = inspect.signature(type(module).forward).parameters
-    for what, has in (
-        ("a bias on its scores", any("bias" in x or "relative" in x for x in takes)),
-        ("a soft cap on its scores", getattr(module.config, "attn_logit_softcapping", None)),
-        ("sinks", hasattr(module, "sinks")),
-    ):
-        if has:
-            return Refusal(f"it has {what}, which LightNet attention cannot have")
     owners = [
         part for part in around(name, model)
         if isinstance(part, PreTrainedModel) and part.config is module.config

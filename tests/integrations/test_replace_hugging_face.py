@@ -1,5 +1,6 @@
 """replace_attention in networks of transformers and diffusers."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from ndlightnet.integrations.diffusers import LightNetAttnProcessor  # noqa: E40
 
 from .test_diffusers import flux, unet, unet_plain, wide  # noqa: E402
 from .test_transformers import (  # noqa: E402
+    SIZES,
     bart,
     bert,
     clip,
@@ -31,8 +33,22 @@ PIXELS = torch.randn(2, 3, 12, 12)
 FILMS = torch.randn(2, 4, 3, 8, 8)
 
 
+def other(kind: str, **more: Any) -> Any:
+    config = getattr(transformers, f"{kind}Config")(**SIZES, image_size=12, patch_size=4, **more)
+    return getattr(transformers, f"{kind}Model")(config)
+
+
+def swin() -> Any:
+    sizes = {"image_size": 12, "patch_size": 2, "embed_dim": 16, "depths": [2], "num_heads": [2]}
+    return transformers.SwinModel(transformers.SwinConfig(**sizes, window_size=3))
+
+
 @pytest.mark.parametrize("mixer", [None, mixers.GLA, mixers.SoftmaxAttention])
 @pytest.mark.parametrize(("make", "inputs", "grid"), [
+    (partial(other, "DeiT"), {"pixel_values": PIXELS}, "a grid (3, 3) behind 2 tokens"),
+    (partial(other, "Beit"), {"pixel_values": PIXELS}, "a grid (3, 3) behind 1 token"),
+    (partial(other, "CLIPVision"), {"pixel_values": PIXELS}, "a grid (3, 3) behind 1 token"),
+    (partial(other, "Dinov2"), {"pixel_values": PIXELS}, "a set of tokens"),
     (vit, {"pixel_values": PIXELS}, "a grid (3, 3) behind 1 token"),
     (videomae, {"pixel_values": FILMS}, "a grid (2, 2, 2)"),
     (bert, {"input_ids": words()}, "the sequence of tokens"),
@@ -99,9 +115,26 @@ def test_layers_with_a_cache_get_the_implementation() -> None:
     assert len(replace_attention(bart()).replaced) == 6
 
 
+def test_more_architectures_run() -> None:
+    sizes = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    gpt2 = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, n_positions=64, **sizes)
+    distil = transformers.DistilBertConfig(dim=32, n_heads=4, n_layers=2, hidden_dim=40, **sizes)
+    for made, what in (
+        (transformers.GPT2Model(gpt2), "attention implementation"),
+        (transformers.DistilBertModel(distil), "LightNetAttention on the sequence"),
+    ):
+        report = replace_attention(made)
+        assert len(report.replaced) == 2 and not report.left
+        assert what in str(report)
+        given = {"input_ids": words(), "attention_mask": padding(False)}
+        assert torch.isfinite(made(**given)[0]).all()
+
+
 @pytest.mark.parametrize(("make", "mixer", "reason"), [
     (llama, mixers.GLA, "it takes past_key_values, position_embeddings, and a mixer has no such"),
     (bart, mixers.GLA, "it takes key_value_states, and a mixer has no such thing"),
+    (swin, None, "it has a bias on its scores, which LightNet attention cannot have"),
+    (partial(other, "Beit", use_relative_position_bias=True), mixers.GLA, "a bias on its scores"),
     (t5, None, "it has a bias on its scores, which LightNet attention cannot have"),
     (gpt_oss, None, "it has sinks, which LightNet attention cannot have"),
     (flux, mixers.GLA, "a processor of its own computes queries and keys"),
@@ -112,11 +145,15 @@ def test_what_cannot_be_replaced_is_named(make: Any, mixer: Any, reason: str) ->
         replace_attention(make(), mixer)
 
 
-def test_causal_encoders_are_refused_when_called() -> None:
-    model = clip()
-    replace_attention(model)
-    with pytest.raises(ValueError, match="a mixer takes hidden states and padding"):
-        model(input_ids=words())
+def test_causal_encoders_get_the_implementation() -> None:
+    model, same = clip().eval(), clip().eval()
+    same.load_state_dict(model.state_dict())
+    assert "as it is causal" in str(replace_attention(model))
+    same.set_attn_implementation("lightnet")
+    given = {"input_ids": words(), "attention_mask": padding(False)}
+    assert torch.equal(model(**given)[0], same(**given)[0])
+    with pytest.raises(ValueError, match="it is causal, and a mixer has no such thing"):
+        replace_attention(clip(), "GLA")
 
 
 def test_unet_gets_processors_or_mixers() -> None:
