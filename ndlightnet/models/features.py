@@ -127,9 +127,10 @@ class Backbone(Pretrained):
         if prune_norm:
             self.norm = nn.Identity()
             self.record(norm=False)
-        mixer = self.config["mixer"]
-        kept = len(self.blocks)
-        self.record(depth=kept, mixer=mixer[:kept] if isinstance(mixer, list) else mixer)
+        mixer = self.config.get("mixer")
+        self.record(depth=len(self.blocks))
+        if isinstance(mixer, list):
+            self.record(mixer=mixer[: len(self.blocks)])
         if prune_head:
             self.reset_classifier(0)
         return taken
