@@ -71,6 +71,7 @@ def test_a_reset_module_is_a_new_one(name, how):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @modules
 def test_on_a_gpu_too(name):
     with torch.device("cuda"):
