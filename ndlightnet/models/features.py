@@ -127,10 +127,10 @@ class Backbone(Pretrained):
         if prune_norm:
             self.norm = nn.Identity()
             self.record(norm=False)
-        kept, mixer = len(self.blocks), self.config.get("mixer")
-        self.record(depth=kept)
+        mixer = self.config.get("mixer")
+        self.record(depth=len(self.blocks))
         if isinstance(mixer, list):
-            self.record(mixer=mixer[:kept])
+            self.record(mixer=mixer[: len(self.blocks)])
         if prune_head:
             self.reset_classifier(0)
         return taken

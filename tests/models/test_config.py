@@ -115,9 +115,16 @@ def test_subclasses_know_their_own():
     class Plain(NDLightNet):
         pass
 
+    class PassesOn(NDLightNet):
+        def __init__(self, *args, scale: float = 1.0, **options) -> None:
+            super().__init__(*args, **options)
+
     wide = Wide(2, 4, depth=1, mixer="TNL", num_classes=3)
     assert list(wide.config) == ["dims", "width", "depth", "mixer", "num_classes"]
     same(wide, Wide(**through_json(wide.config)), torch.randn(1, 3, 16, 16))
+    passed = PassesOn(2, 1, scale=2.0, **SMALL)
+    assert passed.config == {"dims": 2, "in_chans": 1, "scale": 2.0, **SMALL}
+    same(passed, PassesOn(**through_json(passed.config)), torch.randn(1, 1, 16, 16))
     assert Plain(2, **SMALL).config == NDLightNet(2, **SMALL).config
 
 
@@ -131,6 +138,9 @@ def test_changes_are_noted():
     net.prune_intermediate_layers([0])
     assert net.config["depth"] == 1 and net.config["num_classes"] == 0
     same(net, NDLightNet(**net.config), torch.randn(1, 3, 8, 8))
+    other = NDLightNet(2, mixer=[mixers.TNL, lambda dim: mixers.TNL(dim)], **SMALL)
+    other.prune_intermediate_layers([0, 1])
+    assert "custom" in other.config["mixer"][1]
     net.prune_intermediate_layers([0], prune_norm=True)
     with pytest.raises(ValueError, match=r"NDLightNet was changed to \{'norm': False\}, which no"):
         net.description()
