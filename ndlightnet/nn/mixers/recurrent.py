@@ -121,7 +121,8 @@ class Recurrent(StreamingMixer):
         # all orders are samples of one batch, which takes as many steps as one order
         lines = torch.cat([order.apply(z) for order in orders])
         parts = self.inputs(nn.functional.pad(lines, (0, 0, self.lookback, 0)), ordered)
-        y, memory = self.recur(parts, self.initial_memory(lines.shape[0], x.device), inclusive=batch)
+        start = self.initial_memory(lines.shape[0], x.device)
+        y, memory = self.recur(parts, start, inclusive=batch)
         y, memory = (part.unflatten(0, (len(orders), batch)) for part in (y, memory))
         others = zip(y[1:], orders[1:], strict=True)
         reads = [y[0], *(orders[0].apply(order.undo(one)) for one, order in others)]
