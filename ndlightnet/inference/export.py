@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +143,8 @@ def write_onnx(net: nn.Module, path: Path) -> None:
 
 
 def load_onnx(path: Path) -> Run:
-    from onnxruntime import InferenceSession
-
-    session = InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    runtime: Any = import_module("onnxruntime")
+    session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     (name,) = (one.name for one in session.get_inputs())
     return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
 

@@ -140,7 +140,10 @@ class StreamingMixer(Mixer):
 
     @property
     def state_size(self) -> int:
-        leaves = tree_leaves(self.init_state(1))
+        try:
+            leaves = tree_leaves(self.init_state(1))
+        except ValueError as error:  # a window for each of several axes; hasattr, which torch.jit
+            raise AttributeError(f"state_size: of one axis only, {error}") from error  # asks, fails
         return sum(x.numel() * (2 if x.is_complex() else 1) for x in leaves)
 
 

@@ -121,9 +121,8 @@ class Recurrent(StreamingMixer):
         # all orders are samples of one batch, which takes as many steps as one order
         lines = torch.cat([order.apply(z) for order in orders])
         parts = self.inputs(nn.functional.pad(lines, (0, 0, self.lookback, 0)), ordered)
-        y, memory = self.recur(
-            parts, self.initial_memory(lines.shape[0], x.device), inclusive=batch
-        )
+        start = self.initial_memory(lines.shape[0], x.device)
+        y, memory = self.recur(parts, start, inclusive=batch)
         y, memory = (part.unflatten(0, (len(orders), batch)) for part in (y, memory))
         others = zip(y[1:], orders[1:], strict=True)
         reads = [y[0], *(orders[0].apply(order.undo(one)) for one, order in others)]
@@ -173,11 +172,10 @@ def short_conv(z: Tensor, weight: Tensor) -> Tensor:
     return local_mixing(z, weight.mT, offsets, layout=Grid((z.shape[1],)))[:, taps - 1 :]
 
 
-@torch.no_grad()
-def init_dt_bias(bias: Tensor, dt_min: float, dt_max: float) -> None:
-    """Initialise a bias (channels,) whose softplus is a step between dt_min and dt_max, drawn
-    uniformly in its logarithm."""
+def init_dt_bias(channels: int, dt_min: float, dt_max: float) -> nn.Parameter:
+    """Return a bias (channels,) whose softplus is a step between dt_min and dt_max, drawn uniformly
+    in its logarithm."""
     if not 0 < dt_min <= dt_max:
         raise ValueError(f"dt_min={dt_min}, dt_max={dt_max}: expected 0 < dt_min <= dt_max")
-    step = bias.uniform_(math.log(dt_min), math.log(dt_max)).exp()
-    bias.copy_(step + torch.log(-torch.expm1(-step)))
+    step = torch.empty(channels).uniform_(math.log(dt_min), math.log(dt_max)).exp()
+    return nn.Parameter(step + torch.log(-torch.expm1(-step)))

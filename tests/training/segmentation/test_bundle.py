@@ -9,6 +9,7 @@ import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+import monai.bundle
 import nibabel
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import torch
 from monai.bundle import ConfigParser, verify_net_in_out
 from monai.bundle.properties import InferProperties, MetaProperties
 from monai.bundle.utils import DEFAULT_METADATA
+from monai.data import load_net_with_metadata
 
 from ndlightnet.data.volume.grid import Case
 from ndlightnet.data.volume.phantoms import LABELS
@@ -211,6 +213,37 @@ def test_monai_runs_it_from_anywhere(channels, tmp_path):
     assert done.returncode == 0, done.stderr
     seen = compare(predictions / "c2.nii.gz", root / "eval" / "c2_0000_seg.nii.gz")
     assert seen == (0, 13 * 11 * 9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ckpt", pytest.param("onnx", marks=pytest.mark.exhaustive)])
+def test_monai_exports_it(kind, channels, tmp_path):
+    """`ckpt_export` and `onnx_export`; TorchScript from a trace, as MONAI scripts no class of ours.
+    Both files take inputs of the given shape."""
+    root, path = exported(channels, tmp_path), tmp_path / f"model.{kind}"
+    shape, net = [1, 2, 13, 11, 9], parser_of(root).get_parsed_content("network_def").eval()
+    net.load_state_dict(torch.load(root / "models" / "model.pt", weights_only=True))
+    given = {
+        "net_id": "network_def", "filepath": str(path), "use_trace": True, "input_shape": shape,
+        "ckpt_file": str(root / "models" / "model.pt"), "bundle_root": str(root),
+        "config_file": str(root / "configs" / "inference.json"),
+    }  # fmt: skip
+    x = torch.rand(shape)
+    if kind == "ckpt":
+        monai.bundle.ckpt_export(**given)
+        found, meta, _ = load_net_with_metadata(str(path))
+        y = found(x)
+        assert meta["network_data_format"]["outputs"]["pred"]["num_channels"] == 2
+    else:
+        pytest.importorskip("onnxscript")
+        runtime = pytest.importorskip("onnxruntime")
+        monai.bundle.onnx_export(**given)
+        session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        y = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+    with torch.no_grad():
+        expected = net(x)
+    # roundings of 6e-8 that a few hundred operations grow
+    assert (y - expected).abs().max() < 2e-5 * (1 + expected.abs().max())
 
 
 @pytest.mark.parametrize("config", ["resampled", "channels"])
