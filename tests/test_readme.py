@@ -59,11 +59,39 @@ def test_the_lines_that_make_spoken_digits(tmp_path, monkeypatch):
         with wave.open(f"recordings/{name}.wav", "wb") as file:
             file.setparams((1, 2, 8000, 0, "NONE", ""))
             file.writeframes(torch.tensor(samples, dtype=torch.int16).numpy().tobytes())
-    (block,) = blocks(ROOT / "tasks" / "README.md", "python")
+    found = blocks(ROOT / "tasks" / "README.md", "python")
+    (block,) = (one for one in found if "import wave" in one)
     exec(block, {})
     read = read_recordings(tmp_path / "spoken_digits")
     assert [x.tolist() for x in read.signals] == [signals[name] for name in sorted(signals)]
     assert (read.digits, read.takes, read.rate) == ((3, 3, 7), (11, 2, 0), 8000)
+
+
+@pytest.mark.slow
+def test_the_lines_that_swap_the_attention_of_a_vit():
+    pytest.importorskip("timm")
+    pytest.importorskip("ndlightnet.integrations")
+    from ndlightnet.nn.mixers.base import Mixer
+
+    found = blocks(ROOT / "tasks" / "README.md", "python")
+    (block,) = (one for one in found if "import timm" in one)
+    names = {}
+    exec(block, names)
+    vit = names["vit"]
+    assert sum(isinstance(module, Mixer) for module in vit.modules()) == len(vit.blocks)
+
+
+def test_the_pictures_config_is_one(tmp_path):
+    """The YAML of `Pictures to segment` builds its network and data."""
+    from ndlightnet.training import SegmentationTask, VolumeData
+    from ndlightnet.training.core.cli import task_cli
+
+    found = blocks(ROOT / "tasks" / "README.md", "yaml")
+    (block,) = (one for one in found if "runs/pictures" in one)
+    (tmp_path / "c.yaml").write_text(block)
+    given = ["--config", str(tmp_path / "c.yaml"), f"--trainer.default_root_dir={tmp_path}"]
+    cli = task_cli(SegmentationTask, VolumeData, [*given, "--trainer.accelerator=cpu"], run=False)
+    assert cli.model.net.dims == len(cli.datamodule.patch) == 2 and cli.datamodule.plane
 
 
 def test_the_first_page_is_short_and_has_a_door_for_each_kind_of_data():

@@ -1,0 +1,48 @@
+"""The script for 3D Slicer, with a stand-in for Slicer's module."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+SCRIPT = Path(__file__).parents[3] / "tasks" / "open_in_slicer.py"
+
+
+class Segment:
+    def __init__(self, label):
+        self.label, self.name = label, f"Segment_{label}"
+
+    def GetLabelValue(self):
+        return self.label
+
+    def SetName(self, name):
+        self.name = name
+
+
+def test_segments_get_the_names_of_their_labels(tmp_path, monkeypatch):
+    """Also where a class is absent from the labels."""
+    (tmp_path / "cases.csv").write_text(
+        "case,class,dice\na,liver,\na,spleen,\na,kidney,\nb,liver,\nb,spleen,\nb,kidney,\n"
+    )
+    segments, opened = [Segment(1), Segment(3), Segment(4)], []
+    inside = SimpleNamespace(
+        GetNumberOfSegments=lambda: len(segments), GetNthSegment=segments.__getitem__
+    )
+    node = SimpleNamespace(
+        GetSegmentation=lambda: inside,
+        CreateClosedSurfaceRepresentation=lambda: opened.append("surfaces"),
+    )
+    util = SimpleNamespace(
+        loadVolume=opened.append, loadSegmentation=lambda path: (opened.append(path), node)[1],
+        resetSliceViews=lambda: opened.append("views"),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "slicer", SimpleNamespace(util=util))
+    spec = importlib.util.spec_from_file_location("open_in_slicer", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    labels = str(tmp_path / "a.nii.gz")
+    assert script.show("scan.nii.gz", labels) is node
+    assert [segment.name for segment in segments] == ["liver", "kidney", "Segment_4"]
+    assert opened == ["scan.nii.gz", labels, "surfaces", "views"]
+    (tmp_path / "cases.csv").unlink()
+    assert script.class_names(Path(labels)) == []
