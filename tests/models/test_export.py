@@ -131,6 +131,10 @@ def test_aot_inductor_is_the_network_at_any_size(name, tmp_path):
     agree(name, model, torch._inductor.aoti_load_package(path))
 
 
+# tiles and chunks that depend on the length; functions that need more arguments
+BY_LENGTH = {"S4", "LAVO", "WindowAttention", "text_mixer", "WithLocal"}
+
+
 class _Layer(torch.nn.Module):
     """A mixer in one of its forms."""
 
@@ -146,8 +150,7 @@ class _Layer(torch.nn.Module):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("causal", [False, True], ids=["global", "causal"])
-@pytest.mark.parametrize("name", sorted({*mixers.__all__} - {"S4", "LAVO", "WindowAttention",
-                                                             "text_mixer", "WithLocal"}))  # fmt: skip
+@pytest.mark.parametrize("name", sorted({*mixers.__all__} - BY_LENGTH))
 def test_mixers_at_any_length(name, causal):
     """All but S4, LAVO and window attention, whose chunks and tiles depend on the length."""
     layer = _Layer(name, causal).eval()
