@@ -54,9 +54,11 @@ def _windowed(at: int) -> Callable[..., int]:
     """at: index of the window's width in the arguments."""
 
     def flops(*arguments: Any, out_shape: Any = None) -> int:
-        q, v, width = arguments[0], arguments[2], arguments[at]
+        q: Shape = arguments[0]
+        v: Shape = arguments[2]
+        width: int = arguments[at]
         halves = 1 if arguments[-2] == "none" else 2
-        scores: int = math.prod(q[:-1]) * min(width, q[1])
+        scores = math.prod(q[:-1]) * min(width, q[1])
         return 2 * scores * (halves * q[-1] + v[-1])
 
     return flops

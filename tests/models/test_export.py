@@ -9,6 +9,7 @@ import torch
 from torch.export import Dim, export
 
 from ndlightnet import NDLightNet, NDLightUNet, mixers
+from ndlightnet.nn.mixers.base import build_mixer
 
 net = partial(NDLightNet, num_classes=5, embed_dim=16, depth=1, tpe_states=8)
 cells = partial(net, in_chans=2)
@@ -128,3 +129,34 @@ def test_aot_inductor_is_the_network_at_any_size(name, tmp_path):
     path = str(tmp_path / "net.pt2")
     torch._inductor.aoti_compile_and_package(program, package_path=path)
     agree(name, model, torch._inductor.aoti_load_package(path))
+
+
+# tiles and chunks that depend on the length; functions that need more arguments
+BY_LENGTH = {"S4", "LAVO", "WindowAttention", "text_mixer", "WithLocal"}
+
+
+class _Layer(torch.nn.Module):
+    """A mixer in one of its forms."""
+
+    def __init__(self, name: str, causal: bool) -> None:
+        super().__init__()
+        dims = 1 if causal else 2
+        self.mixer = build_mixer(getattr(mixers, name), 32, dims=dims, layer=0, causal=causal)
+        self.causal = causal
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mixer(x, causal=self.causal)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("causal", [False, True], ids=["global", "causal"])
+@pytest.mark.parametrize("name", sorted({*mixers.__all__} - BY_LENGTH))
+def test_mixers_at_any_length(name, causal):
+    """All but S4, LAVO and window attention, whose chunks and tiles depend on the length."""
+    layer = _Layer(name, causal).eval()
+    traced, *others = [(9,), (5,), (70,), (200,)] if causal else [(9, 11), (5, 8), (70, 64)]
+    sizes = ({axis: Dim.DYNAMIC for axis in range(1 + len(traced))},)
+    run = export(layer, (torch.randn(2, *traced, 32),), dynamic_shapes=sizes).module()
+    for batch, shape in zip((2, 1, 3), others, strict=False):
+        x = torch.randn(batch, *shape, 32)
+        assert (run(x) - layer(x)).abs().max() < BEYOND
