@@ -78,11 +78,12 @@ class Pretrained(Configured):
         example. A README.md that is there stays, unless one of these is given.
         Needs safetensors.
         """
-        save_model = _needed("safetensors.torch").save_model
+        save = _needed("safetensors.torch").save_file
         text = json.dumps(self.description(), indent=2) + "\n"
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / WEIGHTS, lambda draft: save_model(self, str(draft), {"format": "pt"}))
+        weights = self._untied()
+        _write(folder / WEIGHTS, lambda draft: save(weights, str(draft), {"format": "pt"}))
         _write(folder / CONFIG, lambda draft: draft.write_text(text, "utf-8"))
         names = [data] if isinstance(data, str) else list(data or ())
         tag = pipeline_tag or self.pipeline_tag
@@ -90,6 +91,15 @@ class Pretrained(Configured):
         if card.says_more or not (folder / CARD).exists():
             _write(folder / CARD, lambda draft: draft.write_text(card.text(), "utf-8"))
         return folder
+
+    def _untied(self) -> dict[str, Tensor]:
+        """Return the state dict with tied weights once, by their first name. (safetensors' own
+        save_model takes one name or the other, and its files differ from run to run.)"""
+        found: dict[int, str] = {}
+        state = self.state_dict(keep_vars=True)
+        for key, x in state.items():
+            found.setdefault(id(x), key)
+        return {key: state[key].detach().contiguous() for key in found.values()}
 
     def push_to_hub(
         self,
