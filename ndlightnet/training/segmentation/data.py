@@ -286,8 +286,9 @@ class PredictionCases(torch.utils.data.Dataset[dict[str, Any]]):
                     )
                 # measures are taken on the file's grid: no label is prepared
                 image = self.prepare(replace(volume, label=None))["image"]
-                if expected > 1:  # the others are not drawn
-                    volume = replace(volume, image=volume.image[:1].clone())
+                if expected > 1:  # of a picture the mean is drawn, else the first one
+                    drawn = volume.image if self.prepare.plane else volume.image[:1]
+                    volume = replace(volume, image=drawn.mean(0, keepdim=True))
                 return {"case": case, "volume": volume, "image": image}
         except DataError as error:
             return {"case": case, "error": str(error)}

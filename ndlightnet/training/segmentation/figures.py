@@ -71,6 +71,7 @@ def save_case(
     spacing: Sequence[float],
     names: Sequence[str],
     time_step: float | None = None,
+    picture: bool = False,
 ) -> None:
     """Write a PNG: a row for each plane (axial, coronal, sagittal), with the image, the truth, the
     prediction and their errors; without truth the image and the prediction. Of a series over time
@@ -78,9 +79,9 @@ def save_case(
 
     image: (x, y, z) or (frames, x, y, z) in RAS order, of any values; truth, prediction: integers
     of its shape. spacing: edges of a voxel (mm). names: of the classes, names[0] the background's.
-    time_step: seconds between frames. The planes are those that show the truth best, or the
-    prediction if there is none; a plane one voxel wide is left out. Raises ValueError for shapes
-    that differ, DataError if the file cannot be written.
+    time_step: seconds between frames. picture: no plane of a body is named. The planes are those
+    that show the truth best, or the prediction if there is none; a plane one voxel wide is left
+    out. Raises ValueError for shapes that differ, DataError if the file cannot be written.
     """
     for name, labels in (("truth", truth), ("prediction", prediction)):
         if labels is not None and labels.shape != image.shape:
@@ -137,7 +138,9 @@ def save_case(
             for at in frame:
                 title += f", frame {at + 1}/{frames}"
                 title += "" if time_step is None else f", {at * time_step:.3g} s"
-            row[0].set_title(title, loc="left")
+            row[0].set_title("image" if picture else title, loc="left")
+            if picture:
+                continue
             side = row[0].text(0.02, 0.5, EDGES[axis], transform=row[0].transAxes, va="center")
             side.set_bbox({"facecolor": GROUND, "alpha": 0.6, "edgecolor": "none", "pad": 1.5})
         _legend(figure, "outside lower left", legend_of(shown, names), 6 if true is not None else 3)

@@ -254,8 +254,10 @@ class SegmentationTask(Task):
         row = measure_case(labels, truth, len(names), spacing, self.tolerance_mm)
         mean = torch.tensor([measured["dice"] for measured in row]).nanmean()
         title = case.name if truth is None else f"{case.name}: Dice {mean:.3f}"
-        picture = folder / f"{case.name}.png"
-        save_case(picture, title, shown.as_tensor()[0], truth, labels, spacing, names, step)
+        save_case(
+            folder / f"{case.name}.png", title, shown.as_tensor()[0], truth, labels, spacing, names,
+            step, picture=len(self.data().patch) == 2,
+        )  # fmt: skip
         self.rows[case.name] = row
 
     def on_test_epoch_start(self) -> None:
