@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     ("tasks", "ndlightnet_evidence", "ndlightnet.__main__"),
     ("ndlightnet.training",),
-    ("ndlightnet", "ndlightnet.models", "ndlightnet.inference"),
+    ("ndlightnet", "ndlightnet.models", "ndlightnet.inference", "ndlightnet.integrations"),
     ("ndlightnet.nn",),
     ("ndlightnet.ops",),
     ("ndlightnet_kernels",),
@@ -24,11 +24,15 @@ CLOSED = {"ndlightnet.data": {"ndlightnet.data", "ndlightnet.layout"},
           "ndlightnet_kernels": {"ndlightnet_kernels"}}  # fmt: skip
 ONLY_UNDER = {
     "lightning": ("ndlightnet.training", "tasks"),
-    "monai": ("ndlightnet.data", "ndlightnet.inference", "ndlightnet.training"),
+    "monai": (
+        "ndlightnet.data", "ndlightnet.inference", "ndlightnet.integrations", "ndlightnet.training",
+        "tasks",
+    ),
+    **dict.fromkeys(("timm", "transformers", "diffusers"), ("ndlightnet.integrations", "tasks")),
     "decord": ("ndlightnet.data", "ndlightnet.inference"),
     "av": ("ndlightnet.data", "ndlightnet.inference"),
     "triton": ("ndlightnet_kernels",),
-}
+}  # fmt: skip
 ALIASES = {"pytorch_lightning": "lightning", "lightning_fabric": "lightning"}
 
 
@@ -115,6 +119,8 @@ def test_every_import_goes_downward():
         ("ndlightnet/models/x.py", "import pytorch_lightning"),
         ("ndlightnet/models/x.py", "from monai.transforms import Compose"),
         ("ndlightnet/training/x.py", "import av"),
+        ("ndlightnet/nn/x.py", "from ndlightnet.integrations import replace_attention"),
+        ("ndlightnet/models/x.py", "import timm"),
         ("ndlightnet/ops/x.py", "def f():\n    import triton.language as tl"),
     ],
 )

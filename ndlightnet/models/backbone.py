@@ -5,24 +5,27 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid, Layout, Packed, pack
+from ndlightnet.models.config import recorded
+from ndlightnet.models.features import Backbone, adapt_in_chans, shaped
+from ndlightnet.models.other_names import accept_other_names
 from ndlightnet.models.stream import Stream, StreamState, advance
-from ndlightnet.nn.block import Block, init_weights, undecayed_names
-from ndlightnet.nn.heads import default_heads
-from ndlightnet.nn.mixers import LightNetAttention
+from ndlightnet.nn.block import Block, init_network, init_weights, undecayed_names
+from ndlightnet.nn.initial import reset
+from ndlightnet.nn.mixers import LightNetAttention, published_mixer
 from ndlightnet.nn.mixers.base import Factories, layer_factories
 from ndlightnet.nn.patch import Patchify
 from ndlightnet.nn.position import MDTPE
 from ndlightnet.ops.dtypes import check_not_wider, check_tensors
 
 
-class NDLightNet(nn.Module):
+class NDLightNet(Backbone):
     """Backbone: patches (or words) -> MD-TPE -> blocks -> norm -> head, on any number of axes.
 
     Args:
@@ -33,10 +36,10 @@ class NDLightNet(nn.Module):
             embedding).
         patch_size: cells per token, an int or one per axis; default: about 256 cells a patch.
         embed_dim, depth: width and number of blocks.
-        mixer: a function of the width that returns a mixer, or a list of one for each layer; see
-            ndlightnet.nn.mixers; for text, text_mixer. If its signature names `dims`, `layer` or
-            `causal`, it is called with the number of axes, the index of the layer or the argument
-            below, too.
+        mixer: a name of ndlightnet.nn.mixers, such as "GLA", {name: arguments}, a function of the
+            width that returns a mixer, or a list of one for each layer; for text, text_mixer. If
+            its signature names `dims`, `layer` or `causal`, it is called with the number of axes,
+            the index of the layer or the argument below, too.
         mlp_ratio: hidden width of the gated MLP / embed_dim.
         tpe: MD-TPE after the embedding. tpe_states: its states per axis. tpe_bidirectional: scan
             forward and backward along each axis (except the first one if causal); default: True
@@ -47,6 +50,10 @@ class NDLightNet(nn.Module):
             long) and those before it; with one axis, the tokens up to itself. See `stream`.
         vocab_size: input is token numbers `(batch, length)` instead of cells `(batch, channels,
             *space)`.
+        device, dtype: where the network is built, and what it is converted to; not options of YAML.
+
+    MONAI's names spatial_dims, in_channels and out_channels are accepted for dims, in_chans and
+    num_classes, as keywords in Python.
 
     Inputs may have any size, in every call: sizes that the patch does not divide are padded at the
     end. So may those of an exported network (not causal, two tokens or more along each axis) if its
@@ -59,6 +66,11 @@ class NDLightNet(nn.Module):
     axes accepts only the number of frames that it was exported with.
     """
 
+    usual: ClassVar = {"global_pool": "avg", "norm": True}
+    head_of: ClassVar = {"num_classes": "head."}
+
+    @accept_other_names
+    @recorded
     def __init__(
         self,
         dims: int,
@@ -77,6 +89,8 @@ class NDLightNet(nn.Module):
         drop_path_rate: float = 0.0,
         causal: bool = False,
         vocab_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if dims < 1:
@@ -113,20 +127,61 @@ class NDLightNet(nn.Module):
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.head_drop = nn.Dropout(drop_rate)
         self.grad_checkpointing = False
-        self.head = nn.Linear(embed_dim, self.num_classes) if self.num_classes else nn.Identity()
-        self.apply(init_weights)
-        if self.per_token:
-            self.head = nn.Linear(embed_dim, self.num_classes, bias=False)
+        self.tied = self.per_token
+        self.head: nn.Module = nn.Identity()
+        if self.tied:  # on meta, as nothing is to be drawn for it
+            self.head = nn.Linear(embed_dim, self.num_classes, bias=False, device="meta")
+            self._tie()
+        elif self.num_classes:
+            self.head = nn.Linear(embed_dim, self.num_classes)
+        init_network(self)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters and buffers as the constructor does, such as after `to_empty`
+        of a network built on device "meta"."""
+        reset(self)
+        init_network(self)
+
+    def _tie(self) -> None:
+        if self.tied:
             self.head.weight = self.embed.weight  # type: ignore[assignment]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self._tie()  # again, as `to_empty` makes two tensors of one on meta
+        return self
+
+    def adapted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return adapt_in_chans(weights, self)
+
+    @property
+    def pipeline_tag(self) -> str | None:
+        if self.vocab_size is not None:
+            return "text-generation" if self.tied else "text-classification"
+        if self.dims != 2:
+            return None
+        return "image-classification" if self.num_classes else "image-feature-extraction"
 
     def get_classifier(self) -> nn.Module:
         return self.head
 
-    def reset_classifier(self, num_classes: int) -> None:
-        """Replace the head by a new one for `num_classes` classes (0: none), on the token mean."""
-        self.num_classes, self.per_token = num_classes, False
+    def reset_classifier(self, num_classes: int, global_pool: str = "avg") -> None:
+        """Replace the head by a new one for `num_classes` classes (0: none), on the mean over
+        tokens, or with global_pool="" on every token."""
+        if global_pool not in ("avg", ""):
+            raise ValueError(f"global_pool={global_pool!r}: expected 'avg' or ''")
+        self.num_classes, self.per_token, self.tied = num_classes, global_pool == "", False
         self.head = nn.Linear(self.embed_dim, num_classes) if num_classes else nn.Identity()
-        self.head.apply(init_weights).to(self.norm.weight.device)
+        self.head.apply(init_weights).to(self._weight.device)
+        self.record(num_classes=num_classes, global_pool=global_pool)
+
+    @property
+    def _weight(self) -> Tensor:
+        """A weight with the device and dtype of the residual stream; the norm may be pruned."""
+        blocks: Any = self.blocks
+        norm: Any = self.norm if isinstance(self.norm, nn.LayerNorm) else blocks[0].norm1
+        weight: Tensor = norm.weight
+        return weight
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of decays, angles and the like, which weight decay would distort."""
@@ -154,30 +209,38 @@ class NDLightNet(nn.Module):
 
         mask: bool (batch, *space), False = padding, which no other token sees.
         """
+        tokens, token_mask, layout = self._embedded(x, mask)
+        for block in self.blocks:
+            tokens = self._through(block, tokens, token_mask, layout)
+        return shaped(self.norm(tokens), layout, "NHWC")
+
+    def _embedded(self, x: Any, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Layout]:
+        """Return the tokens (batch, length, dim) of an input after the embedding and MD-TPE, their
+        mask (batch, length) and layout."""
+        layout: Layout
         if isinstance(x, Packed):
             self._check_packed(x, mask)
-            layout, rows = x.layout, x.values[None]
             embed: Any = self.embed.proj if isinstance(self.embed, Patchify) else self.embed
-            return Packed(self._encode(embed(rows), None, layout)[0], layout)
-        self._check(x, mask)
-        if mask is not None and self.vocab_size is None:
-            x = x.masked_fill(~mask[:, None], 0)
-        x, mask = self.embed(x), self.token_mask(mask)
-        grid = Grid.of(x)
-        return grid.unflatten(self._encode(grid.flatten(x), grid.flatten_mask(mask), grid))
-
-    def _encode(self, x: Tensor, mask: Tensor | None, layout: Layout) -> Tensor:
-        """Map embedded tokens (batch, length, dim) to features; mask (batch, length)."""
+            layout, tokens = x.layout, embed(x.values[None])
+        else:
+            self._check(x, mask)
+            if mask is not None and self.vocab_size is None:
+                x = x.masked_fill(~mask[:, None], 0)
+            x, mask = self.embed(x), self.token_mask(mask)
+            layout = Grid.of(x)
+            tokens, mask = layout.flatten(x), layout.flatten_mask(mask)
         # the residual stream stays in the parameters' precision under autocast
-        x = x.to(self.norm.weight.dtype)
+        tokens = tokens.to(self._weight.dtype)
         if self.tpe is not None:
-            x = self.tpe(x, mask, layout)
-        for block in self.blocks:
-            if self.grad_checkpointing and self.training:
-                x = checkpoint(block, x, mask, self.causal, layout, use_reentrant=False)
-            else:
-                x = block(x, mask, self.causal, layout)
-        out: Tensor = self.norm(x)
+            tokens = self.tpe(tokens, mask, layout)
+        return tokens, mask, layout
+
+    def _through(self, block: Any, x: Tensor, mask: Tensor | None, layout: Layout) -> Tensor:
+        """Apply a block to tokens (batch, length, dim)."""
+        if self.grad_checkpointing and self.training:
+            x = checkpoint(block, x, mask, self.causal, layout, use_reentrant=False)
+            return x
+        out: Tensor = block(x, mask, self.causal, layout)
         return out
 
     def _check_packed(self, packed: Packed, mask: Tensor | None) -> None:
@@ -243,7 +306,7 @@ class NDLightNet(nn.Module):
         """Return the state before the first frame, for `advance`."""
         if not self.causal:
             raise ValueError("causal=False: expected a causal network, it sees no later frame")
-        weight = self.norm.weight
+        weight = self._weight
         count = torch.zeros(batch, dtype=torch.int64, device=weight.device)
         blocks: Any = self.blocks
         for block in blocks:
@@ -268,11 +331,6 @@ class NDLightNet(nn.Module):
         at any time: equal to `model` on all frames at once. See Stream.
         """
         return Stream(self, batch_size, cuda_graph=cuda_graph)
-
-
-def published_mixer(dim: int) -> LightNetAttention:
-    """Return the paper's layer: heads of 64 channels, without local mixing."""
-    return LightNetAttention(dim, default_heads(dim, None)[0], local=None, key_scale=1.0)
 
 
 _published = partial(NDLightNet, depth=12, mixer=published_mixer)

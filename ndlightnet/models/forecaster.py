@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.nn.block import Block, init_weights
+from ndlightnet.models.config import recorded
+from ndlightnet.models.hub import Pretrained
+from ndlightnet.nn.block import Block, init_network
+from ndlightnet.nn.initial import reset
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories, reads_context
 from ndlightnet.ops import frequencies
@@ -38,7 +41,7 @@ class CrossBlock(Block):
         return x + self.mlp(self.norm2(x))
 
 
-class Forecaster(nn.Module):
+class Forecaster(Pretrained):
     """Predict the later values of a series from its input values and the times of all steps, in
     one pass (Informer, Zhou et al. 2021, without its distilling).
 
@@ -62,8 +65,10 @@ class Forecaster(nn.Module):
             form of `mixer`, or of LightNet attention where it has none.
         mlp_ratio: hidden width of the gated MLP / embed_dim.
         drop_rate: dropout after the embedding and before the head.
+        device, dtype: as in NDLightNet.
     """
 
+    @recorded
     def __init__(
         self,
         in_chans: int = 7,
@@ -78,6 +83,8 @@ class Forecaster(nn.Module):
         cross: Factories | None = None,
         mlp_ratio: float = 8 / 3,
         drop_rate: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if label_length < 0:
@@ -110,7 +117,16 @@ class Forecaster(nn.Module):
         )
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.head = nn.Linear(embed_dim, in_chans)
-        self.apply(init_weights)
+        init_network(self)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters as the constructor does."""
+        reset(self)
+        init_network(self)
+
+    @property
+    def pipeline_tag(self) -> str | None:
+        return "time-series-forecasting"
 
     def forward(self, values: Tensor, times: Tensor) -> Tensor:
         """Map values (batch, input_length, in_chans) and times (batch, input_length + horizon,

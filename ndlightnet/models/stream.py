@@ -48,7 +48,7 @@ def advance(model: Any, x: Tensor, state: StreamState) -> tuple[Tensor, StreamSt
         x = x[:, :, :whole]
     state = state._replace(waiting=waiting, cells=cells)
     # the residual stream stays in the parameters' precision under autocast
-    x = model.embed(x).to(model.norm.weight.dtype)
+    x = model.embed(x).to(model._weight.dtype)
     if x.shape[1] == 0:
         return x, state
     if state.space is None:
@@ -127,7 +127,7 @@ class Stream:
     def prediction(self) -> Tensor:
         """Return (batch, num_classes) from all frames so far, by the mean over tokens."""
         mean = self.state.total / self.state.tokens.clamp(min=1)[:, None]
-        out: Tensor = self.model.head(mean.to(self.model.norm.weight.dtype))
+        out: Tensor = self.model.head(mean.to(self.model._weight.dtype))
         return out
 
     @torch.no_grad()
@@ -161,7 +161,7 @@ class Stream:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from another stream's `state_dict`, on the model's device."""
-        device, space = self.model.norm.weight.device, saved["space"]
+        device, space = self.model._weight.device, saved["space"]
         fresh = () if space is None else _first(self.model, 1, tuple(space), device)["layers"]
         if len(saved["layers"]) != len(fresh) or len(saved["waiting"]) != self.batch_size:
             raise ValueError(

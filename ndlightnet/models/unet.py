@@ -9,14 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import islice, pairwise
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid, per_axis
-from ndlightnet.nn.block import Block, init_weights
+from ndlightnet.models.config import recorded
+from ndlightnet.models.features import adapt_in_chans
+from ndlightnet.models.hub import Pretrained
+from ndlightnet.models.other_names import accept_other_names
+from ndlightnet.nn.block import Block, init_network, undecayed_names
+from ndlightnet.nn.initial import Initialized, reset
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories
 from ndlightnet.nn.position import MDTPE
@@ -60,7 +65,7 @@ class InstanceNorm(nn.GroupNorm):
             return torch.group_norm(x, self.num_groups, weight, bias, self.eps)
 
 
-class ConvBlock(nn.Module):
+class ConvBlock(Initialized):
     """Two convolutions of kernel size 3 with a residual."""
 
     def __init__(self, dims: int, inputs: int, outputs: int) -> None:
@@ -108,7 +113,7 @@ def _silu(x: Tensor) -> Tensor:
     return nn.functional.silu(x, inplace=not torch.is_grad_enabled())
 
 
-class Stage(nn.Module):
+class Stage(Initialized):
     """LightNet blocks on a feature map: position code, then the blocks."""
 
     def __init__(
@@ -139,7 +144,7 @@ class Stage(nn.Module):
         return grid.unflatten(tokens).movedim(-1, self.channel_axis)
 
 
-class NDLightUNet(nn.Module):
+class NDLightUNet(Pretrained):
     """A U-Net whose encoder mixes with LightNet: `(batch, in_channels, *space)` -> `(batch,
     out_channels, *space)`.
 
@@ -161,12 +166,20 @@ class NDLightUNet(nn.Module):
             convolutions. Default: where torch has none (dims > 3), and for a causal network.
         causal: no output depends on a later step of the first axis (time). Separable networks with
             strides of 1 along it only.
+        device, dtype: as in NDLightNet.
+
+    The names spatial_dims, in_chans and num_classes are accepted for dims, in_channels and
+    out_channels, as keywords in Python.
 
     Inputs may have any size: where strides do not divide it, it is padded before, cropped after.
     That holds for an exported network as well, with sizes as in NDLightNet and two cells or more
     along each axis of the coarsest level.
     """
 
+    head_of: ClassVar = {"out_channels": "heads."}
+
+    @accept_other_names
+    @recorded
     def __init__(
         self,
         dims: int,
@@ -185,6 +198,8 @@ class NDLightUNet(nn.Module):
         deep_supervision: bool = False,
         separable: bool | None = None,
         causal: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if size not in SIZES:
@@ -218,7 +233,8 @@ class NDLightUNet(nn.Module):
                     f"strides={strides!r}"
                 )
         self.dims, self.in_channels, self.out_channels = dims, in_channels, out_channels
-        self.strides, self.deep_supervision = steps, deep_supervision
+        self.strides, self.widths = steps, tuple(widths)
+        self.deep_supervision = deep_supervision
         self.separable, self.causal = separable, causal
         factories = iter(layer_factories("mixer", mixer, sum(depths), dims, causal=causal))
         layers: Any = Separable(dims, mlp_ratio, causal) if separable else Convolutional(dims)
@@ -238,7 +254,24 @@ class NDLightUNet(nn.Module):
         self.decoders = nn.ModuleList(layers.decoder(w) for w in widths[:-1])
         heads = max(1, levels - 1) if deep_supervision else 1
         self.heads = nn.ModuleList(layers.head(w, out_channels) for w in widths[:heads])
-        self.stages.apply(init_weights)
+        init_network(self.stages)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters as the constructor does."""
+        levels = zip(self.down, self.convs, self.stages, strict=True)
+        reset(*[part for level in levels for part in level], self.up, self.decoders, self.heads)
+        init_network(self.stages)
+
+    def adapted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return adapt_in_chans(weights, self)
+
+    @property
+    def pipeline_tag(self) -> str | None:
+        return "image-segmentation" if self.dims in (2, 3) else None
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of decays, angles and the like, which weight decay would distort."""
+        return undecayed_names(self)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute LightNet blocks, and separable ones, in the backward pass instead of storing
@@ -248,6 +281,32 @@ class NDLightUNet(nn.Module):
                 module.grad_checkpointing = enable
 
     def forward(self, x: Tensor) -> Tensor | list[Tensor]:
+        return self._decode(self._encode(x))
+
+    def encode(self, x: Tensor) -> list[Tensor]:
+        """Return the feature maps of the encoder (batch, width, *grid), from the input's grid to
+        the coarsest; each next grid is ceil(size / stride)."""
+        return [y.movedim(self.channel_axis, 1) for y in self._encode(x)]
+
+    def decode(self, features: Sequence[Tensor]) -> Tensor | list[Tensor]:
+        """Map the feature maps of `encode` to what the network returns."""
+        features = list(features)
+        if len(features) != len(self.widths):
+            raise ValueError(
+                f"{len(features)} feature maps: expected {len(self.widths)}, one for each level"
+            )
+        batch, space = features[0].shape[0], tuple(features[0].shape[2:])
+        steps = [(1,) * self.dims, *self.strides]
+        for level, (y, width, step) in enumerate(zip(features, self.widths, steps, strict=True)):
+            space = tuple(-(-size // by) for size, by in zip(space, step, strict=False))
+            if y.ndim != self.dims + 2 or tuple(y.shape) != (batch, width, *space):
+                raise ValueError(
+                    f"features[{level}] {tuple(y.shape)}: expected {(batch, width, *space)}"
+                )
+        return self._decode([y.movedim(1, self.channel_axis) for y in features])
+
+    def _encode(self, x: Tensor) -> list[Tensor]:
+        """Return the feature maps of the encoder, in the form of the layers."""
         check_floats(input=x)
         check_not_wider(self, input=x)
         if x.ndim != self.dims + 2 or x.shape[1] != self.in_channels:
@@ -262,6 +321,10 @@ class NDLightUNet(nn.Module):
                 x = nn.functional.pad(x, _missing(x.shape[2:], step))
             x = stage(convs(down(x)))
             skips.append(x)
+        return skips
+
+    def _decode(self, skips: list[Tensor]) -> Tensor | list[Tensor]:
+        """Map the feature maps of `_encode` to the output, and empty the list."""
         outputs: list[Tensor] = []
         x = skips.pop()
         for level in reversed(range(len(self.strides) + 1)):

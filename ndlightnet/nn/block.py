@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, Layout
+from ndlightnet.nn.initial import Initialized, owners
 from ndlightnet.nn.mixers.base import Mixer
 from ndlightnet.nn.projections import joins, joint_linear
 from ndlightnet.ops import swiglu
@@ -32,15 +33,34 @@ class DropPath(nn.Module):
         return x * grid.spread_samples(mask) / (1 - self.p)
 
 
-class GLU(nn.Module):
-    """Gated MLP: down(SiLU(gate x) * up x), without biases. Parameters: 3 * dim * hidden."""
+WIDTHS = 8  # hidden widths are multiples of it: 16-bit matrix units and tensor parallel need that
+
+
+class GLU(Initialized):
+    """Gated MLP: down(SiLU(gate x) * up x), without biases; hidden = dim * ratio, rounded to the
+    nearest multiple of 8. Parameters: 3 * dim * hidden."""
 
     def __init__(self, dim: int, ratio: float = 8 / 3) -> None:
         super().__init__()
-        hidden = int(dim * ratio + 1e-6)
-        self.gate_proj = nn.Linear(dim, hidden, bias=False)
-        self.up_proj = nn.Linear(dim, hidden, bias=False)
-        self.down_proj = nn.Linear(hidden, dim, bias=False)
+        self.before = int(dim * ratio + 1e-6)  # the width in checkpoints from before the rounding
+        self._divide(dim, max(WIDTHS, int(dim * ratio / WIDTHS + 0.5) * WIDTHS))
+
+    def _divide(self, dim: int, hidden: int, **like: Any) -> None:
+        """Make the linear maps."""
+        self.gate_proj = nn.Linear(dim, hidden, bias=False, **like)
+        self.up_proj = nn.Linear(dim, hidden, bias=False, **like)
+        self.down_proj = nn.Linear(hidden, dim, bias=False, **like)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
+        # A checkpoint from before widths were rounded brings its own. Load it before an optimizer
+        # gets the parameters: those of this layer are new then.
+        found, own = state_dict.get(f"{prefix}gate_proj.weight"), self.gate_proj.weight
+        old = (self.before, own.shape[1])
+        if found is not None and found.shape == old != own.shape:
+            trained = own.requires_grad
+            self._divide(old[1], old[0], device=own.device, dtype=own.dtype)
+            self.requires_grad_(trained)
+        super()._load_from_state_dict(state_dict, prefix, *more)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
         if joins(x, self.gate_proj, self.up_proj):
@@ -51,7 +71,7 @@ class GLU(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class Block(Initialized):
     """Residual block: x + mixer(norm x), then x + mlp(norm x)."""
 
     def __init__(
@@ -118,6 +138,12 @@ def undecayed_names(net: nn.Module) -> set[str]:
         for prefix, module in net.named_modules()
         for name in getattr(module, "undecayed", ())
     }
+
+
+def init_network(*modules: nn.Module) -> None:
+    """Apply `init_weights` to all modules within, tied parameters once."""
+    for _, module in owners(*modules):
+        init_weights(module)
 
 
 def init_weights(module: nn.Module) -> None:

@@ -27,6 +27,11 @@ class Constants(nn.Module, ABC):
             self.register_buffer(name, value, persistent=False)
         self.register_load_state_dict_post_hook(_materialize)
 
+    def reset_constants(self) -> None:
+        """Compute the constants again, in place."""
+        for name in self.constants():
+            getattr(self, name).copy_(self._fresh(name))
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         before = {name: getattr(self, name) for name in self.constants()}
         super()._apply(fn, recurse)

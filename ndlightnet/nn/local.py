@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, Layout
+from ndlightnet.nn.initial import Initialized
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.local_mixing import dense, local_mixing, local_mixing_step, star
@@ -23,7 +24,7 @@ class LocalState(NamedTuple):
     input: Any
 
 
-class LocalMixing(nn.Module):
+class LocalMixing(Initialized):
     """Depthwise convolution of tokens (batch, length, dim) on a grid of `dims` axes.
 
     radius: how far a tap reads along an axis. dense: taps in the whole box around a token,
@@ -39,8 +40,12 @@ class LocalMixing(nn.Module):
         if dims < 1 or radius < 1:
             raise ValueError(f"dims={dims}, radius={radius}: expected 1 or more of both")
         self.dims, self.radius, self.dense, self.impl = dims, radius, dense, impl
-        taps = len(self.offsets(False))
-        self.weight = nn.Parameter(torch.empty(taps, dim).uniform_(-1, 1) * taps**-0.5)
+        self.weight = nn.Parameter(torch.empty(len(self.offsets(False)), dim))
+        self.initialize()
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        self.weight.uniform_(-1, 1).mul_(len(self.weight) ** -0.5)
 
     def offsets(self, causal: bool) -> tuple[tuple[int, ...], ...]:
         """Return the offsets of the taps, in the order of the rows of `weight`."""

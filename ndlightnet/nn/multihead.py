@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ndlightnet.nn.initial import Initialized
 from ndlightnet.ops import causal_attention, norm_gate, read, summarize
 from ndlightnet.ops.dtypes import check_floats, check_not_wider, check_tensors
 
@@ -24,7 +25,7 @@ class _NoFastPath:
         raise TypeError(f"{func}: MultiheadAttention of ndlightnet has no in_proj_weight")
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(Initialized):
     """LightNet attention with the constructor and the call of `torch.nn.MultiheadAttention`.
 
     `encoder_layer.self_attn = MultiheadAttention(d, h, batch_first=True)` makes a
@@ -111,7 +112,7 @@ class MultiheadAttention(nn.Module):
                 "query is a nested tensor: expected a padded one and key_padding_mask; set "
                 "use_nested_tensor=False of a TransformerEncoder that makes nested ones"
             )
-        _check_masks(key_padding_mask, attn_mask, is_causal)
+        check_masks(key_padding_mask, attn_mask, is_causal)
         unbatched = query.ndim == 2
         if unbatched:
             query, key, value = (x[None] for x in (query, key, value))
@@ -123,7 +124,7 @@ class MultiheadAttention(nn.Module):
                 f"key_padding_mask {tuple(key_padding_mask.shape[unbatched:])}: expected "
                 f"{tuple(key.shape[unbatched:2])}, the keys'"
             )
-        causal = _is_causal(attn_mask, is_causal, query.shape[1], key.shape[1])
+        causal = is_causal_mask(attn_mask, is_causal, query.shape[1], key.shape[1])
 
         def heads(x: Tensor) -> Tensor:
             return x.unflatten(-1, (self.num_heads, self.head_dim))
@@ -160,7 +161,7 @@ class MultiheadAttention(nn.Module):
         return out if self.batch_first else out.transpose(0, 1), weights
 
 
-def _check_masks(key_padding_mask: Any, attn_mask: Any, is_causal: bool) -> None:
+def check_masks(key_padding_mask: Any, attn_mask: Any, is_causal: bool) -> None:
     for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
         if mask is None:
             continue
@@ -174,7 +175,7 @@ def _check_masks(key_padding_mask: Any, attn_mask: Any, is_causal: bool) -> None
         )
 
 
-def _is_causal(
+def is_causal_mask(
     attn_mask: Tensor | None, is_causal: bool, target: int, source: int
 ) -> bool | Tensor:
     """Return whether the mask is the causal one; in a compiled graph, a bool Tensor () where this

@@ -7,9 +7,10 @@ import math
 from torch import Tensor, nn
 
 from ndlightnet.layout import cut_patches, per_axis
+from ndlightnet.nn.initial import Initialized
 
 
-class Patchify(nn.Module):
+class Patchify(Initialized):
     """Map `(batch, channels, *space)` to tokens `(batch, *grid, dim)`, one linear map per patch.
 
     Sizes that the patch does not divide are padded with zeros at the end, so grid = ceil(size /

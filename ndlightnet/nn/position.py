@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, Layout
+from ndlightnet.nn.initial import Initialized, assign
 from ndlightnet.ops import Position, axis_scan, frequencies, line_scan, line_state, line_step
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.position import Kind, slots_of
@@ -19,7 +20,7 @@ def _at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-class MDLRPE(nn.Module):
+class MDLRPE(Initialized):
     """Position angles of one layer, on a grid of any number of axes.
 
     A bank of frequencies, the same for every axis, times a learnt positive factor per head and
@@ -33,7 +34,11 @@ class MDLRPE(nn.Module):
     def __init__(self, heads: int, head_dim: int, kind: Kind, learn: bool = True) -> None:
         super().__init__()
         self.kind, self.slots = kind, slots_of(head_dim, kind)
-        self.log_factor = nn.Parameter(torch.zeros(heads, self.slots), requires_grad=learn)
+        self.log_factor = nn.Parameter(torch.empty(heads, self.slots), requires_grad=learn)
+        self.initialize()
+
+    def initialize(self) -> None:
+        nn.init.zeros_(self.log_factor)
 
     def forward(self, layout: Layout | tuple[int, ...]) -> Position:
         """Return the Position of the tokens of a layout, or of a grid of this shape, for the
@@ -49,7 +54,7 @@ class MDLRPE(nn.Module):
         return Position(theta, grid, self.kind)
 
 
-class MDTPE(nn.Module):
+class MDTPE(Initialized):
     """MD-TPE: x + the sum over axes of a learnt exponential Toeplitz product (LightNet, Eq. 9).
 
     The paper's form scans forward only and replaces x; this one adds to x and scans forward and
@@ -77,10 +82,17 @@ class MDTPE(nn.Module):
             raise ValueError(f"states={states}: expected a positive multiple of {directions}")
         each = states // directions
         # rows: every axis forward, then the last axes backward
-        self.coef = nn.Parameter(torch.randn(dims + backward, dim, each) / math.sqrt(each))
+        self.coef = nn.Parameter(torch.empty(dims + backward, dim, each))
+        self.logit = nn.Parameter(torch.empty(dims + backward, each))
+        self.initialize()
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        axes, _, each = self.coef.shape
+        self.coef.normal_().div_(math.sqrt(each))
         # decays with time constants of 1 to 256 tokens, log-spaced
-        time = torch.logspace(0, 8, each, base=2).expand(dims + backward, each)
-        self.logit = nn.Parameter(-torch.log(torch.expm1(1 / time)))
+        time = torch.logspace(0, 8, each, base=2, device=self.logit.device).expand(axes, each)
+        assign(self.logit, -torch.log(torch.expm1(1 / time)))
 
     def weights(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
         """Return the forward and, if any, backward weights: coefficients (dims, dim, states) and

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid, per_axis, uncut_patches
 from ndlightnet.nn.block import GLU
+from ndlightnet.nn.initial import Initialized
 from ndlightnet.nn.local import LocalMixing
 from ndlightnet.nn.patch import Patchify
 from ndlightnet.ops.recurrence.chunks import exact
@@ -34,7 +35,7 @@ class TokenNorm(nn.LayerNorm):
             return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-class LocalBlock(nn.Module):
+class LocalBlock(Initialized):
     """Residual block of a separable convolution: x + mlp(local(norm x)), the gated MLP over
     channels."""
 
@@ -68,7 +69,7 @@ class PatchDown(Patchify):
         return super().forward(x.movedim(-1, 1))
 
 
-class PatchUp(nn.Module):
+class PatchUp(Initialized):
     """Map each cell to a block of cells by a linear map: (batch, *grid, dim) -> (batch, *space,
     outputs), with `stride` times as many cells along each axis."""
 

@@ -11,6 +11,7 @@ from ndlightnet.ops.lightnet.attention import (
     summarize,
 )
 from ndlightnet.ops.lightnet.frames import axis_causal_attention
+from ndlightnet.ops.lightnet.sdpa import lightnet_attention
 from ndlightnet.ops.lightnet.state import State, merge
 from ndlightnet.ops.local_mixing import dense, local_mixing, local_mixing_step, star
 from ndlightnet.ops.norm_gate import norm_gate
@@ -38,6 +39,7 @@ __all__ = [
     "gated_delta_rule",
     "gated_linear_attention",
     "global_attention",
+    "lightnet_attention",
     "line_scan",
     "line_state",
     "line_step",

@@ -67,6 +67,16 @@ def test_a_checkpoint_of_a_task(kind, outputs):
     compare(task.net, outputs[kind])
 
 
+@pytest.mark.parametrize("kind", make.KINDS)
+def test_the_network_of_a_checkpoint(kind, outputs):
+    """From before checkpoints had the arguments of their network: these are asked for."""
+    _, _, name, arguments, *_ = make.KINDS[kind]
+    made, path = make.named(name), HERE / f"{kind}.ckpt"
+    compare(made.from_checkpoint(path, **arguments), outputs[kind])
+    with pytest.raises(ValueError, match=r"does not say its network's arguments; expected them"):
+        made.from_checkpoint(path)
+
+
 DOOR = {"image": "image_cls", "video": "video_cls", "volume": "volume_cls", "signal": "signal_cls",
         "segmentation": "ct_segmentation", "text": "text_lm", "forecast": "forecast"}  # fmt: skip
 

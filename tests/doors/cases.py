@@ -14,6 +14,11 @@ from ndlightnet import MultiheadAttention, NDLightNet, NDLightUNet, mixers
 WORDS = 50
 
 
+class NotApplicable(Exception):
+    """A cell of the table without any code: the other library has no place for such a model. The
+    message is the reason."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, and the sizes it is tried at: the first one is the traced one."""

@@ -2,6 +2,7 @@
 mixed layers promise, and the same from YAML."""
 
 import json
+import re
 import sys
 from functools import partial
 
@@ -15,6 +16,7 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.models import Forecaster
 from ndlightnet.nn import mixers
 from ndlightnet.nn.mixers.base import build_mixer
+from ndlightnet.nn.mixers.names import CATALOGUE, description
 from ndlightnet.training import TaskCLI, TextData, TextTask
 from ndlightnet.training.core.costs import state_size
 
@@ -95,9 +97,15 @@ def test_a_mixer_for_each_layer():
         ([LightNetAttention] * 3, r"mixer: a list of 3, expected one for each of 2 layers"),
         ([], r"mixer: a list of 0, expected one for each of 2 layers"),
         ([mixers.TNL, LightNetAttention(16)], r"mixer\[1\]=LightNetAttention\(\.\.\.\)"),
-        ([mixers.TNL, "TNL"], r"mixer\[1\]='TNL': expected a class or a function"),
-        ("TNL", r"mixer='TNL': expected a class or a function of the width.*or a list"),
-        (None, r"mixer=None: expected a class or a function"),
+        ([mixers.TNL, "TLN"], r"mixer\[1\]='TLN': did you mean 'TNL'\? expected one of .*TNL, Wi"),
+        ("Nothing", r"mixer='Nothing': expected one of CosformerAttention, .*WithLocal$"),
+        ("gla", r"mixer='gla': did you mean 'GLA'\?"),
+        ("torch.nn.GLA", r"mixer='torch.nn.GLA': did you mean 'GLA'\?"),
+        ({"GLA": {"scn": "both"}}, r"mixer: GLA has no 'scn', did you mean 'scan'\? .*heads, scan"),
+        ({"GLA": 3}, r"mixer=\{'GLA': 3\}: expected arguments by name"),
+        ({"GLA": {}, "TNL": {}}, r"expected a name, or \{name: arguments\}"),
+        ({"custom": "my.Mixer"}, r"mixer: my.Mixer, which is not a mixer of ndlightnet; pass it"),
+        (None, r"mixer=None: expected a name such as 'GLA'.* a function of the width.*or a list"),
     ],
 )
 def test_errors_name_the_layer(mixer, message):
@@ -134,6 +142,19 @@ FORMS = {
     "a class with options": (
         "mixer: {class_path: ndlightnet.nn.mixers.LAVO, init_args: {window: 8}}",
         [("LAVO", {"window": 8})] * 3,
+    ),
+    "a short name": ("mixer: TNL", [("TNL", {})] * 3),
+    "a short name with options": (
+        "mixer: {class_path: LAVO, init_args: {window: 8}}",
+        [("LAVO", {"window": 8})] * 3,
+    ),
+    "a list of short names": (
+        "mixer: [TNL, {class_path: LAVO, init_args: {window: 8}}, ndlightnet.nn.mixers.GLA]",
+        [("TNL", {}), ("LAVO", {"window": 8}), ("GLA", {})],
+    ),
+    "short names within": (
+        "mixer: {class_path: WithLocal, init_args: {local: both, mixer: LAVO}}",
+        [("WithLocal", {})] * 3,
     ),
     "a list": (
         "mixer: [ndlightnet.nn.mixers.LightNetAttention, {class_path: ndlightnet.nn.mixers.LAVO, "
@@ -200,3 +221,58 @@ def test_an_argument_replaces_the_mixer_of_a_config(tmp_path, monkeypatch):
     assert {block.mixer.window for block in blocks} == {4}
     with pytest.raises(DataError, match="mixer: a list of 1, expected one for each of 3 layers"):
         from_yaml(line, tmp_path, f'{argument}["ndlightnet.nn.mixers.HGRN2"]')
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("mixer: {LAVO: {window: 8}}", "in YAML expected a name, or {class_path: LAVO, init_args"),
+        ("mixer: LAVA", "did you mean 'LAVO'?"),
+        ("mixer: [TNL, TNL, ndlightnet.nn.mixers.LAVA]", "did you mean 'LAVO'?"),
+    ],
+)
+def test_a_wrong_line_of_yaml(line, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["task.py"])
+    with pytest.raises(DataError, match=re.escape(message)):
+        from_yaml(line, tmp_path)
+
+
+NAMED = {
+    "GLA": partial(mixers.GLA), "LAVO": partial(mixers.LAVO, window=8),
+    "WithLocal": partial(mixers.WithLocal, mixer=partial(mixers.TNL, heads=2), local="both"),
+}  # fmt: skip
+FORMS_IN_PYTHON = {
+    "GLA": ("GLA", "ndlightnet.nn.mixers.GLA", {"GLA": {}}, {"GLA": None}),
+    "LAVO": ({"LAVO": {"window": 8}}, {"class_path": "LAVO", "init_args": {"window": 8}}),
+    "WithLocal": ({"WithLocal": {"local": "both", "mixer": {"TNL": {"heads": 2}}}},),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_name_in_python_is_the_class_it_names(name):
+    def made(mixer) -> NDLightNet:
+        torch.manual_seed(0)
+        return NDLightNet(2, 1, 2, embed_dim=16, depth=2, tpe_states=4, patch_size=2, mixer=mixer)
+
+    x, wanted = torch.randn(1, 1, 6, 8), made(NAMED[name])
+    for form in FORMS_IN_PYTHON[name]:
+        for given in (form, [form, form]):
+            assert torch.equal(made(given)(x), wanted(x))
+
+
+def test_what_a_mixer_is_called_in_json():
+    assert description(mixers.Identity) == "Identity"
+    assert description(partial(mixers.GLA, scan="axes")) == {
+        "GLA": {"heads": None, "scan": "axes", "impl": "auto"}
+    }
+    assert description(partial(mixers.text_mixer, window=7)) == {"text_mixer": {"window": 7}}
+    inner = description(NAMED["WithLocal"])["WithLocal"]["mixer"]
+    assert inner == {"TNL": {"heads": 2, "scan": "both", "impl": "auto"}}
+    custom = {"custom": f"{__name__}.OfLayer"}
+    assert description(OfLayer) == description(partial(OfLayer, layer=3)) == custom
+    assert "lambda" in description(lambda dim: nn.Identity())["custom"]
+    assert set(mixers.__all__) <= set(CATALOGUE) and len(CATALOGUE) == len(mixers.__all__) + 3
+    for made in CATALOGUE.values():
+        form = json.loads(json.dumps(description(made)))
+        name = form if isinstance(form, str) else next(iter(form))
+        assert CATALOGUE[name] is made

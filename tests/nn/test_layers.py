@@ -177,12 +177,34 @@ def test_a_mixer_that_cannot_go_on_is_named():
         block.advance(torch.randn(2, 1, DIM), None, torch.zeros(2))
 
 
-@pytest.mark.parametrize("dim, ratio, hidden", [(192, 8 / 3, 512), (384, 8 / 3, 1024), (10, 4, 40)])
+@pytest.mark.parametrize(
+    "dim, ratio, hidden",
+    [(192, 8 / 3, 512), (384, 8 / 3, 1024), (768, 8 / 3, 2048), (128, 8 / 3, 344), (10, 4, 40),
+     (8, 8 / 3, 24), (9, 4, 40), (2, 1, 8)],
+)  # fmt: skip
 def test_glu(close, dim, ratio, hidden):
     glu, x = GLU(dim, ratio), torch.randn(2, 3, dim)
     assert sum(p.numel() for p in glu.parameters()) == 3 * dim * hidden
     gate, up = x @ glu.gate_proj.weight.T, x @ glu.up_proj.weight.T
     close(glu(x), (gate * gate.sigmoid() * up) @ glu.down_proj.weight.T, 1e-6)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_glu_takes_the_width_of_an_older_checkpoint(assign):
+    """Widths were dim * ratio, rounded down; no other width is taken."""
+    x, options = torch.randn(3, 10), {"device": "cpu", "dtype": torch.float64}
+    old = {"gate_proj": (26, 10), "up_proj": (26, 10), "down_proj": (10, 26)}
+    saved = {f"{name}.weight": torch.randn(shape, **options) for name, shape in old.items()}
+    with torch.device("meta" if assign else "cpu"):
+        glu = GLU(10).double().requires_grad_(False)
+    assert glu.gate_proj.weight.shape == (24, 10)
+    glu.load_state_dict(saved, assign=assign)
+    assert not any(p.requires_grad for p in glu.parameters())
+    gate, up, down = saved.values()
+    expected = nn.functional.silu(x.double() @ gate.T) * (x.double() @ up.T) @ down.T
+    torch.testing.assert_close(glu(x.double()), expected)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        GLU(10, 4).load_state_dict(saved)
 
 
 def test_drop_path():

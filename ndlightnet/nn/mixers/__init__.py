@@ -2,7 +2,8 @@
 `(x (batch, *grid, dim), mask=None, causal=False, layout=None, context=None)` to the shape of x, as
 base.py says; tests iterate `__all__`. Mixers whose state does not grow with the sequence are
 StreamingMixers, with `init_state` and `advance`. WithLocal gives any of them a local branch, and so
-is not one of them; nor is text_mixer, which chooses one for each layer of a language model. To add
+is not one of them; nor is text_mixer, which chooses one for each layer of a language model, nor
+published_mixer, the paper's layer. Networks take all of these by name, too: `mixer="GLA"`. To add
 a mixer, write `mix` in a new file and export it here."""
 
 from ndlightnet.nn.mixers.cosformer import CosformerAttention
@@ -12,9 +13,11 @@ from ndlightnet.nn.mixers.hgrn2 import HGRN2
 from ndlightnet.nn.mixers.identity import Identity
 from ndlightnet.nn.mixers.lavo import LAVO
 from ndlightnet.nn.mixers.lightnet import LightNetAttention
+from ndlightnet.nn.mixers.lightnet import published_mixer as published_mixer
 from ndlightnet.nn.mixers.linear import LinearAttention
 from ndlightnet.nn.mixers.lrpe import LrpeAttention
 from ndlightnet.nn.mixers.mamba import Mamba
+from ndlightnet.nn.mixers.names import CATALOGUE
 from ndlightnet.nn.mixers.rwkv import RWKV4
 from ndlightnet.nn.mixers.s4 import S4
 from ndlightnet.nn.mixers.s5 import S5
@@ -44,3 +47,6 @@ __all__ = [
     "SoftmaxAttention",
     "WindowAttention",
 ]
+
+_MORE = ("WithLocal", "published_mixer", "text_mixer")
+CATALOGUE.update({name: globals()[name] for name in (*__all__, *_MORE)})

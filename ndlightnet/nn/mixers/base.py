@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ndlightnet.layout import Grid, Layout
+from ndlightnet.nn.initial import Initialized
+from ndlightnet.nn.mixers.names import named_mixer, unwrapped
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
 
 
-class Mixer(nn.Module, ABC):
+class Mixer(Initialized, ABC):
     """Base class of mixers, which map tokens to the same shape, on grids of any number of axes.
 
     A subclass defines `mix`, and `mix_context` if it has a cross form. For all mixers `forward`
@@ -135,20 +137,23 @@ class StreamingMixer(Mixer):
         return sum(x.numel() * (2 if x.is_complex() else 1) for x in leaves)
 
 
-# A function of the width that returns a mixer, or one for each layer: what jsonargparse reads from
-# YAML as a name, a class_path with init_args, or a list of both. With the tuple first jsonargparse
-# also writes lists back, and lays a single option over a class.
+# A function of the width that returns a mixer, or its name in the catalogue, alone or with
+# arguments, {name: arguments}; or one for each layer. jsonargparse reads names from YAML, and
+# functions as a dotted name or a class_path with init_args. With the tuple first jsonargparse also
+# writes lists back, and lays a single option over a class.
 Factory = Callable[[int], nn.Module]
-Factories = tuple[Factory, ...] | Factory | Sequence[Factory]
+Named = Factory | str | dict[str, Any]
+Factories = tuple[Factory, ...] | Named | Sequence[Named]
 
 
 def build_mixer(
-    factory: Factory, dim: int, *, dims: int | None, layer: int, causal: bool | None = None
+    factory: Named, dim: int, *, dims: int | None, layer: int, causal: bool | None = None
 ) -> nn.Module:
     """Return factory(dim), called with the keyword arguments `dims` (number of axes), `layer`
     (index of the layer) and `causal` (whether its causal form is called) as well, each if the
     factory's signature names it and it is not None. A `functools.partial` may set them itself, to
     anything but None."""
+    factory = _factory("mixer", factory)
     given = getattr(factory, "keywords", {})  # of a partial; jsonargparse gives it all defaults
     named = {*inspect.signature(factory).parameters, *given}
     offered = {"dims": dims, "layer": layer, "causal": causal}
@@ -168,24 +173,37 @@ def layer_factories(
     mixer: the argument `name` of a network: one function for all layers, or a list of one for each.
     Raises ValueError for anything else.
     """
-    each = [mixer] * layers if callable(mixer) else mixer
-    names = [name if callable(mixer) else f"{name}[{i}]" for i in range(layers)]
+    one = callable(mixer) or isinstance(mixer, str | dict)
+    each: Any = [mixer] * layers if one else mixer
+    names = [name if one else f"{name}[{i}]" for i in range(layers)]
     if not isinstance(each, list | tuple):
         raise ValueError(f"{name}={mixer!r}: expected {_FACTORY}, or a list of one for each layer")
     if len(each) != layers:
         raise ValueError(f"{name}: a list of {len(each)}, expected one for each of {layers} layers")
-    for label, made in zip(names, each, strict=True):
-        if isinstance(made, nn.Module) or not callable(made):
-            found = f"{type(made).__name__}(...)" if isinstance(made, nn.Module) else repr(made)
-            raise ValueError(f"{label}={found}: expected {_FACTORY}")
     return [
-        partial(build_mixer, factory, dims=dims, layer=first + i, causal=causal)
-        for i, factory in enumerate(each)
+        partial(build_mixer, _factory(label, made), dims=dims, layer=first + i, causal=causal)
+        for i, (label, made) in enumerate(zip(names, each, strict=True))
     ]
 
 
+def _factory(label: str, made: Any) -> Factory:
+    if callable(made) and unwrapped(made)[0] is nn.Module:
+        # jsonargparse reads {name: arguments} as arguments of nn.Module, and cannot write it back
+        name, *_ = [*unwrapped(made)[1], "NAME"]
+        raise ValueError(
+            f"{label}: in YAML expected a name, or {{class_path: {name}, init_args: {{...}}}}"
+        )
+    if isinstance(made, str | dict):
+        return named_mixer(label, made)
+    if isinstance(made, nn.Module) or not callable(made):
+        found = f"{type(made).__name__}(...)" if isinstance(made, nn.Module) else repr(made)
+        raise ValueError(f"{label}={found}: expected {_FACTORY}")
+    return made
+
+
 _FACTORY = (
-    "a class or a function of the width, such as functools.partial(LightNetAttention, heads=4)"
+    "a name such as 'GLA', {'GLA': {'heads': 4}}, a class or a function of the width, such as "
+    "functools.partial(LightNetAttention, heads=4)"
 )
 
 

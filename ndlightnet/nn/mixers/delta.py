@@ -17,33 +17,13 @@ from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
 
 
-class DeltaNet(Keyed):
-    """DeltaNet: o_proj(norm(m_t^T q_t)), m_t = (I - beta_t k_t k_t^T) m_(t-1) + beta_t k_t v_t^T;
-    q, k and v after a causal convolution over `taps` tokens and SiLU, q and k scaled to length 1 (q
-    then divided by sqrt(head_dim)), beta = sigmoid(.).
-
-    Args:
-        dim: channels of a token.
-        heads: default: one per 64 channels.
-        scan: how a grid is covered; see Recurrent.
-        negative: beta up to 2, so that a memory can also change its sign (arXiv 2411.12537).
-        taps: tokens that the convolution reads, the token itself included; 1: no convolution.
-        impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.recurrence.delta.
-
-    Parameters: 4 dim^2 + 3 taps dim (0 for 1 tap) + heads dim + dim / heads.
-    """
+class _Delta(Keyed):
+    """Base class of DeltaNet and its relatives; their constructors end with `initialize`."""
 
     operation = "gated_delta_rule"
 
     def __init__(
-        self,
-        dim: int,
-        heads: int | None = None,
-        *,
-        scan: Scan = "both",
-        negative: bool = False,
-        taps: int = 4,
-        impl: Impl = "auto",
+        self, dim: int, heads: int | None, scan: Scan, negative: bool, taps: int, impl: Impl
     ) -> None:
         super().__init__(dim, heads, scan, impl, decays=0)
         if taps < 1:
@@ -52,11 +32,15 @@ class DeltaNet(Keyed):
         self.in_proj = nn.Linear(dim, 3 * dim, bias=False)
         self.conv: nn.Parameter | None = None
         if taps > 1:
-            weight = torch.empty(3 * dim, taps).uniform_(-1, 1) / math.sqrt(taps)
-            self.conv = nn.Parameter(weight)
+            self.conv = nn.Parameter(torch.empty(3 * dim, taps))
         self.beta_proj = nn.Linear(dim, self.heads, bias=False)
         self.norm = nn.RMSNorm(self.value_dim, eps=1e-5)
         self.width = 3 * dim + self.heads
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        if self.conv is not None:
+            self.conv.uniform_(-1, 1).div_(math.sqrt(self.conv.shape[1]))
 
     def project(self, x: Tensor) -> Tensor:
         return torch.cat([self.in_proj(x), self.beta_proj(x)], -1)
@@ -84,13 +68,43 @@ class DeltaNet(Keyed):
         return out
 
 
+class DeltaNet(_Delta):
+    """DeltaNet: o_proj(norm(m_t^T q_t)), m_t = (I - beta_t k_t k_t^T) m_(t-1) + beta_t k_t v_t^T;
+    q, k and v after a causal convolution over `taps` tokens and SiLU, q and k scaled to length 1 (q
+    then divided by sqrt(head_dim)), beta = sigmoid(.).
+
+    Args:
+        dim: channels of a token.
+        heads: default: one per 64 channels.
+        scan: how a grid is covered; see Recurrent.
+        negative: beta up to 2, so that a memory can also change its sign (arXiv 2411.12537).
+        taps: tokens that the convolution reads, the token itself included; 1: no convolution.
+        impl: "auto", "torch", "fla" or "reference"; see ndlightnet.ops.recurrence.delta.
+
+    Parameters: 4 dim^2 + 3 taps dim (0 for 1 tap) + heads dim + dim / heads.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int | None = None,
+        *,
+        scan: Scan = "both",
+        negative: bool = False,
+        taps: int = 4,
+        impl: Impl = "auto",
+    ) -> None:
+        super().__init__(dim, heads, scan, negative, taps, impl)
+        self.initialize()
+
+
 def unit(x: Tensor) -> Tensor:
     """Normalise vectors to length 1 along the last axis, computed in float32."""
     exact = x.to(accumulator(x))
     return (exact * (exact.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
 
 
-class _Decaying(DeltaNet):
+class _Decaying(_Delta):
     """DeltaNet with `decays` log decays -exp(A_log) softplus(. + dt_bias) per head; initially
     exp(A_log) is between `slowest` and 16."""
 
@@ -101,11 +115,17 @@ class _Decaying(DeltaNet):
         self, dim: int, heads: int | None, scan: Scan, negative: bool, taps: int, impl: Impl,
         dt_min: float, dt_max: float, decays: int, slowest: float,
     ) -> None:  # fmt: skip
-        super().__init__(dim, heads, scan=scan, negative=negative, taps=taps, impl=impl)
-        self.decays = decays
-        self.A_log = nn.Parameter(torch.empty(self.heads).uniform_(slowest, 16).log())
-        self.dt_bias = init_dt_bias(self.heads * decays, dt_min, dt_max)
+        super().__init__(dim, heads, scan, negative, taps, impl)
+        self.decays, self.slowest, self.steps = decays, slowest, (dt_min, dt_max)
+        self.A_log = nn.Parameter(torch.empty(self.heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.heads * decays))
         self.width += self.heads * decays + dim
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        super().initialize()
+        self.A_log.uniform_(self.slowest, 16).log_()
+        init_dt_bias(self.dt_bias, *self.steps)
 
     def decay(self, logits: Tensor) -> Tensor:
         acc = accumulator(logits)
@@ -139,6 +159,7 @@ class GatedDeltaNet(_Decaying):
         )  # fmt: skip
         self.decay_proj = nn.Linear(dim, self.heads, bias=False)
         self.gate_proj = nn.Linear(dim, dim, bias=False)
+        self.initialize()
 
     def project(self, x: Tensor) -> Tensor:
         return torch.cat([super().project(x), self.decay_proj(x), self.gate_proj(x)], -1)
@@ -168,6 +189,7 @@ class KimiDeltaAttention(_Decaying):
             nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim, bias=bias))
             for bias in (False, True)
         )
+        self.initialize()
 
     def project(self, x: Tensor) -> Tensor:
         return torch.cat([super().project(x), self.decay_proj(x), self.gate_proj(x)], -1)

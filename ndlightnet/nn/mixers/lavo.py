@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, per_axis
 from ndlightnet.nn.heads import default_heads
+from ndlightnet.nn.initial import assign
 from ndlightnet.nn.mixers.base import StreamingMixer, zero_padding
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.lavo import WindowSums, amounts, memory_read, past_means, token_mean
@@ -80,15 +81,19 @@ class LAVO(StreamingMixer):
         self.q_proj = nn.Linear(dim, dim, bias=False)
         self.k_proj = nn.Linear(dim, dim, bias=False) if sizes else None
         self.v_proj = nn.Linear(context_dim or dim, dim, bias=False)
-        self.bias = nn.ParameterList(
-            nn.init.normal_(torch.empty(self.heads, 2 * size - 1), std=self.head_dim**-0.5)
-            for size in sizes
-        )
-        # one by one, since orthogonal_ takes (heads, memories, head_dim) for a single matrix
-        shape = (rows, self.head_dim)
-        bases = [nn.init.orthogonal_(torch.empty(shape)) for _ in range(self.heads)]
-        self.basis = nn.Parameter(torch.stack(bases))  # (heads, memories, head_dim)
+        self.bias = nn.ParameterList(torch.empty(self.heads, 2 * size - 1) for size in sizes)
+        self.basis = nn.Parameter(torch.empty(self.heads, rows, self.head_dim))
         self.o_proj = nn.Linear(dim, dim, bias=False)
+        self.initialize()
+
+    def initialize(self) -> None:
+        for bias in self.bias:
+            nn.init.normal_(bias, std=self.head_dim**-0.5)
+        # one by one, since orthogonal_ takes (heads, memories, head_dim) for a single matrix
+        heads, *shape = self.basis.shape
+        device = self.basis.device
+        bases = [nn.init.orthogonal_(torch.empty(shape, device=device)) for _ in range(heads)]
+        assign(self.basis, torch.stack(bases))
 
     def windows(self, ndim: int) -> tuple[int, ...] | None:
         """Return the window on each axis of a grid; None without the local branch."""

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from ndlightnet.layout import Grid, Layout
 from ndlightnet.nn.constants import Constants
@@ -132,7 +133,7 @@ class LightNetAttention(Constants, StreamingMixer):
         self.local_values = convolution("values", "both")
         self.local_input = convolution("input", "both")
         self.key_scale = key_scale
-        self.scale_weights()
+        self.initialize()
 
     def _divide(self, heads: int, rank: int, lrpe: Kind | None, learn_theta: bool) -> None:
         """Make the modules whose parameters depend on the number of heads."""
@@ -146,23 +147,40 @@ class LightNetAttention(Constants, StreamingMixer):
         with torch.no_grad():
             self.k_proj.weight.mul_(self.key_scale)
 
+    def initialize(self) -> None:
+        self.scale_weights()
+        self.reset_constants()
+
     def constants(self) -> dict[str, Tensor]:
         return {} if self.rates is None else {"forget": torch.tensor(self.rates)}
 
-    def mix(self, x: Tensor, layout: Layout, mask: Tensor | None, causal: bool) -> Tensor:
+    def mix(
+        self, x: Tensor, layout: Layout, mask: Tensor | None, causal: bool, prefix: int = 0
+    ) -> Tensor:
+        """Map tokens (batch, prefix + length, dim) to the same shape; mask: as many. The `prefix`
+        tokens in front of the grid, such as a class token, take part in the attention, at position
+        0, and not in local mixing. Prefix tokens need the global form and a Grid."""
+        if prefix and (causal or not isinstance(layout, Grid)):
+            raise ValueError(f"prefix={prefix}: expected causal=False and a Grid, or no prefix")
+
+        def local(convolution: LocalMixing, x: Tensor) -> Tensor:
+            if not prefix:
+                return convolution(x, layout, mask, causal)
+            part = None if mask is None else mask[:, prefix:]
+            return pad(convolution(x[:, prefix:], layout, part), (0, 0, prefix, 0))
+
         if self.local_input is not None:
             (x,) = zero_padding(mask, x)
-            x = x + self.local_input(x, layout, None, causal)
+            x = x + local(self.local_input, x)
         q, k, v, gate = self._project(x, x)
-        near = None
-        if self.local_values is not None:
-            near = self.local_values(v.flatten(2), layout, mask, causal)
+        near = None if self.local_values is None else local(self.local_values, v.flatten(2))
         if causal:
             y, _ = self._causal(q, k, v, layout, mask)
         else:
             self._refuse_window()
-            position = self.lrpe(layout) if self.lrpe else None
-            y = global_attention(q, k, v, mask=mask, lrpe=position, layout=layout, impl=self.impl)
+            position = self.lrpe(layout)._replace(prefix=prefix) if self.lrpe else None
+            within = None if prefix else layout
+            y = global_attention(q, k, v, mask=mask, lrpe=position, layout=within, impl=self.impl)
         return self._output(y, gate, near)
 
     def mix_context(
@@ -296,3 +314,8 @@ class LightNetAttention(Constants, StreamingMixer):
         self.gate.to(self.q_proj.weight).requires_grad_(trained)
         if self.lrpe:
             self.lrpe.to(self.q_proj.weight)
+
+
+def published_mixer(dim: int) -> LightNetAttention:
+    """Return the paper's layer: heads of 64 channels, without local mixing."""
+    return LightNetAttention(dim, default_heads(dim, None)[0], local=None, key_scale=1.0)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ndlightnet.nn.initial import assign
 from ndlightnet.nn.mixers.recurrent import Recurrent, Scan, exclude_self, init_dt_bias, short_conv
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence.selective import selective_scan
@@ -54,16 +55,27 @@ class Mamba(Recurrent):
         inner, self.rank, self.state = EXPAND * dim, math.ceil(dim / 16), state
         self.width = 2 * inner
         self.in_proj = nn.Linear(dim, 2 * inner, bias=False)
-        self.conv = nn.Parameter(torch.empty(inner, TAPS).uniform_(-1, 1) / math.sqrt(TAPS))
-        self.conv_bias = nn.Parameter(torch.empty(inner).uniform_(-1, 1) / math.sqrt(TAPS))
+        self.conv = nn.Parameter(torch.empty(inner, TAPS))
+        self.conv_bias = nn.Parameter(torch.empty(inner))
         self.x_proj = nn.Linear(inner, self.rank + 2 * state, bias=False)
         # a parameter, since `init_weights` of a network would initialise a linear map again
-        weight = torch.empty(inner, self.rank).uniform_(-1, 1) / math.sqrt(self.rank)
-        self.delta_weight = nn.Parameter(weight)
-        self.dt_bias = init_dt_bias(inner, dt_min, dt_max)
-        self.A_log = nn.Parameter(torch.arange(1.0, state + 1).log().repeat(inner, 1))
-        self.D = nn.Parameter(torch.ones(inner))
+        self.delta_weight = nn.Parameter(torch.empty(inner, self.rank))
+        self.steps = dt_min, dt_max
+        self.dt_bias = nn.Parameter(torch.empty(inner))
+        self.A_log = nn.Parameter(torch.empty(inner, state))
+        self.D = nn.Parameter(torch.empty(inner))
         self.out_proj = nn.Linear(inner, dim, bias=False)
+        self.initialize()
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        self.conv.uniform_(-1, 1).div_(math.sqrt(TAPS))
+        self.conv_bias.uniform_(-1, 1).div_(math.sqrt(TAPS))
+        self.delta_weight.uniform_(-1, 1).div_(math.sqrt(self.rank))
+        init_dt_bias(self.dt_bias, *self.steps)
+        rates = torch.arange(1.0, self.state + 1, device=self.A_log.device)
+        assign(self.A_log, rates.log().repeat(len(self.A_log), 1))
+        self.D.fill_(1)
 
     def project(self, x: Tensor) -> Tensor:
         out: Tensor = self.in_proj(x)

@@ -171,10 +171,11 @@ def short_conv(z: Tensor, weight: Tensor) -> Tensor:
     return local_mixing(z, weight.mT, offsets, layout=Grid((z.shape[1],)))[:, taps - 1 :]
 
 
-def init_dt_bias(channels: int, dt_min: float, dt_max: float) -> nn.Parameter:
-    """Return a bias (channels,) whose softplus is a step between dt_min and dt_max, drawn uniformly
-    in its logarithm."""
+@torch.no_grad()
+def init_dt_bias(bias: Tensor, dt_min: float, dt_max: float) -> None:
+    """Initialise a bias (channels,) whose softplus is a step between dt_min and dt_max, drawn
+    uniformly in its logarithm."""
     if not 0 < dt_min <= dt_max:
         raise ValueError(f"dt_min={dt_min}, dt_max={dt_max}: expected 0 < dt_min <= dt_max")
-    step = torch.empty(channels).uniform_(math.log(dt_min), math.log(dt_max)).exp()
-    return nn.Parameter(step + torch.log(-torch.expm1(-step)))
+    step = bias.uniform_(math.log(dt_min), math.log(dt_max)).exp()
+    bias.copy_(step + torch.log(-torch.expm1(-step)))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ndlightnet.nn.initial import assign
 from ndlightnet.nn.mixers.recurrent import Recurrent, Scan
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence import wkv
@@ -38,17 +39,24 @@ class RWKV4(Recurrent):
     def __init__(self, dim: int, *, scan: Scan = "both") -> None:
         super().__init__(scan)
         self.width = dim
-        at, depth = torch.arange(dim), 0.5
-        ratio = at / max(1, dim - 1)
-        self.decay = nn.Parameter(-5 + 8 * ratio ** (0.7 + 1.3 * depth))
-        self.bonus = nn.Parameter(math.log(0.3) + 0.5 * ((at + 1) % 3 - 1))
-        ratio = at / dim
-        self.mix_k = nn.Parameter(ratio ** (1 - depth))
-        self.mix_v = nn.Parameter(ratio ** (1 - depth) + 0.3 * depth)
-        self.mix_r = nn.Parameter(ratio ** ((1 - depth) / 2))
+        self.decay, self.bonus, self.mix_k, self.mix_v, self.mix_r = (
+            nn.Parameter(torch.empty(dim)) for _ in range(5)
+        )
         self.r_proj, self.k_proj, self.v_proj, self.o_proj = (
             nn.Linear(dim, dim, bias=False) for _ in range(4)
         )
+        self.initialize()
+
+    def initialize(self) -> None:
+        dim, depth = self.width, 0.5
+        at = torch.arange(dim, device=self.decay.device)
+        ratio = at / max(1, dim - 1)
+        assign(self.decay, -5 + 8 * ratio ** (0.7 + 1.3 * depth))
+        assign(self.bonus, math.log(0.3) + 0.5 * ((at + 1) % 3 - 1))
+        ratio = at / dim
+        assign(self.mix_k, ratio ** (1 - depth))
+        assign(self.mix_v, ratio ** (1 - depth) + 0.3 * depth)
+        assign(self.mix_r, ratio ** ((1 - depth) / 2))
 
     def inputs(self, z: Tensor, mask: Tensor | None) -> Parts:
         k, v = self.k_proj(token_shift(z, self.mix_k)), self.v_proj(token_shift(z, self.mix_v))

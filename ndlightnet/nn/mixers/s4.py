@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ndlightnet.nn.initial import assign
 from ndlightnet.nn.mixers.recurrent import Recurrent, Scan, exclude_self
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence import ssm
@@ -33,13 +34,24 @@ class S4(Recurrent):
     def __init__(self, dim: int, state: int = 64, *, scan: Scan = "both") -> None:
         super().__init__(scan)
         self.width = dim
-        eigenvalues, _ = ssm.legs(state)
-        self.A_log = nn.Parameter((-eigenvalues.real).log().float().repeat(dim, 1))
-        self.A_imag = nn.Parameter(eigenvalues.imag.float().repeat(dim, 1))
-        self.log_dt = nn.Parameter(torch.empty(dim).uniform_(math.log(1e-3), math.log(0.1)))
-        self.C = nn.Parameter(torch.randn(dim, state // 2, 2) / math.sqrt(2))  # real, imaginary
-        self.D = nn.Parameter(torch.randn(dim))
+        self.state = state
+        pairs = (dim, ssm.pairs(state))
+        self.A_log = nn.Parameter(torch.empty(pairs, dtype=torch.float32))
+        self.A_imag = nn.Parameter(torch.empty(pairs, dtype=torch.float32))
+        self.log_dt = nn.Parameter(torch.empty(dim))
+        self.C = nn.Parameter(torch.empty(*pairs, 2))  # real, imaginary
+        self.D = nn.Parameter(torch.empty(dim))
         self.out_proj = nn.Linear(dim, 2 * dim, bias=False)
+        self.initialize()
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        eigenvalues, _ = ssm.legs(self.state)
+        assign(self.A_log, (-eigenvalues.real).log().repeat(self.width, 1))
+        assign(self.A_imag, eigenvalues.imag.repeat(self.width, 1))
+        self.log_dt.uniform_(math.log(1e-3), math.log(0.1))
+        self.C.normal_().div_(math.sqrt(2))
+        self.D.normal_()
 
     def system(self) -> tuple[Tensor, Tensor]:
         """Return dt a and the states' weights expm1(dt a) / a C: (dim, state / 2), complex128."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ndlightnet.nn.initial import assign
 from ndlightnet.nn.mixers.recurrent import Recurrent, Scan, exclude_self
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.recurrence import ssm
@@ -35,19 +36,31 @@ class S5(Recurrent):
     def __init__(self, dim: int, state: int = 64, *, scan: Scan = "both") -> None:
         super().__init__(scan)
         self.width = dim
-        eigenvalues, vectors = ssm.legs(state)
-        self.A_log = nn.Parameter((-eigenvalues.real).log().float())
-        self.A_imag = nn.Parameter(eigenvalues.imag.float())
-        step = torch.empty(state // 2).uniform_(math.log(1e-3), math.log(0.1))
-        self.log_dt = nn.Parameter(step)
-        vectors = vectors.to(torch.complex64)
-        # normal in HiPPO's coordinates, then changed to those of its eigenvectors; real, imaginary
-        b = torch.randn(dim, state) / math.sqrt(dim)
-        c = torch.randn(dim, state, dtype=torch.complex64) * math.sqrt(2 / state)
-        self.B = nn.Parameter(torch.view_as_real(b.to(c.dtype) @ vectors.conj()))
-        self.C = nn.Parameter(torch.view_as_real(c @ vectors))
-        self.D = nn.Parameter(torch.randn(dim))
+        self.state, exact = state, torch.float32
+        pairs = ssm.pairs(state)
+        self.A_log = nn.Parameter(torch.empty(pairs, dtype=exact))
+        self.A_imag = nn.Parameter(torch.empty(pairs, dtype=exact))
+        self.log_dt = nn.Parameter(torch.empty(pairs))
+        self.B = nn.Parameter(torch.empty(dim, pairs, 2, dtype=exact))  # real, imaginary
+        self.C = nn.Parameter(torch.empty(dim, pairs, 2, dtype=exact))
+        self.D = nn.Parameter(torch.empty(dim))
         self.gate_proj = nn.Linear(dim, dim, bias=False)
+        self.initialize()
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        eigenvalues, vectors = ssm.legs(self.state)
+        assign(self.A_log, (-eigenvalues.real).log())
+        assign(self.A_imag, eigenvalues.imag)
+        self.log_dt.uniform_(math.log(1e-3), math.log(0.1))
+        # normal in HiPPO's coordinates, then changed to those of its eigenvectors
+        dim, state, on = self.width, self.state, self.B.device
+        vectors = vectors.to(on, torch.complex64)
+        b = torch.randn(dim, state, device=on) / math.sqrt(dim)
+        c = torch.randn(dim, state, dtype=torch.complex64, device=on) * math.sqrt(2 / state)
+        assign(self.B, torch.view_as_real(b.to(c.dtype) @ vectors.conj()))
+        assign(self.C, torch.view_as_real(c @ vectors))
+        self.D.normal_()
 
     def system(self) -> tuple[Tensor, Tensor]:
         """Return exp(dt a) (state / 2,) and expm1(dt a) / a B (dim, state / 2), complex128."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ndlightnet.nn.initial import assign
 from ndlightnet.nn.mixers.base import zero_padding
 from ndlightnet.nn.mixers.keyed import Keyed, Parts
 from ndlightnet.nn.mixers.recurrent import Scan
@@ -38,9 +39,13 @@ class TNL(Keyed):
         super().__init__(dim, heads, scan, impl, decays=1)
         self.width = 4 * dim
         self.in_proj = nn.Linear(dim, self.width, bias=False)
-        slope = 2.0 ** (-8 * torch.arange(1, self.heads + 1) / self.heads)
+        self.slope = nn.Parameter(torch.empty(self.heads), requires_grad=False)
+        self.initialize()
+
+    def initialize(self) -> None:
+        head = torch.arange(1, self.heads + 1, device=self.slope.device)
         # softplus of the parameter is the slope
-        self.slope = nn.Parameter(torch.log(torch.expm1(slope)), requires_grad=False)
+        assign(self.slope, torch.log(torch.expm1(2.0 ** (-8 * head / self.heads))))
 
     def project(self, x: Tensor) -> Tensor:
         out: Tensor = self.in_proj(x)

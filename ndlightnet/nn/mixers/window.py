@@ -62,9 +62,13 @@ class WindowAttention(StreamingMixer):
         self.lrpe = MDLRPE(self.heads, self.head_dim, "rotary") if rotary else None
         self.bias: nn.Parameter | None = None
         if not rotary:
-            bias = torch.empty(self.heads, 2 * max(sizes) - 1)
-            self.bias = nn.Parameter(nn.init.normal_(bias, std=self.head_dim**-0.5))
+            self.bias = nn.Parameter(torch.empty(self.heads, 2 * max(sizes) - 1))
         self.o_proj = nn.Linear(dim, dim, bias=False)
+        self.initialize()
+
+    def initialize(self) -> None:
+        if self.bias is not None:
+            nn.init.normal_(self.bias, std=self.head_dim**-0.5)
 
     def mix(self, x: Tensor, layout: Grid, mask: Tensor | None, causal: bool) -> Tensor:
         (x,) = zero_padding(mask, x)

@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 
 from ndlightnet.layout import Grid, Layout
 from ndlightnet.nn.local import LocalMixing, LocalState, Where
-from ndlightnet.nn.mixers.base import Factory, Mixer, StreamingMixer, build_mixer, zero_padding
+from ndlightnet.nn.mixers.base import Mixer, Named, StreamingMixer, build_mixer, zero_padding
 from ndlightnet.ops.dispatch import Impl
 
 
@@ -24,7 +24,7 @@ class WithLocal(StreamingMixer):
 
     Args:
         dim: channels of a token.
-        mixer: a function of the width that returns a Mixer.
+        mixer: a function of the width that returns a Mixer, or a name as in networks.
         local: "values", as above; "input": mixer(x + local(x)); "both": the first of x + local(x).
         radius, dense: as in LocalMixing.
         dims, layer, causal: number of axes, index of the layer, whether the causal form is called;
@@ -39,7 +39,7 @@ class WithLocal(StreamingMixer):
     def __init__(
         self,
         dim: int,
-        mixer: Factory,
+        mixer: Named,
         *,
         local: Where = "values",
         radius: int = 1,

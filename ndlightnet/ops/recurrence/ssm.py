@@ -20,6 +20,13 @@ from ndlightnet.ops.recurrence.exponential import even, exponential_filter, gath
 COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 
 
+def pairs(state: int) -> int:
+    """Return the number of conjugate pairs of a state of this real size."""
+    if state < 2 or state % 2:
+        raise ValueError(f"state={state}: expected an even number, 2 or more")
+    return state // 2
+
+
 def legs(state: int) -> tuple[Tensor, Tensor]:
     """Decompose the normal part of HiPPO-LegS, A + p p^T with A_nj = -sqrt((2n + 1)(2j + 1)) for
     n > j, -(n + 1) for n = j, 0 for n < j, and p_n = sqrt(n + 1/2): -I/2 + a skew-symmetric matrix.
@@ -27,13 +34,13 @@ def legs(state: int) -> tuple[Tensor, Tensor]:
     Returns its eigenvalues with positive imaginary part (state / 2,), slowest first, and their
     eigenvectors (state, state / 2), complex128.
     """
-    if state < 2 or state % 2:
-        raise ValueError(f"state={state}: expected an even number, 2 or more")
-    root = (2 * torch.arange(state, dtype=torch.float64) + 1).sqrt()
+    half = pairs(state)
+    # on the CPU, whatever default device a caller has set: eigenvectors differ in their phases
+    root = (2 * torch.arange(state, dtype=torch.float64, device="cpu") + 1).sqrt()
     low = (root[:, None] * root).tril(-1) / 2
     frequency, vectors = torch.linalg.eigh(1j * (low - low.mT))  # of a Hermitian matrix: real
-    frequency = frequency[state // 2 :]
-    return torch.complex(torch.full_like(frequency, -0.5), frequency), vectors[:, state // 2 :]
+    frequency = frequency[half:]
+    return torch.complex(torch.full_like(frequency, -0.5), frequency), vectors[:, half:]
 
 
 def zero_order_hold(z: Tensor) -> Tensor:

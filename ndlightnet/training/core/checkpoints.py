@@ -53,11 +53,11 @@ def check_checkpoint(
     if saved.get("causal") not in (None, getattr(model, "causal", None)):
         what = "causal, go on" if saved["causal"] else "not causal, train one"
         raise DataError(f"{path}: its network is {what} with --model.causal true")
-    own = model.state_dict()
-    if own.keys() != weights.keys() and _loads(model, weights):
-        return  # older parameter names, which the network converts
-    for name in [*own, *weights]:
-        here, there = (tuple(d[name].shape) if name in d else "none" for d in (own, weights))
+    own, found = ({k: tuple(x.shape) for k, x in d.items()} for d in (model.state_dict(), weights))
+    if own != found and _loads(model, weights):
+        return  # older names or widths, which the network converts
+    for name in [*own, *found]:
+        here, there = own.get(name, "none"), found.get(name, "none")
         if here != there:
             raise DataError(
                 f"{path}: the checkpoint of another network: {name} is {there} there, {here} here"

@@ -4,7 +4,7 @@ results from every process."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -14,6 +14,7 @@ from torch import nn
 
 from ndlightnet.data.errors import DataError, fitting
 from ndlightnet.data.visits import mixed
+from ndlightnet.models.hub import Pretrained
 from ndlightnet.training.core.costs import CostMonitor
 from ndlightnet.training.core.optim import adamw_with_cosine
 from ndlightnet.training.core.speed import checkpoint_blocks
@@ -117,6 +118,9 @@ class Task(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["names"] = self.data().names()
+        if isinstance(self.net, Pretrained):
+            with suppress(ValueError):  # changed to what no arguments describe
+                checkpoint["network"] = self.net.description()  # for `from_checkpoint`
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         data, saved = self.data(), checkpoint["names"]

@@ -1,0 +1,235 @@
+"""replace_attention: the attention layers of a network of another library become ours.
+
+A library takes part with a file `<library>_attention.py` here, listed in LIBRARIES. It has
+
+    def known(module: nn.Module) -> bool
+    def replacement(name, module, model, options) -> Replacement | Refusal
+
+`known` tells whether it knows such a layer; modules are asked about from the outermost inwards, and
+those inside a known one are not. `replacement` returns a new layer that takes the calls of the
+known `module`, called `name` in `model`; or, if its function cannot be expressed, a Refusal with
+the reason. It must not change anything: replace_attention puts all new layers in their places at
+the end, on the device and with the dtype and mode of the old ones. A library's file is imported if
+the network has a module of that library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from importlib import import_module
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ndlightnet.nn.mixers.base import Factory
+
+LIBRARIES = {
+    "torch": "ndlightnet.integrations.torch_attention",
+    "timm": "ndlightnet.integrations.timm_attention",
+    "monai": "ndlightnet.integrations.monai_attention",
+}
+Start = Literal["fresh", "weights"]
+Where = str | Callable[[str, nn.Module], bool]
+
+
+class Replacement(NamedTuple):
+    """A new layer; what it is, in words, for the report; what of the old one it leaves out."""
+
+    new: nn.Module
+    what: str
+    without: tuple[str, ...] = ()
+
+
+class Refusal(NamedTuple):
+    """Why a layer that a library's file knows cannot be replaced."""
+
+    reason: str
+
+
+UNKNOWN = Refusal("not a layer that replace_attention knows")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user asked replace_attention for, and `layer`: how many layers come before this."""
+
+    mixer: Factory | None = None
+    start: Start = "fresh"
+    grid: tuple[int, ...] | None = None
+    prefix: int = 0
+    layer: int = 0
+
+    def begin(self, new: nn.Module, **old: tuple[Tensor, Tensor | None] | nn.Linear) -> str:
+        """With start="weights", copy weights and biases q, k, v, o to the projections q_proj,
+        k_proj, v_proj and o_proj or out_proj of a mixer, where shapes agree. Return what was
+        copied, in words; "" if nothing was asked for.
+
+        Raises ValueError if nothing fits.
+        """
+        if self.start == "fresh":
+            return ""
+        copied = []
+        for name, given in old.items():
+            weight, bias = (given.weight, given.bias) if isinstance(given, nn.Linear) else given
+            to = getattr(new, f"{name}_proj", None)
+            to = getattr(new, "out_proj", None) if to is None and name == "o" else to
+            if not isinstance(to, nn.Linear) or to.weight.shape != weight.shape:
+                continue
+            with torch.no_grad():
+                to.weight.copy_(weight)
+                if to.bias is not None:
+                    to.bias.zero_() if bias is None else to.bias.copy_(bias)
+            copied.append(name)
+        if not copied:
+            raise ValueError(
+                f"start='weights': {type(new).__name__} has no projections of the old layer's "
+                "shapes; expected start='fresh'"
+            )
+        return f", starting from {', '.join(copied)}"
+
+
+@dataclass
+class Report:
+    """What replace_attention did. `print(report)` says it in words.
+
+    replaced: name -> what it was and is now. left: name -> what it is, and why it stays.
+    """
+
+    replaced: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = []
+        for title, rows in (("replaced", self.replaced), ("left", self.left)):
+            lines.append(f"{title}: {len(rows)}")
+            lines += [f"  {name}: {what}" for name, what in rows.items()]
+        return "\n".join(lines)
+
+
+def replace_attention(
+    model: nn.Module,
+    mixer: Factory | None = None,
+    where: Where | None = None,
+    *,
+    start: Start = "fresh",
+    grid: tuple[int, ...] | None = None,
+    prefix: int = 0,
+) -> Report:
+    """Replace the attention layers of a network by linear ones, in place, and report what was
+    replaced, what was left and why.
+
+    Known are the layers of torch, timm, MONAI, transformers and diffusers. Where the network knows
+    the grid of its tokens, the new layers run on it, with local mixing. The new function is
+    another one, so that the network is to be trained or fine-tuned. Make the optimiser afterwards:
+    the new layers have new parameters, on the device and of the dtype of the old ones.
+
+    Args:
+        model: the network. It must not be an attention layer itself.
+        mixer: a function of the width that returns a mixer, such as `mixers.GLA`. Default: LightNet
+            attention with as many heads as the old layer and without position code.
+        where: which layers: a glob pattern of names ("blocks.[0-5].*"), or a function of name and
+            module. Default: all that can be replaced.
+        start: "fresh": new weights. "weights": q, k, v and o begin with those of the old layer,
+            where shapes agree. This is a start, not equality: they were trained for softmax scores.
+        grid: shape of the grid of the tokens, for networks that do not know theirs.
+        prefix: number of tokens in front of that grid, such as a class token.
+
+    Raises ValueError, before anything is changed, if no layer can be replaced, or one that `where`
+    selects cannot.
+    """
+    if start not in get_args(Start):
+        raise ValueError(f"start={start!r}: expected 'fresh' or 'weights'")
+    if mixer is not None and (isinstance(mixer, nn.Module) or not callable(mixer)):
+        raise ValueError(f"mixer={mixer!r}: expected a function of the width, such as mixers.GLA")
+    options = Options(mixer, start, grid, prefix)
+    selected = _selector(where)
+    report = Report()
+    new: dict[str, nn.Module] = {}
+    seen: dict[int, tuple[Replacement | Refusal, str]] = {}
+    for name, module, file in _layers(model):
+        if not selected(name, module):
+            report.left[name] = f"{_kind(module)}, not selected by where={where!r}"
+            continue
+        if id(module) not in seen:
+            asked = name, module, model, replace(options, layer=len(new))
+            seen[id(module)] = UNKNOWN if file is None else file.replacement(*asked), name
+        found, first = seen[id(module)]
+        if isinstance(found, Refusal):
+            if where is not None:
+                raise ValueError(f"{name} is a {_kind(module)} and stays: {found.reason}")
+            report.left[name] = f"{_kind(module)}, {found.reason}"
+            continue
+        new[name] = _like(found.new, module)
+        shared = "" if first == name else f", shared with {first}"
+        without = f"; without its {', '.join(found.without)}" if found.without else ""
+        report.replaced[name] = f"{_kind(module)} -> {found.what}{shared}{without}"
+    if not new:
+        reasons = ", ".join(sorted(set(report.left.values()))) or "it has no attention layers"
+        raise ValueError(f"model: found nothing to replace in {_kind(model)}: {reasons}")
+    for name, layer in new.items():
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, layer)
+    return report
+
+
+def _selector(where: Where | None) -> Callable[[str, nn.Module], bool]:
+    if where is None:
+        return lambda name, module: True
+    if isinstance(where, str):
+        pattern = where
+        return lambda name, module: fnmatchcase(name, pattern)
+    if not callable(where):
+        raise ValueError(f"where={where!r}: expected a glob pattern or a function(name, module)")
+    return where
+
+
+def around(name: str, model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules around the module of a name, from the innermost to the model."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield model.get_submodule(name)
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Yield name and module of the layers that a library's file knows, with that file, and of those
+    that look like attention: the innermost ones whose class is named so, with None."""
+    present = {
+        base.__module__.partition(".")[0] for m in model.modules() for base in type(m).__mro__
+    }
+    files = [import_module(file) for library, file in LIBRARIES.items() if library in present]
+
+    def visit(name: str, module: nn.Module) -> list[tuple[str, nn.Module, Any]]:
+        if type(module).__module__.startswith("ndlightnet."):
+            return []  # one of ours already
+        for file in files:
+            if file.known(module):
+                if module is model:
+                    raise ValueError(
+                        f"model is a {_kind(module)} itself: expected a network that has one"
+                    )
+                return [(name, module, file)]
+        inside = [
+            layer
+            for child, part in module._modules.items()  # named_children leaves shared ones out
+            if part is not None
+            for layer in visit(f"{name}.{child}".removeprefix("."), part)
+        ]
+        alike = "attention" in type(module).__name__.lower()
+        return inside or ([(name, module, None)] if alike and module is not model else [])
+
+    yield from visit("", model)
+
+
+def _kind(module: nn.Module) -> str:
+    return f"{type(module).__module__.partition('.')[0]} {type(module).__name__}"
+
+
+def _like(new: nn.Module, old: nn.Module) -> nn.Module:
+    """Return `new` on the device and with the dtype and mode of `old`."""
+    tensors = [x for x in old.parameters() if x.is_floating_point()]
+    if tensors:
+        new.to(tensors[0].device, tensors[0].dtype)
+    return new.train(old.training)

@@ -1,0 +1,146 @@
+"""timm's Attention, as in its vision transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from timm.layers.attention import Attention as TimmAttention
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from ndlightnet.integrations.replace import Options, Refusal, Replacement, around
+from ndlightnet.integrations.tokens import GridSource, TokenMixer, thirds
+from ndlightnet.nn.mixers.base import Factory
+from ndlightnet.ops.lightnet.sdpa import padding_of
+
+BIAS = "it adds a bias to each pair of tokens, and LightNet has no scores of pairs"
+SHIFTS = "shifted windows hide different keys from different queries, and " + BIAS
+ROTARY = "its angles come from outside, and a mixer has a position code of its own"
+REFUSED = {
+    "timm.models.swin_transformer.WindowAttention": SHIFTS,
+    "timm.models.swin_transformer_v2.WindowAttention": SHIFTS,
+    "timm.models.vision_transformer_relpos.RelPosAttention": BIAS,
+    "timm.models.beit.Attention": BIAS,
+    "timm.models.eva.EvaAttention": ROTARY,
+    "timm.layers.attention.AttentionRope": ROTARY,
+}
+
+
+class PatchGrid:
+    """Grid of the patches of a timm network now: `set_input_size` may change it."""
+
+    def __init__(self, embed: nn.Module) -> None:
+        self.embed = embed
+
+    def __call__(self) -> tuple[int, ...]:
+        rows, columns = self.embed.grid_size  # type: ignore[misc]
+        return int(rows), int(columns)
+
+
+class Attention(nn.Module):
+    """A mixer with the constructor and the call of timm's `Attention`.
+
+    `timm.create_model("vit_tiny_patch16_224", attn_layer=Attention)` builds a network with LightNet
+    attention over all tokens; `replace_attention` also tells the layers the grid of the tokens, and
+    is better for that.
+
+    Args, after timm's:
+        mixer, grid, prefix, layer: as in TokenMixer.
+
+    attn_head_dim and dim_out may only be None or what follows from dim. qk_norm, scale_norm, gated
+    and norm_layer are not used, as LightNet attention has a norm and a gate of its own; nor is
+    attn_drop, as there are no weights to drop.
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int = 8, attn_head_dim: int | None = None,
+        dim_out: int | None = None, qkv_bias: bool = False, qk_norm: bool = False,
+        scale_norm: bool = False, proj_bias: bool = True, gated: bool = False,
+        attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer: Any = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None, *,
+        mixer: Factory | None = None, grid: GridSource | None = None, prefix: int = 0,
+        layer: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if reason := other_width(dim, num_heads, attn_head_dim, dim_out):
+            raise ValueError(reason)
+        self.tokens = TokenMixer(
+            dim, num_heads, mixer, grid=grid, prefix=prefix, layer=layer, bias=qkv_bias or proj_bias
+        )
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.to(device, dtype)
+
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        """Map tokens (batch, length, dim) to the same shape. attn_mask: bool (batch, 1, 1, length),
+        True = data. is_causal: of layers without a grid."""
+        mask = padding_of(attn_mask, *x.shape[:2])
+        out: Tensor = self.proj_drop(self.tokens(x, mask, is_causal))
+        return out
+
+
+def other_width(dim: int, heads: int, head_dim: int | None, dim_out: int | None) -> str:
+    """Return why a layer of these sizes has no counterpart; empty if it has one."""
+    inner = heads * head_dim if head_dim else dim
+    if inner == dim == (dim_out or dim):
+        return ""
+    return f"its heads have {inner} channels and its output {dim_out or dim}: expected dim={dim}"
+
+
+def known(module: nn.Module) -> bool:
+    return isinstance(module, TimmAttention) or _path(module) in REFUSED
+
+
+def _path(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def replacement(
+    name: str, module: nn.Module, model: nn.Module, options: Options
+) -> Replacement | Refusal:
+    if _path(module) in REFUSED:
+        return Refusal(REFUSED[_path(module)])
+    assert isinstance(module, TimmAttention)
+    if type(module) is not TimmAttention:
+        return Refusal("a subclass of timm's Attention, whose function may be another one")
+    if any(type(part).__name__ == "NaFlexVit" for part in around(name, model)):
+        return Refusal("NaFlexVit hides different keys from different queries (symmetric masks)")
+    qkv, proj = module.qkv, module.proj
+    dim, heads = qkv.in_features, module.num_heads
+    if reason := other_width(dim, heads, qkv.out_features // 3 // heads, proj.out_features):
+        return Refusal(reason)
+    grid, prefix = _grid(name, model)
+    if grid is None:
+        grid, prefix = options.grid, options.prefix
+    new = Attention(
+        dim, heads, qkv_bias=qkv.bias is not None, proj_bias=proj.bias is not None,
+        proj_drop=module.proj_drop.p, mixer=options.mixer, grid=grid, prefix=prefix,
+        layer=options.layer,
+    )  # fmt: skip
+    begun = options.begin(new.tokens.mixer, **thirds(qkv), o=proj)
+    return Replacement(new, new.tokens.what() + begun, tuple(_lost(module)))
+
+
+def _grid(name: str, model: nn.Module) -> tuple[GridSource | None, int]:
+    """Return the grid of the tokens, if it is the same for all inputs, and the number of tokens in
+    front of it."""
+    for part in around(name, model):
+        if isinstance(part, VisionTransformer):
+            embed = part.patch_embed
+            varies = part.dynamic_img_size or not getattr(embed, "strict_img_size", True)
+            drops = not isinstance(part.patch_drop, nn.Identity)
+            if varies or drops or getattr(embed, "grid_size", None) is None:
+                break
+            return PatchGrid(embed), part.num_prefix_tokens
+    return None, 0
+
+
+def _lost(module: TimmAttention) -> Iterator[str]:
+    if module.attn_drop.p:
+        yield f"attn_drop={module.attn_drop.p}"
+    for name in ("q_norm", "k_norm", "norm", "gate"):
+        if not isinstance(getattr(module, name, None), nn.Identity | None):
+            yield name

@@ -1,0 +1,127 @@
+"""A mixer in the place of another library's attention layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor, nn
+
+from ndlightnet.layout import Grid
+from ndlightnet.nn.block import init_weights
+from ndlightnet.nn.mixers.base import Factory, Mixer, build_mixer
+from ndlightnet.nn.mixers.lightnet import LightNetAttention
+
+Shape = tuple[int, ...]
+GridSource = Shape | Callable[[], Shape]  # a shape, or a function that asks the network for it
+
+
+def make_mixer(
+    dim: int, heads: int, mixer: Factory | None, *, dims: int | None, layer: int = 0,
+    causal: bool = False, context_dim: int | None = None, bias: bool = True,
+) -> Mixer:  # fmt: skip
+    """Return a mixer of tokens with `dim` channels on a grid of `dims` axes. Arguments as in
+    TokenMixer; without `dims` the default mixer does not mix locally."""
+    if mixer is None:
+        mixer = partial(
+            LightNetAttention, heads=heads, lrpe=None, bias=bias, context_dim=context_dim
+        )
+    made = build_mixer(mixer, dim, dims=dims, layer=layer, causal=causal)
+    if not isinstance(made, Mixer):
+        raise ValueError(f"mixer: makes a {type(made).__name__}, expected a Mixer")
+    return made.apply(init_weights)
+
+
+class TokenMixer(nn.Module):
+    """A mixer on the tokens (batch, length, dim) of a network that knows no layouts.
+
+    Where the grid of the tokens is known, the mixer runs on it, behind `prefix` tokens such as a
+    class token. These take part in LightNet attention, and have no neighbours; all other mixers
+    read prefix and grid as one sequence.
+
+    Args:
+        dim: channels of a token.
+        heads: of the layer that is replaced; used by the default mixer.
+        mixer: a function of the width that returns a Mixer, as for NDLightNet. Default: LightNet
+            attention with `heads` heads and `bias`, without position code, as a network of another
+            library has its own; it mixes locally if the tokens have a grid or an order.
+        grid: shape of the grid of the tokens behind the prefix. A function is asked at every call.
+        prefix: number of tokens in front of the grid.
+        sequence: whether tokens without a grid are in an order, as words are: then they have
+            neighbours. A causal layer's always are.
+        causal: whether the causal form is called.
+        layer: index of the layer, for mixers that ask for it.
+        context_dim: channels of the source, if the layer reads another one; a mixer reads `dim`.
+        bias: biases in the default mixer's projections.
+    """
+
+    def __init__(
+        self, dim: int, heads: int, mixer: Factory | None = None, *,
+        grid: GridSource | None = None, prefix: int = 0, sequence: bool = False,
+        causal: bool = False, layer: int = 0, context_dim: int | None = None, bias: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        dims = None
+        if grid is not None:
+            dims = len(grid() if callable(grid) else grid)
+        elif context_dim is None and (mixer is not None or sequence or causal):
+            dims = 1
+        build = partial(
+            make_mixer, dim, heads, mixer, layer=layer, causal=causal, context_dim=context_dim,
+            bias=bias,
+        )  # fmt: skip
+        made = build(dims=dims)
+        if grid is not None and prefix and not isinstance(made, LightNetAttention):
+            grid, made = None, build(dims=1)
+        self.grid, self.prefix = grid, prefix if grid is not None else 0
+        self.mixer = made
+        self.ordered = dims is not None
+
+    def layout(self, length: int) -> Grid:
+        """Return the grid of `length` tokens, without the prefix."""
+        shape = self.grid() if callable(self.grid) else self.grid
+        if shape is None:
+            return Grid((length,))
+        grid = Grid(tuple(shape))
+        if length != self.prefix + grid.length:
+            raise ValueError(
+                f"{length} tokens: expected {self.prefix + grid.length}, a grid {grid.shape}"
+                + (f" behind {self.prefix}" if self.prefix else "")
+            )
+        return grid
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, causal: bool = False,
+        context: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Map tokens (batch, length, dim) to the same shape. mask: bool over the tokens that are
+        read, (batch, length), False = padding. causal: a token sees itself and the tokens before
+        it; not on a grid of several axes. context: the source to read (batch, source, channels)."""
+        grid = self.layout(x.shape[1])
+        if causal and (grid.ndim > 1 or self.prefix):
+            raise ValueError(
+                f"causal=True: the tokens are on a grid {grid.shape} and mix with neighbours that "
+                "come later; expected a layer without a grid"
+            )
+        y: Tensor
+        if context is not None:
+            y = self.mixer(x, mask=mask, context=context)
+        elif self.prefix:
+            y = self.mixer.mix(x, grid, mask, causal, self.prefix)  # type: ignore[call-arg]
+        else:
+            y = self.mixer(x, mask=mask, causal=causal, layout=grid)
+        return y
+
+    def what(self) -> str:
+        """Describe the mixer and what it runs on, for a report."""
+        shape, name = self.grid() if callable(self.grid) else self.grid, type(self.mixer).__name__
+        if shape is None:
+            return f"{name} on {'the sequence of tokens' if self.ordered else 'a set of tokens'}"
+        behind = f" behind {self.prefix} token{'s' * (self.prefix > 1)}" if self.prefix else ""
+        return f"{name} on a grid {tuple(shape)}{behind}"
+
+
+def thirds(qkv: nn.Linear) -> dict[str, tuple[Tensor, Tensor | None]]:
+    """Return weights and biases of a joint projection to q, k and v, by name."""
+    biases = (None,) * 3 if qkv.bias is None else qkv.bias.chunk(3)
+    return dict(zip("qkv", zip(qkv.weight.chunk(3), biases, strict=True), strict=True))

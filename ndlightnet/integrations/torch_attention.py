@@ -1,0 +1,122 @@
+"""torch.nn.MultiheadAttention, as in torch's TransformerEncoder and TransformerDecoder."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from ndlightnet.integrations.replace import Options, Refusal, Replacement
+from ndlightnet.integrations.tokens import TokenMixer
+from ndlightnet.nn.mixers.base import reads_context
+from ndlightnet.nn.multihead import MultiheadAttention, check_masks, is_causal_mask
+
+
+class MixerAttention(nn.Module):
+    """Any mixer with the call of `torch.nn.MultiheadAttention`: self-attention, and attention to
+    another source if the mixer has a cross form. Masks as in ndlightnet.MultiheadAttention, but
+    padding masks of floats must be 0 and -inf."""
+
+    # as in ndlightnet.MultiheadAttention: keep torch's fast paths away, which ask for these weights
+    _qkv_same_embed_dim = False
+    in_proj_weight = MultiheadAttention.in_proj_weight
+    in_proj_bias = None
+    out_proj = SimpleNamespace(weight=in_proj_weight, bias=None)
+
+    def __init__(self, mixer: TokenMixer, embed_dim: int, num_heads: int, batch_first: bool):
+        super().__init__()
+        self.mixer, self.batch_first = mixer, batch_first
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+        need_weights: bool = True, attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True, is_causal: bool = False,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """Map tokens as torch does: (length, batch, dim), (batch, length, dim) with batch_first, or
+        (length, dim). Return them and None, as there are no weights."""
+        if query.is_nested:
+            raise ValueError("query is a nested tensor: expected a padded one and key_padding_mask")
+        check_masks(key_padding_mask, attn_mask, is_causal)
+        if value is not key:
+            raise ValueError("key and value differ: expected one source, as a mixer reads one")
+        mask = _keep(key_padding_mask)
+        alone, unbatched = key is query, query.ndim == 2
+        if unbatched:
+            query, key, mask = query[None], key[None], None if mask is None else mask[None]
+        elif not self.batch_first:
+            query, key = query.transpose(0, 1), key.transpose(0, 1)
+        causal = is_causal_mask(attn_mask, is_causal, query.shape[1], key.shape[1])
+
+        def mix(causal: bool | Tensor) -> Tensor:
+            if isinstance(causal, Tensor):  # a compiled graph does not know yet
+                return torch.where(causal, mix(True), mix(False))
+            y: Tensor = self.mixer(query, mask, causal, None if alone else key)
+            return y
+
+        y = mix(causal)
+        if unbatched:
+            return y[0], None
+        return y if self.batch_first else y.transpose(0, 1), None
+
+
+def _keep(mask: Tensor | None) -> Tensor | None:
+    """Return torch's padding mask, True or -inf = padding, with True = data."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        return ~mask
+    keep, wrong = mask == 0, ((mask != 0) & (mask != -torch.inf)).any()
+    if torch.compiler.is_compiling():  # values cannot be branched on
+        torch._assert_async(~wrong, "key_padding_mask: expected 0 and -inf")
+    elif wrong:
+        raise ValueError(f"key_padding_mask {tuple(mask.shape)}: expected bool, or 0 and -inf")
+    return keep
+
+
+def known(module: nn.Module) -> bool:
+    return isinstance(module, nn.MultiheadAttention)
+
+
+def replacement(
+    name: str, module: nn.Module, model: nn.Module, options: Options
+) -> Replacement | Refusal:
+    assert isinstance(module, nn.MultiheadAttention)
+    if type(module) is not nn.MultiheadAttention:
+        return Refusal("a subclass of torch's, whose function may be another one")
+    if module.bias_k is not None or module.add_zero_attn:
+        return Refusal("add_bias_kv and add_zero_attn have no meaning for LightNet")
+    dim, heads, batch_first = module.embed_dim, module.num_heads, module.batch_first
+    old = _projections(module)
+    if options.mixer is None and options.grid is None:
+        new = MultiheadAttention(
+            dim, heads, module.dropout, module.out_proj.bias is not None, kdim=module.kdim,
+            vdim=module.vdim, batch_first=batch_first,
+        )  # fmt: skip
+        return Replacement(new, f"MultiheadAttention{options.begin(new, **old)}")
+    if (module.kdim, module.vdim) != (dim, dim):
+        return Refusal(f"kdim={module.kdim}, vdim={module.vdim}, and a mixer reads embed_dim={dim}")
+    cross = name.endswith("multihead_attn")  # in torch's decoder layers
+    tokens = TokenMixer(
+        dim, heads, options.mixer, grid=None if cross else options.grid, prefix=options.prefix,
+        layer=options.layer, context_dim=dim if cross else None,
+    )  # fmt: skip
+    if cross and not reads_context(tokens.mixer):
+        return Refusal(f"it reads another source, and {type(tokens.mixer).__name__} cannot")
+    begun = options.begin(tokens.mixer, **old)
+    without = ("dropout of attention weights",) if module.dropout else ()
+    return Replacement(
+        MixerAttention(tokens, dim, heads, batch_first), tokens.what() + begun, without
+    )
+
+
+def _projections(module: nn.MultiheadAttention) -> dict[str, tuple[Tensor, Tensor | None]]:
+    """Return weights and biases of q, k, v and o."""
+    if module.in_proj_weight is None:
+        weights = module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
+    else:
+        weights = module.in_proj_weight.chunk(3)
+    biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+    old = dict(zip("qkv", zip(weights, biases, strict=True), strict=True))
+    return {**old, "o": (module.out_proj.weight, module.out_proj.bias)}

@@ -1,0 +1,142 @@
+"""Networks that know their arguments, in a form that JSON holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from copy import deepcopy
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from ndlightnet.nn.initial import Initialized
+from ndlightnet.nn.mixers.names import described, jsonable
+
+PLACE = ("device", "dtype")
+MIXERS = ("mixer", "cross")  # arguments that are mixers, where a text is a name
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+class Config(dict[str, Any]):
+    """A dictionary with what transformers' Trainer asks of any network's `config`: it sets
+    attributes of it (`use_cache`), and its loggers call these methods."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self)
+
+    def to_json_string(self) -> str:
+        return json.dumps(self, indent=2)
+
+
+class Configured(Initialized):
+    """Base class of networks that know their arguments. Constructors have the decorator
+    `recorded`; those of subclasses are recorded without it."""
+
+    # what other changes of a network leave as it is, see `record`
+    usual: ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        init = vars(cls).get("__init__")
+        if init is not None and not hasattr(init, "records"):
+            inherited = signature(super(cls, cls).__init__)
+            cls.__init__ = _noting(init, list(inherited.parameters)[1:])  # type: ignore[method-assign]
+
+    @property
+    def config(self) -> Config:
+        """The constructor's arguments, all of them, so that a later change of a default does not
+        change the network: `type(net)(**net.config)` has the same layers, with new weights.
+
+        JSON holds it: a mixer is its name, or {name: all its arguments}. A mixer that is not of
+        ndlightnet is {"custom": its name}, which no constructor takes.
+        """
+        return Config(deepcopy(vars(self).get("_config", {})))
+
+    def record(self, **changes: Any) -> None:
+        """Note arguments that now describe the network, after a method has changed it. What no
+        argument of the constructor describes is noted, too, unless it is `usual`."""
+        if "_config" not in vars(self):
+            return  # the constructor is not done, and its arguments say it
+        config, beyond = vars(self)["_config"], vars(self)["_beyond"]
+        for name, value in changes.items():
+            if name in config or name not in self.usual:
+                config[name] = _form(name, value)
+            elif value != self.usual[name]:
+                beyond[name] = value
+            else:
+                beyond.pop(name, None)
+
+
+def recorded(init: Init) -> Init:
+    """Let a network's `__init__` note its arguments, and take two more: `device`, where it is
+    built, and `dtype`, which the network is then converted to, as by `to`.
+
+    The signature shows neither of these two: they are no options of a YAML file. Type checkers
+    read them in the source.
+    """
+    own = signature(init)
+    shown = [p for name, p in own.parameters.items() if name not in PLACE]
+
+    @wraps(init)
+    def placed(self: Any, *args: Any, device: Any = None, dtype: Any = None, **more: Any) -> None:
+        with nullcontext() if device is None else torch.device(device):
+            init(self, *args, **more)
+        if dtype is not None:
+            self.to(dtype)
+
+    placed.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
+    return _noting(placed)  # type: ignore[return-value]
+
+
+def _noting(init: Callable[..., None], inherited: Sequence[str] = ()) -> Callable[..., None]:
+    """Let an `__init__` note its arguments, unless that of a subclass has called it. inherited: the
+    names of the base class's, for an `__init__` that passes on `*args`."""
+    own = signature(init)
+
+    @wraps(init)
+    def noting(self: Any, *args: Any, **options: Any) -> None:
+        state = vars(self)
+        if "_building" in state:
+            return init(self, *args, **options)
+        state["_building"] = True
+        try:
+            init(self, *args, **options)
+        finally:
+            del state["_building"]
+        for name in PLACE:
+            if name not in own.parameters:
+                options.pop(name, None)
+        state["_config"], state["_beyond"] = _arguments(own, args, options, inherited), {}
+
+    noting.records = True  # type: ignore[attr-defined]
+    return noting
+
+
+def _arguments(
+    own: Signature, args: Any, options: dict[str, Any], inherited: Sequence[str]
+) -> dict[str, Any]:
+    """Return the JSON form of all arguments of a call of an `__init__`."""
+    bound = own.bind(None, *args, **options)
+    bound.apply_defaults()
+    found: dict[str, Any] = {}
+    for name, value in list(bound.arguments.items())[1:]:
+        if own.parameters[name].kind is Parameter.VAR_KEYWORD:
+            found.update({key: _form(key, one) for key, one in value.items()})
+        elif own.parameters[name].kind is Parameter.VAR_POSITIONAL:
+            names = zip(inherited, value, strict=False)
+            found.update({key: _form(key, one) for key, one in names})
+        else:
+            found[name] = _form(name, value)
+    return found
+
+
+def _form(name: str, value: Any) -> Any:
+    form = described(value) if name in MIXERS else jsonable(value)
+    try:
+        json.dumps(form, allow_nan=False)
+    except ValueError:  # infinity and NaN
+        return {"custom": repr(value)}
+    return form

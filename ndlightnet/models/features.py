@@ -1,0 +1,238 @@
+"""The features of a backbone for other networks and for fine-tuning: features of inner blocks, the
+groups of parameters that layer decay needs, other patches and other channels. Names and arguments
+are timm's; all work on any number of axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ndlightnet.layout import Grid, Layout, Packed, per_axis
+from ndlightnet.models.hub import Pretrained
+from ndlightnet.nn.patch import Patchify
+
+FORMS = ("NCHW", "NHWC", "NLC")
+# layers that take the channels of the input, of NDLightNet and of both kinds of NDLightUNet
+FIRST = ("embed.proj", "down.0.proj", "convs.0.0.conv1", "convs.0.0.skip")
+
+
+class Backbone(Pretrained):
+    """Base class of NDLightNet: what other libraries ask of a backbone."""
+
+    dims: int
+    causal: bool
+    embed_dim: int
+    per_token: bool
+    embed: nn.Module
+    tpe: nn.Module | None
+    blocks: nn.ModuleList
+    norm: nn.Module
+
+    def _embedded(self, x: Any, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Layout]:
+        raise NotImplementedError
+
+    def _through(self, block: Any, x: Tensor, mask: Tensor | None, layout: Layout) -> Tensor:
+        raise NotImplementedError
+
+    def reset_classifier(self, num_classes: int, global_pool: str = "avg") -> None:
+        raise NotImplementedError
+
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        """What each block returns: its name `module`, channels `num_chs` and `reduction`, cells per
+        token along an axis (the most of any axis)."""
+        reduction = max(self.embed.patch) if isinstance(self.embed, Patchify) else 1
+        return [
+            {"module": f"blocks.{i}", "num_chs": self.embed_dim, "reduction": reduction}
+            for i in range(len(self.blocks))
+        ]
+
+    @property
+    def global_pool(self) -> str:
+        """timm's name of what lies before the head: "avg", the mean over tokens, or "", nothing."""
+        return "" if self.per_token else "avg"
+
+    def forward_intermediates(
+        self,
+        x: Any,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        mask: Tensor | None = None,
+    ) -> Any:
+        """Return (features, intermediates): those of `forward_features`, and a list of the features
+        after some blocks, from the first to the last.
+
+        Args:
+            x: as in `forward_features`; of a pack all features are Packed.
+            indices: the blocks, negative ones counted from the last; an int: the last n; None: all.
+            norm: apply the last norm to the intermediates.
+            stop_early: leave out the blocks after the last of `indices`, in both results.
+            output_fmt: of the intermediates: "NCHW" (batch, embed_dim, *grid), "NHWC" (batch,
+                *grid, embed_dim) or "NLC" (batch, length, embed_dim), on any number of axes.
+            intermediates_only: return the list alone.
+            mask: bool (batch, *space), False = padding.
+        """
+        if output_fmt not in FORMS:
+            raise ValueError(f"output_fmt={output_fmt!r}: expected one of {FORMS}")
+        if norm and not isinstance(self.norm, nn.LayerNorm):
+            raise ValueError("norm=True: expected a network whose norm is not pruned")
+        taken = self._block_indices(indices)
+        tokens, token_mask, layout = self._embedded(x, mask)
+        maps = []
+        for i, block in enumerate(self.blocks):
+            tokens = self._through(block, tokens, token_mask, layout)
+            if i in taken:
+                maps.append(shaped(self.norm(tokens) if norm else tokens, layout, output_fmt))
+            if stop_early and i == max(taken):
+                break
+        if intermediates_only:
+            return maps
+        return shaped(self.norm(tokens), layout, "NHWC"), maps
+
+    def get_intermediate_layers(
+        self,
+        x: Any,
+        n: int | Sequence[int] = 1,
+        reshape: bool = False,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        mask: Tensor | None = None,
+    ) -> list[Any]:
+        """Return the features after the last n blocks, or after the blocks n, as a list of (batch,
+        length, embed_dim), with `reshape` (batch, embed_dim, *grid). There are no prefix tokens:
+        `return_prefix_tokens` changes nothing, as in timm."""
+        maps: list[Any] = self.forward_intermediates(
+            x, n, norm, output_fmt="NCHW" if reshape else "NLC", intermediates_only=True,
+            stop_early=True, mask=mask,
+        )  # fmt: skip
+        return maps
+
+    def prune_intermediate_layers(
+        self,
+        indices: int | Sequence[int] = 1,
+        prune_norm: bool = False,
+        prune_head: bool = True,
+    ) -> list[int]:
+        """Remove the blocks after the last of `indices`, and with the options the norm and the
+        head. Return the indices as counted from the first block."""
+        taken = self._block_indices(indices)
+        self.blocks = self.blocks[: max(taken) + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+            self.record(norm=False)
+        mixer = self.config.get("mixer")
+        self.record(depth=len(self.blocks))
+        if isinstance(mixer, list):
+            self.record(mixer=mixer[: len(self.blocks)])
+        if prune_head:
+            self.reset_classifier(0)
+        return taken
+
+    def _block_indices(self, indices: int | Sequence[int] | None) -> list[int]:
+        """Return indices counted from the first block, in the order given."""
+        blocks = len(self.blocks)
+        if indices is None:
+            return list(range(blocks))
+        if isinstance(indices, int):
+            if not 0 < indices <= blocks:
+                raise ValueError(f"indices={indices}: expected 1 to {blocks}, the number of blocks")
+            return list(range(blocks - indices, blocks))
+        if not indices or any(not -blocks <= i < blocks for i in indices):
+            raise ValueError(
+                f"indices={indices!r}: expected one or more of -{blocks} to {blocks - 1}, there "
+                f"are {blocks} blocks"
+            )
+        return [i % blocks for i in indices]
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return regular expressions of parameter names in timm's form, for layer decay: the stem
+        (embedding and MD-TPE), each block, the norm with the last block; the head is the rest.
+        coarse: no change, there are no stages of several blocks."""
+        return {
+            "stem": r"^(?:embed|tpe)\.",
+            "blocks": [(r"^blocks\.(\d+)\.", None), (r"^norm\.", (99999,))],
+        }
+
+    @torch.no_grad()
+    def set_input_size(
+        self,
+        img_size: int | Sequence[int] | None = None,
+        patch_size: int | Sequence[int] | None = None,
+    ) -> None:
+        """Change the patch size, and resample the embedding's weights to it.
+
+        img_size: checked, and changes nothing: inputs may have any size.
+        patch_size: new cells per token. The new weights are those whose tokens of a linearly
+            resized patch are closest to the old tokens of the patch: equal if the patch grows.
+        """
+        if not isinstance(self.embed, Patchify):
+            raise ValueError("set_input_size: expected a network of cells; this one takes words")
+        if img_size is not None:
+            per_axis("img_size", img_size, self.dims)
+        if patch_size is None:
+            return
+        old, new = self.embed.patch, per_axis("patch_size", patch_size, self.dims)
+        if new == old:
+            return
+        proj = self.embed.proj
+        weight = proj.weight.double().unflatten(1, (*old, -1))
+        for axis, (before, after) in enumerate(zip(old, new, strict=True), start=1):
+            inverse = torch.linalg.pinv(_resize(before, after)).to(weight)
+            weight = torch.tensordot(weight, inverse, ([axis], [1])).movedim(-1, axis)
+        weight = weight.flatten(1).to(proj.weight)
+        proj.in_features = weight.shape[1]
+        proj.weight = nn.Parameter(weight, proj.weight.requires_grad)
+        self.embed.patch = new
+        self.record(patch_size=new)
+
+
+def _resize(old: int, new: int) -> Tensor:
+    """Return the matrix (old, new), float64, that resizes rows of `old` cells to `new` by linear
+    interpolation, with averaging where they shrink."""
+    eye = torch.eye(old, dtype=torch.float64)[None, None]
+    return nn.functional.interpolate(eye, (old, new), mode="bilinear", antialias=True)[0, 0]
+
+
+def shaped(x: Tensor, layout: Layout, form: str) -> Any:
+    """Shape tokens (batch, length, dim) as one of FORMS; those of a pack are Packed."""
+    if not isinstance(layout, Grid):
+        return Packed(layout.unflatten(x), layout)  # type: ignore[arg-type]
+    if form == "NLC":
+        return x
+    x = layout.unflatten(x)
+    # other networks' heads use `view`
+    return x.movedim(-1, 1).contiguous() if form == "NCHW" else x
+
+
+def adapt_in_chans(state: Mapping[str, Tensor], net: nn.Module) -> dict[str, Tensor]:
+    """Return a state dict of NDLightNet or NDLightUNet with its first layer changed to the number
+    of input channels of `net`, for `load_state_dict`. One channel: the sum over the old ones;
+    more or fewer: the old ones repeated, or the first of them, times old / new, as in timm."""
+    adapted = dict(state)
+    for layer in FIRST:
+        name = f"{layer}.weight"
+        weight = net.state_dict().get(name)
+        if weight is None or name not in state or state[name].shape == weight.shape:
+            continue
+        parent = net.get_submodule(layer.rpartition(".")[0])
+        cells = math.prod(getattr(parent, "patch", ()))
+        old = state[name]
+        if old.ndim != weight.ndim or len(old) != len(weight) or old.shape[1] % cells:
+            continue  # another network: `load_state_dict` names what does not fit
+        # (outputs, cells, channels, kernel): the channels of a linear map of patches come last
+        old = old.reshape(len(old), cells, -1, *old.shape[2:])
+        before, after = old.shape[2], weight.shape[1] // cells
+        if after == 1:
+            new = old.sum(2, keepdim=True)
+        else:
+            index = torch.arange(after, device=old.device) % before
+            new = old.index_select(2, index) * (before / after)
+        adapted[name] = new.reshape(len(old), cells * after, *old.shape[3:])
+    return adapted

@@ -1,0 +1,199 @@
+"""Doors of whole networks: timm, segmentation_models_pytorch and MONAI take them as they are."""
+
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import segmentation_models_pytorch
+import timm as timm_
+import torch
+from monai.inferers import SimpleInferer, sliding_window_inference
+from monai.networks.nets.unetr import UNETR
+from timm.models import group_parameters
+from timm.models._features import FeatureGetterNet
+from timm.models._hub import save_for_hf
+from timm.optim import create_optimizer_v2
+
+import ndlightnet.integrations.timm  # noqa: F401
+from ndlightnet import NDLightNet, NDLightUNet
+from ndlightnet.integrations.monai_encoders import UNETREncoder
+
+from .cases import Case, NotApplicable
+
+NAME = "ndlightnet_tiny_local"
+MONAI = {"dims": "spatial_dims", "in_chans": "in_channels", "num_classes": "out_channels"}
+
+
+def timm(case: Case, tmp_path: Path) -> None:
+    """Features, layer groups, the optimiser and the average of weights; with two axes also by
+    timm's name, and saved in its form."""
+    net = _network(case)
+    if isinstance(net, NDLightNet):
+        _features(case, net)
+        _layer_groups(net)
+        if net.dims == 2:
+            _by_name(case, net, tmp_path)
+    _training(case, net)
+
+
+def smp(case: Case, tmp_path: Path) -> None:
+    """DPT on the features of a network of two axes; it has twelve blocks, as DPT has an argument
+    `depth` of its own."""
+    net = _network(case)
+    if isinstance(net, NDLightUNet):
+        raise NotApplicable("smp puts its decoders on timm's encoders, NDLightUNet has its own")
+    if net.dims != 2 or net.vocab_size is not None:
+        raise NotApplicable("smp has images only, 2 axes")
+    options = {k: v for k, v in _options(case).items() if k not in ("dims", "depth", "num_classes")}
+    net = segmentation_models_pytorch.DPT(
+        f"tu-{NAME}", encoder_depth=2, encoder_weights=None, encoder_output_indices=[0, -1],
+        decoder_readout="ignore", decoder_intermediate_channels=(8, 8), decoder_fusion_channels=8,
+        classes=3, **options,
+    ).eval()  # fmt: skip
+    for at in (0, 2):
+        (x,) = case.inputs(at, batch=1)
+        x = x[..., : x.shape[2] // 8 * 8, : x.shape[3] // 8 * 8]  # sizes that its decoder can join
+        with torch.no_grad():
+            _, maps = _by_hand(net.encoder.model, x)
+            maps = [maps[at].movedim(-1, 1).contiguous() for at in (0, -1)]
+            expected = net.segmentation_head(net.decoder(maps, [None, None]))
+            assert expected.shape[:2] == (1, 3) and torch.equal(net(x), expected)
+
+
+def monai(case: Case, tmp_path: Path) -> None:
+    """MONAI's names and inferers; its UNETR around an NDLightNet."""
+    net = _network(case)
+    options = {MONAI.get(name, name): value for name, value in _options(case).items()}
+    twin = type(net)(**options).eval()
+    twin.load_state_dict(net.state_dict())
+    with torch.no_grad():
+        for at in range(len(case.sizes)):
+            (x,) = case.inputs(at, batch=1)
+            assert torch.equal(SimpleInferer()(x, twin), net(x))
+        if isinstance(net, NDLightUNet):
+            _windows(case, net)
+        else:
+            _unetr(case, net.dims)
+
+
+def _network(case: Case) -> Any:
+    net = case.make().eval()
+    if not isinstance(net, (NDLightNet, NDLightUNet)):
+        raise NotApplicable(f"{type(net).__name__} is a layer: see attention.py beside this file")
+    return net
+
+
+def _options(case: Case) -> dict[str, Any]:
+    """The arguments of a network of the table by their names."""
+    assert isinstance(case.make, partial)
+    names = ("dims", "in_chans", "num_classes")
+    return dict(zip(names, case.make.args, strict=False)) | case.make.keywords
+
+
+def _by_hand(net: Any, x: Any) -> tuple[Any, list[Any]]:
+    """The features of a network, and those after each of its blocks, as seen by hooks."""
+    seen: list[Any] = []
+    hooks = [b.register_forward_hook(lambda _, __, y: seen.append(y)) for b in net.blocks]
+    features = net.forward_features(x)
+    for hook in hooks:
+        hook.remove()
+    return features, [y.view(features.shape) for y in seen]
+
+
+@torch.no_grad()
+def _features(case: Case, net: Any) -> None:
+    getter = FeatureGetterNet(deepcopy(net), out_indices=[0], output_fmt="NHWC")
+    assert len(getter.model.blocks) == 1 and getter.feature_info.channels() == [net.embed_dim]
+    for at in (0, 3):
+        (x,) = case.inputs(at)
+        expected, blocks = _by_hand(net, x)
+        features, maps = net.forward_intermediates(x)
+        assert torch.equal(features, expected)
+        assert all(torch.equal(m, b.movedim(-1, 1)) for m, b in zip(maps, blocks, strict=True))
+        (last,) = net.get_intermediate_layers(x, norm=True)
+        assert torch.equal(last, expected.flatten(1, -2))
+        assert torch.equal(getter(x)[0], blocks[0])
+
+
+def _layer_groups(net: Any) -> None:
+    layers = group_parameters(net, net.group_matcher(), reverse=True)
+    depth = len(net.blocks)
+    for name, _ in net.named_parameters():
+        top, *rest = name.split(".")
+        expected = {"embed": 0, "tpe": 0, "norm": depth, "head": depth + 1}.get(top)
+        assert layers[name] == (int(rest[0]) + 1 if top == "blocks" else expected), name
+
+
+@torch.no_grad()
+def _by_name(case: Case, net: Any, tmp_path: Path) -> None:
+    options = {name: value for name, value in _options(case).items() if name != "dims"}
+    named = timm_.create_model(NAME, **options).eval()
+    named.load_state_dict(net.state_dict())
+    maps = timm_.create_model(NAME, features_only=True, out_indices=(0, -1), **options).eval()
+    maps.model.load_state_dict(net.state_dict(), strict=False)
+    for at in range(len(case.sizes)):
+        (x,) = case.inputs(at, batch=1)
+        assert torch.equal(named(x), net(x))
+        _, blocks = _by_hand(net, x)
+        found, expected = maps(x), [blocks[i].movedim(-1, 1) for i in (0, -1)]
+        assert all(map(torch.equal, found, expected))
+    assert timm_.data.resolve_model_data_config(named)["input_size"] == (3, 224, 224)
+    if "mixer" not in options:  # timm's file of arguments is JSON
+        save_for_hf(named, tmp_path / "timm", safe_serialization=True)
+        again = timm_.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
+        assert torch.equal(again(x), net(x))
+
+
+def _training(case: Case, net: Any) -> None:
+    """A step of timm's optimiser, with layer decay where there are blocks, and its average."""
+    net, decay = deepcopy(net).train(), {"layer_decay": 0.5} if hasattr(net, "blocks") else {}
+    average = timm_.utils.ModelEmaV3(net, decay=0.5)
+    before = deepcopy(net.state_dict())
+    optimizer = create_optimizer_v2(net, opt="adamw", lr=1e-3, weight_decay=0.1, **decay)
+    undecayed, names = net.no_weight_decay(), {p: n for n, p in net.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            decayed = parameter.ndim > 1 and names.pop(parameter) not in undecayed
+            names.pop(parameter, None)
+            assert group["weight_decay"] == (0.1 if decayed else 0)
+    assert not names  # each has a group
+    net(*case.inputs()).square().mean().backward()
+    optimizer.step()
+    average.update(net)
+    after, mean = net.state_dict(), average.module.state_dict()
+    assert not all(torch.equal(after[name], before[name]) for name in after)
+    tied = bool(getattr(net, "vocab_size", None))
+    for name, value in mean.items():
+        # timm averages by the names of the state dict: a tied weight has two, and moves twice
+        old = 0.25 if tied and name in ("embed.weight", "head.weight") else 0.5
+        expected = torch.lerp(after[name], before[name], old)
+        assert torch.allclose(value, expected, rtol=1e-6, atol=1e-7), name
+
+
+def _windows(case: Case, net: Any) -> None:
+    """Where one window alone lies, its logits are the network's on that window."""
+    for at in (0, 2):
+        (x,) = case.inputs(at, batch=1)
+        space = x.shape[2:]
+        window = tuple(max(4, size // 2 + 1) for size in space)
+        y = sliding_window_inference(x, window, 2, net, overlap=0)
+        alone = (..., *(slice(n - w) for n, w in zip(space, window, strict=True)))
+        part = net(x[(..., *map(slice, window))])
+        assert y.shape[2:] == space and torch.allclose(y[alone], part[alone], atol=1e-4)
+
+
+def _unetr(case: Case, dims: int) -> None:
+    """UNETR's decoder gets the features of the network's blocks."""
+    backbone = case.make(depth=12, **({} if case.takes == "words" else {"patch_size": 16})).eval()
+    net = UNETR(
+        in_channels=3, out_channels=2, img_size=32, feature_size=4, hidden_size=32, mlp_dim=8,
+        num_heads=2, spatial_dims=dims,
+    ).eval()  # fmt: skip
+    net.vit = UNETREncoder(backbone)
+    x = torch.randn(1, 3, *[32] * dims)
+    features, blocks = _by_hand(backbone, x)
+    found, hidden = net.vit(x)
+    assert torch.equal(found, features.flatten(1, -2)) and len(hidden) == 12
+    assert all(torch.equal(h, b.flatten(1, -2)) for h, b in zip(hidden, blocks, strict=True))
+    assert net(x).shape == (1, 2, *x.shape[2:])

@@ -1,0 +1,77 @@
+"""The doors `hub` and `safetensors`: what is saved and loaded again is the same model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from ndlightnet.models.hub import Pretrained
+
+from .cases import Case, NotApplicable
+
+
+def _outputs(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    with torch.no_grad():
+        y = model.eval()(*inputs)
+    return y[0] if isinstance(y, tuple) else y  # MultiheadAttention has weights, too
+
+
+def _same(model: nn.Module, other: nn.Module, case: Case) -> None:
+    """The same numbers under the same names, shared by the same parameters, and equal outputs."""
+    own, found = model.state_dict(), other.state_dict()
+    assert list(own) == list(found)
+    assert all(torch.equal(own[key], found[key]) for key in own)
+    counts = [len(list(net.parameters())) for net in (model, other)]  # tied ones count once
+    assert counts[0] == counts[1]
+    for at in (0, 1):
+        inputs = case.inputs(at)
+        assert torch.equal(_outputs(model, inputs), _outputs(other, inputs))
+
+
+def hub(case: Case, tmp_path: Path) -> None:
+    """`config` through JSON, save_pretrained and from_pretrained, push_to_hub to a stub."""
+    model = case.make()
+    if not isinstance(model, Pretrained):
+        raise NotApplicable(
+            f"{type(model).__name__} is a layer: the network that holds it knows its arguments"
+        )
+    again = type(model)(**json.loads(json.dumps(model.config, allow_nan=False)))
+    assert again.config == model.config
+    again.load_state_dict(model.state_dict())
+    _same(model, again, case)
+    model.save_pretrained(tmp_path / "saved", license="apache-2.0")
+    loaded = type(model).from_pretrained(tmp_path / "saved")
+    assert loaded.config == model.config
+    _same(model, loaded, case)
+
+    pushed: dict[str, bytes] = {}
+
+    def upload_folder(**options: Any) -> str:
+        pushed.update({p.name: p.read_bytes() for p in Path(options["folder_path"]).iterdir()})
+        return "commit"
+
+    def create_repo(**options: Any) -> Any:
+        return SimpleNamespace(repo_id=options["repo_id"])
+
+    api = SimpleNamespace(create_repo=create_repo, upload_folder=upload_folder)
+    with mock.patch("huggingface_hub.HfApi", lambda token: api):
+        assert model.push_to_hub("user/model", license="apache-2.0") == "commit"
+    for name in ("config.json", "model.safetensors"):
+        assert pushed[name] == (tmp_path / "saved" / name).read_bytes()
+    assert b'library_name: "ndlightnet"' in pushed["README.md"]
+
+
+def safetensors(case: Case, tmp_path: Path) -> None:
+    """safetensors' own save_model and load_model, tied weights included."""
+    from safetensors.torch import load_model, save_model
+
+    model, other = case.make(), case.make()
+    save_model(model, str(tmp_path / "model.safetensors"))
+    assert load_model(other, str(tmp_path / "model.safetensors"), strict=True) == (set(), [])
+    _same(model, other, case)

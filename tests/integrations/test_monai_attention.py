@@ -1,0 +1,185 @@
+"""LightNet attention and mixers in MONAI's networks."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("monai")
+
+from monai.inferers import sliding_window_inference
+from monai.networks.blocks import CrossAttentionBlock as MonaiCross
+from monai.networks.blocks import SABlock as MonaiSABlock
+from monai.networks.blocks import TransformerBlock
+from monai.networks.nets import (
+    UNETR,
+    AutoencoderKL,
+    SwinUNETR,
+    ViT,
+    ViTAutoEnc,
+)
+
+from ndlightnet import mixers
+from ndlightnet.integrations import replace_attention
+from ndlightnet.integrations.monai_attention import CrossAttentionBlock, SABlock
+
+from .plain import lightnet
+
+PADDED = torch.arange(9) < torch.tensor([9, 4])[:, None]
+
+
+def unetr(size=32, **options):
+    return UNETR(1, 2, size, 4, 24, 32, 3, **options)
+
+
+def swin():
+    return SwinUNETR(1, 2, feature_size=12, depths=(2, 1, 1, 1), spatial_dims=2).eval()
+
+
+def test_unetr_is_the_composition_of_its_parts(close):
+    torch.manual_seed(0)
+    net = unetr((32, 48, 32)).double()
+    report = replace_attention(net)
+    assert len(report.replaced) == 12 and not report.left
+    assert "LightNetAttention on a grid (2, 3, 2)" in report.replaced["vit.blocks.0.attn"]
+    x = torch.randn(1, 1, 32, 48, 32, dtype=torch.float64)
+    tokens, hidden = net.vit.patch_embedding(x), []
+    for block in net.vit.blocks:
+        tokens = tokens + lightnet(block.attn.tokens.mixer, block.norm1(tokens), (2, 3, 2))
+        tokens = tokens + block.mlp(block.norm2(tokens))
+        hidden.append(tokens)
+    ours, theirs = net.vit(x)
+    close(ours, net.vit.norm(tokens), 1e-10)
+    for a, b in zip(theirs, hidden, strict=True):
+        close(a, b, 1e-10)
+    y = net(x)
+    y.square().mean().backward()
+    assert y.shape == (1, 2, 32, 48, 32)
+    assert all(p.grad is not None for b in net.vit.blocks for p in b.attn.parameters())
+
+
+def test_sliding_windows_of_a_unetr():
+    net = unetr().eval()
+    replace_attention(net, mixers.GLA)
+    with torch.no_grad():
+        x = torch.randn(1, 1, 40, 32, 32)
+        y = sliding_window_inference(x, (32, 32, 32), 2, net, overlap=0.5)
+        assert torch.allclose(y[:, :, :4], net(x[:, :, :32])[:, :, :4], atol=1e-4)
+
+
+def test_whole_swin_blocks(close):
+    net = swin()
+    old = copy.deepcopy(net)
+    report = replace_attention(net)
+    assert len(report.replaced) == 5 and not report.left
+    assert report.replaced["swinViT.layers1.0.blocks.1"].endswith("whole grid, without windows")
+    for now, before in zip(
+        net.swinViT.layers1[0].blocks, old.swinViT.layers1[0].blocks, strict=True
+    ):
+        close(now.mlp.linear1.weight, before.mlp.linear1.weight, 0)  # norms and MLP stay
+        x = torch.randn(2, 5, 6, 12)
+        mixed = lightnet(now.attn, now.norm1(x).flatten(1, 2), (5, 6)).view(2, 5, 6, 12)
+        expected = x + mixed + now.mlp(now.norm2(x + mixed))
+        close(now(x, None), expected, 1e-5)
+    x = torch.randn(1, 1, 64, 96)
+    assert net(x).shape == (1, 2, 64, 96)
+    net(x).sum().backward()
+    for name, parameter in net.swinViT.layers1.named_parameters():
+        assert parameter.grad is not None, name
+    with pytest.raises(ValueError, match="found nothing to replace in monai SwinUNETR"):
+        replace_attention(net)
+
+
+def test_windows_alone_cannot_be_selected():
+    net = swin()
+    with pytest.raises(ValueError, match=r"found nothing to replace.*not selected by where"):
+        replace_attention(net, where="*.attn")
+
+
+@pytest.mark.parametrize("name", ["GLA", "Mamba", "SoftmaxAttention"])
+def test_mixers_run_on_the_whole_grid(close, name):
+    net = swin()
+    replace_attention(net, getattr(mixers, name))
+    block, x = net.swinViT.layers1[0].blocks[0], torch.randn(2, 5, 6, 12)
+    assert type(block.attn).__name__ == name
+    mixed = x + block.attn(block.norm1(x))
+    close(block(x, None), mixed + block.mlp(block.norm2(mixed)), 1e-5)
+    assert net(torch.randn(1, 1, 64, 64)).shape == (1, 2, 64, 64)
+
+
+def test_networks_that_know_their_grid_and_those_that_do_not():
+    net = ViTAutoEnc(1, (32, 64), (16, 16), hidden_size=24, mlp_dim=32, num_layers=1, num_heads=3,
+                     spatial_dims=2)  # fmt: skip
+    assert "on a grid (2, 4)" in str(replace_attention(net))
+
+    def vit():
+        return ViT(1, (32, 64), 16, 24, 32, 1, 3, classification=True, spatial_dims=2)
+
+    assert "on a set of tokens" in str(replace_attention(vit()))
+    net = vit()
+    assert "a grid (2, 4) behind 1 token" in str(replace_attention(net, grid=(2, 4)))
+    assert net(torch.randn(1, 1, 32, 64))[0].shape == (1, 2)
+
+
+def test_spatial_attention_of_a_diffusion_autoencoder(close):
+    net = AutoencoderKL(
+        2, 1, 1, channels=(8, 8), num_res_blocks=(1, 1), attention_levels=(False, True),
+        norm_num_groups=4, latent_channels=3,
+    )  # fmt: skip
+    report = replace_attention(net, start="weights")
+    assert len(report.replaced) == 4
+    block = net.encoder.blocks[4]
+    x = torch.randn(2, 8, 5, 6)
+    tokens = block.norm(x).flatten(2).transpose(1, 2)
+    mixed = lightnet(block.attn, tokens, (5, 6)).transpose(1, 2).view(2, 8, 5, 6)
+    close(block(x), x + mixed, 1e-5)
+    assert net(torch.randn(1, 1, 20, 12))[0].shape == (1, 1, 20, 12)
+
+
+def test_monais_own_constructor_and_call(close):
+    layer, x = SABlock(24, 3, qkv_bias=True, dropout_rate=0.0), torch.randn(2, 9, 24)
+    y = layer(x, attn_mask=PADDED)
+    close(y[1, :4], layer(x[1:, :4])[0], 1e-5)
+    close(layer(x, attn_mask=PADDED.float()), y, 0)
+    close(y, lightnet(layer.tokens.mixer, x, mask=PADDED), 1e-5)
+    causal = SABlock(24, 3, causal=True, sequence_length=9)
+    close(causal(x)[:, :4], causal(x[:, :4]), 1e-5)
+    cross, source = CrossAttentionBlock(24, 3, context_input_size=10), torch.randn(2, 5, 10)
+    order = torch.randperm(5)
+    close(cross(x, source[:, order]), cross(x, source), 1e-5)
+    with pytest.raises(ValueError, match=r"attn_mask \(2, 8\)|expected bool \(2, 1, 1, 9\)"):
+        layer(x, attn_mask=PADDED[:, :8])
+    for options, reason in (
+        ({"save_attn": True}, "save_attn=True"),
+        ({"include_fc": False}, "include_fc=False"),
+        ({"dim_head": 16}, "its heads have 48 channels"),
+        ({"rel_pos_embedding": "decomposed", "input_size": (3, 3)}, "rel_pos_embedding adds"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            SABlock(24, 3, **options)
+        net = nn.Sequential(MonaiSABlock(24, 3, **options))
+        with pytest.raises(ValueError, match=reason):
+            replace_attention(net)
+    with pytest.raises(ValueError, match="causal=True, and a source is read as a whole"):
+        CrossAttentionBlock(24, 3, causal=True, sequence_length=9)
+
+
+def test_start_from_weights_and_cross_attention(close):
+    block = TransformerBlock(24, 32, 3, 0.1, with_cross_attention=True, use_combined_linear=False)
+    net = nn.ModuleDict({"a": block})
+    old = copy.deepcopy(block)
+    report = replace_attention(net, start="weights")
+    for what in report.replaced.values():
+        assert what.endswith("from q, k, v, o; without its dropout of attention weights")
+    for now, before in ((block.attn, old.attn), (block.cross_attn, old.cross_attn)):
+        close(now.tokens.mixer.k_proj.weight, before.to_k.weight, 0)
+        close(now.tokens.mixer.o_proj.bias, before.out_proj.bias, 0)
+        assert now.drop_output.p == 0.1
+    assert isinstance(old.cross_attn, MonaiCross)
+    y = block(torch.randn(2, 9, 24), torch.randn(2, 5, 24), PADDED)
+    y.sum().backward()
+    assert all(p.grad is not None for p in block.parameters())
+    net = nn.ModuleDict({"a": old})
+    report = replace_attention(net, mixers.Mamba)
+    assert report.left["a.cross_attn"].endswith("it reads another source, and Mamba cannot")

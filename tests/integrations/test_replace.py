@@ -1,0 +1,212 @@
+"""replace_attention: what is selected, reported, refused; torch's transformers."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from ndlightnet import MultiheadAttention, mixers
+from ndlightnet.integrations import replace_attention
+from ndlightnet.integrations.tokens import TokenMixer
+
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(10)
+
+
+def encoder(layers=2, **options):
+    options = {"dropout": 0.0, "batch_first": True, **options}
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, **options), layers)
+
+
+def padding():
+    """Samples of 10, 4 and 7 tokens, True where there is padding."""
+    return torch.arange(10) >= torch.tensor([10, 4, 7])[:, None]
+
+
+class SoftAttention(nn.Module):
+    """A layer that no library's file knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.attention(x)
+
+
+def test_all_are_replaced_and_reported():
+    net = nn.Sequential(encoder(), SoftAttention())
+    report = replace_attention(net)
+    assert list(report.replaced) == ["0.layers.0.self_attn", "0.layers.1.self_attn"]
+    assert type(net[0].layers[0].self_attn) is MultiheadAttention
+    assert str(report).splitlines() == [
+        "replaced: 2",
+        "  0.layers.0.self_attn: torch MultiheadAttention -> MultiheadAttention",
+        "  0.layers.1.self_attn: torch MultiheadAttention -> MultiheadAttention",
+        "left: 1",
+        f"  1: {report.left['1']}",
+    ]
+    assert "SoftAttention, not a layer that replace_attention knows" in report.left["1"]
+    with pytest.raises(ValueError, match="found nothing to replace in torch Sequential"):
+        replace_attention(net)
+
+
+@pytest.mark.parametrize("where", ["layers.1.*", lambda name, module: "1" in name])
+def test_where_selects(where):
+    net = encoder()
+    report = replace_attention(net, where=where)
+    assert list(report.replaced) == ["layers.1.self_attn"]
+    assert "not selected" in report.left["layers.0.self_attn"]
+    assert type(net.layers[0].self_attn) is nn.MultiheadAttention
+
+
+def test_nothing_is_half_replaced():
+    net = nn.Sequential(encoder(), nn.MultiheadAttention(16, 4, add_bias_kv=True))
+    before = [type(m) for m in net.modules()]
+    with pytest.raises(ValueError, match=r"1 is a torch MultiheadAttention and stays: add_bias_kv"):
+        replace_attention(net, where="*")
+    assert [type(m) for m in net.modules()] == before
+    assert "add_bias_kv" in replace_attention(net).left["1"]
+
+
+def test_wrong_arguments_are_named():
+    refused = [
+        ({"start": "old"}, "start='old': expected 'fresh' or 'weights'"),
+        ({"mixer": nn.Linear(4, 4)}, "mixer=Linear.*expected a function of the width"),
+        ({"mixer": nn.Identity}, "mixer: makes a Identity, expected a Mixer"),
+        ({"where": 3}, "where=3: expected a glob pattern or a function"),
+        ({"where": "decoder.*"}, "found nothing to replace.*not selected by where='decoder"),
+        ({"mixer": mixers.Identity, "start": "weights"}, "start='weights': Identity has no proj"),
+    ]
+    for options, message in refused:
+        with pytest.raises(ValueError, match=message):
+            replace_attention(encoder(), **options)
+    with pytest.raises(ValueError, match=r"model: found nothing.*no attention layers"):
+        replace_attention(nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="model is a torch MultiheadAttention itself"):
+        replace_attention(nn.MultiheadAttention(16, 4))
+
+
+def test_a_layer_at_two_names_stays_one():
+    shared = nn.MultiheadAttention(16, 4, batch_first=True)
+    net = nn.ModuleDict({"a": shared, "b": shared})
+    report = replace_attention(net)
+    assert net["a"] is net["b"] and "shared with a" in report.replaced["b"]
+
+
+def test_dtype_and_mode_are_those_of_the_old_layer():
+    net = encoder().double().eval()
+    replace_attention(net, mixers.GLA)
+    assert {p.dtype for p in net.parameters()} == {torch.float64}
+    assert not any(m.training for m in net.modules())
+    assert net(torch.randn(2, 5, 16, dtype=torch.float64)).dtype == torch.float64
+    with torch.device("meta"):
+        net = encoder()
+    replace_attention(net)
+    assert {p.device.type for p in net.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("kdim", [16, 12])
+def test_start_from_weights_of_torch(close, kdim):
+    old = nn.MultiheadAttention(16, 4, batch_first=True, kdim=kdim, vdim=kdim)
+    nn.init.normal_(old.in_proj_bias)
+    net = nn.ModuleDict({"a": old})
+    report = replace_attention(net, start="weights")
+    assert report.replaced["a"].endswith("MultiheadAttention, starting from q, k, v, o")
+    new = net["a"]
+    if kdim == 16:
+        q = old.in_proj_weight[:16]
+    else:
+        q = old.q_proj_weight
+        close(new.k_proj.weight.data, old.k_proj_weight.data, 0)
+    close(new.q_proj.weight.data, q.data, 0)
+    close(new.v_proj.bias.data, old.in_proj_bias[32:].data, 0)
+    close(new.out_proj.weight.data, old.out_proj.weight.data, 0)
+    assert new.q_proj.weight.data_ptr() != q.data_ptr()
+
+
+def test_softmax_attention_from_weights_is_the_old_layer(close):
+    """The one mixer with the old function: the start carries over exactly."""
+    from functools import partial
+
+    same = partial(mixers.SoftmaxAttention, heads=4, rotary=False)
+    net = nn.Transformer(16, 4, 1, 1, 32, 0.0, batch_first=True).eval()
+    for module in net.modules():  # SoftmaxAttention has no biases
+        if isinstance(module, nn.MultiheadAttention):
+            nn.init.zeros_(module.in_proj_bias)
+            nn.init.zeros_(module.out_proj.bias)
+    old, x, y = copy.deepcopy(net), torch.randn(3, 10, 16), torch.randn(3, 10, 16)
+    report = replace_attention(net, same, start="weights")
+    assert len(report.replaced) == 3
+    pad = padding()
+    masks = {"src_key_padding_mask": pad, "memory_key_padding_mask": pad, "tgt_mask": CAUSAL}
+    for options in ({}, masks, {"tgt_is_causal": True, **masks}):
+        close(net(x, y, **options), old(x, y, **options), 1e-5)
+
+
+@pytest.mark.parametrize("mixer", [None, mixers.GLA, mixers.LightNetAttention])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_an_existing_encoder_in_eval_is_the_one_in_train(close, mixer, batch_first):
+    """Also with padding, where torch's own fast path makes nested tensors."""
+    net = encoder(batch_first=batch_first)
+    replace_attention(net, mixer)
+
+    def lay(x):
+        return x if batch_first else x.transpose(0, 1)
+
+    x, pad = torch.randn(3, 10, 16), padding()
+    for mask in (None, CAUSAL if mixer is None else CAUSAL.isinf()):
+        options = {"src_key_padding_mask": pad, "mask": mask}
+        train = lay(net.train()(lay(x), **options)).detach()
+        with torch.no_grad():
+            close(lay(net.eval()(lay(x), **options)), train, 1e-6)
+            junk = torch.where(pad[..., None], 9.0, x)
+            close(lay(net(lay(junk), **options))[~pad], train[~pad], 1e-5)
+            for number, length in enumerate((10, 4, 7)):
+                short = None if mask is None else mask[:length, :length]
+                alone = net(x[number, :length], mask=short)
+                close(alone, train[number, :length], 1e-5)
+
+
+def test_a_mixer_with_torchs_call():
+    net = nn.ModuleDict({"a": nn.MultiheadAttention(16, 4, batch_first=True, dropout=0.1)})
+    assert "without its dropout of attention weights" in str(replace_attention(net, mixers.GLA))
+    layer, x = net["a"], torch.randn(3, 10, 16)
+    y, weights = layer(x, x, x)
+    assert weights is None and y.shape == x.shape
+    with pytest.raises(ValueError, match="key and value differ"):
+        layer(x, x, x + 1)
+    with pytest.raises(ValueError, match=r"attn_mask \(10, 10\): expected None or the causal"):
+        layer(x, x, x, attn_mask=CAUSAL.T)
+    with pytest.raises(ValueError, match=r"key_padding_mask \(3, 10\): expected bool, or 0 and"):
+        layer(x, x, x, key_padding_mask=torch.randn(3, 10))
+    floats = torch.zeros(3, 10).masked_fill(padding(), -torch.inf)
+    assert layer(x, x, x, key_padding_mask=floats)[0].equal(
+        layer(x, x, x, key_padding_mask=padding())[0]
+    )
+    net = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, 32), 1)
+    report = replace_attention(net, mixers.Mamba)
+    assert report.left["layers.0.multihead_attn"].endswith("another source, and Mamba cannot")
+
+
+def test_a_grid_given_by_the_caller(close):
+    net = encoder(1)
+    report = replace_attention(net, grid=(3, 3), prefix=1)
+    assert "LightNetAttention on a grid (3, 3) behind 1 token" in str(report)
+    assert net(torch.randn(2, 10, 16)).shape == (2, 10, 16)
+    with pytest.raises(ValueError, match=r"12 tokens: expected 10, a grid \(3, 3\) behind 1"):
+        net(torch.randn(2, 12, 16))
+    with pytest.raises(ValueError, match=r"causal=True: .* a grid \(3, 3\)"):
+        net(torch.randn(2, 10, 16), mask=CAUSAL)
+
+
+def test_tokens_in_an_order_have_neighbours():
+    """The set of tokens of another network may be permuted; a sequence may not."""
+    x, order = torch.randn(2, 6, 16), torch.randperm(6)
+    for sequence in (False, True):
+        layer = TokenMixer(16, 4, sequence=sequence)
+        same = torch.allclose(layer(x[:, order]), layer(x)[:, order], atol=1e-5)
+        assert same is not sequence
+    layer = TokenMixer(16, 4, causal=True)
+    y = layer(x, causal=True)
+    assert torch.allclose(y[:, :4], layer(x[:, :4], causal=True), atol=1e-6)

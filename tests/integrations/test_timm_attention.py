@@ -1,0 +1,186 @@
+"""LightNet attention and mixers in timm's vision transformers."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+timm = pytest.importorskip("timm")
+
+from timm.layers.attention import Attention as TimmAttention  # noqa: E402
+
+from ndlightnet import mixers  # noqa: E402
+from ndlightnet.integrations import replace_attention  # noqa: E402
+from ndlightnet.integrations.timm_attention import Attention  # noqa: E402
+
+from .plain import lightnet  # noqa: E402
+
+
+def vit(**options):
+    options = {"img_size": 32, "patch_size": 8, "num_classes": 5, "depth": 2, **options}
+    return timm.create_model("vit_tiny_patch16_224", embed_dim=24, num_heads=3, **options).eval()
+
+
+def test_a_vit_is_the_composition_of_its_parts(close):
+    torch.manual_seed(0)
+    net = vit().double()
+    report = replace_attention(net)
+    assert "LightNetAttention on a grid (4, 4) behind 1 token" in report.replaced["blocks.0.attn"]
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    tokens = net._pos_embed(net.patch_embed(x))
+    for block in net.blocks:
+        tokens = tokens + lightnet(block.attn.tokens.mixer, block.norm1(tokens), (4, 4), 1)
+        tokens = tokens + block.mlp(block.norm2(tokens))
+    expected = net.forward_head(net.norm(tokens))
+    y = net(x)
+    close(y, expected, 1e-10)
+    pair = (torch.autograd.grad(z.square().sum(), list(net.parameters())) for z in (y, expected))
+    for ours, theirs in zip(*pair, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "options, grid, prefix",
+    [({"img_size": (32, 48)}, (4, 6), 1), ({"reg_tokens": 3}, (4, 4), 4),
+     ({"class_token": False, "global_pool": "avg"}, (4, 4), 0)],
+)  # fmt: skip
+def test_prefix_tokens_and_grids(close, options, grid, prefix):
+    net = vit(**options)
+    replace_attention(net)
+    tokens = net.blocks[0].attn.tokens
+    assert tokens.layout(prefix + grid[0] * grid[1]).shape == grid and tokens.prefix == prefix
+    x = torch.randn(2, prefix + grid[0] * grid[1], 24)
+    mask = torch.ones(2, x.shape[1], dtype=torch.bool)
+    mask[0, -5:] = False
+    close(tokens(x), lightnet(tokens.mixer, x, grid, prefix), 1e-5)
+    close(tokens(x, mask), lightnet(tokens.mixer, x, grid, prefix, mask), 1e-5)
+
+
+def test_the_grid_follows_the_network_and_its_copies():
+    net = vit()
+    replace_attention(net)
+    twin = copy.deepcopy(net)
+    net.set_input_size((48, 32))
+    assert net(torch.randn(1, 3, 48, 32)).shape == (1, 5)
+    assert twin(torch.randn(1, 3, 32, 32)).shape == (1, 5)
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    again.set_input_size((32, 32))
+    assert again(torch.randn(1, 3, 32, 32)).shape == (1, 5)
+    assert not any("patch_embed" in name for name in net.blocks.state_dict())
+
+
+def test_a_grid_that_varies_is_not_taken():
+    for options in ({"dynamic_img_size": True}, {"patch_drop_rate": 0.5}):
+        net = vit(**options)
+        assert "on a set of tokens" in replace_attention(net).replaced["blocks.0.attn"]
+        assert net.blocks[0].attn.tokens.mixer.local_values is None
+    net = vit(dynamic_img_size=True)
+    replace_attention(net)
+    assert net(torch.randn(1, 3, 40, 24)).shape == (1, 5)
+
+
+@pytest.mark.parametrize("name", ["GLA", "Mamba", "SoftmaxAttention", "LightNetAttention"])
+def test_mixers(close, name):
+    """LightNet takes the class token with the grid, all others a sequence of all tokens."""
+    net, x = vit(), torch.randn(2, 3, 32, 32)
+    what = replace_attention(net, getattr(mixers, name)).replaced["blocks.0.attn"]
+    near = name == "LightNetAttention"
+    assert what == f"timm Attention -> {name} on " + (
+        "a grid (4, 4) behind 1 token" if near else "the sequence of tokens"
+    )
+    net(x).square().sum().backward()
+    assert all(p.grad is not None for p in net.parameters())
+    tokens = torch.randn(2, 17, 24)
+    layer = net.blocks[0].attn
+    if not near:
+        close(layer(tokens), layer.tokens.mixer(tokens), 0)
+    net = vit(class_token=False, global_pool="avg")
+    what = replace_attention(net, getattr(mixers, name)).replaced["blocks.0.attn"]
+    assert what.endswith(f"{name} on a grid (4, 4)")
+    layer, tokens = net.blocks[0].attn, torch.randn(2, 4, 4, 24)
+    close(layer(tokens.flatten(1, 2)), layer.tokens.mixer(tokens).flatten(1, 2), 1e-6)
+
+
+def test_a_position_code_stands_still_on_prefix_tokens(close):
+    """The paper's layer: with as many axes, a token in front is at position 0."""
+    torch.manual_seed(0)
+    layer = mixers.LightNetAttention(32, dims=2).double()
+    x = torch.randn(2, 2 + 12, 32, dtype=torch.float64)
+    from ndlightnet.layout import Grid
+
+    grid = Grid((3, 4))
+    y = layer.mix(x, grid, None, False, 2)
+    q, k, v = (p(x)[:, :, None] for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    from ndlightnet.ops import tables
+
+    position = layer.lrpe(grid)._replace(prefix=2)
+    cos, sin = tables(position, 32, torch.float64)
+    assert (cos[:2] == 1).all() and (sin[:2] == 0).all()
+    f, p = torch.nn.functional.silu(q), k.softmax(1)
+    memory = [torch.einsum("blhr,blhd->bhrd", p * w, v) for w in (cos, sin)]
+    read = sum(
+        torch.einsum("blhr,bhrd->blhd", f * w, m) for w, m in zip((cos, sin), memory, strict=True)
+    )
+    normed = torch.nn.functional.layer_norm(read[:, :, 0], (32,), eps=1e-6)
+    assert layer.heads == 1
+    gated = normed * layer.gate(x).sigmoid()
+    from .plain import neighbours
+
+    near = neighbours(v[:, 2:, 0], layer.local_values.weight, (3, 4))
+    gated[:, 2:] += torch.nn.functional.silu(near)
+    close(y, layer.o_proj(gated), 1e-10)
+    with pytest.raises(ValueError, match="prefix=2: expected causal=False and a Grid"):
+        layer.mix(x, grid, None, True, 2)
+
+
+def test_timms_own_constructor_and_call(close):
+    net = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, depth=1, attn_layer=Attention, qk_norm=True
+    )
+    assert type(net.blocks[0].attn) is Attention
+    assert net(torch.randn(1, 3, 32, 32)).shape == (1, 1000)
+    layer, x = Attention(24, 3, qkv_bias=True), torch.randn(2, 9, 24)
+    mask = torch.arange(9) < torch.tensor([9, 4])[:, None]
+    y = layer(x, attn_mask=mask[:, None, None])
+    close(y[1, :4], layer(x[1:, :4])[0], 1e-5)
+    causal = layer(x, is_causal=True)
+    close(causal[:, :4], layer(x[:, :4], is_causal=True), 1e-5)
+    with pytest.raises(ValueError, match=r"attn_mask \(9, 9\).*one memory for all queries"):
+        layer(x, attn_mask=torch.ones(9, 9, dtype=torch.bool))
+    with pytest.raises(ValueError, match="its heads have 48 channels"):
+        Attention(24, 3, attn_head_dim=16)
+    made = Attention(24, 3, proj_drop=1.0, dtype=torch.float64)
+    assert (made(x.double()) == 0).all()
+
+
+def test_what_is_left_out_is_said_and_what_cannot_be_is_refused():
+    net = vit(qk_norm=True, attn_drop_rate=0.1, proj_drop_rate=0.2)
+    said = replace_attention(net).replaced["blocks.0.attn"]
+    assert said.endswith("; without its attn_drop=0.1, q_norm, k_norm")
+    assert net.blocks[0].attn.proj_drop.p == 0.2
+    for name, reason in (
+        ("swin_tiny_patch4_window7_224", "shifted windows hide different keys"),
+        ("eva02_tiny_patch14_224", "its angles come from outside"),
+        ("beit_base_patch16_224", "adds a bias to each pair"),
+    ):
+        with torch.device("meta"), pytest.raises(ValueError, match=reason):
+            replace_attention(timm.create_model(name, **({} if "swin" in name else {"depth": 1})))
+
+
+def test_start_from_weights(close):
+    net = vit()
+    old = copy.deepcopy(net.blocks[0].attn)
+    assert isinstance(old, TimmAttention)
+    report = replace_attention(net, start="weights")
+    assert report.replaced["blocks.0.attn"].endswith(", starting from q, k, v, o")
+    m = net.blocks[0].attn.tokens.mixer
+    for i, name in enumerate("qkv"):
+        projection = getattr(m, f"{name}_proj")
+        close(projection.weight, old.qkv.weight[24 * i : 24 * i + 24], 0)
+        close(projection.bias, old.qkv.bias[24 * i : 24 * i + 24], 0)
+    close(m.o_proj.weight, old.proj.weight, 0)
+    assert net.load_state_dict(net.state_dict())

@@ -1,0 +1,197 @@
+"""Networks know their arguments: JSON, mixers by name, through copies, pickles and changes."""
+
+import copy
+import inspect
+import io
+import json
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ndlightnet import NDLightNet, NDLightUNet, mixers, ndlightnet_tiny
+from ndlightnet.models import Forecaster
+from ndlightnet.nn.mixers.names import CATALOGUE
+
+SMALL = {"embed_dim": 16, "depth": 2, "tpe_states": 4, "num_classes": 3}
+MIXERS = {
+    "class": mixers.GLA,
+    "name": "GLA",
+    "partial": partial(mixers.LightNetAttention, lrpe="rotary", local="both", heads=1),
+    "list": [mixers.TNL, {"LAVO": {"window": 2}}],
+    "with a local branch": partial(mixers.WithLocal, mixer=partial(mixers.TNL, heads=2), radius=2),
+    "with a named local branch": {"WithLocal": {"mixer": "Mamba", "local": "both"}},
+    "published": mixers.published_mixer,
+}
+
+
+def same(net: nn.Module, other: nn.Module, *inputs: torch.Tensor) -> None:
+    other.load_state_dict(net.state_dict())
+    assert type(other) is type(net)
+    assert torch.equal(net.eval()(*inputs), other.eval()(*inputs))
+
+
+def through_json(config: dict) -> dict:
+    return json.loads(json.dumps(config, allow_nan=False))
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_config_makes_the_same_network(name):
+    net = NDLightNet(2, 1, patch_size=(2, 3), mixer=MIXERS[name], **SMALL)
+    assert net.config["patch_size"] == [2, 3] and net.config["mlp_ratio"] == 8 / 3
+    other = NDLightNet(**through_json(net.config))
+    assert other.config == net.config
+    same(net, other, torch.randn(2, 1, 7, 8))
+
+
+def test_other_networks_too():
+    text = NDLightNet(
+        1, vocab_size=9, causal=True, embed_dim=64, depth=3,
+        mixer=partial(mixers.text_mixer, window=3),
+    )  # fmt: skip
+    assert text.config["mixer"] == {"text_mixer": {"window": 3}}
+    same(text, NDLightNet(**through_json(text.config)), torch.randint(9, (1, 12)))
+    unet = NDLightUNet(2, 1, 2, widths=(4, 8), depths=(0, 1), strides=[(1, 2)], mixer="TNL")
+    same(unet, NDLightUNet(**through_json(unet.config)), torch.randn(1, 1, 5, 6))
+    cast = Forecaster(2, 4, embed_dim=8, depth=1, cross=mixers.SoftmaxAttention)
+    assert cast.config["cross"]["SoftmaxAttention"]["rotary"] is True
+    same(cast, Forecaster(**through_json(cast.config)), torch.randn(1, 6, 2), torch.randn(1, 8, 4))
+
+
+def test_all_arguments_are_there_under_their_own_names():
+    for net in (
+        NDLightNet(spatial_dims=2, in_channels=1, out_channels=3, embed_dim=8, depth=1),
+        ndlightnet_tiny(2),
+        NDLightUNet(2, num_classes=3, widths=(4, 8), depths=(0, 1)),
+        Forecaster(embed_dim=8),
+    ):
+        assert list(net.config) == list(inspect.signature(type(net)).parameters)
+    assert ndlightnet_tiny(2).config["mixer"] == "published_mixer"
+    written = Forecaster(embed_dim=8).config["mixer"]
+    assert written["LightNetAttention"]["radius"] == 1  # a mixer's defaults, too
+
+
+@pytest.mark.parametrize("name", mixers.__all__)
+def test_all_mixers_by_name(name):
+    net = NDLightNet(2, 1, patch_size=2, mixer=name, **SMALL)
+    assert type(net.blocks[0].mixer) is CATALOGUE[name]
+    same(net, NDLightNet(**through_json(net.config)), torch.randn(1, 1, 6, 6))
+
+
+def test_a_mixer_of_ones_own_is_noted_and_never_imported():
+    class Mine(mixers.Identity):
+        pass
+
+    net = NDLightNet(2, mixer=[Mine, lambda dim: nn.Identity()], **SMALL)
+    first, second = net.config["mixer"]
+    assert first["custom"].endswith("Mine") and second["custom"].endswith("<lambda>")
+    with pytest.raises(ValueError, match=r"mixer\[0\]: .*Mine, which is not a mixer of ndlightnet"):
+        NDLightNet(**net.config)
+    for evil in ("os.system", "ndlightnet.nn.mixers.os", "ndlightnet.nn.mixers.base.Mixer"):
+        with pytest.raises(ValueError, match="expected one of CosformerAttention"):
+            NDLightNet(2, mixer={"class_path": evil, "init_args": {"command": "true"}}, **SMALL)
+
+
+def test_copies_pickles_and_compiled_networks_know_them():
+    net, file = NDLightNet(2, mixer="TNL", **SMALL), io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    for other in (
+        copy.deepcopy(net), pickle.loads(pickle.dumps(net)), torch.load(file, weights_only=False),
+        torch.compile(net), net.double(),
+    ):  # fmt: skip
+        assert other.config == net.config
+    net.config["depth"] = 7  # of a copy
+    assert net.config["depth"] == 2
+
+
+def test_subclasses_know_their_own():
+    class Wide(NDLightNet):
+        def __init__(self, dims: int, width: int = 2, **options) -> None:
+            super().__init__(dims, embed_dim=8 * width, **options)
+
+    class Plain(NDLightNet):
+        pass
+
+    class PassesOn(NDLightNet):
+        def __init__(self, *args, scale: float = 1.0, **options) -> None:
+            super().__init__(*args, **options)
+
+    wide = Wide(2, 4, depth=1, mixer="TNL", num_classes=3)
+    assert list(wide.config) == ["dims", "width", "depth", "mixer", "num_classes"]
+    same(wide, Wide(**through_json(wide.config)), torch.randn(1, 3, 16, 16))
+    passed = PassesOn(2, 1, scale=2.0, **SMALL)
+    assert passed.config == {"dims": 2, "in_chans": 1, "scale": 2.0, **SMALL}
+    same(passed, PassesOn(**through_json(passed.config)), torch.randn(1, 1, 16, 16))
+    assert Plain(2, **SMALL).config == NDLightNet(2, **SMALL).config
+
+
+def test_changes_are_noted():
+    net = NDLightNet(2, mixer=["TNL", "GLA"], patch_size=2, **SMALL)
+    net.reset_classifier(5)
+    assert net.config["num_classes"] == 5
+    net.set_input_size(patch_size=4)
+    assert net.config["patch_size"] == [4, 4]
+    same(net, NDLightNet(**net.config), torch.randn(1, 3, 8, 8))
+    net.prune_intermediate_layers([0])
+    assert net.config["depth"] == 1 and net.config["num_classes"] == 0
+    same(net, NDLightNet(**net.config), torch.randn(1, 3, 8, 8))
+    other = NDLightNet(2, mixer=[mixers.TNL, lambda dim: mixers.TNL(dim)], **SMALL)
+    other.prune_intermediate_layers([0, 1])
+    assert "custom" in other.config["mixer"][1]
+    net.prune_intermediate_layers([0], prune_norm=True)
+    with pytest.raises(ValueError, match=r"NDLightNet was changed to \{'norm': False\}, which no"):
+        net.description()
+
+
+def test_device_and_dtype():
+    net = NDLightNet(2, device="meta", dtype=torch.float64, **SMALL)
+    assert {(p.device.type, p.dtype) for p in net.parameters()} == {("meta", torch.float64)}
+    for made in (
+        NDLightUNet(2, widths=(4, 8), depths=(0, 1), device="meta"),
+        Forecaster(embed_dim=8, device="meta"),
+    ):
+        assert {x.device.type for x in made.state_dict().values()} == {"meta"}
+    assert torch.get_default_dtype() == torch.float32 and torch.empty(0).device.type == "cpu"
+    assert "device" not in inspect.signature(NDLightNet).parameters  # no option of YAML
+    assert "device" not in net.config and "dtype" not in net.config
+    with pytest.raises(TypeError, match="devise"):
+        NDLightNet(2, devise="meta")
+
+
+@pytest.mark.slow
+def test_the_trainer_of_transformers_takes_such_a_network(tmp_path):
+    """It and its loggers take the `config` of a network for one of theirs."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+
+    class WithLoss(NDLightNet):
+        def forward(self, pixels, labels=None):
+            logits = super().forward(pixels)
+            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    net = WithLoss(2, patch_size=4, **SMALL)
+    before = net.config
+    data = [{"pixels": torch.randn(3, 8, 8), "labels": i % 3} for i in range(4)]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=1, report_to=["tensorboard"], use_cpu=True, disable_tqdm=True
+    )
+    trainer = transformers.Trainer(net, arguments, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+    assert json.loads(net.config.to_json_string()) == net.config.to_dict() == net.config == before
+
+
+def test_device_and_dtype_are_no_options_of_yaml(tmp_path):
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(NDLightNet, "net")
+    config = parser.parse_object({"net": {"dims": 2, "depth": 1, "mixer": "GLA"}})
+    names = {key.split(".")[0] for key in config.net.keys()}  # noqa: SIM118
+    assert names == set(inspect.signature(NDLightNet).parameters)
+    net = parser.instantiate_classes(config).net
+    assert net.config == NDLightNet(2, depth=1, mixer="GLA").config
+    with pytest.raises(jsonargparse.ArgumentError, match="device"):
+        parser.parse_object({"net": {"dims": 2, "device": "cpu"}})

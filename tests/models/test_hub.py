@@ -1,0 +1,233 @@
+"""Networks are saved to folders and repositories, and loaded again; what does not fit is named."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+
+from ndlightnet import NDLightNet, NDLightUNet
+from ndlightnet.models import Forecaster
+from ndlightnet.models.weights import load_weights
+from ndlightnet.nn import mixers
+
+safetensors = pytest.importorskip("safetensors.torch")
+SMALL = {"embed_dim": 16, "depth": 2, "tpe_states": 4, "patch_size": 2}
+
+
+def image(**options) -> NDLightNet:
+    return NDLightNet(2, **{"in_chans": 1, "num_classes": 3, "mixer": "TNL", **SMALL, **options})
+
+
+def words(**options) -> NDLightNet:
+    return NDLightNet(1, vocab_size=9, causal=True, embed_dim=16, depth=1, **options)
+
+
+NETS = {
+    "image": (image, lambda: (torch.randn(2, 1, 7, 6),)),
+    "words": (words, lambda: (torch.randint(9, (2, 11)),)),
+    "unet": (
+        lambda: NDLightUNet(2, 1, 2, widths=(4, 8), depths=(0, 1)),
+        lambda: (torch.randn(1, 1, 7, 6),),
+    ),
+    "forecaster": (
+        lambda: Forecaster(2, 4, embed_dim=8, depth=1),
+        lambda: (torch.randn(1, 6, 2), torch.randn(1, 8, 4)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_folder_is_the_network(name, dtype, tmp_path):
+    make, inputs = NETS[name]
+    net = make().to(dtype).eval()
+    assert net.save_pretrained(tmp_path / "folder") == tmp_path / "folder"
+    assert {p.name for p in (tmp_path / "folder").iterdir()} == {
+        "config.json", "model.safetensors", "README.md"
+    }  # fmt: skip
+    other = type(net).from_pretrained(tmp_path / "folder")
+    assert not other.training and other.config == net.config
+    for (key, x), (_, y) in zip(net.state_dict().items(), other.state_dict().items(), strict=True):
+        assert torch.equal(x, y), key
+    if dtype != torch.bfloat16:
+        given = [x.to(dtype) if x.is_floating_point() else x for x in inputs()]
+        assert torch.equal(net(*given), other(*given))
+    assert len({id(p) for p in other.parameters()}) == len(list(net.parameters()))  # tied ones
+    half = type(net).from_pretrained(tmp_path / "folder", dtype=torch.float16)
+    assert {x.dtype for x in half.parameters()} == {torch.float16}
+
+
+def test_tied_weights_are_saved_once_and_stay_tied(tmp_path):
+    net = words()
+    net.save_pretrained(tmp_path)
+    saved = safetensors.load_file(tmp_path / "model.safetensors")
+    assert len({"embed.weight", "head.weight"} & set(saved)) == 1
+    other = NDLightNet.from_pretrained(tmp_path)
+    assert other.head.weight is other.embed.weight
+    empty = words(device="meta").to_empty(device="cpu")
+    assert empty.head.weight is empty.embed.weight
+
+
+def test_arguments_may_be_given(tmp_path):
+    image().save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=r"num_classes=7, saved with 3: the head is new and untra"):
+        net = NDLightNet.from_pretrained(tmp_path, num_classes=7, drop_path_rate=0.5)
+    assert net.head.weight.shape == (7, 16) and net.blocks[1].drop_path.p == 0.5
+    with pytest.raises(ValueError, match=r"NDLightNet.* unexpected keyword argument 'dropout'"):
+        NDLightNet.from_pretrained(tmp_path, dropout=0.5)
+    with pytest.raises(ValueError) as caught:
+        NDLightNet.from_pretrained(tmp_path, patch_size=(2, 4), depth=1)
+    message = str(caught.value)
+    assert "\n" not in message and "missing" not in message and len(message) < 600
+    assert "other shapes: embed.proj.weight (found (16, 4), expected (16, 8))" in message
+    assert "unexpected: blocks.1." in message and " and " in message
+
+
+def test_other_input_channels(tmp_path):
+    """By either name of the argument, as timm adapts them."""
+    image(in_chans=3).eval().save_pretrained(tmp_path)
+    net = NDLightNet.from_pretrained(tmp_path)
+    x = torch.randn(1, 1, 6, 6)
+    for name in ("in_chans", "in_channels"):
+        one = NDLightNet.from_pretrained(tmp_path, **{name: 1})
+        torch.testing.assert_close(one(x), net(x.expand(1, 3, 6, 6)))
+    unet = NDLightUNet(2, 3, widths=(4, 8), depths=(0, 1)).eval()
+    unet.save_pretrained(tmp_path / "unet")
+    one = NDLightUNet.from_pretrained(tmp_path / "unet", in_chans=1)
+    torch.testing.assert_close(one(x), unet(x.expand(1, 3, 6, 6)))
+
+
+def test_what_does_not_fit_is_named():
+    net = image()
+    state = net.state_dict()
+    state["more"] = state.pop("norm.weight")
+    with pytest.raises(ValueError, match=r"^here: .*; missing: norm.weight; unexpected: more$"):
+        load_weights(net, state, "here")
+    load_weights(net, net.state_dict(), "here")
+
+
+def test_files_that_are_not_ours(tmp_path):
+    with pytest.raises(FileNotFoundError, match="a/b/c: no such folder, and no name of a repo"):
+        NDLightNet.from_pretrained("a/b/c")
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        NDLightNet.from_pretrained(tmp_path)
+    image().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds a NDLightNet, expected a NDLightUNet"):
+        NDLightUNet.from_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for mixer in ("os.system", {"os.system": {}}, {"class_path": "os.system"}):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "mixer": mixer}))
+        with pytest.raises(ValueError, match=r"mixer='os.system': .*expected one of"):
+            NDLightNet.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json: not JSON"):
+        NDLightNet.from_pretrained(tmp_path)
+
+
+class Mine(mixers.Identity):
+    """A mixer that ndlightnet does not know."""
+
+
+def test_a_mixer_of_ones_own_has_to_be_given(tmp_path):
+    net = image(mixer=[Mine, "TNL"])
+    net.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"mixer was .*Mine, which is not of ndlightnet; expected"):
+        NDLightNet.from_pretrained(tmp_path)
+    other = NDLightNet.from_pretrained(tmp_path, mixer=[Mine, "TNL"])
+    x = torch.randn(1, 1, 6, 6)
+    assert torch.equal(net.eval()(x), other(x))
+
+
+def test_the_card_says_what_was_given_and_stays(tmp_path):
+    image().save_pretrained(tmp_path)
+    card = tmp_path / "README.md"
+    assert "Not stated" in card.read_text()
+    image().save_pretrained(
+        tmp_path, license="apache-2.0", data=["user/scans", "my own scans"], metrics={"f1": 0.5}
+    )  # fmt: skip
+    _, head, body = card.read_text().split("---\n", 2)
+    data = yaml.safe_load(head)
+    assert data["library_name"] == "ndlightnet" and data["license"] == "apache-2.0"
+    assert data["pipeline_tag"] == "image-classification" and "arxiv:2405.21022" in data["tags"]
+    assert data["datasets"] == ["user/scans"] and data["metrics"] == ["f1"]
+    assert "my own scans" in body and "| f1 | 0.5 |" in body
+    card.write_text("mine")
+    image().save_pretrained(tmp_path)
+    assert card.read_text() == "mine"
+    hub = pytest.importorskip("huggingface_hub")
+    assert hub.ModelCard(f"---\n{head}---\n{body}").data.library_name == "ndlightnet"
+
+
+def test_push_to_hub(tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    said = []
+
+    class Api:
+        def __init__(self, token=None) -> None:
+            said.append(("token", token))
+
+        def create_repo(self, **options):
+            said.append(("create", options))
+            return SimpleNamespace(repo_id=options["repo_id"])
+
+        def upload_folder(self, *, folder_path, **options) -> str:
+            said.append(("upload", options, {p.name for p in Path(folder_path).iterdir()}))
+            (tmp_path / "card").write_text((Path(folder_path) / "README.md").read_text())
+            return "https://huggingface.co/user/x/commit/1"
+
+    monkeypatch.setattr(hub, "HfApi", Api)
+    url = image().push_to_hub("user/x", private=True, token="T", license="mit", revision="v1")
+    assert url.endswith("/commit/1")
+    token, create, upload = said
+    assert token == ("token", "T")
+    assert create[1] == {"repo_id": "user/x", "private": True, "exist_ok": True}
+    assert upload[1]["revision"] == "v1" and upload[1]["repo_id"] == "user/x"
+    assert upload[2] == {"config.json", "model.safetensors", "README.md"}
+    assert 'from_pretrained("user/x")' in (tmp_path / "card").read_text()
+
+
+def test_a_repository_is_downloaded(tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    image().save_pretrained(tmp_path)
+    asked = []
+
+    def download(name, **options):
+        asked.append((name, options["revision"], options["allow_patterns"]))
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    NDLightNet.from_pretrained("user/x", revision="v1")
+    assert asked == [("user/x", "v1", ["config.json", "model.safetensors"])]
+
+
+def test_a_failed_save_keeps_what_was_there(tmp_path, monkeypatch):
+    image().save_pretrained(tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+
+    def fails(model, path, metadata) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(safetensors, "save_model", fails)
+    with pytest.raises(OSError, match="No space"):
+        image().save_pretrained(tmp_path)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match="safetensors is needed here: pip install safetensors"):
+        image().save_pretrained(tmp_path)
+
+
+@pytest.mark.slow
+def test_neither_package_is_imported_before_it_is_needed():
+    code = "import sys, ndlightnet; print({'safetensors', 'huggingface_hub'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

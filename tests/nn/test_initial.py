@@ -1,0 +1,155 @@
+"""What constructors draw, `reset_parameters` draws again: in memory full of NaN, from device meta,
+sharded; number by number with the same seed."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from ndlightnet import MultiheadAttention, NDLightNet, NDLightUNet
+from ndlightnet.models import Forecaster
+from ndlightnet.nn import GLU, MDLRPE, MDTPE, Block, Patchify, mixers
+from ndlightnet.nn.initial import Initialized, assign, owners
+from ndlightnet.nn.local import LocalMixing
+
+DIM = 32
+NET = partial(NDLightNet, embed_dim=DIM, depth=2, tpe_states=4, num_classes=3)
+MODULES = {
+    **{name: partial(getattr(mixers, name), DIM) for name in mixers.__all__},
+    "forget": partial(mixers.LightNetAttention, 64, 2, forget=[0.1, 0.7], dims=2, local="both"),
+    "WithLocal": partial(mixers.WithLocal, DIM, mixers.LAVO, dims=2, local="both"),
+    "biases": partial(mixers.LAVO, DIM, window=(2, 3)),
+    "GLU": partial(GLU, DIM),
+    "Block": partial(Block, DIM, mixers.Mamba),
+    "Patchify": partial(Patchify, 2, 3, 4, DIM),
+    "MDTPE": partial(MDTPE, 2, DIM, 4),
+    "MDLRPE": partial(MDLRPE, 2, 8, "cosine"),
+    "LocalMixing": partial(LocalMixing, 2, DIM),
+    "MultiheadAttention": partial(MultiheadAttention, DIM, 4),
+    "image": partial(NET, 2),
+    "image without a head": partial(NET, 2, num_classes=0),
+    "words": partial(NET, 1, vocab_size=9, causal=True, num_classes=None, mixer="text_mixer"),
+    "unet": partial(NDLightUNet, 2, widths=(4, 8), depths=(1, 1)),
+    "separable unet": partial(NDLightUNet, 4, widths=(4, 8), depths=(0, 1), deep_supervision=True),
+    "forecaster": partial(Forecaster, embed_dim=16, cross=mixers.GLA),
+    **{f"network of {name}": partial(NET, 2, mixer=name) for name in mixers.__all__},
+}
+modules = pytest.mark.parametrize("name", MODULES)
+
+
+def numbers(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def poison(module: nn.Module) -> None:
+    with torch.no_grad():
+        for x in numbers(module).values():
+            x.fill_(torch.nan)
+
+
+@modules
+@pytest.mark.parametrize("how", ["in place", "from meta"])
+def test_a_reset_module_is_a_new_one(name, how):
+    torch.manual_seed(0)
+    new = MODULES[name]()
+    if how == "in place":
+        module = MODULES[name]()
+    else:
+        with torch.device("meta"):
+            module = MODULES[name]()
+        assert all(x.is_meta for x in numbers(module).values())
+        module.to_empty(device="cpu")
+    poison(module)
+    torch.manual_seed(0)
+    module.reset_parameters()
+    expected, found = numbers(new), numbers(module)
+    assert expected.keys() == found.keys()
+    for key, x in expected.items():
+        assert torch.equal(x, found[key]), key
+        assert x.requires_grad == found[key].requires_grad and x.dtype == found[key].dtype
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@modules
+def test_on_a_gpu_too(name):
+    with torch.device("cuda"):
+        torch.manual_seed(0)
+        new = MODULES[name]()
+    with torch.device("meta"):
+        module = MODULES[name]()
+    module.to_empty(device="cuda")
+    poison(module)
+    torch.manual_seed(0)
+    module.reset_parameters()
+    expected, found = numbers(new), numbers(module)
+    for key, x in expected.items():
+        assert x.is_cuda and torch.equal(x, found[key]), key
+
+
+@modules
+def test_all_that_holds_parameters_can_be_reset(name):
+    for part in MODULES[name]().modules():
+        ours = type(part).__module__.startswith("ndlightnet")
+        if ours and next(part.parameters(), None) is not None:
+            assert callable(getattr(part, "reset_parameters", None)), type(part)
+        if ours and next(part.parameters(recurse=False), None) is not None:
+            norm = isinstance(part, nn.LayerNorm | nn.GroupNorm)  # torch's, in another dtype
+            assert norm or type(part).initialize is not Initialized.initialize, type(part)
+
+
+def test_a_module_that_cannot_is_named():
+    class Mine(mixers.Identity):
+        pass
+
+    class Part(nn.Module):
+        def __init__(self, dim: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(dim))
+
+    with pytest.raises(ValueError, match=r"blocks.1.mixer: Part holds parameters and has no reset"):
+        NET(2, mixer=[Mine, Part]).reset_parameters()
+    net = NET(2, mixer=lambda dim: nn.MultiheadAttention(dim, 1))
+    poison(net)
+    net.reset_parameters()
+    assert all(p.isfinite().all() for p in net.parameters())
+
+
+def test_tied_parameters_are_drawn_once():
+    net = MODULES["words"]()
+    names = [name for name, _ in owners(net)]
+    assert "embed" in names and "head" not in names and names[-1] == ""
+    assert abs(net.head.weight.std() - 0.02) < 0.005  # as the embedding's, of 9 * 32 numbers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["LightNetAttention", "S5", "LAVO", "RWKV4", "GatedDeltaNet"])
+def test_sharded_parameters_are_reset(mixer, tmp_path):
+    """As users of fully_shard do: built on meta, sharded, given memory, then initialised."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        net = NET(2, mixer=mixer, device="meta")
+        for block in net.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        net.to_empty(device="cpu")
+        poison(net)
+        net.reset_parameters()
+        whole = {key: x.full_tensor() for key, x in net.state_dict().items()}
+        assert all(x.isfinite().all() for x in whole.values())
+        other = NET(2, mixer=mixer)
+        other.load_state_dict(whole)
+        x = torch.randn(1, 3, 32, 32)
+        torch.testing.assert_close(net.eval()(x), other.eval()(x))
+        net.blocks[0].reshard()
+        param = net.blocks[0].norm1.bias
+        assign(param, torch.ones(param.shape))
+        assert (param.full_tensor() == 1).all()
+    finally:
+        dist.destroy_process_group()
