@@ -333,12 +333,6 @@ WRONG = {
     "--trainer.max_epochs=many": "trainer.max_epochs=many: expected int or None",
     "--model.net.patch_size=[1,x]": "model.net.patch_size=[1, 'x']: expected int, Sequence[int] "
     "or None",
-    f"--model.net.mixer={MIXERS}.GLAX": f"model.net.mixer={MIXERS}.GLAX: {MIXERS} has no GLAX; did "
-    "you mean GLA?",
-    f"--model.net.mixer={{class_path: {MIXERS}.GLA, init_args: {{num_heads: 3}}}}":
-    "model.net.mixer.num_heads: GLA has no such argument; did you mean heads?",
-    f"--model.net.mixer={{class_path: {MIXERS}.GLA, init_args: {{heads: x}}}}":
-    "model.net.mixer.heads=x: expected int or None",
     "--model.net=ndlightnet.NDLightNett": "model.net=ndlightnet.NDLightNett: ndlightnet has no "
     "NDLightNett; did you mean NDLightNet?",
     "--optimizer=Adm": "optimizer=Adm: expected the path of a class; did you mean "
@@ -352,6 +346,21 @@ def test_a_wrong_option_is_one_line(classify, tmp_path, option):
     done = classify("fit", f"--trainer.default_root_dir={tmp_path}", option)
     assert (done.status, done.err) == (2, f"error: {WRONG[option]}\n")
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "mixer, said",
+    [
+        (f"{MIXERS}.GLAX", f"mixer='{MIXERS}.GLAX': did you mean 'GLA'?"),
+        (f"{{class_path: {MIXERS}.GLA, init_args: {{num_heads: 3}}}}",
+         "GLA has no argument num_heads; did you mean heads?"),
+        (f"{{class_path: {MIXERS}.GLA, init_args: {{heads: x}}}}", "model: wrong type of an arg"),
+    ],
+)  # fmt: skip
+def test_a_wrong_mixer_is_one_line(classify, tmp_path, mixer, said):
+    out = tmp_path / "out"
+    done = classify("fit", f"--trainer.default_root_dir={out}", f"--model.net.mixer={mixer}")
+    check(done, out, said)
 
 
 def test_wrong_configs_are_one_line(classify, tmp_path):

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from ndlightnet.data.errors import DataError, clear_drafts, did_you_mean, printable
 from ndlightnet.training.core.checkpoints import NAMES, AtomicCheckpoints, check_checkpoint
 from ndlightnet.training.core.costs import parameter_count
-from ndlightnet.training.core.options import TaskParser, check_configs
+from ndlightnet.training.core.options import TaskParser, check_configs, unexpected
 from ndlightnet.training.core.report import check_writable, say
 
 # entries needed to resume a training: without "loops" it would silently start again
@@ -56,6 +56,8 @@ class TaskCLI(LightningCLI):
             while said.__cause__ is not None and not isinstance(said, DataError):
                 said = said.__cause__
             raise DataError(" ".join(str(said).split())) from error
+        except TypeError as error:  # arguments of a mixer, which are not checked before
+            raise DataError(unexpected(str(error))) from error
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run the subcommand; DataError if the disk is full when Lightning writes, say, a log."""

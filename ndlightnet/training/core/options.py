@@ -150,6 +150,17 @@ def _public(module: str) -> list[str]:
     return getattr(found, "__all__", None) or [n for n in dir(found) if not n.startswith("_")]
 
 
+def unexpected(message: str) -> str:
+    """Return one line for the TypeError of a constructor's arguments."""
+    found = re.search(
+        r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", message
+    )
+    if found is None:
+        return f"model: wrong type of an argument ({one_line(message)})"
+    known = _arguments(f"{HOMES['mixer']}.{found[1]}")
+    return f"{found[1]} has no argument {found[2]}{did_you_mean(found[2], known) if known else ''}"
+
+
 def check_configs(arguments: list[str]) -> None:
     """Raise a DataError that names the file for each `--config FILE` of a command line that is
     missing or no YAML."""
