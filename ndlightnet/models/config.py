@@ -52,7 +52,7 @@ class Configured(Initialized):
         for name, value in changes.items():
             if name in config:
                 config[name] = _form(name, value)
-            elif value != self.usual[name]:
+            elif name not in self.usual or value != self.usual[name]:
                 beyond[name] = value
             else:
                 beyond.pop(name, None)
