@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid, Layout, Packed, pack
 from ndlightnet.models.config import recorded
-from ndlightnet.models.features import Backbone, shaped
+from ndlightnet.models.features import Backbone, adapt_in_chans, shaped
 from ndlightnet.models.other_names import accept_other_names
 from ndlightnet.models.stream import Stream, StreamState, advance
 from ndlightnet.nn.block import Block, init_network, init_weights, undecayed_names
@@ -148,6 +148,9 @@ class NDLightNet(Backbone):
         super()._apply(fn, recurse)
         self._tie()  # again, as `to_empty` makes two tensors of one on meta
         return self
+
+    def adapted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return adapt_in_chans(weights, self)
 
     @property
     def pipeline_tag(self) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import wraps
@@ -20,6 +20,17 @@ MIXERS = ("mixer", "cross")  # arguments that are mixers, where a text is a name
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
+class Config(dict[str, Any]):
+    """A dictionary with what transformers' Trainer asks of any network's `config`: it sets
+    attributes of it (`use_cache`), and its loggers call these methods."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self)
+
+    def to_json_string(self) -> str:
+        return json.dumps(self, indent=2)
+
+
 class Configured(Initialized):
     """Base class of networks that know their arguments. Constructors have the decorator
     `recorded`; those of subclasses are recorded without it."""
@@ -31,17 +42,18 @@ class Configured(Initialized):
         super().__init_subclass__(**options)
         init = vars(cls).get("__init__")
         if init is not None and not hasattr(init, "records"):
-            cls.__init__ = _noting(init)  # type: ignore[method-assign]
+            inherited = signature(super(cls, cls).__init__)
+            cls.__init__ = _noting(init, list(inherited.parameters)[1:])  # type: ignore[method-assign]
 
     @property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Config:
         """The constructor's arguments, all of them, so that a later change of a default does not
         change the network: `type(net)(**net.config)` has the same layers, with new weights.
 
         JSON holds it: a mixer is its name, or {name: all its arguments}. A mixer that is not of
         ndlightnet is {"custom": its name}, which no constructor takes.
         """
-        return deepcopy(vars(self).get("_config", {}))
+        return Config(deepcopy(vars(self).get("_config", {})))
 
     def record(self, **changes: Any) -> None:
         """Note arguments that now describe the network, after a method has changed it. What no
@@ -50,9 +62,9 @@ class Configured(Initialized):
             return  # the constructor is not done, and its arguments say it
         config, beyond = vars(self)["_config"], vars(self)["_beyond"]
         for name, value in changes.items():
-            if name in config:
+            if name in config or name not in self.usual:
                 config[name] = _form(name, value)
-            elif name not in self.usual or value != self.usual[name]:
+            elif value != self.usual[name]:
                 beyond[name] = value
             else:
                 beyond.pop(name, None)
@@ -79,8 +91,9 @@ def recorded(init: Init) -> Init:
     return _noting(placed)  # type: ignore[return-value]
 
 
-def _noting(init: Callable[..., None]) -> Callable[..., None]:
-    """Let an `__init__` note its arguments, unless that of a subclass has called it."""
+def _noting(init: Callable[..., None], inherited: Sequence[str] = ()) -> Callable[..., None]:
+    """Let an `__init__` note its arguments, unless that of a subclass has called it. inherited: the
+    names of the base class's, for an `__init__` that passes on `*args`."""
     own = signature(init)
 
     @wraps(init)
@@ -96,13 +109,15 @@ def _noting(init: Callable[..., None]) -> Callable[..., None]:
         for name in PLACE:
             if name not in own.parameters:
                 options.pop(name, None)
-        state["_config"], state["_beyond"] = _arguments(own, args, options), {}
+        state["_config"], state["_beyond"] = _arguments(own, args, options, inherited), {}
 
     noting.records = True  # type: ignore[attr-defined]
     return noting
 
 
-def _arguments(own: Signature, args: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _arguments(
+    own: Signature, args: Any, options: dict[str, Any], inherited: Sequence[str]
+) -> dict[str, Any]:
     """Return the JSON form of all arguments of a call of an `__init__`."""
     bound = own.bind(None, *args, **options)
     bound.apply_defaults()
@@ -110,7 +125,10 @@ def _arguments(own: Signature, args: Any, options: dict[str, Any]) -> dict[str, 
     for name, value in list(bound.arguments.items())[1:]:
         if own.parameters[name].kind is Parameter.VAR_KEYWORD:
             found.update({key: _form(key, one) for key, one in value.items()})
-        elif own.parameters[name].kind is not Parameter.VAR_POSITIONAL:
+        elif own.parameters[name].kind is Parameter.VAR_POSITIONAL:
+            names = zip(inherited, value, strict=False)
+            found.update({key: _form(key, one) for key, one in names})
+        else:
             found[name] = _form(name, value)
     return found
 

@@ -128,8 +128,9 @@ class Backbone(Pretrained):
             self.norm = nn.Identity()
             self.record(norm=False)
         mixer = self.config.get("mixer")
-        kept = len(self.blocks)
-        self.record(depth=kept, mixer=mixer[:kept] if isinstance(mixer, list) else mixer)
+        self.record(depth=len(self.blocks))
+        if isinstance(mixer, list):
+            self.record(mixer=mixer[: len(self.blocks)])
         if prune_head:
             self.reset_classifier(0)
         return taken

@@ -17,10 +17,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ndlightnet.models.card import Card
 from ndlightnet.models.config import Configured
+from ndlightnet.models.other_names import SAME
 from ndlightnet.models.weights import load_weights, read_checkpoint
 from ndlightnet.nn.mixers.names import customs
 
@@ -41,6 +42,10 @@ class Pretrained(Configured):
     def pipeline_tag(self) -> str | None:
         """The Hub's name of the network's task, None if there is none."""
         return None
+
+    def adapted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return weights of such a network with another number of input channels for this one."""
+        return weights
 
     def description(self) -> dict[str, Any]:
         """Return what config.json holds: class, version and arguments. Raises ValueError if a
@@ -73,11 +78,12 @@ class Pretrained(Configured):
         example. A README.md that is there stays, unless one of these is given.
         Needs safetensors.
         """
-        save_model = _needed("safetensors.torch").save_model
+        save = _needed("safetensors.torch").save_file
         text = json.dumps(self.description(), indent=2) + "\n"
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / WEIGHTS, lambda draft: save_model(self, str(draft), {"format": "pt"}))
+        weights = self._untied()
+        _write(folder / WEIGHTS, lambda draft: save(weights, str(draft), {"format": "pt"}))
         _write(folder / CONFIG, lambda draft: draft.write_text(text, "utf-8"))
         names = [data] if isinstance(data, str) else list(data or ())
         tag = pipeline_tag or self.pipeline_tag
@@ -85,6 +91,15 @@ class Pretrained(Configured):
         if card.says_more or not (folder / CARD).exists():
             _write(folder / CARD, lambda draft: draft.write_text(card.text(), "utf-8"))
         return folder
+
+    def _untied(self) -> dict[str, Tensor]:
+        """Return the state dict with tied weights once, by their first name. (safetensors' own
+        save_model takes one name or the other, and its files differ from run to run.)"""
+        found: dict[int, str] = {}
+        state = self.state_dict(keep_vars=True)
+        for key, x in state.items():
+            found.setdefault(id(x), key)
+        return {key: state[key].detach().contiguous() for key in found.values()}
 
     def push_to_hub(
         self,
@@ -135,7 +150,8 @@ class Pretrained(Configured):
         dtype of the weights. revision, token, cache_dir, local_files_only, force_download: of the
         download. arguments: of the constructor, in place of those in config.json, such as
         drop_path_rate; a mixer that is not of ndlightnet has to be given. With another number of
-        classes the head is new, and a warning says so.
+        classes the head is new, and a warning says so; with other input channels the first layer
+        is adapted as in timm, see `models.features.adapt_in_chans`.
         Raises ValueError, one line, for weights that do not fit, FileNotFoundError for files that
         are not there. Nothing is imported that a file names.
         """
@@ -189,7 +205,7 @@ class Pretrained(Configured):
 
     @classmethod
     def _restored(
-        cls: type[Net], source: object, config: Any, weights: dict[str, torch.Tensor],
+        cls: type[Net], source: object, config: Any, weights: dict[str, Tensor],
         device: Device, dtype: torch.dtype | None, arguments: dict[str, Any],
     ) -> Net:  # fmt: skip
         """Return a network with the arguments and weights of a file."""
@@ -205,17 +221,24 @@ class Pretrained(Configured):
                     f"{source}: {name} was {', '.join(lost)}, which is not of ndlightnet; expected "
                     f"it as an argument, {name}=..."
                 )
+        for pair in SAME:  # the other name of an argument is that argument
+            for name, other in (pair, pair[::-1]):
+                if other in arguments and name in own and other not in own:
+                    arguments[name] = arguments.pop(other)
         try:
             net = cls(**{**own, **arguments})
         except TypeError as error:
             raise ValueError(f"{source}: {error}") from error
+        given = {k: x for k, x in arguments.items() if k in own and x != own[k]}
+        if not given.keys().isdisjoint(("in_chans", "in_channels")):
+            weights = net.adapted(weights)
         fresh = []
         for name, head in cls.head_of.items():
             old, new = (
                 {k: x.shape for k, x in state.items() if k.startswith(head)}
                 for state in (weights, net.state_dict())
             )
-            if arguments.get(name, own.get(name)) != own.get(name) and own and old != new:
+            if name in given and old != new:
                 fresh.append(head)
                 warnings.warn(
                     f"{source}: {name}={arguments[name]}, saved with {own[name]}: the head is new "

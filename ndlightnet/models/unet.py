@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid, per_axis
 from ndlightnet.models.config import recorded
+from ndlightnet.models.features import adapt_in_chans
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.models.other_names import accept_other_names
 from ndlightnet.nn.block import Block, init_network, undecayed_names
@@ -259,6 +260,9 @@ class NDLightUNet(Pretrained):
         levels = zip(self.down, self.convs, self.stages, strict=True)
         reset(*[part for level in levels for part in level], self.up, self.decoders, self.heads)
         init_network(self.stages)
+
+    def adapted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return adapt_in_chans(weights, self)
 
     @property
     def pipeline_tag(self) -> str | None:

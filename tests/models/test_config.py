@@ -115,9 +115,16 @@ def test_subclasses_know_their_own():
     class Plain(NDLightNet):
         pass
 
+    class PassesOn(NDLightNet):
+        def __init__(self, *args, scale: float = 1.0, **options) -> None:
+            super().__init__(*args, **options)
+
     wide = Wide(2, 4, depth=1, mixer="TNL", num_classes=3)
     assert list(wide.config) == ["dims", "width", "depth", "mixer", "num_classes"]
     same(wide, Wide(**through_json(wide.config)), torch.randn(1, 3, 16, 16))
+    passed = PassesOn(2, 1, scale=2.0, **SMALL)
+    assert passed.config == {"dims": 2, "in_chans": 1, "scale": 2.0, **SMALL}
+    same(passed, PassesOn(**through_json(passed.config)), torch.randn(1, 1, 16, 16))
     assert Plain(2, **SMALL).config == NDLightNet(2, **SMALL).config
 
 
@@ -131,6 +138,9 @@ def test_changes_are_noted():
     net.prune_intermediate_layers([0])
     assert net.config["depth"] == 1 and net.config["num_classes"] == 0
     same(net, NDLightNet(**net.config), torch.randn(1, 3, 8, 8))
+    other = NDLightNet(2, mixer=[mixers.TNL, lambda dim: mixers.TNL(dim)], **SMALL)
+    other.prune_intermediate_layers([0, 1])
+    assert "custom" in other.config["mixer"][1]
     net.prune_intermediate_layers([0], prune_norm=True)
     with pytest.raises(ValueError, match=r"NDLightNet was changed to \{'norm': False\}, which no"):
         net.description()
@@ -149,3 +159,39 @@ def test_device_and_dtype():
     assert "device" not in net.config and "dtype" not in net.config
     with pytest.raises(TypeError, match="devise"):
         NDLightNet(2, devise="meta")
+
+
+@pytest.mark.slow
+def test_the_trainer_of_transformers_takes_such_a_network(tmp_path):
+    """It and its loggers take the `config` of a network for one of theirs."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+
+    class WithLoss(NDLightNet):
+        def forward(self, pixels, labels=None):
+            logits = super().forward(pixels)
+            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+    net = WithLoss(2, patch_size=4, **SMALL)
+    before = net.config
+    data = [{"pixels": torch.randn(3, 8, 8), "labels": i % 3} for i in range(4)]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=1, report_to=["tensorboard"], use_cpu=True, disable_tqdm=True
+    )
+    trainer = transformers.Trainer(net, arguments, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+    assert json.loads(net.config.to_json_string()) == net.config.to_dict() == net.config == before
+
+
+def test_device_and_dtype_are_no_options_of_yaml(tmp_path):
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(NDLightNet, "net")
+    config = parser.parse_object({"net": {"dims": 2, "depth": 1, "mixer": "GLA"}})
+    names = {key.split(".")[0] for key in config.net.keys()}  # noqa: SIM118
+    assert names == set(inspect.signature(NDLightNet).parameters)
+    net = parser.instantiate_classes(config).net
+    assert net.config == NDLightNet(2, depth=1, mixer="GLA").config
+    with pytest.raises(jsonargparse.ArgumentError, match="device"):
+        parser.parse_object({"net": {"dims": 2, "device": "cpu"}})

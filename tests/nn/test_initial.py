@@ -70,6 +70,24 @@ def test_a_reset_module_is_a_new_one(name, how):
         assert x.requires_grad == found[key].requires_grad and x.dtype == found[key].dtype
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@modules
+def test_on_a_gpu_too(name):
+    with torch.device("cuda"):
+        torch.manual_seed(0)
+        new = MODULES[name]()
+    with torch.device("meta"):
+        module = MODULES[name]()
+    module.to_empty(device="cuda")
+    poison(module)
+    torch.manual_seed(0)
+    module.reset_parameters()
+    expected, found = numbers(new), numbers(module)
+    for key, x in expected.items():
+        assert x.is_cuda and torch.equal(x, found[key]), key
+
+
 @modules
 def test_all_that_holds_parameters_can_be_reset(name):
     for part in MODULES[name]().modules():

@@ -93,6 +93,8 @@ def described(mixer: Any) -> Any:
     """Return the JSON form of an argument `mixer`: of one, of a list of them, or None."""
     if isinstance(mixer, list | tuple):
         return [described(one) for one in mixer]
+    if isinstance(mixer, dict) and mixer.keys() == {CUSTOM}:
+        return mixer  # it has this form
     if isinstance(mixer, str | dict):
         mixer = named_mixer("mixer", mixer)
     return None if mixer is None else description(mixer)
