@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ndlightnet.integrations.replace import Options, Refusal, Replacement, around
 from ndlightnet.integrations.tokens import GridSource, Shape, TokenMixer, make_mixer, thirds
-from ndlightnet.nn.mixers.base import Factory, reads_context
+from ndlightnet.nn.mixers.base import Named, reads_context
 from ndlightnet.ops.lightnet.sdpa import padding_of
 
 
@@ -35,7 +35,7 @@ class SABlock(nn.Module):
         rel_pos_embedding: str | None = None, input_size: Shape | None = None,
         attention_dtype: torch.dtype | None = None, include_fc: bool = True,
         use_combined_linear: bool = True, use_flash_attention: bool = False, *,
-        mixer: Factory | None = None, grid: GridSource | None = None, prefix: int = 0,
+        mixer: Named | None = None, grid: GridSource | None = None, prefix: int = 0,
         layer: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -70,7 +70,7 @@ class CrossAttentionBlock(nn.Module):
         causal: bool = False, sequence_length: int | None = None,
         rel_pos_embedding: str | None = None, input_size: Shape | None = None,
         attention_dtype: torch.dtype | None = None, use_flash_attention: bool = False, *,
-        mixer: Factory | None = None, layer: int = 0,
+        mixer: Named | None = None, layer: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         dim, inner = hidden_input_size or hidden_size, num_heads * dim_head if dim_head else None
@@ -97,7 +97,7 @@ class SpatialAttentionBlock(spatialattention.SpatialAttentionBlock):
     """MONAI's `SpatialAttentionBlock` with a mixer on the grid of its input, of any size."""
 
     def __init__(
-        self, *args: Any, mixer: Factory | None = None, layer: int = 0, **options: Any
+        self, *args: Any, mixer: Named | None = None, layer: int = 0, **options: Any
     ) -> None:
         super().__init__(*args, **options)
         dim, heads = self.norm.num_channels, self.attn.num_heads
@@ -114,7 +114,7 @@ class SwinTransformerBlock(swin_unetr.SwinTransformerBlock):
 
     def __init__(
         self, dim: int, num_heads: int, window_size: Shape, *args: Any,
-        mixer: Factory | None = None, layer: int = 0, **options: Any,
+        mixer: Named | None = None, layer: int = 0, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(dim, num_heads, window_size, *args, **options)
         self.proj_drop = self.attn.proj_drop

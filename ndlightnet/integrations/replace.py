@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.nn.mixers.base import Factory
+from ndlightnet.nn.mixers.base import Named
 
 LIBRARIES = {
     "torch": "ndlightnet.integrations.torch_attention",
@@ -56,7 +56,7 @@ UNKNOWN = Refusal("not a layer that replace_attention knows")
 class Options:
     """What a user asked replace_attention for, and `layer`: how many layers come before this."""
 
-    mixer: Factory | None = None
+    mixer: Named | None = None
     start: Start = "fresh"
     grid: tuple[int, ...] | None = None
     prefix: int = 0
@@ -111,7 +111,7 @@ class Report:
 
 def replace_attention(
     model: nn.Module,
-    mixer: Factory | None = None,
+    mixer: Named | None = None,
     where: Where | None = None,
     *,
     start: Start = "fresh",
@@ -128,8 +128,9 @@ def replace_attention(
 
     Args:
         model: the network. It must not be an attention layer itself.
-        mixer: a function of the width that returns a mixer, such as `mixers.GLA`. Default: LightNet
-            attention with as many heads as the old layer and without position code.
+        mixer: as for NDLightNet: a name ("GLA"), {name: arguments}, or a function of the width.
+            Default: LightNet attention with as many heads as the old layer and without position
+            code.
         where: which layers: a glob pattern of names ("blocks.[0-5].*"), or a function of name and
             module. Default: all that can be replaced.
         start: "fresh": new weights. "weights": q, k, v and o begin with those of the old layer,
@@ -142,8 +143,6 @@ def replace_attention(
     """
     if start not in get_args(Start):
         raise ValueError(f"start={start!r}: expected 'fresh' or 'weights'")
-    if mixer is not None and (isinstance(mixer, nn.Module) or not callable(mixer)):
-        raise ValueError(f"mixer={mixer!r}: expected a function of the width, such as mixers.GLA")
     options = Options(mixer, start, grid, prefix)
     selected = _selector(where)
     report = Report()

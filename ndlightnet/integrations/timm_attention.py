@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from timm.layers.attention import Attention as TimmAttention
+from timm.models.vision_transformer import Attention as TimmAttention  # type: ignore[attr-defined]
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ndlightnet.integrations.replace import Options, Refusal, Replacement, around
 from ndlightnet.integrations.tokens import GridSource, TokenMixer, thirds
-from ndlightnet.nn.mixers.base import Factory
+from ndlightnet.nn.mixers.base import Named
 from ndlightnet.ops.lightnet.sdpa import padding_of
 
 BIAS = "it adds a bias to each pair of tokens, and LightNet has no scores of pairs"
@@ -60,7 +60,7 @@ class Attention(nn.Module):
         scale_norm: bool = False, proj_bias: bool = True, gated: bool = False,
         attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer: Any = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None, *,
-        mixer: Factory | None = None, grid: GridSource | None = None, prefix: int = 0,
+        mixer: Named | None = None, grid: GridSource | None = None, prefix: int = 0,
         layer: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()

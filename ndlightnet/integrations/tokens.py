@@ -8,8 +8,9 @@ from functools import partial
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid
-from ndlightnet.nn.block import init_weights
-from ndlightnet.nn.mixers.base import Factory, Mixer, build_mixer
+from ndlightnet.nn.block import init_network
+from ndlightnet.nn.initial import Initialized
+from ndlightnet.nn.mixers.base import Mixer, Named, build_mixer
 from ndlightnet.nn.mixers.lightnet import LightNetAttention
 
 Shape = tuple[int, ...]
@@ -17,7 +18,7 @@ GridSource = Shape | Callable[[], Shape]  # a shape, or a function that asks the
 
 
 def make_mixer(
-    dim: int, heads: int, mixer: Factory | None, *, dims: int | None, layer: int = 0,
+    dim: int, heads: int, mixer: Named | None, *, dims: int | None, layer: int = 0,
     causal: bool = False, context_dim: int | None = None, bias: bool = True,
 ) -> Mixer:  # fmt: skip
     """Return a mixer of tokens with `dim` channels on a grid of `dims` axes. Arguments as in
@@ -29,10 +30,11 @@ def make_mixer(
     made = build_mixer(mixer, dim, dims=dims, layer=layer, causal=causal)
     if not isinstance(made, Mixer):
         raise ValueError(f"mixer: makes a {type(made).__name__}, expected a Mixer")
-    return made.apply(init_weights)
+    init_network(made)
+    return made
 
 
-class TokenMixer(nn.Module):
+class TokenMixer(Initialized):
     """A mixer on the tokens (batch, length, dim) of a network that knows no layouts.
 
     Where the grid of the tokens is known, the mixer runs on it, behind `prefix` tokens such as a
@@ -42,9 +44,9 @@ class TokenMixer(nn.Module):
     Args:
         dim: channels of a token.
         heads: of the layer that is replaced; used by the default mixer.
-        mixer: a function of the width that returns a Mixer, as for NDLightNet. Default: LightNet
-            attention with `heads` heads and `bias`, without position code, as a network of another
-            library has its own; it mixes locally if the tokens have a grid or an order.
+        mixer: a name or a function of the width that returns a Mixer, as for NDLightNet. Default:
+            LightNet attention with `heads` heads and `bias`, without position code, as a network of
+            another library has its own; it mixes locally if the tokens have a grid or an order.
         grid: shape of the grid of the tokens behind the prefix. A function is asked at every call.
         prefix: number of tokens in front of the grid.
         sequence: whether tokens without a grid are in an order, as words are: then they have
@@ -56,7 +58,7 @@ class TokenMixer(nn.Module):
     """
 
     def __init__(
-        self, dim: int, heads: int, mixer: Factory | None = None, *,
+        self, dim: int, heads: int, mixer: Named | None = None, *,
         grid: GridSource | None = None, prefix: int = 0, sequence: bool = False,
         causal: bool = False, layer: int = 0, context_dim: int | None = None, bias: bool = True,
     ) -> None:  # fmt: skip
@@ -76,6 +78,10 @@ class TokenMixer(nn.Module):
         self.grid, self.prefix = grid, prefix if grid is not None else 0
         self.mixer = made
         self.ordered = dims is not None
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        init_network(self.mixer)
 
     def layout(self, length: int) -> Grid:
         """Return the grid of `length` tokens, without the prefix."""

@@ -7,7 +7,7 @@ Tasks: "vit", timm's ViT-Ti on the photographs of cifar10, 32 x 32 in patches of
 others, all or --test of them); "unetr", MONAI's UNETR on drawn CT phantoms of --size with seven
 labels (tested on others). Both need timm and monai installed, and no network.
 Rows: "own", the network as its library builds it; "ours", after `replace_attention(net)`; the name
-of a mixer, after `replace_attention(net, mixers.NAME)`. All rows of a seed get the same batches.
+of a mixer, after `replace_attention(net, NAME)`. All rows of a seed get the same batches.
 Steps are replayed from CUDA graphs in bfloat16, so that times are those of the card.
 Writes table.md, runs.csv and runs.json under --out.
 """
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, interpolate, one_hot, pad
+from torch.nn.functional import cross_entropy, interpolate, pad
 
 from ndlightnet import mixers
 from ndlightnet.data.roots import find_root
@@ -122,9 +122,9 @@ def classes_loss(logits: Tensor, label: Tensor) -> Tensor:
 def voxels_loss(logits: Tensor, label: Tensor) -> Tensor:
     """Return cross entropy + 1 - the mean Dice of probabilities, without the background's."""
     logits = logits.float()
-    p, truth = logits.softmax(1), one_hot(label, logits.shape[1]).movedim(-1, 1)
-    space = tuple(range(2, p.ndim))
-    overlap, sizes = (p * truth).sum(space), (p + truth).sum(space)
+    names = torch.arange(logits.shape[1], device=label.device).view(1, -1, *[1] * (label.ndim - 1))
+    p, truth, space = logits.softmax(1), label[:, None] == names, tuple(range(2, logits.ndim))
+    overlap, sizes = (p * truth).sum(space), p.sum(space) + truth.sum(space)
     dice = (2 * overlap + 1) / (sizes + 1)
     return cross_entropy(logits, label) + 1 - dice[:, 1:].mean()
 
@@ -194,7 +194,7 @@ def run(o: Namespace, tasks: dict[str, Task], who: Run) -> Run:
     if who["row"] == "ours":
         replace_attention(net)
     elif who["row"] != "own":
-        replace_attention(net, getattr(mixers, who["row"]))
+        replace_attention(net, who["row"])
     net = net.to(device).train()
 
     def loss(x: Tensor, y: Tensor) -> Tensor:

@@ -72,7 +72,9 @@ def test_nothing_is_half_replaced():
 def test_wrong_arguments_are_named():
     refused = [
         ({"start": "old"}, "start='old': expected 'fresh' or 'weights'"),
-        ({"mixer": nn.Linear(4, 4)}, "mixer=Linear.*expected a function of the width"),
+        ({"mixer": nn.Linear(4, 4)}, r"mixer=Linear\(...\): expected a name such as 'GLA'"),
+        ({"mixer": "GLB"}, "mixer='GLB': did you mean 'GLA'"),
+        ({"mixer": 3}, "mixer=3: expected a name such as 'GLA'"),
         ({"mixer": nn.Identity}, "mixer: makes a Identity, expected a Mixer"),
         ({"where": 3}, "where=3: expected a glob pattern or a function"),
         ({"where": "decoder.*"}, "found nothing to replace.*not selected by where='decoder"),
@@ -85,6 +87,13 @@ def test_wrong_arguments_are_named():
         replace_attention(nn.Linear(3, 3))
     with pytest.raises(ValueError, match="model is a torch MultiheadAttention itself"):
         replace_attention(nn.MultiheadAttention(16, 4))
+
+
+def test_mixers_by_name():
+    net = encoder(1)
+    assert "-> GLA on the sequence" in str(replace_attention(net, {"GLA": {"scan": "raster"}}))
+    assert net.layers[0].self_attn.mixer.mixer.scan == "raster"
+    assert "-> Mamba on the sequence" in str(replace_attention(encoder(1), "Mamba"))
 
 
 def test_a_layer_at_two_names_stays_one():
@@ -200,6 +209,15 @@ def test_a_grid_given_by_the_caller(close):
         net(torch.randn(2, 10, 16), mask=CAUSAL)
 
 
+def test_torchvisions_vision_transformer():
+    """It has a class token, and torch's layers, which do not know the grid."""
+    models = pytest.importorskip("torchvision.models")
+    net = models.VisionTransformer(32, 8, 2, 4, 16, 32, num_classes=3).eval()
+    report = replace_attention(net, grid=(4, 4), prefix=1)
+    assert len(report.replaced) == 2 and "on a grid (4, 4) behind 1 token" in str(report)
+    assert net(torch.randn(2, 3, 32, 32)).shape == (2, 3)
+
+
 def test_tokens_in_an_order_have_neighbours():
     """The set of tokens of another network may be permuted; a sequence may not."""
     x, order = torch.randn(2, 6, 16), torch.randperm(6)
@@ -210,3 +228,15 @@ def test_tokens_in_an_order_have_neighbours():
     layer = TokenMixer(16, 4, causal=True)
     y = layer(x, causal=True)
     assert torch.allclose(y[:, :4], layer(x[:, :4], causal=True), atol=1e-6)
+
+
+@pytest.mark.parametrize("mixer", [None, "GLA", "LightNetAttention"])
+def test_initial_values_can_be_drawn_again(mixer):
+    torch.manual_seed(3)
+    layer = TokenMixer(16, 4, mixer, grid=(2, 3))
+    values = {name: value.clone() for name, value in layer.state_dict().items()}
+    layer.to_empty(device="cpu")
+    torch.manual_seed(3)
+    layer.reset_parameters()
+    for name, value in layer.state_dict().items():
+        assert value.equal(values[name]), name

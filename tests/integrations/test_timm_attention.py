@@ -8,7 +8,7 @@ import torch
 
 timm = pytest.importorskip("timm")
 
-from timm.layers.attention import Attention as TimmAttention  # noqa: E402
+from timm.models.vision_transformer import Attention as TimmAttention  # noqa: E402
 
 from ndlightnet import mixers  # noqa: E402
 from ndlightnet.integrations import replace_attention  # noqa: E402
@@ -184,3 +184,15 @@ def test_start_from_weights(close):
         close(projection.bias, old.qkv.bias[24 * i : 24 * i + 24], 0)
     close(m.o_proj.weight, old.proj.weight, 0)
     assert net.load_state_dict(net.state_dict())
+
+
+@pytest.mark.slow
+def test_a_swapped_network_in_one_graph(close):
+    torch._dynamo.reset()
+    net, x, more = vit(depth=1), torch.randn(2, 3, 32, 32), torch.randn(5, 3, 32, 32)
+    replace_attention(net)
+    with torch.no_grad():
+        close(torch.compile(net, fullgraph=True, backend="aot_eager")(x), net(x), 1e-6)
+        batch = torch.export.Dim.DYNAMIC
+        exported = torch.export.export(net, (x,), dynamic_shapes={"x": {0: batch}}).module()
+        close(exported(more), net(more), 1e-6)

@@ -45,3 +45,30 @@ def test_grouped_heads(close, is_causal):
         found.append([y, *torch.autograd.grad(y.square().sum(), [q, k, v])])
     for ours, theirs in zip(*found, strict=True):
         close(ours, theirs, 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(14, 14), (8, 8), (6, 5, 4)])
+def test_a_swapped_layer_in_bfloat16(shape):
+    """Its error is at most twice that of torch's operations in the same autocast."""
+    from ndlightnet.integrations.tokens import TokenMixer
+
+    torch.manual_seed(0)
+    layer = TokenMixer(192, 3, grid=shape, prefix=1).to(DEVICE)
+    x = torch.randn(4, 1 + Grid(shape).length, 192, device=DEVICE)
+    pull = torch.randn_like(x)
+
+    def results(impl, amp):
+        layer.mixer.impl = layer.mixer.local_values.impl = impl
+        leaf = x.to(layer.mixer.norm.weight.dtype).requires_grad_()
+        with torch.autocast("cuda", torch.bfloat16, amp):
+            y = layer(leaf)
+        grads = torch.autograd.grad((y.to(pull.dtype) * pull).sum(), [leaf, *layer.parameters()])
+        return [z.detach().double() for z in (y, *grads)]
+
+    assert "triton" in layer.mixer.implementation(x)
+    kernels, plain = results("auto", True), results("torch", True)
+    layer.double()
+    for ours, theirs, exact in zip(kernels, plain, results("torch", False), strict=True):
+        error, other = ((z - exact).norm() / exact.norm() for z in (ours, theirs))
+        assert error <= 2 * other + 2**-9, (error, other)
