@@ -19,55 +19,39 @@ from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 
 import ndlightnet
-from ndlightnet.layout import per_axis
 from ndlightnet.models.backbone import NDLightNet
 from ndlightnet.models.features import adapt_in_chans
 
-__all__ = ["ImageNDLightNet"]  # register_model adds the names of the models
+__all__ = ["images"]  # register_model adds the names of the models
 
 Size = int | Sequence[int]
 
 
-class ImageNDLightNet(NDLightNet):
-    """NDLightNet of two axes, which takes timm's arguments for images too.
+def images(
+    *,
+    num_classes: int = 1000,
+    global_pool: str = "avg",
+    img_size: Size | None = None,
+    dynamic_img_size: bool = True,
+    patch_size: Size = 16,
+    **options: Any,
+) -> NDLightNet:
+    """Return an NDLightNet of two axes, from timm's arguments for images too.
 
     Args:
         global_pool: "avg", the mean over tokens, or "", the head on every token.
         img_size: the size that `timm.models.get_model_input_config` reports; any size works.
         dynamic_img_size: True, the only form.
-        dims: 2. in_chans, num_classes, options: of NDLightNet.
+        num_classes, patch_size, options: of NDLightNet.
     """
-
-    def __init__(
-        self,
-        dims: int = 2,
-        in_chans: int = 3,
-        num_classes: int = 1000,
-        *,
-        global_pool: str = "avg",
-        img_size: Size | None = None,
-        dynamic_img_size: bool = True,
-        **options: Any,
-    ) -> None:
-        if dims != 2 or not dynamic_img_size:
-            raise ValueError(
-                f"dims={dims}, dynamic_img_size={dynamic_img_size}: expected 2 and True, images of "
-                "any size"
-            )
-        super().__init__(dims, in_chans, num_classes, **{"patch_size": 16} | options)
-        if global_pool != "avg":
-            self.reset_classifier(num_classes, global_pool)
-        if img_size is not None:
-            self.set_input_size(img_size)
-
-    def set_input_size(self, img_size: Size | None = None, patch_size: Size | None = None) -> None:
-        """As in NDLightNet. Both are noted where timm looks for them: `save_for_hf` saves them."""
-        super().set_input_size(img_size, patch_size)
-        noted = {"img_size": per_axis("img_size", img_size, 2)} if img_size is not None else {}
-        self._traits = {**getattr(self, "_traits", {}), **noted}
-        if patch_size is not None:
-            noted["patch_size"] = per_axis("patch_size", patch_size, 2)
-        self._model_args = {**getattr(self, "_model_args", {}), **noted}
+    if not dynamic_img_size:
+        raise ValueError("dynamic_img_size=False: expected True, images of any size")
+    size = patch_size if isinstance(patch_size, int) else tuple(patch_size)
+    net = NDLightNet(2, num_classes=num_classes, patch_size=size, **options)
+    net.set_input_size(img_size)
+    if global_pool != "avg":
+        net.reset_classifier(num_classes, global_pool)
+    return net
 
 
 def _register(name: str, network: partial[NDLightNet], what: str) -> None:
@@ -76,7 +60,7 @@ def _register(name: str, network: partial[NDLightNet], what: str) -> None:
 
     def make(pretrained: bool = False, **options: Any) -> Any:
         return build_model_with_cfg(
-            ImageNDLightNet, name, pretrained, pretrained_filter_fn=adapt_in_chans,
+            images, name, pretrained, pretrained_filter_fn=adapt_in_chans,
             feature_cfg={"out_indices": 3, "feature_cls": "getter"}, **defaults | options,
         )  # fmt: skip
 

@@ -24,13 +24,13 @@ class Backbone(Pretrained):
     """Base class of NDLightNet: what other libraries ask of a backbone."""
 
     dims: int
-    causal: bool
     embed_dim: int
     per_token: bool
     embed: nn.Module
-    tpe: nn.Module | None
     blocks: nn.ModuleList
     norm: nn.Module
+    _model_args: dict[str, Any]
+    _traits: dict[str, Any]
 
     def _embedded(self, x: Any, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Layout]:
         raise NotImplementedError
@@ -174,11 +174,13 @@ class Backbone(Pretrained):
         """
         if not isinstance(self.embed, Patchify):
             raise ValueError("set_input_size: expected a network of cells; this one takes words")
-        if img_size is not None:
-            per_axis("img_size", img_size, self.dims)
-        if patch_size is None:
-            return
-        old, new = self.embed.patch, per_axis("patch_size", patch_size, self.dims)
+        size = None if img_size is None else per_axis("img_size", img_size, self.dims)
+        old, new = self.embed.patch, self.embed.patch
+        if patch_size is not None:
+            new = per_axis("patch_size", patch_size, self.dims)
+        if "_model_args" in vars(self):  # made by timm: what its `save_for_hf` saves
+            self._model_args = {**self._model_args, "patch_size": new}
+            self._traits = {**self._traits, "img_size": size or self._traits["img_size"]}
         if new == old:
             return
         proj = self.embed.proj

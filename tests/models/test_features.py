@@ -114,6 +114,21 @@ def test_pruning_keeps_what_is_asked_for(indices, expected):
         net.forward_intermediates(x, norm=True)
 
 
+class Mine(NDLightNet):
+    """A subclass with arguments of its own."""
+
+    def __init__(self, width=32):
+        super().__init__(2, 2, 5, embed_dim=width, depth=3, tpe_states=4)
+
+
+def test_a_subclass_with_other_arguments_changes_too():
+    net, x = Mine(), torch.randn(1, 2, 13, 9)
+    net.set_input_size(patch_size=4)
+    net.reset_classifier(3)
+    assert net(x).shape == (1, 3)
+    assert net.prune_intermediate_layers([1]) == [1] and net(x).shape == (1, 32)
+
+
 def test_pruning_may_leave_norm_and_head():
     net, x = tiny(2, patch_size=2, causal=True).eval(), torch.randn(2, 2, 12, 9)
     net.prune_intermediate_layers([0], prune_head=False)
