@@ -12,9 +12,10 @@ import torch
 from ndlightnet.data.signals import read_recordings
 
 ROOT = Path(__file__).parents[1]
-ROOMS = [ROOT / room / "README.md" for room in ("", "ndlightnet", "kernels", "tasks", "configs")]
+ROOM_NAMES = ("", "ndlightnet", "ndlightnet/integrations", "kernels", "tasks", "configs")
+ROOMS = [ROOT / room / "README.md" for room in ROOM_NAMES]
 PAGES = [*ROOMS, ROOT / "tests" / "README.md", ROOT / ".github" / "CONTRIBUTING.md"]
-CODE = [ROOT / "README.md", ROOT / "ndlightnet" / "README.md"]
+CODE = ROOMS[:3]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
 
 

@@ -1,4 +1,4 @@
-"""The table models x doors of ndlightnet/README.md: each cell is a test, open or refused with its
+"""The table models x doors of ndlightnet/integrations/README.md: each cell is a test, open or refused with its
 reason. A door's own file beside this one says what it asserts."""
 
 from __future__ import annotations
@@ -103,4 +103,4 @@ def table() -> str:
 
 
 def test_the_readme_has_this_table() -> None:
-    assert table() in (ROOT / "ndlightnet" / "README.md").read_text()
+    assert table() in (ROOT / "ndlightnet" / "integrations" / "README.md").read_text()
