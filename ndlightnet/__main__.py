@@ -75,8 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
         if found.commands:
             print(f"  {'':17}  also: {', '.join(found.commands)}")
     print("\ncommands: fit, validate, test, predict; ndlightnet TASK fit --help lists the options")
-    print(f"configs: {CONFIGS}")
     print("ndlightnet export RUN --to onnx|pt2: a run's network as a file that runs without us")
+    print(f"configs: {CONFIGS}")
     return 0
 
 

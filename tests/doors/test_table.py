@@ -1,5 +1,5 @@
-"""The table models x doors of ndlightnet/integrations/README.md: each cell is a test, open or refused with its
-reason. A door's own file beside this one says what it asserts."""
+"""The table models x doors of ndlightnet/integrations/README.md: each cell is a test, open, or
+refused with its reason. A door's own file beside this one says what it asserts."""
 
 from __future__ import annotations
 
