@@ -78,8 +78,17 @@ class ConvBlock(Initialized):
         self.skip = nn.Identity() if inputs == outputs else conv(inputs, outputs, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm2(self.conv2(_silu(self.norm1(self.conv1(x)))))
-        return _silu(y.add_(self.skip(x)))
+        y = self.norm2(_convolve(self.conv2, _silu(self.norm1(_convolve(self.conv1, x)))))
+        return _silu(y.add_(_convolve(self.skip, x)))
+
+
+def _convolve(conv: Any, x: Tensor) -> Tensor:
+    """Apply a convolution without bias. onnxscript 0.7.2 writes a bias of two axes where a Conv3d
+    has none, which no runtime accepts: an exported graph gets zeros."""
+    if torch.compiler.is_exporting() and isinstance(conv, nn.Conv3d):
+        return conv._conv_forward(x, conv.weight, x.new_zeros(conv.out_channels))
+    out: Tensor = conv(x)
+    return out
 
 
 class Convolutional:

@@ -53,15 +53,15 @@ REFUSED: dict[tuple[str, str], tuple[type[Exception], str]] = {
     ("causal text", "diffusers"): (NOT, CLASSES),
     ("causal video", "diffusers"): (NOT, CLASSES),
 }
-# cells that take more than a second, and those that take many
-SLOW: set[tuple[str, str]] = set()
-EXHAUSTIVE: set[tuple[str, str]] = set()
+# doors whose cells take more than a second, and half a minute or more
+SLOW = {"compile", "trace", "func", "ddp", "fsdp2", "transformers", "diffusers"}
+EXHAUSTIVE = {"export", "onnx", "aoti"}
 
 
 def cells() -> list[object]:
     marks = [(SLOW, pytest.mark.slow), (EXHAUSTIVE, pytest.mark.exhaustive)]
     return [
-        pytest.param(model, door, marks=[mark for some, mark in marks if (model, door) in some])
+        pytest.param(model, door, marks=[mark for some, mark in marks if door in some])
         for door in DOORS
         for model in CASES
     ]
