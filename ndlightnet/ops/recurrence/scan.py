@@ -17,7 +17,7 @@ from torch import Tensor
 from ndlightnet.ops.plain import plain
 from ndlightnet.ops.recurrence.chunks import CHUNK, exact
 
-DOUBLINGS = 20  # of an exported scan: up to a million steps
+DOUBLINGS = 20  # of an exported scan of any length: up to a million steps
 
 
 class Rule(NamedTuple):
@@ -72,13 +72,18 @@ def _pairs(f: Tensor, b: Tensor, rule: Rule) -> Tensor:
     return out
 
 
+def _lags(n: int | torch.SymInt) -> list[int]:
+    """Return 1, 2, 4, ... for a scan of n steps, or of any number of them."""
+    return [1 << i for i in range((n - 1).bit_length() if isinstance(n, int) else DOUBLINGS)]
+
+
 def _doubling(f: Tensor, b: Tensor, first: Tensor, rule: Rule) -> Tensor:
     """Do the same as `memories` for any n in an exported graph: each step joins with the one that
     is 1, 2, 4, ... steps before it. A slice of n - 1 steps would make torch.export refuse n = 2."""
     at = torch.arange(b.shape[1], device=b.device)
     start = (at == 0).view(-1, *[1] * (b.ndim - 2))
     b = torch.where(start, rule.step(f, first[:, None], b), b)
-    for lag in (1 << i for i in range(DOUBLINGS)):
+    for lag in _lags(at.shape[0]):
         source = (at - lag).clamp(min=0)
         there, f0, b0 = at >= lag, f.index_select(1, source), b.index_select(1, source)
         has_b, has_f = (there.view(-1, *[1] * (x.ndim - 2)) for x in (b, f))
@@ -92,7 +97,7 @@ def prefix_maximum(x: Tensor) -> Tensor:
     if not torch.compiler.is_exporting():
         return x.cummax(1).values
     at = torch.arange(x.shape[1], device=x.device)
-    for lag in (1 << i for i in range(DOUBLINGS)):
+    for lag in _lags(at.shape[0]):
         x = torch.maximum(x, x.index_select(1, (at - lag).clamp(min=0)))
     return x
 
