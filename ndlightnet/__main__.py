@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given and given[0] in DOORS:
         return door(given[0], None if arguments is None else given[1:], begin=1)
     if given[:1] == ["export"]:
-        from ndlightnet.inference.export import export
+        from ndlightnet.training.core.export import export
 
         return export(given[1:])
     asked = given[:1] in ([], ["-h"], ["--help"])

@@ -74,14 +74,15 @@ assert_type(Grid((2, 3)).length, int)
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
     """Python of an environment with the library as after `pip install -e`, and our packages."""
-    pytest.importorskip("hatchling")
+    backend = Path(pytest.importorskip("hatchling").__file__).parents[1]
     venv = tmp_path_factory.mktemp("editor") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     found = venv / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     pip = [sys.executable, "-m", "pip", "-q", "--python", found, "install"]
     subprocess.run(
-        [*pip, "--no-deps", "--no-build-isolation", "--no-index", "-e", ROOT], check=True
-    )
+        [*pip, "--no-deps", "--no-build-isolation", "--no-index", "-e", ROOT], check=True,
+        env={**os.environ, "PYTHONPATH": str(backend)},  # the new environment has none
+    )  # fmt: skip
     (installed,) = venv.rglob("_ndlightnet.pth")
     torch = importlib.util.find_spec("torch")
     (installed.parent / "others.pth").write_text(str(Path(torch.origin).parents[1]))

@@ -187,7 +187,7 @@ ASKED = {
 @pytest.mark.parametrize("command, key", [(c, key) for c, keys in ASKED.items() for key in keys])
 def test_checkpoint_without_an_entry(segment, fitted, tmp_path, command, key):
     root, _, saved = fitted
-    assert set(saved) == {*ASKED["test"], *ASKED["fit"]}
+    assert set(saved) == {*ASKED["test"], *ASKED["fit"], "network"}
     file, images = tmp_path / "less.ckpt", f"--data.init_args.input={root}/images"
     torch.save({k: value for k, value in saved.items() if k != key}, file)
     for also in (command, "predict") if command == "test" else (command,):
@@ -241,9 +241,9 @@ def test_predict_on_another_number_of_channels(segment, decathlon, tmp_path):
 
 
 DOORS = {
-    "model.window": ("[8,8]", "[0,8,8]"), "model.overlap": ("1.0",),
+    "model.window": ("[8]", "[0,8,8]"), "model.overlap": ("1.0",),
     "model.mirror_axes": ("[3]", "[0,0]", "[-1]"), "model.tolerance_mm": ("-1.0",),
-    "data.patch": ("[8,8]", "[8,8,0]"), "data.spacing": ("[1,1]", "[1,1,0]", "[1,1,.inf]"),
+    "data.patch": ("[8]", "[8,8,0]"), "data.spacing": ("[1,1]", "[1,1,0]", "[1,1,.inf]"),
     "data.batch_size": ("0",), "data.batches": ("0",), "data.foreground": ("1.5", "-0.5"),
     "data.workers": ("-1",), "data.folds": ("1",), "data.fold": ("5", "-1"),
     "data.augment.flip_axes": ("[3]",),

@@ -61,7 +61,7 @@ def test_a_run_says_what_it_trains_and_what_came_out(told, tmp_path, capsys, mon
     assert [str(w.message) for w in shown if w.category is not DeprecationWarning] == []
     out, err = capsys.readouterr()
     assert err.splitlines() == [
-        f"NDLightNet, 4,184 parameters; results in {tmp_path}/out",
+        f"NDLightNet, 4,256 parameters; results in {tmp_path}/out",
         f"checkpoints in {tmp_path}/out/checkpoints: best.ckpt, last.ckpt",
     ]
     assert len(out.splitlines()) == 1 and out.startswith("bits per byte ") and told == []

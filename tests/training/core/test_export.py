@@ -72,7 +72,7 @@ def test_pt2_of_a_segmentation_network(tmp_path, capfd):
 
 
 def test_a_file_that_differs_is_an_error(tmp_path, monkeypatch, capsys):
-    from ndlightnet.inference import export
+    from ndlightnet.training.core import export
 
     net = NDLightNet(2, 3, patch_size=4, num_classes=3, embed_dim=16, depth=1, tpe_states=4)
     folder = run(tmp_path / "run", net, SMALL)
