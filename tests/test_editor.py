@@ -43,7 +43,7 @@ assert_type(net(net.pack([x])), Tensor)
 assert_type(net.forward_features(x), Tensor)
 assert_type(net.forward_features(net.pack([x])), Packed)
 assert_type(net.embed_dim, int)
-assert_type(net.config, dict[str, Any])
+config: dict[str, Any] = net.config
 assert_type(NDLightNet.from_pretrained("folder"), NDLightNet)
 assert_type(NDLightUNet.from_checkpoint("last.ckpt", device="cpu"), NDLightUNet)
 assert_type(net.stream(), Stream)

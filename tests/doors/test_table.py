@@ -56,6 +56,12 @@ REFUSED: dict[tuple[str, str], tuple[type[Exception], str]] = {
 # doors whose cells take more than a second, and half a minute or more
 SLOW = {"compile", "trace", "func", "ddp", "fsdp2", "transformers", "diffusers"}
 EXHAUSTIVE = {"export", "onnx", "aoti"}
+# cells that nobody has seen pass: compiling takes more than ten minutes, or was not tried
+UNTRIED = {
+    (model, "aoti")
+    for model in CASES
+    if model not in (LAYER, "NDLightNet, 1 axis", "mixer SoftmaxAttention")
+}
 
 
 def cells() -> list[object]:
@@ -73,6 +79,8 @@ def test_cell(model: str, door: str, tmp_path: Path) -> None:
     for package in needed:
         if find_spec(package) is None:
             pytest.skip(f"the package {package} is not here")
+    if (model, door) in UNTRIED:
+        pytest.skip("minutes of compiling")
     if (model, door) in REFUSED:
         kind, reason = REFUSED[model, door]
         with pytest.raises(kind, match=re.escape(reason)):
@@ -94,6 +102,8 @@ def table() -> str:
     """Return the table as Markdown."""
 
     def cell(model: str, door: str) -> str:
+        if (model, door) in UNTRIED:
+            return "?"
         return "no" if (model, door) in REFUSED else "yes"
 
     head = ["", *DOORS]
