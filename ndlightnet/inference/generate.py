@@ -45,8 +45,8 @@ def generate(
         raise ValueError(f"temperature={temperature}: expected 0 (the most likely token) or more")
     if top_k is not None and not 1 <= top_k <= vocabulary:
         raise ValueError(f"top_k={top_k}: expected 1 to {vocabulary}, or None")
-    ends = [list(end) for end in stop]
-    if not all(ends):
+    ends = [] if isinstance(stop, str) else [list(end) for end in stop]
+    if isinstance(stop, str) or not all(ends):
         raise ValueError(f"stop={stop!r}: expected sequences of one token or more")
     return _continued(network, tokens, length, temperature, top_k, ends, generator)
 
@@ -95,12 +95,12 @@ def _draw(
 
 def generate_text(
     network: Any, prompt: str, length: int, *, temperature: float = 1.0, top_k: int | None = None,
-    stop: Sequence[str] = (), generator: torch.Generator | None = None,
+    stop: str | Sequence[str] = (), generator: torch.Generator | None = None,
 ) -> Iterator[str]:  # fmt: skip
     """Yield the text with which a language model of bytes continues `prompt`, as `generate`, in
     characters that are complete: bytes of one that is not wait for the next ones. Bytes that are no
     UTF-8 become U+FFFD. length: in bytes."""
-    ends = [end.encode() for end in stop]
+    ends = [end.encode() for end in ([stop] if isinstance(stop, str) else stop)]
     tokens = generate(
         network, list(prompt.encode()), length, temperature=temperature, top_k=top_k, stop=ends,
         generator=generator,

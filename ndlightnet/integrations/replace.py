@@ -246,8 +246,17 @@ def _kind(module: nn.Module) -> str:
 
 
 def _like(new: nn.Module, old: nn.Module) -> nn.Module:
-    """Return `new` on the device and with the dtype and mode of `old`."""
+    """Return `new` on the device and with the dtype and mode of `old`. Parts of `old` that it
+    keeps stay as they are: they may have dtypes and modes of their own."""
     tensors = [x for x in old.parameters() if x.is_floating_point()]
-    if tensors:
-        new.to(tensors[0].device, tensors[0].dtype)
-    return new.train(old.training)
+    kept = set(old.modules())
+
+    def moved(x: Tensor) -> Tensor:
+        return x.to(tensors[0].device, tensors[0].dtype if x.is_floating_point() else None)
+
+    for part in new.modules():
+        if part not in kept:
+            if tensors:
+                part._apply(moved, recurse=False)  # type: ignore[no-untyped-call]
+            part.training = old.training
+    return new

@@ -165,3 +165,10 @@ def test_networks_that_cannot_generate_are_named():
     both = NDLightNet(1, vocab_size=5, embed_dim=16, depth=1)
     with pytest.raises(ValueError, match=r"^causal=False: expected a causal network"):
         next(generate(both, [1], 3))
+
+
+def test_one_stop_is_one_and_not_its_letters():
+    parts = generate_text(Recited(b"hello DEAR END now"), "x", 18, temperature=0, stop="END")
+    assert "".join(parts) == "hello DEAR "
+    with pytest.raises(ValueError, match="stop='abc': expected sequences"):
+        next(generate(Recited(b"abc"), [0], 3, stop="abc"))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ndlightnet import MultiheadAttention, mixers
-from ndlightnet.integrations import replace_attention
+from ndlightnet.integrations import replace, replace_attention
 from ndlightnet.integrations.tokens import TokenMixer
 
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(10)
@@ -240,3 +240,19 @@ def test_initial_values_can_be_drawn_again(mixer):
     layer.reset_parameters()
     for name, value in layer.state_dict().items():
         assert value.equal(values[name]), name
+
+
+def test_layers_that_stay_keep_their_dtypes_and_modes():
+    """Only what is new is moved: a layer may keep parts of the old one."""
+
+    class Old(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.norm = nn.Linear(4, 4, dtype=torch.bfloat16), nn.LayerNorm(4)
+
+    old = Old()
+    old.norm.eval()
+    new = nn.Sequential(old, nn.Linear(4, 4))
+    assert replace._like(new, old) is new
+    assert old.norm.weight.dtype == torch.float32 and not old.norm.training
+    assert new[1].weight.dtype == torch.bfloat16 and new[1].training

@@ -15,6 +15,7 @@ from ndlightnet.data.volume import grid
 from ndlightnet.data.volume.grid import FileGrid, Read, check_size
 
 OPAQUE = {"RGBA": "RGB", "LA": "L", "La": "L", "RGBa": "RGB", "PA": "P"}
+ORIENTATION = 0x0112  # the EXIF tag
 READ_AS_THEY_ARE = ("1", "L", "P", "I", "F", "RGB", "I;16", "I;16L", "I;16B")
 
 
@@ -22,12 +23,18 @@ def open_picture(path: Path, _: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
     """Open a picture as (x to the right, y down, 1, channels). A pixel counts as 1 mm, as in
     nnU-Net; the resolution (dpi) of a file is written to its labels again. A palette's indices are
     taken, an alpha channel is left out."""
-    from PIL import Image
+    from PIL import Image, ImageOps
 
-    with Image.open(path) as image:
-        if (pages := getattr(image, "n_frames", 1)) > 1:
+    with Image.open(path) as file:
+        if (pages := getattr(file, "n_frames", 1)) > 1:
             raise DataError(f"{path}: has {pages} pages, expected a picture of one")
-        check_size(path, (*image.size, len(image.getbands())), 4, grid.MEMORY, "this machine")
+        check_size(path, (*file.size, len(file.getbands())), 4, grid.MEMORY, "this machine")
+        kind, orientation = file.format, file.getexif().get(ORIENTATION, 1)
+        turned = orientation != 1
+        if kind == "TIFF" and orientation > 4:  # Pillow 13.0 swaps its sides twice
+            raise DataError(f"{path}: orientation tag {orientation}, expected an upright TIFF")
+        file.load()  # turns some TIFFs, which then have no tag
+        image: Any = ImageOps.exif_transpose(file) if turned else file
         notes, mode = [], image.mode
         if mode in OPAQUE:
             notes.append(f"{path}: has an alpha channel, which is left out")
@@ -36,7 +43,9 @@ def open_picture(path: Path, _: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
             notes.append(f"{path}: has the colours {mode}, taken as RGB")
             mode = "RGB"
         cells = np.asarray(image if mode == image.mode else image.convert(mode))
-        dpi, kind = image.info.get("dpi"), image.format
+        dpi = image.info.get("dpi")
+        if turned:
+            notes.append(f"{path}: turned upright, as its orientation tag says")
     if cells.dtype == bool:
         cells = cells.astype(np.uint8)
     cells = cells.reshape(*cells.shape[:2], 1, -1).swapaxes(0, 1)

@@ -138,3 +138,23 @@ def test_grey_is_not_colour_and_volumes_are_no_pictures(tmp_path, segment, decat
     assert done.errors == [f"error: {root}/imagesTr/c0_0000.png: has 1 channels, expected 3"]
     done = segment("fit", *options(decathlon, tmp_path / "out", 1))
     assert "slices, expected a picture for data.patch of 2 sizes" in done.errors[0]
+
+
+@pytest.mark.parametrize("ending", [".png", ".jpg", ".tif"])
+@pytest.mark.parametrize("turn", [3, 6])
+def test_an_orientation_tag_turns_the_picture_upright(tmp_path, ending, turn):
+    image = Image.fromarray(np.arange(6, dtype=np.uint8).reshape(2, 3) * 40)
+    tag = Image.Exif()
+    tag[0x0112] = turn
+    path = tmp_path / f"a_0000{ending}"
+    image.save(path, exif=tag)
+    if (ending, turn) == (".tif", 6):
+        with pytest.raises(DataError, match="orientation tag 6"):
+            Volume.read(Case("a", (path,), None))
+        return
+    volume = Volume.read(Case("a", (path,), None))
+    upright = np.asarray(image.transpose({3: Image.ROTATE_180, 6: Image.ROTATE_270}[turn]))
+    found = np.asarray(volume.image)[0, :, :, 0].T
+    assert found.shape == upright.shape
+    assert np.abs(found - upright).max() < 30  # JPEG
+    assert "turned upright" in " ".join(volume.notes)
