@@ -85,8 +85,8 @@ def names(quick=(), slow=(), exhaustive=()):
 
 @pytest.mark.slow
 @names(
-    slow=["image", "unet3", "unet4"],
-    exhaustive=["video", "unet2"],
+    slow=["image"],
+    exhaustive=["video", "unet2", "unet3", "unet4"],
     quick=["text", "series", "local", "unet1"],
 )
 def test_export_is_the_network_at_any_size(name):
