@@ -286,6 +286,8 @@ def pad(n: int) -> int:
 def split(length: int, rows: int, block: int, programs: int) -> tuple[int, int]:
     """Cut `length` tokens so that rows * parts is about `programs`: return (parts, span)."""
     parts = max(1, min(programs // max(1, hint(rows)), cdiv(hint(length), 4 * block)))
+    if parts == 1:  # a number, also where the length is a symbol: there is nothing to merge
+        return 1, cdiv(length, block) * block
     span = cdiv(cdiv(length, parts), block) * block
     return cdiv(length, span), span
 

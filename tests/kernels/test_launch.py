@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from ndlightnet.ops import global_attention
-from ndlightnet_kernels import launch
+from ndlightnet_kernels import launch, tiles
 
 from .cases import DEVICE
 
@@ -67,3 +69,17 @@ def test_shapes_strides_and_masks_have_plans_of_their_own(close):
                 how = {"mask": mask, "impl": "triton"}
                 exact = global_attention(*[x.double()] * 3, mask=mask)
                 close(global_attention(x, x, x, **how).double(), exact, 2e-3)
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(64, 1), (2, 4)])
+def test_a_length_that_is_a_symbol_is_cut_as_at_its_example(rows, parts):
+    """One part is a number: AOTInductor of torch 2.11 cannot order a merge of parts whose symbolic
+    number is always 1."""
+    fake = FakeTensorMode(shape_env=ShapeEnv())
+    length = fake.from_tensor(
+        torch.empty(1024, 3), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * 2)
+    ).shape[0]
+    assert isinstance(length, torch.SymInt)
+    found, span = tiles.split(length, rows, 64, 64)
+    assert isinstance(found, int) == (parts == 1)
+    assert (int(found), int(span)) == tiles.split(1024, rows, 64, 64) == (parts, 1024 // parts)

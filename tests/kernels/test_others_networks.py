@@ -69,6 +69,11 @@ def test_a_swapped_layer_in_bfloat16(shape):
     assert "triton" in layer.mixer.implementation(x)
     kernels, plain = results("auto", True), results("torch", True)
     layer.double()
-    for ours, theirs, exact in zip(kernels, plain, results("torch", False), strict=True):
-        error, other = ((z - exact).norm() / exact.norm() for z in (ours, theirs))
-        assert error <= 2 * other + 2**-9, (error, other)
+    names = ["y", "x", *(name for name, _ in layer.named_parameters())]
+    truth = dict(zip(names, results("torch", False), strict=True))
+    scales = {name: exact.norm() for name, exact in truth.items()}
+    # a softmax over tokens does not see the keys' bias: its gradient is 0, and only rounded
+    scales["mixer.k_proj.bias"] = scales["mixer.k_proj.weight"]
+    for name, ours, theirs in zip(names, kernels, plain, strict=True):
+        error, other = ((z - truth[name]).norm() / scales[name] for z in (ours, theirs))
+        assert error <= 2 * other + 2**-9, (name, error, other)
