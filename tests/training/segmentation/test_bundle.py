@@ -196,30 +196,43 @@ def test_channels_on_their_own_grid(channels, tmp_path):
     assert readme.startswith("# name\n") and "- 1: box" in readme and "CT, PET, T1" in readme
 
 
+def monai_command(cwd: Path, command: str, **arguments: object) -> None:
+    """Run `python -m monai.bundle` in a process of its own."""
+    paths = [ROOT, ROOT / "kernels", *sys.path]
+    given = [str(part) for name, value in arguments.items() for part in (f"--{name}", value)]
+    done = subprocess.run(
+        [sys.executable, "-m", "monai.bundle", command, *given],
+        cwd=cwd, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_monai_runs_it_from_anywhere(channels, tmp_path):
     pytest.importorskip("ignite", reason="pytorch-ignite runs bundles")
     pytest.importorskip("fire", reason="the command line of monai.bundle")
     root, predictions = exported(channels, tmp_path), predicted(channels, tmp_path)
-    scans, paths = channels.parent / "scans" / "imagesTs", [ROOT, ROOT / "kernels", *sys.path]
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "monai.bundle", "run", "--bundle_root", root,
-            "--config_file", root / "configs" / "inference.json", "--dataset_dir", scans,
-        ],
-        cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    config, scans = root / "configs" / "inference.json", channels.parent / "scans" / "imagesTs"
+    monai_command(tmp_path, "run", bundle_root=root, config_file=config, dataset_dir=scans)
     seen = compare(predictions / "c2.nii.gz", root / "eval" / "c2_0000_seg.nii.gz")
     assert seen == (0, 13 * 11 * 9)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ckpt", pytest.param("onnx", marks=pytest.mark.exhaustive)])
-def test_monai_exports_it(kind, channels, tmp_path):
+@pytest.mark.parametrize(
+    "kind, by_command",
+    [
+        ("ckpt", False),
+        pytest.param("ckpt", True, marks=pytest.mark.exhaustive),
+        pytest.param("onnx", True, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_monai_exports_it(kind, by_command, channels, tmp_path):
     """`ckpt_export` and `onnx_export`; TorchScript from a trace, as MONAI scripts no class of ours.
     Both files take inputs of the given shape."""
+    if by_command:
+        pytest.importorskip("fire", reason="the command line of monai.bundle")
     root, path = exported(channels, tmp_path), tmp_path / f"model.{kind}"
     shape, net = [1, 2, 13, 11, 9], parser_of(root).get_parsed_content("network_def").eval()
     net.load_state_dict(torch.load(root / "models" / "model.pt", weights_only=True))
@@ -228,16 +241,19 @@ def test_monai_exports_it(kind, channels, tmp_path):
         "ckpt_file": str(root / "models" / "model.pt"), "bundle_root": str(root),
         "config_file": str(root / "configs" / "inference.json"),
     }  # fmt: skip
+    if kind == "onnx":
+        pytest.importorskip("onnxscript")
+        runtime = pytest.importorskip("onnxruntime")
+    if by_command:
+        monai_command(tmp_path, f"{kind}_export", **given)
+    else:
+        monai.bundle.ckpt_export(**given)
     x = torch.rand(shape)
     if kind == "ckpt":
-        monai.bundle.ckpt_export(**given)
         found, meta, _ = load_net_with_metadata(str(path))
         y = found(x)
         assert meta["network_data_format"]["outputs"]["pred"]["num_channels"] == 2
     else:
-        pytest.importorskip("onnxscript")
-        runtime = pytest.importorskip("onnxruntime")
-        monai.bundle.onnx_export(**given)
         session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
         y = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
     with torch.no_grad():
