@@ -1,45 +1,29 @@
-"""Networks traced at one size and run at others: torch.export, onnxruntime, AOTInductor."""
+"""Traced at one size and run at others: what the table of tests/doors has no row for."""
 
 import io
-import shutil
 from functools import partial
+from importlib.util import find_spec
 
 import pytest
 import torch
-from torch.export import Dim, export
+from torch.export import Dim, ExportedProgram, export
 
-from ndlightnet import NDLightNet, NDLightUNet, mixers
+from ndlightnet import MultiheadAttention, NDLightNet, NDLightUNet, mixers
 from ndlightnet.nn.mixers.base import build_mixer
 
-net = partial(NDLightNet, num_classes=5, embed_dim=16, depth=1, tpe_states=8)
-cells = partial(net, in_chans=2)
+cells = partial(
+    NDLightNet, in_chans=2, num_classes=5, patch_size=4, embed_dim=16, depth=1, tpe_states=8
+)
 unet = partial(NDLightUNet, in_channels=2, out_channels=3, widths=(8, 16), depths=(0, 1))
 # name: the network, the size it is traced at, and five others: axes of fewer and of more than 64
 # tokens on either side, of sizes that patches and strides divide or not
 NETS = {
-    "text": (partial(net, 1, vocab_size=50), (40,), [(8,), (64,), (65,), (200,), (4300,)]),
-    "series": (partial(cells, 1, patch_size=4), (90,), [(30,), (256,), (257,), (801,), (4000,)]),
-    "image": (
-        partial(cells, 2, patch_size=4), (30, 41),
-        [(8, 8), (30, 300), (257, 100), (260, 512), (40, 999)],
-    ),
     "local": (
-        partial(cells, 2, patch_size=4, mixer=partial(
+        partial(cells, 2, mixer=partial(
             mixers.WithLocal, mixer=mixers.SoftmaxAttention, local="both")), (30, 41),
         [(8, 8), (30, 100), (57, 100), (60, 52), (40, 99)],
     ),
-    "video": (
-        partial(cells, 3, patch_size=2), (9, 8, 10),
-        [(4, 5, 6), (150, 4, 8), (3, 130, 9), (5, 6, 161), (131, 7, 133)],
-    ),
     "unet1": (partial(unet, 1), (50,), [(8,), (63,), (130,), (517,), (1001,)]),
-    "unet2": (
-        partial(unet, 2), (22, 27), [(8, 8), (33, 300), (257, 100), (150, 141), (40, 401)],
-    ),
-    "unet3": (
-        partial(unet, 3), (9, 10, 11),
-        [(8, 8, 8), (140, 9, 12), (9, 150, 10), (7, 15, 160), (21, 22, 23)],
-    ),
     "unet4": (
         partial(unet, 4), (5, 6, 7, 9),
         [(4, 4, 4, 4), (70, 4, 5, 6), (5, 66, 4, 7), (4, 6, 5, 67), (9, 8, 10, 11)],
@@ -48,87 +32,95 @@ NETS = {
 BEYOND = 2e-5  # roundings of 6e-8 that a few hundred operations grow; outputs are of order 1
 
 
-def sample(name: str, batch: int, space: tuple[int, ...]) -> torch.Tensor:
-    if name == "text":
-        return torch.randint(50, (batch, *space))
-    return torch.randn(batch, 2, *space)
-
-
-def dynamic(name: str, space: tuple[int, ...]) -> dict[int, Dim]:
-    first = 1 if name == "text" else 2
-    return {0: Dim.DYNAMIC} | {first + axis: Dim.DYNAMIC for axis in range(len(space))}
-
-
-def traced(name: str):
-    """A network, what it is traced with, and its dynamic sizes."""
-    make, space, _ = NETS[name]
-    return make().eval(), (sample(name, 2, space),), (dynamic(name, space),)
-
-
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["unet1", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("local", "unet4"))],
+)
 @torch.no_grad()
-def agree(name: str, model, run) -> None:
-    """`run` is the network at sizes that it was not traced at, and for other batches."""
-    for batch, space in zip((1, 3, 2, 1, 1), NETS[name][2], strict=True):
-        x = sample(name, batch, space)
+def test_export_is_the_network_at_any_size(name):
+    make, space, others = NETS[name]
+    model, x = make().eval(), torch.randn(2, 2, *space)
+    shapes = {axis: Dim.DYNAMIC for axis in range(x.ndim) if axis != 1}
+    run = export(model, (x,), dynamic_shapes=(shapes,)).module()
+    for batch, space in zip((1, 3, 2, 1, 1), others, strict=True):
+        x = torch.randn(batch, 2, *space)
         actual, expected = run(x), model(x)
         assert actual.shape == expected.shape
         assert 0.05 < expected.abs().max() < 20
         assert (actual - expected).abs().max() < BEYOND, (batch, space)
 
 
-def names(quick=(), slow=(), exhaustive=()):
-    """Networks, by how long they take."""
-    params = [pytest.param(name, marks=pytest.mark.slow) for name in slow]
-    params += [pytest.param(name, marks=pytest.mark.exhaustive) for name in exhaustive]
-    return pytest.mark.parametrize("name", [*quick, *params])
-
-
-@pytest.mark.slow
-@names(
-    slow=["image"],
-    exhaustive=["video", "unet2", "unet3", "unet4"],
-    quick=["text", "series", "local", "unet1"],
-)
-def test_export_is_the_network_at_any_size(name):
-    model, inputs, shapes = traced(name)
-    agree(name, model, export(model, inputs, dynamic_shapes=shapes).module())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [Dim.AUTO, Dim.DYNAMIC(min=8, max=4096), 4 * Dim("n", max=1024)])
 def test_export_takes_what_the_docstring_says(size):
-    model, x = NETS["series"][0]().eval(), torch.randn(2, 2, 88)
+    model, x = cells(1).eval(), torch.randn(2, 2, 88)
     run = export(model, (x,), dynamic_shapes=({0: Dim.AUTO, 2: size},)).module()
     for n in (8, 256, 260, 800):
         x = torch.randn(3, 2, n)
         assert (run(x) - model(x)).abs().max() < BEYOND
 
 
-# each of the other networks takes minutes
+class _Padded(torch.nn.Module):
+    """MultiheadAttention with padding: from other tokens, or causal among the same ones."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.attention, self.causal = MultiheadAttention(16, 4, batch_first=True), causal
+
+    def forward(self, x: torch.Tensor, source: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        options = {}
+        if self.causal:
+            x, mask = source, source.new_full((source.shape[1],) * 2, -torch.inf).triu(1)
+            options = {"attn_mask": mask, "is_causal": True}
+        return self.attention(x, source, source, padding, need_weights=False, **options)[0]
+
+
 @pytest.mark.slow
-@names(slow=["text"], exhaustive=["image", "series", "unet3"])
-def test_onnx_is_the_network_at_any_size(name):
-    pytest.importorskip("onnxscript")
-    runtime = pytest.importorskip("onnxruntime")
-    model, inputs, shapes = traced(name)
-    program = torch.onnx.export(model, inputs, dynamo=True, dynamic_shapes=shapes, verbose=False)
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@torch.no_grad()
+def test_padding_of_any_batch_and_length(kind, causal):
+    """The mask is an input of the file, like the tokens: another batch has other padding."""
+
+    def given(batch: int, length: int, target: int) -> tuple[torch.Tensor, ...]:
+        padding = torch.arange(length) >= torch.randint(1, length, (batch, 1))
+        if kind.is_floating_point:  # a bias of the other keys, too
+            padding = torch.randn(batch, length).masked_fill(padding, -torch.inf)
+        return torch.randn(batch, target, 16), torch.randn(batch, length, 16), padding
+
+    layer, inputs, sizes = _Padded(causal).eval(), given(2, 20, 11), {0: Dim.DYNAMIC}
+    both = {**sizes, 1: Dim.DYNAMIC}
+    shapes = (sizes if causal else both, both, both)
+    program = export(layer, inputs, dynamic_shapes=shapes)
+    runs = {"export": program.module()}
+    if find_spec("onnxscript") and find_spec("onnxruntime"):
+        runs["onnx"] = _onnx(program, inputs)
+    for batch, length, target in ((1, 7, 9), (3, 64, 2), (2, 65, 130), (1, 130, 65)):
+        x, source, padding = given(batch, length, 11 if causal else target)
+        expected = layer(x, source, padding)
+        hidden = padding if kind == torch.bool else padding == -torch.inf
+        junk = torch.where(hidden[..., None], 9.0, source)
+        for name, run in runs.items():
+            assert (run(x, source, padding) - expected).abs().max() < BEYOND, (name, length)
+            if not causal:  # whose queries are those tokens
+                assert (run(x, junk, padding) - expected).abs().max() < BEYOND, (name, length)
+
+
+def _onnx(program: ExportedProgram, inputs: tuple[torch.Tensor, ...]):
+    """Return the call of a program in onnxruntime."""
+    import onnxruntime
+
     file = io.BytesIO()
-    program.save(file)
-    session = runtime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
-    (given,) = session.get_inputs()
-    agree(name, model, lambda x: torch.from_numpy(session.run(None, {given.name: x.numpy()})[0]))
+    torch.onnx.export(program, inputs, verbose=False, optimize=False).save(file)
+    session = onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
+    names = [one.name for one in session.get_inputs()]
 
+    def run(*inputs: torch.Tensor) -> torch.Tensor:
+        given = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
+        return torch.from_numpy(session.run(None, given)[0])
 
-@pytest.mark.exhaustive
-@pytest.mark.skipif(not shutil.which("g++"), reason="AOTInductor needs a C++ compiler")
-@pytest.mark.parametrize("name", ["text", "image", "unet1"])
-def test_aot_inductor_is_the_network_at_any_size(name, tmp_path):
-    model, inputs, shapes = traced(name)
-    with torch.no_grad():
-        program = export(model, inputs, dynamic_shapes=shapes)
-    path = str(tmp_path / "net.pt2")
-    torch._inductor.aoti_compile_and_package(program, package_path=path)
-    agree(name, model, torch._inductor.aoti_load_package(path))
+    return run
 
 
 # tiles and chunks that depend on the length; functions that need more arguments

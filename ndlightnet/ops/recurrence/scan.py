@@ -23,11 +23,12 @@ DOUBLINGS = 20  # of an exported scan of any length: up to a million steps
 class Rule(NamedTuple):
     compose: Callable[[Tensor, Tensor], Tensor]  # (f2, f1) -> f2 . f1
     step: Callable[[Tensor, Tensor, Tensor], Tensor]  # (f, m, b) -> f . m + b
+    zero: float = 0  # f of it forgets: zero . f = f . zero = zero, zero . m + b = b
 
 
 ELEMENTWISE = Rule(torch.mul, lambda f, m, b: torch.addcmul(b, f, m))
 MATRIX = Rule(torch.matmul, lambda f, m, b: b + f @ m)
-MAXIMUM = Rule(torch.add, lambda f, m, b: torch.maximum(b, f + m))  # of logarithms
+MAXIMUM = Rule(torch.add, lambda f, m, b: torch.maximum(b, f + m), -torch.inf)  # of logarithms
 
 
 def memories(f: Tensor | None, b: Tensor, first: Tensor, rule: Rule = ELEMENTWISE) -> Tensor:
@@ -79,16 +80,16 @@ def _lags(n: int | torch.SymInt) -> list[int]:
 
 def _doubling(f: Tensor, b: Tensor, first: Tensor, rule: Rule) -> Tensor:
     """Do the same as `memories` for any n in an exported graph: each step joins with the one that
-    is 1, 2, 4, ... steps before it. A slice of n - 1 steps would make torch.export refuse n = 2."""
+    is 1, 2, 4, ... steps before it, or with the first one, which forgets, if there is none. A slice
+    of n - 1 steps would make torch.export refuse n = 2."""
     at = torch.arange(b.shape[1], device=b.device)
-    start = (at == 0).view(-1, *[1] * (b.ndim - 2))
-    b = torch.where(start, rule.step(f, first[:, None], b), b)
+    of_b, of_f = ((at == 0).view(-1, *[1] * (x.ndim - 2)) for x in (b, f))
+    b = torch.where(of_b, rule.step(f, first[:, None], b), b)
+    f = f.masked_fill(of_f, rule.zero)
     for lag in _lags(at.shape[0]):
         source = (at - lag).clamp(min=0)
-        there, f0, b0 = at >= lag, f.index_select(1, source), b.index_select(1, source)
-        has_b, has_f = (there.view(-1, *[1] * (x.ndim - 2)) for x in (b, f))
-        b = torch.where(has_b, rule.step(f, b0, b), b)
-        f = torch.where(has_f, rule.compose(f, f0), f)
+        b = rule.step(f, b.index_select(1, source), b)
+        f = rule.compose(f, f.index_select(1, source))
     return b
 
 
