@@ -23,9 +23,9 @@ def generate(
     network: a causal NDLightNet with a vocabulary, in eval mode. Its `stream` reads the prompt and
     then one token at a time, so memory does not grow. Each token is drawn from softmax(logits /
     temperature) of the `top_k` most likely tokens (default: of all); a temperature below 1e-6 takes
-    the most likely one. stop: sequences of tokens that end the text; they are not yielded, and tokens that
-    may begin one wait until it is decided. generator: for draws that can be repeated; its device is
-    the network's or the CPU.
+    the most likely one. stop: sequences of tokens that end the text; they are not yielded, and
+    tokens that may begin one wait until it is decided. generator: for draws that can be repeated;
+    its device is the network's or the CPU.
 
     Raises ValueError for an empty prompt, a token outside the vocabulary, numbers out of range and
     a network that has no vocabulary or cannot stream.

@@ -152,7 +152,7 @@ def test_characters_are_complete():
 def test_a_text_needs_a_vocabulary_of_bytes():
     network = Recited(b"")
     network.vocab_size = 300
-    with pytest.raises(ValueError, match="^network: has vocab_size=300, expected 256"):
+    with pytest.raises(ValueError, match=r"^network: has vocab_size=300, expected 256"):
         generate_text(network, "x", 3)
 
 

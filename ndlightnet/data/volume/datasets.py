@@ -246,8 +246,8 @@ def find_inputs(
     Files CASE_0000, CASE_0001, ... are one case for a network of several channels; for one channel
     a `_0000` that every file has is left out of the names. Every DICOM series is a case, named as
     in `find_series`. A line on other DICOM objects and one on other files are added to `notes`.
-    Nothing is opened beyond the headers of DICOM files and pictures, so a broken volume is listed and raises
-    when it is loaded. Raises DataError when there is nothing to predict on.
+    Nothing is opened beyond the headers of DICOM files and pictures, so a broken volume is listed
+    and raises when it is loaded. Raises DataError when there is nothing to predict on.
     """
     path, endings = Path(path), (*ENDINGS, *PICTURES) if pictures else ENDINGS
     if not path.exists():

@@ -51,7 +51,7 @@ def open_file(
     reader; an unknown ending is taken for NIfTI. Raises DataError if it cannot be read."""
     with readable(path):
         reader = FOLDER if path.is_dir() else reader_of(path)
-        return (label and reader.open_label or reader.open)(path, slices)
+        return ((label and reader.open_label) or reader.open)(path, slices)
 
 
 def reader_of(file: Path) -> Reader:
