@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 4096  # tokens of the prompt that are read at once
+GREEDY = 1e-6  # a lower temperature counts as 0: logits divided by it could be infinite in float32
 
 
 def generate(
@@ -21,10 +22,10 @@ def generate(
 
     network: a causal NDLightNet with a vocabulary, in eval mode. Its `stream` reads the prompt and
     then one token at a time, so memory does not grow. Each token is drawn from softmax(logits /
-    temperature) of the `top_k` most likely tokens (default: of all); temperature 0 takes the most
-    likely one. stop: sequences of tokens that end the text; they are not yielded, and tokens that
-    may begin one wait until it is decided. generator: for draws that can be repeated; its device is
-    the network's or the CPU.
+    temperature) of the `top_k` most likely tokens (default: of all); a temperature below 1e-6 takes
+    the most likely one. stop: sequences of tokens that end the text; they are not yielded, and
+    tokens that may begin one wait until it is decided. generator: for draws that can be repeated;
+    its device is the network's or the CPU.
 
     Raises ValueError for an empty prompt, a token outside the vocabulary, numbers out of range and
     a network that has no vocabulary or cannot stream.
@@ -81,7 +82,7 @@ def _begun(held: list[int], end: list[int]) -> int:
 def _draw(
     logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
 ) -> int:
-    if temperature == 0:
+    if temperature < GREEDY:
         return int(logits.argmax())
     logits = logits.float()
     if top_k is not None:  # by their places: of equal logits no more than top_k may stay
@@ -99,7 +100,14 @@ def generate_text(
 ) -> Iterator[str]:  # fmt: skip
     """Yield the text with which a language model of bytes continues `prompt`, as `generate`, in
     characters that are complete: bytes of one that is not wait for the next ones. Bytes that are no
-    UTF-8 become U+FFFD. length: in bytes."""
+    UTF-8 become U+FFFD. length: in bytes. Raises ValueError as `generate`, and for a vocabulary of
+    more than the 256 bytes."""
+    vocabulary = getattr(network, "vocab_size", None)
+    if vocabulary is not None and vocabulary > 256:
+        raise ValueError(
+            f"network: has vocab_size={vocabulary}, expected 256, the bytes of a text; `generate` "
+            "yields tokens of any vocabulary"
+        )
     ends = [end.encode() for end in ([stop] if isinstance(stop, str) else stop)]
     tokens = generate(
         network, list(prompt.encode()), length, temperature=temperature, top_k=top_k, stop=ends,

@@ -37,6 +37,15 @@ def test_temperature_0_is_the_argmax_of_the_whole_forward(net):
         assert len(tokens) == len(prompt) + 8
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("temperature", [1e-6, 1e-8, 1e-40, 5e-324])
+def test_a_tiny_temperature_is_the_most_likely_token(net, dtype, temperature):
+    replayed = Replayed(net, [1, 2, 3])
+    replayed.logits = torch.arange(WORDS, dtype=dtype).flip(0).roll(4)[None, None] * 1000
+    assert list(generate(replayed, [1], 20, temperature=temperature)) == [4] * 20
+    assert list(generate(replayed, [1], 20, temperature=temperature, top_k=3)) == [4] * 20
+
+
 def test_tokens_have_the_probabilities_of_the_softmax(net):
     """Of 4,000 first tokens at temperature 2, each count lies within 4.5 standard deviations."""
     count, prompt = 4000, [1, 2, 3]
@@ -138,6 +147,13 @@ def test_characters_are_complete():
         "".join(generate_text(Recited("a€ende".encode()), "x", 8, temperature=0, stop=["€e"]))
         == "a"
     )
+
+
+def test_a_text_needs_a_vocabulary_of_bytes():
+    network = Recited(b"")
+    network.vocab_size = 300
+    with pytest.raises(ValueError, match=r"^network: has vocab_size=300, expected 256"):
+        generate_text(network, "x", 3)
 
 
 def test_it_streams(net):

@@ -101,6 +101,7 @@ def test_a_mixer_for_each_layer():
         ("Nothing", r"mixer='Nothing': expected one of CosformerAttention, .*WithLocal$"),
         ("gla", r"mixer='gla': did you mean 'GLA'\?"),
         ("torch.nn.GLA", r"mixer='torch.nn.GLA': did you mean 'GLA'\?"),
+        (partial(mixers.GLA, num_heads=4), r"mixer: GLA has no 'num_heads', did you mean 'heads'"),
         ({"GLA": {"scn": "both"}}, r"mixer: GLA has no 'scn', did you mean 'scan'\? .*heads, scan"),
         ({"GLA": 3}, r"mixer=\{'GLA': 3\}: expected arguments by name"),
         ({"GLA": {}, "TNL": {}}, r"expected a name, or \{name: arguments\}"),

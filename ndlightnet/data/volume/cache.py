@@ -17,7 +17,7 @@ from ndlightnet.data.volume.transforms import Prepare
 from ndlightnet.data.volume.volume import Volume
 
 KEPT_PER_CLASS = 20_000  # crop centres stored for every class of a volume; they are held in memory
-FORM = 2  # to be raised when what a cache folder holds changes, so that old files are not used
+FORM = 3  # to be raised when what a cache folder holds changes, so that old files are not used
 
 
 class CachedVolumes(Dataset[dict[str, Any]]):

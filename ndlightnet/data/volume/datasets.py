@@ -15,6 +15,7 @@ from ndlightnet.data.folders import leave_out
 from ndlightnet.data.volume.dicom_tree import Series, find_series
 from ndlightnet.data.volume.formats import ENDINGS, FILES, FOLDER, PICTURES, reader_of, stem
 from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.pictures import has_colours
 
 WANTED = f"{', '.join(ENDINGS)} or a {FOLDER.name}"
 NUMBERED = re.compile(r"(.+)_(\d{4})")  # nnU-Net's CASE_0000: the channel after the case
@@ -239,13 +240,14 @@ def find_inputs(
     """List the cases to predict on, from a volume's file (.nii.gz, .nii, .nrrd, .mha, .mhd), a
     folder with a dataset.json (its test cases), or a folder of such files and of DICOM series at
     any depth, sorted by name. modality: take only series of this modality (CT, MR, PT, ...).
-    pictures: PNG, TIFF and JPEG files count as well, each with all its colours.
+    pictures: PNG, TIFF and JPEG files count as well. If any of them has colours, each file is a
+    case, whatever its number: a camera's IMG_0000.jpg and IMG_0001.jpg are two.
 
     Files CASE_0000, CASE_0001, ... are one case for a network of several channels; for one channel
     a `_0000` that every file has is left out of the names. Every DICOM series is a case, named as
     in `find_series`. A line on other DICOM objects and one on other files are added to `notes`.
-    Nothing is opened beyond the headers of DICOM files, so a broken volume is listed and raises
-    when it is loaded. Raises DataError when there is nothing to predict on.
+    Nothing is opened beyond the headers of DICOM files and pictures, so a broken volume is listed
+    and raises when it is loaded. Raises DataError when there is nothing to predict on.
     """
     path, endings = Path(path), (*ENDINGS, *PICTURES) if pictures else ENDINGS
     if not path.exists():
@@ -279,7 +281,7 @@ def find_inputs(
         notes.append(left)
     plain = {s.folder.resolve() if s.folder == path else s.folder: s for s in series if not s.name}
     first = [file for file in files if stem(file).endswith("_0000")]
-    if pictures and len(first) == len(files):
+    if pictures and any(map(has_colours, files)):
         channels = 1
     if channels == 1:
         numbered = first if len(first) == len(files) else []

@@ -9,7 +9,7 @@ from ndlightnet.data.volume.dicom import open_series
 from ndlightnet.data.volume.grid import FileGrid, Read
 from ndlightnet.data.volume.itk import open_itk
 from ndlightnet.data.volume.nifti import open_nifti
-from ndlightnet.data.volume.pictures import open_picture
+from ndlightnet.data.volume.pictures import open_label, open_picture
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,15 @@ class Reader:
     """A format. open(path, slices): returns the grid, and a function that reads the voxels a few
     slices at a time, so that a volume of gigabytes is never held twice. endings: of its files, in
     lower case; empty: it is a folder. voxels: endings of separate files that hold the voxels.
-    picture: it holds a plane, which only a network of two axes asks for."""
+    picture: it holds a plane, which only a network of two axes asks for. open_label: for a format
+    whose labels are read in another way than its images."""
 
     name: str
     endings: tuple[str, ...]
     open: Callable[[Path, Sequence[Path]], tuple[FileGrid, Read]]
     voxels: tuple[str, ...] = ()
     picture: bool = False
+    open_label: Callable[[Path, Sequence[Path]], tuple[FileGrid, Read]] | None = None
 
 
 READERS = (
@@ -31,9 +33,9 @@ READERS = (
     Reader("NRRD", (".nrrd",), open_itk),
     Reader("MetaImage", (".mha", ".mhd"), open_itk, (".raw", ".zraw")),
     Reader("DICOM series", (), open_series),
-    Reader("PNG", (".png",), open_picture, picture=True),
-    Reader("TIFF", (".tif", ".tiff"), open_picture, picture=True),
-    Reader("JPEG", (".jpg", ".jpeg"), open_picture, picture=True),
+    Reader("PNG", (".png",), open_picture, picture=True, open_label=open_label),
+    Reader("TIFF", (".tif", ".tiff"), open_picture, picture=True, open_label=open_label),
+    Reader("JPEG", (".jpg", ".jpeg"), open_picture, picture=True, open_label=open_label),
 )
 ENDINGS = tuple(end for reader in READERS if not reader.picture for end in reader.endings)
 PICTURES = tuple(end for reader in READERS if reader.picture for end in reader.endings)
@@ -42,11 +44,14 @@ FOLDER = next(reader for reader in READERS if not reader.endings)
 FILES = f"{', '.join(_FIRST)} or {_LAST} file"  # for messages
 
 
-def open_file(path: Path, slices: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
-    """Open a file, or a folder with the DICOM slices, by its format's reader; an unknown ending is
-    taken for NIfTI. Raises DataError if it cannot be read."""
+def open_file(
+    path: Path, slices: Sequence[Path] = (), label: bool = False
+) -> tuple[FileGrid, Read]:
+    """Open a file of an image or of a label, or a folder with the DICOM slices, by its format's
+    reader; an unknown ending is taken for NIfTI. Raises DataError if it cannot be read."""
     with readable(path):
-        return (FOLDER if path.is_dir() else reader_of(path)).open(path, slices)
+        reader = FOLDER if path.is_dir() else reader_of(path)
+        return ((label and reader.open_label) or reader.open)(path, slices)
 
 
 def reader_of(file: Path) -> Reader:

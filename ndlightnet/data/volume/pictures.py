@@ -1,9 +1,12 @@
 """Reader of pictures (PNG, TIFF, JPEG) as volumes of one slice, and the writer of their labels, by
-Pillow. SimpleITK is not used: it gives the colours of a label's palette, not its indices."""
+Pillow. SimpleITK reads only colours of 16 bits, which Pillow would cut to 8: of a label's palette
+it gives the colours, not the indices."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,33 +19,46 @@ from ndlightnet.data.volume.grid import FileGrid, Read, check_size
 
 OPAQUE = {"RGBA": "RGB", "LA": "L", "La": "L", "RGBa": "RGB", "PA": "P"}
 ORIENTATION = 0x0112  # the EXIF tag
-READ_AS_THEY_ARE = ("1", "L", "P", "I", "F", "RGB", "I;16", "I;16L", "I;16B")
+BITS = 258  # the TIFF tag BitsPerSample
+GREY = ("1", "L", "I", "F", "I;16", "I;16L", "I;16B")  # Pillow's modes of one channel
+TOO_DEEP = "has 16 bits a channel, expected 8, or RGB or RGBA without an orientation tag"
 
 
-def open_picture(path: Path, _: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
+def open_picture(path: Path, _: Sequence[Path] = (), label: bool = False) -> tuple[FileGrid, Read]:
     """Open a picture as (x to the right, y down, 1, channels). A pixel counts as 1 mm, as in
-    nnU-Net; the resolution (dpi) of a file is written to its labels again. A palette's indices are
-    taken, an alpha channel is left out."""
+    nnU-Net; the resolution (dpi) of a file is written to its labels again. An alpha channel is left
+    out. Of a palette an image (label=False) takes the colours, as RGB, and a label the indices.
+
+    Colours of 16 bits a channel keep them. Raises DataError for several pages, a TIFF that lies on
+    its side, and colours of 16 bits that are not RGB or RGBA or that an orientation tag turns.
+    """
     from PIL import Image, ImageOps
 
     with Image.open(path) as file:
         if (pages := getattr(file, "n_frames", 1)) > 1:
             raise DataError(f"{path}: has {pages} pages, expected a picture of one")
         check_size(path, (*file.size, len(file.getbands())), 4, grid.MEMORY, "this machine")
+        deep = _of_16_bits(file)
         kind, orientation = file.format, file.getexif().get(ORIENTATION, 1)
         turned = orientation != 1
         if kind == "TIFF" and orientation > 4:  # Pillow 13.0 swaps its sides twice
             raise DataError(f"{path}: orientation tag {orientation}, expected an upright TIFF")
+        if deep and (turned or file.mode not in ("RGB", "RGBA")):
+            raise DataError(f"{path}: {TOO_DEEP}")
         file.load()  # turns some TIFFs, which then have no tag
         image: Any = ImageOps.exif_transpose(file) if turned else file
         notes, mode = [], image.mode
         if mode in OPAQUE:
             notes.append(f"{path}: has an alpha channel, which is left out")
             mode = OPAQUE[mode]
-        elif mode not in READ_AS_THEY_ARE:
-            notes.append(f"{path}: has the colours {mode}, taken as RGB")
+        if mode not in (*GREY, "RGB", *["P"] * label):
+            what = "a palette" if mode == "P" else f"the colours {mode}"
+            notes.append(f"{path}: has {what}, taken as RGB")
             mode = "RGB"
-        cells = np.asarray(image if mode == image.mode else image.convert(mode))
+        if deep:
+            cells = _read_16_bits(path)
+        else:
+            cells = np.asarray(image if mode == image.mode else image.convert(mode))
         dpi = image.info.get("dpi")
         if turned:
             notes.append(f"{path}: turned upright, as its orientation tag says")
@@ -60,3 +76,38 @@ def open_picture(path: Path, _: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
     ending = ".tif" if kind == "TIFF" else ".png"
     affine = np.diag([-1.0, -1.0, 1.0, 1.0])  # as ITK's: x runs to the left, y to the back
     return FileGrid(path, cells.shape, affine, tuple(notes), write=write, ending=ending), read
+
+
+open_label = partial(open_picture, label=True)
+
+
+def has_colours(path: Path) -> bool:
+    """Return whether a file holds several channels, or a palette. A broken file has none."""
+    from PIL import Image
+
+    with suppress(Exception), Image.open(path) as file:  # decoders raise exceptions of many classes
+        return OPAQUE.get(file.mode, file.mode) not in GREY
+    return False
+
+
+def _of_16_bits(file: Any) -> bool:
+    """Return whether an image that Pillow has opened, and not loaded (`getexif` loads a PNG), has
+    several channels of more than 8 bits, which Pillow would read as 8."""
+    if file.mode in GREY:
+        return False
+    if file.format == "TIFF":
+        return max(file.tag_v2.get(BITS, (1,))) > 8
+    return any(";16" in str(tile.args) for tile in file.tile)
+
+
+def _read_16_bits(path: Path) -> NDArray[np.uint16]:
+    """Return RGB or RGBA as RGB (height, width, 3)."""
+    import SimpleITK as sitk
+
+    try:
+        cells = sitk.GetArrayFromImage(sitk.ReadImage(str(path)))
+    except RuntimeError as error:  # grey with alpha, which Pillow calls RGBA
+        raise DataError(f"{path}: {TOO_DEEP}") from error
+    if cells.dtype != np.uint16 or cells.ndim != 3 or cells.shape[2] not in (3, 4):
+        raise DataError(f"{path}: {TOO_DEEP}")
+    return np.asarray(cells[..., :3])

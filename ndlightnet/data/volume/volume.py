@@ -57,13 +57,14 @@ class Volume:
         Raises DataError for a file that cannot be read, has an empty axis or another number of
         axes, an affine that cannot be inverted, voxel edges outside 0.001 to 100 mm, more than half
         of its voxels NaN or infinite, a label map off the first image's grid or with fractions, a
-        further image that lies wholly beside the first, label values outside 0..classes-1, another
-        number of channels than `channels`, and files of a series with different numbers of frames.
+        further image that lies wholly beside the first, channels of a picture in different sizes,
+        label values outside 0..classes-1, another number of channels than `channels`, and files of
+        a series with different numbers of frames.
 
         While it reads, a file that is not compressed takes no more memory than its float32 voxels.
         """
         opened = [open_file(path, case.slices) for path in case.images]
-        label = None if case.label is None else open_file(case.label)
+        label = None if case.label is None else open_file(case.label, label=True)
         first = opened[0][0]
         if case.over_time:
             _check_frames(grid for grid, _ in [*opened, label or opened[0]])
@@ -72,6 +73,12 @@ class Volume:
         notes: list[str] = []
         while opened:
             grid, read = opened.pop(0)  # the last reference to what is open
+            if grid.write is not None and grid.shape[:2] != first.shape[:2]:
+                (wide, high), (width, height) = grid.shape[:2], first.shape[:2]
+                raise DataError(  # pixels have no place in space by which to interpolate
+                    f"{grid.path}: is {wide} x {high} pixels, {first.path} is {width} x {height}; "
+                    "expected one size for all channels of a case"
+                )
             if not _overlap(first, grid):
                 raise DataError(f"{grid.path}: does not overlap {first.path}")
             image, more = _voxels(grid, read)

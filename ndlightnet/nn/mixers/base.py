@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ndlightnet.layout import Grid, Layout
 from ndlightnet.nn.initial import Initialized
-from ndlightnet.nn.mixers.names import named_mixer, unwrapped
+from ndlightnet.nn.mixers.names import catalogue_name, named_mixer, unwrapped
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
 
 
@@ -208,6 +208,9 @@ def _factory(label: str, made: Any) -> Factory:
     if isinstance(made, nn.Module) or not callable(made):
         found = f"{type(made).__name__}(...)" if isinstance(made, nn.Module) else repr(made)
         raise ValueError(f"{label}={found}: expected {_FACTORY}")
+    kind, given = unwrapped(made)
+    if given and (known := catalogue_name(kind)):
+        named_mixer(label, {known: given})  # refuses arguments that it has not
     return made
 
 

@@ -69,10 +69,15 @@ def unwrapped(mixer: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, 
     return made, mixer.keywords
 
 
+def catalogue_name(made: Any) -> str | None:
+    """Return the name of a class or function in the catalogue; None for any other."""
+    return next((key for key, one in CATALOGUE.items() if one is made), None)
+
+
 def description(mixer: Callable[..., Any]) -> Any:
     """Return the JSON form of a function that makes mixers: name, or {name: all its arguments}."""
     made, given = unwrapped(mixer)
-    name = next((key for key, one in CATALOGUE.items() if one is made), None)
+    name = catalogue_name(made)
     if name is None:
         called = getattr(made, "__qualname__", type(made).__name__)
         return {CUSTOM: f"{getattr(made, '__module__', '?')}.{called}"}

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from ndlightnet.data.errors import DataError, atomic_write, one_line
+from ndlightnet.data.errors import DataError, one_line, writable
 from ndlightnet.models import NDLightNet, NDLightUNet
 
 Run = Callable[[Tensor], Tensor]
@@ -28,7 +29,8 @@ LENGTHS = (40, 33, 90)  # the same for one axis: of less than a chunk of 64 toke
 
 def export(arguments: list[str]) -> int:
     """Write a run's network to RUN/model.onnx or RUN/model.pt2, and compare the file with the
-    network at three sizes. Returns the exit status: 0, or 1 after an error or a difference.
+    network at three sizes; a file that differs is not kept. Returns the exit status: 0, or 1 after
+    an error or a difference.
 
     The file takes any batch and sizes. `pt2` is a package of AOTInductor for this device.
     """
@@ -46,21 +48,29 @@ def export(arguments: list[str]) -> int:
 def _export(run: Path, to: str) -> int:
     net, ckpt = load_network(run)
     folder = run if run.is_dir() else ckpt.parent
-    path, device = folder / f"model.{to}", torch.device("cpu")
-    if to == "pt2" and torch.cuda.is_available():
-        device = torch.device("cuda")
+    device = torch.device("cuda" if to == "pt2" and torch.cuda.is_available() else "cpu")
     net.to(device)
     print(f"{ckpt}: {type(net).__name__}, for {device.type}")
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            (write_onnx if to == "onnx" else write_pt2)(net, path)
-            file: Run = load_onnx(path) if to == "onnx" else load_pt2(path)
-    except ImportError as error:
-        raise DataError(f"--to {to}: pip install onnx onnxscript onnxruntime ({error})") from error
-    good = [_compare(net, file, at, batch) for at, batch in enumerate((2, 1, 3))]
-    print(f"wrote {path}" if all(good) else f"error: {path} differs from the network")
-    return 0 if all(good) else 1
+    # Large weights lie beside an ONNX file that holds their name: it is written with its own name.
+    with writable(folder):
+        drafts = TemporaryDirectory(prefix=".export", dir=folder)
+    with drafts as place:
+        draft = Path(place) / f"model.{to}"
+        try:
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore")
+                (write_onnx if to == "onnx" else write_pt2)(net, draft)
+                file: Run = load_onnx(draft) if to == "onnx" else load_pt2(draft)
+        except ImportError as error:
+            hint = "pip install onnx onnxscript onnxruntime " if to == "onnx" else ""
+            raise DataError(f"--to {to}: {hint}({one_line(error)})") from error
+        good = [_compare(net, file, at, batch) for at, batch in enumerate((2, 1, 3))]
+        if not all(good):
+            raise DataError(f"--to {to}: the file differs from the network, it is not kept")
+        for made in sorted(Path(place).iterdir(), key=lambda made: made == draft):  # it comes last
+            made.replace(folder / made.name)
+    print(f"wrote {folder / draft.name}")
+    return 0
 
 
 def load_network(run: Path) -> tuple[nn.Module, Path]:
@@ -69,7 +79,7 @@ def load_network(run: Path) -> tuple[nn.Module, Path]:
     import yaml
     from jsonargparse import ArgumentParser
 
-    ckpt, root = run, run.parents[1] if len(run.parents) > 1 else run
+    ckpt, root = run, run.absolute().parent.parent
     if run.is_dir():
         found = [run / "checkpoints" / f"{name}.ckpt" for name in ("best", "last")]
         ckpt, root = next((one for one in found if one.is_file()), found[-1]), run
@@ -135,11 +145,8 @@ def write_onnx(net: nn.Module, path: Path) -> None:
     )  # fmt: skip
     assert program is not None
     numbers = sum(p.numel() * p.element_size() for p in net.parameters())
-    if numbers > LARGEST:  # the weights in a file beside it, which its name cannot change later
-        program.save(str(path), external_data=True)
-        return
-    with atomic_write(path) as draft:
-        program.save(str(draft))
+    with writable(path):
+        program.save(str(path), external_data=numbers > LARGEST)
 
 
 def load_onnx(path: Path) -> Run:

@@ -102,7 +102,7 @@ def _with_files(arguments: list[str]) -> list[str]:
     path = Path(joined[at].partition("=")[2])
     if not path.exists():
         raise DataError(f"{path}: no such checkpoint, nor a folder of a run")
-    run = path if path.is_dir() else path.parent.parent
+    run = path if path.is_dir() else path.absolute().parent.parent  # of "last.ckpt", too
     if path.is_dir():
         names = [run / "checkpoints" / f"{name}.ckpt" for name in ("best", "last")]
         joined[at] = f"--ckpt_path={next((one for one in names if one.is_file()), names[-1])}"

@@ -9,6 +9,7 @@ import torch
 
 from ndlightnet import NDLightNet, NDLightUNet
 from ndlightnet.__main__ import main
+from ndlightnet.training.core import export
 
 CONFIG = """
 model:
@@ -71,15 +72,53 @@ def test_pt2_of_a_segmentation_network(tmp_path, capfd):
     assert capfd.readouterr().out.count(", ok") == 3 and (ckpt.parent / "model.pt2").is_file()
 
 
-def test_a_file_that_differs_is_an_error(tmp_path, monkeypatch, capsys):
-    from ndlightnet.training.core import export
-
+@pytest.fixture
+def made(tmp_path):
     net = NDLightNet(2, 3, patch_size=4, num_classes=3, embed_dim=16, depth=1, tpe_states=4)
-    folder = run(tmp_path / "run", net, SMALL)
-    monkeypatch.setattr(export, "write_onnx", lambda net, path: None)
-    monkeypatch.setattr(export, "load_onnx", lambda path: lambda x: net.eval()(x) * 1.001)
-    assert main(["export", str(folder), "--to", "onnx"]) == 1
-    assert "NOT EQUAL" in capsys.readouterr().out
+    return net.eval(), run(tmp_path / "run", net, SMALL)
+
+
+@pytest.mark.parametrize("factor, status, kept", [(1.001, 1, ["old"]), (1.0, 0, ["data", "new"])])
+def test_only_a_file_that_equals_the_network_is_kept(
+    made, monkeypatch, capsys, factor, status, kept
+):
+    net, folder = made
+    (folder / "model.onnx").write_text("old")
+
+    def write(net, path):
+        path.write_text("new")
+        path.with_suffix(".onnx.data").write_text("data")
+
+    monkeypatch.setattr(export, "write_onnx", write)
+    monkeypatch.setattr(export, "load_onnx", lambda path: lambda x: net(x) * factor)
+    assert main(["export", str(folder), "--to", "onnx"]) == status
+    said = capsys.readouterr()
+    assert ("NOT EQUAL" in said.out) == ("differs from the network" in said.err) == bool(status)
+    files = [file for file in folder.iterdir() if file.is_file()]
+    assert sorted(file.read_text() for file in files) == kept
+    assert {entry.name for entry in folder.iterdir()} - {file.name for file in files} == {
+        "checkpoints",
+        "logs",
+    }
+
+
+@pytest.mark.parametrize("to", ["onnx", "pt2"])
+def test_a_missing_library_is_named_and_onnx_for_onnx_only(made, monkeypatch, capsys, to):
+    def write(net, path):
+        raise ImportError("No module named 'parts'")
+
+    monkeypatch.setattr(export, f"write_{to}", write)
+    assert main(["export", str(made[1]), "--to", to]) == 1
+    said = capsys.readouterr().err
+    assert f"--to {to}: " in said and "No module named 'parts'" in said
+    assert ("pip install onnx" in said) == (to == "onnx")
+
+
+def test_a_checkpoint_is_found_from_its_own_folder(made, monkeypatch):
+    monkeypatch.chdir(made[1] / "checkpoints")
+    net, ckpt = export.load_network(Path("best.ckpt"))
+    assert ckpt == Path("best.ckpt")
+    torch.testing.assert_close(net.state_dict(), made[0].state_dict(), rtol=0, atol=0)
 
 
 def test_what_does_not_fit_is_one_line(tmp_path, capsys):

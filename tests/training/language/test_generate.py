@@ -43,13 +43,17 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["run", "run/checkpoints/last.ckpt"])
-def test_the_command_prints_what_the_function_yields(trained, capsys, where):
+@pytest.mark.parametrize(
+    "place, where",
+    [(".", "run"), (".", "run/checkpoints/last.ckpt"), ("run/checkpoints", "last.ckpt")],
+)
+def test_the_command_prints_what_the_function_yields(trained, capsys, monkeypatch, place, where):
+    monkeypatch.chdir(trained / place)
     folder, net = trained, NDLightNet(1, vocab_size=256, causal=True, embed_dim=16, depth=1)
     saved = torch.load(folder / "run/checkpoints/last.ckpt", weights_only=True)["state_dict"]
     net.load_state_dict({key.removeprefix("net."): x for key, x in saved.items()})
     capsys.readouterr()
-    asked = ["--ckpt_path", str(folder / where), "--prompt", "ab", "--length=12"]
+    asked = ["--ckpt_path", where, "--prompt", "ab", "--length=12"]
     assert generate([*asked, "--temperature=0"]) == 0
     expected = bytes(tokens_of(net.eval(), list(b"ab"), 12, temperature=0))
     assert capsys.readouterr().out == f"ab{expected.decode(errors='replace')}\n"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import SimpleITK as sitk
 import torch
 from PIL import Image
 
@@ -102,14 +103,56 @@ def test_palettes_alpha_and_depth(tmp_path):
     cells = np.arange(12, dtype=np.uint8).reshape(3, 4)
     palette = Image.fromarray(cells)
     palette.putpalette([255 - i // 3 for i in range(768)])
-    indices = saved(tmp_path / "p.png", palette)
-    np.testing.assert_array_equal(indices.image[0, :, :, 0].numpy().T, cells)
+    colours = saved(tmp_path / "p.png", palette)
+    np.testing.assert_array_equal(colours.image[2, :, :, 0].numpy().T, 255 - cells)
+    assert len(colours.image) == 3 and "palette, taken as RGB" in colours.notes[0]
+    labelled = Volume.read(Case("p", (tmp_path / "p.png",), tmp_path / "p.png"))
+    np.testing.assert_array_equal(labelled.label[0, :, :, 0].numpy().T, cells)
     clear = saved(tmp_path / "a.png", Image.new("RGBA", (4, 3), (1, 2, 3, 4)))
     assert clear.image[:, 0, 0, 0].tolist() == [1, 2, 3] and "alpha" in clear.notes[0]
     deep = saved(tmp_path / "d.png", Image.fromarray(cells.astype(np.uint16) * 5000))
     np.testing.assert_array_equal(deep.image[0, :, :, 0].numpy().T, cells * 5000.0)
     flat = saved(tmp_path / "f.tif", Image.fromarray(cells.astype(np.float32) / 8))
     np.testing.assert_array_equal(flat.image[0, :, :, 0].numpy().T, cells / 8)
+
+
+@pytest.mark.parametrize("ending", [".png", ".tif"])
+@pytest.mark.parametrize("channels", [3, 4])
+def test_colours_of_16_bits_keep_them(tmp_path, ending, channels):
+    cells = np.random.default_rng(0).integers(0, 2**16, (3, 4, channels), np.uint16)
+    path = tmp_path / f"x{ending}"
+    sitk.WriteImage(sitk.GetImageFromArray(cells, isVector=True), path)
+    volume = Volume.read(Case("x", (path,), None))
+    np.testing.assert_array_equal(volume.image[..., 0].numpy().T, cells[..., :3])
+    assert len(volume.notes) == channels - 3  # that alpha is left out
+
+
+def test_16_bits_of_grey_with_alpha_are_refused(tmp_path):
+    path, cells = tmp_path / "x.png", np.ones((3, 4, 2), np.uint16)
+    sitk.WriteImage(sitk.GetImageFromArray(cells, isVector=True), path)
+    with pytest.raises(DataError, match=f"^{path}: has 16 bits a channel, expected 8"):
+        Volume.read(Case("x", (path,), None))
+
+
+def test_channels_in_different_sizes_are_refused(tmp_path):
+    files = tmp_path / "a_0000.png", tmp_path / "a_0001.png"
+    for file, size in zip(files, [(6, 4), (6, 5)], strict=True):
+        Image.new("L", size).save(file)
+    said = f"^{files[1]}: is 6 x 5 pixels, {files[0]} is 6 x 4; expected one size"
+    with pytest.raises(DataError, match=said):
+        Volume.read(Case("a", files, None))
+
+
+def test_numbered_files_are_channels_if_grey_and_cases_if_coloured(tmp_path):
+    for number in range(3):
+        Image.new("RGB", (4, 3)).save(tmp_path / f"IMG_{number:04}.jpg")
+    found = find_inputs(tmp_path, 3, pictures=True)
+    assert [case.name for case in found] == ["IMG_0000", "IMG_0001", "IMG_0002"]
+    assert all(len(case.images) == 1 for case in found)
+    for number in range(3):
+        Image.new("L", (4, 3)).save(tmp_path / f"IMG_{number:04}.jpg")
+    (case,) = find_inputs(tmp_path, 3, pictures=True)
+    assert case.name == "IMG" and len(case.images) == 3
 
 
 def test_what_cannot_be_used_is_one_line(tmp_path, segment):
