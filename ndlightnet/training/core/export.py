@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._inductor.exc import InductorError, InvalidCxxCompiler
 from torch.export import Dim
 
 from ndlightnet.data.errors import DataError, one_line, writable
@@ -159,7 +160,14 @@ def load_onnx(path: Path) -> Run:
 def write_pt2(net: nn.Module, path: Path) -> None:
     x = example(net, 0, 2)
     program = torch.export.export(net, (x,), dynamic_shapes=_dynamic(x))
-    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    try:
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    except InductorError as error:
+        if not isinstance(error.inner_exception, InvalidCxxCompiler):
+            raise
+        raise DataError(
+            f"--to pt2: needs a C++ compiler, such as g++ ({one_line(error)})"
+        ) from error
 
 
 def load_pt2(path: Path) -> Run:

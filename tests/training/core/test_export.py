@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
 from ndlightnet import NDLightNet, NDLightUNet
 from ndlightnet.__main__ import main
@@ -112,6 +113,18 @@ def test_a_missing_library_is_named_and_onnx_for_onnx_only(made, monkeypatch, ca
     said = capsys.readouterr().err
     assert f"--to {to}: " in said and "No module named 'parts'" in said
     assert ("pip install onnx" in said) == (to == "onnx")
+
+
+def test_a_missing_compiler_is_one_line(made, monkeypatch, capsys):
+    def compiled(*args, **kwargs):
+        raise InductorError(InvalidCxxCompiler(), None)
+
+    monkeypatch.setattr(torch.export, "export", lambda *args, **kwargs: None)
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiled)
+    assert main(["export", str(made[1]), "--to", "pt2"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --to pt2: needs a C++ compiler, such as g++")
+    assert not (made[1] / "model.pt2").exists()
 
 
 def test_a_checkpoint_is_found_from_its_own_folder(made, monkeypatch):
