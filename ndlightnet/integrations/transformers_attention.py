@@ -186,6 +186,8 @@ def _beyond(module: Any) -> str:
         return "a bias on its scores"
     if getattr(module.config, "attn_logit_softcapping", None):
         return "a soft cap on its scores"
+    if "chunked_attention" in (getattr(module.config, "layer_types", None) or ()):
+        return "attention in chunks, or other layers of its model have it"
     return "sinks" if hasattr(module, "sinks") else ""
 
 

@@ -22,6 +22,8 @@ from .test_transformers import (  # noqa: E402
     clip,
     gpt_oss,
     llama,
+    llama4,
+    modernbert,
     padding,
     t5,
     videomae,
@@ -136,6 +138,7 @@ def test_more_architectures_run() -> None:
     (swin, None, "it has a bias on its scores, which LightNet attention cannot have"),
     (partial(other, "Beit", use_relative_position_bias=True), mixers.GLA, "a bias on its scores"),
     (t5, None, "it has a bias on its scores, which LightNet attention cannot have"),
+    (llama4, None, "it has attention in chunks, or other layers of its model have it, which Light"),
     (gpt_oss, None, "it has sinks, which LightNet attention cannot have"),
     (flux, mixers.GLA, "a processor of its own computes queries and keys"),
     (unet_plain, mixers.GLA, "it has group_norm"),
@@ -143,6 +146,30 @@ def test_more_architectures_run() -> None:
 def test_what_cannot_be_replaced_is_named(make: Any, mixer: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         replace_attention(make(), mixer)
+
+
+def test_a_window_both_ways_hides_padding() -> None:
+    model = modernbert().eval()
+    assert "attention implementation 'lightnet'" in str(replace_attention(model))
+    ids, mask = words(), padding(False)
+    padded = model(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(padded[1:, :7], model(input_ids=ids[1:, :7]).logits)
+
+
+@pytest.mark.parametrize("mixer", [None, mixers.LightNetAttention, mixers.Mamba])
+def test_siglip2_pools_without_padding(mixer: Any) -> None:
+    """Its head is torch's layer: one learned query, and a mask repeated for all heads."""
+    model = transformers.Siglip2VisionModel(
+        transformers.Siglip2VisionConfig(**SIZES, num_patches=16, patch_size=4)
+    ).eval()
+    report = replace_attention(model, mixer)
+    assert ("head.attention" in report.left) is (mixer is mixers.Mamba)
+    patches, shapes = torch.randn(2, 6, 48), torch.tensor([[2, 3], [2, 2]])
+    told = {"pixel_attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2])}
+    padded = model(pixel_values=patches, spatial_shapes=shapes, **told).pooler_output
+    told = {"pixel_attention_mask": torch.ones(1, 4, dtype=torch.long)}
+    alone = model(pixel_values=patches[1:, :4], spatial_shapes=shapes[1:], **told).pooler_output
+    torch.testing.assert_close(padded[1:], alone)
 
 
 def test_causal_encoders_get_the_implementation() -> None:

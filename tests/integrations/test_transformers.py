@@ -1,6 +1,7 @@
 """The attention implementation "lightnet" of transformers: equality with the formula by hand, with
 masks made by transformers itself; caches; what is refused; training and files."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -88,6 +89,12 @@ def clip() -> nn.Module:
     return transformers.CLIPTextModel(transformers.CLIPTextConfig(**SIZES, **WORDS, eos_token_id=2))
 
 
+def modernbert(window: int = 4) -> Any:
+    sizes = {**SIZES, **WORDS, "local_attention": window, "cls_token_id": 1, "sep_token_id": 2}
+    sizes |= {"bos_token_id": 1, "eos_token_id": 2, "global_attn_every_n_layers": 2}
+    return transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**sizes))
+
+
 def prepare(model: Any, name: str = "lightnet") -> Any:
     """Initialise all weights widely, so that softmax and SiLU are far from linear."""
     torch.manual_seed(0)
@@ -121,6 +128,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "BART": (bart, {"input_ids": words(2, 7), "decoder_input_ids": words()}),
     "BART, padding": (bart, {"input_ids": words(), "decoder_input_ids": words(2, 5),
                              "attention_mask": padding(False)}),
+    "ModernBERT, window": (modernbert, {"input_ids": words()}),
+    "ModernBERT, window, padding": (modernbert, {"input_ids": words(),
+                                                 "attention_mask": padding(False)}),
+    "ModernBERT, longer window": (partial(modernbert, 32), {"input_ids": words()}),
     "CLIP text, padding": (clip, {"input_ids": words(), "attention_mask": padding(False)}),
 }  # fmt: skip
 
@@ -236,12 +247,6 @@ def t5() -> Any:
     )
 
 
-def modernbert() -> Any:
-    sizes = {**SIZES, **WORDS, "local_attention": 4, "cls_token_id": 1, "sep_token_id": 2}
-    sizes |= {"bos_token_id": 1, "eos_token_id": 2, "global_attn_every_n_layers": 2}
-    return transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**sizes))
-
-
 def llama4() -> Any:
     sizes = {**DECODER, "attention_chunk_size": 4, "intermediate_size_mlp": 40, "head_dim": 8}
     sizes |= {"num_local_experts": 2, "layer_types": ["chunked_attention"] * 2}
@@ -254,7 +259,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "soft cap": (gemma2, {}, "softcap: Gemma2Attention asks for it"),
     "sinks": (gpt_oss, {}, "s_aux: GptOssAttention asks for it"),
     "position bias": (t5, {"decoder_input_ids": words()}, "position_bias: T5Attention asks for it"),
-    "window both ways": (modernbert, {}, "a sliding window in both directions: LightNet has one"),
     "chunks": (llama4, {}, "attention in chunks: LightNet has one memory"),
     "packed": (llama, {"position_ids": PACKED, "use_cache": False}, "packed sequences: LightNet"),
     "4-D": (llama, {"attention_mask": WHOLE}, r"\(2, 1, 9, 9\): LightNet has one memory"),
