@@ -110,7 +110,9 @@ class TokenMixer(Initialized):
                 "come later; expected a layer without a grid"
             )
         if causal and context is not None:
-            raise ValueError("causal=True with a context: expected a layer that reads its own tokens")
+            raise ValueError(
+                "causal=True with a context: expected a layer that reads its own tokens"
+            )
         y: Tensor
         if context is not None:
             y = self.mixer(x, mask=mask, context=context)

@@ -57,7 +57,9 @@ class MixerAttention(nn.Module):
         if query.is_nested:
             raise ValueError("query is a nested tensor: expected a padded one and key_padding_mask")
         check_masks(key_padding_mask, attn_mask, is_causal)
-        _check(_equal(key, value), "key and value differ: expected one source, as a mixer reads one")
+        _check(
+            _equal(key, value), "key and value differ: expected one source, as a mixer reads one"
+        )
         alone: bool | Tensor = not self.cross and _equal(key, query)
         unbatched = query.ndim == 2
         if unbatched:
