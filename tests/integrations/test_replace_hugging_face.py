@@ -183,6 +183,61 @@ def test_causal_encoders_get_the_implementation() -> None:
         replace_attention(clip(), "GLA")
 
 
+def test_one_part_of_clip() -> None:
+    """The texts' layers are switched together, and those of the images are none of them."""
+    text = {**SIZES, "vocab_size": 50, "max_position_embeddings": 64}
+    config = transformers.CLIPConfig(
+        text_config={**text, "bos_token_id": 1, "eos_token_id": 2},
+        vision_config={**SIZES, "image_size": 12, "patch_size": 4},
+        projection_dim=16,
+    )
+    for where, expected in (("text_model*", "as it is causal"), ("vision_model*", "a grid (3, 3)")):
+        model = transformers.CLIPModel(config).eval()
+        before = model(input_ids=words(), pixel_values=PIXELS)
+        report = replace_attention(model, where=where)
+        assert len(report.replaced) == len(report.left) == 2
+        assert all(expected in what for what in report.replaced.values())
+        after = model(input_ids=words(), pixel_values=PIXELS)
+        for part in ("text", "vision"):
+            same = (x[f"{part}_model_output"].last_hidden_state for x in (before, after))
+            assert torch.equal(*same) is not where.startswith(part)
+    with pytest.raises(ValueError, match=r"it leaves text_model.encoder.layers.1.self_attn$"):
+        replace_attention(transformers.CLIPModel(config), where="text_model.encoder.layers.0.*")
+
+
+def lora(model: Any, *targets: str) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=[*targets], r=2))
+
+
+@pytest.mark.parametrize(("make", "targets"), [(bert, ["query", "value"]), (llama, ["q_proj"])])
+def test_layers_with_parts_of_peft_keep_them(make: Any, targets: list[str]) -> None:
+    model = lora(make(), *targets)
+    report = str(replace_attention(model))
+    assert (
+        f"attention implementation 'lightnet' of its model, {KEEPS}{', '.join(targets)}" in report
+    )
+    model(input_ids=words(), labels=words()).loss.backward()
+    assert all(x.grad is not None for x in model.parameters() if x.requires_grad)
+
+
+KEEPS = "with its weights, without norm and gate, as peft wraps its "
+ENCODER = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+
+
+@pytest.mark.parametrize("start", ["fresh", "weights"])
+@pytest.mark.parametrize(("make", "mixer", "targets", "reason"), [
+    (bert, mixers.LightNetAttention, ["query", "key"], "peft wraps its query, key: expected repl"),
+    (partial(nn.TransformerEncoder, ENCODER, 1), None, ["self_attn"], "peft's, around a layer: e"),
+    (unet, mixers.LightNetAttention, ["to_q"], "peft wraps its to_q: expected replace_attention"),
+])  # fmt: skip
+def test_parts_of_peft_are_not_dropped(
+    make: Any, mixer: Any, targets: list[str], reason: str, start: Any
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        replace_attention(lora(make(), *targets), mixer, start=start)
+
+
 def test_unet_gets_processors_or_mixers() -> None:
     inputs = torch.randn(2, 4, 8, 8), torch.tensor([3, 7]), torch.randn(2, 5, 12)
     model, same = wide(unet()).float(), wide(unet()).float()

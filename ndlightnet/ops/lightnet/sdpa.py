@@ -71,8 +71,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gq
         )
     if value.shape[:3] != key.shape[:3]:
         raise ValueError(
-            f"value {tuple(value.shape)}: expected ({batch}, {kept}, {source}, value_dim), with the "
-            f"batch, heads and source of key {tuple(key.shape)}"
+            f"value {tuple(value.shape)}: expected ({batch}, {kept}, {source}, value_dim), with "
+            f"the batch, heads and source of key {tuple(key.shape)}"
         )
     if heads != kept and (not enable_gqa or kept == 0 or heads % kept):
         raise ValueError(
