@@ -14,8 +14,7 @@ from ndlightnet import mixers  # noqa: E402
 from ndlightnet.integrations import replace_attention  # noqa: E402
 from ndlightnet.integrations.diffusers import LightNetAttnProcessor  # noqa: E402
 
-from .test_diffusers import flux, unet, unet_plain, wide  # noqa: E402
-from .test_transformers import (  # noqa: E402
+from .hugging_face import (  # noqa: E402
     SIZES,
     bart,
     bert,
@@ -30,6 +29,7 @@ from .test_transformers import (  # noqa: E402
     vit,
     words,
 )
+from .test_diffusers import flux, unet, unet_plain, wide  # noqa: E402
 
 PIXELS = torch.randn(2, 3, 12, 12)
 FILMS = torch.randn(2, 4, 3, 8, 8)
