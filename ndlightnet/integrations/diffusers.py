@@ -66,7 +66,8 @@ class LightNetAttnProcessor:
 
         q, k = heads(attn.to_q(x), attn.norm_q), heads(attn.to_k(source), attn.norm_k)
         v = heads(attn.to_v(source), None)
-        y = attend(q, k, v, padding(attention_mask, *k.shape[:2], heads=attn.heads))
+        mask = padding(attention_mask, k.shape[0], k.shape[1], heads=attn.heads)
+        y = attend(q, k, v, mask)
         y = attn.to_out[1](attn.to_out[0](y.flatten(2)))
         y = y.transpose(1, 2).unflatten(2, image) if image else y
         y = y + residual if attn.residual_connection else y
@@ -138,7 +139,7 @@ def backend(
     heads, dim), key and value (batch, keys, heads, dim). attn_mask: padding only, as `padding`."""
     if _parallel_config is not None:
         raise ValueError(f"the backend {NAME!r} has no context parallelism: expected none")
-    mask = padding(attn_mask, *key.shape[:2], "attn_mask", query.shape[2])
+    mask = padding(attn_mask, key.shape[0], key.shape[1], "attn_mask", query.shape[2])
     return nn.functional.dropout(attend(query, key, value, mask, is_causal), dropout_p)
 
 
