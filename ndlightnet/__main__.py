@@ -64,7 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
         return export(given[1:])
     asked = given[:1] in ([], ["-h"], ["--help"])
     if not asked:
-        from ndlightnet.data.errors import did_you_mean, printable
+        from ndlightnet.data.errors import printable
+        from ndlightnet.layout.spelling import did_you_mean
 
         wrong = f"{given[0]}: no such task{did_you_mean(given[0], DOORS)}"
         print(f"error: {printable(wrong)}", file=sys.stderr)

@@ -26,14 +26,19 @@ from ndlightnet.ops import lightnet_attention
 
 NAME = "lightnet"
 HIDDEN = -1e3  # biases up to this hide a key: diffusers writes -10000, or the least number
+WHY = (
+    "as LightNet has one memory for all queries, which cannot hide different keys from different "
+    "queries or heads"
+)
 
 
 class LightNetAttnProcessor:
     """LightNet attention with the call of diffusers' `AttnProcessor2_0`, self and cross.
 
-    Padding masks are (batch, 1, keys) or (batch, keys), bool with True = data, or biases of 0 and
-    -10000 or less, as diffusers makes them. Masks that differ from query to query, and layers that
-    join two streams (`added_kv_proj_dim`), raise ValueError.
+    Padding masks are (batch, 1, keys), (batch, keys) or (batch, heads, 1, keys), bool with True =
+    data, or biases of 0 and -10000 or less, as diffusers makes them. Masks that differ from query
+    to query or from head to head, and layers that join two streams (`added_kv_proj_dim`), raise
+    ValueError.
     """
 
     def __call__(
@@ -61,7 +66,8 @@ class LightNetAttnProcessor:
 
         q, k = heads(attn.to_q(x), attn.norm_q), heads(attn.to_k(source), attn.norm_k)
         v = heads(attn.to_v(source), None)
-        y = attend(q, k, v, padding(attention_mask, k.shape[0], k.shape[1]))
+        mask = padding(attention_mask, k.shape[0], k.shape[1], heads=attn.heads)
+        y = attend(q, k, v, mask)
         y = attn.to_out[1](attn.to_out[0](y.flatten(2)))
         y = y.transpose(1, 2).unflatten(2, image) if image else y
         y = y + residual if attn.residual_connection else y
@@ -80,31 +86,40 @@ def refused(attn: Any) -> str:
 
 
 def padding(
-    mask: Tensor | None, batch: int, keys: int, name: str = "attention_mask"
+    mask: Tensor | None, batch: int, keys: int, name: str = "attention_mask", heads: int = 1
 ) -> Tensor | None:
     """Return diffusers' mask of keys as bool (batch, keys), True = data.
 
-    mask: (batch, keys), (batch, 1, keys) or (batch, 1, 1, keys), bool with True = data, or a bias
-    of 0 and less than -1000. Raises ValueError for anything else.
+    mask: (batch, keys), (batch, 1, keys) or (batch, heads, 1, keys), equal for all heads, each with
+    1 in the place of batch or heads; bool with True = data, or a bias of 0 and less than -1000.
+    Raises ValueError for anything else.
     """
     if mask is None:
         return None
-    seen = mask if mask.dtype == torch.bool else mask > HIDDEN
-    rows = mask.reshape(-1, *mask.shape[-2:]) if mask.ndim > 2 else mask[:, None]
-    if rows.shape[1] != 1 or rows.shape[2] != keys or rows.shape[0] not in (1, batch):
+    shape = tuple(mask.shape)
+    wide = mask[:, None, None] if mask.ndim == 2 else mask[:, None] if mask.ndim == 3 else mask
+    if wide.ndim != 4 or wide.shape[2:] != (1, keys) or wide.shape[0] not in (1, batch):
         raise ValueError(
-            f"{name} {tuple(mask.shape)}: expected padding, (batch, 1, keys) = ({batch}, 1, "
-            f"{keys}), as LightNet has one memory for all queries, which cannot hide different "
-            "keys from different queries"
+            f"{name} {shape}: expected padding, (batch, 1, keys) = ({batch}, 1, {keys}), {WHY}"
         )
+    if wide.shape[1] not in (1, heads):
+        raise ValueError(f"{name} {shape}: expected one mask for all heads, or {heads}")
+    seen = wide if mask.dtype == torch.bool else wide > HIDDEN
+    one = seen[:, 0, 0]
+    if wide.shape[1] > 1:
+        _check((seen == one[:, None, None]).all(), f"{name}: heads differ; expected padding, {WHY}")
     if mask.dtype != torch.bool:
-        wrong = (seen & (mask != 0)).any()
-        text = f"{name} {mask.dtype}: expected 0, or -10000 and less for padding"
-        if torch.compiler.is_compiling():  # values cannot be branched on
-            torch._assert_async(~wrong, text)
-        elif wrong:
-            raise ValueError(text)
-    return seen.reshape(-1, keys).expand(batch, -1)
+        allowed = (~seen | (wide == 0)).all()
+        _check(allowed, f"{name} {mask.dtype}: expected 0, or -10000 and less for padding")
+    return one.expand(batch, -1)
+
+
+def _check(allowed: Tensor, text: str) -> None:
+    """Raise ValueError if `allowed` is False; a compiled graph does so when it runs."""
+    if torch.compiler.is_compiling():  # values cannot be branched on
+        torch._assert_async(allowed, text)
+    elif not allowed:
+        raise ValueError(text)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
@@ -121,10 +136,10 @@ def backend(
     enable_gqa: bool = False, _parallel_config: Any = None,
 ) -> Tensor:  # fmt: skip
     """Compute LightNet attention for diffusers' `dispatch_attention_fn`: query (batch, length,
-    heads, dim), key and value (batch, keys, heads, dim). attn_mask: padding only."""
+    heads, dim), key and value (batch, keys, heads, dim). attn_mask: padding only, as `padding`."""
     if _parallel_config is not None:
         raise ValueError(f"the backend {NAME!r} has no context parallelism: expected none")
-    mask = padding(attn_mask, key.shape[0], key.shape[1], name="attn_mask")
+    mask = padding(attn_mask, key.shape[0], key.shape[1], "attn_mask", query.shape[2])
     return nn.functional.dropout(attend(query, key, value, mask, is_causal), dropout_p)
 
 

@@ -40,14 +40,15 @@ Where = str | Callable[[str, nn.Module], bool]
 class Replacement(NamedTuple):
     """A new layer; what it is, in words, for the report; what of the old one it leaves out.
 
-    then: for a layer that stays and is switched with all others of its model: what switches them,
-    called after all new layers are in their places.
+    then: for a layer that stays and is switched with all others of a part of its network: what
+    switches them, called after all new layers are in their places. scope: that part.
     """
 
     new: nn.Module
     what: str
     without: tuple[str, ...] = ()
     then: Callable[[], None] | None = None
+    scope: nn.Module | None = None
 
 
 class Refusal(NamedTuple):
@@ -57,6 +58,8 @@ class Refusal(NamedTuple):
 
 
 UNKNOWN = Refusal("not a layer that replace_attention knows")
+FIRST = "expected replace_attention first, then peft"
+AROUND = Refusal(f"peft's, around a layer: {FIRST}")
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class Options:
             return ""
         copied = []
         for name, given in old.items():
-            weight, bias = (given.weight, given.bias) if isinstance(given, nn.Linear) else given
+            weight, bias = given if isinstance(given, tuple) else (given.weight, given.bias)
             to = getattr(new, f"{name}_proj", None)
             to = getattr(new, "out_proj", None) if to is None and name == "o" else to
             if not isinstance(to, nn.Linear) or to.weight.shape != weight.shape:
@@ -157,6 +160,7 @@ def replace_attention(
     report = Report()
     new: dict[str, nn.Module] = {}
     after: list[Callable[[], None]] = []
+    scopes: set[nn.Module] = set()
     seen: dict[int, tuple[Replacement | Refusal, str]] = {}
     for name, module, file in _layers(model):
         if not selected(name, module):
@@ -164,7 +168,7 @@ def replace_attention(
             continue
         if id(module) not in seen:
             asked = name, module, model, replace(options, layer=len(new))
-            seen[id(module)] = UNKNOWN if file is None else file.replacement(*asked), name
+            seen[id(module)] = _found(file, *asked), name
         found, first = seen[id(module)]
         if isinstance(found, Refusal):
             if where is not None:
@@ -174,16 +178,19 @@ def replace_attention(
         new[name] = _like(found.new, module)
         if found.then is not None:
             after.append(found.then)
+        if found.scope is not None:
+            scopes.add(found.scope)
         shared = "" if first == name else f", shared with {first}"
         without = f"; without its {', '.join(found.without)}" if found.without else ""
         report.replaced[name] = f"{_kind(module)} -> {found.what}{shared}{without}"
     if not new:
         reasons = ", ".join(sorted(set(report.left.values()))) or "it has no attention layers"
         raise ValueError(f"model: found nothing to replace in {_kind(model)}: {reasons}")
-    if after and where is not None and report.left:
+    apart = [name for name in report.left if not scopes.isdisjoint(around(name, model))]
+    if apart and where is not None:
         raise ValueError(
             f"where={where!r}: layers that are switched with all others of their model, expected "
-            f"all of them; it leaves {', '.join(report.left)}"
+            f"all of them; it leaves {', '.join(apart)}"
         )
     for name, layer in new.items():
         parent, _, last = name.rpartition(".")
@@ -211,9 +218,34 @@ def around(name: str, model: nn.Module) -> Iterator[nn.Module]:
         yield model.get_submodule(name)
 
 
+def tuned(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of peft, as those of LoRA, in a module, by name."""
+    return {name: part for name, part in module.named_modules() if _is_tuned(part)}
+
+
+def _is_tuned(module: nn.Module) -> bool:
+    return any(base.__name__ == "BaseTunerLayer" for base in type(module).__mro__)
+
+
+def _found(
+    file: Any, name: str, module: nn.Module, model: nn.Module, options: Options
+) -> Replacement | Refusal:
+    """Return what a library's file has in the place of a layer. What peft trains is not dropped."""
+    parts = tuned(module)
+    if file is None:
+        return AROUND if _is_tuned(module) else UNKNOWN
+    found: Replacement | Refusal = file.replacement(name, module, model, options)
+    if isinstance(found, Replacement):
+        kept = set(found.new.modules())
+        if lost := [key for key, part in parts.items() if part not in kept]:
+            return Refusal(f"peft wraps its {', '.join(lost)}: {FIRST}")
+    return found
+
+
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
     """Yield name and module of the layers that a library's file knows, with that file, and of those
-    that look like attention: the innermost ones whose class is named so, with None."""
+    that look like attention: the innermost ones whose class is named so, or what peft wraps around
+    a layer, with None."""
     present = {
         base.__module__.partition(".")[0] for m in model.modules() for base in type(m).__mro__
     }
@@ -235,6 +267,8 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
             if part is not None
             for layer in visit(f"{name}.{child}".removeprefix("."), part)
         ]
+        if inside and _is_tuned(module):
+            return [(name, module, None)]
         alike = "attention" in type(module).__name__.lower()
         return inside or ([(name, module, None)] if alike and module is not model else [])
 

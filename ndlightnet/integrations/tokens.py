@@ -109,6 +109,10 @@ class TokenMixer(Initialized):
                 f"causal=True: the tokens are on a grid {grid.shape} and mix with neighbours that "
                 "come later; expected a layer without a grid"
             )
+        if causal and context is not None:
+            raise ValueError(
+                "causal=True with a context: expected a layer that reads its own tokens"
+            )
         y: Tensor
         if context is not None:
             y = self.mixer(x, mask=mask, context=context)

@@ -7,16 +7,27 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.integrations.replace import Options, Refusal, Replacement
+from ndlightnet.integrations.replace import Options, Refusal, Replacement, around
 from ndlightnet.integrations.tokens import TokenMixer
 from ndlightnet.nn.mixers.base import reads_context
-from ndlightnet.nn.multihead import MultiheadAttention, check_masks, is_causal_mask
+from ndlightnet.nn.multihead import (
+    MultiheadAttention,
+    check_masks,
+    hidden_keys,
+    hide,
+    is_causal_mask,
+)
 
 
 class MixerAttention(nn.Module):
     """Any mixer with the call of `torch.nn.MultiheadAttention`: self-attention, and attention to
     another source if the mixer has a cross form. Masks as in ndlightnet.MultiheadAttention, but
-    padding masks of floats must be 0 and -inf."""
+    padding masks of floats must be 0 and -inf.
+
+    A layer reads another source if it was made with `cross`, or if key differs from query in shape,
+    dtype or values. Values are compared if the two are different objects, as after `clone()`; a
+    compiled graph then compares them on the device, and computes both forms if the mixer has both.
+    key and value must be equal."""
 
     # as in ndlightnet.MultiheadAttention: keep torch's fast paths away, which ask for these weights
     _qkv_same_embed_dim = False
@@ -24,9 +35,12 @@ class MixerAttention(nn.Module):
     in_proj_bias = None
     out_proj = SimpleNamespace(weight=in_proj_weight, bias=None)
 
-    def __init__(self, mixer: TokenMixer, embed_dim: int, num_heads: int, batch_first: bool):
+    def __init__(
+        self, mixer: TokenMixer, embed_dim: int, num_heads: int, batch_first: bool,
+        cross: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.mixer, self.batch_first = mixer, batch_first
+        self.mixer, self.batch_first, self.cross = mixer, batch_first, cross
         self.embed_dim, self.num_heads = embed_dim, num_heads
 
     def forward(
@@ -35,30 +49,69 @@ class MixerAttention(nn.Module):
         average_attn_weights: bool = True, is_causal: bool = False,
     ) -> tuple[Tensor, None]:  # fmt: skip
         """Map tokens as torch does: (length, batch, dim), (batch, length, dim) with batch_first, or
-        (length, dim). Return them and None, as there are no weights."""
+        (length, dim). Return them and None, as there are no weights.
+
+        Raises ValueError for nested tensors, masks that ndlightnet.MultiheadAttention refuses, a
+        value that is not key, another source if the mixer reads none, and a causal mask over it.
+        """
         if query.is_nested:
             raise ValueError("query is a nested tensor: expected a padded one and key_padding_mask")
         check_masks(key_padding_mask, attn_mask, is_causal)
-        if value is not key:
-            raise ValueError("key and value differ: expected one source, as a mixer reads one")
-        mask = _keep(key_padding_mask)
-        alone, unbatched = key is query, query.ndim == 2
+        _check(
+            _equal(key, value), "key and value differ: expected one source, as a mixer reads one"
+        )
+        alone: bool | Tensor = not self.cross and _equal(key, query)
+        unbatched = query.ndim == 2
         if unbatched:
-            query, key, mask = query[None], key[None], None if mask is None else mask[None]
+            query, key = query[None], key[None]
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not self.batch_first:
             query, key = query.transpose(0, 1), key.transpose(0, 1)
-        causal = is_causal_mask(attn_mask, is_causal, query.shape[1], key.shape[1])
+        target, source = query.shape[1], key.shape[1]
+        if attn_mask is not None and attn_mask.ndim == 3 and not is_causal:
+            hidden = hidden_keys(attn_mask, len(query), self.num_heads, target, source)
+            key_padding_mask, attn_mask = hide(key_padding_mask, hidden), None
+        mask = _keep(key_padding_mask)
+        causal = is_causal_mask(attn_mask, is_causal, target, source)
+        mixer = self.mixer.mixer
+        if not reads_context(mixer):
+            _check(alone, f"key differs from query, and {type(mixer).__name__} reads query only")
+            alone = True
+        if alone is not True and causal is not False:
+            allowed = torch.as_tensor(alone) | ~torch.as_tensor(causal)
+            _check(allowed, "attn_mask is causal and key differs from query: expected no mask")
 
-        def mix(causal: bool | Tensor) -> Tensor:
-            if isinstance(causal, Tensor):  # a compiled graph does not know yet
-                return torch.where(causal, mix(True), mix(False))
-            y: Tensor = self.mixer(query, mask, causal, None if alone else key)
+        def mix(alone: bool | Tensor, causal: bool | Tensor) -> Tensor:
+            if isinstance(alone, Tensor):  # a compiled graph does not know yet
+                return torch.where(alone, mix(True, causal), mix(False, False))
+            if alone and isinstance(causal, Tensor):
+                return torch.where(causal, mix(True, True), mix(True, False))
+            y: Tensor = self.mixer(query, mask, alone and causal, None if alone else key)
             return y
 
-        y = mix(causal)
+        y = mix(alone, causal)
         if unbatched:
             return y[0], None
         return y if self.batch_first else y.transpose(0, 1), None
+
+
+def _equal(a: Tensor, b: Tensor) -> bool | Tensor:
+    """Return whether two tensors have the same dtype, shape and values, NaN being equal to NaN; in
+    a compiled graph a bool Tensor () where this depends on the values."""
+    if a is b:
+        return True
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    same = ((a == b) | ((a != a) & (b != b))).all()
+    return same if torch.compiler.is_compiling() else bool(same)
+
+
+def _check(allowed: bool | Tensor, text: str) -> None:
+    """Raise ValueError unless `allowed`; of a Tensor in a compiled graph, when it runs."""
+    if isinstance(allowed, Tensor) and torch.compiler.is_compiling():
+        torch._assert_async(allowed, text)
+    elif not allowed:
+        raise ValueError(text)
 
 
 def _keep(mask: Tensor | None) -> Tensor | None:
@@ -67,11 +120,9 @@ def _keep(mask: Tensor | None) -> Tensor | None:
         return None
     if mask.dtype == torch.bool:
         return ~mask
-    keep, wrong = mask == 0, ((mask != 0) & (mask != -torch.inf)).any()
-    if torch.compiler.is_compiling():  # values cannot be branched on
-        torch._assert_async(~wrong, "key_padding_mask: expected 0 and -inf")
-    elif wrong:
-        raise ValueError(f"key_padding_mask {tuple(mask.shape)}: expected bool, or 0 and -inf")
+    keep = mask == 0
+    allowed = (keep | (mask == -torch.inf)).all()
+    _check(allowed, f"key_padding_mask {tuple(mask.shape)}: expected bool, or 0 and -inf")
     return keep
 
 
@@ -97,7 +148,8 @@ def replacement(
         return Replacement(new, f"MultiheadAttention{options.begin(new, **old)}")
     if (module.kdim, module.vdim) != (dim, dim):
         return Refusal(f"kdim={module.kdim}, vdim={module.vdim}, and a mixer reads embed_dim={dim}")
-    cross = name.endswith("multihead_attn")  # in torch's decoder layers
+    # in torch's decoder layers, and in SigLIP's pooling heads, where a learned query reads
+    cross = name.endswith("multihead_attn") or hasattr(next(around(name, model)), "probe")
     tokens = TokenMixer(
         dim, heads, options.mixer, grid=None if cross else options.grid, prefix=options.prefix,
         layer=options.layer, context_dim=dim if cross else None,
@@ -107,7 +159,7 @@ def replacement(
     begun = options.begin(tokens.mixer, **old)
     without = ("dropout of attention weights",) if module.dropout else ()
     return Replacement(
-        MixerAttention(tokens, dim, heads, batch_first), tokens.what() + begun, without
+        MixerAttention(tokens, dim, heads, batch_first, cross), tokens.what() + begun, without
     )
 
 

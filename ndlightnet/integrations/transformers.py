@@ -20,7 +20,8 @@ Masks, as 4-D tensors (transformers passes those on unchanged), from `mask`:
   None               nothing is hidden; causal if the layer is, as in transformers' "sdpa"
   bool (b, 1, 1, n)  the keys that all queries see
   int8 (b, 1, r, n)  causal: 1 for keys that are not padding; the queries are the last of these n
-                     tokens, and further keys are not yet written. r = 2: sliding window
+                     tokens, and further keys are not yet written. r = 2: sliding window;
+                     r > 2: not causal, each query reads the r - 3 tokens before and after it
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from ndlightnet.ops import (
 NAME = "lightnet"
 ONE_MEMORY = (
     "LightNet has one memory for all queries, which cannot hide different keys from different "
-    "queries: expected padding, causal attention or a causal sliding window"
+    "queries: expected padding, causal attention or a sliding window"
 )
 # keyword arguments that change nothing in an attention layer's output
 HARMLESS = {
@@ -112,8 +113,12 @@ def attention(
         rows, n = seen.shape[-2:]
         if rows == 2 and sliding_window is None:
             raise ValueError(f"{type(module).__name__}: a mask with a window, a layer without one")
-        window = sliding_window if rows == 2 else None
-        y = _causal(query, key[:, :, :n], value[:, :, :n], seen[:, :, :1].bool(), window)
+        kept = seen[:, :, :1].bool()
+        if rows > 2:
+            y = _around(query, key, value, kept, rows - 3)
+        else:
+            window = sliding_window if rows == 2 else None
+            y = _causal(query, key[:, :, :n], value[:, :, :n], kept, window)
     return nn.functional.dropout(y.transpose(1, 2), dropout, module.training), None
 
 
@@ -129,25 +134,44 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, window: int | 
     windowed = window is not None and window < k.shape[2]
     if not past and not windowed:
         return lightnet_attention(q, k, v, mask, is_causal=True, enable_gqa=True)
-    groups = q.shape[1] // k.shape[1]
-
-    def heads(x: Tensor) -> Tensor:
-        return (x if groups == 1 else x.repeat_interleave(groups, 1)).transpose(1, 2)
-
     seen = None if mask is None else mask[:, 0, 0].expand(k.shape[0], -1)
     if windowed:
-        q = nn.functional.pad(q, (0, 0, past, 0)).transpose(1, 2)  # a query for every key
-        told: dict[str, Any] = {"mask": seen, "window": window, "return_state": False}
-        y = axis_causal_attention(q, heads(k), heads(v), k.shape[2], **told)[0][:, past:]
-    else:
-        assert seen is not None
-        old = (x[:, :, :past].transpose(1, 2) for x in (k, v))
-        state = summarize(*old, mask=seen[:, :past])  # once for the heads that share keys
-        if groups > 1:
-            state = State(*(x.repeat_interleave(groups, 1) for x in state))
-        new = (heads(x[:, :, past:]) for x in (k, v))
-        y = causal_attention(q.transpose(1, 2), *new, mask=seen[:, past:], state=state)[0]
+        return _window(q, k, v, seen, window, past)
+    assert seen is not None
+    old = (x[:, :, :past].transpose(1, 2) for x in (k, v))
+    state = summarize(*old, mask=seen[:, :past])  # once for the heads that share keys
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        state = State(*(x.repeat_interleave(groups, 1) for x in state))
+    new = (_heads(x[:, :, past:], groups) for x in (k, v))
+    y = causal_attention(q.transpose(1, 2), *new, mask=seen[:, past:], state=state)[0]
     return y.transpose(1, 2)
+
+
+def _around(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, reach: int) -> Tensor:
+    """Let each query read the keys up to `reach` tokens before and after its own: a causal window
+    of 2 reach + 1 keys that ends `reach` tokens later, behind the last key at padding."""
+    if reach >= k.shape[2] - 1:
+        return lightnet_attention(q, k, v, mask, enable_gqa=True)
+    k, v = (nn.functional.pad(x, (0, 0, 0, reach)) for x in (k, v))
+    seen = nn.functional.pad(mask[:, 0, 0], (0, reach)).expand(k.shape[0], -1)
+    return _window(q, k, v, seen, 2 * reach + 1, reach)
+
+
+def _window(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, window: int | None, past: int
+) -> Tensor:
+    """Let query i read the `window` keys up to key past + i."""
+    groups = q.shape[1] // k.shape[1]
+    q = nn.functional.pad(q, (0, 0, past, 0)).transpose(1, 2)  # a query for every key
+    told: dict[str, Any] = {"mask": seen, "window": window, "return_state": False}
+    y = axis_causal_attention(q, _heads(k, groups), _heads(v, groups), k.shape[2], **told)[0]
+    return y[:, past:].transpose(1, 2)
+
+
+def _heads(x: Tensor, groups: int) -> Tensor:
+    """Return keys or values (batch, length, heads, dim) for every query head."""
+    return (x if groups == 1 else x.repeat_interleave(groups, 1)).transpose(1, 2)
 
 
 # ----------------------------------------------------------------------------------------- mask
@@ -160,7 +184,7 @@ def mask(
     """Return the mask of `attention` for transformers' description of one, as described above.
 
     attention_mask: padding, bool (batch, tokens up to now). Raises ValueError for what LightNet
-    cannot express: sliding windows in both directions, chunks, blocks, packed sequences, others.
+    cannot express: chunks, blocks, packed sequences, others.
     """
     causal, window = _pattern(mask_function, kv_offset + kv_length, local_size)
     padding = None
@@ -191,10 +215,17 @@ def mask(
         rows = 1 if window is None else 2
         return padding[:, None, None, :n].to(torch.int8).expand(-1, -1, rows, -1)
     if padding is None:
-        if allow_is_bidirectional_skip:
+        if allow_is_bidirectional_skip and window is None:
             return None
         padding = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
-    return padding[:, None, None]
+    if window is None:
+        return padding[:, None, None]
+    if q_length != kv_length:
+        raise ValueError(
+            f"a sliding window in both directions, {q_length} queries and {kv_length} keys: "
+            "expected as many"
+        )
+    return padding[:, None, None].to(torch.int8).expand(-1, -1, window + 3, -1)
 
 
 def _pattern(
@@ -218,6 +249,8 @@ def _pattern(
             return CAUSAL in parts, None  # too short to hide anything
         if names == {"sliding_window_overlay"} and CAUSAL in parts:
             return True, local_size
+        if names == {"sliding_window_bidirectional_overlay"} and CAUSAL not in parts:
+            return False, local_size
     asked = ", ".join(OVERLAYS[x] for x in sorted(names & OVERLAYS.keys())) or "a custom mask"
     raise ValueError(f"{asked}: {ONE_MEMORY}")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ndlightnet.integrations.replace import Options, Refusal, Replacement, around
+from ndlightnet.integrations.replace import Options, Refusal, Replacement, around, tuned
 from ndlightnet.integrations.tokens import TokenMixer
 from ndlightnet.integrations.transformers import HARMLESS, NAME, ONE_MEMORY
 
@@ -92,6 +92,8 @@ def replacement(
     reason = _reason(module, _is_causal(name, module, model))
     if reason and options.mixer is not None:
         return Refusal(f"{reason}, and a mixer has no such thing")
+    if options.mixer is None and (wrapped := tuned(module)):
+        reason = f"peft wraps its {', '.join(wrapped)}"
     if reason:
         return _implementation(name, module, model, reason)
     config: Any = module.config
@@ -116,7 +118,7 @@ def _reads_text(config: Any) -> bool:
 def _projection(module: nn.Module, part: str) -> Any:
     for name in PROJECTIONS[part]:
         found = getattr(module, name, None)
-        if isinstance(found, nn.Linear):
+        if isinstance(getattr(found, "base_layer", found), nn.Linear):  # or peft's around it
             return found
     return None
 
@@ -164,7 +166,10 @@ def _reason(module: Any, causal: bool) -> str:
         return f"it takes {', '.join(more)}"
     if causal:
         return "it is causal"
-    parts = [x for x, part in module.named_children() if not isinstance(part, SIMPLE)]
+    parts = [
+        x for x, part in module.named_children()
+        if not isinstance(getattr(part, "base_layer", part), SIMPLE)
+    ]  # fmt: skip
     if parts := [*parts, *(x for x, _ in module.named_parameters(recurse=False))]:
         return f"it has {', '.join(parts)}"
     query = _projection(module, "q")
@@ -186,6 +191,8 @@ def _beyond(module: Any) -> str:
         return "a bias on its scores"
     if getattr(module.config, "attn_logit_softcapping", None):
         return "a soft cap on its scores"
+    if "chunked_attention" in (getattr(module.config, "layer_types", None) or ()):
+        return "attention in chunks, or other layers of its model have it"
     return "sinks" if hasattr(module, "sinks") else ""
 
 
@@ -200,4 +207,4 @@ def _implementation(name: str, module: Any, model: nn.Module, reason: str) -> Re
     what = f"attention implementation {NAME!r} of its model, with its weights, without norm and "
     what += f"gate, as {reason}"
     then = partial(owners[-1].set_attn_implementation, NAME)
-    return Replacement(module, what, then=then)
+    return Replacement(module, what, then=then, scope=owners[-1])

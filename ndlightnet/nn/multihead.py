@@ -100,10 +100,12 @@ class MultiheadAttention(Initialized):
         heads, target, source) with average_attn_weights=False. Shapes as in torch: (length, batch,
         dim), (batch, length, dim) with batch_first, or unbatched (length, dim). key_padding_mask
         (batch, source): bool, True = padding, or float, added to the keys' logits (-inf = padding).
-        attn_mask (target, source): bool, True = hidden, or float, -inf = hidden.
+        attn_mask (target, source): bool, True = hidden, or float, -inf = hidden; or (batch x heads,
+        target, source): padding, equal for all heads and queries of a sample.
 
         Raises ValueError for nested tensors, masks of another type or shape, an attn_mask that is
-        neither causal nor empty, and, as torch does, for is_causal without an attn_mask.
+        neither causal nor empty nor padding, and, as torch does, for is_causal without an
+        attn_mask.
         """
         check_floats(query=query, key=key, value=value)
         check_not_wider(self, query=query, key=key, value=value)
@@ -124,7 +126,11 @@ class MultiheadAttention(Initialized):
                 f"key_padding_mask {tuple(key_padding_mask.shape[unbatched:])}: expected "
                 f"{tuple(key.shape[unbatched:2])}, the keys'"
             )
-        causal = is_causal_mask(attn_mask, is_causal, query.shape[1], key.shape[1])
+        target, source = query.shape[1], key.shape[1]
+        if attn_mask is not None and attn_mask.ndim == 3 and not is_causal:
+            hidden = hidden_keys(attn_mask, len(query), self.num_heads, target, source)
+            key_padding_mask, attn_mask = hide(key_padding_mask, hidden), None
+        causal = is_causal_mask(attn_mask, is_causal, target, source)
 
         def heads(x: Tensor) -> Tensor:
             return x.unflatten(-1, (self.num_heads, self.head_dim))
@@ -205,3 +211,33 @@ def is_causal_mask(
     if not allowed:
         raise ValueError(f"attn_mask {tuple(attn_mask.shape)}: {EXPECTED} ({target}, {source})")
     return bool(causal)
+
+
+def hidden_keys(attn_mask: Tensor, batch: int, heads: int, target: int, source: int) -> Tensor:
+    """Return a mask (batch x heads, target, source), as torch takes it, as bool (batch, source),
+    True = hidden. Refuse one that hides different keys from different queries or heads; a compiled
+    graph does so when it runs. Floats hide with -inf or with the least number of their dtype."""
+    shape, expected = tuple(attn_mask.shape), f"{EXPECTED} ({target}, {source})"
+    if shape != (batch * heads, target, source):
+        raise ValueError(
+            f"attn_mask {shape}: {expected}, or padding of shape ({batch * heads}, {target}, "
+            f"{source}), equal for all heads and queries"
+        )
+    floats = attn_mask.dtype != torch.bool
+    hidden = attn_mask <= torch.finfo(attn_mask.dtype).min if floats else attn_mask
+    rows = hidden.reshape(batch, heads * target, source)
+    allowed = (rows == rows[:, :1]).all()
+    if floats:
+        allowed = allowed & (hidden | (attn_mask == 0)).all()
+    if torch.compiler.is_compiling():  # values cannot be branched on
+        torch._assert_async(allowed, f"attn_mask: {EXPECTED} (target, source), or padding")
+    elif not allowed:
+        raise ValueError(f"attn_mask {shape}: {expected}, or padding equal for all heads")
+    return rows[:, 0]
+
+
+def hide(key_padding_mask: Tensor | None, hidden: Tensor) -> Tensor:
+    """Return a padding mask of torch, bool or floats, that also hides `hidden`."""
+    if key_padding_mask is None or key_padding_mask.dtype == torch.bool:
+        return hidden if key_padding_mask is None else key_padding_mask | hidden
+    return key_padding_mask.masked_fill(hidden, -torch.inf)

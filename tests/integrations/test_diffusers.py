@@ -12,7 +12,13 @@ diffusers = pytest.importorskip("diffusers")
 from diffusers.models import attention_dispatch  # noqa: E402
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0  # noqa: E402
 
-from ndlightnet.integrations.diffusers import LightNetAttnProcessor, attend  # noqa: E402
+from ndlightnet.integrations import replace_attention  # noqa: E402
+from ndlightnet.integrations.diffusers import (  # noqa: E402
+    LightNetAttnProcessor,
+    attend,
+    backend,
+    padding,
+)
 
 
 def formula(
@@ -189,6 +195,37 @@ def test_backend_equals_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
         q = torch.randn(2, 4, 2, 6)
         told = {"attn_mask": torch.ones(2, 1, 4, 4).tril().bool()}
         attention_dispatch.dispatch_attention_fn(q, q, q, **told, backend="lightnet")
+
+
+def test_masks_repeated_for_heads_are_padding() -> None:
+    """The second axis of four is that of the heads, also where there are as many samples."""
+    q, k = torch.randn(2, 3, 2, 6), torch.randn(2, 4, 2, 6)
+    same = torch.tensor([1, 1, 1, 0]).bool()
+    each = torch.stack([same, ~same])
+    expected = attend(q, k, k, same.expand(2, -1))
+    for mask in (same.expand(1, 2, 1, 4), same.expand(2, 2, 1, 4), same.expand(1, 1, 1, 4)):
+        assert torch.equal(backend(q, k, k, attn_mask=mask), expected)
+    bias = torch.where(each, 0.0, -10000.0)[:, None, None].expand(2, 2, 1, 4)
+    assert torch.equal(backend(q, k, k, attn_mask=bias), attend(q, k, k, each))
+    for mask in (each[None, :, None], each[None, :, None].expand(2, 2, 1, 4)):
+        with pytest.raises(ValueError, match="attn_mask: heads differ; expected padding, as Light"):
+            backend(q, k, k, attn_mask=mask)
+    with pytest.raises(ValueError, match=r"\(2, 3, 1, 4\): expected one mask for all heads, or 2"):
+        padding(same.expand(2, 3, 1, 4), 2, 4, heads=2)
+
+
+def test_ltx_video_hides_padding() -> None:
+    model = diffusers.LTXVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=8,
+        cross_attention_dim=16, num_layers=1, caption_channels=12,
+    )  # fmt: skip
+    assert len(replace_attention(wide(model)).replaced) == 2
+    video, text = torch.randn(2, 8, 4).double(), TEXT.clone()
+    sizes = {"num_frames": 2, "height": 2, "width": 2}
+    expected = model(video, text, STEP, SEEN, **sizes).sample
+    assert not torch.equal(model(video, text, STEP, None, **sizes).sample, expected)
+    text[1, 3:] = 9
+    assert torch.equal(model(video, text, STEP, SEEN, **sizes).sample, expected)
 
 
 def test_the_whole_model_takes_the_backend() -> None:

@@ -198,6 +198,74 @@ def test_a_mixer_with_torchs_call():
     assert report.left["layers.0.multihead_attn"].endswith("another source, and Mamba cannot")
 
 
+CROSS = "LightNetAttention"  # has a cross form, without neighbours: another function than its own
+
+
+@pytest.mark.parametrize("mixer", ["Mamba", CROSS])
+def test_equal_tensors_are_one_source_whatever_object_holds_them(mixer):
+    """Copies, as autocast, checkpoints and graphs make them."""
+    net = nn.ModuleDict({"a": nn.MultiheadAttention(16, 4, batch_first=True)})
+    replace_attention(net, mixer)
+    layer, x = net["a"], torch.randn(3, 10, 16)
+    told = {"key_padding_mask": padding()}
+    causal = {**told, "attn_mask": CAUSAL, "is_causal": True}
+    for options in (told, causal):
+        expected = layer(x, x, x, **options)[0]
+        assert torch.equal(layer(x, x.clone(), x.clone(), **options)[0], expected)
+    x[0, 0, 0] = torch.nan
+    assert layer(x, x.clone(), x.clone())[0].isnan().any()
+    if mixer == "Mamba":
+        with pytest.raises(ValueError, match="key differs from query, and Mamba reads query only"):
+            layer(x, x + 1, x + 1)
+    else:
+        y = torch.randn(3, 10, 16)
+        assert torch.equal(layer(x[1:], y[1:], y[1:])[0], layer.mixer(x[1:], context=y[1:]))
+        with pytest.raises(ValueError, match="attn_mask is causal and key differs from query"):
+            layer(x, y, y, **causal)
+
+
+def test_the_layer_of_a_decoder_that_reads_another_source_always_does(close):
+    net = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, 32, 0.0, batch_first=True), 1)
+    replace_attention(net, CROSS)
+    layer, x = net.layers[0].multihead_attn, torch.randn(3, 10, 16)
+    close(layer(x, x, x)[0], layer.mixer(x, context=x), 0)
+    close(layer(x, x, x)[0], layer(x, x.clone(), x.clone())[0], 0)
+
+
+@pytest.mark.parametrize("mixer", ["Mamba", CROSS])
+def test_a_graph_compares_the_tensors_when_it_runs(close, mixer, monkeypatch):
+    net = nn.ModuleDict({"a": nn.MultiheadAttention(16, 4, batch_first=True)})
+    replace_attention(net, mixer)
+    layer, x, y = net["a"], torch.randn(3, 10, 16), torch.randn(3, 10, 16)
+    plain, other = (layer(x, x, x, attn_mask=mask)[0] for mask in (None, CAUSAL))
+    cross = None if mixer == "Mamba" else layer(x, y, y)[0]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    close(layer(x, x.clone(), x.clone())[0], plain, 1e-6)
+    close(layer(x, x.clone(), x.clone(), attn_mask=CAUSAL)[0], other, 1e-6)
+    with pytest.raises(RuntimeError, match="key and value differ: expected one source"):
+        layer(x, y, x)
+    if cross is None:
+        with pytest.raises(RuntimeError, match="key differs from query, and Mamba reads query"):
+            layer(x, y, y)
+    else:
+        close(layer(x, y, y)[0], cross, 1e-6)
+        with pytest.raises(RuntimeError, match="attn_mask is causal and key differs from query"):
+            layer(x, y, y, attn_mask=CAUSAL)
+
+
+@pytest.mark.slow
+def test_copies_in_one_graph_are_one_source(close):
+    net = nn.ModuleDict({"a": nn.MultiheadAttention(16, 4, batch_first=True)})
+    replace_attention(net, CROSS)
+    layer, x = net["a"], torch.randn(3, 10, 16)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def run(x):
+        return layer(x, x.clone(), x.clone(), attn_mask=CAUSAL, need_weights=False)[0]
+
+    close(run(x), layer(x, x, x, attn_mask=CAUSAL)[0], 1e-6)
+
+
 def test_a_grid_given_by_the_caller(close):
     net = encoder(1)
     report = replace_attention(net, grid=(3, 3), prefix=1)

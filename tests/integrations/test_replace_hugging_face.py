@@ -14,20 +14,22 @@ from ndlightnet import mixers  # noqa: E402
 from ndlightnet.integrations import replace_attention  # noqa: E402
 from ndlightnet.integrations.diffusers import LightNetAttnProcessor  # noqa: E402
 
-from .test_diffusers import flux, unet, unet_plain, wide  # noqa: E402
-from .test_transformers import (  # noqa: E402
+from .hugging_face import (  # noqa: E402
     SIZES,
     bart,
     bert,
     clip,
     gpt_oss,
     llama,
+    llama4,
+    modernbert,
     padding,
     t5,
     videomae,
     vit,
     words,
 )
+from .test_diffusers import flux, unet, unet_plain, wide  # noqa: E402
 
 PIXELS = torch.randn(2, 3, 12, 12)
 FILMS = torch.randn(2, 4, 3, 8, 8)
@@ -136,6 +138,7 @@ def test_more_architectures_run() -> None:
     (swin, None, "it has a bias on its scores, which LightNet attention cannot have"),
     (partial(other, "Beit", use_relative_position_bias=True), mixers.GLA, "a bias on its scores"),
     (t5, None, "it has a bias on its scores, which LightNet attention cannot have"),
+    (llama4, None, "it has attention in chunks, or other layers of its model have it, which Light"),
     (gpt_oss, None, "it has sinks, which LightNet attention cannot have"),
     (flux, mixers.GLA, "a processor of its own computes queries and keys"),
     (unet_plain, mixers.GLA, "it has group_norm"),
@@ -143,6 +146,30 @@ def test_more_architectures_run() -> None:
 def test_what_cannot_be_replaced_is_named(make: Any, mixer: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         replace_attention(make(), mixer)
+
+
+def test_a_window_both_ways_hides_padding() -> None:
+    model = modernbert().eval()
+    assert "attention implementation 'lightnet'" in str(replace_attention(model))
+    ids, mask = words(), padding(False)
+    padded = model(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(padded[1:, :7], model(input_ids=ids[1:, :7]).logits)
+
+
+@pytest.mark.parametrize("mixer", [None, mixers.LightNetAttention, mixers.Mamba])
+def test_siglip2_pools_without_padding(mixer: Any) -> None:
+    """Its head is torch's layer: one learned query, and a mask repeated for all heads."""
+    model = transformers.Siglip2VisionModel(
+        transformers.Siglip2VisionConfig(**SIZES, num_patches=16, patch_size=4)
+    ).eval()
+    report = replace_attention(model, mixer)
+    assert ("head.attention" in report.left) is (mixer is mixers.Mamba)
+    patches, shapes = torch.randn(2, 6, 48), torch.tensor([[2, 3], [2, 2]])
+    told = {"pixel_attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2])}
+    padded = model(pixel_values=patches, spatial_shapes=shapes, **told).pooler_output
+    told = {"pixel_attention_mask": torch.ones(1, 4, dtype=torch.long)}
+    alone = model(pixel_values=patches[1:, :4], spatial_shapes=shapes[1:], **told).pooler_output
+    torch.testing.assert_close(padded[1:], alone)
 
 
 def test_causal_encoders_get_the_implementation() -> None:
@@ -154,6 +181,61 @@ def test_causal_encoders_get_the_implementation() -> None:
     assert torch.equal(model(**given)[0], same(**given)[0])
     with pytest.raises(ValueError, match="it is causal, and a mixer has no such thing"):
         replace_attention(clip(), "GLA")
+
+
+def test_one_part_of_clip() -> None:
+    """The texts' layers are switched together, and those of the images are none of them."""
+    text = {**SIZES, "vocab_size": 50, "max_position_embeddings": 64}
+    config = transformers.CLIPConfig(
+        text_config={**text, "bos_token_id": 1, "eos_token_id": 2},
+        vision_config={**SIZES, "image_size": 12, "patch_size": 4},
+        projection_dim=16,
+    )
+    for where, expected in (("text_model*", "as it is causal"), ("vision_model*", "a grid (3, 3)")):
+        model = transformers.CLIPModel(config).eval()
+        before = model(input_ids=words(), pixel_values=PIXELS)
+        report = replace_attention(model, where=where)
+        assert len(report.replaced) == len(report.left) == 2
+        assert all(expected in what for what in report.replaced.values())
+        after = model(input_ids=words(), pixel_values=PIXELS)
+        for part in ("text", "vision"):
+            same = (x[f"{part}_model_output"].last_hidden_state for x in (before, after))
+            assert torch.equal(*same) is not where.startswith(part)
+    with pytest.raises(ValueError, match=r"it leaves text_model.encoder.layers.1.self_attn$"):
+        replace_attention(transformers.CLIPModel(config), where="text_model.encoder.layers.0.*")
+
+
+def lora(model: Any, *targets: str) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=[*targets], r=2))
+
+
+@pytest.mark.parametrize(("make", "targets"), [(bert, ["query", "value"]), (llama, ["q_proj"])])
+def test_layers_with_parts_of_peft_keep_them(make: Any, targets: list[str]) -> None:
+    model = lora(make(), *targets)
+    report = str(replace_attention(model))
+    assert (
+        f"attention implementation 'lightnet' of its model, {KEEPS}{', '.join(targets)}" in report
+    )
+    model(input_ids=words(), labels=words()).loss.backward()
+    assert all(x.grad is not None for x in model.parameters() if x.requires_grad)
+
+
+KEEPS = "with its weights, without norm and gate, as peft wraps its "
+ENCODER = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+
+
+@pytest.mark.parametrize("start", ["fresh", "weights"])
+@pytest.mark.parametrize(("make", "mixer", "targets", "reason"), [
+    (bert, mixers.LightNetAttention, ["query", "key"], "peft wraps its query, key: expected repl"),
+    (partial(nn.TransformerEncoder, ENCODER, 1), None, ["self_attn"], "peft's, around a layer: e"),
+    (unet, mixers.LightNetAttention, ["to_q"], "peft wraps its to_q: expected replace_attention"),
+])  # fmt: skip
+def test_parts_of_peft_are_not_dropped(
+    make: Any, mixer: Any, targets: list[str], reason: str, start: Any
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        replace_attention(lora(make(), *targets), mixer, start=start)
 
 
 def test_unet_gets_processors_or_mixers() -> None:

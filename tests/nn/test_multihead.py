@@ -140,6 +140,26 @@ def test_only_the_causal_attn_mask_is_taken(close):
         MultiheadAttention(16, 3)
 
 
+def test_padding_may_be_an_attn_mask_of_all_heads_and_queries(close):
+    """(batch x heads, target, source), as pooling heads of transformers repeat it; with the least
+    number in the place of -inf."""
+    m, x = MultiheadAttention(16, 4, batch_first=True), torch.randn(3, 10, 16)
+    pad = padding()
+    hidden = pad[:, None].repeat_interleave(4, 0).expand(12, 2, 10)
+    expected = m(x[:, :2], x, x, key_padding_mask=pad)[0]
+    least = torch.zeros(12, 2, 10).masked_fill(hidden, torch.finfo(torch.float32).min)
+    for mask in (hidden, least, least.masked_fill(hidden, -torch.inf)):
+        close(m(x[:, :2], x, x, attn_mask=mask)[0], expected, 0)
+        for bias in (torch.zeros(3, 10), torch.zeros(3, 10).bool()):
+            both = {"attn_mask": mask, "key_padding_mask": bias}
+            close(m(x[:, :2], x, x, **both)[0], expected, 0)
+    one = hidden.clone()
+    one[3, 1, 0] = True  # one query of one head
+    for mask in (one, least - 1, hidden[:3]):
+        with pytest.raises(ValueError, match=r"attn_mask \(.*, or padding"):
+            m(x[:, :2], x, x, attn_mask=mask)
+
+
 def encoder_layer(norm_first=False):
     layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, norm_first=norm_first)
     layer.self_attn = MultiheadAttention(16, 4, batch_first=True)

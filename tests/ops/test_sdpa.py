@@ -79,5 +79,29 @@ def test_what_has_no_meaning_is_refused_by_name():
         lightnet_attention(q, k[:, :3], v[:, :3], enable_gqa=True)
     with pytest.raises(ValueError, match="is_causal=True, 7 queries and 6 keys"):
         lightnet_attention(q, k[:, :, :6], v[:, :, :6], is_causal=True)
-    with pytest.raises(ValueError, match=r"expected \(batch, heads, length, dim\)"):
-        lightnet_attention(q, k, v[:, :, :6])
+
+
+ANY = torch.zeros(2, 4, 7, 5)
+WRONG = [
+    ({"query": ANY[0]}, ValueError, r"query \(4, 7, 5\): expected \(batch, heads, length, dim\)"),
+    ({"key": ANY[..., :4]}, ValueError, r"key \(2, 4, 7, 4\): expected \(2, heads, source, 5\)"),
+    ({"key": ANY[:1]}, ValueError, r"key \(1, 4, 7, 5\): expected \(2, heads, source, 5\)"),
+    ({"value": ANY[:, :, :6]}, ValueError, r"value \(2, 4, 6, 5\): expected \(2, 4, 7, value_dim"),
+    ({"value": ANY[:, :2]}, ValueError, r"value \(2, 2, 7, 5\): expected \(2, 4, 7, value_dim\)"),
+    ({"value": ANY[:1]}, ValueError, r"value \(1, 4, 7, 5\): expected \(2, 4, 7, value_dim\)"),
+    ({"query": ANY.long()}, ValueError, r"query \(2, 4, 7, 5\) torch.int64: expected floats"),
+    ({"key": ANY.bool()}, ValueError, r"key \(2, 4, 7, 5\) torch.bool: expected floats"),
+    ({"value": [1.0]}, TypeError, r"value of type list: expected a torch.Tensor"),
+    ({"key": ANY.double()}, ValueError, "torch.float64, torch.float32: expected torch.float64 of"),
+    ({"value": ANY.double()}, ValueError, "torch.float32, torch.float64: expected torch.float64"),
+    ({"attn_mask": [True]}, TypeError, "attn_mask of type list: expected a torch.Tensor"),
+    ({"attn_mask": torch.ones(2, 1, 1, 7).long()}, ValueError,
+     r"attn_mask \(2, 1, 1, 7\) torch.int64: expected bool \(2, 1, 1, 7\), True = data$"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "kind", "message"), WRONG)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_argument_that_does_not_fit_is_named(wrong, kind, message, is_causal):
+    with pytest.raises(kind, match=message):
+        lightnet_attention(**{"query": ANY, "key": ANY, "value": ANY, **wrong}, is_causal=is_causal)

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from functools import partial
 from numbers import Integral, Real
 from typing import Any
+
+from ndlightnet.layout.spelling import did_you_mean
 
 CATALOGUE: dict[str, Callable[..., Any]] = {}  # filled by the package, from its exports
 CUSTOM = "custom"
 GIVEN = ("dims", "layer", "causal")  # what networks give to a mixer, see build_mixer
 
 
-def did_you_mean(word: str, words: list[str]) -> str:
-    """Return "did you mean 'X'?", with the list of all words; the list alone if none is near."""
-    lower = {one.lower(): one for one in words}
-    near = get_close_matches(word.lower(), lower, 1, 0.5)
-    hint = f"did you mean {lower[near[0]]!r}? " if near else ""
+def _expected(word: str, words: list[str]) -> str:
+    near = did_you_mean(word, words, "")
+    hint = f"did you mean {near!r}? " if near else ""
     return f"{hint}expected one of {', '.join(words)}"
 
 
@@ -49,14 +48,14 @@ def named_mixer(label: str, mixer: str | Mapping[str, Any]) -> Callable[..., Any
     short = str(name).rsplit(".", 1)[-1]
     if short not in CATALOGUE or name not in (short, f"ndlightnet.nn.mixers.{short}"):
         words = sorted(CATALOGUE, key=str.lower)
-        raise ValueError(f"{label}={name!r}: {did_you_mean(short, words)}")
+        raise ValueError(f"{label}={name!r}: {_expected(short, words)}")
     made, arguments = CATALOGUE[short], arguments or {}
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{label}={{{short!r}: {arguments!r}}}: expected arguments by name")
     known = [key for key in inspect.signature(made).parameters if key != "dim"]
     for key in arguments:
         if key not in known:
-            raise ValueError(f"{label}: {short} has no {key!r}, {did_you_mean(key, known)}")
+            raise ValueError(f"{label}: {short} has no {key!r}, {_expected(key, known)}")
     return partial(made, **arguments) if arguments else made
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops.dispatch import Impl
+from ndlightnet.ops.dtypes import check_floats, check_tensors
 from ndlightnet.ops.lightnet.attention import causal_attention, global_attention, read, summarize
 
 
@@ -26,30 +27,18 @@ def lightnet_attention(
     Returns (batch, heads, length, value_dim) in query's dtype. It is no mean of values: a layer
     norms it (see MultiheadAttention). Where all is padding it is 0.
 
-    Raises ValueError for a mask that hides different keys from different queries or heads, and for
-    scale and dropout_p, as there are no scores to scale and no weights to drop.
+    Raises ValueError for shapes that do not fit (nothing is broadcast), dtypes that are no floats,
+    float64 beside a narrower one, a mask that hides different keys from different queries or heads,
+    and for scale and dropout_p, as there are no scores to scale and no weights to drop; TypeError
+    for what is no tensor.
     """
     if scale is not None or dropout_p:
         raise ValueError(
             f"scale={scale}, dropout_p={dropout_p}: expected None and 0, as LightNet attention has "
             "no scores to scale and no weights to drop"
         )
-    if any(x.ndim != 4 for x in (query, key, value)) or key.shape[:3] != value.shape[:3]:
-        shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
-        raise ValueError(
-            f"query, key, value {shapes}: expected (batch, heads, length, dim) of each, with as "
-            "many keys as values"
-        )
+    _check(query, key, value, is_causal, enable_gqa)
     heads, kept = query.shape[1], key.shape[1]
-    if heads != kept and (not enable_gqa or kept == 0 or heads % kept):
-        raise ValueError(
-            f"query has {heads} heads, key {kept}: expected as many, or with enable_gqa=True a "
-            "divisor"
-        )
-    if is_causal and query.shape[2] != key.shape[2]:
-        raise ValueError(
-            f"is_causal=True, {query.shape[2]} queries and {key.shape[2]} keys: expected as many"
-        )
     mask = padding_of(attn_mask, key.shape[0], key.shape[2])
     group = heads // kept if kept else 1
     if is_causal and group > 1:
@@ -66,16 +55,54 @@ def lightnet_attention(
     return y.transpose(1, 2)
 
 
+def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gqa: bool) -> None:
+    given = {"query": query, "key": key, "value": value}
+    check_floats(**given)
+    for name, x in given.items():
+        if x.is_nested or x.ndim != 4:
+            shape = "is a nested tensor" if x.is_nested else f"{tuple(x.shape)}"
+            raise ValueError(f"{name} {shape}: expected (batch, heads, length, dim)")
+    batch, heads, length, dim = query.shape
+    kept, source = key.shape[1:3]
+    if (key.shape[0], key.shape[3]) != (batch, dim):
+        raise ValueError(
+            f"key {tuple(key.shape)}: expected ({batch}, heads, source, {dim}), with the batch and "
+            f"dim of query {tuple(query.shape)}"
+        )
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            f"value {tuple(value.shape)}: expected ({batch}, {kept}, {source}, value_dim), with "
+            f"the batch, heads and source of key {tuple(key.shape)}"
+        )
+    if heads != kept and (not enable_gqa or kept == 0 or heads % kept):
+        raise ValueError(
+            f"query has {heads} heads, key {kept}: expected as many, or with enable_gqa=True a "
+            "divisor"
+        )
+    if is_causal and length != source:
+        raise ValueError(f"is_causal=True, {length} queries and {source} keys: expected as many")
+    dtypes = [x.dtype for x in given.values()]
+    if torch.float64 in dtypes and len(set(dtypes)) > 1:
+        raise ValueError(
+            f"query, key, value {', '.join(map(str, dtypes))}: expected torch.float64 of all or of "
+            "none"
+        )
+
+
 def padding_of(attn_mask: Tensor | None, batch: int, source: int) -> Tensor | None:
     """Return a padding mask (batch or 1, 1, 1, source) as (batch, source). Raise ValueError for
     anything else."""
     if attn_mask is None:
         return None
-    shape = tuple(attn_mask.shape)
-    if attn_mask.dtype != torch.bool or shape not in ((batch, 1, 1, source), (1, 1, 1, source)):
+    check_tensors(attn_mask=attn_mask)
+    shape, fits = tuple(attn_mask.shape), ((batch, 1, 1, source), (1, 1, 1, source))
+    if attn_mask.dtype != torch.bool or shape not in fits:
+        why = (
+            "" if shape in fits else ", as LightNet has one memory for all queries, which cannot "
+            "hide different keys from different queries"
+        )  # fmt: skip
         raise ValueError(
             f"attn_mask {shape} {attn_mask.dtype}: expected bool ({batch}, 1, 1, {source}), True = "
-            "data, as LightNet has one memory for all queries, which cannot hide different keys "
-            "from different queries"
+            f"data{why}"
         )
     return attn_mask[:, 0, 0].expand(batch, source)

@@ -18,7 +18,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 
-from ndlightnet.data.errors import DataError, clear_drafts, did_you_mean, printable
+from ndlightnet.data.errors import DataError, clear_drafts, printable
+from ndlightnet.layout.spelling import did_you_mean
 from ndlightnet.training.core.checkpoints import NAMES, AtomicCheckpoints, check_checkpoint
 from ndlightnet.training.core.costs import parameter_count
 from ndlightnet.training.core.options import TaskParser, check_configs, unexpected

@@ -15,7 +15,8 @@ import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser
 
-from ndlightnet.data.errors import DataError, did_you_mean, one_line, printable
+from ndlightnet.data.errors import DataError, one_line, printable
+from ndlightnet.layout.spelling import did_you_mean
 
 TYPES = (  # what is cut off or replaced in the names of types
     (r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1"), (r"NoneType", "None"),

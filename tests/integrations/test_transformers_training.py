@@ -1,0 +1,211 @@
+"""The attention implementation "lightnet" of transformers in training, with peft, accelerate and
+the Trainer, in graphs, in lower precision and on CUDA."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+
+from ndlightnet.integrations import transformers as ours  # noqa: E402
+
+from .hugging_face import (  # noqa: E402
+    CASES,
+    DECODER,
+    PACKED,
+    bart,
+    bert,
+    llama,
+    mistral,
+    padding,
+    prepare,
+    vit,
+    words,
+)
+
+
+def test_vit_learns_without_norm_and_gate() -> None:
+    torch.manual_seed(0)
+    model = vit()
+    model.set_attn_implementation("lightnet")
+    labels = torch.arange(48) % 3
+    images = 0.1 * torch.randn(48, 3, 12, 12)
+    images[torch.arange(48), labels] += 1
+    optimiser = torch.optim.AdamW(model.parameters(), 3e-3)
+    losses = []
+    for _ in range(20):
+        loss = model(pixel_values=images, labels=labels).loss
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]
+
+
+@pytest.mark.slow
+def test_trainer_trains_saves_and_resumes(tmp_path: Any) -> None:
+    data = [{"input_ids": (torch.arange(12) * (i % 5)) % 7, "labels": torch.arange(12) % 7}
+            for i in range(24)]  # fmt: skip
+
+    def trained(folder: str, **how: Any) -> Any:
+        transformers.set_seed(1)
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.LlamaConfig(**DECODER), attn_implementation="lightnet"
+        )
+        args = transformers.TrainingArguments(
+            str(tmp_path / folder), per_device_train_batch_size=8, learning_rate=3e-3, max_steps=12,
+            save_steps=6, logging_steps=3, report_to=[], use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, args, train_dataset=data)
+        trainer.train(**how)
+        return trainer
+
+    whole = trained("whole")
+    losses = [row["loss"] for row in whole.state.log_history if "loss" in row]
+    assert losses[-1] < losses[0]
+    again = trained("again", resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-6"))
+    for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_peft_trains_low_rank_parts() -> None:
+    peft = pytest.importorskip("peft")
+    told = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2)
+    model = peft.get_peft_model(prepare(llama()).float(), told)
+    optimiser = torch.optim.AdamW([x for x in model.parameters() if x.requires_grad], lr=0.02)
+    losses = []
+    for _ in range(8):
+        loss = model(input_ids=words(), labels=words()).loss
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert torch.isfinite(torch.tensor(losses)).all()
+
+
+def test_accelerate_prepares_it() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = llama()
+    model.set_attn_implementation("lightnet")
+    optimiser = torch.optim.AdamW(model.parameters())
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimiser = accelerator.prepare(model, optimiser)
+    accelerator.backward(model(input_ids=words(), labels=words()).loss)
+    optimiser.step()
+    assert all(x.grad is not None for x in model.parameters())
+
+
+def test_gradient_checkpointing_has_the_same_gradients() -> None:
+    model = prepare(llama()).train()
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        given = {"attention_mask": padding(True), "labels": words(), "use_cache": False}
+        model(input_ids=words(), **given).loss.backward()
+        return [x.grad.clone() for x in model.parameters()]
+
+    plain = gradients()
+    model.activation_checkpointing_enable()
+    torch.testing.assert_close(gradients(), plain, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param("Llama", marks=pytest.mark.slow),
+    *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("ViT", "BERT, padding",
+                                                              "Mistral, window")),
+])  # fmt: skip
+def test_compiles_in_one_graph(name: str) -> None:
+    make, inputs = CASES[name]
+    model = prepare(make()).float()
+    if make in (llama, mistral):
+        inputs = {**inputs, "use_cache": False}
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(**inputs)[0], model(**inputs)[0])
+    if name == "Llama":  # a graph cannot tell before it runs whether sequences are packed
+        with pytest.raises(RuntimeError, match="packed sequences: LightNet has one memory"):
+            compiled(**inputs, position_ids=PACKED)
+
+
+@pytest.mark.slow
+def test_decoding_with_a_static_cache_compiles_in_one_graph() -> None:
+    model = prepare(llama()).float()
+    with torch.no_grad():
+        expected = model(words(), use_cache=False).logits
+        cache = transformers.StaticCache(config=model.config, max_cache_len=12)
+        step = torch.compile(model, fullgraph=True, backend="aot_eager")
+        model(words()[:, :5], past_key_values=cache)
+        for t in range(5, 9):
+            places = torch.full((2, 1), t)
+            got = step(words()[:, t : t + 1], past_key_values=cache, position_ids=places).logits
+            torch.testing.assert_close(got[:, 0], expected[:, t], rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_is_near_float32() -> None:
+    model = prepare(llama()).float()
+    ids = words()
+    with torch.no_grad():
+        expected = model(ids).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            got = model(ids).logits.float()
+    # two layers, about ten operations each, of 2^-9 relative to their results
+    assert (got - expected).norm() < 0.05 * expected.norm()
+
+
+def test_for_trainer_finds_the_axis_of_the_classes() -> None:
+    words_of, cells = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
+    each = [nn.functional.cross_entropy(words_of[i], cells[i]) for i in range(2)]
+    torch.testing.assert_close(ours.class_loss(words_of, cells), sum(each) / 2)
+    image, masks = torch.randn(2, 4, 3, 6), torch.randint(4, (2, 3, 6))
+    expected = nn.functional.cross_entropy(image, masks)
+    torch.testing.assert_close(ours.class_loss(image, masks), expected)
+    scores, labels = torch.randn(3, 3), torch.tensor([0, 2, 1])  # as many samples as classes
+    expected = nn.functional.cross_entropy(scores, labels)
+    torch.testing.assert_close(ours.class_loss(scores, labels), expected)
+    for wrong in (torch.zeros(2, 9).long(), torch.zeros(2).long()):
+        with pytest.raises(ValueError, match=r"labels .*, scores \(2, 5, 7\): expected labels"):
+            ours.class_loss(words_of, wrong)
+    with pytest.raises(ValueError, match="give a loss"):
+        ours.class_loss(torch.randn(2, 5, 5), torch.zeros(2, 5).long())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("make", [llama, bert, bart])
+def test_on_cuda_as_on_the_cpu(make: Any) -> None:
+    model = prepare(make()).float()
+    given = {"input_ids": words(), "attention_mask": padding(make is llama)}
+    seen = given["attention_mask"].bool() if make is not bart else torch.ones(2, 9).bool()
+
+    def gradients(device: str) -> tuple[Tensor, Tensor]:
+        model.to(device).zero_grad()
+        out = model(**{name: x.to(device) for name, x in given.items()})[0].cpu()
+        out[seen].square().sum().backward()
+        grads = [x.grad.flatten().cpu() for x in model.parameters() if x.grad is not None]
+        return out[seen].detach(), torch.cat(grads)
+
+    for a, b in zip(gradients("cuda"), gradients("cpu"), strict=True):
+        assert (
+            a - b
+        ).norm() < 1e-3 * b.norm()  # float32, tensor cores off: about 1e-6 an operation
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generates_on_cuda_with_a_compiled_static_cache(dtype: torch.dtype) -> None:
+    """transformers compiles the steps of a static cache on CUDA by itself."""
+    model = prepare(llama()).to("cuda", dtype)
+    ids, mask = words().cuda(), padding(True).cuda()
+    told: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "attention_mask": mask}
+    told |= {"output_logits": True, "return_dict_in_generate": True}
+    plain = model.generate(ids, **told, use_cache=False)
+    static = model.generate(ids, **told, cache_implementation="static")
+    a, b = (torch.stack(x.logits).float() for x in (plain, static))
+    first = (plain.sequences != static.sequences).any(0).nonzero()[:1].sum() - ids.shape[1]
+    n = int(first) + 1 if first >= 0 else len(a)  # logits agree while the words do
+    assert n == len(a) or dtype != torch.float32
+    assert (a[:n] - b[:n]).norm() < (1e-3 if dtype == torch.float32 else 5e-2) * a[:n].norm()
