@@ -134,6 +134,7 @@ class NDLightNet(Backbone):
             self._tie()
         elif self.num_classes:
             self.head = nn.Linear(embed_dim, self.num_classes)
+        self.register_load_state_dict_post_hook(_tie_again)
         init_network(self)
 
     def reset_parameters(self) -> None:
@@ -150,6 +151,12 @@ class NDLightNet(Backbone):
         super()._apply(fn, recurse)
         self._tie()  # again, as `to_empty` makes two tensors of one on meta
         return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
+        embedding = f"{prefix}embed.weight"
+        if self.tied and embedding in state_dict:  # a checkpoint may hold tied weights once
+            state_dict.setdefault(f"{prefix}head.weight", state_dict[embedding])
+        super()._load_from_state_dict(state_dict, prefix, *more)  # type: ignore[no-untyped-call]
 
     def adapted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return adapt_in_chans(weights, self)
@@ -172,7 +179,7 @@ class NDLightNet(Backbone):
             raise ValueError(f"global_pool={global_pool!r}: expected 'avg' or ''")
         self.num_classes, self.per_token, self.tied = num_classes, global_pool == "", False
         self.head = nn.Linear(self.embed_dim, num_classes) if num_classes else nn.Identity()
-        self.head.apply(init_weights).to(self._weight.device)
+        self.head.apply(init_weights).to(self._weight)
         self.record(num_classes=num_classes, global_pool=global_pool)
 
     @property
@@ -341,6 +348,11 @@ class NDLightNet(Backbone):
         at any time: equal to `model` on all frames at once. See Stream.
         """
         return Stream(self, batch_size, cuda_graph=cuda_graph)
+
+
+def _tie_again(net: NDLightNet, _: Any) -> None:
+    """Tie the weights after `load_state_dict(assign=True)`, which makes two parameters of one."""
+    net._tie()
 
 
 # the three sizes of the paper; not partial of partial, whose arguments mypy does not check

@@ -128,7 +128,8 @@ class Backbone(Pretrained):
             self.norm = nn.Identity()
             self.record(norm=False)
         mixer = self.config.get("mixer")
-        self.record(depth=len(self.blocks))
+        last: Any = self.blocks[-1]
+        self.record(depth=len(self.blocks), drop_path_rate=last.drop_path.p)
         if isinstance(mixer, list):
             self.record(mixer=mixer[: len(self.blocks)])
         if prune_head:
