@@ -65,6 +65,7 @@ class NDLightUNetEncoder(nn.Module, BaseEncoder):  # type: ignore[misc]
         )
         # the decoder is FlexibleUNet's
         self.net.up = self.net.decoders = self.net.heads = nn.ModuleList()
+        self.net.record(decoder=False)
 
     def forward(self, x: Tensor) -> list[Tensor]:
         space, maps = tuple(x.shape[2:]), []

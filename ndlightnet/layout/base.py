@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +15,19 @@ Shape = tuple[int, ...]
 
 def per_axis(name: str, value: int | Sequence[int], ndim: int, least: int = 1) -> Shape:
     """Expand an argument given as `int` or one `int` per axis, and check it."""
-    values = (value,) * ndim if isinstance(value, int) else tuple(value)
-    if len(values) != ndim or any(not isinstance(v, int) or v < least for v in values):
+    values: tuple[Any, ...] = (value,) * ndim
+    if not isinstance(value, Integral):
+        values = tuple(value) if isinstance(value, Iterable) else ()
+    if len(values) != ndim or any(not isinstance(v, Integral) or v < least for v in values):
         raise ValueError(f"{name}={value!r}: expected an int >= {least} or {ndim} of them")
-    return values
+    return tuple(int(v) for v in values)
+
+
+def check_integers(least: int, **arguments: Any) -> None:
+    """Raise ValueError for an argument, given by its name, that is not an integer >= `least`."""
+    for name, value in arguments.items():
+        if not isinstance(value, Integral) or value < least:  # type: ignore[operator]
+            raise ValueError(f"{name}={value!r}: expected an int >= {least}")
 
 
 class Layout(ABC):

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid, Layout, Packed, pack
+from ndlightnet.layout.base import check_integers
 from ndlightnet.models.config import recorded
-from ndlightnet.models.features import Backbone, adapt_in_chans, shaped
+from ndlightnet.models.features import Backbone, adapt_in_chans, check_not_empty, shaped
 from ndlightnet.models.other_names import accept_other_names
 from ndlightnet.models.stream import Stream, StreamState, advance
 from ndlightnet.nn.block import Block, init_network, init_weights, undecayed_names
@@ -62,8 +63,9 @@ class NDLightNet(Backbone):
         size = torch.export.Dim.DYNAMIC  # or Dim.DYNAMIC(min=16, max=2048), Dim.AUTO
         torch.onnx.export(model.eval(), (x,), dynamo=True, dynamic_shapes=({2: size, 3: size},))
 
-    A named `Dim("height")` does not work: torch cannot solve for it. A causal network of several
-    axes accepts only the number of frames that it was exported with.
+    A batch of any size (`{0: size, ...}`) needs an example x of two samples or more. A named
+    `Dim("height")` does not work: torch cannot solve for it. A causal network of several axes
+    accepts only the number of frames that it was exported with.
     """
 
     usual: ClassVar = {"global_pool": "avg", "norm": True}
@@ -93,12 +95,15 @@ class NDLightNet(Backbone):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if dims < 1:
-            raise ValueError(f"dims={dims}: expected 1 or more")
+        check_integers(1, dims=dims, embed_dim=embed_dim, depth=depth)
+        if num_classes is not None:
+            check_integers(0, num_classes=num_classes)
+        if vocab_size is None:
+            check_integers(1, in_chans=in_chans)
+        else:
+            check_integers(1, vocab_size=vocab_size)
         if dims > 1 and vocab_size:
             raise ValueError(f"dims={dims} with vocab_size={vocab_size}: expected dims=1")
-        if depth < 1 or embed_dim < 1:
-            raise ValueError(f"depth={depth}, embed_dim={embed_dim}: expected 1 or more of both")
         factories = layer_factories("mixer", mixer, depth, dims, causal=causal)
         self.dims, self.in_chans = dims, in_chans
         self.embed_dim = self.num_features = embed_dim
@@ -111,8 +116,7 @@ class NDLightNet(Backbone):
         else:
             if patch_size is None:
                 patch_size = max(1, round(256 ** (1 / dims)))
-            patch = patch_size if isinstance(patch_size, int) else tuple(patch_size)
-            self.embed = Patchify(dims, in_chans, patch, embed_dim)
+            self.embed = Patchify(dims, in_chans, patch_size, embed_dim)
         if tpe_bidirectional and causal and dims == 1:
             raise ValueError(
                 "tpe_bidirectional=True with causal=True on one axis: later tokens would be seen"
@@ -134,6 +138,7 @@ class NDLightNet(Backbone):
             self._tie()
         elif self.num_classes:
             self.head = nn.Linear(embed_dim, self.num_classes)
+        self.register_load_state_dict_post_hook(_tie_again)
         init_network(self)
 
     def reset_parameters(self) -> None:
@@ -150,6 +155,12 @@ class NDLightNet(Backbone):
         super()._apply(fn, recurse)
         self._tie()  # again, as `to_empty` makes two tensors of one on meta
         return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
+        embedding = f"{prefix}embed.weight"
+        if self.tied and embedding in state_dict:  # a checkpoint may hold tied weights once
+            state_dict.setdefault(f"{prefix}head.weight", state_dict[embedding])
+        super()._load_from_state_dict(state_dict, prefix, *more)  # type: ignore[no-untyped-call]
 
     def adapted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return adapt_in_chans(weights, self)
@@ -168,11 +179,12 @@ class NDLightNet(Backbone):
     def reset_classifier(self, num_classes: int, global_pool: str = "avg") -> None:
         """Replace the head by a new one for `num_classes` classes (0: none), on the mean over
         tokens, or with global_pool="" on every token."""
+        check_integers(0, num_classes=num_classes)
         if global_pool not in ("avg", ""):
             raise ValueError(f"global_pool={global_pool!r}: expected 'avg' or ''")
         self.num_classes, self.per_token, self.tied = num_classes, global_pool == "", False
         self.head = nn.Linear(self.embed_dim, num_classes) if num_classes else nn.Identity()
-        self.head.apply(init_weights).to(self._weight.device)
+        self.head.apply(init_weights).to(self._weight)
         self.record(num_classes=num_classes, global_pool=global_pool)
 
     @property
@@ -230,6 +242,8 @@ class NDLightNet(Backbone):
             layout, tokens = x.layout, embed(x.values[None])
         else:
             self._check(x, mask)
+            if not self.per_token:  # else no tokens give no outputs; a mean needs one
+                check_not_empty(x.shape[-self.dims :], x)
             if mask is not None and self.vocab_size is None:
                 x = x.masked_fill(~mask[:, None], 0)
             x, mask = self.embed(x), self.token_mask(mask)
@@ -341,6 +355,11 @@ class NDLightNet(Backbone):
         at any time: equal to `model` on all frames at once. See Stream.
         """
         return Stream(self, batch_size, cuda_graph=cuda_graph)
+
+
+def _tie_again(net: NDLightNet, _: Any) -> None:
+    """Tie the weights after `load_state_dict(assign=True)`, which makes two parameters of one."""
+    net._tie()
 
 
 # the three sizes of the paper; not partial of partial, whose arguments mypy does not check

@@ -82,6 +82,8 @@ def recorded(init: Init) -> Init:
 
     @wraps(init)
     def placed(self: Any, *args: Any, device: Any = None, dtype: Any = None, **more: Any) -> None:
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype={dtype!r}: expected a torch.dtype, such as torch.float32")
         with nullcontext() if device is None else torch.device(device):
             init(self, *args, **more)
         if dtype is not None:

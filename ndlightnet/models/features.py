@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -128,19 +129,21 @@ class Backbone(Pretrained):
             self.norm = nn.Identity()
             self.record(norm=False)
         mixer = self.config.get("mixer")
-        self.record(depth=len(self.blocks))
+        last: Any = self.blocks[-1]
+        self.record(depth=len(self.blocks), drop_path_rate=last.drop_path.p)
         if isinstance(mixer, list):
             self.record(mixer=mixer[: len(self.blocks)])
         if prune_head:
             self.reset_classifier(0)
         return taken
 
-    def _block_indices(self, indices: int | Sequence[int] | None) -> list[int]:
-        """Return indices counted from the first block, in the order given."""
+    def _block_indices(self, indices: Any) -> list[int]:
+        """Return indices counted from the first block, in the order given. indices: an integer of
+        any type, a sequence of them, or None."""
         blocks = len(self.blocks)
         if indices is None:
             return list(range(blocks))
-        if isinstance(indices, int):
+        if isinstance(indices, Integral):
             if not 0 < indices <= blocks:
                 raise ValueError(f"indices={indices}: expected 1 to {blocks}, the number of blocks")
             return list(range(blocks - indices, blocks))
@@ -200,6 +203,12 @@ def _resize(old: int, new: int) -> Tensor:
     interpolation, with averaging where they shrink."""
     eye = torch.eye(old, dtype=torch.float64)[None, None]
     return nn.functional.interpolate(eye, (old, new), mode="bilinear", antialias=True)[0, 0]
+
+
+def check_not_empty(space: Sequence[int], x: Tensor) -> None:
+    """Raise ValueError for an input of no cells or words; an exported graph does not check."""
+    if not torch.compiler.is_exporting() and 0 in space:
+        raise ValueError(f"input {tuple(x.shape)}: expected 1 or more cells along each axis")
 
 
 def shaped(x: Tensor, layout: Layout, form: str) -> Any:

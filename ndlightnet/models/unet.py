@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import islice, pairwise
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid, per_axis
+from ndlightnet.layout.base import check_integers
 from ndlightnet.models.config import recorded
-from ndlightnet.models.features import adapt_in_chans
+from ndlightnet.models.features import adapt_in_chans, check_not_empty
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.models.other_names import accept_other_names
 from ndlightnet.nn.block import Block, init_network, undecayed_names
@@ -185,6 +187,7 @@ class NDLightUNet(Pretrained):
     along each axis of the coarsest level.
     """
 
+    usual: ClassVar = {"decoder": True}  # False in MONAI's networks, see NDLightUNetEncoder
     head_of: ClassVar = {"out_channels": "heads."}
 
     @accept_other_names
@@ -213,15 +216,19 @@ class NDLightUNet(Pretrained):
         super().__init__()
         if size not in SIZES:
             raise ValueError(f"size={size!r}: expected 'S', 'M' or 'L'")
-        if dims < 1:
-            raise ValueError(f"dims={dims}: expected 1 or more")
+        check_integers(1, dims=dims, in_channels=in_channels, out_channels=out_channels)
         separable = dims > 3 or causal if separable is None else separable
         if causal and not separable:
             raise ValueError("causal=True with separable=False: expected separable blocks")
         if strides is None:
             halves = (1, *[2] * (dims - 1)) if causal else 2
             strides = [halves] * (3 if widths is None else len(widths) - 1)
-        steps = [per_axis("strides", s if isinstance(s, int) else tuple(s), dims) for s in strides]
+        if not isinstance(strides, Sequence):
+            raise ValueError(
+                f"strides={strides!r}: expected a list with, for each level after the first, an "
+                f"int or {dims} of them"
+            )
+        steps = [per_axis("strides", step, dims) for step in strides]
         if causal and any(step[0] > 1 for step in steps):
             raise ValueError(f"strides={strides!r}: expected 1 along the first axis if causal=True")
         levels = len(steps) + 1
@@ -236,7 +243,8 @@ class NDLightUNet(Pretrained):
             ("convs", convs, 1),
             ("depths", depths, 0),
         ):
-            if len(values) != levels or min(values) < least:
+            whole = isinstance(values, Sequence) and all(isinstance(n, Integral) for n in values)
+            if not whole or len(values) != levels or min(values) < least:
                 raise ValueError(
                     f"{name}={values!r}: expected {levels} numbers from {least} on, one more than "
                     f"strides={strides!r}"
@@ -323,6 +331,7 @@ class NDLightUNet(Pretrained):
                 f"input of shape {tuple(x.shape)}: expected (batch, {self.in_channels}, *space) "
                 f"with {self.dims} axes"
             )
+        check_not_empty(x.shape[2:], x)
         skips: list[Tensor] = []
         steps = [None, *self.strides]
         for step, down, convs, stage in zip(steps, self.down, self.convs, self.stages, strict=True):

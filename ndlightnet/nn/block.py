@@ -42,6 +42,8 @@ class GLU(Initialized):
 
     def __init__(self, dim: int, ratio: float = 8 / 3) -> None:
         super().__init__()
+        if not ratio > 0:
+            raise ValueError(f"mlp_ratio={ratio!r}: expected more than 0")
         self.before = int(dim * ratio + 1e-6)  # the width in checkpoints from before the rounding
         self._divide(dim, max(WIDTHS, int(dim * ratio / WIDTHS + 0.5) * WIDTHS))
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ndlightnet.layout.base import check_integers
 from ndlightnet.nn.initial import Initialized
 from ndlightnet.ops import causal_attention, norm_gate, read, summarize
 from ndlightnet.ops.dtypes import check_floats, check_not_wider, check_tensors
@@ -70,7 +71,9 @@ class MultiheadAttention(Initialized):
         if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"num_heads={num_heads}: expected a divisor of embed_dim={embed_dim}")
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
-        self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        check_integers(1, kdim=self.kdim, vdim=self.vdim)
         self.dropout, self.batch_first = dropout, batch_first
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -113,6 +116,18 @@ class MultiheadAttention(Initialized):
             raise ValueError(
                 "query is a nested tensor: expected a padded one and key_padding_mask; set "
                 "use_nested_tensor=False of a TransformerEncoder that makes nested ones"
+            )
+        widths = {"embed_dim": (query, "query"), "kdim": (key, "key"), "vdim": (value, "value")}
+        for width, (x, name) in widths.items():
+            if x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != getattr(self, width):
+                raise ValueError(
+                    f"{name} {tuple(x.shape)}: expected 2 or 3 axes, as query's, the last of "
+                    f"{width}={getattr(self, width)}"
+                )
+        if key.shape[:-1] != value.shape[:-1]:
+            raise ValueError(
+                f"value {tuple(value.shape)}: expected the length and batch of key "
+                f"{tuple(key.shape)}"
             )
         check_masks(key_padding_mask, attn_mask, is_causal)
         unbatched = query.ndim == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -17,9 +18,7 @@ class Patchify(Initialized):
     patch) and every token holds real cells.
     """
 
-    def __init__(
-        self, dims: int, in_chans: int, patch_size: int | tuple[int, ...], dim: int
-    ) -> None:
+    def __init__(self, dims: int, in_chans: int, patch_size: int | Sequence[int], dim: int) -> None:
         super().__init__()
         self.patch = per_axis("patch_size", patch_size, dims)
         self.proj = nn.Linear(in_chans * math.prod(self.patch), dim)

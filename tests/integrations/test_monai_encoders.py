@@ -111,3 +111,9 @@ def test_sliding_windows_over_the_unet(dims, space, window):
         assert torch.allclose(y[alone], part[alone], atol=1e-5)
         assert torch.allclose(SlidingWindowInferer(window, overlap=0)(x, net), y, atol=1e-5)
         assert torch.equal(SimpleInferer()(x, net), net(x))
+
+
+def test_an_encoder_without_its_decoder_is_not_saved(tmp_path):
+    net = NDLightUNetEncoder("S", 2).net
+    with pytest.raises(ValueError, match=r"changed to \{'decoder': False\}.*save its state_dict"):
+        net.save_pretrained(tmp_path)

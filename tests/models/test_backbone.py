@@ -275,3 +275,18 @@ def test_shapes_are_found_on_device_meta(dims, causal):
     for y in (net(x), net(x, mask), net(net.pack(list(x)))):
         assert y.is_meta and y.shape == (2, 5)
         y.sum().backward()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("once", [False, True])
+def test_weights_stay_tied_when_a_state_dict_is_assigned(device, once):
+    """Of the network alone and as a part, from a checkpoint that holds them once or twice."""
+    net, words = text().eval(), torch.arange(6)[None]
+    state = net.state_dict()
+    if once:
+        del state["head.weight"]
+    other = torch.nn.ModuleList([text(device=device)]).eval()
+    other.load_state_dict({f"0.{name}": x for name, x in state.items()}, assign=True)
+    assert other[0].head.weight is other[0].embed.weight
+    assert torch.equal(other[0](words), net(words))
+    other[0].load_state_dict(state)

@@ -80,6 +80,10 @@ def test_all_mixers_by_name(name):
     same(net, NDLightNet(**through_json(net.config)), torch.randn(1, 1, 6, 6))
 
 
+def apply(activation, mixer, dim):
+    return nn.Sequential(mixer(dim), activation)
+
+
 def test_a_mixer_of_ones_own_is_noted_and_never_imported():
     class Mine(mixers.Identity):
         pass
@@ -89,6 +93,8 @@ def test_a_mixer_of_ones_own_is_noted_and_never_imported():
     assert first["custom"].endswith("Mine") and second["custom"].endswith("<lambda>")
     with pytest.raises(ValueError, match=r"mixer\[0\]: .*Mine, which is not a mixer of ndlightnet"):
         NDLightNet(**net.config)
+    net = NDLightNet(2, mixer=partial(apply, nn.Tanh(), mixers.GLA), **SMALL)
+    assert net.config["mixer"] == {"custom": f"{__name__}.apply"}
     for evil in ("os.system", "ndlightnet.nn.mixers.os", "ndlightnet.nn.mixers.base.Mixer"):
         with pytest.raises(ValueError, match="expected one of CosformerAttention"):
             NDLightNet(2, mixer={"class_path": evil, "init_args": {"command": "true"}}, **SMALL)

@@ -1,5 +1,8 @@
 """What a stranger hits in the first ten minutes: wrong inputs named, and the names of timm."""
 
+import json
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -117,3 +120,40 @@ def test_a_causal_softmax_with_padding_sees_neither_padding_nor_later_tokens():
     mixer(x, mask=mask, causal=True)[0, 1, 0].sum().backward()
     expected = [[True, False], [True, True], [False, False]]
     assert (x.grad[0].abs().sum(-1) > 0).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("mlp_ratio", 0), ("mlp_ratio", -1.0), ("dtype", "float32"), ("dims", 2.0), ("in_chans", 0),
+     ("in_channels", -1), ("num_classes", -3), ("out_channels", 2.0)],
+)  # fmt: skip
+def test_bad_arguments_of_both_networks_are_named(name, value):
+    for kind, more in ((NDLightNet, {"depth": 1}), (NDLightUNet, {"widths": (4, 8)})):
+        with pytest.raises(ValueError, match=rf"={value!r}: expected (an int|a torch.dtype|more)"):
+            kind(**{"dims": 2, **more, name: value})
+
+
+@pytest.mark.parametrize("name", ["embed_dim", "depth", "patch_size", "vocab_size"])
+@pytest.mark.parametrize("value", [4.0, 0, "4"])
+def test_what_is_no_count_is_named(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}={value!r}: expected an int >= 1"):
+        NDLightNet(1, **{"embed_dim": 16, "depth": 1, name: value})
+
+
+@pytest.mark.parametrize("value", [2, 2.0])
+def test_strides_are_a_list(value):
+    with pytest.raises(
+        ValueError, match=rf"^strides={value}: expected a list with, for each level"
+    ):
+        NDLightUNet(2, strides=value)
+    with pytest.raises(ValueError, match=r"^widths=8: expected 4 numbers"):
+        NDLightUNet(2, strides=[2] * 3, widths=8)
+
+
+def test_numbers_of_numpy_are_numbers():
+    two = np.int64(2)
+    net = NDLightNet(two, patch_size=two, embed_dim=np.int64(16), depth=two, num_classes=two)
+    x = torch.randn(1, 3, 4, 4)
+    assert net.embed.patch == (2, 2) and net(x).shape == (1, 2)
+    assert len(net.forward_intermediates(x, np.int64(1), intermediates_only=True)) == 1
+    json.dumps(net.config)

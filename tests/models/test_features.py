@@ -137,6 +137,20 @@ def test_pruning_may_leave_norm_and_head():
     assert torch.allclose(net.stream(2)(x), net(x), atol=1e-5)
 
 
+def test_pruning_keeps_the_rates_of_stochastic_depth():
+    net = tiny(2, patch_size=2, drop_path_rate=0.3)
+    net.prune_intermediate_layers([1])
+    rates = [block.drop_path.p for block in NDLightNet(**net.config).blocks]
+    assert rates == pytest.approx([0, 0.15]) == [block.drop_path.p for block in net.blocks]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_new_head_has_the_networks_dtype(dtype):
+    net = tiny(2, patch_size=2, dtype=dtype)
+    net.reset_classifier(3)
+    assert net(torch.randn(1, 2, 4, 4, dtype=dtype)).dtype == net.head.weight.dtype == dtype
+
+
 @pytest.mark.parametrize("indices", [0, 4, [3], [-4], []])
 def test_indices_out_of_range_are_named(indices):
     net = tiny(2, patch_size=2)

@@ -130,3 +130,21 @@ def test_what_torch_casts_or_moves_is_let_through():
     torch.testing.assert_close(program.module()(x.double()), expected)
     assert NET().to("meta")(x.to("meta")).is_meta
     assert net.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "net, shape",
+    [
+        (NET(), (1, 3, 0, 8)),
+        (NET(causal=True), (1, 3, 8, 0)),
+        (NDLightNet(1, vocab_size=5, embed_dim=16, depth=1, num_classes=2), (1, 0)),
+        (NDLightUNet(2, 3, widths=[4, 8]), (1, 3, 8, 0)),
+        (NDLightUNet(2, 3, widths=[4, 8], separable=True), (1, 3, 0, 8)),
+    ],
+)
+def test_an_input_without_cells_is_named(net, shape):
+    dtype = torch.int64 if len(shape) == 2 else torch.float32
+    with pytest.raises(ValueError, match=r"^input \(1, .*0.*\): expected 1 or more cells along"):
+        net(torch.zeros(shape, dtype=dtype))
+    no_samples = (0, *[size or 8 for size in shape[1:]])
+    assert len(net.eval()(torch.zeros(no_samples, dtype=dtype))) == 0

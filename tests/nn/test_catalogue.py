@@ -41,6 +41,15 @@ def numbers(state) -> int:
     return sum(torch.view_as_real(x).numel() if x.is_complex() else x.numel() for x in state)
 
 
+@every
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_mixer_of_16_bits_returns_16_bits(name, dtype):
+    m, x = build(name).to(dtype), torch.randn(2, 3, 2, 16, dtype=dtype)
+    for causal in (False, True):
+        y = m(x, causal=causal)
+        assert y.dtype == dtype and y.isfinite().all()
+
+
 @pytest.mark.parametrize("name", REMEMBERS)
 @pytest.mark.parametrize("shape", [(70,), (5, 2, 3)], ids=str)
 def test_pieces_hand_over_their_state(close, name, shape):

@@ -319,3 +319,20 @@ def test_a_layer_and_an_encoder_in_a_graph_without_breaks(close):
     for module in (encoder.layers[0], encoder):
         compiled = torch.compile(module, fullgraph=True, backend="eager")
         close(compiled(x, CAUSAL, is_causal=False), encoder(x, CAUSAL), 1e-6)
+
+
+def test_wrong_shapes_are_named():
+    m, x = MultiheadAttention(16, 2, kdim=8, batch_first=True), torch.randn(1, 7, 16)
+    key = torch.randn(1, 7, 8)
+    m(x, key, x)
+    for args, message in [
+        ((x[..., :8], key, x), r"query \(1, 7, 8\): .* embed_dim=16"),
+        ((x, x, x), r"key \(1, 7, 16\): .* kdim=8"),
+        ((x, key, key), r"value \(1, 7, 8\): .* vdim=16"),
+        ((x, key[0], x), r"key \(7, 8\): expected 2 or 3 axes"),
+        ((x, key, x[:, :5]), r"value \(1, 5, 16\): expected the length and batch of key"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            m(*args)
+    with pytest.raises(ValueError, match="kdim=0"):
+        MultiheadAttention(16, 2, kdim=0)

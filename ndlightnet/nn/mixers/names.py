@@ -61,11 +61,13 @@ def named_mixer(label: str, mixer: str | Mapping[str, Any]) -> Callable[..., Any
 
 def unwrapped(mixer: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return the class or function of a functools.partial, and its arguments. The partials that
-    jsonargparse makes call its own functions, with the class as their last argument."""
+    jsonargparse makes call its own functions, with the class as their last argument. Any other one
+    with positional arguments is returned as it is: no names describe what it makes."""
     if not isinstance(mixer, partial):
         return mixer, {}
-    made = mixer.args[-1] if mixer.args and callable(mixer.args[-1]) else mixer.func
-    return made, mixer.keywords
+    if str(getattr(mixer.func, "__module__", "")).startswith("jsonargparse"):
+        return mixer.args[-1], mixer.keywords
+    return (mixer, {}) if mixer.args else (mixer.func, mixer.keywords)
 
 
 def catalogue_name(made: Any) -> str | None:
@@ -78,6 +80,7 @@ def description(mixer: Callable[..., Any]) -> Any:
     made, given = unwrapped(mixer)
     name = catalogue_name(made)
     if name is None:
+        made = made.func if isinstance(made, partial) else made
         called = getattr(made, "__qualname__", type(made).__name__)
         return {CUSTOM: f"{getattr(made, '__module__', '?')}.{called}"}
     empty = inspect.Parameter.empty

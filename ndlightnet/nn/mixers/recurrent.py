@@ -157,11 +157,11 @@ class Recurrent(StreamingMixer):
 
 def exclude_self(y: Tensor, inclusive: int, self_read: Callable[[slice], Tensor]) -> Tensor:
     """Return y (batch, ...) minus what tokens read of themselves, self_read(samples), except in the
-    first `inclusive` samples."""
+    first `inclusive` samples; in y's dtype, as weights in float32 may widen what they read."""
     if inclusive == y.shape[0]:
         return y
     others = slice(inclusive, None)
-    return torch.cat([y[:inclusive], y[others] - self_read(others)])
+    return torch.cat([y[:inclusive], (y[others] - self_read(others)).to(y.dtype)])
 
 
 def short_conv(z: Tensor, weight: Tensor) -> Tensor:
