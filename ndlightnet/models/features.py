@@ -144,9 +144,10 @@ class Backbone(Pretrained):
         if indices is None:
             return list(range(blocks))
         if isinstance(indices, Integral):
-            if not 0 < indices <= blocks:
+            count = int(indices)
+            if not 0 < count <= blocks:
                 raise ValueError(f"indices={indices}: expected 1 to {blocks}, the number of blocks")
-            return list(range(blocks - indices, blocks))
+            return list(range(blocks - count, blocks))
         if not indices or any(not -blocks <= i < blocks for i in indices):
             raise ValueError(
                 f"indices={indices!r}: expected one or more of -{blocks} to {blocks - 1}, there "
