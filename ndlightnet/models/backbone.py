@@ -64,8 +64,7 @@ class NDLightNet(Backbone):
         torch.onnx.export(model.eval(), (x,), dynamo=True, dynamic_shapes=({2: size, 3: size},))
 
     A batch of any size (`{0: size, ...}`) needs an example x of two samples or more. A named
-    `Dim("height")` does not work: torch cannot solve for it. A causal network of several axes
-    accepts only the number of frames that it was exported with.
+    `Dim("height")` does not work: torch cannot solve for it.
     """
 
     usual: ClassVar = {"global_pool": "avg", "norm": True}
@@ -156,12 +155,6 @@ class NDLightNet(Backbone):
         self._tie()  # again, as `to_empty` makes two tensors of one on meta
         return self
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
-        embedding = f"{prefix}embed.weight"
-        if self.tied and embedding in state_dict:  # a checkpoint may hold tied weights once
-            state_dict.setdefault(f"{prefix}head.weight", state_dict[embedding])
-        super()._load_from_state_dict(state_dict, prefix, *more)  # type: ignore[no-untyped-call]
-
     def adapted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return adapt_in_chans(weights, self)
 
@@ -176,12 +169,15 @@ class NDLightNet(Backbone):
     def get_classifier(self) -> nn.Module:
         return self.head
 
-    def reset_classifier(self, num_classes: int, global_pool: str = "avg") -> None:
-        """Replace the head by a new one for `num_classes` classes (0: none), on the mean over
-        tokens, or with global_pool="" on every token."""
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the head by a new one for `num_classes` classes (0: none), with global_pool="avg"
+        on the mean over tokens, with "" on every token, with None on the same as before; a
+        language model then classifies the mean."""
         check_integers(0, num_classes=num_classes)
+        if global_pool is None:
+            global_pool = "" if self.per_token and not (self.tied and num_classes) else "avg"
         if global_pool not in ("avg", ""):
-            raise ValueError(f"global_pool={global_pool!r}: expected 'avg' or ''")
+            raise ValueError(f"global_pool={global_pool!r}: expected 'avg', '' or None")
         self.num_classes, self.per_token, self.tied = num_classes, global_pool == "", False
         self.head = nn.Linear(self.embed_dim, num_classes) if num_classes else nn.Identity()
         self.head.apply(init_weights).to(self._weight)

@@ -39,7 +39,7 @@ class Backbone(Pretrained):
     def _through(self, block: Any, x: Tensor, mask: Tensor | None, layout: Layout) -> Tensor:
         raise NotImplementedError
 
-    def reset_classifier(self, num_classes: int, global_pool: str = "avg") -> None:
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         raise NotImplementedError
 
     @property

@@ -241,8 +241,8 @@ class Pretrained(Configured):
             if name in given and old != new:
                 fresh.append(head)
                 warnings.warn(
-                    f"{source}: {name}={arguments[name]}, saved with {own[name]}: the head is new "
-                    "and untrained",
+                    f"{source}: {name}={arguments[name]}, saved with {own[name]}: the head is "
+                    f"{'new and untrained' if arguments[name] else 'left out'}",
                     stacklevel=3,
                 )
         load_weights(net, weights, source, fresh)

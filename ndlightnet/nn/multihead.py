@@ -124,6 +124,11 @@ class MultiheadAttention(Initialized):
                     f"{name} {tuple(x.shape)}: expected 2 or 3 axes, as query's, the last of "
                     f"{width}={getattr(self, width)}"
                 )
+        samples = 0 if self.batch_first else 1
+        if query.ndim == 3 and query.shape[samples] != key.shape[samples]:
+            raise ValueError(
+                f"key {tuple(key.shape)}: expected the batch of query {tuple(query.shape)}"
+            )
         if key.shape[:-1] != value.shape[:-1]:
             raise ValueError(
                 f"value {tuple(value.shape)}: expected the length and batch of key "

@@ -176,8 +176,20 @@ def test_a_head_on_every_token(close):
     assert net.global_pool == ""
     close(net(x), net.head(net.forward_features(x)), 1e-6)
     close(net.stream(2)(x), net(x), 1e-4)
-    net.reset_classifier(0)
+    net.reset_classifier(5)  # keeps it, as in timm
+    close(net(x), net.head(net.forward_features(x)), 1e-6)
+    net.reset_classifier(0, "avg")
     close(net(x), net.forward_features(x).mean((1, 2, 3)), 1e-6)
+
+
+def test_heads_of_a_language_model(close):
+    net = NDLightNet(1, vocab_size=20, embed_dim=16, depth=1, causal=True).eval()
+    x = torch.randint(20, (2, 7))
+    net.reset_classifier(3)
+    close(net(x), net.head(net.forward_features(x).mean(1)), 1e-6)
+    other = NDLightNet(1, vocab_size=20, embed_dim=16, depth=1, causal=True).eval()
+    other.reset_classifier(0)
+    close(other(x), other.forward_features(x), 1e-6)
 
 
 @every_dims

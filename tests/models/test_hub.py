@@ -79,6 +79,8 @@ def test_arguments_may_be_given(tmp_path):
     with pytest.warns(UserWarning, match=r"num_classes=7, saved with 3: the head is new and untra"):
         net = NDLightNet.from_pretrained(tmp_path, num_classes=7, drop_path_rate=0.5)
     assert net.head.weight.shape == (7, 16) and net.blocks[1].drop_path.p == 0.5
+    with pytest.warns(UserWarning, match=r"num_classes=0, saved with 3: the head is left out"):
+        NDLightNet.from_pretrained(tmp_path, num_classes=0)
     with pytest.raises(ValueError, match=r"NDLightNet.* unexpected keyword argument 'dropout'"):
         NDLightNet.from_pretrained(tmp_path, dropout=0.5)
     with pytest.raises(ValueError) as caught:

@@ -331,6 +331,7 @@ def test_wrong_shapes_are_named():
         ((x, key, key), r"value \(1, 7, 8\): .* vdim=16"),
         ((x, key[0], x), r"key \(7, 8\): expected 2 or 3 axes"),
         ((x, key, x[:, :5]), r"value \(1, 5, 16\): expected the length and batch of key"),
+        ((x.repeat(2, 1, 1), key, x), r"key \(1, 7, 8\): expected the batch of query \(2, 7, 16\)"),
     ]:
         with pytest.raises(ValueError, match=message):
             m(*args)

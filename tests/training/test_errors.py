@@ -353,7 +353,7 @@ def test_a_wrong_option_is_one_line(classify, tmp_path, option):
     [
         (f"{MIXERS}.GLAX", f"mixer='{MIXERS}.GLAX': did you mean 'GLA'?"),
         (f"{{class_path: {MIXERS}.GLA, init_args: {{num_heads: 3}}}}",
-         "GLA has no argument num_heads; did you mean heads?"),
+         "mixer: GLA has no 'num_heads', did you mean 'heads'?"),
         (f"{{class_path: {MIXERS}.GLA, init_args: {{heads: x}}}}", "model: wrong type of an arg"),
     ],
 )  # fmt: skip
