@@ -112,9 +112,17 @@ def replacement(
     dim, heads = qkv.in_features, module.num_heads
     if reason := other_width(dim, heads, qkv.out_features // 3 // heads, proj.out_features):
         return Refusal(reason)
-    grid, prefix = _grid(name, model)
-    if grid is None:
-        grid, prefix = options.grid, options.prefix
+    grid: GridSource | None = options.grid
+    own, prefix = _grid(name, model)
+    if own is None:
+        prefix = options.prefix
+    elif grid not in (None, own()) or options.prefix not in (0, prefix):
+        return Refusal(
+            f"its network has a grid {own()} and prefix {prefix}, and grid={grid}, "
+            f"prefix={options.prefix} were given"
+        )
+    else:
+        grid = own
     new = Attention(
         dim, heads, qkv_bias=qkv.bias is not None, proj_bias=proj.bias is not None,
         proj_drop=module.proj_drop.p, mixer=options.mixer, grid=grid, prefix=prefix,
@@ -124,7 +132,7 @@ def replacement(
     return Replacement(new, new.tokens.what() + begun, tuple(_lost(module)))
 
 
-def _grid(name: str, model: nn.Module) -> tuple[GridSource | None, int]:
+def _grid(name: str, model: nn.Module) -> tuple[PatchGrid | None, int]:
     """Return the grid of the tokens, if it is the same for all inputs, and the number of tokens in
     front of it."""
     for part in around(name, model):

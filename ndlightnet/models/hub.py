@@ -76,9 +76,15 @@ class Pretrained(Configured):
         "apache-2.0". data: what the network was trained on, sentences or names of data sets.
         metrics: results by name. pipeline_tag: default: by the kind of network. repo_id: for the
         example. A README.md that is there stays, unless one of these is given.
-        Needs safetensors.
+        Needs safetensors. Raises ValueError for parameters that FSDP has split among processes.
         """
         save = _needed("safetensors.torch").save_file
+        if split := [name for name, p in self.named_parameters() if hasattr(p, "full_tensor")]:
+            raise ValueError(
+                f"{split[0]} is split among processes (DTensor): expected whole parameters, such "
+                "as those of a network that loaded get_model_state_dict(net, options="
+                "StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint"
+            )
         text = json.dumps(self.description(), indent=2) + "\n"
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -23,6 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+from ndlightnet.models.hub import Pretrained
 
 from .cases import CASES, Case
 
@@ -143,6 +146,10 @@ def _try_fsdp2(case: Case, rank: int, folder: Path) -> None:
     state = {"model": loaded.state_dict()}
     dcp.load(state, checkpoint_id=folder)
     loaded.load_state_dict(state["model"])
+    if isinstance(loaded, Pretrained):
+        with pytest.raises(ValueError, match="is split among processes"):
+            loaded.save_pretrained(folder / "pretrained")
+        assert not (folder / "pretrained").exists()
     whole = case.make().double()
     full = StateDictOptions(full_state_dict=True)
     full_state = get_model_state_dict(loaded, options=full)

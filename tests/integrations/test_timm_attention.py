@@ -83,6 +83,13 @@ def test_a_grid_that_varies_is_not_taken():
     assert net(torch.randn(1, 3, 40, 24)).shape == (1, 5)
 
 
+@pytest.mark.parametrize("options", [{"grid": (3, 3)}, {"prefix": 2}])
+def test_another_grid_than_the_networks_is_refused(options):
+    with pytest.raises(ValueError, match=r"its network has a grid \(4, 4\) and prefix 1, and grid="):
+        replace_attention(vit(), **options)
+    replace_attention(vit(), grid=(4, 4), prefix=1)
+
+
 @pytest.mark.parametrize("name", ["GLA", "Mamba", "SoftmaxAttention", "LightNetAttention"])
 def test_mixers(close, name):
     """LightNet takes the class token with the grid, all others a sequence of all tokens."""
