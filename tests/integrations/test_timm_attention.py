@@ -85,7 +85,7 @@ def test_a_grid_that_varies_is_not_taken():
 
 @pytest.mark.parametrize("options", [{"grid": (3, 3)}, {"prefix": 2}])
 def test_another_grid_than_the_networks_is_refused(options):
-    with pytest.raises(ValueError, match=r"its network has a grid \(4, 4\) and prefix 1, and grid="):
+    with pytest.raises(ValueError, match=r"has a grid \(4, 4\) and prefix 1, and grid="):
         replace_attention(vit(), **options)
     replace_attention(vit(), grid=(4, 4), prefix=1)
 
