@@ -3,6 +3,7 @@ axes."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -296,8 +297,13 @@ class LightNetAttention(Constants, StreamingMixer):
         gate = state_dict.get(prefix + "gate.0.weight")
         if gate is not None:
             for name in ("local_values", "local_input"):
-                if f"{prefix}{name}.weight" not in state_dict:
+                if getattr(self, name) is not None and f"{prefix}{name}.weight" not in state_dict:
                     setattr(self, name, None)
+                    warnings.warn(
+                        f"the checkpoint has no {name}: LightNetAttention does without it, as with "
+                        "local=None",
+                        stacklevel=2,
+                    )
             if not self.heads_given and len(gate) != self.head_dim:
                 self._divide_as_before(len(gate))
         super()._load_from_state_dict(state_dict, prefix, *more)
@@ -308,6 +314,11 @@ class LightNetAttention(Constants, StreamingMixer):
         heads, head_dim = default_heads(self.q_proj.out_features, None)
         if rank != head_dim:
             return
+        warnings.warn(
+            f"the checkpoint has gates of rank {rank}: LightNetAttention takes {heads} heads of "
+            f"{head_dim} channels, the former default; heads= gives another number",
+            stacklevel=3,
+        )
         code, trained = self.lrpe, next(self.gate.parameters()).requires_grad
         learn = code is not None and code.log_factor.requires_grad
         self._divide(heads, rank, code.kind if code else None, learn)
