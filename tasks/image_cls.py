@@ -1,8 +1,9 @@
-"""Classify grey images and volumes of one size.
+"""Classify images: a folder of class folders, in colour or grey; grey images in arrays.
 
-python tasks/image_cls.py                  configs/fashion_mnist.yaml, for a GPU: train, test
-python tasks/image_cls.py fit  --config configs/adrenal.yaml
-python tasks/image_cls.py test --config ... --ckpt_path runs/adrenal/checkpoints/last.ckpt
+python tasks/image_cls.py                  coloured digits, made here: train, test, pictures
+python tasks/image_cls.py fit     --config configs/cifar10.yaml
+python tasks/image_cls.py test    --config ... --ckpt_path runs/cifar10/checkpoints/best.ckpt
+python tasks/image_cls.py predict --config ... --ckpt_path ... --data.input photos/
 """
 
 import sys

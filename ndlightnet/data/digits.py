@@ -1,7 +1,9 @@
-"""Moving digits: a small video set made on this machine, whose classes are motions only.
+"""Moving digits and coloured digits: a small set of videos and one of images, made on this machine
+from scikit-learn's handwritten digits (8 x 8 pixels).
 
-A handwritten digit (scikit-learn's 8x8 images) moves over a soft background. One frame says nothing
-about the class: digit, colours, background, position and speed are drawn independently of it.
+The classes of the videos are motions only. A digit moves over a soft background. One frame says
+nothing about the class: digit, colours, background, position and speed are drawn independently of
+it.
 Positions are uniform on a torus (what leaves on one side comes in on the other), and moving a
 uniform position along any path leaves it uniform, so in every frame of every class all positions
 are equally likely. Each frame is encoded separately, so that the codec leaks no motion into it.
@@ -9,6 +11,7 @@ are equally likely. Each frame is encoded separately, so that the codec leaks no
 
 import json
 import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,7 +21,8 @@ import numpy.typing as npt
 from ndlightnet.data.errors import DataError
 
 MOTIONS = ("anticlockwise", "clockwise", "down", "left", "right", "up")
-VERSION = 1  # of the clips; to be raised when a change gives other pixels for the same arguments
+DIGITS = tuple("0123456789")
+VERSION = 1  # of the files; to be raised when a change gives other pixels for the same arguments
 RECORD = "digits.json"  # the arguments of a finished set
 TEST_SOURCES = 297  # of the 1797 images of digits; the others are for train
 FPS = 12
@@ -43,36 +47,106 @@ def make_moving_digits(
     appears when all is written. DataError if it holds anything else; ValueError for
     fewer clips than motions, fewer than 2 frames, or a size that is odd or under 24.
     """
-    from rich.progress import track
-
     if min(train, test) < len(MOTIONS) or frames < 2 or size < 24 or size % 2:
         raise ValueError(
             f"at least {len(MOTIONS)} clips in train and test, 2 frames, and an even size from 24 "
             f"wanted, got {train=}, {test=}, {frames=}, {size=}"
         )
-    folder = Path(folder)
     record = dict(version=VERSION, train=train, test=test, frames=frames, size=size, seed=seed)
+
+    def draw(made: Path) -> Iterator[None]:
+        images, sources = _sources(seed)
+        for split, number, rng in _numbers(train, test, seed):
+            motion = MOTIONS[number % len(MOTIONS)]
+            source = int(rng.choice(sources[split]))
+            path = _file(made, split, motion, number, source, "mp4")
+            _write(path, _draw(images[source], _path(motion, frames, size, rng), size, rng))
+            yield
+
+    return _made(folder, record, draw, train + test, "drawing moving digits", progress)
+
+
+def make_coloured_digits(
+    folder: Path,
+    train: int = 3000,
+    test: int = 500,
+    size: int = 32,
+    seed: int = 0,
+    progress: bool = True,
+) -> Path:
+    """Write `train` and `test` pictures of size x size pixels; return `folder`.
+
+    The files are `train/<digit>/*.png` and `test/<digit>/*.png`, equally many of each digit up to a
+    remainder. Colours, texture, place and size of the digit are drawn independently of its class.
+    Names, sources, a set that exists, and errors are as those of `make_moving_digits`.
+    """
+    from PIL import Image
+
+    if min(train, test) < len(DIGITS) or size < 16:
+        raise ValueError(
+            f"at least {len(DIGITS)} pictures in train and test, and a size from 16 wanted, got "
+            f"{train=}, {test=}, {size=}"
+        )
+    record = dict(version=VERSION, train=train, test=test, size=size, seed=seed)
+
+    def draw(made: Path) -> Iterator[None]:
+        images, sources = _sources(seed)
+        labels = _labels()
+        for split, number, rng in _numbers(train, test, seed):
+            digit = number % len(DIGITS)
+            source = int(rng.choice([n for n in sources[split] if labels[n] == digit]))
+            glyph = int(rng.integers(size * 5 // 8, size * 7 // 8 + 1))
+            middle = size / 2 + rng.uniform(-1, 1, (1, 2)) * (size - glyph) / 2
+            path = _file(made, split, DIGITS[digit], number, source, "png")
+            Image.fromarray(_draw(images[source], middle, size, rng, glyph)[0]).save(path)
+            yield
+
+    return _made(folder, record, draw, train + test, "drawing coloured digits", progress)
+
+
+def _made(
+    folder: Path,
+    record: dict[str, int],
+    draw: Callable[[Path], Iterator[None]],
+    count: int,
+    title: str,
+    progress: bool,
+) -> Path:
+    """Return `folder` with the `count` files of `draw`, unless it has them already."""
+    from rich.progress import track
+
+    folder = Path(folder)
     if _holds(folder, record):
         return folder
-    images = _source_images()
-    order = np.random.default_rng(seed).permutation(len(images))
-    sources = {"train": order[TEST_SOURCES:], "test": order[:TEST_SOURCES]}
-    jobs = [("train", number) for number in range(train)]
-    jobs += [("test", number) for number in range(test)]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         made = Path(scratch) / "digits"
-        for split, number in track(jobs, "drawing moving digits", disable=not progress):
-            motion = MOTIONS[number % len(MOTIONS)]
-            rng = np.random.default_rng([seed, number, split == "test"])
-            source = int(rng.choice(sources[split]))
-            path = made / split / motion / f"{number:05d}-source{source:04d}.mp4"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _write(path, _draw(images[source], _path(motion, frames, size, rng), size, rng))
+        for _ in track(draw(made), title, count, disable=not progress):
+            pass
         (made / RECORD).write_text(json.dumps(record))
         if not _holds(folder, record):  # another process may have been quicker
             made.rename(folder)
     return folder
+
+
+def _sources(seed: int) -> tuple[Array, dict[str, npt.NDArray[np.int64]]]:
+    """Return the images of digits, and the numbers of those for train and for test."""
+    images = _source_images()
+    order = np.random.default_rng(seed).permutation(len(images))
+    return images, {"train": order[TEST_SOURCES:], "test": order[:TEST_SOURCES]}
+
+
+def _numbers(train: int, test: int, seed: int) -> Iterator[tuple[str, int, np.random.Generator]]:
+    """Yield split, number and random draws of each file."""
+    for split, count in (("train", train), ("test", test)):
+        for number in range(count):
+            yield split, number, np.random.default_rng([seed, number, split == "test"])
+
+
+def _file(made: Path, split: str, kind: str, number: int, source: int, ending: str) -> Path:
+    path = made / split / kind / f"{number:05d}-source{source:04d}.{ending}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
 def _holds(folder: Path, record: dict[str, int]) -> bool:
@@ -82,9 +156,9 @@ def _holds(folder: Path, record: dict[str, int]) -> bool:
     try:
         found = json.loads((folder / RECORD).read_text())
     except (OSError, ValueError) as error:
-        raise DataError(f"{folder}: holds something else than moving digits") from error
+        raise DataError(f"{folder}: holds something else than made digits") from error
     if found != record:
-        raise DataError(f"{folder}: holds moving digits made with other arguments: {found}")
+        raise DataError(f"{folder}: holds digits made with other arguments: {found}")
     return True
 
 
@@ -94,6 +168,13 @@ def _source_images() -> Array:
 
     images: Array = load_digits().images / 16
     return images
+
+
+def _labels() -> npt.NDArray[np.int64]:
+    """Return the digit of each image, (1797,)."""
+    from sklearn.datasets import load_digits
+
+    return np.asarray(load_digits().target)
 
 
 def _path(motion: str, frames: int, size: int, rng: np.random.Generator) -> Array:
@@ -111,9 +192,11 @@ def _path(motion: str, frames: int, size: int, rng: np.random.Generator) -> Arra
     return np.asarray(start + radius * np.stack([np.sin(turned), np.cos(turned)], axis=1))
 
 
-def _draw(image: Array, path: Array, size: int, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """Return the frames of one clip, (frames, size, size, 3)."""
-    glyph = size * 9 // 20
+def _draw(
+    image: Array, path: Array, size: int, rng: np.random.Generator, glyph: int | None = None
+) -> npt.NDArray[np.uint8]:
+    """Return the frames of one clip, (frames, size, size, 3); the digit is `glyph` pixels high."""
+    glyph = glyph or size * 9 // 20
     stamp = np.zeros((size, size))
     stamp[:glyph, :glyph] = _smooth(image, glyph)
     # A shift by fractions of a pixel on the torus multiplies each Fourier mode by a phase.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
+from ndlightnet.training.classification.image_folders import ColouredDigits, ImageFolders
 from ndlightnet.training.classification.images import ImageData, ImageTask
 from ndlightnet.training.classification.signals import SignalData, SignalTask
 from ndlightnet.training.classification.videos import MovingDigits, VideoData, VideoTask
@@ -20,8 +21,10 @@ from ndlightnet.training.segmentation.task import SegmentationTask
 
 __all__ = [
     "AveragedWeights",
+    "ColouredDigits",
     "ForecastTask",
     "ImageData",
+    "ImageFolders",
     "ImageTask",
     "MovingDigits",
     "MovingPhantoms",

@@ -1,4 +1,5 @@
-"""Moving digits: the motion is the class, and one frame does not tell it."""
+"""Moving digits: the motion is the class, and one frame does not tell it. Coloured digits: their
+colours do not tell it."""
 
 import json
 import math
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 
 import ndlightnet.data.digits as digits
-from ndlightnet.data.digits import MOTIONS, make_moving_digits
+from ndlightnet.data.digits import DIGITS, MOTIONS, make_coloured_digits, make_moving_digits
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.image_folder import class_names, list_images, read_image
 from ndlightnet.data.video import PyAVReader, Sample, VideoFolder, read_video_folder
 
 FRAMES, SIZE = 8, 24
@@ -159,3 +161,51 @@ def test_record_tells_the_arguments(videos: VideoFolder) -> None:
 def test_arguments(tmp_path: Path, wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="wanted, got"):
         make_moving_digits(tmp_path / "a", **wrong)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures") / "set"
+    return make_coloured_digits(folder, train=400, test=100, size=24, progress=False)
+
+
+def test_coloured_digits_lie_in_class_folders(pictures: Path) -> None:
+    sources = {}
+    labels = digits._labels()
+    for part, count in (("train", 400), ("test", 100)):
+        assert class_names(pictures / part) == DIGITS
+        files = list_images(pictures / part, DIGITS)
+        assert len(files) == count and set(digits.np.bincount(files.labels)) == {count // 10}
+        found = [int(files.path(n).stem.split("source")[1]) for n in range(count)]
+        assert (labels[found] == files.labels).all()
+        sources[part] = set(found)
+    assert not sources["train"] & sources["test"] and len(sources["test"]) > 60
+
+
+def test_colours_do_not_tell_the_digit(pictures: Path) -> None:
+    """The mean colour of a class differs from that of all no more than that of any tenth."""
+    files = list_images(pictures / "train", DIGITS)
+    images = [read_image(files.path(n), 3) for n in range(len(files))]
+    assert {image.size for image in images} == {(24, 24)}
+    pixels = torch.stack([torch.from_numpy(digits.np.array(image)).float() for image in images])
+    means = pixels.mean((1, 2))
+    of_class = means.view(10, 40, 3).mean(1)
+    assert ((of_class - means.mean(0)).abs() < 4 * means.std(0) / 40**0.5).all()
+    assert (means.std(0) > 3).all()
+    brightest = pixels.amax((1, 2, 3))
+    assert (brightest > 120).all()  # the digit is brighter than any texture
+
+
+def test_the_same_arguments_give_the_same_pictures(pictures: Path, tmp_path: Path) -> None:
+    again = make_coloured_digits(tmp_path / "x", train=400, test=100, size=24, progress=False)
+    files = list_images(pictures / "test", DIGITS)
+    for number in range(0, 100, 9):
+        path = files.path(number)
+        assert path.read_bytes() == (again / path.relative_to(pictures)).read_bytes()
+    before = path.stat().st_mtime_ns
+    assert make_coloured_digits(pictures, 400, 100, 24, progress=False) == pictures
+    assert path.stat().st_mtime_ns == before
+    with pytest.raises(DataError, match="made with other arguments"):
+        make_coloured_digits(pictures, 410, 100, 24, progress=False)
+    with pytest.raises(ValueError, match="at least 10 pictures"):
+        make_coloured_digits(tmp_path / "y", train=9)

@@ -11,8 +11,11 @@ from typing import NamedTuple
 import nibabel
 import numpy as np
 import pytest
+from PIL import Image
 
 from ndlightnet.training import (
+    ImageFolders,
+    ImageTask,
     SegmentationTask,
     SignalData,
     SignalTask,
@@ -56,6 +59,18 @@ model:
 data:
   class_path: ndlightnet.training.SignalData
   init_args: {root: nowhere, spectrum: [64, 32], batch_size: 2, workers: 0}
+"""
+IMAGES = """
+seed_everything: 0
+trainer: {accelerator: cpu, max_epochs: 4, log_every_n_steps: 1, enable_progress_bar: false}
+model:
+  lr: 1.0e-2
+  net:
+    class_path: ndlightnet.NDLightNet
+    init_args: {dims: 2, num_classes: 3, patch_size: 2, embed_dim: 16, depth: 1}
+data:
+  class_path: ndlightnet.training.ImageFolders
+  init_args: {root: nowhere, size: 8, scale: [0.5, 1], batch_size: 16, crop_pct: 1, workers: 0}
 """
 
 
@@ -107,6 +122,35 @@ def listen(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
     """listen("fit", "--data.init_args.root=..."): the signal task on the tiny config."""
     folder = tmp_path_factory.mktemp("config")
     return lambda *args: _launch(SignalTask, SignalData, SIGNALS, folder, *args)
+
+
+@pytest.fixture(scope="session")
+def recognise(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
+    """recognise("fit", "--data.init_args.root=..."): the image task on the tiny config."""
+    folder = tmp_path_factory.mktemp("config")
+    return lambda *args: _launch(ImageTask, ImageFolders, IMAGES, folder, *args)
+
+
+def _stripes(folder: Path, train: int = 40, test: int = 10, side: int = 12) -> Path:
+    rng = np.random.default_rng(0)
+    at = np.arange(side) // 2 % 2 * 150
+    patterns = {"columns": at[None].repeat(side, 0), "plain": np.zeros((side, side), int),
+                "rows": at[:, None].repeat(side, 1)}  # fmt: skip
+    for part, count in (("train", train), ("test", test)):
+        for kind, pattern in patterns.items():
+            (folder / part / kind).mkdir(parents=True)
+            for number in range(count):
+                tint = rng.integers(20, 60, 3) + rng.integers(0, 40, (side, side, 3))
+                cells = (pattern[..., None] + tint).astype(np.uint8)
+                Image.fromarray(cells).save(folder / part / kind / f"{number:03d}.png")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def write_stripes() -> Callable[..., Path]:
+    """write_stripes(folder, train=40, test=10, side=12): class folders of three kinds of PNG files,
+    so many of each."""
+    return _stripes
 
 
 def _save(path: Path, voxels: np.ndarray) -> Path:

@@ -9,7 +9,8 @@ import pytest
 import torch
 import yaml
 
-from ndlightnet.data.digits import MOTIONS
+from ndlightnet.data.digits import DIGITS, MOTIONS
+from ndlightnet.data.image_folder import class_names
 from ndlightnet.data.images import read_images
 from ndlightnet.data.packing import PackCollate, PadCollate
 from ndlightnet.data.series import read_series
@@ -22,6 +23,7 @@ from ndlightnet.nn import mixers
 from ndlightnet.training import (
     ForecastTask,
     ImageData,
+    ImageFolders,
     ImageTask,
     SegmentationTask,
     SeriesData,
@@ -46,6 +48,7 @@ TASKS = {
     "VideoData": (VideoTask, VideoData), "MovingDigits": (VideoTask, VideoData),
     "SignalData": (SignalTask, SignalData), "TextData": (TextTask, TextData),
     "ImageData": (ImageTask, ImageData), "VolumeFolders": (ImageTask, ImageData),
+    "ImageFolders": (ImageTask, ImageFolders), "ColouredDigits": (ImageTask, ImageFolders),
     "SeriesData": (ForecastTask, SeriesData),
 }  # fmt: skip
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
@@ -79,7 +82,8 @@ def batch_for(cli: TaskCLI):
         return torch.randint(256, (2, 33), dtype=torch.uint8)
     if isinstance(cli.model, ImageTask):
         labels = torch.arange(2)
-        return torch.randn(2, 1, *[4] * cli.model.net.dims), labels, labels
+        net = cli.model.net
+        return torch.randn(2, net.in_chans, *[4] * net.dims), labels, labels
     if isinstance(cli.model, ForecastTask):
         n = cli.datamodule.input_length
         columns = cli.model.net.in_chans
@@ -143,12 +147,16 @@ def test_channels_and_classes_are_those_of_the_data(build, config):
     if isinstance(cli.model, TextTask):
         assert net.vocab_size == 256 and net.causal
         return
-    drawn = {"PhantomVolumes": LABELS, "MovingDigits": MOTIONS}
+    drawn = {"PhantomVolumes": LABELS, "MovingDigits": MOTIONS, "ColouredDigits": DIGITS}
     drawn["MovingPhantoms"] = moving_phantoms.LABELS
     made = drawn.get(type(data).__name__)
     root = ROOT / data.root
     if made is None and not root.exists():
         pytest.skip(f"no data at {root}")
+    if isinstance(data, ImageFolders):
+        classes = made or class_names(root / "train")
+        assert (net.dims, net.in_chans, net.num_classes) == (2, data.channels, len(classes))
+        return
     if isinstance(cli.model, ImageTask):
         found = read_images(root)["train"]
         assert net.dims == found.images.ndim - 1 and net.in_chans == 1

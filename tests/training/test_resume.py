@@ -20,6 +20,7 @@ from ndlightnet.data.series import Series, write_series
 from ndlightnet.training import (
     ForecastTask,
     ImageData,
+    ImageFolders,
     ImageTask,
     SegmentationTask,
     SeriesData,
@@ -62,6 +63,13 @@ KINDS = {
         {**NET, "dims": 2, "in_chans": 1, "num_classes": 3, "patch_size": 2},
         "ndlightnet.training.ImageData",
         {"batch_size": 4, "shift": 1, "flips": [0, 1], "train_limit": 20},
+    ),
+    "images": (
+        ImageTask, ImageFolders, "ndlightnet.NDLightNet",
+        {**NET, "dims": 2, "num_classes": 3, "patch_size": 2},
+        "ndlightnet.training.ImageFolders",
+        {"size": 6, "batch_size": 4, "hflip": 0.5, "mixup": 0.5, "cutmix": 0.5,
+         "randaugment": {"num_ops": 1}, "color_jitter": 0.1, "random_erasing": 0.3},
     ),
     "volume": (
         ImageTask, ImageData, "ndlightnet.NDLightNet",
@@ -204,12 +212,13 @@ def write(kind: str, root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(write_decathlon, write_recordings, tmp_path_factory):
+def runs(write_decathlon, write_recordings, write_stripes, tmp_path_factory):
     """runs(kind) -> (the data, the folder of a whole training, that of one that was killed, and a
     copy of it: the best checkpoint is known where it was)."""
     writers = {
         "segmentation": lambda root: write_decathlon(root, cases=6),
         "signal": write_recordings,
+        "images": lambda root: write_stripes(root, 8, 1),
     }
 
     @cache

@@ -1,4 +1,4 @@
-"""Classification of grey images and volumes of one size, which fit into memory."""
+"""Classification of images and volumes; data of grey ones of one size, which fit into memory."""
 
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ class ImageData(LabelledData):
         augment: augmentation of training images after normalisation; replaces `shift` and `flips`,
             which it has, too.
     """
+
+    channels = 1
 
     def __init__(
         self,
@@ -113,7 +115,13 @@ class ImageData(LabelledData):
         return Batches(self.test_set, self.batch_size, self.replica())
 
     def predict_dataloader(self) -> Any:
-        raise DataError(f"{self.root}: predict reads files with VolumeFolders, not with ImageData")
+        raise DataError(
+            f"{self.root}: predict reads files, with ImageFolders or VolumeFolders, not ImageData"
+        )
+
+    def picture(self, number: int) -> Tensor:
+        """Return an image of the test or prediction: (channels, *space) uint8."""
+        return self.test_set.images[number][None]
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Normalise uint8 images to mean 0 and std 1; those of training batches are shifted and
@@ -127,7 +135,8 @@ class ImageData(LabelledData):
 
 
 class ImageTask(ClassificationTask):
-    """Trains `net`, images `(batch, 1, *space)` -> `(batch, classes)` logits, and measures it.
+    """Trains `net`, images `(batch, channels, *space)` -> `(batch, classes)` logits, and measures
+    it.
 
     Args:
         net: the network.
@@ -151,7 +160,7 @@ class ImageTask(ClassificationTask):
         if stage == "predict":
             return  # classes and size come with the checkpoint
         data = self.data()
-        self.expect(dims=len(data.space), in_chans=1, num_classes=len(data.classes))
+        self.expect(dims=len(data.space), in_chans=data.channels, num_classes=len(data.classes))
 
     def probabilities(self, *inputs: Any) -> Tensor:
         (images,), answer = inputs, super().probabilities
@@ -163,34 +172,54 @@ class ImageTask(ClassificationTask):
             self.val_auc.update(probabilities[:, 1], labels)
             self.log("val_auc", self.val_auc, prog_bar=True)
 
+    def validation_step(self, batch: tuple[Any, ...], number: int) -> None:
+        if len(batch[0]):  # 0: no file of the batch could be read
+            super().validation_step(batch, number)
+
+    def on_test_epoch_start(self) -> None:
+        super().on_test_epoch_start()
+        self.timed: Tensor | None = None
+
     def test_step(self, batch: tuple[Any, ...], number: int) -> None:
-        if number == 0:
-            self.timed = batch[0]
+        if not len(batch[0]):
+            return
+        self.timed = batch[0] if self.timed is None else self.timed
         super().test_step(batch, number)
+
+    def on_test_epoch_end(self) -> None:
+        self._gather_failures()
+        super().on_test_epoch_end()
+
+    def _gather_failures(self) -> None:
+        self.failures = list(self.gathered({line: line for line in self.failures}))
 
     def more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
         patch = getattr(getattr(self.net, "embed", None), "patch", None)
         return {
             "tokens": token_count(self.data().space, patch) if patch else None,
             **training_costs(self.net, self.cost),
-            **latencies(self, self.timed),
+            **({} if self.timed is None else latencies(self, self.timed)),
         }
 
     def save_samples(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
-        data, picture = self.data(), self.out() / "test_images.png"
-        images = data.test_set.images[torch.tensor(numbers)]
-        save_gallery(picture, images, probabilities, labels, data.classes)
+        save_gallery(
+            self.out() / "test_images.png", lambda row: self.data().picture(numbers[row]),
+            probabilities, labels, self.data().classes,
+        )  # fmt: skip
 
     def on_predict_start(self) -> None:
         self.predicted: dict[int, list[float]] = {}
 
     def predict_step(self, batch: tuple[Tensor, ...], _: int) -> None:
         images, _labels, numbers = batch
-        answers = self.probabilities(images).tolist()
-        self.predicted |= dict(zip(numbers.tolist(), answers, strict=True))
+        if len(images):
+            answers = self.probabilities(images).tolist()
+            self.predicted |= dict(zip(numbers.tolist(), answers, strict=True))
 
     def on_predict_end(self) -> None:
-        """Write predictions.csv: a line for each image, its file, class and probabilities."""
+        """Write predictions.csv, a line for each image, its file, class and probabilities, and
+        predictions.png, some of the images, the least certain first."""
+        self._gather_failures()
         predicted, data = self.gathered(self.predicted), self.data()
         file = self.out() / "predictions.csv"
         if self.trainer.is_global_zero:
@@ -204,4 +233,10 @@ class ImageTask(ClassificationTask):
                     best = data.classes[row.index(max(row))]
                     numbers = [f"{value:.6f}" for value in row]
                     writer.writerow([cell(data.predict_files[number]), cell(best), *numbers])
+            if predicted:
+                shown = list(predicted)
+                save_gallery(
+                    self.out() / "predictions.png", lambda row: data.picture(shown[row]),
+                    torch.tensor(list(predicted.values())), None, data.classes,
+                )  # fmt: skip
         self.summary = f"{len(predicted)} predictions are in {file}"

@@ -88,7 +88,8 @@ class VolumeFolders(ImageData):
         if not images:
             return []
         labels = torch.zeros(len(images), dtype=torch.int64)
-        return Batches(ImageSet(torch.stack(images), labels), self.batch_size, self.replica())
+        self.test_set = ImageSet(torch.stack(images), labels)
+        return Batches(self.test_set, self.batch_size, self.replica())
 
     def names(self) -> dict[str, list[Any]]:
         """Return what a checkpoint holds, so that `predict` does not need the training data."""

@@ -19,11 +19,16 @@ from ndlightnet.data.errors import atomic_write, printable, writable
 COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#F0E442", "#CC79A7", "#0072B2")
 
 
-@rank_zero_only
-def say(notes: Sequence[str]) -> None:
-    """Print `notes`, what was decided for the user, each line once."""
+def tell(notes: Sequence[str]) -> None:
+    """Print `notes`, what was decided for the user, each line once, in every process."""
     for note in dict.fromkeys(notes):
         print(f"note: {printable(note)}", file=sys.stderr)
+
+
+@rank_zero_only
+def say(notes: Sequence[str]) -> None:
+    """Print `notes` in the first process."""
+    tell(notes)
 
 
 def check_writable(folder: Path) -> None:

@@ -271,9 +271,11 @@ def test_projections_of_a_volume():
 
 
 def test_a_gallery_of_few_images(tmp_path):
-    images = torch.zeros(2, 5, 5, 5, dtype=torch.uint8)
-    save_gallery(tmp_path / "x.png", images, torch.eye(2), torch.tensor([0, 0]), ["a", "b"])
-    assert (tmp_path / "x.png").stat().st_size > 1000
+    for name, image in (("volumes", torch.zeros(1, 5, 5, 5)), ("colours", torch.zeros(3, 5, 5))):
+        path = tmp_path / f"{name}.png"
+        for labels in (torch.tensor([0, 0]), None):
+            save_gallery(path, lambda _, x=image: x.byte(), torch.eye(2), labels, ["a", "b"])
+            assert path.stat().st_size > 1000
 
 
 def build(config: Path, folder: Path, *overrides: str) -> TaskCLI:

@@ -54,6 +54,28 @@ def test_confusion_has_the_counts_in_their_cells(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_confusion_of_a_thousand_classes_is_no_larger(tmp_path):
+    save_confusion(tmp_path / "c.png", torch.eye(1000).long(), [str(n) for n in range(1000)])
+    assert max(pixels(tmp_path / "c.png").shape) < 4000
+
+
+def test_a_gallery_has_its_colours_and_begins_with_the_worst(tmp_path):
+    """Without labels: with the least certain answer."""
+    probabilities = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]])
+    shades = [(250, 0, 0), (0, 250, 0), (0, 0, 250)]
+    image = torch.tensor(shades, dtype=torch.uint8)[:, :, None, None].expand(3, 3, 6, 6)
+    for labels, order in ((torch.tensor([0, 0, 0]), (1, 2, 0)), (None, (2, 1, 0))):
+        path = tmp_path / str(labels is None) / "g.png"
+        save_gallery(path, image.__getitem__, probabilities, labels, ["a", "b"])
+        picture = pixels(path)
+        columns = []
+        for row in range(3):
+            shade = np.array(shades[row]) / 255
+            columns.append(np.nonzero((np.abs(picture - shade) < 0.02).all(-1))[1].mean())
+        assert tuple(np.argsort(columns)) == order
+
+
+@pytest.mark.slow
 def test_strips_show_frames_in_order_with_coloured_captions(tmp_path):
     clip = torch.zeros(20, 12, 12, 3, dtype=torch.uint8)
     clip[:, :, :, 2] = torch.linspace(55, 255, 20).to(torch.uint8)[:, None, None]
@@ -79,7 +101,7 @@ def test_names_are_no_formulas(tmp_path, name):
     volume = torch.ones(6, 5, 4)
     save_case(tmp_path / "v.png", name, volume, volume.long(), volume.long(), (1, 1, 1), [name] * 2)
     one = torch.ones(1, 1)
-    save_gallery(tmp_path / "i.png", torch.zeros(1, 4, 4), one, one[0].long() - 1, [name])
+    save_gallery(tmp_path / "i.png", lambda _: volume[None], one, one[0].long() - 1, [name])
     now = datetime(2020, 1, 1)
     save_forecasts(tmp_path / "f.png", [Panel(name, now, torch.ones(30), torch.ones(9))])
     metrics = {"bits_per_byte_at": {"8": 1.0}, "bits_per_byte_by_position": {},

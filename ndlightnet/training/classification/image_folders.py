@@ -1,0 +1,258 @@
+"""Classification of images of any sizes, from class folders, and of drawn digits."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ndlightnet.data import image_transforms
+from ndlightnet.data.digits import make_coloured_digits
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.image_folder import (
+    FolderImages,
+    ImageFiles,
+    class_names,
+    collate_of,
+    find_images,
+    list_images,
+)
+from ndlightnet.data.image_transforms import MEAN, STD, Interpolation, RandAugment, mixing, seeded
+from ndlightnet.data.roots import find_root
+from ndlightnet.data.visits import Visits
+from ndlightnet.training.classification.data import LabelledData, held_out
+from ndlightnet.training.core.loading import training_loader
+from ndlightnet.training.core.report import say, tell
+from ndlightnet.training.core.task import check
+
+
+class ImageFolders(LabelledData):
+    """`train/CLASS/*`, `test/CLASS/*` and perhaps `val/CLASS/*` under `root`: PNG, JPEG, WebP, BMP
+    and TIFF files of any sizes, at any depth. Names of arguments are those of torchvision and timm.
+
+    Workers decode the files and send bytes; normalisation and mixing are done on the device. Order
+    and random draws follow from the seed and the number of a visit, with any number of workers.
+
+    Args:
+        root: the folder. The classes have the names of their folders.
+        size: height and width of the network's input, one number or [height, width].
+        channels: 3: RGB, 1: grey. ndlightnet.data.image_folder.read_image tells what becomes of
+            palettes, alpha channels, CMYK, 16 bits and EXIF tags.
+        batch_size: images per batch and process.
+        scale, ratio: area (a fraction) and proportions (width / height) of the random crop of a
+            training image, as in torchvision's RandomResizedCrop; scale null: the middle, whole.
+        padding: above 0: random crops of the middle, padded by so many pixels, in place of `scale`.
+        hflip: probability that a training image is mirrored. 0.5 where left and right do not
+            matter to the classes.
+        randaugment: {num_ops, magnitude, num_magnitude_bins} of torchvision's RandAugment.
+        color_jitter: largest change of brightness, contrast and saturation (a fraction).
+        random_erasing: probability that a rectangle of a training image becomes the mean colour.
+        mixup, cutmix: alphas; a batch is mixed in one of both ways, at random. 0: not in this one.
+        interpolation: nearest, bilinear or bicubic.
+        crop_pct: the central fraction of the short side that validation, test and prediction see.
+        mean, std: of pixels from 0 to 1, one number per channel; default: those of ImageNet, or
+            their mean for grey.
+        validation: fraction of each class of `train` that chooses the best checkpoint, where there
+            is no folder `val`; 0: none. `test` is not used for this.
+        on_error: what a file that cannot be read does. skip: in training the next good file
+            replaces it, elsewhere it is left out; a line names it. raise: it ends the run.
+        workers: processes that decode images.
+        input: for predict: a file, or a folder of files at any depth.
+
+    After `setup`: classes, space (height, width), channels.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        size: int | list[int],
+        channels: Literal[1, 3] = 3,
+        batch_size: int = 128,
+        scale: tuple[float, float] | None = (0.08, 1.0),
+        ratio: tuple[float, float] = (3 / 4, 4 / 3),
+        padding: int = 0,
+        hflip: float = 0.0,
+        randaugment: RandAugment | None = None,
+        color_jitter: float = 0.0,
+        random_erasing: float = 0.0,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+        interpolation: Interpolation = "bicubic",
+        crop_pct: float = 0.875,
+        mean: list[float] | None = None,
+        std: list[float] | None = None,
+        validation: float = 0.1,
+        on_error: Literal["skip", "raise"] = "skip",
+        workers: int = 2,
+        input: str | None = None,
+    ) -> None:
+        super().__init__()
+        space = [size, size] if isinstance(size, int) else list(size)
+        check("data.size", size, len(space) == 2 and min(space) > 0, "one or two numbers above 0")
+        self.space: tuple[int, ...] = tuple(space)
+        check("data.channels", channels, channels in (1, 3), "3 (RGB) or 1 (grey)")
+        self.root, self.channels, self.batch_size = find_root(root), channels, batch_size
+        for name, value in (
+            ("hflip", hflip), ("random_erasing", random_erasing), ("validation", validation),
+        ):  # fmt: skip
+            check(f"data.{name}", value, 0 <= value <= 1, "a fraction from 0 to 1")
+        for name, value in (("mixup", mixup), ("cutmix", cutmix), ("color_jitter", color_jitter)):
+            check(f"data.{name}", value, value >= 0, "0 or more")
+        check("data.padding", padding, padding >= 0, "0 or more pixels")
+        check("data.crop_pct", crop_pct, 0 < crop_pct <= 1, "a fraction above 0, at most 1")
+        good = scale is None or 0 < scale[0] <= scale[1] <= 1
+        check("data.scale", scale, good, "two fractions above 0, the smaller one first")
+        check("data.ratio", ratio, 0 < ratio[0] <= ratio[1], "two numbers, the smaller one first")
+        if randaugment is not None:
+            most = randaugment.num_magnitude_bins - 1
+            good = 0 <= randaugment.magnitude <= most and randaugment.num_ops >= 0
+            check("data.randaugment", randaugment, good, f"a magnitude from 0 to {most}")
+        grey = channels == 1
+        self.mean = mean or ([sum(MEAN) / 3] if grey else [*MEAN])
+        self.std = std or ([sum(STD) / 3] if grey else [*STD])
+        good = len(self.mean) == len(self.std) == channels and min(self.std) > 0
+        check("data.mean, data.std", (mean, std), good, f"{channels} for each, std above 0")
+        self.mixup, self.cutmix, self.validation = mixup, cutmix, validation
+        self.on_error, self.workers, self.input = on_error, workers, input
+        height, width = self.space
+        self.evaluate = image_transforms.evaluation((height, width), crop_pct, interpolation)
+        self.augment = image_transforms.training(
+            (height, width), interpolation, scale=None if padding else scale, ratio=ratio,
+            padding=padding, hflip=hflip, randaugment=randaugment, color_jitter=color_jitter,
+            random_erasing=random_erasing, fill=[round(255 * value) for value in self.mean],
+        )  # fmt: skip
+        self.told: set[str] = set()
+
+    def setup(self, stage: str) -> None:
+        self.seed = torch.initial_seed()
+        if stage == "predict":
+            return  # the classes' names come with the checkpoint
+        notes: list[str] = []
+        train = self.root / "train"
+        if not self.root.is_dir():
+            raise DataError(f"{self.root}: no such folder, expected one with train/CLASS/ in it")
+        test = self.root / "test"
+        # to test, the training images need not be here
+        self.classes = class_names(train if train.is_dir() or stage != "test" else test)
+        if stage == "test":
+            self.test_set = self._images(list_images(test, self.classes, notes))
+            say(notes)
+            return
+        files = list_images(train, self.classes, notes)
+        if (self.root / "val").is_dir():
+            held = list_images(self.root / "val", self.classes, notes)
+        else:
+            files, held = _split(files, self.validation)
+        say(notes)
+        self.val_set = self._images(held)
+        self.train_set = FolderImages(files, self.channels, self.augment, train=True)
+        self.mixing = mixing(self.mixup, self.cutmix, len(self.classes))
+
+    def _images(self, files: ImageFiles) -> FolderImages:
+        return FolderImages(files, self.channels, self.evaluate)
+
+    def train_dataloader(self) -> Any:
+        images, count = Visits(self.train_set, self.seed), len(self.train_set)
+        collate = collate_of(self.space, self.channels)
+        return training_loader(images, count, self.batch_size, self.workers, collate)
+
+    def _loader(self, images: FolderImages) -> DataLoader[Any]:
+        return DataLoader(
+            images, batch_size=self.batch_size, num_workers=self.workers,
+            collate_fn=collate_of(self.space, self.channels),
+            pin_memory=torch.cuda.is_available(), persistent_workers=self.workers > 0,
+            generator=torch.Generator(),  # or starting workers would draw from the network's
+        )  # fmt: skip
+
+    def val_dataloader(self) -> Any:
+        return self._loader(self.val_set) if len(self.val_set) else []
+
+    def test_dataloader(self) -> Any:
+        return self._loader(self.test_set)
+
+    def predict_dataloader(self) -> Any:
+        if self.input is None:
+            raise DataError("data.input: expected an image or a folder to predict, got none")
+        notes: list[str] = []
+        files = find_images(self.input, notes)
+        say(notes)
+        if not self.classes:
+            raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
+        self.test_set = self._images(files)
+        self.predict_files = [str(files.path(number)) for number in range(len(files))]
+        return self._loader(self.test_set)
+
+    def picture(self, number: int) -> Tensor:
+        """Return an image of the test or prediction as the network sees it: (channels, *space)
+        uint8."""
+        image = self.test_set[number].image
+        assert image is not None  # it was read before
+        return image
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return (images float32, labels, numbers): normalised, and in training mixed, when labels
+        are (batch, classes) floats. Files that could not be read are told, or raised."""
+        images, labels, numbers, draw, problems = batch
+        self._report(problems)
+        if draw is not None and not len(images):
+            raise DataError(f"{self.root}: a whole batch cannot be read, such as {problems[-1]}")
+        mean, std = self._each(self.mean, images), self._each(self.std, images)
+        images = (images.float() / 255 - mean) / std
+        if draw is not None and self.mixing is not None:
+            images, labels = seeded(self.mixing, draw, images, labels)
+        return images, labels, numbers
+
+    def to_pixels(self, x: Tensor) -> Tensor:
+        """Undo the normalisation: (batch, channels, *space) floats -> uint8 of that shape."""
+        pixels = (x.float() * self._each(self.std, x) + self._each(self.mean, x)) * 255
+        return pixels.round().clamp(0, 255).to(torch.uint8)
+
+    def _each(self, values: list[float], images: Tensor) -> Tensor:
+        return torch.tensor(values, device=images.device).view(-1, *[1] * len(self.space))
+
+    def _report(self, problems: list[str]) -> None:
+        if problems and self.on_error == "raise":
+            raise DataError(problems[0])
+        trainer = self.trainer
+        if trainer is not None and (trainer.testing or trainer.predicting):
+            task: Any = trainer.lightning_module
+            task.failures += problems
+            return
+        tell([f"{line}; left out" for line in problems if line not in self.told])
+        self.told |= {*problems}
+
+
+def _split(files: ImageFiles, fraction: float) -> tuple[ImageFiles, ImageFiles]:
+    """Return the files without and with an evenly spaced `fraction` of each class."""
+    held: list[int] = []
+    for label in range(int(files.labels.max()) + 1):
+        own = (files.labels == label).nonzero()[0]
+        chosen = held_out(fraction, len(own))
+        if len(chosen) == len(own):
+            raise DataError(
+                f"{files.root}: validation={fraction} leaves no image of a class to train with"
+            )
+        held += own[sorted(chosen)].tolist()
+    rest = sorted({*range(len(files))} - {*held})
+    return files.pick(rest), files.pick(held)
+
+
+class ColouredDigits(ImageFolders):
+    """Pictures of handwritten digits in colour on texture, drawn under `root` if they do not exist
+    yet, then read like any folder.
+
+    images: number of training and of test pictures.
+    """
+
+    def __init__(
+        self, root: str, size: int = 32, images: tuple[int, int] = (3000, 500), **kwargs: Any
+    ) -> None:
+        super().__init__(root, size, **kwargs)
+        self.images = images
+
+    def prepare_data(self) -> None:
+        if self.trainer is not None and self.trainer.predicting:
+            return
+        make_coloured_digits(self.root, *self.images)

@@ -1,0 +1,228 @@
+"""Class folders of images: a run from files to predictions, odd files, and what is refused."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.image_transforms import RandAugment
+from ndlightnet.training import ImageFolders
+
+PREPARED = {"randaugment": RandAugment(1, 2), "hflip": 0.5, "random_erasing": 0.2,
+            "mixup": 0.4, "cutmix": 0.5, "color_jitter": 0.2}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, write_stripes) -> Path:
+    return write_stripes(tmp_path_factory.mktemp("stripes"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, folder, recognise) -> Path:
+    """The folder of a finished fit and test."""
+    out = tmp_path_factory.mktemp("out")
+    common = (f"--data.init_args.root={folder}", f"--trainer.default_root_dir={out}")
+    done = recognise("fit", *common)
+    assert (done.status, done.errors) == (0, [])
+    done = recognise("test", *common, f"--ckpt_path={out}/checkpoints/last.ckpt")
+    assert (done.status, done.errors) == (0, [])
+    assert "held-out accuracy" in done.out
+    return out
+
+
+@pytest.fixture
+def copied(folder, tmp_path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def data(root: Path, **options) -> ImageFolders:
+    return ImageFolders(str(root), **{"size": 8, "batch_size": 8, "workers": 0} | options)
+
+
+@pytest.mark.slow
+def test_a_small_set_is_learnt(trained):
+    metrics = json.loads((trained / "metrics.json").read_text())
+    assert metrics["top1"] > 0.95 and metrics["images"] == 30
+    assert list(metrics["recall"]) == ["columns", "plain", "rows"]
+    assert metrics["tokens"] == 16 and metrics["steps"] == 4 * (108 // 16)
+    for name in ("confusion.png", "test_images.png"):
+        picture = matplotlib.image.imread(trained / name)
+        assert min(picture.shape[:2]) > 150 and picture.std() > 0.05
+
+
+@pytest.mark.slow
+def test_predictions_of_a_folder_with_odd_files(trained, folder, tmp_path, recognise):
+    """Palettes, alpha, 16 bits, other sizes: predicted. Damaged: listed at the end."""
+    deep = tmp_path / "new" / "deep" / "er"
+    deep.mkdir(parents=True)
+    for kind in ("columns", "plain", "rows"):
+        Image.open(folder / "test" / kind / "000.png").resize((50, 30)).save(deep / f"{kind}.webp")
+    image = Image.open(folder / "test" / "rows" / "001.png")
+    image.convert("P").save(tmp_path / "new" / "palette.png")
+    image.convert("RGBA").save(tmp_path / "new" / "=alpha.png")
+    grey = np.asarray(image.convert("L")).astype(np.uint16) * 257
+    Image.fromarray(grey).save(tmp_path / "new" / "deep.png")
+    (tmp_path / "new" / "cut.jpg").write_bytes(b"\xff\xd8\xff")
+    done = recognise(
+        "predict", f"--data.init_args.input={tmp_path / 'new'}",
+        f"--trainer.default_root_dir={tmp_path / 'out'}",
+        f"--ckpt_path={trained}/checkpoints/last.ckpt",
+    )  # fmt: skip
+    assert done.status == 1 and len(done.errors) == 1
+    assert f"{tmp_path / 'new' / 'cut.jpg'}: cannot be read" in done.errors[0]
+    rows = list(csv.DictReader((tmp_path / "out" / "predictions.csv").open()))
+    assert len(rows) == 6
+    found = {Path(row["file"]).name: row["prediction"] for row in rows}
+    assert found == {"=alpha.png": "rows", "columns.webp": "columns", "deep.png": "rows",
+                     "palette.png": "rows", "plain.webp": "plain", "rows.webp": "rows"}  # fmt: skip
+    for row in rows:
+        assert sum(float(row[name]) for name in ("columns", "plain", "rows")) == pytest.approx(1)
+    assert matplotlib.image.imread(tmp_path / "out" / "predictions.png").std() > 0.05
+
+
+@pytest.mark.slow
+def test_bad_files_in_a_run(copied, tmp_path, recognise):
+    """Each is named once in training, and as a failure in the test."""
+    for part in ("train", "test"):
+        (copied / part / "rows" / "003.png").write_bytes(b"damaged")
+    common = (f"--data.init_args.root={copied}", f"--trainer.default_root_dir={tmp_path / 'out'}",
+              "--data.init_args.workers=2", "--data.init_args.validation=0",
+              "--data.init_args.batch_size=8", "--trainer.max_epochs=3")  # fmt: skip
+    done = recognise("fit", *common)
+    assert (done.status, done.errors) == (0, [])
+    notes = [line for line in done.err.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 1 and "train/rows/003.png: cannot be read" in notes[0]
+    last = f"--ckpt_path={tmp_path / 'out'}/checkpoints/last.ckpt"
+    done = recognise("test", *common, last)
+    assert done.status == 1 and len(done.errors) == 1 and "over 29 images" in done.out
+    assert "test/rows/003.png: cannot be read" in done.errors[0]
+    for command in ("fit", "test"):
+        done = recognise(
+            command, *common, "--data.init_args.on_error=raise", *[last] * (command == "test")
+        )
+        assert done.status == 1 and len(done.errors) == 1
+        assert "rows/003.png: cannot be read" in done.errors[0]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_other_classes(trained, copied, recognise, tmp_path):
+    """Of another number, and of other names."""
+    common = (f"--data.init_args.root={copied}", f"--trainer.default_root_dir={tmp_path / 'out'}",
+              f"--ckpt_path={trained}/checkpoints/last.ckpt")  # fmt: skip
+    for part in ("train", "test"):
+        (copied / part / "plain").rename(copied / part / "zebra")
+    done = recognise("test", *common)
+    assert len(done.errors) == 1 and "zebra" in done.errors[0] and "plain" in done.errors[0]
+    for part in ("train", "test"):
+        shutil.rmtree(copied / part / "zebra")
+    done = recognise("test", *common, "--model.net.init_args.num_classes=2")
+    assert len(done.errors) == 1 and "the checkpoint of another network: net.head" in done.errors[0]
+    done = recognise("test", *common)
+    assert len(done.errors) == 1 and "expected a network with num_classes=2" in done.errors[0]
+
+
+def test_batches_are_bytes_until_they_are_on_the_device(folder):
+    images = data(folder, validation=0.2)
+    images.setup("fit")
+    assert images.classes == ("columns", "plain", "rows") and images.space == (8, 8)
+    assert (len(images.train_set), len(images.val_set)) == (96, 24)
+    labels = images.val_set.files.labels.tolist()
+    assert [labels.count(label) for label in range(3)] == [8, 8, 8]
+    overlap = {*images.val_set.files.names} & {*images.train_set.files.names}
+    assert not overlap
+    batch = next(iter(images.train_dataloader()))
+    assert batch[0].dtype == torch.uint8 and batch[0].shape == (8, 3, 8, 8)
+    x, labels, numbers = images.on_after_batch_transfer(batch, 0)
+    assert x.dtype == torch.float32 and labels.dtype == numbers.dtype == torch.int64
+    assert torch.equal(images.to_pixels(x), batch[0])
+    pixels = batch[0][:, 0].float() / 255
+    assert torch.allclose(x[:, 0], (pixels - 0.485) / 0.229, atol=1e-6)
+    assert images.to_pixels(torch.full((1, 3, 2, 2), 99.0)).unique().tolist() == [255]
+
+
+def test_grey_images_of_two_sides(folder):
+    images = data(folder, size=[6, 10], channels=1)
+    images.setup("fit")
+    assert (images.space, images.channels) == ((6, 10), 1)
+    batch = next(iter(images.val_dataloader()))
+    x, *_ = images.on_after_batch_transfer(batch, 0)
+    assert x.shape[1:] == (1, 6, 10) and torch.equal(images.to_pixels(x), batch[0])
+
+
+def batches(root: Path, workers: int, epoch: int) -> list[tuple]:
+    images = data(root, workers=workers, **PREPARED)
+    torch.manual_seed(5)
+    images.setup("fit")
+    loader = images.train_dataloader()
+    loader.sampler.set_epoch(epoch)
+    return [images.on_after_batch_transfer(batch, 0) for batch in loader]
+
+
+@pytest.mark.slow
+def test_batches_follow_from_the_seed_and_the_epoch(folder):
+    """With any number of workers."""
+    some, other = batches(folder, 0, 1), batches(folder, 2, 1)
+    assert len(some) == len(other) == 13
+    for one, two in zip(some, other, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+        assert one[1].shape == (8, 3) and torch.allclose(one[1].sum(1), torch.ones(8))
+    assert not torch.equal(some[0][0], batches(folder, 0, 2)[0][0])
+
+
+def test_a_folder_for_validation(copied):
+    shutil.copytree(copied / "test", copied / "val")
+    images = data(copied, validation=0.5)
+    images.setup("fit")
+    assert (len(images.train_set), len(images.val_set)) == (120, 30)
+    (copied / "val" / "rows").rename(copied / "val" / "ant")
+    with pytest.raises(DataError, match=r"val/ant: a class that training lacks, it has \['colu"):
+        data(copied).setup("fit")
+
+
+def test_a_test_needs_no_training_images(copied):
+    shutil.rmtree(copied / "train")
+    images = data(copied)
+    images.setup("test")
+    assert images.classes == ("columns", "plain", "rows") and len(images.test_set) == 30
+    with pytest.raises(DataError, match="train: no such folder"):
+        images.setup("fit")
+
+
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        ({"size": 0}, r"data\.size: 0, expected one or two numbers above 0"),
+        ({"size": [4, 5, 6]}, r"data\.size: \[4, 5, 6\], expected"),
+        ({"channels": 2}, r"data\.channels: 2, expected 3 \(RGB\) or 1"),
+        ({"hflip": 2}, r"data\.hflip: 2, expected a fraction"),
+        ({"mixup": -1}, r"data\.mixup: -1, expected 0 or more"),
+        ({"scale": (0.5, 0.1)}, r"data\.scale: \(0\.5, 0\.1\), expected two fractions"),
+        ({"crop_pct": 0}, r"data\.crop_pct: 0, expected a fraction above 0"),
+        ({"mean": [0.5]}, r"data\.mean, data\.std: .*expected 3 for each"),
+        ({"std": [0.0, 1, 1]}, r"data\.mean, data\.std: .*std above 0"),
+    ],
+)
+def test_bad_options(options, line):
+    with pytest.raises(DataError, match=line):
+        data(Path("x"), **options)
+
+
+def test_folders_that_cannot_be_used(copied):
+    with pytest.raises(DataError, match=r"nowhere: no such folder, expected one with train/CLASS"):
+        data(Path("nowhere")).setup("fit")
+    with pytest.raises(DataError, match=r"validation=1\.0 leaves no image of a class"):
+        data(copied, validation=1.0).setup("fit")
+    shutil.rmtree(copied / "test")
+    with pytest.raises(DataError, match="test: no such folder"):
+        data(copied).setup("test")
+    for kind in ("plain", "rows"):
+        shutil.rmtree(copied / "train" / kind)
+    with pytest.raises(DataError, match=r"has the classes \['columns'\], expected two or more"):
+        data(copied).setup("fit")
