@@ -292,7 +292,9 @@ def test_augmented_batches_and_a_test_by_the_same_trainer(
 
 
 def test_predict_without_a_place_for_input(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"gone.npz: predict reads files, with ImageFolders or VolumeFolders"):
+    with pytest.raises(
+        DataError, match=r"gone.npz: predict reads files, with ImageFolders or VolumeFolders"
+    ):
         ImageData(str(tmp_path / "gone.npz")).predict_dataloader()
 
 
