@@ -1,8 +1,8 @@
 """Time the library: python tasks/evidence/bench.py [GROUP ...] [--out DIR] [--quick]
 
 Prints a table per group and writes bench.csv, bench.json, scans.png (group `figure`), stream.png
-(group `stream`), mixers.csv and mixers.png (group `mixers`). Without a CUDA device only the groups
-`cpu` and `mixers` run.
+and pictures.png (groups of these names), mixers.csv and mixers.png (group `mixers`). Without a CUDA
+device only the groups `cpu` and `mixers` run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from ndlightnet_evidence.bench import attention, mixers, output, peers
+from ndlightnet_evidence.bench import attention, mixers, output, peers, pictures
 from ndlightnet_evidence.bench.decode import decode
 from ndlightnet_evidence.bench.frames import frames, packs
 from ndlightnet_evidence.bench.local import local
@@ -27,7 +27,7 @@ from ndlightnet_evidence.bench.tpe import tpe
 # run in this order: peers are left out of the last groups if the time is up
 GROUPS: dict[str, Callable[[Bench], None]] = {
     "attention": attention.attention, "natten": attention.natten, "tpe": tpe, "local": local,
-    "step": step,
+    "step": step, "pictures": pictures.pictures,
     "decode": decode, "figure": attention.figure, "dims": attention.dims, "frames": frames,
     "packs": packs, "stream": stream, "operators": mixers.operators, "mixers": mixers.mixers,
     "cpu": attention.cpu,
@@ -86,6 +86,8 @@ def main(args: Sequence[str] | None = None) -> int:
         bench.save(bench)
         if name == "figure":
             output.draw(cells, options.out / "scans.png")
+        if name == "pictures":
+            pictures.draw(cells, options.out / "pictures.png")
         if name == "stream":
             draw(bench.facts, options.out / "stream.png")
     for fact, value in bench.facts.items():

@@ -12,9 +12,11 @@ one card at once, each on a CUDA stream of its own; a run draws and gives what i
 times and the memory of a row are those of its first run, measured while nothing else runs.
 
 A row is a mixer, `NAME` or `NAME scan`, or an entry of --file, a YAML file: a name, and the
-arguments of the network that it changes, or `lr`. All rows of a seed get the same batches, and the
-schedule follows from --steps. A run under --out is repeated only if it failed; delete --out if a
-row has changed. Writes table.md, runs.csv, runs.json and family.png; for text also lengths.png.
+arguments of the network that it changes, or `lr`, or `net`, another network. All rows of a seed
+get the same batches, and the schedule follows from --steps, or from --seconds: each row then does
+as many steps as it does in this time, alone on the card. A run under --out is repeated only if it
+failed; delete --out if a row has changed. Writes table.md, runs.csv, runs.json and family.png; for
+text also lengths.png, for class folders also times.png, the accuracy on held-out training images.
 """
 
 from __future__ import annotations
@@ -41,19 +43,30 @@ from ndlightnet_evidence.graphs import Steps
 from ndlightnet_evidence.runner import Run
 from ndlightnet_evidence.turns import Work
 
+POINTS = 12  # of the curve over time
 FULL = 0.5  # share of the card's memory from which on what ended runs have left is freed
 
 
 @dataclass
 class Plan:
-    """What all runs share: the config, the rows' changes, the data and the number of steps.
+    """What all runs share: the config, the rows' changes, the data, the number of steps and, if
+    not None, the seconds that a row's steps take instead. compiles: by torch.compile.
     measured: times and memory of each row whose first run has begun."""
 
     config: dict[str, Any]
     rows: dict[str, dict[str, Any]]
     data: sets.Samples
     steps: int
+    seconds: float | None = None
+    compiles: bool = False
     measured: dict[str, Run] = field(default_factory=dict)
+
+    @property
+    def average(self) -> float:
+        """Return the decay of the config's AveragedWeights, 0 without it."""
+        callbacks = self.config["trainer"].get("callbacks") or []
+        found = (one for one in callbacks if one["class_path"].endswith(".AveragedWeights"))
+        return next((one.get("init_args", {}).get("decay", 0.999) for one in found), 0.0)
 
 
 def scratch() -> None:
@@ -63,41 +76,63 @@ def scratch() -> None:
     steps(0.0, torch.zeros(16, 16, device=runner.device()))
 
 
+def begin(plan: Plan, row: dict[str, Any], seed: int) -> Steps:
+    """Return the steps of a row's network with the weights of a seed."""
+    model = plan.config["model"]
+    torch.manual_seed(seed)  # of weights and drop path
+    net = catalogue.network(model["net"], row).to(runner.device()).train()
+    clip = plan.config["trainer"]["gradient_clip_val"]
+    loss = partial(plan.data.loss, net)
+    steps = Steps(net, loss, model["weight_decay"], clip, plan.average)
+    if plan.compiles:
+        # blocks are alike, so that they are compiled once for all
+        for part in getattr(net, "blocks", [net]):
+            part.compile(dynamic=False)
+    return steps
+
+
+def measure(plan: Plan, row: dict[str, Any], seed: int) -> Run:
+    """Return the time and memory of a row's step, on a network that serves for nothing else."""
+    held, cuda = 0, runner.device().type == "cuda"
+    first, *batches = plan.data.batches(seed, 1 + sets.TIMED)
+    if cuda:
+        scratch()
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+    steps = begin(plan, row, seed)
+    steps(0.0, *first)  # captures the graph
+    times = [turns.seconds(partial(steps, 0.0, *batch)) for batch in batches]
+    peak = {"peak_memory_gb": (torch.cuda.max_memory_allocated() - held) / 1e9} if cuda else {}
+    return {"step_ms": 1e3 * statistics.median(times), **peak}
+
+
 def run(plan: Plan, who: Run) -> Work:
     """Train as the tasks do (AdamW, warm-up, cosine, clipping), and test."""
-    row, model, first = plan.rows[who["row"]], plan.config["model"], who["row"] not in plan.measured
-    own = plan.measured.setdefault(who["row"], {}) if first else {}
-    device, held, batches = runner.device(), 0, plan.data.batches(who["seed"], plan.steps)
-    if device.type == "cuda":
-        if torch.cuda.memory_reserved() > FULL * torch.cuda.mem_get_info()[1]:
-            gc.collect()  # networks and graphs of earlier runs, which reference each other
-            torch.cuda.empty_cache()
-        if first:
-            scratch()
-            gc.collect()
-            torch.cuda.reset_peak_memory_stats()
-            held = torch.cuda.memory_allocated()
-    torch.manual_seed(who["seed"])  # of weights and drop path
-    net = catalogue.network(model["net"], row).to(device).train()
-    clip = plan.config["trainer"]["gradient_clip_val"]
-    steps = Steps(net, partial(plan.data.loss, net), model["weight_decay"], clip)
-    times: list[float] = []
-    for number, batch in enumerate(batches):
-        rate = row.get("lr", model["lr"]) * warm_cosine(number, plan.steps)
-        step = partial(steps, rate, *batch)
-        if not first or number > sets.TIMED:
-            step()
-            yield turns.AHEAD
-        elif number == 0:  # which captures the graph
-            step()
-        else:
-            times.append(turns.seconds(step))
-            own["step_ms"] = 1e3 * statistics.median(times)
-        if first and number == sets.TIMED and device.type == "cuda":
-            own["peak_memory_gb"] = (torch.cuda.max_memory_allocated() - held) / 1e9
+    row, seed, first = plan.rows[who["row"]], who["seed"], who["row"] not in plan.measured
+    if torch.cuda.is_available() and (
+        torch.cuda.memory_reserved() > FULL * torch.cuda.mem_get_info()[1]
+    ):
+        gc.collect()  # networks and graphs of earlier runs, which reference each other
+        torch.cuda.empty_cache()
+    if first:
+        plan.measured[who["row"]] = measure(plan, row, seed)
+    own = plan.measured[who["row"]]
+    count = plan.steps if plan.seconds is None else int(1e3 * plan.seconds / own["step_ms"])
+    steps, curve = begin(plan, row, seed), []
+    net, highest = steps.averaged, row.get("lr", plan.config["model"]["lr"])
+    for number, batch in enumerate(plan.data.batches(seed, count), 1):
+        steps(highest * warm_cosine(number - 1, count), *batch)
+        yield turns.AHEAD
+        if number * POINTS // count > (number - 1) * POINTS // count:
+            found = yield from plan.data.validate(net.eval())
+            steps.net.train()
+            if found:
+                curve.append([number * own["step_ms"] / 1e3, found[plan.data.measures[0]]])
     result = yield from plan.data.test(net.eval(), first)
     return {
-        **{k: v for k, v in result.items() if k != "confusion"}, **own, "steps": plan.steps,
+        **{k: v for k, v in result.items() if k != "confusion"}, **(own if first else {}),
+        **({"curve": curve} if curve else {}), "steps": count,
         "parameters": sum(p.numel() for p in net.parameters()), "state_size": state_size(net),
     }  # fmt: skip
 
@@ -131,6 +166,8 @@ def draw(rows: Sequence[str], measure: str, path: Path, runs: Sequence[Run]) -> 
     plots.save(figure, path / "family.png")
     if measure == "bits_per_byte":
         plots.lengths(found, rows, path / "lengths.png")
+    if any("curve" in run for run in found):
+        plots.times(found, rows, path / "times.png")
 
 
 def say(measure: str, run: Run) -> str:
@@ -166,6 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="+", help="default: those of --file, or all mixers")
     parser.add_argument("--lr", nargs="+", type=float, default=[], help="each row at each of these")
     parser.add_argument("--steps", type=int, help="default: as in the config")
+    parser.add_argument("--seconds", type=float, help="as many steps as each row does in this time")
+    parser.add_argument("--compile", action="store_true", help="each row by torch.compile")
     runner.add_options(parser, "runs/family/CONFIG")
     parser.set_defaults(resume=True)
     o = parser.parse_args(arguments)
@@ -174,7 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = at_rates(catalogue.changes(o.file, o.rows), o.lr)  # a wrong one fails here
     config = read_config(o.config, o.set)
     data = sets.load(config)
-    plan, names = Plan(config, rows, data, o.steps or data.steps), list(rows)
+    names = list(rows)
+    plan = Plan(config, rows, data, o.steps or data.steps, o.seconds, o.compile)
     measures = (*data.measures, "step_ms", "latency_ms", "peak_memory_gb")
     runner.compare(
         o, [{"row": row, "seed": seed} for seed, row in product(o.seeds, names)],

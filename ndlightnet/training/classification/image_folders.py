@@ -115,6 +115,7 @@ class ImageFolders(LabelledData):
         good = len(self.mean) == len(self.std) == channels and min(self.std) > 0
         check("data.mean, data.std", (mean, std), good, f"{channels} for each, std above 0")
         self.mixup, self.cutmix, self.validation = mixup, cutmix, validation
+        self.padding, self.hflip, self.random_erasing = padding, hflip, random_erasing
         self.on_error, self.workers, self.input = on_error, workers, input
         height, width = self.space
         self.evaluate = image_transforms.evaluation((height, width), crop_pct, interpolation)

@@ -158,7 +158,8 @@ def forward_flops(net: nn.Module, shape: Sequence[int]) -> int | None:
 def state_size(net: nn.Module) -> int | None:
     """Return how many numbers a mixer of `net` holds of past tokens, the mean over layers rounded
     to an integer; None if that of a layer grows."""
-    sizes = [getattr(block.mixer, "state_size", None) for block in getattr(net, "blocks", ())]
+    mixers = [getattr(block, "mixer", None) for block in getattr(net, "blocks", ())]
+    sizes = [getattr(mixer, "state_size", None) for mixer in mixers]
     known = [size for size in sizes if size is not None]
     return round(statistics.mean(known)) if known and len(known) == len(sizes) else None
 

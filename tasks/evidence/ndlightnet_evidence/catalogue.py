@@ -108,7 +108,11 @@ def changes(file: Path | None, rows: Sequence[str] | None) -> dict[str, dict[str
 
 
 def network(net: dict[str, Any], row: dict[str, Any]) -> nn.Module:
-    """Build the network of a config, {"class_path", "init_args"}, with a row's changes."""
+    """Build the network of a config, {"class_path", "init_args"}, with a row's changes, or the
+    network that the row names, {"net": {"class_path", "init_args"}}."""
+    if "net" in row:
+        whole: nn.Module = made(row["net"])()
+        return whole
     given = {**net["init_args"], **{key: row[key] for key in row if key != "lr"}}
     built: nn.Module = made({**net, "init_args": given})()
     return built

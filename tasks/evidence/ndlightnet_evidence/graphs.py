@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cache
 
 import torch
@@ -55,14 +56,22 @@ class Replay:
 
 class Steps:
     """Steps of AdamW on `loss(*inputs)` with clipped gradients, replayed from one CUDA graph for
-    each shape of inputs."""
+    each shape of inputs.
+
+    average: decay of an exponential average of the weights and buffers, held by the network
+    `averaged`; smaller in the first steps, min(average, (1 + step) / (10 + step)). 0: `averaged`
+    is the network itself.
+    """
 
     def __init__(
-        self, net: nn.Module, loss: Callable[..., Tensor], weight_decay: float, clip: float
-    ) -> None:
-        self.net, self.loss, self.clip = net, loss, clip
+        self, net: nn.Module, loss: Callable[..., Tensor], weight_decay: float, clip: float,
+        average: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.net, self.loss, self.clip, self.average = net, loss, clip, average
         device = next(net.parameters()).device
-        self.rate = torch.zeros((), device=device)
+        self.rate, self.weight = torch.zeros((2,), device=device).unbind()
+        self.averaged = deepcopy(net).requires_grad_(False) if average else net
+        self.done = 0
         self.optimizer = torch.optim.AdamW(
             decayed_groups(net, weight_decay), lr=self.rate, capturable=device.type == "cuda"
         )
@@ -74,17 +83,24 @@ class Steps:
         if shapes not in self.replays:
             self.replays[shapes] = self._prepare(inputs)
         self.rate.fill_(rate)
+        self.weight.fill_(1 - min(self.average, (1 + self.done) / (10 + self.done)))
+        self.done += 1
         return self.replays[shapes](*inputs)
 
     def _prepare(self, inputs: tuple[Tensor, ...]) -> Replay:
-        """Capture a step. Its calls change nothing: the rate is 0, and the moments are restored."""
-        state = self.optimizer.state
+        """Capture a step. Its calls change nothing: the rates are 0, moments and buffers are
+        restored."""
+        state, buffers = self.optimizer.state, list(self.net.buffers())
         kept = {p: {k: v.clone() for k, v in values.items()} for p, values in state.items()}
+        held = [x.clone() for x in buffers]
         self.rate.zero_()
+        self.weight.zero_()
         replay = Replay(self._step, *(x.clone() for x in inputs))
         for p, values in state.items():
             for name, value in values.items():
                 value.copy_(kept[p][name]) if p in kept else value.zero_()
+        for buffer, value in zip(buffers, held, strict=True):
+            buffer.copy_(value)
         return replay
 
     def _step(self, *inputs: Tensor) -> Tensor:
@@ -93,4 +109,17 @@ class Steps:
         value.backward()
         nn.utils.clip_grad_norm_(self.net.parameters(), self.clip)
         self.optimizer.step()
+        if self.average:
+            self._move_average()
         return value.detach()
+
+    @torch.no_grad()
+    def _move_average(self) -> None:
+        mean = self._floats(self.averaged)
+        change = torch._foreach_sub(self._floats(self.net), mean)
+        torch._foreach_mul_(change, self.weight)
+        torch._foreach_add_(mean, change)
+
+    @staticmethod
+    def _floats(net: nn.Module) -> list[Tensor]:
+        return [x for x in (*net.parameters(), *net.buffers()) if x.is_floating_point()]

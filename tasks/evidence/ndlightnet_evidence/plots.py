@@ -99,3 +99,21 @@ def lengths(runs: Sequence[Run], rows: Sequence[str], path: Path) -> None:
     finish([axes])
     legend(picture, [axes], rows)
     save(picture, path)
+
+
+def times(runs: Sequence[Run], rows: Sequence[str], path: Path) -> None:
+    """Draw accuracy over the seconds of training, the runs' "curve": the mean and the range of a
+    row's runs, which have equally many points."""
+    picture = figure(9, 4.4)
+    axes = picture.subplots()
+    for index, row in enumerate(rows):
+        found = [run["curve"] for run in of_row(runs, row) if "curve" in run]
+        if found:
+            seconds, accuracy = tensor(found).mean(0)[:, 0], tensor(found)[..., 1]
+            axes.fill_between(seconds, accuracy.amin(0), accuracy.amax(0), alpha=0.15, lw=0,
+                              color=line_style(index)["color"])  # fmt: skip
+            axes.plot(seconds, accuracy.mean(0), label=row, **line_style(index))
+    axes.set(xlabel="seconds of training", ylabel="accuracy on held-out training images")
+    finish([axes])
+    legend(picture, [axes], rows)
+    save(picture, path)

@@ -10,7 +10,7 @@ import math
 import os
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from itertools import count, islice
 from typing import Any
@@ -62,6 +62,12 @@ class Samples(ABC):
     def loss(self, net: nn.Module, *batch: Tensor) -> Tensor:
         """Return the loss of a batch, to be captured in a graph."""
 
+    def validate(self, net: nn.Module) -> Work:
+        """Measure a network on a held-out part of the training data in turns; return its measures,
+        or None without such a part."""
+        return None
+        yield  # a generator, as those that measure something
+
     @abstractmethod
     def test(self, net: nn.Module, timed: bool) -> Work:
         """Test a network in turns; return its measures. timed: nothing else may run, and the time
@@ -109,21 +115,31 @@ class Images(Samples):
         images, labels = batch
         return cross_entropy(answer(net, images), labels, label_smoothing=0.1)
 
-    @torch.no_grad()
     def test(self, net: nn.Module, timed: bool) -> Work:
-        def probabilities(x: Tensor) -> Tensor:
-            return answer(net, (x.float() - self.data.mean) / self.data.std).softmax(-1)
+        def normalised(x: Tensor) -> Tensor:
+            return (x.float() - self.data.mean) / self.data.std
 
-        replay = Replay(probabilities, self.test_images[:EVALUATION].clone())
-        times = [seconds(partial(replay, self.test_images[:EVALUATION]))
-                 for _ in range(TIMED_TESTS * timed)]  # fmt: skip
-        found = []
-        for part in self.test_images.split(EVALUATION):
-            found.append(replay(part)[: len(part)].clone())
-            yield AHEAD
-        yield DONE
-        result = scores(torch.cat(found).cpu(), self.test_labels, self.data.classes)
-        return {**result, "latency_ms": 1e3 * statistics.median(times) if times else None}
+        images = self.test_images
+        found = yield from classified(net, normalised, images, EVALUATION, TIMED_TESTS * timed)
+        probabilities, latency = found
+        result = scores(probabilities, self.test_labels, self.data.classes)
+        return {**result, "latency_ms": latency}
+
+
+@torch.no_grad()
+def classified(
+    net: nn.Module, prepare: Callable[[Tensor], Tensor], images: Tensor, size: int, timed: int
+) -> Work:
+    """Return the probabilities (n, classes) of images, on the CPU, and the median milliseconds of
+    `timed` batches of `size`; None if timed is 0."""
+    replay = Replay(lambda x: answer(net, prepare(x)).softmax(-1), images[:size].clone())
+    times = [seconds(partial(replay, images[:size])) for _ in range(timed)]
+    found = []
+    for part in images.split(size):
+        found.append(replay(part)[: len(part)].clone())
+        yield AHEAD
+    yield DONE
+    return torch.cat(found).cpu(), 1e3 * statistics.median(times) if times else None
 
 
 class Videos(Samples):
@@ -248,18 +264,23 @@ class Text(Samples):
         return {"bits_per_byte": bits.get(f"bits_{self.data.length}"), **bits}
 
 
-KINDS: dict[str, tuple[Any, Any]] = {
-    "ImageData": (ImageData, Images),
-    "VideoData": (VideoData, Videos),
-    "TextData": (TextData, Text),
-}
+def kinds() -> dict[str, tuple[Any, Any]]:
+    from ndlightnet.training import ImageFolders
+    from ndlightnet_evidence.photographs import Photographs
+
+    return {
+        "ImageData": (ImageData, Images),
+        "ImageFolders": (ImageFolders, Photographs),
+        "VideoData": (VideoData, Videos),
+        "TextData": (TextData, Text),
+    }
 
 
 def load(config: dict[str, Any]) -> Samples:
-    """Read the data of a config, whose class must be one of KINDS."""
-    name = config["data"]["class_path"].rpartition(".")[2]
-    if name not in KINDS:
-        raise ValueError(f"data: {name}: expected {', '.join(KINDS)}")
-    module, kind = KINDS[name]
+    """Read the data of a config, whose class must be one of `kinds`."""
+    name, known = config["data"]["class_path"].rpartition(".")[2], kinds()
+    if name not in known:
+        raise ValueError(f"data: {name}: expected {', '.join(known)}")
+    module, kind = known[name]
     found: Samples = kind(module(**config["data"]["init_args"]), config["trainer"]["max_epochs"])
     return found

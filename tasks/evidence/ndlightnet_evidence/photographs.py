@@ -1,0 +1,117 @@
+"""Photographs in class folders (ImageFolders) that fit on the card, augmented there.
+
+Augmented as the config says, but for a batch at once and without what needs a processor:
+RandAugment and changes of colour. `moved` is what RandomCrop with padding and a flip do; erased
+boxes have the sizes of torchvision's RandomErasing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from ndlightnet.data.image_folder import FolderImages, ImageFiles
+from ndlightnet.data.image_transforms import seeded
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from ndlightnet.data.images import moved
+from ndlightnet.data.visits import mixed
+from ndlightnet.training import ImageFolders
+from ndlightnet.training.classification.metrics import scores
+from ndlightnet_evidence import runner, sets
+from ndlightnet_evidence.turns import Work
+
+EVALUATION = 1000  # images at a time
+ERASED, RATIO = (0.02, 0.33), (0.3, 3.3)  # area and sides of erased boxes, as in RandomErasing
+
+
+class Photographs(sets.Samples):
+    """Images of one size, in colour or grey, of a folder of class folders."""
+
+    measures = ("top1",)
+
+    def __init__(self, data: ImageFolders, epochs: int) -> None:
+        for stage in ("fit", "test"):
+            data.setup(stage)
+        self.data, self.device = data, runner.device()
+        parts = {"train": data.train_set, "validation": data.val_set, "test": data.test_set}
+        self.parts = {name: self._read(part.files) for name, part in parts.items() if len(part)}
+        self.images, self.labels = self.parts["train"]
+        self.mean, self.std = (
+            torch.tensor(values, device=self.device).view(-1, 1, 1)
+            for values in (data.mean, data.std)
+        )
+        self.steps = epochs * (len(self.labels) // data.batch_size)
+
+    def _read(self, files: ImageFiles) -> tuple[Tensor, Tensor]:
+        images = FolderImages(files, self.data.channels, self.data.evaluate)
+        with ThreadPoolExecutor() as pool:
+            samples = list(pool.map(images.__getitem__, range(len(images))))
+        pixels = torch.stack([sample.image for sample in samples if sample.image is not None])
+        labels = torch.tensor([sample.label for sample in samples if sample.image is not None])
+        return pixels.to(self.device), labels.to(self.device)
+
+    def batches(self, seed: int, steps: int) -> Iterator[tuple[Tensor, ...]]:
+        size, draws = self.data.batch_size, torch.Generator(self.device)
+        for step in range(steps):
+            epoch, place = divmod(step, len(self.labels) // size)
+            if place == 0:
+                draws.manual_seed(mixed(seed, epoch) % 2**63)
+                order = torch.randperm(len(self.labels), generator=draws, device=self.device)
+            numbers = order[place * size : (place + 1) * size]
+            images, labels = self._augmented(self.images[numbers], draws), self.labels[numbers]
+            if self.data.mixing is not None:
+                draw = mixed(seed, 1, step) % 2**63
+                images, labels = seeded(self.data.mixing, draw, images, labels)
+            yield images, labels
+
+    def _augmented(self, images: Tensor, draws: torch.Generator) -> Tensor:
+        data, each = self.data, dict[str, Any](generator=draws, device=self.device)
+        shifts = torch.randint(-data.padding, data.padding + 1, (len(images), 2), **each)
+        flips = torch.zeros_like(shifts, dtype=torch.bool)
+        flips[:, 1] = torch.rand(len(images), **each) < data.hflip
+        x = self.normalised(moved(images, shifts, flips))
+        return erased(x, data.random_erasing, draws)
+
+    def normalised(self, x: Tensor) -> Tensor:
+        return (x.float() / 255 - self.mean) / self.std
+
+    def loss(self, net: nn.Module, *batch: Tensor) -> Tensor:
+        images, labels = batch
+        return cross_entropy(sets.answer(net, images), labels, label_smoothing=0.1)
+
+    def validate(self, net: nn.Module) -> Work:
+        if "validation" in self.parts:
+            return (yield from self._measure(net, "validation", 0))
+        return None
+
+    def test(self, net: nn.Module, timed: bool) -> Work:
+        return (yield from self._measure(net, "test", sets.TIMED_TESTS * timed))
+
+    def _measure(self, net: nn.Module, part: str, timed: int) -> Work:
+        images, labels = self.parts[part]
+        found = yield from sets.classified(net, self.normalised, images, EVALUATION, timed)
+        probabilities, latency = found
+        result = scores(probabilities, labels.cpu(), self.data.classes)
+        return {**result, "latency_ms": latency}
+
+
+def erased(x: Tensor, probability: float, draws: torch.Generator) -> Tensor:
+    """Set a random box of some images (batch, channels, h, w) to 0, the mean."""
+    if not probability:
+        return x
+    n, _, height, width = x.shape
+    some, area, ratio, top, left = torch.rand(5, n, 1, generator=draws, device=x.device)
+    area = (ERASED[0] + (ERASED[1] - ERASED[0]) * area) * height * width
+    ratio = torch.exp(math.log(RATIO[0]) + (math.log(RATIO[1]) - math.log(RATIO[0])) * ratio)
+    tall, wide, lines = (area * ratio).sqrt(), (area / ratio).sqrt(), []
+    for size, side, start in ((height, tall, top), (width, wide, left)):
+        at = torch.arange(size, device=x.device)
+        begin = start * (size - side).clamp(min=0)
+        lines.append((at >= begin) & (at < begin + side))
+    box = lines[0][:, :, None] & lines[1][:, None] & (some < probability)[:, :, None]
+    return x.masked_fill(box[:, None], 0)

@@ -1,0 +1,103 @@
+"""The command `family` on class folders of images: equal time for every row, accuracy over time."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from torch import nn
+
+import family
+from ndlightnet_evidence import photographs, sets
+from ndlightnet_evidence.graphs import Steps
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Pictures of 8 x 8, dark or light, 24 to train with, 8 of them held out, 8 to test."""
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 12), ("test", 4)):
+        for name, light in (("dark", 40), ("light", 160)):
+            folder = tmp_path / part / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = rng.integers(light, light + 50, (8, 8, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.png")
+    network = {"dims": 2, "num_classes": 2, "patch_size": 4, "embed_dim": 16, "depth": 1}
+    content = {
+        "trainer": {
+            "max_epochs": 8, "gradient_clip_val": 1.0,
+            "callbacks": [{"class_path": "ndlightnet.training.AveragedWeights"}],
+        },
+        "model": {
+            "lr": 1e-2, "weight_decay": 0.05,
+            "net": {"class_path": "ndlightnet.NDLightNet", "init_args": network},
+        },
+        "data": {
+            "class_path": "ndlightnet.training.ImageFolders",
+            "init_args": {
+                "root": str(tmp_path), "size": 8, "batch_size": 8, "padding": 1, "hflip": 0.5,
+                "random_erasing": 0.2, "cutmix": 1.0, "mixup": 0.2, "crop_pct": 1.0,
+                "validation": 0.34,
+            },
+        },
+    }  # fmt: skip
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(content))
+    return tmp_path / "tiny.yaml"
+
+
+ROWS = """
+ours: {}
+another:
+  net:
+    class_path: ndlightnet_evidence.convolutions.Stemmed
+    init_args: {num_classes: 2, patch_size: 2, embed_dim: 16, depth: 1, mixer: Identity}
+"""
+
+
+def test_rows_have_equal_time_and_a_curve(config, tmp_path):
+    (tmp_path / "rows.yaml").write_text(ROWS)
+    out = tmp_path / "out"
+    family.main([str(config), "--file", str(tmp_path / "rows.yaml"), "--seeds", "0",
+                 "--seconds", "1", "--out", str(out)])  # fmt: skip
+    runs = {run["row"]: run for run in json.loads((out / "runs.json").read_text())}
+    assert set(runs) == {"ours", "another"}
+    for run in runs.values():
+        assert run["steps"] == int(1e3 / run["step_ms"])
+        assert len(run["curve"]) == min(family.POINTS, run["steps"])
+        assert run["curve"][-1][0] == pytest.approx(1, abs=2 * run["step_ms"] / 1e3)
+        assert run["top1"] == 1 and run["curve"][-1][1] == 1
+    assert (out / "times.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_batches_follow_from_the_seed(config):
+    data = sets.load(family.read_config(config, []))
+    batches = [list(data.batches(seed, 5)) for seed in (3, 3, 4)]
+    for (x, y), (again, same), (other, _) in zip(*batches, strict=True):
+        assert x.shape == (8, 3, 8, 8) and y.shape == (8, 2)
+        assert torch.equal(x, again) and torch.equal(y, same) and not torch.equal(x, other)
+        assert torch.allclose(y.sum(1), torch.ones(8))
+
+
+def test_erased_boxes_are_zero_in_some_images():
+    x = torch.ones(2000, 1, 16, 16)
+    found = photographs.erased(x, 0.25, torch.Generator().manual_seed(0))
+    gone = (found == 0).flatten(1).float().mean(1)
+    assert 0.21 < (gone > 0).float().mean() < 0.29  # 4 standard deviations of 2,000 draws
+    assert gone.max() < 0.5 and torch.equal(photographs.erased(x, 0.0, torch.Generator()), x)
+
+
+def test_the_average_follows_the_weights():
+    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    steps = Steps(net, lambda x: net(x).square().sum(), 0.0, 1.0, average=0.5)
+    expected = {k: v.clone().double() for k, v in net.state_dict().items()}
+    for number in range(4):
+        steps(0.1, torch.randn(5, 3))
+        keep = min(0.5, (1 + number) / (10 + number))
+        for name, now in net.state_dict().items():
+            expected[name] = keep * expected[name] + (1 - keep) * now
+    for name, value in steps.averaged.state_dict().items():
+        if value.is_floating_point():
+            assert torch.allclose(value.double(), expected[name], rtol=1e-5, atol=1e-6), name
