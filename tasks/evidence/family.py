@@ -85,7 +85,9 @@ def begin(plan: Plan, row: dict[str, Any], seed: int) -> Steps:
     loss = partial(plan.data.loss, net)
     steps = Steps(net, loss, model["weight_decay"], clip, plan.average)
     if plan.compiles:
-        # blocks are alike, so that they are compiled once for all
+        # Blocks are alike, so that they are compiled once for all. The graphs of more rows than
+        # torch allows by default would silently not be compiled.
+        torch._dynamo.config.recompile_limit = 64
         for part in getattr(net, "blocks", [net]):
             part.compile(dynamic=False)
     return steps

@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from ndlightnet.data.image_folder import FolderImages, ImageFiles
-from ndlightnet.data.image_transforms import seeded
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from ndlightnet.data.image_folder import FolderImages, ImageFiles
+from ndlightnet.data.image_transforms import seeded
 from ndlightnet.data.images import moved
 from ndlightnet.data.visits import mixed
 from ndlightnet.training import ImageFolders
