@@ -95,7 +95,7 @@ class CostMonitor(L.Callback):
         if trainer.is_last_batch and self.each is None and pl_module.device.type == "cuda":
             torch.cuda.synchronize(pl_module.device)
         rate = trainer.world_size * self.samples / (time.perf_counter() - self.begun)
-        pl_module.log("samples_per_second", rate, prog_bar=True, batch_size=1)
+        pl_module.log("samples/s", rate, prog_bar=True, batch_size=1)
         if trainer.is_last_batch:
             self.throughput.append(rate)
 

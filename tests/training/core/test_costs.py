@@ -192,7 +192,7 @@ def test_samples_a_second_without_the_validations(monkeypatch):
         monitor.on_validation_start(trainer, task)
         clock[0] += 100
         monitor.on_validation_end(trainer, task)
-    assert logged == [("samples_per_second", rate, True) for rate in (9.0, 7.5)]
+    assert logged == [("samples/s", rate, True) for rate in (9.0, 7.5)]
     assert monitor.throughput == [7.5] and monitor.seconds == []
     assert monitor.measured() == {
         "step_ms": None, "peak_memory_gb": None, "samples_per_second": 7.5
