@@ -77,7 +77,7 @@ def list_images(part: Path, classes: Sequence[str], notes: list[str] | None = No
             if entry.name not in classes:
                 raise DataError(f"{entry}: a class that training lacks, it has {list(classes)}")
             found = _images(entry, notes)
-            names += [os.fsencode(os.path.relpath(file, part)) for file in found]
+            names += [os.fsencode(f"{entry.name}/{file}") for file in found]
             labels += [classes.index(entry.name)] * len(found)
     leave_out(beside, part, "a folder for each class", notes)
     return ImageFiles(part, np.array(names, np.bytes_), np.array(labels, np.int64))
@@ -88,34 +88,34 @@ def find_images(path: str | Path, notes: list[str] | None = None) -> ImageFiles:
     path = Path(path)
     if not path.exists():
         raise DataError(f"{path}: no such file or folder")
-    found = [str(path)] if path.is_file() else _images(path, notes)
-    root = path.parent if path.is_file() else path
-    names = np.array([os.fsencode(os.path.relpath(file, root)) for file in found], np.bytes_)
+    root, found = (path.parent, [path.name]) if path.is_file() else (path, _images(path, notes))
+    names = np.array([os.fsencode(file) for file in found], np.bytes_)
     return ImageFiles(root, names, np.zeros(len(found), np.int64))
 
 
 def _images(folder: Path, notes: list[str] | None) -> list[str]:
-    """Return the images of a folder, at any depth; DataError if there is none."""
+    """Return the images of a folder, at any depth, as paths from it; DataError if there is none."""
     images: list[str] = []
     others: list[str] = []
     for file in _files(folder):
         (images if file.lower().endswith(ENDINGS) else others).append(file)
     if not images:
         raise DataError(f"{folder}: has no image, expected {', '.join(ENDINGS)}")
-    leave_out(map(Path, others), folder, "images", notes)
+    leave_out((folder / file for file in others), folder, "images", notes)
     return images
 
 
-def _files(folder: str | Path) -> Iterator[str]:
-    """Yield the files of a folder, at any depth, sorted, without the hidden ones."""
+def _files(folder: str | Path, before: str = "") -> Iterator[str]:
+    """Yield the files of a folder, at any depth, sorted, without the hidden ones: paths from it,
+    after `before`."""
     with os.scandir(folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             if entry.name.startswith("."):
                 continue
             if entry.is_dir():
-                yield from _files(entry.path)
+                yield from _files(entry.path, f"{before}{entry.name}/")
             else:
-                yield entry.path
+                yield before + entry.name
 
 
 def read_image(path: Path, channels: int) -> Image.Image:

@@ -195,6 +195,14 @@ class NDLightNet(Backbone):
         """Return the names of decays, angles and the like, which weight decay would distort."""
         return undecayed_names(self)
 
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return patterns of the names of parameters that tell the layers apart, from the embedding
+        to the head, in timm's form, for the decay of learning rates by layer."""
+        return {
+            "stem": r"^(?:embed|tpe)\.",
+            "blocks": [(r"^blocks\.(\d+)\.", None), (r"^norm\.", (99999,))],
+        }
+
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the blocks in the backward pass instead of storing their activations."""
         self.grad_checkpointing = enable

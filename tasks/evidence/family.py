@@ -25,7 +25,7 @@ import gc
 import os
 import statistics
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -36,6 +36,7 @@ import torch
 import yaml
 from torch import nn
 
+from ndlightnet.training import AveragedWeights
 from ndlightnet.training.core.costs import state_size
 from ndlightnet.training.core.optim import warm_cosine
 from ndlightnet_evidence import catalogue, plots, runner, sets, tables, turns
@@ -62,11 +63,12 @@ class Plan:
     measured: dict[str, Run] = field(default_factory=dict)
 
     @property
-    def average(self) -> float:
-        """Return the decay of the config's AveragedWeights, 0 without it."""
+    def decay(self) -> Callable[[int], float] | None:
+        """The decay of the config's AveragedWeights at each step; None without it."""
         callbacks = self.config["trainer"].get("callbacks") or []
         found = (one for one in callbacks if one["class_path"].endswith(".AveragedWeights"))
-        return next((one.get("init_args", {}).get("decay", 0.999) for one in found), 0.0)
+        made = [AveragedWeights(**one.get("init_args", {})) for one in found]
+        return made[0].decay_of if made else None
 
 
 def scratch() -> None:
@@ -83,7 +85,7 @@ def begin(plan: Plan, row: dict[str, Any], seed: int) -> Steps:
     net = catalogue.network(model["net"], row).to(runner.device()).train()
     clip = plan.config["trainer"]["gradient_clip_val"]
     loss = partial(plan.data.loss, net)
-    steps = Steps(net, loss, model["weight_decay"], clip, plan.average)
+    steps = Steps(net, loss, model["weight_decay"], clip, plan.decay)
     if plan.compiles:
         # Blocks are alike, so that they are compiled once for all. The graphs of more rows than
         # torch allows by default would silently not be compiled.

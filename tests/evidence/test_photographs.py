@@ -91,11 +91,11 @@ def test_erased_boxes_are_zero_in_some_images():
 
 def test_the_average_follows_the_weights():
     net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    steps = Steps(net, lambda x: net(x).square().sum(), 0.0, 1.0, average=0.5)
+    decays = (0.1, 0.2, 0.5, 0.4)
+    steps = Steps(net, lambda x: net(x).square().sum(), 0.0, 1.0, decays.__getitem__)
     expected = {k: v.clone().double() for k, v in net.state_dict().items()}
-    for number in range(4):
+    for keep in decays:
         steps(0.1, torch.randn(5, 3))
-        keep = min(0.5, (1 + number) / (10 + number))
         for name, now in net.state_dict().items():
             expected[name] = keep * expected[name] + (1 - keep) * now
     for name, value in steps.averaged.state_dict().items():

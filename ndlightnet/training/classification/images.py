@@ -162,6 +162,10 @@ class ImageTask(ClassificationTask):
         data = self.data()
         self.expect(dims=len(data.space), in_chans=data.channels, num_classes=len(data.classes))
 
+    def example_inputs(self) -> tuple[Tensor, ...]:
+        data = self.data()
+        return (torch.zeros(data.batch_size, data.channels, *data.space, device=self.device),)
+
     def probabilities(self, *inputs: Any) -> Tensor:
         (images,), answer = inputs, super().probabilities
         return torch.stack([answer(images.flip(way)) for way in mirrorings(self.mirror)]).mean(0)

@@ -198,6 +198,11 @@ class VideoTask(ClassificationTask):
                 f"num_classes={outputs}"
             )
 
+    def example_inputs(self) -> tuple[Tensor, ...]:
+        data = self.data()
+        shape = (data.batch_size, 3, data.frames, data.size, data.size)
+        return (torch.zeros(shape, device=self.device),)
+
     def probabilities(self, *inputs: Any) -> Tensor:
         (clips,) = inputs
         return predict_clips(self.net, clips)
@@ -235,7 +240,11 @@ class VideoTask(ClassificationTask):
         self.strips, early = self.gathered(self.strips), self.gathered(self.early)
         classes = probabilities.shape[1]
         top5 = multiclass_accuracy(probabilities, labels, classes, "micro", top_k=min(5, classes))
-        metrics: dict[str, Any] = {"top5": float(top5), "parameters": parameter_count(self.net)}
+        metrics: dict[str, Any] = {
+            "top5": float(top5),
+            "parameters": parameter_count(self.net),
+            "samples_per_second": self.cost.measured()["samples_per_second"],
+        }
         if early:
             right = torch.stack(list(early.values())).argmax(-1) == labels[:, None]
             metrics["top1_after_each_frame_of_tokens"] = right.float().mean(0).tolist()

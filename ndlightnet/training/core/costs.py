@@ -39,18 +39,22 @@ class Meter:
 
 
 class CostMonitor(L.Callback):
-    """Measures a training; its checkpoints hold the result in their entry "cost".
+    """Measures a training; its checkpoints hold the result in their entry "cost". The progress bar
+    shows the samples a second of this epoch, waiting for data included, of all processes.
 
     Args:
         each: "step": time forward, backward and update of every step, with its batch already on
             the device. "epoch": time the mean step of every epoch, waiting for data included:
-            waiting for the device in every step slows small networks down.
+            waiting for the device in every step slows small networks down. None: neither.
 
     seconds: of each step, or of the mean step of each epoch. peak: the most bytes of a CUDA device.
+    throughput: samples a second of each epoch.
     """
 
-    def __init__(self, each: Literal["step", "epoch"] = "step") -> None:
+    def __init__(self, each: Literal["step", "epoch"] | None = "step") -> None:
         self.each, self.seconds, self.peak = each, list[float](), 0
+        self.throughput = list[float]()
+        self.begun, self.samples = time.perf_counter(), 0  # of this epoch, without validations
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # runs before the other callbacks, so that their work at the end of a step is not timed
@@ -62,8 +66,15 @@ class CostMonitor(L.Callback):
         self.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.begun, self.samples = time.perf_counter(), 0
         if self.each == "epoch":
             self.meter = Meter(pl_module.device)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.paused = time.perf_counter()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.begun += time.perf_counter() - self.paused
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -75,26 +86,37 @@ class CostMonitor(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any,
         batch_idx: int,
     ) -> None:  # fmt: skip
-        if self.each == "step" or trainer.is_last_batch:  # before a validation
+        if self.each and (self.each == "step" or trainer.is_last_batch):  # before a validation
             seconds, peak = self.meter.read()
             self.seconds.append(seconds / (1 if self.each == "step" else batch_idx + 1))
             self.peak = max(self.peak, peak)
+        # of a batch (..., numbers), or of a tensor
+        self.samples += len(batch[-1] if isinstance(batch, list | tuple) else batch)
+        if trainer.is_last_batch and self.each is None and pl_module.device.type == "cuda":
+            torch.cuda.synchronize(pl_module.device)
+        rate = trainer.world_size * self.samples / (time.perf_counter() - self.begun)
+        pl_module.log("samples/s", rate, prog_bar=True, batch_size=1)
+        if trainer.is_last_batch:
+            self.throughput.append(rate)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        checkpoint["cost"] = [self.seconds, self.peak]
+        checkpoint["cost"] = [self.seconds, self.peak, self.throughput]
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        saved = checkpoint["cost"]
-        if len(saved) != 2 or not isinstance(saved[0], list):  # before 0.1: a pair of each epoch
+        saved = checkpoint.get("cost", [])  # before 0.1: not of every task
+        if not saved or not isinstance(saved[0], list):  # before 0.1: a pair of each epoch
             saved = [[seconds for seconds, _ in saved], max((peak for _, peak in saved), default=0)]
-        self.seconds, self.peak = [*saved[0]], saved[1]
+        self.seconds, self.peak, throughput = [*saved[0]], saved[1], saved[2:]
+        self.throughput = [*throughput[0]] if throughput else []
 
     def measured(self) -> dict[str, float | None]:
-        """Return, for metrics.json, step_ms, the median, and peak_memory_gb (without activations
-        in the private memory of a CUDA graph). None: not trained here, or no GPU."""
+        """Return, for metrics.json, step_ms, the median, peak_memory_gb (without activations in the
+        private memory of a CUDA graph) and samples_per_second, the median over epochs. None: not
+        trained here, not measured, or no GPU."""
         return {
             "step_ms": 1e3 * statistics.median(self.seconds) if self.seconds else None,
             "peak_memory_gb": self.peak / 1e9 or None,
+            "samples_per_second": statistics.median(self.throughput) if self.throughput else None,
         }
 
 

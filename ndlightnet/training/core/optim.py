@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,10 @@ import lightning as L
 import torch
 from torch import nn
 
+from ndlightnet.data.errors import DataError
 from ndlightnet.nn.block import undecayed_names
+
+BEFORE = 99999.0  # timm's mark of parameters that belong to the layer before
 
 
 def decayed_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -25,25 +29,85 @@ def decayed_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     ]
 
 
-def warm_cosine(step: int, total: int) -> float:
+def layer_numbers(net: nn.Module) -> dict[str, int]:
+    """Return the layer of each parameter, from 0 for the embedding to the head, by the patterns of
+    the network's `group_matcher`, as timm reads them. DataError for a network without one."""
+    matcher: Any = getattr(net, "group_matcher", None)
+    if matcher is None:
+        raise DataError(
+            f"model.layer_decay: {type(net).__name__} does not tell its layers, expected null or "
+            "a network with a method group_matcher, such as NDLightNet or those of timm"
+        )
+    rules = [
+        (pattern, float(number), last or ())
+        for number, rule in enumerate(matcher(coarse=False).values())
+        for pattern, last in ([(rule, None)] if isinstance(rule, str) else rule or [])
+    ]
+
+    def place(name: str) -> tuple[float, ...]:
+        for pattern, number, last in rules:
+            if found := re.match(pattern, name):
+                return (number, *(float(n) for n in found.groups() if n is not None), *last)
+        return (math.inf,)  # such as the head
+
+    places = {name: place(name) for name, _ in net.named_parameters()}
+    numbers: dict[tuple[float, ...], int] = {}
+    for key in sorted({*places.values()}):
+        last = max(numbers.values(), default=-1)
+        numbers[key] = last if numbers and key[-1] == BEFORE else last + 1
+    return {name: numbers[key] for name, key in places.items()}
+
+
+def layered_groups(
+    groups: list[dict[str, Any]], net: nn.Module, lr: float, layer_decay: float
+) -> list[dict[str, Any]]:
+    """Split parameter groups by layer: the rate of the last layer is `lr`, that of the one before
+    `layer_decay` times as high, and so on."""
+    layers = layer_numbers(net)
+    of = {id(parameter): layers[name] for name, parameter in net.named_parameters()}
+    most = max(layers.values())
+    return [
+        {**group, "params": own, "lr": lr * layer_decay ** (most - layer)}
+        for group in groups
+        for layer in range(most + 1)
+        if (own := [p for p in group["params"] if of[id(p)] == layer])
+    ]
+
+
+def warm_cosine(step: int, total: int, warmup: int | None = None, end: float = 0.01) -> float:
     """Return the learning rate of a step as a fraction of the highest: it rises linearly over the
-    first 5 % of the steps, then falls on a cosine to 1 %."""
-    warmup = max(1, total // 20)
+    first `warmup` steps (default: 5 %), then falls on a cosine to the fraction `end`."""
+    warmup = max(1, total // 20 if warmup is None else warmup)
     if step < warmup:
         return (step + 1) / warmup
     done = min(1.0, (step - warmup) / max(1, total - warmup))
-    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done))
+    return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def adamw_with_cosine(
-    task: L.LightningModule, net: nn.Module, lr: float, weight_decay: float
+    task: L.LightningModule,
+    net: nn.Module,
+    lr: float,
+    weight_decay: float,
+    warmup_epochs: float | None = None,
+    min_lr: float | None = None,
+    layer_decay: float | None = None,
 ) -> Any:
-    """Return AdamW and the schedule of `warm_cosine`.
+    """Return AdamW and the schedule of `warm_cosine`; see Task for the arguments.
 
     torch's CosineAnnealingLR is not used: its checkpoint holds the number of steps. A training that
     is resumed for more steps would reach its lowest rate at the old end, and rise again after it.
     """
-    optimizer = torch.optim.AdamW(decayed_groups(net, weight_decay), lr=lr)
+    groups = decayed_groups(net, weight_decay)
+    if layer_decay is not None:
+        groups = layered_groups(groups, net, lr, layer_decay)
+    optimizer = torch.optim.AdamW(groups, lr=lr)
     total = int(task.trainer.estimated_stepping_batches)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warm_cosine, total=total))
+    warmup = None
+    if warmup_epochs is not None:
+        steps = task.trainer.num_training_batches / task.trainer.accumulate_grad_batches
+        warmup = round(warmup_epochs * steps)
+    end = 0.01 if min_lr is None else min_lr / lr
+    rate = partial(warm_cosine, total=total, warmup=warmup, end=end)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

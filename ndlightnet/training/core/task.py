@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import lightning as L
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ndlightnet.data.errors import DataError, fitting
 from ndlightnet.data.visits import mixed
@@ -35,7 +35,13 @@ class Task(L.LightningModule):
     Args:
         net: the network.
         lr, weight_decay: of AdamW, with warm-up and a cosine schedule.
+        warmup_epochs: epochs of the warm-up; default: 5 % of the steps.
+        min_lr: the learning rate at the end; default: 1 % of `lr`.
+        layer_decay: the rate of each layer / that of the next one, below 1 to fine-tune; default:
+            all have the same. For an NDLightNet, and networks of timm.
         compile: training runs the network through torch.compile.
+        cuda_graph: training on one GPU replays the network from a CUDA graph: small networks take
+            more time in Python than on the GPU. For batches of one shape.
         grad_checkpointing: training stores only the inputs of blocks and computes the rest again in
             the backward pass: less memory, more time.
 
@@ -45,7 +51,7 @@ class Task(L.LightningModule):
 
     # entries of a checkpoint that `on_load_checkpoint` and Lightning need
     saved: tuple[str, ...] = ("names", "pytorch-lightning_version")
-    # what CostMonitor times in training, None: nothing; otherwise "cost" is one of `saved`
+    # what CostMonitor times in training beside the throughput; if any, "cost" is one of `saved`
     measures: Literal["step", "epoch"] | None = None
 
     def __init__(
@@ -55,18 +61,37 @@ class Task(L.LightningModule):
         weight_decay: float = 0.05,
         compile: bool = False,
         grad_checkpointing: bool = False,
+        cuda_graph: bool = False,
+        warmup_epochs: float | None = None,
+        min_lr: float | None = None,
+        layer_decay: float | None = None,
     ) -> None:
         super().__init__()
         self.net, self.lr, self.weight_decay, self.compiles = net, lr, weight_decay, compile
+        good = not (cuda_graph and compile)
+        check("model.cuda_graph", cuda_graph, good, "false with model.compile=True")
+        good = warmup_epochs is None or warmup_epochs >= 0
+        check("model.warmup_epochs", warmup_epochs, good, "0 or more epochs")
+        good = min_lr is None or 0 <= min_lr <= lr
+        check("model.min_lr", min_lr, good, f"0 to model.lr={lr:g}")
+        good = layer_decay is None or 0 < layer_decay <= 1
+        check("model.layer_decay", layer_decay, good, "a fraction above 0, at most 1")
+        self.graphed: list[torch.Size] = []  # shapes of the inputs of the CUDA graph
+        self.cuda_graph, self.layer_decay = cuda_graph, layer_decay
+        self.warmup_epochs, self.min_lr = warmup_epochs, min_lr
         if grad_checkpointing:
             checkpoint_blocks(net)
-        self.cost = CostMonitor(self.measures or "step")
+        self.cost = CostMonitor(self.measures)
         self.failures: list[str] = []
         self.notes: list[str] = []
         self.summary = ""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Call the network as training does: compiled, if so configured."""
+        """Call the network as training does: compiled or from a graph, if so configured."""
+        if self.graphed and self.training and [x.shape for x in inputs] != self.graphed:
+            here, there = ([tuple(shape) for shape in some]
+                           for some in ((x.shape for x in inputs), self.graphed))  # fmt: skip
+            raise DataError(f"model.cuda_graph: true, got a batch of {here}, expected {there}")
         if not self.compiles:
             return self.net(*inputs, **named)
         if "compiled" not in vars(self):
@@ -75,7 +100,7 @@ class Task(L.LightningModule):
         return vars(self)["compiled"](*inputs, **named)
 
     def configure_callbacks(self) -> list[L.Callback]:
-        return [self.cost] if self.measures else []
+        return [self.cost]
 
     def data(self) -> Any:
         module = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -109,7 +134,38 @@ class Task(L.LightningModule):
             self.failures.append(str(error))
 
     def configure_optimizers(self) -> Any:
-        return adamw_with_cosine(self, self.net, self.lr, self.weight_decay)
+        return adamw_with_cosine(
+            self, self.net, self.lr, self.weight_decay, self.warmup_epochs, self.min_lr,
+            self.layer_decay,
+        )  # fmt: skip
+
+    def example_inputs(self) -> tuple[Tensor, ...] | None:
+        """Return inputs of the network like those of every training batch, on the task's device,
+        for `cuda_graph`; None: they have many shapes."""
+        return None
+
+    def on_fit_start(self) -> None:
+        """Capture the network in a CUDA graph, if so configured."""
+        if not self.cuda_graph:
+            return
+        inputs = self.example_inputs()
+        if inputs is None:
+            raise DataError(
+                f"model.cuda_graph: true, expected false: batches of {type(self).__name__} have "
+                "many shapes"
+            )
+        if self.device.type != "cuda":
+            return
+        if self.trainer.world_size > 1:
+            raise DataError("model.cuda_graph: true, expected false with several devices")
+        precision = self.trainer.precision_plugin
+        inputs = precision.convert_input(inputs)
+        with precision.forward_context():
+            kind, autocast = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        # a weight cast before the capture would not be cast again in the replays
+        with torch.autocast("cuda", kind, autocast, cache_enabled=False):
+            torch.cuda.make_graphed_callables(self.net.train(), inputs)
+        self.graphed = [x.shape for x in inputs]
 
     def on_train_epoch_start(self) -> None:
         # random numbers of the network, such as dropout, follow from the seed, the epoch and the

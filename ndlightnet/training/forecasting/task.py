@@ -53,6 +53,12 @@ class ForecastTask(Task):
                 f"{self.net.in_chans}"
             )
 
+    def example_inputs(self) -> tuple[Tensor, ...]:
+        data = self.data()
+        steps = data.input_length + data.horizon
+        values = torch.zeros(data.batch_size, data.input_length, len(data.columns))
+        return values.to(self.device), torch.zeros(data.batch_size, steps, 4, device=self.device)
+
     def training_step(self, batch: tuple[Any, ...], _: int) -> Tensor:
         values, times, target, _index = batch
         loss = nn.functional.mse_loss(self(values, times).float(), target)

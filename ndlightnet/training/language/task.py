@@ -64,6 +64,10 @@ class TextTask(Task):
                 "that are held out to test, 0 for none"
             )
 
+    def example_inputs(self) -> tuple[Tensor, ...]:
+        shape = (self.data().batch_size, self.data().length)
+        return (torch.zeros(shape, dtype=torch.int64, device=self.device),)
+
     def training_step(self, batch: Tensor, _: int) -> Tensor:
         loss = token_nll(self, batch).mean()
         bits = loss.detach() / math.log(2)

@@ -44,8 +44,6 @@ class SegmentationTask(Task):
         tolerance_mm: tolerance of the surface Dice (NSD).
         dicom_seg: predict writes DICOM-SEG, too, where the source is DICOM.
         lr, weight_decay: of AdamW, with warm-up and a cosine schedule.
-        cuda_graph: training replays the network from a CUDA graph: small networks take more time in
-            Python than on the GPU.
         others: as in Task.
     """
 
@@ -65,7 +63,6 @@ class SegmentationTask(Task):
         dicom_seg: bool = False,
         lr: float = 1e-3,
         weight_decay: float = 0.01,
-        cuda_graph: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(net, lr=lr, weight_decay=weight_decay, **kwargs)
@@ -76,10 +73,8 @@ class SegmentationTask(Task):
         axes, most = mirror_axes or [], getattr(net, "dims", 4)
         good = len({*axes} & {*range(most)}) == len(axes)
         check("model.mirror_axes", axes, good, f"different axes from 0 to {most - 1}")
-        good = not (cuda_graph and self.compiles)
-        check("model.cuda_graph", cuda_graph, good, "false with model.compile=True")
         check("model.tolerance_mm", tolerance_mm, tolerance_mm >= 0, "0 or more mm")
-        self.window, self.overlap, self.cuda_graph = window, overlap, cuda_graph
+        self.window, self.overlap = window, overlap
         self.mirror_axes, self.largest, self.ensemble = mirror_axes or [], largest, ensemble or []
         self.tolerance_mm, self.dicom_seg = tolerance_mm, dicom_seg
         self.loss = DiceCELoss(include_background=False, to_onehot_y=True, softmax=True, batch=True)
@@ -113,18 +108,10 @@ class SegmentationTask(Task):
                 f"{self.data().root}: {channels} channels, but the network has in_channels={inputs}"
             )
 
-    def on_fit_start(self) -> None:
-        if not self.cuda_graph or self.device.type != "cuda":
-            return
-        if self.trainer.world_size > 1:
-            raise DataError("model.cuda_graph: true, expected false with several devices")
+    def example_inputs(self) -> tuple[Tensor, ...]:
         data = self.data()
-        x = torch.zeros(data.batch_size, data.in_channels, *data.patch, device=self.device)
-        with self.trainer.precision_plugin.forward_context():
-            kind, mixed = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
-        # a weight cast before the capture would not be cast again in the replays
-        with torch.autocast("cuda", kind, mixed, cache_enabled=False):
-            torch.cuda.make_graphed_callables(self.net.train(), (x,))
+        shape = (data.batch_size, data.in_channels, *data.patch)
+        return (torch.zeros(shape, device=self.device),)
 
     def on_train_start(self) -> None:
         # Lightning omits on_train_epoch_start where it resumes within or at the end of an epoch

@@ -58,19 +58,18 @@ class Steps:
     """Steps of AdamW on `loss(*inputs)` with clipped gradients, replayed from one CUDA graph for
     each shape of inputs.
 
-    average: decay of an exponential average of the weights and buffers, held by the network
-    `averaged`; smaller in the first steps, min(average, (1 + step) / (10 + step)). 0: `averaged`
-    is the network itself.
+    decay: of an exponential average of the weights and buffers, held by the network `averaged`, as
+    a function of the step. None: `averaged` is the network itself.
     """
 
     def __init__(
         self, net: nn.Module, loss: Callable[..., Tensor], weight_decay: float, clip: float,
-        average: float = 0.0,
+        decay: Callable[[int], float] | None = None,
     ) -> None:  # fmt: skip
-        self.net, self.loss, self.clip, self.average = net, loss, clip, average
+        self.net, self.loss, self.clip, self.decay = net, loss, clip, decay
         device = next(net.parameters()).device
         self.rate, self.weight = torch.zeros((2,), device=device).unbind()
-        self.averaged = deepcopy(net).requires_grad_(False) if average else net
+        self.averaged = deepcopy(net).requires_grad_(False) if decay else net
         self.done = 0
         self.optimizer = torch.optim.AdamW(
             decayed_groups(net, weight_decay), lr=self.rate, capturable=device.type == "cuda"
@@ -83,7 +82,8 @@ class Steps:
         if shapes not in self.replays:
             self.replays[shapes] = self._prepare(inputs)
         self.rate.fill_(rate)
-        self.weight.fill_(1 - min(self.average, (1 + self.done) / (10 + self.done)))
+        if self.decay is not None:
+            self.weight.fill_(1 - self.decay(self.done))
         self.done += 1
         return self.replays[shapes](*inputs)
 
@@ -109,7 +109,7 @@ class Steps:
         value.backward()
         nn.utils.clip_grad_norm_(self.net.parameters(), self.clip)
         self.optimizer.step()
-        if self.average:
+        if self.decay is not None:
             self._move_average()
         return value.detach()
 

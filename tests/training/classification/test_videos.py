@@ -52,6 +52,7 @@ def test_metrics_of_the_test(run):
     metrics = json.loads((run / "metrics.json").read_text())
     assert set(metrics) == {
         "top1", "top5", "balanced_accuracy", "recall", "majority_class", "videos", "parameters",
+        "samples_per_second",
         "confusion",
     }  # fmt: skip
     matrix = np.array(metrics["confusion"])

@@ -115,13 +115,14 @@ def trained(monkeypatch, each: str, readings: list[tuple[float, int]], epochs: i
     """A monitor after epochs of four steps, read by a meter of ours."""
     ahead = iter(readings)
     monkeypatch.setattr(costs, "Meter", lambda device: SimpleNamespace(read=lambda: next(ahead)))
-    monitor, task = CostMonitor(each), SimpleNamespace(device=torch.device("cpu"))
+    monitor, batch = CostMonitor(each), (torch.zeros(2, 3), torch.zeros(2))
+    task = SimpleNamespace(device=torch.device("cpu"), log=lambda *_, **__: None)
     for _ in range(epochs):
         monitor.on_train_epoch_start(None, task)
         for number in range(4):
-            trainer = SimpleNamespace(is_last_batch=number == 3)
-            monitor.on_train_batch_start(trainer, task, None, number)
-            monitor.on_train_batch_end(trainer, task, None, None, number)
+            trainer = SimpleNamespace(is_last_batch=number == 3, world_size=1)
+            monitor.on_train_batch_start(trainer, task, batch, number)
+            monitor.on_train_batch_end(trainer, task, None, batch, number)
     assert next(ahead, None) is None
     return monitor
 
@@ -129,27 +130,31 @@ def trained(monkeypatch, each: str, readings: list[tuple[float, int]], epochs: i
 def test_costs_of_epochs_and_cases(monkeypatch):
     readings = [(8.0, 3 * 10**9), (2.0, 10**9), (4.0, 2 * 10**9)]
     monitor, net = trained(monkeypatch, "epoch", readings, 3), nn.Linear(7, 3)
+    monitor.throughput = [30.0, 10.0, 20.0]
     cases = [(5.0, 10**8), (1.0, 4 * 10**8), (2.0, 10**8)]
     assert case_costs(net, monitor, cases, (1, 7)) == {
         "parameters": 24, "gflops": 42e-9, "step_ms": 1000.0, "peak_memory_gb": 3.0,
-        "case_seconds": 2.0, "case_memory_gb": 0.4,
+        "samples_per_second": 20.0, "case_seconds": 2.0, "case_memory_gb": 0.4,
     }  # fmt: skip
 
 
 def test_an_epoch_that_was_begun_before_the_checkpoint(monkeypatch):
     """Lightning starts none then: the time of its rest counts."""
     monkeypatch.setattr(costs, "Meter", lambda device: SimpleNamespace(read=lambda: (3.0, 0)))
-    monitor, task = CostMonitor("epoch"), SimpleNamespace(device=torch.device("cpu"))
+    monitor = CostMonitor("epoch")
+    task = SimpleNamespace(device=torch.device("cpu"), log=lambda *_, **__: None)
     monitor.on_train_start(None, task)
-    monitor.on_train_batch_end(SimpleNamespace(is_last_batch=True), task, None, None, 2)
+    trainer = SimpleNamespace(is_last_batch=True, world_size=1)
+    monitor.on_train_batch_end(trainer, task, None, torch.zeros(3), 2)
     assert monitor.seconds == [1.0]
 
 
 def test_costs_of_steps(monkeypatch):
     monitor = trained(monkeypatch, "step", [(0.5, 10**9), (0.1, 0), (0.2, 2 * 10**9), (0.2, 0)])
+    monitor.throughput = [8.0, 6.0]
     assert training_costs(nn.Linear(7, 3), monitor) == {
         "parameters": 24, "steps": 4, "train_seconds": 1.0, "step_ms": 200.0,
-        "peak_memory_gb": 2.0, "state_size": None,
+        "peak_memory_gb": 2.0, "samples_per_second": 7.0, "state_size": None,
     }  # fmt: skip
 
 
@@ -167,8 +172,31 @@ def test_checkpoints_keep_the_cost(monkeypatch, tmp_path):
         torch.save(content, tmp_path / "x.ckpt")
         other.on_load_checkpoint(None, None, torch.load(tmp_path / "x.ckpt", weights_only=True))
         found = (other.seconds, other.peak)
-        known = {0: ([], 0), 1: ([2.0], 6), 2: ([2.0, 0.5], 6)}[len(content["cost"])]
+        known = {0: ([], 0), 1: ([2.0], 6)}.get(len(content["cost"]), ([2.0, 0.5], 6))
         assert found == known
+        assert other.throughput == (monitor.throughput if content is saved else [])
+
+
+def test_samples_a_second_without_the_validations(monkeypatch):
+    """Of all processes, in the progress bar, and of whole epochs in the checkpoint."""
+    clock, logged = [0.0], []
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: clock[0])
+    task = SimpleNamespace(device=torch.device("cpu"))
+    task.log = lambda name, value, **how: logged.append((name, value, how["prog_bar"]))
+    monitor = CostMonitor(None)
+    monitor.on_train_epoch_start(None, task)
+    for number, batch in enumerate([torch.zeros(6, 2), (torch.zeros(1, 9), torch.zeros(4))]):
+        clock[0] += 2
+        trainer = SimpleNamespace(is_last_batch=number == 1, world_size=3)
+        monitor.on_train_batch_end(trainer, task, None, batch, number)
+        monitor.on_validation_start(trainer, task)
+        clock[0] += 100
+        monitor.on_validation_end(trainer, task)
+    assert logged == [("samples/s", rate, True) for rate in (9.0, 7.5)]
+    assert monitor.throughput == [7.5] and monitor.seconds == []
+    assert monitor.measured() == {
+        "step_ms": None, "peak_memory_gb": None, "samples_per_second": 7.5
+    }  # fmt: skip
 
 
 def test_it_is_the_first_of_the_callbacks():

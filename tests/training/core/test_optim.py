@@ -9,8 +9,10 @@ import pytest
 from torch import nn
 
 from ndlightnet import NDLightNet, NDLightUNet
+from ndlightnet.data.errors import DataError
 from ndlightnet.nn.local import LocalMixing
-from ndlightnet.training.core.optim import adamw_with_cosine, decayed_groups
+from ndlightnet.training import ImageTask
+from ndlightnet.training.core.optim import adamw_with_cosine, decayed_groups, layer_numbers
 
 NETS = {
     "net": lambda: NDLightNet(3, num_classes=4, patch_size=4, embed_dim=16, depth=2),
@@ -45,11 +47,13 @@ def test_frozen_parameters_are_left_out():
     assert len(kept) == len(list(net.parameters())) - 1
 
 
-def rates(steps: int, lr: float = 0.5) -> list[float]:
-    """The rate at every step of a run of `steps`, and after its last."""
+def rates(steps: int, lr: float = 0.5, **options: float) -> list[float]:
+    """The rate at every step of a run of `steps`, and after its last; 10 steps an epoch."""
     task, net = L.LightningModule(), nn.Linear(2, 2)
-    task._trainer = SimpleNamespace(estimated_stepping_batches=steps)
-    made = adamw_with_cosine(task, net, lr, 0.0)
+    task._trainer = SimpleNamespace(
+        estimated_stepping_batches=steps, num_training_batches=20, accumulate_grad_batches=2
+    )
+    made = adamw_with_cosine(task, net, lr, 0.0, **options)
     assert made["lr_scheduler"]["interval"] == "step"
     optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
     found = [optimizer.param_groups[0]["lr"]]
@@ -107,3 +111,69 @@ def test_optimizer_trains_every_parameter_with_the_decay_asked_for():
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.03, 0.0]
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     assert count == len(list(net.parameters()))
+
+
+def test_warmup_and_the_last_rate_are_as_asked_for():
+    found = rates(200, warmup_epochs=3, min_lr=0.1)
+    assert found[0] == pytest.approx(0.5 / 30) and found[29] == found[30] == pytest.approx(0.5)
+    assert found[-1] == pytest.approx(0.1) and all(a > b for a, b in pairwise(found[30:]))
+    assert rates(200, warmup_epochs=0.55)[4] == pytest.approx(0.5 * 5 / 6)
+    found = rates(20, warmup_epochs=0, min_lr=0)
+    assert found[0] == 0.5 and found[-1] == pytest.approx(0)
+    found = rates(20, warmup_epochs=4)  # a warm-up that is longer than the training
+    assert found[-2] == pytest.approx(0.5 * 20 / 40)
+
+
+def test_rates_decay_by_layer():
+    """As in timm: the embedding has the lowest rate, the head that of the schedule."""
+    net = NETS["net"]()
+    layers = layer_numbers(net)
+    assert {name.split(".")[0] for name, n in layers.items() if n == 0} == {"embed", "tpe"}
+    assert {name.split(".")[1] for name, n in layers.items() if n == 1} == {"0"}
+    assert {name.split(".")[0] for name, n in layers.items() if n == 2} == {"blocks", "norm"}
+    assert {name for name, n in layers.items() if n == 3} == {"head.weight", "head.bias"}
+    task = L.LightningModule()
+    task._trainer = SimpleNamespace(estimated_stepping_batches=1)
+    optimizer = adamw_with_cosine(task, net, 0.8, 0.05, layer_decay=0.5)["optimizer"]
+    names = {id(parameter): name for name, parameter in net.named_parameters()}
+    seen = set()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            seen.add(name)
+            assert group["initial_lr"] == pytest.approx(0.8 * 0.5 ** (3 - layers[name])), name
+    assert seen == set(names.values())
+    plain = decayed_groups(net, 0.05)[1]["params"]
+    free = [p for group in optimizer.param_groups if not group["weight_decay"]
+            for p in group["params"]]  # fmt: skip
+    assert {id(p) for p in plain} == {id(p) for p in free}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224",
+                                  "convnext_atto", "resnet18"])  # fmt: skip
+def test_layers_of_timm_are_those_that_timm_finds(name):
+    timm = pytest.importorskip("timm")
+    net = timm.create_model(name)
+    found = timm.models.group_parameters(net, net.group_matcher(coarse=False), reverse=True)
+    assert layer_numbers(net) == found and max(found.values()) > 3
+
+
+def test_a_network_without_layers_in_order_is_refused():
+    task = L.LightningModule()
+    with pytest.raises(DataError, match=r"model\.layer_decay: NDLightUNet does not tell"):
+        adamw_with_cosine(task, NETS["unet"](), 1e-3, 0.05, layer_decay=0.7)
+
+
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        ({"warmup_epochs": -1}, r"model\.warmup_epochs: -1, expected 0 or more epochs"),
+        ({"lr": 1e-4, "min_lr": 1e-3}, r"model\.min_lr: 0\.001, expected 0 to model\.lr=0\.0001"),
+        ({"layer_decay": 1.5}, r"model\.layer_decay: 1\.5, expected a fraction above 0"),
+        ({"compile": True, "cuda_graph": True}, r"model\.cuda_graph: True, expected false with mo"),
+    ],
+)
+def test_options_of_a_task_that_cannot_be(options, line):
+    with pytest.raises(DataError, match=line):
+        ImageTask(NETS["net"](), **options)

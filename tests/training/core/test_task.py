@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.training import SegmentationTask, VideoTask
+from ndlightnet.training import SegmentationTask, SignalTask, VideoTask
+from ndlightnet.training.core.task import Task
 from ndlightnet.training.segmentation.data import VolumeData
 
 
@@ -83,3 +85,42 @@ def test_a_task_without_our_data_says_so():
     task._trainer = SimpleNamespace(datamodule=None)  # type: ignore[assignment]
     with pytest.raises(DataError, match="datamodule"):
         task.setup("fit")
+
+
+class OnACard(Task):
+    """As if it were there."""
+
+    device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
+
+    def example_inputs(self) -> tuple[torch.Tensor, ...]:
+        return (torch.zeros(2, 3),)
+
+
+def test_the_network_is_captured_with_a_batch_like_those_of_training(monkeypatch):
+    captured = []
+
+    def capture(net, inputs):
+        captured.append((net, net.training, [x.shape for x in inputs]))
+        assert not torch.is_autocast_cache_enabled()
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    net = nn.Linear(3, 1).eval()
+    task = OnACard(net, cuda_graph=True)
+    task._trainer = SimpleNamespace(  # type: ignore[assignment]
+        world_size=1, precision_plugin=MixedPrecision("bf16-mixed", "cpu")
+    )
+    task.on_fit_start()
+    assert captured == [(net, True, [(2, 3)])]
+    assert task(torch.ones(2, 3)).shape == (2, 1)
+    with pytest.raises(DataError, match=r"cuda_graph: true, got a batch of \[\(1, 3\)\], expected"):
+        task(torch.ones(1, 3))
+    assert task.eval()(torch.ones(1, 3)).shape == (1, 1)
+    task.trainer.world_size = 2
+    with pytest.raises(DataError, match="expected false with several devices"):
+        task.on_fit_start()
+
+
+def test_batches_of_many_shapes_are_not_captured():
+    with pytest.raises(DataError, match="batches of SignalTask have many shapes"):
+        SignalTask(nn.Identity(), cuda_graph=True).on_fit_start()
