@@ -43,7 +43,7 @@ DOORS = {
         {name: f"{SEGMENTATION}.{name}:{name}" for name in ("plan", "folds", "bundle")},
     ),
     "image_gen": Door(
-        "generate images, clips and volumes by diffusion", "GenerationTask", "ImageData",
+        "generate images, clips and volumes by diffusion", "GenerationTask", "LabelledData",
         "generated_digits",
     ),
     "text_lm": Door(

@@ -49,7 +49,7 @@ def sample(
     x = x * getattr(scheduler, "init_noise_sigma", 1.0)
     y = None if classes is None else classes.to(device)
     if guidance != 1 and y is not None:
-        y = torch.cat([torch.full_like(y, known), y])
+        y = torch.cat([torch.full_like(y, known or 0), y])
     for t in scheduler.timesteps:
         scaled = scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x
         if guidance == 1:

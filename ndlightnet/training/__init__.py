@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
+from ndlightnet.training.classification.data import LabelledData
 from ndlightnet.training.classification.images import HandwrittenDigits, ImageData, ImageTask
 from ndlightnet.training.classification.signals import SignalData, SignalTask
 from ndlightnet.training.classification.videos import MovingDigits, VideoData, VideoTask
@@ -26,6 +27,7 @@ __all__ = [
     "HandwrittenDigits",
     "ImageData",
     "ImageTask",
+    "LabelledData",
     "MovingDigits",
     "MovingPhantoms",
     "PhantomVolumes",

@@ -16,8 +16,6 @@ class LabelledData(L.LightningDataModule):
     """
 
     classes: tuple[str, ...] = ()
-    space: tuple[int, ...]
-    channels: int
 
     def to_pixels(self, x: Tensor) -> Tensor:
         """Undo the normalisation: (batch, channels, *space) -> uint8 of this shape, clipped."""

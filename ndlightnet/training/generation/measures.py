@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.data.errors import DataError, one_line
+from ndlightnet.data.errors import DataError
 from ndlightnet.models import NDLightNet
 from ndlightnet.models.weights import load_weights, read_checkpoint
 
@@ -93,7 +93,7 @@ def load_features(net: nn.Module | None, checkpoint: str | None) -> Features:
             return Features(NDLightNet.from_checkpoint(Path(checkpoint)))
         load_weights(net, read_checkpoint(checkpoint)[1], checkpoint)
     except (ValueError, FileNotFoundError) as error:
-        raise DataError(f"model.features_checkpoint: {one_line(error)}") from error
+        raise DataError(f"model.features_checkpoint: {error}") from error
     return Features(net)
 
 

@@ -40,8 +40,9 @@ def save_sheet(path: Path, rows: Sequence[tuple[str, Sequence[Tensor]]]) -> None
     """Write a picture with a row for each (caption, samples (channels, *space) uint8)."""
     strips = [(name, _tiled([view(one) for one in samples])) for name, samples in rows if samples]
     widest = max(strip.shape[1] for _, strip in strips)
-    tall = [max(0.35, 9 * len(strip) / widest) + 0.2 for _, strip in strips]
-    figure, axes = panels_of(len(strips), 1, (9, sum(tall)))
+    width = min(9.0, widest / max(len(strip) for _, strip in strips))  # an inch for a square
+    tall = [width * len(strip) / widest + 0.2 for _, strip in strips]
+    figure, axes = panels_of(len(strips), 1, (width, sum(tall)))
     for axis, (name, strip) in zip(axes[:, 0], strips, strict=True):
         missing = ((0, 0), (0, widest - strip.shape[1]), (0, 0))
         axis.imshow(np.pad(strip, missing, constant_values=255), interpolation="nearest")

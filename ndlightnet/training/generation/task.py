@@ -268,22 +268,25 @@ class GenerationTask(Task):
 
     def compare_with_training(self, features: Tensor, drawn: int) -> tuple[Nearest, Tensor]:
         """Return the training samples that are nearest to samples, whose features are the first
-        `drawn`, and to test samples, whose features follow; and the features of up to as many
-        training samples as there are samples."""
+        `drawn`, and to test samples, whose features follow; and the features of about as many
+        training samples as there are samples, at random."""
         data = self.data()
         data.setup("fit")
         loader = data.plain_train_dataloader()
         first = self.neighbours(drawn)
         order = torch.tensor(first + sorted(set(range(len(features))) - set(first)))
         nearest, kept = Nearest(features[order], len(first)), []
-        every = max(1, len(loader) * data.batch_size // drawn)
+        share, rng = (
+            drawn / (len(loader) * data.batch_size),
+            torch.Generator().manual_seed(self.seed),
+        )
         for x, labels, *_ in batches_of(data, loader, self.device):
             found = self.measured(x)
             nearest.update(found, labels, data.to_pixels(x))
-            kept.append(found[::every])
+            kept.append(found[torch.rand(len(found), generator=rng) < share])
         back = order.argsort().to(features.device)
         nearest.distances, nearest.labels = nearest.distances[back], nearest.labels[back]
-        return nearest, torch.cat(kept)[:drawn]
+        return nearest, torch.cat(kept)
 
     def on_predict_start(self) -> None:
         classes = self.data().classes
