@@ -44,7 +44,7 @@ DOORS = {
     ),
     "image_gen": Door(
         "generate images, clips and volumes by diffusion", "GenerationTask", "LabelledData",
-        "generated_digits",
+        "handwritten_gen",
     ),
     "text_lm": Door(
         "a language model of bytes", "TextTask", "TextData", "enwik8",

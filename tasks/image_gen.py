@@ -1,7 +1,7 @@
 """Generate images, clips and volumes by diffusion.
 
 python tasks/image_gen.py                     handwritten digits: train, sample, test
-python tasks/image_gen.py fit     --config configs/generated_digits.yaml
+python tasks/image_gen.py fit     --config configs/handwritten_gen.yaml
 python tasks/image_gen.py predict --config ... --ckpt_path .../last.ckpt
 """
 
