@@ -76,8 +76,9 @@ class Features:
     def __call__(self, x: Tensor) -> Tensor:
         if self.net is None:
             return x.flatten(1).float()
-        self.net.to(x.device)(x)
-        return self.held.flatten(1).float()
+        with torch.autocast(x.device.type, enabled=False):  # as exact for samples as for the test
+            self.net.to(x.device)(x.float())
+        return self.held.flatten(1)
 
 
 def load_features(net: nn.Module | None, checkpoint: str | None) -> Features:

@@ -113,6 +113,11 @@ class GenerationTask(Task):
             data.predict_dataloader = lambda: numbers
             data.on_after_batch_transfer = lambda batch, _: batch
             return
+        if not hasattr(data, "space"):
+            kind = type(data).__name__
+            raise DataError(f"data={kind}: expected data whose samples have one size")
+        labels = not (getattr(data, "mixup", 0) or getattr(data, "cutmix", 0))
+        check("data.mixup, data.cutmix", "above 0", labels, "0: mixed images are no samples")
         self.space = tuple(data.space)
         self.codec.shape(self.space)
         self.expect(dims=len(self.space), in_chans=self.codec.channels(data.channels))
@@ -197,6 +202,8 @@ class GenerationTask(Task):
 
     def test_step(self, batch: tuple[Any, ...], _: int) -> None:
         x, labels, numbers = batch
+        if not len(x):  # no file of the batch could be read
+            return
         found = self.measured(first_clips(x, self.space)).cpu()
         pairs = zip(found, labels.tolist(), strict=True)
         self.tested |= dict(zip(numbers.tolist(), pairs, strict=True))
