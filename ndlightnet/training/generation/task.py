@@ -99,10 +99,10 @@ class GenerationTask(Task):
         self.classifier = (features, features_checkpoint)
 
     def setup(self, stage: str) -> None:
-        data, known = self.data(), getattr(self.net, "num_classes", 0)
+        data = self.data()
         check("model.sampling_steps", self.sampling_steps, self.sampling_steps > 0, "1 or more")
         check("model.samples", self.samples, self.samples > 1, "2 or more")
-        guided = self.guidance == 1 or known > 0
+        guided = self.guidance == 1 or self.conditional
         check("model.guidance", self.guidance, guided, "1: model.net has num_classes=0")
         if stage == "test":  # the training samples are compared in one process
             check("trainer.devices", self.trainer.world_size, self.trainer.world_size == 1, "1")
@@ -121,18 +121,40 @@ class GenerationTask(Task):
         self.space = tuple(data.space)
         self.codec.shape(self.space)
         self.expect(dims=len(self.space), in_chans=self.codec.channels(data.channels))
-        if known:
+        if self.conditional:
             self.expect(num_classes=len(data.classes))
 
-    def conditions(self, labels: Tensor) -> Tensor | None:
-        """Return the classes that the network gets."""
-        return labels if getattr(self.net, "num_classes", 0) else None
+    @property
+    def conditional(self) -> bool:
+        """Whether the network knows classes."""
+        return getattr(self.net, "num_classes", 0) > 0
+
+    def example_inputs(self) -> tuple[Tensor, ...]:
+        data, (channels, *sizes) = self.data(), self.latent_shape(self.space)
+        with self.device:
+            inputs = torch.zeros(data.batch_size, channels, *sizes), torch.zeros(data.batch_size)
+            labels = torch.zeros(data.batch_size, dtype=torch.int64)
+        return (*inputs, labels) if self.conditional else inputs
+
+    def latent_shape(self, space: Sequence[int]) -> tuple[int, ...]:
+        """Return the channels and sizes of what the network generates for samples of a space."""
+        channels: Any = self.net.in_chans
+        return (channels, *self.codec.shape(space))
+
+    def loss(
+        self, net: Callable[..., Tensor], batch: tuple[Any, ...],
+        generator: torch.Generator | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the mean squared error of what the network predicts from noisy samples."""
+        x, labels, *_numbers = batch
+        x = self.codec.encode(first_clips(x, self.space))
+        noisy, t, target = noised(self.scheduler, x, self.timestep_density, generator)
+        inputs = (noisy, t, labels) if self.conditional else (noisy, t)
+        return mse_loss(net(*inputs).float(), target)
 
     def training_step(self, batch: tuple[Any, ...], _: int) -> Tensor:
-        x, labels, *_numbers = batch
-        noisy, t, target = noised(self.scheduler, self.codec.encode(x), self.timestep_density)
-        loss = mse_loss(self(noisy, t, self.conditions(labels)).float(), target)
-        self.log("loss", loss, prog_bar=True, batch_size=len(x))
+        loss = self.loss(self, batch)
+        self.log("loss", loss, prog_bar=True, batch_size=len(batch[0]))
         return loss
 
     def on_validation_epoch_start(self) -> None:
@@ -141,21 +163,19 @@ class GenerationTask(Task):
         trainer = self.trainer
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
-        rows = len(self.data().classes) if getattr(self.net, "num_classes", 0) else 1
+        rows = len(self.data().classes) if self.conditional else 1
         shown = spread(min(rows, ROWS), rows)
         labels = torch.tensor([label for label in shown for _ in range(COLUMNS // 2)])
         sheet = self.by_class(labels, self.generate(labels, self.space))
         save_sheet(self.out() / "samples" / f"epoch_{trainer.current_epoch + 1:04d}.png", sheet)
 
     def validation_step(self, batch: tuple[Any, ...], number: int) -> None:
-        x, labels, *_numbers = batch
-        rng = torch.Generator(x.device).manual_seed(mixed(self.seed, number))
-        x = first_clips(x, self.space)
-        noisy, t, target = noised(
-            self.scheduler, self.codec.encode(x), self.timestep_density, rng
-        )  # the same noise each time
-        loss = mse_loss(self.net(noisy, t, self.conditions(labels)).float(), target)
-        how: dict[str, Any] = {"batch_size": len(x), "sync_dist": True}
+        if not len(batch[0]):  # no file of the batch could be read
+            return
+        # the same noise each time
+        rng = torch.Generator(self.device).manual_seed(mixed(self.seed, number))
+        loss = self.loss(self.net, batch, rng)
+        how: dict[str, Any] = {"batch_size": len(batch[0]), "sync_dist": True}
         self.log("val_loss", loss, prog_bar=True, **how)
         self.log("val_score", -loss, **how)
 
@@ -167,19 +187,18 @@ class GenerationTask(Task):
         """Return samples of classes (n,) as pixels (n, channels, *space) uint8 on the CPU. The
         noise follows from `seed` and from the number of the first sample."""
         rng = torch.Generator().manual_seed(mixed(self.seed, first))
-        channels: Any = self.net.in_chans
         plugin: Any = self.trainer.precision_plugin
-        shape = (len(labels), channels, *self.codec.shape(space))
         with plugin.forward_context():
             latents = sample(
-                self.net, self.scheduler, shape, self.conditions(labels),
-                steps=self.sampling_steps, guidance=self.guidance, generator=rng, on_step=on_step,
+                self.net, self.scheduler, (len(labels), *self.latent_shape(space)),
+                labels if self.conditional else None, steps=self.sampling_steps,
+                guidance=self.guidance, generator=rng, on_step=on_step,
             )  # fmt: skip
             return self.codec.decode(latents).cpu()
 
     def by_class(self, labels: Tensor, pixels: Tensor) -> list[tuple[str, list[Tensor]]]:
         """Return the rows of a sheet: the name of a class, and the first of its samples."""
-        if self.conditions(labels) is None:
+        if not self.conditional:
             return [("", list(part)) for part in pixels[: ROWS * COLUMNS].split(COLUMNS)]
         found = labels.unique().tolist()
         return [
@@ -225,13 +244,13 @@ class GenerationTask(Task):
             "frechet": frechet_distance(features, real),
             "frechet_train": frechet_distance(train, real),
             "precision": precision, "recall": recall,
-            "nearest_has_class": None if self.conditions(labels) is None else float(agree),
+            "nearest_has_class": float(agree) if self.conditional else None,
             "nearest_distance": float(of_samples.median()),
             "nearest_distance_test": float(of_real.median()),
             "compared_in": self.measured.name,
             "samples": len(labels), "test_samples": len(real), "train_samples": len(train),
             "sampling_steps": self.sampling_steps, "guidance": self.guidance,
-            "samples_per_second": len(labels) / seconds,
+            "sampled_per_second": len(labels) / seconds,
             **training_costs(self.net, self.cost),
         }  # fmt: skip
         write_json(self.out() / "metrics.json", metrics)
@@ -317,8 +336,7 @@ class GenerationTask(Task):
         pixels = self.generate(labels, self.space, int(numbers[0]))
         classes = self.data().classes
         for number, label, one in zip(numbers.tolist(), labels.tolist(), pixels, strict=True):
-            known = self.conditions(labels) is not None
-            name = f"{number:05d}" + (f"_{file_name(classes[label])}" if known else "")
+            name = f"{number:05d}" + (f"_{file_name(classes[label])}" if self.conditional else "")
             save_sample(self.out() / "samples" / name, one)
             if number < ROWS * COLUMNS:
                 self.predicted[number] = one

@@ -109,7 +109,7 @@ def test_fit_test_and_predict_on_any_number_of_axes(dims, tmp_path):
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["frechet"] > 0 and metrics["frechet_train"] > 0
     assert {"precision", "recall", "nearest_has_class", "parameters", "step_ms"} <= metrics.keys()
-    assert metrics["samples_per_second"] > 0 and metrics["guidance"] == 1.5
+    assert metrics["sampled_per_second"] > 0 and metrics["guidance"] == 1.5
     assert (out / "samples.png").is_file() and (out / "nearest.png").is_file()
     (tmp_path / "bars.npz").unlink()  # the checkpoint has all that sampling needs
     size = [side + 1 for side in space]
