@@ -75,20 +75,6 @@ def make_moving_digits(
     return folder
 
 
-def still_digits(size: int) -> dict[str, tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]]:
-    """Return images (n, size, size), grey, and labels (n,) of "train", 1,500 digits, and "test",
-    the 297 others. The images have 8 x 8 pixels and are enlarged; DataError for a smaller size."""
-    from sklearn.datasets import load_digits
-
-    if size < 8:
-        raise DataError(f"data.size={size}: expected 8 or more pixels")
-    images = np.stack([_smooth(image, size) for image in _source_images()])
-    pixels, labels = (images * 255).round().astype(np.uint8), load_digits().target.astype(np.int64)
-    order = np.random.default_rng(0).permutation(len(labels))
-    parts = {"train": order[TEST_SOURCES:], "test": order[:TEST_SOURCES]}
-    return {part: (pixels[numbers], labels[numbers]) for part, numbers in parts.items()}
-
-
 def _holds(folder: Path, record: dict[str, int]) -> bool:
     """Return whether the set exists: False for no folder or an empty one, DataError for others."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
@@ -108,6 +94,20 @@ def _source_images() -> Array:
 
     images: Array = load_digits().images / 16
     return images
+
+
+def still_digits(size: int) -> dict[str, tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]]:
+    """Return images (n, size, size), grey, and labels (n,) of "train", 1,500 digits, and "test",
+    the 297 others. The images have 8 x 8 pixels and are enlarged; DataError for a smaller size."""
+    from sklearn.datasets import load_digits
+
+    if size < 8:
+        raise DataError(f"data.size={size}: expected 8 or more pixels")
+    images = np.stack([_smooth(image, size) for image in _source_images()])
+    pixels, labels = (images * 255).round().astype(np.uint8), load_digits().target.astype(np.int64)
+    order = np.random.default_rng(0).permutation(len(labels))
+    parts = {"train": order[TEST_SOURCES:], "test": order[:TEST_SOURCES]}
+    return {part: (pixels[numbers], labels[numbers]) for part, numbers in parts.items()}
 
 
 def _path(motion: str, frames: int, size: int, rng: np.random.Generator) -> Array:

@@ -15,8 +15,8 @@ from ndlightnet.data.errors import printable
 from ndlightnet.training.core.report import panels_of, save_figure
 
 VIEWS = 36  # views in a gallery, about
-BARS = 16  # rows in the picture of a line
 RIGHT, WRONG = "#1a7f37", "#cf222e"
+BARS = 16  # rows in the picture of a line
 
 
 def save_confusion(path: Path, matrix: Tensor, classes: Sequence[str]) -> None:
