@@ -50,6 +50,8 @@ class ImageData(LabelledData):
             which it has, too.
     """
 
+    channels = 1
+
     def __init__(
         self,
         root: str,
@@ -69,8 +71,6 @@ class ImageData(LabelledData):
 
     def read(self) -> dict[str, ImageSet]:
         return read_images(self.root)
-
-    channels = 1
 
     def setup(self, stage: str) -> None:
         if stage == "predict":
