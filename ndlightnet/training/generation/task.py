@@ -307,6 +307,8 @@ class GenerationTask(Task):
             torch.Generator().manual_seed(self.seed),
         )
         for x, labels, *_ in batches_of(data, loader, self.device):
+            if not len(x):
+                continue
             found = self.measured(x)
             nearest.update(found, labels, data.to_pixels(x))
             kept.append(found[torch.rand(len(found), generator=rng) < share])
