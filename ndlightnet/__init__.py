@@ -2,6 +2,7 @@
 
 from ndlightnet.layout import Grid, Packed, Ragged, pack
 from ndlightnet.models import (
+    NDLightDiT,
     NDLightNet,
     NDLightUNet,
     ndlightnet_base,
@@ -28,6 +29,7 @@ __all__ = [
     "Identity",
     "LightNetAttention",
     "MultiheadAttention",
+    "NDLightDiT",
     "NDLightNet",
     "NDLightUNet",
     "Packed",

@@ -42,6 +42,10 @@ DOORS = {
         "segment volumes (CT, MRI, several channels)", "SegmentationTask", "VolumeData", "phantoms",
         {name: f"{SEGMENTATION}.{name}:{name}" for name in ("plan", "folds", "bundle")},
     ),
+    "image_gen": Door(
+        "generate images, clips and volumes by diffusion", "GenerationTask", "LabelledData",
+        "handwritten_gen",
+    ),
     "text_lm": Door(
         "a language model of bytes", "TextTask", "TextData", "enwik8",
         {

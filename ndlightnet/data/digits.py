@@ -177,6 +177,18 @@ def _labels() -> npt.NDArray[np.int64]:
     return np.asarray(load_digits().target)
 
 
+def still_digits(size: int) -> dict[str, tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]]:
+    """Return images (n, size, size), grey, and labels (n,) of "train", 1,500 digits, and "test",
+    the 297 others. The images have 8 x 8 pixels and are enlarged; DataError for a smaller size."""
+    if size < 8:
+        raise DataError(f"data.size={size}: expected 8 or more pixels")
+    images = np.stack([_smooth(image, size) for image in _source_images()])
+    pixels, labels = (images * 255).round().astype(np.uint8), _labels().astype(np.int64)
+    order = np.random.default_rng(0).permutation(len(labels))
+    parts = {"train": order[TEST_SOURCES:], "test": order[:TEST_SOURCES]}
+    return {part: (pixels[numbers], labels[numbers]) for part, numbers in parts.items()}
+
+
 def _path(motion: str, frames: int, size: int, rng: np.random.Generator) -> Array:
     """Return the digit's centres (frames, 2), row and column in pixels, to be taken modulo size."""
     start = rng.uniform(0, size, 2)

@@ -1,4 +1,5 @@
-"""Labelled grey images and volumes of one size, which fit into memory as bytes, and their batches.
+"""Labelled grey images, volumes and signals of one size, which fit into memory as bytes, and their
+batches.
 
 They come from a folder with the four IDX files of MNIST and similar sets, or from a file of
 MedMNIST, an npz with `{train,val,test}_images` (n, *space) and `{..}_labels` (n, 1); `val` may be
@@ -30,7 +31,7 @@ DAMAGED = (OSError, EOFError, zlib.error, BadZipFile, ValueError, AttributeError
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Labelled images: images (n, *space) uint8, two or more axes of space; labels (n,) int64."""
+    """Labelled images: images (n, *space) uint8, one axis of space or more; labels (n,) int64."""
 
     images: Tensor
     labels: Tensor
@@ -63,13 +64,13 @@ def read_images(path: str | Path) -> dict[str, ImageSet]:
             continue
         images, labels = arrays[part, "images"], arrays[part, "labels"]
         if (
-            images.dtype != np.uint8 or images.ndim < 3 or not len(images)
+            images.dtype != np.uint8 or images.ndim < 2 or not len(images)
             or labels.dtype.kind not in "iu" or labels.size != len(images)
             or images.shape[1:] != arrays["train", "images"].shape[1:]
         ):  # fmt: skip
             raise DataError(
                 f"{path}: {part} has images {images.shape} {images.dtype} and labels "
-                f"{labels.shape} {labels.dtype}: expected uint8 images of one size, with two or "
+                f"{labels.shape} {labels.dtype}: expected uint8 images of one size, with one or "
                 "more axes, and a whole number for each"
             )
         if images.ndim > 3 and images.shape[-1] == 3:  # MedMNIST's colour images, (n, 28, 28, 3)

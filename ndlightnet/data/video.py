@@ -24,6 +24,7 @@ from ndlightnet.data.video_transforms import (
     check_sides,
     eval_clips,
     even_indices,
+    plain_clip,
     shrink,
     train_clip,
 )
@@ -282,7 +283,8 @@ class ClipDataset(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
     `load_for_clips` says what is held: at size 112, 65 kB for each frame of 4:3. With `train`, item
     i is (clip, label, i): a random clip (3, frames, size, size) of video i. Otherwise it is
     (clips, label, i): always the same `clips` clips, (clips, 3, frames, size, size). With
-    `frames=1` a clip is a single frame. DataError names a file that cannot be read.
+    `frames=1` a clip is a single frame. augment=False: the clip of a video is always the same one,
+    but for `hflip`. DataError names a file that cannot be read.
     """
 
     def __init__(
@@ -293,12 +295,14 @@ class ClipDataset(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
         train: bool,
         clips: int = 1,
         hflip: bool = False,
+        augment: bool = True,
     ) -> None:
         if min(frames, size, clips) < 1:
             raise ValueError(f"frames, size and clips start at 1, got {frames}, {size}, {clips}")
         self.samples = tuple(samples)
         self.frames, self.size, self.train = frames, size, train
         self.clips, self.hflip = clips, hflip
+        self.draw = train_clip if augment else plain_clip
         self._videos = in_threads(self._load, self.samples, "decoding videos")
 
     def _load(self, sample: Sample) -> Tensor:
@@ -310,7 +314,7 @@ class ClipDataset(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
         video, label = self._videos[index], self.samples[index].label
         if self.train:
-            return train_clip(video, self.frames, self.size, self.hflip), label, index
+            return self.draw(video, self.frames, self.size, self.hflip), label, index
         return eval_clips(video, self.frames, self.size, self.clips), label, index
 
 

@@ -6,6 +6,8 @@ frames are cropped, flipped and coloured alike; it is drawn from torch's global 
 `ndlightnet.data.visits.Visits` seeds for every clip.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torchvision.transforms import v2
@@ -53,6 +55,13 @@ def train_clip(video: Tensor, frames: int, size: int, hflip: bool = False) -> Te
     return _jitter(_to_clip(clip))
 
 
+def plain_clip(video: Tensor, frames: int, size: int, hflip: bool = False) -> Tensor:
+    """Return the clip (3, frames, size, size) of `eval_clips`, with `hflip` flipped half of the
+    time."""
+    (clip,) = eval_clips(video, frames, size)
+    return v2.RandomHorizontalFlip()(clip) if hflip else clip
+
+
 def eval_clips(video: Tensor, frames: int, size: int, clips: int = 1) -> Tensor:
     """Return the clips to evaluate a video on, (clips, 3, frames, size, size); none is random.
 
@@ -90,8 +99,18 @@ def eval_frames(frames: Tensor, size: int) -> Tensor:
 
 def to_pixels(clip: Tensor) -> Tensor:
     """Undo the normalisation, for pictures: (3, frames, h, w) -> (frames, h, w, 3) uint8."""
-    pixels = (clip.float() * STD + MEAN) * 255
-    return pixels.round().clamp(0, 255).to(torch.uint8).permute(1, 2, 3, 0)
+    return denormalized(clip).permute(1, 2, 3, 0)
+
+
+def denormalized(clips: Tensor) -> Tensor:
+    """Undo the normalisation of a tensor of any shape: uint8 of this shape, clipped."""
+    return ((clips.float() * STD + MEAN) * 255).round().clamp(0, 255).to(torch.uint8)
+
+
+def normalized(pixels: Tensor) -> Tensor:
+    """Normalise uint8 pixels of any shape, as those of a clip."""
+    how: Any = {"memory_format": torch.contiguous_format, "copy": True}
+    return pixels.to(torch.float32, **how).mul_(1 / (255 * STD)).sub_(MEAN / STD)
 
 
 def _centre(frames: Tensor, size: int) -> Tensor:
@@ -101,8 +120,7 @@ def _centre(frames: Tensor, size: int) -> Tensor:
 
 def _to_clip(pixels: Tensor) -> Tensor:
     """Normalise (frames, 3, height, width) uint8 to (3, frames, height, width) float32."""
-    clip = pixels.transpose(0, 1).to(torch.float32, memory_format=torch.contiguous_format)
-    return clip.mul_(1 / (255 * STD)).sub_(MEAN / STD)
+    return normalized(pixels.transpose(0, 1))
 
 
 def _jitter(clip: Tensor) -> Tensor:

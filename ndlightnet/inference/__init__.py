@@ -1,9 +1,11 @@
-"""Prediction with trained networks: logits, labels that fit in memory, clips, ensembles, texts."""
+"""Prediction with trained networks: logits, labels that fit in memory, clips, ensembles, texts,
+samples of a diffusion."""
 
 from ndlightnet.inference.generate import generate, generate_text
 from ndlightnet.inference.labels import keep_largest, predict_labels
 from ndlightnet.inference.logits import predict_clips, predict_clips_early, predict_volume
 from ndlightnet.inference.networks import Ensemble, Mirrored, mirrorings
+from ndlightnet.inference.sample import sample
 
 __all__ = [
     "Ensemble",
@@ -16,4 +18,5 @@ __all__ = [
     "predict_clips_early",
     "predict_labels",
     "predict_volume",
+    "sample",
 ]

@@ -73,6 +73,16 @@ class GLU(Initialized):
         return out
 
 
+def mix(mixer: nn.Module, x: Tensor, mask: Tensor | None, causal: bool, layout: Layout) -> Tensor:
+    """Apply a mixer, or another module that is called like one, to tokens (batch, length, dim)."""
+    if isinstance(mixer, Mixer) or not isinstance(layout, Grid):
+        out: Tensor = mixer(x, mask=mask, causal=causal, layout=layout)
+        return out
+    # a module that is not a Mixer may not accept a layout
+    mask = None if mask is None else layout.unflatten(mask)
+    return layout.flatten(mixer(layout.unflatten(x), mask=mask, causal=causal))
+
+
 class Block(Initialized):
     """Residual block: x + mixer(norm x), then x + mlp(norm x)."""
 
@@ -99,17 +109,9 @@ class Block(Initialized):
         is (length, dim)."""
         grid = layout or Grid.of(x)
         y, mask = grid.tokens(x), grid.flatten_mask(mask)
-        y = y + self.drop_path(self._mix(self.norm1(y), mask, causal, grid), grid)
+        y = y + self.drop_path(mix(self.mixer, self.norm1(y), mask, causal, grid), grid)
         y = y + self.drop_path(self.mlp(self.norm2(y)), grid)
         return y.reshape(x.shape)
-
-    def _mix(self, x: Tensor, mask: Tensor | None, causal: bool, layout: Layout) -> Tensor:
-        if isinstance(self.mixer, Mixer) or not isinstance(layout, Grid):
-            out: Tensor = self.mixer(x, mask=mask, causal=causal, layout=layout)
-            return out
-        # a module that is not a Mixer may not accept a layout
-        mask = None if mask is None else layout.unflatten(mask)
-        return layout.flatten(self.mixer(layout.unflatten(x), mask=mask, causal=causal))
 
     def init_state(
         self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
+from ndlightnet.training.classification.data import LabelledData
 from ndlightnet.training.classification.image_folders import ColouredDigits, ImageFolders
-from ndlightnet.training.classification.images import ImageData, ImageTask
+from ndlightnet.training.classification.images import HandwrittenDigits, ImageData, ImageTask
 from ndlightnet.training.classification.signals import SignalData, SignalTask
 from ndlightnet.training.classification.videos import MovingDigits, VideoData, VideoTask
 from ndlightnet.training.classification.volumes import VolumeFolders
@@ -14,6 +15,7 @@ from ndlightnet.training.core.averaging import AveragedWeights
 from ndlightnet.training.core.cli import TaskCLI, run
 from ndlightnet.training.forecasting.data import SeriesData
 from ndlightnet.training.forecasting.task import ForecastTask
+from ndlightnet.training.generation.task import GenerationTask
 from ndlightnet.training.language.data import TextData
 from ndlightnet.training.language.task import TextTask
 from ndlightnet.training.segmentation.data import MovingPhantoms, PhantomVolumes, VolumeData
@@ -23,9 +25,12 @@ __all__ = [
     "AveragedWeights",
     "ColouredDigits",
     "ForecastTask",
+    "GenerationTask",
+    "HandwrittenDigits",
     "ImageData",
     "ImageFolders",
     "ImageTask",
+    "LabelledData",
     "MovingDigits",
     "MovingPhantoms",
     "PhantomVolumes",

@@ -106,3 +106,18 @@ def test_real_videos(name: str, classes: tuple[str, ...], train: int, test: int)
     assert clips.shape == (2, 3, 8, 64, 64) and label == 0
     assert 0.2 < clips.std() < 2 and clips.mean().abs() < 2.1
     assert (clips[:, :, 0] != clips[:, :, -1]).any()  # something moves
+
+
+def test_clips_without_augmentation_are_those_of_a_test(samples):
+    """In training, too: for a network that generates them."""
+    plain = ClipDataset(samples, 4, 28, train=True, augment=False)
+    for number in range(len(samples)):
+        clip, label, index = plain[number]
+        (same,), *others = ClipDataset(samples, 4, 28, train=False)[number]
+        assert torch.equal(clip, same) and [label, index] == others
+    torch.manual_seed(0)
+    flipped = ClipDataset(samples, 4, 28, train=True, hflip=True, augment=False)
+    found = [flipped[0][0] for _ in range(20)]
+    both = [plain[0][0], plain[0][0].flip(-1)]
+    assert all(any(torch.equal(one, other) for other in both) for one in found)
+    assert any(torch.equal(one, both[1]) for one in found)

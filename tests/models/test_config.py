@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ndlightnet import NDLightNet, NDLightUNet, mixers, ndlightnet_tiny
+from ndlightnet import NDLightDiT, NDLightNet, NDLightUNet, mixers, ndlightnet_tiny
 from ndlightnet.models import Forecaster
 from ndlightnet.nn.mixers.names import CATALOGUE
 
@@ -65,6 +65,7 @@ def test_all_arguments_are_there_under_their_own_names():
         NDLightNet(spatial_dims=2, in_channels=1, out_channels=3, embed_dim=8, depth=1),
         ndlightnet_tiny(2),
         NDLightUNet(2, num_classes=3, widths=(4, 8), depths=(0, 1)),
+        NDLightDiT(2, num_classes=3, embed_dim=8, depth=1),
         Forecaster(embed_dim=8),
     ):
         assert list(net.config) == list(inspect.signature(type(net)).parameters)

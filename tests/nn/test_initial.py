@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ndlightnet import MultiheadAttention, NDLightNet, NDLightUNet
+from ndlightnet import MultiheadAttention, NDLightDiT, NDLightNet, NDLightUNet
 from ndlightnet.models import Forecaster
 from ndlightnet.nn import GLU, MDLRPE, MDTPE, Block, Patchify, mixers
 from ndlightnet.nn.initial import Initialized, assign, owners
@@ -32,6 +32,7 @@ MODULES = {
     "words": partial(NET, 1, vocab_size=9, causal=True, num_classes=None, mixer="text_mixer"),
     "unet": partial(NDLightUNet, 2, widths=(4, 8), depths=(1, 1)),
     "separable unet": partial(NDLightUNet, 4, widths=(4, 8), depths=(0, 1), deep_supervision=True),
+    "diffusion transformer": partial(NDLightDiT, 2, 1, 3, embed_dim=DIM, depth=2, tpe_states=4),
     "forecaster": partial(Forecaster, embed_dim=16, cross=mixers.GLA),
     **{f"network of {name}": partial(NET, 2, mixer=name) for name in mixers.__all__},
 }

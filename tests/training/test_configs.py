@@ -22,9 +22,11 @@ from ndlightnet.data.volume.phantoms import LABELS
 from ndlightnet.nn import mixers
 from ndlightnet.training import (
     ForecastTask,
+    GenerationTask,
     ImageData,
     ImageFolders,
     ImageTask,
+    LabelledData,
     SegmentationTask,
     SeriesData,
     SignalData,
@@ -37,6 +39,7 @@ from ndlightnet.training import (
     VolumeData,
 )
 from ndlightnet.training.core.optim import adamw_with_cosine
+from ndlightnet.training.generation.latents import Pixels
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -50,6 +53,7 @@ TASKS = {
     "ImageData": (ImageTask, ImageData), "VolumeFolders": (ImageTask, ImageData),
     "ImageFolders": (ImageTask, ImageFolders), "ColouredDigits": (ImageTask, ImageFolders),
     "SeriesData": (ForecastTask, SeriesData),
+    "gen": (GenerationTask, LabelledData),  # any of the labelled data
 }  # fmt: skip
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 
@@ -71,6 +75,7 @@ def build(tmp_path, monkeypatch):
         args = ["--config", str(config), f"--trainer.default_root_dir={tmp_path / 'out'}"]
         args += ["--trainer.accelerator=cpu", *overrides]
         monkeypatch.setattr(sys, "argv", ["task.py"])
+        name = "gen" if config.stem.endswith("_gen") else name
         return TaskCLI(*TASKS[name], subclass_mode_data=True, run=False, args=args)
 
     return make
@@ -80,6 +85,9 @@ def batch_for(cli: TaskCLI):
     """A random batch of what the config's data give, with few cells: 16 a side, 4 frames."""
     if isinstance(cli.model, TextTask):
         return torch.randint(256, (2, 33), dtype=torch.uint8)
+    if isinstance(cli.model, GenerationTask):
+        labels, net = torch.arange(2), cli.model.net
+        return torch.randn(2, net.in_chans, *[4] * net.dims), labels, labels
     if isinstance(cli.model, ImageTask):
         labels = torch.arange(2)
         net = cli.model.net
@@ -107,6 +115,10 @@ def one_step(cli: TaskCLI) -> None:
     task = cli.model.train()
     task._trainer = SimpleNamespace(estimated_stepping_batches=20)
     task.log = lambda *_, **__: None
+    if isinstance(task, GenerationTask):
+        task.codec, task.space = Pixels(cli.datamodule), (4,) * task.net.dims
+        for value in task.net.parameters():  # else the zeros let nothing through
+            torch.nn.init.normal_(value, std=0.02) if not value.any() else None
     optimizer = adamw_with_cosine(task, task.net, task.lr, task.weight_decay)["optimizer"]
     before = {name: value.detach().clone() for name, value in task.net.named_parameters()}
     loss = task.training_step(batch_for(cli), 0)
@@ -148,6 +160,7 @@ def test_channels_and_classes_are_those_of_the_data(build, config):
         assert net.vocab_size == 256 and net.causal
         return
     drawn = {"PhantomVolumes": LABELS, "MovingDigits": MOTIONS, "ColouredDigits": DIGITS}
+    drawn["HandwrittenDigits"] = DIGITS
     drawn["MovingPhantoms"] = moving_phantoms.LABELS
     made = drawn.get(type(data).__name__)
     root = ROOT / data.root
@@ -158,6 +171,9 @@ def test_channels_and_classes_are_those_of_the_data(build, config):
             pytest.skip(f"no class folders at {root}")
         classes = made or class_names(root / "train")
         assert (net.dims, net.in_chans, net.num_classes) == (2, data.channels, len(classes))
+        return
+    if isinstance(cli.model, GenerationTask):
+        assert net.num_classes == len(made or data.classes) and net.in_chans == data.channels
         return
     if isinstance(cli.model, ImageTask):
         found = read_images(root)["train"]
@@ -239,6 +255,10 @@ def test_a_row_of_the_series_takes_one_step(build, network):
         assert norms[0] == norms[1] == (32,)
     task = cli.model.train()
     task.log = lambda *_, **__: None
+    if isinstance(task, GenerationTask):
+        task.codec, task.space = Pixels(cli.datamodule), (4,) * task.net.dims
+        for value in task.net.parameters():  # else the zeros let nothing through
+            torch.nn.init.normal_(value, std=0.02) if not value.any() else None
     assert task.training_step(batch_for(plain), 0).isfinite()
 
 

@@ -19,6 +19,7 @@ from ndlightnet.data.digits import make_moving_digits
 from ndlightnet.data.series import Series, write_series
 from ndlightnet.training import (
     ForecastTask,
+    GenerationTask,
     ImageData,
     ImageFolders,
     ImageTask,
@@ -71,6 +72,12 @@ KINDS = {
         {"size": 6, "batch_size": 4, "hflip": 0.5, "mixup": 0.5, "cutmix": 0.5,
          "randaugment": {"num_ops": 1}, "color_jitter": 0.1, "random_erasing": 0.3},
     ),
+    "generation": (
+        GenerationTask, ImageData, "ndlightnet.NDLightDiT",
+        {"dims": 2, "in_chans": 1, "num_classes": 3, "embed_dim": 8, "depth": 2,
+         "class_dropout": 0.3},
+        "ndlightnet.training.ImageData", {"batch_size": 4, "train_limit": 20},
+    ),
     "volume": (
         ImageTask, ImageData, "ndlightnet.NDLightNet",
         {**NET, "dims": 3, "in_chans": 1, "num_classes": 2, "patch_size": 2},
@@ -100,7 +107,11 @@ PROCESSES.set_forkserver_preload(
 
 
 def has_workers(kind: str) -> bool:
-    return kind not in ("image", "volume")  # their batches are made where they are used
+    return kind not in (
+        "image",
+        "generation",
+        "volume",
+    )  # their batches are made where they are used
 
 
 def config(kind: str, root: Path, out: Path, workers: int, accelerator: str = "cpu") -> Path:
@@ -191,7 +202,7 @@ def write(kind: str, root: Path) -> None:
         make_moving_digits(root, 18, 6, frames=6, size=24, progress=False)
     elif kind == "text":
         root.write_bytes(rng.integers(0, 256, 1000, np.uint8).tobytes())
-    elif kind == "image":
+    elif kind in ("image", "generation"):
         arrays = {}
         for part, count in (("train", 30), ("test", 6)):
             arrays[f"{part}_images"] = rng.integers(0, 256, (count, 8, 8), np.uint8)
@@ -224,7 +235,7 @@ def runs(write_decathlon, write_recordings, write_stripes, tmp_path_factory):
     @cache
     def make(kind: str) -> tuple[Path, Path, Path, Path]:
         folder = tmp_path_factory.mktemp(kind)
-        root = folder / ("data.npz" if kind == "image" else "data")
+        root = folder / ("data.npz" if kind in ("image", "generation") else "data")
         writers.get(kind, partial(write, kind))(root)
         whole, killed = folder / "whole", folder / "killed"
         assert train(kind, config(kind, root, whole, 0)) == 0

@@ -5,12 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
+from torch import Tensor
 
 
 class LabelledData(L.LightningDataModule):
-    """Base class of data with names of classes, which a checkpoint holds."""
+    """Base class of data with names of classes, which a checkpoint holds.
+
+    Data that a network can be trained to generate have `space`, the sizes of a sample, and
+    `channels` after `setup`, and `to_pixels` and `from_pixels`.
+    """
 
     classes: tuple[str, ...] = ()
+
+    def to_pixels(self, x: Tensor) -> Tensor:
+        """Undo the normalisation: (batch, channels, *space) -> uint8 of this shape, clipped."""
+        raise NotImplementedError
+
+    def from_pixels(self, pixels: Tensor) -> Tensor:
+        """Normalise pixels (batch, channels, *space) uint8, as those of a batch."""
+        raise NotImplementedError
+
+    def plain_train_dataloader(self) -> Any:
+        """Return the training samples, each once, without augmentation if the data can do that."""
+        return self.train_dataloader()
 
     def names(self) -> dict[str, list[Any]]:
         """Return what a checkpoint holds, so that `predict` does not need the training data."""

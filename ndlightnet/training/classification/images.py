@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.classification import BinaryAUROC
 
+from ndlightnet.data.digits import still_digits
 from ndlightnet.data.errors import DataError, atomic_write, cell
 from ndlightnet.data.images import (
     Batches,
@@ -72,6 +73,8 @@ class ImageData(LabelledData):
         return read_images(self.root)
 
     def setup(self, stage: str) -> None:
+        if stage == "predict":
+            return  # the classes' names and the normalisation come with the checkpoint
         if self.augment and (self.shift or self.flips):
             raise DataError(f"shift={self.shift}, flips={self.flips}: with augment, say them there")
         self.seed = torch.initial_seed()
@@ -107,6 +110,9 @@ class ImageData(LabelledData):
             seed=self.seed,
         )  # fmt: skip
 
+    def plain_train_dataloader(self) -> Any:
+        return Batches(self.train_set, self.batch_size, self.replica())
+
     def val_dataloader(self) -> Any:
         here = len(self.val_set) > 0
         return Batches(self.val_set, self.batch_size, self.replica()) if here else []
@@ -128,10 +134,43 @@ class ImageData(LabelledData):
         mirrored, or augmented, as the rest of the batch says."""
         images, labels, numbers, *moves = batch
         images = moved(images, *moves) if len(moves) == 2 else images
-        images = (images.float() - self.mean) / self.std
+        images = self.from_pixels(images)
         if self.augment and len(moves) == 1:
             images, _ = self.augment(images, None, torch.Generator().manual_seed(moves[0]))
         return images, labels, numbers
+
+    def to_pixels(self, x: Tensor) -> Tensor:
+        return (x.float() * self.std + self.mean).round().clamp(0, 255).to(torch.uint8)
+
+    def from_pixels(self, pixels: Tensor) -> Tensor:
+        return (pixels.float() - self.mean) / self.std
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the names, for `to_pixels` without the data."""
+        return {"mean": self.mean, "std": self.std}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.mean, self.std = state_dict["mean"], state_dict["std"]
+
+
+class HandwrittenDigits(ImageData):
+    """Handwritten digits that scikit-learn brings along: 1,500 images to train with, 297 to test,
+    in ten classes. Nothing is read or downloaded.
+
+    Args:
+        size: pixels of a side; the images have 8 and are enlarged.
+        others: as in ImageData.
+    """
+
+    def __init__(self, size: int = 16, **kwargs: Any) -> None:
+        super().__init__("handwritten digits", **kwargs)
+        self.size = size
+
+    def read(self) -> dict[str, ImageSet]:
+        return {
+            part: ImageSet(torch.from_numpy(images), torch.from_numpy(labels))
+            for part, (images, labels) in still_digits(self.size).items()
+        }
 
 
 class ImageTask(ClassificationTask):

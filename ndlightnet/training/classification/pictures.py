@@ -18,6 +18,7 @@ from ndlightnet.training.core.report import panels_of, save_figure
 VIEWS = 36  # views in a gallery, about
 NAMED = 30  # classes in a confusion matrix with names
 RIGHT, WRONG = "#1a7f37", "#cf222e"
+BARS = 16  # rows in the picture of a line
 
 
 def save_confusion(path: Path, matrix: Tensor, classes: Sequence[str]) -> None:
@@ -64,7 +65,11 @@ def save_strips(
 
 
 def projections(image: Tensor) -> np.ndarray:
-    """Return means of an image (*space) over all but two axes, side by side: 3 for a volume."""
+    """Return means of an image (*space) over all but two axes, side by side: 3 for a volume. Of one
+    axis: bars as high as its values."""
+    if image.ndim == 1:
+        heights = image.float() / max(1.0, float(image.max()))
+        image = (heights >= torch.linspace(1, 1 / BARS, BARS)[:, None]).float()
     views = []
     for pair in combinations(range(image.ndim), 2):
         others = [axis for axis in range(image.ndim) if axis not in pair]

@@ -20,7 +20,7 @@ from ndlightnet.data.video import (
     load_for_clips,
     read_video_folder,
 )
-from ndlightnet.data.video_transforms import eval_clips, to_pixels
+from ndlightnet.data.video_transforms import denormalized, eval_clips, normalized, to_pixels
 from ndlightnet.data.visits import Visits
 from ndlightnet.inference import predict_clips, predict_clips_early
 from ndlightnet.training.classification.data import LabelledData, held_out
@@ -45,6 +45,8 @@ class VideoData(LabelledData):
         repeats: random clips per video in an epoch.
         clips: clips per video in validation, test and predict.
         hflip: mirror training clips at random: mirrored videos have the same class.
+        augment: training clips are random parts of the videos in changed colours; False: the whole
+            videos, for a network that generates them.
         validation: fraction of each class of `train` that chooses the best checkpoint; 0: none, the
             last checkpoint counts. `test` is not used for this.
         workers: processes that prepare batches.
@@ -61,6 +63,7 @@ class VideoData(LabelledData):
         repeats: int = 1,
         clips: int = 3,
         hflip: bool = False,
+        augment: bool = True,
         validation: float = 0.1,
         workers: int = 2,
         input: str | None = None,
@@ -68,8 +71,17 @@ class VideoData(LabelledData):
         super().__init__()
         self.root, self.frames, self.size = find_root(root), frames, size
         self.batch_size = batch_size
-        self.repeats, self.clips, self.hflip = repeats, clips, hflip
+        self.repeats, self.clips, self.hflip, self.augment = repeats, clips, hflip, augment
+        self.space = (frames, size, size)
         self.validation, self.workers, self.input = validation, workers, input
+
+    channels = 3
+
+    def to_pixels(self, x: Tensor) -> Tensor:
+        return denormalized(x)
+
+    def from_pixels(self, pixels: Tensor) -> Tensor:
+        return normalized(pixels)
 
     def setup(self, stage: str) -> None:
         if stage == "predict":
@@ -90,8 +102,9 @@ class VideoData(LabelledData):
             if stage == "fit":
                 self.seed = torch.initial_seed()
                 self.train_set = ClipDataset(
-                    train, self.frames, self.size, train=True, hflip=self.hflip
-                )
+                    train, self.frames, self.size, train=True, hflip=self.hflip,
+                    augment=self.augment,
+                )  # fmt: skip
         else:
             check_videos(folder.test)
             self.test_set = ClipDataset(

@@ -1,0 +1,88 @@
+"""Adaptive normalisation: shifts, scales and gates that follow from a condition, such as the time
+of a diffusion and a class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ndlightnet.layout import Layout
+from ndlightnet.nn.block import GLU, mix
+from ndlightnet.nn.initial import Initialized
+from ndlightnet.ops.recurrence.chunks import exact
+
+PERIOD = 10_000  # the slowest sinusoid turns once in 2 pi times as many units of time
+
+
+class TimeEmbedding(Initialized):
+    """Map times (batch,) to (batch, dim): sinusoids, then two linear maps with SiLU between, all in
+    float32 or wider unless the weights are in 16 bits, also under autocast.
+
+    Parameters: (sinusoids + 1) dim + (dim + 1) dim.
+    """
+
+    def __init__(self, dim: int, sinusoids: int = 256) -> None:
+        super().__init__()
+        self.sinusoids = sinusoids
+        self.mlp = nn.Sequential(nn.Linear(sinusoids, dim), nn.SiLU(), nn.Linear(dim, dim))
+
+    def forward(self, t: Tensor) -> Tensor:
+        weight: Tensor = self.mlp[0].weight  # type: ignore[assignment]
+        with exact(t):
+            t = t.to(torch.promote_types(weight.dtype, torch.float32))
+            half = self.sinusoids // 2
+            powers = torch.arange(half, device=t.device, dtype=t.dtype) / half
+            angles = t[:, None] * torch.exp(-math.log(PERIOD) * powers)
+            waves = torch.cat([angles.cos(), angles.sin()], -1)
+            out: Tensor = self.mlp(waves.to(weight.dtype))
+        return out
+
+
+class Modulation(Initialized):
+    """Map a condition (batch, dim) to `parts` tensors (batch, 1, dim): one linear map of SiLU of
+    it, with zeros as initial weights, which `zero_weights` sets.
+
+    Parameters: parts dim (dim + 1).
+    """
+
+    def __init__(self, dim: int, parts: int) -> None:
+        super().__init__()
+        self.parts = parts
+        self.proj = nn.Linear(dim, parts * dim)
+
+    def zero_weights(self) -> None:
+        nn.init.zeros_(self.proj.weight)
+        nn.init.zeros_(self.proj.bias)
+
+    def forward(self, condition: Tensor) -> tuple[Tensor, ...]:
+        return self.proj(nn.functional.silu(condition))[:, None].chunk(self.parts, -1)
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return x * (1 + scale) + shift
+
+
+class AdaptiveBlock(Initialized):
+    """Residual block whose norms follow a condition (adaLN-Zero): x + gate mixer(norm x), then
+    x + gate mlp(norm x), where norm x is scaled and shifted. Initially the gates are 0, and the
+    block changes nothing."""
+
+    def __init__(
+        self, dim: int, mixer: Callable[[int], nn.Module], mlp_ratio: float = 8 / 3
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+        self.mixer = mixer(dim)
+        self.norm2 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
+        self.mlp = GLU(dim, mlp_ratio)
+        self.modulation = Modulation(dim, 6)
+
+    def forward(self, x: Tensor, condition: Tensor, layout: Layout) -> Tensor:
+        """Map tokens (batch, length, dim) to the same shape. condition: (batch, dim)."""
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition)
+        y = modulate(self.norm1(x), shift1, scale1)
+        x = x + gate1 * mix(self.mixer, y, None, False, layout)
+        return x + gate2 * self.mlp(modulate(self.norm2(x), shift2, scale2))

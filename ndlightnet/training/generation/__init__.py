@@ -1,0 +1,1 @@
+"""Generation of images, clips and volumes by diffusion."""

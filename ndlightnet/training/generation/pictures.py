@@ -1,0 +1,99 @@
+"""Pictures of samples: sheets with a row for each class, animations, a file for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.utils import make_grid
+
+from ndlightnet.data.errors import atomic_write, printable
+from ndlightnet.training.classification.pictures import projections
+from ndlightnet.training.core.report import panels_of, save_figure
+
+FRAMES = 8  # of a clip in a sheet
+COLOUR = 3  # channels
+
+
+def is_clip(sample: Tensor) -> bool:
+    """Return whether a sample (channels, *space) is a clip in colour, (3, frames, h, w)."""
+    return sample.ndim == 4 and len(sample) == COLOUR
+
+
+def view(sample: Tensor) -> Tensor:
+    """Return a picture (3, height, width) uint8 of a sample (channels, *space) uint8: frames of a
+    clip side by side, and means over all but two axes of a volume."""
+    if is_clip(sample):
+        shown = np.linspace(0, sample.shape[1] - 1, min(FRAMES, sample.shape[1])).round()
+        sample = torch.cat([sample[:, int(frame)] for frame in shown], -1)
+    elif sample.ndim != 3:
+        picture = torch.from_numpy(projections(sample[0]))
+        sample = (picture * 255).round().to(torch.uint8)[None]
+    return sample[:1].expand(3, -1, -1) if len(sample) != COLOUR else sample
+
+
+def save_sheet(path: Path, rows: Sequence[tuple[str, Sequence[Tensor]]]) -> None:
+    """Write a picture with a row for each (caption, samples (channels, *space) uint8)."""
+    strips = [(name, _tiled([view(one) for one in samples])) for name, samples in rows if samples]
+    widest = max(strip.shape[1] for _, strip in strips)
+    width = min(9.0, widest / max(len(strip) for _, strip in strips))  # an inch for a square
+    tall = [width * len(strip) / widest + 0.2 for _, strip in strips]
+    figure, axes = panels_of(len(strips), 1, (width, sum(tall)))
+    for axis, (name, strip) in zip(axes[:, 0], strips, strict=True):
+        missing = ((0, 0), (0, widest - strip.shape[1]), (0, 0))
+        axis.imshow(np.pad(strip, missing, constant_values=255), interpolation="nearest")
+        axis.axis("off")
+        axis.set_title(printable(name), fontsize=7, loc="left", pad=2)
+    save_figure(figure, path)
+
+
+def _tiled(pictures: Sequence[Tensor], columns: int | None = None) -> np.ndarray:
+    """Return pictures (3, h, w) beside each other, (height, width, 3) uint8."""
+    grid = make_grid(list(pictures), columns or len(pictures), padding=1, pad_value=255)
+    return np.ascontiguousarray(grid.permute(1, 2, 0).numpy())
+
+
+def save_animation(path: Path, clips: Sequence[Tensor], columns: int, fps: int = 8) -> None:
+    """Write clips (3, frames, h, w) uint8 beside each other as a GIF that repeats."""
+    from PIL import Image
+
+    frames = min(clip.shape[1] for clip in clips)
+    pictures = [
+        Image.fromarray(_tiled([clip[:, number] for clip in clips], columns))
+        for number in range(frames)
+    ]
+    how: dict[str, Any] = {"format": "GIF", "duration": 1000 // fps, "loop": 0}
+    with atomic_write(path) as draft:
+        pictures[0].save(draft, save_all=True, append_images=pictures[1:], **how)
+
+
+def save_sample(path: Path, sample: Tensor) -> Path:
+    """Write a sample (channels, *space) uint8 and return its file, `path` with an ending: .png for
+    images, .gif for clips, .nii.gz for other samples of three or four axes, or else .npy."""
+    if is_clip(sample):
+        path = path.with_name(f"{path.name}.gif")
+        save_animation(path, [sample], 1)
+        return path
+    channels_last = sample.movedim(0, -1).cpu().numpy()
+    if sample.ndim == 3 and len(sample) in (1, COLOUR):
+        from PIL import Image
+
+        path = path.with_name(f"{path.name}.png")
+        flat = channels_last[..., 0] if len(sample) == 1 else channels_last
+        with atomic_write(path) as draft:
+            Image.fromarray(flat).save(draft, format="PNG")
+    elif sample.ndim in (4, 5) and len(sample) == 1:
+        import nibabel
+
+        path = path.with_name(f"{path.name}.nii.gz")
+        with atomic_write(path) as draft:
+            nibabel.save(nibabel.Nifti1Image(channels_last[..., 0], np.eye(4)), draft)
+    else:
+        path = path.with_name(f"{path.name}.npy")
+        with atomic_write(path) as draft:
+            np.save(draft, sample.cpu().numpy())
+    return path

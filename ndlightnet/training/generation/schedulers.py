@@ -1,0 +1,77 @@
+"""Schedulers of diffusers by name, and what a network is trained to predict with them."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ndlightnet.data.errors import DataError, one_line
+from ndlightnet.layout.spelling import did_you_mean
+
+Density = Literal["logit_normal", "uniform"]
+
+
+def build_scheduler(scheduler: str | dict[str, Any]) -> Any:
+    """Return a scheduler of diffusers by its name, or {name: arguments}.
+
+    Samples are not clipped unless the arguments say so: inputs have mean 0 and variance 1, where
+    diffusers expects them from -1 to 1. DataError for what is no scheduler to train with.
+    """
+    import diffusers  # nothing else of ndlightnet.training needs it
+
+    given = {scheduler: {}} if isinstance(scheduler, str) else scheduler
+    if len(given) != 1:
+        raise DataError(f"model.scheduler={scheduler}: expected a name, or {{name: arguments}}")
+    ((name, arguments),) = given.items()
+    kind = getattr(diffusers, name, None)
+    if not (hasattr(kind, "add_noise") or hasattr(kind, "scale_noise")):
+        known = [one for one in dir(diffusers) if one.endswith("Scheduler")]
+        near = did_you_mean(name, known, "") or "FlowMatchEulerDiscreteScheduler"
+        raise DataError(f"model.scheduler={name}: expected one of diffusers, such as {near}")
+    assert kind is not None
+    own = signature(kind).parameters
+    if wrong := [key for key in arguments or {} if key not in own]:
+        raise DataError(f"model.scheduler: {name} has no {wrong[0]}{did_you_mean(wrong[0], own)}")
+    usual = {"clip_sample": False} if "clip_sample" in own else {}
+    try:
+        return kind(**usual | (arguments or {}))
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise DataError(f"model.scheduler: {name}: {one_line(error)}") from error
+
+
+def is_flow(scheduler: Any) -> bool:
+    """Return whether a scheduler is of flow matching, whose networks predict a velocity."""
+    return hasattr(scheduler, "scale_noise")
+
+
+def noised(
+    scheduler: Any, x: Tensor, density: Density | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return noisy samples of x (batch, channels, *space), their times (batch,), and what a network
+    should predict from them, of the shape of x.
+
+    density: of the times: "uniform", or "logit_normal", which favours the middle; default: that
+    with flow matching, else the first. generator: for draws that can be repeated, on x's device.
+    """
+    noise = torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
+    flow, count = is_flow(scheduler), scheduler.config.num_train_timesteps
+    if (density or ("logit_normal" if flow else "uniform")) == "logit_normal":
+        place = torch.randn(len(x), generator=generator, device=x.device).sigmoid()
+    else:
+        place = torch.rand(len(x), generator=generator, device=x.device)
+    index = (place * count).long().clamp(max=count - 1)
+    if flow:
+        # as scheduler.scale_noise, which waits for the device once for each sample
+        scheduler.sigmas = scheduler.sigmas.to(x.device)
+        sigma = scheduler.sigmas[index]
+        mixed = sigma.view(-1, *[1] * (x.ndim - 1))
+        return mixed * noise + (1 - mixed) * x, sigma * count, noise - x
+    noisy = scheduler.add_noise(x, noise, index)
+    kind = scheduler.config.prediction_type
+    targets = {"epsilon": noise, "sample": x}
+    target = targets[kind] if kind in targets else scheduler.get_velocity(x, noise, index)
+    return noisy, index.float(), target

@@ -1,0 +1,210 @@
+"""NDLightDiT: a map of the input's size that depends on time and class, on any number of axes."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from ndlightnet import NDLightDiT
+from ndlightnet.layout import Grid
+from ndlightnet.models import DIT_SIZES
+from ndlightnet.nn.adaptive import TimeEmbedding
+
+SPACES = {1: (7,), 2: (5, 6), 3: (3, 4, 5), 4: (2, 3, 2, 5)}
+SMALL = {"embed_dim": 16, "depth": 2, "tpe_states": 4}
+each_space = pytest.mark.parametrize("dims, space", SPACES.items())
+
+
+def trained(*args, **options):
+    """A network whose zero weights are drawn, so that its output depends on all it gets."""
+    torch.manual_seed(0)
+    net = NDLightDiT(*args, **SMALL | options)
+    with torch.no_grad():
+        for name, value in net.named_parameters():
+            if "modulation" in name or "unembed" in name:
+                value.normal_(std=0.3)
+    return net
+
+
+@each_space
+@pytest.mark.parametrize("patch", [1, 2])
+def test_the_output_has_the_size_of_the_input(dims, space, patch):
+    net = trained(dims, 3, 5, patch_size=patch).eval()
+    x = torch.randn(2, 3, *space)
+    y = net(x, torch.tensor([3.0, 900.0]), torch.tensor([1, 4]))
+    assert y.shape == x.shape and y.dtype == x.dtype and y.isfinite().all()
+    assert y.is_contiguous()
+    y[0].sum().backward()  # samples do not see each other
+    assert all(p.grad is not None for p in net.parameters())
+
+
+@each_space
+def test_a_new_network_gives_zero_whatever_it_gets(dims, space):
+    net = NDLightDiT(dims, 2, 3, **SMALL)
+    assert not net(torch.randn(2, 2, *space), 500.0, torch.tensor([0, 2])).any()
+    tokens, grid = torch.randn(2, math.prod(space), 16), Grid(space)
+    assert torch.equal(net.blocks[0](tokens, torch.randn(2, 16), grid), tokens)
+
+
+def test_patches_lie_where_they_were_cut():
+    """With the trunk switched off, the output's patches are the linear map of the input's."""
+    net = trained(2, 1, patch_size=(2, 3), tpe=False, depth=1).eval()
+    with torch.no_grad():
+        for block in net.blocks:
+            block.modulation.zero_weights()
+        net.modulation.zero_weights()
+        net.norm = torch.nn.Identity()
+        net.embed.proj.weight.copy_(torch.eye(16, 6))
+        net.embed.proj.bias.zero_()
+        net.unembed.weight.copy_(torch.eye(6, 16))
+        net.unembed.bias.zero_()
+    x = torch.randn(2, 1, 5, 7)
+    torch.testing.assert_close(net(x, 1.0), x)
+
+
+def test_time_and_class_matter_and_are_those_of_their_sample(close):
+    net = trained(2, 1, 4).eval()
+    x, t, y = torch.randn(3, 1, 4, 4), torch.tensor([10.0, 500, 990]), torch.tensor([0, 1, 3])
+    all_at_once = net(x, t, y)
+    for i in range(3):
+        close(net(x[i : i + 1], t[i : i + 1], y[i : i + 1]), all_at_once[i : i + 1], 1e-5)
+        close(net(x[i : i + 1], float(t[i]), y[i : i + 1]), all_at_once[i : i + 1], 1e-5)
+    for other in (net(x, t + 1, y), net(x, t, y.flip(0)), net(x, t)):
+        assert not torch.allclose(other, all_at_once, atol=1e-4)
+    close(net(x, t), net(x, t, torch.full((3,), 4)), 1e-6)  # "no class"
+
+
+def test_an_unconditional_network_knows_no_classes():
+    net = trained(2, 1).eval()
+    assert net.class_embed is None and net(torch.randn(2, 1, 4, 4), 5.0).any()
+    with pytest.raises(ValueError, match="y with num_classes=0: expected None"):
+        net(torch.randn(2, 1, 4, 4), 5.0, torch.tensor([0, 1]))
+
+
+def test_classes_are_dropped_in_training_only():
+    net = trained(1, 1, 2, class_dropout=0.3)
+    x, y = torch.randn(1, 1, 4).expand(4000, 1, 4), torch.ones(4000, dtype=torch.int64)
+    with torch.no_grad():
+        none = net(x[:1], 5.0)
+        dropped = torch.isclose(net.train()(x, 5.0, y), none, atol=1e-5).all(2)[:, 0]
+        assert dropped.float().mean() == pytest.approx(0.3, abs=0.05)
+        assert not torch.isclose(net.eval()(x, 5.0, y), none, atol=1e-5).all(2).any()
+        net.class_dropout = 0.0
+        assert not torch.isclose(net.train()(x, 5.0, y), none, atol=1e-5).all(2).any()
+
+
+def test_the_time_embedding_is_exact_under_autocast(close):
+    embed, t = TimeEmbedding(8), torch.tensor([999.0, 1000.0, 0.25])
+    angles = t.double()[:, None] * 10_000 ** (-torch.arange(128) / 128).double()
+    waves = torch.cat([angles.cos(), angles.sin()], -1)
+    expected = TimeEmbedding(8).double()
+    expected.load_state_dict(embed.state_dict())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = embed(t)
+    assert found.dtype == torch.float32
+    close(found.double(), expected.mlp(waves), 1e-4)
+
+
+@pytest.mark.parametrize("size", DIT_SIZES)
+def test_parameters_are_within_a_percent_of_dit(size):
+    """Latents of 4 channels, patches of 2, 1,000 classes; DiT's output has a variance, too."""
+    d, depth = DIT_SIZES[size]
+    block = (4 * d * d + 4 * d) + (8 * d * d + 5 * d) + (6 * d * d + 6 * d)
+    time, label = (256 * d + d) + (d * d + d), 1001 * d
+    final = (2 * d * d + 2 * d) + (d * 2 * 2 * 8 + 2 * 2 * 8)
+    dit = depth * block + (2 * 2 * 4 * d + d) + time + label + final
+    published = {"S": 33e6, "B": 130e6, "L": 458e6, "XL": 675e6}
+    assert dit == pytest.approx(published[size], rel=5e-3)
+    net = NDLightDiT(2, 4, 1000, size=size, device="meta")
+    assert sum(p.numel() for p in net.parameters()) == pytest.approx(dit, rel=1e-2)
+    assert (net.embed_dim, len(net.blocks)) == DIT_SIZES[size]
+
+
+@pytest.mark.parametrize("mixer", ["SoftmaxAttention", {"GLA": {"scan": "axes"}}, "list"])
+def test_any_mixer(mixer):
+    mixer = ["LightNetAttention", "SoftmaxAttention"] if mixer == "list" else mixer
+    net = trained(2, 1, mixer=mixer)
+    assert net(torch.randn(2, 1, 5, 4), 9.0).any()
+    assert type(NDLightDiT(**net.config).blocks[1].mixer) is type(net.blocks[1].mixer)
+
+
+def test_gradient_checkpointing_changes_no_gradient(close):
+    net = trained(2, 1, 3, class_dropout=0.0).train()
+    x, y = torch.randn(2, 1, 4, 4), torch.tensor([0, 2])
+    grads = []
+    for enable in (False, True):
+        net.set_grad_checkpointing(enable)
+        net.zero_grad()
+        net(x, 7.0, y).square().sum().backward()
+        grads.append([p.grad.clone() for p in net.parameters()])
+    for one, other in zip(*grads, strict=True):
+        close(one, other, 1e-5)
+
+
+@pytest.mark.slow
+def test_it_compiles_as_one_graph(close):
+    net = trained(2, 1, 3).eval()
+    x, t, y = torch.randn(2, 1, 5, 4), torch.tensor([3.0, 4.0]), torch.tensor([0, 2])
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    close(compiled(x, t, y), net(x, t, y), 1e-5)
+    net.train()
+    compiled(x, t, y).sum().backward()
+
+
+def test_saved_and_loaded(tmp_path):
+    pytest.importorskip("safetensors")
+    net = trained(3, 1, 4, patch_size=(1, 2, 2)).eval()
+    net.save_pretrained(tmp_path)
+    x, y = torch.randn(2, 1, 2, 5, 4), torch.tensor([1, 3])
+    loaded = NDLightDiT.from_pretrained(tmp_path)
+    assert torch.equal(loaded(x, 4.0, y), net(x, 4.0, y))
+    with pytest.warns(UserWarning, match="num_classes=2, saved with 4: the head is new"):
+        assert NDLightDiT.from_pretrained(tmp_path, num_classes=2).class_embed.num_embeddings == 3
+    with pytest.raises(ValueError, match=r"other shapes: embed\.proj\.weight"):
+        NDLightDiT.from_pretrained(tmp_path, in_chans=2)
+
+
+def test_names_without_weight_decay():
+    names = NDLightDiT(2, 1, **SMALL).no_weight_decay()
+    assert "tpe.coef" in names and "blocks.0.mixer.lrpe.log_factor" in names
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"size": "M"}, "size='M': expected 'S', 'B', 'L' or 'XL'"),
+        ({"num_classes": -1}, "num_classes=-1: expected an int >= 0"),
+        ({"class_dropout": 1.0}, "class_dropout=1.0: expected 0 <= class_dropout < 1"),
+        ({"patch_size": (2, 2, 2)}, r"patch_size=\(2, 2, 2\): expected an int >= 1 or 2 of them"),
+    ],
+)
+def test_wrong_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        NDLightDiT(2, **SMALL | options)
+
+
+NET = partial(NDLightDiT, 2, 1, 3, **SMALL)
+
+
+@pytest.mark.parametrize(
+    "inputs, message",
+    [
+        ((torch.zeros(2, 3, 4, 4), 1.0), r"input \(2, 3, 4, 4\): expected .* in_chans=1"),
+        ((torch.zeros(2, 1, 4), 1.0), "with 2 axes"),
+        ((torch.zeros(2, 1, 4, 0), 1.0), "expected 1 or more cells along each axis"),
+        ((torch.zeros(2, 1, 4, 4), torch.zeros(3)), r"t \(3,\): expected one time or \(2,\)"),
+        ((torch.zeros(2, 1, 4, 4), 1.0, torch.zeros(2)), r"y \(2,\) torch.float32: expected class"),
+        ((torch.zeros(2, 1, 4, 4).double(), 1.0), "torch.float64: expected torch.float32"),
+    ],
+)
+def test_wrong_inputs(inputs, message):
+    with pytest.raises(ValueError, match=message):
+        NET()(*inputs)
+
+
+def test_one_time_may_be_a_tensor_of_any_float_dtype(close):
+    net, x = trained(2, 1).eval(), torch.randn(2, 1, 4, 4)
+    close(net(x, torch.tensor(7.0, dtype=torch.float64)), net(x, 7.0), 1e-6)
+    assert net.double()(x.double(), 7.0).dtype == torch.float64
+    assert math.isfinite(net.bfloat16()(x.bfloat16(), 7.0).sum().item())

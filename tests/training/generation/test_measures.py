@@ -1,0 +1,99 @@
+"""The measures of samples on sets whose answers are known."""
+
+import pytest
+import torch
+from torch import nn
+
+from ndlightnet import NDLightNet
+from ndlightnet.data.errors import DataError
+from ndlightnet.training.generation.measures import (
+    Features,
+    Nearest,
+    frechet_distance,
+    load_features,
+    precision_and_recall,
+)
+
+
+def test_frechet_distance_of_known_gaussians():
+    torch.manual_seed(0)
+    a = torch.randn(20_000, 3, dtype=torch.float64)
+    mean, scale = torch.tensor([1.0, -2, 0.5]), torch.tensor([2.0, 0.5, 1.0])
+    b = torch.randn(20_000, 3, dtype=torch.float64) * scale + mean
+    expected = mean.square().sum() + (scale - 1).square().sum()
+    assert frechet_distance(a, b) == pytest.approx(float(expected), rel=0.02)
+    assert frechet_distance(b, a) == pytest.approx(frechet_distance(a, b), rel=1e-9)
+    assert frechet_distance(a, a) == pytest.approx(0, abs=1e-9)
+    turned = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))[0]
+    assert frechet_distance(a @ turned, b @ turned) == pytest.approx(
+        frechet_distance(a, b), rel=1e-9
+    )
+
+
+@pytest.mark.parametrize("count", [12, 300])
+def test_frechet_distance_is_that_of_torchmetrics(count):
+    """With fewer features than dimensions, too, where covariances are singular."""
+    from torchmetrics.image.fid import FrechetInceptionDistance
+
+    torch.manual_seed(0)
+    a, b = torch.randn(count, 40), 1.5 * torch.randn(count + 3, 40) + 0.3
+    theirs = FrechetInceptionDistance(nn.Identity(), normalize=True, input_img_size=(40,))
+    theirs.set_dtype(torch.float64)
+    theirs.update(a, real=True)
+    theirs.update(b, real=False)
+    assert frechet_distance(a, b) == pytest.approx(float(theirs.compute()), rel=1e-3)
+
+
+def test_precision_and_recall_of_known_sets():
+    """Real: a line from 0 to 1; drawn: half of it, and as many points far away."""
+    real = torch.linspace(0, 1, 2001)[:, None]
+    inside = torch.linspace(0, 0.5, 1000)[:, None]
+    drawn = torch.cat([inside, torch.linspace(90, 91, 1000)[:, None]])
+    precision, recall = precision_and_recall(real, drawn, k=3)
+    assert precision == 0.5
+    assert recall == pytest.approx(0.5, abs=0.01)
+    assert precision_and_recall(real, real) == (1.0, 1.0)
+    assert precision_and_recall(real, real + 10) == (0.0, 0.0)
+    assert precision_and_recall(real[:2], real[:2], k=3) == (1.0, 1.0)  # fewer than k
+
+
+def test_nearest_is_found_batch_by_batch():
+    torch.manual_seed(0)
+    queries, train = torch.randn(7, 4), torch.randn(30, 4)
+    labels, pixels = torch.arange(30), torch.arange(30)[:, None]
+    nearest = Nearest(queries, shown=3, count=4)
+    for part in (slice(0, 3), slice(3, 20), slice(20, 30)):
+        nearest.update(train[part], labels[part], pixels[part])
+    gaps = torch.cdist(queries, train)
+    assert torch.equal(nearest.labels, gaps.argmin(1))
+    assert torch.allclose(nearest.distances, gaps.amin(1))
+    found = [[int(picture) for picture in row] for row in nearest.pictures]
+    assert found == gaps.argsort(1)[:3, :4].tolist()
+
+
+def test_features_are_what_the_last_linear_map_gets():
+    net = NDLightNet(2, 1, 3, patch_size=2, embed_dim=16, depth=1).eval()
+    x = torch.randn(5, 1, 8, 8)
+    features = Features(net)
+    found = features(x)
+    assert found.shape == (5, 16) and features.name == "features of NDLightNet"
+    torch.testing.assert_close(net.head(found), net(x))
+    assert not any(p.requires_grad for p in net.parameters())
+    assert torch.equal(Features(None)(x), x.flatten(1))
+    with pytest.raises(DataError, match=r"model\.features=Flatten: has no nn\.Linear"):
+        Features(nn.Flatten())
+
+
+def test_features_of_a_checkpoint(tmp_path):
+    net = NDLightNet(2, 1, 3, patch_size=2, embed_dim=16, depth=1).eval()
+    path, x = tmp_path / "last.ckpt", torch.randn(5, 1, 8, 8)
+    weights = {f"net.{key}": value for key, value in net.state_dict().items()}
+    torch.save({"state_dict": weights, "network": net.description()}, path)
+    other = NDLightNet(2, 1, 3, patch_size=2, embed_dim=16, depth=1)
+    for given in (None, other):
+        torch.testing.assert_close(load_features(given, str(path))(x), Features(net)(x))
+    with pytest.raises(DataError, match=r"model\.features_checkpoint: .*no such checkpoint"):
+        load_features(None, str(tmp_path / "missing.ckpt"))
+    wider = NDLightNet(2, 1, 4, patch_size=2, embed_dim=16, depth=1)
+    with pytest.raises(DataError, match="weights of another network; other shapes: head"):
+        load_features(wider, str(path))

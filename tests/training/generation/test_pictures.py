@@ -1,0 +1,69 @@
+"""Pictures of samples: what a file and a sheet hold."""
+
+import matplotlib.image
+import nibabel
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ndlightnet.training.generation.pictures import save_animation, save_sample, save_sheet, view
+
+
+def cells(*shape: int) -> torch.Tensor:
+    return torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    "shape, picture",
+    [
+        ((1, 9), (3, 16, 11)), ((1, 5, 7), (3, 5, 7)), ((3, 5, 7), (3, 5, 7)),
+        ((3, 2, 5, 7), (3, 5, 14)), ((3, 20, 5, 7), (3, 5, 56)), ((1, 4, 5, 6), (3, 5, 23)),
+        ((1, 2, 3, 4, 5), (3, 4, 38)),
+    ],
+)  # fmt: skip
+def test_every_sample_has_a_picture(shape, picture):
+    found = view(cells(*shape))
+    assert tuple(found.shape) == picture and found.dtype == torch.uint8
+
+
+def test_pictures_of_images_and_clips_are_their_pixels():
+    image, clip = cells(3, 5, 7), cells(3, 2, 5, 7)
+    assert torch.equal(view(image), image)
+    assert torch.equal(view(clip)[:, :, 7:], clip[:, 1])
+    assert torch.equal(view(image[:1]), image[:1].expand(3, -1, -1))
+
+
+def test_files_hold_the_samples(tmp_path):
+    grey, colour, line = cells(1, 5, 7), cells(3, 5, 7), cells(1, 9)
+    volume, series = cells(1, 4, 5, 6), cells(1, 3, 3, 3, 3)
+    for name, sample, ending in (
+        ("a", grey, ".png"), ("b", colour, ".png"), ("c", volume, ".nii.gz"),
+        ("d", series, ".nii.gz"), ("e", line, ".npy"), ("f", cells(3, 4, 6, 8), ".gif"),
+    ):  # fmt: skip
+        file = save_sample(tmp_path / name, sample)
+        assert file.name == name + ending
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "a.png")), grey[0])
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "b.png")), colour.permute(1, 2, 0))
+    for name, sample in (("c", volume), ("d", series)):
+        assert np.array_equal(nibabel.load(tmp_path / f"{name}.nii.gz").get_fdata(), sample[0])
+    assert np.array_equal(np.load(tmp_path / "e.npy"), line)
+    assert Image.open(tmp_path / "f.gif").n_frames == 4
+    assert sorted(file.name[0] for file in tmp_path.iterdir()) == [*"abcdef"]  # no drafts
+
+
+def test_a_sheet_has_a_row_for_each_class(tmp_path):
+    """Three black pictures above one, in two rows: as many dark pixels in each of the four."""
+    black, white = torch.zeros(1, 8, 8, dtype=torch.uint8), torch.full((1, 8, 8), 255).byte()
+    save_sheet(tmp_path / "sheet.png", [("$a", [black] * 3), ("$b", [black, white])])
+    dark = matplotlib.image.imread(tmp_path / "sheet.png")[..., 0] < 0.1
+    widths = dark.sum(1)
+    tall = {width: (abs(widths - width) < 4).sum() for width in (widths.max(), widths.max() // 3)}
+    (one, other) = tall.values()
+    assert one > 50 and abs(one - other) < 4
+
+
+def test_an_animation_shows_clips_side_by_side(tmp_path):
+    save_animation(tmp_path / "x.gif", [cells(3, 3, 6, 8)] * 4, columns=2)
+    with Image.open(tmp_path / "x.gif") as file:
+        assert file.n_frames == 3 and file.size == (2 * 9 + 1, 2 * 7 + 1)

@@ -1,0 +1,75 @@
+"""Noise and targets are those of diffusers' schedulers."""
+
+import pytest
+import torch
+
+from ndlightnet.data.errors import DataError
+
+pytest.importorskip("diffusers")
+
+from ndlightnet.training.generation.schedulers import build_scheduler, noised
+
+
+def test_flow_matching_is_a_straight_path_with_diffusers_noise():
+    scheduler, x = build_scheduler("FlowMatchEulerDiscreteScheduler"), torch.randn(6, 2, 4, 3)
+    noisy, t, velocity = noised(scheduler, x, "uniform")
+    noise = velocity + x
+    torch.testing.assert_close(scheduler.scale_noise(x, t, noise), noisy)
+    share = (t / 1000).view(-1, 1, 1, 1)
+    torch.testing.assert_close(noisy - share * velocity, x)  # back along the path
+
+
+@pytest.mark.parametrize("kind", ["epsilon", "sample", "v_prediction"])
+def test_noise_prediction_is_diffusers(kind):
+    scheduler = build_scheduler({"DDPMScheduler": {"prediction_type": kind}})
+    assert scheduler.config.clip_sample is False
+    x = torch.randn(6, 2, 5)
+    noisy, t, target = noised(scheduler, x)
+    kept = scheduler.alphas_cumprod[t.long()].view(-1, 1, 1)
+    noise = (noisy - kept.sqrt() * x) / (1 - kept).sqrt()
+    wanted = {"epsilon": noise, "sample": x}
+    wanted["v_prediction"] = kept.sqrt() * noise - (1 - kept).sqrt() * x
+    torch.testing.assert_close(target, wanted[kind], rtol=1e-3, atol=1e-3)
+
+
+def test_densities_of_time():
+    flow, noise = (
+        build_scheduler("FlowMatchEulerDiscreteScheduler"),
+        build_scheduler("DDIMScheduler"),
+    )
+    x = torch.zeros(20_000, 1, 1)
+
+    def spread(scheduler, density):
+        t = noised(scheduler, x, density)[1] / 1000
+        assert t.min() >= 0 and t.max() <= 1
+        return float(t.std())
+
+    uniform, middle = pytest.approx(12**-0.5, abs=0.01), pytest.approx(0.208, abs=0.01)
+    assert spread(flow, None) == middle and spread(noise, "logit_normal") == middle
+    assert spread(flow, "uniform") == uniform and spread(noise, None) == uniform
+
+
+def test_draws_repeat_with_a_generator():
+    scheduler, x = build_scheduler("FlowMatchEulerDiscreteScheduler"), torch.randn(3, 1, 4)
+    first, again = (
+        noised(scheduler, x, generator=torch.Generator().manual_seed(5)) for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    "scheduler, message",
+    [
+        ("DDIMSchedular", r"model\.scheduler=DDIMSchedular: .* such as DDIMScheduler"),
+        ("AutoencoderKL", r"model\.scheduler=AutoencoderKL: expected one of diffusers"),
+        (
+            {"DDIMScheduler": {"beta_stat": 1}},
+            "has no beta_stat; did you mean beta_st",
+        ),
+        ({"DDIMScheduler": {}, "DDPMScheduler": {}}, "expected a name, or {name: arguments}"),
+        ({"DDIMScheduler": {"beta_schedule": "x"}}, r"model\.scheduler: DDIMScheduler: .*x"),
+    ],
+)
+def test_wrong_schedulers(scheduler, message):
+    with pytest.raises(DataError, match=message):
+        build_scheduler(scheduler)

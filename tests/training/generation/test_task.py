@@ -1,0 +1,288 @@
+"""Generation from the command line: fit, test and predict on tiny data of 1 to 4 axes, on clips
+and on an autoencoder's latents; wrong options in one line."""
+
+import io
+import json
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip("diffusers")
+
+from ndlightnet import NDLightDiT, NDLightNet
+from ndlightnet.training import GenerationTask, HandwrittenDigits, LabelledData, run
+
+TINY = """
+seed_everything: 0
+trainer:
+  accelerator: cpu
+  max_epochs: 2
+  log_every_n_steps: 1
+  enable_progress_bar: false
+  callbacks:
+    - class_path: ndlightnet.training.AveragedWeights
+      init_args: {decay: 0.9, warmup: true}
+model:
+  sampling_steps: 3
+  samples: 6
+  net:
+    class_path: ndlightnet.NDLightDiT
+    init_args: {dims: 2, in_chans: 1, num_classes: 2, embed_dim: 16, depth: 1, tpe_states: 4}
+data:
+  class_path: ndlightnet.training.ImageData
+  init_args: {root: nowhere, batch_size: 8}
+"""
+CLIPS = (
+    TINY.partition("data:")[0].replace(
+        "{dims: 2, in_chans: 1, num_classes: 2,",
+        "{dims: 3, in_chans: 3, num_classes: 6, patch_size: [1, 4, 4],",
+    )
+    + """
+data:
+  class_path: ndlightnet.training.VideoData
+  init_args: {root: nowhere, frames: 3, size: 12, clips: 2, augment: false, workers: 0,
+              batch_size: 4}
+"""
+)
+SPACES = {1: (9,), 2: (8, 6), 3: (4, 6, 5), 4: (3, 4, 3, 4)}
+
+
+def bars(folder: Path, space: tuple[int, ...]) -> Path:
+    """An npz of dark and bright samples, with noise."""
+    rng = np.random.default_rng(0)
+    content = {}
+    for part, count in (("train", 24), ("val", 8), ("test", 10)):
+        labels = np.arange(count) % 2
+        level = 50 + 150 * labels.reshape(-1, *[1] * len(space))
+        images = level + rng.integers(-20, 20, (count, *space))
+        content |= {f"{part}_images": images.astype(np.uint8), f"{part}_labels": labels[:, None]}
+    path = folder / "bars.npz"
+    np.savez(path, **content)
+    return path
+
+
+def launch(folder: Path, command: str, *arguments: str, config: str = TINY):
+    """The exit status, what was printed, and the lines of errors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tiny.yaml").write_text(config)
+    out, err = io.StringIO(), io.StringIO()
+    argv = ["task.py", command, "--config", str(folder / "tiny.yaml"),
+            f"--trainer.default_root_dir={folder}", *arguments]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", argv)
+        try:
+            status = run(GenerationTask, LabelledData, Path("no default"))
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+    lines = err.getvalue().splitlines()
+    return status, out.getvalue(), [line for line in lines if line.startswith("error: ")]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> tuple[str, Path]:
+    """The option of the data and the folder of a finished training on images."""
+    folder = tmp_path_factory.mktemp("images")
+    root = f"--data.init_args.root={bars(folder, SPACES[2])}"
+    assert launch(folder / "run", "fit", root) == (0, "", [])
+    return root, folder / "run"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", SPACES)
+def test_fit_test_and_predict_on_any_number_of_axes(dims, tmp_path):
+    space, out = SPACES[dims], tmp_path / "run"
+    common = [f"--data.init_args.root={bars(tmp_path, space)}",
+              f"--model.net.init_args.dims={dims}", "--model.guidance=1.5"]  # fmt: skip
+    last = f"--ckpt_path={out}/checkpoints/last.ckpt"
+    assert launch(out, "fit", *common) == (0, "", [])
+    assert (out / "samples" / "epoch_0002.png").is_file()
+    status, said, errors = launch(out, "test", *common, last)
+    assert (status, errors) == (0, [])
+    assert "Frechet distance" in said and "in pixels, 6 samples against 10 of the test" in said
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["frechet"] > 0 and metrics["frechet_train"] > 0
+    assert {"precision", "recall", "nearest_has_class", "parameters", "step_ms"} <= metrics.keys()
+    assert metrics["sampled_per_second"] > 0 and metrics["guidance"] == 1.5
+    assert (out / "samples.png").is_file() and (out / "nearest.png").is_file()
+    (tmp_path / "bars.npz").unlink()  # the checkpoint has all that sampling needs
+    size = [side + 1 for side in space]
+    more = [f"--model.size={size}", "--model.samples=3"]
+    status, said, errors = launch(tmp_path / "drawn", "predict", *common, *more, last)
+    assert (status, errors) == (0, []) and "3 samples are in" in said
+    files = sorted((tmp_path / "drawn" / "samples").iterdir())
+    assert [file.name.split(".")[0] for file in files] == ["00000_0", "00001_1", "00002_0"]
+    kinds = {1: np.load, 2: Image.open, 3: nibabel.load, 4: nibabel.load}
+    shapes = {np.squeeze(np.asarray(getattr(found, "dataobj", found))).shape
+              for found in map(kinds[dims], files)}  # fmt: skip
+    assert shapes == {tuple(size)}
+
+
+@pytest.mark.slow
+def test_test_and_predict_use_the_averaged_weights(images):
+    _, out = images
+    saved = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)
+    averaged, current = saved["state_dict"], saved["current_model_state"]
+    assert any(not torch.equal(averaged[key], current[key]) for key in averaged)
+    net = NDLightDiT.from_checkpoint(out / "checkpoints" / "last.ckpt")
+    for key, value in net.state_dict().items():
+        assert torch.equal(value, averaged[f"net.{key}"])
+
+
+@pytest.mark.slow
+def test_prediction_is_repeated_by_its_seed_and_of_the_classes_asked(images, tmp_path):
+    root, out = images
+    last = f"--ckpt_path={out}/checkpoints/last.ckpt"
+    found = []
+    for name, more in (("a", []), ("b", []), ("c", ["--model.seed=1"])):
+        done = launch(tmp_path / name, "predict", root, last, "--model.classes=['1']", *more)
+        assert done[0] == 0
+        files = sorted((tmp_path / name / "samples").iterdir())
+        assert len(files) == 6 and all(file.stem.endswith("_1") for file in files)
+        found.append(np.stack([np.asarray(Image.open(file)) for file in files]))
+    assert np.array_equal(found[0], found[1]) and not np.array_equal(found[0], found[2])
+
+
+@pytest.mark.slow
+def test_compared_in_the_features_of_a_classifier(images, tmp_path):
+    root, out = images
+    last = f"--ckpt_path={out}/checkpoints/last.ckpt"
+    net = NDLightNet(2, 1, 2, patch_size=2, embed_dim=8, depth=1)
+    weights = {f"net.{key}": value for key, value in net.state_dict().items()}
+    path = tmp_path / "classifier.ckpt"
+    torch.save({"state_dict": weights, "network": net.description()}, path)
+    given = f"--model.features_checkpoint={path}"
+    status, said, errors = launch(tmp_path / "t", "test", root, last, given)
+    assert (status, errors) == (0, []) and "in features of NDLightNet" in said
+    metrics = json.loads((tmp_path / "t" / "metrics.json").read_text())
+    assert metrics["compared_in"] == "features of NDLightNet"
+    missing = f"--model.features_checkpoint={tmp_path / 'no.ckpt'}"
+    status, _, errors = launch(tmp_path / "t", "test", root, last, missing)
+    assert status == 1 and len(errors) == 1 and "no such checkpoint" in errors[0]
+
+
+@pytest.mark.slow
+def test_noise_prediction(images, tmp_path):
+    root, _ = images
+    scheduler = "--model.scheduler={DDIMScheduler: {prediction_type: v_prediction}}"
+    more = [root, scheduler, "--model.net.init_args.num_classes=0", "--trainer.max_epochs=1"]
+    assert launch(tmp_path, "fit", *more) == (0, "", [])
+    last = f"--ckpt_path={tmp_path}/checkpoints/last.ckpt"
+    status, _, errors = launch(tmp_path, "test", *more, last)
+    assert (status, errors) == (0, [])
+    assert json.loads((tmp_path / "metrics.json").read_text())["nearest_has_class"] is None
+
+
+@pytest.mark.slow
+def test_clips_become_strips_and_an_animation(tmp_path):
+    pytest.importorskip("av")
+    from ndlightnet.data.digits import make_moving_digits
+
+    root = make_moving_digits(tmp_path / "digits", 12, 6, frames=4, size=24, progress=False)
+    common = [f"--data.init_args.root={root}", "--trainer.max_epochs=1"]
+    run = partial(launch, config=CLIPS)
+    out = tmp_path / "run"
+    assert run(out, "fit", *common)[::2] == (0, [])
+    last = f"--ckpt_path={out}/checkpoints/last.ckpt"
+    assert run(out, "test", *common, last)[::2] == (0, [])
+    assert Image.open(out / "samples.gif").n_frames == 3
+    assert run(tmp_path / "drawn", "predict", *common, last)[::2] == (0, [])
+    (first, *_) = sorted((tmp_path / "drawn" / "samples").iterdir())
+    assert first.name == "00000_anticlockwise.gif" and Image.open(first).n_frames == 3
+
+
+@pytest.fixture
+def autoencoder(tmp_path) -> Path:
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    blocks = 2
+    AutoencoderKL(
+        in_channels=1, out_channels=1, latent_channels=2, norm_num_groups=4, sample_size=8,
+        down_block_types=["DownEncoderBlock2D"] * blocks,
+        up_block_types=["UpDecoderBlock2D"] * blocks,
+        block_out_channels=[4] * blocks, scaling_factor=0.5, shift_factor=0.25,
+    ).save_pretrained(tmp_path / "vae")  # fmt: skip
+    return tmp_path / "vae"
+
+
+@pytest.mark.slow
+def test_latents_of_an_autoencoder(images, autoencoder, tmp_path):
+    root, _ = images
+    out = tmp_path / "run"
+    common = [root, f"--model.autoencoder={autoencoder}", "--model.net.init_args.in_chans=2",
+              "--model.net.init_args.patch_size=1"]  # fmt: skip
+    assert launch(out, "fit", *common) == (0, "", [])
+    last = f"--ckpt_path={out}/checkpoints/last.ckpt"
+    assert launch(out, "test", *common, last)[::2] == (0, [])
+    saved = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)
+    assert all(key.startswith("net.") for key in saved["state_dict"])
+    assert launch(out, "predict", *common, "--model.size=[8,4]", last)[::2] == (0, [])
+    assert Image.open(next((out / "samples").glob("00000*"))).size == (4, 8)
+    status, _, errors = launch(out, "predict", *common, "--model.size=[8,5]", last)
+    assert status == 1 and "multiples of 2" in errors[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command, more, message",
+    [
+        ("fit", ["--model.net.init_args.num_classes=3"], "with num_classes=2, got 3"),
+        ("fit", ["--model.net.init_args.dims=3"], "with dims=2, got 3"),
+        ("fit", ["--model.net.init_args.in_chans=3"], "with in_chans=1, got 3"),
+        ("fit", ["--model.net.init_args.num_classes=0", "--model.guidance=2"], "model.guidance: 2"),
+        ("fit", ["--model.sampling_steps=0"], "model.sampling_steps: 0, expected 1 or more"),
+        ("fit", ["--model.scheduler=DDIM"], "model.scheduler=DDIM: expected one of diffusers"),
+        ("fit", ["--model.autoencoder=nowhere"], "model.autoencoder=nowhere: expected a folder"),
+        ("fit", ["--model.net.init_args.size=M"], "model.net.size=M: expected 'S', 'B'"),
+        ("predict", ["--model.size=[4]", "CKPT"], "model.size=[4]: expected an int >= 1 or 2"),
+        ("predict", ["--model.classes=['7']", "CKPT"], "model.classes: 7, expected one of 0, 1"),
+        ("predict", ["--model.net.init_args.num_classes=5", "CKPT"], "of another network"),
+        ("predict", [], "--ckpt_path: predict expects the checkpoint of a training, got none"),
+    ],
+)
+def test_wrong_options_are_one_line(images, tmp_path, command, more, message):
+    root, out = images
+    last = f"--ckpt_path={out}/checkpoints/last.ckpt"
+    more = [last if one == "CKPT" else one for one in more]
+    status, _, errors = launch(tmp_path, command, root, *more)
+    assert status in (1, 2) and len(errors) == 1 and message in errors[0]
+
+
+@pytest.mark.slow
+def test_an_autoencoder_takes_images_of_its_channels_only(autoencoder, tmp_path):
+    given = f"--model.autoencoder={autoencoder}"
+    root = f"--data.init_args.root={bars(tmp_path, SPACES[3])}"
+    status, _, errors = launch(tmp_path, "fit", root, given, "--model.net.init_args.dims=3")
+    assert status == 1 and "expected images whose sides are multiples of 2" in errors[0]
+
+
+def test_handwritten_digits_are_the_images_of_scikit_learn():
+    from sklearn.datasets import load_digits
+
+    data = HandwrittenDigits(size=8, validation=0.0)
+    data.setup("fit")
+    assert (data.space, data.channels, data.classes) == ((8, 8), 1, tuple("0123456789"))
+    assert len(data.train_set) == 1500 and len(data.test_set) == 297
+    known = {
+        (image * 255 / 16).round().astype(np.uint8).tobytes() for image in load_digits().images
+    }
+    whole = torch.cat([data.train_set.images, data.test_set.images]).numpy()
+    assert {image.tobytes() for image in whole} == known
+    batch = next(iter(data.plain_train_dataloader()))
+    images, *_ = data.on_after_batch_transfer(batch, 0)
+    assert torch.equal(data.to_pixels(images), batch[0])
+
+
+def test_pixels_and_normalised_clips_are_each_others_inverse():
+    from ndlightnet.training import VideoData
+
+    data, pixels = VideoData("nowhere"), torch.arange(256, dtype=torch.uint8).view(1, 1, 4, 8, 8)
+    assert torch.equal(data.to_pixels(data.from_pixels(pixels)), pixels)
+    assert data.to_pixels(torch.tensor([[99.0, -99.0]])).tolist() == [[255, 0]]
