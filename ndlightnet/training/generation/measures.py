@@ -76,8 +76,14 @@ class Features:
     def __call__(self, x: Tensor) -> Tensor:
         if self.net is None:
             return x.flatten(1).float()
-        with torch.autocast(x.device.type, enabled=False):  # as exact for samples as for the test
-            self.net.to(x.device)(x.float())
+        try:
+            with torch.autocast(x.device.type, enabled=False):  # as exact for samples as for tests
+                self.net.to(x.device)(x.float())
+        except (RuntimeError, ValueError) as error:
+            kind, shape = type(self.net).__name__, tuple(x.shape)
+            raise DataError(
+                f"model.features={kind}: cannot take samples {shape} ({error})"
+            ) from error
         return self.held.flatten(1)
 
 
