@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.errors import DataError, one_line
 from ndlightnet.models import NDLightNet
 from ndlightnet.models.weights import load_weights, read_checkpoint
 
