@@ -81,9 +81,8 @@ class Features:
                 self.net.to(x.device)(x.float())
         except (RuntimeError, ValueError) as error:
             kind, shape = type(self.net).__name__, tuple(x.shape)
-            raise DataError(
-                f"model.features={kind}: cannot take samples {shape} ({error})"
-            ) from error
+            told = f"cannot take samples {shape} ({one_line(error)})"
+            raise DataError(f"model.features={kind}: {told}") from error
         return self.held.flatten(1)
 
 
