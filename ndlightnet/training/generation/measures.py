@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.data.errors import DataError
+from ndlightnet.data.errors import DataError, one_line
 from ndlightnet.models import NDLightNet
 from ndlightnet.models.weights import load_weights, read_checkpoint
 
@@ -76,8 +76,13 @@ class Features:
     def __call__(self, x: Tensor) -> Tensor:
         if self.net is None:
             return x.flatten(1).float()
-        with torch.autocast(x.device.type, enabled=False):  # as exact for samples as for the test
-            self.net.to(x.device)(x.float())
+        try:
+            with torch.autocast(x.device.type, enabled=False):  # as exact for samples as for tests
+                self.net.to(x.device)(x.float())
+        except (RuntimeError, ValueError) as error:
+            kind, shape = type(self.net).__name__, tuple(x.shape)
+            told = f"cannot take samples {shape} ({one_line(error)})"
+            raise DataError(f"model.features={kind}: {told}") from error
         return self.held.flatten(1)
 
 

@@ -80,6 +80,10 @@ def test_features_are_what_the_last_linear_map_gets():
     torch.testing.assert_close(net.head(found), net(x))
     assert not any(p.requires_grad for p in net.parameters())
     assert torch.equal(Features(None)(x), x.flatten(1))
+    other = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.ReLU(), nn.Linear(5, 2))
+    assert Features(other)(x).shape == (5, 5) and Features(other)(x).min() >= 0
+    with pytest.raises(DataError, match=r"features=Sequential: cannot take samples \(5, 1, 9\)"):
+        Features(other)(torch.randn(5, 1, 9))
     with pytest.raises(DataError, match=r"model\.features=Flatten: has no nn\.Linear"):
         Features(nn.Flatten())
 
