@@ -31,7 +31,7 @@ NAMES = {
 
 def pictures(bench: Bench, sides: Sequence[int] = SIDES, pixels: int = PIXELS) -> None:
     """Time a step on a batch of about as many pixels for every size: weights in float32, autocast
-    to bf16, AdamW, blocks compiled. The network has 192 channels, 12 blocks, patches of 4 x 4."""
+    to bf16, AdamW. The network has 192 channels, 12 blocks, patches of 4 x 4."""
     network = partial(NDLightNet, 2, 3, 10, patch_size=PATCH, embed_dim=DIM, depth=DEPTH)
     softmax = partial(WithLocal, mixer=partial(SoftmaxAttention, heads=6))
     made: dict[str, Callable[[int], nn.Module]] = {
@@ -52,10 +52,7 @@ def pictures(bench: Bench, sides: Sequence[int] = SIDES, pixels: int = PIXELS) -
 def _step(
     make: Callable[[int], nn.Module], shape: tuple[int, ...], device: torch.device
 ) -> list[Call]:
-    torch.compiler.reset()
     net = make(shape[-1]).to(device).train()
-    for part in getattr(net, "blocks", [net]):
-        part.compile(dynamic=False)
     return [training(net, torch.randn(shape, device=device))[0]]
 
 
