@@ -29,13 +29,23 @@ class SmallImageResNet18(nn.Module):
 
 
 class Stemmed(nn.Module):
-    """NDLightNet behind a convolutional stem, which takes images (batch, 3, h, w) to features of
-    half their size: 3 x 3 convolutions, the last one residual. arguments: of NDLightNet."""
+    """NDLightNet behind convolutions, which take images (batch, 3, h, w) to 128 channels of half
+    their size. arguments: of NDLightNet.
 
-    def __init__(self, **arguments: Any) -> None:
+    stages: False: three convolutions of 3 x 3, the last one residual. True: the stem and the first
+    two stages of SmallImageResNet18, nine convolutions.
+    """
+
+    def __init__(self, stages: bool = False, **arguments: Any) -> None:
         super().__init__()
-        self.rise = nn.Sequential(_convolution(3, 64), _convolution(64, 128, 2))
-        self.residual = _convolution(128, 128)
+        if stages:
+            resnet = SmallImageResNet18().net
+            self.stem = nn.Sequential(
+                resnet.conv1, resnet.bn1, resnet.relu, resnet.layer1, resnet.layer2
+            )
+        else:
+            rise = (_convolution(3, 64), _convolution(64, 128, 2))
+            self.stem = nn.Sequential(*rise, Residual(_convolution(128, 128)))
         self.net = NDLightNet(2, 128, **arguments)
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
@@ -44,8 +54,17 @@ class Stemmed(nn.Module):
         return self.net.blocks
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.rise(x.contiguous(memory_format=torch.channels_last))
-        out: Tensor = self.net(x + self.residual(x))
+        out: Tensor = self.net(self.stem(x.contiguous(memory_format=torch.channels_last)))
+        return out
+
+
+class Residual(nn.Module):
+    def __init__(self, change: nn.Module) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.change(x)
         return out
 
 
