@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 
+from ndlightnet.training.classification.data import LabelledData
 from ndlightnet.training.classification.image_folders import ColouredDigits, ImageFolders
 from ndlightnet.training.classification.images import ImageData, ImageTask
 from ndlightnet.training.classification.signals import SignalData, SignalTask
@@ -26,6 +27,7 @@ __all__ = [
     "ImageData",
     "ImageFolders",
     "ImageTask",
+    "LabelledData",
     "MovingDigits",
     "MovingPhantoms",
     "PhantomVolumes",
