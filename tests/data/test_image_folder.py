@@ -224,3 +224,13 @@ def test_training_gives_up_on_many_bad_files_in_a_row(folder):
         files.path(number).write_bytes(b"damaged")
     sample = FolderImages(files, 3, to_tensor, train=True)[0]
     assert sample.image is None and len(sample.problems) == TRIES
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF", "ignore:Tag data", "ignore:Truncated")
+def test_a_broken_tag_leaves_the_image(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010E] = 6, "of a camera"
+    whole = exif.tobytes()
+    for end in (len(whole) - 3, len(whole) // 2, 8):
+        path = save(tmp_path / "a.jpg", exif=whole[:end])
+        assert set(read_image(path, 3).size) == {4, 6}

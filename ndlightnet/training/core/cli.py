@@ -154,20 +154,20 @@ LINES = (
 )  # fmt: skip
 # ... and patterns of its warnings about what is intended here (workers, predictions that are
 # written and not returned, checkpoints that are overwritten, a test without the callbacks of
-# `fit`, no validation), about what concerns only its developers, or about large images, of which
-# Pillow itself refuses the absurd ones
+# `fit`, no validation) or about what concerns only its developers
 WARNINGS = (
     r".*does not have many workers", r"Checkpoint directory .* exists and is not empty",
     r"Be aware that when using `ckpt_path`", r"The dirpath has changed", r"Total length of",
     r"`ModelCheckpoint\(monitor=", r".*LeafSpec", r".*treespec", r"LightningCLI's args parameter",
     r"You defined a `validation_step` but have no", r"This DataLoader will create",
     r"predict returned None", r".*`isinstance\(treespec, LeafSpec\)`",
-    r"Image size .* exceeds limit of",
 )  # fmt: skip
 
 
 def quiet() -> None:
-    """Hide LINES, WARNINGS and the FutureWarnings of MONAI and Lightning."""
+    """Hide LINES, WARNINGS, the FutureWarnings of MONAI and Lightning, and those of Pillow about
+    odd tags and large images, which it reads."""
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(monai|lightning)\.")
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
