@@ -112,6 +112,19 @@ def test_bad_files_in_a_run(copied, tmp_path, recognise):
 
 
 @pytest.mark.slow
+def test_a_test_of_damaged_files_only(trained, copied, tmp_path, recognise):
+    for file in (copied / "test").rglob("*.png"):
+        file.write_bytes(b"damaged")
+    done = recognise(
+        "test", f"--data.init_args.root={copied}", f"--trainer.default_root_dir={tmp_path / 'out'}",
+        f"--ckpt_path={trained}/checkpoints/last.ckpt",
+    )  # fmt: skip
+    assert done.status == 1 and done.errors == [
+        f"error: {copied}: no file of the test could be read"
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
 def test_a_checkpoint_of_other_classes(trained, copied, recognise, tmp_path):
     """Of another number, and of other names."""
     common = (f"--data.init_args.root={copied}", f"--trainer.default_root_dir={tmp_path / 'out'}",
