@@ -31,7 +31,7 @@ class Door(NamedTuple):
 
 DOORS = {
     "image_cls": Door(
-        "classify images, in colour or grey", "ImageTask", "ImageFolders", "coloured_digits"
+        "classify images, in colour or grey", "ImageTask", "LabelledData", "coloured_digits"
     ),
     "video_cls": Door("classify videos, of files or a camera", "VideoTask", "VideoData", "digits"),
     "volume_cls": Door("classify volumes (CT, MRI)", "ImageTask", "ImageData", "adrenal28"),

@@ -3,8 +3,7 @@ from scikit-learn's handwritten digits (8 x 8 pixels).
 
 The classes of the videos are motions only. A digit moves over a soft background. One frame says
 nothing about the class: digit, colours, background, position and speed are drawn independently of
-it.
-Positions are uniform on a torus (what leaves on one side comes in on the other), and moving a
+it. Positions are uniform on a torus (what leaves on one side comes in on the other), and moving a
 uniform position along any path leaves it uniform, so in every frame of every class all positions
 are equally likely. Each frame is encoded separately, so that the codec leaks no motion into it.
 """

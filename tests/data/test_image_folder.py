@@ -131,6 +131,9 @@ def test_files_that_are_no_images(tmp_path):
         with pytest.raises(DataError) as caught:
             read_image(tmp_path / name, 3)
         assert str(caught.value).startswith(f"{tmp_path / name}: cannot be read (")
+    Image.new("1", (18_000, 10_000)).save(tmp_path / "huge.png")
+    with pytest.raises(DataError, match=r"huge\.png: cannot be read \(Image size"):
+        read_image(tmp_path / "huge.png", 3)
     pages = [Image.fromarray(RAMP)] * 2
     pages[0].save(tmp_path / "pages.tif", save_all=True, append_images=pages[1:])
     with pytest.raises(DataError, match=r"pages\.tif: has 2 pages, expected an image of one"):
@@ -221,3 +224,13 @@ def test_training_gives_up_on_many_bad_files_in_a_row(folder):
         files.path(number).write_bytes(b"damaged")
     sample = FolderImages(files, 3, to_tensor, train=True)[0]
     assert sample.image is None and len(sample.problems) == TRIES
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF", "ignore:Tag data", "ignore:Truncated")
+def test_a_broken_tag_leaves_the_image(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010E] = 6, "of a camera"
+    whole = exif.tobytes()
+    for end in (len(whole) - 3, len(whole) // 2, 8):
+        path = save(tmp_path / "a.jpg", exif=whole[:end])
+        assert set(read_image(path, 3).size) == {4, 6}

@@ -117,7 +117,7 @@ def has_workers(kind: str) -> bool:
 def config(kind: str, root: Path, out: Path, workers: int, accelerator: str = "cpu") -> Path:
     *_, net, net_arguments, data, data_arguments = KINDS[kind]
     average = {"class_path": "ndlightnet.training.AveragedWeights",
-               "init_args": {"decay": 0.8}}  # fmt: skip
+               "init_args": {"decay": 0.8, "warmup": True}}  # fmt: skip
     given = {
         "seed_everything": 3,
         "trainer": {

@@ -41,19 +41,22 @@ class ImageFolders(LabelledData):
         channels: 3: RGB, 1: grey. ndlightnet.data.image_folder.read_image tells what becomes of
             palettes, alpha channels, CMYK, 16 bits and EXIF tags.
         batch_size: images per batch and process.
-        scale, ratio: area (a fraction) and proportions (width / height) of the random crop of a
-            training image, as in torchvision's RandomResizedCrop; scale null: the middle, whole.
+        scale: least and largest area of the random crop of a training image (fractions), as in
+            torchvision's RandomResizedCrop; null: the middle, as large as it can be.
+        ratio: its least and largest width / height.
         padding: above 0: random crops of the middle, padded by so many pixels, in place of `scale`.
         hflip: probability that a training image is mirrored. 0.5 where left and right do not
             matter to the classes.
         randaugment: {num_ops, magnitude, num_magnitude_bins} of torchvision's RandAugment.
         color_jitter: largest change of brightness, contrast and saturation (a fraction).
         random_erasing: probability that a rectangle of a training image becomes the mean colour.
-        mixup, cutmix: alphas; a batch is mixed in one of both ways, at random. 0: not in this one.
+        mixup: alpha of torchvision's MixUp of a training batch; 0: none.
+        cutmix: alpha of its CutMix; 0: none. With both, each batch gets one of them at random.
         interpolation: nearest, bilinear or bicubic.
         crop_pct: the central fraction of the short side that validation, test and prediction see.
-        mean, std: of pixels from 0 to 1, one number per channel; default: those of ImageNet, or
-            their mean for grey.
+        mean: of pixels from 0 to 1, one number per channel; default: ImageNet's, for grey the mean
+            of the three.
+        std: standard deviations, likewise.
         validation: fraction of each class of `train` that chooses the best checkpoint, where there
             is no folder `val`; 0: none. `test` is not used for this.
         on_error: what a file that cannot be read does. skip: in training the next good file
@@ -200,7 +203,7 @@ class ImageFolders(LabelledData):
         if draw is not None and not len(images):
             raise DataError(f"{self.root}: a whole batch cannot be read, such as {problems[-1]}")
         mean, std = self._each(self.mean, images), self._each(self.std, images)
-        images = (images.float() / 255 - mean) / std
+        images = images.float().mul_(1 / (255 * std)).sub_(mean / std)
         if draw is not None and self.mixing is not None:
             images, labels = seeded(self.mixing, draw, images, labels)
         return images, labels, numbers
@@ -241,8 +244,8 @@ def _split(files: ImageFiles, fraction: float) -> tuple[ImageFiles, ImageFiles]:
 
 
 class ColouredDigits(ImageFolders):
-    """Pictures of handwritten digits in colour on texture, drawn under `root` if they do not exist
-    yet, then read like any folder.
+    """Pictures of handwritten digits in colour on texture, 32 x 32 pixels, drawn under `root` if
+    they do not exist yet, then read like any folder.
 
     images: number of training and of test pictures.
     """

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ndlightnet.data.errors import DataError
 from ndlightnet.training.classification.metrics import scores
 from ndlightnet.training.classification.pictures import save_confusion
 from ndlightnet.training.core.report import write_json
@@ -70,6 +71,8 @@ class ClassificationTask(Task):
 
     def on_test_epoch_end(self) -> None:
         tested = self.gathered(self.tested)
+        if not tested:
+            raise DataError(f"{self.data().root}: no file of the test could be read")
         probabilities = torch.stack([found for found, _ in tested.values()])
         labels = torch.tensor([label for _, label in tested.values()])
         names = self.data().classes

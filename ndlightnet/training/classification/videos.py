@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmetrics.functional.classification import multiclass_accuracy
 
 from ndlightnet.data.digits import make_moving_digits
 from ndlightnet.data.errors import DataError, file_name, fitting, printable
@@ -251,10 +250,7 @@ class VideoTask(ClassificationTask):
 
     def more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
         self.strips, early = self.gathered(self.strips), self.gathered(self.early)
-        classes = probabilities.shape[1]
-        top5 = multiclass_accuracy(probabilities, labels, classes, "micro", top_k=min(5, classes))
         metrics: dict[str, Any] = {
-            "top5": float(top5),
             "parameters": parameter_count(self.net),
             "samples_per_second": self.cost.measured()["samples_per_second"],
         }

@@ -165,7 +165,9 @@ WARNINGS = (
 
 
 def quiet() -> None:
-    """Hide LINES, WARNINGS and the FutureWarnings of MONAI and Lightning."""
+    """Hide LINES, WARNINGS, the FutureWarnings of MONAI and Lightning, and those of Pillow about
+    odd tags and large images, which it reads."""
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(monai|lightning)\.")
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)

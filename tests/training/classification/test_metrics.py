@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from ndlightnet.training.classification.metrics import scores
+from ndlightnet.training.classification.task import ClassificationTask
 
 
 def test_scores_by_hand():
@@ -25,3 +26,24 @@ def test_scores_where_a_class_does_not_occur():
     assert found["balanced_accuracy"] == pytest.approx((1 + 1 / 3) / 2) and "auc" not in found
     assert np.isnan(found["recall"]["c"])
     assert scores(torch.eye(2), torch.zeros(2, dtype=torch.int64), ["a", "b"])["auc"] is None
+
+
+def test_the_first_five_of_many_classes():
+    probabilities = torch.arange(7.0).expand(2, 7) / 21  # the first five answers are classes 2 to 6
+    names = [str(n) for n in range(7)]
+    assert scores(probabilities, torch.tensor([2, 1]), names)["top5"] == 0.5
+    assert "top5" not in scores(probabilities[:, :5], torch.tensor([2, 1]), names[:5])
+
+
+def test_the_loss_takes_mixed_labels():
+    """Of one class each, they give the loss of their numbers; smoothing is in addition."""
+    task = ClassificationTask(torch.nn.Identity(), label_smoothing=0.2)
+    task.log = lambda *_, **__: None
+    logits, labels = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
+    hard, soft = (task.training_step((logits, given, labels), 0) for given in (
+        labels, torch.nn.functional.one_hot(labels, 3).float()
+    ))  # fmt: skip
+    assert torch.allclose(hard, soft)
+    half = torch.full((4, 3), 1 / 3)
+    expected = -logits.log_softmax(1).mean()
+    assert torch.allclose(task.training_step((logits, half, labels), 0), expected)

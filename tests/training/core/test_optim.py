@@ -151,9 +151,10 @@ def test_rates_decay_by_layer():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224",
-                                  "convnext_atto", "resnet18"])  # fmt: skip
+                                  "convnext_atto", "resnet18", "ndlightnet_tiny"])  # fmt: skip
 def test_layers_of_timm_are_those_that_timm_finds(name):
     timm = pytest.importorskip("timm")
+    pytest.importorskip("ndlightnet.integrations.timm")
     net = timm.create_model(name)
     found = timm.models.group_parameters(net, net.group_matcher(coarse=False), reverse=True)
     assert layer_numbers(net) == found and max(found.values()) > 3
