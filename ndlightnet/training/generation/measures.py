@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,20 +108,18 @@ class Nearest:
 
     Args:
         queries: features (n, dim).
-        shown: how many of the first queries have their nearest samples kept.
+        shown: numbers of the queries whose nearest samples are kept.
         count: how many of these.
 
     distances, labels: of the nearest sample of each query, (n,). pictures: for each query that is
     shown, up to `count` samples, the nearest first.
     """
 
-    def __init__(self, queries: Tensor, shown: int, count: int = 6) -> None:
-        self.queries, self.count = queries, count
+    def __init__(self, queries: Tensor, shown: Sequence[int], count: int = 6) -> None:
+        self.queries, self.shown, self.count = queries, shown, count
         self.distances = queries.new_full((len(queries),), torch.inf)
         self.labels = torch.full((len(queries),), -1, device=queries.device)
-        self.near: list[tuple[Tensor, list[Tensor]]] = [
-            (queries.new_empty(0), []) for _ in range(min(shown, len(queries)))
-        ]
+        self.near: list[tuple[Tensor, list[Tensor]]] = [(queries.new_empty(0), []) for _ in shown]
 
     def update(self, features: Tensor, labels: Tensor, pixels: Tensor) -> None:
         """Take a batch of training samples: features (batch, dim), labels, pixels (batch, ...)."""
@@ -129,8 +127,8 @@ class Nearest:
         best, at = gaps.min(1)
         self.labels = torch.where(best < self.distances, labels[at], self.labels)
         self.distances = best.minimum(self.distances)
-        for row, (kept, pictures) in enumerate(self.near):
-            every = torch.cat([kept, gaps[row]])
+        for row, (query, (kept, pictures)) in enumerate(zip(self.shown, self.near, strict=True)):
+            every = torch.cat([kept, gaps[query]])
             chosen = every.topk(min(self.count, len(every)), largest=False).indices
             both = [
                 pictures[i] if i < len(kept) else pixels[i - len(kept)].cpu()

@@ -37,6 +37,7 @@ from ndlightnet.training.generation.schedulers import Density, build_scheduler, 
 
 ROWS, COLUMNS = 10, 10  # of a sheet
 NEIGHBOURS = 12  # samples whose nearest training samples are shown
+FEWEST = 50  # training samples, about, for a Frechet distance of their own
 
 
 class GenerationTask(Task):
@@ -236,7 +237,10 @@ class GenerationTask(Task):
         pixels = self.draw(labels)
         seconds = time.perf_counter() - start
         features = self.features_of(pixels)
-        nearest, train = self.compare_with_training(torch.cat([features, real]), len(pixels))
+        shown = spread(min(NEIGHBOURS, len(pixels)), len(pixels))
+        nearest, train = self.compare_with_training(
+            torch.cat([features, real]), shown, max(len(pixels), FEWEST)
+        )
         precision, recall = precision_and_recall(real, features)
         of_samples, of_real = nearest.distances.split([len(features), len(real)])
         agree = (nearest.labels[: len(labels)].cpu() == labels).float().mean()
@@ -255,11 +259,10 @@ class GenerationTask(Task):
         }  # fmt: skip
         write_json(self.out() / "metrics.json", metrics)
         self.save_sheets(labels, pixels)
-        shown = [pixels[i] for i in self.neighbours(len(pixels))]
         pairs = zip(shown, nearest.pictures, strict=True)
         save_sheet(
             self.out() / "nearest.png",
-            [("a sample, and the nearest training samples" if i == 0 else "", [one, *near])
+            [("a sample, and the nearest training samples" if i == 0 else "", [pixels[one], *near])
              for i, (one, near) in enumerate(pairs)],
         )  # fmt: skip
         self.summary = (
@@ -288,32 +291,23 @@ class GenerationTask(Task):
         parts = pixels.split(data.batch_size)
         return torch.cat([self.measured(data.from_pixels(x.to(self.device))) for x in parts])
 
-    def neighbours(self, count: int) -> list[int]:
-        """Return which of the samples are shown beside their nearest training samples."""
-        return spread(min(NEIGHBOURS, count), count)
-
-    def compare_with_training(self, features: Tensor, drawn: int) -> tuple[Nearest, Tensor]:
-        """Return the training samples that are nearest to samples, whose features are the first
-        `drawn`, and to test samples, whose features follow; and the features of about as many
-        training samples as there are samples, at random."""
+    def compare_with_training(
+        self, features: Tensor, shown: Sequence[int], count: int
+    ) -> tuple[Nearest, Tensor]:
+        """Return the training samples that are nearest to others, whose features (n, dim) are
+        given, and the features of about `count` training samples, at random."""
         data = self.data()
         data.setup("fit")
         loader = data.plain_train_dataloader()
-        first = self.neighbours(drawn)
-        order = torch.tensor(first + sorted(set(range(len(features))) - set(first)))
-        nearest, kept = Nearest(features[order], len(first)), []
-        share, rng = (
-            drawn / (len(loader) * data.batch_size),
-            torch.Generator().manual_seed(self.seed),
-        )
+        nearest, kept = Nearest(features, shown), []
+        rng = torch.Generator().manual_seed(self.seed)
+        share = count / (len(loader) * data.batch_size)
         for x, labels, *_ in batches_of(data, loader, self.device):
             if not len(x):
                 continue
             found = self.measured(x)
             nearest.update(found, labels, data.to_pixels(x))
             kept.append(found[torch.rand(len(found), generator=rng) < share])
-        back = order.argsort().to(features.device)
-        nearest.distances, nearest.labels = nearest.distances[back], nearest.labels[back]
         return nearest, torch.cat(kept)
 
     def on_predict_start(self) -> None:
@@ -327,6 +321,7 @@ class GenerationTask(Task):
                 raise DataError(error) from error
         self.codec.shape(self.space)
         for name in self.asked or ():
+            check("model.classes", name, self.conditional, "none: model.net has num_classes=0")
             check("model.classes", name, name in classes, f"one of {', '.join(classes)}")
         names = self.asked or classes
         self.turns = torch.tensor([classes.index(name) for name in names] or [0])
