@@ -44,6 +44,7 @@ from ndlightnet.training.generation.latents import Pixels
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 SERIES = sorted((ROOT / "tasks/evidence/configs/series").glob("*.yaml"))
+GENERATED = sorted((ROOT / "tasks/evidence/configs/generation").glob("*.yaml"))
 NETWORKS = sorted((ROOT / "tasks/evidence/configs/volumes").glob("*.yaml"))
 TASKS = {
     "VolumeData": (SegmentationTask, VolumeData), "PhantomVolumes": (SegmentationTask, VolumeData),
@@ -255,11 +256,22 @@ def test_a_row_of_the_series_takes_one_step(build, network):
         assert norms[0] == norms[1] == (32,)
     task = cli.model.train()
     task.log = lambda *_, **__: None
-    if isinstance(task, GenerationTask):
-        task.codec, task.space = Pixels(cli.datamodule), (4,) * task.net.dims
-        for value in task.net.parameters():  # else the zeros let nothing through
-            torch.nn.init.normal_(value, std=0.02) if not value.any() else None
     assert task.training_step(batch_for(plain), 0).isfinite()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("network", GENERATED, ids=lambda path: path.stem)
+def test_a_row_of_generation_changes_the_mixers_alone(build, network):
+    base = ROOT / "configs" / "handwritten_gen.yaml"
+    cli, plain = build(base, "--config", str(network)), build(base)
+    asked = yaml.safe_load(network.read_text())["model"]["net"]["init_args"]["mixer"]
+    local = asked["init_args"].get("local", "values")
+    for block in cli.model.net.blocks:
+        assert type(block.mixer).__name__ == asked["class_path"].rsplit(".")[-1]
+        assert (block.mixer.local_values is not None) == (local == "values")
+    kept = ("dims", "in_chans", "num_classes", "embed_dim")
+    assert all(getattr(cli.model.net, k) == getattr(plain.model.net, k) for k in kept)
+    one_step(cli)
 
 
 def mixers_of(net) -> list[torch.nn.Module]:
