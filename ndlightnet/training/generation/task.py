@@ -64,8 +64,8 @@ class GenerationTask(Task):
         seed: of the noise that samples begin with.
         autoencoder: folder of an AutoencoderKL of diffusers: the network generates its latents.
         features: test: a classifier, trained on the same data, in whose features samples are
-            compared; features_checkpoint: a checkpoint of its training by `image_cls fit`, which is
-            enough for an NDLightNet. Default: they are compared in pixels.
+            compared; default: the NDLightNet of features_checkpoint, if any, or else pixels.
+        features_checkpoint: the classifier's checkpoint, of `image_cls fit`.
         others: as in Task.
     """
 
