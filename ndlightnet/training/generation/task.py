@@ -54,9 +54,8 @@ class GenerationTask(Task):
             network predicts the velocity of straight paths; with DDIMScheduler, DDPMScheduler and
             the like what their prediction_type says.
         timestep_density: of the times in training, "uniform" or "logit_normal", which favours the
-            middle; default: that with flow matching, else the first.
-        guidance: of the classes in sampling: by how much more than the class itself changes
-            (classifier-free guidance); 1: none.
+            middle; default: "logit_normal" with flow matching, else "uniform".
+        guidance: factor in sampling on what a class changes (classifier-free guidance); 1: none.
         sampling_steps: steps from noise to a sample.
         samples: how many `test` and `predict` draw.
         classes: predict: draw these by their names, in turn; default: all.
