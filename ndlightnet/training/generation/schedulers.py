@@ -54,8 +54,9 @@ def noised(
     """Return noisy samples of x (batch, channels, *space), their times (batch,), and what a network
     should predict from them, of the shape of x.
 
-    density: of the times: "uniform", or "logit_normal", which favours the middle; default: that
-    with flow matching, else the first. generator: for draws that can be repeated, on x's device.
+    density: of the times: "uniform", or "logit_normal", which favours the middle; default:
+    "logit_normal" with flow matching, else "uniform". generator: for draws that can be
+    repeated, on x's device.
     """
     noise = torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
     flow, count = is_flow(scheduler), scheduler.config.num_train_timesteps

@@ -54,9 +54,8 @@ class GenerationTask(Task):
             network predicts the velocity of straight paths; with DDIMScheduler, DDPMScheduler and
             the like what their prediction_type says.
         timestep_density: of the times in training, "uniform" or "logit_normal", which favours the
-            middle; default: that with flow matching, else the first.
-        guidance: of the classes in sampling: by how much more than the class itself changes
-            (classifier-free guidance); 1: none.
+            middle; default: "logit_normal" with flow matching, else "uniform".
+        guidance: factor in sampling on what a class changes (classifier-free guidance); 1: none.
         sampling_steps: steps from noise to a sample.
         samples: how many `test` and `predict` draw.
         classes: predict: draw these by their names, in turn; default: all.
@@ -64,8 +63,8 @@ class GenerationTask(Task):
         seed: of the noise that samples begin with.
         autoencoder: folder of an AutoencoderKL of diffusers: the network generates its latents.
         features: test: a classifier, trained on the same data, in whose features samples are
-            compared; features_checkpoint: a checkpoint of its training by `image_cls fit`, which is
-            enough for an NDLightNet. Default: they are compared in pixels.
+            compared; default: the NDLightNet of features_checkpoint, if any, or else pixels.
+        features_checkpoint: the classifier's checkpoint, of `image_cls fit`.
         others: as in Task.
     """
 
