@@ -86,7 +86,8 @@ class NDLightDiT(Pretrained):
         if size not in DIT_SIZES:
             raise ValueError(f"size={size!r}: expected 'S', 'B', 'L' or 'XL'")
         width, blocks = DIT_SIZES[size]
-        width, blocks = embed_dim or width, depth or blocks
+        width = width if embed_dim is None else embed_dim
+        blocks = blocks if depth is None else depth
         check_integers(1, dims=dims, in_chans=in_chans, embed_dim=width, depth=blocks)
         check_integers(0, num_classes=num_classes)
         if not 0 <= class_dropout < 1:
