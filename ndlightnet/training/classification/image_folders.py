@@ -162,6 +162,9 @@ class ImageFolders(LabelledData):
         collate = collate_of(self.space, self.channels)
         return training_loader(images, count, self.batch_size, self.workers, collate)
 
+    def plain_train_dataloader(self) -> Any:
+        return self._loader(self._images(self.train_set.files))
+
     def _loader(self, images: FolderImages) -> DataLoader[Any]:
         return DataLoader(
             images, batch_size=self.batch_size, num_workers=self.workers,
@@ -202,8 +205,7 @@ class ImageFolders(LabelledData):
         self._report(problems)
         if draw is not None and not len(images):
             raise DataError(f"{self.root}: a whole batch cannot be read, such as {problems[-1]}")
-        mean, std = self._each(self.mean, images), self._each(self.std, images)
-        images = images.float().mul_(1 / (255 * std)).sub_(mean / std)
+        images = self.from_pixels(images)
         if draw is not None and self.mixing is not None:
             images, labels = seeded(self.mixing, draw, images, labels)
         return images, labels, numbers
@@ -212,6 +214,10 @@ class ImageFolders(LabelledData):
         """Undo the normalisation: (batch, channels, *space) floats -> uint8 of that shape."""
         pixels = (x.float() * self._each(self.std, x) + self._each(self.mean, x)) * 255
         return pixels.round().clamp(0, 255).to(torch.uint8)
+
+    def from_pixels(self, pixels: Tensor) -> Tensor:
+        mean, std = self._each(self.mean, pixels), self._each(self.std, pixels)
+        return pixels.float().mul_(1 / (255 * std)).sub_(mean / std)
 
     def _each(self, values: list[float], images: Tensor) -> Tensor:
         return torch.tensor(values, device=images.device).view(-1, *[1] * len(self.space))

@@ -94,7 +94,7 @@ def save_gallery(
     probability."""
     truth = probabilities.argmax(1) if labels is None else labels
     sure = probabilities.gather(1, truth[:, None])[:, 0]
-    each = math.comb(image(0).ndim - 1, 2)
+    each = max(1, math.comb(image(0).ndim - 1, 2))  # a line has one, too
     count = min(len(sure), max(4, VIEWS // each))
     shown = sure.argsort(stable=True)[torch.linspace(0, len(sure) - 1, count).round().long()]
     columns = max(1, 9 // each)

@@ -119,3 +119,10 @@ def test_a_formula_is_drawn_as_it_is_written(tmp_path, monkeypatch):
     texts = [text for text in shown if text.get_text()]
     assert {text.get_text() for text in texts} >= {"$x$", "dog", "40", "prediction"}
     assert not any(text.get_parse_math() for text in texts)
+
+
+def test_a_gallery_of_signals(tmp_path):
+    lines = torch.randint(256, (3, 1, 20), dtype=torch.uint8)
+    odds = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4]])
+    save_gallery(tmp_path / "g.png", lambda row: lines[row], odds, torch.tensor([0, 1, 1]), "ab")
+    assert (tmp_path / "g.png").stat().st_size > 1000

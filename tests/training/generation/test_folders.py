@@ -1,0 +1,79 @@
+"""Generation of colour images in class folders, and what the test says of their neighbours."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip("diffusers")
+
+from ndlightnet.training import GenerationTask, ImageFolders, LabelledData, run
+
+CONFIG = """
+seed_everything: 0
+trainer: {accelerator: cpu, max_epochs: 1, log_every_n_steps: 1, enable_progress_bar: false}
+model:
+  sampling_steps: 2
+  samples: 6
+  net:
+    class_path: ndlightnet.NDLightDiT
+    init_args: {dims: 2, num_classes: 2, embed_dim: 16, depth: 1, tpe_states: 4}
+data:
+  class_path: ndlightnet.training.ImageFolders
+  init_args: {root: nowhere, size: 8, batch_size: 4, scale: null, crop_pct: 1.0, workers: 0}
+"""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    """Ten images of each colour to train with, four to test; one cannot be read."""
+    root, rng = tmp_path_factory.mktemp("folders"), np.random.default_rng(0)
+    for part, count in (("train", 10), ("test", 4)):
+        for channel, name in enumerate(("red", "green")):
+            (root / part / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = rng.integers(0, 60, (8, 8, 3), np.uint8)
+                pixels[..., channel] += 180
+                Image.fromarray(pixels).save(root / part / name / f"{number}.png")
+    (root / "train" / "red" / "broken.png").write_bytes(b"no picture")
+    return root
+
+
+@pytest.mark.slow
+def test_fit_test_and_predict_on_class_folders(folders, tmp_path, capfd):
+    (tmp_path / "c.yaml").write_text(CONFIG)
+
+    def launch(command: str, *more: str) -> int:
+        given = [command, "--config", str(tmp_path / "c.yaml"), f"--data.init_args.root={folders}"]
+        given += [f"--trainer.default_root_dir={tmp_path}", *more]
+        return run(GenerationTask, LabelledData, Path("none"), None, given)
+
+    last = f"--ckpt_path={tmp_path}/checkpoints/last.ckpt"
+    assert launch("fit") == 0
+    capfd.readouterr()
+    assert launch("test", last) == 1  # a file is broken, which stops nothing
+    assert "broken.png: cannot be read" in capfd.readouterr().err
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["test_samples"] == 8 and metrics["samples"] == 6
+    assert launch("predict", "--model.size=[8,12]", last) == 0
+    (first, *_) = sorted((tmp_path / "samples").glob("0*"))
+    assert first.name == "00000_green.png" and Image.open(first).size == (12, 8)
+    capfd.readouterr()
+    assert launch("fit", "--data.init_args.mixup=0.5") == 1
+    assert "data.mixup, data.cutmix: above 0, expected 0" in capfd.readouterr().err
+
+
+def test_pixels_are_normalised_and_back(folders):
+    data = ImageFolders(str(folders), 8, scale=None, crop_pct=1.0, workers=0, batch_size=4)
+    data.setup("fit")
+    seen = 0
+    for batch in data.plain_train_dataloader():
+        pixels = batch[0]
+        images, labels, _ = data.on_after_batch_transfer(batch, 0)
+        assert torch.equal(data.to_pixels(images), pixels)
+        assert torch.equal(data.from_pixels(pixels), images)
+        seen += len(labels)
+    assert seen == len(data.train_set) - 1  # but the broken one
