@@ -63,15 +63,24 @@ OVERLAYS = {
 }
 PACKING = {"packed_sequence_mask_function", "remap_positions_for_packed_sequence"}
 CAUSAL, FULL, BOTH = "causal_mask_function", "bidirectional_mask_function", "and_masks"
-# code of a mask function -> name of the function that makes it; in a graph being traced, functions
-# have no qualified names
-MADE: dict[Any, str] = {masking_utils.causal_mask_function.__code__: CAUSAL,
-                        masking_utils.bidirectional_mask_function.__code__: FULL}  # fmt: skip
+
+
+def _place(code: Any) -> tuple[str, int]:
+    """Return what tells the code of transformers' mask functions apart. (Torch cannot guard code
+    itself, and while it traces a graph functions have no qualified names.)"""
+    return code.co_filename, code.co_firstlineno
+
+
+# place of a mask function -> name of the function that makes it
+MADE: dict[tuple[str, int], str] = {
+    _place(masking_utils.causal_mask_function.__code__): CAUSAL,
+    _place(masking_utils.bidirectional_mask_function.__code__): FULL,
+}
 for _name in (*OVERLAYS, *PACKING, BOTH):
     _made = getattr(masking_utils, _name, None)  # versions differ; what is missing is refused
     for _code in _made.__code__.co_consts if _made else ():
         if isinstance(_code, CodeType):
-            MADE[_code] = _name
+            MADE[_place(_code)] = _name
 
 
 # ------------------------------------------------------------------------------------ attention
@@ -259,7 +268,8 @@ def _parts(function: Any) -> Iterator[tuple[str, list[Any]]]:
     """Yield the names of the functions of transformers that a mask function was made by ("" for
     others), with what it holds."""
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    yield MADE.get(getattr(function, "__code__", None), ""), held
+    code = getattr(function, "__code__", None)
+    yield "" if code is None else MADE.get(_place(code), ""), held
     for x in held:
         for inner in x if isinstance(x, tuple) else (x,):
             if callable(inner) and not isinstance(inner, Tensor):

@@ -28,7 +28,7 @@ PROJECTIONS = {
 JOINT = ("qkv", "qkv_proj", "Wqkv", "c_attn", "query_key_value")  # to q, k and v at once
 SIMPLE = (nn.Linear, nn.Dropout, nn.Identity)
 PLAIN = {"self", "hidden_states", "attention_mask", "output_attentions", "kwargs"}
-CACHE = {"past_key_values", "past_key_value"}
+CACHE = {"cache", "past_key_values", "past_key_value"}  # from transformers 5.24 on, and before
 # encoders of grids: number of tokens in front of the grid
 PREFIX = {
     "ViTAttention": 1, "DeiTAttention": 2, "BeitAttention": 1, "CLIPAttention": 1,
