@@ -133,7 +133,7 @@ def test_more_architectures_run() -> None:
 
 
 @pytest.mark.parametrize(("make", "mixer", "reason"), [
-    (llama, mixers.GLA, "it takes (past_key_values|cache), position_embeddings, and a mixer has no"),
+    (llama, mixers.GLA, "it takes (past_key_values|cache), position_embeddings, and a mixer"),
     (bart, mixers.GLA, "it takes key_value_states, and a mixer has no such thing"),
     (swin, None, "it has a bias on its scores, which LightNet attention cannot have"),
     (partial(other, "Beit", use_relative_position_bias=True), mixers.GLA, "a bias on its scores"),
