@@ -97,6 +97,8 @@ class ImageFolders(LabelledData):
         self.space: tuple[int, ...] = tuple(space)
         check("data.channels", channels, channels in (1, 3), "3 (RGB) or 1 (grey)")
         self.root, self.channels, self.batch_size = find_root(root), channels, batch_size
+        check("data.batch_size", batch_size, batch_size > 0, "1 or more images")
+        check("data.workers", workers, workers >= 0, "0 or more processes")
         for name, value in (
             ("hflip", hflip), ("random_erasing", random_erasing), ("validation", validation),
         ):  # fmt: skip
@@ -111,7 +113,9 @@ class ImageFolders(LabelledData):
         if randaugment is not None:
             most = randaugment.num_magnitude_bins - 1
             good = 0 <= randaugment.magnitude <= most and randaugment.num_ops >= 0
-            check("data.randaugment", randaugment, good, f"a magnitude from 0 to {most}")
+            check(
+                "data.randaugment", randaugment, good, f"num_ops 0 or more, magnitude 0 to {most}"
+            )
         grey = channels == 1
         self.mean = mean or ([sum(MEAN) / 3] if grey else [*MEAN])
         self.std = std or ([sum(STD) / 3] if grey else [*STD])
@@ -202,8 +206,7 @@ class ImageFolders(LabelledData):
         self._report(problems)
         if draw is not None and not len(images):
             raise DataError(f"{self.root}: a whole batch cannot be read, such as {problems[-1]}")
-        mean, std = self._each(self.mean, images), self._each(self.std, images)
-        images = images.float().mul_(1 / (255 * std)).sub_(mean / std)
+        images = self.from_pixels(images)
         if draw is not None and self.mixing is not None:
             images, labels = seeded(self.mixing, draw, images, labels)
         return images, labels, numbers
@@ -212,6 +215,10 @@ class ImageFolders(LabelledData):
         """Undo the normalisation: (batch, channels, *space) floats -> uint8 of that shape."""
         pixels = (x.float() * self._each(self.std, x) + self._each(self.mean, x)) * 255
         return pixels.round().clamp(0, 255).to(torch.uint8)
+
+    def from_pixels(self, pixels: Tensor) -> Tensor:
+        mean, std = self._each(self.mean, pixels), self._each(self.std, pixels)
+        return pixels.float().mul_(1 / (255 * std)).sub_(mean / std)
 
     def _each(self, values: list[float], images: Tensor) -> Tensor:
         return torch.tensor(values, device=images.device).view(-1, *[1] * len(self.space))

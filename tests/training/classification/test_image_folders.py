@@ -155,6 +155,7 @@ def test_batches_are_bytes_until_they_are_on_the_device(folder):
     x, labels, numbers = images.on_after_batch_transfer(batch, 0)
     assert x.dtype == torch.float32 and labels.dtype == numbers.dtype == torch.int64
     assert torch.equal(images.to_pixels(x), batch[0])
+    assert torch.equal(images.from_pixels(batch[0]), x) and batch[0].dtype == torch.uint8
     pixels = batch[0][:, 0].float() / 255
     assert torch.allclose(x[:, 0], (pixels - 0.485) / 0.229, atol=1e-5)
     assert images.to_pixels(torch.full((1, 3, 2, 2), 99.0)).unique().tolist() == [255]
@@ -214,6 +215,9 @@ def test_a_test_needs_no_training_images(copied):
         ({"size": 0}, r"data\.size: 0, expected one or two numbers above 0"),
         ({"size": [4, 5, 6]}, r"data\.size: \[4, 5, 6\], expected"),
         ({"channels": 2}, r"data\.channels: 2, expected 3 \(RGB\) or 1"),
+        ({"batch_size": 0}, r"data\.batch_size: 0, expected 1 or more images"),
+        ({"workers": -1}, r"data\.workers: -1, expected 0 or more processes"),
+        ({"randaugment": RandAugment(-1)}, r"data\.randaugment: .*expected num_ops 0 or more"),
         ({"hflip": 2}, r"data\.hflip: 2, expected a fraction"),
         ({"mixup": -1}, r"data\.mixup: -1, expected 0 or more"),
         ({"scale": (0.5, 0.1)}, r"data\.scale: \(0\.5, 0\.1\), expected two fractions"),
