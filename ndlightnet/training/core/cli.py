@@ -59,6 +59,8 @@ class TaskCLI(LightningCLI):
             raise DataError(" ".join(str(said).split())) from error
         except TypeError as error:  # arguments of a mixer, which are not checked before
             raise DataError(unexpected(str(error))) from error
+        except (RuntimeError, OSError) as error:  # timm's, for a name or weights that it has not
+            raise DataError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run the subcommand; DataError if the disk is full when Lightning writes, say, a log."""
@@ -88,6 +90,10 @@ class TaskCLI(LightningCLI):
             kwargs["verbose"] = False  # the task's summary has the results
         # a checkpoint is data, not code
         return {**kwargs, "weights_only": True}
+
+    def after_validate(self) -> None:
+        if not sum(self.trainer.num_val_batches):
+            raise DataError(f"{self.datamodule.root}: validate: there is nothing to validate with")
 
     @rank_zero_only
     def before_fit(self) -> None:

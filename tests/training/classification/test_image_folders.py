@@ -2,18 +2,22 @@
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.image
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from PIL import Image
+from torch import nn
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.image_transforms import RandAugment
-from ndlightnet.training import ImageFolders
+from ndlightnet.training import ImageFolders, ImageTask
 
 PREPARED = {"randaugment": RandAugment(1, 2), "hflip": 0.5, "random_erasing": 0.2,
             "mixup": 0.4, "cutmix": 0.5, "color_jitter": 0.2}  # fmt: skip
@@ -139,6 +143,58 @@ def test_a_checkpoint_of_other_classes(trained, copied, recognise, tmp_path):
     assert len(done.errors) == 1 and "the checkpoint of another network: net.head" in done.errors[0]
     done = recognise("test", *common)
     assert len(done.errors) == 1 and "expected a network with num_classes=2" in done.errors[0]
+
+
+@pytest.mark.parametrize(
+    "width, line",
+    [
+        (8, r"model\.net=Linear: output \(1, 3, 8, 3\) of an image, expected \(1, 3\)"),
+        (9, r"model\.net=Linear: cannot take images of \(3, 8, 8\) \(.*shapes cannot be mult"),
+    ],
+)
+def test_networks_of_others_that_do_not_fit(folder, tmp_path, recognise, width, line):
+    """Before a training, not after it."""
+    common = (f"--data.init_args.root={folder}", f"--trainer.default_root_dir={tmp_path}",
+              "--model.net=torch.nn.Linear", f"--model.net.in_features={width}",
+              "--model.net.out_features=3")  # fmt: skip
+    for command in ("fit", "test"):
+        done = recognise(command, *common)
+        assert done.status == 1 and len(done.errors) == 1 and re.search(line, done.errors[0])
+    assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "metrics.json").exists()
+
+
+def test_a_network_is_in_training_after_it_was_tried(folder):
+    images = data(folder)
+    images.setup("fit")
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 3), nn.BatchNorm1d(3))
+    task = ImageTask(net)
+    task._trainer = SimpleNamespace(datamodule=images, precision_plugin=Precision())
+    task.try_network()
+    assert net.training and net[2].training and net[2].num_batches_tracked == 0
+
+
+def test_a_name_that_timm_does_not_know(folder, tmp_path, recognise):
+    pytest.importorskip("timm")
+    done = recognise(
+        "fit", f"--data.init_args.root={folder}", f"--trainer.default_root_dir={tmp_path}",
+        "--model.net=timm.create_model", "--model.net.model_name=resnet10tt",
+    )  # fmt: skip
+    assert done.status == 1 and done.errors == ["error: RuntimeError: Unknown model (resnet10tt)"]
+
+
+def test_a_validation_without_a_readable_file(copied, tmp_path, recognise):
+    for kind in ("columns", "rows"):
+        (copied / "val" / kind).mkdir(parents=True)
+        (copied / "val" / kind / "0.png").write_bytes(b"damaged")
+    common = (f"--data.init_args.root={copied}", f"--trainer.default_root_dir={tmp_path / 'out'}",
+              "--trainer.max_epochs=1", "--trainer.num_sanity_val_steps=0")  # fmt: skip
+    done = recognise("fit", *common)
+    assert done.status == 1
+    assert done.errors == [f"error: {copied}: no file of the validation could be read"]
+    shutil.rmtree(copied / "val")
+    done = recognise("validate", *common, "--data.init_args.validation=0")
+    assert done.status == 1
+    assert done.errors == [f"error: {copied}: validate: there is nothing to validate with"]
 
 
 def test_batches_are_bytes_until_they_are_on_the_device(folder):
