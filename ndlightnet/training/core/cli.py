@@ -156,7 +156,7 @@ LINES = (
     "GPU available", "TPU available", "HPU available", "💡 Tip", "Seed set to", "Using ",
     "Loading `train_dataloader`", "`Trainer.fit` stopped: `max_", "LOCAL_RANK",
     "You are using a CUDA", "Restoring states", "Restored all states", "Loaded model weights",
-    "The following callbacks returned in",
+    "The following callbacks returned in", "Found current_model_state",
 )  # fmt: skip
 # ... and patterns of its warnings about what is intended here (workers, predictions that are
 # written and not returned, checkpoints that are overwritten, a test without the callbacks of
@@ -248,6 +248,8 @@ def run(
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    if not cli.trainer.is_global_zero:
+        return 0  # the first process has all failures; torchrun would end it, which may still write
     say(cli.model.notes)
     for failure in cli.model.failures:
         print(f"error: {failure}", file=sys.stderr)
