@@ -226,6 +226,24 @@ def test_grey_images_of_two_sides(folder):
     assert x.shape[1:] == (1, 6, 10) and torch.equal(images.to_pixels(x), batch[0])
 
 
+def test_options_reach_the_transforms(folder):
+    """The border that `crop_pct` leaves out, the colour of erased boxes, crops of one scale."""
+    images = data(folder, size=8, padding=2, random_erasing=1.0, crop_pct=0.5, mixup=0.3,
+                  cutmix=0.7, mean=[0.2, 0.4, 0.6], std=[1.0] * 3)  # fmt: skip
+    framed = Image.new("RGB", (16, 16), "white")
+    framed.paste((9, 9, 9), (4, 4, 12, 12))
+    assert images.evaluate(framed).unique().tolist() == [9]
+    found = images.augment(Image.new("RGB", (8, 8), "white")).flatten(1).T.unique(dim=0)
+    assert found.tolist() == [[51, 102, 153], [255, 255, 255]]
+    cells = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
+    colours = {(51, 102, 153), *map(tuple, cells.reshape(-1, 3).tolist())}
+    found = images.augment(Image.fromarray(cells)).flatten(1).T.tolist()
+    assert {*map(tuple, found)} <= colours  # a crop of another size would mix them
+    images.setup("fit")
+    ways = {type(way).__name__: way.alpha for way in images.mixing.transforms}
+    assert ways == {"MixUp": 0.3, "CutMix": 0.7}
+
+
 def batches(root: Path, workers: int, epoch: int) -> list[tuple]:
     images = data(root, workers=workers, **PREPARED)
     torch.manual_seed(5)
