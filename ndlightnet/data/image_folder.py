@@ -52,9 +52,8 @@ class ImageFiles:
 
 def class_names(part: Path) -> tuple[str, ...]:
     """Return the names of the class folders in `part`, sorted; DataError for fewer than two."""
-    if not part.is_dir():
-        raise DataError(f"{part}: no such folder, expected one with a folder for each class")
-    with os.scandir(part) as entries:
+    _check_folder(part)
+    with readable(part), os.scandir(part) as entries:
         names = sorted(e.name for e in entries if not e.name.startswith(".") and e.is_dir())
     if len(names) < 2:
         raise DataError(f"{part}: has the classes {names}, expected two or more folders of images")
@@ -65,12 +64,13 @@ def list_images(part: Path, classes: Sequence[str], notes: list[str] | None = No
     """Return the images in `part/CLASS`, at any depth, sorted; hidden entries are no images.
 
     A line on files that are left out of each folder is added to `notes`. DataError for a class that
-    `classes` lack, and for a class folder without an image.
+    `classes` lack, for a class folder without an image and for no class folder.
     """
-    if not part.is_dir():
-        raise DataError(f"{part}: no such folder, expected one with a folder for each class")
+    _check_folder(part)
     names, labels, beside = [], [], []
-    for entry in sorted(part.iterdir()):
+    with readable(part):
+        entries = sorted(part.iterdir())
+    for entry in entries:
         if not entry.is_dir():
             beside.append(entry)
         elif not entry.name.startswith("."):
@@ -79,14 +79,25 @@ def list_images(part: Path, classes: Sequence[str], notes: list[str] | None = No
             found = _images(entry, notes)
             names += [os.fsencode(f"{entry.name}/{file}") for file in found]
             labels += [classes.index(entry.name)] * len(found)
+    if not names:
+        raise DataError(f"{part}: has no folder of a class, expected one for each")
     leave_out(beside, part, "a folder for each class", notes)
     return ImageFiles(part, np.array(names, np.bytes_), np.array(labels, np.int64))
+
+
+def _check_folder(part: Path) -> None:
+    with readable(part):
+        here = part.is_dir()
+    if not here:
+        raise DataError(f"{part}: no such folder, expected one with a folder for each class")
 
 
 def find_images(path: str | Path, notes: list[str] | None = None) -> ImageFiles:
     """Return a file, or the images of a folder at any depth, with labels 0; DataError if none."""
     path = Path(path)
-    if not path.exists():
+    with readable(path):
+        here = path.exists()
+    if not here:
         raise DataError(f"{path}: no such file or folder")
     root, found = (path.parent, [path.name]) if path.is_file() else (path, _images(path, notes))
     names = np.array([os.fsencode(file) for file in found], np.bytes_)
@@ -97,8 +108,9 @@ def _images(folder: Path, notes: list[str] | None) -> list[str]:
     """Return the images of a folder, at any depth, as paths from it; DataError if there is none."""
     images: list[str] = []
     others: list[str] = []
-    for file in _files(folder):
-        (images if file.lower().endswith(ENDINGS) else others).append(file)
+    with readable(folder):  # links that go round in circles, folders without permission
+        for file in _files(folder):
+            (images if file.lower().endswith(ENDINGS) else others).append(file)
     if not images:
         raise DataError(f"{folder}: has no image, expected {', '.join(ENDINGS)}")
     leave_out((folder / file for file in others), folder, "images", notes)
@@ -122,11 +134,12 @@ def read_image(path: Path, channels: int) -> Image.Image:
     """Read an image as RGB (channels=3) or grey (1) of 8 bits, upright as its EXIF tag says.
 
     A palette gives its colours, what is transparent lies over white, and CMYK becomes RGB. 16 bits
-    are scaled to 8, 0 to 65,535 to 0 to 255, and floats from 0 to 1 to 0 to 255. DataError for a
-    damaged file, several pages, a TIFF that lies on its side and other ranges of numbers.
+    are scaled to 8, 0 to 65,535 to 0 to 255, and floats from 0 to 1 to 0 to 255. Of a photograph
+    with previews (MPO) the first image is read. DataError for a damaged file, several pages, a TIFF
+    that lies on its side and other ranges of numbers.
     """
     with readable(path), Image.open(path) as file:
-        if (pages := getattr(file, "n_frames", 1)) > 1:
+        if (pages := getattr(file, "n_frames", 1)) > 1 and file.format != "MPO":
             raise DataError(f"{path}: has {pages} pages, expected an image of one")
         orientation = file.getexif().get(ExifTags.Base.Orientation, 1)
         if file.format == "TIFF" and orientation > 4:  # Pillow 13.0 swaps its sides twice

@@ -39,7 +39,8 @@ def central_crop(
     proportions, of which a centred fraction `pct` along each axis is kept. An enlarged copy of the
     whole image is never made, whatever its proportions are."""
     scale = pct * min(side / wanted for side, wanted in zip(image.size, space[::-1], strict=True))
-    width, height = (scale * wanted for wanted in space[::-1])
+    # rounding must not lead out of the image, which Pillow refuses
+    width, height = (min(scale * n, side) for n, side in zip(space[::-1], image.size, strict=True))
     left, top = (image.width - width) / 2, (image.height - height) / 2
     box = (left, top, left + width, top + height)
     return image.resize(space[::-1], getattr(Image.Resampling, interpolation.upper()), box)

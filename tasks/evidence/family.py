@@ -45,6 +45,7 @@ from ndlightnet_evidence.runner import Run
 from ndlightnet_evidence.turns import Work
 
 POINTS = 12  # of the curve over time
+LEFT_OUT = ("warmup_epochs", "min_lr", "layer_decay")  # of the tasks' schedule
 FULL = 0.5  # share of the card's memory from which on what ended runs have left is freed
 
 
@@ -216,6 +217,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # else 8 streams share a queue
     rows = at_rates(catalogue.changes(o.file, o.rows), o.lr)  # a wrong one fails here
     config = read_config(o.config, o.set)
+    if left := [name for name in LEFT_OUT if config["model"].get(name) is not None]:
+        parser.error(f"{o.config}: model.{left[0]}: expected null, the schedule has it not")
     data = sets.load(config)
     names = list(rows)
     plan = Plan(config, rows, data, o.steps or data.steps, o.seconds, o.compile)

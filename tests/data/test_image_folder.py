@@ -2,6 +2,7 @@
 
 import io
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +141,42 @@ def test_files_that_are_no_images(tmp_path):
         read_image(tmp_path / "pages.tif", 3)
 
 
+def test_a_photograph_with_a_preview(tmp_path):
+    """As phones write them: a JPEG with a second, smaller image."""
+    first, preview = Image.new("RGB", (64, 48), "red"), Image.new("RGB", (8, 6), "blue")
+    first.save(tmp_path / "p.jpg", format="MPO", save_all=True, append_images=[preview])
+    found = read_image(tmp_path / "p.jpg", 3)
+    assert (
+        found.size == (64, 48)
+        and np.abs(np.subtract(found.getpixel((5, 5)), (255, 0, 0))).max() < 5
+    )
+
+
+def test_links_and_permissions(folder, monkeypatch):
+    """Links are followed, but not round in circles."""
+    other = folder.parent / "other"
+    save(other / "a.png")
+    (folder / "cat" / "more").symlink_to(other)
+    assert len(list_images(folder, ("cat", "dog"))) == 7
+    (other / "back").symlink_to(folder / "cat")
+    with pytest.raises(DataError, match=r"cat: cannot be read \(.*Too many levels of symbolic"):
+        list_images(folder, ("cat", "dog"))
+
+    def forbidden(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    listing = partial(list_images, classes=("cat", "dog"))
+    for name, read in (
+        ("os.scandir", class_names), ("pathlib.Path.iterdir", listing),
+        ("pathlib.Path.is_dir", class_names), ("pathlib.Path.is_dir", listing),
+        ("pathlib.Path.exists", find_images),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(name, forbidden)
+            with pytest.raises(DataError, match=r"cannot be read \(.*Permission denied"):
+                read(folder)
+
+
 def test_a_listing_is_sorted_and_tells_what_is_left_out(folder):
     save(folder / "dog" / "deep" / "er" / "X.JPEG")
     (folder / "dog" / "notes.txt").write_text("a")
@@ -186,6 +223,9 @@ def test_folders_that_cannot_be_used(folder):
     (folder / "ant").mkdir()
     with pytest.raises(DataError, match=r"ant: has no image, expected \.png, \.jpg"):
         list_images(folder, ("ant", "cat", "dog"))
+    (folder.parent / "val").mkdir()
+    with pytest.raises(DataError, match="val: has no folder of a class, expected one for each"):
+        list_images(folder.parent / "val", ("cat", "dog"))
 
 
 def test_a_bad_file_is_replaced_by_the_next_good_one(folder):

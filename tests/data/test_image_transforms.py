@@ -43,6 +43,14 @@ def test_the_middle_is_kept():
     assert wide.size == (8, 4) and wide.getpixel((7, 3)) == image.getpixel((60, 28))
 
 
+@pytest.mark.parametrize("side", [29, 58, 116])
+def test_a_crop_of_the_whole_image_ends_at_its_border(side):
+    """side / 224 * 224 is more than `side` in float64."""
+    assert side / 224 * 224 > side
+    for sides in ((side, side), (side, 300), (300, side)):
+        assert central_crop(noise(*sides), (224, 224), 1.0, "bicubic").size == (224, 224)
+
+
 @pytest.mark.parametrize("sides", [(1, 1), (1, 3000), (3000, 1), (2, 2)])
 def test_absurd_sides(sides):
     everything = {**PLAIN, "scale": (0.08, 1.0), "hflip": 0.5, "color_jitter": 0.4,

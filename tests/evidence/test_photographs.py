@@ -81,6 +81,35 @@ def test_batches_follow_from_the_seed(config):
         assert torch.allclose(y.sum(1), torch.ones(8))
 
 
+def test_batches_are_moved_and_erased(config):
+    """What is moved in is 0 before the normalisation, an erased box 0 after it."""
+    plain = ["data.init_args.mixup=0", "data.init_args.cutmix=0", "data.init_args.hflip=0"]
+    for padding, erasing in ((2, 0), (1, 1)):
+        more = [f"data.init_args.padding={padding}", f"data.init_args.random_erasing={erasing}"]
+        data = sets.load(family.read_config(config, [*plain, *more]))
+        x, _ = next(data.batches(0, 1))
+        moved_in, gone = (x == data.normalised(torch.zeros(3, 1, 1))).all(1), (x == 0).all(1)
+        assert moved_in.any() and gone.flatten(1).any(1).all() == bool(erasing)
+        assert padding == 1 or (moved_in[:, :2].any() and moved_in[:, -2:].any())
+
+
+def test_what_a_config_says_is_done_or_refused(config, capsys):
+    """Not left out without a word."""
+    data = sets.load(family.read_config(config, ["data.init_args.batch_size=999"]))
+    assert data.steps == 8 and [len(x) for x, _ in data.batches(0, 2)] == [16, 16]
+    (x, _), labels = next(data.batches(0, 1)), torch.arange(16) % 2
+    for smoothing in (0.0, 0.4):
+        data = sets.load(family.read_config(config, [f"model.label_smoothing={smoothing}"]))
+        likely = nn.functional.one_hot(labels, 2).float() * 60
+        far = smoothing / 2 * 60  # the wrong class is so unlikely
+        assert data.loss(lambda _, likely=likely: likely, x, labels).item() == pytest.approx(far)
+    with pytest.raises(ValueError, match="data: scale: expected null, or padding above 0"):
+        sets.load(family.read_config(config, ["data.init_args.padding=0"]))
+    with pytest.raises(SystemExit):
+        family.main([str(config), "--set", "model.min_lr=1e-5"])
+    assert "model.min_lr: expected null" in capsys.readouterr().err
+
+
 def test_erased_boxes_are_zero_in_some_images():
     x = torch.ones(2000, 1, 16, 16)
     found = photographs.erased(x, 0.25, torch.Generator().manual_seed(0))

@@ -97,6 +97,8 @@ class ImageFolders(LabelledData):
         self.space: tuple[int, ...] = tuple(space)
         check("data.channels", channels, channels in (1, 3), "3 (RGB) or 1 (grey)")
         self.root, self.channels, self.batch_size = find_root(root), channels, batch_size
+        check("data.batch_size", batch_size, batch_size > 0, "1 or more images")
+        check("data.workers", workers, workers >= 0, "0 or more processes")
         for name, value in (
             ("hflip", hflip), ("random_erasing", random_erasing), ("validation", validation),
         ):  # fmt: skip
@@ -111,7 +113,9 @@ class ImageFolders(LabelledData):
         if randaugment is not None:
             most = randaugment.num_magnitude_bins - 1
             good = 0 <= randaugment.magnitude <= most and randaugment.num_ops >= 0
-            check("data.randaugment", randaugment, good, f"a magnitude from 0 to {most}")
+            check(
+                "data.randaugment", randaugment, good, f"num_ops 0 or more, magnitude 0 to {most}"
+            )
         grey = channels == 1
         self.mean = mean or ([sum(MEAN) / 3] if grey else [*MEAN])
         self.std = std or ([sum(STD) / 3] if grey else [*STD])

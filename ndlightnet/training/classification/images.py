@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import BinaryAUROC
 
 from ndlightnet.data.digits import still_digits
-from ndlightnet.data.errors import DataError, atomic_write, cell
+from ndlightnet.data.errors import DataError, atomic_write, cell, one_line
 from ndlightnet.data.images import (
     Batches,
     ImageSet,
@@ -25,10 +25,12 @@ from ndlightnet.data.packing import token_count
 from ndlightnet.data.roots import find_root
 from ndlightnet.data.volume.augment import Augment
 from ndlightnet.inference import mirrorings
+from ndlightnet.models.hub import Pretrained
 from ndlightnet.training.classification.data import LabelledData
 from ndlightnet.training.classification.pictures import save_gallery
 from ndlightnet.training.classification.task import ClassificationTask
 from ndlightnet.training.core.costs import latencies, training_costs
+from ndlightnet.training.core.task import check
 
 
 class ImageData(LabelledData):
@@ -201,6 +203,31 @@ class ImageTask(ClassificationTask):
         data = self.data()
         self.expect(dims=len(data.space), in_chans=data.channels, num_classes=len(data.classes))
 
+    def on_fit_start(self) -> None:
+        self.try_network()
+        super().on_fit_start()
+
+    def on_test_start(self) -> None:
+        self.try_network()
+
+    def try_network(self) -> None:
+        """Raise DataError if a network of another library cannot take the images, or gives other
+        than a number for each class; for ours `setup` has compared the arguments."""
+        if isinstance(self.net, Pretrained):
+            return
+        data, training, precision = self.data(), self.net.training, self.trainer.precision_plugin
+        image = torch.zeros(1, data.channels, *data.space, device=self.device)
+        name, size = type(self.net).__name__, tuple(image.shape[1:])
+        try:
+            with torch.no_grad(), precision.forward_context():
+                found = self.net.eval()(precision.convert_input(image))
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+            told = f"cannot take images of {size} ({one_line(error)})"
+            raise DataError(f"model.net={name}: {told}") from error
+        self.net.train(training)
+        shape, wanted = tuple(getattr(found, "shape", ())), (1, len(data.classes))
+        check(f"model.net={name}", f"output {shape} of an image", shape == wanted, f"{wanted}")
+
     def example_inputs(self) -> tuple[Tensor, ...]:
         data = self.data()
         return (torch.zeros(data.batch_size, data.channels, *data.space, device=self.device),)
@@ -215,9 +242,17 @@ class ImageTask(ClassificationTask):
             self.val_auc.update(probabilities[:, 1], labels)
             self.log("val_auc", self.val_auc, prog_bar=True)
 
+    def on_validation_epoch_start(self) -> None:
+        self.validated = 0
+
     def validation_step(self, batch: tuple[Any, ...], number: int) -> None:
+        self.validated += len(batch[0])
         if len(batch[0]):  # 0: no file of the batch could be read
             super().validation_step(batch, number)
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.validated:
+            raise DataError(f"{self.data().root}: no file of the validation could be read")
 
     def on_test_epoch_start(self) -> None:
         super().on_test_epoch_start()

@@ -11,7 +11,7 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.training.classification.metrics import scores
 from ndlightnet.training.classification.pictures import save_confusion
 from ndlightnet.training.core.report import write_json
-from ndlightnet.training.core.task import Task
+from ndlightnet.training.core.task import Task, check
 
 
 class ClassificationTask(Task):
@@ -36,6 +36,8 @@ class ClassificationTask(Task):
         **kwargs: Any,
     ) -> None:
         super().__init__(net, lr=lr, weight_decay=weight_decay, **kwargs)
+        good = 0 <= label_smoothing <= 1
+        check("model.label_smoothing", label_smoothing, good, "a fraction from 0 to 1")
         self.loss = nn.CrossEntropyLoss(label_smoothing=label_smoothing)
 
     def training_step(self, batch: tuple[Any, ...], _: int) -> Tensor:

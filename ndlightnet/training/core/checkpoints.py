@@ -69,7 +69,7 @@ def _loads(model: L.LightningModule, weights: dict[str, Tensor]) -> bool:
     net = {key.removeprefix("net."): x for key, x in weights.items() if key.startswith("net.")}
     try:
         copy: Any = deepcopy(model.net).to("meta")
-        copy.load_state_dict(net)
+        copy.load_state_dict(net, assign=True)  # copying warns of each batch norm
     except RuntimeError:
         return False
     return len(net) == len(weights)

@@ -59,6 +59,8 @@ class TaskCLI(LightningCLI):
             raise DataError(" ".join(str(said).split())) from error
         except TypeError as error:  # arguments of a mixer, which are not checked before
             raise DataError(unexpected(str(error))) from error
+        except (RuntimeError, OSError) as error:  # timm's, for a name or weights that it has not
+            raise DataError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run the subcommand; DataError if the disk is full when Lightning writes, say, a log."""
@@ -88,6 +90,10 @@ class TaskCLI(LightningCLI):
             kwargs["verbose"] = False  # the task's summary has the results
         # a checkpoint is data, not code
         return {**kwargs, "weights_only": True}
+
+    def after_validate(self) -> None:
+        if not sum(self.trainer.num_val_batches):
+            raise DataError(f"{self.datamodule.root}: validate: there is nothing to validate with")
 
     @rank_zero_only
     def before_fit(self) -> None:
@@ -150,7 +156,7 @@ LINES = (
     "GPU available", "TPU available", "HPU available", "💡 Tip", "Seed set to", "Using ",
     "Loading `train_dataloader`", "`Trainer.fit` stopped: `max_", "LOCAL_RANK",
     "You are using a CUDA", "Restoring states", "Restored all states", "Loaded model weights",
-    "The following callbacks returned in",
+    "The following callbacks returned in", "Found current_model_state",
 )  # fmt: skip
 # ... and patterns of its warnings about what is intended here (workers, predictions that are
 # written and not returned, checkpoints that are overwritten, a test without the callbacks of
@@ -242,6 +248,8 @@ def run(
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    if not cli.trainer.is_global_zero:
+        return 0  # the first process has all failures; torchrun would end it, which may still write
     say(cli.model.notes)
     for failure in cli.model.failures:
         print(f"error: {failure}", file=sys.stderr)

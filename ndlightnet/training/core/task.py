@@ -41,7 +41,7 @@ class Task(L.LightningModule):
             all have the same. For an NDLightNet, and networks of timm.
         compile: training runs the network through torch.compile.
         cuda_graph: training on one GPU replays the network from a CUDA graph: small networks take
-            more time in Python than on the GPU. For batches of one shape.
+            more time in Python than on the GPU. For batches of one shape, without accumulation.
         grad_checkpointing: training stores only the inputs of blocks and computes the rest again in
             the backward pass: less memory, more time.
 
@@ -68,6 +68,8 @@ class Task(L.LightningModule):
     ) -> None:
         super().__init__()
         self.net, self.lr, self.weight_decay, self.compiles = net, lr, weight_decay, compile
+        check("model.lr", lr, lr > 0, "a number above 0")
+        check("model.weight_decay", weight_decay, weight_decay >= 0, "0 or more")
         good = not (cuda_graph and compile)
         check("model.cuda_graph", cuda_graph, good, "false with model.compile=True")
         good = warmup_epochs is None or warmup_epochs >= 0
@@ -154,6 +156,10 @@ class Task(L.LightningModule):
                 f"model.cuda_graph: true, expected false: batches of {type(self).__name__} have "
                 "many shapes"
             )
+        if (count := self.trainer.accumulate_grad_batches) > 1:
+            # each replay overwrites the gradients of the one before
+            told = f"expected false with accumulate_grad_batches={count}"
+            raise DataError(f"model.cuda_graph: true, {told}")
         if self.device.type != "cuda":
             return
         if self.trainer.world_size > 1:
@@ -162,9 +168,12 @@ class Task(L.LightningModule):
         inputs = precision.convert_input(inputs)
         with precision.forward_context():
             kind, autocast = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+        buffers = {buffer: buffer.clone() for buffer in self.net.buffers()}
         # a weight cast before the capture would not be cast again in the replays
         with torch.autocast("cuda", kind, autocast, cache_enabled=False):
             torch.cuda.make_graphed_callables(self.net.train(), inputs)
+        for buffer, value in buffers.items():  # such as the means of a batch norm
+            buffer.copy_(value)
         self.graphed = [x.shape for x in inputs]
 
     def on_train_epoch_start(self) -> None:

@@ -1,8 +1,8 @@
 """Photographs in class folders (ImageFolders) that fit on the card, augmented there.
 
 Augmented as the config says, but for a batch at once and without what needs a processor:
-RandAugment and changes of colour. `moved` is what RandomCrop with padding and a flip do; erased
-boxes have the sizes of torchvision's RandomErasing.
+RandAugment and changes of colour. Crops of random sizes (`scale`) are refused. `moved` is what
+RandomCrop with padding and a flip do; erased boxes have the sizes of torchvision's RandomErasing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torchvision.transforms.v2 import RandomResizedCrop
 
 from ndlightnet.data.image_folder import FolderImages, ImageFiles
 from ndlightnet.data.image_transforms import seeded
@@ -37,6 +38,8 @@ class Photographs(sets.Samples):
     def __init__(self, data: ImageFolders, epochs: int) -> None:
         for stage in ("fit", "test"):
             data.setup(stage)
+        if isinstance(data.augment.transforms[0], RandomResizedCrop):
+            raise ValueError("data: scale: expected null, or padding above 0")
         self.data, self.device = data, runner.device()
         parts = {"train": data.train_set, "validation": data.val_set, "test": data.test_set}
         self.parts = {name: self._read(part.files) for name, part in parts.items() if len(part)}
@@ -45,7 +48,8 @@ class Photographs(sets.Samples):
             torch.tensor(values, device=self.device).view(-1, 1, 1)
             for values in (data.mean, data.std)
         )
-        self.steps = epochs * (len(self.labels) // data.batch_size)
+        self.size = min(data.batch_size, len(self.labels))
+        self.steps = epochs * (len(self.labels) // self.size)
 
     def _read(self, files: ImageFiles) -> tuple[Tensor, Tensor]:
         images = FolderImages(files, self.data.channels, self.data.evaluate)
@@ -56,7 +60,7 @@ class Photographs(sets.Samples):
         return pixels.to(self.device), labels.to(self.device)
 
     def batches(self, seed: int, steps: int) -> Iterator[tuple[Tensor, ...]]:
-        size, draws = self.data.batch_size, torch.Generator(self.device)
+        size, draws = self.size, torch.Generator(self.device)
         for step in range(steps):
             epoch, place = divmod(step, len(self.labels) // size)
             if place == 0:
@@ -82,7 +86,7 @@ class Photographs(sets.Samples):
 
     def loss(self, net: nn.Module, *batch: Tensor) -> Tensor:
         images, labels = batch
-        return cross_entropy(sets.answer(net, images), labels, label_smoothing=0.1)
+        return cross_entropy(sets.answer(net, images), labels, label_smoothing=self.smoothing)
 
     def validate(self, net: nn.Module) -> Work:
         if "validation" in self.parts:

@@ -49,10 +49,12 @@ def answer(net: nn.Module, x: Tensor) -> Tensor:
 
 
 class Samples(ABC):
-    """Data with their loss and test. steps: those of a training, as the config says."""
+    """Data with their loss and test. steps: those of a training, as the config says. smoothing: of
+    the labels in the cross-entropy of a classification."""
 
     measures: tuple[str, ...]  # the first one is shown and drawn
     steps: int
+    smoothing = 0.1
 
     @abstractmethod
     def batches(self, seed: int, steps: int) -> Iterator[tuple[Tensor, ...]]:
@@ -113,7 +115,7 @@ class Images(Samples):
 
     def loss(self, net: nn.Module, *batch: Tensor) -> Tensor:
         images, labels = batch
-        return cross_entropy(answer(net, images), labels, label_smoothing=0.1)
+        return cross_entropy(answer(net, images), labels, label_smoothing=self.smoothing)
 
     def test(self, net: nn.Module, timed: bool) -> Work:
         def normalised(x: Tensor) -> Tensor:
@@ -170,7 +172,7 @@ class Videos(Samples):
 
     def loss(self, net: nn.Module, *batch: Tensor) -> Tensor:
         clips, labels = batch
-        return cross_entropy(answer(net, clips.float()), labels, label_smoothing=0.1)
+        return cross_entropy(answer(net, clips.float()), labels, label_smoothing=self.smoothing)
 
     @torch.no_grad()
     def test(self, net: nn.Module, timed: bool) -> Work:
@@ -283,4 +285,5 @@ def load(config: dict[str, Any]) -> Samples:
         raise ValueError(f"data: {name}: expected {', '.join(known)}")
     module, kind = known[name]
     found: Samples = kind(module(**config["data"]["init_args"]), config["trainer"]["max_epochs"])
+    found.smoothing = config["model"].get("label_smoothing", found.smoothing)
     return found

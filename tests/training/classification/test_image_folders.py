@@ -2,18 +2,22 @@
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.image
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from PIL import Image
+from torch import nn
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.image_transforms import RandAugment
-from ndlightnet.training import ImageFolders
+from ndlightnet.training import ImageFolders, ImageTask
 
 PREPARED = {"randaugment": RandAugment(1, 2), "hflip": 0.5, "random_erasing": 0.2,
             "mixup": 0.4, "cutmix": 0.5, "color_jitter": 0.2}  # fmt: skip
@@ -141,6 +145,58 @@ def test_a_checkpoint_of_other_classes(trained, copied, recognise, tmp_path):
     assert len(done.errors) == 1 and "expected a network with num_classes=2" in done.errors[0]
 
 
+@pytest.mark.parametrize(
+    "width, line",
+    [
+        (8, r"model\.net=Linear: output \(1, 3, 8, 3\) of an image, expected \(1, 3\)"),
+        (9, r"model\.net=Linear: cannot take images of \(3, 8, 8\) \(.*shapes cannot be mult"),
+    ],
+)
+def test_networks_of_others_that_do_not_fit(folder, tmp_path, recognise, width, line):
+    """Before a training, not after it."""
+    common = (f"--data.init_args.root={folder}", f"--trainer.default_root_dir={tmp_path}",
+              "--model.net=torch.nn.Linear", f"--model.net.in_features={width}",
+              "--model.net.out_features=3")  # fmt: skip
+    for command in ("fit", "test"):
+        done = recognise(command, *common)
+        assert done.status == 1 and len(done.errors) == 1 and re.search(line, done.errors[0])
+    assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "metrics.json").exists()
+
+
+def test_a_network_is_in_training_after_it_was_tried(folder):
+    images = data(folder)
+    images.setup("fit")
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 3), nn.BatchNorm1d(3))
+    task = ImageTask(net)
+    task._trainer = SimpleNamespace(datamodule=images, precision_plugin=Precision())
+    task.try_network()
+    assert net.training and net[2].training and net[2].num_batches_tracked == 0
+
+
+def test_a_name_that_timm_does_not_know(folder, tmp_path, recognise):
+    pytest.importorskip("timm")
+    done = recognise(
+        "fit", f"--data.init_args.root={folder}", f"--trainer.default_root_dir={tmp_path}",
+        "--model.net=timm.create_model", "--model.net.model_name=resnet10tt",
+    )  # fmt: skip
+    assert done.status == 1 and done.errors == ["error: RuntimeError: Unknown model (resnet10tt)"]
+
+
+def test_a_validation_without_a_readable_file(copied, tmp_path, recognise):
+    for kind in ("columns", "rows"):
+        (copied / "val" / kind).mkdir(parents=True)
+        (copied / "val" / kind / "0.png").write_bytes(b"damaged")
+    common = (f"--data.init_args.root={copied}", f"--trainer.default_root_dir={tmp_path / 'out'}",
+              "--trainer.max_epochs=1", "--trainer.num_sanity_val_steps=0")  # fmt: skip
+    done = recognise("fit", *common)
+    assert done.status == 1
+    assert done.errors == [f"error: {copied}: no file of the validation could be read"]
+    shutil.rmtree(copied / "val")
+    done = recognise("validate", *common, "--data.init_args.validation=0")
+    assert done.status == 1
+    assert done.errors == [f"error: {copied}: validate: there is nothing to validate with"]
+
+
 def test_batches_are_bytes_until_they_are_on_the_device(folder):
     images = data(folder, validation=0.2)
     images.setup("fit")
@@ -155,6 +211,7 @@ def test_batches_are_bytes_until_they_are_on_the_device(folder):
     x, labels, numbers = images.on_after_batch_transfer(batch, 0)
     assert x.dtype == torch.float32 and labels.dtype == numbers.dtype == torch.int64
     assert torch.equal(images.to_pixels(x), batch[0])
+    assert torch.equal(images.from_pixels(batch[0]), x) and batch[0].dtype == torch.uint8
     pixels = batch[0][:, 0].float() / 255
     assert torch.allclose(x[:, 0], (pixels - 0.485) / 0.229, atol=1e-5)
     assert images.to_pixels(torch.full((1, 3, 2, 2), 99.0)).unique().tolist() == [255]
@@ -167,6 +224,24 @@ def test_grey_images_of_two_sides(folder):
     batch = next(iter(images.val_dataloader()))
     x, *_ = images.on_after_batch_transfer(batch, 0)
     assert x.shape[1:] == (1, 6, 10) and torch.equal(images.to_pixels(x), batch[0])
+
+
+def test_options_reach_the_transforms(folder):
+    """The border that `crop_pct` leaves out, the colour of erased boxes, crops of one scale."""
+    images = data(folder, size=8, padding=2, random_erasing=1.0, crop_pct=0.5, mixup=0.3,
+                  cutmix=0.7, mean=[0.2, 0.4, 0.6], std=[1.0] * 3)  # fmt: skip
+    framed = Image.new("RGB", (16, 16), "white")
+    framed.paste((9, 9, 9), (4, 4, 12, 12))
+    assert images.evaluate(framed).unique().tolist() == [9]
+    found = images.augment(Image.new("RGB", (8, 8), "white")).flatten(1).T.unique(dim=0)
+    assert found.tolist() == [[51, 102, 153], [255, 255, 255]]
+    cells = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
+    colours = {(51, 102, 153), *map(tuple, cells.reshape(-1, 3).tolist())}
+    found = images.augment(Image.fromarray(cells)).flatten(1).T.tolist()
+    assert {*map(tuple, found)} <= colours  # a crop of another size would mix them
+    images.setup("fit")
+    ways = {type(way).__name__: way.alpha for way in images.mixing.transforms}
+    assert ways == {"MixUp": 0.3, "CutMix": 0.7}
 
 
 def batches(root: Path, workers: int, epoch: int) -> list[tuple]:
@@ -214,6 +289,9 @@ def test_a_test_needs_no_training_images(copied):
         ({"size": 0}, r"data\.size: 0, expected one or two numbers above 0"),
         ({"size": [4, 5, 6]}, r"data\.size: \[4, 5, 6\], expected"),
         ({"channels": 2}, r"data\.channels: 2, expected 3 \(RGB\) or 1"),
+        ({"batch_size": 0}, r"data\.batch_size: 0, expected 1 or more images"),
+        ({"workers": -1}, r"data\.workers: -1, expected 0 or more processes"),
+        ({"randaugment": RandAugment(-1)}, r"data\.randaugment: .*expected num_ops 0 or more"),
         ({"hflip": 2}, r"data\.hflip: 2, expected a fraction"),
         ({"mixup": -1}, r"data\.mixup: -1, expected 0 or more"),
         ({"scale": (0.5, 0.1)}, r"data\.scale: \(0\.5, 0\.1\), expected two fractions"),

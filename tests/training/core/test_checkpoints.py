@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.training import ImageTask
@@ -102,3 +103,12 @@ def test_a_checkpoint_with_names_of_before_is_taken(tmp_path):
         torch.save({"state_dict": {**state, f"net.{key}": torch.zeros(shape)}, "names": {}}, path)
         with nullcontext() if good else pytest.raises(DataError, match="of another network: net"):
             check_checkpoint(str(path), task, data)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_checkpoint_of_another_network_with_batch_norms(tmp_path):
+    one, other = ImageTask(nn.Linear(2, 3)), ImageTask(nn.BatchNorm1d(3))
+    saved = {"state_dict": one.state_dict(), "names": {}}
+    torch.save(saved, tmp_path / "last.ckpt")
+    with pytest.raises(DataError, match=r"another network: net\.weight is"):
+        check_checkpoint(str(tmp_path / "last.ckpt"), other, SimpleNamespace(names=dict))

@@ -3,12 +3,15 @@
 import logging
 import sys
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from ndlightnet import training
 from ndlightnet.__main__ import door
+from ndlightnet.training.core import cli
 from ndlightnet.training.core.cli import quiet
 
 
@@ -28,6 +31,7 @@ def test_hints_are_silent_and_the_rest_is_said(told):
     quiet()
     rank_zero_info("GPU available: True (cuda), used: True")
     rank_zero_info("💡 Tip: For seamless cloud logging, try installing litlogger")
+    rank_zero_info("Found current_model_state in the checkpoint. This will be used to initialize")
     rank_zero_info("Time limit reached. Signaling Trainer to stop.")
     assert told == ["Time limit reached. Signaling Trainer to stop."]
     with warnings.catch_warnings(record=True) as caught:
@@ -83,3 +87,15 @@ def test_names_of_before_in_yaml(name):
     assert "ndlightnet.training.images" not in sys.modules
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = training.nothing
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_first_of_several_processes_tells_what_failed(monkeypatch, capsys, first):
+    """The others end well: torchrun would end the first one, which may still write pictures."""
+    model = SimpleNamespace(notes=["one"], failures=["a.png: damaged"], summary="29 images")
+    done = SimpleNamespace(model=model, trainer=SimpleNamespace(is_global_zero=first))
+    monkeypatch.setattr(cli, "task_cli", lambda *_: done)
+    assert cli.run(object, object, Path("none"), arguments=["test"]) == int(first)
+    told = capsys.readouterr()
+    assert told.err == ("note: one\nerror: a.png: damaged\n" if first else "")
+    assert told.out == ("29 images\n" if first else "")

@@ -169,6 +169,12 @@ def test_a_network_without_layers_in_order_is_refused():
 @pytest.mark.parametrize(
     "options, line",
     [
+        ({"lr": 0.0}, r"model\.lr: 0\.0, expected a number above 0"),
+        ({"weight_decay": -1.0}, r"model\.weight_decay: -1\.0, expected 0 or more"),
+        (
+            {"label_smoothing": 2.0},
+            r"model\.label_smoothing: 2\.0, expected a fraction from 0 to 1",
+        ),
         ({"warmup_epochs": -1}, r"model\.warmup_epochs: -1, expected 0 or more epochs"),
         ({"lr": 1e-4, "min_lr": 1e-3}, r"model\.min_lr: 0\.001, expected 0 to model\.lr=0\.0001"),
         ({"layer_decay": 1.5}, r"model\.layer_decay: 1\.5, expected a fraction above 0"),

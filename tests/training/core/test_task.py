@@ -101,23 +101,30 @@ def test_the_network_is_captured_with_a_batch_like_those_of_training(monkeypatch
 
     def capture(net, inputs):
         captured.append((net, net.training, [x.shape for x in inputs]))
+        net(*inputs)  # warms up
         assert not torch.is_autocast_cache_enabled()
 
     monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-    net = nn.Linear(3, 1).eval()
+    net = nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1)).eval()
     task = OnACard(net, cuda_graph=True)
     task._trainer = SimpleNamespace(  # type: ignore[assignment]
-        world_size=1, precision_plugin=MixedPrecision("bf16-mixed", "cpu")
+        world_size=1,
+        accumulate_grad_batches=1,
+        precision_plugin=MixedPrecision("bf16-mixed", "cpu"),
     )
     task.on_fit_start()
     assert captured == [(net, True, [(2, 3)])]
+    assert net[1].running_mean == 0 and net[1].num_batches_tracked == 0
     assert task(torch.ones(2, 3)).shape == (2, 1)
     with pytest.raises(DataError, match=r"cuda_graph: true, got a batch of \[\(1, 3\)\], expected"):
         task(torch.ones(1, 3))
     assert task.eval()(torch.ones(1, 3)).shape == (1, 1)
     task.trainer.world_size = 2
     with pytest.raises(DataError, match="expected false with several devices"):
+        task.on_fit_start()
+    task.trainer.accumulate_grad_batches = 4
+    with pytest.raises(DataError, match="expected false with accumulate_grad_batches=4"):
         task.on_fit_start()
 
 
