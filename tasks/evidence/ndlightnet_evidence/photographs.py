@@ -38,7 +38,8 @@ class Photographs(sets.Samples):
     def __init__(self, data: ImageFolders, epochs: int) -> None:
         for stage in ("fit", "test"):
             data.setup(stage)
-        if isinstance(data.augment.transforms[0], RandomResizedCrop):
+        augment: Any = data.augment
+        if isinstance(augment.transforms[0], RandomResizedCrop):
             raise ValueError("data: scale: expected null, or padding above 0")
         self.data, self.device = data, runner.device()
         parts = {"train": data.train_set, "validation": data.val_set, "test": data.test_set}
