@@ -40,7 +40,9 @@ def sample(
     device = next(network.parameters()).device
     place = device if generator is None else generator.device
     scheduler = type(scheduler).from_config(scheduler.config)
-    if hasattr(scheduler, "scale_noise"):  # flow matching: the last step is as long as the others
+    takes = signature(scheduler.set_timesteps).parameters
+    if hasattr(scheduler, "scale_noise") and "sigmas" in takes:
+        # flow matching: the last step is as long as the others
         scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
     else:
         scheduler.set_timesteps(steps)

@@ -41,6 +41,8 @@ SCHEDULERS = {
     "ddim": (diffusers.DDIMScheduler(clip_sample=False), "epsilon"),
     "v": (diffusers.DDIMScheduler(clip_sample=False, prediction_type="v_prediction"), "v"),
     "ddpm": (diffusers.DDPMScheduler(clip_sample=False), "epsilon"),
+    "flow heun": (diffusers.FlowMatchHeunDiscreteScheduler(), "velocity"),
+    "euler": (diffusers.EulerDiscreteScheduler(), "epsilon"),
     "solver": (diffusers.DPMSolverMultistepScheduler(), "epsilon"),
 }
 

@@ -33,7 +33,12 @@ from ndlightnet.training.generation.pictures import (
     save_sample,
     save_sheet,
 )
-from ndlightnet.training.generation.schedulers import Density, build_scheduler, noised
+from ndlightnet.training.generation.schedulers import (
+    Density,
+    build_scheduler,
+    check_sampling,
+    noised,
+)
 
 ROWS, COLUMNS = 10, 10  # of a sheet
 NEIGHBOURS = 12  # samples whose nearest training samples are shown
@@ -101,6 +106,7 @@ class GenerationTask(Task):
     def setup(self, stage: str) -> None:
         data = self.data()
         check("model.sampling_steps", self.sampling_steps, self.sampling_steps > 0, "1 or more")
+        check_sampling(self.scheduler, self.sampling_steps)
         check("model.samples", self.samples, self.samples > 1, "2 or more")
         guided = self.guidance == 1 or self.conditional
         check("model.guidance", self.guidance, guided, "1: model.net has num_classes=0")
