@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 pytest.importorskip("diffusers")
 
 from ndlightnet import NDLightDiT, NDLightNet
+from ndlightnet.data.errors import DataError
 from ndlightnet.training import GenerationTask, HandwrittenDigits, LabelledData, run
+from ndlightnet.training.generation.latents import Latents
 
 TINY = """
 seed_everything: 0
@@ -197,19 +200,24 @@ def test_clips_become_strips_and_an_animation(tmp_path):
     assert first.name == "00000_anticlockwise.gif" and Image.open(first).n_frames == 3
 
 
-@pytest.fixture
-def autoencoder(tmp_path) -> Path:
+def save_autoencoder(folder: Path, latent_channels: int = 2) -> Path:
     from diffusers import AutoencoderKL
 
     torch.manual_seed(0)
     blocks = 2
     AutoencoderKL(
-        in_channels=1, out_channels=1, latent_channels=2, norm_num_groups=4, sample_size=8,
+        in_channels=1, out_channels=1, latent_channels=latent_channels, norm_num_groups=4,
+        sample_size=8,
         down_block_types=["DownEncoderBlock2D"] * blocks,
         up_block_types=["UpDecoderBlock2D"] * blocks,
         block_out_channels=[4] * blocks, scaling_factor=0.5, shift_factor=0.25,
-    ).save_pretrained(tmp_path / "vae")  # fmt: skip
-    return tmp_path / "vae"
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def autoencoder(tmp_path) -> Path:
+    return save_autoencoder(tmp_path / "vae")
 
 
 @pytest.mark.slow
@@ -227,6 +235,29 @@ def test_latents_of_an_autoencoder(images, autoencoder, tmp_path):
     assert Image.open(next((out / "samples").glob("00000*"))).size == (4, 8)
     status, _, errors = launch(out, "predict", *common, "--model.size=[8,5]", last)
     assert status == 1 and "multiples of 2" in errors[0]
+    other = save_autoencoder(tmp_path / "other", latent_channels=4)
+    for path, channels in ((other, 4), ("null", 1)):  # not the one of the training
+        status, _, errors = launch(out, "predict", *common, f"--model.autoencoder={path}", last)
+        assert status == 1 and len(errors) == 1
+        assert f"expected a network with in_chans={channels}, got 2" in errors[0]
+
+
+def test_latents_are_drawn_by_the_generator_in_float32(autoencoder):
+    data = HandwrittenDigits(size=8)
+    data.setup("fit")
+    codec, x = Latents(data, str(autoencoder)), data.from_pixels(data.train_set.images[:3, None])
+    with torch.autocast("cpu", torch.bfloat16):
+        first, again = (codec.encode(x, torch.Generator().manual_seed(5)) for _ in range(2))
+    assert torch.equal(first, again) and first.dtype == torch.float32
+    assert not torch.equal(codec.encode(x), codec.encode(x))
+
+
+def test_weights_of_an_autoencoder_that_are_code_are_not_read(autoencoder):
+    (weights,) = autoencoder.glob("*.safetensors")
+    torch.save(load_file(weights), autoencoder / "diffusion_pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises(DataError, match=r"model\.autoencoder=.*vae: .*safetensors"):
+        Latents(None, str(autoencoder))
 
 
 @pytest.mark.slow
@@ -240,6 +271,12 @@ def test_latents_of_an_autoencoder(images, autoencoder, tmp_path):
         ("fit", ["--model.sampling_steps=0"], "model.sampling_steps: 0, expected 1 or more"),
         ("fit", ["--model.scheduler=DDIM"], "model.scheduler=DDIM: expected one of diffusers"),
         ("fit", ["--model.autoencoder=nowhere"], "model.autoencoder=nowhere: expected a folder"),
+        (
+            "fit",
+            ["--model.net=ndlightnet.NDLightNet", "--model.net.dims=2"],
+            "model.net: NDLightNe",
+        ),
+        ("fit", ["--model.scheduler=LCMScheduler", "--model.sampling_steps=99"], "in 99 steps"),
         ("fit", ["--model.net.init_args.size=M"], "model.net.size=M: expected 'S', 'B'"),
         ("predict", ["--model.size=[4]", "CKPT"], "model.size=[4]: expected an int >= 1 or 2"),
         ("predict", ["--model.classes=['7']", "CKPT"], "model.classes: 7, expected one of 0, 1"),
