@@ -48,10 +48,9 @@ def build_scheduler(scheduler: str | dict[str, Any]) -> Any:
         built = kind(**usual | (arguments or {}))
     except (ValueError, TypeError, NotImplementedError) as error:
         raise DataError(f"model.scheduler: {name}: {one_line(error)}") from error
-    predicted = built.config.get("prediction_type", "epsilon")
-    if not is_flow(built) and predicted not in PREDICTIONS:
+    if not is_flow(built) and prediction(built) not in PREDICTIONS:
         raise DataError(
-            f"model.scheduler: {name}: prediction_type={predicted}, expected one of "
+            f"model.scheduler: {name}: prediction_type={prediction(built)}, expected one of "
             f"{', '.join(PREDICTIONS)}"
         )
     return built
@@ -85,6 +84,11 @@ def is_flow(scheduler: Any) -> bool:
     return hasattr(scheduler, "scale_noise")
 
 
+def prediction(scheduler: Any) -> str:
+    """Return what networks predict with a scheduler: "flow", or its prediction_type."""
+    return "flow" if is_flow(scheduler) else scheduler.config.get("prediction_type", "epsilon")
+
+
 def noised(
     scheduler: Any, x: Tensor, density: Density | None = None,
     generator: torch.Generator | None = None,
@@ -116,5 +120,5 @@ def noised(
     kept = scheduler.alphas_cumprod[index].view(each)
     signal, level = kept.sqrt(), (1 - kept).sqrt()
     predictions = (noise, x, signal * noise - level * x)
-    target = predictions[PREDICTIONS.index(scheduler.config.prediction_type)]
+    target = predictions[PREDICTIONS.index(prediction(scheduler))]
     return signal * x + level * noise, index.float(), target

@@ -39,6 +39,7 @@ from ndlightnet.training.generation.schedulers import (
     build_scheduler,
     check_sampling,
     noised,
+    prediction,
 )
 
 ROWS, COLUMNS = 10, 10  # of a sheet
@@ -359,9 +360,13 @@ class GenerationTask(Task):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         checkpoint["space"] = list(self.space)
+        checkpoint["prediction"] = prediction(self.scheduler)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
+        saved, own = checkpoint.get("prediction"), prediction(self.scheduler)
+        wanted = f"one with which networks predict {saved}, as in the training, not {own}"
+        check("model.scheduler", type(self.scheduler).__name__, saved in (None, own), wanted)
         if not hasattr(self, "space"):
             self.space = tuple(checkpoint["space"])
 

@@ -281,6 +281,7 @@ def test_weights_of_an_autoencoder_that_are_code_are_not_read(autoencoder):
         ("predict", ["--model.size=[4]", "CKPT"], "model.size=[4]: expected an int >= 1 or 2"),
         ("predict", ["--model.classes=['7']", "CKPT"], "model.classes: 7, expected one of 0, 1"),
         ("predict", ["--model.net.init_args.num_classes=5", "CKPT"], "of another network"),
+        ("predict", ["--model.scheduler=DDIMScheduler", "CKPT"], "predict flow, as in the traini"),
         ("predict", [], "--ckpt_path: predict expects the checkpoint of a training, got none"),
     ],
 )
