@@ -144,12 +144,38 @@ def test_prediction_is_repeated_by_its_seed_and_of_the_classes_asked(images, tmp
     last = f"--ckpt_path={out}/checkpoints/last.ckpt"
     found = []
     for name, more in (("a", []), ("b", []), ("c", ["--model.seed=1"])):
-        done = launch(tmp_path / name, "predict", root, last, "--model.classes=['1']", *more)
+        done = launch(tmp_path / name, "predict", root, last, "--model.classes=['1']",
+                      "--data.init_args.batch_size=4", *more)  # fmt: skip
         assert done[0] == 0
         files = sorted((tmp_path / name / "samples").iterdir())
         assert len(files) == 6 and all(file.stem.endswith("_1") for file in files)
         found.append(np.stack([np.asarray(Image.open(file)) for file in files]))
     assert np.array_equal(found[0], found[1]) and not np.array_equal(found[0], found[2])
+    assert len(np.unique(found[0], axis=0)) == 6  # in several batches
+
+
+@pytest.mark.slow
+def test_classes_and_noise_are_those_that_are_reported(images, tmp_path, monkeypatch):
+    """A network that draws the number of the class; every validation has the same loss."""
+    root, out = images
+    calls, last = [], f"--ckpt_path={out}/checkpoints/last.ckpt"
+
+    def sample(network, scheduler, shape, classes, **_):
+        calls.append(classes.tolist())
+        return (classes.float() * 3 - 1.5).view(-1, 1, 1, 1).expand(shape)
+
+    losses = [launch(tmp_path / "v", "validate", root, last)[1] for _ in range(2)]
+    assert losses[0] == losses[1] and "val_loss" in losses[0]
+    monkeypatch.setattr("ndlightnet.training.generation.task.sample", sample)
+    assert launch(tmp_path, "test", root, last)[::2] == (0, [])
+    assert sorted(label for call in calls for label in call) == [0] * 3 + [1] * 3
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["nearest_has_class"] == 1
+    calls.clear()
+    assert launch(tmp_path, "predict", root, last, "--model.classes=['1','0']")[::2] == (0, [])
+    assert calls == [[1, 0] * 3]
+    for file in (tmp_path / "samples").glob("0*"):
+        assert (np.asarray(Image.open(file)).mean() > 128) == file.stem.endswith("_1")
 
 
 @pytest.mark.slow
@@ -250,6 +276,21 @@ def test_latents_are_drawn_by_the_generator_in_float32(autoencoder):
         first, again = (codec.encode(x, torch.Generator().manual_seed(5)) for _ in range(2))
     assert torch.equal(first, again) and first.dtype == torch.float32
     assert not torch.equal(codec.encode(x), codec.encode(x))
+
+
+def test_latents_are_shifted_then_scaled_and_decoded_the_other_way(autoencoder):
+    data = HandwrittenDigits(size=8)
+    data.setup("fit")
+    codec, x = Latents(data, str(autoencoder)), data.from_pixels(data.train_set.images[:3, None])
+    pixels = data.train_set.images[:3, None] / 127.5 - 1
+    plain = codec.net.encode(pixels).latent_dist.sample(torch.Generator().manual_seed(5))
+    latents = codec.encode(x, torch.Generator().manual_seed(5))
+    torch.testing.assert_close(latents, (plain - 0.25) * 0.5)  # its shift_factor, scaling_factor
+    decoded = (codec.net.decode(plain).sample + 1) * 127.5
+    torch.testing.assert_close(
+        codec.decode(latents).float(), decoded.clamp(0, 255), atol=0.6, rtol=0
+    )
+    assert decoded.std() > 1
 
 
 def test_weights_of_an_autoencoder_that_are_code_are_not_read(autoencoder):
