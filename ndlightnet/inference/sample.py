@@ -27,20 +27,25 @@ def sample(
     for samples that can be repeated; its device is the network's or the CPU. on_step: called after
     every step.
 
-    Raises ValueError for classes of another shape or of a network that knows none, for guidance
-    other than 1 without classes, and for steps below 1.
+    Raises ValueError for classes of another shape, outside 0 to network.num_classes (no class) or
+    of a network that knows none, for guidance other than 1 without classes, and for steps below 1.
     """
     check_integers(1, steps=steps)
     shape, known = tuple(shape), getattr(network, "num_classes", None)
     if classes is not None and (known == 0 or tuple(classes.shape) != shape[:1]):
         expected = "None, the network knows no classes" if known == 0 else f"({shape[0]},)"
         raise ValueError(f"classes {tuple(classes.shape)}: expected {expected}")
+    if classes is not None and known and not ((classes >= 0) & (classes <= known)).all():
+        raise ValueError(f"classes {classes.tolist()}: expected 0 to {known} (no class)")
     if guidance != 1 and (classes is None or known is None):
         raise ValueError(f"guidance={guidance} without classes: expected 1")
-    device = next(network.parameters()).device
+    weight = next(network.parameters())
+    device = weight.device
     place = device if generator is None else generator.device
     scheduler = type(scheduler).from_config(scheduler.config)
-    if hasattr(scheduler, "scale_noise"):  # flow matching: the last step is as long as the others
+    takes = signature(scheduler.set_timesteps).parameters
+    if hasattr(scheduler, "scale_noise") and "sigmas" in takes:
+        # flow matching: the last step is as long as the others
         scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
     else:
         scheduler.set_timesteps(steps)
@@ -52,6 +57,7 @@ def sample(
         y = torch.cat([torch.full_like(y, known or 0), y])
     for t in scheduler.timesteps:
         scaled = scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x
+        scaled = scaled.to(weight.dtype)
         if guidance == 1:
             out = network(scaled, float(t), y).float()
         else:

@@ -41,6 +41,8 @@ SCHEDULERS = {
     "ddim": (diffusers.DDIMScheduler(clip_sample=False), "epsilon"),
     "v": (diffusers.DDIMScheduler(clip_sample=False, prediction_type="v_prediction"), "v"),
     "ddpm": (diffusers.DDPMScheduler(clip_sample=False), "epsilon"),
+    "flow heun": (diffusers.FlowMatchHeunDiscreteScheduler(), "velocity"),
+    "euler": (diffusers.EulerDiscreteScheduler(), "epsilon"),
     "solver": (diffusers.DPMSolverMultistepScheduler(), "epsilon"),
 }
 
@@ -108,11 +110,20 @@ def test_a_network_samples_on_any_grid_and_the_scheduler_stays():
     assert len(seen) == 6 and torch.equal(scheduler.timesteps, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_network_of_any_dtype_gives_float32(dtype):
+    net = NDLightDiT(1, 1, 3, embed_dim=8, depth=1, tpe_states=4, dtype=dtype).eval()
+    x = sample(net, SCHEDULERS["ddim"][0], (2, 1, 4), torch.tensor([1, 3]), steps=2, guidance=2.0)
+    assert x.dtype == torch.float32 and x.isfinite().all()
+
+
 @pytest.mark.parametrize(
     "classes, options, message",
     [
         (None, {"guidance": 2.0}, r"guidance=2\.0 without classes: expected 1"),
         (torch.tensor([1]), {}, r"classes \(1,\): expected \(2,\)"),
+        (torch.tensor([1, 4]), {}, r"classes \[1, 4\]: expected 0 to 3 \(no class\)"),
+        (torch.tensor([-1, 0]), {}, r"classes \[-1, 0\]: expected 0 to 3 \(no class\)"),
         (None, {"steps": 0}, "steps=0: expected an int >= 1"),
     ],
 )

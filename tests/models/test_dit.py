@@ -142,6 +142,15 @@ def test_gradient_checkpointing_changes_no_gradient(close):
         close(one, other, 1e-5)
 
 
+def test_the_residual_stream_stays_in_float32_under_autocast():
+    net, found = trained(2, 1, 3), []
+    for module in (*net.blocks, net.blocks[0].norm1, net.blocks[1].norm2, net.norm):
+        module.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = net(torch.randn(2, 1, 5, 4), 3.0, torch.tensor([0, 2]))
+    assert len(found) == 5 and set(found) == {torch.float32} and out.dtype == torch.bfloat16
+
+
 @pytest.mark.slow
 def test_it_compiles_as_one_graph(close):
     net = trained(2, 1, 3).eval()

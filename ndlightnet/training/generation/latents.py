@@ -19,8 +19,9 @@ class Pixels:
     def __init__(self, data: Any) -> None:
         self.data = data
 
-    def encode(self, x: Tensor) -> Tensor:
-        """Map normalised samples (batch, channels, *space) to what the network generates."""
+    def encode(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Map normalised samples (batch, channels, *space) to what the network generates, float32.
+        generator: for draws that can be repeated, on x's device."""
         return x
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -51,7 +52,9 @@ class Latents(Pixels):
         if not (Path(path) / "config.json").is_file():
             raise DataError(f"model.autoencoder={path}: expected a folder of an AutoencoderKL")
         try:
-            loaded = AutoencoderKL.from_pretrained(path, local_files_only=True)
+            loaded = AutoencoderKL.from_pretrained(
+                path, local_files_only=True, use_safetensors=True
+            )
         except Exception as error:  # its class depends on what is in the folder
             raise DataError(f"model.autoencoder={path}: {one_line(error)}") from error
         self.net: Any = loaded.eval().requires_grad_(False)
@@ -60,10 +63,11 @@ class Latents(Pixels):
         self.shift, self.scale = config.shift_factor or 0.0, config.scaling_factor
 
     @torch.no_grad()
-    def encode(self, x: Tensor) -> Tensor:
+    def encode(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         pixels = self.data.to_pixels(x).float() / 127.5 - 1
-        latents: Tensor = self.net.to(x.device).encode(pixels).latent_dist.sample()
-        return (latents - self.shift) * self.scale
+        latents: Tensor = self.net.to(x.device).encode(pixels).latent_dist.sample(generator)
+        # under autocast in 16 bits, in which the noise and its velocity would be rounded
+        return (latents.float() - self.shift) * self.scale
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

@@ -6,12 +6,14 @@ from inspect import signature
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ndlightnet.data.errors import DataError, one_line
+from ndlightnet.inference import sample
 from ndlightnet.layout.spelling import did_you_mean
 
 Density = Literal["logit_normal", "uniform"]
+PREDICTIONS = ("epsilon", "sample", "v_prediction")  # prediction_type, as diffusers names them
 
 
 def build_scheduler(scheduler: str | dict[str, Any]) -> Any:
@@ -27,24 +29,64 @@ def build_scheduler(scheduler: str | dict[str, Any]) -> Any:
         raise DataError(f"model.scheduler={scheduler}: expected a name, or {{name: arguments}}")
     ((name, arguments),) = given.items()
     kind = getattr(diffusers, name, None)
-    if not (hasattr(kind, "add_noise") or hasattr(kind, "scale_noise")):
-        known = [one for one in dir(diffusers) if one.endswith("Scheduler")]
+    own = signature(kind).parameters if isinstance(kind, type) else {}
+    try:
+        trains = hasattr(kind, "scale_noise") or (
+            "beta_schedule" in own and hasattr(kind, "add_noise")
+        )
+    except ImportError as error:  # of a package that this scheduler needs
+        raise DataError(f"model.scheduler={name}: {one_line(error)}") from error
+    if not (trains and "num_train_timesteps" in own):
+        known = [one for one in dir(diffusers) if one.endswith("Scheduler") and one != name]
         near = did_you_mean(name, known, "") or "FlowMatchEulerDiscreteScheduler"
         raise DataError(f"model.scheduler={name}: expected one of diffusers, such as {near}")
     assert kind is not None
-    own = signature(kind).parameters
     if wrong := [key for key in arguments or {} if key not in own]:
         raise DataError(f"model.scheduler: {name} has no {wrong[0]}{did_you_mean(wrong[0], own)}")
     usual = {"clip_sample": False} if "clip_sample" in own else {}
     try:
-        return kind(**usual | (arguments or {}))
+        built = kind(**usual | (arguments or {}))
     except (ValueError, TypeError, NotImplementedError) as error:
         raise DataError(f"model.scheduler: {name}: {one_line(error)}") from error
+    if not is_flow(built) and prediction(built) not in PREDICTIONS:
+        raise DataError(
+            f"model.scheduler: {name}: prediction_type={prediction(built)}, expected one of "
+            f"{', '.join(PREDICTIONS)}"
+        )
+    return built
+
+
+class _Still(nn.Module):
+    """Predicts zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor, t: float, y: Tensor | None = None) -> Tensor:
+        return self.weight * x
+
+
+def check_sampling(scheduler: Any, steps: int) -> None:
+    """Raise DataError if a scheduler cannot sample in so many steps, before a training that would
+    end with it."""
+    try:
+        sample(_Still(), scheduler, (1, 1, 1), steps=steps, generator=torch.Generator())
+    except Exception as error:  # its class depends on the scheduler
+        name = type(scheduler).__name__
+        raise DataError(
+            f"model.scheduler: {name} cannot sample in {steps} steps ({one_line(error)})"
+        ) from error
 
 
 def is_flow(scheduler: Any) -> bool:
     """Return whether a scheduler is of flow matching, whose networks predict a velocity."""
     return hasattr(scheduler, "scale_noise")
+
+
+def prediction(scheduler: Any) -> str:
+    """Return what networks predict with a scheduler: "flow", or its prediction_type."""
+    return "flow" if is_flow(scheduler) else scheduler.config.get("prediction_type", "epsilon")
 
 
 def noised(
@@ -65,14 +107,18 @@ def noised(
     else:
         place = torch.rand(len(x), generator=generator, device=x.device)
     index = (place * count).long().clamp(max=count - 1)
+    each = (len(x), *[1] * (x.ndim - 1))
+    # not scheduler.scale_noise, which waits for the device once for each sample, nor
+    # scheduler.add_noise: before set_timesteps that of DPMSolverMultistepScheduler and others has
+    # its noise in reverse order, and that of EulerDiscreteScheduler is scaled later
     if flow:
-        # as scheduler.scale_noise, which waits for the device once for each sample
         scheduler.sigmas = scheduler.sigmas.to(x.device)
         sigma = scheduler.sigmas[index]
-        mixed = sigma.view(-1, *[1] * (x.ndim - 1))
+        mixed = sigma.view(each)
         return mixed * noise + (1 - mixed) * x, sigma * count, noise - x
-    noisy = scheduler.add_noise(x, noise, index)
-    kind = scheduler.config.prediction_type
-    targets = {"epsilon": noise, "sample": x}
-    target = targets[kind] if kind in targets else scheduler.get_velocity(x, noise, index)
-    return noisy, index.float(), target
+    scheduler.alphas_cumprod = scheduler.alphas_cumprod.to(x.device)
+    kept = scheduler.alphas_cumprod[index].view(each)
+    signal, level = kept.sqrt(), (1 - kept).sqrt()
+    predictions = (noise, x, signal * noise - level * x)
+    target = predictions[PREDICTIONS.index(prediction(scheduler))]
+    return signal * x + level * noise, index.float(), target

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -33,7 +34,13 @@ from ndlightnet.training.generation.pictures import (
     save_sample,
     save_sheet,
 )
-from ndlightnet.training.generation.schedulers import Density, build_scheduler, noised
+from ndlightnet.training.generation.schedulers import (
+    Density,
+    build_scheduler,
+    check_sampling,
+    noised,
+    prediction,
+)
 
 ROWS, COLUMNS = 10, 10  # of a sheet
 NEIGHBOURS = 12  # samples whose nearest training samples are shown
@@ -100,27 +107,33 @@ class GenerationTask(Task):
 
     def setup(self, stage: str) -> None:
         data = self.data()
+        inputs = ("noisy samples", "times", "classes")[: 2 + self.conditional]
+        wanted = f"a network that takes {', '.join(inputs)}, such as NDLightDiT"
+        check("model.net", type(self.net).__name__, accepts(self.net, inputs), wanted)
         check("model.sampling_steps", self.sampling_steps, self.sampling_steps > 0, "1 or more")
+        check_sampling(self.scheduler, self.sampling_steps)
         check("model.samples", self.samples, self.samples > 1, "2 or more")
         guided = self.guidance == 1 or self.conditional
         check("model.guidance", self.guidance, guided, "1: model.net has num_classes=0")
         if stage == "test":  # the training samples are compared in one process
             check("trainer.devices", self.trainer.world_size, self.trainer.world_size == 1, "1")
         self.codec = Pixels(data) if self.autoencoder is None else Latents(data, self.autoencoder)
+        if stage != "predict":
+            if not hasattr(data, "space"):
+                kind = type(data).__name__
+                raise DataError(f"data={kind}: expected data whose samples have one size")
+            self.space = tuple(data.space)
+            self.codec.shape(self.space)
+        self.expect(in_chans=self.codec.channels(data.channels))
         if stage == "predict":  # classes and sizes come with the checkpoint
             numbers = DataLoader(range(self.samples), batch_size=data.batch_size)  # type: ignore
             # the data's own predict reads files; samples need none
             data.predict_dataloader = lambda: numbers
             data.on_after_batch_transfer = lambda batch, _: batch
             return
-        if not hasattr(data, "space"):
-            kind = type(data).__name__
-            raise DataError(f"data={kind}: expected data whose samples have one size")
         labels = not (getattr(data, "mixup", 0) or getattr(data, "cutmix", 0))
         check("data.mixup, data.cutmix", "above 0", labels, "0: mixed images are no samples")
-        self.space = tuple(data.space)
-        self.codec.shape(self.space)
-        self.expect(dims=len(self.space), in_chans=self.codec.channels(data.channels))
+        self.expect(dims=len(self.space))
         if self.conditional:
             self.expect(num_classes=len(data.classes))
 
@@ -147,7 +160,7 @@ class GenerationTask(Task):
     ) -> Tensor:  # fmt: skip
         """Return the mean squared error of what the network predicts from noisy samples."""
         x, labels, *_numbers = batch
-        x = self.codec.encode(first_clips(x, self.space))
+        x = self.codec.encode(first_clips(x, self.space), generator)
         noisy, t, target = noised(self.scheduler, x, self.timestep_density, generator)
         inputs = (noisy, t, labels) if self.conditional else (noisy, t)
         return mse_loss(net(*inputs).float(), target)
@@ -347,11 +360,24 @@ class GenerationTask(Task):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         checkpoint["space"] = list(self.space)
+        checkpoint["prediction"] = prediction(self.scheduler)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
+        saved, own = checkpoint.get("prediction"), prediction(self.scheduler)
+        wanted = f"one with which networks predict {saved}, as in the training, not {own}"
+        check("model.scheduler", type(self.scheduler).__name__, saved in (None, own), wanted)
         if not hasattr(self, "space"):
             self.space = tuple(checkpoint["space"])
+
+
+def accepts(net: nn.Module, inputs: Sequence[str]) -> bool:
+    """Return whether a network has `in_chans` and can be called with so many inputs."""
+    try:
+        signature(net.forward).bind(*inputs)
+    except TypeError:
+        return False
+    return hasattr(net, "in_chans")
 
 
 def first_clips(x: Tensor, space: Sequence[int]) -> Tensor:

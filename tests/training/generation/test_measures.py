@@ -57,6 +57,22 @@ def test_precision_and_recall_of_known_sets():
     assert precision_and_recall(real[:2], real[:2], k=3) == (1.0, 1.0)  # fewer than k
 
 
+@pytest.mark.parametrize("k", [1, 3])
+def test_precision_and_recall_are_those_of_the_definition(k):
+    torch.manual_seed(0)
+    sets = torch.randn(60, 4).double(), 1.3 * torch.randn(50, 4).double() + 0.5
+
+    def covered(manifold, points):
+        radii = [sorted((a - b).norm() for b in manifold)[k] for a in manifold]  # [0] is itself
+        inside = [any((p - a).norm() <= r for a, r in zip(manifold, radii, strict=True))
+                  for p in points]  # fmt: skip
+        return sum(inside) / len(points)
+
+    expected = covered(*sets), covered(*reversed(sets))
+    assert precision_and_recall(*sets, k=k) == pytest.approx(expected)
+    assert min(expected) > 0.1 and max(expected) < 1
+
+
 def test_nearest_is_found_batch_by_batch():
     torch.manual_seed(0)
     queries, train = torch.randn(7, 4), torch.randn(30, 4)

@@ -7,7 +7,7 @@ from ndlightnet.data.errors import DataError
 
 pytest.importorskip("diffusers")
 
-from ndlightnet.training.generation.schedulers import build_scheduler, noised
+from ndlightnet.training.generation.schedulers import build_scheduler, check_sampling, noised
 
 
 def test_flow_matching_is_a_straight_path_with_diffusers_noise():
@@ -30,6 +30,45 @@ def test_noise_prediction_is_diffusers(kind):
     wanted = {"epsilon": noise, "sample": x}
     wanted["v_prediction"] = kept.sqrt() * noise - (1 - kept).sqrt() * x
     torch.testing.assert_close(target, wanted[kind], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "name", ["DPMSolverMultistepScheduler", "EulerDiscreteScheduler", "UniPCMultistepScheduler"]
+)
+@pytest.mark.parametrize("kind", ["epsilon", "v_prediction"])
+def test_all_schedulers_of_noise_prediction_train_as_ddpm_does(name, kind):
+    """Their own add_noise is for pictures to be changed, after set_timesteps."""
+    x, found = torch.randn(6, 2, 5), []
+    for one in (name, "DDPMScheduler"):
+        scheduler = build_scheduler({one: {"prediction_type": kind}})
+        found.append(noised(scheduler, x, generator=torch.Generator().manual_seed(0)))
+    for own, ddpm in zip(*found, strict=True):
+        torch.testing.assert_close(own, ddpm)
+    noisy, t, target = found[0]
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(noisy, scheduler.add_noise(x, noise, t.long()))
+    wanted = noise if kind == "epsilon" else scheduler.get_velocity(x, noise, t.long())
+    torch.testing.assert_close(target, wanted)
+
+
+@pytest.mark.parametrize(
+    "scheduler, steps",
+    [
+        ({"FlowMatchEulerDiscreteScheduler": {"use_dynamic_shifting": True}}, 2),
+        ("CogVideoXDPMScheduler", 2),
+        ("DDPMScheduler", 2000),
+    ],
+)
+def test_schedulers_that_cannot_sample_are_refused_before_a_training(scheduler, steps):
+    with pytest.raises(DataError, match=rf"Scheduler cannot sample in {steps} steps \(.+\)$"):
+        check_sampling(build_scheduler(scheduler), steps)
+
+
+def test_a_trial_of_sampling_draws_no_random_number():
+    state = torch.get_rng_state()
+    for name in ("FlowMatchEulerDiscreteScheduler", "DDPMScheduler", "EulerDiscreteScheduler"):
+        check_sampling(build_scheduler(name), 3)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_densities_of_time():
@@ -61,6 +100,11 @@ def test_draws_repeat_with_a_generator():
     "scheduler, message",
     [
         ("DDIMSchedular", r"model\.scheduler=DDIMSchedular: .* such as DDIMScheduler"),
+        ("EDMEulerScheduler", r"model\.scheduler=EDMEulerScheduler: expected one of diffusers"),
+        (
+            {"DPMSolverMultistepScheduler": {"prediction_type": "flow_prediction"}},
+            "prediction_type=flow_prediction, expected one of epsilon, sample, v_prediction",
+        ),
         ("AutoencoderKL", r"model\.scheduler=AutoencoderKL: expected one of diffusers"),
         (
             {"DDIMScheduler": {"beta_stat": 1}},

@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 pytest.importorskip("diffusers")
 
 from ndlightnet import NDLightDiT, NDLightNet
+from ndlightnet.data.errors import DataError
 from ndlightnet.training import GenerationTask, HandwrittenDigits, LabelledData, run
+from ndlightnet.training.generation.latents import Latents
 
 TINY = """
 seed_everything: 0
@@ -141,12 +144,38 @@ def test_prediction_is_repeated_by_its_seed_and_of_the_classes_asked(images, tmp
     last = f"--ckpt_path={out}/checkpoints/last.ckpt"
     found = []
     for name, more in (("a", []), ("b", []), ("c", ["--model.seed=1"])):
-        done = launch(tmp_path / name, "predict", root, last, "--model.classes=['1']", *more)
+        done = launch(tmp_path / name, "predict", root, last, "--model.classes=['1']",
+                      "--data.init_args.batch_size=4", *more)  # fmt: skip
         assert done[0] == 0
         files = sorted((tmp_path / name / "samples").iterdir())
         assert len(files) == 6 and all(file.stem.endswith("_1") for file in files)
         found.append(np.stack([np.asarray(Image.open(file)) for file in files]))
     assert np.array_equal(found[0], found[1]) and not np.array_equal(found[0], found[2])
+    assert len(np.unique(found[0], axis=0)) == 6  # in several batches
+
+
+@pytest.mark.slow
+def test_classes_and_noise_are_those_that_are_reported(images, tmp_path, monkeypatch):
+    """A network that draws the number of the class; every validation has the same loss."""
+    root, out = images
+    calls, last = [], f"--ckpt_path={out}/checkpoints/last.ckpt"
+
+    def sample(network, scheduler, shape, classes, **_):
+        calls.append(classes.tolist())
+        return (classes.float() * 3 - 1.5).view(-1, 1, 1, 1).expand(shape)
+
+    losses = [launch(tmp_path / "v", "validate", root, last)[1] for _ in range(2)]
+    assert losses[0] == losses[1] and "val_loss" in losses[0]
+    monkeypatch.setattr("ndlightnet.training.generation.task.sample", sample)
+    assert launch(tmp_path, "test", root, last)[::2] == (0, [])
+    assert sorted(label for call in calls for label in call) == [0] * 3 + [1] * 3
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["nearest_has_class"] == 1
+    calls.clear()
+    assert launch(tmp_path, "predict", root, last, "--model.classes=['1','0']")[::2] == (0, [])
+    assert calls == [[1, 0] * 3]
+    for file in (tmp_path / "samples").glob("0*"):
+        assert (np.asarray(Image.open(file)).mean() > 128) == file.stem.endswith("_1")
 
 
 @pytest.mark.slow
@@ -197,19 +226,24 @@ def test_clips_become_strips_and_an_animation(tmp_path):
     assert first.name == "00000_anticlockwise.gif" and Image.open(first).n_frames == 3
 
 
-@pytest.fixture
-def autoencoder(tmp_path) -> Path:
+def save_autoencoder(folder: Path, latent_channels: int = 2) -> Path:
     from diffusers import AutoencoderKL
 
     torch.manual_seed(0)
     blocks = 2
     AutoencoderKL(
-        in_channels=1, out_channels=1, latent_channels=2, norm_num_groups=4, sample_size=8,
+        in_channels=1, out_channels=1, latent_channels=latent_channels, norm_num_groups=4,
+        sample_size=8,
         down_block_types=["DownEncoderBlock2D"] * blocks,
         up_block_types=["UpDecoderBlock2D"] * blocks,
         block_out_channels=[4] * blocks, scaling_factor=0.5, shift_factor=0.25,
-    ).save_pretrained(tmp_path / "vae")  # fmt: skip
-    return tmp_path / "vae"
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+@pytest.fixture
+def autoencoder(tmp_path) -> Path:
+    return save_autoencoder(tmp_path / "vae")
 
 
 @pytest.mark.slow
@@ -227,6 +261,44 @@ def test_latents_of_an_autoencoder(images, autoencoder, tmp_path):
     assert Image.open(next((out / "samples").glob("00000*"))).size == (4, 8)
     status, _, errors = launch(out, "predict", *common, "--model.size=[8,5]", last)
     assert status == 1 and "multiples of 2" in errors[0]
+    other = save_autoencoder(tmp_path / "other", latent_channels=4)
+    for path, channels in ((other, 4), ("null", 1)):  # not the one of the training
+        status, _, errors = launch(out, "predict", *common, f"--model.autoencoder={path}", last)
+        assert status == 1 and len(errors) == 1
+        assert f"expected a network with in_chans={channels}, got 2" in errors[0]
+
+
+def test_latents_are_drawn_by_the_generator_in_float32(autoencoder):
+    data = HandwrittenDigits(size=8)
+    data.setup("fit")
+    codec, x = Latents(data, str(autoencoder)), data.from_pixels(data.train_set.images[:3, None])
+    with torch.autocast("cpu", torch.bfloat16):
+        first, again = (codec.encode(x, torch.Generator().manual_seed(5)) for _ in range(2))
+    assert torch.equal(first, again) and first.dtype == torch.float32
+    assert not torch.equal(codec.encode(x), codec.encode(x))
+
+
+def test_latents_are_shifted_then_scaled_and_decoded_the_other_way(autoencoder):
+    data = HandwrittenDigits(size=8)
+    data.setup("fit")
+    codec, x = Latents(data, str(autoencoder)), data.from_pixels(data.train_set.images[:3, None])
+    pixels = data.train_set.images[:3, None] / 127.5 - 1
+    plain = codec.net.encode(pixels).latent_dist.sample(torch.Generator().manual_seed(5))
+    latents = codec.encode(x, torch.Generator().manual_seed(5))
+    torch.testing.assert_close(latents, (plain - 0.25) * 0.5)  # its shift_factor, scaling_factor
+    decoded = (codec.net.decode(plain).sample + 1) * 127.5
+    torch.testing.assert_close(
+        codec.decode(latents).float(), decoded.clamp(0, 255), atol=0.6, rtol=0
+    )
+    assert decoded.std() > 1
+
+
+def test_weights_of_an_autoencoder_that_are_code_are_not_read(autoencoder):
+    (weights,) = autoencoder.glob("*.safetensors")
+    torch.save(load_file(weights), autoencoder / "diffusion_pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises(DataError, match=r"model\.autoencoder=.*vae: .*safetensors"):
+        Latents(None, str(autoencoder))
 
 
 @pytest.mark.slow
@@ -240,10 +312,17 @@ def test_latents_of_an_autoencoder(images, autoencoder, tmp_path):
         ("fit", ["--model.sampling_steps=0"], "model.sampling_steps: 0, expected 1 or more"),
         ("fit", ["--model.scheduler=DDIM"], "model.scheduler=DDIM: expected one of diffusers"),
         ("fit", ["--model.autoencoder=nowhere"], "model.autoencoder=nowhere: expected a folder"),
+        (
+            "fit",
+            ["--model.net=ndlightnet.NDLightNet", "--model.net.dims=2"],
+            "model.net: NDLightNe",
+        ),
+        ("fit", ["--model.scheduler=LCMScheduler", "--model.sampling_steps=99"], "in 99 steps"),
         ("fit", ["--model.net.init_args.size=M"], "model.net.size=M: expected 'S', 'B'"),
         ("predict", ["--model.size=[4]", "CKPT"], "model.size=[4]: expected an int >= 1 or 2"),
         ("predict", ["--model.classes=['7']", "CKPT"], "model.classes: 7, expected one of 0, 1"),
         ("predict", ["--model.net.init_args.num_classes=5", "CKPT"], "of another network"),
+        ("predict", ["--model.scheduler=DDIMScheduler", "CKPT"], "predict flow, as in the traini"),
         ("predict", [], "--ckpt_path: predict expects the checkpoint of a training, got none"),
     ],
 )
