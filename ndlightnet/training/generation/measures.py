@@ -124,7 +124,10 @@ class Nearest:
     def update(self, features: Tensor, labels: Tensor, pixels: Tensor) -> None:
         """Take a batch of training samples: features (batch, dim), labels, pixels (batch, ...)."""
         gaps = torch.cat([torch.cdist(part, features) for part in self.queries.split(ROWS)])
-        best, at = gaps.min(1)
+        at = gaps.argmin(1)
+        # again, exactly: large matrices of distances come from a product, which leaves a copy of a
+        # training sample at a distance above 0
+        best = (self.queries - features[at]).norm(dim=1)
         self.labels = torch.where(best < self.distances, labels[at], self.labels)
         self.distances = best.minimum(self.distances)
         for row, (query, (kept, pictures)) in enumerate(zip(self.shown, self.near, strict=True)):

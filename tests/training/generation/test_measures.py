@@ -117,3 +117,13 @@ def test_features_of_a_checkpoint(tmp_path):
     wider = NDLightNet(2, 1, 4, patch_size=2, embed_dim=16, depth=1)
     with pytest.raises(DataError, match="weights of another network; other shapes: head"):
         load_features(wider, str(path))
+
+
+def test_a_copy_of_a_training_sample_is_at_distance_0():
+    """Although features are large, and many, when torch computes distances by a product."""
+    train = 30 + torch.randn(60, 3000, generator=torch.Generator().manual_seed(0))
+    queries = torch.cat([train[:30], train[:30] + 1])
+    assert torch.cdist(queries, train)[:30].diagonal().max() > 0  # else nothing is tested
+    nearest = Nearest(queries, shown=[0])
+    nearest.update(train, torch.arange(60), torch.zeros(60, 1, 2, 2, dtype=torch.uint8))
+    assert not nearest.distances[:30].any() and nearest.labels[:30].tolist() == [*range(30)]
