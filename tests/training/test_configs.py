@@ -316,3 +316,20 @@ def test_a_row_for_volumes_rejects_frames(build):
     """What a config has no option for is refused, not passed over."""
     with pytest.raises(SystemExit):
         build(ROOT / "configs" / "phantoms.yaml", *rows()["single frame"])
+
+
+@pytest.mark.parametrize("name", ["cifar10", "fashion_mnist"])
+def test_generated_images_are_compared_in_a_classifier_of_the_same_data(build, name):
+    pytest.importorskip("timm")
+    folder = ROOT / "tasks/evidence/configs/features"
+    classifier = build(folder / f"{name}.yaml")
+    read = yaml.safe_load((folder / f"{name}.yaml").read_text())
+    cli = build(ROOT / "configs" / f"{name}_gen.yaml", "--config", str(folder / f"{name}_gen.yaml"))
+    features, checkpoint = cli.model.classifier
+    assert checkpoint == f"{read['trainer']['default_root_dir']}/checkpoints/last.ckpt"
+    shapes = [
+        {k: x.shape for k, x in n.state_dict().items()} for n in (features, classifier.model.net)
+    ]
+    assert shapes[0] == shapes[1] and features.num_classes == cli.model.net.num_classes
+    assert features.conv1.in_channels == cli.model.net.in_chans
+    assert type(cli.datamodule) is type(classifier.datamodule)
