@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -162,7 +162,8 @@ def _of_8_bits(image: Image.Image, path: Path) -> Image.Image:
     return Image.fromarray((cells * (255 / most)).round().astype(np.uint8))
 
 
-class Sample(NamedTuple):
+@dataclass(frozen=True)
+class Sample:
     """What a worker sends of a file. image: (channels, height, width) uint8, None if unreadable.
     number: of the file. draw: a random number, in training. problems: a line for each bad file."""
 
