@@ -84,6 +84,10 @@ class TaskCLI(LightningCLI):
             entries = NAMES if subcommand == "stream" else self.model.saved
             entries += RESUMED if subcommand == "fit" else ()
             check_checkpoint(kwargs["ckpt_path"], self.model, self.datamodule, entries)
+        elif subcommand in ("validate", "test"):
+            self.model.notes.append(
+                f"--ckpt_path: {subcommand} got none and measures the network as it was built"
+            )
         if subcommand == "stream":
             return kwargs
         if subcommand == "test":

@@ -69,6 +69,10 @@ def test_a_run_says_what_it_trains_and_what_came_out(told, tmp_path, capsys, mon
         f"checkpoints in {tmp_path}/out/checkpoints: best.ckpt, last.ckpt",
     ]
     assert len(out.splitlines()) == 1 and out.startswith("bits per byte ") and told == []
+    assert door("text_lm", ["test", *given]) == 0  # of random weights, which is told
+    assert capsys.readouterr().err == (
+        "note: --ckpt_path: test got none and measures the network as it was built\n"
+    )
 
 
 # as the configs of before this layout of folders say it
