@@ -17,6 +17,7 @@ from ndlightnet.training.core.report import panels_of, save_figure
 
 FRAMES = 8  # of a clip in a sheet
 COLOUR = 3  # channels
+WIDEST = 16  # width / height of a row of a sheet, at most: what is narrower is too small to be seen
 
 
 def is_clip(sample: Tensor) -> bool:
@@ -37,8 +38,9 @@ def view(sample: Tensor) -> Tensor:
 
 
 def save_sheet(path: Path, rows: Sequence[tuple[str, Sequence[Tensor]]]) -> None:
-    """Write a picture with a row for each (caption, samples (channels, *space) uint8)."""
-    strips = [(name, _tiled([view(one) for one in samples])) for name, samples in rows if samples]
+    """Write a picture with a row for each (caption, samples (channels, *space) uint8): as many of
+    them as fit, of clips with 8 frames two."""
+    strips = [(name, _row([view(one) for one in samples])) for name, samples in rows if samples]
     widest = max(strip.shape[1] for _, strip in strips)
     width = min(9.0, widest / max(len(strip) for _, strip in strips))  # an inch for a square
     tall = [width * len(strip) / widest + 0.2 for _, strip in strips]
@@ -49,6 +51,12 @@ def save_sheet(path: Path, rows: Sequence[tuple[str, Sequence[Tensor]]]) -> None
         axis.axis("off")
         axis.set_title(printable(name), fontsize=7, loc="left", pad=2)
     save_figure(figure, path)
+
+
+def _row(pictures: Sequence[Tensor]) -> np.ndarray:
+    """Return the first pictures beside each other, at least one."""
+    _, height, width = pictures[0].shape
+    return _tiled(pictures[: max(1, WIDEST * height // width)])
 
 
 def _tiled(pictures: Sequence[Tensor], columns: int | None = None) -> np.ndarray:

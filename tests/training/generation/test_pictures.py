@@ -63,6 +63,14 @@ def test_a_sheet_has_a_row_for_each_class(tmp_path):
     assert one > 50 and abs(one - other) < 4
 
 
+@pytest.mark.parametrize("shape", [(3, 8, 32, 32), (1, 28, 28, 28), (1, 9, 9, 9, 9)])
+def test_clips_and_volumes_of_a_sheet_are_large_enough_to_be_seen(tmp_path, shape):
+    black = torch.zeros(shape, dtype=torch.uint8)
+    save_sheet(tmp_path / "sheet.png", [("", [black] * 10)])
+    dark = matplotlib.image.imread(tmp_path / "sheet.png")[..., 0] < 0.1
+    assert dark.any(1).sum() > 50  # a row of all ten would have 12 to 32 pixels
+
+
 def test_an_animation_shows_clips_side_by_side(tmp_path):
     save_animation(tmp_path / "x.gif", [cells(3, 3, 6, 8)] * 4, columns=2)
     with Image.open(tmp_path / "x.gif") as file:
