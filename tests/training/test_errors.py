@@ -44,6 +44,14 @@ def test_missing_data_folder(segment, classify, tmp_path, command):
         check(task(command, *common), out, f"{gone}: no such folder")
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+def test_weights_that_are_not_float32(segment, decathlon, tmp_path, precision):
+    """Lightning does not convert the samples, so these would fail inside the network."""
+    out = tmp_path / "out"
+    done = segment("fit", *volumes(out, decathlon, f"--trainer.precision={precision}"))
+    check(done, out, f"trainer.precision: {precision}, expected 32-true, bf16-mixed or 16-mixed")
+
+
 # what is put in the place of a file of a case -> the file that the line has to name, and why
 BAD = {
     "shape": ("labels", np.zeros((12, 10, 7), np.uint8), "has shape (12, 10, 7)"),

@@ -195,6 +195,7 @@ class ImageTask(ClassificationTask):
         self.val_auc = BinaryAUROC()
 
     def setup(self, stage: str) -> None:
+        self.expect_float32()
         dims = getattr(self.net, "dims", None)
         if dims is not None and any(not 0 <= axis < dims for axis in self.mirror):
             raise DataError(f"model.mirror={self.mirror}: axes are 0 to {dims - 1}")

@@ -122,6 +122,13 @@ class Task(L.LightningModule):
                     f"{getattr(self.net, name)}"
                 )
 
+    def expect_float32(self) -> None:
+        """Raise DataError for a precision with other weights: Lightning cannot convert the samples
+        of this task."""
+        given = self.trainer.precision
+        good = given == "32-true" or not given.endswith("-true")
+        check("trainer.precision", given, good, "32-true, bf16-mixed or 16-mixed")
+
     def out(self) -> Path:
         return Path(self.trainer.default_root_dir)
 

@@ -106,6 +106,7 @@ class GenerationTask(Task):
         self.classifier = (features, features_checkpoint)
 
     def setup(self, stage: str) -> None:
+        self.expect_float32()
         data = self.data()
         inputs = ("noisy samples", "times", "classes")[: 2 + self.conditional]
         wanted = f"a network that takes {', '.join(inputs)}, such as NDLightDiT"

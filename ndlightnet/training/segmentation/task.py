@@ -81,6 +81,7 @@ class SegmentationTask(Task):
         self.ema_dice: float | None = None
 
     def setup(self, stage: str) -> None:
+        self.expect_float32()
         patch, dims = self.data().patch, getattr(self.net, "dims", None)
         axes = len(patch)
         good = self.window is None or len(self.window) == axes

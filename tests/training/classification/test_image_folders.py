@@ -163,6 +163,13 @@ def test_networks_of_others_that_do_not_fit(folder, tmp_path, recognise, width, 
     assert not (tmp_path / "checkpoints").exists() and not (tmp_path / "metrics.json").exists()
 
 
+def test_weights_that_are_not_float32(folder, tmp_path, recognise):
+    given = (f"--data.init_args.root={folder}", "--trainer.precision=bf16-true")
+    done = recognise("fit", f"--trainer.default_root_dir={tmp_path}", *given)
+    assert done.status == 1 and len(done.errors) == 1
+    assert "trainer.precision: bf16-true, expected 32-true, bf16" in done.errors[0]
+
+
 def test_a_network_is_in_training_after_it_was_tried(folder):
     images = data(folder)
     images.setup("fit")

@@ -310,6 +310,7 @@ def test_weights_of_an_autoencoder_that_are_code_are_not_read(autoencoder):
         ("fit", ["--model.net.init_args.in_chans=3"], "with in_chans=1, got 3"),
         ("fit", ["--model.net.init_args.num_classes=0", "--model.guidance=2"], "model.guidance: 2"),
         ("fit", ["--model.sampling_steps=0"], "model.sampling_steps: 0, expected 1 or more"),
+        ("fit", ["--trainer.precision=bf16-true"], "trainer.precision: bf16-true, expected 32-tru"),
         ("fit", ["--model.scheduler=DDIM"], "model.scheduler=DDIM: expected one of diffusers"),
         ("fit", ["--model.autoencoder=nowhere"], "model.autoencoder=nowhere: expected a folder"),
         (
