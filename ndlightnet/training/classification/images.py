@@ -187,6 +187,7 @@ class ImageTask(ClassificationTask):
 
     saved = (*ClassificationTask.saved, "cost")
     measures = "step"
+    only_float32 = True
     samples = "images"
 
     def __init__(self, net: nn.Module, *, mirror: tuple[int, ...] = (), **kwargs: Any) -> None:
@@ -195,7 +196,6 @@ class ImageTask(ClassificationTask):
         self.val_auc = BinaryAUROC()
 
     def setup(self, stage: str) -> None:
-        self.expect_float32()
         dims = getattr(self.net, "dims", None)
         if dims is not None and any(not 0 <= axis < dims for axis in self.mirror):
             raise DataError(f"model.mirror={self.mirror}: axes are 0 to {dims - 1}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import lightning as L
 import torch
@@ -53,6 +53,8 @@ class Task(L.LightningModule):
     saved: tuple[str, ...] = ("names", "pytorch-lightning_version")
     # what CostMonitor times in training beside the throughput; if any, "cost" is one of `saved`
     measures: Literal["step", "epoch"] | None = None
+    # whether samples reach the network in ways that Lightning does not convert
+    only_float32: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -122,11 +124,9 @@ class Task(L.LightningModule):
                     f"{getattr(self.net, name)}"
                 )
 
-    def expect_float32(self) -> None:
-        """Raise DataError for a precision with other weights: Lightning cannot convert the samples
-        of this task."""
+    def configure_model(self) -> None:
         given = self.trainer.precision
-        good = given == "32-true" or not given.endswith("-true")
+        good = not self.only_float32 or given == "32-true" or not given.endswith("-true")
         check("trainer.precision", given, good, "32-true, bf16-mixed or 16-mixed")
 
     def out(self) -> Path:

@@ -77,6 +77,7 @@ class GenerationTask(Task):
 
     saved = (*Task.saved, "cost", "space")
     measures = "step"
+    only_float32 = True
     monitor = "val_score"  # the best checkpoint has the highest
 
     def __init__(
@@ -106,7 +107,6 @@ class GenerationTask(Task):
         self.classifier = (features, features_checkpoint)
 
     def setup(self, stage: str) -> None:
-        self.expect_float32()
         data = self.data()
         inputs = ("noisy samples", "times", "classes")[: 2 + self.conditional]
         wanted = f"a network that takes {', '.join(inputs)}, such as NDLightDiT"

@@ -49,6 +49,7 @@ class SegmentationTask(Task):
 
     saved = (*Task.saved, "cost", "ema_dice")
     measures = "epoch"
+    only_float32 = True
     monitor = "ema_dice"  # chooses the best checkpoint
 
     def __init__(
@@ -81,7 +82,6 @@ class SegmentationTask(Task):
         self.ema_dice: float | None = None
 
     def setup(self, stage: str) -> None:
-        self.expect_float32()
         patch, dims = self.data().patch, getattr(self.net, "dims", None)
         axes = len(patch)
         good = self.window is None or len(self.window) == axes
