@@ -60,7 +60,9 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any] | None, dict[str, 
     the file is run (`weights_only`).
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{path}: no such checkpoint")
+        there = sorted(str(file) for file in Path(path).rglob("*.ckpt"))
+        told = f", expected {' or '.join(there)}" if there else ""
+        raise FileNotFoundError(f"{path}: no such checkpoint{told}")
     try:
         saved: Any = torch.load(path, map_location="cpu", weights_only=True)
         state = saved["state_dict"]

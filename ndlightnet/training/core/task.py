@@ -104,6 +104,10 @@ class Task(L.LightningModule):
         return vars(self)["compiled"](*inputs, **named)
 
     def configure_callbacks(self) -> list[L.Callback]:
+        """Check the precision (this is the first hook in every command) and time the training."""
+        given = self.trainer.precision
+        good = not self.only_float32 or given == "32-true" or not given.endswith("-true")
+        check("trainer.precision", given, good, "32-true, bf16-mixed or 16-mixed")
         return [self.cost]
 
     def data(self) -> Any:
@@ -123,11 +127,6 @@ class Task(L.LightningModule):
                     f"{self.data().root}: expected a network with {name}={value}, got "
                     f"{getattr(self.net, name)}"
                 )
-
-    def configure_model(self) -> None:
-        given = self.trainer.precision
-        good = not self.only_float32 or given == "32-true" or not given.endswith("-true")
-        check("trainer.precision", given, good, "32-true, bf16-mixed or 16-mixed")
 
     def out(self) -> Path:
         return Path(self.trainer.default_root_dir)

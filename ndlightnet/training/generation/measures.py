@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +103,14 @@ def load_features(net: nn.Module | None, checkpoint: str | None) -> Features:
     return Features(net)
 
 
+class Neighbour(NamedTuple):
+    """A training sample near another one: its pixels (channels, *space) uint8."""
+
+    distance: float
+    label: int
+    pixels: Tensor
+
+
 class Nearest:
     """The nearest training samples of some others, found batch by batch.
 
@@ -111,7 +119,7 @@ class Nearest:
         shown: numbers of the queries whose nearest samples are kept.
         count: how many of these.
 
-    distances, labels: of the nearest sample of each query, (n,). pictures: for each query that is
+    distances, labels: of the nearest sample of each query, (n,). near: for each query that is
     shown, up to `count` samples, the nearest first.
     """
 
@@ -119,7 +127,7 @@ class Nearest:
         self.queries, self.shown, self.count = queries, shown, count
         self.distances = queries.new_full((len(queries),), torch.inf)
         self.labels = torch.full((len(queries),), -1, device=queries.device)
-        self.near: list[tuple[Tensor, list[Tensor]]] = [(queries.new_empty(0), []) for _ in shown]
+        self.near: list[list[Neighbour]] = [[] for _ in shown]
 
     def update(self, features: Tensor, labels: Tensor, pixels: Tensor) -> None:
         """Take a batch of training samples: features (batch, dim), labels, pixels (batch, ...)."""
@@ -130,18 +138,12 @@ class Nearest:
         best = (self.queries - features[at]).norm(dim=1)
         self.labels = torch.where(best < self.distances, labels[at], self.labels)
         self.distances = best.minimum(self.distances)
-        for row, (query, (kept, pictures)) in enumerate(zip(self.shown, self.near, strict=True)):
-            every = torch.cat([kept, gaps[query]])
-            chosen = every.topk(min(self.count, len(every)), largest=False).indices
-            both = [
-                pictures[i] if i < len(kept) else pixels[i - len(kept)].cpu()
-                for i in chosen.tolist()
-            ]
-            self.near[row] = (every[chosen], both)
-
-    @property
-    def pictures(self) -> list[list[Tensor]]:
-        return [pictures for _, pictures in self.near]
+        for query, near in zip(self.shown, self.near, strict=True):
+            chosen = gaps[query].topk(min(self.count, len(features)), largest=False).indices
+            exact = (self.queries[query] - features[chosen]).norm(dim=1)
+            near += map(Neighbour, exact.tolist(), labels[chosen].tolist(), pixels[chosen].cpu())
+            near.sort(key=lambda one: one.distance)
+            del near[self.count :]
 
 
 def batches_of(data: Any, loader: Any, device: torch.device) -> Iterator[Any]:

@@ -9,15 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torchvision.utils import make_grid
 
 from ndlightnet.data.errors import atomic_write, printable
 from ndlightnet.training.classification.pictures import projections
 from ndlightnet.training.core.report import panels_of, save_figure
+from ndlightnet.training.generation.measures import Neighbour
 
 FRAMES = 8  # of a clip in a sheet
 COLOUR = 3  # channels
-WIDEST = 16  # width / height of a row of a sheet, at most: what is narrower is too small to be seen
+WIDEST = 17  # width / height of a row of a sheet, at most, so that pictures can be seen
+WHITE = 255
 
 
 def is_clip(sample: Tensor) -> bool:
@@ -27,10 +30,11 @@ def is_clip(sample: Tensor) -> bool:
 
 def view(sample: Tensor) -> Tensor:
     """Return a picture (3, height, width) uint8 of a sample (channels, *space) uint8: frames of a
-    clip side by side, and means over all but two axes of a volume."""
+    clip side by side, a white line between them, and means over all but two axes of a volume."""
     if is_clip(sample):
         shown = np.linspace(0, sample.shape[1] - 1, min(FRAMES, sample.shape[1])).round()
-        sample = torch.cat([sample[:, int(frame)] for frame in shown], -1)
+        frames = [pad(sample[:, int(frame)], (0, 1), value=WHITE) for frame in shown]
+        sample = torch.cat(frames, -1)[..., :-1]
     elif sample.ndim != 3:
         picture = torch.from_numpy(projections(sample[0]))
         sample = (picture * 255).round().to(torch.uint8)[None]
@@ -47,21 +51,38 @@ def save_sheet(path: Path, rows: Sequence[tuple[str, Sequence[Tensor]]]) -> None
     figure, axes = panels_of(len(strips), 1, (width, sum(tall)))
     for axis, (name, strip) in zip(axes[:, 0], strips, strict=True):
         missing = ((0, 0), (0, widest - strip.shape[1]), (0, 0))
-        axis.imshow(np.pad(strip, missing, constant_values=255), interpolation="nearest")
+        axis.imshow(np.pad(strip, missing, constant_values=WHITE), interpolation="nearest")
         axis.axis("off")
+        axis.set_anchor("W")
         axis.set_title(printable(name), fontsize=7, loc="left", pad=2)
     save_figure(figure, path)
+
+
+def save_nearest(
+    path: Path, drawn: Sequence[tuple[str, Tensor]], near: Sequence[Sequence[Neighbour]],
+    classes: Sequence[str],
+) -> None:  # fmt: skip
+    """Write a sheet of the samples drawn, each with the name of its class ("" if it has none) and
+    beside the training samples that are nearest to it."""
+    rows = []
+    for (name, pixels), others in zip(drawn, near, strict=True):
+        told = [f"{one.distance:.3g}" + f" {classes[one.label]}" * bool(name) for one in others]
+        caption = f"{name or 'sample'}; nearest in training: {', '.join(told)}"
+        rows.append((caption, [pixels, *(one.pixels for one in others)]))
+    save_sheet(path, rows)
 
 
 def _row(pictures: Sequence[Tensor]) -> np.ndarray:
     """Return the first pictures beside each other, at least one."""
     _, height, width = pictures[0].shape
-    return _tiled(pictures[: max(1, WIDEST * height // width)])
+    shown = pictures[: max(1, WIDEST * height // width)]
+    # a single picture gets no edge from make_grid, and would be smaller than those of other rows
+    return _tiled(shown if len(shown) > 1 else [pad(shown[0], (1, 1, 1, 1), value=WHITE)])
 
 
 def _tiled(pictures: Sequence[Tensor], columns: int | None = None) -> np.ndarray:
     """Return pictures (3, h, w) beside each other, (height, width, 3) uint8."""
-    grid = make_grid(list(pictures), columns or len(pictures), padding=1, pad_value=255)
+    grid = make_grid(list(pictures), columns or len(pictures), padding=1, pad_value=WHITE)
     return np.ascontiguousarray(grid.permute(1, 2, 0).numpy())
 
 

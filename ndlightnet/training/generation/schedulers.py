@@ -38,7 +38,8 @@ def build_scheduler(scheduler: str | dict[str, Any]) -> Any:
         raise DataError(f"model.scheduler={name}: {one_line(error)}") from error
     if not (trains and "num_train_timesteps" in own):
         known = [one for one in dir(diffusers) if one.endswith("Scheduler") and one != name]
-        near = did_you_mean(name, known, "") or "FlowMatchEulerDiscreteScheduler"
+        near = did_you_mean(name, known, "") or did_you_mean(f"{name}Scheduler", known, "")
+        near = near or "FlowMatchEulerDiscreteScheduler"
         raise DataError(f"model.scheduler={name}: expected one of diffusers, such as {near}")
     assert kind is not None
     if wrong := [key for key in arguments or {} if key not in own]:

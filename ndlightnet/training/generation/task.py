@@ -31,6 +31,7 @@ from ndlightnet.training.generation.measures import (
 from ndlightnet.training.generation.pictures import (
     is_clip,
     save_animation,
+    save_nearest,
     save_sample,
     save_sheet,
 )
@@ -220,14 +221,14 @@ class GenerationTask(Task):
             for label in (found[i] for i in spread(min(ROWS, len(found)), len(found)))
         ]
 
-    def save_sheets(self, labels: Tensor, pixels: Tensor) -> None:
-        """Write samples.png and, of clips, samples.gif."""
+    def save_sheets(self, name: str, labels: Tensor, pixels: Tensor) -> None:
+        """Write NAME.png and, of clips, NAME.gif."""
         rows = self.by_class(labels, pixels)
-        save_sheet(self.out() / "samples.png", rows)
+        save_sheet(self.out() / f"{name}.png", rows)
         if is_clip(pixels[0]):
             least = min(len(samples) for _, samples in rows)
             clips = [clip for _, samples in rows for clip in samples[:least]]
-            save_animation(self.out() / "samples.gif", clips, least)
+            save_animation(self.out() / f"{name}.gif", clips, least)
 
     def on_test_epoch_start(self) -> None:
         self.measured = load_features(*self.classifier)
@@ -271,13 +272,10 @@ class GenerationTask(Task):
             **training_costs(self.net, self.cost),
         }  # fmt: skip
         write_json(self.out() / "metrics.json", metrics)
-        self.save_sheets(labels, pixels)
-        pairs = zip(shown, nearest.pictures, strict=True)
-        save_sheet(
-            self.out() / "nearest.png",
-            [("a sample, and the nearest training samples" if i == 0 else "", [pixels[one], *near])
-             for i, (one, near) in enumerate(pairs)],
-        )  # fmt: skip
+        self.save_sheets("samples", labels, pixels)
+        classes: list[str] = self.data().classes
+        drawn = [(classes[int(labels[i])] * self.conditional, pixels[i]) for i in shown]
+        save_nearest(self.out() / "nearest.png", drawn, nearest.near, classes)
         self.summary = (
             f"Frechet distance {metrics['frechet']:.3g} (of {len(train)} training samples "
             f"{metrics['frechet_train']:.3g}), precision {precision:.3f}, recall {recall:.3f}, in "
@@ -312,7 +310,7 @@ class GenerationTask(Task):
         data = self.data()
         data.setup("fit")
         loader = data.plain_train_dataloader()
-        nearest, kept = Nearest(features, shown), []
+        nearest, kept, failed = Nearest(features, shown), [], len(self.failures)
         rng = torch.Generator().manual_seed(self.seed)
         share = count / (len(loader) * data.batch_size)
         for x, labels, *_ in batches_of(data, loader, self.device):
@@ -321,6 +319,9 @@ class GenerationTask(Task):
             found = self.measured(x)
             nearest.update(found, labels, data.to_pixels(x))
             kept.append(found[torch.rand(len(found), generator=rng) < share])
+        # the training did without these files, too
+        self.notes += [f"{line}; left out" for line in self.failures[failed:]]
+        del self.failures[failed:]
         return nearest, torch.cat(kept)
 
     def on_predict_start(self) -> None:
@@ -339,6 +340,10 @@ class GenerationTask(Task):
         names = self.asked or classes
         self.turns = torch.tensor([classes.index(name) for name in names] or [0])
         self.predicted: dict[int, Tensor] = {}
+        if self.trainer.is_global_zero:  # no sample of an earlier run stays beside those of this
+            for file in (self.out() / "predictions").glob("[0-9][0-9][0-9][0-9][0-9]*"):
+                file.unlink()
+        self.trainer.strategy.barrier()
 
     def predict_step(self, batch: Tensor, _: int) -> None:
         numbers = batch.cpu()
@@ -347,7 +352,7 @@ class GenerationTask(Task):
         classes = self.data().classes
         for number, label, one in zip(numbers.tolist(), labels.tolist(), pixels, strict=True):
             name = f"{number:05d}" + (f"_{file_name(classes[label])}" if self.conditional else "")
-            save_sample(self.out() / "samples" / name, one)
+            save_sample(self.out() / "predictions" / name, one)
             if number < ROWS * COLUMNS:
                 self.predicted[number] = one
 
@@ -355,8 +360,8 @@ class GenerationTask(Task):
         predicted = self.gathered(self.predicted)
         if self.trainer.is_global_zero:
             labels = self.turns[torch.tensor(list(predicted)) % len(self.turns)]
-            self.save_sheets(labels, torch.stack(list(predicted.values())))
-        self.summary = f"{self.samples} samples are in {self.out() / 'samples'}"
+            self.save_sheets("predictions", labels, torch.stack(list(predicted.values())))
+        self.summary = f"{self.samples} samples are in {self.out() / 'predictions'}"
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)

@@ -54,12 +54,18 @@ def test_fit_test_and_predict_on_class_folders(folders, tmp_path, capfd):
     last = f"--ckpt_path={tmp_path}/checkpoints/last.ckpt"
     assert launch("fit") == 0
     capfd.readouterr()
-    assert launch("test", last) == 1  # a file is broken, which stops nothing
-    assert "broken.png: cannot be read" in capfd.readouterr().err
+    assert launch("test", last) == 0  # training did without the broken file, too
+    told = capfd.readouterr().err
+    assert f"note: {folders}/train/red/broken.png: cannot be read" in told and "error" not in told
+    (folders / "test" / "red" / "cut.png").write_bytes(b"no picture")
+    assert launch("test", last) == 1  # it stops nothing
+    (folders / "test" / "red" / "cut.png").unlink()
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error")]
+    assert len(told) == 1 and "test/red/cut.png: cannot be read" in told[0]
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["test_samples"] == 8 and metrics["samples"] == 6
     assert launch("predict", "--model.size=[8,12]", last) == 0
-    (first, *_) = sorted((tmp_path / "samples").glob("0*"))
+    (first, *_) = sorted((tmp_path / "predictions").glob("0*"))
     assert first.name == "00000_green.png" and Image.open(first).size == (12, 8)
     capfd.readouterr()
     assert launch("fit", "--data.init_args.mixup=0.5") == 1

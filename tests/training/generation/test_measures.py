@@ -83,8 +83,11 @@ def test_nearest_is_found_batch_by_batch():
     gaps = torch.cdist(queries, train)
     assert torch.equal(nearest.labels, gaps.argmin(1))
     assert torch.allclose(nearest.distances, gaps.amin(1))
-    found = [[int(picture) for picture in row] for row in nearest.pictures]
-    assert found == gaps.argsort(1)[[0, 5, 2], :4].tolist()
+    expected = gaps.argsort(1)[[0, 5, 2], :4]
+    assert [[int(one.pixels) for one in row] for row in nearest.near] == expected.tolist()
+    assert [[one.label for one in row] for row in nearest.near] == expected.tolist()
+    distances = torch.tensor([[one.distance for one in row] for row in nearest.near])
+    assert torch.allclose(distances, gaps[[0, 5, 2]].sort(1).values[:, :4])
 
 
 def test_features_are_what_the_last_linear_map_gets():

@@ -7,7 +7,15 @@ import pytest
 import torch
 from PIL import Image
 
-from ndlightnet.training.generation.pictures import save_animation, save_sample, save_sheet, view
+from ndlightnet.training.generation import pictures
+from ndlightnet.training.generation.measures import Neighbour
+from ndlightnet.training.generation.pictures import (
+    save_animation,
+    save_nearest,
+    save_sample,
+    save_sheet,
+    view,
+)
 
 
 def cells(*shape: int) -> torch.Tensor:
@@ -18,7 +26,7 @@ def cells(*shape: int) -> torch.Tensor:
     "shape, picture",
     [
         ((1, 9), (3, 16, 11)), ((1, 5, 7), (3, 5, 7)), ((3, 5, 7), (3, 5, 7)),
-        ((3, 2, 5, 7), (3, 5, 14)), ((3, 20, 5, 7), (3, 5, 56)), ((1, 4, 5, 6), (3, 5, 23)),
+        ((3, 2, 5, 7), (3, 5, 15)), ((3, 20, 5, 7), (3, 5, 63)), ((1, 4, 5, 6), (3, 5, 23)),
         ((1, 2, 3, 4, 5), (3, 4, 38)),
     ],
 )  # fmt: skip
@@ -30,7 +38,7 @@ def test_every_sample_has_a_picture(shape, picture):
 def test_pictures_of_images_and_clips_are_their_pixels():
     image, clip = cells(3, 5, 7), cells(3, 2, 5, 7)
     assert torch.equal(view(image), image)
-    assert torch.equal(view(clip)[:, :, 7:], clip[:, 1])
+    assert torch.equal(view(clip)[:, :, 8:], clip[:, 1]) and (view(clip)[:, :, 7] == 255).all()
     assert torch.equal(view(image[:1]), image[:1].expand(3, -1, -1))
 
 
@@ -61,6 +69,30 @@ def test_a_sheet_has_a_row_for_each_class(tmp_path):
     tall = {width: (abs(widths - width) < 4).sum() for width in (widths.max(), widths.max() // 3)}
     (one, other) = tall.values()
     assert one > 50 and abs(one - other) < 4
+
+
+def test_rows_of_a_sheet_begin_at_one_place_and_have_one_size(tmp_path):
+    """One with a single sample, too."""
+    black = torch.zeros(1, 6, 8, 7, dtype=torch.uint8)
+    save_sheet(tmp_path / "sheet.png", [("", [black] * 3), ("", [black])])
+    dark = matplotlib.image.imread(tmp_path / "sheet.png")[..., 0] < 0.1
+    lines = dark.any(1).nonzero()[0]
+    cut = int(np.diff(lines).argmax()) + 1
+    first, second = dark[lines[:cut]], dark[lines[cut:]]
+    assert abs(len(first) - len(second)) < 3
+    assert abs(first.any(0).argmax() - second.any(0).argmax()) < 2
+
+
+def test_nearest_samples_tell_their_classes_and_distances(tmp_path, monkeypatch):
+    shown, sample = [], torch.zeros(1, 8, 8, dtype=torch.uint8)
+    monkeypatch.setattr(pictures, "save_sheet", lambda path, rows: shown.extend(rows))
+    near = [Neighbour(1.25, 0, sample + 1), Neighbour(30.0, 1, sample + 2)]
+    for name in ("cat", ""):
+        save_nearest(tmp_path / "x.png", [(name, sample)], [near], ["cat", "dog"])
+    assert [caption for caption, _ in shown] == [
+        "cat; nearest in training: 1.25 cat, 30 dog", "sample; nearest in training: 1.25, 30",
+    ]  # fmt: skip
+    assert [int(one.max()) for one in shown[0][1]] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 32, 32), (1, 28, 28, 28), (1, 9, 9, 9, 9)])

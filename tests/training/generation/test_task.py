@@ -119,7 +119,7 @@ def test_fit_test_and_predict_on_any_number_of_axes(dims, tmp_path):
     more = [f"--model.size={size}", "--model.samples=3"]
     status, said, errors = launch(tmp_path / "drawn", "predict", *common, *more, last)
     assert (status, errors) == (0, []) and "3 samples are in" in said
-    files = sorted((tmp_path / "drawn" / "samples").iterdir())
+    files = sorted((tmp_path / "drawn" / "predictions").iterdir())
     assert [file.name.split(".")[0] for file in files] == ["00000_0", "00001_1", "00002_0"]
     kinds = {1: np.load, 2: Image.open, 3: nibabel.load, 4: nibabel.load}
     shapes = {np.squeeze(np.asarray(getattr(found, "dataobj", found))).shape
@@ -147,7 +147,7 @@ def test_prediction_is_repeated_by_its_seed_and_of_the_classes_asked(images, tmp
         done = launch(tmp_path / name, "predict", root, last, "--model.classes=['1']",
                       "--data.init_args.batch_size=4", *more)  # fmt: skip
         assert done[0] == 0
-        files = sorted((tmp_path / name / "samples").iterdir())
+        files = sorted((tmp_path / name / "predictions").iterdir())
         assert len(files) == 6 and all(file.stem.endswith("_1") for file in files)
         found.append(np.stack([np.asarray(Image.open(file)) for file in files]))
     assert np.array_equal(found[0], found[1]) and not np.array_equal(found[0], found[2])
@@ -174,7 +174,15 @@ def test_classes_and_noise_are_those_that_are_reported(images, tmp_path, monkeyp
     calls.clear()
     assert launch(tmp_path, "predict", root, last, "--model.classes=['1','0']")[::2] == (0, [])
     assert calls == [[1, 0] * 3]
-    for file in (tmp_path / "samples").glob("0*"):
+    assert sorted(file.name for file in tmp_path.glob("*.png")) == [
+        "nearest.png", "predictions.png", "samples.png",
+    ]  # fmt: skip
+    kept = tmp_path / "predictions" / "mine.txt"
+    kept.write_text("of the user")
+    assert launch(tmp_path, "predict", root, last, "--model.samples=2")[::2] == (0, [])
+    files = sorted((tmp_path / "predictions").iterdir())  # none of the four others is left
+    assert [file.name for file in files] == ["00000_0.png", "00001_1.png", "mine.txt"]
+    for file in files[:2]:
         assert (np.asarray(Image.open(file)).mean() > 128) == file.stem.endswith("_1")
 
 
@@ -222,7 +230,7 @@ def test_clips_become_strips_and_an_animation(tmp_path):
     assert run(out, "test", *common, last)[::2] == (0, [])
     assert Image.open(out / "samples.gif").n_frames == 3
     assert run(tmp_path / "drawn", "predict", *common, last)[::2] == (0, [])
-    (first, *_) = sorted((tmp_path / "drawn" / "samples").iterdir())
+    (first, *_) = sorted((tmp_path / "drawn" / "predictions").iterdir())
     assert first.name == "00000_anticlockwise.gif" and Image.open(first).n_frames == 3
 
 
@@ -258,7 +266,7 @@ def test_latents_of_an_autoencoder(images, autoencoder, tmp_path):
     saved = torch.load(out / "checkpoints" / "last.ckpt", weights_only=True)
     assert all(key.startswith("net.") for key in saved["state_dict"])
     assert launch(out, "predict", *common, "--model.size=[8,4]", last)[::2] == (0, [])
-    assert Image.open(next((out / "samples").glob("00000*"))).size == (4, 8)
+    assert Image.open(next((out / "predictions").glob("00000*"))).size == (4, 8)
     status, _, errors = launch(out, "predict", *common, "--model.size=[8,5]", last)
     assert status == 1 and "multiples of 2" in errors[0]
     other = save_autoencoder(tmp_path / "other", latent_channels=4)
@@ -320,6 +328,7 @@ def test_weights_of_an_autoencoder_that_are_code_are_not_read(autoencoder):
         ),
         ("fit", ["--model.scheduler=LCMScheduler", "--model.sampling_steps=99"], "in 99 steps"),
         ("fit", ["--model.net.init_args.size=M"], "model.net.size=M: expected 'S', 'B'"),
+        ("fit", ["--model.scheduler=PNDM"], "expected one of diffusers, such as PNDMScheduler"),
         ("predict", ["--model.size=[4]", "CKPT"], "model.size=[4]: expected an int >= 1 or 2"),
         ("predict", ["--model.classes=['7']", "CKPT"], "model.classes: 7, expected one of 0, 1"),
         ("predict", ["--model.net.init_args.num_classes=5", "CKPT"], "of another network"),
