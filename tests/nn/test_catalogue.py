@@ -255,7 +255,7 @@ def compiled() -> list:
     forms = [(name, causal) for name in CATALOGUE for causal in (False, True)
              if not (causal and issubclass(getattr(mixers, name), Recurrent))]  # fmt: skip
     fast = ("LightNetAttention", "Mamba")
-    return [pytest.param(name, causal, marks=() if name in fast else pytest.mark.slow)
+    return [pytest.param(name, causal, marks=() if name in fast else pytest.mark.exhaustive)
             for name, causal in forms]  # fmt: skip
 
 

@@ -156,6 +156,15 @@ def test_missing_checkpoint(segment, decathlon, tmp_path, command):
     assert str(gone) in done.errors[0]
 
 
+def test_a_folder_as_checkpoint(segment, decathlon, tmp_path):
+    out, folder = tmp_path / "out", tmp_path / "run"
+    for expected in ("a checkpoint that `fit` has left", f"{folder}/checkpoints/last.ckpt"):
+        done = segment("test", *volumes(out, decathlon, f"--ckpt_path={folder.parent}"))
+        check(done, out, f"{folder.parent}: a folder, expected {expected}")
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (folder / "checkpoints" / "last.ckpt").write_text("")
+
+
 def test_checkpoint_that_is_none(segment, decathlon, tmp_path):
     out, broken = tmp_path / "out", tmp_path / "broken.ckpt"
     broken.write_text("no checkpoint")

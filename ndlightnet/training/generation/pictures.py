@@ -66,24 +66,23 @@ def save_nearest(
     beside the training samples that are nearest to it."""
     rows = []
     for (name, pixels), others in zip(drawn, near, strict=True):
+        others = others[: max(1, _columns(view(pixels)) - 1)]
         told = [f"{one.distance:.3g}" + f" {classes[one.label]}" * bool(name) for one in others]
         caption = f"{name or 'sample'}; nearest in training: {', '.join(told)}"
         rows.append((caption, [pixels, *(one.pixels for one in others)]))
     save_sheet(path, rows)
 
 
+def _columns(picture: Tensor) -> int:
+    """Return how many pictures (3, height, width) of this size a row of a sheet has."""
+    return max(1, WIDEST * picture.shape[1] // picture.shape[2])
+
+
 def _row(pictures: Sequence[Tensor]) -> np.ndarray:
-    """Return the first pictures beside each other, at least one."""
-    _, height, width = pictures[0].shape
-    shown = pictures[: max(1, WIDEST * height // width)]
-    # a single picture gets no edge from make_grid, and would be smaller than those of other rows
-    return _tiled(shown if len(shown) > 1 else [pad(shown[0], (1, 1, 1, 1), value=WHITE)])
-
-
-def _tiled(pictures: Sequence[Tensor], columns: int | None = None) -> np.ndarray:
-    """Return pictures (3, h, w) beside each other, (height, width, 3) uint8."""
-    grid = make_grid(list(pictures), columns or len(pictures), padding=1, pad_value=WHITE)
-    return np.ascontiguousarray(grid.permute(1, 2, 0).numpy())
+    """Return the first pictures beside each other, further apart than the frames of a clip:
+    (height, width, 3) uint8."""
+    shown = [pad(one, (1, 1, 1, 1), value=WHITE) for one in pictures[: _columns(pictures[0])]]
+    return np.ascontiguousarray(torch.cat(shown, -1).permute(1, 2, 0).numpy())
 
 
 def save_animation(path: Path, clips: Sequence[Tensor], columns: int, fps: int = 8) -> None:
@@ -92,12 +91,13 @@ def save_animation(path: Path, clips: Sequence[Tensor], columns: int, fps: int =
 
     frames = min(clip.shape[1] for clip in clips)
     pictures = [
-        Image.fromarray(_tiled([clip[:, number] for clip in clips], columns))
+        make_grid([clip[:, number] for clip in clips], columns, padding=1, pad_value=WHITE)
         for number in range(frames)
     ]
+    images = [Image.fromarray(np.ascontiguousarray(one.permute(1, 2, 0))) for one in pictures]
     how: dict[str, Any] = {"format": "GIF", "duration": 1000 // fps, "loop": 0}
     with atomic_write(path) as draft:
-        pictures[0].save(draft, save_all=True, append_images=pictures[1:], **how)
+        images[0].save(draft, save_all=True, append_images=images[1:], **how)
 
 
 def save_sample(path: Path, sample: Tensor) -> Path:

@@ -68,6 +68,10 @@ def test_the_network_of_a_training(averaged, tmp_path, monkeypatch):
 def test_what_is_no_checkpoint(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"x\.ckpt: no such checkpoint"):
         NDLightNet.from_checkpoint(tmp_path / "x.ckpt")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "last.ckpt").write_text("")
+    with pytest.raises(FileNotFoundError, match=r"run: no such .*, expected .*run/last\.ckpt"):
+        NDLightNet.from_checkpoint(tmp_path / "run")
     for content in ({"a": 1}, {"state_dict": 3}, [1]):
         torch.save(content, tmp_path / "x.ckpt")
         with pytest.raises(ValueError, match=r"x\.ckpt: not a checkpoint of `ndlightnet"):

@@ -93,6 +93,10 @@ def test_nearest_samples_tell_their_classes_and_distances(tmp_path, monkeypatch)
         "cat; nearest in training: 1.25 cat, 30 dog", "sample; nearest in training: 1.25, 30",
     ]  # fmt: skip
     assert [int(one.max()) for one in shown[0][1]] == [0, 1, 2]
+    clip = torch.zeros(3, 8, 32, 32, dtype=torch.uint8)  # a row has room for two
+    near = [Neighbour(1.25, 0, clip), Neighbour(30.0, 1, clip)]
+    save_nearest(tmp_path / "x.png", [("cat", clip)], [near], ["cat", "dog"])
+    assert shown[-1][0] == "cat; nearest in training: 1.25 cat" and len(shown[-1][1]) == 2
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 32, 32), (1, 28, 28, 28), (1, 9, 9, 9, 9)])
