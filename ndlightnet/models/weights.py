@@ -52,6 +52,17 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
+def no_checkpoint(path: str | Path) -> str:
+    """Return a line on a path that is no file: the checkpoints in the folder, also of a run, that
+    it is, or beside it."""
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    near = sorted(
+        str(file) for form in ("", "checkpoints/") for file in folder.glob(f"{form}*.ckpt")
+    )
+    what = "a folder" if folder == Path(path) else "no such checkpoint"
+    return f"{path}: {what}, expected {' or '.join(near) or 'a checkpoint that `fit` has left'}"
+
+
 def read_checkpoint(path: str | Path) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
     """Return the description of the network in a checkpoint of a training (None before it had
     one), and the network's weights: the averaged ones, if the training averaged.
@@ -60,9 +71,7 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any] | None, dict[str, 
     the file is run (`weights_only`).
     """
     if not Path(path).is_file():
-        there = sorted(str(file) for file in Path(path).rglob("*.ckpt"))
-        told = f", expected {' or '.join(there)}" if there else ""
-        raise FileNotFoundError(f"{path}: no such checkpoint{told}")
+        raise FileNotFoundError(no_checkpoint(path))
     try:
         saved: Any = torch.load(path, map_location="cpu", weights_only=True)
         state = saved["state_dict"]

@@ -158,9 +158,10 @@ def test_missing_checkpoint(segment, decathlon, tmp_path, command):
 
 def test_a_folder_as_checkpoint(segment, decathlon, tmp_path):
     out, folder = tmp_path / "out", tmp_path / "run"
+    folder.mkdir()
     for expected in ("a checkpoint that `fit` has left", f"{folder}/checkpoints/last.ckpt"):
-        done = segment("test", *volumes(out, decathlon, f"--ckpt_path={folder.parent}"))
-        check(done, out, f"{folder.parent}: a folder, expected {expected}")
+        done = segment("test", *volumes(out, decathlon, f"--ckpt_path={folder}"))
+        check(done, out, f"{folder}: a folder, expected {expected}")
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         (folder / "checkpoints" / "last.ckpt").write_text("")
 

@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError, atomic_write
+from ndlightnet.models.weights import no_checkpoint
 
 NAMES = ("names",)
 
@@ -34,14 +35,8 @@ def check_checkpoint(
 ) -> None:
     """Raise DataError if the file is missing, is no checkpoint or is one of another network, or if
     it has no weights, lacks one of the `entries` or lacks a name that `data` need."""
-    if Path(path).is_dir():
-        others = " or ".join(sorted(str(file) for file in Path(path).rglob("*.ckpt")))
-        raise DataError(
-            f"{path}: a folder, expected {others or 'a checkpoint that `fit` has left'}"
-        )
     if not Path(path).is_file():
-        others = " or ".join(sorted(file.name for file in Path(path).parent.glob("*.ckpt")))
-        raise DataError(f"{path}: no such checkpoint" + (f", expected {others}" if others else ""))
+        raise DataError(no_checkpoint(path))
     try:
         saved = torch.load(path, map_location="meta", weights_only=True)
         keys, expected = saved.keys(), "one that `fit` has left"

@@ -120,10 +120,7 @@ def example(net: nn.Module, at: int, batch: int) -> Tensor:
         shape, channels = tuple(n - 2 for n in _sizes(net.dims, at)), net.in_channels
         patch = [math.prod(steps) for steps in zip(*net.strides, strict=True)]
     else:
-        raise DataError(
-            f"{type(net).__name__}: expected NDLightNet or NDLightUNet (torch.onnx.export and "
-            "torch.export take others, save_pretrained shares any of ours)"
-        )
+        raise DataError(f"{type(net).__name__}: expected NDLightNet or NDLightUNet")
     # no whole number of patches
     space = [n * step - (step > 1) for n, step in zip(shape, patch, strict=True)]
     return torch.randn(batch, channels, *space, dtype=kind.dtype, device=kind.device)

@@ -20,6 +20,7 @@ from ndlightnet.training.generation.measures import Neighbour
 FRAMES = 8  # of a clip in a sheet
 COLOUR = 3  # channels
 WIDEST = 17  # width / height of a row of a sheet, at most, so that pictures can be seen
+LETTERS = 16  # of a caption in an inch: one wider than its row would make the pictures small
 WHITE = 255
 
 
@@ -47,28 +48,33 @@ def save_sheet(path: Path, rows: Sequence[tuple[str, Sequence[Tensor]]]) -> None
     strips = [(name, _row([view(one) for one in samples])) for name, samples in rows if samples]
     widest = max(strip.shape[1] for _, strip in strips)
     width = min(9.0, widest / max(len(strip) for _, strip in strips))  # an inch for a square
+    room = int(LETTERS * width)
     tall = [width * len(strip) / widest + 0.2 for _, strip in strips]
     figure, axes = panels_of(len(strips), 1, (width, sum(tall)))
     for axis, (name, strip) in zip(axes[:, 0], strips, strict=True):
         missing = ((0, 0), (0, widest - strip.shape[1]), (0, 0))
         axis.imshow(np.pad(strip, missing, constant_values=WHITE), interpolation="nearest")
         axis.axis("off")
-        axis.set_anchor("W")
-        axis.set_title(printable(name), fontsize=7, loc="left", pad=2)
+        name = printable(name)
+        name = name if len(name) <= room else f"{name[: room - 1]}…"
+        axis.set_title(name, fontsize=7, loc="left", pad=2)
     save_figure(figure, path)
 
 
 def save_nearest(
-    path: Path, drawn: Sequence[tuple[str, Tensor]], near: Sequence[Sequence[Neighbour]],
+    path: Path, drawn: Sequence[tuple[int, Tensor]], near: Sequence[Sequence[Neighbour]],
     classes: Sequence[str],
 ) -> None:  # fmt: skip
-    """Write a sheet of the samples drawn, each with the name of its class ("" if it has none) and
-    beside the training samples that are nearest to it."""
+    """Write a sheet of the samples drawn, (label, pixels), each beside the training samples that
+    are nearest to it. classes: their names; none: of an unconditional network."""
     rows = []
-    for (name, pixels), others in zip(drawn, near, strict=True):
+    for (label, pixels), others in zip(drawn, near, strict=True):
         others = others[: max(1, _columns(view(pixels)) - 1)]
-        told = [f"{one.distance:.3g}" + f" {classes[one.label]}" * bool(name) for one in others]
-        caption = f"{name or 'sample'}; nearest in training: {', '.join(told)}"
+        at = ", ".join(f"{one.distance:.3g}" for one in others)
+        caption = f"a sample; its nearest in training at {at}"
+        if classes:
+            same = sum(one.label == label for one in others)
+            caption += f"; {same} of {len(others)} of its class, {classes[label]}"
         rows.append((caption, [pixels, *(one.pixels for one in others)]))
     save_sheet(path, rows)
 

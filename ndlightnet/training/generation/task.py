@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from inspect import signature
@@ -45,6 +46,7 @@ from ndlightnet.training.generation.schedulers import (
 
 ROWS, COLUMNS = 10, 10  # of a sheet
 NEIGHBOURS = 12  # samples whose nearest training samples are shown
+OURS = re.compile(r"\d{5,}(_.*)?\.(png|gif|nii\.gz|npy)")  # files of samples
 FEWEST = 50  # training samples, about, for a Frechet distance of their own
 
 
@@ -273,8 +275,8 @@ class GenerationTask(Task):
         }  # fmt: skip
         write_json(self.out() / "metrics.json", metrics)
         self.save_sheets("samples", labels, pixels)
-        classes: list[str] = self.data().classes
-        drawn = [(classes[int(labels[i])] * self.conditional, pixels[i]) for i in shown]
+        classes: list[str] = self.data().classes if self.conditional else []
+        drawn = [(int(labels[i]), pixels[i]) for i in shown]
         save_nearest(self.out() / "nearest.png", drawn, nearest.near, classes)
         self.summary = (
             f"Frechet distance {metrics['frechet']:.3g} (of {len(train)} training samples "
@@ -341,8 +343,9 @@ class GenerationTask(Task):
         self.turns = torch.tensor([classes.index(name) for name in names] or [0])
         self.predicted: dict[int, Tensor] = {}
         if self.trainer.is_global_zero:  # no sample of an earlier run stays beside those of this
-            for file in (self.out() / "predictions").glob("[0-9][0-9][0-9][0-9][0-9]*"):
-                file.unlink()
+            for file in (self.out() / "predictions").glob("*"):
+                if OURS.fullmatch(file.name):
+                    file.unlink()
         self.trainer.strategy.barrier()
 
     def predict_step(self, batch: Tensor, _: int) -> None:

@@ -70,8 +70,9 @@ def test_what_is_no_checkpoint(tmp_path):
         NDLightNet.from_checkpoint(tmp_path / "x.ckpt")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "last.ckpt").write_text("")
-    with pytest.raises(FileNotFoundError, match=r"run: no such .*, expected .*run/last\.ckpt"):
-        NDLightNet.from_checkpoint(tmp_path / "run")
+    for name, line in (("run", "run: a folder"), ("run/x.ckpt", r"x\.ckpt: no such checkpoint")):
+        with pytest.raises(FileNotFoundError, match=rf"{line}, expected .*run/last\.ckpt"):
+            NDLightNet.from_checkpoint(tmp_path / name)
     for content in ({"a": 1}, {"state_dict": 3}, [1]):
         torch.save(content, tmp_path / "x.ckpt")
         with pytest.raises(ValueError, match=r"x\.ckpt: not a checkpoint of `ndlightnet"):

@@ -87,16 +87,28 @@ def test_nearest_samples_tell_their_classes_and_distances(tmp_path, monkeypatch)
     shown, sample = [], torch.zeros(1, 8, 8, dtype=torch.uint8)
     monkeypatch.setattr(pictures, "save_sheet", lambda path, rows: shown.extend(rows))
     near = [Neighbour(1.25, 0, sample + 1), Neighbour(30.0, 1, sample + 2)]
-    for name in ("cat", ""):
-        save_nearest(tmp_path / "x.png", [(name, sample)], [near], ["cat", "dog"])
+    for classes in (["cat", "dog"], []):
+        save_nearest(tmp_path / "x.png", [(0, sample)], [near], classes)
     assert [caption for caption, _ in shown] == [
-        "cat; nearest in training: 1.25 cat, 30 dog", "sample; nearest in training: 1.25, 30",
+        "a sample; its nearest in training at 1.25, 30; 1 of 2 of its class, cat", "a sample; its nearest in training at 1.25, 30",
     ]  # fmt: skip
     assert [int(one.max()) for one in shown[0][1]] == [0, 1, 2]
     clip = torch.zeros(3, 8, 32, 32, dtype=torch.uint8)  # a row has room for two
     near = [Neighbour(1.25, 0, clip), Neighbour(30.0, 1, clip)]
-    save_nearest(tmp_path / "x.png", [("cat", clip)], [near], ["cat", "dog"])
-    assert shown[-1][0] == "cat; nearest in training: 1.25 cat" and len(shown[-1][1]) == 2
+    save_nearest(tmp_path / "x.png", [(1, clip)], [near], ["cat", "dog"])
+    assert (
+        shown[-1][0] == "a sample; its nearest in training at 1.25; 0 of 1 of its class, dog"
+        and len(shown[-1][1]) == 2
+    )
+
+
+def test_a_long_caption_does_not_make_the_pictures_small(tmp_path):
+    black, widths = torch.zeros(1, 8, 8, dtype=torch.uint8), []
+    for name in ("cat", "mass or hyperplasia " * 20):
+        save_sheet(tmp_path / "sheet.png", [(name, [black] * 3)])
+        dark = matplotlib.image.imread(tmp_path / "sheet.png")[..., 0] < 0.1
+        widths.append(dark.sum(1).max())
+    assert abs(widths[0] - widths[1]) < 4
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 32, 32), (1, 28, 28, 28), (1, 9, 9, 9, 9)])

@@ -177,11 +177,11 @@ def test_classes_and_noise_are_those_that_are_reported(images, tmp_path, monkeyp
     assert sorted(file.name for file in tmp_path.glob("*.png")) == [
         "nearest.png", "predictions.png", "samples.png",
     ]  # fmt: skip
-    kept = tmp_path / "predictions" / "mine.txt"
-    kept.write_text("of the user")
+    for name in ("12345.txt", "mine.png"):
+        (tmp_path / "predictions" / name).write_text("of the user")
     assert launch(tmp_path, "predict", root, last, "--model.samples=2")[::2] == (0, [])
     files = sorted((tmp_path / "predictions").iterdir())  # none of the four others is left
-    assert [file.name for file in files] == ["00000_0.png", "00001_1.png", "mine.txt"]
+    assert [file.name for file in files] == ["00000_0.png", "00001_1.png", "12345.txt", "mine.png"]
     for file in files[:2]:
         assert (np.asarray(Image.open(file)).mean() > 128) == file.stem.endswith("_1")
 
