@@ -90,8 +90,9 @@ def test_nearest_samples_tell_their_classes_and_distances(tmp_path, monkeypatch)
     for classes in (["cat", "dog"], []):
         save_nearest(tmp_path / "x.png", [(0, sample)], [near], classes)
     assert [caption for caption, _ in shown] == [
-        "a sample; its nearest in training at 1.25, 30; 1 of 2 of its class, cat", "a sample; its nearest in training at 1.25, 30",
-    ]  # fmt: skip
+        "a sample; its nearest in training at 1.25, 30; 1 of 2 of its class, cat",
+        "a sample; its nearest in training at 1.25, 30",
+    ]
     assert [int(one.max()) for one in shown[0][1]] == [0, 1, 2]
     clip = torch.zeros(3, 8, 32, 32, dtype=torch.uint8)  # a row has room for two
     near = [Neighbour(1.25, 0, clip), Neighbour(30.0, 1, clip)]
