@@ -18,6 +18,7 @@ import torch
 from ndlightnet_evidence.bench import attention, mixers, output, peers, pictures
 from ndlightnet_evidence.bench.decode import decode
 from ndlightnet_evidence.bench.frames import frames, packs
+from ndlightnet_evidence.bench.generation import generation
 from ndlightnet_evidence.bench.local import local
 from ndlightnet_evidence.bench.rows import Bench
 from ndlightnet_evidence.bench.step import step
@@ -27,7 +28,7 @@ from ndlightnet_evidence.bench.tpe import tpe
 # run in this order: peers are left out of the last groups if the time is up
 GROUPS: dict[str, Callable[[Bench], None]] = {
     "attention": attention.attention, "natten": attention.natten, "tpe": tpe, "local": local,
-    "step": step, "pictures": pictures.pictures,
+    "step": step, "pictures": pictures.pictures, "generation": generation,
     "decode": decode, "figure": attention.figure, "dims": attention.dims, "frames": frames,
     "packs": packs, "stream": stream, "operators": mixers.operators, "mixers": mixers.mixers,
     "cpu": attention.cpu,

@@ -1,0 +1,78 @@
+"""Benchmark of a diffusion transformer: a step of training, and a step of sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from ndlightnet.models import NDLightDiT
+from ndlightnet.nn.mixers import Identity, LightNetAttention, SoftmaxAttention, WithLocal
+from ndlightnet_evidence.bench.rows import Bench, Case
+from ndlightnet_evidence.bench.timing import Call
+
+SIDES, BATCH, CLASSES = (32, 64, 128), 256, 10  # a batch of 32 x 32 pixels; of larger ones fewer
+
+
+def generation(bench: Bench, first: int = BATCH, size: str = "S") -> None:
+    """Time NDLightDiT-S/2 on batches of as many pixels, weights in float32, autocast to bf16:
+    "fwd+bwd" is a step of training with AdamW, "fwd" a step of sampling with guidance, which calls
+    the network with and without the class."""
+    mixer = partial(LightNetAttention, impl=bench.impl)
+    rows: dict[str, Callable[[], nn.Module]] = {
+        "ours": lambda: NDLightDiT(2, 3, CLASSES, size=size, mixer=mixer),
+        "without MD-TPE": lambda: NDLightDiT(2, 3, CLASSES, size=size, mixer=mixer, tpe=False),
+        "without local": lambda: made(partial(mixer, local=None)),
+        "softmax": lambda: made(SoftmaxAttention),
+        "softmax + local": lambda: made(partial(WithLocal, mixer=SoftmaxAttention)),
+        "identity + local": lambda: made(partial(WithLocal, mixer=Identity)),
+    }
+
+    def made(mixer: Callable[[int], nn.Module]) -> nn.Module:
+        return NDLightDiT(2, 3, CLASSES, size=size, mixer=mixer)
+
+    for side in SIDES[: 1 if bench.quick else None]:
+        batch = max(1, first * SIDES[0] ** 2 // side**2)
+        case = Case(f"generation, {side} x {side}", batch, (side // 2) ** 2, 12, 32)
+        for who, make in rows.items():
+            for direction, call in (("fwd+bwd", _train), ("fwd", _sample)):
+                prepare = partial(_prepare, call, make, (batch, 3, side, side), bench.device)
+                bench.measure(case, direction, who, prepare)
+        bench.save(bench)
+
+
+def _prepare(
+    call: Callable[..., Call], make: Callable[[], nn.Module], shape: tuple[int, ...],
+    device: torch.device,
+) -> list[Call]:  # fmt: skip
+    x, t = torch.randn(shape, device=device), 1000 * torch.rand(shape[0], device=device)
+    return [call(make().to(device), x, t, torch.randint(CLASSES, shape[:1], device=device))]
+
+
+def _train(net: nn.Module, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> Call:
+    on_cuda, target = x.is_cuda, torch.randn_like(x)
+    optimizer = torch.optim.AdamW(net.parameters(), fused=on_cuda or None, capturable=on_cuda)
+
+    def work() -> None:
+        optimizer.zero_grad()
+        # the cache of cast weights must not outlive a capture
+        with torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False):
+            loss = mse_loss(net(x, t, y).float(), target)
+        loss.backward()
+        optimizer.step()
+
+    return work
+
+
+def _sample(net: nn.Module, x: torch.Tensor, t: torch.Tensor, y: torch.Tensor) -> Call:
+    net.eval()
+    inputs = torch.cat([x, x]), torch.cat([t, t]), torch.cat([torch.full_like(y, CLASSES), y])
+
+    def work() -> None:
+        with torch.no_grad(), torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False):
+            net(*inputs)
+
+    return work
