@@ -15,6 +15,7 @@ from ndlightnet_evidence.bench import attention, output, peers, rows, stream, ti
 from ndlightnet_evidence.bench import mixers as layers
 from ndlightnet_evidence.bench.decode import decode
 from ndlightnet_evidence.bench.frames import frames, packs
+from ndlightnet_evidence.bench.generation import generation
 from ndlightnet_evidence.bench.local import local
 from ndlightnet_evidence.bench.rows import Bench, Case, Cell, Contender
 from ndlightnet_evidence.bench.step import step
@@ -120,11 +121,13 @@ def test_all_groups_have_their_rows(bench, monkeypatch):
     local(bench, shapes=(("star", 1, (2, 3), 4), ("dense", 1, (2,) * 4, 4)))
     decode(bench, batch=2, heads=1, dim=8)
     step(bench, grid=(2, 2, 2), dim=64, depth=1)
+    generation(bench, first=1, dim=32, depth=1)
     frames(bench, grid=(3, 2, 2), heads=1, dim=8)
     packs(bench, large=[(2, 2, 2), (1, 4, 2)], small=[(2, 2, 1)] * 3, heads=2, dim=64)
     assert {c.row for c in of(bench, "dense")} == {
         "2 large volumes", "3 small volumes", "network, forward and backward",
     }  # fmt: skip
+    assert {c.direction for c in of(bench, "ours", row="generation, 32 x 32")} == set(rows.PASSES)
     assert [c for c in of(bench, "ours") if c.ms is None] == []
     assert [c for c in bench.cells if c.who in ("compile", "fla linear") and c.ms] == []
     share = bench.facts["mixing and position, share of the step"]

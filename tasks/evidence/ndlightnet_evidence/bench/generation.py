@@ -17,26 +17,23 @@ from ndlightnet_evidence.bench.timing import Call
 SIDES, BATCH, CLASSES = (32, 64, 128), 256, 10  # a batch of 32 x 32 pixels; of larger ones fewer
 
 
-def generation(bench: Bench, first: int = BATCH, size: str = "S") -> None:
-    """Time NDLightDiT-S/2 on batches of as many pixels, weights in float32, autocast to bf16:
-    "fwd+bwd" is a step of training with AdamW, "fwd" a step of sampling with guidance, which calls
-    the network with and without the class."""
+def generation(bench: Bench, first: int = BATCH, dim: int = 384, depth: int = 12) -> None:
+    """Time NDLightDiT, by default S/2, on batches of as many pixels: weights in float32, autocast
+    to bf16. "fwd+bwd" is a step of training with AdamW, "fwd" a step of sampling with guidance,
+    which calls the network with and without the class."""
+    made = partial(NDLightDiT, 2, 3, CLASSES, embed_dim=dim, depth=depth)
     mixer = partial(LightNetAttention, impl=bench.impl)
     rows: dict[str, Callable[[], nn.Module]] = {
-        "ours": lambda: NDLightDiT(2, 3, CLASSES, size=size, mixer=mixer),
-        "without MD-TPE": lambda: NDLightDiT(2, 3, CLASSES, size=size, mixer=mixer, tpe=False),
-        "without local": lambda: made(partial(mixer, local=None)),
-        "softmax": lambda: made(SoftmaxAttention),
-        "softmax + local": lambda: made(partial(WithLocal, mixer=SoftmaxAttention)),
-        "identity + local": lambda: made(partial(WithLocal, mixer=Identity)),
+        "ours": partial(made, mixer=mixer),
+        "without MD-TPE": partial(made, mixer=mixer, tpe=False),
+        "without local": partial(made, mixer=partial(mixer, local=None)),
+        "softmax": partial(made, mixer=SoftmaxAttention),
+        "softmax + local": partial(made, mixer=partial(WithLocal, mixer=SoftmaxAttention)),
+        "identity + local": partial(made, mixer=partial(WithLocal, mixer=Identity)),
     }
-
-    def made(mixer: Callable[[int], nn.Module]) -> nn.Module:
-        return NDLightDiT(2, 3, CLASSES, size=size, mixer=mixer)
-
     for side in SIDES[: 1 if bench.quick else None]:
         batch = max(1, first * SIDES[0] ** 2 // side**2)
-        case = Case(f"generation, {side} x {side}", batch, (side // 2) ** 2, 12, 32)
+        case = Case(f"generation, {side} x {side}", batch, (side // 2) ** 2, dim // 32, 32)
         for who, make in rows.items():
             for direction, call in (("fwd+bwd", _train), ("fwd", _sample)):
                 prepare = partial(_prepare, call, make, (batch, 3, side, side), bench.device)
