@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import silu
 
 import bench as bench_command
+from ndlightnet.models import NDLightDiT
 from ndlightnet.nn import mixers
 from ndlightnet.ops import Lrpe, global_attention
 from ndlightnet_evidence import plots
@@ -121,13 +122,11 @@ def test_all_groups_have_their_rows(bench, monkeypatch):
     local(bench, shapes=(("star", 1, (2, 3), 4), ("dense", 1, (2,) * 4, 4)))
     decode(bench, batch=2, heads=1, dim=8)
     step(bench, grid=(2, 2, 2), dim=64, depth=1)
-    generation(bench, first=1, dim=32, depth=1)
     frames(bench, grid=(3, 2, 2), heads=1, dim=8)
     packs(bench, large=[(2, 2, 2), (1, 4, 2)], small=[(2, 2, 1)] * 3, heads=2, dim=64)
     assert {c.row for c in of(bench, "dense")} == {
         "2 large volumes", "3 small volumes", "network, forward and backward",
     }  # fmt: skip
-    assert {c.direction for c in of(bench, "ours", row="generation, 32 x 32")} == set(rows.PASSES)
     assert [c for c in of(bench, "ours") if c.ms is None] == []
     assert [c for c in bench.cells if c.who in ("compile", "fla linear") and c.ms] == []
     share = bench.facts["mixing and position, share of the step"]
@@ -142,6 +141,40 @@ def test_all_groups_have_their_rows(bench, monkeypatch):
     (floor,) = of(bench, "floor", row="step")
     state = 2 * 1 * 8 * (1 + 1 + 8) * 4  # batch, heads, dim, (max, sum, memory), bytes
     assert floor.ms == pytest.approx((2 * state + 4 * 2 * 8 * 2) / 1e9 * 1e3)
+
+
+def test_rows_of_generation_are_the_networks_they_name(monkeypatch):
+    """Each is timed in training and in sampling, which takes twice the batch, half of it without a
+    class; no product in it is one of zeros."""
+    bench, seen = Bench(CPU, "torch", quick=True), {}
+    forward = NDLightDiT.forward
+
+    def spy(self, x, t, y):
+        out = forward(self, x, t, y)
+        row = len(bench.cells) // 2  # each is timed in training, then in sampling
+        seen.setdefault(row, {})[self.training] = (self, len(x), y, out)
+        return out
+
+    monkeypatch.setattr(NDLightDiT, "forward", spy)
+    generation(bench, first=2, dim=64, depth=1)
+    assert [c for c in bench.cells if c.ms is None] == []
+    names = list(dict.fromkeys(c.who for c in bench.cells))
+    nets = {names[row]: calls[False][0] for row, calls in seen.items()}
+    kinds = {who: type(net.blocks[0].mixer).__name__ for who, net in nets.items()}
+    assert kinds == {
+        "ours": "LightNetAttention", "without MD-TPE": "LightNetAttention",
+        "without local": "LightNetAttention", "softmax": "SoftmaxAttention",
+        "softmax + local": "WithLocal", "identity + local": "WithLocal",
+    }  # fmt: skip
+    assert [who for who, net in nets.items() if net.tpe is None] == ["without MD-TPE"]
+    assert nets["ours"].blocks[0].mixer.local_values is not None
+    assert nets["without local"].blocks[0].mixer.local_values is None
+    assert type(nets["identity + local"].blocks[0].mixer.mixer).__name__ == "Identity"
+    assert type(nets["softmax + local"].blocks[0].mixer.mixer).__name__ == "SoftmaxAttention"
+    for calls in seen.values():
+        assert calls[True][1] == 2 and calls[False][1] == 4
+        assert (calls[False][2] == 10).tolist() == [True, True, False, False]
+        assert all(call[3].any() for call in calls.values())
 
 
 def test_the_command_without_a_card(tmp_path, monkeypatch, capsys):

@@ -382,11 +382,10 @@ def test_a_wrong_mixer_is_one_line(classify, tmp_path, mixer, said):
 
 
 def test_wrong_configs_are_one_line(classify, tmp_path):
-    file = tmp_path / "mine.yaml"
-    check(classify("fit", f"--config={file}"), tmp_path / "out", f"{file}: no such file")
+    file, out = tmp_path / "mine.yaml", tmp_path / "out"
+    check(classify("fit", f"--config={file}"), out, f"{file}: no such file")
     file.write_text("a: [")
-    done = classify("fit", "--config", file)
-    check(done, tmp_path / "out", f"{file}: is not valid YAML (line 1: ")
+    check(classify("fit", "--config", file), out, f"{file}: is not valid YAML (line 1: ")
 
 
 def test_an_unknown_command_is_one_line(capsys):

@@ -68,17 +68,22 @@ def step(
 
 
 def training(model: nn.Module, clip: Any) -> tuple[Call, Call]:
-    """Return calls of (a step, its forward and backward pass). clip: a batch, packed or not."""
+    """Return `updates` of a classifier. clip: a batch, packed or not."""
+    target = torch.zeros(len(clip), dtype=torch.long, device=next(model.parameters()).device)
+    return updates(model, lambda: cross_entropy(model(clip), target))
+
+
+def updates(model: nn.Module, loss: Callable[[], Tensor]) -> tuple[Call, Call]:
+    """Return calls of (a step with AdamW, its forward and backward pass) in bf16."""
     device = next(model.parameters()).device
     on_cuda = device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), fused=on_cuda or None, capturable=on_cuda)
-    target = torch.zeros(len(clip), dtype=torch.long, device=device)
 
     def backward() -> None:
         # the cache of cast weights must not outlive a capture
         with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
-            loss = cross_entropy(model(clip), target)
-        loss.backward()
+            found = loss()
+        found.backward()
 
     def work() -> None:
         optimizer.zero_grad()
