@@ -1,11 +1,11 @@
-"""Videos from files: two readers, a folder of classes, and a dataset of clips.
+"""Videos from files: two readers, and a folder of classes.
 
 A folder is read as `train/<class>/*.mp4` and `test/<class>/*.mp4` (or another of ENDINGS). Frames
 are (frames, height, width, 3) uint8 RGB in all public functions; video_transforms turns them into
 the clips of a network. A file or folder that cannot be used raises DataError.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import accumulate
@@ -19,15 +19,7 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.folders import leave_out
 from ndlightnet.data.media import open_media
 from ndlightnet.data.threads import in_threads
-from ndlightnet.data.video_transforms import (
-    MARGIN,
-    check_sides,
-    eval_clips,
-    even_indices,
-    plain_clip,
-    shrink,
-    train_clip,
-)
+from ndlightnet.data.video_transforms import check_sides, even_indices
 
 ENDINGS = (".mp4", ".m4v", ".avi", ".mkv", ".mov", ".webm", ".mpg", ".mpeg", ".gif")
 WANTED = ", ".join(ENDINGS)
@@ -35,6 +27,7 @@ WANTED = ", ".join(ENDINGS)
 # pixels from which on it reads padded rows correctly.
 CONTAINERS, CODECS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"), ("h264", "vp8", "vp9")
 NARROW = 96
+CHECKED = 256  # videos that are opened before a training, so that 100,000 start within seconds
 DECODED = 2**27  # bytes of full-size frames decoded at a time: bounds the memory of a long video
 
 
@@ -248,12 +241,14 @@ def find_videos(path: str | Path, notes: list[str] | None = None) -> list[Path]:
 
 
 def check_videos(samples: Sequence[Sample]) -> None:
-    """Open every video and decode its first frame; DataError names the first that fails."""
-    in_threads(_check, samples, "checking videos")
+    """Open every video, of many CHECKED evenly spaced ones, and decode its first frame; DataError
+    names the first that fails."""
+    some = even_indices(len(samples), min(len(samples), CHECKED)).tolist()
+    in_threads(_check, [samples[number] for number in some], "checking videos")
 
 
-def load_video(path: str | Path, short_side: int, max_frames: int) -> Tensor:
-    """Read a whole video: (frames, height, width, 3) uint8, with a short side of `short_side`.
+def load_video(path: str | Path, shrink: Callable[[Tensor], Tensor], max_frames: int) -> Tensor:
+    """Read a whole video: (frames, height, width, 3) uint8, resized by `shrink`.
 
     A video of more than `max_frames` frames is thinned out evenly. Decoding is slow: decode a
     video once, and store the result.
@@ -262,60 +257,10 @@ def load_video(path: str | Path, short_side: int, max_frames: int) -> Tensor:
     indices = even_indices(len(reader), min(len(reader), max_frames)).tolist()
     first = reader.frames(indices[:1])
     check_sides(path, first)
-    parts, step = [shrink(first, short_side)], max(1, DECODED // first.numel())
+    parts, step = [shrink(first)], max(1, DECODED // first.numel())
     for start in range(1, len(indices), step):
-        parts.append(shrink(reader.frames(indices[start : start + step]), short_side))
+        parts.append(shrink(reader.frames(indices[start : start + step])))
     return torch.cat(parts)
-
-
-def load_for_clips(path: str | Path, frames: int, size: int) -> Tensor:
-    """Run `load_video` at the size that a network's clips need, in training and in prediction.
-
-    The short side is 8/7 of `size`, the usual margin for a crop, and four times as many frames are
-    read as a clip takes (64 at least), so that random clips of one video differ.
-    """
-    return load_video(path, short_side=round(size * MARGIN), max_frames=max(64, 4 * frames))
-
-
-class ClipDataset(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
-    """Clips of labelled videos, which are all decoded by the constructor and held as uint8.
-
-    `load_for_clips` says what is held: at size 112, 65 kB for each frame of 4:3. With `train`, item
-    i is (clip, label, i): a random clip (3, frames, size, size) of video i. Otherwise it is
-    (clips, label, i): always the same `clips` clips, (clips, 3, frames, size, size). With
-    `frames=1` a clip is a single frame. augment=False: the clip of a video is always the same one,
-    but for `hflip`. DataError names a file that cannot be read.
-    """
-
-    def __init__(
-        self,
-        samples: Sequence[Sample],
-        frames: int,
-        size: int,
-        train: bool,
-        clips: int = 1,
-        hflip: bool = False,
-        augment: bool = True,
-    ) -> None:
-        if min(frames, size, clips) < 1:
-            raise ValueError(f"frames, size and clips start at 1, got {frames}, {size}, {clips}")
-        self.samples = tuple(samples)
-        self.frames, self.size, self.train = frames, size, train
-        self.clips, self.hflip = clips, hflip
-        self.draw = train_clip if augment else plain_clip
-        self._videos = in_threads(self._load, self.samples, "decoding videos")
-
-    def _load(self, sample: Sample) -> Tensor:
-        return load_for_clips(sample.path, self.frames, self.size)
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
-        video, label = self._videos[index], self.samples[index].label
-        if self.train:
-            return self.draw(video, self.frames, self.size, self.hflip), label, index
-        return eval_clips(video, self.frames, self.size, self.clips), label, index
 
 
 def _existing(path: str | Path) -> Path:

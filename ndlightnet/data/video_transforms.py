@@ -3,21 +3,27 @@
 A video is (frames, height, width, 3) uint8 RGB; a clip is (3, frames, size, size) float32 of
 roughly zero mean and unit variance. Every random choice is made once per clip, so that all of its
 frames are cropped, flipped and coloured alike; it is drawn from torch's global generator, which
-`ndlightnet.data.visits.Visits` seeds for every clip.
+`ndlightnet.data.visits.Visits` seeds for every clip. Batches are mixed on the device.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.image_transforms import RandAugment
 
 MEAN, STD = 0.45, 0.225  # of pixels in [0, 1]: round numbers, close to most natural video
-LONGEST = 16  # largest long side / short side of a video: `shrink` sets only the short one
+LONGEST = 16  # largest long side / short side of a video: `Framing` may set only the short one
 MARGIN = 8 / 7  # short side of a video / side of the clips that are cropped from it
 SHORTEST_SPAN = 0.5  # a training clip spans at least this share of its video, at most all of it
+CropMode = Literal["center", "squash"]
 
 
 def even_indices(length: int, frames: int, phase: float = 0.5) -> Tensor:
@@ -42,41 +48,111 @@ def random_indices(length: int, frames: int) -> Tensor:
     return (parts * span + start * (length - span)).long().clamp(max=length - 1)
 
 
-def train_clip(video: Tensor, frames: int, size: int, hflip: bool = False) -> Tensor:
-    """Return a random clip (3, frames, size, size) of a video (any, height, width, 3) uint8.
-
-    It has a random span in time, a random crop of 0.5-1 of the area, a mild change of colour and,
-    only with `hflip`, a flip half of the time (off by default: left or right can be the class).
-    """
+def train_clip(video: Tensor, frames: int, transform: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a random clip (3, frames, size, size) of a video (any, height, width, 3) uint8: of a
+    random span in time, with a random `transform` of `training`, one for all frames."""
     clip = video[random_indices(len(video), frames)].permute(0, 3, 1, 2)
-    clip = v2.RandomResizedCrop(size, scale=(0.5, 1.0), antialias=True)(clip)
-    if hflip:
-        clip = v2.RandomHorizontalFlip()(clip)
-    return _jitter(_to_clip(clip))
+    return _to_clip(transform(clip))
 
 
-def plain_clip(video: Tensor, frames: int, size: int, hflip: bool = False) -> Tensor:
+def plain_clip(video: Tensor, frames: int, framing: Framing, hflip: bool = False) -> Tensor:
     """Return the clip (3, frames, size, size) of `eval_clips`, with `hflip` flipped half of the
     time."""
-    (clip,) = eval_clips(video, frames, size)
+    (clip,) = eval_clips(video, frames, framing)
     return v2.RandomHorizontalFlip()(clip) if hflip else clip
 
 
-def eval_clips(video: Tensor, frames: int, size: int, clips: int = 1) -> Tensor:
-    """Return the clips to evaluate a video on, (clips, 3, frames, size, size); none is random.
+def training(
+    size: int,
+    *,
+    scale: tuple[float, float],
+    hflip: bool,
+    rotation: float,
+    randaugment: RandAugment | None,
+    color_jitter: float,
+    grayscale: float,
+    random_erasing: float,
+) -> Callable[[Tensor], Tensor]:
+    """Return the transform of training clips, (frames, 3, height, width) uint8 -> (frames, 3, size,
+    size): torchvision's, which treat all frames alike. VideoData explains the arguments."""
+    fill = [round(255 * MEAN)] * 3
+    steps: list[Any] = [v2.RandomResizedCrop(size, scale=scale, antialias=True)]
+    if hflip:
+        steps.append(v2.RandomHorizontalFlip())
+    if rotation:
+        steps.append(v2.RandomRotation(rotation, v2.InterpolationMode.BILINEAR, fill=fill))
+    if randaugment is not None:
+        steps.append(
+            v2.RandAugment(
+                randaugment.num_ops, randaugment.magnitude, randaugment.num_magnitude_bins,
+                v2.InterpolationMode.BILINEAR, fill,
+            )
+        )  # fmt: skip
+    if color_jitter:
+        steps.append(v2.ColorJitter(color_jitter, color_jitter, color_jitter))
+    if grayscale:
+        steps.append(v2.RandomGrayscale(grayscale))
+    if random_erasing:
+        steps.append(v2.RandomErasing(random_erasing, value=fill))
+    return v2.Compose(steps)
+
+
+@dataclass(frozen=True)
+class Framing:
+    """How frames of any size become squares, `size` pixels a side; modes have timm's names. center:
+    the short side is made 8/7 of `size`, and the sides are cut off. squash: the whole frame is
+    resized, its sides by different factors."""
+
+    size: int
+    mode: CropMode = "center"
+
+    def shrink(self, frames: Tensor) -> Tensor:
+        """Resize (frames, height, width, 3) uint8 to what is stored, larger than a clip by
+        MARGIN."""
+        side = round(self.size * MARGIN)
+        shape = [side, side] if self.mode == "squash" else [side]
+        frames = v2.functional.resize(frames.permute(0, 3, 1, 2), shape, antialias=True)
+        return frames.permute(0, 2, 3, 1).contiguous()
+
+    def crop(self, frames: Tensor, place: float = 0.5) -> Tensor:
+        """Return squares (frames, 3, size, size) of what `shrink` returned, in mode "center" cut at
+        `place` along the long side: 0 at its start, 0.5 in the middle, 1 at its end."""
+        frames, size = frames.permute(0, 3, 1, 2), self.size
+        if self.mode == "squash":
+            return v2.functional.resize(frames, [size, size], antialias=True)
+        height, width = frames.shape[-2:]
+        down, right = (place, 0.5) if height > width else (0.5, place)
+        top, left = round(down * (height - size)), round(right * (width - size))
+        return v2.functional.crop(frames, top, left, size, size)
+
+
+def eval_clips(
+    video: Tensor, frames: int, framing: Framing, clips: int = 1, crops: int = 1
+) -> Tensor:
+    """Return the clips to evaluate a video on, (clips * crops, 3, frames, size, size); none is
+    random. video: as `framing.shrink` returns it.
 
     Each clip covers the whole video, and the clips are staggered evenly: together they take
-    clips * frames evenly spaced frames. The crop is the centre.
+    clips * frames evenly spaced frames. crops: 1: from the middle; 3: and from both ends of the
+    long side.
     """
-    pixels = _centre(video, size)
-    phases = [(clip + 0.5) / clips for clip in range(clips)]
-    taken = [pixels[even_indices(len(video), frames, phase)] for phase in phases]
-    return torch.stack([_to_clip(clip) for clip in taken])
+    taken = [even_indices(len(video), frames, (clip + 0.5) / clips) for clip in range(clips)]
+    places = [0.5] if crops == 1 else [crop / (crops - 1) for crop in range(crops)]
+    squares = [framing.crop(video, place) for place in places]
+    return torch.stack([_to_clip(square[indices]) for square in squares for indices in taken])
+
+
+def frame_differences(clips: Tensor, given: Tensor | None = None) -> Tensor:
+    """Return twice the difference of each frame of normalised clips (..., frames, height, width)
+    from the one before: about as spread as the frames. given: the frame before the first one,
+    (..., 1, height, width); default: the first one itself, so that its difference is 0."""
+    first = clips[..., :1, :, :] if given is None else given
+    return 2 * (clips - torch.cat([first, clips[..., :-1, :, :]], -3))
 
 
 def check_sides(name: object, frames: Tensor) -> None:
     """Raise DataError if frames (..., height, width, 3) of the video `name` are so narrow that
-    `shrink` would make them huge."""
+    `Framing.shrink` might make them huge."""
     height, width = frames.shape[-3:-1]
     if max(height, width) > LONGEST * min(height, width):
         raise DataError(
@@ -85,16 +161,10 @@ def check_sides(name: object, frames: Tensor) -> None:
         )
 
 
-def shrink(frames: Tensor, short_side: int) -> Tensor:
-    """Resize (frames, height, width, 3) uint8 to this short side; see MARGIN."""
-    frames = v2.functional.resize(frames.permute(0, 3, 1, 2), [short_side], antialias=True)
-    return frames.permute(0, 2, 3, 1).contiguous()
-
-
-def eval_frames(frames: Tensor, size: int) -> Tensor:
+def eval_frames(frames: Tensor, framing: Framing) -> Tensor:
     """Return all decoded frames (frames, height, width, 3) uint8, resized, cropped and normalised
     as by `eval_clips`: (3, frames, size, size)."""
-    return _to_clip(_centre(shrink(frames, round(size * MARGIN)), size))
+    return _to_clip(framing.crop(framing.shrink(frames)))
 
 
 def to_pixels(clip: Tensor) -> Tensor:
@@ -113,20 +183,6 @@ def normalized(pixels: Tensor) -> Tensor:
     return pixels.to(torch.float32, **how).mul_(1 / (255 * STD)).sub_(MEAN / STD)
 
 
-def _centre(frames: Tensor, size: int) -> Tensor:
-    """Crop the centre: (frames, height, width, 3) uint8 -> (frames, 3, size, size)."""
-    return v2.functional.center_crop(frames.permute(0, 3, 1, 2), [size, size])
-
-
 def _to_clip(pixels: Tensor) -> Tensor:
     """Normalise (frames, 3, height, width) uint8 to (3, frames, height, width) float32."""
     return normalized(pixels.transpose(0, 1))
-
-
-def _jitter(clip: Tensor) -> Tensor:
-    """Change contrast, brightness and tint by one affine map for each colour, in place."""
-    contrast = 0.8 + 0.4 * torch.rand(())
-    brightness = 0.6 * torch.rand(()) - 0.3  # in standard deviations: 0.3 are 17 grey levels
-    tint = 0.2 * torch.rand(3, 1, 1, 1) - 0.1
-    shift = (1 - contrast) * clip.mean() + brightness + tint  # contrast is about the mean
-    return clip.mul_(contrast).add_(shift)

@@ -21,8 +21,9 @@ from ndlightnet.nn.block import Block, init_network, init_weights, undecayed_nam
 from ndlightnet.nn.initial import reset
 from ndlightnet.nn.mixers import LightNetAttention, published_mixer
 from ndlightnet.nn.mixers.base import Factories, layer_factories
-from ndlightnet.nn.patch import Patchify
+from ndlightnet.nn.patch import PatchEmbed, Patchify
 from ndlightnet.nn.position import MDTPE
+from ndlightnet.nn.stem import ConvStem
 from ndlightnet.ops.dtypes import check_not_wider, check_tensors
 
 
@@ -37,6 +38,8 @@ class NDLightNet(Backbone):
             embedding).
         patch_size: cells per token, an int or one per axis; default: about 256 cells a patch.
         embed_dim, depth: width and number of blocks.
+        stem_blocks: a patch becomes a token by residual convolutions, so many blocks of them at
+            each halving, as ConvStem says; patch sizes are powers of 2. 0: by one linear map.
         mixer: a name of ndlightnet.nn.mixers, such as "GLA", {name: arguments}, a function of the
             width that returns a mixer, or a list of one for each layer; for text, text_mixer. If
             its signature names `dims`, `layer` or `causal`, it is called with the number of axes,
@@ -81,6 +84,7 @@ class NDLightNet(Backbone):
         patch_size: int | Sequence[int] | None = None,
         embed_dim: int = 384,
         depth: int = 12,
+        stem_blocks: int = 0,
         mixer: Factories = LightNetAttention,
         mlp_ratio: float = 8 / 3,
         tpe: bool = True,
@@ -101,6 +105,13 @@ class NDLightNet(Backbone):
             check_integers(1, in_chans=in_chans)
         else:
             check_integers(1, vocab_size=vocab_size)
+        check_integers(0, stem_blocks=stem_blocks)
+        if stem_blocks and (causal or vocab_size):
+            other = "causal=True" if causal else f"vocab_size={vocab_size}"
+            raise ValueError(
+                f"stem_blocks={stem_blocks} with {other}: expected 0, its convolutions see later "
+                "frames and read cells"
+            )
         if dims > 1 and vocab_size:
             raise ValueError(f"dims={dims} with vocab_size={vocab_size}: expected dims=1")
         factories = layer_factories("mixer", mixer, depth, dims, causal=causal)
@@ -115,7 +126,11 @@ class NDLightNet(Backbone):
         else:
             if patch_size is None:
                 patch_size = max(1, round(256 ** (1 / dims)))
-            self.embed = Patchify(dims, in_chans, patch_size, embed_dim)
+            self.embed = (
+                ConvStem(dims, in_chans, patch_size, embed_dim, stem_blocks)
+                if stem_blocks
+                else Patchify(dims, in_chans, patch_size, embed_dim)
+            )
         if tpe_bidirectional and causal and dims == 1:
             raise ValueError(
                 "tpe_bidirectional=True with causal=True on one axis: later tokens would be seen"
@@ -217,6 +232,7 @@ class NDLightNet(Backbone):
         """Pack samples (in_chans, *space), or words (length,), of any sizes into one batch without
         padding, for `forward`. See ndlightnet.pack, which a DataLoader can use without the network.
         """
+        self._check_stem("pack")
         return pack(samples, self.embed.patch if isinstance(self.embed, Patchify) else None)
 
     @overload
@@ -268,6 +284,7 @@ class NDLightNet(Backbone):
         return out
 
     def _check_packed(self, packed: Packed, mask: Tensor | None) -> None:
+        self._check_stem("packed samples")
         x, layout = packed.values, packed.layout
         width = (self.embed.proj.in_features,) if isinstance(self.embed, Patchify) else ()
         if tuple(x.shape) != (layout.length, *width) or layout.ndim != self.dims:
@@ -278,6 +295,10 @@ class NDLightNet(Backbone):
         check_not_wider(self, values=x)
         if mask is not None:
             raise ValueError("mask: expected none with packed samples, which have no padding")
+
+    def _check_stem(self, what: str) -> None:
+        if isinstance(self.embed, ConvStem):
+            raise ValueError(f"{what}: expected none with stem_blocks, which mix cells")
 
     def _check(self, x: Tensor, mask: Tensor | None) -> None:
         check_tensors(input=x)
@@ -290,7 +311,7 @@ class NDLightNet(Backbone):
         if not good:
             raise ValueError(f"input {tuple(x.shape)} {x.dtype}: expected {expected}")
         check_not_wider(self, input=x)
-        patch = self.embed.patch if isinstance(self.embed, Patchify) else ()
+        patch = self.embed.patch if isinstance(self.embed, PatchEmbed) else ()
         # of a causal network only the space: a stream gives few frames at a time
         axes = list(zip(x.shape[2:], patch, strict=False))[self.causal :]
         # not in a graph, which takes any size
@@ -303,6 +324,7 @@ class NDLightNet(Backbone):
         cells = (x.shape[0], *x.shape[-self.dims :])
         if mask is not None:
             check_tensors(mask=mask)
+            self._check_stem("mask")
         if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != cells):
             raise ValueError(f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {cells}")
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, Layout, Packed, per_axis
 from ndlightnet.models.hub import Pretrained
-from ndlightnet.nn.patch import Patchify
+from ndlightnet.nn.patch import PatchEmbed, Patchify
 
 FORMS = ("NCHW", "NHWC", "NLC")
 # layers that take the channels of the input, of NDLightNet and of both kinds of NDLightUNet
-FIRST = ("embed.proj", "down.0.proj", "convs.0.0.conv1", "convs.0.0.skip")
+FIRST = ("embed.proj", "embed.first.0", "down.0.proj", "convs.0.0.conv1", "convs.0.0.skip")
 
 
 class Backbone(Pretrained):
@@ -46,7 +46,7 @@ class Backbone(Pretrained):
     def feature_info(self) -> list[dict[str, Any]]:
         """What each block returns: its name `module`, channels `num_chs` and `reduction`, cells per
         token along an axis (the most of any axis)."""
-        reduction = max(self.embed.patch) if isinstance(self.embed, Patchify) else 1
+        reduction = max(self.embed.patch) if isinstance(self.embed, PatchEmbed) else 1
         return [
             {"module": f"blocks.{i}", "num_chs": self.embed_dim, "reduction": reduction}
             for i in range(len(self.blocks))
@@ -177,7 +177,10 @@ class Backbone(Pretrained):
             resized patch are closest to the old tokens of the patch: equal if the patch grows.
         """
         if not isinstance(self.embed, Patchify):
-            raise ValueError("set_input_size: expected a network of cells; this one takes words")
+            raise ValueError(
+                "set_input_size: expected a network whose patches are one linear map, not of words "
+                "and not with stem_blocks"
+            )
         size = None if img_size is None else per_axis("img_size", img_size, self.dims)
         old, new = self.embed.patch, self.embed.patch
         if patch_size is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice, pairwise
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -28,6 +29,7 @@ from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories
 from ndlightnet.nn.position import MDTPE
 from ndlightnet.nn.separable import LocalBlock, Separable
+from ndlightnet.nn.stem import torch_layer
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
 from ndlightnet.ops.recurrence.chunks import exact
 
@@ -42,15 +44,7 @@ MOST = 320
 NUMBERS = 2**31  # outputs from which cuDNN's transposed convolution is many times slower for each
 
 
-def _conv(kind: str, dims: int) -> type[nn.Module]:
-    """Return torch's convolution for this number of axes: `Conv3d`, `ConvTranspose2d`, ..."""
-    found: type[nn.Module] | None = getattr(nn, f"{kind}{dims}d", None)
-    if found is None:
-        raise ValueError(
-            f"dims={dims} with separable=False: expected 1, 2 or 3, torch has no {kind} for more "
-            "axes"
-        )
-    return found
+_conv = partial(torch_layer, argument="separable=False")
 
 
 class InstanceNorm(nn.GroupNorm):

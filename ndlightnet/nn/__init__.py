@@ -5,12 +5,14 @@ from ndlightnet.nn.mixers import Identity, LightNetAttention, SoftmaxAttention
 from ndlightnet.nn.multihead import MultiheadAttention
 from ndlightnet.nn.patch import Patchify
 from ndlightnet.nn.position import MDLRPE, MDTPE
+from ndlightnet.nn.stem import ConvStem
 
 __all__ = [
     "GLU",
     "MDLRPE",
     "MDTPE",
     "Block",
+    "ConvStem",
     "DropPath",
     "Identity",
     "LightNetAttention",

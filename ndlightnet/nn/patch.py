@@ -11,7 +11,15 @@ from ndlightnet.layout import cut_patches, per_axis
 from ndlightnet.nn.initial import Initialized
 
 
-class Patchify(Initialized):
+class PatchEmbed(Initialized):
+    """Base class of maps of cells to tokens: of `patch`, the cells of a token along each axis."""
+
+    def __init__(self, dims: int, patch_size: int | Sequence[int]) -> None:
+        super().__init__()
+        self.patch = per_axis("patch_size", patch_size, dims)
+
+
+class Patchify(PatchEmbed):
     """Map `(batch, channels, *space)` to tokens `(batch, *grid, dim)`, one linear map per patch.
 
     Sizes that the patch does not divide are padded with zeros at the end, so grid = ceil(size /
@@ -19,8 +27,7 @@ class Patchify(Initialized):
     """
 
     def __init__(self, dims: int, in_chans: int, patch_size: int | Sequence[int], dim: int) -> None:
-        super().__init__()
-        self.patch = per_axis("patch_size", patch_size, dims)
+        super().__init__(dims, patch_size)
         self.proj = nn.Linear(in_chans * math.prod(self.patch), dim)
 
     def forward(self, x: Tensor) -> Tensor:

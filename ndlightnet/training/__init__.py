@@ -9,7 +9,8 @@ from ndlightnet.training.classification.data import LabelledData
 from ndlightnet.training.classification.image_folders import ColouredDigits, ImageFolders
 from ndlightnet.training.classification.images import HandwrittenDigits, ImageData, ImageTask
 from ndlightnet.training.classification.signals import SignalData, SignalTask
-from ndlightnet.training.classification.videos import MovingDigits, VideoData, VideoTask
+from ndlightnet.training.classification.video_data import MovingDigits, VideoData
+from ndlightnet.training.classification.videos import VideoTask
 from ndlightnet.training.classification.volumes import VolumeFolders
 from ndlightnet.training.core.averaging import AveragedWeights
 from ndlightnet.training.core.cli import TaskCLI, run

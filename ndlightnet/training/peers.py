@@ -1,7 +1,8 @@
-"""MONAI's networks with NDLightUNet's constructor and call, to be trained with the same recipe.
+"""Networks of MONAI and torchvision with our constructors and calls, to be trained with the same
+recipe.
 
-They take any size: the input is padded with zeros to a multiple of their strides, and the output
-is cropped. In training, a network with deep supervision returns a list of logits.
+Those of MONAI take any size: the input is padded with zeros to a multiple of their strides, and the
+output is cropped. In training, a network with deep supervision returns a list of logits.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 import monai.networks.nets.dynunet
 import monai.networks.nets.segresnet
 import monai.networks.nets.swin_unetr
+import torch
+import torchvision.models
 from torch import Tensor, nn
 
 from ndlightnet.layout import per_axis
@@ -88,3 +91,50 @@ class SwinUNETR(_Peer):
             in_channels, out_channels, feature_size=feature_size, spatial_dims=dims
         )
         super().__init__(net, in_channels, out_channels, [32] * dims)
+
+
+class TorchvisionVideo(nn.Module):
+    """A network of torchvision.models.video for clips (batch, in_chans, frames, size, size).
+
+    Args:
+        name: r3d_18, mc3_18, r2plus1d_18, or mvit_v1_b, mvit_v2_s for clips of 16 frames, which are
+            enlarged to the 224 x 224 pixels that they take.
+        num_classes: outputs.
+        in_chans: channels of the clips; other than 3: the first convolution is a new one.
+        weights: file of weights as torchvision publishes them (Kinetics-400), but for the output;
+            default: drawn at random.
+    """
+
+    def __init__(
+        self, name: str, num_classes: int, in_chans: int = 3, weights: str | None = None
+    ) -> None:
+        super().__init__()
+        self.in_chans, self.num_classes = in_chans, num_classes
+        self.side = 224 if name.startswith("mvit") else None
+        self.net: Any = torchvision.models.get_model(name, num_classes=num_classes)
+        if weights is not None:
+            saved = torch.load(weights, map_location="cpu", weights_only=True)
+            new = self.net.state_dict()
+            last = [key for key in saved if new.get(key, saved[key]).shape != saved[key].shape]
+            self.net.load_state_dict({**saved, **{key: new[key] for key in last}})
+        if in_chans != 3:
+            _widen(self.net, in_chans)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.side is not None:
+            x = nn.functional.interpolate(x, (x.shape[2], self.side, self.side), mode="trilinear")
+        if x.is_cuda:  # cuDNN is fastest like this
+            x = x.contiguous(memory_format=torch.channels_last_3d)
+        out: Tensor = self.net(x)
+        return out
+
+
+def _widen(net: nn.Module, in_chans: int) -> None:
+    """Replace the first convolution by a new one for `in_chans` channels."""
+    name, old = next((n, m) for n, m in net.named_modules() if isinstance(m, nn.Conv3d))
+    new = nn.Conv3d(
+        in_chans, old.out_channels, old.kernel_size, old.stride, old.padding,  # type: ignore[arg-type]
+        bias=old.bias is not None,
+    )  # fmt: skip
+    parent, _, key = name.rpartition(".")
+    setattr(net.get_submodule(parent), key, new)

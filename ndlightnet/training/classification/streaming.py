@@ -53,7 +53,7 @@ class StreamTrainer(L.Trainer):
             with self._status() as show, lines(output) as file:
                 writer = csv.writer(file, lineterminator="\n")
                 writer.writerow(["seconds", "frame", "class", "probability", *map(cell, names)])
-                for frames, logits in self._predictions(net, video, datamodule.size):
+                for frames, logits in self._predictions(net, video, datamodule):
                     odds = torch.softmax(logits[0].float(), 0).tolist()
                     best = max(range(len(odds)), key=odds.__getitem__)
                     shown = [f"{p:.6f}" for p in (odds[best], *odds)]
@@ -87,13 +87,17 @@ class StreamTrainer(L.Trainer):
         return net, saved["names"]["classes"]
 
     def _predictions(
-        self, net: Any, video: VideoStream, size: int
+        self, net: Any, video: VideoStream, data: Any
     ) -> Iterator[tuple[list[tuple[int, float]], Tensor]]:
         """Yield the numbers and times of the frames of each patch, and the logits after it."""
         plugin, stream, waiting = self.precision_plugin, net.stream(), []
+        before = None  # the frame before
         try:
             for frame in video:
-                clip = eval_frames(frame.picture[None], size)[None].to(self.strategy.root_device)
+                picture = eval_frames(frame.picture[None], data.framing)[None]
+                picture = picture.to(self.strategy.root_device)
+                clip = data.network_input(picture, before)
+                before = picture
                 with plugin.forward_context():
                     logits = stream(plugin.convert_input(clip))
                 waiting.append((frame.number, frame.time))

@@ -157,8 +157,8 @@ class Videos(Samples):
         self.count = data.repeats * len(data.train_set)
         self.steps = epochs * max(1, self.count // data.batch_size)
         found = [data.test_set[i] for i in range(len(data.test_set))]
-        self.test_clips = torch.stack([self._there(clips) for clips, _, _ in found])
-        self.test_labels = torch.tensor([label for _, label, _ in found])
+        self.test_clips = torch.stack([self._there(item[0]) for item in found])
+        self.test_labels = torch.tensor([item[1] for item in found])
         self.clips = lru_cache(2)(lambda seed: Clips(self, seed))
 
     def _there(self, clips: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Any
 Run = Mapping[str, Any]
 IDENTITY = ("row", "task", "side", "what", "seed", "fold", "lr")
 # what may be in a run's metrics.json, in the order of the columns
-MEASURES = ("mean_dice", "mean_hd95_mm", "top1", "balanced_accuracy", "auc", "bits_per_byte", "mse",
-            "mae", "frechet", "frechet_train", "precision", "recall", "step_ms", "latency_ms",
+MEASURES = ("mean_dice", "mean_hd95_mm", "top1", "balanced_accuracy", "auc", "ece", "bits_per_byte",
+            "mse", "mae", "frechet", "frechet_train", "precision", "recall", "step_ms", "latency_ms",
             "train_seconds", "padded_share", "sampled_per_second", "peak_memory_gb")  # fmt: skip
 
 
@@ -72,8 +72,8 @@ def summary(runs: Sequence[Run], rows: Sequence[str], wanted: Sequence[str] = ME
     """Return a table with a line for each row: every measure that was wanted and made, mean ±
     standard deviation over seeds; the first measure for each seed."""
     good = [run for row in rows for run in of_row(runs, row)]
-    # the recall of classifiers is a list, one for each class
-    made = [m for m in wanted if any(m in run and not isinstance(run[m], list) for run in good)]
+    # the recall of classifiers is a dictionary, with a number for each class
+    made = [m for m in wanted if any(m in run and not isinstance(run[m], dict) for run in good)]
     measures = made or ["result"]
     state = any(run.get("state_size") is not None for run in good)
     body = []

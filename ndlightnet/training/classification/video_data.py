@@ -1,0 +1,317 @@
+"""Data of video classification: folders of class folders, and generated moving digits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchvision.tv_tensors import Video
+
+from ndlightnet.data.clips import ClipDataset, load_for_clips
+from ndlightnet.data.digits import make_moving_digits
+from ndlightnet.data.errors import DataError, fitting
+from ndlightnet.data.folds import parts, read_groups
+from ndlightnet.data.image_transforms import RandAugment, mixing, seeded
+from ndlightnet.data.roots import find_root
+from ndlightnet.data.video import Sample, check_videos, find_videos, read_video_folder
+from ndlightnet.data.video_transforms import (
+    CropMode,
+    Framing,
+    denormalized,
+    eval_clips,
+    frame_differences,
+    normalized,
+    plain_clip,
+    train_clip,
+    training,
+)
+from ndlightnet.data.visits import Visits, mixed
+from ndlightnet.training.classification.data import LabelledData
+from ndlightnet.training.core.loading import training_loader
+from ndlightnet.training.core.report import say, tell
+from ndlightnet.training.core.task import check
+
+Pixels = Literal["rgb", "differences", "both"]
+
+
+class VideoData(LabelledData):
+    """A folder with `train/<class>/*.mp4` and `test/<class>/*.mp4`. Names of arguments are those of
+    torchvision and timm.
+
+    Nothing is decoded before a batch needs it, so that 100,000 videos start within seconds. Random
+    choices are made once per clip, for all of its frames; they follow from the seed and the number
+    of a visit, with any number of workers.
+
+    Args:
+        root: the folder.
+        frames, size: frames per clip and their height and width (pixels). frames=1 is a
+            single-frame model.
+        pixels: what the network gets. rgb: frames, 3 channels; differences: of each frame from the
+            one before, 3 channels; both: 6 channels.
+        crop_mode: center: the sides of wide frames are cut off; squash: whole frames, resized to a
+            square.
+        batch_size: clips per batch.
+        repeats: random clips per video in an epoch.
+        clips: clips per video in validation, test and predict, staggered in time.
+        crops: 1, or 3 for each of these: the middle and both ends of the long side.
+        scale: least and largest area of the random crop of a training clip (fractions).
+        hflip: mirror training clips at random: mirrored videos have the same class.
+        rotation: largest random rotation of training clips (degrees).
+        randaugment: {num_ops, magnitude, num_magnitude_bins} of torchvision's RandAugment.
+        color_jitter: largest change of brightness, contrast and saturation (a fraction).
+        grayscale: probability that a training clip loses its colours.
+        random_erasing: probability that a rectangle of a training clip becomes grey.
+        mixup: alpha of torchvision's MixUp of a training batch; 0: none.
+        cutmix: alpha of its CutMix; 0: none. With both, each batch gets one of them at random.
+        augment: training clips are random parts of the videos, changed as the arguments above say;
+            False: the whole videos, for a network that generates them.
+        balanced: videos of rare classes are visited more often, so that all classes come up alike.
+        validation: fraction of each class of `train` that chooses the best checkpoint; 0: none, the
+            last checkpoint counts. `test` is not used for this. Neighbours in the order of names
+            stay together: they often were one recording.
+        groups: column of a table `clips.csv` in `root`, which has another column `path`: what it
+            names, such as patients, is not split between training and validation, or folds.
+        folds: `train` is split into so many parts. fold: the part, from 0, that chooses the best
+            checkpoint and is not trained on; default: no cross-validation.
+        test_on: the videos of `test`, or of the part that is not trained on.
+        cache_gb: decoded videos are held up to this size (GB), for all processes together, in the
+            folder for temporary files; others are decoded again and again.
+        workers: processes that prepare batches.
+        input: for predict: a video or a folder of them; for stream: a video, a named pipe, or -
+            for standard input.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        frames: int = 16,
+        size: int = 112,
+        pixels: Pixels = "rgb",
+        crop_mode: CropMode = "center",
+        batch_size: int = 8,
+        repeats: int = 1,
+        clips: int = 3,
+        crops: Literal[1, 3] = 1,
+        scale: tuple[float, float] = (0.5, 1.0),
+        hflip: bool = False,
+        rotation: float = 0.0,
+        randaugment: RandAugment | None = None,
+        color_jitter: float = 0.2,
+        grayscale: float = 0.0,
+        random_erasing: float = 0.0,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+        augment: bool = True,
+        balanced: bool = False,
+        validation: float = 0.1,
+        groups: str | None = None,
+        folds: int = 5,
+        fold: int | None = None,
+        test_on: Literal["test", "fold"] = "test",
+        cache_gb: float = 4.0,
+        workers: int = 2,
+        input: str | None = None,
+    ) -> None:
+        super().__init__()
+        for name, number in (
+            ("frames", frames), ("size", size), ("batch_size", batch_size), ("repeats", repeats),
+            ("clips", clips),
+        ):  # fmt: skip
+            check(f"data.{name}", number, number > 0, "1 or more")
+        check("data.pixels", pixels, pixels == "rgb" or frames > 1, "rgb with data.frames=1")
+        check("data.crops", crops, crops in (1, 3), "1 or 3")
+        check("data.crops", crops, crops == 1 or crop_mode == "center", "1 with crop_mode=squash")
+        for name, value in (
+            ("grayscale", grayscale), ("random_erasing", random_erasing),
+            ("validation", validation),
+        ):  # fmt: skip
+            check(f"data.{name}", value, 0 <= value <= 1, "a fraction from 0 to 1")
+        for name, value in (
+            ("mixup", mixup), ("cutmix", cutmix), ("color_jitter", color_jitter),
+            ("rotation", rotation), ("cache_gb", cache_gb), ("workers", workers),
+        ):  # fmt: skip
+            check(f"data.{name}", value, value >= 0, "0 or more")
+        good = 0 < scale[0] <= scale[1] <= 1
+        check("data.scale", scale, good, "two fractions above 0, the smaller one first")
+        check("data.folds", folds, folds >= 2, "2 or more")
+        check("data.fold", fold, fold is None or 0 <= fold < folds, f"0 to {folds - 1}")
+        good = test_on == "test" or fold is not None
+        check("data.test_on", test_on, good, "test without data.fold")
+        self.root, self.frames, self.size, self.pixels = find_root(root), frames, size, pixels
+        self.framing, self.batch_size, self.repeats = Framing(size, crop_mode), batch_size, repeats
+        self.clips, self.crops, self.hflip, self.augment = clips, crops, hflip, augment
+        self.mixup, self.cutmix, self.balanced = mixup, cutmix, balanced
+        self.space = (frames, size, size)
+        self.validation, self.groups, self.folds = validation, groups, folds
+        self.fold, self.test_on = fold, test_on
+        self.cache, self.workers, self.input = round(cache_gb * 1e9), workers, input
+        self.transform = training(
+            size, scale=scale, hflip=hflip, rotation=rotation, randaugment=randaugment,
+            color_jitter=color_jitter, grayscale=grayscale, random_erasing=random_erasing,
+        )  # fmt: skip
+        self.told: set[str] = set()
+
+    @property
+    def channels(self) -> int:
+        """Number of channels that the network gets."""
+        return 6 if self.pixels == "both" else 3
+
+    def to_pixels(self, x: Tensor) -> Tensor:
+        return denormalized(x)
+
+    def from_pixels(self, pixels: Tensor) -> Tensor:
+        return normalized(pixels)
+
+    def network_input(self, clips: Tensor, given: Tensor | None = None) -> Tensor:
+        """Return what a network gets of normalised clips (..., 3, frames, height, width), as
+        `pixels` says. given: the frame before the first one, if it is known."""
+        if self.pixels == "rgb":
+            return clips
+        changes = frame_differences(clips, given)
+        return changes if self.pixels == "differences" else torch.cat([clips, changes], -4)
+
+    def setup(self, stage: str) -> None:
+        if stage == "predict":
+            return  # the classes' names come with the checkpoint
+        notes: list[str] = []
+        folder = read_video_folder(self.root, notes)
+        say(notes)
+        self.classes = folder.classes
+        if stage in ("fit", "validate"):
+            train, held = self._split(folder.train)
+            check_videos(folder.train)
+            self.val_set = self._evaluated(held)
+            if stage == "fit":
+                self.seed = torch.initial_seed()
+                self.train_set = self._training(evenly(train) if self.balanced else train)
+                self.mixing = mixing(self.mixup, self.cutmix, len(self.classes))
+        else:
+            tested = folder.test if self.test_on == "test" else self._split(folder.train)[1]
+            check_videos(tested)
+            self.test_set = self._evaluated(tested)
+
+    def _split(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
+        """Split samples into those to train on and those that choose the checkpoint."""
+        count, part = self.folds, self.fold
+        if part is None:
+            if not self.validation:
+                return list(samples), []
+            count, part = max(2, round(1 / self.validation)), 0
+        groups = None
+        if self.groups is not None:
+            groups = read_groups(self.root, self.groups, [sample.path for sample in samples])
+        of = parts([sample.label for sample in samples], count, groups)
+        train = [sample for sample, own in zip(samples, of, strict=True) if own != part]
+        if {sample.label for sample in train} != {sample.label for sample in samples}:
+            raise DataError(f"{self.root}: {len(samples)} videos in {count} parts: no video of a "
+                            "class is left to train with")  # fmt: skip
+        return train, [sample for sample, own in zip(samples, of, strict=True) if own == part]
+
+    def _training(self, samples: Sequence[Sample]) -> ClipDataset:
+        draw: Any = partial(train_clip, frames=self.frames, transform=self.transform)
+        if not self.augment:
+            draw = partial(plain_clip, frames=self.frames, framing=self.framing, hflip=self.hflip)
+        return ClipDataset(samples, self.frames, self.framing, draw=draw, cache=self.cache)
+
+    def _evaluated(self, samples: Sequence[Sample]) -> ClipDataset:
+        return ClipDataset(
+            samples, self.frames, self.framing, clips=self.clips, crops=self.crops,
+            cache=self.cache,
+        )  # fmt: skip
+
+    def train_dataloader(self) -> Any:
+        clips, count = Visits(self.train_set, self.seed), self.repeats * len(self.train_set)
+        return training_loader(clips, count, self.batch_size, self.workers)
+
+    def _loader(self, clips: ClipDataset) -> Any:
+        return DataLoader(
+            clips, batch_size=self.batch_size, num_workers=self.workers,
+            persistent_workers=self.workers > 0, pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # or starting workers would draw from the network's
+        )  # fmt: skip
+
+    def val_dataloader(self) -> Any:
+        return self._loader(self.val_set) if len(self.val_set) else []
+
+    def test_dataloader(self) -> Any:
+        return self._loader(self.test_set)
+
+    def predict_dataloader(self) -> Any:
+        if self.input is None:
+            raise DataError("data.input: expected a video or a folder to predict, got none")
+        notes: list[str] = []
+        paths = find_videos(self.input, notes)
+        say(notes)
+        if not self.classes:
+            raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
+        return DataLoader(OpenedVideos(paths, self), batch_size=None)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return (clips, labels, numbers). Training clips are mixed, when labels are (batch,
+        classes) floats; videos that could not be read are told."""
+        if isinstance(batch, dict):
+            return batch
+        clips, labels, numbers, problems = batch
+        new = {problem for problem in problems if problem} - self.told
+        tell([f"{line}; the next video replaces it" for line in sorted(new)])
+        self.told |= new
+        trainer = self.trainer
+        if trainer is not None and trainer.training and self.mixing is not None:
+            number = trainer.fit_loop.epoch_loop.total_batch_idx + 1  # of batches before this one
+            draw = mixed(self.seed, 2, number, trainer.global_rank)
+            clips, labels = seeded(self.mixing, draw, Video(clips), labels)
+            clips = clips.as_subclass(Tensor)
+        return clips, labels, numbers
+
+
+def evenly(samples: Sequence[Sample]) -> list[Sample]:
+    """Return samples with those of rare classes repeated, until all classes have as many."""
+    own = [[s for s in samples if s.label == label] for label in sorted({s.label for s in samples})]
+    most = max(map(len, own))
+    return [some[number % len(some)] for some in own for number in range(most)]
+
+
+class MovingDigits(VideoData):
+    """Clips of moving digits, encoded under `root` if they do not exist yet, then read like any
+    folder.
+
+    videos: number of training and of test clips.
+    """
+
+    def __init__(self, root: str, videos: tuple[int, int] = (480, 120), **kwargs: Any) -> None:
+        super().__init__(root, **kwargs)
+        self.videos = videos
+
+    def prepare_data(self) -> None:
+        if self.trainer is not None and self.trainer.predicting:
+            return
+        # encoded at the size of real clips, resized for the network
+        make_moving_digits(self.root, *self.videos, size=96)
+
+
+class OpenedVideos(torch.utils.data.Dataset[dict[str, Any]]):
+    """Dataset that decodes videos one at a time; {"path", "error"} for one it cannot read."""
+
+    def __init__(self, paths: list[Path], data: VideoData) -> None:
+        self.paths, self.data = paths, data
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        path, data = self.paths[index], self.data
+        try:
+            with fitting(path):
+                video = load_for_clips(path, data.frames, data.framing)
+                return {
+                    "path": str(path),
+                    "number": index + 1,
+                    "clips": eval_clips(video, data.frames, data.framing, data.clips, data.crops),
+                }
+        except DataError as error:
+            return {"path": str(path), "error": str(error)}
