@@ -24,7 +24,7 @@ def load_for_clips(path: str | Path, frames: int, framing: Framing) -> Tensor:
     Four times as many frames are read as a clip takes (64 at least), so that random clips of one
     video differ.
     """
-    return load_video(path, framing.shrink, max_frames=max(64, 4 * frames))
+    return load_video(path, framing.stored, max_frames=max(64, 4 * frames))
 
 
 class ClipDataset(torch.utils.data.Dataset[Item]):

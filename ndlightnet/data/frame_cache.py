@@ -32,7 +32,7 @@ class FrameCache:
         self.starts = torch.full((count,), -1).share_memory_()
         self.shapes = torch.zeros(count, axes, dtype=torch.int64).share_memory_()
         self.used = torch.zeros(1, dtype=torch.int64).share_memory_()
-        self.limit, self.lock = limit, torch.multiprocessing.Lock()
+        self.limit, self.lock = limit, torch.multiprocessing.get_context("spawn").Lock()
         handle, name = tempfile.mkstemp(prefix="ndlightnet-frames-")
         os.close(handle)
         self.path = Path(name)

@@ -5,7 +5,7 @@ are (frames, height, width, 3) uint8 RGB in all public functions; video_transfor
 the clips of a network. A file or folder that cannot be used raises DataError.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import accumulate
@@ -19,7 +19,7 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.folders import leave_out
 from ndlightnet.data.media import open_media
 from ndlightnet.data.threads import in_threads
-from ndlightnet.data.video_transforms import check_sides, even_indices
+from ndlightnet.data.video_transforms import check_sides, even_indices, shrink
 
 ENDINGS = (".mp4", ".m4v", ".avi", ".mkv", ".mov", ".webm", ".mpg", ".mpeg", ".gif")
 WANTED = ", ".join(ENDINGS)
@@ -247,8 +247,9 @@ def check_videos(samples: Sequence[Sample]) -> None:
     in_threads(_check, [samples[number] for number in some], "checking videos")
 
 
-def load_video(path: str | Path, shrink: Callable[[Tensor], Tensor], max_frames: int) -> Tensor:
-    """Read a whole video: (frames, height, width, 3) uint8, resized by `shrink`.
+def load_video(path: str | Path, size: Sequence[int], max_frames: int) -> Tensor:
+    """Read a whole video: (frames, height, width, 3) uint8, resized to `size`, [short side] or
+    [height, width].
 
     A video of more than `max_frames` frames is thinned out evenly. Decoding is slow: decode a
     video once, and store the result.
@@ -257,9 +258,9 @@ def load_video(path: str | Path, shrink: Callable[[Tensor], Tensor], max_frames:
     indices = even_indices(len(reader), min(len(reader), max_frames)).tolist()
     first = reader.frames(indices[:1])
     check_sides(path, first)
-    parts, step = [shrink(first)], max(1, DECODED // first.numel())
+    parts, step = [shrink(first, size)], max(1, DECODED // first.numel())
     for start in range(1, len(indices), step):
-        parts.append(shrink(reader.frames(indices[start : start + step])))
+        parts.append(shrink(reader.frames(indices[start : start + step]), size))
     return torch.cat(parts)
 
 

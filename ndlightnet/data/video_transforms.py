@@ -8,7 +8,7 @@ frames are cropped, flipped and coloured alike; it is drawn from torch's global 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -106,17 +106,15 @@ class Framing:
     size: int
     mode: CropMode = "center"
 
-    def shrink(self, frames: Tensor) -> Tensor:
-        """Resize (frames, height, width, 3) uint8 to what is stored, larger than a clip by
-        MARGIN."""
+    @property
+    def stored(self) -> list[int]:
+        """The size of the frames that clips are cut from, for `shrink`: larger by MARGIN."""
         side = round(self.size * MARGIN)
-        shape = [side, side] if self.mode == "squash" else [side]
-        frames = v2.functional.resize(frames.permute(0, 3, 1, 2), shape, antialias=True)
-        return frames.permute(0, 2, 3, 1).contiguous()
+        return [side, side] if self.mode == "squash" else [side]
 
     def crop(self, frames: Tensor, place: float = 0.5) -> Tensor:
-        """Return squares (frames, 3, size, size) of what `shrink` returned, in mode "center" cut at
-        `place` along the long side: 0 at its start, 0.5 in the middle, 1 at its end."""
+        """Return squares (frames, 3, size, size) of frames of the size `stored`, in mode "center"
+        cut at `place` along the long side: 0 at its start, 0.5 in the middle, 1 at its end."""
         frames, size = frames.permute(0, 3, 1, 2), self.size
         if self.mode == "squash":
             return v2.functional.resize(frames, [size, size], antialias=True)
@@ -130,7 +128,7 @@ def eval_clips(
     video: Tensor, frames: int, framing: Framing, clips: int = 1, crops: int = 1
 ) -> Tensor:
     """Return the clips to evaluate a video on, (clips * crops, 3, frames, size, size); none is
-    random. video: as `framing.shrink` returns it.
+    random. video: of the size `framing.stored`.
 
     Each clip covers the whole video, and the clips are staggered evenly: together they take
     clips * frames evenly spaced frames. crops: 1: from the middle; 3: and from both ends of the
@@ -152,7 +150,7 @@ def frame_differences(clips: Tensor, given: Tensor | None = None) -> Tensor:
 
 def check_sides(name: object, frames: Tensor) -> None:
     """Raise DataError if frames (..., height, width, 3) of the video `name` are so narrow that
-    `Framing.shrink` might make them huge."""
+    `shrink` might make them huge."""
     height, width = frames.shape[-3:-1]
     if max(height, width) > LONGEST * min(height, width):
         raise DataError(
@@ -161,10 +159,16 @@ def check_sides(name: object, frames: Tensor) -> None:
         )
 
 
+def shrink(frames: Tensor, size: Sequence[int]) -> Tensor:
+    """Resize (frames, height, width, 3) uint8 to this short side, or to [height, width]."""
+    frames = v2.functional.resize(frames.permute(0, 3, 1, 2), list(size), antialias=True)
+    return frames.permute(0, 2, 3, 1).contiguous()
+
+
 def eval_frames(frames: Tensor, framing: Framing) -> Tensor:
     """Return all decoded frames (frames, height, width, 3) uint8, resized, cropped and normalised
     as by `eval_clips`: (3, frames, size, size)."""
-    return _to_clip(framing.crop(framing.shrink(frames)))
+    return _to_clip(framing.crop(shrink(frames, framing.stored)))
 
 
 def to_pixels(clip: Tensor) -> Tensor:

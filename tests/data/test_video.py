@@ -146,9 +146,9 @@ def test_frame_i_is_frame_i(
     tmp_path: Path, codec: str, options: dict[str, str], name: str, container: str | None
 ) -> None:
     path = moving_bar(tmp_path / name, codec, options, container)
-    assert bars(load_video(path, 96, COUNT)) == list(range(COUNT))
-    assert bars(load_video(path, 96, 8)) == list(range(2, COUNT, 5))
-    assert bars(load_video(path, 96, 2)) == [10, 30]
+    assert bars(load_video(path, [96], COUNT)) == list(range(COUNT))
+    assert bars(load_video(path, [96], 8)) == list(range(2, COUNT, 5))
+    assert bars(load_video(path, [96], 2)) == [10, 30]
     opened = open_video(path, 2)
     assert isinstance(opened, DecordReader) == (DECORD and name in SOUGHT)
     for reader in (opened, PyAVReader(path)):
@@ -172,9 +172,9 @@ def test_a_recording_that_was_joined_late(
     """It begins with its first key frame, 12; the packets before it cannot be decoded."""
     data = moving_bar(tmp_path / "whole.ts", codec, options, "mpegts").read_bytes()
     (tmp_path / "late.ts").write_bytes(data[len(data) // 188 // 6 * 188 :])
-    assert bars(load_video(tmp_path / "late.ts", 96, COUNT)) == list(range(12, COUNT))
+    assert bars(load_video(tmp_path / "late.ts", [96], COUNT)) == list(range(12, COUNT))
     remux(tmp_path / "whole.ts", tmp_path / "late.mkv", first=4)
-    assert bars(load_video(tmp_path / "late.mkv", 96, COUNT)) == list(range(12, COUNT))
+    assert bars(load_video(tmp_path / "late.mkv", [96], COUNT)) == list(range(12, COUNT))
     opened = open_video(tmp_path / "late.mkv", 1)
     assert isinstance(opened, PyAVReader) and bars(opened.frames([15, 1])) == [27, 13]
 
@@ -183,7 +183,7 @@ def test_frames_that_an_edit_list_cuts_off(tmp_path: Path) -> None:
     """They are decoded, for others refer to them, but they are no frames of the video."""
     whole = moving_bar(tmp_path / "whole.mp4", "libx264", X264, None)
     cut = remux(whole, tmp_path / "cut.mp4", early=5)
-    assert bars(load_video(cut, 96, COUNT)) == list(range(5, COUNT))
+    assert bars(load_video(cut, [96], COUNT)) == list(range(5, COUNT))
     opened = open_video(cut, 1)
     assert isinstance(opened, PyAVReader) and bars(opened.frames([30, 1])) == [35, 6]
 
@@ -200,4 +200,4 @@ def test_frames_of_uneven_length(tmp_path: Path) -> None:
             file.mux(stream.encode(frame))
         file.mux(stream.encode())
     assert numbers(PyAVReader(path).frames([30, 3, 49])) == [30, 3, 49]
-    assert numbers(load_video(path, HEIGHT, FRAMES)) == list(range(FRAMES))
+    assert numbers(load_video(path, [HEIGHT], FRAMES)) == list(range(FRAMES))

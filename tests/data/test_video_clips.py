@@ -1,20 +1,18 @@
-"""Clips take the right frames."""
+"""Clips take the right frames, decoded when they are needed."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-import ndlightnet.data.video as video
+import ndlightnet.data.clips as clips_module
+from ndlightnet.data.clips import TRIES, ClipDataset
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.video import (
-    ClipDataset,
-    Sample,
-    read_video_folder,
-)
-from ndlightnet.data.video_transforms import to_pixels
+from ndlightnet.data.video import Sample, read_video_folder
+from ndlightnet.data.video_transforms import Framing, plain_clip, to_pixels, train_clip, training
 
 from .video_files import (
     counting,
@@ -23,6 +21,14 @@ from .video_files import (
 )
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
+PLAIN = {
+    "scale": (0.5, 1.0), "hflip": False, "rotation": 0, "randaugment": None, "color_jitter": 0.2,
+    "grayscale": 0, "random_erasing": 0,
+}  # fmt: skip
+
+
+def random_clips(frames: int, size: int, **options):
+    return partial(train_clip, frames=frames, transform=training(size, **PLAIN | options))
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +38,14 @@ def samples(counted: Path) -> list[Sample]:
 
 
 @pytest.mark.parametrize("frames", [1, 8])
-def test_train_clips(samples: list[Sample], frames: int) -> None:
-    data = ClipDataset(samples, frames, size=32, train=True)
+def test_train_clips(samples, frames):
+    data = ClipDataset(samples, frames, Framing(32), draw=random_clips(frames, 32))
     torch.manual_seed(0)
     assert len(data) == 2
     for number, label in ((0, 4), (1, 7)):
-        clip, found, index = data[number]
+        clip, found, index, problem = data[number]
         assert clip.shape == (3, frames, 32, 32) and clip.dtype == torch.float32
-        assert clip.is_contiguous() and (found, index) == (label, number)
+        assert clip.is_contiguous() and (found, index, problem) == (label, number, "")
     assert not torch.equal(data[0][0], data[0][0])
     torch.manual_seed(1)
     first = data[0][0]
@@ -47,47 +53,86 @@ def test_train_clips(samples: list[Sample], frames: int) -> None:
     assert torch.equal(first, data[0][0])
 
 
-def test_test_clips(samples: list[Sample]) -> None:
-    data = ClipDataset(samples, frames=5, size=42, train=False, clips=2)
-    (clips, label, index), again = data[0], data[0]
-    assert clips.shape == (2, 3, 5, 42, 42) and (label, index) == (4, 0)
+def test_test_clips(samples):
+    data = ClipDataset(samples, 5, Framing(42), clips=2)
+    (clips, label, index, problem), again = data[0], data[0]
+    assert clips.shape == (2, 3, 5, 42, 42) and (label, index, problem) == (4, 0, "")
     assert torch.equal(clips, again[0])
     # 5 parts of 10 frames; the clips lie at a quarter and at three quarters of each part
     assert numbers(to_pixels(clips[0])) == [2, 12, 22, 32, 42]
     assert numbers(to_pixels(clips[1])) == [7, 17, 27, 37, 47]
 
 
-def test_single_frames(samples: list[Sample]) -> None:
-    data = ClipDataset(samples, frames=1, size=42, train=False, clips=5)
-    clips = data[0][0]
+def test_three_crops_of_each_clip(samples):
+    clips = ClipDataset(samples, 5, Framing(42), clips=2, crops=3)[0][0]
+    assert clips.shape == (6, 3, 5, 42, 42)
+    assert [numbers(to_pixels(clip))[0] for clip in clips] == [2, 7] * 3
+
+
+def test_single_frames(samples):
+    clips = ClipDataset(samples, 1, Framing(42), clips=5)[0][0]
     assert clips.shape == (5, 3, 1, 42, 42)
     assert numbers(to_pixels(torch.cat(list(clips), dim=1))) == [5, 15, 25, 35, 45]
 
 
-def test_a_short_video_repeats_frames_evenly(samples: list[Sample]) -> None:
-    clips = ClipDataset(samples, frames=6, size=32, train=False)[1][0]
+def test_a_short_video_repeats_frames_evenly(samples):
+    clips = ClipDataset(samples, 6, Framing(32))[1][0]
     assert numbers(to_pixels(clips[0])) == [0, 0, 1, 1, 2, 2]
 
 
-def test_all_in_memory(samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> None:
-    data = ClipDataset(samples, frames=4, size=28, train=False)
-    monkeypatch.setattr(video, "PyAVReader", lambda path: pytest.fail("decoded again"))
-    assert data[1][0].shape == (1, 3, 4, 28, 28)
+def counted_loads(monkeypatch) -> list[Path]:
+    """The paths that are decoded from now on."""
+    load, found = clips_module.load_for_clips, []
+    monkeypatch.setattr(
+        clips_module, "load_for_clips", lambda path, *more: found.append(path) or load(path, *more)
+    )
+    return found
 
 
-def test_dataset_errors(samples: list[Sample], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"c\.mp4: no such file"):
-        ClipDataset([*samples, Sample(tmp_path / "c.mp4", 0)], 4, 32, train=True)
-    with pytest.raises(ValueError, match="start at 1"):
-        ClipDataset(samples, frames=0, size=32, train=True)
+def test_a_video_is_decoded_once_and_when_it_is_needed(samples, monkeypatch):
+    loads = counted_loads(monkeypatch)
+    data = ClipDataset(samples, 4, Framing(28))
+    assert loads == []
+    first = data[1][0]
+    assert torch.equal(data[1][0], first) and loads == [samples[1].path]
 
 
-def test_the_dataset_flips_only_when_asked(
-    samples: list[Sample], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(video, "train_clip", lambda _video, _frames, _size, hflip: hflip)
-    assert ClipDataset(samples, 4, 28, train=True)[0] == (False, 4, 0)
-    assert ClipDataset(samples, 4, 28, train=True, hflip=True)[0] == (True, 4, 0)
+def test_without_room_every_visit_decodes(samples, monkeypatch):
+    loads = counted_loads(monkeypatch)
+    small = ClipDataset(samples, 4, Framing(28), cache=100)
+    assert torch.equal(small[1][0], small[1][0]) and loads == [samples[1].path] * 2
+    assert torch.equal(small[1][0], ClipDataset(samples, 4, Framing(28))[1][0])
+
+
+def test_workers_share_what_they_decode(samples, monkeypatch):
+    """The second epoch decodes nothing, whichever process decoded a video in the first."""
+    data = ClipDataset(samples * 4, 4, Framing(28))
+    whole = torch.stack([item[0] for item in data])
+    again = ClipDataset(samples * 4, 4, Framing(28))
+    loader = torch.utils.data.DataLoader(again, batch_size=1, num_workers=2)
+    assert torch.equal(torch.cat([batch[0] for batch in loader]), whole)
+    monkeypatch.setattr(clips_module, "load_for_clips", lambda *_: pytest.fail("decoded again"))
+    assert torch.equal(torch.cat([batch[0] for batch in loader]), whole)
+
+
+def test_a_video_that_cannot_be_read(samples, tmp_path):
+    """Training takes the next good one and names it; a test raises."""
+    broken = Sample(tmp_path / "c.mp4", 0)
+    train = ClipDataset([broken, *samples], 4, Framing(32), draw=random_clips(4, 32))
+    clip, label, index, problem = train[0]
+    assert (label, index) == (4, 1) and problem == f"{broken.path}: no such file"
+    assert clip.shape == (3, 4, 32, 32)
+    assert train[2][1:] == (7, 2, "")
+    with pytest.raises(DataError, match=r"c\.mp4: no such file$"):
+        ClipDataset([broken], 4, Framing(32))[0]
+    bad = ClipDataset([broken] * 40, 4, Framing(32), draw=random_clips(4, 32))
+    with pytest.raises(DataError, match=rf"c\.mp4: no such file; nor can the {TRIES - 1} videos"):
+        bad[0]
+
+
+def test_wrong_arguments(samples):
+    with pytest.raises(ValueError, match="start at 1, got 0, 32, 1, 1"):
+        ClipDataset(samples, 0, Framing(32))
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data beside the checkout")
@@ -98,11 +143,10 @@ def test_the_dataset_flips_only_when_asked(
         ("lung_ultrasound", ("covid", "pneumonia", "regular"), 79, 25),
     ],
 )
-def test_real_videos(name: str, classes: tuple[str, ...], train: int, test: int) -> None:
+def test_real_videos(name, classes, train, test):
     found = read_video_folder(SHARED / name)
     assert (found.classes, len(found.train), len(found.test)) == (classes, train, test)
-    data = ClipDataset(found.test[:1], frames=8, size=64, train=False, clips=2)
-    clips, label, _ = data[0]
+    clips, label, *_ = ClipDataset(found.test[:1], 8, Framing(64, "squash"), clips=2)[0]
     assert clips.shape == (2, 3, 8, 64, 64) and label == 0
     assert 0.2 < clips.std() < 2 and clips.mean().abs() < 2.1
     assert (clips[:, :, 0] != clips[:, :, -1]).any()  # something moves
@@ -110,14 +154,19 @@ def test_real_videos(name: str, classes: tuple[str, ...], train: int, test: int)
 
 def test_clips_without_augmentation_are_those_of_a_test(samples):
     """In training, too: for a network that generates them."""
-    plain = ClipDataset(samples, 4, 28, train=True, augment=False)
+    framing = Framing(28)
+
+    def plain(hflip):
+        draw = partial(plain_clip, frames=4, framing=framing, hflip=hflip)
+        return ClipDataset(samples, 4, framing, draw=draw)
+
     for number in range(len(samples)):
-        clip, label, index = plain[number]
-        (same,), *others = ClipDataset(samples, 4, 28, train=False)[number]
-        assert torch.equal(clip, same) and [label, index] == others
+        clip, *others = plain(False)[number]
+        (same,), *wanted = ClipDataset(samples, 4, framing)[number]
+        assert torch.equal(clip, same) and others == wanted
     torch.manual_seed(0)
-    flipped = ClipDataset(samples, 4, 28, train=True, hflip=True, augment=False)
+    flipped, one = plain(True), plain(False)[0][0]
     found = [flipped[0][0] for _ in range(20)]
-    both = [plain[0][0], plain[0][0].flip(-1)]
-    assert all(any(torch.equal(one, other) for other in both) for one in found)
-    assert any(torch.equal(one, both[1]) for one in found)
+    both = [one, one.flip(-1)]
+    assert all(any(torch.equal(clip, other) for other in both) for clip in found)
+    assert any(torch.equal(clip, both[1]) for clip in found)

@@ -146,7 +146,7 @@ def test_find_videos(tmp_path: Path, counted: Path) -> None:
 
 @pytest.mark.parametrize("max_frames, expected", [(99, list(range(50))), (5, [5, 15, 25, 35, 45])])
 def test_load_video(counted: Path, max_frames: int, expected: list[int]) -> None:
-    loaded = load_video(counted, short_side=12, max_frames=max_frames)
+    loaded = load_video(counted, [12], max_frames=max_frames)
     assert loaded.dtype == torch.uint8 and loaded.is_contiguous()
     assert loaded.shape == (len(expected), 12, 32, 3)
     assert numbers(loaded) == expected
@@ -173,7 +173,7 @@ def test_frames_of_two_sizes_come_in_the_first_one(tmp_path: Path) -> None:
     reader = PyAVReader(path)
     assert reader.frames([3, 43]).shape == (2, 96, 128, 3)
     assert reader.frames([50]).shape == (1, 96, 128, 3)
-    frames = load_video(path, 24, 99)
+    frames = load_video(path, [24], 99)
     assert frames.shape == (80, 24, 32, 3)
     assert frames[:40].max() < 5 and frames[40:].min() > 250
 
@@ -183,10 +183,10 @@ def test_narrow_frames_are_refused(tmp_path: Path) -> None:
     path = encode(tmp_path / "a.mp4", np.zeros((3, 2, 16_000, 3), np.uint8))
     words = f"^{path}: has frames of 16000 x 2 pixels, expected a long side of at most 16 times"
     with pytest.raises(DataError, match=words):
-        load_video(path, 128, 9)
+        load_video(path, [128], 9)
     with pytest.raises(DataError, match=words):
         list(VideoStream(path))
-    assert len(load_video(encode(tmp_path / "b.mp4", counting(3, 16, 256)), 8, 9)) == 3
+    assert len(load_video(encode(tmp_path / "b.mp4", counting(3, 16, 256)), [8], 9)) == 3
 
 
 def test_few_frames_are_held_at_full_size(counted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_few_frames_are_held_at_full_size(counted: Path, monkeypatch: pytest.Mon
         PyAVReader, "frames", lambda reader, i: asked.append(len(i)) or frames(reader, i)
     )
     monkeypatch.setattr(video, "DECODED", 20 * HEIGHT * WIDTH * 3)
-    assert numbers(load_video(counted, 12, 99)) == list(range(FRAMES))
+    assert numbers(load_video(counted, [12], 99)) == list(range(FRAMES))
     assert asked == [1, 20, 20, 9]
 
 
@@ -228,5 +228,5 @@ def test_load_video_smooths_before_it_shrinks(tmp_path: Path) -> None:
     stripes = np.zeros((1, 128, 128, 3), np.uint8)
     stripes[:, :, 3::8] = stripes[:, :, 4::8] = 255
     path = encode(tmp_path / "a.mp4", stripes)
-    mean = load_video(path, 16, 9).float().mean()
+    mean = load_video(path, [16], 9).float().mean()
     assert 45 < mean < 100  # a quarter is white; without antialiasing only that would be seen

@@ -108,4 +108,4 @@ def test_without_decord(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_name_that_decord_cannot_open(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"caf\xe9.mp4")
     moving_bar(tmp_path / "a.mp4", "libx264", X264, None).rename(path)
-    assert bars(load_video(path, 96, 2)) == [10, 30]
+    assert bars(load_video(path, [96], 2)) == [10, 30]

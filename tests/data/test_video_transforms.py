@@ -4,13 +4,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from ndlightnet.data.image_transforms import RandAugment
 from ndlightnet.data.video_transforms import (
+    Framing,
     eval_clips,
+    eval_frames,
     even_indices,
+    frame_differences,
     random_indices,
+    shrink,
     to_pixels,
     train_clip,
+    training,
 )
+
+PLAIN = {
+    "scale": (0.5, 1.0), "hflip": False, "rotation": 0, "randaugment": None, "color_jitter": 0,
+    "grayscale": 0, "random_erasing": 0,
+}  # fmt: skip
 
 
 def test_even_indices() -> None:
@@ -45,8 +56,52 @@ def test_random_indices(length: int, frames: int) -> None:
 def test_eval_crop_is_the_centre() -> None:
     frame = torch.zeros(2, 40, 60, 3, dtype=torch.uint8)
     frame[:, 4:36, 14:46] = 255  # the 32 x 32 in the middle
-    assert (to_pixels(eval_clips(frame, 2, 32)[0]) == 255).all()
-    assert (to_pixels(eval_clips(frame, 2, 34)[0]) == 0).any()
+    assert (to_pixels(eval_clips(frame, 2, Framing(32))[0]) == 255).all()
+    assert (to_pixels(eval_clips(frame, 2, Framing(34))[0]) == 0).any()
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_three_crops_reach_both_ends_of_the_long_side(wide: bool) -> None:
+    columns = torch.arange(60, dtype=torch.uint8)[None, None, :, None].expand(2, 40, 60, 3)
+    video = columns if wide else columns.transpose(1, 2)
+    clips = eval_clips(video.contiguous(), 2, Framing(32), clips=1, crops=3)
+    assert clips.shape == (3, 3, 2, 32, 32)
+    starts = [to_pixels(clip)[0, 0, 0, 0].item() for clip in clips]
+    assert starts == [0, 14, 28]
+    assert torch.equal(clips[1], eval_clips(video.contiguous(), 2, Framing(32))[0])
+
+
+@pytest.mark.parametrize("height, width", [(90, 160), (160, 90), (57, 57)])
+def test_squashed_frames_are_whole(height: int, width: int) -> None:
+    video = torch.zeros(2, height, width, 3, dtype=torch.uint8)
+    video[:, : height // 2, : width // 2, 0] = 255  # a quarter of the frame stays one
+    framing = Framing(56, "squash")
+    stored = shrink(video, framing.stored)
+    assert stored.shape == (2, 64, 64, 3)
+    clip = to_pixels(eval_clips(stored, 2, framing)[0]).float()
+    assert clip.shape == (2, 56, 56, 3)
+    assert clip[..., 0].mean() / 255 == pytest.approx((height // 2) * (width // 2) / height / width,
+                                                      abs=0.01)  # fmt: skip
+    assert clip[..., 1:].max() == 0
+    assert torch.equal(to_pixels(eval_frames(video, framing)).float(), clip)
+
+
+def test_stored_frames_are_larger_than_clips_by_the_usual_margin() -> None:
+    video = torch.zeros(1, 90, 160, 3, dtype=torch.uint8)
+    assert shrink(video, Framing(112).stored).shape == (1, 128, 227, 3)
+
+
+def test_frame_differences() -> None:
+    torch.manual_seed(0)
+    clips = torch.randn(2, 5, 3, 6, 4, 4)
+    found = frame_differences(clips)
+    assert found.shape == clips.shape and (found[..., 0, :, :] == 0).all()
+    torch.testing.assert_close(found[..., 1:, :, :], 2 * clips.diff(dim=-3))
+    # frame by frame with the one before, as a stream
+    parts = [found[..., :1, :, :]]
+    parts += [frame_differences(clips[..., t : t + 1, :, :], clips[..., t - 1 : t, :, :])
+              for t in range(1, 6)]  # fmt: skip
+    assert torch.equal(torch.cat(parts, -3), found)
 
 
 def ramp() -> Tensor:
@@ -55,45 +110,72 @@ def ramp() -> Tensor:
     return columns[None, None, :, None].expand(8, 48, 64, 3).contiguous()
 
 
+def draw(video: Tensor, frames: int = 4, size: int = 24, **options: object) -> Tensor:
+    return train_clip(video, frames, training(size, **{**PLAIN, **options}))
+
+
 def test_flips_only_when_asked() -> None:
     torch.manual_seed(0)
 
     def mirrored(**options: bool) -> int:
-        clips = [train_clip(ramp(), 4, 24, **options) for _ in range(60)]
+        clips = [draw(ramp(), **options) for _ in range(60)]
         return sum(bool(clip[..., 0].mean() > clip[..., -1].mean()) for clip in clips)
 
     assert mirrored() == 0
     assert 15 < mirrored(hflip=True) < 45
 
 
-def test_augmentation_is_one_for_all_frames_and_mild() -> None:
+AUGMENTATIONS = {
+    "hflip": {"hflip": True}, "rotation": {"rotation": 30.0}, "color_jitter": {"color_jitter": 0.5},
+    "randaugment": {"randaugment": RandAugment(2, 9)}, "grayscale": {"grayscale": 0.5},
+    "random_erasing": {"random_erasing": 0.9},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AUGMENTATIONS)
+def test_augmentation_is_one_for_all_frames(name: str) -> None:
+    """Of a still video, coloured so that a loss of colour shows."""
     torch.manual_seed(0)
-    clips = torch.stack([train_clip(ramp(), 4, 24, hflip=True) for _ in range(200)])
+    video = ramp()
+    video[..., 2] = 255 - video[..., 2]
+    torch.manual_seed(1)
+    clips = torch.stack([draw(video, **AUGMENTATIONS[name]) for _ in range(30)])
     assert torch.equal(clips, clips[:, :, :1].expand_as(clips))
-    means, stds = clips.mean((1, 2, 3, 4)), clips.std((1, 2, 3, 4))
-    assert 0.05 < means.std() < 0.6 and 0.05 < stds.std() < 0.4  # differ, and not much
-    tint = clips.mean((2, 3, 4)) - means[:, None]
-    assert 0.02 < tint.abs().mean() < 0.1 and tint.abs().max() < 0.2
+    torch.manual_seed(1)
+    first = draw(video)  # whose crop is drawn first
+    plain = torch.stack([first, *(draw(video) for _ in range(29))])
+    assert (clips[:, :, 0] != plain[:, :, 0]).flatten(1).any(1).sum() > 5
+
+
+def test_colours_change_as_much_as_asked() -> None:
+    torch.manual_seed(0)
+    means = torch.tensor([
+        draw(ramp(), scale=(1.0, 1.0), color_jitter=0.2).mean() for _ in range(100)
+    ])  # fmt: skip
+    assert 0.05 < means.std() < 0.5
+    grey = draw(torch.randint(256, (8, 48, 64, 3), dtype=torch.uint8), grayscale=1.0)
+    assert torch.equal(grey[0], grey[1]) and torch.equal(grey[0], grey[2])
 
 
 def test_crops_differ_and_keep_half_of_the_area() -> None:
     torch.manual_seed(0)
     rows = torch.arange(64.0)[:, None].expand(64, 64)
     place = torch.stack([rows, rows.T, rows * 0], dim=-1).to(torch.uint8).expand(2, 64, 64, 3)
-    ranges, corners = [], set()
+    areas, corners = [], set()
     for _ in range(100):
-        clip = train_clip(place, 1, 32)[:, 0]
-        # colour is affine, so divide by its gain: blue is flat, the others run over the crop
-        height, width = ((clip[c].amax() - clip[c].amin()).item() * 255 * 0.225 for c in (0, 1))
-        ranges.append(height * width / 63**2)
-        corners.add(round(clip[0, 0, 0].item(), 3))
-    assert 0.5 * 0.64 * 0.9 < min(ranges) < 0.6 and 0.8 < max(ranges) < 1.44  # contrast 0.8-1.2
+        clip = to_pixels(draw(place, 1, 32))[0].float()
+        height, width = ((clip[..., c].amax() - clip[..., c].amin()).item() for c in (0, 1))
+        areas.append(height * width / 63**2)
+        corners.add(tuple(clip[0, 0].tolist()))
+    assert 0.4 < min(areas) < 0.6 and 0.8 < max(areas) < 1.05
     assert len(corners) > 50
+    whole = to_pixels(draw(place, 1, 32, scale=(1.0, 1.0)))[0].float()
+    assert whole[..., 0].amax() - whole[..., 0].amin() > 50
 
 
 def test_normalisation_and_back() -> None:
     torch.manual_seed(0)
     pixels = torch.randint(0, 256, (4, 16, 16, 3), dtype=torch.uint8)
-    clip = eval_clips(pixels, 4, 16)[0]
+    clip = eval_clips(pixels, 4, Framing(16))[0]
     assert clip.mean().abs() < 0.3 and 0.8 < clip.std() < 1.5
     assert torch.equal(to_pixels(clip), pixels)

@@ -44,7 +44,8 @@ def test_means_deviations_and_seeds():
 def test_whatever_is_measured_is_shown():
     """Of the known measures; other entries of metrics.json are left out."""
     run = {"row": "A", "seed": 0, "mse": 0.5, "bits_per_byte": 1.25, "latency_ms": 3.5, "auc": 0.9,
-           "step_ms": 2.0, "mae": 0.25, "peak_memory_gb": None, "columns": ["x"]}  # fmt: skip
+           "step_ms": 2.0, "mae": 0.25, "peak_memory_gb": None, "columns": ["x"],
+           "recall": {"a class": 0.5}}  # fmt: skip
     head, _, line = tables.summary([run], ["A"]).splitlines()
     assert dict(zip(cells(head), cells(line), strict=True)) == {
         "": "A", "parameters": "none", "auc": "0.900", "bits_per_byte": "1.250", "mse": "0.500",

@@ -75,7 +75,7 @@ def test_words_have_one_axis():
     assert torch.equal(net.norm(maps[0].mT), features) and maps[0].shape == (2, 32, 9)
     assert net.feature_info[1] == {"module": "blocks.1", "num_chs": 32, "reduction": 1}
     assert net.global_pool == ""
-    with pytest.raises(ValueError, match="takes words"):
+    with pytest.raises(ValueError, match="not of words"):
         net.set_input_size(32)
 
 

@@ -45,6 +45,8 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 SERIES = sorted((ROOT / "tasks/evidence/configs/series").glob("*.yaml"))
 GENERATED = sorted((ROOT / "tasks/evidence/configs/generation").glob("*.yaml"))
+VIDEOS = sorted((ROOT / "tasks" / "evidence" / "configs" / "videos").glob("*.yaml"))
+RECIPE = ("lr", "weight_decay", "min_lr", "warmup_epochs", "cuda_graph", "mirror")
 NETWORKS = sorted((ROOT / "tasks/evidence/configs/volumes").glob("*.yaml"))
 TASKS = {
     "VolumeData": (SegmentationTask, VolumeData), "PhantomVolumes": (SegmentationTask, VolumeData),
@@ -114,7 +116,7 @@ def batch_for(cli: TaskCLI):
 def one_step(cli: TaskCLI) -> None:
     """The loss is finite, every parameter gets a gradient, and those with one move."""
     task = cli.model.train()
-    task._trainer = SimpleNamespace(estimated_stepping_batches=20)
+    task._trainer = SimpleNamespace(estimated_stepping_batches=20, datamodule=cli.datamodule)
     task.log = lambda *_, **__: None
     if isinstance(task, GenerationTask):
         task.codec, task.space = Pixels(cli.datamodule), (4,) * task.net.dims
@@ -212,6 +214,34 @@ def test_config_writes_into_a_folder_of_its_own(config):
     read = yaml.safe_load(config.read_text())
     assert read["trainer"]["default_root_dir"] == f"runs/{config.stem}"
     assert config.read_text().startswith("# ") and len(config.read_text().splitlines()) <= 40
+
+
+@pytest.mark.parametrize("network", VIDEOS, ids=lambda path: path.stem)
+def test_a_video_network_laid_over_a_config_takes_one_step(build, network):
+    """The recipe stays: only the network changes, or what it sees where the row is about that."""
+    base = ROOT / "configs" / "surveillance.yaml"
+    cli, plain = build(base, "--config", str(network)), build(base)
+    recipe = {name: value for name, value in vars(plain.model).items() if name in RECIPE}
+    assert {name: vars(cli.model)[name] for name in recipe} == recipe
+    data, same = cli.datamodule, plain.datamodule
+    seen = {"single_frame": (1, "rgb"), "frames": (16, "rgb")}
+    assert (data.frames, data.pixels) == seen.get(network.stem, (16, "differences"))
+    assert (data.batch_size, data.repeats, data.clips) == (
+        same.batch_size,
+        same.repeats,
+        same.clips,
+    )
+    assert str(data.transform) == str(same.transform)
+    net, kinds = cli.model.net, {"identity": "Identity", "softmax": "SoftmaxAttention"}
+    if network.stem in kinds:
+        mixer = net.blocks[0].mixer
+        assert type(mixer).__name__ == "WithLocal"
+        assert type(mixer.mixer).__name__ == kinds[network.stem]
+        assert (net.tpe is None) == (network.stem == "identity")
+    elif network.stem not in ("ndlightnet", "patches", "frames", "single_frame"):
+        assert type(net).__name__ == "TorchvisionVideo"
+        return  # its steps are those of torchvision's networks, slow on a CPU
+    one_step(cli)
 
 
 @pytest.mark.slow

@@ -1,10 +1,10 @@
-"""MONAI's networks under NDLightUNet's constructor: shapes, deep supervision, a step."""
+"""Networks of MONAI and torchvision under our constructors: shapes, deep supervision, a step."""
 
 import pytest
 import torch
 from torch import nn
 
-from ndlightnet.training.peers import DynUNet, SegResNet, SwinUNETR
+from ndlightnet.training.peers import DynUNet, SegResNet, SwinUNETR, TorchvisionVideo
 
 SMALL = {
     DynUNet: {"strides": (2, 2)},
@@ -82,3 +82,32 @@ def test_a_few_steps_lower_the_loss(peer):
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
     assert all(p.grad is not None and p.grad.isfinite().all() for p in net.parameters())
+
+
+def test_torchvisions_video_networks():
+    """With other channels the first convolution is new; weights are read but for the output."""
+    torch.manual_seed(0)
+    net = TorchvisionVideo("r3d_18", 3, in_chans=6).eval()
+    assert (net.in_chans, net.num_classes) == (6, 3)
+    x = torch.randn(2, 6, 4, 24, 20)
+    assert net(x).shape == (2, 3) and net.net.stem[0].in_channels == 6
+    rgb = TorchvisionVideo("r3d_18", 3).eval()
+    torch.testing.assert_close(rgb(x[:, :3]), rgb.net(x[:, :3]))
+
+
+def test_weights_of_a_file(tmp_path):
+    source = TorchvisionVideo("r3d_18", 400)
+    torch.save(source.net.state_dict(), tmp_path / "kinetics.pth")
+    net = TorchvisionVideo("r3d_18", 3, weights=str(tmp_path / "kinetics.pth"))
+    for name, value in net.net.state_dict().items():
+        if name.startswith("fc."):
+            assert len(value) == 3
+        else:
+            assert torch.equal(value, source.net.state_dict()[name])
+
+
+@pytest.mark.slow
+def test_mvit_takes_clips_of_any_side():
+    net = TorchvisionVideo("mvit_v2_s", 3).eval()
+    with torch.no_grad():
+        assert net(torch.randn(1, 3, 16, 32, 32)).shape == (1, 3)

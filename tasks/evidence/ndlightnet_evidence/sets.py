@@ -153,6 +153,8 @@ class Videos(Samples):
     def __init__(self, data: VideoData, epochs: int) -> None:
         for stage in ("fit", "test"):
             data.setup(stage)
+        if data.mixing is not None or data.pixels != "rgb":
+            raise ValueError("data: mixup, cutmix, pixels: expected 0, 0 and rgb")
         self.data, self.device = data, runner.device()
         self.count = data.repeats * len(data.train_set)
         self.steps = epochs * max(1, self.count // data.batch_size)
@@ -204,7 +206,7 @@ class Clips:
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         while number >= len(self.made):
-            clips, labels, _ = next(self.source)
+            clips, labels, *_ = next(self.source)
             # on a stream of its own: other runs read the batch, and need not wait for this one
             with torch.cuda.stream(copies(self.videos.device)):
                 self.made.append((self.videos._there(clips), labels.to(self.videos.device)))

@@ -9,9 +9,10 @@ from typing import Any
 Run = Mapping[str, Any]
 IDENTITY = ("row", "task", "side", "what", "seed", "fold", "lr")
 # what may be in a run's metrics.json, in the order of the columns
-MEASURES = ("mean_dice", "mean_hd95_mm", "top1", "balanced_accuracy", "auc", "ece", "bits_per_byte",
-            "mse", "mae", "frechet", "frechet_train", "precision", "recall", "step_ms", "latency_ms",
-            "train_seconds", "padded_share", "sampled_per_second", "peak_memory_gb")  # fmt: skip
+MEASURES = ("mean_dice", "mean_hd95_mm", "top1", "balanced_accuracy", "auc", "ece",
+            "bits_per_byte", "mse", "mae", "frechet", "frechet_train", "precision", "recall",
+            "step_ms", "latency_ms", "train_seconds", "padded_share", "sampled_per_second",
+            "peak_memory_gb")  # fmt: skip
 
 
 def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:

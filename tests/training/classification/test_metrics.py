@@ -16,6 +16,8 @@ def test_scores_by_hand():
     assert found["recall"] == pytest.approx({"no": 2 / 3, "yes": 1 / 2})
     expected = {"top1": 3 / 5, "balanced_accuracy": 7 / 12, "majority_class": 3 / 5}
     assert {name: found[name] for name in expected} == pytest.approx(expected)
+    # bins of width 1 / 15 hold one answer each but for 0.7 and 0.7: |right - sure| by their shares
+    assert found["ece"] == pytest.approx((0.1 + 0.2 + 0.6 + 2 * abs(1 / 2 - 0.7)) / 5)
     # of the 6 pairs of a yes (0.8, 0.4) and a no (0.1, 0.3, 0.7), 5 are in order
     assert found["auc"] == pytest.approx(5 / 6)
 
@@ -23,9 +25,21 @@ def test_scores_by_hand():
 def test_scores_where_a_class_does_not_occur():
     probabilities = torch.eye(3)[[0, 1, 2, 0]]
     found = scores(probabilities, torch.tensor([0, 1, 1, 1]), ["a", "b", "c"])
-    assert found["balanced_accuracy"] == pytest.approx((1 + 1 / 3) / 2) and "auc" not in found
+    assert found["balanced_accuracy"] == pytest.approx((1 + 1 / 3) / 2)
+    assert found["auc"] is None and found["ece"] == pytest.approx(0.5)
     assert np.isnan(found["recall"]["c"])
     assert scores(torch.eye(2), torch.zeros(2, dtype=torch.int64), ["a", "b"])["auc"] is None
+
+
+def test_the_area_under_curves_of_three_classes():
+    """The mean of each class against the rest, by counting pairs."""
+    torch.manual_seed(0)
+    odds, labels = torch.randn(40, 3).softmax(1), torch.arange(40) % 3
+    areas = []
+    for label in range(3):
+        own, rest = odds[labels == label, label], odds[labels != label, label]
+        areas.append((own[:, None] > rest).float().mean().item())
+    assert scores(odds, labels, "abc")["auc"] == pytest.approx(sum(areas) / 3, abs=1e-5)
 
 
 def test_the_first_five_of_many_classes():

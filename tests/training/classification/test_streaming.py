@@ -16,7 +16,7 @@ from ndlightnet import NDLightNet
 from ndlightnet.data.digits import MOTIONS
 from ndlightnet.data.video import load_video
 from ndlightnet.data.video_stream import VideoStream
-from ndlightnet.data.video_transforms import eval_clips
+from ndlightnet.data.video_transforms import Framing, eval_clips
 from ndlightnet.inference import predict_clips
 from ndlightnet.training import VideoTask
 
@@ -94,11 +94,11 @@ def test_lines_are_the_network_on_all_frames_so_far(trained, classify, clip):
     net = NDLightNet(3, num_classes=6, patch_size=(2, 8, 8), embed_dim=16, depth=1, causal=True)
     saved = torch.load(trained, weights_only=True)["state_dict"]
     net.load_state_dict({name.removeprefix("net."): value for name, value in saved.items()})
-    video = load_video(clip, round(SIZE * 8 / 7), FRAMES)
+    video = load_video(clip, [round(SIZE * 8 / 7)], FRAMES)
     found = probabilities(done.out)
     for n in range(2, FRAMES + 2, 2):  # the two lines of a patch are those of its last frame
         seen = video[:n]
-        expected = predict_clips(net.eval(), eval_clips(seen, len(seen), SIZE)[None])[0]
+        expected = predict_clips(net.eval(), eval_clips(seen, len(seen), Framing(SIZE))[None])[0]
         torch.testing.assert_close(found[n - 2 : n], expected.expand(len(found[n - 2 : n]), -1),
                                    atol=2e-6, rtol=0)  # fmt: skip
     assert (found[0] - found[-1]).abs().max() > 0.01

@@ -51,9 +51,9 @@ def test_fit_leaves_checkpoints_and_logs(run):
 def test_metrics_of_the_test(run):
     metrics = json.loads((run / "metrics.json").read_text())
     assert set(metrics) == {
-        "top1", "top5", "balanced_accuracy", "recall", "majority_class", "videos", "parameters",
-        "samples_per_second",
-        "confusion",
+        "top1", "top5", "balanced_accuracy", "recall", "majority_class", "auc", "ece", "videos",
+        "parameters", "steps", "train_seconds", "step_ms", "samples_per_second", "peak_memory_gb",
+        "state_size", "confusion",
     }  # fmt: skip
     matrix = np.array(metrics["confusion"])
     assert matrix.shape == (6, 6) and matrix.sum() == metrics["videos"] == 6

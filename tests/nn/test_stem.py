@@ -1,0 +1,158 @@
+"""ConvStem: residual convolutions whose tokens are those of patches."""
+
+import pytest
+import torch
+from torch import nn
+from torchvision.models import resnet18
+from torchvision.models.video import r3d_18
+
+from ndlightnet import NDLightNet, NDLightUNet
+from ndlightnet.nn import ConvStem
+from ndlightnet.nn.stem import ResidualBlock
+
+SIZES = {1: (13,), 2: (9, 14), 3: (7, 5, 6)}
+every_dims = pytest.mark.parametrize("dims", SIZES)
+
+
+def tiny(dims, **options):
+    given = {"patch_size": 4, "embed_dim": 16, "depth": 1, "stem_blocks": 1, "num_classes": 3}
+    return NDLightNet(dims, 2, **given | options)
+
+
+@every_dims
+def test_tokens_are_as_many_as_patches(dims):
+    model = tiny(dims).eval()
+    for space in (SIZES[dims], (4,) * dims, (5,) * dims, (8,) * dims):
+        features = model.forward_features(torch.randn(2, 2, *space))
+        assert features.shape == (2, *(-(-n // 4) for n in space), 16)
+        assert features.isfinite().all()
+
+
+def test_the_axes_of_smaller_patches_are_halved_last():
+    stem = ConvStem(3, 2, (2, 8, 1), 32, 2)
+    first, _, _ = stem.first
+    assert (first.stride, first.kernel_size, first.padding) == ((1, 2, 1), (3, 7, 3), (1, 3, 1))
+    blocks = list(stem.stages)
+    assert [block.conv1.stride for block in blocks] == [
+        (1, 1, 1), (1, 1, 1), (1, 2, 1), (1, 1, 1), (2, 2, 1), (1, 1, 1),
+    ]  # fmt: skip
+    assert [block.conv2.out_channels for block in blocks] == [8, 8, 16, 16, 32, 32]
+    assert stem(torch.randn(1, 2, 6, 16, 5)).shape == (1, 3, 2, 5, 32)
+    assert ConvStem(2, 3, 1, 8, 1)(torch.randn(1, 3, 5, 4)).shape == (1, 5, 4, 8)
+
+
+def _like(stem, *layers):
+    """Copy the weights of torchvision's layers, in order, into the stem."""
+    theirs = [p for layer in layers for p in layer.state_dict().items()]
+    # theirs: conv, norm, conv, norm; ours: conv1, norm1, conv2, norm2; buffers as well
+    ours = stem.state_dict()
+    assert len(ours) == len(theirs)
+    for (name, mine), (other, value) in zip(ours.items(), theirs, strict=True):
+        assert mine.shape == value.shape, (name, other)
+    stem.load_state_dict({name: value for name, (_, value) in zip(ours, theirs, strict=True)})
+
+
+def test_it_is_r3d_18_without_its_last_stage(close):
+    net, stem = r3d_18().eval(), ConvStem(3, 3, (4, 8, 8), 256, 2).eval()
+    _like(stem, net.stem, net.layer1, net.layer2, net.layer3)
+    x = torch.randn(1, 3, 8, 32, 24)
+    expected = net.layer3(net.layer2(net.layer1(net.stem(x)))).movedim(1, -1)
+    close(stem(x), expected, 1e-5)
+
+
+def test_it_is_resnet_18_without_pooling_and_last_stage(close):
+    net, stem = resnet18().eval(), ConvStem(2, 3, 8, 256, 2).eval()
+    _like(stem, nn.ModuleList([net.conv1, net.bn1]), net.layer1, net.layer2, net.layer3)
+    x = torch.randn(1, 3, 32, 24)
+    y = net.relu(net.bn1(net.conv1(x)))
+    close(stem(x), net.layer3(net.layer2(net.layer1(y))).movedim(1, -1), 1e-5)
+
+
+@every_dims
+def test_every_parameter_trains(dims):
+    model = tiny(dims, patch_size=2)
+    y = model(torch.randn(2, 2, *SIZES[dims]))
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    grads = torch.autograd.grad(y.square().sum(), parameters)
+    for name, g in zip(names, grads, strict=True):
+        assert g.isfinite().all() and g.any(), name
+
+
+def test_convolutions_begin_as_in_a_resnet():
+    torch.manual_seed(0)
+    block = ConvStem(3, 3, 2, 64, 1).stages[0]
+    spread = (2 / (64 * 27)) ** 0.5  # He et al., 2015, by the outputs
+    assert block.conv2.weight.std().item() == pytest.approx(spread, rel=0.05)
+    with torch.device("meta"):
+        empty = ConvStem(3, 3, 2, 64, 1)
+    torch.manual_seed(3)
+    empty.to_empty(device="cpu").reset_parameters()
+    assert empty.stages[0].conv2.weight.std().item() == pytest.approx(spread, rel=0.05)
+    torch.manual_seed(3)
+    for a, b in zip(ConvStem(3, 3, 2, 64, 1).parameters(), empty.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_without_blocks_a_network_is_as_before():
+    torch.manual_seed(0)
+    before = NDLightNet(3, patch_size=2, embed_dim=16, depth=1, num_classes=2)
+    torch.manual_seed(0)
+    after = NDLightNet(3, patch_size=2, embed_dim=16, depth=1, num_classes=2, stem_blocks=0)
+    assert [*before.state_dict()] == [*after.state_dict()]
+    x = torch.randn(1, 3, 4, 4, 4)
+    assert torch.equal(before(x), after(x))
+
+
+@pytest.mark.parametrize(
+    "dims, options, message",
+    [
+        (4, {"patch_size": 2}, "dims=4 with stem_blocks: expected 1, 2 or 3, torch has no Conv"),
+        (2, {"patch_size": 6}, r"patch_size=\(6, 6\): expected powers of 2"),
+        (2, {"patch_size": (3, 4)}, r"patch_size=\(3, 4\): expected powers of 2"),
+        (3, {"patch_size": (4, 8, 8), "embed_dim": 18}, "embed_dim=18: expected a multiple of 4"),
+        (3, {"causal": True}, "stem_blocks=1 with causal=True: expected 0"),
+        (1, {"vocab_size": 9}, "stem_blocks=1 with vocab_size=9: expected 0"),
+        (2, {"stem_blocks": -1}, "stem_blocks=-1"),
+    ],
+)
+def test_what_it_cannot_be(dims, options, message):
+    with pytest.raises(ValueError, match=message):
+        tiny(dims, **options)
+
+
+def test_inputs_whose_cells_must_not_mix():
+    model, x = tiny(2), torch.randn(1, 2, 8, 8)
+    with pytest.raises(ValueError, match="mask: expected none with stem_blocks, which mix cells"):
+        model(x, mask=torch.ones(1, 8, 8, dtype=torch.bool))
+    with pytest.raises(ValueError, match="pack: expected none with stem_blocks"):
+        model.pack([x[0]])
+    packed = NDLightNet(2, 2, patch_size=4, embed_dim=16, depth=1).pack([x[0]])
+    with pytest.raises(ValueError, match="packed samples: expected none with stem_blocks"):
+        model(packed)
+    with pytest.raises(ValueError, match="not with stem_blocks"):
+        model.set_input_size(patch_size=2)
+
+
+def test_other_channels_and_features():
+    model = tiny(2)
+    assert model.feature_info[0] == {"module": "blocks.0", "num_chs": 16, "reduction": 4}
+    wide = tiny(2)
+    grey = NDLightNet(2, 1, patch_size=4, embed_dim=16, depth=1, stem_blocks=1, num_classes=3)
+    adapted = grey.adapted(wide.state_dict())
+    grey.load_state_dict(adapted)
+    assert torch.equal(grey.embed.first[0].weight, wide.embed.first[0].weight.sum(1, keepdim=True))
+    x = torch.randn(2, 1, 8, 8)
+    torch.testing.assert_close(grey.eval()(x), wide.eval()(x.expand(-1, 2, -1, -1)))
+
+
+def test_a_block_of_the_same_shape_adds_its_input():
+    block = ResidualBlock(2, 8, 8, (1, 1))
+    assert isinstance(block.skip, nn.Identity)
+    nn.init.zeros_(block.norm2.weight)
+    x = torch.randn(2, 8, 5, 5)
+    assert torch.equal(block(x), x.relu())
+
+
+def test_the_unet_still_says_what_it_needs():
+    with pytest.raises(ValueError, match="dims=4 with separable=False: expected 1, 2 or 3"):
+        NDLightUNet(4, 1, 2, separable=False)
