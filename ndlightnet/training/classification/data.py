@@ -29,6 +29,10 @@ class LabelledData(L.LightningDataModule):
         """Return the training samples, each once, without augmentation if the data can do that."""
         return self.train_dataloader()
 
+    def sample_name(self, number: int) -> str:
+        """Return the file of a test sample, or its number."""
+        return str(number)
+
     def names(self) -> dict[str, list[Any]]:
         """Return what a checkpoint holds, so that `predict` does not need the training data."""
         return {"classes": list(self.classes)}

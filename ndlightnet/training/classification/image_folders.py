@@ -192,8 +192,10 @@ class ImageFolders(LabelledData):
         if not self.classes:
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
         self.test_set = self._images(files)
-        self.predict_files = [str(files.path(number)) for number in range(len(files))]
         return self._loader(self.test_set)
+
+    def sample_name(self, number: int) -> str:
+        return str(self.test_set.files.path(number))
 
     def picture(self, number: int) -> Tensor:
         """Return an image of the test or prediction as the network sees it: (channels, *space)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torchmetrics.classification import BinaryAUROC
 
 from ndlightnet.data.digits import still_digits
-from ndlightnet.data.errors import DataError, atomic_write, cell, one_line
+from ndlightnet.data.errors import DataError, one_line
 from ndlightnet.data.images import (
     Batches,
     ImageSet,
@@ -27,6 +26,7 @@ from ndlightnet.data.volume.augment import Augment
 from ndlightnet.inference import mirrorings
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.training.classification.data import LabelledData
+from ndlightnet.training.classification.page import write_table
 from ndlightnet.training.classification.pictures import save_gallery
 from ndlightnet.training.classification.task import ClassificationTask
 from ndlightnet.training.core.costs import latencies, training_costs
@@ -280,6 +280,10 @@ class ImageTask(ClassificationTask):
             **({} if self.timed is None else latencies(self, self.timed)),
         }
 
+    def sample(self, number: int) -> tuple[Tensor, Tensor]:
+        picture = self.data().picture(number)
+        return self.data().from_pixels(picture[None])[0], picture
+
     def save_samples(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
         save_gallery(
             self.out() / "test_images.png", lambda row: self.data().picture(numbers[row]),
@@ -302,20 +306,13 @@ class ImageTask(ClassificationTask):
         predicted, data = self.gathered(self.predicted), self.data()
         file = self.out() / "predictions.csv"
         if self.trainer.is_global_zero:
-            with (
-                atomic_write(file) as draft,
-                draft.open("w", newline="", encoding="utf-8", errors="backslashreplace") as out,
-            ):
-                writer = csv.writer(out)
-                writer.writerow(["file", "prediction", *map(cell, data.classes)])
-                for number, row in predicted.items():
-                    best = data.classes[row.index(max(row))]
-                    numbers = [f"{value:.6f}" for value in row]
-                    writer.writerow([cell(data.predict_files[number]), cell(best), *numbers])
+            odds = torch.tensor(list(predicted.values())).reshape(len(predicted), -1)
+            files = [data.sample_name(number) for number in predicted]
+            write_table(file, files, odds, None, data.classes)
             if predicted:
                 shown = list(predicted)
                 save_gallery(
-                    self.out() / "predictions.png", lambda row: data.picture(shown[row]),
-                    torch.tensor(list(predicted.values())), None, data.classes,
+                    self.out() / "predictions.png", lambda row: data.picture(shown[row]), odds,
+                    None, data.classes,
                 )  # fmt: skip
         self.summary = f"{len(predicted)} predictions are in {file}"

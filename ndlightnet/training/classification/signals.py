@@ -119,6 +119,11 @@ class SignalTask(ClassificationTask):
         padded = 1 - self.tokens / self.slots if self.slots else None
         return {**training_costs(self.net, self.cost), "padded_share": padded}
 
+    def sample(self, number: int) -> tuple[Tensor, Tensor]:
+        signal = self.data().test_set[number][0]
+        low, high = signal.min(), signal.max()
+        return signal, ((signal - low) / (high - low).clamp(min=1e-9) * 255).to(torch.uint8)
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         checkpoint["slots"] = [self.tokens, self.slots]

@@ -1,4 +1,4 @@
-"""Classification of samples of any kind: cross-entropy, accuracy, the confusion matrix."""
+"""Classification of samples of any kind: cross-entropy, accuracy, the page of a test."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.data.errors import DataError
-from ndlightnet.training.classification.metrics import scores
+from ndlightnet.data.errors import DataError, printable
+from ndlightnet.training.classification.attribution import (
+    attribution,
+    save_attributions,
+    views,
+)
+from ndlightnet.training.classification.curves import save_curves
+from ndlightnet.training.classification.metrics import BINS, scores
+from ndlightnet.training.classification.page import write_page, write_table
 from ndlightnet.training.classification.pictures import save_confusion
 from ndlightnet.training.core.report import write_json
 from ndlightnet.training.core.task import Task, check
+
+ATTRIBUTED = 6  # samples in attribution.png
 
 
 class ClassificationTask(Task):
@@ -26,6 +35,7 @@ class ClassificationTask(Task):
 
     monitor = "val_accuracy"
     samples = "samples"  # the samples' name in metrics.json
+    has_frames = False  # whether the first axis of a sample is time
 
     def __init__(
         self,
@@ -86,13 +96,47 @@ class ClassificationTask(Task):
         self.log("test_accuracy", metrics["top1"], rank_zero_only=True)
         if not self.trainer.is_global_zero:
             return
-        write_json(self.out() / "metrics.json", metrics)
-        save_confusion(self.out() / "confusion.png", torch.tensor(metrics["confusion"]), names)
-        self.save_samples(list(tested), probabilities, labels)
-        self.summary = (
-            f"held-out accuracy {metrics['top1']:.3f} over {len(labels)} {self.samples}; see "
-            f"{self.out()}"
-        )
+        numbers, out = list(tested), self.out()
+        write_json(out / "metrics.json", metrics)
+        files = [self.data().sample_name(number) for number in numbers]
+        write_table(out / "test.csv", files, probabilities, labels, names)
+        save_confusion(out / "confusion.png", torch.tensor(metrics["confusion"]), names)
+        save_curves(out / "curves.png", probabilities, labels, names, metrics["ece"], BINS)
+        self.save_samples(numbers, probabilities, labels)
+        self.save_attributions(numbers, probabilities, labels)
+        told = f"held-out accuracy {metrics['top1']:.3f} over {len(labels)} {self.samples}"
+        page = out / "index.html"
+        title = f"Test: {printable(self.data().root)}"
+        write_page(page, title, told, metrics, probabilities, labels, names, self.failures)
+        self.summary = f"{told}; see {page}"
+
+    def save_attributions(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
+        """Write attribution.png: what decided the answers, of some samples from the worst answer to
+        the best; called in one process."""
+        names, rows = self.data().classes, []
+        sure = probabilities.gather(1, labels[:, None])[:, 0]
+        count = min(ATTRIBUTED, len(sure))
+        shown = sure.argsort(stable=True)[torch.linspace(0, len(sure) - 1, count).round().long()]
+        for row in shown.tolist():
+            x, picture = self.sample(numbers[row])
+            answer, label = int(probabilities[row].argmax()), int(labels[row])
+            heat = attribution(self._logits, x.to(self.device), answer)
+            caption = f"{names[answer]} {probabilities[row, answer]:.2f}"
+            caption += "" if answer == label else f", not {names[label]}"
+            rows.append((caption, answer == label, views(picture, heat, self.has_frames)))
+        save_attributions(self.out() / "attribution.png", rows)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Call the network in the precision of the trainer."""
+        plugin = self.trainer.precision_plugin
+        with plugin.forward_context():
+            logits: Tensor = self.net(plugin.convert_input(x)).float()
+        return logits
+
+    def sample(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return a test sample as the network sees it, (channels, *space), and as a picture, (1 or
+        3 channels, *space) uint8."""
+        raise NotImplementedError
 
     def more_metrics(self, probabilities: Tensor, labels: Tensor) -> dict[str, Any]:
         """Return what a subclass adds to metrics.json; called in every process."""

@@ -224,6 +224,9 @@ class VideoData(LabelledData):
             cache=self.cache,
         )  # fmt: skip
 
+    def sample_name(self, number: int) -> str:
+        return str(self.test_set.samples[number].path)
+
     def train_dataloader(self) -> Any:
         clips, count = Visits(self.train_set, self.seed), self.repeats * len(self.train_set)
         return training_loader(clips, count, self.batch_size, self.workers)

@@ -35,6 +35,7 @@ class VideoTask(ClassificationTask):
     saved = (*ClassificationTask.saved, "cost")
     measures = "step"
     samples = "videos"
+    has_frames = True
     trainer_class = StreamTrainer
 
     def __init__(
@@ -126,6 +127,10 @@ class VideoTask(ClassificationTask):
 
     def save_samples(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
         save_strips(self.out() / "test_clips.png", list(self.strips.values()))
+
+    def sample(self, number: int) -> tuple[Tensor, Tensor]:
+        clip = self.data().test_set[number][0][0]
+        return self.data().network_input(clip), to_pixels(clip).movedim(-1, 0)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)

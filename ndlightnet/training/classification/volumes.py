@@ -69,6 +69,7 @@ class VolumeFolders(ImageData):
             self.spacing = [mm / cells for mm, cells in zip(extent, self.size, strict=True)]
         if self.augment and self.augment.spacing is None:
             self.augment = replace(self.augment, spacing=tuple(self.spacing))
+        self.files = [_told(case) for case, _ in parts["test"]]
         return {part: read_part(cases, self.size, self.spacing) for part, cases in parts.items()}
 
     def predict_dataloader(self) -> Any:
@@ -80,16 +81,19 @@ class VolumeFolders(ImageData):
         if not self.std or self.spacing is None:
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
         task: Any = self.trainer and self.trainer.lightning_module
-        images, self.predict_files = [], []
+        images, self.files = [], []
         for case in cases:
             with task.one_input(case.images[0]):
                 images.append(read_volume(case, self.size, self.spacing))
-                self.predict_files.append(_told(case))
+                self.files.append(_told(case))
         if not images:
             return []
         labels = torch.zeros(len(images), dtype=torch.int64)
         self.test_set = ImageSet(torch.stack(images), labels)
         return Batches(self.test_set, self.batch_size, self.replica())
+
+    def sample_name(self, number: int) -> str:
+        return self.files[number]
 
     def names(self) -> dict[str, list[Any]]:
         """Return what a checkpoint holds, so that `predict` does not need the training data."""

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment
 
-from ndlightnet.data.errors import atomic_write
+from ndlightnet.training.core.page import write_html
 from ndlightnet.training.segmentation.metrics import MEASURES, Rows, interval, of_known
 
 SHORT = 8  # a case's table of more classes is collapsed
@@ -19,45 +18,11 @@ DIGITS = {"dice": 3, "hd95_mm": 1, "nsd": 3, "volume_ml": 2, "truth_ml": 2}
 CLASSES = ("class", "cases", "mean Dice", "SD", "95 % interval", "median HD95 (mm)",
            "mean surface Dice")  # fmt: skip
 TEMPLATE = """
-{%- macro table(heads, lines) %}
-<table>
-<tr>{% for head in heads %}<th>{{ head }}</th>{% endfor %}</tr>
-{% for line in lines %}
-<tr>{% for cell in line %}<td>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}
-</table>
-{%- endmacro -%}
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ title }}</title>
-<style>
-:root { color-scheme: light dark; --line: #d0d0d0; --soft: #666 }
-@media (prefers-color-scheme: dark) { :root { --line: #444; --soft: #aaa } }
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 90rem; margin: 2rem auto; padding: 0 1rem }
-h2 { font-size: 1.1rem; margin: 2.5rem 0 .5rem; overflow-wrap: anywhere }
-.soft { color: var(--soft); font-weight: normal }
-table { border-collapse: collapse; margin: .5rem 0 1rem }
-th, td { padding: .15rem .8rem; border-bottom: 1px solid var(--line); text-align: right }
-th:first-child, td:first-child { text-align: left }
-td { font-variant-numeric: tabular-nums }
-img { max-width: 100%; height: auto; border-radius: 6px }
-li { overflow-wrap: anywhere }
-</style>
-</head>
-<body>
-<h1>{{ title }}</h1>
-<p>{{ summary }}</p>
+{% extends "base" %}
+{% block failed %}
 <p>{{ cases | length | counted("case") }}, {{ failures | length | counted("failure") }}</p>
-{% if failures %}
-<ul>
-{% for line in failures %}
-<li>{{ line }}</li>
-{% endfor %}
-</ul>
-{% endif %}
+{% endblock %}
+{% block content %}
 {% if classes %}
 {{ table(heads, classes) }}
 {% endif %}
@@ -72,8 +37,7 @@ li { overflow-wrap: anywhere }
 <img loading="lazy" src="{{ case.picture | urlencode }}" alt="{{ case.name }}">
 {% endif %}
 {% endfor %}
-</body>
-</html>
+{% endblock %}
 """
 
 
@@ -105,14 +69,10 @@ def write_page(
         }
         for case in order
     ]  # fmt: skip
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["counted"] = _counted
-    page = environment.from_string(TEMPLATE.lstrip()).render(
-        title=title, summary=summary, failures=failures, known=known, cases=cases, short=SHORT,
-        heads=CLASSES, classes=_classes(rows, names) if known else [],
+    write_html(
+        path, TEMPLATE, title=title, summary=summary, failures=failures, known=known, cases=cases,
+        short=SHORT, heads=CLASSES, classes=_classes(rows, names) if known else [],
     )  # fmt: skip
-    with atomic_write(path) as draft:
-        draft.write_text(page + "\n", encoding="utf-8", errors="backslashreplace")
 
 
 def _lines(
@@ -143,8 +103,3 @@ def _classes(rows: Rows, names: Sequence[str]) -> list[list[str]]:
 
 def _number(value: float, digits: int) -> str:
     return f"{value:.{digits}f}" if value == value else "-"
-
-
-def _counted(n: int, what: str) -> str:
-    plural = what + ("es" if what.endswith("s") else "s")
-    return f"{n} {what if n == 1 else plural}"

@@ -56,7 +56,11 @@ def test_a_small_set_is_learnt(trained):
     assert metrics["top1"] > 0.95 and metrics["images"] == 30
     assert list(metrics["recall"]) == ["columns", "plain", "rows"]
     assert metrics["tokens"] == 16 and metrics["steps"] == 4 * (108 // 16)
-    for name in ("confusion.png", "test_images.png"):
+    rows = list(csv.DictReader((trained / "test.csv").open()))
+    assert len(rows) == 30 and all(Path(row["file"]).is_file() for row in rows)
+    assert [Path(row["file"]).parent.name for row in rows] == [row["truth"] for row in rows]
+    assert 'src="attribution.png"' in (trained / "index.html").read_text()
+    for name in ("confusion.png", "test_images.png", "attribution.png", "curves.png"):
         picture = matplotlib.image.imread(trained / name)
         assert min(picture.shape[:2]) > 150 and picture.std() > 0.05
 

@@ -92,6 +92,8 @@ def test_metrics(run):
     np.testing.assert_array_equal(matrix.sum(1), [5, 5, 5])
     assert metrics["top1"] == pytest.approx(matrix.trace() / 15, abs=1e-5)
     assert list(metrics["recall"].values()) == pytest.approx(list(matrix.diagonal() / 5))
+    for name in ("attribution.png", "curves.png", "index.html", "test.csv"):
+        assert (out / name).stat().st_size > 500
     assert metrics["recordings"] == 15 and metrics["steps"] == 2  # 4 of 6, 2 in a batch
     assert 0 < metrics["step_ms"] / 1e3 <= metrics["train_seconds"]
     assert metrics["peak_memory_gb"] is None

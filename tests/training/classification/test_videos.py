@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -68,7 +69,21 @@ def test_metrics_of_the_test(run):
     assert metrics["parameters"] == sum(v.numel() for k, v in saved.items() if k.startswith("net."))
 
 
-@pytest.mark.parametrize("name", ["confusion.png", "test_clips.png"])
+PICTURES = ("confusion.png", "curves.png", "attribution.png", "test_clips.png")
+
+
+def test_the_page_of_the_test_shows_all_and_the_table_names_the_files(run, digits):
+    shown = re.findall('img .*src="(.*?)"', (run / "index.html").read_text())
+    assert shown == list(PICTURES)
+    rows = list(csv.DictReader((run / "test.csv").open()))
+    assert [row["file"] for row in rows] == sorted(map(str, digits.glob("test/*/*.mp4")))
+    assert [row["truth"] for row in rows] == [Path(row["file"]).parent.name for row in rows]
+    metrics = json.loads((run / "metrics.json").read_text())
+    right = sum(row["prediction"] == row["truth"] for row in rows)
+    assert right / 6 == pytest.approx(metrics["top1"], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", PICTURES)
 def test_test_leaves_pictures(run, name):
     picture = matplotlib.image.imread(run / name)
     assert min(picture.shape[:2]) > 300 and picture.std() > 0.05

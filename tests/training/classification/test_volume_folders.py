@@ -108,6 +108,10 @@ def test_balls_of_two_sizes_are_told_apart(trained: Path, scans: Path) -> None:
     done = launch(trained, "test", f"--data.root={scans}", last(trained))
     assert (done.status, done.errors) == (0, [])
     metrics = json.loads((trained / "metrics.json").read_text())
+    rows = list(csv.DictReader((trained / "test.csv").open()))
+    assert [row["truth"] for row in rows] == ["large"] * 5 + ["small"] * 5
+    assert all(Path(row["file"]).parts[-2] == row["truth"] for row in rows)
+    assert (trained / "attribution.png").stat().st_size > 5000
     assert metrics["images"] == 10 and list(metrics["recall"]) == ["large", "small"]
     assert metrics["top1"] >= 0.9 and metrics["auc"] >= 0.9 and metrics["majority_class"] == 0.5
 

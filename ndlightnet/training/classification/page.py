@@ -1,0 +1,85 @@
+"""The page of a test, and a table of its samples."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ndlightnet.data.errors import atomic_write, cell
+from ndlightnet.training.classification.curves import class_areas
+from ndlightnet.training.core.page import write_html
+
+PICTURES = {
+    "confusion.png": "Confusion matrix",
+    "curves.png": "ROC curves and calibration",
+    "attribution.png": "What decided: covered, red cells take from the answer, blue ones add to it",
+    "test_images.png": "Samples, from the worst answer to the best",
+    "test_clips.png": "Samples",
+}
+MEASURES = {"top1": "accuracy", "balanced_accuracy": "balanced accuracy", "auc": "AUC",
+            "ece": "expected calibration error", "top5": "accuracy of five answers",
+            "majority_class": "share of the largest class"}  # fmt: skip
+TEMPLATE = """
+{% extends "base" %}
+{% block content %}
+{{ table(("measure", "value"), measures) }}
+{{ table(("class", "samples", "recall", "AUC, against the rest"), classes) }}
+<p><a href="test.csv">test.csv</a> has the probabilities of every sample.</p>
+{% for picture, title in pictures %}
+<h2>{{ title }}</h2>
+<img loading="lazy" src="{{ picture }}" alt="{{ title }}">
+{% endfor %}
+{% endblock %}
+"""
+
+
+def write_page(
+    path: Path,
+    title: str,
+    summary: str,
+    metrics: Mapping[str, Any],
+    probabilities: Tensor,
+    labels: Tensor,
+    names: Sequence[str],
+    failures: Sequence[str] = (),
+) -> None:
+    """Write an HTML page of a test: `metrics` of `scores`, each class, and those of PICTURES that
+    lie beside `path`."""
+    areas = class_areas(probabilities, labels)
+    counts = [sum(row) for row in metrics["confusion"]]
+    lines = [
+        [name, count, _number(metrics["recall"][name]), _number(area)]
+        for name, count, area in zip(names, counts, areas, strict=True)
+    ]
+    write_html(
+        path, TEMPLATE, title=title, summary=summary, failures=failures, classes=lines,
+        measures=[[MEASURES[key], _number(metrics[key])] for key in MEASURES if key in metrics],
+        pictures=[item for item in PICTURES.items() if (path.parent / item[0]).is_file()],
+    )  # fmt: skip
+
+
+def write_table(
+    path: Path, files: Sequence[str], probabilities: Tensor, labels: Tensor | None,
+    names: Sequence[str],
+) -> None:  # fmt: skip
+    """Write CSV, a line for each sample: its file, truth if `labels` are given, prediction and
+    probabilities."""
+    truth = [] if labels is None else ["truth"]
+    with (
+        atomic_write(path) as draft,
+        draft.open("w", newline="", encoding="utf-8", errors="backslashreplace") as out,
+    ):
+        writer = csv.writer(out)
+        writer.writerow(["file", *truth, "prediction", *map(cell, names)])
+        for at, (file, row) in enumerate(zip(files, probabilities.tolist(), strict=True)):
+            told = [] if labels is None else [cell(names[int(labels[at])])]
+            best = cell(names[row.index(max(row))])
+            writer.writerow([cell(file), *told, best, *(f"{value:.6f}" for value in row)])
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None or value != value else f"{value:.3f}"
