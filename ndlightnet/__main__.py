@@ -46,6 +46,10 @@ DOORS = {
         "generate images, clips and volumes by diffusion", "GenerationTask", "LabelledData",
         "handwritten_gen",
     ),
+    "pretrain": Door(
+        "learn from images, videos or volumes without labels", "PretrainTask", "LabelledData",
+        "coloured_digits_pretrain",
+    ),
     "text_lm": Door(
         "a language model of bytes", "TextTask", "TextData", "enwik8",
         {

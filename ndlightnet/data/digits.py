@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.media import write_video
 
 MOTIONS = ("anticlockwise", "clockwise", "down", "left", "right", "up")
 DIGITS = tuple("0123456789")
@@ -59,7 +60,8 @@ def make_moving_digits(
             motion = MOTIONS[number % len(MOTIONS)]
             source = int(rng.choice(sources[split]))
             path = _file(made, split, motion, number, source, "mp4")
-            _write(path, _draw(images[source], _path(motion, frames, size, rng), size, rng))
+            pictures = _draw(images[source], _path(motion, frames, size, rng), size, rng)
+            write_video(path, pictures, FPS)
             yield
 
     return _made(folder, record, draw, train + test, "drawing moving digits", progress)
@@ -237,19 +239,3 @@ def _colour(hue: float, value: float) -> Array:
     """Return a soft colour, (3,) in [0, 1]: `hue` a fraction of the circle, `value` lightness."""
     circle = np.cos(2 * math.pi * (hue - np.arange(3) / 3))
     return np.asarray(value * (0.75 + 0.25 * circle))
-
-
-def _write(path: Path, pictures: npt.NDArray[np.uint8]) -> None:
-    """Write (frames, height, width, 3) as an H.264 file in which every frame is a key frame."""
-    import av
-
-    with av.open(str(path), "w") as file:
-        stream = file.add_stream("libx264", rate=FPS)
-        stream.height, stream.width = pictures.shape[1:3]
-        stream.pix_fmt = "yuv420p"
-        stream.codec_context.thread_count = 1
-        # One quantiser for all frames: rate control would depend on the frames that come next.
-        stream.options = {"g": "1", "qp": "16", "preset": "veryfast"}
-        for picture in pictures:
-            file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
-        file.mux(stream.encode())

@@ -2,21 +2,26 @@
 defined here only.
 
 Tokens are (batch, length, ...), with a Layout: a Grid, where every row is a sample and all have one
-shape, or a Ragged, where the batch is one row that holds samples of any shapes end to end (a pack).
+shape, Boxes, where several rows are parts of a sample, or a Ragged, where the batch is one row that
+holds samples of any shapes end to end (a pack).
 """
 
 from ndlightnet.layout.base import Layout, per_axis
+from ndlightnet.layout.boxes import Boxed, Boxes, draw_boxes
 from ndlightnet.layout.grid import Grid
 from ndlightnet.layout.pack import Packed, cut_patches, pack, uncut_patches
 from ndlightnet.layout.ragged import Lines, Ragged
 
 __all__ = [
+    "Boxed",
+    "Boxes",
     "Grid",
     "Layout",
     "Lines",
     "Packed",
     "Ragged",
     "cut_patches",
+    "draw_boxes",
     "pack",
     "per_axis",
     "uncut_patches",

@@ -9,6 +9,7 @@ from ndlightnet.models.backbone import (
 from ndlightnet.models.dit import DIT_SIZES, NDLightDiT
 from ndlightnet.models.forecaster import Forecaster
 from ndlightnet.models.frames import FrameByFrame, FramesAsChannels
+from ndlightnet.models.masked import MaskedDecoder, Reconstruction, masked_loss
 from ndlightnet.models.unet import NDLightUNet
 
 __all__ = [
@@ -16,9 +17,12 @@ __all__ = [
     "Forecaster",
     "FrameByFrame",
     "FramesAsChannels",
+    "MaskedDecoder",
     "NDLightDiT",
     "NDLightNet",
     "NDLightUNet",
+    "Reconstruction",
+    "masked_loss",
     "ndlightnet_base",
     "ndlightnet_small",
     "ndlightnet_tiny",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ndlightnet.layout import Grid, Layout, Packed, pack
+from ndlightnet.layout import Boxed, Grid, Layout, Packed, pack
 from ndlightnet.layout.base import check_integers
 from ndlightnet.models.config import recorded
 from ndlightnet.models.features import Backbone, adapt_in_chans, check_not_empty, shaped
@@ -240,10 +240,13 @@ class NDLightNet(Backbone):
     @overload
     def forward_features(self, x: Packed, mask: Tensor | None = None) -> Packed: ...
     @overload
+    def forward_features(self, x: Boxed) -> Tensor: ...
+    @overload
     def forward_features(self, x: Tensor | Packed, mask: Tensor | None = None) -> Any: ...
     def forward_features(self, x: Any, mask: Tensor | None = None) -> Any:
         """Map cells (batch, in_chans, *space) or token numbers (batch, length) to features (batch,
-        *grid, embed_dim), packed samples to Packed features (length, embed_dim).
+        *grid, embed_dim), packed samples to Packed features (length, embed_dim), Boxed cells to
+        those of each box (samples * count, *box, embed_dim).
 
         mask: bool (batch, *space), False = padding, which no other token sees.
         """
@@ -260,6 +263,9 @@ class NDLightNet(Backbone):
             self._check_packed(x, mask)
             embed: Any = self.embed.proj if isinstance(self.embed, Patchify) else self.embed
             layout, tokens = x.layout, embed(x.values[None])
+        elif isinstance(x, Boxed):
+            layout, mask = x.layout, None
+            tokens = layout.flatten(self.embed(x.values))
         else:
             self._check(x, mask)
             if not self.per_token:  # else no tokens give no outputs; a mean needs one

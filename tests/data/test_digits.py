@@ -122,14 +122,14 @@ def test_same_arguments_same_bytes(tmp_path: Path) -> None:
 
 def test_a_finished_set_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_moving_digits(tmp_path / "a", 6, 6, 4, SIZE, progress=False)
-    monkeypatch.setattr(digits, "_write", lambda *_: pytest.fail("wrote again"))
+    monkeypatch.setattr(digits, "write_video", lambda *_: pytest.fail("wrote again"))
     assert make_moving_digits(folder, 6, 6, 4, SIZE, progress=False) == folder
     with pytest.raises(DataError, match=f"^{folder}: .*other arguments"):
         make_moving_digits(folder, 12, 6, 4, SIZE, progress=False)
 
 
 def test_a_killed_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, done = digits._write, []
+    write, done = digits.write_video, []
 
     def dies(*arguments: object) -> None:
         assert not (tmp_path / "a").exists()  # nothing under the final name while it works
@@ -138,7 +138,7 @@ def test_a_killed_run_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         write(*arguments)  # type: ignore[arg-type]
         done.append(arguments)
 
-    monkeypatch.setattr(digits, "_write", dies)
+    monkeypatch.setattr(digits, "write_video", dies)
     with pytest.raises(KeyboardInterrupt):
         make_moving_digits(tmp_path / "a", 6, 6, 4, SIZE, progress=False)
     assert len(done) == 5

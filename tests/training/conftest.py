@@ -16,6 +16,8 @@ from PIL import Image
 from ndlightnet.training import (
     ImageFolders,
     ImageTask,
+    LabelledData,
+    PretrainTask,
     SegmentationTask,
     SignalData,
     SignalTask,
@@ -144,6 +146,14 @@ def _stripes(folder: Path, train: int = 40, test: int = 10, side: int = 12) -> P
                 cells = (pattern[..., None] + tint).astype(np.uint8)
                 Image.fromarray(cells).save(folder / part / kind / f"{number:03d}.png")
     return folder
+
+
+@pytest.fixture(scope="session")
+def pretrain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
+    """pretrain("fit", "--data.init_args.root=..."): pre-training on the tiny config of images."""
+    folder = tmp_path_factory.mktemp("config")
+    config = IMAGES.replace("num_classes: 3", "num_classes: 0")
+    return lambda *args: _launch(PretrainTask, LabelledData, config, folder, *args)
 
 
 @pytest.fixture(scope="session")

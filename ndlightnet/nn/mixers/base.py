@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ndlightnet.layout import Grid, Layout
+from ndlightnet.layout import Boxes, Grid, Layout
 from ndlightnet.nn.initial import Initialized
 from ndlightnet.nn.mixers.names import catalogue_name, named_mixer, unwrapped
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
@@ -26,6 +26,7 @@ class Mixer(Initialized, ABC):
     """
 
     ragged = False  # whether `mix` takes a pack at once; else it is called for each sample
+    boxes = False  # whether `mix` takes Boxes, where several rows are one sample
     renamed: tuple[tuple[str, str], ...] = ()  # parameters: (name in old checkpoints, name today)
 
     def forward(
@@ -61,6 +62,11 @@ class Mixer(Initialized, ABC):
             def mix(layout: Layout, x: Tensor, mask: Tensor | None) -> Tensor:
                 return self.mix(x, layout, mask, causal)
 
+            if isinstance(grid, Boxes) and grid.count > 1 and not self.boxes:
+                raise ValueError(
+                    f"layout={grid}: {type(self).__name__} takes whole samples; expected a mixer "
+                    "whose memories can be merged, such as LightNetAttention"
+                )
             mask = grid.flatten_mask(mask)
             y = mix(grid, tokens, mask) if self.ragged else grid.map_samples(mix, tokens, mask)
         return y.reshape(x.shape)

@@ -69,7 +69,7 @@ class LightNetAttention(Constants, StreamingMixer):
     taps dim of each local mixing, 2 radius dims + 1 taps or (2 radius + 1)^dims if dense.
     """
 
-    ragged = True
+    ragged, boxes = True, True
 
     def __init__(
         self,

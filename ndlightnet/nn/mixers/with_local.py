@@ -34,7 +34,7 @@ class WithLocal(StreamingMixer):
     Parameters: those of the mixer and taps * dim (the channels of its values), twice for "both".
     """
 
-    ragged = True
+    ragged, boxes = True, True
 
     def __init__(
         self,

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.layout import Grid, Layout, Ragged
+from ndlightnet.layout import Boxes, Grid, Layout, Ragged
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator, check_floats
 from ndlightnet.ops.lightnet import _triton, _triton_causal, _triton_window, parallel, reference
 from ndlightnet.ops.lightnet import window as windowed
-from ndlightnet.ops.lightnet.state import State, decay, decay_rates, merge, tile
+from ndlightnet.ops.lightnet.state import State, decay, decay_rates, merge, merge_rows, tile
 from ndlightnet.ops.position import (
     Position,
     key_features,
@@ -186,8 +186,12 @@ def global_attention(
     = padding.
 
     layout: a Ragged of samples end to end in one row (batch 1), each of which reads only itself;
-    the grid of lrpe may then have any shape, without prefix or offset. Else every row is a sample.
+    the grid of lrpe may then have any shape, without prefix or offset. With Boxes a row reads all
+    rows of its sample: their States are merged; lrpe has the boxes' offsets. Else every row is a
+    sample.
     """
+    if isinstance(layout, Boxes) and layout.count > 1:
+        return _of_boxes(q, k, v, mask, lrpe, layout.count, impl)
     ragged = layout if isinstance(layout, Ragged) else None
     if ragged is not None:
         lrpe = packed_position(ragged, k, lrpe)
@@ -213,6 +217,32 @@ def global_attention(
 
         return by_sample(alone, ragged, q, k, v, mask, lrpe)
     return read(q, summarize(k, v, mask=mask, lrpe=lrpe, impl=impl), lrpe=lrpe, impl=impl)
+
+
+def _of_boxes(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, count: int,
+    impl: Impl,
+) -> Tensor:  # fmt: skip
+    """Global attention among each `count` rows: by the States of the rows, merged, or where these
+    would be larger than the tokens by the features of all tokens of a sample at once, in torch."""
+    _check(k, v, mask, lrpe, q)
+    rows = k.shape[-1] * (1 if lrpe is None else 2)
+    if impl in ("triton", "reference") or k.shape[1] >= 2 * rows:
+        parts = merge_rows(summarize(k, v, mask=mask, lrpe=lrpe, impl=impl), count)
+        whole = State(*(x.repeat_interleave(count, 0) for x in parts))
+        return read(q, whole, lrpe=lrpe, impl=impl)
+
+    def joined(x: Tensor) -> Tensor:
+        return x.unflatten(0, (-1, count)).flatten(1, 2)
+
+    with exact(k):
+        kept, values = (joined(x) for x in _silence(k, v, mask))
+        factors = _factors(k, lrpe)
+        if factors is not None:  # (rows or none, tokens, heads or 1, features)
+            factors = joined(factors.expand(len(k), *factors.shape[-3:]))
+        state = parallel.summarize(kept, values, factors)
+        out = parallel.read(joined(_query(q, lrpe)), state)
+        return out.unflatten(1, (count, -1)).flatten(0, 1).to(q.dtype)
 
 
 def packed_position(layout: Ragged, k: Tensor, lrpe: Position | None) -> Position | None:

@@ -77,3 +77,13 @@ def merge(first: State, second: State) -> State:
         tile(a, rows, -1)[..., None] * first.memory + tile(b, rows, -1)[..., None] * second.memory
     )
     return State(top, a * first.sum + b * second.sum, memory)
+
+
+def merge_rows(states: State, count: int) -> State:
+    """Merge each `count` States in turn: (batch * count, ...) -> (batch, ...). Differentiable, as
+    `merge`."""
+    grouped = [x.unflatten(0, (-1, count)) for x in states]
+    top = grouped[0].amax(1).detach()
+    weight = decay(grouped[0].detach(), top[:, None])
+    memory = tile(weight, grouped[2].shape[-2], -1)[..., None] * grouped[2]
+    return State(top, (weight * grouped[1]).sum(1), memory.sum(1))

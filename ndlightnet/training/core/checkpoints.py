@@ -10,7 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from torch import Tensor
+from torch import Tensor, nn
 
 from ndlightnet.data.errors import DataError, atomic_write
 from ndlightnet.models.weights import no_checkpoint
@@ -73,3 +73,30 @@ def _loads(model: L.LightningModule, weights: dict[str, Tensor]) -> bool:
     except RuntimeError:
         return False
     return len(net) == len(weights)
+
+
+def load_initial(path: str, net: nn.Module) -> str:
+    """Load the weights of a checkpoint's network that `net` has in the same shape, and return a
+    line that names the others. DataError if there is none."""
+    if not Path(path).is_file():
+        raise DataError(f"model.init: {no_checkpoint(path)}")
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    except Exception as error:  # its class depends on what is in the file
+        raise DataError(f"model.init: {path}: not a checkpoint ({type(error).__name__})") from error
+    there = {key.removeprefix("net."): x for key, x in saved.items() if key.startswith("net.")}
+    own = net.state_dict()
+    fits = {key: x for key, x in there.items() if key in own and own[key].shape == x.shape}
+    if not fits:
+        raise DataError(f"model.init: {path}: has no weight of this {type(net).__name__}")
+    net.load_state_dict({**own, **fits})
+    missing, surplus = [sorted(set(some) - set(fits)) for some in (own, there)]
+    return (
+        f"{path}: {len(fits)} of {len(own)} weights of the network; as drawn: {_some(missing)}; "
+        f"not used: {_some(surplus)}"
+    )
+
+
+def _some(names: Sequence[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more or "none"

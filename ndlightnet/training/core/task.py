@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from ndlightnet.data.errors import DataError, fitting
 from ndlightnet.data.visits import mixed
 from ndlightnet.models.hub import Pretrained
+from ndlightnet.training.core.checkpoints import load_initial
 from ndlightnet.training.core.costs import CostMonitor
 from ndlightnet.training.core.optim import adamw_with_cosine
+from ndlightnet.training.core.report import say
 from ndlightnet.training.core.speed import checkpoint_blocks
 
 T = TypeVar("T")
@@ -42,6 +44,8 @@ class Task(L.LightningModule):
         compile: training runs the network through torch.compile.
         cuda_graph: training on one GPU replays the network from a CUDA graph: small networks take
             more time in Python than on the GPU. For batches of one shape, without accumulation.
+        init: checkpoint of another training, such as one of `pretrain`, whose weights of the
+            network a `fit` begins with, as far as they fit; a line names the others.
         grad_checkpointing: training stores only the inputs of blocks and computes the rest again in
             the backward pass: less memory, more time.
 
@@ -67,8 +71,10 @@ class Task(L.LightningModule):
         warmup_epochs: float | None = None,
         min_lr: float | None = None,
         layer_decay: float | None = None,
+        init: str | None = None,
     ) -> None:
         super().__init__()
+        self.init: str | None = init
         self.net, self.lr, self.weight_decay, self.compiles = net, lr, weight_decay, compile
         check("model.lr", lr, lr > 0, "a number above 0")
         check("model.weight_decay", weight_decay, weight_decay >= 0, "0 or more")
@@ -140,6 +146,12 @@ class Task(L.LightningModule):
                 yield
         except DataError as error:
             self.failures.append(str(error))
+
+    def configure_model(self) -> None:
+        """Load `init`, once, before a training and before what it resumes from."""
+        if self.init is not None and self.trainer.training:
+            say([load_initial(self.init, self.net)])
+            self.init = None
 
     def configure_optimizers(self) -> Any:
         return adamw_with_cosine(

@@ -1,0 +1,108 @@
+"""Masked pre-training: a network sees some boxes of a sample, a light decoder predicts the rest.
+
+After He et al. (2022, arXiv 2111.06377), on any number of axes. The tokens that are dropped are not
+computed: the network's attention merges the States of the boxes that are left.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ndlightnet.layout import Boxed, Grid, cut_patches, draw_boxes, uncut_patches
+from ndlightnet.models.backbone import NDLightNet
+from ndlightnet.nn.block import Block, init_network
+from ndlightnet.nn.initial import Initialized, reset
+from ndlightnet.nn.mixers import LightNetAttention
+from ndlightnet.nn.mixers.base import build_mixer
+from ndlightnet.nn.position import MDTPE
+
+
+class Reconstruction(NamedTuple):
+    """What was predicted of samples (batch, channels, *space), beside them: (batch, channels,
+    *space); and which cells were dropped: (batch, *space) bool."""
+
+    cells: Tensor
+    dropped: Tensor
+
+
+class MaskedDecoder(Initialized):
+    """Predict the cells of dropped tokens from the features of the boxes that were kept.
+
+    Features become `dim` wide, a learnt token stands for every dropped one, and MD-TPE and `depth`
+    blocks see the whole grid. A linear map of each token gives its patch.
+
+    Args:
+        net: the NDLightNet whose features these are. It is not part of the decoder.
+        dim, depth: width and number of blocks.
+    """
+
+    def __init__(self, net: NDLightNet, dim: int = 96, depth: int = 2) -> None:
+        super().__init__()
+        if net.causal or net.vocab_size is not None:
+            raise ValueError("net: expected a network of cells that is not causal")
+        embed: Any = net.embed
+        self.patch, self.in_chans = embed.patch, net.in_chans
+        mixer = LightNetAttention
+
+        def made(width: int) -> nn.Module:
+            return build_mixer(mixer, width, dims=net.dims, layer=0)
+
+        self.embed = nn.Linear(net.embed_dim, dim)
+        self.token = nn.Parameter(torch.empty(dim))
+        self.tpe = MDTPE(net.dims, dim, states=32)
+        self.blocks = nn.ModuleList(Block(dim, made) for _ in range(depth))
+        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self.head = nn.Linear(dim, math.prod(self.patch) * net.in_chans)
+        init_network(self)
+        self.initialize()
+
+    def initialize(self) -> None:
+        nn.init.normal_(self.token, std=0.02)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters as the constructor does."""
+        reset(self)
+        init_network(self)
+
+    def forward(self, features: Tensor, boxed: Boxed) -> Tensor:
+        """Map features (rows, *box, embed_dim) of kept boxes to patches of the whole grid, (batch,
+        *grid, cells * channels), which are normalised each."""
+        tokens = self.embed(features).flatten(1, -2)
+        x = boxed.spread(tokens, self.token)
+        layout = Grid.of(x)
+        x = self.tpe(layout.flatten(x), None, layout)
+        for block in self.blocks:
+            x = block(x, None, False, layout)
+        out: Tensor = self.head(self.norm(layout.unflatten(x)))
+        return out
+
+
+def masked_loss(
+    net: NDLightNet, decoder: MaskedDecoder, x: Tensor, box: int | tuple[int, ...], dropped: float,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Reconstruction]:  # fmt: skip
+    """Return the mean squared error of the dropped patches, each normalised to mean 0 and variance
+    1 (1 is the error of predicting its mean), and the reconstruction.
+
+    Args:
+        x: samples (batch, channels, *space).
+        box, dropped, generator: as in ndlightnet.layout.draw_boxes.
+    """
+    boxed = draw_boxes(x, decoder.patch, box, dropped, generator)
+    found = decoder(net.forward_features(boxed), boxed).float()
+    target, absent = cut_patches(x, decoder.patch).float(), boxed.absent()
+    var, mean = torch.var_mean(target, -1, keepdim=True, correction=0)
+    spread = (var + 1e-6).sqrt()
+    errors = (found - (target - mean) / spread).square().mean(-1)
+    loss = (errors * absent).sum() / absent.sum()
+    with torch.no_grad():
+        patches = torch.where(absent[..., None], found * spread + mean, target)
+        # cut patches hold their channels last
+        cells = uncut_patches(patches, decoder.patch).movedim(-1, 1)
+        for axis, size in enumerate(decoder.patch):
+            absent = absent.repeat_interleave(size, 1 + axis)
+    return loss, Reconstruction(cells, absent)

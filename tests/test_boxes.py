@@ -1,0 +1,244 @@
+"""Boxes: parts of samples whose memories merge, so that what is dropped is not computed."""
+
+import pytest
+import torch
+
+from ndlightnet import NDLightNet
+from ndlightnet.layout import Boxed, Boxes, Grid, cut_patches, draw_boxes
+from ndlightnet.nn.mixers import GLA, Identity, LightNetAttention, SoftmaxAttention, WithLocal
+from ndlightnet.ops import Position, global_attention, read, summarize
+from ndlightnet.ops.lightnet.state import merge, merge_rows
+
+# patch, box, boxes along each axis
+SHAPES = {
+    1: ((2,), (3,), (5,)), 2: ((2, 3), (2, 1), (3, 4)), 3: ((1, 2, 2), (2, 1, 3), (2, 3, 2)),
+    4: ((1, 1, 2, 1), (1, 2, 1, 2), (2, 2, 3, 1)),
+}  # fmt: skip
+every_dims = pytest.mark.parametrize("dims", SHAPES)
+
+
+def cells(dims, batch=2, channels=2, dtype=torch.float64):
+    torch.manual_seed(0)
+    patch, box, boxes = SHAPES[dims]
+    space = [p * b * n for p, b, n in zip(patch, box, boxes, strict=True)]
+    return torch.randn(batch, channels, *space, dtype=dtype)
+
+
+def network(dims, **options):
+    torch.manual_seed(1)
+    given = {"patch_size": SHAPES[dims][0], "embed_dim": 24, "depth": 2, "num_classes": 3}
+    return NDLightNet(dims, 2, **given | options).double()
+
+
+def plain(dim):
+    """The mixer without a look at neighbours, which a box cuts off."""
+    return LightNetAttention(dim, heads=4, local=None)
+
+
+@every_dims
+def test_kept_boxes_are_those_of_the_sample(dims):
+    x, (patch, box, boxes) = cells(dims), SHAPES[dims]
+    kept = draw_boxes(x, patch, box, 0.7)
+    count = max(1, round(0.3 * Grid(boxes).length))
+    assert kept.numbers.shape == (2, count) and kept.layout.count == count
+    assert (kept.numbers.diff(dim=1) > 0).all()
+    patches = cut_patches(x, patch)
+    tokens = cut_patches(kept.values, patch).flatten(1, dims)  # (rows, length, cells)
+    at = Grid(box).coordinates()
+    for row in range(2 * count):
+        corner = torch.stack([first[row] for first in kept.layout.offset])
+        for token, place in zip(tokens[row], at + corner, strict=True):
+            assert torch.equal(token, patches[(row // count, *place)])
+
+
+@every_dims
+def test_spread_puts_them_back(dims):
+    x, (patch, box, _) = cells(dims), SHAPES[dims]
+    kept, patches = draw_boxes(x, patch, box, 0.5), cut_patches(cells(dims), patch)
+    fill = torch.full((patches.shape[-1],), 7.0, dtype=x.dtype)
+    whole = kept.spread(cut_patches(kept.values, patch).flatten(1, dims), fill)
+    absent = kept.absent()
+    assert absent.shape == patches.shape[:-1] and whole.shape == patches.shape
+    assert torch.equal(whole[~absent], patches[~absent]) and (whole[absent] == 7).all()
+    assert (~absent).flatten(1).sum(1).tolist() == [kept.layout.count * kept.layout.length] * 2
+
+
+def test_draws_differ_from_sample_to_sample_and_follow_the_generator():
+    x = cells(2, batch=8)
+    first, same, other = (draw_boxes(x, *SHAPES[2][:2], 0.5, torch.Generator().manual_seed(seed))
+                          for seed in (3, 3, 4))  # fmt: skip
+    assert torch.equal(first.numbers, same.numbers)
+    assert not torch.equal(first.numbers, other.numbers)
+    assert len({tuple(row) for row in first.numbers.tolist()}) > 3
+    seen = torch.bincount(
+        torch.cat([draw_boxes(x, *SHAPES[2][:2], 0.5).numbers.flatten() for _ in range(40)]),
+        minlength=12,
+    )
+    assert seen.min() > 0.75 * seen.float().mean()  # each box as often
+
+
+@pytest.mark.parametrize("dropped, count", [(0.75, 3), (0.9, 1), (0.999, 1), (0.001, 11), (0.5, 6)])
+def test_one_box_stays_and_one_is_dropped(dropped, count):
+    assert draw_boxes(cells(2), *SHAPES[2][:2], dropped).layout.count == count
+
+
+@pytest.mark.parametrize("dropped", [0.0, 1.0, -0.1])
+def test_wrong_fractions(dropped):
+    with pytest.raises(ValueError, match=r"of 12 boxes: expected a fraction between 0 and 1"):
+        draw_boxes(cells(2), *SHAPES[2][:2], dropped)
+
+
+def test_wrong_sizes():
+    with pytest.raises(ValueError, match=r"samples of \(9, 4\): expected multiples of \(4, 2\)"):
+        draw_boxes(torch.randn(1, 1, 9, 4), (2, 2), (2, 1), 0.5)
+    with pytest.raises(ValueError, match="of 1 boxes"):
+        draw_boxes(torch.randn(1, 1, 4, 2), (2, 2), (2, 1), 0.5)
+    with pytest.raises(ValueError, match="box=0"):
+        draw_boxes(torch.randn(1, 1, 4, 2), (2, 2), 0, 0.5)
+
+
+def test_states_merge_as_two_by_two():
+    torch.manual_seed(0)
+    k = torch.randn(6, 5, 2, 4, dtype=torch.float64, requires_grad=True)
+    v = torch.randn(6, 5, 2, 3, dtype=torch.float64, requires_grad=True)
+    states = summarize(30 * k, v)
+    found = merge_rows(states, 3)
+    for row in range(2):
+        first, second, third = (type(states)(*(x[3 * row + n, None] for x in states))
+                                for n in range(3))  # fmt: skip
+        expected = merge(merge(first, second), third)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a[row, None], b)
+    q = torch.randn(1, 2, 2, 4, dtype=torch.float64)
+    assert torch.autograd.gradcheck(
+        lambda k, v: read(q, merge_rows(summarize(k, v), 3)), (k[:3], v[:3])
+    )
+
+
+def test_rows_without_tokens_merge():
+    k, v = torch.randn(4, 3, 2, 4), torch.randn(4, 3, 2, 4)
+    mask = torch.tensor([True, False, False, False])[:, None].expand(4, 3)
+    found = merge_rows(summarize(k, v, mask=mask), 2)
+    alone = summarize(k[:1], v[:1])
+    torch.testing.assert_close(found.memory[0], alone.memory[0])
+    assert (found.memory[1] == 0).all() and (found.max[1] == -torch.inf).all()
+
+
+@every_dims
+@pytest.mark.parametrize("kind", ["cosine", "rotary", None])
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_attention_reads_all_boxes_of_its_sample(dims, kind, impl):
+    """As the whole grid does whose other tokens are masked: values and all gradients."""
+    x, (patch, box, _) = cells(dims), SHAPES[dims]
+    kept = draw_boxes(x, patch, box, 0.6)
+    torch.manual_seed(2)
+    mixer = LightNetAttention(24, heads=2, lrpe=kind, local=None, impl=impl).double()
+    whole = torch.randn(2, *kept.absent().shape[1:], 24, dtype=torch.float64)
+    grid, mask = Grid.of(whole), ~kept.absent()
+    flat = grid.flatten(whole)[grid.flatten(mask)]
+    # tokens of the boxes, in the order of the boxes
+    order = kept.spread(
+        torch.arange(flat.shape[0], dtype=torch.float64).view(-1, kept.layout.length, 1),
+        torch.zeros(1),
+    )[..., 0][mask].long()
+    tokens = torch.empty_like(flat).index_copy(0, order, flat).view(-1, kept.layout.length, 24)
+    tokens.requires_grad_()
+    whole.requires_grad_()
+    found = mixer(tokens, layout=kept.layout)
+    expected = mixer(whole, mask=mask)
+    torch.testing.assert_close(found.reshape(-1, 24)[order], expected[mask])
+    weights = torch.randn_like(expected[mask])
+    ours = torch.autograd.grad(
+        (found.reshape(-1, 24)[order] * weights).sum(), [tokens, *mixer.parameters()]
+    )
+    theirs = torch.autograd.grad((expected[mask] * weights).sum(), [whole, *mixer.parameters()])
+    torch.testing.assert_close(ours[0].reshape(-1, 24)[order], theirs[0][mask])
+    for a, b in zip(ours[1:], theirs[1:], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_both_ways_to_join_boxes_agree(tokens):
+    """States of large boxes are merged, tokens of small ones are joined; masks in both."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 6, tokens, 2, 4, dtype=torch.float64).unbind(0)
+    mask = torch.rand(6, tokens) > 0.3
+    layout = Boxes((tokens,), (torch.tensor([0, 50, 100, 0, 150, 200]),), 3)
+    lrpe = Position(torch.rand(2, 4, dtype=torch.float64), layout)
+    ways = [global_attention(q, k.masked_fill(~mask[..., None, None], torch.nan), v, mask=mask,
+                             lrpe=lrpe, layout=layout, impl=impl)
+            for impl in ("torch", "reference")]  # fmt: skip
+    torch.testing.assert_close(*ways)
+    assert ways[0].isfinite().all()
+
+
+def test_one_box_a_sample_is_a_grid_with_an_offset():
+    q, k, v = torch.randn(3, 4, 6, 2, 8).unbind(0)
+    torch.testing.assert_close(
+        global_attention(q, k, v, layout=Boxes((6,), None, 1)), global_attention(q, k, v)
+    )
+
+
+@every_dims
+def test_a_network_on_boxes_is_that_on_the_masked_grid(dims):
+    x, (patch, box, _) = cells(dims), SHAPES[dims]
+    kept, model = draw_boxes(x, patch, box, 0.5), network(dims, mixer=plain, tpe=False)
+    visible = ~kept.absent()
+    mask = visible
+    for axis, size in enumerate(patch):
+        mask = mask.repeat_interleave(size, 1 + axis)
+    expected = model.forward_features(x, mask)
+    found = kept.spread(model.forward_features(kept).flatten(1, dims), torch.zeros(24))
+    torch.testing.assert_close(found[visible], expected[visible])
+
+
+@every_dims
+def test_mdtpe_and_local_mixing_stay_within_a_box(dims):
+    """A cell of one box changes another box through the attention only."""
+    x, (patch, box, _) = cells(dims), SHAPES[dims]
+    kept = draw_boxes(x, patch, box, 0.5)
+    local = network(dims, mixer=lambda dim, dims: WithLocal(dim, Identity, dims=dims))
+    values = kept.values.clone()
+    values[0] += 1
+    changed = local.forward_features(Boxed(values, kept.layout, kept.numbers, kept.boxes))
+    same = local.forward_features(kept)
+    assert torch.equal(changed[1:], same[1:]) and not torch.equal(changed[0], same[0])
+    mixing = network(dims)
+    changed = mixing.forward_features(Boxed(values, kept.layout, kept.numbers, kept.boxes))
+    same, count = mixing.forward_features(kept), kept.layout.count
+    assert (changed[:count] != same[:count]).flatten(1).any(1).all()
+    assert torch.equal(changed[count:], same[count:])  # of the other sample
+
+
+def test_behind_convolutions():
+    x = torch.randn(2, 2, 16, 24)
+    model = NDLightNet(2, 2, patch_size=4, embed_dim=16, depth=1, stem_blocks=1, num_classes=0)
+    kept = draw_boxes(x, (4, 4), (2, 1), 0.5)
+    assert model.forward_features(kept).shape == (2 * kept.layout.count, 2, 1, 16)
+
+
+def test_every_parameter_of_the_encoder_trains():
+    model, x = network(3, num_classes=0), cells(3)
+    features = model.forward_features(draw_boxes(x, *SHAPES[3][:2], 0.5))
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    grads = torch.autograd.grad(features.square().sum(), parameters)
+    assert all(g.isfinite().all() and g.any() for g in grads), names
+
+
+def test_the_mean_over_a_sample_and_stochastic_depth_know_the_samples():
+    layout, x = Boxes((2, 3), None, 4), torch.randn(8, 6, 5)
+    torch.testing.assert_close(layout.pool(x), x.view(2, 24, 5).mean(1))
+    mask = torch.rand(8, 6) > 0.3
+    real = mask.view(2, 24, 1)
+    expected = (x.view(2, 24, 5) * real).sum(1) / real.sum(1)
+    torch.testing.assert_close(layout.pool(x, mask), expected)
+    assert layout.samples(8) == 2
+    assert layout.spread_samples(torch.tensor([3, 5])).flatten().tolist() == [3] * 4 + [5] * 4
+
+
+@pytest.mark.parametrize("mixer", [SoftmaxAttention, GLA])
+def test_mixers_that_need_whole_samples_say_so(mixer):
+    layout = Boxes((2, 3), (0, 0), 2)
+    with pytest.raises(ValueError, match=f"{mixer.__name__} takes whole samples; expected a mixer"):
+        mixer(24)(torch.randn(4, 6, 24), layout=layout)
+    assert mixer(24)(torch.randn(4, 6, 24), layout=Boxes((2, 3), (0, 0), 1)).shape == (4, 6, 24)

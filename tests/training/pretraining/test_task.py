@@ -1,0 +1,160 @@
+"""Pre-training through fit and test, and trainings that begin with its weights."""
+
+import json
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+import torch
+
+from ndlightnet import NDLightNet
+from ndlightnet.data.errors import DataError
+from ndlightnet.training import PretrainTask, VideoData
+from ndlightnet.training.core.checkpoints import load_initial
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, write_stripes) -> Path:
+    return write_stripes(tmp_path_factory.mktemp("stripes"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, folder, pretrain) -> Path:
+    """The folder of a finished fit and test."""
+    out = tmp_path_factory.mktemp("out")
+    common = (f"--data.init_args.root={folder}", f"--trainer.default_root_dir={out}")
+    done = pretrain("fit", *common)
+    assert (done.status, done.errors) == (0, [])
+    done = pretrain("test", *common, f"--ckpt_path={out}/checkpoints/last.ckpt")
+    assert (done.status, done.errors) == (0, [])
+    assert "of what was dropped, over 30 samples" in done.out
+    return out
+
+
+def test_it_leaves_checkpoints_metrics_and_sheets(trained):
+    for name in ("best.ckpt", "last.ckpt"):
+        saved = torch.load(trained / "checkpoints" / name, weights_only=True)["state_dict"]
+        assert {key.split(".")[0] for key in saved} == {"net", "decoder"}
+    metrics = json.loads((trained / "metrics.json").read_text())
+    assert metrics["samples"] == 30 and (metrics["box"], metrics["dropped"]) == ([2, 2], 0.75)
+    assert -0.5 < metrics["explained"] < 1 and metrics["steps"] == 4 * (108 // 16)
+    sheets = sorted(path.name for path in (trained / "reconstructions").iterdir())
+    assert sheets == ["epoch_0001.png", "epoch_0002.png", "epoch_0003.png", "epoch_0004.png",
+                      "test.png"]  # fmt: skip
+    assert matplotlib.image.imread(trained / "reconstructions" / "test.png").std() > 0.05
+
+
+def test_a_network_is_read_from_its_checkpoint(trained):
+    net = NDLightNet.from_checkpoint(trained / "checkpoints" / "last.ckpt")
+    saved = torch.load(trained / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, saved[f"net.{name}"])
+
+
+def test_a_training_begins_with_its_weights(trained, folder, recognise, tmp_path):
+    """Those that fit; a line names the head, which is as drawn."""
+    checkpoint = trained / "checkpoints" / "last.ckpt"
+    done = recognise(
+        "fit", f"--data.init_args.root={folder}", f"--trainer.default_root_dir={tmp_path}",
+        f"--model.init={checkpoint}", "--trainer.max_epochs=1", "--model.lr=1e-9",
+        "--model.min_lr=0",
+    )  # fmt: skip
+    assert (done.status, done.errors) == (0, [])
+    said = [line for line in done.err.splitlines() if "weights of the network" in line]
+    assert len(said) == 1 and said[0].startswith(f"note: {checkpoint}: ")
+    assert said[0].endswith("as drawn: head.bias, head.weight; not used: none")
+    before = torch.load(checkpoint, weights_only=True)["state_dict"]
+    after = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    shared = [key for key in before if key.startswith("net.") and key in after]
+    assert len(shared) > 15
+    for key in shared:
+        torch.testing.assert_close(after[key], before[key], atol=1e-6, rtol=1e-5)
+
+
+def test_a_test_does_not_read_it(trained, folder, recognise, tmp_path):
+    """So that a config with `init` works where the file is gone."""
+    common = (f"--data.init_args.root={folder}", f"--trainer.default_root_dir={tmp_path}")
+    done = recognise("fit", *common, "--trainer.max_epochs=1")
+    assert (done.status, done.errors) == (0, [])
+    done = recognise("test", *common, "--model.init=gone.ckpt",
+                     f"--ckpt_path={tmp_path}/checkpoints/last.ckpt")  # fmt: skip
+    assert (done.status, done.errors) == (0, [])
+
+
+def test_files_that_cannot_begin_a_training(folder, recognise, tmp_path):
+    common = (f"--data.init_args.root={folder}", f"--trainer.default_root_dir={tmp_path / 'out'}")
+    done = recognise("fit", *common, "--model.init=gone.ckpt")
+    assert done.status == 1 and done.errors[0].startswith("error: model.init: gone.ckpt: ")
+    (tmp_path / "text.ckpt").write_text("no weights")
+    done = recognise("fit", *common, f"--model.init={tmp_path}/text.ckpt")
+    assert done.errors[0].startswith(f"error: model.init: {tmp_path}/text.ckpt: not a checkpoint")
+    torch.save({"state_dict": {"net.other": torch.zeros(2)}}, tmp_path / "other.ckpt")
+    done = recognise("fit", *common, f"--model.init={tmp_path}/other.ckpt")
+    assert done.errors == [
+        f"error: model.init: {tmp_path}/other.ckpt: has no weight of this NDLightNet"
+    ]
+    assert not list((tmp_path / "out").rglob("*.ckpt"))
+
+
+def test_missing_and_surplus_weights_are_named(tmp_path):
+    small = NDLightNet(2, patch_size=2, embed_dim=16, depth=1, num_classes=3)
+    large = NDLightNet(2, patch_size=2, embed_dim=16, depth=2, num_classes=5)
+    weights = {f"net.{key}": value for key, value in small.state_dict().items()}
+    torch.save({"state_dict": {**weights, "net.extra": torch.zeros(1)}}, tmp_path / "a.ckpt")
+    before = {key: value.clone() for key, value in large.state_dict().items()}
+    line = load_initial(str(tmp_path / "a.ckpt"), large)
+    fitting = len(small.state_dict()) - 2
+    assert f"{fitting} of {len(before)} weights" in line
+    assert "as drawn: blocks.1." in line and "more; not used: extra, head.bias, head.weight" in line
+    for key, value in large.state_dict().items():
+        source = small.state_dict().get(key)
+        fits = source is not None and source.shape == value.shape
+        assert torch.equal(value, source if fits else before[key]), key
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--model.box=3"], "data.size: [8, 8], expected multiples of [6, 6], boxes of [3, 3]"),
+        (["--model.dropped=1.0"], "model.dropped: 1.0, expected a fraction between 0 and 1"),
+        (["--model.box=[1,2,3]"], "model.box="),
+        (["--model.net.init_args.causal=true"], "net: expected a network of cells that is not"),
+        (["--model.net.class_path=torch.nn.Identity"], "model.net: Identity, expected an"),
+    ],
+)
+def test_wrong_options(folder, pretrain, tmp_path, options, message):
+    done = pretrain("fit", f"--data.init_args.root={folder}",
+                    f"--trainer.default_root_dir={tmp_path}", *options)  # fmt: skip
+    assert done.status == 1 and len(done.errors) == 1
+    assert done.errors[0].startswith(f"error: {message}")
+
+
+def test_predict_says_why_not(trained, folder, pretrain, tmp_path):
+    done = pretrain("predict", f"--data.init_args.root={folder}",
+                    f"--trainer.default_root_dir={tmp_path}",
+                    f"--ckpt_path={trained}/checkpoints/last.ckpt")  # fmt: skip
+    assert done.status == 1
+    assert done.errors == ["error: predict: PretrainTask has none, expected fit, validate or test"]
+
+
+class Trainer:
+    def __init__(self, data):
+        self.datamodule = data
+
+
+def test_all_clips_of_a_video_are_samples():
+    """As their networks see them."""
+    net = NDLightNet(3, 6, patch_size=2, embed_dim=16, depth=1, num_classes=0)
+    task = PretrainTask(net, box=1)
+    task._trainer = Trainer(VideoData("x", frames=4, size=8, pixels="both"))
+    clips = torch.randn(2, 5, 3, 4, 8, 8)
+    seen = task.samples((clips, torch.zeros(2), torch.zeros(2)))
+    assert seen.shape == (10, 6, 4, 8, 8) and torch.equal(seen[7, :3], clips[1, 2])
+    assert task.samples((clips[:, 0], None, None)).shape == (2, 6, 4, 8, 8)
+
+
+def test_data_of_many_sizes():
+    task = PretrainTask(NDLightNet(1, 4, patch_size=2, embed_dim=16, depth=1, num_classes=0))
+    task._trainer = Trainer(object())
+    with pytest.raises(DataError, match="data=object: expected samples of one size"):
+        task.setup("fit")
