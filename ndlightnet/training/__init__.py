@@ -19,6 +19,7 @@ from ndlightnet.training.forecasting.task import ForecastTask
 from ndlightnet.training.generation.task import GenerationTask
 from ndlightnet.training.language.data import TextData
 from ndlightnet.training.language.task import TextTask
+from ndlightnet.training.pretraining.data import UnlabelledFiles
 from ndlightnet.training.pretraining.task import PretrainTask
 from ndlightnet.training.segmentation.data import MovingPhantoms, PhantomVolumes, VolumeData
 from ndlightnet.training.segmentation.task import SegmentationTask
@@ -44,6 +45,7 @@ __all__ = [
     "TaskCLI",
     "TextData",
     "TextTask",
+    "UnlabelledFiles",
     "VideoData",
     "VideoTask",
     "VolumeData",

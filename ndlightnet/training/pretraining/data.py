@@ -1,0 +1,194 @@
+"""Files without labels: images, videos or volumes of any sizes, in one folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from ndlightnet.data import image_transforms
+from ndlightnet.data.clips import TRIES, load_for_clips
+from ndlightnet.data.errors import DataError, fitting
+from ndlightnet.data.image_folder import find_images, read_image
+from ndlightnet.data.roots import find_root
+from ndlightnet.data.video import find_videos
+from ndlightnet.data.video_transforms import (
+    Framing,
+    denormalized,
+    normalized,
+    train_clip,
+    training,
+)
+from ndlightnet.data.visits import Visits
+from ndlightnet.data.volume.class_folders import read_volume
+from ndlightnet.data.volume.datasets import find_inputs
+from ndlightnet.training.classification.data import LabelledData
+from ndlightnet.training.core.loading import training_loader
+from ndlightnet.training.core.report import say, tell
+from ndlightnet.training.core.task import check
+
+Kind = Literal["images", "videos", "volumes"]
+
+
+class UnlabelledFiles(LabelledData):
+    """All files of one kind below `root`, for `pretrain`. They are read when a batch needs them.
+
+    Args:
+        root: the folder.
+        kind: images (PNG, JPEG, WebP, BMP, TIFF) or videos (mp4, mkv and others), at any depth, or
+            volumes (NIfTI, NRRD and MetaImage files of the folder itself, DICOM series at any
+            depth).
+        size: of the samples: height and width; frames, height and width, alike; or x, y and z.
+        spacing: of volumes: mm per cell along x, y and z. Larger volumes are cropped to their
+            middle, smaller ones are padded.
+        batch_size: samples in a batch.
+        scale: least and largest area of the random crop of an image or clip (fractions).
+        hflip: mirror images and clips half of the time.
+        repeats: random samples of each file in an epoch.
+        validation: fraction of the files that measures what was learnt; 0: none.
+        workers: processes that read.
+
+    A file that cannot be read is named once, and the next good one takes its place.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        kind: Kind,
+        size: list[int],
+        spacing: list[float] | None = None,
+        batch_size: int = 16,
+        scale: tuple[float, float] = (0.3, 1.0),
+        hflip: bool = True,
+        repeats: int = 1,
+        validation: float = 0.05,
+        workers: int = 2,
+    ) -> None:
+        super().__init__()
+        axes = 2 if kind == "images" else 3
+        check("data.size", size, len(size) == axes and min(size) > 0, f"{axes} numbers above 0")
+        square = kind != "videos" or size[1] == size[2]
+        check("data.size", size, square, "frames, and two equal sides")
+        good = (spacing is not None and len(spacing) == 3 and min(spacing) > 0) or kind != "volumes"
+        check("data.spacing", spacing, good, "three numbers of mm above 0 for volumes")
+        good = 0 < scale[0] <= scale[1] <= 1
+        check("data.scale", scale, good, "two fractions above 0, the smaller one first")
+        check("data.validation", validation, 0 <= validation < 1, "a fraction from 0, below 1")
+        for name, number in (("batch_size", batch_size), ("repeats", repeats)):
+            check(f"data.{name}", number, number > 0, "1 or more")
+        check("data.workers", workers, workers >= 0, "0 or more processes")
+        self.root, self.kind, self.space = find_root(root), kind, tuple(size)
+        self.spacing, self.batch_size, self.scale, self.hflip = spacing, batch_size, scale, hflip
+        self.repeats, self.validation, self.workers = repeats, validation, workers
+        self.told: set[str] = set()
+
+    @property
+    def channels(self) -> int:
+        return 1 if self.kind == "volumes" else 3
+
+    def to_pixels(self, x: Tensor) -> Tensor:
+        return denormalized(x)
+
+    def from_pixels(self, pixels: Tensor) -> Tensor:
+        return normalized(pixels)
+
+    def setup(self, stage: str) -> None:
+        self.seed = torch.initial_seed()
+        notes: list[str] = []
+        files, read = getattr(self, f"_{self.kind}")(notes)
+        say(notes)
+        held = round(self.validation * len(files))
+        if held == len(files):
+            raise DataError(f"{self.root}: {len(files)} files, expected some to train with")
+        # evenly spaced, the same ones always
+        chosen = {round(number * len(files) / held) for number in range(held)}
+        parts = [[f for i, f in enumerate(files) if (i in chosen) is out] for out in (False, True)]
+        self.train_set, self.val_set = (Samples(some, read) for some in parts)
+        self.test_set = self.val_set
+
+    def _images(self, notes: list[str]) -> tuple[list[Any], Callable[[Any], Tensor]]:
+        found = find_images(self.root, notes)
+        height, width = self.space
+        transform = image_transforms.training(
+            (height, width), "bilinear", scale=self.scale, ratio=(3 / 4, 4 / 3), padding=0,
+            hflip=0.5 * self.hflip, randaugment=None, color_jitter=0, random_erasing=0, fill=[],
+        )  # fmt: skip
+        paths = [found.path(number) for number in range(len(found))]
+        return paths, partial(_image, transform=transform)
+
+    def _videos(self, notes: list[str]) -> tuple[list[Any], Callable[[Any], Tensor]]:
+        frames, size, _ = self.space
+        transform = training(
+            size, scale=self.scale, hflip=self.hflip, rotation=0, randaugment=None, color_jitter=0,
+            grayscale=0, random_erasing=0,
+        )  # fmt: skip
+        read = partial(_clip, frames=frames, framing=Framing(size, "squash"), transform=transform)
+        return find_videos(self.root, notes), read
+
+    def _volumes(self, notes: list[str]) -> tuple[list[Any], Callable[[Any], Tensor]]:
+        spacing: Any = self.spacing
+        return find_inputs(str(self.root), notes=notes), partial(
+            _volume, size=self.space, spacing=spacing
+        )
+
+    def train_dataloader(self) -> Any:
+        samples, count = Visits(self.train_set, self.seed), self.repeats * len(self.train_set)
+        return training_loader(samples, count, self.batch_size, self.workers)
+
+    def val_dataloader(self) -> Any:
+        # the same random crops each time
+        samples = Visits(self.val_set, 0)
+        return (
+            DataLoader(samples, self.batch_size, num_workers=self.workers) if len(samples) else []
+        )
+
+    def test_dataloader(self) -> Any:
+        return self.val_dataloader()
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Tell files that could not be read; return (samples, numbers)."""
+        x, numbers, problems = batch
+        new = {problem for problem in problems if problem} - self.told
+        tell([f"{line}; the next file replaces it" for line in sorted(new)])
+        self.told |= new
+        return x, numbers
+
+
+class Samples(Dataset[tuple[Tensor, int, str]]):
+    """Dataset of `read(file)`: (sample, number, problem). A file that cannot be read is replaced by
+    the next good one; `problem`, else "", names it."""
+
+    def __init__(self, files: list[Any], read: Callable[[Any], Tensor]) -> None:
+        self.files, self.read = files, read
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int, str]:
+        problem = ""
+        for number in range(index, index + min(TRIES, len(self))):
+            number %= len(self)
+            try:
+                return self.read(self.files[number]), number, problem
+            except DataError as error:
+                problem = problem or str(error)
+        raise DataError(f"{problem}; nor can the files after it be read")
+
+
+def _image(path: Any, transform: Callable[[Any], Tensor]) -> Tensor:
+    return normalized(transform(read_image(path, 3)))
+
+
+def _clip(
+    path: Any, frames: int, framing: Framing, transform: Callable[[Tensor], Tensor]
+) -> Tensor:
+    with fitting(path):
+        return train_clip(load_for_clips(path, frames, framing), frames, transform)
+
+
+def _volume(case: Any, size: tuple[int, ...], spacing: list[float]) -> Tensor:
+    return normalized(read_volume(case, size, spacing)[None])
