@@ -56,6 +56,7 @@ class PretrainTask(Task):
         **kwargs: Any,
     ) -> None:
         super().__init__(net, lr=lr, weight_decay=weight_decay, **kwargs)
+        check("model.compile", self.compiles, not self.compiles, "false for pre-training")
         check("model.dropped", dropped, 0 < dropped < 1, "a fraction between 0 and 1")
         if not isinstance(net, NDLightNet):
             raise DataError(f"model.net: {type(net).__name__}, expected an NDLightNet")

@@ -1,6 +1,7 @@
 """Gradient checkpointing and torch.compile change neither losses, gradients nor names."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ndlightnet.training import (
     SegmentationTask,
     SignalTask,
     TextTask,
+    VideoData,
     VideoTask,
 )
 from ndlightnet.training.core import speed
@@ -50,6 +52,7 @@ def step(kind: str, **flags: bool) -> tuple[dict[str, torch.Tensor], list[str]]:
     torch.manual_seed(0)
     task = task_type(net(), **flags).train()
     task.log = lambda *_, **__: None
+    task._trainer = SimpleNamespace(datamodule=VideoData("nowhere"))  # a video's step asks it
     torch.manual_seed(1)
     batch = batch()
     torch.manual_seed(2)  # dropout

@@ -116,6 +116,7 @@ def test_missing_and_surplus_weights_are_named(tmp_path):
     "options, message",
     [
         (["--model.box=3"], "data.size: [8, 8], expected multiples of [6, 6], boxes of [3, 3]"),
+        (["--model.compile=true"], "model.compile: True, expected false for pre-training"),
         (["--model.dropped=1.0"], "model.dropped: 1.0, expected a fraction between 0 and 1"),
         (["--model.box=[1,2,3]"], "model.box="),
         (["--model.net.init_args.causal=true"], "net: expected a network of cells that is not"),
