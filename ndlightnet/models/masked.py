@@ -7,7 +7,8 @@ computed: the network's attention merges the States of the boxes that are left.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,8 @@ from ndlightnet.nn.mixers.base import build_mixer
 from ndlightnet.nn.position import MDTPE
 
 
-class Reconstruction(NamedTuple):
+@dataclass(frozen=True)
+class Reconstruction:
     """What was predicted of samples (batch, channels, *space), beside them: (batch, channels,
     *space); and which cells were dropped: (batch, *space) bool."""
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from captum.attr import Occlusion
 from torch import Tensor
 from torch.nn.functional import interpolate
 
@@ -31,6 +30,8 @@ def attribution(net: Callable[[Tensor], Tensor], x: Tensor, label: int) -> Tenso
     0 for the class, below 0 against it. Windows are twice as large as the steps between them, of
     which there are about WINDOWS in all.
     """
+    from captum.attr import Occlusion  # here, as a training does not need it
+
     space = x.shape[1:]
     count = min(16, round(WINDOWS ** (1 / len(space))))  # along each axis
     steps = [max(1, math.ceil(n / count)) for n in space]

@@ -137,6 +137,8 @@ class GenerationTask(Task):
             return
         labels = not (getattr(data, "mixup", 0) or getattr(data, "cutmix", 0))
         check("data.mixup, data.cutmix", "above 0", labels, "0: mixed images are no samples")
+        seen = getattr(data, "pixels", "rgb")
+        check("data.pixels", seen, seen == "rgb", "rgb, which is what is generated")
         self.expect(dims=len(self.space))
         if self.conditional:
             self.expect(num_classes=len(data.classes))
