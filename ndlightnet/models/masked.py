@@ -24,8 +24,9 @@ from ndlightnet.nn.position import MDTPE
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """What was predicted of samples (batch, channels, *space), beside them: (batch, channels,
-    *space); and which cells were dropped: (batch, *space) bool."""
+    """Samples in which what was dropped is predicted, (batch, channels, *space), each patch with the
+    mean and spread that it has in the sample; and which cells were dropped, (batch, *space) bool.
+    """
 
     cells: Tensor
     dropped: Tensor
