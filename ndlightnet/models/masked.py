@@ -24,8 +24,8 @@ from ndlightnet.nn.position import MDTPE
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """Samples in which what was dropped is predicted, each patch with the mean and spread that it has
-    in the sample, (batch, channels, *space); which cells were dropped, (batch, *space) bool."""
+    """Samples in which what was dropped is predicted, each patch with its own mean and spread,
+    (batch, channels, *space); and which cells were dropped, (batch, *space) bool."""
 
     cells: Tensor
     dropped: Tensor

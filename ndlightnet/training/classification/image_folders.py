@@ -23,7 +23,7 @@ from ndlightnet.data.image_transforms import MEAN, STD, Interpolation, RandAugme
 from ndlightnet.data.roots import find_root
 from ndlightnet.data.visits import Visits
 from ndlightnet.training.classification.data import LabelledData, held_out
-from ndlightnet.training.core.loading import training_loader
+from ndlightnet.training.core.loading import still_loader, training_loader
 from ndlightnet.training.core.report import say, tell
 from ndlightnet.training.core.task import check
 
@@ -170,12 +170,8 @@ class ImageFolders(LabelledData):
         return self._loader(self._images(self.train_set.files))
 
     def _loader(self, images: FolderImages) -> DataLoader[Any]:
-        return DataLoader(
-            images, batch_size=self.batch_size, num_workers=self.workers,
-            collate_fn=collate_of(self.space, self.channels),
-            pin_memory=torch.cuda.is_available(), persistent_workers=self.workers > 0,
-            generator=torch.Generator(),  # or starting workers would draw from the network's
-        )  # fmt: skip
+        collate = collate_of(self.space, self.channels)
+        return still_loader(images, self.batch_size, self.workers, collate)
 
     def val_dataloader(self) -> Any:
         return self._loader(self.val_set) if len(self.val_set) else []

@@ -32,7 +32,7 @@ from ndlightnet.data.video_transforms import (
 )
 from ndlightnet.data.visits import Visits, mixed
 from ndlightnet.training.classification.data import LabelledData
-from ndlightnet.training.core.loading import training_loader
+from ndlightnet.training.core.loading import still_loader, training_loader
 from ndlightnet.training.core.report import say, tell
 from ndlightnet.training.core.task import check
 
@@ -232,11 +232,7 @@ class VideoData(LabelledData):
         return training_loader(clips, count, self.batch_size, self.workers)
 
     def _loader(self, clips: ClipDataset) -> Any:
-        return DataLoader(
-            clips, batch_size=self.batch_size, num_workers=self.workers,
-            persistent_workers=self.workers > 0, pin_memory=torch.cuda.is_available(),
-            generator=torch.Generator(),  # or starting workers would draw from the network's
-        )  # fmt: skip
+        return still_loader(clips, self.batch_size, self.workers)
 
     def val_dataloader(self) -> Any:
         return self._loader(self.val_set) if len(self.val_set) else []

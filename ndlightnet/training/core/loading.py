@@ -29,6 +29,17 @@ def training_loader(
     )  # fmt: skip
 
 
+def still_loader(
+    samples: Any, batch_size: int, workers: int, collate: Callable[..., Any] | None = None
+) -> DataLoader[Any]:
+    """Return a loader of all samples in their order, for validation, test and prediction."""
+    return DataLoader(
+        samples, batch_size=batch_size, num_workers=workers, collate_fn=collate,
+        persistent_workers=workers > 0, pin_memory=torch.cuda.is_available(),
+        generator=torch.Generator(),  # or starting workers would draw from the network's
+    )  # fmt: skip
+
+
 class TimedLoader(DataLoader[Any]):
     """DataLoader that measures how long it is waited for: `waited`, in seconds.
 

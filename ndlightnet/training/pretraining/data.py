@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from ndlightnet.data import image_transforms
 from ndlightnet.data.clips import TRIES, load_for_clips
@@ -27,7 +27,7 @@ from ndlightnet.data.visits import Visits
 from ndlightnet.data.volume.class_folders import read_volume
 from ndlightnet.data.volume.datasets import find_inputs
 from ndlightnet.training.classification.data import LabelledData
-from ndlightnet.training.core.loading import training_loader
+from ndlightnet.training.core.loading import still_loader, training_loader
 from ndlightnet.training.core.report import say, tell
 from ndlightnet.training.core.task import check
 
@@ -142,9 +142,7 @@ class UnlabelledFiles(LabelledData):
     def val_dataloader(self) -> Any:
         # the same random crops each time
         samples = Visits(self.val_set, 0)
-        return (
-            DataLoader(samples, self.batch_size, num_workers=self.workers) if len(samples) else []
-        )
+        return still_loader(samples, self.batch_size, self.workers) if len(samples) else []
 
     def test_dataloader(self) -> Any:
         return self.val_dataloader()
