@@ -37,6 +37,22 @@ def parts(labels: Sequence[int], count: int, groups: Sequence[str] | None = None
     return [int(part) for part in found]
 
 
+def first_of_each(
+    labels: Sequence[int], fraction: float, groups: Sequence[str] | None = None
+) -> list[bool]:
+    """Return which samples are a `fraction` to hold back: the first ones of each class, or with
+    `groups` the first of as many parts as hold such a fraction each."""
+    if not fraction:
+        return [False] * len(labels)
+    if groups is not None:
+        return [part == 0 for part in parts(labels, max(2, round(1 / fraction)), groups)]
+    of, out = np.asarray(labels), np.zeros(len(labels), bool)
+    for label in set(labels):
+        own = np.flatnonzero(of == label)
+        out[own[: round(fraction * len(own))]] = True
+    return [bool(held) for held in out]
+
+
 def read_groups(root: Path, column: str, paths: Sequence[Path]) -> list[str]:
     """Return what `root/clips.csv`, a table with a column `path` from `root`, has in `column` for
     each path; a path without an entry is a group of its own."""

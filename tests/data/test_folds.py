@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.folds import parts, read_groups
+from ndlightnet.data.folds import first_of_each, parts, read_groups
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 7))
@@ -35,6 +35,18 @@ def test_no_group_is_in_two_parts(count):
     for part in range(count):
         own = Counter(label for label, p in zip(labels, found, strict=True) if p == part)
         assert all(own[label] > 0 for label in range(3))
+
+
+def test_a_fraction_of_each_class_is_its_beginning():
+    labels = [0] * 10 + [1] * 4 + [2]
+    out = first_of_each(labels, 0.3)
+    assert [n for n, held in enumerate(out) if held] == [0, 1, 2, 10]
+    assert not any(first_of_each(labels, 0))
+    assert all(first_of_each(labels, 1.0))
+    groups = [f"{n // 3}" for n in range(30)]
+    held = first_of_each([n // 3 % 2 for n in range(30)], 0.2, groups)
+    of = {g for g, own in zip(groups, held, strict=True) if own}
+    assert sum(held) == 3 * len(of) == 6  # two of ten groups, whole
 
 
 def test_too_few_groups():

@@ -15,7 +15,7 @@ from torchvision.tv_tensors import Video
 from ndlightnet.data.clips import ClipDataset, load_for_clips
 from ndlightnet.data.digits import make_moving_digits
 from ndlightnet.data.errors import DataError, fitting
-from ndlightnet.data.folds import parts, read_groups
+from ndlightnet.data.folds import first_of_each, parts, read_groups
 from ndlightnet.data.image_transforms import RandAugment, mixing, seeded
 from ndlightnet.data.roots import find_root
 from ndlightnet.data.video import Sample, check_videos, find_videos, read_video_folder
@@ -197,20 +197,21 @@ class VideoData(LabelledData):
 
     def _split(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
         """Split samples into those to train on and those that choose the checkpoint."""
-        count, part = self.folds, self.fold
-        if part is None:
-            if not self.validation:
-                return list(samples), []
-            count, part = max(2, round(1 / self.validation)), 0
+        labels = [sample.label for sample in samples]
         groups = None
-        if self.groups is not None:
+        if self.groups is not None and (self.fold is not None or self.validation):
             groups = read_groups(self.root, self.groups, [sample.path for sample in samples])
-        of = parts([sample.label for sample in samples], count, groups)
-        train = [sample for sample, own in zip(samples, of, strict=True) if own != part]
-        if {sample.label for sample in train} != {sample.label for sample in samples}:
-            raise DataError(f"{self.root}: {len(samples)} videos in {count} parts: no video of a "
-                            "class is left to train with")  # fmt: skip
-        return train, [sample for sample, own in zip(samples, of, strict=True) if own == part]
+        if self.fold is not None:
+            of = parts(labels, self.folds, groups)
+            out = [part == self.fold for part in of]
+        else:
+            out = first_of_each(labels, self.validation, groups)
+        train, held = ([s for s, own in zip(samples, out, strict=True) if own is part]
+                       for part in (False, True))  # fmt: skip
+        if {sample.label for sample in train} != {*labels}:
+            raise DataError(f"{self.root}: {len(held)} of {len(samples)} videos are held back, no "
+                            "video of a class is left to train with")  # fmt: skip
+        return train, held
 
     def _training(self, samples: Sequence[Sample]) -> ClipDataset:
         draw: Any = partial(train_clip, frames=self.frames, transform=self.transform)

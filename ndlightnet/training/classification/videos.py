@@ -32,7 +32,6 @@ class VideoTask(ClassificationTask):
         others: as in ClassificationTask.
     """
 
-    saved = (*ClassificationTask.saved, "cost")
     measures = "step"
     samples = "videos"
     has_frames = True

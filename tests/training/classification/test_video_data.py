@@ -101,11 +101,13 @@ def test_rare_classes_come_up_as_often(root):
 
 
 def test_a_class_without_a_video_to_train_with(root):
-    with pytest.raises(DataError, match="14 videos in 2 parts"):
-        data = made(root, folds=2, fold=0)
-        data._split([Sample(Path("a.mp4"), 0), *[Sample(Path("b.mp4"), 1)] * 13])
-    with pytest.raises(DataError, match="no video of a class is left to train with"):
-        made(root, folds=2, fold=0)._split([Sample(Path("a.mp4"), 0)] * 14 + [Sample(Path("b"), 1)])
+    one = [Sample(Path("a.mp4"), 0), *[Sample(Path("b.mp4"), 1)] * 13]
+    told = "videos are held back, no video of a class is left to train with"
+    with pytest.raises(DataError, match=f"8 of 14 {told}"):
+        made(root, folds=2, fold=0)._split(one)
+    with pytest.raises(DataError, match=f"9 of 14 {told}"):
+        made(root, validation=0.6)._split(one)
+    assert len(made(root)._split(one)[0]) == 13  # a tenth of one is none
 
 
 @pytest.mark.parametrize(
@@ -197,13 +199,13 @@ def test_mixed_batches_follow_from_the_seed_and_the_number(root, mix):
 
 
 def test_validation_is_never_mixed(root):
-    data = made(root, mixup=1.0)
+    data = made(root, mixup=1.0, validation=0.2)
     data.setup("fit")
     data.trainer = Trainer(data)
     data.trainer.training = False
     batch = next(iter(data.val_dataloader()))
     clips, labels, numbers = data.on_after_batch_transfer(batch, 0)
-    assert clips is batch[0] and labels.dtype == torch.int64 and numbers.tolist() == [0, 1]
+    assert clips is batch[0] and labels.dtype == torch.int64 and numbers.tolist() == [0, 1, 2]
 
 
 def test_a_video_that_training_cannot_read_is_told_once(root, tmp_path, capsys):
