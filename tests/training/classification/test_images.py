@@ -125,7 +125,7 @@ def test_a_small_set_is_learnt(trained):
     if kind == "volumes":
         assert list(metrics["recall"]) == ["small", "large"] and metrics["auc"] > 0.95
     else:
-        assert list(metrics["recall"]) == ["0", "1", "2"] and "auc" not in metrics
+        assert list(metrics["recall"]) == ["0", "1", "2"] and metrics["auc"] > 0.99
 
 
 def test_what_it_cost(trained):
