@@ -217,6 +217,25 @@ def test_behind_convolutions():
     assert model.forward_features(kept).shape == (2 * kept.layout.count, 2, 1, 16)
 
 
+def test_what_a_network_does_not_do_with_boxes():
+    """Each would give other numbers than those of whole samples, without a word."""
+    model, x = network(2), cells(2)
+    patch, box, _ = SHAPES[2]
+    kept = draw_boxes(x, patch, box, 0.5)
+    with pytest.raises(ValueError, match="mask: expected none with boxes"):
+        model.forward_features(kept, torch.ones(2, *x.shape[2:], dtype=torch.bool))
+    with pytest.raises(ValueError, match="causal=True: expected none with boxes"):
+        network(2, causal=True).forward_features(kept)
+    with pytest.raises(ValueError, match="boxes: expected whole samples"):
+        model(kept)
+    for other in (NDLightNet(2, 3, patch_size=patch, embed_dim=24, depth=1).double(),
+                  NDLightNet(2, 2, patch_size=4, embed_dim=24, depth=1).double()):  # fmt: skip
+        with pytest.raises(ValueError, match=r"boxes of cells .*: expected \(in_chans="):
+            other.forward_features(kept)
+    with pytest.raises(ValueError, match="LightNetAttention takes whole samples"):
+        LightNetAttention(24)(torch.randn(4, 6, 24), layout=Boxes((2, 3), (0, 0), 2), causal=True)
+
+
 def test_every_parameter_of_the_encoder_trains():
     model, x = network(3, num_classes=0), cells(3)
     features = model.forward_features(draw_boxes(x, *SHAPES[3][:2], 0.5))

@@ -58,18 +58,20 @@ class ClipDataset(torch.utils.data.Dataset[Item]):
         self.samples, self.frames, self.framing = tuple(samples), frames, framing
         self.draw, self.clips, self.crops = draw, clips, crops
         self.cache = FrameCache(len(self.samples), cache)
+        first: dict[Path, int] = {}  # a video that comes up several times is held once
+        self.held = [first.setdefault(s.path, number) for number, s in enumerate(self.samples)]
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def video(self, number: int) -> Tensor:
         """Return (frames, height, width, 3) uint8, as `load_for_clips` does."""
-        video = self.cache.get(number)
+        video = self.cache.get(self.held[number])
         if video is None:
             path = self.samples[number].path
             with fitting(path):
                 video = load_for_clips(path, self.frames, self.framing)
-            self.cache.put(number, video)
+            self.cache.put(self.held[number], video)
         return video
 
     def __getitem__(self, index: int) -> Item:

@@ -126,11 +126,8 @@ class NDLightNet(Backbone):
         else:
             if patch_size is None:
                 patch_size = max(1, round(256 ** (1 / dims)))
-            self.embed = (
-                ConvStem(dims, in_chans, patch_size, embed_dim, stem_blocks)
-                if stem_blocks
-                else Patchify(dims, in_chans, patch_size, embed_dim)
-            )
+            shape = dims, in_chans, patch_size, embed_dim
+            self.embed = ConvStem(*shape, stem_blocks) if stem_blocks else Patchify(*shape)
         if tpe_bidirectional and causal and dims == 1:
             raise ValueError(
                 "tpe_bidirectional=True with causal=True on one axis: later tokens would be seen"
@@ -264,8 +261,8 @@ class NDLightNet(Backbone):
             embed: Any = self.embed.proj if isinstance(self.embed, Patchify) else self.embed
             layout, tokens = x.layout, embed(x.values[None])
         elif isinstance(x, Boxed):
-            layout, mask = x.layout, None
-            tokens = layout.flatten(self.embed(x.values))
+            self._check_boxed(x, mask)
+            layout, tokens = x.layout, x.layout.flatten(self.embed(x.values))
         else:
             self._check(x, mask)
             if not self.per_token:  # else no tokens give no outputs; a mean needs one
@@ -352,6 +349,8 @@ class NDLightNet(Backbone):
         return features if pre_logits else self.head(features)
 
     def forward(self, x: Tensor | Packed, mask: Tensor | None = None) -> Tensor:
+        if isinstance(x, Boxed):
+            raise ValueError("boxes: expected whole samples, or forward_features of the boxes")
         return self.forward_head(self.forward_features(x, mask), mask=mask)
 
     if TYPE_CHECKING:  # what an editor knows of a call; of a Module's it knows nothing

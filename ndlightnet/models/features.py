@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import Grid, Layout, Packed, per_axis
+from ndlightnet.layout import Boxed, Grid, Layout, Packed, per_axis
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.nn.patch import PatchEmbed, Patchify
+from ndlightnet.ops.dtypes import check_not_wider
 
 FORMS = ("NCHW", "NHWC", "NLC")
 # layers that take the channels of the input, of NDLightNet and of both kinds of NDLightUNet
@@ -35,6 +36,21 @@ class Backbone(Pretrained):
 
     def _embedded(self, x: Any, mask: Tensor | None) -> tuple[Tensor, Tensor | None, Layout]:
         raise NotImplementedError
+
+    def _check_boxed(self, boxed: Boxed, mask: Tensor | None) -> None:
+        """Check boxes that the network gets instead of samples."""
+        net: Any = self
+        x, layout, patch = boxed.values, boxed.layout, getattr(net.embed, "patch", ())
+        cells = tuple(n * p for n, p in zip(layout.shape, patch, strict=False))
+        if tuple(x.shape[1:]) != (net.in_chans, *cells) or layout.ndim != self.dims:
+            raise ValueError(
+                f"boxes of cells {tuple(x.shape[1:])}: expected (in_chans={net.in_chans}, *cells) "
+                f"of {layout.shape} tokens of {patch}"
+            )
+        check_not_wider(net, boxes=x)
+        if mask is not None or net.causal:
+            what = "mask" if mask is not None else "causal=True"
+            raise ValueError(f"{what}: expected none with boxes, which are read as a whole")
 
     def _through(self, block: Any, x: Tensor, mask: Tensor | None, layout: Layout) -> Tensor:
         raise NotImplementedError

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from ndlightnet.models.backbone import NDLightNet
 from ndlightnet.nn.block import Block, init_network
 from ndlightnet.nn.initial import Initialized, reset
 from ndlightnet.nn.mixers import LightNetAttention
-from ndlightnet.nn.mixers.base import build_mixer
 from ndlightnet.nn.position import MDTPE
 
 
@@ -48,15 +48,12 @@ class MaskedDecoder(Initialized):
             raise ValueError("net: expected a network of cells that is not causal")
         embed: Any = net.embed
         self.patch, self.in_chans = embed.patch, net.in_chans
-        mixer = LightNetAttention
-
-        def made(width: int) -> nn.Module:
-            return build_mixer(mixer, width, dims=net.dims, layer=0)
+        mixer = partial(LightNetAttention, dims=net.dims)
 
         self.embed = nn.Linear(net.embed_dim, dim)
         self.token = nn.Parameter(torch.empty(dim))
         self.tpe = MDTPE(net.dims, dim, states=32)
-        self.blocks = nn.ModuleList(Block(dim, made) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(dim, mixer) for _ in range(depth))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.head = nn.Linear(dim, math.prod(self.patch) * net.in_chans)
         init_network(self)

@@ -97,6 +97,14 @@ def test_a_video_is_decoded_once_and_when_it_is_needed(samples, monkeypatch):
     assert torch.equal(data[1][0], first) and loads == [samples[1].path]
 
 
+def test_a_video_that_comes_up_twice_is_decoded_once(samples, monkeypatch):
+    loads = counted_loads(monkeypatch)
+    data = ClipDataset([*samples, samples[1]], 4, Framing(28))
+    first, again = data[1], data[2]
+    assert torch.equal(first[0], again[0]) and (first[2], again[2]) == (1, 2)
+    assert loads == [samples[1].path]
+
+
 def test_without_room_every_visit_decodes(samples, monkeypatch):
     loads = counted_loads(monkeypatch)
     small = ClipDataset(samples, 4, Framing(28), cache=100)

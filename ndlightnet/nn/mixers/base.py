@@ -62,10 +62,10 @@ class Mixer(Initialized, ABC):
             def mix(layout: Layout, x: Tensor, mask: Tensor | None) -> Tensor:
                 return self.mix(x, layout, mask, causal)
 
-            if isinstance(grid, Boxes) and grid.count > 1 and not self.boxes:
+            if isinstance(grid, Boxes) and grid.count > 1 and (causal or not self.boxes):
                 raise ValueError(
                     f"layout={grid}: {type(self).__name__} takes whole samples; expected a mixer "
-                    "whose memories can be merged, such as LightNetAttention"
+                    "whose memories can be merged, such as LightNetAttention, and causal=False"
                 )
             mask = grid.flatten_mask(mask)
             y = mix(grid, tokens, mask) if self.ragged else grid.map_samples(mix, tokens, mask)

@@ -232,14 +232,12 @@ class VideoData(LabelledData):
         clips, count = Visits(self.train_set, self.seed), self.repeats * len(self.train_set)
         return training_loader(clips, count, self.batch_size, self.workers)
 
-    def _loader(self, clips: ClipDataset) -> Any:
-        return still_loader(clips, self.batch_size, self.workers)
-
     def val_dataloader(self) -> Any:
-        return self._loader(self.val_set) if len(self.val_set) else []
+        held = self.val_set
+        return still_loader(held, self.batch_size, self.workers) if len(held) else []
 
     def test_dataloader(self) -> Any:
-        return self._loader(self.test_set)
+        return still_loader(self.test_set, self.batch_size, self.workers)
 
     def predict_dataloader(self) -> Any:
         if self.input is None:

@@ -26,7 +26,7 @@ from ndlightnet.data.video_transforms import (
 from ndlightnet.data.visits import Visits
 from ndlightnet.data.volume.class_folders import read_volume
 from ndlightnet.data.volume.datasets import find_inputs
-from ndlightnet.training.classification.data import LabelledData
+from ndlightnet.training.classification.data import LabelledData, held_out
 from ndlightnet.training.core.loading import still_loader, training_loader
 from ndlightnet.training.core.report import say, tell
 from ndlightnet.training.core.task import check
@@ -101,11 +101,9 @@ class UnlabelledFiles(LabelledData):
         notes: list[str] = []
         files, read = getattr(self, f"_{self.kind}")(notes)
         say(notes)
-        held = round(self.validation * len(files))
-        if held == len(files):
+        chosen = held_out(self.validation, len(files))
+        if len(chosen) == len(files):
             raise DataError(f"{self.root}: {len(files)} files, expected some to train with")
-        # evenly spaced, the same ones always
-        chosen = {round(number * len(files) / held) for number in range(held)}
         parts = [[f for i, f in enumerate(files) if (i in chosen) is out] for out in (False, True)]
         self.train_set, self.val_set = (Samples(some, read) for some in parts)
         self.test_set = self.val_set
