@@ -30,8 +30,8 @@ from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories
 from ndlightnet.nn.position import MDTPE
 from ndlightnet.nn.separable import LocalBlock, Separable
 from ndlightnet.nn.stem import torch_layer
+from ndlightnet.ops import instance_norm_silu
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
-from ndlightnet.ops.recurrence.chunks import exact
 
 # channels of the first level (doubled from level to level, up to MOST), then for each level
 # convolution blocks and LightNet blocks; the last number holds for all coarser levels
@@ -47,18 +47,15 @@ NUMBERS = 2**31  # outputs from which cuDNN's transposed convolution is many tim
 _conv = partial(torch_layer, argument="separable=False")
 
 
-class InstanceNorm(nn.GroupNorm):
-    """Instance normalisation on any number of axes, also of a single cell, which torch's
-    InstanceNorm refuses."""
+class NormSiLU(nn.GroupNorm):
+    """Instance normalisation, then SiLU: on any number of axes, also of a single cell, which
+    torch's InstanceNorm refuses."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels, channels)
 
-    def forward(self, x: Tensor) -> Tensor:
-        # Autocast would run it in float32, with twice the memory; the sums are float32 anyway.
-        with exact(x):
-            weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-            return torch.group_norm(x, self.num_groups, weight, bias, self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return instance_norm_silu(x, self.weight, self.bias, residual, self.eps)
 
 
 class ConvBlock(Initialized):
@@ -68,14 +65,15 @@ class ConvBlock(Initialized):
         super().__init__()
         conv = _conv("Conv", dims)
         self.conv1 = conv(inputs, outputs, 3, padding=1, bias=False)
-        self.norm1 = InstanceNorm(outputs)
+        self.norm1 = NormSiLU(outputs)
         self.conv2 = conv(outputs, outputs, 3, padding=1, bias=False)
-        self.norm2 = InstanceNorm(outputs)
+        self.norm2 = NormSiLU(outputs)
         self.skip = nn.Identity() if inputs == outputs else conv(inputs, outputs, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm2(_convolve(self.conv2, _silu(self.norm1(_convolve(self.conv1, x)))))
-        return _silu(y.add_(_convolve(self.skip, x)))
+        y = self.norm1(_convolve(self.conv1, x))
+        out: Tensor = self.norm2(_convolve(self.conv2, y), _convolve(self.skip, x))
+        return out
 
 
 def _convolve(conv: Any, x: Tensor) -> Tensor:
@@ -100,7 +98,7 @@ class Convolutional:
     ) -> tuple[nn.Module, list[nn.Module]]:
         """Return the downsampling to a level of the encoder (step None: the first), its blocks."""
         down = self.conv(inputs, width, step, stride=step) if step else nn.Identity()
-        widths = [width if step else inputs] + [width] * (count - 1)
+        widths = [width if step else inputs, *[width] * count][:count]
         return down, [ConvBlock(self.dims, n, width) for n in widths]
 
     def up(self, low: int, high: int, step: tuple[int, ...]) -> nn.Module:
@@ -111,11 +109,6 @@ class Convolutional:
 
     def head(self, width: int, outputs: int) -> nn.Module:
         return self.conv(width, outputs, 1)
-
-
-def _silu(x: Tensor) -> Tensor:
-    """Apply SiLU, in place where no gradient needs x: whole volumes are large."""
-    return nn.functional.silu(x, inplace=not torch.is_grad_enabled())
 
 
 class Stage(Initialized):
@@ -160,7 +153,8 @@ class NDLightUNet(Pretrained):
         strides: by how much each level after the first is coarser than the one before, one number
             or one for each axis; sizes are rounded up. Default: 2 (1 along the first axis if
             causal) for each level of `widths` after the first, or for three levels.
-        widths: channels per level. convs: convolution blocks of the encoder per level.
+        widths: channels per level. convs: convolution blocks of the encoder per level, one or more
+            in the first.
         depths: LightNet blocks per level; 0: convolutions only.
         mixer, mlp_ratio, tpe: as in NDLightNet; `mixer` counts layers from the first level to the
             last. drop_path_rate: stochastic depth of every block.
@@ -234,7 +228,7 @@ class NDLightUNet(Pretrained):
         depths = _stretched(usual[1], levels) if depths is None else depths
         for name, values, least in (
             ("widths", widths, 1),
-            ("convs", convs, 1),
+            ("convs", convs, 0),
             ("depths", depths, 0),
         ):
             whole = isinstance(values, Sequence) and all(isinstance(n, Integral) for n in values)
@@ -243,6 +237,8 @@ class NDLightUNet(Pretrained):
                     f"{name}={values!r}: expected {levels} numbers from {least} on, one more than "
                     f"strides={strides!r}"
                 )
+        if convs[0] < 1:
+            raise ValueError(f"convs={convs!r}: expected 1 or more at the first level")
         self.dims, self.in_channels, self.out_channels = dims, in_channels, out_channels
         self.strides, self.widths = steps, tuple(widths)
         self.deep_supervision = deep_supervision
@@ -330,7 +326,7 @@ class NDLightUNet(Pretrained):
         steps = [None, *self.strides]
         for step, down, convs, stage in zip(steps, self.down, self.convs, self.stages, strict=True):
             if step is not None and not self.separable:
-                x = nn.functional.pad(x, _missing(x.shape[2:], step))
+                x = _padded(x, step)
             x = stage(convs(down(x)))
             skips.append(x)
         return skips
@@ -381,7 +377,9 @@ def _stretched(values: Sequence[int], count: int) -> list[int]:
     return [values[min(at, len(values) - 1)] for at in range(count)]
 
 
-def _missing(space: Sequence[int], step: Sequence[int]) -> list[int]:
-    """Return the padding, for torch's pad, at the end of each axis that makes `step` divide it."""
-    pairs = zip(reversed(space), reversed(step), strict=True)
-    return [amount for size, by in pairs for amount in (0, -size % by)]
+def _padded(x: Tensor, step: Sequence[int]) -> Tensor:
+    """Pad x at the end of each axis, such that `step` divides it."""
+    pairs = zip(reversed(x.shape[2:]), reversed(step), strict=True)
+    missing = [amount for size, by in pairs for amount in (0, -size % by)]
+    # torch copies x where nothing is missing, but an exported graph takes any size
+    return nn.functional.pad(x, missing) if torch.compiler.is_exporting() or any(missing) else x

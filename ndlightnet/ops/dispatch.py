@@ -35,6 +35,7 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "local_mixing": KERNELS,
     "norm_gate": KERNELS,
     "swiglu": ("torch", "triton"),
+    "instance_norm_silu": ("torch", "triton"),
     "gated_linear_attention": FLA,
     "gated_delta_rule": FLA,
     # global, or causal along frames of more than one token
@@ -125,7 +126,8 @@ def supported(
     """Return whether `operation`, a key of OPERATIONS, has a Triton kernel for these tensors.
 
     x: queries or keys (batch, length, heads, dim), or tokens (batch, *grid, dim) for "axis_scan"
-    and "local_mixing", (..., dim) for "norm_gate" and "swiglu". v: values. others: further inputs
+    and "local_mixing", (..., dim) for "norm_gate" and "swiglu", (batch, channels, *space) for
+    "instance_norm_silu". v: values. others: further inputs
     (queries, a State, the weight (taps, dim) of "local_mixing"). Where any input needs a gradient,
     the kernel must have a backward. A Support is true, or false with a `reason`.
     """
@@ -145,12 +147,12 @@ def supported(
     if axes > MOST_AXES:
         return Support(f"{axes} axes: expected {MOST_AXES} or fewer")
     if (
-        on_grid
+        (on_grid or operation == "instance_norm_silu")
         and torch.compiler.is_exporting()
         and any(isinstance(n, torch.SymInt) for n in x.shape)
     ):
         return Support("sizes that an exported graph leaves open: its programs depend on them")
-    if operation == "swiglu":
+    if operation in ("swiglu", "instance_norm_silu"):
         return SUPPORTED
     if operation == "norm_gate":
         if x.shape[-1] > MOST_ROW:

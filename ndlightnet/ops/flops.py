@@ -89,6 +89,9 @@ def _twice(forward: Callable[..., int], first: int = 0) -> Callable[..., int]:
     return flops
 
 
+# passes over tensors, without products of matrices
+PASSES = ("sliding_merge", "norm_gate", "swiglu", "instance_norm_silu")
+
 FORMULAS: dict[str, Callable[..., int]] = {
     "summarize": _summarize,
     "summarize_backward": _twice(_summarize),
@@ -107,8 +110,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "axis_scan_backward": _twice(_axis_scan, 1),
     "local_mixing": _local,
     "local_mixing_backward": _twice(_local, 1),
-    **dict.fromkeys(("sliding_merge", "norm_gate", "swiglu"), _none),
-    **dict.fromkeys(("sliding_merge_backward", "norm_gate_backward", "swiglu_backward"), _none),
+    **{name + end: _none for end in ("", "_backward") for name in PASSES},
 }
 for _name, _formula in FORMULAS.items():
     register_flop_formula(getattr(torch.ops.ndlightnet, _name))(_formula)

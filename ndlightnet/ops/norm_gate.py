@@ -70,8 +70,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, dout: Tensor, *_: Tensor) -> Any:
-    *grads, dlocal = _norm_gate_backward(dout, *ctx.saved_tensors)
-    return *grads, None if ctx.saved_tensors[4] is None else dlocal, None
+    saved = ctx.saved_tensors  # read once: checkpointing allows it a single time
+    *grads, dlocal = _norm_gate_backward(dout, *saved)
+    return *grads, None if saved[4] is None else dlocal, None
 
 
 _norm_gate_backward = Operator(

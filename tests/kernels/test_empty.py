@@ -14,6 +14,7 @@ from ndlightnet.ops import (
     axis_scan,
     causal_attention,
     global_attention,
+    instance_norm_silu,
     norm_gate,
     read,
     summarize,
@@ -105,6 +106,9 @@ def test_position_and_gate(shape):
     assert y.shape == z.shape == shape
     for g in grad(y.sum() + z.sum(), (x,)):
         assert g.shape == shape
+    if shape[0] == 0:
+        ones = torch.ones(shape[1], device=DEVICE)
+        assert instance_norm_silu(x, ones, ones, x, impl="triton").shape == shape
     flat = x.flatten(0, -2)
     if len(flat) == 0:
         layout = Ragged([(0,) * axes])

@@ -9,7 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ndlightnet.nn.mixers import LightNetAttention, lightnet
-from ndlightnet.ops import Lrpe, attention_step, global_attention, norm_gate
+from ndlightnet.ops import (
+    Lrpe,
+    attention_step,
+    global_attention,
+    instance_norm_silu,
+    norm_gate,
+)
 
 from .cases import DEVICE, Case, Problem
 from .yardstick import Plain, ours, rms
@@ -56,7 +62,8 @@ def test_outputs_without_a_gradient_cost_nothing(learn):
     y = global_attention(q, k, v, lrpe=Lrpe(theta, (2, 3), "cosine"), impl="triton")
     weight = torch.ones(4, device=DEVICE, requires_grad=True)
     z = norm_gate(q[..., 0, :], k[..., 0, :], weight, weight, impl="triton")
-    for out, inputs in ((y, [q, k, v, *[theta] * learn]), (z, [q, k, weight])):
+    n = instance_norm_silu(q, *torch.ones(2, 6, device=DEVICE), k, impl="triton")
+    for out, inputs in ((y, [q, k, v, *[theta] * learn]), (z, [q, k, weight]), (n, [q, k])):
         with Zeros() as zeros:
             grad(out, inputs, torch.ones_like(out))
         assert zeros.count == 0

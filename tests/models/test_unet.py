@@ -7,7 +7,7 @@ from torch.autograd import grad
 
 from ndlightnet import Identity, NDLightUNet
 from ndlightnet.models import unet
-from ndlightnet.models.unet import InstanceNorm
+from ndlightnet.models.unet import NormSiLU
 
 SIZES = {1: (13,), 2: (9, 14), 3: (7, 5, 6)}
 every_dims = pytest.mark.parametrize("dims", SIZES)
@@ -122,8 +122,8 @@ def test_a_stride_of_one_keeps_the_axes_apart():
     reach = 2 * (3 + 2)  # two 3-wide convolutions for each of 3 blocks down and 2 up
     x = torch.randn(1, 2, 2 * reach + 5, 8, dtype=torch.float64, requires_grad=True)
     for module in model.modules():
-        if isinstance(module, InstanceNorm):  # it sees the whole grid
-            module.forward = lambda x: x
+        if isinstance(module, NormSiLU):  # it sees the whole grid
+            module.forward = lambda x, residual=None: x if residual is None else x + residual
     planes = grad(model(x)[0, :, reach + 2].sum(), x)[0][0].abs().sum((0, 2)) > 0
     assert planes.nonzero().flatten().tolist() == list(range(2, 2 * reach + 3))
 
@@ -180,10 +180,20 @@ def test_a_single_cell_trains(dims):
 
 def test_instance_norm_is_torchs(close):
     """Each sample and channel by itself, with torch's own where that takes the size."""
-    norm, x = InstanceNorm(5).double(), torch.randn(3, 5, 4, 6, dtype=torch.float64) * 3 + 7
+    norm, x = NormSiLU(5).double(), torch.randn(3, 5, 4, 6, dtype=torch.float64) * 3 + 7
     torch.nn.init.normal_(norm.weight), torch.nn.init.normal_(norm.bias)
     expected = nn.functional.instance_norm(x, weight=norm.weight, bias=norm.bias, eps=norm.eps)
-    close(norm(x), expected, 1e-12)
+    close(norm(x), nn.functional.silu(expected), 1e-12)
+    close(norm(x, x), nn.functional.silu(expected + x), 1e-12)
+
+
+@pytest.mark.parametrize("separable", [False, True])
+def test_levels_without_convolution_blocks(separable):
+    model = tiny(2, convs=(1, 0, 0), depths=(0, 1, 2), separable=separable)
+    assert [len(convs) for convs in model.convs] == [1, 0, 0]
+    maps = model.encode(torch.randn(1, 2, 9, 14))
+    assert [y.shape[1] for y in maps] == list(model.widths)
+    assert model(torch.randn(1, 2, 9, 14)).shape == (1, model.out_channels, 9, 14)
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
@@ -232,7 +242,9 @@ def test_errors_show_the_values():
             NDLightUNet(2, strides=strides)
     for name in ("convs", "widths", "depths"):
         with pytest.raises(ValueError, match=f"{name}="):
-            NDLightUNet(2, strides=[2], **{name: (8, -1 if name == "depths" else 0)})
+            NDLightUNet(2, strides=[2], **{name: (8, 0 if name == "widths" else -1)})
+    with pytest.raises(ValueError, match=r"convs=\(0, 1\): expected 1 or more at the first level"):
+        NDLightUNet(2, strides=[2], convs=(0, 1))
     for wrong in ((2, 3, 8, 8), (2, 2, 8), (2, 2, 8, 8, 8)):
         with pytest.raises(ValueError, match=rf"\({wrong[0]}, {wrong[1]}"):
             tiny(2)(torch.randn(wrong))

@@ -1,0 +1,125 @@
+"""Instance norm (Ulyanov et al. 2016, arXiv 1607.08022), a residual and SiLU, in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from ndlightnet.ops._operator import Operator
+from ndlightnet.ops.dispatch import Impl, resolve
+from ndlightnet.ops.plain import plain
+from ndlightnet.ops.recurrence.chunks import exact
+
+
+def instance_norm_silu(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None, eps: float = 1e-5,
+    impl: Impl = "auto",
+) -> Tensor:  # fmt: skip
+    """Return SiLU(norm(x) * weight + bias + residual), in x's dtype, under autocast too.
+
+    norm subtracts the mean of each channel of each sample and divides by its standard deviation;
+    a single cell is mapped to 0. x, residual: (batch, channels, *space); weight, bias: (channels,).
+    Statistics are float32 or wider. For the gradient x and residual are kept, and nothing between.
+    """
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"residual {tuple(residual.shape)}: expected x's, {tuple(x.shape)}")
+    if resolve("instance_norm_silu", impl, x) == "triton":
+        out: Tensor = _instance_norm(x, weight, bias, residual, eps)[0]
+        return out
+    # torch.compile keeps what it finds best
+    if torch.is_grad_enabled() and not (torch.compiler.is_compiling() or plain()):
+        out = _Recomputed.apply(x, weight, bias, residual, eps)  # type: ignore[no-untyped-call]
+        return out
+    return _by_torch(x, weight, bias, residual, eps)
+
+
+def _by_torch(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float
+) -> Tensor:
+    # Autocast would run it in float32, with twice the memory; the sums are float32 anyway.
+    with exact(x):
+        y = torch.group_norm(x, x.shape[1], weight.to(x.dtype), bias.to(x.dtype), eps)
+        if residual is not None:
+            y = y.add_(residual)
+        # in place where no gradient needs y: whole volumes are large
+        return silu(y, inplace=not torch.is_grad_enabled())
+
+
+class _Recomputed(torch.autograd.Function):
+    """`_by_torch`, computed again for its gradient, which can be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        ctx.save_for_backward(*inputs[:4])
+        ctx.eps = inputs[4]
+        return _by_torch(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        wants, again = ctx.needs_input_grad[:4], torch.is_grad_enabled()
+        with torch.enable_grad():
+            # other tensors of the same numbers: x may depend on residual
+            inputs: list[Any] = [
+                x if x is None else x.view_as(x) if again else x.detach().requires_grad_(want)
+                for x, want in zip(ctx.saved_tensors, wants, strict=True)
+            ]
+            wanted = [x for x, want in zip(inputs, wants, strict=True) if want]
+            out = _by_torch(*inputs, eps=ctx.eps)
+            grads = iter(torch.autograd.grad(out, wanted, dout, create_graph=again))
+        return *(next(grads) if want else None for want in wants), None
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float) -> Any:
+    from ndlightnet_kernels import instance_norm as kernels
+
+    return kernels.instance_norm_silu(x, weight, bias, residual, eps)
+
+
+def _fake(x: Tensor, *_: Any) -> Any:
+    mean = x.new_empty(x.shape[:2], dtype=torch.float32)
+    return x.new_empty(x.shape), mean, torch.empty_like(mean)
+
+
+def _gradients(
+    dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, mean: Tensor,
+    rstd: Tensor,
+) -> Any:  # fmt: skip
+    """Return gradients; that of residual is empty where there is none."""
+    from ndlightnet_kernels import instance_norm as kernels
+
+    *grads, more = kernels.instance_norm_silu_backward(dout, x, weight, bias, residual, mean, rstd)
+    return *grads, x.new_empty(0) if more is None else more
+
+
+def _gradients_fake(
+    dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *_: Tensor
+) -> Any:
+    grads = (y.new_empty(y.shape) for y in (x, weight, bias))
+    return *grads, x.new_empty(0) if residual is None else residual.new_empty(residual.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:4], *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # else zeros are written as gradients of mean and rstd
+
+
+def _backward(ctx: Any, dout: Tensor, *_: Tensor) -> Any:
+    saved = ctx.saved_tensors  # read once: checkpointing allows it a single time
+    *grads, more = _instance_norm_backward(dout, *saved)
+    return *grads, None if saved[3] is None else more, None
+
+
+_instance_norm_backward = Operator(
+    "instance_norm_silu_backward(Tensor dout, Tensor x, Tensor weight, Tensor bias, "
+    "Tensor? residual, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor, Tensor)",
+    _gradients, _gradients_fake,
+)  # fmt: skip
+_instance_norm = Operator(
+    "instance_norm_silu(Tensor x, Tensor weight, Tensor bias, Tensor? residual, float eps) "
+    "-> (Tensor, Tensor, Tensor)",
+    _forward, _fake, _save, _backward,
+)  # fmt: skip

@@ -1,0 +1,142 @@
+"""Instance norm, residual and SiLU in one kernel, against float64, beside torch in the inputs' own
+precision."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ndlightnet.ops import instance_norm_silu
+
+from .cases import DEVICE
+
+pytest.importorskip("ndlightnet_kernels.instance_norm")
+from ndlightnet_kernels import instance_norm as kernels
+
+# numpy says it in the interpreter of masked lanes, and of exp(6e4) = inf
+pytestmark = pytest.mark.filterwarnings("ignore:overflow")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(1, 1, 1), (2, 3, 5), (1, 2, 7, 19), (2, 3, 4, 5, 6), (1, 2, 3, 2, 3, 2)]
+NAMES = ("out", "dx", "dweight", "dbias", "dresidual")
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory that a kernel should write starts as NaN."""
+    for place, name in ((torch, "empty_like"), (torch.Tensor, "new_empty")):
+        make = getattr(place, name)
+        nan = lambda *a, _make=make, **k: _make(*a, **k).fill_(torch.nan)  # noqa: E731
+        monkeypatch.setattr(place, name, nan)
+
+
+def result(impl, pull, *inputs):
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    y = instance_norm_silu(*inputs, impl=impl)
+    return y.detach(), *torch.autograd.grad(y, inputs, pull.to(y.dtype))
+
+
+def check(pull, *inputs):
+    """Error against float64: at most twice torch's, and one step of the largest value (Triton's
+    interpreter cuts bfloat16 where the GPU rounds)."""
+    actual, low = (result(impl, pull, *inputs) for impl in ("triton", "torch"))
+    exact = result("torch", pull.double(), *(x.double() for x in inputs))
+    for name, a, b, c in zip(NAMES, actual, low, exact, strict=False):
+        assert a.shape == b.shape and a.dtype == b.dtype and a.isfinite().all(), name
+        # the exponent of SiLU is rounded at its size
+        steps = 1 + (largest(*inputs) if a.dtype == torch.float32 else 0)
+        rounding = steps * torch.finfo(a.dtype).eps * c.abs().max().item()
+        error, allowed = ((x.double() - c).abs().max().item() for x in (a, b))
+        assert error <= 2 * allowed + rounding, f"{name}: {error:.2e}, torch {allowed:.2e}"
+
+
+def largest(x, weight, bias, residual=None):
+    """Return the largest number that SiLU gets."""
+    y = torch.group_norm(x.double(), x.shape[1], weight.double(), bias.double())
+    return (y if residual is None else y + residual.double()).abs().max().item()
+
+
+def random(shape, dtype, *, residual=True):
+    pull, x, more = ((scale * torch.randn(shape, device=DEVICE)).to(dtype) for scale in (1, 3, 2))
+    weight, bias = torch.randn(2, shape[1], device=DEVICE)
+    return pull, x + 1, 1 + weight / 4, bias, *[more] * residual
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_and_gradients(shape, dtype):
+    for residual in (False, True):
+        check(*random(shape, dtype, residual=residual))
+
+
+@pytest.mark.parametrize("size", [257, 1000, 1536])
+def test_rows_of_several_chunks_and_tiles(size, monkeypatch):
+    """Chunks of one or more tiles, the last ones in part; the same bits twice."""
+    monkeypatch.setattr(kernels, "TILE", 128)
+    for most in (64, 3):
+        monkeypatch.setattr(kernels, "MOST_SPLITS", most)
+        kernels.remembered.__globals__["_plans"].clear()
+        given = random((2, 2, size), torch.float32)
+        check(*given)
+        one, two = (result("triton", *given) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_a_mean_far_from_zero_and_constant_rows():
+    """Not E[x^2] - E[x]^2: of numbers near 1e4 the deviations are left, of a constant none."""
+    x = torch.randn(1, 3, 999, device=DEVICE) + 1e4
+    x[:, 1] = 3
+    x[:, 2, 0] = -1e5  # the first cell is far from the others
+    ones, zeros = torch.ones(3, device=DEVICE), torch.zeros(3, device=DEVICE)
+    _, mean, rstd = kernels.instance_norm_silu(x, ones, zeros, None, 1e-5)
+    exact = x.double()
+    torch.testing.assert_close(mean, exact.mean(-1).float())
+    variance = exact.var(-1, correction=0)
+    torch.testing.assert_close(rstd, (variance + 1e-5).rsqrt().float(), rtol=1e-4, atol=0)
+
+
+def test_wide_residuals_are_finite():
+    pull, x, weight, bias, _ = random((1, 2, 96), torch.float32)
+    wide = torch.linspace(-6e4, 6e4, 192, device=DEVICE).view(1, 2, 96)
+    outputs = result("triton", pull, x, weight, bias, wide)
+    torch.testing.assert_close(outputs, result("torch", pull, x, weight, bias, wide))
+
+
+def test_strided_inputs_and_other_dtypes_of_weights():
+    pull, x, weight, bias, more = random((6, 5, 4), torch.float32)
+    check(pull.transpose(0, 2), x.transpose(0, 2), weight, bias, more.transpose(0, 2))
+    pull, x, weight, bias, more = random((2, 5, 40), torch.bfloat16)
+    check(pull, x, weight.bfloat16(), bias.bfloat16(), more)
+
+
+def test_operator():
+    _, x, weight, bias, more = (y.requires_grad_() for y in random((2, 3, 5, 4), torch.float32))
+    for residual in (more, None):
+        given = (x, weight, bias, residual, 1e-5)
+        torch.library.opcheck(torch.ops.ndlightnet.instance_norm_silu.default, given)
+    compiled = torch.compile(
+        lambda x: instance_norm_silu(x, weight, bias, impl="triton").sin(), fullgraph=True,
+        backend="aot_eager",
+    )  # fmt: skip
+    expected = instance_norm_silu(x, weight, bias, impl="torch").sin()
+    torch.testing.assert_close(compiled(x), expected)
+
+
+@pytest.mark.parametrize("impl, numbers", [("triton", 2 * 2 * 3), ("torch", 0)])
+def test_it_keeps_its_inputs_and_at_most_two_numbers_a_row(impl, numbers):
+    pull, *inputs = random((2, 3, 50), torch.float32)
+    inputs = [x.requires_grad_() for x in inputs]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = instance_norm_silu(*inputs, impl=impl)
+    known = {x.data_ptr() for x in inputs}
+    assert sum(t.numel() for t in kept if t.data_ptr() not in known) == numbers
+    again = checkpoint(lambda *xs: instance_norm_silu(*xs, impl=impl), *inputs,
+                       use_reentrant=False)  # fmt: skip
+    for a, b in zip(*(torch.autograd.grad(z, inputs, pull) for z in (y, again)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_residual_of_another_shape_is_refused():
+    x, ones = torch.ones(1, 2, 3), torch.ones(2)
+    with pytest.raises(ValueError, match=r"residual \(1, 2, 4\): expected x's, \(1, 2, 3\)"):
+        instance_norm_silu(x, ones, ones, torch.ones(1, 2, 4))

@@ -1,0 +1,39 @@
+"""Instance norm, residual and SiLU in torch: gradients of any order, and what may be missing."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+from ndlightnet.ops import instance_norm_silu
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_gradients_of_both_orders(residual):
+    torch.manual_seed(0)
+    x, more = torch.randn(2, 2, 3, 5, dtype=torch.float64, requires_grad=True).chunk(1)[0], None
+    weight, bias = torch.randn(2, 2, dtype=torch.float64, requires_grad=True).unbind()
+    if residual:
+        more = torch.randn(2, 3, 5, 2, dtype=torch.float64, requires_grad=True).movedim(-1, 1)
+    given = [y for y in (x, weight, bias, more) if y is not None]
+    assert gradcheck(instance_norm_silu, given) and gradgradcheck(instance_norm_silu, given)
+
+
+def test_only_what_is_trained_gets_a_gradient():
+    x, weight = torch.randn(1, 2, 4), torch.ones(2, requires_grad=True)
+    y = instance_norm_silu(x, weight, torch.zeros(2), x)
+    y.sum().backward()
+    assert weight.grad is not None and x.grad is None and not torch.equal(y, x)
+
+
+def test_under_autocast_and_by_functorch_the_same(close):
+    x, weight, bias = torch.randn(3, 2, 4, 5), torch.randn(2), torch.randn(2)
+    expected = instance_norm_silu(x, weight, bias, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(instance_norm_silu(x, weight, bias, x), expected)
+        assert instance_norm_silu(x.bfloat16(), weight, bias).dtype == torch.bfloat16
+
+    def loss(x):
+        return instance_norm_silu(x, weight, bias, x).square().sum()
+
+    (g,) = torch.autograd.grad(loss(y := x.clone().requires_grad_()), y)
+    close(torch.func.grad(loss)(x), g, 1e-5)
