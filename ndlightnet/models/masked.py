@@ -24,11 +24,34 @@ from ndlightnet.nn.position import MDTPE
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """Samples in which what was dropped is predicted, each patch with its own mean and spread,
-    (batch, channels, *space); and which cells were dropped, (batch, *space) bool."""
+    """Samples in which what was dropped is predicted, computed when it is asked for.
 
-    cells: Tensor
-    dropped: Tensor
+    predicted: (batch, *grid, cells * channels), the normalised patches; target: the patches as they
+    are; mean, spread: (batch, *grid, 1) of these; absent: (batch, *grid), which tokens were
+    dropped; patch: cells of a token along each axis.
+    """
+
+    predicted: Tensor
+    target: Tensor
+    mean: Tensor
+    spread: Tensor
+    absent: Tensor
+    patch: tuple[int, ...]
+
+    @property
+    def cells(self) -> Tensor:
+        """Samples (batch, channels, *space); dropped patches get the mean and spread they had."""
+        undone = self.predicted * self.spread + self.mean
+        patches = torch.where(self.absent[..., None], undone, self.target)
+        return uncut_patches(patches, self.patch).movedim(-1, 1)  # patches hold channels last
+
+    @property
+    def dropped(self) -> Tensor:
+        """Which cells were dropped, (batch, *space) bool."""
+        dropped = self.absent
+        for axis, size in enumerate(self.patch):
+            dropped = dropped.repeat_interleave(size, 1 + axis)
+        return dropped
 
 
 class MaskedDecoder(Initialized):
@@ -98,10 +121,4 @@ def masked_loss(
     spread = (var + 1e-6).sqrt()
     errors = (found - (target - mean) / spread).square().mean(-1)
     loss = (errors * absent).sum() / absent.sum()
-    with torch.no_grad():
-        patches = torch.where(absent[..., None], found * spread + mean, target)
-        # cut patches hold their channels last
-        cells = uncut_patches(patches, decoder.patch).movedim(-1, 1)
-        for axis, size in enumerate(decoder.patch):
-            absent = absent.repeat_interleave(size, 1 + axis)
-    return loss, Reconstruction(cells, absent)
+    return loss, Reconstruction(found.detach(), target, mean, spread, absent, decoder.patch)

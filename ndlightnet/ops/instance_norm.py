@@ -63,11 +63,12 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad():
             # other tensors of the same numbers: x may depend on residual
             inputs: list[Any] = [
-                x if x is None else x.view_as(x) if again else x.detach().requires_grad_(want)
-                for x, want in zip(ctx.saved_tensors, wants, strict=True)
+                y if y is None else y.view_as(y) if again else y.detach().requires_grad_(want)
+                for y, want in zip(ctx.saved_tensors, wants, strict=True)
             ]
-            wanted = [x for x, want in zip(inputs, wants, strict=True) if want]
-            out = _by_torch(*inputs, eps=ctx.eps)
+            wanted = [y for y, want in zip(inputs, wants, strict=True) if want]
+            x, weight, bias, residual = inputs
+            out = _by_torch(x, weight, bias, residual, ctx.eps)
             grads = iter(torch.autograd.grad(out, wanted, dout, create_graph=again))
         return *(next(grads) if want else None for want in wants), None
 

@@ -20,6 +20,7 @@ from ndlightnet_evidence.bench.decode import decode
 from ndlightnet_evidence.bench.frames import frames, packs
 from ndlightnet_evidence.bench.generation import generation
 from ndlightnet_evidence.bench.local import local
+from ndlightnet_evidence.bench.norm import norm
 from ndlightnet_evidence.bench.rows import Bench
 from ndlightnet_evidence.bench.step import step
 from ndlightnet_evidence.bench.stream import draw, stream
@@ -28,7 +29,7 @@ from ndlightnet_evidence.bench.tpe import tpe
 # run in this order: peers are left out of the last groups if the time is up
 GROUPS: dict[str, Callable[[Bench], None]] = {
     "attention": attention.attention, "natten": attention.natten, "tpe": tpe, "local": local,
-    "step": step, "pictures": pictures.pictures, "generation": generation,
+    "norm": norm, "step": step, "pictures": pictures.pictures, "generation": generation,
     "decode": decode, "figure": attention.figure, "dims": attention.dims, "frames": frames,
     "packs": packs, "stream": stream, "operators": mixers.operators, "mixers": mixers.mixers,
     "cpu": attention.cpu,

@@ -18,6 +18,7 @@ from ndlightnet_evidence.bench.decode import decode
 from ndlightnet_evidence.bench.frames import frames, packs
 from ndlightnet_evidence.bench.generation import generation
 from ndlightnet_evidence.bench.local import local
+from ndlightnet_evidence.bench.norm import norm
 from ndlightnet_evidence.bench.rows import Bench, Case, Cell, Contender
 from ndlightnet_evidence.bench.step import step
 from ndlightnet_evidence.bench.tpe import tpe
@@ -120,6 +121,7 @@ def test_all_groups_have_their_rows(bench, monkeypatch):
     attention.figure(bench, lengths=[64], heads=1, dim=8)
     tpe(bench, grid=(2, 3, 4), dim=4, states=(4,))
     local(bench, shapes=(("star", 1, (2, 3), 4), ("dense", 1, (2,) * 4, 4)))
+    norm(bench, shapes=((2, 3, (4, 5)),))
     decode(bench, batch=2, heads=1, dim=8)
     step(bench, grid=(2, 2, 2), dim=64, depth=1)
     frames(bench, grid=(3, 2, 2), heads=1, dim=8)

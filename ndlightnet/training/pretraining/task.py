@@ -108,7 +108,8 @@ class PretrainTask(Task):
         batches = trainer.num_test_batches if trainer.testing else trainer.num_val_batches
         # of many batches some of each: data are sorted by class
         self.each = math.ceil(SHOWN / max(1, sum(map(int, batches))))
-        self.shown: list[tuple[Tensor, Reconstruction]] = []
+        # samples, their reconstructions, and which cells of them were dropped
+        self.shown: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def validation_step(self, batch: tuple[Any, ...], number: int) -> None:
         if len(batch[0]):  # 0: no file of the batch could be read
@@ -120,10 +121,10 @@ class PretrainTask(Task):
         x = self.samples(batch)
         # the same boxes each time
         loss, found = self.loss(x, torch.Generator(self.device).manual_seed(mixed(0, number)))
-        room = min(self.each, SHOWN - sum(len(some) for some, _ in self.shown))
+        room = min(self.each, SHOWN - sum(len(some) for some, *_ in self.shown))
         if room > 0:
-            kept = Reconstruction(found.cells[:room].cpu(), found.dropped[:room].cpu())
-            self.shown.append((x[:room].cpu(), kept))
+            x, cells, dropped = (y[:room].cpu() for y in (x, found.cells, found.dropped))
+            self.shown.append((x, cells, dropped))
         return 1 - loss
 
     def on_validation_epoch_end(self) -> None:
@@ -132,9 +133,7 @@ class PretrainTask(Task):
             return
         folder = self.out() / "reconstructions"
         name = "test" if trainer.testing else f"epoch_{trainer.current_epoch + 1:04d}"
-        x = torch.cat([some for some, _ in self.shown])
-        cells = torch.cat([found.cells for _, found in self.shown])
-        dropped = torch.cat([found.dropped for _, found in self.shown])
+        x, cells, dropped = (torch.cat(some) for some in zip(*self.shown, strict=True))
         save_reconstructions(folder / f"{name}.png", x, cells, dropped, self.data())
 
     def on_test_epoch_start(self) -> None:
