@@ -30,7 +30,7 @@ ONLY_UNDER = {
     ),
     **dict.fromkeys(("timm", "transformers"), ("ndlightnet.integrations", "tasks")),
     "diffusers": ("ndlightnet.integrations", "ndlightnet.training", "tasks"),
-    "decord": ("ndlightnet.data", "ndlightnet.inference"),
+    **dict.fromkeys(("decord", "torchcodec"), ("ndlightnet.data", "ndlightnet.inference")),
     "av": ("ndlightnet.data", "ndlightnet.inference"),
     "triton": ("ndlightnet_kernels",),
 }  # fmt: skip

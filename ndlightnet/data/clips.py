@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,21 +11,22 @@ from torch import Tensor
 
 from ndlightnet.data.errors import DataError, fitting
 from ndlightnet.data.frame_cache import FrameCache
-from ndlightnet.data.video import Sample, load_video
-from ndlightnet.data.video_transforms import Framing, eval_clips
+from ndlightnet.data.video import Sample, ThinVideo
+from ndlightnet.data.video_transforms import Frames, Framing, eval_clips
 
 TRIES = 16  # videos in a row that training tries in place of one that cannot be read
 Item = tuple[Tensor, int, int, str]
 
 
-def load_for_clips(path: str | Path, frames: int, framing: Framing) -> Tensor:
-    """Read a video at the size that a network's clips need, in training and in prediction: (frames,
-    height, width, 3) uint8.
+def open_for_clips(
+    path: str | Path, frames: int, framing: Framing, device: str = "cpu"
+) -> ThinVideo:
+    """Open a video at the size that a network's clips need, in training and in prediction.
 
-    Four times as many frames are read as a clip takes (64 at least), so that random clips of one
-    video differ.
+    It has four times as many frames as a clip takes (64 at least), so that random clips of one
+    video differ; those that a clip takes are decoded, on `device`.
     """
-    return load_video(path, framing.stored, max_frames=max(64, 4 * frames))
+    return ThinVideo(path, framing.stored, max(64, 4 * frames), device)
 
 
 class ClipDataset(torch.utils.data.Dataset[Item]):
@@ -36,7 +38,9 @@ class ClipDataset(torch.utils.data.Dataset[Item]):
     With `frames=1` a clip is a single frame.
 
     A video is decoded when it is needed, and held as bytes as long as there is room in `cache`: at
-    size 112, 65 kB for each frame of 4:3, 64 frames or four times those of a clip.
+    size 112, 65 kB for each frame of 4:3, 64 frames or four times those of a clip. Without room
+    only the frames of the clip are decoded: the same ones, but damage elsewhere is not noticed.
+    `device`: of `open_for_clips`.
     """
 
     def __init__(
@@ -45,10 +49,11 @@ class ClipDataset(torch.utils.data.Dataset[Item]):
         frames: int,
         framing: Framing,
         *,
-        draw: Callable[[Tensor], Tensor] | None = None,
+        draw: Callable[[Frames], Tensor] | None = None,
         clips: int = 1,
         crops: int = 1,
         cache: int = 2**32,
+        device: str = "cpu",
     ) -> None:
         if min(frames, framing.size, clips, crops) < 1:
             raise ValueError(
@@ -56,7 +61,7 @@ class ClipDataset(torch.utils.data.Dataset[Item]):
                 f"{crops}"
             )
         self.samples, self.frames, self.framing = tuple(samples), frames, framing
-        self.draw, self.clips, self.crops = draw, clips, crops
+        self.draw, self.clips, self.crops, self.device = draw, clips, crops, device
         self.cache = FrameCache(len(self.samples), cache)
         first: dict[Path, int] = {}  # a video that comes up several times is held once
         self.held = [first.setdefault(s.path, number) for number, s in enumerate(self.samples)]
@@ -64,26 +69,35 @@ class ClipDataset(torch.utils.data.Dataset[Item]):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def video(self, number: int) -> Tensor:
-        """Return (frames, height, width, 3) uint8, as `load_for_clips` does."""
-        video = self.cache.get(self.held[number])
-        if video is None:
-            path = self.samples[number].path
-            with fitting(path):
-                video = load_for_clips(path, self.frames, self.framing)
-            self.cache.put(self.held[number], video)
+    def video(self, number: int) -> Frames:
+        """Return a video, decoded if it is held, or else to be decoded."""
+        held = self.held[number]
+        if (video := self.cache.get(held)) is not None:
+            return video
+        path = self.samples[number].path
+        opened = open_for_clips(path, self.frames, self.framing, self.device)
+        if not self.cache.fits(math.prod(opened.shape)):
+            return opened
+        video = opened[:]
+        self.cache.put(held, video)
         return video
+
+    def clip(self, number: int) -> Tensor:
+        """Return the clips of a video, or in training a random one."""
+        with fitting(self.samples[number].path):
+            video = self.video(number)
+            if self.draw is not None:
+                return self.draw(video)
+            return eval_clips(video, self.frames, self.framing, self.clips, self.crops)
 
     def __getitem__(self, index: int) -> Item:
         if self.draw is None:
-            video, label = self.video(index), self.samples[index].label
-            clips = eval_clips(video, self.frames, self.framing, self.clips, self.crops)
-            return clips, label, index, ""
+            return self.clip(index), self.samples[index].label, index, ""
         problem = ""
         for number in range(index, index + TRIES):
             number %= len(self)
             try:
-                return self.draw(self.video(number)), self.samples[number].label, number, problem
+                return self.clip(number), self.samples[number].label, number, problem
             except DataError as error:
                 problem = problem or str(error)
         raise DataError(f"{problem}; nor can the {TRIES - 1} videos after it be read")

@@ -56,11 +56,15 @@ class FrameCache:
             self._file, dtype=torch.uint8, count=end - start, offset=start
         ).view(shape)
 
+    def fits(self, size: int) -> bool:
+        """Return whether there is room for a tensor of `size` bytes."""
+        return int(self.used) + size <= self.limit
+
     def put(self, number: int, value: Tensor) -> None:
         """Hold a tensor, if there is room and it is not held yet."""
         with self.lock:
             start = int(self.used)
-            if int(self.starts[number]) >= 0 or start + value.numel() > self.limit:
+            if int(self.starts[number]) >= 0 or not self.fits(value.numel()):
                 return
             try:
                 with self.path.open("r+b") as file:

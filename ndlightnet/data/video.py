@@ -1,4 +1,4 @@
-"""Videos from files: two readers, and a folder of classes.
+"""Videos from files: readers, frames decoded when they are asked for, and a folder of classes.
 
 A folder is read as `train/<class>/*.mp4` and `test/<class>/*.mp4` (or another of ENDINGS). Frames
 are (frames, height, width, 3) uint8 RGB in all public functions; video_transforms turns them into
@@ -7,7 +7,6 @@ the clips of a network. A file or folder that cannot be used raises DataError.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,15 +18,17 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.folders import leave_out
 from ndlightnet.data.media import open_media
 from ndlightnet.data.threads import in_threads
+from ndlightnet.data.video_decoders import Decoder, decoders
 from ndlightnet.data.video_transforms import check_sides, even_indices, shrink
 
 ENDINGS = (".mp4", ".m4v", ".avi", ".mkv", ".mov", ".webm", ".mpg", ".mpeg", ".gif")
 WANTED = ", ".join(ENDINGS)
-# Where decord 0.6 finds the right frames: containers and codecs by FFmpeg's names, and the width in
-# pixels from which on it reads padded rows correctly.
+# Where decoders that seek find the right frames: containers and codecs by FFmpeg's names, and the
+# width in pixels from which on decord 0.6 reads padded rows correctly.
 CONTAINERS, CODECS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"), ("h264", "vp8", "vp9")
 NARROW = 96
 CHECKED = 256  # videos that are opened before a training, so that 100,000 start within seconds
+CLOSE = 4  # levels of 255 by which the values of a GPU, which converts otherwise, may differ (mean)
 DECODED = 2**27  # bytes of full-size frames decoded at a time: bounds the memory of a long video
 
 
@@ -138,56 +139,97 @@ def _decode(path: Path) -> Iterator[Any]:
         yield from file.streams.video[0].decode(None)  # what the decoder still holds
 
 
-class DecordReader:
-    """Reader of the same frames by decord, which seeks: quick for few frames of a long video.
+class SeekingReader:
+    """Reader of the same frames by a decoder that seeks: quick for few frames of a long video.
 
-    DataError unless decord finds as many frames as `reader` does, and the same ones at its first
-    seek: both convert colours alike, so that no value differs.
+    DataError unless it finds as many frames as `reader` does, and the same ones at its first seek:
+    all convert colours alike, so that no value differs. Only then a CUDA `device` decodes; there
+    frames lie, whose values may differ by CLOSE on average.
     """
 
-    def __init__(self, reader: PyAVReader) -> None:
-        import decord
-
+    def __init__(self, reader: PyAVReader, decoder: Decoder, device: str = "cpu") -> None:
         self.path, self.fps = reader.path, reader.fps
-        self._errors = (RuntimeError, UnicodeEncodeError, decord.DECORDError)
-        sought = [reader.seeks[1], min(reader.seeks[1] + 1, len(reader) - 1)]
+        key = reader.seeks[:2][-1]
+        sought = [key, min(key + 1, len(reader) - 1)]
         right = reader.frames(sought)
         try:
-            self._video = decord.VideoReader(str(self.path), num_threads=1)
-            if len(self) != len(reader) or not torch.equal(self._get(sought), right):
-                raise DataError(f"{self.path}: decord finds other frames")
-        except self._errors as error:
-            raise DataError(f"{self.path}: decord cannot read it") from error
+            self._video = decoder(self.path)
+            same = len(self) == len(reader) and torch.equal(self._video[sought], right)
+            if same and device != "cpu":
+                self._video = decoder(self.path, device)
+                same = bool((self._video[sought].cpu().float() - right).abs().mean() <= CLOSE)
+        except Exception as error:  # of many classes
+            raise DataError(f"{self.path}: {decoder.__name__} cannot read it") from error
+        if not same:
+            raise DataError(f"{self.path}: {decoder.__name__} finds other frames")
 
     def __len__(self) -> int:
         return len(self._video)
 
-    def _get(self, wanted: list[int]) -> Tensor:
-        return torch.from_numpy(self._video.get_batch(wanted).asnumpy())
-
     def frames(self, indices: Sequence[int]) -> Tensor:
-        """Return the same as `PyAVReader.frames`, which is used if decord fails."""
+        """Return the same as `PyAVReader.frames`, which is used if the decoder fails."""
         wanted = _checked(indices, len(self))
         try:
-            return self._get(wanted)
-        except self._errors:
+            return self._video[wanted]
+        except Exception:  # of many classes
             return PyAVReader(self.path).frames(wanted)
 
 
-def open_video(path: str | Path, wanted: int) -> PyAVReader | DecordReader:
-    """Open a video of which about `wanted` frames will be read; DataError if it cannot be.
+def quickest(reader: PyAVReader, wanted: int, device: str = "cpu") -> PyAVReader | SeekingReader:
+    """Return the quickest reader of about `wanted` frames of the video: `reader`, or one that seeks
+    and gives the same frames.
 
-    decord is used where it is installed (it has no packages for ARM): it gives the same frames as
-    PyAV, and is quicker, as it skips what lies between wanted frames. As a seek takes as long as
-    PyAV takes for dozens of frames, it has to skip at least every other group of pictures.
+    As a seek takes as long as PyAV takes for dozens of frames, it has to skip at least every other
+    group of pictures. With a CUDA device it is used for any number of frames, for its colours are
+    not quite the same.
     """
-    reader = PyAVReader(path)
-    if 2 * wanted <= len(reader.seeks) and find_spec("decord"):
-        try:
-            return DecordReader(reader)
-        except DataError:
-            pass
+    if reader.seeks and (device != "cpu" or 2 * wanted <= len(reader.seeks)):
+        for decoder in decoders():
+            try:
+                return SeekingReader(reader, decoder, device)
+            except DataError:
+                pass
     return reader
+
+
+class ThinVideo:
+    """A video of at most `max_frames` frames, evenly spaced in a longer file, that are decoded when
+    they are asked for: `video[indices]`, as of a tensor, is (frames, height, width, 3) uint8.
+
+    Decoding is slow: store what is needed again. DataError where the file cannot be used.
+
+    Args:
+        path: the file.
+        size: frames are resized to this, [short side] or [height, width].
+        max_frames: a longer video is thinned out.
+        device: "cpu", or the CUDA device that decodes and resizes. Frames come to the CPU.
+    """
+
+    def __init__(
+        self, path: str | Path, size: Sequence[int], max_frames: int, device: str = "cpu"
+    ) -> None:
+        self._reader, self._size, self._device = PyAVReader(path), size, device
+        count = len(self._reader)
+        self._numbers = even_indices(count, min(count, max_frames))
+        first = self._reader.frames([0])
+        check_sides(path, first)
+        self._step = max(1, DECODED // first.numel())  # frames that are decoded at a time
+        self._first = shrink(first, size)
+        self.shape = (len(self), *self._first.shape[1:])
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, indices: Tensor | slice) -> Tensor:
+        numbers, places = self._numbers[indices].unique(return_inverse=True)  # sorted, each once
+        wanted, step = numbers.tolist(), self._step
+        reader = quickest(self._reader, len(wanted), self._device)
+        # asked for its first frame again, PyAV's reader would start over
+        parts = [self._first] if wanted[0] == 0 and reader is self._reader else []
+        for start in range(len(parts), len(wanted), step):
+            parts.append(shrink(reader.frames(wanted[start : start + step]), self._size).cpu())
+        frames = torch.cat(parts)
+        return frames if isinstance(indices, slice) else frames[places]  # a slice is in order
 
 
 class Sample(NamedTuple):
@@ -248,20 +290,8 @@ def check_videos(samples: Sequence[Sample]) -> None:
 
 
 def load_video(path: str | Path, size: Sequence[int], max_frames: int) -> Tensor:
-    """Read a whole video: (frames, height, width, 3) uint8, resized to `size`, [short side] or
-    [height, width].
-
-    A video of more than `max_frames` frames is thinned out evenly. Decoding is slow: decode a
-    video once, and store the result.
-    """
-    reader = open_video(path, max_frames)
-    indices = even_indices(len(reader), min(len(reader), max_frames)).tolist()
-    first = reader.frames(indices[:1])
-    check_sides(path, first)
-    parts, step = [shrink(first, size)], max(1, DECODED // first.numel())
-    for start in range(1, len(indices), step):
-        parts.append(shrink(reader.frames(indices[start : start + step]), size))
-    return torch.cat(parts)
+    """Decode all frames of a `ThinVideo`: (frames, height, width, 3) uint8."""
+    return ThinVideo(path, size, max_frames)[:]
 
 
 def _existing(path: str | Path) -> Path:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,14 @@ LONGEST = 16  # largest long side / short side of a video: `Framing` may set onl
 MARGIN = 8 / 7  # short side of a video / side of the clips that are cropped from it
 SHORTEST_SPAN = 0.5  # a training clip spans at least this share of its video, at most all of it
 CropMode = Literal["center", "squash"]
+
+
+class Frames(Protocol):
+    """A video (frames, height, width, 3) uint8: a tensor, or one that decodes what is taken."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, indices: Tensor, /) -> Tensor: ...
 
 
 def even_indices(length: int, frames: int, phase: float = 0.5) -> Tensor:
@@ -48,14 +56,14 @@ def random_indices(length: int, frames: int) -> Tensor:
     return (parts * span + start * (length - span)).long().clamp(max=length - 1)
 
 
-def train_clip(video: Tensor, frames: int, transform: Callable[[Tensor], Tensor]) -> Tensor:
+def train_clip(video: Frames, frames: int, transform: Callable[[Tensor], Tensor]) -> Tensor:
     """Return a random clip (3, frames, size, size) of a video (any, height, width, 3) uint8: of a
     random span in time, with a random `transform` of `training`, one for all frames."""
     clip = video[random_indices(len(video), frames)].permute(0, 3, 1, 2)
     return _to_clip(transform(clip))
 
 
-def plain_clip(video: Tensor, frames: int, framing: Framing, hflip: bool = False) -> Tensor:
+def plain_clip(video: Frames, frames: int, framing: Framing, hflip: bool = False) -> Tensor:
     """Return the clip (3, frames, size, size) of `eval_clips`, with `hflip` flipped half of the
     time."""
     (clip,) = eval_clips(video, frames, framing)
@@ -125,7 +133,7 @@ class Framing:
 
 
 def eval_clips(
-    video: Tensor, frames: int, framing: Framing, clips: int = 1, crops: int = 1
+    video: Frames, frames: int, framing: Framing, clips: int = 1, crops: int = 1
 ) -> Tensor:
     """Return the clips to evaluate a video on, (clips * crops, 3, frames, size, size); none is
     random. video: of the size `framing.stored`.
@@ -136,8 +144,9 @@ def eval_clips(
     """
     taken = [even_indices(len(video), frames, (clip + 0.5) / clips) for clip in range(clips)]
     places = [0.5] if crops == 1 else [crop / (crops - 1) for crop in range(crops)]
-    squares = [framing.crop(video, place) for place in places]
-    return torch.stack([_to_clip(square[indices]) for square in squares for indices in taken])
+    pictures = video[torch.cat(taken)]  # at once: each frame is decoded once
+    squares = [framing.crop(pictures, place) for place in places]
+    return torch.stack([_to_clip(clip) for square in squares for clip in square.split(frames)])
 
 
 def frame_differences(clips: Tensor, given: Tensor | None = None) -> Tensor:

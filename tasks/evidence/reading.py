@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ndlightnet.data import video_decoders
 from ndlightnet.data.media import write_video
 from ndlightnet_evidence import runner, tables
 
@@ -76,8 +77,8 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
     from ndlightnet.data import video
     from ndlightnet.training import VideoData
 
-    if given["reader"] == "PyAV":  # as where decord is not installed
-        vars(video)["find_spec"] = lambda _: None
+    only = tuple(d for d in video.decoders() if d.__name__ == given["reader"])  # PyAV: none
+    vars(video)["decoders"] = lambda: only
     torch.manual_seed(0)
     began = time.perf_counter()
     data = VideoData(
@@ -126,7 +127,8 @@ def main() -> int:
                 for workers in (1, 2) for cache in (4.0, 0.0)]  # fmt: skip
         rows += [("48 of 2 s, held", few, "PyAV", workers, 4.0, True) for workers in (1, 2)]
         rows += [(f"{options.long} of 5 min, first visit", long, reader, 1, 0.0, False)
-                 for reader in ("PyAV", "decord") if options.long]  # fmt: skip
+                 for reader in ("PyAV", *(d.__name__ for d in video_decoders.decoders()))
+                 if options.long]  # fmt: skip
         for name, root, reader, workers, cache, held in rows:
             row = {"videos": name, "root": str(root), "reader": reader, "workers": workers,
                    "cache": cache, "held": held, "seconds": options.seconds}  # fmt: skip

@@ -35,6 +35,7 @@ def test_it_stays_within_its_limit():
         cache.put(number, value)
     assert [cache.get(number) is not None for number in range(4)] == [True, True, False, False]
     assert cache.path.stat().st_size == 54
+    assert cache.fits(46) and not cache.fits(47)
     none = FrameCache(1, 0)
     none.put(0, values[0])
     assert none.get(0) is None

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ndlightnet.data.clips as clips_module
+import ndlightnet.data.video as video_module
 from ndlightnet.data.clips import TRIES, ClipDataset
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.video import Sample, read_video_folder
@@ -35,6 +36,12 @@ def random_clips(frames: int, size: int, **options):
 def samples(counted: Path) -> list[Sample]:
     short = encode(counted.parent / "b.mp4", counting(3, 64, 64))
     return [Sample(counted, 4), Sample(short, 7)]
+
+
+@pytest.fixture(scope="module")
+def thinned(counted: Path) -> Sample:
+    """A video of which every other frame is read."""
+    return Sample(encode(counted.parent / "c.mp4", counting(128, 48, 96)), 2)
 
 
 @pytest.mark.parametrize("frames", [1, 8])
@@ -82,9 +89,9 @@ def test_a_short_video_repeats_frames_evenly(samples):
 
 def counted_loads(monkeypatch) -> list[Path]:
     """The paths that are decoded from now on."""
-    load, found = clips_module.load_for_clips, []
+    load, found = clips_module.open_for_clips, []
     monkeypatch.setattr(
-        clips_module, "load_for_clips", lambda path, *more: found.append(path) or load(path, *more)
+        clips_module, "open_for_clips", lambda path, *more: found.append(path) or load(path, *more)
     )
     return found
 
@@ -112,6 +119,46 @@ def test_without_room_every_visit_decodes(samples, monkeypatch):
     assert torch.equal(small[1][0], ClipDataset(samples, 4, Framing(28))[1][0])
 
 
+@pytest.mark.parametrize("mode", ["center", "squash"])
+@pytest.mark.parametrize("clips, crops", [(None, 1), (0, 1), (1, 1), (3, 3)])
+def test_clips_do_not_depend_on_whether_the_cache_is_full(samples, thinned, mode, clips, crops):
+    """Random ones (None), those of training without augmentation (0), and those of a test."""
+    framing = Framing(28, mode)
+    draw = random_clips(16, 28) if clips is None else None
+    if clips == 0:
+        draw = partial(plain_clip, frames=16, framing=framing, hflip=True)
+    crops = 1 if mode == "squash" else crops
+    held, full = (
+        ClipDataset([*samples, thinned], 16, framing, draw=draw, clips=clips or 1, crops=crops,
+                    cache=cache)
+        for cache in (2**32, 0)
+    )  # fmt: skip
+    for number in (0, 1, 2, 2):
+        torch.manual_seed(number)
+        clip, *others = held[number]
+        torch.manual_seed(number)
+        same, *wanted = full[number]
+        assert torch.equal(clip, same) and others == wanted
+    assert isinstance(held.video(2), torch.Tensor) and not isinstance(full.video(2), torch.Tensor)
+
+
+def test_without_room_only_the_frames_of_a_clip_are_decoded(thinned, monkeypatch):
+    decoded = []
+    frames = video_module.PyAVReader.frames
+    monkeypatch.setattr(
+        video_module.PyAVReader, "frames", lambda r, i: decoded.extend(i) or frames(r, i)
+    )
+    monkeypatch.setattr(video_module, "decoders", lambda: ())
+    draw = random_clips(16, 28)
+    full = ClipDataset([thinned], 16, Framing(28), draw=draw, cache=2**15)
+    assert full[0][0].shape == (3, 16, 28, 28)
+    assert decoded.pop(0) == 0  # tells the size of the frames
+    assert len(decoded) == len(set(decoded)) <= 16 and decoded == sorted(decoded)
+    decoded.clear()
+    ClipDataset([thinned], 16, Framing(28), draw=draw)[0]
+    assert decoded == [0, *range(1, 128, 2)]  # all 64 that are held
+
+
 def test_workers_share_what_they_decode(samples, monkeypatch):
     """The second epoch decodes nothing, whichever process decoded a video in the first."""
     data = ClipDataset(samples * 4, 4, Framing(28))
@@ -119,7 +166,7 @@ def test_workers_share_what_they_decode(samples, monkeypatch):
     again = ClipDataset(samples * 4, 4, Framing(28))
     loader = torch.utils.data.DataLoader(again, batch_size=1, num_workers=2)
     assert torch.equal(torch.cat([batch[0] for batch in loader]), whole)
-    monkeypatch.setattr(clips_module, "load_for_clips", lambda *_: pytest.fail("decoded again"))
+    monkeypatch.setattr(clips_module, "open_for_clips", lambda *_: pytest.fail("decoded again"))
     assert torch.equal(torch.cat([batch[0] for batch in loader]), whole)
 
 

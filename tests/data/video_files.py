@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import av
@@ -11,9 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from ndlightnet.data.video import PyAVReader, SeekingReader, quickest
+from ndlightnet.data.video_decoders import decoders
+
 HEIGHT, WIDTH, FRAMES = 48, 128, 50
-DECORD = find_spec("decord") is not None
-needs_decord = pytest.mark.skipif(not DECORD, reason="decord has no packages for ARM")
+SEEKING = bool(decoders())
+each_decoder = pytest.mark.parametrize("decoder", decoders())  # none here: skipped
 # codec, options, file name, container: one row each for the containers and for what misled readers
 # that seek. quality 236: two quantiser steps, for codecs without x264's qp.
 X264 = {"g": "12", "bf": "2", "qp": "15"}
@@ -38,6 +40,10 @@ def encode(path: Path, pictures: np.ndarray, **options: str) -> Path:
             file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         file.mux(stream.encode())
     return path
+
+
+def open_video(path: Path, wanted: int) -> PyAVReader | SeekingReader:
+    return quickest(PyAVReader(path), wanted)
 
 
 def counting(frames: int = FRAMES, height: int = HEIGHT, width: int = WIDTH) -> np.ndarray:

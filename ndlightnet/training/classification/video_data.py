@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision.tv_tensors import Video
 
-from ndlightnet.data.clips import ClipDataset, load_for_clips
+from ndlightnet.data.clips import ClipDataset, open_for_clips
 from ndlightnet.data.digits import make_moving_digits
 from ndlightnet.data.errors import DataError, fitting
 from ndlightnet.data.folds import first_of_each, parts, read_groups
 from ndlightnet.data.image_transforms import RandAugment, mixing, seeded
 from ndlightnet.data.roots import find_root
 from ndlightnet.data.video import Sample, check_videos, find_videos, read_video_folder
+from ndlightnet.data.video_decoders import TorchCodec, decoders
 from ndlightnet.data.video_transforms import (
     CropMode,
     Framing,
@@ -82,6 +83,8 @@ class VideoData(LabelledData):
         cache_gb: decoded videos are held up to this size (GB), for all processes together, in the
             folder for temporary files; others are decoded again and again.
         workers: processes that prepare batches.
+        nvdec: the GPU decodes, by torchcodec, what it can of MP4 and WebM. Workers are spawned,
+            then, each with a CUDA context; colours differ by a few levels from those of a CPU.
         input: for predict: a video or a folder of them; for stream: a video, a named pipe, or -
             for standard input.
     """
@@ -115,6 +118,7 @@ class VideoData(LabelledData):
         test_on: Literal["test", "fold"] = "test",
         cache_gb: float = 4.0,
         workers: int = 2,
+        nvdec: bool = False,
         input: str | None = None,
     ) -> None:
         super().__init__()
@@ -150,6 +154,7 @@ class VideoData(LabelledData):
         self.validation, self.groups, self.folds = validation, groups, folds
         self.fold, self.test_on = fold, test_on
         self.cache, self.workers, self.input = round(cache_gb * 1e9), workers, input
+        self.nvdec = nvdec
         self.transform = training(
             size, scale=scale, hflip=hflip, rotation=rotation, randaugment=randaugment,
             color_jitter=color_jitter, grayscale=grayscale, random_erasing=random_erasing,
@@ -160,6 +165,15 @@ class VideoData(LabelledData):
     def channels(self) -> int:
         """Number of channels that the network gets."""
         return 6 if self.pixels == "both" else 3
+
+    @property
+    def decoding(self) -> str:
+        """The device that decodes: "cpu", or with `nvdec` the GPU of this process."""
+        if not self.nvdec:
+            return "cpu"
+        good = torch.cuda.is_available() and TorchCodec in decoders()
+        check("data.nvdec", True, good, "false without a GPU, or torchcodec and FFmpeg's libraries")
+        return f"cuda:{torch.cuda.current_device()}"
 
     def to_pixels(self, x: Tensor) -> Tensor:
         return denormalized(x)
@@ -217,12 +231,14 @@ class VideoData(LabelledData):
         draw: Any = partial(train_clip, frames=self.frames, transform=self.transform)
         if not self.augment:
             draw = partial(plain_clip, frames=self.frames, framing=self.framing, hflip=self.hflip)
-        return ClipDataset(samples, self.frames, self.framing, draw=draw, cache=self.cache)
+        return ClipDataset(
+            samples, self.frames, self.framing, draw=draw, cache=self.cache, device=self.decoding
+        )
 
     def _evaluated(self, samples: Sequence[Sample]) -> ClipDataset:
         return ClipDataset(
             samples, self.frames, self.framing, clips=self.clips, crops=self.crops,
-            cache=self.cache,
+            cache=self.cache, device=self.decoding,
         )  # fmt: skip
 
     def sample_name(self, number: int) -> str:
@@ -230,14 +246,16 @@ class VideoData(LabelledData):
 
     def train_dataloader(self) -> Any:
         clips, count = Visits(self.train_set, self.seed), self.repeats * len(self.train_set)
-        return training_loader(clips, count, self.batch_size, self.workers)
+        return training_loader(clips, count, self.batch_size, self.workers, spawned=self.nvdec)
 
     def val_dataloader(self) -> Any:
-        held = self.val_set
-        return still_loader(held, self.batch_size, self.workers) if len(held) else []
+        return self._still(self.val_set) if len(self.val_set) else []
 
     def test_dataloader(self) -> Any:
-        return still_loader(self.test_set, self.batch_size, self.workers)
+        return self._still(self.test_set)
+
+    def _still(self, clips: ClipDataset) -> Any:
+        return still_loader(clips, self.batch_size, self.workers, spawned=self.nvdec)
 
     def predict_dataloader(self) -> Any:
         if self.input is None:
@@ -296,7 +314,7 @@ class OpenedVideos(torch.utils.data.Dataset[dict[str, Any]]):
     """Dataset that decodes videos one at a time; {"path", "error"} for one it cannot read."""
 
     def __init__(self, paths: list[Path], data: VideoData) -> None:
-        self.paths, self.data = paths, data
+        self.paths, self.data, self.device = paths, data, data.decoding
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -305,7 +323,7 @@ class OpenedVideos(torch.utils.data.Dataset[dict[str, Any]]):
         path, data = self.paths[index], self.data
         try:
             with fitting(path):
-                video = load_for_clips(path, data.frames, data.framing)
+                video = open_for_clips(path, data.frames, data.framing, self.device)
                 return {
                     "path": str(path),
                     "number": index + 1,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ndlightnet.data import image_transforms
-from ndlightnet.data.clips import TRIES, load_for_clips
+from ndlightnet.data.clips import TRIES, open_for_clips
 from ndlightnet.data.errors import DataError, fitting
 from ndlightnet.data.image_folder import find_images, read_image
 from ndlightnet.data.roots import find_root
@@ -183,7 +183,7 @@ def _clip(
     path: Any, frames: int, framing: Framing, transform: Callable[[Tensor], Tensor]
 ) -> Tensor:
     with fitting(path):
-        return train_clip(load_for_clips(path, frames, framing), frames, transform)
+        return train_clip(open_for_clips(path, frames, framing), frames, transform)
 
 
 def _volume(case: Any, size: tuple[int, ...], spacing: list[float]) -> Tensor:

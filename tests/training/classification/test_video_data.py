@@ -14,11 +14,16 @@ from torch import nn
 
 import ndlightnet.data.clips as clips_module
 import ndlightnet.data.video as video_module
+import ndlightnet.training.classification.video_data as data_module
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.video import CHECKED, Sample, check_videos, load_video
+from ndlightnet.data.video_decoders import TorchCodec
 from ndlightnet.data.video_transforms import Framing, eval_clips, frame_differences
+from ndlightnet.data.visits import Visits
 from ndlightnet.inference import predict_clips
 from ndlightnet.training import VideoData, VideoTask
+from ndlightnet.training.classification.video_data import OpenedVideos
+from ndlightnet.training.core.loading import training_loader
 
 from ...data.video_files import encode
 
@@ -237,10 +242,43 @@ def test_of_many_videos_some_are_opened_and_none_is_decoded(monkeypatch):
 
 
 def test_setup_decodes_no_video(root, monkeypatch):
-    monkeypatch.setattr(clips_module, "load_for_clips", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr(clips_module, "open_for_clips", lambda *_: pytest.fail("decoded"))
     data = made(root)
     data.setup("fit")
     data.setup("test")
+
+
+def test_nvdec_needs_a_gpu_and_torchcodec(root, monkeypatch):
+    monkeypatch.setattr(data_module, "decoders", lambda: ())
+    with pytest.raises(DataError, match=r"^data\.nvdec: True, expected false without a GPU"):
+        made(root, nvdec=True).setup("fit")
+
+
+@pytest.mark.parametrize("nvdec, device", [(True, "cuda:1"), (False, "cpu")])
+def test_the_gpu_of_a_process_decodes_for_its_workers(root, monkeypatch, nvdec, device):
+    """They are spawned: a forked process cannot use CUDA."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(data_module, "decoders", lambda: (TorchCodec,))
+    for workers in (0, 2):
+        data = made(root, nvdec=nvdec, workers=workers)
+        data.setup("fit")
+        data.setup("test")
+        sets = (data.train_set, data.val_set, data.test_set, OpenedVideos([], data))
+        assert {found.device for found in sets} == {device}
+        for loader in (data.train_dataloader(), data.val_dataloader(), data.test_dataloader()):
+            method = getattr(loader.multiprocessing_context, "get_start_method", lambda: None)()
+            assert method == ("spawn" if nvdec and workers else None)
+
+
+@pytest.mark.slow
+def test_spawned_workers_read_the_same(root):
+    data = made(root)
+    data.setup("fit")
+    whole = Visits(data.train_set, data.seed)
+    one, other = (training_loader(whole, 8, 4, workers, spawned=True) for workers in (0, 1))
+    for batch, same in zip(one, other, strict=True):
+        assert torch.equal(batch[0], same[0]) and torch.equal(batch[1], same[1])
 
 
 @pytest.mark.parametrize("pixels", ["rgb", "differences", "both"])
