@@ -9,12 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError, fitting
+from ndlightnet.data.errors import first_good, fitting
 from ndlightnet.data.frame_cache import FrameCache
 from ndlightnet.data.video import Sample, ThinVideo
 from ndlightnet.data.video_transforms import Frames, Framing, eval_clips
 
-TRIES = 16  # videos in a row that training tries in place of one that cannot be read
 Item = tuple[Tensor, int, int, str]
 
 
@@ -93,11 +92,5 @@ class ClipDataset(torch.utils.data.Dataset[Item]):
     def __getitem__(self, index: int) -> Item:
         if self.draw is None:
             return self.clip(index), self.samples[index].label, index, ""
-        problem = ""
-        for number in range(index, index + TRIES):
-            number %= len(self)
-            try:
-                return self.clip(number), self.samples[number].label, number, problem
-            except DataError as error:
-                problem = problem or str(error)
-        raise DataError(f"{problem}; nor can the {TRIES - 1} videos after it be read")
+        clip, number, problem = first_good(self.clip, index, len(self))
+        return clip, self.samples[number].label, number, problem

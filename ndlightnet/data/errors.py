@@ -5,13 +5,16 @@ import hashlib
 import os
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # and full-width forms
+TRIES = 16  # files in a row that training tries in place of one that cannot be read
+T = TypeVar("T")
 NAME_BYTES = 160  # file systems allow 255; endings, and the prefix of a draft, need some
 
 
@@ -153,3 +156,18 @@ def _lives(process: int) -> bool:
     except (PermissionError, OverflowError):
         return True
     return True
+
+
+def first_good(read: Callable[[int], T], index: int, count: int) -> tuple[T, int, str]:
+    """Return (read(n), n, problem) of the first of `count` samples, from `index` on and then from
+    the first, that can be read: TRIES are tried. `problem`, else "", says what was wrong with that
+    of `index`. DataError if none can be read."""
+    problem, tried = "", min(TRIES, count)
+    for number in range(index, index + tried):
+        number %= count
+        try:
+            return read(number), number, problem
+        except DataError as error:
+            problem = problem or str(error)
+    after = f"; nor can the {tried - 1} after it be read" if tried > 1 else ""
+    raise DataError(f"{problem}{after}")

@@ -19,11 +19,10 @@ from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ndlightnet.data.errors import DataError, readable
+from ndlightnet.data.errors import TRIES, DataError, readable
 from ndlightnet.data.folders import leave_out
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
-TRIES = 16  # files in a row that training tries in place of one that cannot be read
 WHITE = (255, 255, 255, 255)
 
 

@@ -10,7 +10,7 @@ import torch
 
 import ndlightnet.data.clips as clips_module
 import ndlightnet.data.video as video_module
-from ndlightnet.data.clips import TRIES, ClipDataset
+from ndlightnet.data.clips import ClipDataset
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.video import Sample, read_video_folder
 from ndlightnet.data.video_transforms import Framing, plain_clip, to_pixels, train_clip, training
@@ -181,7 +181,7 @@ def test_a_video_that_cannot_be_read(samples, tmp_path):
     with pytest.raises(DataError, match=r"c\.mp4: no such file$"):
         ClipDataset([broken], 4, Framing(32))[0]
     bad = ClipDataset([broken] * 40, 4, Framing(32), draw=random_clips(4, 32))
-    with pytest.raises(DataError, match=rf"c\.mp4: no such file; nor can the {TRIES - 1} videos"):
+    with pytest.raises(DataError, match=r"c\.mp4: no such file; nor can the 15 after it"):
         bad[0]
 
 

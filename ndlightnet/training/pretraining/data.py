@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ndlightnet.data import image_transforms
-from ndlightnet.data.clips import TRIES, open_for_clips
-from ndlightnet.data.errors import DataError, fitting
+from ndlightnet.data.clips import open_for_clips
+from ndlightnet.data.errors import DataError, first_good, fitting
 from ndlightnet.data.image_folder import find_images, read_image
 from ndlightnet.data.roots import find_root
 from ndlightnet.data.video import find_videos
@@ -165,14 +165,7 @@ class Samples(Dataset[tuple[Tensor, int, str]]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, str]:
-        problem = ""
-        for number in range(index, index + min(TRIES, len(self))):
-            number %= len(self)
-            try:
-                return self.read(self.files[number]), number, problem
-            except DataError as error:
-                problem = problem or str(error)
-        raise DataError(f"{problem}; nor can the files after it be read")
+        return first_good(lambda number: self.read(self.files[number]), index, len(self))
 
 
 def _image(path: Any, transform: Callable[[Any], Tensor]) -> Tensor:

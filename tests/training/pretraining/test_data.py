@@ -67,10 +67,11 @@ def test_a_file_that_cannot_be_read_is_named_and_replaced(folder, capsys):
 
 
 def test_a_folder_of_broken_files_only(tmp_path):
-    (tmp_path / "a.png").write_text("no image")
+    for name in "ab":
+        (tmp_path / f"{name}.png").write_text("no image")
     data = made(tmp_path, "images", validation=0)
     data.setup("fit")
-    with pytest.raises(DataError, match=r"a\.png: .*; nor can the files after it be read"):
+    with pytest.raises(DataError, match=r"a\.png: .*; nor can the 1 after it be read"):
         data.train_set[0]
 
 
