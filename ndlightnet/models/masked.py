@@ -94,7 +94,10 @@ class MaskedDecoder(Initialized):
         """Map features (rows, *box, embed_dim) of kept boxes to patches of the whole grid, (batch,
         *grid, cells * channels), which are normalised each."""
         tokens = self.embed(features).flatten(1, -2)
-        x = boxed.spread(tokens, self.token)
+        return self.predict(boxed.spread(tokens, self.token))
+
+    def predict(self, x: Tensor) -> Tensor:
+        """Map tokens of the whole grid (batch, *grid, dim) to patches."""
         layout = Grid.of(x)
         x = self.tpe(layout.flatten(x), None, layout)
         for block in self.blocks:
@@ -115,10 +118,18 @@ def masked_loss(
         box, dropped, generator: as in ndlightnet.layout.draw_boxes.
     """
     boxed = draw_boxes(x, decoder.patch, box, dropped, generator)
-    found = decoder(net.forward_features(boxed), boxed).float()
-    target, absent = cut_patches(x, decoder.patch).float(), boxed.absent()
+    found = decoder(net.forward_features(boxed), boxed)
+    return loss_of_dropped(found, x, boxed.absent(), decoder.patch)
+
+
+def loss_of_dropped(
+    found: Tensor, x: Tensor, absent: Tensor, patch: tuple[int, ...]
+) -> tuple[Tensor, Reconstruction]:
+    """Return what `masked_loss` does, of the patches (batch, *grid, cells * channels) that were
+    found for samples x, of which the tokens `absent` (batch, *grid) were dropped."""
+    found, target = found.float(), cut_patches(x, patch).float()
     var, mean = torch.var_mean(target, -1, keepdim=True, correction=0)
     spread = (var + 1e-6).sqrt()
     errors = (found - (target - mean) / spread).square().mean(-1)
     loss = (errors * absent).sum() / absent.sum()
-    return loss, Reconstruction(found.detach(), target, mean, spread, absent, decoder.patch)
+    return loss, Reconstruction(found.detach(), target, mean, spread, absent, patch)

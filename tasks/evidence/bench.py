@@ -2,7 +2,7 @@
 
 Prints a table per group and writes bench.csv, bench.json, scans.png (group `figure`), stream.png
 and pictures.png (groups of these names), mixers.csv and mixers.png (group `mixers`). Without a CUDA
-device only the groups `cpu` and `mixers` run.
+device only the groups `pretraining`, `cpu` and `mixers` run.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ndlightnet_evidence.bench.frames import frames, packs
 from ndlightnet_evidence.bench.generation import generation
 from ndlightnet_evidence.bench.local import local
 from ndlightnet_evidence.bench.norm import norm
+from ndlightnet_evidence.bench.pretraining import pretraining
 from ndlightnet_evidence.bench.rows import Bench
 from ndlightnet_evidence.bench.step import step
 from ndlightnet_evidence.bench.stream import draw, stream
@@ -30,11 +31,11 @@ from ndlightnet_evidence.bench.tpe import tpe
 GROUPS: dict[str, Callable[[Bench], None]] = {
     "attention": attention.attention, "natten": attention.natten, "tpe": tpe, "local": local,
     "norm": norm, "step": step, "pictures": pictures.pictures, "generation": generation,
-    "decode": decode, "figure": attention.figure, "dims": attention.dims, "frames": frames,
-    "packs": packs, "stream": stream, "operators": mixers.operators, "mixers": mixers.mixers,
-    "cpu": attention.cpu,
+    "pretraining": pretraining, "decode": decode, "figure": attention.figure,
+    "dims": attention.dims, "frames": frames, "packs": packs, "stream": stream,
+    "operators": mixers.operators, "mixers": mixers.mixers, "cpu": attention.cpu,
 }  # fmt: skip
-ON_CPU = ("mixers", "cpu")
+ON_CPU = ("pretraining", "mixers", "cpu")
 
 
 def arguments(args: Sequence[str] | None) -> argparse.Namespace:

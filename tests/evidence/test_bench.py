@@ -19,6 +19,7 @@ from ndlightnet_evidence.bench.frames import frames, packs
 from ndlightnet_evidence.bench.generation import generation
 from ndlightnet_evidence.bench.local import local
 from ndlightnet_evidence.bench.norm import norm
+from ndlightnet_evidence.bench.pretraining import Sample, pretraining
 from ndlightnet_evidence.bench.rows import Bench, Case, Cell, Contender
 from ndlightnet_evidence.bench.step import step
 from ndlightnet_evidence.bench.tpe import tpe
@@ -122,6 +123,10 @@ def test_all_groups_have_their_rows(bench, monkeypatch):
     tpe(bench, grid=(2, 3, 4), dim=4, states=(4,))
     local(bench, shapes=(("star", 1, (2, 3), 4), ("dense", 1, (2,) * 4, 4)))
     norm(bench, shapes=((2, 3, (4, 5)),))
+    pretraining(bench, (Sample("tiny", (1, 4, 8, 8), (1, 2, 2), 2, 32, 1),), tokens=64)
+    assert {"tiny, boxes of 2, 75% dropped", "tiny, boxes of 2, 90% dropped"} <= {
+        c.row for c in of(bench, "ours")
+    }  # fmt: skip
     decode(bench, batch=2, heads=1, dim=8)
     step(bench, grid=(2, 2, 2), dim=64, depth=1)
     frames(bench, grid=(3, 2, 2), heads=1, dim=8)
