@@ -48,14 +48,15 @@ _conv = partial(torch_layer, argument="separable=False")
 
 
 class NormSiLU(nn.GroupNorm):
-    """Instance normalisation, then SiLU: on any number of axes, also of a single cell, which
-    torch's InstanceNorm refuses."""
+    """Instance normalisation of a convolution's output, then SiLU: on any number of axes, also of a
+    single cell, which torch's InstanceNorm refuses. Without gradients x may be overwritten."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels, channels)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return instance_norm_silu(x, self.weight, self.bias, residual, self.eps)
+        how: Any = {"eps": self.eps, "inplace": not torch.is_grad_enabled()}
+        return instance_norm_silu(x, self.weight, self.bias, residual, **how)
 
 
 class ConvBlock(Initialized):

@@ -16,18 +16,26 @@ from ndlightnet.ops.recurrence.chunks import exact
 
 def instance_norm_silu(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None, eps: float = 1e-5,
-    impl: Impl = "auto",
+    impl: Impl = "auto", inplace: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return SiLU(norm(x) * weight + bias + residual), in x's dtype, under autocast too.
 
     norm subtracts the mean of each channel of each sample and divides by its standard deviation;
     a single cell is mapped to 0. x, residual: (batch, channels, *space); weight, bias: (channels,).
     Statistics are float32 or wider. For the gradient x and residual are kept, and nothing between.
+    inplace: x may be overwritten, where there is no gradient: whole volumes are large.
     """
+    if inplace and torch.is_grad_enabled():
+        raise ValueError("inplace=True: expected torch.no_grad(), or inplace=False")
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual {tuple(residual.shape)}: expected x's, {tuple(x.shape)}")
     if resolve("instance_norm_silu", impl, x) == "triton":
-        out: Tensor = _instance_norm(x, weight, bias, residual, eps)[0]
+        if inplace and not torch.compiler.is_compiling():
+            from ndlightnet_kernels import instance_norm as kernels
+
+            out: Tensor = kernels.instance_norm_silu(x, weight, bias, residual, eps, True)[0]
+            return out
+        out = _instance_norm(x, weight, bias, residual, eps)[0]
         return out
     # torch.compile keeps what it finds best
     if torch.is_grad_enabled() and not (torch.compiler.is_compiling() or plain()):
@@ -44,7 +52,6 @@ def _by_torch(
         y = torch.group_norm(x, x.shape[1], weight.to(x.dtype), bias.to(x.dtype), eps)
         if residual is not None:
             y = y.add_(residual)
-        # in place where no gradient needs y: whole volumes are large
         return silu(y, inplace=not torch.is_grad_enabled())
 
 

@@ -108,6 +108,19 @@ def test_strided_inputs_and_other_dtypes_of_weights():
     check(pull, x, weight.bfloat16(), bias.bfloat16(), more)
 
 
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_in_place_where_there_is_no_gradient(impl):
+    _, x, *rest = random((2, 3, 50), torch.float32)
+    expected, given = instance_norm_silu(x, *rest, impl=impl), x.clone()
+    with torch.no_grad():
+        assert torch.equal(instance_norm_silu(given, *rest, impl=impl), expected)
+        assert torch.equal(given, x)
+        y = instance_norm_silu(given, *rest, impl=impl, inplace=True)
+        assert torch.equal(y, expected) and (y.data_ptr() == given.data_ptr()) == (impl == "triton")
+    with pytest.raises(ValueError, match=r"inplace=True: expected torch\.no_grad"):
+        instance_norm_silu(x, *rest, impl=impl, inplace=True)
+
+
 def test_operator():
     _, x, weight, bias, more = (y.requires_grad_() for y in random((2, 3, 5, 4), torch.float32))
     for residual in (more, None):
