@@ -127,6 +127,7 @@ def norm_gate(
     """Return the gated norm of y, plus SiLU(local), in y's dtype, and the rows' mean and 1 /
     standard deviation."""
     y, u, local = y.contiguous(), u.contiguous(), None if local is None else local.contiguous()
+    weight, bias = weight.contiguous(), bias.contiguous()
     dtypes = (y.dtype, u.dtype, weight.dtype, bias.dtype, None if local is None else local.dtype)
     launch = remembered(("norm_gate", y.device, dtypes, y.shape, eps), lambda: _plan(y, eps))
     out = torch.empty_like(y)
@@ -158,6 +159,7 @@ def norm_gate_backward(
     """Return gradients of y, u, weight, bias, local. Same bits at every call: partial sums, no
     atomics."""
     dout, y, u = dout.contiguous(), y.contiguous(), u.contiguous()
+    weight, bias = weight.contiguous(), bias.contiguous()
     local = None if local is None else local.contiguous()
     more = None if local is None else local.dtype
     dtypes = (dout.dtype, y.dtype, u.dtype, weight.dtype, bias.dtype, more)

@@ -175,15 +175,16 @@ def _plan(x: Tensor, eps: float) -> tuple[Launch, Launch, int]:
 
 def instance_norm_silu(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float,
-    inplace: bool = False,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return SiLU(norm(x) * weight + bias + residual) in x's dtype, if `inplace` in x's memory, and
-    the rows' mean and 1 / standard deviation."""
+    """Return SiLU(norm(x) * weight + bias + residual) in x's dtype, and the rows' mean and 1 /
+    standard deviation. out: contiguous, where to write the result; it may be x."""
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+    weight, bias = weight.contiguous(), bias.contiguous()
     more = None if residual is None else residual.dtype
     key = ("instance_norm", x.device, x.dtype, weight.dtype, bias.dtype, more, x.shape, eps)
     moments, apply, splits = remembered(key, lambda: _plan(x, eps))
-    out = x if inplace else torch.empty_like(x)
+    out = torch.empty_like(x) if out is None else out
     partial = x.new_empty((*x.shape[:2], splits, 2), dtype=torch.float32)
     mean, rstd = (x.new_empty(x.shape[:2], dtype=torch.float32) for _ in range(2))
     moments(x, partial)
@@ -206,6 +207,7 @@ def instance_norm_silu_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Return gradients of x, weight, bias, residual."""
     dout, x = dout.contiguous(), x.contiguous()
+    weight, bias = weight.contiguous(), bias.contiguous()
     residual = None if residual is None else residual.contiguous()
     more = None if residual is None else residual.dtype
     dtypes = (dout.dtype, x.dtype, weight.dtype, bias.dtype, more)
@@ -218,4 +220,10 @@ def instance_norm_silu_backward(
     add(dout, x, weight, bias, residual, mean, rstd, partial)
     apply(dout, x, weight, bias, residual, mean, rstd, partial, dx, dresidual, sums)
     dbias, dweight = sums.sum(0).unbind(-1)
-    return dx, dweight.to(weight.dtype), dbias.to(bias.dtype), dresidual
+    # results of an operator have storages of their own
+    return (
+        dx,
+        torch.empty_like(weight).copy_(dweight),
+        torch.empty_like(bias).copy_(dbias),
+        dresidual,
+    )

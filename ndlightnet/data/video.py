@@ -18,7 +18,7 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.folders import leave_out
 from ndlightnet.data.media import open_media
 from ndlightnet.data.threads import in_threads
-from ndlightnet.data.video_decoders import Decoder, decoders
+from ndlightnet.data.video_decoders import Decoder, TorchCodec, decoders
 from ndlightnet.data.video_transforms import check_sides, even_indices, shrink
 
 ENDINGS = (".mp4", ".m4v", ".avi", ".mkv", ".mov", ".webm", ".mpg", ".mpeg", ".gif")
@@ -184,7 +184,7 @@ def quickest(reader: PyAVReader, wanted: int, device: str = "cpu") -> PyAVReader
     not quite the same.
     """
     if reader.seeks and (device != "cpu" or 2 * wanted <= len(reader.seeks)):
-        for decoder in decoders():
+        for decoder in decoders() if device == "cpu" else (TorchCodec,):
             try:
                 return SeekingReader(reader, decoder, device)
             except DataError:

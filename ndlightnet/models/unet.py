@@ -48,15 +48,15 @@ _conv = partial(torch_layer, argument="separable=False")
 
 
 class NormSiLU(nn.GroupNorm):
-    """Instance normalisation of a convolution's output, then SiLU: on any number of axes, also of a
-    single cell, which torch's InstanceNorm refuses. Without gradients x may be overwritten."""
+    """Instance normalisation, then SiLU: on any number of axes, also of a single cell, which
+    torch's InstanceNorm refuses."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels, channels)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        how: Any = {"eps": self.eps, "inplace": not torch.is_grad_enabled()}
-        return instance_norm_silu(x, self.weight, self.bias, residual, **how)
+    def forward(self, x: Tensor, residual: Tensor | None = None, inplace: bool = False) -> Tensor:
+        weights = self.weight, self.bias
+        return instance_norm_silu(x, *weights, residual, self.eps, inplace=inplace)
 
 
 class ConvBlock(Initialized):
@@ -72,8 +72,9 @@ class ConvBlock(Initialized):
         self.skip = nn.Identity() if inputs == outputs else conv(inputs, outputs, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm1(_convolve(self.conv1, x))
-        out: Tensor = self.norm2(_convolve(self.conv2, y), _convolve(self.skip, x))
+        free = not torch.is_grad_enabled()  # what a convolution returns is used once
+        y = self.norm1(_convolve(self.conv1, x), inplace=free)
+        out: Tensor = self.norm2(_convolve(self.conv2, y), _convolve(self.skip, x), free)
         return out
 
 

@@ -44,6 +44,7 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TRANSFORMED = "torch.func or forward-mode AD, which cannot differentiate a kernel"
 MOST_CHANNELS, MOST_ROW, MOST_AXES = 256, 4096, 8
+MOST_CELLS = 2**31 - 2**26  # indices are 32 bits, and the last ones of a tile are beyond the row
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,12 @@ def supported(
         and any(isinstance(n, torch.SymInt) for n in x.shape)
     ):
         return Support("sizes that an exported graph leaves open: its programs depend on them")
-    if operation in ("swiglu", "instance_norm_silu"):
+    if operation == "swiglu":
+        return SUPPORTED
+    if operation == "instance_norm_silu":
+        cells = x[:1, :1].numel()
+        if cells > MOST_CELLS:
+            return Support(f"{cells} cells: expected {MOST_CELLS} or fewer in a channel")
         return SUPPORTED
     if operation == "norm_gate":
         if x.shape[-1] > MOST_ROW:

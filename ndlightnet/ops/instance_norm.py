@@ -22,23 +22,26 @@ def instance_norm_silu(
 
     norm subtracts the mean of each channel of each sample and divides by its standard deviation;
     a single cell is mapped to 0. x, residual: (batch, channels, *space); weight, bias: (channels,).
-    Statistics are float32 or wider. For the gradient x and residual are kept, and nothing between.
-    inplace: x may be overwritten, where there is no gradient: whole volumes are large.
+    Statistics are float32 or wider. For the gradient x and residual are kept, and two numbers for
+    each channel. inplace: x may be overwritten, where there is no gradient: whole volumes are
+    large. "auto" runs in torch where x is not contiguous, to keep its memory format.
     """
+    for name, y, shape in (("residual", residual, x.shape), ("weight", weight, x.shape[1:2]),
+                           ("bias", bias, x.shape[1:2])):  # fmt: skip
+        if y is not None and y.shape != shape:
+            raise ValueError(f"{name} {tuple(y.shape)}: expected {tuple(shape)}, as x has")
     if inplace and torch.is_grad_enabled():
         raise ValueError("inplace=True: expected torch.no_grad(), or inplace=False")
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"residual {tuple(residual.shape)}: expected x's, {tuple(x.shape)}")
+    traced = torch.compiler.is_compiling() or plain()
+    if impl == "auto" and not traced and not x.is_contiguous():
+        impl = "torch"
     if resolve("instance_norm_silu", impl, x) == "triton":
-        if inplace and not torch.compiler.is_compiling():
-            from ndlightnet_kernels import instance_norm as kernels
-
-            out: Tensor = kernels.instance_norm_silu(x, weight, bias, residual, eps, True)[0]
-            return out
-        out = _instance_norm(x, weight, bias, residual, eps)[0]
+        if inplace and not traced and x.is_contiguous():
+            _instance_norm_(x, weight, bias, residual, eps)
+            return x
+        out: Tensor = _instance_norm(x, weight, bias, residual, eps)[0]
         return out
-    # torch.compile keeps what it finds best
-    if torch.is_grad_enabled() and not (torch.compiler.is_compiling() or plain()):
+    if torch.is_grad_enabled() and not traced:  # torch.compile keeps what it finds best
         out = _Recomputed.apply(x, weight, bias, residual, eps)  # type: ignore[no-untyped-call]
         return out
     return _by_torch(x, weight, bias, residual, eps)
@@ -51,7 +54,7 @@ def _by_torch(
     with exact(x):
         y = torch.group_norm(x, x.shape[1], weight.to(x.dtype), bias.to(x.dtype), eps)
         if residual is not None:
-            y = y.add_(residual)
+            y = y + residual if plain() else y.add_(residual)
         return silu(y, inplace=not torch.is_grad_enabled())
 
 
@@ -84,6 +87,13 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, e
     from ndlightnet_kernels import instance_norm as kernels
 
     return kernels.instance_norm_silu(x, weight, bias, residual, eps)
+
+
+def _forward_(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float) -> None:
+    from ndlightnet_kernels import instance_norm as kernels
+
+    kernels.instance_norm_silu(x, weight, bias, residual, eps, out=x)
+    torch.autograd.graph.increment_version(x)
 
 
 def _fake(x: Tensor, *_: Any) -> Any:
@@ -130,4 +140,9 @@ _instance_norm = Operator(
     "instance_norm_silu(Tensor x, Tensor weight, Tensor bias, Tensor? residual, float eps) "
     "-> (Tensor, Tensor, Tensor)",
     _forward, _fake, _save, _backward,
+)  # fmt: skip
+_instance_norm_ = Operator(
+    "instance_norm_silu_(Tensor(a!) x, Tensor weight, Tensor bias, Tensor? residual, float eps) "
+    "-> ()",
+    _forward_, lambda *_: None,
 )  # fmt: skip

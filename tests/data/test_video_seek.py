@@ -155,6 +155,7 @@ class Card:
 def card(monkeypatch: pytest.MonkeyPatch) -> Any:
     card = type("Card", (Card,), {})
     monkeypatch.setattr(video, "decoders", lambda: (card,))
+    monkeypatch.setattr(video, "TorchCodec", card)
     return card
 
 

@@ -126,6 +126,8 @@ def test_more_rows_than_programs_and_the_same_bits(monkeypatch):
 def test_strided_inputs():
     pull, y, u = (x.transpose(0, 1) for x in random((24, 7), torch.float32, 1, 1, 1))
     compare(ours_norm, gated_norm, pull, y, u, *affine(24))
+    weight, bias = torch.randn(24, 2, device=DEVICE).unbind(1)
+    compare(ours_norm, gated_norm, pull, y, u, weight, bias)
 
 
 def test_no_rows():

@@ -3,6 +3,7 @@ precision."""
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.ops import instance_norm_silu
@@ -104,6 +105,7 @@ def test_wide_residuals_are_finite():
 def test_strided_inputs_and_other_dtypes_of_weights():
     pull, x, weight, bias, more = random((6, 5, 4), torch.float32)
     check(pull.transpose(0, 2), x.transpose(0, 2), weight, bias, more.transpose(0, 2))
+    check(pull, x, torch.randn(5, 2, device=DEVICE)[:, 0], torch.zeros(1, device=DEVICE).expand(5))
     pull, x, weight, bias, more = random((2, 5, 40), torch.bfloat16)
     check(pull, x, weight.bfloat16(), bias.bfloat16(), more)
 
@@ -114,24 +116,58 @@ def test_in_place_where_there_is_no_gradient(impl):
     expected, given = instance_norm_silu(x, *rest, impl=impl), x.clone()
     with torch.no_grad():
         assert torch.equal(instance_norm_silu(given, *rest, impl=impl), expected)
-        assert torch.equal(given, x)
+        assert torch.equal(given, x) and given._version == 0
         y = instance_norm_silu(given, *rest, impl=impl, inplace=True)
-        assert torch.equal(y, expected) and (y.data_ptr() == given.data_ptr()) == (impl == "triton")
+    assert torch.equal(y, expected) and (y.data_ptr() == given.data_ptr()) == (impl == "triton")
+    assert given._version == (impl == "triton")  # autograd knows, as of torch's own operators
     with pytest.raises(ValueError, match=r"inplace=True: expected torch\.no_grad"):
         instance_norm_silu(x, *rest, impl=impl, inplace=True)
 
 
-def test_operator():
-    _, x, weight, bias, more = (y.requires_grad_() for y in random((2, 3, 5, 4), torch.float32))
-    for residual in (more, None):
-        given = (x, weight, bias, residual, 1e-5)
-        torch.library.opcheck(torch.ops.ndlightnet.instance_norm_silu.default, given)
-    compiled = torch.compile(
-        lambda x: instance_norm_silu(x, weight, bias, impl="triton").sin(), fullgraph=True,
-        backend="aot_eager",
-    )  # fmt: skip
-    expected = instance_norm_silu(x, weight, bias, impl="torch").sin()
-    torch.testing.assert_close(compiled(x), expected)
+@pytest.mark.filterwarnings("ignore:.*jit.trace", "ignore:Converting a tensor")
+@pytest.mark.parametrize("learn", [False, True])
+def test_in_place_in_traces(learn):
+    """Traced programs, and fake tensors, hold an operator and no launch."""
+    _, *given = random((2, 3, 50), torch.float32)
+
+    def run(x, *rest):
+        return instance_norm_silu(x.clone(), *rest, impl="triton", inplace=not learn)
+
+    with torch.set_grad_enabled(learn):
+        traced = torch.jit.trace(run, tuple(given), check_trace=False)
+        graph = make_fx(run, tracing_mode="fake")(*given)
+        for made in (traced, graph):
+            assert torch.equal(made(*given), run(*given))
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_operators(residual):
+    pull, *given = random((2, 3, 5, 4), torch.float32, residual=residual)
+    given = [y.requires_grad_() for y in given] + [None] * (not residual)
+    operators = torch.ops.ndlightnet
+    torch.library.opcheck(operators.instance_norm_silu.default, (*given, 1e-5))
+    _, *saved = kernels.instance_norm_silu(*given, 1e-5)
+    still = [y if y is None else y.detach() for y in given]
+    backward = operators.instance_norm_silu_backward.default
+    torch.library.opcheck(backward, (pull, *still, *saved))
+    schema = ("test_schema", "test_faketensor")
+    torch.library.opcheck(operators.instance_norm_silu_.default, (*still, 1e-5), test_utils=schema)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(backend):
+    pull, *given = random((2, 3, 5, 4), torch.float32)
+    run = torch.compile(
+        lambda *xs: instance_norm_silu(*xs, impl="triton").sin(), fullgraph=True, backend=backend
+    )
+    given = [y.requires_grad_() for y in given]
+    for a, b in zip(
+        torch.autograd.grad(run(*given), given, pull),
+        torch.autograd.grad(instance_norm_silu(*given, impl="torch").sin(), given, pull),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("impl, numbers", [("triton", 2 * 2 * 3), ("torch", 0)])
@@ -149,7 +185,9 @@ def test_it_keeps_its_inputs_and_at_most_two_numbers_a_row(impl, numbers):
         assert torch.equal(a, b)
 
 
-def test_a_residual_of_another_shape_is_refused():
+def test_other_shapes_are_refused():
     x, ones = torch.ones(1, 2, 3), torch.ones(2)
-    with pytest.raises(ValueError, match=r"residual \(1, 2, 4\): expected x's, \(1, 2, 3\)"):
+    with pytest.raises(ValueError, match=r"residual \(1, 2, 4\): expected \(1, 2, 3\), as x"):
         instance_norm_silu(x, ones, ones, torch.ones(1, 2, 4))
+    with pytest.raises(ValueError, match=r"bias \(3,\): expected \(2,\), as x has"):
+        instance_norm_silu(x, ones, torch.ones(3))

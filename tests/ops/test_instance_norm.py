@@ -37,3 +37,12 @@ def test_under_autocast_and_by_functorch_the_same(close):
 
     (g,) = torch.autograd.grad(loss(y := x.clone().requires_grad_()), y)
     close(torch.func.grad(loss)(x), g, 1e-5)
+    residuals = torch.randn(5, *x.shape)
+    mapped = torch.func.vmap(lambda r: instance_norm_silu(x, weight, bias, r))(residuals)
+    close(mapped[3], instance_norm_silu(x, weight, bias, residuals[3]), 1e-6)
+
+
+def test_the_memory_format_stays():
+    x = torch.randn(2, 4, 5, 6).to(memory_format=torch.channels_last)
+    y = instance_norm_silu(x, torch.ones(4), torch.zeros(4))
+    assert y.is_contiguous(memory_format=torch.channels_last)

@@ -83,7 +83,7 @@ class VideoData(LabelledData):
         cache_gb: decoded videos are held up to this size (GB), for all processes together, in the
             folder for temporary files; others are decoded again and again.
         workers: processes that prepare batches.
-        nvdec: the GPU decodes, by torchcodec, what it can of MP4 and WebM. Workers are spawned,
+        nvdec: the GPU decodes, by torchcodec, H.264, VP8 and VP9 as it can. Workers are spawned,
             then, each with a CUDA context; colours differ by a few levels from those of a CPU.
         input: for predict: a video or a folder of them; for stream: a video, a named pipe, or -
             for standard input.
