@@ -7,6 +7,9 @@ from typing import Any
 import lightning as L
 from torch import Tensor
 
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.images import spread
+
 
 class LabelledData(L.LightningDataModule):
     """Base class of data with names of classes, which a checkpoint holds.
@@ -45,3 +48,15 @@ def held_out(fraction: float, count: int) -> set[int]:
     """Return which of `count` training samples choose the best checkpoint, evenly spaced."""
     out = round(fraction * count)
     return {round(i * count / out) for i in range(out)}
+
+
+def limited(data: Any, total: int) -> list[int]:
+    """Return the numbers of the samples to train with, of `total`: `data.train_limit` of them,
+    evenly spaced; default: all."""
+    limit = total if data.train_limit is None else data.train_limit
+    if not 0 < limit <= total:
+        raise DataError(
+            f"{data.root}: train_limit={data.train_limit}, validation={data.validation}: {limit} "
+            f"samples to train with, expected 1 or more of {total}"
+        )
+    return spread(limit, total)

@@ -25,7 +25,7 @@ from ndlightnet.data.roots import find_root
 from ndlightnet.data.volume.augment import Augment
 from ndlightnet.inference import mirrorings
 from ndlightnet.models.hub import Pretrained
-from ndlightnet.training.classification.data import LabelledData
+from ndlightnet.training.classification.data import LabelledData, limited
 from ndlightnet.training.classification.page import write_table
 from ndlightnet.training.classification.pictures import save_gallery
 from ndlightnet.training.classification.task import ClassificationTask
@@ -94,13 +94,7 @@ class ImageData(LabelledData):
         self.val_set = parts.get("val", train.pick(held))
         if "val" not in parts:
             train = train.pick(sorted(set(range(len(train))) - set(held)))
-        limit = len(train) if self.train_limit is None else self.train_limit
-        if not 0 < limit <= len(train):
-            raise DataError(
-                f"{self.root}: train_limit={self.train_limit}, validation={self.validation}: "
-                f"{limit} images to train with, expected 1 or more of {len(train)}"
-            )
-        self.train_set = train.pick(spread(limit, len(train)))
+        self.train_set = train.pick(limited(self, len(train)))
 
     def replica(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)

@@ -32,7 +32,7 @@ from ndlightnet.data.video_transforms import (
     training,
 )
 from ndlightnet.data.visits import Visits, mixed
-from ndlightnet.training.classification.data import LabelledData
+from ndlightnet.training.classification.data import LabelledData, limited
 from ndlightnet.training.core.loading import still_loader, training_loader
 from ndlightnet.training.core.report import say, tell
 from ndlightnet.training.core.task import check
@@ -77,6 +77,8 @@ class VideoData(LabelledData):
             stay together: they often were one recording.
         groups: column of a table `clips.csv` in `root`, which has another column `path`: what it
             names, such as patients, is not split between training and validation, or folds.
+        train_limit: train on so many of the videos that are left for it, evenly spaced; default:
+            all.
         folds: `train` is split into so many parts. fold: the part, from 0, that chooses the best
             checkpoint and is not trained on; default: no cross-validation.
         test_on: the videos of `test`, or of the part that is not trained on.
@@ -112,6 +114,7 @@ class VideoData(LabelledData):
         augment: bool = True,
         balanced: bool = False,
         validation: float = 0.1,
+        train_limit: int | None = None,
         groups: str | None = None,
         folds: int = 5,
         fold: int | None = None,
@@ -152,6 +155,7 @@ class VideoData(LabelledData):
         self.mixup, self.cutmix, self.balanced = mixup, cutmix, balanced
         self.space = (frames, size, size)
         self.validation, self.groups, self.folds = validation, groups, folds
+        self.train_limit = train_limit
         self.fold, self.test_on = fold, test_on
         self.cache, self.workers, self.input = round(cache_gb * 1e9), workers, input
         self.nvdec = nvdec
@@ -222,10 +226,14 @@ class VideoData(LabelledData):
             out = first_of_each(labels, self.validation, groups)
         train, held = ([s for s, own in zip(samples, out, strict=True) if own is part]
                        for part in (False, True))  # fmt: skip
-        if {sample.label for sample in train} != {*labels}:
-            raise DataError(f"{self.root}: {len(held)} of {len(samples)} videos are held back, no "
-                            "video of a class is left to train with")  # fmt: skip
-        return train, held
+        few = [train[number] for number in limited(self, len(train))] if train else []
+        for left, why in (
+            (train, f"{len(held)} of {len(samples)} videos are held back"),
+            (few, f"train_limit={self.train_limit}"),
+        ):
+            if {sample.label for sample in left} != {*labels}:
+                raise DataError(f"{self.root}: {why}, no video of a class is left to train with")
+        return few, held
 
     def _training(self, samples: Sequence[Sample]) -> ClipDataset:
         draw: Any = partial(train_clip, frames=self.frames, transform=self.transform)

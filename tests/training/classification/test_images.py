@@ -171,10 +171,13 @@ def test_a_resumed_run_adds_to_what_it_cost(trained, pictures, tmp_path):
         ("--data.init_args.flips=[2]", "flips=(2,): axes are 0 to 1"),
         (
             "--data.init_args.validation=1",
-            "validation=1.0: 0 images to train with, expected 1 or more of 0",
+            "validation=1.0: 0 samples to train with, expected 1 or more of 0",
         ),
-        ("--data.init_args.train_limit=0", "train_limit=0, validation=0.1: 0 images"),
-        ("--data.init_args.train_limit=217", "217 images to train with, expected 1 or more of 216"),
+        ("--data.init_args.train_limit=0", "train_limit=0, validation=0.1: 0 samples"),
+        (
+            "--data.init_args.train_limit=217",
+            "217 samples to train with, expected 1 or more of 216",
+        ),
     ],
 )
 def test_what_does_not_fit_the_data(pictures, tmp_path, option, text):

@@ -74,6 +74,10 @@ def test_folds_are_a_partition(root):
     assert Counter(held) == Counter(
         f"{c}{n:02}" for c, count in COUNTS.items() for n in range(count)
     )
+    few = made(root, folds=4, fold=3, train_limit=4)
+    few.setup("fit")
+    assert len(few.train_set) == 4 and names(few.val_set) == names(data.val_set)
+    assert {*names(few.train_set)} < {*names(data.train_set)}
     plain = made(root)
     plain.setup("test")
     assert names(plain.test_set) == ["calm00", "calm01", "fight00", "fight01"]
@@ -113,6 +117,10 @@ def test_a_class_without_a_video_to_train_with(root):
     with pytest.raises(DataError, match=f"9 of 14 {told}"):
         made(root, validation=0.6)._split(one)
     assert len(made(root)._split(one)[0]) == 13  # a tenth of one is none
+    with pytest.raises(DataError, match="train_limit=1, no video of a class is left"):
+        made(root, train_limit=1)._split(one)
+    with pytest.raises(DataError, match="15 samples to train with, expected 1 or more of 13"):
+        made(root, train_limit=15)._split(one)
 
 
 @pytest.mark.parametrize(
