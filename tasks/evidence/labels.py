@@ -4,7 +4,7 @@ a checkpoint of tasks/pretrain.py, on shares of the labels.
     python tasks/evidence/labels.py tasks/volume_cls.py configs/adrenal64.yaml \
         --init runs/adrenal64_pretrain/checkpoints/last.ckpt --labels 59 297 1188
 
-Every run is a `fit` to the end of its schedule and one `test`, as those of compare.py; all runs with
+Every run is a `fit` to the end of its schedule and a `test`, as those of compare.py; all runs with
 as many labels see the same ones. What follows `--` goes to all of them. Writes table.md, runs.csv,
 runs.json and labels.png, measures over the number of labels, under --out.
 """
