@@ -5,8 +5,9 @@ a checkpoint of tasks/pretrain.py, on shares of the labels.
         --init runs/adrenal64_pretrain/checkpoints/last.ckpt --labels 59 297 1188
 
 Every run is a `fit` to the end of its schedule and a `test`, as those of compare.py; all runs with
-as many labels see the same ones. What follows `--` goes to all of them. Writes table.md, runs.csv,
-runs.json and labels.png, measures over the number of labels, under --out.
+as many labels see the same ones. What follows `--` goes to all of them, such as
+`--trainer.max_steps=600 --trainer.max_epochs=-1`, as an epoch of few labels is short. Writes
+table.md, runs.csv, runs.json and labels.png, measures over the number of labels, under --out.
 """
 
 from __future__ import annotations
