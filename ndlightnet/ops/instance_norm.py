@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ def instance_norm_silu(
     a single cell is mapped to 0. x, residual: (batch, channels, *space); weight, bias: (channels,).
     Statistics are float32 or wider. For the gradient x and residual are kept, and two numbers for
     each channel. inplace: x may be overwritten, where there is no gradient: whole volumes are
-    large. "auto" runs in torch where x is not contiguous, to keep its memory format.
+    large. "auto" is torch so far: the kernel was tested in Triton's interpreter, not on a card.
     """
     for name, y, shape in (("residual", residual, x.shape), ("weight", weight, x.shape[1:2]),
                            ("bias", bias, x.shape[1:2])):  # fmt: skip
@@ -33,7 +35,7 @@ def instance_norm_silu(
     if inplace and torch.is_grad_enabled():
         raise ValueError("inplace=True: expected torch.no_grad(), or inplace=False")
     traced = torch.compiler.is_compiling() or plain()
-    if impl == "auto" and not traced and not x.is_contiguous():
+    if impl == "auto":  # to become "triton" for contiguous x, which keeps other memory formats
         impl = "torch"
     if resolve("instance_norm_silu", impl, x) == "triton":
         if inplace and not traced and x.is_contiguous():
@@ -69,18 +71,48 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        wants, again = ctx.needs_input_grad[:4], torch.is_grad_enabled()
-        with torch.enable_grad():
-            # other tensors of the same numbers: x may depend on residual
-            inputs: list[Any] = [
-                y if y is None else y.view_as(y) if again else y.detach().requires_grad_(want)
-                for y, want in zip(ctx.saved_tensors, wants, strict=True)
-            ]
-            wanted = [y for y, want in zip(inputs, wants, strict=True) if want]
-            x, weight, bias, residual = inputs
-            out = _by_torch(x, weight, bias, residual, ctx.eps)
-            grads = iter(torch.autograd.grad(out, wanted, dout, create_graph=again))
-        return *(next(grads) if want else None for want in wants), None
+        wants, saved = ctx.needs_input_grad[:4], ctx.saved_tensors
+        x, second = saved[0], torch.is_grad_enabled()
+        if second or not x.is_contiguous() or x.device.type not in ("cpu", "cuda"):
+            return *_by_autograd(dout, saved, ctx.eps, wants, second), None
+        return *_by_formula(dout, saved, ctx.eps, wants), None
+
+
+def _by_formula(
+    dout: Tensor, saved: Sequence[Any], eps: float, wants: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, weight, bias, residual that are wanted. Torch's operators by name:
+    a backward pass within another one is not sure to be captured in a CUDA graph."""
+    x, weight, bias, residual = saved
+    n, c, cells = x.shape[0], x.shape[1], math.prod(x.shape[2:])
+    with exact(x):
+        w, b = weight.to(x.dtype), bias.to(x.dtype)
+        y, mean, rstd = torch.native_group_norm(x, w, b, n, c, cells, c, eps)
+        y = y if residual is None else y.add_(residual)
+        dy = torch.ops.aten.silu_backward(dout, y).contiguous()
+        dx, dw, db = torch.ops.aten.native_group_norm_backward(
+            dy, x, mean, rstd, w, n, c, cells, c, list(wants[:3])
+        )
+    if dw is not None:
+        dw = dw.to(weight.dtype)
+    return dx, dw, None if db is None else db.to(bias.dtype), dy if wants[3] else None
+
+
+def _by_autograd(
+    dout: Tensor, saved: Sequence[Any], eps: float, wants: Sequence[bool], second: bool
+) -> list[Tensor | None]:
+    """Return the same, differentiable if `second`."""
+    with torch.enable_grad():
+        # other tensors of the same numbers: x may depend on residual
+        inputs: list[Any] = [
+            y if y is None else y.view_as(y) if second else y.detach().requires_grad_(want)
+            for y, want in zip(saved, wants, strict=True)
+        ]
+        x, weight, bias, residual = inputs
+        wanted = [y for y, want in zip(inputs, wants, strict=True) if want]
+        out = _by_torch(x, weight, bias, residual, eps)
+        grads = iter(torch.autograd.grad(out, wanted, dout, create_graph=second))
+    return [next(grads) if want else None for want in wants]
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float) -> Any:

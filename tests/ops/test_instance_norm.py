@@ -46,3 +46,21 @@ def test_the_memory_format_stays():
     x = torch.randn(2, 4, 5, 6).to(memory_format=torch.channels_last)
     y = instance_norm_silu(x, torch.ones(4), torch.zeros(4))
     assert y.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_formula_is_what_autograd_finds(dtype, close):
+    """Of contiguous tensors, with the gradients that are wanted; other formats by autograd."""
+    torch.manual_seed(0)
+    x, more, pull = (torch.randn(2, 4, 5, 6).to(dtype) for _ in range(3))
+    weight, bias = torch.randn(2, 4, dtype=torch.promote_types(dtype, torch.float32)).unbind()
+    for kept in (range(4), (0,), (1, 3), (2,)):
+        runs = []
+        for form in (torch.contiguous_format, torch.channels_last):
+            given = [y.clone() for y in (x, weight, bias, more)]
+            given[0] = given[0].contiguous(memory_format=form)
+            wanted = [given[n].requires_grad_() for n in kept]
+            runs.append(torch.autograd.grad(instance_norm_silu(*given), wanted, pull))
+        for a, b in zip(*runs, strict=True):
+            assert a.dtype == b.dtype and a.shape == b.shape
+            close(a, b, max(1e-12, 3 * torch.finfo(dtype).eps))  # three roundings
