@@ -30,7 +30,7 @@ from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories
 from ndlightnet.nn.position import MDTPE
 from ndlightnet.nn.separable import LocalBlock, Separable
 from ndlightnet.nn.stem import torch_layer
-from ndlightnet.ops import instance_norm_silu
+from ndlightnet.ops import instance_norm, instance_norm_silu
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
 
 # channels of the first level (doubled from level to level, up to MOST), then for each level
@@ -54,9 +54,12 @@ class NormSiLU(nn.GroupNorm):
     def __init__(self, channels: int) -> None:
         super().__init__(channels, channels)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, inplace: bool = False) -> Tensor:
-        weights = self.weight, self.bias
-        return instance_norm_silu(x, *weights, residual, self.eps, inplace=inplace)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return instance_norm_silu(x, self.weight, self.bias, residual, self.eps)
+
+    def norm(self, x: Tensor) -> Tensor:
+        """Normalise alone."""
+        return instance_norm(x, self.weight, self.bias, self.eps)
 
 
 class ConvBlock(Initialized):
@@ -72,10 +75,14 @@ class ConvBlock(Initialized):
         self.skip = nn.Identity() if inputs == outputs else conv(inputs, outputs, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        free = not torch.is_grad_enabled()  # what a convolution returns is used once
-        y = self.norm1(_convolve(self.conv1, x), inplace=free)
-        out: Tensor = self.norm2(_convolve(self.conv2, y), _convolve(self.skip, x), free)
-        return out
+        if torch.is_grad_enabled():
+            y = self.norm1(_convolve(self.conv1, x))
+            out: Tensor = self.norm2(_convolve(self.conv2, y), _convolve(self.skip, x))
+            return out
+        # Whole volumes are large: what a convolution returns is freed before the next one runs.
+        y = self.norm2.norm(_convolve(self.conv2, self.norm1(_convolve(self.conv1, x))))
+        y += _convolve(self.skip, x)
+        return nn.functional.silu(y, inplace=True)
 
 
 def _convolve(conv: Any, x: Tensor) -> Tensor:

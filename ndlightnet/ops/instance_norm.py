@@ -18,46 +18,44 @@ from ndlightnet.ops.recurrence.chunks import exact
 
 def instance_norm_silu(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None, eps: float = 1e-5,
-    impl: Impl = "auto", inplace: bool = False,
+    impl: Impl = "auto",
 ) -> Tensor:  # fmt: skip
     """Return SiLU(norm(x) * weight + bias + residual), in x's dtype, under autocast too.
 
     norm subtracts the mean of each channel of each sample and divides by its standard deviation;
     a single cell is mapped to 0. x, residual: (batch, channels, *space); weight, bias: (channels,).
-    Statistics are float32 or wider. For the gradient x and residual are kept, and two numbers for
-    each channel. inplace: x may be overwritten, where there is no gradient: whole volumes are
-    large. "auto" is torch so far: the kernel was tested in Triton's interpreter, not on a card.
+    Statistics are float32 or wider. For the gradient x and residual are kept, and at most two
+    numbers for each channel. "auto" is torch so far: the kernel was tested in Triton's interpreter,
+    not on a card.
     """
     for name, y, shape in (("residual", residual, x.shape), ("weight", weight, x.shape[1:2]),
                            ("bias", bias, x.shape[1:2])):  # fmt: skip
         if y is not None and y.shape != shape:
             raise ValueError(f"{name} {tuple(y.shape)}: expected {tuple(shape)}, as x has")
-    if inplace and torch.is_grad_enabled():
-        raise ValueError("inplace=True: expected torch.no_grad(), or inplace=False")
-    traced = torch.compiler.is_compiling() or plain()
-    if impl == "auto":  # to become "triton" for contiguous x, which keeps other memory formats
-        impl = "torch"
+    impl = "torch" if impl == "auto" else impl
     if resolve("instance_norm_silu", impl, x) == "triton":
-        if inplace and not traced and x.is_contiguous():
-            _instance_norm_(x, weight, bias, residual, eps)
-            return x
         out: Tensor = _instance_norm(x, weight, bias, residual, eps)[0]
         return out
-    if torch.is_grad_enabled() and not traced:  # torch.compile keeps what it finds best
-        out = _Recomputed.apply(x, weight, bias, residual, eps)  # type: ignore[no-untyped-call]
-        return out
-    return _by_torch(x, weight, bias, residual, eps)
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or plain():
+        return _by_torch(x, weight, bias, residual, eps)  # torch.compile keeps what it finds best
+    out = _Recomputed.apply(x, weight, bias, residual, eps)  # type: ignore[no-untyped-call]
+    return out
+
+
+def instance_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    """Return norm(x) * weight + bias of `instance_norm_silu`, in torch."""
+    # Autocast would run it in float32, with twice the memory; the sums are float32 anyway.
+    with exact(x):
+        return torch.group_norm(x, x.shape[1], weight.to(x.dtype), bias.to(x.dtype), eps)
 
 
 def _by_torch(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float
 ) -> Tensor:
-    # Autocast would run it in float32, with twice the memory; the sums are float32 anyway.
-    with exact(x):
-        y = torch.group_norm(x, x.shape[1], weight.to(x.dtype), bias.to(x.dtype), eps)
-        if residual is not None:
-            y = y + residual if plain() else y.add_(residual)
-        return silu(y, inplace=not torch.is_grad_enabled())
+    y = instance_norm(x, weight, bias, eps)
+    if residual is not None:
+        y = y + residual if plain() else y.add_(residual)
+    return silu(y, inplace=not torch.is_grad_enabled())
 
 
 class _Recomputed(torch.autograd.Function):
@@ -93,9 +91,7 @@ def _by_formula(
         dx, dw, db = torch.ops.aten.native_group_norm_backward(
             dy, x, mean, rstd, w, n, c, cells, c, list(wants[:3])
         )
-    if dw is not None:
-        dw = dw.to(weight.dtype)
-    return dx, dw, None if db is None else db.to(bias.dtype), dy if wants[3] else None
+    return dx, dw, db, dy if wants[3] else None
 
 
 def _by_autograd(
@@ -119,13 +115,6 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, e
     from ndlightnet_kernels import instance_norm as kernels
 
     return kernels.instance_norm_silu(x, weight, bias, residual, eps)
-
-
-def _forward_(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float) -> None:
-    from ndlightnet_kernels import instance_norm as kernels
-
-    kernels.instance_norm_silu(x, weight, bias, residual, eps, out=x)
-    torch.autograd.graph.increment_version(x)
 
 
 def _fake(x: Tensor, *_: Any) -> Any:
@@ -172,9 +161,4 @@ _instance_norm = Operator(
     "instance_norm_silu(Tensor x, Tensor weight, Tensor bias, Tensor? residual, float eps) "
     "-> (Tensor, Tensor, Tensor)",
     _forward, _fake, _save, _backward,
-)  # fmt: skip
-_instance_norm_ = Operator(
-    "instance_norm_silu_(Tensor(a!) x, Tensor weight, Tensor bias, Tensor? residual, float eps) "
-    "-> ()",
-    _forward_, lambda *_: None,
 )  # fmt: skip

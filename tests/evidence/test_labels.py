@@ -2,6 +2,7 @@
 
 import json
 import sys
+from argparse import Namespace
 
 import pytest
 from matplotlib.image import imread
@@ -34,8 +35,26 @@ def test_both_starts_with_as_many_labels(monkeypatch, tmp_path, capsys):
         for n in (3, 30)
     }
     assert "| pre-trained, 30 labels  | 0.00 M     | 0.750" in capsys.readouterr().out
-    picture = imread(tmp_path / "out" / "labels.png")
-    assert picture.std() > 0.05
+    assert imread(tmp_path / "out" / "labels.png").ndim == 3
+
+
+def test_the_picture_has_the_means_of_both(monkeypatch, tmp_path):
+    runs = [
+        {"row": f"{name}, {n} labels", "seed": seed, "top1": start + n / 1000 + seed / 100}
+        for name, start in (("from scratch", 0.5), ("pre-trained", 0.6))
+        for n in (100, 10)
+        for seed in (0, 2)
+    ]
+    drawn = []
+    monkeypatch.setattr(labels.plots, "save", lambda picture, _: drawn.append(picture))
+    labels.draw(Namespace(labels=[100, 10], out=tmp_path), runs)
+    (axes,) = drawn[0].axes
+    assert axes.get_title() == "top1"
+    points = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert points == {
+        "from scratch": [[10, pytest.approx(0.52)], [100, pytest.approx(0.61)]],
+        "pre-trained": [[10, pytest.approx(0.62)], [100, pytest.approx(0.71)]],
+    }
 
 
 def test_a_missing_checkpoint_is_named(monkeypatch, tmp_path, capsys):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import grad
+from torch.utils.checkpoint import checkpoint
 
 from ndlightnet import ops
 from ndlightnet.layout import Ragged
@@ -35,6 +36,9 @@ RUNS = {
     "packed": lambda x: packed_attention(x[0], x[0], x[0], LAYOUT, **MADE),
     "packed frames": lambda x: packed_axis_causal_attention(x[0], x[0], x[0], LAYOUT, **MADE),
     "gate": lambda x: norm_gate(x, x, *torch.ones(2, 8, device=DEVICE), **MADE),
+    "gate and local branch": lambda x: norm_gate(
+        x, x, *torch.ones(2, 8, device=DEVICE), local=x, **MADE
+    ),
     "norm": lambda x: ops.instance_norm_silu(x, *torch.ones(2, 4, device=DEVICE), **MADE),
     "scan": lambda x: ops.axis_scan(scanned(x)[0].view(1, 2, 2, 8), *scanned(x)[1:], **MADE),
     "packed scan": lambda x: packed_axis_scan(scanned(x)[0], LAYOUT, *scanned(x)[1:], **MADE),
@@ -47,3 +51,13 @@ def test_it_raises(name):
     (g,) = grad(RUNS[name](x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative: the gradient of this operator"):
         grad(g.sum(), x)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_behind_a_checkpoint_the_first_one_is_the_same(name):
+    """Saved tensors are read once, which is all that a checkpoint allows."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 1, 8, device=DEVICE, requires_grad=True)
+    (expected,) = grad(RUNS[name](x).square().sum(), x)
+    (found,) = grad(checkpoint(RUNS[name], x, use_reentrant=False).square().sum(), x)
+    assert torch.equal(found, expected) and found.any()

@@ -1,5 +1,7 @@
 """NDLightUNet: a map of the input's size, for any size, on one to three axes."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -123,9 +125,7 @@ def test_a_stride_of_one_keeps_the_axes_apart():
     x = torch.randn(1, 2, 2 * reach + 5, 8, dtype=torch.float64, requires_grad=True)
     for module in model.modules():
         if isinstance(module, NormSiLU):  # it sees the whole grid
-            module.forward = lambda x, residual=None, inplace=False: (
-                x if residual is None else x + residual
-            )
+            module.forward = lambda x, residual=None: x if residual is None else x + residual
     planes = grad(model(x)[0, :, reach + 2].sum(), x)[0][0].abs().sum((0, 2)) > 0
     assert planes.nonzero().flatten().tolist() == list(range(2, 2 * reach + 3))
 
@@ -187,6 +187,21 @@ def test_instance_norm_is_torchs(close):
     expected = nn.functional.instance_norm(x, weight=norm.weight, bias=norm.bias, eps=norm.eps)
     close(norm(x), nn.functional.silu(expected), 1e-12)
     close(norm(x, x), nn.functional.silu(expected + x), 1e-12)
+
+
+def test_a_prediction_frees_what_it_has_used(close):
+    """The output of a second convolution is gone when the skip is computed; values of training."""
+    model, x = tiny(2).eval(), torch.randn(1, 2, 8, 8)
+    seen = []
+    for block in (*(b for convs in model.convs for b in convs), *model.decoders):
+        block.conv2.register_forward_hook(lambda _, __, output: seen.append(weakref.ref(output)))
+        block.skip.register_forward_pre_hook(lambda *_: seen.append(seen[-1]() is None))
+    with torch.no_grad():
+        y = model(x)
+    freed = seen[1::2]
+    assert freed and all(freed)
+    seen.clear()
+    close(model(x), y, 1e-5)
 
 
 @pytest.mark.parametrize("separable", [False, True])
