@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from itertools import islice, pairwise
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -24,13 +23,12 @@ from ndlightnet.models.features import adapt_in_chans, check_not_empty
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.models.other_names import accept_other_names
 from ndlightnet.nn.block import Block, init_network, undecayed_names
+from ndlightnet.nn.convolutional import Convolutional
 from ndlightnet.nn.initial import Initialized, reset
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories
 from ndlightnet.nn.position import MDTPE
 from ndlightnet.nn.separable import LocalBlock, Separable
-from ndlightnet.nn.stem import torch_layer
-from ndlightnet.ops import instance_norm, instance_norm_silu
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
 
 # channels of the first level (doubled from level to level, up to MOST), then for each level
@@ -42,82 +40,6 @@ SIZES = {
 }
 MOST = 320
 NUMBERS = 2**31  # outputs from which cuDNN's transposed convolution is many times slower for each
-
-
-_conv = partial(torch_layer, argument="separable=False")
-
-
-class NormSiLU(nn.GroupNorm):
-    """Instance normalisation, then SiLU: on any number of axes, also of a single cell, which
-    torch's InstanceNorm refuses."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels, channels)
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return instance_norm_silu(x, self.weight, self.bias, residual, self.eps)
-
-    def norm(self, x: Tensor) -> Tensor:
-        """Normalise alone."""
-        return instance_norm(x, self.weight, self.bias, self.eps)
-
-
-class ConvBlock(Initialized):
-    """Two convolutions of kernel size 3 with a residual."""
-
-    def __init__(self, dims: int, inputs: int, outputs: int) -> None:
-        super().__init__()
-        conv = _conv("Conv", dims)
-        self.conv1 = conv(inputs, outputs, 3, padding=1, bias=False)
-        self.norm1 = NormSiLU(outputs)
-        self.conv2 = conv(outputs, outputs, 3, padding=1, bias=False)
-        self.norm2 = NormSiLU(outputs)
-        self.skip = nn.Identity() if inputs == outputs else conv(inputs, outputs, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            y = self.norm1(_convolve(self.conv1, x))
-            out: Tensor = self.norm2(_convolve(self.conv2, y), _convolve(self.skip, x))
-            return out
-        # Whole volumes are large: what a convolution returns is freed before the next one runs.
-        y = self.norm2.norm(_convolve(self.conv2, self.norm1(_convolve(self.conv1, x))))
-        y += _convolve(self.skip, x)
-        return nn.functional.silu(y, inplace=True)
-
-
-def _convolve(conv: Any, x: Tensor) -> Tensor:
-    """Apply a convolution without bias. onnxscript 0.7.2 writes a bias of two axes where a Conv3d
-    has none, which no runtime accepts: an exported graph gets zeros."""
-    if torch.compiler.is_exporting() and isinstance(conv, nn.Conv3d):
-        return conv._conv_forward(x, conv.weight, x.new_zeros(conv.out_channels))
-    out: Tensor = conv(x)
-    return out
-
-
-class Convolutional:
-    """The layers of a U-Net from torch's convolutions and instance norm."""
-
-    channel_axis = 1
-
-    def __init__(self, dims: int) -> None:
-        self.dims, self.conv, self.conv_up = dims, _conv("Conv", dims), _conv("ConvTranspose", dims)
-
-    def level(
-        self, inputs: int, width: int, step: tuple[int, ...] | None, count: int
-    ) -> tuple[nn.Module, list[nn.Module]]:
-        """Return the downsampling to a level of the encoder (step None: the first), its blocks."""
-        down = self.conv(inputs, width, step, stride=step) if step else nn.Identity()
-        widths = [width if step else inputs, *[width] * count][:count]
-        return down, [ConvBlock(self.dims, n, width) for n in widths]
-
-    def up(self, low: int, high: int, step: tuple[int, ...]) -> nn.Module:
-        return self.conv_up(low, high, step, stride=step)
-
-    def decoder(self, width: int) -> nn.Module:
-        return ConvBlock(self.dims, 2 * width, width)
-
-    def head(self, width: int, outputs: int) -> nn.Module:
-        return self.conv(width, outputs, 1)
 
 
 class Stage(Initialized):

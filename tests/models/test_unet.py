@@ -5,11 +5,12 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.autograd import grad
+from torch.autograd import grad, gradgradcheck
+from torch.autograd.graph import saved_tensors_hooks
 
 from ndlightnet import Identity, NDLightUNet
 from ndlightnet.models import unet
-from ndlightnet.models.unet import NormSiLU
+from ndlightnet.nn.convolutional import ConvBlock, NormSiLU
 
 SIZES = {1: (13,), 2: (9, 14), 3: (7, 5, 6)}
 every_dims = pytest.mark.parametrize("dims", SIZES)
@@ -202,6 +203,27 @@ def test_a_prediction_frees_what_it_has_used(close):
     assert freed and all(freed)
     seen.clear()
     close(model(x), y, 1e-5)
+
+
+def test_a_block_keeps_what_its_convolutions_return(close):
+    """What is normalised between them is computed again, unless others say what is kept."""
+    block, x = ConvBlock(2, 3, 4).double(), torch.randn(2, 3, 5, 6, dtype=torch.float64)
+    seen, x = [], x.requires_grad_()
+    block.norm1.register_forward_hook(lambda _, __, output: seen.append(weakref.ref(output)))
+    y = block(x)
+    assert seen[-1]() is None
+    with saved_tensors_hooks(lambda saved: saved, lambda packed: packed):
+        kept = block(x)
+    assert seen[-1]() is not None
+    wanted = [x, *block.parameters()]
+    found, expected = (grad(out.square().sum(), wanted) for out in (y, kept))
+    for one, other in zip(found, expected, strict=True):
+        close(one, other, 1e-12)
+
+
+def test_second_derivatives_of_a_block():
+    block, x = ConvBlock(1, 2, 2).double(), torch.randn(1, 2, 4, dtype=torch.float64)
+    assert gradgradcheck(lambda x, *_: block(x), (x.requires_grad_(), *block.parameters()))
 
 
 @pytest.mark.parametrize("separable", [False, True])

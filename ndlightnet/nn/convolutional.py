@@ -1,0 +1,117 @@
+"""Convolutional layers of a U-Net, on the axes that torch has convolutions for (one to three).
+
+Features are (batch, channels, *space). For the gradient a block keeps what its convolutions return
+and its output: what lies between is computed again."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ndlightnet.nn.initial import Initialized
+from ndlightnet.nn.stem import torch_layer
+from ndlightnet.ops import instance_norm, instance_norm_silu
+from ndlightnet.ops.plain import plain
+
+_conv = partial(torch_layer, argument="separable=False")
+
+
+class NormSiLU(nn.GroupNorm):
+    """Instance normalisation, then SiLU: on any number of axes, also of a single cell, which
+    torch's InstanceNorm refuses."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, channels)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return instance_norm_silu(x, self.weight, self.bias, residual, self.eps)
+
+    def norm(self, x: Tensor) -> Tensor:
+        """Normalise alone."""
+        return instance_norm(x, self.weight, self.bias, self.eps)
+
+
+class ConvBlock(Initialized):
+    """Two convolutions of kernel size 3 with a residual."""
+
+    def __init__(self, dims: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        conv = _conv("Conv", dims)
+        self.conv1 = conv(inputs, outputs, 3, padding=1, bias=False)
+        self.norm1 = NormSiLU(outputs)
+        self.conv2 = conv(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = NormSiLU(outputs)
+        self.skip = nn.Identity() if inputs == outputs else conv(inputs, outputs, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            y = _convolve(self.conv1, x)
+            y = _convolve_norm(self.conv2, self.norm1, y)
+            out: Tensor = self.norm2(y, _convolve(self.skip, x))
+            return out
+        # Whole volumes are large: what a convolution returns is freed before the next one runs.
+        y = self.norm2.norm(_convolve(self.conv2, self.norm1(_convolve(self.conv1, x))))
+        y += _convolve(self.skip, x)
+        return nn.functional.silu(y, inplace=True)
+
+
+def _convolve(conv: Any, x: Tensor) -> Tensor:
+    """Apply a convolution without bias. onnxscript 0.7.2 writes a bias of two axes where a Conv3d
+    has none, which no runtime accepts: an exported graph gets zeros."""
+    if torch.compiler.is_exporting() and isinstance(conv, nn.Conv3d):
+        return conv._conv_forward(x, conv.weight, x.new_zeros(conv.out_channels))
+    out: Tensor = conv(x)
+    return out
+
+
+def _convolve_norm(conv: nn.Module, norm: NormSiLU, x: Tensor) -> Tensor:
+    """Return conv(norm(x)), where the convolution keeps x for its gradient, as the norm does, and
+    not norm(x), a memory-bound pass that is made again."""
+    y = norm(x)
+    # hooks of others, as those of checkpointing and of offloading, decide what is kept
+    others = torch._C._autograd._top_saved_tensors_default_hooks
+    if torch.compiler.is_compiling() or plain() or others(False) is not None:
+        return _convolve(conv, y)
+    kept, where = x.detach(), (y.data_ptr(), y.shape)
+
+    def pack(saved: Tensor) -> Tensor | None:
+        return None if (saved.data_ptr(), saved.shape) == where else saved
+
+    def unpack(packed: Tensor | None) -> Tensor:
+        if packed is not None:
+            return packed
+        with torch.no_grad():
+            return norm(kept)
+
+    with saved_tensors_hooks(pack, unpack):
+        return _convolve(conv, y)
+
+
+class Convolutional:
+    """The layers of a U-Net from torch's convolutions and instance norm."""
+
+    channel_axis = 1
+
+    def __init__(self, dims: int) -> None:
+        self.dims, self.conv, self.conv_up = dims, _conv("Conv", dims), _conv("ConvTranspose", dims)
+
+    def level(
+        self, inputs: int, width: int, step: tuple[int, ...] | None, count: int
+    ) -> tuple[nn.Module, list[nn.Module]]:
+        """Return the downsampling to a level of the encoder (step None: the first), its blocks."""
+        down = self.conv(inputs, width, step, stride=step) if step else nn.Identity()
+        widths = [width if step else inputs, *[width] * count][:count]
+        return down, [ConvBlock(self.dims, n, width) for n in widths]
+
+    def up(self, low: int, high: int, step: tuple[int, ...]) -> nn.Module:
+        return self.conv_up(low, high, step, stride=step)
+
+    def decoder(self, width: int) -> nn.Module:
+        return ConvBlock(self.dims, 2 * width, width)
+
+    def head(self, width: int, outputs: int) -> nn.Module:
+        return self.conv(width, outputs, 1)
