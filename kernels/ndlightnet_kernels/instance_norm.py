@@ -174,16 +174,17 @@ def _plan(x: Tensor, eps: float) -> tuple[Launch, Launch, int]:
 
 
 def instance_norm_silu(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return SiLU(norm(x) * weight + bias + residual) in x's dtype, and the rows' mean and 1 /
-    standard deviation."""
+    standard deviation. out: where the first is written; it may be x, if contiguous."""
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     weight, bias = weight.contiguous(), bias.contiguous()
     more = None if residual is None else residual.dtype
     key = ("instance_norm", x.device, x.dtype, weight.dtype, bias.dtype, more, x.shape, eps)
     moments, apply, splits = remembered(key, lambda: _plan(x, eps))
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if out is None else out
     partial = x.new_empty((*x.shape[:2], splits, 2), dtype=torch.float32)
     mean, rstd = (x.new_empty(x.shape[:2], dtype=torch.float32) for _ in range(2))
     moments(x, partial)

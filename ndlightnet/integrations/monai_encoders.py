@@ -9,14 +9,14 @@ net = FlexibleUNet(in_channels=1, out_channels=14, backbone="ndlightunet-m", spa
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from monai.networks.blocks.encoder import BaseEncoder
 from monai.networks.nets.flexible_unet import FLEXUNET_BACKBONE
 from torch import Tensor, nn
 
 from ndlightnet.models.backbone import NDLightNet
-from ndlightnet.models.unet import MOST, SIZES, NDLightUNet
+from ndlightnet.models.unet import MOST, SIZES, NDLightUNet, Size
 
 READ = 9  # index of the last of the blocks whose features UNETR reads beside the last one's
 STRIDES = 5  # FlexibleUNet's decoder has five levels by default, each of half the size before
@@ -45,8 +45,8 @@ class UNETREncoder(nn.Module):
 
 class NDLightUNetEncoder(nn.Module, BaseEncoder):  # type: ignore[misc]
     """The encoder of an NDLightUNet with strides of 2, which FlexibleUNet knows by the names
-    ndlightunet-s, -m and -l: feature maps of 1/2 to 1/32 of the input's size. FlexibleUNet needs
-    these rounded down, so that a cell at the end with padding in it is cropped.
+    ndlightunet-hybrid, -s, -m and -l: feature maps of 1/2 to 1/32 of the input's size. FlexibleUNet
+    needs these rounded down, so that a cell at the end with padding in it is cropped.
 
     Args:
         size, options: of NDLightUNet.
@@ -54,7 +54,7 @@ class NDLightUNetEncoder(nn.Module, BaseEncoder):  # type: ignore[misc]
     """
 
     def __init__(
-        self, size: Literal["S", "M", "L"] = "M", spatial_dims: int = 3, in_channels: int = 1,
+        self, size: Size = "M", spatial_dims: int = 3, in_channels: int = 1,
         pretrained: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__()

@@ -31,12 +31,15 @@ from ndlightnet.nn.position import MDTPE
 from ndlightnet.nn.separable import LocalBlock, Separable
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
 
+Size = Literal["hybrid", "S", "M", "L"]
+Skips = Literal["add", "join"]
 # channels of the first level (doubled from level to level, up to MOST), then for each level
-# convolution blocks and LightNet blocks; the last number holds for all coarser levels
-SIZES = {
-    "S": (24, (1, 1), (0, 1, 1)),
-    "M": (32, (1, 1, 2), (0, 1, 2)),
-    "L": (40, (1, 2, 3), (0, 2, 4)),
+# convolution blocks and LightNet blocks, where the last number holds for all coarser levels; skips
+SIZES: dict[Size, tuple[int, tuple[int, ...], tuple[int, ...], Skips]] = {
+    "hybrid": (32, (1, 1, 0), (0, 0, 4), "add"),
+    "S": (24, (1, 1), (0, 1, 1), "join"),
+    "M": (32, (1, 1, 2), (0, 1, 2), "join"),
+    "L": (40, (1, 2, 3), (0, 2, 4), "join"),
 }
 MOST = 320
 NUMBERS = 2**31  # outputs from which cuDNN's transposed convolution is many times slower for each
@@ -80,13 +83,17 @@ class NDLightUNet(Pretrained):
     Args:
         dims: number of axes.
         in_channels, out_channels: channels of the input; classes of the output (logits).
-        size: "S", "M" or "L": the defaults of `widths`, `convs` and `depths`.
+        size: the defaults of `widths`, `convs`, `depths` and `skips`. "hybrid": two levels of
+            convolutions, then levels of LightNet blocks alone; "S", "M" and "L": convolutions at
+            all levels, LightNet blocks too after the first. Default: "hybrid" for networks of three
+            axes from torch's convolutions, else "M".
         strides: by how much each level after the first is coarser than the one before, one number
             or one for each axis; sizes are rounded up. Default: 2 (1 along the first axis if
             causal) for each level of `widths` after the first, or for three levels.
         widths: channels per level. convs: convolution blocks of the encoder per level, one or more
             in the first.
         depths: LightNet blocks per level; 0: convolutions only.
+        skips: "add" what comes from below to the encoder's feature map, or "join" the channels.
         mixer, mlp_ratio, tpe: as in NDLightNet; `mixer` counts layers from the first level to the
             last. drop_path_rate: stochastic depth of every block.
         deep_supervision: in training the output is a list: the logits, then those of the coarser
@@ -117,11 +124,12 @@ class NDLightUNet(Pretrained):
         in_channels: int = 1,
         out_channels: int = 2,
         *,
-        size: Literal["S", "M", "L"] = "M",
+        size: Size | None = None,
         strides: Sequence[int | Sequence[int]] | None = None,
         widths: Sequence[int] | None = None,
         convs: Sequence[int] | None = None,
         depths: Sequence[int] | None = None,
+        skips: Skips | None = None,
         mixer: Factories = LightNetAttention,
         mlp_ratio: float = 8 / 3,
         tpe: bool = True,
@@ -133,10 +141,12 @@ class NDLightUNet(Pretrained):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if size not in SIZES:
-            raise ValueError(f"size={size!r}: expected 'S', 'M' or 'L'")
         check_integers(1, dims=dims, in_channels=in_channels, out_channels=out_channels)
         separable = dims > 3 or causal if separable is None else separable
+        if size is None:
+            size = "hybrid" if dims == 3 and not separable else "M"
+        if size not in SIZES:
+            raise ValueError(f"size={size!r}: expected 'hybrid', 'S', 'M' or 'L'")
         if causal and not separable:
             raise ValueError("causal=True with separable=False: expected separable blocks")
         if strides is None:
@@ -151,7 +161,10 @@ class NDLightUNet(Pretrained):
         if causal and any(step[0] > 1 for step in steps):
             raise ValueError(f"strides={strides!r}: expected 1 along the first axis if causal=True")
         levels = len(steps) + 1
-        first, *usual = SIZES[size]
+        first, *usual, usual_skips = SIZES[size]
+        skips = usual_skips if skips is None else skips
+        if skips not in ("add", "join"):
+            raise ValueError(f"skips={skips!r}: expected 'add' or 'join'")
         widths = (
             [min(MOST, first << level) for level in range(levels)] if widths is None else widths
         )
@@ -172,7 +185,7 @@ class NDLightUNet(Pretrained):
             raise ValueError(f"convs={convs!r}: expected 1 or more at the first level")
         self.dims, self.in_channels, self.out_channels = dims, in_channels, out_channels
         self.strides, self.widths = steps, tuple(widths)
-        self.deep_supervision = deep_supervision
+        self.skips, self.deep_supervision = skips, deep_supervision
         self.separable, self.causal = separable, causal
         factories = iter(layer_factories("mixer", mixer, sum(depths), dims, causal=causal))
         layers: Any = Separable(dims, mlp_ratio, causal) if separable else Convolutional(dims)
@@ -189,7 +202,8 @@ class NDLightUNet(Pretrained):
             )  # fmt: skip
         pairs = list(zip(pairwise(widths), steps, strict=True))
         self.up = nn.ModuleList(layers.up(low, high, step) for (high, low), step in pairs)
-        self.decoders = nn.ModuleList(layers.decoder(w) for w in widths[:-1])
+        joined = 2 if skips == "join" else 1
+        self.decoders = nn.ModuleList(layers.decoder(joined * w, w) for w in widths[:-1])
         heads = max(1, levels - 1) if deep_supervision else 1
         self.heads = nn.ModuleList(layers.head(w, out_channels) for w in widths[:heads])
         init_network(self.stages)
@@ -270,7 +284,8 @@ class NDLightUNet(Pretrained):
             if level < len(self.up):
                 x = self.up[level](x) if self.separable else _raised(self.up[level], x)
                 skip = skips.pop()  # removed from the list, so freed after use
-                x = torch.cat([_cropped(x, skip, self.channel_axis), skip], self.channel_axis)
+                x = _cropped(x, skip, self.channel_axis)
+                x = x + skip if self.skips == "add" else torch.cat([x, skip], self.channel_axis)
                 del skip
                 x = self.decoders[level](x)
             if level < len(self.heads) and (self.training or level == 0):

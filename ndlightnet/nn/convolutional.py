@@ -14,7 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ndlightnet.nn.initial import Initialized
 from ndlightnet.nn.stem import torch_layer
-from ndlightnet.ops import instance_norm, instance_norm_silu
+from ndlightnet.ops.instance_norm import (
+    instance_norm,
+    instance_norm_silu,
+    instance_norm_silu_,
+    kernel_runs,
+)
 from ndlightnet.ops.plain import plain
 
 _conv = partial(torch_layer, argument="separable=False")
@@ -29,6 +34,12 @@ class NormSiLU(nn.GroupNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         return instance_norm_silu(x, self.weight, self.bias, residual, self.eps)
+
+    def overwritten(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the same without a gradient, in the place of x if a kernel runs."""
+        if not kernel_runs(x):
+            return self(x, residual)
+        return instance_norm_silu_(x, self.weight, self.bias, residual, self.eps)
 
     def norm(self, x: Tensor) -> Tensor:
         """Normalise alone."""
@@ -53,8 +64,13 @@ class ConvBlock(Initialized):
             y = _convolve_norm(self.conv2, self.norm1, y)
             out: Tensor = self.norm2(y, _convolve(self.skip, x))
             return out
-        # Whole volumes are large: what a convolution returns is freed before the next one runs.
-        y = self.norm2.norm(_convolve(self.conv2, self.norm1(_convolve(self.conv1, x))))
+        # Whole volumes are large: what a convolution returns is overwritten, or freed before the
+        # next one runs.
+        y = self.norm1.overwritten(_convolve(self.conv1, x))
+        y = _convolve(self.conv2, y)
+        if kernel_runs(y):
+            return self.norm2.overwritten(y, _convolve(self.skip, x))
+        y = self.norm2.norm(y)
         y += _convolve(self.skip, x)
         return nn.functional.silu(y, inplace=True)
 
@@ -110,8 +126,8 @@ class Convolutional:
     def up(self, low: int, high: int, step: tuple[int, ...]) -> nn.Module:
         return self.conv_up(low, high, step, stride=step)
 
-    def decoder(self, width: int) -> nn.Module:
-        return ConvBlock(self.dims, 2 * width, width)
+    def decoder(self, inputs: int, width: int) -> nn.Module:
+        return ConvBlock(self.dims, inputs, width)
 
     def head(self, width: int, outputs: int) -> nn.Module:
         return self.conv(width, outputs, 1)

@@ -105,8 +105,8 @@ class Separable:
     def up(self, low: int, high: int, step: tuple[int, ...]) -> nn.Module:
         return PatchUp(self.dims, low, step, high)
 
-    def decoder(self, width: int) -> nn.Module:
-        return nn.Sequential(nn.Linear(2 * width, width), self.block(width))
+    def decoder(self, inputs: int, width: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(inputs, width), self.block(width))
 
     def head(self, width: int, outputs: int) -> nn.Module:
         return nn.Sequential(TokenNorm(width), nn.Linear(width, outputs))

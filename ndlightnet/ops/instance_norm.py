@@ -25,21 +25,34 @@ def instance_norm_silu(
     norm subtracts the mean of each channel of each sample and divides by its standard deviation;
     a single cell is mapped to 0. x, residual: (batch, channels, *space); weight, bias: (channels,).
     Statistics are float32 or wider. For the gradient x and residual are kept, and at most two
-    numbers for each channel. "auto" is torch so far: the kernel was tested in Triton's interpreter,
-    not on a card.
+    numbers for each channel. "auto" takes the kernel for contiguous x; in torch.compile, torch.
     """
     for name, y, shape in (("residual", residual, x.shape), ("weight", weight, x.shape[1:2]),
                            ("bias", bias, x.shape[1:2])):  # fmt: skip
         if y is not None and y.shape != shape:
             raise ValueError(f"{name} {tuple(y.shape)}: expected {tuple(shape)}, as x has")
-    impl = "torch" if impl == "auto" else impl
-    if resolve("instance_norm_silu", impl, x) == "triton":
+    if kernel_runs(x) if impl == "auto" else resolve("instance_norm_silu", impl, x) == "triton":
         out: Tensor = _instance_norm(x, weight, bias, residual, eps)[0]
         return out
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or plain():
         return _by_torch(x, weight, bias, residual, eps)  # torch.compile keeps what it finds best
     out = _Recomputed.apply(x, weight, bias, residual, eps)  # type: ignore[no-untyped-call]
     return out
+
+
+def kernel_runs(x: Tensor) -> bool:
+    """Return whether "auto" takes the kernel."""
+    if torch.compiler.is_compiling() or plain() or not x.is_contiguous():
+        return False  # torch.compile fuses it with what is beside it; the kernel would copy x
+    return resolve("instance_norm_silu", "auto", x) == "triton"
+
+
+def instance_norm_silu_(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """Overwrite contiguous x with `instance_norm_silu`, by its kernel and without a gradient."""
+    _instance_norm_in_place(x, weight, bias, residual, eps)
+    return x
 
 
 def instance_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
@@ -117,6 +130,14 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, e
     return kernels.instance_norm_silu(x, weight, bias, residual, eps)
 
 
+def _forward_in_place(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float
+) -> None:
+    from ndlightnet_kernels import instance_norm as kernels
+
+    kernels.instance_norm_silu(x, weight, bias, residual, eps, out=x)
+
+
 def _fake(x: Tensor, *_: Any) -> Any:
     mean = x.new_empty(x.shape[:2], dtype=torch.float32)
     return x.new_empty(x.shape), mean, torch.empty_like(mean)
@@ -142,12 +163,15 @@ def _gradients_fake(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[:4], *output[1:])
+    ctx.eps = inputs[4]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)  # else zeros are written as gradients of mean and rstd
 
 
 def _backward(ctx: Any, dout: Tensor, *_: Tensor) -> Any:
     saved = ctx.saved_tensors  # read once: checkpointing allows it a single time
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # for a second derivative
+        return *_by_autograd(dout, saved[:4], ctx.eps, ctx.needs_input_grad[:4], True), None
     *grads, more = _instance_norm_backward(dout, *saved)
     return *grads, None if saved[3] is None else more, None
 
@@ -160,5 +184,10 @@ _instance_norm_backward = Operator(
 _instance_norm = Operator(
     "instance_norm_silu(Tensor x, Tensor weight, Tensor bias, Tensor? residual, float eps) "
     "-> (Tensor, Tensor, Tensor)",
-    _forward, _fake, _save, _backward,
+    _forward, _fake, _save, _backward, once=False,
+)  # fmt: skip
+_instance_norm_in_place = Operator(
+    "instance_norm_silu_(Tensor(a!) x, Tensor weight, Tensor bias, Tensor? residual, float eps) "
+    "-> ()",
+    _forward_in_place, lambda *_: None,
 )  # fmt: skip

@@ -78,7 +78,8 @@ def test_flexible_unet_decodes_our_features(dims, space):
         expected = net.segmentation_head(net.decoder(features, 4))
         y = net(x)
     assert y.shape == (2, 3, *space) and torch.equal(y, expected)
-    channels = NDLightUNetEncoder.num_channels_per_output()[0]
+    at = NDLightUNetEncoder.get_encoder_names().index("ndlightunet-s")
+    channels = NDLightUNetEncoder.num_channels_per_output()[at]
     assert tuple(f.shape[1] for f in features) == channels
     assert not [n for n, _ in net.encoder.named_parameters() if "head" in n or "decode" in n]
 

@@ -39,7 +39,6 @@ RUNS = {
     "gate and local branch": lambda x: norm_gate(
         x, x, *torch.ones(2, 8, device=DEVICE), local=x, **MADE
     ),
-    "norm": lambda x: ops.instance_norm_silu(x, *torch.ones(2, 4, device=DEVICE), **MADE),
     "scan": lambda x: ops.axis_scan(scanned(x)[0].view(1, 2, 2, 8), *scanned(x)[1:], **MADE),
     "packed scan": lambda x: packed_axis_scan(scanned(x)[0], LAYOUT, *scanned(x)[1:], **MADE),
 }

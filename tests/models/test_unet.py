@@ -51,7 +51,7 @@ def test_every_cell_sees_every_cell(dims):
 
 def test_odd_sizes_are_padded_and_cropped_at_the_end(close):
     """Otherwise what comes back from below lies beside the skip it joins."""
-    model, x = tiny(1, widths=(8, 16), depths=(0, 0)), torch.randn(2, 2, 7)
+    model, x = tiny(1, widths=(8, 16), depths=(0, 0), skips="join"), torch.randn(2, 2, 7)
     top = model.convs[0](x)
     whole = torch.cat([top, torch.zeros(2, 8, 1)], -1)
     below = model.up[0](model.convs[1](model.down[1](whole)))
@@ -142,6 +142,31 @@ def test_sizes(size, first, convs, depths):
     assert [len(level) for level in model.convs] == convs
     assert [len(stage.blocks) for stage in model.stages] == depths
     assert len(NDLightUNet(2, size=size).stages) == 4  # three strides where none are said
+
+
+def test_the_default_of_three_axes():
+    """Attention at the coarse levels, and nothing else; elsewhere as size="M"."""
+    model = NDLightUNet(3, 1, 2, strides=[2] * 4, device="meta")
+    assert model.widths == (32, 64, 128, 256, 320) and model.skips == "add"
+    assert [len(level) for level in model.convs] == [1, 1, 0, 0, 0]
+    assert [len(stage.blocks) for stage in model.stages] == [0, 0, 4, 4, 4]
+
+    def shapes(*args, **options):
+        parameters = NDLightUNet(*args, device="meta", **options).named_parameters()
+        return {name: p.shape for name, p in parameters}
+
+    assert shapes(3) == shapes(3, size="hybrid") != shapes(3, size="M")
+    for options in ({"dims": 2}, {"dims": 4}, {"dims": 3, "separable": True}):
+        assert shapes(**options) == shapes(**options, size="M")
+
+
+@pytest.mark.parametrize("separable", [False, True])
+def test_skips_that_are_added(separable, close):
+    model = tiny(2, widths=(8, 16), depths=(0, 0), skips="add", separable=separable)
+    x = torch.randn(2, 2, 8, 6)
+    top, low = model._encode(x)
+    close(model(x), model.heads[0](model.decoders[0](model.up[0](low) + top))
+          .movedim(model.channel_axis, 1), 1e-5)  # fmt: skip
 
 
 @every_dims
@@ -276,6 +301,8 @@ def test_errors_show_the_values():
         tiny(2, widths=(), depths=())
     with pytest.raises(ValueError, match="size='XL'"):
         NDLightUNet(2, size="XL")
+    with pytest.raises(ValueError, match="skips='sum': expected 'add' or 'join'"):
+        NDLightUNet(2, skips="sum")
     for strides in ([(2, 2, 2)], [0], [(2, 0)]):
         with pytest.raises(ValueError, match="strides="):
             NDLightUNet(2, strides=strides)

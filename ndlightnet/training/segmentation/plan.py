@@ -46,7 +46,7 @@ def plan(
     root: str,
     out: str | None = None,
     net: str = "ndlightnet.NDLightUNet",
-    size: Literal["S", "M", "L"] = "M",
+    size: Literal["hybrid", "S", "M", "L"] | None = None,
     memory: float | None = None,
     epochs: int = 200,
     workers: int = 4,
@@ -104,7 +104,7 @@ def plan(
 
 def config_of(
     measured: Fingerprint, labels: Sequence[str], channels: Sequence[str], root: str, out: Path,
-    net: str, size: str, memory: float, epochs: int, workers: int, frames: int | None = None,
+    net: str, size: str | None, memory: float, epochs: int, workers: int, frames: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the config as a dictionary. memory: in bytes; DataError if it is too little."""
     spacing = target_spacing(measured.spacings, measured.shapes)
@@ -114,6 +114,7 @@ def config_of(
         "dims": len(time) + 3, "in_channels": len(channels), "out_channels": len(labels),
         "size": size, "deep_supervision": True, "drop_path_rate": 0.1,
     }  # fmt: skip
+    facts = {key: value for key, value in facts.items() if value is not None}
     make = _network(net)
     known = inspect.signature(make).parameters
 
