@@ -68,14 +68,15 @@ def test_values_and_gradients(shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_single_cell_is_mapped_to_the_bias(dtype):
-    """And has no gradient, to the last bit: torch's, a difference, is a rounding error times
-    1 / sqrt(eps)."""
+    """And has no gradient but for rounding: a difference of equal numbers, which two kernels may
+    round differently, times 1 / sqrt(eps)."""
     pull, x, weight, bias, residual = random((1, 1, 1), dtype)
     y, dx, dweight, dbias, dresidual = result("triton", pull, x, weight, bias, residual)
     before = (residual.double() + bias.double()).requires_grad_()
     expected = torch.nn.functional.silu(before)
     (d,) = torch.autograd.grad(expected, before, pull.double())
-    assert not dx.any() and not dweight.any()
+    rounding = 8 * torch.finfo(torch.float32).eps * d.abs().max().item()
+    assert dx.abs().max() <= rounding * weight.abs().item() / 1e-5**0.5 and not dweight.any()
     for found, wanted in ((y, expected), (dbias, d.flatten()), (dresidual, d)):
         torch.testing.assert_close(found, wanted.detach().to(found.dtype))
 
