@@ -42,7 +42,8 @@ from ndlightnet_evidence.runner import Run
 HIDDEN = ("run_seconds", "date", "commit", "device", "options")  # no columns of the table
 STEP = 32  # voxels: resolution of the search for the largest cube
 NETS: dict[str, Callable[[int], nn.Module]] = {
-    "NDLightUNet M": lambda classes: NDLightUNet(3, 1, classes, strides=(2, 2, 2, 2)),
+    "NDLightUNet": lambda classes: NDLightUNet(3, 1, classes, strides=(2, 2, 2, 2)),
+    "NDLightUNet M": lambda classes: NDLightUNet(3, 1, classes, size="M", strides=(2, 2, 2, 2)),
     "NDLightUNet S": lambda classes: NDLightUNet(3, 1, classes, size="S", strides=(2, 2, 2, 2)),
     "without mixer": lambda classes: NDLightUNet(
         3, 1, classes, strides=(2, 2, 2, 2), mixer=Identity, tpe=False

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ndlightnet import NDLightNet
 from ndlightnet.layout import draw_boxes
 from ndlightnet.models.masked import MaskedDecoder, loss_of_dropped, masked_loss
-from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet_evidence.bench.rows import Bench, Case
 from ndlightnet_evidence.bench.step import updates
 from ndlightnet_evidence.bench.timing import Call
@@ -41,8 +40,8 @@ DROPPED = (0.75, 0.9)
 def pretraining(
     bench: Bench, samples: tuple[Sample, ...] = SAMPLES, tokens: int | None = None
 ) -> None:
-    """Time steps with AdamW, weights in float32, autocast to bf16, with the default decoder. "all
-    tokens" computes the whole sample, and then forgets what was dropped."""
+    """Time steps with AdamW, weights in float32, autocast to bf16, with the default decoder and
+    implementation. "all tokens" computes the whole sample, and then forgets what was dropped."""
     for sample in samples[: 1 if bench.quick else None]:
         grid = [n // p for n, p in zip(sample.shape[1:], sample.patch, strict=True)]
         batch = max(1, (tokens or TOKENS[bench.device.type]) // math.prod(grid))
@@ -61,7 +60,7 @@ def _prepare(
     channels, *space = sample.shape
     net = NDLightNet(
         len(space), channels, num_classes=0, patch_size=sample.patch, embed_dim=sample.dim,
-        depth=sample.depth, mixer=partial(LightNetAttention, impl=bench.impl),
+        depth=sample.depth,
     )  # fmt: skip
     decoder = MaskedDecoder(net)
     both = nn.ModuleList([net, decoder]).to(bench.device)
