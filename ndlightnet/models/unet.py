@@ -86,7 +86,8 @@ class NDLightUNet(Pretrained):
         size: the defaults of `widths`, `convs`, `depths` and `skips`. "hybrid": two levels of
             convolutions, then levels of LightNet blocks alone; "S", "M" and "L": convolutions at
             all levels, LightNet blocks too after the first. Default: "hybrid" for networks of three
-            axes from torch's convolutions, else "M".
+            axes from torch's convolutions if none of `widths`, `convs` and `depths` is given, else
+            "M".
         strides: by how much each level after the first is coarser than the one before, one number
             or one for each axis; sizes are rounded up. Default: 2 (1 along the first axis if
             causal) for each level of `widths` after the first, or for three levels.
@@ -144,7 +145,8 @@ class NDLightUNet(Pretrained):
         check_integers(1, dims=dims, in_channels=in_channels, out_channels=out_channels)
         separable = dims > 3 or causal if separable is None else separable
         if size is None:
-            size = "hybrid" if dims == 3 and not separable else "M"
+            own = any(given is not None for given in (widths, convs, depths))
+            size = "hybrid" if dims == 3 and not (separable or own) else "M"
         if size not in SIZES:
             raise ValueError(f"size={size!r}: expected 'hybrid', 'S', 'M' or 'L'")
         if causal and not separable:
@@ -213,6 +215,21 @@ class NDLightUNet(Pretrained):
         levels = zip(self.down, self.convs, self.stages, strict=True)
         reset(*[part for level in levels for part in level], self.up, self.decoders, self.heads)
         init_network(self.stages)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool,
+        missing: list[str], unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        joined = self.skips == "join"
+        found = state_dict.get(f"{prefix}decoders.0.conv1.weight")
+        if found is not None and (found.shape[1] == 2 * self.widths[0]) != joined:
+            form = "add" if joined else "join"
+            errors.append(
+                f"skips={self.skips!r}: expected {form!r} for these weights; the default of three "
+                "axes was size='M' before 2026-11-25, and is size='hybrid'"
+            )
+        more = missing, unexpected, errors
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *more)
 
     def adapted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         return adapt_in_chans(weights, self)

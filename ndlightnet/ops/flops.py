@@ -111,6 +111,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "local_mixing": _local,
     "local_mixing_backward": _twice(_local, 1),
     **{name + end: _none for end in ("", "_backward") for name in PASSES},
+    "instance_norm_silu_": _none,
 }
 for _name, _formula in FORMULAS.items():
     register_flop_formula(getattr(torch.ops.ndlightnet, _name))(_formula)

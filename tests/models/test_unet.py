@@ -156,8 +156,16 @@ def test_the_default_of_three_axes():
         return {name: p.shape for name, p in parameters}
 
     assert shapes(3) == shapes(3, size="hybrid") != shapes(3, size="M")
-    for options in ({"dims": 2}, {"dims": 4}, {"dims": 3, "separable": True}):
+    own = {"dims": 3, "widths": [4, 8, 8, 8]}, {"dims": 3, "depths": [0, 0, 1, 1]}
+    for options in ({"dims": 2}, {"dims": 4}, {"dims": 3, "separable": True}, *own):
         assert shapes(**options) == shapes(**options, size="M")
+
+
+def test_weights_of_the_other_skips_are_refused():
+    for skips, other in (("add", "join"), ("join", "add")):
+        old, new = (tiny(2, skips=one) for one in (other, skips))
+        with pytest.raises(RuntimeError, match=f"skips='{skips}': expected '{other}' for these"):
+            new.load_state_dict(old.state_dict())
 
 
 @pytest.mark.parametrize("separable", [False, True])

@@ -228,6 +228,7 @@ def test_a_video_network_laid_over_a_config_takes_one_step(build, network):
     base = ROOT / "configs" / "surveillance.yaml"
     cli, plain = build(base, "--config", str(network)), build(base)
     recipe = {name: value for name, value in vars(plain.model).items() if name in RECIPE}
+    recipe["cuda_graph"] = network.stem != "mvit_v2_s"  # it copies to the GPU in its forward
     assert {name: vars(cli.model)[name] for name in recipe} == recipe
     data, same = cli.datamodule, plain.datamodule
     seen = {"single_frame": (1, "rgb"), "frames": (16, "rgb")}
