@@ -32,14 +32,14 @@ from ndlightnet.nn.separable import LocalBlock, Separable
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
 
 Size = Literal["hybrid", "S", "M", "L"]
-Skips = Literal["add", "join"]
-# channels of the first level (doubled from level to level, up to MOST), then for each level
-# convolution blocks and LightNet blocks, where the last number holds for all coarser levels; skips
+Skips = Literal["add", "concat"]
+# Channels of the first level (doubled from level to level, up to MOST). For each level convolution
+# blocks and LightNet blocks; the last number holds for all coarser levels. How skips are joined.
 SIZES: dict[Size, tuple[int, tuple[int, ...], tuple[int, ...], Skips]] = {
     "hybrid": (32, (1, 1, 0), (0, 0, 4), "add"),
-    "S": (24, (1, 1), (0, 1, 1), "join"),
-    "M": (32, (1, 1, 2), (0, 1, 2), "join"),
-    "L": (40, (1, 2, 3), (0, 2, 4), "join"),
+    "S": (24, (1, 1), (0, 1, 1), "concat"),
+    "M": (32, (1, 1, 2), (0, 1, 2), "concat"),
+    "L": (40, (1, 2, 3), (0, 2, 4), "concat"),
 }
 MOST = 320
 NUMBERS = 2**31  # outputs from which cuDNN's transposed convolution is many times slower for each
@@ -85,16 +85,17 @@ class NDLightUNet(Pretrained):
         in_channels, out_channels: channels of the input; classes of the output (logits).
         size: the defaults of `widths`, `convs`, `depths` and `skips`. "hybrid": two levels of
             convolutions, then levels of LightNet blocks alone; "S", "M" and "L": convolutions at
-            all levels, LightNet blocks too after the first. Default: "hybrid" for networks of three
-            axes from torch's convolutions if none of `widths`, `convs` and `depths` is given, else
-            "M".
+            all levels, LightNet blocks too after the first. Default: "hybrid" for three axes and
+            three levels or more, from torch's convolutions, if none of `widths`, `convs` and
+            `depths` is given, else "M".
         strides: by how much each level after the first is coarser than the one before, one number
             or one for each axis; sizes are rounded up. Default: 2 (1 along the first axis if
             causal) for each level of `widths` after the first, or for three levels.
         widths: channels per level. convs: convolution blocks of the encoder per level, one or more
             in the first.
         depths: LightNet blocks per level; 0: convolutions only.
-        skips: "add" what comes from below to the encoder's feature map, or "join" the channels.
+        skips: how a level of the decoder takes the encoder's feature map: "add" it to what comes
+            from the coarser level, or "concat" the channels of both.
         mixer, mlp_ratio, tpe: as in NDLightNet; `mixer` counts layers from the first level to the
             last. drop_path_rate: stochastic depth of every block.
         deep_supervision: in training the output is a list: the logits, then those of the coarser
@@ -146,7 +147,8 @@ class NDLightUNet(Pretrained):
         separable = dims > 3 or causal if separable is None else separable
         if size is None:
             own = any(given is not None for given in (widths, convs, depths))
-            size = "hybrid" if dims == 3 and not (separable or own) else "M"
+            few = isinstance(strides, Sequence) and len(strides) < 2  # no level of LightNet blocks
+            size = "hybrid" if dims == 3 and not (separable or own or few) else "M"
         if size not in SIZES:
             raise ValueError(f"size={size!r}: expected 'hybrid', 'S', 'M' or 'L'")
         if causal and not separable:
@@ -165,8 +167,8 @@ class NDLightUNet(Pretrained):
         levels = len(steps) + 1
         first, *usual, usual_skips = SIZES[size]
         skips = usual_skips if skips is None else skips
-        if skips not in ("add", "join"):
-            raise ValueError(f"skips={skips!r}: expected 'add' or 'join'")
+        if skips not in ("add", "concat"):
+            raise ValueError(f"skips={skips!r}: expected 'add' or 'concat'")
         widths = (
             [min(MOST, first << level) for level in range(levels)] if widths is None else widths
         )
@@ -204,8 +206,8 @@ class NDLightUNet(Pretrained):
             )  # fmt: skip
         pairs = list(zip(pairwise(widths), steps, strict=True))
         self.up = nn.ModuleList(layers.up(low, high, step) for (high, low), step in pairs)
-        joined = 2 if skips == "join" else 1
-        self.decoders = nn.ModuleList(layers.decoder(joined * w, w) for w in widths[:-1])
+        both = 2 if skips == "concat" else 1
+        self.decoders = nn.ModuleList(layers.decoder(both * w, w) for w in widths[:-1])
         heads = max(1, levels - 1) if deep_supervision else 1
         self.heads = nn.ModuleList(layers.head(w, out_channels) for w in widths[:heads])
         init_network(self.stages)
@@ -220,14 +222,14 @@ class NDLightUNet(Pretrained):
         self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool,
         missing: list[str], unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
-        joined = self.skips == "join"
         found = state_dict.get(f"{prefix}decoders.0.conv1.weight")
-        if found is not None and (found.shape[1] == 2 * self.widths[0]) != joined:
-            form = "add" if joined else "join"
-            errors.append(
-                f"skips={self.skips!r}: expected {form!r} for these weights; the default of three "
-                "axes was size='M' before 2026-11-25, and is size='hybrid'"
-            )
+        if found is not None and found.ndim > 1:
+            form = "concat" if found.shape[1] == 2 * found.shape[0] else "add"
+            if form != self.skips:
+                errors.append(
+                    f"skips={self.skips!r}: expected {form!r} for these weights; the default of "
+                    "three axes was size='M' before 2026-11-25, and is size='hybrid'"
+                )
         more = missing, unexpected, errors
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, *more)
 

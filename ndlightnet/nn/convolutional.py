@@ -59,7 +59,8 @@ class ConvBlock(Initialized):
         self.skip = nn.Identity() if inputs == outputs else conv(inputs, outputs, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
+        parts = self.conv1, self.norm1, self.conv2, self.norm2
+        if torch.is_grad_enabled() or any(m._forward_hooks or m._forward_pre_hooks for m in parts):
             y = _convolve(self.conv1, x)
             y = _convolve_norm(self.conv2, self.norm1, y)
             out: Tensor = self.norm2(y, _convolve(self.skip, x))
@@ -86,25 +87,46 @@ def _convolve(conv: Any, x: Tensor) -> Tensor:
 
 def _convolve_norm(conv: nn.Module, norm: NormSiLU, x: Tensor) -> Tensor:
     """Return conv(norm(x)), where the convolution keeps x for its gradient, as the norm does, and
-    not norm(x), a memory-bound pass that is made again."""
+    not norm(x), a memory-bound pass that is made again (and calls the norm's hooks again)."""
     y = norm(x)
-    # hooks of others, as those of checkpointing and of offloading, decide what is kept
-    others = torch._C._autograd._top_saved_tensors_default_hooks
-    if torch.compiler.is_compiling() or plain() or others(False) is not None:
+    if not (torch.is_grad_enabled() and _may_hook()):
         return _convolve(conv, y)
-    kept, where = x.detach(), (y.data_ptr(), y.shape)
+    kept, where = x.detach(), (y.data_ptr(), y.shape, y._version)
+    parts = (kept, *norm.parameters())
+    before = _versions(*parts)
 
-    def pack(saved: Tensor) -> Tensor | None:
-        return None if (saved.data_ptr(), saved.shape) == where else saved
+    def pack(saved: Tensor) -> tuple[Tensor | None, tuple[int, ...]]:
+        if (saved.data_ptr(), saved.shape, saved._version) == where:
+            return None, before
+        return saved, _versions(saved)
 
-    def unpack(packed: Tensor | None) -> Tensor:
-        if packed is not None:
-            return packed
+    def unpack(packed: tuple[Tensor | None, tuple[int, ...]]) -> Tensor:
+        saved, versions = packed
+        if _versions(*parts if saved is None else (saved,)) != versions:  # as torch says otherwise
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation, in {norm} or what follows it"
+            )
+        if saved is not None:
+            return saved
         with torch.no_grad():
             return norm(kept)
 
     with saved_tensors_hooks(pack, unpack):
         return _convolve(conv, y)
+
+
+def _may_hook() -> bool:
+    """Return whether to say what is kept: hooks of others (checkpointing, offloading) decide
+    before, and torch.compile by itself."""
+    autograd: Any = torch._C._autograd
+    if torch.compiler.is_compiling() or plain() or not autograd._saved_tensors_hooks_is_enabled():
+        return False
+    return autograd._top_saved_tensors_default_hooks(False) is None
+
+
+def _versions(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(x._version for x in tensors)
 
 
 class Convolutional:

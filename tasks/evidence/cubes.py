@@ -45,7 +45,7 @@ NETS: dict[str, Callable[[int], nn.Module]] = {
     "NDLightUNet": lambda classes: NDLightUNet(3, 1, classes, strides=(2, 2, 2, 2)),
     "NDLightUNet M": lambda classes: NDLightUNet(3, 1, classes, size="M", strides=(2, 2, 2, 2)),
     "NDLightUNet S": lambda classes: NDLightUNet(3, 1, classes, size="S", strides=(2, 2, 2, 2)),
-    "without mixer": lambda classes: NDLightUNet(
+    "NDLightUNet without mixer": lambda classes: NDLightUNet(
         3, 1, classes, strides=(2, 2, 2, 2), mixer=Identity, tpe=False
     ),
     "DynUNet": lambda classes: DynUNet(3, 1, classes, (2, 2, 2, 2), deep_supervision=False),

@@ -5,6 +5,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ndlightnet.nn import convolutional
+from ndlightnet.nn.convolutional import ConvBlock
 from ndlightnet.ops.instance_norm import instance_norm_silu, instance_norm_silu_
 
 from .cases import DEVICE
@@ -86,6 +88,25 @@ def test_in_place_it_is_the_same(residual):
     _, *given = random((2, 3, 50), torch.bfloat16, residual=residual)
     expected = instance_norm_silu(*given, impl="triton")
     assert instance_norm_silu_(*given) is given[0] and torch.equal(given[0], expected)
+
+
+def test_a_block_that_predicts_overwrites(monkeypatch):
+    """On a GPU, and here in the interpreter: the values of training."""
+    block, x = ConvBlock(2, 3, 4).to(DEVICE), torch.randn(2, 3, 5, 6, device=DEVICE)
+    expected, written = block(x).detach(), []
+
+    def overwrite(x, *more):
+        written.append(x.data_ptr())
+        return instance_norm_silu_(x, *more)
+
+    monkeypatch.setattr(convolutional, "kernel_runs", lambda x: True)
+    monkeypatch.setattr(convolutional, "instance_norm_silu_", overwrite)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            y = block(x)
+        assert len(written) == 2 and y.data_ptr() == written[1]
+        torch.testing.assert_close(y, expected)
+        written.clear()
 
 
 def test_second_derivatives_are_torchs():

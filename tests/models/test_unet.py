@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ndlightnet import Identity, NDLightUNet
 from ndlightnet.models import unet
+from ndlightnet.nn import convolutional
 from ndlightnet.nn.convolutional import ConvBlock, NormSiLU
 
 SIZES = {1: (13,), 2: (9, 14), 3: (7, 5, 6)}
@@ -51,7 +52,7 @@ def test_every_cell_sees_every_cell(dims):
 
 def test_odd_sizes_are_padded_and_cropped_at_the_end(close):
     """Otherwise what comes back from below lies beside the skip it joins."""
-    model, x = tiny(1, widths=(8, 16), depths=(0, 0), skips="join"), torch.randn(2, 2, 7)
+    model, x = tiny(1, widths=(8, 16), depths=(0, 0), skips="concat"), torch.randn(2, 2, 7)
     top = model.convs[0](x)
     whole = torch.cat([top, torch.zeros(2, 8, 1)], -1)
     below = model.up[0](model.convs[1](model.down[1](whole)))
@@ -157,15 +158,19 @@ def test_the_default_of_three_axes():
 
     assert shapes(3) == shapes(3, size="hybrid") != shapes(3, size="M")
     own = {"dims": 3, "widths": [4, 8, 8, 8]}, {"dims": 3, "depths": [0, 0, 1, 1]}
-    for options in ({"dims": 2}, {"dims": 4}, {"dims": 3, "separable": True}, *own):
+    few = {"dims": 3, "strides": [2]}
+    for options in ({"dims": 2}, {"dims": 4}, {"dims": 3, "separable": True}, few, *own):
         assert shapes(**options) == shapes(**options, size="M")
 
 
 def test_weights_of_the_other_skips_are_refused():
-    for skips, other in (("add", "join"), ("join", "add")):
+    for skips, other in (("add", "concat"), ("concat", "add")):
         old, new = (tiny(2, skips=one) for one in (other, skips))
         with pytest.raises(RuntimeError, match=f"skips='{skips}': expected '{other}' for these"):
             new.load_state_dict(old.state_dict())
+    with pytest.raises(RuntimeError, match="size mismatch") as error:
+        tiny(2, widths=(4, 8, 12)).load_state_dict(tiny(2).state_dict())
+    assert "skips=" not in str(error.value)
 
 
 @pytest.mark.parametrize("separable", [False, True])
@@ -223,19 +228,36 @@ def test_instance_norm_is_torchs(close):
     close(norm(x, x), nn.functional.silu(expected + x), 1e-12)
 
 
-def test_a_prediction_frees_what_it_has_used(close):
+def test_a_prediction_frees_what_it_has_used(close, monkeypatch):
     """The output of a second convolution is gone when the skip is computed; values of training."""
     model, x = tiny(2).eval(), torch.randn(1, 2, 8, 8)
-    seen = []
-    for block in (*(b for convs in model.convs for b in convs), *model.decoders):
-        block.conv2.register_forward_hook(lambda _, __, output: seen.append(weakref.ref(output)))
-        block.skip.register_forward_pre_hook(lambda *_: seen.append(seen[-1]() is None))
+    seen, freed, convolve = [], [], convolutional._convolve
+
+    def noted(conv, y):
+        if len(seen) % 3 == 2:  # a block's skip, after its two convolutions
+            freed.append(seen[-1]() is None)
+        y = convolve(conv, y)
+        seen.append(weakref.ref(y))
+        return y
+
+    monkeypatch.setattr(convolutional, "_convolve", noted)
     with torch.no_grad():
         y = model(x)
-    freed = seen[1::2]
     assert freed and all(freed)
-    seen.clear()
+    freed.clear()
     close(model(x), y, 1e-5)
+    assert not any(freed)
+
+
+def test_a_prediction_calls_hooks():
+    """As training does, with what the layers return: nothing is overwritten then."""
+    block, seen = ConvBlock(2, 3, 4), []
+    for part in (block.conv1, block.norm1, block.conv2, block.norm2):
+        part.register_forward_hook(lambda part, _, output: seen.append((part, output)))
+    with torch.no_grad():
+        y = block(torch.randn(1, 3, 5, 6))
+    assert [part for part, _ in seen] == [block.conv1, block.norm1, block.conv2, block.norm2]
+    assert torch.equal(seen[1][1], block.norm1(seen[0][1])) and seen[3][1] is y
 
 
 def test_a_block_keeps_what_its_convolutions_return(close):
@@ -252,6 +274,24 @@ def test_a_block_keeps_what_its_convolutions_return(close):
     found, expected = (grad(out.square().sum(), wanted) for out in (y, kept))
     for one, other in zip(found, expected, strict=True):
         close(one, other, 1e-12)
+
+
+def test_a_change_between_forward_and_backward_is_refused():
+    """As torch refuses it of what it keeps itself."""
+    block, x = ConvBlock(2, 3, 4), torch.randn(2, 3, 5, 6, requires_grad=True)
+    for parameter in (block.conv2.weight, block.norm1.weight):
+        y = block(x)
+        with torch.no_grad():
+            parameter.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_hooks_that_are_forbidden_are_not_needed():
+    block, x = ConvBlock(2, 3, 4), torch.randn(2, 3, 5, 6)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        block(x).sum().backward()
+    assert block.conv1.weight.grad.any()
 
 
 def test_second_derivatives_of_a_block():
@@ -309,7 +349,7 @@ def test_errors_show_the_values():
         tiny(2, widths=(), depths=())
     with pytest.raises(ValueError, match="size='XL'"):
         NDLightUNet(2, size="XL")
-    with pytest.raises(ValueError, match="skips='sum': expected 'add' or 'join'"):
+    with pytest.raises(ValueError, match="skips='sum': expected 'add' or 'concat'"):
         NDLightUNet(2, skips="sum")
     for strides in ([(2, 2, 2)], [0], [(2, 0)]):
         with pytest.raises(ValueError, match="strides="):

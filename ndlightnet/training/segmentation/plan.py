@@ -57,7 +57,7 @@ def plan(
     Args:
         root: the folder, in the layout of the Medical Segmentation Decathlon or of nnU-Net.
         out: folder of the results; default: runs/ and the name of `root`.
-        net: class of the network. size: size of NDLightUNet.
+        net: class of the network. size: size of NDLightUNet; default: the network's own.
         memory: of the GPU, in GB; default: 85 % of that of this machine's first one, or 11.
         epochs: number of epochs, of 250 batches each.
         workers: processes that cut crops.
