@@ -119,8 +119,10 @@ def _convolve_norm(conv: nn.Module, norm: NormSiLU, x: Tensor) -> Tensor:
 def _may_hook() -> bool:
     """Return whether to say what is kept: hooks of others (checkpointing, offloading) decide
     before, and torch.compile by itself."""
+    if torch.compiler.is_compiling() or plain():
+        return False
     autograd: Any = torch._C._autograd
-    if torch.compiler.is_compiling() or plain() or not autograd._saved_tensors_hooks_is_enabled():
+    if autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
         return False
     return autograd._top_saved_tensors_default_hooks(False) is None
 
