@@ -3,7 +3,7 @@ recurrences of other mixers."""
 
 from ndlightnet.ops.axis_scan import axis_scan, line_scan, line_state, line_step
 from ndlightnet.ops.dispatch import Support, supported
-from ndlightnet.ops.instance_norm import instance_norm, instance_norm_silu
+from ndlightnet.ops.instance_norm import instance_norm_silu
 from ndlightnet.ops.lightnet.attention import (
     attention_step,
     causal_attention,
@@ -40,7 +40,6 @@ __all__ = [
     "gated_delta_rule",
     "gated_linear_attention",
     "global_attention",
-    "instance_norm",
     "instance_norm_silu",
     "lightnet_attention",
     "line_scan",

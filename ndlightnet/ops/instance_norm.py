@@ -52,6 +52,8 @@ def instance_norm_silu_(
 ) -> Tensor:
     """Overwrite contiguous x with `instance_norm_silu`, by its kernel and without a gradient."""
     _instance_norm_in_place(x, weight, bias, residual, eps)
+    if not x.is_inference():
+        torch.autograd.graph.increment_version(x)  # autograd may hold x for an earlier operation
     return x
 
 

@@ -88,6 +88,12 @@ def test_in_place_it_is_the_same(residual):
     _, *given = random((2, 3, 50), torch.bfloat16, residual=residual)
     expected = instance_norm_silu(*given, impl="triton")
     assert instance_norm_silu_(*given) is given[0] and torch.equal(given[0], expected)
+    x = given[0].float().requires_grad_()
+    held = x.exp()  # exp keeps its result
+    with torch.no_grad():
+        instance_norm_silu_(held, *given[1:])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        held.sum().backward()
 
 
 def test_a_block_that_predicts_overwrites(monkeypatch):
