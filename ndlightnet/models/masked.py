@@ -21,14 +21,18 @@ from ndlightnet.nn.initial import Initialized, reset
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.position import MDTPE
 
+# patches whose spread is well below this fraction of their sample's are noise, such as that of a
+# still background or of air; normalised as the others they would be most of what is learnt
+STILL = 0.2
+
 
 @dataclass(frozen=True)
 class Reconstruction:
     """Samples in which what was dropped is predicted, computed when it is asked for.
 
     predicted: (batch, *grid, cells * channels), the normalised patches; target: the patches as they
-    are; mean, spread: (batch, *grid, 1) of these; absent: (batch, *grid), which tokens were
-    dropped; patch: cells of a token along each axis.
+    are; mean, spread: (batch, *grid, 1), what these are normalised by; absent: (batch, *grid),
+    which tokens were dropped; patch: cells of a token along each axis.
     """
 
     predicted: Tensor
@@ -44,6 +48,15 @@ class Reconstruction:
         undone = self.predicted * self.spread + self.mean
         patches = torch.where(self.absent[..., None], undone, self.target)
         return uncut_patches(patches, self.patch).movedim(-1, 1)  # patches hold channels last
+
+    @property
+    def explained(self) -> Tensor:
+        """Fraction of the variance within the dropped patches, normalised, that is predicted (a
+        scalar): 0 for the mean of each patch."""
+        normal = (self.target - self.mean) / self.spread
+        parts = self.absent[..., None]
+        errors = ((self.predicted - normal).square() * parts).sum()
+        return 1 - errors / (normal.square() * parts).sum().clamp(min=1e-6)
 
     @property
     def dropped(self) -> Tensor:
@@ -110,8 +123,10 @@ def masked_loss(
     net: NDLightNet, decoder: MaskedDecoder, x: Tensor, box: int | tuple[int, ...], dropped: float,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Reconstruction]:  # fmt: skip
-    """Return the mean squared error of the dropped patches, each normalised to mean 0 and variance
-    1 (1 is the error of predicting its mean), and the reconstruction.
+    """Return the mean squared error of the dropped patches, and the reconstruction.
+
+    A patch is normalised by its mean and by sqrt(its variance + (0.2 of its sample's standard
+    deviation)^2): patches in which next to nothing happens count little.
 
     Args:
         x: samples (batch, channels, *space).
@@ -127,9 +142,10 @@ def loss_of_dropped(
 ) -> tuple[Tensor, Reconstruction]:
     """Return what `masked_loss` does, of the patches (batch, *grid, cells * channels) that were
     found for samples x, of which the tokens `absent` (batch, *grid) were dropped."""
-    found, target = found.float(), cut_patches(x, patch).float()
+    found, target, x = found.float(), cut_patches(x, patch).float(), x.float()
     var, mean = torch.var_mean(target, -1, keepdim=True, correction=0)
-    spread = (var + 1e-6).sqrt()
+    sample = x.var(tuple(range(1, x.ndim)), correction=0).view(-1, *[1] * (var.ndim - 1))
+    spread = (var + STILL**2 * sample + 1e-6).sqrt()
     errors = (found - (target - mean) / spread).square().mean(-1)
     loss = (errors * absent).sum() / absent.sum()
     return loss, Reconstruction(found.detach(), target, mean, spread, absent, patch)

@@ -28,19 +28,24 @@ def test_the_loss_is_that_of_normalised_dropped_patches(dims, monkeypatch):
     loss, found = masked_loss(net, decoder, x, box, 0.5, torch.Generator().manual_seed(1))
     boxed = draw_boxes(x, patch, box, 0.5, torch.Generator().manual_seed(1))
     predicted = decoder(net.forward_features(boxed), boxed)
-    errors = []
-    for at in boxed.absent().nonzero().tolist():
-        cells = cut_patches(x, patch)[tuple(at)]
-        normal = (cells - cells.mean()) / (cells.var(correction=0) + 1e-6).sqrt()
-        errors.append((predicted[tuple(at)] - normal).square().mean())
+    spread = {}
+    errors, whole = [], []
+    for at in map(tuple, boxed.absent().nonzero().tolist()):
+        cells = cut_patches(x, patch)[at]
+        still = 0.2**2 * x[at[0]].var(correction=0)
+        spread[at] = (cells.var(correction=0) + still + 1e-6).sqrt()
+        normal = (cells - cells.mean()) / spread[at]
+        errors.append((predicted[at] - normal).square().mean())
+        whole.append(normal.square().mean())
     torch.testing.assert_close(loss, torch.stack(errors).mean())
+    torch.testing.assert_close(found.explained, 1 - sum(errors) / sum(whole))
     # the reconstruction has the kept cells as they are, and the predicted ones undone
     assert found.cells.shape == x.shape and found.dropped.shape == (3, *x.shape[2:])
     kept = ~found.dropped[:, None].expand_as(x)
     assert torch.equal(found.cells[kept], x[kept])
     at = tuple(boxed.absent().nonzero()[0].tolist())
     cells = cut_patches(x, patch)[at]
-    undone = predicted[at] * (cells.var(correction=0) + 1e-6).sqrt() + cells.mean()
+    undone = predicted[at] * spread[at] + cells.mean()
     torch.testing.assert_close(cut_patches(found.cells, patch)[at], undone)
     assert torch.equal(cut_patches(found.dropped[:, None].float(), patch)[at], torch.ones(
         cut_patches(x[:, :1], patch).shape[-1]
@@ -70,6 +75,19 @@ def test_every_parameter_trains(dims):
         for name, parameter in part.named_parameters():
             assert parameter.grad is not None and parameter.grad.isfinite().all(), name
             assert parameter.grad.any(), name
+
+
+def test_the_noise_of_a_still_background_counts_little():
+    """Half of a sample has a hundredth of the spread of the rest: its patches keep 0.01**2 / (0.2**2
+    * 0.5) = 1 / 200 of their normalised variance, the others nearly all."""
+    net, decoder, _ = made(2, patch_size=4)
+    x = torch.randn(2, 2, 32, 32)
+    x[..., :16] *= 0.01
+    _, found = masked_loss(net, decoder, x, 1, 0.5, torch.Generator().manual_seed(1))
+    share = ((found.target - found.mean) / found.spread).square().mean(-1)
+    assert share[:, :, :4].mean() < 0.01 * share[:, :, 4:].mean()
+    still = masked_loss(net, decoder, torch.ones(2, 2, 32, 32), 1, 0.5)
+    assert still[0].isfinite() and still[1].explained.isfinite()
 
 
 def test_it_learns_to_continue_a_pattern():

@@ -27,8 +27,8 @@ class PretrainTask(Task):
     training with labels begins with its weights: `--model.init RUN/checkpoints/last.ckpt`.
 
     Boxes of a sample's tokens are dropped at random and not computed. A decoder predicts their
-    cells, which are normalised patch by patch. `explained`, the fraction of the variance within the
-    dropped patches that is predicted, is 1 - the loss: 0 for the mean of each patch.
+    cells, which are normalised patch by patch (ndlightnet.models.masked_loss). `explained` is the
+    fraction of the variance within the dropped patches that is predicted: 0 for the mean of each.
 
     Args:
         net: an NDLightNet, not causal, whose mixers merge States: LightNetAttention (Identity, as
@@ -120,12 +120,12 @@ class PretrainTask(Task):
         """Return the explained variance of a batch; keep its first samples for the sheet."""
         x = self.samples(batch)
         # the same boxes each time
-        loss, found = self.loss(x, torch.Generator(self.device).manual_seed(mixed(0, number)))
+        _loss, found = self.loss(x, torch.Generator(self.device).manual_seed(mixed(0, number)))
         room = min(self.each, SHOWN - sum(len(some) for some, *_ in self.shown))
         if room > 0:
             x, cells, dropped = (y[:room].cpu() for y in (x, found.cells, found.dropped))
             self.shown.append((x, cells, dropped))
-        return 1 - loss
+        return found.explained
 
     def on_validation_epoch_end(self) -> None:
         trainer = self.trainer
