@@ -78,8 +78,8 @@ def test_every_parameter_trains(dims):
 
 
 def test_the_noise_of_a_still_background_counts_little():
-    """Half of a sample has a hundredth of the spread of the rest: its patches keep 0.01**2 / (0.2**2
-    * 0.5) = 1 / 200 of their normalised variance, the others nearly all."""
+    """Half of a sample has a hundredth of the spread of the rest: its patches keep 0.01**2 /
+    (0.2**2 * 0.5) = 1 / 200 of their normalised variance, the others nearly all."""
     net, decoder, _ = made(2, patch_size=4)
     x = torch.randn(2, 2, 32, 32)
     x[..., :16] *= 0.01
