@@ -227,7 +227,7 @@ def _of_boxes(
     would be larger than the tokens by the features of all tokens of a sample at once, in torch."""
     _check(k, v, mask, lrpe, q)
     rows = k.shape[-1] * (1 if lrpe is None else 2)
-    if impl in ("triton", "reference") or k.shape[1] >= 2 * rows:
+    if impl in ("triton", "reference") or k.shape[1] >= rows:
         parts = merge_rows(summarize(k, v, mask=mask, lrpe=lrpe, impl=impl), count)
         whole = State(*(x.repeat_interleave(count, 0) for x in parts))
         return read(q, whole, lrpe=lrpe, impl=impl)
