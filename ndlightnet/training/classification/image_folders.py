@@ -22,7 +22,7 @@ from ndlightnet.data.image_folder import (
 from ndlightnet.data.image_transforms import MEAN, STD, Interpolation, RandAugment, mixing, seeded
 from ndlightnet.data.roots import find_root
 from ndlightnet.data.visits import Visits
-from ndlightnet.training.classification.data import LabelledData, held_out
+from ndlightnet.training.classification.data import LabelledData, held_out, limited
 from ndlightnet.training.core.loading import still_loader, training_loader
 from ndlightnet.training.core.report import say, tell
 from ndlightnet.training.core.task import check
@@ -59,6 +59,8 @@ class ImageFolders(LabelledData):
         std: standard deviations, likewise.
         validation: fraction of each class of `train` that chooses the best checkpoint, where there
             is no folder `val`; 0: none. `test` is not used for this.
+        train_limit: train on so many of the images that are left for it, evenly spaced; default:
+            all.
         on_error: what a file that cannot be read does. skip: in training the next good file
             replaces it, elsewhere it is left out; a line names it. raise: it ends the run.
         workers: processes that decode images.
@@ -87,6 +89,7 @@ class ImageFolders(LabelledData):
         mean: list[float] | None = None,
         std: list[float] | None = None,
         validation: float = 0.1,
+        train_limit: int | None = None,
         on_error: Literal["skip", "raise"] = "skip",
         workers: int = 2,
         input: str | None = None,
@@ -123,6 +126,7 @@ class ImageFolders(LabelledData):
         check("data.mean, data.std", (mean, std), good, f"{channels} for each, std above 0")
         self.mixup, self.cutmix, self.validation = mixup, cutmix, validation
         self.padding, self.hflip, self.random_erasing = padding, hflip, random_erasing
+        self.train_limit = train_limit
         self.on_error, self.workers, self.input = on_error, workers, input
         height, width = self.space
         self.evaluate = image_transforms.evaluation((height, width), crop_pct, interpolation)
@@ -153,9 +157,15 @@ class ImageFolders(LabelledData):
             held = list_images(self.root / "val", self.classes, notes)
         else:
             files, held = _split(files, self.validation)
+        few = files.pick(limited(self, len(files)))
+        if {*few.labels.tolist()} != {*files.labels.tolist()}:
+            raise DataError(
+                f"{self.root}: train_limit={self.train_limit}, no image of a class is left to "
+                "train with"
+            )
         say(notes)
         self.val_set = self._images(held)
-        self.train_set = FolderImages(files, self.channels, self.augment, train=True)
+        self.train_set = FolderImages(few, self.channels, self.augment, train=True)
         self.mixing = mixing(self.mixup, self.cutmix, len(self.classes))
 
     def _images(self, files: ImageFiles) -> FolderImages:
