@@ -49,7 +49,7 @@ def test_the_picture_has_the_means_of_both(monkeypatch, tmp_path):
     monkeypatch.setattr(labels.plots, "save", lambda picture, _: drawn.append(picture))
     labels.draw(Namespace(labels=[100, 10], out=tmp_path), runs)
     (axes,) = drawn[0].axes
-    assert axes.get_title() == "top1"
+    assert axes.get_title() == "accuracy"
     points = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
     assert points == {
         "from scratch": [[10, pytest.approx(0.52)], [100, pytest.approx(0.61)]],
