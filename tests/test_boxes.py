@@ -1,5 +1,7 @@
 """Boxes: parts of samples whose memories merge, so that what is dropped is not computed."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -157,9 +159,12 @@ def test_attention_reads_all_boxes_of_its_sample(dims, kind, impl):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("tokens", [3, 40])
-def test_both_ways_to_join_boxes_agree(tokens):
-    """States of large boxes are merged, tokens of small ones are joined; masks in both."""
+@pytest.mark.parametrize("tokens, merged", [(3, False), (7, False), (8, True), (40, True)])
+def test_both_ways_to_join_boxes_agree(tokens, merged, monkeypatch):
+    """States of boxes of as many tokens as they have rows (8) are merged, tokens of smaller ones
+    are joined; masks in both."""
+    spied = Mock(wraps=merge_rows)
+    monkeypatch.setattr("ndlightnet.ops.lightnet.attention.merge_rows", spied)
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 6, tokens, 2, 4, dtype=torch.float64).unbind(0)
     mask = torch.rand(6, tokens) > 0.3
@@ -170,6 +175,7 @@ def test_both_ways_to_join_boxes_agree(tokens):
             for impl in ("torch", "reference")]  # fmt: skip
     torch.testing.assert_close(*ways)
     assert ways[0].isfinite().all()
+    assert spied.call_count == 1 + merged  # the reference always merges
 
 
 def test_one_box_a_sample_is_a_grid_with_an_offset():

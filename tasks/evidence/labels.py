@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 
 import compare
+from ndlightnet.training.classification.page import MEASURES
 from ndlightnet_evidence import plots, runner, tables
 
-# measures of the picture, where they were made
-DRAWN = {"top1": "accuracy", "balanced_accuracy": "balanced accuracy", "auc": "AUC"}
+DRAWN = ("top1", "balanced_accuracy", "auc")  # measures of the picture, where they were made
 
 
 def rows(labels: Sequence[int], init: Path) -> dict[str, list[str]]:
@@ -54,7 +54,7 @@ def draw(options: Namespace, runs: Sequence[tables.Run]) -> None:
                 axes.plot(x, mean, label=name, **style)
         axes.set_xscale("log")
         axes.set_xticks(options.labels, [str(count) for count in options.labels])
-        axes.set(title=DRAWN[measure], xlabel="labelled samples")
+        axes.set(title=MEASURES[measure], xlabel="labelled samples")
     plots.finish(panels)
     plots.legend(picture, panels)
     plots.save(picture, options.out / "labels.png")

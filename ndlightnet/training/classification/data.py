@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
@@ -50,13 +51,19 @@ def held_out(fraction: float, count: int) -> set[int]:
     return {round(i * count / out) for i in range(out)}
 
 
-def limited(data: Any, total: int) -> list[int]:
-    """Return the numbers of the samples to train with, of `total`: `data.train_limit` of them,
-    evenly spaced; default: all."""
+def limited(data: Any, labels: Sequence[int]) -> list[int]:
+    """Return the numbers of the samples to train with, of those with these labels:
+    `data.train_limit` of them, evenly spaced; default: all."""
+    total = len(labels)
     limit = total if data.train_limit is None else data.train_limit
     if not 0 < limit <= total:
         raise DataError(
             f"{data.root}: train_limit={data.train_limit}, validation={data.validation}: {limit} "
             f"samples to train with, expected 1 or more of {total}"
         )
-    return spread(limit, total)
+    chosen = spread(limit, total)
+    if {labels[number] for number in chosen} != {*labels}:
+        raise DataError(
+            f"{data.root}: train_limit={limit}, no sample of a class is left to train with"
+        )
+    return chosen

@@ -157,12 +157,7 @@ class ImageFolders(LabelledData):
             held = list_images(self.root / "val", self.classes, notes)
         else:
             files, held = _split(files, self.validation)
-        few = files.pick(limited(self, len(files)))
-        if {*few.labels.tolist()} != {*files.labels.tolist()}:
-            raise DataError(
-                f"{self.root}: train_limit={self.train_limit}, no image of a class is left to "
-                "train with"
-            )
+        few = files.pick(limited(self, files.labels.tolist()))
         say(notes)
         self.val_set = self._images(held)
         self.train_set = FolderImages(few, self.channels, self.augment, train=True)

@@ -94,7 +94,7 @@ class ImageData(LabelledData):
         self.val_set = parts.get("val", train.pick(held))
         if "val" not in parts:
             train = train.pick(sorted(set(range(len(train))) - set(held)))
-        self.train_set = train.pick(limited(self, len(train)))
+        self.train_set = train.pick(limited(self, train.labels.tolist()))
 
     def replica(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)

@@ -226,14 +226,13 @@ class VideoData(LabelledData):
             out = first_of_each(labels, self.validation, groups)
         train, held = ([s for s, own in zip(samples, out, strict=True) if own is part]
                        for part in (False, True))  # fmt: skip
-        few = [train[number] for number in limited(self, len(train))] if train else []
-        for left, why in (
-            (train, f"{len(held)} of {len(samples)} videos are held back"),
-            (few, f"train_limit={self.train_limit}"),
-        ):
-            if {sample.label for sample in left} != {*labels}:
-                raise DataError(f"{self.root}: {why}, no video of a class is left to train with")
-        return few, held
+        left = [sample.label for sample in train]
+        if {*left} != {*labels}:
+            raise DataError(
+                f"{self.root}: {len(held)} of {len(samples)} videos are held back, no video of a "
+                "class is left to train with"
+            )
+        return [train[number] for number in limited(self, left)], held
 
     def _training(self, samples: Sequence[Sample]) -> ClipDataset:
         draw: Any = partial(train_clip, frames=self.frames, transform=self.transform)

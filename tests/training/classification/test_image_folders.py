@@ -291,7 +291,7 @@ def test_a_share_of_the_training_images(copied):
     images.setup("fit")
     assert images.train_set.files.labels.tolist() == [0] * 3 + [1] * 3 + [2] * 3
     assert len(images.val_set) == 60
-    with pytest.raises(DataError, match=r"train_limit=2, no image of a class is left"):
+    with pytest.raises(DataError, match=r"train_limit=2, no sample of a class is left"):
         data(copied, train_limit=2).setup("fit")
     with pytest.raises(DataError, match=r"train_limit=121.*expected 1 or more of 120"):
         data(copied, validation=0, train_limit=121).setup("fit")

@@ -117,7 +117,7 @@ def test_a_class_without_a_video_to_train_with(root):
     with pytest.raises(DataError, match=f"9 of 14 {told}"):
         made(root, validation=0.6)._split(one)
     assert len(made(root)._split(one)[0]) == 13  # a tenth of one is none
-    with pytest.raises(DataError, match="train_limit=1, no video of a class is left"):
+    with pytest.raises(DataError, match="train_limit=1, no sample of a class is left"):
         made(root, train_limit=1)._split(one)
     with pytest.raises(DataError, match="15 samples to train with, expected 1 or more of 13"):
         made(root, train_limit=15)._split(one)
