@@ -1,6 +1,6 @@
 """LightNet attention for sequences, images, videos and volumes: one network, any number of axes."""
 
-from ndlightnet.layout import Grid, Packed, Ragged, pack
+from ndlightnet.layout import Grid, Packed, Ragged, pack, shard_grid
 from ndlightnet.models import (
     NDLightDiT,
     NDLightNet,
@@ -47,5 +47,6 @@ __all__ = [
     "ndlightnet_tiny",
     "pack",
     "read",
+    "shard_grid",
     "summarize",
 ]

@@ -8,6 +8,8 @@ Of the forward only the input and the rows' statistics are needed for the backwa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -176,9 +178,12 @@ def _plan(x: Tensor, eps: float) -> tuple[Launch, Launch, int]:
 def instance_norm_silu(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float,
     out: Tensor | None = None,
+    of_whole: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return SiLU(norm(x) * weight + bias + residual) in x's dtype, and the rows' mean and 1 /
-    standard deviation. out: where the first is written; it may be x, if contiguous."""
+    standard deviation. out: where the first is written; it may be x, if contiguous. of_whole: maps
+    the rows' means and sums of squared deviations (batch, channels) to the mean and variance to
+    use, where rows are parts of larger ones."""
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     weight, bias = weight.contiguous(), bias.contiguous()
     more = None if residual is None else residual.dtype
@@ -188,8 +193,24 @@ def instance_norm_silu(
     partial = x.new_empty((*x.shape[:2], splits, 2), dtype=torch.float32)
     mean, rstd = (x.new_empty(x.shape[:2], dtype=torch.float32) for _ in range(2))
     moments(x, partial)
+    if of_whole is not None:
+        lengths = _lengths(x, splits)
+        own = (partial[..., 0] * lengths).sum(-1) / lengths.sum()
+        off = partial[..., 0] - own[..., None]
+        squares = (partial[..., 1] + lengths * off * off).sum(-1)
+        whole, variance = of_whole(own, squares)
+        # as if each chunk had the statistics of all
+        partial[..., 0] = whole[..., None]
+        partial[..., 1] = variance[..., None] * lengths
     apply(x, weight, bias, residual, partial, out, mean, rstd)
     return out, mean, rstd
+
+
+def _lengths(x: Tensor, splits: int) -> Tensor:
+    """Return the number of cells of each chunk of a row, float32."""
+    size, chunk = x[0, 0].numel(), _cut(x)[1]["chunk"]
+    first = torch.arange(splits, device=x.device, dtype=torch.float32) * chunk
+    return (size - first).clamp(max=chunk)
 
 
 def _backward_plan(x: Tensor) -> tuple[Launch, Launch, int]:
@@ -203,9 +224,10 @@ def _backward_plan(x: Tensor) -> tuple[Launch, Launch, int]:
 
 def instance_norm_silu_backward(
     dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, mean: Tensor,
-    rstd: Tensor,
+    rstd: Tensor, of_whole: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Return gradients of x, weight, bias, residual."""
+    """Return gradients of x, weight, bias, residual. of_whole: maps the rows' sums (batch,
+    channels, 2) to sums over larger rows, for as many cells as these rows have."""
     dout, x = dout.contiguous(), x.contiguous()
     weight, bias = weight.contiguous(), bias.contiguous()
     residual = None if residual is None else residual.contiguous()
@@ -218,7 +240,12 @@ def instance_norm_silu_backward(
     partial = x.new_empty((*x.shape[:2], splits, 2), dtype=torch.float32)
     sums = x.new_empty((*x.shape[:2], 2), dtype=torch.float32)
     add(dout, x, weight, bias, residual, mean, rstd, partial)
+    own = None
+    if of_whole is not None:
+        own = partial.sum(-2)
+        partial.zero_()[..., 0, :] = of_whole(own)
     apply(dout, x, weight, bias, residual, mean, rstd, partial, dx, dresidual, sums)
+    sums = sums if own is None else own  # those of weight and bias are of these rows alone
     dbias, dweight = sums.sum(0).unbind(-1)
     # results of an operator have storages of their own
     return (

@@ -34,6 +34,14 @@ class Grid(Layout):
         """Return the grid starting at frame `frames`: an int, scalar tensor, or one per sample."""
         return replace(self, offset=(frames, *[0] * (self.ndim - 1)))
 
+    def frame(self) -> Grid:
+        """Return the grid of one frame."""
+        return Grid(self.shape[1:])
+
+    def longer(self, frames: int) -> Grid:
+        """Return the grid with so many more frames, without an offset."""
+        return replace(self, shape=(self.shape[0] + frames, *self.shape[1:]), offset=None)
+
     @property
     def ndim(self) -> int:  # type: ignore[override]
         return len(self.shape)
@@ -98,6 +106,10 @@ class Grid(Layout):
             return x
         lines = function(self.lines(self.unflatten(x), axis))
         return self.flatten(self.unlines(lines, axis))
+
+    def sums(self, x: Tensor) -> tuple[Tensor, int]:
+        """Return the sum over the tokens (batch, length, dim) of each sample, and their number."""
+        return x.sum(1), self.length
 
     def spread(self, values: Tensor, axis: int) -> Tensor:
         """Expand values along one axis, `(grid[axis], ...)`, to all tokens: `(*grid, ...)`."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ndlightnet.layout import Boxed, Grid, Layout, Packed, pack
+from ndlightnet.layout import Boxed, Grid, Layout, Packed, Part, layout_of, layout_of_tokens, pack
 from ndlightnet.layout.base import check_integers
 from ndlightnet.models.config import recorded
 from ndlightnet.models.features import Backbone, adapt_in_chans, check_not_empty, shaped
@@ -269,8 +269,9 @@ class NDLightNet(Backbone):
                 check_not_empty(x.shape[-self.dims :], x)
             if mask is not None and self.vocab_size is None:
                 x = x.masked_fill(~mask[:, None], 0)
+            cells = layout_of(x, x.ndim - self.dims)
             x, mask = self.embed(x), self.token_mask(mask)
-            layout = Grid.of(x)
+            layout = cells.strided(self.slab_multiples) if isinstance(cells, Part) else Grid.of(x)
             tokens, mask = layout.flatten(x), layout.flatten_mask(mask)
         # the residual stream stays in the parameters' precision under autocast
         tokens = tokens.to(self._weight.dtype)
@@ -281,8 +282,7 @@ class NDLightNet(Backbone):
     def _through(self, block: Any, x: Tensor, mask: Tensor | None, layout: Layout) -> Tensor:
         """Apply a block to tokens (batch, length, dim)."""
         if self.grad_checkpointing and self.training:
-            x = checkpoint(block, x, mask, self.causal, layout, use_reentrant=False)
-            return x
+            return checkpoint(block, x, mask, self.causal, layout, use_reentrant=False)
         out: Tensor = block(x, mask, self.causal, layout)
         return out
 
@@ -298,6 +298,12 @@ class NDLightNet(Backbone):
         check_not_wider(self, values=x)
         if mask is not None:
             raise ValueError("mask: expected none with packed samples, which have no padding")
+
+    @property
+    def slab_multiples(self) -> tuple[int, ...]:  # type: ignore[override]
+        self._check_stem("shard_grid and predict_large")
+        patch: tuple[int, ...] = getattr(self.embed, "patch", (1,) * self.dims)
+        return patch
 
     def _check_stem(self, what: str) -> None:
         if isinstance(self.embed, ConvStem):
@@ -341,7 +347,7 @@ class NDLightNet(Backbone):
         if isinstance(features, Packed):
             layout, features = features.layout, features.values
         else:
-            layout = Grid.of(features)
+            layout = layout_of_tokens(features)
         if not self.per_token:
             mask = layout.flatten_mask(self.token_mask(mask))
             features = layout.pool(layout.tokens(features), mask)

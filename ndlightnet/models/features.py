@@ -6,14 +6,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import Boxed, Grid, Layout, Packed, per_axis
+from ndlightnet.layout import (
+    Boxed,
+    Exchange,
+    Grid,
+    Layout,
+    Packed,
+    Part,
+    Shard,
+    activated,
+    per_axis,
+)
 from ndlightnet.models.hub import Pretrained
+from ndlightnet.models.large import Large, Slabs, Sweeper
 from ndlightnet.nn.patch import PatchEmbed, Patchify
 from ndlightnet.ops.dtypes import check_not_wider
 
@@ -22,7 +34,7 @@ FORMS = ("NCHW", "NHWC", "NLC")
 FIRST = ("embed.proj", "embed.first.0", "down.0.proj", "convs.0.0.conv1", "convs.0.0.skip")
 
 
-class Backbone(Pretrained):
+class Backbone(Pretrained, Large):
     """Base class of NDLightNet: what other libraries ask of a backbone."""
 
     dims: int
@@ -51,6 +63,38 @@ class Backbone(Pretrained):
         if mask is not None or net.causal:
             what = "mask" if mask is not None else "causal=True"
             raise ValueError(f"{what}: expected none with boxes, which are read as a whole")
+
+    @property
+    def bytes_per_cell(self) -> float:  # type: ignore[override]
+        # a block's activations: about 20 numbers of 4 bytes for each channel of a token
+        return 80 * self.embed_dim / math.prod(self.slab_multiples)
+
+    def sweep(self, sweeper: Sweeper, volume: Slabs) -> Tensor:
+        net: Any = self
+
+        def embedded(exchange: Exchange, x: Tensor) -> Tensor:
+            with activated(Shard(exchange, sweeper.axis, sweeper.sizes)):
+                return self._embedded(x, None)[0]
+
+        def layout(exchange: Exchange) -> Part:
+            cells = sweeper.part(exchange, spaces[exchange.rank])
+            return cells.strided(self.slab_multiples)
+
+        def through(block: Any, exchange: Exchange, x: Tensor) -> Tensor:
+            return self._through(block, x, None, layout(exchange))
+
+        def last(exchange: Exchange, x: Tensor) -> Tensor:
+            there, x = layout(exchange), self.norm(x)
+            return there.unflatten(x) if self.per_token else there.pool(x)
+
+        spaces = [x.shape[2:] for x in volume]
+        tokens = sweeper.apply(embedded, volume)
+        for block in self.blocks:
+            tokens = sweeper.apply(partial(through, block), tokens, drop=True)
+        found = sweeper.apply(last, tokens, drop=True)
+        features = torch.cat(found, 1 + sweeper.axis) if self.per_token else found[0]
+        head: Tensor = net.head(net.head_drop(features.to(sweeper.device)))
+        return sweeper.then(head).cpu()
 
     def _through(self, block: Any, x: Tensor, mask: Tensor | None, layout: Layout) -> Tensor:
         raise NotImplementedError

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
+from ndlightnet.layout import layout_of_tokens
 from ndlightnet.models.graphs import Graphs, clone
 from ndlightnet.ops.dtypes import check_tensors
 
@@ -61,10 +62,10 @@ def advance(model: Any, x: Tensor, state: StreamState) -> tuple[Tensor, StreamSt
         x, memory = block.advance(x, memory, state.frames)
         layers.append(memory)
     x = model.norm(x)
+    total, count = layout_of_tokens(x).sums(x.flatten(1, -2).to(state.total.dtype))
     return x, state._replace(
         frames=state.frames + x.shape[1], tpe=tpe, layers=tuple(layers),
-        total=state.total + x.flatten(1, -2).to(state.total.dtype).sum(1),
-        tokens=state.tokens + x.shape[1:-1].numel(),
+        total=state.total + total, tokens=state.tokens + count,
     )  # fmt: skip
 
 

@@ -8,27 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import islice, pairwise
+from functools import partial
+from itertools import accumulate, islice, pairwise
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from ndlightnet.layout import Grid, per_axis
+from ndlightnet.layout import Exchange, Part, layout_of, per_axis
 from ndlightnet.layout.base import check_integers
 from ndlightnet.models.config import recorded
 from ndlightnet.models.features import adapt_in_chans, check_not_empty
 from ndlightnet.models.hub import Pretrained
+from ndlightnet.models.large import Large, Layer, Slabs, Sweeper
 from ndlightnet.models.other_names import accept_other_names
-from ndlightnet.nn.block import Block, init_network, undecayed_names
+from ndlightnet.nn.block import init_network, undecayed_names
 from ndlightnet.nn.convolutional import Convolutional
-from ndlightnet.nn.initial import Initialized, reset
+from ndlightnet.nn.initial import reset
+from ndlightnet.nn.layers import GridLayer, Layers
 from ndlightnet.nn.mixers import LightNetAttention
-from ndlightnet.nn.mixers.base import Factories, Factory, layer_factories
-from ndlightnet.nn.position import MDTPE
-from ndlightnet.nn.separable import LocalBlock, Separable
+from ndlightnet.nn.mixers.base import Factories, layer_factories
+from ndlightnet.nn.separable import Separable
+from ndlightnet.nn.stage import Stage
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
 
 Size = Literal["hybrid", "S", "M", "L"]
@@ -45,38 +47,7 @@ MOST = 320
 NUMBERS = 2**31  # outputs from which cuDNN's transposed convolution is many times slower for each
 
 
-class Stage(Initialized):
-    """LightNet blocks on a feature map: position code, then the blocks."""
-
-    def __init__(
-        self, dims: int, dim: int, factories: Sequence[Factory], mlp_ratio: float, tpe: bool,
-        drop_path: float, channel_axis: int = 1, causal: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.channel_axis, self.causal = channel_axis, causal
-        self.tpe = MDTPE(dims, dim, causal=causal) if tpe and factories else None
-        self.blocks = nn.ModuleList(Block(dim, one, mlp_ratio, drop_path) for one in factories)
-        self.grad_checkpointing = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.blocks:
-            return x
-        x = x.movedim(self.channel_axis, -1)
-        grid = Grid.of(x)
-        tokens = grid.flatten(x)
-        if self.tpe is not None:
-            tokens = self.tpe(tokens, layout=grid)
-        for block in self.blocks:
-            if self.grad_checkpointing and self.training:
-                tokens = checkpoint(
-                    block, tokens, causal=self.causal, layout=grid, use_reentrant=False
-                )
-            else:
-                tokens = block(tokens, causal=self.causal, layout=grid)
-        return grid.unflatten(tokens).movedim(-1, self.channel_axis)
-
-
-class NDLightUNet(Pretrained):
+class NDLightUNet(Pretrained, Large):
     """A U-Net whose encoder mixes with LightNet: `(batch, in_channels, *space)` -> `(batch,
     out_channels, *space)`.
 
@@ -199,7 +170,7 @@ class NDLightUNet(Pretrained):
             before, step = (widths[level - 1], steps[level - 1]) if level else (in_channels, None)
             down, blocks = layers.level(before, width, step, count)
             self.down.append(down)
-            self.convs.append(nn.Sequential(*blocks))
+            self.convs.append(Layers(*blocks))
             self.stages.append(
                 Stage(dims, width, list(islice(factories, depth)), mlp_ratio, tpe, drop_path_rate,
                       self.channel_axis, causal)
@@ -245,19 +216,28 @@ class NDLightUNet(Pretrained):
         return undecayed_names(self)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute LightNet blocks, and separable ones, in the backward pass instead of storing
-        their activations."""
+        """Recompute all blocks in the backward pass instead of storing their activations."""
         for module in self.modules():
-            if isinstance(module, (Stage, LocalBlock)):
+            if isinstance(module, (Stage, GridLayer)):
                 module.grad_checkpointing = enable
 
     def forward(self, x: Tensor) -> Tensor | list[Tensor]:
-        return self._decode(self._encode(x))
+        layouts = self._layouts(x)
+        return self._decode(self._encode(x, layouts), layouts)
+
+    def _layouts(self, x: Tensor) -> list[Any]:
+        """Return the layouts of all levels within `shard_grid`, else None for each."""
+        layout = layout_of(x, 2)
+        return self._parts(layout) if isinstance(layout, Part) else [None] * len(self.widths)
+
+    def _parts(self, layout: Part) -> list[Any]:
+        """Return the layouts of a slab at all levels."""
+        return list(accumulate(self.strides, Part.strided, initial=layout))
 
     def encode(self, x: Tensor) -> list[Tensor]:
         """Return the feature maps of the encoder (batch, width, *grid), from the input's grid to
         the coarsest; each next grid is ceil(size / stride)."""
-        return [y.movedim(self.channel_axis, 1) for y in self._encode(x)]
+        return [y.movedim(self.channel_axis, 1) for y in self._encode(x, self._layouts(x))]
 
     def decode(self, features: Sequence[Tensor]) -> Tensor | list[Tensor]:
         """Map the feature maps of `encode` to what the network returns."""
@@ -274,9 +254,10 @@ class NDLightUNet(Pretrained):
                 raise ValueError(
                     f"features[{level}] {tuple(y.shape)}: expected {(batch, width, *space)}"
                 )
-        return self._decode([y.movedim(1, self.channel_axis) for y in features])
+        layouts = self._layouts(features[0])
+        return self._decode([y.movedim(1, self.channel_axis) for y in features], layouts)
 
-    def _encode(self, x: Tensor) -> list[Tensor]:
+    def _encode(self, x: Tensor, layouts: list[Any]) -> list[Tensor]:
         """Return the feature maps of the encoder, in the form of the layers."""
         check_floats(input=x)
         check_not_wider(self, input=x)
@@ -288,28 +269,81 @@ class NDLightUNet(Pretrained):
         check_not_empty(x.shape[2:], x)
         skips: list[Tensor] = []
         steps = [None, *self.strides]
-        for step, down, convs, stage in zip(steps, self.down, self.convs, self.stages, strict=True):
-            if step is not None and not self.separable:
-                x = _padded(x, step)
-            x = stage(convs(down(x)))
+        levels = zip(steps, self.down, self.convs, self.stages, layouts, strict=True)
+        for step, down, convs, stage, layout in levels:
+            x = stage(convs(self._lowered(x, step, down), layout), layout)
             skips.append(x)
         return skips
 
-    def _decode(self, skips: list[Tensor]) -> Tensor | list[Tensor]:
+    def _lowered(self, x: Tensor, step: Any, down: nn.Module) -> Tensor:
+        """Return the input of a level: downsampled, after padding to whole strides."""
+        lowered: Tensor = down(_padded(x, step) if step and not self.separable else x)
+        return lowered
+
+    def _raised(self, x: Tensor, skip: Tensor, level: int, layout: Any) -> Tensor:
+        """Return a level of the decoder, from the coarser one and the encoder's feature map."""
+        x = self.up[level](x) if self.separable else _raised(self.up[level], x)
+        x = _cropped(x, skip, self.channel_axis)
+        x = x + skip if self.skips == "add" else torch.cat([x, skip], self.channel_axis)
+        del skip
+        out: Tensor = self.decoders[level](x, layout)
+        return out
+
+    def _decode(self, skips: list[Tensor], layouts: list[Any]) -> Tensor | list[Tensor]:
         """Map the feature maps of `_encode` to the output, and empty the list."""
         outputs: list[Tensor] = []
         x = skips.pop()
         for level in reversed(range(len(self.strides) + 1)):
             if level < len(self.up):
-                x = self.up[level](x) if self.separable else _raised(self.up[level], x)
-                skip = skips.pop()  # removed from the list, so freed after use
-                x = _cropped(x, skip, self.channel_axis)
-                x = x + skip if self.skips == "add" else torch.cat([x, skip], self.channel_axis)
-                del skip
-                x = self.decoders[level](x)
+                x = self._raised(x, skips.pop(), level, layouts[level])
             if level < len(self.heads) and (self.training or level == 0):
                 outputs.insert(0, self.heads[level](x).movedim(self.channel_axis, 1))
         return outputs if self.deep_supervision and self.training else outputs[0]
+
+    @property
+    def slab_multiples(self) -> tuple[int, ...]:  # type: ignore[override]
+        ones = (1,) * self.dims
+        return tuple(math.prod(along) for along in zip(ones, *self.strides, strict=True))
+
+    @property
+    def bytes_per_cell(self) -> float:  # type: ignore[override]
+        return 32.0 * self.widths[0]  # about eight maps of the first level, float32
+
+    def sweep(self, sweeper: Sweeper, volume: Slabs) -> Tensor:
+        net: Any = self
+        spaces = [x.shape[2:] for x in volume]
+
+        def at(level: int, layer: Any) -> Layer:
+            def run(exchange: Exchange, *inputs: Tensor) -> Tensor:
+                cells = sweeper.part(exchange, spaces[exchange.rank])
+                out: Tensor = layer(*inputs, self._parts(cells)[level])
+                return out
+
+            return run
+
+        def first(level: int, x: Tensor, layout: Part) -> Tensor:
+            x = self._lowered(x, [None, *self.strides][level], net.down[level])
+            return Layers(*net.convs[level][:1])(x, layout)
+
+        def last(level: int, x: Tensor, skip: Tensor, layout: Part) -> Tensor:
+            x = self._raised(x, skip, level, layout)
+            return x if level else head(x, layout)
+
+        def head(x: Tensor, _: Part) -> Tensor:
+            return sweeper.then(net.heads[0](x).movedim(self.channel_axis, 1))
+
+        x, skips = volume, []
+        for level in range(len(self.widths)):
+            x = sweeper.apply(at(level, partial(first, level)), x)
+            for layer in [*net.convs[level][1:], *net.stages[level].layers()]:
+                x = sweeper.apply(at(level, layer), x, drop=True)
+            skips.append(x)
+        x = skips.pop()
+        if not skips:
+            x = sweeper.apply(at(0, head), x, drop=True)
+        for level in reversed(range(len(skips))):
+            x = sweeper.apply(at(level, partial(last, level)), x, skips.pop(), drop=True)
+        return sweeper.joined(x)
 
     if TYPE_CHECKING:  # what an editor knows of a call; a list only in training
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import Grid, Layout
+from ndlightnet.layout import Grid, Layout, Part
 from ndlightnet.nn.initial import Initialized, owners
 from ndlightnet.nn.mixers.base import Mixer
 from ndlightnet.nn.projections import joins, joint_linear
@@ -29,7 +29,10 @@ class DropPath(nn.Module):
         if not self.training or self.p == 0:
             return x
         grid = layout or Grid(tuple(x.shape[1:-1]))
-        mask = torch.rand(grid.samples(len(x)), *[1] * (x.ndim - 2), device=x.device) >= self.p
+        draws = torch.rand(grid.samples(len(x)), *[1] * (x.ndim - 2), device=x.device)
+        if isinstance(grid, Part):  # a sample is dropped as a whole: the first part's draws hold
+            draws = grid.gather(draws)()[0]
+        mask = draws >= self.p
         return x * grid.spread_samples(mask) / (1 - self.p)
 
 

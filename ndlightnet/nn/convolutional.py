@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ndlightnet.nn.initial import Initialized
+from ndlightnet.layout import Grid, Part, add_planes
+from ndlightnet.nn.layers import GridLayer
 from ndlightnet.nn.stem import torch_layer
 from ndlightnet.ops.instance_norm import (
     instance_norm,
@@ -20,6 +21,7 @@ from ndlightnet.ops.instance_norm import (
     instance_norm_silu_,
     kernel_runs,
 )
+from ndlightnet.ops.instance_norm_parts import by_kernels, instance_norm_silu_part
 from ndlightnet.ops.plain import plain
 
 _conv = partial(torch_layer, argument="separable=False")
@@ -32,21 +34,36 @@ class NormSiLU(nn.GroupNorm):
     def __init__(self, channels: int) -> None:
         super().__init__(channels, channels)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return instance_norm_silu(x, self.weight, self.bias, residual, self.eps)
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, layout: Grid | None = None,
+        memo: Any = None,
+    ) -> Tensor:  # fmt: skip
+        """memo: within `shard_grid`, as in `instance_norm_silu_part`."""
+        inputs = (x, self.weight, self.bias, residual, self.eps)
+        if isinstance(layout, Part):
+            return instance_norm_silu_part(*inputs, layout, memo=memo)
+        return instance_norm_silu(*inputs)
 
-    def overwritten(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    def overwritten(
+        self, x: Tensor, residual: Tensor | None = None, layout: Grid | None = None
+    ) -> Tensor:
         """Return the same without a gradient, in the place of x if a kernel runs."""
         if not kernel_runs(x):
-            return self(x, residual)
-        return instance_norm_silu_(x, self.weight, self.bias, residual, self.eps)
+            return self(x, residual, layout)
+        inputs = (x, self.weight, self.bias, residual, self.eps)
+        if isinstance(layout, Part):
+            return by_kernels(*inputs, layout, x)[0]
+        return instance_norm_silu_(*inputs)
 
-    def norm(self, x: Tensor) -> Tensor:
+    def norm(self, x: Tensor, layout: Grid | None = None) -> Tensor:
         """Normalise alone."""
+        if isinstance(layout, Part):
+            inputs = (x, self.weight, self.bias, None, self.eps)
+            return instance_norm_silu_part(*inputs, layout, norm_only=True)
         return instance_norm(x, self.weight, self.bias, self.eps)
 
 
-class ConvBlock(Initialized):
+class ConvBlock(GridLayer):
     """Two convolutions of kernel size 3 with a residual."""
 
     def __init__(self, dims: int, inputs: int, outputs: int) -> None:
@@ -58,39 +75,67 @@ class ConvBlock(Initialized):
         self.norm2 = NormSiLU(outputs)
         self.skip = nn.Identity() if inputs == outputs else conv(inputs, outputs, 1, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, layout: Grid | None = None) -> Tensor:
         parts = self.conv1, self.norm1, self.conv2, self.norm2
         if torch.is_grad_enabled() or any(m._forward_hooks or m._forward_pre_hooks for m in parts):
-            y = _convolve(self.conv1, x)
-            y = _convolve_norm(self.conv2, self.norm1, y)
-            out: Tensor = self.norm2(y, _convolve(self.skip, x))
-            return out
+            return self.recomputed(self._forward, x, layout)
         # Whole volumes are large: what a convolution returns is overwritten, or freed before the
         # next one runs.
-        y = self.norm1.overwritten(_convolve(self.conv1, x))
-        y = _convolve(self.conv2, y)
+        y = self.norm1.overwritten(_convolve(self.conv1, x, layout), layout=layout)
+        y = _convolve(self.conv2, y, layout)
         if kernel_runs(y):
-            return self.norm2.overwritten(y, _convolve(self.skip, x))
-        y = self.norm2.norm(y)
+            return self.norm2.overwritten(y, _convolve(self.skip, x), layout)
+        y = self.norm2.norm(y, layout)
         y += _convolve(self.skip, x)
         return nn.functional.silu(y, inplace=True)
 
+    def _forward(self, x: Tensor, layout: Grid | None) -> Tensor:
+        y = _convolve(self.conv1, x, layout)
+        y = _convolve_norm(self.conv2, self.norm1, y, layout)
+        out: Tensor = self.norm2(y, _convolve(self.skip, x), layout)
+        return out
 
-def _convolve(conv: Any, x: Tensor) -> Tensor:
+
+def _convolve(conv: Any, x: Tensor, layout: Grid | None = None) -> Tensor:
     """Apply a convolution without bias. onnxscript 0.7.2 writes a bias of two axes where a Conv3d
     has none, which no runtime accepts: an exported graph gets zeros."""
     if torch.compiler.is_exporting() and isinstance(conv, nn.Conv3d):
         return conv._conv_forward(x, conv.weight, x.new_zeros(conv.out_channels))
+    if isinstance(layout, Part):
+        return _convolve_part(conv, x, layout)
     out: Tensor = conv(x)
     return out
 
 
-def _convolve_norm(conv: nn.Module, norm: NormSiLU, x: Tensor) -> Tensor:
+def _convolve_part(conv: Any, x: Tensor, layout: Part) -> Tensor:
+    """Apply a convolution of kernel size 3 to a slab: that of the slab alone, and what the planes
+    beside it add to its first and last plane."""
+    dim = 2 + layout.axis
+    received = layout.halo(x, dim, 1, 1)
+    y = conv(x)
+    apply = getattr(nn.functional, f"conv{x.ndim - 2}d")
+    padding = [0 if axis == layout.axis else 1 for axis in range(x.ndim - 2)]
+
+    def added(plane: Tensor, tap: int) -> Tensor:
+        if plane.numel() == 0:
+            return plane.sum(1, keepdim=True).expand(-1, y.shape[1], *plane.shape[2:])
+        weight = conv.weight.narrow(dim, tap, 1)
+        out: Tensor = apply(plane, weight, None, padding=padding)
+        return out
+
+    first, last = received()
+    return add_planes(y, added(first, 0), added(last, 2), dim)
+
+
+def _convolve_norm(
+    conv: nn.Module, norm: NormSiLU, x: Tensor, layout: Grid | None = None
+) -> Tensor:
     """Return conv(norm(x)), where the convolution keeps x for its gradient, as the norm does, and
     not norm(x), a memory-bound pass that is made again (and calls the norm's hooks again)."""
-    y = norm(x)
+    memo: list[Any] = []
+    y = norm(x, layout=layout, memo=memo)
     if not (torch.is_grad_enabled() and _may_hook()):
-        return _convolve(conv, y)
+        return _convolve(conv, y, layout)
     kept, where = x.detach(), (y.data_ptr(), y.shape, y._version)
     parts = (kept, *norm.parameters())
     before = _versions(*parts)
@@ -110,10 +155,10 @@ def _convolve_norm(conv: nn.Module, norm: NormSiLU, x: Tensor) -> Tensor:
         if saved is not None:
             return saved
         with torch.no_grad():
-            return norm(kept)
+            return norm(kept, layout=layout, memo=[tuple(x.detach() for x in one) for one in memo])
 
     with saved_tensors_hooks(pack, unpack):
-        return _convolve(conv, y)
+        return _convolve(conv, y, layout)
 
 
 def _may_hook() -> bool:

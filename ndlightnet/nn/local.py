@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from ndlightnet.layout import Grid, Layout
 from ndlightnet.nn.initial import Initialized
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
-from ndlightnet.ops.local_mixing import dense, local_mixing, local_mixing_step, star
+from ndlightnet.ops.local_mixing import begin_local_mixing, dense, local_mixing_step, star
 
 Where = Literal["values", "input", "both"]  # what a mixer mixes locally
 
@@ -55,9 +56,15 @@ class LocalMixing(Initialized):
         self, x: Tensor, layout: Layout, mask: Tensor | None = None, causal: bool = False
     ) -> Tensor:
         """Mix tokens (batch, length, dim). mask: (batch, length), False where x counts as 0."""
+        return self.begin(x, layout, mask, causal)()
+
+    def begin(
+        self, x: Tensor, layout: Layout, mask: Tensor | None = None, causal: bool = False
+    ) -> Callable[[], Tensor]:
+        """Return, when called, the result: a part of a grid sends its edges before that."""
         self._check(layout)
         taps = self.offsets(causal)
-        return local_mixing(x, self.weight, taps, layout=layout, mask=mask, impl=self.impl)
+        return begin_local_mixing(x, self.weight, taps, layout=layout, mask=mask, impl=self.impl)
 
     def init_state(
         self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()

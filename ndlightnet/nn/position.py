@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import Grid, Layout
+from ndlightnet.layout import Grid, Layout, layout_of_tokens
 from ndlightnet.nn.initial import Initialized, assign
 from ndlightnet.ops import Position, axis_scan, frequencies, line_scan, line_state, line_step
 from ndlightnet.ops.dispatch import Impl
@@ -137,7 +137,7 @@ class MDTPE(Initialized):
         """Encode the next frames (batch, frames, *space, dim); return them and the next state."""
         if len(self.coef) == 2 * self.dims:
             raise ValueError("advance: expected an MDTPE(causal=True) or bidirectional=False")
-        grid, before = Grid.of(x), state.flatten(0, -3)
+        grid, before = layout_of_tokens(x), state.flatten(0, -3)
         with exact(x):
             (coef, log_decay), reverse = self.weights()
             lines = grid.lines(x, 0)
@@ -150,7 +150,7 @@ class MDTPE(Initialized):
             out = x + grid.unlines(y, 0)
             if grid.ndim > 1:
                 others = None if reverse is None else (reverse[0][1:], reverse[1][1:])
-                frame, within = x.flatten(0, 1), Grid(grid.shape[1:])
+                frame, within = x.flatten(0, 1), grid.frame()
                 across = axis_scan(
                     within.flatten(frame), coef[1:], log_decay[1:], others, None, layout=within,
                     impl=self.impl,

@@ -12,11 +12,11 @@ import math
 from functools import partial
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid, per_axis, uncut_patches
 from ndlightnet.nn.block import GLU
 from ndlightnet.nn.initial import Initialized
+from ndlightnet.nn.layers import GridLayer, Layers
 from ndlightnet.nn.local import LocalMixing
 from ndlightnet.nn.patch import Patchify
 from ndlightnet.ops.recurrence.chunks import exact
@@ -35,7 +35,7 @@ class TokenNorm(nn.LayerNorm):
             return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
-class LocalBlock(Initialized):
+class LocalBlock(GridLayer):
     """Residual block of a separable convolution: x + mlp(local(norm x)), the gated MLP over
     channels."""
 
@@ -44,18 +44,14 @@ class LocalBlock(Initialized):
         self.norm = TokenNorm(dim)
         self.local = LocalMixing(dims, dim)
         self.mlp = GLU(dim, mlp_ratio)
-        self.causal, self.grad_checkpointing = causal, False
+        self.causal = causal
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, layout: Grid | None = None) -> Tensor:
         """Map (batch, *grid, dim) to the same shape."""
-        if self.grad_checkpointing and self.training:
-            change: Tensor = checkpoint(self._change, x, use_reentrant=False)
-        else:
-            change = self._change(x)
-        return x + change
+        return x + self.recomputed(self._change, x, layout)
 
-    def _change(self, x: Tensor) -> Tensor:
-        grid = Grid.of(x)
+    def _change(self, x: Tensor, layout: Grid | None) -> Tensor:
+        grid = layout or Grid.of(x)
         tokens = self.local(grid.flatten(self.norm(x)), grid, causal=self.causal)
         return grid.unflatten(self.mlp(tokens))
 
@@ -106,7 +102,7 @@ class Separable:
         return PatchUp(self.dims, low, step, high)
 
     def decoder(self, inputs: int, width: int) -> nn.Module:
-        return nn.Sequential(nn.Linear(inputs, width), self.block(width))
+        return Layers(nn.Linear(inputs, width), self.block(width))
 
     def head(self, width: int, outputs: int) -> nn.Module:
         return nn.Sequential(TokenNorm(width), nn.Linear(width, outputs))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ndlightnet.layout import Boxes, Grid, Layout
+from ndlightnet.layout import Boxes, Grid, Layout, Part, layout_of_tokens
 from ndlightnet.nn.initial import Initialized
 from ndlightnet.nn.mixers.names import catalogue_name, named_mixer, unwrapped
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
@@ -26,7 +26,7 @@ class Mixer(Initialized, ABC):
     """
 
     ragged = False  # whether `mix` takes a pack at once; else it is called for each sample
-    boxes = False  # whether `mix` takes Boxes, where several rows are one sample
+    boxes = False  # whether `mix` takes Boxes, where several rows are one sample, and a Part
     renamed: tuple[tuple[str, str], ...] = ()  # parameters: (name in old checkpoints, name today)
 
     def forward(
@@ -66,6 +66,11 @@ class Mixer(Initialized, ABC):
                 raise ValueError(
                     f"layout={grid}: {type(self).__name__} takes whole samples; expected a mixer "
                     "whose memories can be merged, such as LightNetAttention, and causal=False"
+                )
+            if isinstance(grid, Part) and not self.boxes:
+                raise ValueError(
+                    f"{type(self).__name__} within shard_grid: expected a mixer whose memories can "
+                    "be merged, such as LightNetAttention"
                 )
             mask = grid.flatten_mask(mask)
             y = mix(grid, tokens, mask) if self.ragged else grid.map_samples(mix, tokens, mask)
@@ -140,7 +145,7 @@ class StreamingMixer(Mixer):
     def advance(self, x: Tensor, state: Any, position: int | Tensor) -> tuple[Tensor, Any]:
         """Map the next frames (batch, frames, *space, dim) in the causal form. Return the result
         and the next state. position: number of frames before them, an int or (batch,)."""
-        grid = Grid.of(x).after(position)
+        grid = layout_of_tokens(x).after(position)
         y, state = self.step(grid.flatten(x), grid, state)
         return y.reshape(x.shape), state
 

@@ -4,14 +4,14 @@ axes."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ndlightnet.layout import Grid, Layout
+from ndlightnet.layout import Grid, Layout, Part
 from ndlightnet.nn.constants import Constants
 from ndlightnet.nn.heads import default_heads
 from ndlightnet.nn.local import LocalMixing, LocalState, Where
@@ -164,15 +164,15 @@ class LightNetAttention(Constants, StreamingMixer):
         if prefix and (causal or not isinstance(layout, Grid)):
             raise ValueError(f"prefix={prefix}: expected causal=False and a Grid, or no prefix")
 
-        def local(convolution: LocalMixing, x: Tensor) -> Tensor:
+        def local(convolution: LocalMixing, x: Tensor) -> Callable[[], Tensor]:
             if not prefix:
-                return convolution(x, layout, mask, causal)
+                return convolution.begin(x, layout, mask, causal)
             part = None if mask is None else mask[:, prefix:]
-            return pad(convolution(x[:, prefix:], layout, part), (0, 0, prefix, 0))
+            return lambda: pad(convolution(x[:, prefix:], layout, part), (0, 0, prefix, 0))
 
         if self.local_input is not None:
             (x,) = zero_padding(mask, x)
-            x = x + local(self.local_input, x)
+            x = x + local(self.local_input, x)()
         q, k, v, gate = self._project(x, x)
         near = None if self.local_values is None else local(self.local_values, v.flatten(2))
         if causal:
@@ -182,7 +182,7 @@ class LightNetAttention(Constants, StreamingMixer):
             position = self.lrpe(layout)._replace(prefix=prefix) if self.lrpe else None
             within = None if prefix else layout
             y = global_attention(q, k, v, mask=mask, lrpe=position, layout=within, impl=self.impl)
-        return self._output(y, gate, near)
+        return self._output(y, gate, None if near is None else near())
 
     def mix_context(
         self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None
@@ -277,7 +277,7 @@ class LightNetAttention(Constants, StreamingMixer):
         near = None
         if self.local_values is not None:
             near, values = self.local_values.step(v.flatten(2), grid, values)
-        if grid.length != 1 or self.window is not None:
+        if grid.length != 1 or self.window is not None or isinstance(grid, Part):
             y, memory = self._causal(q, k, v, grid, None, memory, return_state=True)
         else:
             self._refuse_rotary()

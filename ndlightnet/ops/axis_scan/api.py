@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.layout import Grid, Layout, Ragged
+from ndlightnet.layout import Grid, Layout, Part, Ragged
 from ndlightnet.ops.axis_scan import _triton, reference
 from ndlightnet.ops.axis_scan.lines import line_scan
 from ndlightnet.ops.dispatch import Impl, resolve
@@ -33,7 +33,8 @@ def axis_scan(
     """Sum the recurrences along all axes of a grid: (batch, *grid, dim) -> same shape.
 
     layout: if given, x is (batch, length, dim) and mask (batch, length); with a Ragged no line
-    leaves its sample. residual: x itself is added, without another pass over memory.
+    leaves its sample; with a Part lines go through all parts, each of which scans some channels.
+    residual: x itself is added, without another pass over memory.
 
     coef: (axes, dim, states); log_decay: (axes, states) <= 0. `reverse`: the same pair for the
     reverse direction (bidirectional; a token itself counts once, with the forward weights). mask:
@@ -56,6 +57,9 @@ def axis_scan(
     ragged = isinstance(grid, Ragged)
     if x.ndim != 3 or x.shape[1] != grid.length or (ragged and x.shape[0] != 1):
         raise ValueError(f"x {tuple(x.shape)}: expected (batch, {grid.length}, dim) of {grid}")
+    if isinstance(grid, Part):
+        weights = (coef, log_decay, reverse, mask)
+        return _on_part(x, *weights, layout=grid, residual=residual, impl=impl)
     if x.numel() == 0:
         resolve("axis_scan", impl, x)
         return x
@@ -85,6 +89,22 @@ def axis_scan(
             )
             total = total + grid.map_lines(along, source, axis)
         return total
+
+
+def _on_part(
+    x: Tensor, coef: Tensor, log_decay: Tensor, reverse: Way | None, mask: Tensor | None, *,
+    layout: Part, **how: Any,
+) -> Tensor:  # fmt: skip
+    """Scan whole lines of some channels, which no other channel needs: two exchanges of the tokens,
+    less than of the state of every line, which has as many numbers as some tens of tokens."""
+    lines = layout.to_channels(x)
+    shapes = [(len(x), n) for n in layout.lengths]
+    masks = None if mask is None else layout.exchange.swap([mask] * len(shapes), shapes)
+    own = layout.channels(x.shape[-1])
+    back = None if reverse is None else (reverse[0][:, own], reverse[1])
+    whole_mask = None if masks is None else layout.joined(masks())
+    y = axis_scan(lines(), coef[:, own], log_decay, back, whole_mask, layout=layout.whole, **how)
+    return layout.to_slabs(y, x.shape[-1])()
 
 
 def _both_ways(

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.layout import Boxes, Grid, Layout, Ragged
+from ndlightnet.layout import Boxes, Grid, Layout, Part, Ragged
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator, check_floats
 from ndlightnet.ops.lightnet import _triton, _triton_causal, _triton_window, parallel, reference
 from ndlightnet.ops.lightnet import window as windowed
+from ndlightnet.ops.lightnet.parts import merge_parts
 from ndlightnet.ops.lightnet.state import State, decay, decay_rates, merge, merge_rows, tile
 from ndlightnet.ops.position import (
     Position,
@@ -187,9 +188,12 @@ def global_attention(
 
     layout: a Ragged of samples end to end in one row (batch 1), each of which reads only itself;
     the grid of lrpe may then have any shape, without prefix or offset. With Boxes a row reads all
-    rows of its sample: their States are merged; lrpe has the boxes' offsets. Else every row is a
-    sample.
+    rows of its sample: their States are merged; lrpe has the boxes' offsets. With a Part the States
+    of all parts are merged. Else every row is a sample.
     """
+    if isinstance(layout, Part):
+        state = merge_parts(layout, summarize(k, v, mask=mask, lrpe=lrpe, impl=impl))
+        return read(q, state, lrpe=lrpe, impl=impl)
     if isinstance(layout, Boxes) and layout.count > 1:
         return _of_boxes(q, k, v, mask, lrpe, layout.count, impl)
     ragged = layout if isinstance(layout, Ragged) else None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ndlightnet.layout import Grid, Layout, Ragged
+from ndlightnet.layout import Grid, Layout, Part, Ragged
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.lightnet import _triton, _triton_causal, parallel, reference
@@ -33,6 +33,7 @@ from ndlightnet.ops.lightnet.attention import (
     packed_position,
     token_window,
 )
+from ndlightnet.ops.lightnet.parts import axis_causal_part
 from ndlightnet.ops.lightnet.state import State, decay, decay_rates, merge, reweighted, tile
 from ndlightnet.ops.plain import plain
 from ndlightnet.ops.position import Position, offset_gradient, offset_of, relative, shape_of
@@ -161,6 +162,11 @@ def axis_causal_attention(
         if state is not None:
             raise ValueError("state: expected None with samples end to end")
         return _ragged(q, k, v, layout, mask, lrpe, window, forget, impl), None
+    if isinstance(layout, Part):
+        _check(k, v, mask, lrpe, q)
+        check_decay(window, forget, k.shape[2])
+        how: Any = (window, forget, return_state, impl)
+        return axis_causal_part(q, k, v, layout, mask, lrpe, state, *how)
     frames = layout if isinstance(layout, int) else layout.shapes[0][0]
     _check(k, v, mask, lrpe, q)
     if k.shape[1] == 0:  # no frames, or none with tokens
@@ -269,10 +275,14 @@ def _frames_from(lrpe: Position | None, first: int, frames: int) -> Position | N
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None,
     state: State | None, frames: int, window: int | None, forget: float | Tensor, impl: Any,
+    merged_parts: Callable[[State], State] | None = None,
 ) -> tuple[Tensor, State]:  # fmt: skip
-    """Run axis-causal attention on all frames at once."""
+    """Run axis-causal attention on all frames at once. merged_parts: merges the States of frames
+    that are split."""
     forms = _by_triton if impl == "triton" else _by_torch
     frame_states, read = forms(q, k, v, mask, lrpe, frames)
+    if merged_parts is not None:
+        frame_states = merged_parts(frame_states)
     all_states = frame_states = decayed(frame_states, forget)
     if state is not None:
         before = State(*(x[:, None] for x in state)) if window is None else state

@@ -79,11 +79,14 @@ def merge(first: State, second: State) -> State:
     return State(top, a * first.sum + b * second.sum, memory)
 
 
+def merge_along(states: State, axis: int) -> State:
+    """Merge the States along a leading axis. Differentiable, as `merge`."""
+    top = states.max.amax(axis).detach()
+    weight = decay(states.max.detach(), top.unsqueeze(axis))
+    memory = tile(weight, states.memory.shape[-2], -1)[..., None] * states.memory
+    return State(top, (weight * states.sum).sum(axis), memory.sum(axis))
+
+
 def merge_rows(states: State, count: int) -> State:
-    """Merge each `count` States in turn: (batch * count, ...) -> (batch, ...). Differentiable, as
-    `merge`."""
-    grouped = [x.unflatten(0, (-1, count)) for x in states]
-    top = grouped[0].amax(1).detach()
-    weight = decay(grouped[0].detach(), top[:, None])
-    memory = tile(weight, grouped[2].shape[-2], -1)[..., None] * grouped[2]
-    return State(top, (weight * grouped[1]).sum(1), memory.sum(1))
+    """Merge each `count` States in turn: (batch * count, ...) -> (batch, ...)."""
+    return merge_along(State(*(x.unflatten(0, (-1, count)) for x in states)), 1)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ndlightnet.layout import Grid, Layout, Ragged
+from ndlightnet.layout import Grid, Layout, Part, Ragged, add_planes
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator, check_floats
 from ndlightnet.ops.local_mixing import _triton, reference, shifts
@@ -25,10 +25,11 @@ def local_mixing(
     """Return u_t = sum over i of weight_i * x_(t - offsets_i): a depthwise convolution.
 
     x: tokens (batch, *grid, dim) on a grid of any number of axes; with a layout (batch, length,
-    dim), where the batch of a Ragged is 1 and no tap leaves its sample. What lies outside the grid
-    counts as 0. weight: (taps, dim). offsets: for each tap one int per axis; see `star` and
-    `dense`. If no offset is below 0 along the first axis, a token reads no later frame. mask: bool
-    (batch, *grid), or (batch, length) with a layout, False where x counts as 0.
+    dim), where the batch of a Ragged is 1 and no tap leaves its sample; with a Part taps reach into
+    the parts beside it. What lies outside the grid counts as 0. weight: (taps, dim). offsets: for
+    each tap one int per axis; see `star` and `dense`. If no offset is below 0 along the first axis,
+    a token reads no later frame. mask: bool (batch, *grid), or (batch, length) with a layout, False
+    where x counts as 0.
 
     Returns a tensor like x. Sums are float32 or wider; the gradient of weight as well.
     """
@@ -39,6 +40,8 @@ def local_mixing(
         mask = grid.flatten_mask(mask)
         flat = local_mixing(grid.flatten(x), weight, taps, layout=grid, mask=mask, impl=impl)
         return grid.unflatten(flat)
+    if isinstance(grid, Part):
+        return begin_local_mixing(x, weight, taps, layout=grid, mask=mask, impl=impl)()
     cells = x.reshape(x.shape[0], *[1] * (grid.ndim - 1), grid.length, x.shape[-1])
     chosen = resolve("local_mixing", impl, cells, None, weight)
     if x.numel() == 0:
@@ -59,6 +62,42 @@ def local_mixing(
         return shifts.on_pack(x, weight, taps, grid)
     assert isinstance(grid, Grid)
     return shifts.on_grid(x, weight, taps, grid)
+
+
+def begin_local_mixing(
+    x: Tensor, weight: Tensor, offsets: Sequence[Sequence[int]], *, layout: Layout,
+    mask: Tensor | None = None, impl: Impl = "auto",
+) -> Callable[[], Tensor]:  # fmt: skip
+    """Return, when called, `local_mixing`, where a Part already sends what its neighbours read."""
+    if not isinstance(layout, Part):
+        out = local_mixing(x, weight, offsets, layout=layout, mask=mask, impl=impl)
+        return lambda: out
+    if mask is not None:
+        x = x.masked_fill(~mask[..., None], 0)
+    dim, grid = 1 + layout.axis, Grid(layout.shape)
+    cells, along = grid.unflatten(x), [offset[layout.axis] for offset in offsets]
+    before, after = max(0, *along), max(0, *(-n for n in along))
+    received = layout.halo(cells, dim, before, after)
+
+    def beside(planes: Tensor, size: int, first: bool) -> Tensor:
+        """Return what planes beside the grid add to its first or last `size` planes."""
+        shape = list(planes.shape)
+        shape[dim] = size
+        own = planes.new_zeros(shape)
+        both = torch.cat([planes, own] if first else [own, planes], dim)
+        strip = Grid(tuple(both.shape[1:-1]))
+        y = local_mixing(strip.flatten(both), weight, offsets, layout=strip, impl=impl)
+        at = planes.shape[dim] if first else 0
+        return strip.unflatten(y).narrow(dim, at, size if planes.shape[dim] else 0)
+
+    def wait() -> Tensor:
+        y = local_mixing(x, weight, offsets, layout=grid, impl=impl)
+        first, last = received()
+        own = layout.shape[layout.axis]
+        sides = beside(first, min(before, own), True), beside(last, min(after, own), False)
+        return grid.flatten(add_planes(grid.unflatten(y), *sides, dim))
+
+    return wait
 
 
 def local_mixing_step(
@@ -86,7 +125,7 @@ def local_mixing_step(
             f"{back} frames"
         )
     frames = torch.cat([state.to(x.dtype), x.unflatten(1, (-1, tokens))], 1)
-    whole = Grid((back + layout.frame_count, *layout.shape[1:]))
+    whole = layout.longer(back)
     u = local_mixing(frames.flatten(1, 2), weight, offsets, layout=whole, impl=impl)
     return u[:, back * tokens :], frames[:, frames.shape[1] - back :].to(state.dtype)
 

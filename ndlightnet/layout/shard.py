@@ -1,0 +1,154 @@
+"""shard_grid: networks that are called within it get slabs of their input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndlightnet.layout.base import Shape
+from ndlightnet.layout.exchange import Exchange, Processes
+from ndlightnet.layout.grid import Grid
+from ndlightnet.layout.part import Part
+
+MOST_AXES = 12
+_active: list[Shard] = []
+
+
+class Shard:
+    """Which part of all grids this process has, and sums over the parts."""
+
+    def __init__(self, exchange: Exchange, axis: int, sizes: Shape | None = None) -> None:
+        self.exchange, self.axis = exchange, axis
+        self.rank, self.count = exchange.rank, exchange.count
+        self.known: dict[Any, Part] = {}
+        self.sizes = sizes  # None: processes tell each other
+
+    def part(self, x: Tensor, shape: Sequence[int]) -> Part:
+        """Return the layout of a slab of this shape, of input x. The processes tell each other
+        their shapes when this one is new; all change theirs at once."""
+        shape = tuple(shape)
+        key = (len(x), *shape)
+        if key not in self.known:
+            if not 0 <= self.axis < len(shape):
+                raise ValueError(
+                    f"shard_grid: axis={self.axis}, expected an axis of {len(shape)}, 0 to "
+                    f"{len(shape) - 1}"
+                )
+            sizes = self._told(x, key) if self.sizes is None else self.sizes
+            self.known[key] = Part(shape, axis=self.axis, sizes=sizes, exchange=self.exchange)
+        return self.known[key]
+
+    def _told(self, x: Tensor, key: Shape) -> Shape:
+        row = torch.zeros(MOST_AXES, dtype=torch.int64)
+        row[: len(key) + 1] = torch.tensor([self.axis, *key])
+        row = row.to(x.device)
+        rows = self.exchange.swap([row] * self.count, [row.shape] * self.count)()
+        told = [tuple(one) for one in torch.stack(rows).tolist()]
+        split = 2 + self.axis
+        if len({one[:split] + one[split + 1 :] for one in told}) > 1 or not all(
+            one[split] for one in told
+        ):
+            shapes = "; ".join(str(one[1 : len(key) + 1]) for one in told)
+            raise ValueError(
+                f"shard_grid: slabs (batch, *space) of {shapes} along axes "
+                f"{[one[0] for one in told]}, expected the same but for a size above 0 along the "
+                "axis that is split"
+            )
+        return tuple(one[split] for one in told)
+
+    def slab(self, x: Tensor, multiple: int = 1, first: int = 2) -> Tensor:
+        """Return this process's slab of a tensor that all processes have: as even as multiples of
+        `multiple` allow. first: the dimension of x that is axis 0 (2 after batch and channels)."""
+        dim = first + self.axis
+        sizes = split_sizes(x.shape[dim], self.count, multiple)
+        return x.narrow(dim, sum(sizes[: self.rank]), sizes[self.rank])
+
+    def total(self, x: Tensor) -> Tensor:
+        """Return the sum of a tensor over the processes, with its gradient."""
+        rows = self.exchange.swap([x] * self.count, [x.shape] * self.count)()
+        return torch.stack(rows).sum(0)
+
+    def gather(self, x: Tensor, first: int = 2) -> Tensor:
+        """Return the whole of what the processes have slabs of, with its gradient."""
+        dim = first + self.axis
+        part = self.part(x, x.shape[first : first + len(x.shape) - first])
+        shapes = [(*x.shape[:dim], n, *x.shape[dim + 1 :]) for n in part.sizes]
+        return torch.cat(self.exchange.swap([x] * self.count, shapes)(), dim)
+
+
+def split_sizes(size: int, parts: int, multiple: int = 1) -> Shape:
+    """Return the sizes of `parts` slabs of an axis, multiples of `multiple` but for the last."""
+    units = -(-size // multiple)
+    if units < parts:
+        raise ValueError(
+            f"an axis of {size}: expected {parts} multiples of {multiple} or more, one for each "
+            "slab"
+        )
+    ends = [min(size, multiple * (units * (i + 1) // parts)) for i in range(parts)]
+    return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
+
+
+@contextmanager
+def activated(shard: Shard) -> Iterator[Shard]:
+    _active.append(shard)
+    try:
+        yield shard
+    finally:
+        _active.pop()
+
+
+@contextmanager
+def shard_grid(group: Any, axis: int = 0) -> Iterator[Shard]:
+    """Within it networks of this library get a slab of their input on each process of a group, and
+    see the whole: outputs and gradients are those of one process with the whole input.
+
+    Args:
+        group: a torch.distributed process group, or one dimension of a DeviceMesh, `mesh["grid"]`;
+            slabs lie in the order of its ranks.
+        axis: the axis of the input that is split, 0 for the first one after the channels. Slabs may
+            have different sizes, multiples of the patch size (of the product of the strides of a
+            U-Net) but for the last.
+
+    What has a value for each cell or token is returned as a slab, all else as it is for the whole.
+    The gradients of parameters are averaged over the processes (DDP, FSDP), so each process takes
+    the loss of the whole, such as with `total`:
+
+        with shard_grid(mesh["grid"], axis=0) as grid:
+            errors = (model(slab) - target).square()
+            loss = grid.total(errors.sum()) / grid.total(torch.tensor(float(errors.numel())))
+        loss.backward()
+
+    or the mean over its own slab, if all slabs have one size.
+    """
+    import torch.distributed as dist
+
+    if hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise ValueError(
+                f"shard_grid: a mesh of {group.ndim} dimensions {group.mesh_dim_names}, expected "
+                'one of them, such as mesh["grid"]'
+            )
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"shard_grid: a group of type {type(group).__name__}, expected a process group or one "
+            "dimension of a DeviceMesh"
+        )
+    with activated(Shard(Processes(group), axis)) as shard:
+        yield shard
+
+
+def layout_of(x: Tensor, first: int) -> Grid:
+    """Return the layout of an input (..., *space) whose grid begins at dimension `first`: a Grid,
+    or within `shard_grid` a Part."""
+    shape = tuple(x.shape[first:])
+    return _active[-1].part(x, shape) if _active else Grid(shape)
+
+
+def layout_of_tokens(x: Tensor) -> Grid:
+    """Return the layout of tokens (batch, *grid, dim)."""
+    return _active[-1].part(x, x.shape[1:-1]) if _active else Grid.of(x)

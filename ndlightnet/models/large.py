@@ -1,0 +1,220 @@
+"""Prediction on a volume whose features do not fit into the memory of a device.
+
+Features lie on the host as slabs of the grid. Each layer goes over them slab by slab, by the same
+code as on several processes (`shard_grid`): there parts meet in an exchange, here a slab stops
+where it needs what the others have not given yet, and starts again once all have. A LightNet block
+so takes two sweeps: one until the States of all slabs are there, one to read their sum.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ndlightnet.layout import Exchange, Part, split_sizes
+from ndlightnet.layout.exchange import Pending
+
+Slabs = list[Any]  # one tensor on the host for each slab, None where it is no longer needed
+Layer = Callable[..., Tensor]  # of an Exchange and the tensors of a slab
+USUAL = 8  # slabs on a device that does not tell how much memory is free
+
+
+class _Wait(Exception):
+    """A slab needs what other slabs have not given yet."""
+
+
+class Turns(Exchange):
+    """Parts of a grid that are computed in turn, in sweeps over all of them."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.count, self.device, self.rank = count, device, 0
+        self.given: list[list[list[Tensor]]] = []  # for each exchange and part: what it gave
+        self.complete = 0  # exchanges that all parts have reached
+        self.next = 0
+
+    def begin(self, rank: int) -> None:
+        self.rank, self.next = rank, 0
+
+    def swap(self, given: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Pending:
+        at, self.next = self.next, self.next + 1
+        if at >= self.complete:
+            if at == len(self.given):
+                self.given.append([])
+            once = {id(x): x.cpu() for x in given}  # copies for all are one tensor
+            self.given[at].append([once[id(x)] for x in given])
+
+        def wait() -> list[Tensor]:
+            if at >= self.complete:
+                raise _Wait
+            return [one[self.rank].to(self.device) for one in self.given[at]]
+
+        return wait
+
+
+class Sweeper:
+    """Applies layers to features on the host, slab by slab along one axis.
+
+    sizes: cells of the input in each slab along the axis. folder: features are files there, mapped
+    into memory; None: they are in the host's memory. then: a function of the network's result.
+    """
+
+    def __init__(
+        self, device: torch.device, axis: int, sizes: Sequence[int], folder: Path | None,
+        then: Callable[[Tensor], Tensor] | None,
+    ) -> None:  # fmt: skip
+        self.device, self.axis, self.sizes, self.folder = device, axis, tuple(sizes), folder
+        self.then = then or (lambda x: x)
+        self.count, self.files = len(sizes), 0
+        self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def part(self, exchange: Exchange, space: Sequence[int]) -> Part:
+        """Return the layout of a slab of the input, of these cells."""
+        return Part(tuple(space), axis=self.axis, sizes=self.sizes, exchange=exchange)
+
+    def apply(self, layer: Layer, *inputs: Slabs, drop: bool = False) -> Slabs:
+        """Return layer(exchange, *inputs) for all slabs. drop: the inputs are not needed later."""
+        turns = Turns(self.count, self.device)
+        out: Slabs = []
+        while len(out) < self.count:
+            for rank, tensors in enumerate(self._loaded(inputs)):
+                turns.begin(rank)
+                try:
+                    out.append(self._stored(layer(turns, *tensors)))
+                except _Wait:
+                    continue
+                if drop:
+                    for slabs in inputs:
+                        slabs[rank] = None
+            turns.complete = len(turns.given)
+            if self.copies is not None:
+                torch.cuda.synchronize(self.device)
+        return out
+
+    def joined(self, slabs: Slabs) -> Tensor:
+        """Join slabs (batch, channels, *space), and free each."""
+        dim = 2 + self.axis
+        lengths = [x.shape[dim] for x in slabs]
+        shape = list(slabs[0].shape)
+        shape[dim] = sum(lengths)
+        whole = torch.empty(shape, dtype=slabs[0].dtype)
+        for rank, target in enumerate(whole.split(lengths, dim)):
+            target.copy_(slabs[rank])
+            slabs[rank] = None
+        return whole
+
+    def _loaded(self, inputs: Sequence[Slabs]) -> Iterator[list[Tensor]]:
+        """Yield the inputs of each slab on the device; the next slab's are copied meanwhile."""
+        if self.copies is None:
+            for rank in range(self.count):
+                yield [slabs[rank].to(self.device) for slabs in inputs]
+            return
+        current = torch.cuda.current_stream(self.device)
+
+        def start(rank: int) -> tuple[list[Tensor], Any]:
+            with torch.cuda.stream(self.copies):
+                tensors = [slabs[rank].to(self.device, non_blocking=True) for slabs in inputs]
+                return tensors, torch.cuda.current_stream(self.device).record_event()
+
+        ahead = start(0)
+        for rank in range(self.count):
+            tensors, event = ahead
+            if rank + 1 < self.count:
+                ahead = start(rank + 1)
+            current.wait_event(event)
+            for x in tensors:
+                x.record_stream(current)
+            yield tensors
+
+    def _stored(self, x: Tensor) -> Tensor:
+        """Return x on the host; copied when the device has reached this point."""
+        if self.folder is not None:
+            self.files += 1
+            path = str(self.folder / f"{self.files}.bin")
+            host = torch.from_file(path, shared=True, size=x.numel(), dtype=x.dtype)
+            return host.view(x.shape).copy_(x)
+        if self.copies is None:
+            return x
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        self.copies.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.copies):
+            host.copy_(x, non_blocking=True)
+        x.record_stream(self.copies)
+        return host
+
+
+class Large:
+    """Base class of networks that predict on volumes larger than their device."""
+
+    dims: int
+    slab_multiples: tuple[int, ...]  # cells along each axis that no cut may divide
+    bytes_per_cell: float  # memory on the device for each cell of a slab, roughly
+
+    def sweep(self, sweeper: Sweeper, volume: Slabs) -> Tensor:
+        """Return the network's result for the slabs of a volume."""
+        raise NotImplementedError
+
+    def predict_large(
+        self,
+        volume: Tensor,
+        slabs: int | None = None,
+        *,
+        folder: str | Path | None = None,
+        then: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Return what the network returns for a volume (batch, channels, *space) on the host, whose
+        features are larger than the device's memory. The result is on the host, too.
+
+        Args:
+            slabs: into how many the longest axis is cut; default: so many that one fits.
+            folder: where features are written, to files mapped into memory that are removed
+                afterwards; default: they are in the host's memory.
+            then: applied to the result, that of a U-Net slab by slab on the device, such as
+                `lambda logits: logits.argmax(1)`.
+
+        Equal to the result for the whole up to rounding. Under torch.autocast features have its
+        dtype. For a network in evaluation mode.
+        """
+        net: Any = self
+        if net.training:
+            raise ValueError("a network in training mode: expected eval(), this is prediction only")
+        if not isinstance(volume, Tensor) or volume.ndim != self.dims + 2 or not volume.numel():
+            shape = tuple(getattr(volume, "shape", ()))
+            raise ValueError(
+                f"volume {shape}: expected (batch, channels, *space) with {self.dims} axes"
+            )
+        device, space = next(net.parameters()).device, volume.shape[2:]
+        units = [-(-n // by) for n, by in zip(space, self.slab_multiples, strict=True)]
+        axis = max(range(self.dims), key=lambda i: units[i])
+        count = self._usual_slabs(volume, device) if slabs is None else slabs
+        if count < 1:
+            raise ValueError(f"slabs={slabs}: expected 1 or more")
+        while True:
+            count = min(count, units[axis])
+            sizes = split_sizes(space[axis], count, self.slab_multiples[axis])
+            try:
+                with ExitStack() as stack, torch.no_grad():
+                    files = None
+                    if folder is not None:
+                        made = tempfile.TemporaryDirectory(dir=folder)
+                        files = Path(stack.enter_context(made))
+                    sweeper = Sweeper(device, axis, sizes, files, then)
+                    return self.sweep(sweeper, list(volume.split(sizes, 2 + axis)))
+            except torch.OutOfMemoryError:
+                if slabs is not None or count == units[axis]:
+                    raise
+            count *= 2
+
+    def _usual_slabs(self, volume: Tensor, device: torch.device) -> int:
+        if device.type != "cuda":
+            return USUAL
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        cells = len(volume) * math.prod(volume.shape[2:])
+        return math.ceil(self.bytes_per_cell * cells / (0.8 * (free + unused)))

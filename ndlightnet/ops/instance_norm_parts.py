@@ -1,0 +1,100 @@
+"""Instance norm, a residual and SiLU on a slab of a grid: the statistics are those of all slabs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from ndlightnet.layout import Part
+from ndlightnet.ops.dtypes import accumulator, finest
+from ndlightnet.ops.instance_norm import kernel_runs
+
+Memo = list[tuple[Tensor, Tensor]]
+
+
+def instance_norm_silu_part(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float, layout: Part,
+    norm_only: bool = False, memo: Memo | None = None,
+) -> Tensor:  # fmt: skip
+    """Return `instance_norm_silu` of x (batch, channels, *space), a part of the grid.
+
+    norm_only: return the norm alone, without SiLU. memo: an empty list takes the statistics; a
+    later call with it uses them, and exchanges nothing.
+    """
+    memo = [] if memo is None else memo
+    if kernel_runs(x) and not norm_only:
+        out: Tensor = _Kernels.apply(x, weight, bias, residual, eps, layout, memo)  # type: ignore
+        return out
+    acc = accumulator(x)
+    dims, exact = tuple(range(2, x.ndim)), x.to(acc)
+    if not memo:
+        cells = x[0, 0].numel()
+        square, mean = torch.var_mean(exact, dims, correction=0)
+        memo.append(_of_whole(mean, square * cells, cells, layout))
+    mean, variance = memo[0]
+    shape = (*x.shape[:2], *[1] * len(dims))
+    scale = torch.rsqrt(variance + eps) * weight.to(acc)
+    y = (exact - mean.view(shape)) * scale.view(shape) + bias.to(acc).view(1, *shape[1:])
+    if residual is not None:
+        y = y + residual
+    return (y if norm_only else silu(y)).to(x.dtype)
+
+
+def _of_whole(mean: Tensor, squares: Tensor, cells: int, layout: Part) -> tuple[Tensor, Tensor]:
+    """Return mean and variance of all parts' cells, from the mean of this part's cells and the sum
+    of their squared deviations. Sums of squares in float64: a mean far from 0 costs no digits."""
+    exact = finest(mean.device)
+    own, size = mean.to(exact), layout.whole.length
+    total = layout.total(torch.stack([own * cells, squares.to(exact) + own * own * cells]))
+    whole = total[0] / size
+    variance = (total[1] / size - whole * whole).clamp(min=0)
+    return whole.to(mean.dtype), variance.to(mean.dtype)
+
+
+class _Kernels(torch.autograd.Function):
+    """By the kernels of one process, with an exchange between sums and what is done with them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float,
+        layout: Part, memo: Memo,
+    ) -> Tensor:  # fmt: skip
+        out, mean, rstd = by_kernels(x, weight, bias, residual, eps, layout, memo=memo)
+        ctx.save_for_backward(x, weight, bias, residual, mean, rstd)
+        ctx.layout = layout
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        from ndlightnet_kernels import instance_norm as kernels
+
+        layout, cells = ctx.layout, ctx.saved_tensors[0][0, 0].numel()
+
+        def of_whole(sums: Tensor) -> Tensor:
+            return layout.total(sums) * (cells / layout.whole.length)
+
+        inputs: tuple[Any, ...] = (dout, *ctx.saved_tensors, of_whole)
+        grads = kernels.instance_norm_silu_backward(*inputs)
+        return *grads, None, None, None
+
+
+def by_kernels(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float, layout: Part,
+    out: Tensor | None = None, memo: Memo | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the result, which may be written to `out`, and mean and 1 / deviation of the whole."""
+    from ndlightnet_kernels import instance_norm as kernels
+
+    cells = x[0, 0].numel()
+
+    def of_whole(mean: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+        found = memo[0] if memo else _of_whole(mean, squares, cells, layout)
+        if memo == []:
+            memo.append(found)
+        return found
+
+    how: Any = {"out": out, "of_whole": of_whole}
+    return kernels.instance_norm_silu(x, weight, bias, residual, eps, **how)
