@@ -47,13 +47,27 @@ class Visits(Dataset[Any]):
             return self.samples[index]
 
 
+_sharing = [1]
+
+
+def share_samples(processes: int) -> None:
+    """Let each so many processes in turn get the same training samples."""
+    _sharing[0] = processes
+
+
+def replica() -> tuple[int, int]:
+    """Return which of how many parts of the samples this process gets."""
+    group = dist.is_available() and dist.is_initialized()
+    rank, count = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
+    return rank // _sharing[0], max(1, count // _sharing[0])
+
+
 class Numbers(DistributedSampler[int]):
     """Sampler of the numbers of an epoch's visits: epoch * count, and so on. Each of several
     replicas has a part of them. Lightning sets the epoch, and replaces no DistributedSampler."""
 
     def __init__(self, count: int) -> None:
-        group = dist.is_available() and dist.is_initialized()
-        replicas, rank = (dist.get_world_size(), dist.get_rank()) if group else (1, 0)
+        rank, replicas = replica()
         super().__init__(range(count), replicas, rank)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[int]:

@@ -4,12 +4,13 @@ samples of a diffusion."""
 from ndlightnet.inference.generate import generate, generate_text
 from ndlightnet.inference.labels import keep_largest, predict_labels
 from ndlightnet.inference.logits import predict_clips, predict_clips_early, predict_volume
-from ndlightnet.inference.networks import Ensemble, Mirrored, mirrorings
+from ndlightnet.inference.networks import Ensemble, Mirrored, OutOfCore, mirrorings
 from ndlightnet.inference.sample import sample
 
 __all__ = [
     "Ensemble",
     "Mirrored",
+    "OutOfCore",
     "generate",
     "generate_text",
     "keep_largest",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import combinations
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -30,6 +31,26 @@ class Mirrored(nn.Module):
         """Map `(batch, channels, *space)` to `(batch, classes, *space)`, in the network's dtype."""
         ways = mirrorings(self.axes)
         return _mean((self.net(x.flip(dims)).flip(dims) for dims in ways), len(ways))
+
+
+class OutOfCore(nn.Module):
+    """A network whose features lie on the host, for volumes larger than its device: see
+    `predict_large` of NDLightNet and NDLightUNet. The result is on the host."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        if not hasattr(net, "predict_large"):
+            raise ValueError(
+                f"out_of_core=True: {type(net).__name__} has no predict_large, expected an "
+                "NDLightNet or NDLightUNet"
+            )
+        self.net = net
+        _pass_channels(self, [net])
+
+    def forward(self, x: Tensor) -> Tensor:
+        net: Any = self.net
+        result: Tensor = net.predict_large(x)
+        return result
 
 
 class Ensemble(nn.Module):

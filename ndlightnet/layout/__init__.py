@@ -9,7 +9,7 @@ holds samples of any shapes end to end (a pack).
 
 from ndlightnet.layout.base import Layout, per_axis
 from ndlightnet.layout.boxes import Boxed, Boxes, draw_boxes
-from ndlightnet.layout.exchange import Exchange
+from ndlightnet.layout.exchange import Exchange, Processes
 from ndlightnet.layout.grid import Grid
 from ndlightnet.layout.pack import Packed, cut_patches, pack, uncut_patches
 from ndlightnet.layout.part import Part, add_planes
@@ -32,6 +32,7 @@ __all__ = [
     "Lines",
     "Packed",
     "Part",
+    "Processes",
     "Ragged",
     "Shard",
     "activated",

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid
-from ndlightnet.nn.initial import Initialized
+from ndlightnet.nn.initial import Initialized, reset
 
 
 class GridLayer(Initialized):
@@ -33,3 +33,7 @@ class Layers(nn.Sequential):
         for layer in self:
             x = layer(x, layout) if isinstance(layer, GridLayer) else layer(x)
         return x
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters as the constructors do."""
+        reset(*self)

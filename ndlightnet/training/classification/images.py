@@ -22,6 +22,7 @@ from ndlightnet.data.images import (
 )
 from ndlightnet.data.packing import token_count
 from ndlightnet.data.roots import find_root
+from ndlightnet.data.visits import replica
 from ndlightnet.data.volume.augment import Augment
 from ndlightnet.inference import mirrorings
 from ndlightnet.models.hub import Pretrained
@@ -97,7 +98,7 @@ class ImageData(LabelledData):
         self.train_set = train.pick(limited(self, train.labels.tolist()))
 
     def replica(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        return replica()
 
     def train_dataloader(self) -> Any:
         kind = SeededBatches if self.augment else ShuffledBatches

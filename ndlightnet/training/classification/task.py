@@ -36,6 +36,7 @@ class ClassificationTask(Task):
     monitor = "val_accuracy"
     samples = "samples"  # the samples' name in metrics.json
     has_frames = False  # whether the first axis of a sample is time
+    grid_parallel = True  # every process gets the logits of whole samples
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class ClassificationTask(Task):
 
     def probabilities(self, *inputs: Any) -> Tensor:
         """Return (batch, classes) float32, for validation, test and prediction."""
-        found: Tensor = self.net(*inputs).float().softmax(-1)
+        found: Tensor = self.predictor(*inputs).to(self.device).float().softmax(-1)
         return found
 
     def validation_step(self, batch: tuple[Any, ...], _: int) -> None:

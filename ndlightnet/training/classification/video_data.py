@@ -31,7 +31,7 @@ from ndlightnet.data.video_transforms import (
     train_clip,
     training,
 )
-from ndlightnet.data.visits import Visits, mixed
+from ndlightnet.data.visits import Visits, mixed, replica
 from ndlightnet.training.classification.data import LabelledData, limited
 from ndlightnet.training.core.loading import still_loader, training_loader
 from ndlightnet.training.core.report import say, tell
@@ -286,7 +286,7 @@ class VideoData(LabelledData):
         trainer = self.trainer
         if trainer is not None and trainer.training and self.mixing is not None:
             number = trainer.fit_loop.epoch_loop.total_batch_idx + 1  # of batches before this one
-            draw = mixed(self.seed, 2, number, trainer.global_rank)
+            draw = mixed(self.seed, 2, number, replica()[0])
             clips, labels = seeded(self.mixing, draw, Video(clips), labels)
             clips = clips.as_subclass(Tensor)
         return clips, labels, numbers

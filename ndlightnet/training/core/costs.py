@@ -94,7 +94,8 @@ class CostMonitor(L.Callback):
         self.samples += len(batch[-1] if isinstance(batch, list | tuple) else batch)
         if trainer.is_last_batch and self.each is None and pl_module.device.type == "cuda":
             torch.cuda.synchronize(pl_module.device)
-        rate = trainer.world_size * self.samples / (time.perf_counter() - self.begun)
+        processes = trainer.world_size / getattr(pl_module, "grid_devices", 1)
+        rate = processes * self.samples / (time.perf_counter() - self.begun)
         pl_module.log("samples/s", rate, prog_bar=True, batch_size=1)
         if trainer.is_last_batch:
             self.throughput.append(rate)

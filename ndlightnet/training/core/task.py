@@ -4,16 +4,20 @@ results from every process."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.device_mesh import init_device_mesh
 
 from ndlightnet.data.errors import DataError, fitting
-from ndlightnet.data.visits import mixed
+from ndlightnet.data.visits import mixed, replica, share_samples
+from ndlightnet.inference import OutOfCore
+from ndlightnet.layout import Processes, Shard, activated
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.training.core.checkpoints import load_initial
 from ndlightnet.training.core.costs import CostMonitor
@@ -48,6 +52,13 @@ class Task(L.LightningModule):
             network a `fit` begins with, as far as they fit; a line names the others.
         grad_checkpointing: training stores only the inputs of blocks and computes the rest again in
             the backward pass: less memory, more time.
+        offload: training keeps in the host's memory what the backward pass needs: the least memory,
+            the most time, on its own or with grad_checkpointing.
+        grid_devices: so many processes train on each sample, of which each has a slab, beside
+            trainer.devices / grid_devices samples at a time: for networks and samples that do not
+            fit on one device. Of NDLightNet and NDLightUNet.
+        out_of_core: validation, test and prediction keep features in the host's memory: for whole
+            volumes that do not fit on one device. Of NDLightNet and NDLightUNet.
 
     failures: one line for each file that could not be predicted. notes: one line for each decision
     that was made for the user. summary: the text printed at the end.
@@ -59,6 +70,10 @@ class Task(L.LightningModule):
     measures: Literal["step", "epoch"] | None = None
     # whether samples reach the network in ways that Lightning does not convert
     only_float32: ClassVar[bool] = False
+    # whether training_step can do with slabs of the samples, see grid_devices
+    grid_parallel: ClassVar[bool] = False
+    grid: Shard | None
+    predictor: Any  # what validation, test and prediction call
 
     def __init__(
         self,
@@ -72,9 +87,23 @@ class Task(L.LightningModule):
         min_lr: float | None = None,
         layer_decay: float | None = None,
         init: str | None = None,
+        offload: bool = False,
+        grid_devices: int = 1,
+        out_of_core: bool = False,
     ) -> None:
         super().__init__()
         self.init: str | None = init
+        good = grid_devices >= 1
+        check("model.grid_devices", grid_devices, good, "1 or more processes")
+        if grid_devices > 1:
+            good = self.grid_parallel and hasattr(net, "slab_multiples")
+            told = f"1 for {type(self).__name__} with {type(net).__name__}"
+            check("model.grid_devices", grid_devices, good, told)
+            check("model.compile", compile, not compile, "false with model.grid_devices")
+        self.grid_devices, self.offload, self.grid = grid_devices, offload, None
+        self.out_of_core = out_of_core
+        # not registered as a submodule: a checkpoint holds one network
+        vars(self)["predictor"] = OutOfCore(net) if out_of_core else net
         self.net, self.lr, self.weight_decay, self.compiles = net, lr, weight_decay, compile
         check("model.lr", lr, lr > 0, "a number above 0")
         check("model.weight_decay", weight_decay, weight_decay >= 0, "0 or more")
@@ -102,12 +131,55 @@ class Task(L.LightningModule):
             here, there = ([tuple(shape) for shape in some]
                            for some in ((x.shape for x in inputs), self.graphed))  # fmt: skip
             raise DataError(f"model.cuda_graph: true, got a batch of {here}, expected {there}")
+        if self.training and (self.offload or self.grid is not None):
+            with ExitStack() as stack:
+                if self.offload:
+                    pinned = self.device.type == "cuda"
+                    stack.enter_context(save_on_cpu(pin_memory=pinned))
+                if self.grid is not None:
+                    stack.enter_context(activated(self.grid))
+                    inputs = tuple(self.slab(x) for x in inputs)
+                return self._called(*inputs, **named)
+        return self._called(*inputs, **named)
+
+    def _called(self, *inputs: Any, **named: Any) -> Any:
         if not self.compiles:
             return self.net(*inputs, **named)
         if "compiled" not in vars(self):
             # not registered as a submodule, or the checkpoint would hold all parameters twice
             vars(self)["compiled"] = torch.compile(self.net)
         return vars(self)["compiled"](*inputs, **named)
+
+    def slab(self, x: Any) -> Tensor:
+        """Return this process's slab of a tensor (batch, channels, *space) of whole samples."""
+        if self.grid is None:
+            raise ValueError("slab: expected a training with grid_devices above 1")
+        if not isinstance(x, Tensor):
+            kind = type(x).__name__
+            raise DataError(f"model.grid_devices: got {kind}, expected 1 for samples in packs")
+        net: Any = self.net
+        return self.grid.slab(x, net.slab_multiples[self.grid.axis])
+
+    def _split_grid(self) -> None:
+        """Let each `grid_devices` processes in turn get the same samples, and a slab of each."""
+        share_samples(self.grid_devices if self.trainer.training else 1)
+        if self.grid_devices == 1 or not self.trainer.training or self.grid is not None:
+            return
+        world = self.trainer.world_size
+        good = world % self.grid_devices == 0
+        check(
+            "model.grid_devices", self.grid_devices, good,
+            f"a divisor of the {world} processes (trainer.devices x trainer.num_nodes)",
+        )  # fmt: skip
+        mesh = init_device_mesh(
+            self.device.type, (world // self.grid_devices, self.grid_devices),
+            mesh_dim_names=("data", "grid"),
+        )  # fmt: skip
+        self.grid = Shard(Processes(mesh.get_group("grid")), self.grid_axis())
+
+    def grid_axis(self) -> int:
+        """Return the axis of samples that slabs are cut along."""
+        return 0
 
     def configure_callbacks(self) -> list[L.Callback]:
         """Check the precision (this is the first hook in every command) and time the training."""
@@ -149,6 +221,7 @@ class Task(L.LightningModule):
 
     def configure_model(self) -> None:
         """Load `init`, once, before a training and before what it resumes from."""
+        self._split_grid()
         if self.init is not None and self.trainer.training:
             say([load_initial(self.init, self.net)])
             self.init = None
@@ -195,9 +268,9 @@ class Task(L.LightningModule):
         self.graphed = [x.shape for x in inputs]
 
     def on_train_epoch_start(self) -> None:
-        # random numbers of the network, such as dropout, follow from the seed, the epoch and the
-        # process, so that a resumed training draws what an uninterrupted one does
-        torch.manual_seed(mixed(self.data().seed, 3, self.current_epoch, self.global_rank))
+        # random numbers of the network, such as dropout, follow from the seed, the epoch and which
+        # samples the process gets, so that a resumed training draws what an uninterrupted one does
+        torch.manual_seed(mixed(self.data().seed, 3, self.current_epoch, replica()[0]))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["names"] = self.data().names()

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from ndlightnet.data.errors import DataError, one_line
 from ndlightnet.data.volume.grid import Case
 from ndlightnet.data.volume.volume import upright
-from ndlightnet.inference import Ensemble, Mirrored, keep_largest, predict_labels, predict_volume
+from ndlightnet.inference import (
+    Ensemble,
+    Mirrored,
+    OutOfCore,
+    keep_largest,
+    predict_labels,
+    predict_volume,
+)
+from ndlightnet.layout import split_sizes
 from ndlightnet.training.core.checkpoints import check_checkpoint
 from ndlightnet.training.core.costs import Cost, Meter, case_costs
 from ndlightnet.training.core.report import write_json
@@ -22,6 +30,7 @@ from ndlightnet.training.core.task import Task, check
 from ndlightnet.training.segmentation.figures import save_case
 from ndlightnet.training.segmentation.html_report import write_page
 from ndlightnet.training.segmentation.metrics import dice_of, measure_case, metrics_of, write_cases
+from ndlightnet.training.segmentation.parts import dice_ce_of_slabs
 
 MEMORY = 0.8  # weight of earlier validations in the score that chooses the best checkpoint
 
@@ -51,6 +60,7 @@ class SegmentationTask(Task):
     measures = "epoch"
     only_float32 = True
     monitor = "ema_dice"  # chooses the best checkpoint
+    grid_parallel = True
 
     def __init__(
         self,
@@ -139,18 +149,41 @@ class SegmentationTask(Task):
         outputs = [outputs] if isinstance(outputs, Tensor) else outputs
         weights = [2.0**-place for place in range(len(outputs))]
         loss = sum(
-            weight / sum(weights) * self.loss(logits.float(), _shrunk(label, logits.shape[2:]))
-            for weight, logits in zip(weights, outputs, strict=True)
+            weight / sum(weights) * self._loss(logits.float(), label, place)
+            for place, (weight, logits) in enumerate(zip(weights, outputs, strict=True))
         )
         self.log("loss", loss, prog_bar=True, batch_size=len(image))
         assert isinstance(loss, Tensor)
         return loss
 
+    def _loss(self, logits: Tensor, label: Tensor, level: int) -> Tensor:
+        """Return the loss of an output, on the grid of a level of the decoder."""
+        if self.grid is None:
+            loss: Tensor = self.loss(logits, _shrunk(label, logits.shape[2:]))
+            return loss
+        # the whole label is there: it is shrunk as on one process
+        net: Any = self.net
+        steps = net.strides[:level]
+        space, axis = list(label.shape[2:]), self.grid.axis
+        slabs = split_sizes(space[axis], self.grid.count, net.slab_multiples[axis])
+        for step in steps:
+            space = [-(-n // by) for n, by in zip(space, step, strict=True)]
+            slabs = tuple(-(-n // step[axis]) for n in slabs)
+        whole = _shrunk(label, torch.Size(space))
+        own = whole.split(slabs, 2 + axis)[self.grid.rank]
+        return dice_ce_of_slabs(logits, own, self.grid)
+
+    def grid_axis(self) -> int:
+        patch, net = self.data().patch, self.net
+        multiples: Any = net.slab_multiples
+        return max(range(len(patch)), key=lambda axis: patch[axis] // multiples[axis])
+
     def validation_step(self, batch: dict[str, Any], _: int) -> None:
         image, label = (batch[key].as_tensor().to(self.device) for key in ("image", "label"))
         if len(self.data().patch) == 2:
             image, label = image.squeeze(-1), label.squeeze(-1)
-        labels = predict_volume(self.net, image[None], self.window, self.overlap).argmax(1)
+        logits = predict_volume(self.predictor, image[None], self.window, self.overlap)
+        labels = logits.argmax(1).to(self.device)
         dice = dice_of(labels, label.long(), len(self.data().labels))
         # a class that a case does not have has Dice NaN, which the mean must leave out
         self.val_dice[batch["name"]] = dice[dice.isfinite()].tolist()
@@ -178,16 +211,17 @@ class SegmentationTask(Task):
 
     def _start(self) -> None:
         """Prepare a test or a prediction: load the networks, and clear the results of cases."""
-        nets, names = [self.net], self.data().names()
+        nets, names = [self.predictor], self.data().names()
         for path in self.ensemble:
             saved = torch.load(path, map_location="cpu", weights_only=True)
             if saved["names"] != names:
                 raise DataError(f"{path}: was trained on {saved['names']}, expected {names}")
-            nets.append(deepcopy(self.net))
-            nets[-1].load_state_dict(
+            another = deepcopy(self.net)
+            another.load_state_dict(
                 {key[4:]: x for key, x in saved["state_dict"].items() if key.startswith("net.")}
             )
-        net = Ensemble(nets) if self.ensemble else self.net
+            nets.append(OutOfCore(another) if self.out_of_core else another)
+        net = Ensemble(nets) if self.ensemble else self.predictor
         net = Mirrored(net, self.mirror_axes) if self.mirror_axes else net
         # not registered as a submodule: a checkpoint holds one network
         self.predict_labels = partial(
@@ -223,7 +257,8 @@ class SegmentationTask(Task):
         except torch.OutOfMemoryError as error:
             raise DataError(
                 f"{case.images[0]}: does not fit into the device's memory as a whole; "
-                "give --model.window, such as the training patch"
+                "give --model.window, such as the training patch, or "
+                "--model.out_of_core true"
             ) from error
         self.spent[case.name] = meter.read()
         del image  # before more memory is taken

@@ -1,0 +1,123 @@
+"""Several processes that share a grid see what one process with the whole sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from .cases import CASES
+from .worker import TIMEOUT
+
+ROOT = Path(__file__).parents[2]
+COUNTS = (2, 3, 4)
+BOUNDS = {"float32": 1e-5, "float64": 1e-10}
+
+
+def run(folder: Path, count: int, job: str, survivors: int | None = None) -> list[Any]:
+    """Run a job of worker.py on so many processes; return what each found."""
+    folder.mkdir(parents=True, exist_ok=True)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, "-m", "tests.parallel.worker", str(folder)]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(count), job], cwd=ROOT, env=env)
+        for rank in range(count)
+    ]
+    try:
+        codes = [process.wait(timeout=500) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes.count(0) == (count if survivors is None else survivors), codes
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+
+
+def found(count: int, tmp_path: Path) -> list[dict[str, Any]]:
+    """Return the errors of all cases on so many processes, which run once in a session."""
+    session = tmp_path.parent  # with pytest-xdist the session's folder has one for each worker
+    session = session.parent if session.name.startswith("popen-") else session
+    file = session / f"shard_grid_{count}.json"
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            file.write_text(json.dumps(run(session / f"shard_grid_{count}", count, "all_cases")))
+    result: list[dict[str, Any]] = json.loads(file.read_text())
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients_are_those_of_the_whole(name, count, tmp_path):
+    case = CASES[name]
+    for axis in range(1 if case.words else len(case.shape) - 1):
+        for dtype, bound in BOUNDS.items():
+            for errors in found(count, tmp_path):
+                kinds = errors[f"{name}, axis {axis}, {dtype}"]
+                assert kinds.keys() >= {"output", "parameters"}
+                assert max(kinds.values()) <= bound, (axis, dtype, kinds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", COUNTS)
+def test_blocks_that_are_computed_again_meet_again(count, tmp_path):
+    for errors in found(count, tmp_path):
+        again = {name: kinds for name, kinds in errors.items() if name.endswith("recomputed")}
+        assert len(again) == 4
+        for name, kinds in again.items():
+            assert max(kinds.values()) <= BOUNDS["float64"], (name, kinds)
+
+
+@pytest.mark.slow
+def test_a_stream_of_split_frames(tmp_path):
+    for errors in run(tmp_path, 2, "stream"):
+        assert set(errors) == {"axis 1", "axis 2"}
+        assert max(errors.values()) <= BOUNDS["float64"], errors
+
+
+@pytest.mark.slow
+def test_stochastic_depth_drops_the_same_samples(tmp_path):
+    for each in run(tmp_path, 2, "drop_path"):
+        assert each["same"] and each["differ"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", (2, 4))
+def test_a_training_has_the_losses_of_the_whole(count, tmp_path):
+    for losses in run(tmp_path, count, "training"):
+        assert len(losses["slabs"]) == 50 and losses["slabs"][-1] < losses["slabs"][0]
+        for slabs, whole in zip(losses["slabs"], losses["whole"], strict=True):
+            assert abs(slabs - whole) <= 1e-8 * whole  # errors grow from step to step
+
+
+@pytest.mark.slow
+def test_processes_tell_when_another_one_ended(tmp_path):
+    told = run(tmp_path, 3, "killed", survivors=2)
+    assert len(told) == 2
+    for each in told:
+        assert "shard_grid: process" in each["error"] and "it ended" in each["error"]
+        assert each["seconds"] <= TIMEOUT + 5
+
+
+@pytest.mark.slow
+def test_wrong_uses_are_refused_on_all_processes(tmp_path):
+    expected = {
+        "another size": "ValueError: shard_grid: slabs (batch, *space) of (1, 4, 8); (1, 4, 10)",
+        "another batch": "ValueError: shard_grid: slabs (batch, *space) of (1, 4, 8); (2, 4, 8)",
+        "not whole patches": "ValueError: slabs of (3, 3) along axis 0: expected multiples of 2",
+        "no such axis": "ValueError: shard_grid: axis=2, expected an axis of 2, 0 to 1",
+        "all dimensions": "ValueError: shard_grid: a mesh of 2 dimensions",
+        "no group": "TypeError: shard_grid: a group of type str",
+        "another mixer": "ValueError: SoftmaxAttention within shard_grid: expected a mixer",
+        "a stem": "ValueError: shard_grid and predict_large: expected none with stem_blocks",
+        "one dimension": "(1, 5)",
+    }
+    for told in run(tmp_path, 2, "refused"):
+        assert told.keys() == expected.keys()
+        for name, text in expected.items():
+            assert told[name].startswith(text), (name, told[name])

@@ -1,0 +1,235 @@
+"""One of several processes: `python -m tests.parallel.worker FOLDER RANK COUNT JOB`.
+
+Writes a JSON file of what it found to FOLDER."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from ndlightnet import NDLightNet, NDLightUNet, shard_grid
+from ndlightnet.layout import split_sizes
+
+from .cases import CASES, Case
+
+TIMEOUT = 20  # seconds
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+def slab(x: Tensor, dim: int, multiple: int = 1) -> Tensor:
+    sizes = split_sizes(x.shape[dim], dist.get_world_size(), multiple)
+    return x.split(sizes, dim)[dist.get_rank()]
+
+
+def outputs(y: Any) -> list[Tensor]:
+    return list(y) if isinstance(y, list) else [y]
+
+
+def against_whole(
+    case: Case, axis: int, dtype: torch.dtype, checkpointing: bool = False
+) -> dict[str, float]:
+    """Return the largest errors of outputs and gradients, relative to the largest number of each
+    kind, against the whole on this process."""
+    torch.manual_seed(0)
+    net = case.make().to(dtype).train()
+    if checkpointing:
+        net.set_grad_checkpointing()  # type: ignore[operator]
+    if case.words:
+        x = torch.randint(case.words, (2, *case.shape))
+        first, dim = 1, 1
+    else:
+        x = torch.randn(2, *case.shape, dtype=dtype, requires_grad=True)
+        first, dim = 2, 2 + axis
+    given, local = {}, {}
+    if case.masked:
+        mask = torch.ones(2, *case.shape[1:], dtype=torch.bool)
+        mask[0, ..., -5:], mask[1, -3:] = False, False
+        given, local = {"mask": mask}, {"mask": slab(mask, 1 + axis, case.multiple)}
+    whole = outputs(net(x, **given))
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(y.shape, generator=generator, dtype=dtype) for y in whole]
+    sum((y * w).sum() for y, w in zip(whole, weights, strict=True)).backward()
+    expected = {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
+    net.zero_grad()
+    part = slab(x.detach(), dim, case.multiple).clone()
+    part.requires_grad_(part.is_floating_point())
+    with shard_grid(dist.group.WORLD, axis=axis) as grid:
+        found = outputs(net(part, **local))
+        loss: Any = 0.0
+        errors = {"output": 0.0}
+        for y, z, w in zip(whole, found, weights, strict=True):
+            per_cell = y.ndim > 2  # classes of a sample are the same on all processes
+            if per_cell:
+                at = [0, *torch.tensor(_sizes(z, first, axis)).cumsum(0).tolist()][dist.get_rank()]
+                y, w = (t.narrow(first + axis, at, z.shape[first + axis]) for t in (y, w))
+            errors["output"] = max(errors["output"], _error(z, y, y))
+            loss = loss + (grid.total((z * w).sum()) if per_cell else (z * w).sum())
+    loss.backward()  # also outside of it
+    largest = torch.stack([g.abs().max() for g in expected.values()]).max()
+    errors["parameters"] = 0.0
+    for name, p in net.named_parameters():
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        dist.all_reduce(grad)
+        grad /= dist.get_world_size()
+        wanted = expected.get(name, torch.zeros_like(p))
+        errors["parameters"] = max(errors["parameters"], _error(grad, wanted, largest))
+    if part.requires_grad:
+        assert x.grad is not None and part.grad is not None
+        grad = part.grad / dist.get_world_size()
+        errors["input"] = _error(grad, slab(x.grad, dim, case.multiple), x.grad)
+    return errors
+
+
+def _sizes(x: Tensor, first: int, axis: int) -> list[int]:
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([x.shape[first + axis]]))
+    return [int(n) for n in sizes]
+
+
+def _error(found: Tensor, expected: Tensor, largest: Tensor) -> float:
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    return ((found - expected).abs().max() / largest.abs().max()).item()
+
+
+def all_cases() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        axes = 1 if case.words else len(case.shape) - 1
+        for axis in range(axes):
+            for label, dtype in DTYPES.items():
+                found[f"{name}, axis {axis}, {label}"] = against_whole(case, axis, dtype)
+    for name in ("volume", "video, windows that forget", "U-Net M", "U-Net, series"):
+        errors = against_whole(CASES[name], 1, torch.float64, checkpointing=True)
+        found[f"{name}, recomputed"] = errors
+    return found
+
+
+def stream() -> dict[str, Any]:
+    """Frames that are split along space, in chunks of several sizes."""
+    torch.manual_seed(0)
+    net = NDLightNet(3, 1, 5, patch_size=2, embed_dim=32, depth=2, causal=True).double().eval()
+    clip = torch.randn(2, 1, 12, 9, 10, dtype=torch.float64)
+    found = {}
+    for axis in (1, 2):
+        with torch.no_grad(), shard_grid(dist.group.WORLD, axis=axis):
+            running = net.stream(batch_size=2)
+            for chunk in slab(clip, 2 + axis, 2).split([1, 5, 2, 4], 2):
+                last = running(chunk)
+        found[f"axis {axis}"] = _error(last, net(clip), net(clip))
+    return found
+
+
+def drop_path() -> dict[str, Any]:
+    """Processes drop the same samples, although their random numbers differ."""
+    net = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=2, drop_path_rate=0.5).train()
+    for p in net.parameters():
+        dist.broadcast(p.detach(), 0)
+    torch.manual_seed(dist.get_rank())
+    with shard_grid(dist.group.WORLD):
+        y = net(torch.ones(8, 1, 8 // dist.get_world_size(), 8))
+    ys = [torch.empty_like(y) for _ in range(dist.get_world_size())]
+    dist.all_gather(ys, y.detach())
+    return {"same": all(bool((one == ys[0]).all()) for one in ys), "differ": len(y.unique(dim=0))}
+
+
+def training(steps: int = 50) -> dict[str, Any]:
+    """Return the losses of a training, of the whole and of slabs."""
+    losses: dict[str, list[float]] = {"whole": [], "slabs": []}
+    for kind, found in losses.items():
+        torch.manual_seed(0)
+        net: nn.Module = NDLightUNet(3, 1, 3, widths=(8, 16)).double()
+        optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(1, 1, 8, 8, 8, dtype=torch.float64, generator=generator)
+            target = (x[:, 0] > 0.5).long() + (x[:, 0] > 1).long()
+            optimizer.zero_grad()
+            if kind == "whole":
+                loss = nn.functional.cross_entropy(net(x), target)
+            else:
+                with shard_grid(dist.group.WORLD) as grid:
+                    y = net(slab(x, 2, 2))
+                    own = nn.functional.cross_entropy(y, slab(target, 1, 2), reduction="sum")
+                    loss = grid.total(own) / target.numel()
+            loss.backward()
+            if kind == "slabs":
+                for p in net.parameters():
+                    assert p.grad is not None
+                    dist.all_reduce(p.grad)
+                    p.grad /= dist.get_world_size()
+            optimizer.step()
+            found.append(loss.item())
+    return losses
+
+
+def killed() -> dict[str, Any]:
+    """The second process ends in a step; the others tell what they then see, and how soon."""
+    net = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=2)
+    start = time.monotonic()
+    try:
+        with shard_grid(dist.group.WORLD):
+            for step in range(1000):
+                if step == 3:
+                    start = time.monotonic()
+                    if dist.get_rank() == 1:
+                        import os
+                        import signal
+
+                        os.kill(os.getpid(), signal.SIGKILL)
+                net(torch.randn(1, 1, 4, 8)).sum().backward()
+    except RuntimeError as error:
+        return {"error": str(error), "seconds": time.monotonic() - start}
+    return {}
+
+
+def refused() -> dict[str, Any]:
+    """Return the message of each wrong use, by a name."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    net = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1)
+    soft = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1, mixer="SoftmaxAttention")
+    stem = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1, stem_blocks=1)
+    mesh = init_device_mesh("cpu", (1, count), mesh_dim_names=("data", "grid"))
+    world, even = dist.group.WORLD, torch.randn(1, 1, 4, 8)
+    uses: dict[str, Any] = {
+        "another size": (net, world, 0, torch.randn(1, 1, 4, 8 + 2 * rank)),
+        "another batch": (net, world, 0, torch.randn(1 + rank, 1, 4, 8)),
+        "not whole patches": (net, world, 0, torch.randn(1, 1, 3, 8)),
+        "no such axis": (net, world, 2, even),
+        "all dimensions": (net, mesh, 0, even),
+        "no group": (net, "grid", 0, even),
+        "another mixer": (soft, world, 0, even),
+        "a stem": (stem, world, 0, even),
+    }
+    found = {}
+    for name, (model, group, axis, x) in uses.items():
+        try:
+            with shard_grid(group, axis=axis):
+                model(x)
+        except (ValueError, TypeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    with shard_grid(mesh["grid"]):
+        found["one dimension"] = str(tuple(net(even).shape))
+    return found
+
+
+if __name__ == "__main__":
+    folder, rank, count, job = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count,
+        timeout=timedelta(seconds=TIMEOUT),
+    )  # fmt: skip
+    found = globals()[job]()
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    if job != "killed":
+        dist.barrier()
+        dist.destroy_process_group()
