@@ -39,19 +39,24 @@ class Processes(Exchange):
         self.rank, self.count = group.rank(), group.size()
 
     def swap(self, given: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Pending:
-        sent, received = [x.numel() for x in given], [math.prod(shape) for shape in shapes]
-        flat: Any = torch.cat([x.reshape(-1) for x in given])
-        if flat.requires_grad and torch.is_grad_enabled():
-            flat = _Swap.apply(flat, received, sent, self)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+            received: Any = _Swap.apply(self, shapes, *given)  # type: ignore[no-untyped-call]
         else:
-            flat = self.all_to_all(flat, received, sent)
+            received = self.sent(given, shapes)
+        return lambda: list(received)
 
-        def wait() -> list[Tensor]:
-            return [
-                x.view(tuple(shape)) for x, shape in zip(flat.split(received), shapes, strict=True)
-            ]
-
-        return wait
+    def sent(self, given: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Send all but the own part's tensor, and return what all processes sent to this one."""
+        others = [x if i != self.rank else x.new_empty(0) for i, x in enumerate(given)]
+        sizes = [x.numel() for x in others]
+        flat = given[0].new_empty(sum(sizes))
+        for x, place in zip(others, flat.split(sizes), strict=True):
+            place.view(x.shape).copy_(x)
+        counts = [math.prod(shape) for shape in shapes]
+        counts[self.rank] = 0
+        found = list(self.all_to_all(flat, counts, sizes).split(counts))
+        found[self.rank] = given[self.rank]
+        return [x.view(tuple(shape)) for x, shape in zip(found, shapes, strict=True)]
 
     def all_to_all(self, flat: Tensor, received: list[int], sent: list[int]) -> Tensor:
         """Return what all processes send to this one, one after the other. On a GPU only its stream
@@ -71,13 +76,13 @@ class Processes(Exchange):
 class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, flat: Tensor, received: list[int], sent: list[int], processes: Processes
-    ) -> Tensor:
-        ctx.sizes, ctx.processes = (sent, received), processes
-        return processes.all_to_all(flat, received, sent)
+        ctx: Any, processes: Processes, shapes: Sequence[Sequence[int]], *given: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.processes, ctx.shapes = processes, [x.shape for x in given]
+        return tuple(processes.sent(given, shapes))
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         # all processes take the nodes of a graph in the reverse of the order they were made in
-        dflat: Tensor = _Swap.apply(dout.contiguous(), *ctx.sizes, ctx.processes)  # type: ignore
-        return dflat, None, None, None
+        own = ctx.processes.swap(grads, ctx.shapes)()
+        return None, None, *own

@@ -112,7 +112,7 @@ class Part(Grid):
         received = self.exchange.swap([edge(i) for i in parts], [shape(i) for i in parts])
 
         def wait() -> list[Tensor]:
-            planes = received()  # the own one is empty, and is part of the graph
+            planes = received()  # the own one is empty
             return [torch.cat(planes[: rank + 1], dim), torch.cat(planes[rank:], dim)]
 
         return wait

@@ -18,6 +18,10 @@ class Case(NamedTuple):
     masked: bool = False
     words: int = 0  # the vocabulary of a language model
 
+    @property
+    def axes(self) -> range:
+        return range(1 if self.words else len(self.shape) - 1)
+
 
 def _net(dims: int, patch: int = 2, depth: int = 2, **how: object) -> Callable[[], nn.Module]:
     channels = 3 if dims < 3 else 1

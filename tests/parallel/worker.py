@@ -35,28 +35,28 @@ def outputs(y: Any) -> list[Tensor]:
 
 
 def against_whole(
-    case: Case, axis: int, dtype: torch.dtype, checkpointing: bool = False
+    case: Case, axis: int, dtype: torch.dtype, checkpointing: bool = False, device: str = "cpu"
 ) -> dict[str, float]:
     """Return the largest errors of outputs and gradients, relative to the largest number of each
     kind, against the whole on this process."""
     torch.manual_seed(0)
-    net = case.make().to(dtype).train()
+    net = case.make().to(device, dtype).train()
     if checkpointing:
         net.set_grad_checkpointing()  # type: ignore[operator]
     if case.words:
-        x = torch.randint(case.words, (2, *case.shape))
+        x = torch.randint(case.words, (2, *case.shape)).to(device)
         first, dim = 1, 1
     else:
-        x = torch.randn(2, *case.shape, dtype=dtype, requires_grad=True)
+        x = torch.randn(2, *case.shape, dtype=dtype).to(device).requires_grad_()
         first, dim = 2, 2 + axis
     given, local = {}, {}
     if case.masked:
-        mask = torch.ones(2, *case.shape[1:], dtype=torch.bool)
+        mask = torch.ones(2, *case.shape[1:], dtype=torch.bool, device=device)
         mask[0, ..., -5:], mask[1, -3:] = False, False
         given, local = {"mask": mask}, {"mask": slab(mask, 1 + axis, case.multiple)}
     whole = outputs(net(x, **given))
     generator = torch.Generator().manual_seed(1)
-    weights = [torch.randn(y.shape, generator=generator, dtype=dtype) for y in whole]
+    weights = [torch.randn(y.shape, generator=generator, dtype=dtype).to(device) for y in whole]
     sum((y * w).sum() for y, w in zip(whole, weights, strict=True)).backward()
     expected = {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
     net.zero_grad()
@@ -90,8 +90,9 @@ def against_whole(
 
 
 def _sizes(x: Tensor, first: int, axis: int) -> list[int]:
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([x.shape[first + axis]]))
+    own = torch.tensor([x.shape[first + axis]], device=x.device)
+    sizes = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, own)
     return [int(n) for n in sizes]
 
 
@@ -101,15 +102,29 @@ def _error(found: Tensor, expected: Tensor, largest: Tensor) -> float:
 
 
 def all_cases() -> dict[str, Any]:
+    """Two processes take all axes in both dtypes, three all axes, four the last one, in float64."""
     found: dict[str, Any] = {}
+    count = dist.get_world_size()
     for name, case in CASES.items():
-        axes = 1 if case.words else len(case.shape) - 1
-        for axis in range(axes):
+        for axis in case.axes if count < 4 else case.axes[-1:]:
             for label, dtype in DTYPES.items():
-                found[f"{name}, axis {axis}, {label}"] = against_whole(case, axis, dtype)
+                if label == "float64" or count == 2:
+                    found[f"{name}, axis {axis}, {label}"] = against_whole(case, axis, dtype)
     for name in ("volume", "video, windows that forget", "U-Net M", "U-Net, series"):
         errors = against_whole(CASES[name], 1, torch.float64, checkpointing=True)
         found[f"{name}, recomputed"] = errors
+    return found
+
+
+def on_gpus() -> dict[str, Any]:
+    """The kernels, against the kernels for the whole, in float32 without TF32."""
+    torch.backends.cudnn.allow_tf32 = False
+    found = {}
+    for name in ("volume, masked", "video, causal", "U-Net M", "U-Net, series"):
+        for axis in (0, 1):
+            errors = against_whole(CASES[name], axis, torch.float32, device="cuda")
+            found[f"{name}, axis {axis}, float32"] = errors
+            print(f"{name}, axis {axis}", errors, flush=True)
     return found
 
 
@@ -224,9 +239,12 @@ def refused() -> dict[str, Any]:
 if __name__ == "__main__":
     folder, rank, count, job = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
+    if job == "on_gpus":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count,
-        timeout=timedelta(seconds=TIMEOUT),
+        "nccl" if job == "on_gpus" else "gloo", init_method=f"file://{folder}/store",
+        rank=rank, world_size=count,
+        timeout=timedelta(seconds=TIMEOUT if job == "killed" else 300),
     )  # fmt: skip
     found = globals()[job]()
     (folder / f"{rank}.json").write_text(json.dumps(found))

@@ -81,14 +81,15 @@ def begin_local_mixing(
 
     def beside(planes: Tensor, size: int, first: bool) -> Tensor:
         """Return what planes beside the grid add to its first or last `size` planes."""
+        if not planes.shape[dim]:
+            return planes
         shape = list(planes.shape)
         shape[dim] = size
         own = planes.new_zeros(shape)
         both = torch.cat([planes, own] if first else [own, planes], dim)
         strip = Grid(tuple(both.shape[1:-1]))
         y = local_mixing(strip.flatten(both), weight, offsets, layout=strip, impl=impl)
-        at = planes.shape[dim] if first else 0
-        return strip.unflatten(y).narrow(dim, at, size if planes.shape[dim] else 0)
+        return strip.unflatten(y).narrow(dim, planes.shape[dim] if first else 0, size)
 
     def wait() -> Tensor:
         y = local_mixing(x, weight, offsets, layout=grid, impl=impl)

@@ -1,0 +1,418 @@
+"""Measure what one sample needs that is shared by several GPUs, or larger than one of them.
+
+    shards=tasks/evidence/shards.py
+    python $shards scaling      a training step of NDLightNet on one GPU and on all
+    python $shards tokens       with how many tokens one GPU trains NDLightNet
+    python $shards cubes        the largest cube in training, on one GPU and on all
+    python $shards out_of_core  a volume that is larger than the GPU: seconds and memory
+
+Networks are untrained, in bf16, on noise of one channel. Writes JSON and a table to --out.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ndlightnet import NDLightNet, NDLightUNet, SoftmaxAttention, shard_grid
+from ndlightnet.layout import Processes
+from ndlightnet.training.peers import DynUNet
+from ndlightnet_evidence import runner, tables
+
+Run = dict[str, Any]
+LIMIT = 240  # seconds of an attempt on several GPUs
+STRIDES = (2, 2, 2, 2)
+GRID = (32, 64, 64)  # tokens of a GPU in `scaling`
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "NDLightUNet M": lambda: NDLightUNet(3, 1, 3, size="M", strides=STRIDES),
+    "NDLightUNet": lambda: NDLightUNet(3, 1, 3, strides=STRIDES),
+    "DynUNet": lambda: DynUNet(3, 1, 3, STRIDES, deep_supervision=False),
+}
+
+
+def network(mixer: Any = None) -> nn.Module:
+    """Return NDLightNet-S on volumes, with a token for each cell."""
+    more = {} if mixer is None else {"mixer": mixer}
+    return NDLightNet(3, 1, 10, patch_size=1, **more).cuda().train()
+
+
+def device_memory() -> int:
+    return torch.cuda.get_device_properties(0).total_memory
+
+
+# ------------------------------------------------------------------------------------ one process
+def peak(action: Callable[[], Any]) -> tuple[float, int]:
+    """Return seconds of the second call, and bytes of the GPU at most in both."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    action()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    action()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start, torch.cuda.max_memory_allocated()
+
+
+def classified(net: nn.Module, tokens: int, offload: bool = False) -> Callable[[], None]:
+    """Return a step, forward and backward, of a classification of so many tokens."""
+    x = torch.randn(1, 1, tokens // 4096, 64, 64, device="cuda")
+    label = torch.zeros(1, dtype=torch.long, device="cuda")
+
+    def step() -> None:
+        kept = torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else nullcontext()
+        with torch.autocast("cuda", torch.bfloat16), kept:
+            loss = nn.functional.cross_entropy(net(x).float(), label)
+        loss.backward()
+        net.zero_grad(set_to_none=True)
+
+    return step
+
+
+def segmented(net: nn.Module, x: Tensor, group: Any = None) -> None:
+    """Run a step, forward and backward, of a segmentation of slabs x; gradients are averaged."""
+    sharded = shard_grid(group) if group is not None else nullcontext()
+    with sharded, torch.autocast("cuda", torch.bfloat16):
+        out = net(x)
+    loss = nn.functional.cross_entropy(out, torch.zeros_like(out[:, 0], dtype=torch.long))
+    del out
+    loss.backward()
+    average(net)
+    net.zero_grad(set_to_none=True)
+
+
+def average(net: nn.Module) -> None:
+    """Average gradients over all processes, in one message."""
+    if not dist.is_initialized():
+        return
+    grads = [p.grad for p in net.parameters() if p.grad is not None]
+    flat = torch._utils._flatten_dense_tensors(grads)
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for grad, found in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads), strict=True):
+        grad.copy_(found)
+
+
+def tokens(o: Any) -> list[Run]:
+    runs = []
+    rows: list[tuple[str, Any, bool, bool]] = [
+        ("LightNet", None, False, False),
+        ("LightNet, grad_checkpointing", None, True, False),
+        ("LightNet, grad_checkpointing, offload", None, True, True),
+        ("softmax attention", SoftmaxAttention, False, False),
+        ("softmax attention, grad_checkpointing", SoftmaxAttention, True, False),
+    ]
+    for row, mixer, checkpointing, offload in rows:
+        net: Any = network(mixer)
+        net.set_grad_checkpointing(checkpointing)
+        few, many = (2**16, 2**17) if mixer else (2**17, 2**18)
+        points = [peak(classified(net, n, offload)) for n in (few, many)]
+        each = (points[1][1] - points[0][1]) / (many - few)
+        fixed = points[1][1] - each * many
+        run = {"row": row, "tokens": many, "seconds": points[1][0], "bytes a token": each}
+        most = int((0.97 * device_memory() - fixed) / each) // 2**17 * 2**17
+        if not mixer:  # softmax attention would take minutes for one step
+            while most:
+                try:
+                    seconds, held = peak(classified(net, most, offload))
+                except torch.OutOfMemoryError:
+                    most -= max(2**17, most // 2**21 * 2**17)
+                    continue
+                run |= {"seconds of most": seconds, "gb": held / 1e9}
+                break
+        runs.append({**run, "most tokens": most, "measured": not mixer})
+        say(runs[-1])
+    return runs
+
+
+def out_of_core(o: Any) -> list[Run]:
+    runs = []
+    for row in o.nets:
+        net: Any = NETS[row]().cuda().eval()
+        small = torch.randn(1, 1, 96, 80, 72)
+        with torch.no_grad(), exact_products():
+            whole = net(small.cuda()).cpu()
+            parts = net.predict_large(small, 5)
+        error = ((whole - parts).abs().max() / whole.abs().max()).item()
+        runs.append({"row": row, "shape": list(small.shape[2:]), "error of float32": error})
+        say(runs[-1])
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            per = [peak(partial(net, noise(side)))[1] for side in (192, 256)]
+        each = (per[1] - per[0]) / (256**3 - 192**3)
+        for shape in o.shapes:
+            volume = torch.randn(1, 1, *shape)
+            run: Run = {"row": row, "shape": list(shape), "whole gb": each * volume.numel() / 1e9}
+            run["cards of the whole"] = run["whole gb"] * 1e9 / device_memory()
+            for call in ("first", "second"):
+                torch.cuda.reset_peak_memory_stats()
+                torch.cuda.empty_cache()
+                start = time.perf_counter()
+                with torch.autocast("cuda", torch.bfloat16):
+                    labels = net.predict_large(volume, o.slabs, then=lambda y: y.argmax(1).byte())
+                run[f"seconds, {call}"] = time.perf_counter() - start
+            run["card gb"] = torch.cuda.max_memory_allocated() / 1e9
+            run["host gb"] = host_memory() / 1e9
+            run["labels"] = labels.flatten()[:: 10**6].bincount(minlength=3).tolist()
+            runs.append(run)
+            say(run)
+            del volume, labels
+    return runs
+
+
+def noise(side: int) -> Tensor:
+    return torch.randn(1, 1, side, side, side, device="cuda")
+
+
+class exact_products:
+    """Without TF32, whose rounding differs from one form of a convolution to another."""
+
+    def __enter__(self) -> None:
+        self.before = torch.backends.cudnn.allow_tf32
+        torch.backends.cudnn.allow_tf32 = False
+
+    def __exit__(self, *_: object) -> None:
+        torch.backends.cudnn.allow_tf32 = self.before
+
+
+def host_memory() -> int:
+    """Return the largest memory of this process so far, pinned memory included."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+
+
+# -------------------------------------------------------------------------------- several processes
+def launch(count: int, job: str, **options: Any) -> Run:
+    """Run a job of this file on so many processes; return what the first one found."""
+    given = json.dumps({"job": job, **options})
+    port = str(29500 + os.getpid() % 1000)
+    processes, files = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(count):
+            env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(count),
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+            files.append(Path(folder) / f"{rank}.json")
+            command = [sys.executable, __file__, "--process", given, str(files[-1])]
+            processes.append(subprocess.Popen(command, env=env))
+        end, found = time.monotonic() + LIMIT, {"error": f"no answer within {LIMIT} s"}
+        while time.monotonic() < end:  # until the first process has an answer, or one has failed
+            answers = [json.loads(file.read_text()) for file in files if file.exists()]
+            failed = [answer for answer in answers if "error" in answer]
+            codes = [process.poll() for process in processes]
+            if failed or files[0].exists():
+                found = failed[0] if failed else json.loads(files[0].read_text())
+                break
+            if any(code not in (None, 0) for code in codes):
+                found = {"error": f"processes ended with {codes}"}
+                break
+            time.sleep(0.3)
+        for process in processes:
+            process.kill()
+            process.wait()
+        return found
+
+
+def in_process(options: Run, answer: Path) -> None:
+    rank, several = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) > 1
+    torch.cuda.set_device(rank)
+    if several:
+        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    try:
+        found: Run = {"scaled": scaled, "cube": cube}[options.pop("job")](**options)
+    except torch.OutOfMemoryError as error:
+        found = {"error": str(error).splitlines()[0][:60]}
+    draft = answer.with_suffix(".draft")
+    draft.write_text(json.dumps(found))
+    if rank == 0 or "error" in found:
+        draft.rename(answer)
+    time.sleep(LIMIT if several else 0)  # ended by the process that started it
+
+
+class Counted(Processes):
+    """Counts the bytes that a process sends to others."""
+
+    sent: int = 0
+
+    def all_to_all(self, flat: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        Counted.sent += (sum(sent) - sent[self.rank]) * flat.element_size()
+        return super().all_to_all(flat, received, sent)
+
+
+def scaled(grid: Sequence[int], steps: int = 12) -> Run:
+    """Measure a whole training step on a slab of `grid` tokens: from a CUDA graph, and eager."""
+    import ndlightnet.layout.shard as shard
+
+    shard.Processes = Counted  # type: ignore[attr-defined, misc]
+    torch.manual_seed(0)
+    net = network()
+    x = torch.randn(1, 1, *grid, device="cuda")
+    label = torch.zeros(1, dtype=torch.long, device="cuda")
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-4, fused=True, capturable=True)
+    group = dist.group.WORLD if dist.is_initialized() else None
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            loss = nn.functional.cross_entropy(net(x).float(), label)
+        loss.backward()
+        average(net)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    def timed(action: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(steps):
+            if group is not None:
+                dist.barrier()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            action()
+            torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        return 1e3 * statistics.median(times[2:])
+
+    with shard_grid(group) if group is not None else nullcontext():
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(aside)
+        Counted.sent = 0
+        step()
+        sent = Counted.sent
+        found: Run = {"eager ms": timed(step), "mb sent": sent / 1e6}
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                step()
+            found["graph ms"] = timed(graph.replay)
+        except RuntimeError as error:
+            found["graph error"] = str(error).splitlines()[0][:200]
+    return {**found, "gb": torch.cuda.max_memory_allocated() / 1e9}
+
+
+def cube(row: str, sides: Sequence[int], checkpointing: bool, search: bool = False) -> Run:
+    """Train on cubes of these sides; search: only until one fits."""
+    net: Any = NETS[row]().cuda().train()
+    if checkpointing:
+        net.set_grad_checkpointing()
+    several = dist.is_initialized()
+    count = dist.get_world_size() if several else 1
+    found: Run = {}
+    for side in sides:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        x = torch.randn(1, 1, side // count, side, side, device="cuda")
+        try:
+            for _ in range(2):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                segmented(net, x, dist.group.WORLD if several else None)
+                torch.cuda.synchronize()
+        except torch.OutOfMemoryError:
+            net.zero_grad(set_to_none=True)
+            if not search or several:
+                raise
+            continue
+        gb = torch.cuda.max_memory_allocated() / 1e9
+        found[str(side)] = {"seconds": time.perf_counter() - start, "gb": gb}
+        if search:
+            break
+    return found
+
+
+def scaling(o: Any) -> list[Run]:
+    count, (first, *rest) = torch.cuda.device_count(), o.grid
+    runs = []
+    for what, gpus, size in (
+        ("one GPU", 1, first), ("weak", count, first), ("strong", count, first // count)
+    ):  # fmt: skip
+        found = launch(gpus, "scaled", grid=[size, *rest])
+        total = size * gpus * rest[0] * rest[1]
+        runs.append({"what": what, "gpus": gpus, "tokens": total, **found})
+        alone = runs[0].get("graph ms", runs[0].get("eager ms"))
+        mine = found.get("graph ms", found.get("eager ms"))
+        if alone and mine and gpus > 1:
+            runs[-1]["efficiency"] = alone * total / runs[0]["tokens"] / gpus / mine
+        say(runs[-1])
+    return runs
+
+
+def cubes(o: Any) -> list[Run]:
+    """Search downwards from the side that the memory of small cubes lets expect."""
+    runs: list[Run] = []
+    for row in o.nets:
+        ours = row.startswith("NDL")
+        for checkpointing in (False, True) if ours else (False,):
+            for gpus in sorted({1, torch.cuda.device_count()}) if ours else [1]:
+                how: Run = {"row": row, "checkpointing": checkpointing}
+                points = launch(gpus, "cube", sides=[128, 192], **how)
+                run: Run = {**how, "gpus": gpus}
+                runs.append(run)
+                if "error" in points:
+                    run |= points
+                    continue
+                each = 1e9 * (points["192"]["gb"] - points["128"]["gb"]) / (192**3 - 128**3)
+                first = int((device_memory() / each) ** (1 / 3)) // 32 * 32
+                run["bytes a voxel"] = each
+                for side in range(first, 0, -32):
+                    found = launch(gpus, "cube", sides=[side], search=True, **how)
+                    if "error" not in found and found:
+                        run |= {"largest": side, **found[str(side)]}
+                        break
+                say(run)
+    return runs
+
+
+def say(run: Run) -> None:
+    print(", ".join(f"{name} {_cell(value)}" for name, value in run.items()), flush=True)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["scaling", "tokens", "cubes", "out_of_core"])
+    parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS)[:1])
+    parser.add_argument("--grid", nargs=3, type=int, default=GRID, help="tokens of a GPU")
+    parser.add_argument("--shapes", nargs="+", type=_shape, default=[(1024,) * 3])
+    parser.add_argument("--slabs", type=int)
+    parser.add_argument("--out", type=Path, default=Path("runs/shards"))
+    o = parser.parse_args(arguments)
+    runs = globals()[o.what](o)
+    o.out.mkdir(parents=True, exist_ok=True)
+    told = {"date": time.strftime("%Y-%m-%d"), "device": runner.device_name(),
+            "commit": runner.commit(), "runs": runs}  # fmt: skip
+    (o.out / f"{o.what}.json").write_text(json.dumps(told, indent=1))
+    names = list(dict.fromkeys(name for run in runs for name in run))
+    rows = [[_cell(run[name]) if name in run else "" for name in names] for run in runs]
+    (o.out / f"{o.what}.md").write_text(tables.markdown(names, rows))
+    print((o.out / f"{o.what}.md").read_text())
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split("x"))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--process"]:
+        in_process(json.loads(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        main()
