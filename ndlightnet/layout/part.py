@@ -89,10 +89,11 @@ class Part(Grid):
         """Return the sum of x over all parts."""
         return self.gather(x)().sum(0)
 
-    def halo(self, x: Tensor, dim: int, before: int, after: int) -> Pending:
-        """Return, when called, the `before` steps before this part along the dimension `dim` of x,
-        which is the axis that is split, and the `after` steps behind it: fewer at the ends of the
-        grid."""
+    def halo(self, x: Tensor, dim: int, before: int, after: int) -> tuple[Tensor, Pending]:
+        """Return x, and, when called, the `before` steps before this part along the dimension `dim`
+        of x, which is the axis that is split, and the `after` steps behind it: fewer at the ends
+        of the grid. The x that is returned is for one operator, whose gradient is a new tensor: to
+        that the gradients of what neighbours read are added."""
         starts, rank, parts = self.starts, self.rank, range(len(self.sizes))
 
         def reach(reader: int, part: int) -> int:
@@ -102,20 +103,21 @@ class Part(Grid):
             end = min(starts[part + 1], starts[reader + 1] + after)
             return max(0, end - starts[part]) if part > reader else 0
 
-        def edge(reader: int) -> Tensor:
+        def span(reader: int) -> tuple[int, int]:
             n = reach(reader, rank)
-            return x.narrow(dim, x.shape[dim] - n if reader > rank else 0, n)
+            return (x.shape[dim] - n if reader > rank else 0), n
 
         def shape(part: int) -> Shape:
             return (*x.shape[:dim], reach(rank, part), *x.shape[dim + 1 :])
 
-        received = self.exchange.swap([edge(i) for i in parts], [shape(i) for i in parts])
+        x, *edges = _Edges.apply(x, dim, [span(i) for i in parts])  # type: ignore[no-untyped-call]
+        received = self.exchange.swap(edges, [shape(i) for i in parts])
 
         def wait() -> list[Tensor]:
             planes = received()  # the own one is empty
             return [torch.cat(planes[: rank + 1], dim), torch.cat(planes[rank:], dim)]
 
-        return wait
+        return x, wait
 
     def to_channels(self, x: Tensor) -> Callable[[], Tensor]:
         """Return, when called, all tokens of the whole grid, of a part of the channels: (batch,
@@ -164,6 +166,27 @@ class Part(Grid):
         real = mask[..., None].to(exact.dtype)
         sums = self.total(torch.cat([(exact * real).sum(1), real.sum(1)], 1))
         return (sums[:, :-1] / sums[:, -1:].clamp(min=1)).to(x.dtype)
+
+
+class _Edges(torch.autograd.Function):
+    """Return x and copies of spans of it along a dimension. Their gradients are added to that of x
+    in its place: as slices they would each be a tensor of zeros of the size of x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, spans: Sequence[tuple[int, int]]
+    ) -> tuple[Tensor, ...]:
+        ctx.dim, ctx.spans = dim, spans
+        return x.view_as(x), *(x.narrow(dim, at, n).clone() for at, n in spans)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor, *edges: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # for a second derivative
+            dx = dx.clone()
+        for (at, n), edge in zip(ctx.spans, edges, strict=True):
+            if n:
+                dx.narrow(ctx.dim, at, n).add_(edge)
+        return dx, None, None
 
 
 class _Add(torch.autograd.Function):

@@ -23,7 +23,7 @@ from ndlightnet.layout.exchange import Pending
 
 Slabs = list[Any]  # one tensor on the host for each slab, None where it is no longer needed
 Layer = Callable[..., Tensor]  # of an Exchange and the tensors of a slab
-USUAL = 8  # slabs on a device that does not tell how much memory is free
+LEAST = 8  # slabs: while one is computed the next one is copied
 
 
 class _Wait(Exception):
@@ -213,8 +213,8 @@ class Large:
 
     def _usual_slabs(self, volume: Tensor, device: torch.device) -> int:
         if device.type != "cuda":
-            return USUAL
+            return LEAST
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         cells = len(volume) * math.prod(volume.shape[2:])
-        return math.ceil(self.bytes_per_cell * cells / (0.8 * (free + unused)))
+        return max(LEAST, math.ceil(self.bytes_per_cell * cells / (0.8 * (free + unused))))

@@ -111,7 +111,7 @@ def _convolve_part(conv: Any, x: Tensor, layout: Part) -> Tensor:
     """Apply a convolution of kernel size 3 to a slab: that of the slab alone, and what the planes
     beside it add to its first and last plane."""
     dim = 2 + layout.axis
-    received = layout.halo(x, dim, 1, 1)
+    x, received = layout.halo(x, dim, 1, 1)
     y = conv(x)
     apply = getattr(nn.functional, f"conv{x.ndim - 2}d")
     padding = [0 if axis == layout.axis else 1 for axis in range(x.ndim - 2)]

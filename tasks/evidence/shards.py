@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -36,9 +37,10 @@ from ndlightnet.training.peers import DynUNet
 from ndlightnet_evidence import runner, tables
 
 Run = dict[str, Any]
-LIMIT = 240  # seconds of an attempt on several GPUs
+LIMIT = 90  # seconds of an attempt on several GPUs
 STRIDES = (2, 2, 2, 2)
-GRID = (32, 64, 64)  # tokens of a GPU in `scaling`
+GRID = (32, 64, 64)  # tokens of a sample on a GPU in `scaling`
+SERIES = (64, 64, 64)  # tokens of a frame in `tokens`
 NETS: dict[str, Callable[[], nn.Module]] = {
     "NDLightUNet M": lambda: NDLightUNet(3, 1, 3, size="M", strides=STRIDES),
     "NDLightUNet": lambda: NDLightUNet(3, 1, 3, strides=STRIDES),
@@ -46,10 +48,10 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def network(mixer: Any = None) -> nn.Module:
-    """Return NDLightNet-S on volumes, with a token for each cell."""
+def network(dims: int, mixer: Any = None) -> nn.Module:
+    """Return NDLightNet-S, with a token for each cell."""
     more = {} if mixer is None else {"mixer": mixer}
-    return NDLightNet(3, 1, 10, patch_size=1, **more).cuda().train()
+    return NDLightNet(dims, 1, 10, patch_size=1, **more).cuda().train()
 
 
 def device_memory() -> int:
@@ -72,7 +74,8 @@ def peak(action: Callable[[], Any]) -> tuple[float, int]:
 
 def classified(net: nn.Module, tokens: int, offload: bool = False) -> Callable[[], None]:
     """Return a step, forward and backward, of a classification of so many tokens."""
-    x = torch.randn(1, 1, tokens // 4096, 64, 64, device="cuda")
+    frame = math.prod(SERIES)
+    x = torch.randn(1, 1, tokens // frame, *SERIES, device="cuda")
     label = torch.zeros(1, dtype=torch.long, device="cuda")
 
     def step() -> None:
@@ -114,25 +117,25 @@ def tokens(o: Any) -> list[Run]:
     rows: list[tuple[str, Any, bool, bool]] = [
         ("LightNet", None, False, False),
         ("LightNet, grad_checkpointing", None, True, False),
-        ("LightNet, grad_checkpointing, offload", None, True, True),
         ("softmax attention", SoftmaxAttention, False, False),
         ("softmax attention, grad_checkpointing", SoftmaxAttention, True, False),
+        ("LightNet, grad_checkpointing, offload", None, True, True),
     ]
     for row, mixer, checkpointing, offload in rows:
-        net: Any = network(mixer)
+        net: Any = network(4, mixer)
         net.set_grad_checkpointing(checkpointing)
-        few, many = (2**16, 2**17) if mixer else (2**17, 2**18)
+        few, many = 2**18, 2**19
         points = [peak(classified(net, n, offload)) for n in (few, many)]
         each = (points[1][1] - points[0][1]) / (many - few)
         fixed = points[1][1] - each * many
         run = {"row": row, "tokens": many, "seconds": points[1][0], "bytes a token": each}
-        most = int((0.97 * device_memory() - fixed) / each) // 2**17 * 2**17
+        most = int((0.97 * device_memory() - fixed) / each) // 2**18 * 2**18
         if not mixer:  # softmax attention would take minutes for one step
-            while most:
+            while most > many:
                 try:
                     seconds, held = peak(classified(net, most, offload))
                 except torch.OutOfMemoryError:
-                    most -= max(2**17, most // 2**21 * 2**17)
+                    most -= 2**18 * (1 + most // 2**22)
                     continue
                 run |= {"seconds of most": seconds, "gb": held / 1e9}
                 break
@@ -146,7 +149,8 @@ def out_of_core(o: Any) -> list[Run]:
     for row in o.nets:
         net: Any = NETS[row]().cuda().eval()
         small = torch.randn(1, 1, 96, 80, 72)
-        with torch.no_grad(), exact_products():
+        # TF32's rounding differs from one form of a convolution to another
+        with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
             whole = net(small.cuda()).cpu()
             parts = net.predict_large(small, 5)
         error = ((whole - parts).abs().max() / whole.abs().max()).item()
@@ -159,35 +163,24 @@ def out_of_core(o: Any) -> list[Run]:
             volume = torch.randn(1, 1, *shape)
             run: Run = {"row": row, "shape": list(shape), "whole gb": each * volume.numel() / 1e9}
             run["cards of the whole"] = run["whole gb"] * 1e9 / device_memory()
-            for call in ("first", "second"):
-                torch.cuda.reset_peak_memory_stats()
+            for call in ("first", "second")[: o.calls]:
                 torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
                 start = time.perf_counter()
                 with torch.autocast("cuda", torch.bfloat16):
                     labels = net.predict_large(volume, o.slabs, then=lambda y: y.argmax(1).byte())
                 run[f"seconds, {call}"] = time.perf_counter() - start
-            run["card gb"] = torch.cuda.max_memory_allocated() / 1e9
-            run["host gb"] = host_memory() / 1e9
-            run["labels"] = labels.flatten()[:: 10**6].bincount(minlength=3).tolist()
+                run["card gb"] = torch.cuda.max_memory_allocated() / 1e9
+                run["host gb"] = host_memory() / 1e9
+                run["labels"] = labels.flatten()[:: 10**6].bincount(minlength=3).tolist()
+                say(run)
             runs.append(run)
-            say(run)
             del volume, labels
     return runs
 
 
 def noise(side: int) -> Tensor:
     return torch.randn(1, 1, side, side, side, device="cuda")
-
-
-class exact_products:
-    """Without TF32, whose rounding differs from one form of a convolution to another."""
-
-    def __enter__(self) -> None:
-        self.before = torch.backends.cudnn.allow_tf32
-        torch.backends.cudnn.allow_tf32 = False
-
-    def __exit__(self, *_: object) -> None:
-        torch.backends.cudnn.allow_tf32 = self.before
 
 
 def host_memory() -> int:
@@ -246,22 +239,22 @@ def in_process(options: Run, answer: Path) -> None:
 class Counted(Processes):
     """Counts the bytes that a process sends to others."""
 
-    sent: int = 0
+    bytes_sent: int = 0
 
     def all_to_all(self, flat: Tensor, received: list[int], sent: list[int]) -> Tensor:
-        Counted.sent += (sum(sent) - sent[self.rank]) * flat.element_size()
+        Counted.bytes_sent += flat.numel() * flat.element_size()
         return super().all_to_all(flat, received, sent)
 
 
-def scaled(grid: Sequence[int], steps: int = 12) -> Run:
+def scaled(grid: Sequence[int], batch: int, steps: int = 12) -> Run:
     """Measure a whole training step on a slab of `grid` tokens: from a CUDA graph, and eager."""
     import ndlightnet.layout.shard as shard
 
     shard.Processes = Counted  # type: ignore[attr-defined, misc]
     torch.manual_seed(0)
-    net = network()
-    x = torch.randn(1, 1, *grid, device="cuda")
-    label = torch.zeros(1, dtype=torch.long, device="cuda")
+    net = network(len(grid))
+    x = torch.randn(batch, 1, *grid, device="cuda")
+    label = torch.zeros(batch, dtype=torch.long, device="cuda")
     optimizer = torch.optim.AdamW(net.parameters(), 1e-4, fused=True, capturable=True)
     group = dist.group.WORLD if dist.is_initialized() else None
 
@@ -292,9 +285,9 @@ def scaled(grid: Sequence[int], steps: int = 12) -> Run:
             for _ in range(3):
                 step()
         torch.cuda.current_stream().wait_stream(aside)
-        Counted.sent = 0
+        Counted.bytes_sent = 0
         step()
-        sent = Counted.sent
+        sent = Counted.bytes_sent
         found: Run = {"eager ms": timed(step), "mb sent": sent / 1e6}
         try:
             graph = torch.cuda.CUDAGraph()
@@ -342,8 +335,8 @@ def scaling(o: Any) -> list[Run]:
     for what, gpus, size in (
         ("one GPU", 1, first), ("weak", count, first), ("strong", count, first // count)
     ):  # fmt: skip
-        found = launch(gpus, "scaled", grid=[size, *rest])
-        total = size * gpus * rest[0] * rest[1]
+        found = launch(gpus, "scaled", grid=[size, *rest], batch=o.batch)
+        total = o.batch * size * gpus * math.prod(rest)
         runs.append({"what": what, "gpus": gpus, "tokens": total, **found})
         alone = runs[0].get("graph ms", runs[0].get("eager ms"))
         mine = found.get("graph ms", found.get("eager ms"))
@@ -359,7 +352,7 @@ def cubes(o: Any) -> list[Run]:
     for row in o.nets:
         ours = row.startswith("NDL")
         for checkpointing in (False, True) if ours else (False,):
-            for gpus in sorted({1, torch.cuda.device_count()}) if ours else [1]:
+            for gpus in o.gpus if ours else [1]:
                 how: Run = {"row": row, "checkpointing": checkpointing}
                 points = launch(gpus, "cube", sides=[128, 192], **how)
                 run: Run = {**how, "gpus": gpus}
@@ -391,9 +384,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["scaling", "tokens", "cubes", "out_of_core"])
     parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS)[:1])
-    parser.add_argument("--grid", nargs=3, type=int, default=GRID, help="tokens of a GPU")
+    parser.add_argument("--grid", nargs=3, type=int, default=GRID, help="tokens on a GPU")
+    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--shapes", nargs="+", type=_shape, default=[(1024,) * 3])
+    parser.add_argument("--gpus", nargs="+", type=int, default=[1, torch.cuda.device_count()])
     parser.add_argument("--slabs", type=int)
+    parser.add_argument("--calls", type=int, default=2, help="of each prediction out of core")
     parser.add_argument("--out", type=Path, default=Path("runs/shards"))
     o = parser.parse_args(arguments)
     runs = globals()[o.what](o)

@@ -75,9 +75,9 @@ def begin_local_mixing(
     if mask is not None:
         x = x.masked_fill(~mask[..., None], 0)
     dim, grid = 1 + layout.axis, Grid(layout.shape)
-    cells, along = grid.unflatten(x), [offset[layout.axis] for offset in offsets]
+    along = [offset[layout.axis] for offset in offsets]
     before, after = max(0, *along), max(0, *(-n for n in along))
-    received = layout.halo(cells, dim, before, after)
+    cells, received = layout.halo(grid.unflatten(x), dim, before, after)
 
     def beside(planes: Tensor, size: int, first: bool) -> Tensor:
         """Return what planes beside the grid add to its first or last `size` planes."""
@@ -92,7 +92,7 @@ def begin_local_mixing(
         return strip.unflatten(y).narrow(dim, planes.shape[dim] if first else 0, size)
 
     def wait() -> Tensor:
-        y = local_mixing(x, weight, offsets, layout=grid, impl=impl)
+        y = local_mixing(grid.flatten(cells), weight, offsets, layout=grid, impl=impl)
         first, last = received()
         own = layout.shape[layout.axis]
         sides = beside(first, min(before, own), True), beside(last, min(after, own), False)
