@@ -40,7 +40,7 @@ Run = dict[str, Any]
 LIMIT = 90  # seconds of an attempt on several GPUs
 STRIDES = (2, 2, 2, 2)
 GRID = (32, 64, 64)  # tokens of a sample on a GPU in `scaling`
-SERIES = (64, 64, 64)  # tokens of a frame in `tokens`
+SERIES, SHORT = (64, 64, 64), (8, 64, 64)  # tokens of a frame in `tokens`
 NETS: dict[str, Callable[[], nn.Module]] = {
     "NDLightUNet M": lambda: NDLightUNet(3, 1, 3, size="M", strides=STRIDES),
     "NDLightUNet": lambda: NDLightUNet(3, 1, 3, strides=STRIDES),
@@ -74,8 +74,8 @@ def peak(action: Callable[[], Any]) -> tuple[float, int]:
 
 def classified(net: nn.Module, tokens: int, offload: bool = False) -> Callable[[], None]:
     """Return a step, forward and backward, of a classification of so many tokens."""
-    frame = math.prod(SERIES)
-    x = torch.randn(1, 1, tokens // frame, *SERIES, device="cuda")
+    frame = SERIES if tokens >= math.prod(SERIES) else SHORT
+    x = torch.randn(1, 1, tokens // math.prod(frame), *frame, device="cuda")
     label = torch.zeros(1, dtype=torch.long, device="cuda")
 
     def step() -> None:
@@ -124,7 +124,7 @@ def tokens(o: Any) -> list[Run]:
     for row, mixer, checkpointing, offload in rows:
         net: Any = network(4, mixer)
         net.set_grad_checkpointing(checkpointing)
-        few, many = 2**18, 2**19
+        few, many = (2**15, 2**16) if mixer else (2**18, 2**19)
         points = [peak(classified(net, n, offload)) for n in (few, many)]
         each = (points[1][1] - points[0][1]) / (many - few)
         fixed = points[1][1] - each * many
