@@ -61,15 +61,17 @@ class Turns(Exchange):
 class Sweeper:
     """Applies layers to features on the host, slab by slab along one axis.
 
-    sizes: cells of the input in each slab along the axis. folder: features are files there, mapped
-    into memory; None: they are in the host's memory. then: a function of the network's result.
+    dims: number of axes. sizes: cells of the input in each slab along the axis. folder: features
+    are files there, mapped into memory; None: they are in the host's memory. then: a function of
+    the network's result.
     """
 
     def __init__(
-        self, device: torch.device, axis: int, sizes: Sequence[int], folder: Path | None,
-        then: Callable[[Tensor], Tensor] | None,
+        self, device: torch.device, dims: int, axis: int, sizes: Sequence[int],
+        folder: Path | None, then: Callable[[Tensor], Tensor] | None,
     ) -> None:  # fmt: skip
-        self.device, self.axis, self.sizes, self.folder = device, axis, tuple(sizes), folder
+        self.device, self.folder = device, folder
+        self.dims, self.axis, self.sizes = dims, axis, tuple(sizes)
         self.then = then or (lambda x: x)
         self.count, self.files = len(sizes), 0
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -98,8 +100,8 @@ class Sweeper:
         return out
 
     def joined(self, slabs: Slabs) -> Tensor:
-        """Join slabs (batch, channels, *space), and free each."""
-        dim = 2 + self.axis
+        """Join slabs (..., *space), and free each."""
+        dim = slabs[0].ndim - self.dims + self.axis
         lengths = [x.shape[dim] for x in slabs]
         shape = list(slabs[0].shape)
         shape[dim] = sum(lengths)
@@ -176,7 +178,7 @@ class Large:
             folder: where features are written, to files mapped into memory that are removed
                 afterwards; default: they are in the host's memory.
             then: applied to the result, that of a U-Net slab by slab on the device, such as
-                `lambda logits: logits.argmax(1)`.
+                `lambda logits: logits.argmax(1)`; the axes of space stay the last ones.
 
         Equal to the result for the whole up to rounding. Under torch.autocast features have its
         dtype. For a network in evaluation mode.
@@ -204,7 +206,7 @@ class Large:
                     if folder is not None:
                         made = tempfile.TemporaryDirectory(dir=folder)
                         files = Path(stack.enter_context(made))
-                    sweeper = Sweeper(device, axis, sizes, files, then)
+                    sweeper = Sweeper(device, self.dims, axis, sizes, files, then)
                     return self.sweep(sweeper, list(volume.split(sizes, 2 + axis)))
             except torch.OutOfMemoryError:
                 if slabs is not None or count == units[axis]:

@@ -112,6 +112,7 @@ def _convolve_part(conv: Any, x: Tensor, layout: Part) -> Tensor:
     beside it add to its first and last plane."""
     dim = 2 + layout.axis
     x, received = layout.halo(x, dim, 1, 1)
+    first, last = received()
     y = conv(x)
     apply = getattr(nn.functional, f"conv{x.ndim - 2}d")
     padding = [0 if axis == layout.axis else 1 for axis in range(x.ndim - 2)]
@@ -123,7 +124,6 @@ def _convolve_part(conv: Any, x: Tensor, layout: Part) -> Tensor:
         out: Tensor = apply(plane, weight, None, padding=padding)
         return out
 
-    first, last = received()
     return add_planes(y, added(first, 0), added(last, 2), dim)
 
 

@@ -198,6 +198,14 @@ def write_decathlon() -> Callable[..., Path]:
 
 
 @pytest.fixture
+def unet_config(tmp_path: Path) -> Path:
+    """The config that the command line of segmentation is tested with."""
+    path = tmp_path / "unet.yaml"
+    path.write_text(UNET)
+    return path
+
+
+@pytest.fixture
 def decathlon(tmp_path: Path) -> Path:
     """Four tiny volumes, `images/N.nii.gz` and `labels/N.nii.gz`, of two labels; 3 is the test."""
     return _decathlon(tmp_path / "volumes")

@@ -92,8 +92,8 @@ def begin_local_mixing(
         return strip.unflatten(y).narrow(dim, planes.shape[dim] if first else 0, size)
 
     def wait() -> Tensor:
-        y = local_mixing(grid.flatten(cells), weight, offsets, layout=grid, impl=impl)
         first, last = received()
+        y = local_mixing(grid.flatten(cells), weight, offsets, layout=grid, impl=impl)
         own = layout.shape[layout.axis]
         sides = beside(first, min(before, own), True), beside(last, min(after, own), False)
         return grid.flatten(add_planes(grid.unflatten(y), *sides, dim))

@@ -86,6 +86,22 @@ def test_checkpointed_is_plain(close, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("grad_checkpointing", (False, True))
+def test_offloaded_is_plain(close, kind, grad_checkpointing, monkeypatch):
+    packed = []
+
+    class Watched(torch.autograd.graph.save_on_cpu):
+        def __init__(self, **how):
+            super().__init__(**how)
+            pack = self.pack_hook
+            self.pack_hook = lambda x: packed.append(x.shape) or pack(x)
+
+    monkeypatch.setattr("ndlightnet.training.core.task.save_on_cpu", Watched)
+    compare(close, kind, offload=True, grad_checkpointing=grad_checkpointing)
+    assert packed
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_training_goes_through_what_is_compiled(kind, monkeypatch):
     calls = []
 

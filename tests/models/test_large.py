@@ -1,0 +1,123 @@
+"""predict_large: slabs in turn give what the whole gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ndlightnet import NDLightNet, NDLightUNet, mixers
+from ndlightnet.layout import split_sizes
+from ndlightnet.models.large import Turns
+from tests.parallel.cases import CASES
+
+BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    error = (found - expected).abs().max() / expected.abs().max()
+    assert error <= BOUNDS[expected.dtype]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.words])
+def test_slabs_in_turn_give_what_the_whole_gives(name, dtype):
+    case = CASES[name]
+    torch.manual_seed(0)
+    net = case.make().to(dtype).eval()
+    x = torch.randn(2, *case.shape, dtype=dtype)
+    with torch.no_grad():
+        whole = net(x)
+    for slabs in (1, 3, None):
+        close(net.predict_large(x, slabs), whole)
+
+
+def test_a_network_without_a_decoder_and_one_that_gives_features():
+    torch.manual_seed(0)
+    flat = NDLightUNet(2, 1, 3, strides=[], widths=[8], convs=[1], depths=[1]).double().eval()
+    x = torch.randn(1, 1, 7, 6, dtype=torch.float64)
+    close(flat.predict_large(x, 3), flat(x).detach())
+    net = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1).double().eval()
+    net.reset_classifier(3, global_pool="")
+    close(net.predict_large(x, 2), net(x).detach())
+
+
+def test_files_are_removed_and_the_result_is_mapped_slab_by_slab(tmp_path):
+    torch.manual_seed(0)
+    net = NDLightUNet(2, 1, 3, widths=(8, 16)).double().eval()
+    x = torch.randn(1, 1, 16, 14, dtype=torch.float64)
+    seen = []
+
+    def then(logits):
+        seen.append(tuple(logits.shape))
+        return logits.argmax(1).byte()
+
+    labels = net.predict_large(x, 4, folder=tmp_path, then=then)
+    assert torch.equal(labels, net(x).argmax(1).byte())
+    assert seen == [(1, 3, 4, 14)] * 4 and not list(tmp_path.iterdir())
+
+
+def test_memory_of_a_slab(monkeypatch):
+    """No layer gets more than a slab, but for MD-TPE, which gets as much: all of some channels."""
+    net = NDLightNet(3, 1, 5, patch_size=1, embed_dim=32, depth=1, tpe_states=8).eval()
+    largest = 0
+    real = torch.nn.functional.linear
+
+    def watched(x, *rest):
+        nonlocal largest
+        largest = max(largest, x.numel())
+        return real(x, *rest)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", watched)
+    x = torch.randn(1, 1, 16, 8, 8)
+    net.predict_large(x, 8)
+    slab, wide = x.numel() // 8, 3 * 32  # the gated MLP is the widest
+    assert largest <= slab * wide
+
+
+def test_a_block_takes_two_sweeps(monkeypatch):
+    sweeps = []
+    real = Turns.begin
+
+    def begin(self, rank):
+        sweeps.append(rank)
+        real(self, rank)
+
+    monkeypatch.setattr(Turns, "begin", begin)
+    net = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=3, tpe=False).eval()
+    net.predict_large(torch.randn(1, 1, 8, 8), 4)
+    # one for the embedding, two for each block, two for the mean over tokens
+    assert len(sweeps) == 4 * (1 + 2 * 3 + 2)
+
+
+def test_wrong_uses_are_refused():
+    net = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1)
+    x = torch.randn(1, 1, 8, 8)
+    with pytest.raises(ValueError, match=r"in training mode: expected eval\(\)"):
+        net.predict_large(x)
+    net.eval()
+    with pytest.raises(ValueError, match=r"volume \(1, 8, 8\): expected \(batch, channels, \*spac"):
+        net.predict_large(x[0])
+    with pytest.raises(ValueError, match="slabs=0: expected 1 or more"):
+        net.predict_large(x, 0)
+    soft = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1, mixer=mixers.SoftmaxAttention)
+    with pytest.raises(ValueError, match="SoftmaxAttention within shard_grid: expected a mixer"):
+        soft.eval().predict_large(x)
+    stem = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1, stem_blocks=1).eval()
+    with pytest.raises(ValueError, match="shard_grid and predict_large: expected none with stem"):
+        stem.predict_large(x)
+
+
+def test_split_sizes():
+    assert split_sizes(17, 3, 4) == (4, 8, 5)
+    assert split_sizes(12, 3) == (4, 4, 4)
+    for size in range(1, 40):
+        for parts in range(1, 5):
+            for multiple in (1, 2, 4):
+                if -(-size // multiple) < parts:
+                    with pytest.raises(ValueError, match=f"an axis of {size}: expected {parts}"):
+                        split_sizes(size, parts, multiple)
+                    continue
+                sizes = split_sizes(size, parts, multiple)
+                assert sum(sizes) == size and len(sizes) == parts and min(sizes) > 0
+                assert all(n % multiple == 0 for n in sizes[:-1])
