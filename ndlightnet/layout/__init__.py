@@ -18,10 +18,12 @@ from ndlightnet.layout.shard import (
     Shard,
     activated,
     layout_of,
+    layout_of_pack,
     layout_of_tokens,
     shard_grid,
     split_sizes,
 )
+from ndlightnet.layout.spread import Spread
 
 __all__ = [
     "Boxed",
@@ -35,11 +37,13 @@ __all__ = [
     "Processes",
     "Ragged",
     "Shard",
+    "Spread",
     "activated",
     "add_planes",
     "cut_patches",
     "draw_boxes",
     "layout_of",
+    "layout_of_pack",
     "layout_of_tokens",
     "pack",
     "per_axis",

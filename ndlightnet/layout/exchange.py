@@ -30,6 +30,11 @@ class Exchange(ABC):
         this equally often, in one order, with tensors of one dtype. The gradients of what is
         received go back; those that other parts send are zero where they did not use theirs."""
 
+    def for_all(self, x: Tensor) -> Pending:
+        """Give all parts x, and receive one of the same shape from each."""
+        # torch.compile does not take the same tensor several times
+        return self.swap(x.expand(self.count, *x.shape).unbind(), [x.shape] * self.count)
+
 
 class Processes(Exchange):
     """Parts on the processes of a torch.distributed group, in the order of their ranks there."""

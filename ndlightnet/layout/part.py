@@ -82,7 +82,7 @@ class Part(Grid):
     # --------------------------------------------------------------------------- how parts meet
     def gather(self, x: Tensor) -> Callable[[], Tensor]:
         """Return, when called, x of all parts: (parts, ...). All have one shape."""
-        received = self.exchange.swap([x] * len(self.sizes), [x.shape] * len(self.sizes))
+        received = self.exchange.for_all(x)
         return lambda: torch.stack(received())
 
     def total(self, x: Tensor) -> Tensor:

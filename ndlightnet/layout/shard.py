@@ -13,6 +13,8 @@ from ndlightnet.layout.base import Shape
 from ndlightnet.layout.exchange import Exchange, Processes
 from ndlightnet.layout.grid import Grid
 from ndlightnet.layout.part import Part
+from ndlightnet.layout.ragged import Ragged
+from ndlightnet.layout.spread import Spread
 
 MOST_AXES = 12
 _active: list[Shard] = []
@@ -24,7 +26,7 @@ class Shard:
     def __init__(self, exchange: Exchange, axis: int, sizes: Shape | None = None) -> None:
         self.exchange, self.axis = exchange, axis
         self.rank, self.count = exchange.rank, exchange.count
-        self.known: dict[Any, Part] = {}
+        self.known: dict[Any, Any] = {}
         self.sizes = sizes  # None: processes tell each other
 
     def part(self, x: Tensor, shape: Sequence[int]) -> Part:
@@ -40,14 +42,48 @@ class Shard:
                 )
             sizes = self._told(x, key) if self.sizes is None else self.sizes
             self.known[key] = Part(shape, axis=self.axis, sizes=sizes, exchange=self.exchange)
-        return self.known[key]
+        found: Part = self.known[key]
+        return found
+
+    def spread(self, x: Tensor, layout: Ragged) -> Spread:
+        """Return the layout of a pack of slabs, of tokens x."""
+        shapes = layout.shapes
+        if shapes not in self.known:
+            own = torch.zeros(MOST_AXES, dtype=torch.int64)
+            own[:3] = torch.tensor([self.axis, layout.ndim, len(shapes)])
+            heads = self._rows(own.to(x.device))
+            if len({*heads}) > 1 or not 0 <= self.axis < layout.ndim:
+                raise ValueError(
+                    f"shard_grid: packs of {[row[2] for row in heads]} samples of "
+                    f"{[row[1] for row in heads]} axes, along axes {[row[0] for row in heads]}: "
+                    "expected the same on all processes"
+                )
+            told = self._rows(torch.tensor(shapes, device=x.device).flatten())
+            grids = [[row[i : i + layout.ndim] for row in told]
+                     for i in range(0, len(told[0]), layout.ndim)]  # fmt: skip
+            others = slice(None, self.axis), slice(self.axis + 1, None)
+            if any(len({(g[others[0]], g[others[1]]) for g in slabs}) > 1 for slabs in grids):
+                raise ValueError(
+                    f"shard_grid: slabs of samples {grids}: expected the same sizes on all "
+                    f"processes but along axis {self.axis}"
+                )
+            parts = [
+                Part(shape, axis=self.axis, sizes=tuple(g[self.axis] for g in slabs),
+                     exchange=self.exchange)
+                for shape, slabs in zip(shapes, grids, strict=True)
+            ]  # fmt: skip
+            self.known[shapes] = Spread(parts)
+        found: Spread = self.known[shapes]
+        return found
+
+    def _rows(self, own: Tensor) -> list[Shape]:
+        """Return the int64 tensors (n,) of all processes."""
+        return [tuple(row) for row in torch.stack(self.exchange.for_all(own)()).tolist()]
 
     def _told(self, x: Tensor, key: Shape) -> Shape:
         row = torch.zeros(MOST_AXES, dtype=torch.int64)
         row[: len(key) + 1] = torch.tensor([self.axis, *key])
-        row = row.to(x.device)
-        rows = self.exchange.swap([row] * self.count, [row.shape] * self.count)()
-        told = [tuple(one) for one in torch.stack(rows).tolist()]
+        told = self._rows(row.to(x.device))
         split = 2 + self.axis
         if len({one[:split] + one[split + 1 :] for one in told}) > 1 or not all(
             one[split] for one in told
@@ -69,15 +105,14 @@ class Shard:
 
     def total(self, x: Tensor) -> Tensor:
         """Return the sum of a tensor over the processes, with its gradient."""
-        rows = self.exchange.swap([x] * self.count, [x.shape] * self.count)()
-        return torch.stack(rows).sum(0)
+        return torch.stack(self.exchange.for_all(x)()).sum(0)
 
     def gather(self, x: Tensor, first: int = 2) -> Tensor:
         """Return the whole of what the processes have slabs of, with its gradient."""
         dim = first + self.axis
         part = self.part(x, x.shape[first : first + len(x.shape) - first])
         shapes = [(*x.shape[:dim], n, *x.shape[dim + 1 :]) for n in part.sizes]
-        return torch.cat(self.exchange.swap([x] * self.count, shapes)(), dim)
+        return torch.cat(self.exchange.swap(x.expand(self.count, *x.shape).unbind(), shapes)(), dim)
 
 
 def split_sizes(size: int, parts: int, multiple: int = 1) -> Shape:
@@ -111,7 +146,7 @@ def shard_grid(group: Any, axis: int = 0) -> Iterator[Shard]:
             slabs lie in the order of its ranks.
         axis: the axis of the input that is split, 0 for the first one after the channels. Slabs may
             have different sizes, multiples of the patch size (of the product of the strides of a
-            U-Net) but for the last.
+            U-Net) but for the last. A pack holds a slab of each sample.
 
     What has a value for each cell or token is returned as a slab, all else as it is for the whole.
     The gradients of parameters are averaged over the processes (DDP, FSDP), so each process takes
@@ -147,6 +182,11 @@ def layout_of(x: Tensor, first: int) -> Grid:
     or within `shard_grid` a Part."""
     shape = tuple(x.shape[first:])
     return _active[-1].part(x, shape) if _active else Grid(shape)
+
+
+def layout_of_pack(x: Tensor, layout: Ragged) -> Ragged:
+    """Return the layout of tokens x that lie end to end: within `shard_grid` a Spread."""
+    return _active[-1].spread(x, layout) if _active else layout
 
 
 def layout_of_tokens(x: Tensor) -> Grid:

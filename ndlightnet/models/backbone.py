@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ndlightnet.layout import Boxed, Grid, Layout, Packed, Part, layout_of, layout_of_tokens, pack
+from ndlightnet.layout import Boxed, Grid, Layout, Packed, Part, pack
 from ndlightnet.layout.base import check_integers
+from ndlightnet.layout.shard import layout_of, layout_of_pack, layout_of_tokens
 from ndlightnet.models.config import recorded
 from ndlightnet.models.features import Backbone, adapt_in_chans, check_not_empty, shaped
 from ndlightnet.models.other_names import accept_other_names
@@ -259,7 +260,7 @@ class NDLightNet(Backbone):
         if isinstance(x, Packed):
             self._check_packed(x, mask)
             embed: Any = self.embed.proj if isinstance(self.embed, Patchify) else self.embed
-            layout, tokens = x.layout, embed(x.values[None])
+            layout, tokens = layout_of_pack(x.values, x.layout), embed(x.values[None])
         elif isinstance(x, Boxed):
             self._check_boxed(x, mask)
             layout, tokens = x.layout, x.layout.flatten(self.embed(x.values))
@@ -285,19 +286,6 @@ class NDLightNet(Backbone):
             return checkpoint(block, x, mask, self.causal, layout, use_reentrant=False)
         out: Tensor = block(x, mask, self.causal, layout)
         return out
-
-    def _check_packed(self, packed: Packed, mask: Tensor | None) -> None:
-        self._check_stem("packed samples")
-        x, layout = packed.values, packed.layout
-        width = (self.embed.proj.in_features,) if isinstance(self.embed, Patchify) else ()
-        if tuple(x.shape) != (layout.length, *width) or layout.ndim != self.dims:
-            raise ValueError(
-                f"packed samples {tuple(x.shape)} with {layout.ndim} axes: expected "
-                f"{(layout.length, *width)} with {self.dims}; pack with the network's patch_size"
-            )
-        check_not_wider(self, values=x)
-        if mask is not None:
-            raise ValueError("mask: expected none with packed samples, which have no padding")
 
     @property
     def slab_multiples(self) -> tuple[int, ...]:  # type: ignore[override]

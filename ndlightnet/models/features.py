@@ -96,6 +96,21 @@ class Backbone(Pretrained, Large):
         head: Tensor = net.head(net.head_drop(features.to(sweeper.device)))
         return sweeper.then(head).cpu()
 
+    def _check_packed(self, packed: Packed, mask: Tensor | None) -> None:
+        """Check packed samples that the network gets."""
+        net: Any = self
+        net._check_stem("packed samples")
+        x, layout = packed.values, packed.layout
+        width = (net.embed.proj.in_features,) if isinstance(net.embed, Patchify) else ()
+        if tuple(x.shape) != (layout.length, *width) or layout.ndim != net.dims:
+            raise ValueError(
+                f"packed samples {tuple(x.shape)} with {layout.ndim} axes: expected "
+                f"{(layout.length, *width)} with {net.dims}; pack with the network's patch_size"
+            )
+        check_not_wider(net, values=x)
+        if mask is not None:
+            raise ValueError("mask: expected none with packed samples, which have no padding")
+
     def _through(self, block: Any, x: Tensor, mask: Tensor | None, layout: Layout) -> Tensor:
         raise NotImplementedError
 

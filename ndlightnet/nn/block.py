@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import Grid, Layout, Part
+from ndlightnet.layout import Grid, Layout, Part, Spread
 from ndlightnet.nn.initial import Initialized, owners
 from ndlightnet.nn.mixers.base import Mixer
 from ndlightnet.nn.projections import joins, joint_linear
@@ -30,8 +30,9 @@ class DropPath(nn.Module):
             return x
         grid = layout or Grid(tuple(x.shape[1:-1]))
         draws = torch.rand(grid.samples(len(x)), *[1] * (x.ndim - 2), device=x.device)
-        if isinstance(grid, Part):  # a sample is dropped as a whole: the first part's draws hold
-            draws = grid.gather(draws)()[0]
+        part = grid.parts[0] if isinstance(grid, Spread) else grid
+        if isinstance(part, Part):  # a sample is dropped as a whole: the first part's draws hold
+            draws = part.gather(draws)()[0]
         mask = draws >= self.p
         return x * grid.spread_samples(mask) / (1 - self.p)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid
-from ndlightnet.nn.initial import Initialized, reset
+from ndlightnet.nn.initial import Initialized
 
 
 class GridLayer(Initialized):
@@ -26,14 +26,10 @@ class GridLayer(Initialized):
         return result
 
 
-class Layers(nn.Sequential):
+class Layers(Initialized, nn.Sequential):
     """Layers one after the other; those on a grid get its layout."""
 
     def forward(self, x: Tensor, layout: Grid | None = None) -> Tensor:
         for layer in self:
             x = layer(x, layout) if isinstance(layer, GridLayer) else layer(x)
         return x
-
-    def reset_parameters(self) -> None:
-        """Initialise all parameters as the constructors do."""
-        reset(*self)

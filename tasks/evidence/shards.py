@@ -5,6 +5,7 @@
     python $shards tokens       with how many tokens one GPU trains NDLightNet
     python $shards cubes        the largest cube in training, on one GPU and on all
     python $shards out_of_core  a volume that is larger than the GPU: seconds and memory
+    python $shards model        what 8, 64 and 512 GPUs would take, from what one takes a token
 
 Networks are untrained, in bf16, on noise of one channel. Writes JSON and a table to --out.
 """
@@ -14,11 +15,8 @@ from __future__ import annotations
 import gc
 import json
 import math
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
@@ -34,10 +32,9 @@ from torch import Tensor, nn
 from ndlightnet import NDLightNet, NDLightUNet, SoftmaxAttention, shard_grid
 from ndlightnet.layout import Processes
 from ndlightnet.training.peers import DynUNet
-from ndlightnet_evidence import runner, tables
+from ndlightnet_evidence import processes, runner, shard_model, tables
 
 Run = dict[str, Any]
-LIMIT = 90  # seconds of an attempt on several GPUs
 STRIDES = (2, 2, 2, 2)
 GRID = (32, 64, 64)  # tokens of a sample on a GPU in `scaling`
 SERIES, SHORT = (64, 64, 64), (8, 64, 64)  # tokens of a frame in `tokens`
@@ -191,49 +188,7 @@ def host_memory() -> int:
 
 # -------------------------------------------------------------------------------- several processes
 def launch(count: int, job: str, **options: Any) -> Run:
-    """Run a job of this file on so many processes; return what the first one found."""
-    given = json.dumps({"job": job, **options})
-    port = str(29500 + os.getpid() % 1000)
-    processes, files = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        for rank in range(count):
-            env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(count),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
-            files.append(Path(folder) / f"{rank}.json")
-            command = [sys.executable, __file__, "--process", given, str(files[-1])]
-            processes.append(subprocess.Popen(command, env=env))
-        end, found = time.monotonic() + LIMIT, {"error": f"no answer within {LIMIT} s"}
-        while time.monotonic() < end:  # until the first process has an answer, or one has failed
-            answers = [json.loads(file.read_text()) for file in files if file.exists()]
-            failed = [answer for answer in answers if "error" in answer]
-            codes = [process.poll() for process in processes]
-            if failed or files[0].exists():
-                found = failed[0] if failed else json.loads(files[0].read_text())
-                break
-            if any(code not in (None, 0) for code in codes):
-                found = {"error": f"processes ended with {codes}"}
-                break
-            time.sleep(0.3)
-        for process in processes:
-            process.kill()
-            process.wait()
-        return found
-
-
-def in_process(options: Run, answer: Path) -> None:
-    rank, several = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) > 1
-    torch.cuda.set_device(rank)
-    if several:
-        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    try:
-        found: Run = {"scaled": scaled, "cube": cube}[options.pop("job")](**options)
-    except torch.OutOfMemoryError as error:
-        found = {"error": str(error).splitlines()[0][:60]}
-    draft = answer.with_suffix(".draft")
-    draft.write_text(json.dumps(found))
-    if rank == 0 or "error" in found:
-        draft.rename(answer)
-    time.sleep(LIMIT if several else 0)  # ended by the process that started it
+    return processes.launch(__file__, count, {"job": job, **options})
 
 
 class Counted(Processes):
@@ -372,6 +327,12 @@ def cubes(o: Any) -> list[Run]:
     return runs
 
 
+def model(o: Any) -> list[Run]:
+    return shard_model.table(
+        shard_model.Network(), shard_model.Machine(o.ns * 1e-9), (1, 2, 8, 64, 512)
+    )
+
+
 def say(run: Run) -> None:
     print(", ".join(f"{name} {_cell(value)}" for name, value in run.items()), flush=True)
 
@@ -382,12 +343,13 @@ def _cell(value: Any) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["scaling", "tokens", "cubes", "out_of_core"])
+    parser.add_argument("what", choices=["scaling", "tokens", "cubes", "out_of_core", "model"])
     parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS)[:1])
     parser.add_argument("--grid", nargs=3, type=int, default=GRID, help="tokens on a GPU")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--shapes", nargs="+", type=_shape, default=[(1024,) * 3])
     parser.add_argument("--gpus", nargs="+", type=int, default=[1, torch.cuda.device_count()])
+    parser.add_argument("--ns", type=float, default=649, help="nanoseconds a token, of one GPU")
     parser.add_argument("--slabs", type=int)
     parser.add_argument("--calls", type=int, default=2, help="of each prediction out of core")
     parser.add_argument("--out", type=Path, default=Path("runs/shards"))
@@ -409,6 +371,6 @@ def _shape(text: str) -> tuple[int, ...]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--process"]:
-        in_process(json.loads(sys.argv[2]), Path(sys.argv[3]))
+        processes.answer({"scaled": scaled, "cube": cube}, sys.argv[2], Path(sys.argv[3]))
     else:
         main()

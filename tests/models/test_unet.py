@@ -127,7 +127,7 @@ def test_a_stride_of_one_keeps_the_axes_apart():
     x = torch.randn(1, 2, 2 * reach + 5, 8, dtype=torch.float64, requires_grad=True)
     for module in model.modules():
         if isinstance(module, NormSiLU):  # it sees the whole grid
-            module.forward = lambda x, residual=None: x if residual is None else x + residual
+            module.forward = lambda x, residual=None, *_, **__: x if residual is None else x + residual
     planes = grad(model(x)[0, :, reach + 2].sum(), x)[0][0].abs().sum((0, 2)) > 0
     assert planes.nonzero().flatten().tolist() == list(range(2, 2 * reach + 3))
 
@@ -177,7 +177,7 @@ def test_weights_of_the_other_skips_are_refused():
 def test_skips_that_are_added(separable, close):
     model = tiny(2, widths=(8, 16), depths=(0, 0), skips="add", separable=separable)
     x = torch.randn(2, 2, 8, 6)
-    top, low = model._encode(x)
+    top, low = (y.movedim(1, model.channel_axis) for y in model.encode(x))
     close(model(x), model.heads[0](model.decoders[0](model.up[0](low) + top))
           .movedim(model.channel_axis, 1), 1e-5)  # fmt: skip
 
@@ -233,10 +233,10 @@ def test_a_prediction_frees_what_it_has_used(close, monkeypatch):
     model, x = tiny(2).eval(), torch.randn(1, 2, 8, 8)
     seen, freed, convolve = [], [], convolutional._convolve
 
-    def noted(conv, y):
+    def noted(conv, y, *layout):
         if len(seen) % 3 == 2:  # a block's skip, after its two convolutions
             freed.append(seen[-1]() is None)
-        y = convolve(conv, y)
+        y = convolve(conv, y, *layout)
         seen.append(weakref.ref(y))
         return y
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 from filelock import FileLock
 
+from ndlightnet_evidence import shard_model
+
 from .cases import CASES
 from .worker import TIMEOUT
 
@@ -39,16 +41,15 @@ def run(folder: Path, count: int, job: str, survivors: int | None = None) -> lis
     return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
 
 
-def found(count: int, tmp_path: Path) -> list[dict[str, Any]]:
-    """Return the errors of all cases on so many processes, which run once in a session."""
+def found(count: int, job: str, tmp_path: Path) -> list[dict[str, Any]]:
+    """Return what each of so many processes found in a job; they do all jobs once in a session."""
     session = tmp_path.parent  # with pytest-xdist the session's folder has one for each worker
     session = session.parent if session.name.startswith("popen-") else session
     file = session / f"shard_grid_{count}.json"
     with FileLock(f"{file}.lock"):
         if not file.exists():
-            file.write_text(json.dumps(run(session / f"shard_grid_{count}", count, "all_cases")))
-    result: list[dict[str, Any]] = json.loads(file.read_text())
-    return result
+            file.write_text(json.dumps(run(session / f"shard_grid_{count}", count, "session")))
+    return [each[job] for each in json.loads(file.read_text())]
 
 
 @pytest.mark.slow
@@ -56,7 +57,7 @@ def found(count: int, tmp_path: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_those_of_the_whole(name, count, tmp_path):
     axes, tried = len(CASES[name].axes), {2: 2, 3: 1}.get(count)
-    for errors in found(count, tmp_path):
+    for errors in found(count, "all_cases", tmp_path):
         own = {label: kinds for label, kinds in errors.items() if label.startswith(f"{name}, axis")}
         assert len(own) == (axes * tried if tried else 1)
         for label, kinds in own.items():
@@ -65,12 +66,10 @@ def test_outputs_and_gradients_are_those_of_the_whole(name, count, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", COUNTS)
-def test_blocks_that_are_computed_again_meet_again(count, tmp_path):
-    for errors in found(count, tmp_path):
-        again = {name: kinds for name, kinds in errors.items() if name.endswith("recomputed")}
-        assert len(again) == 4
-        for name, kinds in again.items():
+def test_blocks_that_are_computed_again_meet_again(tmp_path):
+    for errors in found(2, "recomputed", tmp_path):
+        assert len(errors) == 4
+        for name, kinds in errors.items():
             assert max(kinds.values()) <= BOUNDS["float64"], (name, kinds)
 
 
@@ -86,21 +85,53 @@ def test_the_kernels_of_two_gpus(tmp_path):
 
 @pytest.mark.slow
 def test_a_stream_of_split_frames(tmp_path):
-    for errors in run(tmp_path, 2, "stream"):
+    for errors in found(2, "stream", tmp_path):
         assert set(errors) == {"axis 1", "axis 2"}
         assert max(errors.values()) <= BOUNDS["float64"], errors
 
 
 @pytest.mark.slow
+def test_packs_of_slabs(tmp_path):
+    for errors in found(2, "packs", tmp_path):
+        assert len(errors) == 4
+        for label, kinds in errors.items():
+            assert max(kinds.values()) <= BOUNDS["float64"], (label, kinds)
+
+
+@pytest.mark.slow
+def test_ddp_and_fsdp2_beside_the_grid(tmp_path):
+    for errors in found(4, "beside", tmp_path):
+        assert errors.keys() == {"ddp", "fsdp2"}
+        assert max(errors.values()) <= BOUNDS["float64"], errors
+
+
+@pytest.mark.slow
+def test_compiled_networks_are_one_graph(tmp_path):
+    for errors in found(2, "compiled", tmp_path):
+        assert errors.keys() == {"signal", "U-Net, images"}
+        for name, kinds in errors.items():
+            assert max(kinds.values()) <= BOUNDS["float32"], (name, kinds)
+
+
+@pytest.mark.slow
+def test_processes_send_what_the_model_of_costs_says(tmp_path):
+    net = shard_model.Network(dim=64, depth=3, element=4)
+    told = shard_model.sent(net, (12, 5, 4), 2, batch=2)
+    expected = sum(told[what] for what in ("attention", "local mixing", "MD-TPE"))
+    rest = 12 * 8 + 2 * 2 * 64 * 4  # shapes; the sums of the mean over tokens, both ways
+    for each in found(2, "counted", tmp_path):
+        assert each["bytes"] == expected + rest
+
+
+@pytest.mark.slow
 def test_stochastic_depth_drops_the_same_samples(tmp_path):
-    for each in run(tmp_path, 2, "drop_path"):
+    for each in found(2, "drop_path", tmp_path):
         assert each["same"] and each["differ"] > 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", (2, 4))
-def test_a_training_has_the_losses_of_the_whole(count, tmp_path):
-    for losses in run(tmp_path, count, "training"):
+def test_a_training_has_the_losses_of_the_whole(tmp_path):
+    for losses in found(2, "training", tmp_path):
         assert len(losses["slabs"]) == 50 and losses["slabs"][-1] < losses["slabs"][0]
         for slabs, whole in zip(losses["slabs"], losses["whole"], strict=True):
             assert abs(slabs - whole) <= 1e-8 * whole  # errors grow from step to step
@@ -128,7 +159,7 @@ def test_wrong_uses_are_refused_on_all_processes(tmp_path):
         "a stem": "ValueError: shard_grid and predict_large: expected none with stem_blocks",
         "one dimension": "(1, 5)",
     }
-    for told in run(tmp_path, 2, "refused"):
+    for told in found(2, "refused", tmp_path):
         assert told.keys() == expected.keys()
         for name, text in expected.items():
             assert told[name].startswith(text), (name, told[name])

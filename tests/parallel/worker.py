@@ -4,6 +4,7 @@ Writes a JSON file of what it found to FOLDER."""
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import time
@@ -15,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from ndlightnet import NDLightNet, NDLightUNet, shard_grid
-from ndlightnet.layout import split_sizes
+from ndlightnet.layout import Processes, split_sizes
 
 from .cases import CASES, Case
 
@@ -110,10 +113,12 @@ def all_cases() -> dict[str, Any]:
             for label, dtype in DTYPES.items():
                 if label == "float64" or count == 2:
                     found[f"{name}, axis {axis}, {label}"] = against_whole(case, axis, dtype)
-    for name in ("volume", "video, windows that forget", "U-Net M", "U-Net, series"):
-        errors = against_whole(CASES[name], 1, torch.float64, checkpointing=True)
-        found[f"{name}, recomputed"] = errors
     return found
+
+
+def recomputed() -> dict[str, Any]:
+    names = ("volume", "video, windows that forget", "U-Net M", "U-Net, series")
+    return {name: against_whole(CASES[name], 1, torch.float64, True) for name in names}
 
 
 def on_gpus() -> dict[str, Any]:
@@ -140,6 +145,108 @@ def stream() -> dict[str, Any]:
             for chunk in slab(clip, 2 + axis, 2).split([1, 5, 2, 4], 2):
                 last = running(chunk)
         found[f"axis {axis}"] = _error(last, net(clip), net(clip))
+    return found
+
+
+def packs() -> dict[str, Any]:
+    """Samples of different shapes, a slab of each on every process: outputs and gradients."""
+    found = {}
+    shapes = [(1, 12, 9, 8), (1, 17, 6, 7), (1, 9, 8, 9)]
+    for causal in (False, True):
+        for axis in (0, 1):
+            torch.manual_seed(0)
+            net = NDLightNet(
+                3, 1, 5, patch_size=2, embed_dim=32, depth=2, tpe_states=8, causal=causal
+            ).double()
+            samples = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+            whole = net(net.pack(samples))
+            weight = torch.randn(whole.shape, dtype=torch.float64)
+            (whole * weight).sum().backward()
+            expected = [p.grad.clone() for p in net.parameters()]  # type: ignore[union-attr]
+            net.zero_grad()
+            with shard_grid(dist.group.WORLD, axis=axis):
+                y = net(net.pack([slab(x, 1 + axis, 2) for x in samples]))
+            (y * weight).sum().backward()
+            errors = {"output": _error(y, whole, whole)}
+            largest = torch.stack([g.abs().max() for g in expected]).max()
+            for p, wanted in zip(net.parameters(), expected, strict=True):
+                assert p.grad is not None
+                dist.all_reduce(p.grad)
+                error = _error(p.grad / dist.get_world_size(), wanted, largest)
+                errors["parameters"] = max(errors.get("parameters", 0.0), error)
+            found[f"causal={causal}, axis {axis}"] = errors
+    return found
+
+
+def beside() -> dict[str, Any]:
+    """DDP and FSDP2 over four processes, which share two samples, beside the grid."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "grid"))
+    found = {}
+    torch.manual_seed(0)
+    x, label = torch.randn(2, 1, 12, 8, dtype=torch.float64), torch.tensor([1, 3])
+    plain = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=2, tpe_states=8).double()
+    nn.functional.cross_entropy(plain(x), label).backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    largest = torch.stack([g.abs().max() for g in expected.values() if g is not None]).max()
+    for kind in ("ddp", "fsdp2"):
+        net = copy.deepcopy(plain)
+        net.zero_grad()
+        model: Any = net
+        if kind == "ddp":
+            model = nn.parallel.DistributedDataParallel(net)
+        else:
+            for block in net.blocks:
+                fully_shard(block)
+            fully_shard(net)
+        own = slice(mesh.get_local_rank("data"), mesh.get_local_rank("data") + 1)
+        with shard_grid(mesh["grid"]) as grid:
+            logits = model(grid.slab(x[own], 2))
+        nn.functional.cross_entropy(logits, label[own]).backward()
+        found[kind] = 0.0
+        for name, p in net.named_parameters():
+            grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            found[kind] = max(found[kind], _error(grad, expected[name], largest))
+    return found
+
+
+def counted() -> dict[str, Any]:
+    """Bytes that this process sends in a step."""
+    sent = 0
+    real = Processes.all_to_all
+
+    def all_to_all(self: Processes, flat: Tensor, *sizes: Any) -> Tensor:
+        nonlocal sent
+        sent += flat.numel() * flat.element_size()
+        return real(self, flat, *sizes)
+
+    net = NDLightNet(3, 1, 5, patch_size=1, embed_dim=64, depth=3, tpe_states=8)
+    Processes.all_to_all = all_to_all  # type: ignore[method-assign]
+    with shard_grid(dist.group.WORLD) as grid:
+        x = grid.slab(torch.randn(2, 1, 12, 5, 4))
+        net(x).sum().backward()
+    Processes.all_to_all = real  # type: ignore[method-assign]
+    return {"bytes": sent}
+
+
+def compiled() -> dict[str, Any]:
+    """One graph, with the exchanges in it, of each network."""
+    found = {}
+    for name in ("signal", "U-Net, images"):
+        torch.manual_seed(0)
+        case = CASES[name]
+        net = case.make()
+        x = slab(torch.randn(2, *case.shape), 2, case.multiple)
+        with shard_grid(dist.group.WORLD):
+            y = net(x)
+            y.sum().backward()
+            plain = [p.grad for p in net.parameters() if p.grad is not None]
+            net.zero_grad()
+            z = torch.compile(net, backend="aot_eager", fullgraph=True)(x)
+            z.sum().backward()
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        largest = torch.stack([g.abs().max() for g in plain]).max()
+        worst = max(_error(a, b, largest) for a, b in zip(grads, plain, strict=True))
+        found[name] = {"output": _error(z, y, y), "parameters": worst}
     return found
 
 
@@ -234,6 +341,18 @@ def refused() -> dict[str, Any]:
     with shard_grid(mesh["grid"]):
         found["one dimension"] = str(tuple(net(even).shape))
     return found
+
+
+# what processes do one after the other, by their number: each costs seconds to start
+SESSIONS = {
+    2: (all_cases, recomputed, stream, packs, drop_path, training, counted, compiled, refused),
+    3: (all_cases,),
+    4: (all_cases, beside),
+}
+
+
+def session() -> dict[str, Any]:
+    return {job.__name__: job() for job in SESSIONS[dist.get_world_size()]}
 
 
 if __name__ == "__main__":

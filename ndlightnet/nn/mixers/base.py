@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ndlightnet.layout import Boxes, Grid, Layout, Part, layout_of_tokens
+from ndlightnet.layout import Boxes, Grid, Layout, Part, Spread, layout_of_tokens
 from ndlightnet.nn.initial import Initialized
 from ndlightnet.nn.mixers.names import catalogue_name, named_mixer, unwrapped
 from ndlightnet.ops.dtypes import check_floats, check_not_wider
@@ -67,13 +67,14 @@ class Mixer(Initialized, ABC):
                     f"layout={grid}: {type(self).__name__} takes whole samples; expected a mixer "
                     "whose memories can be merged, such as LightNetAttention, and causal=False"
                 )
-            if isinstance(grid, Part) and not self.boxes:
+            if isinstance(grid, Part | Spread) and not self.boxes:
                 raise ValueError(
                     f"{type(self).__name__} within shard_grid: expected a mixer whose memories can "
                     "be merged, such as LightNetAttention"
                 )
             mask = grid.flatten_mask(mask)
-            y = mix(grid, tokens, mask) if self.ragged else grid.map_samples(mix, tokens, mask)
+            whole = self.ragged and not isinstance(grid, Spread)
+            y = mix(grid, tokens, mask) if whole else grid.map_samples(mix, tokens, mask)
         return y.reshape(x.shape)
 
     if TYPE_CHECKING:  # what an editor knows of a call; of a Module's it knows nothing

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.layout import Grid, Layout, Part, Ragged
+from ndlightnet.layout import Grid, Layout, Part, Ragged, Spread
 from ndlightnet.ops.axis_scan import _triton, reference
 from ndlightnet.ops.axis_scan.lines import line_scan
 from ndlightnet.ops.dispatch import Impl, resolve
@@ -57,6 +57,13 @@ def axis_scan(
     ragged = isinstance(grid, Ragged)
     if x.ndim != 3 or x.shape[1] != grid.length or (ragged and x.shape[0] != 1):
         raise ValueError(f"x {tuple(x.shape)}: expected (batch, {grid.length}, dim) of {grid}")
+    if isinstance(grid, Spread):
+
+        def scan(part: Part, x: Tensor, mask: Tensor | None) -> Tensor:
+            weights = (coef, log_decay, reverse, mask)
+            return axis_scan(x, *weights, layout=part, residual=residual, impl=impl)
+
+        return grid.map_samples(scan, x, mask)
     if isinstance(grid, Part):
         weights = (coef, log_decay, reverse, mask)
         return _on_part(x, *weights, layout=grid, residual=residual, impl=impl)

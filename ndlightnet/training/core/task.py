@@ -99,7 +99,6 @@ class Task(L.LightningModule):
             good = self.grid_parallel and hasattr(net, "slab_multiples")
             told = f"1 for {type(self).__name__} with {type(net).__name__}"
             check("model.grid_devices", grid_devices, good, told)
-            check("model.compile", compile, not compile, "false with model.grid_devices")
         self.grid_devices, self.offload, self.grid = grid_devices, offload, None
         self.out_of_core = out_of_core
         # not registered as a submodule: a checkpoint holds one network

@@ -102,8 +102,6 @@ def test_wrong_numbers_of_processes_are_refused():
     words = NDLightNet(1, vocab_size=256, embed_dim=8, depth=1)
     with pytest.raises(DataError, match=r"model\.grid_devices: 2, expected 1 for TextTask"):
         TextTask(words, grid_devices=2)
-    with pytest.raises(DataError, match=r"model\.compile: True, expected false"):
-        ImageTask(net, grid_devices=2, compile=True)
     task = ImageTask(net, grid_devices=3)
     task._trainer = SimpleNamespace(training=True, world_size=4)
     try:

@@ -1,0 +1,95 @@
+"""What a training step of NDLightNet costs on many GPUs that share each sample: bytes, time.
+
+A part sends, in a step forward and backward, for each sample:
+  attention     in each layer its States to all others, twice
+  local mixing  in each layer its first and last planes to its neighbours, twice
+  MD-TPE        all its tokens, but for its own share of the channels, four times
+and for all samples its gradients, once (a ring all-reduce: twice their bytes).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Network:
+    """dim, depth, head_dim: of NDLightNet. parameters: their number. radius: of local mixing.
+    element: bytes of a number of the values (2 under autocast); exact: of the residual stream."""
+
+    dim: int = 384
+    depth: int = 12
+    head_dim: int = 32
+    parameters: int = 21_500_000
+    radius: int = 1
+    element: int = 2
+    exact: int = 4
+
+
+@dataclass(frozen=True)
+class Machine:
+    """token: seconds of a training step for each token on one GPU. near, far: bytes a second that a
+    GPU sends within a host and to other hosts; latency, far_latency: seconds of a message;
+    host: GPUs of a host."""
+
+    token: float
+    near: float = 300e9
+    far: float = 50e9
+    latency: float = 20e-6
+    far_latency: float = 40e-6
+    host: int = 8
+
+
+def sent(net: Network, grid: tuple[int, ...], parts: int, batch: int = 1) -> dict[str, float]:
+    """Return the bytes that a part in the middle of a grid of tokens, split along its first axis,
+    sends in a step; at the ends of the grid (parts=2: everywhere) it has one neighbour."""
+    heads = net.dim // net.head_dim
+    state = heads * (2 * net.head_dim + 2 * net.head_dim**2) * 4
+    plane, tokens = math.prod(grid[1:]), math.prod(grid) / parts
+    sides = min(2, parts - 1)
+    return {
+        "attention": batch * 2 * net.depth * state * (parts - 1),
+        "local mixing": batch * 2 * net.depth * sides * net.radius * plane * net.dim * net.element,
+        "MD-TPE": batch * 4 * tokens * net.dim * net.exact * (parts - 1) / parts,
+        "gradients": 2 * net.parameters * 4 * (parts - 1) / parts,
+    }
+
+
+def step(
+    net: Network, machine: Machine, grid: tuple[int, ...], parts: int, batch: int = 1
+) -> dict[str, Any]:
+    """Return the predicted time of a step on a grid of tokens, and its parts."""
+    bytes_sent = sent(net, grid, parts, batch)
+    rows = math.ceil(grid[0] / parts)  # the slowest part has the most planes
+    compute = machine.token * batch * rows * math.prod(grid[1:])
+    several = parts > machine.host
+    speed = machine.far if several else machine.near
+    latency = machine.far_latency if several else machine.latency
+    # neighbours are on one host but for two; halo and States of a layer, both ways; MD-TPE
+    messages = 4 * net.depth + 4 + 1 if parts > 1 else 0
+    exchange = sum(bytes_sent.values()) / speed + messages * latency
+    even = machine.token * batch * math.prod(grid) / parts
+    return {
+        "seconds": compute + exchange, "compute": compute, "exchange": exchange,
+        "imbalance": compute / even, "efficiency": even / (compute + exchange),
+        "bytes": sum(bytes_sent.values()), **bytes_sent,
+    }  # fmt: skip
+
+
+def table(net: Network, machine: Machine, gpus: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Return predictions for grids that grow with the GPUs (weak), and for one grid (strong)."""
+    runs = []
+    for what in ("weak", "strong"):
+        for parts in gpus:
+            rows = 128 * parts if what == "weak" else 1024
+            found = step(net, machine, (rows, 64, 64), parts)
+            runs.append({
+                "what": what, "gpus": parts, "tokens": rows * 64 * 64,
+                "step, ms": 1e3 * found["seconds"], "efficiency": found["efficiency"],
+                "imbalance": found["imbalance"], "exchange, ms": 1e3 * found["exchange"],
+                **{f"{k}, MB": found[k] / 1e6
+                   for k in ("attention", "local mixing", "MD-TPE", "gradients")},
+            })  # fmt: skip
+    return runs
