@@ -190,31 +190,39 @@ class _Edges(torch.autograd.Function):
 
 
 class _Add(torch.autograd.Function):
-    """Add planes to the first and the last steps of x along a dimension, in the place of x."""
+    """Add planes to the first and the last steps of x, seen as `shape`, along a dimension, in the
+    place of x: not of a view of it, whose gradient would be copied."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, first: Tensor, last: Tensor, dim: int) -> Tensor:
-        ctx.sizes, ctx.dim = (first.shape[dim], last.shape[dim]), dim
+    def forward(
+        ctx: Any, x: Tensor, first: Tensor, last: Tensor, dim: int, shape: Sequence[int]
+    ) -> Tensor:
+        ctx.sizes, ctx.dim, ctx.shape = (first.shape[dim], last.shape[dim]), dim, shape
         ctx.dtypes = first.dtype, last.dtype
-        x.narrow(dim, 0, ctx.sizes[0]).add_(first)
-        x.narrow(dim, x.shape[dim] - ctx.sizes[1], ctx.sizes[1]).add_(last)
+        cells = x.view(shape)
+        cells.narrow(dim, 0, ctx.sizes[0]).add_(first)
+        cells.narrow(dim, shape[dim] - ctx.sizes[1], ctx.sizes[1]).add_(last)
         ctx.mark_dirty(x)
         return x
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = ctx.sizes
-        first = dout.narrow(ctx.dim, 0, a)
-        last = dout.narrow(ctx.dim, dout.shape[ctx.dim] - b, b)
-        return dout, first.to(ctx.dtypes[0]), last.to(ctx.dtypes[1]), None
+        (a, b), cells = ctx.sizes, dout.reshape(ctx.shape)
+        first = cells.narrow(ctx.dim, 0, a)
+        last = cells.narrow(ctx.dim, ctx.shape[ctx.dim] - b, b)
+        return dout, first.to(ctx.dtypes[0]), last.to(ctx.dtypes[1]), None, None
 
 
-def add_planes(x: Tensor, first: Tensor, last: Tensor, dim: int) -> Tensor:
-    """Return x + planes at its first and last steps along `dim`, in the place of x: without a pass
-    over the rest of it, forward or backward."""
+def add_planes(
+    x: Tensor, first: Tensor, last: Tensor, dim: int, shape: Sequence[int] | None = None
+) -> Tensor:
+    """Return x + planes at its first and last steps along `dim` of its shape, or of x seen as
+    `shape`; in the place of x, without a pass over the rest of it, forward or backward."""
+    shape = x.shape if shape is None else shape
     if torch.compiler.is_compiling():  # which fuses this with what is beside it
-        a, b, n = first.shape[dim], last.shape[dim], x.shape[dim]
-        x = x.slice_scatter(x.narrow(dim, 0, a) + first, dim, 0, a)
-        return x.slice_scatter(x.narrow(dim, n - b, b) + last, dim, n - b, n)
-    out: Tensor = _Add.apply(x, first, last, dim)  # type: ignore[no-untyped-call]
+        cells, a, b, n = x.view(shape), first.shape[dim], last.shape[dim], shape[dim]
+        cells = cells.slice_scatter(cells.narrow(dim, 0, a) + first, dim, 0, a)
+        cells = cells.slice_scatter(cells.narrow(dim, n - b, b) + last, dim, n - b, n)
+        return cells.view(x.shape)
+    out: Tensor = _Add.apply(x, first, last, dim, tuple(shape))  # type: ignore[no-untyped-call]
     return out

@@ -25,7 +25,7 @@ from ndlightnet.layout import (
     per_axis,
 )
 from ndlightnet.models.hub import Pretrained
-from ndlightnet.models.large import Large, Slabs, Sweeper
+from ndlightnet.models.large import Large, Sweeper
 from ndlightnet.nn.patch import PatchEmbed, Patchify
 from ndlightnet.ops.dtypes import check_not_wider
 
@@ -69,7 +69,7 @@ class Backbone(Pretrained, Large):
         # a block's activations: about 20 numbers of 4 bytes for each channel of a token
         return 80 * self.embed_dim / math.prod(self.slab_multiples)
 
-    def sweep(self, sweeper: Sweeper, volume: Slabs) -> Tensor:
+    def sweep(self, sweeper: Sweeper, volume: list[Any]) -> Tensor:
         net: Any = self
 
         def embedded(exchange: Exchange, x: Tensor) -> Tensor:

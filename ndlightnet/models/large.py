@@ -3,15 +3,18 @@
 Features lie on the host as slabs of the grid. Each layer goes over them slab by slab, by the same
 code as on several processes (`shard_grid`): there parts meet in an exchange, here a slab stops
 where it needs what the others have not given yet, and starts again once all have. A LightNet block
-so takes two sweeps: one until the States of all slabs are there, one to read their sum.
+so takes two sweeps: one until the States of all slabs are there, one to read their sum. Features of
+the first level of a U-Net, by far the largest, are not stored: where they are read they are
+computed again from the volume.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,6 @@ from torch import Tensor
 from ndlightnet.layout import Exchange, Part, split_sizes
 from ndlightnet.layout.exchange import Pending
 
-Slabs = list[Any]  # one tensor on the host for each slab, None where it is no longer needed
 Layer = Callable[..., Tensor]  # of an Exchange and the tensors of a slab
 LEAST = 8  # slabs: while one is computed the next one is copied
 
@@ -59,6 +61,17 @@ class Turns(Exchange):
         return wait
 
 
+class Again:
+    """Features that are not stored: each slab is computed again, with what all slabs gave."""
+
+    def __init__(self, layer: Layer, inputs: Sequence[list[Any]], turns: Turns) -> None:
+        self.layer, self.inputs, self.turns = layer, inputs, turns
+
+
+# one tensor on the host for each slab, None where it is no longer needed; or features to compute
+Slabs = list[Any] | Again
+
+
 class Sweeper:
     """Applies layers to features on the host, slab by slab along one axis.
 
@@ -81,10 +94,33 @@ class Sweeper:
         """Return the layout of a slab of the input, of these cells."""
         return Part(tuple(space), axis=self.axis, sizes=self.sizes, exchange=exchange)
 
-    def apply(self, layer: Layer, *inputs: Slabs, drop: bool = False) -> Slabs:
+    def cut(self, volume: Tensor) -> list[Any]:
+        """Return the slabs of a volume: copies in pinned memory for a GPU, unless files are used to
+        save memory."""
+        slabs = volume.split(self.sizes, 2 + self.axis)
+        if self.copies is None or self.folder is not None or volume.device.type != "cpu":
+            return list(slabs)
+        return [slab.contiguous().pin_memory() for slab in slabs]
+
+    def later(self, layer: Layer, *inputs: list[Any]) -> Again:
+        """Return layer(exchange, *inputs) for all slabs as features to compute when needed."""
+        turns, waiting = Turns(self.count, self.device), True
+        while waiting:
+            for rank, tensors in enumerate(self._loaded(inputs)):
+                turns.begin(rank)
+                try:
+                    layer(turns, *tensors)
+                except _Wait:
+                    continue
+                waiting = False  # and no other slab waits
+                break
+            turns.complete = len(turns.given)
+        return Again(layer, inputs, turns)
+
+    def apply(self, layer: Layer, *inputs: Slabs, drop: bool = False) -> list[Any]:
         """Return layer(exchange, *inputs) for all slabs. drop: the inputs are not needed later."""
         turns = Turns(self.count, self.device)
-        out: Slabs = []
+        out: list[Any] = []
         while len(out) < self.count:
             for rank, tensors in enumerate(self._loaded(inputs)):
                 turns.begin(rank)
@@ -92,15 +128,15 @@ class Sweeper:
                     out.append(self._stored(layer(turns, *tensors)))
                 except _Wait:
                     continue
-                if drop:
-                    for slabs in inputs:
+                for slabs in inputs if drop else ():
+                    if isinstance(slabs, list):
                         slabs[rank] = None
             turns.complete = len(turns.given)
             if self.copies is not None:
                 torch.cuda.synchronize(self.device)
         return out
 
-    def joined(self, slabs: Slabs) -> Tensor:
+    def joined(self, slabs: list[Any]) -> Tensor:
         """Join slabs (..., *space), and free each."""
         dim = slabs[0].ndim - self.dims + self.axis
         lengths = [x.shape[dim] for x in slabs]
@@ -113,27 +149,37 @@ class Sweeper:
         return whole
 
     def _loaded(self, inputs: Sequence[Slabs]) -> Iterator[list[Tensor]]:
-        """Yield the inputs of each slab on the device; the next slab's are copied meanwhile."""
-        if self.copies is None:
-            for rank in range(self.count):
-                yield [slabs[rank].to(self.device) for slabs in inputs]
-            return
-        current = torch.cuda.current_stream(self.device)
-
-        def start(rank: int) -> tuple[list[Tensor], Any]:
-            with torch.cuda.stream(self.copies):
-                tensors = [slabs[rank].to(self.device, non_blocking=True) for slabs in inputs]
-                return tensors, torch.cuda.current_stream(self.device).record_event()
-
-        ahead = start(0)
+        """Yield the inputs of each slab on the device; what the next slab needs is copied
+        meanwhile."""
+        ahead = self._copied(inputs, 0)
         for rank in range(self.count):
-            tensors, event = ahead
+            tensors, copied = ahead
             if rank + 1 < self.count:
-                ahead = start(rank + 1)
-            current.wait_event(event)
-            for x in tensors:
-                x.record_stream(current)
-            yield tensors
+                ahead = self._copied(inputs, rank + 1)
+            if self.copies is not None:
+                current = torch.cuda.current_stream(self.device)
+                current.wait_event(copied)
+                for x in itertools.chain(*tensors):
+                    x.record_stream(current)
+            yield [self._made(slabs, own, rank) for slabs, own in zip(inputs, tensors, strict=True)]
+
+    def _copied(self, inputs: Sequence[Slabs], rank: int) -> tuple[list[list[Tensor]], Any]:
+        """Copy what a slab needs of each of the inputs; return it, and an event."""
+        with torch.cuda.stream(self.copies) if self.copies is not None else nullcontext():
+            tensors = [
+                [
+                    one[rank].to(self.device, non_blocking=True)
+                    for one in (slabs.inputs if isinstance(slabs, Again) else [slabs])
+                ]
+                for slabs in inputs
+            ]
+            return tensors, None if self.copies is None else self.copies.record_event()
+
+    def _made(self, slabs: Slabs, tensors: list[Tensor], rank: int) -> Tensor:
+        if not isinstance(slabs, Again):
+            return tensors[0]
+        slabs.turns.begin(rank)
+        return slabs.layer(slabs.turns, *tensors)
 
     def _stored(self, x: Tensor) -> Tensor:
         """Return x on the host; copied when the device has reached this point."""
@@ -159,7 +205,7 @@ class Large:
     slab_multiples: tuple[int, ...]  # cells along each axis that no cut may divide
     bytes_per_cell: float  # memory on the device for each cell of a slab, roughly
 
-    def sweep(self, sweeper: Sweeper, volume: Slabs) -> Tensor:
+    def sweep(self, sweeper: Sweeper, volume: list[Any]) -> Tensor:
         """Return the network's result for the slabs of a volume."""
         raise NotImplementedError
 
@@ -208,7 +254,7 @@ class Large:
                         made = tempfile.TemporaryDirectory(dir=folder)
                         files = Path(stack.enter_context(made))
                     sweeper = Sweeper(device, self.dims, axis, sizes, files, then)
-                    return self.sweep(sweeper, list(volume.split(sizes, 2 + axis)))
+                    return self.sweep(sweeper, sweeper.cut(volume))
             except torch.OutOfMemoryError:
                 if slabs is not None or count == units[axis]:
                     raise

@@ -21,7 +21,7 @@ from ndlightnet.layout.base import check_integers
 from ndlightnet.models.config import recorded
 from ndlightnet.models.features import adapt_in_chans, check_not_empty
 from ndlightnet.models.hub import Pretrained
-from ndlightnet.models.large import Large, Layer, Slabs, Sweeper
+from ndlightnet.models.large import Large, Layer, Sweeper
 from ndlightnet.models.other_names import accept_other_names
 from ndlightnet.nn.block import init_network, undecayed_names
 from ndlightnet.nn.convolutional import Convolutional
@@ -309,7 +309,7 @@ class NDLightUNet(Pretrained, Large):
     def bytes_per_cell(self) -> float:  # type: ignore[override]
         return 32.0 * self.widths[0]  # about eight maps of the first level, float32
 
-    def sweep(self, sweeper: Sweeper, volume: Slabs) -> Tensor:
+    def sweep(self, sweeper: Sweeper, volume: list[Any]) -> Tensor:
         net: Any = self
         spaces = [x.shape[2:] for x in volume]
 
@@ -332,9 +332,11 @@ class NDLightUNet(Pretrained, Large):
         def head(x: Tensor, _: Part) -> Tensor:
             return sweeper.then(net.heads[0](x).movedim(self.channel_axis, 1))
 
-        x, skips = volume, []
+        x: Any = sweeper.later(at(0, partial(first, 0)), volume)
+        skips: list[Any] = []
         for level in range(len(self.widths)):
-            x = sweeper.apply(at(level, partial(first, level)), x)
+            if level:
+                x = sweeper.apply(at(level, partial(first, level)), x)
             for layer in [*net.convs[level][1:], *net.stages[level].layers()]:
                 x = sweeper.apply(at(level, layer), x, drop=True)
             skips.append(x)

@@ -7,7 +7,7 @@ import torch
 
 from ndlightnet import NDLightNet, NDLightUNet, mixers
 from ndlightnet.layout import split_sizes
-from ndlightnet.models.large import Turns
+from ndlightnet.models.large import Sweeper, Turns
 from tests.parallel.cases import CASES
 
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -73,6 +73,21 @@ def test_memory_of_a_slab(monkeypatch):
     net.predict_large(x, 8)
     slab, wide = x.numel() // 8, 3 * 32  # the gated MLP is the widest
     assert largest <= slab * wide
+
+
+def test_features_of_the_first_level_are_not_stored(monkeypatch):
+    stored = []
+    real = Sweeper._stored
+
+    def noted(self, x):
+        stored.append(tuple(x.shape))
+        return real(self, x)
+
+    monkeypatch.setattr(Sweeper, "_stored", noted)
+    net = NDLightUNet(2, 1, 3, widths=(8, 16, 24)).eval()
+    net.predict_large(torch.randn(1, 1, 32, 16), 4)
+    assert (1, 16, 4, 8) in stored and (1, 3, 8, 16) in stored
+    assert not [shape for shape in stored if shape[1] == 8]
 
 
 def test_a_block_takes_two_sweeps(monkeypatch):

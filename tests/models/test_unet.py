@@ -127,7 +127,7 @@ def test_a_stride_of_one_keeps_the_axes_apart():
     x = torch.randn(1, 2, 2 * reach + 5, 8, dtype=torch.float64, requires_grad=True)
     for module in model.modules():
         if isinstance(module, NormSiLU):  # it sees the whole grid
-            module.forward = lambda x, residual=None, *_, **__: x if residual is None else x + residual
+            module.forward = lambda x, r=None, *_, **__: x if r is None else x + r
     planes = grad(model(x)[0, :, reach + 2].sum(), x)[0][0].abs().sum((0, 2)) > 0
     assert planes.nonzero().flatten().tolist() == list(range(2, 2 * reach + 3))
 

@@ -96,7 +96,7 @@ def begin_local_mixing(
         y = local_mixing(grid.flatten(cells), weight, offsets, layout=grid, impl=impl)
         own = layout.shape[layout.axis]
         sides = beside(first, min(before, own), True), beside(last, min(after, own), False)
-        return grid.flatten(add_planes(grid.unflatten(y), *sides, dim))
+        return add_planes(y, *sides, dim, cells.shape)
 
     return wait
 
