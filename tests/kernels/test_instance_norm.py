@@ -218,3 +218,38 @@ def test_other_shapes_are_refused():
         instance_norm_silu(x, ones, ones, torch.ones(1, 2, 4))
     with pytest.raises(ValueError, match=r"bias \(3,\): expected \(2,\), as x has"):
         instance_norm_silu(x, ones, torch.ones(3))
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_slabs_have_the_statistics_of_the_whole(residual):
+    """The kernels on two uneven slabs, forward and backward, against torch on the whole."""
+    x, pull, more = (torch.randn(2, 3, 7, 4, 5, device=DEVICE) + 2 for _ in range(3))
+    weight, bias = torch.randn(2, 3, device=DEVICE)
+    expected = result("torch", pull, *((x, weight, bias, more) if residual else (x, weight, bias)))
+    sizes, length = (4, 3), 7 * 4 * 5
+    slabs = [[y.split(sizes, 2)[i].contiguous() for y in (x, pull, more)] for i in range(2)]
+    variance, mean = torch.var_mean(x, (2, 3, 4), correction=0)
+    own: list[torch.Tensor] = []
+
+    def noted(sums):
+        own.append(sums.clone())
+        return sums
+
+    for last in (False, True):  # the second time with the sums of both
+        found = []
+        for slab, dout, add in slabs:
+            add = add if residual else None
+            y, mu, rstd = kernels.instance_norm_silu(
+                slab, weight, bias, add, 1e-5, of_whole=lambda *_: (mean, variance)
+            )
+            share = slab[0, 0].numel() / length
+            total = (lambda _, share=share: sum(own) * share) if last else noted
+            inputs = (dout, slab, weight, bias, add, mu, rstd)
+            found.append([y, *kernels.instance_norm_silu_backward(*inputs, total)])
+    assert torch.allclose(mu, mean, rtol=1e-5, atol=1e-6)
+    for i, wanted in enumerate(expected):
+        parts = [one[i] for one in found]
+        # gradients of weight and bias are those of each slab's cells
+        joined = sum(parts) if wanted.ndim == 1 else torch.cat(parts, 2)
+        error = (joined - wanted).abs().max() / wanted.abs().max()
+        assert error <= 1e-5, (NAMES[i], error)
