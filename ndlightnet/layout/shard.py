@@ -110,7 +110,7 @@ class Shard:
     def gather(self, x: Tensor, first: int = 2) -> Tensor:
         """Return the whole of what the processes have slabs of, with its gradient."""
         dim = first + self.axis
-        part = self.part(x, x.shape[first : first + len(x.shape) - first])
+        part = self.part(x, x.shape[first:])
         shapes = [(*x.shape[:dim], n, *x.shape[dim + 1 :]) for n in part.sizes]
         return torch.cat(self.exchange.swap(x.expand(self.count, *x.shape).unbind(), shapes)(), dim)
 
@@ -175,6 +175,14 @@ def shard_grid(group: Any, axis: int = 0) -> Iterator[Shard]:
         )
     with activated(Shard(Processes(group), axis)) as shard:
         yield shard
+
+
+def refuse_shards(what: str) -> None:
+    """Raise ValueError within `shard_grid`, where `what` would see a slab as if it were all."""
+    if _active:
+        raise ValueError(
+            f"{what} within shard_grid: expected an NDLightNet, an NDLightUNet, or their layers"
+        )
 
 
 def layout_of(x: Tensor, first: int) -> Grid:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid, uncut_patches
 from ndlightnet.layout.base import check_integers
+from ndlightnet.layout.shard import refuse_shards
 from ndlightnet.models.config import recorded
 from ndlightnet.models.features import check_not_empty
 from ndlightnet.models.hub import Pretrained
@@ -139,6 +140,7 @@ class NDLightDiT(Pretrained):
         classes, int64 (batch,); `num_classes` is "no class", as None is for all samples.
         Raises ValueError for other shapes and dtypes, and for classes with num_classes=0.
         """
+        refuse_shards("NDLightDiT")
         self._check(x, y)
         weight = self.unembed.weight
         tokens = self.embed(x)

@@ -24,6 +24,7 @@ from ndlightnet.layout import (
     activated,
     per_axis,
 )
+from ndlightnet.layout.shard import refuse_shards
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.models.large import Large, Sweeper
 from ndlightnet.nn.patch import PatchEmbed, Patchify
@@ -51,6 +52,7 @@ class Backbone(Pretrained, Large):
 
     def _check_boxed(self, boxed: Boxed, mask: Tensor | None) -> None:
         """Check boxes that the network gets instead of samples."""
+        refuse_shards("boxes")
         net: Any = self
         x, layout, patch = boxed.values, boxed.layout, getattr(net.embed, "patch", ())
         cells = tuple(n * p for n, p in zip(layout.shape, patch, strict=False))

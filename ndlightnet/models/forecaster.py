@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ndlightnet.layout.shard import refuse_shards
 from ndlightnet.models.config import recorded
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.nn.block import Block, init_network
@@ -131,6 +132,7 @@ class Forecaster(Pretrained):
     def forward(self, values: Tensor, times: Tensor) -> Tensor:
         """Map values (batch, input_length, in_chans) and times (batch, input_length + horizon,
         time_chans) to the forecast (batch, horizon, in_chans)."""
+        refuse_shards("Forecaster")
         check_floats(values=values, times=times)
         check_not_wider(self, values=values, times=times)
         known, horizon = values.shape[1], times.shape[1] - values.shape[1]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import Grid, Layout, Part, Spread
+from ndlightnet.layout import Grid, Layout, Part, Spread, layout_of_tokens
 from ndlightnet.nn.initial import Initialized, owners
 from ndlightnet.nn.mixers.base import Mixer
 from ndlightnet.nn.projections import joins, joint_linear
@@ -111,7 +111,7 @@ class Block(Initialized):
         """Map tokens (batch, *grid, dim) to the same shape. mask: bool (batch, *grid), False =
         padding. With a layout tokens may also be (batch, length, dim), mask (batch, length); a pack
         is (length, dim)."""
-        grid = layout or Grid.of(x)
+        grid = layout or layout_of_tokens(x)
         y, mask = grid.tokens(x), grid.flatten_mask(mask)
         y = y + self.drop_path(mix(self.mixer, self.norm1(y), mask, causal, grid), grid)
         y = y + self.drop_path(self.mlp(self.norm2(y)), grid)

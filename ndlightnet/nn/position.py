@@ -117,7 +117,7 @@ class MDTPE(Initialized):
     ) -> Tensor:
         """Map tokens (batch, *grid, dim) to the same shape. mask: bool (batch, *grid). With a
         layout tokens may also be (batch, length, dim), and a pack is (length, dim)."""
-        grid = layout or Grid.of(x)
+        grid = layout or layout_of_tokens(x)
         with exact(x):
             (coef, log_decay), reverse = self.weights()
             y = axis_scan(

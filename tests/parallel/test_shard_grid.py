@@ -157,9 +157,11 @@ def test_wrong_uses_are_refused_on_all_processes(tmp_path):
         "no group": "TypeError: shard_grid: a group of type str",
         "another mixer": "ValueError: SoftmaxAttention within shard_grid: expected a mixer",
         "a stem": "ValueError: shard_grid and predict_large: expected none with stem_blocks",
+        "a diffusion": "ValueError: NDLightDiT within shard_grid: expected an NDLightNet",
         "one dimension": "(1, 5)",
     }
     for told in found(2, "refused", tmp_path):
+        assert told.pop("a layer") <= BOUNDS["float32"]
         assert told.keys() == expected.keys()
         for name, text in expected.items():
             assert told[name].startswith(text), (name, told[name])

@@ -9,6 +9,7 @@ import json
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ndlightnet import NDLightNet, NDLightUNet, shard_grid
+from ndlightnet import NDLightDiT, NDLightNet, NDLightUNet, shard_grid
 from ndlightnet.layout import Processes, split_sizes
 
 from .cases import CASES, Case
@@ -316,11 +317,13 @@ def killed() -> dict[str, Any]:
 def refused() -> dict[str, Any]:
     """Return the message of each wrong use, by a name."""
     rank, count = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
     net = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1)
     soft = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1, mixer="SoftmaxAttention")
     stem = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1, stem_blocks=1)
     mesh = init_device_mesh("cpu", (1, count), mesh_dim_names=("data", "grid"))
     world, even = dist.group.WORLD, torch.randn(1, 1, 4, 8)
+    dit = partial(NDLightDiT(2, 1, patch_size=2, embed_dim=32, depth=1), t=0.0)
     uses: dict[str, Any] = {
         "another size": (net, world, 0, torch.randn(1, 1, 4, 8 + 2 * rank)),
         "another batch": (net, world, 0, torch.randn(1 + rank, 1, 4, 8)),
@@ -330,6 +333,7 @@ def refused() -> dict[str, Any]:
         "no group": (net, "grid", 0, even),
         "another mixer": (soft, world, 0, even),
         "a stem": (stem, world, 0, even),
+        "a diffusion": (dit, world, 0, even),
     }
     found = {}
     for name, (model, group, axis, x) in uses.items():
@@ -338,8 +342,12 @@ def refused() -> dict[str, Any]:
                 model(x)
         except (ValueError, TypeError) as error:
             found[name] = f"{type(error).__name__}: {error}"
+    block: Any = net.blocks[0]
+    tokens = torch.randn(1, 6 * count, 4, 32)
     with shard_grid(mesh["grid"]):
         found["one dimension"] = str(tuple(net(even).shape))
+        own = block(slab(tokens, 1))  # a layer by itself
+    found["a layer"] = _error(own, slab(block(tokens), 1), own)
     return found
 
 

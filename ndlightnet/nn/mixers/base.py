@@ -43,16 +43,16 @@ class Mixer(Initialized, ABC):
         """
         check_floats(x=x)
         check_not_wider(self, x=x)
-        grid = layout or Grid.of(x)
+        grid = layout or layout_of_tokens(x)
         tokens = grid.tokens(x)
         if context is not None:
             check_floats(context=context)
             check_not_wider(self, context=context)
             if causal:
                 raise ValueError("causal=True with a context: a source is read as a whole")
-            if not isinstance(grid, Grid):
+            if not isinstance(grid, Grid) or isinstance(grid, Part):
                 raise ValueError(
-                    "layout with a context: expected samples of one shape, or no context"
+                    "layout with a context: expected whole samples of one shape, or no context"
                 )
             source = Grid.of(context)
             flat, mask = source.tokens(context), source.flatten_mask(mask)
