@@ -10,7 +10,9 @@ from ndlightnet import NDLightNet, NDLightUNet
 from ndlightnet.nn import ConvStem
 from ndlightnet.nn.stem import ResidualBlock
 
-SIZES = {1: (13,), 2: (9, 14), 3: (7, 5, 6)}
+# not 5 to 7 along the first of three axes: on a CPU torch 2.14's gradient of a weight of 7 cells with
+# stride 2 is wrong there (oneDNN)
+SIZES = {1: (13,), 2: (9, 14), 3: (9, 5, 6)}
 every_dims = pytest.mark.parametrize("dims", SIZES)
 
 
