@@ -10,8 +10,8 @@ from ndlightnet import NDLightNet, NDLightUNet
 from ndlightnet.nn import ConvStem
 from ndlightnet.nn.stem import ResidualBlock
 
-# not 5 to 7 along the first of three axes: on a CPU torch 2.14's gradient of a weight of 7 cells with
-# stride 2 is wrong there (oneDNN)
+# Not 5 to 7 along the first of three axes: there, on a CPU, torch 2.14's gradient of a weight of 7
+# cells with stride 2 is wrong (oneDNN).
 SIZES = {1: (13,), 2: (9, 14), 3: (9, 5, 6)}
 every_dims = pytest.mark.parametrize("dims", SIZES)
 
