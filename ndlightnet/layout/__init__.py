@@ -2,9 +2,9 @@
 defined here only.
 
 Tokens are (batch, length, ...), with a Layout: a Grid, where every row is a sample and all have one
-shape, Boxes, where several rows are parts of a sample, a Part, a slab of a grid whose others lie
-on other processes, or a Ragged, where the batch is one row that
-holds samples of any shapes end to end (a pack).
+shape, Boxes, where several rows are parts of a sample, a Part, a slab of a grid whose others lie on
+other processes, or a Ragged, where the batch is one row that holds samples of any shapes end to end
+(a pack; a Spread is one of slabs).
 """
 
 from ndlightnet.layout.base import Layout, per_axis

@@ -35,6 +35,10 @@ class Exchange(ABC):
         # torch.compile does not take the same tensor several times
         return self.swap(x.expand(self.count, *x.shape).unbind(), [x.shape] * self.count)
 
+    def total(self, x: Tensor) -> Tensor:
+        """Return the sum of x over all parts, with its gradient."""
+        return torch.stack(self.for_all(x)()).sum(0)
+
 
 class Processes(Exchange):
     """Parts on the processes of a torch.distributed group, in the order of their ranks there."""

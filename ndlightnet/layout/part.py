@@ -87,7 +87,7 @@ class Part(Grid):
 
     def total(self, x: Tensor) -> Tensor:
         """Return the sum of x over all parts."""
-        return self.gather(x)().sum(0)
+        return self.exchange.total(x)
 
     def halo(self, x: Tensor, dim: int, before: int, after: int) -> tuple[Tensor, Pending]:
         """Return x, and, when called, the `before` steps before this part along the dimension `dim`

@@ -105,14 +105,7 @@ class Shard:
 
     def total(self, x: Tensor) -> Tensor:
         """Return the sum of a tensor over the processes, with its gradient."""
-        return torch.stack(self.exchange.for_all(x)()).sum(0)
-
-    def gather(self, x: Tensor, first: int = 2) -> Tensor:
-        """Return the whole of what the processes have slabs of, with its gradient."""
-        dim = first + self.axis
-        part = self.part(x, x.shape[first:])
-        shapes = [(*x.shape[:dim], n, *x.shape[dim + 1 :]) for n in part.sizes]
-        return torch.cat(self.exchange.swap(x.expand(self.count, *x.shape).unbind(), shapes)(), dim)
+        return self.exchange.total(x)
 
 
 def split_sizes(size: int, parts: int, multiple: int = 1) -> Shape:

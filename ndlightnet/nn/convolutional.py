@@ -21,7 +21,11 @@ from ndlightnet.ops.instance_norm import (
     instance_norm_silu_,
     kernel_runs,
 )
-from ndlightnet.ops.instance_norm_parts import by_kernels, instance_norm_silu_part
+from ndlightnet.ops.instance_norm_parts import (
+    by_kernels,
+    instance_norm_part,
+    instance_norm_silu_part,
+)
 from ndlightnet.ops.plain import plain
 
 _conv = partial(torch_layer, argument="separable=False")
@@ -58,8 +62,7 @@ class NormSiLU(nn.GroupNorm):
     def norm(self, x: Tensor, layout: Grid | None = None) -> Tensor:
         """Normalise alone."""
         if isinstance(layout, Part):
-            inputs = (x, self.weight, self.bias, None, self.eps)
-            return instance_norm_silu_part(*inputs, layout, norm_only=True)
+            return instance_norm_part(x, self.weight, self.bias, self.eps, layout)
         return instance_norm(x, self.weight, self.bias, self.eps)
 
 

@@ -17,17 +17,27 @@ Memo = list[tuple[Tensor, Tensor]]
 
 def instance_norm_silu_part(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float, layout: Part,
-    norm_only: bool = False, memo: Memo | None = None,
+    memo: Memo | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return `instance_norm_silu` of x (batch, channels, *space), a part of the grid.
-
-    norm_only: return the norm alone, without SiLU. memo: an empty list takes the statistics; a
-    later call with it uses them, and exchanges nothing.
-    """
+    """Return `instance_norm_silu` of x (batch, channels, *space), a part of the grid. memo: an
+    empty list takes the statistics; a later call with it uses them, and exchanges nothing."""
     memo = [] if memo is None else memo
-    if kernel_runs(x) and not norm_only:
+    if kernel_runs(x):
         out: Tensor = _Kernels.apply(x, weight, bias, residual, eps, layout, memo)  # type: ignore
         return out
+    y = _normed(x, weight, bias, eps, layout, memo)
+    return silu(y if residual is None else y + residual).to(x.dtype)
+
+
+def instance_norm_part(x: Tensor, weight: Tensor, bias: Tensor, eps: float, layout: Part) -> Tensor:
+    """Return `instance_norm` of x, a part of the grid."""
+    return _normed(x, weight, bias, eps, layout, []).to(x.dtype)
+
+
+def _normed(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, layout: Part, memo: Memo
+) -> Tensor:
+    """Return norm(x) * weight + bias in torch, unrounded."""
     acc = accumulator(x)
     dims, exact = tuple(range(2, x.ndim)), x.to(acc)
     if not memo:
@@ -37,10 +47,7 @@ def instance_norm_silu_part(
     mean, variance = memo[0]
     shape = (*x.shape[:2], *[1] * len(dims))
     scale = torch.rsqrt(variance + eps) * weight.to(acc)
-    y = (exact - mean.view(shape)) * scale.view(shape) + bias.to(acc).view(1, *shape[1:])
-    if residual is not None:
-        y = y + residual
-    return (y if norm_only else silu(y)).to(x.dtype)
+    return (exact - mean.view(shape)) * scale.view(shape) + bias.to(acc).view(1, *shape[1:])
 
 
 def _of_whole(mean: Tensor, squares: Tensor, cells: int, layout: Part) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import torch
 from ndlightnet import NDLightNet, NDLightUNet, mixers
 from ndlightnet.layout import split_sizes
 from ndlightnet.models.large import Sweeper, Turns
+from ndlightnet.nn.convolutional import ConvBlock
 from tests.parallel.cases import CASES
 
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -103,6 +104,29 @@ def test_a_block_takes_two_sweeps(monkeypatch):
     net.predict_large(torch.randn(1, 1, 8, 8), 4)
     # one for the embedding, two for each block, two for the mean over tokens
     assert len(sweeps) == 4 * (1 + 2 * 3 + 2)
+
+
+def test_a_convolution_block_takes_five_sweeps(monkeypatch):
+    """Edges, statistics, edges, statistics, the result."""
+    sweeps = []
+    real = Turns.begin
+    monkeypatch.setattr(
+        Turns, "begin", lambda turns, rank: sweeps.append(rank) or real(turns, rank)
+    )
+    block, x, sizes = (
+        ConvBlock(2, 3, 4).double().eval(),
+        torch.randn(1, 3, 8, 6).double(),
+        (2, 2, 4),
+    )
+    sweeper = Sweeper(torch.device("cpu"), 2, 0, sizes, None, None)
+
+    def layer(exchange, slab):
+        return block(slab, sweeper.part(exchange, slab.shape[2:]))
+
+    with torch.no_grad():
+        found = sweeper.apply(layer, list(x.split(sizes, 2)))
+        close(torch.cat(found, 2), block(x))
+    assert sweeps == [0, 1, 2] * 5
 
 
 def test_wrong_uses_are_refused():

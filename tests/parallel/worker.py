@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -304,9 +306,6 @@ def killed() -> dict[str, Any]:
                 if step == 3:
                     start = time.monotonic()
                     if dist.get_rank() == 1:
-                        import os
-                        import signal
-
                         os.kill(os.getpid(), signal.SIGKILL)
                 net(torch.randn(1, 1, 4, 8)).sum().backward()
     except RuntimeError as error:

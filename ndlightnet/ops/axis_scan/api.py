@@ -102,8 +102,8 @@ def _on_part(
     x: Tensor, coef: Tensor, log_decay: Tensor, reverse: Way | None, mask: Tensor | None, *,
     layout: Part, **how: Any,
 ) -> Tensor:  # fmt: skip
-    """Scan whole lines of some channels, which no other channel needs: two exchanges of the tokens,
-    less than of the state of every line, which has as many numbers as some tens of tokens."""
+    """Scan whole lines of some channels, which no other channel needs: two exchanges of the tokens.
+    The states of all lines at a cut would have to go from part to part, one after the other."""
     lines = layout.to_channels(x)
     shapes = [(len(x), n) for n in layout.lengths]
     masks = None if mask is None else layout.exchange.swap([mask] * len(shapes), shapes)

@@ -97,25 +97,22 @@ class ImageData(LabelledData):
             train = train.pick(sorted(set(range(len(train))) - set(held)))
         self.train_set = train.pick(limited(self, train.labels.tolist()))
 
-    def replica(self) -> tuple[int, int]:
-        return replica()
-
     def train_dataloader(self) -> Any:
         kind = SeededBatches if self.augment else ShuffledBatches
         return kind(
-            self.train_set, self.batch_size, self.replica(), shift=self.shift, flips=self.flips,
+            self.train_set, self.batch_size, replica(), shift=self.shift, flips=self.flips,
             seed=self.seed,
         )  # fmt: skip
 
     def plain_train_dataloader(self) -> Any:
-        return Batches(self.train_set, self.batch_size, self.replica())
+        return Batches(self.train_set, self.batch_size, replica())
 
     def val_dataloader(self) -> Any:
         here = len(self.val_set) > 0
-        return Batches(self.val_set, self.batch_size, self.replica()) if here else []
+        return Batches(self.val_set, self.batch_size, replica()) if here else []
 
     def test_dataloader(self) -> Any:
-        return Batches(self.test_set, self.batch_size, self.replica())
+        return Batches(self.test_set, self.batch_size, replica())
 
     def predict_dataloader(self) -> Any:
         raise DataError(

@@ -9,6 +9,7 @@ import torch
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.images import Batches, ImageSet
+from ndlightnet.data.visits import replica
 from ndlightnet.data.volume.class_folders import (
     largest_extent,
     list_classes,
@@ -90,7 +91,7 @@ class VolumeFolders(ImageData):
             return []
         labels = torch.zeros(len(images), dtype=torch.int64)
         self.test_set = ImageSet(torch.stack(images), labels)
-        return Batches(self.test_set, self.batch_size, self.replica())
+        return Batches(self.test_set, self.batch_size, replica())
 
     def sample_name(self, number: int) -> str:
         return self.files[number]
