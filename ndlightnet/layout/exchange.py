@@ -60,7 +60,7 @@ class Processes(Exchange):
         sizes = [x.numel() for x in others]
         flat = given[0].new_empty(sum(sizes))
         for x, place in zip(others, flat.split(sizes), strict=True):
-            place.view(x.shape).copy_(x)
+            copy(x, place.view(x.shape))
         counts = [math.prod(shape) for shape in shapes]
         counts[self.rank] = 0
         found = list(self.all_to_all(flat, counts, sizes).split(counts))
@@ -80,6 +80,23 @@ class Processes(Exchange):
                 f"shard_grid: process {self.rank} of {self.count} heard nothing from another one; "
                 f"it ended, or waited for longer than the group's timeout: {error}"
             ) from error
+
+
+def copy(x: Tensor, place: Tensor) -> None:
+    """Copy x to `place`. A GPU copies rows that do not follow each other number by number, and 16
+    bytes in the time of 2: so they are copied as such numbers where rows allow it."""
+    if x.is_cuda and not torch.compiler.is_compiling() and all(map(_wide, (x, place))):
+        x, place = x.view(torch.complex128), place.view(torch.complex128)
+    place.copy_(x)
+
+
+def _wide(x: Tensor) -> bool:
+    """Return whether all rows of x consist of whole numbers of 16 bytes."""
+    if x.ndim == 0 or x.stride(-1) != 1:
+        return False
+    several = 16 // x.element_size()
+    steps = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+    return all(step % several == 0 for step in steps)
 
 
 class _Swap(torch.autograd.Function):

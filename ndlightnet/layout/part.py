@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.layout.base import Shape
-from ndlightnet.layout.exchange import Exchange, Pending
+from ndlightnet.layout.exchange import Exchange, Pending, copy
 from ndlightnet.layout.grid import Grid
 
 
@@ -177,7 +177,11 @@ class _Edges(torch.autograd.Function):
         ctx: Any, x: Tensor, dim: int, spans: Sequence[tuple[int, int]]
     ) -> tuple[Tensor, ...]:
         ctx.dim, ctx.spans = dim, spans
-        return x.view_as(x), *(x.narrow(dim, at, n).clone() for at, n in spans)
+        edges = [x.narrow(dim, at, n) for at, n in spans]
+        copies = [x.new_empty(edge.shape) for edge in edges]
+        for edge, place in zip(edges, copies, strict=True):
+            copy(edge, place)
+        return x.view_as(x), *copies
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, *edges: Tensor) -> tuple[Tensor | None, ...]:

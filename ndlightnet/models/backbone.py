@@ -275,9 +275,8 @@ class NDLightNet(Backbone):
             layout = cells.strided(self.slab_multiples) if isinstance(cells, Part) else Grid.of(x)
             tokens, mask = layout.flatten(x), layout.flatten_mask(mask)
         # the residual stream stays in the parameters' precision under autocast
-        tokens = tokens.to(self._weight.dtype)
-        if self.tpe is not None:
-            tokens = self.tpe(tokens, mask, layout)
+        dtype = self._weight.dtype
+        tokens = tokens.to(dtype) if self.tpe is None else self.tpe(tokens, mask, layout, dtype)
         return tokens, mask, layout
 
     def _through(self, block: Any, x: Tensor, mask: Tensor | None, layout: Layout) -> Tensor:

@@ -113,16 +113,21 @@ class MDTPE(Initialized):
         return forward, backward
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, layout: Layout | None = None
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        layout: Layout | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Map tokens (batch, *grid, dim) to the same shape. mask: bool (batch, *grid). With a
-        layout tokens may also be (batch, length, dim), and a pack is (length, dim)."""
+        layout tokens may also be (batch, length, dim), and a pack is (length, dim). dtype: of the
+        result, by default that of x."""
         grid = layout or layout_of_tokens(x)
         with exact(x):
             (coef, log_decay), reverse = self.weights()
             y = axis_scan(
                 grid.tokens(x), coef, log_decay, reverse, grid.flatten_mask(mask), layout=grid,
-                residual=True, impl=self.impl,
+                residual=True, dtype=dtype, impl=self.impl,
             )  # fmt: skip
         return y.reshape(x.shape)
 

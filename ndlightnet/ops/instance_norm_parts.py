@@ -78,12 +78,13 @@ class _Kernels(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         from ndlightnet_kernels import instance_norm as kernels
 
-        layout, cells = ctx.layout, ctx.saved_tensors[0][0, 0].numel()
+        saved = ctx.saved_tensors  # read once: checkpointing allows it a single time
+        layout, cells = ctx.layout, saved[0][0, 0].numel()
 
         def of_whole(sums: Tensor) -> Tensor:
             return layout.total(sums) * (cells / layout.whole.length)
 
-        inputs: tuple[Any, ...] = (dout, *ctx.saved_tensors, of_whole)
+        inputs: tuple[Any, ...] = (dout, *saved, of_whole)
         grads = kernels.instance_norm_silu_backward(*inputs)
         return *grads, None, None, None
 

@@ -12,7 +12,6 @@ Networks are untrained, in bf16, on noise of one channel. Writes JSON and a tabl
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import statistics
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from ndlightnet import NDLightNet, NDLightUNet, SoftmaxAttention, shard_grid
 from ndlightnet.layout import Processes
 from ndlightnet.training.peers import DynUNet
-from ndlightnet_evidence import processes, runner, shard_model, tables
+from ndlightnet_evidence import memory, processes, runner, shard_model, tables
 
 Run = dict[str, Any]
 STRIDES = (2, 2, 2, 2)
@@ -51,33 +50,16 @@ def network(dims: int, mixer: Any = None) -> nn.Module:
     return NDLightNet(dims, 1, 10, patch_size=1, **more).cuda().train()
 
 
-def device_memory() -> int:
-    return torch.cuda.get_device_properties(0).total_memory
-
-
 # ------------------------------------------------------------------------------------ one process
-def peak(action: Callable[[], Any]) -> tuple[float, int]:
-    """Return seconds of the second call, and bytes of the GPU at most in both."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    action()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    action()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start, torch.cuda.max_memory_allocated()
-
-
-def classified(net: nn.Module, tokens: int, offload: bool = False) -> Callable[[], None]:
-    """Return a step, forward and backward, of a classification of so many tokens."""
+def classified(net: nn.Module, tokens: int, kept: Any = None) -> Callable[[], None]:
+    """Return a step, forward and backward, of a classification of so many tokens. kept: where the
+    forward keeps tensors for the backward."""
     frame = SERIES if tokens >= math.prod(SERIES) else SHORT
     x = torch.randn(1, 1, tokens // math.prod(frame), *frame, device="cuda")
     label = torch.zeros(1, dtype=torch.long, device="cuda")
 
     def step() -> None:
-        kept = torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else nullcontext()
-        with torch.autocast("cuda", torch.bfloat16), kept:
+        with torch.autocast("cuda", torch.bfloat16), kept or nullcontext():
             loss = nn.functional.cross_entropy(net(x).float(), label)
         loss.backward()
         net.zero_grad(set_to_none=True)
@@ -85,7 +67,7 @@ def classified(net: nn.Module, tokens: int, offload: bool = False) -> Callable[[
     return step
 
 
-def segmented(net: nn.Module, x: Tensor, group: Any = None) -> None:
+def segmented(net: nn.Module, grads: Tensor, x: Tensor, group: Any = None) -> None:
     """Run a step, forward and backward, of a segmentation of slabs x; gradients are averaged."""
     sharded = shard_grid(group) if group is not None else nullcontext()
     with sharded, torch.autocast("cuda", torch.bfloat16):
@@ -93,20 +75,18 @@ def segmented(net: nn.Module, x: Tensor, group: Any = None) -> None:
     loss = nn.functional.cross_entropy(out, torch.zeros_like(out[:, 0], dtype=torch.long))
     del out
     loss.backward()
-    average(net)
-    net.zero_grad(set_to_none=True)
+    if group is not None:
+        dist.all_reduce(grads, dist.ReduceOp.AVG)
+    grads.zero_()
 
 
-def average(net: nn.Module) -> None:
-    """Average gradients over all processes, in one message."""
-    if not dist.is_initialized():
-        return
-    grads = [p.grad for p in net.parameters() if p.grad is not None]
-    flat = torch._utils._flatten_dense_tensors(grads)
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for grad, found in zip(grads, torch._utils._unflatten_dense_tensors(flat, grads), strict=True):
-        grad.copy_(found)
+def gradients(net: nn.Module) -> Tensor:
+    """Return one tensor for the gradients of all parameters, which are views of it."""
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    flat = torch.zeros(sum(p.numel() for p in parameters), device="cuda")
+    for p, grad in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        p.grad = grad.view(p.shape)
+    return flat
 
 
 def tokens(o: Any) -> list[Run]:
@@ -118,19 +98,22 @@ def tokens(o: Any) -> list[Run]:
         ("softmax attention, grad_checkpointing", SoftmaxAttention, True, False),
         ("LightNet, grad_checkpointing, offload", None, True, True),
     ]
-    for row, mixer, checkpointing, offload in rows:
+    for row, mixer, checkpointing, offload in [row for row in rows if o.row in ("", row[0])]:
+        kept = torch.autograd.graph.save_on_cpu(pin_memory=True) if offload else None
         net: Any = network(4, mixer)
         net.set_grad_checkpointing(checkpointing)
         few, many = (2**15, 2**16) if mixer else (2**18, 2**19)
-        points = [peak(classified(net, n, offload)) for n in (few, many)]
+        points = [memory.peak(classified(net, n, kept)) for n in (few, many)]
         each = (points[1][1] - points[0][1]) / (many - few)
         fixed = points[1][1] - each * many
         run = {"row": row, "tokens": many, "seconds": points[1][0], "bytes a token": each}
-        most = int((0.97 * device_memory() - fixed) / each) // 2**18 * 2**18
+        most = int((0.97 * memory.of_device() - fixed) / each) // 2**18 * 2**18
+        while offload and memory.pinned(classified, net, most) > 0.85 * memory.free():
+            most -= 2**18
         if not mixer:  # softmax attention would take minutes for one step
             while most > many:
                 try:
-                    seconds, held = peak(classified(net, most, offload))
+                    seconds, held = memory.peak(classified(net, most, kept))
                 except torch.OutOfMemoryError:
                     most -= 2**18 * (1 + most // 2**22)
                     continue
@@ -154,12 +137,12 @@ def out_of_core(o: Any) -> list[Run]:
         runs.append({"row": row, "shape": list(small.shape[2:]), "error of float32": error})
         say(runs[-1])
         with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
-            per = [peak(partial(net, noise(side)))[1] for side in (192, 256)]
+            per = [memory.peak(partial(net, noise(side)))[1] for side in (192, 256)]
         each = (per[1] - per[0]) / (256**3 - 192**3)
         for shape in o.shapes:
-            volume = torch.randn(1, 1, *shape)
+            volume = torch.randn(1, 1, *shape, device="cuda").cpu()  # faster than on the host
             run: Run = {"row": row, "shape": list(shape), "whole gb": each * volume.numel() / 1e9}
-            run["cards of the whole"] = run["whole gb"] * 1e9 / device_memory()
+            run["cards of the whole"] = run["whole gb"] * 1e9 / memory.of_device()
             for call in ("first", "second")[: o.calls]:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
@@ -168,7 +151,8 @@ def out_of_core(o: Any) -> list[Run]:
                     labels = net.predict_large(volume, o.slabs, then=lambda y: y.argmax(1).byte())
                 run[f"seconds, {call}"] = time.perf_counter() - start
                 run["card gb"] = torch.cuda.max_memory_allocated() / 1e9
-                run["host gb"] = host_memory() / 1e9
+                run["host gb"] = memory.of_process() / 1e9
+                run["pinned gb"] = memory.pinned_peak() / 1e9
                 run["labels"] = labels.flatten()[:: 10**6].bincount(minlength=3).tolist()
                 say(run)
             runs.append(run)
@@ -178,12 +162,6 @@ def out_of_core(o: Any) -> list[Run]:
 
 def noise(side: int) -> Tensor:
     return torch.randn(1, 1, side, side, side, device="cuda")
-
-
-def host_memory() -> int:
-    """Return the largest memory of this process so far, pinned memory included."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
 
 # -------------------------------------------------------------------------------- several processes
@@ -201,8 +179,9 @@ class Counted(Processes):
         return super().all_to_all(flat, received, sent)
 
 
-def scaled(grid: Sequence[int], batch: int, steps: int = 12) -> Run:
-    """Measure a whole training step on a slab of `grid` tokens: from a CUDA graph, and eager."""
+def scaled(grid: Sequence[int], batch: int, shared: bool, steps: int = 12) -> Run:
+    """Measure a whole training step on `grid` tokens: from a CUDA graph, and eager. shared: these
+    are a slab of the samples; else each process has samples of its own, and exchanges nothing."""
     import ndlightnet.layout.shard as shard
 
     shard.Processes = Counted  # type: ignore[attr-defined, misc]
@@ -211,20 +190,22 @@ def scaled(grid: Sequence[int], batch: int, steps: int = 12) -> Run:
     x = torch.randn(batch, 1, *grid, device="cuda")
     label = torch.zeros(batch, dtype=torch.long, device="cuda")
     optimizer = torch.optim.AdamW(net.parameters(), 1e-4, fused=True, capturable=True)
-    group = dist.group.WORLD if dist.is_initialized() else None
+    grads = gradients(net)
+    group = dist.group.WORLD if shared else None
 
     def step() -> None:
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
             loss = nn.functional.cross_entropy(net(x).float(), label)
         loss.backward()
-        average(net)
+        if group is not None:
+            dist.all_reduce(grads, dist.ReduceOp.AVG)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
+        grads.zero_()
 
     def timed(action: Callable[[], Any]) -> float:
         times = []
         for _ in range(steps):
-            if group is not None:
+            if dist.is_initialized():
                 dist.barrier()
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -251,6 +232,10 @@ def scaled(grid: Sequence[int], batch: int, steps: int = 12) -> Run:
             found["graph ms"] = timed(graph.replay)
         except RuntimeError as error:
             found["graph error"] = str(error).splitlines()[0][:200]
+    if dist.is_initialized():
+        each: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(each, found.get("graph ms", found["eager ms"]))
+        found["ms of each"] = " ".join(f"{ms:.1f}" for ms in each)
     return {**found, "gb": torch.cuda.max_memory_allocated() / 1e9}
 
 
@@ -261,6 +246,7 @@ def cube(row: str, sides: Sequence[int], checkpointing: bool, search: bool = Fal
         net.set_grad_checkpointing()
     several = dist.is_initialized()
     count = dist.get_world_size() if several else 1
+    grads = gradients(net)
     found: Run = {}
     for side in sides:
         torch.cuda.empty_cache()
@@ -270,10 +256,10 @@ def cube(row: str, sides: Sequence[int], checkpointing: bool, search: bool = Fal
             for _ in range(2):
                 torch.cuda.synchronize()
                 start = time.perf_counter()
-                segmented(net, x, dist.group.WORLD if several else None)
+                segmented(net, grads, x, dist.group.WORLD if several else None)
                 torch.cuda.synchronize()
         except torch.OutOfMemoryError:
-            net.zero_grad(set_to_none=True)
+            grads.zero_()
             if not search or several:
                 raise
             continue
@@ -287,10 +273,12 @@ def cube(row: str, sides: Sequence[int], checkpointing: bool, search: bool = Fal
 def scaling(o: Any) -> list[Run]:
     count, (first, *rest) = torch.cuda.device_count(), o.grid
     runs = []
-    for what, gpus, size in (
-        ("one GPU", 1, first), ("weak", count, first), ("strong", count, first // count)
-    ):  # fmt: skip
-        found = launch(gpus, "scaled", grid=[size, *rest], batch=o.batch)
+    rows = (
+        ("one GPU", 1, first, False), ("each by itself", count, first, False),
+        ("weak", count, first, True), ("strong", count, first // count, True),
+    )  # fmt: skip
+    for what, gpus, size, shared in rows:
+        found = launch(gpus, "scaled", grid=[size, *rest], batch=o.batch, shared=shared)
         total = o.batch * size * gpus * math.prod(rest)
         runs.append({"what": what, "gpus": gpus, "tokens": total, **found})
         alone = runs[0].get("graph ms", runs[0].get("eager ms"))
@@ -306,7 +294,7 @@ def cubes(o: Any) -> list[Run]:
     runs: list[Run] = []
     for row in o.nets:
         ours = row.startswith("NDL")
-        for checkpointing in (False, True) if ours else (False,):
+        for checkpointing in map(bool, o.checkpointing) if ours else (False,):
             for gpus in o.gpus if ours else [1]:
                 how: Run = {"row": row, "checkpointing": checkpointing}
                 points = launch(gpus, "cube", sides=[128, 192], **how)
@@ -316,7 +304,7 @@ def cubes(o: Any) -> list[Run]:
                     run |= points
                     continue
                 each = 1e9 * (points["192"]["gb"] - points["128"]["gb"]) / (192**3 - 128**3)
-                first = int((device_memory() / each) ** (1 / 3)) // 32 * 32
+                first = int((memory.of_device() / each) ** (1 / 3)) // 32 * 32
                 run["bytes a voxel"] = each
                 for side in range(first, 0, -32):
                     found = launch(gpus, "cube", sides=[side], search=True, **how)
@@ -350,6 +338,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", type=_shape, default=[(1024,) * 3])
     parser.add_argument("--gpus", nargs="+", type=int, default=[1, torch.cuda.device_count()])
     parser.add_argument("--ns", type=float, default=649, help="nanoseconds a token, of one GPU")
+    parser.add_argument("--row", default="", help="of `tokens`: one of them")
+    parser.add_argument("--checkpointing", nargs="+", type=int, default=[0, 1], help="of `cubes`")
     parser.add_argument("--slabs", type=int)
     parser.add_argument("--calls", type=int, default=2, help="of each prediction out of core")
     parser.add_argument("--out", type=Path, default=Path("runs/shards"))

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from ndlightnet.ops import global_attention
+from ndlightnet.layout import Part
+from ndlightnet.models.large import Turns
+from ndlightnet.ops import Lrpe, global_attention, merge, read, summarize
+from ndlightnet.ops.position import slots_of
 
 from .cases import BRAIN, CASES, DEVICE, FULL, HALF, LOGITS, Case, on_gpu
 from .yardstick import check
@@ -58,6 +61,34 @@ ROW = Case((75,), 5, 3, batch=1, heads=1)
 )
 def test_extreme_logits(case):
     check(case, "global")
+
+
+@pytest.mark.parametrize("kind", ["cosine", "rotary"])
+def test_slabs_of_a_grid(kind, close):
+    """Their States, merged, read by each: the angles are those of the whole grid."""
+    shape, sizes = (7, 3, 4), (5, 2)
+    q, k, v = (torch.randn(2, 84, 2, 8, device=DEVICE) for _ in range(3))
+    theta = torch.rand(2, slots_of(8, kind), device=DEVICE)
+    inputs = [x.requires_grad_() for x in (q, k, v, theta)]
+    turns = Turns(2, q.device)
+
+    def slab(rank):
+        turns.begin(rank)
+        layout = Part((sizes[rank], *shape[1:]), sizes=sizes, exchange=turns)
+        rows = slice(12 * layout.starts[rank], 12 * layout.starts[rank + 1])
+        return rows, {"lrpe": Lrpe(theta, layout, kind), "impl": "triton"}
+
+    places = [slab(rank) for rank in (0, 1)]
+    state = merge(*(summarize(k[:, rows], v[:, rows], **place) for rows, place in places))
+    out = torch.cat([read(q[:, rows], state, **place) for rows, place in places], 1)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = global_attention(*exact[:3], lrpe=Lrpe(exact[3], shape, kind), impl="torch")
+    close(out, expected.float(), 1e-5)
+    weights = torch.randn_like(out)
+    grads = torch.autograd.grad((out * weights).sum(), inputs)
+    wanted = torch.autograd.grad((expected * weights).sum(), exact)
+    for grad, want in zip(grads, wanted, strict=True):
+        assert (grad - want).abs().max() <= 1e-5 * want.abs().max()
 
 
 @pytest.mark.gpu

@@ -240,3 +240,13 @@ def test_errors_show_the_shapes():
             axis_scan(x, *args)
         with pytest.raises(ValueError, match=r"reverse coef"):
             axis_scan(x, c, decay, args)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_a_dtype_is_that_of_the_sums(impl):
+    x, c, log_decay, _ = (t.float() for t in sample(9))
+    weights = (c[None], log_decay[None])
+    x = x.bfloat16()
+    y = axis_scan(x, *weights, dtype=torch.float32, residual=True, impl=impl)
+    assert y.dtype == torch.float32
+    assert torch.equal(y, axis_scan(x.float(), *weights, residual=True, impl=impl))

@@ -83,7 +83,7 @@ def test_blocks_that_are_computed_again_meet_again(tmp_path):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="expected two GPUs")
 def test_the_kernels_of_two_gpus(tmp_path):
     for errors in run(tmp_path, 2, "on_gpus"):
-        assert len(errors) == 8
+        assert len(errors) == 9
         for label, kinds in errors.items():
             # atomic sums, and cuDNN's choice of algorithms, differ from call to call
             assert max(kinds.values()) <= 1e-4, (label, kinds)
@@ -115,12 +115,13 @@ def test_compiled_networks_are_one_graph(tmp_path):
 
 @pytest.mark.slow
 def test_processes_send_what_the_model_of_costs_says(tmp_path):
-    net = shard_model.Network(dim=64, depth=3, element=4)
-    told = shard_model.sent(net, (12, 5, 4), 2, batch=2)
-    expected = sum(told[what] for what in ("attention", "local mixing", "MD-TPE"))
-    rest = 12 * 8 + 2 * 2 * 64 * 4  # shapes; the sums of the mean over tokens, both ways
-    for each in found(2, "counted", tmp_path):
-        assert each["bytes"] == expected + rest
+    for dtype, element in (("float32", 4), ("bfloat16", 2)):
+        net = shard_model.Network(dim=64, depth=3, element=element)
+        told = shard_model.sent(net, (12, 5, 4), 2, batch=2)
+        expected = sum(told[what] for what in ("attention", "local mixing", "MD-TPE"))
+        rest = 12 * 8 + 2 * 2 * 64 * 4  # shapes; the sums of the mean over tokens, both ways
+        for each in found(2, "counted", tmp_path):
+            assert each[dtype] == expected + rest
 
 
 @pytest.mark.slow

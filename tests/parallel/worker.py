@@ -133,7 +133,8 @@ def on_gpus() -> dict[str, Any]:
             errors = against_whole(CASES[name], axis, torch.float32, device="cuda")
             found[f"{name}, axis {axis}, float32"] = errors
             print(f"{name}, axis {axis}", errors, flush=True)
-    return found
+    again = against_whole(CASES["U-Net M"], 0, torch.float32, True, device="cuda")
+    return {**found, "U-Net M, grad_checkpointing, axis 0, float32": again}
 
 
 def stream() -> dict[str, Any]:
@@ -213,8 +214,8 @@ def beside() -> dict[str, Any]:
 
 
 def counted() -> dict[str, Any]:
-    """Bytes that this process sends in a step."""
-    sent = 0
+    """Bytes that this process sends in a step, in float32 and under autocast."""
+    sent, found = 0, {}
     real = Processes.all_to_all
 
     def all_to_all(self: Processes, flat: Tensor, *sizes: Any) -> Tensor:
@@ -224,11 +225,14 @@ def counted() -> dict[str, Any]:
 
     net = NDLightNet(3, 1, 5, patch_size=1, embed_dim=64, depth=3, tpe_states=8)
     Processes.all_to_all = all_to_all  # type: ignore[method-assign]
-    with shard_grid(dist.group.WORLD) as grid:
-        x = grid.slab(torch.randn(2, 1, 12, 5, 4))
-        net(x).sum().backward()
+    for name, cast in (("float32", False), ("bfloat16", True)):
+        sent = 0
+        with shard_grid(dist.group.WORLD) as grid, torch.autocast("cpu", torch.bfloat16, cast):
+            x = grid.slab(torch.randn(2, 1, 12, 5, 4))
+            net(x).float().sum().backward()
+        found[name] = sent
     Processes.all_to_all = real  # type: ignore[method-assign]
-    return {"bytes": sent}
+    return found
 
 
 def compiled() -> dict[str, Any]:

@@ -28,13 +28,15 @@ def axis_scan(
     *,
     layout: Layout | None = None,
     residual: bool = False,
+    dtype: torch.dtype | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
     """Sum the recurrences along all axes of a grid: (batch, *grid, dim) -> same shape.
 
     layout: if given, x is (batch, length, dim) and mask (batch, length); with a Ragged no line
     leaves its sample; with a Part lines go through all parts, each of which scans some channels.
-    residual: x itself is added, without another pass over memory.
+    residual: x itself is added, without another pass over memory. dtype: what x is converted to
+    first, by default its own; parts exchange it before.
 
     coef: (axes, dim, states); log_decay: (axes, states) <= 0. `reverse`: the same pair for the
     reverse direction (bidirectional; a token itself counts once, with the forward weights). mask:
@@ -50,9 +52,10 @@ def axis_scan(
                 f"{(*expected, 'states')} and {(grid.ndim, 'states')} for x {tuple(x.shape)} of "
                 f"{grid.ndim} axes"
             )
+    how: Any = {"residual": residual, "dtype": dtype, "impl": impl}
     if layout is None:
         flat, tokens_mask = grid.flatten(x), grid.flatten_mask(mask)
-        how: Any = {"layout": grid, "residual": residual, "impl": impl}
+        how |= {"layout": grid}
         return grid.unflatten(axis_scan(flat, coef, log_decay, reverse, tokens_mask, **how))
     ragged = isinstance(grid, Ragged)
     if x.ndim != 3 or x.shape[1] != grid.length or (ragged and x.shape[0] != 1):
@@ -60,13 +63,12 @@ def axis_scan(
     if isinstance(grid, Spread):
 
         def scan(part: Part, x: Tensor, mask: Tensor | None) -> Tensor:
-            weights = (coef, log_decay, reverse, mask)
-            return axis_scan(x, *weights, layout=part, residual=residual, impl=impl)
+            return axis_scan(x, coef, log_decay, reverse, mask, layout=part, **how)
 
         return grid.map_samples(scan, x, mask)
     if isinstance(grid, Part):
-        weights = (coef, log_decay, reverse, mask)
-        return _on_part(x, *weights, layout=grid, residual=residual, impl=impl)
+        return _on_part(x, coef, log_decay, reverse, mask, layout=grid, **how)
+    x = x if dtype is None else x.to(dtype)
     if x.numel() == 0:
         resolve("axis_scan", impl, x)
         return x

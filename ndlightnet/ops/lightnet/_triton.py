@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.layout import Ragged
+from ndlightnet.layout import Part, Ragged
 from ndlightnet.ops._operator import Operator
 from ndlightnet.ops.position import Position, columns, offset_of, shape_of
 from ndlightnet_kernels import position as flat
@@ -26,13 +26,27 @@ def of_grid(lrpe: Position | None) -> Flat:
     if lrpe is None:
         return NOWHERE
     offset, shape, start = None, shape_of(lrpe), offset_of(lrpe)
-    if start is not None:
-        device = lrpe.theta.device
+    device = lrpe.theta.device
+    if start is not None and start is _slab(lrpe):
+        # near, as for the whole in one piece: kernels then have nothing to do for each slot
+        offset = torch.zeros(1, len(shape), dtype=torch.int32, device=device)
+        for axis, first in enumerate(start):
+            if first:
+                offset[:, axis].fill_(first)
+    elif start is not None:
         parts = columns(start, device)
         same = lrpe.origin is start
         parts += parts if same else columns(lrpe.origin or (0,) * len(shape), device)
         offset = torch.stack(torch.broadcast_tensors(*parts), 1)
     return flat.grid(lrpe.theta, offset, lrpe.kind, lrpe.prefix, shape)
+
+
+def _slab(lrpe: Position) -> Any:
+    """Return where in the whole the part begins in which tokens lie; None: no part, or a stream."""
+    layout = lrpe.layout
+    if not isinstance(layout, Part) or lrpe.origin is not None:
+        return None
+    return layout.offset if all(isinstance(first, int) for first in layout.offset or ()) else None
 
 
 def of_frames(lrpe: Position | None, batch: int, frames: int) -> Flat:

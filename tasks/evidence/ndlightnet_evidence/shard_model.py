@@ -3,7 +3,8 @@
 A part sends, in a step forward and backward, for each sample:
   attention     in each layer its States to all others, twice
   local mixing  in each layer its first and last planes to its neighbours, twice
-  MD-TPE        all its tokens, but for its own share of the channels, four times
+  MD-TPE        all its tokens, but for its own share of the channels, four times: twice as values,
+                twice as the residual stream
 and for all samples its gradients, once (a ring all-reduce: twice their bytes).
 """
 
@@ -52,7 +53,7 @@ def sent(net: Network, grid: tuple[int, ...], parts: int, batch: int = 1) -> dic
     return {
         "attention": batch * 2 * net.depth * state * (parts - 1),
         "local mixing": batch * 2 * net.depth * sides * net.radius * plane * net.dim * net.element,
-        "MD-TPE": batch * 4 * tokens * net.dim * net.exact * (parts - 1) / parts,
+        "MD-TPE": batch * 2 * tokens * net.dim * (net.element + net.exact) * (parts - 1) / parts,
         "gradients": 2 * net.parameters * 4 * (parts - 1) / parts,
     }
 
