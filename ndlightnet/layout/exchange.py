@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,33 +49,54 @@ class Processes(Exchange):
         self.rank, self.count = group.rank(), group.size()
 
     def swap(self, given: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Pending:
-        if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-            received: Any = _Swap.apply(self, shapes, *given)  # type: ignore[no-untyped-call]
-        else:
-            received = self.sent(given, shapes)
-        return lambda: list(received)
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
+            received = self.begin(given, shapes)
+            return lambda: self.arrived(received)
+        given = _WaitBackward.apply(self, *given)  # type: ignore[no-untyped-call]
+        pending: Any = _Swap.apply(self, shapes, *given)  # type: ignore[no-untyped-call]
+        return lambda: list(_Wait.apply(self, *pending))  # type: ignore[no-untyped-call]
 
-    def sent(self, given: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Send all but the own part's tensor, and return what all processes sent to this one."""
-        others = [x if i != self.rank else x.new_empty(0) for i, x in enumerate(given)]
-        sizes = [x.numel() for x in others]
-        flat = given[0].new_empty(sum(sizes))
-        for x, place in zip(others, flat.split(sizes), strict=True):
-            copy(x, place.view(x.shape))
+    def begin(self, given: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Send all but the own part's tensor, and return where what all processes send to this one
+        will be, see `arrived`."""
+        if self.count == 1:
+            return list(given)
+        others = [x for i, x in enumerate(given) if i != self.rank and x.numel()]
+        sizes = [0 if i == self.rank else x.numel() for i, x in enumerate(given)]
+        if len(others) == 1 and others[0].is_contiguous():
+            flat = others[0].view(-1)
+        else:
+            flat = given[0].new_empty(sum(sizes))
+            for x, place in zip(others, flat.split([x.numel() for x in others]), strict=True):
+                copy(x, place.view(x.shape))
         counts = [math.prod(shape) for shape in shapes]
         counts[self.rank] = 0
-        found = list(self.all_to_all(flat, counts, sizes).split(counts))
+        with self._told():
+            found = list(self.all_to_all(flat, counts, sizes).split(counts))
         found[self.rank] = given[self.rank]
         return [x.view(tuple(shape)) for x, shape in zip(found, shapes, strict=True)]
 
     def all_to_all(self, flat: Tensor, received: list[int], sent: list[int]) -> Tensor:
-        """Return what all processes send to this one, one after the other. On a GPU only its stream
-        waits."""
+        """Return where what all processes send to this one will be, one after the other."""
         import torch.distributed._functional_collectives as collectives
 
+        out = collectives.all_to_all_single(flat, received, sent, self.group)
+        # one graph waits at once; else it would wait at the first use, which may be a mere view
+        return out.elem if isinstance(out, collectives.AsyncCollectiveTensor) else out
+
+    def arrived(self, received: list[Tensor]) -> list[Tensor]:
+        """Wait for what `begin` returned; on a GPU only its stream waits."""
+        import torch.distributed._functional_collectives as collectives
+
+        if not torch.compiler.is_compiling():
+            with self._told(), torch.no_grad():  # one tensor's storage is that of all
+                collectives.wait_tensor(received[self.rank - 1])
+        return received
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
         try:
-            out = collectives.all_to_all_single(flat, received, sent, self.group)
-            return collectives.wait_tensor(out)
+            yield
         except RuntimeError as error:  # torch.distributed's, of any backend
             raise RuntimeError(
                 f"shard_grid: process {self.rank} of {self.count} heard nothing from another one; "
@@ -99,16 +121,40 @@ def _wide(x: Tensor) -> bool:
     return all(step % several == 0 for step in steps)
 
 
+# The three nodes of an exchange. Each direction waits in a node of its own, which runs when what
+# arrives is needed: until then the GPU goes on.
+class _WaitBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, processes: Processes, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.processes = processes
+        return tuple(x.view_as(x) for x in given)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, *ctx.processes.arrived(list(grads))
+
+
 class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, processes: Processes, shapes: Sequence[Sequence[int]], *given: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.processes, ctx.shapes = processes, [x.shape for x in given]
-        return tuple(processes.sent(given, shapes))
+        return tuple(processes.begin(given, shapes))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         # all processes take the nodes of a graph in the reverse of the order they were made in
-        own = ctx.processes.swap(grads, ctx.shapes)()
-        return None, None, *own
+        if torch.is_grad_enabled():  # for a second derivative
+            return None, None, *ctx.processes.swap(grads, ctx.shapes)()
+        return None, None, *ctx.processes.begin(grads, ctx.shapes)
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, processes: Processes, *received: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in processes.arrived(list(received)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, *grads

@@ -113,9 +113,13 @@ class Part(Grid):
         x, *edges = _Edges.apply(x, dim, [span(i) for i in parts])  # type: ignore[no-untyped-call]
         received = self.exchange.swap(edges, [shape(i) for i in parts])
 
+        def joined(planes: list[Tensor]) -> Tensor:
+            some = [plane for plane in planes if plane.shape[dim]]
+            return some[0] if len(some) == 1 else torch.cat(planes, dim)
+
         def wait() -> list[Tensor]:
             planes = received()  # the own one is empty
-            return [torch.cat(planes[: rank + 1], dim), torch.cat(planes[rank:], dim)]
+            return [joined(planes[: rank + 1]), joined(planes[rank:])]
 
         return x, wait
 

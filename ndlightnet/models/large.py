@@ -14,7 +14,7 @@ import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -77,17 +77,18 @@ class Sweeper:
 
     dims: number of axes. sizes: cells of the input in each slab along the axis. folder: features
     are files there, mapped into memory; None: they are in the host's memory. then: a function of
-    the network's result.
+    the network's result. told: is called with what is being computed.
     """
 
     def __init__(
         self, device: torch.device, dims: int, axis: int, sizes: Sequence[int],
         folder: Path | None, then: Callable[[Tensor], Tensor] | None,
+        told: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         self.device, self.folder = device, folder
         self.dims, self.axis, self.sizes = dims, axis, tuple(sizes)
-        self.then = then or (lambda x: x)
-        self.count, self.files = len(sizes), 0
+        self.then, self.told = then or (lambda x: x), told
+        self.count, self.files, self.layers = len(sizes), 0, 0
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def part(self, exchange: Exchange, space: Sequence[int]) -> Part:
@@ -121,8 +122,11 @@ class Sweeper:
         """Return layer(exchange, *inputs) for all slabs. drop: the inputs are not needed later."""
         turns = Turns(self.count, self.device)
         out: list[Any] = []
+        self.layers += 1
         while len(out) < self.count:
             for rank, tensors in enumerate(self._loaded(inputs)):
+                if self.told is not None:
+                    self.told(f"layer {self.layers}, slab {rank + 1} of {self.count}")
                 turns.begin(rank)
                 try:
                     out.append(self._stored(layer(turns, *tensors)))
@@ -216,6 +220,7 @@ class Large:
         *,
         folder: str | Path | None = None,
         then: Callable[[Tensor], Tensor] | None = None,
+        progress: bool = False,
     ) -> Tensor:
         """Return what the network returns for a volume (batch, channels, *space) on the host, whose
         features are larger than the device's memory. The result is on the host, too.
@@ -226,6 +231,7 @@ class Large:
                 afterwards; default: they are in the host's memory.
             then: applied to the result, that of a U-Net slab by slab on the device, such as
                 `lambda logits: logits.argmax(1)`; the axes of space stay the last ones.
+            progress: show which layer of which slab is computed. Needs rich.
 
         Equal to the result for the whole up to rounding. Under torch.autocast features have its
         dtype. For a network in evaluation mode.
@@ -249,11 +255,12 @@ class Large:
             sizes = split_sizes(space[axis], count, self.slab_multiples[axis])
             try:
                 with ExitStack() as stack, torch.no_grad():
+                    told = stack.enter_context(_shown()) if progress else None
                     files = None
                     if folder is not None:
                         made = tempfile.TemporaryDirectory(dir=folder)
                         files = Path(stack.enter_context(made))
-                    sweeper = Sweeper(device, self.dims, axis, sizes, files, then)
+                    sweeper = Sweeper(device, self.dims, axis, sizes, files, then, told)
                     return self.sweep(sweeper, sweeper.cut(volume))
             except torch.OutOfMemoryError:
                 if slabs is not None or count == units[axis]:
@@ -267,3 +274,14 @@ class Large:
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         cells = len(volume) * math.prod(volume.shape[2:])
         return max(LEAST, math.ceil(self.bytes_per_cell * cells / (0.8 * (free + unused))))
+
+
+@contextmanager
+def _shown() -> Iterator[Callable[[str], None]]:
+    """Show the last text that the function was called with, and the time since the first."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, transient=True) as shown:
+        job = shown.add_task("reading the volume", total=None)
+        yield lambda text: shown.update(job, description=text)

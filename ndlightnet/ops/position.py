@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ndlightnet.layout import Grid, Layout
+from ndlightnet.layout import Grid, Layout, Part
 from ndlightnet.ops.dtypes import finest
 from ndlightnet.ops.lightnet.state import State
 from ndlightnet.ops.plain import plain
@@ -56,6 +56,16 @@ def offset_of(position: Position) -> tuple[int | Tensor, ...] | None:
     """Return the coordinates of the first cell; None: 0."""
     layout, offset = position.layout, position.offset
     return layout.offset if offset is None and isinstance(layout, Grid) else offset
+
+
+def slab_offset(position: Position) -> tuple[int, ...] | None:
+    """Return where in the whole grid the slab begins that is the layout; None: another layout, or a
+    slab of a stream."""
+    layout = position.layout
+    if not isinstance(layout, Part) or position.offset is not None:
+        return None
+    start = [first for first in layout.offset or () if isinstance(first, int)]
+    return tuple(start) if len(start) == layout.ndim else None
 
 
 def slots_of(dim: int, kind: Kind) -> int:
@@ -151,9 +161,12 @@ def relative(lrpe: Position | None) -> Position | None:
     angle gradients add up to those of the angles in the States before and after (0 without States),
     a sum that float32 does not give to the digits that a large coordinate needs. So here
     coordinates count from the origin, and `offset_gradient` adds origin x those of the States.
+    Coordinates of a slab are no larger than those of the whole, and stay.
     """
     offset = None if lrpe is None else offset_of(lrpe)
     if lrpe is None or offset is None or plain():  # _OffsetGradient is not plain
+        return lrpe
+    if slab_offset(lrpe) is not None:
         return lrpe
     return lrpe._replace(offset=offset, origin=offset)
 

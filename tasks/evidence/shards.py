@@ -306,10 +306,13 @@ def cubes(o: Any) -> list[Run]:
                 each = 1e9 * (points["192"]["gb"] - points["128"]["gb"]) / (192**3 - 128**3)
                 first = int((memory.of_device() / each) ** (1 / 3)) // 32 * 32
                 run["bytes a voxel"] = each
-                for side in range(first, 0, -32):
-                    found = launch(gpus, "cube", sides=[side], search=True, **how)
+                sides = list(range(first, 0, -32))
+                # of several processes, not all run out of memory: new ones for each side
+                for some in [[side] for side in sides] if gpus > 1 else [sides]:
+                    found = launch(gpus, "cube", sides=some, search=True, **how)
                     if "error" not in found and found:
-                        run |= {"largest": side, **found[str(side)]}
+                        ((side, values),) = found.items()
+                        run |= {"largest": int(side), **values}
                         break
                 say(run)
     return runs

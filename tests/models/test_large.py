@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rich.progress import Progress
 
 from ndlightnet import NDLightNet, NDLightUNet, mixers
 from ndlightnet.layout import split_sizes
@@ -160,3 +161,29 @@ def test_split_sizes():
                 sizes = split_sizes(size, parts, multiple)
                 assert sum(sizes) == size and len(sizes) == parts and min(sizes) > 0
                 assert all(n % multiple == 0 for n in sizes[:-1])
+
+
+def test_progress_names_layers_and_slabs(monkeypatch):
+    shown = []
+    update = Progress.update
+    monkeypatch.setattr(
+        Progress, "update", lambda *job, **how: shown.append(how) or update(*job, **how)
+    )
+    net = NDLightUNet(2, 1, 3, widths=(8, 16)).eval()
+    net.predict_large(torch.randn(1, 1, 16, 14), 2, progress=True)
+    texts = [how["description"] for how in shown]
+    assert texts[0] == "layer 1, slab 1 of 2" and "layer 2, slab 2 of 2" in texts
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="expected a GPU")
+@pytest.mark.parametrize("name", ["volume", "video, causal", "U-Net M", "U-Net, hybrid"])
+@pytest.mark.parametrize("files", [False, True])
+def test_slabs_are_copied_to_a_gpu_and_back(name, files, tmp_path):
+    case = CASES[name]
+    torch.manual_seed(0)
+    net = case.make().cuda().eval()
+    x = torch.randn(2, *case.shape)
+    # TF32's rounding differs from one form of a convolution to another
+    with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
+        close(net.predict_large(x, 3, folder=tmp_path if files else None), net(x.cuda()).cpu())

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.layout import Part, Ragged
+from ndlightnet.layout import Ragged
 from ndlightnet.ops._operator import Operator
-from ndlightnet.ops.position import Position, columns, offset_of, shape_of
+from ndlightnet.ops.position import Position, columns, offset_of, shape_of, slab_offset
 from ndlightnet_kernels import position as flat
 from ndlightnet_kernels.position import FIELDS, SCHEMA
 
@@ -27,10 +27,11 @@ def of_grid(lrpe: Position | None) -> Flat:
         return NOWHERE
     offset, shape, start = None, shape_of(lrpe), offset_of(lrpe)
     device = lrpe.theta.device
-    if start is not None and start is _slab(lrpe):
-        # near, as for the whole in one piece: kernels then have nothing to do for each slot
+    near = slab_offset(lrpe)
+    if near is not None:
+        # as for the whole in one piece: kernels then have nothing to do for each slot
         offset = torch.zeros(1, len(shape), dtype=torch.int32, device=device)
-        for axis, first in enumerate(start):
+        for axis, first in enumerate(near):
             if first:
                 offset[:, axis].fill_(first)
     elif start is not None:
@@ -39,14 +40,6 @@ def of_grid(lrpe: Position | None) -> Flat:
         parts += parts if same else columns(lrpe.origin or (0,) * len(shape), device)
         offset = torch.stack(torch.broadcast_tensors(*parts), 1)
     return flat.grid(lrpe.theta, offset, lrpe.kind, lrpe.prefix, shape)
-
-
-def _slab(lrpe: Position) -> Any:
-    """Return where in the whole the part begins in which tokens lie; None: no part, or a stream."""
-    layout = lrpe.layout
-    if not isinstance(layout, Part) or lrpe.origin is not None:
-        return None
-    return layout.offset if all(isinstance(first, int) for first in layout.offset or ()) else None
 
 
 def of_frames(lrpe: Position | None, batch: int, frames: int) -> Flat:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ndlightnet.layout import Grid, Part
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.lightnet.state import State, merge_along
-from ndlightnet.ops.position import Position, offset_gradient, relative
+from ndlightnet.ops.position import Position, offset_gradient, offset_of, relative, shape_of
 from ndlightnet.ops.recurrence.chunks import exact
 
 
@@ -71,6 +71,8 @@ def axis_causal_part(
     from ndlightnet.ops.lightnet import frames as whole
     from ndlightnet.ops.lightnet.attention import summarize
 
+    if lrpe is not None:  # frames count from the first of this part
+        lrpe = lrpe._replace(layout=shape_of(lrpe), offset=offset_of(lrpe))
     if layout.axis == 0:
         if state is not None:
             raise ValueError("state: expected None where the first axis is split")
