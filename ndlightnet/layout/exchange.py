@@ -49,49 +49,67 @@ class Processes(Exchange):
         self.rank, self.count = group.rank(), group.size()
 
     def swap(self, given: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Pending:
-        if not (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
-            received = self.begin(given, shapes)
-            return lambda: self.arrived(received)
-        given = _WaitBackward.apply(self, *given)  # type: ignore[no-untyped-call]
-        pending: Any = _Swap.apply(self, shapes, *given)  # type: ignore[no-untyped-call]
-        return lambda: list(_Wait.apply(self, *pending))  # type: ignore[no-untyped-call]
+        if self.count == 1:
+            return lambda: list(given)
+        if torch.compiler.is_compiling():
+            received = self._in_graph(given, shapes)
+            return lambda: received
+        if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+            found: list[Tensor] = []
+            given = _Begin.apply(self, shapes, found, *given)  # type: ignore[no-untyped-call]
+            return lambda: list(_Arrive.apply(self, found, *given))  # type: ignore[no-untyped-call]
+        received = self.begin(given, shapes)
+        return lambda: self.arrived(received)
 
     def begin(self, given: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Send all but the own part's tensor, and return where what all processes send to this one
         will be, see `arrived`."""
-        if self.count == 1:
-            return list(given)
         others = [x for i, x in enumerate(given) if i != self.rank and x.numel()]
-        sizes = [0 if i == self.rank else x.numel() for i, x in enumerate(given)]
         if len(others) == 1 and others[0].is_contiguous():
             flat = others[0].view(-1)
         else:
-            flat = given[0].new_empty(sum(sizes))
+            flat = given[0].new_empty(sum(x.numel() for x in others))
             for x, place in zip(others, flat.split([x.numel() for x in others]), strict=True):
                 copy(x, place.view(x.shape))
-        counts = [math.prod(shape) for shape in shapes]
-        counts[self.rank] = 0
+        counts, sizes = self._numbers(shapes), self._numbers([x.shape for x in given])
         with self._told():
-            found = list(self.all_to_all(flat, counts, sizes).split(counts))
-        found[self.rank] = given[self.rank]
-        return [x.view(tuple(shape)) for x, shape in zip(found, shapes, strict=True)]
+            out = self.all_to_all(flat, counts, sizes)
+        return self._divided(out, given, shapes)
 
     def all_to_all(self, flat: Tensor, received: list[int], sent: list[int]) -> Tensor:
         """Return where what all processes send to this one will be, one after the other."""
         import torch.distributed._functional_collectives as collectives
 
         out = collectives.all_to_all_single(flat, received, sent, self.group)
-        # one graph waits at once; else it would wait at the first use, which may be a mere view
+        # else it would wait at its first use, which is a mere view
         return out.elem if isinstance(out, collectives.AsyncCollectiveTensor) else out
 
     def arrived(self, received: list[Tensor]) -> list[Tensor]:
         """Wait for what `begin` returned; on a GPU only its stream waits."""
         import torch.distributed._functional_collectives as collectives
 
-        if not torch.compiler.is_compiling():
-            with self._told(), torch.no_grad():  # one tensor's storage is that of all
-                collectives.wait_tensor(received[self.rank - 1])
+        with self._told(), torch.no_grad():  # all others' tensors have one storage
+            collectives.wait_tensor(received[self.rank - 1])
         return received
+
+    def _in_graph(self, given: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Swap in a graph that is compiled, which differentiates torch's own collective."""
+        import torch.distributed._functional_collectives as collectives
+
+        flat = torch.cat([x.flatten() for i, x in enumerate(given) if i != self.rank])
+        sizes = self._numbers(shapes), self._numbers([x.shape for x in given])
+        out = collectives.all_to_all_single_autograd(flat, *sizes, self.group)
+        return self._divided(out, given, shapes)
+
+    def _numbers(self, shapes: Sequence[Sequence[int]]) -> list[int]:
+        return [0 if i == self.rank else math.prod(shape) for i, shape in enumerate(shapes)]
+
+    def _divided(
+        self, out: Tensor, given: Sequence[Tensor], shapes: Sequence[Sequence[int]]
+    ) -> list[Tensor]:
+        found = list(out.split(self._numbers(shapes)))
+        found[self.rank] = given[self.rank]
+        return [x.view(tuple(shape)) for x, shape in zip(found, shapes, strict=True)]
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -121,40 +139,34 @@ def _wide(x: Tensor) -> bool:
     return all(step % several == 0 for step in steps)
 
 
-# The three nodes of an exchange. Each direction waits in a node of its own, which runs when what
-# arrives is needed: until then the GPU goes on.
-class _WaitBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, processes: Processes, *given: Tensor) -> tuple[Tensor, ...]:
-        ctx.processes = processes
-        return tuple(x.view_as(x) for x in given)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, *ctx.processes.arrived(list(grads))
-
-
-class _Swap(torch.autograd.Function):
+# An exchange is two nodes: one begins it, the other one, which is made when what arrives is needed,
+# waits. In the backward the second begins and the first waits. In between the GPU goes on. All
+# processes take the nodes of a graph in the reverse of the order in which they were made.
+class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, processes: Processes, shapes: Sequence[Sequence[int]], *given: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.processes, ctx.shapes = processes, [x.shape for x in given]
-        return tuple(processes.begin(given, shapes))
+        ctx: Any, processes: Processes, shapes: Sequence[Sequence[int]], found: list[Tensor],
+        *given: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.processes = processes
+        found.extend(processes.begin(given, shapes))
+        return tuple(x.view_as(x) for x in given)  # the gradients of `_Arrive` have their shapes
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        # all processes take the nodes of a graph in the reverse of the order they were made in
+        return None, None, None, *ctx.processes.arrived(list(grads))
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, processes: Processes, found: list[Tensor], *given: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.processes, ctx.shapes = processes, [x.shape for x in given]
+        return tuple(x.view_as(x) for x in processes.arrived(found))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # for a second derivative
             return None, None, *ctx.processes.swap(grads, ctx.shapes)()
         return None, None, *ctx.processes.begin(grads, ctx.shapes)
-
-
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, processes: Processes, *received: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.view_as(x) for x in processes.arrived(list(received)))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, *grads
