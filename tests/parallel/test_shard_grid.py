@@ -125,6 +125,14 @@ def test_processes_send_what_the_model_of_costs_says(tmp_path):
 
 
 @pytest.mark.slow
+def test_parts_round_as_the_whole_does_under_autocast(tmp_path):
+    for each in found(2, "autocast", tmp_path):
+        assert min(each["whole"]) > 0
+        for parts, whole in zip(each["parts"], each["whole"], strict=True):
+            assert parts <= 2 * whole  # the kernels' yardstick, see tests/kernels/yardstick.py
+
+
+@pytest.mark.slow
 def test_stochastic_depth_drops_the_same_samples(tmp_path):
     for each in found(2, "drop_path", tmp_path):
         assert each["same"] and each["differ"] > 1

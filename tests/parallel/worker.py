@@ -235,6 +235,32 @@ def counted() -> dict[str, Any]:
     return found
 
 
+def autocast() -> dict[str, Any]:
+    """Errors under autocast of the whole and of parts, in the mean, against float64."""
+    torch.manual_seed(0)
+    net = CASES["volume"].make()
+    x = torch.randn(4, 1, 12, 10, 14)
+
+    def step(net: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        net.zero_grad()
+        y = net(x)
+        y.square().sum().backward()
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        for grad in grads:
+            dist.all_reduce(grad)
+        return y.detach().double(), torch.cat([grad.flatten().double() for grad in grads]) / 2
+
+    exact = step(copy.deepcopy(net).double(), x.double())
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = step(net, x)
+        with shard_grid(dist.group.WORLD) as grid:
+            parts = step(net, grid.slab(x, 2))
+    return {
+        name: [(y - y0).square().mean().sqrt().item() for y, y0 in zip(found, exact, strict=True)]
+        for name, found in (("whole", whole), ("parts", parts))
+    }
+
+
 def compiled() -> dict[str, Any]:
     """One graph, with the exchanges in it, of each network."""
     found = {}
@@ -357,10 +383,13 @@ def refused() -> dict[str, Any]:
 
 # what processes do one after the other, by their number: each costs seconds to start
 SESSIONS = {
-    2: (all_cases, recomputed, stream, packs, drop_path, training, counted, compiled, refused),
+    2: (
+        all_cases, recomputed, stream, packs, drop_path, training, counted, autocast, compiled,
+        refused,
+    ),
     3: (all_cases,),
     4: (all_cases, beside),
-}
+}  # fmt: skip
 
 
 def session() -> dict[str, Any]:
