@@ -46,7 +46,7 @@ def pinned(
 
 
 def of_process() -> int:
-    """Return the largest memory of this process so far, without what is pinned."""
+    """Return the largest memory of this process so far, with what is pinned."""
     return _line("/proc/self/status", "VmHWM")
 
 
