@@ -11,10 +11,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ndlightnet.layout.wide import copy
 
 Pending = Callable[[], list[Tensor]]  # returns what was received, and waits for it if necessary
 
@@ -41,6 +44,21 @@ class Exchange(ABC):
         return torch.stack(self.for_all(x)()).sum(0)
 
 
+@dataclass
+class _Transfer:
+    """received: where what all processes send to this one will be. work: the collective."""
+
+    processes: Processes
+    received: list[Tensor]
+    work: Any
+
+    def wait(self) -> list[Tensor]:
+        """Return what was received. On a GPU only its stream waits."""
+        with self.processes.told():
+            self.work.wait()
+        return self.received
+
+
 class Processes(Exchange):
     """Parts on the processes of a torch.distributed group, in the order of their ranks there."""
 
@@ -54,16 +72,14 @@ class Processes(Exchange):
         if torch.compiler.is_compiling():
             received = self._in_graph(given, shapes)
             return lambda: received
-        if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-            found: list[Tensor] = []
-            given = _Begin.apply(self, shapes, found, *given)  # type: ignore[no-untyped-call]
-            return lambda: list(_Arrive.apply(self, found, *given))  # type: ignore[no-untyped-call]
-        received = self.begin(given, shapes)
-        return lambda: self.arrived(received)
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
+            return self.begin(given, shapes).wait
+        route = _Route()
+        given = _Begin.apply(self, shapes, route, *given)  # type: ignore[no-untyped-call]
+        return lambda: list(_Arrive.apply(self, route, *given))  # type: ignore[no-untyped-call]
 
-    def begin(self, given: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Send all but the own part's tensor, and return where what all processes send to this one
-        will be, see `arrived`."""
+    def begin(self, given: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> _Transfer:
+        """Send all but the own part's tensor."""
         others = [x for i, x in enumerate(given) if i != self.rank and x.numel()]
         if len(others) == 1 and others[0].is_contiguous():
             flat = others[0].view(-1)
@@ -71,26 +87,19 @@ class Processes(Exchange):
             flat = given[0].new_empty(sum(x.numel() for x in others))
             for x, place in zip(others, flat.split([x.numel() for x in others]), strict=True):
                 copy(x, place.view(x.shape))
-        counts, sizes = self._numbers(shapes), self._numbers([x.shape for x in given])
-        with self._told():
-            out = self.all_to_all(flat, counts, sizes)
-        return self._divided(out, given, shapes)
+        sizes = self._numbers(shapes), self._numbers([x.shape for x in given])
+        with self.told():
+            out, work = self.all_to_all(flat, *sizes)
+        return _Transfer(self, self._divided(out, given, shapes), work)
 
-    def all_to_all(self, flat: Tensor, received: list[int], sent: list[int]) -> Tensor:
-        """Return where what all processes send to this one will be, one after the other."""
-        import torch.distributed._functional_collectives as collectives
+    def all_to_all(self, flat: Tensor, received: list[int], sent: list[int]) -> tuple[Tensor, Any]:
+        """Return where what all processes send to this one will be, one after the other, and what
+        waits for it."""
+        import torch.distributed as dist
 
-        out = collectives.all_to_all_single(flat, received, sent, self.group)
-        # else it would wait at its first use, which is a mere view
-        return out.elem if isinstance(out, collectives.AsyncCollectiveTensor) else out
-
-    def arrived(self, received: list[Tensor]) -> list[Tensor]:
-        """Wait for what `begin` returned; on a GPU only its stream waits."""
-        import torch.distributed._functional_collectives as collectives
-
-        with self._told(), torch.no_grad():  # all others' tensors have one storage
-            collectives.wait_tensor(received[self.rank - 1])
-        return received
+        out = flat.new_empty(sum(received))
+        how: Any = {"group": self.group, "async_op": True}
+        return out, dist.all_to_all_single(out, flat, received, sent, **how)
 
     def _in_graph(self, given: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """Swap in a graph that is compiled, which differentiates torch's own collective."""
@@ -112,7 +121,7 @@ class Processes(Exchange):
         return [x.view(tuple(shape)) for x, shape in zip(found, shapes, strict=True)]
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def told(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:  # torch.distributed's, of any backend
@@ -122,21 +131,11 @@ class Processes(Exchange):
             ) from error
 
 
-def copy(x: Tensor, place: Tensor) -> None:
-    """Copy x to `place`. A GPU copies rows that do not follow each other number by number, and 16
-    bytes in the time of 2: so they are copied as such numbers where rows allow it."""
-    if x.is_cuda and not torch.compiler.is_compiling() and all(map(_wide, (x, place))):
-        x, place = x.view(torch.complex128), place.view(torch.complex128)
-    place.copy_(x)
+class _Route:
+    """What the two nodes of an exchange share: transfers that are under way, there and back."""
 
-
-def _wide(x: Tensor) -> bool:
-    """Return whether all rows of x consist of whole numbers of 16 bytes."""
-    if x.ndim == 0 or x.stride(-1) != 1:
-        return False
-    several = 16 // x.element_size()
-    steps = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
-    return all(step % several == 0 for step in steps)
+    there: _Transfer | None = None
+    back: _Transfer | None = None
 
 
 # An exchange is two nodes: one begins it, the other one, which is made when what arrives is needed,
@@ -145,28 +144,33 @@ def _wide(x: Tensor) -> bool:
 class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, processes: Processes, shapes: Sequence[Sequence[int]], found: list[Tensor],
+        ctx: Any, processes: Processes, shapes: Sequence[Sequence[int]], route: _Route,
         *given: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        ctx.processes = processes
-        found.extend(processes.begin(given, shapes))
+        ctx.route, route.there = route, processes.begin(given, shapes)
         return tuple(x.view_as(x) for x in given)  # the gradients of `_Arrive` have their shapes
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, None, None, *ctx.processes.arrived(list(grads))
+        back, ctx.route.back = ctx.route.back, None
+        if back is not None:
+            back.wait()
+        return None, None, None, *grads
 
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, processes: Processes, found: list[Tensor], *given: Tensor
+        ctx: Any, processes: Processes, route: _Route, *given: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.processes, ctx.shapes = processes, [x.shape for x in given]
-        return tuple(x.view_as(x) for x in processes.arrived(found))
+        ctx.processes, ctx.route, ctx.shapes = processes, route, [x.shape for x in given]
+        there, route.there = route.there, None
+        assert there is not None
+        return tuple(x.view_as(x) for x in there.wait())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # for a second derivative
             return None, None, *ctx.processes.swap(grads, ctx.shapes)()
-        return None, None, *ctx.processes.begin(grads, ctx.shapes)
+        ctx.route.back = ctx.processes.begin(grads, ctx.shapes)
+        return None, None, *ctx.route.back.received

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ndlightnet.layout.base import Shape
-from ndlightnet.layout.exchange import Exchange, Pending, copy
+from ndlightnet.layout.exchange import Exchange, Pending
 from ndlightnet.layout.grid import Grid
+from ndlightnet.layout.wide import cat, copy, split
 
 
 @dataclass(frozen=True)
@@ -129,23 +130,23 @@ class Part(Grid):
         """
         widths = self._widths(x.shape[-1])
         shapes = [(len(x), n, widths[self.rank]) for n in self.lengths]
-        received = self.exchange.swap(x.split(widths, -1), shapes)
+        received = self.exchange.swap(split(x, widths, -1), shapes)
         return lambda: self.joined(received())
 
     def joined(self, slabs: Sequence[Tensor]) -> Tensor:
         """Join the tokens (batch, length, ...) of all parts: (batch, whole length, ...)."""
         pairs = zip(slabs, self.sizes, strict=True)
         cells = [x.reshape(len(x), *self._with(size), *x.shape[2:]) for x, size in pairs]
-        return torch.cat(cells, 1 + self.axis).flatten(1, self.ndim)
+        return cat(cells, 1 + self.axis).flatten(1, self.ndim)
 
     def to_slabs(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
         """Return, when called, this part's tokens with all `dim` channels."""
         widths, whole = self._widths(dim), self.whole
-        slabs = whole.unflatten(x).split(self.sizes, 1 + self.axis)
+        slabs = split(whole.unflatten(x), self.sizes, 1 + self.axis)
         shapes = [(len(x), self.length, width) for width in widths]
         given = [slab.flatten(1, self.ndim) for slab in slabs]
         received = self.exchange.swap(given, shapes)
-        return lambda: torch.cat(received(), -1)
+        return lambda: cat(received(), -1)
 
     def channels(self, dim: int) -> slice:
         """Return which of `dim` channels `to_channels` gives this part."""

@@ -174,9 +174,9 @@ class Counted(Processes):
 
     bytes_sent: int = 0
 
-    def all_to_all(self, flat: Tensor, received: list[int], sent: list[int]) -> Tensor:
+    def all_to_all(self, flat: Tensor, *sizes: list[int]) -> tuple[Tensor, Any]:
         Counted.bytes_sent += flat.numel() * flat.element_size()
-        return super().all_to_all(flat, received, sent)
+        return super().all_to_all(flat, *sizes)
 
 
 def scaled(grid: Sequence[int], batch: int, shared: bool, steps: int = 12) -> Run:

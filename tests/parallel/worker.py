@@ -218,7 +218,7 @@ def counted() -> dict[str, Any]:
     sent, found = 0, {}
     real = Processes.all_to_all
 
-    def all_to_all(self: Processes, flat: Tensor, *sizes: Any) -> Tensor:
+    def all_to_all(self: Processes, flat: Tensor, *sizes: Any) -> tuple[Tensor, Any]:
         nonlocal sent
         sent += flat.numel() * flat.element_size()
         return real(self, flat, *sizes)

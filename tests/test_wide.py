@@ -1,0 +1,51 @@
+"""Copies in numbers of 16 bytes are torch's."""
+
+import pytest
+import torch
+
+from ndlightnet.layout import wide
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    monkeypatch.setattr(wide, "DEVICES", ("cpu", "cuda"))
+
+
+def rows(dtype, *shape):
+    x = torch.randint(-9, 9, shape) if dtype in (torch.bool, torch.int64) else torch.randn(shape)
+    return x.to(dtype)
+
+
+DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.bool)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("first, last", [(0, 64), (16, 48), (5, 64), (0, 33), (7, 7)])
+def test_copy(dtype, first, last):
+    x = rows(dtype, 3, 5, 64)[:, 1:4, first:last]
+    aligned = first % 16 == 0 and last % 16 == 0
+    assert wide._wide(x)[0].is_complex() == aligned
+    place = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    wide.copy(x, place)
+    assert torch.equal(place, x)
+    wide.copy(torch.zeros(()), torch.ones(()))
+
+
+@pytest.mark.parametrize("sizes", [(32, 32), (16, 48), (13, 51), (0, 64)])
+@pytest.mark.parametrize("dim", [1, -1])
+def test_split_and_cat(sizes, dim, close_grads):
+    x = rows(torch.float64, 2, 64, 64).requires_grad_()
+    y = rows(torch.float64, 2, 64, 64).requires_grad_()
+
+    def both(split, cat):
+        first, second = split(x * 2, sizes, dim)
+        return cat([second, y, first.sin()], dim)
+
+    ours = both(wide.split, wide.cat)
+    theirs = both(lambda x, sizes, dim: x.split(sizes, dim), torch.cat)
+    assert torch.equal(ours, theirs)
+    close_grads(ours, theirs, [x, y], 1e-15)
+    assert torch.autograd.gradgradcheck(
+        lambda x: wide.cat(wide.split(x * x, (1, 2), 1), 1),
+        rows(torch.float64, 2, 3).requires_grad_(),
+    )
