@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ndlightnet.layout.wide import copy
 
-Pending = Callable[[], list[Tensor]]  # returns what was received, and waits for it if necessary
+# returns what was received, and waits for it if necessary; is called once
+Pending = Callable[[], list[Tensor]]
 
 
 class Exchange(ABC):
@@ -32,7 +33,8 @@ class Exchange(ABC):
     def swap(self, given: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Pending:
         """Give part i the tensor given[i], and receive from part i one of shapes[i]. All parts call
         this equally often, in one order, with tensors of one dtype. The gradients of what is
-        received go back; those that other parts send are zero where they did not use theirs."""
+        received go back, so all parts use something of it or none does; the gradient of what a part
+        does not use is zero."""
 
     def for_all(self, x: Tensor) -> Pending:
         """Give all parts x, and receive one of the same shape from each."""
@@ -46,10 +48,12 @@ class Exchange(ABC):
 
 @dataclass
 class _Transfer:
-    """received: where what all processes send to this one will be. work: the collective."""
+    """received: where what all processes send to this one will be. sent: kept until then. work: the
+    collective."""
 
     processes: Processes
     received: list[Tensor]
+    sent: Tensor
     work: Any
 
     def wait(self) -> list[Tensor]:
@@ -90,7 +94,7 @@ class Processes(Exchange):
         sizes = self._numbers(shapes), self._numbers([x.shape for x in given])
         with self.told():
             out, work = self.all_to_all(flat, *sizes)
-        return _Transfer(self, self._divided(out, given, shapes), work)
+        return _Transfer(self, self._divided(out, given, shapes), flat, work)
 
     def all_to_all(self, flat: Tensor, received: list[int], sent: list[int]) -> tuple[Tensor, Any]:
         """Return where what all processes send to this one will be, one after the other, and what
@@ -124,6 +128,8 @@ class Processes(Exchange):
     def told(self) -> Iterator[None]:
         try:
             yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:  # torch.distributed's, of any backend
             raise RuntimeError(
                 f"shard_grid: process {self.rank} of {self.count} heard nothing from another one; "
@@ -170,7 +176,8 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():  # for a second derivative
+        # for a second derivative; or each node's gradients are searched for NaN
+        if torch.is_grad_enabled() or torch.is_anomaly_enabled():
             return None, None, *ctx.processes.swap(grads, ctx.shapes)()
         ctx.route.back = ctx.processes.begin(grads, ctx.shapes)
         return None, None, *ctx.route.back.received

@@ -27,22 +27,25 @@ class Shard:
         self.exchange, self.axis = exchange, axis
         self.rank, self.count = exchange.rank, exchange.count
         self.known: dict[Any, Any] = {}
+        self.cut: Any = None  # the shape of the last whole that `slab` has cut
         self.sizes = sizes  # None: processes tell each other
 
     def part(self, x: Tensor, shape: Sequence[int]) -> Part:
         """Return the layout of a slab of this shape, of input x. The processes tell each other
-        their shapes when this one is new; all change theirs at once."""
+        their shapes when this one, or the whole that `slab` has cut, is new; else all change theirs
+        at once."""
         shape = tuple(shape)
         key = (len(x), *shape)
-        if key not in self.known:
+        if (key, self.cut) not in self.known:
             if not 0 <= self.axis < len(shape):
                 raise ValueError(
                     f"shard_grid: axis={self.axis}, expected an axis of {len(shape)}, 0 to "
                     f"{len(shape) - 1}"
                 )
             sizes = self._told(x, key) if self.sizes is None else self.sizes
-            self.known[key] = Part(shape, axis=self.axis, sizes=sizes, exchange=self.exchange)
-        found: Part = self.known[key]
+            part = Part(shape, axis=self.axis, sizes=sizes, exchange=self.exchange)
+            self.known[key, self.cut] = part
+        found: Part = self.known[key, self.cut]
         return found
 
     def spread(self, x: Tensor, layout: Ragged) -> Spread:
@@ -62,10 +65,14 @@ class Shard:
             grids = [[row[i : i + layout.ndim] for row in told]
                      for i in range(0, len(told[0]), layout.ndim)]  # fmt: skip
             others = slice(None, self.axis), slice(self.axis + 1, None)
-            if any(len({(g[others[0]], g[others[1]]) for g in slabs}) > 1 for slabs in grids):
+            if any(
+                len({(g[others[0]], g[others[1]]) for g in slabs}) > 1
+                or not all(g[self.axis] for g in slabs)
+                for slabs in grids
+            ):
                 raise ValueError(
                     f"shard_grid: slabs of samples {grids}: expected the same sizes on all "
-                    f"processes but along axis {self.axis}"
+                    f"processes but for one above 0 along axis {self.axis}"
                 )
             parts = [
                 Part(shape, axis=self.axis, sizes=tuple(g[self.axis] for g in slabs),
@@ -100,6 +107,7 @@ class Shard:
         """Return this process's slab of a tensor that all processes have: as even as multiples of
         `multiple` allow. first: the dimension of x that is axis 0 (2 after batch and channels)."""
         dim = first + self.axis
+        self.cut = tuple(x.shape)
         sizes = split_sizes(x.shape[dim], self.count, multiple)
         return x.narrow(dim, sum(sizes[: self.rank]), sizes[self.rank])
 
@@ -139,7 +147,8 @@ def shard_grid(group: Any, axis: int = 0) -> Iterator[Shard]:
             slabs lie in the order of its ranks.
         axis: the axis of the input that is split, 0 for the first one after the channels. Slabs may
             have different sizes, multiples of the patch size (of the product of the strides of a
-            U-Net) but for the last. A pack holds a slab of each sample.
+            U-Net) but for the last. A pack holds a slab of each sample. Within one context shapes
+            of slabs change on all processes or on none, unless `slab` of the result cuts them.
 
     What has a value for each cell or token is returned as a slab, all else as it is for the whole.
     The gradients of parameters are averaged over the processes (DDP, FSDP), so each process takes
@@ -147,7 +156,7 @@ def shard_grid(group: Any, axis: int = 0) -> Iterator[Shard]:
 
         with shard_grid(mesh["grid"], axis=0) as grid:
             errors = (model(slab) - target).square()
-            loss = grid.total(errors.sum()) / grid.total(torch.tensor(float(errors.numel())))
+            loss = grid.total(errors.sum()) / grid.total(errors.new_tensor(errors.numel()))
         loss.backward()
 
     or the mean over its own slab, if all slabs have one size.

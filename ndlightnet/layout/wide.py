@@ -46,14 +46,16 @@ def _whole(x: Tensor) -> bool:
         return False
     several = 16 // x.element_size()
     steps = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
-    return all(step % several == 0 for step in steps)
+    return x.data_ptr() % 16 == 0 and all(step % several == 0 for step in steps)
 
 
 class _Cat(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dim: int, *xs: Tensor) -> Tensor:
         ctx.dim, ctx.sizes = dim, [x.shape[dim] for x in xs]
-        return torch.cat(list(_wide(*xs)), dim).view(xs[0].dtype)
+        wide = _wide(*xs)
+        out = torch.cat(list(wide), dim)
+        return out if wide is xs else out.view(xs[0].dtype)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:

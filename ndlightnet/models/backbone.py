@@ -266,11 +266,11 @@ class NDLightNet(Backbone):
             layout, tokens = x.layout, x.layout.flatten(self.embed(x.values))
         else:
             self._check(x, mask)
+            cells = layout_of(x, x.ndim - self.dims)  # first: all processes refuse what one must
             if not self.per_token:  # else no tokens give no outputs; a mean needs one
                 check_not_empty(x.shape[-self.dims :], x)
             if mask is not None and self.vocab_size is None:
                 x = x.masked_fill(~mask[:, None], 0)
-            cells = layout_of(x, x.ndim - self.dims)
             x, mask = self.embed(x), self.token_mask(mask)
             layout = cells.strided(self.slab_multiples) if isinstance(cells, Part) else Grid.of(x)
             tokens, mask = layout.flatten(x), layout.flatten_mask(mask)

@@ -115,8 +115,8 @@ def _convolve_part(conv: Any, x: Tensor, layout: Part) -> Tensor:
     beside it add to its first and last plane."""
     dim = 2 + layout.axis
     x, received = layout.halo(x, dim, 1, 1)
+    first, last = received()  # before conv: within predict_large it may have to begin again
     y = conv(x)
-    first, last = received()
     apply = getattr(nn.functional, f"conv{x.ndim - 2}d")
     padding = [0 if axis == layout.axis else 1 for axis in range(x.ndim - 2)]
 

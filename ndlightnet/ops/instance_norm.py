@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -110,9 +110,10 @@ def _by_formula(
 
 
 def _by_autograd(
-    dout: Tensor, saved: Sequence[Any], eps: float, wants: Sequence[bool], second: bool
-) -> list[Tensor | None]:
-    """Return the same, differentiable if `second`."""
+    dout: Tensor, saved: Sequence[Any], eps: float, wants: Sequence[bool], second: bool,
+    function: Callable[..., Tensor] = _by_torch,
+) -> list[Tensor | None]:  # fmt: skip
+    """Return the same, of `function`, differentiable if `second`."""
     with torch.enable_grad():
         # other tensors of the same numbers: x may depend on residual
         inputs: list[Any] = [
@@ -121,7 +122,7 @@ def _by_autograd(
         ]
         x, weight, bias, residual = inputs
         wanted = [y for y, want in zip(inputs, wants, strict=True) if want]
-        out = _by_torch(x, weight, bias, residual, eps)
+        out = function(x, weight, bias, residual, eps)
         grads = iter(torch.autograd.grad(out, wanted, dout, create_graph=second))
     return [next(grads) if want else None for want in wants]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn.functional import silu
 
 from ndlightnet.layout import Part
 from ndlightnet.ops.dtypes import accumulator, finest
-from ndlightnet.ops.instance_norm import kernel_runs
+from ndlightnet.ops.instance_norm import _by_autograd, kernel_runs
 
 Memo = list[tuple[Tensor, Tensor]]
 
@@ -25,6 +26,13 @@ def instance_norm_silu_part(
     if kernel_runs(x):
         out: Tensor = _Kernels.apply(x, weight, bias, residual, eps, layout, memo)  # type: ignore
         return out
+    return _by_torch(x, weight, bias, residual, eps, layout, memo)
+
+
+def _by_torch(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float, layout: Part,
+    memo: Memo,
+) -> Tensor:  # fmt: skip
     y = _normed(x, weight, bias, eps, layout, memo)
     return silu(y if residual is None else y + residual).to(x.dtype)
 
@@ -71,7 +79,7 @@ class _Kernels(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         out, mean, rstd = by_kernels(x, weight, bias, residual, eps, layout, memo=memo)
         ctx.save_for_backward(x, weight, bias, residual, mean, rstd)
-        ctx.layout = layout
+        ctx.layout, ctx.eps = layout, eps
         return out
 
     @staticmethod
@@ -80,6 +88,9 @@ class _Kernels(torch.autograd.Function):
 
         saved = ctx.saved_tensors  # read once: checkpointing allows it a single time
         layout, cells = ctx.layout, saved[0][0, 0].numel()
+        if torch.is_grad_enabled():  # for a second derivative
+            wants, again = ctx.needs_input_grad[:4], partial(_by_torch, layout=layout, memo=[])
+            return *_by_autograd(dout, saved[:4], ctx.eps, wants, True, again), None, None, None
 
         def of_whole(sums: Tensor) -> Tensor:
             return layout.total(sums) * (cells / layout.whole.length)

@@ -59,8 +59,8 @@ def offset_of(position: Position) -> tuple[int | Tensor, ...] | None:
 
 
 def slab_offset(position: Position) -> tuple[int, ...] | None:
-    """Return where in the whole grid the slab begins that is the layout; None: another layout, or a
-    slab of a stream."""
+    """Return where in the whole grid the slab begins that is the layout; None: another layout, or
+    coordinates that are tensors, those of a stream."""
     layout = position.layout
     if not isinstance(layout, Part) or position.offset is not None:
         return None
@@ -188,9 +188,10 @@ class _OffsetGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, memory: Tensor, theta: Tensor, origin: Tensor, sign: int) -> Tensor:
-        ctx.save_for_backward(memory, theta, origin)
+        out = memory.view_as(memory)
+        ctx.save_for_backward(out, theta, origin)  # out: its gradient has theta's part, too
         ctx.sign = sign
-        return memory.view_as(memory)
+        return out
 
     @staticmethod
     def backward(ctx: Any, dmemory: Tensor) -> tuple[Tensor | None, ...]:
@@ -205,6 +206,8 @@ class _OffsetGradient(torch.autograd.Function):
         far = torch.cat([x[:, None].expand(-1, n) for x, n in shares], 1).to(exact)
         far = far.reshape(len(far), *[1] * (grad_angle.ndim - 2), slots)
         dtheta = ctx.sign * (far * grad_angle).flatten(0, -3).sum(0).sum_to_size(theta.shape)
+        if torch.is_grad_enabled():  # for a second derivative
+            dmemory = _OffsetGradient.apply(dmemory, theta, origin, -ctx.sign)  # type: ignore[no-untyped-call]
         return dmemory, dtheta.to(theta.dtype), None, None
 
 

@@ -5,8 +5,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ndlightnet.layout import Exchange, Part
 from ndlightnet.nn import convolutional
 from ndlightnet.nn.convolutional import ConvBlock
+from ndlightnet.ops import instance_norm_parts
 from ndlightnet.ops.instance_norm import instance_norm_silu, instance_norm_silu_
 
 from .cases import DEVICE
@@ -253,3 +255,25 @@ def test_slabs_have_the_statistics_of_the_whole(residual):
         joined = sum(parts) if wanted.ndim == 1 else torch.cat(parts, 2)
         error = (joined - wanted).abs().max() / wanted.abs().max()
         assert error <= 1e-5, (NAMES[i], error)
+
+
+def test_second_derivatives_of_a_slab(close):
+    """By the kernels' node, of a slab that is all of the grid, against torch."""
+    x = torch.randn(1, 2, 4, 6, device=DEVICE, requires_grad=True)
+    weight, bias = (torch.rand(2, device=DEVICE, requires_grad=True) for _ in range(2))
+
+    class Alone(Exchange):
+        rank, count = 0, 1
+
+        def swap(self, given, shapes):
+            return lambda: list(given)
+
+    layout = Part((4, 6), sizes=(4,), exchange=Alone())
+
+    def penalty(y):
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), (x, weight, bias))
+
+    found = penalty(instance_norm_parts._Kernels.apply(x, weight, bias, None, 1e-5, layout, []))
+    for ours, theirs in zip(found, penalty(instance_norm_silu(x, weight, bias)), strict=True):
+        close(ours, theirs, 1e-5)

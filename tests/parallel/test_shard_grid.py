@@ -79,6 +79,23 @@ def test_blocks_that_are_computed_again_meet_again(tmp_path):
     check(found(2, "recomputed", tmp_path), 4, "float64")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_second_derivatives(count, tmp_path):
+    check(found(count, "twice", tmp_path), 5, "float64")
+
+
+@pytest.mark.slow
+def test_other_sizes_anomaly_detection_and_windows_of_one_frame(tmp_path):
+    check(found(2, "grown", tmp_path), 4, "float64")
+
+
+@pytest.mark.slow
+def test_too_little_memory_is_told_as_such(tmp_path):
+    for each in found(2, "out_of_memory", tmp_path):
+        assert each == {"error": "OutOfMemoryError"}
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="expected two GPUs")
 def test_the_kernels_of_two_gpus(tmp_path):
@@ -167,6 +184,8 @@ def test_wrong_uses_are_refused_on_all_processes(tmp_path):
         "another mixer": "ValueError: SoftmaxAttention within shard_grid: expected a mixer",
         "a stem": "ValueError: shard_grid and predict_large: expected none with stem_blocks",
         "a diffusion": "ValueError: NDLightDiT within shard_grid: expected an NDLightNet",
+        "no tokens": "ValueError: shard_grid: slabs (batch, *space) of (1, 0, 8); (1, 4, 8)",
+        "no tokens of a sample": "ValueError: shard_grid: slabs of samples [[(0, 4), (2, 4)]]",
         "one dimension": "(1, 5)",
     }
     for told in found(2, "refused", tmp_path):

@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ndlightnet import NDLightDiT, NDLightNet, NDLightUNet, shard_grid
-from ndlightnet.layout import Processes, split_sizes
+from ndlightnet import NDLightNet, NDLightUNet, shard_grid
+from ndlightnet.layout import Processes
 
 from .cases import CASES, Case
+from .common import error_of, slab
+from .rare import grown, out_of_memory, refused, twice
 
 TIMEOUT = 20  # seconds
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-
-
-def slab(x: Tensor, dim: int, multiple: int = 1) -> Tensor:
-    sizes = split_sizes(x.shape[dim], dist.get_world_size(), multiple)
-    return x.split(sizes, dim)[dist.get_rank()]
 
 
 def outputs(y: Any) -> list[Tensor]:
@@ -77,7 +73,7 @@ def against_whole(
             if per_cell:
                 at = [0, *torch.tensor(_sizes(z, first, axis)).cumsum(0).tolist()][dist.get_rank()]
                 y, w = (t.narrow(first + axis, at, z.shape[first + axis]) for t in (y, w))
-            errors["output"] = max(errors["output"], _error(z, y, y))
+            errors["output"] = max(errors["output"], error_of(z, y, y))
             loss = loss + (grid.total((z * w).sum()) if per_cell else (z * w).sum())
     loss.backward()  # also outside of it
     largest = torch.stack([g.abs().max() for g in expected.values()]).max()
@@ -87,11 +83,11 @@ def against_whole(
         dist.all_reduce(grad)
         grad /= dist.get_world_size()
         wanted = expected.get(name, torch.zeros_like(p))
-        errors["parameters"] = max(errors["parameters"], _error(grad, wanted, largest))
+        errors["parameters"] = max(errors["parameters"], error_of(grad, wanted, largest))
     if part.requires_grad:
         assert x.grad is not None and part.grad is not None
         grad = part.grad / dist.get_world_size()
-        errors["input"] = _error(grad, slab(x.grad, dim, case.multiple), x.grad)
+        errors["input"] = error_of(grad, slab(x.grad, dim, case.multiple), x.grad)
     return errors
 
 
@@ -100,11 +96,6 @@ def _sizes(x: Tensor, first: int, axis: int) -> list[int]:
     sizes = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, own)
     return [int(n) for n in sizes]
-
-
-def _error(found: Tensor, expected: Tensor, largest: Tensor) -> float:
-    assert found.shape == expected.shape and found.dtype == expected.dtype
-    return ((found - expected).abs().max() / largest.abs().max()).item()
 
 
 def all_cases() -> dict[str, Any]:
@@ -148,7 +139,7 @@ def stream() -> dict[str, Any]:
             running = net.stream(batch_size=2)
             for chunk in slab(clip, 2 + axis, 2).split([1, 5, 2, 4], 2):
                 last = running(chunk)
-        found[f"axis {axis}"] = _error(last, net(clip), net(clip))
+        found[f"axis {axis}"] = error_of(last, net(clip), net(clip))
     return found
 
 
@@ -171,12 +162,12 @@ def packs() -> dict[str, Any]:
             with shard_grid(dist.group.WORLD, axis=axis):
                 y = net(net.pack([slab(x, 1 + axis, 2) for x in samples]))
             (y * weight).sum().backward()
-            errors = {"output": _error(y, whole, whole)}
+            errors = {"output": error_of(y, whole, whole)}
             largest = torch.stack([g.abs().max() for g in expected]).max()
             for p, wanted in zip(net.parameters(), expected, strict=True):
                 assert p.grad is not None
                 dist.all_reduce(p.grad)
-                error = _error(p.grad / dist.get_world_size(), wanted, largest)
+                error = error_of(p.grad / dist.get_world_size(), wanted, largest)
                 errors["parameters"] = max(errors.get("parameters", 0.0), error)
             found[f"causal={causal}, axis {axis}"] = errors
     return found
@@ -209,7 +200,7 @@ def beside() -> dict[str, Any]:
         found[kind] = 0.0
         for name, p in net.named_parameters():
             grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-            found[kind] = max(found[kind], _error(grad, expected[name], largest))
+            found[kind] = max(found[kind], error_of(grad, expected[name], largest))
     return found
 
 
@@ -278,8 +269,8 @@ def compiled() -> dict[str, Any]:
             z.sum().backward()
         grads = [p.grad for p in net.parameters() if p.grad is not None]
         largest = torch.stack([g.abs().max() for g in plain]).max()
-        worst = max(_error(a, b, largest) for a, b in zip(grads, plain, strict=True))
-        found[name] = {"output": _error(z, y, y), "parameters": worst}
+        worst = max(error_of(a, b, largest) for a, b in zip(grads, plain, strict=True))
+        found[name] = {"output": error_of(z, y, y), "parameters": worst}
     return found
 
 
@@ -343,51 +334,13 @@ def killed() -> dict[str, Any]:
     return {}
 
 
-def refused() -> dict[str, Any]:
-    """Return the message of each wrong use, by a name."""
-    rank, count = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    net = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1)
-    soft = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1, mixer="SoftmaxAttention")
-    stem = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1, stem_blocks=1)
-    mesh = init_device_mesh("cpu", (1, count), mesh_dim_names=("data", "grid"))
-    world, even = dist.group.WORLD, torch.randn(1, 1, 4, 8)
-    dit = partial(NDLightDiT(2, 1, patch_size=2, embed_dim=32, depth=1), t=0.0)
-    uses: dict[str, Any] = {
-        "another size": (net, world, 0, torch.randn(1, 1, 4, 8 + 2 * rank)),
-        "another batch": (net, world, 0, torch.randn(1 + rank, 1, 4, 8)),
-        "not whole patches": (net, world, 0, torch.randn(1, 1, 3, 8)),
-        "no such axis": (net, world, 2, even),
-        "all dimensions": (net, mesh, 0, even),
-        "no group": (net, "grid", 0, even),
-        "another mixer": (soft, world, 0, even),
-        "a stem": (stem, world, 0, even),
-        "a diffusion": (dit, world, 0, even),
-    }
-    found = {}
-    for name, (model, group, axis, x) in uses.items():
-        try:
-            with shard_grid(group, axis=axis):
-                model(x)
-        except (ValueError, TypeError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    block: Any = net.blocks[0]
-    torch.manual_seed(1)  # processes have drawn differently
-    tokens = torch.randn(1, 6 * count, 4, 32)
-    with shard_grid(mesh["grid"]):
-        found["one dimension"] = str(tuple(net(even).shape))
-        own = block(slab(tokens, 1))  # a layer by itself
-    found["a layer"] = _error(own, slab(block(tokens), 1), own)
-    return found
-
-
 # what processes do one after the other, by their number: each costs seconds to start
 SESSIONS = {
     2: (
         all_cases, recomputed, stream, packs, drop_path, training, counted, autocast, compiled,
-        refused,
+        twice, grown, out_of_memory, refused,
     ),
-    3: (all_cases,),
+    3: (all_cases, twice),
     4: (all_cases, beside),
 }  # fmt: skip
 

@@ -71,13 +71,15 @@ def axis_causal_part(
     from ndlightnet.ops.lightnet import frames as whole
     from ndlightnet.ops.lightnet.attention import summarize
 
-    if lrpe is not None:  # frames count from the first of this part
+    if lrpe is not None:  # the gradient of theta counts from this part's first frame
         lrpe = lrpe._replace(layout=shape_of(lrpe), offset=offset_of(lrpe))
     if layout.axis == 0:
         if state is not None:
             raise ValueError("state: expected None where the first axis is split")
         local = Grid(layout.shape, layout.offset)
         how: Any = {"mask": mask, "lrpe": lrpe, "window": window, "forget": forget, "impl": impl}
+        if window == 1:  # no frame sees another
+            return whole.axis_causal_attention(q, k, v, local, return_state=False, **how)
         if window is None and not isinstance(forget, Tensor) and forget == 0:
             after = summarize(k, v, mask=mask, lrpe=lrpe, impl=impl)
         else:

@@ -1,0 +1,150 @@
+"""Jobs of worker.py: rare uses, and wrong ones."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ndlightnet import NDLightDiT, NDLightNet, NDLightUNet, mixers, pack, shard_grid
+from ndlightnet.layout import Processes
+
+from .cases import CASES
+from .common import error_of, slab
+
+
+def twice() -> dict[str, Any]:
+    """Errors of the gradient of a penalty on the gradient of the input."""
+    found: dict[str, Any] = {}
+    count = dist.get_world_size()
+    for name, axis in (
+        ("volume", 0), ("video, causal", 0), ("video, causal", 1), ("U-Net, images", 0),
+        ("video, windows that forget", 1),
+    ):  # fmt: skip
+        case = CASES[name]
+        torch.manual_seed(0)
+        net = case.make().double().train()
+        x = torch.randn(2, *case.shape, dtype=torch.float64, requires_grad=True)
+
+        def gradient(loss: Any, x: Any) -> Any:
+            return torch.autograd.grad(loss, x, create_graph=True)[0]
+
+        gradient(net(x).square().sum(), x).square().sum().backward()
+        expected = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        net.zero_grad()
+        part = slab(x.detach(), 2 + axis, case.multiple).clone().requires_grad_()
+        with shard_grid(dist.group.WORLD, axis=axis) as grid:
+            y = net(part)
+            squares = y.square().sum()
+            dx = gradient(grid.total(squares) if y.ndim > 2 else squares, part) / count
+            grid.total(dx.square().sum()).backward()
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        assert len(grads) == len(expected)
+        errors, largest = [], torch.stack([g.abs().max() for g in expected]).max()
+        for grad, wanted in zip(grads, expected, strict=True):
+            dist.all_reduce(grad)
+            errors.append(error_of(grad / count, wanted, largest))
+        found[f"{name}, axis {axis}"] = {"parameters": max(errors)}
+    return found
+
+
+def grown() -> dict[str, Any]:
+    """Wholes of other sizes within one context: the first slab keeps its size. Anomaly detection,
+    which reads each node's gradients at once. Windows of one frame on slabs of one and two."""
+    torch.manual_seed(0)
+    found: dict[str, Any] = {}
+    net = NDLightUNet(2, 1, 3, widths=(8, 16), strides=(4,)).double()
+    with shard_grid(dist.group.WORLD) as grid:
+        for size in (17, 18, 17):
+            x = torch.randn(1, 1, size, 8, dtype=torch.float64)
+            y = net(grid.slab(x, 4))
+            found[f"{size}"] = {"output": error_of(y, grid.slab(net_alone(net, x), 4), y)}
+    net = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=2).double()
+    x = torch.randn(1, 1, 8, 8, dtype=torch.float64)
+    expected = torch.autograd.grad(net(x).sum(), net.norm.weight)[0]
+    torch.use_deterministic_algorithms(True, warn_only=True)  # unwritten memory is NaN
+    with shard_grid(dist.group.WORLD) as grid, torch.autograd.set_detect_anomaly(True):
+        loss = net(grid.slab(x, 2)).sum()
+        loss.backward()
+    torch.use_deterministic_algorithms(False)
+    grad = net.norm.weight.grad
+    dist.all_reduce(grad)
+    found["anomaly detection"] = {"parameters": error_of(grad / 2, expected, expected)}
+    mixer = partial(mixers.LightNetAttention, window=1, local=None)
+    net = NDLightNet(1, 1, 5, patch_size=1, embed_dim=32, depth=1, causal=True, mixer=mixer)
+    net, x = net.double(), torch.randn(1, 1, 3, dtype=torch.float64)
+    expected = torch.autograd.grad(net(x).sum(), net.norm.weight)[0]
+    with shard_grid(dist.group.WORLD) as grid:
+        net(grid.slab(x)).sum().backward()
+    grad = net.norm.weight.grad
+    dist.all_reduce(grad)
+    found["window of one frame"] = {"parameters": error_of(grad / 2, expected, expected)}
+    return found
+
+
+def net_alone(net: Any, x: Any) -> Any:
+    """Return net(x) without the processes."""
+    from ndlightnet.layout import shard
+
+    active, shard._active[:] = list(shard._active), []
+    try:
+        return net(x)
+    finally:
+        shard._active[:] = active
+
+
+def out_of_memory() -> dict[str, str]:
+    """Return what is raised where the memory for what is received is missing."""
+
+    class Full(Processes):
+        def all_to_all(self, *given: Any) -> Any:
+            raise torch.OutOfMemoryError("full")
+
+    try:
+        Full(dist.group.WORLD).for_all(torch.zeros(3))
+    except RuntimeError as error:
+        return {"error": type(error).__name__}
+    return {}
+
+
+def refused() -> dict[str, Any]:
+    """Return the message of each wrong use, by a name."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    net = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1)
+    soft = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1, mixer="SoftmaxAttention")
+    stem = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1, stem_blocks=1)
+    mesh = init_device_mesh("cpu", (1, count), mesh_dim_names=("data", "grid"))
+    world, even = dist.group.WORLD, torch.randn(1, 1, 4, 8)
+    dit = partial(NDLightDiT(2, 1, patch_size=2, embed_dim=32, depth=1), t=0.0)
+    uses: dict[str, Any] = {
+        "another size": (net, world, 0, torch.randn(1, 1, 4, 8 + 2 * rank)),
+        "another batch": (net, world, 0, torch.randn(1 + rank, 1, 4, 8)),
+        "not whole patches": (net, world, 0, torch.randn(1, 1, 3, 8)),
+        "no such axis": (net, world, 2, even),
+        "all dimensions": (net, mesh, 0, even),
+        "no group": (net, "grid", 0, even),
+        "another mixer": (soft, world, 0, even),
+        "a stem": (stem, world, 0, even),
+        "a diffusion": (dit, world, 0, even),
+        "no tokens": (net, world, 0, torch.randn(1, 1, 4 * rank, 8)),
+        "no tokens of a sample": (net, world, 0, pack([torch.randn(1, 4 * rank, 8)], 2)),
+    }
+    found = {}
+    for name, (model, group, axis, x) in uses.items():
+        try:
+            with shard_grid(group, axis=axis):
+                model(x)
+        except (ValueError, TypeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    block: Any = net.blocks[0]
+    torch.manual_seed(1)  # processes have drawn differently
+    tokens = torch.randn(1, 6 * count, 4, 32)
+    with shard_grid(mesh["grid"]):
+        found["one dimension"] = str(tuple(net(even).shape))
+        own = block(slab(tokens, 1))  # a layer by itself
+    found["a layer"] = error_of(own, slab(block(tokens), 1), own)
+    return found
