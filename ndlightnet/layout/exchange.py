@@ -58,7 +58,7 @@ class _Transfer:
 
     def wait(self) -> list[Tensor]:
         """Return what was received. On a GPU only its stream waits."""
-        with self.processes.told():
+        with self.processes.explained():
             self.work.wait()
         return self.received
 
@@ -92,7 +92,7 @@ class Processes(Exchange):
             for x, place in zip(others, flat.split([x.numel() for x in others]), strict=True):
                 copy(x, place.view(x.shape))
         sizes = self._numbers(shapes), self._numbers([x.shape for x in given])
-        with self.told():
+        with self.explained():
             out, work = self.all_to_all(flat, *sizes)
         return _Transfer(self, self._divided(out, given, shapes), flat, work)
 
@@ -125,7 +125,8 @@ class Processes(Exchange):
         return [x.view(tuple(shape)) for x, shape in zip(found, shapes, strict=True)]
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def explained(self) -> Iterator[None]:
+        """Say in one error what it means that a collective fails."""
         try:
             yield
         except torch.OutOfMemoryError:

@@ -27,7 +27,9 @@ class Shard:
         self.exchange, self.axis = exchange, axis
         self.rank, self.count = exchange.rank, exchange.count
         self.known: dict[Any, Any] = {}
-        self.cut: Any = None  # the shape of the last whole that `slab` has cut
+        self.cut: Any = (
+            None  # the last whole that `slab` has cut: its shape is the same on all processes
+        )
         self.sizes = sizes  # None: processes tell each other
 
     def part(self, x: Tensor, shape: Sequence[int]) -> Part:

@@ -231,7 +231,7 @@ class Large:
                 afterwards; default: they are in the host's memory.
             then: applied to the result, that of a U-Net slab by slab on the device, such as
                 `lambda logits: logits.argmax(1)`; the axes of space stay the last ones.
-            progress: show which layer of which slab is computed. Needs rich.
+            progress: show which layer and slab is computed. Needs rich.
 
         Equal to the result for the whole up to rounding. Under torch.autocast features have its
         dtype. For a network in evaluation mode.

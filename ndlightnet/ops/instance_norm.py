@@ -87,7 +87,7 @@ class _Recomputed(torch.autograd.Function):
         wants, saved = ctx.needs_input_grad[:4], ctx.saved_tensors
         x, second = saved[0], torch.is_grad_enabled()
         if second or not x.is_contiguous() or x.device.type not in ("cpu", "cuda"):
-            return *_by_autograd(dout, saved, ctx.eps, wants, second), None
+            return *by_autograd(dout, saved, ctx.eps, wants, second), None
         return *_by_formula(dout, saved, ctx.eps, wants), None
 
 
@@ -109,7 +109,7 @@ def _by_formula(
     return dx, dw, db, dy if wants[3] else None
 
 
-def _by_autograd(
+def by_autograd(
     dout: Tensor, saved: Sequence[Any], eps: float, wants: Sequence[bool], second: bool,
     function: Callable[..., Tensor] = _by_torch,
 ) -> list[Tensor | None]:  # fmt: skip
@@ -174,7 +174,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, dout: Tensor, *_: Tensor) -> Any:
     saved = ctx.saved_tensors  # read once: checkpointing allows it a single time
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # for a second derivative
-        return *_by_autograd(dout, saved[:4], ctx.eps, ctx.needs_input_grad[:4], True), None
+        return *by_autograd(dout, saved[:4], ctx.eps, ctx.needs_input_grad[:4], True), None
     *grads, more = _instance_norm_backward(dout, *saved)
     return *grads, None if saved[3] is None else more, None
 

@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 
 from ndlightnet.layout import Part
 from ndlightnet.ops.dtypes import accumulator, finest
-from ndlightnet.ops.instance_norm import _by_autograd, kernel_runs
+from ndlightnet.ops.instance_norm import by_autograd, kernel_runs
 
 Memo = list[tuple[Tensor, Tensor]]
 
@@ -90,7 +90,7 @@ class _Kernels(torch.autograd.Function):
         layout, cells = ctx.layout, saved[0][0, 0].numel()
         if torch.is_grad_enabled():  # for a second derivative
             wants, again = ctx.needs_input_grad[:4], partial(_by_torch, layout=layout, memo=[])
-            return *_by_autograd(dout, saved[:4], ctx.eps, wants, True, again), None, None, None
+            return *by_autograd(dout, saved[:4], ctx.eps, wants, True, again), None, None, None
 
         def of_whole(sums: Tensor) -> Tensor:
             return layout.total(sums) * (cells / layout.whole.length)

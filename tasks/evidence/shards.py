@@ -108,7 +108,8 @@ def tokens(o: Any) -> list[Run]:
         fixed = points[1][1] - each * many
         run = {"row": row, "tokens": many, "seconds": points[1][0], "bytes a token": each}
         most = int((0.97 * memory.of_device() - fixed) / each) // 2**18 * 2**18
-        while offload and memory.pinned(classified, net, most) > 0.85 * memory.free():
+        sizes = memory.kept(classified, net, few) if offload else []
+        while memory.pinned(sizes, most / few) > 0.85 * memory.free():
             most -= 2**18
         if not mixer:  # softmax attention would take minutes for one step
             while most > many:

@@ -257,7 +257,7 @@ def test_slabs_have_the_statistics_of_the_whole(residual):
         assert error <= 1e-5, (NAMES[i], error)
 
 
-def test_second_derivatives_of_a_slab(close):
+def test_second_derivatives_and_checkpointing_of_a_slab(close):
     """By the kernels' node, of a slab that is all of the grid, against torch."""
     x = torch.randn(1, 2, 4, 6, device=DEVICE, requires_grad=True)
     weight, bias = (torch.rand(2, device=DEVICE, requires_grad=True) for _ in range(2))
@@ -274,6 +274,12 @@ def test_second_derivatives_of_a_slab(close):
         (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
         return torch.autograd.grad(dx.square().sum(), (x, weight, bias))
 
-    found = penalty(instance_norm_parts._Kernels.apply(x, weight, bias, None, 1e-5, layout, []))
+    def slab(x):
+        return instance_norm_parts._Kernels.apply(x, weight, bias, None, 1e-5, layout, [])
+
+    again = checkpoint(slab, x, use_reentrant=False)
+    pair = [torch.autograd.grad(y.square().sum(), x)[0] for y in (again, slab(x))]
+    assert torch.equal(*pair)
+    found = penalty(slab(x))
     for ours, theirs in zip(found, penalty(instance_norm_silu(x, weight, bias)), strict=True):
         close(ours, theirs, 1e-5)

@@ -52,48 +52,52 @@ def twice() -> dict[str, Any]:
 
 
 def grown() -> dict[str, Any]:
-    """Wholes of other sizes within one context: the first slab keeps its size. Anomaly detection,
-    which reads each node's gradients at once. Windows of one frame on slabs of one and two."""
+    """Wholes of other sizes within one context: the first slab keeps its size."""
     torch.manual_seed(0)
-    found: dict[str, Any] = {}
     net = NDLightUNet(2, 1, 3, widths=(8, 16), strides=(4,)).double()
+    wholes = [torch.randn(1, 1, size, 8, dtype=torch.float64) for size in (17, 18)]
+    expected = [net(x) for x in wholes]
+    found: dict[str, Any] = {}
     with shard_grid(dist.group.WORLD) as grid:
-        for size in (17, 18, 17):
-            x = torch.randn(1, 1, size, 8, dtype=torch.float64)
-            y = net(grid.slab(x, 4))
-            found[f"{size}"] = {"output": error_of(y, grid.slab(net_alone(net, x), 4), y)}
-    net = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=2).double()
-    x = torch.randn(1, 1, 8, 8, dtype=torch.float64)
-    expected = torch.autograd.grad(net(x).sum(), net.norm.weight)[0]
-    torch.use_deterministic_algorithms(True, warn_only=True)  # unwritten memory is NaN
-    with shard_grid(dist.group.WORLD) as grid, torch.autograd.set_detect_anomaly(True):
-        loss = net(grid.slab(x, 2)).sum()
-        loss.backward()
-    torch.use_deterministic_algorithms(False)
-    grad = net.norm.weight.grad
-    dist.all_reduce(grad)
-    found["anomaly detection"] = {"parameters": error_of(grad / 2, expected, expected)}
-    mixer = partial(mixers.LightNetAttention, window=1, local=None)
-    net = NDLightNet(1, 1, 5, patch_size=1, embed_dim=32, depth=1, causal=True, mixer=mixer)
-    net, x = net.double(), torch.randn(1, 1, 3, dtype=torch.float64)
-    expected = torch.autograd.grad(net(x).sum(), net.norm.weight)[0]
-    with shard_grid(dist.group.WORLD) as grid:
-        net(grid.slab(x)).sum().backward()
-    grad = net.norm.weight.grad
-    dist.all_reduce(grad)
-    found["window of one frame"] = {"parameters": error_of(grad / 2, expected, expected)}
+        for x, y in zip(wholes, expected, strict=True):
+            own = net(grid.slab(x, 4))
+            found[f"{len(x[0, 0])} planes"] = {"output": error_of(own, grid.slab(y, 4), y)}
     return found
 
 
-def net_alone(net: Any, x: Any) -> Any:
-    """Return net(x) without the processes."""
-    from ndlightnet.layout import shard
+def _summed(net: NDLightNet, x: torch.Tensor, multiple: int) -> dict[str, float]:
+    """Return the error of the gradients of the sum of what a network returns."""
+    parameters = [p for p in net.parameters() if p.requires_grad]
 
-    active, shard._active[:] = list(shard._active), []
-    try:
-        return net(x)
-    finally:
-        shard._active[:] = active
+    def gradients(y: torch.Tensor) -> torch.Tensor:
+        grads = torch.autograd.grad(y.sum(), parameters, materialize_grads=True)
+        return torch.cat([grad.flatten() for grad in grads])
+
+    expected = gradients(net(x))
+    with shard_grid(dist.group.WORLD) as grid:
+        grads = gradients(net(grid.slab(x, multiple)))
+    dist.all_reduce(grads)
+    return {"parameters": error_of(grads / dist.get_world_size(), expected, expected)}
+
+
+def anomaly() -> dict[str, Any]:
+    """Anomaly detection reads each node's gradients at once; unwritten memory is NaN here."""
+    torch.manual_seed(0)
+    net = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=2).double()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with torch.autograd.set_detect_anomaly(True):
+        found = {"anomaly": _summed(net, torch.randn(1, 1, 8, 8, dtype=torch.float64), 2)}
+    torch.use_deterministic_algorithms(False)
+    return found
+
+
+def one_frame() -> dict[str, Any]:
+    """Windows of one frame, on slabs of one frame and of two, of one token each."""
+    torch.manual_seed(0)
+    mixer = partial(mixers.LightNetAttention, window=1, local=None)
+    net = NDLightNet(1, 1, 5, patch_size=1, embed_dim=32, depth=1, causal=True, mixer=mixer)
+    x = torch.randn(1, 1, 3, dtype=torch.float64)
+    return {"window of one frame": _summed(net.double(), x, 1)}
 
 
 def out_of_memory() -> dict[str, str]:

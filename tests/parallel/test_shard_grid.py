@@ -86,8 +86,9 @@ def test_second_derivatives(count, tmp_path):
 
 
 @pytest.mark.slow
-def test_other_sizes_anomaly_detection_and_windows_of_one_frame(tmp_path):
-    check(found(2, "grown", tmp_path), 4, "float64")
+@pytest.mark.parametrize("job, count", [("grown", 2), ("anomaly", 1), ("one_frame", 1)])
+def test_rare_uses(job, count, tmp_path):
+    check(found(2, job, tmp_path), count, "float64")
 
 
 @pytest.mark.slow
@@ -139,6 +140,8 @@ def test_processes_send_what_the_model_of_costs_says(tmp_path):
         rest = 12 * 8 + 2 * 2 * 64 * 4  # shapes; the sums of the mean over tokens, both ways
         for each in found(2, "counted", tmp_path):
             assert each[dtype] == expected + rest
+            # States are exchanged while planes of local mixing are under way
+            assert each[f"{dtype}, under way"] == [2, 2]
 
 
 @pytest.mark.slow

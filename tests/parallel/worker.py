@@ -26,7 +26,7 @@ from ndlightnet.layout import Processes
 
 from .cases import CASES, Case
 from .common import error_of, slab
-from .rare import grown, out_of_memory, refused, twice
+from .rare import anomaly, grown, one_frame, out_of_memory, refused, twice
 
 TIMEOUT = 20  # seconds
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -205,14 +205,26 @@ def beside() -> dict[str, Any]:
 
 
 def counted() -> dict[str, Any]:
-    """Bytes that this process sends in a step, in float32 and under autocast."""
+    """Bytes that this process sends in a step, in float32 and under autocast, and how many
+    transfers are under way at most, forward and backward."""
     sent, found = 0, {}
     real = Processes.all_to_all
+    under_way: list[int] = [0]  # after each beginning and end
+
+    class Watched:
+        def __init__(self, work: Any) -> None:
+            self.work = work
+            under_way.append(under_way[-1] + 1)
+
+        def wait(self) -> None:
+            self.work.wait()
+            under_way.append(under_way[-1] - 1)
 
     def all_to_all(self: Processes, flat: Tensor, *sizes: Any) -> tuple[Tensor, Any]:
         nonlocal sent
         sent += flat.numel() * flat.element_size()
-        return real(self, flat, *sizes)
+        out, work = real(self, flat, *sizes)
+        return out, Watched(work)
 
     net = NDLightNet(3, 1, 5, patch_size=1, embed_dim=64, depth=3, tpe_states=8)
     Processes.all_to_all = all_to_all  # type: ignore[method-assign]
@@ -220,8 +232,13 @@ def counted() -> dict[str, Any]:
         sent = 0
         with shard_grid(dist.group.WORLD) as grid, torch.autocast("cpu", torch.bfloat16, cast):
             x = grid.slab(torch.randn(2, 1, 12, 5, 4))
-            net(x).float().sum().backward()
+            loss = net(x).float().sum()
+            forward = len(under_way)
+            loss.backward()
         found[name] = sent
+        found[f"{name}, under way"] = [max(under_way[:forward]), max(under_way[forward:])]
+        assert under_way[-1] == under_way[forward - 1] == 0
+        under_way[:] = [0]
     Processes.all_to_all = real  # type: ignore[method-assign]
     return found
 
@@ -338,7 +355,7 @@ def killed() -> dict[str, Any]:
 SESSIONS = {
     2: (
         all_cases, recomputed, stream, packs, drop_path, training, counted, autocast, compiled,
-        twice, grown, out_of_memory, refused,
+        twice, grown, anomaly, one_frame, out_of_memory, refused,
     ),
     3: (all_cases, twice),
     4: (all_cases, beside),

@@ -55,8 +55,8 @@ def axis_scan(
     how: Any = {"residual": residual, "dtype": dtype, "impl": impl}
     if layout is None:
         flat, tokens_mask = grid.flatten(x), grid.flatten_mask(mask)
-        how |= {"layout": grid}
-        return grid.unflatten(axis_scan(flat, coef, log_decay, reverse, tokens_mask, **how))
+        y = axis_scan(flat, coef, log_decay, reverse, tokens_mask, layout=grid, **how)
+        return grid.unflatten(y)
     ragged = isinstance(grid, Ragged)
     if x.ndim != 3 or x.shape[1] != grid.length or (ragged and x.shape[0] != 1):
         raise ValueError(f"x {tuple(x.shape)}: expected (batch, {grid.length}, dim) of {grid}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +30,22 @@ def peak(action: Callable[[], Any]) -> tuple[float, int]:
     return time.perf_counter() - start, torch.cuda.max_memory_allocated()
 
 
-def pinned(
-    step: Callable[..., Callable[[], None]], net: nn.Module, tokens: int, few: int = 2**18
-) -> int:
-    """Return the pinned memory of the host that tensors which a step on so many tokens keeps take,
-    each a power of two. step: makes one, of a network, tokens, and a context of its forward."""
+def kept(step: Callable[..., Callable[[], None]], net: nn.Module, tokens: int) -> list[int]:
+    """Return the bytes of each tensor that a step on so many tokens keeps for its backward. step:
+    makes one, of a network, tokens, and a context of its forward."""
     sizes: list[int] = []
 
     def count(x: Tensor) -> Tensor:
         sizes.append(x.numel() * x.element_size())
         return x
 
-    step(net, few, torch.autograd.graph.saved_tensors_hooks(count, lambda x: x))()
-    return sum(2 ** math.ceil(math.log2(max(1, n * tokens // few))) for n in sizes)
+    step(net, tokens, torch.autograd.graph.saved_tensors_hooks(count, lambda x: x))()
+    return sizes
+
+
+def pinned(sizes: Sequence[int], times: float) -> int:
+    """Return the pinned memory that tensors of so many times these bytes take: powers of two."""
+    return sum(2 ** math.ceil(math.log2(max(1, n * times))) for n in sizes)
 
 
 def of_process() -> int:
