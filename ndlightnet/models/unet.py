@@ -44,7 +44,6 @@ SIZES: dict[Size, tuple[int, tuple[int, ...], tuple[int, ...], Skips]] = {
     "L": (40, (1, 2, 3), (0, 2, 4), "concat"),
 }
 MOST = 320
-NUMBERS = 2**31  # outputs from which cuDNN's transposed convolution is many times slower for each
 
 
 class NDLightUNet(Pretrained, Large):
@@ -282,8 +281,7 @@ class NDLightUNet(Pretrained, Large):
 
     def _raised(self, x: Tensor, skip: Tensor, level: int, layout: Any) -> Tensor:
         """Return a level of the decoder, from the coarser one and the encoder's feature map."""
-        x = self.up[level](x) if self.separable else _raised(self.up[level], x)
-        x = _cropped(x, skip, self.channel_axis)
+        x = _cropped(self.up[level](x), skip, self.channel_axis)
         x = x + skip if self.skips == "add" else torch.cat([x, skip], self.channel_axis)
         del skip
         out: Tensor = self.decoders[level](x, layout)
@@ -350,16 +348,6 @@ class NDLightUNet(Pretrained, Large):
     if TYPE_CHECKING:  # what an editor knows of a call; a list only in training
 
         def __call__(self, x: Tensor) -> Any: ...
-
-
-def _raised(up: Any, x: Tensor) -> Tensor:
-    """Return up(x), in slabs if large; these are independent, as up's stride is its kernel size."""
-    # not len(x), which is a constant for torch.export: an exported graph takes any size
-    numbers = x.shape[0] * up.out_channels * math.prod(x.shape[2:]) * math.prod(up.stride)
-    if torch.compiler.is_exporting() or numbers < NUMBERS:
-        return up(x)
-    slabs = x.split(max(1, (NUMBERS - 1) * x.shape[2] // numbers), dim=2)
-    return torch.cat([up(slab) for slab in slabs], 2)
 
 
 def _cropped(x: Tensor, like: Tensor, channel_axis: int) -> Tensor:

@@ -5,7 +5,6 @@ and its output: what lies between is computed again."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ndlightnet.layout import Grid, Part, add_planes
+from ndlightnet.nn import slabs
 from ndlightnet.nn.layers import GridLayer
 from ndlightnet.nn.stem import torch_layer
 from ndlightnet.ops.instance_norm import (
@@ -28,7 +28,10 @@ from ndlightnet.ops.instance_norm_parts import (
 )
 from ndlightnet.ops.plain import plain
 
-_conv = partial(torch_layer, argument="separable=False")
+
+def _conv(kind: str, dims: int) -> Any:
+    layer = torch_layer(kind, dims, "separable=False")
+    return getattr(slabs, layer.__name__)
 
 
 class NormSiLU(nn.GroupNorm):

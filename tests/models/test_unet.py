@@ -9,8 +9,7 @@ from torch.autograd import grad, gradgradcheck
 from torch.autograd.graph import saved_tensors_hooks
 
 from ndlightnet import Identity, NDLightUNet
-from ndlightnet.models import unet
-from ndlightnet.nn import convolutional
+from ndlightnet.nn import convolutional, slabs
 from ndlightnet.nn.convolutional import ConvBlock, NormSiLU
 
 SIZES = {1: (13,), 2: (9, 14), 3: (7, 5, 6)}
@@ -308,23 +307,34 @@ def test_levels_without_convolution_blocks(separable):
     assert model(torch.randn(1, 2, 9, 14)).shape == (1, model.out_channels, 9, 14)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_in_slabs_as_at_once(dims, monkeypatch, close):
+def test_in_slabs_as_at_once(dims, checkpointing, monkeypatch, close):
     """Where a level has more numbers than a kernel takes well: values and gradients."""
     torch.manual_seed(1)
     net = NDLightUNet(dims, 1, 2, widths=[4, 8, 8], depths=[0, 0, 1], strides=[2, 3]).double()
+    net.set_grad_checkpointing(checkpointing)
     x = torch.randn(2, 1, *(13, 9, 11)[:dims], dtype=torch.float64, requires_grad=True)
     whole = net(x)
-    expected = grad(whole.square().sum(), [x, *net.up.parameters()])
-    calls = []
-    for up in net.up:
-        up.register_forward_hook(lambda _, inputs, output: calls.append(output.numel()))
-    most = (60, 300, 2000)[dims - 1]
-    monkeypatch.setattr(unet, "NUMBERS", most)
+    expected = grad(whole.square().sum(), [x, *net.parameters()])
+    convolution, calls = torch.convolution, []
+
+    def noted(*args):
+        y = convolution(*args)
+        calls.append((args[1].shape, y.numel()))
+        return y
+
+    monkeypatch.setattr(torch, "convolution", noted)
+    most = (60, 300, 3000)[dims - 1]
+    monkeypatch.setattr(slabs, "NUMBERS", most)
     parts = net(x)
-    assert len(calls) > len(net.up) and max(calls) < most
+    kinds = {"head": (2, 4, *[1] * dims), "down": (8, 4, *[2] * dims), "up": (8, 4, *[2] * dims),
+             "block": (4, 4, *[3] * dims), "first": (4, 1, *[3] * dims)}  # fmt: skip
+    for kind, shape in kinds.items():
+        assert sum(found == shape for found, _ in calls) > 1, kind
+    assert max(numbers for _, numbers in calls) < most
     close(parts, whole, 1e-12)
-    for found, wanted in zip(grad(parts.square().sum(), [x, *net.up.parameters()]), expected,
+    for found, wanted in zip(grad(parts.square().sum(), [x, *net.parameters()]), expected,
                              strict=True):  # fmt: skip
         close(found, wanted, 1e-12)
 
