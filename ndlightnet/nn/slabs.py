@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.ops._once_differentiable import once_differentiable
+from ndlightnet.ops.plain import plain
 
 NUMBERS = 2**31  # a slab has fewer
 
@@ -28,7 +29,8 @@ class _Slab:
 
 class _InSlabs:
     """A convolution without dilation, or a transposed one whose stride is its kernel. Its slabs lie
-    along the first axis. A second derivative of slabs raises RuntimeError."""
+    along the first axis. A second derivative of slabs raises RuntimeError; transforms of torch.func
+    take the whole."""
 
     def _slabs(self: Any, x: Tensor) -> list[_Slab]:
         """Return the slabs for x; none: as a whole."""
@@ -37,7 +39,7 @@ class _InSlabs:
         # not len(x), which is a constant for torch.export: an exported graph takes any size
         widest = max(self.in_channels, self.out_channels * math.prod(grow))
         numbers = x.shape[0] * widest * math.prod(x.shape[2:])
-        if torch.compiler.is_exporting() or numbers < NUMBERS:
+        if plain() or numbers < NUMBERS:
             return []
         size = x.shape[2]
         planes = size if self.transposed else (size + 2 * pad - kernel) // step + 1

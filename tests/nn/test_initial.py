@@ -96,8 +96,8 @@ def test_all_that_holds_parameters_can_be_reset(name):
         if ours and next(part.parameters(), None) is not None:
             assert callable(getattr(part, "reset_parameters", None)), type(part)
         if ours and next(part.parameters(recurse=False), None) is not None:
-            norm = isinstance(part, nn.LayerNorm | nn.GroupNorm)  # torch's, in another dtype
-            assert norm or type(part).initialize is not Initialized.initialize, type(part)
+            torchs = isinstance(part, nn.LayerNorm | nn.GroupNorm | nn.modules.conv._ConvNd)
+            assert torchs or type(part).initialize is not Initialized.initialize, type(part)
 
 
 def test_a_module_that_cannot_is_named():

@@ -87,3 +87,11 @@ def test_a_second_derivative_raises(monkeypatch):
     (first,) = grad(ours(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         grad(first.sum(), x)
+
+
+def test_in_a_transform_as_a_whole(monkeypatch, close):
+    net, ours = made("Conv", 1, 3, 1, 1)
+    x = torch.randn(1, 2, 9, dtype=torch.float64)
+    monkeypatch.setattr(slabs, "NUMBERS", 30)
+    for transform in (torch.func.grad, torch.func.hessian):
+        close(*(transform(lambda x, m=m: m(x).pow(3).sum())(x) for m in (ours, net)), 1e-12)
