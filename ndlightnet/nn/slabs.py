@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ndlightnet.ops._once_differentiable import once_differentiable
 from ndlightnet.ops.plain import plain
 
-NUMBERS = 2**31  # a slab has fewer
+NUMBERS = 2**31  # a slab of several planes has fewer
 
 
 @dataclass(frozen=True)
@@ -28,47 +28,64 @@ class _Slab:
 
 
 class _InSlabs:
-    """A convolution without dilation, or a transposed one whose stride is its kernel. Its slabs lie
-    along the first axis. A second derivative of slabs raises RuntimeError; transforms of torch.func
-    take the whole."""
+    """A convolution whose slabs lie along the first axis, each of a plane at least. As a whole go:
+    dilated ones and those with padding of another kind than zeros; transposed ones whose stride is
+    not their kernel; transforms of torch.func. A second derivative of slabs raises RuntimeError."""
 
-    def _slabs(self: Any, x: Tensor) -> list[_Slab]:
-        """Return the slabs for x; none: as a whole."""
-        grow = self.stride if self.transposed else [1] * (x.ndim - 2)
-        kernel, step, pad = self.kernel_size[0], self.stride[0], self.padding[0]
-        # not len(x), which is a constant for torch.export: an exported graph takes any size
-        widest = max(self.in_channels, self.out_channels * math.prod(grow))
-        numbers = x.shape[0] * widest * math.prod(x.shape[2:])
-        if plain() or numbers < NUMBERS:
-            return []
-        size = x.shape[2]
-        planes = size if self.transposed else (size + 2 * pad - kernel) // step + 1
-        unit = numbers // size * (1 if self.transposed else step)  # numbers of a plane
-        halo = 0 if self.transposed else max(0, kernel - step)
-        most = max(1, (NUMBERS - 1 - halo * (numbers // size)) // unit)
-        each = -(-planes // -(-planes // most))
-        found = []
-        for start in range(0, planes, each):
-            count = min(each, planes - start)
-            if self.transposed:
-                found.append(_Slab((start, count), (start * step, count * step), (0, 0)))
-                continue
-            first, end = start * step - pad, (start + count - 1) * step - pad + kernel
-            inside = max(0, first), min(size, end)
-            zeros = inside[0] - first, end - inside[1]
-            found.append(_Slab((inside[0], inside[1] - inside[0]), (start, count), zeros))
-        return found
-
-    def _made(self: Any, x: Tensor, slabs: Sequence[_Slab]) -> Tensor:
+    def _by_slabs(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Return the convolution of x in slabs, None if it is to be that of the whole."""
+        slabs = self._slabs(x)
+        if not slabs:
+            return None
         kind = x.device.type
-        inputs = [x, self.weight, self.bias]
-        if torch.is_autocast_enabled(kind):
+        inputs: list[Any] = [x, weight, bias]
+        # as autocast does, which leaves out float64 and which some devices do not have
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             to = torch.get_autocast_dtype(kind)
-            inputs = [None if t is None else t.to(to) for t in inputs]
+            inputs = [t if t is None or t.dtype == torch.float64 else t.to(to) for t in inputs]
         padding = [0, *self.padding[1:]]
         how = self.stride, padding, self.dilation, self.transposed, self.output_padding, self.groups
         out: Tensor = _Convolve.apply(slabs, how, *inputs)
         return out
+
+    def _slabs(self: Any, x: Tensor) -> list[_Slab]:
+        """Return the slabs for x; none: as a whole."""
+        axes, padding = len(self.kernel_size), self.padding
+        if plain() or x.ndim != 2 + axes or isinstance(padding, str):
+            return []
+        sizes = list(zip(x.shape[2:], self.kernel_size, self.stride, padding, strict=True))
+        space = [n * s if self.transposed else (n + 2 * p - k) // s + 1 for n, k, s, p in sizes]
+        # of a plane of x and of y; not len(x), which is a constant for torch.export
+        read = x.shape[0] * self.in_channels * math.prod(x.shape[3:])
+        made = x.shape[0] * self.out_channels * math.prod(space[1:])
+        size, kernel, step, pad = sizes[0]
+        if max(read * size, made * space[0]) < NUMBERS or min(space) < 1 or not self._divides():
+            return []
+        if self.transposed:
+            most = (NUMBERS - 1) // max(read, made * step)
+            parts = _evenly(size, most)
+            return [_Slab((at, n), (at * step, n * step), (0, 0)) for at, n in parts]
+        most = min((NUMBERS - 1) // made, ((NUMBERS - 1) // read - kernel) // step + 1)
+        found = []
+        for at, n in _evenly(space[0], most):
+            first, end = at * step - pad, (at + n - 1) * step - pad + kernel
+            start, stop = max(0, first), min(size, end)
+            found.append(_Slab((start, stop - start), (at, n), (start - first, end - stop)))
+        return found
+
+    def _divides(self: Any) -> bool:
+        if set(self.dilation) != {1} or self.padding_mode != "zeros":
+            return False
+        if not self.transposed:
+            return True
+        added = (*self.padding, *self.output_padding)
+        return tuple(self.kernel_size) == tuple(self.stride) and not any(added)
+
+
+def _evenly(planes: int, most: int) -> list[tuple[int, int]]:
+    """Return the starts and sizes of parts of at most `most` planes, or of one."""
+    each = -(-planes // -(-planes // max(1, most)))
+    return [(at, min(each, planes - at)) for at in range(0, planes, each)]
 
 
 class _Convolve(torch.autograd.Function):
@@ -84,6 +101,7 @@ class _Convolve(torch.autograd.Function):
             if y is None:
                 y = part.new_empty((*part.shape[:2], planes, *part.shape[3:]))
             y.narrow(2, *slab.y).copy_(part)
+            del part  # before the next one is made
         assert y is not None
         return y
 
@@ -105,6 +123,7 @@ class _Convolve(torch.autograd.Function):
                     part = part.to(torch.promote_types(part.dtype, torch.float32))
                     before = sums[at]
                     sums[at] = part if before is None else before + part
+            del found
         return None, None, dx, *[None if g is None else g.to(weight.dtype) for g in sums]
 
 
@@ -115,20 +134,14 @@ def _read(x: Tensor, slab: _Slab) -> Tensor:
 
 class _Conv(_InSlabs):
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        slabs = self._slabs(input)
-        if slabs:
-            return self._made(input, slabs)
-        out: Tensor = super()._conv_forward(input, weight, bias)  # type: ignore[misc]
-        return out
+        y = self._by_slabs(input, weight, bias)
+        return super()._conv_forward(input, weight, bias) if y is None else y  # type: ignore[misc]
 
 
 class _ConvTranspose(_InSlabs):
-    def forward(self, input: Tensor, output_size: Any = None) -> Tensor:
-        slabs = self._slabs(input)
-        if slabs:
-            return self._made(input, slabs)
-        out: Tensor = super().forward(input, output_size)  # type: ignore[misc]
-        return out
+    def forward(self: Any, input: Tensor, output_size: Any = None) -> Tensor:
+        y = self._by_slabs(input, self.weight, self.bias) if output_size is None else None
+        return super().forward(input, output_size) if y is None else y  # type: ignore[misc]
 
 
 class Conv1d(_Conv, nn.Conv1d):

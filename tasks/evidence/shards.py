@@ -341,7 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--shapes", nargs="+", type=_shape, default=[(1024,) * 3])
     parser.add_argument("--gpus", nargs="+", type=int, default=[1, torch.cuda.device_count()])
-    parser.add_argument("--ns", type=float, default=633, help="nanoseconds a token, of one GPU")
+    parser.add_argument("--ns", type=float, default=641, help="nanoseconds a token, of one GPU")
     parser.add_argument("--row", default="", help="of `tokens`: one of them")
     parser.add_argument("--checkpointing", nargs="+", type=int, default=[0, 1], help="of `cubes`")
     parser.add_argument("--slabs", type=int)

@@ -1,5 +1,7 @@
 """Convolutions in slabs against torch's of the whole."""
 
+import weakref
+
 import pytest
 import torch
 from torch.autograd import grad
@@ -21,17 +23,17 @@ def made(kind, dims, *how, channels=(2, 5), bias=True):
     return whole, parts
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("channels", "bias"), [((2, 5), True), ((5, 2), False)])
 @pytest.mark.parametrize("planes", [5, 13, 14])
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize(("kind", "kernel", "stride", "padding"), KINDS)
 def test_slabs_as_the_whole(
-    dims, kind, kernel, stride, padding, planes, bias, monkeypatch, close
+    dims, kind, kernel, stride, padding, planes, channels, bias, monkeypatch, close
 ):  # fmt: skip
     planes = max(planes, kernel)
-    net, ours = made(kind, dims, kernel, stride, padding, bias=bias)
+    net, ours = made(kind, dims, kernel, stride, padding, channels=channels, bias=bias)
     space = (planes, 7, 8)[:dims]
-    x = torch.randn(3, 2, *space, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(3, channels[0], *space, dtype=torch.float64, requires_grad=True)
     expected = net(x)
     sizes, convolution = [], torch.convolution
 
@@ -41,10 +43,11 @@ def test_slabs_as_the_whole(
         return y
 
     monkeypatch.setattr(torch, "convolution", noted)
-    plane = 3 * 5 * x[0, 0, 0].numel() * (stride**dims if kind == "ConvTranspose" else 1)
+    plane = max(x[:, :, 0].numel(), expected[:, :, 0].numel())
     monkeypatch.setattr(slabs, "NUMBERS", plane * (kernel + stride) + 1)
     found = ours(x)
-    assert bool(sizes) == (planes > kernel + stride) and max([0, *sizes]) < slabs.NUMBERS
+    assert bool(sizes) == (max(x.numel(), expected.numel()) >= slabs.NUMBERS)
+    assert max([0, *sizes]) < slabs.NUMBERS
     close(found, expected, 1e-12)
     weights = torch.randn_like(expected)
     for one, other in zip(
@@ -95,3 +98,66 @@ def test_in_a_transform_as_a_whole(monkeypatch, close):
     monkeypatch.setattr(slabs, "NUMBERS", 30)
     for transform in (torch.func.grad, torch.func.hessian):
         close(*(transform(lambda x, m=m: m(x).pow(3).sum())(x) for m in (ours, net)), 1e-12)
+
+
+def test_as_autocast_float64_is_left_and_meta_has_none(monkeypatch):
+    monkeypatch.setattr(slabs, "NUMBERS", 100)
+    ours = made("Conv", 3, 3, 1, 1)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours(torch.randn(1, 2, 9, 4, 5, dtype=torch.float64)).dtype == torch.float64
+    assert ours.to("meta")(torch.empty(1, 2, 9, 4, 5, device="meta").double()).shape[2:] == (
+        9,
+        4,
+        5,
+    )
+
+
+def test_the_weight_that_is_given(monkeypatch, close):
+    """A parametrisation draws or computes it once for a call."""
+    torch.manual_seed(1)
+    net = torch.nn.utils.parametrizations.spectral_norm(slabs.Conv1d(2, 3, 3, padding=1)).eval()
+    x = torch.randn(1, 2, 9)
+    whole, calls = net(x), []
+    net.parametrizations.weight[0].register_forward_hook(lambda *_: calls.append(1))
+    monkeypatch.setattr(slabs, "NUMBERS", 15)
+    close(net(x), whole, 1e-6)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(("kind", "options"), [
+    ("Conv", {"padding_mode": "circular", "padding": 1}), ("Conv", {"dilation": 2}),
+    ("Conv", {"padding": "same"}), ("ConvTranspose", {"stride": 2}),
+    ("ConvTranspose", {"stride": 3, "padding": 1}),
+    ("ConvTranspose", {"stride": 3, "output_padding": 1}),
+])  # fmt: skip
+def test_other_kinds_go_as_a_whole(kind, options, monkeypatch):
+    both = (getattr(m, f"{kind}2d") for m in (torch.nn, slabs))
+    net, ours = (cls(2, 3, 3, **options) for cls in both)
+    ours.load_state_dict(net.state_dict())
+    x = torch.randn(1, 2, 9, 8)
+    monkeypatch.setattr(slabs, "NUMBERS", 30)
+    assert torch.equal(ours(x), net(x))
+    assert torch.equal(ours(x[0]), net(x[0]))
+
+
+def test_a_transposed_convolution_to_a_size_asked_for(monkeypatch):
+    net, ours = made("ConvTranspose", 1, 3, 3, 0)
+    x = torch.randn(1, 2, 9, dtype=torch.float64)
+    monkeypatch.setattr(slabs, "NUMBERS", 30)
+    assert torch.equal(ours(x, output_size=[29]), net(x, output_size=[29]))
+
+
+def test_one_slab_at_a_time(monkeypatch):
+    """What a slab needs is freed before the next one."""
+    ours, x = made("Conv", 1, 3, 1, 1)[1], torch.randn(1, 2, 40, dtype=torch.float64)
+    monkeypatch.setattr(slabs, "NUMBERS", 50)
+    convolution, alive, made_so_far = torch.convolution, [], weakref.WeakSet()
+
+    def noted(*args):
+        alive.append(len(made_so_far))
+        made_so_far.add(y := convolution(*args))
+        return y
+
+    monkeypatch.setattr(torch, "convolution", noted)
+    ours(x)
+    assert len(alive) > 3 and not any(alive)
