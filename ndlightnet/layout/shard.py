@@ -27,9 +27,8 @@ class Shard:
         self.exchange, self.axis = exchange, axis
         self.rank, self.count = exchange.rank, exchange.count
         self.known: dict[Any, Any] = {}
-        self.cut: Any = (
-            None  # the last whole that `slab` has cut: its shape is the same on all processes
-        )
+        # of the last whole that `slab` has cut: the same on all processes
+        self.cut: Shape | None = None
         self.sizes = sizes  # None: processes tell each other
 
     def part(self, x: Tensor, shape: Sequence[int]) -> Part:

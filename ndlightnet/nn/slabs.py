@@ -6,12 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.ops._once_differentiable import once_differentiable
+from ndlightnet.layout import split_sizes
 from ndlightnet.ops.plain import plain
 
 NUMBERS = 2**31  # a slab of several planes has fewer
@@ -30,7 +31,7 @@ class _Slab:
 class _InSlabs:
     """A convolution whose slabs lie along the first axis, each of a plane at least. As a whole go:
     dilated ones and those with padding of another kind than zeros; transposed ones whose stride is
-    not their kernel; transforms of torch.func. A second derivative of slabs raises RuntimeError."""
+    not their kernel; transforms of torch.func."""
 
     def _by_slabs(self: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Return the convolution of x in slabs, None if it is to be that of the whole."""
@@ -43,7 +44,7 @@ class _InSlabs:
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             to = torch.get_autocast_dtype(kind)
             inputs = [t if t is None or t.dtype == torch.float64 else t.to(to) for t in inputs]
-        padding = [0, *self.padding[1:]]
+        padding = [0, *self.padding[1:]]  # `_read` has that along the first axis
         how = self.stride, padding, self.dilation, self.transposed, self.output_padding, self.groups
         out: Tensor = _Convolve.apply(slabs, how, *inputs)
         return out
@@ -62,12 +63,11 @@ class _InSlabs:
         if max(read * size, made * space[0]) < NUMBERS or min(space) < 1 or not self._divides():
             return []
         if self.transposed:
-            most = (NUMBERS - 1) // max(read, made * step)
-            parts = _evenly(size, most)
+            parts = _parts(size, (NUMBERS - 1) // max(read, made * step))
             return [_Slab((at, n), (at * step, n * step), (0, 0)) for at, n in parts]
         most = min((NUMBERS - 1) // made, ((NUMBERS - 1) // read - kernel) // step + 1)
         found = []
-        for at, n in _evenly(space[0], most):
+        for at, n in _parts(space[0], most):
             first, end = at * step - pad, (at + n - 1) * step - pad + kernel
             start, stop = max(0, first), min(size, end)
             found.append(_Slab((start, stop - start), (at, n), (start - first, end - stop)))
@@ -82,10 +82,10 @@ class _InSlabs:
         return tuple(self.kernel_size) == tuple(self.stride) and not any(added)
 
 
-def _evenly(planes: int, most: int) -> list[tuple[int, int]]:
+def _parts(planes: int, most: int) -> list[tuple[int, int]]:
     """Return the starts and sizes of parts of at most `most` planes, or of one."""
-    each = -(-planes // -(-planes // max(1, most)))
-    return [(at, min(each, planes - at)) for at in range(0, planes, each)]
+    sizes = split_sizes(planes, -(-planes // max(1, most)))
+    return list(zip(accumulate(sizes, initial=0), sizes, strict=False))
 
 
 class _Convolve(torch.autograd.Function):
@@ -106,23 +106,22 @@ class _Convolve(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         needed = list(ctx.needs_input_grad[2:])
+        gradients = torch.ops.aten.convolution_backward
         dx = torch.zeros_like(x) if needed[0] else None
         sums: list[Tensor | None] = [None, None]  # gradients of weight and bias, float32 or wider
         for slab in ctx.slabs:
-            found = torch.ops.aten.convolution_backward(
-                dy.narrow(2, *slab.y), _read(x, slab), weight, ctx.bias, *ctx.how, needed
-            )
+            part = dy.narrow(2, *slab.y)
+            found = gradients(part, _read(x, slab), weight, ctx.bias, *ctx.how, needed)
             if dx is not None:
                 dx.narrow(2, *slab.x).add_(found[0].narrow(2, slab.zeros[0], slab.x[1]))
-            for at, part in enumerate(found[1:]):
+            for at, more in enumerate(found[1:]):
                 if needed[1 + at]:
-                    part = part.to(torch.promote_types(part.dtype, torch.float32))
+                    more = more.to(torch.promote_types(more.dtype, torch.float32))
                     before = sums[at]
-                    sums[at] = part if before is None else before + part
+                    sums[at] = more if before is None else before + more
             del found
         return None, None, dx, *[None if g is None else g.to(weight.dtype) for g in sums]
 

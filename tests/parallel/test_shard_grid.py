@@ -131,6 +131,14 @@ def test_compiled_networks_are_one_graph(tmp_path):
     check(found(2, "compiled", tmp_path), 2, "float32")
 
 
+@pytest.mark.parametrize("rows, batch, ms", [(64, 4, 16.5), (32, 4, 10.7), (64, 1, 5.5)])
+def test_what_an_exchange_takes_by_the_model_of_costs(rows, batch, ms):
+    """As kernels/README.md says, beside what two GPUs took: 16.4, 10.1 and 5.5 ms."""
+    net, machine = shard_model.Network(), shard_model.Machine(token=641e-9)
+    found = shard_model.step(net, machine, (rows, 64, 64), 2, batch)
+    assert round(1e3 * found["exchange"], 1) == ms
+
+
 @pytest.mark.slow
 def test_processes_send_what_the_model_of_costs_says(tmp_path):
     for dtype, element in (("float32", 4), ("bfloat16", 2)):
