@@ -17,6 +17,7 @@ from ndlightnet.layout.ragged import Lines, Ragged
 from ndlightnet.layout.shard import (
     Shard,
     activated,
+    is_sharded,
     layout_of,
     layout_of_pack,
     layout_of_tokens,
@@ -42,6 +43,7 @@ __all__ = [
     "add_planes",
     "cut_patches",
     "draw_boxes",
+    "is_sharded",
     "layout_of",
     "layout_of_pack",
     "layout_of_tokens",

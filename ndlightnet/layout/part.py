@@ -74,6 +74,9 @@ class Part(Grid):
     def frame(self) -> Part:
         return Part(self.shape[1:], axis=self.axis - 1, sizes=self.sizes, exchange=self.exchange)
 
+    def unflatten(self, x: Tensor) -> Tensor:
+        return carry_sizes(super().unflatten(x), self.axis, self.sizes)
+
     def sums(self, x: Tensor) -> tuple[Tensor, int]:
         return self.total(x.sum(1)), self.whole.length
 
@@ -171,6 +174,18 @@ class Part(Grid):
         real = mask[..., None].to(exact.dtype)
         sums = self.total(torch.cat([(exact * real).sum(1), real.sum(1)], 1))
         return (sums[:, :-1] / sums[:, -1:].clamp(min=1)).to(x.dtype)
+
+
+def carry_sizes(slab: Any, axis: int, sizes: Shape) -> Tensor:
+    """Let a slab carry the sizes of all slabs along the axis; tensors computed from it do not."""
+    slab._slab = axis, sizes
+    return slab  # type: ignore[no-any-return]
+
+
+def carried_sizes(x: Tensor, axis: int) -> Shape | None:
+    """Return the sizes that `carry_sizes` has set, None if there are none along this axis."""
+    carried, sizes = getattr(x, "_slab", (None, None))
+    return sizes if carried == axis else None
 
 
 class _Edges(torch.autograd.Function):

@@ -12,7 +12,7 @@ from torch import Tensor
 from ndlightnet.layout.base import Shape
 from ndlightnet.layout.exchange import Exchange, Processes
 from ndlightnet.layout.grid import Grid
-from ndlightnet.layout.part import Part
+from ndlightnet.layout.part import Part, carried_sizes, carry_sizes
 from ndlightnet.layout.ragged import Ragged
 from ndlightnet.layout.spread import Spread
 
@@ -21,96 +21,98 @@ _active: list[Shard] = []
 
 
 class Shard:
-    """Which part of all grids this process has, and sums over the parts."""
+    """Which slab of all grids this process has, and sums over the slabs.
 
-    def __init__(self, exchange: Exchange, axis: int, sizes: Shape | None = None) -> None:
+    sizes: of all slabs along the axis; None: see `part`.
+    """
+
+    def __init__(self, exchange: Exchange, axis: int, sizes: Sequence[int] | None = None) -> None:
         self.exchange, self.axis = exchange, axis
         self.rank, self.count = exchange.rank, exchange.count
-        self.known: dict[Any, Any] = {}
-        # of the last whole that `slab` has cut: the same on all processes
-        self.cut: Shape | None = None
-        self.sizes = sizes  # None: processes tell each other
+        self.sizes = None if sizes is None else tuple(sizes)
 
     def part(self, x: Tensor, shape: Sequence[int]) -> Part:
-        """Return the layout of a slab of this shape, of input x. The processes tell each other
-        their shapes when this one, or the whole that `slab` has cut, is new; else all change theirs
-        at once."""
+        """Return the layout of a slab of this shape, of input x. A tensor that `slab` has cut
+        carries the sizes of all slabs; of others, unless `sizes` names them, the processes exchange
+        their shapes in every call: an own shape does not tell whether those of others changed."""
         shape = tuple(shape)
-        key = (len(x), *shape)
-        if (key, self.cut) not in self.known:
-            if not 0 <= self.axis < len(shape):
-                raise ValueError(
-                    f"shard_grid: axis={self.axis}, expected an axis of {len(shape)}, 0 to "
-                    f"{len(shape) - 1}"
-                )
-            sizes = self._told(x, key) if self.sizes is None else self.sizes
-            part = Part(shape, axis=self.axis, sizes=sizes, exchange=self.exchange)
-            self.known[key, self.cut] = part
-        found: Part = self.known[key, self.cut]
-        return found
+        if not 0 <= self.axis < len(shape):
+            raise ValueError(
+                f"shard_grid: axis={self.axis}, expected an axis of {len(shape)}, 0 to "
+                f"{len(shape) - 1}"
+            )
+        sizes = carried_sizes(x, self.axis)
+        if sizes is None:
+            sizes = self.sizes
+        if sizes is None:
+            sizes = self._exchanged_sizes(x, (len(x), *shape))
+        if len(sizes) != self.count or sizes[self.rank] != shape[self.axis]:
+            raise ValueError(
+                f"shard_grid: a slab of {shape} on process {self.rank} of {self.count}, expected "
+                f"one of sizes={sizes} along axis {self.axis}"
+            )
+        return Part(shape, axis=self.axis, sizes=sizes, exchange=self.exchange)
 
     def spread(self, x: Tensor, layout: Ragged) -> Spread:
         """Return the layout of a pack of slabs, of tokens x."""
         shapes = layout.shapes
-        if shapes not in self.known:
-            own = torch.zeros(MOST_AXES, dtype=torch.int64)
-            own[:3] = torch.tensor([self.axis, layout.ndim, len(shapes)])
-            heads = self._rows(own.to(x.device))
-            if len({*heads}) > 1 or not 0 <= self.axis < layout.ndim:
-                raise ValueError(
-                    f"shard_grid: packs of {[row[2] for row in heads]} samples of "
-                    f"{[row[1] for row in heads]} axes, along axes {[row[0] for row in heads]}: "
-                    "expected the same on all processes"
-                )
-            told = self._rows(torch.tensor(shapes, device=x.device).flatten())
-            grids = [[row[i : i + layout.ndim] for row in told]
-                     for i in range(0, len(told[0]), layout.ndim)]  # fmt: skip
-            others = slice(None, self.axis), slice(self.axis + 1, None)
-            if any(
-                len({(g[others[0]], g[others[1]]) for g in slabs}) > 1
-                or not all(g[self.axis] for g in slabs)
-                for slabs in grids
-            ):
-                raise ValueError(
-                    f"shard_grid: slabs of samples {grids}: expected the same sizes on all "
-                    f"processes but for one above 0 along axis {self.axis}"
-                )
-            parts = [
-                Part(shape, axis=self.axis, sizes=tuple(g[self.axis] for g in slabs),
-                     exchange=self.exchange)
-                for shape, slabs in zip(shapes, grids, strict=True)
-            ]  # fmt: skip
-            self.known[shapes] = Spread(parts)
-        found: Spread = self.known[shapes]
-        return found
+        own = torch.zeros(MOST_AXES, dtype=torch.int64)
+        own[:3] = torch.tensor([self.axis, layout.ndim, len(shapes)])
+        heads = self._rows(own.to(x.device))
+        if len({*heads}) > 1 or not 0 <= self.axis < layout.ndim:
+            raise ValueError(
+                f"shard_grid: packs of {[row[2] for row in heads]} samples of "
+                f"{[row[1] for row in heads]} axes, along axes {[row[0] for row in heads]}: "
+                "expected the same on all processes"
+            )
+        rows = self._rows(torch.tensor(shapes, device=x.device).flatten())
+        grids = [[row[i : i + layout.ndim] for row in rows]
+                 for i in range(0, len(rows[0]), layout.ndim)]  # fmt: skip
+        before, after = slice(None, self.axis), slice(self.axis + 1, None)
+        if any(
+            len({(grid[before], grid[after]) for grid in slabs}) > 1
+            or not all(grid[self.axis] for grid in slabs)
+            for slabs in grids
+        ):
+            raise ValueError(
+                f"shard_grid: slabs of samples {grids}: expected the same sizes on all "
+                f"processes but for one above 0 along axis {self.axis}"
+            )
+        return Spread(
+            Part(shape, axis=self.axis, sizes=tuple(grid[self.axis] for grid in slabs),
+                 exchange=self.exchange)
+            for shape, slabs in zip(shapes, grids, strict=True)
+        )  # fmt: skip
 
     def _rows(self, own: Tensor) -> list[Shape]:
         """Return the int64 tensors (n,) of all processes."""
         return [tuple(row) for row in torch.stack(self.exchange.for_all(own)()).tolist()]
 
-    def _told(self, x: Tensor, key: Shape) -> Shape:
+    def _exchanged_sizes(self, x: Tensor, shape: Shape) -> Shape:
+        """Return the sizes of all slabs; shape: (batch, *space) of this one."""
         row = torch.zeros(MOST_AXES, dtype=torch.int64)
-        row[: len(key) + 1] = torch.tensor([self.axis, *key])
-        told = self._rows(row.to(x.device))
+        row[: len(shape) + 1] = torch.tensor([self.axis, *shape])
+        rows = self._rows(row.to(x.device))
         split = 2 + self.axis
-        if len({one[:split] + one[split + 1 :] for one in told}) > 1 or not all(
-            one[split] for one in told
+        if len({row[:split] + row[split + 1 :] for row in rows}) > 1 or not all(
+            row[split] for row in rows
         ):
-            shapes = "; ".join(str(one[1 : len(key) + 1]) for one in told)
+            shapes = "; ".join(str(row[1 : len(shape) + 1]) for row in rows)
             raise ValueError(
                 f"shard_grid: slabs (batch, *space) of {shapes} along axes "
-                f"{[one[0] for one in told]}, expected the same but for a size above 0 along the "
+                f"{[row[0] for row in rows]}, expected the same but for a size above 0 along the "
                 "axis that is split"
             )
-        return tuple(one[split] for one in told)
+        return tuple(row[split] for row in rows)
 
     def slab(self, x: Tensor, multiple: int = 1, first: int = 2) -> Tensor:
         """Return this process's slab of a tensor that all processes have: as even as multiples of
-        `multiple` allow. first: the dimension of x that is axis 0 (2 after batch and channels)."""
+        `multiple` allow. first: the dimension of x that is axis 0 (2 after batch and channels). The
+        slab carries the sizes of all slabs; tensors computed from it do not."""
         dim = first + self.axis
-        self.cut = tuple(x.shape)
         sizes = split_sizes(x.shape[dim], self.count, multiple)
-        return x.narrow(dim, sum(sizes[: self.rank]), sizes[self.rank])
+        slab = x.narrow(dim, sum(sizes[: self.rank]), sizes[self.rank])
+        return carry_sizes(slab, self.axis, sizes)
 
     def total(self, x: Tensor) -> Tensor:
         """Return the sum of a tensor over the processes, with its gradient."""
@@ -139,7 +141,7 @@ def activated(shard: Shard) -> Iterator[Shard]:
 
 
 @contextmanager
-def shard_grid(group: Any, axis: int = 0) -> Iterator[Shard]:
+def shard_grid(group: Any, axis: int = 0, sizes: Sequence[int] | None = None) -> Iterator[Shard]:
     """Within it networks of this library get a slab of their input on each process of a group, and
     see the whole: outputs and gradients are those of one process with the whole input.
 
@@ -148,8 +150,10 @@ def shard_grid(group: Any, axis: int = 0) -> Iterator[Shard]:
             slabs lie in the order of its ranks.
         axis: the axis of the input that is split, 0 for the first one after the channels. Slabs may
             have different sizes, multiples of the patch size (of the product of the strides of a
-            U-Net) but for the last. A pack holds a slab of each sample. Within one context shapes
-            of slabs change on all processes or on none, unless `slab` of the result cuts them.
+            U-Net) but for the last. A pack holds a slab of each sample.
+        sizes: of the slabs of all inputs along the axis, where each process loads its own. A slab
+            that the result's `slab` cuts needs none; for others, and packs, the processes exchange
+            their shapes in every call, for which a GPU's work is waited for.
 
     What has a value for each cell or token is returned as a slab, all else as it is for the whole.
     The gradients of parameters are averaged over the processes (DDP, FSDP), so each process takes
@@ -176,7 +180,7 @@ def shard_grid(group: Any, axis: int = 0) -> Iterator[Shard]:
             f"shard_grid: a group of type {type(group).__name__}, expected a process group or one "
             "dimension of a DeviceMesh"
         )
-    with activated(Shard(Processes(group), axis)) as shard:
+    with activated(Shard(Processes(group), axis, sizes)) as shard:
         yield shard
 
 
@@ -186,6 +190,10 @@ def refuse_shards(what: str) -> None:
         raise ValueError(
             f"{what} within shard_grid: expected an NDLightNet, an NDLightUNet, or their layers"
         )
+
+
+def is_sharded() -> bool:
+    return bool(_active)
 
 
 def layout_of(x: Tensor, first: int) -> Grid:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ class Spread(Ragged):
     """Slabs of samples of different shapes, end to end in one row. Layers take one sample after the
     other."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        super().__init__(part.shape for part in parts)
+    def __init__(self, parts: Iterable[Part]) -> None:
         self.parts = tuple(parts)
+        super().__init__(part.shape for part in self.parts)
 
     def map_samples(self, function: Callable[..., Tensor], *xs: Tensor | None) -> Tensor:
         rows = [[None] * len(self) if x is None else x.split(self.lengths, 1) for x in xs]

@@ -334,7 +334,7 @@ class NDLightNet(Backbone):
         if isinstance(features, Packed):
             layout, features = features.layout, features.values
         else:
-            layout = layout_of_tokens(features)
+            layout = Grid.of(features) if self.per_token else layout_of_tokens(features)
         if not self.per_token:
             mask = layout.flatten_mask(self.token_mask(mask))
             features = layout.pool(layout.tokens(features), mask)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
-from ndlightnet.layout import layout_of_tokens
+from ndlightnet.layout import Grid, Part, is_sharded, layout_of
 from ndlightnet.models.graphs import Graphs, clone
 from ndlightnet.ops.dtypes import check_tensors
 
@@ -31,6 +32,7 @@ class StreamState(NamedTuple):
 def advance(model: Any, x: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
     """See NDLightNet.advance."""
     model._check(x, None)
+    chunk = layout_of(x, x.ndim - model.dims)
     if x.shape[0] != state.frames.shape[0]:
         raise ValueError(f"input of {x.shape[0]} samples, a state of {state.frames.shape[0]}")
     cells, waiting = state.cells, 0
@@ -55,14 +57,17 @@ def advance(model: Any, x: Tensor, state: StreamState) -> tuple[Tensor, StreamSt
     if state.space is None:
         space = tuple(x.shape[2:-1])
         state = state._replace(space=space, **_first(model, x.shape[0], space, x.device))
+    layout = Grid.of(x)
+    if isinstance(chunk, Part):  # the frames that wait are as the chunk's
+        layout = replace(chunk.strided(model.slab_multiples), shape=layout.shape)
     tpe, layers = state.tpe, []
     if model.tpe is not None:
-        x, tpe = model.tpe.advance(x, tpe)
+        x, tpe = model.tpe.advance(x, tpe, layout)
     for block, memory in zip(model.blocks, state.layers, strict=True):
-        x, memory = block.advance(x, memory, state.frames)
+        x, memory = block.advance(x, memory, state.frames, layout)
         layers.append(memory)
     x = model.norm(x)
-    total, count = layout_of_tokens(x).sums(x.flatten(1, -2).to(state.total.dtype))
+    total, count = layout.sums(x.flatten(1, -2).to(state.total.dtype))
     return x, state._replace(
         frames=state.frames + x.shape[1], tpe=tpe, layers=tuple(layers),
         total=state.total + total, tokens=state.tokens + count,
@@ -203,7 +208,9 @@ class Stream:
         return out
 
     def _advance(self, x: Tensor, state: StreamState) -> tuple[Tensor, StreamState]:
-        graphs = self.graphs if x.is_cuda and state.space is not None else None
+        # the sizes of slabs come from other processes, or with the chunk
+        replayed = x.is_cuda and state.space is not None and not is_sharded()
+        graphs = self.graphs if replayed else None
         if graphs is None or torch.cuda.is_current_stream_capturing():
             return advance(self.model, x, state)
         places = tuple(weight.data_ptr() for weight in self.parameters)

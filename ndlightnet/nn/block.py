@@ -123,10 +123,12 @@ class Block(Initialized):
         """Return the mixer's state before the first frame, of shape `space`, for `advance`."""
         return self._streaming().init_state(batch, device, space)
 
-    def advance(self, x: Tensor, state: Any, position: Tensor) -> tuple[Tensor, Any]:
+    def advance(
+        self, x: Tensor, state: Any, position: Tensor, layout: Grid | None = None
+    ) -> tuple[Tensor, Any]:
         """Map the next frames (batch, frames, *space, dim) in the causal form. Return the result
         and the next state. state: after the `position` (batch,) frames so far."""
-        y, state = self._streaming().advance(self.norm1(x), state, position)
+        y, state = self._streaming().advance(self.norm1(x), state, position, layout)
         x = x + self.drop_path(y)
         return x + self.drop_path(self.mlp(self.norm2(x))), state
 

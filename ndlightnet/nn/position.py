@@ -138,11 +138,13 @@ class MDTPE(Initialized):
         dtype = torch.promote_types(self.coef.dtype, torch.float32)
         return torch.zeros(batch, *space, *self.coef.shape[1:], dtype=dtype, device=device)
 
-    def advance(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def advance(
+        self, x: Tensor, state: Tensor, layout: Grid | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Encode the next frames (batch, frames, *space, dim); return them and the next state."""
         if len(self.coef) == 2 * self.dims:
             raise ValueError("advance: expected an MDTPE(causal=True) or bidirectional=False")
-        grid, before = layout_of_tokens(x), state.flatten(0, -3)
+        grid, before = layout or layout_of_tokens(x), state.flatten(0, -3)
         with exact(x):
             (coef, log_decay), reverse = self.weights()
             lines = grid.lines(x, 0)

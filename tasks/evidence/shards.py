@@ -69,7 +69,7 @@ def classified(net: nn.Module, tokens: int, kept: Any = None) -> Callable[[], No
 
 def segmented(net: nn.Module, grads: Tensor, x: Tensor, group: Any = None) -> None:
     """Run a step, forward and backward, of a segmentation of slabs x; gradients are averaged."""
-    sharded = shard_grid(group) if group is not None else nullcontext()
+    sharded = shard_grid(group, sizes=even(x, group)) if group is not None else nullcontext()
     with sharded, torch.autocast("cuda", torch.bfloat16):
         out = net(x)
     loss = nn.functional.cross_entropy(out, torch.zeros_like(out[:, 0], dtype=torch.long))
@@ -78,6 +78,11 @@ def segmented(net: nn.Module, grads: Tensor, x: Tensor, group: Any = None) -> No
     if group is not None:
         dist.all_reduce(grads, dist.ReduceOp.AVG)
     grads.zero_()
+
+
+def even(x: Tensor, group: Any) -> list[int]:
+    """Return the sizes of slabs that are all as x."""
+    return [x.shape[2]] * group.size()
 
 
 def gradients(net: nn.Module) -> Tensor:
@@ -215,7 +220,7 @@ def scaled(grid: Sequence[int], batch: int, shared: bool, steps: int = 12) -> Ru
             times.append(time.perf_counter() - start)
         return 1e3 * statistics.median(times[2:])
 
-    with shard_grid(group) if group is not None else nullcontext():
+    with shard_grid(group, sizes=even(x, group)) if group is not None else nullcontext():
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):

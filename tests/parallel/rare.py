@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from random import Random
 from typing import Any
 
 import torch
@@ -51,18 +52,42 @@ def twice() -> dict[str, Any]:
     return found
 
 
-def grown() -> dict[str, Any]:
-    """Wholes of other sizes within one context: the first slab keeps its size."""
+def sequences() -> dict[str, Any]:
+    """Inputs of random sizes one after the other in one context: slabs that `slab` cuts, some cut
+    before an earlier network is called, slabs that each process loads, and packs. A process often
+    has the same own size while those of others change."""
     torch.manual_seed(0)
-    net = NDLightUNet(2, 1, 3, widths=(8, 16), strides=(4,)).double()
-    wholes = [torch.randn(1, 1, size, 8, dtype=torch.float64) for size in (17, 18)]
-    expected = [net(x) for x in wholes]
-    found: dict[str, Any] = {}
-    with shard_grid(dist.group.WORLD) as grid:
-        for x, y in zip(wholes, expected, strict=True):
-            own = net(grid.slab(x, 4))
-            found[f"{len(x[0, 0])} planes"] = {"output": error_of(own, grid.slab(y, 4), y)}
-    return found
+    signal = NDLightNet(1, 1, 0, patch_size=1, embed_dim=32, depth=1).double()
+    image = NDLightUNet(2, 1, 3, widths=(8, 16), strides=(4,)).double()
+    random, count = Random(0), dist.get_world_size()
+    errors: dict[str, list[float]] = {"cut": [], "loaded": [], "packed": [], "planes": []}
+    kinds = random.choices([*errors], k=60)
+    sizes = random.choices(range(4 * count + 4, 4 * count + 9), k=60)
+    wholes = [
+        torch.randn(1, 1, size, *[8] * (kind == "planes"), dtype=torch.float64)
+        for kind, size in zip(kinds, sizes, strict=True)
+    ]
+    with torch.no_grad():
+        expected = [
+            image(x) if kind == "planes" else signal.forward_features(x)
+            for kind, x in zip(kinds, wholes, strict=True)
+        ]
+        with shard_grid(dist.group.WORLD) as grid:
+            slabs = [
+                slab(x, 2) if kind == "loaded" else grid.slab(x, 4 if kind == "planes" else 1)
+                for kind, x in zip(kinds, wholes, strict=True)
+            ]
+            for kind, x, y in zip(kinds, slabs, expected, strict=True):
+                if kind == "planes":
+                    out, dim = image(x), 2
+                elif kind == "packed":
+                    out, dim = signal.forward_features(signal.pack([x[0]])).values[None], 1
+                else:
+                    out, dim = signal.forward_features(x), 1
+                own = slab(y, dim, 4 if kind == "planes" else 1)
+                errors[kind].append(error_of(out, own, y))
+                grid.slab(torch.zeros(1, 1, 4 * count))  # an input that no network takes
+    return {kind: {"output": max(each), "count": len(each)} for kind, each in errors.items()}
 
 
 def _summed(net: NDLightNet, x: torch.Tensor, multiple: int) -> dict[str, float]:
@@ -127,6 +152,7 @@ def refused() -> dict[str, Any]:
     uses: dict[str, Any] = {
         "another size": (net, world, 0, torch.randn(1, 1, 4, 8 + 2 * rank)),
         "another batch": (net, world, 0, torch.randn(1 + rank, 1, 4, 8)),
+        "named sizes": (net, world, 0, torch.randn(1, 1, 4, 8)),
         "not whole patches": (net, world, 0, torch.randn(1, 1, 3, 8)),
         "no such axis": (net, world, 2, even),
         "all dimensions": (net, mesh, 0, even),
@@ -140,7 +166,7 @@ def refused() -> dict[str, Any]:
     found = {}
     for name, (model, group, axis, x) in uses.items():
         try:
-            with shard_grid(group, axis=axis):
+            with shard_grid(group, axis=axis, sizes=(3, 5) if name == "named sizes" else None):
                 model(x)
         except (ValueError, TypeError) as error:
             found[name] = f"{type(error).__name__}: {error}"

@@ -26,7 +26,7 @@ from ndlightnet.layout import Processes
 
 from .cases import CASES, Case
 from .common import error_of, slab
-from .rare import anomaly, grown, one_frame, out_of_memory, refused, twice
+from .rare import anomaly, one_frame, out_of_memory, refused, sequences, twice
 
 TIMEOUT = 20  # seconds
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -277,8 +277,8 @@ def compiled() -> dict[str, Any]:
         torch.manual_seed(0)
         case = CASES[name]
         net = case.make()
-        x = slab(torch.randn(2, *case.shape), 2, case.multiple)
-        with shard_grid(dist.group.WORLD):
+        with shard_grid(dist.group.WORLD) as grid:
+            x = grid.slab(torch.randn(2, *case.shape), case.multiple)
             y = net(x)
             y.sum().backward()
             plain = [p.grad for p in net.parameters() if p.grad is not None]
@@ -356,9 +356,9 @@ def killed() -> dict[str, Any]:
 SESSIONS = {
     2: (
         all_cases, recomputed, stream, packs, drop_path, training, counted, autocast, compiled,
-        twice, grown, anomaly, one_frame, out_of_memory, refused,
+        twice, sequences, anomaly, one_frame, out_of_memory, refused,
     ),
-    3: (all_cases, twice),
+    3: (all_cases, twice, sequences),
     4: (all_cases, beside),
 }  # fmt: skip
 

@@ -143,10 +143,12 @@ class StreamingMixer(Mixer):
         """Map the next frames, tokens (batch, length, dim) on a grid with an offset, and the state
         before them to the causal form's result and the state after them."""
 
-    def advance(self, x: Tensor, state: Any, position: int | Tensor) -> tuple[Tensor, Any]:
+    def advance(
+        self, x: Tensor, state: Any, position: int | Tensor, layout: Grid | None = None
+    ) -> tuple[Tensor, Any]:
         """Map the next frames (batch, frames, *space, dim) in the causal form. Return the result
         and the next state. position: number of frames before them, an int or (batch,)."""
-        grid = layout_of_tokens(x).after(position)
+        grid = (layout or layout_of_tokens(x)).after(position)
         y, state = self.step(grid.flatten(x), grid, state)
         return y.reshape(x.shape), state
 
