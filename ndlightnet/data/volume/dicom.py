@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pydicom
 from numpy.typing import NDArray
-from pydicom.pixels.processing import apply_rescale
-from pydicom.pixels.utils import pixel_array
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError, atomic_write, one_line, readable
+from ndlightnet.data.errors import DataError, atomic_write, one_line
 from ndlightnet.data.volume.dicom_headers import (
     Slice,
     checked,
@@ -25,6 +22,7 @@ from ndlightnet.data.volume.dicom_headers import (
     read_header,
     text_of,
 )
+from ndlightnet.data.volume.dicom_voxels import read_voxels
 from ndlightnet.data.volume.grid import EDGES, FileGrid, Read, label_array
 
 # Slices are even if no step is off the median by more than this fraction; a missing slice gives 1.
@@ -45,7 +43,7 @@ def open_series(folder: Path, files: Sequence[Path] = ()) -> tuple[FileGrid, Rea
     slices, affine, notes = _series(folder, files)
 
     def read(z: slice, _: int) -> NDArray[Any]:
-        layers = [_layer(one.header) for one in slices[z]]
+        layers = [read_voxels(one.header) for one in slices[z]]
         for one in slices[z]:
             one.header.pop("PixelData", None)
         return np.stack(layers, axis=-1)
@@ -53,16 +51,6 @@ def open_series(folder: Path, files: Sequence[Path] = ()) -> tuple[FileGrid, Rea
     rows, columns = slices[0].shape
     shape = (columns, rows, len(slices), 1)
     return FileGrid(folder, shape, affine, tuple(notes), tuple(slices)), read
-
-
-def _layer(header: Any) -> NDArray[Any]:
-    """Return the voxels (x, y) of one slice with its rescale slope and intercept applied."""
-    file = Path(header.filename)
-    with readable(file):
-        whole = header if "PixelData" in header else pydicom.dcmread(file)
-        if whole.get("PixelData") is None:
-            raise DataError(f"{file}: has no PixelData, or is cut short before it")
-        return np.asarray(apply_rescale(pixel_array(whole), whole)).T
 
 
 def _series(
@@ -79,7 +67,7 @@ def _series(
     single = [slices[0]]
     for one in slices[1:]:
         near = np.linalg.norm(one.place - single[-1].place) < SAME_PLACE
-        if not (near and np.array_equal(_layer(one.header), _layer(single[-1].header))):
+        if not (near and np.array_equal(read_voxels(one.header), read_voxels(single[-1].header))):
             single.append(one)
     if len(single) < len(slices):
         doubled = len(slices) - len(single)
