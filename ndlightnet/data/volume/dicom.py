@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ndlightnet.data.errors import DataError, atomic_write, one_line
 from ndlightnet.data.volume.dicom_headers import (
+    SAME_PLACE,
+    VOLUME_TAGS,
     Slice,
     checked,
     dicom_files,
@@ -27,7 +29,6 @@ from ndlightnet.data.volume.grid import EDGES, FileGrid, Read, label_array
 
 # Slices are even if no step is off the median by more than this fraction; a missing slice gives 1.
 EVEN_GAPS = 0.1
-SAME_PLACE = 0.01  # mm
 ALIKE = 1e-3  # largest difference of directions and pixel sizes in a series: they are rounded
 # Tags that a DICOM-SEG repeats from its source, so that it is filed beside it.
 REFERRED = ("StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID", "FrameOfReferenceUID")
@@ -165,8 +166,15 @@ def _even_step(
     off = np.linalg.norm(steps - usual, axis=1)
     if normal @ usual == 0 or off.max() > EVEN_GAPS * np.linalg.norm(usual):
         gaps = f"{(steps @ normal).min():.3g} to {(steps @ normal).max():.3g} mm apart"
-        at = int(off.argmax())
-        between = f"between {slices[at].file.name} and {slices[at + 1].file.name}"
+        same = np.linalg.norm(steps, axis=1) < SAME_PLACE
+        at = int(same.argmax() if same.any() else off.argmax())
+        pair = slices[at : at + 2]
+        between = f"between {pair[0].file.name} and {pair[1].file.name}"
+        differ = []
+        for tag in VOLUME_TAGS if same[at] else ():
+            low, high = (one_line(text_of(one.header, tag) or "missing") for one in pair)
+            differ += [f"{tag} {low} and {high}"] if low != high else []
+        between += f" of one place: {', '.join(differ)}" if differ else ""
         raise DataError(f"{folder}: slices are {gaps}; one is missing or doubled ({between})")
     return np.asarray((places[-1] - places[0]) / (len(places) - 1))
 

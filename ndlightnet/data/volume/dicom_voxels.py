@@ -9,7 +9,7 @@ import numpy as np
 import pydicom
 from numpy.typing import NDArray
 from pydicom.encaps import encapsulate, get_frame
-from pydicom.pixels import get_decoder
+from pydicom.pixels.decoders.base import get_decoder
 from pydicom.pixels.processing import apply_rescale
 from pydicom.pixels.utils import pixel_array
 from pydicom.uid import (
