@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pydicom
 from numpy.typing import NDArray
-from pydicom.pixels.processing import apply_rescale
-from pydicom.pixels.utils import pixel_array
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError, atomic_write, one_line, readable
+from ndlightnet.data.errors import DataError, atomic_write, one_line
 from ndlightnet.data.volume.dicom_headers import (
+    SAME_PLACE,
+    VOLUME_TAGS,
     Slice,
     checked,
     dicom_files,
@@ -25,11 +24,11 @@ from ndlightnet.data.volume.dicom_headers import (
     read_header,
     text_of,
 )
+from ndlightnet.data.volume.dicom_voxels import read_voxels
 from ndlightnet.data.volume.grid import EDGES, FileGrid, Read, label_array
 
 # Slices are even if no step is off the median by more than this fraction; a missing slice gives 1.
 EVEN_GAPS = 0.1
-SAME_PLACE = 0.01  # mm
 ALIKE = 1e-3  # largest difference of directions and pixel sizes in a series: they are rounded
 # Tags that a DICOM-SEG repeats from its source, so that it is filed beside it.
 REFERRED = ("StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID", "FrameOfReferenceUID")
@@ -45,7 +44,7 @@ def open_series(folder: Path, files: Sequence[Path] = ()) -> tuple[FileGrid, Rea
     slices, affine, notes = _series(folder, files)
 
     def read(z: slice, _: int) -> NDArray[Any]:
-        layers = [_layer(one.header) for one in slices[z]]
+        layers = [read_voxels(one.header) for one in slices[z]]
         for one in slices[z]:
             one.header.pop("PixelData", None)
         return np.stack(layers, axis=-1)
@@ -53,16 +52,6 @@ def open_series(folder: Path, files: Sequence[Path] = ()) -> tuple[FileGrid, Rea
     rows, columns = slices[0].shape
     shape = (columns, rows, len(slices), 1)
     return FileGrid(folder, shape, affine, tuple(notes), tuple(slices)), read
-
-
-def _layer(header: Any) -> NDArray[Any]:
-    """Return the voxels (x, y) of one slice with its rescale slope and intercept applied."""
-    file = Path(header.filename)
-    with readable(file):
-        whole = header if "PixelData" in header else pydicom.dcmread(file)
-        if whole.get("PixelData") is None:
-            raise DataError(f"{file}: has no PixelData, or is cut short before it")
-        return np.asarray(apply_rescale(pixel_array(whole), whole)).T
 
 
 def _series(
@@ -79,7 +68,7 @@ def _series(
     single = [slices[0]]
     for one in slices[1:]:
         near = np.linalg.norm(one.place - single[-1].place) < SAME_PLACE
-        if not (near and np.array_equal(_layer(one.header), _layer(single[-1].header))):
+        if not (near and np.array_equal(read_voxels(one.header), read_voxels(single[-1].header))):
             single.append(one)
     if len(single) < len(slices):
         doubled = len(slices) - len(single)
@@ -177,8 +166,15 @@ def _even_step(
     off = np.linalg.norm(steps - usual, axis=1)
     if normal @ usual == 0 or off.max() > EVEN_GAPS * np.linalg.norm(usual):
         gaps = f"{(steps @ normal).min():.3g} to {(steps @ normal).max():.3g} mm apart"
-        at = int(off.argmax())
-        between = f"between {slices[at].file.name} and {slices[at + 1].file.name}"
+        same = np.linalg.norm(steps, axis=1) < SAME_PLACE
+        at = int(same.argmax() if same.any() else off.argmax())
+        pair = slices[at : at + 2]
+        between = f"between {pair[0].file.name} and {pair[1].file.name}"
+        differ = []
+        for tag in VOLUME_TAGS if same[at] else ():
+            low, high = (one_line(text_of(one.header, tag) or "missing") for one in pair)
+            differ += [f"{tag} {low} and {high}"] if low != high else []
+        between += f" of one place: {', '.join(differ)}" if differ else ""
         raise DataError(f"{folder}: slices are {gaps}; one is missing or doubled ({between})")
     return np.asarray((places[-1] - places[0]) / (len(places) - 1))
 

@@ -23,6 +23,13 @@ FARTHEST = 1e6  # mm from the origin; nothing is scanned a kilometre away
 # Cosines are written with three or more decimals: each of three numbers is up to 0.0005 off.
 ROUNDED = 1e-3
 SCALING = ("RescaleSlope", "RescaleIntercept")
+SAME_PLACE = 0.01  # mm
+# What differs between the volumes of one series: echoes, acquisitions, phases, kinds of images,
+# times. A volume is named by the first that tell it apart.
+VOLUME_TAGS = ("EchoNumbers", "EchoTime", "AcquisitionNumber", "TemporalPositionIdentifier",
+               "NominalPercentageOfCardiacPhase", "TriggerTime", "ImageType", "InversionTime",
+               "FlipAngle", "DiffusionBValue", "KVP", "ConvolutionKernel", "FrameReferenceTime",
+               "AcquisitionTime", "ContentTime")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,12 @@ def kind_of(header: Any) -> str:
     return name if modality in ("", "CT", "MR", "PT") else modality
 
 
+def is_mosaic(header: Any) -> bool:
+    """Return whether the image is a Siemens MOSAIC: one plane with all slices of a volume as its
+    tiles."""
+    return "MOSAIC" in text_of(header, "ImageType").upper()
+
+
 def numbers(
     header: Any,
     tag: str,
@@ -115,6 +128,13 @@ def whole(header: Any, tag: str, default: int, among: range | tuple[int, ...]) -
     return int(numbers(header, tag, 1, some, lambda found: found[0] in among)[0])
 
 
+def place_of(header: Any) -> Numbers:
+    return numbers(
+        header, "ImagePositionPatient", 3, "3 finite numbers (mm)",
+        lambda mm: np.abs(mm).max() < FARTHEST,
+    )  # fmt: skip
+
+
 def checked(header: Any) -> Slice:
     """Return the slice of a header, with its numbers checked. DataError names the file, the tag,
     its value and what was expected."""
@@ -128,10 +148,13 @@ def checked(header: Any) -> Slice:
             f"{file}: PhotometricInterpretation is {one_line(kind)}, expected MONOCHROME1 or "
             "MONOCHROME2: voxels should be real numbers, are colours"
         )
-    place = numbers(
-        header, "ImagePositionPatient", 3, "3 finite numbers (mm)",
-        lambda mm: np.abs(mm).max() < FARTHEST,
-    )  # fmt: skip
+    if is_mosaic(header):
+        raise DataError(
+            f"{file}: ImageType is {one_line(text_of(header, 'ImageType'))}: a MOSAIC holds the "
+            "slices of a volume as tiles of one plane; expected a file for each slice, or NIfTI, "
+            "to which dcm2niix converts it"
+        )
+    place = place_of(header)
     cosines = numbers(
         header, "ImageOrientationPatient", 6, "two directions at right angles, of length 1", _turn
     )

@@ -11,27 +11,40 @@ from pathlib import Path
 from typing import Any
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.volume.dicom_headers import SCOUTS, is_dicom, kind_of, read_header, text_of
+from ndlightnet.data.volume.dicom_headers import (
+    SAME_PLACE,
+    SCOUTS,
+    VOLUME_TAGS,
+    is_dicom,
+    is_mosaic,
+    kind_of,
+    place_of,
+    read_header,
+    text_of,
+)
 from ndlightnet.data.volume.formats import ENDINGS, stem
 
 MANY = 500  # files; reading the headers of more takes seconds, which a progress bar shows
 KEPT = 40  # letters of each part of a name
 # The only tags of a header that are held here: there may be tens of thousands of headers.
 TAGS = ["SOPClassUID", "SOPInstanceUID", "SeriesInstanceUID", "StudyInstanceUID", "PatientID",
-        "PatientName", "FrameOfReferenceUID", "Modality", "ImageType", "SeriesNumber",
-        "SeriesDescription", "ImagePositionPatient", "ImageOrientationPatient",
-        "Rows"]  # fmt: skip
+        "PatientName", "FrameOfReferenceUID", "Modality", "SeriesNumber", "SeriesDescription",
+        "ImagePositionPatient", "ImageOrientationPatient", "Rows", *VOLUME_TAGS]  # fmt: skip
 ONE_SERIES = ("SeriesInstanceUID", "StudyInstanceUID", "PatientID", "FrameOfReferenceUID")
+
+Differences = tuple[tuple[str, str], ...]  # tags and their values
 
 
 @dataclass
 class Series:
-    """Images of one SeriesInstanceUID. folder: the deepest folder that holds them all. name: "" if
-    the name of the folder is enough."""
+    """Images of one SeriesInstanceUID. folder: the deepest folder that holds them all. volume: what
+    tells these images from the other volumes of the series, such as (("EchoNumbers", "2"),). name:
+    "" if the name of the folder is enough."""
 
     folder: Path
     headers: list[Any] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
+    volume: Differences = ()
     name: str = ""
 
     def text(self, tag: str) -> str:
@@ -50,18 +63,20 @@ class Series:
 def find_series(root: Path, modality: str | None = None) -> tuple[list[Series], str, list[Path]]:
     """Return every series of images below a folder, in order of their folders, or those of one
     modality (CT, MR, PT, ...); a line on other DICOM objects, "" if there are none; and all DICOM
-    files. Files with the ending of another format are not opened.
+    files. Files with the ending of another format are not opened. A series that holds several
+    volumes (echoes, acquisitions, phases, times) is returned as one for each.
 
     A series that is alone in the folder, or in a direct subfolder, is named after that folder; any
-    other by patient, modality and SeriesNumber and, if that is not unique, by a hash of its UID and
-    folder. A file whose header cannot be read is added to every series of its folder, so that they
-    are refused with its name: it may be a slice of any of them.
+    other by patient, modality, SeriesNumber and what differs between the volumes and, if that is
+    not unique, by a hash of its UID and folder. A file whose header cannot be read is added to
+    every series of its folder, so that they are refused with its name: it may be a slice of any.
     """
     found: list[Series] = []
     left: Counter[str] = Counter()
     folders = _headers(root, left)
     for folder, headers in folders.items():
         _sort_out(folder, headers, found, left)
+    found = [volume for series in found for volume in _volumes(series)]
     _name(found, root)
     wanted = []
     for series in found:
@@ -146,6 +161,39 @@ def _join(found: list[Series], series: Series) -> None:
     found.append(series)
 
 
+def _volumes(series: Series) -> list[Series]:
+    """Return the volumes of a series by the tags that tell apart the images of one place: echoes,
+    acquisitions, phases, times. Each has images at more than half of the places: a slice that is
+    there twice is no volume, and tags that differ from slice to slice tell none."""
+    if not series.headers or any(map(is_mosaic, series.headers)):
+        return [series]
+    try:
+        exact = [place_of(header) for header in series.headers]
+    except DataError:  # which is raised again when the series is opened
+        return [series]
+    places = [tuple((place / SAME_PLACE).round()) for place in exact]
+    volumes: list[Differences] = [()] * len(places)
+    for tag in VOLUME_TAGS:
+        finer = [
+            (*volume, (tag, text_of(header, tag)))
+            for volume, header in zip(volumes, series.headers, strict=True)
+        ]
+        images = {*zip(finer, places, strict=True)}
+        fewest = min(Counter(volume for volume, _ in images).values())
+        apart = len(images) > len({*zip(volumes, places, strict=True)})
+        if apart and 2 * fewest > len({*places}):
+            volumes = finer
+    split: dict[Differences, Series] = {}
+    for volume, header in zip(volumes, series.headers, strict=True):
+        one = split.setdefault(volume, Series(series.folder, volume=volume))
+        one.headers.append(header)
+        one.files.append(Path(header.filename))
+    lost = {*series.files}.difference(*(one.files for one in split.values()))
+    for one in split.values():
+        one.files += sorted(lost)
+    return [*split.values()]
+
+
 def _name(found: Sequence[Series], root: Path) -> None:
     together = Counter(series.folder for series in found)
     taken = Counter(stem(entry).casefold() for entry in [*root.iterdir(), root.resolve()])
@@ -158,13 +206,14 @@ def _name(found: Sequence[Series], root: Path) -> None:
         parts = [patient, series.text("Modality"), series.text("SeriesNumber")]
         if not series.headers:
             parts = list(series.folder.relative_to(root).parts)
-        series.name = "_".join(map(_safe, filter(None, parts)))
+        differences = [f"{tag}-{_safe(value)}" for tag, value in series.volume]
+        series.name = "_".join([*map(_safe, filter(None, parts)), *differences])
         taken[series.name.casefold()] += 1
     for series in named:
         if taken[series.name.casefold()] > 1:
             place = os.path.relpath(series.folder, root)
-            told = f"{series.text('SeriesInstanceUID')} {place}".encode()
-            series.name += f"_{hashlib.sha256(told).hexdigest()[:8]}"
+            told = " ".join([series.text("SeriesInstanceUID"), place, *map(str, series.volume)])
+            series.name += f"_{hashlib.sha256(told.encode()).hexdigest()[:8]}"
 
 
 def _safe(text: str) -> str:

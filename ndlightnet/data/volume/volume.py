@@ -58,8 +58,8 @@ class Volume:
         axes, an affine that cannot be inverted, voxel edges outside 0.001 to 100 mm, more than half
         of its voxels NaN or infinite, a label map off the first image's grid or with fractions, a
         further image that lies wholly beside the first, channels of a picture in different sizes,
-        label values outside 0..classes-1, another number of channels than `channels`, and files of
-        a series with different numbers of frames.
+        label values outside 0..classes-1, another number of channels than `channels`, and, of a
+        series over time, files with different numbers of frames and DICOM.
 
         While it reads, a file that is not compressed takes no more memory than its float32 voxels.
         """
@@ -67,6 +67,11 @@ class Volume:
         label = None if case.label is None else open_file(case.label, label=True)
         first = opened[0][0]
         if case.over_time:
+            if first.slices:
+                raise DataError(
+                    f"{first.path}: a DICOM series is read as one volume, expected a file over "
+                    "time, such as NIfTI, to which dcm2niix converts it"
+                )
             _check_frames(grid for grid, _ in [*opened, label or opened[0]])
         turns = None if label is None else _turns(label[0], first, case.over_time)
         found: list[Tensor] = []
