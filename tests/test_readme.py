@@ -60,12 +60,16 @@ def test_the_lines_that_make_spoken_digits(tmp_path, monkeypatch):
         with wave.open(f"recordings/{name}.wav", "wb") as file:
             file.setparams((1, 2, 8000, 0, "NONE", ""))
             file.writeframes(torch.tensor(samples, dtype=torch.int16).numpy().tobytes())
+    with wave.open("recordings/8_theo_0.wav", "wb") as file:  # stereo of 24 bits: 2 and 4 times 256
+        file.setparams((2, 3, 8000, 0, "NONE", ""))
+        file.writeframes(bytes([0, 2, 0, 0, 4, 0]) * 99)
+    signals["8_theo_0"] = [3] * 99
     found = blocks(ROOT / "tasks" / "README.md", "python")
-    (block,) = (one for one in found if "import wave" in one)
+    (block,) = (one for one in found if "AudioResampler" in one)
     exec(block, {})
     read = read_recordings(tmp_path / "spoken_digits")
     assert [x.tolist() for x in read.signals] == [signals[name] for name in sorted(signals)]
-    assert (read.digits, read.takes, read.rate) == ((3, 3, 7), (11, 2, 0), 8000)
+    assert (read.digits, read.takes, read.rate) == ((3, 3, 7, 8), (11, 2, 0, 0), 8000)
 
 
 @pytest.mark.slow

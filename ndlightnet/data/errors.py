@@ -5,7 +5,8 @@ import hashlib
 import os
 import re
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -49,6 +50,12 @@ def cell(value: object) -> object:
     except ValueError:
         return f"'{text}" if text.startswith(FORMULA) else text
     return text
+
+
+def check_unique(place: object, columns: Iterable[str]) -> None:
+    """Raise DataError, which begins with `place`, if a table has two columns of one name."""
+    if repeated := [name for name, count in Counter(columns).items() if count > 1]:
+        raise DataError(f"{place}: has the column {repeated[0]} twice, expected each name once")
 
 
 def file_name(name: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ndlightnet.data.errors import DataError, readable
+from ndlightnet.data.errors import DataError, check_unique, readable
 
 
 def parts(labels: Sequence[int], count: int, groups: Sequence[str] | None = None) -> list[int]:
@@ -61,6 +61,7 @@ def read_groups(root: Path, column: str, paths: Sequence[Path]) -> list[str]:
         rows = csv.DictReader(text)
         if missing := {"path", column} - {*(rows.fieldnames or ())}:
             raise DataError(f"{file}: has no column {', '.join(sorted(missing))}")
+        check_unique(file, rows.fieldnames or ())
         named = {row["path"]: row[column] for row in rows}
     own = [path.relative_to(root).as_posix() for path in paths]
     return [named.get(name) or name for name in own]

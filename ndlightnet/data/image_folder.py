@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,15 +16,19 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, ImageOps
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from ndlightnet.data.errors import TRIES, DataError, readable
 from ndlightnet.data.folders import leave_out
+from ndlightnet.data.images import spread
+from ndlightnet.data.picture import decode, has_deep_colours, largest_of, open_image
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 WHITE = (255, 255, 255, 255)
+LOOKED_AT = 16  # images of a training set that are looked at for their range
+DARK = 16  # what the largest number of 12 bits becomes when 16 are scaled to 8
 
 
 @dataclass(frozen=True)
@@ -133,32 +138,47 @@ def read_image(path: Path, channels: int) -> Image.Image:
     """Read an image as RGB (channels=3) or grey (1) of 8 bits, upright as its EXIF tag says.
 
     A palette gives its colours, what is transparent lies over white, and CMYK becomes RGB. 16 bits
-    are scaled to 8, 0 to 65,535 to 0 to 255, and floats from 0 to 1 to 0 to 255. Of a photograph
-    with previews (MPO) the first image is read. DataError for a damaged file, several pages, a TIFF
-    that lies on its side and other ranges of numbers.
+    are scaled to 8, 0 to 65,535 to 0 to 255 (of grey with fewer bits that count, as the sBIT chunk
+    of a PNG says, their range), and floats from 0 to 1 to 0 to 255. DataError for a damaged file,
+    other ranges of numbers, and what `ndlightnet.data.picture.open_image` refuses.
     """
-    with readable(path), Image.open(path) as file:
-        if (pages := getattr(file, "n_frames", 1)) > 1 and file.format != "MPO":
-            raise DataError(f"{path}: has {pages} pages, expected an image of one")
-        orientation = file.getexif().get(ExifTags.Base.Orientation, 1)
-        if file.format == "TIFF" and orientation > 4:  # Pillow 13.0 swaps its sides twice
-            raise DataError(f"{path}: orientation tag {orientation}, expected an upright TIFF")
-        file.load()  # turns some TIFFs, which then have no tag
-        image = ImageOps.exif_transpose(file)
+    with readable(path), open_image(path) as file:
+        image = decode(file)
         if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-            image = _of_8_bits(image, path)
+            cells = np.asarray(image)
+            image = _of_8_bits(
+                cells, 1 if image.mode == "F" else largest_of(file, path, cells), path
+            )
         if image.has_transparency_data:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, WHITE), image)
         return image.convert("RGB" if channels == 3 else "L")
 
 
-def _of_8_bits(image: Image.Image, path: Path) -> Image.Image:
+def _of_8_bits(cells: NDArray[Any], most: int, path: Path) -> Image.Image:
     """Return a grey image of more than 8 bits as one of 8: Pillow would cut it off at 255."""
-    cells, most = np.asarray(image), 1 if image.mode == "F" else 65535
     if not (cells.min() >= 0 and cells.max() <= most):  # or not a number
         raise DataError(f"{path}: has values {cells.min()} to {cells.max()}, expected 0 to {most}")
     return Image.fromarray((cells * (255 / most)).round().astype(np.uint8))
+
+
+def note_dark(files: ImageFiles, notes: list[str]) -> None:
+    """Add a line to `notes` if images of 16 bits, in a sample of the files, use next to nothing of
+    their range, as with 12 bits in a file of 16: few grey levels are left of 8 bits."""
+    brightest = []
+    for number in spread(min(LOOKED_AT, len(files)), len(files)):
+        path = files.path(number)
+        with suppress(DataError):  # it is named when it is used
+            with readable(path), open_image(path) as file:
+                deep = file.mode.startswith("I") or has_deep_colours(file)
+            if deep:
+                brightest.append(int(np.asarray(read_image(path, 3)).max()))
+    if brightest and max(brightest) <= DARK:
+        notes.append(
+            f"{files.root}: the brightest pixel of {len(brightest)} 16-bit images becomes "
+            f"{max(brightest)} of 255 in 8 bits, few grey levels are left: scale their values to 0 "
+            "to 65,535, or write an sBIT chunk into grey PNG files"
+        )
 
 
 @dataclass(frozen=True)

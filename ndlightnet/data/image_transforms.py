@@ -17,6 +17,8 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import InterpolationMode, v2
 
+from ndlightnet.data.picture import of_any_size
+
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, pixels from 0 to 1
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
 Ways = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -72,7 +74,10 @@ def training(
     steps: list[Any] = [
         partial(central_crop, space=space, pct=1.0, interpolation=interpolation)
         if scale is None
-        else v2.RandomResizedCrop(space, scale, ratio, InterpolationMode(interpolation))
+        else partial(
+            of_any_size,
+            v2.RandomResizedCrop(space, scale, ratio, InterpolationMode(interpolation)),
+        )
     ]
     if padding:
         steps.append(v2.RandomCrop(space, padding, fill=list(fill)))

@@ -1,8 +1,8 @@
 """Hourly series of several columns, such as ETT: reading, the usual split, scaling, windows.
 
 A file is a CSV (or CSV.gz) with a header `date,NAME,NAME,...` and one row per hour, without gaps:
-`2016-07-01 00:00:00,5.827,...`. (Not read by pandas: it would take a damaged row for text or NaN,
-and errors could not name its line.)
+`2016-07-01 00:00:00,5.827,...`. Blank lines at its end do not count. (Not read by pandas: it would
+take a damaged row for text or NaN, and errors could not name its line.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError, cell, fitting
+from ndlightnet.data.errors import DataError, cell, check_unique, fitting
 
 DATES = "%Y-%m-%d %H:%M:%S"
 HOUR = timedelta(hours=1)
@@ -44,7 +44,7 @@ def read_series(path: str | Path, columns: Sequence[str] | None = None) -> Serie
         raise DataError(f"{path}: no such file")
     try:
         opened = gzip.open if path.suffix.lower() == ".gz" else open
-        with fitting(path), opened(path, "rt", newline="") as file:
+        with fitting(path), opened(path, "rt", newline="", encoding="utf-8-sig") as file:
             header, *rows = csv.reader(file)
     except DataError:
         raise
@@ -52,9 +52,15 @@ def read_series(path: str | Path, columns: Sequence[str] | None = None) -> Serie
         raise DataError(f"{path}: damaged, or not a CSV file") from error
     # undo the quoting of `write_series`
     header = [name[1:] if name == cell(name[1:]) else name for name in header]
+    while rows and not rows[-1]:
+        rows.pop()
+    if len(header) == 1 and ";" in header[0]:
+        raise DataError(f"{path}: has semicolons between its columns, expected commas")
     if header[:1] != ["date"] or len(header) < 2 or not rows:
         raise DataError(f"{path}: expected a header date,NAME,... and rows below it")
     names = tuple(columns or header[1:])
+    check_unique(path, header)
+    check_unique(f"columns={[*names]}", names)
     if missing := [name for name in names if name not in header[1:]]:
         raise DataError(f"{path}: has no column {', '.join(missing)}, but {', '.join(header[1:])}")
     places = [header.index(name) for name in names]
@@ -82,7 +88,7 @@ def read_series(path: str | Path, columns: Sequence[str] | None = None) -> Serie
 
 def write_series(path: Path, series: Series) -> None:
     """Write a file that `read_series` reads."""
-    with open(path, "w", newline="") as file:
+    with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["date", *map(cell, series.columns)])
         for hour, row in enumerate(series.values.tolist()):

@@ -177,7 +177,7 @@ class Pretrained(Configured):
             if not (folder / file).is_file():
                 raise FileNotFoundError(f"{name}: has no {file}, expected one of save_pretrained")
         try:
-            config = json.loads((folder / CONFIG).read_text("utf-8"))
+            config = json.loads((folder / CONFIG).read_text("utf-8-sig"))
         except ValueError as error:
             raise ValueError(f"{folder / CONFIG}: not JSON ({error})") from error
         weights = _needed("safetensors.torch").load_file(folder / WEIGHTS)

@@ -77,3 +77,6 @@ def test_wrong_tables(tmp_path):
     table(tmp_path, {"file": "a"})
     with pytest.raises(DataError, match=r"clips\.csv: has no column path, patient"):
         read_groups(tmp_path, "patient", [])
+    (tmp_path / "clips.csv").write_text("path,patient,patient\na,1,2\n")
+    with pytest.raises(DataError, match=r"clips\.csv: has the column patient twice"):
+        read_groups(tmp_path, "patient", [])

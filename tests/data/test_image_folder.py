@@ -132,12 +132,9 @@ def test_files_that_are_no_images(tmp_path):
         with pytest.raises(DataError) as caught:
             read_image(tmp_path / name, 3)
         assert str(caught.value).startswith(f"{tmp_path / name}: cannot be read (")
-    Image.new("1", (18_000, 10_000)).save(tmp_path / "huge.png")
-    with pytest.raises(DataError, match=r"huge\.png: cannot be read \(Image size"):
-        read_image(tmp_path / "huge.png", 3)
     pages = [Image.fromarray(RAMP)] * 2
     pages[0].save(tmp_path / "pages.tif", save_all=True, append_images=pages[1:])
-    with pytest.raises(DataError, match=r"pages\.tif: has 2 pages, expected an image of one"):
+    with pytest.raises(DataError, match=r"pages\.tif: has 2 pages, expected a picture of one"):
         read_image(tmp_path / "pages.tif", 3)
 
 

@@ -69,6 +69,10 @@ DAMAGE = {
     "a short line": (text().replace(",7.5,", ","), r"line 9: "),
     "not a number": (text().replace(",7.5,", ",nan,"), r"line 9: .*not finite"),
     "no column": (text().replace("OT", "OIL"), r"no column OT, but A, B, OIL"),
+    "a name twice": (text().replace("B", "A"), r"has the column A twice, expected each name once"),
+    "two dates": (text().replace("B", "date"), r"has the column date twice"),
+    "semicolons": (text().replace(",", ";"), r"has semicolons between its columns, expected comma"),
+    "a blank line": (text().replace("2016-02-29 03", "\n2016-02-29 03"), r"line 7: .*got ''"),
 }
 
 
@@ -80,6 +84,50 @@ def test_damage_is_named_in_one_line(tmp_path, damage):
     with pytest.raises(DataError, match=message) as caught:
         read_series(path, ["OT"] if damage == "no column" else None)
     assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
+
+
+def test_columns_are_asked_for_once(tmp_path):
+    (tmp_path / "x.csv").write_text(text())
+    with pytest.raises(DataError, match=r"^columns=\['A', 'A'\]: has the column A twice"):
+        read_series(tmp_path / "x.csv", ["A", "A"])
+
+
+def test_a_folder_of_40_good_and_bad_tables(tmp_path):
+    """Good ones against the lines, split by hand."""
+    good = {
+        f"{rows}{name}": change(text(rows))
+        for rows in (1, 5, 30)
+        for name, change in {
+            "plain.csv": str.encode,
+            "mark.csv": lambda content: content.encode("utf-8-sig"),
+            "blank.csv": lambda content: f"{content}\n\n".encode(),
+            "no_end.csv": lambda content: content.strip().encode(),
+            "windows.csv": lambda content: content.replace("\n", "\r\n").encode("utf-8-sig"),
+            "quotes.csv": lambda content: content.replace("date,A", '"date","A"').encode(),
+            "named.csv": lambda content: content.replace("OT", "\u6e29\u5ea6").encode(),
+            "packed.csv.gz": lambda content: gzip.compress(content.encode("utf-8-sig"), mtime=0),
+        }.items()
+    }  # fmt: skip
+    bad = {f"bad{i}.csv": content.encode() for i, (content, _) in enumerate(DAMAGE.values())
+           if "OIL" not in content}  # fmt: skip
+    bad |= {"cut.csv.gz": gzip.compress(text().encode(), mtime=0)[:60], "zeros.csv": bytes(9),
+            "wide.csv": text().encode("utf-16"), "gone.csv": None}  # fmt: skip
+    assert len(good) + len(bad) == 40
+    for name, content in (good | bad).items():
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content)
+        if name in bad:
+            with pytest.raises(DataError) as caught:
+                read_series(path)
+            assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
+            continue
+        plain = gzip.decompress(content) if name.endswith(".gz") else content
+        head, *lines = plain.decode("utf-8-sig").split("\n")
+        found = read_series(path)
+        assert found.columns == tuple(head.strip().replace('"', "").split(",")[1:])
+        expected = [[float(x) for x in line.split(",")[1:]] for line in lines if line.strip()]
+        assert found.values.tolist() == expected and found.start == START
 
 
 @pytest.mark.parametrize(

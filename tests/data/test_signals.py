@@ -1,8 +1,11 @@
 """Recordings in one audio file: reading, damage, spectra and augmentation."""
 
+import wave
+
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.signals import (
@@ -10,6 +13,7 @@ from ndlightnet.data.signals import (
     augment,
     log_spectrum,
     normalized,
+    read_audio,
     read_recordings,
 )
 
@@ -35,6 +39,56 @@ def test_the_first_takes_are_the_test(folder):
     assert sorted(train + test) == list(range(21))
     assert {found.takes[i] for i in test} == {0, 1, 2, 3, 4}
     assert [found.digits[i] for i in train] == [0, 0, 1, 1, 2, 2]
+
+
+def wav(path, samples, channels=1, width=2, rate=8000):
+    with wave.open(str(path), "wb") as file:
+        file.setparams((channels, width, rate, 0, "NONE", ""))
+        file.writeframes(samples)
+
+
+def test_a_folder_of_40_good_and_bad_sounds(tmp_path, write_flac):
+    """Good ones against the wave module, and those that are packed against what was written."""
+    rng = np.random.default_rng(0)
+    packed = {}
+    for rate in (8000, 11025, 16000, 22050, 44100, 48000):
+        for length in (1, 99, 5000):
+            wav(tmp_path / f"{rate}_{length}.wav", rng.bytes(2 * length), rate=rate)
+    for length in (16, 99, 5000, 9000):
+        packed[f"{length}.flac"] = rng.integers(-(2**15), 2**15, (1, length)).astype(np.int16)
+        write_flac(tmp_path / f"{length}.flac", packed[f"{length}.flac"])
+    good = {path.name for path in tmp_path.iterdir()}
+    for width in (1, 2, 3, 4):
+        for channels in (1, 2):
+            if (width, channels) != (2, 1):
+                wav(tmp_path / f"{8 * width}bits{channels}.wav", rng.bytes(2400), channels, width)
+    write_flac(tmp_path / "stereo.flac", np.ones((2, 5000), np.int16))
+    whole = (tmp_path / "5000.flac").read_bytes()
+    contents = {"text.wav": b"hello" * 99, "empty.wav": b"", "empty.flac": b"",
+                "cut.flac": whole[: len(whole) // 2], "head.flac": whole[:30],
+                "head.wav": (tmp_path / "8000_99.wav").read_bytes()[:30]}  # fmt: skip
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    wav(tmp_path / "silent.wav", b"")
+    Image.new("L", (8, 8)).save(tmp_path / "picture.wav", "PNG")
+    (tmp_path / "folder.wav").mkdir()
+    (tmp_path / "link.wav").symlink_to(tmp_path / "gone")
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 40 and len(good) == 22
+    for path in files:
+        if path.name not in good:
+            with pytest.raises(DataError, match=f"^{path}: ") as caught:
+                read_audio(path)
+            assert "\n" not in str(caught.value)
+            continue
+        found, rate = read_audio(path)
+        assert found.dtype == torch.int16
+        if path.name in packed:
+            assert rate == 8000 and np.array_equal(found, packed[path.name][0])
+            continue
+        with wave.open(str(path)) as file:
+            assert rate == file.getframerate()
+            assert found.numpy().tobytes() == file.readframes(-1)
 
 
 def resave(folder, **changes):

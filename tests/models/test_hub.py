@@ -127,6 +127,8 @@ def test_files_that_are_not_ours(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({**config, "mixer": mixer}))
         with pytest.raises(ValueError, match=r"mixer='os.system': .*expected one of"):
             NDLightNet.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8-sig")
+    NDLightNet.from_pretrained(tmp_path)  # as an editor may have saved it, with a byte order mark
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json: not JSON"):
         NDLightNet.from_pretrained(tmp_path)

@@ -12,41 +12,39 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.volume import grid
-from ndlightnet.data.volume.grid import FileGrid, Read, check_size
+from ndlightnet.data.picture import (
+    GREY,
+    decode,
+    has_deep_colours,
+    open_image,
+    orientation,
+    white_is_zero,
+)
+from ndlightnet.data.volume.grid import FileGrid, Read
 
 OPAQUE = {"RGBA": "RGB", "LA": "L", "La": "L", "RGBa": "RGB", "PA": "P"}
-ORIENTATION = 0x0112  # the EXIF tag
-BITS = 258  # the TIFF tag BitsPerSample
-GREY = ("1", "L", "I", "F", "I;16", "I;16L", "I;16B")  # Pillow's modes of one channel
 TOO_DEEP = "has 16 bits a channel, expected 8, or RGB or RGBA without an orientation tag"
 
 
 def open_picture(path: Path, _: Sequence[Path] = (), label: bool = False) -> tuple[FileGrid, Read]:
     """Open a picture as (x to the right, y down, 1, channels). A pixel counts as 1 mm, as in
     nnU-Net; the resolution (dpi) of a file is written to its labels again. An alpha channel is left
-    out. Of a palette an image (label=False) takes the colours, as RGB, and a label the indices.
+    out. Of a palette an image (label=False) takes the colours, as RGB, and a label the indices. A
+    label in RGB whose three colours are equal is grey.
 
-    Colours of 16 bits a channel keep them. Raises DataError for several pages, a TIFF that lies on
-    its side, and colours of 16 bits that are not RGB or RGBA or that an orientation tag turns.
+    Colours of 16 bits a channel keep them. Raises DataError for a label in colours, for what
+    `open_image` refuses, and for colours of 16 bits that are not RGB or RGBA or that an orientation
+    tag turns.
     """
-    from PIL import Image, ImageOps
-
-    with Image.open(path) as file:
-        if (pages := getattr(file, "n_frames", 1)) > 1:
-            raise DataError(f"{path}: has {pages} pages, expected a picture of one")
-        check_size(path, (*file.size, len(file.getbands())), 4, grid.MEMORY, "this machine")
-        deep = _of_16_bits(file)
-        kind, orientation = file.format, file.getexif().get(ORIENTATION, 1)
-        turned = orientation != 1
-        if kind == "TIFF" and orientation > 4:  # Pillow 13.0 swaps its sides twice
-            raise DataError(f"{path}: orientation tag {orientation}, expected an upright TIFF")
+    with open_image(path) as file:
+        kind, deep = file.format, has_deep_colours(file)  # before a tag is read, which decodes
+        turned = orientation(file) != 1
         if deep and (turned or file.mode not in ("RGB", "RGBA")):
             raise DataError(f"{path}: {TOO_DEEP}")
-        file.load()  # turns some TIFFs, which then have no tag
-        image: Any = ImageOps.exif_transpose(file) if turned else file
+        image = decode(file)
         notes, mode = [], image.mode
         if mode in OPAQUE:
             notes.append(f"{path}: has an alpha channel, which is left out")
@@ -59,9 +57,24 @@ def open_picture(path: Path, _: Sequence[Path] = (), label: bool = False) -> tup
             cells = _read_16_bits(path)
         else:
             cells = np.asarray(image if mode == image.mode else image.convert(mode))
-        dpi = image.info.get("dpi")
+        dpi = file.info.get("dpi")
         if turned:
             notes.append(f"{path}: turned upright, as its orientation tag says")
+        if label and white_is_zero(file):
+            notes.append(f"{path}: has white as 0, taken inverted: white is the largest label")
+    if label and cells.ndim == 3:
+        if (cells != cells[..., :1]).any():
+            raise DataError(
+                f"{path}: is a label in colours, expected whole numbers: grey or the indices of a "
+                "palette"
+            )
+        cells = cells[..., 0]
+    if mode == "P":
+        palette = np.reshape(image.getpalette("RGB"), (-1, 3))
+        used = np.intersect1d(cells, np.arange(len(palette)))  # a palette may be too short
+        colours = palette[used]
+        if (colours == colours[:, :1]).all() and (colours[:, 0] != used).any():
+            notes.append(f"{path}: has a palette of greys, of which the indices are taken")
     if cells.dtype == bool:
         cells = cells.astype(np.uint8)
     cells = cells.reshape(*cells.shape[:2], 1, -1).swapaxes(0, 1)
@@ -83,21 +96,9 @@ open_label = partial(open_picture, label=True)
 
 def has_colours(path: Path) -> bool:
     """Return whether a file holds several channels, or a palette. A broken file has none."""
-    from PIL import Image
-
-    with suppress(Exception), Image.open(path) as file:  # decoders raise exceptions of many classes
+    with suppress(Exception), open_image(path) as file:  # decoders raise exceptions of many classes
         return OPAQUE.get(file.mode, file.mode) not in GREY
     return False
-
-
-def _of_16_bits(file: Any) -> bool:
-    """Return whether an image that Pillow has opened, and not loaded (`getexif` loads a PNG), has
-    several channels of more than 8 bits, which Pillow would read as 8."""
-    if file.mode in GREY:
-        return False
-    if file.format == "TIFF":
-        return max(file.tag_v2.get(BITS, (1,))) > 8
-    return any(";16" in str(tile.args) for tile in file.tile)
 
 
 def _read_16_bits(path: Path) -> NDArray[np.uint16]:

@@ -18,6 +18,7 @@ from ndlightnet.data.image_folder import (
     collate_of,
     find_images,
     list_images,
+    note_dark,
 )
 from ndlightnet.data.image_transforms import MEAN, STD, Interpolation, RandAugment, mixing, seeded
 from ndlightnet.data.roots import find_root
@@ -158,6 +159,7 @@ class ImageFolders(LabelledData):
         else:
             files, held = _split(files, self.validation)
         few = files.pick(limited(self, files.labels.tolist()))
+        note_dark(few, notes)
         say(notes)
         self.val_set = self._images(held)
         self.train_set = FolderImages(few, self.channels, self.augment, train=True)

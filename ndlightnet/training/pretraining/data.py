@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from ndlightnet.data import image_transforms
 from ndlightnet.data.clips import open_for_clips
 from ndlightnet.data.errors import DataError, first_good, fitting
-from ndlightnet.data.image_folder import find_images, read_image
+from ndlightnet.data.image_folder import find_images, note_dark, read_image
 from ndlightnet.data.roots import find_root
 from ndlightnet.data.video import find_videos
 from ndlightnet.data.video_transforms import (
@@ -110,6 +110,7 @@ class UnlabelledFiles(LabelledData):
 
     def _images(self, notes: list[str]) -> tuple[list[Any], Callable[[Any], Tensor]]:
         found = find_images(self.root, notes)
+        note_dark(found, notes)
         height, width = self.space
         transform = image_transforms.training(
             (height, width), "bilinear", scale=self.scale, ratio=(3 / 4, 4 / 3), padding=0,

@@ -119,6 +119,17 @@ def test_bad_files_in_a_run(copied, tmp_path, recognise):
         assert "rows/003.png: cannot be read" in done.errors[0]
 
 
+def test_a_set_of_12_bits_in_16_gets_one_note(tmp_path, capsys):
+    for part, kind in (("train", "a"), ("train", "b"), ("val", "a")):
+        (tmp_path / part / kind).mkdir(parents=True)
+        for number in range(3):
+            cells = np.full((8, 8), 4095 - number, np.uint16)
+            Image.fromarray(cells).save(tmp_path / part / kind / f"{number}.png")
+    data(tmp_path).setup("fit")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"note: {tmp_path / 'train'}: the brightest pixel of 6 16-bit images ")
+
+
 @pytest.mark.slow
 def test_a_test_of_damaged_files_only(trained, copied, tmp_path, recognise):
     for file in (copied / "test").rglob("*.png"):
