@@ -28,6 +28,7 @@ from .video_files import (
     each_decoder,
     encode,
     jpeg,
+    pour,
     set_matrix,
     write_film,
 )
@@ -85,18 +86,26 @@ def test_a_circle_is_a_circle(tmp_path: Path) -> None:
         assert all(77 <= int(light.any(axis).sum()) <= 83 for axis in (0, 1))
 
 
-def test_a_matrix_of_another_container(tmp_path: Path) -> None:
-    """Of matroska, in which mirrors are written as a projection."""
+@pytest.mark.parametrize("mirror", [False, True])
+@pytest.mark.parametrize("quarters", range(4))
+def test_the_orientations_of_matroska(tmp_path: Path, quarters: int, mirror: bool) -> None:
     path = tmp_path / "a.mkv"
     with av.open(str(path), "w") as file:
         stream = file.add_stream("libx264", rate=25)
         stream.height, stream.width, stream.pix_fmt = 32, 96, "yuv420p"
-        stream.set_display_rotation(90)
+        stream.set_display_rotation(90 * quarters, hflip=mirror)
         for picture in pictures():
             file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         file.mux(stream.encode())
-    right = np.rot90(decoded(path), axes=(1, 2))
+    right = np.rot90(decoded(path), quarters, axes=(1, 2))[:, :, :: -1 if mirror else 1]
     assert torch.equal(PyAVReader(path).frames(range(6)), torch.from_numpy(right.copy()))
+
+
+def test_a_pipe_is_shown_alike(tmp_path: Path) -> None:
+    path = write_film(tmp_path / "a.mkv", pictures(30), aspect=3, sound=True, cover=jpeg())
+    writer = pour(path.read_bytes(), tmp_path / "pipe")
+    assert torch.equal(streamed(tmp_path / "pipe"), PyAVReader(path).frames(range(30)))
+    writer.join(20)
 
 
 @each_decoder

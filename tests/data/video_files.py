@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
+import threading
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -27,6 +29,7 @@ X264 = {"g": "12", "bf": "2", "qp": "15"}
 MPEG = {"g": "12", "bf": "2", "flags": "+qscale", "global_quality": "236"}
 OPEN = {"x264-params": "open-gop=1:keyint=12:bframes=3:scenecut=0", "qp": "15"}
 STEP, BAR, COUNT = 4, 8, 40
+HANGS = 600  # seconds after which a test that would never end is ended
 
 
 def encode(path: Path, pictures: np.ndarray, **options: str) -> Path:
@@ -172,6 +175,22 @@ def decoded(path: Path, stream: int = 0) -> np.ndarray:
         frames = list(file.decode(video=stream))
         size = {"width": frames[0].width, "height": frames[0].height, "format": "rgb24"}
         return np.stack([frame.reformat(**size).to_ndarray() for frame in frames])
+
+
+def pour(data: bytes, pipe: Path, pause: threading.Event | None = None) -> threading.Thread:
+    """A writer of `data` into a new pipe, which halts after two thirds until `pause` is set."""
+
+    def write() -> None:
+        with open(pipe, "wb", 0) as file:
+            file.write(data[: len(data) * 2 // 3])
+            if pause is not None:
+                pause.wait(HANGS)
+            file.write(data[len(data) * 2 // 3 :])
+
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    return writer
 
 
 def open_video(path: Path, wanted: int) -> PyAVReader | SeekingReader:
