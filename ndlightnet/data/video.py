@@ -7,6 +7,7 @@ the clips of a network. A file or folder that cannot be used raises DataError.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.folders import leave_out
+from ndlightnet.data.film import ORIENTATIONS, choose_film
+from ndlightnet.data.folders import NAMED, leave_out
 from ndlightnet.data.media import open_media
 from ndlightnet.data.threads import in_threads
 from ndlightnet.data.video_decoders import Decoder, TorchCodec, decoders
@@ -38,9 +40,10 @@ class PyAVReader:
     It decodes from the start to the last requested frame, so requests in order are quick. It never
     seeks: containers without an index (MPEG-TS, MPEG-PS), open groups of pictures and intra refresh
     silently give other frames after a seek than the file holds there. `seeks` holds the numbers of
-    the frames to which another reader may seek; it is empty if none should.
+    the frames to which another reader may seek; it is empty if none should. `display` is how stored
+    frames are shown, `notes` has a line if the file holds several films.
 
-    DataError for a missing file, a file without video, or no frames.
+    DataError for a missing file, a file without a film, or no frames.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -49,16 +52,17 @@ class PyAVReader:
         self.path = _existing(path)
         try:
             with open_media(str(self.path)) as file:
-                if not file.streams.video:
-                    raise DataError(f"{self.path}: has no video stream")
+                film, self.display, note = choose_film(file, self.path)
+                self.notes = [note] if note else []
                 # Packets are counted because a header may give a wrong number of frames, or none;
                 # what an edit list cuts off is decoded, but not shown.
-                packets = [(p.pts, p.is_keyframe, p.is_discard) for p in _packets(file)]
+                packets = [(p.pts, p.is_keyframe, p.is_discard) for p in _packets(film)]
                 self._length = sum(not discarded for _, _, discarded in packets)
-                stream = file.streams.video[0]
-                self.fps = float(stream.average_rate or 0)
-                known = file.format.name in CONTAINERS and stream.codec_context.name in CODECS
-                sure = known and stream.width >= NARROW and len(file.streams.video) == 1
+                self.fps = float(film.average_rate or 0)
+                known = file.format.name in CONTAINERS and film.codec_context.name in CODECS
+                # decord turns frames as an old tag says, which no player does any more
+                tagged = "rotate" in map(str.lower, film.metadata)
+                sure = known and film.width >= NARROW and not note and not tagged
                 self.seeks = _seeks(packets) if sure else []
         except av.error.FFmpegError as error:
             raise DataError(f"{self.path}: not a video that can be read") from error
@@ -77,10 +81,16 @@ class PyAVReader:
         self._position = 0  # the number of the frame that `_decoded` gives next
 
     def frames(self, indices: Sequence[int]) -> Tensor:
-        """Return frames by number, in the given order: (frames, height, width, 3) uint8 RGB.
+        """Return frames by number, in the given order: (frames, height, width, 3) uint8 RGB, of
+        square pixels and as they are shown.
 
         IndexError for a number outside [0, len); DataError where the file is damaged there.
         """
+        stored = self.stored(indices)  # it finds the orientation
+        return self.display(stored)
+
+    def stored(self, indices: Sequence[int]) -> Tensor:
+        """Return the same, not yet shown by `display`."""
         import av
 
         wanted = _checked(indices, len(self))
@@ -90,13 +100,12 @@ class PyAVReader:
         try:
             for number in range(self._position, max(wanted) + 1):
                 frame = next(self._decoded)
-                if number == 0:  # the size may change: all get the first one's
+                if number == 0:  # size and orientation may change: all get the first one's
                     self._size = frame.width, frame.height
+                    self.display = self.display.oriented(frame, self.path)
                 if number in kept:
                     scaled = self._scale.reformat(frame, *self._size, format="rgb24")
-                    picture = torch.from_numpy(scaled.to_ndarray())
-                    # A phone held upright stores a landscape picture and a rotation.
-                    kept[number] = torch.rot90(picture, frame.rotation // 90)
+                    kept[number] = torch.from_numpy(scaled.to_ndarray())
                 self._position = number + 1
         except (StopIteration, av.error.FFmpegError) as error:
             self._position = len(self)  # the next request starts over
@@ -104,10 +113,10 @@ class PyAVReader:
         return torch.stack([kept[number] for number in wanted])
 
 
-def _packets(file: Any) -> Iterator[Any]:
-    """Yield the packets from the first key frame on, without those shown before it: a recording
-    that was joined late begins with packets that cannot be decoded."""
-    packets = (packet for packet in file.demux(video=0) if packet.size > 0)
+def _packets(film: Any) -> Iterator[Any]:
+    """Yield the packets of a stream from the first key frame on, without those shown before it: a
+    recording that was joined late begins with packets that cannot be decoded."""
+    packets = (packet for packet in film.container.demux(film) if packet.size > 0)
     for first in packets:
         if first.is_keyframe:
             yield first
@@ -134,34 +143,40 @@ def _decode(path: Path) -> Iterator[Any]:
     must not refer to the reader): left to the garbage collector, they might be freed in a forked
     process, which does not have these threads and waits for them."""
     with open_media(str(path)) as file:
-        for packet in _packets(file):
+        film, *_ = choose_film(file, path)
+        for packet in _packets(film):
             yield from packet.decode()
-        yield from file.streams.video[0].decode(None)  # what the decoder still holds
+        yield from film.decode(None)  # what the decoder still holds
 
 
 class SeekingReader:
     """Reader of the same frames by a decoder that seeks: quick for few frames of a long video.
 
     DataError unless it finds as many frames as `reader` does, and the same ones at its first seek:
-    all convert colours alike, so that no value differs. Only then a CUDA `device` decodes; there
-    frames lie, whose values may differ by CLOSE on average.
+    all convert colours alike, so that no value differs. Decoders apply the rotation of a display
+    matrix, but no mirrors: which orientation gives the stored frames is found there, too, and has
+    to be the only one. Only then a CUDA `device` decodes; there frames lie, whose values may differ
+    by CLOSE on average.
     """
 
     def __init__(self, reader: PyAVReader, decoder: Decoder, device: str = "cpu") -> None:
         self.path, self.fps = reader.path, reader.fps
         key = reader.seeks[:2][-1]
         sought = [key, min(key + 1, len(reader) - 1)]
-        right = reader.frames(sought)
-        try:
-            self._video = decoder(self.path)
-            same = len(self) == len(reader) and torch.equal(self._video[sought], right)
-            if same and device != "cpu":
-                self._video = decoder(self.path, device)
-                same = bool((self._video[sought].cpu().float() - right).abs().mean() <= CLOSE)
-        except Exception as error:  # of many classes
-            raise DataError(f"{self.path}: {decoder.__name__} cannot read it") from error
-        if not same:
-            raise DataError(f"{self.path}: {decoder.__name__} finds other frames")
+        right = reader.stored(sought)
+        self._display, plain = reader.display, reader.display._replace(aspect=Fraction(1))
+        orientations = ORIENTATIONS[:1] if plain == ORIENTATIONS[0] else ORIENTATIONS
+        for decoding in dict.fromkeys(("cpu", device)):
+            try:
+                self._video = decoder(self.path, decoding)
+                decoded, count = self._video[sought].cpu(), len(self)
+            except Exception as error:  # of many classes
+                raise DataError(f"{self.path}: {decoder.__name__} cannot read it") from error
+            levels = 0 if decoding == "cpu" else CLOSE
+            matches = [turn for turn in orientations if _alike(turn(decoded), right, levels)]
+            if count != len(reader) or len(matches) != 1:
+                raise DataError(f"{self.path}: {decoder.__name__} finds other frames")
+            self._stored = matches[0]
 
     def __len__(self) -> int:
         return len(self._video)
@@ -170,9 +185,15 @@ class SeekingReader:
         """Return the same as `PyAVReader.frames`, which is used if the decoder fails."""
         wanted = _checked(indices, len(self))
         try:
-            return self._video[wanted]
+            return self._display(self._stored(self._video[wanted]))
         except Exception:  # of many classes
             return PyAVReader(self.path).frames(wanted)
+
+
+def _alike(a: Tensor, b: Tensor, levels: int) -> bool:
+    if not levels or a.shape != b.shape:
+        return torch.equal(a, b)
+    return bool((a.float() - b).abs().mean() <= levels)
 
 
 def quickest(reader: PyAVReader, wanted: int, device: str = "cpu") -> PyAVReader | SeekingReader:
@@ -195,6 +216,7 @@ def quickest(reader: PyAVReader, wanted: int, device: str = "cpu") -> PyAVReader
 class ThinVideo:
     """A video of at most `max_frames` frames, evenly spaced in a longer file, that are decoded when
     they are asked for: `video[indices]`, as of a tensor, is (frames, height, width, 3) uint8.
+    `notes`: of its reader.
 
     Decoding is slow: store what is needed again. DataError where the file cannot be used.
 
@@ -209,7 +231,7 @@ class ThinVideo:
         self, path: str | Path, size: Sequence[int], max_frames: int, device: str = "cpu"
     ) -> None:
         self._reader, self._size, self._device = PyAVReader(path), size, device
-        count = len(self._reader)
+        self.notes, count = self._reader.notes, len(self._reader)
         self._numbers = even_indices(count, min(count, max_frames))
         first = self._reader.frames([0])
         check_sides(path, first)
@@ -282,11 +304,14 @@ def find_videos(path: str | Path, notes: list[str] | None = None) -> list[Path]:
     return found
 
 
-def check_videos(samples: Sequence[Sample]) -> None:
-    """Open every video, of many CHECKED evenly spaced ones, and decode its first frame; DataError
-    names the first that fails."""
+def check_videos(samples: Sequence[Sample]) -> list[str]:
+    """Open every video, of many CHECKED evenly spaced ones, and decode its first frame; return
+    notes on them. DataError names the first that fails."""
     some = even_indices(len(samples), min(len(samples), CHECKED)).tolist()
-    in_threads(_check, [samples[number] for number in some], "checking videos")
+    checked = in_threads(_check, [samples[number] for number in some], "checking videos")
+    notes = [note for notes in checked for note in notes]
+    more = [f"{len(notes) - NAMED} more notes on videos are like these"]
+    return notes if len(notes) <= NAMED else notes[:NAMED] + more
 
 
 def load_video(path: str | Path, size: Sequence[int], max_frames: int) -> Tensor:
@@ -339,5 +364,7 @@ def _class_samples(folder: Path, classes: Sequence[str]) -> tuple[Sample, ...]:
     return tuple(samples)
 
 
-def _check(sample: Sample) -> None:
-    PyAVReader(sample.path).frames([0])
+def _check(sample: Sample) -> list[str]:
+    reader = PyAVReader(sample.path)
+    reader.frames([0])
+    return reader.notes

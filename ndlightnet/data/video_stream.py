@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.film import choose_film
 from ndlightnet.data.media import open_media
 from ndlightnet.data.video_transforms import check_sides
 
@@ -43,8 +44,8 @@ class VideoStream:
 
     A pipe has to carry a container that can be read without going back, such as matroska or mpegts.
     fps: frames to give per second, as evenly as the video has them; None: every frame. Frames that
-    cannot be decoded are left out, and `damage` says so afterwards. DataError if the file is
-    missing or holds no video.
+    cannot be decoded are left out, and `damage` says so afterwards. `notes` has a line if the file
+    holds several films. DataError if it is missing or holds none.
     """
 
     def __init__(self, source: str | Path, fps: float | None = None) -> None:
@@ -69,28 +70,29 @@ class VideoStream:
             gone = isinstance(error, FileNotFoundError)
             why = "no such file" if gone else str(error.strerror)
             raise DataError(f"{self.name}: {why}") from error
-        if not self._file.streams.video:
-            raise DataError(f"{self.name}: has no video stream")
+        self._film, self._display, note = choose_film(self._file, self.name)
+        self.notes = [note] if note else []
 
     def __iter__(self) -> Iterator[Frame]:
         from av.video.reformatter import VideoReformatter
 
         number, first, now, slot = -1, 0.0, 0.0, -1
         scale = VideoReformatter()  # PyAV 19 gives all frames one, whose threads stay
-        step = 1 / float(self._file.streams.video[0].average_rate or 25)
+        step = 1 / float(self._film.average_rate or 25)
         for number, frame in enumerate(self._decoded()):
             if number == 0:
                 first = frame.time or 0.0
+                self._display = self._display.oriented(frame, self.name)
             # raw streams hold no times
             now = number * step if frame.time is None else frame.time - first
             if self.fps is not None:
                 last, slot = slot, int((now + EARLY * step) * self.fps)
                 if slot == last:
                     continue
-            picture = torch.from_numpy(scale.reformat(frame, format="rgb24").to_ndarray())
+            stored = torch.from_numpy(scale.reformat(frame, format="rgb24").to_ndarray())
+            picture = self._display(stored[None])[0]
             check_sides(self.name, picture)
-            # a phone held upright stores a landscape picture and the rotation to show it with
-            yield Frame(number, now, torch.rot90(picture, frame.rotation // 90))
+            yield Frame(number, now, picture)
         if number < 0:
             raise self._unreadable()
 
@@ -103,7 +105,7 @@ class VideoStream:
 
         frames = lost = 0
         with self._file:
-            packets = self._file.demux(video=0)
+            packets = self._file.demux(self._film)
             while True:
                 try:
                     packet = next(packets, None)

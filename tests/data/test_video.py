@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -81,23 +80,6 @@ def test_colours_are_red_green_blue(tmp_path: Path) -> None:
     assert frame.shape == (96, 272, 3)
     # four pixels away from the edges
     assert (frame[4:12, 4:12].float().mean((0, 1)) - torch.tensor(coarse[0, 8, 8])).abs().max() < 12
-
-
-@pytest.mark.parametrize("turn, matrix", [(-1, (0, 1, -1, 0)), (1, (0, -1, 1, 0))])
-def test_a_telephone_held_upright(tmp_path: Path, turn: int, matrix: tuple[int, ...]) -> None:
-    """The picture is turned as the file says: its matrix is overwritten with a quarter turn."""
-    pictures = counting(3, 96, 128)
-    pictures[:, :48, :64] = 0  # one corner is dark
-    path = encode(tmp_path / "a.mp4", pictures)
-    data = bytearray(path.read_bytes())
-    place = data.index(b"tkhd") + 44
-    a, b, c, d = (value << 16 for value in matrix)
-    data[place : place + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
-    path.write_bytes(data)
-    frame = PyAVReader(path).frames([1])[0]
-    assert frame.shape == (128, 96, 3)
-    expected = torch.rot90(torch.from_numpy(pictures[1]), turn).int()
-    assert (frame.int() - expected).abs().float().mean() < 3
 
 
 @pytest.mark.parametrize("width", [16, 24, 40, 48, 72, 96])

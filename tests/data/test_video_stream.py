@@ -18,8 +18,9 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.video import PyAVReader
 from ndlightnet.data.video_stream import VideoStream
 
+from .video_files import HANGS, pour
+
 FRAMES = 30
-HANGS = 600  # seconds after which a test that would never end is ended
 CONTAINERS = ["a.mkv", "a.ts", "a.nut", "a.mp4"]
 
 
@@ -36,22 +37,6 @@ def encode(path: Path, frames: int = FRAMES, container: str | None = None, **fla
             file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         file.mux(stream.encode())
     return path
-
-
-def pour(data: bytes, pipe: Path, pause: threading.Event | None = None) -> threading.Thread:
-    """A writer of `data` into a new pipe, which halts after two thirds until `pause` is set."""
-
-    def write() -> None:
-        with open(pipe, "wb", 0) as file:
-            file.write(data[: len(data) * 2 // 3])
-            if pause is not None:
-                pause.wait(HANGS)
-            file.write(data[len(data) * 2 // 3 :])
-
-    os.mkfifo(pipe)
-    writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    return writer
 
 
 @pytest.mark.parametrize("name", CONTAINERS)

@@ -202,7 +202,7 @@ class VideoData(LabelledData):
         self.classes = folder.classes
         if stage in ("fit", "validate"):
             train, held = self._split(folder.train)
-            check_videos(folder.train)
+            say(check_videos(folder.train))
             self.val_set = self._evaluated(held)
             if stage == "fit":
                 self.seed = torch.initial_seed()
@@ -210,7 +210,7 @@ class VideoData(LabelledData):
                 self.mixing = mixing(self.mixup, self.cutmix, len(self.classes))
         else:
             tested = folder.test if self.test_on == "test" else self._split(folder.train)[1]
-            check_videos(tested)
+            say(check_videos(tested))
             self.test_set = self._evaluated(tested)
 
     def _split(self, samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
@@ -331,6 +331,7 @@ class OpenedVideos(torch.utils.data.Dataset[dict[str, Any]]):
         try:
             with fitting(path):
                 video = open_for_clips(path, data.frames, data.framing, self.device)
+                tell(video.notes)
                 return {
                     "path": str(path),
                     "number": index + 1,

@@ -20,6 +20,8 @@ from ndlightnet.data.video_transforms import Framing, eval_clips
 from ndlightnet.inference import predict_clips
 from ndlightnet.training import VideoTask
 
+from ...data.video_files import write_film
+
 CAUSAL = "--model.causal=true"
 SIZE, FRAMES = 24, 13  # the network's patch takes two frames, so the last one is half empty
 
@@ -153,6 +155,14 @@ def test_a_stream_that_is_interrupted_ends_well(trained, classify, clip, monkeyp
     done = stream(classify, clip, trained)
     assert (done.status, done.errors) == (0, [])
     assert done.out.splitlines() == whole.splitlines()[:7]
+
+
+def test_of_two_films_in_a_file_the_one_read_is_told(trained, classify, tmp_path):
+    film = np.zeros((4, 48, 64, 3), np.uint8)
+    path = write_film(tmp_path / "a.mkv", film[:, :32], second=film, default=(0, 0))
+    done = stream(classify, path, trained)
+    note = f"note: {path}: 2 video streams, the one read is stream 1 (64 x 48 pixels)"
+    assert (done.status, done.err.splitlines().count(note)) == (0, 1)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from ndlightnet.training import VideoData, VideoTask
 from ndlightnet.training.classification.video_data import OpenedVideos
 from ndlightnet.training.core.loading import training_loader
 
-from ...data.video_files import encode
+from ...data.video_files import encode, write_film
 
 COUNTS = {"calm": 10, "fight": 4}  # videos of a class in train; in test 2 each
 
@@ -239,7 +239,7 @@ def test_a_video_that_training_cannot_read_is_told_once(root, tmp_path, capsys):
 
 def test_of_many_videos_some_are_opened_and_none_is_decoded(monkeypatch):
     opened = []
-    monkeypatch.setattr(video_module, "_check", lambda sample: opened.append(sample.label))
+    monkeypatch.setattr(video_module, "_check", lambda sample: opened.append(sample.label) or [])
     samples = [Sample(Path(f"{n}.mp4"), n) for n in range(100_000)]
     check_videos(samples)
     assert len(opened) == CHECKED
@@ -247,6 +247,20 @@ def test_of_many_videos_some_are_opened_and_none_is_decoded(monkeypatch):
     opened.clear()
     check_videos(samples[:20])
     assert sorted(opened) == [*range(20)]
+
+
+def test_of_two_films_in_a_file_the_one_read_is_told(root, tmp_path, capsys):
+    copy = shutil.copytree(root, tmp_path / "videos")
+    films = np.zeros((2, 6, 32, 48, 3), np.uint8)
+    for split in ("train", "test"):
+        write_film(copy / split / "calm" / "two.mkv", films[0], second=films[1])
+    data = made(copy, input=str(copy / "test" / "calm"))
+    note = "two.mkv: 2 video streams, the one read is stream 0 (48 x 32 pixels)"
+    for stage in ("fit", "test"):
+        data.setup(stage)
+        assert capsys.readouterr().err.count(note) == 1
+    list(data.predict_dataloader())
+    assert capsys.readouterr().err == f"note: {copy / 'test' / 'calm' / note}\n"
 
 
 def test_setup_decodes_no_video(root, monkeypatch):
