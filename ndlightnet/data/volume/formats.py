@@ -8,7 +8,7 @@ from ndlightnet.data.errors import readable
 from ndlightnet.data.volume.dicom import open_series
 from ndlightnet.data.volume.grid import FileGrid, Read
 from ndlightnet.data.volume.itk import open_itk
-from ndlightnet.data.volume.nifti import open_nifti
+from ndlightnet.data.volume.nifti import open_nifti, open_pair
 from ndlightnet.data.volume.pictures import open_label, open_picture
 
 
@@ -30,6 +30,7 @@ class Reader:
 
 READERS = (
     Reader("NIfTI", (".nii.gz", ".nii"), open_nifti),
+    Reader("Analyze", (".hdr.gz", ".hdr"), open_pair, (".img.gz", ".img")),
     Reader("NRRD", (".nrrd",), open_itk),
     Reader("MetaImage", (".mha", ".mhd"), open_itk, (".raw", ".zraw")),
     Reader("DICOM series", (), open_series),
@@ -56,7 +57,7 @@ def open_file(
 
 def reader_of(file: Path) -> Reader:
     name = file.name.lower()
-    return next((one for one in READERS if name.endswith(one.endings)), READERS[0])
+    return next((one for one in READERS if name.endswith(one.endings + one.voxels)), READERS[0])
 
 
 def stem(path: Path) -> str:

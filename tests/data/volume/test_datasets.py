@@ -290,7 +290,7 @@ def test_find_inputs_refuses(listed: tuple[Path, dict[str, Any]], tmp_path: Path
     text = tmp_path / "x.txt"
     text.write_text("x")
     (tmp_path / "none").mkdir()
-    refuses(lambda: find_inputs(text), text, "not a NIfTI, NRRD or MetaImage file")
+    refuses(lambda: find_inputs(text), text, "not a NIfTI, Analyze, NRRD or MetaImage file")
     refuses(lambda: find_inputs(tmp_path / "gone"), tmp_path / "gone", "no such file")
     refuses(lambda: find_inputs(tmp_path / "none"), tmp_path / "none", "holds no NIfTI")
     relist(folder, {**listing, "test": []})
