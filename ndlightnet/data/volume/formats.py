@@ -16,7 +16,7 @@ from ndlightnet.data.volume.pictures import open_label, open_picture
 class Reader:
     """A format. open(path, slices): returns the grid, and a function that reads the voxels a few
     slices at a time, so that a volume of gigabytes is never held twice. endings: of its files, in
-    lower case; empty: it is a folder. voxels: endings of separate files that hold the voxels.
+    lower case; empty: it is a folder. voxels: endings of the further files that it reads.
     picture: it holds a plane, which only a network of two axes asks for. open_label: for a format
     whose labels are read in another way than its images."""
 
@@ -30,7 +30,7 @@ class Reader:
 
 READERS = (
     Reader("NIfTI", (".nii.gz", ".nii"), open_nifti),
-    Reader("Analyze", (".hdr.gz", ".hdr"), open_pair, (".img.gz", ".img")),
+    Reader("Analyze", (".hdr.gz", ".hdr"), open_pair, (".img.gz", ".img", ".mat")),
     Reader("NRRD", (".nrrd",), open_itk),
     Reader("MetaImage", (".mha", ".mhd"), open_itk, (".raw", ".zraw")),
     Reader("DICOM series", (), open_series),

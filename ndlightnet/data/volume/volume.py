@@ -24,6 +24,9 @@ from ndlightnet.data.volume.grid import SLAB, Case, FileGrid, Read, label_array
 # Two grids are the same if no corner is off by more than this fraction of the smallest voxel edge.
 # Headers round: a qform holds a rotation as three float32, good to 3e-4 rad: 0.04 mm at 150 mm.
 SAME_GRID = 0.1
+# Labels that a slope and an intercept in float32 turn into numbers, such as 255 x 1/255, are off by
+# at most the largest of them times the precision.
+ROUNDED = 2**15 * float(np.finfo(np.float32).eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,8 +213,8 @@ def _labels(grid: FileGrid, read: Read) -> NDArray[np.int16]:
         for frame, z, part in grid.slabs(read):
             if not np.isfinite(part).all():
                 raise DataError(f"{grid.path}: has labels that are NaN or infinite")
-            numbers[frame, :, :, z] = part
-            if not np.array_equal(numbers[frame, :, :, z], part):
+            numbers[frame, :, :, z] = np.rint(part)
+            if np.abs(numbers[frame, :, :, z] - part).max() > ROUNDED:
                 wrong = "has labels that are not whole numbers below 32768"
                 raise DataError(f"{grid.path}: {wrong}")
     return numbers

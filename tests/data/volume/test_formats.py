@@ -55,10 +55,8 @@ def write_itk(path: Path, voxels: np.ndarray, affine: np.ndarray = AFFINE) -> Pa
 def test_itk_files(tmp_path: Path, ending: str) -> None:
     path = write_itk(tmp_path / f"scan{ending.lower()}", HU.astype(np.int16))
     path = path.rename(tmp_path / f"scan{ending}")
-    label = write_itk(tmp_path / "label.nrrd", random_label())
-    (tmp_path / "labels").mkdir()
-    label = label.rename(tmp_path / "labels" / label.name)
     (case,) = find_inputs(tmp_path)
+    label = write_itk(tmp_path / "label.nrrd", random_label())
     assert case == Case("scan", (path,), None)
     read_all([Case("scan", (path,), label)], 3, 1)
     loaded = Volume.read(Case("scan", (path,), label))

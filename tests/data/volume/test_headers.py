@@ -153,3 +153,23 @@ def test_labels_keep_the_grid_of_a_header_and_nothing_else(tmp_path: Path, kind:
     assert saved.get_xyzt_units() == ("mm", "sec") and saved["toffset"] == 2.5
     assert saved["sizeof_hdr"] == header["sizeof_hdr"]
     np.testing.assert_allclose(saved.get_best_affine(), AFFINE, atol=1e-5)
+
+
+@pytest.mark.parametrize("largest", [1, 104, 32767])
+@pytest.mark.parametrize("steps", [255, 7, 1000])
+@pytest.mark.parametrize("intercept", [0, 32000])
+def test_labels_with_a_slope(tmp_path: Path, largest: int, steps: int, intercept: int) -> None:
+    """Whole numbers up to rounding in float32: 255 x 1/255 is 1.00000006."""
+    labels = np.random.default_rng(0).integers(0, largest + 1, SHAPE)
+    image = nibabel.Nifti1Image(((labels - intercept) * steps).astype(np.int32), AFFINE)
+    image.header.set_slope_inter(np.float32(1 / steps), intercept)
+    nibabel.save(image, tmp_path / "label.nii")
+    scan = write(tmp_path / "scan.nii", random_image())
+    read = Volume.read(Case("x", (scan,), tmp_path / "label.nii")).label
+    np.testing.assert_array_equal(read[0], labels)
+
+
+def test_labels_between_whole_numbers(tmp_path: Path) -> None:
+    scan = write(tmp_path / "scan.nii", random_image())
+    label = write(tmp_path / "label.nii", np.full(SHAPE, 1.01, np.float32))
+    refuses(lambda: Volume.read(Case("x", (scan,), label)), label, "not whole numbers")
