@@ -65,7 +65,8 @@ class FileGrid:
     of z. labels: makes a nibabel image of labels (x, y, z) or (x, y, z, frames) with the header of
     a NIfTI file, else None. write: writes labels of a picture to a file. ending: of the labels'
     file. time_step: seconds from one frame to the next, None if not known. unit: the file's unit of
-    length, in mm.
+    length, in mm. value_unit: of the voxels, as DICOM has it for PET (BQML, GML: SUV), "" if the
+    file has none.
     Raises DataError for more voxels than the memory can hold as float32, and for an affine that
     cannot be inverted or has edges outside 0.001 to 100 mm (in units below 1 mm from 0.001 units).
     """
@@ -80,6 +81,7 @@ class FileGrid:
     write: Callable[[NDArray[Any], Path], None] | None = None
     ending: str = ".nii.gz"
     unit: float = 1.0
+    value_unit: str = ""
 
     def __post_init__(self) -> None:
         check_size(self.path, self.shape, 4, MEMORY, "this machine's memory")  # as float32

@@ -39,6 +39,7 @@ class Volume:
     of the first image and carry `.affine`, (4, 4) float64 from voxel indices to RAS mm. grid: of
     the first image.
     notes: a line "PATH: what" for each decision that was made for the user.
+    value_units: of each channel, see `FileGrid.value_unit`.
     """
 
     case: Case
@@ -46,6 +47,7 @@ class Volume:
     label: Any
     grid: FileGrid
     notes: tuple[str, ...]
+    value_units: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, case: Case, classes: int | None = None, channels: int | None = None) -> Volume:
@@ -74,6 +76,7 @@ class Volume:
         turns = None if label is None else _turns(label[0], first, case.over_time)
         found: list[Tensor] = []
         notes: list[str] = []
+        units: list[str] = []
         while opened:
             grid, read = opened.pop(0)  # the last reference to what is open
             if grid.write is not None and grid.shape[:2] != first.shape[:2]:
@@ -85,6 +88,7 @@ class Volume:
             if not _overlap(first, grid):
                 raise DataError(f"{grid.path}: does not overlap {first.path}")
             image, more = _voxels(grid, read)
+            units += [grid.value_unit] * (1 if case.over_time else len(image))
             notes += more
             found.append(image if _same_grid(grid, first) else _onto(image, grid, first))
         whole = found[0] if len(found) == 1 else torch.cat(found)
@@ -107,7 +111,8 @@ class Volume:
                 raise DataError(f"{grid.path}: {wrong}")
             numbers = MetaTensor(numbers, affine=affine)
             notes += grid.notes
-        return cls(case, MetaTensor(whole, affine=affine), numbers, first, tuple(notes))
+        image = MetaTensor(whole, affine=affine)
+        return cls(case, image, numbers, first, tuple(notes), tuple(units))
 
     def onto(self, image: Any) -> tuple[tuple[int, ...], NDArray[np.float64]] | None:
         """Return the file's grid along RAS axes: its shape and the (4, 4) matrix from its voxel
