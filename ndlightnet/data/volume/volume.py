@@ -51,7 +51,7 @@ class Volume:
 
     @classmethod
     def read(cls, case: Case, classes: int | None = None, channels: int | None = None) -> Volume:
-        """Opens every file of the case once.
+        """Reads the voxels of every file of the case once.
 
         The first file gives the grid; the others are interpolated onto it, and take their minimum
         outside their extent. A file's fourth axis holds channels, or frames if the case is a series

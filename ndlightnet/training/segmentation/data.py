@@ -121,7 +121,9 @@ class VolumeData(L.LightningDataModule):
             self.val_set = self._dataset(held)
             if stage == "fit":
                 self.value_units = self._shared_units(
-                    case["value_units"] for held in (prepared, self.val_set) for case in held
+                    some[number]["value_units"]
+                    for some in (prepared, self.val_set)
+                    for number in range(len(some))
                 )
             return
         if self.test_on == "fold":

@@ -9,8 +9,10 @@ import nibabel
 import numpy as np
 import pytest
 import SimpleITK as sitk
+import torch
+from nibabel.spm2analyze import Spm2AnalyzeImage
 
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.grid import NO_SIDES, Case
 from ndlightnet.data.volume.volume import Volume
 
 from .files import AFFINE, SHAPE, random_image, random_label, refuses, write, write_nrrd
@@ -68,6 +70,29 @@ def test_units_of_length(tmp_path: Path, ending: str, unit: str) -> None:
     assert kept == (source.get_xyzt_units()[0] if source else {"um": "micron"}.get(unit, "mm"))
     assert volume.notes == ()
     Volume.read(Case("x", (path,), tmp_path / "labels.nii.gz"), 3)  # on the same grid
+
+
+def test_analyze(tmp_path: Path) -> None:
+    """Its affine is in a file .mat, if there is one; else left and right are not known."""
+    image = Spm2AnalyzeImage(random_image().astype(np.int16), AFFINE)
+    image.header["vox_units"] = b"mm"
+    nibabel.save(image, path := tmp_path / "a.hdr")
+    volume = load(path)
+    np.testing.assert_allclose(volume.image.affine, AFFINE, atol=1e-5)
+    volume.save_labels(random_label(), tmp_path / "labels.nii.gz")
+    np.testing.assert_allclose(nibabel.load(tmp_path / "labels.nii.gz").affine, AFFINE, atol=1e-5)
+    assert volume.notes == ()
+    assert torch.equal(load(tmp_path / "a.img").image, volume.image)
+    (tmp_path / "a.mat").unlink()
+    volume = load(path)
+    assert volume.notes == (f"{path}: an Analyze header has no affine: {NO_SIDES}",)
+    np.testing.assert_allclose(volume.image.pixdim, np.linalg.norm(AFFINE[:3, :3], axis=0))
+    raw = bytearray(path.read_bytes())
+    raw[56:60] = b"um\0\0"  # vox_units
+    path.write_bytes(raw)
+    np.testing.assert_allclose(
+        load(path).image.pixdim, np.linalg.norm(AFFINE[:3, :3], axis=0) / 1000
+    )
 
 
 @pytest.mark.parametrize("kind", ["units", "space units"])
