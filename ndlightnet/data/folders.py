@@ -1,12 +1,29 @@
-"""Notes on the entries of a folder that are not read."""
+"""The files below a folder, and notes on the entries that are not read."""
 
+import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ndlightnet.data.errors import printable
 
 NAMED = 3  # names of left-out entries in a note
+
+
+def files_below(
+    root: Path, without: Sequence[str] = (), closed: Callable[[OSError], None] | None = None
+) -> Iterator[Path]:
+    """Yield the files at any depth below a folder, also those of linked folders and links that lead
+    nowhere; not those of hidden folders and of folders named in `without`. closed: is called with
+    the error of a folder that cannot be opened."""
+    entered: set[str] = set()  # links may lead back
+    for place, inside, names in os.walk(root, followlinks=True, onerror=closed):
+        if (real := os.path.realpath(place)) in entered:
+            inside.clear()
+            continue
+        entered.add(real)
+        inside[:] = sorted(n for n in inside if not n.startswith(".") and n not in without)
+        yield from (Path(place, name) for name in sorted(names))
 
 
 def leave_out(entries: Iterable[Path], folder: Path, wanted: str, notes: list[str] | None) -> None:

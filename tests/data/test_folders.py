@@ -61,7 +61,7 @@ def test_volumes(tmp_path: Path) -> None:
     assert [case.name for case in find_inputs(tmp_path, 1, notes)] == ["UPPER", "a", "series"]
     assert notes == [
         f"{tmp_path}: 4 entries are left out: dangling.nii.gz, folder.nii.gz, picture.png, ... "
-        "(expected .nii.gz, .nii, .nrrd, .mha, .mhd or a DICOM series)"
+        "(expected .nii.gz, .nii, .hdr.gz, .hdr, .nrrd, .mha, .mhd or a DICOM series)"
     ]
     notes.clear()
     find_inputs(tmp_path / "series", 1, notes)

@@ -17,7 +17,7 @@ from ndlightnet.data.volume.transforms import Prepare
 from ndlightnet.data.volume.volume import Volume
 
 KEPT_PER_CLASS = 20_000  # crop centres stored for every class of a volume; they are held in memory
-FORM = 3  # to be raised when what a cache folder holds changes, so that old files are not used
+FORM = 4  # to be raised when what a cache folder holds changes, so that old files are not used
 
 
 class CachedVolumes(Dataset[dict[str, Any]]):
@@ -53,14 +53,16 @@ def cached_volumes(
     `folder`, in a file for each case, which later runs find and any number of folds share.
 
     Each has: "image", MetaTensor (channels, x, y, z) float32, "label", MetaTensor (1, x, y, z)
-    uint8 or int16, "affine", "name". (A series over time has its frames before x.) With `patch`,
-    for Crops, they are padded to it and have
+    uint8 or int16, "affine", "name", and "value_units" of the files' channels. (A series over time
+    has its frames before x.) With `patch`, for Crops, they are padded to it and have
     "places": for each of `classes` but the background the flat indices of up to KEPT_PER_CLASS
     voxels, int64. Raises DataError as `Volume.read` and `prepare` do.
     """
 
     def made(case: Case) -> dict[str, Any]:
-        data = prepare(Volume.read(case, classes, len(prepare.intensities)))
+        volume = Volume.read(case, classes, len(prepare.intensities))
+        data = {**prepare(volume), "value_units": volume.value_units}
+        del volume
         if patch is not None:
             data = {**data, **{key: padded(data[key], patch) for key in ("image", "label")}}
             flat = data["label"].as_tensor().flatten()

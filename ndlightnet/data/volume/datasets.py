@@ -4,20 +4,21 @@ nnU-Net's layout, and plain folders to predict on. No volume is opened here."""
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ndlightnet.data.errors import DataError, one_line
-from ndlightnet.data.folders import leave_out
+from ndlightnet.data.folders import files_below, leave_out
 from ndlightnet.data.volume.dicom_tree import Series, find_series
 from ndlightnet.data.volume.formats import ENDINGS, FILES, FOLDER, PICTURES, reader_of, stem
 from ndlightnet.data.volume.grid import Case
 from ndlightnet.data.volume.pictures import has_colours
 
 WANTED = f"{', '.join(ENDINGS)} or a {FOLDER.name}"
+RESULTS = "derivatives"
 NUMBERED = re.compile(r"(.+)_(\d{4})")  # nnU-Net's CASE_0000: the channel after the case
 
 
@@ -36,7 +37,8 @@ class Dataset:
 def read_dataset(folder: str | Path, notes: list[str] | None = None) -> Dataset:
     """Reads `dataset.json`, the decathlon's ("modality") or nnU-Net's ("channel_names"), and checks
     that every file exists (the files are not opened). In the decathlon's layout a case has a file
-    for each modality, or one file with all of them on its fourth axis. In nnU-Net's the images are
+    for each modality, or one file with all of them on its fourth axis; nnU-Net 1 lists CASE.nii.gz
+    for CASE_0000.nii.gz, CASE_0001.nii.gz, .... In nnU-Net's the images are
     all files of its folders that end in "file_ending", in lower or upper case; a line on files that
     are left out is added to `notes`.
 
@@ -49,7 +51,7 @@ def read_dataset(folder: str | Path, notes: list[str] | None = None) -> Dataset:
         raise DataError(f"{folder}: no such folder")
     file = folder / "dataset.json"
     try:
-        found = _read(file, json.loads(file.read_text(encoding="utf-8")), notes)
+        found = _read(file, json.loads(file.read_bytes()), notes)
     except DataError:
         raise
     except FileNotFoundError as error:
@@ -108,6 +110,7 @@ def _listed(file: Path, listing: dict[str, Any], key: str, channels: int) -> tup
     entries = listing.get(key, [])
     if not isinstance(entries, list):
         raise DataError(f"{file}: {key!r} should be a list")
+    listed: list[Path] = []
     found: list[tuple[tuple[Path, ...], Path | None]] = []
     for entry in entries:
         fields = entry if isinstance(entry, dict) else {"image": entry}
@@ -121,12 +124,29 @@ def _listed(file: Path, listing: dict[str, Any], key: str, channels: int) -> tup
         if len(paths) not in (1, channels):
             need = f"should list {channels} image files, one for each modality (or one with all)"
             raise DataError(f"{file}: entry {one_line(entry)} {need}")
+        listed.append(paths[0])
+        paths = _of_nnunet_1(paths[0], channels) if len(paths) == 1 else paths
         for path in [*paths, label_path]:
             if path is not None:
                 _check_there(path, file)
         found.append((tuple(paths), label_path))
-    names = _names(file.parent, [images[0] for images, _ in found])
+    names = _names(file.parent, listed)
     return tuple(Case(name, *files) for name, files in zip(names, found, strict=True))
+
+
+def _of_nnunet_1(path: Path, channels: int) -> list[Path]:
+    """Return CASE_0000.nii.gz, CASE_0001.nii.gz, ... if they are there and CASE.nii.gz is not."""
+    name, ending = stem(path), path.name[len(stem(path)) :]
+    files = [path.with_name(f"{name}_{channel:04}{ending}") for channel in range(channels + 1)]
+    if os.path.exists(path) or not os.path.exists(files[0]):
+        return [path]
+    if os.path.exists(files[channels]):
+        raise _too_many(files[channels], channels, channels)
+    return files[:channels]
+
+
+def _too_many(path: Path, channel: int, channels: int) -> DataError:
+    return DataError(f"{path}: is channel {channel}, expected 0..{channels - 1}")
 
 
 def _check_there(path: Path, file: Path) -> None:
@@ -181,7 +201,7 @@ def _split(
     files = _volumes_in(images, (ending,))
     if ending in PICTURES and all(stem(path).endswith("_0000") for path in files):
         channels = 1  # one file of several colours, such as RGB
-    leave_out({*images.iterdir()} - {*files}, images, f"CASE_0000{ending}", notes)
+    leave_out({*images.iterdir()} - _read_of(images, files), images, f"CASE_0000{ending}", notes)
     there = _volumes_in(labels, (*ENDINGS, *PICTURES)) if labels.is_dir() else []
     labelled = {_in_small(path): path for path in there}
     for path in files:
@@ -208,7 +228,7 @@ def _joined(files: Sequence[Path], channels: int) -> dict[Path, tuple[Path, ...]
     for small, path in there.items():
         case, channel = _case_of(small), int(stem(path)[-4:])
         if channel >= channels:
-            raise DataError(f"{path}: is channel {channel}, expected 0..{channels - 1}")
+            raise _too_many(path, channel, channels)
         ending = small.name[len(stem(small)) :]
         wanted = [path.with_name(f"{stem(case)}_{c:04}{ending}") for c in range(channels)]
         cases[case] = tuple(there.get(one, one) for one in wanted)
@@ -237,9 +257,10 @@ def find_inputs(
     modality: str | None = None,
     pictures: bool = False,
 ) -> list[Case]:
-    """List the cases to predict on, from a volume's file (.nii.gz, .nii, .nrrd, .mha, .mhd), a
-    folder with a dataset.json (its test cases), or a folder of such files and of DICOM series at
-    any depth, sorted by name. modality: take only series of this modality (CT, MR, PT, ...).
+    """List the cases to predict on, from a volume's file (.nii.gz, .nii, .hdr beside its .img,
+    .nrrd, .mha, .mhd), a folder with a dataset.json (its test cases), or a folder of such files and
+    of DICOM series at any depth, sorted by name. Folders "derivatives", in which BIDS has masks and
+    other results, are left out. modality: take only series of this modality (CT, MR, PT, ...).
     pictures: PNG, TIFF and JPEG files count as well. If any of them has colours, each file is a
     case, whatever its number: a camera's IMG_0000.jpg and IMG_0001.jpg are two.
 
@@ -263,16 +284,19 @@ def find_inputs(
         if path.is_file():
             files, home = [path], path.parent
             if not path.name.lower().endswith(endings):
-                more = (
-                    f" ({', '.join(PICTURES)} with data.patch of 2 sizes)" if not pictures else ""
-                )
+                if path.name.lower().endswith((reader := reader_of(path)).voxels):
+                    headers = " or ".join(path.stem + ending for ending in reader.endings)
+                    raise DataError(f"{path}: holds voxels, expected their header, {headers}")
+                more = "" if pictures else f" ({', '.join(PICTURES)} with data.patch of 2 sizes)"
                 raise DataError(
                     f"{path}: is not a {FILES}{more}; for DICOM give the folder of the series"
                 )
         else:
-            files, home = _volumes_in(path, endings), path
+            named, home = _named(files_below(path, (RESULTS,)), endings), path
+            files = [file for file in named if file.is_file()]  # not a link that leads nowhere
             series, left, slices = find_series(path, modality)
-            leave_out({*path.iterdir()} - _read_of(path, files, slices), path, WANTED, notes)
+            entries = {*path.iterdir(), *named}
+            leave_out(entries - _read_of(path, files, slices), path, WANTED, notes)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     if not files and not series:
@@ -305,18 +329,30 @@ def find_inputs(
 
 
 def _volumes_in(folder: Path, endings: tuple[str, ...] = ENDINGS) -> list[Path]:
+    return [path for path in _named(folder.iterdir(), endings) if path.is_file()]
+
+
+def _named(paths: Iterable[Path], endings: tuple[str, ...]) -> list[Path]:
     # Hidden files are left-overs: "._ct.nii.gz" of macOS archives, unfinished writes.
-    files = (path for path in sorted(folder.iterdir()) if path.is_file())
-    return [f for f in files if f.name.lower().endswith(endings) and not f.name.startswith(".")]
+    return sorted(
+        p for p in paths if p.name.lower().endswith(endings) and not p.name.startswith(".")
+    )
 
 
-def _read_of(folder: Path, files: Sequence[Path], slices: Sequence[Path]) -> set[Path]:
-    """Return the entries of a folder that these volumes are read from, and those that are or hold
-    DICOM files, `slices`: a separate note tells which of them are left out."""
+def _read_of(folder: Path, files: Sequence[Path], slices: Sequence[Path] = ()) -> set[Path]:
+    """Return the entries of a folder that these volumes are read from or that hold them, and those
+    that are or hold DICOM files, `slices`: a separate note tells which of them are left out."""
     inside = {
-        parent for path in {file.parent for file in slices} for parent in (path, *path.parents)
+        parent
+        for path in {file.parent for file in (*files, *slices)}
+        for parent in (path, *path.parents)
     }
-    voxels = [path.with_suffix(end) for path in files for end in reader_of(path).voxels]
+    voxels = [
+        path.with_name(stem(path) + ending)
+        for path in files
+        for end in reader_of(path).voxels
+        for ending in (end, end.upper())
+    ]
     return {*files, *slices, *inside, *voxels, folder / "DICOMDIR"}
 
 

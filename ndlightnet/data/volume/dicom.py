@@ -51,7 +51,8 @@ def open_series(folder: Path, files: Sequence[Path] = ()) -> tuple[FileGrid, Rea
 
     rows, columns = slices[0].shape
     shape = (columns, rows, len(slices), 1)
-    return FileGrid(folder, shape, affine, tuple(notes), tuple(slices)), read
+    unit = text_of(slices[0].header, "Units")
+    return FileGrid(folder, shape, affine, tuple(notes), tuple(slices), value_unit=unit), read
 
 
 def _series(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ndlightnet.data.errors import DataError
+from ndlightnet.data.folders import files_below
 from ndlightnet.data.volume.dicom_headers import (
     SAME_PLACE,
     SCOUTS,
@@ -95,20 +96,11 @@ def _headers(root: Path, left: Counter[str]) -> dict[Path, dict[Path, Any]]:
     """Return the DICOM files and their headers by folder; None for a header that is unreadable."""
     from rich.progress import track
 
-    files: list[Path] = []
-    entered: set[str] = set()  # links may lead back
-
     def closed(_: OSError) -> None:
         left["folder that cannot be opened"] += 1
 
-    for place, inside, names in os.walk(root, followlinks=True, onerror=closed):
-        if (real := os.path.realpath(place)) in entered:
-            inside.clear()
-            continue
-        entered.add(real)
-        inside[:] = sorted(name for name in inside if not name.startswith("."))
-        names = [name for name in sorted(names) if not name.lower().endswith(ENDINGS)]
-        files += [Path(place, name) for name in names]
+    below = files_below(root, closed=closed)
+    files = [file for file in below if not file.name.lower().endswith(ENDINGS)]
     found: dict[Path, dict[Path, Any]] = {}
     few = len(files) < MANY
     for file in track(files, "reading DICOM headers", transient=True, disable=few):

@@ -61,7 +61,7 @@ def make_set(
 
 def _is_complete(folder: Path, key: str, numbers: Mapping[str, int]) -> bool:
     try:
-        listing = json.loads((folder / "dataset.json").read_text())
+        listing = json.loads((folder / "dataset.json").read_bytes())
         cases = [*listing["training"], *listing["test"]]
         files = [folder / case[key] for case in cases for key in ("image", "label")]
         return bool(listing[key] == numbers) and all(file.is_file() for file in files)

@@ -8,7 +8,7 @@ from ndlightnet.data.errors import readable
 from ndlightnet.data.volume.dicom import open_series
 from ndlightnet.data.volume.grid import FileGrid, Read
 from ndlightnet.data.volume.itk import open_itk
-from ndlightnet.data.volume.nifti import open_nifti
+from ndlightnet.data.volume.nifti import open_nifti, open_pair
 from ndlightnet.data.volume.pictures import open_label, open_picture
 
 
@@ -16,7 +16,7 @@ from ndlightnet.data.volume.pictures import open_label, open_picture
 class Reader:
     """A format. open(path, slices): returns the grid, and a function that reads the voxels a few
     slices at a time, so that a volume of gigabytes is never held twice. endings: of its files, in
-    lower case; empty: it is a folder. voxels: endings of separate files that hold the voxels.
+    lower case; empty: it is a folder. voxels: endings of the further files that it reads.
     picture: it holds a plane, which only a network of two axes asks for. open_label: for a format
     whose labels are read in another way than its images."""
 
@@ -30,6 +30,7 @@ class Reader:
 
 READERS = (
     Reader("NIfTI", (".nii.gz", ".nii"), open_nifti),
+    Reader("Analyze", (".hdr.gz", ".hdr"), open_pair, (".img.gz", ".img", ".mat")),
     Reader("NRRD", (".nrrd",), open_itk),
     Reader("MetaImage", (".mha", ".mhd"), open_itk, (".raw", ".zraw")),
     Reader("DICOM series", (), open_series),
@@ -56,7 +57,7 @@ def open_file(
 
 def reader_of(file: Path) -> Reader:
     name = file.name.lower()
-    return next((one for one in READERS if name.endswith(one.endings)), READERS[0])
+    return next((one for one in READERS if name.endswith(one.endings + one.voxels)), READERS[0])
 
 
 def stem(path: Path) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ndlightnet.data.errors import DataError, file_name
+from ndlightnet.data.errors import DataError, file_name, one_line
 
 EDGES = (0.001, 100.0)  # mm; outside this range a header is considered broken or in another unit
 SLAB = 2**18  # voxels read at a time: 2 MB in float64
@@ -24,6 +24,10 @@ MEMORY = (
     os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
 )
 NO_SIDES = "left and right are not known"
+MILLIMETRES = {"": 1.0, "mm": 1.0, "um": 1e-3, "\u00b5m": 1e-3, "\u03bcm": 1e-3, "nm": 1e-6,
+               "cm": 10.0, "m": 1e3, "millimeter": 1.0, "micron": 1e-3, "micrometer": 1e-3,
+               "nanometer": 1e-6, "centimeter": 10.0, "meter": 1e3}  # fmt: skip
+SECONDS = {"s": 1.0, "sec": 1.0, "ms": 1e-3, "msec": 1e-3, "us": 1e-6, "usec": 1e-6}
 # read(z, channel): the slices z as (x, y, n), rescaled, in the file's type or float64
 Read = Callable[[slice, int], NDArray[Any]]
 
@@ -60,9 +64,11 @@ class FileGrid:
     notes: one line for each decision made for the user. slices: those of a DICOM series, in order
     of z. labels: makes a nibabel image of labels (x, y, z) or (x, y, z, frames) with the header of
     a NIfTI file, else None. write: writes labels of a picture to a file. ending: of the labels'
-    file. time_step: seconds from one frame to the next, None if not known.
+    file. time_step: seconds from one frame to the next, None if not known. unit: the file's unit of
+    length, in mm. value_unit: of the voxels, as DICOM has it for PET (BQML, GML: SUV), "" if the
+    file has none.
     Raises DataError for more voxels than the memory can hold as float32, and for an affine that
-    cannot be inverted or has edges outside 0.001 to 100 mm.
+    cannot be inverted or has edges outside 0.001 to 100 mm (in units below 1 mm from 0.001 units).
     """
 
     path: Path
@@ -74,6 +80,8 @@ class FileGrid:
     time_step: float | None = None
     write: Callable[[NDArray[Any], Path], None] | None = None
     ending: str = ".nii.gz"
+    unit: float = 1.0
+    value_unit: str = ""
 
     def __post_init__(self) -> None:
         check_size(self.path, self.shape, 4, MEMORY, "this machine's memory")  # as float32
@@ -84,10 +92,11 @@ class FileGrid:
         # Volume of a voxel against that of a box with its edges: 1 for right angles.
         if low == 0 or abs(np.linalg.det(self.affine)) < 1e-6 * self.edges.prod():
             raise DataError(lost)
-        if low < EDGES[0] or high > EDGES[1]:
+        least, most = EDGES[0] * min(1.0, self.unit), EDGES[1]
+        if low < least or high > most:
             raise DataError(
                 f"{self.path}: has voxel edges of {low:.3g} to {high:.3g} mm, "
-                f"expected {EDGES[0]:g} to {EDGES[1]:g}"
+                f"expected {least:g} to {most:g}"
             )
 
     @property
@@ -117,13 +126,14 @@ class FileGrid:
         array = array[..., 0] if array.shape[3:] == (1,) else array
         image: Any
         if self.labels is None:
-            image = nibabel.Nifti1Image(array, self.affine)  # type: ignore[no-untyped-call]
-            image.set_sform(self.affine, code=1)  # 1: scanner coordinates
-            image.header.set_xyzt_units("mm")
+            unit = 1e-3 if self.unit < 1 else 1.0
+            affine = np.diag([1 / unit] * 3 + [1]) @ self.affine
+            image = nibabel.Nifti1Image(array, affine)  # type: ignore[no-untyped-call]
+            image.set_sform(affine, code=1)  # 1: scanner coordinates
+            image.header.set_xyzt_units("micron" if unit < 1 else "mm")
         else:
             image = self.labels(array)
         image.set_data_dtype(array.dtype)
-        image.header["cal_min"] = image.header["cal_max"] = 0  # no display window from the source
         return image
 
 
@@ -144,6 +154,20 @@ def four_axes(path: Path, shape: Sequence[int], dtype: Any) -> tuple[int, ...]:
             f"{path}: should have 3 axes (or 2, or 4 with channels or frames), has shape {axes}"
         )
     return (*axes, 1, 1)[:4]
+
+
+def millimetres(path: Path, unit: object, notes: list[str]) -> float:
+    """Return a unit of length in mm; an unknown one is taken as mm, with a note."""
+    name = str(unit).strip("\0 ?").lower().replace("metre", "meter").removesuffix("s")
+    if name not in MILLIMETRES:
+        notes.append(f"{path}: its unit of length is {one_line(unit)}, taken as mm")
+    return MILLIMETRES.get(name, 1.0)
+
+
+def seconds(step: float, unit: str) -> float | None:
+    """Return the step between two frames in seconds; None without a step or a unit of time."""
+    name = unit.lower()
+    return step * SECONDS[name] if name in SECONDS and 0 < step < math.inf else None
 
 
 def check_size(path: Path, shape: Sequence[int], itemsize: int, most: float, holder: str) -> None:

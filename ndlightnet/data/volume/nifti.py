@@ -1,8 +1,7 @@
-"""Reader of NIfTI files, by nibabel. MONAI's NibabelReader is not used: it rewrites an affine that
-disagrees with pixdim."""
+"""Reader of NIfTI and Analyze files, by nibabel. MONAI's NibabelReader is not used: it rewrites an
+affine that disagrees with pixdim."""
 
 import gzip
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,22 +9,58 @@ from typing import Any
 import nibabel
 import numpy as np
 from nibabel.filebasedimages import ImageFileError
+from nibabel.fileholders import FileHolder
+from nibabel.filename_parser import types_filenames
+from nibabel.spm2analyze import Spm2AnalyzeImage
 from numpy.typing import NDArray
 
-from ndlightnet.data.volume.grid import NO_SIDES, FileGrid, Read, check_size, four_axes
+from ndlightnet.data.volume.grid import (
+    NO_SIDES,
+    FileGrid,
+    Read,
+    check_size,
+    four_axes,
+    millimetres,
+    seconds,
+)
 
 DEFLATED = 1032  # largest compression ratio of gzip
-SECONDS = {"sec": 1.0, "msec": 1e-3, "usec": 1e-6}  # NIfTI's units of time
+ROUNDED = 1e-3  # largest relative difference of two spacings of one header
+# The codes of xyzt_units: three bits for space, the next three for time.
+SPACE, TIME = {0: "", 1: "m", 2: "mm", 3: "um"}, {8: "s", 16: "ms", 24: "us"}
+# What a label takes from the header of its scan. Other fields and extensions hold names and dates.
+GRID_FIELDS = ("pixdim", "xyzt_units", "toffset", "qform_code", "sform_code", "quatern_b",
+               "quatern_c", "quatern_d", "qoffset_x", "qoffset_y", "qoffset_z", "srow_x", "srow_y",
+               "srow_z")  # fmt: skip
 
 
 def open_nifti(path: Path, _: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
-    """Open the file once. nibabel.load would open it a second time and stop at the last voxel,
+    """Open a file of NIfTI-1 or NIfTI-2."""
+    return _open(path, {"image": path}, (nibabel.Nifti1Image, nibabel.Nifti2Image))
+
+
+def open_pair(path: Path, _: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
+    """Open a pair of a header (.hdr) and voxels (.img), NIfTI or Analyze, by the name of either.
+    Analyze may have its affine in a third file (.mat), which SPM writes."""
+    names = types_filenames(path, Spm2AnalyzeImage.files_types)  # type: ignore[no-untyped-call]
+    files = {what: Path(name) for what, name in names.items()}
+    return _open(path, files, (nibabel.Nifti1Pair, nibabel.Nifti2Pair, Spm2AnalyzeImage))
+
+
+def _open(path: Path, files: dict[str, Path], kinds: Sequence[Any]) -> tuple[FileGrid, Read]:
+    """Open every file once. nibabel.load would open one a second time and stop at the last voxel,
     before gzip's checksum, which is needed: most flipped bits give other voxels, not a broken
     stream."""
     packed = path.name.lower().endswith(".gz")
-    stream: Any = gzip.GzipFile(path) if packed else path.open("rb")
-    image = _kind(stream).from_stream(stream)
-    dtype, held = image.get_data_dtype(), path.stat().st_size
+    streams: dict[str, Any] = {
+        what: gzip.GzipFile(file) if packed else file.open("rb")
+        for what, file in files.items()
+        if what != "mat" or file.exists()
+    }
+    kind = _kind(streams.get("header", streams["image"]), kinds)
+    holders = {what: FileHolder(str(files[what]), streams.get(what)) for what in files}
+    image = kind.from_file_map(holders)
+    dtype, held = image.get_data_dtype(), files["image"].stat().st_size
     shape = four_axes(path, image.shape, dtype)
     most = held * DEFLATED if packed else held
     check_size(path, shape, dtype.itemsize, most, f"a file of {held} bytes")
@@ -34,32 +69,50 @@ def open_nifti(path: Path, _: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
     def read(z: slice, channel: int) -> NDArray[Any]:
         part = np.asarray(voxels[:, :, z, channel])
         if (z.stop, channel + 1) == shape[2:]:
-            while packed and stream.read(2**20):
-                pass  # the end raises if the checksum is wrong
-            stream.close()
+            for stream in streams.values():
+                while packed and stream.read(2**20):
+                    pass  # the end raises if the checksum is wrong
+                stream.close()
         return part
 
-    kind, affine, header = type(image), image.affine, image.header
-    notes = []
-    if header["sform_code"] == 0 and header["qform_code"] == 0:
+    header, notes = image.header, []
+    analyze = kind is Spm2AnalyzeImage
+    if analyze and "mat" not in streams:
+        notes.append(f"{path}: an Analyze header has no affine: {NO_SIDES}")
+    if not analyze and header["sform_code"] == 0 and header["qform_code"] == 0:
         notes.append(f"{path}: has no affine (sform_code and qform_code are 0): {NO_SIDES}")
-    # A header that is passed together with its affine keeps both codes and transforms.
-    labels = lambda array: kind(array, affine, header)  # noqa: E731
-    step = _time_step(header)
-    return FileGrid(path, shape, affine, tuple(notes), labels=labels, time_step=step), read
+    if not analyze and header["sform_code"] > 0:
+        axes = slice(min(image.ndim, 3))
+        edges = np.linalg.norm(image.affine[:3, :3], axis=0)[axes]
+        zooms = np.abs(header["pixdim"][1:4])[axes]
+        if not np.allclose(edges, zooms, rtol=ROUNDED, atol=0):
+            one, other = (" x ".join(f"{n:.4g}" for n in sides) for sides in (edges, zooms))
+            notes.append(f"{path}: its sform has voxels of {one}, which are taken, pixdim {other}")
+    code = 0 if analyze else int(header["xyzt_units"])
+    unit = bytes(header["vox_units"]).decode("latin1") if analyze else SPACE.get(code & 7, code)
+    mm = millimetres(path, unit, notes)
+    step = None if analyze else seconds(float(header["pixdim"][4]), TIME.get(code & 56, ""))
+
+    def labels(array: NDArray[Any]) -> Any:
+        single = nibabel.Nifti2Image if header["sizeof_hdr"] == 540 else nibabel.Nifti1Image
+        grid = single.header_class()
+        for field in GRID_FIELDS:
+            grid[field] = header[field]
+        # A header that is passed together with its affine keeps both codes and transforms.
+        return single(array, image.affine, grid)
+
+    grid = FileGrid(
+        path, shape, np.diag([mm, mm, mm, 1]) @ image.affine, tuple(notes),
+        labels=None if analyze else labels, time_step=step, unit=mm,
+    )  # fmt: skip
+    return grid, read
 
 
-def _time_step(header: Any) -> float | None:
-    """Return the seconds between two frames; None where a header has none, or no unit of time."""
-    step, unit = float(header["pixdim"][4]), header.get_xyzt_units()[1]
-    return step * SECONDS[unit] if unit in SECONDS and 0 < step < math.inf else None
-
-
-def _kind(stream: Any) -> Any:
-    """Return nibabel's class for NIfTI-1 or NIfTI-2, by the first bytes."""
+def _kind(stream: Any, kinds: Sequence[Any]) -> Any:
+    """Return nibabel's class for a header, by its first bytes."""
     start = stream.read(nibabel.Nifti2Header.sizeof_hdr)
     stream.seek(0)
-    for kind in (nibabel.Nifti1Image, nibabel.Nifti2Image):
+    for kind in kinds:
         if kind.header_class.may_contain_header(start):
             return kind
     raise ImageFileError("not a NIfTI file")

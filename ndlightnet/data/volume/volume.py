@@ -24,6 +24,9 @@ from ndlightnet.data.volume.grid import SLAB, Case, FileGrid, Read, label_array
 # Two grids are the same if no corner is off by more than this fraction of the smallest voxel edge.
 # Headers round: a qform holds a rotation as three float32, good to 3e-4 rad: 0.04 mm at 150 mm.
 SAME_GRID = 0.1
+# Labels that a slope and an intercept in float32 turn into numbers, such as 255 x 1/255, are off by
+# at most the largest of them times the precision.
+ROUNDED = 2**15 * float(np.finfo(np.float32).eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +39,7 @@ class Volume:
     of the first image and carry `.affine`, (4, 4) float64 from voxel indices to RAS mm. grid: of
     the first image.
     notes: a line "PATH: what" for each decision that was made for the user.
+    value_units: of each channel, see `FileGrid.value_unit`.
     """
 
     case: Case
@@ -43,10 +47,11 @@ class Volume:
     label: Any
     grid: FileGrid
     notes: tuple[str, ...]
+    value_units: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, case: Case, classes: int | None = None, channels: int | None = None) -> Volume:
-        """Opens every file of the case once.
+        """Reads the voxels of every file of the case once.
 
         The first file gives the grid; the others are interpolated onto it, and take their minimum
         outside their extent. A file's fourth axis holds channels, or frames if the case is a series
@@ -76,6 +81,7 @@ class Volume:
         turns = None if label is None else _turns(label[0], first, case.over_time)
         found: list[Tensor] = []
         notes: list[str] = []
+        units: list[str] = []
         while opened:
             grid, read = opened.pop(0)  # the last reference to what is open
             if grid.write is not None and grid.shape[:2] != first.shape[:2]:
@@ -87,6 +93,7 @@ class Volume:
             if not _overlap(first, grid):
                 raise DataError(f"{grid.path}: does not overlap {first.path}")
             image, more = _voxels(grid, read)
+            units += [grid.value_unit] * (1 if case.over_time else len(image))
             notes += more
             found.append(image if _same_grid(grid, first) else _onto(image, grid, first))
         whole = found[0] if len(found) == 1 else torch.cat(found)
@@ -109,7 +116,8 @@ class Volume:
                 raise DataError(f"{grid.path}: {wrong}")
             numbers = MetaTensor(numbers, affine=affine)
             notes += grid.notes
-        return cls(case, MetaTensor(whole, affine=affine), numbers, first, tuple(notes))
+        image = MetaTensor(whole, affine=affine)
+        return cls(case, image, numbers, first, tuple(notes), tuple(units))
 
     def onto(self, image: Any) -> tuple[tuple[int, ...], NDArray[np.float64]] | None:
         """Return the file's grid along RAS axes: its shape and the (4, 4) matrix from its voxel
@@ -215,8 +223,8 @@ def _labels(grid: FileGrid, read: Read) -> NDArray[np.int16]:
         for frame, z, part in grid.slabs(read):
             if not np.isfinite(part).all():
                 raise DataError(f"{grid.path}: has labels that are NaN or infinite")
-            numbers[frame, :, :, z] = part
-            if not np.array_equal(numbers[frame, :, :, z], part):
+            numbers[frame, :, :, z] = np.rint(part)
+            if np.abs(numbers[frame, :, :, z] - part).max() > ROUNDED:
                 wrong = "has labels that are not whole numbers below 32768"
                 raise DataError(f"{grid.path}: {wrong}")
     return numbers

@@ -23,8 +23,8 @@ from ndlightnet.training.core.report import say
 
 
 class VolumeFolders(ImageData):
-    """`train/CLASS/*`, `test/CLASS/*` and perhaps `val/CLASS/*` under `root`: NIfTI, NRRD and
-    MetaImage files and folders with a DICOM series. All are held in memory, as bytes.
+    """`train/CLASS/*`, `test/CLASS/*` and perhaps `val/CLASS/*` under `root`: NIfTI,
+    Analyze, NRRD and MetaImage files and DICOM series. All are held in memory, as bytes.
 
     Args:
         root: the folder. The classes have the names of their folders.

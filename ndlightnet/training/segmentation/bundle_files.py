@@ -41,8 +41,9 @@ in this folder:
 From elsewhere give `--bundle_root` with this folder, too. Label maps are written to `eval`, or to
 `--output_dir`, each on the grid of its scan.
 
-Scans are NIfTI files, or folders with a DICOM series, of: {channels}. Several channels are one file
-with four axes, or files CASE_0000, CASE_0001 and so on, of one grid. Voxels must be finite numbers.
+Scans are NIfTI files in mm, or folders with a DICOM series, of: {channels}. Several channels are
+one file with four axes, or files CASE_0000, CASE_0001 and so on, of one grid. Voxels must be finite
+numbers.
 
 Logits of a scan are held as a whole, in float64 where they are resampled. `predict` of ndlightnet
 computes them part by part, reads more formats and repairs more files.

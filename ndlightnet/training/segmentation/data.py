@@ -10,7 +10,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
-from ndlightnet.data.errors import DataError, fitting
+from ndlightnet.data.errors import DataError, fitting, one_line
 from ndlightnet.data.roots import find_root
 from ndlightnet.data.visits import mixed
 from ndlightnet.data.volume.augment import Augment
@@ -25,6 +25,8 @@ from ndlightnet.data.volume.volume import Volume
 from ndlightnet.training.core.loading import training_loader
 from ndlightnet.training.core.report import say
 from ndlightnet.training.core.task import check
+
+SUV = "GML"  # DICOM's name of g/ml, the unit of the standardised uptake value
 
 
 class VolumeData(L.LightningDataModule):
@@ -98,6 +100,7 @@ class VolumeData(L.LightningDataModule):
         self.workers, self.cache, self.input, self.modality = workers, cache, input, modality
         self.labels: tuple[str, ...] = ()
         self.modalities: tuple[str, ...] = ()
+        self.value_units: tuple[str, ...] = ()  # of the training's channels, "" where not known
 
     def setup(self, stage: str) -> None:
         if stage == "predict":
@@ -116,6 +119,12 @@ class VolumeData(L.LightningDataModule):
                 prepared = self._dataset(train, patch)
                 self.crops = Crops(prepared, patch, self.batch_size, self.foreground, self.seed)
             self.val_set = self._dataset(held)
+            if stage == "fit":
+                self.value_units = self._shared_units(
+                    some[number]["value_units"]
+                    for some in (prepared, self.val_set)
+                    for number in range(len(some))
+                )
             return
         if self.test_on == "fold":
             self.test_cases = self._split(training)[1]
@@ -126,6 +135,23 @@ class VolumeData(L.LightningDataModule):
                 f"{self.root}: no test case has a label, expected labelsTs (nnU-Net) or labels of "
                 "cases under 'test' in dataset.json (decathlon); `folds` tests on training cases"
             )
+
+    def _shared_units(self, cases: Iterable[Sequence[str]]) -> tuple[str, ...]:
+        """Return for each channel the unit that all cases share, "" if there is none."""
+        shared = []
+        for name, each in zip(self.modalities, zip(*cases, strict=True), strict=True):
+            units = sorted(set(each))
+            shared.append(units[0] if len(units) == 1 else "")
+            if len(units) > 1:
+                differ = ", ".join(unit or "not known" for unit in units)
+                say([f"{self.root}: cases have {name} in different units: {differ}"])
+        return tuple(shared)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value_units": self.value_units} if any(self.value_units) else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.value_units = tuple(state_dict["value_units"])
 
     @property
     def in_channels(self) -> int:
@@ -224,7 +250,7 @@ class VolumeData(L.LightningDataModule):
         return self._one_by_one(self._over_time(cases))
 
     def _one_by_one(self, cases: Sequence[Case], channels: int | None = None) -> Any:
-        read = PredictionCases(cases, self._prepare(), len(self.labels), channels)
+        read = PredictionCases(cases, self._prepare(), len(self.labels), channels, self.value_units)
         return DataLoader(read, batch_size=None)
 
     def names(self) -> dict[str, list[str]]:
@@ -263,13 +289,15 @@ class MovingPhantoms(PhantomVolumes):
 
 class PredictionCases(torch.utils.data.Dataset[dict[str, Any]]):
     """Dataset that reads cases as `Volume.read` and prepares them one at a time: {"case", "volume",
-    "image"}, or {"case", "error"} for one that cannot be read."""
+    "image"}, or {"case", "error"} for one that cannot be read. value_units: of the training's
+    channels; a volume in others gets a note."""
 
     def __init__(
-        self, cases: Sequence[Case], prepare: Prepare, classes: int, channels: int | None = None
-    ) -> None:
+        self, cases: Sequence[Case], prepare: Prepare, classes: int, channels: int | None = None,
+        value_units: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self.cases, self.prepare = list(cases), prepare
-        self.classes, self.channels = classes, channels
+        self.classes, self.channels, self.value_units = classes, channels, value_units
 
     def __len__(self) -> int:
         return len(self.cases)
@@ -284,6 +312,8 @@ class PredictionCases(torch.utils.data.Dataset[dict[str, Any]]):
                         f"{case.images[0]}: {len(volume.image)} channels, the network was trained "
                         f"on {expected}"
                     )
+                notes = _other_units(volume, self.value_units)
+                volume = replace(volume, notes=(*volume.notes, *notes))
                 # measures are taken on the file's grid: no label is prepared
                 image = self.prepare(replace(volume, label=None))["image"]
                 if expected > 1:  # of a picture the mean is drawn, else the first one
@@ -292,3 +322,19 @@ class PredictionCases(torch.utils.data.Dataset[dict[str, Any]]):
                 return {"case": case, "volume": volume, "image": image}
         except DataError as error:
             return {"case": case, "error": str(error)}
+
+
+def _other_units(volume: Volume, trained: Sequence[str]) -> list[str]:
+    """Return a note for each channel of a volume whose unit is not that of the training. Where the
+    training's is not known, as of NIfTI files, SUV is expected."""
+    case, notes = volume.case, []
+    for channel, unit in enumerate(volume.value_units):
+        expected = trained[channel] if trained else ""
+        if unit and unit != (expected or SUV):
+            path = case.images[channel if len(case.images) > 1 else 0]
+            of_training = expected or f"not known (SUV is {SUV})"
+            notes.append(
+                f"{path}: its values are in {one_line(unit)}, the unit of the training is "
+                f"{one_line(of_training)}"
+            )
+    return notes

@@ -23,7 +23,7 @@ def folds(arguments: list[str]) -> None:
     fold, count, names = 0, 1, ["background"]
     while fold < count:
         root, count = _fold(arguments, fold)
-        metrics = json.loads((root / "metrics.json").read_text())
+        metrics = json.loads((root / "metrics.json").read_bytes())
         names = ["background", *metrics["dice"]]
         scores.append(_number(metrics["mean_dice"]))
         rows |= {case["name"]: _measures(case, len(names) - 1) for case in metrics["cases"]}

@@ -161,3 +161,19 @@ HU = np.random.default_rng(0).integers(-1000, 1500, SHAPE)
 def read_all(cases: Iterable[Case], classes: int, channels: int | None = None) -> None:
     for case in cases:
         Volume.read(case, classes, channels)
+
+
+def write_nrrd(
+    path: Path, voxels: np.ndarray, affine: np.ndarray | None = None, fields: str = ""
+) -> Path:
+    """voxels (x, y, z[, frames]) as NRRD with more header lines; placed by an affine to RAS."""
+    kind = {"f4": "float", "i2": "short", "u1": "uchar"}[voxels.dtype.str[1:]]
+    lines = [f"type: {kind}", f"dimension: {voxels.ndim}", "encoding: raw", "endian: little"]
+    lines += [f"sizes: {' '.join(map(str, voxels.shape))}"]
+    if affine is not None:
+        *steps, origin = [f"({','.join(map(str, column))})" for column in affine.T[:, :3].tolist()]
+        lines += ["space: right-anterior-superior", f"space directions: {' '.join(steps)}"]
+        lines += [f"space origin: {origin}"]
+    head = "\n".join(["NRRD0004", *lines, fields.strip(), ""]).replace("\n\n", "\n")
+    path.write_bytes(head.encode() + b"\n" + voxels.tobytes(order="F"))
+    return path

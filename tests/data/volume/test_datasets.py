@@ -130,6 +130,45 @@ def test_one_file_holds_all_modalities_on_its_fourth_axis(tmp_path: Path) -> Non
     refuses(lambda: read_all(found.test, 1, 3), file, "4 channels, expected 3")
 
 
+@pytest.mark.parametrize("channels", [1, 2])
+def test_nnunet_1_lists_a_case_of_which_the_channels_are_there(
+    tmp_path: Path, channels: int
+) -> None:
+    for case in "ab":
+        for channel in range(channels):
+            write(tmp_path / f"imagesTr/{case}_000{channel}.nii.gz", random_image(seed=channel))
+    write(tmp_path / "labelsTr/a.nii.gz", random_label())
+    listing = {
+        "modality": {str(channel): "MRI" for channel in range(channels)},
+        "labels": {"0": "background", "1": "x", "2": "y"},
+        "training": [{"image": "./imagesTr/a.nii.gz", "label": "./labelsTr/a.nii.gz"}],
+        "test": ["./imagesTr/b.nii.gz"],
+    }
+    found = read_dataset(relist(tmp_path, listing))
+    (a,), (b,) = found.training, found.test
+    assert (a.name, b.name) == ("a", "b") and len(a.images) == len(b.images) == channels
+    read_all([a, b], 3, channels)
+    more = write(tmp_path / f"imagesTr/a_000{channels}.nii.gz", random_image())
+    refuses(lambda: read_dataset(tmp_path), more, f"is channel {channels}, expected 0..")
+    more.unlink()
+    a.images[-1].unlink()
+    asked = a.images[-1] if channels > 1 else tmp_path / "./imagesTr/a.nii.gz"
+    refuses(lambda: read_dataset(tmp_path), asked, "no such file")
+    whole = write(tmp_path / "imagesTr/a.nii.gz", random_image((*SHAPE, channels)))
+    assert read_dataset(tmp_path).training[0].images == (whole,)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_a_listing_with_a_byte_order_mark(
+    listed: tuple[Path, dict[str, Any]], encoding: str
+) -> None:
+    folder, listing = listed
+    listing["labels"]["1"] = "Größe"
+    text = json.dumps(listing, ensure_ascii=False)
+    (folder / "dataset.json").write_bytes(text.encode(encoding))
+    assert read_dataset(folder).labels == ("background", "Größe", "two")
+
+
 # ---------------------------------------------------------------------------------------- nnU-Net
 
 
@@ -290,7 +329,10 @@ def test_find_inputs_refuses(listed: tuple[Path, dict[str, Any]], tmp_path: Path
     text = tmp_path / "x.txt"
     text.write_text("x")
     (tmp_path / "none").mkdir()
-    refuses(lambda: find_inputs(text), text, "not a NIfTI, NRRD or MetaImage file")
+    refuses(lambda: find_inputs(text), text, "not a NIfTI, Analyze, NRRD or MetaImage file")
+    for name, header in (("x.img", r"\.hdr"), ("x.raw", r"\.mhd")):
+        (tmp_path / name).write_bytes(b"")
+        refuses(lambda: find_inputs(tmp_path / name), tmp_path / name, f"header, x.*{header}")  # noqa: B023
     refuses(lambda: find_inputs(tmp_path / "gone"), tmp_path / "gone", "no such file")
     refuses(lambda: find_inputs(tmp_path / "none"), tmp_path / "none", "holds no NIfTI")
     relist(folder, {**listing, "test": []})
@@ -305,3 +347,39 @@ def test_files_that_differ_in_their_endings_are_two_cases(tmp_path: Path) -> Non
     slices = write_series(tmp_path / "in" / "own", HU)
     write(slices / "own.nii.gz", random_image())
     assert [c.name for c in find_inputs(slices)] == ["own", "own.nii.gz"]
+
+
+def test_volumes_at_any_depth(tmp_path: Path) -> None:
+    """A folder in the layout of BIDS; repeated names get those of their folders."""
+    for subject in ("01", "02"):
+        write(tmp_path / f"sub-{subject}/anat/sub-{subject}_T1w.nii.gz", random_image())
+        write(tmp_path / f"sub-{subject}/dwi/mean.nii.gz", random_image())
+    write(tmp_path / "derivatives/masks/sub-01_dseg.nii.gz", random_label())
+    write(tmp_path / ".git/annex/x.nii.gz", random_image())
+    (tmp_path / "sub-02/anat/lost.nii.gz").symlink_to("/nowhere")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    write_series(tmp_path / "sub-02/ct", HU)
+    (tmp_path / "participants.tsv").write_text("x")
+    notes: list[str] = []
+    cases = find_inputs(tmp_path, notes=notes)
+    assert [case.name for case in cases] == [
+        "sub-01_anat_sub-01_T1w",
+        "sub-01_dwi_mean",
+        "sub-02_anat_sub-02_T1w",
+        "sub-02_dwi_mean",
+        "unknown_CT",
+    ]
+    read_all(cases, 1, 1)
+    assert len(notes) == 1 and notes[0].startswith(
+        f"{tmp_path}: 4 entries are left out: derivatives, loop, participants.tsv, ..."
+    )
+
+
+def test_channels_at_any_depth(tmp_path: Path) -> None:
+    for case in ("a", "b"):
+        for channel in (0, 1):
+            write(tmp_path / f"{case}/{case}_000{channel}.nii.gz", random_image())
+    assert [(case.name, len(case.images)) for case in find_inputs(tmp_path, 2)] == [
+        ("a", 2),
+        ("b", 2),
+    ]
