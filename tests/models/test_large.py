@@ -10,7 +10,7 @@ from ndlightnet import NDLightNet, NDLightUNet, mixers
 from ndlightnet.layout import split_sizes
 from ndlightnet.models.large import Sweeper, Turns
 from ndlightnet.nn.convolutional import ConvBlock
-from tests.parallel.cases import CASES
+from tests.parallel.cases import CASES, CAUSAL, features_beside_nan
 
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
 
@@ -32,6 +32,17 @@ def test_slabs_in_turn_give_what_the_whole_gives(name, dtype):
         whole = net(x)
     for slabs in (1, 3, None):
         close(net.predict_large(x, slabs), whole)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_what_is_not_finite_reaches_no_other_sample_and_no_earlier_frame(name):
+    """Of the whole, and of slabs in turn."""
+    net, clean, bad, seen = features_beside_nan(name)
+    with torch.no_grad():
+        for run in (net, lambda x: net.predict_large(x, 3)):
+            expected, features = run(clean), run(bad)
+            assert expected.shape[:2] == seen.shape and not features[seen].isfinite().all()
+            close(features[~seen], expected[~seen])
 
 
 def test_a_network_without_a_decoder_and_one_that_gives_features():

@@ -15,7 +15,7 @@ from filelock import FileLock
 
 from ndlightnet_evidence import shard_model
 
-from .cases import CASES
+from .cases import CASES, CAUSAL
 from .worker import TIMEOUT
 
 ROOT = Path(__file__).parents[2]
@@ -117,6 +117,11 @@ def test_a_stream_of_split_frames(tmp_path):
 @pytest.mark.slow
 def test_packs_of_slabs(tmp_path):
     check(found(2, "packs", tmp_path), 4, "float64")
+
+
+@pytest.mark.slow
+def test_what_is_not_finite_reaches_no_other_sample_and_no_earlier_frame(tmp_path):
+    check(found(2, "not_finite", tmp_path), len(CAUSAL), "float64")
 
 
 @pytest.mark.slow
