@@ -105,7 +105,8 @@ def test_axes_permute_together_without_position(close):
 
 
 @pytest.mark.parametrize("lrpe", ["cosine", None])
-@pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": 1}, {"forget": 0.3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": 1}, {"forget": 0.3},
+                                     {"forget": 1e12}], ids=str)  # fmt: skip
 @pytest.mark.parametrize("shape, chunk", [((70,), 1), ((70,), 9), ((5, 2, 3), 1), ((5, 2, 3), 2)])
 def test_in_chunks_it_is_the_causal_forward(close, lrpe, options, shape, chunk):
     """From a State whose size stays; one token at a time by the form for it."""

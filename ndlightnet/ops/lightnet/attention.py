@@ -28,7 +28,15 @@ from ndlightnet.ops.dtypes import accumulator, check_floats
 from ndlightnet.ops.lightnet import _triton, _triton_causal, _triton_window, parallel, reference
 from ndlightnet.ops.lightnet import window as windowed
 from ndlightnet.ops.lightnet.parts import merge_parts
-from ndlightnet.ops.lightnet.state import State, decay, decay_rates, merge, merge_rows, tile
+from ndlightnet.ops.lightnet.state import (
+    MOST_RATE,
+    State,
+    decay,
+    decay_rates,
+    merge,
+    merge_rows,
+    tile,
+)
 from ndlightnet.ops.position import (
     Position,
     key_features,
@@ -290,7 +298,8 @@ def causal_attention(
     """Let token t attend to tokens up to t and to `state` (Eq. 5). Returns output and final State.
 
     forget: decay rate; the weight of a token is multiplied by exp(-forget) with every later token,
-    padding too: 0 or more, or (heads,) such numbers; it has no gradient.
+    padding too: 0 or more, or (heads,) such numbers; it has no gradient. Above 8192 it counts as
+    8192, after which nothing is left of a token.
 
     With 16-bit inputs the kernels compute both the sum and the memory of the final State from a
     rounded exp(k - max), so that a query's weights add up to one.
@@ -336,8 +345,9 @@ def _rates(forget: float | Tensor, k: Tensor) -> Tensor | None:
 def _head_rates(forget: float | Tensor, k: Tensor) -> Tensor | None:
     """Return decay rates (heads,) for kernels, float32; None where nothing decays."""
     if isinstance(forget, Tensor):
-        return forget.detach().to(k.device, torch.float32).contiguous()
-    return k.new_full((k.shape[2],), forget, dtype=torch.float32) if forget else None
+        return forget.detach().to(k.device, torch.float32).clamp(max=MOST_RATE).contiguous()
+    rate = min(forget, MOST_RATE)
+    return k.new_full((k.shape[2],), rate, dtype=torch.float32) if rate else None
 
 
 def token_window(

@@ -151,8 +151,9 @@ def axis_causal_attention(
     frame attends to the last `window` frames, itself included. Then the State holds `window - 1`
     frames separately: its tensors are (batch, window - 1, heads, ·). forget: decay rate; the weight
     of a frame is multiplied by exp(-forget) with every later frame: 0 or more, or (heads,) such
-    numbers; it has no gradient. return_state: False returns None in place of the State, which for a
-    window of tokens is larger than all else.
+    numbers; it has no gradient. Above 8192 it counts as 8192, after which nothing is left of a
+    frame. return_state: False returns None in place of the State, which for a window of tokens is
+    larger than all else.
 
     Frames of one token are computed in chunks, as in `causal_attention`. Where the States of other
     single frames take more memory than the tokens (small frames), they are computed for some frames
