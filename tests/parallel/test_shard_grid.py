@@ -86,7 +86,9 @@ def test_second_derivatives(count, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job, count", [("grown", 2), ("anomaly", 1), ("one_frame", 1)])
+@pytest.mark.parametrize(
+    "job, count", [("grown", 2), ("anomaly", 1), ("one_frame", 1), ("empty_batch", 4)]
+)
 def test_rare_uses(job, count, tmp_path):
     check(found(2, job, tmp_path), count, "float64")
 

@@ -26,7 +26,7 @@ from ndlightnet.layout import Processes
 
 from .cases import CASES, CAUSAL, Case, features_beside_nan
 from .common import error_of, slab
-from .rare import anomaly, grown, one_frame, out_of_memory, refused, twice
+from .rare import anomaly, empty_batch, grown, one_frame, out_of_memory, refused, twice
 
 TIMEOUT = 20  # seconds
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -369,7 +369,7 @@ def killed() -> dict[str, Any]:
 SESSIONS = {
     2: (
         all_cases, recomputed, stream, packs, not_finite, drop_path, training, counted, autocast,
-        compiled, twice, grown, anomaly, one_frame, out_of_memory, refused,
+        compiled, twice, grown, anomaly, one_frame, empty_batch, out_of_memory, refused,
     ),
     3: (all_cases, twice),
     4: (all_cases, beside),

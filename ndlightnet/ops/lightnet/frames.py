@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ndlightnet.layout import Grid, Layout, Part, Ragged
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.lightnet import _triton, _triton_causal, parallel, reference
 from ndlightnet.ops.lightnet.attention import (
     _check,
@@ -175,7 +176,7 @@ def axis_causal_attention(
             state = _empty(k, v, lrpe)
             if window is not None:
                 state = _with_empty_before(State(*(x[:, None][:, :0] for x in state)), window - 1)
-        return v.new_empty(v.shape, dtype=q.dtype), state
+        return empty_result(v.to(q.dtype), q, k), state
     if frames < 1 or k.shape[1] % frames:
         raise ValueError(f"frames={frames}: expected a divisor of the length, {k.shape[1]}")
     if lrpe is not None and (shape_of(lrpe)[0] != frames or lrpe.prefix):
