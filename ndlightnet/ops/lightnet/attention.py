@@ -17,6 +17,7 @@ decay.
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -95,6 +96,11 @@ def check_rates(forget: float | Tensor, heads: int) -> None:
             raise ValueError(f"forget {tuple(forget.shape)}: expected (heads,) = {heads}")
     elif not 0 <= forget < float("inf"):
         raise ValueError(f"forget={forget}: expected a finite number, 0 or more")
+
+
+def check_window(window: int | None) -> None:
+    if window is not None and not (isinstance(window, Integral) and window >= 1):
+        raise ValueError(f"window={window}: expected an int, 1 or more frames, or None")
 
 
 def _empty(k: Tensor, v: Tensor, lrpe: Position | None) -> State:

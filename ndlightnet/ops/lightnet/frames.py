@@ -31,6 +31,7 @@ from ndlightnet.ops.lightnet.attention import (
     by_sample,
     causal_attention,
     check_rates,
+    check_window,
     packed_position,
     token_window,
 )
@@ -222,8 +223,7 @@ def axis_causal_attention(
 
 
 def check_decay(window: int | None, forget: float | Tensor, heads: int) -> None:
-    if window is not None and window < 1:
-        raise ValueError(f"window={window}: expected 1 or more frames, or None")
+    check_window(window)
     check_rates(forget, heads)
 
 
