@@ -115,6 +115,8 @@ def test_pool_is_the_mean_of_each_sample(pair, masked):
     layout, batch = pair
     x = torch.randn(batch, layout.length, 2, dtype=torch.float64)
     mask = torch.rand(batch, layout.length) < 0.5 if masked else None
+    if mask is not None:
+        x[~mask] = torch.nan
     pooled = layout.pool(x, mask)
     assert pooled.shape == (layout.samples(batch), 2) and pooled.dtype == x.dtype
     real = torch.ones(batch, layout.length, dtype=torch.bool) if mask is None else mask

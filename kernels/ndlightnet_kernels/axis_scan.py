@@ -313,7 +313,8 @@ def supported(x: Tensor) -> str:
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"{x.dtype}: expected float32, bfloat16 or float16"
     if max(x.shape[1:-1]) > _longest(x):
-        return f"lines of {max(x.shape[1:-1])} tokens: expected at most {_longest(x)}"
+        most = f"{LONGEST} in 16 bits, {LONGEST // 2} in float32"
+        return f"lines of {max(x.shape[1:-1])} tokens in {x.dtype}: expected at most {most}"
     return ""
 
 

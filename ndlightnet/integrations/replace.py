@@ -269,7 +269,8 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
         ]
         if inside and _is_tuned(module):
             return [(name, module, None)]
-        alike = "attention" in type(module).__name__.lower()
+        kind = type(module).__name__.lower()
+        alike = "attention" in kind or "attn" in kind
         return inside or ([(name, module, None)] if alike and module is not model else [])
 
     yield from visit("", model)

@@ -46,7 +46,7 @@ def images(
     """
     if not dynamic_img_size:
         raise ValueError("dynamic_img_size=False: expected True, images of any size")
-    size = patch_size if isinstance(patch_size, int) else tuple(patch_size)
+    size = tuple(patch_size) if isinstance(patch_size, Sequence) else patch_size
     net = NDLightNet(2, num_classes=num_classes, patch_size=size, **options)
     net.set_input_size(img_size)
     if global_pool != "avg":

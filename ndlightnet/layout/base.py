@@ -30,6 +30,12 @@ def check_integers(least: int, **arguments: Any) -> None:
             raise ValueError(f"{name}={value!r}: expected an int >= {least}")
 
 
+def check_not_empty(space: Sequence[int], x: Tensor) -> None:
+    """Raise ValueError for an input of no cells or words; an exported graph does not check."""
+    if not torch.compiler.is_exporting() and 0 in space:
+        raise ValueError(f"input {tuple(x.shape)}: expected 1 or more cells along each axis")
+
+
 class Layout(ABC):
     """Base class of Grid and Ragged. `length`: tokens of a row; `shapes`: the samples' grids (one
     for all rows, or one for each sample in order); `ndim`: number of axes. The first axis is time

@@ -95,8 +95,8 @@ class Grid(Layout):
     def pool(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is None:
             return x.mean(1)
-        real = mask[..., None].to(x.dtype)
-        return (x * real).sum(1) / real.sum(1).clamp(min=1)
+        count = mask.sum(1).clamp(min=1)[:, None]
+        return x.masked_fill(~mask[..., None], 0).sum(1) / count
 
     def map_samples(self, function: Callable[..., Tensor], *xs: Tensor | None) -> Tensor:
         return function(self, *xs)

@@ -85,8 +85,7 @@ def pack(samples: Iterable[Tensor], patch_size: int | Sequence[int] | None = Non
                 f"samples[{i}] {tuple(x.shape)} {x.dtype}: expected floats (channels={channels}, "
                 f"*space) with {dims} axes"
             )
-    size = patch_size if isinstance(patch_size, int) else tuple(patch_size)
-    patch = per_axis("patch_size", size, dims)
+    patch = per_axis("patch_size", patch_size, dims)
     parts = [cut_patches(x[None], patch)[0] for x in samples]
     layout = Ragged(part.shape[:-1] for part in parts)
     return Packed(torch.cat([part.flatten(0, -2) for part in parts]), layout)

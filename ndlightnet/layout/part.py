@@ -171,8 +171,8 @@ class Part(Grid):
         exact = x.to(torch.promote_types(x.dtype, torch.float32))
         if mask is None:
             return (self.total(exact.sum(1)) / self.whole.length).to(x.dtype)
-        real = mask[..., None].to(exact.dtype)
-        sums = self.total(torch.cat([(exact * real).sum(1), real.sum(1)], 1))
+        exact, count = exact.masked_fill(~mask[..., None], 0), mask.sum(1, keepdim=True)
+        sums = self.total(torch.cat([exact.sum(1), count.to(exact.dtype)], 1))
         return (sums[:, :-1] / sums[:, -1:].clamp(min=1)).to(x.dtype)
 
 

@@ -82,7 +82,7 @@ class Ragged(Layout):
         if mask is None:
             sizes = self.sizes(x.device)
         else:
-            exact = exact * mask[0, :, None]
+            exact = exact.masked_fill(~mask[0, :, None], 0)
             sizes = self._sum(mask[0].to(torch.int64))
         return (self._sum(exact) / sizes.clamp(min=1)[:, None]).to(x.dtype)
 

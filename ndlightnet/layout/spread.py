@@ -26,5 +26,6 @@ class Spread(Ragged):
     def pool(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         exact = x[0].to(torch.promote_types(x.dtype, torch.float32))
         counts = torch.ones_like(exact[:, :1]) if mask is None else mask[0, :, None].to(exact.dtype)
-        sums = self.parts[0].total(self._sum(torch.cat([exact * counts, counts], 1)))
+        exact = exact.masked_fill(counts == 0, 0)
+        sums = self.parts[0].total(self._sum(torch.cat([exact, counts], 1)))
         return (sums[:, :-1] / sums[:, -1:].clamp(min=1)).to(x.dtype)

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Boxed, Grid, Layout, Packed, Part, pack
-from ndlightnet.layout.base import check_integers
+from ndlightnet.layout.base import check_integers, check_not_empty
 from ndlightnet.layout.shard import layout_of, layout_of_pack, layout_of_tokens
 from ndlightnet.models.config import recorded
-from ndlightnet.models.features import Backbone, adapt_in_chans, check_not_empty, shaped
+from ndlightnet.models.features import Backbone, adapt_in_chans, shaped
 from ndlightnet.models.other_names import accept_other_names
 from ndlightnet.models.stream import Stream, StreamState, advance
 from ndlightnet.nn.block import Block, init_network, init_weights, undecayed_names
+from ndlightnet.nn.embedding import Embedding
 from ndlightnet.nn.initial import reset
 from ndlightnet.nn.mixers import LightNetAttention, published_mixer
 from ndlightnet.nn.mixers.base import Factories, layer_factories
@@ -123,7 +124,7 @@ class NDLightNet(Backbone):
         self.num_classes = num_classes if num_classes is not None else (vocab_size or 1000)
         self.embed: nn.Module
         if vocab_size is not None:
-            self.embed = nn.Embedding(vocab_size, embed_dim)
+            self.embed = Embedding(vocab_size, embed_dim, "input")
         else:
             if patch_size is None:
                 patch_size = max(1, round(256 ** (1 / dims)))
@@ -296,7 +297,7 @@ class NDLightNet(Backbone):
         if isinstance(self.embed, ConvStem):
             raise ValueError(f"{what}: expected none with stem_blocks, which mix cells")
 
-    def _check(self, x: Tensor, mask: Tensor | None) -> None:
+    def _check(self, x: Tensor, mask: Tensor | None = None) -> None:
         check_tensors(input=x)
         if self.vocab_size is not None:
             good = x.ndim == 2 and x.dtype in (torch.int64, torch.int32)

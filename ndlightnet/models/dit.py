@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import Grid, uncut_patches
-from ndlightnet.layout.base import check_integers
+from ndlightnet.layout.base import check_integers, check_not_empty
 from ndlightnet.layout.shard import refuse_shards
 from ndlightnet.models.config import recorded
-from ndlightnet.models.features import check_not_empty
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.nn.adaptive import AdaptiveBlock, Modulation, TimeEmbedding, modulate
 from ndlightnet.nn.block import init_network, undecayed_names
+from ndlightnet.nn.embedding import Embedding
 from ndlightnet.nn.initial import reset
 from ndlightnet.nn.mixers import LightNetAttention
 from ndlightnet.nn.mixers.base import Factories, layer_factories
@@ -99,7 +99,7 @@ class NDLightDiT(Pretrained):
         self.embed = Patchify(dims, in_chans, patch_size, width)
         self.tpe = MDTPE(dims, width, tpe_states) if tpe else None
         self.time_embed = TimeEmbedding(width)
-        self.class_embed = nn.Embedding(num_classes + 1, width) if num_classes else None
+        self.class_embed = Embedding(num_classes + 1, width, "y") if num_classes else None
         self.blocks = nn.ModuleList(AdaptiveBlock(width, one, mlp_ratio) for one in factories)
         self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
         self.modulation = Modulation(width, 2)

@@ -286,12 +286,6 @@ def _resize(old: int, new: int) -> Tensor:
     return nn.functional.interpolate(eye, (old, new), mode="bilinear", antialias=True)[0, 0]
 
 
-def check_not_empty(space: Sequence[int], x: Tensor) -> None:
-    """Raise ValueError for an input of no cells or words; an exported graph does not check."""
-    if not torch.compiler.is_exporting() and 0 in space:
-        raise ValueError(f"input {tuple(x.shape)}: expected 1 or more cells along each axis")
-
-
 def shaped(x: Tensor, layout: Layout, form: str) -> Any:
     """Shape tokens (batch, length, dim) as one of FORMS; those of a pack are Packed."""
     if not isinstance(layout, Grid):

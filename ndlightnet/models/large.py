@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.layout import Exchange, Part, split_sizes
+from ndlightnet.layout.base import check_not_empty
 from ndlightnet.layout.exchange import Pending
 
 Layer = Callable[..., Tensor]  # of an Exchange and the tensors of a slab
@@ -239,11 +240,10 @@ class Large:
         net: Any = self
         if net.training:
             raise ValueError("a network in training mode: expected eval(), this is prediction only")
-        if not isinstance(volume, Tensor) or volume.ndim != self.dims + 2 or not volume.numel():
-            shape = tuple(getattr(volume, "shape", ()))
-            raise ValueError(
-                f"volume {shape}: expected (batch, channels, *space) with {self.dims} axes"
-            )
+        net._check(volume)
+        if volume.ndim != self.dims + 2:
+            raise ValueError("a network of token numbers: expected one of cells")
+        check_not_empty(volume.shape[2:], volume)
         device, space = next(net.parameters()).device, volume.shape[2:]
         units = [-(-n // by) for n, by in zip(space, self.slab_multiples, strict=True)]
         axis = max(range(self.dims), key=lambda i: units[i])

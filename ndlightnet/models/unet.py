@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Exchange, Part, layout_of, per_axis
-from ndlightnet.layout.base import check_integers
+from ndlightnet.layout.base import check_integers, check_not_empty
 from ndlightnet.models.config import recorded
-from ndlightnet.models.features import adapt_in_chans, check_not_empty
+from ndlightnet.models.features import adapt_in_chans
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.models.large import Large, Layer, Sweeper
 from ndlightnet.models.other_names import accept_other_names
@@ -258,6 +258,16 @@ class NDLightUNet(Pretrained, Large):
 
     def _encode(self, x: Tensor, layouts: list[Any]) -> list[Tensor]:
         """Return the feature maps of the encoder, in the form of the layers."""
+        self._check(x)
+        skips: list[Tensor] = []
+        steps = [None, *self.strides]
+        levels = zip(steps, self.down, self.convs, self.stages, layouts, strict=True)
+        for step, down, convs, stage, layout in levels:
+            x = stage(convs(self._lowered(x, step, down), layout), layout)
+            skips.append(x)
+        return skips
+
+    def _check(self, x: Tensor) -> None:
         check_floats(input=x)
         check_not_wider(self, input=x)
         if x.ndim != self.dims + 2 or x.shape[1] != self.in_channels:
@@ -266,13 +276,6 @@ class NDLightUNet(Pretrained, Large):
                 f"with {self.dims} axes"
             )
         check_not_empty(x.shape[2:], x)
-        skips: list[Tensor] = []
-        steps = [None, *self.strides]
-        levels = zip(steps, self.down, self.convs, self.stages, layouts, strict=True)
-        for step, down, convs, stage, layout in levels:
-            x = stage(convs(self._lowered(x, step, down), layout), layout)
-            skips.append(x)
-        return skips
 
     def _lowered(self, x: Tensor, step: Any, down: nn.Module) -> Tensor:
         """Return the input of a level: downsampled, after padding to whole strides."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, Layout
+from ndlightnet.layout.base import check_integers
 from ndlightnet.nn.initial import Initialized
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
@@ -38,8 +39,7 @@ class LocalMixing(Initialized):
         self, dims: int, dim: int, radius: int = 1, dense: bool = False, impl: Impl = "auto"
     ) -> None:
         super().__init__()
-        if dims < 1 or radius < 1:
-            raise ValueError(f"dims={dims}, radius={radius}: expected 1 or more of both")
+        check_integers(1, dims=dims, radius=radius)
         self.dims, self.radius, self.dense, self.impl = dims, radius, dense, impl
         self.weight = nn.Parameter(torch.empty(len(self.offsets(False)), dim))
         self.initialize()

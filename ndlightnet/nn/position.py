@@ -7,9 +7,17 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import Grid, Layout, layout_of_tokens
+from ndlightnet.layout import Grid, Layout, Part, layout_of_tokens
 from ndlightnet.nn.initial import Initialized, assign
-from ndlightnet.ops import Position, axis_scan, frequencies, line_scan, line_state, line_step
+from ndlightnet.ops import (
+    Position,
+    axis_scan,
+    frequencies,
+    line_scan,
+    line_state,
+    line_step,
+    supported,
+)
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.position import Kind, slots_of
 from ndlightnet.ops.recurrence.chunks import exact
@@ -130,6 +138,20 @@ class MDTPE(Initialized):
                 residual=True, dtype=dtype, impl=self.impl,
             )  # fmt: skip
         return y.reshape(x.shape)
+
+    def implementation(
+        self, x: Tensor, layout: Layout | None = None, dtype: torch.dtype | None = None
+    ) -> str:
+        """Return what forward(x, None, layout, dtype) runs on, as a mixer's `implementation`."""
+        grid = layout or layout_of_tokens(x)
+        if isinstance(grid, Part):
+            grid = grid.whole
+        if self.impl != "auto":
+            return self.impl
+        longest = max(size for shape in grid.shapes for size in shape)
+        like = x.new_empty(0, *[longest] * grid.ndim, x.shape[-1], dtype=dtype)
+        support = supported("axis_scan", like)
+        return "triton" if x.is_cuda and support else f"torch ({support.reason})"
 
     def init_state(
         self, batch: int, space: tuple[int, ...] = (), device: torch.device | str | None = None

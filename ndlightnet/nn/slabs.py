@@ -69,8 +69,11 @@ class _InSlabs:
         found = []
         for at, n in _parts(space[0], most):
             first, end = at * step - pad, (at + n - 1) * step - pad + kernel
-            start, stop = max(0, first), min(size, end)
-            found.append(_Slab((start, stop - start), (at, n), (start - first, end - stop)))
+            # both within the axis, where all that a slab reads is padding
+            start, stop = (min(max(0, plane), size) for plane in (first, end))
+            before = start - first if stop > start else end - first
+            behind = end - first - before - (stop - start)
+            found.append(_Slab((start, stop - start), (at, n), (before, behind)))
         return found
 
     def _divides(self: Any) -> bool:

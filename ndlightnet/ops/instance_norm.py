@@ -12,6 +12,7 @@ from torch.nn.functional import silu
 
 from ndlightnet.ops._operator import Operator
 from ndlightnet.ops.dispatch import Impl, resolve
+from ndlightnet.ops.dtypes import accumulator
 from ndlightnet.ops.plain import plain
 from ndlightnet.ops.recurrence.chunks import exact
 
@@ -23,9 +24,10 @@ def instance_norm_silu(
     """Return SiLU(norm(x) * weight + bias + residual), in x's dtype, under autocast too.
 
     norm subtracts the mean of each channel of each sample and divides by its standard deviation;
-    a single cell is mapped to 0. x, residual: (batch, channels, *space); weight, bias: (channels,).
-    Statistics are float32 or wider. For the gradient x and residual are kept, and at most two
-    numbers for each channel. "auto" takes the kernel for contiguous x; in torch.compile, torch.
+    a single cell is mapped to 0, equal cells by the kernel too, in torch to 1e-9 of their value. x,
+    residual: (batch, channels, *space); weight, bias: (channels,). Statistics and all arithmetic
+    are float32 or wider. For the gradient x and residual are kept, and at most two numbers for each
+    channel. "auto" takes the kernel for contiguous x; in torch.compile, torch.
     """
     for name, y, shape in (("residual", residual, x.shape), ("weight", weight, x.shape[1:2]),
                            ("bias", bias, x.shape[1:2])):  # fmt: skip
@@ -59,18 +61,34 @@ def instance_norm_silu_(
 
 def instance_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
     """Return norm(x) * weight + bias of `instance_norm_silu`, in torch."""
-    # Autocast would run it in float32, with twice the memory; the sums are float32 anyway.
+    return _normed(x, weight, bias, eps).to(x.dtype)
+
+
+def _normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Return `instance_norm` unrounded: group_norm rounds the statistics of 16-bit tensors to their
+    dtype."""
+    acc = accumulator(x)
     with exact(x):
-        return torch.group_norm(x, x.shape[1], weight.to(x.dtype), bias.to(x.dtype), eps)
+        return torch.group_norm(_centred(x), x.shape[1], weight.to(acc), bias.to(acc), eps)
+
+
+def _centred(x: Tensor) -> Tensor:
+    """Return x less about the mean of each row, in the statistics' dtype. group_norm computes x a +
+    (b - mean a), which of cells far from 0 loses the digits that the norm keeps; torch.compile
+    subtracts first. The norm is the same for any centre, which needs no gradient."""
+    wide = x.to(accumulator(x))
+    if torch.compiler.is_compiling():
+        return wide
+    return wide - wide.detach().mean(tuple(range(2, x.ndim)), keepdim=True)
 
 
 def _by_torch(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float
 ) -> Tensor:
-    y = instance_norm(x, weight, bias, eps)
+    y = _normed(x, weight, bias, eps)
     if residual is not None:
         y = y + residual if plain() else y.add_(residual)
-    return silu(y, inplace=not torch.is_grad_enabled())
+    return silu(y, inplace=not torch.is_grad_enabled()).to(x.dtype)
 
 
 class _Recomputed(torch.autograd.Function):
@@ -99,14 +117,16 @@ def _by_formula(
     x, weight, bias, residual = saved
     n, c, cells = x.shape[0], x.shape[1], math.prod(x.shape[2:])
     with exact(x):
+        x = _centred(x)
         w, b = weight.to(x.dtype), bias.to(x.dtype)
         y, mean, rstd = torch.native_group_norm(x, w, b, n, c, cells, c, eps)
         y = y if residual is None else y.add_(residual)
-        dy = torch.ops.aten.silu_backward(dout, y).contiguous()
-        dx, dw, db = torch.ops.aten.native_group_norm_backward(
+        dy = torch.ops.aten.silu_backward(dout.to(y.dtype), y).contiguous()
+        grads = torch.ops.aten.native_group_norm_backward(
             dy, x, mean, rstd, w, n, c, cells, c, list(wants[:3])
         )
-    return dx, dw, db, dy if wants[3] else None
+    pairs = zip((*grads, dy), saved, wants, strict=True)
+    return tuple(grad.to(like.dtype) if want else None for grad, like, want in pairs)
 
 
 def by_autograd(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -49,7 +50,7 @@ def _normed(
     acc = accumulator(x)
     dims, exact = tuple(range(2, x.ndim)), x.to(acc)
     if not memo:
-        cells = x[0, 0].numel()
+        cells = math.prod(x.shape[2:])
         square, mean = torch.var_mean(exact, dims, correction=0)
         memo.append(_of_whole(mean, square * cells, cells, layout))
     mean, variance = memo[0]
@@ -87,7 +88,7 @@ class _Kernels(torch.autograd.Function):
         from ndlightnet_kernels import instance_norm as kernels
 
         saved = ctx.saved_tensors  # read once: checkpointing allows it a single time
-        layout, cells = ctx.layout, saved[0][0, 0].numel()
+        layout, cells = ctx.layout, math.prod(saved[0].shape[2:])
         if torch.is_grad_enabled():  # for a second derivative
             wants, again = ctx.needs_input_grad[:4], partial(_by_torch, layout=layout, memo=[])
             return *by_autograd(dout, saved[:4], ctx.eps, wants, True, again), None, None, None
@@ -107,7 +108,7 @@ def by_kernels(
     """Return the result, which may be written to `out`, and mean and 1 / deviation of the whole."""
     from ndlightnet_kernels import instance_norm as kernels
 
-    cells = x[0, 0].numel()
+    cells = math.prod(x.shape[2:])
 
     def of_whole(mean: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
         found = memo[0] if memo else _of_whole(mean, squares, cells, layout)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.plain import plain
 from ndlightnet.ops.recurrence.chunks import exact
 from ndlightnet.ops.recurrence.scan import prefix_sum
@@ -92,7 +93,7 @@ def memory_read(q: Tensor, basis: Tensor, h: Tensor, scale: float | None = None)
             f"divide length={length}"
         )
     if q.numel() == 0:
-        return q
+        return empty_result(q, basis, h)
     scale = dim**-0.5 if scale is None else scale
     run: Any = _read if plain() else _Read.apply
     y: Tensor = run(q.unflatten(1, (groups, -1)), basis, h, scale)

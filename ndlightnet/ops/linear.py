@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator, check_floats
+from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.recurrence.chunks import exact
 from ndlightnet.ops.recurrence.gated import gated_linear_attention
 from ndlightnet.ops.recurrence.scan import prefix_sum
@@ -75,7 +76,7 @@ def causal_linear_attention(
     impl: for frames of one token as in `gated_linear_attention`, else as in `linear_attention`.
     """
     if k.shape[1] == 0:
-        return torch.zeros_like(v), sums
+        return empty_result(v, q, k), sums
     if frames < 1 or k.shape[1] % frames:
         raise ValueError(f"frames={frames}: expected a divisor of the length {k.shape[1]}")
     single = frames == k.shape[1]

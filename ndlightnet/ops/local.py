@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ndlightnet.layout import per_axis
 from ndlightnet.ops.dispatch import TRANSFORMED, Support, device_reason
+from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.plain import plain, softmax_attention, transformed
 
 TILE = 64  # queries of a tile, about: fewer copy more of the halo, more compute more unused scores
@@ -232,7 +233,7 @@ def local_attention(
             f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {tuple(k.shape[:-2])}"
         )
     if q.numel() == 0:
-        return q
+        return empty_result(q, k, v, *tables)
     scale = dim**-0.5 if scale is None else scale
     if flash_support(q, tables, mask):
         return _flash(q, k, v, windows[0], causal, scale)

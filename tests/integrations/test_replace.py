@@ -85,6 +85,9 @@ def test_wrong_arguments_are_named():
             replace_attention(encoder(), **options)
     with pytest.raises(ValueError, match=r"model: found nothing.*no attention layers"):
         replace_attention(nn.Linear(3, 3))
+    talking = type("TalkingHeadAttn", (nn.Linear,), {})  # timm's name, as in Cait
+    with pytest.raises(ValueError, match=r"nothing to replace.* TalkingHeadAttn, not a layer that"):
+        replace_attention(nn.Sequential(talking(3, 3)))
     with pytest.raises(ValueError, match="model is a torch MultiheadAttention itself"):
         replace_attention(nn.MultiheadAttention(16, 4))
 

@@ -177,6 +177,10 @@ def test_supported():
     x = torch.zeros(1, 2, 3)
     assert kernels.supported(x) == ""
     assert "float64" in kernels.supported(x.double())
+    for most, dtype in ((64, FULL), (128, BRAIN), (128, HALF)):
+        assert kernels.supported(torch.zeros(0, 2, most, 3, dtype=dtype)) == ""
+        reason = kernels.supported(torch.zeros(0, 2, most + 1, 3, dtype=dtype))
+        assert reason.startswith(f"lines of {most + 1} tokens in {dtype}: expected at most 128 in")
 
 
 @pytest.mark.gpu

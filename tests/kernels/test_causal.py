@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from ndlightnet.ops import Lrpe, State, attention_step, causal_attention, summarize
+from ndlightnet.ops import (
+    Lrpe,
+    State,
+    attention_step,
+    axis_causal_attention,
+    causal_attention,
+    summarize,
+)
 from ndlightnet_kernels import attention, causal, causal_backward
 
 from .cases import BRAIN, CASES, DEVICE, FULL, HALF, LOGITS, Case, Problem, in_order, on_gpu
@@ -119,6 +126,26 @@ def test_decay(case):
 )  # fmt: skip
 def test_decay_of_other_kinds(case):
     check(case, "causal")
+
+
+@pytest.mark.parametrize("length, window", [(40, None), (9, 3)])
+def test_a_strong_decay_is_a_window_of_one(length, window):
+    """With padding and a State before, and gradients."""
+    q, k, v = (torch.randn(1, length, 2, 5, device=DEVICE, requires_grad=True) for _ in "qkv")
+    mask = torch.rand(1, length, device=DEVICE) < 0.8
+    forget = torch.tensor([1e6, 3e38], device=DEVICE)
+    options = {"mask": mask, "return_state": True}
+    past = axis_causal_attention(q, k, v, length, window=window, impl="torch", **options)[1]
+    past = State(*(x.detach() for x in past))
+    decays = {"window": window, "forget": forget, "state": past, "impl": "triton"}
+    y, state = axis_causal_attention(q, k, v, length, **decays, **options)
+    assert all(x.isfinite().all() for x in state[1:])
+    alone, _ = axis_causal_attention(q, k, v, length, window=1, impl="torch", **options)
+    pull = torch.randn_like(y) * mask[..., None, None]
+    torch.testing.assert_close(y * mask[..., None, None], alone * mask[..., None, None])
+    grads = (grad(x, (q, k, v), pull) for x in (y, alone))
+    for found, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_decay_from_part_to_part():

@@ -31,6 +31,15 @@ def poisoned():
         yield
 
 
+class Twice(Exchange):
+    """Two processes that have the same."""
+
+    rank, count = 0, 2
+
+    def swap(self, given, shapes):
+        return lambda: list(given)
+
+
 def result(impl, pull, *inputs):
     inputs = [x.detach().requires_grad_() for x in inputs]
     y = instance_norm_silu(*inputs, impl=impl)
@@ -83,6 +92,26 @@ def test_a_single_cell_is_mapped_to_the_bias(dtype):
     assert dx.abs().max() <= rounding * weight.abs().item() / 1e-5**0.5 and not dweight.any()
     for found, wanted in ((y, expected), (dbias, d.flatten()), (dresidual, d)):
         torch.testing.assert_close(found, wanted.detach().to(found.dtype))
+
+
+@pytest.mark.parametrize("value", [1.2345678, 12345.678, -1234567.8])
+def test_equal_cells_are_mapped_to_the_bias(value, monkeypatch):
+    """Of one cell, of a tile in part, and of several chunks, on one process and on slabs of two."""
+    monkeypatch.setattr(kernels, "TILE", 128)
+    bias = torch.tensor([0.5, -0.25], device=DEVICE)
+    for size in (1, 77, 1000):
+        x = torch.full((1, 2, size), value, device=DEVICE)
+        expected = torch.nn.functional.silu(bias).view(1, 2, 1).expand_as(x)
+
+        def of_two(mean, squares, size=size):
+            layout = Part((size,), sizes=(size, size), exchange=Twice())
+            return instance_norm_parts._of_whole(mean, squares, size, layout)
+
+        for of_whole in (None, of_two):
+            how = {"of_whole": of_whole}
+            y, mean, _ = kernels.instance_norm_silu(x, 3 * bias, bias, None, 1e-5, **how)
+            torch.testing.assert_close(y, expected, rtol=1e-6, atol=0)
+            assert torch.equal(mean, x[..., 0])
 
 
 @pytest.mark.parametrize("residual", [False, True])

@@ -96,6 +96,17 @@ def test_what_is_no_token_number_is_named(dtype):
     assert net(torch.zeros(1, 7, dtype=torch.int32)).shape == (1, 7, 5)
 
 
+@pytest.mark.parametrize("words", [[0, 5], [-1, 4]])
+def test_token_numbers_out_of_range_are_named(words):
+    """Of a batch, a pack and a stream."""
+    net = NDLightNet(1, vocab_size=5, embed_dim=16, depth=1, causal=True).eval()
+    x = torch.tensor(words)
+    inputs = (net, x[None]), (net, net.pack([x])), (net.stream(cuda_graph=False), x[None])
+    for run, given in inputs:
+        with pytest.raises(ValueError, match=rf"^input .* from {min(words)} to {max(words)}: expe"):
+            run(given)
+
+
 def test_an_input_smaller_than_a_patch_is_said():
     net = NET(patch_size=(4, 16)).eval()
     with pytest.warns(UserWarning, match=r"^input \(1, 3, 3, 8\): smaller than patch_size=\(4, 16"):

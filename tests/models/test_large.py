@@ -10,7 +10,7 @@ from ndlightnet import NDLightNet, NDLightUNet, mixers
 from ndlightnet.layout import split_sizes
 from ndlightnet.models.large import Sweeper, Turns
 from ndlightnet.nn.convolutional import ConvBlock
-from tests.parallel.cases import CASES
+from tests.parallel.cases import CASES, CAUSAL, features_beside_nan
 
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
 
@@ -32,6 +32,17 @@ def test_slabs_in_turn_give_what_the_whole_gives(name, dtype):
         whole = net(x)
     for slabs in (1, 3, None):
         close(net.predict_large(x, slabs), whole)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_what_is_not_finite_reaches_no_other_sample_and_no_earlier_frame(name):
+    """Of the whole, and of slabs in turn."""
+    net, clean, bad, seen = features_beside_nan(name)
+    with torch.no_grad():
+        for run in (net, lambda x: net.predict_large(x, 3)):
+            expected, features = run(clean), run(bad)
+            assert expected.shape[:2] == seen.shape and not features[seen].isfinite().all()
+            close(features[~seen], expected[~seen])
 
 
 def test_a_network_without_a_decoder_and_one_that_gives_features():
@@ -130,14 +141,37 @@ def test_a_convolution_block_takes_five_sweeps(monkeypatch):
     assert sweeps == [0, 1, 2] * 5
 
 
+INPUTS = {
+    "integers": torch.ones(1, 1, 8, 8, dtype=torch.int16),
+    "float64": torch.ones(1, 1, 8, 8, dtype=torch.float64),
+    "channels": torch.ones(1, 2, 8, 8),
+    "axes": torch.ones(1, 8, 8),
+    "no cells": torch.ones(1, 1, 8, 0),
+    "an array": torch.ones(1, 1, 8, 8).numpy(),
+}
+
+
+@pytest.mark.parametrize("x", INPUTS.values(), ids=list(INPUTS))
+@pytest.mark.parametrize("kind", ["NDLightNet", "NDLightUNet", "separable"])
+def test_inputs_are_refused_as_by_the_forward(kind, x):
+    if kind == "NDLightNet":
+        net = NDLightNet(2, 1, 5, patch_size=2, embed_dim=16, depth=1)
+    else:
+        net = NDLightUNet(2, 1, 3, widths=(4, 8), separable=kind == "separable")
+    told = []
+    for run in (net.eval(), net.predict_large):
+        with pytest.raises((ValueError, TypeError)) as error:
+            run(x)
+        told.append((error.type, str(error.value)))
+    assert told[0] == told[1] and told[0][1].startswith("input ")
+
+
 def test_wrong_uses_are_refused():
     net = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1)
     x = torch.randn(1, 1, 8, 8)
     with pytest.raises(ValueError, match=r"in training mode: expected eval\(\)"):
         net.predict_large(x)
     net.eval()
-    with pytest.raises(ValueError, match=r"volume \(1, 8, 8\): expected \(batch, channels, \*spac"):
-        net.predict_large(x[0])
     with pytest.raises(ValueError, match="slabs=0: expected 1 or more"):
         net.predict_large(x, 0)
     soft = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=1, mixer=mixers.SoftmaxAttention)

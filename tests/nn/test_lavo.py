@@ -331,7 +331,7 @@ def test_errors():
     for bad in (0, 33, -1):
         with pytest.raises(ValueError, match=rf"memories={bad}: expected 1 to 32"):
             LAVO(64, 2, memories=bad)
-    for bad in (0, (2, 0), (), "none"):
+    for bad in (0, (2, 0), (), "none", 2.5):
         with pytest.raises(ValueError, match=r"window="):
             LAVO(64, window=bad)
     m, x = layer((3, 2)), tokens(5, 4)

@@ -72,8 +72,12 @@ def test_refusals_say_why():
         rotary(x, causal=True)
     with pytest.raises(ValueError, match=r"rotary"):
         rotary.advance(x[:, :1], rotary.init_state(2), 0)
-    with pytest.raises(ValueError, match=r"window=0"):
-        LightNetAttention(32, window=0)
+    for window in (0, 1.5):
+        with pytest.raises(ValueError, match=rf"window={window}: expected an int, 1 or more"):
+            LightNetAttention(32, window=window)
+    for radius in (0, 1.5):
+        with pytest.raises(ValueError, match=rf"radius={radius}: expected an int >= 1"):
+            LightNetAttention(32, dims=2, radius=radius)
     with pytest.raises(ValueError, match=r"forget=-1"):
         LightNetAttention(32, forget=-1)
     for options in ({"window": 2}, {"forget": 0.1}):
@@ -105,7 +109,8 @@ def test_axes_permute_together_without_position(close):
 
 
 @pytest.mark.parametrize("lrpe", ["cosine", None])
-@pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": 1}, {"forget": 0.3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": 1}, {"forget": 0.3},
+                                     {"forget": 1e12}], ids=str)  # fmt: skip
 @pytest.mark.parametrize("shape, chunk", [((70,), 1), ((70,), 9), ((5, 2, 3), 1), ((5, 2, 3), 2)])
 def test_in_chunks_it_is_the_causal_forward(close, lrpe, options, shape, chunk):
     """From a State whose size stays; one token at a time by the form for it."""

@@ -10,7 +10,8 @@ from ndlightnet.nn import slabs
 
 # kernel, stride, padding
 KINDS = [("Conv", 3, 1, 1), ("Conv", 1, 1, 0), ("Conv", 2, 2, 0), ("Conv", 3, 3, 0),
-         ("Conv", 3, 2, 1), ("Conv", 7, 2, 3), ("ConvTranspose", 2, 2, 0),
+         ("Conv", 3, 2, 1), ("Conv", 7, 2, 3), ("Conv", 1, 1, 3), ("Conv", 2, 1, 9),
+         ("ConvTranspose", 2, 2, 0),
          ("ConvTranspose", 3, 3, 0)]  # fmt: skip
 
 

@@ -85,7 +85,7 @@ def test_what_is_out_of_reach_changes_nothing():
 
 
 def test_windows_that_are_none():
-    for window in (0, -1, (), (3, 0)):
+    for window in (0, -1, (), (3, 0), 2.5, (2, 2.5)):
         with pytest.raises(ValueError, match="window="):
             WindowAttention(DIM, HEADS, window=window)
     with pytest.raises(ValueError, match=r"window=\(3, 3\)"):

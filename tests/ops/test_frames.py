@@ -71,10 +71,19 @@ def test_frames_of_one_token_are_the_causal_form(close, close_grads, impl, shape
                 close(a.detach(), b.detach(), 1e-10)
 
 
-def test_a_strong_forgetting_is_a_window_of_one(close):
-    *inputs, _ = sample((5, 6), grads=False)
-    for forget in (1e4, torch.tensor([1e4, 1e6], dtype=torch.float64)):
-        close(attend(*inputs, (5, 6), forget=forget)[0], attend(*inputs, (5, 6), window=1)[0], 0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(5, 6), (70,), (5000, 2)], ids=str)
+@pytest.mark.parametrize("forget", [2e3, 1e6, 1e9, 1e300, (1e4, 3e38)], ids=str)
+def test_a_strong_forgetting_is_a_window_of_one(close, close_grads, forget, shape, dtype):
+    """Values, gradients and the frames that follow, at any rate."""
+    *inputs, _ = sample(shape, dtype=dtype)
+    forget, rounding = per_head(forget, dtype), 100 * torch.finfo(dtype).eps
+    y, state = attend(*inputs, shape, forget=forget)
+    alone, _ = attend(*inputs, shape, window=1)
+    close(y.detach(), alone.detach(), rounding)
+    close_grads(y, alone, inputs, rounding)
+    later, _ = attend(*inputs, shape, state=state, forget=forget)
+    close(later.detach(), alone.detach(), rounding)
 
 
 def test_the_order_of_a_frame_does_not_matter(close):

@@ -64,3 +64,34 @@ def test_the_formula_is_what_autograd_finds(dtype, close):
         for a, b in zip(*runs, strict=True):
             assert a.dtype == b.dtype and a.shape == b.shape
             close(a, b, max(1e-12, 3 * torch.finfo(dtype).eps))  # three roundings
+
+
+@pytest.mark.parametrize("mean", [0, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_statistics_are_not_rounded_to_16_bits(form, dtype, mean):
+    """Values and gradients of numbers far from 0, against float64."""
+    x, pull = (torch.randn(1, 2, 32, 8).to(dtype) for _ in range(2))
+    x = (x + mean).contiguous(memory_format=form)
+    runs = []
+    for to in (dtype, torch.float64):
+        given = [x.to(to), torch.ones(2, dtype=to), torch.zeros(2, dtype=to)]
+        given = [y.requires_grad_() for y in given]
+        y = instance_norm_silu(*given, impl="torch")
+        runs.append([y, *torch.autograd.grad(y, given, pull.to(to))])
+    for found, expected in zip(*runs, strict=True):
+        error = (found - expected).abs().max() / expected.abs().max()
+        assert found.dtype == dtype and error <= max(1e-5, torch.finfo(dtype).eps / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("cells", [1, 7, 1000])
+@pytest.mark.parametrize("value", [1.2345678, 123.45678, 12345.678, -1234567.8])
+def test_equal_cells_are_mapped_to_the_bias(value, cells, dtype):
+    x = torch.full((2, 3, cells), value, dtype=dtype, requires_grad=True)
+    weight = torch.full((3,), 2.0, dtype=dtype, requires_grad=True)
+    y = instance_norm_silu(x, weight, torch.zeros(3, dtype=dtype), impl="torch")
+    dx, dweight = torch.autograd.grad(y.sum(), (x, weight))
+    bound = 0 if cells == 1 else 1e-9 * abs(value)
+    assert max(y.abs().max(), dweight.abs().max() / cells) <= bound
+    assert dx.abs().max() <= 1e-3  # a difference of equal numbers times 1 / sqrt(eps)

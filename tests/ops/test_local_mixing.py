@@ -26,9 +26,12 @@ def test_offsets():
     assert len(star(5, 2)) == 21
     assert len(dense(4, 1)) == len(dense(4, 1, causal=True)) == 81
     assert star(2, (0, 1)) == ((0, 0), (0, -1), (0, 1))
-    for arguments in ((0, 1), (2, -1), (2, (1,))):
-        with pytest.raises(ValueError, match="radius"):
-            star(*arguments)
+    for form in (star, dense):
+        for radius in (-1, (1,), 1.5, (1, 0.5), "1", None):
+            with pytest.raises(ValueError, match=r"radius=.*: expected an int >= 0 or 2 of them"):
+                form(2, radius)
+        with pytest.raises(ValueError, match="ndim=0: expected an int >= 1"):
+            form(0, 1)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -125,6 +125,19 @@ def one_frame() -> dict[str, Any]:
     return {"window of one frame": _summed(net.double(), x, 1)}
 
 
+def empty_batch() -> dict[str, Any]:
+    """Return how many parameters have no gradient."""
+    found = {}
+    for name in ("image", "video, causal", "U-Net M", "U-Net, series"):
+        case = CASES[name]
+        net = case.make()
+        with shard_grid(dist.group.WORLD) as grid:
+            net(grid.slab(torch.zeros(0, *case.shape), case.multiple)).sum().backward()
+        missing = sum(p.grad is None for p in net.parameters() if p.requires_grad)
+        found[name] = {"parameters": float(missing)}
+    return found
+
+
 def out_of_memory() -> dict[str, str]:
     """Return what is raised where the memory for what is received is missing."""
 

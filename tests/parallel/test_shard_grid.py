@@ -15,7 +15,7 @@ from filelock import FileLock
 
 from ndlightnet_evidence import shard_model
 
-from .cases import CASES
+from .cases import CASES, CAUSAL
 from .worker import TIMEOUT
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +86,7 @@ def test_second_derivatives(count, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job, count", [("anomaly", 1), ("one_frame", 1)])
+@pytest.mark.parametrize("job, count", [("anomaly", 1), ("one_frame", 1), ("empty_batch", 4)])
 def test_rare_uses(job, count, tmp_path):
     check(found(2, job, tmp_path), count, "float64")
 
@@ -126,6 +126,11 @@ def test_a_stream_of_split_frames(tmp_path):
 @pytest.mark.slow
 def test_packs_of_slabs(tmp_path):
     check(found(2, "packs", tmp_path), 4, "float64")
+
+
+@pytest.mark.slow
+def test_what_is_not_finite_reaches_no_other_sample_and_no_earlier_frame(tmp_path):
+    check(found(2, "not_finite", tmp_path), len(CAUSAL), "float64")
 
 
 @pytest.mark.slow

@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor
 from ndlightnet import NDLightNet, NDLightUNet, shard_grid
 from ndlightnet.layout import Processes
 
-from .cases import CASES, Case
+from .cases import CASES, CAUSAL, Case, features_beside_nan
 from .common import error_of, slab
-from .rare import anomaly, one_frame, out_of_memory, refused, sequences, twice
+from .rare import anomaly, empty_batch, one_frame, out_of_memory, refused, sequences, twice
 
 TIMEOUT = 20  # seconds
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -292,6 +292,19 @@ def compiled() -> dict[str, Any]:
     return found
 
 
+def not_finite() -> dict[str, Any]:
+    """Return the errors of frames that NaN or inf should not reach against the clean input's."""
+    found = {}
+    for name in CAUSAL:
+        net, clean, bad, seen = features_beside_nan(name)
+        with shard_grid(dist.group.WORLD) as grid:
+            expected, features = net(grid.slab(clean)), net(grid.slab(bad))
+            own = slab(seen, 1)
+            features[~own].sum().backward()  # all processes have the same exchanges
+        found[name] = {"output": error_of(features[~own], expected[~own], expected)}
+    return found
+
+
 def drop_path() -> dict[str, Any]:
     """Processes drop the same samples, although their random numbers differ."""
     net = NDLightNet(2, 1, 5, patch_size=2, embed_dim=32, depth=2, drop_path_rate=0.5).train()
@@ -355,8 +368,8 @@ def killed() -> dict[str, Any]:
 # what processes do one after the other, by their number: each costs seconds to start
 SESSIONS = {
     2: (
-        all_cases, recomputed, stream, packs, drop_path, training, counted, autocast, compiled,
-        twice, sequences, anomaly, one_frame, out_of_memory, refused,
+        all_cases, recomputed, stream, packs, not_finite, drop_path, training, counted, autocast,
+        compiled, twice, sequences, anomaly, one_frame, empty_batch, out_of_memory, refused,
     ),
     3: (all_cases, twice, sequences),
     4: (all_cases, beside),

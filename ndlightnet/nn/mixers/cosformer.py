@@ -45,7 +45,7 @@ class CosformerAttention(LinearAttention):
     ) -> None:
         super().__init__(dim, heads, context_dim=context_dim, feature="relu", impl=impl)
         if reach is not None:
-            per_axis("reach", reach, 1 if isinstance(reach, int) else len(reach))
+            per_axis("reach", reach, len(reach) if isinstance(reach, Sequence) else 1)
         self.reach = reach
 
     def bounds(self, grid: Grid, source: Grid | None, mask: Tensor | None) -> tuple[Grid, Extent]:

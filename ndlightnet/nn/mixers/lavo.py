@@ -75,7 +75,7 @@ class LAVO(StreamingMixer):
             )
         if isinstance(window, str) and window != "auto":
             raise ValueError(f"window={window!r}: expected numbers, 'auto' or None")
-        fixed = window if window is None or isinstance(window, int | str) else tuple(window)
+        fixed = tuple(window) if isinstance(window, Sequence) and window != "auto" else window
         self.window = None if context_dim is not None else fixed
         sizes = self.windows(max(1, len(fixed)) if isinstance(fixed, tuple) else 1) or ()
         self.q_proj = nn.Linear(dim, dim, bias=False)

@@ -29,6 +29,7 @@ from ndlightnet.ops import (
 )
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.lightnet.attention import check_window
 from ndlightnet.ops.lightnet.frames import aged
 from ndlightnet.ops.lightnet.state import State
 from ndlightnet.ops.position import Kind
@@ -92,8 +93,7 @@ class LightNetAttention(Constants, StreamingMixer):
         impl: Impl = "auto",
     ) -> None:
         super().__init__()
-        if window is not None and window < 1:
-            raise ValueError(f"window={window}: expected 1 or more frames, or None")
+        check_window(window)
         if local is not None and local not in get_args(Where):
             raise ValueError(f"local={local!r}: expected 'values', 'input', 'both' or None")
         if key_scale is None:

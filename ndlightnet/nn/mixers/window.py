@@ -52,10 +52,9 @@ class WindowAttention(StreamingMixer):
     ) -> None:
         super().__init__()
         self.heads, self.head_dim = default_heads(dim, heads)
-        self.window = window if isinstance(window, int) else tuple(window)
-        sizes = (self.window,) if isinstance(self.window, int) else self.window
-        if min(sizes, default=0) < 1:
-            raise ValueError(f"window={window!r}: expected 1 or more, or so many for each axis")
+        self.window = tuple(window) if isinstance(window, Sequence) else window
+        axes = len(self.window) if isinstance(self.window, tuple) else 1
+        sizes = per_axis("window", self.window, max(1, axes))
         self.q_proj = nn.Linear(dim, dim, bias=False)
         self.k_proj = nn.Linear(dim, dim, bias=False)
         self.v_proj = nn.Linear(dim, dim, bias=False)

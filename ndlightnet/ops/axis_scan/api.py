@@ -14,6 +14,7 @@ from ndlightnet.ops.axis_scan import _triton, reference
 from ndlightnet.ops.axis_scan.lines import line_scan
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator, check_floats
+from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.recurrence.chunks import exact
 
 Way = tuple[Tensor, Tensor]
@@ -71,7 +72,7 @@ def axis_scan(
     x = x if dtype is None else x.to(dtype)
     if x.numel() == 0:
         resolve("axis_scan", impl, x)
-        return x
+        return empty_result(x, coef, log_decay, *(reverse or ()))
     tables: tuple[Tensor | None, list[int]]
     if isinstance(grid, Ragged):
         cells, tables = x, _triton.of_samples(grid, x.device)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.recurrence.exponential import carry_over, even, exponential_filter
 
 EXPORTED = 32  # tokens of a chunk in an exported graph, whose lines may be shorter
@@ -44,7 +45,7 @@ def line_scan(x: Tensor, coef: Tensor, log_decay: Tensor, state: Tensor | None =
     """
     n, acc = x.shape[1], accumulator(x)
     if n == 0:
-        return x
+        return empty_result(x, coef, log_decay, state)
     coef, log_decay = coef.to(acc), log_decay.to(acc)
     exported = torch.compiler.is_exporting()
     # torch.export takes a size of 1, and a view of all, as constants, and AOTInductor compiles for

@@ -17,6 +17,7 @@ decay.
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -25,10 +26,11 @@ from torch import Tensor
 from ndlightnet.layout import Boxes, Grid, Layout, Part, Ragged
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator, check_floats
+from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.lightnet import _triton, _triton_causal, _triton_window, parallel, reference
 from ndlightnet.ops.lightnet import window as windowed
 from ndlightnet.ops.lightnet.parts import merge_parts
-from ndlightnet.ops.lightnet.state import State, decay, decay_rates, merge, merge_rows, tile
+from ndlightnet.ops.lightnet.state import MOST, State, decay, decay_rates, merge, merge_rows, tile
 from ndlightnet.ops.position import (
     Position,
     key_features,
@@ -96,6 +98,11 @@ def check_rates(forget: float | Tensor, heads: int) -> None:
         raise ValueError(f"forget={forget}: expected a finite number, 0 or more")
 
 
+def check_window(window: int | None) -> None:
+    if window is not None and not (isinstance(window, Integral) and window >= 1):
+        raise ValueError(f"window={window}: expected an int, 1 or more frames, or None")
+
+
 def _empty(k: Tensor, v: Tensor, lrpe: Position | None) -> State:
     batch, _, heads, dim = k.shape
     return State.empty(
@@ -139,7 +146,7 @@ def summarize(
     with exact(k):
         state = _empty(k, v, lrpe)
         if k.shape[1] == 0:
-            return state
+            return state._replace(sum=empty_result(state.sum, k, v))
         if chosen == "reference":
             state = reference.attention(k, k, v, state, lrpe, mask, False)[1]
         else:
@@ -290,7 +297,7 @@ def causal_attention(
     """Let token t attend to tokens up to t and to `state` (Eq. 5). Returns output and final State.
 
     forget: decay rate; the weight of a token is multiplied by exp(-forget) with every later token,
-    padding too: 0 or more, or (heads,) such numbers; it has no gradient.
+    padding too: 0 or more, or (heads,) such numbers (8192 for larger ones); it has no gradient.
 
     With 16-bit inputs the kernels compute both the sum and the memory of the final State from a
     rounded exp(k - max), so that a query's weights add up to one.
@@ -305,7 +312,7 @@ def causal_attention(
     check_rates(forget, k.shape[2])
     if k.shape[1] == 0:
         state = _empty(k, v, lrpe) if state is None else state
-        return v.new_empty(v.shape, dtype=q.dtype), state
+        return empty_result(v.to(q.dtype), q, k), state
     lrpe = relative(lrpe)
     if state is not None:
         state = offset_gradient(state, lrpe, -1)
@@ -336,8 +343,9 @@ def _rates(forget: float | Tensor, k: Tensor) -> Tensor | None:
 def _head_rates(forget: float | Tensor, k: Tensor) -> Tensor | None:
     """Return decay rates (heads,) for kernels, float32; None where nothing decays."""
     if isinstance(forget, Tensor):
-        return forget.detach().to(k.device, torch.float32).contiguous()
-    return k.new_full((k.shape[2],), forget, dtype=torch.float32) if forget else None
+        return forget.detach().to(k.device, torch.float32).clamp(max=MOST).contiguous()
+    rate = min(forget, MOST)
+    return k.new_full((k.shape[2],), rate, dtype=torch.float32) if rate else None
 
 
 def token_window(

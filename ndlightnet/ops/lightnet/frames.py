@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ndlightnet.layout import Grid, Layout, Part, Ragged
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.lightnet import _triton, _triton_causal, parallel, reference
 from ndlightnet.ops.lightnet.attention import (
     _check,
@@ -30,6 +31,7 @@ from ndlightnet.ops.lightnet.attention import (
     by_sample,
     causal_attention,
     check_rates,
+    check_window,
     packed_position,
     token_window,
 )
@@ -151,8 +153,9 @@ def axis_causal_attention(
     frame attends to the last `window` frames, itself included. Then the State holds `window - 1`
     frames separately: its tensors are (batch, window - 1, heads, ·). forget: decay rate; the weight
     of a frame is multiplied by exp(-forget) with every later frame: 0 or more, or (heads,) such
-    numbers; it has no gradient. return_state: False returns None in place of the State, which for a
-    window of tokens is larger than all else.
+    numbers; it has no gradient. Above 8192 it counts as 8192, after which nothing is left of a
+    frame. return_state: False returns None in place of the State, which for a window of tokens is
+    larger than all else.
 
     Frames of one token are computed in chunks, as in `causal_attention`. Where the States of other
     single frames take more memory than the tokens (small frames), they are computed for some frames
@@ -174,7 +177,7 @@ def axis_causal_attention(
             state = _empty(k, v, lrpe)
             if window is not None:
                 state = _with_empty_before(State(*(x[:, None][:, :0] for x in state)), window - 1)
-        return v.new_empty(v.shape, dtype=q.dtype), state
+        return empty_result(v.to(q.dtype), q, k), state
     if frames < 1 or k.shape[1] % frames:
         raise ValueError(f"frames={frames}: expected a divisor of the length, {k.shape[1]}")
     if lrpe is not None and (shape_of(lrpe)[0] != frames or lrpe.prefix):
@@ -220,8 +223,7 @@ def axis_causal_attention(
 
 
 def check_decay(window: int | None, forget: float | Tensor, heads: int) -> None:
-    if window is not None and window < 1:
-        raise ValueError(f"window={window}: expected 1 or more frames, or None")
+    check_window(window)
     check_rates(forget, heads)
 
 

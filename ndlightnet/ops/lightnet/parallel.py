@@ -116,7 +116,9 @@ class _Causal:
         g = to_chunks(top, top.dtype)
         start = before(g[..., -1:, :], first.transpose(1, 2).flatten(0, 1))
         if rates is not None:
-            g, start = ((x - g[..., -1:, :]).to(acc) for x in (g, start))
+            # relative to the last token's, or where a key is not finite to that of the last before
+            last = g.masked_fill(~g.isfinite(), torch.inf).amin(-2, keepdim=True)
+            g, start = ((x - last).to(acc) for x in (g, start))
         q, key, value = (to_chunks(x, acc) for x in qkv)
         self.chunks = Chunks(q, key, value, Decay.of_sums(g, start), state.memory)
 

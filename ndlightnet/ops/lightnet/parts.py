@@ -46,8 +46,9 @@ def before_part(layout: Part, after: State, window: int | None, forget: float | 
 
     rank, frames = layout.rank, layout.sizes
     states: State = states_of_parts(layout, after)()
-    # What later parts sent belongs to the graph: else their processes would wait for its gradient.
-    unused = sum(x[rank:].sum() * 0 for x in states[1:])
+    # An empty slice of what all parts sent belongs to the graph of each: else the others would wait
+    # for its gradient. A product with 0 would read what lies behind, and 0 * NaN is NaN.
+    unused = sum(x[:0].sum() for x in states[1:])
     top, total, memory = (torch.zeros_like(x) for x in after)
     parts = [State(top - torch.inf, total + unused, memory + unused)]
     for i in range(rank):

@@ -7,6 +7,11 @@ from torch import Tensor
 
 from ndlightnet.ops.dtypes import finest
 
+# Exponents of whole sequences are numbers, whose float32 rounding has to stay below that of exp's
+# range: rate * frames < 2^30. Rates count as at most this one: exactly the same weights, 0, where a
+# channel's logits differ by less than 8,000 from a frame to the next (exp(-104) is 0 in float32).
+MOST = 2.0**13
+
 
 class State(NamedTuple):
     """Memory of one LightNet head: maximum, sum and memory of the tokens up to now.
@@ -52,10 +57,10 @@ def tile(x: Tensor, rows: int, dim: int) -> Tensor:
 
 
 def decay_rates(forget: float | Tensor, device: torch.device) -> Tensor:
-    """Return `forget`, a number or one per head, as a tensor () or (heads, 1)."""
+    """Return `forget`, a number or one per head, as a tensor () or (heads, 1) up to MOST."""
     if isinstance(forget, Tensor):
-        return forget.to(device, finest(device))[:, None]
-    return torch.full((), forget, dtype=finest(device), device=device)
+        return forget.to(device, finest(device))[:, None].clamp(max=MOST)
+    return torch.full((), min(forget, MOST), dtype=finest(device), device=device)
 
 
 def reweighted(state: State, by: Tensor) -> State:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ndlightnet.layout import Grid, Layout, Part, Ragged, add_planes
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator, check_floats
+from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.local_mixing import _triton, reference, shifts
 
 
@@ -45,7 +46,7 @@ def local_mixing(
     cells = x.reshape(x.shape[0], *[1] * (grid.ndim - 1), grid.length, x.shape[-1])
     chosen = resolve("local_mixing", impl, cells, None, weight)
     if x.numel() == 0:
-        return x
+        return empty_result(x, weight)
     if chosen == "triton":
         where = _triton.where(grid, taps, x.device)
         out: Tensor = _triton.mix(x, weight.to(accumulator(x)), mask, *where)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
+from ndlightnet.layout.base import check_integers, per_axis
+
 Offsets = tuple[tuple[int, ...], ...]
 
 
@@ -32,11 +34,7 @@ def dense(ndim: int, radius: int | Sequence[int], causal: bool = False) -> Offse
 
 
 def _reaches(ndim: int, radius: int | Sequence[int], causal: bool) -> list[range]:
-    radii = [radius] * ndim if isinstance(radius, int) else list(radius)
-    if ndim < 1 or len(radii) != ndim or min(radii) < 0:
-        raise ValueError(
-            f"ndim={ndim}, radius={radius!r}: expected 1 or more axes, and a radius of 0 or more "
-            "or one per axis"
-        )
+    check_integers(1, ndim=ndim)
+    radii = per_axis("radius", radius, ndim, 0)
     reaches = [range(-r, r + 1) for r in radii]
     return [range(2 * radii[0] + 1), *reaches[1:]] if causal else reaches

@@ -18,5 +18,5 @@ def local_mixing(x: Tensor, weight: Tensor, offsets: Offsets, grid: Grid) -> Ten
         source = at - at.new_tensor(offset)
         inside = ((source >= 0) & (source < size)).all(1)
         token = (source * step).sum(1).where(inside, 0)
-        u = u + w * x[:, token] * inside[:, None]
+        u = u + (w * x[:, token]).where(inside[:, None], 0)
     return u

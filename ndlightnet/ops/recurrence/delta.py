@@ -21,6 +21,7 @@ from torch import Tensor
 from ndlightnet.ops import fla
 from ndlightnet.ops._once_differentiable import once_differentiable
 from ndlightnet.ops.dispatch import Impl, resolve
+from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.plain import plain
 from ndlightnet.ops.recurrence import memory
 from ndlightnet.ops.recurrence.chunks import (
@@ -55,7 +56,7 @@ def gated_delta_rule(
         )
     chosen = resolve("gated_delta_rule", impl, k, v, decay, q, beta, state)
     if q.shape[1] == 0:
-        return torch.zeros_like(v), state
+        return empty_result(v, q, k, beta, log_decay), state
     with exact(k):
         if chosen == "reference":
             kx, bx = k.to(state.dtype), beta.to(state.dtype)[..., None]

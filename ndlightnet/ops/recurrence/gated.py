@@ -16,6 +16,7 @@ from ndlightnet.ops import fla
 from ndlightnet.ops._once_differentiable import once_differentiable
 from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.dtypes import accumulator, check_floats
+from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.plain import plain
 from ndlightnet.ops.recurrence import memory
 from ndlightnet.ops.recurrence.chunks import (
@@ -48,7 +49,7 @@ def gated_linear_attention(
     decay, state = check(q, k, v, log_decay, state)
     chosen = resolve("gated_linear_attention", impl, k, v, decay, q, state)
     if q.shape[1] == 0:
-        return torch.zeros_like(v), state
+        return empty_result(v, q, k, log_decay), state
     with exact(k):
         if chosen == "reference":
             keep = state.new_zeros(1, 1, 1, 1) if decay is None else decay

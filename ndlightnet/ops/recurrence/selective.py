@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ndlightnet.ops._once_differentiable import once_differentiable
 from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.plain import plain
 from ndlightnet.ops.recurrence.chunks import exact, whole
 from ndlightnet.ops.recurrence.scan import adjoints, memories
@@ -49,7 +50,7 @@ def selective_scan(
     if tuple(memory.shape) != (batch, channels, state):
         raise ValueError(f"memory {tuple(memory.shape)}: expected {(batch, channels, state)}")
     if n == 0:
-        return u, memory.to(acc)
+        return empty_result(u, delta, A, B, C), memory.to(acc)
     if plain():
         with exact(u):
             u_, delta_, b, c = (x.to(acc) for x in (u, delta, B, C))

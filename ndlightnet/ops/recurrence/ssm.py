@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.recurrence.chunks import CHUNK, exact
 from ndlightnet.ops.recurrence.exponential import even, exponential_filter, gather
 
@@ -87,7 +88,7 @@ def diagonal_ssm(
         raise ValueError(f"memory {tuple(memory.shape)}: expected {(batch, *z.shape)}")
     memory = memory.to(COMPLEX[acc])
     if n == 0:
-        return u, memory
+        return empty_result(u, z, weight), memory
     chunks, size = even(n, CHUNK)
     left = n - (chunks - 1) * size  # tokens in the last chunk
     with exact(u):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops.dtypes import accumulator
+from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.recurrence.scan import MAXIMUM, before, memories, scan
 
 LOWEST = -1e30  # the exponent of a sum over no tokens
@@ -41,7 +42,7 @@ def weighted_sums(
         raise ValueError(f"memory {tuple(memory.shape)}: expected {(batch, 3, channels)}")
     memory = memory.to(acc)
     if n == 0:
-        return memory[:, None][:, :0], memory
+        return empty_result(memory[:, None][:, :0], k, v, decay), memory
     k, decay = k.to(acc), decay.to(acc).expand(-1, n, -1)
     sums, last = memory[:, :2], memory[:, 2].detach()
     top = memories(-decay.detach(), k.detach().clone(), last, MAXIMUM)

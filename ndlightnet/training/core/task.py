@@ -23,7 +23,7 @@ from ndlightnet.training.core.checkpoints import load_initial
 from ndlightnet.training.core.costs import CostMonitor
 from ndlightnet.training.core.optim import adamw_with_cosine
 from ndlightnet.training.core.report import say
-from ndlightnet.training.core.speed import checkpoint_blocks
+from ndlightnet.training.core.speed import checkpoint_blocks, note_torch_lines
 
 T = TypeVar("T")
 
@@ -239,6 +239,8 @@ class Task(L.LightningModule):
     def on_fit_start(self) -> None:
         """Capture the network in a CUDA graph, if so configured."""
         if not self.cuda_graph:
+            if self.device.type == "cuda" and not self.compiles:
+                note_torch_lines(self.net)
             return
         inputs = self.example_inputs()
         if inputs is None:
