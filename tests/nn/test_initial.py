@@ -96,7 +96,8 @@ def test_all_that_holds_parameters_can_be_reset(name):
         if ours and next(part.parameters(), None) is not None:
             assert callable(getattr(part, "reset_parameters", None)), type(part)
         if ours and next(part.parameters(recurse=False), None) is not None:
-            torchs = isinstance(part, nn.LayerNorm | nn.GroupNorm | nn.modules.conv._ConvNd)
+            kinds = nn.LayerNorm | nn.GroupNorm | nn.Embedding | nn.modules.conv._ConvNd
+            torchs = isinstance(part, kinds)
             assert torchs or type(part).initialize is not Initialized.initialize, type(part)
 
 
