@@ -7,6 +7,7 @@ import errno
 import logging
 import sys
 import warnings
+from argparse import SUPPRESS
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,17 @@ RESUMED = ("epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr
 
 class TaskCLI(LightningCLI):
     """Command line with `fit`, `validate`, `test`, `predict` and, if the trainer has it, `stream`;
-    configured by YAML files and overridden by arguments."""
+    configured by YAML files and overridden by arguments. The optimizer and the schedule are those
+    of the task, see `adamw_with_cosine`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        options = {"subclass_mode_data": True, "parser_class": TaskParser, **options}
+        super().__init__(*args, auto_configure_optimizers=False, **options)
+
+    def add_core_arguments_to_parser(self, parser: Any) -> None:
+        super().add_core_arguments_to_parser(parser)
+        for name in ("optimizer", "lr_scheduler"):  # null in configs that LightningCLI has saved
+            parser.add_argument(f"--{name}", type=type(None), help=SUPPRESS)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         more = {"stream": {"model", "datamodule"}} if hasattr(self.trainer_class, "stream") else {}
@@ -206,10 +217,8 @@ def task_cli(
     return TaskCLI(
         task,
         data,
-        subclass_mode_data=True,
         save_config_kwargs={"overwrite": True},
         trainer_class=getattr(task, "trainer_class", L.Trainer),
-        parser_class=TaskParser,
         args=args,
         run=run,
     )

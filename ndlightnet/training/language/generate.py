@@ -14,7 +14,7 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.inference import generate_text
 from ndlightnet.training.core.checkpoints import check_checkpoint
 from ndlightnet.training.core.cli import TaskCLI
-from ndlightnet.training.core.options import TaskParser, check_configs
+from ndlightnet.training.core.options import check_configs
 from ndlightnet.training.language.data import TextData
 from ndlightnet.training.language.task import TextTask
 
@@ -43,10 +43,7 @@ def generate(arguments: list[str]) -> int:
     if not {"-h", "--help"} & {*arguments}:
         arguments = _with_files(arguments)
         check_configs(arguments)
-    cli = GenerateCLI(
-        TextTask, TextData, subclass_mode_data=True, parser_class=TaskParser, args=arguments,
-        run=False,
-    )  # fmt: skip
+    cli = GenerateCLI(TextTask, TextData, args=arguments, run=False)
     given, task = cli.config, cli.model
     check_checkpoint(given.ckpt_path, task, cli.datamodule)
     saved = torch.load(given.ckpt_path, map_location="cpu", weights_only=True)

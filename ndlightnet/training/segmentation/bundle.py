@@ -42,9 +42,7 @@ def bundle(arguments: list[str]) -> None:
     Raises DataError for a checkpoint of another network, for a network that MONAI cannot build from
     the config, and where `out` holds something or cannot be written.
     """
-    cli = BundleCLI(
-        SegmentationTask, VolumeData, subclass_mode_data=True, args=arguments, run=False
-    )
+    cli = BundleCLI(SegmentationTask, VolumeData, args=arguments, run=False)
     if len(cli.datamodule.patch) != 3:
         raise DataError(
             f"data.patch: {cli.datamodule.patch}, expected 3 sizes: bundles are made of networks "

@@ -213,7 +213,7 @@ def test_a_config_as_plan_writes_it(mixer, tmp_path):
     (tmp_path / "plan.yaml").write_text(text.replace(", depths: [0, 1]", ""))
     given = {"config": "plan.yaml", "ckpt_path": "best.ckpt", "out": "name"}
     cli = bundles.BundleCLI(
-        SegmentationTask, VolumeData, subclass_mode_data=True, run=False,
+        SegmentationTask, VolumeData, run=False,
         args=[f"--{name}={tmp_path / value}" for name, value in given.items()],
     )  # fmt: skip
     names = {"labels": ["background", "x"], "modalities": ["CT"]}
@@ -400,6 +400,12 @@ def test_what_does_not_fit_is_one_line(channels, tmp_path, more, spoil, said):
     errors = launch(channels, "bundle", "--ckpt_path", ckpt, "--out", out, *more)
     assert len(errors) == 1 and errors[0].startswith("error: " + said.replace("{ckpt}", str(ckpt)))
     assert not out.parent.exists()
+
+
+def test_a_wrong_option_is_one_line(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bundles.bundle(["--outt=bundles/name"])
+    assert capsys.readouterr().err == "error: --outt: no such option; did you mean --out?\n"
 
 
 @pytest.mark.slow
