@@ -133,7 +133,11 @@ class TaskCLI(LightningCLI):
         def given(key: str) -> Any:
             return self._get(self.config_init, f"trainer.{key}")
 
-        callbacks, loggers = list(given("callbacks") or []), given("logger")
+        def several(key: str) -> list[Any]:
+            value = given(key) or []
+            return [*value] if isinstance(value, list) else [value]
+
+        callbacks, plugins, loggers = several("callbacks"), several("plugins"), given("logger")
         if given("enable_model_summary") is None:
             kwargs["enable_model_summary"] = False  # `before_fit` prints the useful part
         if given("enable_progress_bar") is not False:
@@ -157,8 +161,6 @@ class TaskCLI(LightningCLI):
                     folder, "last", save_on_train_epoch_end=True, enable_version_counter=False
                 ),
             ]
-        plugins = given("plugins") or []
-        plugins = [*plugins] if isinstance(plugins, list) else [plugins]
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             plugins.append(AtomicCheckpoints())
         return super().instantiate_trainer(
@@ -175,13 +177,15 @@ LINES = (
 )  # fmt: skip
 # ... and patterns of its warnings about what is intended here (workers, predictions that are
 # written and not returned, checkpoints that are overwritten, a test without the callbacks of
-# `fit`, no validation) or about what concerns only its developers
+# `fit`, no validation, averages of a task whose configure_model shards nothing) or about what
+# concerns only its developers
 WARNINGS = (
     r".*does not have many workers", r"Checkpoint directory .* exists and is not empty",
     r"Be aware that when using `ckpt_path`", r"The dirpath has changed", r"Total length of",
     r"`ModelCheckpoint\(monitor=", r".*LeafSpec", r".*treespec", r"LightningCLI's args parameter",
     r"You defined a `validation_step` but have no", r"This DataLoader will create",
     r"predict returned None", r".*`isinstance\(treespec, LeafSpec\)`",
+    r"You're using the WeightAveraging callback with a model that overrides the configure_model",
     r"The AccumulateGrad node's stream",  # of captured networks, whose stream is another one
 )  # fmt: skip
 
