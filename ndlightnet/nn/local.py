@@ -42,10 +42,10 @@ class LocalMixing(Initialized):
             raise ValueError(f"dims={dims}, radius={radius}: expected 1 or more of both")
         self.dims, self.radius, self.dense, self.impl = dims, radius, dense, impl
         self.weight = nn.Parameter(torch.empty(len(self.offsets(False)), dim))
-        self.initialize()
+        self.reset_own()
 
     @torch.no_grad()
-    def initialize(self) -> None:
+    def reset_own(self) -> None:
         self.weight.uniform_(-1, 1).mul_(len(self.weight) ** -0.5)
 
     def offsets(self, causal: bool) -> tuple[tuple[int, ...], ...]:
