@@ -36,8 +36,11 @@ class TaskCLI(LightningCLI):
     of the task, see `adamw_with_cosine`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        options = {"subclass_mode_data": True, "parser_class": TaskParser, **options}
-        super().__init__(*args, auto_configure_optimizers=False, **options)
+        own = {
+            "subclass_mode_data": True, "parser_class": TaskParser,
+            "auto_configure_optimizers": False,
+        }  # fmt: skip
+        super().__init__(*args, **{**own, **options})
 
     def add_core_arguments_to_parser(self, parser: Any) -> None:
         super().add_core_arguments_to_parser(parser)
