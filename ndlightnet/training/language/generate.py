@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import unicodedata
 from pathlib import Path
@@ -64,9 +63,6 @@ def generate(arguments: list[str]) -> int:
         raise DataError(error) from error
     except KeyboardInterrupt:
         pass
-    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     _show("\n")
     return 0
 
