@@ -196,37 +196,6 @@ def test_channels_on_their_own_grid(channels, tmp_path):
     assert readme.startswith("# name\n") and "- 1: box" in readme and "CT, PET, T1" in readme
 
 
-@pytest.mark.parametrize(
-    "mixer",
-    [
-        None, "GLA", "ndlightnet.nn.mixers.GLA", "ndlightnet.nn.mixers.published_mixer",
-        "{class_path: ndlightnet.nn.mixers.GLA, init_args: {scan: axes}}",
-        "[GLA, ndlightnet.nn.mixers.S5, {class_path: ndlightnet.nn.mixers.Identity}]",
-    ],
-)  # fmt: skip
-def test_a_config_as_plan_writes_it(mixer, tmp_path):
-    """It leaves out defaults, such as the class of the mixer, and people write mixers as a name, a
-    dotted name, a class with arguments, or a list of these: MONAI builds the same network."""
-    net = "in_channels: 1, out_channels: 2, depths: [1, 2]"
-    net = net if mixer is None else f"{net}, mixer: {mixer}"
-    text = CONFIG.format(out=tmp_path, root="none", net=net, model="", data="patch: [8, 8, 8]")
-    (tmp_path / "plan.yaml").write_text(text.replace(", depths: [0, 1]", ""))
-    given = {"config": "plan.yaml", "ckpt_path": "best.ckpt", "out": "name"}
-    cli = bundles.BundleCLI(
-        SegmentationTask, VolumeData, run=False,
-        args=[f"--{name}={tmp_path / value}" for name, value in given.items()],
-    )  # fmt: skip
-    names = {"labels": ["background", "x"], "modalities": ["CT"]}
-    torch.save({"state_dict": cli.model.state_dict(), "names": names}, tmp_path / "best.ckpt")
-    definition, weights = bundles._network(cli, [str(tmp_path / "best.ckpt")])
-    parser = ConfigParser({"net": json.loads(json.dumps(definition))})
-    made = parser.get_parsed_content("net").eval()
-    made.load_state_dict(weights)
-    assert made.config == cli.model.net.config
-    x = torch.randn(1, 1, 8, 8, 8)
-    assert torch.equal(made(x), cli.model.net.eval()(x))
-
-
 def monai_command(cwd: Path, command: str, **arguments: object) -> None:
     """Run `python -m monai.bundle` in a process of its own."""
     paths = [ROOT, ROOT / "kernels", *sys.path]
@@ -400,12 +369,6 @@ def test_what_does_not_fit_is_one_line(channels, tmp_path, more, spoil, said):
     errors = launch(channels, "bundle", "--ckpt_path", ckpt, "--out", out, *more)
     assert len(errors) == 1 and errors[0].startswith("error: " + said.replace("{ckpt}", str(ckpt)))
     assert not out.parent.exists()
-
-
-def test_a_wrong_option_is_one_line(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        bundles.bundle(["--outt=bundles/name"])
-    assert capsys.readouterr().err == "error: --outt: no such option; did you mean --out?\n"
 
 
 @pytest.mark.slow
