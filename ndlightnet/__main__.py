@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec
 
+from ndlightnet import __version__
+
+Arguments = ParamSpec("Arguments")
 INSIDE = Path(__file__).parent / "configs"
 # an installed wheel has the folder inside the package, a clone beside it
 CONFIGS = INSIDE if INSIDE.is_dir() else INSIDE.parents[1] / "configs"
@@ -61,9 +64,41 @@ DOORS = {
 }  # fmt: skip
 
 
+def _command(run: Callable[Arguments, int]) -> Callable[Arguments, int]:
+    """Let a command end with status 1 if a package is missing, after one line, and if the reader of
+    its output has closed the pipe, as `head` does, without a word."""
+
+    @wraps(run)
+    def command(*args: Arguments.args, **options: Arguments.kwargs) -> int:
+        try:
+            try:
+                return run(*args, **options)
+            finally:
+                sys.stdout.flush()  # here: at the end of the process it cannot be caught
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.startswith("ndlightnet"):
+                raise
+            hint = 'pip install "ndlightnet[tasks]"'
+            print(f"error: {error.name} is not installed: {hint}", file=sys.stderr)
+        except BrokenPipeError:
+            try:
+                print(flush=True)
+            except BrokenPipeError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            else:  # another pipe, such as a worker's
+                raise
+        return 1
+
+    return command
+
+
+@_command
 def main(arguments: list[str] | None = None) -> int:
     """The command line, of this process or as given. Returns the exit status."""
     given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["--version"]:
+        print(f"ndlightnet {__version__}")
+        return 0
     if given and given[0] in DOORS:
         return door(given[0], None if arguments is None else given[1:], begin=1)
     if given[:1] == ["export"]:
@@ -89,12 +124,15 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+@_command
 def door(name: str, arguments: list[str] | None = None, begin: int = 0) -> int:
     """The task of this name, with these arguments, or with those of this process from number
     `begin` on. Returns the exit status."""
+    given = sys.argv[1 + begin :] if arguments is None else arguments
+    if given[:1] == ["--version"]:
+        return main(given)
     if arguments is None:
         _wait_briefly()
-    given = sys.argv[1 + begin :] if arguments is None else arguments
     from ndlightnet import training
 
     found = DOORS[name]

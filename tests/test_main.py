@@ -1,6 +1,7 @@
 """The command `ndlightnet`: its doors, their names, and how the process begins."""
 
 import ast
+import io
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import ndlightnet
 from ndlightnet import __main__ as command
 from ndlightnet import training
 
@@ -19,6 +21,12 @@ def test_help_lists_every_task(capsys):
     out = capsys.readouterr().out
     for name, door in command.DOORS.items():
         assert f"  {name}" in out and door.line in out and all(x in out for x in door.commands)
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["video_cls", "--version"]])
+def test_the_version(arguments, capsys):
+    assert command.main(arguments) == 0
+    assert capsys.readouterr() == (f"ndlightnet {ndlightnet.__version__}\n", "")
 
 
 def test_a_task_that_is_none(capsys):
@@ -50,6 +58,71 @@ def test_a_command_beside_lightnings(monkeypatch, tmp_path, capsys):
     assert command.main(["text_lm", "listed", "a", "--b"]) == 3
     assert command.main(["text_lm", "options", "here", "--size=5"]) == 0
     assert capsys.readouterr().out == "['a', '--b']\nhere 5\n"
+
+
+WITHOUT = """
+import sys
+sys.modules["lightning"] = None  # as if it were not installed
+from ndlightnet import __main__ as command
+for name in command.DOORS:
+    assert command.door(name, ["fit"]) == command.main([name, "fit"]) == 1
+assert command.main(["export", "runs/x", "--to", "onnx"]) == 1
+"""
+
+
+@pytest.mark.slow
+def test_without_the_extra_each_door_names_it():
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    line = 'error: lightning is not installed: pip install "ndlightnet[tasks]"'
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines() == [line] * (2 * len(command.DOORS) + 1)
+
+
+def raising(error: Exception):
+    def raises(*_: object) -> None:
+        raise error
+
+    return raises
+
+
+def test_a_missing_part_of_ours_is_no_missing_extra(monkeypatch):
+    lost = ModuleNotFoundError("No module named 'ndlightnet.x'", name="ndlightnet.x")
+    monkeypatch.setattr(training, "run", raising(lost))
+    with pytest.raises(ModuleNotFoundError):
+        command.door("text_lm", ["fit"])
+
+
+class Closed(io.TextIOBase):
+    """A file that is written to a pipe without a reader."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def write(self, _: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    def fileno(self) -> int:
+        return self.number
+
+
+@pytest.mark.parametrize("arguments", [[], ["--version"], ["text_lm", "fit"]])
+def test_a_closed_pipe_ends_it_without_a_word(arguments, monkeypatch, tmp_path, capsys):
+    """Nothing is raised, and what the process still writes at its end goes nowhere."""
+    monkeypatch.setattr(training, "run", lambda *_: print("loss"))
+    with (tmp_path / "out").open("w") as file:
+        monkeypatch.setattr(sys, "stdout", Closed(file.fileno()))
+        assert command.main(arguments) == 1
+        file.write("later")
+    assert capsys.readouterr().err == (tmp_path / "out").read_text() == ""
+
+
+def test_another_pipe_that_breaks_is_an_error(monkeypatch):
+    monkeypatch.setattr(training, "run", raising(BrokenPipeError(32, "of a worker")))
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        command.door("text_lm", ["fit"])
 
 
 # a process in which no task is loaded, as that takes long

@@ -106,6 +106,16 @@ def test_the_first_page_is_short_and_has_a_door_for_each_kind_of_data():
     assert doors[:5] == ["Text", "Image", "Signal", "Video", "Volume"]
 
 
+def test_two_commands_set_up_a_fresh_machine():
+    """One runs the main task, one passes the tests; .ci/run calls the second as it stands."""
+    lines = [line for block in blocks(ROOT / "README.md", "bash") for line in block.splitlines()]
+    assert [line for line in lines if line.startswith("pip install")] == [
+        'pip install -e ".[tasks]" && python tasks/ct_segmentation.py',
+        'pip install -e ".[test]" && pytest -n auto',
+    ]
+    assert lines[1] in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
 @each_page
 def test_links_lead_to_files_and_headings(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):

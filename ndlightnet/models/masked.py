@@ -93,9 +93,9 @@ class MaskedDecoder(Initialized):
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.head = nn.Linear(dim, math.prod(self.patch) * net.in_chans)
         init_network(self)
-        self.initialize()
+        self.reset_own()
 
-    def initialize(self) -> None:
+    def reset_own(self) -> None:
         nn.init.normal_(self.token, std=0.02)
 
     def reset_parameters(self) -> None:

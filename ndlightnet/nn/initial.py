@@ -1,6 +1,6 @@
 """Initial values: what constructors draw, `reset_parameters` draws again, in the same order.
 
-A module sets the parameters and buffers that it holds itself in `initialize`, and calls it last in
+A module sets the parameters and buffers that it holds itself in `reset_own`, and calls it last in
 its constructor. So `to_empty` and `reset_parameters` make of a module built on device "meta" the
 module that its constructor makes, number by number with the same seed.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 class Initialized(nn.Module):
     """Base class of modules that can be initialised again."""
 
-    def initialize(self) -> None:
+    def reset_own(self) -> None:
         """Set the parameters and buffers of the module itself, not those of its parts."""
 
     def reset_parameters(self) -> None:
@@ -48,10 +48,10 @@ def owners(*modules: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def reset(*modules: nn.Module) -> None:
     """Initialise modules, and all within them, as their constructors do. Raises ValueError for a
-    module that holds parameters and cannot: it has neither `initialize` nor `reset_parameters`."""
+    module that holds parameters and cannot: it has neither `reset_own` nor `reset_parameters`."""
     for name, module in owners(*modules):
         if isinstance(module, Initialized):
-            module.initialize()
+            module.reset_own()
             continue
         # torch's nn.MultiheadAttention has an underscore
         again: Any = getattr(module, "reset_parameters", None)

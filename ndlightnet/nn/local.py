@@ -42,10 +42,10 @@ class LocalMixing(Initialized):
         check_integers(1, dims=dims, radius=radius)
         self.dims, self.radius, self.dense, self.impl = dims, radius, dense, impl
         self.weight = nn.Parameter(torch.empty(len(self.offsets(False)), dim))
-        self.initialize()
+        self.reset_own()
 
     @torch.no_grad()
-    def initialize(self) -> None:
+    def reset_own(self) -> None:
         self.weight.uniform_(-1, 1).mul_(len(self.weight) ** -0.5)
 
     def offsets(self, causal: bool) -> tuple[tuple[int, ...], ...]:

@@ -43,9 +43,9 @@ class MDLRPE(Initialized):
         super().__init__()
         self.kind, self.slots = kind, slots_of(head_dim, kind)
         self.log_factor = nn.Parameter(torch.empty(heads, self.slots), requires_grad=learn)
-        self.initialize()
+        self.reset_own()
 
-    def initialize(self) -> None:
+    def reset_own(self) -> None:
         nn.init.zeros_(self.log_factor)
 
     def forward(self, layout: Layout | tuple[int, ...]) -> Position:
@@ -92,10 +92,10 @@ class MDTPE(Initialized):
         # rows: every axis forward, then the last axes backward
         self.coef = nn.Parameter(torch.empty(dims + backward, dim, each))
         self.logit = nn.Parameter(torch.empty(dims + backward, each))
-        self.initialize()
+        self.reset_own()
 
     @torch.no_grad()
-    def initialize(self) -> None:
+    def reset_own(self) -> None:
         axes, _, each = self.coef.shape
         self.coef.normal_().div_(math.sqrt(each))
         # decays with time constants of 1 to 256 tokens, log-spaced

@@ -93,9 +93,9 @@ class ConvStem(PatchEmbed):
             for block in range(blocks):
                 shape = (width, [1] * dims) if block else (before, stride)
                 self.stages.append(ResidualBlock(dims, shape[0], width, shape[1]))
-        self.initialize()
+        self.reset_own()
 
-    def initialize(self) -> None:
+    def reset_own(self) -> None:
         for part in self.modules():
             if isinstance(part, nn.modules.conv._ConvNd):
                 nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")

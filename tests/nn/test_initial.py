@@ -98,7 +98,20 @@ def test_all_that_holds_parameters_can_be_reset(name):
         if ours and next(part.parameters(recurse=False), None) is not None:
             kinds = nn.LayerNorm | nn.GroupNorm | nn.Embedding | nn.modules.conv._ConvNd
             torchs = isinstance(part, kinds)
-            assert torchs or type(part).initialize is not Initialized.initialize, type(part)
+            assert torchs or type(part).reset_own is not Initialized.reset_own, type(part)
+
+
+# What nnU-Net, segmentation_models_pytorch, timm, transformers, diffusers, MONAI and Lightning call
+# for initial values, often with a module as argument: `net.apply(net.initialize)`.
+OTHERS = (
+    "initialize", "initialize_weights", "_initialize_weights", "init_weights", "_init_weights"
+)  # fmt: skip
+
+
+@modules
+def test_no_name_of_other_libraries_is_taken(name):
+    for part in MODULES[name]().modules():
+        assert [other for other in OTHERS if hasattr(part, other)] == [], type(part)
 
 
 def test_a_module_that_cannot_is_named():

@@ -353,8 +353,6 @@ WRONG = {
     "or None",
     "--model.net=ndlightnet.NDLightNett": "model.net=ndlightnet.NDLightNett: ndlightnet has no "
     "NDLightNett; did you mean NDLightNet?",
-    "--optimizer=Adm": "optimizer=Adm: expected the path of a class; did you mean "
-    "torch.optim.Adam?",
     "extra": "extra: expected options only, such as --config FILE",
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ from ndlightnet.ops.dtypes import accumulator
 
 
 class _Delta(Keyed):
-    """Base class of DeltaNet and its relatives; their constructors end with `initialize`."""
+    """Base class of DeltaNet and its relatives; their constructors end with `reset_own`."""
 
     operation = "gated_delta_rule"
 
@@ -38,7 +38,7 @@ class _Delta(Keyed):
         self.width = 3 * dim + self.heads
 
     @torch.no_grad()
-    def initialize(self) -> None:
+    def reset_own(self) -> None:
         if self.conv is not None:
             self.conv.uniform_(-1, 1).div_(math.sqrt(self.conv.shape[1]))
 
@@ -95,7 +95,7 @@ class DeltaNet(_Delta):
         impl: Impl = "auto",
     ) -> None:
         super().__init__(dim, heads, scan, negative, taps, impl)
-        self.initialize()
+        self.reset_own()
 
 
 def unit(x: Tensor) -> Tensor:
@@ -122,8 +122,8 @@ class _Decaying(_Delta):
         self.width += self.heads * decays + dim
 
     @torch.no_grad()
-    def initialize(self) -> None:
-        super().initialize()
+    def reset_own(self) -> None:
+        super().reset_own()
         self.A_log.uniform_(self.slowest, 16).log_()
         init_dt_bias(self.dt_bias, *self.steps)
 
@@ -159,7 +159,7 @@ class GatedDeltaNet(_Decaying):
         )  # fmt: skip
         self.decay_proj = nn.Linear(dim, self.heads, bias=False)
         self.gate_proj = nn.Linear(dim, dim, bias=False)
-        self.initialize()
+        self.reset_own()
 
     def project(self, x: Tensor) -> Tensor:
         return torch.cat([super().project(x), self.decay_proj(x), self.gate_proj(x)], -1)
@@ -189,7 +189,7 @@ class KimiDeltaAttention(_Decaying):
             nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim, bias=bias))
             for bias in (False, True)
         )
-        self.initialize()
+        self.reset_own()
 
     def project(self, x: Tensor) -> Tensor:
         return torch.cat([super().project(x), self.decay_proj(x), self.gate_proj(x)], -1)

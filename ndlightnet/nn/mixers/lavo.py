@@ -84,9 +84,9 @@ class LAVO(StreamingMixer):
         self.bias = nn.ParameterList(torch.empty(self.heads, 2 * size - 1) for size in sizes)
         self.basis = nn.Parameter(torch.empty(self.heads, rows, self.head_dim))
         self.o_proj = nn.Linear(dim, dim, bias=False)
-        self.initialize()
+        self.reset_own()
 
-    def initialize(self) -> None:
+    def reset_own(self) -> None:
         for bias in self.bias:
             nn.init.normal_(bias, std=self.head_dim**-0.5)
         # one by one, since orthogonal_ takes (heads, memories, head_dim) for a single matrix

@@ -134,7 +134,7 @@ class LightNetAttention(Constants, StreamingMixer):
         self.local_values = convolution("values", "both")
         self.local_input = convolution("input", "both")
         self.key_scale = key_scale
-        self.initialize()
+        self.reset_own()
 
     def _divide(self, heads: int, rank: int, lrpe: Kind | None, learn_theta: bool) -> None:
         """Make the modules whose parameters depend on the number of heads."""
@@ -148,7 +148,7 @@ class LightNetAttention(Constants, StreamingMixer):
         with torch.no_grad():
             self.k_proj.weight.mul_(self.key_scale)
 
-    def initialize(self) -> None:
+    def reset_own(self) -> None:
         self.scale_weights()
         self.reset_constants()
 

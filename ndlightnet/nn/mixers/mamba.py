@@ -65,10 +65,10 @@ class Mamba(Recurrent):
         self.A_log = nn.Parameter(torch.empty(inner, state))
         self.D = nn.Parameter(torch.empty(inner))
         self.out_proj = nn.Linear(inner, dim, bias=False)
-        self.initialize()
+        self.reset_own()
 
     @torch.no_grad()
-    def initialize(self) -> None:
+    def reset_own(self) -> None:
         self.conv.uniform_(-1, 1).div_(math.sqrt(TAPS))
         self.conv_bias.uniform_(-1, 1).div_(math.sqrt(TAPS))
         self.delta_weight.uniform_(-1, 1).div_(math.sqrt(self.rank))

@@ -45,9 +45,9 @@ class RWKV4(Recurrent):
         self.r_proj, self.k_proj, self.v_proj, self.o_proj = (
             nn.Linear(dim, dim, bias=False) for _ in range(4)
         )
-        self.initialize()
+        self.reset_own()
 
-    def initialize(self) -> None:
+    def reset_own(self) -> None:
         dim, depth = self.width, 0.5
         at = torch.arange(dim, device=self.decay.device)
         ratio = at / max(1, dim - 1)

@@ -42,10 +42,10 @@ class S4(Recurrent):
         self.C = nn.Parameter(torch.empty(*pairs, 2))  # real, imaginary
         self.D = nn.Parameter(torch.empty(dim))
         self.out_proj = nn.Linear(dim, 2 * dim, bias=False)
-        self.initialize()
+        self.reset_own()
 
     @torch.no_grad()
-    def initialize(self) -> None:
+    def reset_own(self) -> None:
         eigenvalues, _ = ssm.legs(self.state)
         assign(self.A_log, (-eigenvalues.real).log().repeat(self.width, 1))
         assign(self.A_imag, eigenvalues.imag.repeat(self.width, 1))

@@ -45,10 +45,10 @@ class S5(Recurrent):
         self.C = nn.Parameter(torch.empty(dim, pairs, 2, dtype=exact))
         self.D = nn.Parameter(torch.empty(dim))
         self.gate_proj = nn.Linear(dim, dim, bias=False)
-        self.initialize()
+        self.reset_own()
 
     @torch.no_grad()
-    def initialize(self) -> None:
+    def reset_own(self) -> None:
         eigenvalues, vectors = ssm.legs(self.state)
         assign(self.A_log, (-eigenvalues.real).log())
         assign(self.A_imag, eigenvalues.imag)

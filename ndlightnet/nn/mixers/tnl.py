@@ -40,9 +40,9 @@ class TNL(Keyed):
         self.width = 4 * dim
         self.in_proj = nn.Linear(dim, self.width, bias=False)
         self.slope = nn.Parameter(torch.empty(self.heads), requires_grad=False)
-        self.initialize()
+        self.reset_own()
 
-    def initialize(self) -> None:
+    def reset_own(self) -> None:
         head = torch.arange(1, self.heads + 1, device=self.slope.device)
         # softplus of the parameter is the slope
         assign(self.slope, torch.log(torch.expm1(2.0 ** (-8 * head / self.heads))))

@@ -63,9 +63,9 @@ class WindowAttention(StreamingMixer):
         if not rotary:
             self.bias = nn.Parameter(torch.empty(self.heads, 2 * max(sizes) - 1))
         self.o_proj = nn.Linear(dim, dim, bias=False)
-        self.initialize()
+        self.reset_own()
 
-    def initialize(self) -> None:
+    def reset_own(self) -> None:
         if self.bias is not None:
             nn.init.normal_(self.bias, std=self.head_dim**-0.5)
 

@@ -7,6 +7,7 @@ import errno
 import logging
 import sys
 import warnings
+from argparse import SUPPRESS
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,20 @@ RESUMED = ("epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr
 
 class TaskCLI(LightningCLI):
     """Command line with `fit`, `validate`, `test`, `predict` and, if the trainer has it, `stream`;
-    configured by YAML files and overridden by arguments."""
+    configured by YAML files and overridden by arguments. The optimizer and the schedule are those
+    of the task, see `adamw_with_cosine`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        own = {
+            "subclass_mode_data": True, "parser_class": TaskParser,
+            "auto_configure_optimizers": False,
+        }  # fmt: skip
+        super().__init__(*args, **{**own, **options})
+
+    def add_core_arguments_to_parser(self, parser: Any) -> None:
+        super().add_core_arguments_to_parser(parser)
+        for name in ("optimizer", "lr_scheduler"):  # null in configs that LightningCLI has saved
+            parser.add_argument(f"--{name}", type=type(None), help=SUPPRESS)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         more = {"stream": {"model", "datamodule"}} if hasattr(self.trainer_class, "stream") else {}
@@ -122,7 +136,11 @@ class TaskCLI(LightningCLI):
         def given(key: str) -> Any:
             return self._get(self.config_init, f"trainer.{key}")
 
-        callbacks, loggers = list(given("callbacks") or []), given("logger")
+        def several(key: str) -> list[Any]:
+            value = given(key) or []
+            return [*value] if isinstance(value, list) else [value]
+
+        callbacks, plugins, loggers = several("callbacks"), several("plugins"), given("logger")
         if given("enable_model_summary") is None:
             kwargs["enable_model_summary"] = False  # `before_fit` prints the useful part
         if given("enable_progress_bar") is not False:
@@ -146,8 +164,6 @@ class TaskCLI(LightningCLI):
                     folder, "last", save_on_train_epoch_end=True, enable_version_counter=False
                 ),
             ]
-        plugins = given("plugins") or []
-        plugins = [*plugins] if isinstance(plugins, list) else [plugins]
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             plugins.append(AtomicCheckpoints())
         return super().instantiate_trainer(
@@ -164,13 +180,15 @@ LINES = (
 )  # fmt: skip
 # ... and patterns of its warnings about what is intended here (workers, predictions that are
 # written and not returned, checkpoints that are overwritten, a test without the callbacks of
-# `fit`, no validation) or about what concerns only its developers
+# `fit`, no validation, averages of a task whose configure_model shards nothing) or about what
+# concerns only its developers
 WARNINGS = (
     r".*does not have many workers", r"Checkpoint directory .* exists and is not empty",
     r"Be aware that when using `ckpt_path`", r"The dirpath has changed", r"Total length of",
     r"`ModelCheckpoint\(monitor=", r".*LeafSpec", r".*treespec", r"LightningCLI's args parameter",
     r"You defined a `validation_step` but have no", r"This DataLoader will create",
     r"predict returned None", r".*`isinstance\(treespec, LeafSpec\)`",
+    r"You're using the WeightAveraging callback with a model that overrides the configure_model",
     r"The AccumulateGrad node's stream",  # of captured networks, whose stream is another one
 )  # fmt: skip
 
@@ -206,10 +224,8 @@ def task_cli(
     return TaskCLI(
         task,
         data,
-        subclass_mode_data=True,
         save_config_kwargs={"overwrite": True},
         trainer_class=getattr(task, "trainer_class", L.Trainer),
-        parser_class=TaskParser,
         args=args,
         run=run,
     )

@@ -26,9 +26,12 @@ TYPES = (  # what is cut off or replaced in the names of types
 # where the classes of an option are most often from
 HOMES = {
     "mixer": "ndlightnet.nn.mixers", "cross": "ndlightnet.nn.mixers", "data": "ndlightnet.training",
-    "callbacks": "ndlightnet.training", "optimizer": "torch.optim",
-    "lr_scheduler": "torch.optim.lr_scheduler",
+    "callbacks": "ndlightnet.training",
 }  # fmt: skip
+RECIPE = (
+    "AdamW with a cosine schedule is fixed; expected its options model.lr, model.weight_decay, "
+    "model.warmup_epochs, model.min_lr, model.layer_decay"
+)
 
 
 class OneLine:
@@ -66,6 +69,8 @@ def explained(message: str, options: Iterable[str]) -> str:
     if found := re.search(r"(?:Subcommand|Group) '(.+?)' does not accept option '(.+?)'", message):
         group = "" if message.startswith("Subcommand") else f"{found[1]}."
         return f"{group}{found[2]}: no such option{_nearest(group + found[2], options)}"
+    if found := re.match(r'(?:argument --|Parser key ")(optimizer|lr_scheduler)\b', message):
+        return f"{found[1]}: {RECIPE}"
     # the keys on the way to the innermost message, each once
     key = ".".join(dict.fromkeys(re.findall(r'Parser key "([^"]+)"', message)))
     classes = re.findall(r"class_path[ =]'([\w.]+)'", message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import unicodedata
 from pathlib import Path
@@ -14,7 +13,7 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.inference import generate_text
 from ndlightnet.training.core.checkpoints import check_checkpoint
 from ndlightnet.training.core.cli import TaskCLI
-from ndlightnet.training.core.options import TaskParser, check_configs
+from ndlightnet.training.core.options import check_configs
 from ndlightnet.training.language.data import TextData
 from ndlightnet.training.language.task import TextTask
 
@@ -43,10 +42,7 @@ def generate(arguments: list[str]) -> int:
     if not {"-h", "--help"} & {*arguments}:
         arguments = _with_files(arguments)
         check_configs(arguments)
-    cli = GenerateCLI(
-        TextTask, TextData, subclass_mode_data=True, parser_class=TaskParser, args=arguments,
-        run=False,
-    )  # fmt: skip
+    cli = GenerateCLI(TextTask, TextData, args=arguments, run=False)
     given, task = cli.config, cli.model
     check_checkpoint(given.ckpt_path, task, cli.datamodule)
     saved = torch.load(given.ckpt_path, map_location="cpu", weights_only=True)
@@ -67,9 +63,6 @@ def generate(arguments: list[str]) -> int:
         raise DataError(error) from error
     except KeyboardInterrupt:
         pass
-    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     _show("\n")
     return 0
 

@@ -14,6 +14,7 @@ from pydoc import locate
 from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
+import yaml
 from monai.bundle.config_parser import ConfigParser
 from torch import Tensor
 
@@ -41,9 +42,7 @@ def bundle(arguments: list[str]) -> None:
     Raises DataError for a checkpoint of another network, for a network that MONAI cannot build from
     the config, and where `out` holds something or cannot be written.
     """
-    cli = BundleCLI(
-        SegmentationTask, VolumeData, subclass_mode_data=True, args=arguments, run=False
-    )
+    cli = BundleCLI(SegmentationTask, VolumeData, args=arguments, run=False)
     if len(cli.datamodule.patch) != 3:
         raise DataError(
             f"data.patch: {cli.datamodule.patch}, expected 3 sizes: bundles are made of networks "
@@ -85,27 +84,32 @@ def _network(cli: TaskCLI, paths: list[str]) -> tuple[dict[str, Any], dict[str, 
         {name[4:]: value for name, value in one["state_dict"].items() if name.startswith("net.")}
         for one in saved
     ]
-    asked, weights = cli.config.model.net, states[0]
+    # as `fit` saves it: a class that is a default by its name
+    asked = yaml.safe_load(cli.parser.dump(cli.config, skip_none=False))["model"]["net"]
+    weights = states[0]
     if len(states) > 1:
         weights = {f"nets.{n}.{k}": value for n, s in enumerate(states) for k, value in s.items()}
     try:  # so that it fails here, not where it is used
-        definition = _target(asked.as_dict())
+        definition = _target(asked)
         if len(states) > 1:
             nets = [definition] * len(states)
             definition = {"_target_": "ndlightnet.inference.Ensemble", "nets": nets}
         read = ConfigParser({"net": json.loads(json.dumps(definition))})
         read.get_parsed_content("net").load_state_dict(weights)
     except Exception as error:  # classes may raise anything
-        wrong = f"{asked.class_path} cannot be built from a MONAI config ({one_line(error)})"
+        why = one_line(error.__cause__ or error)  # MONAI's own error only lists the arguments
+        wrong = f"{asked['class_path']} cannot be built from a MONAI config ({why})"
         raise DataError(f"model.net: {wrong}") from error
     return definition, weights
 
 
 def _target(value: Any, called: bool = False) -> Any:
-    """Convert jsonargparse's class_path and init_args to MONAI's `_target_`. called: the receiver
-    calls it with more arguments to get the object."""
+    """Convert jsonargparse's class_path and init_args, and dotted names of classes and functions,
+    to MONAI's `_target_`. called: the receiver calls it with more arguments to get the object."""
     if isinstance(value, list | tuple):
         return [_target(one, called) for one in value]
+    if called and isinstance(value, str) and "." in value:
+        return {"_target_": value, "_mode_": "callable"}
     if not isinstance(value, dict) or "class_path" not in value:
         return value
     made: Any = locate(value["class_path"])

@@ -55,6 +55,7 @@ def test_a_run_says_what_it_trains_and_what_came_out(told, tmp_path, capsys, mon
         f"--trainer.default_root_dir={tmp_path}/out", "--trainer.max_epochs=1",
         "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false",
         "--trainer.log_every_n_steps=1", "--seed_everything=1",
+        "--trainer.callbacks=ndlightnet.training.AveragedWeights",
     ]  # fmt: skip
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")

@@ -13,6 +13,7 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.nn.local import LocalMixing
 from ndlightnet.training import ImageTask
 from ndlightnet.training.core.optim import adamw_with_cosine, decayed_groups, layer_numbers
+from ndlightnet.training.core.options import RECIPE
 
 NETS = {
     "net": lambda: NDLightNet(3, num_classes=4, patch_size=4, embed_dim=16, depth=2),
@@ -184,3 +185,24 @@ def test_a_network_without_layers_in_order_is_refused():
 def test_options_of_a_task_that_cannot_be(options, line):
     with pytest.raises(DataError, match=line):
         ImageTask(NETS["net"](), **options)
+
+
+@pytest.mark.parametrize("name", ["optimizer", "lr_scheduler"])
+@pytest.mark.parametrize(
+    "given",
+    ["--{}=torch.optim.SGD", "--{}.lr=3", "{}: torch.optim.SGD", "{}: {{class_path: SGD}}"],
+)
+def test_nothing_replaces_the_recipe(classify, tmp_path, name, given):
+    """LightningCLI would train without these groups, rates and schedule."""
+    option = given.format(name)
+    if not option.startswith("--"):
+        (tmp_path / "c.yaml").write_text(option)
+        option = f"--config={tmp_path / 'c.yaml'}"
+    assert classify("fit", option)[::2] == (2, f"error: {name}: {RECIPE}\n")
+
+
+def test_a_config_that_lightning_has_saved_is_read(classify, tmp_path):
+    (tmp_path / "c.yaml").write_text("optimizer: null\nlr_scheduler: null\n")
+    places = (f"--trainer.default_root_dir={tmp_path}", f"--data.root={tmp_path / 'gone'}")
+    done = classify("fit", "--config", tmp_path / "c.yaml", *places)
+    assert (done.status, done.errors) == (1, [f"error: {tmp_path / 'gone'}: no such folder"])
