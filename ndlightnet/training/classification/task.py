@@ -17,7 +17,7 @@ from ndlightnet.training.classification.curves import save_curves
 from ndlightnet.training.classification.metrics import BINS, scores
 from ndlightnet.training.classification.page import write_page, write_table
 from ndlightnet.training.classification.pictures import save_confusion
-from ndlightnet.training.core.report import write_json
+from ndlightnet.training.core.report import write_metrics
 from ndlightnet.training.core.task import Task, check
 
 ATTRIBUTED = 6  # samples in attribution.png
@@ -98,7 +98,7 @@ class ClassificationTask(Task):
         if not self.trainer.is_global_zero:
             return
         numbers, out = list(tested), self.out()
-        write_json(out / "metrics.json", metrics)
+        write_metrics(out, metrics)
         files = [self.data().sample_name(number) for number in numbers]
         write_table(out / "test.csv", files, probabilities, labels, names)
         save_confusion(out / "confusion.png", torch.tensor(metrics["confusion"]), names)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,20 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
     with atomic_write(path) as draft:
         draft.write_text(json.dumps(plain(content), indent=2) + "\n")
+
+
+def write_metrics(
+    folder: Path, test: dict[str, Any] | None = None, fit: dict[str, Any] | None = None
+) -> None:
+    """Write a run's metrics.json: what `test` measures, and under "fit" what a training does. None:
+    as the file there has it."""
+    path, saved = folder / "metrics.json", {}
+    if path.is_file():
+        with suppress(ValueError):  # not JSON: replaced
+            saved = json.loads(path.read_text())
+    trained = saved.pop("fit", None)
+    trained = trained if fit is None else fit
+    write_json(path, {**(saved if test is None else test), **({"fit": trained} if trained else {})})
 
 
 def plain_text(figure: Any) -> None:
