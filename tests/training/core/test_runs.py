@@ -2,7 +2,9 @@
 
 import csv
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,37 +174,26 @@ def test_a_training_leaves_its_validations(launch, tmp_path):
     assert tested["fit"] == metrics["fit"] and "8" in tested["bits_per_byte_at"]
 
 
-class Fit:
-    """As a trainer after validations with these scores."""
-
-    is_global_zero = sanity_checking = False
-
-    def __init__(self, *scores):
-        self.scores, self.metrics = scores, FitMetrics("score")
-        for self.current_epoch, self.callback_metrics in enumerate(map(self.logged, scores)):
-            self.global_step = 10 * self.current_epoch
-            self.metrics.on_validation_end(self, None)
-
-    @staticmethod
-    def logged(score):
-        return {"score": torch.tensor(score)}
-
-    @property
-    def epochs(self):
-        return {name: found["epoch"] for name, found in self.metrics.metrics.items()}
-
-
-def test_the_best_validation_is_that_of_the_highest_score():
-    nan = float("nan")
-    assert Fit(1.0, 3.0, 2.0).epochs == {"last": 2, "best": 1}
-    assert Fit(nan, 1.0, nan).epochs == {"last": 2, "best": 1}
-    assert Fit(nan).epochs == {"last": 0, "best": 0}
-    resumed = FitMetrics("score")
-    resumed.load_state_dict(Fit(1.0, 3.0).metrics.state_dict())
-    trainer = Fit(2.0)
-    trainer.current_epoch = 2
-    resumed.on_validation_end(trainer, None)
-    assert resumed.metrics["best"]["score"] == 3 and resumed.metrics["last"]["score"] == 2
+@pytest.mark.parametrize(
+    "scores, best",
+    [([1.0, 3.0, 2.0], 1), ([math.nan, 1.0, math.nan], 1), ([math.nan], 0), ([None, None], None)],
+)
+def test_the_best_validation_is_that_of_the_highest_score(scores, best):
+    """Each by a new process, which resumes."""
+    saved: dict = {}
+    for epoch, score in enumerate(scores):
+        callback = FitMetrics("score")
+        callback.load_state_dict(saved)
+        logged = {} if score is None else {"score": torch.tensor(score)}
+        trainer = SimpleNamespace(
+            is_global_zero=False, sanity_checking=False, current_epoch=epoch, global_step=epoch + 1,
+            callback_metrics={"loss": torch.tensor(2.0), **logged},
+        )  # fmt: skip
+        callback.on_validation_end(trainer, None)
+        saved = callback.state_dict()
+    epochs = {name: metrics["epoch"] for name, metrics in saved.items()}
+    assert epochs == {"last": len(scores) - 1, **({} if best is None else {"best": best})}
+    assert saved["last"]["loss"] == 2 and saved["last"]["step"] == len(scores)
 
 
 def test_a_test_and_a_training_write_one_file(tmp_path):
