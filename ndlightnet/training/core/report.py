@@ -15,6 +15,7 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_only
 
 from ndlightnet.data.errors import atomic_write, printable, writable
+from ndlightnet.training.core.fonts import characters, has_glyph
 
 # Okabe and Ito's palette, which colour-blind people can distinguish, too
 COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#F0E442", "#CC79A7", "#0072B2")
@@ -73,12 +74,16 @@ def write_metrics(
 
 def plain_text(figure: Any) -> None:
     """Make the texts of a finished figure literal, such as names of files and classes: `$` begins
-    no formula, and bytes that are not UTF-8 are escaped."""
+    no formula, bytes that are not UTF-8 are escaped, and a character of no font is `?`."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
         text.set_parse_math(False)
-        text.set_text(text.get_text().encode(errors="backslashreplace").decode())
+        shown = text.get_text().encode(errors="backslashreplace").decode()
+        if not shown.isascii():
+            text.set_fontfamily(list(characters()))
+            shown = "".join(x if has_glyph(x) else "?" for x in shown)
+        text.set_text(shown)
 
 
 def save_figure(figure: Any, path: Path) -> None:

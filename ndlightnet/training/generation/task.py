@@ -220,8 +220,9 @@ class GenerationTask(Task):
         if not self.conditional:
             return [("", list(part)) for part in pixels[: ROWS * COLUMNS].split(COLUMNS)]
         found = labels.unique().tolist()
+        names = self.figure_names(self.data().classes)
         return [
-            (self.data().classes[label], list(pixels[labels == label][:COLUMNS]))
+            (names[label], list(pixels[labels == label][:COLUMNS]))
             for label in (found[i] for i in spread(min(ROWS, len(found)), len(found)))
         ]
 
@@ -277,7 +278,7 @@ class GenerationTask(Task):
         }  # fmt: skip
         write_metrics(self.out(), metrics)
         self.save_sheets("samples", labels, pixels)
-        classes: list[str] = self.data().classes if self.conditional else []
+        classes = self.figure_names(self.data().classes) if self.conditional else []
         drawn = [(int(labels[i]), pixels[i]) for i in shown]
         save_nearest(self.out() / "nearest.png", drawn, nearest.near, classes)
         self.summary = (

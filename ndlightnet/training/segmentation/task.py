@@ -278,8 +278,8 @@ class SegmentationTask(Task):
         mean = torch.tensor([measured["dice"] for measured in row]).nanmean()
         title = case.name if truth is None else f"{case.name}: Dice {mean:.3f}"
         save_case(
-            folder / f"{case.name}.png", title, shown.as_tensor()[0], truth, labels, spacing, names,
-            step, picture=len(self.data().patch) == 2,
+            folder / f"{case.name}.png", title, shown.as_tensor()[0], truth, labels, spacing,
+            self.figure_names(names), step, picture=len(self.data().patch) == 2,
         )  # fmt: skip
         self.rows[case.name] = row
 
