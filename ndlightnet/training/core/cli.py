@@ -224,7 +224,8 @@ def task_cli(
 
 def _demonstration(config: Path) -> list[str]:
     """Return the arguments that train on a config, or go on with what an earlier call has left."""
-    root = Path(yaml.safe_load(config.read_text(encoding="utf-8"))["trainer"]["default_root_dir"])
+    trainer = yaml.safe_load(config.read_text(encoding="utf-8")).get("trainer", {})
+    root = Path(trainer.get("default_root_dir", "runs"))
     resumed = resumption(root)
     if resumed:
         say([f"{root}: holds a run, which goes on; without the folder it begins anew"])

@@ -52,7 +52,7 @@ def saved_config(run: Path) -> Path:
 def check_unused(run: Path, resumed: str | None) -> None:
     """Raise DataError if a training would replace the checkpoints of another one: the folder has
     some, and the training does not resume from one of them, `resumed`."""
-    saved = sorted((run / "checkpoints").glob("*.ckpt"))
+    saved = sorted((run / "checkpoints").glob("[!.]*.ckpt"))  # and no drafts
     if resumed is not None and run.resolve() in Path(resumed).resolve().parents:
         return
     if not saved or any(run.glob("hpc_ckpt_*.ckpt")):  # Lightning resumes a requeued job of SLURM

@@ -123,6 +123,7 @@ def test_a_second_training_replaces_nothing(launch, tmp_path):
     assert launch("fit", given, f"--trainer.default_root_dir={tmp_path}/new", other[0])[0] == 0
 
 
+@pytest.mark.slow
 def test_the_command_without_arguments_can_be_repeated(tmp_path, launch, capsys):
     """The first call trains and tests; the second tests what is there and trains nothing."""
     lines = []
@@ -140,6 +141,8 @@ def test_the_command_without_arguments_can_be_repeated(tmp_path, launch, capsys)
 
 def test_the_first_process_decides_for_all(tmp_path, monkeypatch):
     (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/.1.part.last.ckpt").touch()  # a draft
+    check_unused(tmp_path, None)
     (tmp_path / "checkpoints/step.ckpt").touch()
     with pytest.raises(DataError, match=r"--ckpt_path \S+/checkpoints/step.ckpt goes on"):
         check_unused(tmp_path, None)
