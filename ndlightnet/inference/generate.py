@@ -1,4 +1,4 @@
-"""Continuations of a text by a language model, token by token in constant memory."""
+"""Continuations of texts by a language model, token by token in constant memory."""
 
 from __future__ import annotations
 
@@ -14,31 +14,36 @@ GREEDY = 1e-6  # a lower temperature counts as 0: logits divided by it could be 
 
 
 def generate(
-    network: Any, prompt: Tensor | Sequence[int], length: int, *, temperature: float = 1.0,
+    network: Any, prompt: Tensor | Sequence[Any], length: int, *, temperature: float = 1.0,
     top_k: int | None = None, stop: Sequence[Sequence[int]] = (),
     generator: torch.Generator | None = None,
-) -> Iterator[int]:  # fmt: skip
-    """Yield up to `length` tokens that continue `prompt` (tokens,), each as soon as it is drawn.
+) -> Iterator[Any]:  # fmt: skip
+    """Yield up to `length` tokens that continue `prompt` (tokens,), each as soon as it is drawn: an
+    int, or for prompts (batch, tokens) of one length a tensor (batch,) of a token for each.
 
     network: a causal NDLightNet with a vocabulary, in eval mode. Its `stream` reads the prompt and
     then one token at a time, so memory does not grow. Each token is drawn from softmax(logits /
     temperature) of the `top_k` most likely tokens (default: of all); a temperature below 1e-6 takes
-    the most likely one. stop: sequences of tokens that end the text; they are not yielded, and
-    tokens that may begin one wait until it is decided. generator: for draws that can be repeated;
-    its device is the network's or the CPU.
+    the most likely one. stop: sequences of tokens that end the text of a single prompt; they are
+    not yielded, and tokens that may begin one wait until it is decided. generator: for draws that
+    can be repeated; its device is the network's or the CPU.
 
-    Raises ValueError for an empty prompt, a token outside the vocabulary, numbers out of range and
-    a network that has no vocabulary or cannot stream.
+    Raises ValueError for an empty prompt, a token outside the vocabulary, numbers out of range,
+    `stop` with a batch, and a network that has no vocabulary or cannot stream.
     """
     vocabulary = getattr(network, "vocab_size", None)
     if vocabulary is None or not getattr(network, "per_token", False):
         raise ValueError("network: expected a language model, NDLightNet(1, vocab_size=...)")
     device = next(network.parameters()).device
-    tokens = torch.as_tensor(prompt, dtype=torch.int64, device=device)
-    if tokens.ndim != 1 or not len(tokens) or not 0 <= tokens.min() <= tokens.max() < vocabulary:
+    try:
+        tokens = torch.as_tensor(prompt, dtype=torch.int64, device=device)
+    except ValueError as error:  # lists of different lengths
+        raise ValueError(f"prompt: expected prompts of one length ({error})") from error
+    good = tokens.ndim in (1, 2) and tokens.numel() > 0
+    if not good or not 0 <= tokens.min() <= tokens.max() < vocabulary:
         raise ValueError(
-            f"prompt {tuple(tokens.shape)}: expected one token or more, each from 0 to "
-            f"{vocabulary - 1}"
+            f"prompt {tuple(tokens.shape)}: expected (tokens,) or (batch, tokens), one token or "
+            f"more, each from 0 to {vocabulary - 1}"
         )
     if length < 0:
         raise ValueError(f"length={length}: expected 0 or more")
@@ -49,18 +54,32 @@ def generate(
     ends = [] if isinstance(stop, str) else [list(end) for end in stop]
     if isinstance(stop, str) or not all(ends):
         raise ValueError(f"stop={stop!r}: expected sequences of one token or more")
-    return _continued(network, tokens, length, temperature, top_k, ends, generator)
+    if ends and tokens.ndim == 2:
+        raise ValueError(f"stop={stop!r}: expected none for prompts {tuple(tokens.shape)}")
+    batch = tokens if tokens.ndim == 2 else tokens[None]
+    drawn = _continued(network, batch, length, temperature, top_k, generator)
+    return drawn if tokens.ndim == 2 else _ended(map(int, drawn), ends)
 
 
 def _continued(
     network: Any, tokens: Tensor, length: int, temperature: float, top_k: int | None,
-    ends: list[list[int]], generator: torch.Generator | None,
-) -> Iterator[int]:  # fmt: skip
-    stream, held = network.stream(), list[int]()
-    for part in tokens.split(CHUNK):
-        logits = stream(part[None])
+    generator: torch.Generator | None,
+) -> Iterator[Tensor]:  # fmt: skip
+    """Yield the `length` tokens (batch,) that continue `tokens` (batch, tokens)."""
+    stream = network.stream(len(tokens))
+    for chunk in tokens.split(CHUNK, 1):
+        logits = stream(chunk)
     for left in range(length, 0, -1):
-        token = _draw(logits[0, -1], temperature, top_k, generator)
+        drawn = _draw(logits[:, -1], temperature, top_k, generator)
+        yield drawn
+        if left > 1:
+            logits = stream(drawn[:, None])
+
+
+def _ended(tokens: Iterator[int], ends: list[list[int]]) -> Iterator[int]:
+    """Yield tokens until one of `ends`, which is not yielded."""
+    held = list[int]()
+    for token in tokens:
         held.append(token)
         if found := [len(end) for end in ends if held[-len(end) :] == end]:
             yield from held[: -max(found)]
@@ -68,8 +87,6 @@ def _continued(
         wait = max((_begun(held, end) for end in ends), default=0)
         yield from held[: len(held) - wait]
         held = held[len(held) - wait :]
-        if left > 1:
-            logits = stream(tokens.new_full((1, 1), token))
     yield from held
 
 
@@ -81,17 +98,18 @@ def _begun(held: list[int], end: list[int]) -> int:
 
 def _draw(
     logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
-) -> int:
+) -> Tensor:
+    """Draw a token (batch,) for each row of logits (batch, vocabulary)."""
     if temperature < GREEDY:
-        return int(logits.argmax())
+        return logits.argmax(-1)
     logits = logits.float()
     if top_k is not None:  # by their places: of equal logits no more than top_k may stay
-        rest = logits.argsort(descending=True, stable=True)[top_k:]
-        logits = logits.index_fill(0, rest, -torch.inf)
-    odds = (logits / temperature).softmax(-1)
-    if generator is not None and generator.device != odds.device:
-        odds = odds.to(generator.device)
-    return int(torch.multinomial(odds, 1, generator=generator))
+        rest = logits.argsort(descending=True, stable=True)[:, top_k:]
+        logits = logits.scatter(-1, rest, -torch.inf)
+    probs = (logits / temperature).softmax(-1)
+    if generator is not None:
+        probs = probs.to(generator.device)
+    return torch.multinomial(probs, 1, generator=generator)[:, 0].to(logits.device)
 
 
 def generate_text(

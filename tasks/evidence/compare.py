@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -62,6 +63,7 @@ def one_run(options: Namespace, who: Run) -> Run:
     common += options.extra
     root.mkdir(parents=True, exist_ok=True)
     (root / "metrics.json").unlink(missing_ok=True)  # of an earlier run
+    shutil.rmtree(root / "checkpoints", ignore_errors=True)
     checkpoint = f"--ckpt_path={root}/checkpoints/{options.checkpoint}.ckpt"
     stages = [[str(options.task), *command, *common] for command in (["fit"], ["test", checkpoint])]
     with open(root / "log.txt", "w") as log:

@@ -37,6 +37,32 @@ def test_temperature_0_is_the_argmax_of_the_whole_forward(net):
         assert len(tokens) == len(prompt) + 8
 
 
+@pytest.mark.parametrize("prompts", [[[3], [9], [0]], [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1]], [[7, 7]]])
+def test_a_batch_continues_each_prompt_as_alone(net, prompts):
+    each = [list(generate(net, prompt, 6, temperature=0)) for prompt in prompts]
+    for batch in (prompts, torch.tensor(prompts)):
+        found = list(generate(net, batch, 6, temperature=0))
+        assert torch.stack(found, 1).tolist() == each
+
+
+def test_the_draws_of_a_batch_have_the_probabilities_of_each_prompt(net):
+    """Of the two most likely tokens, in 2,000 rows of each of two prompts."""
+    count, prompts = 2000, [[1, 2, 3], [4, 9, 9]]
+    rng = torch.Generator().manual_seed(0)
+    replayed = Replayed(net, prompts[0])
+    replayed.logits = torch.stack([logits_of(net, prompt) for prompt in prompts])[:, None].repeat(
+        count, 1, 1
+    )
+    drawn = next(generate(replayed, prompts * count, 1, temperature=2, top_k=2, generator=rng))
+    for row, logits in enumerate(replayed.logits[:2, 0]):
+        probs = (logits / 2).where(logits >= logits.topk(2).values[-1], -torch.inf).softmax(-1)
+        found = torch.bincount(drawn[row::2], minlength=WORDS)
+        deviation = (count * probs * (1 - probs)).sqrt()
+        assert ((found - count * probs).abs() <= 4.5 * deviation).all()
+    one = [next(generate(net, given, 1, generator=rng.manual_seed(1))) for given in ([1], [[1]])]
+    assert one[0] == int(one[1])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("temperature", [1e-6, 1e-8, 1e-40, 5e-324])
 def test_a_tiny_temperature_is_the_most_likely_token(net, dtype, temperature):
@@ -68,7 +94,7 @@ class Replayed:
     def parameters(self):
         return self.net.parameters()
 
-    def stream(self):
+    def stream(self, batch_size=1):
         return lambda _: self.logits
 
 
@@ -111,7 +137,7 @@ class Recited(Replayed):
     def parameters(self):
         return iter([torch.zeros(1)])
 
-    def stream(self):
+    def stream(self, batch_size=1):
         rest = iter(self.text)
         return lambda _: torch.nn.functional.one_hot(torch.tensor([[next(rest)]]), 256).float()
 
@@ -132,7 +158,7 @@ def test_what_may_begin_a_stop_waits_no_longer_than_it_must():
     network = Recited(b"abcabd")
     read = []
     stream = network.stream()
-    network.stream = lambda: lambda x: (read.append(1), stream(x))[1]
+    network.stream = lambda batch_size: lambda x: (read.append(1), stream(x))[1]
     seen = [(token, len(read)) for token in generate(network, [0], 6, temperature=0, stop=[b"abd"])]
     assert seen == [(ord("a"), 3), (ord("b"), 3), (ord("c"), 3)]
 
@@ -167,6 +193,10 @@ def test_it_streams(net):
         ({"prompt": []}, "prompt"), ({"prompt": [11]}, "prompt"), ({"length": -1}, "length=-1"),
         ({"temperature": -0.1}, "temperature=-0.1"), ({"top_k": 0}, "top_k=0"),
         ({"top_k": 12}, "top_k=12"), ({"stop": [[]]}, "stop="),
+        ({"prompt": torch.ones(1, 2, 3)}, r"prompt \(1, 2, 3\): expected \(tokens,\) or \(batch"),
+        ({"prompt": torch.ones(0, 2)}, r"prompt \(0"), ({"prompt": [[1], [11]]}, r"prompt \(2"),
+        ({"prompt": [[1], [1, 2]]}, "prompt: expected prompts of one length"),
+        ({"prompt": [[1]], "stop": [[2]]}, r"stop=\[\[2\]\]: expected none for prompts \(1, 1\)"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(net, changed, message):

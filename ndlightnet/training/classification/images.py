@@ -279,7 +279,7 @@ class ImageTask(ClassificationTask):
     def save_samples(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
         save_gallery(
             self.out() / "test_images.png", lambda row: self.data().picture(numbers[row]),
-            probabilities, labels, self.data().classes,
+            probabilities, labels, self.figure_names(self.data().classes),
         )  # fmt: skip
 
     def on_predict_start(self) -> None:
@@ -305,6 +305,6 @@ class ImageTask(ClassificationTask):
                 shown = list(predicted)
                 save_gallery(
                     self.out() / "predictions.png", lambda row: data.picture(shown[row]), odds,
-                    None, data.classes,
+                    None, self.figure_names(data.classes),
                 )  # fmt: skip
         self.summary = f"{len(predicted)} predictions are in {file}"

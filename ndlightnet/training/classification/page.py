@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ndlightnet.data.errors import atomic_write, cell
 from ndlightnet.training.classification.curves import class_areas
+from ndlightnet.training.core.fonts import page_names
 from ndlightnet.training.core.page import write_html
 
 PICTURES = {
@@ -52,8 +53,8 @@ def write_page(
     areas = class_areas(probabilities, labels)
     counts = [sum(row) for row in metrics["confusion"]]
     lines = [
-        [name, count, _number(metrics["recall"][name]), _number(area)]
-        for name, count, area in zip(names, counts, areas, strict=True)
+        [shown, count, _number(metrics["recall"][name]), _number(area)]
+        for name, shown, count, area in zip(names, page_names(names), counts, areas, strict=True)
     ]
     write_html(
         path, TEMPLATE, title=title, summary=summary, failures=failures, classes=lines,

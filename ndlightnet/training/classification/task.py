@@ -17,7 +17,7 @@ from ndlightnet.training.classification.curves import save_curves
 from ndlightnet.training.classification.metrics import BINS, scores
 from ndlightnet.training.classification.page import write_page, write_table
 from ndlightnet.training.classification.pictures import save_confusion
-from ndlightnet.training.core.report import write_json
+from ndlightnet.training.core.report import write_metrics
 from ndlightnet.training.core.task import Task, check
 
 ATTRIBUTED = 6  # samples in attribution.png
@@ -98,11 +98,12 @@ class ClassificationTask(Task):
         if not self.trainer.is_global_zero:
             return
         numbers, out = list(tested), self.out()
-        write_json(out / "metrics.json", metrics)
+        write_metrics(out, metrics)
         files = [self.data().sample_name(number) for number in numbers]
         write_table(out / "test.csv", files, probabilities, labels, names)
-        save_confusion(out / "confusion.png", torch.tensor(metrics["confusion"]), names)
-        save_curves(out / "curves.png", probabilities, labels, names, metrics["ece"], BINS)
+        shown = self.figure_names(names)
+        save_confusion(out / "confusion.png", torch.tensor(metrics["confusion"]), shown)
+        save_curves(out / "curves.png", probabilities, labels, shown, metrics["ece"], BINS)
         self.save_samples(numbers, probabilities, labels)
         self.save_attributions(numbers, probabilities, labels)
         told = f"held-out accuracy {metrics['top1']:.3f} over {len(labels)} {self.samples}"
@@ -114,7 +115,7 @@ class ClassificationTask(Task):
     def save_attributions(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
         """Write attribution.png: what decided the answers, of some samples from the worst answer to
         the best; called in one process."""
-        names, rows = self.data().classes, []
+        names, rows = self.figure_names(self.data().classes), []
         sure = probabilities.gather(1, labels[:, None])[:, 0]
         count = min(ATTRIBUTED, len(sure))
         shown = sure.argsort(stable=True)[torch.linspace(0, len(sure) - 1, count).round().long()]

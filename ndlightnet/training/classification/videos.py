@@ -101,7 +101,7 @@ class VideoTask(ClassificationTask):
         else:
             probabilities = self.probabilities(clips)
         self.keep(probabilities, labels, numbers)
-        names, samples = self.data().classes, self.data().test_set.samples
+        names, samples = self.figure_names(self.data().classes), self.data().test_set.samples
         # evenly spaced videos, so that the strips show all classes
         every = max(1, len(samples) // STRIPS)
         for row, number in enumerate(numbers.tolist()):
@@ -145,7 +145,7 @@ class VideoTask(ClassificationTask):
                 raise DataError(batch["error"])
             probabilities = self.probabilities(batch["clips"][None].to(self.device))[0]
             names, guess = self.data().classes, int(probabilities.argmax())
-            caption = f"{printable(path.name)}: {names[guess]}"
+            caption = f"{printable(path.name)}: {self.figure_names(names)[guess]}"
             # files in several folders may have the same name
             picture = file_name(f"{batch['number']:04d}_{path.stem}") + ".png"
             strip = (caption, None, to_pixels(batch["clips"][0].cpu()))

@@ -92,11 +92,11 @@ def load_initial(path: str, net: nn.Module) -> str:
     net.load_state_dict({**own, **fits})
     missing, surplus = [sorted(set(some) - set(fits)) for some in (own, there)]
     return (
-        f"{path}: {len(fits)} of {len(own)} weights of the network; as drawn: {_some(missing)}; "
-        f"not used: {_some(surplus)}"
+        f"{path}: {len(fits)} of {len(own)} weights of the network; as drawn: {some_of(missing)}; "
+        f"not used: {some_of(surplus)}"
     )
 
 
-def _some(names: Sequence[str], most: int = 6) -> str:
+def some_of(names: Sequence[str], most: int = 6) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more or "none"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import yaml
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -25,6 +26,7 @@ from ndlightnet.training.core.checkpoints import NAMES, AtomicCheckpoints, check
 from ndlightnet.training.core.costs import parameter_count
 from ndlightnet.training.core.options import TaskParser, check_configs, unexpected
 from ndlightnet.training.core.report import check_writable, say
+from ndlightnet.training.core.runs import FitMetrics, SaveConfig, check_unused, resumption
 
 # entries needed to resume a training: without "loops" it would silently start again
 RESUMED = ("epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers")
@@ -126,13 +128,6 @@ class TaskCLI(LightningCLI):
             print(f"checkpoints in {folder}: {', '.join(names)}", file=sys.stderr)
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
-        root = Path(self._get(self.config_init, "trainer.default_root_dir") or "runs")
-        fold = getattr(self.datamodule, "fold", None)
-        root = root if fold is None else root / f"fold_{fold}"
-        if self.subcommand != "stream":
-            check_writable(root)
-            clear_drafts(root)
-
         def given(key: str) -> Any:
             return self._get(self.config_init, f"trainer.{key}")
 
@@ -140,6 +135,15 @@ class TaskCLI(LightningCLI):
             value = given(key) or []
             return [*value] if isinstance(value, list) else [value]
 
+        root = Path(given("default_root_dir") or "runs")
+        fold = getattr(self.datamodule, "fold", None)
+        root = root if fold is None else root / f"fold_{fold}"
+        saves = self.subcommand == "fit" and not given("fast_dev_run")
+        if saves:
+            check_unused(root, self._get(self.config_init, "ckpt_path"))
+        if self.subcommand != "stream":
+            check_writable(root)
+            clear_drafts(root)
         callbacks, plugins, loggers = several("callbacks"), several("plugins"), given("logger")
         if given("enable_model_summary") is None:
             kwargs["enable_model_summary"] = False  # `before_fit` prints the useful part
@@ -152,9 +156,11 @@ class TaskCLI(LightningCLI):
             loggers = [csv, TensorBoardLogger(root, "logs", version=csv.version)]
         if loggers:
             callbacks.append(LearningRateMonitor())
+        monitor = getattr(self.model, "monitor", None)
+        if saves:
+            callbacks.append(FitMetrics(monitor))
         if self.subcommand == "fit" and given("enable_checkpointing") is not False:
             folder = root / "checkpoints"
-            monitor = getattr(self.model, "monitor", None)
             callbacks += [
                 ModelCheckpoint(
                     folder, "best", monitor=monitor, mode="max", enable_version_counter=False
@@ -224,11 +230,22 @@ def task_cli(
     return TaskCLI(
         task,
         data,
-        save_config_kwargs={"overwrite": True},
+        save_config_callback=SaveConfig,
+        save_config_kwargs={"save_to_log_dir": False},
         trainer_class=getattr(task, "trainer_class", L.Trainer),
         args=args,
         run=run,
     )
+
+
+def _demonstration(config: Path) -> list[str]:
+    """Return the arguments that train on a config, or go on with what an earlier call has left."""
+    trainer = yaml.safe_load(config.read_text(encoding="utf-8")).get("trainer", {})
+    root = Path(trainer.get("default_root_dir", "runs"))
+    resumed = resumption(root)
+    if resumed:
+        say([f"{root}: holds a run, which goes on; without the folder it begins anew"])
+    return ["fit", "--config", str(config), *resumed]
 
 
 def run(
@@ -259,7 +276,7 @@ def run(
             wrong = f"{given[0]}: no such command{did_you_mean(given[0], known)}"
             print(f"error: {printable(wrong)}", file=sys.stderr)
             return 2
-        cli = task_cli(task, data, given or ["fit", "--config", str(default)])
+        cli = task_cli(task, data, given or _demonstration(default))
         if not given:
             last = Path(cli.trainer.default_root_dir) / "checkpoints" / "last.ckpt"
             cli.trainer.test(

@@ -20,6 +20,7 @@ from torch.export import Dim
 
 from ndlightnet.data.errors import DataError, one_line, writable
 from ndlightnet.models import NDLightNet, NDLightUNet
+from ndlightnet.training.core.runs import find_checkpoint, saved_config
 
 Run = Callable[[Tensor], Tensor]
 LARGEST = 2**30  # bytes of weights: an ONNX file has at most 2**31 bytes
@@ -80,16 +81,8 @@ def load_network(run: Path) -> tuple[nn.Module, Path]:
     import yaml
     from jsonargparse import ArgumentParser
 
-    ckpt, root = run, run.absolute().parent.parent
-    if run.is_dir():
-        found = [run / "checkpoints" / f"{name}.ckpt" for name in ("best", "last")]
-        ckpt, root = next((one for one in found if one.is_file()), found[-1]), run
-    if not ckpt.is_file():
-        raise DataError(f"{ckpt}: no such checkpoint, expected the folder of a run of `fit`")
-    configs = [*root.glob("logs/version_*/config.yaml"), *root.glob("config.yaml")]
-    if not configs:
-        raise DataError(f"{root}: no logs/version_*/config.yaml, which `fit` leaves")
-    config = max(configs, key=lambda path: path.stat().st_mtime)
+    ckpt, root = find_checkpoint(run)
+    config = saved_config(root)
     try:
         saved = torch.load(ckpt, map_location="cpu", weights_only=True)["state_dict"]
     except Exception as error:  # its class depends on what is in the file

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_only
 
 from ndlightnet.data.errors import atomic_write, printable, writable
+from ndlightnet.training.core.fonts import characters, has_glyph
 
 # Okabe and Ito's palette, which colour-blind people can distinguish, too
 COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#F0E442", "#CC79A7", "#0072B2")
@@ -56,14 +58,32 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         draft.write_text(json.dumps(plain(content), indent=2) + "\n")
 
 
+def write_metrics(
+    folder: Path, test: dict[str, Any] | None = None, fit: dict[str, Any] | None = None
+) -> None:
+    """Write a run's metrics.json: what `test` measures, and under "fit" what a training does. None:
+    as the file there has it."""
+    path, saved = folder / "metrics.json", {}
+    if path.is_file():
+        with suppress(ValueError):  # not JSON: replaced
+            saved = json.loads(path.read_text())
+    trained = saved.pop("fit", None)
+    trained = trained if fit is None else fit
+    write_json(path, {**(saved if test is None else test), **({"fit": trained} if trained else {})})
+
+
 def plain_text(figure: Any) -> None:
     """Make the texts of a finished figure literal, such as names of files and classes: `$` begins
-    no formula, and bytes that are not UTF-8 are escaped."""
+    no formula, bytes that are not UTF-8 are escaped, and a character of no font is `?`."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
         text.set_parse_math(False)
-        text.set_text(text.get_text().encode(errors="backslashreplace").decode())
+        shown = text.get_text().encode(errors="backslashreplace").decode()
+        if not shown.isascii():
+            text.set_fontfamily(list(characters()))
+            shown = "".join(x if has_glyph(x) else "?" for x in shown)
+        text.set_text(shown)
 
 
 def save_figure(figure: Any, path: Path) -> None:

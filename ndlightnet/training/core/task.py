@@ -3,7 +3,7 @@ results from every process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -19,8 +19,9 @@ from ndlightnet.data.visits import mixed, replica, share_samples
 from ndlightnet.inference import OutOfCore
 from ndlightnet.layout import Processes, Shard, activated
 from ndlightnet.models.hub import Pretrained
-from ndlightnet.training.core.checkpoints import load_initial
+from ndlightnet.training.core.checkpoints import load_initial, some_of
 from ndlightnet.training.core.costs import CostMonitor
+from ndlightnet.training.core.fonts import figure_names
 from ndlightnet.training.core.optim import adamw_with_cosine
 from ndlightnet.training.core.report import say
 from ndlightnet.training.core.speed import checkpoint_blocks, note_torch_lines
@@ -207,6 +208,16 @@ class Task(L.LightningModule):
 
     def out(self) -> Path:
         return Path(self.trainer.default_root_dir)
+
+    def figure_names(self, names: Sequence[str]) -> list[str]:
+        """Return the names of classes as figures show them, with a note on those without a font."""
+        shown = figure_names(names)
+        if numbers := [f"{a} {b}" for a, b in zip(shown, names, strict=True) if a != b]:
+            self.notes.append(
+                "figures: no installed font, such as Noto Sans CJK, has the names of "
+                f"{len(numbers)} classes, which are shown as numbers: {some_of(numbers)}"
+            )
+        return shown
 
     @contextmanager
     def one_input(self, path: object) -> Iterator[None]:

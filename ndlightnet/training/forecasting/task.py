@@ -19,7 +19,7 @@ from ndlightnet.data.series import (
     write_series,
 )
 from ndlightnet.training.core.costs import training_costs
-from ndlightnet.training.core.report import write_json
+from ndlightnet.training.core.report import write_metrics
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.forecasting.pictures import Panel, save_forecasts
 
@@ -111,7 +111,7 @@ class ForecastTask(Task):
         self.log("test_mse", ours["mse"], rank_zero_only=True)
         if not self.trainer.is_global_zero:
             return
-        write_json(self.out() / "metrics.json", metrics)
+        write_metrics(self.out(), metrics)
         save_forecasts(self.out() / "test_windows.png", list(panels.values()))
         simple = min(found, key=lambda name: found[name]["mse"])
         self.summary = (

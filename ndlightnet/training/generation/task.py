@@ -19,7 +19,7 @@ from ndlightnet.data.visits import mixed
 from ndlightnet.inference import sample
 from ndlightnet.layout import per_axis
 from ndlightnet.training.core.costs import training_costs
-from ndlightnet.training.core.report import write_json
+from ndlightnet.training.core.report import write_metrics
 from ndlightnet.training.core.task import Task, check
 from ndlightnet.training.generation.latents import Latents, Pixels
 from ndlightnet.training.generation.measures import (
@@ -220,8 +220,9 @@ class GenerationTask(Task):
         if not self.conditional:
             return [("", list(part)) for part in pixels[: ROWS * COLUMNS].split(COLUMNS)]
         found = labels.unique().tolist()
+        names = self.figure_names(self.data().classes)
         return [
-            (self.data().classes[label], list(pixels[labels == label][:COLUMNS]))
+            (names[label], list(pixels[labels == label][:COLUMNS]))
             for label in (found[i] for i in spread(min(ROWS, len(found)), len(found)))
         ]
 
@@ -275,9 +276,9 @@ class GenerationTask(Task):
             "sampled_per_second": len(labels) / seconds,
             **training_costs(self.net, self.cost),
         }  # fmt: skip
-        write_json(self.out() / "metrics.json", metrics)
+        write_metrics(self.out(), metrics)
         self.save_sheets("samples", labels, pixels)
-        classes: list[str] = self.data().classes if self.conditional else []
+        classes = self.figure_names(self.data().classes) if self.conditional else []
         drawn = [(int(labels[i]), pixels[i]) for i in shown]
         save_nearest(self.out() / "nearest.png", drawn, nearest.near, classes)
         self.summary = (

@@ -14,6 +14,7 @@ from ndlightnet.inference import generate_text
 from ndlightnet.training.core.checkpoints import check_checkpoint
 from ndlightnet.training.core.cli import TaskCLI
 from ndlightnet.training.core.options import check_configs
+from ndlightnet.training.core.runs import find_checkpoint, saved_config
 from ndlightnet.training.language.data import TextData
 from ndlightnet.training.language.task import TextTask
 
@@ -92,16 +93,8 @@ def _with_files(arguments: list[str]) -> list[str]:
     at = next((i for i, one in enumerate(joined) if one.startswith("--ckpt_path=")), None)
     if at is None:
         raise DataError("--ckpt_path: expected a checkpoint or the folder of a run, got none")
-    path = Path(joined[at].partition("=")[2])
-    if not path.exists():
-        raise DataError(f"{path}: no such checkpoint, nor a folder of a run")
-    run = path if path.is_dir() else path.absolute().parent.parent  # of "last.ckpt", too
-    if path.is_dir():
-        names = [run / "checkpoints" / f"{name}.ckpt" for name in ("best", "last")]
-        joined[at] = f"--ckpt_path={next((one for one in names if one.is_file()), names[-1])}"
+    checkpoint, run = find_checkpoint(Path(joined[at].partition("=")[2]))
+    joined[at] = f"--ckpt_path={checkpoint}"
     if not any(one.startswith("--config=") for one in joined):
-        found = sorted(run.glob("logs/version_*/config.yaml"), key=lambda one: one.stat().st_mtime)
-        if not found:
-            raise DataError(f"{run}: holds no logs/version_*/config.yaml, expected --config FILE")
-        joined.insert(0, f"--config={found[-1]}")
+        joined.insert(0, f"--config={saved_config(run)}")
     return joined

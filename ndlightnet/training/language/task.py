@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ndlightnet.data.errors import DataError, atomic_write, cell
 from ndlightnet.training.core.costs import training_costs
-from ndlightnet.training.core.report import write_json
+from ndlightnet.training.core.report import write_metrics
 from ndlightnet.training.core.task import Task
 from ndlightnet.training.language.curves import draw, write_table
 from ndlightnet.training.language.measures import decode, file_bits, means, token_nll
@@ -122,7 +122,7 @@ class TextTask(Task):
                 text = data.test_text[: self.decode_bytes + 1].to(self.device)
                 metrics["decode"] = decode(self.net, text, data.length)
             self.summary += f"\ndecode: {metrics['decode']}"
-        write_json(self.out() / "metrics.json", metrics)
+        write_metrics(self.out(), metrics)
         write_table(self.out() / "bits_per_byte.csv", metrics)
         draw({self.out().name: metrics}, self.out() / "bits_per_byte.png")
 

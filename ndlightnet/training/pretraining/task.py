@@ -15,7 +15,7 @@ from ndlightnet.models import NDLightNet
 from ndlightnet.models.masked import MaskedDecoder, Reconstruction, masked_loss
 from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.optim import adamw_with_cosine
-from ndlightnet.training.core.report import write_json
+from ndlightnet.training.core.report import write_metrics
 from ndlightnet.training.core.task import Task, check
 from ndlightnet.training.pretraining.pictures import save_reconstructions
 
@@ -153,7 +153,7 @@ class PretrainTask(Task):
         metrics = {"explained": explained, "samples": count, "dropped": self.dropped,
                    "box": list(self.box), **training_costs(self.net, self.cost)}  # fmt: skip
         if self.trainer.is_global_zero:
-            write_json(self.out() / "metrics.json", metrics)
+            write_metrics(self.out(), metrics)
         self.summary = (
             f"explained {explained:.3f} of what was dropped, over {count} samples; see {self.out()}"
         )

@@ -10,6 +10,7 @@ import numpy as np
 
 from ndlightnet.training.core.cli import task_cli
 from ndlightnet.training.core.report import say, write_json
+from ndlightnet.training.core.runs import resumption
 from ndlightnet.training.segmentation.data import VolumeData
 from ndlightnet.training.segmentation.metrics import MEASURES, metrics_of, write_cases
 from ndlightnet.training.segmentation.task import SegmentationTask
@@ -40,15 +41,19 @@ def _fold(arguments: list[str], fold: int) -> tuple[Path, int]:
     given = [*arguments, f"--data.init_args.fold={fold}", "--data.init_args.test_on=fold"]
     asked = task_cli(SegmentationTask, VolumeData, given, run=False)
     root = Path(asked.trainer.default_root_dir)
-    if not (root / "metrics.json").exists():
+    if not _tested(root):
         last = root / "checkpoints" / "last.ckpt"
-        resume = [f"--ckpt_path={last}"] if last.exists() else []
-        task_cli(SegmentationTask, VolumeData, ["fit", *given, *resume])
+        task_cli(SegmentationTask, VolumeData, ["fit", *given, *resumption(root)])
         # the last checkpoint: the best one was chosen on these cases. With a new trainer: in one
         # that has trained, Lightning's EMA would load the weights that are not averaged
         cli = task_cli(SegmentationTask, VolumeData, ["test", *given, f"--ckpt_path={last}"])
         say(cli.model.notes)
     return root, asked.datamodule.folds
+
+
+def _tested(root: Path) -> bool:
+    path = root / "metrics.json"  # `fit` writes it, too
+    return path.is_file() and "cases" in json.loads(path.read_text())
 
 
 def _measures(case: dict[str, Any], classes: int) -> list[dict[str, float]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ndlightnet.training.core.fonts import page_names
 from ndlightnet.training.core.page import write_html
 from ndlightnet.training.segmentation.metrics import MEASURES, Rows, interval, of_known
 
@@ -59,7 +60,7 @@ def write_page(
     dice = {case: of_known(np.mean, [m["dice"] for m in row]) for case, row in rows.items()}
     # without a truth there is no Dice, and the names alone decide
     order = sorted(rows, key=lambda case: (np.nan_to_num(dice[case], nan=2.0), case))
-    shown = MEASURES if known else ("volume_ml",)
+    shown, names = MEASURES if known else ("volume_ml",), page_names(names)
     cases = [
         {
             "name": case, "dice": _number(dice[case], 3),

@@ -25,7 +25,7 @@ from ndlightnet.inference import (
 from ndlightnet.layout import split_sizes
 from ndlightnet.training.core.checkpoints import check_checkpoint
 from ndlightnet.training.core.costs import Cost, Meter, case_costs
-from ndlightnet.training.core.report import write_json
+from ndlightnet.training.core.report import write_metrics
 from ndlightnet.training.core.task import Task, check
 from ndlightnet.training.segmentation.figures import save_case
 from ndlightnet.training.segmentation.html_report import write_page
@@ -278,8 +278,8 @@ class SegmentationTask(Task):
         mean = torch.tensor([measured["dice"] for measured in row]).nanmean()
         title = case.name if truth is None else f"{case.name}: Dice {mean:.3f}"
         save_case(
-            folder / f"{case.name}.png", title, shown.as_tensor()[0], truth, labels, spacing, names,
-            step, picture=len(self.data().patch) == 2,
+            folder / f"{case.name}.png", title, shown.as_tensor()[0], truth, labels, spacing,
+            self.figure_names(names), step, picture=len(self.data().patch) == 2,
         )  # fmt: skip
         self.rows[case.name] = row
 
@@ -305,7 +305,7 @@ class SegmentationTask(Task):
         self._finish(self.out() / "test", f"{self.out().name}: test", self.summary)
         self.summary += f"; see {self.out() / 'test' / 'index.html'}"
         if self.trainer.is_global_zero:
-            write_json(self.out() / "metrics.json", metrics)
+            write_metrics(self.out(), metrics)
 
     def on_predict_epoch_start(self) -> None:
         self._start()

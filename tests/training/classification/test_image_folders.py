@@ -113,7 +113,11 @@ def test_bad_files_in_a_run(copied, tmp_path, recognise):
     assert "test/rows/003.png: cannot be read" in done.errors[0]
     for command in ("fit", "test"):
         done = recognise(
-            command, *common, "--data.init_args.on_error=raise", *[last] * (command == "test")
+            command,
+            *common,
+            "--data.init_args.on_error=raise",
+            *[last] * (command == "test"),
+            f"--trainer.default_root_dir={tmp_path / command}",
         )
         assert done.status == 1 and len(done.errors) == 1
         assert "rows/003.png: cannot be read" in done.errors[0]

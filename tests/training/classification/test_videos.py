@@ -54,7 +54,7 @@ def test_metrics_of_the_test(run):
     assert set(metrics) == {
         "top1", "top5", "balanced_accuracy", "recall", "majority_class", "auc", "ece", "videos",
         "parameters", "steps", "train_seconds", "step_ms", "samples_per_second", "peak_memory_gb",
-        "state_size", "confusion",
+        "state_size", "confusion", "fit",
     }  # fmt: skip
     matrix = np.array(metrics["confusion"])
     assert matrix.shape == (6, 6) and matrix.sum() == metrics["videos"] == 6

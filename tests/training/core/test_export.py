@@ -32,10 +32,9 @@ assert "torch" not in sys.modules and "ndlightnet" not in sys.modules
 
 def run(folder: Path, net: torch.nn.Module, arguments: str, name: str = "best") -> Path:
     """What `fit` leaves."""
-    for part in ("checkpoints", "logs/version_0"):
-        (folder / part).mkdir(parents=True)
+    (folder / "checkpoints").mkdir(parents=True)
     config = CONFIG.format(type(net).__name__, arguments)
-    (folder / "logs/version_0/config.yaml").write_text(config)
+    (folder / "config.yaml").write_text(config)
     saved = {f"net.{key}": value for key, value in net.state_dict().items()}
     torch.save({"state_dict": saved}, folder / "checkpoints" / f"{name}.ckpt")
     return folder
@@ -95,12 +94,10 @@ def test_only_a_file_that_equals_the_network_is_kept(
     assert main(["export", str(folder), "--to", "onnx"]) == status
     said = capsys.readouterr()
     assert ("NOT EQUAL" in said.out) == ("differs from the network" in said.err) == bool(status)
-    files = [file for file in folder.iterdir() if file.is_file()]
-    assert sorted(file.read_text() for file in files) == kept
-    assert {entry.name for entry in folder.iterdir()} - {file.name for file in files} == {
-        "checkpoints",
-        "logs",
-    }
+    assert sorted(file.read_text() for file in folder.glob("model.*")) == kept
+    assert {entry.name.partition(".")[0] for entry in folder.iterdir()} == {
+        "checkpoints", "config", "model",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("to", ["onnx", "pt2"])
@@ -141,8 +138,11 @@ def test_what_does_not_fit_is_one_line(tmp_path, capsys):
     (folder / "wrong.ckpt").write_text("x")
     for given, said in (
         (folder, "not the network of"),
-        (tmp_path / "empty", "no such checkpoint"),
-        (folder / "wrong.ckpt", "no logs/version_"),
+        (
+            tmp_path / "empty",
+            f"{tmp_path / 'empty'}: a folder, expected a checkpoint that `fit` has",
+        ),
+        (folder / "wrong.ckpt", f"{tmp_path / 'config.yaml'}: no such file"),
     ):
         assert main(["export", str(given), "--to", "onnx"]) == 1
         (line,) = capsys.readouterr().err.splitlines()

@@ -68,7 +68,8 @@ def test_fit_test_and_predict_on_class_folders(folders, tmp_path, capfd):
     (first, *_) = sorted((tmp_path / "predictions").glob("0*"))
     assert first.name == "00000_green.png" and Image.open(first).size == (12, 8)
     capfd.readouterr()
-    assert launch("fit", "--data.init_args.mixup=0.5") == 1
+    given = ("--data.init_args.mixup=0.5", f"--trainer.default_root_dir={tmp_path / 'new'}")
+    assert launch("fit", *given) == 1
     assert "data.mixup, data.cutmix: above 0, expected 0" in capfd.readouterr().err
 
 

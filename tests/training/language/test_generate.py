@@ -64,12 +64,15 @@ def test_the_command_prints_what_the_function_yields(trained, capsys, monkeypatc
 @pytest.mark.slow
 def test_what_generate_refuses_is_one_line(trained, tmp_path):
     ckpt = f"--ckpt_path={trained / 'run'}"
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "a.ckpt").touch()
     for arguments, message in (
         ([], "--ckpt_path: expected a checkpoint or the folder of a run"),
         (["--ckpt_path=gone"], "gone: no such checkpoint"),
-        ([f"--ckpt_path={tmp_path}"], f"{tmp_path}: holds no logs"),
+        ([f"--ckpt_path={tmp_path}"], f"{tmp_path}: a folder, expected a checkpoint that"),
+        ([f"--ckpt_path={tmp_path}/a/a.ckpt"], f"{tmp_path}/config.yaml: no such file, which"),
         ([ckpt, "--top_k=0"], "top_k=0: expected 1 to 256"),
-        ([ckpt, "--prompt="], "prompt .*: expected one token or more"),
+        ([ckpt, "--prompt="], r"prompt \(0,\): expected \(tokens,\)"),
         ([ckpt, "--model.net.embed_dim=8"], ".*best.ckpt: the checkpoint of another network"),
     ):
         with pytest.raises(DataError, match=f"^{message}"):

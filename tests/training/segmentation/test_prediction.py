@@ -222,7 +222,7 @@ def test_an_ensemble_is_the_mean_of_its_networks(labels_of, checkpoints, tmp_pat
     file = write(tmp_path / "a.nii.gz", voxels, np.diag([2.0, 2, 3, 1]))
     scale = (100.0, 50.0)
     found = labels_of(file, units(-1e6, 1e6, *scale), f"--model.ensemble=['{checkpoints[1]}']")
-    config = yaml.safe_load((checkpoints[0].parents[1] / "logs/version_0/config.yaml").read_text())
+    config = yaml.safe_load((checkpoints[0].parents[1] / "config.yaml").read_text())
     asked = config["model"]["net"]["init_args"]
     asked.pop("mixer")  # the default
     logits = []
