@@ -309,5 +309,8 @@ def test_flash_attention_on_a_card(close, close_grads, dtype, causal):
         close(y.double().cpu(), expected, 2e-2)
         upstream = torch.randn_like(expected)
         grads = grad(y, [q, k, v], upstream.to("cuda", dtype))
-        for a, b in zip(grads, grad(expected, exact, upstream), strict=True):
-            assert (a.double().cpu() - b).norm() < 8 * torch.finfo(dtype).eps * b.norm()
+        exact_grads = grad(expected, exact, upstream)
+        # those of q and k are differences of terms as large as that of v, with window=1 all 0
+        largest = max(b.norm() for b in exact_grads)
+        for a, b in zip(grads, exact_grads, strict=True):
+            assert (a.double().cpu() - b).norm() < 8 * torch.finfo(dtype).eps * largest
