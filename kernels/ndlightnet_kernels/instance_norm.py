@@ -54,8 +54,8 @@ def _moments(x, partial, size, chunk, BLOCK: tl.constexpr):
         mean += delta * (1.0 / tiles)
         square += delta * (value - mean)
     count = ((last - first - lane + BLOCK - 1) // BLOCK).to(tl.float32)  # of a lane; 0 beyond
-    cell = tl.load(x + base + first).to(tl.float32)  # relative to it: of equal cells no rounding
-    middle = cell + tl.sum(count * (mean - cell), 0) / (last - first)
+    origin = tl.load(x + base + first).to(tl.float32)  # of equal cells there is no rounding
+    middle = origin + tl.sum(count * (mean - origin), 0) / (last - first)
     square += count * (mean - middle) * (mean - middle)
     to = partial + (row * tl.num_programs(1) + split) * 2
     tl.store(to, middle)
@@ -73,8 +73,8 @@ def _apply(
     at, known = partial + (row * splits + part) * 2, part < splits
     length = tl.where(known, tl.minimum(chunk, size - part * chunk), 0).to(tl.float32)
     means = tl.load(at, known, 0.0)
-    chunk_mean = tl.load(partial + row * splits * 2)
-    mu = chunk_mean + tl.sum(length * (means - chunk_mean), 0) / size
+    origin = tl.load(partial + row * splits * 2)
+    mu = origin + tl.sum(length * (means - origin), 0) / size
     off = means - mu
     r = tl.rsqrt(
         tl.sum(tl.load(at + 1, known, 0.0) + length * off * off, 0) / size

@@ -2,27 +2,26 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ndlightnet.data.errors import printable
 
+RESULTS = "derivatives"  # the folder in which BIDS has masks and other results
 NAMED = 3  # names of left-out entries in a note
 
 
-def files_below(
-    root: Path, without: Sequence[str] = (), closed: Callable[[OSError], None] | None = None
-) -> Iterator[Path]:
+def files_below(root: Path, on_error: Callable[[OSError], None] | None = None) -> Iterator[Path]:
     """Yield the files at any depth below a folder, also those of linked folders and links that lead
-    nowhere; not those of hidden folders and of folders named in `without`. closed: is called with
-    the error of a folder that cannot be opened."""
+    nowhere; not those of hidden folders and of RESULTS. on_error: is called with the error of a
+    folder that cannot be opened."""
     entered: set[str] = set()  # links may lead back
-    for place, inside, names in os.walk(root, followlinks=True, onerror=closed):
+    for place, inside, names in os.walk(root, followlinks=True, onerror=on_error):
         if (real := os.path.realpath(place)) in entered:
             inside.clear()
             continue
         entered.add(real)
-        inside[:] = sorted(n for n in inside if not n.startswith(".") and n not in without)
+        inside[:] = sorted(n for n in inside if not n.startswith(".") and n.lower() != RESULTS)
         yield from (Path(place, name) for name in sorted(names))
 
 

@@ -37,8 +37,8 @@ def generate(
     device = next(network.parameters()).device
     try:
         tokens = torch.as_tensor(prompt, dtype=torch.int64, device=device)
-    except ValueError as error:  # lists of different lengths
-        raise ValueError(f"prompt: expected prompts of one length ({error})") from error
+    except (TypeError, ValueError) as error:  # lists of different lengths, or of tensors
+        raise ValueError(f"prompt: expected a tensor, or lists of one length ({error})") from error
     good = tokens.ndim in (1, 2) and tokens.numel() > 0
     if not good or not 0 <= tokens.min() <= tokens.max() < vocabulary:
         raise ValueError(

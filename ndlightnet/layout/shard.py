@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.layout.base import Shape
+from ndlightnet.layout.base import Shape, check_integers
 from ndlightnet.layout.exchange import Exchange, Processes
 from ndlightnet.layout.grid import Grid
 from ndlightnet.layout.part import Part, carried_sizes, carry_sizes
 from ndlightnet.layout.ragged import Ragged
 from ndlightnet.layout.spread import Spread
 
-MOST_AXES = 12
+SPACE = 16  # numbers of a message on shapes
 _active: list[Shard] = []
 
 
@@ -30,6 +30,7 @@ class Shard:
         self.exchange, self.axis = exchange, axis
         self.rank, self.count = exchange.rank, exchange.count
         self.sizes = None if sizes is None else tuple(sizes)
+        self.wholes: set[Shape] = set()  # that all processes have cut
 
     def part(self, x: Tensor, shape: Sequence[int]) -> Part:
         """Return the layout of a slab of this shape, of input x. A tensor that `slab` has cut
@@ -56,9 +57,8 @@ class Shard:
     def spread(self, x: Tensor, layout: Ragged) -> Spread:
         """Return the layout of a pack of slabs, of tokens x."""
         shapes = layout.shapes
-        own = torch.zeros(MOST_AXES, dtype=torch.int64)
-        own[:3] = torch.tensor([self.axis, layout.ndim, len(shapes)])
-        heads = self._rows(own.to(x.device))
+        head = torch.tensor([self.axis, layout.ndim, len(shapes)], device=x.device)
+        heads = self._rows(head, SPACE)
         if len({*heads}) > 1 or not 0 <= self.axis < layout.ndim:
             raise ValueError(
                 f"shard_grid: packs of {[row[2] for row in heads]} samples of "
@@ -84,15 +84,16 @@ class Shard:
             for shape, slabs in zip(shapes, grids, strict=True)
         )  # fmt: skip
 
-    def _rows(self, own: Tensor) -> list[Shape]:
-        """Return the int64 tensors (n,) of all processes."""
-        return [tuple(row) for row in torch.stack(self.exchange.for_all(own)()).tolist()]
+    def _rows(self, row: Tensor, length: int | None = None) -> list[Shape]:
+        """Return the int64 tensors (n,) of all processes; with a length they may differ in n, up to
+        this length, and are padded with zeros."""
+        if length is not None:
+            row = torch.nn.functional.pad(row, (0, length - len(row)))
+        return [tuple(row) for row in torch.stack(self.exchange.for_all(row)()).tolist()]
 
     def _exchanged_sizes(self, x: Tensor, shape: Shape) -> Shape:
         """Return the sizes of all slabs; shape: (batch, *space) of this one."""
-        row = torch.zeros(MOST_AXES, dtype=torch.int64)
-        row[: len(shape) + 1] = torch.tensor([self.axis, *shape])
-        rows = self._rows(row.to(x.device))
+        rows = self._rows(torch.tensor([self.axis, *shape], device=x.device), SPACE)
         split = 2 + self.axis
         if len({row[:split] + row[split + 1 :] for row in rows}) > 1 or not all(
             row[split] for row in rows
@@ -108,8 +109,18 @@ class Shard:
     def slab(self, x: Tensor, multiple: int = 1, first: int = 2) -> Tensor:
         """Return this process's slab of a tensor that all processes have: as even as multiples of
         `multiple` allow. first: the dimension of x that is axis 0 (2 after batch and channels). The
-        slab carries the sizes of all slabs; tensors computed from it do not."""
+        slab carries the sizes of all slabs; tensors computed from it do not. All processes call
+        this together: of a whole of new shape they compare the shapes, once."""
         dim = first + self.axis
+        key = (*x.shape, dim, multiple)
+        if key not in self.wholes:
+            rows = self._rows(torch.tensor([len(x.shape), *key], device=x.device), SPACE)
+            if len({*rows}) > 1:
+                shapes = "; ".join(str(row[1 : 1 + row[0]]) for row in rows)
+                raise ValueError(
+                    f"shard_grid: slabs of tensors of {shapes}, expected the same on all processes"
+                )
+            self.wholes.add(key)
         sizes = split_sizes(x.shape[dim], self.count, multiple)
         slab = x.narrow(dim, sum(sizes[: self.rank]), sizes[self.rank])
         return carry_sizes(slab, self.axis, sizes)
@@ -151,9 +162,9 @@ def shard_grid(group: Any, axis: int = 0, sizes: Sequence[int] | None = None) ->
         axis: the axis of the input that is split, 0 for the first one after the channels. Slabs may
             have different sizes, multiples of the patch size (of the product of the strides of a
             U-Net) but for the last. A pack holds a slab of each sample.
-        sizes: of the slabs of all inputs along the axis, where each process loads its own. A slab
-            that the result's `slab` cuts needs none; for others, and packs, the processes exchange
-            their shapes in every call, for which a GPU's work is waited for.
+        sizes: of the slabs of all inputs along the axis, one for each process, where each process
+            loads its own. A slab that the result's `slab` cuts needs none; for others, and packs,
+            the processes exchange their shapes in every call, for which a GPU's work is waited for.
 
     What has a value for each cell or token is returned as a slab, all else as it is for the whole.
     The gradients of parameters are averaged over the processes (DDP, FSDP), so each process takes
@@ -180,6 +191,10 @@ def shard_grid(group: Any, axis: int = 0, sizes: Sequence[int] | None = None) ->
             f"shard_grid: a group of type {type(group).__name__}, expected a process group or one "
             "dimension of a DeviceMesh"
         )
+    if sizes is not None:
+        check_integers(1, **{f"sizes[{i}]": size for i, size in enumerate(sizes)})
+        if len(sizes) != group.size():
+            raise ValueError(f"sizes={sizes}: expected one for each of {group.size()} processes")
     with activated(Shard(Processes(group), axis, sizes)) as shard:
         yield shard
 
@@ -193,6 +208,7 @@ def refuse_shards(what: str) -> None:
 
 
 def is_sharded() -> bool:
+    """Return whether this is within `shard_grid`."""
     return bool(_active)
 
 

@@ -24,7 +24,8 @@ def instance_norm_silu(
     """Return SiLU(norm(x) * weight + bias + residual), in x's dtype, under autocast too.
 
     norm subtracts the mean of each channel of each sample and divides by its standard deviation;
-    a single cell is mapped to 0, equal cells by the kernel too, in torch to 1e-9 of their value. x,
+    a single cell is mapped to 0, equal cells by the kernel too, in eager torch to 1e-9 of their
+    value. x,
     residual: (batch, channels, *space); weight, bias: (channels,). Statistics and all arithmetic
     are float32 or wider. For the gradient x and residual are kept, and at most two numbers for each
     channel. "auto" takes the kernel for contiguous x; in torch.compile, torch.
@@ -73,13 +74,16 @@ def _normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 def _centred(x: Tensor) -> Tensor:
-    """Return x less about the mean of each row, in the statistics' dtype. group_norm computes x a +
+    """Return x less the mean of each row, in the statistics' dtype. group_norm computes x a +
     (b - mean a), which of cells far from 0 loses the digits that the norm keeps; torch.compile
     subtracts first. The norm is the same for any centre, which needs no gradient."""
     wide = x.to(accumulator(x))
     if torch.compiler.is_compiling():
         return wide
-    return wide - wide.detach().mean(tuple(range(2, x.ndim)), keepdim=True)
+    centre = wide.detach()
+    if x.ndim > 2:
+        centre = centre.mean(tuple(range(2, x.ndim)), keepdim=True)
+    return wide - centre if wide is x or torch.is_grad_enabled() else wide.sub_(centre)
 
 
 def _by_torch(

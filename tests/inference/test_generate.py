@@ -195,7 +195,7 @@ def test_it_streams(net):
         ({"top_k": 12}, "top_k=12"), ({"stop": [[]]}, "stop="),
         ({"prompt": torch.ones(1, 2, 3)}, r"prompt \(1, 2, 3\): expected \(tokens,\) or \(batch"),
         ({"prompt": torch.ones(0, 2)}, r"prompt \(0"), ({"prompt": [[1], [11]]}, r"prompt \(2"),
-        ({"prompt": [[1], [1, 2]]}, "prompt: expected prompts of one length"),
+        ({"prompt": [[1], [1, 2]]}, "prompt: expected a tensor, or lists of one length"),
         ({"prompt": [[1]], "stop": [[2]]}, r"stop=\[\[2\]\]: expected none for prompts \(1, 1\)"),
     ],
 )  # fmt: skip

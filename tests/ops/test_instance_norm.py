@@ -84,6 +84,12 @@ def test_statistics_are_not_rounded_to_16_bits(form, dtype, mean):
         assert found.dtype == dtype and error <= max(1e-5, torch.finfo(dtype).eps / 2)
 
 
+def test_a_row_without_axes_is_a_single_cell():
+    x = torch.tensor([[torch.nan, 1e4], [2.0, -3e4]])
+    y = instance_norm_silu(x, torch.ones(2), torch.zeros(2), impl="torch")
+    assert y.isnan().tolist() == [[True, False], [False, False]] and y[~y.isnan()].eq(0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("cells", [1, 7, 1000])
 @pytest.mark.parametrize("value", [1.2345678, 123.45678, 12345.678, -1234567.8])

@@ -183,6 +183,12 @@ def refused() -> dict[str, Any]:
                 model(x)
         except (ValueError, TypeError) as error:
             found[name] = f"{type(error).__name__}: {error}"
+    for name, whole in (("wholes", (1, 1, 8, 8 + 2 * rank)), ("batches", (1 + rank, 1, 8, 8))):
+        try:
+            with shard_grid(world) as grid:
+                net(grid.slab(torch.randn(whole), 2))
+        except ValueError as error:
+            found[f"different {name}"] = f"{type(error).__name__}: {error}"
     block: Any = net.blocks[0]
     torch.manual_seed(1)  # processes have drawn differently
     tokens = torch.randn(1, 6 * count, 4, 32)

@@ -159,7 +159,7 @@ def test_processes_send_what_the_model_of_costs_says(tmp_path):
         net = shard_model.Network(dim=64, depth=3, element=element)
         told = shard_model.sent(net, (12, 5, 4), 2, batch=2)
         expected = sum(told[what] for what in ("attention", "local mixing", "MD-TPE"))
-        rest = 2 * 2 * 64 * 4  # the sums of the mean over tokens, both ways
+        rest = 16 * 8 + 2 * 2 * 64 * 4  # shapes; the sums of the mean over tokens, both ways
         for each in found(2, "counted", tmp_path):
             assert each[dtype] == expected + rest
             # States are exchanged while planes of local mixing are under way
@@ -203,6 +203,8 @@ def test_wrong_uses_are_refused_on_all_processes(tmp_path):
         "another size": "ValueError: shard_grid: slabs (batch, *space) of (1, 4, 8); (1, 4, 10)",
         "another batch": "ValueError: shard_grid: slabs (batch, *space) of (1, 4, 8); (2, 4, 8)",
         "named sizes": "ValueError: shard_grid: a slab of (4, 8) on process",
+        "different wholes": "ValueError: shard_grid: slabs of tensors of (1, 1, 8, 8); (1",
+        "different batches": "ValueError: shard_grid: slabs of tensors of (1, 1, 8, 8); (2",
         "not whole patches": "ValueError: slabs of (3, 3) along axis 0: expected multiples of 2",
         "no such axis": "ValueError: shard_grid: axis=2, expected an axis of 2, 0 to 1",
         "all dimensions": "ValueError: shard_grid: a mesh of 2 dimensions",

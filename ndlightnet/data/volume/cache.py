@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from ndlightnet.data.errors import atomic_write, readable
 from ndlightnet.data.threads import in_threads
+from ndlightnet.data.volume.formats import companions
 from ndlightnet.data.volume.grid import Case
 from ndlightnet.data.volume.transforms import Prepare
 from ndlightnet.data.volume.volume import Volume
@@ -105,8 +106,12 @@ def _some(mask: Tensor) -> Tensor:
 
 def _key(case: Case, prepare: Prepare, classes: int, patch: Sequence[int] | None) -> str:
     """Return a hash that differs for every way to prepare and every state of the files."""
-    given = [path for path in (*case.images, case.label) if path is not None]
-    files = [f for path in given for f in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    paths = [path for path in (*case.images, case.label) if path is not None]
+    files = [
+        file
+        for path in paths
+        for file in (sorted(path.rglob("*")) if path.is_dir() else [path, *companions(path)])
+    ]
     there = [f for f in files if f.is_file()]  # a link may lead nowhere
     states = [(str(f.resolve()), f.stat().st_mtime_ns, f.stat().st_size) for f in there]
     how = (prepare.intensities, prepare.spacing, prepare.channels, classes, patch, case.over_time)

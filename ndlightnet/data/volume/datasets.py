@@ -13,12 +13,20 @@ from typing import Any
 from ndlightnet.data.errors import DataError, one_line
 from ndlightnet.data.folders import files_below, leave_out
 from ndlightnet.data.volume.dicom_tree import Series, find_series
-from ndlightnet.data.volume.formats import ENDINGS, FILES, FOLDER, PICTURES, reader_of, stem
+from ndlightnet.data.volume.formats import (
+    ENDINGS,
+    FILES,
+    FOLDER,
+    PICTURES,
+    companions,
+    reader_of,
+    stem,
+)
 from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.nifti import is_header
 from ndlightnet.data.volume.pictures import has_colours
 
 WANTED = f"{', '.join(ENDINGS)} or a {FOLDER.name}"
-RESULTS = "derivatives"
 NUMBERED = re.compile(r"(.+)_(\d{4})")  # nnU-Net's CASE_0000: the channel after the case
 
 
@@ -259,8 +267,9 @@ def find_inputs(
 ) -> list[Case]:
     """List the cases to predict on, from a volume's file (.nii.gz, .nii, .hdr beside its .img,
     .nrrd, .mha, .mhd), a folder with a dataset.json (its test cases), or a folder of such files and
-    of DICOM series at any depth, sorted by name. Folders "derivatives", in which BIDS has masks and
-    other results, are left out. modality: take only series of this modality (CT, MR, PT, ...).
+    of DICOM series at any depth, sorted by name. Left out are files below a folder that holds such
+    files itself, and folders "derivatives", in which BIDS has masks and other results. modality:
+    take only series of this modality (CT, MR, PT, ...).
     pictures: PNG, TIFF and JPEG files count as well. If any of them has colours, each file is a
     case, whatever its number: a camera's IMG_0000.jpg and IMG_0001.jpg are two.
 
@@ -286,17 +295,21 @@ def find_inputs(
             if not path.name.lower().endswith(endings):
                 if path.name.lower().endswith((reader := reader_of(path)).voxels):
                     headers = " or ".join(path.stem + ending for ending in reader.endings)
-                    raise DataError(f"{path}: holds voxels, expected their header, {headers}")
+                    raise DataError(f"{path}: is read with its header, expected {headers}")
                 more = "" if pictures else f" ({', '.join(PICTURES)} with data.patch of 2 sizes)"
                 raise DataError(
                     f"{path}: is not a {FILES}{more}; for DICOM give the folder of the series"
                 )
         else:
-            named, home = _named(files_below(path, (RESULTS,)), endings), path
-            files = [file for file in named if file.is_file()]  # not a link that leads nowhere
+            named, home = _named(files_below(path), endings), path
+            files = [file for file in named if _is_there(file)]
+            homes = {file.parent for file in files}
+            # what lies below a folder of volumes are masks or predictions of them
+            files = [file for file in files if not homes & {*file.parent.parents}]
             series, left, slices = find_series(path, modality)
-            entries = {*path.iterdir(), *named}
-            leave_out(entries - _read_of(path, files, slices), path, WANTED, notes)
+            unread = {*named} - {*files}
+            entries = {*path.iterdir()} - {folder for file in unread for folder in file.parents}
+            leave_out((entries | unread) - _read_of(path, files, slices), path, WANTED, notes)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     if not files and not series:
@@ -329,7 +342,13 @@ def find_inputs(
 
 
 def _volumes_in(folder: Path, endings: tuple[str, ...] = ENDINGS) -> list[Path]:
-    return [path for path in _named(folder.iterdir(), endings) if path.is_file()]
+    return [path for path in _named(folder.iterdir(), endings) if _is_there(path)]
+
+
+def _is_there(path: Path) -> bool:
+    """Return whether a volume's file is there: a link may lead nowhere, a .hdr be another's."""
+    pair = path.name.lower().endswith((".hdr", ".hdr.gz"))
+    return path.is_file() and (not pair or is_header(path))
 
 
 def _named(paths: Iterable[Path], endings: tuple[str, ...]) -> list[Path]:
@@ -347,12 +366,7 @@ def _read_of(folder: Path, files: Sequence[Path], slices: Sequence[Path] = ()) -
         for path in {file.parent for file in (*files, *slices)}
         for parent in (path, *path.parents)
     }
-    voxels = [
-        path.with_name(stem(path) + ending)
-        for path in files
-        for end in reader_of(path).voxels
-        for ending in (end, end.upper())
-    ]
+    voxels = {file for path in files for file in companions(path)}
     return {*files, *slices, *inside, *voxels, folder / "DICOMDIR"}
 
 
@@ -366,9 +380,11 @@ def _names(folder: Path, paths: Sequence[Path]) -> list[str]:
         if len(set(names)) < len(set(places)):
             whole = ["_".join(parts) for parts in places]
             names = [w if names.count(n) > 1 else n for n, w in zip(names, whole, strict=True)]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise _same_name(paths[index], name)
+    taken: set[str] = set()
+    for path, name in zip(paths, names, strict=True):
+        if name in taken:
+            raise _same_name(path, name)
+        taken.add(name)
     return names
 
 

@@ -175,7 +175,8 @@ def _even_step(
         for tag in VOLUME_TAGS if same[at] else ():
             low, high = (one_line(text_of(one.header, tag) or "missing") for one in pair)
             differ += [f"{tag} {low} and {high}"] if low != high else []
-        between += f" of one place: {', '.join(differ)}" if differ else ""
+        if differ:
+            between += f" of one place: {', '.join(differ)}; expected one volume"
         raise DataError(f"{folder}: slices are {gaps}; one is missing or doubled ({between})")
     return np.asarray((places[-1] - places[0]) / (len(places) - 1))
 

@@ -7,8 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.folders import files_below
@@ -96,10 +100,10 @@ def _headers(root: Path, left: Counter[str]) -> dict[Path, dict[Path, Any]]:
     """Return the DICOM files and their headers by folder; None for a header that is unreadable."""
     from rich.progress import track
 
-    def closed(_: OSError) -> None:
+    def count_closed(_: OSError) -> None:
         left["folder that cannot be opened"] += 1
 
-    below = files_below(root, closed=closed)
+    below = files_below(root, count_closed)
     files = [file for file in below if not file.name.lower().endswith(ENDINGS)]
     found: dict[Path, dict[Path, Any]] = {}
     few = len(files) < MANY
@@ -163,12 +167,20 @@ def _volumes(series: Series) -> list[Series]:
         exact = [place_of(header) for header in series.headers]
     except DataError:  # which is raised again when the series is opened
         return [series]
-    places = [tuple((place / SAME_PLACE).round()) for place in exact]
+    places = _numbered(exact)
+    if len({*places}) == len(places):
+        return [series]
+    # an image may be there twice, and a copy may have lost tags
+    originals: dict[str, Any] = {}
+    headers = [
+        originals.setdefault(text_of(header, "SOPInstanceUID") or header.filename, header)
+        for header in series.headers
+    ]
     volumes: list[Differences] = [()] * len(places)
     for tag in VOLUME_TAGS:
         finer = [
             (*volume, (tag, text_of(header, tag)))
-            for volume, header in zip(volumes, series.headers, strict=True)
+            for volume, header in zip(volumes, headers, strict=True)
         ]
         images = {*zip(finer, places, strict=True)}
         fewest = min(Counter(volume for volume, _ in images).values())
@@ -184,6 +196,17 @@ def _volumes(series: Series) -> list[Series]:
     for one in split.values():
         one.files += sorted(lost)
     return [*split.values()]
+
+
+def _numbered(places: Sequence[NDArray[np.float64]]) -> list[int]:
+    """Return a number for each place (3,): the same where they are less than SAME_PLACE apart along
+    the axis on which they spread most."""
+    along = np.stack(places)[:, np.ptp(places, axis=0).argmax()]
+    order = along.argsort(kind="stable")
+    apart = [0, *(np.linalg.norm(places[b] - places[a]) >= SAME_PLACE for a, b in pairwise(order))]
+    numbers = np.empty(len(places), int)
+    numbers[order] = np.cumsum(apart)
+    return numbers.tolist()
 
 
 def _name(found: Sequence[Series], root: Path) -> None:

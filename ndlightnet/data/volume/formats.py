@@ -60,6 +60,12 @@ def reader_of(file: Path) -> Reader:
     return next((one for one in READERS if name.endswith(one.endings + one.voxels)), READERS[0])
 
 
+def companions(path: Path) -> list[Path]:
+    """Return the names of the further files that a volume may be read from beside its own."""
+    cases = [case for end in reader_of(path).voxels for case in (end, end.upper())]
+    return [path.with_name(stem(path) + ending) for ending in cases]
+
+
 def stem(path: Path) -> str:
     """Return the name without the ending of a volume; the whole name of any other file."""
     ending = next((end for end in (*ENDINGS, *PICTURES) if path.name.lower().endswith(end)), "")

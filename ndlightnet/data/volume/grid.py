@@ -94,8 +94,9 @@ class FileGrid:
             raise DataError(lost)
         least, most = EDGES[0] * min(1.0, self.unit), EDGES[1]
         if low < least or high > most:
+            unit = f" (1 of its units is {self.unit:g} mm)" if self.unit != 1 else ""
             raise DataError(
-                f"{self.path}: has voxel edges of {low:.3g} to {high:.3g} mm, "
+                f"{self.path}: has voxel edges of {low:.3g} to {high:.3g} mm{unit}, "
                 f"expected {least:g} to {most:g}"
             )
 

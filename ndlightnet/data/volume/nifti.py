@@ -3,6 +3,7 @@ affine that disagrees with pixdim."""
 
 import gzip
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from nibabel.filename_parser import types_filenames
 from nibabel.spm2analyze import Spm2AnalyzeImage
 from numpy.typing import NDArray
 
+from ndlightnet.data.errors import DataError
 from ndlightnet.data.volume.grid import (
     NO_SIDES,
     FileGrid,
@@ -43,15 +45,33 @@ def open_pair(path: Path, _: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
     """Open a pair of a header (.hdr) and voxels (.img), NIfTI or Analyze, by the name of either.
     Analyze may have its affine in a third file (.mat), which SPM writes."""
     names = types_filenames(path, Spm2AnalyzeImage.files_types)  # type: ignore[no-untyped-call]
-    files = {what: Path(name) for what, name in names.items()}
+    files = {}
+    for what, name in names.items():
+        file = Path(name)
+        shouted = file.with_suffix(file.suffix.upper())
+        files[what] = shouted if shouted.exists() and not file.exists() else file
+        if what == "image" and not files[what].exists():
+            raise DataError(f"{path}: has no voxels beside it, expected {file.name}")
     return _open(path, files, (nibabel.Nifti1Pair, nibabel.Nifti2Pair, Spm2AnalyzeImage))
+
+
+def is_header(path: Path) -> bool:
+    """Return whether a .hdr is one of NIfTI or Analyze: other formats have files of that name."""
+    start = b""
+    with suppress(OSError, EOFError), (gzip.open if _packed(path) else open)(path, "rb") as file:
+        start = file.read(4)
+    return any(int.from_bytes(start, order) in (348, 540) for order in ("little", "big"))
+
+
+def _packed(path: Path) -> bool:
+    return path.name.lower().endswith(".gz")
 
 
 def _open(path: Path, files: dict[str, Path], kinds: Sequence[Any]) -> tuple[FileGrid, Read]:
     """Open every file once. nibabel.load would open one a second time and stop at the last voxel,
     before gzip's checksum, which is needed: most flipped bits give other voxels, not a broken
     stream."""
-    packed = path.name.lower().endswith(".gz")
+    packed = _packed(path)
     streams: dict[str, Any] = {
         what: gzip.GzipFile(file) if packed else file.open("rb")
         for what, file in files.items()
@@ -115,4 +135,4 @@ def _kind(stream: Any, kinds: Sequence[Any]) -> Any:
     for kind in kinds:
         if kind.header_class.may_contain_header(start):
             return kind
-    raise ImageFileError("not a NIfTI file")
+    raise ImageFileError("not a NIfTI or Analyze file")

@@ -30,7 +30,15 @@ from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.lightnet import _triton, _triton_causal, _triton_window, parallel, reference
 from ndlightnet.ops.lightnet import window as windowed
 from ndlightnet.ops.lightnet.parts import merge_parts
-from ndlightnet.ops.lightnet.state import MOST, State, decay, decay_rates, merge, merge_rows, tile
+from ndlightnet.ops.lightnet.state import (
+    MOST_FORGET,
+    State,
+    decay,
+    decay_rates,
+    merge,
+    merge_rows,
+    tile,
+)
 from ndlightnet.ops.position import (
     Position,
     key_features,
@@ -343,8 +351,8 @@ def _rates(forget: float | Tensor, k: Tensor) -> Tensor | None:
 def _head_rates(forget: float | Tensor, k: Tensor) -> Tensor | None:
     """Return decay rates (heads,) for kernels, float32; None where nothing decays."""
     if isinstance(forget, Tensor):
-        return forget.detach().to(k.device, torch.float32).clamp(max=MOST).contiguous()
-    rate = min(forget, MOST)
+        return forget.detach().to(k.device, torch.float32).clamp(max=MOST_FORGET).contiguous()
+    rate = min(forget, MOST_FORGET)
     return k.new_full((k.shape[2],), rate, dtype=torch.float32) if rate else None
 
 

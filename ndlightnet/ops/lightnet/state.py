@@ -7,10 +7,11 @@ from torch import Tensor
 
 from ndlightnet.ops.dtypes import finest
 
-# Exponents of whole sequences are numbers, whose float32 rounding has to stay below that of exp's
-# range: rate * frames < 2^30. Rates count as at most this one: exactly the same weights, 0, where a
-# channel's logits differ by less than 8,000 from a frame to the next (exp(-104) is 0 in float32).
-MOST = 2.0**13
+# Rates count as at most this one: the same weights, 0, where a channel's logits differ by less than
+# 8,000 from a frame to the next, as exp(-104) is 0 in float32. Exponents are rate x frames in
+# float32; of 131,072 frames they stay below 2^30, where their rounding is less than 64 and differs
+# from exp's range, 88. An int: torch.compile makes an input of a float.
+MOST_FORGET = 8192
 
 
 class State(NamedTuple):
@@ -57,10 +58,10 @@ def tile(x: Tensor, rows: int, dim: int) -> Tensor:
 
 
 def decay_rates(forget: float | Tensor, device: torch.device) -> Tensor:
-    """Return `forget`, a number or one per head, as a tensor () or (heads, 1) up to MOST."""
+    """Return `forget`, a number or one per head, as a tensor () or (heads, 1) up to MOST_FORGET."""
     if isinstance(forget, Tensor):
-        return forget.to(device, finest(device))[:, None].clamp(max=MOST)
-    return torch.full((), min(forget, MOST), dtype=finest(device), device=device)
+        return forget.to(device, finest(device))[:, None].clamp(max=MOST_FORGET)
+    return torch.full((), min(forget, MOST_FORGET), dtype=finest(device), device=device)
 
 
 def reweighted(state: State, by: Tensor) -> State:

@@ -327,11 +327,12 @@ class PredictionCases(torch.utils.data.Dataset[dict[str, Any]]):
 def _other_units(volume: Volume, trained: Sequence[str]) -> list[str]:
     """Return a note for each channel of a volume whose unit is not that of the training. Where the
     training's is not known, as of NIfTI files, SUV is expected."""
-    case, notes = volume.case, []
-    for channel, unit in enumerate(volume.value_units):
+    units, paths, notes = volume.value_units, volume.case.images, []
+    if len(paths) != len(units):  # a file has several channels
+        paths = paths[:1] * len(units)
+    for channel, (path, unit) in enumerate(zip(paths, units, strict=True)):
         expected = trained[channel] if trained else ""
         if unit and unit != (expected or SUV):
-            path = case.images[channel if len(case.images) > 1 else 0]
             of_training = expected or f"not known (SUV is {SUV})"
             notes.append(
                 f"{path}: its values are in {one_line(unit)}, the unit of the training is "

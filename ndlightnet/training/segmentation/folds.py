@@ -53,7 +53,7 @@ def _fold(arguments: list[str], fold: int) -> tuple[Path, int]:
 
 def _tested(root: Path) -> bool:
     path = root / "metrics.json"  # `fit` writes it, too
-    return path.is_file() and "cases" in json.loads(path.read_text())
+    return path.is_file() and "cases" in json.loads(path.read_bytes())
 
 
 def _measures(case: dict[str, Any], classes: int) -> list[dict[str, float]]:

@@ -355,6 +355,8 @@ def test_volumes_at_any_depth(tmp_path: Path) -> None:
         write(tmp_path / f"sub-{subject}/anat/sub-{subject}_T1w.nii.gz", random_image())
         write(tmp_path / f"sub-{subject}/dwi/mean.nii.gz", random_image())
     write(tmp_path / "derivatives/masks/sub-01_dseg.nii.gz", random_label())
+    write_series(tmp_path / "derivatives/ct", HU)
+    write(tmp_path / "sub-01/anat/masks/mask.nii.gz", random_label())  # below a folder of volumes
     write(tmp_path / ".git/annex/x.nii.gz", random_image())
     (tmp_path / "sub-02/anat/lost.nii.gz").symlink_to("/nowhere")
     (tmp_path / "loop").symlink_to(tmp_path)
@@ -371,7 +373,7 @@ def test_volumes_at_any_depth(tmp_path: Path) -> None:
     ]
     read_all(cases, 1, 1)
     assert len(notes) == 1 and notes[0].startswith(
-        f"{tmp_path}: 4 entries are left out: derivatives, loop, participants.tsv, ..."
+        f"{tmp_path}: 5 entries are left out: derivatives, loop, participants.tsv, ..."
     )
 
 

@@ -119,19 +119,38 @@ def test_what_is_no_second_volume(tmp_path: Path) -> None:
     edit(again, AcquisitionNumber=2, SOPInstanceUID="1.2.6", PixelData=voxels)
     (case,) = find_inputs(tmp_path / "again")
     words = r"0 to 2.5 mm apart; one is missing or doubled \(between .* of one place: "
-    refuses(lambda: values(case), case.images[0], words + r"AcquisitionNumber \d and \d\)")
+    differ = r"AcquisitionNumber \d and \d; expected one volume\)"
+    refuses(lambda: values(case), case.images[0], words + differ)
 
     files = [*write_volume(tmp_path / "times", HU), *write_volume(tmp_path / "times", HU + 1)]
     for number, file in enumerate(files):
         edit(file, ContentTime=f"1015{number:02d}")
     (case,) = find_inputs(tmp_path / "times")
-    refuses(lambda: values(case), case.images[0], words + r"ContentTime 1015\d\d and 1015\d\d\)")
+    refuses(lambda: values(case), case.images[0], words + r"ContentTime 1015\d\d and 1015\d\d; ")
+
+    # copies that differ in a tag are no second volume, nor are places that rounding moves
+    files = write_volume(tmp_path / "copies", HU)
+    for number, file in enumerate(files):
+        edit(shutil.copy(file, file.with_name(f"copy{number}")), ContentTime="111111")
+    (case,) = find_inputs(tmp_path / "copies")
+    np.testing.assert_array_equal(values(case), HU)
 
     for number, file in enumerate(write_volume(tmp_path / "one", HU)):
         edit(file, ContentTime=f"1015{number:02d}", AcquisitionNumber=number // 6, EchoTime=1.5)
     (case,) = find_inputs(tmp_path / "one")
     assert case.name == "one"
     np.testing.assert_array_equal(values(case), HU)
+
+
+def test_places_that_differ_by_rounding(tmp_path: Path) -> None:
+    for echo, shift in ((1, 0.005), (2, 0.00501)):  # 1e-5 mm apart, on two sides of a hundredth
+        for file in write_volume(tmp_path / "in", HU + echo, EchoNumbers=echo):
+            x, y, z = pydicom.dcmread(file).ImagePositionPatient
+            edit(file, ImagePositionPatient=[x, y, round(float(z) + shift, 5)])
+    cases = find_inputs(tmp_path / "in")
+    assert [case.name.rpartition("_")[2] for case in cases] == ["EchoNumbers-1", "EchoNumbers-2"]
+    for echo, case in enumerate(cases, 1):
+        np.testing.assert_array_equal(values(case), HU + echo)
 
 
 def test_a_folder_given_as_one_image(tmp_path: Path) -> None:
