@@ -18,6 +18,12 @@ INSIDE = Path(__file__).parent / "configs"
 # an installed wheel has the folder inside the package, a clone beside it
 CONFIGS = INSIDE if INSIDE.is_dir() else INSIDE.parents[1] / "configs"
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # how OpenMP's threads wait
+# packages of the extra `tasks`, by the names they are imported by
+EXTRA = {
+    "lightning", "jsonargparse", "torchmetrics", "monai", "nibabel", "SimpleITK", "pydicom",
+    "scipy", "torchvision", "av", "rich", "tensorboard", "matplotlib", "sklearn", "jinja2",
+    "diffusers", "captum", "numpy", "yaml", "PIL",
+}  # fmt: skip
 SEGMENTATION = "ndlightnet.training.segmentation"
 
 
@@ -65,8 +71,8 @@ DOORS = {
 
 
 def _command(run: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """Let a command end with status 1 if a package is missing, after one line, and if the reader of
-    its output has closed the pipe, as `head` does, without a word."""
+    """Let a command end with status 1 if a package of EXTRA is missing, after one line, and if the
+    reader of its output has closed the pipe, as `head` does, without a word."""
 
     @wraps(run)
     def command(*args: Arguments.args, **options: Arguments.kwargs) -> int:
@@ -74,9 +80,10 @@ def _command(run: Callable[Arguments, int]) -> Callable[Arguments, int]:
             try:
                 return run(*args, **options)
             finally:
-                sys.stdout.flush()  # here: at the end of the process it cannot be caught
+                if sys.stdout is not None:  # None: it was closed before
+                    sys.stdout.flush()  # at the end of the process it could not be caught
         except ModuleNotFoundError as error:
-            if error.name is None or error.name.startswith("ndlightnet"):
+            if (error.name or "").partition(".")[0] not in EXTRA:
                 raise
             hint = 'pip install "ndlightnet[tasks]"'
             print(f"error: {error.name} is not installed: {hint}", file=sys.stderr)

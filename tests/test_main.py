@@ -88,11 +88,17 @@ def raising(error: Exception):
     return raises
 
 
-def test_a_missing_part_of_ours_is_no_missing_extra(monkeypatch):
-    lost = ModuleNotFoundError("No module named 'ndlightnet.x'", name="ndlightnet.x")
+@pytest.mark.parametrize("name", ["ndlightnet.x", "somebody"])
+def test_what_no_extra_brings_is_no_missing_extra(name, monkeypatch):
+    lost = ModuleNotFoundError(f"No module named '{name}'", name=name)
     monkeypatch.setattr(training, "run", raising(lost))
     with pytest.raises(ModuleNotFoundError):
         command.door("text_lm", ["fit"])
+
+
+def test_no_output_at_all(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert command.main(["--version"]) == 0
 
 
 class Closed(io.TextIOBase):

@@ -203,10 +203,11 @@ def _numbered(places: Sequence[NDArray[np.float64]]) -> list[int]:
     the axis on which they spread most."""
     along = np.stack(places)[:, np.ptp(places, axis=0).argmax()]
     order = along.argsort(kind="stable")
-    apart = [0, *(np.linalg.norm(places[b] - places[a]) >= SAME_PLACE for a, b in pairwise(order))]
-    numbers = np.empty(len(places), int)
-    numbers[order] = np.cumsum(apart)
-    return numbers.tolist()
+    numbers, number = [0] * len(places), 0
+    for before, after in pairwise(order.tolist()):
+        number += int(np.linalg.norm(places[after] - places[before]) >= SAME_PLACE)
+        numbers[after] = number
+    return numbers
 
 
 def _name(found: Sequence[Series], root: Path) -> None:

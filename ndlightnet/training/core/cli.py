@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 import yaml
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.cli import LightningCLI
@@ -26,7 +27,13 @@ from ndlightnet.training.core.checkpoints import NAMES, AtomicCheckpoints, check
 from ndlightnet.training.core.costs import parameter_count
 from ndlightnet.training.core.options import TaskParser, check_configs, unexpected
 from ndlightnet.training.core.report import check_writable, say
-from ndlightnet.training.core.runs import FitMetrics, SaveConfig, check_unused, resumption
+from ndlightnet.training.core.runs import (
+    FitMetrics,
+    SaveConfig,
+    check_unused,
+    checkpoint_in,
+    resumption,
+)
 
 # entries needed to resume a training: without "loops" it would silently start again
 RESUMED = ("epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers")
@@ -100,6 +107,8 @@ class TaskCLI(LightningCLI):
             entries = NAMES if subcommand == "stream" else self.model.saved
             entries += RESUMED if subcommand == "fit" else ()
             check_checkpoint(kwargs["ckpt_path"], self.model, self.datamodule, entries)
+            if subcommand == "fit":
+                self._note_finished(kwargs["ckpt_path"])
         elif subcommand in ("validate", "test"):
             self.model.notes.append(
                 f"--ckpt_path: {subcommand} got none and measures the network as it was built"
@@ -114,6 +123,15 @@ class TaskCLI(LightningCLI):
     def after_validate(self) -> None:
         if not sum(self.trainer.num_val_batches):
             raise DataError(f"{self.datamodule.root}: validate: there is nothing to validate with")
+
+    def _note_finished(self, path: str) -> None:
+        """Print a note if a training that is resumed has no epoch left; its config stays."""
+        epochs = torch.load(path, map_location="meta", weights_only=True)["epoch"] + 1
+        if 0 <= (self.trainer.max_epochs or -1) <= epochs:
+            say([f"{path}: has been trained for {epochs} epochs, nothing is left of "
+                 f"trainer.max_epochs={self.trainer.max_epochs}"])  # fmt: skip
+            trainer: Any = self.trainer
+            trainer.callbacks = [x for x in trainer.callbacks if not isinstance(x, SaveConfig)]
 
     @rank_zero_only
     def before_fit(self) -> None:
@@ -186,8 +204,8 @@ LINES = (
 )  # fmt: skip
 # ... and patterns of its warnings about what is intended here (workers, predictions that are
 # written and not returned, checkpoints that are overwritten, a test without the callbacks of
-# `fit`, no validation, averages of a task whose configure_model shards nothing) or about what
-# concerns only its developers
+# `fit`, no validation, averages of a task whose configure_model shards nothing and which are tested
+# and used for prediction) or about what concerns only its developers
 WARNINGS = (
     r".*does not have many workers", r"Checkpoint directory .* exists and is not empty",
     r"Be aware that when using `ckpt_path`", r"The dirpath has changed", r"Total length of",
@@ -195,6 +213,7 @@ WARNINGS = (
     r"You defined a `validation_step` but have no", r"This DataLoader will create",
     r"predict returned None", r".*`isinstance\(treespec, LeafSpec\)`",
     r"You're using the WeightAveraging callback with a model that overrides the configure_model",
+    r"You're using the WeightAveraging callback, but loading a checkpoint outside the 'fit' stage",
     r"The AccumulateGrad node's stream",  # of captured networks, whose stream is another one
 )  # fmt: skip
 
@@ -244,7 +263,7 @@ def _demonstration(config: Path) -> list[str]:
     root = Path(trainer.get("default_root_dir", "runs"))
     resumed = resumption(root)
     if resumed:
-        say([f"{root}: holds a run, which goes on; without the folder it begins anew"])
+        say([f"{root}: holds a run, which goes on unless finished; delete it to begin another"])
     return ["fit", "--config", str(config), *resumed]
 
 
@@ -278,7 +297,7 @@ def run(
             return 2
         cli = task_cli(task, data, given or _demonstration(default))
         if not given:
-            last = Path(cli.trainer.default_root_dir) / "checkpoints" / "last.ckpt"
+            last = checkpoint_in(Path(cli.trainer.default_root_dir), "last", "best")
             cli.trainer.test(
                 cli.model, cli.datamodule, ckpt_path=str(last), weights_only=True, verbose=False
             )

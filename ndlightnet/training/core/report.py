@@ -66,7 +66,7 @@ def write_metrics(
     path, saved = folder / "metrics.json", {}
     if path.is_file():
         with suppress(ValueError):  # not JSON: replaced
-            saved = json.loads(path.read_text())
+            saved = json.loads(path.read_bytes())
     trained = saved.pop("fit", None)
     trained = trained if fit is None else fit
     write_json(path, {**(saved if test is None else test), **({"fit": trained} if trained else {})})

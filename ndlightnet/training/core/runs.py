@@ -53,7 +53,8 @@ def check_unused(run: Path, resumed: str | None) -> None:
     """Raise DataError if a training would replace the checkpoints of another one: the folder has
     some, and the training does not resume from one of them, `resumed`."""
     saved = sorted((run / "checkpoints").glob("[!.]*.ckpt"))  # and no drafts
-    if resumed is not None and run.resolve() in Path(resumed).resolve().parents:
+    folder = (run / "checkpoints").resolve()  # not that of a fold or another run below this one
+    if resumed is not None and Path(resumed).resolve().parent == folder:
         return
     if not saved or any(run.glob("hpc_ckpt_*.ckpt")):  # Lightning resumes a requeued job of SLURM
         return
@@ -70,7 +71,9 @@ class SaveConfig(SaveConfigCallback):
 
     def save_config(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         path = Path(trainer.default_root_dir) / CONFIG
-        text = self.parser.dump(self.config, skip_none=False)
+        config = self.config.clone()
+        config.ckpt_path = None  # or the file could begin no other training
+        text = self.parser.dump(config, skip_none=False)
         if path.is_file() and path.read_text(encoding="utf-8") != text:
             numbered = (path.with_stem(f"{path.stem}_{number}") for number in count(1))
             path.rename(next(free for free in numbered if not free.exists()))

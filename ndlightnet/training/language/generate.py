@@ -96,5 +96,8 @@ def _with_files(arguments: list[str]) -> list[str]:
     checkpoint, run = find_checkpoint(Path(joined[at].partition("=")[2]))
     joined[at] = f"--ckpt_path={checkpoint}"
     if not any(one.startswith("--config=") for one in joined):
-        joined.insert(0, f"--config={saved_config(run)}")
+        try:
+            joined.insert(0, f"--config={saved_config(run)}")
+        except DataError as error:
+            raise DataError(f"{error}; expected it, or --config FILE") from error
     return joined

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ndlightnet.training.core.cli import task_cli
-from ndlightnet.training.core.report import say, write_json
-from ndlightnet.training.core.runs import resumption
+from ndlightnet.training.core.report import say, write_metrics
+from ndlightnet.training.core.runs import checkpoint_in, resumption
 from ndlightnet.training.segmentation.data import VolumeData
 from ndlightnet.training.segmentation.metrics import MEASURES, metrics_of, write_cases
 from ndlightnet.training.segmentation.task import SegmentationTask
@@ -31,7 +31,7 @@ def folds(arguments: list[str]) -> None:
         fold += 1
     out, rows = root.parent, dict(sorted(rows.items()))
     write_cases(out / "cases.csv", rows, names)
-    write_json(out / "metrics.json", {**metrics_of(rows, names), "mean_dice_of_folds": scores})
+    write_metrics(out, {**metrics_of(rows, names), "mean_dice_of_folds": scores})
     spread = f"{np.mean(scores):.3f} ± {np.std(scores, ddof=1):.3f}"
     print(f"mean Dice {spread} over {count} folds, {len(rows)} cases; see {out / 'cases.csv'}")
 
@@ -42,8 +42,8 @@ def _fold(arguments: list[str], fold: int) -> tuple[Path, int]:
     asked = task_cli(SegmentationTask, VolumeData, given, run=False)
     root = Path(asked.trainer.default_root_dir)
     if not _tested(root):
-        last = root / "checkpoints" / "last.ckpt"
         task_cli(SegmentationTask, VolumeData, ["fit", *given, *resumption(root)])
+        last = checkpoint_in(root, "last", "best")
         # the last checkpoint: the best one was chosen on these cases. With a new trainer: in one
         # that has trained, Lightning's EMA would load the weights that are not averaged
         cli = task_cli(SegmentationTask, VolumeData, ["test", *given, f"--ckpt_path={last}"])

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,6 +112,11 @@ def test_a_second_training_replaces_nothing(launch, tmp_path):
     copy = tmp_path / "copy.ckpt"
     copy.write_bytes(last.read_bytes())  # of another run, as far as anyone can see
     assert launch("fit", given, f"--ckpt_path={copy}")[::2] == (1, error)
+    below = root / "fold_0/checkpoints/last.ckpt"
+    below.parent.mkdir(parents=True)
+    below.write_bytes(last.read_bytes())
+    assert launch("fit", given, f"--ckpt_path={below}")[::2] == (1, error)
+    shutil.rmtree(root / "fold_0")
     assert launch("fit", given, "--trainer.enable_checkpointing=false")[::2] == (1, error)
     assert launch("fit", given, "--trainer.fast_dev_run=1", other[0])[0] == 0
     assert content(root) == before
@@ -119,8 +125,13 @@ def test_a_second_training_replaces_nothing(launch, tmp_path):
     assert torch.load(last, weights_only=True)["epoch"] == 1
     assert (root / "config_1.yaml").read_bytes() == before["config.yaml"]
     config = yaml.safe_load((root / "config.yaml").read_text())
-    assert config["trainer"]["max_epochs"] == 2 and config["ckpt_path"] == str(last)
+    assert config["trainer"]["max_epochs"] == 2 and config["ckpt_path"] is None
     assert launch("fit", given, f"--trainer.default_root_dir={tmp_path}/new", other[0])[0] == 0
+
+    before = content(root)
+    status, _, error = launch("fit", given, other[1], f"--ckpt_path={last}", "--model.lr=0.5")
+    assert status == 0 and f"note: {last}: has been trained for 2 epochs, nothing is left" in error
+    assert content(root)["config.yaml"] == before["config.yaml"]
 
 
 @pytest.mark.slow
@@ -135,7 +146,7 @@ def test_the_command_without_arguments_can_be_repeated(tmp_path, launch, capsys)
     assert lines[0].out == lines[1].out and lines[0].out.startswith("bits per byte ")
     assert "note: " not in lines[0].err
     assert lines[1].err.splitlines()[0] == (
-        f"note: {tmp_path}/run: holds a run, which goes on; without the folder it begins anew"
+        f"note: {tmp_path}/run: holds a run, which goes on unless finished; delete it to begin another"
     )
 
 
