@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import nibabel
 import numpy as np
 import pytest
 import torch
@@ -172,6 +173,16 @@ def test_a_patch_that_is_larger_than_a_volume(tmp_path):
         assert image.shape == (1, *PATCH) and type(image) is torch.Tensor
         assert image.sum() == 2 * (4 * 3 * 6) and label.sum() == 1  # 6 of the 9 along the last axis
         assert (image[label == 1] == 2).all()
+
+
+def test_a_cache_knows_the_second_file_of_a_pair(tmp_path):
+    nibabel.save(nibabel.Nifti1Pair(np.full(PATCH, 1, np.int16), np.eye(4)), tmp_path / "i.hdr")
+    label = write(tmp_path / "l.nii", np.ones(PATCH, np.uint8), np.eye(4))
+    case, scale = Case("x", (tmp_path / "i.hdr",), label), Intensity(0, 100, 0, 1)
+    for value in (1, 7):
+        (tmp_path / "i.img").write_bytes(np.full(PATCH, value, np.int16).tobytes())
+        (held,) = cached_volumes([case], Prepare([scale]), 2, None, 1, tmp_path / "cache", False)
+        assert (held["image"] == value).all()
 
 
 @pytest.mark.parametrize("share", [-0.1, 33, float("nan")])

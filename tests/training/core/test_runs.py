@@ -146,7 +146,8 @@ def test_the_command_without_arguments_can_be_repeated(tmp_path, launch, capsys)
     assert lines[0].out == lines[1].out and lines[0].out.startswith("bits per byte ")
     assert "note: " not in lines[0].err
     assert lines[1].err.splitlines()[0] == (
-        f"note: {tmp_path}/run: holds a run, which goes on unless finished; delete it to begin another"
+        f"note: {tmp_path}/run: holds a run, which goes on unless finished; delete it to begin "
+        "another"
     )
 
 
