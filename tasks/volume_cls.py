@@ -6,7 +6,7 @@ python tasks/volume_cls.py test    --config ... --ckpt_path runs/adrenal64/check
 
 Folders `train/CLASS/*`, `test/CLASS/*` and optionally `val/CLASS/*`; predict writes a CSV:
 
-python tasks/volume_cls.py fit     --config configs/scans.yaml --data.root scans
+python tasks/volume_cls.py fit     --config configs/scan_classes.yaml --data.root scans
 python tasks/volume_cls.py predict --config ... --ckpt_path ... --data.input scan.nii.gz
 """
 

@@ -332,7 +332,7 @@ def test_find_inputs_refuses(listed: tuple[Path, dict[str, Any]], tmp_path: Path
     refuses(lambda: find_inputs(text), text, "not a NIfTI, Analyze, NRRD or MetaImage file")
     for name, header in (("x.img", r"\.hdr"), ("x.raw", r"\.mhd")):
         (tmp_path / name).write_bytes(b"")
-        refuses(lambda: find_inputs(tmp_path / name), tmp_path / name, f"header, x.*{header}")  # noqa: B023
+        refuses(lambda: find_inputs(tmp_path / name), tmp_path / name, f"expected x.*{header}")  # noqa: B023
     refuses(lambda: find_inputs(tmp_path / "gone"), tmp_path / "gone", "no such file")
     refuses(lambda: find_inputs(tmp_path / "none"), tmp_path / "none", "holds no NIfTI")
     relist(folder, {**listing, "test": []})
