@@ -56,6 +56,13 @@ def evaluation(
     return v2.Compose([crop, v2.PILToTensor()])
 
 
+class RandomResizedCrop(v2.RandomResizedCrop):  # type: ignore[misc]
+    """torchvision's, of images of any size."""
+
+    def forward(self, *inputs: Any) -> Any:
+        return of_any_size(super().forward, *inputs)
+
+
 def training(
     space: tuple[int, int],
     interpolation: Interpolation,
@@ -74,10 +81,7 @@ def training(
     steps: list[Any] = [
         partial(central_crop, space=space, pct=1.0, interpolation=interpolation)
         if scale is None
-        else partial(
-            of_any_size,
-            v2.RandomResizedCrop(space, scale, ratio, InterpolationMode(interpolation)),
-        )
+        else RandomResizedCrop(space, scale, ratio, InterpolationMode(interpolation))
     ]
     if padding:
         steps.append(v2.RandomCrop(space, padding, fill=list(fill)))
