@@ -1,7 +1,5 @@
 """The film of a media file: which of its streams that is, and how its frames are shown."""
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Sequence
@@ -37,7 +35,7 @@ class Display(NamedTuple):
         frames = frames.transpose(HEIGHT, WIDTH) if self.transpose else frames
         return frames.flip(self.flips) if self.flips else frames
 
-    def oriented(self, frame: Any, name: object) -> Display:
+    def oriented(self, frame: Any, name: object) -> "Display":
         """Return the same with the orientation of a frame of PyAV: one of ORIENTATIONS. DataError
         if it is turned by no multiple of 90 degrees."""
         a, b, c, d = _matrix(frame)  # (x, y) is shown at (a x + c y, b x + d y)
