@@ -25,10 +25,9 @@ def instance_norm_silu(
 
     norm subtracts the mean of each channel of each sample and divides by its standard deviation;
     a single cell is mapped to 0, equal cells by the kernel too, in eager torch to 1e-9 of their
-    value. x,
-    residual: (batch, channels, *space); weight, bias: (channels,). Statistics and all arithmetic
-    are float32 or wider. For the gradient x and residual are kept, and at most two numbers for each
-    channel. "auto" takes the kernel for contiguous x; in torch.compile, torch.
+    value. x, residual: (batch, channels, *space); weight, bias: (channels,). Statistics and all
+    arithmetic are float32 or wider. For the gradient x and residual are kept, and at most two
+    numbers for each channel. "auto" takes the kernel for contiguous x; in torch.compile, torch.
     """
     for name, y, shape in (("residual", residual, x.shape), ("weight", weight, x.shape[1:2]),
                            ("bias", bias, x.shape[1:2])):  # fmt: skip
@@ -75,7 +74,7 @@ def _normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 def _centred(x: Tensor) -> Tensor:
     """Return x less the mean of each row, in the statistics' dtype. group_norm computes x a +
-    (b - mean a), which of cells far from 0 loses the digits that the norm keeps; torch.compile
+    (b - mean a), which of cells far from 0 loses the digits that the norm keeps; Inductor
     subtracts first. The norm is the same for any centre, which needs no gradient."""
     wide = x.to(accumulator(x))
     if torch.compiler.is_compiling():

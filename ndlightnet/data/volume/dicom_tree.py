@@ -228,8 +228,8 @@ def _name(found: Sequence[Series], root: Path) -> None:
     for series in named:
         if taken[series.name.casefold()] > 1:
             place = os.path.relpath(series.folder, root)
-            told = " ".join([series.text("SeriesInstanceUID"), place, *map(str, series.volume)])
-            series.name += f"_{hashlib.sha256(told.encode()).hexdigest()[:8]}"
+            source = " ".join([series.text("SeriesInstanceUID"), place, *map(str, series.volume)])
+            series.name += f"_{hashlib.sha256(source.encode()).hexdigest()[:8]}"
 
 
 def _safe(text: str) -> str:

@@ -106,8 +106,8 @@ def _open(path: Path, files: dict[str, Path], kinds: Sequence[Any]) -> tuple[Fil
         edges = np.linalg.norm(image.affine[:3, :3], axis=0)[axes]
         zooms = np.abs(header["pixdim"][1:4])[axes]
         if not np.allclose(edges, zooms, rtol=ROUNDED, atol=0):
-            one, other = (" x ".join(f"{n:.4g}" for n in sides) for sides in (edges, zooms))
-            notes.append(f"{path}: its sform has voxels of {one}, which are taken, pixdim {other}")
+            taken, left = (" x ".join(f"{n:.4g}" for n in sides) for sides in (edges, zooms))
+            notes.append(f"{path}: its sform has voxels of {taken}, which are taken, pixdim {left}")
     code = 0 if analyze else int(header["xyzt_units"])
     unit = bytes(header["vox_units"]).decode("latin1") if analyze else SPACE.get(code & 7, code)
     mm = millimetres(path, unit, notes)

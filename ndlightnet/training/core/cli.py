@@ -45,11 +45,11 @@ class TaskCLI(LightningCLI):
     of the task, see `adamw_with_cosine`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        own = {
+        defaults = {
             "subclass_mode_data": True, "parser_class": TaskParser,
             "auto_configure_optimizers": False,
         }  # fmt: skip
-        super().__init__(*args, **{**own, **options})
+        super().__init__(*args, **{**defaults, **options})
 
     def add_core_arguments_to_parser(self, parser: Any) -> None:
         super().add_core_arguments_to_parser(parser)
@@ -126,10 +126,12 @@ class TaskCLI(LightningCLI):
 
     def _note_finished(self, path: str) -> None:
         """Print a note if a training that is resumed has no epoch left; its config stays."""
-        epochs = torch.load(path, map_location="meta", weights_only=True)["epoch"] + 1
-        if 0 <= (self.trainer.max_epochs or -1) <= epochs:
+        loops = torch.load(path, map_location="meta", weights_only=True)["loops"]
+        epochs = loops["fit_loop"]["epoch_progress"]["current"]["processed"]
+        most = self.trainer.max_epochs
+        if most is not None and 0 < most <= epochs:
             say([f"{path}: has been trained for {epochs} epochs, nothing is left of "
-                 f"trainer.max_epochs={self.trainer.max_epochs}"])  # fmt: skip
+                 f"trainer.max_epochs={most}"])  # fmt: skip
             trainer: Any = self.trainer
             trainer.callbacks = [x for x in trainer.callbacks if not isinstance(x, SaveConfig)]
 
