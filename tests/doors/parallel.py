@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from filelock import FileLock
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ndlightnet.models.hub import Pretrained
+from tests import processes
 
 from .cases import CASES, Case
 
 RANKS = 2
-ROOT = Path(__file__).parents[2]
 # of the largest number: sums of at most 1e6 float64 terms, of which one process adds up all, two
 # half of them each
 TOLERANCE = 1e6 * torch.finfo(torch.float64).eps
@@ -48,22 +45,8 @@ def fsdp2(case: Case, tmp_path: Path) -> None:
 
 def _look_up(door: str, case: Case, tmp_path: Path) -> None:
     (name,) = (name for name, other in CASES.items() if other is case)
-    session = tmp_path.parent  # with pytest-xdist the session's folder has one for each worker
-    session = session.parent if session.name.startswith("popen-") else session
-    file = session / "parallel.json"
-    with FileLock(session / "parallel.lock"):
-        if not file.exists():
-            (session / "parallel").mkdir()
-            command = [sys.executable, "-m", "tests.doors.parallel", str(session / "parallel")]
-            env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-            both = [
-                subprocess.Popen([*command, str(rank)], cwd=ROOT, env=env) for rank in range(RANKS)
-            ]
-            ended = [process.wait(timeout=300) for process in both]
-            assert ended == [0] * RANKS
-            found = [json.loads((session / f"parallel/{r}.json").read_text()) for r in range(RANKS)]
-            file.write_text(json.dumps(found))
-    errors = [found[f"{door}, {name}"] for found in json.loads(file.read_text())]
+    ranks = processes.run_once("tests.doors.parallel", tmp_path, "parallel", RANKS)
+    errors = [rank[f"{door}, {name}"] for rank in ranks]
     assert errors == [None] * RANKS
 
 

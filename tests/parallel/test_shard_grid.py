@@ -2,54 +2,34 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from filelock import FileLock
 
 from ndlightnet_evidence import shard_model
+from tests import processes
 
 from .cases import CASES, CAUSAL
 from .worker import TIMEOUT
 
-ROOT = Path(__file__).parents[2]
 COUNTS = (2, 3, 4)
 BOUNDS = {"float32": 1e-5, "float64": 1e-10}
 
 
 def run(folder: Path, count: int, job: str, survivors: int | None = None) -> list[Any]:
     """Run a job of worker.py on so many processes; return what each found."""
-    folder.mkdir(parents=True, exist_ok=True)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, "-m", "tests.parallel.worker", str(folder)]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(count), job], cwd=ROOT, env=env)
-        for rank in range(count)
-    ]
-    try:
-        codes = [process.wait(timeout=500) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes.count(0) == (count if survivors is None else survivors), codes
-    return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    return processes.run("tests.parallel.worker", folder, count, [str(count), job], survivors)
 
 
 def found(count: int, job: str, tmp_path: Path) -> list[dict[str, Any]]:
     """Return what each of so many processes found in a job; they do all jobs once in a session."""
-    session = tmp_path.parent  # with pytest-xdist the session's folder has one for each worker
-    session = session.parent if session.name.startswith("popen-") else session
-    file = session / f"shard_grid_{count}.json"
-    with FileLock(f"{file}.lock"):
-        if not file.exists():
-            file.write_text(json.dumps(run(session / f"shard_grid_{count}", count, "session")))
-    return [each[job] for each in json.loads(file.read_text())]
+    words = [str(count), "session"]
+    ranks = processes.run_once(
+        "tests.parallel.worker", tmp_path, f"shard_grid_{count}", count, words
+    )
+    return [each[job] for each in ranks]
 
 
 def check(processes: list[dict[str, Any]], count: int, dtype: str) -> None:
@@ -109,7 +89,7 @@ def test_too_little_memory_is_told_as_such(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="expected two GPUs")
 def test_the_kernels_of_two_gpus(tmp_path):
-    for errors in run(tmp_path, 2, "on_gpus"):
+    for errors in run(tmp_path / "ranks", 2, "on_gpus"):
         assert len(errors) == 9
         for label, kinds in errors.items():
             # atomic sums, and cuDNN's choice of algorithms, differ from call to call
@@ -190,7 +170,7 @@ def test_a_training_has_the_losses_of_the_whole(tmp_path):
 
 @pytest.mark.slow
 def test_processes_tell_when_another_one_ended(tmp_path):
-    told = run(tmp_path, 3, "killed", survivors=2)
+    told = run(tmp_path / "ranks", 3, "killed", survivors=2)
     assert len(told) == 2
     for each in told:
         assert "shard_grid: process" in each["error"] and "it ended" in each["error"]

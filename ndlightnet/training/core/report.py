@@ -67,6 +67,8 @@ def write_metrics(
     if path.is_file():
         with suppress(ValueError):  # not JSON: replaced
             saved = json.loads(path.read_bytes())
+        if not isinstance(saved, dict):
+            saved = {}
     trained = saved.pop("fit", None)
     trained = trained if fit is None else fit
     write_json(path, {**(saved if test is None else test), **({"fit": trained} if trained else {})})

@@ -224,6 +224,7 @@ def test_a_test_and_a_training_write_one_file(tmp_path):
     assert read() == {"top1": 0.5, "only": 1, "fit": {"last": {"epoch": 1}}}
     write_metrics(tmp_path, {"top1": 0.25})
     assert read() == {"top1": 0.25, "fit": {"last": {"epoch": 1}}}
-    path.write_text("{cut")
-    write_metrics(tmp_path, {"top1": 1.0})
-    assert read() == {"top1": 1.0}
+    for of_another in ("{cut", "[1]"):
+        path.write_text(of_another)
+        write_metrics(tmp_path, {"top1": 1.0})
+        assert read() == {"top1": 1.0}
