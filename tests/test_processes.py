@@ -8,7 +8,7 @@ from . import processes
 
 PROGRAM = """
 import json, pathlib, sys, time
-folder, rank, fate = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+folder, rank, fate = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[4]
 if fate == "fails" and rank == 1:
     sys.exit(3)
 if fate == "fails" or fate == "stalls" and not folder.name.endswith("_again"):
@@ -24,13 +24,14 @@ def run_once(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "SECONDS", 3)
     folder = tmp_path / "session" / "test"
     folder.mkdir(parents=True)
-    return lambda fate: processes.run_once("program", folder, fate, 2, [fate])
+    return lambda fate: processes.run_once("program", folder, 2, fate)
 
 
 @pytest.mark.slow
-def test_processes_that_stall_are_run_once_more(run_once):
+def test_processes_that_stall_are_run_once_more(run_once, capfd):
     with pytest.warns(UserWarning, match=r"run once more: program .*exit codes \[None, None\]"):
         assert run_once("stalls") == [0, 1]
+    assert capfd.readouterr().err.count("(most recent call first)") >= 2  # a stack of each
     assert run_once("stalls") == [0, 1]  # without running them again
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ndlightnet.models.hub import Pretrained
-from tests import processes
+from tests.processes import run_once
 
 from .cases import CASES, Case
 
@@ -45,9 +45,8 @@ def fsdp2(case: Case, tmp_path: Path) -> None:
 
 def _look_up(door: str, case: Case, tmp_path: Path) -> None:
     (name,) = (name for name, other in CASES.items() if other is case)
-    ranks = processes.run_once("tests.doors.parallel", tmp_path, "parallel", RANKS)
-    errors = [rank[f"{door}, {name}"] for rank in ranks]
-    assert errors == [None] * RANKS
+    ranks = run_once("tests.doors.parallel", tmp_path, RANKS)
+    assert [cells[f"{door}, {name}"] for cells in ranks] == [None] * RANKS
 
 
 def _inputs(case: Case, at: int, batch: int) -> tuple[Tensor, ...]:

@@ -9,27 +9,19 @@ import pytest
 import torch
 
 from ndlightnet_evidence import shard_model
-from tests import processes
+from tests.processes import run, run_once
 
 from .cases import CASES, CAUSAL
 from .worker import TIMEOUT
 
+WORKER = "tests.parallel.worker"
 COUNTS = (2, 3, 4)
 BOUNDS = {"float32": 1e-5, "float64": 1e-10}
 
 
-def run(folder: Path, count: int, job: str, survivors: int | None = None) -> list[Any]:
-    """Run a job of worker.py on so many processes; return what each found."""
-    return processes.run("tests.parallel.worker", folder, count, [str(count), job], survivors)
-
-
 def found(count: int, job: str, tmp_path: Path) -> list[dict[str, Any]]:
     """Return what each of so many processes found in a job; they do all jobs once in a session."""
-    words = [str(count), "session"]
-    ranks = processes.run_once(
-        "tests.parallel.worker", tmp_path, f"shard_grid_{count}", count, words
-    )
-    return [each[job] for each in ranks]
+    return [jobs[job] for jobs in run_once(WORKER, tmp_path, count, "session")]
 
 
 def check(processes: list[dict[str, Any]], count: int, dtype: str) -> None:
@@ -89,7 +81,7 @@ def test_too_little_memory_is_told_as_such(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="expected two GPUs")
 def test_the_kernels_of_two_gpus(tmp_path):
-    for errors in run(tmp_path / "ranks", 2, "on_gpus"):
+    for errors in run(WORKER, tmp_path / "ranks", 2, "on_gpus"):
         assert len(errors) == 9
         for label, kinds in errors.items():
             # atomic sums, and cuDNN's choice of algorithms, differ from call to call
@@ -170,9 +162,9 @@ def test_a_training_has_the_losses_of_the_whole(tmp_path):
 
 @pytest.mark.slow
 def test_processes_tell_when_another_one_ended(tmp_path):
-    told = run(tmp_path / "ranks", 3, "killed", survivors=2)
-    assert len(told) == 2
-    for each in told:
+    survivors = run(WORKER, tmp_path / "ranks", 3, "killed", failures=1)
+    assert len(survivors) == 2
+    for each in survivors:
         assert "shard_grid: process" in each["error"] and "it ended" in each["error"]
         assert each["seconds"] <= TIMEOUT + 5
 

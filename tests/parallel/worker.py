@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ndlightnet import NDLightNet, NDLightUNet, shard_grid
 from ndlightnet.layout import Processes
+from tests.processes import SECONDS
 
 from .cases import CASES, CAUSAL, Case, features_beside_nan
 from .common import error_of, slab
@@ -388,7 +389,8 @@ if __name__ == "__main__":
     dist.init_process_group(
         "nccl" if job == "on_gpus" else "gloo", init_method=f"file://{folder}/store",
         rank=rank, world_size=count,
-        timeout=timedelta(seconds=TIMEOUT if job == "killed" else 300),
+        # a stall is for the runner to see, before gloo makes a failure of it
+        timeout=timedelta(seconds=TIMEOUT if job == "killed" else 2 * SECONDS),
     )  # fmt: skip
     found = globals()[job]()
     (folder / f"{rank}.json").write_text(json.dumps(found))
