@@ -1,14 +1,7 @@
 """LightNet attention for sequences, images, videos and volumes: one network, any number of axes."""
 
 from ndlightnet.layout import Grid, Packed, Ragged, pack, shard_grid
-from ndlightnet.models import (
-    NDLightDiT,
-    NDLightNet,
-    NDLightUNet,
-    ndlightnet_base,
-    ndlightnet_small,
-    ndlightnet_tiny,
-)
+from ndlightnet.models import NDLightDiT, NDLightNet, NDLightUNet, ndlightnet_base, ndlightnet_small, ndlightnet_tiny
 from ndlightnet.nn import MultiheadAttention, mixers
 from ndlightnet.nn.mixers import Identity, LightNetAttention, SoftmaxAttention
 from ndlightnet.ops import (

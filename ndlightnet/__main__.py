@@ -20,10 +20,27 @@ CONFIGS = INSIDE if INSIDE.is_dir() else INSIDE.parents[1] / "configs"
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # how OpenMP's threads wait
 # packages of the extra `tasks`, by the names they are imported by
 EXTRA = {
-    "lightning", "jsonargparse", "torchmetrics", "monai", "nibabel", "SimpleITK", "pydicom",
-    "scipy", "torchvision", "av", "rich", "tensorboard", "matplotlib", "sklearn", "jinja2",
-    "diffusers", "captum", "numpy", "yaml", "PIL",
-}  # fmt: skip
+    "lightning",
+    "jsonargparse",
+    "torchmetrics",
+    "monai",
+    "nibabel",
+    "SimpleITK",
+    "pydicom",
+    "scipy",
+    "torchvision",
+    "av",
+    "rich",
+    "tensorboard",
+    "matplotlib",
+    "sklearn",
+    "jinja2",
+    "diffusers",
+    "captum",
+    "numpy",
+    "yaml",
+    "PIL",
+}
 SEGMENTATION = "ndlightnet.training.segmentation"
 
 
@@ -39,35 +56,35 @@ class Door(NamedTuple):
 
 
 DOORS = {
-    "image_cls": Door(
-        "classify images, in colour or grey", "ImageTask", "LabelledData", "coloured_digits"
-    ),
+    "image_cls": Door("classify images, in colour or grey", "ImageTask", "LabelledData", "coloured_digits"),
     "video_cls": Door("classify videos, of files or a camera", "VideoTask", "VideoData", "digits"),
     "volume_cls": Door("classify volumes (CT, MRI)", "ImageTask", "ImageData", "adrenal28"),
-    "signal_cls": Door(
-        "classify signals of different lengths", "SignalTask", "SignalData", "spoken_digits"
-    ),
+    "signal_cls": Door("classify signals of different lengths", "SignalTask", "SignalData", "spoken_digits"),
     "ct_segmentation": Door(
-        "segment volumes (CT, MRI, several channels)", "SegmentationTask", "VolumeData", "phantoms",
+        "segment volumes (CT, MRI, several channels)",
+        "SegmentationTask",
+        "VolumeData",
+        "phantoms",
         {name: f"{SEGMENTATION}.{name}:{name}" for name in ("plan", "folds", "bundle")},
     ),
     "image_gen": Door(
-        "generate images, clips and volumes by diffusion", "GenerationTask", "LabelledData",
-        "handwritten_gen",
+        "generate images, clips and volumes by diffusion", "GenerationTask", "LabelledData", "handwritten_gen"
     ),
     "pretrain": Door(
-        "learn from images, videos or volumes without labels", "PretrainTask", "LabelledData",
+        "learn from images, videos or volumes without labels",
+        "PretrainTask",
+        "LabelledData",
         "coloured_digits_pretrain",
     ),
     "text_lm": Door(
-        "a language model of bytes", "TextTask", "TextData", "enwik8",
-        {
-            name: f"ndlightnet.training.language.{name}:{name}"
-            for name in ("curves", "generate")
-        },
+        "a language model of bytes",
+        "TextTask",
+        "TextData",
+        "enwik8",
+        {name: f"ndlightnet.training.language.{name}:{name}" for name in ("curves", "generate")},
     ),
     "forecast": Door("forecast an hourly series", "ForecastTask", "SeriesData", "ett"),
-}  # fmt: skip
+}
 
 
 def _command(run: Callable[Arguments, int]) -> Callable[Arguments, int]:

@@ -35,10 +35,7 @@ APART = {"evidence": Path(__file__).parent / "evidence", "exhaustive": None}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    asked = [
-        Path(config.invocation_params.dir, argument.split("::")[0]).resolve()
-        for argument in config.args
-    ]
+    asked = [Path(config.invocation_params.dir, argument.split("::")[0]).resolve() for argument in config.args]
     for mark, folder in APART.items():
         for item in items:
             if folder is not None and folder in item.path.parents:
@@ -130,9 +127,7 @@ def close_grads():
     def check(actual, expected, inputs, tol: float, other=None) -> None:
         actual, expected = ((x,) if isinstance(x, Tensor) else tuple(x) for x in (actual, expected))
         pulls = [torch.randn_like(x) for x in expected]
-        ours = torch.autograd.grad(
-            actual, inputs, [p.to(a.dtype) for p, a in zip(pulls, actual, strict=True)]
-        )
+        ours = torch.autograd.grad(actual, inputs, [p.to(a.dtype) for p, a in zip(pulls, actual, strict=True)])
         theirs = torch.autograd.grad(expected, inputs if other is None else other, pulls)
         scale = max(x.abs().max().item() for x in theirs)
         for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):

@@ -13,9 +13,11 @@ from ndlightnet.ops.lightnet.state import merge, merge_rows
 
 # patch, box, boxes along each axis
 SHAPES = {
-    1: ((2,), (3,), (5,)), 2: ((2, 3), (2, 1), (3, 4)), 3: ((1, 2, 2), (2, 1, 3), (2, 3, 2)),
+    1: ((2,), (3,), (5,)),
+    2: ((2, 3), (2, 1), (3, 4)),
+    3: ((1, 2, 2), (2, 1, 3), (2, 3, 2)),
     4: ((1, 1, 2, 1), (1, 2, 1, 2), (2, 2, 3, 1)),
-}  # fmt: skip
+}
 every_dims = pytest.mark.parametrize("dims", SHAPES)
 
 
@@ -67,14 +69,12 @@ def test_spread_puts_them_back(dims):
 
 def test_draws_differ_from_sample_to_sample_and_follow_the_generator():
     x = cells(2, batch=8)
-    first, same, other = (draw_boxes(x, *SHAPES[2][:2], 0.5, torch.Generator().manual_seed(seed))
-                          for seed in (3, 3, 4))  # fmt: skip
+    first, same, other = (draw_boxes(x, *SHAPES[2][:2], 0.5, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4))
     assert torch.equal(first.numbers, same.numbers)
     assert not torch.equal(first.numbers, other.numbers)
     assert len({tuple(row) for row in first.numbers.tolist()}) > 3
     seen = torch.bincount(
-        torch.cat([draw_boxes(x, *SHAPES[2][:2], 0.5).numbers.flatten() for _ in range(40)]),
-        minlength=12,
+        torch.cat([draw_boxes(x, *SHAPES[2][:2], 0.5).numbers.flatten() for _ in range(40)]), minlength=12
     )
     assert seen.min() > 0.75 * seen.float().mean()  # each box as often
 
@@ -106,15 +106,12 @@ def test_states_merge_as_two_by_two():
     states = summarize(30 * k, v)
     found = merge_rows(states, 3)
     for row in range(2):
-        first, second, third = (type(states)(*(x[3 * row + n, None] for x in states))
-                                for n in range(3))  # fmt: skip
+        first, second, third = (type(states)(*(x[3 * row + n, None] for x in states)) for n in range(3))
         expected = merge(merge(first, second), third)
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a[row, None], b)
     q = torch.randn(1, 2, 2, 4, dtype=torch.float64)
-    assert torch.autograd.gradcheck(
-        lambda k, v: read(q, merge_rows(summarize(k, v), 3)), (k[:3], v[:3])
-    )
+    assert torch.autograd.gradcheck(lambda k, v: read(q, merge_rows(summarize(k, v), 3)), (k[:3], v[:3]))
 
 
 def test_rows_without_tokens_merge():
@@ -140,8 +137,7 @@ def test_attention_reads_all_boxes_of_its_sample(dims, kind, impl):
     flat = grid.flatten(whole)[grid.flatten(mask)]
     # tokens of the boxes, in the order of the boxes
     order = kept.spread(
-        torch.arange(flat.shape[0], dtype=torch.float64).view(-1, kept.layout.length, 1),
-        torch.zeros(1),
+        torch.arange(flat.shape[0], dtype=torch.float64).view(-1, kept.layout.length, 1), torch.zeros(1)
     )[..., 0][mask].long()
     tokens = torch.empty_like(flat).index_copy(0, order, flat).view(-1, kept.layout.length, 24)
     tokens.requires_grad_()
@@ -150,9 +146,7 @@ def test_attention_reads_all_boxes_of_its_sample(dims, kind, impl):
     expected = mixer(whole, mask=mask)
     torch.testing.assert_close(found.reshape(-1, 24)[order], expected[mask])
     weights = torch.randn_like(expected[mask])
-    ours = torch.autograd.grad(
-        (found.reshape(-1, 24)[order] * weights).sum(), [tokens, *mixer.parameters()]
-    )
+    ours = torch.autograd.grad((found.reshape(-1, 24)[order] * weights).sum(), [tokens, *mixer.parameters()])
     theirs = torch.autograd.grad((expected[mask] * weights).sum(), [whole, *mixer.parameters()])
     torch.testing.assert_close(ours[0].reshape(-1, 24)[order], theirs[0][mask])
     for a, b in zip(ours[1:], theirs[1:], strict=True):
@@ -170,9 +164,12 @@ def test_both_ways_to_join_boxes_agree(tokens, merged, monkeypatch):
     mask = torch.rand(6, tokens) > 0.3
     layout = Boxes((tokens,), (torch.tensor([0, 50, 100, 0, 150, 200]),), 3)
     lrpe = Position(torch.rand(2, 4, dtype=torch.float64), layout)
-    ways = [global_attention(q, k.masked_fill(~mask[..., None, None], torch.nan), v, mask=mask,
-                             lrpe=lrpe, layout=layout, impl=impl)
-            for impl in ("torch", "reference")]  # fmt: skip
+    ways = [
+        global_attention(
+            q, k.masked_fill(~mask[..., None, None], torch.nan), v, mask=mask, lrpe=lrpe, layout=layout, impl=impl
+        )
+        for impl in ("torch", "reference")
+    ]
     torch.testing.assert_close(*ways)
     assert ways[0].isfinite().all()
     assert spied.call_count == 1 + merged  # the reference always merges
@@ -180,9 +177,7 @@ def test_both_ways_to_join_boxes_agree(tokens, merged, monkeypatch):
 
 def test_one_box_a_sample_is_a_grid_with_an_offset():
     q, k, v = torch.randn(3, 4, 6, 2, 8).unbind(0)
-    torch.testing.assert_close(
-        global_attention(q, k, v, layout=Boxes((6,), None, 1)), global_attention(q, k, v)
-    )
+    torch.testing.assert_close(global_attention(q, k, v, layout=Boxes((6,), None, 1)), global_attention(q, k, v))
 
 
 @every_dims
@@ -234,8 +229,10 @@ def test_what_a_network_does_not_do_with_boxes():
         network(2, causal=True).forward_features(kept)
     with pytest.raises(ValueError, match="boxes: expected whole samples"):
         model(kept)
-    for other in (NDLightNet(2, 3, patch_size=patch, embed_dim=24, depth=1).double(),
-                  NDLightNet(2, 2, patch_size=4, embed_dim=24, depth=1).double()):  # fmt: skip
+    for other in (
+        NDLightNet(2, 3, patch_size=patch, embed_dim=24, depth=1).double(),
+        NDLightNet(2, 2, patch_size=4, embed_dim=24, depth=1).double(),
+    ):
         with pytest.raises(ValueError, match=r"boxes of cells .*: expected \(in_chans="):
             other.forward_features(kept)
     with pytest.raises(ValueError, match="LightNetAttention takes whole samples"):

@@ -80,9 +80,10 @@ def python(tmp_path_factory):
     found = venv / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     pip = [sys.executable, "-m", "pip", "-q", "--python", found, "install"]
     subprocess.run(
-        [*pip, "--no-deps", "--no-build-isolation", "--no-index", "-e", ROOT], check=True,
+        [*pip, "--no-deps", "--no-build-isolation", "--no-index", "-e", ROOT],
+        check=True,
         env={**os.environ, "PYTHONPATH": str(backend)},  # the new environment has none
-    )  # fmt: skip
+    )
     (installed,) = venv.rglob("_ndlightnet.pth")
     torch = importlib.util.find_spec("torch")
     (installed.parent / "others.pth").write_text(str(Path(torch.origin).parents[1]))

@@ -19,21 +19,20 @@ ORDER = (
     ("ndlightnet_kernels",),
 )
 # room -> the only rooms of ours that it may import; `data` is imported by training and tasks alone
-CLOSED = {"ndlightnet.data": {"ndlightnet.data", "ndlightnet.layout"},
-          "ndlightnet.layout": {"ndlightnet.layout"},
-          "ndlightnet_kernels": {"ndlightnet_kernels"}}  # fmt: skip
+CLOSED = {
+    "ndlightnet.data": {"ndlightnet.data", "ndlightnet.layout"},
+    "ndlightnet.layout": {"ndlightnet.layout"},
+    "ndlightnet_kernels": {"ndlightnet_kernels"},
+}
 ONLY_UNDER = {
     "lightning": ("ndlightnet.training", "tasks"),
-    "monai": (
-        "ndlightnet.data", "ndlightnet.inference", "ndlightnet.integrations", "ndlightnet.training",
-        "tasks",
-    ),
+    "monai": ("ndlightnet.data", "ndlightnet.inference", "ndlightnet.integrations", "ndlightnet.training", "tasks"),
     **dict.fromkeys(("timm", "transformers"), ("ndlightnet.integrations", "tasks")),
     "diffusers": ("ndlightnet.integrations", "ndlightnet.training", "tasks"),
     **dict.fromkeys(("decord", "torchcodec"), ("ndlightnet.data", "ndlightnet.inference")),
     "av": ("ndlightnet.data", "ndlightnet.inference"),
     "triton": ("ndlightnet_kernels",),
-}  # fmt: skip
+}
 ALIASES = {"pytorch_lightning": "lightning", "lightning_fabric": "lightning"}
 
 
@@ -161,9 +160,7 @@ def test_import_is_light():
     """Beyond `import torch` it loads einops and itself, no other package nor part of torch."""
     done = subprocess.run([sys.executable, "-c", CHILD], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert set(json.loads(done.stdout)) - sys.stdlib_module_names == {
-        "ndlightnet", "ndlightnet_kernels", "einops",
-    }  # fmt: skip
+    assert set(json.loads(done.stdout)) - sys.stdlib_module_names == {"ndlightnet", "ndlightnet_kernels", "einops"}
 
 
 def test_kernels_is_a_source_folder_and_no_package():

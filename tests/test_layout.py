@@ -26,10 +26,9 @@ def ragged(ndim: int):
 
 # both kinds, with the number of rows that a batch of them has
 layouts = st.one_of(
-    st.tuples(st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple).map(Grid),
-              st.integers(1, 3)),
+    st.tuples(st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple).map(Grid), st.integers(1, 3)),
     st.tuples(st.integers(1, 3).flatmap(ragged), st.just(1)),
-)  # fmt: skip
+)
 
 
 def drawn(layout: Layout, batch: int) -> torch.Tensor:
@@ -41,8 +40,11 @@ def alone(layout: Layout, x: torch.Tensor) -> list[torch.Tensor]:
     """Each sample of tokens (batch, length, ...) on its own grid, (*grid, ...): by plain slices."""
     lengths = [math.prod(shape) for shape in layout.shapes]
     ends = list(itertools.accumulate(lengths))
-    return [row[end - n : end].reshape(*shape, *x.shape[2:]) for row in x
-            for shape, n, end in zip(layout.shapes, lengths, ends, strict=True)]  # fmt: skip
+    return [
+        row[end - n : end].reshape(*shape, *x.shape[2:])
+        for row in x
+        for shape, n, end in zip(layout.shapes, lengths, ends, strict=True)
+    ]
 
 
 def joined(layout: Layout, samples: list[torch.Tensor]) -> torch.Tensor:
@@ -58,9 +60,7 @@ def test_tokens_and_masks_are_taken_flat_and_as_users_have_them(pair):
     assert layout.length == sum(math.prod(shape) for shape in layout.shapes)
     assert layout.samples(batch) == len(alone(layout, x))
     given = layout.unflatten(x)
-    assert given.shape == (
-        (batch, *layout.shape, 2) if isinstance(layout, Grid) else (layout.length, 2)
-    )
+    assert given.shape == ((batch, *layout.shape, 2) if isinstance(layout, Grid) else (layout.length, 2))
     assert torch.equal(layout.flatten(given), x)
     for form in (given, x):
         assert torch.equal(layout.tokens(form), x)

@@ -73,9 +73,7 @@ assert command.main(["export", "runs/x", "--to", "onnx"]) == 1
 @pytest.mark.slow
 def test_without_the_extra_each_door_names_it():
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT], cwd=ROOT, env=env, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", WITHOUT], cwd=ROOT, env=env, capture_output=True, text=True)
     line = 'error: lightning is not installed: pip install "ndlightnet[tasks]"'
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines() == [line] * (2 * len(command.DOORS) + 1)
@@ -148,8 +146,11 @@ def test_a_task_begins_with_threads_that_sleep():
     env["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, "-c", f"{BEGIN}sys.exit(command.main())", "text_lm", "fit"],
-        cwd=ROOT, env=env, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stdout) == (0, "1000 ['fit']\n"), done.stderr
 
 

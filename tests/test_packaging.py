@@ -62,9 +62,7 @@ def test_an_sdist_has_what_its_tests_need(built, project):
 @pytest.mark.slow
 def test_pypi_can_show_the_readme(built):
     pytest.importorskip("twine")
-    done = subprocess.run(
-        [*RUN, "twine", "check", "--strict", *built.iterdir()], capture_output=True, text=True
-    )
+    done = subprocess.run([*RUN, "twine", "check", "--strict", *built.iterdir()], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
@@ -89,9 +87,7 @@ def test_the_command_line_of_a_wheel_in_another_folder(built, tmp_path):
     target = ["--no-deps", "--no-index", "--target", site]
     subprocess.run([*RUN, "pip", "install", "-q", *target, wheel], check=True)
     env = os.environ | {"PYTHONPATH": str(site)}
-    done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert f"\nconfigs: {site / 'ndlightnet' / 'configs'}\n0 {site / 'ndlightnet'}\n" in done.stdout
     for name in command.DOORS:
         assert f"\n{name} exits with 0\n" in done.stdout, done.stderr
@@ -107,12 +103,9 @@ def test_the_versions_agree(project):
 def test_ci_runs_every_python_that_may_be_installed(project):
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
     tested = jobs["tests"]["strategy"]["matrix"]["python"]
-    said = [name.rsplit(" ")[-1] for name in project["project"]["classifiers"]
-            if "Python :: 3." in name]  # fmt: skip
+    said = [name.rsplit(" ")[-1] for name in project["project"]["classifiers"] if "Python :: 3." in name]
     assert tested == said
-    low, high = re.fullmatch(
-        r">=(3\.\d+),<3\.(\d+)", project["project"]["requires-python"]
-    ).groups()
+    low, high = re.fullmatch(r">=(3\.\d+),<3\.(\d+)", project["project"]["requires-python"]).groups()
     assert low == tested[0] and int(high) == int(tested[-1].split(".")[1]) + 1
     assert {"run": ".ci/run"} in jobs["tests"]["steps"]
 

@@ -51,11 +51,7 @@ def test_the_lines_that_make_spoken_digits(tmp_path, monkeypatch):
     pytest.importorskip("av")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recordings").mkdir()
-    signals = {
-        "3_lucas_11": [5, -7, 300] * 2000,
-        "7_theo_0": [1, 2, -32768],
-        "3_lucas_2": [9] * 999,
-    }
+    signals = {"3_lucas_11": [5, -7, 300] * 2000, "7_theo_0": [1, 2, -32768], "3_lucas_2": [9] * 999}
     for name, samples in signals.items():
         with wave.open(f"recordings/{name}.wav", "wb") as file:
             file.setparams((1, 2, 8000, 0, "NONE", ""))

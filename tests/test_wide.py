@@ -46,6 +46,5 @@ def test_split_and_cat(sizes, dim, close_grads):
     assert torch.equal(ours, theirs)
     close_grads(ours, theirs, [x, y], 1e-15)
     assert torch.autograd.gradgradcheck(
-        lambda x: wide.cat(wide.split(x * x, (1, 2), 1), 1),
-        rows(torch.float64, 2, 3).requires_grad_(),
+        lambda x: wide.cat(wide.split(x * x, (1, 2), 1), 1), rows(torch.float64, 2, 3).requires_grad_()
     )

@@ -38,13 +38,11 @@ from ndlightnet_kernels.tiles import (
     silu,
     split,
     strides,
-)  # fmt: skip
+)
 
 
 @triton.jit
-def _read_memory(
-    total, memory, bh, c, vc, DIM: tl.constexpr, VDIM: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
+def _read_memory(total, memory, bh, c, vc, DIM: tl.constexpr, VDIM: tl.constexpr, KIND: tl.constexpr):
     """Load the normalised memory tiles that the features (fa, fb) multiply, float32."""
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     inside = c < WIDTH
@@ -65,8 +63,7 @@ def _read_memory(
 
 
 @triton.jit
-def _load_query(q, b, h, t, c, valid, sqb, sqt, sqh, WIDTH: tl.constexpr, KIND: tl.constexpr,
-                UNIT: tl.constexpr):  # fmt: skip
+def _load_query(q, b, h, t, c, valid, sqb, sqt, sqh, WIDTH: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr):
     x1 = load(q, b, h, t, c, valid, sqb, sqt, sqh, WIDTH, UNIT).to(tl.float32)
     x2 = x1
     if KIND == 2:
@@ -74,24 +71,54 @@ def _load_query(q, b, h, t, c, valid, sqb, sqt, sqh, WIDTH: tl.constexpr, KIND: 
     return x1, x2
 
 
-@triton.jit(
-    do_not_specialize=["length", "span", "heads", "per_head", "sqb", "sqt", "sqh", *phases.SIZES]
-)
+@triton.jit(do_not_specialize=["length", "span", "heads", "per_head", "sqb", "sqt", "sqh", *phases.SIZES])
 def _read(
-    q, total, memory, splits, shapes, theta, offset, out, sqb, sqt, sqh, length, span, heads,
-    per_head, n1, n2, n3, n4, n5, n6, n7, prefix, each,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
-    BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr, WIDE: tl.constexpr,
-    AXES: tl.constexpr, PREFIX: tl.constexpr, UNIT: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    q,
+    total,
+    memory,
+    splits,
+    shapes,
+    theta,
+    offset,
+    out,
+    sqb,
+    sqt,
+    sqh,
+    length,
+    span,
+    heads,
+    per_head,
+    n1,
+    n2,
+    n3,
+    n4,
+    n5,
+    n6,
+    n7,
+    prefix,
+    each,
+    DIM: tl.constexpr,
+    VDIM: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BL: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    KIND: tl.constexpr,
+    SLOTS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    TOTAL: tl.constexpr,
+    WIDE: tl.constexpr,
+    AXES: tl.constexpr,
+    PREFIX: tl.constexpr,
+    UNIT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Compute the output of a part of the queries, for one block of value channels."""
     bh, part = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    row, part, begin, end, base, state = part_at(
-        splits, part, b, bh, h, heads, span, length, prefix
-    )
+    row, part, begin, end, base, state = part_at(splits, part, b, bh, h, heads, span, length, prefix)
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     c, vc = tl.arange(0, BK), tl.program_id(0) % BLOCKS * BV + tl.arange(0, BV)
     ma, mb = _read_memory(total, memory, state, c, vc, DIM, VDIM, KIND)
@@ -100,9 +127,8 @@ def _read(
         m = tl.trans(interleave(tl.trans(m), tl.trans(mb.to(OPERAND)), even(SLOTS, VDIM)))
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     freqs = slot_frequencies(
-        theta, offset, shapes, row, each, base, h * per_head, sizes, c, KIND, AXES, SLOTS, OFFSET,
-        TOTAL,
-    )  # fmt: skip
+        theta, offset, shapes, row, each, base, h * per_head, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
+    )
     for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
         valid = t < end
@@ -149,11 +175,28 @@ def _summarize_plan(
     # tokens that a program's threads load at once: sums within a thread need no exchange
     together = min(block, chosen.warps * 32 * (16 // k.element_size()) // bk)
     launch = Launch(
-        _summarize, (rows, parts), length=length, span=span, parts=parts, per_segment=each,
-        heads=heads, **dict(zip(KV, strided, strict=True)), DIM=dim, VDIM=vdim, BK=bk, BV=bv,
-        BL=block, BLOCKS=blocks, MASKED=masked, UNIT=unit, STAGES=chosen.stages, ROWS=together,
-        **arguments(where, k), **operand(k), **chosen.options(),
-    )  # fmt: skip
+        _summarize,
+        (rows, parts),
+        length=length,
+        span=span,
+        parts=parts,
+        per_segment=each,
+        heads=heads,
+        **dict(zip(KV, strided, strict=True)),
+        DIM=dim,
+        VDIM=vdim,
+        BK=bk,
+        BV=bv,
+        BL=block,
+        BLOCKS=blocks,
+        MASKED=masked,
+        UNIT=unit,
+        STAGES=chosen.stages,
+        ROWS=together,
+        **arguments(where, k),
+        **operand(k),
+        **chosen.options(),
+    )
     rows = batch * heads
     return launch, (rows, parts, dim), (rows, parts, halves * dim, vdim)
 
@@ -164,16 +207,19 @@ def parts_of_segments(k: Tensor, v: Tensor, where: Position, cut: tuple[int, int
 
 
 def summarize_splits(
-    k: Tensor, v: Tensor, mask: Tensor | None, where: Position, cut: tuple[int, int] | None = None,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    where: Position,
+    cut: tuple[int, int] | None = None,
     forget: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return States (batch * heads, parts, ...) of as many parts as suit the card; with `cut`,
     (number, tokens) of segments, of as many parts of each segment. forget: decay rate of each head
     for a token, float32; weights are then those at the segment's last token."""
     k, v, masked = dense_rows(k), dense_rows(v), mask is not None
     launch, sums, memories = remembered(
-        ("summarize", form(k, v), masked, where.key, cut),
-        lambda: _summarize_plan(k, v, masked, where, cut),
+        ("summarize", form(k, v), masked, where.key, cut), lambda: _summarize_plan(k, v, masked, where, cut)
     )
     top, total, memory = scratch(k, *sums), scratch(k, *sums), scratch(k, *memories)
     tables = where.splits, where.shapes
@@ -181,9 +227,7 @@ def summarize_splits(
     return top, total, memory
 
 
-def summarize(
-    k: Tensor, v: Tensor, mask: Tensor | None, where: Position
-) -> tuple[Tensor, Tensor, Tensor]:
+def summarize(k: Tensor, v: Tensor, mask: Tensor | None, where: Position) -> tuple[Tensor, Tensor, Tensor]:
     """Return the State of k, v (batch, length, heads, dim); mask (batch, length) bool or None."""
     top, total, memory = summarize_splits(k, v, mask, where)
     (batch, _, heads, dim), vdim, parts = k.shape, v.shape[-1], top.shape[1]
@@ -209,19 +253,31 @@ def _read_plan(q: Tensor, vdim: int, where: Position) -> Launch:
     if where.splits is not None:
         parts = where.splits.shape[0]
     return Launch(
-        _read, (batch * heads * blocks, parts), length=length, span=span, heads=heads,
-        **dict(zip(("sqb", "sqt", "sqh"), strided, strict=True)), DIM=dim, VDIM=vdim, BK=bk, BV=bv,
-        BL=block, BLOCKS=blocks, UNIT=unit, STAGES=chosen.stages, **arguments(where, q),
-        **operand(q), **chosen.options(),
-    )  # fmt: skip
+        _read,
+        (batch * heads * blocks, parts),
+        length=length,
+        span=span,
+        heads=heads,
+        **dict(zip(("sqb", "sqt", "sqh"), strided, strict=True)),
+        DIM=dim,
+        VDIM=vdim,
+        BK=bk,
+        BV=bv,
+        BL=block,
+        BLOCKS=blocks,
+        UNIT=unit,
+        STAGES=chosen.stages,
+        **arguments(where, q),
+        **operand(q),
+        **chosen.options(),
+    )
 
 
 def read(q: Tensor, total: Tensor, memory: Tensor, where: Position) -> Tensor:
     """Read a State with queries (batch, length, heads, dim); SiLU is applied to q here."""
     q, vdim = dense_rows(q), memory.shape[-1]
     launch = remembered(
-        ("read", form(q), vdim, total.dtype, memory.dtype, where.key),
-        lambda: _read_plan(q, vdim, where),
+        ("read", form(q), vdim, total.dtype, memory.dtype, where.key), lambda: _read_plan(q, vdim, where)
     )
     out = q.new_empty(*q.shape[:3], vdim)
     state = total.contiguous(), memory.contiguous()

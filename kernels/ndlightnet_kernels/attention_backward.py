@@ -12,13 +12,7 @@ from torch import Tensor
 
 from ndlightnet_kernels.attention import _load_query, _read_memory
 from ndlightnet_kernels.launch import Launch, remembered
-from ndlightnet_kernels.phases import (
-    coordinates,
-    cos_sin,
-    cos_sin_once,
-    from_origin,
-    slot_frequencies,
-)
+from ndlightnet_kernels.phases import coordinates, cos_sin, cos_sin_once, from_origin, slot_frequencies
 from ndlightnet_kernels.plans import operand_bytes, plan
 from ndlightnet_kernels.position import KINDS, Position
 from ndlightnet_kernels.segments import join_grads
@@ -49,27 +43,66 @@ from ndlightnet_kernels.tiles import (
     strides,
     theta_grad,
     valid_tokens,
-)  # fmt: skip
+)
 
 
 @triton.jit(do_not_specialize=[*SIZES, "sqb", "sqt", "sqh", "sob", "sot", "soh"])
 def _read_backward(
-    q, dout, total, memory, splits, shapes, theta, offset, dq, dmemories, dtheta,
-    sqb, sqt, sqh, sob, sot, soh, length, span, parts, heads, per_head,
-    n1, n2, n3, n4, n5, n6, n7, prefix, each,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
-    BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr, WIDE: tl.constexpr,
-    AXES: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, UNIT: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    q,
+    dout,
+    total,
+    memory,
+    splits,
+    shapes,
+    theta,
+    offset,
+    dq,
+    dmemories,
+    dtheta,
+    sqb,
+    sqt,
+    sqh,
+    sob,
+    sot,
+    soh,
+    length,
+    span,
+    parts,
+    heads,
+    per_head,
+    n1,
+    n2,
+    n3,
+    n4,
+    n5,
+    n6,
+    n7,
+    prefix,
+    each,
+    DIM: tl.constexpr,
+    VDIM: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BL: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    KIND: tl.constexpr,
+    SLOTS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    TOTAL: tl.constexpr,
+    WIDE: tl.constexpr,
+    AXES: tl.constexpr,
+    PREFIX: tl.constexpr,
+    LEARN: tl.constexpr,
+    UNIT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Compute dq, and a part's gradient (fa, fb)^T dout of the normalised memory, for a block of
     features."""
     bh, part = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    row, slot, begin, end, base, state = part_at(
-        splits, part, b, bh, h, heads, span, length, prefix
-    )
+    row, slot, begin, end, base, state = part_at(splits, part, b, bh, h, heads, span, length, prefix)
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     c, vc = tl.program_id(0) % BLOCKS * BK + tl.arange(0, BK), tl.arange(0, BV)
     ma, mb = _read_memory(total, memory, state, c, vc, DIM, VDIM, KIND)
@@ -80,9 +113,8 @@ def _read_backward(
     dmem = tl.zeros((BV, HALVES * BK), tl.float32)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     freqs = slot_frequencies(
-        theta, offset, shapes, row, each, base, h * per_head, sizes, c, KIND, AXES, SLOTS, OFFSET,
-        TOTAL,
-    )  # fmt: skip
+        theta, offset, shapes, row, each, base, h * per_head, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
+    )
     learnt = tl.zeros((BL // 16, 8, BK), tl.float32)
     for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
@@ -130,9 +162,8 @@ def _read_backward(
 
 @triton.jit
 def _grad_tile(
-    dmemory, bh, kc, inside, vc, DIM: tl.constexpr, VDIM: tl.constexpr, KIND: tl.constexpr,
-    OPERAND: tl.constexpr,
-):  # fmt: skip
+    dmemory, bh, kc, inside, vc, DIM: tl.constexpr, VDIM: tl.constexpr, KIND: tl.constexpr, OPERAND: tl.constexpr
+):
     """Load dmemory of some channels, transposed, its cos and sin halves interleaved."""
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
     here = (vc < VDIM)[:, None] & inside[None, :]
@@ -146,9 +177,8 @@ def _grad_tile(
 
 @triton.jit
 def _grads(
-    top, dtotal, dmemory, bh, kc, vc, DIM: tl.constexpr, VDIM: tl.constexpr, KIND: tl.constexpr,
-    OPERAND: tl.constexpr,
-):  # fmt: skip
+    top, dtotal, dmemory, bh, kc, vc, DIM: tl.constexpr, VDIM: tl.constexpr, KIND: tl.constexpr, OPERAND: tl.constexpr
+):
     """Load dmemory, top and dtotal of channels `kc`; with rotary also of pairs' second channels."""
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     inside = kc < WIDTH
@@ -166,12 +196,41 @@ def _grads(
 
 @triton.jit
 def _key_block(
-    k, dk, dtheta, y, dy, grads, freqs, b, h, t, tile, kc, valid, inside, end, length, heads,
-    skb, skt, skh, DIM: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr, KIND: tl.constexpr,
-    AXES: tl.constexpr, SLOTS: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr,
-    PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    k,
+    dk,
+    dtheta,
+    y,
+    dy,
+    grads,
+    freqs,
+    b,
+    h,
+    t,
+    tile,
+    kc,
+    valid,
+    inside,
+    end,
+    length,
+    heads,
+    skb,
+    skt,
+    skh,
+    DIM: tl.constexpr,
+    BK: tl.constexpr,
+    BL: tl.constexpr,
+    KIND: tl.constexpr,
+    AXES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOTAL: tl.constexpr,
+    WIDE: tl.constexpr,
+    PREFIX: tl.constexpr,
+    LEARN: tl.constexpr,
+    MASKED: tl.constexpr,
+    UNIT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Store dk of some channels of a tile of tokens; return dy plus what these add to it."""
     WIDTH: tl.constexpr = DIM // 2 if KIND == 2 else DIM
     HALVES: tl.constexpr = 1 if KIND == 0 else 2 * KIND
@@ -211,27 +270,68 @@ def _key_block(
 
 @triton.jit(do_not_specialize=[*(s for s in SIZES if s != "parts"), "tiles", *KV])
 def _summarize_backward(
-    k, v, mask, splits, shapes, theta, offset, top, dtotal, dmemory, dk, dv, dtheta,
-    skb, skt, skh, svb, svt, svh, length, span, tiles, heads, per_head,
-    n1, n2, n3, n4, n5, n6, n7, prefix, each,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
-    BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr, WIDE: tl.constexpr,
-    AXES: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
-    UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    k,
+    v,
+    mask,
+    splits,
+    shapes,
+    theta,
+    offset,
+    top,
+    dtotal,
+    dmemory,
+    dk,
+    dv,
+    dtheta,
+    skb,
+    skt,
+    skh,
+    svb,
+    svt,
+    svh,
+    length,
+    span,
+    tiles,
+    heads,
+    per_head,
+    n1,
+    n2,
+    n3,
+    n4,
+    n5,
+    n6,
+    n7,
+    prefix,
+    each,
+    DIM: tl.constexpr,
+    VDIM: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BL: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    KIND: tl.constexpr,
+    SLOTS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    TOTAL: tl.constexpr,
+    WIDE: tl.constexpr,
+    AXES: tl.constexpr,
+    PREFIX: tl.constexpr,
+    LEARN: tl.constexpr,
+    MASKED: tl.constexpr,
+    UNIT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Compute dk and dv of a part: dk = p (v . dmemory + dtotal), dv = p . dmemory."""
     bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
-    row, slot, begin, end, base, state = part_at(
-        splits, part, b, bh, h, heads, span, length, prefix
-    )
+    row, slot, begin, end, base, state = part_at(splits, part, b, bh, h, heads, span, length, prefix)
     vc, kc = tl.arange(0, BV), tl.arange(0, BK)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     freqs = slot_frequencies(
-        theta, offset, shapes, row, each, base, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET,
-        TOTAL,
-    )  # fmt: skip
+        theta, offset, shapes, row, each, base, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
+    )
     grads = _grads(top, dtotal, dmemory, state, kc, vc, DIM, VDIM, KIND, OPERAND)
     for first in tl.range(begin, end, BL, num_stages=STAGES):
         t = first + tl.arange(0, BL)
@@ -242,23 +342,84 @@ def _summarize_backward(
         dy = tl.zeros((BL, BV), tl.float32)
         if BLOCKS == 1:
             dy = _key_block(
-                k, dk, dtheta, y, dy, grads, freqs, b, h, t, tile, kc, valid, inside, end,
-                length, heads, skb, skt, skh, DIM, BK, BL, KIND, AXES, SLOTS, TOTAL, WIDE, PREFIX,
-                LEARN, MASKED, UNIT, OPERAND, PRECISION,
-            )  # fmt: skip
+                k,
+                dk,
+                dtheta,
+                y,
+                dy,
+                grads,
+                freqs,
+                b,
+                h,
+                t,
+                tile,
+                kc,
+                valid,
+                inside,
+                end,
+                length,
+                heads,
+                skb,
+                skt,
+                skh,
+                DIM,
+                BK,
+                BL,
+                KIND,
+                AXES,
+                SLOTS,
+                TOTAL,
+                WIDE,
+                PREFIX,
+                LEARN,
+                MASKED,
+                UNIT,
+                OPERAND,
+                PRECISION,
+            )
         else:  # a head wider than a tile: its memory does not stay on chip
             for block in tl.range(0, BLOCKS, num_stages=1):
                 c = block * BK + kc
                 some = _grads(top, dtotal, dmemory, state, c, vc, DIM, VDIM, KIND, OPERAND)
                 its = slot_frequencies(
-                    theta, offset, shapes, row, each, base, h * per_head, sizes, c, KIND, AXES,
-                    SLOTS, OFFSET, TOTAL,
-                )  # fmt: skip
+                    theta, offset, shapes, row, each, base, h * per_head, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
+                )
                 dy = _key_block(
-                    k, dk, dtheta, y, dy, some, its, b, h, t, tile, c, valid, inside, end,
-                    length, heads, skb, skt, skh, DIM, BK, BL, KIND, AXES, SLOTS, TOTAL, WIDE,
-                    PREFIX, LEARN, MASKED, UNIT, OPERAND, PRECISION,
-                )  # fmt: skip
+                    k,
+                    dk,
+                    dtheta,
+                    y,
+                    dy,
+                    some,
+                    its,
+                    b,
+                    h,
+                    t,
+                    tile,
+                    c,
+                    valid,
+                    inside,
+                    end,
+                    length,
+                    heads,
+                    skb,
+                    skt,
+                    skh,
+                    DIM,
+                    BK,
+                    BL,
+                    KIND,
+                    AXES,
+                    SLOTS,
+                    TOTAL,
+                    WIDE,
+                    PREFIX,
+                    LEARN,
+                    MASKED,
+                    UNIT,
+                    OPERAND,
+                    PRECISION,
+                )
         if MASKED:
             dy = tl.where(valid[:, None], dy, 0.0)
         to = dv + ((b * length + t) * heads + h)[:, None] * VDIM + vc[None, :]
@@ -269,9 +430,7 @@ def _summarize_backward(
 Sizes = tuple[int, ...]
 
 
-def _read_plan(
-    q: Tensor, dout: Tensor, vdim: int, where: Position, learn: bool
-) -> tuple[Launch, Launch, Sizes, Sizes]:
+def _read_plan(q: Tensor, dout: Tensor, vdim: int, where: Position, learn: bool) -> tuple[Launch, Launch, Sizes, Sizes]:
     """Return the two launches, and sizes of gradients of memories and of angles."""
     strided, unit = strides(q, dout)
     batch, length, heads, dim = q.shape
@@ -283,16 +442,39 @@ def _read_plan(
     if where.splits is not None:
         parts = where.splits.shape[0]
     launch = Launch(
-        _read_backward, (batch * heads * blocks, parts), length=length, span=span, parts=parts,
-        heads=heads, **dict(zip(("sqb", "sqt", "sqh", "sob", "sot", "soh"), strided, strict=True)),
-        DIM=dim, VDIM=vdim, BK=bk, BV=bv, BL=block, BLOCKS=blocks, LEARN=learn, UNIT=unit,
-        STAGES=chosen.stages, **arguments(where, q), **operand(q), **chosen.options(),
-    )  # fmt: skip
+        _read_backward,
+        (batch * heads * blocks, parts),
+        length=length,
+        span=span,
+        parts=parts,
+        heads=heads,
+        **dict(zip(("sqb", "sqt", "sqh", "sob", "sot", "soh"), strided, strict=True)),
+        DIM=dim,
+        VDIM=vdim,
+        BK=bk,
+        BV=bv,
+        BL=block,
+        BLOCKS=blocks,
+        LEARN=learn,
+        UNIT=unit,
+        STAGES=chosen.stages,
+        **arguments(where, q),
+        **operand(q),
+        **chosen.options(),
+    )
     some = max(1, 256 // bv)
     join = Launch(
-        join_grads, (where.samples(batch) * heads, cdiv(width, some)), parts=parts, heads=heads,
-        DIM=dim, VDIM=vdim, BV=bv, KIND=KINDS[where.kind], BC=some, num_warps=2,
-    )  # fmt: skip
+        join_grads,
+        (where.samples(batch) * heads, cdiv(width, some)),
+        parts=parts,
+        heads=heads,
+        DIM=dim,
+        VDIM=vdim,
+        BV=bv,
+        KIND=KINDS[where.kind],
+        BC=some,
+        num_warps=2,
+    )
     sizes = (batch * heads, parts, halves * width, vdim)
     return launch, join, sizes, (batch, heads, parts, width)
 
@@ -310,18 +492,13 @@ def read_backward(
     )
     dq, dmemories = dense_empty(q), scratch(q, *memories)
     partial_dtheta = scratch(q, *angles) if learn else None
-    launch(
-        q, dout, total, memory, where.splits, where.shapes, *where.angles, dq, dmemories,
-        partial_dtheta,
-    )  # fmt: skip
+    launch(q, dout, total, memory, where.splits, where.shapes, *where.angles, dq, dmemories, partial_dtheta)
     dtotal, dmemory = torch.empty_like(total), torch.empty_like(memory)
     join(dmemories, total, memory, where.first, dtotal, dmemory)
     return dq, dtotal, dmemory, theta_grad(q, partial_dtheta)
 
 
-def _summarize_plan(
-    k: Tensor, v: Tensor, masked: bool, where: Position, learn: bool
-) -> tuple[Launch, Sizes]:
+def _summarize_plan(k: Tensor, v: Tensor, masked: bool, where: Position, learn: bool) -> tuple[Launch, Sizes]:
     """Return the launch, and sizes of gradients of angles."""
     strided, unit = strides(k, v)
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
@@ -334,18 +511,40 @@ def _summarize_plan(
         parts, span = where.splits.shape[0], where.span
         tiles = parts * cdiv(span, block)
     launch = Launch(
-        _summarize_backward, (batch * heads, parts), length=length, span=span, tiles=tiles,
-        heads=heads, **dict(zip(KV, strided, strict=True)), DIM=dim, VDIM=vdim, BK=bk, BV=bv,
-        BL=block, BLOCKS=cdiv(width, bk), LEARN=learn, MASKED=masked, UNIT=unit,
-        STAGES=chosen.stages, **arguments(where, k), **operand(k), **chosen.options(),
-    )  # fmt: skip
+        _summarize_backward,
+        (batch * heads, parts),
+        length=length,
+        span=span,
+        tiles=tiles,
+        heads=heads,
+        **dict(zip(KV, strided, strict=True)),
+        DIM=dim,
+        VDIM=vdim,
+        BK=bk,
+        BV=bv,
+        BL=block,
+        BLOCKS=cdiv(width, bk),
+        LEARN=learn,
+        MASKED=masked,
+        UNIT=unit,
+        STAGES=chosen.stages,
+        **arguments(where, k),
+        **operand(k),
+        **chosen.options(),
+    )
     return launch, (batch, heads, tiles, width)
 
 
 def summarize_backward(
-    k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor, dtotal: Tensor, dmemory: Tensor,
-    where: Position, learn: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    top: Tensor,
+    dtotal: Tensor,
+    dmemory: Tensor,
+    where: Position,
+    learn: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of k, v, and of theta (heads, slots; empty if not wanted)."""
     k, v, masked = dense_rows(k), dense_rows(v), mask is not None
     launch, angles = remembered(
@@ -357,7 +556,5 @@ def summarize_backward(
     if partial_dtheta is not None and where.splits is not None:  # shorter splits leave tiles unset
         partial_dtheta.zero_()
     given = top.contiguous(), dtotal.contiguous(), dmemory.contiguous()
-    launch(
-        k, v, flags(mask), where.splits, where.shapes, *where.angles, *given, dk, dv, partial_dtheta
-    )  # fmt: skip
+    launch(k, v, flags(mask), where.splits, where.shapes, *where.angles, *given, dk, dv, partial_dtheta)
     return dk, dv, theta_grad(k, partial_dtheta)

@@ -87,9 +87,8 @@ def _valid(mask, at, ok, MASK: tl.constexpr):
 
 @triton.jit
 def _toeplitz(
-    taps, span, flip, first_channel, dim, NB: tl.constexpr, VEC: tl.constexpr, W: tl.constexpr,
-    OPERAND: tl.constexpr,
-):  # fmt: skip
+    taps, span, flip, first_channel, dim, NB: tl.constexpr, VEC: tl.constexpr, W: tl.constexpr, OPERAND: tl.constexpr
+):
     """Return T of some channels, [channels, 16 NB, 16 NB]; with flip = -1 its transpose."""
     N: tl.constexpr = 2 * NB
     row, lane, pair = _along(LANES8, 8, 5), _along(LANES4, 4, 5), _along(PAIR, 2, 5)
@@ -114,11 +113,30 @@ def _toeplitz(
 
 @triton.jit(do_not_specialize=INTS)
 def _product_kernel(
-    x, y, mask, table, taps, units, span, flip, lines, n, inner, outer,
-    NB: tl.constexpr, VEC: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr, LONG: tl.constexpr,
-    ADD: tl.constexpr, RESIDUAL: tl.constexpr, MASK_IN: tl.constexpr, MASK_OUT: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    mask,
+    table,
+    taps,
+    units,
+    span,
+    flip,
+    lines,
+    n,
+    inner,
+    outer,
+    NB: tl.constexpr,
+    VEC: tl.constexpr,
+    W: tl.constexpr,
+    UNIT: tl.constexpr,
+    LONG: tl.constexpr,
+    ADD: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    MASK_IN: tl.constexpr,
+    MASK_OUT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Compute y = (y if ADD) + (x if RESIDUAL) + T x along one axis, 8 lines at a time."""
     C: tl.constexpr = VEC * W
     dim = units * UNIT
@@ -164,10 +182,26 @@ def _product_kernel(
 
 @triton.jit(do_not_specialize=INTS)
 def _correlate_kernel(
-    dy, x, mask, table, out, units, lines, n, inner, outer,
-    NB: tl.constexpr, VEC: tl.constexpr, W: tl.constexpr, UNIT: tl.constexpr, LONG: tl.constexpr,
-    WAYS: tl.constexpr, MASK: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    dy,
+    x,
+    mask,
+    table,
+    out,
+    units,
+    lines,
+    n,
+    inner,
+    outer,
+    NB: tl.constexpr,
+    VEC: tl.constexpr,
+    W: tl.constexpr,
+    UNIT: tl.constexpr,
+    LONG: tl.constexpr,
+    WAYS: tl.constexpr,
+    MASK: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Compute gradients of the taps: out[part, d, l, m, c] is the sum, over lines and over pairs of
     blocks of 8 tokens, of dy[8 i + l] x[8 j + m], where l < 16 and 2 (d - NB) = i - j."""
     C: tl.constexpr = VEC * W
@@ -261,11 +295,16 @@ def _launch(
     parts = min(cdiv(lines, width), max(1, each * processors(x) // channels))
     kind = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     constants = {
-        "NB": blocks, "VEC": vec, "W": warps, "UNIT": unit, "LONG": x.numel() >= 2**31,
+        "NB": blocks,
+        "VEC": vec,
+        "W": warps,
+        "UNIT": unit,
+        "LONG": x.numel() >= 2**31,
         "OPERAND": kind[x.dtype] if x.is_cuda else tl.float32,
         "PRECISION": "tf32x3" if x.dtype == torch.float32 or not x.is_cuda else "tf32",
-        "num_warps": warps, "num_stages": stages,
-    }  # fmt: skip
+        "num_warps": warps,
+        "num_stages": stages,
+    }
     return parts, parts * channels, constants
 
 
@@ -275,27 +314,34 @@ def _key(x: Tensor, mask: Tensor | None, walk: list[Lines]) -> tuple[Any, ...]:
     return x.device, x.dtype, x.shape, mask is None, lines
 
 
-def _product_plan(
-    x: Tensor, masked: bool, residual: bool, flip: bool, walk: list[Lines], span: int
-) -> list[Launch]:
+def _product_plan(x: Tensor, masked: bool, residual: bool, flip: bool, walk: list[Lines], span: int) -> list[Launch]:
     plans, launches = PRODUCT if x.element_size() == 2 else PRODUCT_FULL, []
     for lines in walk:
         _, programs, constants = _launch(x, lines.lines, lines.blocks, 8, plans[lines.blocks])
         count, n, inner, outer = lines.sizes
         launch = Launch(
-            _product_kernel, (programs,), units=x.shape[-1] // constants["UNIT"], span=span,
-            flip=-1 if flip else 1, lines=count, n=n, inner=inner, outer=outer, ADD=lines.axis > 0,
-            RESIDUAL=residual and lines.axis == 0, MASK_IN=masked and not flip,
-            MASK_OUT=masked and flip, **constants,
-        )  # fmt: skip
+            _product_kernel,
+            (programs,),
+            units=x.shape[-1] // constants["UNIT"],
+            span=span,
+            flip=-1 if flip else 1,
+            lines=count,
+            n=n,
+            inner=inner,
+            outer=outer,
+            ADD=lines.axis > 0,
+            RESIDUAL=residual and lines.axis == 0,
+            MASK_IN=masked and not flip,
+            MASK_OUT=masked and flip,
+            **constants,
+        )
         launches.append(launch)
     return launches
 
 
 def _product(
-    x: Tensor, weights: list[Any], mask: Tensor | None, residual: bool, flip: bool,
-    walk: list[Lines],
-) -> Tensor:  # fmt: skip
+    x: Tensor, weights: list[Any], mask: Tensor | None, residual: bool, flip: bool, walk: list[Lines]
+) -> Tensor:
     """Return the sum of products over axes; flip: of transposed products, which give dx from dy."""
     span, y = 16 * max(lines.blocks for lines in walk), torch.empty_like(x)
     taps = axis_taps.taps(x, span, weights)
@@ -337,9 +383,7 @@ def forward(
     return _product(x, weights, mask, residual, False, _walk(x, tables))
 
 
-def _correlate_plan(
-    x: Tensor, masked: bool, ways: int, walk: list[Lines]
-) -> list[tuple[int, Launch]]:
+def _correlate_plan(x: Tensor, masked: bool, ways: int, walk: list[Lines]) -> list[tuple[int, Launch]]:
     """Return the number of parts and the launch for each group of lines."""
     plans, launches = CORRELATE if x.element_size() == 2 else CORRELATE_FULL, []
     for lines in walk:
@@ -347,9 +391,17 @@ def _correlate_plan(
         parts, programs, constants = _launch(x, lines.lines, nb, 16, plans[nb])
         count, n, inner, outer = lines.sizes
         launch = Launch(
-            _correlate_kernel, (programs,), units=x.shape[-1] // constants["UNIT"], lines=count,
-            n=n, inner=inner, outer=outer, WAYS=ways, MASK=masked, **constants,
-        )  # fmt: skip
+            _correlate_kernel,
+            (programs,),
+            units=x.shape[-1] // constants["UNIT"],
+            lines=count,
+            n=n,
+            inner=inner,
+            outer=outer,
+            WAYS=ways,
+            MASK=masked,
+            **constants,
+        )
         launches.append((parts, launch))
     return launches
 
@@ -376,8 +428,7 @@ def backward(
     span, (axes, dim, _) = 16 * max(lines.blocks for lines in walk), coef.shape
     dtaps = torch.zeros(axes, dim, 2 * span, device=x.device)
     launches = remembered(
-        ("correlate", _key(x, mask, walk), dy.dtype, ways),
-        lambda: _correlate_plan(x, mask is not None, ways, walk),
+        ("correlate", _key(x, mask, walk), dy.dtype, ways), lambda: _correlate_plan(x, mask is not None, ways, walk)
     )
     for lines, (parts, launch) in zip(walk, launches, strict=True):
         sums = torch.empty(parts, 2 * lines.blocks, 16, 8, dim, device=x.device)
@@ -390,9 +441,7 @@ def backward(
     return dx, grads[0], grads[1], grads[2], grads[3]
 
 
-def _prepare(
-    x: Tensor, mask: Tensor | None, *weights: Tensor | None
-) -> tuple[Tensor, Tensor | None, list[Any]]:
+def _prepare(x: Tensor, mask: Tensor | None, *weights: Tensor | None) -> tuple[Tensor, Tensor | None, list[Any]]:
     """Make tokens and mask contiguous, as kernels need, and the small weights float32."""
     return (
         x.contiguous(),

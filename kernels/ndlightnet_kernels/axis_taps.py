@@ -28,9 +28,19 @@ def _powers(log_decay, lag, t, states):
 
 @triton.jit(do_not_specialize=["span", "states"])
 def _taps_kernel(
-    coef, log_decay, rcoef, rlog_decay, taps, dim, states, span,
-    LAGS: tl.constexpr, C: tl.constexpr, E: tl.constexpr, TWO_WAY: tl.constexpr,
-):  # fmt: skip
+    coef,
+    log_decay,
+    rcoef,
+    rlog_decay,
+    taps,
+    dim,
+    states,
+    span,
+    LAGS: tl.constexpr,
+    C: tl.constexpr,
+    E: tl.constexpr,
+    TWO_WAY: tl.constexpr,
+):
     """Compute taps[axis, c, span + lag] for -span <= lag < span."""
     axis = tl.program_id(2)
     c = tl.program_id(1) * C + tl.arange(0, C)
@@ -45,9 +55,7 @@ def _taps_kernel(
         if TWO_WAY:  # lag 0 counts once, with the forward weights
             back = tl.where(lag < 0, -lag, -1)
             power = _powers(rlog_decay + axis * states, back, t, states)
-            acc = tl.dot(
-                tl.load(rcoef + at, mask=ok, other=0.0), power, acc, input_precision="ieee"
-            )
+            acc = tl.dot(tl.load(rcoef + at, mask=ok, other=0.0), power, acc, input_precision="ieee")
     at = (axis * dim + c)[:, None].to(tl.int64) * (2 * span) + (lag + span)[None]
     tl.store(taps + at, acc.to(taps.dtype.element_ty), mask=(c < dim)[:, None])
 
@@ -74,9 +82,8 @@ def _fold_kernel(sums, dtaps, dim, nb, parts, span, least, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["states", "span"])
 def _weights_grad_kernel(
-    dtaps, coef, log_decay, dcoef, dlog, dim, states, span, WAY: tl.constexpr,
-    C: tl.constexpr, E: tl.constexpr,
-):  # fmt: skip
+    dtaps, coef, log_decay, dcoef, dlog, dim, states, span, WAY: tl.constexpr, C: tl.constexpr, E: tl.constexpr
+):
     """Compute dcoef and, per block of channels, dlog_decay from dtaps [axis, dim, 2 span]."""
     axis = tl.program_id(1)
     c = tl.program_id(0) * C + tl.arange(0, C)
@@ -96,9 +103,7 @@ def _weights_grad_kernel(
     ok = (c < dim)[:, None] & (t < states)[None]
     tl.store(dcoef + at, grad, mask=ok)
     slope = tl.sum(slope * tl.load(coef + at, mask=ok, other=0.0), 0)
-    tl.store(
-        dlog + (axis * tl.num_programs(0) + tl.program_id(0)) * states + t, slope, mask=t < states
-    )
+    tl.store(dlog + (axis * tl.num_programs(0) + tl.program_id(0)) * states + t, slope, mask=t < states)
 
 
 def taps(x: Tensor, span: int, weights: list[Tensor | None]) -> Tensor:
@@ -110,11 +115,8 @@ def taps(x: Tensor, span: int, weights: list[Tensor | None]) -> Tensor:
     two_way, grid = rcoef is not None, (2 * span // 32, cdiv(dim, 16), axes)
     launch = remembered(
         ("taps", x.device, x.dtype, grid, dim, states, two_way),
-        lambda: Launch(
-            _taps_kernel, grid, dim=dim, states=states, span=span, LAGS=32, C=16, E=16,
-            TWO_WAY=two_way,
-        ),
-    )  # fmt: skip
+        lambda: Launch(_taps_kernel, grid, dim=dim, states=states, span=span, LAGS=32, C=16, E=16, TWO_WAY=two_way),
+    )
     launch(coef, log_decay, rcoef, rlog_decay, out)
     return out
 
@@ -126,10 +128,9 @@ def fold(sums: Tensor, dtaps: Tensor, span: int, ways: int) -> None:
     launch = remembered(
         ("fold", sums.device, dim, nb, parts, span, least),
         lambda: Launch(
-            _fold_kernel, (cdiv(dim, 32), 2 * nb), dim=dim, nb=nb, parts=parts, span=span,
-            least=least, C=32,
+            _fold_kernel, (cdiv(dim, 32), 2 * nb), dim=dim, nb=nb, parts=parts, span=span, least=least, C=32
         ),
-    )  # fmt: skip
+    )
     launch(sums, dtaps)
 
 
@@ -148,11 +149,8 @@ def weights_grad(dtaps: Tensor, weights: list[Tensor | None], span: int) -> list
         grid = (dlog.shape[1], axes, cdiv(states, each))
         launch = remembered(
             ("weights", coef.device, grid, dim, states, span, way),
-            partial(
-                Launch, _weights_grad_kernel, grid, dim=dim, states=states, span=span, WAY=way,
-                C=16, E=each,
-            ),
-        )  # fmt: skip
+            partial(Launch, _weights_grad_kernel, grid, dim=dim, states=states, span=span, WAY=way, C=16, E=each),
+        )
         launch(dtaps, coef, log_decay, dcoef, dlog)
         grads += [dcoef, dlog.sum(1)]
     return grads

@@ -47,7 +47,7 @@ from ndlightnet_kernels.causal_chunks import (
     to_anchor,
     token_fades,
     unserved,
-)  # fmt: skip
+)
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import pinned, slot_frequencies
 from ndlightnet_kernels.plans import CAREFUL, causal, cut, fills
@@ -74,21 +74,67 @@ from ndlightnet_kernels.tiles import (
     strides,
     valid_tokens,
     weight,
-)  # fmt: skip
+)
 
 
 @triton.jit(do_not_specialize=SIZES + QKV)
 def _causal(
-    q, k, v, mask, theta, offset, forget, top, total, memory, flag, out, top_end,
-    total_end, memory_end,
-    sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, length, span, parts, heads, per_head,
-    n1, n2, n3, n4, n5, n6, n7, prefix, each,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
-    CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr, WIDE: tl.constexpr,
-    AXES: tl.constexpr, PREFIX: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    mask,
+    theta,
+    offset,
+    forget,
+    top,
+    total,
+    memory,
+    flag,
+    out,
+    top_end,
+    total_end,
+    memory_end,
+    sqb,
+    sqt,
+    sqh,
+    skb,
+    skt,
+    skh,
+    svb,
+    svt,
+    svh,
+    length,
+    span,
+    parts,
+    heads,
+    per_head,
+    n1,
+    n2,
+    n3,
+    n4,
+    n5,
+    n6,
+    n7,
+    prefix,
+    each,
+    DIM: tl.constexpr,
+    VDIM: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BL: tl.constexpr,
+    CAREFUL: tl.constexpr,
+    KIND: tl.constexpr,
+    SLOTS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    TOTAL: tl.constexpr,
+    WIDE: tl.constexpr,
+    AXES: tl.constexpr,
+    PREFIX: tl.constexpr,
+    MASKED: tl.constexpr,
+    UNIT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Compute the output of a segment, chunk by chunk, from the State before it; for the last
     segment, which was not summarised before, also the State after it. The last segment is flagged
     too if its logits rise too far above the anchor.
@@ -104,9 +150,8 @@ def _causal(
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     freqs = slot_frequencies(
-        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET,
-        TOTAL,
-    )  # fmt: skip
+        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
+    )
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
     mx, sm, m, m_sin = load_entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, HALVES)
     ones = (lane[:, None] >= lane[None, :]).to(OPERAND)
@@ -126,14 +171,10 @@ def _causal(
             anchor = tl.load(after, mask=inside, other=float("-inf"))
         mx, sm, m, m_sin = to_anchor(anchor, mx, sm, m, m_sin, OPERAND)
         if forget is None:
-            lost = unserved(
-                k, mask, b, h, begin, length, mx, sm, kc, skb, skt, skh, DIM, UNIT, MASKED
-            )
+            lost = unserved(k, mask, b, h, begin, length, mx, sm, kc, skb, skt, skh, DIM, UNIT, MASKED)
         else:
             fall = tl.exp2(rate * -BL)
-            enter = tl.exp2(
-                rate * BL - fade_until(rate, begin, None, BL)
-            )  # falls once more in a chunk
+            enter = tl.exp2(rate * BL - fade_until(rate, begin, None, BL))  # falls once more in a chunk
             sm, m, m_sin = sm * enter, m * enter, m_sin * enter
             worst = run.to(tl.int32)
         run += tl.where(inside, sm, 1.0)[None, :]
@@ -161,9 +202,7 @@ def _causal(
             rounds = 0  # each serves at least one row
             while (tl.max(anchor, 0) > float("-inf")) & (rounds < BL):
                 rounds += 1
-                low, inverse, entered, todo = at_level(
-                    x, fade, anchor, mx, sm, todo, ones, OPERAND, PRECISION
-                )
+                low, inverse, entered, todo = at_level(x, fade, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
                 f = phi * inverse
                 from_entry += f * entered[None, :]
                 score = scores(f, low, cos, sin, score, KIND, OPERAND, PRECISION)
@@ -245,14 +284,34 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, masked: bool, where: Position) -> Seg
         segments = (parts - 1, span)
         each = attention.parts_of_segments(k, v, where, segments) // max(1, parts - 1)
     merge = Launch(
-        prefix_states, (rows, cdiv(halves * dim, some)), parts=parts - 1, per_segment=each,
-        span=span, heads=heads, DIM=dim, VDIM=vdim, BV=bv, HALVES=halves, BC=some, num_warps=2,
-    )  # fmt: skip
+        prefix_states,
+        (rows, cdiv(halves * dim, some)),
+        parts=parts - 1,
+        per_segment=each,
+        span=span,
+        heads=heads,
+        DIM=dim,
+        VDIM=vdim,
+        BV=bv,
+        HALVES=halves,
+        BC=some,
+        num_warps=2,
+    )
     common: dict[str, Any] = dict(
-        zip(QKV, strided, strict=True), length=length, span=span, parts=parts, heads=heads,
-        DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, MASKED=masked, UNIT=unit, **arguments(where, k),
+        zip(QKV, strided, strict=True),
+        length=length,
+        span=span,
+        parts=parts,
+        heads=heads,
+        DIM=dim,
+        VDIM=vdim,
+        BK=pad(dim),
+        BV=bv,
+        MASKED=masked,
+        UNIT=unit,
+        **arguments(where, k),
         **operand(k),
-    )  # fmt: skip
+    )
     plain, careful = (
         Launch(_causal, (rows, parts), BL=c.chunk, CAREFUL=c is CAREFUL, **common, **c.options())
         for c in (causal(k, vdim, where.kind).forward, CAREFUL)
@@ -261,9 +320,14 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, masked: bool, where: Position) -> Seg
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None,
-    state: tuple[Tensor | None, ...], where: Position,
-) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    forget: Tensor | None,
+    state: tuple[Tensor | None, ...],
+    where: Position,
+) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return output (batch, length, heads, value_dim), the final State (max, sum, memory), and for
     the backward the States before each segment (batch * heads, segments, ...), with one more max
     after the last one, and flags. state: (max, sum, memory), or three None for an empty State.
@@ -276,16 +340,14 @@ def forward(
         ("causal", form(q, k, v), masked, dtypes, where.key), lambda: _plan(q, k, v, masked, where)
     )
     entry = (
-        scratch(k, rows, parts + 1, dim), scratch(k, rows, parts, dim),
+        scratch(k, rows, parts + 1, dim),
+        scratch(k, rows, parts, dim),
         scratch(k, rows, parts, halves * dim, vdim),
-    )  # fmt: skip
+    )
     states: tuple[Tensor | None, ...] = (None, None, None)
     if segments is not None:
         states = attention.summarize_splits(k, v, mask, where, segments, forget)
-    last = (
-        scratch(k, batch, heads, dim), scratch(k, batch, heads, dim),
-        scratch(k, batch, heads, halves * dim, vdim),
-    )  # fmt: skip
+    last = (scratch(k, batch, heads, dim), scratch(k, batch, heads, dim), scratch(k, batch, heads, halves * dim, vdim))
     before = (x if x is None else x.contiguous() for x in state)
     merge(forget, *before, *states, *entry)
     out = q.new_empty(*v.shape)

@@ -30,7 +30,7 @@ from ndlightnet_kernels.causal_chunks import (
     silu_over,
     token_fades,
     unturn,
-)  # fmt: skip
+)
 from ndlightnet_kernels.causal_dq import _causal_dq
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import from_origin, materialized, slot_frequencies
@@ -60,22 +60,74 @@ from ndlightnet_kernels.tiles import (
     theta_grad,
     valid_tokens,
     weight,
-)  # fmt: skip
+)
 
 
 @triton.jit(do_not_specialize=SIZES + QKV + OUT)
 def _causal_dkv(
-    q, k, v, dout, mask, theta, offset, forget, top, flag, dphi, chunk_top, chunk_total, dsums,
-    dmemories, dk, dv, dtheta,
-    sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sob, sot, soh,
-    length, span, parts, heads, per_head,
-    n1, n2, n3, n4, n5, n6, n7, prefix, each,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
-    CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr, WIDE: tl.constexpr,
-    AXES: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
-    UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    dout,
+    mask,
+    theta,
+    offset,
+    forget,
+    top,
+    flag,
+    dphi,
+    chunk_top,
+    chunk_total,
+    dsums,
+    dmemories,
+    dk,
+    dv,
+    dtheta,
+    sqb,
+    sqt,
+    sqh,
+    skb,
+    skt,
+    skh,
+    svb,
+    svt,
+    svh,
+    sob,
+    sot,
+    soh,
+    length,
+    span,
+    parts,
+    heads,
+    per_head,
+    n1,
+    n2,
+    n3,
+    n4,
+    n5,
+    n6,
+    n7,
+    prefix,
+    each,
+    DIM: tl.constexpr,
+    VDIM: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BL: tl.constexpr,
+    CAREFUL: tl.constexpr,
+    KIND: tl.constexpr,
+    SLOTS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    TOTAL: tl.constexpr,
+    WIDE: tl.constexpr,
+    AXES: tl.constexpr,
+    PREFIX: tl.constexpr,
+    LEARN: tl.constexpr,
+    MASKED: tl.constexpr,
+    UNIT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Compute dk and dv of a segment, backward in time, from its later queries and from gradients
     of later segments, carried as an adjoint State in units of the State's maximum."""
     bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -86,9 +138,8 @@ def _causal_dkv(
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     freqs = slot_frequencies(
-        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET,
-        TOTAL,
-    )  # fmt: skip
+        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
+    )
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
     inside = kc < DIM
     dsum, acc = tl.zeros((BL, BK), tl.float32), tl.zeros((BV, BK), tl.float32)
@@ -163,9 +214,7 @@ def _causal_dkv(
             rounds = 0  # each serves at least one row
             while (tl.max(anchor, 0) > float("-inf")) & (rounds < BL):
                 rounds += 1
-                low, inverse, entered, todo = at_level(
-                    x, fade, anchor, mx, sm, todo, ones, OPERAND, PRECISION
-                )
+                low, inverse, entered, todo = at_level(x, fade, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
                 f = phi * inverse
                 score = scores(low, f, cos, sin, score, KIND, OPERAND, PRECISION)
                 e, e_sin = gather(pair, f, cos, sin, zero, zero, KIND, OPERAND, PRECISION)
@@ -195,9 +244,7 @@ def _causal_dkv(
             acc, acc_sin = acc * carry[None, :], acc_sin * carry[None, :]
             dsum *= carry[None, :]
             unit = mx
-        acc, acc_sin = gather(
-            tl.trans(do), from_entry, cos, sin, acc, acc_sin, KIND, OPERAND, PRECISION
-        )
+        acc, acc_sin = gather(tl.trans(do), from_entry, cos, sin, acc, acc_sin, KIND, OPERAND, PRECISION)
         # the sum in every row, by a product that costs less than an exchange
         dsum = dot(tl.full((BL, BL), 1.0, OPERAND), g * from_entry, dsum, OPERAND, PRECISION)
 
@@ -216,23 +263,44 @@ def _plan(
     chosen = causal(k, vdim, where.kind)
     bv, rows, halves = pad(vdim), batch * heads, where.halves
     common: dict[str, Any] = dict(
-        zip(QKV + OUT, strided, strict=True), length=length, span=span, parts=parts, heads=heads,
-        DIM=dim, VDIM=vdim, BK=pad(dim), BV=bv, BL=chosen.dq.chunk, LEARN=learn, MASKED=masked,
-        UNIT=unit, **arguments(where, k), **operand(k),
-    )  # fmt: skip
+        zip(QKV + OUT, strided, strict=True),
+        length=length,
+        span=span,
+        parts=parts,
+        heads=heads,
+        DIM=dim,
+        VDIM=vdim,
+        BK=pad(dim),
+        BV=bv,
+        BL=chosen.dq.chunk,
+        LEARN=learn,
+        MASKED=masked,
+        UNIT=unit,
+        **arguments(where, k),
+        **operand(k),
+    )
 
     def forms(kernel: Any, chunks: Chunks) -> Pair:
         plain, careful = (
-            Launch(kernel, (rows, parts), CAREFUL=c is CAREFUL, **common, **c.options())
-            for c in (chunks, CAREFUL)
+            Launch(kernel, (rows, parts), CAREFUL=c is CAREFUL, **common, **c.options()) for c in (chunks, CAREFUL)
         )
         return plain, careful
 
     some = max(1, 256 // bv)
     between = Launch(
-        suffix_grads, (rows, cdiv(halves * dim, some)), parts=parts, length=length, span=span,
-        heads=heads, DIM=dim, VDIM=vdim, BV=bv, HALVES=halves, BC=some, num_warps=2,
-    )  # fmt: skip
+        suffix_grads,
+        (rows, cdiv(halves * dim, some)),
+        parts=parts,
+        length=length,
+        span=span,
+        heads=heads,
+        DIM=dim,
+        VDIM=vdim,
+        BV=bv,
+        HALVES=halves,
+        BC=some,
+        num_warps=2,
+    )
     filled = fills(k, vdim, where.kind)
     chunks = cdiv(length, chosen.dq.chunk)
     dq, dkv = forms(_causal_dq, chosen.dq), forms(_causal_dkv, chosen.dkv)
@@ -240,10 +308,19 @@ def _plan(
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None,
-    entry: tuple[Tensor, Tensor, Tensor, Tensor], where: Position,
-    dout: Tensor, dtotal: Tensor | None, dmemory: Tensor | None, past: bool, learn: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    forget: Tensor | None,
+    entry: tuple[Tensor, Tensor, Tensor, Tensor],
+    where: Position,
+    dout: Tensor,
+    dtotal: Tensor | None,
+    dmemory: Tensor | None,
+    past: bool,
+    learn: bool,
+) -> tuple[Tensor, ...]:
     """Return gradients of q, k, v, of the initial State's sum and memory (empty if not `past`:
     there was no State), and of theta (heads, slots; empty if not wanted)."""
     q, k, v, dout = map(dense_rows, (q, k, v, dout))
@@ -259,12 +336,8 @@ def backward(
     sizes = (rows, parts, dim), (rows, parts, halves * dim, vdim)
     before = past or not filled  # whole rows often have no State before them
     after = before or dtotal is not None or dmemory is not None
-    segments, later = (
-        tuple(scratch(k, *size) if wanted else None for size in sizes) for wanted in (before, after)
-    )
-    dtheta_q, dtheta_k = (
-        scratch(k, batch, heads, chunks, dim) if learn else None for _ in range(2)
-    )
+    segments, later = (tuple(scratch(k, *size) if wanted else None for size in sizes) for wanted in (before, after))
+    dtheta_q, dtheta_k = (scratch(k, batch, heads, chunks, dim) if learn else None for _ in range(2))
     given = q, k, v, dout, flags(mask), *where.angles, forget
     for launch in by_q:
         launch(*given, *entry, dq, dphi, chunk_top, chunk_total, *segments, dtheta_q)
@@ -274,9 +347,6 @@ def backward(
         dmemories = (x if x is None else x.contiguous() for x in (dtotal, dmemory))
         between(forget, entry[0], *segments, *dmemories, *(first if past else (None, None)), *later)
     for launch in by_k:
-        launch(
-            *given, entry[0], entry[3], dphi, chunk_top, chunk_total, *later, dk, dv,
-            dtheta_k,
-        )  # fmt: skip
+        launch(*given, entry[0], entry[3], dphi, chunk_top, chunk_total, *later, dk, dv, dtheta_k)
     partial = None if dtheta_q is None or dtheta_k is None else dtheta_q + dtheta_k
     return dq, dk, dv, *first, theta_grad(k, partial)

@@ -8,15 +8,7 @@ import triton
 import triton.language as tl
 
 from ndlightnet_kernels.phases import coordinates, cos_sin
-from ndlightnet_kernels.tiles import (
-    dot,
-    hide,
-    later,
-    load_keys,
-    slip,
-    valid_tokens,
-    weight,
-)  # fmt: skip
+from ndlightnet_kernels.tiles import dot, hide, later, load_keys, slip, valid_tokens, weight
 
 TINY = tl.constexpr(1e-27)  # a query whose sum is below it needs a further anchor
 # With decay the plain form's sums may be 2^56 times more or less than 2^-10 (a float32's bits count
@@ -107,8 +99,9 @@ def aged(lag, mx, sm, m, m_sin):
 
 
 @triton.jit
-def load_entry(top, total, memory, bh, part, parts, kc, vc, DIM: tl.constexpr, VDIM: tl.constexpr,
-           HALVES: tl.constexpr):  # fmt: skip
+def load_entry(
+    top, total, memory, bh, part, parts, kc, vc, DIM: tl.constexpr, VDIM: tl.constexpr, HALVES: tl.constexpr
+):
     """Load the State before a segment, its memory transposed. (`top` has one more at the end.)"""
     inside, at = kc < DIM, bh * parts + part
     mx = tl.load(top + (at + bh) * DIM + kc, mask=inside, other=float("-inf"))
@@ -127,8 +120,9 @@ OUT = ["sob", "sot", "soh"]
 
 
 @triton.jit
-def rotation(freqs, t, kc, KIND: tl.constexpr, AXES: tl.constexpr, TOTAL: tl.constexpr,
-              WIDE: tl.constexpr, PREFIX: tl.constexpr):  # fmt: skip
+def rotation(
+    freqs, t, kc, KIND: tl.constexpr, AXES: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr, PREFIX: tl.constexpr
+):
     """Return coordinates, cos and sin of a chunk; without MD-LRPE zeros, which are not used."""
     if KIND == 0:
         none = tl.zeros((t.shape[0], kc.shape[0]), tl.float32)
@@ -140,8 +134,7 @@ def rotation(freqs, t, kc, KIND: tl.constexpr, AXES: tl.constexpr, TOTAL: tl.con
 
 
 @triton.jit
-def scores(a, b, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexpr,
-            PRECISION: tl.constexpr):  # fmt: skip
+def scores(a, b, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """Return acc + features of a times transposed features of b."""
     if KIND == 0:
         acc = dot(a, tl.trans(b), acc, OPERAND, PRECISION)
@@ -152,8 +145,7 @@ def scores(a, b, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexpr,
 
 
 @triton.jit
-def gather(left, b, cos, sin, acc, acc_sin, KIND: tl.constexpr, OPERAND: tl.constexpr,
-            PRECISION: tl.constexpr):  # fmt: skip
+def gather(left, b, cos, sin, acc, acc_sin, KIND: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """Return (acc, acc_sin) + left times the features of b."""
     if KIND == 0:
         acc = dot(left, b, acc, OPERAND, PRECISION)
@@ -164,8 +156,7 @@ def gather(left, b, cos, sin, acc, acc_sin, KIND: tl.constexpr, OPERAND: tl.cons
 
 
 @triton.jit
-def recall(f, m, m_sin, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexpr,
-            PRECISION: tl.constexpr):  # fmt: skip
+def recall(f, m, m_sin, cos, sin, acc, KIND: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """Return acc + features of f times a memory that is stored transposed."""
     if KIND == 0:
         acc = dot(f, tl.trans(m.to(OPERAND)), acc, OPERAND, PRECISION)
@@ -197,8 +188,23 @@ def to_anchor(anchor, mx, sm, m, m_sin, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def unserved(k, mask, b, h, first, length, anchor, sm, kc, skb, skt, skh, DIM: tl.constexpr,
-              UNIT: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+def unserved(
+    k,
+    mask,
+    b,
+    h,
+    first,
+    length,
+    anchor,
+    sm,
+    kc,
+    skb,
+    skt,
+    skh,
+    DIM: tl.constexpr,
+    UNIT: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Return 1 if `anchor` does not serve a segment's first query, whose sum is least, else 0."""
     t = first + tl.zeros((1,), tl.int32)
     valid = valid_tokens(mask, b, t, length, length, MASKED)

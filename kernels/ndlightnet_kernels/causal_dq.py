@@ -23,36 +23,79 @@ from ndlightnet_kernels.causal_chunks import (
     to_anchor,
     token_fades,
     unturn,
-)  # fmt: skip
+)
 from ndlightnet_kernels.phases import from_origin, pinned, slot_frequencies
 from ndlightnet_kernels.segments import log2_rate
 from ndlightnet_kernels.summarize import SIZES
-from ndlightnet_kernels.tiles import (
-    dense,
-    dot,
-    hide,
-    load,
-    load_keys,
-    powers,
-    silu,
-    valid_tokens,
-    weight,
-)  # fmt: skip
+from ndlightnet_kernels.tiles import dense, dot, hide, load, load_keys, powers, silu, valid_tokens, weight
 
 
 @triton.jit(do_not_specialize=SIZES + QKV + OUT)
 def _causal_dq(
-    q, k, v, dout, mask, theta, offset, forget, top, total, memory, flag,
-    dq, dphi, chunk_top, chunk_total, dsums, dmemories, dtheta,
-    sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sob, sot, soh,
-    length, span, parts, heads, per_head,
-    n1, n2, n3, n4, n5, n6, n7, prefix, each,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
-    CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr, WIDE: tl.constexpr,
-    AXES: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
-    UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    dout,
+    mask,
+    theta,
+    offset,
+    forget,
+    top,
+    total,
+    memory,
+    flag,
+    dq,
+    dphi,
+    chunk_top,
+    chunk_total,
+    dsums,
+    dmemories,
+    dtheta,
+    sqb,
+    sqt,
+    sqh,
+    skb,
+    skt,
+    skh,
+    svb,
+    svt,
+    svh,
+    sob,
+    sot,
+    soh,
+    length,
+    span,
+    parts,
+    heads,
+    per_head,
+    n1,
+    n2,
+    n3,
+    n4,
+    n5,
+    n6,
+    n7,
+    prefix,
+    each,
+    DIM: tl.constexpr,
+    VDIM: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BL: tl.constexpr,
+    CAREFUL: tl.constexpr,
+    KIND: tl.constexpr,
+    SLOTS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    TOTAL: tl.constexpr,
+    WIDE: tl.constexpr,
+    AXES: tl.constexpr,
+    PREFIX: tl.constexpr,
+    LEARN: tl.constexpr,
+    MASKED: tl.constexpr,
+    UNIT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Compute dq, forward in time, by dphi_t = memory_t dout_t, and what the segment's queries add
     to the gradients of the State before it (unless `dsums` is None).
 
@@ -67,9 +110,8 @@ def _causal_dq(
     kc, vc, lane = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     freqs = slot_frequencies(
-        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET,
-        TOTAL,
-    )  # fmt: skip
+        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
+    )
     HALVES: tl.constexpr = 1 if KIND == 0 else 2
     mx, sm, m, m_sin = load_entry(top, total, memory, bh, part, parts, kc, vc, DIM, VDIM, HALVES)
     entry_top, run, inside = mx, tl.zeros((BL, BK), tl.float32), kc < DIM
@@ -81,9 +123,7 @@ def _causal_dq(
         mx, sm, m, m_sin = to_anchor(anchor, mx, sm, m, m_sin, OPERAND)
         if forget is not None:
             fall = tl.exp2(rate * -BL)
-            enter = tl.exp2(
-                rate * BL - fade_until(rate, begin, None, BL)
-            )  # falls once more in a chunk
+            enter = tl.exp2(rate * BL - fade_until(rate, begin, None, BL))  # falls once more in a chunk
             sm, m, m_sin = sm * enter, m * enter, m_sin * enter
         run += tl.where(inside, sm, 1.0)[None, :]
     acc = tl.zeros((BV, BK), tl.float32)
@@ -129,13 +169,10 @@ def _causal_dq(
             rounds = 0  # each serves at least one row
             while (tl.max(anchor, 0) > float("-inf")) & (rounds < BL):
                 rounds += 1
-                low, inverse, entered, todo = at_level(
-                    x, fade, anchor, mx, sm, todo, ones, OPERAND, PRECISION
-                )
+                low, inverse, entered, todo = at_level(x, fade, anchor, mx, sm, todo, ones, OPERAND, PRECISION)
                 e, e_sin = gather(
-                    pair, low, cos, sin, far * entered[None, :], far_sin * entered[None, :],
-                    KIND, OPERAND, PRECISION,
-                )  # fmt: skip
+                    pair, low, cos, sin, far * entered[None, :], far_sin * entered[None, :], KIND, OPERAND, PRECISION
+                )
                 d += e * inverse
                 d_sin += e_sin * inverse
                 from_entry += phi * inverse * entered[None, :]
@@ -171,9 +208,7 @@ def _causal_dq(
                 if forget is not None:
                     from_entry *= tl.exp2(-since)
                 spread += from_entry * grad
-            acc, acc_sin = gather(
-                tl.trans(do), from_entry, cos, sin, acc, acc_sin, KIND, OPERAND, PRECISION
-            )
+            acc, acc_sin = gather(tl.trans(do), from_entry, cos, sin, acc, acc_sin, KIND, OPERAND, PRECISION)
         m, m_sin = gather(tl.trans(y), p, cos, sin, m, m_sin, KIND, OPERAND, PRECISION)
     if dsums is not None:
         if not CAREFUL:

@@ -16,10 +16,7 @@ AT_ONCE = tl.constexpr(8)  # States whose loads are in flight at the same time
 
 
 @triton.jit
-def _tiles(
-    top, total, memory, at, there, c, tile, here, DIM: tl.constexpr, SIZE: tl.constexpr,
-    BACK: tl.constexpr,
-):  # fmt: skip
+def _tiles(top, total, memory, at, there, c, tile, here, DIM: tl.constexpr, SIZE: tl.constexpr, BACK: tl.constexpr):
     """Load reference, sum and memory rows of State `at`; of an empty State if not `there`. BACK: of
     the State's gradient, whose reference is the negative one."""
     ref = tl.load(top + at * DIM + c, mask=there, other=float("-inf"))
@@ -39,11 +36,26 @@ def _join(best, sm, m, ref, sums, tile):
 
 @triton.jit(do_not_specialize=["frames", "window", "heads"])
 def _sliding_merge(
-    top, total, memory, top_in, top_out, total_out, memory_out, top_past, total_past, memory_past,
-    frames, window, heads,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, BC: tl.constexpr,
+    top,
+    total,
+    memory,
+    top_in,
+    top_out,
+    total_out,
+    memory_out,
+    top_past,
+    total_past,
+    memory_past,
+    frames,
+    window,
+    heads,
+    DIM: tl.constexpr,
+    VDIM: tl.constexpr,
+    BV: tl.constexpr,
+    HALVES: tl.constexpr,
+    BC: tl.constexpr,
     BACK: tl.constexpr,
-):  # fmt: skip
+):
     """Merge the last `window` States (batch, frames, heads, ...) up to each frame: one program for
     BC rows of a block of `window` frames. A window is the end of the block before, from some frame
     on, and the beginning of this block.
@@ -68,8 +80,9 @@ def _sliding_merge(
             s = zero + begin - 1 - back - i
             f = frames - 1 - s if BACK else s
             there = inside & (zero + back + i < before)
-            parts += (_tiles(top, total, memory, (first + f) * heads + bh % heads, there, c, tile,
-                             here, DIM, SIZE, BACK),)  # fmt: skip
+            parts += (
+                _tiles(top, total, memory, (first + f) * heads + bh % heads, there, c, tile, here, DIM, SIZE, BACK),
+            )
         for i in tl.static_range(AT_ONCE):
             best, sm, m = _join(best, sm, m, parts[i][0], parts[i][1], parts[i][2])
             s, there = zero + begin - 1 - back - i, zero + back + i < before
@@ -86,12 +99,26 @@ def _sliding_merge(
         for i in tl.static_range(AT_ONCE):
             s = zero + now + i
             f, there = frames - 1 - s if BACK else s, inside & (s < end)
-            parts += (_tiles(top, total, memory, (first + f) * heads + bh % heads, there, c, tile,
-                             here, DIM, SIZE, BACK),)  # fmt: skip
+            parts += (
+                _tiles(top, total, memory, (first + f) * heads + bh % heads, there, c, tile, here, DIM, SIZE, BACK),
+            )
             past = s - window + 1
             there = inside & (past >= 0) & (past < begin)
-            ends += (_tiles(top_past, total_past, memory_past, (first + past) * heads + bh % heads,
-                            there, row, tile, here, ROWS, SIZE, False),)  # fmt: skip
+            ends += (
+                _tiles(
+                    top_past,
+                    total_past,
+                    memory_past,
+                    (first + past) * heads + bh % heads,
+                    there,
+                    row,
+                    tile,
+                    here,
+                    ROWS,
+                    SIZE,
+                    False,
+                ),
+            )
         for i in tl.static_range(AT_ONCE):
             best, sm, m = _join(best, sm, m, parts[i][0], parts[i][1], parts[i][2])
             high, sums, rows = _join(best, sm, m, ends[i][0], ends[i][1], ends[i][2])
@@ -99,9 +126,7 @@ def _sliding_merge(
             f, there = frames - 1 - s if BACK else s, s < end
             at = (first + f) * heads + bh % heads
             if BACK:
-                fall = weight(
-                    tl.load(top_in + at * DIM + c, mask=inside & there, other=float("-inf")), -high
-                )
+                fall = weight(tl.load(top_in + at * DIM + c, mask=inside & there, other=float("-inf")), -high)
                 sums, rows = fall * sums, fall[:, None] * rows
             else:
                 tl.store(top_out + at * DIM + c, high, lead & there)
@@ -113,15 +138,22 @@ def _plan(top: Tensor, memory: Tensor, window: int, back: bool) -> Launch:
     (batch, frames, heads, dim), (rows, vdim) = top.shape, memory.shape[-2:]
     bv, some = pad(vdim), max(1, 256 // pad(vdim))
     return Launch(
-        _sliding_merge, (batch * heads, cdiv(rows, some), cdiv(frames, window)), frames=frames,
-        window=window, heads=heads, DIM=dim, VDIM=vdim, BV=bv, HALVES=rows // dim, BC=some,
-        BACK=back, num_warps=2,
-    )  # fmt: skip
+        _sliding_merge,
+        (batch * heads, cdiv(rows, some), cdiv(frames, window)),
+        frames=frames,
+        window=window,
+        heads=heads,
+        DIM=dim,
+        VDIM=vdim,
+        BV=bv,
+        HALVES=rows // dim,
+        BC=some,
+        BACK=back,
+        num_warps=2,
+    )
 
 
-def _run(
-    top: Tensor, total: Tensor, memory: Tensor, top_in: Tensor | None, window: int
-) -> list[Tensor]:
+def _run(top: Tensor, total: Tensor, memory: Tensor, top_in: Tensor | None, window: int) -> list[Tensor]:
     (batch, frames, heads, _), (rows, vdim), back = top.shape, memory.shape[-2:], top_in is not None
     launch = remembered(
         ("sliding_merge", top.device, top.dtype, top.shape, memory.shape, window, back),
@@ -136,9 +168,7 @@ def _run(
     return out
 
 
-def sliding_merge(
-    top: Tensor, total: Tensor, memory: Tensor, window: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def sliding_merge(top: Tensor, total: Tensor, memory: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
     """Merge the States of the last `window` frames up to each frame: top, total (batch, frames,
     heads, dim), memory (batch, frames, heads, dim or 2 dim, value_dim), float32."""
     out = _run(top, total, memory, None, window)

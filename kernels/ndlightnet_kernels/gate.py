@@ -42,9 +42,8 @@ def _read(x, at, mask):
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_gate(
-    y, u, weight, bias, local, out, mean, rstd, rows, eps,
-    DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    y, u, weight, bias, local, out, mean, rstd, rows, eps, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     first = tl.program_id(0) * ROWS
     row, col, at, mask = _tile_at(first, rows, DIM, ROWS, BLOCK)
     x, gate = _read(y, at, mask), tl.sigmoid(_read(u, at, mask))
@@ -64,9 +63,24 @@ def _norm_gate(
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_gate_backward(
-    dout, y, u, weight, bias, local, mean, rstd, dy, du, dlocal, partial, rows,
-    DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dout,
+    y,
+    u,
+    weight,
+    bias,
+    local,
+    mean,
+    rstd,
+    dy,
+    du,
+    dlocal,
+    partial,
+    rows,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     program, programs = tl.program_id(0), tl.num_programs(0)
     col = tl.arange(0, BLOCK)
     w, b = _read(weight, col, col < DIM), _read(bias, col, col < DIM)
@@ -95,9 +109,7 @@ def _norm_gate_backward(
 
 
 @triton.jit(do_not_specialize=["programs"])
-def _sum_partial(
-    partial, dweight, dbias, programs, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _sum_partial(partial, dweight, dbias, programs, DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Sum the gradients of weight (program_id(1) = 0) and bias over programs."""
     col, which = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -116,9 +128,8 @@ def _plan(y: Tensor, eps: float) -> Launch:
     dim = y.shape[-1]
     rows, (height, block, warps) = y.numel() // dim, _tile(dim, *(NARROW if dim <= 512 else WIDE))
     return Launch(
-        _norm_gate, (cdiv(rows, height),), rows=rows, eps=eps, DIM=dim, ROWS=height, BLOCK=block,
-        num_warps=warps,
-    )  # fmt: skip
+        _norm_gate, (cdiv(rows, height),), rows=rows, eps=eps, DIM=dim, ROWS=height, BLOCK=block, num_warps=warps
+    )
 
 
 def norm_gate(
@@ -142,20 +153,15 @@ def _backward_plan(y: Tensor) -> tuple[Launch, Launch, int]:
     rows, (height, block, warps) = y.numel() // dim, _tile(dim, elements, warps)
     programs = min(programs, cdiv(rows, height))
     launch = Launch(
-        _norm_gate_backward, (programs,), rows=rows, DIM=dim, ROWS=height, BLOCK=block,
-        STAGES=stages, num_warps=warps,
-    )  # fmt: skip
-    add = Launch(
-        _sum_partial, (cdiv(dim, 32), 2), programs=programs, DIM=dim, ROWS=128, BLOCK=32,
-        num_warps=8,
-    )  # fmt: skip
+        _norm_gate_backward, (programs,), rows=rows, DIM=dim, ROWS=height, BLOCK=block, STAGES=stages, num_warps=warps
+    )
+    add = Launch(_sum_partial, (cdiv(dim, 32), 2), programs=programs, DIM=dim, ROWS=128, BLOCK=32, num_warps=8)
     return launch, add, programs
 
 
 def norm_gate_backward(
-    dout: Tensor, y: Tensor, u: Tensor, weight: Tensor, bias: Tensor, local: Tensor | None,
-    mean: Tensor, rstd: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    dout: Tensor, y: Tensor, u: Tensor, weight: Tensor, bias: Tensor, local: Tensor | None, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Return gradients of y, u, weight, bias, local. Same bits at every call: partial sums, no
     atomics."""
     dout, y, u = dout.contiguous(), y.contiguous(), u.contiguous()
@@ -163,9 +169,7 @@ def norm_gate_backward(
     local = None if local is None else local.contiguous()
     more = None if local is None else local.dtype
     dtypes = (dout.dtype, y.dtype, u.dtype, weight.dtype, bias.dtype, more)
-    launch, add, programs = remembered(
-        ("norm_gate_backward", y.device, dtypes, y.shape), lambda: _backward_plan(y)
-    )
+    launch, add, programs = remembered(("norm_gate_backward", y.device, dtypes, y.shape), lambda: _backward_plan(y))
     dy, du = torch.empty_like(y), torch.empty_like(u)
     partial = y.new_empty((2, programs, y.shape[-1]), dtype=torch.float32)
     dlocal = None if local is None else torch.empty_like(local)

@@ -64,9 +64,21 @@ def _moments(x, partial, size, chunk, BLOCK: tl.constexpr):
 
 @triton.jit
 def _apply(
-    x, weight, bias, residual, partial, out, mean, rstd, size, chunk, channels, eps,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    residual,
+    partial,
+    out,
+    mean,
+    rstd,
+    size,
+    chunk,
+    channels,
+    eps,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     base, first, last = _chunk(row, split, size, chunk)
     part = tl.arange(0, SPLITS)
@@ -76,10 +88,7 @@ def _apply(
     origin = tl.load(partial + row * splits * 2)
     mu = origin + tl.sum(length * (means - origin), 0) / size
     off = means - mu
-    r = tl.rsqrt(
-        tl.sum(tl.load(at + 1, known, 0.0) + length * off * off, 0) / size
-        + tl.cast(eps, tl.float32)
-    )
+    r = tl.rsqrt(tl.sum(tl.load(at + 1, known, 0.0) + length * off * off, 0) / size + tl.cast(eps, tl.float32))
     w = tl.load(weight + row % channels).to(tl.float32)
     b = tl.load(bias + row % channels).to(tl.float32)
     for start in range(first, last, BLOCK):
@@ -112,9 +121,7 @@ def _row(weight, bias, mean, rstd, row, channels):
 
 
 @triton.jit
-def _gradient_sums(
-    dout, x, weight, bias, residual, mean, rstd, partial, size, chunk, channels, BLOCK: tl.constexpr
-):
+def _gradient_sums(dout, x, weight, bias, residual, mean, rstd, partial, size, chunk, channels, BLOCK: tl.constexpr):
     """Write the sums over each chunk of the gradient, and of its product with the normed cells."""
     row, split = tl.program_id(0), tl.program_id(1)
     base, first, last = _chunk(row, split, size, chunk)
@@ -133,9 +140,23 @@ def _gradient_sums(
 
 @triton.jit
 def _gradient_apply(
-    dout, x, weight, bias, residual, mean, rstd, partial, dx, dresidual, sums, size, chunk,
-    channels, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    dout,
+    x,
+    weight,
+    bias,
+    residual,
+    mean,
+    rstd,
+    partial,
+    dx,
+    dresidual,
+    sums,
+    size,
+    chunk,
+    channels,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     base, first, last = _chunk(row, split, size, chunk)
     mu, r, w, b = _row(weight, bias, mean, rstd, row, channels)
@@ -163,25 +184,29 @@ def _cut(x: Tensor) -> tuple[tuple[int, int], dict[str, int], dict[str, int]]:
     block = min(TILE, max(128, power_of_2(size)))
     tiles = cdiv(size, block)
     chunk = cdiv(tiles, max(1, min(MOST_SPLITS, tiles, PROGRAMS // rows))) * block
-    return (rows, cdiv(size, chunk)), {"size": size, "chunk": chunk}, {
-        "BLOCK": block, "num_warps": WARPS if block == TILE else 1
-    }  # fmt: skip
+    return (
+        (rows, cdiv(size, chunk)),
+        {"size": size, "chunk": chunk},
+        {"BLOCK": block, "num_warps": WARPS if block == TILE else 1},
+    )
 
 
 def _plan(x: Tensor, eps: float) -> tuple[Launch, Launch, int]:
     grid, sizes, how = _cut(x)
     moments = Launch(_moments, grid, **sizes, **how)
-    apply = Launch(
-        _apply, grid, **sizes, channels=x.shape[1], eps=eps, SPLITS=power_of_2(grid[1]), **how
-    )
+    apply = Launch(_apply, grid, **sizes, channels=x.shape[1], eps=eps, SPLITS=power_of_2(grid[1]), **how)
     return moments, apply, grid[1]
 
 
 def instance_norm_silu(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    eps: float,
     out: Tensor | None = None,
     of_whole: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return SiLU(norm(x) * weight + bias + residual) in x's dtype, and the rows' mean and 1 /
     standard deviation. out: where the first is written; it may be x, if contiguous. of_whole: maps
     the rows' means and sums of squared deviations (batch, channels) to the mean and variance to
@@ -219,16 +244,20 @@ def _lengths(x: Tensor, splits: int) -> Tensor:
 def _backward_plan(x: Tensor) -> tuple[Launch, Launch, int]:
     grid, sizes, how = _cut(x)
     add = Launch(_gradient_sums, grid, **sizes, channels=x.shape[1], **how)
-    apply = Launch(
-        _gradient_apply, grid, **sizes, channels=x.shape[1], SPLITS=power_of_2(grid[1]), **how
-    )
+    apply = Launch(_gradient_apply, grid, **sizes, channels=x.shape[1], SPLITS=power_of_2(grid[1]), **how)
     return add, apply, grid[1]
 
 
 def instance_norm_silu_backward(
-    dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, mean: Tensor,
-    rstd: Tensor, of_whole: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    dout: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    of_whole: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return gradients of x, weight, bias, residual. of_whole: maps the rows' sums (batch,
     channels, 2) to sums over larger rows, for as many cells as these rows have."""
     dout, x = dout.contiguous(), x.contiguous()
@@ -251,9 +280,4 @@ def instance_norm_silu_backward(
     sums = sums if own is None else own  # those of weight and bias are of these rows alone
     dbias, dweight = sums.sum(0).unbind(-1)
     # results of an operator have storages of their own
-    return (
-        dx,
-        torch.empty_like(weight).copy_(dweight),
-        torch.empty_like(bias).copy_(dbias),
-        dresidual,
-    )
+    return (dx, torch.empty_like(weight).copy_(dweight), torch.empty_like(bias).copy_(dbias), dresidual)

@@ -61,8 +61,7 @@ def lines(offsets: Offsets, patch: tuple[int, ...], sign: int = 1) -> Lines:
 
     return Lines(
         tuple(
-            (line, tuple(tile(at, uses) for at, uses in sorted(tiles.items())))
-            for line, tiles in sorted(read.items())
+            (line, tuple(tile(at, uses) for at, uses in sorted(tiles.items()))) for line, tiles in sorted(read.items())
         )
     )
 

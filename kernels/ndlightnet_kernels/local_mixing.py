@@ -65,9 +65,8 @@ def _pointers(x, shift, at, STRIDE: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _tile(
-    pointers, mask, token, P: tl.constexpr, here, here_col, STRIDE: tl.constexpr, N: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
+    pointers, mask, token, P: tl.constexpr, here, here_col, STRIDE: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr
+):
     """Load the tile P tokens after a line's pointers, 0 where not `here` and for padding, as a
     tuple: with N = 2 (bfloat16) of the even and the odd channels, which takes one instruction for
     each number, else of all."""
@@ -96,9 +95,8 @@ def _weights(row, col, here_col, N: tl.constexpr):
 
 @triton.jit
 def _add_taps(
-    acc, tile, weight, col, here_col, LINES: tl.constexpr, g: tl.constexpr, t: tl.constexpr,
-    DIM: tl.constexpr,
-):  # fmt: skip
+    acc, tile, weight, col, here_col, LINES: tl.constexpr, g: tl.constexpr, t: tl.constexpr, DIM: tl.constexpr
+):
     """Add the products of a tile and the weights of its taps to the sums of their cells."""
     N: tl.constexpr = len(tile)
     out = ()
@@ -131,9 +129,21 @@ def _add_products(sums, tile, own, LINES: tl.constexpr, g: tl.constexpr, t: tl.c
 
 @triton.jit
 def _store(
-    out, acc, mask, token, col, cells, shape, steps, here_col, DIM: tl.constexpr,
-    AXES: tl.constexpr, WHOLE: tl.constexpr, OWN: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    out,
+    acc,
+    mask,
+    token,
+    col,
+    cells,
+    shape,
+    steps,
+    here_col,
+    DIM: tl.constexpr,
+    AXES: tl.constexpr,
+    WHOLE: tl.constexpr,
+    OWN: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Store the sums of the patches' cells; 0 for padding if there is a mask."""
     N: tl.constexpr = len(acc) // (line_count(OWN) * tile_count(OWN, 0))
     for g in tl.static_range(line_count(OWN)):
@@ -162,12 +172,36 @@ def _columns(DIM: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr):
 
 @triton.jit(do_not_specialize=INTS)
 def _mix(
-    x, weight, mask, table, out, boxes, each, length, n0, n1, n2, n3, n4, n5, n6, n7,
-    DIM: tl.constexpr, STRIDE: tl.constexpr, AXES: tl.constexpr, BOX: tl.constexpr,
-    PATCH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
-    WHOLE: tl.constexpr, OWN: tl.constexpr, LINES: tl.constexpr,
-    MASK_IN: tl.constexpr, MASK_OUT: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    mask,
+    table,
+    out,
+    boxes,
+    each,
+    length,
+    n0,
+    n1,
+    n2,
+    n3,
+    n4,
+    n5,
+    n6,
+    n7,
+    DIM: tl.constexpr,
+    STRIDE: tl.constexpr,
+    AXES: tl.constexpr,
+    BOX: tl.constexpr,
+    PATCH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    N: tl.constexpr,
+    WHOLE: tl.constexpr,
+    OWN: tl.constexpr,
+    LINES: tl.constexpr,
+    MASK_IN: tl.constexpr,
+    MASK_OUT: tl.constexpr,
+):
     """Compute u of `each` successive boxes. WHOLE: how many cells of a patch's line are inside the
     grid if the first one is. MASK_IN: padding is not read; MASK_OUT: its result is 0."""
     col, here_col = _columns(DIM, BLOCK, N)
@@ -176,37 +210,55 @@ def _mix(
     first = tl.program_id(0) // ((DIM + BLOCK - 1) // BLOCK) * each
     place = box_place(first, sizes, AXES, BOX, PATCH)
     for box in range(first, tl.minimum(first + each, boxes)):
-        token, cells, shape, steps = box_rows(
-            box, place, table, sizes, length, AXES, BOX, PATCH, ROWS
-        )
+        token, cells, shape, steps = box_rows(box, place, table, sizes, length, AXES, BOX, PATCH, ROWS)
         at = token[:, None] * (STRIDE // N) + col[None, :]
         acc = _zeros(cell_count(PATCH) * N, ROWS, BLOCK // N)
         for g in tl.static_range(line_count(LINES)):
             shift, line = line_rows(cells, shape, steps, line_at(LINES, g), AXES)
             here_x, there = _pointers(x, shift, at, STRIDE, N), token + shift
             for t in tl.static_range(tile_count(LINES, g)):
-                here = tile_rows(
-                    line, cells[AXES - 1], shape[AXES - 1], tile_at(LINES, g, t), WHOLE
-                )
-                tile = _tile(
-                    here_x, mask, there, tile_at(LINES, g, t), here, here_col, STRIDE, N, MASK_IN
-                )
+                here = tile_rows(line, cells[AXES - 1], shape[AXES - 1], tile_at(LINES, g, t), WHOLE)
+                tile = _tile(here_x, mask, there, tile_at(LINES, g, t), here, here_col, STRIDE, N, MASK_IN)
                 acc = _add_taps(acc, tile, weight, col, here_col, LINES, g, t, DIM)
-        _store(
-            out, acc, mask, token, every, cells, shape, steps, here_every, DIM, AXES, WHOLE, OWN,
-            MASK_OUT,
-        )  # fmt: skip
+        _store(out, acc, mask, token, every, cells, shape, steps, here_every, DIM, AXES, WHOLE, OWN, MASK_OUT)
         place = next_place(place, sizes, AXES, BOX, PATCH)
 
 
 @triton.jit(do_not_specialize=INTS)
 def _backward(
-    du, x, weight, mask, table, dx, partial, boxes, each, length, n0, n1, n2, n3, n4, n5, n6, n7,
-    DIM: tl.constexpr, STRIDE: tl.constexpr, AXES: tl.constexpr, BOX: tl.constexpr,
-    PATCH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
-    WHOLE: tl.constexpr, OWN: tl.constexpr, LINES: tl.constexpr,
-    TAPS: tl.constexpr, MASKED: tl.constexpr, DX: tl.constexpr,
-):  # fmt: skip
+    du,
+    x,
+    weight,
+    mask,
+    table,
+    dx,
+    partial,
+    boxes,
+    each,
+    length,
+    n0,
+    n1,
+    n2,
+    n3,
+    n4,
+    n5,
+    n6,
+    n7,
+    DIM: tl.constexpr,
+    STRIDE: tl.constexpr,
+    AXES: tl.constexpr,
+    BOX: tl.constexpr,
+    PATCH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    N: tl.constexpr,
+    WHOLE: tl.constexpr,
+    OWN: tl.constexpr,
+    LINES: tl.constexpr,
+    TAPS: tl.constexpr,
+    MASKED: tl.constexpr,
+    DX: tl.constexpr,
+):
     """Sum du_(t + o) x_t over `each` successive boxes for a set of taps, into partial (programs of
     a block of channels, TAPS, DIM). LINES: of these taps, with their offsets negated. DX: also
     compute dx, where the set is all taps."""
@@ -218,9 +270,7 @@ def _backward(
     sums = _zeros(TAPS * N, ROWS, BLOCK // N)
     place = box_place(slot * each, sizes, AXES, BOX, PATCH)
     for box in range(slot * each, tl.minimum(slot * each + each, boxes)):
-        token, cells, shape, steps = box_rows(
-            box, place, table, sizes, length, AXES, BOX, PATCH, ROWS
-        )
+        token, cells, shape, steps = box_rows(box, place, table, sizes, length, AXES, BOX, PATCH, ROWS)
         at = token[:, None] * (DIM // N) + col[None, :]
         mine = token[:, None] * (STRIDE // N) + col[None, :]
         own = ()
@@ -235,20 +285,13 @@ def _backward(
             shift, line = line_rows(cells, shape, steps, line_at(LINES, g), AXES)
             here_du = _pointers(du, shift, at, DIM, N)
             for t in tl.static_range(tile_count(LINES, g)):
-                here = tile_rows(
-                    line, cells[AXES - 1], shape[AXES - 1], tile_at(LINES, g, t), WHOLE
-                )
-                tile = _tile(
-                    here_du, mask, token, tile_at(LINES, g, t), here, here_col, DIM, N, False
-                )
+                here = tile_rows(line, cells[AXES - 1], shape[AXES - 1], tile_at(LINES, g, t), WHOLE)
+                tile = _tile(here_du, mask, token, tile_at(LINES, g, t), here, here_col, DIM, N, False)
                 sums = _add_products(sums, tile, own, LINES, g, t)
                 if DX:
                     acc = _add_taps(acc, tile, weight, col, here_col, LINES, g, t, DIM)
         if DX:
-            _store(
-                dx, acc, mask, token, every, cells, shape, steps, here_every, DIM, AXES, WHOLE, OWN,
-                MASKED,
-            )  # fmt: skip
+            _store(dx, acc, mask, token, every, cells, shape, steps, here_every, DIM, AXES, WHOLE, OWN, MASKED)
         place = next_place(place, sizes, AXES, BOX, PATCH)
     for k in tl.static_range(TAPS):
         for h in tl.static_range(N):
@@ -283,9 +326,7 @@ def _stride(x: Tensor) -> int:
     return x.stride(1 if x.shape[1] > 1 else 0)
 
 
-def _arguments(
-    x: Tensor, shape: Sequence[int], boxes: Tensor | None, of: Box, how: Plan
-) -> dict[str, Any]:
+def _arguments(x: Tensor, shape: Sequence[int], boxes: Tensor | None, of: Box, how: Plan) -> dict[str, Any]:
     """Return the arguments that both kernels share."""
     dim, sizes = x.shape[-1], [int(n) for n in shape]
     count = 0 if boxes is None else boxes.shape[0]
@@ -296,34 +337,53 @@ def _arguments(
     block = min(power_of_2(dim), how.bytes // x.element_size())
     pairs = x.dtype == torch.bfloat16 and dim % 2 == _stride(x) % 2 == 0
     return {
-        "boxes": count, "length": x.shape[1], **{f"n{a}": n for a, n in enumerate(sizes)},
+        "boxes": count,
+        "length": x.shape[1],
+        **{f"n{a}": n for a, n in enumerate(sizes)},
         **{f"n{a}": None for a in range(len(sizes), MOST_AXES)},
-        "DIM": dim, "STRIDE": _stride(x), "AXES": len(shape), "BOX": of.rows, "PATCH": of.patch,
-        "ROWS": torch.Size(of.rows).numel(), "BLOCK": block, "N": 2 if pairs else 1,
+        "DIM": dim,
+        "STRIDE": _stride(x),
+        "AXES": len(shape),
+        "BOX": of.rows,
+        "PATCH": of.patch,
+        "ROWS": torch.Size(of.rows).numel(),
+        "BLOCK": block,
+        "N": 2 if pairs else 1,
         "WHOLE": of.patch[-1] if boxes is None and sizes[-1] % of.patch[-1] == 0 else 1,
-        "OWN": lines(((0,) * len(shape),), of.patch), "num_warps": how.warps,
+        "OWN": lines(((0,) * len(shape),), of.patch),
+        "num_warps": how.warps,
         "maxnreg": how.registers or None,
-    }  # fmt: skip
+    }
 
 
 def _launch(
-    x: Tensor, mask: bool, shape: Sequence[int], boxes: Tensor | None, of: Box, offsets: Offsets,
-    transposed: bool,
-) -> Launch:  # fmt: skip
+    x: Tensor, mask: bool, shape: Sequence[int], boxes: Tensor | None, of: Box, offsets: Offsets, transposed: bool
+) -> Launch:
     chosen = plan(len(shape), len(offsets))
     how = _arguments(x, shape, boxes, of, chosen)
     programs = cdiv(how["boxes"], chosen.boxes) * cdiv(how["DIM"], how["BLOCK"])
     read = lines(offsets, of.patch, -1 if transposed else 1)
     return Launch(
-        _mix, (programs,), **how, each=chosen.boxes, LINES=read, MASK_IN=mask and not transposed,
+        _mix,
+        (programs,),
+        **how,
+        each=chosen.boxes,
+        LINES=read,
+        MASK_IN=mask and not transposed,
         MASK_OUT=mask and transposed,
-    )  # fmt: skip
+    )
 
 
 def mix(
-    x: Tensor, weight: Tensor, mask: Tensor | None, shape: Sequence[int], boxes: Tensor | None,
-    box: Sequence[int], offsets: Offsets, transposed: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    mask: Tensor | None,
+    shape: Sequence[int],
+    boxes: Tensor | None,
+    box: Sequence[int],
+    offsets: Offsets,
+    transposed: bool = False,
+) -> Tensor:
     """Return u (batch, length, dim). shape: the grid; of a pack any one of as many axes, with
     `boxes`, the table of its boxes. box: its patch and its rows along all axes. transposed: with
     the offsets negated and 0 for padding, as in the gradient of x."""
@@ -353,17 +413,29 @@ def _backward_launches(
     for first in range(0, len(offsets), each):
         some = offsets[first : first + each]
         launch = Launch(
-            _backward, (parts * blocks,), **how, each=count, LINES=lines(some, of.patch, -1),
-            TAPS=len(some), MASKED=mask, DX=sets == 1,
-        )  # fmt: skip
+            _backward,
+            (parts * blocks,),
+            **how,
+            each=count,
+            LINES=lines(some, of.patch, -1),
+            TAPS=len(some),
+            MASKED=mask,
+            DX=sets == 1,
+        )
         found.append((launch, len(some), parts))
     return found
 
 
 def backward(
-    du: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None, shape: Sequence[int],
-    boxes: Tensor | None, box: Sequence[int], offsets: Offsets,
-) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    du: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mask: Tensor | None,
+    shape: Sequence[int],
+    boxes: Tensor | None,
+    box: Sequence[int],
+    offsets: Offsets,
+) -> tuple[Tensor | None, Tensor]:
     """Return the gradients of x and of weight (float32). Without dx if there are more taps than
     one pass takes: `mix` transposed computes it."""
     du, x, weight, of = _dense(du, PAIR), _rows(x), _dense(weight, WEIGHTS), Box.of(box)

@@ -24,9 +24,21 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def slot_frequencies(
-    theta, offset, shapes, sample, each, prefix, head, sizes, channel, KIND: tl.constexpr,
-    AXES: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr, TOTAL: tl.constexpr,
-):  # fmt: skip
+    theta,
+    offset,
+    shapes,
+    sample,
+    each,
+    prefix,
+    head,
+    sizes,
+    channel,
+    KIND: tl.constexpr,
+    AXES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    TOTAL: tl.constexpr,
+):
     """Compute, once in a program, what the angles at the slots of `channel` depend on: slots,
     frequencies (upper and lower half), sizes of the axes, their reciprocals, first coordinates,
     prefix, phase of the first cell, and its distance from the origin. theta has SLOTS of the TOTAL
@@ -77,10 +89,7 @@ def _over(slots, tokens, ACROSS: tl.constexpr):
 
 
 @triton.jit
-def coordinates(
-    freqs, t, AXES: tl.constexpr, TOTAL: tl.constexpr, PREFIX: tl.constexpr,
-    ACROSS: tl.constexpr = False,
-):  # fmt: skip
+def coordinates(freqs, t, AXES: tl.constexpr, TOTAL: tl.constexpr, PREFIX: tl.constexpr, ACROSS: tl.constexpr = False):
     """Return the coordinates of tokens t along the axis of each slot, (len(t), len(slot)) int32;
     with an offset of int64, counted from the first cell's. Tokens in front of the grid are at
     coordinate 0. Each axis has a consecutive group of slots; group sizes differ by at most one."""
@@ -98,9 +107,7 @@ def coordinates(
             c = tl.where(c >= n, c - n, c)
         begin = freqs[5][a]
         front = begin.to(tl.int32)
-        if (
-            begin.dtype == tl.int32
-        ):  # near offset: one number is added here; a far one is a phase for each slot
+        if begin.dtype == tl.int32:  # near offset: one number is added here; a far one is a phase for each slot
             c += front
             front *= 0
         if PREFIX:
@@ -158,9 +165,7 @@ def pinned(x):
 
 
 @triton.jit
-def cos_sin_once(
-    freqs, t, AXES: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr, PREFIX: tl.constexpr
-):  # fmt: skip
+def cos_sin_once(freqs, t, AXES: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr, PREFIX: tl.constexpr):
     """Return `cos_sin` for kernels that need it in tiles of two layouts; for 16-bit inputs to the
     precision of float16.
 

@@ -52,9 +52,7 @@ PLANS = {
 }
 
 
-def plan(
-    kernel: str, keys: int, values: int, kind: str, size: int = 2, learn: bool = False
-) -> Plan:
+def plan(kernel: str, keys: int, values: int, kind: str, size: int = 2, learn: bool = False) -> Plan:
     """Return the launch plan for a memory tile of `keys` x `values` channels, with operands of
     `size` bytes; the plan's `keys` may be fewer. learn: with the gradient of theta."""
     pair = 2 if kind == "rotary" else 1

@@ -14,10 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 # The fields of Position as arguments in an operator's schema, in the same order
-SCHEMA = (
-    "Tensor? theta, Tensor? offset, Tensor? splits, Tensor? first, Tensor? shapes, str kind, "
-    "SymInt[] sizes"
-)
+SCHEMA = "Tensor? theta, Tensor? offset, Tensor? splits, Tensor? first, Tensor? shapes, str kind, SymInt[] sizes"
 FIELDS = 7
 KINDS = {"none": 0, "cosine": 1, "rotary": 2}
 
@@ -52,10 +49,12 @@ class Position(NamedTuple):
         """All that launches depend on, except the values in tensors."""
         theta, offset, splits, _, shapes, kind, sizes = self
         return (
-            kind, tuple(sizes), theta is not None and theta.shape,
+            kind,
+            tuple(sizes),
+            theta is not None and theta.shape,
             offset is not None and (offset.shape[0] > 1, offset.dtype),
             splits is not None and shapes is not None and (splits.shape, shapes.shape),
-        )  # fmt: skip
+        )
 
     @property
     def angles(self) -> tuple[Tensor | None, Tensor | None]:

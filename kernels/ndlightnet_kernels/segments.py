@@ -27,9 +27,21 @@ def parts_of(first, bh, heads, parts):
 
 @triton.jit(do_not_specialize=["parts", "heads"])
 def merge_parts(
-    top, total, memory, first, top_out, total_out, memory_out, parts, heads,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
+    top,
+    total,
+    memory,
+    first,
+    top_out,
+    total_out,
+    memory_out,
+    parts,
+    heads,
+    DIM: tl.constexpr,
+    VDIM: tl.constexpr,
+    BV: tl.constexpr,
+    HALVES: tl.constexpr,
+    BC: tl.constexpr,
+):
     """Merge the parts' States: one program for BC rows of the memory. first: see `parts_of`."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
     row = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -59,9 +71,7 @@ def merge_parts(
     tl.store(memory_out + (bh * (HALVES * DIM) + row)[:, None] * VDIM + vc[None, :], acc, here)
 
 
-def merge_launch(
-    device: torch.device, samples: int, parts: int, heads: int, sizes: tuple[int, int, int]
-) -> Launch:
+def merge_launch(device: torch.device, samples: int, parts: int, heads: int, sizes: tuple[int, int, int]) -> Launch:
     """Return the launch of `merge_parts` for memories of halves * dim rows and vdim columns."""
     halves, dim, vdim = sizes
 
@@ -72,9 +82,17 @@ def merge_launch(
             elements = 128
         some = max(1, elements // pad(vdim))
         return Launch(
-            merge_parts, (rows, cdiv(halves * dim, some)), parts=parts, heads=heads, DIM=dim,
-            VDIM=vdim, BV=pad(vdim), HALVES=halves, BC=some, num_warps=2,
-        )  # fmt: skip
+            merge_parts,
+            (rows, cdiv(halves * dim, some)),
+            parts=parts,
+            heads=heads,
+            DIM=dim,
+            VDIM=vdim,
+            BV=pad(vdim),
+            HALVES=halves,
+            BC=some,
+            num_warps=2,
+        )
 
     return remembered(("merge", device, samples, parts, heads, sizes), make)
 
@@ -93,9 +111,20 @@ def reciprocal_sum(total, at, inside):
 
 @triton.jit
 def _join_one(
-    total, memory, dtotal, dmemory, bh, j, inside, vc, dcos, dsin,
-    DIM: tl.constexpr, VDIM: tl.constexpr, HALVES: tl.constexpr,
-):  # fmt: skip
+    total,
+    memory,
+    dtotal,
+    dmemory,
+    bh,
+    j,
+    inside,
+    vc,
+    dcos,
+    dsin,
+    DIM: tl.constexpr,
+    VDIM: tl.constexpr,
+    HALVES: tl.constexpr,
+):
     here = inside[:, None] & (vc < VDIM)[None, :]
     inverse = reciprocal_sum(total, bh * DIM + j, inside)
     at = (bh * (HALVES * DIM) + j)[:, None] * VDIM + vc[None, :]
@@ -109,9 +138,20 @@ def _join_one(
 
 @triton.jit(do_not_specialize=["parts", "heads"])
 def join_grads(
-    dmemories, total, memory, first, dtotal, dmemory, parts, heads, DIM: tl.constexpr,
-    VDIM: tl.constexpr, BV: tl.constexpr, KIND: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
+    dmemories,
+    total,
+    memory,
+    first,
+    dtotal,
+    dmemory,
+    parts,
+    heads,
+    DIM: tl.constexpr,
+    VDIM: tl.constexpr,
+    BV: tl.constexpr,
+    KIND: tl.constexpr,
+    BC: tl.constexpr,
+):
     """Sum the parts' gradients and propagate them through the normalisation: one program for BC
     features."""
     bh, vc = tl.program_id(0).to(tl.int64), tl.arange(0, BV)
@@ -134,17 +174,31 @@ def join_grads(
                 gb += tl.load(at + WIDTH * VDIM, mask=there, other=0.0)
     _join_one(total, memory, dtotal, dmemory, bh, c, inside, vc, ga, gb, DIM, VDIM, HALVES)
     if KIND == 2:  # the pair's second channel reads the tiles swapped
-        _join_one(
-            total, memory, dtotal, dmemory, bh, c + WIDTH, inside, vc, gb, -ga, DIM, VDIM, HALVES
-        )
+        _join_one(total, memory, dtotal, dmemory, bh, c + WIDTH, inside, vc, gb, -ga, DIM, VDIM, HALVES)
 
 
 @triton.jit(do_not_specialize=["parts", "per_segment", "span", "heads"])
 def prefix_states(
-    forget, top0, total0, memory0, top, total, memory, top_out, total_out, memory_out, parts,
-    per_segment, span, heads,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
+    forget,
+    top0,
+    total0,
+    memory0,
+    top,
+    total,
+    memory,
+    top_out,
+    total_out,
+    memory_out,
+    parts,
+    per_segment,
+    span,
+    heads,
+    DIM: tl.constexpr,
+    VDIM: tl.constexpr,
+    BV: tl.constexpr,
+    HALVES: tl.constexpr,
+    BC: tl.constexpr,
+):
     """Prefix merge: compute the State before each of `parts` + 1 segments from the States of their
     splits (None: there is only one segment). One program for BC rows of the memory. forget: decay
     rate of each head for a token; then States before segments are those at the token before."""
@@ -195,10 +249,26 @@ def prefix_states(
 
 @triton.jit(do_not_specialize=["parts", "length", "span", "heads"])
 def suffix_grads(
-    forget, top, dsums, dmemories, dtotal, dmemory, dtotal0, dmemory0, dsum_out, dmemory_out, parts,
-    length, span, heads,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BV: tl.constexpr, HALVES: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
+    forget,
+    top,
+    dsums,
+    dmemories,
+    dtotal,
+    dmemory,
+    dtotal0,
+    dmemory0,
+    dsum_out,
+    dmemory_out,
+    parts,
+    length,
+    span,
+    heads,
+    DIM: tl.constexpr,
+    VDIM: tl.constexpr,
+    BV: tl.constexpr,
+    HALVES: tl.constexpr,
+    BC: tl.constexpr,
+):
     """Adjoint of `prefix_states`: sum what later segments and the final State add to the gradients
     of the State after each segment. dsums, dmemories: gradients of the State before a segment from
     its queries, in units of that State; None where they are not needed."""

@@ -16,12 +16,41 @@ from ndlightnet_kernels.tiles import arguments, cdiv, pad, silu, weight
 
 @triton.jit(do_not_specialize=["heads", "per_head", *phases.SIZES])
 def _step(
-    q, k, v, top, total, memory, theta, offset, out, top_out, total_out, memory_out,
-    heads, per_head, n1, n2, n3, n4, n5, n6, n7, prefix, each,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr, TOTAL: tl.constexpr,
-    WIDE: tl.constexpr, AXES: tl.constexpr, PREFIX: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    top,
+    total,
+    memory,
+    theta,
+    offset,
+    out,
+    top_out,
+    total_out,
+    memory_out,
+    heads,
+    per_head,
+    n1,
+    n2,
+    n3,
+    n4,
+    n5,
+    n6,
+    n7,
+    prefix,
+    each,
+    DIM: tl.constexpr,
+    VDIM: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    KIND: tl.constexpr,
+    SLOTS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    TOTAL: tl.constexpr,
+    WIDE: tl.constexpr,
+    AXES: tl.constexpr,
+    PREFIX: tl.constexpr,
+):
     bh = tl.program_id(0).to(tl.int64)
     c, vc = tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     inside, inside_v = c < DIM, vc < VDIM
@@ -44,9 +73,21 @@ def _step(
         t = tl.zeros((1,), tl.int32)
         sizes = (n1, n2, n3, n4, n5, n6, n7)
         freqs = slot_frequencies(
-            theta, offset, None, bh // heads, each, prefix, bh % heads * per_head, sizes, c, KIND,
-            AXES, SLOTS, OFFSET, TOTAL,
-        )  # fmt: skip
+            theta,
+            offset,
+            None,
+            bh // heads,
+            each,
+            prefix,
+            bh % heads * per_head,
+            sizes,
+            c,
+            KIND,
+            AXES,
+            SLOTS,
+            OFFSET,
+            TOTAL,
+        )
         at_axis = coordinates(freqs, t, AXES, TOTAL, PREFIX)
         cos, sin = cos_sin(freqs, at_axis, WIDE)
         cos, sin = tl.max(cos, 0), tl.max(sin, 0)  # there is one row
@@ -68,9 +109,8 @@ def _plan(k: Tensor, vdim: int, where: Position) -> Launch:
     bk, bv = pad(dim), min(pad(vdim), 32)
     given = arguments(where, k) | {"WIDE": True}
     return Launch(
-        _step, (batch * heads, cdiv(vdim, bv)), heads=heads, DIM=dim, VDIM=vdim, BK=bk, BV=bv,
-        **given, num_warps=4,
-    )  # fmt: skip
+        _step, (batch * heads, cdiv(vdim, bv)), heads=heads, DIM=dim, VDIM=vdim, BK=bk, BV=bv, **given, num_warps=4
+    )
 
 
 def step(
@@ -80,9 +120,7 @@ def step(
     (batch, heads, value_dim)."""
     batch, heads, vdim = v.shape
     dtypes = q.dtype, k.dtype, v.dtype, top.dtype, total.dtype, memory.dtype
-    launch = remembered(
-        ("step", k.device, dtypes, k.shape, vdim, where.key), lambda: _plan(k, vdim, where)
-    )
+    launch = remembered(("step", k.device, dtypes, k.shape, vdim, where.key), lambda: _plan(k, vdim, where))
     given = [x.contiguous() for x in (q, k, v, top, total, memory)]
     out = torch.empty(batch, heads, vdim, dtype=q.dtype, device=q.device)
     new = [torch.empty_like(x) for x in given[3:]]

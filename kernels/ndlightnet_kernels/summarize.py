@@ -21,15 +21,29 @@ from ndlightnet_kernels.tiles import (
     slip,
     split_at,
     valid_tokens,
-)  # fmt: skip
+)
 
 SIZES = ["length", "span", "parts", "per_segment", "heads", "per_head", *phases.SIZES]
 KV = ["skb", "skt", "skh", "svb", "svt", "svh"]
 
 
 @triton.jit
-def _keys(k, b, h, t, kc, valid, end, skb, skt, skh, WIDTH: tl.constexpr, KIND: tl.constexpr,
-          MASKED: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
+def _keys(
+    k,
+    b,
+    h,
+    t,
+    kc,
+    valid,
+    end,
+    skb,
+    skt,
+    skh,
+    WIDTH: tl.constexpr,
+    KIND: tl.constexpr,
+    MASKED: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     """Load logits, and with rotary those of the pairs' second channels."""
     x = load_keys(k, b, h, t, kc, end, skb, skt, skh, WIDTH, UNIT)
     x2 = x
@@ -56,13 +70,44 @@ def _fade(rate, t, end):
 
 @triton.jit
 def _collect(
-    k, v, mask, freqs, rate, mx, mx2, b, h, begin, end, length, kc, vc,
-    skb, skt, skh, svb, svt, svh, WIDTH: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, BL: tl.constexpr, KIND: tl.constexpr, AXES: tl.constexpr,
-    SLOTS: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr, PREFIX: tl.constexpr,
-    MASKED: tl.constexpr, UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    k,
+    v,
+    mask,
+    freqs,
+    rate,
+    mx,
+    mx2,
+    b,
+    h,
+    begin,
+    end,
+    length,
+    kc,
+    vc,
+    skb,
+    skt,
+    skh,
+    svb,
+    svt,
+    svh,
+    WIDTH: tl.constexpr,
+    VDIM: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BL: tl.constexpr,
+    KIND: tl.constexpr,
+    AXES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOTAL: tl.constexpr,
+    WIDE: tl.constexpr,
+    PREFIX: tl.constexpr,
+    MASKED: tl.constexpr,
+    UNIT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Return sums of exp(k - mx) and memories y^T (p cos, p sin) of a part; with rotary also those
     of the pairs' second channels. Memories are transposed, so that both sides of a product lie in
     shared memory as they were read. Sums stay spread over the tile's rows until the end."""
@@ -94,9 +139,24 @@ def _collect(
 
 @triton.jit
 def _maxima(
-    k, mask, rate, b, h, begin, end, length, kc, skb, skt, skh, WIDTH: tl.constexpr,
-    BL: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+    k,
+    mask,
+    rate,
+    b,
+    h,
+    begin,
+    end,
+    length,
+    kc,
+    skb,
+    skt,
+    skh,
+    WIDTH: tl.constexpr,
+    BL: tl.constexpr,
+    KIND: tl.constexpr,
+    MASKED: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     """Return the largest logits of tokens [begin, end); with rotary also of the second channels.
     rate: log2 of the fall of a weight with every later token, or None; not with rotary."""
     mx = tl.full((kc.shape[0],), float("-inf"), tl.float32)
@@ -122,15 +182,58 @@ def _store_top(top, at, mx, mx2, inside, WIDTH: tl.constexpr, KIND: tl.constexpr
 
 @triton.jit(do_not_specialize=SIZES + KV)
 def _summarize(
-    k, v, mask, splits, shapes, theta, offset, forget, top, total, memory,
-    skb, skt, skh, svb, svt, svh, length, span, parts, per_segment, heads, per_head,
-    n1, n2, n3, n4, n5, n6, n7, prefix, each,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
-    BLOCKS: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr, OFFSET: tl.constexpr,
-    TOTAL: tl.constexpr, WIDE: tl.constexpr,
-    AXES: tl.constexpr, PREFIX: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr = 16,
-):  # fmt: skip
+    k,
+    v,
+    mask,
+    splits,
+    shapes,
+    theta,
+    offset,
+    forget,
+    top,
+    total,
+    memory,
+    skb,
+    skt,
+    skh,
+    svb,
+    svt,
+    svh,
+    length,
+    span,
+    parts,
+    per_segment,
+    heads,
+    per_head,
+    n1,
+    n2,
+    n3,
+    n4,
+    n5,
+    n6,
+    n7,
+    prefix,
+    each,
+    DIM: tl.constexpr,
+    VDIM: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BL: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    KIND: tl.constexpr,
+    SLOTS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    TOTAL: tl.constexpr,
+    WIDE: tl.constexpr,
+    AXES: tl.constexpr,
+    PREFIX: tl.constexpr,
+    MASKED: tl.constexpr,
+    UNIT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+    ROWS: tl.constexpr = 16,
+):
     """Compute the State of one part of the length, for one block of key channels (rotary: of
     pairs). The last of the `per_segment` parts of `span` tokens may be empty. A tile's maxima cost
     more than its products, so exponents first refer to the first tile's maximum. If a sum then
@@ -151,36 +254,99 @@ def _summarize(
         row, slot, begin, end, base = split_at(splits, part)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     freqs = slot_frequencies(
-        theta, offset, shapes, row, each, base, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET,
-        TOTAL,
-    )  # fmt: skip
+        theta, offset, shapes, row, each, base, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
+    )
     rate = None if forget is None else log2_rate(forget, bh, heads)
     mx, mx2 = _maxima(
-        k, mask, None, b, h, begin, min(begin + BL, end), length, kc, skb, skt, skh, WIDTH, BL,
-        KIND, MASKED, UNIT,
-    )  # fmt: skip
+        k, mask, None, b, h, begin, min(begin + BL, end), length, kc, skb, skt, skh, WIDTH, BL, KIND, MASKED, UNIT
+    )
     mx, mx2 = tl.where(mx == float("-inf"), 0.0, mx), tl.where(mx2 == float("-inf"), 0.0, mx2)
     at = (bh * parts + slot) * DIM + kc
     _store_top(top, at, mx, mx2, inside, WIDTH, KIND)
     sm, sm2, acc = _collect(
-        k, v, mask, freqs, rate, mx, mx2, b, h, begin, end, length, kc, vc,
-        skb, skt, skh, svb, svt, svh, WIDTH, VDIM, BK, BV, BL, KIND, AXES, SLOTS, TOTAL, WIDE,
-        PREFIX, MASKED, UNIT, OPERAND, PRECISION, STAGES, ROWS,
-    )  # fmt: skip
+        k,
+        v,
+        mask,
+        freqs,
+        rate,
+        mx,
+        mx2,
+        b,
+        h,
+        begin,
+        end,
+        length,
+        kc,
+        vc,
+        skb,
+        skt,
+        skh,
+        svb,
+        svt,
+        svh,
+        WIDTH,
+        VDIM,
+        BK,
+        BV,
+        BL,
+        KIND,
+        AXES,
+        SLOTS,
+        TOTAL,
+        WIDE,
+        PREFIX,
+        MASKED,
+        UNIT,
+        OPERAND,
+        PRECISION,
+        STAGES,
+        ROWS,
+    )
     good = (sm > 1e-25) & (sm < 1e25)
     if KIND == 2:
         good = good & (sm2 > 1e-25) & (sm2 < 1e25)
     if tl.min((good | (kc >= WIDTH)).to(tl.int32), 0) == 0:
-        mx, mx2 = _maxima(
-            k, mask, rate, b, h, begin, end, length, kc, skb, skt, skh, WIDTH, BL, KIND, MASKED,
-            UNIT,
-        )  # fmt: skip
+        mx, mx2 = _maxima(k, mask, rate, b, h, begin, end, length, kc, skb, skt, skh, WIDTH, BL, KIND, MASKED, UNIT)
         _store_top(top, at, mx, mx2, inside, WIDTH, KIND)
         sm, sm2, acc = _collect(
-            k, v, mask, freqs, rate, mx, mx2, b, h, begin, end, length, kc, vc,
-            skb, skt, skh, svb, svt, svh, WIDTH, VDIM, BK, BV, BL, KIND, AXES, SLOTS, TOTAL,
-            WIDE, PREFIX, MASKED, UNIT, OPERAND, PRECISION, 1, ROWS,
-        )  # fmt: skip
+            k,
+            v,
+            mask,
+            freqs,
+            rate,
+            mx,
+            mx2,
+            b,
+            h,
+            begin,
+            end,
+            length,
+            kc,
+            vc,
+            skb,
+            skt,
+            skh,
+            svb,
+            svt,
+            svh,
+            WIDTH,
+            VDIM,
+            BK,
+            BV,
+            BL,
+            KIND,
+            AXES,
+            SLOTS,
+            TOTAL,
+            WIDE,
+            PREFIX,
+            MASKED,
+            UNIT,
+            OPERAND,
+            PRECISION,
+            1,
+            ROWS,
+        )
     tl.debug_barrier()  # loaded again: a register less in the loop
     fix = slip(tl.load(top + at, mask=inside, other=0.0), OPERAND)
     if forget is not None:

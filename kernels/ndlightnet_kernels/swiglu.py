@@ -52,9 +52,8 @@ def _launch(kernel: object, dim: int, rows: int) -> Launch:
     block = min(power_of_2(dim), 1024)
     height = ELEMENTS // block
     return Launch(
-        kernel, (cdiv(rows, height), cdiv(dim, block)), rows=rows, DIM=dim, ROWS=height,
-        BLOCK=block, num_warps=WARPS,
-    )  # fmt: skip
+        kernel, (cdiv(rows, height), cdiv(dim, block)), rows=rows, DIM=dim, ROWS=height, BLOCK=block, num_warps=WARPS
+    )
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -62,9 +61,7 @@ def swiglu(x: Tensor) -> Tensor:
     x, dim = x.contiguous(), x.shape[-1] // 2
     out = torch.empty(*x.shape[:-1], dim, dtype=x.dtype, device=x.device)
     rows = out.numel() // max(1, dim)
-    remembered(
-        ("swiglu", x.device, x.dtype, dim, rows), lambda: _launch(_swiglu, dim, rows)
-    )(x, out)  # fmt: skip
+    remembered(("swiglu", x.device, x.dtype, dim, rows), lambda: _launch(_swiglu, dim, rows))(x, out)
     return out
 
 
@@ -73,7 +70,6 @@ def swiglu_backward(dout: Tensor, x: Tensor) -> Tensor:
     dout, x, dim = dout.contiguous(), x.contiguous(), x.shape[-1] // 2
     dx, rows = torch.empty_like(x), dout.numel() // max(1, dim)
     remembered(
-        ("swiglu_backward", x.device, x.dtype, dout.dtype, dim, rows),
-        lambda: _launch(_swiglu_backward, dim, rows),
+        ("swiglu_backward", x.device, x.dtype, dout.dtype, dim, rows), lambda: _launch(_swiglu_backward, dim, rows)
     )(dout, x, dx)
     return dx

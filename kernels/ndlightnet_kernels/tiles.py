@@ -304,12 +304,15 @@ def arguments(where: Position, x: Tensor) -> dict[str, Any]:
     return {
         "per_head": int(theta is not None and theta.shape[0] > 1),
         **dict(zip(phases.SIZES, [*sizes, where.prefix, each], strict=True)),
-        "KIND": KINDS[where.kind], "AXES": axes,
+        "KIND": KINDS[where.kind],
+        "AXES": axes,
         "PREFIX": where.prefix > 0 or where.splits is not None,
-        "SLOTS": slots, "OFFSET": where.sizes[2], "TOTAL": where.sizes[3] or slots,
+        "SLOTS": slots,
+        "OFFSET": where.sizes[2],
+        "TOTAL": where.sizes[3] or slots,
         # with an offset, tokens in front of the grid are far from its first cell
         "WIDE": x.dtype == torch.float32 or (where.offset is not None and where.prefix > 0),
-    }  # fmt: skip
+    }
 
 
 def dense_rows(x: Tensor) -> Tensor:

@@ -18,14 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels.causal_chunks import (
-    QKV,
-    TINY,
-    faded,
-    reciprocal,
-    rotation,
-    silu_over,
-)  # fmt: skip
+from ndlightnet_kernels.causal_chunks import QKV, TINY, faded, reciprocal, rotation, silu_over
 from ndlightnet_kernels.launch import Launch, remembered
 from ndlightnet_kernels.phases import slot_frequencies
 from ndlightnet_kernels.plans import CAREFUL, Chunks, windowed
@@ -51,7 +44,7 @@ from ndlightnet_kernels.tiles import (
     strides,
     valid_tokens,
     weight,
-)  # fmt: skip
+)
 
 
 @triton.jit
@@ -69,8 +62,23 @@ def attending(u, t, window):
 
 
 @triton.jit
-def window_keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM: tl.constexpr,
-          MASKED: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
+def window_keys(
+    k,
+    mask,
+    b,
+    h,
+    u,
+    first,
+    length,
+    window,
+    kc,
+    skb,
+    skt,
+    skh,
+    DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     """Return the logits of tokens u, -inf where the chunk from `first` on does not attend to them,
     and to which of them it does."""
     valid = valid_tokens(mask, b, u, length, length, MASKED) & (u > first - window)
@@ -92,8 +100,7 @@ def capped(x, anchor, fade):
 
 
 @triton.jit
-def products(f, cos_t, sin_t, p, cos, sin, KIND: tl.constexpr, OPERAND: tl.constexpr,
-              PRECISION: tl.constexpr):  # fmt: skip
+def products(f, cos_t, sin_t, p, cos, sin, KIND: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """Return the products of features of f (tokens t) and of p, each turned by its own angles."""
     out = tl.zeros((f.shape[0], p.shape[0]), tl.float32)
     if KIND == 0:
@@ -106,23 +113,38 @@ def products(f, cos_t, sin_t, p, cos, sin, KIND: tl.constexpr, OPERAND: tl.const
 
 @triton.jit
 def next_window_anchor(
-    k, mask, b, h, todo, t, begin, first, length, window, kc, rate, skb, skt, skh,
-    DIM: tl.constexpr, BL: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr,
-    UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    k,
+    mask,
+    b,
+    h,
+    todo,
+    t,
+    begin,
+    first,
+    length,
+    window,
+    kc,
+    rate,
+    skb,
+    skt,
+    skh,
+    DIM: tl.constexpr,
+    BL: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    UNIT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Return the largest logit that the queries in `todo` attend to, or if None, all of a chunk."""
     best = tl.full((BL, kc.shape[0]), float("-inf"), tl.float32)
     for at in range(begin, first + BL, BL):
         u = at + tl.arange(0, BL)
-        x = window_keys(
-            k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT
-        )[0]
+        x = window_keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT)[0]
         fade = None if rate is None else since(rate, u, first, PLAIN)
         x = faded(x, fade)
         if todo is not None:
-            count = dot(
-                attending(u, t, window), todo, tl.zeros(todo.shape, tl.float32), OPERAND, PRECISION
-            )
+            count = dot(attending(u, t, window), todo, tl.zeros(todo.shape, tl.float32), OPERAND, PRECISION)
             x = tl.where(count > 0.5, x, float("-inf"))
         best = tl.maximum(best, x)
     return tl.max(best, 0)
@@ -130,15 +152,58 @@ def next_window_anchor(
 
 @triton.jit(do_not_specialize=[*SIZES, *QKV, "window", "chunks"])
 def _window(
-    q, k, v, mask, theta, offset, forget, top, flag, out,
-    sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, length, window, chunks, heads, per_head,
-    n1, n2, n3, n4, n5, n6, n7, prefix, each,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
-    PLAIN: tl.constexpr, CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr,
-    OFFSET: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr,
-    AXES: tl.constexpr, PREFIX: tl.constexpr, MASKED: tl.constexpr, UNIT: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    mask,
+    theta,
+    offset,
+    forget,
+    top,
+    flag,
+    out,
+    sqb,
+    sqt,
+    sqh,
+    skb,
+    skt,
+    skh,
+    svb,
+    svt,
+    svh,
+    length,
+    window,
+    chunks,
+    heads,
+    per_head,
+    n1,
+    n2,
+    n3,
+    n4,
+    n5,
+    n6,
+    n7,
+    prefix,
+    each,
+    DIM: tl.constexpr,
+    VDIM: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BL: tl.constexpr,
+    PLAIN: tl.constexpr,
+    CAREFUL: tl.constexpr,
+    KIND: tl.constexpr,
+    SLOTS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    TOTAL: tl.constexpr,
+    WIDE: tl.constexpr,
+    AXES: tl.constexpr,
+    PREFIX: tl.constexpr,
+    MASKED: tl.constexpr,
+    UNIT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Compute the output of a chunk of queries; also its anchor and whether that failed."""
     bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
@@ -150,9 +215,8 @@ def _window(
     kc, vc, t = tl.arange(0, BK), tl.arange(0, BV), first + tl.arange(0, BL)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     freqs = slot_frequencies(
-        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET,
-        TOTAL,
-    )  # fmt: skip
+        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
+    )
     rate = None if forget is None else log2_rate(forget, bh, heads)
     inside, begin = kc < DIM, tl.maximum(first - window + 1, 0) // BL * BL
     x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
@@ -160,9 +224,29 @@ def _window(
     todo = (t < length)[:, None] & inside[None, :]
     o = tl.zeros((BL, BV), tl.float32)
     anchor = next_window_anchor(
-        k, mask, b, h, None, t, begin, first, length, window, kc, rate, skb, skt, skh,
-        DIM, BL, PLAIN, MASKED, UNIT, OPERAND, PRECISION,
-    )  # fmt: skip
+        k,
+        mask,
+        b,
+        h,
+        None,
+        t,
+        begin,
+        first,
+        length,
+        window,
+        kc,
+        rate,
+        skb,
+        skt,
+        skh,
+        DIM,
+        BL,
+        PLAIN,
+        MASKED,
+        UNIT,
+        OPERAND,
+        PRECISION,
+    )
     if CAREFUL:
         phi, _ = silu(x_q)
         rounds = 0  # each serves at least one query
@@ -171,18 +255,14 @@ def _window(
             s = tl.zeros((BL, BK), tl.float32)
             for at in range(begin, first + BL, BL):
                 u = at + tl.arange(0, BL)
-                x, valid = window_keys(
-                    k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT
-                )
+                x, valid = window_keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT)
                 fade = None if rate is None else since(rate, u, first, PLAIN)
                 p = capped(x, anchor, fade)
                 s = dot(attended(t, u, window), p, s, OPERAND, PRECISION)
             f = phi * tl.where(todo & (s >= TINY), reciprocal(s), 0.0)
             for at in range(begin, first + BL, BL):
                 u = at + tl.arange(0, BL)
-                x, valid = window_keys(
-                    k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT
-                )
+                x, valid = window_keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT)
                 fade = None if rate is None else since(rate, u, first, PLAIN)
                 p = capped(x, anchor, fade)
                 y = load(v, b, h, u, vc, valid, svb, svt, svh, VDIM, UNIT)
@@ -192,17 +272,35 @@ def _window(
                 o = dot(score, y, o, OPERAND, PRECISION)
             todo = todo & (s < TINY)
             anchor = next_window_anchor(
-                k, mask, b, h, todo, t, begin, first, length, window, kc, rate, skb, skt, skh,
-                DIM, BL, PLAIN, MASKED, UNIT, OPERAND, PRECISION,
-            )  # fmt: skip
+                k,
+                mask,
+                b,
+                h,
+                todo,
+                t,
+                begin,
+                first,
+                length,
+                window,
+                kc,
+                rate,
+                skb,
+                skt,
+                skh,
+                DIM,
+                BL,
+                PLAIN,
+                MASKED,
+                UNIT,
+                OPERAND,
+                PRECISION,
+            )
     else:
         tl.store(top + chunk * DIM + kc, anchor, inside)
         s = tl.zeros((BL, BK), tl.float32)
         for at in range(begin, first + BL, BL):
             u = at + tl.arange(0, BL)
-            x, valid = window_keys(
-                k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT
-            )
+            x, valid = window_keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT)
             fade = None if rate is None else since(rate, u, first, PLAIN)
             p = powers(x, anchor, OPERAND, fade)
             s = dot(attended(t, u, window), p, s, OPERAND, PRECISION)
@@ -210,9 +308,7 @@ def _window(
         f = silu_over(x_q, s)
         for at in range(begin, first + BL, BL):
             u = at + tl.arange(0, BL)
-            x, valid = window_keys(
-                k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT
-            )
+            x, valid = window_keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT)
             fade = None if rate is None else since(rate, u, first, PLAIN)
             p = powers(x, anchor, OPERAND, fade)
             y = load(v, b, h, u, vc, valid, svb, svt, svh, VDIM, UNIT)
@@ -226,33 +322,54 @@ def _window(
 
 # ------------------------------------------------------------------------------------ launches
 def plan(
-    kernel: Any, chosen: Chunks, names: list[str], inputs: tuple[Tensor, ...], masked: bool,
-    where: Position, window: int, **more: Any,
-) -> tuple[Launch, Launch]:  # fmt: skip
+    kernel: Any,
+    chosen: Chunks,
+    names: list[str],
+    inputs: tuple[Tensor, ...],
+    masked: bool,
+    where: Position,
+    window: int,
+    **more: Any,
+) -> tuple[Launch, Launch]:
     """Return the launches of the plain and of the careful form over chunks. names: of strides."""
     strided, unit = strides(*inputs)
     _, k, v = inputs[:3]
     (batch, length, heads, dim), vdim = k.shape, v.shape[-1]
     chunks = cdiv(length, chosen.chunk)
     common: dict[str, Any] = dict(
-        zip(names, strided, strict=True), length=length, window=window, chunks=chunks, heads=heads,
-        DIM=dim, VDIM=vdim, BK=pad(dim), BV=pad(vdim), PLAIN=chosen.chunk, MASKED=masked,
-        UNIT=unit, **arguments(where, k), **operand(k), **more,
-    )  # fmt: skip
+        zip(names, strided, strict=True),
+        length=length,
+        window=window,
+        chunks=chunks,
+        heads=heads,
+        DIM=dim,
+        VDIM=vdim,
+        BK=pad(dim),
+        BV=pad(vdim),
+        PLAIN=chosen.chunk,
+        MASKED=masked,
+        UNIT=unit,
+        **arguments(where, k),
+        **operand(k),
+        **more,
+    )
     plain, careful = (
         Launch(
-            kernel, (batch * heads, chunks * (chosen.chunk // c.chunk)), BL=c.chunk,
-            CAREFUL=c is CAREFUL, **common, **c.options(),
+            kernel,
+            (batch * heads, chunks * (chosen.chunk // c.chunk)),
+            BL=c.chunk,
+            CAREFUL=c is CAREFUL,
+            **common,
+            **c.options(),
         )
         for c in (chosen, CAREFUL)
-    )  # fmt: skip
+    )
     return plain, careful
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None, window: int,
-    where: Position,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None, window: int, where: Position
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return output (batch, length, heads, value_dim), and for the backward anchors (batch * heads,
     chunks, dim) and flags of chunks. forget: decay rate of each head for a token, float32."""
     q, k, v, masked = dense_rows(q), dense_rows(k), dense_rows(v), mask is not None

@@ -14,16 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ndlightnet_kernels.causal_chunks import (
-    OUT,
-    QKV,
-    TINY,
-    gather,
-    reciprocal,
-    rotation,
-    silu_and_over,
-    unturn,
-)  # fmt: skip
+from ndlightnet_kernels.causal_chunks import OUT, QKV, TINY, gather, reciprocal, rotation, silu_and_over, unturn
 from ndlightnet_kernels.launch import remembered
 from ndlightnet_kernels.phases import from_origin, slot_frequencies
 from ndlightnet_kernels.plans import CAREFUL, windowed
@@ -45,7 +36,7 @@ from ndlightnet_kernels.tiles import (
     silu,
     theta_grad,
     valid_tokens,
-)  # fmt: skip
+)
 from ndlightnet_kernels.window import (
     attended,
     attending,
@@ -55,14 +46,25 @@ from ndlightnet_kernels.window import (
     products,
     since,
     window_keys,
-)  # fmt: skip
+)
 
 CAREFUL_BL = tl.constexpr(CAREFUL.chunk)
 
 
 @triton.jit
-def _store_parts(dtheta, angle, bh, part, chunks, kc, inside, DIM: tl.constexpr, BL: tl.constexpr,
-                 PLAIN: tl.constexpr, LEAST: tl.constexpr):  # fmt: skip
+def _store_parts(
+    dtheta,
+    angle,
+    bh,
+    part,
+    chunks,
+    kc,
+    inside,
+    DIM: tl.constexpr,
+    BL: tl.constexpr,
+    PLAIN: tl.constexpr,
+    LEAST: tl.constexpr,
+):
     """Store a chunk's gradient of angles among those of the careful form's chunks, which may be
     smaller: in the first of them, zeros in the others."""
     at = (bh * (chunks * (PLAIN // LEAST)) + part * (BL // LEAST)) * DIM + kc
@@ -73,16 +75,67 @@ def _store_parts(dtheta, angle, bh, part, chunks, kc, inside, DIM: tl.constexpr,
 
 @triton.jit(do_not_specialize=[*SIZES, *QKV, *OUT, "window", "chunks"])
 def _window_dq(
-    q, k, v, dout, mask, theta, offset, forget, top, flag, levels, dq, dphi, features, dtheta,
-    sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sob, sot, soh,
-    length, window, chunks, heads, per_head,
-    n1, n2, n3, n4, n5, n6, n7, prefix, each,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
-    PLAIN: tl.constexpr, CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr,
-    OFFSET: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr,
-    AXES: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
-    UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    dout,
+    mask,
+    theta,
+    offset,
+    forget,
+    top,
+    flag,
+    levels,
+    dq,
+    dphi,
+    features,
+    dtheta,
+    sqb,
+    sqt,
+    sqh,
+    skb,
+    skt,
+    skh,
+    svb,
+    svt,
+    svh,
+    sob,
+    sot,
+    soh,
+    length,
+    window,
+    chunks,
+    heads,
+    per_head,
+    n1,
+    n2,
+    n3,
+    n4,
+    n5,
+    n6,
+    n7,
+    prefix,
+    each,
+    DIM: tl.constexpr,
+    VDIM: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BL: tl.constexpr,
+    PLAIN: tl.constexpr,
+    CAREFUL: tl.constexpr,
+    KIND: tl.constexpr,
+    SLOTS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    TOTAL: tl.constexpr,
+    WIDE: tl.constexpr,
+    AXES: tl.constexpr,
+    PREFIX: tl.constexpr,
+    LEARN: tl.constexpr,
+    MASKED: tl.constexpr,
+    UNIT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Compute dq of a chunk; also dphi, phi / s, and in the careful form each query's anchor."""
     bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b, h = bh // heads, bh % heads
@@ -94,9 +147,8 @@ def _window_dq(
     kc, vc, t = tl.arange(0, BK), tl.arange(0, BV), first + tl.arange(0, BL)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     freqs = slot_frequencies(
-        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET,
-        TOTAL,
-    )  # fmt: skip
+        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
+    )
     rate = None if forget is None else log2_rate(forget, bh, heads)
     inside, begin = kc < DIM, tl.maximum(first - window + 1, 0) // BL * BL
     x_q = load(q, b, h, t, kc, t < length, sqb, sqt, sqh, DIM, UNIT).to(tl.float32)
@@ -109,9 +161,29 @@ def _window_dq(
         phi, slope = silu(x_q)
         todo, f, level = here, d, d - float("inf")
         anchor = next_window_anchor(
-            k, mask, b, h, None, t, begin, first, length, window, kc, rate, skb, skt, skh,
-            DIM, BL, PLAIN, MASKED, UNIT, OPERAND, PRECISION,
-        )  # fmt: skip
+            k,
+            mask,
+            b,
+            h,
+            None,
+            t,
+            begin,
+            first,
+            length,
+            window,
+            kc,
+            rate,
+            skb,
+            skt,
+            skh,
+            DIM,
+            BL,
+            PLAIN,
+            MASKED,
+            UNIT,
+            OPERAND,
+            PRECISION,
+        )
         rounds = 0  # each serves at least one query
         while (tl.max(anchor, 0) > float("-inf")) & (rounds < BL):
             rounds += 1
@@ -119,9 +191,7 @@ def _window_dq(
             e, e_sin = s, s
             for at in range(begin, first + BL, BL):
                 u = at + tl.arange(0, BL)
-                x, valid = window_keys(
-                    k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT
-                )
+                x, valid = window_keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT)
                 fade = None if rate is None else since(rate, u, first, PLAIN)
                 p, seen = capped(x, anchor, fade), attended(t, u, window)
                 y = load(v, b, h, u, vc, valid, svb, svt, svh, VDIM, UNIT)
@@ -136,18 +206,36 @@ def _window_dq(
             level = tl.where(good, anchor[None, :], level)
             todo = todo & (s < TINY)
             anchor = next_window_anchor(
-                k, mask, b, h, todo, t, begin, first, length, window, kc, rate, skb, skt, skh,
-                DIM, BL, PLAIN, MASKED, UNIT, OPERAND, PRECISION,
-            )  # fmt: skip
+                k,
+                mask,
+                b,
+                h,
+                todo,
+                t,
+                begin,
+                first,
+                length,
+                window,
+                kc,
+                rate,
+                skb,
+                skt,
+                skh,
+                DIM,
+                BL,
+                PLAIN,
+                MASKED,
+                UNIT,
+                OPERAND,
+                PRECISION,
+            )
         tl.store(levels + to, level, here)
     else:
         anchor = tl.load(top + chunk * DIM + kc, mask=inside, other=0.0)
         s = d
         for at in range(begin, first + BL, BL):
             u = at + tl.arange(0, BL)
-            x, valid = window_keys(
-                k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT
-            )
+            x, valid = window_keys(k, mask, b, h, u, first, length, window, kc, skb, skt, skh, DIM, MASKED, UNIT)
             fade = None if rate is None else since(rate, u, first, PLAIN)
             p, seen = powers(x, anchor, OPERAND, fade), attended(t, u, window)
             y = load(v, b, h, u, vc, valid, svb, svt, svh, VDIM, UNIT)
@@ -170,9 +258,24 @@ def _window_dq(
 
 @triton.jit
 def _add(
-    p, fg, f, cos_t, sin_t, pair, seen, do, cos, sin, d, d_sin, down, dy,
-    KIND: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    p,
+    fg,
+    f,
+    cos_t,
+    sin_t,
+    pair,
+    seen,
+    do,
+    cos,
+    sin,
+    d,
+    d_sin,
+    down,
+    dy,
+    KIND: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Add what queries with features f give to the gradients of keys and values."""
     zero = tl.zeros(p.shape, tl.float32)
     e, e_sin = gather(pair, f, cos_t, sin_t, zero, zero, KIND, OPERAND, PRECISION)
@@ -184,16 +287,68 @@ def _add(
 
 @triton.jit(do_not_specialize=[*SIZES, *QKV, *OUT, "window", "chunks"])
 def _window_dkv(
-    q, k, v, dout, mask, theta, offset, forget, top, flag, levels, dphi, features, dk, dv, dtheta,
-    sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sob, sot, soh,
-    length, window, chunks, heads, per_head,
-    n1, n2, n3, n4, n5, n6, n7, prefix, each,
-    DIM: tl.constexpr, VDIM: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BL: tl.constexpr,
-    PLAIN: tl.constexpr, CAREFUL: tl.constexpr, KIND: tl.constexpr, SLOTS: tl.constexpr,
-    OFFSET: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr,
-    AXES: tl.constexpr, PREFIX: tl.constexpr, LEARN: tl.constexpr, MASKED: tl.constexpr,
-    UNIT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    dout,
+    mask,
+    theta,
+    offset,
+    forget,
+    top,
+    flag,
+    levels,
+    dphi,
+    features,
+    dk,
+    dv,
+    dtheta,
+    sqb,
+    sqt,
+    sqh,
+    skb,
+    skt,
+    skh,
+    svb,
+    svt,
+    svh,
+    sob,
+    sot,
+    soh,
+    length,
+    window,
+    chunks,
+    heads,
+    per_head,
+    n1,
+    n2,
+    n3,
+    n4,
+    n5,
+    n6,
+    n7,
+    prefix,
+    each,
+    DIM: tl.constexpr,
+    VDIM: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    BL: tl.constexpr,
+    PLAIN: tl.constexpr,
+    CAREFUL: tl.constexpr,
+    KIND: tl.constexpr,
+    SLOTS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    TOTAL: tl.constexpr,
+    WIDE: tl.constexpr,
+    AXES: tl.constexpr,
+    PREFIX: tl.constexpr,
+    LEARN: tl.constexpr,
+    MASKED: tl.constexpr,
+    UNIT: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Compute dk and dv of a chunk of keys; by the careful form if any chunk of queries that
     attends to them was flagged."""
     bh, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -208,9 +363,8 @@ def _window_dkv(
     kc, vc, u = tl.arange(0, BK), tl.arange(0, BV), begin + tl.arange(0, BL)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     freqs = slot_frequencies(
-        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET,
-        TOTAL,
-    )  # fmt: skip
+        theta, offset, None, b, each, prefix, h * per_head, sizes, kc, KIND, AXES, SLOTS, OFFSET, TOTAL
+    )
     rate = None if forget is None else log2_rate(forget, bh, heads)
     inside = kc < DIM
     valid = valid_tokens(mask, b, u, length, length, MASKED)
@@ -244,21 +398,52 @@ def _window_dkv(
                 mine = level == anchor[None, :]
                 part_f = tl.where(mine & here, f, 0.0)
                 d, d_sin, down, dy = _add(
-                    capped(some, anchor, fade), g * part_f, part_f, cos_t, sin_t, pair, seen, do,
-                    cos, sin, d, d_sin, down, dy, KIND, OPERAND, PRECISION,
-                )  # fmt: skip
+                    capped(some, anchor, fade),
+                    g * part_f,
+                    part_f,
+                    cos_t,
+                    sin_t,
+                    pair,
+                    seen,
+                    do,
+                    cos,
+                    sin,
+                    d,
+                    d_sin,
+                    down,
+                    dy,
+                    KIND,
+                    OPERAND,
+                    PRECISION,
+                )
                 level = tl.where(mine, float("-inf"), level)
                 anchor = tl.max(level, 0)
         else:
             d, d_sin, down, dy = _add(
-                powers(some, anchor, OPERAND, fade), g * f, f, cos_t, sin_t, pair, seen, do,
-                cos, sin, d, d_sin, down, dy, KIND, OPERAND, PRECISION,
-            )  # fmt: skip
+                powers(some, anchor, OPERAND, fade),
+                g * f,
+                f,
+                cos_t,
+                sin_t,
+                pair,
+                seen,
+                do,
+                cos,
+                sin,
+                d,
+                d_sin,
+                down,
+                dy,
+                KIND,
+                OPERAND,
+                PRECISION,
+            )
     grad = unturn(d, d_sin, cos, sin, KIND) - down
     tl.store(
-        dk + dense(b, h, u, kc, length, heads, DIM), grad.to(dk.dtype.element_ty),
+        dk + dense(b, h, u, kc, length, heads, DIM),
+        grad.to(dk.dtype.element_ty),
         (u < length)[:, None] & inside[None, :],
-    )  # fmt: skip
+    )
     if LEARN:
         angle = tl.sum(from_origin(freqs, at_axis) * (cos * d_sin - sin * d), 0)
         _store_parts(dtheta, angle, bh, part, chunks, kc, inside, DIM, BL, PLAIN, CAREFUL_BL)
@@ -268,9 +453,18 @@ def _window_dkv(
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None, top: Tensor,
-    flag: Tensor, dout: Tensor, window: int, where: Position, learn: bool,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    forget: Tensor | None,
+    top: Tensor,
+    flag: Tensor,
+    dout: Tensor,
+    window: int,
+    where: Position,
+    learn: bool,
+) -> tuple[Tensor, ...]:
     """Return gradients of q, k, v, and of theta (heads, slots; empty if not wanted)."""
     q, k, v, dout = inputs = tuple(map(dense_rows, (q, k, v, dout)))
     masked, names = mask is not None, [*QKV, *OUT]
@@ -287,9 +481,7 @@ def backward(
     features = dq.new_empty(dq.shape, dtype=q.dtype if q.dtype == torch.bfloat16 else torch.float32)
     batch, _, heads, dim = k.shape
     chunks = top.shape[1] * (chosen.dq.chunk // CAREFUL.chunk)
-    dtheta_q, dtheta_k = (
-        scratch(k, batch, heads, chunks, dim) if learn else None for _ in range(2)
-    )
+    dtheta_q, dtheta_k = (scratch(k, batch, heads, chunks, dim) if learn else None for _ in range(2))
     given = *inputs, flags(mask), *where.angles, forget, top, flag, levels
     for launch in by_q:
         launch(*given, dq, dphi, features, dtheta_q)

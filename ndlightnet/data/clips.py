@@ -17,9 +17,7 @@ from ndlightnet.data.video_transforms import Frames, Framing, eval_clips
 Item = tuple[Tensor, int, int, str]
 
 
-def open_for_clips(
-    path: str | Path, frames: int, framing: Framing, device: str = "cpu"
-) -> ThinVideo:
+def open_for_clips(path: str | Path, frames: int, framing: Framing, device: str = "cpu") -> ThinVideo:
     """Open a video at the size that a network's clips need, in training and in prediction.
 
     It has four times as many frames as a clip takes (64 at least), so that random clips of one
@@ -56,8 +54,7 @@ class ClipDataset(torch.utils.data.Dataset[Item]):
     ) -> None:
         if min(frames, framing.size, clips, crops) < 1:
             raise ValueError(
-                f"frames, size, clips and crops start at 1, got {frames}, {framing.size}, {clips}, "
-                f"{crops}"
+                f"frames, size, clips and crops start at 1, got {frames}, {framing.size}, {clips}, {crops}"
             )
         self.samples, self.frames, self.framing = tuple(samples), frames, framing
         self.draw, self.clips, self.crops, self.device = draw, clips, crops, device

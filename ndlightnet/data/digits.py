@@ -68,12 +68,7 @@ def make_moving_digits(
 
 
 def make_coloured_digits(
-    folder: Path,
-    train: int = 3000,
-    test: int = 500,
-    size: int = 32,
-    seed: int = 0,
-    progress: bool = True,
+    folder: Path, train: int = 3000, test: int = 500, size: int = 32, seed: int = 0, progress: bool = True
 ) -> Path:
     """Write `train` and `test` pictures of size x size pixels; return `folder`.
 
@@ -106,12 +101,7 @@ def make_coloured_digits(
 
 
 def _made(
-    folder: Path,
-    record: dict[str, int],
-    draw: Callable[[Path], Iterator[None]],
-    count: int,
-    title: str,
-    progress: bool,
+    folder: Path, record: dict[str, int], draw: Callable[[Path], Iterator[None]], count: int, title: str, progress: bool
 ) -> Path:
     """Return `folder` with the `count` files of `draw`, unless it has them already."""
     from rich.progress import track

@@ -33,10 +33,7 @@ def printable(name: object) -> str:
     control and format characters, line breaks and bytes that are not UTF-8 become escapes
     (`\\n`, `\\x1b`, `\\udcff`), all other characters stay. A second call changes nothing."""
     escaped = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # Cf holds bidirectional overrides, Cs bare bytes
-    return "".join(
-        x.encode("unicode_escape").decode() if unicodedata.category(x) in escaped else x
-        for x in str(name)
-    )
+    return "".join(x.encode("unicode_escape").decode() if unicodedata.category(x) in escaped else x for x in str(name))
 
 
 def cell(value: object) -> object:

@@ -94,7 +94,5 @@ def choose_film(file: Any, name: object) -> tuple[Any, Display, str]:
         )
     aspect = film.sample_aspect_ratio or Fraction(1)
     if max(aspect, 1 / aspect) > LONGEST:
-        raise DataError(
-            f"{name}: has pixels {aspect} times as wide as high, expected 1/{LONGEST} to {LONGEST}"
-        )
+        raise DataError(f"{name}: has pixels {aspect} times as wide as high, expected 1/{LONGEST} to {LONGEST}")
     return film, Display(aspect), note

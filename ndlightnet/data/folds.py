@@ -23,9 +23,7 @@ def parts(labels: Sequence[int], count: int, groups: Sequence[str] | None = None
         from sklearn.model_selection import StratifiedGroupKFold
 
         if (distinct := len(set(groups))) < count:
-            raise DataError(
-                f"groups: {distinct} of them, expected {count} or more, one for each part"
-            )
+            raise DataError(f"groups: {distinct} of them, expected {count} or more, one for each part")
         folds, found = StratifiedGroupKFold(count, shuffle=True, random_state=0), 0 * of
         for part, (_, held) in enumerate(folds.split(of, of, groups)):
             found[held] = part
@@ -37,9 +35,7 @@ def parts(labels: Sequence[int], count: int, groups: Sequence[str] | None = None
     return [int(part) for part in found]
 
 
-def first_of_each(
-    labels: Sequence[int], fraction: float, groups: Sequence[str] | None = None
-) -> list[bool]:
+def first_of_each(labels: Sequence[int], fraction: float, groups: Sequence[str] | None = None) -> list[bool]:
     """Return which samples are a `fraction` to hold back: the first ones of each class, or with
     `groups` the first of as many parts as hold such a fraction each."""
     if not fraction:

@@ -52,9 +52,7 @@ class FrameCache:
         if self._file is None or len(self._file) < end:
             with self.path.open("r+b") as file:
                 self._file = mmap.mmap(file.fileno(), 0)
-        return torch.frombuffer(
-            self._file, dtype=torch.uint8, count=end - start, offset=start
-        ).view(shape)
+        return torch.frombuffer(self._file, dtype=torch.uint8, count=end - start, offset=start).view(shape)
 
     def fits(self, size: int) -> bool:
         """Return whether there is room for a tensor of `size` bytes."""

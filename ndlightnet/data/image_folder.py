@@ -146,9 +146,7 @@ def read_image(path: Path, channels: int) -> Image.Image:
         image = decode(file)
         if image.mode in ("I", "F") or image.mode.startswith("I;16"):
             cells = np.asarray(image)
-            image = _of_8_bits(
-                cells, 1 if image.mode == "F" else largest_of(file, path, cells), path
-            )
+            image = _of_8_bits(cells, 1 if image.mode == "F" else largest_of(file, path, cells), path)
         if image.has_transparency_data:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, WHITE), image)
@@ -201,11 +199,7 @@ class FolderImages(Dataset[Sample]):
     """
 
     def __init__(
-        self,
-        files: ImageFiles,
-        channels: int,
-        transform: Callable[[Image.Image], Tensor],
-        train: bool = False,
+        self, files: ImageFiles, channels: int, transform: Callable[[Image.Image], Tensor], train: bool = False
     ) -> None:
         self.files, self.channels, self.transform = files, channels, transform
         self.train = train

@@ -34,9 +34,7 @@ class RandAugment:
     num_magnitude_bins: int = 31
 
 
-def central_crop(
-    image: Image.Image, space: tuple[int, int], pct: float, interpolation: Interpolation
-) -> Image.Image:
+def central_crop(image: Image.Image, space: tuple[int, int], pct: float, interpolation: Interpolation) -> Image.Image:
     """Return the middle of an image at size `space` (height, width): the largest part with these
     proportions, of which a centred fraction `pct` along each axis is kept. An enlarged copy of the
     whole image is never made, whatever its proportions are."""
@@ -90,10 +88,13 @@ def training(
     if randaugment is not None:
         steps.append(
             v2.RandAugment(
-                randaugment.num_ops, randaugment.magnitude, randaugment.num_magnitude_bins,
-                InterpolationMode.BILINEAR, list(fill),
+                randaugment.num_ops,
+                randaugment.magnitude,
+                randaugment.num_magnitude_bins,
+                InterpolationMode.BILINEAR,
+                list(fill),
             )
-        )  # fmt: skip
+        )
     if color_jitter:
         steps.append(v2.ColorJitter(color_jitter, color_jitter, color_jitter))
     steps.append(v2.PILToTensor())

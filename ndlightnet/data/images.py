@@ -54,8 +54,9 @@ def read_images(path: str | Path) -> dict[str, ImageSet]:
     if path.is_dir():
         arrays = {
             (part, kind): read_idx(path / f"{theirs}-{kind}-idx{axes}-ubyte")
-            for part, theirs in IDX.items() for kind, axes in (("images", 3), ("labels", 1))
-        }  # fmt: skip
+            for part, theirs in IDX.items()
+            for kind, axes in (("images", 3), ("labels", 1))
+        }
     else:
         arrays = _read_npz(path)
     parts = {}
@@ -64,10 +65,13 @@ def read_images(path: str | Path) -> dict[str, ImageSet]:
             continue
         images, labels = arrays[part, "images"], arrays[part, "labels"]
         if (
-            images.dtype != np.uint8 or images.ndim < 2 or not len(images)
-            or labels.dtype.kind not in "iu" or labels.size != len(images)
+            images.dtype != np.uint8
+            or images.ndim < 2
+            or not len(images)
+            or labels.dtype.kind not in "iu"
+            or labels.size != len(images)
             or images.shape[1:] != arrays["train", "images"].shape[1:]
-        ):  # fmt: skip
+        ):
             raise DataError(
                 f"{path}: {part} has images {images.shape} {images.dtype} and labels "
                 f"{labels.shape} {labels.dtype}: expected uint8 images of one size, with one or "
@@ -78,9 +82,7 @@ def read_images(path: str | Path) -> dict[str, ImageSet]:
                 f"{path}: {part} has images {images.shape} with a last axis of 3, which is colour: "
                 "expected grey images (n, *space)"
             )
-        parts[part] = ImageSet(
-            torch.from_numpy(images), torch.from_numpy(labels.reshape(-1).astype(np.int64))
-        )
+        parts[part] = ImageSet(torch.from_numpy(images), torch.from_numpy(labels.reshape(-1).astype(np.int64)))
     return parts
 
 
@@ -114,9 +116,10 @@ def _read_npz(path: Path) -> dict[tuple[str, str], np.ndarray]:
         with fitting(path), np.load(path, allow_pickle=False) as file:
             return {
                 (part, kind): file[f"{part}_{kind}"]
-                for part in ("train", "val", "test") for kind in ("images", "labels")
+                for part in ("train", "val", "test")
+                for kind in ("images", "labels")
                 if part != "val" or "val_images" in file
-            }  # fmt: skip
+            }
     except DataError:
         raise
     except KeyError as error:
@@ -189,9 +192,15 @@ class ShuffledBatches(Batches):
     """
 
     def __init__(
-        self, data: ImageSet, size: int, replica: tuple[int, int] = (0, 1), *, shift: int = 0,
-        flips: Sequence[int] = (), seed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        data: ImageSet,
+        size: int,
+        replica: tuple[int, int] = (0, 1),
+        *,
+        shift: int = 0,
+        flips: Sequence[int] = (),
+        seed: int = 0,
+    ) -> None:
         super().__init__(data, size, replica)
         self.shift, self.seed, self.epoch = shift, seed, 0
         self.flips = torch.tensor([axis in flips for axis in range(data.images.ndim - 1)])

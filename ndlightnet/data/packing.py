@@ -89,9 +89,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
             raise ValueError("lengths=[]: expected one or more")
         longest = max(range(len(self.lengths)), key=self.lengths.__getitem__)
         if self.lengths[longest] > budget:
-            raise ValueError(
-                f"lengths[{longest}]={self.lengths[longest]}: expected at most budget={budget}"
-            )
+            raise ValueError(f"lengths[{longest}]={self.lengths[longest]}: expected at most budget={budget}")
         group = torch.distributed.is_available() and torch.distributed.is_initialized()
         if num_replicas is None:
             num_replicas = torch.distributed.get_world_size() if group else 1

@@ -23,9 +23,7 @@ SIGNED = (2,)  # of SAMPLE_FORMAT
 LIMIT = Lock()  # of Pillow's limit, which is one for the process
 
 # grey of 16 bits with white as 0, which Pillow knows in the other byte order only
-TiffImagePlugin.OPEN_INFO.setdefault(
-    (TiffImagePlugin.MM, 0, (1,), 1, (16,), ()), ("I;16B", "I;16B")
-)
+TiffImagePlugin.OPEN_INFO.setdefault((TiffImagePlugin.MM, 0, (1,), 1, (16,), ()), ("I;16B", "I;16B"))
 
 
 def of_any_size(act: Callable[..., T], *arguments: Any) -> T:

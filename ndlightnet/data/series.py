@@ -80,8 +80,7 @@ def read_series(path: str | Path, columns: Sequence[str] | None = None) -> Serie
             raise DataError(f"{path}: line {line}: a number that is not finite")
         if dates[-1] != dates[0] + HOUR * (line - 2):
             raise DataError(
-                f"{path}: line {line}: expected a row an hour, got {row[0]} where "
-                f"{dates[0] + HOUR * (line - 2)} comes"
+                f"{path}: line {line}: expected a row an hour, got {row[0]} where {dates[0] + HOUR * (line - 2)} comes"
             )
     return Series(names, dates[0], torch.tensor(values, dtype=torch.float64))
 
@@ -119,9 +118,7 @@ class Windows(torch.utils.data.Dataset[tuple[Tensor, Tensor, Tensor, int]]):
     `first`. `values` (rows, columns) and `times` (rows, 4) are those of the whole series.
     """
 
-    def __init__(
-        self, values: Tensor, times: Tensor, first: int, last: int, input_length: int, horizon: int
-    ) -> None:
+    def __init__(self, values: Tensor, times: Tensor, first: int, last: int, input_length: int, horizon: int) -> None:
         self.values, self.times = values, times
         self.input_length, self.length = input_length, input_length + horizon
         self.starts = range(max(0, first - input_length), last - self.length + 1)

@@ -55,8 +55,7 @@ def read_audio(path: Path) -> tuple[Tensor, int]:
     parts = [frame.to_ndarray().reshape(-1) for frame in frames]
     if not parts:
         raise DataError(f"{path}: has no samples")
-    if any(part.dtype != np.int16 or len(part) != frame.samples
-           for part, frame in zip(parts, frames, strict=True)):  # fmt: skip
+    if any(part.dtype != np.int16 or len(part) != frame.samples for part, frame in zip(parts, frames, strict=True)):
         raise DataError(f"{path}: expected one channel of 16 bits a sample")
     return torch.from_numpy(np.concatenate(parts)), rate
 
@@ -116,8 +115,7 @@ def log_spectrum(x: Tensor, window: int, step: int) -> Tensor:
     """Return the logarithm of the magnitudes of a signal's short-time spectra: (1, samples) ->
     (window / 2, frames), one frame every `step` samples. The constant component is left out."""
     shape = torch.hann_window(window)
-    spectra = torch.stft(x, window, step, window=shape, center=True, pad_mode="constant",
-                         return_complex=True)  # fmt: skip
+    spectra = torch.stft(x, window, step, window=shape, center=True, pad_mode="constant", return_complex=True)
     magnitudes = spectra[0, 1:].abs() / math.sqrt(float(shape.square().sum()))
     return torch.log(magnitudes + 0.01) / 2 + 1  # about -1.3 for silence to 1.5 for vowels
 
@@ -130,11 +128,7 @@ class SignalDataset(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
     """
 
     def __init__(
-        self,
-        recordings: Recordings,
-        indices: list[int],
-        train: bool,
-        spectrum: tuple[int, int] | None = None,
+        self, recordings: Recordings, indices: list[int], train: bool, spectrum: tuple[int, int] | None = None
     ) -> None:
         self.recordings, self.indices = recordings, indices
         self.train, self.spectrum = train, spectrum

@@ -43,8 +43,7 @@ def split(text: Tensor, fractions: Sequence[float]) -> tuple[Tensor, ...]:
     """
     if len(fractions) != 3 or min(fractions) < 0 or not math.isclose(sum(fractions), 1):
         raise DataError(
-            f"fractions={tuple(fractions)}: expected shares to train, to validate and to test that "
-            "add up to 1"
+            f"fractions={tuple(fractions)}: expected shares to train, to validate and to test that add up to 1"
         )
     cuts = [round(share * len(text)) for share in accumulate(fractions, initial=0.0)]
     return tuple(text[start:end] for start, end in pairwise(cuts))

@@ -15,11 +15,7 @@ THREADS = min(4, os.cpu_count() or 1)
 
 
 def in_threads(
-    function: Callable[[Item], Result],
-    items: Sequence[Item],
-    title: str,
-    progress: bool = True,
-    workers: int = THREADS,
+    function: Callable[[Item], Result], items: Sequence[Item], title: str, progress: bool = True, workers: int = THREADS
 ) -> list[Result]:
     """Return `[function(item) for item in items]`, with a progress bar. The first error cancels the
     rest."""

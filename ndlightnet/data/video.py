@@ -227,9 +227,7 @@ class ThinVideo:
         device: "cpu", or the CUDA device that decodes and resizes. Frames come to the CPU.
     """
 
-    def __init__(
-        self, path: str | Path, size: Sequence[int], max_frames: int, device: str = "cpu"
-    ) -> None:
+    def __init__(self, path: str | Path, size: Sequence[int], max_frames: int, device: str = "cpu") -> None:
         self._reader, self._size, self._device = PyAVReader(path), size, device
         self.notes, count = self._reader.notes, len(self._reader)
         self._numbers = even_indices(count, min(count, max_frames))
@@ -335,9 +333,7 @@ def _checked(indices: Sequence[int], length: int) -> list[int]:
 
 def _entries(folder: Path) -> set[Path]:
     """Return all entries below a folder, except subfolders not named like a video."""
-    return {
-        path for path in folder.rglob("*") if not path.is_dir() or path.suffix.lower() in ENDINGS
-    }
+    return {path for path in folder.rglob("*") if not path.is_dir() or path.suffix.lower() in ENDINGS}
 
 
 def _is_video(path: Path) -> bool:

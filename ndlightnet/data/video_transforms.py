@@ -92,10 +92,13 @@ def training(
     if randaugment is not None:
         steps.append(
             v2.RandAugment(
-                randaugment.num_ops, randaugment.magnitude, randaugment.num_magnitude_bins,
-                v2.InterpolationMode.BILINEAR, fill,
+                randaugment.num_ops,
+                randaugment.magnitude,
+                randaugment.num_magnitude_bins,
+                v2.InterpolationMode.BILINEAR,
+                fill,
             )
-        )  # fmt: skip
+        )
     if color_jitter:
         steps.append(v2.ColorJitter(color_jitter, color_jitter, color_jitter))
     if grayscale:
@@ -132,9 +135,7 @@ class Framing:
         return v2.functional.crop(frames, top, left, size, size)
 
 
-def eval_clips(
-    video: Frames, frames: int, framing: Framing, clips: int = 1, crops: int = 1
-) -> Tensor:
+def eval_clips(video: Frames, frames: int, framing: Framing, clips: int = 1, crops: int = 1) -> Tensor:
     """Return the clips to evaluate a video on, (clips * crops, 3, frames, size, size); none is
     random. video: of the size `framing.stored`.
 

@@ -14,10 +14,15 @@ GREEDY = 1e-6  # a lower temperature counts as 0: logits divided by it could be 
 
 
 def generate(
-    network: Any, prompt: Tensor | Sequence[Any], length: int, *, temperature: float = 1.0,
-    top_k: int | None = None, stop: Sequence[Sequence[int]] = (),
+    network: Any,
+    prompt: Tensor | Sequence[Any],
+    length: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    stop: Sequence[Sequence[int]] = (),
     generator: torch.Generator | None = None,
-) -> Iterator[Any]:  # fmt: skip
+) -> Iterator[Any]:
     """Yield up to `length` tokens that continue `prompt` (tokens,), each as soon as it is drawn: an
     int, or for prompts (batch, tokens) of one length a tensor (batch,) of a token for each.
 
@@ -62,9 +67,8 @@ def generate(
 
 
 def _continued(
-    network: Any, tokens: Tensor, length: int, temperature: float, top_k: int | None,
-    generator: torch.Generator | None,
-) -> Iterator[Tensor]:  # fmt: skip
+    network: Any, tokens: Tensor, length: int, temperature: float, top_k: int | None, generator: torch.Generator | None
+) -> Iterator[Tensor]:
     """Yield the `length` tokens (batch,) that continue `tokens` (batch, tokens)."""
     stream = network.stream(len(tokens))
     for chunk in tokens.split(CHUNK, 1):
@@ -96,9 +100,7 @@ def _begun(held: list[int], end: list[int]) -> int:
     return next((n for n in range(longest, 0, -1) if held[-n:] == end[:n]), 0)
 
 
-def _draw(
-    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None
-) -> Tensor:
+def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
     """Draw a token (batch,) for each row of logits (batch, vocabulary)."""
     if temperature < GREEDY:
         return logits.argmax(-1)
@@ -113,9 +115,15 @@ def _draw(
 
 
 def generate_text(
-    network: Any, prompt: str, length: int, *, temperature: float = 1.0, top_k: int | None = None,
-    stop: str | Sequence[str] = (), generator: torch.Generator | None = None,
-) -> Iterator[str]:  # fmt: skip
+    network: Any,
+    prompt: str,
+    length: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    stop: str | Sequence[str] = (),
+    generator: torch.Generator | None = None,
+) -> Iterator[str]:
     """Yield the text with which a language model of bytes continues `prompt`, as `generate`, in
     characters that are complete: bytes of one that is not wait for the next ones. Bytes that are no
     UTF-8 become U+FFFD. length: in bytes. Raises ValueError as `generate`, and for a vocabulary of
@@ -128,9 +136,8 @@ def generate_text(
         )
     ends = [end.encode() for end in ([stop] if isinstance(stop, str) else stop)]
     tokens = generate(
-        network, list(prompt.encode()), length, temperature=temperature, top_k=top_k, stop=ends,
-        generator=generator,
-    )  # fmt: skip
+        network, list(prompt.encode()), length, temperature=temperature, top_k=top_k, stop=ends, generator=generator
+    )
     return _decoded(tokens)
 
 

@@ -84,9 +84,7 @@ def _lookups(space: Sequence[int], onto: tuple[Sequence[int], Any] | None) -> li
     beside = (matrix[:-1, :-1] - scale.diag()).abs() @ torch.tensor(shape, dtype=torch.float64)
     affine = bool(((matrix[-1] - torch.eye(ndim + 1)[-1]).abs() < 1e-6).all())
     if not (affine and matrix.isfinite().all() and scale.all() and (beside < 0.01).all()):
-        raise ValueError(
-            f"onto: matrix {matrix.tolist()}, expected one scale and one offset for each axis"
-        )
+        raise ValueError(f"onto: matrix {matrix.tolist()}, expected one scale and one offset for each axis")
     lookups = []
     for n, size, a, b in zip(space, shape, scale, offset, strict=True):
         at = (a * torch.arange(size) + b).clamp(0, n - 1)
@@ -97,18 +95,15 @@ def _lookups(space: Sequence[int], onto: tuple[Sequence[int], Any] | None) -> li
 
 
 def _label(
-    logits: Tensor, corner: Sequence[int], space: Sequence[int], lookups: Sequence[Lookup],
-    labels: Tensor,
-) -> None:  # fmt: skip
+    logits: Tensor, corner: Sequence[int], space: Sequence[int], lookups: Sequence[Lookup], labels: Tensor
+) -> None:
     """Write the labels of all targets between the cells of one part, logits `(classes, *cells)`.
 
     Some classes of some rows of the target are compared at a time with the maximum so far: what is
     interpolated at a time takes CHUNK bytes, unless one row of one class takes more.
     """
     box, steps = [], []
-    for start, length, n, (lower, fraction) in zip(
-        corner, logits.shape[1:], space, lookups, strict=True
-    ):
+    for start, length, n, (lower, fraction) in zip(corner, logits.shape[1:], space, lookups, strict=True):
         # If interpolated, targets beyond the last cell are the next part's, which begins with it.
         stop = start + length - int(bool(fraction.any()) and start + length < n)
         own = ((lower >= start) & (lower < stop)).nonzero()
@@ -116,9 +111,7 @@ def _label(
             return
         box.append(slice(int(own[0]), int(own[-1]) + 1))
         low = lower[box[-1]] - start
-        steps.append(
-            (low.to(logits.device), fraction[box[-1]].to(logits.device), bool(fraction.any()))
-        )
+        steps.append((low.to(logits.device), fraction[box[-1]].to(logits.device), bool(fraction.any())))
     block = torch.zeros_like(labels[tuple(box)], device=logits.device)
     cells = math.prod(map(max, block.shape[1:], logits.shape[2:]))
     rows = max(1, CHUNK // (4 * cells * len(logits)))

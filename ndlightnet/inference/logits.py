@@ -12,9 +12,7 @@ from ndlightnet.inference.windows import parts
 
 
 @torch.no_grad()
-def predict_volume(
-    net: nn.Module, image: Tensor, window: Sequence[int] | None = None, overlap: float = 0.5
-) -> Tensor:
+def predict_volume(net: nn.Module, image: Tensor, window: Sequence[int] | None = None, overlap: float = 0.5) -> Tensor:
     """Return logits `(batch, classes, *space)`, float32, of an image `(batch, channels, *space)`.
 
     window None: the whole grid in one forward. Otherwise overlapping windows of this shape, blended

@@ -41,8 +41,7 @@ class OutOfCore(nn.Module):
         super().__init__()
         if not hasattr(net, "predict_large"):
             raise ValueError(
-                f"out_of_core=True: {type(net).__name__} has no predict_large, expected an "
-                "NDLightNet or NDLightUNet"
+                f"out_of_core=True: {type(net).__name__} has no predict_large, expected an NDLightNet or NDLightUNet"
             )
         self.net = net
         _pass_channels(self, [net])

@@ -14,10 +14,16 @@ from ndlightnet.layout.base import check_integers
 
 @torch.no_grad()
 def sample(
-    network: Any, scheduler: Any, shape: Sequence[int], classes: Tensor | None = None, *,
-    steps: int = 50, guidance: float = 1.0, generator: torch.Generator | None = None,
+    network: Any,
+    scheduler: Any,
+    shape: Sequence[int],
+    classes: Tensor | None = None,
+    *,
+    steps: int = 50,
+    guidance: float = 1.0,
+    generator: torch.Generator | None = None,
     on_step: Callable[[], object] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return samples (batch, channels, *space), float32, on the device of the network.
 
     network: an NDLightDiT in eval mode, or what is called like one: network(x, t, y). scheduler: of

@@ -21,9 +21,14 @@ BATCH = 2**24
 
 
 def parts(
-    net: nn.Module, image: Tensor, window: Sequence[int] | None, overlap: float,
-    halo: Sequence[int], like: Tensor, memory: int | None = None,
-) -> Iterator[Part]:  # fmt: skip
+    net: nn.Module,
+    image: Tensor,
+    window: Sequence[int] | None,
+    overlap: float,
+    halo: Sequence[int],
+    like: Tensor,
+    memory: int | None = None,
+) -> Iterator[Part]:
     """Yield parts that cover an image (channels, *space); neighbours share `halo` cells along each
     axis, and each part is valid until the next one is requested. window None: the image goes
     through the network at once. Windows take the dtype and the device of `like`."""
@@ -34,9 +39,14 @@ def parts(
 
 
 def blended(
-    net: nn.Module, image: Tensor, window: Sequence[int], overlap: float, halo: Sequence[int],
-    like: Tensor, memory: int | None,
-) -> Iterator[Part]:  # fmt: skip
+    net: nn.Module,
+    image: Tensor,
+    window: Sequence[int],
+    overlap: float,
+    halo: Sequence[int],
+    like: Tensor,
+    memory: int | None,
+) -> Iterator[Part]:
     """Yield complete parts of the image: the index of the first cell, and logits `(classes,
     *cells)`, float32, on the device of `like`, valid until the next part is requested. Neighbours
     share `halo` cells along each axis; together the parts cover the image."""
@@ -64,10 +74,7 @@ def blended(
         after = {k: _face(buffer, channels - 1, column, k) for k in cut if column[k][1] < space[k]}
         low, done = [a for a, _ in column], 0  # first cell of `sums`; end of the complete planes
         for start, stop in pairwise([*starts[axis], space[axis]]):
-            touching = [
-                [s for s in starts[k] if s < b and s + window[k] > own[k]]
-                for k, (_, b) in enumerate(column)
-            ]
+            touching = [[s for s in starts[k] if s < b and s + window[k] > own[k]] for k, (_, b) in enumerate(column)]
             touching[axis] = [start]
             corners = list(product(*touching))
             while corners:
@@ -83,9 +90,7 @@ def blended(
             for k, face in before.items():
                 fresh[:-1].narrow(1 + k, 0, 1).copy_(face.narrow(1 + axis, done, stop - done))
             for k, face in after.items():
-                face.narrow(1 + axis, done, stop - done).copy_(
-                    fresh[:-1].narrow(1 + k, shape[k] - 1, 1)
-                )
+                face.narrow(1 + axis, done, stop - done).copy_(fresh[:-1].narrow(1 + k, shape[k] - 1, 1))
             yield tuple(low), sums[:-1].narrow(1 + axis, 0, stop - low[axis])
             by = stop - halo[axis] - low[axis]
             for one in sums.movedim(1 + axis, 1):  # class by class, so that the copy is small
@@ -101,9 +106,7 @@ def _face(like: Tensor, classes: int, column: _Box, k: int) -> Tensor:
     return like.new_empty(classes, *shape)
 
 
-def _add(
-    sums: Tensor, low: Sequence[int], logits: Tensor, corner: Sequence[int], weight: Tensor
-) -> None:
+def _add(sums: Tensor, low: Sequence[int], logits: Tensor, corner: Sequence[int], weight: Tensor) -> None:
     """Add a window's weighted logits, and its weights, to sums that begin at the cell `low`."""
     inside, at = _shared(corner, weight.shape, low, sums.shape[1:])
     sums[:-1][(slice(None), *at)].addcmul_(logits[(slice(None), *inside)], weight[inside])
@@ -157,9 +160,7 @@ def _shared(
 def _cut(image: Tensor, corner: Sequence[int], window: Sequence[int], like: Tensor) -> Tensor:
     """Return a window `(1, channels, *window)` of an image, zero outside of the image."""
     pin = like.is_cuda and not image.is_cuda  # the host need not wait for the copy
-    patch = torch.zeros(
-        1, len(image), *window, dtype=like.dtype, device=image.device, pin_memory=pin
-    )
+    patch = torch.zeros(1, len(image), *window, dtype=like.dtype, device=image.device, pin_memory=pin)
     inside, at = _shared(corner, window, [0] * len(window), image.shape[1:])
     patch[0][(slice(None), *inside)] = image[(slice(None), *at)]
     return patch.to(like.device, non_blocking=True)
@@ -175,9 +176,13 @@ def _allowance(image: Tensor, device: torch.device) -> int:
 
 
 def _columns(
-    space: Sequence[int], window: Sequence[int], starts: Sequence[Sequence[int]], axis: int,
-    halo: Sequence[int], cells: int,
-) -> list[_Box]:  # fmt: skip
+    space: Sequence[int],
+    window: Sequence[int],
+    starts: Sequence[Sequence[int]],
+    axis: int,
+    halo: Sequence[int],
+    cells: int,
+) -> list[_Box]:
     """Return boxes that cover the image: whole along `axis`, cut across it until the sums and the
     faces of a column have at most `cells` cells, or no column is wider than the window. Cuts lie
     where windows begin: there the fewest windows touch both sides. A column begins `halo` cells

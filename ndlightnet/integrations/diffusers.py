@@ -26,10 +26,7 @@ from ndlightnet.ops import lightnet_attention
 
 NAME = "lightnet"
 HIDDEN = -1e3  # biases up to this hide a key: diffusers writes -10000, or the least number
-WHY = (
-    "as LightNet has one memory for all queries, which cannot hide different keys from different "
-    "queries or heads"
-)
+WHY = "as LightNet has one memory for all queries, which cannot hide different keys from different queries or heads"
 
 
 class LightNetAttnProcessor:
@@ -42,9 +39,13 @@ class LightNetAttnProcessor:
     """
 
     def __call__(
-        self, attn: Attention, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None, temb: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        attn: Attention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        temb: Tensor | None = None,
+    ) -> Tensor:
         if reason := refused(attn):
             raise ValueError(f"LightNetAttnProcessor: {reason}")
         x, residual = hidden_states, hidden_states
@@ -85,9 +86,7 @@ def refused(attn: Any) -> str:
     return ""
 
 
-def padding(
-    mask: Tensor | None, batch: int, keys: int, name: str = "attention_mask", heads: int = 1
-) -> Tensor | None:
+def padding(mask: Tensor | None, batch: int, keys: int, name: str = "attention_mask", heads: int = 1) -> Tensor | None:
     """Return diffusers' mask of keys as bool (batch, keys), True = data.
 
     mask: (batch, keys), (batch, 1, keys) or (batch, heads, 1, keys), equal for all heads, each with
@@ -99,9 +98,7 @@ def padding(
     shape = tuple(mask.shape)
     wide = mask[:, None, None] if mask.ndim == 2 else mask[:, None] if mask.ndim == 3 else mask
     if wide.ndim != 4 or wide.shape[2:] != (1, keys) or wide.shape[0] not in (1, batch):
-        raise ValueError(
-            f"{name} {shape}: expected padding, (batch, 1, keys) = ({batch}, 1, {keys}), {WHY}"
-        )
+        raise ValueError(f"{name} {shape}: expected padding, (batch, 1, keys) = ({batch}, 1, {keys}), {WHY}")
     if wide.shape[1] not in (1, heads):
         raise ValueError(f"{name} {shape}: expected one mask for all heads, or {heads}")
     seen = wide if mask.dtype == torch.bool else wide > HIDDEN
@@ -131,10 +128,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = 
 
 
 def backend(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-    enable_gqa: bool = False, _parallel_config: Any = None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    _parallel_config: Any = None,
+) -> Tensor:
     """Compute LightNet attention for diffusers' `dispatch_attention_fn`: query (batch, length,
     heads, dim), key and value (batch, keys, heads, dim). attn_mask: padding only, as `padding`."""
     if _parallel_config is not None:

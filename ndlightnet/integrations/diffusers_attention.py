@@ -11,12 +11,7 @@ import copy
 from typing import Any
 
 from diffusers.models.attention import AttentionModuleMixin
-from diffusers.models.attention_processor import (
-    Attention,
-    AttnProcessor,
-    AttnProcessor2_0,
-    SlicedAttnProcessor,
-)
+from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0, SlicedAttnProcessor
 from torch import Tensor, nn
 
 from ndlightnet.integrations.diffusers import NAME, LightNetAttnProcessor, padding, refused
@@ -34,15 +29,15 @@ class MixerAttention(nn.Module):
         self.mixer = mixer
 
     def forward(
-        self, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None, **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
         given = [name for name, x in kwargs.items() if x is not None]
         if encoder_hidden_states is not None or given:
-            raise ValueError(
-                f"{', '.join(given) or 'encoder_hidden_states'}: a mixer takes hidden states and "
-                "padding"
-            )
+            raise ValueError(f"{', '.join(given) or 'encoder_hidden_states'}: a mixer takes hidden states and padding")
         mask = padding(attention_mask, *hidden_states.shape[:2])
         y: Tensor = self.mixer(hidden_states, mask)
         return y
@@ -52,9 +47,7 @@ def known(module: nn.Module) -> bool:
     return isinstance(module, Attention | AttentionModuleMixin)
 
 
-def replacement(
-    name: str, module: nn.Module, model: nn.Module, options: Options
-) -> Replacement | Refusal:
+def replacement(name: str, module: nn.Module, model: nn.Module, options: Options) -> Replacement | Refusal:
     processor: Any = getattr(module, "processor", None)
     plain = type(module) is Attention and type(processor) in PLAIN
     if options.mixer is not None:
@@ -71,9 +64,7 @@ def replacement(
     new.set_processor(copy.copy(processor))
     new.processor._attention_backend = NAME
     kind = type(processor).__name__
-    return Replacement(
-        new, f"{kind} with the backend {NAME!r}, with its weights, without norm and gate"
-    )
+    return Replacement(new, f"{kind} with the backend {NAME!r}, with its weights, without norm and gate")
 
 
 def _mixer(module: Any, plain: bool, options: Options) -> Replacement | Refusal:
@@ -89,9 +80,14 @@ def _mixer(module: Any, plain: bool, options: Options) -> Replacement | Refusal:
     if module.out_dim != dim or module.rescale_output_factor != 1:
         return Refusal(f"it maps {dim} channels to {module.out_dim}")
     tokens = TokenMixer(
-        dim, module.heads, options.mixer, grid=options.grid, prefix=options.prefix,
-        layer=options.layer, bias=module.use_bias,
-    )  # fmt: skip
+        dim,
+        module.heads,
+        options.mixer,
+        grid=options.grid,
+        prefix=options.prefix,
+        layer=options.layer,
+        bias=module.use_bias,
+    )
     old = {"q": module.to_q, "k": module.to_k, "v": module.to_v, "o": module.to_out[0]}
     begun = options.begin(tokens.mixer, **old)
     without = ("dropout",) if module.dropout else ()

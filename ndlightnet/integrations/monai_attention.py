@@ -29,24 +29,36 @@ class SABlock(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, num_heads: int, dropout_rate: float = 0.0, qkv_bias: bool = False,
-        save_attn: bool = False, dim_head: int | None = None, hidden_input_size: int | None = None,
-        causal: bool = False, sequence_length: int | None = None,
-        rel_pos_embedding: str | None = None, input_size: Shape | None = None,
-        attention_dtype: torch.dtype | None = None, include_fc: bool = True,
-        use_combined_linear: bool = True, use_flash_attention: bool = False, *,
-        mixer: Named | None = None, grid: GridSource | None = None, prefix: int = 0,
+        self,
+        hidden_size: int,
+        num_heads: int,
+        dropout_rate: float = 0.0,
+        qkv_bias: bool = False,
+        save_attn: bool = False,
+        dim_head: int | None = None,
+        hidden_input_size: int | None = None,
+        causal: bool = False,
+        sequence_length: int | None = None,
+        rel_pos_embedding: str | None = None,
+        input_size: Shape | None = None,
+        attention_dtype: torch.dtype | None = None,
+        include_fc: bool = True,
+        use_combined_linear: bool = True,
+        use_flash_attention: bool = False,
+        *,
+        mixer: Named | None = None,
+        grid: GridSource | None = None,
+        prefix: int = 0,
         layer: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         dim, inner = hidden_input_size or hidden_size, num_heads * dim_head if dim_head else None
         if reason := _reason(dim, inner or hidden_size, save_attn, rel_pos_embedding, include_fc):
             raise ValueError(reason)
         self.causal = causal
         self.tokens = TokenMixer(
-            dim, num_heads, mixer, grid=None if causal else grid, prefix=prefix, causal=causal,
-            layer=layer,
-        )  # fmt: skip
+            dim, num_heads, mixer, grid=None if causal else grid, prefix=prefix, causal=causal, layer=layer
+        )
         self.drop_output = nn.Dropout(dropout_rate)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
@@ -64,20 +76,29 @@ class CrossAttentionBlock(nn.Module):
     is what SABlock does, and causal=True. A `mixer` needs a cross form."""
 
     def __init__(
-        self, hidden_size: int, num_heads: int, dropout_rate: float = 0.0,
-        hidden_input_size: int | None = None, context_input_size: int | None = None,
-        dim_head: int | None = None, qkv_bias: bool = False, save_attn: bool = False,
-        causal: bool = False, sequence_length: int | None = None,
-        rel_pos_embedding: str | None = None, input_size: Shape | None = None,
-        attention_dtype: torch.dtype | None = None, use_flash_attention: bool = False, *,
-        mixer: Named | None = None, layer: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        hidden_size: int,
+        num_heads: int,
+        dropout_rate: float = 0.0,
+        hidden_input_size: int | None = None,
+        context_input_size: int | None = None,
+        dim_head: int | None = None,
+        qkv_bias: bool = False,
+        save_attn: bool = False,
+        causal: bool = False,
+        sequence_length: int | None = None,
+        rel_pos_embedding: str | None = None,
+        input_size: Shape | None = None,
+        attention_dtype: torch.dtype | None = None,
+        use_flash_attention: bool = False,
+        *,
+        mixer: Named | None = None,
+        layer: int = 0,
+    ) -> None:
         super().__init__()
         dim, inner = hidden_input_size or hidden_size, num_heads * dim_head if dim_head else None
         source = context_input_size or hidden_size
-        if reason := _reason(
-            dim, inner or hidden_size, save_attn, rel_pos_embedding, causal=causal
-        ):
+        if reason := _reason(dim, inner or hidden_size, save_attn, rel_pos_embedding, causal=causal):
             raise ValueError(reason)
         if mixer is not None and source != dim:
             raise ValueError(f"its source has {source} channels, and a mixer reads {dim}")
@@ -96,9 +117,7 @@ class CrossAttentionBlock(nn.Module):
 class SpatialAttentionBlock(spatialattention.SpatialAttentionBlock):
     """MONAI's `SpatialAttentionBlock` with a mixer on the grid of its input, of any size."""
 
-    def __init__(
-        self, *args: Any, mixer: Named | None = None, layer: int = 0, **options: Any
-    ) -> None:
+    def __init__(self, *args: Any, mixer: Named | None = None, layer: int = 0, **options: Any) -> None:
         super().__init__(*args, **options)
         dim, heads = self.norm.num_channels, self.attn.num_heads
         self.attn: Any = make_mixer(dim, heads, mixer, dims=self.spatial_dims, layer=layer)
@@ -113,9 +132,15 @@ class SwinTransformerBlock(swin_unetr.SwinTransformerBlock):
     windows: at linear cost no windows are needed, nor shifts and their masks."""
 
     def __init__(
-        self, dim: int, num_heads: int, window_size: Shape, *args: Any,
-        mixer: Named | None = None, layer: int = 0, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        dim: int,
+        num_heads: int,
+        window_size: Shape,
+        *args: Any,
+        mixer: Named | None = None,
+        layer: int = 0,
+        **options: Any,
+    ) -> None:
         super().__init__(dim, num_heads, window_size, *args, **options)
         self.proj_drop = self.attn.proj_drop
         self.attn: Any = make_mixer(dim, num_heads, mixer, dims=len(window_size), layer=layer)
@@ -126,21 +151,14 @@ class SwinTransformerBlock(swin_unetr.SwinTransformerBlock):
         return out
 
 
-KNOWN = (
-    selfattention.SABlock,
-    MonaiCross,
-    spatialattention.SpatialAttentionBlock,
-    swin_unetr.SwinTransformerBlock,
-)
+KNOWN = (selfattention.SABlock, MonaiCross, spatialattention.SpatialAttentionBlock, swin_unetr.SwinTransformerBlock)
 
 
 def known(module: nn.Module) -> bool:
     return isinstance(module, KNOWN)
 
 
-def replacement(
-    name: str, module: nn.Module, model: nn.Module, options: Options
-) -> Replacement | Refusal:
+def replacement(name: str, module: nn.Module, model: nn.Module, options: Options) -> Replacement | Refusal:
     old: Any = module  # MONAI has no types
     if type(module) not in KNOWN:
         return Refusal("a subclass of MONAI's, whose function may be another one")
@@ -160,26 +178,34 @@ def replacement(
         return Refusal(reason)
     if cross:
         try:
-            block: Any = CrossAttentionBlock(
-                dim, old.num_heads, context_input_size=old.context_input_size, **common
-            )
+            block: Any = CrossAttentionBlock(dim, old.num_heads, context_input_size=old.context_input_size, **common)
         except ValueError as error:
             return Refusal(str(error))
     else:
         grid, prefix = _grid(name, model, options)
         block = SABlock(
-            dim, old.num_heads, causal=old.causal, sequence_length=old.sequence_length, grid=grid,
-            prefix=prefix, **common,
-        )  # fmt: skip
+            dim,
+            old.num_heads,
+            causal=old.causal,
+            sequence_length=old.sequence_length,
+            grid=grid,
+            prefix=prefix,
+            **common,
+        )
     begun = options.begin(block.tokens.mixer, **_projections(old))
     return Replacement(block, block.tokens.what() + begun, without)
 
 
 def _swin(old: Any, common: dict[str, Any], options: Options) -> Replacement:
     new = SwinTransformerBlock(
-        old.dim, old.num_heads, old.window_size, old.shift_size, drop=old.attn.proj_drop.p,
-        use_checkpoint=old.use_checkpoint, **common,
-    )  # fmt: skip
+        old.dim,
+        old.num_heads,
+        old.window_size,
+        old.shift_size,
+        drop=old.attn.proj_drop.p,
+        use_checkpoint=old.use_checkpoint,
+        **common,
+    )
     for part in ("norm1", "norm2", "mlp", "drop_path"):
         setattr(new, part, getattr(old, part))
     begun = options.begin(new.attn, **thirds(old.attn.qkv), o=old.attn.proj)
@@ -191,24 +217,20 @@ def _spatial(old: Any, common: dict[str, Any], options: Options) -> Replacement 
     sa, norm = old.attn, old.norm
     if not isinstance(sa.out_proj, nn.Linear):
         return Refusal(_reason(0, 0, include_fc=False))
-    new = SpatialAttentionBlock(
-        old.spatial_dims, norm.num_channels, sa.dim_head, norm.num_groups, **common
-    )
+    new = SpatialAttentionBlock(old.spatial_dims, norm.num_channels, sa.dim_head, norm.num_groups, **common)
     new.norm = norm
     begun = options.begin(new.attn, **_projections(sa))
     return Replacement(new, f"{_name(new.attn)} on the grid of its input{begun}")
 
 
 def _reason(
-    dim: int, inner: int, save_attn: bool = False, bias: Any = None, include_fc: bool = True,
-    causal: bool = False,
-) -> str:  # fmt: skip
+    dim: int, inner: int, save_attn: bool = False, bias: Any = None, include_fc: bool = True, causal: bool = False
+) -> str:
     """Return why a layer has no counterpart; empty if it has one."""
     wrong = {
         f"its heads have {inner} channels, expected those of its input, {dim}": inner != dim,
         "save_attn=True, and there are no weights to save": save_attn,
-        "rel_pos_embedding adds a bias to each pair of tokens, and LightNet has no scores of "
-        "pairs": bias is not None,
+        "rel_pos_embedding adds a bias to each pair of tokens, and LightNet has no scores of pairs": bias is not None,
         "include_fc=False, and a mixer has an output projection": not include_fc,
         "causal=True, and a source is read as a whole": causal,
     }

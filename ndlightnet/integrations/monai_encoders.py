@@ -54,15 +54,12 @@ class NDLightUNetEncoder(nn.Module, BaseEncoder):  # type: ignore[misc]
     """
 
     def __init__(
-        self, size: Size = "M", spatial_dims: int = 3, in_channels: int = 1,
-        pretrained: bool = False, **options: Any,
-    ) -> None:  # fmt: skip
+        self, size: Size = "M", spatial_dims: int = 3, in_channels: int = 1, pretrained: bool = False, **options: Any
+    ) -> None:
         super().__init__()
         if pretrained:
             raise ValueError("pretrained=True: expected False, no weights are published")
-        self.net = NDLightUNet(
-            spatial_dims, in_channels, size=size, strides=[2] * STRIDES, **options
-        )
+        self.net = NDLightUNet(spatial_dims, in_channels, size=size, strides=[2] * STRIDES, **options)
         # the decoder is FlexibleUNet's
         self.net.up = self.net.decoders = self.net.heads = nn.ModuleList()
         self.net.record(decoder=False)
@@ -70,9 +67,7 @@ class NDLightUNetEncoder(nn.Module, BaseEncoder):  # type: ignore[misc]
     def forward(self, x: Tensor) -> list[Tensor]:
         space, maps = tuple(x.shape[2:]), []
         if any(size % 2 or size < 2**STRIDES for size in space):
-            raise ValueError(
-                f"input of shape {tuple(x.shape)}: expected even sizes of {2**STRIDES} or more"
-            )
+            raise ValueError(f"input of shape {tuple(x.shape)}: expected even sizes of {2**STRIDES} or more")
         for level, y in enumerate(self.net.encode(x)[1:], start=1):
             cells: Any = (..., *(slice(size >> level) for size in space))
             maps.append(y[cells])

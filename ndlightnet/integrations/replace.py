@@ -227,9 +227,7 @@ def _is_tuned(module: nn.Module) -> bool:
     return any(base.__name__ == "BaseTunerLayer" for base in type(module).__mro__)
 
 
-def _found(
-    file: Any, name: str, module: nn.Module, model: nn.Module, options: Options
-) -> Replacement | Refusal:
+def _found(file: Any, name: str, module: nn.Module, model: nn.Module, options: Options) -> Replacement | Refusal:
     """Return what a library's file has in the place of a layer. What peft trains is not dropped."""
     parts = tuned(module)
     if file is None:
@@ -246,9 +244,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
     """Yield name and module of the layers that a library's file knows, with that file, and of those
     that look like attention: the innermost ones whose class is named so, or what peft wraps around
     a layer, with None."""
-    present = {
-        base.__module__.partition(".")[0] for m in model.modules() for base in type(m).__mro__
-    }
+    present = {base.__module__.partition(".")[0] for m in model.modules() for base in type(m).__mro__}
     files = [import_module(file) for library, file in LIBRARIES.items() if library in present]
 
     def visit(name: str, module: nn.Module) -> list[tuple[str, nn.Module, Any]]:
@@ -257,9 +253,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
         for file in files:
             if file.known(module):
                 if module is model:
-                    raise ValueError(
-                        f"model is a {_kind(module)} itself: expected a network that has one"
-                    )
+                    raise ValueError(f"model is a {_kind(module)} itself: expected a network that has one")
                 return [(name, module, file)]
         inside = [
             layer

@@ -60,9 +60,13 @@ def _register(name: str, network: partial[NDLightNet], what: str) -> None:
 
     def make(pretrained: bool = False, **options: Any) -> Any:
         return build_model_with_cfg(
-            images, name, pretrained, pretrained_filter_fn=adapt_in_chans,
-            feature_cfg={"out_indices": 3, "feature_cls": "getter"}, **defaults | options,
-        )  # fmt: skip
+            images,
+            name,
+            pretrained,
+            pretrained_filter_fn=adapt_in_chans,
+            feature_cfg={"out_indices": 3, "feature_cls": "getter"},
+            **defaults | options,
+        )
 
     make.__name__ = make.__qualname__ = name
     make.__doc__ = f"{what}, with patches of 16 x 16."
@@ -70,20 +74,27 @@ def _register(name: str, network: partial[NDLightNet], what: str) -> None:
 
 
 _config: Callable[..., dict[str, Any]] = partial(
-    dict, input_size=(3, 224, 224), num_classes=1000, mean=IMAGENET_DEFAULT_MEAN,
-    std=IMAGENET_DEFAULT_STD, interpolation="bicubic", crop_pct=0.9, fixed_input_size=False,
-    first_conv="embed.proj", classifier="head",
-)  # fmt: skip
+    dict,
+    input_size=(3, 224, 224),
+    num_classes=1000,
+    mean=IMAGENET_DEFAULT_MEAN,
+    std=IMAGENET_DEFAULT_STD,
+    interpolation="bicubic",
+    crop_pct=0.9,
+    fixed_input_size=False,
+    first_conv="embed.proj",
+    classifier="head",
+)
 _widths = {"tiny": 192, "small": 384, "base": 768}
 default_cfgs = generate_default_cfgs(
     {f"ndlightnet_{size}{kind}": _config() for size in _widths for kind in ("", "_local")}
 )
 for _size, _width in _widths.items():
     _register(
-        f"ndlightnet_{_size}", getattr(ndlightnet, f"ndlightnet_{_size}"),
-        f"The paper's network of width {_width}",
-    )  # fmt: skip
+        f"ndlightnet_{_size}", getattr(ndlightnet, f"ndlightnet_{_size}"), f"The paper's network of width {_width}"
+    )
     _register(
-        f"ndlightnet_{_size}_local", partial(NDLightNet, embed_dim=_width),
+        f"ndlightnet_{_size}_local",
+        partial(NDLightNet, embed_dim=_width),
         f"NDLightNet of width {_width} with its default mixer, which has local mixing",
-    )  # fmt: skip
+    )

@@ -55,14 +55,27 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, dim: int, num_heads: int = 8, attn_head_dim: int | None = None,
-        dim_out: int | None = None, qkv_bias: bool = False, qk_norm: bool = False,
-        scale_norm: bool = False, proj_bias: bool = True, gated: bool = False,
-        attn_drop: float = 0.0, proj_drop: float = 0.0, norm_layer: Any = None,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None, *,
-        mixer: Named | None = None, grid: GridSource | None = None, prefix: int = 0,
+        self,
+        dim: int,
+        num_heads: int = 8,
+        attn_head_dim: int | None = None,
+        dim_out: int | None = None,
+        qkv_bias: bool = False,
+        qk_norm: bool = False,
+        scale_norm: bool = False,
+        proj_bias: bool = True,
+        gated: bool = False,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        norm_layer: Any = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        mixer: Named | None = None,
+        grid: GridSource | None = None,
+        prefix: int = 0,
         layer: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         if reason := other_width(dim, num_heads, attn_head_dim, dim_out):
             raise ValueError(reason)
@@ -72,9 +85,7 @@ class Attention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
         self.to(device, dtype)
 
-    def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
-    ) -> Tensor:
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Map tokens (batch, length, dim) to the same shape. attn_mask: bool (batch, 1, 1, length),
         True = data. is_causal: of layers without a grid."""
         mask = padding_of(attn_mask, *x.shape[:2])
@@ -98,9 +109,7 @@ def _path(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def replacement(
-    name: str, module: nn.Module, model: nn.Module, options: Options
-) -> Replacement | Refusal:
+def replacement(name: str, module: nn.Module, model: nn.Module, options: Options) -> Replacement | Refusal:
     if _path(module) in REFUSED:
         return Refusal(REFUSED[_path(module)])
     assert isinstance(module, TimmAttention)
@@ -118,16 +127,21 @@ def replacement(
         prefix = options.prefix
     elif grid not in (None, own()) or options.prefix not in (0, prefix):
         return Refusal(
-            f"its network has a grid {own()} and prefix {prefix}, and grid={grid}, "
-            f"prefix={options.prefix} were given"
+            f"its network has a grid {own()} and prefix {prefix}, and grid={grid}, prefix={options.prefix} were given"
         )
     else:
         grid = own
     new = Attention(
-        dim, heads, qkv_bias=qkv.bias is not None, proj_bias=proj.bias is not None,
-        proj_drop=module.proj_drop.p, mixer=options.mixer, grid=grid, prefix=prefix,
+        dim,
+        heads,
+        qkv_bias=qkv.bias is not None,
+        proj_bias=proj.bias is not None,
+        proj_drop=module.proj_drop.p,
+        mixer=options.mixer,
+        grid=grid,
+        prefix=prefix,
         layer=options.layer,
-    )  # fmt: skip
+    )
     begun = options.begin(new.tokens.mixer, **thirds(qkv), o=proj)
     return Replacement(new, new.tokens.what() + begun, tuple(_lost(module)))
 

@@ -18,15 +18,20 @@ GridSource = Shape | Callable[[], Shape]  # a shape, or a function that asks the
 
 
 def make_mixer(
-    dim: int, heads: int, mixer: Named | None, *, dims: int | None, layer: int = 0,
-    causal: bool = False, context_dim: int | None = None, bias: bool = True,
-) -> Mixer:  # fmt: skip
+    dim: int,
+    heads: int,
+    mixer: Named | None,
+    *,
+    dims: int | None,
+    layer: int = 0,
+    causal: bool = False,
+    context_dim: int | None = None,
+    bias: bool = True,
+) -> Mixer:
     """Return a mixer of tokens with `dim` channels on a grid of `dims` axes. Arguments as in
     TokenMixer; without `dims` the default mixer does not mix locally."""
     if mixer is None:
-        mixer = partial(
-            LightNetAttention, heads=heads, lrpe=None, bias=bias, context_dim=context_dim
-        )
+        mixer = partial(LightNetAttention, heads=heads, lrpe=None, bias=bias, context_dim=context_dim)
     made = build_mixer(mixer, dim, dims=dims, layer=layer, causal=causal)
     if not isinstance(made, Mixer):
         raise ValueError(f"mixer: makes a {type(made).__name__}, expected a Mixer")
@@ -58,20 +63,26 @@ class TokenMixer(Initialized):
     """
 
     def __init__(
-        self, dim: int, heads: int, mixer: Named | None = None, *,
-        grid: GridSource | None = None, prefix: int = 0, sequence: bool = False,
-        causal: bool = False, layer: int = 0, context_dim: int | None = None, bias: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        dim: int,
+        heads: int,
+        mixer: Named | None = None,
+        *,
+        grid: GridSource | None = None,
+        prefix: int = 0,
+        sequence: bool = False,
+        causal: bool = False,
+        layer: int = 0,
+        context_dim: int | None = None,
+        bias: bool = True,
+    ) -> None:
         super().__init__()
         dims = None
         if grid is not None:
             dims = len(grid() if callable(grid) else grid)
         elif context_dim is None and (mixer is not None or sequence or causal):
             dims = 1
-        build = partial(
-            make_mixer, dim, heads, mixer, layer=layer, causal=causal, context_dim=context_dim,
-            bias=bias,
-        )  # fmt: skip
+        build = partial(make_mixer, dim, heads, mixer, layer=layer, causal=causal, context_dim=context_dim, bias=bias)
         made = build(dims=dims)
         if grid is not None and prefix and not isinstance(made, LightNetAttention):
             grid, made = None, build(dims=1)
@@ -97,9 +108,8 @@ class TokenMixer(Initialized):
         return grid
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, causal: bool = False,
-        context: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, x: Tensor, mask: Tensor | None = None, causal: bool = False, context: Tensor | None = None
+    ) -> Tensor:
         """Map tokens (batch, length, dim) to the same shape. mask: bool over the tokens that are
         read, (batch, length), False = padding. causal: a token sees itself and the tokens before
         it; not on a grid of several axes. context: the source to read (batch, source, channels)."""
@@ -110,9 +120,7 @@ class TokenMixer(Initialized):
                 "come later; expected a layer without a grid"
             )
         if causal and context is not None:
-            raise ValueError(
-                "causal=True with a context: expected a layer that reads its own tokens"
-            )
+            raise ValueError("causal=True with a context: expected a layer that reads its own tokens")
         y: Tensor
         if context is not None:
             y = self.mixer(x, mask=mask, context=context)

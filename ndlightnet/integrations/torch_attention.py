@@ -10,13 +10,7 @@ from torch import Tensor, nn
 from ndlightnet.integrations.replace import Options, Refusal, Replacement, around
 from ndlightnet.integrations.tokens import TokenMixer
 from ndlightnet.nn.mixers.base import reads_context
-from ndlightnet.nn.multihead import (
-    MultiheadAttention,
-    check_masks,
-    hidden_keys,
-    hide,
-    is_causal_mask,
-)
+from ndlightnet.nn.multihead import MultiheadAttention, check_masks, hidden_keys, hide, is_causal_mask
 
 
 class MixerAttention(nn.Module):
@@ -36,18 +30,23 @@ class MixerAttention(nn.Module):
     out_proj = SimpleNamespace(weight=in_proj_weight, bias=None)
 
     def __init__(
-        self, mixer: TokenMixer, embed_dim: int, num_heads: int, batch_first: bool,
-        cross: bool = False,
-    ) -> None:  # fmt: skip
+        self, mixer: TokenMixer, embed_dim: int, num_heads: int, batch_first: bool, cross: bool = False
+    ) -> None:
         super().__init__()
         self.mixer, self.batch_first, self.cross = mixer, batch_first, cross
         self.embed_dim, self.num_heads = embed_dim, num_heads
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
-        need_weights: bool = True, attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True, is_causal: bool = False,
-    ) -> tuple[Tensor, None]:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
         """Map tokens as torch does: (length, batch, dim), (batch, length, dim) with batch_first, or
         (length, dim). Return them and None, as there are no weights.
 
@@ -57,9 +56,7 @@ class MixerAttention(nn.Module):
         if query.is_nested:
             raise ValueError("query is a nested tensor: expected a padded one and key_padding_mask")
         check_masks(key_padding_mask, attn_mask, is_causal)
-        _check(
-            _equal(key, value), "key and value differ: expected one source, as a mixer reads one"
-        )
+        _check(_equal(key, value), "key and value differ: expected one source, as a mixer reads one")
         alone: bool | Tensor = not self.cross and _equal(key, query)
         unbatched = query.ndim == 2
         if unbatched:
@@ -130,9 +127,7 @@ def known(module: nn.Module) -> bool:
     return isinstance(module, nn.MultiheadAttention)
 
 
-def replacement(
-    name: str, module: nn.Module, model: nn.Module, options: Options
-) -> Replacement | Refusal:
+def replacement(name: str, module: nn.Module, model: nn.Module, options: Options) -> Replacement | Refusal:
     assert isinstance(module, nn.MultiheadAttention)
     if type(module) is not nn.MultiheadAttention:
         return Refusal("a subclass of torch's, whose function may be another one")
@@ -142,25 +137,33 @@ def replacement(
     old = _projections(module)
     if options.mixer is None and options.grid is None:
         new = MultiheadAttention(
-            dim, heads, module.dropout, module.out_proj.bias is not None, kdim=module.kdim,
-            vdim=module.vdim, batch_first=batch_first,
-        )  # fmt: skip
+            dim,
+            heads,
+            module.dropout,
+            module.out_proj.bias is not None,
+            kdim=module.kdim,
+            vdim=module.vdim,
+            batch_first=batch_first,
+        )
         return Replacement(new, f"MultiheadAttention{options.begin(new, **old)}")
     if (module.kdim, module.vdim) != (dim, dim):
         return Refusal(f"kdim={module.kdim}, vdim={module.vdim}, and a mixer reads embed_dim={dim}")
     # in torch's decoder layers, and in SigLIP's pooling heads, where a learned query reads
     cross = name.endswith("multihead_attn") or hasattr(next(around(name, model)), "probe")
     tokens = TokenMixer(
-        dim, heads, options.mixer, grid=None if cross else options.grid, prefix=options.prefix,
-        layer=options.layer, context_dim=dim if cross else None,
-    )  # fmt: skip
+        dim,
+        heads,
+        options.mixer,
+        grid=None if cross else options.grid,
+        prefix=options.prefix,
+        layer=options.layer,
+        context_dim=dim if cross else None,
+    )
     if cross and not reads_context(tokens.mixer):
         return Refusal(f"it reads another source, and {type(tokens.mixer).__name__} cannot")
     begun = options.begin(tokens.mixer, **old)
     without = ("dropout of attention weights",) if module.dropout else ()
-    return Replacement(
-        MixerAttention(tokens, dim, heads, batch_first, cross), tokens.what() + begun, without
-    )
+    return Replacement(MixerAttention(tokens, dim, heads, batch_first, cross), tokens.what() + begun, without)
 
 
 def _projections(module: nn.MultiheadAttention) -> dict[str, tuple[Tensor, Tensor | None]]:

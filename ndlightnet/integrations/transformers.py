@@ -35,13 +35,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from ndlightnet.ops import (
-    State,
-    axis_causal_attention,
-    causal_attention,
-    lightnet_attention,
-    summarize,
-)
+from ndlightnet.ops import State, axis_causal_attention, causal_attention, lightnet_attention, summarize
 
 NAME = "lightnet"
 ONE_MEMORY = (
@@ -50,9 +44,17 @@ ONE_MEMORY = (
 )
 # keyword arguments that change nothing in an attention layer's output
 HARMLESS = {
-    "cache_position", "deterministic", "logits_to_keep", "num_items_in_batch", "output_attentions",
-    "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "use_cache",
-}  # fmt: skip
+    "cache_position",
+    "deterministic",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
 # what transformers builds masks of: the name of its function -> what it is called
 OVERLAYS = {
     "sliding_window_overlay": "a sliding window",
@@ -85,10 +87,17 @@ for _name in (*OVERLAYS, *PACKING, BOTH):
 
 # ------------------------------------------------------------------------------------ attention
 def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
-    sliding_window: int | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """Compute LightNet attention for a layer of transformers: (batch, length, heads, value_dim).
 
     query (batch, heads, length, dim); key, value (batch, key heads, keys, ·), each key head read by
@@ -111,9 +120,7 @@ def attention(
         else:
             y = lightnet_attention(query, key, value, enable_gqa=True)
     elif seen.dtype not in (torch.bool, torch.int8) or seen.ndim != 4:
-        raise ValueError(
-            f"attention_mask {tuple(seen.shape)} {seen.dtype}: expected bool (batch, 1, 1, keys)"
-        )
+        raise ValueError(f"attention_mask {tuple(seen.shape)} {seen.dtype}: expected bool (batch, 1, 1, keys)")
     elif seen.dtype == torch.bool:
         if seen.shape[1:3] != (1, 1):
             raise ValueError(f"attention_mask {tuple(seen.shape)}: {ONE_MEMORY}")
@@ -167,9 +174,7 @@ def _around(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, reach: int) -> Tensor
     return _window(q, k, v, seen, 2 * reach + 1, reach)
 
 
-def _window(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, window: int | None, past: int
-) -> Tensor:
+def _window(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, window: int | None, past: int) -> Tensor:
     """Let query i read the `window` keys up to key past + i."""
     groups = q.shape[1] // k.shape[1]
     q = nn.functional.pad(q, (0, 0, past, 0)).transpose(1, 2)  # a query for every key
@@ -185,11 +190,19 @@ def _heads(x: Tensor, groups: int) -> Tensor:
 
 # ----------------------------------------------------------------------------------------- mask
 def mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function, attention_mask: Tensor | None = None,
-    local_size: int | None = None, allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False, device: torch.device | str = "cpu", **_: Any,
-) -> Tensor | None:  # fmt: skip
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> Tensor | None:
     """Return the mask of `attention` for transformers' description of one, as described above.
 
     attention_mask: padding, bool (batch, tokens up to now). Raises ValueError for what LightNet
@@ -231,15 +244,12 @@ def mask(
         return padding[:, None, None]
     if q_length != kv_length:
         raise ValueError(
-            f"a sliding window in both directions, {q_length} queries and {kv_length} keys: "
-            "expected as many"
+            f"a sliding window in both directions, {q_length} queries and {kv_length} keys: expected as many"
         )
     return padding[:, None, None].to(torch.int8).expand(-1, -1, window + 3, -1)
 
 
-def _pattern(
-    function: Callable[..., Any], length: int, local_size: int | None
-) -> tuple[bool, int | None]:
+def _pattern(function: Callable[..., Any], length: int, local_size: int | None) -> tuple[bool, int | None]:
     """Return whether a mask function of transformers is causal, and its sliding window."""
     if function is causal_mask_function:
         return True, None

@@ -22,18 +22,24 @@ from ndlightnet.integrations.transformers import HARMLESS, NAME, ONE_MEMORY
 
 # names of the projections to q, k, v and o, in the order of transformers' models
 PROJECTIONS = {
-    "q": ("q_proj", "query", "q_lin", "q"), "k": ("k_proj", "key", "k_lin", "k"),
-    "v": ("v_proj", "value", "v_lin", "v"), "o": ("o_proj", "out_proj", "out_lin", "o"),
-}  # fmt: skip
+    "q": ("q_proj", "query", "q_lin", "q"),
+    "k": ("k_proj", "key", "k_lin", "k"),
+    "v": ("v_proj", "value", "v_lin", "v"),
+    "o": ("o_proj", "out_proj", "out_lin", "o"),
+}
 JOINT = ("qkv", "qkv_proj", "Wqkv", "c_attn", "query_key_value")  # to q, k and v at once
 SIMPLE = (nn.Linear, nn.Dropout, nn.Identity)
 PLAIN = {"self", "hidden_states", "attention_mask", "output_attentions", "kwargs"}
 CACHE = {"cache", "past_key_values", "past_key_value"}  # from transformers 5.24 on, and before
 # encoders of grids: number of tokens in front of the grid
 PREFIX = {
-    "ViTAttention": 1, "DeiTAttention": 2, "BeitAttention": 1, "CLIPAttention": 1,
-    "SiglipAttention": 0, "VideoMAESelfAttention": 0,
-}  # fmt: skip
+    "ViTAttention": 1,
+    "DeiTAttention": 2,
+    "BeitAttention": 1,
+    "CLIPAttention": 1,
+    "SiglipAttention": 0,
+    "VideoMAESelfAttention": 0,
+}
 
 
 class HiddenStatesMixer(nn.Module):
@@ -47,10 +53,7 @@ class HiddenStatesMixer(nn.Module):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        given = [
-            name for name, x in kwargs.items()
-            if x is not None and x is not False and name not in HARMLESS
-        ]  # fmt: skip
+        given = [name for name, x in kwargs.items() if x is not None and x is not False and name not in HARMLESS]
         if given:
             raise ValueError(f"{', '.join(given)}: a mixer takes hidden states and padding")
         seen = _padding(attention_mask, *hidden_states.shape[:2])
@@ -84,9 +87,7 @@ def known(module: nn.Module) -> bool:
     return ours and hasattr(module, "config") and queries
 
 
-def replacement(
-    name: str, module: nn.Module, model: nn.Module, options: Options
-) -> Replacement | Refusal:
+def replacement(name: str, module: nn.Module, model: nn.Module, options: Options) -> Replacement | Refusal:
     if beyond := _beyond(module):
         return Refusal(f"it has {beyond}, which LightNet attention cannot have")
     reason = _reason(module, _is_causal(name, module, model))
@@ -102,10 +103,15 @@ def replacement(
     if grid is None and not _masks(name, model):
         prefix, grid = PREFIX.get(type(module).__name__, 0), _grid(module)
     tokens = TokenMixer(
-        old["q"].in_features, _heads(module), options.mixer, grid=grid, prefix=prefix,
-        sequence=_reads_text(config), layer=options.layer,
+        old["q"].in_features,
+        _heads(module),
+        options.mixer,
+        grid=grid,
+        prefix=prefix,
+        sequence=_reads_text(config),
+        layer=options.layer,
         bias=old["q"].bias is not None,
-    )  # fmt: skip
+    )
     begun = options.begin(tokens.mixer, **old)
     without = ("dropout of attention weights",) if _dropout(config) else ()
     return Replacement(HiddenStatesMixer(tokens), tokens.what() + begun, without)
@@ -166,10 +172,7 @@ def _reason(module: Any, causal: bool) -> str:
         return f"it takes {', '.join(more)}"
     if causal:
         return "it is causal"
-    parts = [
-        x for x, part in module.named_children()
-        if not isinstance(getattr(part, "base_layer", part), SIMPLE)
-    ]  # fmt: skip
+    parts = [x for x, part in module.named_children() if not isinstance(getattr(part, "base_layer", part), SIMPLE)]
     if parts := [*parts, *(x for x, _ in module.named_parameters(recurse=False))]:
         return f"it has {', '.join(parts)}"
     query = _projection(module, "q")
@@ -199,9 +202,8 @@ def _beyond(module: Any) -> str:
 def _implementation(name: str, module: Any, model: nn.Module, reason: str) -> Replacement | Refusal:
     """Set LightNet as the attention implementation of the model that a layer is part of."""
     owners = [
-        part for part in around(name, model)
-        if isinstance(part, PreTrainedModel) and part.config is module.config
-    ]  # fmt: skip
+        part for part in around(name, model) if isinstance(part, PreTrainedModel) and part.config is module.config
+    ]
     if not owners or not owners[-1]._can_set_attn_implementation():
         return Refusal(f"{reason}, and its model does not use transformers' AttentionInterface")
     what = f"attention implementation {NAME!r} of its model, with its weights, without norm and "

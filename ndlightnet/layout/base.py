@@ -96,9 +96,7 @@ class Layout(ABC):
         """Return tokens, in the form that `flatten` takes or flat, as (batch, length, dim)."""
         flat = self._flat(x, 1)
         if flat is None:
-            raise ValueError(
-                f"tokens of shape {tuple(x.shape)}: expected {self._form('dim')} of {self}"
-            )
+            raise ValueError(f"tokens of shape {tuple(x.shape)}: expected {self._form('dim')} of {self}")
         return flat
 
     @abstractmethod

@@ -83,11 +83,7 @@ def _join(x: Tensor, boxes: Sequence[int], box: Sequence[int]) -> Tensor:
 
 
 def draw_boxes(
-    x: Tensor,
-    patch: Sequence[int],
-    box: int | Sequence[int],
-    dropped: float,
-    generator: torch.Generator | None = None,
+    x: Tensor, patch: Sequence[int], box: int | Sequence[int], dropped: float, generator: torch.Generator | None = None
 ) -> Boxed:
     """Keep random boxes of samples (batch, channels, *space), other ones of each sample.
 
@@ -103,20 +99,17 @@ def draw_boxes(
     space = tuple(x.shape[2:])
     if any(n % c or not n for n, c in zip(space, cells, strict=True)):
         raise ValueError(
-            f"samples of {space}: expected multiples of {tuple(cells)}, boxes of {box} tokens of "
-            f"{tuple(patch)} cells"
+            f"samples of {space}: expected multiples of {tuple(cells)}, boxes of {box} tokens of {tuple(patch)} cells"
         )
     boxes = Grid(tuple(n // c for n, c in zip(space, cells, strict=True)))
     if boxes.length < 2 or not 0 < dropped < 1:
         raise ValueError(
-            f"dropped={dropped} of {boxes.length} boxes: expected a fraction between 0 and 1, of 2 "
-            "boxes or more"
+            f"dropped={dropped} of {boxes.length} boxes: expected a fraction between 0 and 1, of 2 boxes or more"
         )
     count = min(max(1, round((1 - dropped) * boxes.length)), boxes.length - 1)
     draws = torch.rand(len(x), boxes.length, generator=generator, device=x.device)
     numbers = draws.argsort(1)[:, :count].sort(1).values
-    parts = x.reshape(*x.shape[:2], *(n for pair in zip(boxes.shape, cells, strict=True)
-                                      for n in pair))  # fmt: skip
+    parts = x.reshape(*x.shape[:2], *(n for pair in zip(boxes.shape, cells, strict=True) for n in pair))
     order = [0, *range(2, 2 + 2 * dims, 2), 1, *range(3, 3 + 2 * dims, 2)]
     parts = parts.permute(order).flatten(1, dims)  # (batch, boxes, channels, *cells)
     index = numbers.reshape(*numbers.shape, *[1] * (dims + 1))

@@ -117,9 +117,7 @@ class Processes(Exchange):
     def _numbers(self, shapes: Sequence[Sequence[int]]) -> list[int]:
         return [0 if i == self.rank else math.prod(shape) for i, shape in enumerate(shapes)]
 
-    def _divided(
-        self, out: Tensor, given: Sequence[Tensor], shapes: Sequence[Sequence[int]]
-    ) -> list[Tensor]:
+    def _divided(self, out: Tensor, given: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         found = list(out.split(self._numbers(shapes)))
         found[self.rank] = given[self.rank]
         return [x.view(tuple(shape)) for x, shape in zip(found, shapes, strict=True)]
@@ -151,9 +149,8 @@ class _Route:
 class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, processes: Processes, shapes: Sequence[Sequence[int]], route: _Route,
-        *given: Tensor,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx: Any, processes: Processes, shapes: Sequence[Sequence[int]], route: _Route, *given: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.route, route.there = route, processes.begin(given, shapes)
         return tuple(x.view_as(x) for x in given)  # the gradients of `_Arrive` have their shapes
 
@@ -167,9 +164,7 @@ class _Begin(torch.autograd.Function):
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, processes: Processes, route: _Route, *given: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, processes: Processes, route: _Route, *given: Tensor) -> tuple[Tensor, ...]:
         ctx.processes, ctx.route, ctx.shapes = processes, route, [x.shape for x in given]
         there, route.there = route.there, None
         assert there is not None

@@ -80,10 +80,7 @@ class Grid(Layout):
         return f"(batch, {', '.join(map(str, (*self.shape, *trailing)))})"
 
     def coordinates(self, device: torch.device | str | None = None) -> Tensor:
-        axes = [
-            self.spread(torch.arange(size, device=device), axis)
-            for axis, size in enumerate(self.shape)
-        ]
+        axes = [self.spread(torch.arange(size, device=device), axis) for axis, size in enumerate(self.shape)]
         return torch.stack(axes, dim=-1).reshape(self.length, self.ndim)
 
     def samples(self, batch: int) -> int:

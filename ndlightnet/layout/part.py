@@ -193,9 +193,7 @@ class _Edges(torch.autograd.Function):
     in its place: as slices they would each be a tensor of zeros of the size of x."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, spans: Sequence[tuple[int, int]]
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, dim: int, spans: Sequence[tuple[int, int]]) -> tuple[Tensor, ...]:
         ctx.dim, ctx.spans = dim, spans
         edges = [x.narrow(dim, at, n) for at, n in spans]
         copies = [x.new_empty(edge.shape) for edge in edges]
@@ -218,9 +216,7 @@ class _Add(torch.autograd.Function):
     place of x: not of a view of it, whose gradient would be copied."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, first: Tensor, last: Tensor, dim: int, shape: Sequence[int]
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, first: Tensor, last: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
         ctx.sizes, ctx.dim, ctx.shape = (first.shape[dim], last.shape[dim]), dim, shape
         ctx.dtypes = first.dtype, last.dtype
         cells = x.view(shape)
@@ -237,9 +233,7 @@ class _Add(torch.autograd.Function):
         return dout, first.to(ctx.dtypes[0]), last.to(ctx.dtypes[1]), None, None
 
 
-def add_planes(
-    x: Tensor, first: Tensor, last: Tensor, dim: int, shape: Sequence[int] | None = None
-) -> Tensor:
+def add_planes(x: Tensor, first: Tensor, last: Tensor, dim: int, shape: Sequence[int] | None = None) -> Tensor:
     """Return x + planes at its first and last steps along `dim` of its shape, or of x seen as
     `shape`; in the place of x, without a pass over the rest of it, forward or backward."""
     shape = x.shape if shape is None else shape

@@ -32,9 +32,7 @@ class Ragged(Layout):
     def __init__(self, shapes: Iterable[Sequence[int]]) -> None:
         self.shapes = tuple(tuple(int(n) for n in shape) for shape in shapes)
         if not self.shapes or len({len(shape) for shape in self.shapes}) > 1:
-            raise ValueError(
-                f"shapes={self.shapes}: expected one or more, with the same number of axes"
-            )
+            raise ValueError(f"shapes={self.shapes}: expected one or more, with the same number of axes")
         self.ndim = len(self.shapes[0])
         self.lengths = tuple(Grid(shape).length for shape in self.shapes)
         self.offsets = (0, *accumulate(self.lengths))
@@ -127,9 +125,7 @@ class Ragged(Layout):
 
     def sizes(self, device: torch.device) -> Tensor:
         """Return the number of tokens of every sample, (samples,) int64."""
-        made: Tensor = self.cached(
-            ("sizes", device), lambda: torch.tensor(self.lengths, device=device)
-        )
+        made: Tensor = self.cached(("sizes", device), lambda: torch.tensor(self.lengths, device=device))
         return made
 
     def frames(self, device: torch.device) -> tuple[Ragged, Tensor, int]:

@@ -38,10 +38,7 @@ class Shard:
         their shapes in every call: an own shape does not tell whether those of others changed."""
         shape = tuple(shape)
         if not 0 <= self.axis < len(shape):
-            raise ValueError(
-                f"shard_grid: axis={self.axis}, expected an axis of {len(shape)}, 0 to "
-                f"{len(shape) - 1}"
-            )
+            raise ValueError(f"shard_grid: axis={self.axis}, expected an axis of {len(shape)}, 0 to {len(shape) - 1}")
         sizes = carried_sizes(x, self.axis)
         if sizes is None:
             sizes = self.sizes
@@ -66,12 +63,10 @@ class Shard:
                 "expected the same on all processes"
             )
         rows = self._rows(torch.tensor(shapes, device=x.device).flatten())
-        grids = [[row[i : i + layout.ndim] for row in rows]
-                 for i in range(0, len(rows[0]), layout.ndim)]  # fmt: skip
+        grids = [[row[i : i + layout.ndim] for row in rows] for i in range(0, len(rows[0]), layout.ndim)]
         before, after = slice(None, self.axis), slice(self.axis + 1, None)
         if any(
-            len({(grid[before], grid[after]) for grid in slabs}) > 1
-            or not all(grid[self.axis] for grid in slabs)
+            len({(grid[before], grid[after]) for grid in slabs}) > 1 or not all(grid[self.axis] for grid in slabs)
             for slabs in grids
         ):
             raise ValueError(
@@ -79,10 +74,9 @@ class Shard:
                 f"processes but for one above 0 along axis {self.axis}"
             )
         return Spread(
-            Part(shape, axis=self.axis, sizes=tuple(grid[self.axis] for grid in slabs),
-                 exchange=self.exchange)
+            Part(shape, axis=self.axis, sizes=tuple(grid[self.axis] for grid in slabs), exchange=self.exchange)
             for shape, slabs in zip(shapes, grids, strict=True)
-        )  # fmt: skip
+        )
 
     def _rows(self, row: Tensor, length: int | None = None) -> list[Shape]:
         """Return the int64 tensors (n,) of all processes; with a length they may differ in n, up to
@@ -95,9 +89,7 @@ class Shard:
         """Return the sizes of all slabs; shape: (batch, *space) of this one."""
         rows = self._rows(torch.tensor([self.axis, *shape], device=x.device), SPACE)
         split = 2 + self.axis
-        if len({row[:split] + row[split + 1 :] for row in rows}) > 1 or not all(
-            row[split] for row in rows
-        ):
+        if len({row[:split] + row[split + 1 :] for row in rows}) > 1 or not all(row[split] for row in rows):
             shapes = "; ".join(str(row[1 : len(shape) + 1]) for row in rows)
             raise ValueError(
                 f"shard_grid: slabs (batch, *space) of {shapes} along axes "
@@ -117,9 +109,7 @@ class Shard:
             rows = self._rows(torch.tensor([len(x.shape), *key], device=x.device), SPACE)
             if len({*rows}) > 1:
                 shapes = "; ".join(str(row[1 : 1 + row[0]]) for row in rows)
-                raise ValueError(
-                    f"shard_grid: slabs of tensors of {shapes}, expected the same on all processes"
-                )
+                raise ValueError(f"shard_grid: slabs of tensors of {shapes}, expected the same on all processes")
             self.wholes.add(key)
         sizes = split_sizes(x.shape[dim], self.count, multiple)
         slab = x.narrow(dim, sum(sizes[: self.rank]), sizes[self.rank])
@@ -134,10 +124,7 @@ def split_sizes(size: int, parts: int, multiple: int = 1) -> Shape:
     """Return the sizes of `parts` slabs of an axis, multiples of `multiple` but for the last."""
     units = -(-size // multiple)
     if units < parts:
-        raise ValueError(
-            f"an axis of {size}: expected {parts} multiples of {multiple} or more, one for each "
-            "slab"
-        )
+        raise ValueError(f"an axis of {size}: expected {parts} multiples of {multiple} or more, one for each slab")
     ends = [min(size, multiple * (units * (i + 1) // parts)) for i in range(parts)]
     return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
 
@@ -202,9 +189,7 @@ def shard_grid(group: Any, axis: int = 0, sizes: Sequence[int] | None = None) ->
 def refuse_shards(what: str) -> None:
     """Raise ValueError within `shard_grid`, where `what` would see a slab as if it were all."""
     if _active:
-        raise ValueError(
-            f"{what} within shard_grid: expected an NDLightNet, an NDLightUNet, or their layers"
-        )
+        raise ValueError(f"{what} within shard_grid: expected an NDLightNet, an NDLightUNet, or their layers")
 
 
 def is_sharded() -> bool:

@@ -1,11 +1,6 @@
 """Whole networks."""
 
-from ndlightnet.models.backbone import (
-    NDLightNet,
-    ndlightnet_base,
-    ndlightnet_small,
-    ndlightnet_tiny,
-)
+from ndlightnet.models.backbone import NDLightNet, ndlightnet_base, ndlightnet_small, ndlightnet_tiny
 from ndlightnet.models.dit import DIT_SIZES, NDLightDiT
 from ndlightnet.models.forecaster import Forecaster
 from ndlightnet.models.frames import FrameByFrame, FramesAsChannels

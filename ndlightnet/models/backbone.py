@@ -111,8 +111,7 @@ class NDLightNet(Backbone):
         if stem_blocks and (causal or vocab_size):
             other = "causal=True" if causal else f"vocab_size={vocab_size}"
             raise ValueError(
-                f"stem_blocks={stem_blocks} with {other}: expected 0, its convolutions see later "
-                "frames and read cells"
+                f"stem_blocks={stem_blocks} with {other}: expected 0, its convolutions see later frames and read cells"
             )
         if dims > 1 and vocab_size:
             raise ValueError(f"dims={dims} with vocab_size={vocab_size}: expected dims=1")
@@ -131,15 +130,12 @@ class NDLightNet(Backbone):
             shape = dims, in_chans, patch_size, embed_dim
             self.embed = ConvStem(*shape, stem_blocks) if stem_blocks else Patchify(*shape)
         if tpe_bidirectional and causal and dims == 1:
-            raise ValueError(
-                "tpe_bidirectional=True with causal=True on one axis: later tokens would be seen"
-            )
+            raise ValueError("tpe_bidirectional=True with causal=True on one axis: later tokens would be seen")
         both = tpe_bidirectional is not False
         self.tpe = MDTPE(dims, embed_dim, tpe_states, both, causal) if tpe else None
         rates = [drop_path_rate * i / max(1, depth - 1) for i in range(depth)]
         self.blocks = nn.ModuleList(
-            Block(embed_dim, factory, mlp_ratio, rate)
-            for factory, rate in zip(factories, rates, strict=True)
+            Block(embed_dim, factory, mlp_ratio, rate) for factory, rate in zip(factories, rates, strict=True)
         )
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6)
         self.head_drop = nn.Dropout(drop_rate)
@@ -212,10 +208,7 @@ class NDLightNet(Backbone):
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return patterns of the names of parameters that tell the layers apart, from the embedding
         to the head, in timm's form, for the decay of learning rates by layer."""
-        return {
-            "stem": r"^(?:embed|tpe)\.",
-            "blocks": [(r"^blocks\.(\d+)\.", None), (r"^norm\.", (99999,))],
-        }
+        return {"stem": r"^(?:embed|tpe)\.", "blocks": [(r"^blocks\.(\d+)\.", None), (r"^norm\.", (99999,))]}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the blocks in the backward pass instead of storing their activations."""
@@ -325,9 +318,7 @@ class NDLightNet(Backbone):
         if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != cells):
             raise ValueError(f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {cells}")
 
-    def forward_head(
-        self, features: Any, pre_logits: bool = False, *, mask: Tensor | None = None
-    ) -> Tensor:
+    def forward_head(self, features: Any, pre_logits: bool = False, *, mask: Tensor | None = None) -> Tensor:
         """Map features (batch, *grid, embed_dim) to (batch, num_classes), by the mean over (real)
         tokens; those of a language model to (batch, length, vocab_size), or (length, vocab_size) of
         packed samples. mask: of cells, as in `forward_features`."""

@@ -43,15 +43,29 @@ class Card:
         name = (self.repo_id or self.network).split("/")[-1]
         where = self.repo_id or "FOLDER"
         lines = [
-            "---", *head, "---", "", f"# {name}", "",
+            "---",
+            *head,
+            "---",
+            "",
+            f"# {name}",
+            "",
             f"A network of ndlightnet (`{self.network}`), with LightNet attention "
             "([arXiv 2405.21022](https://arxiv.org/abs/2405.21022)); config.json has its "
-            "arguments.", "",
-            "```python", f"from ndlightnet.models import {self.network}", "",
-            f'model = {self.network}.from_pretrained("{where}")', "```", "",
-            "## Training data", "", ", ".join(self.data) or "Not stated.", "",
-            "## Results", "",
-        ]  # fmt: skip
+            "arguments.",
+            "",
+            "```python",
+            f"from ndlightnet.models import {self.network}",
+            "",
+            f'model = {self.network}.from_pretrained("{where}")',
+            "```",
+            "",
+            "## Training data",
+            "",
+            ", ".join(self.data) or "Not stated.",
+            "",
+            "## Results",
+            "",
+        ]
         if self.metrics:
             rows = [f"| {key} | {value:g} |" for key, value in self.metrics.items()]
             lines += ["| metric | value |", "|---|---|", *rows]

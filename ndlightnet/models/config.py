@@ -117,9 +117,7 @@ def _noting(init: Callable[..., None], inherited: Sequence[str] = ()) -> Callabl
     return noting
 
 
-def _arguments(
-    own: Signature, args: Any, options: dict[str, Any], inherited: Sequence[str]
-) -> dict[str, Any]:
+def _arguments(own: Signature, args: Any, options: dict[str, Any], inherited: Sequence[str]) -> dict[str, Any]:
     """Return the JSON form of all arguments of a call of an `__init__`."""
     bound = own.bind(None, *args, **options)
     bound.apply_defaults()

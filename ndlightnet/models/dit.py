@@ -26,12 +26,7 @@ from ndlightnet.nn.position import MDTPE
 from ndlightnet.ops.dtypes import check_floats, check_not_wider, check_tensors
 
 # width and number of blocks, as in the paper of DiT (arXiv 2212.09748)
-DIT_SIZES: dict[str, tuple[int, int]] = {
-    "S": (384, 12),
-    "B": (768, 12),
-    "L": (1024, 24),
-    "XL": (1152, 28),
-}
+DIT_SIZES: dict[str, tuple[int, int]] = {"S": (384, 12), "B": (768, 12), "L": (1024, 24), "XL": (1152, 28)}
 
 
 class NDLightDiT(Pretrained):
@@ -166,9 +161,7 @@ class NDLightDiT(Pretrained):
 
         def __call__(self, x: Tensor, t: Tensor | float, y: Tensor | None = None) -> Tensor: ...
 
-    def _condition(
-        self, t: Tensor | float, y: Tensor | None, batch: int, device: torch.device
-    ) -> Tensor:
+    def _condition(self, t: Tensor | float, y: Tensor | None, batch: int, device: torch.device) -> Tensor:
         """Return the condition (batch, embed_dim) of times and classes."""
         times = torch.as_tensor(t, device=device)
         if times.shape not in ((), (batch,)):

@@ -13,17 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ndlightnet.layout import (
-    Boxed,
-    Exchange,
-    Grid,
-    Layout,
-    Packed,
-    Part,
-    Shard,
-    activated,
-    per_axis,
-)
+from ndlightnet.layout import Boxed, Exchange, Grid, Layout, Packed, Part, Shard, activated, per_axis
 from ndlightnet.layout.shard import refuse_shards
 from ndlightnet.models.hub import Pretrained
 from ndlightnet.models.large import Large, Sweeper
@@ -187,16 +177,12 @@ class Backbone(Pretrained, Large):
         length, embed_dim), with `reshape` (batch, embed_dim, *grid). There are no prefix tokens:
         `return_prefix_tokens` changes nothing, as in timm."""
         maps: list[Any] = self.forward_intermediates(
-            x, n, norm, output_fmt="NCHW" if reshape else "NLC", intermediates_only=True,
-            stop_early=True, mask=mask,
-        )  # fmt: skip
+            x, n, norm, output_fmt="NCHW" if reshape else "NLC", intermediates_only=True, stop_early=True, mask=mask
+        )
         return maps
 
     def prune_intermediate_layers(
-        self,
-        indices: int | Sequence[int] = 1,
-        prune_norm: bool = False,
-        prune_head: bool = True,
+        self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
         """Remove the blocks after the last of `indices`, and with the options the norm and the
         head. Return the indices as counted from the first block."""
@@ -227,8 +213,7 @@ class Backbone(Pretrained, Large):
             return list(range(blocks - count, blocks))
         if not indices or any(not -blocks <= i < blocks for i in indices):
             raise ValueError(
-                f"indices={indices!r}: expected one or more of -{blocks} to {blocks - 1}, there "
-                f"are {blocks} blocks"
+                f"indices={indices!r}: expected one or more of -{blocks} to {blocks - 1}, there are {blocks} blocks"
             )
         return [i % blocks for i in indices]
 
@@ -236,16 +221,11 @@ class Backbone(Pretrained, Large):
         """Return regular expressions of parameter names in timm's form, for layer decay: the stem
         (embedding and MD-TPE), each block, the norm with the last block; the head is the rest.
         coarse: no change, there are no stages of several blocks."""
-        return {
-            "stem": r"^(?:embed|tpe)\.",
-            "blocks": [(r"^blocks\.(\d+)\.", None), (r"^norm\.", (99999,))],
-        }
+        return {"stem": r"^(?:embed|tpe)\.", "blocks": [(r"^blocks\.(\d+)\.", None), (r"^norm\.", (99999,))]}
 
     @torch.no_grad()
     def set_input_size(
-        self,
-        img_size: int | Sequence[int] | None = None,
-        patch_size: int | Sequence[int] | None = None,
+        self, img_size: int | Sequence[int] | None = None, patch_size: int | Sequence[int] | None = None
     ) -> None:
         """Change the patch size, and resample the embedding's weights to it.
 

@@ -21,14 +21,7 @@ class CrossBlock(Block):
     x + cross(norm x, context), then x + mlp(norm x). fixed: `cross` holds also if the mixer has no
     cross form, for which LightNetAttention stands otherwise."""
 
-    def __init__(
-        self,
-        dim: int,
-        mixer: Factory,
-        cross: Factory,
-        mlp_ratio: float = 8 / 3,
-        fixed: bool = True,
-    ) -> None:
+    def __init__(self, dim: int, mixer: Factory, cross: Factory, mlp_ratio: float = 8 / 3, fixed: bool = True) -> None:
         super().__init__(dim, mixer, mlp_ratio)
         if not fixed and not reads_context(self.mixer):
             cross = LightNetAttention
@@ -95,9 +88,7 @@ class Forecaster(Pretrained):
         if embed_dim < 2 or embed_dim % 2:
             raise ValueError(f"embed_dim={embed_dim}: expected an even number")
         if depth < 1 or decoder_depth < 1:
-            raise ValueError(
-                f"depth={depth}, decoder_depth={decoder_depth}: expected 1 or more of both"
-            )
+            raise ValueError(f"depth={depth}, decoder_depth={decoder_depth}: expected 1 or more of both")
         layers = depth + decoder_depth
         encoders = layer_factories("mixer", mixer, layers, dims=1, causal=False)[:depth]
         decoders = layer_factories("mixer", mixer, layers, dims=1, causal=True)[depth:]

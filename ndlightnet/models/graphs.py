@@ -65,10 +65,9 @@ class Graphs:
         own = {leaf.untyped_storage().data_ptr() for leaf in mine}
         # copies of views of tensors that would be overwritten before the views are read
         given = [
-            leaf.clone() if all(leaf is not m for m in mine)
-            and leaf.untyped_storage().data_ptr() in own else leaf
+            leaf.clone() if all(leaf is not m for m in mine) and leaf.untyped_storage().data_ptr() in own else leaf
             for leaf in given
-        ]  # fmt: skip
+        ]
         for into, leaf in zip(mine, given, strict=True):
             if into is not leaf:
                 into.copy_(leaf)

@@ -130,10 +130,14 @@ class Pretrained(Configured):
             repo_id = api.create_repo(repo_id=repo_id, private=private, exist_ok=True).repo_id
             return str(
                 api.upload_folder(
-                    repo_id=repo_id, repo_type="model", folder_path=folder,
-                    commit_message=commit_message, revision=revision, create_pr=create_pr,
+                    repo_id=repo_id,
+                    repo_type="model",
+                    folder_path=folder,
+                    commit_message=commit_message,
+                    revision=revision,
+                    create_pr=create_pr,
                 )
-            )  # fmt: skip
+            )
 
     @classmethod
     def from_pretrained(
@@ -168,11 +172,15 @@ class Pretrained(Configured):
             download = _needed("huggingface_hub").snapshot_download
             folder = Path(
                 download(
-                    str(name), revision=revision, token=token, cache_dir=cache_dir,
-                    local_files_only=local_files_only, force_download=force_download,
+                    str(name),
+                    revision=revision,
+                    token=token,
+                    cache_dir=cache_dir,
+                    local_files_only=local_files_only,
+                    force_download=force_download,
                     allow_patterns=[CONFIG, WEIGHTS],
                 )
-            )  # fmt: skip
+            )
         for file in (CONFIG, WEIGHTS):
             if not (folder / file).is_file():
                 raise FileNotFoundError(f"{name}: has no {file}, expected one of save_pretrained")
@@ -185,12 +193,7 @@ class Pretrained(Configured):
 
     @classmethod
     def from_checkpoint(
-        cls: type[Net],
-        path: str | Path,
-        *,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        **arguments: Any,
+        cls: type[Net], path: str | Path, *, device: Device = None, dtype: torch.dtype | None = None, **arguments: Any
     ) -> Net:
         """Load the network of a training, such as "runs/x/checkpoints/last.ckpt", in evaluation
         mode; with the averaged weights if the training averaged.
@@ -211,9 +214,14 @@ class Pretrained(Configured):
 
     @classmethod
     def _restored(
-        cls: type[Net], source: object, config: Any, weights: dict[str, Tensor],
-        device: Device, dtype: torch.dtype | None, arguments: dict[str, Any],
-    ) -> Net:  # fmt: skip
+        cls: type[Net],
+        source: object,
+        config: Any,
+        weights: dict[str, Tensor],
+        device: Device,
+        dtype: torch.dtype | None,
+        arguments: dict[str, Any],
+    ) -> Net:
         """Return a network with the arguments and weights of a file."""
         if not isinstance(config, dict):
             raise ValueError(f"{source}: a config that is no dictionary")
@@ -241,8 +249,7 @@ class Pretrained(Configured):
         fresh = []
         for name, head in cls.head_of.items():
             old, new = (
-                {k: x.shape for k, x in state.items() if k.startswith(head)}
-                for state in (weights, net.state_dict())
+                {k: x.shape for k, x in state.items() if k.startswith(head)} for state in (weights, net.state_dict())
             )
             if name in given and old != new:
                 fresh.append(head)

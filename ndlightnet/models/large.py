@@ -82,10 +82,15 @@ class Sweeper:
     """
 
     def __init__(
-        self, device: torch.device, dims: int, axis: int, sizes: Sequence[int],
-        folder: Path | None, then: Callable[[Tensor], Tensor] | None,
+        self,
+        device: torch.device,
+        dims: int,
+        axis: int,
+        sizes: Sequence[int],
+        folder: Path | None,
+        then: Callable[[Tensor], Tensor] | None,
         told: Callable[[str], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.device, self.folder = device, folder
         self.dims, self.axis, self.sizes = dims, axis, tuple(sizes)
         self.then, self.told = then or (lambda x: x), told

@@ -120,9 +120,13 @@ class MaskedDecoder(Initialized):
 
 
 def masked_loss(
-    net: NDLightNet, decoder: MaskedDecoder, x: Tensor, box: int | tuple[int, ...], dropped: float,
+    net: NDLightNet,
+    decoder: MaskedDecoder,
+    x: Tensor,
+    box: int | tuple[int, ...],
+    dropped: float,
     generator: torch.Generator | None = None,
-) -> tuple[Tensor, Reconstruction]:  # fmt: skip
+) -> tuple[Tensor, Reconstruction]:
     """Return the mean squared error of the dropped patches, and the reconstruction.
 
     A patch is normalised by its mean and by sqrt(its variance + (0.2 of its sample's standard
@@ -137,9 +141,7 @@ def masked_loss(
     return loss_of_dropped(found, x, boxed.absent(), decoder.patch)
 
 
-def loss_of_dropped(
-    found: Tensor, x: Tensor, absent: Tensor, patch: tuple[int, ...]
-) -> tuple[Tensor, Reconstruction]:
+def loss_of_dropped(found: Tensor, x: Tensor, absent: Tensor, patch: tuple[int, ...]) -> tuple[Tensor, Reconstruction]:
     """Return what `masked_loss` does, of the patches (batch, *grid, cells * channels) that were
     found for samples x, of which the tokens `absent` (batch, *grid) were dropped."""
     found, target, x = found.float(), cut_patches(x, patch).float(), x.float()

@@ -41,9 +41,7 @@ def advance(model: Any, x: Tensor, state: StreamState) -> tuple[Tensor, StreamSt
         if cells is None:
             cells = x.new_zeros(*x.shape[:2], patch - 1, *x.shape[3:])
         if cells.shape[3:] != x.shape[3:]:
-            raise ValueError(
-                f"frames of {tuple(x.shape[3:])}: expected {tuple(cells.shape[3:])} as before"
-            )
+            raise ValueError(f"frames of {tuple(x.shape[3:])}: expected {tuple(cells.shape[3:])} as before")
         x = torch.cat([cells[:, :, : state.waiting].to(x.dtype), x], 2)
         waiting = x.shape[2] % patch
         whole = x.shape[2] - waiting
@@ -69,9 +67,12 @@ def advance(model: Any, x: Tensor, state: StreamState) -> tuple[Tensor, StreamSt
     x = model.norm(x)
     total, count = layout.sums(x.flatten(1, -2).to(state.total.dtype))
     return x, state._replace(
-        frames=state.frames + x.shape[1], tpe=tpe, layers=tuple(layers),
-        total=state.total + total, tokens=state.tokens + count,
-    )  # fmt: skip
+        frames=state.frames + x.shape[1],
+        tpe=tpe,
+        layers=tuple(layers),
+        total=state.total + total,
+        tokens=state.tokens + count,
+    )
 
 
 def _first(model: Any, batch: int, space: tuple[int, ...], device: torch.device) -> dict[str, Any]:
@@ -162,8 +163,11 @@ class Stream:
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and numbers, for `torch.save` and `torch.load` with weights_only=True."""
         names, state = self.state._fields, clone(self.state)  # the next frame may overwrite it
-        return {**dict(zip(names, state, strict=True)), "waiting": list(self.waiting),
-                "layers": [tree_leaves(memory) for memory in state.layers]}  # fmt: skip
+        return {
+            **dict(zip(names, state, strict=True)),
+            "waiting": list(self.waiting),
+            "layers": [tree_leaves(memory) for memory in state.layers],
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Continue from another stream's `state_dict`, on the model's device."""
@@ -198,9 +202,7 @@ class Stream:
             return out
         if self.state.frames.device != x.device:
             raise ValueError(f"input on {x.device}, the stream on {self.state.frames.device}")
-        part = self._part(
-            tree_map(lambda s: s[rows] if isinstance(s, Tensor) else s, self.state), rows
-        )
+        part = self._part(tree_map(lambda s: s[rows] if isinstance(s, Tensor) else s, self.state), rows)
         out, part = advance(self.model, x[rows], part)
         self._put(part, rows)
         for row in rows:
@@ -252,11 +254,14 @@ class Stream:
             device = part.frames.device
             first = _first(self.model, self.batch_size, part.space, device)
             old = old._replace(space=part.space, **first)
-        layers = tuple(
-            tree_map(put, memory, new) for memory, new in zip(old.layers, part.layers, strict=True)
-        )
+        layers = tuple(tree_map(put, memory, new) for memory, new in zip(old.layers, part.layers, strict=True))
         self.state = StreamState(
-            put(old.frames, part.frames), 0, put(old.cells, part.cells), old.space,
-            put(old.tpe, part.tpe), layers, put(old.total, part.total),
+            put(old.frames, part.frames),
+            0,
+            put(old.cells, part.cells),
+            old.space,
+            put(old.tpe, part.tpe),
+            layers,
+            put(old.total, part.total),
             put(old.tokens, part.tokens),
-        )  # fmt: skip
+        )

@@ -128,8 +128,7 @@ class NDLightUNet(Pretrained, Large):
             strides = [halves] * (3 if widths is None else len(widths) - 1)
         if not isinstance(strides, Sequence):
             raise ValueError(
-                f"strides={strides!r}: expected a list with, for each level after the first, an "
-                f"int or {dims} of them"
+                f"strides={strides!r}: expected a list with, for each level after the first, an int or {dims} of them"
             )
         steps = [per_axis("strides", step, dims) for step in strides]
         if causal and any(step[0] > 1 for step in steps):
@@ -139,21 +138,14 @@ class NDLightUNet(Pretrained, Large):
         skips = usual_skips if skips is None else skips
         if skips not in ("add", "concat"):
             raise ValueError(f"skips={skips!r}: expected 'add' or 'concat'")
-        widths = (
-            [min(MOST, first << level) for level in range(levels)] if widths is None else widths
-        )
+        widths = [min(MOST, first << level) for level in range(levels)] if widths is None else widths
         convs = _stretched(usual[0], levels) if convs is None else convs
         depths = _stretched(usual[1], levels) if depths is None else depths
-        for name, values, least in (
-            ("widths", widths, 1),
-            ("convs", convs, 0),
-            ("depths", depths, 0),
-        ):
+        for name, values, least in (("widths", widths, 1), ("convs", convs, 0), ("depths", depths, 0)):
             whole = isinstance(values, Sequence) and all(isinstance(n, Integral) for n in values)
             if not whole or len(values) != levels or min(values) < least:
                 raise ValueError(
-                    f"{name}={values!r}: expected {levels} numbers from {least} on, one more than "
-                    f"strides={strides!r}"
+                    f"{name}={values!r}: expected {levels} numbers from {least} on, one more than strides={strides!r}"
                 )
         if convs[0] < 1:
             raise ValueError(f"convs={convs!r}: expected 1 or more at the first level")
@@ -171,9 +163,17 @@ class NDLightUNet(Pretrained, Large):
             self.down.append(down)
             self.convs.append(Layers(*blocks))
             self.stages.append(
-                Stage(dims, width, list(islice(factories, depth)), mlp_ratio, tpe, drop_path_rate,
-                      self.channel_axis, causal)
-            )  # fmt: skip
+                Stage(
+                    dims,
+                    width,
+                    list(islice(factories, depth)),
+                    mlp_ratio,
+                    tpe,
+                    drop_path_rate,
+                    self.channel_axis,
+                    causal,
+                )
+            )
         pairs = list(zip(pairwise(widths), steps, strict=True))
         self.up = nn.ModuleList(layers.up(low, high, step) for (high, low), step in pairs)
         both = 2 if skips == "concat" else 1
@@ -189,9 +189,15 @@ class NDLightUNet(Pretrained, Large):
         init_network(self.stages)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool,
-        missing: list[str], unexpected: list[str], errors: list[str],
-    ) -> None:  # fmt: skip
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
         found = state_dict.get(f"{prefix}decoders.0.conv1.weight")
         if found is not None and found.ndim > 1:
             form = "concat" if found.shape[1] == 2 * found.shape[0] else "add"
@@ -242,17 +248,13 @@ class NDLightUNet(Pretrained, Large):
         """Map the feature maps of `encode` to what the network returns."""
         features = list(features)
         if len(features) != len(self.widths):
-            raise ValueError(
-                f"{len(features)} feature maps: expected {len(self.widths)}, one for each level"
-            )
+            raise ValueError(f"{len(features)} feature maps: expected {len(self.widths)}, one for each level")
         batch, space = features[0].shape[0], tuple(features[0].shape[2:])
         steps = [(1,) * self.dims, *self.strides]
         for level, (y, width, step) in enumerate(zip(features, self.widths, steps, strict=True)):
             space = tuple(-(-size // by) for size, by in zip(space, step, strict=False))
             if y.ndim != self.dims + 2 or tuple(y.shape) != (batch, width, *space):
-                raise ValueError(
-                    f"features[{level}] {tuple(y.shape)}: expected {(batch, width, *space)}"
-                )
+                raise ValueError(f"features[{level}] {tuple(y.shape)}: expected {(batch, width, *space)}")
         layouts = self._layouts(features[0])
         return self._decode([y.movedim(1, self.channel_axis) for y in features], layouts)
 
@@ -272,8 +274,7 @@ class NDLightUNet(Pretrained, Large):
         check_not_wider(self, input=x)
         if x.ndim != self.dims + 2 or x.shape[1] != self.in_channels:
             raise ValueError(
-                f"input of shape {tuple(x.shape)}: expected (batch, {self.in_channels}, *space) "
-                f"with {self.dims} axes"
+                f"input of shape {tuple(x.shape)}: expected (batch, {self.in_channels}, *space) with {self.dims} axes"
             )
         check_not_empty(x.shape[2:], x)
 

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 SHOWN = 5  # names of a kind in a message
 
 
-def load_weights(
-    net: nn.Module, weights: Mapping[str, Tensor], source: object, fresh: Sequence[str] = ()
-) -> None:
+def load_weights(net: nn.Module, weights: Mapping[str, Tensor], source: object, fresh: Sequence[str] = ()) -> None:
     """Load a state dict into a network, strictly.
 
     fresh: beginnings of names that keep the network's own values. Weights of tied parameters may
@@ -28,10 +26,7 @@ def load_weights(
     except RuntimeError as error:  # shapes; what else there is shows without them
         own = net.state_dict()
         wrong = [key for key in found if key in own and own[key].shape != found[key].shape]
-        shapes = [
-            f"{key} (found {tuple(found[key].shape)}, expected {tuple(own[key].shape)})"
-            for key in wrong
-        ]
+        shapes = [f"{key} (found {tuple(found[key].shape)}, expected {tuple(own[key].shape)})" for key in wrong]
         if not shapes:
             raise ValueError(f"{source}: {' '.join(str(error).split())}") from error
         rest = {key: x for key, x in found.items() if key not in wrong}
@@ -39,9 +34,7 @@ def load_weights(
         missing = [key for key in missing if key not in wrong]
     present = net.state_dict(keep_vars=True)
     ours = {id(present[key]) for key in found if key in present}  # a tied weight has two names
-    missing = [
-        key for key in missing if id(present[key]) not in ours and not key.startswith(tuple(fresh))
-    ]
+    missing = [key for key in missing if id(present[key]) not in ours and not key.startswith(tuple(fresh))]
     parts = (("missing", missing), ("unexpected", unexpected), ("other shapes", shapes))
     if problems := [f"{what}: {_some(names)}" for what, names in parts if names]:
         raise ValueError(f"{source}: weights of another network; {'; '.join(problems)}")
@@ -56,9 +49,7 @@ def no_checkpoint(path: str | Path) -> str:
     """Return a line on a path that is no file: the checkpoints in the folder, also of a run, that
     it is, or beside it."""
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    near = sorted(
-        str(file) for form in ("", "checkpoints/") for file in folder.glob(f"{form}*.ckpt")
-    )
+    near = sorted(str(file) for form in ("", "checkpoints/") for file in folder.glob(f"{form}*.ckpt"))
     what = "a folder" if folder == Path(path) else "no such checkpoint"
     return f"{path}: {what}, expected {' or '.join(near) or 'a checkpoint that `fit` has left'}"
 
@@ -77,9 +68,7 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any] | None, dict[str, 
         state = saved["state_dict"]
         weights = {k.removeprefix("net."): x for k, x in state.items() if k.startswith("net.")}
     except Exception as error:  # its class depends on what is in the file
-        raise ValueError(
-            f"{path}: not a checkpoint of `ndlightnet ... fit` ({type(error).__name__})"
-        ) from error
+        raise ValueError(f"{path}: not a checkpoint of `ndlightnet ... fit` ({type(error).__name__})") from error
     if not weights:
         raise ValueError(f"{path}: state_dict holds no weights of a network, names of net.*")
     return saved.get("network"), weights

@@ -70,9 +70,7 @@ class AdaptiveBlock(Initialized):
     x + gate mlp(norm x), where norm x is scaled and shifted. Initially the gates are 0, and the
     block changes nothing."""
 
-    def __init__(
-        self, dim: int, mixer: Callable[[int], nn.Module], mlp_ratio: float = 8 / 3
-    ) -> None:
+    def __init__(self, dim: int, mixer: Callable[[int], nn.Module], mlp_ratio: float = 8 / 3) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6, elementwise_affine=False)
         self.mixer = mixer(dim)

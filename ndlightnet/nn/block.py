@@ -91,11 +91,7 @@ class Block(Initialized):
     """Residual block: x + mixer(norm x), then x + mlp(norm x)."""
 
     def __init__(
-        self,
-        dim: int,
-        mixer: Callable[[int], nn.Module],
-        mlp_ratio: float = 8 / 3,
-        drop_path: float = 0.0,
+        self, dim: int, mixer: Callable[[int], nn.Module], mlp_ratio: float = 8 / 3, drop_path: float = 0.0
     ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, eps=1e-6)
@@ -105,9 +101,8 @@ class Block(Initialized):
         self.drop_path = DropPath(drop_path)
 
     def forward(
-        self, x: Tensor, mask: Tensor | None = None, causal: bool = False,
-        layout: Layout | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, x: Tensor, mask: Tensor | None = None, causal: bool = False, layout: Layout | None = None
+    ) -> Tensor:
         """Map tokens (batch, *grid, dim) to the same shape. mask: bool (batch, *grid), False =
         padding. With a layout tokens may also be (batch, length, dim), mask (batch, length); a pack
         is (length, dim)."""
@@ -117,15 +112,11 @@ class Block(Initialized):
         y = y + self.drop_path(self.mlp(self.norm2(y)), grid)
         return y.reshape(x.shape)
 
-    def init_state(
-        self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
-    ) -> Any:
+    def init_state(self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()) -> Any:
         """Return the mixer's state before the first frame, of shape `space`, for `advance`."""
         return self._streaming().init_state(batch, device, space)
 
-    def advance(
-        self, x: Tensor, state: Any, position: Tensor, layout: Grid | None = None
-    ) -> tuple[Tensor, Any]:
+    def advance(self, x: Tensor, state: Any, position: Tensor, layout: Grid | None = None) -> tuple[Tensor, Any]:
         """Map the next frames (batch, frames, *space, dim) in the causal form. Return the result
         and the next state. state: after the `position` (batch,) frames so far."""
         y, state = self._streaming().advance(self.norm1(x), state, position, layout)
@@ -134,9 +125,7 @@ class Block(Initialized):
 
     def _streaming(self) -> Any:
         if not hasattr(self.mixer, "advance"):
-            raise ValueError(
-                f"{type(self.mixer).__name__} has no method advance: it cannot go frame by frame"
-            )
+            raise ValueError(f"{type(self.mixer).__name__} has no method advance: it cannot go frame by frame")
         return self.mixer
 
 

@@ -15,17 +15,8 @@ from ndlightnet.layout import Grid, Part, add_planes
 from ndlightnet.nn import slabs
 from ndlightnet.nn.layers import GridLayer
 from ndlightnet.nn.stem import torch_layer
-from ndlightnet.ops.instance_norm import (
-    instance_norm,
-    instance_norm_silu,
-    instance_norm_silu_,
-    kernel_runs,
-)
-from ndlightnet.ops.instance_norm_parts import (
-    by_kernels,
-    instance_norm_part,
-    instance_norm_silu_part,
-)
+from ndlightnet.ops.instance_norm import instance_norm, instance_norm_silu, instance_norm_silu_, kernel_runs
+from ndlightnet.ops.instance_norm_parts import by_kernels, instance_norm_part, instance_norm_silu_part
 from ndlightnet.ops.plain import plain
 
 
@@ -42,18 +33,15 @@ class NormSiLU(nn.GroupNorm):
         super().__init__(channels, channels)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None = None, layout: Grid | None = None,
-        memo: Any = None,
-    ) -> Tensor:  # fmt: skip
+        self, x: Tensor, residual: Tensor | None = None, layout: Grid | None = None, memo: Any = None
+    ) -> Tensor:
         """memo: within `shard_grid`, as in `instance_norm_silu_part`."""
         inputs = (x, self.weight, self.bias, residual, self.eps)
         if isinstance(layout, Part):
             return instance_norm_silu_part(*inputs, layout, memo=memo)
         return instance_norm_silu(*inputs)
 
-    def overwritten(
-        self, x: Tensor, residual: Tensor | None = None, layout: Grid | None = None
-    ) -> Tensor:
+    def overwritten(self, x: Tensor, residual: Tensor | None = None, layout: Grid | None = None) -> Tensor:
         """Return the same without a gradient, in the place of x if a kernel runs."""
         if not kernel_runs(x):
             return self(x, residual, layout)
@@ -133,9 +121,7 @@ def _convolve_part(conv: Any, x: Tensor, layout: Part) -> Tensor:
     return add_planes(y, added(first, 0), added(last, 2), dim)
 
 
-def _convolve_norm(
-    conv: nn.Module, norm: NormSiLU, x: Tensor, layout: Grid | None = None
-) -> Tensor:
+def _convolve_norm(conv: nn.Module, norm: NormSiLU, x: Tensor, layout: Grid | None = None) -> Tensor:
     """Return conv(norm(x)), where the convolution keeps x for its gradient, as the norm does, and
     not norm(x), a memory-bound pass that is made again (and calls the norm's hooks again)."""
     memo: list[Any] = []

@@ -60,9 +60,7 @@ def reset(*modules: nn.Module) -> None:
         if again is not None:
             again()
         elif held and not isinstance(module, nn.ParameterList | nn.ParameterDict):  # their owner's
-            raise ValueError(
-                f"{name}: {type(module).__name__} holds parameters and has no reset_parameters"
-            )
+            raise ValueError(f"{name}: {type(module).__name__} holds parameters and has no reset_parameters")
 
 
 @torch.no_grad()

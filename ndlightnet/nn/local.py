@@ -35,9 +35,7 @@ class LocalMixing(Initialized):
     Parameters: taps * dim.
     """
 
-    def __init__(
-        self, dims: int, dim: int, radius: int = 1, dense: bool = False, impl: Impl = "auto"
-    ) -> None:
+    def __init__(self, dims: int, dim: int, radius: int = 1, dense: bool = False, impl: Impl = "auto") -> None:
         super().__init__()
         check_integers(1, dims=dims, radius=radius)
         self.dims, self.radius, self.dense, self.impl = dims, radius, dense, impl
@@ -52,9 +50,7 @@ class LocalMixing(Initialized):
         """Return the offsets of the taps, in the order of the rows of `weight`."""
         return (dense if self.dense else star)(self.dims, self.radius, causal)
 
-    def forward(
-        self, x: Tensor, layout: Layout, mask: Tensor | None = None, causal: bool = False
-    ) -> Tensor:
+    def forward(self, x: Tensor, layout: Layout, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         """Mix tokens (batch, length, dim). mask: (batch, length), False where x counts as 0."""
         return self.begin(x, layout, mask, causal)()
 
@@ -66,9 +62,7 @@ class LocalMixing(Initialized):
         taps = self.offsets(causal)
         return begin_local_mixing(x, self.weight, taps, layout=layout, mask=mask, impl=self.impl)
 
-    def init_state(
-        self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
-    ) -> Tensor:
+    def init_state(self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()) -> Tensor:
         """Return the state before the first frame. space: shape of a frame."""
         shape = (batch, 2 * self.radius, Grid(space).length, self.weight.shape[1])
         return torch.zeros(shape, dtype=accumulator(self.weight), device=device)
@@ -81,7 +75,4 @@ class LocalMixing(Initialized):
 
     def _check(self, layout: Layout) -> None:
         if layout.ndim != self.dims:
-            raise ValueError(
-                f"tokens on {layout.ndim} axes, local mixing with dims={self.dims}: expected as "
-                "many"
-            )
+            raise ValueError(f"tokens on {layout.ndim} axes, local mixing with dims={self.dims}: expected as many")

@@ -65,9 +65,7 @@ class MultiheadAttention(Initialized):
     ) -> None:
         super().__init__()
         if add_bias_kv or add_zero_attn:
-            raise ValueError(
-                "add_bias_kv and add_zero_attn have no meaning for LightNet: expected False"
-            )
+            raise ValueError("add_bias_kv and add_zero_attn have no meaning for LightNet: expected False")
         if num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"num_heads={num_heads}: expected a divisor of embed_dim={embed_dim}")
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
@@ -82,9 +80,7 @@ class MultiheadAttention(Initialized):
         self.q_proj = linear(embed_dim, embed_dim)
         self.k_proj = linear(self.kdim, embed_dim)
         self.v_proj = linear(self.vdim, embed_dim)
-        self.gate = nn.Sequential(
-            linear(embed_dim, self.head_dim), linear(self.head_dim, embed_dim)
-        )
+        self.gate = nn.Sequential(linear(embed_dim, self.head_dim), linear(self.head_dim, embed_dim))
         self.norm = nn.LayerNorm(embed_dim, eps=1e-6, device=device, dtype=dtype)
         self.out_proj = linear(embed_dim, embed_dim)
 
@@ -126,14 +122,9 @@ class MultiheadAttention(Initialized):
                 )
         samples = 0 if self.batch_first else 1
         if query.ndim == 3 and query.shape[samples] != key.shape[samples]:
-            raise ValueError(
-                f"key {tuple(key.shape)}: expected the batch of query {tuple(query.shape)}"
-            )
+            raise ValueError(f"key {tuple(key.shape)}: expected the batch of query {tuple(query.shape)}")
         if key.shape[:-1] != value.shape[:-1]:
-            raise ValueError(
-                f"value {tuple(value.shape)}: expected the length and batch of key "
-                f"{tuple(key.shape)}"
-            )
+            raise ValueError(f"value {tuple(value.shape)}: expected the length and batch of key {tuple(key.shape)}")
         check_masks(key_padding_mask, attn_mask, is_causal)
         unbatched = query.ndim == 2
         if unbatched:
@@ -189,11 +180,16 @@ class MultiheadAttention(Initialized):
     if TYPE_CHECKING:  # what an editor knows of a call; of a Module's it knows nothing
 
         def __call__(
-            self, query: Tensor, key: Tensor, value: Tensor,
-            key_padding_mask: Tensor | None = None, need_weights: bool = True,
-            attn_mask: Tensor | None = None, average_attn_weights: bool = True,
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            key_padding_mask: Tensor | None = None,
+            need_weights: bool = True,
+            attn_mask: Tensor | None = None,
+            average_attn_weights: bool = True,
             is_causal: bool = False,
-        ) -> tuple[Tensor, Tensor | None]: ...  # fmt: skip
+        ) -> tuple[Tensor, Tensor | None]: ...
 
 
 def check_masks(key_padding_mask: Any, attn_mask: Any, is_causal: bool) -> None:
@@ -210,9 +206,7 @@ def check_masks(key_padding_mask: Any, attn_mask: Any, is_causal: bool) -> None:
         )
 
 
-def is_causal_mask(
-    attn_mask: Tensor | None, is_causal: bool, target: int, source: int
-) -> bool | Tensor:
+def is_causal_mask(attn_mask: Tensor | None, is_causal: bool, target: int, source: int) -> bool | Tensor:
     """Return whether the mask is the causal one; in a compiled graph, a bool Tensor () where this
     depends on its values. Refuse a mask that is neither causal nor empty; a compiled graph does so
     when it runs."""

@@ -9,15 +9,7 @@ from torch import Tensor, nn
 
 from ndlightnet.layout import Grid, Layout, Part, layout_of_tokens
 from ndlightnet.nn.initial import Initialized, assign
-from ndlightnet.ops import (
-    Position,
-    axis_scan,
-    frequencies,
-    line_scan,
-    line_state,
-    line_step,
-    supported,
-)
+from ndlightnet.ops import Position, axis_scan, frequencies, line_scan, line_state, line_step, supported
 from ndlightnet.ops.dispatch import Impl
 from ndlightnet.ops.position import Kind, slots_of
 from ndlightnet.ops.recurrence.chunks import exact
@@ -53,10 +45,7 @@ class MDLRPE(Initialized):
         functions of ndlightnet.ops."""
         grid = Grid(layout) if isinstance(layout, tuple) else layout
         if grid.ndim > self.slots:
-            raise ValueError(
-                f"grid {grid.shapes[0]}: {grid.ndim} axes need as many angles, the head has "
-                f"{self.slots}"
-            )
+            raise ValueError(f"grid {grid.shapes[0]}: {grid.ndim} axes need as many angles, the head has {self.slots}")
         bank = frequencies(self.slots, grid.ndim, device=self.log_factor.device)
         theta = bank * _at_least_float32(self.log_factor).exp()
         return Position(theta, grid, self.kind)
@@ -121,11 +110,7 @@ class MDTPE(Initialized):
         return forward, backward
 
     def forward(
-        self,
-        x: Tensor,
-        mask: Tensor | None = None,
-        layout: Layout | None = None,
-        dtype: torch.dtype | None = None,
+        self, x: Tensor, mask: Tensor | None = None, layout: Layout | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
         """Map tokens (batch, *grid, dim) to the same shape. mask: bool (batch, *grid). With a
         layout tokens may also be (batch, length, dim), and a pack is (length, dim). dtype: of the
@@ -134,14 +119,19 @@ class MDTPE(Initialized):
         with exact(x):
             (coef, log_decay), reverse = self.weights()
             y = axis_scan(
-                grid.tokens(x), coef, log_decay, reverse, grid.flatten_mask(mask), layout=grid,
-                residual=True, dtype=dtype, impl=self.impl,
-            )  # fmt: skip
+                grid.tokens(x),
+                coef,
+                log_decay,
+                reverse,
+                grid.flatten_mask(mask),
+                layout=grid,
+                residual=True,
+                dtype=dtype,
+                impl=self.impl,
+            )
         return y.reshape(x.shape)
 
-    def implementation(
-        self, x: Tensor, layout: Layout | None = None, dtype: torch.dtype | None = None
-    ) -> str:
+    def implementation(self, x: Tensor, layout: Layout | None = None, dtype: torch.dtype | None = None) -> str:
         """Return what forward(x, None, layout, dtype) runs on, as a mixer's `implementation`."""
         grid = layout or layout_of_tokens(x)
         if isinstance(grid, Part):
@@ -153,16 +143,12 @@ class MDTPE(Initialized):
         support = supported("axis_scan", like)
         return "triton" if x.is_cuda and support else f"torch ({support.reason})"
 
-    def init_state(
-        self, batch: int, space: tuple[int, ...] = (), device: torch.device | str | None = None
-    ) -> Tensor:
+    def init_state(self, batch: int, space: tuple[int, ...] = (), device: torch.device | str | None = None) -> Tensor:
         """Return the state along axis 0 before the first frame: (batch, *space, dim, states)."""
         dtype = torch.promote_types(self.coef.dtype, torch.float32)
         return torch.zeros(batch, *space, *self.coef.shape[1:], dtype=dtype, device=device)
 
-    def advance(
-        self, x: Tensor, state: Tensor, layout: Grid | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def advance(self, x: Tensor, state: Tensor, layout: Grid | None = None) -> tuple[Tensor, Tensor]:
         """Encode the next frames (batch, frames, *space, dim); return them and the next state."""
         if len(self.coef) == 2 * self.dims:
             raise ValueError("advance: expected an MDTPE(causal=True) or bidirectional=False")
@@ -181,8 +167,7 @@ class MDTPE(Initialized):
                 others = None if reverse is None else (reverse[0][1:], reverse[1][1:])
                 frame, within = x.flatten(0, 1), grid.frame()
                 across = axis_scan(
-                    within.flatten(frame), coef[1:], log_decay[1:], others, None, layout=within,
-                    impl=self.impl,
-                )  # fmt: skip
+                    within.flatten(frame), coef[1:], log_decay[1:], others, None, layout=within, impl=self.impl
+                )
                 out = out + across.view_as(x)
         return out, after.view_as(state)

@@ -91,11 +91,7 @@ class Separable:
     ) -> tuple[nn.Module, list[nn.Module]]:
         """Return the downsampling to a level of the encoder, and its blocks. step None: the first
         level, whose input (batch, channels, *space) is a linear map of each cell's channels."""
-        down = (
-            PatchDown(self.dims, inputs, step, width)
-            if step
-            else Patchify(self.dims, inputs, 1, width)
-        )
+        down = PatchDown(self.dims, inputs, step, width) if step else Patchify(self.dims, inputs, 1, width)
         return down, [self.block(width) for _ in range(count)]
 
     def up(self, low: int, high: int, step: tuple[int, ...]) -> nn.Module:

@@ -93,9 +93,7 @@ def _parts(planes: int, most: int) -> list[tuple[int, int]]:
 
 class _Convolve(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, slabs: Sequence[_Slab], how: Any, x: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, slabs: Sequence[_Slab], how: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.slabs, ctx.how, ctx.bias = slabs, how, None if bias is None else [len(bias)]
         y, planes = None, sum(slab.y[1] for slab in slabs)

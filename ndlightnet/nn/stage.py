@@ -20,9 +20,16 @@ class Stage(Initialized):
     """LightNet blocks on a feature map: position code, then the blocks."""
 
     def __init__(
-        self, dims: int, dim: int, factories: Sequence[Factory], mlp_ratio: float, tpe: bool,
-        drop_path: float, channel_axis: int = 1, causal: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        dims: int,
+        dim: int,
+        factories: Sequence[Factory],
+        mlp_ratio: float,
+        tpe: bool,
+        drop_path: float,
+        channel_axis: int = 1,
+        causal: bool = False,
+    ) -> None:
         super().__init__()
         self.channel_axis, self.causal = channel_axis, causal
         self.tpe = MDTPE(dims, dim, causal=causal) if tpe and factories else None

@@ -19,9 +19,7 @@ def torch_layer(kind: str, dims: int, argument: str) -> Any:
     there is none names the `argument` that asks for it."""
     found = getattr(nn, f"{kind}{dims}d", None)
     if found is None:
-        raise ValueError(
-            f"dims={dims} with {argument}: expected 1, 2 or 3, torch has no {kind} for more axes"
-        )
+        raise ValueError(f"dims={dims} with {argument}: expected 1, 2 or 3, torch has no {kind} for more axes")
     return found
 
 
@@ -39,9 +37,7 @@ class ResidualBlock(Initialized):
         self.norm2 = norm(outputs)
         self.skip: nn.Module = nn.Identity()
         if inputs != outputs or max(stride) > 1:
-            self.skip = nn.Sequential(
-                conv(inputs, outputs, 1, tuple(stride), bias=False), norm(outputs)
-            )
+            self.skip = nn.Sequential(conv(inputs, outputs, 1, tuple(stride), bias=False), norm(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm2(self.conv2(self.norm1(self.conv1(x)).relu()))
@@ -65,9 +61,7 @@ class ConvStem(PatchEmbed):
         blocks: residual blocks in a stage.
     """
 
-    def __init__(
-        self, dims: int, in_chans: int, patch_size: int | Sequence[int], dim: int, blocks: int
-    ) -> None:
+    def __init__(self, dims: int, in_chans: int, patch_size: int | Sequence[int], dim: int, blocks: int) -> None:
         super().__init__(dims, patch_size)
         halvings = [size.bit_length() - 1 for size in self.patch]
         if any(size != 1 << n for size, n in zip(self.patch, halvings, strict=True)):
@@ -75,8 +69,7 @@ class ConvStem(PatchEmbed):
         stages = max(1, *halvings)
         if dim % (1 << (stages - 1)):
             raise ValueError(
-                f"embed_dim={dim}: expected a multiple of {1 << (stages - 1)}, as channels double "
-                f"{stages - 1} times"
+                f"embed_dim={dim}: expected a multiple of {1 << (stages - 1)}, as channels double {stages - 1} times"
             )
         strides = [[1 + (n >= stages - stage) for n in halvings] for stage in range(stages)]
         widths = [dim >> (stages - 1 - stage) for stage in range(stages)]

@@ -4,13 +4,7 @@ recurrences of other mixers."""
 from ndlightnet.ops.axis_scan import axis_scan, line_scan, line_state, line_step
 from ndlightnet.ops.dispatch import Support, supported
 from ndlightnet.ops.instance_norm import instance_norm_silu
-from ndlightnet.ops.lightnet.attention import (
-    attention_step,
-    causal_attention,
-    global_attention,
-    read,
-    summarize,
-)
+from ndlightnet.ops.lightnet.attention import attention_step, causal_attention, global_attention, read, summarize
 from ndlightnet.ops.lightnet.frames import axis_causal_attention
 from ndlightnet.ops.lightnet.sdpa import lightnet_attention
 from ndlightnet.ops.lightnet.state import State, merge

@@ -51,9 +51,7 @@ class Operator:
             return
         backward = once_differentiable(backward) if once else backward
         save, overload = setup, self.overload
-        torch.library.register_autograd(
-            f"ndlightnet::{name}", backward, setup_context=_positional(setup), lib=LIBRARY
-        )
+        torch.library.register_autograd(f"ndlightnet::{name}", backward, setup_context=_positional(setup), lib=LIBRARY)
 
         def run(ctx: Any, *inputs: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():

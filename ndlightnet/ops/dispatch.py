@@ -60,9 +60,7 @@ class Support:
 SUPPORTED = Support()
 
 
-def resolve(
-    operation: str, impl: Impl, x: Tensor, *others: Tensor | None, lrpe: Position | None = None
-) -> str:
+def resolve(operation: str, impl: Impl, x: Tensor, *others: Tensor | None, lrpe: Position | None = None) -> str:
     """Return the implementation that runs: "torch", "triton", "fla" or "reference".
 
     x, others, lrpe: as in `supported`, or keys, values and log decays of operations with "fla".
@@ -118,11 +116,7 @@ def _device_reason_once(device: torch.device) -> str:
 
 
 def supported(
-    operation: str,
-    x: Tensor,
-    v: Tensor | None = None,
-    *others: Tensor | None,
-    lrpe: Position | None = None,
+    operation: str, x: Tensor, v: Tensor | None = None, *others: Tensor | None, lrpe: Position | None = None
 ) -> Support:
     """Return whether `operation`, a key of OPERATIONS, has a Triton kernel for these tensors.
 

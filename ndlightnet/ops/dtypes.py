@@ -14,9 +14,7 @@ def check_floats(**inputs: Any) -> None:
     for name, x in inputs.items():
         if not (isinstance(x, Tensor) and x.is_floating_point()):
             check_tensors(**{name: x})
-            raise ValueError(
-                f"{name} {tuple(x.shape)} {x.dtype}: expected floats, such as {name}.float()"
-            )
+            raise ValueError(f"{name} {tuple(x.shape)} {x.dtype}: expected floats, such as {name}.float()")
 
 
 def check_tensors(**inputs: Any) -> None:

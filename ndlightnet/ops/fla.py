@@ -20,9 +20,7 @@ OPERATIONS = ("gated_linear_attention", "gated_delta_rule")
 MOST_CHANNELS = 256
 
 
-def supports(
-    operation: str, k: Tensor, v: Tensor, decay: Tensor | None = None, *others: Tensor
-) -> Support:
+def supports(operation: str, k: Tensor, v: Tensor, decay: Tensor | None = None, *others: Tensor) -> Support:
     """Return whether flash-linear-attention runs `operation` on these keys, values and log decays,
     with the reason if not. others: further inputs, which may need a gradient."""
     if operation not in OPERATIONS:

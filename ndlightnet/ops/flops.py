@@ -64,9 +64,7 @@ def _windowed(at: int) -> Callable[..., int]:
     return flops
 
 
-def _axis_scan(
-    x: Shape, coef: Shape, decay: Shape, back: Shape | None, *_: Any, out_shape: Any = None
-) -> int:
+def _axis_scan(x: Shape, coef: Shape, decay: Shape, back: Shape | None, *_: Any, out_shape: Any = None) -> int:
     axes, states = coef[0], coef[2]
     return 4 * math.prod(x) * axes * states * (1 if back is None else 2)
 

@@ -18,9 +18,8 @@ from ndlightnet.ops.recurrence.chunks import exact
 
 
 def instance_norm_silu(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None, eps: float = 1e-5,
-    impl: Impl = "auto",
-) -> Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None, eps: float = 1e-5, impl: Impl = "auto"
+) -> Tensor:
     """Return SiLU(norm(x) * weight + bias + residual), in x's dtype, under autocast too.
 
     norm subtracts the mean of each channel of each sample and divides by its standard deviation;
@@ -29,8 +28,11 @@ def instance_norm_silu(
     arithmetic are float32 or wider. For the gradient x and residual are kept, and at most two
     numbers for each channel. "auto" takes the kernel for contiguous x; in torch.compile, torch.
     """
-    for name, y, shape in (("residual", residual, x.shape), ("weight", weight, x.shape[1:2]),
-                           ("bias", bias, x.shape[1:2])):  # fmt: skip
+    for name, y, shape in (
+        ("residual", residual, x.shape),
+        ("weight", weight, x.shape[1:2]),
+        ("bias", bias, x.shape[1:2]),
+    ):
         if y is not None and y.shape != shape:
             raise ValueError(f"{name} {tuple(y.shape)}: expected {tuple(shape)}, as x has")
     if kernel_runs(x) if impl == "auto" else resolve("instance_norm_silu", impl, x) == "triton":
@@ -85,9 +87,7 @@ def _centred(x: Tensor) -> Tensor:
     return wide - centre if wide is x or torch.is_grad_enabled() else wide.sub_(centre)
 
 
-def _by_torch(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float
-) -> Tensor:
+def _by_torch(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float) -> Tensor:
     y = _normed(x, weight, bias, eps)
     if residual is not None:
         y = y + residual if plain() else y.add_(residual)
@@ -112,9 +112,7 @@ class _Recomputed(torch.autograd.Function):
         return *_by_formula(dout, saved, ctx.eps, wants), None
 
 
-def _by_formula(
-    dout: Tensor, saved: Sequence[Any], eps: float, wants: Sequence[bool]
-) -> tuple[Tensor | None, ...]:
+def _by_formula(dout: Tensor, saved: Sequence[Any], eps: float, wants: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """Return the gradients of x, weight, bias, residual that are wanted. Torch's operators by name:
     a backward pass within another one is not sure to be captured in a CUDA graph."""
     x, weight, bias, residual = saved
@@ -125,17 +123,19 @@ def _by_formula(
         y, mean, rstd = torch.native_group_norm(x, w, b, n, c, cells, c, eps)
         y = y if residual is None else y.add_(residual)
         dy = torch.ops.aten.silu_backward(dout.to(y.dtype), y).contiguous()
-        grads = torch.ops.aten.native_group_norm_backward(
-            dy, x, mean, rstd, w, n, c, cells, c, list(wants[:3])
-        )
+        grads = torch.ops.aten.native_group_norm_backward(dy, x, mean, rstd, w, n, c, cells, c, list(wants[:3]))
     pairs = zip((*grads, dy), saved, wants, strict=True)
     return tuple(grad.to(like.dtype) if want else None for grad, like, want in pairs)
 
 
 def by_autograd(
-    dout: Tensor, saved: Sequence[Any], eps: float, wants: Sequence[bool], second: bool,
+    dout: Tensor,
+    saved: Sequence[Any],
+    eps: float,
+    wants: Sequence[bool],
+    second: bool,
     function: Callable[..., Tensor] = _by_torch,
-) -> list[Tensor | None]:  # fmt: skip
+) -> list[Tensor | None]:
     """Return the same, of `function`, differentiable if `second`."""
     with torch.enable_grad():
         # other tensors of the same numbers: x may depend on residual
@@ -156,9 +156,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, e
     return kernels.instance_norm_silu(x, weight, bias, residual, eps)
 
 
-def _forward_in_place(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float
-) -> None:
+def _forward_in_place(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float) -> None:
     from ndlightnet_kernels import instance_norm as kernels
 
     kernels.instance_norm_silu(x, weight, bias, residual, eps, out=x)
@@ -170,9 +168,8 @@ def _fake(x: Tensor, *_: Any) -> Any:
 
 
 def _gradients(
-    dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, mean: Tensor,
-    rstd: Tensor,
-) -> Any:  # fmt: skip
+    dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, mean: Tensor, rstd: Tensor
+) -> Any:
     """Return gradients; that of residual is empty where there is none."""
     from ndlightnet_kernels import instance_norm as kernels
 
@@ -180,9 +177,7 @@ def _gradients(
     return *grads, x.new_empty(0) if more is None else more
 
 
-def _gradients_fake(
-    dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *_: Tensor
-) -> Any:
+def _gradients_fake(dout: Tensor, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, *_: Tensor) -> Any:
     grads = (y.new_empty(y.shape) for y in (x, weight, bias))
     return *grads, x.new_empty(0) if residual is None else residual.new_empty(residual.shape)
 
@@ -205,15 +200,19 @@ def _backward(ctx: Any, dout: Tensor, *_: Tensor) -> Any:
 _instance_norm_backward = Operator(
     "instance_norm_silu_backward(Tensor dout, Tensor x, Tensor weight, Tensor bias, "
     "Tensor? residual, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor, Tensor)",
-    _gradients, _gradients_fake,
-)  # fmt: skip
+    _gradients,
+    _gradients_fake,
+)
 _instance_norm = Operator(
-    "instance_norm_silu(Tensor x, Tensor weight, Tensor bias, Tensor? residual, float eps) "
-    "-> (Tensor, Tensor, Tensor)",
-    _forward, _fake, _save, _backward, once=False,
-)  # fmt: skip
+    "instance_norm_silu(Tensor x, Tensor weight, Tensor bias, Tensor? residual, float eps) -> (Tensor, Tensor, Tensor)",
+    _forward,
+    _fake,
+    _save,
+    _backward,
+    once=False,
+)
 _instance_norm_in_place = Operator(
-    "instance_norm_silu_(Tensor(a!) x, Tensor weight, Tensor bias, Tensor? residual, float eps) "
-    "-> ()",
-    _forward_in_place, lambda *_: None,
-)  # fmt: skip
+    "instance_norm_silu_(Tensor(a!) x, Tensor weight, Tensor bias, Tensor? residual, float eps) -> ()",
+    _forward_in_place,
+    lambda *_: None,
+)

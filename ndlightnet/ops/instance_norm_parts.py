@@ -18,9 +18,8 @@ Memo = list[tuple[Tensor, Tensor]]
 
 
 def instance_norm_silu_part(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float, layout: Part,
-    memo: Memo | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float, layout: Part, memo: Memo | None = None
+) -> Tensor:
     """Return `instance_norm_silu` of x (batch, channels, *space), a part of the grid. memo: an
     empty list takes the statistics; a later call with it uses them, and exchanges nothing."""
     memo = [] if memo is None else memo
@@ -31,9 +30,8 @@ def instance_norm_silu_part(
 
 
 def _by_torch(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float, layout: Part,
-    memo: Memo,
-) -> Tensor:  # fmt: skip
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float, layout: Part, memo: Memo
+) -> Tensor:
     y = _normed(x, weight, bias, eps, layout, memo)
     return silu(y if residual is None else y + residual).to(x.dtype)
 
@@ -43,9 +41,7 @@ def instance_norm_part(x: Tensor, weight: Tensor, bias: Tensor, eps: float, layo
     return _normed(x, weight, bias, eps, layout, []).to(x.dtype)
 
 
-def _normed(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, layout: Part, memo: Memo
-) -> Tensor:
+def _normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float, layout: Part, memo: Memo) -> Tensor:
     """Return norm(x) * weight + bias in torch, unrounded."""
     acc = accumulator(x)
     dims, exact = tuple(range(2, x.ndim)), x.to(acc)
@@ -75,9 +71,8 @@ class _Kernels(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float,
-        layout: Part, memo: Memo,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float, layout: Part, memo: Memo
+    ) -> Tensor:
         out, mean, rstd = by_kernels(x, weight, bias, residual, eps, layout, memo=memo)
         ctx.save_for_backward(x, weight, bias, residual, mean, rstd)
         ctx.layout, ctx.eps = layout, eps
@@ -102,9 +97,15 @@ class _Kernels(torch.autograd.Function):
 
 
 def by_kernels(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, eps: float, layout: Part,
-    out: Tensor | None = None, memo: Memo | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    eps: float,
+    layout: Part,
+    out: Tensor | None = None,
+    memo: Memo | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result, which may be written to `out`, and mean and 1 / deviation of the whole."""
     from ndlightnet_kernels import instance_norm as kernels
 

@@ -89,8 +89,7 @@ def memory_read(q: Tensor, basis: Tensor, h: Tensor, scale: float | None = None)
     rows = basis.shape[1]
     if h.shape != (batch, groups, heads, rows) or (length % groups if groups else length):
         raise ValueError(
-            f"h {tuple(h.shape)}: expected ({batch}, groups, {heads}, {rows}), with groups that "
-            f"divide length={length}"
+            f"h {tuple(h.shape)}: expected ({batch}, groups, {heads}, {rows}), with groups that divide length={length}"
         )
     if q.numel() == 0:
         return empty_result(q, basis, h)

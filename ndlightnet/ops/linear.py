@@ -48,9 +48,7 @@ def recall(q: Tensor, sums: Sums, dtype: torch.dtype, denominator: bool) -> Tens
         return y.to(dtype).transpose(-3, -2)
 
 
-def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, denominator: bool, impl: Impl = "auto"
-) -> Tensor:
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, *, denominator: bool, impl: Impl = "auto") -> Tensor:
     """Read all keys and values with every query; queries and keys may differ in length.
 
     impl: "torch", "reference" (all scores at once) or "auto".
@@ -67,9 +65,8 @@ def linear_attention(
 
 
 def causal_linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, frames: int, sums: Sums, *, denominator: bool,
-    impl: Impl = "auto",
-) -> tuple[Tensor, Sums]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, frames: int, sums: Sums, *, denominator: bool, impl: Impl = "auto"
+) -> tuple[Tensor, Sums]:
     """Run linear attention causally along `frames` equal parts of the sequence: a token reads its
     frame, those before it, and `sums`, the Sums before the sequence. Returns y and the final Sums.
 
@@ -101,9 +98,7 @@ def causal_linear_attention(
     return y.flatten(1, 2), Sums(*(x[:, -1] for x in totals))
 
 
-def _reference(
-    q: Tensor, k: Tensor, v: Tensor, frames: int | None, sums: Sums | None, denominator: bool
-) -> Tensor:
+def _reference(q: Tensor, k: Tensor, v: Tensor, frames: int | None, sums: Sums | None, denominator: bool) -> Tensor:
     """Compute y from all scores q_t . k_s: the specification; not causal without `frames`."""
     dtype, acc, n = v.dtype, accumulator(v), k.shape[1]
     q, k, v = (x.to(acc) for x in (q, k, v))

@@ -73,9 +73,7 @@ def _untile(x: Tensor, cuts: Sequence[_Cut], shape: Sequence[int]) -> Tensor:
     return x
 
 
-def _band(
-    q: Tensor, cuts: Sequence[_Cut], windows: Sequence[int], tables: Sequence[Tensor], causal: bool
-) -> Tensor:
+def _band(q: Tensor, cuts: Sequence[_Cut], windows: Sequence[int], tables: Sequence[Tensor], causal: bool) -> Tensor:
     """Return what is added to the scores of every tile: the bias, or -inf outside the
     neighbourhood; (heads or 1, queries of a tile, keys of a tile)."""
     ndim, total = len(cuts), q.new_zeros(1)
@@ -98,9 +96,16 @@ def _band(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cuts: Sequence[_Cut],
-    windows: Sequence[int], tables: Sequence[Tensor], causal: bool, scale: float,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    cuts: Sequence[_Cut],
+    windows: Sequence[int],
+    tables: Sequence[Tensor],
+    causal: bool,
+    scale: float,
+) -> Tensor:
     """Attend in all tiles at once."""
     shape, dim, past = q.shape[1:-2], q.shape[-1], k.shape[1] - q.shape[1]
     query_cuts = [_Cut(cut.tiles, cut.step, cut.step, 0) for cut in cuts]
@@ -118,9 +123,7 @@ def _attend(
     one = query.new_ones(()).expand(*query.shape[:-1], 1)
     query = torch.cat([pad(query * scale, (0, zeros)), one], -1)
     band = _band(q, cuts, windows, tables, causal)
-    y = softmax_attention(
-        query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), attn_mask=band[None], scale=1.0
-    )
+    y = softmax_attention(query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), attn_mask=band[None], scale=1.0)
     return _untile(y.unflatten(0, query.shape[:2]), query_cuts, shape)
 
 
@@ -151,13 +154,19 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, window: int, causal: bool, scale: fl
     from torch.nn.attention.varlen import varlen_attn
 
     of_queries, of_keys = (
-        torch.arange(0, (len(x) + 1) * x.shape[1], x.shape[1], dtype=torch.int32, device=x.device)
-        for x in (q, k)
+        torch.arange(0, (len(x) + 1) * x.shape[1], x.shape[1], dtype=torch.int32, device=x.device) for x in (q, k)
     )
     y: Any = varlen_attn(
-        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), of_queries, of_keys, q.shape[1],
-        k.shape[1], scale=scale, window_size=(window - 1, 0 if causal else window - 1),
-    )  # fmt: skip
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        of_queries,
+        of_keys,
+        q.shape[1],
+        k.shape[1],
+        scale=scale,
+        window_size=(window - 1, 0 if causal else window - 1),
+    )
     out: Tensor = y.view(q.shape)
     return out
 
@@ -173,10 +182,7 @@ def append_frames(
     empty, (batch, all frames, *space), and the keys and values of the last window - 1 frames.
     """
     if keys.shape[2:] != k.shape[2:]:
-        raise ValueError(
-            f"frames of {tuple(k.shape[2:-2])}: expected {tuple(keys.shape[2:-2])}, as in "
-            "init_state"
-        )
+        raise ValueError(f"frames of {tuple(k.shape[2:-2])}: expected {tuple(keys.shape[2:-2])}, as in init_state")
     k, v = (torch.cat([old.to(x.dtype), x], 1) for old, x in ((keys, k), (values, v)))
     past, new = keys.shape[1], k.shape[1] - keys.shape[1]
     real = torch.arange(-past, new, device=k.device) >= -frames[:, None]
@@ -216,22 +222,20 @@ def local_attention(
         )
     past = k.shape[1] - shape[0]
     if past < 0 or (past and not causal):
-        raise ValueError(
-            f"k with {k.shape[1]} frames, q with {shape[0]}: expected as many, or more if causal"
-        )
+        raise ValueError(f"k with {k.shape[1]} frames, q with {shape[0]}: expected as many, or more if causal")
     windows = per_axis("window", window, ndim)
     tables = list(bias)
-    fits = [t.shape[0] == heads and t.shape[1] in range(2 * w - 1, t.shape[1] + 1, 2)
-            for t, w in zip(tables, windows, strict=False)]  # fmt: skip
+    fits = [
+        t.shape[0] == heads and t.shape[1] in range(2 * w - 1, t.shape[1] + 1, 2)
+        for t, w in zip(tables, windows, strict=False)
+    ]
     if tables and (len(tables) != ndim or not all(fits)):
         raise ValueError(
             f"bias {[tuple(t.shape) for t in tables]}: expected a table ({heads}, 2 * window - 1) "
             f"for each window of {windows}, or none"
         )
     if mask is not None and (mask.dtype != torch.bool or mask.shape != k.shape[:-2]):
-        raise ValueError(
-            f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {tuple(k.shape[:-2])}"
-        )
+        raise ValueError(f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {tuple(k.shape[:-2])}")
     if q.numel() == 0:
         return empty_result(q, k, v, *tables)
     scale = dim**-0.5 if scale is None else scale

@@ -13,9 +13,14 @@ from ndlightnet.ops.dispatch import Impl, resolve
 
 
 def norm_gate(
-    y: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6, impl: Impl = "auto",
+    y: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-6,
+    impl: Impl = "auto",
     local: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return (LayerNorm(y) * weight + bias) * sigmoid(gate), plus SiLU(local) if there is one.
 
     y, gate, local: (..., dim); weight, bias: (dim,). Statistics are float32 or wider. With Triton
@@ -31,9 +36,7 @@ def norm_gate(
     return out if local is None else out + silu(local)
 
 
-def _forward(
-    y: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, local: Tensor | None, eps: float
-) -> Any:
+def _forward(y: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, local: Tensor | None, eps: float) -> Any:
     from ndlightnet_kernels import gate as kernels
 
     return kernels.norm_gate(y, gate, weight, bias, local, eps)
@@ -45,9 +48,15 @@ def _fake(y: Tensor, *_: Any) -> Any:
 
 
 def _gradients(
-    dout: Tensor, y: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, local: Tensor | None,
-    mean: Tensor, rstd: Tensor,
-) -> Any:  # fmt: skip
+    dout: Tensor,
+    y: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    local: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+) -> Any:
     """Return gradients; that of local is empty where there is none."""
     from ndlightnet_kernels import gate as kernels
 
@@ -56,9 +65,8 @@ def _gradients(
 
 
 def _gradients_fake(
-    dout: Tensor, y: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, local: Tensor | None,
-    *_: Tensor,
-) -> Any:  # fmt: skip
+    dout: Tensor, y: Tensor, gate: Tensor, weight: Tensor, bias: Tensor, local: Tensor | None, *_: Tensor
+) -> Any:
     grads = (x.new_empty(x.shape) for x in (y, gate, weight, bias))
     return *grads, y.new_empty(0) if local is None else local.new_empty(local.shape)
 
@@ -78,10 +86,14 @@ def _backward(ctx: Any, dout: Tensor, *_: Tensor) -> Any:
 _norm_gate_backward = Operator(
     "norm_gate_backward(Tensor dout, Tensor y, Tensor gate, Tensor weight, Tensor bias, "
     "Tensor? local, Tensor mean, Tensor rstd) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _gradients, _gradients_fake,
-)  # fmt: skip
+    _gradients,
+    _gradients_fake,
+)
 _norm_gate = Operator(
     "norm_gate(Tensor y, Tensor gate, Tensor weight, Tensor bias, Tensor? local, float eps) "
     "-> (Tensor, Tensor, Tensor)",
-    _forward, _fake, _save, _backward,
-)  # fmt: skip
+    _forward,
+    _fake,
+    _save,
+    _backward,
+)

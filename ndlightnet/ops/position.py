@@ -82,9 +82,7 @@ def groups(slots: int, axes: int) -> list[int]:
     return [slots // axes + (a < slots % axes) for a in range(axes)]
 
 
-def frequencies(
-    slots: int, axes: int, base: float = 10000.0, device: torch.device | str | None = None
-) -> Tensor:
+def frequencies(slots: int, axes: int, base: float = 10000.0, device: torch.device | str | None = None) -> Tensor:
     """Return the frequencies base^(-2j/width), the same for every axis: (slots,) float32."""
     width = -(-slots // axes)
     exponents = torch.arange(width, dtype=torch.float32, device=device) * (-2 / width)

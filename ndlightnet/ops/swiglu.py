@@ -58,7 +58,5 @@ def _backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:
     return (_swiglu_backward(dout, x),)
 
 
-_swiglu_backward = Operator(
-    "swiglu_backward(Tensor dout, Tensor x) -> Tensor", _gradient, _gradient_fake
-)
+_swiglu_backward = Operator("swiglu_backward(Tensor dout, Tensor x) -> Tensor", _gradient, _gradient_fake)
 _swiglu = Operator("swiglu(Tensor x) -> Tensor", _forward, _fake, _save, _backward, once=False)

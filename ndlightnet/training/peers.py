@@ -51,9 +51,13 @@ class DynUNet(_Peer):
     so on, up to 320; strides as in NDLightUNet."""
 
     def __init__(
-        self, dims: int, in_channels: int, out_channels: int,
-        strides: Sequence[int | Sequence[int]] = (2, 2, 2), deep_supervision: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        dims: int,
+        in_channels: int,
+        out_channels: int,
+        strides: Sequence[int | Sequence[int]] = (2, 2, 2),
+        deep_supervision: bool = True,
+    ) -> None:
         steps = _steps(strides, dims)
         if len(steps) < 2:
             raise ValueError(f"strides={strides!r}: expected 2 or more for MONAI's DynUNet")
@@ -61,32 +65,33 @@ class DynUNet(_Peer):
         for step in steps:
             multiple = [m * s for m, s in zip(multiple, step, strict=True)]
         net = monai.networks.nets.dynunet.DynUNet(
-            dims, in_channels, out_channels, [3] * (len(steps) + 1), [1, *steps], steps,
+            dims,
+            in_channels,
+            out_channels,
+            [3] * (len(steps) + 1),
+            [1, *steps],
+            steps,
             filters=[min(320, 32 << level) for level in range(len(steps) + 1)],
-            deep_supervision=deep_supervision, deep_supr_num=len(steps) - 1,
-        )  # fmt: skip
+            deep_supervision=deep_supervision,
+            deep_supr_num=len(steps) - 1,
+        )
         super().__init__(net, in_channels, out_channels, multiple)
 
 
 class SegResNet(_Peer):
     """MONAI's SegResNet with its default depths."""
 
-    def __init__(
-        self, dims: int, in_channels: int, out_channels: int, init_filters: int = 32
-    ) -> None:
+    def __init__(self, dims: int, in_channels: int, out_channels: int, init_filters: int = 32) -> None:
         net = monai.networks.nets.segresnet.SegResNet(
-            dims, init_filters, in_channels, out_channels, blocks_down=(1, 2, 2, 4),
-            blocks_up=(1, 1, 1),
-        )  # fmt: skip
+            dims, init_filters, in_channels, out_channels, blocks_down=(1, 2, 2, 4), blocks_up=(1, 1, 1)
+        )
         super().__init__(net, in_channels, out_channels, [8] * dims)
 
 
 class SwinUNETR(_Peer):
     """MONAI's SwinUNETR, with 24 features by default."""
 
-    def __init__(
-        self, dims: int, in_channels: int, out_channels: int, feature_size: int = 24
-    ) -> None:
+    def __init__(self, dims: int, in_channels: int, out_channels: int, feature_size: int = 24) -> None:
         net = monai.networks.nets.swin_unetr.SwinUNETR(
             in_channels, out_channels, feature_size=feature_size, spatial_dims=dims
         )
@@ -105,9 +110,7 @@ class TorchvisionVideo(nn.Module):
             default: drawn at random.
     """
 
-    def __init__(
-        self, name: str, num_classes: int, in_chans: int = 3, weights: str | None = None
-    ) -> None:
+    def __init__(self, name: str, num_classes: int, in_chans: int = 3, weights: str | None = None) -> None:
         super().__init__()
         self.in_chans, self.num_classes = in_chans, num_classes
         self.side = 224 if name.startswith("mvit") else None
@@ -133,8 +136,12 @@ def _widen(net: nn.Module, in_chans: int) -> None:
     """Replace the first convolution by a new one for `in_chans` channels."""
     name, old = next((n, m) for n, m in net.named_modules() if isinstance(m, nn.Conv3d))
     new = nn.Conv3d(
-        in_chans, old.out_channels, old.kernel_size, old.stride, old.padding,  # type: ignore[arg-type]
+        in_chans,
+        old.out_channels,
+        old.kernel_size,
+        old.stride,
+        old.padding,  # type: ignore[arg-type]
         bias=old.bias is not None,
-    )  # fmt: skip
+    )
     parent, _, key = name.rpartition(".")
     setattr(net.get_submodule(parent), key, new)

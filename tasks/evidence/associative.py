@@ -53,8 +53,17 @@ from ndlightnet_evidence.runner import Run
 
 CONFIGS = Path(__file__).parent / "configs" / "associative"
 TASKS = ["recall", "parity", "s3", "s5 swaps", "s5", "a5"]
-NUMBERS = {"vocab": 64, "length": 64, "train-length": 64, "test-length": 256, "batch": 32,
-           "steps": 1500, "dim": 32, "depth": 2, "tests": 512}  # fmt: skip
+NUMBERS = {
+    "vocab": 64,
+    "length": 64,
+    "train-length": 64,
+    "test-length": 256,
+    "batch": 32,
+    "steps": 1500,
+    "dim": 32,
+    "depth": 2,
+    "tests": 512,
+}
 
 
 class Recall:
@@ -77,8 +86,7 @@ class Recall:
         """Draw tokens and answers (batch, length); answer -1: no query."""
         half, device = self.words // 2, rng.device
         random = torch.rand(batch, half, generator=rng, device=device)
-        words = torch.cat([random.argsort(1), torch.arange(half, 2 * half, device=device)
-                           .expand(batch, half)], 1)  # fmt: skip
+        words = torch.cat([random.argsort(1), torch.arange(half, 2 * half, device=device).expand(batch, half)], 1)
         keys = words[:, :pairs]
         values = torch.randint(half, 2 * half, keys.shape, generator=rng, device=device)
         shape = (batch, self.length)
@@ -110,9 +118,7 @@ class Tracking:
         self.levels, self.tests = octaves(o.train_length), octaves(o.test_length)
         self.guess = [1 / len(moves)] * len(self.tests)
         if not self.levels or not self.tests:
-            raise ValueError(
-                f"train_length={o.train_length}, test_length={o.test_length}: expected 4 or more"
-            )
+            raise ValueError(f"train_length={o.train_length}, test_length={o.test_length}: expected 4 or more")
 
     def batch(self, length: int, batch: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
         """Draw tokens and return them with their products, (batch, length)."""
@@ -164,9 +170,7 @@ def load(row: str, dim: int) -> tuple[str, Callable[[int], nn.Module]]:
         raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
 
 
-def train(
-    net: NDLightNet, task: Recall | Tracking, lr: float, rng: torch.Generator, o: Namespace
-) -> float:
+def train(net: NDLightNet, task: Recall | Tracking, lr: float, rng: torch.Generator, o: Namespace) -> float:
     """Train the network and return the mean loss of the last steps."""
 
     def loss(tokens: Tensor, answers: Tensor) -> Tensor:
@@ -181,9 +185,7 @@ def train(
 
 
 @torch.no_grad()
-def measure(
-    net: NDLightNet, task: Recall | Tracking, rng: torch.Generator, o: Namespace
-) -> dict[str, list[float]]:
+def measure(net: NDLightNet, task: Recall | Tracking, rng: torch.Generator, o: Namespace) -> dict[str, list[float]]:
     """Return the share of right answers, and of sequences without errors, for each test."""
     found: dict[str, list[float]] = {"accuracy": [], "whole": []}
     for x in task.tests:
@@ -223,16 +225,23 @@ def run(o: Namespace, who: Run) -> Run:
     mixer = dict(load(row, o.dim) for row in o.rows)[who["row"]]
     torch.manual_seed(who["seed"])
     reads = partial(Convolved, mixer=mixer) if who["task"] == "recall" else mixer
-    net = NDLightNet(1, num_classes=task.classes, vocab_size=task.words, embed_dim=o.dim,
-                     depth=o.depth, mixer=reads, tpe=False, causal=True).to(device)  # fmt: skip
+    net = NDLightNet(
+        1,
+        num_classes=task.classes,
+        vocab_size=task.words,
+        embed_dim=o.dim,
+        depth=o.depth,
+        mixer=reads,
+        tpe=False,
+        causal=True,
+    ).to(device)
     rng = torch.Generator(device)
     loss = train(net, task, who["lr"], rng.manual_seed(who["seed"]), o)
     right = measure(net.eval(), task, rng.manual_seed(10**6 + who["seed"]), o)
     trained = "" if who["task"] == "recall" else f", trained to {o.train_length}"
     curve = {"x_label": task.x_label, "x": task.tests, **right, "guessing": task.guess}
     size = sum(p.numel() for p in net.parameters())
-    return {"loss": loss, "state": state_size(net), "parameters": size,
-            "curves": {who["task"] + trained: curve}}  # fmt: skip
+    return {"loss": loss, "state": state_size(net), "parameters": size, "curves": {who["task"] + trained: curve}}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -254,15 +263,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             task_of(o, name)
     except ValueError as error:
         parser.error(str(error))
-    wanted = [{"task": task, "row": row, "seed": seed, "lr": lr}
-              for task, seed, row, lr in product(o.tasks, o.seeds, rows, o.lr)]  # fmt: skip
+    wanted = [
+        {"task": task, "row": row, "seed": seed, "lr": lr}
+        for task, seed, row, lr in product(o.tasks, o.seeds, rows, o.lr)
+    ]
     runner.compare(
-        o, wanted, partial(run, o), lines=runner.curve_lines, say=runner.say_curves,
+        o,
+        wanted,
+        partial(run, o),
+        lines=runner.curve_lines,
+        say=runner.say_curves,
         table=lambda runs: tables.curves(best(runs), rows, ("state", "parameters", "lr")),
-        draw=lambda runs: plots.curves(
-            best(runs), rows, o.out / "associative.png", ["guessing"]
-        ),
-    )  # fmt: skip
+        draw=lambda runs: plots.curves(best(runs), rows, o.out / "associative.png", ["guessing"]),
+    )
 
 
 if __name__ == "__main__":

@@ -29,27 +29,44 @@ from ndlightnet_evidence.bench.tpe import tpe
 
 # run in this order: peers are left out of the last groups if the time is up
 GROUPS: dict[str, Callable[[Bench], None]] = {
-    "attention": attention.attention, "natten": attention.natten, "tpe": tpe, "local": local,
-    "norm": norm, "step": step, "pictures": pictures.pictures, "generation": generation,
-    "pretraining": pretraining, "decode": decode, "figure": attention.figure,
-    "dims": attention.dims, "frames": frames, "packs": packs, "stream": stream,
-    "operators": mixers.operators, "mixers": mixers.mixers, "cpu": attention.cpu,
-}  # fmt: skip
+    "attention": attention.attention,
+    "natten": attention.natten,
+    "tpe": tpe,
+    "local": local,
+    "norm": norm,
+    "step": step,
+    "pictures": pictures.pictures,
+    "generation": generation,
+    "pretraining": pretraining,
+    "decode": decode,
+    "figure": attention.figure,
+    "dims": attention.dims,
+    "frames": frames,
+    "packs": packs,
+    "stream": stream,
+    "operators": mixers.operators,
+    "mixers": mixers.mixers,
+    "cpu": attention.cpu,
+}
 ON_CPU = ("pretraining", "mixers", "cpu")
 
 
 def arguments(args: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python tasks/evidence/bench.py", description=__doc__)
-    parser.add_argument("groups", nargs="*", metavar="GROUP",
-                        help=f"default: all of {', '.join(GROUPS)}")  # fmt: skip
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"default: all of {', '.join(GROUPS)}")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="first shapes only, fewer repetitions")
-    parser.add_argument("--minutes", type=float, default=3.5,
-                        help="peers that compile or tune are left out after so many "
-                        "(default: %(default)s)")  # fmt: skip
-    parser.add_argument("--full-search", action="store_true",
-                        help="let flash-linear-attention try all its kernel configurations: 10 "
-                        "minutes more at the first run")  # fmt: skip
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=3.5,
+        help="peers that compile or tune are left out after so many (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--full-search",
+        action="store_true",
+        help="let flash-linear-attention try all its kernel configurations: 10 minutes more at the first run",
+    )
     parser.add_argument("--impl", choices=("triton", "torch"), help="default: triton on CUDA")
     options = parser.parse_args(args)
     if unknown := set(options.groups) - set(GROUPS):
@@ -73,8 +90,13 @@ def main(args: Sequence[str] | None = None) -> int:
         if left_out := [name for name in names if name not in ON_CPU]:
             print(f"no CUDA device: {', '.join(left_out)} left out\n")
         names = [name for name in names if name in ON_CPU]
-    bench = Bench(device, options.impl or ("triton" if cuda else "torch"), options.quick,
-                  options.minutes, partial(save, folder=options.out))  # fmt: skip
+    bench = Bench(
+        device,
+        options.impl or ("triton" if cuda else "torch"),
+        options.quick,
+        options.minutes,
+        partial(save, folder=options.out),
+    )
     torch.manual_seed(0)
     if cuda and not options.full_search:
         peers.shorten_search()

@@ -69,8 +69,11 @@ def one_run(options: Namespace, who: Run) -> Run:
     with open(root / "log.txt", "w") as log:
         status = subprocess.run(
             [sys.executable, "-c", SCRIPTS, json.dumps(stages)],
-            stdout=log, stderr=log, env=runner.environment(), check=False,
-        ).returncode  # fmt: skip
+            stdout=log,
+            stderr=log,
+            env=runner.environment(),
+            check=False,
+        ).returncode
     try:
         if status:
             begun = re.findall("^== (.*)$", (root / "log.txt").read_text(errors="replace"), re.M)
@@ -98,8 +101,7 @@ def parse() -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("task", type=Path)
     parser.add_argument("config", type=Path)
-    parser.add_argument("--rows", nargs="+", default=[], metavar="ROW",
-                        help="default: " + ", ".join(list(ROWS)[:5]))  # fmt: skip
+    parser.add_argument("--rows", nargs="+", default=[], metavar="ROW", help="default: " + ", ".join(list(ROWS)[:5]))
     parser.add_argument("--family", action="store_true", help="and a row for each mixer and scan")
     parser.add_argument("--seeds", nargs="+", type=int, help="default: 0 1 2, or 0 with --folds")
     parser.add_argument("--folds", type=int, metavar="N", help="cross-validation with N folds")
@@ -113,10 +115,7 @@ def parse() -> Namespace:
     options.out = options.out or Path("runs/compare") / (options.config.stem + folded)
     options.seeds = options.seeds or ([0, 1, 2] if options.folds is None else [0])
     if options.folds is not None and (options.folds < 2 or len(options.seeds) > 1):
-        parser.error(
-            f"--folds {options.folds}, {len(options.seeds)} seeds: expected 2 or more folds, and "
-            "one seed"
-        )
+        parser.error(f"--folds {options.folds}, {len(options.seeds)} seeds: expected 2 or more folds, and one seed")
     if any(re.match(r"--data\.(init_args\.)?fold\b", given) for given in options.extra):
         parser.error("--data.init_args.fold after --: expected --folds, which takes them all")
     try:
@@ -129,11 +128,15 @@ def parse() -> Namespace:
 def main() -> int:
     options = parse()
     folds: list[dict[str, Any]] = [{"fold": fold} for fold in range(options.folds or 0)] or [{}]
-    wanted = [{"row": row, "seed": seed, **fold}
-              for seed in options.seeds for fold in folds for row in options.rows]  # fmt: skip
-    runs = runner.compare(options, wanted, partial(one_run, options), say=say,
-                          table=partial(table, list(options.rows)),
-                          do=partial(runner.run_all, processes=False))  # fmt: skip
+    wanted = [{"row": row, "seed": seed, **fold} for seed in options.seeds for fold in folds for row in options.rows]
+    runs = runner.compare(
+        options,
+        wanted,
+        partial(one_run, options),
+        say=say,
+        table=partial(table, list(options.rows)),
+        do=partial(runner.run_all, processes=False),
+    )
     return 1 if any("error" in run for run in runs) else 0
 
 

@@ -145,9 +145,12 @@ def whole_way(classes: int, side: int, window: int) -> dict[str, Any]:
         case, start = Case("scan", (path,), None), time.perf_counter()
         peak = peak_of(run)
     return {
-        "classes": classes, "window": window, "seconds": time.perf_counter() - start,
-        "host_gb": peak / 1e9, "inputs": peak / (4 * side**3),
-    }  # fmt: skip
+        "classes": classes,
+        "window": window,
+        "seconds": time.perf_counter() - start,
+        "host_gb": peak / 1e9,
+        "inputs": peak / (4 * side**3),
+    }
 
 
 @cache
@@ -204,19 +207,18 @@ def run(o: Namespace, who: Run) -> Run:
 
 def planned(o: Namespace) -> list[Run]:
     if o.classes or o.trained:
-        row, what = (
-            ("NDLightUNet S", "from file to file") if o.classes else (str(o.trained), "both")
-        )
+        row, what = ("NDLightUNet S", "from file to file") if o.classes else (str(o.trained), "both")
         return [{"row": row, "side": side, "what": what} for side in o.sides]
     ways = ("whole", f"windows of {o.window}")
     limits = ("largest prediction", "largest training") if o.largest else ()
     return [
-        who for row in o.nets
+        who
+        for row in o.nets
         for who in (
             *({"row": row, "side": side, "what": what} for side in o.sides for what in ways),
             *({"row": row, "what": what} for what in limits),
         )
-    ]  # fmt: skip
+    ]
 
 
 def cell(value: Any) -> str:
@@ -240,9 +242,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     o = parser.parse_args(arguments)
     o.out = o.out or Path("runs/cubes")
     runner.compare(
-        o, planned(o), partial(run, o), table=table,
+        o,
+        planned(o),
+        partial(run, o),
+        table=table,
         say=lambda run: ", ".join(f"{name} {cell(value)}" for name, value in run.items()),
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

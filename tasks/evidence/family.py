@@ -115,9 +115,7 @@ def measure(plan: Plan, row: dict[str, Any], seed: int) -> Run:
 def run(plan: Plan, who: Run) -> Work:
     """Train as the tasks do (AdamW, warm-up, cosine, clipping), and test."""
     row, seed, first = plan.rows[who["row"]], who["seed"], who["row"] not in plan.measured
-    if torch.cuda.is_available() and (
-        torch.cuda.memory_reserved() > FULL * torch.cuda.mem_get_info()[1]
-    ):
+    if torch.cuda.is_available() and (torch.cuda.memory_reserved() > FULL * torch.cuda.mem_get_info()[1]):
         gc.collect()  # networks and graphs of earlier runs, which reference each other
         torch.cuda.empty_cache()
     if first:
@@ -136,10 +134,13 @@ def run(plan: Plan, who: Run) -> Work:
                 curve.append([number * own["step_ms"] / 1e3, found[plan.data.measures[0]]])
     result = yield from plan.data.test(net.eval(), first)
     return {
-        **{k: v for k, v in result.items() if k != "confusion"}, **(own if first else {}),
-        **({"curve": curve} if curve else {}), "steps": count,
-        "parameters": sum(p.numel() for p in net.parameters()), "state_size": state_size(net),
-    }  # fmt: skip
+        **{k: v for k, v in result.items() if k != "confusion"},
+        **(own if first else {}),
+        **({"curve": curve} if curve else {}),
+        "steps": count,
+        "parameters": sum(p.numel() for p in net.parameters()),
+        "state_size": state_size(net),
+    }
 
 
 def draw(rows: Sequence[str], measure: str, path: Path, runs: Sequence[Run]) -> None:
@@ -195,15 +196,15 @@ def read_config(path: Path, changes: Sequence[str]) -> dict[str, Any]:
 
 def at_rates(rows: dict[str, Any], rates: Sequence[float]) -> dict[str, Any]:
     """Return each row at each learning rate; the rows as they are without rates."""
-    return {f"{name}, lr {lr:g}": {**row, "lr": lr} for name, row in rows.items() for lr in rates} \
-        or rows  # fmt: skip
+    return {f"{name}, lr {lr:g}": {**row, "lr": lr} for name, row in rows.items() for lr in rates} or rows
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE",
-                        help="in the config, such as data.init_args.batch_size=16")  # fmt: skip
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="in the config, such as data.init_args.batch_size=16"
+    )
     parser.add_argument("--file", type=Path, help="a YAML file of rows")
     parser.add_argument("--rows", nargs="+", help="default: those of --file, or all mixers")
     parser.add_argument("--lr", nargs="+", type=float, default=[], help="each row at each of these")
@@ -224,12 +225,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan = Plan(config, rows, data, o.steps or data.steps, o.seconds, o.compile)
     measures = (*data.measures, "step_ms", "latency_ms", "peak_memory_gb")
     runner.compare(
-        o, [{"row": row, "seed": seed} for seed, row in product(o.seeds, names)],
-        partial(run, plan), do=turns.run_all,
+        o,
+        [{"row": row, "seed": seed} for seed, row in product(o.seeds, names)],
+        partial(run, plan),
+        do=turns.run_all,
         table=lambda runs: tables.summary(runs, names, measures),
         say=partial(say, measures[0]),
         draw=partial(draw, names, measures[0], o.out),
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -65,8 +65,7 @@ def parse() -> Namespace:
     parser.add_argument("task", type=Path)
     parser.add_argument("config", type=Path)
     parser.add_argument("--init", type=Path, required=True, help="a checkpoint of pre-training")
-    parser.add_argument("--labels", type=int, nargs="+", required=True,
-                        help="numbers of labelled samples")  # fmt: skip
+    parser.add_argument("--labels", type=int, nargs="+", required=True, help="numbers of labelled samples")
     parser.add_argument("--checkpoint", choices=["last", "best"], default="last")
     runner.add_options(parser, "runs/labels/CONFIG")
     arguments = sys.argv[1:]
@@ -83,10 +82,15 @@ def parse() -> Namespace:
 def main() -> int:
     options = parse()
     wanted = [{"row": row, "seed": seed} for seed in options.seeds for row in options.rows]
-    runs = runner.compare(options, wanted, partial(compare.one_run, options), say=compare.say,
-                          table=partial(compare.table, list(options.rows)),
-                          draw=partial(draw, options),
-                          do=partial(runner.run_all, processes=False))  # fmt: skip
+    runs = runner.compare(
+        options,
+        wanted,
+        partial(compare.one_run, options),
+        say=compare.say,
+        table=partial(compare.table, list(options.rows)),
+        draw=partial(draw, options),
+        do=partial(runner.run_all, processes=False),
+    )
     return 1 if any("error" in run for run in runs) else 0
 
 

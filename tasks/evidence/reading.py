@@ -30,8 +30,7 @@ from ndlightnet.data.media import write_video
 from ndlightnet_evidence import runner, tables
 
 DRAWN, WIDTH, HEIGHT, FPS = 4, 320, 240, 25  # DRAWN: different videos of each kind
-HEAD = ("videos", "reader", "workers", "cache, GB", "start, s", "first batch, s", "clips/s",
-        "memory, GB")  # fmt: skip
+HEAD = ("videos", "reader", "workers", "cache, GB", "start, s", "first batch, s", "clips/s", "memory, GB")
 
 
 def pictures(frames: int, rng: np.random.Generator) -> Iterator[NDArray[np.uint8]]:
@@ -82,9 +81,15 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     began = time.perf_counter()
     data = VideoData(
-        given["root"], batch_size=8, workers=given["workers"], cache_gb=given["cache"],
-        validation=0, hflip=True, color_jitter=0.5, repeats=1000,
-    )  # fmt: skip
+        given["root"],
+        batch_size=8,
+        workers=given["workers"],
+        cache_gb=given["cache"],
+        validation=0,
+        hflip=True,
+        color_jitter=0.5,
+        repeats=1000,
+    )
     data.setup("fit")
     start = time.perf_counter() - began
     batches = iter(data.train_dataloader())
@@ -97,8 +102,7 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
     while (passed := time.perf_counter() - began) < given["seconds"]:
         count += len(next(batches)[0])
         peak = max(peak, memory()) if count % 64 == 0 else peak
-    return {**given, "start": start, "first": first, "rate": count / passed,
-            "memory": max(peak, memory()) / 1e9}  # fmt: skip
+    return {**given, "start": start, "first": first, "rate": count / passed, "memory": max(peak, memory()) / 1e9}
 
 
 def parse() -> Namespace:
@@ -123,24 +127,48 @@ def main() -> int:
         make(few, min(48, options.short), 2)
         if options.long:
             make(long, options.long, 300)
-        rows = [(f"{options.short:,} of 2 s, first visit", short, "PyAV", workers, cache, False)
-                for workers in (1, 2) for cache in (4.0, 0.0)]  # fmt: skip
+        rows = [
+            (f"{options.short:,} of 2 s, first visit", short, "PyAV", workers, cache, False)
+            for workers in (1, 2)
+            for cache in (4.0, 0.0)
+        ]
         rows += [("48 of 2 s, held", few, "PyAV", workers, 4.0, True) for workers in (1, 2)]
-        rows += [(f"{options.long} of 5 min, first visit", long, reader, 1, 0.0, False)
-                 for reader in ("PyAV", *(d.__name__ for d in video_decoders.decoders()))
-                 if options.long]  # fmt: skip
+        rows += [
+            (f"{options.long} of 5 min, first visit", long, reader, 1, 0.0, False)
+            for reader in ("PyAV", *(d.__name__ for d in video_decoders.decoders()))
+            if options.long
+        ]
         for name, root, reader, workers, cache, held in rows:
-            row = {"videos": name, "root": str(root), "reader": reader, "workers": workers,
-                   "cache": cache, "held": held, "seconds": options.seconds}  # fmt: skip
+            row = {
+                "videos": name,
+                "root": str(root),
+                "reader": reader,
+                "workers": workers,
+                "cache": cache,
+                "held": held,
+                "seconds": options.seconds,
+            }
             done = subprocess.run(
-                [sys.executable, __file__, "--row", json.dumps(row)], check=True,
-                capture_output=True, text=True, env=runner.environment(),
-            )  # fmt: skip
+                [sys.executable, __file__, "--row", json.dumps(row)],
+                check=True,
+                capture_output=True,
+                text=True,
+                env=runner.environment(),
+            )
             runs.append(json.loads(done.stdout.splitlines()[-1]))
             print(runs[-1], flush=True)
-    body = [[run["videos"], run["reader"], str(run["workers"]), f"{run['cache']:g}",
-             *(f"{run[key]:.2f}" for key in ("start", "first")), f"{run['rate']:.1f}",
-             f"{run['memory']:.2f}"] for run in runs]  # fmt: skip
+    body = [
+        [
+            run["videos"],
+            run["reader"],
+            str(run["workers"]),
+            f"{run['cache']:g}",
+            *(f"{run[key]:.2f}" for key in ("start", "first")),
+            f"{run['rate']:.1f}",
+            f"{run['memory']:.2f}",
+        ]
+        for run in runs
+    ]
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "reading.json").write_text(json.dumps(runs, indent=2) + "\n")
     (options.out / "table.md").write_text(tables.markdown(HEAD, body))

@@ -35,10 +35,18 @@ from ndlightnet_evidence import plots, runner, tables
 from ndlightnet_evidence.runner import Run
 
 SYMBOLS, LOUD = 8, 8.0  # an event adds LOUD to its symbol's channel and to one that all share
-ROWS = ["plain", "window 64", "forget 0.02", "forget 0.2,0.02,0.002,0.0002", "forget 0.002",
-        "identity"]  # fmt: skip
-NUMBERS = {"gap": 4096, "frames": 8192, "batch": 8, "steps": 500, "lr": 3e-3, "dim": 32,
-           "heads": 8, "depth": 2, "streams": 512}  # fmt: skip
+ROWS = ["plain", "window 64", "forget 0.02", "forget 0.2,0.02,0.002,0.0002", "forget 0.002", "identity"]
+NUMBERS = {
+    "gap": 4096,
+    "frames": 8192,
+    "batch": 8,
+    "steps": 500,
+    "lr": 3e-3,
+    "dim": 32,
+    "heads": 8,
+    "depth": 2,
+    "streams": 512,
+}
 
 
 def event_frames(batch: int, events: int, gap: int, rng: torch.Generator) -> Tensor:
@@ -74,8 +82,13 @@ def mixer(row: str, heads: int) -> Callable[[int], nn.Module]:
     if kind == "forget":
         rates = [float(rate) for rate in value.split(",")]
         return partial(torch_form, forget=(rates * heads)[:heads])
-    rest: dict[str, Any] = {"plain": lightnet, "cosine": lightnet, "softmax": softmax,
-                            "rotary": softmax, "identity": Identity}  # fmt: skip
+    rest: dict[str, Any] = {
+        "plain": lightnet,
+        "cosine": lightnet,
+        "softmax": softmax,
+        "rotary": softmax,
+        "identity": Identity,
+    }
     return rest[kind]
 
 
@@ -129,17 +142,20 @@ def run(o: Namespace, who: Run) -> Run:
     torch.manual_seed(who["seed"])
     device = runner.device()
     make = mixer(who["row"], o.heads)
-    net = NDLightNet(1, SYMBOLS + 1, SYMBOLS, patch_size=1, embed_dim=o.dim, depth=o.depth,
-                     mixer=make, tpe=False, causal=True).to(device)  # fmt: skip
+    net = NDLightNet(
+        1, SYMBOLS + 1, SYMBOLS, patch_size=1, embed_dim=o.dim, depth=o.depth, mixer=make, tpe=False, causal=True
+    ).to(device)
     rng = torch.Generator(device)
     loss, curves = train(net, rng.manual_seed(who["seed"]), o), {}
     for older in o.older:
         right = accuracy(net.eval(), older, rng.manual_seed(10**6 + who["seed"]), o)
         curves[f"after {older} older events" if older else "the first event"] = {
-            "x_label": "frames since the last event", "x": o.k, "accuracy": right,
+            "x_label": "frames since the last event",
+            "x": o.k,
+            "accuracy": right,
             "most frequent so far": [most_frequent(older)] * len(o.k),
             "chance": [1 / SYMBOLS] * len(o.k),
-        }  # fmt: skip
+        }
     return {"loss": loss, "curves": curves}
 
 
@@ -156,13 +172,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for row in o.rows:
         mixer(row, o.heads)  # a wrong one fails here
     runner.compare(
-        o, [{"row": row, "seed": seed} for seed, row in product(o.seeds, o.rows)], partial(run, o),
-        table=lambda runs: tables.curves(runs, o.rows), say=runner.say_curves,
-        draw=lambda runs: plots.curves(
-            runs, o.rows, o.out / "recall.png", ["chance", "most frequent so far"]
-        ),
+        o,
+        [{"row": row, "seed": seed} for seed, row in product(o.seeds, o.rows)],
+        partial(run, o),
+        table=lambda runs: tables.curves(runs, o.rows),
+        say=runner.say_curves,
+        draw=lambda runs: plots.curves(runs, o.rows, o.out / "recall.png", ["chance", "most frequent so far"]),
         lines=runner.curve_lines,
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -280,9 +280,11 @@ def scaling(o: Any) -> list[Run]:
     count, (first, *rest) = torch.cuda.device_count(), o.grid
     runs = []
     rows = (
-        ("one GPU", 1, first, False), ("each by itself", count, first, False),
-        ("weak", count, first, True), ("strong", count, first // count, True),
-    )  # fmt: skip
+        ("one GPU", 1, first, False),
+        ("each by itself", count, first, False),
+        ("weak", count, first, True),
+        ("strong", count, first // count, True),
+    )
     for what, gpus, size, shared in rows:
         found = launch(gpus, "scaled", grid=[size, *rest], batch=o.batch, shared=shared)
         total = o.batch * size * gpus * math.prod(rest)
@@ -325,9 +327,7 @@ def cubes(o: Any) -> list[Run]:
 
 
 def model(o: Any) -> list[Run]:
-    return shard_model.table(
-        shard_model.Network(), shard_model.Machine(o.ns * 1e-9), (1, 2, 8, 64, 512)
-    )
+    return shard_model.table(shard_model.Network(), shard_model.Machine(o.ns * 1e-9), (1, 2, 8, 64, 512))
 
 
 def say(run: Run) -> None:
@@ -355,8 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     o = parser.parse_args(arguments)
     runs = globals()[o.what](o)
     o.out.mkdir(parents=True, exist_ok=True)
-    told = {"date": time.strftime("%Y-%m-%d"), "device": runner.device_name(),
-            "commit": runner.commit(), "runs": runs}  # fmt: skip
+    told = {"date": time.strftime("%Y-%m-%d"), "device": runner.device_name(), "commit": runner.commit(), "runs": runs}
     (o.out / f"{o.what}.json").write_text(json.dumps(told, indent=1))
     names = list(dict.fromkeys(name for run in runs for name in run))
     rows = [[_cell(run[name]) if name in run else "" for name in names] for run in runs]

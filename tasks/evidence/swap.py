@@ -47,9 +47,7 @@ Data = tuple[Tensor, Tensor]
 def vit(o: Namespace) -> nn.Module:
     import timm
 
-    return timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=o.patch, num_classes=10, depth=o.depth
-    )
+    return timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=o.patch, num_classes=10, depth=o.depth)
 
 
 def unetr(o: Namespace) -> nn.Module:
@@ -170,10 +168,7 @@ class Task:
             right.append((guess == y).double() if self.name == "vit" else hard_dice(guess, y))
         score = "top1" if self.name == "vit" else "mean_dice"
         count = len(self.test[1])
-        return {
-            "test_loss": float(torch.stack(losses).sum() / count),
-            score: float(torch.cat(right).mean()),
-        }
+        return {"test_loss": float(torch.stack(losses).sum() / count), score: float(torch.cat(right).mean())}
 
 
 def hard_dice(guess: Tensor, truth: Tensor) -> Tensor:
@@ -223,9 +218,11 @@ def run(o: Namespace, tasks: dict[str, Task], who: Run) -> Run:
     each = max(1, o.steps // SHOWN)
     return {
         "parameters": sum(p.numel() for p in net.parameters()),
-        "train_loss": float(np.mean(curve[-each:])), "losses": curve, **found,
+        "train_loss": float(np.mean(curve[-each:])),
+        "losses": curve,
+        **found,
         **task.measure(net.eval(), amp),
-    }  # fmt: skip
+    }
 
 
 def table(o: Namespace, runs: Sequence[Run]) -> str:
@@ -241,9 +238,7 @@ def table(o: Namespace, runs: Sequence[Run]) -> str:
             spans = ([np.mean(r["losses"][at : at + each]) for r in done] for at in firsts)
             body.append([row, *(tables.spread(values) for values in spans)])
         head = ["training loss, steps", *(f"{at + 1} to {at + each}" for at in firsts)]
-        parts.append(
-            f"### {task}\n\n{tables.summary(mine, o.rows, MEASURES)}\n{tables.markdown(head, body)}"
-        )
+        parts.append(f"### {task}\n\n{tables.summary(mine, o.rows, MEASURES)}\n{tables.markdown(head, body)}")
     line = "Lines changed from own to ours: 1, `replace_attention(net)`."
     return "\n".join([*parts, line]) + "\n"
 
@@ -282,10 +277,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tasks = {name: Task(name, o, device) for name in o.tasks}
     wanted = product(o.tasks, o.seeds, o.rows)
     runner.compare(
-        o, [{"row": row, "task": task, "seed": seed} for task, seed, row in wanted],
-        partial(run, o, tasks), table=partial(table, o), say=say,
+        o,
+        [{"row": row, "task": task, "seed": seed} for task, seed, row in wanted],
+        partial(run, o, tasks),
+        table=partial(table, o),
+        say=say,
         lines=lambda run: [{key: value for key, value in run.items() if key != "losses"}],
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

@@ -36,51 +36,79 @@ NET = {"embed_dim": 8, "depth": 1, "tpe_states": 2}
 # and the shape of an input (a language model's are bytes, a forecaster's values and times)
 KINDS: dict[str, tuple[str, str, str, dict[str, Any], dict[str, Any], tuple[int, ...]]] = {
     "image": (
-        "ImageTask", "ImageData", "ndlightnet.NDLightNet",
+        "ImageTask",
+        "ImageData",
+        "ndlightnet.NDLightNet",
         {**NET, "dims": 2, "in_chans": 1, "num_classes": 3, "patch_size": 2},
-        {"batch_size": 4, "train_limit": 8}, (2, 1, 8, 6),
+        {"batch_size": 4, "train_limit": 8},
+        (2, 1, 8, 6),
     ),
     "video": (
-        "VideoTask", "VideoData", "ndlightnet.NDLightNet",
+        "VideoTask",
+        "VideoData",
+        "ndlightnet.NDLightNet",
         {**NET, "dims": 3, "num_classes": 6, "patch_size": [2, 8, 8], "causal": True},
         {"frames": 2, "size": 16, "batch_size": 6, "clips": 1, "validation": 0, "workers": 0},
         (2, 3, 4, 16, 16),
     ),
     "volume": (
-        "ImageTask", "VolumeFolders", "ndlightnet.NDLightNet",
+        "ImageTask",
+        "VolumeFolders",
+        "ndlightnet.NDLightNet",
         {**NET, "dims": 3, "in_chans": 1, "num_classes": 2, "patch_size": 2},
         {"size": [6, 5, 4], "batch_size": 4, "validation": 0.2, "train_limit": 8},
         (2, 1, 6, 5, 4),
     ),
     "signal": (
-        "SignalTask", "SignalData", "ndlightnet.NDLightNet",
+        "SignalTask",
+        "SignalData",
+        "ndlightnet.NDLightNet",
         {**NET, "dims": 1, "in_chans": 32, "num_classes": 3, "patch_size": 2},
-        {"spectrum": [64, 32], "batch_size": 2, "workers": 0}, (2, 32, 9),
+        {"spectrum": [64, 32], "batch_size": 2, "workers": 0},
+        (2, 32, 9),
     ),
     "segmentation": (
-        "SegmentationTask", "VolumeData", "ndlightnet.NDLightUNet",
-        {"dims": 3, "in_channels": 1, "out_channels": 2, "widths": [2, 4], "convs": [1, 1],
-         "depths": [0, 1], "deep_supervision": True},
-        {"patch": [8, 8, 8], "batch_size": 2, "batches": 2, "workers": 0}, (2, 1, 8, 6, 4),
+        "SegmentationTask",
+        "VolumeData",
+        "ndlightnet.NDLightUNet",
+        {
+            "dims": 3,
+            "in_channels": 1,
+            "out_channels": 2,
+            "widths": [2, 4],
+            "convs": [1, 1],
+            "depths": [0, 1],
+            "deep_supervision": True,
+        },
+        {"patch": [8, 8, 8], "batch_size": 2, "batches": 2, "workers": 0},
+        (2, 1, 8, 6, 4),
     ),
     "text": (
-        "TextTask", "TextData", "ndlightnet.NDLightNet",
+        "TextTask",
+        "TextData",
+        "ndlightnet.NDLightNet",
         {**NET, "dims": 1, "vocab_size": 256, "causal": True},
-        {"length": 16, "windows": 8, "batch_size": 4, "lengths": [16], "test_bytes": 32,
-         "workers": 0}, (2, 11),
+        {"length": 16, "windows": 8, "batch_size": 4, "lengths": [16], "test_bytes": 32, "workers": 0},
+        (2, 11),
     ),
     "forecast": (
-        "ForecastTask", "SeriesData", "ndlightnet.models.Forecaster",
+        "ForecastTask",
+        "SeriesData",
+        "ndlightnet.models.Forecaster",
         {"in_chans": 2, "label_length": 24, "embed_dim": 8, "depth": 1},
-        {"file": "hours.csv", "input_length": 24, "horizon": 6, "split": [49, 90, 120],
-         "batch_size": 10, "workers": 0}, (2, 24, 2),
+        {"file": "hours.csv", "input_length": 24, "horizon": 6, "split": [49, 90, 120], "batch_size": 10, "workers": 0},
+        (2, 24, 2),
     ),
-}  # fmt: skip
+}
 DIM, SHAPE = 16, (2, 3, 5, 16)  # of the layers and their input
 # the arguments of layers beside the width; not named here: two heads, if it has heads
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "S4": {"state": 8}, "S5": {"state": 8}, "RWKV4": {}, "Identity": {}, "Mamba": {"state": 4},
-}  # fmt: skip
+    "S4": {"state": 8},
+    "S5": {"state": 8},
+    "RWKV4": {},
+    "Identity": {},
+    "Mamba": {"state": 4},
+}
 
 
 def named(path: str) -> Any:
@@ -164,8 +192,12 @@ def write_decathlon(root: Path) -> None:
         pairs.append({"image": f"images/{number}.nii.gz", "label": f"labels/{number}.nii.gz"})
         save(root / pairs[-1]["image"], image)
         save(root / pairs[-1]["label"], label)
-    listing = {"labels": {"0": "background", "1": "cube"}, "modality": {"0": "CT"},
-               "training": pairs[:-1], "test": pairs[-1:]}  # fmt: skip
+    listing = {
+        "labels": {"0": "background", "1": "cube"},
+        "modality": {"0": "CT"},
+        "training": pairs[:-1],
+        "test": pairs[-1:],
+    }
     (root / "dataset.json").write_text(json.dumps(listing))
 
 
@@ -182,8 +214,7 @@ def write_recordings(root: Path) -> None:
         file.mux(stream.encode(frame))
         file.mux(stream.encode(None))
     digits, takes = (np.array(x, np.uint8) for x in zip(*index, strict=True))
-    np.savez(root / "index.npz", offsets=np.cumsum([0, *map(len, signals)]), digit=digits,
-             take=takes)  # fmt: skip
+    np.savez(root / "index.npz", offsets=np.cumsum([0, *map(len, signals)]), digit=digits, take=takes)
 
 
 def config(kind: str, root: Path, out: Path) -> dict[str, Any]:
@@ -191,14 +222,17 @@ def config(kind: str, root: Path, out: Path) -> dict[str, Any]:
     return {
         "seed_everything": 3,
         "trainer": {
-            "accelerator": "cpu", "max_epochs": 2, "log_every_n_steps": 1,
-            "default_root_dir": str(out), "logger": False, "enable_progress_bar": False,
+            "accelerator": "cpu",
+            "max_epochs": 2,
+            "log_every_n_steps": 1,
+            "default_root_dir": str(out),
+            "logger": False,
+            "enable_progress_bar": False,
             "enable_model_summary": False,
         },
         "model": {"lr": 1e-2, "net": {"class_path": net, "init_args": net_arguments}},
-        "data": {"class_path": f"ndlightnet.training.{data}",
-                 "init_args": {"root": str(root), **data_arguments}},
-    }  # fmt: skip
+        "data": {"class_path": f"ndlightnet.training.{data}", "init_args": {"root": str(root), **data_arguments}},
+    }
 
 
 def fit(kind: str, folder: Path) -> Path:
@@ -224,12 +258,8 @@ def example(kind: str) -> tuple[Tensor, ...]:
 
 def rounding(net: nn.Module, inputs: tuple[Tensor, ...], found: list[Tensor]) -> float:
     """How far float32 is from float64, relative to the largest number."""
-    exact = answers(
-        deepcopy(net).double(), *(x.double() if x.is_floating_point() else x for x in inputs)
-    )
-    return max(
-        float((y - z).abs().max() / z.abs().max()) for y, z in zip(found, exact, strict=True)
-    )
+    exact = answers(deepcopy(net).double(), *(x.double() if x.is_floating_point() else x for x in inputs))
+    return max(float((y - z).abs().max() / z.abs().max()) for y, z in zip(found, exact, strict=True))
 
 
 def main() -> None:
@@ -239,9 +269,7 @@ def main() -> None:
 
     def keep(name: str, net: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         found = answers(net, *inputs)
-        outputs[name] = {
-            "inputs": inputs, "outputs": found, "rounding": rounding(net, inputs, found)
-        }  # fmt: skip
+        outputs[name] = {"inputs": inputs, "outputs": found, "rounding": rounding(net, inputs, found)}
 
     for name in LAYERS:
         net = layer(name)
@@ -258,9 +286,7 @@ def main() -> None:
             state |= {key: "" for key, value in state.items() if isinstance(value, str)}
         torch.save(saved, HERE / f"{kind}.ckpt")
         net = network(kind)
-        net.load_state_dict(
-            {key[4:]: x for key, x in saved["state_dict"].items() if key.startswith("net.")}
-        )
+        net.load_state_dict({key[4:]: x for key, x in saved["state_dict"].items() if key.startswith("net.")})
         torch.manual_seed(1)
         keep(kind, net, example(kind))
     torch.save(outputs, HERE / "outputs.pt")

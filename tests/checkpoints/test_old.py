@@ -77,8 +77,15 @@ def test_the_network_of_a_checkpoint(kind, outputs):
         made.from_checkpoint(path)
 
 
-DOOR = {"image": "image_cls", "video": "video_cls", "volume": "volume_cls", "signal": "signal_cls",
-        "segmentation": "ct_segmentation", "text": "text_lm", "forecast": "forecast"}  # fmt: skip
+DOOR = {
+    "image": "image_cls",
+    "video": "video_cls",
+    "volume": "volume_cls",
+    "signal": "signal_cls",
+    "segmentation": "ct_segmentation",
+    "text": "text_lm",
+    "forecast": "forecast",
+}
 YOUNGER = {"image_gen", "pretrain"}  # than these files
 
 

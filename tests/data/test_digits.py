@@ -54,9 +54,7 @@ def test_layout_and_clips(videos: VideoFolder) -> None:
 
 
 def test_sources_of_test_are_not_in_train(videos: VideoFolder) -> None:
-    train, test = (
-        {s.path.stem.split("-")[1] for s in part} for part in (videos.train, videos.test)
-    )
+    train, test = ({s.path.stem.split("-")[1] for s in part} for part in (videos.train, videos.test))
     assert len(train) > 100 and len(test) > 20
     assert not train & test
 

@@ -8,16 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ndlightnet.data.errors import (
-    DataError,
-    atomic_write,
-    cell,
-    file_name,
-    fitting,
-    one_line,
-    printable,
-    readable,
-)
+from ndlightnet.data.errors import DataError, atomic_write, cell, file_name, fitting, one_line, printable, readable
 
 NASTY = "two\nlines \x1b[31mred\x1b[0m \u202egpj \x00\u2028 \x85"
 
@@ -73,9 +64,7 @@ def test_cells_are_no_formulas() -> None:
     assert cell("\t=1+1") == r"\t=1+1" and cell("\r\n@x") == r"\r\n@x"
 
 
-@pytest.mark.parametrize(
-    "name", ["n" * 161, "ö" * 100, "two\nlines", os.fsdecode(b"caf\xe9"), "a/b", "\ud800"]
-)
+@pytest.mark.parametrize("name", ["n" * 161, "ö" * 100, "two\nlines", os.fsdecode(b"caf\xe9"), "a/b", "\ud800"])
 def test_a_name_that_no_file_can_have_gets_a_hash(tmp_path: Path, name: str) -> None:
     changed = file_name(name)
     assert changed == file_name(name) != name
@@ -95,10 +84,7 @@ def test_memory_that_runs_out_is_said_in_a_line() -> None:
     for huge in (lambda: np.empty(2**58), lambda: torch.empty(2**58)):
         with pytest.raises(DataError, match=r"^a.nii: does not fit into memory"), fitting("a.nii"):
             huge()
-    with (
-        pytest.raises(DataError, match=r"^a.nii: does not fit into memory"),
-        readable(Path("a.nii")),
-    ):
+    with pytest.raises(DataError, match=r"^a.nii: does not fit into memory"), readable(Path("a.nii")):
         np.empty(2**58)
     for other in (RuntimeError("mat1 and mat2"), TypeError("ours"), DataError("b.nii: gone")):
         with pytest.raises(type(other), match=str(other)), fitting("a.nii"):

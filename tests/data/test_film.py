@@ -109,9 +109,7 @@ def test_a_pipe_is_shown_alike(tmp_path: Path) -> None:
 
 
 @each_decoder
-def test_frames_that_look_alike_in_two_orientations_prove_no_decoder(
-    tmp_path: Path, decoder: Decoder
-) -> None:
+def test_frames_that_look_alike_in_two_orientations_prove_no_decoder(tmp_path: Path, decoder: Decoder) -> None:
     """Decoders ignore mirrors, which cannot be seen in the dark that a film begins with."""
     film = pictures(8)
     film[:4] = 0
@@ -137,9 +135,7 @@ def test_a_tag_that_only_decord_follows(tmp_path: Path) -> None:
     assert torch.equal(frames, torch.from_numpy(decoded(source)))
 
 
-def test_a_decoder_that_turns_nothing_is_turned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decoder_that_turns_nothing_is_turned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Still:
         def __init__(self, path: Path, device: str = "cpu") -> None:
             self.frames = torch.from_numpy(decoded(path))
@@ -238,9 +234,7 @@ def test_of_several_films_the_default_one_else_the_largest(
 ) -> None:
     """The second one is the largest."""
     films = pictures(6, 32, 96), 255 - pictures(7, 48, 112)
-    path = write_film(
-        tmp_path / name, films[0], second=films[1], default=default, options={"g": "2"}
-    )
+    path = write_film(tmp_path / name, films[0], second=films[1], default=default, options={"g": "2"})
     right = torch.from_numpy(decoded(path, taken))
     opened = quickest(PyAVReader(path), 1)
     size = f"{right.shape[2]} x {right.shape[1]}"

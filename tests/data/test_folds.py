@@ -63,9 +63,11 @@ def table(root: Path, *rows: dict[str, str]) -> None:
 
 def test_groups_of_a_table(tmp_path):
     table(
-        tmp_path, {"path": "train/a/1.mp4", "patient": "7"},
-        {"path": "train/b/2.mp4", "patient": "7"}, {"path": "train/b/3.mp4", "patient": ""},
-    )  # fmt: skip
+        tmp_path,
+        {"path": "train/a/1.mp4", "patient": "7"},
+        {"path": "train/b/2.mp4", "patient": "7"},
+        {"path": "train/b/3.mp4", "patient": ""},
+    )
     paths = [tmp_path / "train" / name for name in ("a/1.mp4", "b/2.mp4", "b/3.mp4", "b/4.mp4")]
     found = read_groups(tmp_path, "patient", paths)
     assert found == ["7", "7", "train/b/3.mp4", "train/b/4.mp4"]

@@ -49,9 +49,7 @@ def test_a_full_disk_holds_no_more(monkeypatch):
     cache, values = FrameCache(2, 10_000), tensors(2)
     cache.put(0, values[0])
     with monkeypatch.context() as patch:
-        patch.setattr(
-            type(cache.path), "open", lambda *_: (_ for _ in ()).throw(OSError(28, "full"))
-        )
+        patch.setattr(type(cache.path), "open", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
         cache.put(1, values[1])
     assert cache.get(1) is None and torch.equal(cache.get(0), values[0])
     cache.put(1, values[1])  # it does not try again
@@ -69,9 +67,7 @@ def test_processes_share_it(method):
         pytest.skip(f"no {method} here")
     context = torch.multiprocessing.get_context(method)
     cache, values = FrameCache(20, 10**6), tensors(20)
-    halves = [
-        context.Process(target=_fill, args=(cache, values, range(at, 20, 2))) for at in (0, 1)
-    ]
+    halves = [context.Process(target=_fill, args=(cache, values, range(at, 20, 2))) for at in (0, 1)]
     for process in halves:
         process.start()
     for process in halves:

@@ -12,15 +12,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.image_folder import (
-    TRIES,
-    FolderImages,
-    class_names,
-    collate,
-    find_images,
-    list_images,
-    read_image,
-)
+from ndlightnet.data.image_folder import TRIES, FolderImages, class_names, collate, find_images, list_images, read_image
 from ndlightnet.data.visits import Visits
 
 RAMP = np.arange(24, dtype=np.uint8).reshape(4, 6) * 10
@@ -110,8 +102,16 @@ def test_a_file_is_turned_as_its_tag_says(tmp_path, ending, orientation):
     exif[0x0112] = orientation
     large = np.kron(RAMP, np.ones((8, 8), np.uint8))
     path = save(tmp_path / f"a.{ending}", large, exif=exif, quality=100)
-    turned = {1: large, 2: large[:, ::-1], 3: large[::-1, ::-1], 4: large[::-1], 5: large.T,
-              6: large[::-1].T, 7: large[::-1, ::-1].T, 8: large[:, ::-1].T}  # fmt: skip
+    turned = {
+        1: large,
+        2: large[:, ::-1],
+        3: large[::-1, ::-1],
+        4: large[::-1],
+        5: large.T,
+        6: large[::-1].T,
+        7: large[::-1, ::-1].T,
+        8: large[:, ::-1].T,
+    }
     if ending == "tif" and orientation > 4:
         with pytest.raises(DataError, match=f"orientation tag {orientation}, expected an upright"):
             read_image(path, 1)
@@ -123,9 +123,7 @@ def test_a_file_is_turned_as_its_tag_says(tmp_path, ending, orientation):
 
 def test_files_that_are_no_images(tmp_path):
     whole = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (99, 99, 3), np.uint8)).save(
-        whole, "JPEG"
-    )
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (99, 99, 3), np.uint8)).save(whole, "JPEG")
     contents = {"cut.jpg": whole.getvalue()[:2000], "text.png": b"hello", "empty.png": b""}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
@@ -143,10 +141,7 @@ def test_a_photograph_with_a_preview(tmp_path):
     first, preview = Image.new("RGB", (64, 48), "red"), Image.new("RGB", (8, 6), "blue")
     first.save(tmp_path / "p.jpg", format="MPO", save_all=True, append_images=[preview])
     found = read_image(tmp_path / "p.jpg", 3)
-    assert (
-        found.size == (64, 48)
-        and np.abs(np.subtract(found.getpixel((5, 5)), (255, 0, 0))).max() < 5
-    )
+    assert found.size == (64, 48) and np.abs(np.subtract(found.getpixel((5, 5)), (255, 0, 0))).max() < 5
 
 
 def test_links_and_permissions(folder, monkeypatch):
@@ -164,10 +159,12 @@ def test_links_and_permissions(folder, monkeypatch):
 
     listing = partial(list_images, classes=("cat", "dog"))
     for name, read in (
-        ("os.scandir", class_names), ("pathlib.Path.iterdir", listing),
-        ("pathlib.Path.is_dir", class_names), ("pathlib.Path.is_dir", listing),
+        ("os.scandir", class_names),
+        ("pathlib.Path.iterdir", listing),
+        ("pathlib.Path.is_dir", class_names),
+        ("pathlib.Path.is_dir", listing),
         ("pathlib.Path.exists", find_images),
-    ):  # fmt: skip
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(name, forbidden)
             with pytest.raises(DataError, match=r"cannot be read \(.*Permission denied"):
@@ -184,14 +181,20 @@ def test_a_listing_is_sorted_and_tells_what_is_left_out(folder):
     assert class_names(folder) == ("cat", "dog")
     files = list_images(folder, ("cat", "dog"), notes)
     assert [os.fsdecode(name) for name in files.names] == [
-        "cat/0.png", "cat/1.png", "cat/2.png", "dog/0.png", "dog/1.png", "dog/2.png",
+        "cat/0.png",
+        "cat/1.png",
+        "cat/2.png",
+        "dog/0.png",
+        "dog/1.png",
+        "dog/2.png",
         "dog/deep/er/X.JPEG",
-    ]  # fmt: skip
+    ]
     assert files.labels.tolist() == [0, 0, 0, 1, 1, 1, 1]
     assert files.path(6) == folder / "dog/deep/er/X.JPEG"
     assert [note.split(": ")[-1] for note in notes] == [
-        "notes.txt (expected images)", "readme.md (expected a folder for each class)"
-    ]  # fmt: skip
+        "notes.txt (expected images)",
+        "readme.md (expected a folder for each class)",
+    ]
 
 
 def test_a_name_that_is_not_utf8(folder):
@@ -245,9 +248,7 @@ def test_a_bad_file_is_left_out_of_a_batch_elsewhere(folder):
     files = list_images(folder, class_names(folder))
     files.path(1).write_bytes(b"damaged")
     images = FolderImages(files, 3, to_tensor)
-    batch, labels, numbers, draw, problems = collate(
-        [images[n] for n in range(6)], (4, 6), 3
-    )  # fmt: skip
+    batch, labels, numbers, draw, problems = collate([images[n] for n in range(6)], (4, 6), 3)
     assert batch.shape == (5, 3, 4, 6) and batch.dtype == torch.uint8 and draw is None
     assert numbers.tolist() == [0, 2, 3, 4, 5] and labels.tolist() == [0, 0, 1, 1, 1]
     assert len(problems) == 1 and problems[0].startswith(str(files.path(1)))

@@ -5,17 +5,18 @@ import pytest
 import torch
 from PIL import Image
 
-from ndlightnet.data.image_transforms import (
-    RandAugment,
-    central_crop,
-    evaluation,
-    mixing,
-    seeded,
-    training,
-)
+from ndlightnet.data.image_transforms import RandAugment, central_crop, evaluation, mixing, seeded, training
 
-PLAIN = {"scale": None, "ratio": (3 / 4, 4 / 3), "padding": 0, "hflip": 0.0, "randaugment": None,
-         "color_jitter": 0.0, "random_erasing": 0.0, "fill": (1, 2, 3)}  # fmt: skip
+PLAIN = {
+    "scale": None,
+    "ratio": (3 / 4, 4 / 3),
+    "padding": 0,
+    "hflip": 0.0,
+    "randaugment": None,
+    "color_jitter": 0.0,
+    "random_erasing": 0.0,
+    "fill": (1, 2, 3),
+}
 rng = np.random.default_rng(0)
 
 
@@ -53,8 +54,14 @@ def test_a_crop_of_the_whole_image_ends_at_its_border(side):
 
 @pytest.mark.parametrize("sides", [(1, 1), (1, 3000), (3000, 1), (2, 2)])
 def test_absurd_sides(sides):
-    everything = {**PLAIN, "scale": (0.08, 1.0), "hflip": 0.5, "color_jitter": 0.4,
-                  "randaugment": RandAugment(), "random_erasing": 1.0}  # fmt: skip
+    everything = {
+        **PLAIN,
+        "scale": (0.08, 1.0),
+        "hflip": 0.5,
+        "color_jitter": 0.4,
+        "randaugment": RandAugment(),
+        "random_erasing": 1.0,
+    }
     transforms = [
         evaluation((16, 16), 0.875, "bicubic"),
         training((16, 16), "bicubic", **everything),
@@ -67,9 +74,16 @@ def test_absurd_sides(sides):
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("scale, padding", [((0.2, 1.0), 0), (None, 3)])
 def test_everything_at_once_follows_from_the_seed(channels, scale, padding):
-    options = {**PLAIN, "scale": scale, "padding": padding, "hflip": 0.5, "color_jitter": 0.4,
-               "randaugment": RandAugment(2, 9, 11), "random_erasing": 0.5,
-               "fill": (9,) * channels}  # fmt: skip
+    options = {
+        **PLAIN,
+        "scale": scale,
+        "padding": padding,
+        "hflip": 0.5,
+        "color_jitter": 0.4,
+        "randaugment": RandAugment(2, 9, 11),
+        "random_erasing": 0.5,
+        "fill": (9,) * channels,
+    }
     transform, image = training((10, 8), "bilinear", **options), noise(20, 30, channels)
 
     def run(seed: int) -> torch.Tensor:

@@ -10,15 +10,7 @@ import pytest
 import torch
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.images import (
-    Batches,
-    ImageSet,
-    ShuffledBatches,
-    mean_and_std,
-    moved,
-    read_images,
-    spread,
-)
+from ndlightnet.data.images import Batches, ImageSet, ShuffledBatches, mean_and_std, moved, read_images, spread
 
 NAMES = {"train": "train", "test": "t10k"}
 RNG = np.random.default_rng(0)
@@ -75,11 +67,14 @@ def test_npz_file(tmp_path, parts):
 @pytest.mark.parametrize(
     "damage, text",
     [
-        (lambda b: b[:-1], "damaged"), (lambda b: b + b"0", "damaged"), (lambda b: b"", "damaged"),
-        (lambda b: b[:9], "damaged"), (lambda b: b"\0\0\x0d" + b[3:], "not bytes in the IDX"),
+        (lambda b: b[:-1], "damaged"),
+        (lambda b: b + b"0", "damaged"),
+        (lambda b: b"", "damaged"),
+        (lambda b: b[:9], "damaged"),
+        (lambda b: b"\0\0\x0d" + b[3:], "not bytes in the IDX"),
         (lambda b: b"\0\0\x08\0" + b[4:], "damaged"),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_idx_file(idx_folder, damage, text):
     folder, _ = idx_folder
     file = next(folder.glob("t10k-images*"))
@@ -124,11 +119,13 @@ def test_idx_files_that_do_not_fit(idx_folder):
         ({"val_images": np.zeros((2, 4, 4), np.float32)}, "val has images .* float32"),
         ({"val_images": np.zeros((2, 4, 5), np.uint8)}, r"val has images \(2, 4, 5\)"),
         ({"val_labels": np.zeros((2, 1))}, "labels .* float64"),
-        ({"test_images": np.zeros((0, 4, 4), np.uint8), "test_labels": np.zeros(0, np.uint8)},
-         r"test has images \(0, 4, 4\)"),
+        (
+            {"test_images": np.zeros((0, 4, 4), np.uint8), "test_labels": np.zeros(0, np.uint8)},
+            r"test has images \(0, 4, 4\)",
+        ),
         ({"train_labels": np.array([{}, {}], object)}, "damaged"),  # a pickle is not unpacked
     ],
-)  # fmt: skip
+)
 def test_an_npz_file_that_does_not_fit(tmp_path, changes, text):
     written = {part: arrays(2, 4, 4) for part in ("train", "val", "test")}
     path = write_npz(tmp_path / "x.npz", written, **changes)
@@ -182,8 +179,7 @@ def test_moves_cell_by_cell(space):
     for n, cell in product(range(6), product(*map(range, space))):
         source = [at - int(by) for at, by in zip(cell, shifts[n], strict=True)]
         if all(0 <= at < size for at, size in zip(source, space, strict=True)):
-            source = [size - 1 - at if flip else at
-                      for at, size, flip in zip(source, space, flips[n], strict=True)]  # fmt: skip
+            source = [size - 1 - at if flip else at for at, size, flip in zip(source, space, flips[n], strict=True)]
             expected[(n, *cell)] = images[(n, *source)]
     found = moved(images[:, None], shifts, flips)
     assert found.dtype == torch.uint8 and torch.equal(found[:, 0], expected)

@@ -17,14 +17,7 @@ from ndlightnet.data.video import ENDINGS, PyAVReader, find_videos, load_video, 
 from ndlightnet.data.video_stream import VideoStream
 from ndlightnet.training import VideoData
 
-from .video_files import (
-    as_shown,
-    cover_first,
-    encode,
-    jpeg,
-    set_matrix,
-    write_film,
-)
+from .video_files import as_shown, cover_first, encode, jpeg, set_matrix, write_film
 
 FRAMES, HEIGHT, WIDTH = 6, 48, 96
 FAST = {"movflags": "faststart"}
@@ -108,16 +101,14 @@ GOOD: dict[str, tuple[Callable[[Path], object], np.ndarray]] = {
     "cover first.mp4": (covered, drawn()),
     "cover.mkv": film(cover=jpeg()),
     "default.mkv": film(second=np.zeros((9, 64, 128, 3), np.uint8)),
-    "largest.mp4": film(pictures=np.zeros((9, 32, 64, 3), np.uint8), second=drawn(),
-                        default=(1, 1), like=drawn()),
+    "largest.mp4": film(pictures=np.zeros((9, 32, 64, 3), np.uint8), second=drawn(), default=(1, 1), like=drawn()),
     "quarter.mp4": turned((0, 1, -1, 0)),
     "upside down.mov": turned((-1, 0, 0, -1)),
     "mirror.mp4": turned((-1, 0, 0, 1)),
     "transposed.mp4": turned((0, 1, 1, 0)),
     "wide.mp4": film(aspect=2, like=wider(2)),
     "narrow.mkv": film(aspect=Fraction(8, 9), like=wider(Fraction(8, 9))),
-    "narrow.mpg": film("mpeg2video", aspect=Fraction(2, 3), container="mpeg",
-                       like=wider(Fraction(2, 3))),
+    "narrow.mpg": film("mpeg2video", aspect=Fraction(2, 3), container="mpeg", like=wider(Fraction(2, 3))),
     "wide quarter.mp4": turned((0, -1, 1, 0), Fraction(3, 2)),
     "one frame.mp4": film(pictures=drawn(1)),
     "odd.webm": film("libvpx-vp9", pictures=drawn(6, 45, 87), options=VPX),
@@ -135,7 +126,7 @@ GOOD: dict[str, tuple[Callable[[Path], object], np.ndarray]] = {
     "raw.avi": film("rawvideo", "yuv420p", options={}),
     "mpeg4.avi": film("mpeg4"),
     "program.mpeg": film("mpeg1video", container="mpeg"),
-}  # fmt: skip
+}
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "empty.mp4": (lambda path: path.touch(), "not a video that can be read"),
     "text.avi": (lambda path: path.write_text("no video\n" * 99), "not a video that can be read"),
@@ -149,11 +140,13 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "song.mp4": (film(pictures=drawn(0), sound=True, cover=jpeg())[0], "only an embedded picture"),
     "song.mkv": (film(pictures=drawn(0), sound=True, cover=jpeg())[0], "only an embedded picture"),
     "unknown.mp4": (unknown, "has a video stream of an unknown codec"),
-    "slanted.mp4": (lambda path: set_matrix(write_film(path, drawn()), (1, 1, -1, 1)),
-                    "is turned by 45 degrees, expected a multiple of 90"),
+    "slanted.mp4": (
+        lambda path: set_matrix(write_film(path, drawn()), (1, 1, -1, 1)),
+        "is turned by 45 degrees, expected a multiple of 90",
+    ),
     "pixels.mp4": (film(aspect=20)[0], "has pixels 20 times as wide as high"),
     "strip.mp4": (film(pictures=drawn(2, 2, 4000))[0], "has frames of 4000 x 2 pixels"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

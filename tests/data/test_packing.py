@@ -151,11 +151,7 @@ def test_replicas_share_the_batches_of_one():
 
 @pytest.mark.parametrize(
     "arguments, text",
-    [
-        (([], 5), "lengths"),
-        (([3, 6, 2], 5), r"lengths\[1\]=6.*budget=5"),
-        (([3], 5, True, 0, 2, 2), "rank=2"),
-    ],
+    [(([], 5), "lengths"), (([3, 6, 2], 5), r"lengths\[1\]=6.*budget=5"), (([3], 5, True, 0, 2, 2), "rank=2")],
 )
 def test_what_the_sampler_refuses(arguments, text):
     with pytest.raises(ValueError, match=text):

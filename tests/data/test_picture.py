@@ -72,9 +72,7 @@ def test_the_bits_that_count_fill_8(tmp_path, bits):
     most = 2**bits - 1
     raw = np.linspace(0, most, 24).round().astype(np.uint16).reshape(4, 6)
     expected = (raw * (255 / most)).round()
-    np.testing.assert_array_equal(
-        read_image(write_sbit(tmp_path / "a.png", raw, bits), 1), expected
-    )
+    np.testing.assert_array_equal(read_image(write_sbit(tmp_path / "a.png", raw, bits), 1), expected)
     np.testing.assert_array_equal(numbers(tmp_path / "a.png"), raw)  # segmentation keeps them
     spread = (raw * (65535 / most)).round().astype(np.uint16)
     for cells in (spread, raw << (16 - bits), spread[spread < 2**bits][None]):
@@ -115,9 +113,17 @@ def test_the_memory_limits_the_size_and_not_pillow(tmp_path, monkeypatch, ending
     image = read_image(path, 3)
     assert image.size == (6, 4) and image.getextrema() == ((255, 255),) * 3
     crop = image_transforms.training(
-        (2, 2), "bilinear", scale=(0.9, 1), ratio=(1.4, 1.6), padding=0, hflip=0, randaugment=None,
-        color_jitter=0, random_erasing=0, fill=[],
-    )  # fmt: skip
+        (2, 2),
+        "bilinear",
+        scale=(0.9, 1),
+        ratio=(1.4, 1.6),
+        padding=0,
+        hflip=0,
+        randaugment=None,
+        color_jitter=0,
+        random_erasing=0,
+        fill=[],
+    )
     assert torch.equal(crop(image), torch.full((3, 2, 2), 255, dtype=torch.uint8))
     assert (numbers(path) == 255).all() and has_colours(path)
     assert Image.MAX_IMAGE_PIXELS == 5
@@ -159,10 +165,7 @@ def good_pictures(folder: Path) -> dict[str, tuple[np.ndarray, int]]:
 
     def put(name: str, image: Image.Image, cells: np.ndarray, off: int = 0, **how: object) -> None:
         image.save(folder / name, **how)
-        shown[name] = (
-            np.broadcast_to(cells if cells.ndim == 3 else cells[..., None], (4, 6, 3)),
-            off,
-        )
+        shown[name] = (np.broadcast_to(cells if cells.ndim == 3 else cells[..., None], (4, 6, 3)), off)
 
     grey, colour = Image.fromarray(RAMP), Image.fromarray(COLOURS)
     for ending in ("png", "bmp", "tif", "webp"):
@@ -181,14 +184,20 @@ def good_pictures(folder: Path) -> dict[str, tuple[np.ndarray, int]]:
         put(f"bit.{ending}", Image.fromarray(RAMP > 99), (RAMP > 99) * 255)
     put("float.tif", Image.fromarray(RAMP / np.float32(255)), RAMP)
     put("grey.JPG", Image.new("L", (6, 4), 99), np.full((4, 6), 99), off=3)
-    put("cmyk.jpg", Image.new("RGB", (6, 4), (9, 99, 199)).convert("CMYK"),
-        np.full((4, 6, 3), (9, 99, 199)), off=9)  # fmt: skip
+    put("cmyk.jpg", Image.new("RGB", (6, 4), (9, 99, 199)).convert("CMYK"), np.full((4, 6, 3), (9, 99, 199)), off=9)
     exif = Image.Exif()
     exif[0x0112] = 3
     put("turned.png", grey, RAMP[::-1, ::-1], exif=exif)
     preview = Image.new("L", (3, 2))
-    put("phone.jpg", Image.new("L", (6, 4), 50), np.full((4, 6), 50), off=3, format="MPO",
-        save_all=True, append_images=[preview])  # fmt: skip
+    put(
+        "phone.jpg",
+        Image.new("L", (6, 4), 50),
+        np.full((4, 6), 50),
+        off=3,
+        format="MPO",
+        save_all=True,
+        append_images=[preview],
+    )
     for bits, cells in ((8, RAMP), (16, deep)):
         for order, name in (("<", "little"), (">", "big")):
             file = write_tiff(folder / f"white{bits}{name}.tif", cells, bits, 0, order)
@@ -206,9 +215,12 @@ def bad_pictures(folder: Path) -> dict[str, str]:
     noise.save(png, "PNG")
     noise.save(jpeg, "JPEG")
     for name, content in {
-        "text.png": b"hello", "empty.tif": b"", "cut.png": png.getvalue()[:3000],
-        "cut.jpg": jpeg.getvalue()[:1000], "head.png": png.getvalue()[:20],
-    }.items():  # fmt: skip
+        "text.png": b"hello",
+        "empty.tif": b"",
+        "cut.png": png.getvalue()[:3000],
+        "cut.jpg": jpeg.getvalue()[:1000],
+        "head.png": png.getvalue()[:20],
+    }.items():
         (folder / name).write_bytes(content)
     (folder / "link.png").symlink_to(folder / "gone")
     grey = Image.fromarray(RAMP)
@@ -225,12 +237,20 @@ def bad_pictures(folder: Path) -> dict[str, str]:
     huge[18:26] = (2**30).to_bytes(4, "little") * 2
     (folder / "huge.bmp").write_bytes(huge)
     return {
-        "text.png": "cannot be read", "empty.tif": "cannot be read", "cut.png": "cannot be read",
-        "cut.jpg": "cannot be read", "head.png": "cannot be read", "link.png": "cannot be read",
-        "pages.tif": "has 2 pages", "moving.png": "has 2 pages", "side.tif": "orientation tag 6",
-        "white.tif": "has white as 0", "untold.tif": "has no PhotometricInterpretation",
-        "signed.tif": "has signed numbers", "huge.bmp": "its header claims 1073741824 x",
-    }  # fmt: skip
+        "text.png": "cannot be read",
+        "empty.tif": "cannot be read",
+        "cut.png": "cannot be read",
+        "cut.jpg": "cannot be read",
+        "head.png": "cannot be read",
+        "link.png": "cannot be read",
+        "pages.tif": "has 2 pages",
+        "moving.png": "has 2 pages",
+        "side.tif": "orientation tag 6",
+        "white.tif": "has white as 0",
+        "untold.tif": "has no PhotometricInterpretation",
+        "signed.tif": "has signed numbers",
+        "huge.bmp": "its header claims 1073741824 x",
+    }
 
 
 def test_a_folder_of_40_good_and_bad_pictures(tmp_path):

@@ -107,11 +107,14 @@ def test_a_folder_of_40_good_and_bad_tables(tmp_path):
             "named.csv": lambda content: content.replace("OT", "\u6e29\u5ea6").encode(),
             "packed.csv.gz": lambda content: gzip.compress(content.encode("utf-8-sig"), mtime=0),
         }.items()
-    }  # fmt: skip
-    bad = {f"bad{i}.csv": content.encode() for i, (content, _) in enumerate(DAMAGE.values())
-           if "OIL" not in content}  # fmt: skip
-    bad |= {"cut.csv.gz": gzip.compress(text().encode(), mtime=0)[:60], "zeros.csv": bytes(9),
-            "wide.csv": text().encode("utf-16"), "gone.csv": None}  # fmt: skip
+    }
+    bad = {f"bad{i}.csv": content.encode() for i, (content, _) in enumerate(DAMAGE.values()) if "OIL" not in content}
+    bad |= {
+        "cut.csv.gz": gzip.compress(text().encode(), mtime=0)[:60],
+        "zeros.csv": bytes(9),
+        "wide.csv": text().encode("utf-16"),
+        "gone.csv": None,
+    }
     assert len(good) + len(bad) == 40
     for name, content in (good | bad).items():
         path = tmp_path / name
@@ -132,12 +135,7 @@ def test_a_folder_of_40_good_and_bad_tables(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [
-        b"no gzip",
-        gzip.compress(text().encode(), mtime=0)[:60],
-        gzip.compress(b"\xff\xfe\x00\xff", mtime=0),
-        b"\0" * 9,
-    ],
+    [b"no gzip", gzip.compress(text().encode(), mtime=0)[:60], gzip.compress(b"\xff\xfe\x00\xff", mtime=0), b"\0" * 9],
 )
 def test_bytes_that_are_no_series(tmp_path, content):
     for name in ("x.csv.gz", "x.csv"):
@@ -168,8 +166,7 @@ def test_scale(close):
     mean, deviation = scale_of(values)
     close(mean, values.sum(0) / 100, 1e-12)
     square = (values - mean).square().sum(0) / 100
-    close(deviation, torch.stack([square[0].sqrt(), torch.ones_like(square[1]), square[2].sqrt()]),
-          1e-12)  # fmt: skip
+    close(deviation, torch.stack([square[0].sqrt(), torch.ones_like(square[1]), square[2].sqrt()]), 1e-12)
 
 
 def of(rows: int, first: int, last: int, length: int, horizon: int) -> Windows:

@@ -8,14 +8,7 @@ import torch
 from PIL import Image
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.signals import (
-    SignalDataset,
-    augment,
-    log_spectrum,
-    normalized,
-    read_audio,
-    read_recordings,
-)
+from ndlightnet.data.signals import SignalDataset, augment, log_spectrum, normalized, read_audio, read_recordings
 
 
 @pytest.fixture
@@ -64,9 +57,14 @@ def test_a_folder_of_40_good_and_bad_sounds(tmp_path, write_flac):
                 wav(tmp_path / f"{8 * width}bits{channels}.wav", rng.bytes(2400), channels, width)
     write_flac(tmp_path / "stereo.flac", np.ones((2, 5000), np.int16))
     whole = (tmp_path / "5000.flac").read_bytes()
-    contents = {"text.wav": b"hello" * 99, "empty.wav": b"", "empty.flac": b"",
-                "cut.flac": whole[: len(whole) // 2], "head.flac": whole[:30],
-                "head.wav": (tmp_path / "8000_99.wav").read_bytes()[:30]}  # fmt: skip
+    contents = {
+        "text.wav": b"hello" * 99,
+        "empty.wav": b"",
+        "empty.flac": b"",
+        "cut.flac": whole[: len(whole) // 2],
+        "head.flac": whole[:30],
+        "head.wav": (tmp_path / "8000_99.wav").read_bytes()[:30],
+    }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     wav(tmp_path / "silent.wav", b"")
@@ -111,13 +109,10 @@ DAMAGE = {
     "half of the index": (lambda f, _: shorten(f / "index.npz", 0.5), r"index.npz: damaged"),
     "no takes": (lambda f, _: resave(f, take=None), r"index.npz: has no take"),
     "few digits": (lambda f, _: resave(f, digit=np.zeros(4)), r"index.npz: .*4 digits"),
-    "more offsets": (
-        lambda f, _: resave(f, offsets=np.arange(22) * 9999), r"audio.flac: .*0 to 209979"),
-    "falling offsets": (
-        lambda f, _: resave(f, offsets=np.arange(22)[::-1].copy()), r"audio.flac: .*rise"),
-    "two channels": (
-        lambda f, write: write(f / "audio.flac", np.ones((2, 30000), np.int16)), "one channel"),
-}  # fmt: skip
+    "more offsets": (lambda f, _: resave(f, offsets=np.arange(22) * 9999), r"audio.flac: .*0 to 209979"),
+    "falling offsets": (lambda f, _: resave(f, offsets=np.arange(22)[::-1].copy()), r"audio.flac: .*rise"),
+    "two channels": (lambda f, write: write(f / "audio.flac", np.ones((2, 30000), np.int16)), "one channel"),
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -15,8 +15,9 @@ from ndlightnet.training.core.loading import training_loader
 CONTENT = bytes(range(256)) * 3 + b"and the rest\n"
 
 
-@pytest.mark.parametrize("name, pack", [("a.txt", bytes), ("a", bytes), ("a.txt.gz", gzip.compress),
-                                        ("a.xz", lzma.compress)])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, pack", [("a.txt", bytes), ("a", bytes), ("a.txt.gz", gzip.compress), ("a.xz", lzma.compress)]
+)
 def test_every_byte_is_read(tmp_path, name, pack):
     (tmp_path / name).write_bytes(pack(CONTENT))
     text = read_bytes(tmp_path / name)
@@ -121,9 +122,7 @@ def test_seeds(workers):
         sorted(int((text.unfold(0, 31, 1) == window).all(1).nonzero()[0]) for window in windows)
         for windows in (first[0], first[1], other[0])
     ]
-    places = [
-        [start - i * (len(text) - 30) // count for i, start in enumerate(one)] for one in starts
-    ]
+    places = [[start - i * (len(text) - 30) // count for i, start in enumerate(one)] for one in starts]
     assert all(0 <= place < 6247 for one in places for place in one)
     assert len(set(places[0])) > 6
     for one in places[1:]:

@@ -55,9 +55,7 @@ def test_a_dropped_reader_leaves_no_threads_to_the_garbage_collector(counted):
         gc.enable()
 
 
-@pytest.mark.parametrize(
-    "indices", [[0], range(FRAMES), [49, 3, 3, 20, 0], [21, 19], [7, 8, 9, 30]]
-)
+@pytest.mark.parametrize("indices", [[0], range(FRAMES), [49, 3, 3, 20, 0], [21, 19], [7, 8, 9, 30]])
 def test_frames_by_number(counted: Path, indices: Sequence[int]) -> None:
     opened = PyAVReader(counted)
     assert (len(opened), opened.fps) == (FRAMES, 25.0)
@@ -115,15 +113,7 @@ COMING = [
     ("libx265", {"x265-params": "keyint=12:bframes=3:log-level=none"}, "hevc.mp4", None),
     ("libsvtav1", {"g": "12"}, "av1.mp4", None),
 ]
-SOUGHT = {
-    "a.mp4",
-    "a.mov",
-    "a.mkv",
-    "a.webm",
-    "vp8.webm",
-    "vp9.mp4",
-    "matroska.mp4",
-}  # by decoders that seek
+SOUGHT = {"a.mp4", "a.mov", "a.mkv", "a.webm", "vp8.webm", "vp9.mp4", "matroska.mp4"}  # by decoders that seek
 
 
 @pytest.mark.slow
@@ -149,12 +139,8 @@ def test_frame_i_is_frame_i(
     assert bars(torch.stack([frame.picture for frame in found])) == list(range(COUNT))
 
 
-@pytest.mark.parametrize(
-    "codec, options", [("libx264", X264), ("libx264", OPEN), ("mpeg2video", MPEG)]
-)
-def test_a_recording_that_was_joined_late(
-    tmp_path: Path, codec: str, options: dict[str, str]
-) -> None:
+@pytest.mark.parametrize("codec, options", [("libx264", X264), ("libx264", OPEN), ("mpeg2video", MPEG)])
+def test_a_recording_that_was_joined_late(tmp_path: Path, codec: str, options: dict[str, str]) -> None:
     """It begins with its first key frame, 12; the packets before it cannot be decoded."""
     data = moving_bar(tmp_path / "whole.ts", codec, options, "mpegts").read_bytes()
     (tmp_path / "late.ts").write_bytes(data[len(data) // 188 // 6 * 188 :])

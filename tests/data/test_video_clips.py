@@ -15,17 +15,18 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.video import Sample, read_video_folder
 from ndlightnet.data.video_transforms import Framing, plain_clip, to_pixels, train_clip, training
 
-from .video_files import (
-    counting,
-    encode,
-    numbers,
-)
+from .video_files import counting, encode, numbers
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 PLAIN = {
-    "scale": (0.5, 1.0), "hflip": False, "rotation": 0, "randaugment": None, "color_jitter": 0.2,
-    "grayscale": 0, "random_erasing": 0,
-}  # fmt: skip
+    "scale": (0.5, 1.0),
+    "hflip": False,
+    "rotation": 0,
+    "randaugment": None,
+    "color_jitter": 0.2,
+    "grayscale": 0,
+    "random_erasing": 0,
+}
 
 
 def random_clips(frames: int, size: int, **options):
@@ -90,9 +91,7 @@ def test_a_short_video_repeats_frames_evenly(samples):
 def counted_loads(monkeypatch) -> list[Path]:
     """The paths that are decoded from now on."""
     load, found = clips_module.open_for_clips, []
-    monkeypatch.setattr(
-        clips_module, "open_for_clips", lambda path, *more: found.append(path) or load(path, *more)
-    )
+    monkeypatch.setattr(clips_module, "open_for_clips", lambda path, *more: found.append(path) or load(path, *more))
     return found
 
 
@@ -129,10 +128,9 @@ def test_clips_do_not_depend_on_whether_the_cache_is_full(samples, thinned, mode
         draw = partial(plain_clip, frames=16, framing=framing, hflip=True)
     crops = 1 if mode == "squash" else crops
     held, full = (
-        ClipDataset([*samples, thinned], 16, framing, draw=draw, clips=clips or 1, crops=crops,
-                    cache=cache)
+        ClipDataset([*samples, thinned], 16, framing, draw=draw, clips=clips or 1, crops=crops, cache=cache)
         for cache in (2**32, 0)
-    )  # fmt: skip
+    )
     for number in (0, 1, 2, 2):
         torch.manual_seed(number)
         clip, *others = held[number]
@@ -145,9 +143,7 @@ def test_clips_do_not_depend_on_whether_the_cache_is_full(samples, thinned, mode
 def test_without_room_only_the_frames_of_a_clip_are_decoded(thinned, monkeypatch):
     decoded = []
     frames = video_module.PyAVReader.frames
-    monkeypatch.setattr(
-        video_module.PyAVReader, "frames", lambda r, i: decoded.extend(i) or frames(r, i)
-    )
+    monkeypatch.setattr(video_module.PyAVReader, "frames", lambda r, i: decoded.extend(i) or frames(r, i))
     monkeypatch.setattr(video_module, "decoders", lambda: ())
     draw = random_clips(16, 28)
     full = ClipDataset([thinned], 16, Framing(28), draw=draw, cache=2**15)
@@ -193,10 +189,7 @@ def test_wrong_arguments(samples):
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the shared data beside the checkout")
 @pytest.mark.parametrize(
     "name, classes, train, test",
-    [
-        ("surveillance", ("calm", "fight"), 203, 60),
-        ("lung_ultrasound", ("covid", "pneumonia", "regular"), 79, 25),
-    ],
+    [("surveillance", ("calm", "fight"), 203, 60), ("lung_ultrasound", ("covid", "pneumonia", "regular"), 79, 25)],
 )
 def test_real_videos(name, classes, train, test):
     found = read_video_folder(SHARED / name)

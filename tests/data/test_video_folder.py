@@ -14,24 +14,10 @@ import torch
 import ndlightnet.data.video as video
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.media import open_media
-from ndlightnet.data.video import (
-    PyAVReader,
-    Sample,
-    check_videos,
-    find_videos,
-    load_video,
-    read_video_folder,
-)
+from ndlightnet.data.video import PyAVReader, Sample, check_videos, find_videos, load_video, read_video_folder
 from ndlightnet.data.video_stream import VideoStream
 
-from .video_files import (
-    FRAMES,
-    HEIGHT,
-    WIDTH,
-    counting,
-    encode,
-    numbers,
-)
+from .video_files import FRAMES, HEIGHT, WIDTH, counting, encode, numbers
 
 
 @pytest.fixture(params=["missing", "folder", "text", "empty", "no frames", "cut", "sound"])
@@ -113,9 +99,7 @@ def test_folder(tmp_path: Path, counted: Path) -> None:
         ([*NAMES, "train/c/1.mp4", "test/c/1.txt"], "", "test/c", "has no videos"),
     ],
 )
-def test_bad_folders(
-    tmp_path: Path, counted: Path, names: list[str], empty: str, about: str, what: str
-) -> None:
+def test_bad_folders(tmp_path: Path, counted: Path, names: list[str], empty: str, about: str, what: str) -> None:
     make_folder(tmp_path, counted, names)
     (tmp_path / empty).mkdir(parents=True, exist_ok=True)
     with pytest.raises(DataError) as error:
@@ -192,9 +176,7 @@ def test_narrow_frames_are_refused(tmp_path: Path) -> None:
 def test_few_frames_are_held_at_full_size(counted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     frames = PyAVReader.frames
-    monkeypatch.setattr(
-        PyAVReader, "frames", lambda reader, i: asked.append(len(i)) or frames(reader, i)
-    )
+    monkeypatch.setattr(PyAVReader, "frames", lambda reader, i: asked.append(len(i)) or frames(reader, i))
     monkeypatch.setattr(video, "DECODED", 20 * HEIGHT * WIDTH * 3)
     assert numbers(load_video(counted, [12], 99)) == list(range(FRAMES))
     assert asked == [1, 20, 20, 9]

@@ -12,25 +12,10 @@ import torch
 import ndlightnet.data.video as video
 import ndlightnet.data.video_decoders as video_decoders
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.video import (
-    PyAVReader,
-    SeekingReader,
-    ThinVideo,
-    load_video,
-    quickest,
-)
+from ndlightnet.data.video import PyAVReader, SeekingReader, ThinVideo, load_video, quickest
 from ndlightnet.data.video_decoders import Decoder, TorchCodec, decoders
 
-from .video_files import (
-    COUNT,
-    OPEN,
-    SEEKING,
-    X264,
-    bars,
-    each_decoder,
-    moving_bar,
-    open_video,
-)
+from .video_files import COUNT, OPEN, SEEKING, X264, bars, each_decoder, moving_bar, open_video
 
 
 @pytest.fixture
@@ -77,12 +62,8 @@ I, P, CUT = (True, False), (False, False), (False, True)  # (key frame, discarde
         ([0, 1, 2, None], [I, P, I, P], []),
     ],
 )
-def test_where_a_reader_may_seek(
-    times: list[int | None], kinds: list[tuple[bool, bool]], expected: list[int]
-) -> None:
-    assert (
-        video._seeks([(time, *kind) for time, kind in zip(times, kinds, strict=True)]) == expected
-    )
+def test_where_a_reader_may_seek(times: list[int | None], kinds: list[tuple[bool, bool]], expected: list[int]) -> None:
+    assert video._seeks([(time, *kind) for time, kind in zip(times, kinds, strict=True)]) == expected
 
 
 @each_decoder
@@ -108,9 +89,7 @@ def test_what_a_decoder_does_not_read_rightly_is_left_to_pyav(
 
 
 @each_decoder
-def test_pyav_takes_over_where_a_decoder_stops(
-    path: Path, monkeypatch: pytest.MonkeyPatch, decoder: Decoder
-) -> None:
+def test_pyav_takes_over_where_a_decoder_stops(path: Path, monkeypatch: pytest.MonkeyPatch, decoder: Decoder) -> None:
     def stop(*_: object) -> None:
         raise RuntimeError("no frame")
 
@@ -179,9 +158,7 @@ def test_a_card_with_wrong_colours_is_not_used(path: Path, card: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or TorchCodec not in decoders(), reason="needs CUDA, torchcodec"
-)
+@pytest.mark.skipif(not torch.cuda.is_available() or TorchCodec not in decoders(), reason="needs CUDA, torchcodec")
 def test_nvdec_finds_the_frames_of_a_cpu(path: Path) -> None:
     opened = quickest(PyAVReader(path), COUNT, "cuda:0")
     assert isinstance(opened, SeekingReader)

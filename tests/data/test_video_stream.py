@@ -75,10 +75,13 @@ def test_frames_come_before_the_pipe_ends(tmp_path, name):
 @pytest.mark.parametrize(
     "fps, numbers",
     [
-        (5.0, [0, 5, 10, 15, 20, 25]), (10.0, [0, 3, 5, 8, 10, 13, 15, 18, 20, 23, 25, 28]),
-        (25.0, list(range(30))), (60.0, list(range(30))), (0.5, [0]),
+        (5.0, [0, 5, 10, 15, 20, 25]),
+        (10.0, [0, 3, 5, 8, 10, 13, 15, 18, 20, 23, 25, 28]),
+        (25.0, list(range(30))),
+        (60.0, list(range(30))),
+        (0.5, [0]),
     ],
-)  # fmt: skip
+)
 def test_frames_a_second(tmp_path, fps, numbers):
     found = list(VideoStream(encode(tmp_path / "a.mkv"), fps))
     assert [frame.number for frame in found] == numbers
@@ -171,9 +174,7 @@ def test_what_is_no_video(tmp_path):
         VideoStream(tmp_path)
     with pytest.raises(DataError, match="fps=0"):
         VideoStream(tmp_path / "text", 0)
-    for number, data in enumerate(
-        [b"", b"no video " * 100, encode(tmp_path / "a.mp4").read_bytes()]
-    ):
+    for number, data in enumerate([b"", b"no video " * 100, encode(tmp_path / "a.mp4").read_bytes()]):
         writer = pour(data, tmp_path / f"pipe{number}")
         with pytest.raises(DataError, match=r"not a video .*a pipe needs a container such as"):
             list(VideoStream(tmp_path / f"pipe{number}"))

@@ -19,9 +19,14 @@ from ndlightnet.data.video_transforms import (
 )
 
 PLAIN = {
-    "scale": (0.5, 1.0), "hflip": False, "rotation": 0, "randaugment": None, "color_jitter": 0,
-    "grayscale": 0, "random_erasing": 0,
-}  # fmt: skip
+    "scale": (0.5, 1.0),
+    "hflip": False,
+    "rotation": 0,
+    "randaugment": None,
+    "color_jitter": 0,
+    "grayscale": 0,
+    "random_erasing": 0,
+}
 
 
 def test_even_indices() -> None:
@@ -80,8 +85,7 @@ def test_squashed_frames_are_whole(height: int, width: int) -> None:
     assert stored.shape == (2, 64, 64, 3)
     clip = to_pixels(eval_clips(stored, 2, framing)[0]).float()
     assert clip.shape == (2, 56, 56, 3)
-    assert clip[..., 0].mean() / 255 == pytest.approx((height // 2) * (width // 2) / height / width,
-                                                      abs=0.01)  # fmt: skip
+    assert clip[..., 0].mean() / 255 == pytest.approx((height // 2) * (width // 2) / height / width, abs=0.01)
     assert clip[..., 1:].max() == 0
     assert torch.equal(to_pixels(eval_frames(video, framing)).float(), clip)
 
@@ -99,8 +103,7 @@ def test_frame_differences() -> None:
     torch.testing.assert_close(found[..., 1:, :, :], 2 * clips.diff(dim=-3))
     # frame by frame with the one before, as a stream
     parts = [found[..., :1, :, :]]
-    parts += [frame_differences(clips[..., t : t + 1, :, :], clips[..., t - 1 : t, :, :])
-              for t in range(1, 6)]  # fmt: skip
+    parts += [frame_differences(clips[..., t : t + 1, :, :], clips[..., t - 1 : t, :, :]) for t in range(1, 6)]
     assert torch.equal(torch.cat(parts, -3), found)
 
 
@@ -126,10 +129,13 @@ def test_flips_only_when_asked() -> None:
 
 
 AUGMENTATIONS = {
-    "hflip": {"hflip": True}, "rotation": {"rotation": 30.0}, "color_jitter": {"color_jitter": 0.5},
-    "randaugment": {"randaugment": RandAugment(2, 9)}, "grayscale": {"grayscale": 0.5},
+    "hflip": {"hflip": True},
+    "rotation": {"rotation": 30.0},
+    "color_jitter": {"color_jitter": 0.5},
+    "randaugment": {"randaugment": RandAugment(2, 9)},
+    "grayscale": {"grayscale": 0.5},
     "random_erasing": {"random_erasing": 0.9},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", AUGMENTATIONS)
@@ -149,9 +155,7 @@ def test_augmentation_is_one_for_all_frames(name: str) -> None:
 
 def test_colours_change_as_much_as_asked() -> None:
     torch.manual_seed(0)
-    means = torch.tensor([
-        draw(ramp(), scale=(1.0, 1.0), color_jitter=0.2).mean() for _ in range(100)
-    ])  # fmt: skip
+    means = torch.tensor([draw(ramp(), scale=(1.0, 1.0), color_jitter=0.2).mean() for _ in range(100)])
     assert 0.05 < means.std() < 0.5
     grey = draw(torch.randint(256, (8, 48, 64, 3), dtype=torch.uint8), grayscale=1.0)
     assert torch.equal(grey[0], grey[1]) and torch.equal(grey[0], grey[2])

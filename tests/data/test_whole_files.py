@@ -45,10 +45,18 @@ def test_drafts_of_dead_processes_are_cleared(tmp_path):
     """Those of a living one, other files and other folders are not."""
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    kept = [f".{os.getppid()}.part.last.ckpt", ".x.part.last.ckpt", "last.ckpt",
-            f"a.{dead.pid}.part.b", f"deep/er/.{dead.pid}.part.last.ckpt"]  # fmt: skip
-    gone = [f".{dead.pid}.part.metrics.json", f"checkpoints/.{dead.pid}.part.last.ckpt",
-            f".{os.getpid()}.part.last.ckpt"]  # fmt: skip
+    kept = [
+        f".{os.getppid()}.part.last.ckpt",
+        ".x.part.last.ckpt",
+        "last.ckpt",
+        f"a.{dead.pid}.part.b",
+        f"deep/er/.{dead.pid}.part.last.ckpt",
+    ]
+    gone = [
+        f".{dead.pid}.part.metrics.json",
+        f"checkpoints/.{dead.pid}.part.last.ckpt",
+        f".{os.getpid()}.part.last.ckpt",
+    ]
     for name in kept + gone:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)

@@ -84,8 +84,9 @@ def write_film(
             if len(films) > 1:
                 stream.disposition = flag * av.stream.Disposition.default.value
             encoders.append(stream)
-        silence = file.add_stream("flac" if path.suffix == ".flac" else "aac", rate=8000,
-                                  layout="mono") if sound else None  # fmt: skip
+        silence = (
+            file.add_stream("flac" if path.suffix == ".flac" else "aac", rate=8000, layout="mono") if sound else None
+        )
         if cover and path.suffix == ".mkv":
             file.add_attachment("cover.jpg", "image/jpeg", cover)
         elif cover:
@@ -152,15 +153,12 @@ def set_matrix(path: Path, matrix: Sequence[float]) -> Path:
     return path
 
 
-def as_shown(
-    pictures: np.ndarray, matrix: Sequence[int] = (1, 0, 0, 1), aspect: Fraction | int = 1
-) -> np.ndarray:
+def as_shown(pictures: np.ndarray, matrix: Sequence[int] = (1, 0, 0, 1), aspect: Fraction | int = 1) -> np.ndarray:
     """Stored pictures (frames, height, width, 3) made wider by Pillow, each pixel then put where
     the matrix says."""
     height, width = pictures.shape[1:3]
     size = (round(width * aspect), height)
-    wide = np.stack([np.asarray(Image.fromarray(one).resize(size, Image.Resampling.BILINEAR))
-                     for one in pictures])  # fmt: skip
+    wide = np.stack([np.asarray(Image.fromarray(one).resize(size, Image.Resampling.BILINEAR)) for one in pictures])
     (y, x), (a, b, c, d) = np.mgrid[:height, : size[0]], matrix
     right, down = a * x + c * y, b * x + d * y
     right, down = right - right.min(), down - down.min()
@@ -208,9 +206,7 @@ def numbers(frames: Tensor) -> list[int]:
     return [round((frame.float().mean().item() - 20) / 4) for frame in frames]
 
 
-def moving_bar(
-    path: Path, codec: str, options: dict[str, str], container: str | None, still: int = 0
-) -> Path:
+def moving_bar(path: Path, codec: str, options: dict[str, str], container: str | None, still: int = 0) -> Path:
     """A bar that moves by STEP pixels from frame to frame, from the frame `still` on."""
     if codec not in av.codecs_available:
         pytest.skip(f"this PyAV has no {codec}")

@@ -22,9 +22,16 @@ def timm(case: Case, tmp_path: Path) -> None:
 
     def make() -> Any:
         net = timm.create_model(
-            "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, num_heads=3, depth=2,
-            num_classes=5, class_token=False, global_pool="avg",
-        )  # fmt: skip
+            "vit_tiny_patch16_224",
+            img_size=32,
+            patch_size=8,
+            embed_dim=24,
+            num_heads=3,
+            depth=2,
+            num_classes=5,
+            class_token=False,
+            global_pool="avg",
+        )
         replace_attention(net, _mixer(case))
         return net.eval()
 

@@ -47,10 +47,16 @@ def smp(case: Case, tmp_path: Path) -> None:
         raise NotApplicable("smp has images only, 2 axes")
     options = {k: v for k, v in _options(case).items() if k not in ("dims", "depth", "num_classes")}
     net = segmentation_models_pytorch.DPT(
-        f"tu-{NAME}", encoder_depth=2, encoder_weights=None, encoder_output_indices=[0, -1],
-        decoder_readout="ignore", decoder_intermediate_channels=(8, 8), decoder_fusion_channels=8,
-        classes=3, **options,
-    ).eval()  # fmt: skip
+        f"tu-{NAME}",
+        encoder_depth=2,
+        encoder_weights=None,
+        encoder_output_indices=[0, -1],
+        decoder_readout="ignore",
+        decoder_intermediate_channels=(8, 8),
+        decoder_fusion_channels=8,
+        classes=3,
+        **options,
+    ).eval()
     for at in (0, 2):
         (x,) = case.inputs(at, batch=1)
         x = x[..., : x.shape[2] // 8 * 8, : x.shape[3] // 8 * 8]  # sizes that its decoder can join
@@ -187,9 +193,15 @@ def _unetr(case: Case, dims: int) -> None:
     """UNETR's decoder gets the features of the network's blocks."""
     backbone = case.make(depth=12, **({} if case.takes == "words" else {"patch_size": 16})).eval()
     net = UNETR(
-        in_channels=3, out_channels=2, img_size=32, feature_size=4, hidden_size=32, mlp_dim=8,
-        num_heads=2, spatial_dims=dims,
-    ).eval()  # fmt: skip
+        in_channels=3,
+        out_channels=2,
+        img_size=32,
+        feature_size=4,
+        hidden_size=32,
+        mlp_dim=8,
+        num_heads=2,
+        spatial_dims=dims,
+    ).eval()
     net.vit = UNETREncoder(backbone)
     x = torch.randn(1, 3, *[32] * dims)
     features, blocks = _by_hand(backbone, x)

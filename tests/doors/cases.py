@@ -42,17 +42,15 @@ net = partial(NDLightNet, num_classes=5, embed_dim=32, depth=2, tpe_states=8)
 image = partial(net, 2, patch_size=4)
 IMAGES = ((30, 41), (8, 8), (33, 300), (257, 100), (260, 512), (40, 999))
 CASES = {
-    "NDLightNet, 1 axis": Case(
-        partial(net, 1, patch_size=4), ((90,), (30,), (256,), (257,), (801,), (4000,))
-    ),
+    "NDLightNet, 1 axis": Case(partial(net, 1, patch_size=4), ((90,), (30,), (256,), (257,), (801,), (4000,))),
     "NDLightNet, 2 axes": Case(image, IMAGES),
     "NDLightNet, 3 axes": Case(
-        partial(net, 3, patch_size=2),
-        ((9, 8, 10), (4, 5, 6), (150, 4, 8), (3, 130, 9), (5, 6, 161), (131, 7, 133)),
+        partial(net, 3, patch_size=2), ((9, 8, 10), (4, 5, 6), (150, 4, 8), (3, 130, 9), (5, 6, 161), (131, 7, 133))
     ),
     "causal text": Case(
         partial(net, 1, num_classes=None, vocab_size=WORDS, causal=True),
-        ((40,), (8,), (64,), (65,), (200,), (4300,)), "words",
+        ((40,), (8,), (64,), (65,), (200,), (4300,)),
+        "words",
     ),
     "causal video": Case(
         partial(net, 3, patch_size=2, causal=True),
@@ -63,15 +61,13 @@ CASES = {
         ((22, 27), (8, 8), (33, 300), (257, 100), (150, 141), (40, 401)),
     ),
     "NDLightUNet, 3 axes": Case(
-        partial(NDLightUNet, 3, 3, 4, widths=(8, 16, 16), convs=(1, 1, 0), depths=(0, 0, 1),
-                skips="add"),
+        partial(NDLightUNet, 3, 3, 4, widths=(8, 16, 16), convs=(1, 1, 0), depths=(0, 0, 1), skips="add"),
         ((9, 10, 11), (8, 8, 8), (140, 9, 12), (9, 150, 10), (7, 15, 160), (21, 22, 23)),
     ),
     "MultiheadAttention": Case(
-        partial(MultiheadAttention, 32, 4, batch_first=True),
-        ((20,), (7,), (64,), (65,), (130,), (16,)), "tokens", 32,
+        partial(MultiheadAttention, 32, 4, batch_first=True), ((20,), (7,), (64,), (65,), (130,), (16,)), "tokens", 32
     ),
     "mixer GLA": Case(partial(image, mixer=mixers.GLA), IMAGES),
     "mixer Mamba": Case(partial(image, mixer=mixers.Mamba), IMAGES),
     "mixer SoftmaxAttention": Case(partial(image, mixer=mixers.SoftmaxAttention), IMAGES),
-}  # fmt: skip
+}

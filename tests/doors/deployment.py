@@ -65,9 +65,7 @@ def compile(case: Case, tmp_path: Path) -> None:
     expected = _first(model(*inputs))
     assert (found - expected).abs().max() < BEYOND
     weights = [p for p in model.parameters() if p.requires_grad]
-    with_graph, without = (
-        torch.autograd.grad(y.square().sum(), weights, allow_unused=True) for y in (found, expected)
-    )
+    with_graph, without = (torch.autograd.grad(y.square().sum(), weights, allow_unused=True) for y in (found, expected))
     for a, b in zip(with_graph, without, strict=True):
         assert (a is None) == (b is None)
         if a is not None and b is not None:
@@ -84,9 +82,8 @@ def onnx(case: Case, tmp_path: Path) -> None:
     runtime = pytest.importorskip("onnxruntime")
     model, path = _made(case), tmp_path / "model.onnx"
     program = torch.onnx.export(
-        model, case.inputs(), dynamo=True, dynamic_shapes=_dynamic(case), verbose=False,
-        optimize=False,
-    )  # fmt: skip
+        model, case.inputs(), dynamo=True, dynamic_shapes=_dynamic(case), verbose=False, optimize=False
+    )
     assert program is not None
     program.save(str(path))
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -130,9 +127,7 @@ def func(case: Case, tmp_path: Path) -> None:
     for at in range(2):
         expected = grad(loss)(weights, *(x[at] for x in inputs))
         learnt = {name: p.clone().requires_grad_() for name, p in weights.items()}
-        usual = torch.autograd.grad(
-            loss(learnt, *(x[at] for x in inputs)), [*learnt.values()], materialize_grads=True
-        )
+        usual = torch.autograd.grad(loss(learnt, *(x[at] for x in inputs)), [*learnt.values()], materialize_grads=True)
         for (name, one), other in zip(expected.items(), usual, strict=True):
             scale = EXACT * (1 + other.abs().max())
             assert (one - other).abs().max() < scale and (each[name][at] - one).abs().max() < scale
@@ -140,9 +135,7 @@ def func(case: Case, tmp_path: Path) -> None:
     y, forward = jvp(lambda weights: call(weights, *inputs), (weights,), (ways,))
     given = torch.randn_like(y)
     learnt = {name: p.clone().requires_grad_() for name, p in weights.items()}
-    back = torch.autograd.grad(
-        (call(learnt, *inputs) * given).sum(), [*learnt.values()], materialize_grads=True
-    )
+    back = torch.autograd.grad((call(learnt, *inputs) * given).sum(), [*learnt.values()], materialize_grads=True)
     reverse = [(a * b).sum() for a, b in zip(back, ways.values(), strict=True)]
     scale = EXACT * (1 + sum(part.abs() for part in reverse))
     assert ((forward * given).sum() - sum(reverse)).abs() < scale

@@ -42,10 +42,17 @@ def transformers(case: Case, tmp_path: Path) -> None:
 def tiny_vit() -> Any:
     from transformers import ViTConfig, ViTForImageClassification
 
-    return ViTForImageClassification(ViTConfig(
-        hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
-        image_size=20, patch_size=4, num_labels=3,
-    ))  # fmt: skip
+    return ViTForImageClassification(
+        ViTConfig(
+            hidden_size=32,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            image_size=20,
+            patch_size=4,
+            num_labels=3,
+        )
+    )
 
 
 def attends_in_a_vit(ours: MultiheadAttention) -> None:
@@ -131,9 +138,15 @@ def trains_with_the_trainer(case: Case, tmp_path: Path) -> None:
     def trained(folder: str, **how: Any) -> Any:
         hf.set_seed(1)
         args = hf.TrainingArguments(
-            str(tmp_path / folder), max_steps=STEPS, save_steps=1, per_device_train_batch_size=4,
-            report_to=[], use_cpu=True, disable_tqdm=True, logging_strategy="no",
-        )  # fmt: skip
+            str(tmp_path / folder),
+            max_steps=STEPS,
+            save_steps=1,
+            per_device_train_batch_size=4,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            logging_strategy="no",
+        )
         net = ForTrainer(case.make())
         trainer = hf.Trainer(net, args, train_dataset=data, eval_dataset=data[:3])
         trainer.train(**how)
@@ -167,9 +180,7 @@ def diffusers(case: Case, tmp_path: Path) -> None:
     elif "UNet" in name_of(case):
         denoises(case)
     else:
-        raise NotApplicable(
-            "diffusers' schedulers need a network from a grid to a grid; this one predicts classes"
-        )
+        raise NotApplicable("diffusers' schedulers need a network from a grid to a grid; this one predicts classes")
 
 
 def attends_in_diffusers(ours: MultiheadAttention) -> None:
@@ -192,9 +203,14 @@ def mixes_in_a_dit(mixer: Any) -> None:
     from ndlightnet.integrations import replace_attention
 
     model = DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=16, in_channels=4, num_layers=2, sample_size=8,
-        patch_size=2, num_embeds_ada_norm=10,
-    )  # fmt: skip
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        num_layers=2,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=10,
+    )
     assert len(replace_attention(model, mixer).replaced) == 2
     layer = model.transformer_blocks[1].attn1
     heard: list[tuple[Tensor, Tensor]] = []

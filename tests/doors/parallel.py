@@ -153,9 +153,8 @@ def main(folder: Path, rank: int) -> None:
             cell = folder / f"{door}{i}"
             # a group for each cell: a process that fails in one leaves the other there, not later
             dist.init_process_group(
-                "gloo", rank=rank, world_size=RANKS, timeout=timedelta(seconds=30),
-                init_method=f"file://{cell}.store",
-            )  # fmt: skip
+                "gloo", rank=rank, world_size=RANKS, timeout=timedelta(seconds=30), init_method=f"file://{cell}.store"
+            )
             try:
                 tried(case, rank, cell)
                 found[f"{door}, {name}"] = None

@@ -38,9 +38,7 @@ def hub(case: Case, tmp_path: Path) -> None:
     """`config` through JSON, save_pretrained and from_pretrained, push_to_hub to a stub."""
     model = case.make()
     if not isinstance(model, Pretrained):
-        raise NotApplicable(
-            f"{type(model).__name__} is a layer: the network that holds it knows its arguments"
-        )
+        raise NotApplicable(f"{type(model).__name__} is a layer: the network that holds it knows its arguments")
     again = type(model)(**json.loads(json.dumps(model.config, allow_nan=False)))
     assert again.config == model.config
     again.load_state_dict(model.state_dict())

@@ -66,9 +66,7 @@ def cells() -> list[object]:
             return [pytest.mark.slow]
         return [pytest.mark.exhaustive] if door in EXHAUSTIVE else []
 
-    return [
-        pytest.param(model, door, marks=marks(model, door)) for door in DOORS for model in CASES
-    ]
+    return [pytest.param(model, door, marks=marks(model, door)) for door in DOORS for model in CASES]
 
 
 @pytest.mark.parametrize(("model", "door"), cells())

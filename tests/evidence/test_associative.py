@@ -26,8 +26,18 @@ def rng(seed: int = 0) -> torch.Generator:
 
 
 def options(**more) -> Namespace:
-    return Namespace(**{"vocab": 64, "length": 64, "pairs": [2, 16], "train_length": 16,
-                        "test_length": 32, "batch": 5, "tests": 13, **more})  # fmt: skip
+    return Namespace(
+        **{
+            "vocab": 64,
+            "length": 64,
+            "pairs": [2, 16],
+            "train_length": 16,
+            "test_length": 32,
+            "batch": 5,
+            "tests": 13,
+            **more,
+        }
+    )
 
 
 # recall
@@ -221,8 +231,16 @@ def test_a_row_builds_its_mixer(path):
 @pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
 def test_a_row_is_causal_in_the_network_of_the_tasks(path):
     _, mixer = associative.load(str(path), 16)
-    net = NDLightNet(1, num_classes=5, vocab_size=9, embed_dim=16, depth=1, tpe=False, causal=True,
-                     mixer=lambda dim: associative.Convolved(dim, mixer))  # fmt: skip
+    net = NDLightNet(
+        1,
+        num_classes=5,
+        vocab_size=9,
+        embed_dim=16,
+        depth=1,
+        tpe=False,
+        causal=True,
+        mixer=lambda dim: associative.Convolved(dim, mixer),
+    )
     tokens = torch.randint(9, (2, 12))
     other = tokens.clone()
     other[:, 8:] = (other[:, 8:] + 1) % 9
@@ -236,10 +254,7 @@ WRONG = {
     "no such file": (None, "expected a YAML file or one of .*deltanet"),
     "no such class": ("class_path: ndlightnet.nn.mixers.DeltaNot", "DeltaNot"),
     "no such module": ("class_path: ndlightnot.DeltaNet", "ndlightnot"),
-    "no such argument": (
-        "class_path: ndlightnet.nn.mixers.SoftmaxAttention\n  init_args: {headz: 2}",
-        "headz",
-    ),
+    "no such argument": ("class_path: ndlightnet.nn.mixers.SoftmaxAttention\n  init_args: {headz: 2}", "headz"),
     "heads": (
         "class_path: ndlightnet.nn.mixers.SoftmaxAttention\n  init_args: {heads: 3}",
         "heads=3: expected a divisor of dim=32",
@@ -285,22 +300,26 @@ def made(task, row, seed, lr, accuracy):
 
 
 def test_a_row_is_shown_at_its_best_learning_rate():
-    runs = [made(*run) for run in [
-        ("recall", "a", 0, 0.1, [1.0, 0.2]), ("recall", "a", 0, 0.3, [0.8, 0.8]),
-        ("recall", "b", 0, 0.1, [0.5, 0.5]), ("recall", "b", 0, 0.3, [0.4, 0.5]),
-        ("recall", "a", 1, 0.1, [1.0, 0.2]), ("recall", "a", 1, 0.3, [0.1, 0.8]),
-        ("parity", "a", 0, 0.1, [0.9, 0.8])]]  # fmt: skip
+    runs = [
+        made(*run)
+        for run in [
+            ("recall", "a", 0, 0.1, [1.0, 0.2]),
+            ("recall", "a", 0, 0.3, [0.8, 0.8]),
+            ("recall", "b", 0, 0.1, [0.5, 0.5]),
+            ("recall", "b", 0, 0.3, [0.4, 0.5]),
+            ("recall", "a", 1, 0.1, [1.0, 0.2]),
+            ("recall", "a", 1, 0.3, [0.1, 0.8]),
+            ("parity", "a", 0, 0.1, [0.9, 0.8]),
+        ]
+    ]
     failed = {"task": "recall", "row": "b", "seed": 1, "lr": 0.1, "error": "boom"}
     assert associative.best([*runs, failed]) == [runs[i] for i in (1, 5, 2, 6)]
 
 
 def test_rows_of_the_second_task_alone_are_in_the_legend(tmp_path, monkeypatch):
-    runs = [made(task, row, 0, 0.1, [0.5, 0.7])
-            for task, row in (("recall", "a"), ("recall", "c"), ("parity", "b"))]  # fmt: skip
+    runs = [made(task, row, 0, 0.1, [0.5, 0.7]) for task, row in (("recall", "a"), ("recall", "c"), ("parity", "b"))]
     shown = []
-    monkeypatch.setattr(
-        "matplotlib.figure.Figure.legend", lambda _, lines, names, **__: shown.extend(names)
-    )
+    monkeypatch.setattr("matplotlib.figure.Figure.legend", lambda _, lines, names, **__: shown.extend(names))
     plots.curves(runs, ["a", "b", "c", "d"], tmp_path / "x.png", ["guessing"])
     assert shown == ["a", "b", "c", "guessing"] and (tmp_path / "x.png").stat().st_size > 10_000
 
@@ -330,8 +349,7 @@ def test_a_small_run(tmp_path, capsys):
     assert [float(line["whole"]) for line in lines[2:4]] == curve["whole"]
     table = (out / "table.md").read_text().splitlines()
     assert table[0] == "### recall: accuracy by pairs"
-    assert [cell.strip() for cell in table[2].split("|")[2:-1]] == ["state", "parameters", "lr",
-                                                                    "2", "4"]  # fmt: skip
+    assert [cell.strip() for cell in table[2].split("|")[2:-1]] == ["state", "parameters", "lr", "2", "4"]
     assert table[4].startswith("| softmax attention | -") and table[5].count("|") == 7
     assert (out / "associative.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
@@ -339,8 +357,19 @@ def test_a_small_run(tmp_path, capsys):
 
 
 def test_a_network_learns_a_short_recall():
-    given = vars(options(pairs=[2, 4], length=16, vocab=16, batch=32, steps=100, tests=200, dim=32,
-                         depth=1, rows=["softmax", "identity"]))  # fmt: skip
+    given = vars(
+        options(
+            pairs=[2, 4],
+            length=16,
+            vocab=16,
+            batch=32,
+            steps=100,
+            tests=200,
+            dim=32,
+            depth=1,
+            rows=["softmax", "identity"],
+        )
+    )
     right = {}
     for row in ("softmax attention", "identity"):
         who = {"task": "recall", "row": row, "seed": 0, "lr": 1e-2}

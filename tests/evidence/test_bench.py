@@ -35,8 +35,7 @@ def bench():
 
 
 def of(bench, who, **where):
-    return [c for c in bench.cells if c.who == who
-            and all(getattr(c, name) == value for name, value in where.items())]  # fmt: skip
+    return [c for c in bench.cells if c.who == who and all(getattr(c, name) == value for name, value in where.items())]
 
 
 @pytest.mark.parametrize("direction, tensors", [("fwd", 4), ("fwd+bwd", 11)])
@@ -102,10 +101,10 @@ def test_the_chunks_that_peers_compile_are_causal():
     torch.testing.assert_close(peers.causal_chunks(q, k, v)[:, 0], first)
 
 
-@pytest.mark.parametrize("length, shape", [
-    (1024, (4, 16, 16)), (4096, (16, 16, 16)), (16384, (16, 32, 32)), (65536, (16, 64, 64)),
-    (262144, (64, 64, 64)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "length, shape",
+    [(1024, (4, 16, 16)), (4096, (16, 16, 16)), (16384, (16, 32, 32)), (65536, (16, 64, 64)), (262144, (64, 64, 64))],
+)
 def test_lengths_as_grids(length, shape):
     assert attention.cube(length) == shape
 
@@ -124,24 +123,20 @@ def test_all_groups_have_their_rows(bench, monkeypatch):
     local(bench, shapes=(("star", 1, (2, 3), 4), ("dense", 1, (2,) * 4, 4)))
     norm(bench, shapes=((2, 3, (4, 5)),))
     pretraining(bench, (Sample("tiny", (1, 4, 8, 8), (1, 2, 2), 2, 32, 1),), tokens=64)
-    assert {"tiny, boxes of 2, 75% dropped", "tiny, boxes of 2, 90% dropped"} <= {
-        c.row for c in of(bench, "ours")
-    }  # fmt: skip
+    assert {"tiny, boxes of 2, 75% dropped", "tiny, boxes of 2, 90% dropped"} <= {c.row for c in of(bench, "ours")}
     decode(bench, batch=2, heads=1, dim=8)
     step(bench, grid=(2, 2, 2), dim=64, depth=1)
     frames(bench, grid=(3, 2, 2), heads=1, dim=8)
     packs(bench, large=[(2, 2, 2), (1, 4, 2)], small=[(2, 2, 1)] * 3, heads=2, dim=64)
     assert {c.row for c in of(bench, "dense")} == {
-        "2 large volumes", "3 small volumes", "network, forward and backward",
-    }  # fmt: skip
+        "2 large volumes",
+        "3 small volumes",
+        "network, forward and backward",
+    }
     assert [c for c in of(bench, "ours") if c.ms is None] == []
     assert [c for c in bench.cells if c.who in ("compile", "fla linear") and c.ms] == []
     share = bench.facts["mixing and position, share of the step"]
-    parts = [
-        c.ms
-        for c in of(bench, "ours")
-        if c.row in ("its attention", "its MD-TPE", "its local mixing")
-    ]
+    parts = [c.ms for c in of(bench, "ours") if c.row in ("its attention", "its MD-TPE", "its local mixing")]
     assert share == pytest.approx(sum(parts) / of(bench, "ours", row="training step")[0].ms)
     (floor,) = of(bench, "floor", row="MD-TPE, 4 states, one way", direction="fwd+bwd")
     assert floor.ms == pytest.approx(5 * (2 * 3 * 4) * 4 * 2 / 1e9 * 1e3)
@@ -169,10 +164,13 @@ def test_rows_of_generation_are_the_networks_they_name(monkeypatch):
     nets = {names[row]: calls[False][0] for row, calls in seen.items()}
     kinds = {who: type(net.blocks[0].mixer).__name__ for who, net in nets.items()}
     assert kinds == {
-        "ours": "LightNetAttention", "without MD-TPE": "LightNetAttention",
-        "without local": "LightNetAttention", "softmax": "SoftmaxAttention",
-        "softmax + local": "WithLocal", "identity + local": "WithLocal",
-    }  # fmt: skip
+        "ours": "LightNetAttention",
+        "without MD-TPE": "LightNetAttention",
+        "without local": "LightNetAttention",
+        "softmax": "SoftmaxAttention",
+        "softmax + local": "WithLocal",
+        "identity + local": "WithLocal",
+    }
     assert [who for who, net in nets.items() if net.tpe is None] == ["without MD-TPE"]
     assert nets["ours"].blocks[0].mixer.local_values is not None
     assert nets["without local"].blocks[0].mixer.local_values is None
@@ -194,9 +192,7 @@ def test_the_command_without_a_card(tmp_path, monkeypatch, capsys):
     assert content["versions"]["torch"] and content["copy_bytes_per_second"]["cpu"] > 0
     with open(tmp_path / "bench.csv") as file:
         lines = list(csv.DictReader(file))
-    assert ",".join(lines[0]) == (
-        "group,row,batch,length,heads,dim,pass,who,ms,over_floor,mode,note"
-    )
+    assert ",".join(lines[0]) == ("group,row,batch,length,heads,dim,pass,who,ms,over_floor,mode,note")
     cells = [{k: str(v) for k, v in cell.items()} for cell in content["cells"]]
     assert cells == lines
     assert {(r["pass"], r["who"]) for r in lines} == {

@@ -11,8 +11,7 @@ from ndlightnet.nn import mixers
 from ndlightnet_evidence import catalogue
 
 VOLUMES = Path(__file__).parents[2] / "tasks/evidence/configs/volumes"
-SEQUENTIAL = [name for name in mixers.__all__
-              if "scan" in inspect.signature(getattr(mixers, name)).parameters]  # fmt: skip
+SEQUENTIAL = [name for name in mixers.__all__ if "scan" in inspect.signature(getattr(mixers, name)).parameters]
 
 
 def mixer_of(arguments: list[str]) -> dict[str, object]:
@@ -54,9 +53,13 @@ def test_a_row_for_every_scan(four, scan):
 
 def test_the_family(four):
     assert catalogue.family() == [
-        "Identity", "SoftmaxAttention", "LightNetAttention", "InTurn raster", "InTurn both",
+        "Identity",
+        "SoftmaxAttention",
+        "LightNetAttention",
+        "InTurn raster",
+        "InTurn both",
         "InTurn axes",
-    ]  # fmt: skip
+    ]
 
 
 def test_the_family_is_the_whole_catalogue():
@@ -89,5 +92,4 @@ def test_a_row_that_is_none(four, row, text):
 def test_the_files_of_volumes_are_rows():
     found = catalogue.named([str(path) for path in sorted(VOLUMES.glob("*.yaml"))])
     assert set(found) >= {"ndlightunet", "identity", "dynunet", "segresnet", "swinunetr"}
-    assert all(option == "--config" and Path(path).stem == name
-               for name, (option, path) in found.items())  # fmt: skip
+    assert all(option == "--config" and Path(path).stem == name for name, (option, path) in found.items())

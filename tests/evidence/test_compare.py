@@ -49,10 +49,14 @@ def write_task(folder: Path, fail: str = "FAIL", end: str = "sys.exit(1)") -> Pa
 
 def options(tmp_path: Path, *wrong: str) -> Namespace:
     return Namespace(
-        task=write_task(tmp_path, *wrong), config=tmp_path / "c.yaml", out=tmp_path / "out",
-        extra=["--trainer.max_epochs=1"], checkpoint="last", folds=None,
+        task=write_task(tmp_path, *wrong),
+        config=tmp_path / "c.yaml",
+        out=tmp_path / "out",
+        extra=["--trainer.max_epochs=1"],
+        checkpoint="last",
+        folds=None,
         rows={"LightNet": [], "without MD-TPE": ["--model.net.init_args.tpe=false"]},
-    )  # fmt: skip
+    )
 
 
 def who(row: str, seed: int) -> dict[str, object]:
@@ -69,9 +73,13 @@ def test_one_run_fits_then_tests_the_last_checkpoint(monkeypatch, tmp_path):
     assert found == {"top1": 0.75, "parameters": 5, "gpu": "3"}
     root = tmp_path / "out" / "without_MD-TPE-7"
     common = [
-        "--config", str(tmp_path / "c.yaml"), "--model.net.init_args.tpe=false",
-        "--seed_everything=7", f"--trainer.default_root_dir={root}", "--trainer.max_epochs=1",
-    ]  # fmt: skip
+        "--config",
+        str(tmp_path / "c.yaml"),
+        "--model.net.init_args.tpe=false",
+        "--seed_everything=7",
+        f"--trainer.default_root_dir={root}",
+        "--trainer.max_epochs=1",
+    ]
     last = f"--ckpt_path={root}/checkpoints/last.ckpt"
     assert calls(root) == [["fit", *common], ["test", last, *common]]
     log = (root / "log.txt").read_text()
@@ -123,13 +131,28 @@ def test_a_run_with_a_null_is_shown_and_saved(monkeypatch, tmp_path):
 
 def test_arguments_after_the_dashes_go_to_every_run(monkeypatch, tmp_path, capsys):
     status, seen = start(
-        monkeypatch, tmp_path, "t.py", "x/c.yaml", "--seeds", "3", "1",
-        "--rows", "LightNet", "single frame", "--", "--trainer.max_epochs=2", "--data.workers", "0",
-    )  # fmt: skip
+        monkeypatch,
+        tmp_path,
+        "t.py",
+        "x/c.yaml",
+        "--seeds",
+        "3",
+        "1",
+        "--rows",
+        "LightNet",
+        "single frame",
+        "--",
+        "--trainer.max_epochs=2",
+        "--data.workers",
+        "0",
+    )
     assert status == 0
     assert [(row, seed) for _, row, seed in seen] == [
-        ("LightNet", 3), ("single frame", 3), ("LightNet", 1), ("single frame", 1),
-    ]  # fmt: skip
+        ("LightNet", 3),
+        ("single frame", 3),
+        ("LightNet", 1),
+        ("single frame", 1),
+    ]
     given = seen[0][0]
     assert given.extra == ["--trainer.max_epochs=2", "--data.workers", "0"]
     assert (given.task, given.config, given.jobs) == (Path("t.py"), Path("x/c.yaml"), 1)
@@ -207,8 +230,15 @@ def command(monkeypatch, folder):
 def test_a_file_is_laid_over_the_config(command, folder):
     """Right after it, so that what the runs need of their own stays."""
     assert command("--rows", "better.yaml", "without MD-TPE", "--seeds", "3", "--", "--x=1") == 0
-    common = ["--config", "base.yaml", "--config", "better.yaml", "--seed_everything=3",
-              "--trainer.default_root_dir=out/better-3", "--x=1"]  # fmt: skip
+    common = [
+        "--config",
+        "base.yaml",
+        "--config",
+        "better.yaml",
+        "--seed_everything=3",
+        "--trainer.default_root_dir=out/better-3",
+        "--x=1",
+    ]
     checkpoint = "--ckpt_path=out/better-3/checkpoints/last.ckpt"
     root = folder / "out" / "better-3"
     assert calls(root) == [["fit", *common], ["test", checkpoint, *common]]
@@ -222,15 +252,20 @@ def test_every_row_on_every_fold(command, folder, capsys):
     root = folder / "out" / "better-0" / "fold_1"
     fit, test = calls(root)
     assert fit[1:] == test[2:] and fit[-3:] == [
-        "--data.init_args.folds=2", "--data.init_args.fold=1", "--data.init_args.test_on=fold",
-    ]  # fmt: skip
+        "--data.init_args.folds=2",
+        "--data.init_args.fold=1",
+        "--data.init_args.test_on=fold",
+    ]
     assert "--trainer.default_root_dir=out/better-0" in fit
     assert test[1] == "--ckpt_path=out/better-0/fold_1/checkpoints/best.ckpt"
     assert (root / "log.txt").exists()
     runs = json.loads((folder / "out" / "runs.json").read_text())
     assert [(run["row"], run["seed"], run["fold"]) for run in runs] == [
-        ("plain", 0, 0), ("better", 0, 0), ("plain", 0, 1), ("better", 0, 1),
-    ]  # fmt: skip
+        ("plain", 0, 0),
+        ("better", 0, 0),
+        ("plain", 0, 1),
+        ("better", 0, 1),
+    ]
     text = (folder / "out" / "table.md").read_text()
     lines = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
     scores, _, costs = [line for line in lines if line[1:2] == ["better"]]
@@ -248,9 +283,7 @@ def test_a_fold_that_fails_is_named(command, folder, capsys):
     text = (folder / "out" / "table.md").read_text()
     assert len(re.findall(r"\| FAIL +\| failed +\|", text)) == 3
     log = "(fit failed, see out/FAIL-7/fold_{}/log.txt)"
-    assert text.endswith(
-        f"\nFailed: FAIL, seed 7, fold 0 {log.format(0)}; FAIL, seed 7, fold 1 {log.format(1)}.\n"
-    )
+    assert text.endswith(f"\nFailed: FAIL, seed 7, fold 0 {log.format(0)}; FAIL, seed 7, fold 1 {log.format(1)}.\n")
 
 
 def test_no_time_was_left(command, folder):
@@ -262,8 +295,7 @@ def test_no_time_was_left(command, folder):
 
 def test_folds_have_a_folder_of_their_own(monkeypatch, folder):
     """So that --resume never takes runs without folds for folds."""
-    given = ["compare.py", "task.py", "base.yaml", "--folds", "3", "--minutes", "0", "--rows",
-             "plain.yaml"]  # fmt: skip
+    given = ["compare.py", "task.py", "base.yaml", "--folds", "3", "--minutes", "0", "--rows", "plain.yaml"]
     monkeypatch.setattr(sys, "argv", given)
     monkeypatch.chdir(folder)
     assert compare.main() == 0
@@ -275,13 +307,15 @@ def test_folds_have_a_folder_of_their_own(monkeypatch, folder):
     "arguments, text",
     [
         (["--rows", "gone.yaml"], "row 'gone.yaml': no such file"),
-        (["--rows", "plain.yaml", "./sub/plain.yaml"],
-         "rows 'plain.yaml' and './sub/plain.yaml': expected different names"),
+        (
+            ["--rows", "plain.yaml", "./sub/plain.yaml"],
+            "rows 'plain.yaml' and './sub/plain.yaml': expected different names",
+        ),
         (["--folds", "1"], "--folds 1, 1 seeds: expected 2 or more folds, and one seed"),
         (["--folds", "0"], "--folds 0, "),
         (["--folds", "3", "--seeds", "0", "1"], "--folds 3, 2 seeds: expected 2 or more folds"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(command, folder, capsys, arguments, text):
     with pytest.raises(SystemExit) as caught:
         command(*arguments)

@@ -53,9 +53,7 @@ def test_what_is_measured_and_its_table(monkeypatch, tmp_path):
     assert [(who["row"], who.get("side"), who["what"]) for who in asked[:4]] == ways
     assert len(asked) == 8 and {who["row"] for who in asked[4:]} == {"DynUNet"}
     table = (tmp_path / "table.md").read_text().splitlines()
-    assert [cell.strip() for cell in table[0].split("|")[1:-1]] == [
-        "row", "side", "what", "gb",
-    ]  # fmt: skip
+    assert [cell.strip() for cell in table[0].split("|")[1:-1]] == ["row", "side", "what", "gb"]
     assert "1.235" in table[2] and "date" not in table[0]
     asked.clear()
     cubes.main(["--classes", "100", "--sides", "32", "--out", str(tmp_path)])

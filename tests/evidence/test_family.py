@@ -19,17 +19,9 @@ def config(tmp_path):
     images = rng.integers(0, 60, (48, 4, 4, 4), dtype=np.uint8)
     images[labels[:, 0] == 1, :2] += 150
     parts = {"train": slice(0, 32), "val": slice(32, 36), "test": slice(36, 48)}
-    arrays = {f"{n}_{k}": v[s] for n, s in parts.items()
-              for k, v in (("images", images), ("labels", labels))}  # fmt: skip
+    arrays = {f"{n}_{k}": v[s] for n, s in parts.items() for k, v in (("images", images), ("labels", labels))}
     np.savez(tmp_path / "set.npz", **arrays)
-    args = {
-        "dims": 3,
-        "in_chans": 1,
-        "num_classes": 2,
-        "patch_size": 2,
-        "embed_dim": 16,
-        "depth": 1,
-    }
+    args = {"dims": 3, "in_chans": 1, "num_classes": 2, "patch_size": 2, "embed_dim": 16, "depth": 1}
     net = {"class_path": "ndlightnet.NDLightNet", "init_args": args}
     content = {
         "trainer": {"max_epochs": 8, "gradient_clip_val": 1.0},
@@ -49,8 +41,7 @@ def results(out):
 
 def test_runs_make_a_table_and_are_not_made_again(config, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out"
-    arguments = [str(config), "--rows", "Identity", "TNL axes", "--seeds", "0", "1",
-                 "--out", str(out)]  # fmt: skip
+    arguments = [str(config), "--rows", "Identity", "TNL axes", "--seeds", "0", "1", "--out", str(out)]
     family.main(arguments)
     runs = results(out)
     assert set(runs) == {(row, seed) for row in ("Identity", "TNL axes") for seed in (0, 1)}
@@ -81,8 +72,7 @@ def test_a_row_that_fails_is_said_and_made_again(config, tmp_path, monkeypatch):
         return {"auc": 0.5, "step_ms": 1.0, "parameters": 10}
 
     monkeypatch.setattr(family, "run", run)
-    arguments = [str(config), "--rows", "Identity", "TNL raster", "--seeds", "0", "--out",
-                 str(tmp_path / "out")]  # fmt: skip
+    arguments = [str(config), "--rows", "Identity", "TNL raster", "--seeds", "0", "--out", str(tmp_path / "out")]
     family.main(arguments)
     table = (tmp_path / "out" / "table.md").read_text()
     assert table.splitlines()[2].startswith("| Identity   | failed")
@@ -103,9 +93,28 @@ two heads: {lr: 0.5, mixer: {class_path: TNL, init_args: *heads}}
 def test_rows_from_a_file(config, tmp_path):
     """Each at two rates; a mixer of the catalogue beside them; changes of the config."""
     (tmp_path / "rows.yaml").write_text(ROWS)
-    family.main([str(config), "--file", str(tmp_path / "rows.yaml"), "--seeds", "4", "--out",
-                 str(tmp_path / "out"), "--rows", "two heads", "narrow", "GLA axes", "--lr", "1e-3",
-                 "2e-3", "--steps", "3", "--set", "data.init_args.batch_size=4"])  # fmt: skip
+    family.main(
+        [
+            str(config),
+            "--file",
+            str(tmp_path / "rows.yaml"),
+            "--seeds",
+            "4",
+            "--out",
+            str(tmp_path / "out"),
+            "--rows",
+            "two heads",
+            "narrow",
+            "GLA axes",
+            "--lr",
+            "1e-3",
+            "2e-3",
+            "--steps",
+            "3",
+            "--set",
+            "data.init_args.batch_size=4",
+        ]
+    )
     rows = ["two heads", "narrow", "GLA axes"]
     runs = results(tmp_path / "out")
     assert [row for row, _ in runs] == [f"{r}, lr 0.00{n}" for r in rows for n in (1, 2)]
@@ -157,9 +166,20 @@ def test_batches_are_the_same_for_every_row(config, monkeypatch):
 @pytest.mark.parametrize("jobs", [2, 3])
 def test_runs_in_turns_are_those_alone(config, tmp_path, jobs):
     """With drop path, which draws in every step."""
-    given = [str(config), "--rows", "Identity", "TNL axes", "--seeds", "0", "1", "--set",
-             "model.net.init_args.drop_path_rate=0.5", "model.net.init_args.depth=2",
-             "--steps", "30"]  # fmt: skip
+    given = [
+        str(config),
+        "--rows",
+        "Identity",
+        "TNL axes",
+        "--seeds",
+        "0",
+        "1",
+        "--set",
+        "model.net.init_args.drop_path_rate=0.5",
+        "model.net.init_args.depth=2",
+        "--steps",
+        "30",
+    ]
     found = []
     for number in (1, jobs):
         family.main([*given, "--jobs", str(number), "--out", str(tmp_path / str(number))])
@@ -174,16 +194,24 @@ def test_text(tmp_path):
     (tmp_path / "text").write_bytes(b"to be or not to be, " * 400)
     args = {"dims": 1, "vocab_size": 256, "causal": True, "embed_dim": 16, "depth": 1}
     net = {"class_path": "ndlightnet.NDLightNet", "init_args": args}
-    data = {"root": str(tmp_path / "text"), "fractions": [0.9, 0.0, 0.1], "length": 16,
-            "windows": 10, "batch_size": 4, "lengths": [32, 64], "test_bytes": 256}  # fmt: skip
+    data = {
+        "root": str(tmp_path / "text"),
+        "fractions": [0.9, 0.0, 0.1],
+        "length": 16,
+        "windows": 10,
+        "batch_size": 4,
+        "lengths": [32, 64],
+        "test_bytes": 256,
+    }
     content = {
         "trainer": {"max_epochs": 30, "gradient_clip_val": 1.0},
         "model": {"lr": 3e-2, "weight_decay": 0.1, "net": net},
         "data": {"class_path": "ndlightnet.training.TextData", "init_args": data},
     }
     (tmp_path / "text.yaml").write_text(yaml.safe_dump(content))
-    family.main([str(tmp_path / "text.yaml"), "--rows", "LightNetAttention", "--seeds", "0",
-                 "--out", str(tmp_path / "out")])  # fmt: skip
+    family.main(
+        [str(tmp_path / "text.yaml"), "--rows", "LightNetAttention", "--seeds", "0", "--out", str(tmp_path / "out")]
+    )
     (run,) = results(tmp_path / "out").values()
     assert run["steps"] == 30 * 2 and run["bits_per_byte"] == run["bits_16"]
     assert all(run[f"bits_{n}"] < 2.7 for n in (16, 32, 64))  # 2.71 by the counts of the letters
@@ -221,16 +249,36 @@ def videos(tmp_path):
 def test_videos(videos, tmp_path):
     args = {"dims": 3, "num_classes": 2, "patch_size": [2, 8, 8], "embed_dim": 16, "depth": 1}
     net = {"class_path": "ndlightnet.NDLightNet", "init_args": args}
-    data = {"root": str(videos), "frames": 4, "size": 16, "batch_size": 4, "repeats": 2,
-            "workers": 0, "clips": 2, "validation": 0.0}  # fmt: skip
+    data = {
+        "root": str(videos),
+        "frames": 4,
+        "size": 16,
+        "batch_size": 4,
+        "repeats": 2,
+        "workers": 0,
+        "clips": 2,
+        "validation": 0.0,
+    }
     content = {
         "trainer": {"max_epochs": 3, "gradient_clip_val": 1.0},
         "model": {"lr": 1e-2, "weight_decay": 0.05, "net": net},
         "data": {"class_path": "ndlightnet.training.VideoData", "init_args": data},
     }
     (tmp_path / "videos.yaml").write_text(yaml.safe_dump(content))
-    family.main([str(tmp_path / "videos.yaml"), "--rows", "Identity", "TNL raster", "--seeds", "0",
-                 "--jobs", "2", "--out", str(tmp_path / "out")])  # fmt: skip
+    family.main(
+        [
+            str(tmp_path / "videos.yaml"),
+            "--rows",
+            "Identity",
+            "TNL raster",
+            "--seeds",
+            "0",
+            "--jobs",
+            "2",
+            "--out",
+            str(tmp_path / "out"),
+        ]
+    )
     for run in results(tmp_path / "out").values():
         assert run["steps"] == 3 * 6 and run["top1"] == 1.0
     made = sets.load(content)

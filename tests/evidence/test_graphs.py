@@ -17,8 +17,10 @@ def nets(device):
     return one, other
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no CUDA device"))])  # fmt: skip
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))],
+)
 def test_steps_are_those_of_adamw(device):
     """With batches of two shapes, the second of which appears later, and rates that change."""
     one, other = nets(device)

@@ -28,22 +28,31 @@ def config(tmp_path):
     network = {"dims": 2, "num_classes": 2, "patch_size": 4, "embed_dim": 16, "depth": 1}
     content = {
         "trainer": {
-            "max_epochs": 8, "gradient_clip_val": 1.0,
+            "max_epochs": 8,
+            "gradient_clip_val": 1.0,
             "callbacks": [{"class_path": "ndlightnet.training.AveragedWeights"}],
         },
         "model": {
-            "lr": 1e-2, "weight_decay": 0.05,
+            "lr": 1e-2,
+            "weight_decay": 0.05,
             "net": {"class_path": "ndlightnet.NDLightNet", "init_args": network},
         },
         "data": {
             "class_path": "ndlightnet.training.ImageFolders",
             "init_args": {
-                "root": str(tmp_path), "size": 8, "batch_size": 8, "padding": 1, "hflip": 0.5,
-                "random_erasing": 0.2, "cutmix": 1.0, "mixup": 0.2, "crop_pct": 1.0,
+                "root": str(tmp_path),
+                "size": 8,
+                "batch_size": 8,
+                "padding": 1,
+                "hflip": 0.5,
+                "random_erasing": 0.2,
+                "cutmix": 1.0,
+                "mixup": 0.2,
+                "crop_pct": 1.0,
                 "validation": 0.34,
             },
         },
-    }  # fmt: skip
+    }
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(content))
     return tmp_path / "tiny.yaml"
 
@@ -60,8 +69,9 @@ another:
 def test_rows_have_equal_time_and_a_curve(config, tmp_path):
     (tmp_path / "rows.yaml").write_text(ROWS)
     out = tmp_path / "out"
-    family.main([str(config), "--file", str(tmp_path / "rows.yaml"), "--seeds", "0",
-                 "--seconds", "1", "--out", str(out)])  # fmt: skip
+    family.main(
+        [str(config), "--file", str(tmp_path / "rows.yaml"), "--seeds", "0", "--seconds", "1", "--out", str(out)]
+    )
     runs = {run["row"]: run for run in json.loads((out / "runs.json").read_text())}
     assert set(runs) == {"ours", "another"}
     for run in runs.values():

@@ -25,8 +25,15 @@ def test_videos_under_many_names(tmp_path):
 def test_a_row_measures(tmp_path, workers):
     root = tmp_path / "set"
     reading.make(root, 16, 0.2)
-    row = {"videos": "x", "root": str(root), "reader": "PyAV", "workers": workers, "cache": 1.0,
-           "held": True, "seconds": 0.3}  # fmt: skip
+    row = {
+        "videos": "x",
+        "root": str(root),
+        "reader": "PyAV",
+        "workers": workers,
+        "cache": 1.0,
+        "held": True,
+        "seconds": 0.3,
+    }
     found = reading.measure(row)
     assert {key: found[key] for key in row} == row
     assert 0 < found["start"] < found["first"] and found["rate"] > 1 and found["memory"] > 0.1
@@ -34,10 +41,7 @@ def test_a_row_measures(tmp_path, workers):
 
 def test_the_command_leaves_a_table(tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    monkeypatch.setattr(
-        sys, "argv",
-        ["reading.py", "--short=16", "--long=0", "--seconds=0.2", f"--out={out}"],
-    )  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["reading.py", "--short=16", "--long=0", "--seconds=0.2", f"--out={out}"])
     assert reading.main() == 0
     runs = json.loads((out / "reading.json").read_text())
     assert [run["workers"] for run in runs] == [1, 1, 2, 2, 1, 2]

@@ -93,9 +93,15 @@ def test_an_unknown_row_fails_before_anything_is_trained(tmp_path):
 
 
 def test_every_row_builds_its_mixer():
-    kinds = {"plain": "LightNetAttention", "window 4": "LightNetAttention", "cosine":
-             "LightNetAttention", "forget 0.2,0.02": "LightNetAttention", "softmax":
-             "SoftmaxAttention", "rotary": "SoftmaxAttention", "identity": "Identity"}  # fmt: skip
+    kinds = {
+        "plain": "LightNetAttention",
+        "window 4": "LightNetAttention",
+        "cosine": "LightNetAttention",
+        "forget 0.2,0.02": "LightNetAttention",
+        "softmax": "SoftmaxAttention",
+        "rotary": "SoftmaxAttention",
+        "identity": "Identity",
+    }
     made = {row: recall.mixer(row, 4)(16) for row in kinds}
     assert {row: type(layer).__name__ for row, layer in made.items()} == kinds
     assert made["window 4"].window == 4 and made["cosine"].lrpe is not None is made["plain"].lrpe

@@ -23,9 +23,8 @@ def who(seed: int, row: str = "A") -> dict[str, object]:
 
 @pytest.mark.parametrize(
     "count, named, expected",
-    [(0, None, []), (0, "", []), (2, None, ["0", "1"]), (2, "5,GPU-7", ["5", "GPU-7"]),
-     (1, "3,-1", ["3"])],
-)  # fmt: skip
+    [(0, None, []), (0, "", []), (2, None, ["0", "1"]), (2, "5,GPU-7", ["5", "GPU-7"]), (1, "3,-1", ["3"])],
+)
 def test_the_gpus_that_may_be_used(monkeypatch, count, named, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -36,9 +35,14 @@ def test_the_gpus_that_may_be_used(monkeypatch, count, named, expected):
 
 @pytest.mark.parametrize(
     "jobs, gpus, shared",
-    [(1, ["0", "1"], ["0"]), (2, ["4", "5"], ["4", "5"]), (4, ["4", "5"], ["4", "4", "5", "5"]),
-     (3, ["0", "1"], ["0", "0", "1"]), (2, [], ["none", "none"])],
-)  # fmt: skip
+    [
+        (1, ["0", "1"], ["0"]),
+        (2, ["4", "5"], ["4", "5"]),
+        (4, ["4", "5"], ["4", "4", "5", "5"]),
+        (3, ["0", "1"], ["0", "0", "1"]),
+        (2, [], ["none", "none"]),
+    ],
+)
 def test_commands_go_to_all_gpus_in_turn(monkeypatch, jobs, gpus, shared):
     """And to as many cores as there are for each."""
     busy, together, done, meet = [], [], [], threading.Barrier(jobs)
@@ -67,8 +71,7 @@ def test_no_run_begins_when_the_minutes_are_over(monkeypatch):
     now, done = itertools.count(), []
     monkeypatch.setattr(runner.time, "monotonic", lambda: 30.0 * next(now))
     # asked at 0.5 and 1.5 minutes; each run looks at the clock when it begins and when it ends
-    runner.run_all([who(s) for s in range(4)], lambda who: {}, done.append, minutes=2,
-                   processes=False)  # fmt: skip
+    runner.run_all([who(s) for s in range(4)], lambda who: {}, done.append, minutes=2, processes=False)
     assert [run["seed"] for run in done if "run_seconds" in run] == [0, 1]
     assert done[2:] == [{**who(seed), "missing": True} for seed in (2, 3)]
 
@@ -142,8 +145,15 @@ def start(o, *wanted, answer=lambda who: {"top1": 0.5}, **more):
         return answer(who)
 
     table = more.pop("table", lambda runs: f"{len(runs)} runs\n")
-    runs = runner.compare(o, wanted, one, table=table, say=lambda run: f"top1 {run['top1']}",
-                          do=partial(runner.run_all, processes=False), **more)  # fmt: skip
+    runs = runner.compare(
+        o,
+        wanted,
+        one,
+        table=table,
+        say=lambda run: f"top1 {run['top1']}",
+        do=partial(runner.run_all, processes=False),
+        **more,
+    )
     return runs, asked
 
 
@@ -151,8 +161,7 @@ def test_results_are_written_after_every_run(tmp_path, capsys):
     out, seen = tmp_path / "new" / "out", []
 
     def answer(who):
-        seen.append((len(json.loads((out / "runs.json").read_text())),
-                     (out / "table.md").read_text()[:6]))  # fmt: skip
+        seen.append((len(json.loads((out / "runs.json").read_text())), (out / "table.md").read_text()[:6]))
         return {"top1": 0.5, "cases": [1, 2]}
 
     runs, _ = start(options(out), who(0), who(1), who(2), answer=answer)
@@ -162,8 +171,10 @@ def test_results_are_written_after_every_run(tmp_path, capsys):
     with open(out / "runs.csv", newline="") as file:
         lines = list(csv.DictReader(file))
     assert [(line["row"], line["seed"], line["top1"]) for line in lines] == [
-        ("A", "0", "0.5"), ("A", "1", "0.5"), ("A", "2", "0.5"),
-    ]  # fmt: skip
+        ("A", "0", "0.5"),
+        ("A", "1", "0.5"),
+        ("A", "2", "0.5"),
+    ]
     assert "cases" not in lines[0]
     printed = capsys.readouterr().out
     assert "[3/3] A, seed 2: top1 0.5" in printed and (out / "table.md").read_text() in printed
@@ -171,15 +182,17 @@ def test_results_are_written_after_every_run(tmp_path, capsys):
 
 def test_resuming(tmp_path, capsys):
     """Good runs are kept, failed and missing ones are done."""
-    before = [{**who(0, "B"), "top1": 0.25, "options": {}}, {**who(1, "B"), "error": "x"},
-              {**who(0), "missing": True}]  # fmt: skip
+    before = [{**who(0, "B"), "top1": 0.25, "options": {}}, {**who(1, "B"), "error": "x"}, {**who(0), "missing": True}]
     (tmp_path / "runs.json").write_text(json.dumps(before))
     wanted = [who(seed, row) for seed in (0, 1) for row in "AB"]
     runs, asked = start(options(tmp_path, "--resume"), *wanted)
     assert asked == [who(0), who(1), who(1, "B")] and "[4/4] " in capsys.readouterr().out
     assert [(run["row"], run["seed"], run["top1"]) for run in runs] == [
-        ("B", 0, 0.25), ("A", 0, 0.5), ("A", 1, 0.5), ("B", 1, 0.5),
-    ]  # fmt: skip
+        ("B", 0, 0.25),
+        ("A", 0, 0.5),
+        ("A", 1, 0.5),
+        ("B", 1, 0.5),
+    ]
     assert start(options(tmp_path, "--resume"), *wanted) == (runs, [])
     other = options(tmp_path, "--resume")
     other.config = tmp_path / "other.yaml"

@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 
 from ndlightnet.training.segmentation.metrics import interval, metrics_of
-from ndlightnet_evidence.segmentation import (
-    by_case,
-    differences,
-    mean_dice,
-    segmentation_tables,
-    values,
-)
+from ndlightnet_evidence.segmentation import by_case, differences, mean_dice, segmentation_tables, values
 
 NAMES = ("background", "liver", "cyst")
 NAN = float("nan")
@@ -21,10 +15,9 @@ NAN = float("nan")
 def made(row: str, seed: int, dice: dict[str, list[float]], **more: object) -> dict[str, object]:
     """A run as metrics.json has it, null for NaN."""
     rows = {
-        case: [{"dice": d, "hd95_mm": 2.0 if d == d else d, "nsd": d, "volume_ml": 1.0,
-                "truth_ml": 1.0} for d in both]
+        case: [{"dice": d, "hd95_mm": 2.0 if d == d else d, "nsd": d, "volume_ml": 1.0, "truth_ml": 1.0} for d in both]
         for case, both in dice.items()
-    }  # fmt: skip
+    }
 
     def plain(value: object) -> object:
         if isinstance(value, dict):
@@ -49,8 +42,7 @@ def tables(text: str) -> list[list[dict[str, str]]]:
     for block in text.split("\n\n"):
         if not block.startswith("|"):
             continue
-        head, rule, *lines = ([cell.strip() for cell in line[1:-1].split("|")]
-                              for line in block.splitlines())  # fmt: skip
+        head, rule, *lines = ([cell.strip() for cell in line[1:-1].split("|")] for line in block.splitlines())
         assert set("".join(rule)) == {"-"} and len(rule) == len(head)
         head = [f"{name}{head[:at].count(name) or ''}" for at, name in enumerate(head)]
         found.append([dict(zip(head, line, strict=True)) for line in lines])
@@ -82,8 +74,7 @@ def test_seeds_are_paired_and_rows_keep_their_order():
 def test_pairs_say_more_than_two_intervals():
     """Cases that differ much, and a row that is a little better on each: only pairs show it."""
     hard = {f"case{n}": [0.2 + 0.08 * n, 0.3 + 0.08 * n] for n in range(8)}
-    better = {case: [x + 0.01 + 0.001 * (n % 3), y + 0.01] for n, (case, (x, y)) in
-              enumerate(hard.items())}  # fmt: skip
+    better = {case: [x + 0.01 + 0.001 * (n % 3), y + 0.01] for n, (case, (x, y)) in enumerate(hard.items())}
     runs = [made("A", 0, hard), made("B", 0, better)]
     (a, b), *_ = tables(segmentation_tables(runs, ["A", "B"]))
     low, high = (float(number) for number in b["95 % interval1"].split(" to "))
@@ -138,13 +129,17 @@ def test_a_row_without_a_run_and_what_is_not_known():
     assert scores[1]["HD95 (mm)"] == "2.000 (2 of 4 missing)"
     assert classes[1]["Dice of cyst"] == "none (none)"
     assert costs[1] == {
-        "": "A", "parameters": "1.23 M", "GFLOPs": "12.35", "s per case": "none",
-        "GB in prediction": "none", "ms per step": "none", "GB in training": "none",
-    }  # fmt: skip
+        "": "A",
+        "parameters": "1.23 M",
+        "GFLOPs": "12.35",
+        "s per case": "none",
+        "GB in prediction": "none",
+        "ms per step": "none",
+        "GB in training": "none",
+    }
 
 
 def test_costs_are_medians_over_runs():
-    runs = [made("A", seed, drawn(seed, 2, 0.5), case_seconds=s, gflops=7.0)
-            for seed, s in enumerate((1.0, 9.0, 2.0))]  # fmt: skip
+    runs = [made("A", seed, drawn(seed, 2, 0.5), case_seconds=s, gflops=7.0) for seed, s in enumerate((1.0, 9.0, 2.0))]
     *_, costs = tables(segmentation_tables(runs, ["A"]))
     assert (costs[0]["s per case"], costs[0]["GFLOPs"]) == ("2", "7")

@@ -14,10 +14,7 @@ WORDS = 11
 @pytest.fixture(scope="module")
 def net():
     torch.manual_seed(0)
-    made = NDLightNet(
-        1, vocab_size=WORDS, embed_dim=16, depth=2, tpe_states=4, causal=True,
-        mixer=mixers.text_mixer,
-    )  # fmt: skip
+    made = NDLightNet(1, vocab_size=WORDS, embed_dim=16, depth=2, tpe_states=4, causal=True, mixer=mixers.text_mixer)
     with torch.no_grad():
         made.embed.weight.mul_(30)  # logits of order one
     return made.eval().double()
@@ -50,9 +47,7 @@ def test_the_draws_of_a_batch_have_the_probabilities_of_each_prompt(net):
     count, prompts = 2000, [[1, 2, 3], [4, 9, 9]]
     rng = torch.Generator().manual_seed(0)
     replayed = Replayed(net, prompts[0])
-    replayed.logits = torch.stack([logits_of(net, prompt) for prompt in prompts])[:, None].repeat(
-        count, 1, 1
-    )
+    replayed.logits = torch.stack([logits_of(net, prompt) for prompt in prompts])[:, None].repeat(count, 1, 1)
     drawn = next(generate(replayed, prompts * count, 1, temperature=2, top_k=2, generator=rng))
     for row, logits in enumerate(replayed.logits[:2, 0]):
         probs = (logits / 2).where(logits >= logits.topk(2).values[-1], -torch.inf).softmax(-1)
@@ -145,10 +140,15 @@ class Recited(Replayed):
 @pytest.mark.parametrize(
     "stop, expected",
     [
-        ([], b"ababac!"), ([b"c"], b"ababa"), ([b"abac"], b"ab"), ([b"x", b"bac"], b"aba"),
-        ([b"ac", b"abac"], b"ab"), ([b"abab"], b""), ([b"!?"], b"ababac!"),
+        ([], b"ababac!"),
+        ([b"c"], b"ababa"),
+        ([b"abac"], b"ab"),
+        ([b"x", b"bac"], b"aba"),
+        ([b"ac", b"abac"], b"ab"),
+        ([b"abab"], b""),
+        ([b"!?"], b"ababac!"),
     ],
-)  # fmt: skip
+)
 def test_a_stop_sequence_ends_the_text(stop, expected):
     found = generate(Recited(b"ababac!"), [0], 7, temperature=0, stop=stop)
     assert bytes(found) == expected
@@ -169,10 +169,7 @@ def test_characters_are_complete():
     cut = list(generate_text(Recited("a€".encode()), "x", 3, temperature=0))
     assert cut == ["a", "�"]
     assert "".join(generate_text(Recited(b"a\xffb"), "x", 3, temperature=0)) == "a�b"
-    assert (
-        "".join(generate_text(Recited("a€ende".encode()), "x", 8, temperature=0, stop=["€e"]))
-        == "a"
-    )
+    assert "".join(generate_text(Recited("a€ende".encode()), "x", 8, temperature=0, stop=["€e"])) == "a"
 
 
 def test_a_text_needs_a_vocabulary_of_bytes():
@@ -190,15 +187,20 @@ def test_it_streams(net):
 @pytest.mark.parametrize(
     "changed, message",
     [
-        ({"prompt": []}, "prompt"), ({"prompt": [11]}, "prompt"), ({"length": -1}, "length=-1"),
-        ({"temperature": -0.1}, "temperature=-0.1"), ({"top_k": 0}, "top_k=0"),
-        ({"top_k": 12}, "top_k=12"), ({"stop": [[]]}, "stop="),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [11]}, "prompt"),
+        ({"length": -1}, "length=-1"),
+        ({"temperature": -0.1}, "temperature=-0.1"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_k": 12}, "top_k=12"),
+        ({"stop": [[]]}, "stop="),
         ({"prompt": torch.ones(1, 2, 3)}, r"prompt \(1, 2, 3\): expected \(tokens,\) or \(batch"),
-        ({"prompt": torch.ones(0, 2)}, r"prompt \(0"), ({"prompt": [[1], [11]]}, r"prompt \(2"),
+        ({"prompt": torch.ones(0, 2)}, r"prompt \(0"),
+        ({"prompt": [[1], [11]]}, r"prompt \(2"),
         ({"prompt": [[1], [1, 2]]}, "prompt: expected a tensor, or lists of one length"),
         ({"prompt": [[1]], "stop": [[2]]}, r"stop=\[\[2\]\]: expected none for prompts \(1, 1\)"),
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments_are_named(net, changed, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         generate(net, **{"prompt": [1], "length": 3, **changed})

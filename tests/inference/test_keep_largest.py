@@ -16,11 +16,7 @@ def components(mask):
         part, edge = set(), {min(left)}
         while edge:
             part |= edge
-            near = {
-                tuple(np.add(cell, step))
-                for cell in edge
-                for step in product((-1, 0, 1), repeat=mask.ndim)
-            }
+            near = {tuple(np.add(cell, step)) for cell in edge for step in product((-1, 0, 1), repeat=mask.ndim)}
             edge = (near & left) - part
         found.append(part)
         left -= part

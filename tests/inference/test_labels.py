@@ -33,10 +33,7 @@ def monai_logits(net, image, window, overlap):
 def interpolated(logits, shape, matrix):
     """Linear interpolation in float64 by scipy, one class after the other."""
     scale, offset = np.diag(matrix)[:-1], np.asarray(matrix)[:-1, -1]
-    out = [
-        ndimage.affine_transform(c.double().numpy(), scale, offset, shape, order=1, mode="nearest")
-        for c in logits
-    ]
+    out = [ndimage.affine_transform(c.double().numpy(), scale, offset, shape, order=1, mode="nearest") for c in logits]
     return torch.from_numpy(np.stack(out))
 
 
@@ -142,8 +139,9 @@ def test_matches_a_resize_of_monai():
     assert_labels(predict_labels(net, image, onto=(shape, matrix)), wanted.as_tensor())
 
 
-@pytest.mark.parametrize("classes, dtype", [(1, torch.uint8), (255, torch.uint8),
-                                            (256, torch.int16), (300, torch.int16)])  # fmt: skip
+@pytest.mark.parametrize(
+    "classes, dtype", [(1, torch.uint8), (255, torch.uint8), (256, torch.int16), (300, torch.int16)]
+)
 def test_dtype_by_the_number_of_classes(classes, dtype):
     net, image = nn.Conv2d(1, classes, 1), torch.randn(1, 30, 20)
     labels = predict_labels(net, image, (16, 16))

@@ -60,8 +60,7 @@ def test_channels_pass_through():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_they_are_networks_for_predictions(dtype):
     nets = [
-        NDLightUNet(2, in_channels=1, out_channels=3, widths=[4, 8], depths=[0, 1]).eval().to(dtype)
-        for _ in range(2)
+        NDLightUNet(2, in_channels=1, out_channels=3, widths=[4, 8], depths=[0, 1]).eval().to(dtype) for _ in range(2)
     ]
     net, image = Mirrored(Ensemble(nets), [0, 1]), torch.randn(1, 17, 12)
     logits = predict_volume(net, image[None].to(dtype))[0]

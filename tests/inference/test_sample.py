@@ -51,9 +51,8 @@ SCHEDULERS = {
 def test_the_distribution_of_an_exact_network_is_reproduced(name):
     scheduler, kind = SCHEDULERS[name]
     x = sample(
-        Gaussian(scheduler, kind), scheduler, (4000, 2, 3), steps=200,
-        generator=torch.Generator().manual_seed(0),
-    )  # fmt: skip
+        Gaussian(scheduler, kind), scheduler, (4000, 2, 3), steps=200, generator=torch.Generator().manual_seed(0)
+    )
     assert x.shape == (4000, 2, 3) and x.dtype == torch.float32
     assert x.mean((0, 2)).tolist() == pytest.approx([3.0, -1.0], abs=0.05)
     assert x.std((0, 2)).tolist() == pytest.approx([STD, STD], abs=0.03)
@@ -93,9 +92,14 @@ def test_guidance_scales_what_a_class_changes(guidance):
     y = torch.tensor([1, 4])
     start = torch.randn(2, 1, 3, generator=torch.Generator().manual_seed(3))
     end = sample(
-        Labelled(None), SCHEDULERS["flow"][0], (2, 1, 3), y, steps=5, guidance=guidance,
+        Labelled(None),
+        SCHEDULERS["flow"][0],
+        (2, 1, 3),
+        y,
+        steps=5,
+        guidance=guidance,
         generator=torch.Generator().manual_seed(3),
-    )  # fmt: skip
+    )
     torch.testing.assert_close(end, start + guidance * y[:, None, None])
 
 
@@ -104,8 +108,9 @@ def test_a_network_samples_on_any_grid_and_the_scheduler_stays():
     scheduler, seen = diffusers.DDIMScheduler(), []
     before = scheduler.timesteps.clone()
     for space in ((4, 4), (5, 7)):
-        x = sample(net, scheduler, (2, 1, *space), torch.tensor([0, 2]), steps=3, guidance=2.0,
-                   on_step=lambda: seen.append(1))  # fmt: skip
+        x = sample(
+            net, scheduler, (2, 1, *space), torch.tensor([0, 2]), steps=3, guidance=2.0, on_step=lambda: seen.append(1)
+        )
         assert x.shape == (2, 1, *space) and x.isfinite().all() and not x.requires_grad
     assert len(seen) == 6 and torch.equal(scheduler.timesteps, before)
 

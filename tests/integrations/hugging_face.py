@@ -9,17 +9,23 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
-}  # fmt: skip
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
 WORDS = {"vocab_size": 50, "max_position_embeddings": 64, "pad_token_id": 0}
 DECODER = {**SIZES, **WORDS, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": None}
 BART = {
-    **WORDS, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 40,
-    "decoder_ffn_dim": 40, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    "bos_token_id": 1, "eos_token_id": None, "decoder_start_token_id": 1,
+    **WORDS,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_ffn_dim": 40,
+    "decoder_ffn_dim": 40,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "decoder_start_token_id": 1,
     "forced_eos_token_id": None,
-}  # fmt: skip
+}
 
 
 def vit() -> nn.Module:
@@ -29,9 +35,7 @@ def vit() -> nn.Module:
 
 def videomae() -> nn.Module:
     sizes = {"image_size": 8, "patch_size": 4, "num_frames": 4, "num_labels": 3}
-    return transformers.VideoMAEForVideoClassification(
-        transformers.VideoMAEConfig(**SIZES, **sizes)
-    )
+    return transformers.VideoMAEForVideoClassification(transformers.VideoMAEConfig(**SIZES, **sizes))
 
 
 def bert() -> nn.Module:
@@ -115,11 +119,9 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "Mistral, window": (mistral, {"input_ids": words()}),
     "Mistral, window, padding": (mistral, {"input_ids": words(), "attention_mask": padding(True)}),
     "BART": (bart, {"input_ids": words(2, 7), "decoder_input_ids": words()}),
-    "BART, padding": (bart, {"input_ids": words(), "decoder_input_ids": words(2, 5),
-                             "attention_mask": padding(False)}),
+    "BART, padding": (bart, {"input_ids": words(), "decoder_input_ids": words(2, 5), "attention_mask": padding(False)}),
     "ModernBERT, window": (modernbert, {"input_ids": words()}),
-    "ModernBERT, window, padding": (modernbert, {"input_ids": words(),
-                                                 "attention_mask": padding(False)}),
+    "ModernBERT, window, padding": (modernbert, {"input_ids": words(), "attention_mask": padding(False)}),
     "ModernBERT, longer window": (partial(modernbert, 32), {"input_ids": words()}),
     "CLIP text, padding": (clip, {"input_ids": words(), "attention_mask": padding(False)}),
-}  # fmt: skip
+}

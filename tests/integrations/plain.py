@@ -10,14 +10,10 @@ from ndlightnet.ops import star
 
 
 def lightnet(
-    m: nn.Module, x: Tensor, grid: tuple[int, ...] = (), prefix: int = 0,
-    mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    m: nn.Module, x: Tensor, grid: tuple[int, ...] = (), prefix: int = 0, mask: Tensor | None = None
+) -> Tensor:
     """What a LightNetAttention without position code does to tokens (batch, prefix + grid, dim)."""
-    q, k, v = (
-        proj(x).unflatten(-1, (m.heads, -1)).transpose(1, 2)
-        for proj in (m.q_proj, m.k_proj, m.v_proj)
-    )
+    q, k, v = (proj(x).unflatten(-1, (m.heads, -1)).transpose(1, 2) for proj in (m.q_proj, m.k_proj, m.v_proj))
     if mask is not None:
         k = k.masked_fill(~mask[:, None, :, None], -torch.inf)
     y = F.silu(q) @ (k.softmax(2).transpose(2, 3) @ v)

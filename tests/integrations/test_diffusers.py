@@ -21,9 +21,7 @@ from ndlightnet.integrations.diffusers import (  # noqa: E402
 )
 
 
-def formula(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any
-) -> Tensor:
+def formula(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:
     """y[t] = SiLU(q[t]) . softmax of k over the source, channel by channel, . v"""
     logits = key if attn_mask is None else key + attn_mask[..., 0, :, None]
     groups = query.shape[1] // key.shape[1]
@@ -34,34 +32,52 @@ def formula(
 
 def unet() -> Any:
     return diffusers.UNet2DConditionModel(
-        sample_size=8, block_out_channels=(8, 16), norm_num_groups=4, layers_per_block=1,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), cross_attention_dim=12,
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), attention_head_dim=4,
+        sample_size=8,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        cross_attention_dim=12,
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=4,
         transformer_layers_per_block=1,
-    )  # fmt: skip
+    )
 
 
 def unet_plain() -> Any:
     """Its layers are called with images, with group norm and residual."""
     return diffusers.UNet2DModel(
-        sample_size=8, block_out_channels=(8, 16), norm_num_groups=4, layers_per_block=1,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"), attention_head_dim=4,
+        sample_size=8,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        attention_head_dim=4,
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-    )  # fmt: skip
+    )
 
 
 def dit() -> Any:
     return diffusers.DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=8, in_channels=4, num_layers=2, sample_size=8,
-        patch_size=2, num_embeds_ada_norm=10,
-    )  # fmt: skip
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=4,
+        num_layers=2,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=10,
+    )
 
 
 def transformer() -> Any:
     return diffusers.Transformer2DModel(
-        num_attention_heads=2, attention_head_dim=8, in_channels=16, norm_num_groups=4,
-        num_layers=2, cross_attention_dim=12,
-    )  # fmt: skip
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=16,
+        norm_num_groups=4,
+        num_layers=2,
+        cross_attention_dim=12,
+    )
 
 
 def wide(model: Any) -> Any:
@@ -76,18 +92,23 @@ TEXT = torch.randn(2, 5, 12).double()
 SEEN = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
 STEP = torch.tensor([3, 7])
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "UNet": (unet, {"sample": torch.randn(2, 4, 8, 8), "timestep": STEP,
-                    "encoder_hidden_states": TEXT}),
-    "UNet, padding": (unet, {"sample": torch.randn(2, 4, 8, 8), "timestep": STEP,
-                             "encoder_hidden_states": TEXT, "encoder_attention_mask": SEEN}),
+    "UNet": (unet, {"sample": torch.randn(2, 4, 8, 8), "timestep": STEP, "encoder_hidden_states": TEXT}),
+    "UNet, padding": (
+        unet,
+        {
+            "sample": torch.randn(2, 4, 8, 8),
+            "timestep": STEP,
+            "encoder_hidden_states": TEXT,
+            "encoder_attention_mask": SEEN,
+        },
+    ),
     "UNet without text": (unet_plain, {"sample": torch.randn(2, 3, 8, 8), "timestep": STEP}),
-    "DiT": (dit, {"hidden_states": torch.randn(2, 4, 8, 8), "timestep": STEP,
-                  "class_labels": torch.tensor([1, 2])}),
-    "Transformer2D, padding": (transformer, {
-        "hidden_states": torch.randn(2, 16, 4, 4), "encoder_hidden_states": TEXT,
-        "encoder_attention_mask": SEEN,
-    }),
-}  # fmt: skip
+    "DiT": (dit, {"hidden_states": torch.randn(2, 4, 8, 8), "timestep": STEP, "class_labels": torch.tensor([1, 2])}),
+    "Transformer2D, padding": (
+        transformer,
+        {"hidden_states": torch.randn(2, 16, 4, 4), "encoder_hidden_states": TEXT, "encoder_attention_mask": SEEN},
+    ),
+}
 
 
 def doubled(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -132,8 +153,9 @@ def test_set_attn_processor_takes_one_for_all() -> None:
 def test_gradients_and_grouped_heads() -> None:
     layer = Attention(12, heads=4, kv_heads=2, dim_head=6, processor=LightNetAttnProcessor())
     layer(torch.randn(2, 7, 12)).square().sum().backward()
-    assert all(x.grad is not None and x.grad.abs().sum() > 0 for x in layer.parameters()
-               if x is not layer.to_out[0].bias)  # fmt: skip
+    assert all(
+        x.grad is not None and x.grad.abs().sum() > 0 for x in layer.parameters() if x is not layer.to_out[0].bias
+    )
     q, k, v = torch.randn(2, 7, 4, 6), torch.randn(2, 5, 2, 6), torch.randn(2, 5, 2, 3)
     expected = formula(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
     torch.testing.assert_close(attend(q, k, v, None), expected)
@@ -159,10 +181,16 @@ def test_refuses_by_name_what_it_cannot_express() -> None:
 
 def flux() -> Any:
     return diffusers.FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
-        num_attention_heads=2, joint_attention_dim=12, pooled_projection_dim=8,
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=12,
+        pooled_projection_dim=8,
         axes_dims_rope=(4, 4, 8),
-    )  # fmt: skip
+    )
 
 
 def test_backend_equals_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,10 +198,13 @@ def test_backend_equals_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     places = torch.zeros(16, 3)
     places[:, 1], places[:, 2] = torch.arange(16) // 4, torch.arange(16) % 4
     inputs = {
-        "hidden_states": torch.randn(2, 16, 4), "encoder_hidden_states": TEXT,
-        "pooled_projections": torch.randn(2, 8), "timestep": torch.tensor([0.3, 0.7]),
-        "img_ids": places, "txt_ids": torch.zeros(5, 3),
-    }  # fmt: skip
+        "hidden_states": torch.randn(2, 16, 4),
+        "encoder_hidden_states": TEXT,
+        "pooled_projections": torch.randn(2, 8),
+        "timestep": torch.tensor([0.3, 0.7]),
+        "img_ids": places,
+        "txt_ids": torch.zeros(5, 3),
+    }
 
     def run() -> Tensor:
         with torch.no_grad():
@@ -216,9 +247,14 @@ def test_masks_repeated_for_heads_are_padding() -> None:
 
 def test_ltx_video_hides_padding() -> None:
     model = diffusers.LTXVideoTransformer3DModel(
-        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=8,
-        cross_attention_dim=16, num_layers=1, caption_channels=12,
-    )  # fmt: skip
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        cross_attention_dim=16,
+        num_layers=1,
+        caption_channels=12,
+    )
     assert len(replace_attention(wide(model)).replaced) == 2
     video, text = torch.randn(2, 8, 4).double(), TEXT.clone()
     sizes = {"num_frames": 2, "height": 2, "width": 2}

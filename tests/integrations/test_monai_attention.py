@@ -12,13 +12,7 @@ from monai.inferers import sliding_window_inference
 from monai.networks.blocks import CrossAttentionBlock as MonaiCross
 from monai.networks.blocks import SABlock as MonaiSABlock
 from monai.networks.blocks import TransformerBlock
-from monai.networks.nets import (
-    UNETR,
-    AutoencoderKL,
-    SwinUNETR,
-    ViT,
-    ViTAutoEnc,
-)
+from monai.networks.nets import UNETR, AutoencoderKL, SwinUNETR, ViT, ViTAutoEnc
 
 from ndlightnet import mixers
 from ndlightnet.integrations import replace_attention
@@ -74,9 +68,7 @@ def test_whole_swin_blocks(close):
     report = replace_attention(net)
     assert len(report.replaced) == 5 and not report.left
     assert report.replaced["swinViT.layers1.0.blocks.1"].endswith("whole grid, without windows")
-    for now, before in zip(
-        net.swinViT.layers1[0].blocks, old.swinViT.layers1[0].blocks, strict=True
-    ):
+    for now, before in zip(net.swinViT.layers1[0].blocks, old.swinViT.layers1[0].blocks, strict=True):
         close(now.mlp.linear1.weight, before.mlp.linear1.weight, 0)  # norms and MLP stay
         x = torch.randn(2, 5, 6, 12)
         mixed = lightnet(now.attn, now.norm1(x).flatten(1, 2), (5, 6)).view(2, 5, 6, 12)
@@ -109,8 +101,7 @@ def test_mixers_run_on_the_whole_grid(close, name):
 
 
 def test_networks_that_know_their_grid_and_those_that_do_not():
-    net = ViTAutoEnc(1, (32, 64), (16, 16), hidden_size=24, mlp_dim=32, num_layers=1, num_heads=3,
-                     spatial_dims=2)  # fmt: skip
+    net = ViTAutoEnc(1, (32, 64), (16, 16), hidden_size=24, mlp_dim=32, num_layers=1, num_heads=3, spatial_dims=2)
     assert "on a grid (2, 4)" in str(replace_attention(net))
 
     def vit():
@@ -124,9 +115,15 @@ def test_networks_that_know_their_grid_and_those_that_do_not():
 
 def test_spatial_attention_of_a_diffusion_autoencoder(close):
     net = AutoencoderKL(
-        2, 1, 1, channels=(8, 8), num_res_blocks=(1, 1), attention_levels=(False, True),
-        norm_num_groups=4, latent_channels=3,
-    )  # fmt: skip
+        2,
+        1,
+        1,
+        channels=(8, 8),
+        num_res_blocks=(1, 1),
+        attention_levels=(False, True),
+        norm_num_groups=4,
+        latent_channels=3,
+    )
     report = replace_attention(net, start="weights")
     assert len(report.replaced) == 4
     block = net.encoder.blocks[4]

@@ -14,12 +14,16 @@ from ndlightnet.integrations.monai_encoders import NDLightUNetEncoder, UNETREnco
 
 def unetr(dims):
     net = UNETR(
-        in_channels=2, out_channels=3, img_size=32, feature_size=4, hidden_size=24, mlp_dim=8,
-        num_heads=2, spatial_dims=dims,
-    )  # fmt: skip
-    backbone = NDLightNet(
-        dims, in_channels=2, patch_size=16, embed_dim=24, depth=12, tpe_states=4, mlp_ratio=1
+        in_channels=2,
+        out_channels=3,
+        img_size=32,
+        feature_size=4,
+        hidden_size=24,
+        mlp_dim=8,
+        num_heads=2,
+        spatial_dims=dims,
     )
+    backbone = NDLightNet(dims, in_channels=2, patch_size=16, embed_dim=24, depth=12, tpe_states=4, mlp_ratio=1)
     net.vit = UNETREncoder(backbone)
     return net, backbone, torch.randn(1, 2, *[32] * dims)
 
@@ -65,9 +69,8 @@ def test_a_network_that_unetr_cannot_read_is_refused():
 @pytest.mark.parametrize("dims, space", [(2, (32, 64)), (2, (38, 48)), (3, (32, 34, 32))])
 def test_flexible_unet_decodes_our_features(dims, space):
     net = FlexibleUNet(
-        in_channels=2, out_channels=3, backbone="ndlightunet-s", spatial_dims=dims,
-        decoder_channels=(8, 8, 8, 8, 4),
-    ).eval()  # fmt: skip
+        in_channels=2, out_channels=3, backbone="ndlightunet-s", spatial_dims=dims, decoder_channels=(8, 8, 8, 8, 4)
+    ).eval()
     x = torch.randn(2, 2, *space)
     with torch.no_grad():
         features, inner = net.encoder(x), net.encoder.net.encode(x)
@@ -96,13 +99,10 @@ def test_flexible_unet_has_no_weights_of_ours():
         FlexibleUNet(1, 2, backbone="ndlightunet-m", pretrained=True)
 
 
-@pytest.mark.parametrize(
-    "dims, space, window", [(2, (27, 22), (16, 12)), (3, (9, 12, 10), (8, 8, 6))]
-)
+@pytest.mark.parametrize("dims, space, window", [(2, (27, 22), (16, 12)), (3, (9, 12, 10), (8, 8, 6))])
 def test_sliding_windows_over_the_unet(dims, space, window):
     """Where one window alone lies, its logits are the network's on that window."""
-    net = NDLightUNet(spatial_dims=dims, in_channels=2, out_channels=3, widths=(8, 16),
-                      depths=(0, 1)).eval()  # fmt: skip
+    net = NDLightUNet(spatial_dims=dims, in_channels=2, out_channels=3, widths=(8, 16), depths=(0, 1)).eval()
     x = torch.randn(1, 2, *space)
     with torch.no_grad():
         y = sliding_window_inference(x, window, 2, net, overlap=0)

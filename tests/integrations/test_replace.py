@@ -193,9 +193,7 @@ def test_a_mixer_with_torchs_call():
     with pytest.raises(ValueError, match=r"key_padding_mask \(3, 10\): expected bool, or 0 and"):
         layer(x, x, x, key_padding_mask=torch.randn(3, 10))
     floats = torch.zeros(3, 10).masked_fill(padding(), -torch.inf)
-    assert layer(x, x, x, key_padding_mask=floats)[0].equal(
-        layer(x, x, x, key_padding_mask=padding())[0]
-    )
+    assert layer(x, x, x, key_padding_mask=floats)[0].equal(layer(x, x, x, key_padding_mask=padding())[0])
     net = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, 32), 1)
     report = replace_attention(net, mixers.Mamba)
     assert report.left["layers.0.multihead_attn"].endswith("another source, and Mamba cannot")

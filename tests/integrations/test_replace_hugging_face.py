@@ -46,15 +46,18 @@ def swin() -> Any:
 
 
 @pytest.mark.parametrize("mixer", [None, mixers.GLA, mixers.SoftmaxAttention])
-@pytest.mark.parametrize(("make", "inputs", "grid"), [
-    (partial(other, "DeiT"), {"pixel_values": PIXELS}, "a grid (3, 3) behind 2 tokens"),
-    (partial(other, "Beit"), {"pixel_values": PIXELS}, "a grid (3, 3) behind 1 token"),
-    (partial(other, "CLIPVision"), {"pixel_values": PIXELS}, "a grid (3, 3) behind 1 token"),
-    (partial(other, "Dinov2"), {"pixel_values": PIXELS}, "a set of tokens"),
-    (vit, {"pixel_values": PIXELS}, "a grid (3, 3) behind 1 token"),
-    (videomae, {"pixel_values": FILMS}, "a grid (2, 2, 2)"),
-    (bert, {"input_ids": words()}, "the sequence of tokens"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "inputs", "grid"),
+    [
+        (partial(other, "DeiT"), {"pixel_values": PIXELS}, "a grid (3, 3) behind 2 tokens"),
+        (partial(other, "Beit"), {"pixel_values": PIXELS}, "a grid (3, 3) behind 1 token"),
+        (partial(other, "CLIPVision"), {"pixel_values": PIXELS}, "a grid (3, 3) behind 1 token"),
+        (partial(other, "Dinov2"), {"pixel_values": PIXELS}, "a set of tokens"),
+        (vit, {"pixel_values": PIXELS}, "a grid (3, 3) behind 1 token"),
+        (videomae, {"pixel_values": FILMS}, "a grid (2, 2, 2)"),
+        (bert, {"input_ids": words()}, "the sequence of tokens"),
+    ],
+)
 def test_encoders_get_mixers(make: Any, inputs: dict[str, Any], grid: str, mixer: Any) -> None:
     model = make()
     before = model(**inputs)[0]
@@ -66,8 +69,7 @@ def test_encoders_get_mixers(make: Any, inputs: dict[str, Any], grid: str, mixer
     heard: list[tuple[Tensor, Tensor]] = []
     for layer in layers:
         layer.register_forward_hook(
-            lambda m, i, kw, out: heard.append((i[0] if i else kw["hidden_states"], out[0])),
-            with_kwargs=True,
+            lambda m, i, kw, out: heard.append((i[0] if i else kw["hidden_states"], out[0])), with_kwargs=True
         )
     after = model.eval()(**inputs)[0]
     assert after.shape == before.shape and not torch.allclose(after, before)
@@ -132,17 +134,20 @@ def test_more_architectures_run() -> None:
         assert torch.isfinite(made(**given)[0]).all()
 
 
-@pytest.mark.parametrize(("make", "mixer", "reason"), [
-    (llama, mixers.GLA, "it takes (past_key_values|cache), position_embeddings, and a mixer"),
-    (bart, mixers.GLA, "it takes key_value_states, and a mixer has no such thing"),
-    (swin, None, "it has a bias on its scores, which LightNet attention cannot have"),
-    (partial(other, "Beit", use_relative_position_bias=True), mixers.GLA, "a bias on its scores"),
-    (t5, None, "it has a bias on its scores, which LightNet attention cannot have"),
-    (llama4, None, "it has attention in chunks, or other layers of its model have it, which Light"),
-    (gpt_oss, None, "it has sinks, which LightNet attention cannot have"),
-    (flux, mixers.GLA, "a processor of its own computes queries and keys"),
-    (unet_plain, mixers.GLA, "it has group_norm"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "mixer", "reason"),
+    [
+        (llama, mixers.GLA, "it takes (past_key_values|cache), position_embeddings, and a mixer"),
+        (bart, mixers.GLA, "it takes key_value_states, and a mixer has no such thing"),
+        (swin, None, "it has a bias on its scores, which LightNet attention cannot have"),
+        (partial(other, "Beit", use_relative_position_bias=True), mixers.GLA, "a bias on its scores"),
+        (t5, None, "it has a bias on its scores, which LightNet attention cannot have"),
+        (llama4, None, "it has attention in chunks, or other layers of its model have it, which Light"),
+        (gpt_oss, None, "it has sinks, which LightNet attention cannot have"),
+        (flux, mixers.GLA, "a processor of its own computes queries and keys"),
+        (unet_plain, mixers.GLA, "it has group_norm"),
+    ],
+)
 def test_what_cannot_be_replaced_is_named(make: Any, mixer: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         replace_attention(make(), mixer)
@@ -214,9 +219,7 @@ def lora(model: Any, *targets: str) -> Any:
 def test_layers_with_parts_of_peft_keep_them(make: Any, targets: list[str]) -> None:
     model = lora(make(), *targets)
     report = str(replace_attention(model))
-    assert (
-        f"attention implementation 'lightnet' of its model, {KEEPS}{', '.join(targets)}" in report
-    )
+    assert f"attention implementation 'lightnet' of its model, {KEEPS}{', '.join(targets)}" in report
     model(input_ids=words(), labels=words()).loss.backward()
     assert all(x.grad is not None for x in model.parameters() if x.requires_grad)
 
@@ -226,14 +229,15 @@ ENCODER = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
 
 
 @pytest.mark.parametrize("start", ["fresh", "weights"])
-@pytest.mark.parametrize(("make", "mixer", "targets", "reason"), [
-    (bert, mixers.LightNetAttention, ["query", "key"], "peft wraps its query, key: expected repl"),
-    (partial(nn.TransformerEncoder, ENCODER, 1), None, ["self_attn"], "peft's, around a layer: e"),
-    (unet, mixers.LightNetAttention, ["to_q"], "peft wraps its to_q: expected replace_attention"),
-])  # fmt: skip
-def test_parts_of_peft_are_not_dropped(
-    make: Any, mixer: Any, targets: list[str], reason: str, start: Any
-) -> None:
+@pytest.mark.parametrize(
+    ("make", "mixer", "targets", "reason"),
+    [
+        (bert, mixers.LightNetAttention, ["query", "key"], "peft wraps its query, key: expected repl"),
+        (partial(nn.TransformerEncoder, ENCODER, 1), None, ["self_attn"], "peft's, around a layer: e"),
+        (unet, mixers.LightNetAttention, ["to_q"], "peft wraps its to_q: expected replace_attention"),
+    ],
+)
+def test_parts_of_peft_are_not_dropped(make: Any, mixer: Any, targets: list[str], reason: str, start: Any) -> None:
     with pytest.raises(ValueError, match=reason):
         replace_attention(lora(make(), *targets), mixer, start=start)
 

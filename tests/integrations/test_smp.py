@@ -7,15 +7,17 @@ import torch
 smp = pytest.importorskip("segmentation_models_pytorch")
 import ndlightnet.integrations.timm  # noqa: E402, F401
 
-SMALL = {"embed_dim": 32, "tpe_states": 8, "decoder_readout": "ignore",
-         "decoder_intermediate_channels": (8, 8, 8, 8)}  # fmt: skip
+SMALL = {"embed_dim": 32, "tpe_states": 8, "decoder_readout": "ignore", "decoder_intermediate_channels": (8, 8, 8, 8)}
 
 
 def dpt(**options):
     return smp.DPT(
-        encoder_name="tu-ndlightnet_tiny_local", encoder_weights=None, classes=3,
-        decoder_fusion_channels=8, **SMALL | options,
-    )  # fmt: skip
+        encoder_name="tu-ndlightnet_tiny_local",
+        encoder_weights=None,
+        classes=3,
+        decoder_fusion_channels=8,
+        **SMALL | options,
+    )
 
 
 @pytest.mark.parametrize("readout", ["ignore", "add"])

@@ -42,9 +42,12 @@ def test_a_vit_is_the_composition_of_its_parts(close):
 
 @pytest.mark.parametrize(
     "options, grid, prefix",
-    [({"img_size": (32, 48)}, (4, 6), 1), ({"reg_tokens": 3}, (4, 4), 4),
-     ({"class_token": False, "global_pool": "avg"}, (4, 4), 0)],
-)  # fmt: skip
+    [
+        ({"img_size": (32, 48)}, (4, 6), 1),
+        ({"reg_tokens": 3}, (4, 4), 4),
+        ({"class_token": False, "global_pool": "avg"}, (4, 4), 0),
+    ],
+)
 def test_prefix_tokens_and_grids(close, options, grid, prefix):
     net = vit(**options)
     replace_attention(net)
@@ -129,9 +132,7 @@ def test_a_position_code_stands_still_on_prefix_tokens(close):
     assert (cos[:2] == 1).all() and (sin[:2] == 0).all()
     f, p = torch.nn.functional.silu(q), k.softmax(1)
     memory = [torch.einsum("blhr,blhd->bhrd", p * w, v) for w in (cos, sin)]
-    read = sum(
-        torch.einsum("blhr,bhrd->blhd", f * w, m) for w, m in zip((cos, sin), memory, strict=True)
-    )
+    read = sum(torch.einsum("blhr,bhrd->blhd", f * w, m) for w, m in zip((cos, sin), memory, strict=True))
     normed = torch.nn.functional.layer_norm(read[:, :, 0], (32,), eps=1e-6)
     assert layer.heads == 1
     gated = normed * layer.gate(x).sigmoid()
@@ -145,9 +146,7 @@ def test_a_position_code_stands_still_on_prefix_tokens(close):
 
 
 def test_timms_own_constructor_and_call(close):
-    net = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, depth=1, attn_layer=Attention, qk_norm=True
-    )
+    net = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, attn_layer=Attention, qk_norm=True)
     assert type(net.blocks[0].attn) is Attention
     assert net(torch.randn(1, 3, 32, 32)).shape == (1, 1000)
     layer, x = Attention(24, 3, qkv_bias=True), torch.randn(2, 9, 24)

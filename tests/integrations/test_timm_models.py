@@ -13,9 +13,7 @@ from timm.optim import create_optimizer_v2  # noqa: E402
 import ndlightnet.integrations.timm  # noqa: E402
 from ndlightnet import NDLightNet  # noqa: E402
 
-NAMES = [
-    f"ndlightnet_{size}{kind}" for size in ("base", "small", "tiny") for kind in ("", "_local")
-]
+NAMES = [f"ndlightnet_{size}{kind}" for size in ("base", "small", "tiny") for kind in ("", "_local")]
 SMALL = {"depth": 2, "embed_dim": 32, "tpe_states": 8, "num_classes": 5, "patch_size": 4}
 
 
@@ -52,8 +50,9 @@ def test_a_name_gives_the_same_values(close):
 
 
 def test_arguments_of_create_model():
-    net = make(in_chans=4, drop_rate=0.25, drop_path_rate=0.2, img_size=(64, 80), global_pool="avg",
-               dynamic_img_size=True)  # fmt: skip
+    net = make(
+        in_chans=4, drop_rate=0.25, drop_path_rate=0.2, img_size=(64, 80), global_pool="avg", dynamic_img_size=True
+    )
     assert net.head_drop.p == 0.25 and net.blocks[1].drop_path.p == pytest.approx(0.2)
     assert net(torch.randn(1, 4, 30, 41)).shape == (1, 5)
     assert timm.models.get_model_input_config(net)["input_size"] == (4, 64, 80)
@@ -138,8 +137,7 @@ def test_own_weights_load_into_other_channels_and_classes(tmp_path, channels, cl
     net = make()
     torch.save(net.state_dict(), tmp_path / "w.pt")
     overlay = {"file": str(tmp_path / "w.pt"), "num_classes": 5}
-    new = make(pretrained=True, pretrained_cfg_overlay=overlay, in_chans=channels,
-               num_classes=classes)  # fmt: skip
+    new = make(pretrained=True, pretrained_cfg_overlay=overlay, in_chans=channels, num_classes=classes)
     assert torch.equal(new.blocks[1].norm1.weight, net.blocks[1].norm1.weight)
     assert torch.equal(new.head.weight, net.head.weight) == (classes == 5)
     x = torch.randn(1, 1, 30, 41)
@@ -152,9 +150,7 @@ def test_saved_for_the_hub_and_made_from_its_folder(tmp_path):
     net.set_input_size(48, patch_size=(6, 4))
     save_for_hf(net, tmp_path, safe_serialization=True)
     twin = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    assert twin.embed.patch == (6, 4) and timm.models.get_model_input_config(twin)[
-        "input_size"
-    ] == (2, 48, 48)
+    assert twin.embed.patch == (6, 4) and timm.models.get_model_input_config(twin)["input_size"] == (2, 48, 48)
     assert torch.equal(twin(x), net(x))
 
 

@@ -32,9 +32,14 @@ from .hugging_face import (  # noqa: E402
 
 
 def formula(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    is_causal: bool | None = None, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    is_causal: bool | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
     """y[t] = SiLU(q[t]) . softmax of k over the tokens that t sees, channel by channel, . v"""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.double().repeat_interleave(groups, 1) for x in (key, value))
@@ -90,9 +95,8 @@ def test_equals_the_formula(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("make", "cache"),
-    [(llama, "dynamic"), (llama, "static"), (mistral, "dynamic"), (mistral, "static"),
-     (bart, "dynamic")],
-)  # fmt: skip
+    [(llama, "dynamic"), (llama, "static"), (mistral, "dynamic"), (mistral, "static"), (bart, "dynamic")],
+)
 def test_generates_with_a_cache_as_without(make: Any, cache: str) -> None:
     model = prepare(make())
     told: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
@@ -108,9 +112,7 @@ def test_generates_with_a_cache_as_without(make: Any, cache: str) -> None:
 @pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache"])
 @pytest.mark.parametrize("chunks", [[1] * 9, [4, 1, 3, 1], [2, 7]])
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_cache_in_chunks_equals_no_cache(
-    make: Any, kind: str, chunks: list[int], padded: bool
-) -> None:
+def test_a_cache_in_chunks_equals_no_cache(make: Any, kind: str, chunks: list[int], padded: bool) -> None:
     model = prepare(make())
     mask = padding(True) if padded else torch.ones(2, 9, dtype=torch.long)
     places = (mask.cumsum(1) - 1).clamp(min=0)
@@ -123,9 +125,7 @@ def test_a_cache_in_chunks_equals_no_cache(
             at = slice(done, done + n)
             done += n
             given = {"attention_mask": mask[:, :done]} if padded else {}
-            parts.append(model(
-                words()[:, at], **given, position_ids=places[:, at], past_key_values=cache
-            ).logits)  # fmt: skip
+            parts.append(model(words()[:, at], **given, position_ids=places[:, at], past_key_values=cache).logits)
     seen = mask.bool()
     torch.testing.assert_close(torch.cat(parts, 1)[seen], expected[seen], rtol=1e-9, atol=1e-9)
 
@@ -146,9 +146,7 @@ def test_is_set_by_from_config_and_kept_by_from_pretrained(tmp_path: Any) -> Non
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="lightnet")
     assert model.config._attn_implementation == "lightnet"
     model.eval().save_pretrained(tmp_path)
-    again = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, attn_implementation="lightnet"
-    )
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="lightnet")
     assert torch.equal(model(words()).logits, again(words()).logits)
     # files do not name an implementation: transformers chooses its own without the argument
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -165,7 +163,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "4-D": (llama, {"attention_mask": WHOLE}, r"\(2, 1, 9, 9\): LightNet has one memory"),
     "4-D floats": (llama, {"attention_mask": WHOLE.double()}, "float64: expected bool"),
     "weights": (bert, {"output_attentions": True}, "LightNet computes no attention weights"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -46,8 +46,7 @@ def test_vit_learns_without_norm_and_gate() -> None:
 
 @pytest.mark.slow
 def test_trainer_trains_saves_and_resumes(tmp_path: Any) -> None:
-    data = [{"input_ids": (torch.arange(12) * (i % 5)) % 7, "labels": torch.arange(12) % 7}
-            for i in range(24)]  # fmt: skip
+    data = [{"input_ids": (torch.arange(12) * (i % 5)) % 7, "labels": torch.arange(12) % 7} for i in range(24)]
 
     def trained(folder: str, **how: Any) -> Any:
         transformers.set_seed(1)
@@ -55,9 +54,16 @@ def test_trainer_trains_saves_and_resumes(tmp_path: Any) -> None:
             transformers.LlamaConfig(**DECODER), attn_implementation="lightnet"
         )
         args = transformers.TrainingArguments(
-            str(tmp_path / folder), per_device_train_batch_size=8, learning_rate=3e-3, max_steps=12,
-            save_steps=6, logging_steps=3, report_to=[], use_cpu=True, disable_tqdm=True,
-        )  # fmt: skip
+            str(tmp_path / folder),
+            per_device_train_batch_size=8,
+            learning_rate=3e-3,
+            max_steps=12,
+            save_steps=6,
+            logging_steps=3,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
         trainer = transformers.Trainer(model, args, train_dataset=data)
         trainer.train(**how)
         return trainer
@@ -112,11 +118,13 @@ def test_gradient_checkpointing_has_the_same_gradients() -> None:
     torch.testing.assert_close(gradients(), plain, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param("Llama", marks=pytest.mark.slow),
-    *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("ViT", "BERT, padding",
-                                                              "Mistral, window")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("Llama", marks=pytest.mark.slow),
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("ViT", "BERT, padding", "Mistral, window")),
+    ],
+)
 def test_compiles_in_one_graph(name: str) -> None:
     make, inputs = CASES[name]
     model = prepare(make()).float()
@@ -188,9 +196,7 @@ def test_on_cuda_as_on_the_cpu(make: Any) -> None:
         return out[seen].detach(), torch.cat(grads)
 
     for a, b in zip(gradients("cuda"), gradients("cpu"), strict=True):
-        assert (
-            a - b
-        ).norm() < 1e-3 * b.norm()  # float32, tensor cores off: about 1e-6 an operation
+        assert (a - b).norm() < 1e-3 * b.norm()  # float32, tensor cores off: about 1e-6 an operation
 
 
 @pytest.mark.gpu

@@ -190,8 +190,7 @@ class Problem(NamedTuple):
         if c.kind is None:
             return None
         start = c.start and tuple(  # the second one as a tensor
-            torch.tensor(s, device=DEVICE) if i == 1 or isinstance(s, tuple) else s
-            for i, s in enumerate(c.start)
+            torch.tensor(s, device=DEVICE) if i == 1 or isinstance(s, tuple) else s for i, s in enumerate(c.start)
         )
         return Lrpe(self.leaves["theta"], c.shape, c.kind, c.prefix, start)
 
@@ -217,9 +216,11 @@ class Problem(NamedTuple):
         top = None if self.top is None else corner("max", self.top, c)
         start = c.start and tuple(s[b] if isinstance(s, tuple) else s for s in c.start)
         few = c._replace(
-            batch=min(c.batch, 2), heads=min(c.heads, 2), start=start,
+            batch=min(c.batch, 2),
+            heads=min(c.heads, 2),
+            start=start,
             forget=c.forget[h] if isinstance(c.forget, tuple) else c.forget,
-        )  # fmt: skip
+        )
         return Problem(few, leaves, mask, top)
 
 

@@ -139,9 +139,7 @@ class Plain:
     def causal(self) -> dict[str, Tensor]:
         c, w, (k, v) = self.case, self.factors().transpose(-3, -2), self.source()
         f, k, v = (x.transpose(1, 2) for x in (self.query(), k, v))  # (batch, heads, length, ·)
-        empty = State.empty(
-            c.batch, c.heads, c.dim, c.value_dim, c.kind is not None, dtype=k.dtype, device=k.device
-        )
+        empty = State.empty(c.batch, c.heads, c.dim, c.value_dim, c.kind is not None, dtype=k.dtype, device=k.device)
         top, total, memory = self.state or empty
         out = []
         for first in range(0, c.length, self.CHUNK):

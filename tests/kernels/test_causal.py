@@ -4,14 +4,7 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from ndlightnet.ops import (
-    Lrpe,
-    State,
-    attention_step,
-    axis_causal_attention,
-    causal_attention,
-    summarize,
-)
+from ndlightnet.ops import Lrpe, State, attention_step, axis_causal_attention, causal_attention, summarize
 from ndlightnet_kernels import attention, causal, causal_backward
 
 from .cases import BRAIN, CASES, DEVICE, FULL, HALF, LOGITS, Case, Problem, in_order, on_gpu
@@ -22,9 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [in_order(c) for i, c in enumerate(CASES) if i not in (0, 2, 11, 12)], ids=str
-)
+@pytest.mark.parametrize("case", [in_order(c) for i, c in enumerate(CASES) if i not in (0, 2, 11, 12)], ids=str)
 def test_values_and_gradients(case):
     check(case, "causal")
 
@@ -49,10 +40,7 @@ def test_lengths_around_the_edges_of_chunks(case):
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case((37,), 5, 3, mask="holes", past=True, heads=1),
-        Case((20,), 5, 3, "cosine", dtype=BRAIN, batch=1, heads=1),
-    ],
+    [Case((37,), 5, 3, mask="holes", past=True, heads=1), Case((20,), 5, 3, "cosine", dtype=BRAIN, batch=1, heads=1)],
     ids=str,
 )
 def test_a_state_carried_from_part_to_part(case):
@@ -60,9 +48,7 @@ def test_a_state_carried_from_part_to_part(case):
 
 
 @pytest.mark.parametrize(
-    "case",
-    [Case((9,), 5, 3, past=True, heads=1), Case((5,), 16, 16, "cosine", dtype=BRAIN)],
-    ids=str,
+    "case", [Case((9,), 5, 3, past=True, heads=1), Case((5,), 16, 16, "cosine", dtype=BRAIN)], ids=str
 )
 def test_token_by_token(case):
     check(case, "steps", grads=False)
@@ -114,16 +100,25 @@ def test_decay(case):
         FADED._replace(batch=2, heads=2, forget=(0.5, 5.0), mask="left"),  # whole rows
         *(FADED._replace(shape=(38,), logits=n) for n in ("offset", "up", "jumps", "holes")),
         FADED._replace(shape=(38,), logits="climb", forget=2.0),
-        *on_gpu(*(Case((600,), 64, 64, kind, dtype=dtype, past=True, heads=2, forget=(0.02, f))
-                  for kind in (None, "cosine") for dtype in (BRAIN, HALF, torch.float32)
-                  for f in (0.0, 0.7, 3.0))),
+        *on_gpu(
+            *(
+                Case((600,), 64, 64, kind, dtype=dtype, past=True, heads=2, forget=(0.02, f))
+                for kind in (None, "cosine")
+                for dtype in (BRAIN, HALF, torch.float32)
+                for f in (0.0, 0.7, 3.0)
+            )
+        ),
         *on_gpu(*(Case((600,), 24, 40, logits=n, dtype=BRAIN, forget=0.2) for n in LOGITS)),
-        *on_gpu(*(Case((300,), dim, dim, mask="holes", dtype=BRAIN, forget=0.2, heads=3)
-                  for dim in (16, 32, 48, 128, 192, 256))),
+        *on_gpu(
+            *(
+                Case((300,), dim, dim, mask="holes", dtype=BRAIN, forget=0.2, heads=3)
+                for dim in (16, 32, 48, 128, 192, 256)
+            )
+        ),
         *on_gpu(Case((300,), 64, 64, dtype=BRAIN, batch=32, heads=12, forget=0.1)),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_decay_of_other_kinds(case):
     check(case, "causal")
 
@@ -209,8 +204,7 @@ def test_padding_in_front_of_tokens_that_have_a_past(close, close_grads):
     leaves = [problem.leaves[name].requires_grad_() for name in "qkv"]
     past = State(problem.top, problem.leaves["sum"] + 1, problem.leaves["memory"])
     ours, exact = (
-        causal_attention(*leaves, mask=problem.mask, state=past, impl=impl)[0]
-        for impl in ("triton", "torch")
+        causal_attention(*leaves, mask=problem.mask, state=past, impl=impl)[0] for impl in ("triton", "torch")
     )
     close(ours, exact, 2e-6)
     close_grads(ours, exact, leaves, 2e-6)
@@ -286,14 +280,10 @@ def test_a_step_of_many_heads(dim):
         torch.randn(64, 12, 2 * dim, dim, device=DEVICE),
     )
     at = torch.tensor(12345, device=DEVICE)
-    out, after = attention_step(
-        q, k, v, before, lrpe=Lrpe(theta, (1,), offset=(at,)), impl="triton"
-    )
+    out, after = attention_step(q, k, v, before, lrpe=Lrpe(theta, (1,), offset=(at,)), impl="triton")
     place = Lrpe(theta.double(), (1,), offset=(at,))
     exact = (x.double() for x in (q, k, v))
-    y, state = attention_step(
-        *exact, State(*(x.double() for x in before)), lrpe=place, impl="torch"
-    )
+    y, state = attention_step(*exact, State(*(x.double() for x in before)), lrpe=place, impl="torch")
     assert torch.equal(after.max.double(), state.max)
     for a, b, unit in (
         (out, y, torch.finfo(BRAIN).eps / 2),

@@ -5,16 +5,7 @@ import torch
 from torch.autograd import grad
 
 import ndlightnet.ops as ops
-from ndlightnet.ops import (
-    Lrpe,
-    State,
-    attention_step,
-    causal_attention,
-    global_attention,
-    read,
-    summarize,
-    supported,
-)
+from ndlightnet.ops import Lrpe, State, attention_step, causal_attention, global_attention, read, summarize, supported
 
 from .cases import DEVICE, Case, Problem
 from .yardstick import Poison
@@ -22,10 +13,7 @@ from .yardstick import Poison
 # where numpy warns, the interpreter does what a GPU does
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
-FORMS = {
-    "global": global_attention,
-    "causal": lambda *args, **options: causal_attention(*args, **options)[0],
-}
+FORMS = {"global": global_attention, "causal": lambda *args, **options: causal_attention(*args, **options)[0]}
 forms = pytest.mark.parametrize("form", FORMS)
 
 
@@ -107,8 +95,7 @@ def test_layouts_of_a_state_change_nothing():
     q, k, v = (problem.leaves[name] for name in "qkv")
     state = problem.state()
     turned = State(
-        *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in state[:2]),
-        state.memory.mT.contiguous().mT,
+        *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in state[:2]), state.memory.mT.contiguous().mT
     )
     assert not any(x.is_contiguous() for x in turned)
     for how in (
@@ -157,9 +144,14 @@ def call(name, k, v, lrpe=None, impl="triton"):
     """A function of ndlightnet.ops with k as its queries."""
     options = {"lrpe": lrpe, "impl": impl}
     empty = State.empty(
-        2, 2, k.shape[-1], v.shape[-1], lrpe is not None, device=DEVICE,
+        2,
+        2,
+        k.shape[-1],
+        v.shape[-1],
+        lrpe is not None,
+        device=DEVICE,
         dtype=torch.float64 if k.dtype == torch.float64 else torch.float32,
-    )  # fmt: skip
+    )
     if name == "summarize":
         return summarize(k, v, **options)
     if name == "read":

@@ -59,12 +59,9 @@ def results(size, kind, impl):
             out, after = causal_attention(q, k, v, mask=mask, state=before, **how)
             yield name, [out, *after]
         frames = {"impl": impl, "lrpe": place(4 if n else 0, 2), "forget": 0.1}
-        for window, past in ((None, state), (3, State(*(x[:, None].expand(-1, 2, *x.shape[1:])
-                                                        for x in state)))):  # fmt: skip
+        for window, past in ((None, state), (3, State(*(x[:, None].expand(-1, 2, *x.shape[1:]) for x in state)))):
             for before in (None, past):
-                out, after = axis_causal_attention(
-                    q, k, v, 4, mask=mask, window=window, state=before, **frames
-                )
+                out, after = axis_causal_attention(q, k, v, 4, mask=mask, window=window, state=before, **frames)
                 yield f"frames {window} {before is None}", [out, *after]
         if n:
             token = [x[:, 0].detach() for x in (q, k, v)]

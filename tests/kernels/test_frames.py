@@ -26,22 +26,40 @@ MANY = Case((512, 16), 64, 64, "cosine", None, BRAIN, batch=2, heads=12)
     [
         Case((3, 4), 5, 3, batch=1, heads=1),
         Case((1, 2, 3), 6, 4, "cosine", heads=1),
-        Case((4, 1, 3), 5, 3, "cosine", "holes", BRAIN, start=((7, 100_000), 3, 0), heads=1,
-             window=2),
+        Case((4, 1, 3), 5, 3, "cosine", "holes", BRAIN, start=((7, 100_000), 3, 0), heads=1, window=2),
         Case((4, 5), 9, 7, None, "left", HALF, past=True, forget=0.3, batch=1, heads=1),
-        Case((3, 2, 2), 6, 4, "cosine", "right", past=True, shared=True, batch=1, window=3,
-             forget=(0.1, 0.7)),
+        Case((3, 2, 2), 6, 4, "cosine", "right", past=True, shared=True, batch=1, window=3, forget=(0.1, 0.7)),
         Case((5, 2), 5, 3, mask="all", window=1, heads=1),
         Case((6,), 6, 4, "cosine", dtype=BRAIN, window=4, batch=1, heads=1),
         Case((2, 70), 5, 3, mask="late", logits="wide", batch=1, heads=1),
-        *on_gpu(*(Case((9, 7, 5), 24, 40, "cosine", "holes", dtype, start=(5, (3, 99), 1),
-                       past=window != 1, window=window, forget=0.2)
-                  for dtype in (HALF, BRAIN, torch.float32) for window in (None, 1, 2, 4, 30))),
-        *on_gpu(*(Case((33, 41), 16, 16, "cosine", "left", dtype, past=past, forget=(0.0, 0.5))
-                  for dtype in (HALF, BRAIN, torch.float32) for past in (False, True))),
+        *on_gpu(
+            *(
+                Case(
+                    (9, 7, 5),
+                    24,
+                    40,
+                    "cosine",
+                    "holes",
+                    dtype,
+                    start=(5, (3, 99), 1),
+                    past=window != 1,
+                    window=window,
+                    forget=0.2,
+                )
+                for dtype in (HALF, BRAIN, torch.float32)
+                for window in (None, 1, 2, 4, 30)
+            )
+        ),
+        *on_gpu(
+            *(
+                Case((33, 41), 16, 16, "cosine", "left", dtype, past=past, forget=(0.0, 0.5))
+                for dtype in (HALF, BRAIN, torch.float32)
+                for past in (False, True)
+            )
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_values_and_gradients(case):
     check(case, "frames")
 
@@ -86,11 +104,10 @@ def test_extreme_logits(case):
         MANY,
         MANY._replace(window=16),
         MANY._replace(kind=None, window=100, past=True),
-        *(Case((16, 256), dim, dim, "cosine", dtype=BRAIN, heads=3, window=4)
-          for dim in (24, 48, 96, 128, 192, 256)),
+        *(Case((16, 256), dim, dim, "cosine", dtype=BRAIN, heads=3, window=4) for dim in (24, 48, 96, 128, 192, 256)),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_full_size(case):
     check(case, "frames", full=True)
 
@@ -142,9 +159,7 @@ def test_chunks_are_the_whole(close):
     for at, n in ((0, 1), (1, 3), (4, 1)):
         now, start = slice(3 * at, 3 * at + 3 * n), (place.offset[0] + at, place.offset[1])
         there = place._replace(layout=(n, 3), offset=start)
-        y, state = axis_causal_attention(
-            q[:, now], k[:, now], v[:, now], n, lrpe=there, state=state, **options
-        )
+        y, state = axis_causal_attention(q[:, now], k[:, now], v[:, now], n, lrpe=there, state=state, **options)
         out.append(y)
     whole, last = axis_causal_attention(q, k, v, 5, lrpe=place, **options)
     close(torch.cat(out, 1), whole, 2e-6)
@@ -170,11 +185,19 @@ SIZES += [pytest.param(*s, marks=pytest.mark.gpu) for s in ((2, 3, 40, 24, 1), (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch, heads, dim, value_dim, tall", SIZES)
-@pytest.mark.parametrize("count, window", [
-    (1, None), (20, None), (9, 1), (9, 8), (20, 3), (20, 9), (20, 19),
-    *(pytest.param(n, w, marks=pytest.mark.gpu)
-      for n in (2, 8, 17, 64, 100) for w in (None, 1, 2, 5, 16, 63)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "count, window",
+    [
+        (1, None),
+        (20, None),
+        (9, 1),
+        (9, 8),
+        (20, 3),
+        (20, 9),
+        (20, 19),
+        *(pytest.param(n, w, marks=pytest.mark.gpu) for n in (2, 8, 17, 64, 100) for w in (None, 1, 2, 5, 16, 63)),
+    ],
+)
 def test_running(close, batch, heads, dim, value_dim, tall, count, window):
     """Against float64, values and gradients. A merge is exact but for the rounding of products and
     sums, in an order of its own: of positive weights, so relative to the largest result."""
@@ -196,9 +219,7 @@ def test_running(close, batch, heads, dim, value_dim, tall, count, window):
 @pytest.mark.parametrize("dims, size", [(1, (70,)), (2, (33, 40)), (3, (16, 32, 32))])
 def test_a_stream_is_the_whole_clip(close, dims, size):
     """Through a network, by the kernels, in float32 and without TF32."""
-    model = NDLightNet(
-        dims, 2, 5, patch_size=2, embed_dim=128, depth=2, tpe_states=8, causal=True
-    ).to(DEVICE).eval()  # fmt: skip
+    model = NDLightNet(dims, 2, 5, patch_size=2, embed_dim=128, depth=2, tpe_states=8, causal=True).to(DEVICE).eval()
     x = torch.randn(2, 2, *size, device=DEVICE)
     stream = model.stream(2)
     for part in x.split([1, 2, 6, 1, size[0] - 10], 2):

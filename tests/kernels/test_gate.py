@@ -54,9 +54,7 @@ def compare(ours, function, pull, *inputs):
     low = with_gradients(function, pull, *inputs)
     exact = with_gradients(function, pull.double(), *(x.double() for x in inputs))
     local = len(inputs) > 4 and inputs[4].numel() > 0
-    for name, a, b, c in zip(
-        ("out", "dy", "du", "dweight", "dbias", "dlocal"), actual, low, exact, strict=False
-    ):
+    for name, a, b, c in zip(("out", "dy", "du", "dweight", "dbias", "dlocal"), actual, low, exact, strict=False):
         assert a.shape == b.shape and a.dtype == b.dtype, name
         assert a.isfinite().all(), name
         # the exponent of SiLU is rounded at its size

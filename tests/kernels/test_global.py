@@ -21,10 +21,7 @@ def test_values_and_gradients(case):
     check(case, "global")
 
 
-@pytest.mark.parametrize(
-    "form, row",
-    [("state", 5), ("state", 7), ("merged", 10), ("read", 5), ("read", 9)],
-)
+@pytest.mark.parametrize("form, row", [("state", 5), ("state", 7), ("merged", 10), ("read", 5), ("read", 9)])
 def test_states(form, row):
     """A source's State, that of its parts joined, and queries on a State."""
     case = CASES[row]

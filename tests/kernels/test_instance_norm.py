@@ -216,9 +216,7 @@ def test_operators(residual):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(backend):
     pull, *given = random((2, 3, 5, 4), torch.float32)
-    run = torch.compile(
-        lambda *xs: instance_norm_silu(*xs, impl="triton").sin(), fullgraph=True, backend=backend
-    )
+    run = torch.compile(lambda *xs: instance_norm_silu(*xs, impl="triton").sin(), fullgraph=True, backend=backend)
     given = [y.requires_grad_() for y in given]
     for a, b in zip(
         torch.autograd.grad(run(*given), given, pull),
@@ -237,8 +235,7 @@ def test_it_keeps_its_inputs_and_at_most_two_numbers_a_row(impl, numbers):
         y = instance_norm_silu(*inputs, impl=impl)
     known = {x.data_ptr() for x in inputs}
     assert sum(t.numel() for t in kept if t.data_ptr() not in known) == numbers
-    again = checkpoint(lambda *xs: instance_norm_silu(*xs, impl=impl), *inputs,
-                       use_reentrant=False)  # fmt: skip
+    again = checkpoint(lambda *xs: instance_norm_silu(*xs, impl=impl), *inputs, use_reentrant=False)
     for a, b in zip(*(torch.autograd.grad(z, inputs, pull) for z in (y, again)), strict=True):
         assert torch.equal(a, b)
 

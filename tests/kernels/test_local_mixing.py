@@ -56,11 +56,19 @@ def test_star(grid, dtype):
     check(*case(star, 1, grid, dtype, 20))
 
 
-@pytest.mark.parametrize(("form", "radius", "grid", "causal"), [
-    (star, 2, (9, 5), False), (star, 1, (6, 3, 4), True), (star, 3, (5,), True),
-    (dense, 1, (5, 6), False), (dense, 1, (3, 4, 5), False), (dense, 1, (4, 3, 2), True),
-    (dense, 2, (5, 5), False), (star, (0, 1), (4, 6), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("form", "radius", "grid", "causal"),
+    [
+        (star, 2, (9, 5), False),
+        (star, 1, (6, 3, 4), True),
+        (star, 3, (5,), True),
+        (dense, 1, (5, 6), False),
+        (dense, 1, (3, 4, 5), False),
+        (dense, 1, (4, 3, 2), True),
+        (dense, 2, (5, 5), False),
+        (star, (0, 1), (4, 6), False),
+    ],
+)
 def test_forms(form, radius, grid, causal):
     check(*case(form, radius, grid, torch.float32, 12, causal=causal))
 
@@ -117,9 +125,9 @@ def test_padding_counts_as_zero(form):
 
 
 @pytest.mark.parametrize("form", [star, dense])
-@pytest.mark.parametrize("shapes", [
-    [(3,), (40,), (1,), (17,)], [(3, 4), (1, 5), (2, 2), (0, 3), (9, 1)], [(2, 3, 4), (1, 2, 9)],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "shapes", [[(3,), (40,), (1,), (17,)], [(3, 4), (1, 5), (2, 2), (0, 3), (9, 1)], [(2, 3, 4), (1, 2, 9)]]
+)
 def test_packs(form, shapes):
     layout = Ragged(shapes)
     offsets = form(layout.ndim, 1)
@@ -162,9 +170,7 @@ def test_odd_addresses_and_transposed_weights(dtype):
     inputs = x.requires_grad_(), weight.requires_grad_()
     u = local_mixing(x, weight, offsets, layout=layout, impl="triton")
     pull = torch.randn_like(u)
-    aligned, odd = (
-        torch.autograd.grad(u, inputs, p, retain_graph=True) for p in (pull, at_odd_address(pull))
-    )
+    aligned, odd = (torch.autograd.grad(u, inputs, p, retain_graph=True) for p in (pull, at_odd_address(pull)))
     assert all(torch.equal(a, b) for a, b in zip(aligned, odd, strict=True))
 
 

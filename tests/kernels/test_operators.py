@@ -9,13 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ndlightnet.nn.mixers import LightNetAttention, lightnet
-from ndlightnet.ops import (
-    Lrpe,
-    attention_step,
-    global_attention,
-    instance_norm_silu,
-    norm_gate,
-)
+from ndlightnet.ops import Lrpe, attention_step, global_attention, instance_norm_silu, norm_gate
 
 from .cases import DEVICE, Case, Problem
 from .yardstick import Plain, ours, rms
@@ -176,9 +170,7 @@ def roundly(name, form):
         if impl != "torch" or q.dtype == torch.float64:
             return exactly(q, k, v, *frames, mask=mask, lrpe=lrpe, impl=impl, **options)
         batch, _, heads, dim = q.shape
-        case = Case(
-            lrpe.shape, dim, v.shape[-1], lrpe.kind, None, q.dtype, batch=batch, heads=heads
-        )
+        case = Case(lrpe.shape, dim, v.shape[-1], lrpe.kind, None, q.dtype, batch=batch, heads=heads)
         problem = Problem(case, {"q": q, "k": k, "v": v, "theta": lrpe.theta}, mask, None)
         with torch.autocast(DEVICE.type, enabled=False):
             out = Plain(problem)(form)["out"]

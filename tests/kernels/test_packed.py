@@ -9,12 +9,7 @@ import pytest
 import torch
 
 from ndlightnet import Ragged
-from ndlightnet.ops import (
-    Lrpe,
-    axis_causal_attention,
-    axis_scan,
-    global_attention,
-)
+from ndlightnet.ops import Lrpe, axis_causal_attention, axis_scan, global_attention
 from ndlightnet.ops.axis_scan import _triton as scan
 from ndlightnet.ops.lightnet import _triton as lightnet
 from ndlightnet_kernels import plans
@@ -100,9 +95,7 @@ def test_attention(monkeypatch, shapes, kind, dtype, masked, cut):
 
     def single(q, k, v, *theta):
         def one(i, q, k, v, keep):
-            return global_attention(
-                q, k, v, mask=keep if masked else None, lrpe=lrpe(theta, shapes[i]), impl="triton"
-            )
+            return global_attention(q, k, v, mask=keep if masked else None, lrpe=lrpe(theta, shapes[i]), impl="triton")
 
         return alone(layout, one, q, k, v, mask)
 
@@ -121,17 +114,15 @@ def test_axis_causal(window):
 
     def packed(impl):
         return lambda q, k, v, theta: packed_axis_causal_attention(
-            q, k, v, layout, mask=mask, lrpe=Lrpe(theta, shapes[0]), window=window, forget=0.2,
-            impl=impl,
-        )  # fmt: skip
+            q, k, v, layout, mask=mask, lrpe=Lrpe(theta, shapes[0]), window=window, forget=0.2, impl=impl
+        )
 
     def single(q, k, v, theta):
         def one(i, q, k, v, keep):
             place = Lrpe(theta, shapes[i])
             return axis_causal_attention(
-                q, k, v, shapes[i][0], mask=keep, lrpe=place, window=window, forget=0.2,
-                impl="triton",
-            )[0]  # fmt: skip
+                q, k, v, shapes[i][0], mask=keep, lrpe=place, window=window, forget=0.2, impl="triton"
+            )[0]
 
         return alone(layout, one, q, k, v, mask)
 
@@ -146,10 +137,7 @@ def test_axis_scan(dtype, masked):
     layout, dim, states = Ragged(shapes), 6, 4
     leaves = [torch.randn(layout.length, dim, device=DEVICE).to(dtype)]
     for _ in range(2):
-        leaves += [
-            torch.randn(3, dim, states, device=DEVICE),
-            -torch.rand(3, states, device=DEVICE),
-        ]
+        leaves += [torch.randn(3, dim, states, device=DEVICE), -torch.rand(3, states, device=DEVICE)]
     mask = torch.rand(layout.length, device=DEVICE) < 0.7
 
     def packed(impl):
@@ -178,9 +166,8 @@ def test_full_size(kind):
 
     def run(impl):
         return lambda q, k, v, *theta: packed_attention(
-            q, k, v, layout, lrpe=Lrpe(theta[0], layout.shapes[0], kind) if theta else None,
-            impl=impl,
-        )  # fmt: skip
+            q, k, v, layout, lrpe=Lrpe(theta[0], layout.shapes[0], kind) if theta else None, impl=impl
+        )
 
     def single(q, k, v, *theta):
         def one(i, q, k, v):
@@ -199,9 +186,7 @@ def test_parts_cover_every_token_once():
         seen = sorted((begin, end) for _, _, begin, end, _ in items)
         assert [t for begin, end in seen for t in range(begin, end)] == list(range(sum(lengths)))
         assert all(0 < end - begin <= span for begin, end in seen)
-        assert sorted(part[1] for part in items) == list(range(len(items))) and first[-1] == len(
-            items
-        )
+        assert sorted(part[1] for part in items) == list(range(len(items))) and first[-1] == len(items)
         for row, slot, begin, end, base in items:
             assert first[row] <= slot < first[row + 1]
             assert base == sum(lengths[:row]) <= begin and end <= base + lengths[row]
@@ -225,6 +210,4 @@ def test_operators():
     x = torch.randn(1, layout.length, 6, device=DEVICE, requires_grad=True)
     coef, decay = torch.randn(3, 6, 4, device=DEVICE), -torch.rand(3, 4, device=DEVICE)
     tables = scan.of_samples(layout, x.device)
-    torch.library.opcheck(
-        scan.scan.overload, (x, coef, decay, None, None, None, True, *tables), test_utils=checks
-    )
+    torch.library.opcheck(scan.scan.overload, (x, coef, decay, None, None, None, True, *tables), test_utils=checks)

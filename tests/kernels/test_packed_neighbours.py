@@ -13,12 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ndlightnet import Ragged
-from ndlightnet.ops import (
-    Lrpe,
-    axis_causal_attention,
-    axis_scan,
-    global_attention,
-)
+from ndlightnet.ops import Lrpe, axis_causal_attention, axis_scan, global_attention
 
 from ..packs import packed_attention, packed_axis_causal_attention, packed_axis_scan
 from .cases import DEVICE
@@ -27,9 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 HEADS, DIM, VALUE = 2, 6, 5
 EXACT = torch.float64
 grids = st.integers(1, 3).flatmap(
-    lambda axes: st.lists(
-        st.tuples(*[st.integers(1, {1: 64, 2: 12, 3: 5}[axes])] * axes), min_size=2, max_size=3
-    )
+    lambda axes: st.lists(st.tuples(*[st.integers(1, {1: 64, 2: 12, 3: 5}[axes])] * axes), min_size=2, max_size=3)
 )
 # what is added to all logits of a sample
 raised = st.sampled_from([0.0, 30.0, 88.0, 200.0, 1e4, -88.0, -200.0, -1e4])
@@ -145,9 +138,13 @@ def check_attention(impl, shapes, up, masked, kind, bad):
 def test_axis_causal(impl):
     """Frames of 20 tokens: the kernels make no States of much smaller ones."""
     examples(
-        check_axis_causal, impl, frames=st.lists(st.integers(1, 3), min_size=2, max_size=3),
-        window=st.none() | st.just(2), forget=st.sampled_from([0.0, 0.2]), up=raises,
-    )  # fmt: skip
+        check_axis_causal,
+        impl,
+        frames=st.lists(st.integers(1, 3), min_size=2, max_size=3),
+        window=st.none() | st.just(2),
+        forget=st.sampled_from([0.0, 0.2]),
+        up=raises,
+    )
 
 
 def check_axis_causal(impl, frames, window, forget, up, masked, bad):
@@ -188,8 +185,7 @@ def test_later_frames_do_not_reach_earlier_ones(impl, jump):
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_axis_scan(impl):
     scales = st.lists(st.sampled_from([1.0, 1e4]), min_size=3, max_size=3)
-    examples(check_axis_scan, impl, shapes=grids, scale=scales, ways=st.booleans(),
-             residual=st.booleans())  # fmt: skip
+    examples(check_axis_scan, impl, shapes=grids, scale=scales, ways=st.booleans(), residual=st.booleans())
 
 
 def check_axis_scan(impl, shapes, scale, ways, residual, masked, bad):
@@ -201,9 +197,7 @@ def check_axis_scan(impl, shapes, scale, ways, residual, masked, bad):
     def packed(leaves, mask):
         x, coef, decay, *back = leaves
         keep = mask if masked else None
-        return packed_axis_scan(
-            x, pack.layout, coef, decay, tuple(back) or None, keep, residual=residual, impl=impl
-        )
+        return packed_axis_scan(x, pack.layout, coef, decay, tuple(back) or None, keep, residual=residual, impl=impl)
 
     def alone(i, leaves, mask):
         x, coef, decay, *back = leaves

@@ -26,30 +26,38 @@ from .yardstick import check
 
 @triton.jit(do_not_specialize=["length", "per_head", *phases.SIZES])
 def _angles(
-    cos_out, sin_out, count_out, theta, start, length, per_head,
-    n1, n2, n3, n4, n5, n6, n7, prefix, each,
-    BL: tl.constexpr, BK: tl.constexpr, ONCE: tl.constexpr, KIND: tl.constexpr,
-    SLOTS: tl.constexpr, OFFSET: tl.constexpr, TOTAL: tl.constexpr, WIDE: tl.constexpr,
-    AXES: tl.constexpr, PREFIX: tl.constexpr,
-):  # fmt: skip
+    cos_out,
+    sin_out,
+    count_out,
+    theta,
+    start,
+    length,
+    per_head,
+    n1,
+    n2,
+    n3,
+    n4,
+    n5,
+    n6,
+    n7,
+    prefix,
+    each,
+    BL: tl.constexpr,
+    BK: tl.constexpr,
+    ONCE: tl.constexpr,
+    KIND: tl.constexpr,
+    SLOTS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    TOTAL: tl.constexpr,
+    WIDE: tl.constexpr,
+    AXES: tl.constexpr,
+    PREFIX: tl.constexpr,
+):
     h, b, c = tl.program_id(1), tl.program_id(2), tl.arange(0, BK)
     t = tl.program_id(0) * BL + tl.arange(0, BL)
     sizes = (n1, n2, n3, n4, n5, n6, n7)
     turns = phases.slot_frequencies(
-        theta,
-        start,
-        None,
-        b,
-        each,
-        prefix,
-        h * per_head,
-        sizes,
-        c,
-        KIND,
-        AXES,
-        SLOTS,
-        OFFSET,
-        TOTAL,
+        theta, start, None, b, each, prefix, h * per_head, sizes, c, KIND, AXES, SLOTS, OFFSET, TOTAL
     )
     place = phases.coordinates(turns, t, AXES, TOTAL, PREFIX)
     count = phases.from_origin(turns, place)
@@ -98,9 +106,8 @@ def test_angles(shape, slots, prefix, start, window, dtype, once):
     cos, sin = torch.full((2, batch, heads, length, slots), torch.nan, device=DEVICE)
     at = torch.full((batch, heads, length, slots), torch.nan, device=DEVICE)
     _angles[(triton.cdiv(length, 16), heads, batch)](
-        cos, sin, at, *place.angles, length=length, BL=16, BK=32, ONCE=once,
-        **arguments(place, like),
-    )  # fmt: skip
+        cos, sin, at, *place.angles, length=length, BL=16, BK=32, ONCE=once, **arguments(place, like)
+    )
 
     grid = torch.cartesian_prod(*map(torch.arange, shape)).reshape(-1, len(shape)).to(DEVICE)
     grid = grid + starts[:, None]  # (1 or batch, cells, axes)
@@ -142,9 +149,7 @@ def test_every_sample_may_start_at_a_place_of_its_own(form, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "form", ["global", *(pytest.param(f, marks=pytest.mark.slow) for f in ("causal", "frames"))]
-)
+@pytest.mark.parametrize("form", ["global", *(pytest.param(f, marks=pytest.mark.slow) for f in ("causal", "frames"))])
 @pytest.mark.parametrize("dtype", [torch.float32, BRAIN])
 def test_gradients_of_angles_far_out_are_those_at_the_origin(form, dtype):
     """Nothing but the order of sums differs: the first cell's own angle is in all of them."""

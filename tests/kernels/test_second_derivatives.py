@@ -36,9 +36,7 @@ RUNS = {
     "packed": lambda x: packed_attention(x[0], x[0], x[0], LAYOUT, **MADE),
     "packed frames": lambda x: packed_axis_causal_attention(x[0], x[0], x[0], LAYOUT, **MADE),
     "gate": lambda x: norm_gate(x, x, *torch.ones(2, 8, device=DEVICE), **MADE),
-    "gate and local branch": lambda x: norm_gate(
-        x, x, *torch.ones(2, 8, device=DEVICE), local=x, **MADE
-    ),
+    "gate and local branch": lambda x: norm_gate(x, x, *torch.ones(2, 8, device=DEVICE), local=x, **MADE),
     "scan": lambda x: ops.axis_scan(scanned(x)[0].view(1, 2, 2, 8), *scanned(x)[1:], **MADE),
     "packed scan": lambda x: packed_axis_scan(scanned(x)[0], LAYOUT, *scanned(x)[1:], **MADE),
 }

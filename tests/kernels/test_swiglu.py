@@ -74,9 +74,7 @@ def test_a_gradient_is_differentiated_again():
 def test_operator():
     x = torch.randn(3, 10, device=DEVICE, requires_grad=True)
     torch.library.opcheck(torch.ops.ndlightnet.swiglu.default, (x,))
-    compiled = torch.compile(
-        lambda x: swiglu(x, "triton").sin(), fullgraph=True, backend="aot_eager"
-    )
+    compiled = torch.compile(lambda x: swiglu(x, "triton").sin(), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), swiglu(x, "torch").sin())
 
 

@@ -24,11 +24,10 @@ LINE = Case((70,), 5, 3, batch=1, heads=1, window=3)
         LINE._replace(shape=(5,), window=4),
         LINE._replace(window=33, mask="holes", forget=0.3),
         LINE._replace(shape=(33,), window=20, dtype=HALF, mask="left"),
-        Case((70,), 6, 4, "cosine", "right", BRAIN, start=(5,), batch=1, window=30,
-             forget=(0.3, 0.0)),
+        Case((70,), 6, 4, "cosine", "right", BRAIN, start=(5,), batch=1, window=30, forget=(0.3, 0.0)),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_values_and_gradients(case):
     check(case, "frames")
 
@@ -43,20 +42,33 @@ def test_values_and_gradients(case):
         LINE._replace(shape=(8,), window=12, past=True),  # fewer tokens than a State has
         LINE._replace(shape=(100,), window=99, dtype=BRAIN, mask="late"),
         *(LINE._replace(shape=(40,), window=9, logits=n) for n in ("wide", "up", "jumps", "holes")),
-        LINE._replace(shape=(100,), window=50, kind="cosine", logits="wide", dtype=BRAIN,
-                      forget=0.5),
+        LINE._replace(shape=(100,), window=50, kind="cosine", logits="wide", dtype=BRAIN, forget=0.5),
         # a last chunk that only part of the careful form's chunks reach
         LINE._replace(kind="cosine", dtype=BRAIN, logits="up", window=9),
-        *on_gpu(*(Case((150,), dim, dim, kind, "holes", BRAIN, batch=1, window=40, forget=0.02)
-                  for dim in (16, 32, 48, 64, 128, 192, 256) for kind in (None, "cosine"))),
-        *on_gpu(*(Case((150,), dim, dim, "cosine", None, dtype, batch=1, window=37)
-                  for dim in (24, 64, 128) for dtype in (HALF, torch.float32))),
-        *on_gpu(*(Case((140,), 64, 64, kind, logits=n, dtype=dtype, batch=1, window=40,
-                       forget=(0.0, 0.3))
-                  for n in LOGITS for kind, dtype in (("cosine", BRAIN), (None, torch.float32)))),
+        *on_gpu(
+            *(
+                Case((150,), dim, dim, kind, "holes", BRAIN, batch=1, window=40, forget=0.02)
+                for dim in (16, 32, 48, 64, 128, 192, 256)
+                for kind in (None, "cosine")
+            )
+        ),
+        *on_gpu(
+            *(
+                Case((150,), dim, dim, "cosine", None, dtype, batch=1, window=37)
+                for dim in (24, 64, 128)
+                for dtype in (HALF, torch.float32)
+            )
+        ),
+        *on_gpu(
+            *(
+                Case((140,), 64, 64, kind, logits=n, dtype=dtype, batch=1, window=40, forget=(0.0, 0.3))
+                for n in LOGITS
+                for kind, dtype in (("cosine", BRAIN), (None, torch.float32))
+            )
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_other_cases(case):
     check(case, "frames")
 
@@ -97,9 +109,7 @@ def test_parts_are_the_whole(close):
     out, state = [], None
     for at, n in ((0, 3), (3, 20), (23, 1), (24, 16)):
         now, place = slice(at, at + n), Lrpe(problem.leaves["theta"], (n,), offset=(at,))
-        y, state = axis_causal_attention(
-            q[:, now], k[:, now], v[:, now], n, lrpe=place, state=state, **options
-        )
+        y, state = axis_causal_attention(q[:, now], k[:, now], v[:, now], n, lrpe=place, state=state, **options)
         out.append(y)
     whole, last = axis_causal_attention(q, k, v, 40, lrpe=problem.place(), **options)
     close(torch.cat(out, 1), whole, 2e-6)
@@ -127,9 +137,7 @@ def test_compile_without_a_graph_break(close, close_grads):
     torch._dynamo.reset()
 
     def function(q, k, v):
-        return axis_causal_attention(
-            q, k, v, q.shape[1], window=4, forget=0.1, return_state=False, impl="triton"
-        )[0]
+        return axis_causal_attention(q, k, v, q.shape[1], window=4, forget=0.1, return_state=False, impl="triton")[0]
 
     backend = "aot_eager" if DEVICE.type == "cpu" else "inductor"
     compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=True)

@@ -58,15 +58,12 @@ def ours(problem: Problem, form: str, impl: str) -> dict[str, Tensor]:
         there = None if place is None else Lrpe(place.theta, c.target, c.kind)
         return {"out": read(q, state, lrpe=there, impl=impl)}
     if form == "causal":
-        out, state = causal_attention(
-            q, k, v, mask=mask, lrpe=place, state=state, forget=problem.fade(), impl=impl
-        )
+        out, state = causal_attention(q, k, v, mask=mask, lrpe=place, state=state, forget=problem.fade(), impl=impl)
         return {"out": out, **state._asdict()}
     if form == "frames":
         out, state = axis_causal_attention(
-            q, k, v, c.shape[0], mask=mask, lrpe=place, state=state, window=c.window,
-            forget=problem.fade(), impl=impl,
-        )  # fmt: skip
+            q, k, v, c.shape[0], mask=mask, lrpe=place, state=state, window=c.window, forget=problem.fade(), impl=impl
+        )
         return {"out": out} if c.window == 1 else {"out": out, **state._asdict()}
 
     # parts of one axis: views, at other addresses and strides
@@ -85,9 +82,7 @@ def ours(problem: Problem, form: str, impl: str) -> dict[str, Tensor]:
             out.append(now)
         else:
             if state is None:
-                state = State.empty(
-                    c.batch, c.heads, c.dim, c.value_dim, place is not None, device=k.device
-                )
+                state = State.empty(c.batch, c.heads, c.dim, c.value_dim, place is not None, device=k.device)
             now, state = attention_step(q[:, i], x[:, 0], y[:, 0], state, lrpe=there, impl=impl)
             out.append(now[:, None])
     outputs = {"out": torch.cat(out, 1)} if out else {}
@@ -133,9 +128,7 @@ def rescaled(problem: Problem, outputs: Results) -> Results:
     }
 
 
-def evaluate(
-    function: Callable[[Problem], Results], problem: Problem, pulls: Results | None
-) -> Results:
+def evaluate(function: Callable[[Problem], Results], problem: Problem, pulls: Results | None) -> Results:
     """Outputs, and the gradients ("dq", ...) of the leaves where those of the outputs are given.
 
     Empty `pulls` are filled with random ones; None stands for no gradients.
@@ -186,9 +179,8 @@ def largest(x: Tensor) -> float:
 
 
 def judge(
-    name: str, actual: Tensor, exact: Tensor, low: Tensor, terms: Tensor, case: Case, reach: float,
-    rounded: bool,
-) -> None:  # fmt: skip
+    name: str, actual: Tensor, exact: Tensor, low: Tensor, terms: Tensor, case: Case, reach: float, rounded: bool
+) -> None:
     """Twice the yardstick's error, in the mean and at the worst place, plus a band.
 
     The band: the yardstick is exact by luck in places (one token, a power of two), so one rounding

@@ -216,9 +216,7 @@ def test_language_model_ties_its_weights_and_others_do_not():
     assert classifier(torch.zeros(2, 7, dtype=torch.long)).shape == (2, 3)
 
 
-@pytest.mark.parametrize(
-    "mixer", [Identity, SoftmaxAttention, partial(LightNetAttention, lrpe=None)]
-)
+@pytest.mark.parametrize("mixer", [Identity, SoftmaxAttention, partial(LightNetAttention, lrpe=None)])
 @pytest.mark.parametrize("tpe", [True, False])
 def test_mixer_and_tpe_are_options(mixer, tpe):
     model = tiny(2, patch_size=2, mixer=mixer, tpe=tpe)

@@ -47,10 +47,7 @@ def test_config_makes_the_same_network(name):
 
 
 def test_other_networks_too():
-    text = NDLightNet(
-        1, vocab_size=9, causal=True, embed_dim=64, depth=3,
-        mixer=partial(mixers.text_mixer, window=3),
-    )  # fmt: skip
+    text = NDLightNet(1, vocab_size=9, causal=True, embed_dim=64, depth=3, mixer=partial(mixers.text_mixer, window=3))
     assert text.config["mixer"] == {"text_mixer": {"window": 3}}
     same(text, NDLightNet(**through_json(text.config)), torch.randint(9, (1, 12)))
     unet = NDLightUNet(2, 1, 2, widths=(4, 8), depths=(0, 1), strides=[(1, 2)], mixer="TNL")
@@ -106,9 +103,12 @@ def test_copies_pickles_and_compiled_networks_know_them():
     torch.save(net, file)
     file.seek(0)
     for other in (
-        copy.deepcopy(net), pickle.loads(pickle.dumps(net)), torch.load(file, weights_only=False),
-        torch.compile(net), net.double(),
-    ):  # fmt: skip
+        copy.deepcopy(net),
+        pickle.loads(pickle.dumps(net)),
+        torch.load(file, weights_only=False),
+        torch.compile(net),
+        net.double(),
+    ):
         assert other.config == net.config
     net.config["depth"] = 7  # of a copy
     assert net.config["depth"] == 2
@@ -156,10 +156,7 @@ def test_changes_are_noted():
 def test_device_and_dtype():
     net = NDLightNet(2, device="meta", dtype=torch.float64, **SMALL)
     assert {(p.device.type, p.dtype) for p in net.parameters()} == {("meta", torch.float64)}
-    for made in (
-        NDLightUNet(2, widths=(4, 8), depths=(0, 1), device="meta"),
-        Forecaster(embed_dim=8, device="meta"),
-    ):
+    for made in (NDLightUNet(2, widths=(4, 8), depths=(0, 1), device="meta"), Forecaster(embed_dim=8, device="meta")):
         assert {x.device.type for x in made.state_dict().values()} == {"meta"}
     assert torch.get_default_dtype() == torch.float32 and torch.empty(0).device.type == "cpu"
     assert "device" not in inspect.signature(NDLightNet).parameters  # no option of YAML

@@ -204,10 +204,7 @@ NET = partial(NDLightDiT, 2, 1, 3, **SMALL)
         ((torch.zeros(2, 1, 4, 0), 1.0), "expected 1 or more cells along each axis"),
         ((torch.zeros(2, 1, 4, 4), torch.zeros(3)), r"t \(3,\): expected one time or \(2,\)"),
         ((torch.zeros(2, 1, 4, 4), 1.0, torch.zeros(2)), r"y \(2,\) torch.float32: expected class"),
-        (
-            (torch.zeros(2, 1, 4, 4), 1.0, torch.tensor([0, 4])),
-            r"y \(2,\) .* 0 to 4: expected 0 to 3",
-        ),
+        ((torch.zeros(2, 1, 4, 4), 1.0, torch.tensor([0, 4])), r"y \(2,\) .* 0 to 4: expected 0 to 3"),
         ((torch.zeros(2, 1, 4, 4).double(), 1.0), "torch.float64: expected torch.float32"),
     ],
 )

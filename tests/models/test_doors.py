@@ -124,9 +124,17 @@ def test_a_causal_softmax_with_padding_sees_neither_padding_nor_later_tokens():
 
 @pytest.mark.parametrize(
     "name, value",
-    [("mlp_ratio", 0), ("mlp_ratio", -1.0), ("dtype", "float32"), ("dims", 2.0), ("in_chans", 0),
-     ("in_channels", -1), ("num_classes", -3), ("out_channels", 2.0)],
-)  # fmt: skip
+    [
+        ("mlp_ratio", 0),
+        ("mlp_ratio", -1.0),
+        ("dtype", "float32"),
+        ("dims", 2.0),
+        ("in_chans", 0),
+        ("in_channels", -1),
+        ("num_classes", -3),
+        ("out_channels", 2.0),
+    ],
+)
 def test_bad_arguments_of_both_networks_are_named(name, value):
     for kind, more in ((NDLightNet, {"depth": 1}), (NDLightUNet, {"widths": (4, 8)})):
         with pytest.raises(ValueError, match=rf"={value!r}: expected (an int|a torch.dtype|more)"):
@@ -142,9 +150,7 @@ def test_what_is_no_count_is_named(name, value):
 
 @pytest.mark.parametrize("value", [2, 2.0])
 def test_strides_are_a_list(value):
-    with pytest.raises(
-        ValueError, match=rf"^strides={value}: expected a list with, for each level"
-    ):
+    with pytest.raises(ValueError, match=rf"^strides={value}: expected a list with, for each level"):
         NDLightUNet(2, strides=value)
     with pytest.raises(ValueError, match=r"^widths=8: expected 4 numbers"):
         NDLightUNet(2, strides=[2] * 3, widths=8)

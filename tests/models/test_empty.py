@@ -10,30 +10,35 @@ from ndlightnet.models import Forecaster
 
 SMALL = {"patch_size": 2, "embed_dim": 16, "depth": 1}
 CELLS = {
-    **{f"{dims} axes{', causal' * causal}": (partial(NDLightNet, causal=causal, **SMALL), dims)
-       for dims in (1, 2, 3, 4) for causal in (False, True)},
+    **{
+        f"{dims} axes{', causal' * causal}": (partial(NDLightNet, causal=causal, **SMALL), dims)
+        for dims in (1, 2, 3, 4)
+        for causal in (False, True)
+    },
     "a stem": (partial(NDLightNet, stem_blocks=1, **SMALL | {"patch_size": 4}), 2),
     **{f"U-Net, {dims} axes": (partial(NDLightUNet, widths=(4, 8)), dims) for dims in (1, 2, 3, 4)},
     "U-Net, hybrid": (
-        partial(NDLightUNet, widths=(4, 8, 16), convs=(1, 1, 0), depths=(0, 0, 1), skips="add",
-                deep_supervision=True), 3,
+        partial(NDLightUNet, widths=(4, 8, 16), convs=(1, 1, 0), depths=(0, 0, 1), skips="add", deep_supervision=True),
+        3,
     ),
-}  # fmt: skip
+}
 OTHERS = {
     "text": (
         lambda: NDLightNet(1, vocab_size=11, embed_dim=16, depth=1, causal=True),
         lambda: (torch.zeros(0, 7, dtype=torch.int64),),
     ),
-    **{f"DiT, {dims} axes": (
-        partial(NDLightDiT, dims, 1, num_classes=3, **SMALL),
-        lambda dims=dims: (torch.zeros(0, 1, *[4] * dims), torch.zeros(0),
-                           torch.zeros(0, dtype=torch.int64)),
-    ) for dims in (1, 2, 3, 4)},
+    **{
+        f"DiT, {dims} axes": (
+            partial(NDLightDiT, dims, 1, num_classes=3, **SMALL),
+            lambda dims=dims: (torch.zeros(0, 1, *[4] * dims), torch.zeros(0), torch.zeros(0, dtype=torch.int64)),
+        )
+        for dims in (1, 2, 3, 4)
+    },
     "Forecaster": (
         lambda: Forecaster(3, 4, embed_dim=16, depth=1),
         lambda: (torch.zeros(0, 8, 3), torch.zeros(0, 12, 4)),
     ),
-}  # fmt: skip
+}
 
 
 def check(net, *inputs, **how):

@@ -11,31 +11,29 @@ from torch.export import Dim, ExportedProgram, export
 from ndlightnet import MultiheadAttention, NDLightNet, NDLightUNet, mixers
 from ndlightnet.nn.mixers.base import build_mixer
 
-cells = partial(
-    NDLightNet, in_chans=2, num_classes=5, patch_size=4, embed_dim=16, depth=1, tpe_states=8
-)
+cells = partial(NDLightNet, in_chans=2, num_classes=5, patch_size=4, embed_dim=16, depth=1, tpe_states=8)
 unet = partial(NDLightUNet, in_channels=2, out_channels=3, widths=(8, 16), depths=(0, 1))
 # name: the network, the size it is traced at, and five others: axes of fewer and of more than 64
 # tokens on either side, of sizes that patches and strides divide or not
 NETS = {
     "local": (
-        partial(cells, 2, mixer=partial(
-            mixers.WithLocal, mixer=mixers.SoftmaxAttention, local="both")), (30, 41),
+        partial(cells, 2, mixer=partial(mixers.WithLocal, mixer=mixers.SoftmaxAttention, local="both")),
+        (30, 41),
         [(8, 8), (30, 100), (57, 100), (60, 52), (40, 99)],
     ),
     "unet1": (partial(unet, 1), (50,), [(8,), (63,), (130,), (517,), (1001,)]),
     "unet4": (
-        partial(unet, 4), (5, 6, 7, 9),
+        partial(unet, 4),
+        (5, 6, 7, 9),
         [(4, 4, 4, 4), (70, 4, 5, 6), (5, 66, 4, 7), (4, 6, 5, 67), (9, 8, 10, 11)],
     ),
-}  # fmt: skip
+}
 BEYOND = 2e-5  # roundings of 6e-8 that a few hundred operations grow; outputs are of order 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    ["unet1", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("local", "unet4"))],
+    "name", ["unet1", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("local", "unet4"))]
 )
 @torch.no_grad()
 def test_export_is_the_network_at_any_size(name):

@@ -36,9 +36,7 @@ def test_intermediates_are_what_the_blocks_return(dims, causal):
         assert torch.equal(features, expected) and len(maps) == 3
         for found, block in zip(maps, blocks, strict=True):
             assert torch.equal(found, block.movedim(-1, 1)) and found.is_contiguous()
-        maps = net.forward_intermediates(
-            x, [-1, 0], norm=True, output_fmt="NHWC", intermediates_only=True, mask=m
-        )
+        maps = net.forward_intermediates(x, [-1, 0], norm=True, output_fmt="NHWC", intermediates_only=True, mask=m)
         assert len(maps) == 2 and torch.equal(maps[0], net.norm(blocks[0]))
         assert torch.equal(maps[1], expected)
         (rows,) = net.get_intermediate_layers(x, [1], mask=m)
@@ -85,8 +83,9 @@ def test_gradients_reach_every_block_below(close, checkpointed):
     net.set_grad_checkpointing(checkpointed)
     net.forward_intermediates(x, [1], intermediates_only=True)[0].sum().backward()
     below = {n for n, p in net.named_parameters() if p.grad is not None}
-    assert below == {n for n, _ in net.named_parameters() if n.startswith(("embed", "tpe", "blo"))
-                     and not n.startswith("blocks.2.")}  # fmt: skip
+    assert below == {
+        n for n, _ in net.named_parameters() if n.startswith(("embed", "tpe", "blo")) and not n.startswith("blocks.2.")
+    }
 
 
 @pytest.mark.slow
@@ -242,8 +241,7 @@ def test_channels_adapt_as_timms_do(channels):
 
 @pytest.mark.parametrize("separable", [False, True])
 def test_a_unet_of_one_channel_sees_three_equal_ones(close, separable):
-    unet = partial(NDLightUNet, 2, out_channels=2, widths=(8, 16), depths=(0, 1), tpe=False,
-                   separable=separable)  # fmt: skip
+    unet = partial(NDLightUNet, 2, out_channels=2, widths=(8, 16), depths=(0, 1), tpe=False, separable=separable)
     old, new = unet(in_channels=3).eval(), unet(in_channels=1).eval()
     new.load_state_dict(adapt_in_chans(old.state_dict(), new))
     x = torch.randn(2, 1, 9, 10)

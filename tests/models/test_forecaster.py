@@ -66,10 +66,7 @@ def test_forward_is_its_formula(close, label):
         now = values[:, step] - level[:, 0] if step < 10 else torch.zeros(2, 3).double()
         angles = [step / 10000 ** (j / 8) for j in range(8)]
         place = torch.tensor([f(a) for f in (math.sin, math.cos) for a in angles])
-        tokens.append(
-            now @ net.embed.weight.T + net.embed.bias + times[:, step] @ net.embed_time.weight.T
-            + place
-        )  # fmt: skip
+        tokens.append(now @ net.embed.weight.T + net.embed.bias + times[:, step] @ net.embed_time.weight.T + place)
     x = torch.stack(tokens, 1)
     source, x = x[:, :10], x[:, 10 - label :]
     for block in net.encoder:
@@ -95,9 +92,7 @@ def test_without_a_network_it_is_the_mean_day(known, horizon):
     (read,) = seen
     assert not read[:, known:].any()
     for hour in range(known):  # backwards from the end, the forecast's hours are those of the input
-        expected = (
-            values[:, hour] - simple_forecasts(values, 24)["mean_day"][:, (hour - known) % 24]
-        )
+        expected = values[:, hour] - simple_forecasts(values, 24)["mean_day"][:, (hour - known) % 24]
         torch.testing.assert_close(read[:, hour], expected)
 
 
@@ -180,9 +175,7 @@ def test_what_cannot_be_built(options, message):
 
 
 @pytest.mark.parametrize(
-    "known, later, columns",
-    [(5, 5, 3), (10, 0, 3), (10, 5, 2)],
-    ids=["label", "horizon", "columns"],
+    "known, later, columns", [(5, 5, 3), (10, 0, 3), (10, 5, 2)], ids=["label", "horizon", "columns"]
 )
 def test_input_that_does_not_fit(known, later, columns):
     with pytest.raises(ValueError, match=r"values \(2, .*6 or more, 3"):

@@ -30,10 +30,7 @@ def words(**options) -> NDLightNet:
 NETS = {
     "image": (image, lambda: (torch.randn(2, 1, 7, 6),)),
     "words": (words, lambda: (torch.randint(9, (2, 11)),)),
-    "unet": (
-        lambda: NDLightUNet(2, 1, 2, widths=(4, 8), depths=(0, 1)),
-        lambda: (torch.randn(1, 1, 7, 6),),
-    ),
+    "unet": (lambda: NDLightUNet(2, 1, 2, widths=(4, 8), depths=(0, 1)), lambda: (torch.randn(1, 1, 7, 6),)),
     "forecaster": (
         lambda: Forecaster(2, 4, embed_dim=8, depth=1),
         lambda: (torch.randn(1, 6, 2), torch.randn(1, 8, 4)),
@@ -47,9 +44,7 @@ def test_a_folder_is_the_network(name, dtype, tmp_path):
     make, inputs = NETS[name]
     net = make().to(dtype).eval()
     assert net.save_pretrained(tmp_path / "folder") == tmp_path / "folder"
-    assert {p.name for p in (tmp_path / "folder").iterdir()} == {
-        "config.json", "model.safetensors", "README.md"
-    }  # fmt: skip
+    assert {p.name for p in (tmp_path / "folder").iterdir()} == {"config.json", "model.safetensors", "README.md"}
     other = type(net).from_pretrained(tmp_path / "folder")
     assert not other.training and other.config == net.config
     for (key, x), (_, y) in zip(net.state_dict().items(), other.state_dict().items(), strict=True):
@@ -152,9 +147,7 @@ def test_the_card_says_what_was_given_and_stays(tmp_path):
     image().save_pretrained(tmp_path)
     card = tmp_path / "README.md"
     assert "Not stated" in card.read_text()
-    image().save_pretrained(
-        tmp_path, license="apache-2.0", data=["user/scans", "my own scans"], metrics={"f1": 0.5}
-    )  # fmt: skip
+    image().save_pretrained(tmp_path, license="apache-2.0", data=["user/scans", "my own scans"], metrics={"f1": 0.5})
     _, head, body = card.read_text().split("---\n", 2)
     data = yaml.safe_load(head)
     assert data["library_name"] == "ndlightnet" and data["license"] == "apache-2.0"

@@ -47,14 +47,10 @@ OPERATORS = {
     "read": (lambda x: read(x, summarize(*torch.randn(2, *HEADS))), "q", HEADS),
     "causal_attention": (lambda x: causal_attention(x, *torch.randn(2, *HEADS)), "q", HEADS),
     "gated_linear_attention": (lambda x: ops.gated_linear_attention(x, x, x), "q", HEADS),
-    "elementwise_memory": (
-        lambda x: ops.elementwise_memory(x, x, torch.ones(1, 1, 1, 1, 1), x), "shrink", HEADS,
-    ),
-    "axis_scan": (
-        lambda x: ops.axis_scan(x, torch.ones(1, 16, 2), -torch.ones(1, 2)), "x", TOKENS,
-    ),
+    "elementwise_memory": (lambda x: ops.elementwise_memory(x, x, torch.ones(1, 1, 1, 1, 1), x), "shrink", HEADS),
+    "axis_scan": (lambda x: ops.axis_scan(x, torch.ones(1, 16, 2), -torch.ones(1, 2)), "x", TOKENS),
     "local_mixing": (lambda x: ops.local_mixing(x, torch.ones(1, 16), [[0]]), "x", TOKENS),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", [*MODULES, *OPERATORS])
@@ -89,9 +85,7 @@ def test_a_context_and_masks_are_named():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bool])
 def test_what_is_no_token_number_is_named(dtype):
     net = NDLightNet(1, vocab_size=5, embed_dim=16, depth=1)
-    with pytest.raises(
-        ValueError, match=r"^input .*: expected token numbers .* integers: int64 or int32"
-    ):
+    with pytest.raises(ValueError, match=r"^input .*: expected token numbers .* integers: int64 or int32"):
         net(torch.zeros(1, 7, dtype=dtype))
     assert net(torch.zeros(1, 7, dtype=torch.int32)).shape == (1, 7, 5)
 

@@ -122,14 +122,8 @@ def test_a_convolution_block_takes_five_sweeps(monkeypatch):
     """Edges, statistics, edges, statistics, the result."""
     sweeps = []
     real = Turns.begin
-    monkeypatch.setattr(
-        Turns, "begin", lambda turns, rank: sweeps.append(rank) or real(turns, rank)
-    )
-    block, x, sizes = (
-        ConvBlock(2, 3, 4).double().eval(),
-        torch.randn(1, 3, 8, 6).double(),
-        (2, 2, 4),
-    )
+    monkeypatch.setattr(Turns, "begin", lambda turns, rank: sweeps.append(rank) or real(turns, rank))
+    block, x, sizes = (ConvBlock(2, 3, 4).double().eval(), torch.randn(1, 3, 8, 6).double(), (2, 2, 4))
     sweeper = Sweeper(torch.device("cpu"), 2, 0, sizes, None, None)
 
     def layer(exchange, slab):
@@ -200,9 +194,7 @@ def test_split_sizes():
 def test_progress_names_layers_and_slabs(monkeypatch):
     shown = []
     update = Progress.update
-    monkeypatch.setattr(
-        Progress, "update", lambda *job, **how: shown.append(how) or update(*job, **how)
-    )
+    monkeypatch.setattr(Progress, "update", lambda *job, **how: shown.append(how) or update(*job, **how))
     net = NDLightUNet(2, 1, 3, widths=(8, 16)).eval()
     net.predict_large(torch.randn(1, 1, 16, 14), 2, progress=True)
     texts = [how["description"] for how in shown]

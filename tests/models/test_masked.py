@@ -8,9 +8,7 @@ from ndlightnet.layout import cut_patches, draw_boxes
 from ndlightnet.models import MaskedDecoder, masked_loss
 
 # patch, box, space
-SHAPES = {
-    1: ((2,), (3,), (30,)), 2: ((2, 3), (2, 1), (12, 12)), 3: ((1, 2, 2), (2, 1, 3), (4, 6, 12)),
-}  # fmt: skip
+SHAPES = {1: ((2,), (3,), (30,)), 2: ((2, 3), (2, 1), (12, 12)), 3: ((1, 2, 2), (2, 1, 3), (4, 6, 12))}
 every_dims = pytest.mark.parametrize("dims", SHAPES)
 
 
@@ -47,9 +45,9 @@ def test_the_loss_is_that_of_normalised_dropped_patches(dims, monkeypatch):
     cells = cut_patches(x, patch)[at]
     undone = predicted[at] * spread[at] + cells.mean()
     torch.testing.assert_close(cut_patches(found.cells, patch)[at], undone)
-    assert torch.equal(cut_patches(found.dropped[:, None].float(), patch)[at], torch.ones(
-        cut_patches(x[:, :1], patch).shape[-1]
-    ))  # fmt: skip
+    assert torch.equal(
+        cut_patches(found.dropped[:, None].float(), patch)[at], torch.ones(cut_patches(x[:, :1], patch).shape[-1])
+    )
 
 
 @every_dims

@@ -24,9 +24,7 @@ from ndlightnet.training.core.costs import state_size
 class Recorded(mixers.Identity):
     """A mixer that records what it was built with."""
 
-    def __init__(
-        self, dim: int, heads: int = 1, *, dims: int | None = None, layer: int | None = None
-    ) -> None:
+    def __init__(self, dim: int, heads: int = 1, *, dims: int | None = None, layer: int | None = None) -> None:
         super().__init__(dim)
         self.built = dim, dims, layer, heads
 
@@ -68,9 +66,7 @@ def test_layers_are_counted_through_a_network():
     unet = NDLightUNet(3, widths=(4, 8, 12), depths=(1, 0, 2), mixer=Recorded)
     assert built(unet) == [(4, 3, 0, 1), (12, 3, 1, 1), (12, 3, 2, 1)]
     cast = Forecaster(depth=2, decoder_depth=2, embed_dim=8, mixer=Recorded, cross=OfLayer)
-    assert [block.mixer.built for block in (*cast.encoder, *cast.decoder)] == [
-        (8, 1, i, 1) for i in range(4)
-    ]
+    assert [block.mixer.built for block in (*cast.encoder, *cast.decoder)] == [(8, 1, i, 1) for i in range(4)]
     assert [block.cross.built for block in cast.decoder] == [(8, 2), (8, 3)]
 
 
@@ -130,8 +126,7 @@ def test_mixed_layers_stream_and_export(close):
     close(other(words[:, 5:]), expected[:, 5:], 1e-10)
     sizes = [block.mixer.state_size for block in net.blocks]
     assert state_size(net) == round(sum(sizes) / 4)
-    assert all(b.mixer.implementation(torch.randn(1, 3, 16)).startswith("torch")
-               for b in net.blocks)  # fmt: skip
+    assert all(b.mixer.implementation(torch.randn(1, 3, 16)).startswith("torch") for b in net.blocks)
     exported = torch.export.export(net, (words,), strict=False)
     close(exported.module()(words), expected, 1e-10)
     with pytest.raises(ValueError, match="SoftmaxAttention has no method advance"):
@@ -145,10 +140,7 @@ FORMS = {
         [("LAVO", {"window": 8})] * 3,
     ),
     "a short name": ("mixer: TNL", [("TNL", {})] * 3),
-    "a short name with options": (
-        "mixer: {class_path: LAVO, init_args: {window: 8}}",
-        [("LAVO", {"window": 8})] * 3,
-    ),
+    "a short name with options": ("mixer: {class_path: LAVO, init_args: {window: 8}}", [("LAVO", {"window": 8})] * 3),
     "a list of short names": (
         "mixer: [TNL, {class_path: LAVO, init_args: {window: 8}}, ndlightnet.nn.mixers.GLA]",
         [("TNL", {}), ("LAVO", {"window": 8}), ("GLA", {})],
@@ -166,19 +158,13 @@ FORMS = {
         "mixer: {class_path: HERE.Recorded, init_args: {heads: 3}}",
         [("Recorded", {"built": (16, 1, i, 3)}) for i in range(3)],
     ),
-    "a class that wants its layer": (
-        "mixer: HERE.OfLayer",
-        [("OfLayer", {"built": (16, i)}) for i in range(3)],
-    ),
+    "a class that wants its layer": ("mixer: HERE.OfLayer", [("OfLayer", {"built": (16, i)}) for i in range(3)]),
     "a mixer with a local branch": (
         "mixer: {class_path: ndlightnet.nn.mixers.WithLocal, init_args: {local: both, mixer: "
         "{class_path: ndlightnet.nn.mixers.LAVO, init_args: {window: 8}}}}",
         [("WithLocal", {})] * 3,
     ),
-    "a function of the layer": (
-        "mixer: HERE.of_layer",
-        [("TNL", {}), ("LightNetAttention", {}), ("TNL", {})],
-    ),
+    "a function of the layer": ("mixer: HERE.of_layer", [("TNL", {}), ("LightNetAttention", {}), ("TNL", {})]),
 }
 
 
@@ -239,9 +225,10 @@ def test_a_wrong_line_of_yaml(line, message, tmp_path, monkeypatch):
 
 
 NAMED = {
-    "GLA": partial(mixers.GLA), "LAVO": partial(mixers.LAVO, window=8),
+    "GLA": partial(mixers.GLA),
+    "LAVO": partial(mixers.LAVO, window=8),
     "WithLocal": partial(mixers.WithLocal, mixer=partial(mixers.TNL, heads=2), local="both"),
-}  # fmt: skip
+}
 FORMS_IN_PYTHON = {
     "GLA": ("GLA", "ndlightnet.nn.mixers.GLA", {"GLA": {}}, {"GLA": None}),
     "LAVO": ({"LAVO": {"window": 8}}, {"class_path": "LAVO", "init_args": {"window": 8}}),
@@ -263,9 +250,7 @@ def test_a_name_in_python_is_the_class_it_names(name):
 
 def test_what_a_mixer_is_called_in_json():
     assert description(mixers.Identity) == "Identity"
-    assert description(partial(mixers.GLA, scan="axes")) == {
-        "GLA": {"heads": None, "scan": "axes", "impl": "auto"}
-    }
+    assert description(partial(mixers.GLA, scan="axes")) == {"GLA": {"heads": None, "scan": "axes", "impl": "auto"}}
     assert description(partial(mixers.text_mixer, window=7)) == {"text_mixer": {"window": 7}}
     inner = description(NAMED["WithLocal"])["WithLocal"]["mixer"]
     assert inner == {"TNL": {"heads": 2, "scan": "both", "impl": "auto"}}

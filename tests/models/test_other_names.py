@@ -15,9 +15,7 @@ TIMM = {"dims": 2, "in_chans": 2, "num_classes": 3}
 
 
 @pytest.mark.parametrize("make", [small, unet])
-@pytest.mark.parametrize(
-    "names", [MONAI, TIMM, {"dims": 2, "in_channels": 2, "num_classes": 3}], ids=str
-)
+@pytest.mark.parametrize("names", [MONAI, TIMM, {"dims": 2, "in_channels": 2, "num_classes": 3}], ids=str)
 def test_each_name_is_the_other(make, names):
     torch.manual_seed(0)
     net = make(**names).eval()

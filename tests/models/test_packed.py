@@ -8,11 +8,7 @@ from torch import nn
 
 from ndlightnet import Identity, LightNetAttention, NDLightNet, SoftmaxAttention
 
-SIZES = {
-    1: ((300,), (7,), (33,)),
-    2: ((9, 40), (3, 3), (5, 1)),
-    3: ((5, 8, 6), (2, 3, 9), (12, 1, 4)),
-}
+SIZES = {1: ((300,), (7,), (33,)), 2: ((9, 40), (3, 3), (5, 1)), 3: ((5, 8, 6), (2, 3, 9), (12, 1, 4))}
 MIXERS = {
     "lightnet": partial(LightNetAttention, heads=2),
     "rotary": partial(LightNetAttention, heads=2, lrpe="rotary"),
@@ -24,21 +20,15 @@ MIXERS = {
 
 def network(dims, causal, mixer, **options):
     return NDLightNet(
-        dims, 2, 5, patch_size=2, embed_dim=16, depth=2, tpe_states=4, causal=causal,
-        mixer=MIXERS[mixer], **options,
-    ).double()  # fmt: skip
+        dims, 2, 5, patch_size=2, embed_dim=16, depth=2, tpe_states=4, causal=causal, mixer=MIXERS[mixer], **options
+    ).double()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize(
     "mixer, causal",
-    [
-        (m, c)
-        for m in MIXERS
-        for c in (False, True)
-        if (m, c) not in (("rotary", True), ("window", False))
-    ],
+    [(m, c) for m in MIXERS for c in (False, True) if (m, c) not in (("rotary", True), ("window", False))],
 )
 def test_packed_padded_and_alone_agree(close, close_grads, dims, causal, mixer):
     net = network(dims, causal, mixer)

@@ -13,8 +13,7 @@ from ndlightnet import Identity, LightNetAttention, NDLightNet, SoftmaxAttention
 from ndlightnet.models.stream import Stream
 
 attention = partial(LightNetAttention, heads=2)
-tiny = partial(NDLightNet, in_chans=2, num_classes=5, embed_dim=16, depth=2, tpe_states=4,
-               causal=True)  # fmt: skip
+tiny = partial(NDLightNet, in_chans=2, num_classes=5, embed_dim=16, depth=2, tpe_states=4, causal=True)
 
 
 def clip(*size, batch=2):

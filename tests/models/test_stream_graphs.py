@@ -8,23 +8,20 @@ import torch
 from ndlightnet import LightNetAttention, NDLightNet
 from ndlightnet.nn import mixers
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SIZES = (3, 1, 1, 2, 2, 1, 1, 5, 1, 2, 2)  # of the pieces: whole patches, and halves that wait
 STREAMING = [
-    kind for kind in (getattr(mixers, name) for name in mixers.__all__)
+    kind
+    for kind in (getattr(mixers, name) for name in mixers.__all__)
     if hasattr(kind, "advance") and kind is not LightNetAttention
-]  # fmt: skip
+]
 windowed = partial(LightNetAttention, window=3, forget=0.1)
 local = partial(mixers.WithLocal, mixer=mixers.WindowAttention, local="both", dense=True)
 
 
 def network(mixer=LightNetAttention):
     torch.manual_seed(0)
-    model = NDLightNet(3, 2, 5, patch_size=2, embed_dim=64, depth=2, tpe_states=4, causal=True,
-                       mixer=mixer)  # fmt: skip
+    model = NDLightNet(3, 2, 5, patch_size=2, embed_dim=64, depth=2, tpe_states=4, causal=True, mixer=mixer)
     return model.cuda().eval()
 
 
@@ -74,11 +71,7 @@ def test_pauses_resets_and_weights_that_change(close):
 def test_autocast_and_inference_mode_between():
     model = network()
     ours, plain = model.stream(2), model.stream(2, cuda_graph=False)
-    contexts = (
-        torch.inference_mode,
-        partial(torch.autocast, "cuda", torch.bfloat16),
-        torch.no_grad,
-    )
+    contexts = (torch.inference_mode, partial(torch.autocast, "cuda", torch.bfloat16), torch.no_grad)
     for i, x in enumerate(pieces() + pieces() + pieces()):
         with contexts[i % 3]():
             a, b = ours(x), plain(x)

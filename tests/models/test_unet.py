@@ -131,10 +131,14 @@ def test_a_stride_of_one_keeps_the_axes_apart():
     assert planes.nonzero().flatten().tolist() == list(range(2, 2 * reach + 3))
 
 
-@pytest.mark.parametrize("size, first, convs, depths", [
-    ("S", 24, [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]), ("M", 32, [1, 1, 2, 2, 2], [0, 1, 2, 2, 2]),
-    ("L", 40, [1, 2, 3, 3, 3], [0, 2, 4, 4, 4]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "size, first, convs, depths",
+    [
+        ("S", 24, [1, 1, 1, 1, 1], [0, 1, 1, 1, 1]),
+        ("M", 32, [1, 1, 2, 2, 2], [0, 1, 2, 2, 2]),
+        ("L", 40, [1, 2, 3, 3, 3], [0, 2, 4, 4, 4]),
+    ],
+)
 def test_sizes(size, first, convs, depths):
     model = NDLightUNet(2, 1, 2, size=size, strides=[2] * 4)
     widths = [level[-1].conv2.out_channels for level in model.convs]
@@ -177,8 +181,7 @@ def test_skips_that_are_added(separable, close):
     model = tiny(2, widths=(8, 16), depths=(0, 0), skips="add", separable=separable)
     x = torch.randn(2, 2, 8, 6)
     top, low = (y.movedim(1, model.channel_axis) for y in model.encode(x))
-    close(model(x), model.heads[0](model.decoders[0](model.up[0](low) + top))
-          .movedim(model.channel_axis, 1), 1e-5)  # fmt: skip
+    close(model(x), model.heads[0](model.decoders[0](model.up[0](low) + top)).movedim(model.channel_axis, 1), 1e-5)
 
 
 @every_dims
@@ -328,14 +331,18 @@ def test_in_slabs_as_at_once(dims, checkpointing, monkeypatch, close):
     most = (60, 300, 3000)[dims - 1]
     monkeypatch.setattr(slabs, "NUMBERS", most)
     parts = net(x)
-    kinds = {"head": (2, 4, *[1] * dims), "down": (8, 4, *[2] * dims), "up": (8, 4, *[2] * dims),
-             "block": (4, 4, *[3] * dims), "first": (4, 1, *[3] * dims)}  # fmt: skip
+    kinds = {
+        "head": (2, 4, *[1] * dims),
+        "down": (8, 4, *[2] * dims),
+        "up": (8, 4, *[2] * dims),
+        "block": (4, 4, *[3] * dims),
+        "first": (4, 1, *[3] * dims),
+    }
     for kind, shape in kinds.items():
         assert sum(found == shape for found, _ in calls) > 1, kind
     assert max(numbers for _, numbers in calls) < most
     close(parts, whole, 1e-12)
-    for found, wanted in zip(grad(parts.square().sum(), [x, *net.parameters()]), expected,
-                             strict=True):  # fmt: skip
+    for found, wanted in zip(grad(parts.square().sum(), [x, *net.parameters()]), expected, strict=True):
         close(found, wanted, 1e-12)
 
 

@@ -31,9 +31,7 @@ def test_decode_of_encode_is_forward(name):
     with torch.no_grad():
         expected, features = net(x), net.encode(x)
         space = x.shape[2:]
-        for y, width, step in zip(
-            features, net.widths, [(1,) * net.dims, *net.strides], strict=True
-        ):
+        for y, width, step in zip(features, net.widths, [(1,) * net.dims, *net.strides], strict=True):
             space = tuple(-(-n // s) for n, s in zip(space, step, strict=True))
             assert y.shape == (2, width, *space)
         copies = [y.clone() for y in features]

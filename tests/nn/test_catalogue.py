@@ -252,11 +252,14 @@ def test_scans_of_a_grid(close, name):
 
 def compiled() -> list:
     """The forms of all mixers; of a recurrent one the causal form is one of its orders."""
-    forms = [(name, causal) for name in CATALOGUE for causal in (False, True)
-             if not (causal and issubclass(getattr(mixers, name), Recurrent))]  # fmt: skip
+    forms = [
+        (name, causal)
+        for name in CATALOGUE
+        for causal in (False, True)
+        if not (causal and issubclass(getattr(mixers, name), Recurrent))
+    ]
     fast = ("LightNetAttention", "Mamba")
-    return [pytest.param(name, causal, marks=() if name in fast else pytest.mark.exhaustive)
-            for name, causal in forms]  # fmt: skip
+    return [pytest.param(name, causal, marks=() if name in fast else pytest.mark.exhaustive) for name, causal in forms]
 
 
 @pytest.mark.slow

@@ -103,9 +103,7 @@ def test_all_that_holds_parameters_can_be_reset(name):
 
 # What nnU-Net, segmentation_models_pytorch, timm, transformers, diffusers, MONAI and Lightning call
 # for initial values, often with a module as argument: `net.apply(net.initialize)`.
-OTHERS = (
-    "initialize", "initialize_weights", "_initialize_weights", "init_weights", "_init_weights"
-)  # fmt: skip
+OTHERS = ("initialize", "initialize_weights", "_initialize_weights", "init_weights", "_init_weights")
 
 
 @modules

@@ -156,8 +156,7 @@ def test_cosformer_on_a_grid(close):
     """Weights relu(q) . relu(k) times the mean of the axes' cosines; none is negative."""
     m = mixers.CosformerAttention(16, 2).double()
     x = torch.randn(2, 3, 4, 16, dtype=torch.float64)
-    q, k, v = (proj(x.flatten(1, 2)).unflatten(-1, (2, 8))
-               for proj in (m.q_proj, m.k_proj, m.v_proj))  # fmt: skip
+    q, k, v = (proj(x.flatten(1, 2)).unflatten(-1, (2, 8)) for proj in (m.q_proj, m.k_proj, m.v_proj))
     at = torch.cartesian_prod(torch.arange(3), torch.arange(4)).double()
     cos = (math.pi / 2 * (at[:, None] - at) / torch.tensor([3.0, 4.0])).cos().mean(-1)
     weight = torch.einsum("bthk,bshk->bhts", q.relu(), k.relu()) * cos
@@ -216,9 +215,7 @@ def test_lrpe_scores_depend_on_offsets_alone(core):
     assert torch.allclose(score((7, 3), (9, 7)), base, rtol=1e-5)
     for other in ((4, 6), (5, 5)):
         assert abs(score((2, 1), other) - base) > 1e-3
-    assert torch.allclose(
-        m.add_position(q, Grid((1, 1), (3, 2)), (1, 1)).norm(), q.norm(), rtol=1e-6
-    )
+    assert torch.allclose(m.add_position(q, Grid((1, 1), (3, 2)), (1, 1)).norm(), q.norm(), rtol=1e-6)
 
 
 def test_without_positions_the_order_of_tokens_does_not_matter(close):
@@ -277,8 +274,7 @@ def test_first_steps(name, first, last):
 def test_first_rates():
     """Of 256 heads: gated DeltaNet's from 0 to 16, KDA's from 1."""
     torch.manual_seed(1)
-    gated, kimi = (getattr(mixers, name)(256, 256).A_log.exp()
-                   for name in ("GatedDeltaNet", "KimiDeltaAttention"))  # fmt: skip
+    gated, kimi = (getattr(mixers, name)(256, 256).A_log.exp() for name in ("GatedDeltaNet", "KimiDeltaAttention"))
     assert 0 < gated.min() < 1 <= kimi.min() < 2 and min(gated.max(), kimi.max()) > 15
     assert max(gated.max(), kimi.max()) < 16 * (1 + 1e-5)
 
@@ -308,8 +304,7 @@ def test_what_is_said_is_what_runs(monkeypatch, name, shape, causal):
     assert bool(called) == (name == "GLA" or (causal and shape != (3, 4)))
 
 
-@pytest.mark.parametrize("causal, operation", [(False, "global_attention"),
-                                               (True, "axis_causal_attention")])  # fmt: skip
+@pytest.mark.parametrize("causal, operation", [(False, "global_attention"), (True, "axis_causal_attention")])
 def test_lightnet_asks_for_the_kernel_of_its_form(monkeypatch, causal, operation):
     asked = []
 

@@ -11,10 +11,21 @@ from ndlightnet import NDLightNet
 from ndlightnet.nn.mixers.lavo import LAVO
 
 CASES = [  # grid, window
-    ((1,), "auto"), ((3,), 5), ((5,), 5), ((23,), 5), ((20,), 5), ((40,), "auto"), ((7,), 1),
-    ((6, 4), 2), ((9, 3), (4, 2)), ((5, 7), "auto"), ((5, 2, 3), (2, 1, 2)), ((4, 2, 1, 3), 2),
-    ((9,), None), ((4, 3), None),
-]  # fmt: skip
+    ((1,), "auto"),
+    ((3,), 5),
+    ((5,), 5),
+    ((23,), 5),
+    ((20,), 5),
+    ((40,), "auto"),
+    ((7,), 1),
+    ((6, 4), 2),
+    ((9, 3), (4, 2)),
+    ((5, 7), "auto"),
+    ((5, 2, 3), (2, 1, 2)),
+    ((4, 2, 1, 3), 2),
+    ((9,), None),
+    ((4, 3), None),
+]
 cases = pytest.mark.parametrize("shape, window", CASES, ids=str)
 both = pytest.mark.parametrize("causal", [False, True])
 small = partial(LAVO, heads=2, memories=3)
@@ -51,8 +62,9 @@ def definition(m, x, window, mask=None, causal=False):
     x = x.reshape(batch, len(places), dim)
     out = torch.zeros(batch, len(places), m.heads, m.head_dim, dtype=x.dtype)
     for b, h in itertools.product(range(batch), range(m.heads)):
-        q, k, v = (None if p is None else p(x[b]).unflatten(-1, (m.heads, -1))[:, h]
-                   for p in (m.q_proj, m.k_proj, m.v_proj))  # fmt: skip
+        q, k, v = (
+            None if p is None else p(x[b]).unflatten(-1, (m.heads, -1))[:, h] for p in (m.q_proj, m.k_proj, m.v_proj)
+        )
         local = v
         if window is not None:
             sizes = windows_of(window, len(shape))
@@ -65,8 +77,9 @@ def definition(m, x, window, mask=None, causal=False):
                     if seen and not (causal and off[0] > 0):
                         tables = list(m.bias) * (len(sizes) if len(m.bias) == 1 else 1)
                         near.append(s)
-                        bias.append(sum(table[h, table.shape[1] // 2 + o]
-                                        for table, o in zip(tables, off, strict=True)))  # fmt: skip
+                        bias.append(
+                            sum(table[h, table.shape[1] // 2 + o] for table, o in zip(tables, off, strict=True))
+                        )
                 score = k[near] @ q[t] / m.head_dim**0.5 + torch.stack([*bias, q[0, 0] * 0])[:-1]
                 rows.append(score.softmax(0) @ v[near])
             local = torch.stack(rows)
@@ -92,8 +105,7 @@ def test_is_its_definition(close, shape, window, causal):
     close(y, definition(m, x, window, causal=causal), 1e-12)
     mask = torch.rand(2, *shape) < 0.6
     mask[0] = True
-    close(m(x, mask=mask, causal=causal)[mask],
-          definition(m, x, window, mask, causal)[mask], 1e-12)  # fmt: skip
+    close(m(x, mask=mask, causal=causal)[mask], definition(m, x, window, mask, causal)[mask], 1e-12)
 
 
 @pytest.mark.slow
@@ -152,8 +164,7 @@ def test_rows_of_a_stream_are_where_they_are(close):
     m, x = layer((3, 2)), tokens(9, 4)
     whole = m(x, causal=True)
     first = (2, 4)
-    each = [m.advance(x[i : i + 1, :f], m.init_state(1, space=(4,)), 0)[1]
-            for i, f in enumerate(first)]  # fmt: skip
+    each = [m.advance(x[i : i + 1, :f], m.init_state(1, space=(4,)), 0)[1] for i, f in enumerate(first)]
     state = type(each[0])(*(torch.cat(part) for part in zip(*each, strict=True)))
     y, _ = m.advance(torch.stack([x[0, 2:7], x[1, 4:]]), state, torch.tensor(first))
     close(y, torch.stack([whole[0, 2:7], whole[1, 4:]]), 1e-12)
@@ -177,8 +188,7 @@ def test_decoding_goes_on_and_on(close):
 @pytest.mark.parametrize("window", ["auto", 3, None])
 def test_in_a_network_and_its_stream(close, window):
     mixer = partial(small, window=window)
-    model = NDLightNet(1, vocab_size=50, embed_dim=16, depth=2, tpe_states=4, mixer=mixer,
-                       causal=True).double().eval()  # fmt: skip
+    model = NDLightNet(1, vocab_size=50, embed_dim=16, depth=2, tpe_states=4, mixer=mixer, causal=True).double().eval()
     words = torch.randint(50, (2, 20))
     stream = model.stream(2)
     got = [stream(part) for part in words.split([1, 5, 2, 12], 1)]
@@ -257,15 +267,13 @@ def test_cross_form_reads_the_mean_of_the_source(close, dim):
     mask[0], mask[1, 0] = False, True
     mean = m.v_proj(context[1, mask[1]].mean(0)).unflatten(-1, (2, -1))
     q = m.q_proj(x[1]).flatten(0, 1).unflatten(-1, (2, -1))
-    y = torch.stack([torch.cat([read(q[t, h], m.basis[h], mean[h]) for h in range(2)])
-                     for t in range(12)])  # fmt: skip
+    y = torch.stack([torch.cat([read(q[t, h], m.basis[h], mean[h]) for h in range(2)]) for t in range(12)])
     got = m(x, context=context, mask=mask)
     close(got[1], m.o_proj(y).view(3, 4, 8), 1e-12)
     assert not got[0].any()  # a source of nothing
     if dim is None:  # its memory is what the layer without the local branch makes of x
         alone = layer(None)
-        alone.load_state_dict({k: v for k, v in m.state_dict().items() if k[0] not in "bk"} |
-                              {"basis": m.basis})  # fmt: skip
+        alone.load_state_dict({k: v for k, v in m.state_dict().items() if k[0] not in "bk"} | {"basis": m.basis})
         close(alone(x), m(x, context=x), 1e-14)
     else:
         assert m.k_proj is None and not m.bias

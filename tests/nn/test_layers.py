@@ -134,9 +134,7 @@ def test_softmax_attention_is_its_formula(close, causal, shape):
     width = 4 // len(shape)
     bank = 10000.0 ** (-2 * torch.arange(width).double() / width)
     angle = (place[:, :, None] * bank).flatten(1)[None, :, None]
-    q, k, v = (
-        proj(x.flatten(1, -2)).unflatten(-1, (2, 8)) for proj in (m.q_proj, m.k_proj, m.v_proj)
-    )
+    q, k, v = (proj(x.flatten(1, -2)).unflatten(-1, (2, 8)) for proj in (m.q_proj, m.k_proj, m.v_proj))
     q, k = (torch.complex(t[..., :4], t[..., 4:]) * torch.polar(angle**0, angle) for t in (q, k))
     score = torch.einsum("bthd,bshd->bhts", q, k.conj()).real / 8**0.5
     if causal:
@@ -179,9 +177,17 @@ def test_a_mixer_that_cannot_go_on_is_named():
 
 @pytest.mark.parametrize(
     "dim, ratio, hidden",
-    [(192, 8 / 3, 512), (384, 8 / 3, 1024), (768, 8 / 3, 2048), (128, 8 / 3, 344), (10, 4, 40),
-     (8, 8 / 3, 24), (9, 4, 40), (2, 1, 8)],
-)  # fmt: skip
+    [
+        (192, 8 / 3, 512),
+        (384, 8 / 3, 1024),
+        (768, 8 / 3, 2048),
+        (128, 8 / 3, 344),
+        (10, 4, 40),
+        (8, 8 / 3, 24),
+        (9, 4, 40),
+        (2, 1, 8),
+    ],
+)
 def test_glu(close, dim, ratio, hidden):
     glu, x = GLU(dim, ratio), torch.randn(2, 3, dim)
     assert sum(p.numel() for p in glu.parameters()) == 3 * dim * hidden

@@ -50,9 +50,7 @@ def test_causal_layer_on_a_grid_is_its_formula(dense, close, options):
     """Along the first axis, by frames of 6 tokens."""
     layer = LightNetAttention(12, 2, lrpe=None, **options).double()
     x = torch.randn(2, 4, 2, 3, 12, dtype=torch.float64)
-    q, k, v = (
-        p(x).flatten(1, 3).unflatten(-1, (2, 6)) for p in (layer.q_proj, layer.k_proj, layer.v_proj)
-    )
+    q, k, v = (p(x).flatten(1, 3).unflatten(-1, (2, 6)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     frame = torch.arange(24) // 6
     age = frame[:, None] - frame
     see = ((age >= 0) & (age < options.get("window", 9))).double()
@@ -109,8 +107,7 @@ def test_axes_permute_together_without_position(close):
 
 
 @pytest.mark.parametrize("lrpe", ["cosine", None])
-@pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": 1}, {"forget": 0.3},
-                                     {"forget": 1e12}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"window": 1}, {"forget": 0.3}, {"forget": 1e12}], ids=str)
 @pytest.mark.parametrize("shape, chunk", [((70,), 1), ((70,), 9), ((5, 2, 3), 1), ((5, 2, 3), 2)])
 def test_in_chunks_it_is_the_causal_forward(close, lrpe, options, shape, chunk):
     """From a State whose size stays; one token at a time by the form for it."""

@@ -27,9 +27,7 @@ def pair(where, dims, **more):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("where", ["values", "input", "both"])
-@pytest.mark.parametrize(
-    ("grid", "more"), [((7,), {}), ((4, 5), {"dense": True}), ((3, 2, 4), {"radius": 2})]
-)
+@pytest.mark.parametrize(("grid", "more"), [((7,), {}), ((4, 5), {"dense": True}), ((3, 2, 4), {"radius": 2})])
 def test_same_as_wrapper(where, grid, more, causal):
     layer, wrapper = pair(where, len(grid), **more)
     x = torch.randn(2, *grid, 12, dtype=torch.float64)
@@ -93,19 +91,16 @@ def test_key_scale_of_a_network(causal, scale):
 
 def test_key_scale_survives_the_network_initialiser():
     torch.manual_seed(0)
-    plain = NDLightNet(1, 1, 2, patch_size=1, embed_dim=8, depth=1,
-                       mixer=partial(LightNetAttention, key_scale=1.0))  # fmt: skip
+    plain = NDLightNet(1, 1, 2, patch_size=1, embed_dim=8, depth=1, mixer=partial(LightNetAttention, key_scale=1.0))
     torch.manual_seed(0)
-    sharp = NDLightNet(1, 1, 2, patch_size=1, embed_dim=8, depth=1,
-                       mixer=partial(LightNetAttention, key_scale=4.0))  # fmt: skip
+    sharp = NDLightNet(1, 1, 2, patch_size=1, embed_dim=8, depth=1, mixer=partial(LightNetAttention, key_scale=4.0))
     for (name, one), other in zip(plain.named_parameters(), sharp.parameters(), strict=True):
         factor = 4 if name.endswith("k_proj.weight") else 1
         assert torch.equal(factor * one, other), name
 
 
 def test_old_checkpoint_gives_the_network_that_it_was():
-    old = NDLightNet(2, 1, 3, patch_size=1, embed_dim=8, depth=2,
-                     mixer=partial(LightNetAttention, local=None))  # fmt: skip
+    old = NDLightNet(2, 1, 3, patch_size=1, embed_dim=8, depth=2, mixer=partial(LightNetAttention, local=None))
     new = NDLightNet(2, 1, 3, patch_size=1, embed_dim=8, depth=2)
     with pytest.warns(UserWarning, match="has no local_values: LightNetAttention does without it"):
         new.load_state_dict(old.state_dict())

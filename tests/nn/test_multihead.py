@@ -31,8 +31,7 @@ def padding(batch=3, length=10):
 def test_signatures_are_torchs():
     for method in ("__init__", "forward"):
         ours, theirs = (
-            inspect.signature(getattr(c, method)).parameters
-            for c in (MultiheadAttention, nn.MultiheadAttention)
+            inspect.signature(getattr(c, method)).parameters for c in (MultiheadAttention, nn.MultiheadAttention)
         )
         assert list(ours) == list(theirs)
         assert {n: p.default for n, p in ours.items()} == {n: p.default for n, p in theirs.items()}
@@ -56,11 +55,7 @@ def test_layouts(close):
         assert weights.shape == (10, 10)
         pad = padding()[1]
         masked, _ = module(x[1], x[1], x[1], key_padding_mask=pad)
-        close(
-            masked,
-            finish(m, x[1:2], global_attention(q[1:2], k[1:2], v[1:2], mask=~pad[None]))[0],
-            1e-5,
-        )
+        close(masked, finish(m, x[1:2], global_attention(q[1:2], k[1:2], v[1:2], mask=~pad[None]))[0], 1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -74,9 +69,7 @@ def test_weights_times_values_is_the_attention(close, causal, masked):
     q, k, v = parts(m, x, x, x)
     attended = torch.einsum("bhts,bshd->bthd", weights, v)
     mask = None if pad is None else ~pad
-    direct = (
-        causal_attention(q, k, v, mask=mask)[0] if causal else global_attention(q, k, v, mask=mask)
-    )
+    direct = causal_attention(q, k, v, mask=mask)[0] if causal else global_attention(q, k, v, mask=mask)
     close(attended, direct, 1e-5)
     close(y, finish(m, x, attended), 1e-4)
     close(m(x, x, x, **options)[1], weights.mean(1), 1e-5)
@@ -121,13 +114,7 @@ def test_only_the_causal_attn_mask_is_taken(close):
     with pytest.raises(ValueError, match="attn_mask"):  # the flag does not excuse another mask
         m(x, x, x, attn_mask=torch.ones(10, 10, dtype=torch.bool).tril(-1), is_causal=True)
     band = torch.ones(10, 10, dtype=torch.bool)
-    wrong = [
-        band.triu(2),
-        band.tril(-1),
-        floats + 1,
-        floats[:9, :9],
-        floats.expand(12, 10, 10),
-    ]
+    wrong = [band.triu(2), band.tril(-1), floats + 1, floats[:9, :9], floats.expand(12, 10, 10)]
     for mask in wrong:
         with pytest.raises(ValueError, match=r"attn_mask"):
             m(x, x, x, attn_mask=mask)
@@ -277,13 +264,15 @@ def test_swapped_into_a_decoder_layer(close, batch_first, kind):
     causal = typed(CAUSAL.isinf())
     with torch.no_grad():
         y = layer(
-            lay(x), lay(memory), tgt_mask=causal, memory_mask=typed(torch.zeros(10, 8).bool()),
-            tgt_key_padding_mask=typed(pad), memory_key_padding_mask=typed(memory_pad),
-        )  # fmt: skip
+            lay(x),
+            lay(memory),
+            tgt_mask=causal,
+            memory_mask=typed(torch.zeros(10, 8).bool()),
+            tgt_key_padding_mask=typed(pad),
+            memory_key_padding_mask=typed(memory_pad),
+        )
         for number, (length, source) in enumerate(((10, 8), (4, 4), (7, 7))):
-            alone = layer(
-                x[number, :length], memory[number, :source], tgt_mask=causal[:length, :length]
-            )
+            alone = layer(x[number, :length], memory[number, :source], tgt_mask=causal[:length, :length])
             close(lay(y)[number, :length], alone, 1e-5)
 
 

@@ -24,10 +24,7 @@ def first_that_is_broken(name: str, *shape: int, at: int) -> int:
 @pytest.mark.parametrize("name", mixers.__all__)
 def test_how_far_back_nan_reaches(name):
     """Text of 150 tokens, in chunks and tiles of 64; video of 10 frames of 3 x 3 tokens."""
-    text, video = (
-        first_that_is_broken(name, 150, at=100),
-        first_that_is_broken(name, 10, 3, 3, at=6),
-    )
+    text, video = (first_that_is_broken(name, 150, at=100), first_that_is_broken(name, 10, 3, 3, at=6))
     expected = {
         **dict.fromkeys(TO_ITS_CHUNK, (64, 0)),
         **dict.fromkeys(TO_ITS_PART, (100, 5)),

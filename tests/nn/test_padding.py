@@ -127,8 +127,7 @@ def test_padding_in_a_pack_is_padding_of_its_sample(name, causal):
     first[:, 3:], second[1:] = False, False
     y = m(x, layout=layout, mask=mask, causal=causal)
     one, two = (part[0] for part in layout.split(x))
-    agree(y[mask].split([9, 5]), [m(part[None], causal=causal)[0].flatten(0, 1)
-                                  for part in (one[:, :3], two[:1])])  # fmt: skip
+    agree(y[mask].split([9, 5]), [m(part[None], causal=causal)[0].flatten(0, 1) for part in (one[:, :3], two[:1])])
 
 
 @pytest.mark.slow

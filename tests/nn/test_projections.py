@@ -41,10 +41,7 @@ def test_a_joint_product_is_each_map(bias):
 )
 def test_layers_are_what_they_are_apart(request, module, options):
     module = module().double()
-    options = {
-        name: value.double() if isinstance(value, torch.Tensor) else value
-        for name, value in options.items()
-    }
+    options = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
     width = 6 if isinstance(module, GLU) else 8
     x = torch.randn(2, 3, 4, width, dtype=torch.float64)
     expected = results(module, x, **options)

@@ -9,10 +9,18 @@ from torch.autograd import grad
 from ndlightnet.nn import slabs
 
 # kernel, stride, padding
-KINDS = [("Conv", 3, 1, 1), ("Conv", 1, 1, 0), ("Conv", 2, 2, 0), ("Conv", 3, 3, 0),
-         ("Conv", 3, 2, 1), ("Conv", 7, 2, 3), ("Conv", 1, 1, 3), ("Conv", 2, 1, 9),
-         ("ConvTranspose", 2, 2, 0),
-         ("ConvTranspose", 3, 3, 0)]  # fmt: skip
+KINDS = [
+    ("Conv", 3, 1, 1),
+    ("Conv", 1, 1, 0),
+    ("Conv", 2, 2, 0),
+    ("Conv", 3, 3, 0),
+    ("Conv", 3, 2, 1),
+    ("Conv", 7, 2, 3),
+    ("Conv", 1, 1, 3),
+    ("Conv", 2, 1, 9),
+    ("ConvTranspose", 2, 2, 0),
+    ("ConvTranspose", 3, 3, 0),
+]
 
 
 def made(kind, dims, *how, channels=(2, 5), bias=True):
@@ -28,9 +36,7 @@ def made(kind, dims, *how, channels=(2, 5), bias=True):
 @pytest.mark.parametrize("planes", [5, 13, 14])
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize(("kind", "kernel", "stride", "padding"), KINDS)
-def test_slabs_as_the_whole(
-    dims, kind, kernel, stride, padding, planes, channels, bias, monkeypatch, close
-):  # fmt: skip
+def test_slabs_as_the_whole(dims, kind, kernel, stride, padding, planes, channels, bias, monkeypatch, close):
     planes = max(planes, kernel)
     net, ours = made(kind, dims, kernel, stride, padding, channels=channels, bias=bias)
     space = (planes, 7, 8)[:dims]
@@ -53,8 +59,9 @@ def test_slabs_as_the_whole(
     weights = torch.randn_like(expected)
     for one, other in zip(
         grad((found * weights).sum(), [x, *ours.parameters()]),
-        grad((expected * weights).sum(), [x, *net.parameters()]), strict=True,
-    ):  # fmt: skip
+        grad((expected * weights).sum(), [x, *net.parameters()]),
+        strict=True,
+    ):
         close(one, other, 1e-12)
 
 
@@ -67,9 +74,8 @@ def test_under_autocast_in_its_dtype(monkeypatch, close):
     assert parts.dtype == whole.dtype == torch.bfloat16
     close(parts, whole, 2**-8)
     for one, other in zip(
-        grad(parts.float().sum(), ours.parameters()), grad(whole.float().sum(), net.parameters()),
-        strict=True,
-    ):  # fmt: skip
+        grad(parts.float().sum(), ours.parameters()), grad(whole.float().sum(), net.parameters()), strict=True
+    ):
         assert one.dtype == torch.float32
         close(one, other, 2**-7)
 
@@ -126,12 +132,17 @@ def test_the_weight_that_is_given(monkeypatch, close):
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize(("kind", "options"), [
-    ("Conv", {"padding_mode": "circular", "padding": 1}), ("Conv", {"dilation": 2}),
-    ("Conv", {"padding": "same"}), ("ConvTranspose", {"stride": 2}),
-    ("ConvTranspose", {"stride": 3, "padding": 1}),
-    ("ConvTranspose", {"stride": 3, "output_padding": 1}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Conv", {"padding_mode": "circular", "padding": 1}),
+        ("Conv", {"dilation": 2}),
+        ("Conv", {"padding": "same"}),
+        ("ConvTranspose", {"stride": 2}),
+        ("ConvTranspose", {"stride": 3, "padding": 1}),
+        ("ConvTranspose", {"stride": 3, "output_padding": 1}),
+    ],
+)
 def test_other_kinds_go_as_a_whole(kind, options, monkeypatch):
     both = (getattr(m, f"{kind}2d") for m in (torch.nn, slabs))
     net, ours = (cls(2, 3, 3, **options) for cls in both)

@@ -84,8 +84,9 @@ def test_s5_is_a_matrix_memory_with_an_input_of_ones(close):
     f, gain = zero_order_hold(m, m.log_dt)
     e = torch.view_as_real(x.to(f.dtype) @ (torch.view_as_complex(m.B) * gain)).flatten(-2)
     s = torch.view_as_real(2 * torch.view_as_complex(m.C).conj()).flatten(-2)
-    turn = torch.block_diag(*(torch.stack([z.real, -z.imag, z.imag, z.real]).reshape(2, 2)
-                              for z in f))[None, None, None]  # fmt: skip
+    turn = torch.block_diag(*(torch.stack([z.real, -z.imag, z.imag, z.real]).reshape(2, 2) for z in f))[
+        None, None, None
+    ]
     e, s = e[:, :, None].expand(-1, -1, DIM, -1), s.expand(2, N, -1, -1)
     y, _ = memory.reference(s, e, turn, torch.ones_like(e[..., :1]), None, torch.matmul)
     close(m.recur(m.inputs(x, None), m.initial_memory(2, None), 2)[0], y[..., 0], 1e-12)

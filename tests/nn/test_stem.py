@@ -36,8 +36,13 @@ def test_the_axes_of_smaller_patches_are_halved_last():
     assert (first.stride, first.kernel_size, first.padding) == ((1, 2, 1), (3, 7, 3), (1, 3, 1))
     blocks = list(stem.stages)
     assert [block.conv1.stride for block in blocks] == [
-        (1, 1, 1), (1, 1, 1), (1, 2, 1), (1, 1, 1), (2, 2, 1), (1, 1, 1),
-    ]  # fmt: skip
+        (1, 1, 1),
+        (1, 1, 1),
+        (1, 2, 1),
+        (1, 1, 1),
+        (2, 2, 1),
+        (1, 1, 1),
+    ]
     assert [block.conv2.out_channels for block in blocks] == [8, 8, 16, 16, 32, 32]
     assert stem(torch.randn(1, 2, 6, 16, 5)).shape == (1, 3, 2, 5, 32)
     assert ConvStem(2, 3, 1, 8, 1)(torch.randn(1, 3, 5, 4)).shape == (1, 5, 4, 8)

@@ -122,8 +122,7 @@ def test_rows_of_a_stream_have_their_own_frames(close, rotary):
     net = WindowAttention(DIM, HEADS, window=(4, 2), rotary=rotary).double()
     x = torch.randn(2, 9, 4, DIM, dtype=torch.float64)
     whole, first = net(x, causal=True), (2, 4)
-    each = [net.advance(x[i : i + 1, :f], net.init_state(1, space=(4,)), 0)[1]
-            for i, f in enumerate(first)]  # fmt: skip
+    each = [net.advance(x[i : i + 1, :f], net.init_state(1, space=(4,)), 0)[1] for i, f in enumerate(first)]
     state = type(each[0])(*(torch.cat(part) for part in zip(*each, strict=True)))
     y, state = net.advance(torch.stack([x[0, 2:7], x[1, 4:]]), state, torch.tensor(first))
     close(y, torch.stack([whole[0, 2:7], whole[1, 4:]]), 1e-12)
@@ -135,8 +134,7 @@ def test_rows_of_a_stream_have_their_own_frames(close, rotary):
 @pytest.mark.parametrize("rotary", [False, True])
 def test_text_in_a_network_and_its_stream(close, rotary):
     mixer = partial(WindowAttention, heads=2, window=5, rotary=rotary)
-    model = NDLightNet(1, vocab_size=50, embed_dim=16, depth=2, tpe=False, mixer=mixer,
-                       causal=True).double().eval()  # fmt: skip
+    model = NDLightNet(1, vocab_size=50, embed_dim=16, depth=2, tpe=False, mixer=mixer, causal=True).double().eval()
     words = torch.randint(50, (2, 20))
     stream = model.stream(2)
     got = [stream(part) for part in words.split([1, 5, 2, 12], 1)]

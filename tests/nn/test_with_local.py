@@ -52,8 +52,7 @@ def test_without_weights_it_is_the_mixer(close, name, on, causal):
     mask[:, 0, 0] = True
     for keep in (None, mask):
         real = slice(None) if keep is None else keep
-        close(m(x, mask=keep, causal=causal)[real],
-              m.mixer(x, mask=keep, causal=causal)[real], 1e-12)  # fmt: skip
+        close(m(x, mask=keep, causal=causal)[real], m.mixer(x, mask=keep, causal=causal)[real], 1e-12)
     assert m.implementation(x, causal) == m.mixer.implementation(x, causal)
 
 
@@ -67,8 +66,11 @@ def test_it_is_a_branch_in_front_of_the_output_map(close, name, on, causal):
     """SiLU(local(values)) is added to what the mixer's own output projection reads, with the values
     that its own projection gives (RWKV-4's of the token alone, without its shift)."""
     m, x = layer(name, 2, local=on), tokens(4, 3)
-    z = x if m.local_input is None else x + m.local_input.forward(
-        x.flatten(1, 2), Grid((4, 3)), None, causal).view_as(x)  # fmt: skip
+    z = (
+        x
+        if m.local_input is None
+        else x + m.local_input.forward(x.flatten(1, 2), Grid((4, 3)), None, causal).view_as(x)
+    )
     if hasattr(m.mixer, "v_proj"):
         v = m.mixer.v_proj(z)
     else:
@@ -171,17 +173,14 @@ def test_a_stream_is_the_whole(close, name, on, shape):
         assert [part.shape for part in tree_leaves(state)] == shapes
     close(torch.cat(outputs, 1), m(x, causal=True), 1e-9)
     if len(shape) == 1:
-        frames = 4 * sum(
-            local.weight.shape[1] for local in (m.local_values, m.local_input) if local
-        )
+        frames = 4 * sum(local.weight.shape[1] for local in (m.local_values, m.local_input) if local)
         assert m.state_size == m.mixer.state_size + frames
 
 
 @pytest.mark.parametrize("name", ["Identity", "LightNetAttention", "DeltaNet", "WindowAttention"])
 def test_text_in_a_network_its_stream_and_what_a_stream_saves(close, name):
     mixer = partial(WithLocal, mixer=factory(name), local="both", radius=2)
-    net = NDLightNet(1, vocab_size=50, embed_dim=DIM, depth=2, tpe_states=4, mixer=mixer,
-                     causal=True).double().eval()  # fmt: skip
+    net = NDLightNet(1, vocab_size=50, embed_dim=DIM, depth=2, tpe_states=4, mixer=mixer, causal=True).double().eval()
     words = torch.randint(50, (2, 20))
     stream, whole = net.stream(2), net(words).detach()
     got = [stream(part) for part in words.split([1, 5, 2, 12], 1)]
@@ -200,8 +199,9 @@ def test_text_in_a_network_its_stream_and_what_a_stream_saves(close, name):
 
 @pytest.mark.parametrize("name", ["SoftmaxAttention", "Mamba"])
 def test_in_a_network_of_images(name):
-    net = NDLightNet(2, 1, 3, embed_dim=16, depth=2, patch_size=2,
-                     mixer=partial(WithLocal, mixer=getattr(mixers, name)))  # fmt: skip
+    net = NDLightNet(
+        2, 1, 3, embed_dim=16, depth=2, patch_size=2, mixer=partial(WithLocal, mixer=getattr(mixers, name))
+    )
     x = torch.randn(2, 1, 9, 7)
     assert net.blocks[1].mixer.local_values.dims == 2
     expected = net(x)

@@ -66,9 +66,15 @@ def in_chunks(q, k, v, shape, chunks, mask=None, **options):
     for n in chunks:
         now = slice(at * tokens, (at + n) * tokens)
         out, state = attend(
-            q[:, now], k[:, now], v[:, now], (n, *shape[1:]), first=torch.tensor(at), state=state,
-            mask=None if mask is None else mask[:, now], **options,
-        )  # fmt: skip
+            q[:, now],
+            k[:, now],
+            v[:, now],
+            (n, *shape[1:]),
+            first=torch.tensor(at),
+            state=state,
+            mask=None if mask is None else mask[:, now],
+            **options,
+        )
         outs.append(out)
         at += n
     assert at == shape[0]

@@ -6,15 +6,7 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from ndlightnet.ops import (
-    State,
-    attention_step,
-    causal_attention,
-    global_attention,
-    merge,
-    read,
-    summarize,
-)
+from ndlightnet.ops import State, attention_step, causal_attention, global_attention, merge, read, summarize
 
 LENGTHS = (1, 7, 63, 64, 65, 130)
 
@@ -177,9 +169,7 @@ def test_later_tokens_get_a_gradient_of_exactly_zero(t, impl):
     out, _ = causal_attention(*inputs, impl=impl)
     for name, x in zip("qkv", grad(out[:, t].square().sum(), inputs), strict=True):
         assert not x[:, t + 1 :].any()
-        assert x[:, t].any() or (
-            name == "k" and t == 0
-        )  # the first key has weight 1, whatever it is
+        assert x[:, t].any() or (name == "k" and t == 0)  # the first key has weight 1, whatever it is
 
 
 @pytest.mark.parametrize("causal", [False, True])

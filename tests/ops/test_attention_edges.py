@@ -5,14 +5,7 @@ import torch
 from torch.autograd import grad
 
 import ndlightnet.ops as ops
-from ndlightnet.ops import (
-    State,
-    attention_step,
-    causal_attention,
-    global_attention,
-    read,
-    summarize,
-)
+from ndlightnet.ops import State, attention_step, causal_attention, global_attention, read, summarize
 
 FORMS = {"global": global_attention, "causal": lambda *a, **kw: causal_attention(*a, **kw)[0]}
 forms = pytest.mark.parametrize("form", FORMS)

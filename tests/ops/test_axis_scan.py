@@ -179,9 +179,7 @@ def test_padding_adds_nothing(close, ways):
 
 def test_gradcheck():
     x, c, log_decay, h = sample(6, lines=1, dim=2, states=2, grads=True)
-    assert torch.autograd.gradcheck(
-        lambda *a: (line_scan(*a), line_state(a[0], a[2], a[3])), (x, c, log_decay, h)
-    )
+    assert torch.autograd.gradcheck(lambda *a: (line_scan(*a), line_state(a[0], a[2], a[3])), (x, c, log_decay, h))
     tokens = torch.randn(1, 3, 2, 2, dtype=torch.float64, requires_grad=True)
     pairs = [p.requires_grad_() for _ in range(2) for p in weights((3, 2), dim=2)]
     mask = torch.tensor([[[True, True], [False, True], [True, False]]])
@@ -229,13 +227,7 @@ def test_a_compiled_graph_takes_lines_of_any_length(close):
 
 def test_errors_show_the_shapes():
     x, (c, decay) = torch.randn(2, 4, 6, 3).double(), weights((4, 6))
-    for args in (
-        (c[:1], decay),
-        (c[:, :2], decay),
-        (c, decay[:1]),
-        (c, decay[:, :1]),
-        (c[0], decay),
-    ):
+    for args in ((c[:1], decay), (c[:, :2], decay), (c, decay[:1]), (c, decay[:, :1]), (c[0], decay)):
         with pytest.raises(ValueError, match=r"coef .* log_decay"):
             axis_scan(x, *args)
         with pytest.raises(ValueError, match=r"reverse coef"):

@@ -48,6 +48,4 @@ def test_an_offset_may_be_the_layouts(close):
     q = torch.randn(1, 6, 1, 8)
     (y, a), (z, b) = (causal_attention(q, q, q, lrpe=place) for place in (apart, later))
     assert torch.equal(y, z) and torch.equal(a.memory, b.memory)
-    assert not torch.equal(
-        a.memory, causal_attention(q, q, q, lrpe=Position(theta, grid))[1].memory
-    )
+    assert not torch.equal(a.memory, causal_attention(q, q, q, lrpe=Position(theta, grid))[1].memory)

@@ -9,9 +9,7 @@ from ndlightnet.layout import Grid
 from ndlightnet.ops import Lrpe, State
 
 HEADS, DIM = 2, 4
-WITHOUT_TOKENS = {
-    "Lrpe", "Position", "State", "Support", "dense", "frequencies", "star", "supported", "tables",
-}  # fmt: skip
+WITHOUT_TOKENS = {"Lrpe", "Position", "State", "Support", "dense", "frequencies", "star", "supported", "tables"}
 
 
 def draw(*shape):
@@ -45,9 +43,7 @@ def calls(name, b, n):
         "line_state": ((x, decay[0], draw(b, DIM, 3)), {}),
         "line_step": ((draw(b, DIM), coef[0], decay[0], draw(b, DIM, 3)), {}),
         "local_mixing": ((x, taps, ops.star(1, 1)), {}),
-        "local_mixing_step": (
-            (x, taps, ops.star(1, 1, True), draw(b, 2, 1, DIM)), {"layout": Grid((n,))},
-        ),
+        "local_mixing_step": ((x, taps, ops.star(1, 1, True), draw(b, 2, 1, DIM)), {"layout": Grid((n,))}),
         "matrix_memory": ((q, k, draw(1, 1, 1, DIM, DIM), v, memory), {}),
         "merge": ((plain, state._replace(memory=draw(b, HEADS, DIM, DIM))), {}),
         "norm_gate": ((x, draw(b, n, DIM), weight, bias, 1e-6, "auto", draw(b, n, DIM)), {}),
@@ -56,7 +52,7 @@ def calls(name, b, n):
         "scan": ((draw(1, n, DIM), x, draw(b, DIM)), {}),
         "summarize": ((k, v), {"lrpe": place}),
         "swiglu": ((x,), {}),
-    }  # fmt: skip
+    }
     return known[name]
 
 

@@ -29,9 +29,7 @@ REFERENCES = {
     ("delta", "scalar"): ("gated_delta_rule.naive", "naive_recurrent_gated_delta_rule", "g"),
     ("delta", "row"): ("kda.naive", "naive_recurrent_kda", "g"),
 }
-cases = pytest.mark.parametrize(
-    "rule, decay", [pytest.param(*case, id="-".join(case)) for case in REFERENCES]
-)
+cases = pytest.mark.parametrize("rule, decay", [pytest.param(*case, id="-".join(case)) for case in REFERENCES])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -124,8 +122,9 @@ def test_our_torch_form_is_their_reference(rule, decay):
         assert a is None or far(a, b) < 200 * 6e-8, (i, far(a, b))
 
 
-@pytest.mark.parametrize("name", ["LinearAttention", "TNL", "GLA", "HGRN2", "DeltaNet",
-                                  "GatedDeltaNet", "KimiDeltaAttention"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["LinearAttention", "TNL", "GLA", "HGRN2", "DeltaNet", "GatedDeltaNet", "KimiDeltaAttention"]
+)
 @pytest.mark.parametrize("shape", [(300,), (7, 9, 5)], ids=str)
 def test_mixers_say_what_runs_and_both_give_the_same(name, shape):
     """Under bfloat16 autocast; as long as a dozen roundings apart."""

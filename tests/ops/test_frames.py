@@ -21,16 +21,12 @@ forgets = pytest.mark.parametrize("forget", [0.0, 0.3, HEADS], ids=str)
 @windows
 @forgets
 @impls
-def test_values_and_gradients_are_the_dense_ones(
-    dense, close, close_grads, shape, window, forget, impl
-):
+def test_values_and_gradients_are_the_dense_ones(dense, close, close_grads, shape, window, forget, impl):
     """With and without angles, and in turn with and without padding."""
     for masked, rotated in ((True, True), (False, False)):
         *inputs, theta = sample(shape)
         mask, lrpe = padding(shape) if masked else None, theta if rotated else None
-        actual, _ = attend(
-            *inputs, shape, mask=mask, lrpe=lrpe, window=window, forget=per_head(forget), impl=impl
-        )
+        actual, _ = attend(*inputs, shape, mask=mask, lrpe=lrpe, window=window, forget=per_head(forget), impl=impl)
         turned = angles(shape, theta) if rotated else None
         expected = dense(*inputs, mask=mask, see=weights(shape, window, forget), angles=turned)
         close(actual, expected, 1e-10)
@@ -114,12 +110,10 @@ CHUNKS = {(7,): [(1,) * 7, (3, 1, 3), (2, 5)], (5, 2, 3): [(1,) * 5, (3, 2), (1,
 
 @impls
 @pytest.mark.parametrize("shape, chunks", [(s, c) for s, some in CHUNKS.items() for c in some])
-@pytest.mark.parametrize("options", [
-    {}, {"window": 1}, {"window": 3}, {"window": 9, "forget": 0.3}, {"forget": HEADS},
-], ids=str)  # fmt: skip
-def test_state_hand_over_in_chunks_of_any_size(
-    dense, close, close_grads, impl, shape, chunks, options
-):
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 1}, {"window": 3}, {"window": 9, "forget": 0.3}, {"forget": HEADS}], ids=str
+)
+def test_state_hand_over_in_chunks_of_any_size(dense, close, close_grads, impl, shape, chunks, options):
     """Values and gradients, through the outputs and through the final State."""
     *inputs, theta = sample(shape)
     mask, options = padding(shape), {"impl": impl} | options

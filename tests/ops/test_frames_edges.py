@@ -22,10 +22,17 @@ from .framed import HEADS, angles, attend, padding, per_head, sample, weights, w
 impls = pytest.mark.parametrize("impl", ["torch", "reference"])
 
 
-@pytest.mark.parametrize("form, kind", [
-    ("frames", "cosine"), ("causal", "cosine"), ("causal", "rotary"), ("global", "cosine"),
-    ("global", "rotary"), ("step", "cosine"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "form, kind",
+    [
+        ("frames", "cosine"),
+        ("causal", "cosine"),
+        ("causal", "rotary"),
+        ("global", "cosine"),
+        ("global", "rotary"),
+        ("step", "cosine"),
+    ],
+)
 def test_every_sample_may_start_at_a_place_of_its_own(close, close_grads, form, kind):
     """Outputs, States and gradients are those of the samples one by one."""
     shape = {"step": (1, 1), "causal": (6, 1)}.get(form, (3, 4))
@@ -143,9 +150,7 @@ def test_gradcheck(window):
     total, memory = past.sum.requires_grad_(), past.memory.requires_grad_()
 
     def function(q, k, v, theta, total, memory):
-        out, after = attend(
-            q, k, v, (3, 2), lrpe=theta, state=State(past.max, total, memory), **options
-        )
+        out, after = attend(q, k, v, (3, 2), lrpe=theta, state=State(past.max, total, memory), **options)
         return out, *whole(after)
 
     assert torch.autograd.gradcheck(function, (*inputs, theta, total, memory))
@@ -217,9 +222,7 @@ def bad():
     yield "forget=-0.5", (q, k, v, 12), {"forget": -0.5}
     yield "impl", (q, k, v, 3), {"impl": "nonsense"}
     yield "triton", (q, k, v, 3), {"impl": "triton"}
-    plain, window, other = (
-        axis_causal_attention(q, k, v, 3, **how)[1] for how in ({}, {"window": 3}, {"lrpe": place})
-    )
+    plain, window, other = (axis_causal_attention(q, k, v, 3, **how)[1] for how in ({}, {"window": 3}, {"lrpe": place}))
     yield r"state.memory \(2, 2, 10, 3\)", (q, k, v, 3), {"state": other}
     yield r"state.*\(2, 2, 2, 5", (q, k, v, 3), {"state": window}
     yield r"state.max \(2, 2, 5\).*window", (q, k, v, 3), {"state": plain, "window": 3}

@@ -34,9 +34,7 @@ def formed(q, basis, mean, scale=None):
     return torch.einsum("blhr,blhrd->blhd", weights, memory)
 
 
-READS = pytest.mark.parametrize(
-    "length, groups", [(1, 1), (7, 1), (7, 7), (12, 3), (12, 12), (66, 11)]
-)
+READS = pytest.mark.parametrize("length, groups", [(1, 1), (7, 1), (7, 7), (12, 3), (12, 12), (66, 11)])
 
 
 @READS

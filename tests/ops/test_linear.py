@@ -18,9 +18,7 @@ def sample(n=12, source=12):
 @pytest.mark.parametrize("source", [12, 7])
 def test_the_global_form_is_its_reference(close, close_grads, source, denominator):
     qkv, _ = sample(source=source)
-    ours, theirs = (
-        linear_attention(*qkv, denominator=denominator, impl=impl) for impl in ("auto", "reference")
-    )
+    ours, theirs = (linear_attention(*qkv, denominator=denominator, impl=impl) for impl in ("auto", "reference"))
     close(ours, theirs, 1e-12)
     close_grads(ours, theirs, qkv, 1e-11)
 

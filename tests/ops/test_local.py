@@ -11,10 +11,21 @@ from ndlightnet.ops.dispatch import Support
 from ndlightnet.ops.local import local_attention
 
 CASES = [  # grid, windows: ragged tiles, one tile, windows wider than the grid, single tokens
-    ((7,), (3,)), ((131,), (5,)), ((64,), (16,)), ((65,), (1,)), ((9,), (9,)), ((5,), (20,)),
-    ((5, 7), (2, 3)), ((19, 23), (3, 2)), ((4, 4), (8, 8)), ((1, 40), (2, 3)), ((40, 3), (3, 1)),
-    ((3, 4, 5), (2, 2, 3)), ((9, 10, 7), (2, 3, 1)), ((2, 3, 2, 4), (2, 1, 2, 3)),
-]  # fmt: skip
+    ((7,), (3,)),
+    ((131,), (5,)),
+    ((64,), (16,)),
+    ((65,), (1,)),
+    ((9,), (9,)),
+    ((5,), (20,)),
+    ((5, 7), (2, 3)),
+    ((19, 23), (3, 2)),
+    ((4, 4), (8, 8)),
+    ((1, 40), (2, 3)),
+    ((40, 3), (3, 1)),
+    ((3, 4, 5), (2, 2, 3)),
+    ((9, 10, 7), (2, 3, 1)),
+    ((2, 3, 2, 4), (2, 1, 2, 3)),
+]
 cases = pytest.mark.parametrize("shape, windows", CASES, ids=str)
 both = pytest.mark.parametrize("causal", [False, True])
 
@@ -93,8 +104,7 @@ def test_earlier_frames_of_keys(close, shape, windows):
     whole = local_attention(q, k, v, windows, tables, causal=True)
     for first in {0, 1, shape[0] // 2, shape[0] - 1} - {shape[0]}:
         start = max(0, first - windows[0] + 1)  # no more frames than a window needs
-        last = local_attention(q[:, first:], k[:, start:], v[:, start:], windows, tables,
-                               causal=True)  # fmt: skip
+        last = local_attention(q[:, first:], k[:, start:], v[:, start:], windows, tables, causal=True)
         close(last, whole[:, first:], 1e-12)
 
 
@@ -110,8 +120,7 @@ def test_limits(close):
 
 def test_a_wider_table_is_read_around_its_centre(close):
     q, k, v, table = sample((30,), (7,))
-    close(local_attention(q, k, v, 4, [table]),
-          local_attention(q, k, v, 4, [table[:, 3:-3]]), 1e-14)  # fmt: skip
+    close(local_attention(q, k, v, 4, [table]), local_attention(q, k, v, 4, [table[:, 3:-3]]), 1e-14)
 
 
 @both

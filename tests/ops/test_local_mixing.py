@@ -50,9 +50,9 @@ def test_torch_form_matches_reference(form, radius, grid, causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("form", "radius", "grid"), [
-    (star, 2, (5, 6)), (dense, 1, (5, 6)), (dense, 1, (3, 4, 5)), (star, 1, (3, 4, 5)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("form", "radius", "grid"), [(star, 2, (5, 6)), (dense, 1, (5, 6)), (dense, 1, (3, 4, 5)), (star, 1, (3, 4, 5))]
+)
 def test_float32_matches_float64(form, radius, grid, causal):
     """On a CPU two axes, and the dense box on three, are a convolution of torch."""
     x, weight, offsets = case(form, radius, grid, causal)
@@ -97,10 +97,7 @@ def test_samples_of_a_pack_do_not_see_each_other(impl, causal):
     x = torch.randn(1, layout.length, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(len(offsets), 3, dtype=torch.float64, requires_grad=True)
     u = local_mixing(x, weight, offsets, layout=layout, impl=impl)
-    alone = [
-        local_mixing(part, weight, offsets, impl="reference").flatten(1, 2)
-        for part in layout.split(x[0])
-    ]
+    alone = [local_mixing(part, weight, offsets, impl="reference").flatten(1, 2) for part in layout.split(x[0])]
     pull = torch.randn_like(x)
     found = [(y, *torch.autograd.grad(y, (x, weight), pull)) for y in (u, torch.cat(alone, 1))]
     for one, other in zip(*found, strict=True):
@@ -155,9 +152,7 @@ def test_low_precision_rounds_once(dtype):
 
 def test_traced_form():
     x, weight, offsets = case(star, 1, (4, 6))
-    compiled = torch.compile(
-        lambda x, w: local_mixing(x, w, offsets), fullgraph=True, backend="aot_eager"
-    )
+    compiled = torch.compile(lambda x, w: local_mixing(x, w, offsets), fullgraph=True, backend="aot_eager")
     pull = torch.randn_like(x)
     found = []
     for run in (compiled, lambda x, w: local_mixing(x, w, offsets)):

@@ -37,9 +37,7 @@ def angles(shape, theta, start=None, prefix=0):
 def turn(x, angle):
     """Pairs (j, j + dim // 2) as complex numbers times e^(i angle); an odd last channel stays."""
     half = x.shape[-1] // 2
-    z = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(
-        torch.ones_like(angle), angle
-    )
+    z = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(torch.ones_like(angle), angle)
     return torch.cat([z.real, z.imag, x[..., 2 * half :]], -1)
 
 
@@ -117,9 +115,7 @@ def scores(shape, kind, start=None):
     theta = frequencies(9 if kind == "cosine" else 4, len(shape))[None]
     ones = torch.ones(1, n, 1, 1, dtype=torch.float64)
     eye = torch.eye(n, dtype=torch.float64)[None, :, None]
-    return global_attention(q * ones, k * ones, eye, lrpe=Lrpe(theta, shape, kind, 0, start))[
-        0, :, 0
-    ]
+    return global_attention(q * ones, k * ones, eye, lrpe=Lrpe(theta, shape, kind, 0, start))[0, :, 0]
 
 
 @grids

@@ -4,20 +4,11 @@ import pytest
 import torch
 
 from ndlightnet import Ragged
-from ndlightnet.ops import (
-    Lrpe,
-    axis_causal_attention,
-    axis_scan,
-    global_attention,
-)
+from ndlightnet.ops import Lrpe, axis_causal_attention, axis_scan, global_attention
 
 from ..packs import packed_attention, packed_axis_causal_attention, packed_axis_scan
 
-BATCHES = (
-    ((3, 4, 5), (1, 2, 3), (6, 7, 4)),
-    ((70,), (3,), (0,), (150,)),
-    ((2, 3, 2, 4), (1, 1, 5, 2)),
-)
+BATCHES = (((3, 4, 5), (1, 2, 3), (6, 7, 4)), ((70,), (3,), (0,), (150,)), ((2, 3, 2, 4), (1, 1, 5, 2)))
 
 
 def alone(layout, function, *xs):
@@ -79,17 +70,18 @@ def test_axis_scan(close, close_grads, shapes, two_ways, residual):
     layout, dim, states = Ragged(shapes), 4, 3
     x = torch.randn(layout.length, dim).double().requires_grad_()
     weights = [
-        (torch.randn(layout.ndim, dim, states).double().requires_grad_(),
-         (-torch.rand(layout.ndim, states).double()).requires_grad_())
+        (
+            torch.randn(layout.ndim, dim, states).double().requires_grad_(),
+            (-torch.rand(layout.ndim, states).double()).requires_grad_(),
+        )
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     (coef, decay), back = weights[0], weights[1] if two_ways else None
     mask = torch.rand(layout.length) < 0.7
 
     def one(i, x, keep):
         grid = shapes[i]
-        y = axis_scan(x.reshape(1, *grid, dim), coef, decay, back, keep.reshape(1, *grid),
-                      residual=residual)  # fmt: skip
+        y = axis_scan(x.reshape(1, *grid, dim), coef, decay, back, keep.reshape(1, *grid), residual=residual)
         return y.reshape(1, -1, dim)
 
     actual = packed_axis_scan(x, layout, coef, decay, back, mask, residual=residual)

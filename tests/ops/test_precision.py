@@ -95,9 +95,7 @@ def outputs(form, inputs, theta, start, kind="cosine", past=None, impl="torch"):
         return out, *sums(state)
     shape, window = (q.shape[1] // 4, 2, 2), 3 if form == "window" else None
     place = place._replace(layout=shape, offset=(start, 0, 7))
-    out, state = axis_causal_attention(
-        q, k, v, shape[0], lrpe=place, state=past, window=window, forget=0.1, impl=impl
-    )
+    out, state = axis_causal_attention(q, k, v, shape[0], lrpe=place, state=past, window=window, forget=0.1, impl=impl)
     return out, *sums(state)
 
 
@@ -121,9 +119,7 @@ def test_the_gradient_of_angles_does_not_know_how_far_out_tokens_are(form, kind,
     assert worst(out, exact) < 16 * 2.0**-24
 
 
-@pytest.mark.parametrize(
-    "form", ["global", "source", "causal", "decay", "step", "frames", "window"]
-)
+@pytest.mark.parametrize("form", ["global", "source", "causal", "decay", "step", "frames", "window"])
 @pytest.mark.parametrize("kind", ["cosine", "rotary"])
 @pytest.mark.parametrize("past", [False, True])
 def test_gradients_with_a_start_and_states_are_right(form, kind, past):

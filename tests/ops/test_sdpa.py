@@ -55,9 +55,7 @@ def test_keys_of_grouped_heads_are_not_copied(monkeypatch):
     from ndlightnet.ops.lightnet import sdpa as module
 
     seen, summarize = [], module.summarize
-    monkeypatch.setattr(
-        module, "summarize", lambda k, v, **how: (seen.append(k), summarize(k, v, **how))[1]
-    )
+    monkeypatch.setattr(module, "summarize", lambda k, v, **how: (seen.append(k), summarize(k, v, **how))[1])
     q, k, v = inputs(kept=2)
     lightnet_attention(q, k, v, enable_gqa=True)
     assert seen[0].data_ptr() == k.data_ptr() and seen[0].shape == (2, 7, 2, 5)
@@ -66,8 +64,14 @@ def test_keys_of_grouped_heads_are_not_copied(monkeypatch):
 def test_what_has_no_meaning_is_refused_by_name():
     q, k, v = (x.detach() for x in inputs())
     causal = torch.ones(7, 7, dtype=torch.bool).tril()
-    for mask in (causal, causal[None, None], causal[:2, :], torch.zeros(2, 1, 1, 7),
-                 torch.ones(2, 1, 1, 6, dtype=torch.bool), torch.ones(2, 4, 1, 7) > 0):  # fmt: skip
+    for mask in (
+        causal,
+        causal[None, None],
+        causal[:2, :],
+        torch.zeros(2, 1, 1, 7),
+        torch.ones(2, 1, 1, 6, dtype=torch.bool),
+        torch.ones(2, 4, 1, 7) > 0,
+    ):
         with pytest.raises(ValueError, match=r"attn_mask \(.*expected bool \(2, 1, 1, 7\)"):
             lightnet_attention(q, k, v, mask)
     for wrong in ({"scale": 0.5}, {"dropout_p": 0.1}):
@@ -95,9 +99,12 @@ WRONG = [
     ({"key": ANY.double()}, ValueError, "torch.float64, torch.float32: expected torch.float64 of"),
     ({"value": ANY.double()}, ValueError, "torch.float32, torch.float64: expected torch.float64"),
     ({"attn_mask": [True]}, TypeError, "attn_mask of type list: expected a torch.Tensor"),
-    ({"attn_mask": torch.ones(2, 1, 1, 7).long()}, ValueError,
-     r"attn_mask \(2, 1, 1, 7\) torch.int64: expected bool \(2, 1, 1, 7\), True = data$"),
-]  # fmt: skip
+    (
+        {"attn_mask": torch.ones(2, 1, 1, 7).long()},
+        ValueError,
+        r"attn_mask \(2, 1, 1, 7\) torch.int64: expected bool \(2, 1, 1, 7\), True = data$",
+    ),
+]
 
 
 @pytest.mark.parametrize(("wrong", "kind", "message"), WRONG)

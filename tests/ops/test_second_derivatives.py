@@ -34,10 +34,7 @@ def check_right(run, *xs: Tensor) -> None:
     along = [torch.randn_like(x) for x in xs]
     # a step h is wrong by h^2 and by rounding / h: both about 1e-10 here
     pairs = list(zip(xs, along, strict=True))
-    ends = [
-        gradient(run, [(x + h * u).detach().requires_grad_() for x, u in pairs])
-        for h in (1e-5, -1e-5)
-    ]
+    ends = [gradient(run, [(x + h * u).detach().requires_grad_() for x, u in pairs]) for h in (1e-5, -1e-5)]
     expected = [(a - b) / 2e-5 for a, b in zip(*ends, strict=True)]
     inner = zip(gradient(run, xs, graph=True), along, strict=True)
     actual = grad(sum((g * u).sum() for g, u in inner), xs)
@@ -69,8 +66,7 @@ def keyed(n: int) -> list[Tensor]:
 
 def causal_linear(impl: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     sums = linear.Sums(q.new_zeros(1, 2, 3), q.new_zeros(1, 2, 3, 3))
-    return linear.causal_linear_attention(q.square(), k.square(), v, q.shape[1], sums,
-                                          denominator=True, impl=impl)[0]  # fmt: skip
+    return linear.causal_linear_attention(q.square(), k.square(), v, q.shape[1], sums, denominator=True, impl=impl)[0]
 
 
 def delta_rule(impl: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
@@ -84,9 +80,7 @@ def general(run, shrink: Tensor, expand: Tensor, inputs: Tensor, logits: Tensor)
 
 
 def select(u: Tensor, step: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    return selective.selective_scan(
-        u.flatten(2), step.exp().flatten(2), -u.new_ones(6, 3), b[:, :, 0], c[:, :, 0]
-    )[0]
+    return selective.selective_scan(u.flatten(2), step.exp().flatten(2), -u.new_ones(6, 3), b[:, :, 0], c[:, :, 0])[0]
 
 
 def causal(impl: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

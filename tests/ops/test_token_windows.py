@@ -127,9 +127,7 @@ def test_nothing_later_and_nothing_too_old_has_a_gradient():
             assert x[:, t].any() or (t, name) == (0, "k")  # the first key weighs 1 in any case
 
 
-@pytest.mark.parametrize(
-    "options", [{"forget": 0.3}, {"window": 5}, {"window": 5, "forget": HEADS}]
-)
+@pytest.mark.parametrize("options", [{"forget": 0.3}, {"window": 5}, {"window": 5, "forget": HEADS}])
 def test_a_layer_streams_in_any_parts(close, options):
     options["forget"] = options.get("forget", 0.0)
     layer = LightNetAttention(12, 2, **options).double()

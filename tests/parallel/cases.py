@@ -39,48 +39,39 @@ CASES: dict[str, Case] = {
     "signal": Case(_net(1), (3, 22)),
     "image": Case(_net(2), (3, 12, 15)),
     "image, masked": Case(_net(2), (3, 12, 15), masked=True),
-    "image, dense taps on the input": Case(
-        _net(2, mixer=_mixer(local="both", radius=2, dense=True)), (3, 16, 18)
-    ),
+    "image, dense taps on the input": Case(_net(2, mixer=_mixer(local="both", radius=2, dense=True)), (3, 16, 18)),
     "volume": Case(_net(3), (1, 12, 9, 13)),
     "volume, masked": Case(_net(3), (1, 12, 9, 13), masked=True),
-    "volume, rotary, no MD-TPE": Case(
-        _net(3, tpe=False, mixer=_mixer(lrpe="rotary")), (1, 9, 8, 9)
-    ),
+    "volume, rotary, no MD-TPE": Case(_net(3, tpe=False, mixer=_mixer(lrpe="rotary")), (1, 9, 8, 9)),
     "volume, no position code": Case(_net(3, mixer=_mixer(lrpe=None, local=None)), (1, 9, 8, 9)),
-    "volume, identity with local mixing": Case(
-        _net(3, mixer=partial(mixers.WithLocal, mixer=Identity)), (1, 9, 8, 9)
-    ),
+    "volume, identity with local mixing": Case(_net(3, mixer=partial(mixers.WithLocal, mixer=Identity)), (1, 9, 8, 9)),
     "series": Case(_net(4, patch=1, depth=1), (1, 4, 5, 4, 4), 1),
-    "text": Case(
-        partial(NDLightNet, 1, vocab_size=11, embed_dim=32, depth=2, causal=True), (21,), 1,
-        words=11,
-    ),
+    "text": Case(partial(NDLightNet, 1, vocab_size=11, embed_dim=32, depth=2, causal=True), (21,), 1, words=11),
     "video, causal": Case(_net(3, causal=True), (1, 14, 16, 15)),
     "video, causal, masked": Case(_net(3, causal=True), (1, 14, 16, 15), masked=True),
-    "video, windows that forget": Case(
-        _net(3, causal=True, mixer=_mixer(window=3, forget=0.1)), (1, 13, 9, 9)
-    ),
-    "signal, causal, forgets": Case(
-        _net(1, causal=True, mixer=_mixer(forget=[0.1])), (3, 23)
-    ),
+    "video, windows that forget": Case(_net(3, causal=True, mixer=_mixer(window=3, forget=0.1)), (1, 13, 9, 9)),
+    "signal, causal, forgets": Case(_net(1, causal=True, mixer=_mixer(forget=[0.1])), (3, 23)),
     "signal, causal, window": Case(_net(1, causal=True, mixer=_mixer(window=5)), (3, 23)),
     "U-Net M": Case(partial(NDLightUNet, 3, 1, 3, widths=(8, 16, 32)), (1, 17, 16, 18), 4),
     "U-Net, hybrid": Case(
         partial(
-            NDLightUNet, 3, 1, 3, widths=(8, 16, 32), convs=(1, 1, 0), depths=(0, 0, 1),
-            skips="add", deep_supervision=True,
+            NDLightUNet,
+            3,
+            1,
+            3,
+            widths=(8, 16, 32),
+            convs=(1, 1, 0),
+            depths=(0, 0, 1),
+            skips="add",
+            deep_supervision=True,
         ),
-        (1, 16, 17, 16), 4,
+        (1, 16, 17, 16),
+        4,
     ),
-    "U-Net, images": Case(
-        partial(NDLightUNet, 2, 3, 3, widths=(8, 16), mixer=_mixer(radius=2)), (3, 18, 17)
-    ),
+    "U-Net, images": Case(partial(NDLightUNet, 2, 3, 3, widths=(8, 16), mixer=_mixer(radius=2)), (3, 18, 17)),
     "U-Net, series": Case(partial(NDLightUNet, 4, 1, 3, widths=(8, 16)), (1, 8, 9, 8, 8)),
-    "U-Net, causal series": Case(
-        partial(NDLightUNet, 4, 1, 3, widths=(8, 16), causal=True), (1, 8, 9, 8, 8)
-    ),
-}  # fmt: skip
+    "U-Net, causal series": Case(partial(NDLightUNet, 4, 1, 3, widths=(8, 16), causal=True), (1, 8, 9, 8, 8)),
+}
 
 # causal networks that give the features of each frame; README.md says how MD-TPE spreads NaN
 _features = {"causal": True, "tpe": False, "patch": 1}
@@ -88,20 +79,14 @@ CAUSAL: dict[str, Case] = {
     "signal": Case(_net(1, **_features), (3, 23), 1),
     "signal, forgets": Case(_net(1, mixer=_mixer(forget=0.1), **_features), (3, 23), 1),
     "signal, window": Case(_net(1, mixer=_mixer(window=5), **_features), (3, 23), 1),
-    "signal, window that forgets": Case(
-        _net(1, mixer=_mixer(window=5, forget=0.1), **_features), (3, 23), 1
-    ),
+    "signal, window that forgets": Case(_net(1, mixer=_mixer(window=5, forget=0.1), **_features), (3, 23), 1),
     "video": Case(_net(3, **_features), (1, 9, 4, 3), 1),
     "video, dense taps": Case(_net(3, mixer=_mixer(dense=True), **_features), (1, 9, 4, 3), 1),
-    "video, windows that forget": Case(
-        _net(3, mixer=_mixer(window=3, forget=[0.1]), **_features), (1, 9, 4, 3), 1
-    ),
+    "video, windows that forget": Case(_net(3, mixer=_mixer(window=3, forget=[0.1]), **_features), (1, 9, 4, 3), 1),
 }
 
 
-def features_beside_nan(
-    name: str, dtype: torch.dtype = torch.float64
-) -> tuple[NDLightNet, Tensor, Tensor, Tensor]:
+def features_beside_nan(name: str, dtype: torch.dtype = torch.float64) -> tuple[NDLightNet, Tensor, Tensor, Tensor]:
     """Return a network of CAUSAL, two clean samples, the same with NaN or inf in a random cell, and
     which of their frames (batch, frames) see it."""
     torch.manual_seed(sum(name.encode()))  # the same on all processes

@@ -22,9 +22,12 @@ def twice() -> dict[str, Any]:
     found: dict[str, Any] = {}
     count = dist.get_world_size()
     for name, axis in (
-        ("volume", 0), ("video, causal", 0), ("video, causal", 1), ("U-Net, images", 0),
+        ("volume", 0),
+        ("video, causal", 0),
+        ("video, causal", 1),
+        ("U-Net, images", 0),
         ("video, windows that forget", 1),
-    ):  # fmt: skip
+    ):
         case = CASES[name]
         torch.manual_seed(0)
         net = case.make().double().train()
@@ -69,8 +72,7 @@ def sequences() -> dict[str, Any]:
     ]
     with torch.no_grad():
         expected = [
-            image(x) if kind == "planes" else signal.forward_features(x)
-            for kind, x in zip(kinds, wholes, strict=True)
+            image(x) if kind == "planes" else signal.forward_features(x) for kind, x in zip(kinds, wholes, strict=True)
         ]
         with shard_grid(dist.group.WORLD) as grid:
             slabs = [

@@ -152,9 +152,7 @@ def packs() -> dict[str, Any]:
     for causal in (False, True):
         for axis in (0, 1):
             torch.manual_seed(0)
-            net = NDLightNet(
-                3, 1, 5, patch_size=2, embed_dim=32, depth=2, tpe_states=8, causal=causal
-            ).double()
+            net = NDLightNet(3, 1, 5, patch_size=2, embed_dim=32, depth=2, tpe_states=8, causal=causal).double()
             samples = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
             whole = net(net.pack(samples))
             weight = torch.randn(whole.shape, dtype=torch.float64)
@@ -369,12 +367,27 @@ def killed() -> dict[str, Any]:
 # what processes do one after the other, by their number: each costs seconds to start
 SESSIONS = {
     2: (
-        all_cases, recomputed, stream, packs, not_finite, drop_path, training, counted, autocast,
-        compiled, twice, sequences, anomaly, one_frame, empty_batch, out_of_memory, refused,
+        all_cases,
+        recomputed,
+        stream,
+        packs,
+        not_finite,
+        drop_path,
+        training,
+        counted,
+        autocast,
+        compiled,
+        twice,
+        sequences,
+        anomaly,
+        one_frame,
+        empty_batch,
+        out_of_memory,
+        refused,
     ),
     3: (all_cases, twice, sequences),
     4: (all_cases, beside),
-}  # fmt: skip
+}
 
 
 def session() -> dict[str, Any]:
@@ -387,11 +400,13 @@ if __name__ == "__main__":
     if job == "on_gpus":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        "nccl" if job == "on_gpus" else "gloo", init_method=f"file://{folder}/store",
-        rank=rank, world_size=count,
+        "nccl" if job == "on_gpus" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=count,
         # a stall is for the runner to see, before gloo makes a failure of it
         timeout=timedelta(seconds=TIMEOUT if job == "killed" else 2 * SECONDS),
-    )  # fmt: skip
+    )
     found = globals()[job]()
     (folder / f"{rank}.json").write_text(json.dumps(found))
     if job != "killed":

@@ -136,8 +136,11 @@ def recognise(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
 def _stripes(folder: Path, train: int = 40, test: int = 10, side: int = 12) -> Path:
     rng = np.random.default_rng(0)
     at = np.arange(side) // 2 % 2 * 150
-    patterns = {"columns": at[None].repeat(side, 0), "plain": np.zeros((side, side), int),
-                "rows": at[:, None].repeat(side, 1)}  # fmt: skip
+    patterns = {
+        "columns": at[None].repeat(side, 0),
+        "plain": np.zeros((side, side), int),
+        "rows": at[:, None].repeat(side, 1),
+    }
     for part, count in (("train", train), ("test", test)):
         for kind, pattern in patterns.items():
             (folder / part / kind).mkdir(parents=True)
@@ -185,8 +188,9 @@ def _decathlon(folder: Path, channels: int = 1, cases: int = 4) -> Path:
     listing = {
         "labels": {"0": "background", "1": "cube"},
         "modality": {str(n): ("CT", "PET", "MR")[n] for n in range(channels)},
-        "training": pairs[:-1], "test": pairs[-1:],
-    }  # fmt: skip
+        "training": pairs[:-1],
+        "test": pairs[-1:],
+    }
     (folder / "dataset.json").write_text(json.dumps(listing))
     return folder
 

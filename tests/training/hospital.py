@@ -14,24 +14,27 @@ import nibabel
 import numpy as np
 import SimpleITK as sitk
 
-from tests.data.volume.files import (
-    AFFINE,
-    HU,
-    broken_image,
-    random_image,
-    write,
-    write_object,
-    write_series,
-)
+from tests.data.volume.files import AFFINE, HU, broken_image, random_image, write, write_object, write_series
 
 LONGEST = 255  # bytes of a name, on the file systems of Linux and macOS
 AFFINES = (AFFINE, AFFINE[:, [2, 0, 1, 3]], np.diag([1.0, 1, 2, 1]), np.diag([-1.0, 1, -3, 1]))
 # what a program may take for something else: TeX, HTML, a formula, an option, a format, a URL
 NAMES = (
-    r"b$\frac$.nii.gz", "$.nii.gz", "<b>&amp;.nii.gz", "=1+1.nii.gz", "-o.nii.gz", "%s%20.nii.gz",
-    "a b'c\".nii.gz", "\N{HIRAGANA LETTER A}.nii.gz", "two\nlines\x1b[31m.nii.gz", "_hidden.nii.gz",
-    os.fsdecode(b"caf\xe9.nii.gz"), os.fsdecode(b"caf\xe8.nii"), "UPPER.NII.GZ", "#?.nii",
-)  # fmt: skip
+    r"b$\frac$.nii.gz",
+    "$.nii.gz",
+    "<b>&amp;.nii.gz",
+    "=1+1.nii.gz",
+    "-o.nii.gz",
+    "%s%20.nii.gz",
+    "a b'c\".nii.gz",
+    "\N{HIRAGANA LETTER A}.nii.gz",
+    "two\nlines\x1b[31m.nii.gz",
+    "_hidden.nii.gz",
+    os.fsdecode(b"caf\xe9.nii.gz"),
+    os.fsdecode(b"caf\xe8.nii"),
+    "UPPER.NII.GZ",
+    "#?.nii",
+)
 
 
 def good_inputs(folder: Path) -> list[Path]:
@@ -82,8 +85,21 @@ def claim(*shape: int) -> Callable[[np.ndarray], None]:
 
 def broken_inputs(folder: Path) -> list[Path]:
     """25 sources that cannot be predicted."""
-    hows = ("truncated", "truncated inside gzip", "corrupt", "one bit", "not NIfTI", "text",
-            "nan", "infinite", "5-D", "1-D", "empty axis", "colour", "flat affine")  # fmt: skip
+    hows = (
+        "truncated",
+        "truncated inside gzip",
+        "corrupt",
+        "one bit",
+        "not NIfTI",
+        "text",
+        "nan",
+        "infinite",
+        "5-D",
+        "1-D",
+        "empty axis",
+        "colour",
+        "flat affine",
+    )
     found = []
     for how in hows:
         path = write(folder / f"bad {how}.nii.gz", random_image())
@@ -100,9 +116,7 @@ def broken_inputs(folder: Path) -> list[Path]:
     found.append(raw_header(folder / "type.nii", lambda h: h.__setitem__("datatype", 9999)))
     found.append(write(folder / "channels.nii.gz", random_image((9, 7, 11, 2))))
     nrrd = folder / "claims.nrrd"
-    nrrd.write_text(
-        "NRRD0004\ntype: float\ndimension: 3\nsizes: 30000 30000 30000\nencoding: raw\n\n"
-    )
+    nrrd.write_text("NRRD0004\ntype: float\ndimension: 3\nsizes: 30000 30000 30000\nencoding: raw\n\n")
     found.append(nrrd)
     found.append(write_series(folder / "rows", HU, Rows=65_535, Columns=65_535))
     gap = write_series(folder / "gap", HU)
@@ -114,9 +128,7 @@ def broken_inputs(folder: Path) -> list[Path]:
     return found
 
 
-def encode(
-    path: Path, *sizes: tuple[int, int], codec: str = "libx264", form: str | None = None
-) -> Path:
+def encode(path: Path, *sizes: tuple[int, int], codec: str = "libx264", form: str | None = None) -> Path:
     """A video of ten frames of each size (width, height), one after the other."""
     with av.open(str(path), "w", format=form) as file:
         stream = file.add_stream(codec, rate=25)
@@ -128,9 +140,7 @@ def encode(
                 encoder = av.CodecContext.create(codec, "w")
                 encoder.width, encoder.height, encoder.pix_fmt = width, height, stream.pix_fmt
                 encoder.time_base = Fraction(1, 25)
-            pictures = np.random.default_rng(part).integers(
-                0, 256, (10, height, width, 3), np.uint8
-            )
+            pictures = np.random.default_rng(part).integers(0, 256, (10, height, width, 3), np.uint8)
             for number, picture in enumerate(pictures, 10 * part):
                 frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
                 frame = frame.reformat(format=stream.pix_fmt)
@@ -150,9 +160,14 @@ def videos(folder: Path) -> tuple[list[Path], list[Path]]:
     size = (128, 96)
     good = [
         encode(folder / name, size, form="mp4")
-        for name in (r"b$\frac$.mp4", "n" * (LONGEST - 4) + ".mp4", "UPPER.M4V",
-                     "two\nlines.mov", os.fsdecode(b"caf\xe9.mp4"))
-    ]  # fmt: skip
+        for name in (
+            r"b$\frac$.mp4",
+            "n" * (LONGEST - 4) + ".mp4",
+            "UPPER.M4V",
+            "two\nlines.mov",
+            os.fsdecode(b"caf\xe9.mp4"),
+        )
+    ]
     good.append(encode(folder / "two sizes.avi", size, (256, 64), codec="mjpeg"))
     whole = good[0].read_bytes()
     contents = {

@@ -50,16 +50,21 @@ VIDEOS = sorted((ROOT / "tasks" / "evidence" / "configs" / "videos").glob("*.yam
 RECIPE = ("lr", "weight_decay", "min_lr", "warmup_epochs", "cuda_graph", "mirror")
 NETWORKS = sorted((ROOT / "tasks/evidence/configs/volumes").glob("*.yaml"))
 TASKS = {
-    "VolumeData": (SegmentationTask, VolumeData), "PhantomVolumes": (SegmentationTask, VolumeData),
+    "VolumeData": (SegmentationTask, VolumeData),
+    "PhantomVolumes": (SegmentationTask, VolumeData),
     "MovingPhantoms": (SegmentationTask, VolumeData),
-    "VideoData": (VideoTask, VideoData), "MovingDigits": (VideoTask, VideoData),
-    "SignalData": (SignalTask, SignalData), "TextData": (TextTask, TextData),
-    "ImageData": (ImageTask, ImageData), "VolumeFolders": (ImageTask, ImageData),
-    "ImageFolders": (ImageTask, ImageFolders), "ColouredDigits": (ImageTask, ImageFolders),
+    "VideoData": (VideoTask, VideoData),
+    "MovingDigits": (VideoTask, VideoData),
+    "SignalData": (SignalTask, SignalData),
+    "TextData": (TextTask, TextData),
+    "ImageData": (ImageTask, ImageData),
+    "VolumeFolders": (ImageTask, ImageData),
+    "ImageFolders": (ImageTask, ImageFolders),
+    "ColouredDigits": (ImageTask, ImageFolders),
     "SeriesData": (ForecastTask, SeriesData),
     "gen": (GenerationTask, LabelledData),  # any of the labelled data
     "pretrain": (PretrainTask, LabelledData),
-}  # fmt: skip
+}
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 
 
@@ -103,8 +108,7 @@ def batch_for(cli: TaskCLI):
     if isinstance(cli.model, ForecastTask):
         n = cli.datamodule.input_length
         columns = cli.model.net.in_chans
-        return (torch.randn(2, n, columns), torch.rand(2, n + 40, 4),
-                torch.randn(2, 40, columns), torch.arange(2))  # fmt: skip
+        return (torch.randn(2, n, columns), torch.rand(2, n + 40, 4), torch.randn(2, 40, columns), torch.arange(2))
     if isinstance(cli.model, SignalTask):
         net, packed = cli.model.net, cli.datamodule.batching == "packed"
         collate = PackCollate(net.embed.patch) if packed else PadCollate()
@@ -233,11 +237,7 @@ def test_a_video_network_laid_over_a_config_takes_one_step(build, network):
     data, same = cli.datamodule, plain.datamodule
     seen = {"single_frame": (1, "rgb"), "frames": (16, "rgb")}
     assert (data.frames, data.pixels) == seen.get(network.stem, (16, "differences"))
-    assert (data.batch_size, data.repeats, data.clips) == (
-        same.batch_size,
-        same.repeats,
-        same.clips,
-    )
+    assert (data.batch_size, data.repeats, data.clips) == (same.batch_size, same.repeats, same.clips)
     assert str(data.transform) == str(same.transform)
     net, kinds = cli.model.net, {"identity": "Identity", "softmax": "SoftmaxAttention"}
     if network.stem in kinds:
@@ -322,15 +322,19 @@ def tpes_of(net) -> list[object]:
 
 
 # rows with an option that only some tasks have
-ONLY = {"single frame": "digits", "axis-causal": "digits", "axis-causal, window 4": "digits",
-        "padded": "spoken_digits", "LAVO, window 64": "spoken_digits"}  # fmt: skip
+ONLY = {
+    "single frame": "digits",
+    "axis-causal": "digits",
+    "axis-causal, window 4": "digits",
+    "padded": "spoken_digits",
+    "LAVO, window 64": "spoken_digits",
+}
 
 
 @pytest.mark.parametrize(
     "stem, row",
-    [(stem, row) for stem in ("phantoms", "digits", "spoken_digits") for row in rows()
-     if ONLY.get(row, stem) == stem],
-)  # fmt: skip
+    [(stem, row) for stem in ("phantoms", "digits", "spoken_digits") for row in rows() if ONLY.get(row, stem) == stem],
+)
 def test_row_of_the_comparison(build, stem, row):
     """A row changes the one thing that it is named for, and the network still learns."""
     cli = build(ROOT / "configs" / f"{stem}.yaml", *rows()[row])
@@ -364,9 +368,7 @@ def test_generated_images_are_compared_in_a_classifier_of_the_same_data(build, n
     cli = build(ROOT / "configs" / f"{name}_gen.yaml", "--config", str(folder / f"{name}_gen.yaml"))
     features, checkpoint = cli.model.classifier
     assert checkpoint == f"{read['trainer']['default_root_dir']}/checkpoints/last.ckpt"
-    shapes = [
-        {k: x.shape for k, x in n.state_dict().items()} for n in (features, classifier.model.net)
-    ]
+    shapes = [{k: x.shape for k, x in n.state_dict().items()} for n in (features, classifier.model.net)]
     assert shapes[0] == shapes[1] and features.num_classes == cli.model.net.num_classes
     assert features.conv1.in_channels == cli.model.net.in_chans
     assert type(cli.datamodule) is type(classifier.datamodule)

@@ -92,9 +92,7 @@ def test_too_few_cases(segment, decathlon, tmp_path):
 
 
 @pytest.mark.parametrize("command", ["fit", "test"])
-@pytest.mark.parametrize(
-    "option, have", [("out_channels", "2 labels"), ("in_channels", "1 channels")]
-)
+@pytest.mark.parametrize("option, have", [("out_channels", "2 labels"), ("in_channels", "1 channels")])
 def test_network_that_does_not_fit(segment, decathlon, tmp_path, command, option, have):
     out = tmp_path / "out"
     done = segment(command, *volumes(out, decathlon, f"--model.net.init_args.{option}=5"))
@@ -250,35 +248,39 @@ def test_predict_on_another_number_of_channels(segment, decathlon, tmp_path):
     listing["training"] = []
     listing["test"] = [{"image": ["images/0.nii.gz", "images/1.nii.gz"]}]
     (decathlon / "dataset.json").write_text(json.dumps(listing))
-    more = (
-        f"--data.init_args.input={decathlon}",
-        f"--ckpt_path={tmp_path}/first/checkpoints/last.ckpt",
-    )
+    more = (f"--data.init_args.input={decathlon}", f"--ckpt_path={tmp_path}/first/checkpoints/last.ckpt")
     done = segment("predict", *volumes(tmp_path / "out", decathlon, *more))
     check(done, tmp_path / "out", f"{decathlon}/images/0.nii.gz: ")
 
 
 DOORS = {
-    "model.window": ("[8]", "[0,8,8]"), "model.overlap": ("1.0",),
-    "model.mirror_axes": ("[3]", "[0,0]", "[-1]"), "model.tolerance_mm": ("-1.0",),
-    "data.patch": ("[8]", "[8,8,0]"), "data.spacing": ("[1,1]", "[1,1,0]", "[1,1,.inf]"),
-    "data.batch_size": ("0",), "data.batches": ("0",), "data.foreground": ("1.5", "-0.5"),
-    "data.workers": ("-1",), "data.folds": ("1",), "data.fold": ("5", "-1"),
+    "model.window": ("[8]", "[0,8,8]"),
+    "model.overlap": ("1.0",),
+    "model.mirror_axes": ("[3]", "[0,0]", "[-1]"),
+    "model.tolerance_mm": ("-1.0",),
+    "data.patch": ("[8]", "[8,8,0]"),
+    "data.spacing": ("[1,1]", "[1,1,0]", "[1,1,.inf]"),
+    "data.batch_size": ("0",),
+    "data.batches": ("0",),
+    "data.foreground": ("1.5", "-0.5"),
+    "data.workers": ("-1",),
+    "data.folds": ("1",),
+    "data.fold": ("5", "-1"),
     "data.augment.flip_axes": ("[3]",),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, value", [(name, value) for name, values in DOORS.items() for value in values]
-)
+@pytest.mark.parametrize("name, value", [(name, value) for name, values in DOORS.items() for value in values])
 def test_a_value_is_refused_at_the_door(segment, tmp_path, name, value):
     """In the name of the argument, before any file is opened: this folder is not there."""
     out = tmp_path / "out"
     done = segment(
-        "fit", f"--trainer.default_root_dir={out}", "--data.init_args.root=/gone",
+        "fit",
+        f"--trainer.default_root_dir={out}",
+        "--data.init_args.root=/gone",
         f"--{name.replace('data.', 'data.init_args.')}={value}",
-    )  # fmt: skip
+    )
     check(done, out, f"{name}: ")
     assert ", expected " in done.errors[0]
 
@@ -327,9 +329,11 @@ def test_an_ensemble_of_what_does_not_belong_together(segment, decathlon, tmp_pa
     none.write_text("no checkpoint")
     images = f"--data.init_args.input={decathlon}/images"
     for path, why in (
-        (gone, "no such checkpoint"), (none, "not a checkpoint"), (wider, "another network"),
+        (gone, "no such checkpoint"),
+        (none, "not a checkpoint"),
+        (wider, "another network"),
         (other, "was trained on"),
-    ):  # fmt: skip
+    ):
         more = (images, f"--ckpt_path={first}", f"--model.ensemble=['{path}']")
         done = segment("predict", *volumes(tmp_path / "out", Path("/gone"), *more))
         check(done, tmp_path / "out", f"{path}: ")
@@ -342,19 +346,16 @@ WRONG = {
     "--model.nett.depth=3": "--model.nett.depth: no such option; did you mean --model.net.depth?",
     "--model.depth=3": "--model.depth: no such option; did you mean --model.net.depth?",
     "--modle.lr=3": "--modle.lr: no such option; did you mean --model.lr?",
-    "--model.net.patch=3": "model.net.patch: NDLightNet has no such argument; did you mean "
-    "patch_size?",
-    "--data.init_args.framess=3": "data.framess: VideoData has no such argument; did you mean "
-    "frames?",
+    "--model.net.patch=3": "model.net.patch: NDLightNet has no such argument; did you mean patch_size?",
+    "--data.init_args.framess=3": "data.framess: VideoData has no such argument; did you mean frames?",
     "--data.frames=x": "data.frames=x: expected int",
     "--model.lr=fast": "model.lr=fast: expected float",
     "--trainer.max_epochs=many": "trainer.max_epochs=many: expected int or None",
-    "--model.net.patch_size=[1,x]": "model.net.patch_size=[1, 'x']: expected int, Sequence[int] "
-    "or None",
+    "--model.net.patch_size=[1,x]": "model.net.patch_size=[1, 'x']: expected int, Sequence[int] or None",
     "--model.net=ndlightnet.NDLightNett": "model.net=ndlightnet.NDLightNett: ndlightnet has no "
     "NDLightNett; did you mean NDLightNet?",
     "extra": "extra: expected options only, such as --config FILE",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("option", WRONG)
@@ -368,11 +369,13 @@ def test_a_wrong_option_is_one_line(classify, tmp_path, option):
     "mixer, said",
     [
         (f"{MIXERS}.GLAX", f"mixer='{MIXERS}.GLAX': did you mean 'GLA'?"),
-        (f"{{class_path: {MIXERS}.GLA, init_args: {{num_heads: 3}}}}",
-         "mixer: GLA has no 'num_heads', did you mean 'heads'?"),
+        (
+            f"{{class_path: {MIXERS}.GLA, init_args: {{num_heads: 3}}}}",
+            "mixer: GLA has no 'num_heads', did you mean 'heads'?",
+        ),
         (f"{{class_path: {MIXERS}.GLA, init_args: {{heads: x}}}}", "model: wrong type of an arg"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_mixer_is_one_line(classify, tmp_path, mixer, said):
     out = tmp_path / "out"
     done = classify("fit", f"--trainer.default_root_dir={out}", f"--model.net.mixer={mixer}")

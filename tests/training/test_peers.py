@@ -6,11 +6,7 @@ from torch import nn
 
 from ndlightnet.training.peers import DynUNet, SegResNet, SwinUNETR, TorchvisionVideo
 
-SMALL = {
-    DynUNet: {"strides": (2, 2)},
-    SegResNet: {"init_filters": 8},
-    SwinUNETR: {"feature_size": 12},
-}
+SMALL = {DynUNet: {"strides": (2, 2)}, SegResNet: {"init_filters": 8}, SwinUNETR: {"feature_size": 12}}
 each_peer = pytest.mark.parametrize("peer", SMALL)
 
 
@@ -42,11 +38,7 @@ def test_deep_supervision_in_training_only(strides, levels):
     """A list of logits, each brought to the size of the input."""
     net, x = DynUNet(2, 1, 3, strides), torch.randn(2, 1, 17, 22)
     outputs = net.train()(x)
-    assert (
-        isinstance(outputs, list)
-        and len(outputs) == levels
-        and all(y.shape == (2, 3, 17, 22) for y in outputs)
-    )
+    assert isinstance(outputs, list) and len(outputs) == levels and all(y.shape == (2, 3, 17, 22) for y in outputs)
     assert not any(torch.equal(outputs[0], y) for y in outputs[1:])
     assert net.eval()(x).shape == (2, 3, 17, 22)
     plain = DynUNet(2, 1, 3, strides, deep_supervision=False).train()

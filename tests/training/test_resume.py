@@ -39,66 +39,108 @@ NET = {"embed_dim": 8, "depth": 2, "drop_rate": 0.2, "drop_path_rate": 0.5}
 # of each kind of data: the task, its data's class, both classes' arguments
 KINDS = {
     "segmentation": (
-        SegmentationTask, VolumeData, "ndlightnet.NDLightUNet",
-        {"dims": 3, "in_channels": 1, "out_channels": 2, "strides": [2, 2], "widths": [4, 8, 8],
-         "convs": [1, 1, 1], "depths": [0, 1, 2], "drop_path_rate": 0.5, "deep_supervision": True},
+        SegmentationTask,
+        VolumeData,
+        "ndlightnet.NDLightUNet",
+        {
+            "dims": 3,
+            "in_channels": 1,
+            "out_channels": 2,
+            "strides": [2, 2],
+            "widths": [4, 8, 8],
+            "convs": [1, 1, 1],
+            "depths": [0, 1, 2],
+            "drop_path_rate": 0.5,
+            "deep_supervision": True,
+        },
         "ndlightnet.training.VolumeData",
-        {"patch": [8, 8, 8], "batch_size": 2, "batches": 5,
-         "augment": {"flip_axes": [0, 1, 2], "turn": 0.5, "shift": 1}},
+        {
+            "patch": [8, 8, 8],
+            "batch_size": 2,
+            "batches": 5,
+            "augment": {"flip_axes": [0, 1, 2], "turn": 0.5, "shift": 1},
+        },
     ),
     "video": (
-        VideoTask, VideoData, "ndlightnet.NDLightNet",
+        VideoTask,
+        VideoData,
+        "ndlightnet.NDLightNet",
         {**NET, "dims": 3, "num_classes": 6, "patch_size": [2, 8, 8]},
         "ndlightnet.training.VideoData",
-        {"frames": 2, "size": 16, "batch_size": 5, "clips": 1, "hflip": True, "repeats": 2,
-         "validation": 0.34},
+        {"frames": 2, "size": 16, "batch_size": 5, "clips": 1, "hflip": True, "repeats": 2, "validation": 0.34},
     ),
     "text": (
-        TextTask, TextData, "ndlightnet.NDLightNet",
+        TextTask,
+        TextData,
+        "ndlightnet.NDLightNet",
         {**NET, "dims": 1, "vocab_size": 256, "causal": True},
         "ndlightnet.training.TextData",
         {"length": 16, "windows": 20, "batch_size": 4, "lengths": [16], "test_bytes": 32},
     ),
     "image": (
-        ImageTask, ImageData, "ndlightnet.NDLightNet",
+        ImageTask,
+        ImageData,
+        "ndlightnet.NDLightNet",
         {**NET, "dims": 2, "in_chans": 1, "num_classes": 3, "patch_size": 2},
         "ndlightnet.training.ImageData",
         {"batch_size": 4, "shift": 1, "flips": [0, 1], "train_limit": 20},
     ),
     "images": (
-        ImageTask, ImageFolders, "ndlightnet.NDLightNet",
+        ImageTask,
+        ImageFolders,
+        "ndlightnet.NDLightNet",
         {**NET, "dims": 2, "num_classes": 3, "patch_size": 2},
         "ndlightnet.training.ImageFolders",
-        {"size": 6, "batch_size": 4, "hflip": 0.5, "mixup": 0.5, "cutmix": 0.5,
-         "randaugment": {"num_ops": 1}, "color_jitter": 0.1, "random_erasing": 0.3},
+        {
+            "size": 6,
+            "batch_size": 4,
+            "hflip": 0.5,
+            "mixup": 0.5,
+            "cutmix": 0.5,
+            "randaugment": {"num_ops": 1},
+            "color_jitter": 0.1,
+            "random_erasing": 0.3,
+        },
     ),
     "generation": (
-        GenerationTask, ImageData, "ndlightnet.NDLightDiT",
-        {"dims": 2, "in_chans": 1, "num_classes": 3, "embed_dim": 8, "depth": 2,
-         "class_dropout": 0.3},
-        "ndlightnet.training.ImageData", {"batch_size": 4, "train_limit": 20},
+        GenerationTask,
+        ImageData,
+        "ndlightnet.NDLightDiT",
+        {"dims": 2, "in_chans": 1, "num_classes": 3, "embed_dim": 8, "depth": 2, "class_dropout": 0.3},
+        "ndlightnet.training.ImageData",
+        {"batch_size": 4, "train_limit": 20},
     ),
     "volume": (
-        ImageTask, ImageData, "ndlightnet.NDLightNet",
+        ImageTask,
+        ImageData,
+        "ndlightnet.NDLightNet",
         {**NET, "dims": 3, "in_chans": 1, "num_classes": 2, "patch_size": 2},
         "ndlightnet.training.VolumeFolders",
-        {"size": [6, 5, 4], "batch_size": 4, "validation": 0.2, "train_limit": 20,
-         "augment": {"flip_axes": [0, 2], "shift": 1, "turn": 0.5}},
+        {
+            "size": [6, 5, 4],
+            "batch_size": 4,
+            "validation": 0.2,
+            "train_limit": 20,
+            "augment": {"flip_axes": [0, 2], "shift": 1, "turn": 0.5},
+        },
     ),
     "signal": (
-        SignalTask, SignalData, "ndlightnet.NDLightNet",
+        SignalTask,
+        SignalData,
+        "ndlightnet.NDLightNet",
         {**NET, "dims": 1, "in_chans": 32, "num_classes": 3, "patch_size": 2},
         "ndlightnet.training.SignalData",
         {"spectrum": [64, 32], "batch_size": 2},
     ),
     "forecast": (
-        ForecastTask, SeriesData, "ndlightnet.models.forecaster.Forecaster",
+        ForecastTask,
+        SeriesData,
+        "ndlightnet.models.forecaster.Forecaster",
         {"in_chans": 2, "label_length": 24, "embed_dim": 8, "depth": 1, "drop_rate": 0.2},
         "ndlightnet.training.SeriesData",
-        {"file": "hours.csv", "input_length": 24, "horizon": 6, "split": [49, 90, 120],
-         "batch_size": 4},
+        {"file": "hours.csv", "input_length": 24, "horizon": 6, "split": [49, 90, 120], "batch_size": 4},
     ),
-}  # fmt: skip
+}
 # so that torch, Lightning and MONAI are imported once, and no process is forked that has threads
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
@@ -107,27 +149,27 @@ PROCESSES.set_forkserver_preload(
 
 
 def has_workers(kind: str) -> bool:
-    return kind not in (
-        "image",
-        "generation",
-        "volume",
-    )  # their batches are made where they are used
+    return kind not in ("image", "generation", "volume")  # their batches are made where they are used
 
 
 def config(kind: str, root: Path, out: Path, workers: int, accelerator: str = "cpu") -> Path:
     *_, net, net_arguments, data, data_arguments = KINDS[kind]
-    average = {"class_path": "ndlightnet.training.AveragedWeights",
-               "init_args": {"decay": 0.8, "warmup": True}}  # fmt: skip
+    average = {"class_path": "ndlightnet.training.AveragedWeights", "init_args": {"decay": 0.8, "warmup": True}}
     given = {
         "seed_everything": 3,
         "trainer": {
-            "accelerator": accelerator, "max_epochs": 3, "log_every_n_steps": 1,
-            "gradient_clip_val": 1.0, "default_root_dir": str(out), "callbacks": [average],
-            "enable_progress_bar": False, "enable_model_summary": False,
+            "accelerator": accelerator,
+            "max_epochs": 3,
+            "log_every_n_steps": 1,
+            "gradient_clip_val": 1.0,
+            "default_root_dir": str(out),
+            "callbacks": [average],
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
         },
         "model": {"lr": 1e-2, "net": {"class_path": net, "init_args": net_arguments}},
         "data": {"class_path": data, "init_args": {"root": str(root), **data_arguments}},
-    }  # fmt: skip
+    }
     if has_workers(kind):
         given["data"]["init_args"]["workers"] = workers
     out.mkdir(exist_ok=True)
@@ -171,9 +213,7 @@ def train(kind: str, given: Path, die: int = -1, *more: str) -> int:
 def checkpoint(out: Path, name: str) -> dict:
     saved = torch.load(out / "checkpoints" / f"{name}.ckpt", weights_only=True)
     saved["best"] = [  # not the paths
-        state["best_model_score"]
-        for key, state in saved.pop("callbacks").items()
-        if "ModelCheckpoint" in key
+        state["best_model_score"] for key, state in saved.pop("callbacks").items() if "ModelCheckpoint" in key
     ]
     saved.pop("cost", None)  # seconds
     return saved
@@ -253,10 +293,7 @@ def losses(out: Path) -> list[tuple[int, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, workers",
-    [("segmentation", 0), *((kind, 2 * has_workers(kind)) for kind in KINDS)],
-)
+@pytest.mark.parametrize("kind, workers", [("segmentation", 0), *((kind, 2 * has_workers(kind)) for kind in KINDS)])
 def test_killed_in_mid_epoch_and_resumed(runs, kind, workers):
     """In the third epoch, which a resumed training begins with."""
     root, whole, out, copy = runs(kind)

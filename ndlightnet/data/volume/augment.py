@@ -30,9 +30,15 @@ FACTOR = (0.75, 1.25)  # of brightness and of contrast
 LOW = (0.5, 1.0)  # fraction of the cells that a low resolution keeps along an axis
 GAMMA = (0.7, 1.5)
 PROBABILITIES = {
-    "noise": 0.1, "blur": 0.2, "brightness": 0.15, "contrast": 0.15, "low": 0.25,
-    "inverted gamma": 0.1, "gamma": 0.3, "mirror": 0.5,
-}  # fmt: skip
+    "noise": 0.1,
+    "blur": 0.2,
+    "brightness": 0.15,
+    "contrast": 0.15,
+    "low": 0.25,
+    "inverted gamma": 0.1,
+    "gamma": 0.3,
+    "mirror": 0.5,
+}
 PER_CHANNEL = {"blur": 0.5, "low": 0.5}  # probability of each channel of a chosen sample
 LINEAR = ("", "linear", "bilinear", "trilinear")  # torch's names, by the number of axes
 TAPS = 3  # the blur's reach in cells: 3 sigma
@@ -63,14 +69,10 @@ class Augment:
         if self.spacing is not None and not all(0 < mm < float("inf") for mm in self.spacing):
             raise DataError(f"spacing={self.spacing}: expected mm above 0")
         if self.shift < 0 or not 0 <= self.turn <= 1:
-            raise DataError(
-                f"shift={self.shift}, turn={self.turn}: expected 0 or more cells and a probability"
-            )
+            raise DataError(f"shift={self.shift}, turn={self.turn}: expected 0 or more cells and a probability")
 
     @torch.no_grad()
-    def __call__(
-        self, image: Tensor, label: Tensor | None, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, image: Tensor, label: Tensor | None, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
         """Augment image (batch, channels, *space), floating point, and label (batch, 1, *space),
         integers below 2**24, or None; generator on the CPU. Returns new tensors, image as float32.
         With four axes the first is time.
@@ -99,12 +101,9 @@ class Augment:
                 "image: expected floats (batch, channels, *space) with 2 or 3 axes of space, or "
                 f"time and 3, got {tuple(image.shape)} {image.dtype}"
             )
-        if label is not None and (
-            label.shape != (len(image), 1, *image.shape[2:]) or label.is_floating_point()
-        ):
+        if label is not None and (label.shape != (len(image), 1, *image.shape[2:]) or label.is_floating_point()):
             raise DataError(
-                f"label: expected integers {(len(image), 1, *image.shape[2:])}, got "
-                f"{tuple(label.shape)} {label.dtype}"
+                f"label: expected integers {(len(image), 1, *image.shape[2:])}, got {tuple(label.shape)} {label.dtype}"
             )
         if any(not 0 <= axis < axes for axis in self.flip_axes):
             raise DataError(f"flip_axes={self.flip_axes}: axes are 0 to {axes - 1}")

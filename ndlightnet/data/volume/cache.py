@@ -108,9 +108,7 @@ def _key(case: Case, prepare: Prepare, classes: int, patch: Sequence[int] | None
     """Return a hash that differs for every way to prepare and every state of the files."""
     paths = [path for path in (*case.images, case.label) if path is not None]
     files = [
-        file
-        for path in paths
-        for file in (sorted(path.rglob("*")) if path.is_dir() else [path, *companions(path)])
+        file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path, *companions(path)])
     ]
     there = [f for f in files if f.is_file()]  # a link may lead nowhere
     states = [(str(f.resolve()), f.stat().st_mtime_ns, f.stat().st_size) for f in there]

@@ -103,9 +103,7 @@ def read_volume(case: Case, size: Sequence[int], spacing: Sequence[float]) -> Te
     return torch.as_tensor(fitted[0].round().to(torch.uint8))
 
 
-def read_part(
-    cases: Sequence[tuple[Case, int]], size: Sequence[int], spacing: Sequence[float]
-) -> ImageSet:
+def read_part(cases: Sequence[tuple[Case, int]], size: Sequence[int], spacing: Sequence[float]) -> ImageSet:
     """Read a split into memory; the first case that cannot be used raises its DataError."""
     images = in_threads(lambda each: read_volume(each[0], size, spacing), cases, "reading volumes")
     return ImageSet(torch.stack(images), torch.tensor([label for _, label in cases]))

@@ -33,9 +33,7 @@ class Crops(Dataset[tuple[Tensor, Tensor, int]]):
     Raises DataError for a fraction outside 0..1.
     """
 
-    def __init__(
-        self, cases: Any, patch: Sequence[int], batch_size: int, foreground: float, seed: int
-    ) -> None:
+    def __init__(self, cases: Any, patch: Sequence[int], batch_size: int, foreground: float, seed: int) -> None:
         self.cases, self.patch, self.seed = cases, np.array(patch), seed
         if not 0 <= foreground <= 1:
             raise DataError(f"data.foreground: {foreground}, expected a fraction from 0 to 1")

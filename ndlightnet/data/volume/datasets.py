@@ -13,15 +13,7 @@ from typing import Any
 from ndlightnet.data.errors import DataError, one_line
 from ndlightnet.data.folders import files_below, leave_out
 from ndlightnet.data.volume.dicom_tree import Series, find_series
-from ndlightnet.data.volume.formats import (
-    ENDINGS,
-    FILES,
-    FOLDER,
-    PICTURES,
-    companions,
-    reader_of,
-    stem,
-)
+from ndlightnet.data.volume.formats import ENDINGS, FILES, FOLDER, PICTURES, companions, reader_of, stem
 from ndlightnet.data.volume.grid import Case
 from ndlightnet.data.volume.nifti import is_header
 from ndlightnet.data.volume.pictures import has_colours
@@ -64,8 +56,7 @@ def read_dataset(folder: str | Path, notes: list[str] | None = None) -> Dataset:
         raise
     except FileNotFoundError as error:
         raise DataError(
-            f"{file}: no such file, expected a folder in the layout of nnU-Net or of the Medical "
-            "Segmentation Decathlon"
+            f"{file}: no such file, expected a folder in the layout of nnU-Net or of the Medical Segmentation Decathlon"
         ) from error
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror})") from error
@@ -171,8 +162,7 @@ def _read_nnunet(file: Path, listing: dict[str, Any], notes: list[str] | None) -
     ending = listing.get("file_ending")
     if str(ending).lower() not in (*ENDINGS, *PICTURES):
         raise DataError(
-            f"{file}: 'file_ending' is {one_line(repr(ending))}, expected one of "
-            f"{', '.join((*ENDINGS, *PICTURES))}"
+            f"{file}: 'file_ending' is {one_line(repr(ending))}, expected one of {', '.join((*ENDINGS, *PICTURES))}"
         )
     ending, count = str(ending).lower(), len(channels)
     training, test = (_split(file, kind, ending, count, notes) for kind in ("Tr", "Ts"))
@@ -188,9 +178,7 @@ def _named_numbers(file: Path, numbers: Any) -> tuple[str, ...]:
             wrong = f"has the region {name!r}: {one_line(number)}; one number a label is expected"
             raise DataError(f"{file}: 'labels' {wrong}")
         if name == "ignore":
-            raise DataError(
-                f"{file}: 'labels' has 'ignore'; partly labelled volumes cannot be used"
-            )
+            raise DataError(f"{file}: 'labels' has 'ignore'; partly labelled volumes cannot be used")
     if any(type(number) is not int for number in numbers.values()) or (
         sorted(numbers.values()) != list(range(len(numbers)))
     ):
@@ -199,9 +187,7 @@ def _named_numbers(file: Path, numbers: Any) -> tuple[str, ...]:
     return tuple(sorted(numbers, key=lambda name: int(numbers[name])))
 
 
-def _split(
-    file: Path, kind: str, ending: str, channels: int, notes: list[str] | None
-) -> tuple[Case, ...]:
+def _split(file: Path, kind: str, ending: str, channels: int, notes: list[str] | None) -> tuple[Case, ...]:
     """List the cases of images{kind} and labels{kind}; labelsTs may be missing or incomplete."""
     images, labels = (file.parent / f"{what}{kind}" for what in ("images", "labels"))
     if not images.is_dir():
@@ -297,9 +283,7 @@ def find_inputs(
                     headers = " or ".join(path.stem + ending for ending in reader.endings)
                     raise DataError(f"{path}: is read with its header, expected {headers}")
                 more = "" if pictures else f" ({', '.join(PICTURES)} with data.patch of 2 sizes)"
-                raise DataError(
-                    f"{path}: is not a {FILES}{more}; for DICOM give the folder of the series"
-                )
+                raise DataError(f"{path}: is not a {FILES}{more}; for DICOM give the folder of the series")
         else:
             named, home = _named(files_below(path), endings), path
             files = [file for file in named if _is_there(file)]
@@ -353,19 +337,13 @@ def _is_there(path: Path) -> bool:
 
 def _named(paths: Iterable[Path], endings: tuple[str, ...]) -> list[Path]:
     # Hidden files are left-overs: "._ct.nii.gz" of macOS archives, unfinished writes.
-    return sorted(
-        p for p in paths if p.name.lower().endswith(endings) and not p.name.startswith(".")
-    )
+    return sorted(p for p in paths if p.name.lower().endswith(endings) and not p.name.startswith("."))
 
 
 def _read_of(folder: Path, files: Sequence[Path], slices: Sequence[Path] = ()) -> set[Path]:
     """Return the entries of a folder that these volumes are read from or that hold them, and those
     that are or hold DICOM files, `slices`: a separate note tells which of them are left out."""
-    inside = {
-        parent
-        for path in {file.parent for file in (*files, *slices)}
-        for parent in (path, *path.parents)
-    }
+    inside = {parent for path in {file.parent for file in (*files, *slices)} for parent in (path, *path.parents)}
     voxels = {file for path in files for file in companions(path)}
     return {*files, *slices, *inside, *voxels, folder / "DICOMDIR"}
 

@@ -33,8 +33,17 @@ ALIKE = 1e-3  # largest difference of directions and pixel sizes in a series: th
 # Tags that a DICOM-SEG repeats from its source, so that it is filed beside it.
 REFERRED = ("StudyInstanceUID", "SeriesInstanceUID", "SOPInstanceUID", "FrameOfReferenceUID")
 # These may be empty, but the standard requires them; de-identified files lack some.
-FILED = ("PatientID", "PatientName", "PatientBirthDate", "PatientSex", "StudyDate", "StudyTime",
-         "StudyID", "AccessionNumber", "ReferringPhysicianName")  # fmt: skip
+FILED = (
+    "PatientID",
+    "PatientName",
+    "PatientBirthDate",
+    "PatientSex",
+    "StudyDate",
+    "StudyTime",
+    "StudyID",
+    "AccessionNumber",
+    "ReferringPhysicianName",
+)
 
 
 def open_series(folder: Path, files: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
@@ -55,9 +64,7 @@ def open_series(folder: Path, files: Sequence[Path] = ()) -> tuple[FileGrid, Rea
     return FileGrid(folder, shape, affine, tuple(notes), tuple(slices), value_unit=unit), read
 
 
-def _series(
-    folder: Path, files: Sequence[Path]
-) -> tuple[list[Slice], NDArray[np.float64], list[str]]:
+def _series(folder: Path, files: Sequence[Path]) -> tuple[list[Slice], NDArray[np.float64], list[str]]:
     """Return the slices in the order of z, the affine to RAS mm, and notes."""
     headers, notes = _headers(folder, files)
     slices = [checked(header) for header in headers]
@@ -110,10 +117,7 @@ def _headers(folder: Path, files: Sequence[Path]) -> tuple[list[Any], list[str]]
     notes = []
     if len(series) > 1:
         first = series[chosen][0]
-        about = (
-            f"SeriesNumber {text_of(first, 'SeriesNumber')}, "
-            f"{text_of(first, 'SeriesDescription')!r}"
-        )
+        about = f"SeriesNumber {text_of(first, 'SeriesNumber')}, {text_of(first, 'SeriesDescription')!r}"
         notes.append(
             f"{folder}: holds {len(series)} series; took the one with the most slices, "
             f"{len(series[chosen])} ({one_line(about)}, {chosen})"
@@ -128,8 +132,7 @@ def _check_same(one: Slice, first: Slice) -> None:
         if not same:
             ours, theirs = (one_line(text_of(s.header, tag) or "missing") for s in (one, first))
             raise DataError(
-                f"{one.file}: {tag} is {ours}, expected {theirs} as in {first.file.name}, of the "
-                "same series"
+                f"{one.file}: {tag} is {ours}, expected {theirs} as in {first.file.name}, of the same series"
             )
 
     turns, others = (np.r_[s.along_row, s.along_column] for s in (one, first))
@@ -151,15 +154,16 @@ def _thickness(one: Slice) -> float:
         return 0.0
     low, high = EDGES
     mm = numbers(
-        one.header, "SliceThickness", 1, f"0 (not known) or {low:g} to {high:g} (mm)",
+        one.header,
+        "SliceThickness",
+        1,
+        f"0 (not known) or {low:g} to {high:g} (mm)",
         lambda found: found[0] == 0 or low <= found[0] <= high,
-    )  # fmt: skip
+    )
     return float(mm[0])
 
 
-def _even_step(
-    folder: Path, slices: Sequence[Slice], normal: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def _even_step(folder: Path, slices: Sequence[Slice], normal: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the step from a slice to the next, in mm; it is oblique if the gantry was tilted."""
     places = np.array([one.place for one in slices])
     steps = np.diff(places, axis=0)
@@ -181,9 +185,7 @@ def _even_step(
     return np.asarray((places[-1] - places[0]) / (len(places) - 1))
 
 
-def save_segmentation(
-    labels: Tensor | NDArray[Any], grid: FileGrid, path: str | Path, names: Sequence[str]
-) -> None:
+def save_segmentation(labels: Tensor | NDArray[Any], grid: FileGrid, path: str | Path, names: Sequence[str]) -> None:
     """Writes labels (x, y, z), whole numbers, as a DICOM-SEG (`.dcm`, binary segments) that refers
     to the slices of `grid`. names[n] names the label n; 0 is the background and no segment. The
     file appears complete or not at all.
@@ -225,9 +227,7 @@ def save_segmentation(
             segment_label=name[:64],  # as long as the standard allows
             segmented_property_category=tissue,
             # The meaning of a name is not known here: a private code with that name stands for it.
-            segmented_property_type=highdicom.sr.CodedConcept(
-                str(number), "99NDLIGHTNET", name[:64]
-            ),
+            segmented_property_type=highdicom.sr.CodedConcept(str(number), "99NDLIGHTNET", name[:64]),
             algorithm_type="AUTOMATIC",
             algorithm_identification=highdicom.AlgorithmIdentificationSequence(
                 name="ndlightnet",

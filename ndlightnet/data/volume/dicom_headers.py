@@ -26,10 +26,23 @@ SCALING = ("RescaleSlope", "RescaleIntercept")
 SAME_PLACE = 0.01  # mm
 # What differs between the volumes of one series: echoes, acquisitions, phases, kinds of images,
 # times. A volume is named by the first that tell it apart.
-VOLUME_TAGS = ("EchoNumbers", "EchoTime", "AcquisitionNumber", "TemporalPositionIdentifier",
-               "NominalPercentageOfCardiacPhase", "TriggerTime", "ImageType", "InversionTime",
-               "FlipAngle", "DiffusionBValue", "KVP", "ConvolutionKernel", "FrameReferenceTime",
-               "AcquisitionTime", "ContentTime")  # fmt: skip
+VOLUME_TAGS = (
+    "EchoNumbers",
+    "EchoTime",
+    "AcquisitionNumber",
+    "TemporalPositionIdentifier",
+    "NominalPercentageOfCardiacPhase",
+    "TriggerTime",
+    "ImageType",
+    "InversionTime",
+    "FlipAngle",
+    "DiffusionBValue",
+    "KVP",
+    "ConvolutionKernel",
+    "FrameReferenceTime",
+    "AcquisitionTime",
+    "ContentTime",
+)
 
 
 @dataclass(frozen=True)
@@ -98,11 +111,7 @@ def is_mosaic(header: Any) -> bool:
 
 
 def numbers(
-    header: Any,
-    tag: str,
-    count: int,
-    expected: str,
-    good: Callable[[Numbers], Any] = lambda found: True,
+    header: Any, tag: str, count: int, expected: str, good: Callable[[Numbers], Any] = lambda found: True
 ) -> Numbers:
     """Return the `count` finite numbers of a tag. DataError, with the file, the tag and its value,
     if it is missing, does not hold such numbers, or they are not `good`."""
@@ -122,17 +131,12 @@ def whole(header: Any, tag: str, default: int, among: range | tuple[int, ...]) -
     """Return the whole number of a tag, one of `among`; `default` if it is missing."""
     if text_of(header, tag) == "":
         return default
-    some = (
-        f"{among[0]} to {among[-1]}" if isinstance(among, range) else " or ".join(map(str, among))
-    )
+    some = f"{among[0]} to {among[-1]}" if isinstance(among, range) else " or ".join(map(str, among))
     return int(numbers(header, tag, 1, some, lambda found: found[0] in among)[0])
 
 
 def place_of(header: Any) -> Numbers:
-    return numbers(
-        header, "ImagePositionPatient", 3, "3 finite numbers (mm)",
-        lambda mm: np.abs(mm).max() < FARTHEST,
-    )  # fmt: skip
+    return numbers(header, "ImagePositionPatient", 3, "3 finite numbers (mm)", lambda mm: np.abs(mm).max() < FARTHEST)
 
 
 def checked(header: Any) -> Slice:
@@ -155,25 +159,31 @@ def checked(header: Any) -> Slice:
             "to which dcm2niix converts it"
         )
     place = place_of(header)
-    cosines = numbers(
-        header, "ImageOrientationPatient", 6, "two directions at right angles, of length 1", _turn
-    )
+    cosines = numbers(header, "ImageOrientationPatient", 6, "two directions at right angles, of length 1", _turn)
     low, high = EDGES
     gaps = numbers(
-        header, "PixelSpacing", 2, f"2 numbers from {low:g} to {high:g} (mm)",
+        header,
+        "PixelSpacing",
+        2,
+        f"2 numbers from {low:g} to {high:g} (mm)",
         lambda mm: low <= mm.min() and mm.max() <= high,
-    )  # fmt: skip
+    )
     sides = range(1, 2**16)
     rows, columns = (
-        int(numbers(header, tag, 1, "1 to 65535", lambda found: found[0] in sides)[0])
-        for tag in ("Rows", "Columns")
+        int(numbers(header, tag, 1, "1 to 65535", lambda found: found[0] in sides)[0]) for tag in ("Rows", "Columns")
     )
     whole(header, "BitsAllocated", 16, (8, 16, 32))
     lengths = np.linalg.norm(cosines.reshape(2, 3), axis=1)
     return Slice(
-        file, header, place, cosines[:3] / lengths[0], cosines[3:] / lengths[1],
-        (float(gaps[0]), float(gaps[1])), (rows, columns), _scaling(header),
-    )  # fmt: skip
+        file,
+        header,
+        place,
+        cosines[:3] / lengths[0],
+        cosines[3:] / lengths[1],
+        (float(gaps[0]), float(gaps[1])),
+        (rows, columns),
+        _scaling(header),
+    )
 
 
 def _turn(cosines: Numbers) -> bool:

@@ -32,9 +32,22 @@ from ndlightnet.data.volume.formats import ENDINGS, stem
 MANY = 500  # files; reading the headers of more takes seconds, which a progress bar shows
 KEPT = 40  # letters of each part of a name
 # The only tags of a header that are held here: there may be tens of thousands of headers.
-TAGS = ["SOPClassUID", "SOPInstanceUID", "SeriesInstanceUID", "StudyInstanceUID", "PatientID",
-        "PatientName", "FrameOfReferenceUID", "Modality", "SeriesNumber", "SeriesDescription",
-        "ImagePositionPatient", "ImageOrientationPatient", "Rows", *VOLUME_TAGS]  # fmt: skip
+TAGS = [
+    "SOPClassUID",
+    "SOPInstanceUID",
+    "SeriesInstanceUID",
+    "StudyInstanceUID",
+    "PatientID",
+    "PatientName",
+    "FrameOfReferenceUID",
+    "Modality",
+    "SeriesNumber",
+    "SeriesDescription",
+    "ImagePositionPatient",
+    "ImageOrientationPatient",
+    "Rows",
+    *VOLUME_TAGS,
+]
 ONE_SERIES = ("SeriesInstanceUID", "StudyInstanceUID", "PatientID", "FrameOfReferenceUID")
 
 Differences = tuple[tuple[str, str], ...]  # tags and their values
@@ -119,9 +132,7 @@ def _headers(root: Path, left: Counter[str]) -> dict[Path, dict[Path, Any]]:
     return found
 
 
-def _sort_out(
-    folder: Path, headers: dict[Path, Any], found: list[Series], left: Counter[str]
-) -> None:
+def _sort_out(folder: Path, headers: dict[Path, Any], found: list[Series], left: Counter[str]) -> None:
     """Add the series of a folder to `found`, and the counts of its other objects to `left`."""
     here: dict[str, Series] = {}
     lost = []
@@ -146,9 +157,7 @@ def _join(found: list[Series], series: Series) -> None:
     """Add a series, or the rest of one: some archives put a fixed number of files into a folder and
     continue in the next. A copy, with the same objects, is a separate series."""
     for begun in found:
-        same = series.text(ONE_SERIES[0]) and all(
-            begun.text(tag) == series.text(tag) for tag in ONE_SERIES
-        )
+        same = series.text(ONE_SERIES[0]) and all(begun.text(tag) == series.text(tag) for tag in ONE_SERIES)
         if same and not begun.texts("SOPInstanceUID") & series.texts("SOPInstanceUID"):
             begun.folder = Path(os.path.commonpath([begun.folder, series.folder]))
             begun.headers += series.headers
@@ -173,15 +182,11 @@ def _volumes(series: Series) -> list[Series]:
     # an image may be there twice, and a copy may have lost tags
     originals: dict[str, Any] = {}
     headers = [
-        originals.setdefault(text_of(header, "SOPInstanceUID") or header.filename, header)
-        for header in series.headers
+        originals.setdefault(text_of(header, "SOPInstanceUID") or header.filename, header) for header in series.headers
     ]
     volumes: list[Differences] = [()] * len(places)
     for tag in VOLUME_TAGS:
-        finer = [
-            (*volume, (tag, text_of(header, tag)))
-            for volume, header in zip(volumes, headers, strict=True)
-        ]
+        finer = [(*volume, (tag, text_of(header, tag))) for volume, header in zip(volumes, headers, strict=True)]
         images = {*zip(finer, places, strict=True)}
         fewest = min(Counter(volume for volume, _ in images).values())
         apart = len(images) > len({*zip(volumes, places, strict=True)})
@@ -214,9 +219,8 @@ def _name(found: Sequence[Series], root: Path) -> None:
     together = Counter(series.folder for series in found)
     taken = Counter(stem(entry).casefold() for entry in [*root.iterdir(), root.resolve()])
     named = [
-        series for series in found
-        if together[series.folder] > 1 or root not in (series.folder, series.folder.parent)
-    ]  # fmt: skip
+        series for series in found if together[series.folder] > 1 or root not in (series.folder, series.folder.parent)
+    ]
     for series in named:
         patient = series.text("PatientID") or series.text("PatientName") or "unknown"
         parts = [patient, series.text("Modality"), series.text("SeriesNumber")]

@@ -12,19 +12,13 @@ from pydicom.encaps import encapsulate, get_frame
 from pydicom.pixels.decoders.base import get_decoder
 from pydicom.pixels.processing import apply_rescale
 from pydicom.pixels.utils import pixel_array
-from pydicom.uid import (
-    JPEGLSTransferSyntaxes,
-    JPEGTransferSyntaxes,
-    SecondaryCaptureImageStorage,
-    generate_uid,
-)
+from pydicom.uid import JPEGLSTransferSyntaxes, JPEGTransferSyntaxes, SecondaryCaptureImageStorage, generate_uid
 
 from ndlightnet.data.errors import DataError, readable
 
 JPEG = (*JPEGTransferSyntaxes, *JPEGLSTransferSyntaxes)
 END = b"\xff\xd9"  # marker of the end of a JPEG or JPEG-LS stream
-STORED = ("Rows", "Columns", "SamplesPerPixel", "BitsAllocated", "BitsStored", "HighBit",
-          "PixelRepresentation")  # fmt: skip
+STORED = ("Rows", "Columns", "SamplesPerPixel", "BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation")
 
 
 def read_voxels(header: Any) -> NDArray[Any]:
@@ -80,7 +74,6 @@ def _jpeg(file: Path, whole: Any) -> NDArray[Any]:
     rows, columns = values.shape[-2:]
     if (rows, columns) != (whole.Rows, whole.Columns):
         raise DataError(
-            f"{file}: its PixelData has {rows} rows and {columns} columns, expected {whole.Rows} "
-            f"and {whole.Columns}"
+            f"{file}: its PixelData has {rows} rows and {columns} columns, expected {whole.Rows} and {whole.Columns}"
         )
     return values.reshape(rows, columns)

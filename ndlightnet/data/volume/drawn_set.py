@@ -19,9 +19,14 @@ Drawn = tuple[NDArray[np.int16], NDArray[np.uint8], NDArray[np.float64]]
 
 
 def make_set(
-    folder: Path, kind: str, numbers: Mapping[str, int], listing: Mapping[str, Any],
-    draw: Callable[[np.random.Generator], Drawn], progress: bool = True, time_step: float = 0,
-) -> Path:  # fmt: skip
+    folder: Path,
+    kind: str,
+    numbers: Mapping[str, int],
+    listing: Mapping[str, Any],
+    draw: Callable[[np.random.Generator], Drawn],
+    progress: bool = True,
+    time_step: float = 0,
+) -> Path:
     """Writes drawn cases into `folder` and returns it.
 
     kind: of the cases, which are KIND_000, KIND_001, ... numbers: "training" and "test" cases, the
@@ -33,9 +38,7 @@ def make_set(
     """
     folder, key = Path(folder), f"{kind}s"
     if numbers["training"] < 1 or numbers["test"] < 0:
-        raise ValueError(
-            f"needs training >= 1 and test >= 0, got {numbers['training']} and {numbers['test']}"
-        )
+        raise ValueError(f"needs training >= 1 and test >= 0, got {numbers['training']} and {numbers['test']}")
     if _is_complete(folder, key, numbers):
         return folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -70,9 +73,13 @@ def _is_complete(folder: Path, key: str, numbers: Mapping[str, int]) -> bool:
 
 
 def _write(
-    folder: Path, kind: str, numbers: Mapping[str, int],
-    draw: Callable[[np.random.Generator], Drawn], progress: bool, time_step: float,
-) -> dict[str, list[dict[str, str]]]:  # fmt: skip
+    folder: Path,
+    kind: str,
+    numbers: Mapping[str, int],
+    draw: Callable[[np.random.Generator], Drawn],
+    progress: bool,
+    time_step: float,
+) -> dict[str, list[dict[str, str]]]:
     """Write the files; return the entries of dataset.json for "Tr" and "Ts"."""
     parts = ["Tr"] * numbers["training"] + ["Ts"] * numbers["test"]
     names = [f"{kind}_{number:03d}.nii.gz" for number in range(len(parts))]

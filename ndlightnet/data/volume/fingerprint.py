@@ -30,13 +30,10 @@ class Fingerprint:
     voxels: NDArray[np.int64]
 
 
-def fingerprint(
-    cases: Sequence[Case], classes: int, channels: int | None = None, progress: bool = True
-) -> Fingerprint:
+def fingerprint(cases: Sequence[Case], classes: int, channels: int | None = None, progress: bool = True) -> Fingerprint:
     """Read every case once and return the statistics. Raises DataError as `Volume.read` does."""
 
-    def measure(case: Case) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float32],
-                                  NDArray[np.int64]]:  # fmt: skip
+    def measure(case: Case) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float32], NDArray[np.int64]]:
         volume = Volume.read(case, classes, channels)
         image, label = volume.image, volume.label.numpy()[0]
         axes = nibabel.io_orientation(image.affine.numpy())[:, 0].astype(int)  # type: ignore[no-untyped-call]
@@ -53,6 +50,4 @@ def fingerprint(
 
     measured = in_threads(measure, cases, "measuring volumes", progress)
     shapes, spacings, values, voxels = zip(*measured, strict=True)
-    return Fingerprint(
-        np.stack(shapes), np.stack(spacings), np.concatenate(values, 1), np.sum(voxels, 0)
-    )
+    return Fingerprint(np.stack(shapes), np.stack(spacings), np.concatenate(values, 1), np.sum(voxels, 0))

@@ -45,9 +45,7 @@ FOLDER = next(reader for reader in READERS if not reader.endings)
 FILES = f"{', '.join(_FIRST)} or {_LAST} file"  # for messages
 
 
-def open_file(
-    path: Path, slices: Sequence[Path] = (), label: bool = False
-) -> tuple[FileGrid, Read]:
+def open_file(path: Path, slices: Sequence[Path] = (), label: bool = False) -> tuple[FileGrid, Read]:
     """Open a file of an image or of a label, or a folder with the DICOM slices, by its format's
     reader; an unknown ending is taken for NIfTI. Raises DataError if it cannot be read."""
     with readable(path):

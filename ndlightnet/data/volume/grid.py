@@ -20,13 +20,24 @@ from ndlightnet.data.errors import DataError, file_name, one_line
 EDGES = (0.001, 100.0)  # mm; outside this range a header is considered broken or in another unit
 SLAB = 2**18  # voxels read at a time: 2 MB in float64
 # bytes of this machine's memory, where the system tells
-MEMORY = (
-    os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
-)
+MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else math.inf
 NO_SIDES = "left and right are not known"
-MILLIMETRES = {"": 1.0, "mm": 1.0, "um": 1e-3, "\u00b5m": 1e-3, "\u03bcm": 1e-3, "nm": 1e-6,
-               "cm": 10.0, "m": 1e3, "millimeter": 1.0, "micron": 1e-3, "micrometer": 1e-3,
-               "nanometer": 1e-6, "centimeter": 10.0, "meter": 1e3}  # fmt: skip
+MILLIMETRES = {
+    "": 1.0,
+    "mm": 1.0,
+    "um": 1e-3,
+    "\u00b5m": 1e-3,
+    "\u03bcm": 1e-3,
+    "nm": 1e-6,
+    "cm": 10.0,
+    "m": 1e3,
+    "millimeter": 1.0,
+    "micron": 1e-3,
+    "micrometer": 1e-3,
+    "nanometer": 1e-6,
+    "centimeter": 10.0,
+    "meter": 1e3,
+}
 SECONDS = {"s": 1.0, "sec": 1.0, "ms": 1e-3, "msec": 1e-3, "us": 1e-6, "usec": 1e-6}
 # read(z, channel): the slices z as (x, y, n), rescaled, in the file's type or float64
 Read = Callable[[slice, int], NDArray[Any]]
@@ -96,8 +107,7 @@ class FileGrid:
         if low < least or high > most:
             unit = f" (1 of its units is {self.unit:g} mm)" if self.unit != 1 else ""
             raise DataError(
-                f"{self.path}: has voxel edges of {low:.3g} to {high:.3g} mm{unit}, "
-                f"expected {least:g} to {most:g}"
+                f"{self.path}: has voxel edges of {low:.3g} to {high:.3g} mm{unit}, expected {least:g} to {most:g}"
             )
 
     @property
@@ -151,9 +161,7 @@ def four_axes(path: Path, shape: Sequence[int], dtype: Any) -> tuple[int, ...]:
     if 0 in axes:
         raise DataError(f"{path}: has an empty axis, no voxels: shape {axes}")
     if not 2 <= len(axes) <= 4:
-        raise DataError(
-            f"{path}: should have 3 axes (or 2, or 4 with channels or frames), has shape {axes}"
-        )
+        raise DataError(f"{path}: should have 3 axes (or 2, or 4 with channels or frames), has shape {axes}")
     return (*axes, 1, 1)[:4]
 
 
@@ -176,14 +184,11 @@ def check_size(path: Path, shape: Sequence[int], itemsize: int, most: float, hol
     if (claimed := math.prod(shape) * itemsize) > most:
         sizes = " x ".join(map(str, shape))
         raise DataError(
-            f"{path}: its header claims {sizes} voxels, {claimed / 1e9:.3g} GB, more than "
-            f"{holder} can hold"
+            f"{path}: its header claims {sizes} voxels, {claimed / 1e9:.3g} GB, more than {holder} can hold"
         )
 
 
-def label_array(
-    labels: Tensor | NDArray[Any], shape: Sequence[int], path: Path
-) -> NDArray[np.uint8 | np.int16]:
+def label_array(labels: Tensor | NDArray[Any], shape: Sequence[int], path: Path) -> NDArray[np.uint8 | np.int16]:
     """Return labels as uint8, or int16 if one is above 255. Raises ValueError unless they are whole
     numbers in 0..32767 on the grid (`shape`) of the image at `path`."""
     array = labels.detach().cpu().numpy() if isinstance(labels, Tensor) else np.asarray(labels)

@@ -25,9 +25,7 @@ NOISE = 25.0  # HU
 Floats = NDArray[np.float64]
 
 
-def make_moving_phantoms(
-    folder: Path, training: int = 24, test: int = 8, seed: int = 0, progress: bool = True
-) -> Path:
+def make_moving_phantoms(folder: Path, training: int = 24, test: int = 8, seed: int = 0, progress: bool = True) -> Path:
     """Writes `training + test` labelled series into `folder` and returns it, see `make_set`.
 
     Images are int16 Hounsfield units, labels uint8, (x, y, z, frames): about (28, 28, 20) voxels of
@@ -42,9 +40,7 @@ def make_moving_phantoms(
         "labels": {str(number): name for number, name in enumerate(LABELS)},
     }
     numbers = {"recipe": RECIPE, "training": training, "test": test, "seed": seed}
-    return make_set(
-        folder, "moving_phantom", numbers, listing, draw_moving_phantom, progress, TIME_STEP
-    )
+    return make_set(folder, "moving_phantom", numbers, listing, draw_moving_phantom, progress, TIME_STEP)
 
 
 def draw_moving_phantom(rng: np.random.Generator) -> Drawn:

@@ -16,24 +16,29 @@ from nibabel.spm2analyze import Spm2AnalyzeImage
 from numpy.typing import NDArray
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.volume.grid import (
-    NO_SIDES,
-    FileGrid,
-    Read,
-    check_size,
-    four_axes,
-    millimetres,
-    seconds,
-)
+from ndlightnet.data.volume.grid import NO_SIDES, FileGrid, Read, check_size, four_axes, millimetres, seconds
 
 DEFLATED = 1032  # largest compression ratio of gzip
 ROUNDED = 1e-3  # largest relative difference of two spacings of one header
 # The codes of xyzt_units: three bits for space, the next three for time.
 SPACE, TIME = {0: "", 1: "m", 2: "mm", 3: "um"}, {8: "s", 16: "ms", 24: "us"}
 # What a label takes from the header of its scan. Other fields and extensions hold names and dates.
-GRID_FIELDS = ("pixdim", "xyzt_units", "toffset", "qform_code", "sform_code", "quatern_b",
-               "quatern_c", "quatern_d", "qoffset_x", "qoffset_y", "qoffset_z", "srow_x", "srow_y",
-               "srow_z")  # fmt: skip
+GRID_FIELDS = (
+    "pixdim",
+    "xyzt_units",
+    "toffset",
+    "qform_code",
+    "sform_code",
+    "quatern_b",
+    "quatern_c",
+    "quatern_d",
+    "qoffset_x",
+    "qoffset_y",
+    "qoffset_z",
+    "srow_x",
+    "srow_y",
+    "srow_z",
+)
 
 
 def open_nifti(path: Path, _: Sequence[Path] = ()) -> tuple[FileGrid, Read]:
@@ -122,9 +127,14 @@ def _open(path: Path, files: dict[str, Path], kinds: Sequence[Any]) -> tuple[Fil
         return single(array, image.affine, grid)
 
     grid = FileGrid(
-        path, shape, np.diag([mm, mm, mm, 1]) @ image.affine, tuple(notes),
-        labels=None if analyze else labels, time_step=step, unit=mm,
-    )  # fmt: skip
+        path,
+        shape,
+        np.diag([mm, mm, mm, 1]) @ image.affine,
+        tuple(notes),
+        labels=None if analyze else labels,
+        time_step=step,
+        unit=mm,
+    )
     return grid, read
 
 

@@ -25,9 +25,7 @@ RECIPE = 1  # to be raised with every change of the drawing, so that older sets 
 WOBBLE = 5.0  # mm: how far the smooth random warp moves an outline
 
 
-def make_phantoms(
-    folder: Path, training: int = 24, test: int = 6, seed: int = 0, progress: bool = True
-) -> Path:
+def make_phantoms(folder: Path, training: int = 24, test: int = 6, seed: int = 0, progress: bool = True) -> Path:
     """Writes `training + test` labelled CT phantoms into `folder` and returns it, see `make_set`.
 
     Images are int16 Hounsfield units, labels uint8, about (64, 52, 40) voxels of 5-6 x 5-6 x 6-8
@@ -45,9 +43,7 @@ def make_phantoms(
     return make_set(folder, "phantom", numbers, listing, draw_phantom, progress)
 
 
-def draw_phantom(
-    rng: np.random.Generator,
-) -> tuple[NDArray[np.int16], NDArray[np.uint8], NDArray[np.float64]]:
+def draw_phantom(rng: np.random.Generator) -> tuple[NDArray[np.int16], NDArray[np.uint8], NDArray[np.float64]]:
     """Draw a phantom: image (x, y, z), HU; label (x, y, z); affine (4, 4), indices to RAS mm."""
     shape = np.array([64, 52, 40]) + rng.integers(-3, 4, 3)
     in_plane = rng.uniform(5.3, 5.9)
@@ -89,17 +85,13 @@ class Canvas:
     field.
     """
 
-    def __init__(
-        self, rng: np.random.Generator, shape: NDArray[np.int64], spacing: NDArray[np.float64]
-    ) -> None:
+    def __init__(self, rng: np.random.Generator, shape: NDArray[np.int64], spacing: NDArray[np.float64]) -> None:
         self.rng = rng
         self.shape = 2 * shape
         self.step = spacing / 2
         self.turn = _rotation(rng.normal(0, [2.0, 2.0, 4.0]))
         self.first = -self.step * (self.shape - 1) / 2
-        axes = [
-            f + s * np.arange(n) for f, s, n in zip(self.first, self.step, self.shape, strict=True)
-        ]
+        axes = [f + s * np.arange(n) for f, s, n in zip(self.first, self.step, self.shape, strict=True)]
         places = np.stack(np.meshgrid(*axes, indexing="ij"))
         turned = np.einsum("ij,jxyz->ixyz", self.turn, places).astype(np.float32)
         self.xyz: Floats = turned + np.stack([self.texture(60.0, WOBBLE / 2) for _ in range(3)])
@@ -254,11 +246,7 @@ def draw_torso(canvas: Canvas, rng: np.random.Generator) -> None:
     for _ in range(int(rng.integers(16, 24))):
         centre = (rng.uniform(-85, 85), rng.uniform(0, 62), rng.uniform(-150, dome - 115))
         radii = (rng.uniform(12, 30), rng.uniform(11, 17), rng.uniform(10, 17))
-        tilt = (
-            float(rng.uniform(-40, 40)),
-            float(rng.uniform(-40, 40)),
-            float(rng.uniform(-60, 60)),
-        )
+        tilt = (float(rng.uniform(-40, 40)), float(rng.uniform(-40, 40)), float(rng.uniform(-60, 60)))
         canvas.ellipsoid(centre, radii, vary(38.0, 0.4), BODY, tilt, cavity)
         if rng.random() < 0.35:
             bubble = (centre[0], centre[1] + 4, centre[2])

@@ -15,14 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.picture import (
-    GREY,
-    decode,
-    has_deep_colours,
-    open_image,
-    orientation,
-    white_is_zero,
-)
+from ndlightnet.data.picture import GREY, decode, has_deep_colours, open_image, orientation, white_is_zero
 from ndlightnet.data.volume.grid import FileGrid, Read
 
 OPAQUE = {"RGBA": "RGB", "LA": "L", "La": "L", "RGBa": "RGB", "PA": "P"}
@@ -53,10 +46,7 @@ def open_picture(path: Path, _: Sequence[Path] = (), label: bool = False) -> tup
             what = "a palette" if mode == "P" else f"the colours {mode}"
             notes.append(f"{path}: has {what}, taken as RGB")
             mode = "RGB"
-        if deep:
-            cells = _read_16_bits(path)
-        else:
-            cells = np.asarray(image if mode == image.mode else image.convert(mode))
+        cells = _read_16_bits(path) if deep else np.asarray(image if mode == image.mode else image.convert(mode))
         dpi = file.info.get("dpi")
         if turned:
             notes.append(f"{path}: turned upright, as its orientation tag says")
@@ -64,10 +54,7 @@ def open_picture(path: Path, _: Sequence[Path] = (), label: bool = False) -> tup
             notes.append(f"{path}: has white as 0, taken inverted: white is the largest label")
     if label and cells.ndim == 3:
         if (cells != cells[..., :1]).any():
-            raise DataError(
-                f"{path}: is a label in colours, expected whole numbers: grey or the indices of a "
-                "palette"
-            )
+            raise DataError(f"{path}: is a label in colours, expected whole numbers: grey or the indices of a palette")
         cells = cells[..., 0]
     if mode == "P":
         palette = np.reshape(image.getpalette("RGB"), (-1, 3))

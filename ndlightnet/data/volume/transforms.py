@@ -84,9 +84,7 @@ class Prepare:
 
     def __call__(self, volume: Volume) -> dict[str, Any]:
         if len(volume.image) != len(self.intensities):
-            raise ValueError(
-                f"{len(volume.image)} channels for {len(self.intensities)} intensities"
-            )
+            raise ValueError(f"{len(volume.image)} channels for {len(self.intensities)} intensities")
         name = volume.case.name
         if self.plane and volume.image.shape[-1] != 1:
             raise DataError(
@@ -120,9 +118,7 @@ class ScaleChannelsd(MapTransform):
     """The last step of Prepare as a MONAI dictionary transform: take the `channels` by number
     (None: all) of an image (channels, *space) and scale each by its Intensity."""
 
-    def __init__(
-        self, keys: Any, intensities: Sequence[Intensity], channels: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, keys: Any, intensities: Sequence[Intensity], channels: Sequence[int] | None = None) -> None:
         super().__init__(keys)
         self.intensities = list(intensities)
         self.channels = list(range(len(self.intensities)) if channels is None else channels)
@@ -131,9 +127,7 @@ class ScaleChannelsd(MapTransform):
         scaled = dict(data)
         for key in self.key_iterator(scaled):
             if len(scaled[key]) != len(self.intensities):
-                raise ValueError(
-                    f"{key}: {len(scaled[key])} channels, expected {len(self.intensities)}"
-                )
+                raise ValueError(f"{key}: {len(scaled[key])} channels, expected {len(self.intensities)}")
             scaled[key] = scaled[key][self.channels]  # a copy
             for channel, number in zip(scaled[key].as_tensor(), self.channels, strict=True):
                 self.intensities[number].scale_(channel)

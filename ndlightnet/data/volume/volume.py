@@ -171,9 +171,7 @@ class Volume:
         with atomic_write(path) as draft:
             nibabel.save(image, draft)
 
-    def save_dicom_seg(
-        self, labels: Tensor | NDArray[Any], path: str | Path, names: Sequence[str]
-    ) -> None:
+    def save_dicom_seg(self, labels: Tensor | NDArray[Any], path: str | Path, names: Sequence[str]) -> None:
         """Write labels as a DICOM-SEG, see `dicom.save_segmentation`."""
         save_segmentation(labels, self.grid, path, names)
 
@@ -236,8 +234,7 @@ def _check_frames(grids: Iterable[FileGrid]) -> None:
     for grid in others:
         if grid.shape[3] != first.shape[3]:
             raise DataError(
-                f"{grid.path}: should have {first.shape[3]} frames as {first.path.name}, has "
-                f"{grid.shape[3]}"
+                f"{grid.path}: should have {first.shape[3]} frames as {first.path.name}, has {grid.shape[3]}"
             )
 
 
@@ -269,10 +266,7 @@ def _turns(label: FileGrid, image: FileGrid, over_time: bool) -> Any:
     if _same_grid(replace(label, shape=(*shape, 1), affine=label.affine @ back), image):
         return turns
     if label.shape[:3] != image.shape[:3]:
-        raise DataError(
-            f"{label.path}: has shape {label.shape[:3]}, "
-            f"its image {image.path.name} has {image.shape[:3]}"
-        )
+        raise DataError(f"{label.path}: has shape {label.shape[:3]}, its image {image.path.name} has {image.shape[:3]}")
     raise DataError(
         f"{label.path}: has another affine than its image {image.path.name}; "
         f"corners are {_apart(label, image):.3g} mm apart"

@@ -30,9 +30,14 @@ class Mixer(Initialized, ABC):
     renamed: tuple[tuple[str, str], ...] = ()  # parameters: (name in old checkpoints, name today)
 
     def forward(
-        self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False,
-        layout: Layout | None = None, context: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        layout: Layout | None = None,
+        context: Tensor | None = None,
+    ) -> Tensor:
         """Map tokens (batch, *grid, dim) to the same shape.
 
         mask: bool over the source's tokens (batch, *grid), False = padding, which is not read.
@@ -51,9 +56,7 @@ class Mixer(Initialized, ABC):
             if causal:
                 raise ValueError("causal=True with a context: a source is read as a whole")
             if not isinstance(grid, Grid) or isinstance(grid, Part):
-                raise ValueError(
-                    "layout with a context: expected whole samples of one shape, or no context"
-                )
+                raise ValueError("layout with a context: expected whole samples of one shape, or no context")
             source = Grid.of(context)
             flat, mask = source.tokens(context), source.flatten_mask(mask)
             y = self.mix_context(tokens, grid, flat, source, mask)
@@ -80,18 +83,21 @@ class Mixer(Initialized, ABC):
     if TYPE_CHECKING:  # what an editor knows of a call; of a Module's it knows nothing
 
         def __call__(
-            self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False,
-            layout: Layout | None = None, context: Tensor | None = None,
-        ) -> Tensor: ...  # fmt: skip
+            self,
+            x: Tensor,
+            *,
+            mask: Tensor | None = None,
+            causal: bool = False,
+            layout: Layout | None = None,
+            context: Tensor | None = None,
+        ) -> Tensor: ...
 
     @abstractmethod
     def mix(self, x: Tensor, layout: Any, mask: Tensor | None, causal: bool) -> Tensor:
         """Map tokens (batch, length, dim) to the same shape. layout: a Grid, or with `ragged` any
         Layout. mask: bool (batch, length), False = padding."""
 
-    def mix_context(
-        self, x: Tensor, grid: Any, context: Tensor, source: Grid, mask: Tensor | None
-    ) -> Tensor:
+    def mix_context(self, x: Tensor, grid: Any, context: Tensor, source: Grid, mask: Tensor | None) -> Tensor:
         """Cross form: tokens (batch, length, dim) on `grid` read a context (batch, source length,
         context dim) on the grid `source`. mask: of the context."""
         raise ValueError(f"context: {type(self).__name__} has no cross form")
@@ -132,9 +138,7 @@ class StreamingMixer(Mixer):
     """A mixer whose causal form can advance frame by frame with a state that does not grow."""
 
     @abstractmethod
-    def init_state(
-        self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
-    ) -> Any:
+    def init_state(self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()) -> Any:
         """Return the state before the first frame: a tuple of tensors with a row for each sample,
         or of such tuples. space: shape of a frame."""
 
@@ -143,9 +147,7 @@ class StreamingMixer(Mixer):
         """Map the next frames, tokens (batch, length, dim) on a grid with an offset, and the state
         before them to the causal form's result and the state after them."""
 
-    def advance(
-        self, x: Tensor, state: Any, position: int | Tensor, layout: Grid | None = None
-    ) -> tuple[Tensor, Any]:
+    def advance(self, x: Tensor, state: Any, position: int | Tensor, layout: Grid | None = None) -> tuple[Tensor, Any]:
         """Map the next frames (batch, frames, *space, dim) in the causal form. Return the result
         and the next state. position: number of frames before them, an int or (batch,)."""
         grid = (layout or layout_of_tokens(x)).after(position)
@@ -170,9 +172,7 @@ Named = Factory | str | dict[str, Any]
 Factories = tuple[Factory, ...] | Named | Sequence[Named]
 
 
-def build_mixer(
-    factory: Named, dim: int, *, dims: int | None, layer: int, causal: bool | None = None
-) -> nn.Module:
+def build_mixer(factory: Named, dim: int, *, dims: int | None, layer: int, causal: bool | None = None) -> nn.Module:
     """Return factory(dim), called with the keyword arguments `dims` (number of axes), `layer`
     (index of the layer) and `causal` (whether its causal form is called) as well, each if the
     factory's signature names it and it is not None. A `functools.partial` may set them itself, to
@@ -188,9 +188,8 @@ def build_mixer(
 
 
 def layer_factories(
-    name: str, mixer: Factories, layers: int, dims: int | None, first: int = 0,
-    causal: bool | None = None,
-) -> list[Factory]:  # fmt: skip
+    name: str, mixer: Factories, layers: int, dims: int | None, first: int = 0, causal: bool | None = None
+) -> list[Factory]:
     """Return a function of the width for each of `layers` layers, which calls `build_mixer` with
     the layer's index, `first` for the first one.
 
@@ -214,9 +213,7 @@ def _factory(label: str, made: Any) -> Factory:
     if callable(made) and unwrapped(made)[0] is nn.Module:
         # jsonargparse reads {name: arguments} as arguments of nn.Module, and cannot write it back
         name, *_ = [*unwrapped(made)[1], "NAME"]
-        raise ValueError(
-            f"{label}: in YAML expected a name, or {{class_path: {name}, init_args: {{...}}}}"
-        )
+        raise ValueError(f"{label}: in YAML expected a name, or {{class_path: {name}, init_args: {{...}}}}")
     if isinstance(made, str | dict):
         return named_mixer(label, made)
     if isinstance(made, nn.Module) or not callable(made):
@@ -246,8 +243,7 @@ def check_axes(grid: Grid, source: Grid, remedy: str = "") -> None:
     """Check that x and a context have as many axes, as a position code in both needs."""
     if source.ndim != grid.ndim:
         raise ValueError(
-            f"context on a grid {source.shape}, x on {grid.shape}: they share coordinates and need "
-            f"as many axes{remedy}"
+            f"context on a grid {source.shape}, x on {grid.shape}: they share coordinates and need as many axes{remedy}"
         )
 
 

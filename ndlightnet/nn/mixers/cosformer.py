@@ -76,9 +76,7 @@ class CosformerAttention(LinearAttention):
             angle = at.clamp(min=0).clamp(max=reach) * (math.pi / 2) / reach
             # (batch or 1, length)
             angles = grid.spread(torch.atleast_2d(angle).mT, axis).flatten(0, -2).mT
-            parts += [
-                x * wave(angles)[..., None, None].to(x.dtype) for wave in (torch.cos, torch.sin)
-            ]
+            parts += [x * wave(angles)[..., None, None].to(x.dtype) for wave in (torch.cos, torch.sin)]
         return torch.cat(parts, -1)
 
     def rows(self, ndim: int) -> int:

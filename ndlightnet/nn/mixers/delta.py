@@ -22,9 +22,7 @@ class _Delta(Keyed):
 
     operation = "gated_delta_rule"
 
-    def __init__(
-        self, dim: int, heads: int | None, scan: Scan, negative: bool, taps: int, impl: Impl
-    ) -> None:
+    def __init__(self, dim: int, heads: int | None, scan: Scan, negative: bool, taps: int, impl: Impl) -> None:
         super().__init__(dim, heads, scan, impl, decays=0)
         if taps < 1:
             raise ValueError(f"taps={taps}: expected 1 or more")
@@ -112,9 +110,18 @@ class _Decaying(_Delta):
     renamed = (("log_rate", "A_log"), ("shift", "dt_bias"))
 
     def __init__(
-        self, dim: int, heads: int | None, scan: Scan, negative: bool, taps: int, impl: Impl,
-        dt_min: float, dt_max: float, decays: int, slowest: float,
-    ) -> None:  # fmt: skip
+        self,
+        dim: int,
+        heads: int | None,
+        scan: Scan,
+        negative: bool,
+        taps: int,
+        impl: Impl,
+        dt_min: float,
+        dt_max: float,
+        decays: int,
+        slowest: float,
+    ) -> None:
         super().__init__(dim, heads, scan, negative, taps, impl)
         self.decays, self.slowest, self.steps = decays, slowest, (dt_min, dt_max)
         self.A_log = nn.Parameter(torch.empty(self.heads))
@@ -151,12 +158,20 @@ class GatedDeltaNet(_Decaying):
     """
 
     def __init__(
-        self, dim: int, heads: int | None = None, *, scan: Scan = "both", negative: bool = False,
-        taps: int = 4, impl: Impl = "auto", dt_min: float = 1e-3, dt_max: float = 0.1,
-    ) -> None:  # fmt: skip
+        self,
+        dim: int,
+        heads: int | None = None,
+        *,
+        scan: Scan = "both",
+        negative: bool = False,
+        taps: int = 4,
+        impl: Impl = "auto",
+        dt_min: float = 1e-3,
+        dt_max: float = 0.1,
+    ) -> None:
         super().__init__(  # exp(A_log) originally from 0
             dim, heads, scan, negative, taps, impl, dt_min, dt_max, 1, 1e-3
-        )  # fmt: skip
+        )
         self.decay_proj = nn.Linear(dim, self.heads, bias=False)
         self.gate_proj = nn.Linear(dim, dim, bias=False)
         self.reset_own()
@@ -179,15 +194,22 @@ class KimiDeltaAttention(_Decaying):
     """
 
     def __init__(
-        self, dim: int, heads: int | None = None, *, scan: Scan = "both", negative: bool = False,
-        taps: int = 4, impl: Impl = "auto", dt_min: float = 1e-3, dt_max: float = 0.1,
-    ) -> None:  # fmt: skip
+        self,
+        dim: int,
+        heads: int | None = None,
+        *,
+        scan: Scan = "both",
+        negative: bool = False,
+        taps: int = 4,
+        impl: Impl = "auto",
+        dt_min: float = 1e-3,
+        dt_max: float = 0.1,
+    ) -> None:
         head_dim = default_heads(dim, heads)[1]
         super().__init__(dim, heads, scan, negative, taps, impl, dt_min, dt_max, head_dim, 1)
         rank = self.value_dim
         self.decay_proj, self.gate_proj = (
-            nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim, bias=bias))
-            for bias in (False, True)
+            nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, dim, bias=bias)) for bias in (False, True)
         )
         self.reset_own()
 

@@ -29,16 +29,12 @@ class GLA(Keyed):
     Parameters: 4 dim^2 + 24 dim + dim / heads + dim / 2.
     """
 
-    def __init__(
-        self, dim: int, heads: int | None = None, *, scan: Scan = "both", impl: Impl = "auto"
-    ) -> None:
+    def __init__(self, dim: int, heads: int | None = None, *, scan: Scan = "both", impl: Impl = "auto") -> None:
         super().__init__(dim, heads, scan, impl, key_ratio=0.5)
         keys = self.heads * self.key_dim
         self.width = 3 * keys + 2 * dim
         self.in_proj = nn.Linear(dim, 2 * keys + 2 * dim, bias=False)
-        self.decay_proj = nn.Sequential(
-            nn.Linear(dim, RANK, bias=False), nn.Linear(RANK, keys, bias=True)
-        )
+        self.decay_proj = nn.Sequential(nn.Linear(dim, RANK, bias=False), nn.Linear(RANK, keys, bias=True))
         self.norm = nn.RMSNorm(self.value_dim, eps=1e-5)
 
     def project(self, x: Tensor) -> Tensor:

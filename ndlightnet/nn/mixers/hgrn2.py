@@ -30,13 +30,7 @@ class HGRN2(Keyed):
     """
 
     def __init__(
-        self,
-        dim: int,
-        heads: int | None = None,
-        *,
-        scan: Scan = "both",
-        lower_bound: float = 0.0,
-        impl: Impl = "auto",
+        self, dim: int, heads: int | None = None, *, scan: Scan = "both", lower_bound: float = 0.0, impl: Impl = "auto"
     ) -> None:
         super().__init__(dim, heads, scan, impl)
         if not 0 <= lower_bound < 1:

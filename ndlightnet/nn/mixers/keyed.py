@@ -38,9 +38,8 @@ class Keyed(Recurrent):
     in_proj: nn.Linear
 
     def __init__(
-        self, dim: int, heads: int | None, scan: Scan, impl: Impl, key_ratio: float = 1.0,
-        decays: int | None = None,
-    ) -> None:  # fmt: skip
+        self, dim: int, heads: int | None, scan: Scan, impl: Impl, key_ratio: float = 1.0, decays: int | None = None
+    ) -> None:
         """decays: number per head; default: one for each key channel."""
         super().__init__(scan)
         self.heads, self.value_dim = default_heads(dim, heads)
@@ -52,17 +51,13 @@ class Keyed(Recurrent):
     def implementation(self, x: Tensor, causal: bool = False) -> str:
         if self.impl != "auto":
             return self.impl
-        k, v, decay = (
-            projected_like(x, 0, self.heads, n) for n in (self.key_dim, self.value_dim, self.decays)
-        )
+        k, v, decay = (projected_like(x, 0, self.heads, n) for n in (self.key_dim, self.value_dim, self.decays))
         support = fla.supports(self.operation, k, v, decay if self.decays else None)
         return "fla" if support else f"torch ({support.reason})"
 
     def initial_memory(self, batch: int, device: torch.device | str | None) -> Tensor:
         acc = accumulator(self.o_proj.weight)
-        return torch.zeros(
-            batch, self.heads, self.key_dim, self.value_dim, dtype=acc, device=device
-        )
+        return torch.zeros(batch, self.heads, self.key_dim, self.value_dim, dtype=acc, device=device)
 
     def recur(self, parts: Parts, memory: Tensor, inclusive: int) -> tuple[Tensor, Tensor]:
         q, k, v, decay, beta, _ = parts
@@ -87,9 +82,7 @@ class Keyed(Recurrent):
         parts = x.split([self.heads * size for size in sizes], -1)
         return tuple(p.unflatten(-1, (self.heads, -1)) for p in parts)
 
-    def mix_context(
-        self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None
-    ) -> Tensor:
+    def mix_context(self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None) -> Tensor:
         """Let queries read the memory after the whole source, summed over the orders of a scan."""
         memory = self.read_orders(context, source, mask, False)[2].sum(0)
         parts = self.inputs(nn.functional.pad(self.project(x), (0, 0, self.lookback, 0)), None)

@@ -115,9 +115,7 @@ class LAVO(StreamingMixer):
         mean = token_mean(layout.flatten(local), mask)[:, None]
         return layout.flatten(self._output(q, mean, local))
 
-    def mix_context(
-        self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None
-    ) -> Tensor:
+    def mix_context(self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None) -> Tensor:
         self._check(context)
         # the mean of the values is the value of the mean
         mean = token_mean(context, mask).to(context.dtype)
@@ -125,9 +123,7 @@ class LAVO(StreamingMixer):
 
     def _check(self, source: Tensor) -> None:
         if source.shape[-1] != self.v_proj.in_features:
-            raise ValueError(
-                f"tokens of {source.shape[-1]} channels: expected {self.v_proj.in_features}"
-            )
+            raise ValueError(f"tokens of {source.shape[-1]} channels: expected {self.v_proj.in_features}")
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, self.head_dim))

@@ -108,8 +108,7 @@ class LightNetAttention(Constants, StreamingMixer):
         rates = [forget] * self.heads if isinstance(forget, int | float) else list(forget)
         if len(rates) != self.heads or not all(0 <= rate < float("inf") for rate in rates):
             raise ValueError(
-                f"forget={forget}: expected a finite number, 0 or more, or {self.heads} of them, "
-                "one per head"
+                f"forget={forget}: expected a finite number, 0 or more, or {self.heads} of them, one per head"
             )
         self.decays = any(rates)
         self.forget: float | Tensor
@@ -155,9 +154,7 @@ class LightNetAttention(Constants, StreamingMixer):
     def constants(self) -> dict[str, Tensor]:
         return {} if self.rates is None else {"forget": torch.tensor(self.rates)}
 
-    def mix(
-        self, x: Tensor, layout: Layout, mask: Tensor | None, causal: bool, prefix: int = 0
-    ) -> Tensor:
+    def mix(self, x: Tensor, layout: Layout, mask: Tensor | None, causal: bool, prefix: int = 0) -> Tensor:
         """Map tokens (batch, prefix + length, dim) to the same shape; mask: as many. The `prefix`
         tokens in front of the grid, such as a class token, take part in the attention, at position
         0, and not in local mixing. Prefix tokens need the global form and a Grid."""
@@ -184,9 +181,7 @@ class LightNetAttention(Constants, StreamingMixer):
             y = global_attention(q, k, v, mask=mask, lrpe=position, layout=within, impl=self.impl)
         return self._output(y, gate, None if near is None else near())
 
-    def mix_context(
-        self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None
-    ) -> Tensor:
+    def mix_context(self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None) -> Tensor:
         self._refuse_window()
         if self.lrpe:
             check_axes(grid, source, "; use lrpe=None")
@@ -208,14 +203,29 @@ class LightNetAttention(Constants, StreamingMixer):
         return q, k, v, up(gate)
 
     def _causal(
-        self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, mask: Tensor | None,
-        state: State | None = None, return_state: bool = False,
-    ) -> tuple[Tensor, Any]:  # fmt: skip
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Layout,
+        mask: Tensor | None,
+        state: State | None = None,
+        return_state: bool = False,
+    ) -> tuple[Tensor, Any]:
         self._refuse_rotary()
         return axis_causal_attention(
-            q, k, v, layout, mask=mask, lrpe=self.lrpe(layout) if self.lrpe else None, state=state,
-            window=self.window, forget=self.forget, return_state=return_state, impl=self.impl,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            layout,
+            mask=mask,
+            lrpe=self.lrpe(layout) if self.lrpe else None,
+            state=state,
+            window=self.window,
+            forget=self.forget,
+            return_state=return_state,
+            impl=self.impl,
+        )
 
     def _refuse_window(self) -> None:
         if self.window is not None or self.decays:
@@ -251,9 +261,7 @@ class LightNetAttention(Constants, StreamingMixer):
         self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
     ) -> State | LocalState:
         dim, dtype = self.head_dim, accumulator(self.q_proj.weight)
-        memory = State.empty(
-            batch, self.heads, dim, dim, self.lrpe is not None, dtype=dtype, device=device
-        )
+        memory = State.empty(batch, self.heads, dim, dim, self.lrpe is not None, dtype=dtype, device=device)
         if self.window is not None:
             frames = self.window - 1
             memory = State(*(torch.stack([x], 1).repeat_interleave(frames, 1) for x in memory))
@@ -263,9 +271,7 @@ class LightNetAttention(Constants, StreamingMixer):
         near = (() if one is None else one.init_state(batch, device, space) for one in local)
         return LocalState(memory, *near)
 
-    def step(
-        self, x: Tensor, grid: Grid, state: State | LocalState
-    ) -> tuple[Tensor, State | LocalState]:
+    def step(self, x: Tensor, grid: Grid, state: State | LocalState) -> tuple[Tensor, State | LocalState]:
         memory: State
         values: Any
         inputs: Any
@@ -284,9 +290,7 @@ class LightNetAttention(Constants, StreamingMixer):
             if self.decays:
                 memory = aged(memory, 1, self.forget)
             position = self.lrpe(grid) if self.lrpe else None
-            y, memory = attention_step(
-                q[:, 0], k[:, 0], v[:, 0], memory, lrpe=position, impl=self.impl
-            )
+            y, memory = attention_step(q[:, 0], k[:, 0], v[:, 0], memory, lrpe=position, impl=self.impl)
             y = y[:, None]
         new = memory if isinstance(state, State) else LocalState(memory, values, inputs)
         return self._output(y, gate, near), new
@@ -300,8 +304,7 @@ class LightNetAttention(Constants, StreamingMixer):
                 if getattr(self, name) is not None and f"{prefix}{name}.weight" not in state_dict:
                     setattr(self, name, None)
                     warnings.warn(
-                        f"the checkpoint has no {name}: LightNetAttention does without it, as with "
-                        "local=None",
+                        f"the checkpoint has no {name}: LightNetAttention does without it, as with local=None",
                         stacklevel=2,
                     )
             if not self.heads_given and len(gate) != self.head_dim:

@@ -22,8 +22,10 @@ Extent = tuple[int | Tensor | None, ...]
 Feature = Literal["elu", "relu", "silu", "identity"]
 FEATURES: dict[str, Callable[[Tensor], Tensor]] = {
     "elu": lambda x: x.clamp(max=0).exp() + F.relu(x),  # elu(x) + 1
-    "relu": F.relu, "silu": F.silu, "identity": lambda x: x,
-}  # fmt: skip
+    "relu": F.relu,
+    "silu": F.silu,
+    "identity": lambda x: x,
+}
 
 
 class LinearAttention(StreamingMixer):
@@ -92,16 +94,12 @@ class LinearAttention(StreamingMixer):
         grid, extent = self.bounds(layout, None, mask)
         if not causal:
             q, (k, v) = self._query(x, grid, extent), self._source(x, mask, grid, extent)
-            return self._output(
-                linear_attention(q, k, v, denominator=self.denominator, impl=self.impl)
-            )
+            return self._output(linear_attention(q, k, v, denominator=self.denominator, impl=self.impl))
         extent = (None, *extent[1:])
         sums = self.init_state(x.shape[0], x.device, grid.shape[1:])
         return self._causal(x, mask, grid, extent, sums)[0]
 
-    def mix_context(
-        self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None
-    ) -> Tensor:
+    def mix_context(self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None) -> Tensor:
         if self.position_code:
             check_axes(grid, source)
         _, extent = self.bounds(grid, source, mask)
@@ -112,20 +110,14 @@ class LinearAttention(StreamingMixer):
         q = FEATURES[self.feature](self.q_proj(x).unflatten(-1, (self.heads, -1)))
         return self.add_position(q, grid, extent)
 
-    def _source(
-        self, x: Tensor, mask: Tensor | None, grid: Grid, extent: Extent
-    ) -> tuple[Tensor, ...]:
+    def _source(self, x: Tensor, mask: Tensor | None, grid: Grid, extent: Extent) -> tuple[Tensor, ...]:
         k, v = (proj(x).unflatten(-1, (self.heads, -1)) for proj in (self.k_proj, self.v_proj))
         k = self.add_position(FEATURES[self.feature](k), grid, extent)
         return zero_padding(mask, k, v)
 
-    def _causal(
-        self, x: Tensor, mask: Tensor | None, grid: Grid, extent: Extent, sums: Sums
-    ) -> tuple[Tensor, Sums]:
+    def _causal(self, x: Tensor, mask: Tensor | None, grid: Grid, extent: Extent, sums: Sums) -> tuple[Tensor, Sums]:
         q, (k, v) = self._query(x, grid, extent), self._source(x, mask, grid, extent)
-        y, sums = causal_linear_attention(
-            q, k, v, grid.frame_count, sums, denominator=self.denominator, impl=self.impl
-        )
+        y, sums = causal_linear_attention(q, k, v, grid.frame_count, sums, denominator=self.denominator, impl=self.impl)
         return self._output(y), sums
 
     def _output(self, y: Tensor) -> Tensor:
@@ -140,15 +132,11 @@ class LinearAttention(StreamingMixer):
             return self.impl
         if not causal or math.prod(x.shape[2:-1]) > 1:
             return "torch"
-        k, v = (
-            projected_like(x, 0, self.heads, rows * self.head_dim) for rows in (self.rows(1), 1)
-        )
+        k, v = (projected_like(x, 0, self.heads, rows * self.head_dim) for rows in (self.rows(1), 1))
         support = fla.supports("gated_linear_attention", k, v)
         return "fla" if support else f"torch ({support.reason})"
 
-    def init_state(
-        self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
-    ) -> Sums:
+    def init_state(self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()) -> Sums:
         acc, dim = accumulator(self.q_proj.weight), self.head_dim
         rows = self.rows(1 + len(space)) * dim
         zeros = torch.zeros(batch, self.heads, rows, dim, dtype=acc, device=device)

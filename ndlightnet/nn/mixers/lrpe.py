@@ -40,9 +40,7 @@ class LrpeAttention(LinearAttention):
         core: Kind = "cosine",
         impl: Impl = "auto",
     ) -> None:
-        super().__init__(
-            dim, heads, context_dim=context_dim, feature=feature, denominator=False, impl=impl
-        )
+        super().__init__(dim, heads, context_dim=context_dim, feature=feature, denominator=False, impl=impl)
         if core not in ("cosine", "rotary"):
             raise ValueError(f"core={core!r}: expected 'cosine' or 'rotary'")
         self.core = core

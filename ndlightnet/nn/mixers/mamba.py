@@ -48,9 +48,8 @@ class Mamba(Recurrent):
     renamed = (("shift", "dt_bias"),)
 
     def __init__(
-        self, dim: int, state: int = 16, *, scan: Scan = "both",
-        dt_min: float = 1e-3, dt_max: float = 0.1,
-    ) -> None:  # fmt: skip
+        self, dim: int, state: int = 16, *, scan: Scan = "both", dt_min: float = 1e-3, dt_max: float = 0.1
+    ) -> None:
         super().__init__(scan)
         inner, self.rank, self.state = EXPAND * dim, math.ceil(dim / 16), state
         self.width = 2 * inner

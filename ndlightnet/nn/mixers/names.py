@@ -40,9 +40,7 @@ def named_mixer(label: str, mixer: str | Mapping[str, Any]) -> Callable[..., Any
     elif len(mixer) == 1:
         ((name, arguments),) = mixer.items()
         if name == CUSTOM:
-            raise ValueError(
-                f"{label}: {arguments}, which is not a mixer of ndlightnet; pass it as {label}=..."
-            )
+            raise ValueError(f"{label}: {arguments}, which is not a mixer of ndlightnet; pass it as {label}=...")
     else:
         raise ValueError(f"{label}={dict(mixer)!r}: expected a name, or {{name: arguments}}")
     short = str(name).rsplit(".", 1)[-1]
@@ -87,8 +85,7 @@ def description(mixer: Callable[..., Any]) -> Any:
     parameters = inspect.signature(made).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not empty}
     arguments = {
-        key: described(value) if key == "mixer" else jsonable(value)
-        for key, value in {**defaults, **given}.items()
+        key: described(value) if key == "mixer" else jsonable(value) for key, value in {**defaults, **given}.items()
     }
     for key in GIVEN:
         if arguments.get(key, "") is None:

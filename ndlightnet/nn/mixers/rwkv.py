@@ -39,12 +39,8 @@ class RWKV4(Recurrent):
     def __init__(self, dim: int, *, scan: Scan = "both") -> None:
         super().__init__(scan)
         self.width = dim
-        self.decay, self.bonus, self.mix_k, self.mix_v, self.mix_r = (
-            nn.Parameter(torch.empty(dim)) for _ in range(5)
-        )
-        self.r_proj, self.k_proj, self.v_proj, self.o_proj = (
-            nn.Linear(dim, dim, bias=False) for _ in range(4)
-        )
+        self.decay, self.bonus, self.mix_k, self.mix_v, self.mix_r = (nn.Parameter(torch.empty(dim)) for _ in range(5))
+        self.r_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(dim, dim, bias=False) for _ in range(4))
         self.reset_own()
 
     def reset_own(self) -> None:

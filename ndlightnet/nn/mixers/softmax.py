@@ -21,12 +21,7 @@ class SoftmaxAttention(Mixer):
     """
 
     def __init__(
-        self,
-        dim: int,
-        heads: int | None = None,
-        *,
-        context_dim: int | None = None,
-        rotary: bool = True,
+        self, dim: int, heads: int | None = None, *, context_dim: int | None = None, rotary: bool = True
     ) -> None:
         super().__init__()
         self.heads, head_dim = default_heads(dim, heads)
@@ -40,17 +35,14 @@ class SoftmaxAttention(Mixer):
     def mix(self, x: Tensor, layout: Grid, mask: Tensor | None, causal: bool) -> Tensor:
         return self._attend(x, layout, x, layout, mask, causal)
 
-    def mix_context(
-        self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None
-    ) -> Tensor:
+    def mix_context(self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None) -> Tensor:
         if self.lrpe:
             check_axes(grid, source, "; use rotary=False")
         return self._attend(x, grid, context, source, mask, False)
 
     def _attend(
-        self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None,
-        causal: bool,
-    ) -> Tensor:  # fmt: skip
+        self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None, causal: bool
+    ) -> Tensor:
         (context,) = zero_padding(mask, context)
         q, k, v = (
             proj(part).unflatten(-1, (self.heads, -1))

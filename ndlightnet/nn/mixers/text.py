@@ -15,9 +15,8 @@ RATES = (0.001, 0.004, 0.008, 0.016, 0.032, 0.064)  # of the heads' decay, per t
 
 
 def text_mixer(
-    dim: int, *, dims: int | None = None, layer: int | None = None, causal: bool | None = None,
-    window: int = 512,
-) -> nn.Module:  # fmt: skip
+    dim: int, *, dims: int | None = None, layer: int | None = None, causal: bool | None = None, window: int = 512
+) -> nn.Module:
     """Return the mixer of a layer of a causal language model, `NDLightNet(mixer=text_mixer)`.
 
     Every third layer has softmax attention to the last `window` tokens, with a rotary code; the

@@ -28,14 +28,7 @@ class TNL(Keyed):
     Parameters: 5 dim^2 + heads (the latter fixed).
     """
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int | None = None,
-        *,
-        scan: Scan = "both",
-        impl: Impl = "auto",
-    ) -> None:
+    def __init__(self, dim: int, heads: int | None = None, *, scan: Scan = "both", impl: Impl = "auto") -> None:
         super().__init__(dim, heads, scan, impl, decays=1)
         self.width = 4 * dim
         self.in_proj = nn.Linear(dim, self.width, bias=False)

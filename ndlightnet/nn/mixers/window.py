@@ -43,12 +43,7 @@ class WindowAttention(StreamingMixer):
     """
 
     def __init__(
-        self,
-        dim: int,
-        heads: int | None = None,
-        *,
-        window: int | Sequence[int] = 4,
-        rotary: bool = False,
+        self, dim: int, heads: int | None = None, *, window: int | Sequence[int] = 4, rotary: bool = False
     ) -> None:
         super().__init__()
         self.heads, self.head_dim = default_heads(dim, heads)
@@ -77,8 +72,7 @@ class WindowAttention(StreamingMixer):
     def _project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k, v (batch, *grid, heads, head_dim)."""
         q, k, v = (
-            y.unflatten(-1, (self.heads, self.head_dim))
-            for y in project(x, self.q_proj, self.k_proj, self.v_proj)
+            y.unflatten(-1, (self.heads, self.head_dim)) for y in project(x, self.q_proj, self.k_proj, self.v_proj)
         )
         if self.lrpe:
             cos, sin = tables(self.lrpe(grid), self.head_dim, q.dtype)

@@ -89,8 +89,7 @@ class WithLocal(StreamingMixer):
         self, batch: int, device: torch.device | str | None = None, space: tuple[int, ...] = ()
     ) -> LocalState:
         frames = (
-            () if one is None else one.init_state(batch, device, space)
-            for one in (self.local_values, self.local_input)
+            () if one is None else one.init_state(batch, device, space) for one in (self.local_values, self.local_input)
         )
         return LocalState(self._streaming().init_state(batch, device, space), *frames)
 
@@ -107,7 +106,5 @@ class WithLocal(StreamingMixer):
 
     def _streaming(self) -> StreamingMixer:
         if not isinstance(self.mixer, StreamingMixer):
-            raise ValueError(
-                f"{type(self.mixer).__name__} has no method advance: it cannot go frame by frame"
-            )
+            raise ValueError(f"{type(self.mixer).__name__} has no method advance: it cannot go frame by frame")
         return self.mixer

@@ -39,9 +39,16 @@ def _tables(table: Tensor | None, groups: Sequence[int]) -> list[tuple[int, int,
 
 
 def _scan(
-    x: Tensor, coef: Tensor, log_decay: Tensor, rcoef: Tensor | None, rlog_decay: Tensor | None,
-    mask: Tensor | None, residual: bool, table: Tensor | None, groups: Sequence[int],
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    coef: Tensor,
+    log_decay: Tensor,
+    rcoef: Tensor | None,
+    rlog_decay: Tensor | None,
+    mask: Tensor | None,
+    residual: bool,
+    table: Tensor | None,
+    groups: Sequence[int],
+) -> Tensor:
     from ndlightnet_kernels import axis_scan
 
     tables = _tables(table, groups)
@@ -53,10 +60,17 @@ def _scan_fake(x: Tensor, *_: Any) -> Tensor:
 
 
 def _scan_backward(
-    dy: Tensor, x: Tensor, coef: Tensor, log_decay: Tensor, rcoef: Tensor | None,
-    rlog_decay: Tensor | None, mask: Tensor | None, residual: bool, table: Tensor | None,
+    dy: Tensor,
+    x: Tensor,
+    coef: Tensor,
+    log_decay: Tensor,
+    rcoef: Tensor | None,
+    rlog_decay: Tensor | None,
+    mask: Tensor | None,
+    residual: bool,
+    table: Tensor | None,
     groups: Sequence[int],
-) -> Any:  # fmt: skip
+) -> Any:
     """Return gradients; those of the reverse direction are empty where there is none."""
     from ndlightnet_kernels import axis_scan
 
@@ -65,9 +79,7 @@ def _scan_backward(
     return tuple(coef.new_empty(0) if g is None else g for g in grads)
 
 
-def _scan_backward_fake(
-    dy: Tensor, x: Tensor, coef: Tensor, log_decay: Tensor, rcoef: Tensor | None, *_: Any
-) -> Any:
+def _scan_backward_fake(dy: Tensor, x: Tensor, coef: Tensor, log_decay: Tensor, rcoef: Tensor | None, *_: Any) -> Any:
     forth = [y.new_empty(y.shape) for y in (x, coef, log_decay)]
     back = [y.new_empty(y.shape if rcoef is not None else 0) for y in (coef, log_decay)]
     return *forth, *back
@@ -89,10 +101,14 @@ scan_backward = Operator(
     "axis_scan_backward(Tensor dy, Tensor x, Tensor coef, Tensor log_decay, Tensor? rcoef, "
     f"Tensor? rlog_decay, Tensor? mask, bool residual, {LINES}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _scan_backward, _scan_backward_fake,
-)  # fmt: skip
+    _scan_backward,
+    _scan_backward_fake,
+)
 scan = Operator(
     "axis_scan(Tensor x, Tensor coef, Tensor log_decay, Tensor? rcoef, Tensor? rlog_decay, "
     f"Tensor? mask, bool residual, {LINES}) -> Tensor",
-    _scan, _scan_fake, _save, _grads,
-)  # fmt: skip
+    _scan,
+    _scan_fake,
+    _save,
+    _grads,
+)

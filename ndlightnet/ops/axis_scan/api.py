@@ -94,17 +94,14 @@ def axis_scan(
     with exact(x):
         total = x if residual else torch.zeros_like(x)
         for axis in range(grid.ndim):
-            along = partial(
-                _both_ways, run=run, axis=axis, coef=coef, log_decay=log_decay, reverse=reverse
-            )
+            along = partial(_both_ways, run=run, axis=axis, coef=coef, log_decay=log_decay, reverse=reverse)
             total = total + grid.map_lines(along, source, axis)
         return total
 
 
 def _on_part(
-    x: Tensor, coef: Tensor, log_decay: Tensor, reverse: Way | None, mask: Tensor | None, *,
-    layout: Part, **how: Any,
-) -> Tensor:  # fmt: skip
+    x: Tensor, coef: Tensor, log_decay: Tensor, reverse: Way | None, mask: Tensor | None, *, layout: Part, **how: Any
+) -> Tensor:
     """Scan whole lines of some channels, which no other channel needs: two exchanges of the tokens.
     The states of all lines at a cut would have to go from part to part, one after the other."""
     lines = layout.to_channels(x)
@@ -118,9 +115,8 @@ def _on_part(
 
 
 def _both_ways(
-    lines: Tensor, run: Callable[..., Tensor], axis: int, coef: Tensor, log_decay: Tensor,
-    reverse: Way | None,
-) -> Tensor:  # fmt: skip
+    lines: Tensor, run: Callable[..., Tensor], axis: int, coef: Tensor, log_decay: Tensor, reverse: Way | None
+) -> Tensor:
     """Run the recurrence along lines (lines, n, dim) of an axis both ways; a token counts once."""
     y = run(lines, coef[axis], log_decay[axis])
     if reverse is None:

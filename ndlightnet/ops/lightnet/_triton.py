@@ -60,9 +60,7 @@ def of_frames(lrpe: Position | None, batch: int, frames: int) -> Flat:
     return flat.grid(lrpe.theta, offset, lrpe.kind, 0, (1, *shape_of(lrpe)[1:]))
 
 
-def of_samples(
-    lrpe: Position | None, layout: Ragged, k: Tensor, vdim: int, offset: Tensor | None = None
-) -> Flat:
+def of_samples(lrpe: Position | None, layout: Ragged, k: Tensor, vdim: int, offset: Tensor | None = None) -> Flat:
     """Return the Position of samples end to end; offset (samples, axes) int32."""
     from ndlightnet_kernels import plans
 
@@ -140,9 +138,17 @@ def _global_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
 
 
 def _global_backward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor, total: Tensor,
-    memory: Tensor, dout: Tensor, learn: bool, *position: Any,
-) -> Any:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    top: Tensor,
+    total: Tensor,
+    memory: Tensor,
+    dout: Tensor,
+    learn: bool,
+    *position: Any,
+) -> Any:
     from ndlightnet_kernels import attention_backward as kernels
 
     where = Flat(*position)
@@ -171,13 +177,16 @@ global_backward = Operator(
     "global_attention_backward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor top, "
     f"Tensor total, Tensor memory, Tensor dout, bool learn, {SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    _global_backward, _global_backward_fake,
-)  # fmt: skip
+    _global_backward,
+    _global_backward_fake,
+)
 global_attention = Operator(
-    f"global_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, {SCHEMA}) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    _global, _global_fake, _global_save, _global_grads,
-)  # fmt: skip
+    f"global_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _global,
+    _global_fake,
+    _global_save,
+    _global_grads,
+)
 
 
 # ----------------------------------------------------------------------------- State and queries
@@ -192,9 +201,8 @@ def _summarize_fake(k: Tensor, v: Tensor, *rest: Any) -> Any:
 
 
 def _summarize_backward(
-    k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor, dtotal: Tensor, dmemory: Tensor,
-    learn: bool, *position: Any,
-) -> Any:  # fmt: skip
+    k: Tensor, v: Tensor, mask: Tensor | None, top: Tensor, dtotal: Tensor, dmemory: Tensor, learn: bool, *position: Any
+) -> Any:
     from ndlightnet_kernels import attention_backward as kernels
 
     where = Flat(*position)
@@ -219,12 +227,16 @@ def _summarize_grads(ctx: Any, _: Tensor, dtotal: Tensor, dmemory: Tensor) -> An
 summarize_backward = Operator(
     "summarize_backward(Tensor k, Tensor v, Tensor? mask, Tensor top, Tensor dtotal, "
     f"Tensor dmemory, bool learn, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
-    _summarize_backward, _summarize_backward_fake,
-)  # fmt: skip
+    _summarize_backward,
+    _summarize_backward_fake,
+)
 summarize = Operator(
     f"summarize(Tensor k, Tensor v, Tensor? mask, {SCHEMA}) -> (Tensor, Tensor, Tensor)",
-    _summarize, _summarize_fake, _summarize_save, _summarize_grads,
-)  # fmt: skip
+    _summarize,
+    _summarize_fake,
+    _summarize_save,
+    _summarize_grads,
+)
 
 
 def _read(q: Tensor, total: Tensor, memory: Tensor, *position: Any) -> Tensor:
@@ -237,9 +249,7 @@ def _read_fake(q: Tensor, total: Tensor, memory: Tensor, *position: Any) -> Tens
     return q.new_empty(*q.shape[:3], memory.shape[-1])
 
 
-def _read_backward(
-    q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, learn: bool, *position: Any
-) -> Any:
+def _read_backward(q: Tensor, total: Tensor, memory: Tensor, dout: Tensor, learn: bool, *position: Any) -> Any:
     from ndlightnet_kernels import attention_backward as kernels
 
     return kernels.read_backward(q, total, memory, dout, Flat(*position), learn)
@@ -262,9 +272,9 @@ def _read_grads(ctx: Any, dout: Tensor) -> Any:
 read_backward = Operator(
     "read_backward(Tensor q, Tensor total, Tensor memory, Tensor dout, bool learn, "
     f"{SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
-    _read_backward, _read_backward_fake,
-)  # fmt: skip
+    _read_backward,
+    _read_backward_fake,
+)
 read = Operator(
-    f"read(Tensor q, Tensor total, Tensor memory, {SCHEMA}) -> Tensor",
-    _read, _read_fake, _read_save, _read_grads,
-)  # fmt: skip
+    f"read(Tensor q, Tensor total, Tensor memory, {SCHEMA}) -> Tensor", _read, _read_fake, _read_save, _read_grads
+)

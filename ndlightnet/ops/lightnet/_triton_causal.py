@@ -16,9 +16,16 @@ from ndlightnet_kernels.position import FIELDS, SCHEMA
 
 # -------------------------------------------------------------------------------------- causal
 def _causal(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None,
-    top: Tensor | None, total: Tensor | None, memory: Tensor | None, *position: Any,
-) -> Any:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    forget: Tensor | None,
+    top: Tensor | None,
+    total: Tensor | None,
+    memory: Tensor | None,
+    *position: Any,
+) -> Any:
     """Return output, final State (max, sum, memory), and for the backward the States of all
     segments. The first State is (top, total, memory); if None, an empty one. forget: decay rates
     (heads,) float32."""
@@ -39,10 +46,22 @@ def _causal_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
 
 
 def _causal_backward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None, top: Tensor,
-    total: Tensor, memory: Tensor, flag: Tensor, dout: Tensor, dtotal: Tensor | None,
-    dmemory: Tensor | None, past: bool, learn: bool, *position: Any,
-) -> Any:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    forget: Tensor | None,
+    top: Tensor,
+    total: Tensor,
+    memory: Tensor,
+    flag: Tensor,
+    dout: Tensor,
+    dtotal: Tensor | None,
+    dmemory: Tensor | None,
+    past: bool,
+    learn: bool,
+    *position: Any,
+) -> Any:
     from ndlightnet_kernels import causal_backward as kernels
 
     where, entry = Flat(*position), (top, total, memory, flag)
@@ -64,15 +83,12 @@ def _causal_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 
 
 def _causal_grads(
-    ctx: Any, dout: Tensor | None, _: None, dtotal: Tensor | None, dmemory: Tensor | None,
-    *__: None,
-) -> Any:  # fmt: skip
+    ctx: Any, dout: Tensor | None, _: None, dtotal: Tensor | None, dmemory: Tensor | None, *__: None
+) -> Any:
     tensors, where, learn = _saved(ctx)
     if dout is None:
         dout = torch.zeros_like(tensors[2], dtype=tensors[0].dtype)
-    dq, dk, dv, dsum0, dmemory0, dtheta = causal_backward(
-        *tensors, dout, dtotal, dmemory, ctx.past, learn, *where
-    )
+    dq, dk, dv, dsum0, dmemory0, dtheta = causal_backward(*tensors, dout, dtotal, dmemory, ctx.past, learn, *where)
     past = (None, dsum0, dmemory0) if ctx.past else (None, None, None)
     return dq, dk, dv, None, None, *past, *_fit(dtheta, where.theta, learn)
 
@@ -82,20 +98,23 @@ causal_backward = Operator(
     "Tensor? forget, Tensor top, Tensor total, Tensor memory, Tensor flag, Tensor dout, "
     f"Tensor? dtotal, Tensor? dmemory, bool past, bool learn, {SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _causal_backward, _causal_backward_fake,
-)  # fmt: skip
+    _causal_backward,
+    _causal_backward_fake,
+)
 causal_operator = Operator(
     "causal_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? forget, "
     f"Tensor? top, Tensor? total, Tensor? memory, {SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _causal, _causal_fake, _causal_save, _causal_grads,
-)  # fmt: skip
+    _causal,
+    _causal_fake,
+    _causal_save,
+    _causal_grads,
+)
 
 
 def causal(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None,
-    state: State | None, where: Flat,
-) -> tuple[Tensor, State]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None, state: State | None, where: Flat
+) -> tuple[Tensor, State]:
     """Run the operator. Heads too wide for a program go in blocks of key channels, which add up.
     forget: decay rates (heads,) float32."""
     from ndlightnet_kernels import plans
@@ -111,9 +130,7 @@ def causal(
         if state is not None:
             memory = torch.cat([m[:, :, block] for m in state.memory.split(dim, dim=2)], 2)
             past = (state.max[..., block], state.sum[..., block], memory)
-        out, *after = causal_operator(
-            q[..., block], k[..., block], v, mask, forget, *past, *where.slots(block)
-        )
+        out, *after = causal_operator(q[..., block], k[..., block], v, mask, forget, *past, *where.slots(block))
         outs.append(out.float())
         states.append(State(*after[:3]))
     halves = zip(*(p.memory.chunk(where.halves, 2) for p in states), strict=True)
@@ -123,9 +140,7 @@ def causal(
 
 
 # ---------------------------------------------------------------------------------------- step
-def _step(
-    q: Tensor, k: Tensor, v: Tensor, top: Tensor, total: Tensor, memory: Tensor, *position: Any
-) -> Any:
+def _step(q: Tensor, k: Tensor, v: Tensor, top: Tensor, total: Tensor, memory: Tensor, *position: Any) -> Any:
     from ndlightnet_kernels import step
 
     return step.step(q, k, v, top, total, memory, Flat(*position))
@@ -138,8 +153,9 @@ def _step_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
 step = Operator(
     "attention_step(Tensor q, Tensor k, Tensor v, Tensor top, Tensor total, Tensor memory, "
     f"{SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
-    _step, _step_fake,
-)  # fmt: skip
+    _step,
+    _step_fake,
+)
 
 
 # ------------------------------------------------------------------------ merge of many States
@@ -153,17 +169,13 @@ def _merge_fake(top: Tensor, total: Tensor, memory: Tensor, window: int) -> Any:
     return _like(top, total, memory)
 
 
-def _merge_backward(
-    top: Tensor, after: Tensor, dtotal: Tensor, dmemory: Tensor, window: int
-) -> Any:
+def _merge_backward(top: Tensor, after: Tensor, dtotal: Tensor, dmemory: Tensor, window: int) -> Any:
     from ndlightnet_kernels import frames
 
     return frames.sliding_merge_backward(top, after, dtotal, dmemory, window)
 
 
-def _merge_backward_fake(
-    top: Tensor, after: Tensor, dtotal: Tensor, dmemory: Tensor, window: int
-) -> Any:
+def _merge_backward_fake(top: Tensor, after: Tensor, dtotal: Tensor, dmemory: Tensor, window: int) -> Any:
     return _like(dtotal, dmemory)
 
 
@@ -181,10 +193,13 @@ def _merge_grads(ctx: Any, _: Tensor, dtotal: Tensor, dmemory: Tensor) -> Any:
 sliding_merge_backward = Operator(
     "sliding_merge_backward(Tensor top, Tensor after, Tensor dtotal, Tensor dmemory, "
     "SymInt window) -> (Tensor, Tensor)",
-    _merge_backward, _merge_backward_fake,
-)  # fmt: skip
+    _merge_backward,
+    _merge_backward_fake,
+)
 sliding_merge = Operator(
-    "sliding_merge(Tensor top, Tensor total, Tensor memory, SymInt window) "
-    "-> (Tensor, Tensor, Tensor)",
-    _merge, _merge_fake, _merge_save, _merge_grads,
-)  # fmt: skip
+    "sliding_merge(Tensor top, Tensor total, Tensor memory, SymInt window) -> (Tensor, Tensor, Tensor)",
+    _merge,
+    _merge_fake,
+    _merge_save,
+    _merge_grads,
+)

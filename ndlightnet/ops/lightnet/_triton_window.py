@@ -13,9 +13,8 @@ from ndlightnet_kernels.position import FIELDS, SCHEMA
 
 
 def _window(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None, window: int,
-    *position: Any,
-) -> Any:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None, window: int, *position: Any
+) -> Any:
     """Return the output and, for the backward, anchors and flags of chunks. forget: decay rates
     (heads,) float32."""
     from ndlightnet_kernels import window as kernels
@@ -33,9 +32,18 @@ def _window_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
 
 
 def _window_backward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None, top: Tensor,
-    flag: Tensor, dout: Tensor, window: int, learn: bool, *position: Any,
-) -> Any:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    forget: Tensor | None,
+    top: Tensor,
+    flag: Tensor,
+    dout: Tensor,
+    window: int,
+    learn: bool,
+    *position: Any,
+) -> Any:
     from ndlightnet_kernels import window_backward as kernels
 
     given = (q, k, v, mask, forget, top, flag, dout, window)
@@ -63,19 +71,22 @@ window_backward = Operator(
     "window_attention_backward(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? forget, "
     f"Tensor top, Tensor flag, Tensor dout, SymInt window, bool learn, {SCHEMA}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    _window_backward, _window_backward_fake,
-)  # fmt: skip
+    _window_backward,
+    _window_backward_fake,
+)
 window_operator = Operator(
     "window_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? forget, SymInt window, "
     f"{SCHEMA}) -> (Tensor, Tensor, Tensor)",
-    _window, _window_fake, _window_save, _window_grads,
-)  # fmt: skip
+    _window,
+    _window_fake,
+    _window_save,
+    _window_grads,
+)
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None, window: int,
-    where: Flat,
-) -> Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, forget: Tensor | None, window: int, where: Flat
+) -> Tensor:
     """Run the operator. Heads too wide for a program go in blocks of key channels, which add up.
     forget: decay rates (heads,) float32, or None."""
     from ndlightnet_kernels import plans
@@ -85,9 +96,7 @@ def attention(
         out: Tensor = window_operator(q, k, v, mask, forget, window, *where)[0]
         return out
     parts = (
-        window_operator(
-            q[..., block], k[..., block], v, mask, forget, window, *where.slots(block)
-        )[0].float()
+        window_operator(q[..., block], k[..., block], v, mask, forget, window, *where.slots(block))[0].float()
         for block in blocks
-    )  # fmt: skip
+    )
     return torch.stack(list(parts)).sum(0).to(q.dtype)

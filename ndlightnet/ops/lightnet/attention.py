@@ -30,15 +30,7 @@ from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.lightnet import _triton, _triton_causal, _triton_window, parallel, reference
 from ndlightnet.ops.lightnet import window as windowed
 from ndlightnet.ops.lightnet.parts import merge_parts
-from ndlightnet.ops.lightnet.state import (
-    MOST_FORGET,
-    State,
-    decay,
-    decay_rates,
-    merge,
-    merge_rows,
-    tile,
-)
+from ndlightnet.ops.lightnet.state import MOST_FORGET, State, decay, decay_rates, merge, merge_rows, tile
 from ndlightnet.ops.position import (
     Position,
     key_features,
@@ -50,14 +42,10 @@ from ndlightnet.ops.position import (
 )
 from ndlightnet.ops.recurrence.chunks import exact
 
-__all__ = [
-    "attention_step", "causal_attention", "global_attention", "merge", "read", "summarize",
-]  # fmt: skip
+__all__ = ["attention_step", "causal_attention", "global_attention", "merge", "read", "summarize"]
 
 
-def _check(
-    k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, q: Tensor | None
-) -> None:
+def _check(k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, q: Tensor | None) -> None:
     check_floats(k=k, v=v)
     if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
         raise ValueError(
@@ -69,9 +57,7 @@ def _check(
         if q.shape != k.shape:
             raise ValueError(f"q {tuple(q.shape)}: expected the shape of k, {tuple(k.shape)}")
     if mask is not None and (mask.shape != k.shape[:2] or mask.dtype != torch.bool):
-        raise ValueError(
-            f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {tuple(k.shape[:2])}"
-        )
+        raise ValueError(f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {tuple(k.shape[:2])}")
     _check_length(k, lrpe, "k")
 
 
@@ -82,9 +68,7 @@ def _check_length(x: Tensor, lrpe: Position | None, name: str) -> None:
     grid = Grid(layout) if isinstance(layout, tuple) else layout
     if x.shape[1] != lrpe.prefix + grid.length:
         shape = grid.shape if isinstance(grid, Grid) else grid.shapes
-        raise ValueError(
-            f"{name} has {x.shape[1]} tokens, lrpe describes {lrpe.prefix} + a grid {shape}"
-        )
+        raise ValueError(f"{name} has {x.shape[1]} tokens, lrpe describes {lrpe.prefix} + a grid {shape}")
 
 
 def _check_state(state: State, k: Tensor, v: Tensor, lrpe: Position | None) -> None:
@@ -113,10 +97,7 @@ def check_window(window: int | None) -> None:
 
 def _empty(k: Tensor, v: Tensor, lrpe: Position | None) -> State:
     batch, _, heads, dim = k.shape
-    return State.empty(
-        batch, heads, dim, v.shape[-1], lrpe is not None,
-        dtype=accumulator(k), device=k.device,
-    )  # fmt: skip
+    return State.empty(batch, heads, dim, v.shape[-1], lrpe is not None, dtype=accumulator(k), device=k.device)
 
 
 def _silence(k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -137,12 +118,7 @@ def _factors(k: Tensor, lrpe: Position | None) -> Tensor | None:
 
 
 def summarize(
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Tensor | None = None,
-    lrpe: Position | None = None,
-    impl: Impl = "auto",
+    k: Tensor, v: Tensor, *, mask: Tensor | None = None, lrpe: Position | None = None, impl: Impl = "auto"
 ) -> State:
     """Return the State of a source, in one pass. mask: (batch, length) bool, False = padding."""
     _check(k, v, mask, lrpe, None)
@@ -219,10 +195,7 @@ def global_attention(
         lrpe = lrpe._replace(layout=shape_of(lrpe), offset=None)  # only differences matter
     chosen: Any = resolve("global_attention", impl, k, v, lrpe=lrpe)
     if chosen == "triton" and (q.dtype == k.dtype or ragged is not None):
-        if ragged is None:
-            where = _triton.of_grid(lrpe)
-        else:
-            where = _triton.of_samples(lrpe, ragged, k, v.shape[-1])
+        where = _triton.of_grid(lrpe) if ragged is None else _triton.of_samples(lrpe, ragged, k, v.shape[-1])
         if q.dtype == k.dtype:
             out: Tensor = _triton.global_attention(q, k, v, mask, *where)[0]
             return out
@@ -239,9 +212,8 @@ def global_attention(
 
 
 def _of_boxes(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, count: int,
-    impl: Impl,
-) -> Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, count: int, impl: Impl
+) -> Tensor:
     """Global attention among each `count` rows: by the States of the rows, merged, or where these
     would be larger than the tokens by the features of all tokens of a sample at once, in torch."""
     _check(k, v, mask, lrpe, q)
@@ -268,8 +240,7 @@ def packed_position(layout: Ragged, k: Tensor, lrpe: Position | None) -> Positio
     """Check `lrpe` and return it as the Position of samples end to end."""
     if k.ndim != 4 or k.shape[0] != 1 or k.shape[1] != layout.length:
         raise ValueError(
-            f"k {tuple(k.shape)}: expected (1, length, heads, dim) with length {layout.length}, "
-            "that of the layout"
+            f"k {tuple(k.shape)}: expected (1, length, heads, dim) with length {layout.length}, that of the layout"
         )
     if lrpe is None:
         return None
@@ -279,9 +250,14 @@ def packed_position(layout: Ragged, k: Tensor, lrpe: Position | None) -> Positio
 
 
 def by_sample(
-    attend: Callable[..., Tensor], layout: Layout, q: Tensor, k: Tensor, v: Tensor,
-    mask: Tensor | None, lrpe: Position | None,
-) -> Tensor:  # fmt: skip
+    attend: Callable[..., Tensor],
+    layout: Layout,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    lrpe: Position | None,
+) -> Tensor:
     """Call attend(grid, q, k, v, mask=, lrpe=) sample by sample and join the results."""
 
     def alone(grid: Grid, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -357,9 +333,15 @@ def _head_rates(forget: float | Tensor, k: Tensor) -> Tensor | None:
 
 
 def token_window(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, window: int,
-    forget: float | Tensor, impl: Impl,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    lrpe: Position | None,
+    window: int,
+    forget: float | Tensor,
+    impl: Impl,
+) -> Tensor:
     """Let token t attend to the last `window` tokens, itself included; from no State to none."""
     if window >= k.shape[1]:
         return causal_attention(q, k, v, mask=mask, lrpe=lrpe, forget=forget, impl=impl)[0]
@@ -372,13 +354,7 @@ def token_window(
 
 
 def attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: State,
-    *,
-    lrpe: Position | None = None,
-    impl: Impl = "auto",
+    q: Tensor, k: Tensor, v: Tensor, state: State, *, lrpe: Position | None = None, impl: Impl = "auto"
 ) -> tuple[Tensor, State]:
     """Process one token after `state`: q, k (batch, heads, dim), v (batch, heads, value_dim).
 

@@ -90,9 +90,7 @@ class SlidingMerge(torch.autograd.Function):
     exponent stays at or below 0."""
 
     @staticmethod
-    def forward(
-        ctx: Any, top: Tensor, total: Tensor, memory: Tensor, window: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, top: Tensor, total: Tensor, memory: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
         out = _merge_last(State(top, total, memory), window)
         ctx.window = window
         ctx.save_for_backward(top, out.max)
@@ -188,9 +186,7 @@ def axis_causal_attention(
     check_decay(window, forget, k.shape[2])
     chosen = resolve("axis_causal_attention", impl, k, v, lrpe=lrpe)
     if k.shape[1] == frames and window is None:
-        return causal_attention(
-            q, k, v, mask=mask, lrpe=lrpe, state=state, forget=forget, impl=impl
-        )
+        return causal_attention(q, k, v, mask=mask, lrpe=lrpe, state=state, forget=forget, impl=impl)
     lrpe = relative(lrpe)
     if state is not None:
         _check_frames(state, k, v, lrpe, window)
@@ -227,16 +223,13 @@ def check_decay(window: int | None, forget: float | Tensor, heads: int) -> None:
     check_rates(forget, heads)
 
 
-def _check_frames(
-    state: State, k: Tensor, v: Tensor, lrpe: Position | None, window: int | None
-) -> None:
+def _check_frames(state: State, k: Tensor, v: Tensor, lrpe: Position | None, window: int | None) -> None:
     if window is None:
         return _check_state(state, k, v, lrpe)
     lead = (k.shape[0], window - 1, k.shape[2])
     if any(tuple(x.shape[:3]) != lead for x in state):
         raise ValueError(
-            f"state.max {tuple(state.max.shape)}: expected (batch, window - 1, heads, dim) with "
-            f"{lead} in front"
+            f"state.max {tuple(state.max.shape)}: expected (batch, window - 1, heads, dim) with {lead} in front"
         )
     if window > 1:
         _check_state(State(*(x[:, 0] for x in state)), k, v, lrpe)
@@ -275,10 +268,18 @@ def _frames_from(lrpe: Position | None, first: int, frames: int) -> Position | N
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None,
-    state: State | None, frames: int, window: int | None, forget: float | Tensor, impl: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    lrpe: Position | None,
+    state: State | None,
+    frames: int,
+    window: int | None,
+    forget: float | Tensor,
+    impl: Any,
     merged_parts: Callable[[State], State] | None = None,
-) -> tuple[Tensor, State]:  # fmt: skip
+) -> tuple[Tensor, State]:
     """Run axis-causal attention on all frames at once. merged_parts: merges the States of frames
     that are split."""
     forms = _by_triton if impl == "triton" else _by_torch
@@ -301,9 +302,17 @@ def _attend(
 
 
 def _window(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None,
-    state: State | None, window: int, forget: float | Tensor, impl: Any, return_state: bool,
-) -> tuple[Tensor, State | None]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    lrpe: Position | None,
+    state: State | None,
+    window: int,
+    forget: float | Tensor,
+    impl: Any,
+    return_state: bool,
+) -> tuple[Tensor, State | None]:
     """Run frames of one token with a window; after a State, as many as it reaches one by one."""
     n, last = k.shape[1], min(window - 1, k.shape[1])
     attend: Any = _attend
@@ -329,9 +338,7 @@ def _window(
 Forms = tuple[State, Callable[[State], Tensor]]
 
 
-def _by_torch(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, frames: int
-) -> Forms:
+def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, frames: int) -> Forms:
     """Return the frames' States (batch, frames, heads, ·) and a function that reads such States."""
     k, v = _silence(k, v, mask)
     w, cut = _factors(k, lrpe), (frames, -1)
@@ -342,9 +349,7 @@ def _by_torch(
     return frame_states, lambda merged: parallel.read(f, merged).flatten(1, 2).to(q.dtype)
 
 
-def _by_triton(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, frames: int
-) -> Forms:
+def _by_triton(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, frames: int) -> Forms:
     """Do the same as `_by_torch` with kernels, to which each frame is a sample."""
     batch, where = k.shape[0], _triton.of_frames(lrpe, k.shape[0], frames)
 
@@ -363,9 +368,16 @@ def _by_triton(
 
 
 def _ragged(
-    q: Tensor, k: Tensor, v: Tensor, layout: Ragged, mask: Tensor | None, lrpe: Position | None,
-    window: int | None, forget: float | Tensor, impl: Impl,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Ragged,
+    mask: Tensor | None,
+    lrpe: Position | None,
+    window: int | None,
+    forget: float | Tensor,
+    impl: Impl,
+) -> Tensor:
     """Run samples end to end: by kernels, to which each frame is a sample, where frames are large
     enough to have a State each; elsewhere one sample after the other."""
     lrpe = packed_position(layout, k, lrpe)

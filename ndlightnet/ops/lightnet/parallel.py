@@ -96,9 +96,7 @@ class _Causal:
     With decay rates (heads, 1) the keys are k_t + rate t: the factor exp(-rate t) of all weights at
     a token cancels. Those keys and their maxima are float64; differences are rounded, not they."""
 
-    def __init__(
-        self, f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None, state: State
-    ) -> None:
+    def __init__(self, f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None, state: State) -> None:
         acc, self.rows = accumulator(k), f.shape[-1]
         self.f, k, v = (_full(x.to(acc), fill) for x, fill in ((f, 0), (k, -torch.inf), (v, 0)))
         self.w = None if w is None else _full((w if w.ndim == 4 else w[None]).to(acc), 0)
@@ -164,9 +162,16 @@ def causal_form(
 
 
 def causal_gradients(
-    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None, state: State,
-    dout: Tensor, dsum: Tensor, dmemory: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    f: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    rates: Tensor | None,
+    state: State,
+    dout: Tensor,
+    dsum: Tensor,
+    dmemory: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of f, k, v, w (empty if None), and the first State's sum and memory."""
     c, n, dim = _Causal(f, k, v, w, rates, state), k.shape[1], k.shape[-1]
     acc, chunks, rest = c.f.dtype, c.chunks, c.last(n, rates)[1]
@@ -190,20 +195,19 @@ def causal_gradients(
 # One for torch.compile: the number of chunks depends on the length, and the backward is explicit.
 # f: query features; w: key factors
 def _forward(
-    f: Tensor,
-    k: Tensor,
-    v: Tensor,
-    w: Tensor | None,
-    rates: Tensor | None,
-    top: Tensor,
-    total: Tensor,
-    memory: Tensor,
+    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None, top: Tensor, total: Tensor, memory: Tensor
 ) -> Any:
     out, state = causal_form(f, k, v, w, rates, State(top, total, memory))
     return out.contiguous(), *state
 
 
 def _fake(
+    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None, top: Tensor, total: Tensor, memory: Tensor
+) -> Any:
+    return tuple(x.new_empty(x.shape, dtype=accumulator(k)) for x in (v, top, total, memory))
+
+
+def _backward(
     f: Tensor,
     k: Tensor,
     v: Tensor,
@@ -212,24 +216,25 @@ def _fake(
     top: Tensor,
     total: Tensor,
     memory: Tensor,
+    dout: Tensor,
+    dtotal: Tensor,
+    dmemory: Tensor,
 ) -> Any:
-    return tuple(x.new_empty(x.shape, dtype=accumulator(k)) for x in (v, top, total, memory))
-
-
-def _backward(
-    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None,
-    top: Tensor, total: Tensor, memory: Tensor,
-    dout: Tensor, dtotal: Tensor, dmemory: Tensor,
-) -> Any:  # fmt: skip
     grads = causal_gradients(f, k, v, w, rates, State(top, total, memory), dout, dtotal, dmemory)
     return tuple(x.contiguous() for x in grads)
 
 
 def _backward_fake(
-    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None,
-    top: Tensor, total: Tensor, memory: Tensor,
+    f: Tensor,
+    k: Tensor,
+    v: Tensor,
+    w: Tensor | None,
+    rates: Tensor | None,
+    top: Tensor,
+    total: Tensor,
+    memory: Tensor,
     *_: Tensor,
-) -> Any:  # fmt: skip
+) -> Any:
     acc = accumulator(k)
     dw = f.new_empty(0, dtype=acc) if w is None else w.new_empty(w.shape, dtype=acc)
     past = (x.new_empty(x.shape, dtype=acc) for x in (total, memory))
@@ -248,18 +253,14 @@ def _grads(ctx: Any, dout: Tensor, _: Tensor, dtotal: Tensor, dmemory: Tensor) -
     return df, dk, dv, None if w is None else dw.to(w.dtype), None, None, dsum0, dmemory0
 
 
-INPUTS = (
-    "Tensor f, Tensor k, Tensor v, Tensor? w, Tensor? rates, "
-    "Tensor top, Tensor total, Tensor memory"
-)
+INPUTS = "Tensor f, Tensor k, Tensor v, Tensor? w, Tensor? rates, Tensor top, Tensor total, Tensor memory"
 causal_backward = Operator(
     f"causal_backward({INPUTS}, Tensor dout, Tensor dtotal, Tensor dmemory) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _backward, _backward_fake,
-)  # fmt: skip
-operator = Operator(
-    f"causal({INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)", _forward, _fake, _save, _grads
+    _backward,
+    _backward_fake,
 )
+operator = Operator(f"causal({INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)", _forward, _fake, _save, _grads)
 
 
 def causal(*inputs: Any) -> Any:

@@ -64,9 +64,18 @@ def before_part(layout: Part, after: State, window: int | None, forget: float | 
 
 
 def axis_causal_part(
-    q: Tensor, k: Tensor, v: Tensor, layout: Part, mask: Tensor | None, lrpe: Position | None,
-    state: State | None, window: int | None, forget: float | Tensor, return_state: bool, impl: Impl,
-) -> tuple[Tensor, Any]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Part,
+    mask: Tensor | None,
+    lrpe: Position | None,
+    state: State | None,
+    window: int | None,
+    forget: float | Tensor,
+    return_state: bool,
+    impl: Impl,
+) -> tuple[Tensor, Any]:
     """Run axis-causal attention on a part: where the first axis is split, after the State
     of the parts before; where another one is, with the States of frames merged."""
     from ndlightnet.ops.lightnet import frames as whole

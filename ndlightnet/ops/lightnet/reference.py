@@ -41,13 +41,7 @@ def recall(f_q: Tensor, state: State) -> Tensor:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: State,
-    lrpe: Position | None,
-    mask: Tensor | None,
-    causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, state: State, lrpe: Position | None, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, State]:
     """Compute self-attention by Eq. 5 (causal) or Eq. 6; q, k, v (batch, length, heads, ·)."""
     phi = torch.nn.functional.silu(q.to(state.sum.dtype))
@@ -79,9 +73,7 @@ def frames(
     w = None if lrpe is None else key_features(lrpe, k.shape[-1], phi.dtype)
     rates = decay_rates(forget, k.device)
     (batch, length, heads, dim), value_dim = k.shape, v.shape[-1]
-    empty = State.empty(
-        batch, heads, dim, value_dim, lrpe is not None, dtype=phi.dtype, device=k.device
-    )
+    empty = State.empty(batch, heads, dim, value_dim, lrpe is not None, dtype=phi.dtype, device=k.device)
     past = [] if state is None else [state]
     if window is not None:
         past = [empty] * (window - 1)

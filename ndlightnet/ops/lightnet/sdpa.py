@@ -11,10 +11,17 @@ from ndlightnet.ops.lightnet.attention import causal_attention, global_attention
 
 
 def lightnet_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, scale: None = None, enable_gqa: bool = False,
-    *, impl: Impl = "auto",
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: None = None,
+    enable_gqa: bool = False,
+    *,
+    impl: Impl = "auto",
+) -> Tensor:
     """Return SiLU(query) . softmax(key over tokens)^T value, with the arguments of
     `torch.nn.functional.scaled_dot_product_attention`; linear in both lengths.
 
@@ -75,18 +82,12 @@ def _check(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gq
             f"the batch, heads and source of key {tuple(key.shape)}"
         )
     if heads != kept and (not enable_gqa or kept == 0 or heads % kept):
-        raise ValueError(
-            f"query has {heads} heads, key {kept}: expected as many, or with enable_gqa=True a "
-            "divisor"
-        )
+        raise ValueError(f"query has {heads} heads, key {kept}: expected as many, or with enable_gqa=True a divisor")
     if is_causal and length != source:
         raise ValueError(f"is_causal=True, {length} queries and {source} keys: expected as many")
     dtypes = [x.dtype for x in given.values()]
     if torch.float64 in dtypes and len(set(dtypes)) > 1:
-        raise ValueError(
-            f"query, key, value {', '.join(map(str, dtypes))}: expected torch.float64 of all or of "
-            "none"
-        )
+        raise ValueError(f"query, key, value {', '.join(map(str, dtypes))}: expected torch.float64 of all or of none")
 
 
 def padding_of(attn_mask: Tensor | None, batch: int, source: int) -> Tensor | None:
@@ -98,11 +99,11 @@ def padding_of(attn_mask: Tensor | None, batch: int, source: int) -> Tensor | No
     shape, fits = tuple(attn_mask.shape), ((batch, 1, 1, source), (1, 1, 1, source))
     if attn_mask.dtype != torch.bool or shape not in fits:
         why = (
-            "" if shape in fits else ", as LightNet has one memory for all queries, which cannot "
-            "hide different keys from different queries"
-        )  # fmt: skip
+            ""
+            if shape in fits
+            else ", as LightNet has one memory for all queries, which cannot hide different keys from different queries"
+        )
         raise ValueError(
-            f"attn_mask {shape} {attn_mask.dtype}: expected bool ({batch}, 1, 1, {source}), True = "
-            f"data{why}"
+            f"attn_mask {shape} {attn_mask.dtype}: expected bool ({batch}, 1, 1, {source}), True = data{why}"
         )
     return attn_mask[:, 0, 0].expand(batch, source)

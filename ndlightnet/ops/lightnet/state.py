@@ -79,9 +79,7 @@ def merge(first: State, second: State) -> State:
     top = torch.maximum(first.max, second.max).detach()
     a, b = decay(first.max.detach(), top), decay(second.max.detach(), top)
     rows = first.memory.shape[-2]
-    memory = (
-        tile(a, rows, -1)[..., None] * first.memory + tile(b, rows, -1)[..., None] * second.memory
-    )
+    memory = tile(a, rows, -1)[..., None] * first.memory + tile(b, rows, -1)[..., None] * second.memory
     return State(top, a * first.sum + b * second.sum, memory)
 
 

@@ -19,9 +19,7 @@ from ndlightnet.ops.lightnet.state import State, decay, tile
 from ndlightnet.ops.recurrence.scan import before, prefix_maximum, scan
 
 
-def attention(
-    f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None, window: int
-) -> Tensor:
+def attention(f: Tensor, k: Tensor, v: Tensor, w: Tensor | None, rates: Tensor | None, window: int) -> Tensor:
     """Let tokens attend to the last `window` tokens, themselves included.
 
     f (batch, length, heads, rows): query features; k, v as in causal attention; w: key factors

@@ -16,10 +16,7 @@ from ndlightnet.ops.local_mixing.offsets import Offsets
 
 # shape: a grid; of a pack any of its samples'. table, back_table: of a pack, the boxes of a program
 # of the forward and of the backward kernel, whose sizes are `box` and `back_box`.
-WHERE = (
-    "Tensor? table, Tensor? back_table, SymInt[] shape, SymInt[] box, SymInt[] back_box, "
-    "int[] offsets"
-)
+WHERE = "Tensor? table, Tensor? back_table, SymInt[] shape, SymInt[] box, SymInt[] back_box, int[] offsets"
 
 
 class Where(NamedTuple):
@@ -56,20 +53,32 @@ def _offsets(flat: Sequence[int], axes: int) -> Offsets:
 
 
 def _mix(
-    x: Tensor, weight: Tensor, mask: Tensor | None, table: Tensor | None,
-    back_table: Tensor | None, shape: Sequence[int], box: Sequence[int],
-    back_box: Sequence[int], offsets: Sequence[int],
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    mask: Tensor | None,
+    table: Tensor | None,
+    back_table: Tensor | None,
+    shape: Sequence[int],
+    box: Sequence[int],
+    back_box: Sequence[int],
+    offsets: Sequence[int],
+) -> Tensor:
     from ndlightnet_kernels import local_mixing as kernels
 
     return kernels.mix(x, weight, mask, shape, table, box, _offsets(offsets, len(shape)))
 
 
 def _mix_lowered(
-    x: Tensor, weight: Tensor, mask: Tensor | None, table: Tensor | None,
-    back_table: Tensor | None, shape: Sequence[int], box: Sequence[int],
-    back_box: Sequence[int], offsets: Sequence[int],
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    mask: Tensor | None,
+    table: Tensor | None,
+    back_table: Tensor | None,
+    shape: Sequence[int],
+    box: Sequence[int],
+    back_box: Sequence[int],
+    offsets: Sequence[int],
+) -> Tensor:
     """The torch form, as AOTInductor cannot write down a plan of lines, a constant of the kernel,
     and fuses these sums itself."""
     x = x if mask is None else x.masked_fill(~mask[..., None], 0)
@@ -81,10 +90,17 @@ def _mix_fake(x: Tensor, *_: Any) -> Tensor:
 
 
 def _gradients(
-    du: Tensor, x: Tensor, weight: Tensor, mask: Tensor | None, table: Tensor | None,
-    back_table: Tensor | None, shape: Sequence[int], box: Sequence[int],
-    back_box: Sequence[int], offsets: Sequence[int],
-) -> Any:  # fmt: skip
+    du: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mask: Tensor | None,
+    table: Tensor | None,
+    back_table: Tensor | None,
+    shape: Sequence[int],
+    box: Sequence[int],
+    back_box: Sequence[int],
+    offsets: Sequence[int],
+) -> Any:
     from ndlightnet_kernels import local_mixing as kernels
 
     taps = _offsets(offsets, len(shape))
@@ -108,11 +124,15 @@ def _backward(ctx: Any, du: Tensor) -> Any:
 
 
 _local_mixing_backward = Operator(
-    f"local_mixing_backward(Tensor du, Tensor x, Tensor weight, Tensor? mask, {WHERE}) "
-    "-> (Tensor, Tensor)",
-    _gradients, _gradients_fake,
-)  # fmt: skip
+    f"local_mixing_backward(Tensor du, Tensor x, Tensor weight, Tensor? mask, {WHERE}) -> (Tensor, Tensor)",
+    _gradients,
+    _gradients_fake,
+)
 mix = Operator(
     f"local_mixing(Tensor x, Tensor weight, Tensor? mask, {WHERE}) -> Tensor",
-    _mix, _mix_fake, _save, _backward, lowered=_mix_lowered,
-)  # fmt: skip
+    _mix,
+    _mix_fake,
+    _save,
+    _backward,
+    lowered=_mix_lowered,
+)

@@ -66,9 +66,14 @@ def local_mixing(
 
 
 def begin_local_mixing(
-    x: Tensor, weight: Tensor, offsets: Sequence[Sequence[int]], *, layout: Layout,
-    mask: Tensor | None = None, impl: Impl = "auto",
-) -> Callable[[], Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    offsets: Sequence[Sequence[int]],
+    *,
+    layout: Layout,
+    mask: Tensor | None = None,
+    impl: Impl = "auto",
+) -> Callable[[], Tensor]:
     """Return, when called, `local_mixing`, where a Part already sends what its neighbours read."""
     if not isinstance(layout, Part):
         out = local_mixing(x, weight, offsets, layout=layout, mask=mask, impl=impl)
@@ -103,13 +108,7 @@ def begin_local_mixing(
 
 
 def local_mixing_step(
-    x: Tensor,
-    weight: Tensor,
-    offsets: Sequence[Sequence[int]],
-    state: Tensor,
-    *,
-    layout: Grid,
-    impl: Impl = "auto",
+    x: Tensor, weight: Tensor, offsets: Sequence[Sequence[int]], state: Tensor, *, layout: Grid, impl: Impl = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Mix the next frames of a stream, and return them with the next state.
 
@@ -123,8 +122,7 @@ def local_mixing_step(
         raise ValueError(f"offsets={offsets}: expected none below 0 along the first axis")
     if state.shape != (len(x), back, tokens, x.shape[-1]):
         raise ValueError(
-            f"state {tuple(state.shape)}: expected {(len(x), back, tokens, x.shape[-1])}, the last "
-            f"{back} frames"
+            f"state {tuple(state.shape)}: expected {(len(x), back, tokens, x.shape[-1])}, the last {back} frames"
         )
     frames = torch.cat([state.to(x.dtype), x.unflatten(1, (-1, tokens))], 1)
     whole = layout.longer(back)
@@ -133,23 +131,16 @@ def local_mixing_step(
 
 
 def _check(
-    x: Tensor, weight: Tensor, offsets: Sequence[Sequence[int]], mask: Tensor | None,
-    grid: Layout, flat: bool,
-) -> tuple[tuple[int, ...], ...]:  # fmt: skip
+    x: Tensor, weight: Tensor, offsets: Sequence[Sequence[int]], mask: Tensor | None, grid: Layout, flat: bool
+) -> tuple[tuple[int, ...], ...]:
     taps = tuple(tuple(offset) for offset in offsets)
     if not taps or any(len(o) != grid.ndim for o in taps) or len(set(taps)) < len(taps):
-        raise ValueError(
-            f"offsets={offsets}: expected one or more, each of {grid.ndim} ints, and none twice"
-        )
+        raise ValueError(f"offsets={offsets}: expected one or more, each of {grid.ndim} ints, and none twice")
     if weight.shape != (len(taps), x.shape[-1]):
-        raise ValueError(
-            f"weight {tuple(weight.shape)}: expected (taps, dim) = {(len(taps), x.shape[-1])}"
-        )
+        raise ValueError(f"weight {tuple(weight.shape)}: expected (taps, dim) = {(len(taps), x.shape[-1])}")
     rows = isinstance(grid, Ragged)
     if flat and (x.ndim != 3 or x.shape[1] != grid.length or (rows and x.shape[0] != 1)):
         raise ValueError(f"x {tuple(x.shape)}: expected (batch, {grid.length}, dim) of {grid}")
     if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:-1]):
-        raise ValueError(
-            f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {tuple(x.shape[:-1])}"
-        )
+        raise ValueError(f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {tuple(x.shape[:-1])}")
     return taps

@@ -24,24 +24,21 @@ from ndlightnet.ops.dispatch import Impl, resolve
 from ndlightnet.ops.empty import empty_result
 from ndlightnet.ops.plain import plain
 from ndlightnet.ops.recurrence import memory
-from ndlightnet.ops.recurrence.chunks import (
-    Decay,
-    exact,
-    from_chunks,
-    inverse,
-    matmul_as,
-    to_chunks,
-    whole,
-    work_dtype,
-)
+from ndlightnet.ops.recurrence.chunks import Decay, exact, from_chunks, inverse, matmul_as, to_chunks, whole, work_dtype
 from ndlightnet.ops.recurrence.gated import after, check, log_decay_gradient
 from ndlightnet.ops.recurrence.scan import MATRIX, adjoints, before, memories
 
 
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None = None,
-    state: Tensor | None = None, *, impl: Impl = "auto",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None = None,
+    state: Tensor | None = None,
+    *,
+    impl: Impl = "auto",
+) -> tuple[Tensor, Tensor]:
     """Run the delta rule causally, from the memory `state` to the last memory.
 
     q, k (batch, length, heads, dim), keys of norm 1 (the caller normalises them); v (batch, length,
@@ -51,9 +48,7 @@ def gated_delta_rule(
     """
     decay, state = check(q, k, v, log_decay, state)
     if tuple(beta.shape) != tuple(k.shape[:3]):
-        raise ValueError(
-            f"beta {tuple(beta.shape)}: expected (batch, length, heads), {tuple(k.shape[:3])}"
-        )
+        raise ValueError(f"beta {tuple(beta.shape)}: expected (batch, length, heads), {tuple(k.shape[:3])}")
     chosen = resolve("gated_delta_rule", impl, k, v, decay, q, beta, state)
     if q.shape[1] == 0:
         return empty_result(v, q, k, beta, log_decay), state
@@ -78,9 +73,7 @@ def gated_delta_rule(
 class _Chunks:
     """Values shared by forward and backward, all (batch * heads, chunks, ...)."""
 
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, state: Tensor
-    ) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor | None, state: Tensor) -> None:
         acc, work = state.dtype, work_dtype(v)
         self.q, self.k, self.v = (to_chunks(x, work) for x in (q, k, v))
         self.beta = to_chunks(beta[..., None], acc)
@@ -122,9 +115,7 @@ class _Delta(torch.autograd.Function):
             return _backward(tuple(given), m, *grads)
 
 
-def _backward(
-    given: tuple[Any, ...], m: Tensor, dy: Tensor, dlast: Tensor
-) -> tuple[Tensor | None, ...]:
+def _backward(given: tuple[Any, ...], m: Tensor, dy: Tensor, dlast: Tensor) -> tuple[Tensor | None, ...]:
     beta, decay, state = given[3:]
     c, acc = _Chunks(*given), m.dtype
     work, dyc, d = c.q.dtype, to_chunks(dy, c.q.dtype), c.d

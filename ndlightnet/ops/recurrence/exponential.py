@@ -36,9 +36,13 @@ def gather(parts: Tensor, powers: Tensor) -> Tensor:
 
 
 def exponential_filter(
-    u: Tensor, chunks: int, table: Tensor, weight: Tensor, first: Tensor | None = None,
+    u: Tensor,
+    chunks: int,
+    table: Tensor,
+    weight: Tensor,
+    first: Tensor | None = None,
     carry: Callable[[Tensor, Tensor, Tensor | None], Tensor] = carry_over,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:
     """Filter u (batch, length, channels), real, in `chunks` chunks. table (channels or 1, states,
     1 + chunk size): lambda^0, lambda^1, ..; weight (channels, states); first (batch, channels,
     states): the initial h of h_t = lambda h_(t-1) + u_t. These three are all real or all complex.

@@ -33,9 +33,14 @@ from ndlightnet.ops.recurrence.scan import adjoints, before, memories
 
 
 def gated_linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, state: Tensor | None = None,
-    *, impl: Impl = "auto",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    state: Tensor | None = None,
+    *,
+    impl: Impl = "auto",
+) -> tuple[Tensor, Tensor]:
     """Run gated linear attention causally, from the memory `state` to the last memory.
 
     q, k (batch, length, heads, dim), v (batch, length, heads, value_dim); log_decay <= 0, (batch,
@@ -87,8 +92,7 @@ def check(
         return decay, torch.zeros(batch, heads, dim, value_dim, dtype=acc, device=k.device)
     if tuple(state.shape) != (batch, heads, dim, value_dim):
         raise ValueError(
-            f"state {tuple(state.shape)}: expected (batch, heads, dim, value_dim), "
-            f"{(batch, heads, dim, value_dim)}"
+            f"state {tuple(state.shape)}: expected (batch, heads, dim, value_dim), {(batch, heads, dim, value_dim)}"
         )
     return decay, state.to(acc)
 

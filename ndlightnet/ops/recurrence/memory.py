@@ -41,9 +41,13 @@ def matrix_memory(
 
 
 def reference(
-    shrink: Tensor, expand: Tensor, forget: Tensor, inputs: Tensor, memory: Tensor | None = None,
+    shrink: Tensor,
+    expand: Tensor,
+    forget: Tensor,
+    inputs: Tensor,
+    memory: Tensor | None = None,
     product: Callable[[Tensor, Tensor], Tensor] = torch.mul,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Run the recurrence token by token, by torch.mul or torch.matmul: the specification. Gradients
     by autograd."""
     memory = _check(shrink, expand, forget, inputs, memory, product is torch.matmul)
@@ -60,9 +64,8 @@ def reference(
 
 
 def _run(
-    shrink: Tensor, expand: Tensor, forget: Tensor, inputs: Tensor, memory: Tensor | None,
-    rule: Rule,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    shrink: Tensor, expand: Tensor, forget: Tensor, inputs: Tensor, memory: Tensor | None, rule: Rule
+) -> tuple[Tensor, Tensor]:
     memory = _check(shrink, expand, forget, inputs, memory, rule is MATRIX)
     dtype, real = inputs.dtype, accumulator(inputs)
     shrink, expand, inputs = (x.to(real)[..., None] for x in (shrink, expand, inputs))
@@ -73,9 +76,8 @@ def _run(
 
 
 def _check(
-    shrink: Tensor, expand: Tensor, forget: Tensor, inputs: Tensor, memory: Tensor | None,
-    matrix: bool,
-) -> Tensor:  # fmt: skip
+    shrink: Tensor, expand: Tensor, forget: Tensor, inputs: Tensor, memory: Tensor | None, matrix: bool
+) -> Tensor:
     """Check the inputs and return the memory to start from."""
     check_floats(shrink=shrink, expand=expand, inputs=inputs)
     if expand.ndim != 4 or shrink.shape != expand.shape or inputs.shape[:3] != expand.shape[:3]:
@@ -87,12 +89,9 @@ def _check(
     (batch, n, heads, dim), value_dim = expand.shape, inputs.shape[-1]
     most = (batch, n, heads, dim, dim if matrix else value_dim)
     least = (1, 1, 1, dim, dim) if matrix else (1,) * 5
-    if forget.ndim != 5 or any(
-        size not in pair for size, *pair in zip(forget.shape, least, most, strict=True)
-    ):
+    if forget.ndim != 5 or any(size not in pair for size, *pair in zip(forget.shape, least, most, strict=True)):
         raise ValueError(
-            f"forget {tuple(forget.shape)}: expected {most}; 1 where it is the same for all, "
-            f"down to {least}"
+            f"forget {tuple(forget.shape)}: expected {most}; 1 where it is the same for all, down to {least}"
         )
     kind = accumulator(inputs)
     if forget.is_complex() or (memory is not None and memory.is_complex()):
@@ -101,7 +100,6 @@ def _check(
         return torch.zeros(batch, heads, dim, value_dim, dtype=kind, device=inputs.device)
     if tuple(memory.shape) != (batch, heads, dim, value_dim):
         raise ValueError(
-            f"memory {tuple(memory.shape)}: expected (batch, heads, dim, value_dim), "
-            f"{(batch, heads, dim, value_dim)}"
+            f"memory {tuple(memory.shape)}: expected (batch, heads, dim, value_dim), {(batch, heads, dim, value_dim)}"
         )
     return memory.to(kind)

@@ -172,9 +172,7 @@ def scan(f: Tensor, b: Tensor, first: Tensor | None = None, rule: Rule = ELEMENT
     dim) from the left with rule MATRIX; first (batch, ...), default 0. Returns all m_t, like b.
     """
     if b.ndim != f.ndim or (f.shape[1] not in (1, b.shape[1])):
-        raise ValueError(
-            f"f {tuple(f.shape)}: expected a shape that broadcasts to that of b, {tuple(b.shape)}"
-        )
+        raise ValueError(f"f {tuple(f.shape)}: expected a shape that broadcasts to that of b, {tuple(b.shape)}")
     if first is None:
         first = b.new_zeros(b.shape[0], *b.shape[2:])
     if plain():

@@ -66,9 +66,7 @@ def powers(z: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     return torch.polar(size.to(dtype).exp(), phase.to(dtype))
 
 
-def diagonal_ssm(
-    u: Tensor, z: Tensor, weight: Tensor, memory: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def diagonal_ssm(u: Tensor, z: Tensor, weight: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Run x_t = exp(z) x_(t-1) + u_t, y_t = 2 Re sum_j weight_j x_tj, each channel by itself.
 
     u (batch, length, channels), real; z, weight (channels, pairs), complex; memory (batch,

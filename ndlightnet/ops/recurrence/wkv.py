@@ -20,9 +20,7 @@ from ndlightnet.ops.recurrence.scan import MAXIMUM, before, memories, scan
 LOWEST = -1e30  # the exponent of a sum over no tokens
 
 
-def weighted_sums(
-    k: Tensor, v: Tensor, decay: Tensor, memory: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def weighted_sums(k: Tensor, v: Tensor, decay: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the sums over all tokens before each one, (batch, length, 3, channels), and after the
     last one, (batch, 3, channels), in float32 (float64).
 
@@ -58,9 +56,7 @@ def _sums(m: Tensor, top: Tensor) -> Tensor:
     return torch.cat([m, top[..., None, :]], -2)
 
 
-def empty(
-    batch: int, channels: int, dtype: torch.dtype, device: torch.device | str | None
-) -> Tensor:
+def empty(batch: int, channels: int, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
     """Return the sums before the first token."""
     zeros = torch.zeros(batch, 2, channels, dtype=dtype, device=device)
     return torch.nn.functional.pad(zeros, (0, 0, 0, 1), value=LOWEST)

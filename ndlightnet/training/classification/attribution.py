@@ -38,9 +38,8 @@ def attribution(net: Callable[[Tensor], Tensor], x: Tensor, label: int) -> Tenso
     windows = [min(2 * step, n) for step, n in zip(steps, space, strict=True)]
     with torch.no_grad():
         found: Tensor = Occlusion(net).attribute(
-            x[None], (len(x), *windows), (len(x), *steps), baselines=0, target=label,
-            perturbations_per_eval=AT_ONCE,
-        )  # fmt: skip
+            x[None], (len(x), *windows), (len(x), *steps), baselines=0, target=label, perturbations_per_eval=AT_ONCE
+        )
     return found[0, 0].float()
 
 
@@ -84,9 +83,7 @@ def overlaid(view: np.ndarray, heat: np.ndarray, most: float) -> np.ndarray:
     return mixed
 
 
-def save_attributions(
-    path: Path, samples: Sequence[tuple[str, bool, list[tuple[np.ndarray, Any]]]]
-) -> None:
+def save_attributions(path: Path, samples: Sequence[tuple[str, bool, list[tuple[np.ndarray, Any]]]]) -> None:
     """Write a picture: of each sample (caption, whether right, `views`) the pictures, and below
     them the same with what spoke for the answer in red, against it in blue."""
     wide = max(len(pairs) for _, _, pairs in samples)

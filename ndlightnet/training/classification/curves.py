@@ -39,9 +39,7 @@ def reliability(probabilities: Tensor, labels: Tensor, bins: int) -> tuple[Tenso
     return count, mean, right
 
 
-def save_curves(
-    path: Path, probabilities: Tensor, labels: Tensor, names: Sequence[str], ece: float, bins: int
-) -> None:
+def save_curves(path: Path, probabilities: Tensor, labels: Tensor, names: Sequence[str], ece: float, bins: int) -> None:
     """Write a picture: the ROC curve of each class, and the reliability diagram."""
     figure, axes = panels_of(1, 2, (9.5, 4.4))
     _roc(axes[0, 0], probabilities, labels, names)
@@ -53,8 +51,13 @@ def save_curves(
     axis.plot(mean[used], right[used], color="#0969da", lw=1)
     size = 12 + 200 * count[used] / count.sum()  # by the number of answers
     axis.scatter(mean[used], right[used], size, color="#0969da", label="right answers")
-    axis.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="probability of the answer",
-             ylabel="fraction", title=f"Expected calibration error {ece:.3f}")  # fmt: skip
+    axis.set(
+        xlim=(0, 1),
+        ylim=(0, 1.02),
+        xlabel="probability of the answer",
+        ylabel="fraction",
+        title=f"Expected calibration error {ece:.3f}",
+    )
     axis.legend(loc="upper left", fontsize=8, frameon=False)
     save_figure(figure, path)
 
@@ -67,7 +70,12 @@ def _roc(axis: Any, probabilities: Tensor, labels: Tensor, names: Sequence[str])
             false, true, _ = binary_roc(probabilities[:, label], (labels == label).long())
             axis.plot(false, true, label=f"{printable(names[label])} {areas[label]:.3f}")
     axis.plot([0, 1], [0, 1], color="#8c959f", lw=1, ls="--")
-    axis.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.02), xlabel="false positive rate",
-             ylabel="true positive rate", title="ROC, each class against the rest")  # fmt: skip
+    axis.set(
+        xlim=(-0.01, 1.01),
+        ylim=(-0.01, 1.02),
+        xlabel="false positive rate",
+        ylabel="true positive rate",
+        title="ROC, each class against the rest",
+    )
     if axis.get_legend_handles_labels()[0]:
         axis.legend(title="area under the curve", loc="lower right", fontsize=8, frameon=False)

@@ -63,7 +63,5 @@ def limited(data: Any, labels: Sequence[int]) -> list[int]:
         )
     chosen = spread(limit, total)
     if {labels[number] for number in chosen} != {*labels}:
-        raise DataError(
-            f"{data.root}: train_limit={limit}, no sample of a class is left to train with"
-        )
+        raise DataError(f"{data.root}: train_limit={limit}, no sample of a class is left to train with")
     return chosen

@@ -103,9 +103,7 @@ class ImageFolders(LabelledData):
         self.root, self.channels, self.batch_size = find_root(root), channels, batch_size
         check("data.batch_size", batch_size, batch_size > 0, "1 or more images")
         check("data.workers", workers, workers >= 0, "0 or more processes")
-        for name, value in (
-            ("hflip", hflip), ("random_erasing", random_erasing), ("validation", validation),
-        ):  # fmt: skip
+        for name, value in (("hflip", hflip), ("random_erasing", random_erasing), ("validation", validation)):
             check(f"data.{name}", value, 0 <= value <= 1, "a fraction from 0 to 1")
         for name, value in (("mixup", mixup), ("cutmix", cutmix), ("color_jitter", color_jitter)):
             check(f"data.{name}", value, value >= 0, "0 or more")
@@ -117,9 +115,7 @@ class ImageFolders(LabelledData):
         if randaugment is not None:
             most = randaugment.num_magnitude_bins - 1
             good = 0 <= randaugment.magnitude <= most and randaugment.num_ops >= 0
-            check(
-                "data.randaugment", randaugment, good, f"num_ops 0 or more, magnitude 0 to {most}"
-            )
+            check("data.randaugment", randaugment, good, f"num_ops 0 or more, magnitude 0 to {most}")
         grey = channels == 1
         self.mean = mean or ([sum(MEAN) / 3] if grey else [*MEAN])
         self.std = std or ([sum(STD) / 3] if grey else [*STD])
@@ -132,10 +128,17 @@ class ImageFolders(LabelledData):
         height, width = self.space
         self.evaluate = image_transforms.evaluation((height, width), crop_pct, interpolation)
         self.augment = image_transforms.training(
-            (height, width), interpolation, scale=None if padding else scale, ratio=ratio,
-            padding=padding, hflip=hflip, randaugment=randaugment, color_jitter=color_jitter,
-            random_erasing=random_erasing, fill=[round(255 * value) for value in self.mean],
-        )  # fmt: skip
+            (height, width),
+            interpolation,
+            scale=None if padding else scale,
+            ratio=ratio,
+            padding=padding,
+            hflip=hflip,
+            randaugment=randaugment,
+            color_jitter=color_jitter,
+            random_erasing=random_erasing,
+            fill=[round(255 * value) for value in self.mean],
+        )
         self.told: set[str] = set()
 
     def setup(self, stage: str) -> None:
@@ -250,9 +253,7 @@ def _split(files: ImageFiles, fraction: float) -> tuple[ImageFiles, ImageFiles]:
         own = (files.labels == label).nonzero()[0]
         chosen = held_out(fraction, len(own))
         if len(chosen) == len(own):
-            raise DataError(
-                f"{files.root}: validation={fraction} leaves no image of a class to train with"
-            )
+            raise DataError(f"{files.root}: validation={fraction} leaves no image of a class to train with")
         held += own[sorted(chosen)].tolist()
     rest = sorted({*range(len(files))} - {*held})
     return files.pick(rest), files.pick(held)
@@ -265,9 +266,7 @@ class ColouredDigits(ImageFolders):
     images: number of training and of test pictures.
     """
 
-    def __init__(
-        self, root: str, size: int = 32, images: tuple[int, int] = (3000, 500), **kwargs: Any
-    ) -> None:
+    def __init__(self, root: str, size: int = 32, images: tuple[int, int] = (3000, 500), **kwargs: Any) -> None:
         super().__init__(root, size, **kwargs)
         self.images = images
 

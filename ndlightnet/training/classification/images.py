@@ -99,10 +99,7 @@ class ImageData(LabelledData):
 
     def train_dataloader(self) -> Any:
         kind = SeededBatches if self.augment else ShuffledBatches
-        return kind(
-            self.train_set, self.batch_size, replica(), shift=self.shift, flips=self.flips,
-            seed=self.seed,
-        )  # fmt: skip
+        return kind(self.train_set, self.batch_size, replica(), shift=self.shift, flips=self.flips, seed=self.seed)
 
     def plain_train_dataloader(self) -> Any:
         return Batches(self.train_set, self.batch_size, replica())
@@ -115,9 +112,7 @@ class ImageData(LabelledData):
         return Batches(self.test_set, self.batch_size, replica())
 
     def predict_dataloader(self) -> Any:
-        raise DataError(
-            f"{self.root}: predict reads files, with ImageFolders or VolumeFolders, not ImageData"
-        )
+        raise DataError(f"{self.root}: predict reads files, with ImageFolders or VolumeFolders, not ImageData")
 
     def picture(self, number: int) -> Tensor:
         """Return an image of the test or prediction: (channels, *space) uint8."""
@@ -278,9 +273,12 @@ class ImageTask(ClassificationTask):
 
     def save_samples(self, numbers: list[int], probabilities: Tensor, labels: Tensor) -> None:
         save_gallery(
-            self.out() / "test_images.png", lambda row: self.data().picture(numbers[row]),
-            probabilities, labels, self.figure_names(self.data().classes),
-        )  # fmt: skip
+            self.out() / "test_images.png",
+            lambda row: self.data().picture(numbers[row]),
+            probabilities,
+            labels,
+            self.figure_names(self.data().classes),
+        )
 
     def on_predict_start(self) -> None:
         self.predicted: dict[int, list[float]] = {}
@@ -304,7 +302,10 @@ class ImageTask(ClassificationTask):
             if predicted:
                 shown = list(predicted)
                 save_gallery(
-                    self.out() / "predictions.png", lambda row: data.picture(shown[row]), odds,
-                    None, self.figure_names(data.classes),
-                )  # fmt: skip
+                    self.out() / "predictions.png",
+                    lambda row: data.picture(shown[row]),
+                    odds,
+                    None,
+                    self.figure_names(data.classes),
+                )
         self.summary = f"{len(predicted)} predictions are in {file}"

@@ -21,9 +21,14 @@ PICTURES = {
     "test_images.png": "Samples, from the worst answer to the best",
     "test_clips.png": "Samples",
 }
-MEASURES = {"top1": "accuracy", "balanced_accuracy": "balanced accuracy", "auc": "AUC",
-            "ece": "expected calibration error", "top5": "accuracy of five answers",
-            "majority_class": "share of the largest class"}  # fmt: skip
+MEASURES = {
+    "top1": "accuracy",
+    "balanced_accuracy": "balanced accuracy",
+    "auc": "AUC",
+    "ece": "expected calibration error",
+    "top5": "accuracy of five answers",
+    "majority_class": "share of the largest class",
+}
 TEMPLATE = """
 {% extends "base" %}
 {% block content %}
@@ -57,23 +62,24 @@ def write_page(
         for name, shown, count, area in zip(names, page_names(names), counts, areas, strict=True)
     ]
     write_html(
-        path, TEMPLATE, title=title, summary=summary, failures=failures, classes=lines,
+        path,
+        TEMPLATE,
+        title=title,
+        summary=summary,
+        failures=failures,
+        classes=lines,
         measures=[[MEASURES[key], _number(metrics[key])] for key in MEASURES if key in metrics],
         pictures=[item for item in PICTURES.items() if (path.parent / item[0]).is_file()],
-    )  # fmt: skip
+    )
 
 
 def write_table(
-    path: Path, files: Sequence[str], probabilities: Tensor, labels: Tensor | None,
-    names: Sequence[str],
-) -> None:  # fmt: skip
+    path: Path, files: Sequence[str], probabilities: Tensor, labels: Tensor | None, names: Sequence[str]
+) -> None:
     """Write CSV, a line for each sample: its file, truth if `labels` are given, prediction and
     probabilities."""
     truth = [] if labels is None else ["truth"]
-    with (
-        atomic_write(path) as draft,
-        draft.open("w", newline="", encoding="utf-8", errors="backslashreplace") as out,
-    ):
+    with atomic_write(path) as draft, draft.open("w", newline="", encoding="utf-8", errors="backslashreplace") as out:
         writer = csv.writer(out)
         writer.writerow(["file", *truth, "prediction", *map(cell, names)])
         for at, (file, row) in enumerate(zip(files, probabilities.tolist(), strict=True)):

@@ -36,9 +36,7 @@ def save_confusion(path: Path, matrix: Tensor, classes: Sequence[str]) -> None:
     save_figure(figure, path)
 
 
-def _write_counts(
-    axis: Any, counts: np.ndarray, fraction: np.ndarray, classes: Sequence[str]
-) -> None:
+def _write_counts(axis: Any, counts: np.ndarray, fraction: np.ndarray, classes: Sequence[str]) -> None:
     # printable here: matplotlib sets the texts of ticks again, after `plain_text`
     ticks, names = range(len(classes)), [printable(name) for name in classes]
     axis.set_xticks(ticks, names, rotation=45, ha="right")
@@ -49,9 +47,7 @@ def _write_counts(
             axis.text(j, i, str(counts[i, j]), ha="center", va="center", color=color)
 
 
-def save_strips(
-    path: Path, strips: Sequence[tuple[str, bool | None, Tensor]], frames: int = 8
-) -> None:
+def save_strips(path: Path, strips: Sequence[tuple[str, bool | None, Tensor]], frames: int = 8) -> None:
     """Write a row per clip: (caption, whether right or None, frames (frames, h, w, 3) uint8)."""
     figure, axes = panels_of(len(strips), frames, (1.25 * frames, 1.55 * len(strips)))
     for row, (caption, right, clip) in zip(axes, strips, strict=True):
@@ -76,17 +72,11 @@ def projections(image: Tensor) -> np.ndarray:
         view = image.float().mean(others) if others else image.float()
         views.append(view.cpu().numpy() / max(1.0, float(view.max())))
     tallest = max(len(view) for view in views)
-    return np.concatenate(
-        [np.pad(v, ((0, tallest - len(v)), (1, 1)), constant_values=1) for v in views], axis=1
-    )
+    return np.concatenate([np.pad(v, ((0, tallest - len(v)), (1, 1)), constant_values=1) for v in views], axis=1)
 
 
 def save_gallery(
-    path: Path,
-    image: Callable[[int], Tensor],
-    probabilities: Tensor,
-    labels: Tensor | None,
-    names: Sequence[str],
+    path: Path, image: Callable[[int], Tensor], probabilities: Tensor, labels: Tensor | None, names: Sequence[str]
 ) -> None:
     """Write some images, `image(row)` (channels, *space) of 1 channel or, uint8, of 3 colours,
     evenly spaced from the worst answer (n, classes) to the best: the first has the lowest

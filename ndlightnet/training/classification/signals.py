@@ -59,15 +59,10 @@ class SignalData(LabelledData):
         self.classes = tuple(str(digit) for digit in range(max(recordings.digits) + 1))
         train, test = recordings.split()
         held = held_out(self.validation, len(train))  # spread over digits and takes
-        parts = (
-            [n for i, n in enumerate(train) if i not in held],
-            [n for i, n in enumerate(train) if i in held],
-            test,
-        )
+        parts = ([n for i, n in enumerate(train) if i not in held], [n for i, n in enumerate(train) if i in held], test)
         if not parts[0] or not test:
             raise DataError(
-                f"{self.root}: {len(parts[0])} recordings to train, {len(test)} to test: expected "
-                "some of both"
+                f"{self.root}: {len(parts[0])} recordings to train, {len(test)} to test: expected some of both"
             )
         self.train_set, self.val_set, self.test_set = (
             SignalDataset(recordings, part, i == 0, self.spectrum) for i, part in enumerate(parts)

@@ -88,9 +88,7 @@ class StreamTrainer(L.Trainer):
             raise DataError(f"model.net: {error}") from error
         return net, saved["names"]["classes"]
 
-    def _predictions(
-        self, net: Any, video: VideoStream, data: Any
-    ) -> Iterator[tuple[list[tuple[int, float]], Tensor]]:
+    def _predictions(self, net: Any, video: VideoStream, data: Any) -> Iterator[tuple[list[tuple[int, float]], Tensor]]:
         """Yield the numbers and times of the frames of each patch, and the logits after it."""
         plugin, stream, waiting = self.precision_plugin, net.stream(), []
         before = None  # the frame before
@@ -118,10 +116,13 @@ class StreamTrainer(L.Trainer):
         """Show frames per second on a terminal; yield a function that adds frames to the count."""
         console = Console(stderr=True)
         progress = Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True,
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            transient=True,
             disable=not console.is_terminal or self.progress_bar_callback is None,
             redirect_stdout=sys.stdout.isatty(),  # lines on the same terminal go above it
-        )  # fmt: skip
+        )
         job = progress.add_task("waiting for frames", total=None)
 
         def show(frames: int) -> None:

@@ -8,11 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.data.errors import DataError, printable
-from ndlightnet.training.classification.attribution import (
-    attribution,
-    save_attributions,
-    views,
-)
+from ndlightnet.training.classification.attribution import attribution, save_attributions, views
 from ndlightnet.training.classification.curves import save_curves
 from ndlightnet.training.classification.metrics import BINS, scores
 from ndlightnet.training.classification.page import write_page, write_table
@@ -39,12 +35,7 @@ class ClassificationTask(Task):
     grid_parallel = True  # every process gets the logits of whole samples
 
     def __init__(
-        self,
-        net: nn.Module,
-        lr: float = 1e-3,
-        weight_decay: float = 0.05,
-        label_smoothing: float = 0.1,
-        **kwargs: Any,
+        self, net: nn.Module, lr: float = 1e-3, weight_decay: float = 0.05, label_smoothing: float = 0.1, **kwargs: Any
     ) -> None:
         super().__init__(net, lr=lr, weight_decay=weight_decay, **kwargs)
         good = 0 <= label_smoothing <= 1

@@ -126,22 +126,26 @@ class VideoData(LabelledData):
     ) -> None:
         super().__init__()
         for name, number in (
-            ("frames", frames), ("size", size), ("batch_size", batch_size), ("repeats", repeats),
+            ("frames", frames),
+            ("size", size),
+            ("batch_size", batch_size),
+            ("repeats", repeats),
             ("clips", clips),
-        ):  # fmt: skip
+        ):
             check(f"data.{name}", number, number > 0, "1 or more")
         check("data.pixels", pixels, pixels == "rgb" or frames > 1, "rgb with data.frames=1")
         check("data.crops", crops, crops in (1, 3), "1 or 3")
         check("data.crops", crops, crops == 1 or crop_mode == "center", "1 with crop_mode=squash")
-        for name, value in (
-            ("grayscale", grayscale), ("random_erasing", random_erasing),
-            ("validation", validation),
-        ):  # fmt: skip
+        for name, value in (("grayscale", grayscale), ("random_erasing", random_erasing), ("validation", validation)):
             check(f"data.{name}", value, 0 <= value <= 1, "a fraction from 0 to 1")
         for name, value in (
-            ("mixup", mixup), ("cutmix", cutmix), ("color_jitter", color_jitter),
-            ("rotation", rotation), ("cache_gb", cache_gb), ("workers", workers),
-        ):  # fmt: skip
+            ("mixup", mixup),
+            ("cutmix", cutmix),
+            ("color_jitter", color_jitter),
+            ("rotation", rotation),
+            ("cache_gb", cache_gb),
+            ("workers", workers),
+        ):
             check(f"data.{name}", value, value >= 0, "0 or more")
         good = 0 < scale[0] <= scale[1] <= 1
         check("data.scale", scale, good, "two fractions above 0, the smaller one first")
@@ -160,9 +164,15 @@ class VideoData(LabelledData):
         self.cache, self.workers, self.input = round(cache_gb * 1e9), workers, input
         self.nvdec = nvdec
         self.transform = training(
-            size, scale=scale, hflip=hflip, rotation=rotation, randaugment=randaugment,
-            color_jitter=color_jitter, grayscale=grayscale, random_erasing=random_erasing,
-        )  # fmt: skip
+            size,
+            scale=scale,
+            hflip=hflip,
+            rotation=rotation,
+            randaugment=randaugment,
+            color_jitter=color_jitter,
+            grayscale=grayscale,
+            random_erasing=random_erasing,
+        )
         self.told: set[str] = set()
 
     @property
@@ -224,8 +234,7 @@ class VideoData(LabelledData):
             out = [part == self.fold for part in of]
         else:
             out = first_of_each(labels, self.validation, groups)
-        train, held = ([s for s, own in zip(samples, out, strict=True) if own is part]
-                       for part in (False, True))  # fmt: skip
+        train, held = ([s for s, own in zip(samples, out, strict=True) if own is part] for part in (False, True))
         left = [sample.label for sample in train]
         if {*left} != {*labels}:
             raise DataError(
@@ -238,15 +247,18 @@ class VideoData(LabelledData):
         draw: Any = partial(train_clip, frames=self.frames, transform=self.transform)
         if not self.augment:
             draw = partial(plain_clip, frames=self.frames, framing=self.framing, hflip=self.hflip)
-        return ClipDataset(
-            samples, self.frames, self.framing, draw=draw, cache=self.cache, device=self.decoding
-        )
+        return ClipDataset(samples, self.frames, self.framing, draw=draw, cache=self.cache, device=self.decoding)
 
     def _evaluated(self, samples: Sequence[Sample]) -> ClipDataset:
         return ClipDataset(
-            samples, self.frames, self.framing, clips=self.clips, crops=self.crops,
-            cache=self.cache, device=self.decoding,
-        )  # fmt: skip
+            samples,
+            self.frames,
+            self.framing,
+            clips=self.clips,
+            crops=self.crops,
+            cache=self.cache,
+            device=self.decoding,
+        )
 
     def sample_name(self, number: int) -> str:
         return str(self.test_set.samples[number].path)

@@ -56,15 +56,11 @@ class VideoTask(ClassificationTask):
     def setup(self, stage: str) -> None:
         channels, data = getattr(self.net, "in_chans", None), self.data()
         if channels not in (None, data.channels):
-            raise DataError(
-                f"in_chans={channels}: clips have {data.channels} channels with "
-                f"data.pixels={data.pixels}"
-            )
+            raise DataError(f"in_chans={channels}: clips have {data.channels} channels with data.pixels={data.pixels}")
         outputs = getattr(self.net, "num_classes", None)
         if stage != "predict" and outputs not in (None, len(self.data().classes)):
             raise DataError(
-                f"{self.data().root}: {len(self.data().classes)} classes, but the network has "
-                f"num_classes={outputs}"
+                f"{self.data().root}: {len(self.data().classes)} classes, but the network has num_classes={outputs}"
             )
 
     def example_inputs(self) -> tuple[Tensor, ...]:
@@ -108,10 +104,7 @@ class VideoTask(ClassificationTask):
             if number % every or number // every >= STRIPS:
                 continue
             guess, truth = int(probabilities[row].argmax()), int(labels[row])
-            caption = (
-                f"{printable(samples[number].path.name)}: {names[guess]} "
-                f"({probabilities[row, guess]:.2f})"
-            )
+            caption = f"{printable(samples[number].path.name)}: {names[guess]} ({probabilities[row, guess]:.2f})"
             if guess != truth:
                 caption += f", truth: {names[truth]}"
             self.strips[number] = (caption, guess == truth, to_pixels(clips[row, 0].cpu()))

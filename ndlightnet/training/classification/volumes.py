@@ -10,12 +10,7 @@ import torch
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.images import Batches, ImageSet
 from ndlightnet.data.visits import replica
-from ndlightnet.data.volume.class_folders import (
-    largest_extent,
-    list_classes,
-    read_part,
-    read_volume,
-)
+from ndlightnet.data.volume.class_folders import largest_extent, list_classes, read_part, read_volume
 from ndlightnet.data.volume.datasets import find_inputs
 from ndlightnet.data.volume.grid import Case
 from ndlightnet.training.classification.images import ImageData
@@ -101,14 +96,14 @@ class VolumeFolders(ImageData):
         if not self.classes:
             return {"classes": [], "size": [], "spacing": [], "scale": []}
         return {
-            "classes": list(self.classes), "size": list(self.size),
-            "spacing": list(self.spacing or ()), "scale": [self.mean, self.std],
-        }  # fmt: skip
+            "classes": list(self.classes),
+            "size": list(self.size),
+            "spacing": list(self.spacing or ()),
+            "scale": [self.mean, self.std],
+        }
 
     def set_names(self, names: dict[str, list[Any]]) -> None:
-        self.classes, self.size, self.spacing = (
-            tuple(names["classes"]), names["size"], names["spacing"]
-        )  # fmt: skip
+        self.classes, self.size, self.spacing = (tuple(names["classes"]), names["size"], names["spacing"])
         self.mean, self.std = names["scale"]
 
 

@@ -40,8 +40,6 @@ class AveragedWeights(WeightAveraging):
     def _average(self, *given: Any) -> None:
         get_ema_multi_avg_fn(self.decay_of(self.step))(*given)
 
-    def on_load_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)

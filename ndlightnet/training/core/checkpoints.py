@@ -22,17 +22,13 @@ class AtomicCheckpoints(TorchCheckpointIO):
     """TorchCheckpointIO that writes a file beside its target and renames it. Lightning's writes in
     TMPDIR and moves: across file systems this is a copy, which a kill or a full disk cuts off."""
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write a checkpoint. DataError if that fails; an older checkpoint at `path` then stays."""
         with atomic_write(Path(path)) as draft, draft.open("wb") as file:
             torch.save(checkpoint, file)
 
 
-def check_checkpoint(
-    path: str, model: L.LightningModule, data: Any, entries: Sequence[str] = NAMES
-) -> None:
+def check_checkpoint(path: str, model: L.LightningModule, data: Any, entries: Sequence[str] = NAMES) -> None:
     """Raise DataError if the file is missing, is no checkpoint or is one of another network, or if
     it has no weights, lacks one of the `entries` or lacks a name that `data` need."""
     if not Path(path).is_file():
@@ -59,9 +55,7 @@ def check_checkpoint(
     for name in [*own, *found]:
         here, there = own.get(name, "none"), found.get(name, "none")
         if here != there:
-            raise DataError(
-                f"{path}: the checkpoint of another network: {name} is {there} there, {here} here"
-            )
+            raise DataError(f"{path}: the checkpoint of another network: {name} is {there} there, {here} here")
 
 
 def _loads(model: L.LightningModule, weights: dict[str, Tensor]) -> bool:

@@ -27,13 +27,7 @@ from ndlightnet.training.core.checkpoints import NAMES, AtomicCheckpoints, check
 from ndlightnet.training.core.costs import parameter_count
 from ndlightnet.training.core.options import TaskParser, check_configs, unexpected
 from ndlightnet.training.core.report import check_writable, say
-from ndlightnet.training.core.runs import (
-    FitMetrics,
-    SaveConfig,
-    check_unused,
-    checkpoint_in,
-    resumption,
-)
+from ndlightnet.training.core.runs import FitMetrics, SaveConfig, check_unused, checkpoint_in, resumption
 
 # entries needed to resume a training: without "loops" it would silently start again
 RESUMED = ("epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers")
@@ -45,10 +39,7 @@ class TaskCLI(LightningCLI):
     of the task, see `adamw_with_cosine`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        defaults = {
-            "subclass_mode_data": True, "parser_class": TaskParser,
-            "auto_configure_optimizers": False,
-        }  # fmt: skip
+        defaults = {"subclass_mode_data": True, "parser_class": TaskParser, "auto_configure_optimizers": False}
         super().__init__(*args, **{**defaults, **options})
 
     def add_core_arguments_to_parser(self, parser: Any) -> None:
@@ -110,9 +101,7 @@ class TaskCLI(LightningCLI):
             if subcommand == "fit":
                 self._note_finished(kwargs["ckpt_path"])
         elif subcommand in ("validate", "test"):
-            self.model.notes.append(
-                f"--ckpt_path: {subcommand} got none and measures the network as it was built"
-            )
+            self.model.notes.append(f"--ckpt_path: {subcommand} got none and measures the network as it was built")
         if subcommand == "stream":
             return kwargs
         if subcommand == "test":
@@ -130,8 +119,7 @@ class TaskCLI(LightningCLI):
         epochs = loops["fit_loop"]["epoch_progress"]["current"]["processed"]
         most = self.trainer.max_epochs
         if most is not None and 0 < most <= epochs:
-            say([f"{path}: has been trained for {epochs} epochs, nothing is left of "
-                 f"trainer.max_epochs={most}"])  # fmt: skip
+            say([f"{path}: has been trained for {epochs} epochs, nothing is left of trainer.max_epochs={most}"])
             trainer: Any = self.trainer
             trainer.callbacks = [x for x in trainer.callbacks if not isinstance(x, SaveConfig)]
 
@@ -182,13 +170,9 @@ class TaskCLI(LightningCLI):
         if self.subcommand == "fit" and given("enable_checkpointing") is not False:
             folder = root / "checkpoints"
             callbacks += [
-                ModelCheckpoint(
-                    folder, "best", monitor=monitor, mode="max", enable_version_counter=False
-                ),
+                ModelCheckpoint(folder, "best", monitor=monitor, mode="max", enable_version_counter=False),
                 # a second callback: with a monitor, `save_last` saves the last best, not the last
-                ModelCheckpoint(
-                    folder, "last", save_on_train_epoch_end=True, enable_version_counter=False
-                ),
+                ModelCheckpoint(folder, "last", save_on_train_epoch_end=True, enable_version_counter=False),
             ]
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             plugins.append(AtomicCheckpoints())
@@ -199,25 +183,44 @@ class TaskCLI(LightningCLI):
 
 # Messages that Lightning prints in every run, to be hidden: beginnings of its log lines ...
 LINES = (
-    "GPU available", "TPU available", "HPU available", "💡 Tip", "Seed set to", "Using ",
-    "Loading `train_dataloader`", "`Trainer.fit` stopped: `max_", "LOCAL_RANK",
-    "You are using a CUDA", "Restoring states", "Restored all states", "Loaded model weights",
-    "The following callbacks returned in", "Found current_model_state",
-)  # fmt: skip
+    "GPU available",
+    "TPU available",
+    "HPU available",
+    "💡 Tip",
+    "Seed set to",
+    "Using ",
+    "Loading `train_dataloader`",
+    "`Trainer.fit` stopped: `max_",
+    "LOCAL_RANK",
+    "You are using a CUDA",
+    "Restoring states",
+    "Restored all states",
+    "Loaded model weights",
+    "The following callbacks returned in",
+    "Found current_model_state",
+)
 # ... and patterns of its warnings about what is intended here (workers, predictions that are
 # written and not returned, checkpoints that are overwritten, a test without the callbacks of
 # `fit`, no validation, averages of a task whose configure_model shards nothing and which are tested
 # and used for prediction) or about what concerns only its developers
 WARNINGS = (
-    r".*does not have many workers", r"Checkpoint directory .* exists and is not empty",
-    r"Be aware that when using `ckpt_path`", r"The dirpath has changed", r"Total length of",
-    r"`ModelCheckpoint\(monitor=", r".*LeafSpec", r".*treespec", r"LightningCLI's args parameter",
-    r"You defined a `validation_step` but have no", r"This DataLoader will create",
-    r"predict returned None", r".*`isinstance\(treespec, LeafSpec\)`",
+    r".*does not have many workers",
+    r"Checkpoint directory .* exists and is not empty",
+    r"Be aware that when using `ckpt_path`",
+    r"The dirpath has changed",
+    r"Total length of",
+    r"`ModelCheckpoint\(monitor=",
+    r".*LeafSpec",
+    r".*treespec",
+    r"LightningCLI's args parameter",
+    r"You defined a `validation_step` but have no",
+    r"This DataLoader will create",
+    r"predict returned None",
+    r".*`isinstance\(treespec, LeafSpec\)`",
     r"You're using the WeightAveraging callback with a model that overrides the configure_model",
     r"You're using the WeightAveraging callback, but loading a checkpoint outside the 'fit' stage",
     r"The AccumulateGrad node's stream",  # of captured networks, whose stream is another one
-)  # fmt: skip
+)
 
 
 def quiet() -> None:
@@ -233,7 +236,7 @@ def quiet() -> None:
         "lightning.fabric.utilities.seed",
         "lightning.pytorch.accelerators.cuda",
     ):
-        logging.getLogger(name).addFilter(_tells)  # fmt: skip
+        logging.getLogger(name).addFilter(_tells)
 
 
 def _tells(record: logging.LogRecord) -> bool:
@@ -241,10 +244,7 @@ def _tells(record: logging.LogRecord) -> bool:
 
 
 def task_cli(
-    task: type[L.LightningModule],
-    data: type[L.LightningDataModule],
-    args: list[str] | None = None,
-    run: bool = True,
+    task: type[L.LightningModule], data: type[L.LightningDataModule], args: list[str] | None = None, run: bool = True
 ) -> TaskCLI:
     """Run a task's command line with `args`, default: those of this process, and return it.
     run=False: `args` have no subcommand; the objects are built, but nothing is run."""
@@ -300,9 +300,7 @@ def run(
         cli = task_cli(task, data, given or _demonstration(default))
         if not given:
             last = checkpoint_in(Path(cli.trainer.default_root_dir), "last", "best")
-            cli.trainer.test(
-                cli.model, cli.datamodule, ckpt_path=str(last), weights_only=True, verbose=False
-            )
+            cli.trainer.test(cli.model, cli.datamodule, ckpt_path=str(last), weights_only=True, verbose=False)
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

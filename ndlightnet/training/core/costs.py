@@ -83,9 +83,8 @@ class CostMonitor(L.Callback):
             self.meter = Meter(pl_module.device)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any,
-        batch_idx: int,
-    ) -> None:  # fmt: skip
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self.each and (self.each == "step" or trainer.is_last_batch):  # before a validation
             seconds, peak = self.meter.read()
             self.seconds.append(seconds / (1 if self.each == "step" else batch_idx + 1))
@@ -136,9 +135,7 @@ def training_costs(net: nn.Module, monitor: CostMonitor) -> dict[str, Any]:
     }
 
 
-def case_costs(
-    net: nn.Module, monitor: CostMonitor, cases: Collection[Cost], shape: Sequence[int]
-) -> dict[str, Any]:
+def case_costs(net: nn.Module, monitor: CostMonitor, cases: Collection[Cost], shape: Sequence[int]) -> dict[str, Any]:
     """Return, for metrics.json, costs of training and of predicting cases; None: not measured.
 
     gflops: of a forward of an input of `shape`, see `forward_flops`. case_seconds: the median over
@@ -199,9 +196,7 @@ def latencies(task: L.LightningModule, *inputs: Tensor) -> dict[str, float]:
     return found
 
 
-def median_seconds(
-    call: Callable[[], Any], device: torch.device, most: int = 30, budget: float = 2.0
-) -> float:
+def median_seconds(call: Callable[[], Any], device: torch.device, most: int = 30, budget: float = 2.0) -> float:
     """Return the median time of `most` calls, or of fewer (3 at least) if they take more than
     `budget` seconds. Two calls before them are not timed."""
     found: list[float] = []

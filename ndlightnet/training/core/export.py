@@ -133,10 +133,15 @@ def _dynamic(x: Tensor) -> tuple[dict[int, Any]]:
 def write_onnx(net: nn.Module, path: Path) -> None:
     x = example(net, 0, 2)
     program = torch.onnx.export(
-        net, (x,), dynamo=True, dynamic_shapes=_dynamic(x), input_names=["input"],
-        output_names=["output"], verbose=False,
+        net,
+        (x,),
+        dynamo=True,
+        dynamic_shapes=_dynamic(x),
+        input_names=["input"],
+        output_names=["output"],
+        verbose=False,
         optimize=False,  # it takes as long as all the rest, and runtimes optimise when they load
-    )  # fmt: skip
+    )
     assert program is not None
     numbers = sum(p.numel() * p.element_size() for p in net.parameters())
     with writable(path):
@@ -158,9 +163,7 @@ def write_pt2(net: nn.Module, path: Path) -> None:
     except InductorError as error:
         if not isinstance(error.inner_exception, InvalidCxxCompiler):
             raise
-        raise DataError(
-            f"--to pt2: needs a C++ compiler, such as g++ ({one_line(error)})"
-        ) from error
+        raise DataError(f"--to pt2: needs a C++ compiler, such as g++ ({one_line(error)})") from error
 
 
 def load_pt2(path: Path) -> Run:

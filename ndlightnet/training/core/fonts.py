@@ -9,13 +9,33 @@ from ndlightnet.data.errors import printable
 
 # of Linux, macOS and Windows, with scripts that matplotlib's own font lacks
 FONTS = (
-    "Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans CJK TC", "Noto Sans CJK KR", "Noto Sans SC",
-    "Source Han Sans SC", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "Droid Sans Fallback",
-    "PingFang SC", "PingFang HK", "Hiragino Sans GB", "Heiti TC", "Arial Unicode MS",
-    "Apple SD Gothic Neo", "Microsoft YaHei", "SimHei", "Yu Gothic", "Malgun Gothic", "Nirmala UI",
-    "Leelawadee UI", "Noto Sans Devanagari", "Noto Sans Thai", "Noto Sans Arabic",
-    "Noto Sans Hebrew", "Noto Sans",
-)  # fmt: skip
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "Noto Sans CJK TC",
+    "Noto Sans CJK KR",
+    "Noto Sans SC",
+    "Source Han Sans SC",
+    "WenQuanYi Micro Hei",
+    "WenQuanYi Zen Hei",
+    "Droid Sans Fallback",
+    "PingFang SC",
+    "PingFang HK",
+    "Hiragino Sans GB",
+    "Heiti TC",
+    "Arial Unicode MS",
+    "Apple SD Gothic Neo",
+    "Microsoft YaHei",
+    "SimHei",
+    "Yu Gothic",
+    "Malgun Gothic",
+    "Nirmala UI",
+    "Leelawadee UI",
+    "Noto Sans Devanagari",
+    "Noto Sans Thai",
+    "Noto Sans Arabic",
+    "Noto Sans Hebrew",
+    "Noto Sans",
+)
 
 
 @cache
@@ -38,10 +58,7 @@ def has_glyph(character: str) -> bool:
 
 def figure_names(names: Sequence[str]) -> list[str]:
     """Return the names of classes for figures: a name that no font can draw is its number, #3."""
-    return [
-        name if all(map(has_glyph, printable(name))) else f"#{number}"
-        for number, name in enumerate(names)
-    ]
+    return [name if all(map(has_glyph, printable(name))) else f"#{number}" for number, name in enumerate(names)]
 
 
 def page_names(names: Sequence[str]) -> list[str]:

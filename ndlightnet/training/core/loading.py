@@ -24,28 +24,33 @@ def training_loader(
     that use CUDA must be `spawned`."""
     numbers = Numbers(count)
     return TimedLoader(
-        samples, batch_size=batch_size, sampler=numbers, num_workers=workers, collate_fn=collate,
-        drop_last=len(numbers) >= batch_size, persistent_workers=workers > 0,
+        samples,
+        batch_size=batch_size,
+        sampler=numbers,
+        num_workers=workers,
+        collate_fn=collate,
+        drop_last=len(numbers) >= batch_size,
+        persistent_workers=workers > 0,
         pin_memory=torch.cuda.is_available(),
         multiprocessing_context="spawn" if spawned and workers else None,
         generator=torch.Generator(),  # or starting workers would draw from the network's
-    )  # fmt: skip
+    )
 
 
 def still_loader(
-    samples: Any,
-    batch_size: int,
-    workers: int,
-    collate: Callable[..., Any] | None = None,
-    spawned: bool = False,
+    samples: Any, batch_size: int, workers: int, collate: Callable[..., Any] | None = None, spawned: bool = False
 ) -> DataLoader[Any]:
     """Return a loader of all samples in their order, for validation, test and prediction."""
     return DataLoader(
-        samples, batch_size=batch_size, num_workers=workers, collate_fn=collate,
-        persistent_workers=workers > 0, pin_memory=torch.cuda.is_available(),
+        samples,
+        batch_size=batch_size,
+        num_workers=workers,
+        collate_fn=collate,
+        persistent_workers=workers > 0,
+        pin_memory=torch.cuda.is_available(),
         multiprocessing_context="spawn" if spawned and workers else None,
         generator=torch.Generator(),  # or starting workers would draw from the network's
-    )  # fmt: skip
+    )
 
 
 class TimedLoader(DataLoader[Any]):

@@ -58,9 +58,7 @@ def layer_numbers(net: nn.Module) -> dict[str, int]:
     return {name: numbers[key] for name, key in places.items()}
 
 
-def layered_groups(
-    groups: list[dict[str, Any]], net: nn.Module, lr: float, layer_decay: float
-) -> list[dict[str, Any]]:
+def layered_groups(groups: list[dict[str, Any]], net: nn.Module, lr: float, layer_decay: float) -> list[dict[str, Any]]:
     """Split parameter groups by layer: the rate of the last layer is `lr`, that of the one before
     `layer_decay` times as high, and so on."""
     layers = layer_numbers(net)

@@ -19,15 +19,18 @@ from ndlightnet.data.errors import DataError, one_line, printable
 from ndlightnet.layout.spelling import did_you_mean
 
 TYPES = (  # what is cut off or replaced in the names of types
-    (r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1"), (r"NoneType", "None"),
+    (r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1"),
+    (r"NoneType", "None"),
     (r"typing\.Literal\[(.*?)\]", r"\1"),
     (r"(?:collections\.abc|typing|pathlib|[\w.]+\.modules\.module|lightning[\w.]*)\.(?=\w)", ""),
-)  # fmt: skip
+)
 # where the classes of an option are most often from
 HOMES = {
-    "mixer": "ndlightnet.nn.mixers", "cross": "ndlightnet.nn.mixers", "data": "ndlightnet.training",
+    "mixer": "ndlightnet.nn.mixers",
+    "cross": "ndlightnet.nn.mixers",
+    "data": "ndlightnet.training",
     "callbacks": "ndlightnet.training",
-}  # fmt: skip
+}
 RECIPE = (
     "AdamW with a cosine schedule is fixed; expected its options model.lr, model.weight_decay, "
     "model.warmup_epochs, model.min_lr, model.layer_decay"
@@ -158,9 +161,7 @@ def _public(module: str) -> list[str]:
 
 def unexpected(message: str) -> str:
     """Return one line for the TypeError of a constructor's arguments."""
-    found = re.search(
-        r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", message
-    )
+    found = re.search(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'", message)
     if found is None:
         return f"model: wrong type of an argument ({one_line(message)})"
     known = _arguments(f"{HOMES['mixer']}.{found[1]}")

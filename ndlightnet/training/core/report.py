@@ -58,9 +58,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         draft.write_text(json.dumps(plain(content), indent=2) + "\n")
 
 
-def write_metrics(
-    folder: Path, test: dict[str, Any] | None = None, fit: dict[str, Any] | None = None
-) -> None:
+def write_metrics(folder: Path, test: dict[str, Any] | None = None, fit: dict[str, Any] | None = None) -> None:
     """Write a run's metrics.json: what `test` measures, and under "fit" what a training does. None:
     as the file there has it."""
     path, saved = folder / "metrics.json", {}

@@ -128,8 +128,7 @@ class Task(L.LightningModule):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Call the network as training does: compiled or from a graph, if so configured."""
         if self.graphed and self.training and [x.shape for x in inputs] != self.graphed:
-            here, there = ([tuple(shape) for shape in some]
-                           for some in ((x.shape for x in inputs), self.graphed))  # fmt: skip
+            here, there = ([tuple(shape) for shape in some] for some in ((x.shape for x in inputs), self.graphed))
             raise DataError(f"model.cuda_graph: true, got a batch of {here}, expected {there}")
         if self.training and (self.offload or self.grid is not None):
             with ExitStack() as stack:
@@ -168,13 +167,14 @@ class Task(L.LightningModule):
         world = self.trainer.world_size
         good = world % self.grid_devices == 0
         check(
-            "model.grid_devices", self.grid_devices, good,
+            "model.grid_devices",
+            self.grid_devices,
+            good,
             f"a divisor of the {world} processes (trainer.devices x trainer.num_nodes)",
-        )  # fmt: skip
+        )
         mesh = init_device_mesh(
-            self.device.type, (world // self.grid_devices, self.grid_devices),
-            mesh_dim_names=("data", "grid"),
-        )  # fmt: skip
+            self.device.type, (world // self.grid_devices, self.grid_devices), mesh_dim_names=("data", "grid")
+        )
         self.grid = Shard(Processes(mesh.get_group("grid")), self.grid_axis())
 
     def grid_axis(self) -> int:
@@ -202,8 +202,7 @@ class Task(L.LightningModule):
         for name, value in wanted.items():
             if getattr(self.net, name, value) != value:
                 raise DataError(
-                    f"{self.data().root}: expected a network with {name}={value}, got "
-                    f"{getattr(self.net, name)}"
+                    f"{self.data().root}: expected a network with {name}={value}, got {getattr(self.net, name)}"
                 )
 
     def out(self) -> Path:
@@ -238,9 +237,8 @@ class Task(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return adamw_with_cosine(
-            self, self.net, self.lr, self.weight_decay, self.warmup_epochs, self.min_lr,
-            self.layer_decay,
-        )  # fmt: skip
+            self, self.net, self.lr, self.weight_decay, self.warmup_epochs, self.min_lr, self.layer_decay
+        )
 
     def example_inputs(self) -> tuple[Tensor, ...] | None:
         """Return inputs of the network like those of every training batch, on the task's device,
@@ -256,8 +254,7 @@ class Task(L.LightningModule):
         inputs = self.example_inputs()
         if inputs is None:
             raise DataError(
-                f"model.cuda_graph: true, expected false: batches of {type(self).__name__} have "
-                "many shapes"
+                f"model.cuda_graph: true, expected false: batches of {type(self).__name__} have many shapes"
             )
         if (count := self.trainer.accumulate_grad_batches) > 1:
             # each replay overwrites the gradients of the one before

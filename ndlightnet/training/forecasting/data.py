@@ -11,15 +11,7 @@ from torch.utils.data import DataLoader
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.roots import find_root
-from ndlightnet.data.series import (
-    DAY,
-    HOUR,
-    MONTHS_12_4_4,
-    Windows,
-    read_series,
-    scale_of,
-    time_features,
-)
+from ndlightnet.data.series import DAY, HOUR, MONTHS_12_4_4, Windows, read_series, scale_of, time_features
 from ndlightnet.data.visits import Visits
 from ndlightnet.training.core.loading import training_loader
 
@@ -61,8 +53,7 @@ class SeriesData(L.LightningDataModule):
         length, horizon = self.input_length, self.horizon
         if length < DAY or horizon < 1:
             raise DataError(
-                f"input_length={length}, horizon={horizon}: expected a day of {DAY} hours or more, "
-                "and 1 or more"
+                f"input_length={length}, horizon={horizon}: expected a day of {DAY} hours or more, and 1 or more"
             )
         if stage == "predict":
             return  # names and scale come with the checkpoint
@@ -76,14 +67,10 @@ class SeriesData(L.LightningDataModule):
         self.scale = scale_of(series.values[:first])
         values, times = self.scaled(series.values), time_features(series.start, rows)
         self.train_set, self.val_set, self.test_set = (
-            Windows(values, times, a, b, length, horizon)
-            for a, b in ((0, first), (first, second), (second, last))
+            Windows(values, times, a, b, length, horizon) for a, b in ((0, first), (first, second), (second, last))
         )
         if not all(map(len, (self.train_set, self.val_set, self.test_set))):
-            raise DataError(
-                f"{path}: split={self.split} has no room for input_length={length} and "
-                f"horizon={horizon}"
-            )
+            raise DataError(f"{path}: split={self.split} has no room for input_length={length} and horizon={horizon}")
 
     def scaled(self, values: Tensor) -> Tensor:
         """Scale (..., columns) float64 as in the file to float32 for the network."""
@@ -116,8 +103,7 @@ class SeriesData(L.LightningDataModule):
         before = len(series.values) - self.input_length
         if before < 0:
             raise DataError(
-                f"{self.input}: {len(series.values)} rows, expected input_length="
-                f"{self.input_length} or more"
+                f"{self.input}: {len(series.values)} rows, expected input_length={self.input_length} or more"
             )
         self.start = series.start + before * HOUR
         times = time_features(self.start, self.input_length + self.horizon)

@@ -10,14 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ndlightnet.data.errors import DataError, atomic_write, file_name
-from ndlightnet.data.series import (
-    HOUR,
-    Series,
-    mean_errors,
-    simple_forecasts,
-    window_errors,
-    write_series,
-)
+from ndlightnet.data.series import HOUR, Series, mean_errors, simple_forecasts, window_errors, write_series
 from ndlightnet.training.core.costs import training_costs
 from ndlightnet.training.core.report import write_metrics
 from ndlightnet.training.core.task import Task
@@ -43,14 +36,11 @@ class ForecastTask(Task):
         for name in ("label_length", "period"):
             least = getattr(self.net, name, 0)
             if least > data.input_length:
-                raise DataError(
-                    f"input_length={data.input_length}: shorter than the network's {name}={least}"
-                )
+                raise DataError(f"input_length={data.input_length}: shorter than the network's {name}={least}")
         here = len(data.columns)
         if stage != "predict" and getattr(self.net, "in_chans", here) != here:
             raise DataError(
-                f"{data.root / data.file}: expected a network with in_chans={here}, got "
-                f"{self.net.in_chans}"
+                f"{data.root / data.file}: expected a network with in_chans={here}, got {self.net.in_chans}"
             )
 
     def example_inputs(self) -> tuple[Tensor, ...]:
@@ -127,10 +117,7 @@ class ForecastTask(Task):
         file = self.out() / "predictions" / f"{file_name(name)}.csv"
         with atomic_write(file) as draft:
             write_series(draft, Series(data.columns, data.start + len(known) * HOUR, forecast))
-        panels = [
-            Panel(column, data.start, known[:, i], forecast[:, i])
-            for i, column in enumerate(data.columns)
-        ]
+        panels = [Panel(column, data.start, known[:, i], forecast[:, i]) for i, column in enumerate(data.columns)]
         save_forecasts(file.with_suffix(".png"), panels)
         self.summary = f"the {data.horizon} hours after {data.input} are in {file}"
 

@@ -52,9 +52,7 @@ class Latents(Pixels):
         if not (Path(path) / "config.json").is_file():
             raise DataError(f"model.autoencoder={path}: expected a folder of an AutoencoderKL")
         try:
-            loaded = AutoencoderKL.from_pretrained(
-                path, local_files_only=True, use_safetensors=True
-            )
+            loaded = AutoencoderKL.from_pretrained(path, local_files_only=True, use_safetensors=True)
         except Exception as error:  # its class depends on what is in the folder
             raise DataError(f"model.autoencoder={path}: {one_line(error)}") from error
         self.net: Any = loaded.eval().requires_grad_(False)
@@ -72,10 +70,7 @@ class Latents(Pixels):
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         # one at a time, as large images need much memory
-        images = [
-            self.net.to(one.device).decode(one / self.scale + self.shift).sample
-            for one in latents.split(1)
-        ]
+        images = [self.net.to(one.device).decode(one / self.scale + self.shift).sample for one in latents.split(1)]
         pixels = (torch.cat(images).float() + 1) * 127.5
         return pixels.round().clamp(0, 255).to(torch.uint8)
 
@@ -89,8 +84,5 @@ class Latents(Pixels):
 
     def channels(self, pixels: int) -> int:
         if pixels != self.net.config.in_channels:
-            raise DataError(
-                f"model.autoencoder: takes {self.net.config.in_channels} channels, the data have "
-                f"{pixels}"
-            )
+            raise DataError(f"model.autoencoder: takes {self.net.config.in_channels} channels, the data have {pixels}")
         return int(self.net.config.latent_channels)

@@ -45,9 +45,7 @@ def precision_and_recall(real: Tensor, drawn: Tensor, k: int = 3) -> tuple[float
 def _covered(manifold: Tensor, points: Tensor, k: int) -> float:
     """Return the fraction of points inside a ball of the manifold."""
     k = min(k, len(manifold) - 1)
-    radii = torch.cat(
-        [torch.cdist(part, manifold).kthvalue(k + 1).values for part in manifold.split(ROWS)]
-    )
+    radii = torch.cat([torch.cdist(part, manifold).kthvalue(k + 1).values for part in manifold.split(ROWS)])
     inside = [(torch.cdist(part, manifold) <= radii).any(1) for part in points.split(ROWS)]
     return float(torch.cat(inside).float().mean())
 

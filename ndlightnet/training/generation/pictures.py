@@ -62,9 +62,8 @@ def save_sheet(path: Path, rows: Sequence[tuple[str, Sequence[Tensor]]]) -> None
 
 
 def save_nearest(
-    path: Path, drawn: Sequence[tuple[int, Tensor]], near: Sequence[Sequence[Neighbour]],
-    classes: Sequence[str],
-) -> None:  # fmt: skip
+    path: Path, drawn: Sequence[tuple[int, Tensor]], near: Sequence[Sequence[Neighbour]], classes: Sequence[str]
+) -> None:
     """Write a sheet of the samples drawn, (label, pixels), each beside the training samples that
     are nearest to it. classes: their names; none: of an unconditional network."""
     rows = []
@@ -97,8 +96,7 @@ def save_animation(path: Path, clips: Sequence[Tensor], columns: int, fps: int =
 
     frames = min(clip.shape[1] for clip in clips)
     pictures = [
-        make_grid([clip[:, number] for clip in clips], columns, padding=1, pad_value=WHITE)
-        for number in range(frames)
+        make_grid([clip[:, number] for clip in clips], columns, padding=1, pad_value=WHITE) for number in range(frames)
     ]
     images = [Image.fromarray(np.ascontiguousarray(one.permute(1, 2, 0))) for one in pictures]
     how: dict[str, Any] = {"format": "GIF", "duration": 1000 // fps, "loop": 0}

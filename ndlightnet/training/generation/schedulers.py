@@ -31,9 +31,7 @@ def build_scheduler(scheduler: str | dict[str, Any]) -> Any:
     kind = getattr(diffusers, name, None)
     own = signature(kind).parameters if isinstance(kind, type) else {}
     try:
-        trains = hasattr(kind, "scale_noise") or (
-            "beta_schedule" in own and hasattr(kind, "add_noise")
-        )
+        trains = hasattr(kind, "scale_noise") or ("beta_schedule" in own and hasattr(kind, "add_noise"))
     except ImportError as error:  # of a package that this scheduler needs
         raise DataError(f"model.scheduler={name}: {one_line(error)}") from error
     if not (trains and "num_train_timesteps" in own):
@@ -51,8 +49,7 @@ def build_scheduler(scheduler: str | dict[str, Any]) -> Any:
         raise DataError(f"model.scheduler: {name}: {one_line(error)}") from error
     if not is_flow(built) and prediction(built) not in PREDICTIONS:
         raise DataError(
-            f"model.scheduler: {name}: prediction_type={prediction(built)}, expected one of "
-            f"{', '.join(PREDICTIONS)}"
+            f"model.scheduler: {name}: prediction_type={prediction(built)}, expected one of {', '.join(PREDICTIONS)}"
         )
     return built
 
@@ -75,9 +72,7 @@ def check_sampling(scheduler: Any, steps: int) -> None:
         sample(_Still(), scheduler, (1, 1, 1), steps=steps, generator=torch.Generator())
     except Exception as error:  # its class depends on the scheduler
         name = type(scheduler).__name__
-        raise DataError(
-            f"model.scheduler: {name} cannot sample in {steps} steps ({one_line(error)})"
-        ) from error
+        raise DataError(f"model.scheduler: {name} cannot sample in {steps} steps ({one_line(error)})") from error
 
 
 def is_flow(scheduler: Any) -> bool:
@@ -91,9 +86,8 @@ def prediction(scheduler: Any) -> str:
 
 
 def noised(
-    scheduler: Any, x: Tensor, density: Density | None = None,
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    scheduler: Any, x: Tensor, density: Density | None = None, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return noisy samples of x (batch, channels, *space), their times (batch,), and what a network
     should predict from them, of the shape of x.
 

@@ -29,20 +29,8 @@ from ndlightnet.training.generation.measures import (
     load_features,
     precision_and_recall,
 )
-from ndlightnet.training.generation.pictures import (
-    is_clip,
-    save_animation,
-    save_nearest,
-    save_sample,
-    save_sheet,
-)
-from ndlightnet.training.generation.schedulers import (
-    Density,
-    build_scheduler,
-    check_sampling,
-    noised,
-    prediction,
-)
+from ndlightnet.training.generation.pictures import is_clip, save_animation, save_nearest, save_sample, save_sheet
+from ndlightnet.training.generation.schedulers import Density, build_scheduler, check_sampling, noised, prediction
 
 ROWS, COLUMNS = 10, 10  # of a sheet
 NEIGHBOURS = 12  # samples whose nearest training samples are shown
@@ -161,9 +149,8 @@ class GenerationTask(Task):
         return (channels, *self.codec.shape(space))
 
     def loss(
-        self, net: Callable[..., Tensor], batch: tuple[Any, ...],
-        generator: torch.Generator | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, net: Callable[..., Tensor], batch: tuple[Any, ...], generator: torch.Generator | None = None
+    ) -> Tensor:
         """Return the mean squared error of what the network predicts from noisy samples."""
         x, labels, *_numbers = batch
         x = self.codec.encode(first_clips(x, self.space), generator)
@@ -200,19 +187,23 @@ class GenerationTask(Task):
 
     @torch.no_grad()
     def generate(
-        self, labels: Tensor, space: Sequence[int], first: int = 0,
-        on_step: Callable[[], object] | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, labels: Tensor, space: Sequence[int], first: int = 0, on_step: Callable[[], object] | None = None
+    ) -> Tensor:
         """Return samples of classes (n,) as pixels (n, channels, *space) uint8 on the CPU. The
         noise follows from `seed` and from the number of the first sample."""
         rng = torch.Generator().manual_seed(mixed(self.seed, first))
         plugin: Any = self.trainer.precision_plugin
         with plugin.forward_context():
             latents = sample(
-                self.net, self.scheduler, (len(labels), *self.latent_shape(space)),
-                labels if self.conditional else None, steps=self.sampling_steps,
-                guidance=self.guidance, generator=rng, on_step=on_step,
-            )  # fmt: skip
+                self.net,
+                self.scheduler,
+                (len(labels), *self.latent_shape(space)),
+                labels if self.conditional else None,
+                steps=self.sampling_steps,
+                guidance=self.guidance,
+                generator=rng,
+                on_step=on_step,
+            )
             return self.codec.decode(latents).cpu()
 
     def by_class(self, labels: Tensor, pixels: Tensor) -> list[tuple[str, list[Tensor]]]:
@@ -257,25 +248,27 @@ class GenerationTask(Task):
         seconds = time.perf_counter() - start
         features = self.features_of(pixels)
         shown = spread(min(NEIGHBOURS, len(pixels)), len(pixels))
-        nearest, train = self.compare_with_training(
-            torch.cat([features, real]), shown, max(len(pixels), FEWEST)
-        )
+        nearest, train = self.compare_with_training(torch.cat([features, real]), shown, max(len(pixels), FEWEST))
         precision, recall = precision_and_recall(real, features)
         of_samples, of_real = nearest.distances.split([len(features), len(real)])
         agree = (nearest.labels[: len(labels)].cpu() == labels).float().mean()
         metrics = {
             "frechet": frechet_distance(features, real),
             "frechet_train": frechet_distance(train, real),
-            "precision": precision, "recall": recall,
+            "precision": precision,
+            "recall": recall,
             "nearest_has_class": float(agree) if self.conditional else None,
             "nearest_distance": float(of_samples.median()),
             "nearest_distance_test": float(of_real.median()),
             "compared_in": self.measured.name,
-            "samples": len(labels), "test_samples": len(real), "train_samples": len(train),
-            "sampling_steps": self.sampling_steps, "guidance": self.guidance,
+            "samples": len(labels),
+            "test_samples": len(real),
+            "train_samples": len(train),
+            "sampling_steps": self.sampling_steps,
+            "guidance": self.guidance,
             "sampled_per_second": len(labels) / seconds,
             **training_costs(self.net, self.cost),
-        }  # fmt: skip
+        }
         write_metrics(self.out(), metrics)
         self.save_sheets("samples", labels, pixels)
         classes = self.figure_names(self.data().classes) if self.conditional else []
@@ -297,9 +290,7 @@ class GenerationTask(Task):
         with Progress(transient=True, disable=quiet) as bar:
             task = bar.add_task("sampling", total=len(parts) * self.sampling_steps)
             for number, some in enumerate(parts):
-                drawn.append(
-                    self.generate(some, self.space, number * size, lambda: bar.advance(task))
-                )
+                drawn.append(self.generate(some, self.space, number * size, lambda: bar.advance(task)))
         return torch.cat(drawn)
 
     def features_of(self, pixels: Tensor) -> Tensor:
@@ -307,9 +298,7 @@ class GenerationTask(Task):
         parts = pixels.split(data.batch_size)
         return torch.cat([self.measured(data.from_pixels(x.to(self.device))) for x in parts])
 
-    def compare_with_training(
-        self, features: Tensor, shown: Sequence[int], count: int
-    ) -> tuple[Nearest, Tensor]:
+    def compare_with_training(self, features: Tensor, shown: Sequence[int], count: int) -> tuple[Nearest, Tensor]:
         """Return the training samples that are nearest to others, whose features (n, dim) are
         given, and the features of about `count` training samples, at random."""
         data = self.data()

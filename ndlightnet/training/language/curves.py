@@ -48,9 +48,12 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
             if span in other
         }
         style: dict[str, Any] = {
-            "color": colors[number % len(colors)], "marker": "os^Dv"[number % 5], "markersize": 5,
-            "linestyle": ("-", "--", ":")[number // len(colors) % 3], "linewidth": 2,
-        }  # fmt: skip
+            "color": colors[number % len(colors)],
+            "marker": "os^Dv"[number % 5],
+            "markersize": 5,
+            "linestyle": ("-", "--", ":")[number // len(colors) % 3],
+            "linewidth": 2,
+        }
         left.plot(list(at), list(at.values()), label=name, **style)
         right.plot(list(beyond), list(beyond.values()), **style)
         ticks |= set(at) | set(beyond)
@@ -64,13 +67,15 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
         axes.grid(color="#DDDDDD", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     right.axhline(0, color="#777777", linewidth=1, zorder=0)
-    left.set(title="windows from an empty context", ylabel="bits per byte",
-             xlabel="bytes in a window (dashed: in training)")  # fmt: skip
-    right.set(title="the longest windows by position", xlabel="octaves of positions, by their end",
-              ylabel="less the same bytes at training length")  # fmt: skip
-    figure.legend(
-        *left.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9
+    left.set(
+        title="windows from an empty context", ylabel="bits per byte", xlabel="bytes in a window (dashed: in training)"
     )
+    right.set(
+        title="the longest windows by position",
+        xlabel="octaves of positions, by their end",
+        ylabel="less the same bytes at training length",
+    )
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9)
     plain_text(figure)
     with atomic_write(path) as draft:
         figure.savefig(draft, dpi=130, format="png")

@@ -67,8 +67,7 @@ class TextData(L.LightningDataModule):
         for part, what in ((train, "train"), (val, "validate")):
             if len(part) <= self.length and (len(part) or what == "train"):
                 raise DataError(
-                    f"{self.root}: {len(part)} bytes to {what} on: expected length + 1 = "
-                    f"{self.length + 1} or more"
+                    f"{self.root}: {len(part)} bytes to {what} on: expected length + 1 = {self.length + 1} or more"
                 )
         whole = math.lcm(*self.lengths)
         self.tested = max(0, min(self.test_bytes, len(test) - 1)) // whole * whole

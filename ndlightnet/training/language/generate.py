@@ -54,9 +54,14 @@ def generate(arguments: list[str]) -> int:
     try:
         with plugin.forward_context():
             texts = generate_text(
-                task.net, given.prompt, given.length, temperature=given.temperature,
-                top_k=given.top_k, stop=given.stop, generator=rng,
-            )  # fmt: skip
+                task.net,
+                given.prompt,
+                given.length,
+                temperature=given.temperature,
+                top_k=given.top_k,
+                stop=given.stop,
+                generator=rng,
+            )
             _show(given.prompt)
             for text in texts:
                 _show(text)
@@ -72,10 +77,9 @@ def _show(text: str) -> None:
     """Print text; on a terminal with its control characters escaped, which could act on it."""
     if sys.stdout.isatty():
         text = "".join(
-            x.encode("unicode_escape").decode()
-            if unicodedata.category(x) in ("Cc", "Cf") and x not in "\n\t" else x
+            x.encode("unicode_escape").decode() if unicodedata.category(x) in ("Cc", "Cf") and x not in "\n\t" else x
             for x in text
-        )  # fmt: skip
+        )
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()

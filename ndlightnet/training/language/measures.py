@@ -92,12 +92,10 @@ def decode(net: Any, text: Tensor, chunk: int) -> dict[str, Any]:
             leaves = [x for x in tree_leaves(stream.state) if isinstance(x, Tensor)]
             state.append(sum(x.numel() * x.element_size() for x in leaves))
             memory += [torch.cuda.memory_allocated(text.device)] if text.is_cuda else []
-    found = {"bytes": count, "bits_per_byte": streamed, "state_bytes": state,
-             "memory_allocated": memory or None}  # fmt: skip
+    found = {"bytes": count, "bits_per_byte": streamed, "state_bytes": state, "memory_allocated": memory or None}
     try:
         at_once = float(token_nll(net, text[None]).cpu().double().mean()) / math.log(2)
     except torch.OutOfMemoryError as error:
         return {**found, "bits_per_byte_at_once": None, "not_measured": str(error)}
     difference = abs(streamed - at_once)
-    return {**found, "bits_per_byte_at_once": at_once, "difference": difference,
-            "agrees": difference <= AGREE}  # fmt: skip
+    return {**found, "bits_per_byte_at_once": at_once, "difference": difference, "agrees": difference <= AGREE}

@@ -40,12 +40,7 @@ class TextTask(Task):
     monitor = "val_score"  # the best checkpoint has the highest
 
     def __init__(
-        self,
-        net: nn.Module,
-        lr: float = 1e-3,
-        weight_decay: float = 0.1,
-        decode_bytes: int = 0,
-        **kwargs: Any,
+        self, net: nn.Module, lr: float = 1e-3, weight_decay: float = 0.1, decode_bytes: int = 0, **kwargs: Any
     ) -> None:
         super().__init__(net, lr=lr, weight_decay=weight_decay, **kwargs)
         self.decode_bytes = decode_bytes

@@ -16,13 +16,7 @@ from ndlightnet.data.errors import DataError, first_good, fitting
 from ndlightnet.data.image_folder import find_images, note_dark, read_image
 from ndlightnet.data.roots import find_root
 from ndlightnet.data.video import find_videos
-from ndlightnet.data.video_transforms import (
-    Framing,
-    denormalized,
-    normalized,
-    train_clip,
-    training,
-)
+from ndlightnet.data.video_transforms import Framing, denormalized, normalized, train_clip, training
 from ndlightnet.data.visits import Visits
 from ndlightnet.data.volume.class_folders import read_volume
 from ndlightnet.data.volume.datasets import find_inputs
@@ -113,26 +107,38 @@ class UnlabelledFiles(LabelledData):
         note_dark(found, notes)
         height, width = self.space
         transform = image_transforms.training(
-            (height, width), "bilinear", scale=self.scale, ratio=(3 / 4, 4 / 3), padding=0,
-            hflip=0.5 * self.hflip, randaugment=None, color_jitter=0, random_erasing=0, fill=[],
-        )  # fmt: skip
+            (height, width),
+            "bilinear",
+            scale=self.scale,
+            ratio=(3 / 4, 4 / 3),
+            padding=0,
+            hflip=0.5 * self.hflip,
+            randaugment=None,
+            color_jitter=0,
+            random_erasing=0,
+            fill=[],
+        )
         paths = [found.path(number) for number in range(len(found))]
         return paths, partial(_image, transform=transform)
 
     def _videos(self, notes: list[str]) -> tuple[list[Any], Callable[[Any], Tensor]]:
         frames, size, _ = self.space
         transform = training(
-            size, scale=self.scale, hflip=self.hflip, rotation=0, randaugment=None, color_jitter=0,
-            grayscale=0, random_erasing=0,
-        )  # fmt: skip
+            size,
+            scale=self.scale,
+            hflip=self.hflip,
+            rotation=0,
+            randaugment=None,
+            color_jitter=0,
+            grayscale=0,
+            random_erasing=0,
+        )
         read = partial(_clip, frames=frames, framing=Framing(size, "squash"), transform=transform)
         return find_videos(self.root, notes), read
 
     def _volumes(self, notes: list[str]) -> tuple[list[Any], Callable[[Any], Tensor]]:
         spacing: Any = self.spacing
-        return find_inputs(str(self.root), notes=notes), partial(
-            _volume, size=self.space, spacing=spacing
-        )
+        return find_inputs(str(self.root), notes=notes), partial(_volume, size=self.space, spacing=spacing)
 
     def train_dataloader(self) -> Any:
         samples, count = Visits(self.train_set, self.seed), self.repeats * len(self.train_set)
@@ -173,9 +179,7 @@ def _image(path: Any, transform: Callable[[Any], Tensor]) -> Tensor:
     return normalized(transform(read_image(path, 3)))
 
 
-def _clip(
-    path: Any, frames: int, framing: Framing, transform: Callable[[Tensor], Tensor]
-) -> Tensor:
+def _clip(path: Any, frames: int, framing: Framing, transform: Callable[[Tensor], Tensor]) -> Tensor:
     with fitting(path):
         return train_clip(open_for_clips(path, frames, framing), frames, transform)
 

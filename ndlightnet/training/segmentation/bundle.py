@@ -81,8 +81,7 @@ def _network(cli: TaskCLI, paths: list[str]) -> tuple[dict[str, Any], dict[str, 
             here = f"{name}={getattr(task.net, name)}"
             raise DataError(f"model.net: {here}, expected {wanted} for the data of {paths[0]}")
     states = [
-        {name[4:]: value for name, value in one["state_dict"].items() if name.startswith("net.")}
-        for one in saved
+        {name[4:]: value for name, value in one["state_dict"].items() if name.startswith("net.")} for one in saved
     ]
     # as `fit` saves it: a class that is a default by its name
     asked = yaml.safe_load(cli.parser.dump(cli.config, skip_none=False))["model"]["net"]

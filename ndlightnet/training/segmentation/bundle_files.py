@@ -19,10 +19,7 @@ from ndlightnet.data.errors import printable
 from ndlightnet.training.segmentation.data import VolumeData
 from ndlightnet.training.segmentation.task import SegmentationTask
 
-SCHEMA = (
-    "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/"
-    "meta_schema_20240725.json"
-)
+SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 MIXED = {"16-mixed": "$torch.float16", "bf16-mixed": "$torch.bfloat16"}
 STITCHED = 2**31  # bytes of logits: up to so many, windows are blended on the GPU, else on the host
 README = """# {name}
@@ -53,9 +50,7 @@ Before you share this, fill in authors and copyright in `configs/metadata.json`,
 """
 
 
-def inference_of(
-    network: dict[str, Any], task: SegmentationTask, data: VolumeData, precision: str
-) -> dict[str, Any]:
+def inference_of(network: dict[str, Any], task: SegmentationTask, data: VolumeData, precision: str) -> dict[str, Any]:
     """Return configs/inference.json: what `predict` does, as a MONAI config."""
     prepare, classes = data._prepare(), len(data.labels)
     intensity = "ndlightnet.data.volume.transforms.Intensity"
@@ -67,32 +62,49 @@ def inference_of(
     ]
     if prepare.spacing is not None:
         before.append({"_target_": "Spacingd", "keys": "image", "pixdim": list(prepare.spacing)})
-    before.append({
-        "_target_": "ndlightnet.data.volume.transforms.ScaleChannelsd", "keys": "image",
-        "intensities": [{"_target_": intensity, **asdict(one)} for one in prepare.intensities],
-        "channels": prepare.channels,
-    })  # fmt: skip
+    before.append(
+        {
+            "_target_": "ndlightnet.data.volume.transforms.ScaleChannelsd",
+            "keys": "image",
+            "intensities": [{"_target_": intensity, **asdict(one)} for one in prepare.intensities],
+            "channels": prepare.channels,
+        }
+    )
     after: list[dict[str, Any]] = [
         {
-            "_target_": "Invertd", "keys": "pred", "transform": "@preprocessing",
-            "orig_keys": "image", "nearest_interp": False,
+            "_target_": "Invertd",
+            "keys": "pred",
+            "transform": "@preprocessing",
+            "orig_keys": "image",
+            "nearest_interp": False,
         },
         {"_target_": "AsDiscreted", "keys": "pred", "argmax": True, "dtype": f"$torch.{dtype}"},
-    ]  # fmt: skip
+    ]
     if task.largest:  # copied into the tensor it was made of, which has the affine
         largest = "$lambda labels: labels.copy_(keep_largest(labels))"
         after.append({"_target_": "Lambdad", "keys": "pred", "func": largest})
-    after.append({
-        "_target_": "SaveImaged", "keys": "pred", "output_dir": "@output_dir",
-        "output_ext": ".nii.gz", "output_dtype": f"$numpy.{dtype}", "output_postfix": "seg",
-        "separate_folder": False, "resample": False,
-    })  # fmt: skip
+    after.append(
+        {
+            "_target_": "SaveImaged",
+            "keys": "pred",
+            "output_dir": "@output_dir",
+            "output_ext": ".nii.gz",
+            "output_dtype": f"$numpy.{dtype}",
+            "output_postfix": "seg",
+            "separate_folder": False,
+            "resample": False,
+        }
+    )
     inferer: dict[str, Any] = {"_target_": "SimpleInferer"}
     if task.window is not None:
         inferer = {
-            "_target_": "SlidingWindowInferer", "roi_size": task.window, "sw_batch_size": 1,
-            "overlap": task.overlap, "mode": "gaussian", "cpu_thresh": STITCHED // (4 * classes),
-        }  # fmt: skip
+            "_target_": "SlidingWindowInferer",
+            "roi_size": task.window,
+            "sw_batch_size": 1,
+            "overlap": task.overlap,
+            "mode": "gaussian",
+            "cpu_thresh": STITCHED // (4 * classes),
+        }
     whole: dict[str, Any] = {"network": "$@network_def.to(@device)"}
     if task.mirror_axes:
         mirrored = "ndlightnet.inference.Mirrored"
@@ -125,17 +137,25 @@ def inference_of(
         "postprocessing": {"_target_": "Compose", "transforms": after},
         "handlers": [
             {
-                "_target_": "CheckpointLoader", "load_path": "$@bundle_root + '/models/model.pt'",
-                "load_dict": {"model": "@network_def"}, "map_location": "@device",
-            },
+                "_target_": "CheckpointLoader",
+                "load_path": "$@bundle_root + '/models/model.pt'",
+                "load_dict": {"model": "@network_def"},
+                "map_location": "@device",
+            }
         ],
         "evaluator": {
-            "_target_": "SupervisedEvaluator", "device": "@device", "network": "@network",
-            "val_data_loader": "@dataloader", "inferer": "@inferer", "val_handlers": "@handlers",
-            "postprocessing": "@postprocessing", "amp": bool(mixed), **mixed,
+            "_target_": "SupervisedEvaluator",
+            "device": "@device",
+            "network": "@network",
+            "val_data_loader": "@dataloader",
+            "inferer": "@inferer",
+            "val_handlers": "@handlers",
+            "postprocessing": "@postprocessing",
+            "amp": bool(mixed),
+            **mixed,
         },
         "run": ["$@evaluator.run()"],
-    }  # fmt: skip
+    }
 
 
 def metadata_of(name: str, task: SegmentationTask, data: VolumeData) -> dict[str, Any]:
@@ -149,9 +169,11 @@ def metadata_of(name: str, task: SegmentationTask, data: VolumeData) -> dict[str
             ends += [(end - one.mean) / (one.deviation or 1.0) for end in (one.low, one.high)]
     known = len(ends) == 2 * len(channels)
     shared: dict[str, Any] = {
-        "type": "image", "spatial_shape": task.window or ["*", "*", "*"], "dtype": "float32",
+        "type": "image",
+        "spatial_shape": task.window or ["*", "*", "*"],
+        "dtype": "float32",
         "is_patch_data": task.window is not None,
-    }  # fmt: skip
+    }
     return {
         "schema": SCHEMA,
         "version": "0.1.0",
@@ -160,7 +182,8 @@ def metadata_of(name: str, task: SegmentationTask, data: VolumeData) -> dict[str
         "pytorch_version": torch.__version__.split("+")[0],
         "numpy_version": np.__version__,
         "required_packages_version": {
-            "ndlightnet": ndlightnet.__version__, "nibabel": nibabel.__version__,
+            "ndlightnet": ndlightnet.__version__,
+            "nibabel": nibabel.__version__,
             "pytorch-ignite": IgniteInfo.OPT_IMPORT_VERSION.value,
         },
         "name": inert(name),
@@ -171,18 +194,27 @@ def metadata_of(name: str, task: SegmentationTask, data: VolumeData) -> dict[str
         "copyright": "not named yet",
         "intended_use": "For research, not for diagnosis.",
         "network_data_format": {
-            "inputs": {"image": {
-                **shared, "format": "hounsfield" if set(channels) == {"CT"} else "magnitude",
-                "modality": ", ".join(channels), "num_channels": len(channels),
-                "value_range": [min(ends), max(ends)] if known else [],
-                "channel_def": {str(n): channel for n, channel in enumerate(channels)},
-            }},
-            "outputs": {"pred": {
-                **shared, "format": "labels", "num_channels": len(labels), "value_range": [],
-                "channel_def": {str(n): label for n, label in enumerate(labels)},
-            }},
+            "inputs": {
+                "image": {
+                    **shared,
+                    "format": "hounsfield" if set(channels) == {"CT"} else "magnitude",
+                    "modality": ", ".join(channels),
+                    "num_channels": len(channels),
+                    "value_range": [min(ends), max(ends)] if known else [],
+                    "channel_def": {str(n): channel for n, channel in enumerate(channels)},
+                }
+            },
+            "outputs": {
+                "pred": {
+                    **shared,
+                    "format": "labels",
+                    "num_channels": len(labels),
+                    "value_range": [],
+                    "channel_def": {str(n): label for n, label in enumerate(labels)},
+                }
+            },
         },
-    }  # fmt: skip
+    }
 
 
 def inert(name: str) -> str:
@@ -196,6 +228,8 @@ def readme_of(metadata: dict[str, Any], channels: Sequence[str]) -> str:
     """Return docs/README.md. channels: names of the scans' channels, in their order."""
     labels = metadata["network_data_format"]["outputs"]["pred"]["channel_def"].items()
     return README.format(
-        **metadata, ndlightnet=ndlightnet.__version__, channels=", ".join(map(inert, channels)),
+        **metadata,
+        ndlightnet=ndlightnet.__version__,
+        channels=", ".join(map(inert, channels)),
         labels="\n".join(f"- {number}: {label}" for number, label in labels),
-    )  # fmt: skip
+    )

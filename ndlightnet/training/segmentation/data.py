@@ -121,9 +121,7 @@ class VolumeData(L.LightningDataModule):
             self.val_set = self._dataset(held)
             if stage == "fit":
                 self.value_units = self._shared_units(
-                    some[number]["value_units"]
-                    for some in (prepared, self.val_set)
-                    for number in range(len(some))
+                    some[number]["value_units"] for some in (prepared, self.val_set) for number in range(len(some))
                 )
             return
         if self.test_on == "fold":
@@ -172,10 +170,7 @@ class VolumeData(L.LightningDataModule):
         else:
             count, part = self.folds, self.fold
         if len(cases) < count:
-            raise DataError(
-                f"{self.root}: {len(cases)} training cases, expected at least {count}, one for "
-                "each fold"
-            )
+            raise DataError(f"{self.root}: {len(cases)} training cases, expected at least {count}, one for each fold")
         order = torch.randperm(len(cases), generator=torch.Generator().manual_seed(0)).tolist()
         held = {number for place, number in enumerate(order) if place % count == part}
         numbered = list(enumerate(cases))
@@ -195,15 +190,12 @@ class VolumeData(L.LightningDataModule):
             )
         if not chosen or any(not 0 <= channel < len(names) for channel in chosen):
             raise DataError(
-                f"data.channels: {list(chosen)}, expected some of 0 to {len(names) - 1}: "
-                f"{', '.join(names)}"
+                f"data.channels: {list(chosen)}, expected some of 0 to {len(names) - 1}: {', '.join(names)}"
             )
         return Prepare(scales, self.spacing, chosen, self.plane)
 
     def _dataset(self, cases: list[Case], patch: list[int] | None = None) -> CachedVolumes:
-        return cached_volumes(
-            cases, self._prepare(), len(self.labels), patch, max(1, self.workers), self.cache
-        )
+        return cached_volumes(cases, self._prepare(), len(self.labels), patch, max(1, self.workers), self.cache)
 
     def train_dataloader(self) -> Any:
         count = self.batches * self.batch_size
@@ -221,9 +213,7 @@ class VolumeData(L.LightningDataModule):
             image, label = self.augment(image, label, rng)
         return image, label, numbers
 
-    def transfer_batch_to_device(
-        self, batch: Any, device: torch.device, dataloader_idx: int
-    ) -> Any:
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move crops; whole volumes with their geometry, and numbers, stay on the host."""
         if isinstance(batch, dict):
             return batch
@@ -241,9 +231,7 @@ class VolumeData(L.LightningDataModule):
         if self.input is None:
             raise DataError("data.input: expected a file or a folder to predict, got none")
         notes: list[str] = []
-        cases = find_inputs(
-            self.input, max(1, len(self.modalities)), notes, self.modality, self.plane
-        )
+        cases = find_inputs(self.input, max(1, len(self.modalities)), notes, self.modality, self.plane)
         say(notes)
         if not self.labels:
             raise DataError("--ckpt_path: predict expects the checkpoint of a training, got none")
@@ -270,9 +258,7 @@ class PhantomVolumes(VolumeData):
 
     make = staticmethod(make_phantoms)
 
-    def __init__(
-        self, root: str, patch: list[int], cases: tuple[int, int] = (24, 6), **kwargs: Any
-    ) -> None:
+    def __init__(self, root: str, patch: list[int], cases: tuple[int, int] = (24, 6), **kwargs: Any) -> None:
         super().__init__(root, patch, **kwargs)
         self.cases = cases
 
@@ -293,9 +279,13 @@ class PredictionCases(torch.utils.data.Dataset[dict[str, Any]]):
     channels; a volume in others gets a note."""
 
     def __init__(
-        self, cases: Sequence[Case], prepare: Prepare, classes: int, channels: int | None = None,
+        self,
+        cases: Sequence[Case],
+        prepare: Prepare,
+        classes: int,
+        channels: int | None = None,
         value_units: Sequence[str] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.cases, self.prepare = list(cases), prepare
         self.classes, self.channels, self.value_units = classes, channels, value_units
 
@@ -309,8 +299,7 @@ class PredictionCases(torch.utils.data.Dataset[dict[str, Any]]):
                 volume = Volume.read(case, self.classes, self.channels)
                 if len(volume.image) != expected:
                     raise DataError(
-                        f"{case.images[0]}: {len(volume.image)} channels, the network was trained "
-                        f"on {expected}"
+                        f"{case.images[0]}: {len(volume.image)} channels, the network was trained on {expected}"
                     )
                 notes = _other_units(volume, self.value_units)
                 volume = replace(volume, notes=(*volume.notes, *notes))
@@ -335,7 +324,6 @@ def _other_units(volume: Volume, trained: Sequence[str]) -> list[str]:
         if unit and unit != (expected or SUV):
             of_training = expected or f"not known (SUV is {SUV})"
             notes.append(
-                f"{path}: its values are in {one_line(unit)}, the unit of the training is "
-                f"{one_line(of_training)}"
+                f"{path}: its values are in {one_line(unit)}, the unit of the training is {one_line(of_training)}"
             )
     return notes

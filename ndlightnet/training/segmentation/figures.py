@@ -85,10 +85,7 @@ def save_case(
     """
     for name, labels in (("truth", truth), ("prediction", prediction)):
         if labels is not None and labels.shape != image.shape:
-            raise ValueError(
-                f"{name}: expected the image's shape {tuple(image.shape)}, got "
-                f"{tuple(labels.shape)}"
-            )
+            raise ValueError(f"{name}: expected the image's shape {tuple(image.shape)}, got {tuple(labels.shape)}")
     voxels, found = image.cpu().numpy(), prediction.cpu().numpy()
     true = None if truth is None else truth.cpu().numpy()
     slices = best_slices(found if true is None or not true.any() else true, len(names))[-3:]
@@ -101,24 +98,19 @@ def save_case(
     size = [n * s for n, s in zip(space, spacing, strict=True)]  # mm
     wide, high = [size[1], size[0], size[0]], [size[2], size[2], size[1]]
 
-    columns = (
-        ["image", "prediction"] if true is None else ["image", "truth", "prediction", "errors"]
-    )
+    columns = ["image", "prediction"] if true is None else ["image", "truth", "prediction", "errors"]
     inch = min(3 / max(wide[a] for a in axes), 9 / sum(high[a] for a in axes))  # inches per mm
     heights = [max(0.3, inch * high[a]) for a in axes]
     with matplotlib.rc_context({"font.size": 9, "text.color": INK}):
         figure = Figure(
-            (3.1 * len(columns) + 0.3, sum(heights) + 0.2 * len(axes) + 1),
-            facecolor=GROUND, layout="constrained",
-        )  # fmt: skip
+            (3.1 * len(columns) + 0.3, sum(heights) + 0.2 * len(axes) + 1), facecolor=GROUND, layout="constrained"
+        )
         figure.suptitle(title, fontsize=11, x=0.01, ha="left")
         grid = figure.subplots(len(axes), len(columns), squeeze=False, height_ratios=heights)
         shown = np.zeros(len(names), int)  # pixels of each class
         for number, (row, (frame, axis)) in enumerate(zip(grid, rows, strict=True)):
             planes = {"image": voxels, "truth": true, "prediction": found}
-            cuts = {
-                k: cut(v[frame], axis, slices[axis]) for k, v in planes.items() if v is not None
-            }
+            cuts = {k: cut(v[frame], axis, slices[axis]) for k, v in planes.items() if v is not None}
             low, top = np.percentile(cuts["image"], (0.5, 99.5))
             for panel, column in zip(row, columns, strict=True):
                 panel.set_axis_off()
@@ -150,14 +142,17 @@ def save_case(
     save_figure(figure, path)
 
 
-def paint(
-    panel: Any, labels: NDArray[Any], colors: Sequence[Any], extent: Any, alpha: float
-) -> None:
+def paint(panel: Any, labels: NDArray[Any], colors: Sequence[Any], extent: Any, alpha: float) -> None:
     """Draw label n in colors[n - 1] over the panel; 0 is transparent."""
     panel.imshow(
-        np.ma.masked_equal(labels, 0), ListedColormap(colors), vmin=0.5, vmax=len(colors) + 0.5,
-        alpha=alpha, interpolation="nearest", extent=extent,
-    )  # fmt: skip
+        np.ma.masked_equal(labels, 0),
+        ListedColormap(colors),
+        vmin=0.5,
+        vmax=len(colors) + 0.5,
+        alpha=alpha,
+        interpolation="nearest",
+        extent=extent,
+    )
 
 
 def legend_of(shown: NDArray[Any], names: Sequence[str]) -> list[tuple[str, Any]]:

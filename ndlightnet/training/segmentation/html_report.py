@@ -13,11 +13,15 @@ from ndlightnet.training.core.page import write_html
 from ndlightnet.training.segmentation.metrics import MEASURES, Rows, interval, of_known
 
 SHORT = 8  # a case's table of more classes is collapsed
-HEADS = {"dice": "Dice", "hd95_mm": "HD95 (mm)", "nsd": "surface Dice", "volume_ml": "volume (ml)",
-         "truth_ml": "truth (ml)"}  # fmt: skip
+HEADS = {
+    "dice": "Dice",
+    "hd95_mm": "HD95 (mm)",
+    "nsd": "surface Dice",
+    "volume_ml": "volume (ml)",
+    "truth_ml": "truth (ml)",
+}
 DIGITS = {"dice": 3, "hd95_mm": 1, "nsd": 3, "volume_ml": 2, "truth_ml": 2}
-CLASSES = ("class", "cases", "mean Dice", "SD", "95 % interval", "median HD95 (mm)",
-           "mean surface Dice")  # fmt: skip
+CLASSES = ("class", "cases", "mean Dice", "SD", "95 % interval", "median HD95 (mm)", "mean surface Dice")
 TEMPLATE = """
 {% extends "base" %}
 {% block failed %}
@@ -43,12 +47,7 @@ TEMPLATE = """
 
 
 def write_page(
-    path: Path,
-    rows: Rows,
-    names: Sequence[str],
-    title: str,
-    summary: str,
-    failures: Sequence[str] = (),
+    path: Path, rows: Rows, names: Sequence[str], title: str, summary: str, failures: Sequence[str] = ()
 ) -> None:
     """Write an HTML page: summary and failures as given, the classes over all cases, and every case
     with its table and its picture. Cases are sorted by their mean Dice, the worst first, those
@@ -63,22 +62,29 @@ def write_page(
     shown, names = MEASURES if known else ("volume_ml",), page_names(names)
     cases = [
         {
-            "name": case, "dice": _number(dice[case], 3),
+            "name": case,
+            "dice": _number(dice[case], 3),
             "heads": ["class", *(HEADS[key] for key in shown)],
             "lines": _lines(rows[case], names, shown),
             "picture": f"{case}.png" if (path.parent / f"{case}.png").is_file() else None,
         }
         for case in order
-    ]  # fmt: skip
+    ]
     write_html(
-        path, TEMPLATE, title=title, summary=summary, failures=failures, known=known, cases=cases,
-        short=SHORT, heads=CLASSES, classes=_classes(rows, names) if known else [],
-    )  # fmt: skip
+        path,
+        TEMPLATE,
+        title=title,
+        summary=summary,
+        failures=failures,
+        known=known,
+        cases=cases,
+        short=SHORT,
+        heads=CLASSES,
+        classes=_classes(rows, names) if known else [],
+    )
 
 
-def _lines(
-    row: Sequence[Mapping[str, Any]], names: Sequence[str], shown: Sequence[str]
-) -> list[list[str]]:
+def _lines(row: Sequence[Mapping[str, Any]], names: Sequence[str], shown: Sequence[str]) -> list[list[str]]:
     """Return a table line for each class that the truth or the prediction has."""
     return [
         [name, *(_number(measured[key], DIGITS[key]) for key in shown)]
@@ -90,9 +96,7 @@ def _lines(
 def _classes(rows: Rows, names: Sequence[str]) -> list[list[str]]:
     lines = []
     for k, name in enumerate(names[1:]):
-        dice, far, near = (
-            np.array([row[k][key] for row in rows.values()]) for key in ("dice", "hd95_mm", "nsd")
-        )
+        dice, far, near = (np.array([row[k][key] for row in rows.values()]) for key in ("dice", "hd95_mm", "nsd"))
         low, high = interval(dice[None])
         between = f"{low:.3f} to {high:.3f}" if low == low else _number(low, 3)
         count = str(int(np.isfinite(dice).sum()))

@@ -40,11 +40,7 @@ def dice_of(labels: Tensor, truth: Tensor, classes: int) -> Tensor:
 
 
 def measure_case(
-    labels: Tensor,
-    truth: Tensor | None,
-    classes: int,
-    spacing: Sequence[float],
-    tolerance_mm: float = 1.0,
+    labels: Tensor, truth: Tensor | None, classes: int, spacing: Sequence[float], tolerance_mm: float = 1.0
 ) -> list[dict[str, float]]:
     """Measure a case: return a dict per foreground class, 1 to classes - 1.
 
@@ -59,18 +55,12 @@ def measure_case(
     volumes means over all frames. Raises ValueError for shapes or numbers that do not fit.
     """
     if classes < 2:
-        raise ValueError(
-            f"classes: expected at least 2, the background's and another, got {classes}"
-        )
+        raise ValueError(f"classes: expected at least 2, the background's and another, got {classes}")
     if truth is not None and truth.shape != labels.shape:
-        raise ValueError(
-            f"truth: expected the labels' shape {tuple(labels.shape)}, got {tuple(truth.shape)}"
-        )
+        raise ValueError(f"truth: expected the labels' shape {tuple(labels.shape)}, got {tuple(truth.shape)}")
     over_time = labels.ndim == 4 and len(spacing) == 3
     if labels.ndim != len(spacing) and not over_time:
-        raise ValueError(
-            f"spacing: expected {labels.ndim} numbers (mm), one for each axis, got {spacing}"
-        )
+        raise ValueError(f"spacing: expected {labels.ndim} numbers (mm), one for each axis, got {spacing}")
     frames = len(labels) if over_time else 1
     per_voxel = float(np.prod(spacing)) / 1000 / frames
     unknown = [float("nan")] * (classes - 1)
@@ -84,9 +74,7 @@ def measure_case(
         surfaces = np.array([_surfaces(*pair, classes, spacing, tolerance_mm) for pair in pairs])
         for column, name in enumerate(("hd95_mm", "nsd")):
             columns[name] = [of_known(np.mean, values) for values in surfaces[..., column].T]
-    return [
-        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
-    ]
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def _counts(labels: Tensor, classes: int) -> Tensor:
@@ -113,16 +101,11 @@ def _surfaces(
             neither = a is None and b is None
             measured.append((float("nan"), float("nan") if neither else 0.0))
             continue
-        box = tuple(
-            slice(min(s.start, t.start), max(s.stop, t.stop)) for s, t in zip(a, b, strict=True)
-        )
+        box = tuple(slice(min(s.start, t.start), max(s.stop, t.stop)) for s, t in zip(a, b, strict=True))
         # outside of the box, and of the volume, is background: a voxel at the border is surface
         one, other = (x[box] == number for x in (found, true))
         one, other = (mask ^ binary_erosion(mask) for mask in (one, other))
-        distances = [
-            get_surface_distance(*edges, spacing=list(spacing))
-            for edges in ((one, other), (other, one))
-        ]
+        distances = [get_surface_distance(*edges, spacing=list(spacing)) for edges in ((one, other), (other, one))]
         far = max(float(np.quantile(d, 0.95)) for d in distances)
         near = np.concatenate(distances) <= tolerance * ROUNDING
         measured.append((far, float(near.mean())))
@@ -137,32 +120,21 @@ def boxes(labels: NDArray[Any], classes: int) -> list[Box | None]:
 
 def write_cases(path: Path, rows: Rows, names: Sequence[str]) -> None:
     """Write a CSV, a line per case and class: case, class and the measures, empty where NaN."""
-    with (
-        atomic_write(path) as draft,
-        draft.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file,
-    ):
+    with atomic_write(path) as draft, draft.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(("case", "class", *MEASURES))
         for case, row in rows.items():
             for name, measured in zip(names[1:], row, strict=True):
                 values = [measured[key] for key in MEASURES]
-                table.writerow(
-                    (cell(case), cell(name), *("" if np.isnan(v) else f"{v:.6g}" for v in values))
-                )
+                table.writerow((cell(case), cell(name), *("" if np.isnan(v) else f"{v:.6g}" for v in values)))
 
 
 def metrics_of(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
     """Summarise a test for metrics.json. Means leave out NaN; mean_dice, mean_hd95_mm and mean_nsd
     are means over the classes of the means over the cases; std_over_cases is the standard deviation
     of the cases' mean Dice."""
-    table = {
-        key: np.array([[measured[key] for measured in row] for row in rows.values()])
-        for key in MEASURES
-    }
-    means = {
-        key: [of_known(np.mean, column) for column in table[key].T]
-        for key in ("dice", "hd95_mm", "nsd")
-    }
+    table = {key: np.array([[measured[key] for measured in row] for row in rows.values()]) for key in MEASURES}
+    means = {key: [of_known(np.mean, column) for column in table[key].T] for key in ("dice", "hd95_mm", "nsd")}
     low, high = interval(table["dice"][None])
     std = of_known(np.std, [of_known(np.mean, row) for row in table["dice"]])
     return {
@@ -173,10 +145,7 @@ def metrics_of(rows: Rows, names: Sequence[str]) -> dict[str, Any]:
         "mean_nsd": of_known(np.mean, means["nsd"]),
         **{key: dict(zip(names[1:], values, strict=True)) for key, values in means.items()},
         "hd95_missing": int(np.isnan(table["hd95_mm"]).sum()),
-        "cases": [
-            {"name": case, **{key: table[key][i].tolist() for key in MEASURES}}
-            for i, case in enumerate(rows)
-        ],
+        "cases": [{"name": case, **{key: table[key][i].tolist() for key in MEASURES}} for i, case in enumerate(rows)],
     }
 
 
@@ -211,9 +180,7 @@ def interval(values: ArrayLike, level: float = 0.95, draws: int = 2000) -> tuple
     for k, one in enumerate(np.moveaxis(np.atleast_3d(values), 2, 0)):
         known = ~np.isnan(one)
         # a value's weight: how often its seed was drawn, times how often its case was
-        total, weight = (
-            (seeds @ part * cases).sum(1) for part in (np.where(known, one, 0), 1.0 * known)
-        )
+        total, weight = ((seeds @ part * cases).sum(1) for part in (np.where(known, one, 0), 1.0 * known))
         np.divide(total, weight, out=means[:, k], where=weight > 0)
     known = ~np.isnan(means)
     kept = known.any(1)

@@ -81,20 +81,15 @@ def plan(
     if not cases:
         raise DataError(f"{root}: no training case with a label")
     if cases[0].images[0].name.lower().endswith(PICTURES):
-        raise DataError(
-            f"{root}: holds pictures, expected volumes; tasks/README.md has a config for pictures"
-        )
+        raise DataError(f"{root}: holds pictures, expected volumes; tasks/README.md has a config for pictures")
     measured = fingerprint(cases, len(folder.labels), len(folder.channels))
     available = _memory() if memory is None else memory * 1e9
     config = config_of(
-        measured, folder.labels, folder.channels, root, there, net, size, available, epochs,
-        workers, frames,
-    )  # fmt: skip
+        measured, folder.labels, folder.channels, root, there, net, size, available, epochs, workers, frames
+    )
     text = yaml.safe_dump(config, sort_keys=False, default_flow_style=None, width=100)
     with atomic_write(there / "plan.yaml") as draft:
-        draft.write_text(
-            f"# {len(cases)} training cases of {root}, {available / 1e9:.0f} GB\n{text}"
-        )
+        draft.write_text(f"# {len(cases)} training cases of {root}, {available / 1e9:.0f} GB\n{text}")
     missing = [name for name, n in zip(folder.labels, measured.voxels, strict=True) if n == 0]
     print(text)
     for name in missing:
@@ -103,17 +98,30 @@ def plan(
 
 
 def config_of(
-    measured: Fingerprint, labels: Sequence[str], channels: Sequence[str], root: str, out: Path,
-    net: str, size: str | None, memory: float, epochs: int, workers: int, frames: int | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    measured: Fingerprint,
+    labels: Sequence[str],
+    channels: Sequence[str],
+    root: str,
+    out: Path,
+    net: str,
+    size: str | None,
+    memory: float,
+    epochs: int,
+    workers: int,
+    frames: int | None = None,
+) -> dict[str, Any]:
     """Return the config as a dictionary. memory: in bytes; DataError if it is too little."""
     spacing = target_spacing(measured.spacings, measured.shapes)
     shape = np.median(measured.shapes * measured.spacings / spacing, axis=0)
     time = [] if frames is None else [frames]
     facts = {
-        "dims": len(time) + 3, "in_channels": len(channels), "out_channels": len(labels),
-        "size": size, "deep_supervision": True, "drop_path_rate": 0.1,
-    }  # fmt: skip
+        "dims": len(time) + 3,
+        "in_channels": len(channels),
+        "out_channels": len(labels),
+        "size": size,
+        "deep_supervision": True,
+        "drop_path_rate": 0.1,
+    }
     facts = {key: value for key, value in facts.items() if value is not None}
     make = _network(net)
     known = inspect.signature(make).parameters
@@ -135,10 +143,7 @@ def config_of(
     patch, strides = patch_of(shape, spacing, lambda *tried: crops(*tried) >= 2)
     held = crops(patch, strides)
     if held < 2:
-        raise DataError(
-            f"memory: {memory / 1e9:.3g} GB, expected enough for a step of {net} with 2 crops of "
-            f"{patch}"
-        )
+        raise DataError(f"memory: {memory / 1e9:.3g} GB, expected enough for a step of {net} with 2 crops of {patch}")
     voxels = len(measured.shapes) * prod(shape.tolist())
     most = min(held, BATCH_SHARE * voxels / prod(patch))
     mirrored = [1, 2] if any(SIDED.search(label) for label in labels) else [0, 1, 2]
@@ -146,27 +151,28 @@ def config_of(
     return {
         "seed_everything": 0,
         "trainer": {
-            "default_root_dir": str(out), "precision": "bf16-mixed", "max_epochs": epochs,
-            "gradient_clip_val": 1.0, "check_val_every_n_epoch": max(1, epochs // 40),
+            "default_root_dir": str(out),
+            "precision": "bf16-mixed",
+            "max_epochs": epochs,
+            "gradient_clip_val": 1.0,
+            "check_val_every_n_epoch": max(1, epochs // 40),
         },
-        "model": {
-            "window": time + patch,
-            "net": {"class_path": net, "init_args": arguments(strides)},
-        },
+        "model": {"window": time + patch, "net": {"class_path": net, "init_args": arguments(strides)}},
         "data": {
             "class_path": "ndlightnet.training.VolumeData",
             "init_args": {
-                "root": root, "patch": time + patch,
+                "root": root,
+                "patch": time + patch,
                 "spacing": [round(s, 4) for s in spacing.tolist()],
                 "intensities": [
-                    intensity_of(channel, values)
-                    for channel, values in zip(channels, measured.values, strict=True)
+                    intensity_of(channel, values) for channel, values in zip(channels, measured.values, strict=True)
                 ],
-                "batch_size": max(2, int(most)), "augment": {"flip_axes": mirrored},
+                "batch_size": max(2, int(most)),
+                "augment": {"flip_axes": mirrored},
                 "workers": workers,
             },
         },
-    }  # fmt: skip
+    }
 
 
 def target_spacing(spacings: NDArray[np.float64], shapes: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -212,9 +218,7 @@ def strides_of(patch: Sequence[int], spacing: Sequence[float]) -> list[list[int]
 
 
 def patch_of(
-    shape: NDArray[np.float64],
-    spacing: NDArray[np.float64],
-    fits: Callable[[list[int], list[list[int]]], bool],
+    shape: NDArray[np.float64], spacing: NDArray[np.float64], fits: Callable[[list[int], list[list[int]]], bool]
 ) -> tuple[list[int], list[list[int]]]:
     """Return (patch, strides): a cube in space of SIDE cells, no larger than the median volume; as
     long as it does not fit, the axis that covers most of the volume is made shorter."""
@@ -267,9 +271,7 @@ def _network(path: str) -> Callable[..., nn.Module]:
     try:
         found: Callable[..., nn.Module] = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise DataError(
-            f"net: {path!r}, expected the path of a class, such as ndlightnet.NDLightUNet"
-        ) from error
+        raise DataError(f"net: {path!r}, expected the path of a class, such as ndlightnet.NDLightUNet") from error
     return found
 
 

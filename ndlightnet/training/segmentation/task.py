@@ -14,14 +14,7 @@ from torch import Tensor, nn
 from ndlightnet.data.errors import DataError, one_line
 from ndlightnet.data.volume.grid import Case
 from ndlightnet.data.volume.volume import upright
-from ndlightnet.inference import (
-    Ensemble,
-    Mirrored,
-    OutOfCore,
-    keep_largest,
-    predict_labels,
-    predict_volume,
-)
+from ndlightnet.inference import Ensemble, Mirrored, OutOfCore, keep_largest, predict_labels, predict_volume
 from ndlightnet.layout import split_sizes
 from ndlightnet.training.core.checkpoints import check_checkpoint
 from ndlightnet.training.core.costs import Cost, Meter, case_costs
@@ -110,14 +103,11 @@ class SegmentationTask(Task):
         outputs = getattr(self.net, "out_channels", None)
         if outputs not in (None, len(self.data().labels)):
             raise DataError(
-                f"{self.data().root}: {len(self.data().labels)} labels, but the network has "
-                f"out_channels={outputs}"
+                f"{self.data().root}: {len(self.data().labels)} labels, but the network has out_channels={outputs}"
             )
         inputs, channels = getattr(self.net, "in_channels", None), self.data().in_channels
         if inputs not in (None, channels):
-            raise DataError(
-                f"{self.data().root}: {channels} channels, but the network has in_channels={inputs}"
-            )
+            raise DataError(f"{self.data().root}: {channels} channels, but the network has in_channels={inputs}")
 
     def example_inputs(self) -> tuple[Tensor, ...]:
         data = self.data()
@@ -217,16 +207,12 @@ class SegmentationTask(Task):
             if saved["names"] != names:
                 raise DataError(f"{path}: was trained on {saved['names']}, expected {names}")
             another = deepcopy(self.net)
-            another.load_state_dict(
-                {key[4:]: x for key, x in saved["state_dict"].items() if key.startswith("net.")}
-            )
+            another.load_state_dict({key[4:]: x for key, x in saved["state_dict"].items() if key.startswith("net.")})
             nets.append(OutOfCore(another) if self.out_of_core else another)
         net = Ensemble(nets) if self.ensemble else self.predictor
         net = Mirrored(net, self.mirror_axes) if self.mirror_axes else net
         # not registered as a submodule: a checkpoint holds one network
-        self.predict_labels = partial(
-            predict_labels, net, window=self.window, overlap=self.overlap, device=self.device
-        )
+        self.predict_labels = partial(predict_labels, net, window=self.window, overlap=self.overlap, device=self.device)
         self.rows: dict[str, list[dict[str, float]]] = {}
         self.spent: dict[str, Cost] = {}  # cost of the prediction of each case
 
@@ -278,9 +264,16 @@ class SegmentationTask(Task):
         mean = torch.tensor([measured["dice"] for measured in row]).nanmean()
         title = case.name if truth is None else f"{case.name}: Dice {mean:.3f}"
         save_case(
-            folder / f"{case.name}.png", title, shown.as_tensor()[0], truth, labels, spacing,
-            self.figure_names(names), step, picture=len(self.data().patch) == 2,
-        )  # fmt: skip
+            folder / f"{case.name}.png",
+            title,
+            shown.as_tensor()[0],
+            truth,
+            labels,
+            spacing,
+            self.figure_names(names),
+            step,
+            picture=len(self.data().patch) == 2,
+        )
         self.rows[case.name] = row
 
     def on_test_epoch_start(self) -> None:

@@ -40,9 +40,7 @@ class Stemmed(nn.Module):
         super().__init__()
         if stages:
             resnet = SmallImageResNet18().net
-            self.stem = nn.Sequential(
-                resnet.conv1, resnet.bn1, resnet.relu, resnet.layer1, resnet.layer2
-            )
+            self.stem = nn.Sequential(resnet.conv1, resnet.bn1, resnet.relu, resnet.layer1, resnet.layer2)
         else:
             rise = (_convolution(3, 64), _convolution(64, 128, 2))
             self.stem = nn.Sequential(*rise, Residual(_convolution(128, 128)))
@@ -69,6 +67,4 @@ class Residual(nn.Module):
 
 
 def _convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.GELU()
-    )
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.GELU())

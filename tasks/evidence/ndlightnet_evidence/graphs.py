@@ -63,9 +63,13 @@ class Steps:
     """
 
     def __init__(
-        self, net: nn.Module, loss: Callable[..., Tensor], weight_decay: float, clip: float,
+        self,
+        net: nn.Module,
+        loss: Callable[..., Tensor],
+        weight_decay: float,
+        clip: float,
         decay: Callable[[int], float] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.net, self.loss, self.clip, self.decay = net, loss, clip, decay
         device = next(net.parameters()).device
         self.rate, self.weight = torch.zeros((2,), device=device).unbind()

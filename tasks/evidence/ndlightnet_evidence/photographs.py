@@ -46,8 +46,7 @@ class Photographs(sets.Samples):
         self.parts = {name: self._read(part.files) for name, part in parts.items() if len(part)}
         self.images, self.labels = self.parts["train"]
         self.mean, self.std = (
-            torch.tensor(values, device=self.device).view(-1, 1, 1)
-            for values in (data.mean, data.std)
+            torch.tensor(values, device=self.device).view(-1, 1, 1) for values in (data.mean, data.std)
         )
         self.size = min(data.batch_size, len(self.labels))
         self.steps = epochs * (len(self.labels) // self.size)

@@ -14,8 +14,15 @@ from ndlightnet_evidence.tables import Run, of_row, panels
 
 # Okabe and Ito: colours that colour-blind people can also tell apart
 BLACK, ORANGE, SKY, BLUE, RED, GREY, GREEN, PINK = COLORS = (
-    "#000000", "#E69F00", "#56B4E9", "#0072B2", "#D55E00", "#777777", "#009E73", "#CC79A7",
-)  # fmt: skip
+    "#000000",
+    "#E69F00",
+    "#56B4E9",
+    "#0072B2",
+    "#D55E00",
+    "#777777",
+    "#009E73",
+    "#CC79A7",
+)
 SCANS = {"": BLACK, "raster": SKY, "both": BLUE, "axes": RED}  # how a mixer covers a grid
 STYLES = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))
 
@@ -42,8 +49,7 @@ def legend(of: Any, axes: Iterable[Any], names: Sequence[str] | None = None) -> 
     """Draw a legend to the right of a figure: every label once, or those of `names` that exist."""
     lines = {line.get_label(): line for each in axes for line in each.lines}
     shown = [name for name in names or lines if name in lines]
-    of.legend([lines[name] for name in shown], shown, loc="outside right center", frameon=False,
-              fontsize=9)  # fmt: skip
+    of.legend([lines[name] for name in shown], shown, loc="outside right center", frameon=False, fontsize=9)
 
 
 def save(picture: Figure, path: Path) -> None:
@@ -67,8 +73,7 @@ def curves(runs: Sequence[Run], rows: Sequence[str], path: Path, references: Seq
             mine = [run for run in runs if run["row"] == row and panel in run["curves"]]
             if mine:
                 seeds = tensor([run["curves"][panel]["accuracy"] for run in mine])
-                axes.fill_between(x, seeds.amin(0), seeds.amax(0), color=line_style(index)["color"],
-                                  alpha=0.15, lw=0)  # fmt: skip
+                axes.fill_between(x, seeds.amin(0), seeds.amax(0), color=line_style(index)["color"], alpha=0.15, lw=0)
                 axes.plot(x, seeds.mean(0), label=row, **line_style(index))
         for style, reference in zip((":", "--"), references, strict=False):
             axes.plot(x, first[reference], style, color=GREY, zorder=0, label=reference)
@@ -110,8 +115,9 @@ def times(runs: Sequence[Run], rows: Sequence[str], path: Path) -> None:
         found = [run["curve"] for run in of_row(runs, row) if "curve" in run]
         if found:
             seconds, accuracy = tensor(found).mean(0)[:, 0], tensor(found)[..., 1]
-            axes.fill_between(seconds, accuracy.amin(0), accuracy.amax(0), alpha=0.15, lw=0,
-                              color=line_style(index)["color"])  # fmt: skip
+            axes.fill_between(
+                seconds, accuracy.amin(0), accuracy.amax(0), alpha=0.15, lw=0, color=line_style(index)["color"]
+            )
             axes.plot(seconds, accuracy.mean(0), label=row, **line_style(index))
     axes.set(xlabel="seconds of training", ylabel="accuracy on held-out training images")
     finish([axes])

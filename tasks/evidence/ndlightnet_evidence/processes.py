@@ -26,8 +26,13 @@ def launch(script: str, count: int, options: Run) -> Run:
     processes, files = [], []
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(count):
-            env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(count),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}  # fmt: skip
+            env = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(count),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
             files.append(Path(folder) / f"{rank}.json")
             command = [sys.executable, script, "--process", json.dumps(options), str(files[-1])]
             processes.append(subprocess.Popen(command, env=env))

@@ -29,8 +29,21 @@ from ndlightnet_evidence import tables
 
 Run = dict[str, Any]
 # options that choose the runs, and do not change how one is done
-CHOICES = ("rows", "family", "tasks", "nets", "sides", "largest", "lr", "seeds", "jobs", "minutes",
-           "resume", "out", "file")  # fmt: skip
+CHOICES = (
+    "rows",
+    "family",
+    "tasks",
+    "nets",
+    "sides",
+    "largest",
+    "lr",
+    "seeds",
+    "jobs",
+    "minutes",
+    "resume",
+    "out",
+    "file",
+)
 _worker = threading.local()  # number of the job that this thread or process does
 
 
@@ -44,8 +57,7 @@ def add_options(parser: ArgumentParser, out: str, seeds: Sequence[int] | None = 
         parser.add_argument("--seeds", nargs="+", type=int, default=seeds)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, over all GPUs in turn")
     parser.add_argument("--minutes", type=float, default=math.inf, help="then no run is begun")
-    parser.add_argument("--resume", action="store_true",
-                        help="do what is not under --out yet, with the same options")  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="do what is not under --out yet, with the same options")
     parser.add_argument("--out", type=Path, help=f"default: {out}")
 
 
@@ -98,9 +110,14 @@ def compare(
 
 
 def run_all(
-    wanted: Sequence[Run], one: Callable[[Run], Run], done: Callable[[Run], None], *,
-    jobs: int = 1, minutes: float = math.inf, processes: bool = True,
-) -> None:  # fmt: skip
+    wanted: Sequence[Run],
+    one: Callable[[Run], Run],
+    done: Callable[[Run], None],
+    *,
+    jobs: int = 1,
+    minutes: float = math.inf,
+    processes: bool = True,
+) -> None:
     """Do the `wanted` runs by `one`, and call `done` with each run as it ends.
 
     processes: `one` does the work itself, and jobs side by side are processes to which it is
@@ -208,18 +225,13 @@ def curve_lines(run: Run) -> Iterable[Run]:
     for panel, curve in run["curves"].items():
         numbers = {key: values for key, values in curve.items() if key != "x_label"}
         for values in zip(*numbers.values(), strict=True):
-            yield {
-                **tables.identity(run),
-                "panel": panel,
-                **dict(zip(numbers, values, strict=True)),
-            }
+            yield {**tables.identity(run), "panel": panel, **dict(zip(numbers, values, strict=True))}
 
 
 def write_csv(path: Path, lines: Sequence[Run]) -> None:
     """Write the numbers and texts of `lines`; nested values are left out."""
     plain = [
-        {key: value for key, value in line.items() if not isinstance(value, dict | list | tuple)}
-        for line in lines
+        {key: value for key, value in line.items() if not isinstance(value, dict | list | tuple)} for line in lines
     ]
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, list(dict.fromkeys(key for line in plain for key in line)))

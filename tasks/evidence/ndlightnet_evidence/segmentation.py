@@ -14,9 +14,12 @@ from ndlightnet_evidence.tables import Run, markdown, millions, number, of_row, 
 
 Dice = dict[int, dict[str, list[float]]]  # of each class, by seed and case
 COSTS = {
-    "GFLOPs": "gflops", "s per case": "case_seconds", "GB in prediction": "case_memory_gb",
-    "ms per step": "step_ms", "GB in training": "peak_memory_gb",
-}  # fmt: skip
+    "GFLOPs": "gflops",
+    "s per case": "case_seconds",
+    "GB in prediction": "case_memory_gb",
+    "ms per step": "step_ms",
+    "GB in training": "peak_memory_gb",
+}
 
 
 def segmentation_tables(runs: Sequence[Run], rows: Sequence[str]) -> str:
@@ -26,18 +29,16 @@ def segmentation_tables(runs: Sequence[Run], rows: Sequence[str]) -> str:
     good = [run for row in rows for run in mine[row]]
     names, first = list(good[0]["dice"]), mine[rows[0]]
     several = "folds" if "fold" in good[0] else "seeds"
-    scores = ["Dice", "95 % interval", f"by {several}", f"more than {rows[0]}", "95 % interval",
-              "HD95 (mm)", "NSD"]  # fmt: skip
+    scores = ["Dice", "95 % interval", f"by {several}", f"more than {rows[0]}", "95 % interval", "HD95 (mm)", "NSD"]
     tables = (
         (scores, lambda own: _scores(own, first)),
         ([f"Dice of {name}" for name in names], lambda own: _classes(own, len(names))),
         (["parameters", *COSTS], _costs),
     )
     parts = [
-        markdown(["", *head], [[row, *(cells(mine[row]) if mine[row] else [without(runs, row)])]
-                               for row in rows])
+        markdown(["", *head], [[row, *(cells(mine[row]) if mine[row] else [without(runs, row)])] for row in rows])
         for head, cells in tables
-    ]  # fmt: skip
+    ]
     return "\n".join([*parts, *_notes(good, several, rows[0])])
 
 
@@ -60,17 +61,18 @@ def _scores(runs: Sequence[Run], first: Sequence[Run]) -> list[str]:
     dice, more = by_case(runs), ["", ""]
     if runs is not first:
         gain = differences(dice, by_case(first))
-        more = (
-            [number(mean_dice(gain), "+.3f"), _range(gain, "+.3f")] if gain.size else ["none"] * 2
-        )
+        more = [number(mean_dice(gain), "+.3f"), _range(gain, "+.3f")] if gain.size else ["none"] * 2
     distance, count = spread(run["mean_hd95_mm"] for run in runs), sum(map(_values, runs))
     if missing := sum(run["hd95_missing"] for run in runs):
         distance += f" ({missing} of {count} missing)"
     return [
-        spread(run["mean_dice"] for run in runs), _range(values(dice)),
-        ", ".join(number(run["mean_dice"]) for run in runs), *more, distance,
+        spread(run["mean_dice"] for run in runs),
+        _range(values(dice)),
+        ", ".join(number(run["mean_dice"]) for run in runs),
+        *more,
+        distance,
         spread(run["mean_nsd"] for run in runs),
-    ]  # fmt: skip
+    ]
 
 
 def _classes(runs: Sequence[Run], classes: int) -> list[str]:
@@ -82,10 +84,7 @@ def _classes(runs: Sequence[Run], classes: int) -> list[str]:
 def _costs(runs: Sequence[Run]) -> list[str]:
     """Return the medians of the costs, which are the same for all seeds except for noise."""
     known = [[run[key] for run in runs if run.get(key) is not None] for key in COSTS.values()]
-    return [
-        millions(runs[0]),
-        *(f"{statistics.median(found):.4g}" if found else "none" for found in known),
-    ]
+    return [millions(runs[0]), *(f"{statistics.median(found):.4g}" if found else "none" for found in known)]
 
 
 def by_case(runs: Sequence[Run]) -> Dice:

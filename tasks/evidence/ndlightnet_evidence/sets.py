@@ -129,9 +129,7 @@ class Images(Samples):
 
 
 @torch.no_grad()
-def classified(
-    net: nn.Module, prepare: Callable[[Tensor], Tensor], images: Tensor, size: int, timed: int
-) -> Work:
+def classified(net: nn.Module, prepare: Callable[[Tensor], Tensor], images: Tensor, size: int, timed: int) -> Work:
     """Return the probabilities (n, classes) of images, on the CPU, and the median milliseconds of
     `timed` batches of `size`; None if timed is 0."""
     replay = Replay(lambda x: answer(net, prepare(x)).softmax(-1), images[:size].clone())
@@ -193,9 +191,7 @@ class Clips:
     def __init__(self, videos: Videos, seed: int) -> None:
         data, self.videos = videos.data, videos
         workers = data.workers and max(data.workers, (os.cpu_count() or 1) - 2)
-        self.loader: Any = training_loader(
-            Visits(data.train_set, seed), videos.count, data.batch_size, workers
-        )
+        self.loader: Any = training_loader(Visits(data.train_set, seed), videos.count, data.batch_size, workers)
         self.made: list[tuple[Tensor, Tensor]] = []
         self.source = self._all()
 

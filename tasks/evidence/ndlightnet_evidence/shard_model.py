@@ -63,9 +63,7 @@ def sent(net: Network, grid: tuple[int, ...], parts: int, batch: int = 1) -> dic
     }
 
 
-def step(
-    net: Network, machine: Machine, grid: tuple[int, ...], parts: int, batch: int = 1
-) -> dict[str, Any]:
+def step(net: Network, machine: Machine, grid: tuple[int, ...], parts: int, batch: int = 1) -> dict[str, Any]:
     """Return the predicted time of a step on a grid of tokens, and its parts."""
     bytes_sent = sent(net, grid, parts, batch)
     rows = math.ceil(grid[0] / parts)  # the slowest part has the most planes
@@ -78,10 +76,14 @@ def step(
     exchange = sum(bytes_sent.values()) * (1 / speed + 1 / machine.around) + messages * latency
     even = machine.token * batch * math.prod(grid) / parts
     return {
-        "seconds": compute + exchange, "compute": compute, "exchange": exchange,
-        "imbalance": compute / even, "efficiency": even / (compute + exchange),
-        "bytes": sum(bytes_sent.values()), **bytes_sent,
-    }  # fmt: skip
+        "seconds": compute + exchange,
+        "compute": compute,
+        "exchange": exchange,
+        "imbalance": compute / even,
+        "efficiency": even / (compute + exchange),
+        "bytes": sum(bytes_sent.values()),
+        **bytes_sent,
+    }
 
 
 def table(net: Network, machine: Machine, gpus: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -91,11 +93,16 @@ def table(net: Network, machine: Machine, gpus: tuple[int, ...]) -> list[dict[st
         for parts in gpus:
             rows = 128 * parts if what == "weak" else 1024
             found = step(net, machine, (rows, 64, 64), parts)
-            runs.append({
-                "what": what, "gpus": parts, "tokens": rows * 64 * 64,
-                "step, ms": 1e3 * found["seconds"], "efficiency": found["efficiency"],
-                "imbalance": found["imbalance"], "exchange, ms": 1e3 * found["exchange"],
-                **{f"{k}, MB": found[k] / 1e6
-                   for k in ("attention", "local mixing", "MD-TPE", "gradients")},
-            })  # fmt: skip
+            runs.append(
+                {
+                    "what": what,
+                    "gpus": parts,
+                    "tokens": rows * 64 * 64,
+                    "step, ms": 1e3 * found["seconds"],
+                    "efficiency": found["efficiency"],
+                    "imbalance": found["imbalance"],
+                    "exchange, ms": 1e3 * found["exchange"],
+                    **{f"{k}, MB": found[k] / 1e6 for k in ("attention", "local mixing", "MD-TPE", "gradients")},
+                }
+            )
     return runs

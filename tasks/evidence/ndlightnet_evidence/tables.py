@@ -9,10 +9,27 @@ from typing import Any
 Run = Mapping[str, Any]
 IDENTITY = ("row", "task", "side", "what", "seed", "fold", "lr")
 # what may be in a run's metrics.json, in the order of the columns
-MEASURES = ("mean_dice", "mean_hd95_mm", "top1", "balanced_accuracy", "auc", "ece",
-            "bits_per_byte", "mse", "mae", "frechet", "frechet_train", "precision", "recall",
-            "step_ms", "latency_ms", "train_seconds", "padded_share", "sampled_per_second",
-            "peak_memory_gb")  # fmt: skip
+MEASURES = (
+    "mean_dice",
+    "mean_hd95_mm",
+    "top1",
+    "balanced_accuracy",
+    "auc",
+    "ece",
+    "bits_per_byte",
+    "mse",
+    "mae",
+    "frechet",
+    "frechet_train",
+    "precision",
+    "recall",
+    "step_ms",
+    "latency_ms",
+    "train_seconds",
+    "padded_share",
+    "sampled_per_second",
+    "peak_memory_gb",
+)
 
 
 def markdown(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
@@ -116,8 +133,7 @@ def panels(runs: Sequence[Run]) -> dict[str, Mapping[str, Any]]:
 def notes(runs: Sequence[Run]) -> str:
     """Return the dates, commits and devices of the runs, and which runs have no result."""
     good, text = [run for run in runs if complete(run)], ""
-    found = {key: list(dict.fromkeys(run[key] for run in good if run.get(key)))
-             for key in ("date", "commit", "device")}  # fmt: skip
+    found = {key: list(dict.fromkeys(run[key] for run in good if run.get(key))) for key in ("date", "commit", "device")}
     if dates := sorted(found["date"]):
         days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
         commits = [f"commit {' and '.join(found['commit'])}"] if found["commit"] else []

@@ -50,9 +50,8 @@ def finish(work: Work) -> Any:
 
 
 def run_all(
-    wanted: Sequence[Run], one: Callable[[Run], Work], done: Callable[[Run], None], *,
-    jobs: int, minutes: float,
-) -> None:  # fmt: skip
+    wanted: Sequence[Run], one: Callable[[Run], Work], done: Callable[[Run], None], *, jobs: int, minutes: float
+) -> None:
     """Do the `wanted` runs, generators one(who), up to `jobs` of them in turns, and call `done`
     with each run as it ends. After `minutes` no run is begun."""
     over = time.monotonic() + 60 * minutes

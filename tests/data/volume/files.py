@@ -143,9 +143,7 @@ def write_object(file: Path, kind: str, **tags: Any) -> Path:
     data, uids = pydicom.Dataset(), {"RTSTRUCT": "481.3", "SEG": "66.4", "SR": "88.11"}
     data.file_meta = pydicom.dataset.FileMetaDataset()
     data.file_meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
-    data.SOPClassUID = data.file_meta.MediaStorageSOPClassUID = (
-        f"1.2.840.10008.5.1.4.1.1.{uids[kind]}"
-    )
+    data.SOPClassUID = data.file_meta.MediaStorageSOPClassUID = f"1.2.840.10008.5.1.4.1.1.{uids[kind]}"
     data.SOPInstanceUID = data.file_meta.MediaStorageSOPInstanceUID = pydicom.uid.generate_uid()
     data.SeriesInstanceUID, data.Modality = pydicom.uid.generate_uid(), kind
     for tag, value in tags.items():
@@ -163,9 +161,7 @@ def read_all(cases: Iterable[Case], classes: int, channels: int | None = None) -
         Volume.read(case, classes, channels)
 
 
-def write_nrrd(
-    path: Path, voxels: np.ndarray, affine: np.ndarray | None = None, fields: str = ""
-) -> Path:
+def write_nrrd(path: Path, voxels: np.ndarray, affine: np.ndarray | None = None, fields: str = "") -> Path:
     """voxels (x, y, z[, frames]) as NRRD with more header lines; placed by an affine to RAS."""
     kind = {"f4": "float", "i2": "short", "u1": "uchar"}[voxels.dtype.str[1:]]
     lines = [f"type: {kind}", f"dimension: {voxels.ndim}", "encoding: raw", "endian: little"]

@@ -71,9 +71,7 @@ def test_batches_follow_from_the_generator(space: tuple[int, ...]) -> None:
 def test_samples_that_draw_nothing_are_the_same_bits(space: tuple[int, ...]) -> None:
     image, label = random(400, 1, *space), torch.randint(0, 3, (400, 1, *space))
     new, new_label = Augment()(image, label, seeded())
-    chances = [
-        PROBABILITIES[name] * PER_CHANNEL.get(name, 1) for name in PROBABILITIES if name != "mirror"
-    ]
+    chances = [PROBABILITIES[name] * PER_CHANNEL.get(name, 1) for name in PROBABILITIES if name != "mirror"]
     nothing = 0.8**2 * math.prod(1 - chance for chance in chances)
     if 1 not in space:  # rotations and blurs of one cell change nothing
         within_chance(400 - int(touched(image, new).sum()), 400, nothing)
@@ -108,9 +106,7 @@ def drawn_matrices(monkeypatch: pytest.MonkeyPatch, augment: Augment, axes: int)
     """Of 500 samples: (500, axes, axes + 1), output cells -> input cells."""
     seen: list[Tensor] = []
     original = sampling_grid
-    monkeypatch.setattr(
-        module, "sampling_grid", lambda m, *rest: (seen.append(m), original(m, *rest))[1]
-    )
+    monkeypatch.setattr(module, "sampling_grid", lambda m, *rest: (seen.append(m), original(m, *rest))[1])
     augment(random(500, 1, *(3,) * axes), None, seeded())
     return seen[0]
 
@@ -194,9 +190,7 @@ def test_mirrors_are_flips_of_image_and_label() -> None:
     new, new_label = Augment((0, 2), turn=0, intensities=False)(image, label, seeded())
     kinds = set()
     for n in range(50):
-        kind = [
-            axes for axes in ((), (1,), (3,), (1, 3)) if torch.equal(new[n], image[n].flip(axes))
-        ]
+        kind = [axes for axes in ((), (1,), (3,), (1, 3)) if torch.equal(new[n], image[n].flip(axes))]
         assert len(kind) == 1 and torch.equal(new_label[n], label[n].flip(kind[0]))
         kinds.add(kind[0])
     assert len(kinds) == 4
@@ -209,9 +203,7 @@ def test_blur_is_scipys(space: tuple[int, ...]) -> None:
     for n in range(3):
         truth = x[n].double().numpy()
         for axis, sigma in enumerate(sigmas):
-            truth = ndimage.gaussian_filter1d(
-                truth, float(sigma[n]), axis, mode="nearest", radius=3
-            )
+            truth = ndimage.gaussian_filter1d(truth, float(sigma[n]), axis, mode="nearest", radius=3)
         np.testing.assert_allclose(ours[n], truth, atol=1e-5)
 
 
@@ -243,9 +235,7 @@ def test_contrast_and_gamma_keep_what_they_say() -> None:
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -1e6, 1e6])
 @pytest.mark.parametrize("space", [(5, 6, 4), (1, 1), (1, 7)])
-def test_constant_images_stay_finite(
-    value: float, space: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_constant_images_stay_finite(value: float, space: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, **{n: 1.0 for n in PROBABILITIES if n not in ("noise", "brightness")})
     image = torch.full((8, 2, *space), value)
     new = Augment(flip_axes=(0,), shift=1, turn=1.0)(image, None, seeded())[0]

@@ -8,12 +8,7 @@ import pytest
 import torch
 from scipy import ndimage
 
-from ndlightnet.data.volume.class_folders import (
-    largest_extent,
-    list_classes,
-    read_part,
-    read_volume,
-)
+from ndlightnet.data.volume.class_folders import largest_extent, list_classes, read_part, read_volume
 from ndlightnet.data.volume.grid import Case
 
 from .files import AFFINE, SHAPE, random_image, refuses, write
@@ -42,9 +37,7 @@ def middle(affine: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         (np.array([[0, 0, 2.0, 0], [-1, 0, 0, 9], [0, 1.5, 0, 3], [0, 0, 0, 1]]), (50, 31, 23)),
     ],
 )
-def test_millimetres_and_sides_are_kept(
-    tmp_path: Path, affine: np.ndarray, shape: tuple[int, ...]
-) -> None:
+def test_millimetres_and_sides_are_kept(tmp_path: Path, affine: np.ndarray, shape: tuple[int, ...]) -> None:
     """A ball beside the middle lies there in mm whatever grid the file has, and has its volume."""
     offset, size, spacing = np.array([6.0, -4, 5]), (33, 24, 30), (1.5, 2.0, 1.6)
     path = ball(tmp_path / "x.nii.gz", affine, shape, middle(affine, shape) + offset)
@@ -79,9 +72,7 @@ def test_a_small_mask_is_not_lost(tmp_path: Path) -> None:
 def test_larger_cells_are_means_not_samples(tmp_path: Path) -> None:
     """The mean of 4 x 4 x 4 independent voxels deviates by an eighth."""
     path = write(tmp_path / "x.nii", random_image((64, 60, 56)), np.diag([1.0, 1, 1, 1]))
-    fine, coarse = (
-        read_volume(case(path), [64 // n, 60 // n, 56 // n], [n] * 3).numpy() for n in (1, 4)
-    )
+    fine, coarse = (read_volume(case(path), [64 // n, 60 // n, 56 // n], [n] * 3).numpy() for n in (1, 4))
     assert coarse.std() == pytest.approx(fine.std() / 8, rel=0.05)
     assert coarse.mean() == pytest.approx(fine.mean(), abs=0.1)
 

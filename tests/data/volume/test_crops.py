@@ -85,9 +85,17 @@ def test_workers_change_nothing(workers):
 
 @pytest.mark.parametrize(
     "batch_size, foreground, places, period",
-    [(2, 1 / 3, {1}, 2), (3, 1 / 3, {2}, 3), (6, 0.5, {3, 4, 5}, 6), (4, 1.0, {0, 1, 2, 3}, 4),
-     (4, 0.0, set(), 4), (1, 1 / 3, {2}, 3), (2, 0.1, {9}, 10), (1, 1.0, {0}, 1)],
-)  # fmt: skip
+    [
+        (2, 1 / 3, {1}, 2),
+        (3, 1 / 3, {2}, 3),
+        (6, 0.5, {3, 4, 5}, 6),
+        (4, 1.0, {0, 1, 2, 3}, 4),
+        (4, 0.0, set(), 4),
+        (1, 1 / 3, {2}, 3),
+        (2, 0.1, {9}, 10),
+        (1, 1.0, {0}, 1),
+    ],
+)
 def test_share_of_crops_that_show_a_label(batch_size, foreground, places, period):
     """The last of a batch; where a batch is too small for the share, one of so many crops. What is
     forced shows a class and takes any voxel to its middle that is far enough from the border."""
@@ -100,10 +108,7 @@ def test_share_of_crops_that_show_a_label(batch_size, foreground, places, period
             continue
         space = np.array(SHAPES[case])
         label = CASES[case]["label"][0]
-        centres = {
-            tuple(np.clip(voxel - np.array(PATCH) // 2, 0, space - PATCH))
-            for voxel in label.nonzero().numpy()
-        }
+        centres = {tuple(np.clip(voxel - np.array(PATCH) // 2, 0, space - PATCH)) for voxel in label.nonzero().numpy()}
         assert start in centres and data[number][1].any()
         shown["forced"] += 1
     assert shown["forced"] == 600 * len(places) // period
@@ -136,8 +141,11 @@ def test_free_crops_lie_anywhere():
 
 
 def test_a_case_without_a_label_lies_anywhere():
-    empty = {**CASES[0], "label": torch.zeros_like(CASES[0]["label"]),
-             "places": [torch.zeros(0, dtype=torch.int64)] * 3}  # fmt: skip
+    empty = {
+        **CASES[0],
+        "label": torch.zeros_like(CASES[0]["label"]),
+        "places": [torch.zeros(0, dtype=torch.int64)] * 3,
+    }
     data = crops(1.0, cases=[empty])
     starts = {int(data[n][0][0, 0, 0, 0]) for n in range(60)}
     assert len(starts) > 30 and not any(data[n][1].any() for n in range(60))

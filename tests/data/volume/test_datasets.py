@@ -33,9 +33,7 @@ def listed(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def relist(folder: Path, listing: Any) -> Path:
-    (folder / "dataset.json").write_text(
-        listing if isinstance(listing, str) else json.dumps(listing)
-    )
+    (folder / "dataset.json").write_text(listing if isinstance(listing, str) else json.dumps(listing))
     return folder
 
 
@@ -45,10 +43,7 @@ def test_decathlon(listed: tuple[Path, dict[str, Any]]) -> None:
     assert found.labels == ("background", "one", "two") and found.channels == ("MRI",)
     image, label = folder / "images", folder / "labels"
     assert found.training == (Case("a", (image / "a.nii.gz",), label / "a.nii.gz"),)
-    assert found.test == (
-        Case("b", (image / "b.nii.gz",), None),
-        Case("c", (image / "c.nii.gz",), label / "c.nii.gz"),
-    )
+    assert found.test == (Case("b", (image / "b.nii.gz",), None), Case("c", (image / "c.nii.gz",), label / "c.nii.gz"))
 
 
 def test_cases_with_one_file_name_get_different_names(tmp_path: Path) -> None:
@@ -96,17 +91,22 @@ def test_decathlon_refuses(listed: tuple[Path, dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     "listing, why",
     [
-        ("[" * 200_000, "is nested too deeply"), ('{"modality": ' + "[" * 200_000, "nested too"),
-        ('{"a":' * 100_000, "is nested too deeply"), ("x" * 5000, "is not valid JSON"),
-        ("1" * 5000, "is not valid JSON"), ("", "is not valid JSON"), ("null", "a JSON object"),
+        ("[" * 200_000, "is nested too deeply"),
+        ('{"modality": ' + "[" * 200_000, "nested too"),
+        ('{"a":' * 100_000, "is nested too deeply"),
+        ("x" * 5000, "is not valid JSON"),
+        ("1" * 5000, "is not valid JSON"),
+        ("", "is not valid JSON"),
+        ("null", "a JSON object"),
         ({"labels": {"9" * 5000: "a"}}, "'labels' should number from 0"),
         ({"labels": {"a" * 5000: "b"}}, "'labels' should number from 0"),
-        ({"labels": ["a"]}, "'labels' should map numbers"), ({"training": 5}, "should be a list"),
+        ({"labels": ["a"]}, "'labels' should map numbers"),
+        ({"training": 5}, "should be a list"),
         ({"training": [{"image": 5}]}, "has an entry without image files"),
         ({"test": ["x" * 5000]}, "no such file, though dataset.json asks for it"),
         ({"test": ["a\x00b\n.nii"]}, r"a\x00b\n.nii: no such file, though dataset.json asks"),
     ],
-)  # fmt: skip
+)
 def test_an_odd_listing_is_one_short_line(tmp_path: Path, listing: Any, why: str) -> None:
     good = {"labels": {"0": "background"}, "modality": {"0": "CT"}, "training": [], "test": []}
     relist(tmp_path, {**good, **listing} if isinstance(listing, dict) else listing)
@@ -131,9 +131,7 @@ def test_one_file_holds_all_modalities_on_its_fourth_axis(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("channels", [1, 2])
-def test_nnunet_1_lists_a_case_of_which_the_channels_are_there(
-    tmp_path: Path, channels: int
-) -> None:
+def test_nnunet_1_lists_a_case_of_which_the_channels_are_there(tmp_path: Path, channels: int) -> None:
     for case in "ab":
         for channel in range(channels):
             write(tmp_path / f"imagesTr/{case}_000{channel}.nii.gz", random_image(seed=channel))
@@ -159,9 +157,7 @@ def test_nnunet_1_lists_a_case_of_which_the_channels_are_there(
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_a_listing_with_a_byte_order_mark(
-    listed: tuple[Path, dict[str, Any]], encoding: str
-) -> None:
+def test_a_listing_with_a_byte_order_mark(listed: tuple[Path, dict[str, Any]], encoding: str) -> None:
     folder, listing = listed
     listing["labels"]["1"] = "Größe"
     text = json.dumps(listing, ensure_ascii=False)
@@ -219,9 +215,7 @@ def test_nnunet_endings_in_capital_letters(nnunet: tuple[Path, dict[str, Any]]) 
         found = read_dataset(folder, notes)
         assert [(case.name, len(case.images)) for case in found.training] == expected
         read_all(found.training, 3, 2)
-        assert notes == [
-            f"{folder}/imagesTr: 1 entry is left out: readme.txt (expected CASE_0000.nii.gz)"
-        ]
+        assert notes == [f"{folder}/imagesTr: 1 entry is left out: readme.txt (expected CASE_0000.nii.gz)"]
     assert len(find_inputs(folder / "imagesTr", 2)) == 2
     twin = write(folder / "imagesTr" / "p_01_0000.nii.gz", random_image())
     refuses(lambda: read_dataset(folder), None, "p_01_0000.* is there as well; remove one")
@@ -249,11 +243,7 @@ def test_nnunet_refuses(nnunet: tuple[Path, dict[str, Any]]) -> None:
     bad(file, "no case", file_ending=".mha")
     three = {"0": "CT", "1": "PET", "2": "MR"}
     bad(folder / "imagesTr/p_01_0002.nii.gz", "no such file", channel_names=three)
-    bad(
-        folder / "imagesTr/p_01_0001.nii.gz",
-        r"channel 1, expected 0\.\.0",
-        channel_names={"0": "CT"},
-    )
+    bad(folder / "imagesTr/p_01_0001.nii.gz", r"channel 1, expected 0\.\.0", channel_names={"0": "CT"})
     (folder / "imagesTs" / "a_0000.nii.gz").unlink()
     bad(folder / "imagesTs/a_0000.nii.gz", "no such file")
     (folder / "labelsTr" / "p_02.nii.gz").unlink()
@@ -292,8 +282,9 @@ def test_numbered_files_are_the_channels_of_a_case(tmp_path: Path) -> None:
     names = ("a_0000", "a_0001", "b_2021_0000", "b_2021_0001")
     files = [write(tmp_path / f"{name}.nii.gz", random_image()) for name in names]
     assert find_inputs(tmp_path, 2) == [
-        Case("a", (files[0], files[1]), None), Case("b_2021", (files[2], files[3]), None),
-    ]  # fmt: skip
+        Case("a", (files[0], files[1]), None),
+        Case("b_2021", (files[2], files[3]), None),
+    ]
     assert find_inputs(files[0], 2) == find_inputs(tmp_path, 2)[:1]
     # One channel: every file is a case, and keeps its name unless all of them end in _0000.
     assert [c.name for c in find_inputs(tmp_path)] == list(names)
@@ -310,12 +301,7 @@ def test_numbered_files_are_the_channels_of_a_case(tmp_path: Path) -> None:
     found = {c.name: c.images for c in find_inputs(tmp_path, 2)}
     assert list(found) == ["a", "b_2021", "ct_0000", "scan_2021"]
     assert found["scan_2021"] == (scan,) and found["ct_0000"] == (series,)
-    assert [c.name for c in find_inputs(tmp_path)] == [
-        "a_0000",
-        "b_2021_0000",
-        "ct_0000",
-        "scan_2021",
-    ]
+    assert [c.name for c in find_inputs(tmp_path)] == ["a_0000", "b_2021_0000", "ct_0000", "scan_2021"]
 
     more = write(tmp_path / "a_0002.nii.gz", random_image())
     refuses(lambda: find_inputs(tmp_path, 2), more, r"channel 2, expected 0\.\.1")
@@ -381,7 +367,4 @@ def test_channels_at_any_depth(tmp_path: Path) -> None:
     for case in ("a", "b"):
         for channel in (0, 1):
             write(tmp_path / f"{case}/{case}_000{channel}.nii.gz", random_image())
-    assert [(case.name, len(case.images)) for case in find_inputs(tmp_path, 2)] == [
-        ("a", 2),
-        ("b", 2),
-    ]
+    assert [(case.name, len(case.images)) for case in find_inputs(tmp_path, 2)] == [("a", 2), ("b", 2)]

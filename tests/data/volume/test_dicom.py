@@ -144,8 +144,9 @@ def test_broken_dicom_is_refused_by_name(tmp_path: Path) -> None:
     bad("missing or doubled", lambda fs: edit(fs[3], ImagePositionPatient=[-30, -20, 103]))
     bad(
         r"ImageOrientationPatient is \[1.0, 0.0, 0.0, 0.0, 0.0, 1.0\], expected .* as in 00.dcm",
-        lambda fs: edit(fs[2], ImageOrientationPatient=[1, 0, 0, 0, 0, 1]), named=2,
-    )  # fmt: skip
+        lambda fs: edit(fs[2], ImageOrientationPatient=[1, 0, 0, 0, 0, 1]),
+        named=2,
+    )
     bad("Rows is 9, expected 7 as in", lambda fs: edit(fs[2], Rows=9, Columns=7), named=2)
     bad("has no DICOM slices", lambda files: [file.unlink() for file in files])
     bad("has no ImagePositionPatient", lambda fs: edit(fs[2], ImagePositionPatient=None), named=2)
@@ -167,9 +168,7 @@ def test_save_segmentation(tmp_path: Path, gap: float) -> None:
     case, labels = Case("x", (folder,), None), random_label(classes=4)
     labels[labels == 3] = 2  # the third organ is named, but not there
     path = tmp_path / "new" / "seg.dcm"
-    Volume.read(case).save_dicom_seg(
-        torch.from_numpy(labels), path, ["none", "liver", "x" * 80, "gone"]
-    )
+    Volume.read(case).save_dicom_seg(torch.from_numpy(labels), path, ["none", "liver", "x" * 80, "gone"])
     assert [file.name for file in path.parent.iterdir()] == ["seg.dcm"], "a draft was left behind"
     found = highdicom.seg.segread(path)
     assert found.SegmentationType == "BINARY" and list(found.segment_numbers) == [1, 2, 3]
@@ -180,9 +179,7 @@ def test_save_segmentation(tmp_path: Path, gap: float) -> None:
     for file in folder.iterdir():
         source = pydicom.dcmread(file)
         uid = source.SOPInstanceUID
-        frame = found.get_pixels_by_source_instance(
-            [uid], combine_segments=True, ignore_spatial_locations=True
-        )[0]
+        frame = found.get_pixels_by_source_instance([uid], combine_segments=True, ignore_spatial_locations=True)[0]
         place = np.array([*source.ImagePositionPatient, 1.0]) * [-1, -1, 1, 1]
         x, y, z, _ = np.linalg.inv(affine) @ place
         assert abs(x) < 1e-6 and abs(y) < 1e-6 and abs(z - round(z)) < 1e-6
@@ -246,17 +243,12 @@ def test_real_dicom_lies_under_its_labels(tmp_path: Path) -> None:
     to_label = np.linalg.inv(labels.affine) @ image.affine.numpy()
     flip = np.sign(np.diag(to_label)[:3]).astype(int)
     np.testing.assert_allclose(to_label[:3, :3], np.diag(flip), atol=1e-6)
-    np.testing.assert_allclose(
-        to_label[:3, 3], (flip < 0) * (np.array(labels.shape) - 1), atol=1e-3
-    )
+    np.testing.assert_allclose(to_label[:3, 3], (flip < 0) * (np.array(labels.shape) - 1), atol=1e-3)
     matched = np.asarray(labels.dataobj)[:: flip[0], :: flip[1], :: flip[2]]
     ours = Volume.read(replace(case, label=real("ct_torso", "dicom_labels.nii.gz"))).label
     np.testing.assert_array_equal(ours[0].numpy(), matched)
-    names = {
-        name: int(n) for n, name in json.loads(real("ct_torso", "labels.json").read_text()).items()
-    }
-    hu = {name: float(np.median(image[0].numpy()[matched == n]))
-          for name, n in names.items() if (matched == n).any()}  # fmt: skip
+    names = {name: int(n) for n, name in json.loads(real("ct_torso", "labels.json").read_text()).items()}
+    hu = {name: float(np.median(image[0].numpy()[matched == n])) for name, n in names.items() if (matched == n).any()}
     assert 70 < hu["liver"] < 140 and 70 < hu["spleen"] < 160 and 30 < hu["autochthon_left"] < 80
     assert hu["vertebrae_T12"] > 120 and hu["humerus_left"] > 120 and hu["rib_left_9"] > 150
     # Corners of the two grids are the same eight places in the patient.

@@ -67,7 +67,7 @@ def load(folder: Path) -> dict[str, Any]:
         ("RescaleIntercept", "inf", "is inf, expected a finite number"),
         ("FrameOfReferenceUID", "1.2.3", "FrameOfReferenceUID is 1.2.3, expected .* as in"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_number_is_refused(tmp_path: Path, tag: str, value: Any, words: str) -> None:
     folder = write_series(tmp_path / "s", HU)
     victim = slices_of(folder)[THIRD]
@@ -101,9 +101,7 @@ def test_one_slice_without_rescale(tmp_path: Path) -> None:
             rewrite(file, tag, None)
     loaded = load(folder)  # none has: an MR image's values are as they are; CT's are worth a word
     np.testing.assert_array_equal(loaded.image[0], HU + 1024)
-    assert loaded.notes == (
-        f"{folder}: has no RescaleIntercept; stored values are taken as they are",
-    )
+    assert loaded.notes == (f"{folder}: has no RescaleIntercept; stored values are taken as they are",)
     for file in files:
         rewrite(file, "Modality", "MR")
     assert load(folder).notes == ()
@@ -124,9 +122,7 @@ def test_directions_that_are_rounded_to_three_decimals(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for number in range(20):
         turn = np.linalg.qr(rng.normal(size=(3, 3)))[0][:2].round(3)
-        folder = write_series(
-            tmp_path / str(number), HU[..., :2], ImageOrientationPatient=[*map(float, turn.ravel())]
-        )
+        folder = write_series(tmp_path / str(number), HU[..., :2], ImageOrientationPatient=[*map(float, turn.ravel())])
         normal = np.cross(*turn)
         for z, file in enumerate(sorted(folder.iterdir())):
             rewrite(file, "ImagePositionPatient", [*map(float, (2.5 * z * normal).round(4))])

@@ -59,9 +59,10 @@ def test_a_choice_by_modality(tmp_path: Path) -> None:
     assert "3 CT series" in notes[0] and "(expected series of MR images)" in notes[0]
     refuses(lambda: find_inputs(tmp_path, modality="PT"), tmp_path, "3 CT series, 1 MR series")
     refuses(
-        lambda: find_inputs(tmp_path / "P1" / "ST1" / "SE4"), tmp_path / "P1" / "ST1" / "SE4",
+        lambda: find_inputs(tmp_path / "P1" / "ST1" / "SE4"),
+        tmp_path / "P1" / "ST1" / "SE4",
         r"left out: 1 RTSTRUCT \(expected series of images\)",
-    )  # fmt: skip
+    )
 
 
 def test_several_series_in_one_folder(tmp_path: Path) -> None:

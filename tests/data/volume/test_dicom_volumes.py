@@ -15,16 +15,20 @@ from ndlightnet.data.volume.volume import Volume
 
 from .files import HU, refuses, write_series
 
-UIDS = {"SeriesInstanceUID": "1.2.3", "StudyInstanceUID": "1.2.4", "FrameOfReferenceUID": "1.2.5",
-        "PatientID": "P", "SeriesNumber": 1}  # fmt: skip
+UIDS = {
+    "SeriesInstanceUID": "1.2.3",
+    "StudyInstanceUID": "1.2.4",
+    "FrameOfReferenceUID": "1.2.5",
+    "PatientID": "P",
+    "SeriesNumber": 1,
+}
 # in the order in which they stand in a name, with two values each
 FACTORS = (
     {"EchoNumbers": (1, 2), "EchoTime": (2.3, 4.6)},
     {"AcquisitionNumber": (1, 2)},
-    {"TemporalPositionIdentifier": (1, 2), "NominalPercentageOfCardiacPhase": (0.5, 37.5),
-     "TriggerTime": (0.5, 412.5)},
+    {"TemporalPositionIdentifier": (1, 2), "NominalPercentageOfCardiacPhase": (0.5, 37.5), "TriggerTime": (0.5, 412.5)},
     {"ContentTime": ("101500.25", "101501"), "AcquisitionTime": ("101500", "101501")},
-)  # fmt: skip
+)
 
 
 def write_volume(folder: Path, volume: np.ndarray, gap: float = 2.5, **tags: Any) -> list[Path]:
@@ -48,9 +52,7 @@ def values(case: Case) -> np.ndarray:
 
 
 @pytest.mark.parametrize("split", [s for s in product((False, True), repeat=4) if any(s)])
-def test_each_volume_is_a_case_named_by_what_differs(
-    tmp_path: Path, split: tuple[bool, ...]
-) -> None:
+def test_each_volume_is_a_case_named_by_what_differs(tmp_path: Path, split: tuple[bool, ...]) -> None:
     """Echo, acquisition, phase and time, or some of them; files and slices in any order, numbers
     and a time that differ from file to file."""
     rng = np.random.default_rng(int("".join(str(int(s)) for s in split), 2))

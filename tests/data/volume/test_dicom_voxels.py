@@ -17,8 +17,7 @@ from ndlightnet.data.volume.volume import Volume
 
 from .files import refuses, write_series
 
-CLASSES = {"CT": "1.2.840.10008.5.1.4.1.1.2", "MR": "1.2.840.10008.5.1.4.1.1.4",
-           "PT": "1.2.840.10008.5.1.4.1.1.128"}  # fmt: skip
+CLASSES = {"CT": "1.2.840.10008.5.1.4.1.1.2", "MR": "1.2.840.10008.5.1.4.1.1.4", "PT": "1.2.840.10008.5.1.4.1.1.128"}
 JPEG = "1.2.840.10008.1.2.4."
 
 
@@ -28,8 +27,15 @@ def lossless_jpeg(values: np.ndarray, bits: int, predictor: int) -> bytes:
     rows, columns = values.shape
     v = values.astype(int)
     left, up, corner = (np.roll(v, shift, (0, 1)) for shift in ((0, 1), (1, 0), (1, 1)))
-    guess = {1: left, 2: up, 3: corner, 4: left + up - corner, 5: left + (up - corner >> 1),
-             6: up + (left - corner >> 1), 7: left + up >> 1}[predictor]  # fmt: skip
+    guess = {
+        1: left,
+        2: up,
+        3: corner,
+        4: left + up - corner,
+        5: left + (up - corner >> 1),
+        6: up + (left - corner >> 1),
+        7: left + up >> 1,
+    }[predictor]
     guess[0], guess[1:, 0], guess[0, 0] = left[0], up[1:, 0], 1 << bits - 1
     stream = ""
     for step in ((v - guess + 2**15) % 2**16 - 2**15).ravel():
@@ -107,9 +113,15 @@ def test_lossless(tmp_path: Path, syntax: str, bits: int, signed: bool) -> None:
     code = None if predictor is None else lossless_jpeg(unsigned, bits, predictor)
     modality, slope, intercept = {8: ("CT", 1, -1024), 12: ("MR", 0.5, 3), 16: ("PT", 2.5, 0)}[bits]
     folder = write_encoded(
-        tmp_path / "s", values, bits, syntax.split(",")[0], code, Modality=modality,
-        RescaleSlope=slope, RescaleIntercept=intercept,
-    )  # fmt: skip
+        tmp_path / "s",
+        values,
+        bits,
+        syntax.split(",")[0],
+        code,
+        Modality=modality,
+        RescaleSlope=slope,
+        RescaleIntercept=intercept,
+    )
     np.testing.assert_array_equal(read(folder), values * slope + float(intercept))
 
 

@@ -23,10 +23,7 @@ def stored(folder, name, order, spacing, label, channels=1) -> Case:
     for axis, of in enumerate(order):
         affine[of, axis] = spacing[of] * (-1) ** axis
     image = np.stack([random_image(SHAPE, seed) for seed in range(channels)], -1)
-    files = (
-        write(folder / f"{name}.nii", image, affine),
-        write(folder / f"{name}l.nii", label, affine),
-    )
+    files = (write(folder / f"{name}.nii", image, affine), write(folder / f"{name}l.nii", label, affine))
     return Case(name, files[:1], files[1])
 
 
@@ -46,8 +43,7 @@ def test_values_lie_under_the_labels(tmp_path):
     first[1, 2:4, 3] = 1
     first[5, 6, 7] = 2
     second[0, 0, :5] = 2
-    cases = [stored(tmp_path, name, (2, 0, 1), (1, 1, 1), label, 2)
-             for name, label in (("a", first), ("b", second))]  # fmt: skip
+    cases = [stored(tmp_path, name, (2, 0, 1), (1, 1, 1), label, 2) for name, label in (("a", first), ("b", second))]
     found = fingerprint(cases, 4, progress=False)
     assert found.shapes.shape == found.spacings.shape == (2, 3)
     assert found.voxels.tolist() == [2 * 336 - 8, 2, 6, 0]

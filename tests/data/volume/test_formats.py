@@ -16,17 +16,7 @@ from ndlightnet.data.volume.formats import ENDINGS, PICTURES, READERS, reader_of
 from ndlightnet.data.volume.grid import SLAB, Case
 from ndlightnet.data.volume.volume import Volume
 
-from .files import (
-    AFFINE,
-    HU,
-    SHAPE,
-    random_image,
-    random_label,
-    read_all,
-    refuses,
-    write,
-    write_series,
-)
+from .files import AFFINE, HU, SHAPE, random_image, random_label, read_all, refuses, write, write_series
 
 
 def load(path: Path) -> Volume:
@@ -94,8 +84,9 @@ def test_itk_channels_planes_and_a_nrrd_without_space(tmp_path: Path) -> None:
     assert loaded.notes == (f"{tmp_path / 'plane.mha'}: is a plane, taken as one slice of 1 mm",)
 
     bare = tmp_path / "bare.nrrd"
-    bare.write_text("NRRD0004\ntype: short\ndimension: 3\nsizes: 3 1 2\nspacings: 1 2 3\n"
-                    "encoding: ascii\n\n1 2 3 4 5 6\n")  # fmt: skip
+    bare.write_text(
+        "NRRD0004\ntype: short\ndimension: 3\nsizes: 3 1 2\nspacings: 1 2 3\nencoding: ascii\n\n1 2 3 4 5 6\n"
+    )
     loaded = load(bare)
     np.testing.assert_array_equal(loaded.image[0], np.reshape([1, 4, 2, 5, 3, 6], (3, 1, 2)))
     assert loaded.notes == (f"{bare}: has no field 'space': left and right are not known",)
@@ -148,9 +139,7 @@ def test_a_nifti_without_affine_is_read_with_a_note(tmp_path: Path) -> None:
     path = tmp_path / "bare.nii.gz"
     nibabel.save(image, path)
     loaded = load(path)
-    assert loaded.notes == (
-        f"{path}: has no affine (sform_code and qform_code are 0): left and right are not known",
-    )
+    assert loaded.notes == (f"{path}: has no affine (sform_code and qform_code are 0): left and right are not known",)
     np.testing.assert_allclose(abs(loaded.image.affine[:3, :3]), np.diag([2, 3, 4]))
     Volume.read(Case("x", (path,), None)).save_labels(random_label(), tmp_path / "out.nii.gz")
     saved = nibabel.load(tmp_path / "out.nii.gz")
@@ -181,10 +170,7 @@ def test_channels_of_one_file_and_of_several(tmp_path: Path) -> None:
     both = random_image((*SHAPE, 2))
     nudged = AFFINE.copy()
     nudged[0, 3] += 0.05  # rounding of headers: within a tenth of a voxel
-    files = (
-        write(tmp_path / "both.nii.gz", both),
-        write(tmp_path / "third.nii.gz", random_image(seed=1), nudged),
-    )
+    files = (write(tmp_path / "both.nii.gz", both), write(tmp_path / "third.nii.gz", random_image(seed=1), nudged))
     image = Volume.read(Case("x", files, None)).image
     assert image.shape == (3, *SHAPE)
     np.testing.assert_array_equal(image[:2], np.moveaxis(both, -1, 0))
@@ -269,9 +255,7 @@ def test_reading_takes_no_more_than_the_voxels(tmp_path: Path, scaled: bool) -> 
         ((9, -7, 11), r"has a negative axis: shape \(9, -7, 11\)"),
     ],
 )
-def test_headers_that_claim_too_much(
-    tmp_path: Path, ending: str, shape: tuple[int, ...], words: str
-) -> None:
+def test_headers_that_claim_too_much(tmp_path: Path, ending: str, shape: tuple[int, ...], words: str) -> None:
     path = write(tmp_path / f"a{ending}", random_image())
     data = bytearray(nibabel.load(path).to_bytes())
     np.frombuffer(data, nibabel.Nifti1Header.template_dtype, 1)[0]["dim"][1:4] = shape
@@ -289,9 +273,7 @@ def test_a_volume_that_gzip_makes_tiny_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", [".nii", ".nrrd", ".mha", ""])
-def test_what_the_memory_cannot_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
-) -> None:
+def test_what_the_memory_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     """Files that hold what they claim, on a machine that is too small."""
     path = tmp_path / f"a{ending}"
     if not ending:

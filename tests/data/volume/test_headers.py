@@ -90,9 +90,7 @@ def test_analyze(tmp_path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[56:60] = b"um\0\0"  # vox_units
     path.write_bytes(raw)
-    np.testing.assert_allclose(
-        load(path).image.pixdim, np.linalg.norm(AFFINE[:3, :3], axis=0) / 1000
-    )
+    np.testing.assert_allclose(load(path).image.pixdim, np.linalg.norm(AFFINE[:3, :3], axis=0) / 1000)
 
 
 @pytest.mark.parametrize("kind", ["units", "space units"])

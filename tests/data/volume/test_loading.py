@@ -13,16 +13,7 @@ from ndlightnet.data.volume.grid import Case
 from ndlightnet.data.volume.transforms import Intensity, Prepare
 from ndlightnet.data.volume.volume import Volume
 
-from .files import (
-    AFFINE,
-    SHAPE,
-    broken_image,
-    random_image,
-    random_label,
-    read_all,
-    refuses,
-    write,
-)
+from .files import AFFINE, SHAPE, broken_image, random_image, random_label, read_all, refuses, write
 
 # --------------------------------------------------------------------------------------- loading
 
@@ -57,9 +48,7 @@ def test_a_second_grid_is_resampled_onto_the_first(tmp_path: Path) -> None:
 
     def sample(affine: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         index = np.stack(np.meshgrid(*map(np.arange, shape), indexing="ij"))
-        x, y, z = (
-            np.einsum("ij,jxyz->ixyz", affine[:3, :3], index) + affine[:3, 3, None, None, None]
-        )
+        x, y, z = np.einsum("ij,jxyz->ixyz", affine[:3, :3], index) + affine[:3, 3, None, None, None]
         return (7 + np.sin(x / 9) + np.cos(y / 8) + 0.05 * z).astype(np.float32)
 
     fine, small = (np.diag([-1.5, -1.5, 2.0, 1.0]), (21, 19, 15))
@@ -109,10 +98,23 @@ def test_a_label_in_another_index_order(case: Case, order: tuple, signs: tuple) 
 
 
 IMAGE_FAULTS = (
-    "truncated", "truncated inside gzip", "corrupt", "one bit", "not NIfTI", "text", "empty",
-    "gone", "nan", "infinite", "5-D", "1-D", "empty axis", "colour", "flat affine",
+    "truncated",
+    "truncated inside gzip",
+    "corrupt",
+    "one bit",
+    "not NIfTI",
+    "text",
+    "empty",
+    "gone",
+    "nan",
+    "infinite",
+    "5-D",
+    "1-D",
+    "empty axis",
+    "colour",
+    "flat affine",
     "affine with NaN",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("how", IMAGE_FAULTS)

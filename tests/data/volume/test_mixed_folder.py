@@ -105,10 +105,7 @@ GOOD: dict[str, tuple[Callable[[Path], Any], float]] = {
     "metre.nii.gz": (nifti(VOXELS, THIN / 1000, "meter"), 1),
     "unknown.nii": (nifti(unit="unknown"), 1),
     "sform.nii": (nifti(change=lambda image: image.set_qform(None, 0)), 1),
-    "qform.nii": (
-        nifti(change=only_qform),
-        1,
-    ),
+    "qform.nii": (nifti(change=only_qform), 1),
     "turned.nii": (nifti(VOXELS, TURNED), 1),
     "thin.nii": (nifti(VOXELS, THIN), 1),
     "slope.nii": (nifti(change=lambda image: image.header.set_slope_inter(0.25, -10)), 1),
@@ -163,9 +160,7 @@ def reference(path: Path) -> tuple[np.ndarray, np.ndarray]:
     if path.name in ("second.nii", "analyze.hdr", "some_nan.nii"):
         image: Any = nibabel.load(path)
         return image.get_fdata(), image.affine
-    image = sitk.ReadImage(
-        sitk.ImageSeriesReader.GetGDCMSeriesFileNames(str(path)) if path.is_dir() else str(path)
-    )
+    image = sitk.ReadImage(sitk.ImageSeriesReader.GetGDCMSeriesFileNames(str(path)) if path.is_dir() else str(path))
     dims = image.GetDimension()
     affine = np.eye(4)
     for column, index in enumerate([*np.eye(dims, dtype=int).tolist(), [0] * dims]):

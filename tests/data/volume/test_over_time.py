@@ -15,13 +15,7 @@ from ndlightnet.data.volume.cache import cached_volumes, padded
 from ndlightnet.data.volume.crops import Crops
 from ndlightnet.data.volume.fingerprint import fingerprint
 from ndlightnet.data.volume.grid import Case
-from ndlightnet.data.volume.moving_phantoms import (
-    FRAMES,
-    LABELS,
-    NOISE,
-    draw_moving_phantom,
-    make_moving_phantoms,
-)
+from ndlightnet.data.volume.moving_phantoms import FRAMES, LABELS, NOISE, draw_moving_phantom, make_moving_phantoms
 from ndlightnet.data.volume.transforms import Intensity, Prepare
 from ndlightnet.data.volume.volume import Volume
 
@@ -109,10 +103,7 @@ def test_further_files_in_another_order_or_on_another_grid(moving: Case, tmp_pat
 
 def test_one_frame_is_a_series_of_one(tmp_path: Path) -> None:
     """NIfTI drops axes of length 1 at the end."""
-    image, label = (
-        write(tmp_path / "a.nii", random_image()),
-        write(tmp_path / "l.nii", np.ones(SHAPE, "u1")),
-    )
+    image, label = (write(tmp_path / "a.nii", random_image()), write(tmp_path / "l.nii", np.ones(SHAPE, "u1")))
     loaded = Volume.read(Case("a", (image,), label, over_time=True), 2, 1)
     assert loaded.image.shape == loaded.label.shape == (1, 1, *SHAPE)
     labels = loaded.from_ras(torch.zeros(Prepare([SCALE])(loaded)["image"].shape[1:]))
@@ -147,9 +138,13 @@ def test_files_that_do_not_fit_together_are_refused(moving: Case, tmp_path: Path
 
 
 HEADERS = {
-    "zero": (0.0, "sec"), "negative": (-1.5, "sec"), "NaN": (np.nan, "msec"),
-    "infinite": (np.inf, "sec"), "hertz": (2.0, "hz"), "no unit": (2.0, "unknown"),
-}  # fmt: skip
+    "zero": (0.0, "sec"),
+    "negative": (-1.5, "sec"),
+    "NaN": (np.nan, "msec"),
+    "infinite": (np.inf, "sec"),
+    "hertz": (2.0, "hz"),
+    "no unit": (2.0, "unknown"),
+}
 
 
 @pytest.mark.parametrize("how", HEADERS)
@@ -252,9 +247,7 @@ def test_all_frames_are_augmented_alike(name: str, monkeypatch: pytest.MonkeyPat
     image = torch.randn(5, 2, T, 9, 7, 6, generator=rng)
     label = torch.randint(0, 3, (5, 1, T, 9, 7, 6), generator=rng)
     spacing = (1.0, 1.0, 2.0)
-    after, labels = Augment((1, 3), spacing, 1 if turn else 0, turn)(
-        image, label, torch.Generator().manual_seed(1)
-    )
+    after, labels = Augment((1, 3), spacing, 1 if turn else 0, turn)(image, label, torch.Generator().manual_seed(1))
     assert not torch.equal(after, image) and after.shape == image.shape
     assert torch.equal(labels, label) == (name not in ("move", "mirror"))
     for t in range(T):
@@ -289,8 +282,7 @@ def test_a_single_frame_does_not_tell_the_labels() -> None:
         image, label, affine = draw_moving_phantom(np.random.default_rng(seed))
         signs.add(affine[0, 0] > 0)
         assert image.shape == label.shape == (*label.shape[:3], FRAMES)
-        means += [[image[..., t][label[..., t] == n].mean() for t in range(FRAMES)]
-                  for n in range(1, 5)]  # fmt: skip
+        means += [[image[..., t][label[..., t] == n].mean() for t in range(FRAMES)] for n in range(1, 5)]
         places = [np.argwhere(label[..., t] == 2).mean(0) for t in range(FRAMES)]
         assert np.ptp(places, axis=0).max() > 0.5  # voxels, of two nodules that go different ways
         still = [(label[..., t] == 1) for t in range(FRAMES)]

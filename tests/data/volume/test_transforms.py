@@ -77,9 +77,8 @@ def test_scaling_does_not_hold_a_volume_twice():
 
 @pytest.mark.parametrize(
     "numbers, words",
-    [((0.0, 1.0, 0.5), "all four"), ((1.0, 0.0, 0.5, 1.0), "low < high"),
-     ((0.0, 1.0, 0.5, 0.0), "deviation > 0")],
-)  # fmt: skip
+    [((0.0, 1.0, 0.5), "all four"), ((1.0, 0.0, 0.5, 1.0), "low < high"), ((0.0, 1.0, 0.5, 0.0), "deviation > 0")],
+)
 def test_intensities_that_are_none(numbers, words):
     refuses(lambda: Intensity(*numbers), None, words)
 
@@ -157,8 +156,7 @@ def test_spacing_of_a_ramp(tmp_path):
     index = np.indices((24, 20, 18)).astype(np.float32)
     ramp = np.float32(3) * -index[0] + index[1] * 2 - index[2]
     label = (index[1] >= 10).astype(np.uint8) * 200
-    case = Case("x", (write(tmp_path / "i.nii", ramp, affine),),
-                write(tmp_path / "l.nii", label, affine))  # fmt: skip
+    case = Case("x", (write(tmp_path / "i.nii", ramp, affine),), write(tmp_path / "l.nii", label, affine))
     prepared = Prepare([Intensity(-1e3, 1e3, 0, 1)], (1.6, 1.5, 2.0))(Volume.read(case))
     image = prepared["image"]
     assert np.allclose(image.pixdim, (1.6, 1.5, 2.0)) and image.dtype == torch.float32
@@ -231,8 +229,13 @@ def cases(tmp_path: Path) -> list[Case]:
     for i, shape in enumerate([(30, 26, 22), (18, 33, 21), (9, 8, 7)]):
         label = random_label(shape, 2, seed=i)
         label[3, 4, 5] = 3  # one voxel of a class, and none of class 2
-        found.append(Case(f"c{i}", (write(tmp_path / f"{i}.nii.gz", random_image(shape, i)),),
-                          write(tmp_path / f"l{i}.nii.gz", label)))  # fmt: skip
+        found.append(
+            Case(
+                f"c{i}",
+                (write(tmp_path / f"{i}.nii.gz", random_image(shape, i)),),
+                write(tmp_path / f"l{i}.nii.gz", label),
+            )
+        )
     return found
 
 
@@ -261,8 +264,7 @@ def test_padded_to_a_patch_with_places_of_each_class(cases, tmp_path, cached, mo
     monkeypatch.setattr(cache, "KEPT_PER_CLASS", 100)
     folder = str(tmp_path / "cache") if cached else None
     data = cached_volumes(cases, Prepare([CT]), 4, (16, 8, 24), 2, folder, False)
-    for item, shape in zip((data[i] for i in range(3)), [(30, 26, 24), (18, 33, 24), (16, 8, 24)],
-                           strict=True):  # fmt: skip
+    for item, shape in zip((data[i] for i in range(3)), [(30, 26, 24), (18, 33, 24), (16, 8, 24)], strict=True):
         assert item["image"].shape == item["label"].shape == (1, *shape)
         flat = item["label"].as_tensor().flatten()
         assert [len(places) for places in item["places"]] == [len(item["places"][0]), 0, 1]
@@ -302,8 +304,4 @@ def test_a_cached_file_that_is_broken(cases, tmp_path):
     data.held[0].write_bytes(data.held[0].read_bytes()[:500])
     refuses(lambda: data[0], data.held[0], "cannot be read")
     cases[1].images[0].write_bytes(b"none")
-    refuses(
-        lambda: cached_volumes(cases, Prepare([CT]), 4, progress=False),
-        cases[1].images[0],
-        "cannot",
-    )
+    refuses(lambda: cached_volumes(cases, Prepare([CT]), 4, progress=False), cases[1].images[0], "cannot")

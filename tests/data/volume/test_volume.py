@@ -13,15 +13,7 @@ from ndlightnet.data.volume.grid import Case
 from ndlightnet.data.volume.transforms import Intensity, Prepare
 from ndlightnet.data.volume.volume import Volume
 
-from .files import (
-    AFFINE,
-    SHAPE,
-    random_image,
-    random_label,
-    read_all,
-    real,
-    refuses,
-)
+from .files import AFFINE, SHAPE, random_image, random_label, read_all, real, refuses
 
 # ---------------------------------------------------------------------------------------- saving
 
@@ -72,9 +64,7 @@ def test_save_labels_refuses(case: Case, tmp_path: Path, monkeypatch: pytest.Mon
         Volume.read(case).save_labels(random_label(), tmp_path / "out.mha")
     (tmp_path / "file").write_text("")
     inside = tmp_path / "file" / "out.nii.gz"
-    refuses(
-        lambda: Volume.read(case).save_labels(random_label(), inside), inside, "cannot be written"
-    )
+    refuses(lambda: Volume.read(case).save_labels(random_label(), inside), inside, "cannot be written")
 
     def full(*_: object) -> None:
         Path(str(_[1])).write_bytes(b"half")

@@ -71,16 +71,14 @@ def test_the_size_of_a_chunk_does_not_matter(close, monkeypatch, rule, decay, ch
 def test_gradients_against_differences(monkeypatch, rule, decay):
     """Over three chunks of two tokens, the last one not full."""
     monkeypatch.setattr(chunks.to_chunks, "__defaults__", (2,))
-    inputs = [None if x is None else x[:1, ..., :3].detach().requires_grad_()
-              for x in given(5, decay, dim=3, wide=3)]  # fmt: skip
+    inputs = [None if x is None else x[:1, ..., :3].detach().requires_grad_() for x in given(5, decay, dim=3, wide=3)]
     inputs[3] = inputs[3][..., :2].detach().requires_grad_()
     assert gradcheck(lambda *xs: run(rule, *put(xs, inputs, rule)), used(rule, inputs))
 
 
 def put(xs, inputs, rule):
     xs = list(xs)
-    return [None if x is None else x if rule == "gated" and i == 3 else xs.pop(0)
-            for i, x in enumerate(inputs)]  # fmt: skip
+    return [None if x is None else x if rule == "gated" and i == 3 else xs.pop(0) for i, x in enumerate(inputs)]
 
 
 @rules
@@ -89,9 +87,7 @@ def put(xs, inputs, rule):
 def test_a_split_hands_its_memory_over(close, rule, decay, at):
     inputs = given(90, decay)
     *xs, m = inputs
-    cut = [
-        [None if x is None else x[:, part] for x in xs] for part in (slice(0, at), slice(at, 90))
-    ]
+    cut = [[None if x is None else x[:, part] for x in xs] for part in (slice(0, at), slice(at, 90))]
     whole, last = run(rule, *inputs)
     one, m = run(rule, *cut[0], m)
     two, m = run(rule, *cut[1], m)
@@ -209,9 +205,7 @@ def test_the_chain_of_special_cases(close):
     fixed = torch.full((1, 1, 2, 1), math.log(0.9), dtype=torch.float64)
     weight = 0.9 ** (t[:, None] - t)
     dense = (torch.einsum("bthk,bshk->bhts", q, k) * weight).tril()
-    close(
-        gated_linear_attention(q, k, v, fixed)[0], torch.einsum("bhts,bshd->bthd", dense, v), 1e-11
-    )
+    close(gated_linear_attention(q, k, v, fixed)[0], torch.einsum("bhts,bshd->bthd", dense, v), 1e-11)
 
 
 def test_against_the_oracle(load_oracle, close, float64):
@@ -250,16 +244,15 @@ def test_products_in_sixteen_bits(monkeypatch, rule, decay):
     for module in (gated, delta):
         monkeypatch.setattr(module, "work_dtype", lambda v: v.dtype)
     inputs = given(131, decay)
-    small = [x if x is None else x.detach().to(torch.float32 if i > 2 else torch.bfloat16)
-             for i, x in enumerate(inputs)]  # fmt: skip
+    small = [
+        x if x is None else x.detach().to(torch.float32 if i > 2 else torch.bfloat16) for i, x in enumerate(inputs)
+    ]
     small = [x if x is None else x.requires_grad_() for x in small]
     exact = [x if x is None else x.detach().double().requires_grad_() for x in small]
     ours, theirs = run(rule, *small), run(rule, *exact, impl="reference")
     assert ours[0].dtype == torch.bfloat16 and ours[1].dtype == torch.float32
     pulls = [torch.randn_like(x) for x in theirs]
-    grads = torch.autograd.grad(
-        ours, used(rule, small), [p.to(y.dtype) for p, y in zip(pulls, ours, strict=True)]
-    )
+    grads = torch.autograd.grad(ours, used(rule, small), [p.to(y.dtype) for p, y in zip(pulls, ours, strict=True)])
     expected = torch.autograd.grad(theirs, used(rule, exact), pulls)
     for a, b in zip((*ours, *grads), (*theirs, *expected), strict=True):
         assert (a.double() - b).norm() < 8 * 2**-8 * b.norm()

@@ -9,10 +9,14 @@ from ndlightnet.ops.recurrence.memory import elementwise_memory, matrix_memory, 
 from ndlightnet.ops.recurrence.scan import prefix_sum, scan
 
 FORGETS = {
-    "full": (2, 7, 3, 4, 5), "row": (2, 7, 3, 4, 1), "column": (2, 7, 3, 1, 5),
-    "scalar": (2, 7, 3, 1, 1), "constant row": (1, 1, 3, 4, 1), "constant": (1, 1, 1, 1, 1),
+    "full": (2, 7, 3, 4, 5),
+    "row": (2, 7, 3, 4, 1),
+    "column": (2, 7, 3, 1, 5),
+    "scalar": (2, 7, 3, 1, 1),
+    "constant row": (1, 1, 3, 4, 1),
+    "constant": (1, 1, 1, 1, 1),
     "shared": (1, 7, 1, 4, 5),
-}  # fmt: skip
+}
 MATRICES = {"matrix": (2, 7, 3, 4, 4), "constant matrix": (1, 1, 1, 4, 4)}
 
 
@@ -138,10 +142,7 @@ def test_the_printed_backward_is_wrong_and_the_corrected_one_right(matrix, curre
     ours = torch.autograd.grad((y[0, :, 0] * dy).sum(), (f, e))
     plain = s.detach()[:, 0], e.detach()[:, 0], f.detach(), i.detach()[:, 0], m.detach()[0]
     theirs = backward_of_the_note(*plain, dy, matrix=matrix, current=current, transpose=transpose)
-    errors = [
-        float((a.reshape(b.shape) - b).abs().max() / b.abs().max())
-        for a, b in zip(ours, theirs, strict=True)
-    ]
+    errors = [float((a.reshape(b.shape) - b).abs().max() / b.abs().max()) for a, b in zip(ours, theirs, strict=True)]
     right = not current and (transpose or not matrix)
     assert max(errors) < 1e-12 if right else max(errors) > 1e-3
 

@@ -19,9 +19,7 @@ def test_a_scan_is_its_steps(form, rule, n):
     f = 0.6 * torch.rand(shape, dtype=torch.float64) - 0.1
     f[:, n // 2] = RULES[rule].zero
     f.requires_grad_()
-    b, first = (
-        torch.randn(size, dtype=torch.float64, requires_grad=True) for size in (shape, (2, 3, 3))
-    )
+    b, first = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in (shape, (2, 3, 3)))
     m, steps = first, []
     for t in range(n):
         m = RULES[rule].step(f[:, t], m, b[:, t])
@@ -49,9 +47,7 @@ def test_an_exported_scan_has_six_operations_a_doubling():
             return scan.scan(f, b)
 
     sizes = {1: torch.export.Dim.DYNAMIC}
-    program = torch.export.export(
-        Scan(), (torch.rand(1, 9, 2), torch.randn(1, 9, 2)), dynamic_shapes=(sizes, sizes)
-    )
+    program = torch.export.export(Scan(), (torch.rand(1, 9, 2), torch.randn(1, 9, 2)), dynamic_shapes=(sizes, sizes))
     operations = [node for node in program.graph.nodes if node.op == "call_function"]
     assert 5 * scan.DOUBLINGS < len(operations) < 6 * scan.DOUBLINGS + 20
     for n in (2, 5, 300):

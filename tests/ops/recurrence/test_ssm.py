@@ -9,13 +9,7 @@ from torch.autograd import grad, gradcheck
 from ndlightnet.nn.mixers.s5 import S5
 from ndlightnet.ops.recurrence import memory
 from ndlightnet.ops.recurrence.selective import selective_scan
-from ndlightnet.ops.recurrence.ssm import (
-    diagonal_ssm,
-    discretize,
-    legs,
-    powers,
-    zero_order_hold,
-)
+from ndlightnet.ops.recurrence.ssm import diagonal_ssm, discretize, legs, powers, zero_order_hold
 from ndlightnet.ops.recurrence.wkv import mean, merge, token, weighted_sums
 
 LENGTHS = (1, 5, 63, 64, 65, 131, 200)
@@ -52,9 +46,7 @@ def real(*xs):
 def rotations(z):
     """exp(z) of (channels, pairs) as real matrices (channels, 2 pairs, 2 pairs)."""
     f = z.exp()
-    blocks = torch.stack(
-        [torch.stack([f.real, -f.imag], -1), torch.stack([f.imag, f.real], -1)], -2
-    )
+    blocks = torch.stack([torch.stack([f.real, -f.imag], -1), torch.stack([f.imag, f.real], -1)], -2)
     return torch.stack([torch.block_diag(*one) for one in blocks])
 
 
@@ -185,16 +177,9 @@ def test_hold_is_expm1_over_its_argument_and_one_at_zero(close):
     z = torch.tensor([-1e-12, -0.05, -0.3, -1e-3 + 9e-3j, 0.2j, -40 + 5j], dtype=torch.complex128)
     series = sum(z[:5] ** i / math.factorial(i + 1) for i in range(20))
     close(torch.view_as_real(zero_order_hold(z[:5])), torch.view_as_real(series), 1e-13)
-    close(
-        torch.view_as_real(zero_order_hold(z[5:])),
-        torch.view_as_real((z[5:].exp() - 1) / z[5:]),
-        1e-13,
-    )
+    close(torch.view_as_real(zero_order_hold(z[5:])), torch.view_as_real((z[5:].exp() - 1) / z[5:]), 1e-13)
     zero = torch.zeros(1, dtype=torch.complex128, requires_grad=True)
-    assert (
-        zero_order_hold(zero).item() == 1
-        and grad(zero_order_hold(zero).real.sum(), zero)[0].item() == 0.5
-    )
+    assert zero_order_hold(zero).item() == 1 and grad(zero_order_hold(zero).real.sum(), zero)[0].item() == 0.5
     for scale in (1e-9, 1e-3, 1.0):
         z = (scale * torch.randn(5, dtype=torch.complex128)).requires_grad_()
         slope = sum(i * z.detach() ** (i - 1) / math.factorial(i + 1) for i in range(1, 20))

@@ -71,8 +71,13 @@ def test_wrong_variants_are_far_off():
     after = torch.cat([past[:, 1:], last[:, None]], 1)
     own = token(k + bonus, v)
     late = torch.cat([past[..., :2, :], past[..., 2:, :] - decay], -2)
-    for other in (true(after)[..., 0, :], true(merge(past, own))[..., 0, :], mean(after),
-                  mean(merge(late, own)), mean(merge(past, token(k, v)))):  # fmt: skip
+    for other in (
+        true(after)[..., 0, :],
+        true(merge(past, own))[..., 0, :],
+        mean(after),
+        mean(merge(late, own)),
+        mean(merge(past, token(k, v))),
+    ):
         assert (other - y).abs().max() > 1e-2
 
 

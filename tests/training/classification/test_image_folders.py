@@ -19,8 +19,14 @@ from ndlightnet.data.errors import DataError
 from ndlightnet.data.image_transforms import RandAugment
 from ndlightnet.training import ImageFolders, ImageTask
 
-PREPARED = {"randaugment": RandAugment(1, 2), "hflip": 0.5, "random_erasing": 0.2,
-            "mixup": 0.4, "cutmix": 0.5, "color_jitter": 0.2}  # fmt: skip
+PREPARED = {
+    "randaugment": RandAugment(1, 2),
+    "hflip": 0.5,
+    "random_erasing": 0.2,
+    "mixup": 0.4,
+    "cutmix": 0.5,
+    "color_jitter": 0.2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +85,24 @@ def test_predictions_of_a_folder_with_odd_files(trained, folder, tmp_path, recog
     Image.fromarray(grey).save(tmp_path / "new" / "deep.png")
     (tmp_path / "new" / "cut.jpg").write_bytes(b"\xff\xd8\xff")
     done = recognise(
-        "predict", f"--data.init_args.input={tmp_path / 'new'}",
+        "predict",
+        f"--data.init_args.input={tmp_path / 'new'}",
         f"--trainer.default_root_dir={tmp_path / 'out'}",
         f"--ckpt_path={trained}/checkpoints/last.ckpt",
-    )  # fmt: skip
+    )
     assert done.status == 1 and len(done.errors) == 1
     assert f"{tmp_path / 'new' / 'cut.jpg'}: cannot be read" in done.errors[0]
     rows = list(csv.DictReader((tmp_path / "out" / "predictions.csv").open()))
     assert len(rows) == 6
     found = {Path(row["file"]).name: row["prediction"] for row in rows}
-    assert found == {"=alpha.png": "rows", "columns.webp": "columns", "deep.png": "rows",
-                     "palette.png": "rows", "plain.webp": "plain", "rows.webp": "rows"}  # fmt: skip
+    assert found == {
+        "=alpha.png": "rows",
+        "columns.webp": "columns",
+        "deep.png": "rows",
+        "palette.png": "rows",
+        "plain.webp": "plain",
+        "rows.webp": "rows",
+    }
     for row in rows:
         assert sum(float(row[name]) for name in ("columns", "plain", "rows")) == pytest.approx(1)
     assert matplotlib.image.imread(tmp_path / "out" / "predictions.png").std() > 0.05
@@ -100,9 +113,14 @@ def test_bad_files_in_a_run(copied, tmp_path, recognise):
     """Each is named once in training, and as a failure in the test."""
     for part in ("train", "test"):
         (copied / part / "rows" / "003.png").write_bytes(b"damaged")
-    common = (f"--data.init_args.root={copied}", f"--trainer.default_root_dir={tmp_path / 'out'}",
-              "--data.init_args.workers=2", "--data.init_args.validation=0",
-              "--data.init_args.batch_size=8", "--trainer.max_epochs=3")  # fmt: skip
+    common = (
+        f"--data.init_args.root={copied}",
+        f"--trainer.default_root_dir={tmp_path / 'out'}",
+        "--data.init_args.workers=2",
+        "--data.init_args.validation=0",
+        "--data.init_args.batch_size=8",
+        "--trainer.max_epochs=3",
+    )
     done = recognise("fit", *common)
     assert (done.status, done.errors) == (0, [])
     notes = [line for line in done.err.splitlines() if line.startswith("note: ")]
@@ -139,19 +157,22 @@ def test_a_test_of_damaged_files_only(trained, copied, tmp_path, recognise):
     for file in (copied / "test").rglob("*.png"):
         file.write_bytes(b"damaged")
     done = recognise(
-        "test", f"--data.init_args.root={copied}", f"--trainer.default_root_dir={tmp_path / 'out'}",
+        "test",
+        f"--data.init_args.root={copied}",
+        f"--trainer.default_root_dir={tmp_path / 'out'}",
         f"--ckpt_path={trained}/checkpoints/last.ckpt",
-    )  # fmt: skip
-    assert done.status == 1 and done.errors == [
-        f"error: {copied}: no file of the test could be read"
-    ]  # fmt: skip
+    )
+    assert done.status == 1 and done.errors == [f"error: {copied}: no file of the test could be read"]
 
 
 @pytest.mark.slow
 def test_a_checkpoint_of_other_classes(trained, copied, recognise, tmp_path):
     """Of another number, and of other names."""
-    common = (f"--data.init_args.root={copied}", f"--trainer.default_root_dir={tmp_path / 'out'}",
-              f"--ckpt_path={trained}/checkpoints/last.ckpt")  # fmt: skip
+    common = (
+        f"--data.init_args.root={copied}",
+        f"--trainer.default_root_dir={tmp_path / 'out'}",
+        f"--ckpt_path={trained}/checkpoints/last.ckpt",
+    )
     for part in ("train", "test"):
         (copied / part / "plain").rename(copied / part / "zebra")
     done = recognise("test", *common)
@@ -173,9 +194,13 @@ def test_a_checkpoint_of_other_classes(trained, copied, recognise, tmp_path):
 )
 def test_networks_of_others_that_do_not_fit(folder, tmp_path, recognise, width, line):
     """Before a training, not after it."""
-    common = (f"--data.init_args.root={folder}", f"--trainer.default_root_dir={tmp_path}",
-              "--model.net=torch.nn.Linear", f"--model.net.in_features={width}",
-              "--model.net.out_features=3")  # fmt: skip
+    common = (
+        f"--data.init_args.root={folder}",
+        f"--trainer.default_root_dir={tmp_path}",
+        "--model.net=torch.nn.Linear",
+        f"--model.net.in_features={width}",
+        "--model.net.out_features=3",
+    )
     for command in ("fit", "test"):
         done = recognise(command, *common)
         assert done.status == 1 and len(done.errors) == 1 and re.search(line, done.errors[0])
@@ -202,9 +227,12 @@ def test_a_network_is_in_training_after_it_was_tried(folder):
 def test_a_name_that_timm_does_not_know(folder, tmp_path, recognise):
     pytest.importorskip("timm")
     done = recognise(
-        "fit", f"--data.init_args.root={folder}", f"--trainer.default_root_dir={tmp_path}",
-        "--model.net=timm.create_model", "--model.net.model_name=resnet10tt",
-    )  # fmt: skip
+        "fit",
+        f"--data.init_args.root={folder}",
+        f"--trainer.default_root_dir={tmp_path}",
+        "--model.net=timm.create_model",
+        "--model.net.model_name=resnet10tt",
+    )
     assert done.status == 1 and done.errors == ["error: RuntimeError: Unknown model (resnet10tt)"]
 
 
@@ -212,8 +240,12 @@ def test_a_validation_without_a_readable_file(copied, tmp_path, recognise):
     for kind in ("columns", "rows"):
         (copied / "val" / kind).mkdir(parents=True)
         (copied / "val" / kind / "0.png").write_bytes(b"damaged")
-    common = (f"--data.init_args.root={copied}", f"--trainer.default_root_dir={tmp_path / 'out'}",
-              "--trainer.max_epochs=1", "--trainer.num_sanity_val_steps=0")  # fmt: skip
+    common = (
+        f"--data.init_args.root={copied}",
+        f"--trainer.default_root_dir={tmp_path / 'out'}",
+        "--trainer.max_epochs=1",
+        "--trainer.num_sanity_val_steps=0",
+    )
     done = recognise("fit", *common)
     assert done.status == 1
     assert done.errors == [f"error: {copied}: no file of the validation could be read"]
@@ -254,8 +286,17 @@ def test_grey_images_of_two_sides(folder):
 
 def test_options_reach_the_transforms(folder):
     """The border that `crop_pct` leaves out, the colour of erased boxes, crops of one scale."""
-    images = data(folder, size=8, padding=2, random_erasing=1.0, crop_pct=0.5, mixup=0.3,
-                  cutmix=0.7, mean=[0.2, 0.4, 0.6], std=[1.0] * 3)  # fmt: skip
+    images = data(
+        folder,
+        size=8,
+        padding=2,
+        random_erasing=1.0,
+        crop_pct=0.5,
+        mixup=0.3,
+        cutmix=0.7,
+        mean=[0.2, 0.4, 0.6],
+        std=[1.0] * 3,
+    )
     framed = Image.new("RGB", (16, 16), "white")
     framed.paste((9, 9, 9), (4, 4, 12, 12))
     assert images.evaluate(framed).unique().tolist() == [9]

@@ -16,13 +16,29 @@ ROOT = Path(__file__).parents[3]
 
 def two_processes(*arguments: object) -> str:
     """What a command line says; it ends well."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "0",
-           "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}  # fmt: skip
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GOMP_SPINCOUNT": "0",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "ndlightnet",
-         "image_cls", *map(str, arguments)],
-        env=env, capture_output=True, text=True, timeout=300, cwd=ROOT,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node=2",
+            "-m",
+            "ndlightnet",
+            "image_cls",
+            *map(str, arguments),
+        ],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout + done.stderr
 
@@ -34,15 +50,25 @@ def test_two_processes_train_and_one_tests(write_stripes, tmp_path):
     (root / "test").symlink_to(root / "val")
     (root / "train" / "rows" / "000.png").write_bytes(b"damaged")
     common = (
-        "--config", ROOT / "configs" / "imagenet_tiny.yaml", f"--data.init_args.root={root}",
-        f"--trainer.default_root_dir={tmp_path}", "--trainer.accelerator=cpu",
-        "--trainer.enable_progress_bar=false", "--data.init_args.size=32",
-        "--data.init_args.workers=1", "--data.init_args.batch_size=5",
-        "--model.net.init_args.num_classes=3", "--model.net.init_args.embed_dim=16",
+        "--config",
+        ROOT / "configs" / "imagenet_tiny.yaml",
+        f"--data.init_args.root={root}",
+        f"--trainer.default_root_dir={tmp_path}",
+        "--trainer.accelerator=cpu",
+        "--trainer.enable_progress_bar=false",
+        "--data.init_args.size=32",
+        "--data.init_args.workers=1",
+        "--data.init_args.batch_size=5",
+        "--model.net.init_args.num_classes=3",
+        "--model.net.init_args.embed_dim=16",
         "--model.net.init_args.depth=2",
-    )  # fmt: skip
-    more = ("--trainer.devices=2", "--trainer.max_epochs=2", "--model.warmup_epochs=1",
-            "--trainer.check_val_every_n_epoch=1")  # fmt: skip
+    )
+    more = (
+        "--trainer.devices=2",
+        "--trainer.max_epochs=2",
+        "--model.warmup_epochs=1",
+        "--trainer.check_val_every_n_epoch=1",
+    )
     said = two_processes("fit", *common, *more)
     assert "train/rows/000.png: cannot be read" in said
     last = tmp_path / "checkpoints" / "last.ckpt"

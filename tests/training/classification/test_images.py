@@ -23,10 +23,7 @@ from ndlightnet.training import ImageData, ImageTask, TaskCLI, run
 from ndlightnet.training.classification.pictures import projections, save_gallery
 
 ROOT = Path(__file__).parents[3]
-CONFIGS = [
-    ROOT / "configs" / f"{name}.yaml"
-    for name in ("fashion_mnist", "adrenal", "adrenal28", "adrenal64")
-]
+CONFIGS = [ROOT / "configs" / f"{name}.yaml" for name in ("fashion_mnist", "adrenal", "adrenal28", "adrenal64")]
 TINY = """
 seed_everything: 0
 trainer: {accelerator: cpu, max_epochs: 4, log_every_n_steps: 1, enable_progress_bar: false}
@@ -81,8 +78,14 @@ def launch(folder: Path, command: str, *arguments: str) -> SimpleNamespace:
     """`run` on the tiny config in `folder`: its status, output and error lines."""
     (folder / "tiny.yaml").write_text(TINY)
     out, err = io.StringIO(), io.StringIO()
-    argv = ["task.py", command, "--config", str(folder / "tiny.yaml"),
-            f"--trainer.default_root_dir={folder}", *arguments]  # fmt: skip
+    argv = [
+        "task.py",
+        command,
+        "--config",
+        str(folder / "tiny.yaml"),
+        f"--trainer.default_root_dir={folder}",
+        *arguments,
+    ]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", argv)
         status = run(ImageTask, ImageData, Path("no default"))
@@ -90,9 +93,13 @@ def launch(folder: Path, command: str, *arguments: str) -> SimpleNamespace:
     return SimpleNamespace(status=status, out=out.getvalue(), errors=errors)
 
 
-VOLUMES = ("--model.net.init_args.dims=3", "--model.net.init_args.num_classes=2",
-           "--data.init_args.classes=[small, large]", "--data.init_args.flips=[0, 2]",
-           "--trainer.max_epochs=12")  # fmt: skip
+VOLUMES = (
+    "--model.net.init_args.dims=3",
+    "--model.net.init_args.num_classes=2",
+    "--data.init_args.classes=[small, large]",
+    "--data.init_args.flips=[0, 2]",
+    "--trainer.max_epochs=12",
+)
 
 
 @pytest.fixture(scope="module", params=["pictures", "volumes"])
@@ -117,9 +124,7 @@ def test_a_small_set_is_learnt(trained):
     assert metrics["images"] == matrix.sum() == (50 if kind == "pictures" else 24)
     assert metrics["top1"] == pytest.approx(matrix.trace() / matrix.sum(), abs=1e-5)
     assert metrics["top1"] > 0.95 > 0.8 > metrics["majority_class"]
-    assert metrics["majority_class"] == pytest.approx(
-        matrix.sum(1).max() / matrix.sum(), abs=1e-5
-    )  # fmt: skip
+    assert metrics["majority_class"] == pytest.approx(matrix.sum(1).max() / matrix.sum(), abs=1e-5)
     recall = matrix.diagonal() / matrix.sum(1)
     assert list(metrics["recall"].values()) == pytest.approx(recall, abs=1e-5)
     assert metrics["balanced_accuracy"] == pytest.approx(recall.mean(), abs=1e-5)
@@ -154,8 +159,7 @@ def test_a_resumed_run_adds_to_what_it_cost(trained, pictures, tmp_path):
     if kind == "volumes":
         pytest.skip("pictures are enough")
     last = out / "checkpoints" / "last.ckpt"
-    done = launch(tmp_path, "fit", f"--data.init_args.root={pictures}", "--trainer.max_epochs=5",
-                  f"--ckpt_path={last}")  # fmt: skip
+    done = launch(tmp_path, "fit", f"--data.init_args.root={pictures}", "--trainer.max_epochs=5", f"--ckpt_path={last}")
     assert (done.status, done.errors) == (0, [])
     first = torch.load(last, weights_only=True)["cost"]
     both = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["cost"]
@@ -170,15 +174,9 @@ def test_a_resumed_run_adds_to_what_it_cost(trained, pictures, tmp_path):
         ("--model.net.init_args.dims=3", "dims=2, got 3"),
         ("--data.init_args.classes=[a, b]", "labels up to 2: classes are ['a', 'b']"),
         ("--data.init_args.flips=[2]", "flips=(2,): axes are 0 to 1"),
-        (
-            "--data.init_args.validation=1",
-            "validation=1.0: 0 samples to train with, expected 1 or more of 0",
-        ),
+        ("--data.init_args.validation=1", "validation=1.0: 0 samples to train with, expected 1 or more of 0"),
         ("--data.init_args.train_limit=0", "train_limit=0, validation=0.1: 0 samples"),
-        (
-            "--data.init_args.train_limit=217",
-            "217 samples to train with, expected 1 or more of 216",
-        ),
+        ("--data.init_args.train_limit=217", "217 samples to train with, expected 1 or more of 216"),
     ],
 )
 def test_what_does_not_fit_the_data(pictures, tmp_path, option, text):
@@ -194,8 +192,10 @@ def test_parts_of_the_data(pictures, volumes):
     assert (len(data.train_set), len(data.val_set), len(data.test_set)) == (30, 60, 50)
     images, labels = (torch.from_numpy(x.astype(np.int64)) for x in stripes(240))
     everything = {tuple(image.flatten().tolist()): n for n, image in enumerate(images)}
-    train, held = ([everything[tuple(image.flatten().tolist())] for image in part.images]
-                   for part in (data.train_set, data.val_set))  # fmt: skip
+    train, held = (
+        [everything[tuple(image.flatten().tolist())] for image in part.images]
+        for part in (data.train_set, data.val_set)
+    )
     assert not set(train) & set(held) and held == list(range(0, 240, 4))
     assert torch.equal(data.train_set.labels, labels[train])
     data = ImageData(str(volumes))
@@ -235,9 +235,14 @@ def watched(root: Path, folder: Path, epochs: int, **net) -> list[tuple[torch.Te
     task = Watcher(NDLightNet(2, 1, 3, patch_size=2, embed_dim=8, **net))
     data = ImageData(str(root), batch_size=64, shift=2, flips=(1,))
     trainer = lightning.Trainer(
-        max_epochs=epochs, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-    )  # fmt: skip
+        max_epochs=epochs,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
     trainer.fit(task, data)
     return task.batches
 
@@ -283,8 +288,7 @@ def test_a_gallery_of_few_images(tmp_path):
 
 
 def build(config: Path, folder: Path, *overrides: str) -> TaskCLI:
-    args = ["--config", str(config), f"--trainer.default_root_dir={folder}",
-            "--trainer.accelerator=cpu", *overrides]  # fmt: skip
+    args = ["--config", str(config), f"--trainer.default_root_dir={folder}", "--trainer.accelerator=cpu", *overrides]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["task.py"])
         return TaskCLI(ImageTask, ImageData, subclass_mode_data=True, run=False, args=args)
@@ -345,8 +349,13 @@ def test_config_with_another_mixer(row, tmp_path):
 
 def test_without_a_datamodule(tmp_path):
     trainer = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-        default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     with pytest.raises(DataError, match="expected a datamodule"):
         trainer.fit(ImageTask(NDLightNet(2, 1, 3, patch_size=2, embed_dim=8, depth=1)), [0])

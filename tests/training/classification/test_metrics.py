@@ -54,9 +54,10 @@ def test_the_loss_takes_mixed_labels():
     task = ClassificationTask(torch.nn.Identity(), label_smoothing=0.2)
     task.log = lambda *_, **__: None
     logits, labels = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
-    hard, soft = (task.training_step((logits, given, labels), 0) for given in (
-        labels, torch.nn.functional.one_hot(labels, 3).float()
-    ))  # fmt: skip
+    hard, soft = (
+        task.training_step((logits, given, labels), 0)
+        for given in (labels, torch.nn.functional.one_hot(labels, 3).float())
+    )
     assert torch.allclose(hard, soft)
     half = torch.full((4, 3), 1 / 3)
     expected = -logits.log_softmax(1).mean()

@@ -38,9 +38,7 @@ def test_reliability_adds_up_to_the_calibration_error(answers):
     gap = (mean[used] - right[used]).abs()
     expected = scores(odds, labels, NAMES)["ece"]
     assert float((gap * count[used]).sum() / 30) == pytest.approx(expected, abs=1e-6)
-    assert mean[~used].isnan().all() and ((mean * BINS).ceil() - 1)[used].tolist() == (
-        used.nonzero()[:, 0].tolist()
-    )
+    assert mean[~used].isnan().all() and ((mean * BINS).ceil() - 1)[used].tolist() == (used.nonzero()[:, 0].tolist())
     sure = torch.tensor([[1.0, 0.0], [0.5, 0.5]])
     assert reliability(sure, torch.tensor([0, 1]), 4)[0].tolist() == [0, 1, 0, 1]
 

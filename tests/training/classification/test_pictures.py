@@ -104,8 +104,12 @@ def test_names_are_no_formulas(tmp_path, name):
     save_gallery(tmp_path / "i.png", lambda _: volume[None], one, one[0].long() - 1, [name])
     now = datetime(2020, 1, 1)
     save_forecasts(tmp_path / "f.png", [Panel(name, now, torch.ones(30), torch.ones(9))])
-    metrics = {"bits_per_byte_at": {"8": 1.0}, "bits_per_byte_by_position": {},
-               "same_bytes_at_training_length": {}, "train_length": 8}  # fmt: skip
+    metrics = {
+        "bits_per_byte_at": {"8": 1.0},
+        "bits_per_byte_by_position": {},
+        "same_bytes_at_training_length": {},
+        "train_length": 8,
+    }
     draw({name: metrics}, tmp_path / "t.png")
     for path in tmp_path.iterdir():
         assert matplotlib.image.imread(path).std() > 0.01

@@ -30,8 +30,7 @@ def losses(digits: Path, spectrum, patch: int, padded: bool, mixer=LightNetAtten
     recordings = read_recordings(digits)
     train, test = recordings.split()
     channels = 1 if spectrum is None else spectrum[0] // 2
-    net = NDLightNet(1, channels, 3, patch_size=patch, embed_dim=16, depth=2, mixer=mixer,
-                     drop_path_rate=0.3)  # fmt: skip
+    net = NDLightNet(1, channels, 3, patch_size=patch, embed_dim=16, depth=2, mixer=mixer, drop_path_rate=0.3)
     task, found = SignalTask(net), []
     task.log = lambda *_, **__: None  # type: ignore[method-assign]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -61,9 +60,8 @@ def losses(digits: Path, spectrum, patch: int, padded: bool, mixer=LightNetAtten
 def test_packed_and_padded_are_the_same_training(close, digits, spectrum, patch, mixer):
     """Augmentation, stochastic depth and all: only the padding differs."""
     for packed, padded in zip(
-        losses(digits, spectrum, patch, False, mixer), losses(digits, spectrum, patch, True, mixer),
-        strict=True,
-    ):  # fmt: skip
+        losses(digits, spectrum, patch, False, mixer), losses(digits, spectrum, patch, True, mixer), strict=True
+    ):
         close(packed, padded, 1e-4)
         assert packed.std() > 1e-3
 
@@ -73,9 +71,11 @@ def run(request, digits, listen, tmp_path_factory) -> tuple[str, Path]:
     """How batches were made, and the folder of a finished fit and test."""
     out = tmp_path_factory.mktemp(request.param)
     common = (
-        f"--trainer.default_root_dir={out}", f"--data.init_args.root={digits}",
-        f"--data.init_args.batching={request.param}", "--data.init_args.validation=0.3",
-    )  # fmt: skip
+        f"--trainer.default_root_dir={out}",
+        f"--data.init_args.root={digits}",
+        f"--data.init_args.batching={request.param}",
+        "--data.init_args.validation=0.3",
+    )
     done = listen("fit", *common)
     assert (done.status, done.errors) == (0, [])
     done = listen("test", *common, f"--ckpt_path={out}/checkpoints/last.ckpt")
@@ -114,15 +114,16 @@ def test_pictures(run):
 def test_a_resumed_run_adds_to_what_it_cost(run, digits, listen, tmp_path):
     batching, out = run
     done = listen(
-        "fit", f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={digits}",
-        f"--data.init_args.batching={batching}", "--data.init_args.validation=0.3",
-        "--trainer.max_epochs=2", f"--ckpt_path={out}/checkpoints/last.ckpt",
-    )  # fmt: skip
-    assert (done.status, done.errors) == (0, [])
-    first, both = (
-        torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
-        for folder in (out, tmp_path)
+        "fit",
+        f"--trainer.default_root_dir={tmp_path}",
+        f"--data.init_args.root={digits}",
+        f"--data.init_args.batching={batching}",
+        "--data.init_args.validation=0.3",
+        "--trainer.max_epochs=2",
+        f"--ckpt_path={out}/checkpoints/last.ckpt",
     )
+    assert (done.status, done.errors) == (0, [])
+    first, both = (torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True) for folder in (out, tmp_path))
     assert both["cost"][0][:2] == first["cost"][0] and len(both["cost"][0]) == 4
     assert all(b > a for a, b in zip(first["slots"], both["slots"], strict=True))
 
@@ -147,18 +148,14 @@ def test_share_of_padding(digits):
     ],
 )
 def test_what_does_not_fit_the_data(digits, listen, tmp_path, option, text):
-    done = listen(
-        "fit", f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={digits}", option
-    )
+    done = listen("fit", f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={digits}", option)
     assert done.status == 1 and not list(tmp_path.rglob("*.ckpt"))
     assert len(done.errors) == 1 and done.errors[0].startswith(f"error: {digits}: ")
     assert text in done.errors[0]
 
 
 def test_a_folder_that_is_not_there(listen, tmp_path):
-    done = listen(
-        "fit", f"--trainer.default_root_dir={tmp_path}", "--data.init_args.root=/gone"
-    )  # fmt: skip
+    done = listen("fit", f"--trainer.default_root_dir={tmp_path}", "--data.init_args.root=/gone")
     assert (done.status, done.errors) == (1, ["error: /gone: no such folder"])
 
 
@@ -181,9 +178,14 @@ def test_lightning_tells_the_sampler_the_epoch(tmp_path):
     sampler = TokenBudgetSampler([1 + i % 7 for i in range(30)], 20)
     task = Counter()
     trainer = Trainer(
-        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
     trainer.fit(task, DataLoader(torch.arange(30), batch_sampler=sampler))
     shown = [[batch for epoch, batch in task.seen if epoch == e] for e in (0, 1)]
     for epoch in (0, 1):

@@ -29,10 +29,14 @@ SIZE, FRAMES = 24, 13  # the network's patch takes two frames, so the last one i
 def fit(classify, folder: Path, *more: str) -> Path:
     """One step on moving digits; the checkpoint."""
     done = classify(
-        "fit", "--data.class_path=MovingDigits", "--data.init_args.videos=[6,6]", *more,
-        f"--trainer.default_root_dir={folder}", f"--data.init_args.root={folder}/data",
+        "fit",
+        "--data.class_path=MovingDigits",
+        "--data.init_args.videos=[6,6]",
+        *more,
+        f"--trainer.default_root_dir={folder}",
+        f"--data.init_args.root={folder}/data",
         "--data.init_args.validation=0",
-    )  # fmt: skip
+    )
     assert (done.status, done.errors) == (0, [])
     return folder / "checkpoints" / "last.ckpt"
 
@@ -70,9 +74,8 @@ def clip(tmp_path) -> Path:
 def stream(classify, source, checkpoint, *more):
     """The command; the training data are gone."""
     return classify(
-        "stream", f"--data.init_args.input={source}", "--data.init_args.root=/gone",
-        f"--ckpt_path={checkpoint}", *more,
-    )  # fmt: skip
+        "stream", f"--data.init_args.input={source}", "--data.init_args.root=/gone", f"--ckpt_path={checkpoint}", *more
+    )
 
 
 def probabilities(text: str) -> torch.Tensor:
@@ -101,8 +104,7 @@ def test_lines_are_the_network_on_all_frames_so_far(trained, classify, clip):
     for n in range(2, FRAMES + 2, 2):  # the two lines of a patch are those of its last frame
         seen = video[:n]
         expected = predict_clips(net.eval(), eval_clips(seen, len(seen), Framing(SIZE))[None])[0]
-        torch.testing.assert_close(found[n - 2 : n], expected.expand(len(found[n - 2 : n]), -1),
-                                   atol=2e-6, rtol=0)  # fmt: skip
+        torch.testing.assert_close(found[n - 2 : n], expected.expand(len(found[n - 2 : n]), -1), atol=2e-6, rtol=0)
     assert (found[0] - found[-1]).abs().max() > 0.01
 
 
@@ -201,14 +203,14 @@ def test_a_network_that_is_not_causal_is_refused(trained, classify, clip, tmp_pa
     free, bound = fit(classify, tmp_path / "a", flat), fit(classify, tmp_path / "b", flat, CAUSAL)
     hint = "with --model.causal true"
     assert stream(classify, clip, bound, flat).status == 0
-    refused(
-        stream(classify, clip, free, flat), f"{free}: its network is not causal, train one {hint}"
-    )
+    refused(stream(classify, clip, free, flat), f"{free}: its network is not causal, train one {hint}")
     refused(stream(classify, clip, free, flat, "--model.causal=false"), hint)
     done = classify(
-        "predict", f"--ckpt_path={trained}", f"--trainer.default_root_dir={tmp_path}/out",
+        "predict",
+        f"--ckpt_path={trained}",
+        f"--trainer.default_root_dir={tmp_path}/out",
         f"--data.init_args.input={clip}",
-    )  # fmt: skip
+    )
     refused(done, f"{trained}: its network is causal, go on {hint}")
 
 
@@ -232,12 +234,14 @@ def test_other_mixers_are_streamed(classify, clip, tmp_path, mixer):
 @pytest.mark.parametrize(
     "given, causal",
     [
-        ([], False), ([CAUSAL], True), (["--model.causal=false"], False),
+        ([], False),
+        ([CAUSAL], True),
+        (["--model.causal=false"], False),
         (["--model.net.init_args.causal=true"], True),
         (["--model.net.init_args.causal=true", CAUSAL], True),
         (["--model.net.init_args.causal=true", "--model.causal=false"], False),
     ],
-)  # fmt: skip
+)
 def test_causal_reaches_the_network(classify, tmp_path, monkeypatch, given, causal):
     found = []
     monkeypatch.setattr(VideoTask, "setup", lambda task, stage: found.append(task.net.causal))

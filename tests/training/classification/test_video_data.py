@@ -71,9 +71,7 @@ def test_folds_are_a_partition(root):
         assert not {*names(data.test_set)} & {*names(data.train_set)}
         assert len(data.train_set) + len(data.val_set) == 14
         held += names(data.test_set)
-    assert Counter(held) == Counter(
-        f"{c}{n:02}" for c, count in COUNTS.items() for n in range(count)
-    )
+    assert Counter(held) == Counter(f"{c}{n:02}" for c, count in COUNTS.items() for n in range(count))
     few = made(root, folds=4, fold=3, train_limit=4)
     few.setup("fit")
     assert len(few.train_set) == 4 and names(few.val_set) == names(data.val_set)
@@ -94,8 +92,7 @@ def test_groups_are_not_split(root, tmp_path):
     for fold in range(2):
         data = made(copy, groups="patient", folds=2, fold=fold)
         data.setup("fit")
-        patients = [{int(name[-2:]) % 4 for name in names(part)}
-                    for part in (data.train_set, data.val_set)]  # fmt: skip
+        patients = [{int(name[-2:]) % 4 for name in names(part)} for part in (data.train_set, data.val_set)]
         assert not patients[0] & patients[1] and {*range(4)} == patients[0] | patients[1]
     with pytest.raises(DataError, match=r"clips\.csv: has no column recording"):
         made(copy, groups="recording").setup("fit")
@@ -146,8 +143,7 @@ def test_wrong_options(root, options, message):
 
 def test_what_a_network_gets():
     clips = torch.randn(2, 3, 3, 5, 4, 4)
-    rgb, changes, both = (VideoData("x", frames=5, pixels=pixels)
-                          for pixels in ("rgb", "differences", "both"))  # fmt: skip
+    rgb, changes, both = (VideoData("x", frames=5, pixels=pixels) for pixels in ("rgb", "differences", "both"))
     assert (rgb.channels, changes.channels, both.channels) == (3, 3, 6)
     assert rgb.network_input(clips) is clips
     assert torch.equal(changes.network_input(clips), frame_differences(clips))
@@ -333,17 +329,25 @@ def test_a_network_of_other_channels(root):
         task.setup("fit")
 
 
-RUN = ("--data.init_args.pixels=differences", "--data.init_args.crop_mode=squash",
-       "--model.net.init_args.num_classes=2")  # fmt: skip
+RUN = (
+    "--data.init_args.pixels=differences",
+    "--data.init_args.crop_mode=squash",
+    "--model.net.init_args.num_classes=2",
+)
 
 
 @pytest.fixture(scope="module")
 def trained(classify, root, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("run")
     done = classify(
-        "fit", *RUN, f"--trainer.default_root_dir={out}", f"--data.init_args.root={root}",
-        "--model.causal=true", "--data.init_args.mixup=0.5", "--trainer.max_epochs=3",
-    )  # fmt: skip
+        "fit",
+        *RUN,
+        f"--trainer.default_root_dir={out}",
+        f"--data.init_args.root={root}",
+        "--model.causal=true",
+        "--data.init_args.mixup=0.5",
+        "--trainer.max_epochs=3",
+    )
     assert (done.status, done.errors) == (0, [])
     return out / "checkpoints" / "last.ckpt"
 
@@ -351,9 +355,14 @@ def trained(classify, root, tmp_path_factory) -> Path:
 def test_a_stream_sees_the_differences_that_training_saw(trained, classify, root, tmp_path):
     video = root / "test" / "calm" / "calm00.mp4"
     done = classify(
-        "stream", *RUN, f"--trainer.default_root_dir={tmp_path}", "--data.init_args.root=/gone",
-        "--model.causal=true", f"--data.init_args.input={video}", f"--ckpt_path={trained}",
-    )  # fmt: skip
+        "stream",
+        *RUN,
+        f"--trainer.default_root_dir={tmp_path}",
+        "--data.init_args.root=/gone",
+        "--model.causal=true",
+        f"--data.init_args.input={video}",
+        f"--ckpt_path={trained}",
+    )
     assert (done.status, done.errors) == (0, [])
     rows = list(csv.DictReader(done.out.splitlines()))
     from ndlightnet import NDLightNet
@@ -370,15 +379,11 @@ def test_a_stream_sees_the_differences_that_training_saw(trained, classify, root
 
 def test_folds_through_the_command_line(classify, root, tmp_path):
     fold = ("--data.init_args.folds=4", "--data.init_args.fold=1")
-    common = (
-        *RUN,
-        *fold,
-        f"--trainer.default_root_dir={tmp_path}",
-        f"--data.init_args.root={root}",
-    )
+    common = (*RUN, *fold, f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={root}")
     done = classify("fit", *common)
     assert (done.status, done.errors) == (0, [])
-    done = classify("test", *common, "--data.init_args.test_on=fold",
-                    f"--ckpt_path={tmp_path}/fold_1/checkpoints/last.ckpt")  # fmt: skip
+    done = classify(
+        "test", *common, "--data.init_args.test_on=fold", f"--ckpt_path={tmp_path}/fold_1/checkpoints/last.ckpt"
+    )
     assert (done.status, done.errors) == (0, [])
     assert "over 3 videos" in done.out  # of 10 and 4: 2 and 1

@@ -52,10 +52,24 @@ def test_fit_leaves_checkpoints_and_logs(run):
 def test_metrics_of_the_test(run):
     metrics = json.loads((run / "metrics.json").read_text())
     assert set(metrics) == {
-        "top1", "top5", "balanced_accuracy", "recall", "majority_class", "auc", "ece", "videos",
-        "parameters", "steps", "train_seconds", "step_ms", "samples_per_second", "peak_memory_gb",
-        "state_size", "confusion", "fit",
-    }  # fmt: skip
+        "top1",
+        "top5",
+        "balanced_accuracy",
+        "recall",
+        "majority_class",
+        "auc",
+        "ece",
+        "videos",
+        "parameters",
+        "steps",
+        "train_seconds",
+        "step_ms",
+        "samples_per_second",
+        "peak_memory_gb",
+        "state_size",
+        "confusion",
+        "fit",
+    }
     matrix = np.array(metrics["confusion"])
     assert matrix.shape == (6, 6) and matrix.sum() == metrics["videos"] == 6
     np.testing.assert_array_equal(matrix.sum(1), np.ones(6))  # rows are the truth
@@ -96,9 +110,13 @@ def test_predict_without_the_training_data(run, classify, digits, tmp_path):
     shutil.copy(next((digits / "test" / "left").glob("*.mp4")), inputs / "deep" / "good.mp4")
     (inputs / "text.mp4").write_text("this is no video")
     done = classify(
-        "predict", *DIGITS, f"--trainer.default_root_dir={out}", "--data.init_args.root=/gone",
-        f"--data.init_args.input={inputs}", f"--ckpt_path={run}/checkpoints/best.ckpt",
-    )  # fmt: skip
+        "predict",
+        *DIGITS,
+        f"--trainer.default_root_dir={out}",
+        "--data.init_args.root=/gone",
+        f"--data.init_args.input={inputs}",
+        f"--ckpt_path={run}/checkpoints/best.ckpt",
+    )
     assert done.status == 1
     assert len(done.errors) == 1 and done.errors[0].startswith(f"error: {inputs}/text.mp4: ")
     found = json.loads((out / "predictions" / "predictions.json").read_text())
@@ -117,9 +135,13 @@ def test_predict_without_the_training_data(run, classify, digits, tmp_path):
 def test_predict_agrees_with_test(run, classify, digits, tmp_path):
     """The same checkpoint on the same files: the confusion matrix comes out again."""
     done = classify(
-        "predict", *DIGITS, f"--trainer.default_root_dir={tmp_path}", "--data.init_args.root=/gone",
-        f"--data.init_args.input={digits}/test", f"--ckpt_path={run}/checkpoints/last.ckpt",
-    )  # fmt: skip
+        "predict",
+        *DIGITS,
+        f"--trainer.default_root_dir={tmp_path}",
+        "--data.init_args.root=/gone",
+        f"--data.init_args.input={digits}/test",
+        f"--ckpt_path={run}/checkpoints/last.ckpt",
+    )
     assert (done.status, done.errors) == (0, [])
     found = json.loads((tmp_path / "predictions" / "predictions.json").read_text())
     matrix = np.zeros((6, 6), int)
@@ -131,19 +153,20 @@ def test_predict_agrees_with_test(run, classify, digits, tmp_path):
 
 def test_without_validation_the_last_checkpoint_counts(run, classify, digits, tmp_path):
     done = classify(
-        "fit", *DIGITS, f"--trainer.default_root_dir={tmp_path}",
-        f"--data.init_args.root={digits}", "--data.init_args.validation=0",
+        "fit",
+        *DIGITS,
+        f"--trainer.default_root_dir={tmp_path}",
+        f"--data.init_args.root={digits}",
+        "--data.init_args.validation=0",
         "--trainer.max_epochs=2",
-    )  # fmt: skip
+    )
     assert (done.status, done.errors) == (0, [])
     saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
     assert saved["global_step"] == 6  # all 12 clips, twice
 
 
 @pytest.mark.parametrize("validation", [0.5, 0])
-def test_a_run_that_breaks_off_leaves_its_last_epoch(
-    run, classify, digits, tmp_path, monkeypatch, validation
-):
+def test_a_run_that_breaks_off_leaves_its_last_epoch(run, classify, digits, tmp_path, monkeypatch, validation):
     def step(task, *_):
         if task.current_epoch == 2:
             raise DataError("gone")
@@ -151,9 +174,13 @@ def test_a_run_that_breaks_off_leaves_its_last_epoch(
 
     monkeypatch.setattr(VideoTask, "training_step", step)
     done = classify(
-        "fit", *DIGITS, f"--trainer.default_root_dir={tmp_path}", "--trainer.max_epochs=4",
-        f"--data.init_args.root={digits}", f"--data.init_args.validation={validation}",
-    )  # fmt: skip
+        "fit",
+        *DIGITS,
+        f"--trainer.default_root_dir={tmp_path}",
+        "--trainer.max_epochs=4",
+        f"--data.init_args.root={digits}",
+        f"--data.init_args.validation={validation}",
+    )
     assert (done.status, done.errors) == (1, ["error: gone"])
     saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
     assert saved["global_step"] == 2 * (3 if validation == 0 else 1)
@@ -162,9 +189,11 @@ def test_a_run_that_breaks_off_leaves_its_last_epoch(
 @pytest.mark.parametrize("classes", [2, 7])
 def test_wrong_number_of_classes(run, classify, digits, tmp_path, classes):
     done = classify(
-        "fit", f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={digits}",
+        "fit",
+        f"--trainer.default_root_dir={tmp_path}",
+        f"--data.init_args.root={digits}",
         f"--model.net.init_args.num_classes={classes}",
-    )  # fmt: skip
+    )
     assert done.status == 1
     text = f"error: {digits}: 6 classes, but the network has num_classes={classes}"
     assert done.errors == [text]
@@ -174,18 +203,24 @@ def test_wrong_number_of_classes(run, classify, digits, tmp_path, classes):
 def test_one_frame_of_the_digits(classify, tmp_path):
     """The row "single frame" of tasks/evidence/compare.py on configs/digits.yaml."""
     done = classify(
-        "fit", *DIGITS, f"--trainer.default_root_dir={tmp_path / 'out'}",
-        f"--data.init_args.root={tmp_path / 'data'}", "--data.init_args.frames=1",
-    )  # fmt: skip
+        "fit",
+        *DIGITS,
+        f"--trainer.default_root_dir={tmp_path / 'out'}",
+        f"--data.init_args.root={tmp_path / 'data'}",
+        "--data.init_args.frames=1",
+    )
     assert (done.status, done.errors) == (0, [])
 
 
 def test_predict_with_the_class_for_folders(run, classify, digits, tmp_path):
     """MovingDigits trained, VideoData predicts (the digits are read like any folder)."""
     done = classify(
-        "predict", f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={digits}",
-        f"--data.init_args.input={digits}/test/up", f"--ckpt_path={run}/checkpoints/last.ckpt",
-    )  # fmt: skip
+        "predict",
+        f"--trainer.default_root_dir={tmp_path}",
+        f"--data.init_args.root={digits}",
+        f"--data.init_args.input={digits}/test/up",
+        f"--ckpt_path={run}/checkpoints/last.ckpt",
+    )
     assert (done.status, done.errors) == (0, [])
     assert len(json.loads((tmp_path / "predictions" / "predictions.json").read_text())) == 1
 
@@ -203,10 +238,16 @@ def test_without_arguments_it_trains_and_tests_on_the_default(run, digits, tmp_p
         },
         "data": {
             "class_path": "ndlightnet.training.MovingDigits",
-            "init_args": {"root": str(digits), "videos": [12, 6], "frames": 4, "size": 24,
-                          "validation": 0.5, "workers": 0},
+            "init_args": {
+                "root": str(digits),
+                "videos": [12, 6],
+                "frames": 4,
+                "size": 24,
+                "validation": 0.5,
+                "workers": 0,
+            },
         },
-    }  # fmt: skip
+    }
     (tmp_path / "default.yaml").write_text(json.dumps(config))
     monkeypatch.setattr(sys, "argv", ["video_cls.py"])
     assert run_task(VideoTask, VideoData, tmp_path / "default.yaml") == 0

@@ -79,14 +79,19 @@ def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch(folder: Path, command: str, *arguments: object) -> SimpleNamespace:
     (folder / "tiny.yaml").write_text(TINY)
     out, err = io.StringIO(), io.StringIO()
-    argv = ["volume_cls.py", command, "--config", str(folder / "tiny.yaml"),
-            f"--trainer.default_root_dir={folder}", *map(str, arguments)]  # fmt: skip
+    argv = [
+        "volume_cls.py",
+        command,
+        "--config",
+        str(folder / "tiny.yaml"),
+        f"--trainer.default_root_dir={folder}",
+        *map(str, arguments),
+    ]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", argv)
         status = run(ImageTask, ImageData, Path("no default"))
     errors, notes = (
-        [line for line in err.getvalue().splitlines() if line.startswith(f"{kind}: ")]
-        for kind in ("error", "note")
+        [line for line in err.getvalue().splitlines() if line.startswith(f"{kind}: ")] for kind in ("error", "note")
     )
     return SimpleNamespace(status=status, out=out.getvalue(), errors=errors, notes=notes)
 
@@ -207,9 +212,7 @@ def test_what_a_checkpoint_keeps(trained: Path, scans: Path) -> None:
         ("predict", ["--data.input=FILE"], "--ckpt_path: predict expects the checkpoint"),
     ],
 )
-def test_what_does_not_fit(
-    scans: Path, tmp_path: Path, command: str, arguments: list[str], text: str
-) -> None:
+def test_what_does_not_fit(scans: Path, tmp_path: Path, command: str, arguments: list[str], text: str) -> None:
     file = str(scans / "test" / "small" / "0.nii.gz")
     more = [argument.replace("FILE", file) for argument in arguments]
     done = launch(tmp_path, command, f"--data.root={scans}", *more)
@@ -237,14 +240,17 @@ def fitted(scans: Path, tmp_path: Path) -> Callable[[ImageData], ImageTask]:
         lightning.seed_everything(3)
         task = Watcher(NDLightNet(3, 1, 2, patch_size=2, embed_dim=8, depth=1), lr=1e-2)
         trainer = lightning.Trainer(
-            max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False,
-            enable_model_summary=False, default_root_dir=tmp_path,
+            max_epochs=2,
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
             callbacks=[
                 AveragedWeights(decay=0.9),
-                ModelCheckpoint(tmp_path, "x", save_on_train_epoch_end=True,
-                                enable_version_counter=False),
+                ModelCheckpoint(tmp_path, "x", save_on_train_epoch_end=True, enable_version_counter=False),
             ],
-        )  # fmt: skip
+        )
         trainer.fit(task, data)
         trainer.test(task, data, ckpt_path=tmp_path / "x.ckpt", weights_only=True, verbose=False)
         task.saved = torch.load(tmp_path / "x.ckpt", weights_only=True)
@@ -283,9 +289,8 @@ def test_augmented_batches_and_a_test_by_the_same_trainer(
     assert not torch.equal(*(torch.cat(one.batches[i : i + 4]) for i in (0, 4)))
     assert data[0].augment.spacing == pytest.approx(tuple(data[0].spacing))
     for (images, _, _), (raw, *_) in zip(
-        [data[0].on_after_batch_transfer(b, 0) for b in data[0].val_dataloader()],
-        data[0].val_dataloader(), strict=True,
-    ):  # fmt: skip
+        [data[0].on_after_batch_transfer(b, 0) for b in data[0].val_dataloader()], data[0].val_dataloader(), strict=True
+    ):
         assert torch.equal(images, (raw.float() - data[0].mean) / data[0].std)
     for name, value in one.net.named_parameters():
         assert torch.equal(value, one.saved["state_dict"][f"net.{name}"])
@@ -296,9 +301,7 @@ def test_augmented_batches_and_a_test_by_the_same_trainer(
 
 
 def test_predict_without_a_place_for_input(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"gone.npz: predict reads files, with ImageFolders or VolumeFolders"
-    ):
+    with pytest.raises(DataError, match=r"gone.npz: predict reads files, with ImageFolders or VolumeFolders"):
         ImageData(str(tmp_path / "gone.npz")).predict_dataloader()
 
 

@@ -22,9 +22,7 @@ def average_of(averaged: AveragedWeights, values: list[float]) -> float:
 
 
 def test_a_step_counts_what_is_left():
-    assert average_of(AveragedWeights(0.75), [1.0, 2.0, 4.0]) == pytest.approx(
-        0.75 * (0.75 * 1 + 0.25 * 2) + 0.25 * 4
-    )
+    assert average_of(AveragedWeights(0.75), [1.0, 2.0, 4.0]) == pytest.approx(0.75 * (0.75 * 1 + 0.25 * 2) + 0.25 * 4)
 
 
 def test_with_a_warmup_the_first_steps_are_soon_forgotten():

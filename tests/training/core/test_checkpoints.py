@@ -44,9 +44,8 @@ torch.save = half
 writer.save_checkpoint({{"epoch": 2}}, {str(path)!r})
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
-        check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": ":".join(sys.path)}, check=False
+    )
     assert done.returncode == -signal.SIGKILL
     assert torch.load(path, weights_only=True) == {"epoch": 1}
     (draft,) = set(tmp_path.iterdir()) - {path}
@@ -57,9 +56,13 @@ def test_a_full_disk_is_one_line_of_a_fit(full_disk, segment, decathlon, tmp_pat
     out = tmp_path / "out"
     wide = "--model.net.init_args.widths=[32,64]"
     done = segment(
-        "fit", f"--trainer.default_root_dir={out}", f"--data.init_args.root={decathlon}",
-        "--data.init_args.patch=[8,8,8]", "--model.net.init_args.out_channels=2", wide,
-    )  # fmt: skip
+        "fit",
+        f"--trainer.default_root_dir={out}",
+        f"--data.init_args.root={decathlon}",
+        "--data.init_args.patch=[8,8,8]",
+        "--model.net.init_args.out_channels=2",
+        wide,
+    )
     assert done.status == 1 and len(done.errors) == 1 and "Traceback" not in done.err
     folder = out / "checkpoints"
     expected = rf"error: {folder}/(best|last)\.ckpt: cannot be written \(File too large\)"
@@ -76,10 +79,12 @@ def test_a_fit_clears_what_a_killed_one_has_left(segment, decathlon, tmp_path):
     for draft in drafts:
         draft.write_bytes(b"half")
     done = segment(
-        "fit", f"--trainer.default_root_dir={tmp_path / 'out'}",
-        f"--data.init_args.root={decathlon}", "--data.init_args.patch=[8,8,8]",
+        "fit",
+        f"--trainer.default_root_dir={tmp_path / 'out'}",
+        f"--data.init_args.root={decathlon}",
+        "--data.init_args.patch=[8,8,8]",
         "--model.net.init_args.out_channels=2",
-    )  # fmt: skip
+    )
     assert done.status == 0
     assert {path.name for path in folder.iterdir()} == {"best.ckpt", "last.ckpt", drafts[1].name}
 
@@ -97,9 +102,11 @@ def test_a_checkpoint_with_names_of_before_is_taken(tmp_path):
     task, data = ImageTask(Renamed(3, 2)), SimpleNamespace(names=dict)
     state, path = {"net.bias": torch.zeros(2)}, tmp_path / "x.ckpt"
     for key, shape, good in (
-        ("matrix", (2, 3), True), ("weight", (2, 3), True),
-        ("matrix", (2, 4), False), ("tensor", (2, 3), False),
-    ):  # fmt: skip
+        ("matrix", (2, 3), True),
+        ("weight", (2, 3), True),
+        ("matrix", (2, 4), False),
+        ("tensor", (2, 3), False),
+    ):
         torch.save({"state_dict": {**state, f"net.{key}": torch.zeros(shape)}, "names": {}}, path)
         with nullcontext() if good else pytest.raises(DataError, match="of another network: net"):
             check_checkpoint(str(path), task, data)

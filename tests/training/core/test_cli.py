@@ -48,15 +48,28 @@ def test_a_run_says_what_it_trains_and_what_came_out(told, tmp_path, capsys, mon
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "text").write_bytes(bytes(range(256)) * 4)
     given = [
-        f"--data.root={tmp_path}/text", "--data.length=8", "--data.windows=4", "--data.lengths=[8]",
-        "--data.test_bytes=16", "--data.workers=0", "--data.batch_size=2", "--data=TextData",
-        "--model.net=ndlightnet.NDLightNet", "--model.net.dims=1", "--model.net.vocab_size=256",
-        "--model.net.causal=true", "--model.net.embed_dim=8", "--model.net.depth=1",
-        f"--trainer.default_root_dir={tmp_path}/out", "--trainer.max_epochs=1",
-        "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false",
-        "--trainer.log_every_n_steps=1", "--seed_everything=1",
+        f"--data.root={tmp_path}/text",
+        "--data.length=8",
+        "--data.windows=4",
+        "--data.lengths=[8]",
+        "--data.test_bytes=16",
+        "--data.workers=0",
+        "--data.batch_size=2",
+        "--data=TextData",
+        "--model.net=ndlightnet.NDLightNet",
+        "--model.net.dims=1",
+        "--model.net.vocab_size=256",
+        "--model.net.causal=true",
+        "--model.net.embed_dim=8",
+        "--model.net.depth=1",
+        f"--trainer.default_root_dir={tmp_path}/out",
+        "--trainer.max_epochs=1",
+        "--trainer.accelerator=cpu",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.log_every_n_steps=1",
+        "--seed_everything=1",
         "--trainer.callbacks=ndlightnet.training.AveragedWeights",
-    ]  # fmt: skip
+    ]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         last = f"--ckpt_path={tmp_path}/out/checkpoints/last.ckpt"
@@ -71,16 +84,19 @@ def test_a_run_says_what_it_trains_and_what_came_out(told, tmp_path, capsys, mon
     ]
     assert len(out.splitlines()) == 1 and out.startswith("bits per byte ") and told == []
     assert door("text_lm", ["test", *given]) == 0  # of random weights, which is told
-    assert capsys.readouterr().err == (
-        "note: --ckpt_path: test got none and measures the network as it was built\n"
-    )
+    assert capsys.readouterr().err == ("note: --ckpt_path: test got none and measures the network as it was built\n")
 
 
 # as the configs of before this layout of folders say it
 BEFORE = (
-    "averaging.AveragedWeights", "images.ImageData", "text.TextData", "forecasting.SeriesData",
-    "volume_folders.VolumeFolders", "videos.MovingDigits", "signals.SignalData",
-)  # fmt: skip
+    "averaging.AveragedWeights",
+    "images.ImageData",
+    "text.TextData",
+    "forecasting.SeriesData",
+    "volume_folders.VolumeFolders",
+    "videos.MovingDigits",
+    "signals.SignalData",
+)
 
 
 @pytest.mark.parametrize("name", BEFORE)

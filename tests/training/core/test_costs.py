@@ -48,9 +48,7 @@ def test_softmax_attention_has_its_square():
 NETS = {
     "LightNet": lambda: NDLightUNet(3, widths=[4, 8], depths=[0, 1], deep_supervision=True),
     "TNL": lambda: NDLightUNet(3, widths=[4, 8], depths=[0, 1], mixer=mixers.TNL),
-    "WindowAttention": lambda: NDLightUNet(
-        3, widths=[4, 8], depths=[0, 1], mixer=mixers.WindowAttention
-    ),
+    "WindowAttention": lambda: NDLightUNet(3, widths=[4, 8], depths=[0, 1], mixer=mixers.WindowAttention),
     "DynUNet": lambda: DynUNet(3, 1, 2, strides=[2, [1, 2, 2]]),
     "SegResNet": lambda: SegResNet(3, 1, 2, init_filters=8),
 }
@@ -133,9 +131,14 @@ def test_costs_of_epochs_and_cases(monkeypatch):
     monitor.throughput = [30.0, 10.0, 20.0]
     cases = [(5.0, 10**8), (1.0, 4 * 10**8), (2.0, 10**8)]
     assert case_costs(net, monitor, cases, (1, 7)) == {
-        "parameters": 24, "gflops": 42e-9, "step_ms": 1000.0, "peak_memory_gb": 3.0,
-        "samples_per_second": 20.0, "case_seconds": 2.0, "case_memory_gb": 0.4,
-    }  # fmt: skip
+        "parameters": 24,
+        "gflops": 42e-9,
+        "step_ms": 1000.0,
+        "peak_memory_gb": 3.0,
+        "samples_per_second": 20.0,
+        "case_seconds": 2.0,
+        "case_memory_gb": 0.4,
+    }
 
 
 def test_an_epoch_that_was_begun_before_the_checkpoint(monkeypatch):
@@ -153,9 +156,14 @@ def test_costs_of_steps(monkeypatch):
     monitor = trained(monkeypatch, "step", [(0.5, 10**9), (0.1, 0), (0.2, 2 * 10**9), (0.2, 0)])
     monitor.throughput = [8.0, 6.0]
     assert training_costs(nn.Linear(7, 3), monitor) == {
-        "parameters": 24, "steps": 4, "train_seconds": 1.0, "step_ms": 200.0,
-        "peak_memory_gb": 2.0, "samples_per_second": 7.0, "state_size": None,
-    }  # fmt: skip
+        "parameters": 24,
+        "steps": 4,
+        "train_seconds": 1.0,
+        "step_ms": 200.0,
+        "peak_memory_gb": 2.0,
+        "samples_per_second": 7.0,
+        "state_size": None,
+    }
 
 
 def test_without_a_training_and_a_card():
@@ -194,9 +202,7 @@ def test_samples_a_second_without_the_validations(monkeypatch):
         monitor.on_validation_end(trainer, task)
     assert logged == [("samples/s", rate, True) for rate in (9.0, 7.5)]
     assert monitor.throughput == [7.5] and monitor.seconds == []
-    assert monitor.measured() == {
-        "step_ms": None, "peak_memory_gb": None, "samples_per_second": 7.5
-    }  # fmt: skip
+    assert monitor.measured() == {"step_ms": None, "peak_memory_gb": None, "samples_per_second": 7.5}
 
 
 def test_it_is_the_first_of_the_callbacks():
@@ -219,8 +225,11 @@ def test_a_run_writes_its_costs(decathlon, segment, tmp_path, monkeypatch):
 
     monkeypatch.setattr(SegmentationTask, "validation_step", validate)
     monkeypatch.setattr(costs, "Meter", lambda device: reading)
-    common = (f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={decathlon}",
-              "--model.net.init_args.out_channels=2")  # fmt: skip
+    common = (
+        f"--trainer.default_root_dir={tmp_path}",
+        f"--data.init_args.root={decathlon}",
+        "--model.net.init_args.out_channels=2",
+    )
     assert segment("fit", *common).status == 0
     assert events[-2:] == ["read", "validation"] and events.count("read") == 1
     assert segment("test", *common, f"--ckpt_path={tmp_path}/checkpoints/last.ckpt").status == 0

@@ -79,9 +79,7 @@ def made(tmp_path):
 
 
 @pytest.mark.parametrize("factor, status, kept", [(1.001, 1, ["old"]), (1.0, 0, ["data", "new"])])
-def test_only_a_file_that_equals_the_network_is_kept(
-    made, monkeypatch, capsys, factor, status, kept
-):
+def test_only_a_file_that_equals_the_network_is_kept(made, monkeypatch, capsys, factor, status, kept):
     net, folder = made
     (folder / "model.onnx").write_text("old")
 
@@ -95,9 +93,7 @@ def test_only_a_file_that_equals_the_network_is_kept(
     said = capsys.readouterr()
     assert ("NOT EQUAL" in said.out) == ("differs from the network" in said.err) == bool(status)
     assert sorted(file.read_text() for file in folder.glob("model.*")) == kept
-    assert {entry.name.partition(".")[0] for entry in folder.iterdir()} == {
-        "checkpoints", "config", "model",
-    }  # fmt: skip
+    assert {entry.name.partition(".")[0] for entry in folder.iterdir()} == {"checkpoints", "config", "model"}
 
 
 @pytest.mark.parametrize("to", ["onnx", "pt2"])
@@ -138,10 +134,7 @@ def test_what_does_not_fit_is_one_line(tmp_path, capsys):
     (folder / "wrong.ckpt").write_text("x")
     for given, said in (
         (folder, "not the network of"),
-        (
-            tmp_path / "empty",
-            f"{tmp_path / 'empty'}: a folder, expected a checkpoint that `fit` has",
-        ),
+        (tmp_path / "empty", f"{tmp_path / 'empty'}: a folder, expected a checkpoint that `fit` has"),
         (folder / "wrong.ckpt", f"{tmp_path / 'config.yaml'}: no such file"),
     ):
         assert main(["export", str(given), "--to", "onnx"]) == 1

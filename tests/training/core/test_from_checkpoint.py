@@ -21,20 +21,30 @@ def fit(folder: Path, averaged: bool) -> Path:
         arrays[f"{part}_labels"] = np.arange(12)[:, None] % 3
     np.savez(folder / "data.npz", **arrays)
     net = {
-        "dims": 2, "in_chans": 1, "num_classes": 3, "patch_size": 2, "embed_dim": 16, "depth": 2,
+        "dims": 2,
+        "in_chans": 1,
+        "num_classes": 3,
+        "patch_size": 2,
+        "embed_dim": 16,
+        "depth": 2,
         "mixer": ["TNL", {"class_path": "ndlightnet.nn.mixers.LAVO", "init_args": {"window": 3}}],
-    }  # fmt: skip
+    }
     average = {"class_path": "ndlightnet.training.AveragedWeights", "init_args": {"decay": 0.8}}
     config = {
         "seed_everything": 0,
         "trainer": {
-            "accelerator": "cpu", "max_epochs": 2, "enable_progress_bar": False,
-            "default_root_dir": str(folder / "out"), "callbacks": [average] if averaged else [],
+            "accelerator": "cpu",
+            "max_epochs": 2,
+            "enable_progress_bar": False,
+            "default_root_dir": str(folder / "out"),
+            "callbacks": [average] if averaged else [],
         },
         "model": {"lr": 1e-2, "net": {"class_path": "ndlightnet.NDLightNet", "init_args": net}},
-        "data": {"class_path": "ndlightnet.training.ImageData",
-                 "init_args": {"root": str(folder / "data.npz"), "batch_size": 4}},
-    }  # fmt: skip
+        "data": {
+            "class_path": "ndlightnet.training.ImageData",
+            "init_args": {"root": str(folder / "data.npz"), "batch_size": 4},
+        },
+    }
     (folder / "config.yaml").write_text(yaml.dump(config))
     arguments = ["fit", "--config", str(folder / "config.yaml")]
     assert run(ImageTask, ImageData, Path("none"), arguments=arguments) == 0

@@ -36,10 +36,13 @@ class Alone(Exchange):
 
 def options(folder: Path, data: Path) -> list[str]:
     return [
-        f"--trainer.default_root_dir={folder}", f"--data.init_args.root={data}",
-        "--trainer.limit_val_batches=0", "--data.init_args.patch=[11,8,8]",
-        "--data.init_args.batches=3", "--model.net.init_args.out_channels=2",
-    ]  # fmt: skip
+        f"--trainer.default_root_dir={folder}",
+        f"--data.init_args.root={data}",
+        "--trainer.limit_val_batches=0",
+        "--data.init_args.patch=[11,8,8]",
+        "--data.init_args.batches=3",
+        "--model.net.init_args.out_channels=2",
+    ]
 
 
 def losses(folder: Path) -> list[float]:
@@ -48,18 +51,21 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_two_processes_that_share_samples_have_the_losses_of_one(
-    tmp_path, write_decathlon, unet_config, segment
-):
+def test_two_processes_that_share_samples_have_the_losses_of_one(tmp_path, write_decathlon, unet_config, segment):
     data, one, two = write_decathlon(tmp_path / "data"), tmp_path / "one", tmp_path / "two"
     segment("fit", *options(one, data))
     command = [
-        sys.executable, "tasks/ct_segmentation.py", "fit", "--config", str(unet_config),
-        *options(two, data), "--trainer.devices=2", "--model.grid_devices=2",
+        sys.executable,
+        "tasks/ct_segmentation.py",
+        "fit",
+        "--config",
+        str(unet_config),
+        *options(two, data),
+        "--trainer.devices=2",
+        "--model.grid_devices=2",
         "--trainer.enable_progress_bar=false",
-    ]  # fmt: skip
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-           "OMP_NUM_THREADS": "1"}  # fmt: skip
+    ]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=ROOT, env=env, check=True, capture_output=True, timeout=300)
     alone = losses(one)
     assert len(alone) == 3 and len({*alone}) == 3
@@ -121,9 +127,7 @@ def test_prediction_out_of_core():
     assert (large - plain).abs().max() <= 1e-6
     unet = NDLightUNet(3, 1, 3, widths=(4, 8)).eval()
     task = SegmentationTask(unet, out_of_core=True)
-    assert isinstance(task.predictor, OutOfCore) and "predictor.net" not in str(
-        [*task.state_dict()]
-    )
+    assert isinstance(task.predictor, OutOfCore) and "predictor.net" not in str([*task.state_dict()])
     volume = torch.randn(1, 1, 8, 6, 7)
     with torch.no_grad():
         assert (task.predictor(volume) - unet(volume)).abs().max() <= 1e-5

@@ -89,10 +89,10 @@ def test_a_training_that_goes_on_for_longer_has_the_rates_of_the_longer_one():
     """What torch's CosineAnnealingLR does not do: its checkpoint holds the old end."""
     made = [
         adamw_with_cosine(
-            SimpleNamespace(trainer=SimpleNamespace(estimated_stepping_batches=steps)),
-            nn.Linear(2, 2), 0.5, 0.0,
-        ) for steps in (40, 200)
-    ]  # fmt: skip
+            SimpleNamespace(trainer=SimpleNamespace(estimated_stepping_batches=steps)), nn.Linear(2, 2), 0.5, 0.0
+        )
+        for steps in (40, 200)
+    ]
     first, longer = (one["lr_scheduler"]["scheduler"] for one in made)
     for _ in range(40):
         first.optimizer.step()
@@ -145,14 +145,14 @@ def test_rates_decay_by_layer():
             assert group["initial_lr"] == pytest.approx(0.8 * 0.5 ** (3 - layers[name])), name
     assert seen == set(names.values())
     plain = decayed_groups(net, 0.05)[1]["params"]
-    free = [p for group in optimizer.param_groups if not group["weight_decay"]
-            for p in group["params"]]  # fmt: skip
+    free = [p for group in optimizer.param_groups if not group["weight_decay"] for p in group["params"]]
     assert {id(p) for p in plain} == {id(p) for p in free}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224",
-                                  "convnext_atto", "resnet18", "ndlightnet_tiny"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "convnext_atto", "resnet18", "ndlightnet_tiny"]
+)
 def test_layers_of_timm_are_those_that_timm_finds(name):
     timm = pytest.importorskip("timm")
     pytest.importorskip("ndlightnet.integrations.timm")
@@ -172,10 +172,7 @@ def test_a_network_without_layers_in_order_is_refused():
     [
         ({"lr": 0.0}, r"model\.lr: 0\.0, expected a number above 0"),
         ({"weight_decay": -1.0}, r"model\.weight_decay: -1\.0, expected 0 or more"),
-        (
-            {"label_smoothing": 2.0},
-            r"model\.label_smoothing: 2\.0, expected a fraction from 0 to 1",
-        ),
+        ({"label_smoothing": 2.0}, r"model\.label_smoothing: 2\.0, expected a fraction from 0 to 1"),
         ({"warmup_epochs": -1}, r"model\.warmup_epochs: -1, expected 0 or more epochs"),
         ({"lr": 1e-4, "min_lr": 1e-3}, r"model\.min_lr: 0\.001, expected 0 to model\.lr=0\.0001"),
         ({"layer_decay": 1.5}, r"model\.layer_decay: 1\.5, expected a fraction above 0"),
@@ -189,8 +186,7 @@ def test_options_of_a_task_that_cannot_be(options, line):
 
 @pytest.mark.parametrize("name", ["optimizer", "lr_scheduler"])
 @pytest.mark.parametrize(
-    "given",
-    ["--{}=torch.optim.SGD", "--{}.lr=3", "{}: torch.optim.SGD", "{}: {{class_path: SGD}}"],
+    "given", ["--{}=torch.optim.SGD", "--{}.lr=3", "{}: torch.optim.SGD", "{}: {{class_path: SGD}}"]
 )
 def test_nothing_replaces_the_recipe(classify, tmp_path, name, given):
     """LightningCLI would train without these groups, rates and schedule."""

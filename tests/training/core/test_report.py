@@ -11,23 +11,26 @@ import torch
 from ndlightnet.data.errors import DataError
 from ndlightnet.training.classification.pictures import save_strips
 from ndlightnet.training.core import report
-from ndlightnet.training.core.report import (
-    check_writable,
-    write_json,
-)
+from ndlightnet.training.core.report import check_writable, write_json
 
 
 def test_json_holds_null_for_what_is_not_a_finite_number(tmp_path):
     content = {
-        "nan": float("nan"), "list": [1.5, float("inf"), {"deep": -float("inf")}],
-        "numpy": np.float64("nan"), "kept": (1, True, "nan", None, 0.25), 3: 0.1234567,
-    }  # fmt: skip
+        "nan": float("nan"),
+        "list": [1.5, float("inf"), {"deep": -float("inf")}],
+        "numpy": np.float64("nan"),
+        "kept": (1, True, "nan", None, 0.25),
+        3: 0.1234567,
+    }
     write_json(tmp_path / "new" / "m.json", content)
     text = (tmp_path / "new" / "m.json").read_text()
     assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} in {text}")) == {
-        "nan": None, "list": [1.5, None, {"deep": None}],
-        "numpy": None, "kept": [1, True, "nan", None, 0.25], "3": 0.123457,
-    }  # fmt: skip
+        "nan": None,
+        "list": [1.5, None, {"deep": None}],
+        "numpy": None,
+        "kept": [1, True, "nan", None, 0.25],
+        "3": 0.123457,
+    }
     assert os.listdir(tmp_path / "new") == ["m.json"]
 
 

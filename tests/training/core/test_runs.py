@@ -66,18 +66,11 @@ def launch(tmp_path, monkeypatch, capsys):
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "logger",
-    ["true", "false", "CSVLogger", f"{__name__}.Remote", f"{__name__}.Database"],
-)
+@pytest.mark.parametrize("logger", ["true", "false", "CSVLogger", f"{__name__}.Remote", f"{__name__}.Database"])
 def test_every_command_takes_a_run_of_any_logger(launch, tmp_path, logger):
     root = tmp_path / "run"
     if logger == "CSVLogger":
@@ -146,8 +139,7 @@ def test_the_command_without_arguments_can_be_repeated(tmp_path, launch, capsys)
     assert lines[0].out == lines[1].out and lines[0].out.startswith("bits per byte ")
     assert "note: " not in lines[0].err
     assert lines[1].err.splitlines()[0] == (
-        f"note: {tmp_path}/run: holds a run, which goes on unless finished; delete it to begin "
-        "another"
+        f"note: {tmp_path}/run: holds a run, which goes on unless finished; delete it to begin another"
     )
 
 
@@ -181,17 +173,14 @@ def test_a_training_leaves_its_validations(launch, tmp_path):
         assert found["val_score"] == pytest.approx(scores[epoch], abs=1e-5)
     saved = torch.load(root / "checkpoints/best.ckpt", weights_only=True)
     assert saved["epoch"] == best
-    test = launch(
-        "test", f"--config={tmp_path}/c.yaml", f"--ckpt_path={root}/checkpoints/last.ckpt"
-    )
+    test = launch("test", f"--config={tmp_path}/c.yaml", f"--ckpt_path={root}/checkpoints/last.ckpt")
     assert test[0] == 0
     tested = json.loads((root / "metrics.json").read_text())
     assert tested["fit"] == metrics["fit"] and "8" in tested["bits_per_byte_at"]
 
 
 @pytest.mark.parametrize(
-    "scores, best",
-    [([1.0, 3.0, 2.0], 1), ([math.nan, 1.0, math.nan], 1), ([math.nan], 0), ([None, None], None)],
+    "scores, best", [([1.0, 3.0, 2.0], 1), ([math.nan, 1.0, math.nan], 1), ([math.nan], 0), ([None, None], None)]
 )
 def test_the_best_validation_is_that_of_the_highest_score(scores, best):
     """Each by a new process, which resumes."""
@@ -201,9 +190,12 @@ def test_the_best_validation_is_that_of_the_highest_score(scores, best):
         callback.load_state_dict(saved)
         logged = {} if score is None else {"score": torch.tensor(score)}
         trainer = SimpleNamespace(
-            is_global_zero=False, sanity_checking=False, current_epoch=epoch, global_step=epoch + 1,
+            is_global_zero=False,
+            sanity_checking=False,
+            current_epoch=epoch,
+            global_step=epoch + 1,
             callback_metrics={"loss": torch.tensor(2.0), **logged},
-        )  # fmt: skip
+        )
         callback.on_validation_end(trainer, None)
         saved = callback.state_dict()
     epochs = {name: metrics["epoch"] for name, metrics in saved.items()}

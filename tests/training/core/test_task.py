@@ -52,8 +52,9 @@ def test_what_one_input_can_raise_is_a_line_and_an_error_of_ours_is_raised():
             raise error("ours")
     assert task.failures[0] == "a.mp4: damaged"
     assert [line.split(" (")[0] for line in task.failures[1:]] == [
-        "b.mp4: does not fit into memory", "c.mp4: does not fit into memory"
-    ]  # fmt: skip
+        "b.mp4: does not fit into memory",
+        "c.mp4: does not fit into memory",
+    ]
 
 
 def test_a_case_without_foreground_does_not_spoil_the_validation(monkeypatch):
@@ -67,11 +68,7 @@ def test_a_case_without_foreground_does_not_spoil_the_validation(monkeypatch):
     half = truth.clone()
     half[..., 1] = 0
     task.on_validation_epoch_start()
-    for name, found, label in (
-        ("a", truth, truth),
-        ("b", half, truth),
-        ("c", 0 * truth, 0 * truth),
-    ):
+    for name, found, label in (("a", truth, truth), ("b", half, truth), ("c", 0 * truth, 0 * truth)):
         pair = {"image": torch.cat([1 - found, found], 1)[0], "label": label[0]}
         batch = {k: SimpleNamespace(as_tensor=lambda v=v: v) for k, v in pair.items()}
         task.validation_step({**batch, "name": name}, 0)
@@ -109,9 +106,7 @@ def test_the_network_is_captured_with_a_batch_like_those_of_training(monkeypatch
     net = nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1)).eval()
     task = OnACard(net, cuda_graph=True)
     task._trainer = SimpleNamespace(  # type: ignore[assignment]
-        world_size=1,
-        accumulate_grad_batches=1,
-        precision_plugin=MixedPrecision("bf16-mixed", "cpu"),
+        world_size=1, accumulate_grad_batches=1, precision_plugin=MixedPrecision("bf16-mixed", "cpu")
     )
     task.on_fit_start()
     assert captured == [(net, True, [(2, 3)])]

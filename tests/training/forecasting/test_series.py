@@ -45,9 +45,7 @@ def days(rows: int = 750) -> Series:
     """Two columns of a daily pattern, different hours of it, and noise of 0.3 of its deviation."""
     rng = np.random.default_rng(0)
     turn = 2 * np.pi * (np.arange(rows)[:, None] / 24 + np.array([0.0, 0.3]))
-    values = np.array([10.0, -3.0]) + np.array([4.0, 0.5]) * (
-        np.sin(turn) * 2**0.5 + 0.3 * rng.normal(size=(rows, 2))
-    )
+    values = np.array([10.0, -3.0]) + np.array([4.0, 0.5]) * (np.sin(turn) * 2**0.5 + 0.3 * rng.normal(size=(rows, 2)))
     return Series(("A", "OT"), START, torch.from_numpy(values))
 
 
@@ -94,8 +92,9 @@ def net_of(checkpoint: Path) -> Forecaster:
 
 
 def opened(folder: Path, **options) -> SeriesData:
-    data = SeriesData(str(folder), **{"file": "hours.csv", "input_length": 48, "horizon": 30,
-                                      "split": SPLIT, "workers": 0, **options})  # fmt: skip
+    data = SeriesData(
+        str(folder), **{"file": "hours.csv", "input_length": 48, "horizon": 30, "split": SPLIT, "workers": 0, **options}
+    )
     data.setup("fit")
     return data
 
@@ -121,16 +120,11 @@ def test_an_input_ends_where_its_target_begins(folder, tmp_path):
     values, first = read_series(folder / "hours.csv").values, 600
     values[first:] += 100
     write_series(tmp_path / "hours.csv", Series(("A", "OT"), START, values))
-    (seen, times, target, _), (again, hours, other, _) = (
-        opened(place).test_set[0] for place in (folder, tmp_path)
-    )
+    (seen, times, target, _), (again, hours, other, _) = (opened(place).test_set[0] for place in (folder, tmp_path))
     assert torch.equal(seen, again) and torch.equal(times, hours) and (other > target + 10).all()
     for part, end in (("val_set", 600), ("test_set", 720)):
         windows = getattr(opened(folder), part)
-        assert (
-            windows.starts.stop - 1 + 78 == end
-            and windows.starts[0] + 48 == end - len(windows) - 29
-        )
+        assert windows.starts.stop - 1 + 78 == end and windows.starts[0] + 48 == end - len(windows) - 29
 
 
 def test_one_column(folder):
@@ -154,9 +148,11 @@ def test_metrics_by_hand(trained, folder):
             guess = net(torch.tensor(before[None]).float(), data.test_set[i][1][None])[0].numpy()
         day = np.arange(30) % 24
         for name, y in (
-            ("net", guess), ("last_value", before[-1:]), ("last_day", before[-24:][day]),
+            ("net", guess),
+            ("last_value", before[-1:]),
+            ("last_day", before[-24:][day]),
             ("mean_day", (before[:24] + before[24:])[day] / 2),
-        ):  # fmt: skip
+        ):
             differences.setdefault(name, []).append(y - after)
     for name, found in differences.items():
         found = np.stack(found)
@@ -185,13 +181,9 @@ def test_the_best_checkpoint_is_that_of_the_least_error(trained, folder):
     score = next(c["best_model_score"] for k, c in held.items() if "'monitor': 'val_score'" in k)
     net, windows = net_of(trained / "checkpoints" / "best.ckpt"), opened(folder).val_set
     assert len(windows) == 600 - 500 - 30 + 1
-    values, times, target = (
-        torch.stack([windows[i][part] for i in range(len(windows))]) for part in range(3)
-    )
+    values, times, target = (torch.stack([windows[i][part] for i in range(len(windows))]) for part in range(3))
     with torch.no_grad():
-        assert -float(score) == pytest.approx(
-            (net(values, times) - target).square().mean().item(), rel=1e-4
-        )
+        assert -float(score) == pytest.approx((net(values, times) - target).square().mean().item(), rel=1e-4)
 
 
 def test_pictures(trained):
@@ -207,9 +199,8 @@ def test_predict(trained, folder, forecast, tmp_path, close):
     write_series(tmp_path / "now.csv", Series(("OT", "B", "A"), START, swapped))
     more = (f"--ckpt_path={trained}/checkpoints/last.ckpt", "--data.init_args.root=/gone")
     status, said, failed = forecast(
-        "predict", f"--trainer.default_root_dir={tmp_path}/out",
-        f"--data.init_args.input={tmp_path}/now.csv", *more,
-    )  # fmt: skip
+        "predict", f"--trainer.default_root_dir={tmp_path}/out", f"--data.init_args.input={tmp_path}/now.csv", *more
+    )
     file = tmp_path / "out" / "predictions" / "now.csv"
     assert (status, failed) == (0, []) and str(file) in said
     found = read_series(file)
@@ -238,10 +229,7 @@ def test_predict(trained, folder, forecast, tmp_path, close):
         ("--data.init_args.split=[500,600,800]", "{root}/hours.csv: 750 rows, expected 800"),
         ("--data.init_args.horizon=101", "{root}/hours.csv: split=(500, 600, 720) has no room"),
         ("--model.net.init_args.label_length=49", "input_length=48: shorter than"),
-        (
-            "--model.net.init_args.period=49",
-            "input_length=48: shorter than the network's period=49",
-        ),
+        ("--model.net.init_args.period=49", "input_length=48: shorter than the network's period=49"),
         ("--data.init_args.input_length=23", "input_length=23, horizon=30: expected a day"),
     ],
 )
@@ -257,22 +245,21 @@ def test_what_does_not_fit_the_data(forecast, folder, tmp_path, option, text):
 def test_what_predict_needs(forecast, trained, folder, tmp_path):
     write_series(tmp_path / "short.csv", days(47))
     write_series(tmp_path / "other.csv", Series(("OT",), START, days().values[:, :1]))
-    here, checkpoint = (
-        f"--data.init_args.input={folder}/hours.csv",
-        trained / "checkpoints/last.ckpt",
-    )
+    here, checkpoint = (f"--data.init_args.input={folder}/hours.csv", trained / "checkpoints/last.ckpt")
     cases = (
         ((here,), "--ckpt_path: predict expects"),
         ((f"--ckpt_path={checkpoint}",), "data.input: expected a CSV file"),
-        ((f"--data.init_args.input={tmp_path}/short.csv", f"--ckpt_path={checkpoint}"),
-         f"{tmp_path}/short.csv: 47 rows, expected input_length=48"),
-        ((f"--data.init_args.input={tmp_path}/other.csv", f"--ckpt_path={checkpoint}"),
-         f"{tmp_path}/other.csv: has no column A"),
-    )  # fmt: skip
+        (
+            (f"--data.init_args.input={tmp_path}/short.csv", f"--ckpt_path={checkpoint}"),
+            f"{tmp_path}/short.csv: 47 rows, expected input_length=48",
+        ),
+        (
+            (f"--data.init_args.input={tmp_path}/other.csv", f"--ckpt_path={checkpoint}"),
+            f"{tmp_path}/other.csv: has no column A",
+        ),
+    )
     for arguments, text in cases:
-        status, _, failed = forecast(
-            "predict", f"--trainer.default_root_dir={tmp_path}/out", *arguments
-        )
+        status, _, failed = forecast("predict", f"--trainer.default_root_dir={tmp_path}/out", *arguments)
         assert status == 1 and len(failed) == 1 and failed[0].startswith(f"error: {text}")
         assert not (tmp_path / "out" / "predictions").exists()
 
@@ -288,8 +275,13 @@ def test_a_checkpoint_of_other_columns(trained, folder, tmp_path):
 def test_the_config_takes_one_step(tmp_path, monkeypatch):
     """With another horizon, said in one place."""
     monkeypatch.setattr(sys, "argv", ["task.py"])
-    args = ["--config", f"{ROOT}/configs/ett.yaml", "--data.init_args.horizon=40",
-            "--trainer.accelerator=cpu", f"--trainer.default_root_dir={tmp_path}"]  # fmt: skip
+    args = [
+        "--config",
+        f"{ROOT}/configs/ett.yaml",
+        "--data.init_args.horizon=40",
+        "--trainer.accelerator=cpu",
+        f"--trainer.default_root_dir={tmp_path}",
+    ]
     cli = TaskCLI(ForecastTask, SeriesData, subclass_mode_data=True, run=False, args=args)
     task, data = cli.model.train(), cli.datamodule
     assert task.net.label_length <= data.input_length and data.horizon == 40

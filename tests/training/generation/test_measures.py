@@ -25,9 +25,7 @@ def test_frechet_distance_of_known_gaussians():
     assert frechet_distance(b, a) == pytest.approx(frechet_distance(a, b), rel=1e-9)
     assert frechet_distance(a, a) == pytest.approx(0, abs=1e-9)
     turned = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))[0]
-    assert frechet_distance(a @ turned, b @ turned) == pytest.approx(
-        frechet_distance(a, b), rel=1e-9
-    )
+    assert frechet_distance(a @ turned, b @ turned) == pytest.approx(frechet_distance(a, b), rel=1e-9)
 
 
 @pytest.mark.parametrize("count", [12, 300])
@@ -64,8 +62,7 @@ def test_precision_and_recall_are_those_of_the_definition(k):
 
     def covered(manifold, points):
         radii = [sorted((a - b).norm() for b in manifold)[k] for a in manifold]  # [0] is itself
-        inside = [any((p - a).norm() <= r for a, r in zip(manifold, radii, strict=True))
-                  for p in points]  # fmt: skip
+        inside = [any((p - a).norm() <= r for a, r in zip(manifold, radii, strict=True)) for p in points]
         return sum(inside) / len(points)
 
     expected = covered(*sets), covered(*reversed(sets))

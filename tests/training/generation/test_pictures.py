@@ -9,13 +9,7 @@ from PIL import Image
 
 from ndlightnet.training.generation import pictures
 from ndlightnet.training.generation.measures import Neighbour
-from ndlightnet.training.generation.pictures import (
-    save_animation,
-    save_nearest,
-    save_sample,
-    save_sheet,
-    view,
-)
+from ndlightnet.training.generation.pictures import save_animation, save_nearest, save_sample, save_sheet, view
 
 
 def cells(*shape: int) -> torch.Tensor:
@@ -25,11 +19,15 @@ def cells(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     "shape, picture",
     [
-        ((1, 9), (3, 16, 11)), ((1, 5, 7), (3, 5, 7)), ((3, 5, 7), (3, 5, 7)),
-        ((3, 2, 5, 7), (3, 5, 15)), ((3, 20, 5, 7), (3, 5, 63)), ((1, 4, 5, 6), (3, 5, 23)),
+        ((1, 9), (3, 16, 11)),
+        ((1, 5, 7), (3, 5, 7)),
+        ((3, 5, 7), (3, 5, 7)),
+        ((3, 2, 5, 7), (3, 5, 15)),
+        ((3, 20, 5, 7), (3, 5, 63)),
+        ((1, 4, 5, 6), (3, 5, 23)),
         ((1, 2, 3, 4, 5), (3, 4, 38)),
     ],
-)  # fmt: skip
+)
 def test_every_sample_has_a_picture(shape, picture):
     found = view(cells(*shape))
     assert tuple(found.shape) == picture and found.dtype == torch.uint8
@@ -46,9 +44,13 @@ def test_files_hold_the_samples(tmp_path):
     grey, colour, line = cells(1, 5, 7), cells(3, 5, 7), cells(1, 9)
     volume, series = cells(1, 4, 5, 6), cells(1, 3, 3, 3, 3)
     for name, sample, ending in (
-        ("a", grey, ".png"), ("b", colour, ".png"), ("c", volume, ".nii.gz"),
-        ("d", series, ".nii.gz"), ("e", line, ".npy"), ("f", cells(3, 4, 6, 8), ".gif"),
-    ):  # fmt: skip
+        ("a", grey, ".png"),
+        ("b", colour, ".png"),
+        ("c", volume, ".nii.gz"),
+        ("d", series, ".nii.gz"),
+        ("e", line, ".npy"),
+        ("f", cells(3, 4, 6, 8), ".gif"),
+    ):
         file = save_sample(tmp_path / name, sample)
         assert file.name == name + ending
     assert np.array_equal(np.asarray(Image.open(tmp_path / "a.png")), grey[0])
@@ -98,8 +100,7 @@ def test_nearest_samples_tell_their_classes_and_distances(tmp_path, monkeypatch)
     near = [Neighbour(1.25, 0, clip), Neighbour(30.0, 1, clip)]
     save_nearest(tmp_path / "x.png", [(1, clip)], [near], ["cat", "dog"])
     assert (
-        shown[-1][0] == "a sample; its nearest in training at 1.25; 0 of 1 of its class, dog"
-        and len(shown[-1][1]) == 2
+        shown[-1][0] == "a sample; its nearest in training at 1.25; 0 of 1 of its class, dog" and len(shown[-1][1]) == 2
     )
 
 

@@ -32,9 +32,7 @@ def test_noise_prediction_is_diffusers(kind):
     torch.testing.assert_close(target, wanted[kind], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "name", ["DPMSolverMultistepScheduler", "EulerDiscreteScheduler", "UniPCMultistepScheduler"]
-)
+@pytest.mark.parametrize("name", ["DPMSolverMultistepScheduler", "EulerDiscreteScheduler", "UniPCMultistepScheduler"])
 @pytest.mark.parametrize("kind", ["epsilon", "v_prediction"])
 def test_all_schedulers_of_noise_prediction_train_as_ddpm_does(name, kind):
     """Their own add_noise is for pictures to be changed, after set_timesteps."""
@@ -72,10 +70,7 @@ def test_a_trial_of_sampling_draws_no_random_number():
 
 
 def test_densities_of_time():
-    flow, noise = (
-        build_scheduler("FlowMatchEulerDiscreteScheduler"),
-        build_scheduler("DDIMScheduler"),
-    )
+    flow, noise = (build_scheduler("FlowMatchEulerDiscreteScheduler"), build_scheduler("DDIMScheduler"))
     x = torch.zeros(20_000, 1, 1)
 
     def spread(scheduler, density):
@@ -90,9 +85,7 @@ def test_densities_of_time():
 
 def test_draws_repeat_with_a_generator():
     scheduler, x = build_scheduler("FlowMatchEulerDiscreteScheduler"), torch.randn(3, 1, 4)
-    first, again = (
-        noised(scheduler, x, generator=torch.Generator().manual_seed(5)) for _ in range(2)
-    )
+    first, again = (noised(scheduler, x, generator=torch.Generator().manual_seed(5)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
@@ -106,10 +99,7 @@ def test_draws_repeat_with_a_generator():
             "prediction_type=flow_prediction, expected one of epsilon, sample, v_prediction",
         ),
         ("AutoencoderKL", r"model\.scheduler=AutoencoderKL: expected one of diffusers"),
-        (
-            {"DDIMScheduler": {"beta_stat": 1}},
-            "has no beta_stat; did you mean beta_st",
-        ),
+        ({"DDIMScheduler": {"beta_stat": 1}}, "has no beta_stat; did you mean beta_st"),
         ({"DDIMScheduler": {}, "DDPMScheduler": {}}, "expected a name, or {name: arguments}"),
         ({"DDIMScheduler": {"beta_schedule": "x"}}, r"model\.scheduler: DDIMScheduler: .*x"),
     ],

@@ -44,8 +44,7 @@ data:
 """
 CLIPS = (
     TINY.partition("data:")[0].replace(
-        "{dims: 2, in_chans: 1, num_classes: 2,",
-        "{dims: 3, in_chans: 3, num_classes: 6, patch_size: [1, 4, 4],",
+        "{dims: 2, in_chans: 1, num_classes: 2,", "{dims: 3, in_chans: 3, num_classes: 6, patch_size: [1, 4, 4],"
     )
     + """
 data:
@@ -76,8 +75,14 @@ def launch(folder: Path, command: str, *arguments: str, config: str = TINY):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tiny.yaml").write_text(config)
     out, err = io.StringIO(), io.StringIO()
-    argv = ["task.py", command, "--config", str(folder / "tiny.yaml"),
-            f"--trainer.default_root_dir={folder}", *arguments]  # fmt: skip
+    argv = [
+        "task.py",
+        command,
+        "--config",
+        str(folder / "tiny.yaml"),
+        f"--trainer.default_root_dir={folder}",
+        *arguments,
+    ]
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", argv)
         try:
@@ -101,8 +106,11 @@ def images(tmp_path_factory) -> tuple[str, Path]:
 @pytest.mark.parametrize("dims", SPACES)
 def test_fit_test_and_predict_on_any_number_of_axes(dims, tmp_path):
     space, out = SPACES[dims], tmp_path / "run"
-    common = [f"--data.init_args.root={bars(tmp_path, space)}",
-              f"--model.net.init_args.dims={dims}", "--model.guidance=1.5"]  # fmt: skip
+    common = [
+        f"--data.init_args.root={bars(tmp_path, space)}",
+        f"--model.net.init_args.dims={dims}",
+        "--model.guidance=1.5",
+    ]
     last = f"--ckpt_path={out}/checkpoints/last.ckpt"
     assert launch(out, "fit", *common) == (0, "", [])
     assert (out / "samples" / "epoch_0002.png").is_file()
@@ -122,8 +130,7 @@ def test_fit_test_and_predict_on_any_number_of_axes(dims, tmp_path):
     files = sorted((tmp_path / "drawn" / "predictions").iterdir())
     assert [file.name.split(".")[0] for file in files] == ["00000_0", "00001_1", "00002_0"]
     kinds = {1: np.load, 2: Image.open, 3: nibabel.load, 4: nibabel.load}
-    shapes = {np.squeeze(np.asarray(getattr(found, "dataobj", found))).shape
-              for found in map(kinds[dims], files)}  # fmt: skip
+    shapes = {np.squeeze(np.asarray(getattr(found, "dataobj", found))).shape for found in map(kinds[dims], files)}
     assert shapes == {tuple(size)}
 
 
@@ -144,8 +151,9 @@ def test_prediction_is_repeated_by_its_seed_and_of_the_classes_asked(images, tmp
     last = f"--ckpt_path={out}/checkpoints/last.ckpt"
     found = []
     for name, more in (("a", []), ("b", []), ("c", ["--model.seed=1"])):
-        done = launch(tmp_path / name, "predict", root, last, "--model.classes=['1']",
-                      "--data.init_args.batch_size=4", *more)  # fmt: skip
+        done = launch(
+            tmp_path / name, "predict", root, last, "--model.classes=['1']", "--data.init_args.batch_size=4", *more
+        )
         assert done[0] == 0
         files = sorted((tmp_path / name / "predictions").iterdir())
         assert len(files) == 6 and all(file.stem.endswith("_1") for file in files)
@@ -174,9 +182,7 @@ def test_classes_and_noise_are_those_that_are_reported(images, tmp_path, monkeyp
     calls.clear()
     assert launch(tmp_path, "predict", root, last, "--model.classes=['1','0']")[::2] == (0, [])
     assert calls == [[1, 0] * 3]
-    assert sorted(file.name for file in tmp_path.glob("*.png")) == [
-        "nearest.png", "predictions.png", "samples.png",
-    ]  # fmt: skip
+    assert sorted(file.name for file in tmp_path.glob("*.png")) == ["nearest.png", "predictions.png", "samples.png"]
     for name in ("12345.txt", "mine.png"):
         (tmp_path / "predictions" / name).write_text("of the user")
     assert launch(tmp_path, "predict", root, last, "--model.samples=2")[::2] == (0, [])
@@ -240,12 +246,17 @@ def save_autoencoder(folder: Path, latent_channels: int = 2) -> Path:
     torch.manual_seed(0)
     blocks = 2
     AutoencoderKL(
-        in_channels=1, out_channels=1, latent_channels=latent_channels, norm_num_groups=4,
+        in_channels=1,
+        out_channels=1,
+        latent_channels=latent_channels,
+        norm_num_groups=4,
         sample_size=8,
         down_block_types=["DownEncoderBlock2D"] * blocks,
         up_block_types=["UpDecoderBlock2D"] * blocks,
-        block_out_channels=[4] * blocks, scaling_factor=0.5, shift_factor=0.25,
-    ).save_pretrained(folder)  # fmt: skip
+        block_out_channels=[4] * blocks,
+        scaling_factor=0.5,
+        shift_factor=0.25,
+    ).save_pretrained(folder)
     return folder
 
 
@@ -258,8 +269,12 @@ def autoencoder(tmp_path) -> Path:
 def test_latents_of_an_autoencoder(images, autoencoder, tmp_path):
     root, _ = images
     out = tmp_path / "run"
-    common = [root, f"--model.autoencoder={autoencoder}", "--model.net.init_args.in_chans=2",
-              "--model.net.init_args.patch_size=1"]  # fmt: skip
+    common = [
+        root,
+        f"--model.autoencoder={autoencoder}",
+        "--model.net.init_args.in_chans=2",
+        "--model.net.init_args.patch_size=1",
+    ]
     assert launch(out, "fit", *common) == (0, "", [])
     last = f"--ckpt_path={out}/checkpoints/last.ckpt"
     assert launch(out, "test", *common, last)[::2] == (0, [])
@@ -295,9 +310,7 @@ def test_latents_are_shifted_then_scaled_and_decoded_the_other_way(autoencoder):
     latents = codec.encode(x, torch.Generator().manual_seed(5))
     torch.testing.assert_close(latents, (plain - 0.25) * 0.5)  # its shift_factor, scaling_factor
     decoded = (codec.net.decode(plain).sample + 1) * 127.5
-    torch.testing.assert_close(
-        codec.decode(latents).float(), decoded.clamp(0, 255), atol=0.6, rtol=0
-    )
+    torch.testing.assert_close(codec.decode(latents).float(), decoded.clamp(0, 255), atol=0.6, rtol=0)
     assert decoded.std() > 1
 
 
@@ -321,11 +334,7 @@ def test_weights_of_an_autoencoder_that_are_code_are_not_read(autoencoder):
         ("fit", ["--trainer.precision=bf16-true"], "trainer.precision: bf16-true, expected 32-tru"),
         ("fit", ["--model.scheduler=DDIM"], "model.scheduler=DDIM: expected one of diffusers"),
         ("fit", ["--model.autoencoder=nowhere"], "model.autoencoder=nowhere: expected a folder"),
-        (
-            "fit",
-            ["--model.net=ndlightnet.NDLightNet", "--model.net.dims=2"],
-            "model.net: NDLightNe",
-        ),
+        ("fit", ["--model.net=ndlightnet.NDLightNet", "--model.net.dims=2"], "model.net: NDLightNe"),
         ("fit", ["--model.scheduler=LCMScheduler", "--model.sampling_steps=99"], "in 99 steps"),
         ("fit", ["--model.net.init_args.size=M"], "model.net.size=M: expected 'S', 'B'"),
         ("fit", ["--model.scheduler=PNDM"], "expected one of diffusers, such as PNDMScheduler"),
@@ -359,9 +368,7 @@ def test_handwritten_digits_are_the_images_of_scikit_learn():
     data.setup("fit")
     assert (data.space, data.channels, data.classes) == ((8, 8), 1, tuple("0123456789"))
     assert len(data.train_set) == 1500 and len(data.test_set) == 297
-    known = {
-        (image * 255 / 16).round().astype(np.uint8).tobytes() for image in load_digits().images
-    }
+    known = {(image * 255 / 16).round().astype(np.uint8).tobytes() for image in load_digits().images}
     whole = torch.cat([data.train_set.images, data.test_set.images]).numpy()
     assert {image.tobytes() for image in whole} == known
     batch = next(iter(data.plain_train_dataloader()))

@@ -36,9 +36,13 @@ def test_curves_of_several_runs(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "content, message",
-    [(None, "no such file"), ("{", "not what the test"), ('{"top1": 1.0}', "not what the test"),
-     ("[]", "not what the test")],
-)  # fmt: skip
+    [
+        (None, "no such file"),
+        ("{", "not what the test"),
+        ('{"top1": 1.0}', "not what the test"),
+        ("[]", "not what the test"),
+    ],
+)
 def test_curves_of_what_is_no_run(tmp_path, capsys, content, message):
     if content is not None:
         (tmp_path / "metrics.json").write_text(content)

@@ -44,8 +44,7 @@ def trained(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "place, where",
-    [(".", "run"), (".", "run/checkpoints/last.ckpt"), ("run/checkpoints", "last.ckpt")],
+    "place, where", [(".", "run"), (".", "run/checkpoints/last.ckpt"), ("run/checkpoints", "last.ckpt")]
 )
 def test_the_command_prints_what_the_function_yields(trained, capsys, monkeypatch, place, where):
     monkeypatch.chdir(trained / place)
@@ -124,9 +123,7 @@ def test_a_file_is_one_text_however_it_is_cut():
         whole = float(token_nll(net, text[None]).double().sum()) / math.log(2)
     for chunk in (1, 7, 39, 100):
         assert file_bits(net, text, chunk) == pytest.approx(whole, rel=1e-6)
-    softmax = NDLightNet(
-        1, vocab_size=256, causal=True, embed_dim=16, depth=1, mixer=SoftmaxAttention
-    ).eval()
+    softmax = NDLightNet(1, vocab_size=256, causal=True, embed_dim=16, depth=1, mixer=SoftmaxAttention).eval()
     with torch.no_grad():
         parts = [token_nll(softmax, text[None, a : a + 14]).sum() for a in (0, 13, 26)]
     assert file_bits(softmax, text, 13) == pytest.approx(float(sum(parts)) / math.log(2), rel=1e-5)

@@ -75,9 +75,13 @@ def measured(net, tmp_path, file, decode_bytes=0, **options) -> dict:
     """metrics.json of a `test` of a network that nobody trained."""
     task = TextTask(net, decode_bytes=decode_bytes)
     trainer = Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, default_root_dir=tmp_path,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.test(task, TextData(str(file), **options), verbose=False)
     return json.loads((tmp_path / "metrics.json").read_text())
 
@@ -92,8 +96,9 @@ def test_token_nll_by_hand():
 
 
 def test_uniform_is_eight_bits(tmp_path, text_file):
-    metrics = measured(Fixed(torch.zeros(256, 256)), tmp_path, text_file()[0],
-                      length=8, lengths=(), fractions=(0.5, 0.0, 0.5))  # fmt: skip
+    metrics = measured(
+        Fixed(torch.zeros(256, 256)), tmp_path, text_file()[0], length=8, lengths=(), fractions=(0.5, 0.0, 0.5)
+    )
     assert metrics["bits_per_byte"] == 8 and metrics["bits_per_byte_at"] == {"8": 8}
 
 
@@ -112,16 +117,16 @@ def test_each_byte_is_counted_once_at_every_length(tmp_path, text_file, test_byt
     bytes are predicted in each of them."""
     file, text = text_file()
     logits = 2 * torch.randn(256, 256)
-    metrics = measured(Fixed(logits), tmp_path, file, fractions=(0.7, 0.1, 0.2), length=8,
-                      lengths=(6, 16, 48), test_bytes=test_bytes)  # fmt: skip
+    metrics = measured(
+        Fixed(logits), tmp_path, file, fractions=(0.7, 0.1, 0.2), length=8, lengths=(6, 16, 48), test_bytes=test_bytes
+    )
     assert metrics["test_bytes"] == counted
     each = costs(text[800 : 801 + counted], logits)
     at = metrics["bits_per_byte_at"]
     assert list(at) == ["6", "8", "16", "48"]  # the training length is always there
     assert list(at.values()) == pytest.approx([each.mean()] * 4, rel=1e-5)
     assert metrics["bits_per_byte"] == at["8"] and metrics["train_length"] == 8
-    places = {f"{a}-{b}": each.reshape(-1, 48)[:, a:b].mean()
-              for a, b in ((0, 8), (8, 16), (16, 32), (32, 48))}  # fmt: skip
+    places = {f"{a}-{b}": each.reshape(-1, 48)[:, a:b].mean() for a, b in ((0, 8), (8, 16), (16, 32), (32, 48))}
     assert metrics["bits_per_byte_by_position"] == pytest.approx(places, rel=1e-5)
     assert metrics["same_bytes_at_training_length"] == pytest.approx(places, rel=1e-5)
 
@@ -130,16 +135,14 @@ def test_windows_begin_with_an_empty_context(tmp_path, text_file):
     """A network that is twice as sure from position 16 on: its windows of 8 never get there."""
     file, text = text_file()
     logits = torch.randn(256, 256)
-    metrics = measured(Fixed(logits, 16, 2.0), tmp_path, file, fractions=(0.7, 0.1, 0.2), length=8,
-                      lengths=(16, 64))  # fmt: skip
+    metrics = measured(Fixed(logits, 16, 2.0), tmp_path, file, fractions=(0.7, 0.1, 0.2), length=8, lengths=(16, 64))
     text = text[800 : 801 + 192]
     early, late = costs(text, logits), costs(text, logits, 2.0)
     turned = np.where(np.arange(192) % 64 < 16, early, late)
     at = {"8": early.mean(), "16": early.mean(), "64": turned.mean()}
     assert metrics["bits_per_byte_at"] == pytest.approx(at, rel=1e-5)
     spans = ((0, 8), (8, 16), (16, 32), (32, 64))
-    for key, each in (("bits_per_byte_by_position", turned),
-                      ("same_bytes_at_training_length", early)):  # fmt: skip
+    for key, each in (("bits_per_byte_by_position", turned), ("same_bytes_at_training_length", early)):
         wanted = {f"{a}-{b}": each.reshape(3, 64)[:, a:b].mean() for a, b in spans}
         assert metrics[key] == pytest.approx(wanted, rel=1e-5)
 
@@ -168,8 +171,9 @@ class Large(Fixed):
 
 def test_out_of_memory_is_recorded(tmp_path, text_file):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-    metrics = measured(Large(error), tmp_path, text_file()[0], fractions=(0.7, 0.1, 0.2), length=8,
-                      lengths=(16, 32, 64))  # fmt: skip
+    metrics = measured(
+        Large(error), tmp_path, text_file()[0], fractions=(0.7, 0.1, 0.2), length=8, lengths=(16, 32, 64)
+    )
     assert metrics["bits_per_byte_at"] == {"8": 8, "16": 8, "32": None, "64": None}
     assert metrics["not_measured"] == {"32": str(error), "64": str(error)}
     assert metrics["bits_per_byte_by_position"] == {"0-8": 8, "8-16": 8}
@@ -190,8 +194,14 @@ def test_out_of_memory_is_recorded(tmp_path, text_file):
 
 def test_other_errors_are_not_passed_over(tmp_path, text_file):
     with pytest.raises(RuntimeError, match="wrong"):
-        measured(Large(RuntimeError("wrong")), tmp_path, text_file()[0],
-                fractions=(0.7, 0.1, 0.2), length=8, lengths=(16, 32, 64))  # fmt: skip
+        measured(
+            Large(RuntimeError("wrong")),
+            tmp_path,
+            text_file()[0],
+            fractions=(0.7, 0.1, 0.2),
+            length=8,
+            lengths=(16, 32, 64),
+        )
 
 
 def model(mixer=LightNetAttention) -> NDLightNet:
@@ -258,10 +268,13 @@ def test_decode_within_test(tmp_path, text_file):
     net = model()
     metrics = measured(net, tmp_path, file, 150, length=8, lengths=(), fractions=(0.7, 0.1, 0.2))
     wanted = decode(net, torch.from_numpy(text[800:951]), 8)
-    assert metrics["decode"] == {**wanted, **{
-        key: pytest.approx(wanted[key], abs=1e-5)
-        for key in ("bits_per_byte", "bits_per_byte_at_once", "difference")
-    }}  # fmt: skip
+    assert metrics["decode"] == {
+        **wanted,
+        **{
+            key: pytest.approx(wanted[key], abs=1e-5)
+            for key in ("bits_per_byte", "bits_per_byte_at_once", "difference")
+        },
+    }
 
 
 @pytest.fixture
@@ -301,9 +314,7 @@ def test_a_periodic_text_is_learnt(tmp_path, launch):
     logs = (tmp_path / "runs" / "logs" / "version_0" / "metrics.csv").read_text()
     assert "val_bits_per_byte" in logs.splitlines()[0]
     saved = torch.load(tmp_path / "runs" / "checkpoints" / "last.ckpt", weights_only=True)
-    assert metrics["parameters"] == sum(
-        v.numel() for k, v in saved["state_dict"].items() if k != "net.head.weight"
-    )
+    assert metrics["parameters"] == sum(v.numel() for k, v in saved["state_dict"].items() if k != "net.head.weight")
     # a test of its own, of the same checkpoint
     last = f"--ckpt_path={tmp_path}/runs/checkpoints/last.ckpt"
     status, out, errors = launch("test", last, "--model.decode_bytes=100", root=tmp_path / "text")
@@ -322,14 +333,20 @@ def test_a_periodic_text_is_learnt(tmp_path, launch):
         (["--data.init_args.fractions=[0.5,0.0,0.4]"], "fractions=(0.5, 0.0, 0.4): expected"),
         (["--data.init_args.lengths=[0]"], "length=32, windows=320, batch_size=8, lengths=[0, 32]"),
         (["--data.init_args.lengths=[]", "--model.decode_bytes=50"], "model.decode_bytes=50: "),
-        (["--data.init_args.lengths=[]", "--model.net.init_args.causal=false"],
-         "model.net: expected a network with causal=True, got False"),
-        (["--data.init_args.lengths=[]", "--model.net.init_args.vocab_size=255"],
-         "model.net: expected a network with vocab_size=256, got 255"),
-        (["--data.init_args.lengths=[]", "--model.net.init_args.num_classes=256"],
-         "model.net: expected a network with per_token=True, got False"),
+        (
+            ["--data.init_args.lengths=[]", "--model.net.init_args.causal=false"],
+            "model.net: expected a network with causal=True, got False",
+        ),
+        (
+            ["--data.init_args.lengths=[]", "--model.net.init_args.vocab_size=255"],
+            "model.net: expected a network with vocab_size=256, got 255",
+        ),
+        (
+            ["--data.init_args.lengths=[]", "--model.net.init_args.num_classes=256"],
+            "model.net: expected a network with per_token=True, got False",
+        ),
     ],
-)  # fmt: skip
+)
 def test_one_line_for_what_is_wrong(launch, tmp_path, text_file, options, message):
     root = text_file()[0]
     status, _, errors = launch("fit", *options, root=root)
@@ -340,9 +357,7 @@ def test_one_line_for_what_is_wrong(launch, tmp_path, text_file, options, messag
 def test_the_default_text_is_not_there(tmp_path, launch):
     config = CONFIG.read_text()
     assert "root: text/" in config
-    small = config.replace("root: text/", f"root: {tmp_path}/none/").replace(
-        "embed_dim: 384", "embed_dim: 8"
-    )
+    small = config.replace("root: text/", f"root: {tmp_path}/none/").replace("embed_dim: 384", "embed_dim: 8")
     status, _, errors = launch(config=small)
     assert (status, errors) == (1, [f"error: {tmp_path}/none/enwik8.xz: no such file"])
 
@@ -350,8 +365,13 @@ def test_the_default_text_is_not_there(tmp_path, launch):
 @pytest.mark.parametrize("mixer", [None, "LightNetAttention", "SoftmaxAttention", "Identity"])
 def test_config_takes_a_step(tmp_path, monkeypatch, mixer):
     monkeypatch.setattr(sys, "argv", ["task.py"])
-    args = ["--config", str(CONFIG), f"--trainer.default_root_dir={tmp_path}",
-            "--trainer.accelerator=cpu", "--model.net.init_args.embed_dim=64"]  # fmt: skip
+    args = [
+        "--config",
+        str(CONFIG),
+        f"--trainer.default_root_dir={tmp_path}",
+        "--trainer.accelerator=cpu",
+        "--model.net.init_args.embed_dim=64",
+    ]
     if mixer:
         args.append(f"--model.net.init_args.mixer=ndlightnet.nn.mixers.{mixer}")
     cli = TaskCLI(TextTask, TextData, subclass_mode_data=True, run=False, args=args)

@@ -94,12 +94,18 @@ def test_wrong_options(tmp_path, kind, options, message):
 def test_it_trains_on_mixed_files(folder, pretrain, tmp_path):
     out = tmp_path / "out"
     done = pretrain(
-        "fit", "--data.class_path=UnlabelledFiles", f"--data.init_args.root={folder}",
-        "--data.init_args.kind=videos", "--data.init_args.size=[4,16,16]",
-        "--model.net.init_args.dims=3", "--model.net.init_args.patch_size=[1,4,4]",
-        "--trainer.max_epochs=1", f"--trainer.default_root_dir={out}",
-        "--data.init_args.batch_size=4", "--data.init_args.validation=0.2",
-    )  # fmt: skip
+        "fit",
+        "--data.class_path=UnlabelledFiles",
+        f"--data.init_args.root={folder}",
+        "--data.init_args.kind=videos",
+        "--data.init_args.size=[4,16,16]",
+        "--model.net.init_args.dims=3",
+        "--model.net.init_args.patch_size=[1,4,4]",
+        "--trainer.max_epochs=1",
+        f"--trainer.default_root_dir={out}",
+        "--data.init_args.batch_size=4",
+        "--data.init_args.validation=0.2",
+    )
     assert (done.status, done.errors) == (0, [])
     assert (out / "checkpoints" / "last.ckpt").is_file()
     assert (out / "reconstructions" / "epoch_0001.png").is_file()

@@ -39,8 +39,7 @@ def test_it_leaves_checkpoints_metrics_and_sheets(trained):
     assert metrics["samples"] == 30 and (metrics["box"], metrics["dropped"]) == ([2, 2], 0.75)
     assert -0.5 < metrics["explained"] < 1 and metrics["steps"] == 4 * (108 // 16)
     sheets = sorted(path.name for path in (trained / "reconstructions").iterdir())
-    assert sheets == ["epoch_0001.png", "epoch_0002.png", "epoch_0003.png", "epoch_0004.png",
-                      "test.png"]  # fmt: skip
+    assert sheets == ["epoch_0001.png", "epoch_0002.png", "epoch_0003.png", "epoch_0004.png", "test.png"]
     assert matplotlib.image.imread(trained / "reconstructions" / "test.png").std() > 0.05
 
 
@@ -55,10 +54,14 @@ def test_a_training_begins_with_its_weights(trained, folder, recognise, tmp_path
     """Those that fit; a line names the head, which is as drawn."""
     checkpoint = trained / "checkpoints" / "last.ckpt"
     done = recognise(
-        "fit", f"--data.init_args.root={folder}", f"--trainer.default_root_dir={tmp_path}",
-        f"--model.init={checkpoint}", "--trainer.max_epochs=1", "--model.lr=1e-9",
+        "fit",
+        f"--data.init_args.root={folder}",
+        f"--trainer.default_root_dir={tmp_path}",
+        f"--model.init={checkpoint}",
+        "--trainer.max_epochs=1",
+        "--model.lr=1e-9",
         "--model.min_lr=0",
-    )  # fmt: skip
+    )
     assert (done.status, done.errors) == (0, [])
     said = [line for line in done.err.splitlines() if "weights of the network" in line]
     assert len(said) == 1 and said[0].startswith(f"note: {checkpoint}: ")
@@ -76,8 +79,7 @@ def test_a_test_does_not_read_it(trained, folder, recognise, tmp_path):
     common = (f"--data.init_args.root={folder}", f"--trainer.default_root_dir={tmp_path}")
     done = recognise("fit", *common, "--trainer.max_epochs=1")
     assert (done.status, done.errors) == (0, [])
-    done = recognise("test", *common, "--model.init=gone.ckpt",
-                     f"--ckpt_path={tmp_path}/checkpoints/last.ckpt")  # fmt: skip
+    done = recognise("test", *common, "--model.init=gone.ckpt", f"--ckpt_path={tmp_path}/checkpoints/last.ckpt")
     assert (done.status, done.errors) == (0, [])
 
 
@@ -90,9 +92,7 @@ def test_files_that_cannot_begin_a_training(folder, recognise, tmp_path):
     assert done.errors[0].startswith(f"error: model.init: {tmp_path}/text.ckpt: not a checkpoint")
     torch.save({"state_dict": {"net.other": torch.zeros(2)}}, tmp_path / "other.ckpt")
     done = recognise("fit", *common, f"--model.init={tmp_path}/other.ckpt")
-    assert done.errors == [
-        f"error: model.init: {tmp_path}/other.ckpt: has no weight of this NDLightNet"
-    ]
+    assert done.errors == [f"error: model.init: {tmp_path}/other.ckpt: has no weight of this NDLightNet"]
     assert not list((tmp_path / "out").rglob("*.ckpt"))
 
 
@@ -124,16 +124,18 @@ def test_missing_and_surplus_weights_are_named(tmp_path):
     ],
 )
 def test_wrong_options(folder, pretrain, tmp_path, options, message):
-    done = pretrain("fit", f"--data.init_args.root={folder}",
-                    f"--trainer.default_root_dir={tmp_path}", *options)  # fmt: skip
+    done = pretrain("fit", f"--data.init_args.root={folder}", f"--trainer.default_root_dir={tmp_path}", *options)
     assert done.status == 1 and len(done.errors) == 1
     assert done.errors[0].startswith(f"error: {message}")
 
 
 def test_predict_says_why_not(trained, folder, pretrain, tmp_path):
-    done = pretrain("predict", f"--data.init_args.root={folder}",
-                    f"--trainer.default_root_dir={tmp_path}",
-                    f"--ckpt_path={trained}/checkpoints/last.ckpt")  # fmt: skip
+    done = pretrain(
+        "predict",
+        f"--data.init_args.root={folder}",
+        f"--trainer.default_root_dir={tmp_path}",
+        f"--ckpt_path={trained}/checkpoints/last.ckpt",
+    )
     assert done.status == 1
     assert done.errors == ["error: predict: PretrainTask has none, expected fit, validate or test"]
 

@@ -17,10 +17,13 @@ def checkpoints(segment, write_decathlon, tmp_path_factory) -> list[Path]:
     root = write_decathlon(folder / "data")
     for seed in (0, 1):
         done = segment(
-            "fit", CLASSES, f"--trainer.default_root_dir={folder}/{seed}",
-            f"--data.init_args.root={root}", "--data.init_args.patch=[8,8,8]",
+            "fit",
+            CLASSES,
+            f"--trainer.default_root_dir={folder}/{seed}",
+            f"--data.init_args.root={root}",
+            "--data.init_args.patch=[8,8,8]",
             f"--seed_everything={seed}",
-        )  # fmt: skip
+        )
         assert (done.status, done.errors) == (0, [])
     shutil.rmtree(root)
     return [folder / str(seed) / "checkpoints" / "last.ckpt" for seed in (0, 1)]

@@ -45,20 +45,14 @@ data:
 CT = "{low: -912, high: 469, mean: -164, deviation: 355}"
 # left, back and head, 7 degrees about z, 1.5 x 2 x 2.5 mm
 TURN = np.array([[-np.cos(0.12), np.sin(0.12), 0], [-np.sin(0.12), -np.cos(0.12), 0], [0, 0, 1]])
-OBLIQUE = np.block(
-    [[TURN @ np.diag([1.5, 2.0, 2.5]), np.array([[30.0], [-20], [5]])], [0, 0, 0, 1]]
-)
+OBLIQUE = np.block([[TURN @ np.diag([1.5, 2.0, 2.5]), np.array([[30.0], [-20], [5]])], [0, 0, 0, 1]])
 
 
 def launch(config: Path, command: str, *arguments: object) -> list[str]:
     """The lines of errors of a command of tasks/ct_segmentation.py, in this process."""
     argv = ["task.py", command, "--config", str(config), *map(str, arguments)]
     err = io.StringIO()
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        redirect_stdout(io.StringIO()),
-        redirect_stderr(err),
-    ):
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()), redirect_stderr(err):
         patch.setattr(sys, "argv", argv)
         status = run(SegmentationTask, VolumeData, Path("none"), {"bundle": bundles.bundle})
     errors = [line for line in err.getvalue().splitlines() if line.startswith("error: ")]
@@ -80,10 +74,12 @@ def resampled(phantoms, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("resampled")
     (folder / "scans").symlink_to(phantoms)
     return train(
-        folder, folder / "scans", net="out_channels: 7, deep_supervision: true",
+        folder,
+        folder / "scans",
+        net="out_channels: 7, deep_supervision: true",
         model="window: [24, 20, 16]\n  overlap: 0.4\n  mirror_axes: [1]\n  largest: true",
         data=f"patch: [16, 16, 16], spacing: [9, 7, 11], intensities: [{CT}]",
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -106,15 +102,19 @@ def channels(tmp_path_factory) -> Path:
             true = nibabel.Nifti1Image(label, OBLIQUE)
             nibabel.save(true, folder / "scans" / "labelsTr" / f"c{number}.nii.gz")
     listing = {
-        "channel_names": {"0": "CT", "1": "PET", "2": "T1"}, "numTraining": 2,
-        "labels": {"background": 0, "box": 1}, "file_ending": ".nii.gz",
-    }  # fmt: skip
+        "channel_names": {"0": "CT", "1": "PET", "2": "T1"},
+        "numTraining": 2,
+        "labels": {"background": 0, "box": 1},
+        "file_ending": ".nii.gz",
+    }
     (folder / "scans" / "dataset.json").write_text(json.dumps(listing))
     mixer = "{class_path: ndlightnet.nn.mixers.WindowAttention, init_args: {window: [1, 2, 3]}}"
     return train(
-        folder, folder / "scans", net=f"in_channels: 2, mixer: {mixer}",
+        folder,
+        folder / "scans",
+        net=f"in_channels: 2, mixer: {mixer}",
         data=f"patch: [8, 8, 8], channels: [2, 0], intensities: [{CT}, {{}}, {{}}]",
-    )  # fmt: skip
+    )
 
 
 def exported(config: Path, out: Path, *more: object) -> Path:
@@ -187,9 +187,7 @@ def test_channels_on_their_own_grid(channels, tmp_path):
     seen = compare(predictions / "c2.nii.gz", tmp_path / "eval" / "c2_0000_seg.nii.gz")
     assert seen == (0, 13 * 11 * 9)
     paths = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
-    assert paths == [
-        "configs/inference.json", "configs/metadata.json", "docs/README.md", "models/model.pt"
-    ]  # fmt: skip
+    assert paths == ["configs/inference.json", "configs/metadata.json", "docs/README.md", "models/model.pt"]
     net = parser_of(root).get_parsed_content("network_def")
     assert [m.window for m in net.modules() if isinstance(m, WindowAttention)] == [(1, 2, 3)]
     readme = (root / "docs" / "README.md").read_text()
@@ -202,9 +200,11 @@ def monai_command(cwd: Path, command: str, **arguments: object) -> None:
     given = [str(part) for name, value in arguments.items() for part in (f"--{name}", value)]
     done = subprocess.run(
         [sys.executable, "-m", "monai.bundle", command, *given],
-        cwd=cwd, capture_output=True, text=True,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -237,10 +237,14 @@ def test_monai_exports_it(kind, by_command, channels, tmp_path):
     shape, net = [1, 2, 13, 11, 9], parser_of(root).get_parsed_content("network_def").eval()
     net.load_state_dict(torch.load(root / "models" / "model.pt", weights_only=True))
     given = {
-        "net_id": "network_def", "filepath": str(path), "use_trace": True, "input_shape": shape,
-        "ckpt_file": str(root / "models" / "model.pt"), "bundle_root": str(root),
+        "net_id": "network_def",
+        "filepath": str(path),
+        "use_trace": True,
+        "input_shape": shape,
+        "ckpt_file": str(root / "models" / "model.pt"),
+        "bundle_root": str(root),
         "config_file": str(root / "configs" / "inference.json"),
-    }  # fmt: skip
+    }
     if kind == "onnx":
         pytest.importorskip("onnxscript")
         runtime = pytest.importorskip("onnxruntime")
@@ -269,17 +273,15 @@ def test_monai_knows_what_is_in_it(config, request, tmp_path):
     parser = parser_of(root)
     needed = [one for one in {**InferProperties, **MetaProperties}.values() if one["required"]]
     assert needed and [one["id"] for one in needed if one["id"] not in parser] == []
-    files = {f"{key}_file": str(root / "configs" / f"{name}.json") for key, name in (
-        ("meta", "metadata"), ("config", "inference")
-    )}  # fmt: skip
+    files = {
+        f"{key}_file": str(root / "configs" / f"{name}.json")
+        for key, name in (("meta", "metadata"), ("config", "inference"))
+    }
     verify_net_in_out("network_def", **files, device="cpu", any=9)
     meta = json.loads(Path(files["meta_file"]).read_text())
     assert set(DEFAULT_METADATA) <= set(meta) and meta["name"] == "name"
-    image, pred = (
-        meta["network_data_format"][k][n] for k, n in (("inputs", "image"), ("outputs", "pred"))
-    )
-    asked = {"type", "format", "num_channels", "spatial_shape", "dtype", "value_range",
-             "is_patch_data", "channel_def"}  # fmt: skip
+    image, pred = (meta["network_data_format"][k][n] for k, n in (("inputs", "image"), ("outputs", "pred")))
+    asked = {"type", "format", "num_channels", "spatial_shape", "dtype", "value_range", "is_patch_data", "channel_def"}
     assert asked <= set(pred) and {*asked, "modality"} <= set(image)
     if config == "channels":
         assert image["channel_def"] == {"0": "T1", "1": "CT"} and image["value_range"] == []
@@ -352,11 +354,7 @@ def no_labels(path: Path) -> None:
         (["--model.ensemble=['{ckpt}0']"], None, "{ckpt}0: no such checkpoint"),
         (["--model.net.init_args.widths=[4,16]"], None, "{ckpt}: the checkpoint of another"),
         (["--data.init_args.channels=[0]"], None, "model.net: in_channels=2, expected 1 for"),
-        (
-            ["--data.init_args.channels=[5,0]"],
-            None,
-            "data.channels: [5, 0], expected some of 0 to 2",
-        ),
+        (["--data.init_args.channels=[5,0]"], None, "data.channels: [5, 0], expected some of 0 to 2"),
     ],
 )
 def test_what_does_not_fit_is_one_line(channels, tmp_path, more, spoil, said):

@@ -25,11 +25,14 @@ data:
 @pytest.mark.parametrize(
     "mixer",
     [
-        None, "GLA", "ndlightnet.nn.mixers.GLA", "ndlightnet.nn.mixers.published_mixer",
+        None,
+        "GLA",
+        "ndlightnet.nn.mixers.GLA",
+        "ndlightnet.nn.mixers.published_mixer",
         "{class_path: ndlightnet.nn.mixers.GLA, init_args: {scan: axes}}",
         "[GLA, ndlightnet.nn.mixers.S5, {class_path: ndlightnet.nn.mixers.Identity}]",
     ],
-)  # fmt: skip
+)
 def test_monai_builds_the_same_network(mixer, tmp_path):
     """The default is a class. People write a name, a dotted name of a class or a function, a class
     with arguments, or a list of these."""

@@ -47,11 +47,14 @@ def panels(figure: Figure, columns: int) -> list[list]:
     return [figure.axes[i : i + columns] for i in range(0, len(figure.axes), columns)]
 
 
-@pytest.mark.parametrize("axis, shape, corners", [
-    (2, (8, 10), (974, 74, 904, 4)),  # axial: right is left, front is up
-    (1, (6, 10), (945, 45, 940, 40)),  # coronal: right is left, head is up
-    (0, (6, 8), (475, 405, 470, 400)),  # sagittal: front is left, head is up
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "axis, shape, corners",
+    [
+        (2, (8, 10), (974, 74, 904, 4)),  # axial: right is left, front is up
+        (1, (6, 10), (945, 45, 940, 40)),  # coronal: right is left, head is up
+        (0, (6, 8), (475, 405, 470, 400)),  # sagittal: front is left, head is up
+    ],
+)
 def test_planes_are_seen_as_radiologists_see_them(axis, shape, corners):
     """RAS: x grows to the patient's right, y to the front, z to the head."""
     plane = cut(volume()[0].numpy(), axis, 4)
@@ -64,10 +67,9 @@ def test_slices_are_those_that_show_the_labels_best():
     labels = volume()[1].numpy()
     wanted = []
     for axis in range(3):
-        areas = np.array([
-            [(np.take(labels, i, axis) == n).sum() for n in (1, 2, 3)]
-            for i in range(labels.shape[axis])
-        ])  # fmt: skip
+        areas = np.array(
+            [[(np.take(labels, i, axis) == n).sum() for n in (1, 2, 3)] for i in range(labels.shape[axis])]
+        )
         wanted.append(int((areas / areas.max(0)).sum(1).argmax()))
     assert best_slices(labels, 5) == wanted == [9, 7, 4]
     assert best_slices(labels * 0, 5) == [5, 4, 3]
@@ -76,9 +78,7 @@ def test_slices_are_those_that_show_the_labels_best():
 
 def test_errors_are_told_apart():
     truth, prediction = np.meshgrid(np.arange(4), np.arange(4), indexing="ij")
-    for t, p, kind in zip(
-        truth.flat, prediction.flat, error_of(truth, prediction).flat, strict=True
-    ):
+    for t, p, kind in zip(truth.flat, prediction.flat, error_of(truth, prediction).flat, strict=True):
         wanted = None if t == p else "false positive" if not t else "false negative"
         wanted = "wrong class" if t and p and t != p else wanted
         assert kind == (0 if wanted is None else 1 + list(ERRORS).index(wanted)), (t, p)
@@ -155,9 +155,9 @@ def test_of_a_single_slice_there_is_one_plane(drawn, axis):
     np.testing.assert_array_equal(plane, cut(image.numpy(), axis, 0))
 
 
-@pytest.mark.parametrize("shape, classes", [
-    ((9, 7, 5), 118), ((300, 200, 1), 3), ((5, 4, 300), 3), ((300, 7, 2), 3), ((5, 1, 1), 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "shape, classes", [((9, 7, 5), 118), ((300, 200, 1), 3), ((5, 4, 300), 3), ((300, 7, 2), 3), ((5, 1, 1), 3)]
+)
 @pytest.mark.filterwarnings("error")
 def test_pictures_have_a_size_to_look_at(tmp_path, shape, classes):
     random = torch.Generator().manual_seed(0)

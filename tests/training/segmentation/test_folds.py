@@ -30,11 +30,18 @@ def cross(write_decathlon, tmp_path, monkeypatch, capsys):
     root = write_decathlon(tmp_path / "volumes", cases=8)
     (tmp_path / "config.yaml").write_text(UNET)
     argv = [
-        "task.py", "folds", "--config", str(tmp_path / "config.yaml"),
-        f"--data.init_args.root={root}", f"--trainer.default_root_dir={tmp_path}/run",
-        "--data.init_args.patch=[8,8,8]", "--data.init_args.folds=3", "--model.lr=0.02",
-        "--model.net.init_args.out_channels=2", "--trainer.max_epochs=2",
-    ]  # fmt: skip
+        "task.py",
+        "folds",
+        "--config",
+        str(tmp_path / "config.yaml"),
+        f"--data.init_args.root={root}",
+        f"--trainer.default_root_dir={tmp_path}/run",
+        "--data.init_args.patch=[8,8,8]",
+        "--data.init_args.folds=3",
+        "--model.lr=0.02",
+        "--model.net.init_args.out_channels=2",
+        "--trainer.max_epochs=2",
+    ]
 
     def run(*more: str) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", [*argv, *more])
@@ -49,9 +56,7 @@ def metrics_of(run: Path, *fold: str) -> dict:
 
 
 @pytest.mark.slow
-def test_every_case_is_predicted_once_by_a_network_that_has_not_seen_it(
-    cross, tmp_path, monkeypatch
-):
+def test_every_case_is_predicted_once_by_a_network_that_has_not_seen_it(cross, tmp_path, monkeypatch):
     run, seen = tmp_path / "run", {}
     start, case = Task.on_train_start, Task._case
 
@@ -63,11 +68,13 @@ def test_every_case_is_predicted_once_by_a_network_that_has_not_seen_it(
     predicted = []
     monkeypatch.setattr(Task, "on_train_start", trains, raising=False)
     monkeypatch.setattr(
-        Task, "_case",
+        Task,
+        "_case",
         lambda task, batch, folder: (
-            predicted.append((task.data().fold, batch["case"].name)), case(task, batch, folder)
+            predicted.append((task.data().fold, batch["case"].name)),
+            case(task, batch, folder),
         ),
-    )  # fmt: skip
+    )
     status, out = cross("--trainer.max_epochs=4")
     assert status == 0
     assert sorted(name for _, name in predicted) == CASES

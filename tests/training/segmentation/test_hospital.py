@@ -32,11 +32,14 @@ def test_60_inputs_of_which_25_are_broken(segment, checkpoints, tmp_path, monkey
     # labels that tell the volumes apart: where a voxel is above 100
     monkeypatch.setattr(NDLightUNet, "forward", lambda _, x: torch.cat([-x, x], 1))
     done = segment(
-        "predict", CLASSES, f"--trainer.default_root_dir={tmp_path}/out",
-        f"--ckpt_path={checkpoints[0]}", "--data.init_args.root=/gone",
+        "predict",
+        CLASSES,
+        f"--trainer.default_root_dir={tmp_path}/out",
+        f"--ckpt_path={checkpoints[0]}",
+        "--data.init_args.root=/gone",
         f"--data.init_args.input={folder}",
         "--data.init_args.intensities=[{low: -1e6, high: 1e6, mean: 100, deviation: 1}]",
-    )  # fmt: skip
+    )
     assert done.status == 1 and "Traceback" not in done.err
 
     left = list(done.errors)  # a DICOM folder is named by itself or by one of its slices
@@ -60,11 +63,7 @@ def test_60_inputs_of_which_25_are_broken(segment, checkpoints, tmp_path, monkey
     wanted = [f"{case}.{end}" for case in cases for end in ("nii.gz", "png")]
     assert sorted(os.listdir(out)) == sorted([*wanted, "cases.csv", "index.html"])
     for path in good:
-        name = (
-            path.name
-            if path.is_dir()
-            else re.sub(r"(?i)\.(nii(\.gz)?|nrrd|mh[ad])$", "", path.name)
-        )
+        name = path.name if path.is_dir() else re.sub(r"(?i)\.(nii(\.gz)?|nrrd|mh[ad])$", "", path.name)
         case = name if name in cases else file_name(name)
         source = Volume.read(Case("", (path,), None)).image
         labels = nibabel.load(out / f"{case}.nii.gz")

@@ -65,9 +65,11 @@ def page_of(path, *arguments, **options) -> Page:
 def test_cases_come_worst_first_with_their_classes_and_pictures(tmp_path):
     nan = math.nan
     rows = {
-        "good": row_of(0.9, 1.0), "none": row_of(nan, nan, volume=0.0, truth_ml=0.0),
-        "a b#1?": row_of(0.25, nan), "middle": row_of(0.5, 0.75),
-    }  # fmt: skip
+        "good": row_of(0.9, 1.0),
+        "none": row_of(nan, nan, volume=0.0, truth_ml=0.0),
+        "a b#1?": row_of(0.25, nan),
+        "middle": row_of(0.5, 0.75),
+    }
     for name in ("good", "a b#1?"):
         (tmp_path / f"{name}.png").write_bytes(b"")
     page = page_of(tmp_path / "index.html", rows, NAMES, "T <1>", "sum & all", ["/f: a < b"])
@@ -75,9 +77,11 @@ def test_cases_come_worst_first_with_their_classes_and_pictures(tmp_path):
     assert page.texts["p"][:2] == ["sum & all", "4 cases, 1 failure"]
     assert page.texts["li"] == ["/f: a < b"]
     assert page.texts["h2"] == [
-        "a b#1? mean Dice 0.250", "middle mean Dice 0.625", "good mean Dice 0.950",
+        "a b#1? mean Dice 0.250",
+        "middle mean Dice 0.625",
+        "good mean Dice 0.950",
         "none mean Dice -",
-    ]  # fmt: skip
+    ]
     assert [unquote(image["src"]) for image in page.images] == ["a b#1?.png", "good.png"]
     assert all((tmp_path / unquote(image["src"])).exists() for image in page.images)
     assert all(image["loading"] == "lazy" and image["alt"] for image in page.images)
@@ -93,21 +97,15 @@ def test_cases_come_worst_first_with_their_classes_and_pictures(tmp_path):
 def test_classes_are_summed_up_over_the_cases(tmp_path):
     nan = math.nan
     rows = {
-        "a": row_of(0.5, nan, hd95_mm=1.0), "b": row_of(0.75, nan, hd95_mm=nan),
-        "c": row_of(1.0, 0.25, hd95_mm=4.0), "d": row_of(0.25, nan, hd95_mm=9.0),
-    }  # fmt: skip
+        "a": row_of(0.5, nan, hd95_mm=1.0),
+        "b": row_of(0.75, nan, hd95_mm=nan),
+        "c": row_of(1.0, 0.25, hd95_mm=4.0),
+        "d": row_of(0.25, nan, hd95_mm=9.0),
+    }
     page = page_of(tmp_path / "index.html", rows, NAMES, "t", "s")
     low, high = interval([[0.5, 0.75, 1.0, 0.25]])
     assert page.tables[0] == [
-        [
-            "class",
-            "cases",
-            "mean Dice",
-            "SD",
-            "95 % interval",
-            "median HD95 (mm)",
-            "mean surface Dice",
-        ],
+        ["class", "cases", "mean Dice", "SD", "95 % interval", "median HD95 (mm)", "mean surface Dice"],
         ["liver <left>", "4", "0.625", "0.280", f"{low:.3f} to {high:.3f}", "4.0", "0.500"],
         ["tumour & co", "1", "0.250", "0.000", "-", "4.0", "0.500"],
     ]

@@ -151,11 +151,14 @@ def test_without_truth_only_volumes_are_known():
     assert set(row) == {*MEASURES} - {"volume_ml"} and all(map(math.isnan, row.values()))
 
 
-@pytest.mark.parametrize("labels, truth, classes, spacing, words", [
-    ((3, 4, 5), (3, 4, 6), 2, (1, 1, 1), r"^truth: .*\(3, 4, 5\), got \(3, 4, 6\)$"),
-    ((3, 4, 5), (3, 4, 5), 2, (1, 1), "^spacing: expected 3 numbers"),
-    ((3, 4, 5), (3, 4, 5), 1, (1, 1, 1), "^classes: expected at least 2.*got 1$"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "labels, truth, classes, spacing, words",
+    [
+        ((3, 4, 5), (3, 4, 6), 2, (1, 1, 1), r"^truth: .*\(3, 4, 5\), got \(3, 4, 6\)$"),
+        ((3, 4, 5), (3, 4, 5), 2, (1, 1), "^spacing: expected 3 numbers"),
+        ((3, 4, 5), (3, 4, 5), 1, (1, 1, 1), "^classes: expected at least 2.*got 1$"),
+    ],
+)
 def test_what_does_not_fit_is_refused(labels, truth, classes, spacing, words):
     with pytest.raises(ValueError, match=words):
         measure_case(torch.zeros(labels).long(), torch.zeros(truth).long(), classes, spacing)
@@ -173,10 +176,7 @@ def row_of(*dice: float, **others: float) -> list[dict[str, float]]:
 
 
 def test_the_table_has_a_line_for_each_case_and_class(tmp_path):
-    rows = {
-        'a "quoted", name': row_of(0.123456789, math.nan, hd95_mm=1.5),
-        "é": row_of(1.0, 0.0, volume_ml=12345.678),
-    }
+    rows = {'a "quoted", name': row_of(0.123456789, math.nan, hd95_mm=1.5), "é": row_of(1.0, 0.0, volume_ml=12345.678)}
     write_cases(tmp_path / "new" / "cases.csv", rows, ["background", "liver, left", "tumour"])
     assert os.listdir(tmp_path / "new") == ["cases.csv"]
     with (tmp_path / "new" / "cases.csv").open(newline="", encoding="utf-8") as file:
@@ -195,9 +195,7 @@ def test_names_in_the_table_are_no_formulas(tmp_path):
     write_cases(tmp_path / "cases.csv", rows, names)
     with (tmp_path / "cases.csv").open(newline="", encoding="utf-8") as file:
         _, *lines = csv.reader(file)
-    assert [line[:3] for line in lines] == [
-        [r"'=1+1\n\x1b", "'-tumour", "0.5"], [r"'=1+1\n\x1b", "'@SUM(1)", "1"],
-    ]  # fmt: skip
+    assert [line[:3] for line in lines] == [[r"'=1+1\n\x1b", "'-tumour", "0.5"], [r"'=1+1\n\x1b", "'@SUM(1)", "1"]]
 
 
 def test_metrics_are_means_over_classes_of_means_over_cases():

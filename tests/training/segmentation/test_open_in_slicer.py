@@ -25,17 +25,15 @@ def test_segments_get_the_names_of_their_labels(tmp_path, monkeypatch):
         "case,class,dice\na,liver,\na,spleen,\na,kidney,\nb,liver,\nb,spleen,\nb,kidney,\n"
     )
     segments, opened = [Segment(1), Segment(3), Segment(4)], []
-    inside = SimpleNamespace(
-        GetNumberOfSegments=lambda: len(segments), GetNthSegment=segments.__getitem__
-    )
+    inside = SimpleNamespace(GetNumberOfSegments=lambda: len(segments), GetNthSegment=segments.__getitem__)
     node = SimpleNamespace(
-        GetSegmentation=lambda: inside,
-        CreateClosedSurfaceRepresentation=lambda: opened.append("surfaces"),
+        GetSegmentation=lambda: inside, CreateClosedSurfaceRepresentation=lambda: opened.append("surfaces")
     )
     util = SimpleNamespace(
-        loadVolume=opened.append, loadSegmentation=lambda path: (opened.append(path), node)[1],
+        loadVolume=opened.append,
+        loadSegmentation=lambda path: (opened.append(path), node)[1],
         resetSliceViews=lambda: opened.append("views"),
-    )  # fmt: skip
+    )
     monkeypatch.setitem(sys.modules, "slicer", SimpleNamespace(util=util))
     spec = importlib.util.spec_from_file_location("open_in_slicer", SCRIPT)
     script = importlib.util.module_from_spec(spec)

@@ -26,10 +26,14 @@ from ndlightnet.training.segmentation.task import _shrunk
 NET = "--model.net.init_args"
 # laid over the tests' config: crops of series, and a network of four axes
 FOUR = (
-    f"{NET}.dims=4", f"{NET}.out_channels=5", f"{NET}.strides=[[1,2,2,2]]",
-    "--data.init_args.patch=[4,8,8,8]", "--data.init_args.augment.flip_axes=[1,2,3]",
-    "--model.window=[5,24,24,24]", "--model.overlap=0.2",
-)  # fmt: skip
+    f"{NET}.dims=4",
+    f"{NET}.out_channels=5",
+    f"{NET}.strides=[[1,2,2,2]]",
+    "--data.init_args.patch=[4,8,8,8]",
+    "--data.init_args.augment.flip_axes=[1,2,3]",
+    "--model.window=[5,24,24,24]",
+    "--model.overlap=0.2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +71,8 @@ def test_labels_are_written_on_the_grid_of_the_series(run, moving):
 def test_dice_in_the_metrics_is_that_of_the_files(run, moving):
     """Over all frames, both as they are on disk."""
     name = "moving_phantom_002.nii.gz"
-    a, b = (
-        np.asarray(nibabel.load(path).dataobj)
-        for path in (run / "test" / name, moving / "labelsTs" / name)
-    )
-    dice = [
-        2 * ((a == n) & (b == n)).sum() / ((a == n).sum() + (b == n).sum())
-        for n in range(1, len(LABELS))
-    ]
+    a, b = (np.asarray(nibabel.load(path).dataobj) for path in (run / "test" / name, moving / "labelsTs" / name))
+    dice = [2 * ((a == n) & (b == n)).sum() / ((a == n).sum() + (b == n).sum()) for n in range(1, len(LABELS))]
     metrics = json.loads((run / "metrics.json").read_text())
     np.testing.assert_allclose(list(metrics["dice"].values()), dice, atol=1e-5)
     assert tuple(metrics["dice"]) == LABELS[1:]
@@ -96,9 +94,16 @@ def test_prediction_is_that_of_the_network(run, moving):
     clipped = image.clip(low, high)
     x = torch.from_numpy((clipped - clipped.mean()) / clipped.std()).float()
     net = NDLightUNet(
-        4, 1, 5, widths=[4, 8], convs=[1, 1], depths=[0, 1], strides=[(1, 2, 2, 2)],
-        deep_supervision=True, drop_path_rate=0.3,
-    ).eval()  # fmt: skip
+        4,
+        1,
+        5,
+        widths=[4, 8],
+        convs=[1, 1],
+        depths=[0, 1],
+        strides=[(1, 2, 2, 2)],
+        deep_supervision=True,
+        drop_path_rate=0.3,
+    ).eval()
     saved = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
     net.load_state_dict({k[4:]: v for k, v in saved.items() if k.startswith("net.")})
     with torch.no_grad():
@@ -108,23 +113,24 @@ def test_prediction_is_that_of_the_network(run, moving):
 
 
 REFUSED = {
-    "three axes": ((f"{NET}.dims=3", f"{NET}.strides=[2]"),
-                   "model.net: dims=3, expected dims=4 for data.patch: [4, 8, 8, 8]"),
+    "three axes": (
+        (f"{NET}.dims=3", f"{NET}.strides=[2]"),
+        "model.net: dims=3, expected dims=4 for data.patch: [4, 8, 8, 8]",
+    ),
     "a window of space": (("--model.window=[8,8,8]",), "model.window: [8, 8, 8], expected 4 sizes"),
     "five sizes": (("--data.init_args.patch=[1,1,8,8,8]",), "data.patch: [1, 1, 8, 8, 8], "),
     "DICOM-SEG": (("--model.dicom_seg=true",), "model.dicom_seg: True, expected false"),
-    "strides in time": ((f"{NET}.causal=true", f"{NET}.strides=[2]"),
-                        "strides=[2]: expected 1 along the first axis if causal=True"),
-}  # fmt: skip
+    "strides in time": (
+        (f"{NET}.causal=true", f"{NET}.strides=[2]"),
+        "strides=[2]: expected 1 along the first axis if causal=True",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_does_not_fit_is_one_line(what, moving, segment, tmp_path):
     options, words = REFUSED[what]
-    done = segment(
-        "fit", *FOUR, f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={moving}",
-        *options,
-    )  # fmt: skip
+    done = segment("fit", *FOUR, f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={moving}", *options)
     assert done.status and words in done.err, done.err[-2000:]
 
 
@@ -143,9 +149,12 @@ def test_a_bad_series_is_listed_and_the_others_go_on(run, moving, segment, tmp_p
     five = nibabel.Nifti1Image(np.zeros((4, 4, 4, 2, 2), np.float32), np.eye(4))
     nibabel.save(five, folder / "five.nii.gz")
     done = segment(
-        "predict", *FOUR, f"--trainer.default_root_dir={tmp_path}/out",
-        f"--ckpt_path={run}/checkpoints/last.ckpt", f"--data.init_args.input={folder}",
-    )  # fmt: skip
+        "predict",
+        *FOUR,
+        f"--trainer.default_root_dir={tmp_path}/out",
+        f"--ckpt_path={run}/checkpoints/last.ckpt",
+        f"--data.init_args.input={folder}",
+    )
     assert done.status == 1 and len(done.errors) == 1, done.err
     assert "five.nii.gz: should have 3 axes (or 2, or 4 with channels or frames)" in done.errors[0]
     shapes = [nibabel.load(tmp_path / f"out/predictions/{n}.nii.gz").shape for n in ("few", "one")]
@@ -190,11 +199,7 @@ def test_frames_as_channels(close):
     x = torch.randn(2, 2, 3, 4, 5)
     y = FramesAsChannels(net, 3)(x)
     assert y.shape == (2, 5, 3, 4, 5)
-    close(
-        y[:, 4, 1],
-        net(torch.stack([x[:, c, t] for c in range(2) for t in range(3)], 1))[:, 13],
-        1e-6,
-    )
+    close(y[:, 4, 1], net(torch.stack([x[:, c, t] for c in range(2) for t in range(3)], 1))[:, 13], 1e-6)
     with pytest.raises(ValueError, match="expected 3 frames"):
         FramesAsChannels(net, 3)(x[:, :, :2])
 
@@ -231,9 +236,7 @@ def test_measures_of_a_series():
 @pytest.mark.parametrize("frames", [1, 2, 7])
 def test_a_picture_has_the_first_the_middle_and_the_last_frame(frames, tmp_path, monkeypatch):
     titles = []
-    monkeypatch.setattr(
-        "matplotlib.axes.Axes.set_title", lambda _, text, **__: titles.append(text), raising=True
-    )
+    monkeypatch.setattr("matplotlib.axes.Axes.set_title", lambda _, text, **__: titles.append(text), raising=True)
     image = torch.randn(frames, 8, 7, 6)
     labels = torch.zeros(frames, 8, 7, 6, dtype=torch.long)
     labels[:, 2:4, 3:5, 4] = 1

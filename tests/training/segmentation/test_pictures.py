@@ -27,18 +27,17 @@ def draw(folder: Path, ending: str = ".png", colour: bool = True) -> Path:
         label = ((x - wide * 0.3) ** 2 + (y - high * 0.6) ** 2 < 60).astype(np.uint8)
         shape = (high, wide, 3) if colour else (high, wide)
         image = rng.integers(0, 60, shape) + 150 * label.reshape(high, wide, *[1] * colour)
-        for what, cells, end in (
-            ("images", image.astype(np.uint8), f"_0000{ending}"),
-            ("labels", label, ending),
-        ):
+        for what, cells, end in (("images", image.astype(np.uint8), f"_0000{ending}"), ("labels", label, ending)):
             path = folder / f"{what}{kind}" / f"c{number}{end}"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(cells).save(path, dpi=(200, 100))
     channels = "RGB" if colour else "L"
     listing = {
         "channel_names": {str(i): name for i, name in enumerate(channels)},
-        "labels": {"background": 0, "disc": 1}, "numTraining": 2, "file_ending": ending,
-    }  # fmt: skip
+        "labels": {"background": 0, "disc": 1},
+        "numTraining": 2,
+        "file_ending": ending,
+    }
     (folder / "dataset.json").write_text(json.dumps(listing))
     return folder
 
@@ -46,11 +45,15 @@ def draw(folder: Path, ending: str = ".png", colour: bool = True) -> Path:
 def options(root: Path, out: Path, channels: int = 3) -> list[str]:
     net = "--model.net.init_args."
     return [
-        f"--trainer.default_root_dir={out}", f"--data.init_args.root={root}",
-        "--data.init_args.patch=[24,24]", "--data.init_args.augment={flip_axes: [0, 1]}",
-        f"{net}dims=2", f"{net}in_channels={channels}", f"{net}out_channels=2",
+        f"--trainer.default_root_dir={out}",
+        f"--data.init_args.root={root}",
+        "--data.init_args.patch=[24,24]",
+        "--data.init_args.augment={flip_axes: [0, 1]}",
+        f"{net}dims=2",
+        f"{net}in_channels={channels}",
+        f"{net}out_channels=2",
         "--model.window=[24,24]",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.slow

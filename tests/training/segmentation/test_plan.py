@@ -38,12 +38,11 @@ BY_HAND = {
     "isotropic": ((300, 280, 260), (1, 1, 1), [192, 192, 192], [FINE] * 5),
     # mean edge 1.348: 370 cells in the plane. 0.7, 1.4: 5 mm are more than twice that; 2.8: they
     # are not any more; 24 slices are halved twice, 6 are too few for a third time
-    "thick slices": ((512, 512, 24), (0.7, 0.7, 5), [384, 384, 24],
-                     [THICK, THICK, FINE, FINE, THICK]),
+    "thick slices": ((512, 512, 24), (0.7, 0.7, 5), [384, 384, 24], [THICK, THICK, FINE, FINE, THICK]),
     "tiny": ((35, 50, 36), (1, 1, 1), [40, 56, 40], [FINE] * 3),  # to 5 x 7 x 5 cells
     "one slice": ((320, 320, 1), (0.8, 0.8, 8), [320, 320, 1], [THICK] * 5),
     "a few voxels": ((7, 3, 5), (1, 1, 1), [7, 3, 5], []),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BY_HAND)
@@ -130,12 +129,15 @@ def most_at_once(net: nn.Module, shape) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make, patch", [
-    (lambda: NDLightUNet(3, 2, 3, size="S", strides=[FINE] * 3, deep_supervision=True), CROP),
-    (lambda: DynUNet(3, 2, 3, [FINE] * 2), CROP),
-    (lambda: NDLightUNet(3, 2, 5, widths=[8, 16], depths=[1, 1]), CROP),
-    (lambda: NDLightUNet(4, 2, 5, widths=[8, 16], depths=[0, 1]), (5, 24, 20, 16)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, patch",
+    [
+        (lambda: NDLightUNet(3, 2, 3, size="S", strides=[FINE] * 3, deep_supervision=True), CROP),
+        (lambda: DynUNet(3, 2, 3, [FINE] * 2), CROP),
+        (lambda: NDLightUNet(3, 2, 5, widths=[8, 16], depths=[1, 1]), CROP),
+        (lambda: NDLightUNet(4, 2, 5, widths=[8, 16], depths=[0, 1]), (5, 24, 20, 16)),
+    ],
+)
 def test_memory_of_a_step_against_the_profiler(make, patch):
     """Counted on a smaller crop it is within a factor of two of what a real step takes."""
     real = most_at_once(make(), (1, 2, *patch))
@@ -158,8 +160,7 @@ def test_memory_grows_with_the_crop_alone():
 
 def measured(shape=(64, 64, 64), spacing=(0.9765625, 0.9765625, 0.9765625), cases=40, channels=1):
     values = np.random.default_rng(0).normal(50, 20, (channels, 500)).astype(np.float32)
-    return Fingerprint(np.array([shape] * cases), np.array([spacing] * cases), values,
-                       np.array([9, 9]))  # fmt: skip
+    return Fingerprint(np.array([shape] * cases), np.array([spacing] * cases), values, np.array([9, 9]))
 
 
 @pytest.fixture
@@ -169,8 +170,7 @@ def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(found, labels=("background", "liver"), channels=("CT",), memory=8e9):
-    return config_of(found, labels, channels, "scans", Path("runs/scans"),
-                     "ndlightnet.NDLightUNet", "S", memory, 80, 3)  # fmt: skip
+    return config_of(found, labels, channels, "scans", Path("runs/scans"), "ndlightnet.NDLightUNet", "S", memory, 80, 3)
 
 
 @pytest.mark.usefixtures("cheap")
@@ -200,10 +200,13 @@ def test_a_smaller_card_gets_a_smaller_patch():
 @pytest.mark.usefixtures("cheap")
 @pytest.mark.parametrize(
     "names, axes",
-    [(("liver", "spleen"), [0, 1, 2]), (("bright spot",), [0, 1, 2]),
-     (("lung_left", "lung_right"), [1, 2]),
-     (("Kidney (Right)",), [1, 2])],
-)  # fmt: skip
+    [
+        (("liver", "spleen"), [0, 1, 2]),
+        (("bright spot",), [0, 1, 2]),
+        (("lung_left", "lung_right"), [1, 2]),
+        (("Kidney (Right)",), [1, 2]),
+    ],
+)
 def test_left_and_right_are_not_mirrored(names, axes):
     made = config(measured(), ("background", *names))
     assert made["data"]["init_args"]["augment"] == {"flip_axes": axes}
@@ -215,13 +218,7 @@ def test_a_series_has_patches_of_frames():
     and not mirrored."""
 
     def made(memory):
-        series = (
-            measured((64, 64, 64)),
-            ("background", "liver"),
-            ("CT",),
-            "scans",
-            Path("runs/scans"),
-        )
+        series = (measured((64, 64, 64)), ("background", "liver"), ("CT",), "scans", Path("runs/scans"))
         found = config_of(*series, "ndlightnet.NDLightUNet", "S", memory, 80, 3, 10)
         data, model = found["data"]["init_args"], found["model"]
         assert data["patch"] == model["window"] and data["patch"][0] == 10
@@ -254,8 +251,12 @@ def scans(tmp_path: Path) -> Path:
         nibabel.save(nibabel.Nifti1Image(image.astype(np.float32), affine), root / pair["image"])
         nibabel.save(nibabel.Nifti1Image(label, affine), root / pair["label"])
         pairs.append(pair)
-    listing = {"labels": {"0": "background", "1": "left cube", "2": "never"},
-               "modality": {"0": "CT", "1": "T1"}, "training": pairs, "test": []}  # fmt: skip
+    listing = {
+        "labels": {"0": "background", "1": "left cube", "2": "never"},
+        "modality": {"0": "CT", "1": "T1"},
+        "training": pairs,
+        "test": [],
+    }
     (root / "dataset.json").write_text(json.dumps(listing))
     return root
 
@@ -290,19 +291,21 @@ def test_the_plan_is_a_config(scans, tmp_path, capsys, net):
 
 @pytest.mark.parametrize(
     "given, words",
-    [({"memory": 0.0}, "memory: 0.0, expected GB above 0"),
-     ({"memory": 0.01}, "memory: 0.01 GB, expected enough for .* 2 crops"),
-     ({"epochs": 0}, "epochs: 0, expected 1 or more"),
-     ({"frames": 0}, "frames: 0, expected 1 or more"),
-     ({"frames": 2}, "l0.nii.gz: should have 2 frames as i0.nii.gz, has 1"),
-     ({"net": "nothing"}, "net: 'nothing', expected the path of a class"),
-     ({"net": "ndlightnet.Nothing"}, "net: 'ndlightnet.Nothing', expected the path"),
-     ({"net": "no.such"}, "net: 'no.such', expected the path"),
-     ({"net": "torch.nn.Conv3d"}, r"net: torch.nn.Conv3d, patch \[40, 40, 12\]: .*kernel_size"),
-     ({"out": "DIR/file/out"}, "DIR/file/out: cannot be written"),
-     ({"root": "DIR/nowhere"}, "DIR/nowhere: no such folder"),
-     ({"root": "DIR/none"}, "DIR/none: no training case with a label")],
-)  # fmt: skip
+    [
+        ({"memory": 0.0}, "memory: 0.0, expected GB above 0"),
+        ({"memory": 0.01}, "memory: 0.01 GB, expected enough for .* 2 crops"),
+        ({"epochs": 0}, "epochs: 0, expected 1 or more"),
+        ({"frames": 0}, "frames: 0, expected 1 or more"),
+        ({"frames": 2}, "l0.nii.gz: should have 2 frames as i0.nii.gz, has 1"),
+        ({"net": "nothing"}, "net: 'nothing', expected the path of a class"),
+        ({"net": "ndlightnet.Nothing"}, "net: 'ndlightnet.Nothing', expected the path"),
+        ({"net": "no.such"}, "net: 'no.such', expected the path"),
+        ({"net": "torch.nn.Conv3d"}, r"net: torch.nn.Conv3d, patch \[40, 40, 12\]: .*kernel_size"),
+        ({"out": "DIR/file/out"}, "DIR/file/out: cannot be written"),
+        ({"root": "DIR/nowhere"}, "DIR/nowhere: no such folder"),
+        ({"root": "DIR/none"}, "DIR/none: no training case with a label"),
+    ],
+)
 @pytest.mark.usefixtures("cheap")
 def test_what_cannot_be_planned(scans, tmp_path, given, words):
     (tmp_path / "file").write_text("")
@@ -312,8 +315,7 @@ def test_what_cannot_be_planned(scans, tmp_path, given, words):
     (tmp_path / "none" / "dataset.json").write_text(json.dumps(none))
     for file in scans.glob("*.nii.gz"):
         (tmp_path / "none" / file.name).write_bytes(file.read_bytes())
-    given = {key: v.replace("DIR", str(tmp_path)) if isinstance(v, str) else v
-             for key, v in given.items()}  # fmt: skip
+    given = {key: v.replace("DIR", str(tmp_path)) if isinstance(v, str) else v for key, v in given.items()}
     options = {"root": str(scans), "out": str(tmp_path / "out"), "size": "S", "memory": 4.0}
     with pytest.raises(DataError, match=words.replace("DIR", re.escape(str(tmp_path)))) as caught:
         plan(**{**options, **given})

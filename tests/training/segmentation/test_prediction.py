@@ -14,15 +14,7 @@ import yaml
 from torch import Tensor
 
 from ndlightnet import NDLightUNet
-from tests.data.volume.files import (
-    AFFINE,
-    HU,
-    broken_image,
-    random_image,
-    write,
-    write_object,
-    write_series,
-)
+from tests.data.volume.files import AFFINE, HU, broken_image, random_image, write, write_object, write_series
 
 LPS = np.diag([-1.0, -1.0, 1.0, 1.0])  # x to the left, y to the back, as DICOM and ITK have it
 TURN = np.array([[0.8, -0.6, 0], [0.6, 0.8, 0], [0, 0, 1.0]])
@@ -35,9 +27,8 @@ def predict(segment, checkpoints, tmp_path) -> Callable[..., object]:
     """predict(input, *options): how it ended; results are in tmp_path/out/predictions."""
     common = (CLASSES, f"--trainer.default_root_dir={tmp_path}/out", "--data.init_args.root=/gone")
     return lambda given, *more: segment(
-        "predict", *common, f"--ckpt_path={checkpoints[0]}", f"--data.init_args.input={given}",
-        *more,
-    )  # fmt: skip
+        "predict", *common, f"--ckpt_path={checkpoints[0]}", f"--data.init_args.input={given}", *more
+    )
 
 
 @pytest.fixture
@@ -95,9 +86,7 @@ def clinic(folder: Path) -> dict[str, np.ndarray]:
         affines[f"itk_{ending}.{ending}"] = LPS @ affine
     for name, gap in (("series_a", 2.5), ("series_b", 4.0)):
         write_series(folder / name, HU, gap)
-        affines[name] = LPS @ np.array(
-            [[0.75, 0, 0, -30], [0, 1.25, 0, -20], [0, 0, gap, 100], [0, 0, 0, 1.0]]
-        )
+        affines[name] = LPS @ np.array([[0.75, 0, 0, -30], [0, 1.25, 0, -20], [0, 0, gap, 100], [0, 0, 0, 1.0]])
     return affines
 
 
@@ -159,9 +148,7 @@ def test_prediction_lies_on_its_voxels(labels_of, tmp_path, monkeypatch, order):
 
 
 @pytest.mark.parametrize("spacing", [(1.0, 2.5, 4.0), (2.0, 1.0, 1.3)])
-def test_prediction_lies_on_its_voxels_through_another_spacing(
-    labels_of, tmp_path, monkeypatch, spacing
-):
+def test_prediction_lies_on_its_voxels_through_another_spacing(labels_of, tmp_path, monkeypatch, spacing):
     """A ramp, which linear interpolation there and back leaves as it is, but where a grid's border
     goes on: there it may be off by what it climbs along one cell of the coarser grid."""
     slope = np.array([3.0, -5.0, 7.0])  # per voxel of the file

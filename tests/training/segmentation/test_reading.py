@@ -60,10 +60,13 @@ def test_in_a_prediction(segment, checkpoints, tmp_path, monkeypatch, opened):
     monkeypatch.setattr(NDLightUNet, "forward", lambda _, x: torch.cat([-x, x], 1))
     opened.clear()
     done = segment(
-        "predict", f"--trainer.default_root_dir={tmp_path}/out", f"--ckpt_path={checkpoints[0]}",
-        "--model.net.init_args.out_channels=2", f"--data.init_args.input={folder}",
+        "predict",
+        f"--trainer.default_root_dir={tmp_path}/out",
+        f"--ckpt_path={checkpoints[0]}",
+        "--model.net.init_args.out_channels=2",
+        f"--data.init_args.input={folder}",
         "--model.dicom_seg=true",
-    )  # fmt: skip
+    )
     assert (done.status, done.errors) == (0, []), done.err[-2000:]
     out = tmp_path / "out" / "predictions"
     assert len(list(out.glob("*.png"))) == 5 and (out / "series.dcm").exists()
@@ -77,9 +80,12 @@ def test_in_a_prediction(segment, checkpoints, tmp_path, monkeypatch, opened):
 def test_in_a_test(segment, checkpoints, decathlon, tmp_path, opened):
     files = [decathlon / kind / "3.nii.gz" for kind in ("images", "labels")]
     done = segment(
-        "test", f"--trainer.default_root_dir={tmp_path}/out", f"--ckpt_path={checkpoints[0]}",
-        "--model.net.init_args.out_channels=2", f"--data.init_args.root={decathlon}",
-    )  # fmt: skip
+        "test",
+        f"--trainer.default_root_dir={tmp_path}/out",
+        f"--ckpt_path={checkpoints[0]}",
+        "--model.net.init_args.out_channels=2",
+        f"--data.init_args.root={decathlon}",
+    )
     assert (done.status, done.errors) == (0, []), done.err[-2000:]
     assert (tmp_path / "out" / "test" / "3.png").exists()
     assert {file: opened[file] for file in files} == dict.fromkeys(files, 1)

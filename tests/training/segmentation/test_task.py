@@ -19,9 +19,11 @@ from ndlightnet.training import SegmentationTask, VolumeData
 def on(root: Path, out: Path) -> tuple[str, ...]:
     """Options for the decathlon's two labels and small volumes."""
     return (
-        f"--data.init_args.root={root}", f"--trainer.default_root_dir={out}",
-        "--data.init_args.patch=[8,8,8]", "--model.net.init_args.out_channels=2",
-    )  # fmt: skip
+        f"--data.init_args.root={root}",
+        f"--trainer.default_root_dir={out}",
+        "--data.init_args.patch=[8,8,8]",
+        "--model.net.init_args.out_channels=2",
+    )
 
 
 def logged(out: Path) -> list[dict[str, str]]:
@@ -54,9 +56,18 @@ def test_fit_leaves_checkpoints_and_logs(run):
 def test_metrics_of_the_test(run):
     metrics = json.loads((run / "metrics.json").read_text())
     assert set(metrics) >= {
-        "mean_dice", "dice_interval", "std_over_cases", "mean_hd95_mm", "mean_nsd", "dice",
-        "hd95_mm", "nsd", "hd95_missing", "parameters", "cases",
-    }  # fmt: skip
+        "mean_dice",
+        "dice_interval",
+        "std_over_cases",
+        "mean_hd95_mm",
+        "mean_nsd",
+        "dice",
+        "hd95_mm",
+        "nsd",
+        "hd95_missing",
+        "parameters",
+        "cases",
+    }
     assert tuple(metrics["dice"]) == tuple(metrics["hd95_mm"]) == LABELS[1:]
     case = metrics["cases"][0]
     assert [case["name"]] == ["phantom_003"] and len(metrics["cases"]) == 1
@@ -87,9 +98,7 @@ def test_test_leaves_a_picture_a_table_and_a_page(run):
     assert picture.shape[0] > 200 and picture.shape[1] > 600 and picture.std() > 0.05
     with (run / "test" / "cases.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
-    assert [(line["case"], line["class"]) for line in lines] == [
-        ("phantom_003", name) for name in LABELS[1:]
-    ]
+    assert [(line["case"], line["class"]) for line in lines] == [("phantom_003", name) for name in LABELS[1:]]
     case = json.loads((run / "metrics.json").read_text())["cases"][0]
     for key in ("dice", "volume_ml", "truth_ml"):
         assert [float(line[key]) for line in lines] == pytest.approx(case[key], rel=1e-5, abs=1e-6)
@@ -99,14 +108,20 @@ def test_test_leaves_a_picture_a_table_and_a_page(run):
 @pytest.mark.slow
 def test_resume_goes_on_where_it_stopped(run, segment, phantoms, tmp_path):
     done = segment(
-        "fit", f"--trainer.default_root_dir={tmp_path}", f"--data.init_args.root={phantoms}",
-        f"--ckpt_path={run}/checkpoints/last.ckpt", "--trainer.max_epochs=3",
-    )  # fmt: skip
+        "fit",
+        f"--trainer.default_root_dir={tmp_path}",
+        f"--data.init_args.root={phantoms}",
+        f"--ckpt_path={run}/checkpoints/last.ckpt",
+        "--trainer.max_epochs=3",
+    )
     assert (done.status, done.errors) == (0, [])
     rows = list(csv.DictReader(next(tmp_path.glob("logs/*/metrics.csv")).open()))
     assert [(row["epoch"], row["step"]) for row in rows if row["loss"]] == [
-        ("1", "2"), ("1", "3"), ("2", "4"), ("2", "5"),
-    ]  # fmt: skip
+        ("1", "2"),
+        ("1", "3"),
+        ("2", "4"),
+        ("2", "5"),
+    ]
 
 
 # of five looks: the best one by itself is the second, the best of the running mean the fourth
@@ -115,17 +130,14 @@ LOOKS = (0.5, 0.9, 0.6, 0.6, 0.1)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
-def test_best_follows_the_running_mean_and_last_is_the_last(
-    segment, decathlon, tmp_path, monkeypatch, every
-):
+def test_best_follows_the_running_mean_and_last_is_the_last(segment, decathlon, tmp_path, monkeypatch, every):
     def look(task, batch, _):
         task.val_dice[batch["name"]] = [LOOKS[task.current_epoch]]
 
     monkeypatch.setattr(SegmentationTask, "validation_step", look)
     done = segment(
-        "fit", *on(decathlon, tmp_path),
-        "--trainer.max_epochs=5", f"--trainer.check_val_every_n_epoch={every}",
-    )  # fmt: skip
+        "fit", *on(decathlon, tmp_path), "--trainer.max_epochs=5", f"--trainer.check_val_every_n_epoch={every}"
+    )
     assert (done.status, done.errors) == (0, [])
     looked = range(every - 1, 5, every)
     means = [LOOKS[looked[0]]]
@@ -157,9 +169,7 @@ def test_the_running_mean_goes_on_in_a_resumed_training(segment, decathlon, tmp_
     assert best["epoch"] == 1
 
 
-def test_waiting_is_the_share_of_time_spent_on_slow_crops(
-    segment, decathlon, tmp_path, monkeypatch
-):
+def test_waiting_is_the_share_of_time_spent_on_slow_crops(segment, decathlon, tmp_path, monkeypatch):
     """By a clock on which four crops last 3 s each, two steps 2 s each, and the validation after
     them, which is no part of it, 100 s."""
     now = [0.0]
@@ -237,9 +247,7 @@ def test_the_network_gets_the_channels_asked_for(tmp_path, save_volume, write_de
     """The second of two files, scaled by its own intensity."""
     folder = write_decathlon(tmp_path / "two", channels=2)
     scales = [Intensity(0, 1, 0, 1), Intensity(-1000, 1000, 50, 10)]
-    data = VolumeData(
-        str(folder), [8, 8, 8], intensities=scales, channels=[1], augment=None, workers=0
-    )
+    data = VolumeData(str(folder), [8, 8, 8], intensities=scales, channels=[1], augment=None, workers=0)
     data.setup("fit")
     assert data.in_channels == 1
     wanted = np.asarray(nibabel.load(folder / "images" / "0_b.nii.gz").dataobj)

@@ -27,8 +27,7 @@ def of_pet(folder, units):
 
 
 @pytest.mark.parametrize(
-    ("units", "shared"),
-    [(["BQML", "BQML"], "BQML"), (["", ""], ""), (["BQML", "GML"], ""), (["BQML", ""], "")],
+    ("units", "shared"), [(["BQML", "BQML"], "BQML"), (["", ""], ""), (["BQML", "GML"], ""), (["BQML", ""], "")]
 )
 def test_a_training_keeps_the_unit_that_its_cases_share(tmp_path, capsys, units, shared):
     data = VolumeData(str(of_pet(tmp_path, units)), [4, 4, 4], workers=0)
@@ -60,10 +59,7 @@ def test_a_prediction_in_another_unit_is_noted(tmp_path, trained, unit, note):
 
 
 def test_a_note_names_the_file_of_the_channel(tmp_path):
-    ct, pet = (
-        write_series(tmp_path / "ct", VOXELS),
-        write_series(tmp_path / "pet", VOXELS, Units="BQML"),
-    )
+    ct, pet = (write_series(tmp_path / "ct", VOXELS), write_series(tmp_path / "pet", VOXELS, Units="BQML"))
     cases = [Case("x", (ct, pet), None)]
     (note,) = PredictionCases(cases, Prepare([Intensity()] * 2), 2, 2)[0]["volume"].notes
     assert note.startswith(f"{pet}: its values are in BQML")

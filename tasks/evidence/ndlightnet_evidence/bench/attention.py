@@ -29,9 +29,8 @@ LENGTHS = [2**n for n in range(12, 21)]
 
 
 def compare(
-    bench: Bench, case: Case, direction: str, contenders: Sequence[Contender],
-    theta: Tensor | None = None,
-) -> dict[str, float | None]:  # fmt: skip
+    bench: Bench, case: Case, direction: str, contenders: Sequence[Contender], theta: Tensor | None = None
+) -> dict[str, float | None]:
     """Time a row. theta: learnt angles, a fourth input of the contenders."""
     dtype = torch.float32 if bench.device.type == "cpu" else torch.bfloat16
     shape = (case.batch, case.length, case.heads, case.dim)
@@ -77,9 +76,7 @@ def make_lrpe(bench: Bench, kind: Kind, shape: tuple[int, ...], heads: int, dim:
     return Lrpe(bank.expand(heads, -1).contiguous(), shape, kind)
 
 
-def attention(
-    bench: Bench, shapes: Sequence[Shape] = MAIN + ALSO, heads: int = 12, dim: int = 64
-) -> None:
+def attention(bench: Bench, shapes: Sequence[Shape] = MAIN + ALSO, heads: int = 12, dim: int = 64) -> None:
     """Time the main table. At the two main shapes also ndlightnet without a CUDA graph, and
     torch.compile, which takes seconds a row."""
     for batch, length in shapes[:1] if bench.quick else shapes:
@@ -128,9 +125,7 @@ def dims(bench: Bench, shapes: Sequence[tuple[int, int, int, int]] = DIMS) -> No
             compare(bench, case("causal"), direction, [ours_causal(bench), FLA_LINEAR])
 
 
-def natten(
-    bench: Bench, grid: tuple[int, ...] = (30, 48, 80), heads: int = 24, dim: int = 128
-) -> None:
+def natten(bench: Bench, grid: tuple[int, ...] = (30, 48, 80), heads: int = 24, dim: int = 128) -> None:
     """Time the forward on the grid of NATTEN's headline figure: attention over a whole video."""
     case = Case(f"grid {' x '.join(map(str, grid))}", 1, math.prod(grid), heads, dim)
     compare(bench, case, "fwd", [ours(bench), Contender("sdpa cudnn", peers.softmax_cudnn)])
@@ -153,10 +148,7 @@ def figure(bench: Bench, lengths: Sequence[int] = LENGTHS, heads: int = 12, dim:
 def cpu(bench: Bench, lengths: Sequence[int] = (1024, 4096, 16384)) -> None:
     """Time impl="torch" against torch's attention on two cores."""
     threads, device = torch.get_num_threads(), bench.device
-    contenders = [
-        Contender("ours", partial(global_attention, impl="torch")),
-        Contender("sdpa", peers.softmax),
-    ]
+    contenders = [Contender("ours", partial(global_attention, impl="torch")), Contender("sdpa", peers.softmax)]
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     bench.device = torch.device("cpu")
     try:

@@ -23,29 +23,29 @@ from ndlightnet_evidence.bench.timing import Call
 WINDOW = 16
 Shapes = Sequence[tuple[int, ...]]
 # 8 to 64 cells a side, few and large, many and small
-LARGE: Shapes = ((8, 8, 8), (12, 16, 10), (24, 20, 28), (32, 32, 32), (40, 36, 44), (48, 48, 48),
-                 (56, 50, 60), (64, 64, 64))  # fmt: skip
+LARGE: Shapes = (
+    (8, 8, 8),
+    (12, 16, 10),
+    (24, 20, 28),
+    (32, 32, 32),
+    (40, 36, 44),
+    (48, 48, 48),
+    (56, 50, 60),
+    (64, 64, 64),
+)
 SMALL: Shapes = tuple((8 + i % 8, 8 + i // 8, 8) for i in range(64))
 
 
-def frames(
-    bench: Bench, grid: tuple[int, ...] = (64, 32, 32), heads: int = 12, dim: int = 64
-) -> None:
+def frames(bench: Bench, grid: tuple[int, ...] = (64, 32, 32), heads: int = 12, dim: int = 64) -> None:
     """Time a video of 64 frames. The floor is that of attention over all tokens."""
     name = " x ".join(map(str, grid))
     case = partial(Case, batch=1, length=math.prod(grid), heads=heads, dim=dim)
     cosine = make_lrpe(bench, "cosine", grid, heads, dim)
 
-    def axis_causal(
-        q: Tensor, k: Tensor, v: Tensor, lrpe: Lrpe | None = None, window: int | None = None
-    ) -> Tensor:
+    def axis_causal(q: Tensor, k: Tensor, v: Tensor, lrpe: Lrpe | None = None, window: int | None = None) -> Tensor:
         return axis_causal_attention(q, k, v, grid[0], lrpe=lrpe, window=window, impl=bench.impl)[0]
 
-    rows: dict[str, dict[str, Any]] = {
-        "": {},
-        ", cosine": {"lrpe": cosine},
-        f", window {WINDOW}": {"window": WINDOW},
-    }
+    rows: dict[str, dict[str, Any]] = {"": {}, ", cosine": {"lrpe": cosine}, f", window {WINDOW}": {"window": WINDOW}}
     for direction in PASSES:
         for more, options in rows.items():
             run = Contender("ours", partial(axis_causal, **options))
@@ -54,9 +54,7 @@ def frames(
             compare(bench, case(f"axis-causal {name}{more}"), direction, [run, *rivals])
 
 
-def packs(
-    bench: Bench, large: Shapes = LARGE, small: Shapes = SMALL, heads: int = 12, dim: int = 64
-) -> None:
+def packs(bench: Bench, large: Shapes = LARGE, small: Shapes = SMALL, heads: int = 12, dim: int = 64) -> None:
     """Time packs of samples of different shapes, beside one batch of as many tokens in samples of
     one length; then the forward and backward pass of a small network on them."""
     for name, shapes in (("large", large), ("small", small)):
@@ -76,9 +74,7 @@ def packs(
     pack_step(bench, large, heads * dim // 2)
 
 
-def _packed(
-    bench: Bench, layout: Ragged, lrpe: Lrpe | None, q: Tensor, k: Tensor, v: Tensor
-) -> Tensor:
+def _packed(bench: Bench, layout: Ragged, lrpe: Lrpe | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return global_attention(q, k, v, lrpe=lrpe, layout=layout, impl=bench.impl)
 
 
@@ -113,9 +109,7 @@ def _flex(mask: Callable[..., Any], length: int) -> Contender:
         out: Tensor = blocks[1](q, k, v, block_mask=blocks[0]).transpose(1, 2)
         return out
 
-    return Contender(
-        "flex", peers.absent("no CUDA device") if not torch.cuda.is_available() else run
-    )
+    return Contender("flex", peers.absent("no CUDA device") if not torch.cuda.is_available() else run)
 
 
 def pack_step(bench: Bench, shapes: Shapes, dim: int) -> None:

@@ -43,9 +43,8 @@ def generation(bench: Bench, first: int = BATCH, dim: int = 384, depth: int = 12
 
 
 def _prepare(
-    call: Callable[..., Call], make: Callable[[], nn.Module], shape: tuple[int, ...],
-    device: torch.device,
-) -> list[Call]:  # fmt: skip
+    call: Callable[..., Call], make: Callable[[], nn.Module], shape: tuple[int, ...], device: torch.device
+) -> list[Call]:
     net = make().to(device)
     for weight in net.parameters():
         if not weight.any():  # gates and output begin as 0, and products of zeros are faster

@@ -34,9 +34,7 @@ def local(bench: Bench, shapes: tuple[Shape, ...] = SHAPES) -> None:
             _row(bench, case, direction, star if form == "star" else dense, grid)
 
 
-def _row(
-    bench: Bench, case: Case, direction: str, form: Callable[..., Any], grid: tuple[int, ...]
-) -> None:
+def _row(bench: Bench, case: Case, direction: str, form: Callable[..., Any], grid: tuple[int, ...]) -> None:
     axes, dim, device = len(grid), case.dim, bench.device
     offsets = form(axes, 1)
 

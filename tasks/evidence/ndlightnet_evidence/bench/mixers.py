@@ -27,16 +27,19 @@ from ndlightnet_evidence.tables import markdown
 
 Record = dict[str, Any]  # one line of mixers.csv; milliseconds are medians
 RULES = (
-    ("linear attention", "gated", 0), ("TNL", "gated", 1), ("GLA, HGRN2", "gated", 64),
-    ("DeltaNet", "delta", 0), ("gated DeltaNet", "delta", 1), ("KDA", "delta", 64),
+    ("linear attention", "gated", 0),
+    ("TNL", "gated", 1),
+    ("GLA, HGRN2", "gated", 64),
+    ("DeltaNet", "delta", 0),
+    ("gated DeltaNet", "delta", 1),
+    ("KDA", "delta", 64),
     ("RWKV-4", "wkv", 0),
-)  # fmt: skip
+)
 
 
 def operators(
-    bench: Bench, shapes: Sequence[tuple[int, int]] = ((4, 16384), (16, 2048)), heads: int = 12,
-    dim: int = 64,
-) -> None:  # fmt: skip
+    bench: Bench, shapes: Sequence[tuple[int, int]] = ((4, 16384), (16, 2048)), heads: int = 12, dim: int = 64
+) -> None:
     """Time gated linear attention, the delta rules and RWKV-4: the torch form, the same compiled,
     and flash-linear-attention. Floor: inputs read and outputs written once."""
     for batch, length in shapes[:1] if bench.quick else shapes:
@@ -46,10 +49,11 @@ def operators(
             inputs = partial(_inputs, bench, case, rule, rows)
             ours = partial(_operator, rule, "torch")
             contenders = [
-                Contender("ours", ours), Contender("ours", ours, graph=False),
+                Contender("ours", ours),
+                Contender("ours", ours, graph=False),
                 Contender("fla", partial(_operator, rule, "fla")),
                 Contender("compile", peers.compiled(ours)),
-            ]  # fmt: skip
+            ]
             moved = (3, 8) if rule == "wkv" else (4, 11)  # number of tensors; wkv has no q
             numbers = moved[direction != "fwd"] * case.numel() * inputs()[0].itemsize
             numbers += 4 * sum(x.numel() for x in inputs()[3:]) * (1 if direction == "fwd" else 3)
@@ -82,8 +86,10 @@ def _operator(rule: str, impl: Any, *inputs: Tensor) -> Tensor:
 def mixers(
     bench: Bench,
     lengths: Sequence[int] = (1024, 4096, 16384, 65536),
-    grids: Sequence[tuple[int, ...]] = ((64, 64), (16, 32, 32)), batch: int = 1, dim: int = 768,
-) -> None:  # fmt: skip
+    grids: Sequence[tuple[int, ...]] = ((64, 64), (16, 32, 32)),
+    batch: int = 1,
+    dim: int = 768,
+) -> None:
     """Time layers with their projections, causal over `lengths` and global over `grids`, forward
     and with the backward pass; bfloat16 autocast on CUDA."""
     shapes = [*(((n,), True) for n in lengths), *((grid, False) for grid in grids)]
@@ -98,18 +104,28 @@ def mixers(
             inputs = (x, *(p for p in mixer.parameters() if p.requires_grad))
             layer = partial(_layer, mixer, causal)
             calls = (partial(_calls, make, layer, inputs) for make in CALLS.values())
-            forward, both = (bench.measure(case, direction, "ours", prepare)
-                             for direction, prepare in zip(PASSES, calls, strict=True))  # fmt: skip
+            forward, both = (
+                bench.measure(case, direction, "ours", prepare)
+                for direction, prepare in zip(PASSES, calls, strict=True)
+            )
             used = peak(backward_call(layer, inputs), bench.device) if both else None
             with torch.autocast(bench.device.type, torch.bfloat16, bench.device.type == "cuda"):
                 runs_on = mixer.implementation(x, causal)
-            bench.records.append({
-                "mixer": name, "scan": "causal" if causal else scan,
-                "grid": "x".join(map(str, grid)), "tokens": math.prod(grid), "dim": dim,
-                "forward_ms": forward, "both_ms": both, "memory_mb": used and used / 1e6,
-                "parameters": sum(p.numel() for p in mixer.parameters()),
-                "state_size": mixer.state_size, "implementation": runs_on,
-            })  # fmt: skip
+            bench.records.append(
+                {
+                    "mixer": name,
+                    "scan": "causal" if causal else scan,
+                    "grid": "x".join(map(str, grid)),
+                    "tokens": math.prod(grid),
+                    "dim": dim,
+                    "forward_ms": forward,
+                    "both_ms": both,
+                    "memory_mb": used and used / 1e6,
+                    "parameters": sum(p.numel() for p in mixer.parameters()),
+                    "state_size": mixer.state_size,
+                    "implementation": runs_on,
+                }
+            )
         bench.save(bench)
 
 
@@ -131,20 +147,27 @@ def write(records: Sequence[Record], folder: Path) -> None:
     draw(records, folder / "mixers.png")
 
 
-FIELDS = {"forward, ms": "forward_ms", "forward + backward, ms": "both_ms",
-          "peak memory, MB": "memory_mb"}  # fmt: skip
+FIELDS = {"forward, ms": "forward_ms", "forward + backward, ms": "both_ms", "peak memory, MB": "memory_mb"}
 
 
 def table(records: Sequence[Record]) -> str:
     """Return a Markdown table with a line for each mixer, scan and grid; the reason why kernels do
     not run is in the CSV only."""
-    return markdown(["mixer", "scan", "grid", *FIELDS, "parameters", "state", "runs on"], [
-        [r["mixer"], r["scan"], r["grid"],
-         *("" if r[field] is None else f"{r[field]:.4g}" for field in FIELDS.values()),
-         str(r["parameters"]), "" if r["state_size"] is None else str(r["state_size"]),
-         r["implementation"].split(" ")[0]]
-        for r in records
-    ])  # fmt: skip
+    return markdown(
+        ["mixer", "scan", "grid", *FIELDS, "parameters", "state", "runs on"],
+        [
+            [
+                r["mixer"],
+                r["scan"],
+                r["grid"],
+                *("" if r[field] is None else f"{r[field]:.4g}" for field in FIELDS.values()),
+                str(r["parameters"]),
+                "" if r["state_size"] is None else str(r["state_size"]),
+                r["implementation"].split(" ")[0],
+            ]
+            for r in records
+        ],
+    )
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
@@ -175,8 +198,12 @@ def draw(records: Sequence[Record], path: Path) -> None:
 def _lengths(axes: Any, records: Sequence[Record], field: str, title: str) -> None:
     for name in dict.fromkeys(r["mixer"] for r in records):
         mine = [r for r in records if r["mixer"] == name and r[field]]
-        axes.plot([r["tokens"] for r in mine], [r[field] for r in mine], label=name,
-                  **plots.line_style(catalogue.__all__.index(name)))  # fmt: skip
+        axes.plot(
+            [r["tokens"] for r in mine],
+            [r[field] for r in mine],
+            label=name,
+            **plots.line_style(catalogue.__all__.index(name)),
+        )
     lengths = sorted({r["tokens"] for r in records})
     axes.set(xscale="log", yscale="log", title=title, xlabel="tokens, causal")
     axes.set_xticks(lengths, [plots.short(n) for n in lengths])
@@ -190,7 +217,13 @@ def _scans(axes: Any, records: Sequence[Record], field: str, title: str) -> None
     order = sorted(best, key=lambda name: -best[name])
     for scan, color in plots.SCANS.items():
         mine = [r for r in records if r["scan"] == scan and r[field]]
-        axes.plot([r[field] for r in mine], [order.index(r["mixer"]) for r in mine], "o",
-                  color=color, markersize=5, label=scan or "all at once")  # fmt: skip
+        axes.plot(
+            [r[field] for r in mine],
+            [order.index(r["mixer"]) for r in mine],
+            "o",
+            color=color,
+            markersize=5,
+            label=scan or "all at once",
+        )
     axes.set(xscale="log", xlabel=f"{title}, {records[0]['grid']} tokens")
     axes.set_yticks(range(len(order)), order, fontsize=8)

@@ -35,8 +35,7 @@ def norm(bench: Bench, shapes: tuple[tuple[int, int, tuple[int, ...]], ...] = SH
 
             for direction in PASSES:
                 floor = TENSORS[direction][residual] * case.numel() * 2
-                rows = [Contender("ours", partial(instance_norm_silu, impl=bench.impl)),
-                        Contender("torch", _by_torch)]  # fmt: skip
+                rows = [Contender("ours", partial(instance_norm_silu, impl=bench.impl)), Contender("torch", _by_torch)]
                 bench.compare(case, direction, rows, tensors, floor)
 
 

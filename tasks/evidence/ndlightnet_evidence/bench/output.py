@@ -40,9 +40,7 @@ def table(cells: Sequence[Cell]) -> str:
         columns[who] = None
         line[who] = _text(cell)
     head = ["row", "batch x length", "heads x dim", "pass", *columns]
-    return markdown(
-        head, [[*key, *(line.get(who, "") for who in columns)] for key, line in lines.items()]
-    )
+    return markdown(head, [[*key, *(line.get(who, "") for who in columns)] for key, line in lines.items()])
 
 
 def _text(cell: Cell) -> str:
@@ -99,8 +97,15 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
         mine = [cell for cell in cells if cell.direction == direction]
         for who, (label, color, style) in LINES.items():
             points = sorted((c.length, c.ms) for c in mine if c.who == who and c.ms is not None)
-            axes.plot([n for n, _ in points], [ms for _, ms in points], style, label=label,
-                      color=color, linewidth=2, markersize=5)  # fmt: skip
+            axes.plot(
+                [n for n, _ in points],
+                [ms for _, ms in points],
+                style,
+                label=label,
+                color=color,
+                linewidth=2,
+                markersize=5,
+            )
         axes.set(xscale="log", yscale="log", title=PASSES[direction], xlabel="tokens")
         lengths = sorted({cell.length for cell in mine})[::2]
         axes.set_xticks(lengths, [plots.short(n) for n in lengths])

@@ -48,10 +48,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, lrpe: Lrpe | None = None) -> Tens
     """Compute Eq. 6 as in three lines of plain torch: softmax in float32, products in q's dtype."""
     keys, queries = k.float().softmax(1), silu(q.float())
     if lrpe is not None:
-        factors, queries = (
-            key_features(lrpe, k.shape[-1], keys.dtype),
-            query_features(queries, lrpe),
-        )
+        factors, queries = (key_features(lrpe, k.shape[-1], keys.dtype), query_features(queries, lrpe))
         keys = torch.cat([keys] * (factors.shape[-1] // keys.shape[-1]), -1) * factors
     memory = torch.einsum("blhr,blhd->bhrd", keys.to(v.dtype), v)
     return torch.einsum("blhr,bhrd->blhd", queries.to(q.dtype), memory)

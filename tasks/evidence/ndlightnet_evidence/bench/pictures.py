@@ -49,9 +49,7 @@ def pictures(bench: Bench, sides: Sequence[int] = SIDES, pixels: int = PIXELS) -
         bench.save(bench)
 
 
-def _step(
-    make: Callable[[int], nn.Module], shape: tuple[int, ...], device: torch.device
-) -> list[Call]:
+def _step(make: Callable[[int], nn.Module], shape: tuple[int, ...], device: torch.device) -> list[Call]:
     net = make(shape[-1]).to(device).train()
     return [training(net, torch.randn(shape, device=device))[0]]
 

@@ -37,9 +37,7 @@ TOKENS = {"cuda": 2**19, "cpu": 2**13}  # of a batch
 DROPPED = (0.75, 0.9)
 
 
-def pretraining(
-    bench: Bench, samples: tuple[Sample, ...] = SAMPLES, tokens: int | None = None
-) -> None:
+def pretraining(bench: Bench, samples: tuple[Sample, ...] = SAMPLES, tokens: int | None = None) -> None:
     """Time steps with AdamW, weights in float32, autocast to bf16, with the default decoder and
     implementation. "all tokens" computes the whole sample, and then forgets what was dropped."""
     for sample in samples[: 1 if bench.quick else None]:
@@ -54,14 +52,11 @@ def pretraining(
         bench.save(bench)
 
 
-def _prepare(
-    bench: Bench, sample: Sample, batch: int, dropped: float, whole: bool = False
-) -> list[Call]:
+def _prepare(bench: Bench, sample: Sample, batch: int, dropped: float, whole: bool = False) -> list[Call]:
     channels, *space = sample.shape
     net = NDLightNet(
-        len(space), channels, num_classes=0, patch_size=sample.patch, embed_dim=sample.dim,
-        depth=sample.depth,
-    )  # fmt: skip
+        len(space), channels, num_classes=0, patch_size=sample.patch, embed_dim=sample.dim, depth=sample.depth
+    )
     decoder = MaskedDecoder(net)
     both = nn.ModuleList([net, decoder]).to(bench.device)
     x = torch.randn(batch, channels, *space, device=bench.device)

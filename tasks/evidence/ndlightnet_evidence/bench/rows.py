@@ -12,15 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ndlightnet_evidence.bench.timing import (
-    CALLS,
-    Absent,
-    Call,
-    Timing,
-    copy_rate,
-    reason,
-    time_calls,
-)
+from ndlightnet_evidence.bench.timing import CALLS, Absent, Call, Timing, copy_rate, reason, time_calls
 
 PASSES = {"fwd": "forward", "fwd+bwd": "forward + backward"}
 MAX_SETS = 16
@@ -99,9 +91,13 @@ class Bench:
         return self.rates[kind]
 
     def compare(
-        self, case: Case, direction: str, contenders: Iterable[Contender],
-        inputs: Callable[[], tuple[Tensor, ...]], floor_bytes: float,
-    ) -> dict[str, float | None]:  # fmt: skip
+        self,
+        case: Case,
+        direction: str,
+        contenders: Iterable[Contender],
+        inputs: Callable[[], tuple[Tensor, ...]],
+        floor_bytes: float,
+    ) -> dict[str, float | None]:
         """Time all contenders of a row on the same inputs; return milliseconds by contender.
 
         inputs: makes one set of tensors; so many sets are made that the cache cannot hold them.
@@ -123,14 +119,22 @@ class Bench:
         return times
 
     def measure(
-        self, case: Case, direction: str, who: str, prepare: Callable[[], list[Call]],
-        floor: float | None = None, graph: bool = True,
-    ) -> float | None:  # fmt: skip
+        self,
+        case: Case,
+        direction: str,
+        who: str,
+        prepare: Callable[[], list[Call]],
+        floor: float | None = None,
+        graph: bool = True,
+    ) -> float | None:
         """Time one cell. prepare: returns the calls to time; it may raise, and so may the calls."""
         minutes = (time.monotonic() - self.start) / 60
         shape = f"{case.batch} x {case.length}, {case.heads} x {case.dim}"
-        print(f"[{60 * minutes:5.0f} s] {self.group}: {case.row}, {shape}, {direction}, {who}",
-              file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"[{60 * minutes:5.0f} s] {self.group}: {case.row}, {shape}, {direction}, {who}",
+            file=sys.stderr,
+            flush=True,
+        )
         try:
             if minutes > self.minutes and who not in ("ours", "sdpa"):
                 raise Absent(f"left out after {self.minutes:g} minutes (--minutes)")
@@ -144,9 +148,7 @@ class Bench:
         self._keep(case, direction, who, timing, floor)
         return timing.ms
 
-    def _keep(
-        self, case: Case, direction: str, who: str, timing: Timing, floor: float | None
-    ) -> None:
+    def _keep(self, case: Case, direction: str, who: str, timing: Timing, floor: float | None) -> None:
         over = timing.ms / floor if timing.ms is not None and floor else None
         values = (timing.ms, over, timing.mode, timing.note)
         self.cells.append(Cell(self.group, *case, direction, who, *values))

@@ -21,9 +21,7 @@ from ndlightnet_evidence.bench.timing import Call, backward_call
 PATCH, COMPILED, ALONE = (2, 16, 16), ", blocks compiled", ", without local mixing"
 
 
-def step(
-    bench: Bench, grid: tuple[int, int, int] = (32, 32, 32), dim: int = 384, depth: int = 12
-) -> None:
+def step(bench: Bench, grid: tuple[int, int, int] = (32, 32, 32), dim: int = 384, depth: int = 12) -> None:
     """Time a step on one clip, weights in float32, autocast to bf16, AdamW; then the parts that the
     kernels speed up: attention (with MD-LRPE) and MD-TPE, forward and backward, as in the step."""
     tokens = grid[0] * grid[1] * grid[2]
@@ -120,14 +118,9 @@ def attention(model: NDLightNet, grid: tuple[int, ...]) -> Call:
         lrpe = mixer.lrpe(grid)
         theta = lrpe.theta.detach().requires_grad_()
         shape = (1, grid[0] * grid[1] * grid[2], mixer.heads, mixer.head_dim)
-        q, k, v = (
-            torch.randn(shape, device=theta.device, dtype=torch.bfloat16).requires_grad_()
-            for _ in range(3)
-        )
+        q, k, v = (torch.randn(shape, device=theta.device, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
 
-        def run(
-            q: Tensor, k: Tensor, v: Tensor, theta: Tensor, lrpe: Any = lrpe, mixer: Any = mixer
-        ) -> Tensor:
+        def run(q: Tensor, k: Tensor, v: Tensor, theta: Tensor, lrpe: Any = lrpe, mixer: Any = mixer) -> Tensor:
             return global_attention(q, k, v, lrpe=lrpe._replace(theta=theta), impl=mixer.impl)
 
         calls.append(backward_call(run, (q, k, v, theta)))
@@ -142,9 +135,7 @@ def neighbours(model: NDLightNet, grid: tuple[int, ...]) -> Call:
         local = block.mixer.local_values
         x = torch.randn(1, grid[0] * grid[1] * grid[2], model.embed_dim, dtype=torch.bfloat16)
         x = x.to(local.weight.device).requires_grad_()
-        calls.append(
-            backward_call(lambda x, _, local=local: local(x, Grid(grid)), (x, local.weight))
-        )
+        calls.append(backward_call(lambda x, _, local=local: local(x, Grid(grid)), (x, local.weight)))
     return lambda: [call() for call in calls]
 
 

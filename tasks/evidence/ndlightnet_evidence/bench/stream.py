@@ -23,18 +23,15 @@ WINDOWS = {"": None, f", window {RECENT}": RECENT}
 
 
 def stream(
-    bench: Bench, size: int = 224, dim: int = 384, depth: int = 12, frames: int = 100_000,
-    at_once: int = 64,
-) -> None:  # fmt: skip
+    bench: Bench, size: int = 224, dim: int = 384, depth: int = 12, frames: int = 100_000, at_once: int = 64
+) -> None:
     """Time NDLightNet-S, bf16 autocast, on one video: a frame from the State of those before, and
     the last 16 frames anew. Then record the memory over `frames` frames, `at_once` at a time."""
     tokens = (size // PATCH[1]) ** 2
 
     def network(window: int | None) -> NDLightNet:
         mixer = partial(LightNetAttention, impl=bench.impl, window=window)
-        model = NDLightNet(
-            3, 3, 400, patch_size=PATCH, embed_dim=dim, depth=depth, mixer=mixer, causal=True
-        )
+        model = NDLightNet(3, 3, 400, patch_size=PATCH, embed_dim=dim, depth=depth, mixer=mixer, causal=True)
         return model.to(bench.device).eval()
 
     def clip(frames: int) -> torch.Tensor:
@@ -55,12 +52,9 @@ def stream(
         return call(model.advance, clip(1), before()[1])
 
     ways: dict[str, tuple[int, Callable[[], list[Call]]]] = {
-        f"one frame of a stream{more}": (tokens, partial(from_state, window))
-        for more, window in WINDOWS.items()
+        f"one frame of a stream{more}": (tokens, partial(from_state, window)) for more, window in WINDOWS.items()
     }
-    ways[f"the last {RECENT} frames anew"] = (
-        RECENT * tokens, lambda: call(network(None), clip(RECENT))
-    )  # fmt: skip
+    ways[f"the last {RECENT} frames anew"] = (RECENT * tokens, lambda: call(network(None), clip(RECENT)))
     for graph in (True, False):
         for name, (length, prepare) in ways.items():
             row = name + ("" if graph else ", without a graph")

@@ -34,9 +34,7 @@ def reason(error: BaseException) -> str:
     return f"{name}{lines[0]}"[:200]
 
 
-def time_calls(
-    calls: Sequence[Call], device: torch.device, graph: bool = True, laps: int = 7
-) -> Timing:
+def time_calls(calls: Sequence[Call], device: torch.device, graph: bool = True, laps: int = 7) -> Timing:
     """Return the median time of one call. The calls do the same work on different data in turn, so
     that none finds its data in the cache. graph: whether to try to replay them from a graph."""
     return _on_cuda(calls, graph, laps) if device.type == "cuda" else _on_cpu(calls, laps)

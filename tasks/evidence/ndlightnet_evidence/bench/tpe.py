@@ -23,10 +23,7 @@ TOEPLITZ = {"fwd": 1, "fwd+bwd": 3}
 
 
 def tpe(
-    bench: Bench,
-    grid: tuple[int, ...] = (32, 64, 64),
-    dim: int = 384,
-    states: Sequence[int] = (16, 64, 128),
+    bench: Bench, grid: tuple[int, ...] = (32, 64, 64), dim: int = 384, states: Sequence[int] = (16, 64, 128)
 ) -> None:
     """Time MD-TPE in bf16 at batch 1. Both ways with half the states each, as in the layer.
 
@@ -42,17 +39,16 @@ def tpe(
             for direction in PASSES:
                 _row(bench, case, direction, grid, n // ways, ways, peer=n == states[0])
                 sums = RECURRENCE[direction] * case.numel() * len(grid) * n
-                bench.bound(case, direction, "recurrence bound", 2 * sums / vector,
-                            f"{vector / 1e12:.0f} TFLOP/s in float32")  # fmt: skip
+                bench.bound(
+                    case, direction, "recurrence bound", 2 * sums / vector, f"{vector / 1e12:.0f} TFLOP/s in float32"
+                )
                 sums = TOEPLITZ[direction] * case.numel() * sum(grid)
-                bench.bound(case, direction, "Toeplitz bound", 2 * sums / matrix,
-                            f"{matrix / 1e12:.0f} TFLOP/s in bf16")  # fmt: skip
+                bench.bound(
+                    case, direction, "Toeplitz bound", 2 * sums / matrix, f"{matrix / 1e12:.0f} TFLOP/s in bf16"
+                )
 
 
-def _row(
-    bench: Bench, case: Case, direction: str, grid: tuple[int, ...], states: int, ways: int,
-    peer: bool,
-) -> None:  # fmt: skip
+def _row(bench: Bench, case: Case, direction: str, grid: tuple[int, ...], states: int, ways: int, peer: bool) -> None:
     axes, dim, device = len(grid), case.dim, bench.device
 
     def inputs() -> tuple[Tensor, ...]:
