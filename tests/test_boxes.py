@@ -166,7 +166,7 @@ def test_both_ways_to_join_boxes_agree(tokens, merged, monkeypatch):
     lrpe = Position(torch.rand(2, 4, dtype=torch.float64), layout)
     ways = [
         global_attention(
-            q, k.masked_fill(~mask[..., None, None], torch.nan), v, mask=mask, lrpe=lrpe, layout=layout, impl=impl
+            q, k.masked_fill(~mask[..., None, None], torch.nan), v, mask=mask, position=lrpe, layout=layout, impl=impl
         )
         for impl in ("torch", "reference")
     ]

@@ -17,10 +17,7 @@ from ndlightnet.ops.recurrence.memory import elementwise_memory, matrix_memory
 from ndlightnet.ops.recurrence.scan import scan
 from ndlightnet.ops.swiglu import swiglu
 
-Lrpe = Position
-
 __all__ = [
-    "Lrpe",
     "Position",
     "State",
     "Support",

@@ -60,10 +60,10 @@ class Support:
 SUPPORTED = Support()
 
 
-def resolve(operation: str, impl: Impl, x: Tensor, *others: Tensor | None, lrpe: Position | None = None) -> str:
+def resolve(operation: str, impl: Impl, x: Tensor, *others: Tensor | None, position: Position | None = None) -> str:
     """Return the implementation that runs: "torch", "triton", "fla" or "reference".
 
-    x, others, lrpe: as in `supported`, or keys, values and log decays of operations with "fla".
+    x, others, position: as in `supported`, or keys, values and log decays of operations with "fla".
     Raises ValueError with the reason where an explicit `impl` cannot run. It is never replaced by
     another one, except that "torch" replaces "triton" for empty tensors: no kernel is launched.
     """
@@ -84,7 +84,7 @@ def resolve(operation: str, impl: Impl, x: Tensor, *others: Tensor | None, lrpe:
         return "fla" if support else "torch"
     if impl == "auto" and (not x.is_cuda or "triton" not in has):
         return "torch"
-    support = supported(operation, x, *others, lrpe=lrpe)
+    support = supported(operation, x, *others, position=position)
     if impl == "triton" and not support:
         raise ValueError(f"impl='triton': no kernel for {operation} with {support.reason}")
     if not support or x.numel() == 0:
@@ -116,7 +116,7 @@ def _device_reason_once(device: torch.device) -> str:
 
 
 def supported(
-    operation: str, x: Tensor, v: Tensor | None = None, *others: Tensor | None, lrpe: Position | None = None
+    operation: str, x: Tensor, v: Tensor | None = None, *others: Tensor | None, position: Position | None = None
 ) -> Support:
     """Return whether `operation`, a key of OPERATIONS, has a Triton kernel for these tensors.
 
@@ -138,7 +138,7 @@ def supported(
         names = " and ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
         return Support(f"{names}: expected bfloat16, float16 or float32, the same for all")
     on_grid = operation in ("axis_scan", "local_mixing")
-    axes = x.ndim - 2 if on_grid else len(lrpe.shape) if lrpe else 1
+    axes = x.ndim - 2 if on_grid else len(position.shape) if position else 1
     if axes > MOST_AXES:
         return Support(f"{axes} axes: expected {MOST_AXES} or fewer")
     if (
@@ -168,15 +168,15 @@ def supported(
         (weight,) = others or (None,)
         return Support(local_mixing.supported(0 if weight is None else weight.shape[0]))
     if operation == "attention_step" and torch.is_grad_enabled():
-        given = (x, v, *others, lrpe and lrpe.theta)
+        given = (x, v, *others, position and position.theta)
         if any(one is not None and one.requires_grad for one in given):
             return Support("a gradient: the kernel of a step has no backward; use torch.no_grad()")
     head_dim = max(x.shape[-1], 0 if v is None else v.shape[-1])
     if head_dim > MOST_CHANNELS:
         return Support(f"{head_dim} channels a head: expected {MOST_CHANNELS} or fewer")
-    if lrpe is not None and lrpe.kind == "rotary":
+    if position is not None and position.kind == "rotary":
         if operation in ("causal_attention", "axis_causal_attention", "attention_step"):
-            return Support(f"kind='rotary' in {operation}: expected 'cosine' or no lrpe")
+            return Support(f"kind='rotary' in {operation}: expected 'cosine' or no position")
         if x.shape[-1] % 2:
             return Support(f"kind='rotary' and {x.shape[-1]} channels: expected an even number")
     return SUPPORTED

@@ -90,21 +90,21 @@ def frequencies(slots: int, axes: int, base: float = 10000.0, device: torch.devi
     return torch.cat([bank[:g] for g in groups(slots, axes)])
 
 
-def tables(lrpe: Position, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def tables(position: Position, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cos and sin of all tokens' angles, each (prefix + grid length, heads or 1, dim), with
     an axis (batch,) in front where samples have different offsets.
 
     Angles are float64 products (float32 has a relative error of 6e-8: 1e-2 radians at 2e5 steps).
     """
-    grid, theta = Grid(shape_of(lrpe)), lrpe.theta
-    offset = offset_of(lrpe) or (0,) * grid.ndim
-    slots = slots_of(dim, lrpe.kind)
+    grid, theta = Grid(shape_of(position)), position.theta
+    offset = offset_of(position) or (0,) * grid.ndim
+    slots = slots_of(dim, position.kind)
     if theta.ndim != 2 or theta.shape[-1] != slots:
         raise ValueError(
             f"theta of shape {tuple(theta.shape)}: expected (heads or 1, {slots}) "
-            f"for kind={lrpe.kind!r} and head dim {dim}"
+            f"for kind={position.kind!r} and head dim {dim}"
         )
-    rowwise = [s for s in (*offset, *(lrpe.origin or ())) if isinstance(s, Tensor) and s.ndim]
+    rowwise = [s for s in (*offset, *(position.origin or ())) if isinstance(s, Tensor) and s.ndim]
 
     def row(first: int | Tensor) -> int | Tensor:
         if not isinstance(first, Tensor):
@@ -114,7 +114,7 @@ def tables(lrpe: Position, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
     parts, front = [], []
     split = theta.to(finest(theta.device)).split(groups(slots, grid.ndim), dim=-1)
     for axis, part in enumerate(split):
-        origin = row(lrpe.origin[axis]) if lrpe.origin else None
+        origin = row(position.origin[axis]) if position.origin else None
         coordinate = torch.arange(grid.shape[axis], device=theta.device)
         coordinate = coordinate[:, None] if rowwise else coordinate
         coordinate = coordinate + row(offset[axis])  # (n, batch or 1) or (n,)
@@ -130,13 +130,13 @@ def tables(lrpe: Position, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
             prefix_angles = [x.expand(1, rows, *x.shape[-2:]).movedim(-3, 0) for x in prefix_angles]
         lead = angles[0].shape[: 1 if rowwise else 0]
         whole = torch.cat(angles, dim=-1).reshape(*lead, grid.length, theta.shape[0], slots)
-        if lrpe.prefix == 0:
+        if position.prefix == 0:
             return whole
-        still = torch.cat(prefix_angles, dim=-1).expand(*lead, lrpe.prefix, theta.shape[0], slots)
+        still = torch.cat(prefix_angles, dim=-1).expand(*lead, position.prefix, theta.shape[0], slots)
         return torch.cat([still, whole], dim=-3)
 
     cos, sin = over_grid(torch.cos), over_grid(torch.sin)
-    if lrpe.kind == "rotary":
+    if position.kind == "rotary":
         still = cos[..., : dim % 2]  # an odd last channel is not rotated
         cos = torch.cat([cos, cos, torch.ones_like(still)], dim=-1)
         sin = torch.cat([sin, sin, torch.zeros_like(still)], dim=-1)
@@ -152,7 +152,7 @@ def _angles(coordinate: Tensor, origin: int | Tensor | None, part: Tensor) -> Te
     return coordinate.to(part.dtype)[..., None, None] * fixed + count * (part - fixed)
 
 
-def relative(lrpe: Position | None) -> Position | None:
+def relative(position: Position | None) -> Position | None:
     """Set the origin to the offset, for an operator that rotates queries and keys alike.
 
     The gradient of theta is the sum over queries and keys of coordinate x angle gradient. All
@@ -161,23 +161,23 @@ def relative(lrpe: Position | None) -> Position | None:
     coordinates count from the origin, and `offset_gradient` adds origin x those of the States.
     Coordinates of a slab are no larger than those of the whole, and stay.
     """
-    offset = None if lrpe is None else offset_of(lrpe)
-    if lrpe is None or offset is None or plain():  # _OffsetGradient is not plain
-        return lrpe
-    if slab_offset(lrpe) is not None:
-        return lrpe
-    return lrpe._replace(offset=offset, origin=offset)
+    offset = None if position is None else offset_of(position)
+    if position is None or offset is None or plain():  # _OffsetGradient is not plain
+        return position
+    if slab_offset(position) is not None:
+        return position
+    return position._replace(offset=offset, origin=offset)
 
 
-def offset_gradient(state: State, lrpe: Position | None, sign: int) -> State:
+def offset_gradient(state: State, position: Position | None, sign: int) -> State:
     """Return a State (batch, ..., heads, ·) that enters (sign -1) or leaves (1) an operator with
     `relative` angles; its value stays, theta gets the origin's part of its gradient."""
-    if lrpe is None or not lrpe.origin:
+    if position is None or not position.origin:
         return state
-    if not (torch.is_grad_enabled() and lrpe.theta.requires_grad):
+    if not (torch.is_grad_enabled() and position.theta.requires_grad):
         return state
-    origin = torch.stack(torch.broadcast_tensors(*columns(lrpe.origin, lrpe.theta.device)), 1)
-    memory = _OffsetGradient.apply(state.memory, lrpe.theta, origin, sign)  # type: ignore[no-untyped-call]
+    origin = torch.stack(torch.broadcast_tensors(*columns(position.origin, position.theta.device)), 1)
+    memory = _OffsetGradient.apply(state.memory, position.theta, origin, sign)  # type: ignore[no-untyped-call]
     return state._replace(memory=memory)
 
 
@@ -219,15 +219,15 @@ def columns(coordinates: tuple[int | Tensor, ...], device: torch.device) -> list
     ]
 
 
-def key_features(lrpe: Position, dim: int, dtype: torch.dtype) -> Tensor:
+def key_features(position: Position, dim: int, dtype: torch.dtype) -> Tensor:
     """Return the factors on an exponentiated key: cos and sin of `tables`, (..., 2 * dim)."""
-    return torch.cat(tables(lrpe, dim, dtype), dim=-1)
+    return torch.cat(tables(position, dim, dtype), dim=-1)
 
 
-def query_features(x: Tensor, lrpe: Position) -> Tensor:
+def query_features(x: Tensor, position: Position) -> Tensor:
     """Return features that read the memory: `(batch, length, heads, dim)` -> `(..., 2 * dim)`."""
-    cos, sin = tables(lrpe, x.shape[-1], x.dtype)
-    if lrpe.kind == "cosine":
+    cos, sin = tables(position, x.shape[-1], x.dtype)
+    if position.kind == "cosine":
         return torch.cat([x * cos, x * sin], dim=-1)
     a = rotate(x, cos, sin)
     return torch.cat([a, -quarter_turn(a)], dim=-1)

@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 import bench as bench_command
 from ndlightnet.models import NDLightDiT
 from ndlightnet.nn import mixers
-from ndlightnet.ops import Lrpe, global_attention
+from ndlightnet.ops import Position, global_attention
 from ndlightnet_evidence import plots
 from ndlightnet_evidence.bench import attention, output, peers, rows, stream, timing
 from ndlightnet_evidence.bench import mixers as layers
@@ -90,8 +90,8 @@ def test_each_set_of_inputs_gets_its_turn():
 def test_the_reference_that_peers_compile_is_ours(kind):
     q, k, v = (torch.randn(2, 24, 3, 6) for _ in range(3))
     slots = 3 if kind == "rotary" else 6
-    lrpe = Lrpe(torch.rand(3, slots), (2, 3, 4), kind) if kind else None
-    expected = global_attention(q, k, v, lrpe=lrpe, impl="torch")
+    lrpe = Position(torch.rand(3, slots), (2, 3, 4), kind) if kind else None
+    expected = global_attention(q, k, v, position=lrpe, impl="torch")
     torch.testing.assert_close(peers.reference(q, k, v, lrpe), expected)
 
 

@@ -13,12 +13,7 @@ from diffusers.models import attention_dispatch  # noqa: E402
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0  # noqa: E402
 
 from ndlightnet.integrations import replace_attention  # noqa: E402
-from ndlightnet.integrations.diffusers import (  # noqa: E402
-    LightNetAttnProcessor,
-    attend,
-    backend,
-    padding,
-)
+from ndlightnet.integrations.diffusers import LightNetAttnProcessor, attend, backend, padding  # noqa: E402
 
 
 def formula(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **_: Any) -> Tensor:

@@ -14,21 +14,7 @@ from ndlightnet import mixers  # noqa: E402
 from ndlightnet.integrations import replace_attention  # noqa: E402
 from ndlightnet.integrations.diffusers import LightNetAttnProcessor  # noqa: E402
 
-from .hugging_face import (  # noqa: E402
-    SIZES,
-    bart,
-    bert,
-    clip,
-    gpt_oss,
-    llama,
-    llama4,
-    modernbert,
-    padding,
-    t5,
-    videomae,
-    vit,
-    words,
-)
+from .hugging_face import SIZES, bart, bert, clip, gpt_oss, llama, llama4, modernbert, padding, t5, videomae, vit, words  # noqa: E402
 from .test_diffusers import flux, unet, unet_plain, wide  # noqa: E402
 
 PIXELS = torch.randn(2, 3, 12, 12)

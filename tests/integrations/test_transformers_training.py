@@ -11,19 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from ndlightnet.integrations import transformers as ours  # noqa: E402
 
-from .hugging_face import (  # noqa: E402
-    CASES,
-    DECODER,
-    PACKED,
-    bart,
-    bert,
-    llama,
-    mistral,
-    padding,
-    prepare,
-    vit,
-    words,
-)
+from .hugging_face import CASES, DECODER, PACKED, bart, bert, llama, mistral, padding, prepare, vit, words  # noqa: E402
 
 
 def test_vit_learns_without_norm_and_gate() -> None:

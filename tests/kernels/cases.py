@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ndlightnet.ops import Lrpe, State
+from ndlightnet.ops import Position, State
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -185,14 +185,14 @@ class Problem(NamedTuple):
         leaves = {name: x.double() for name, x in self.leaves.items()}
         return self._replace(leaves=leaves, top=None if self.top is None else self.top.double())
 
-    def place(self) -> Lrpe | None:
+    def place(self) -> Position | None:
         c = self.case
         if c.kind is None:
             return None
         start = c.start and tuple(  # the second one as a tensor
             torch.tensor(s, device=DEVICE) if i == 1 or isinstance(s, tuple) else s for i, s in enumerate(c.start)
         )
-        return Lrpe(self.leaves["theta"], c.shape, c.kind, c.prefix, start)
+        return Position(self.leaves["theta"], c.shape, c.kind, c.prefix, start)
 
     def fade(self) -> float | Tensor:
         """What the axis-causal form forgets."""

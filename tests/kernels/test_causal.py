@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from ndlightnet.ops import Lrpe, State, attention_step, axis_causal_attention, causal_attention, summarize
+from ndlightnet.ops import Position, State, attention_step, axis_causal_attention, causal_attention, summarize
 from ndlightnet_kernels import attention, causal, causal_backward
 
 from .cases import BRAIN, CASES, DEVICE, FULL, HALF, LOGITS, Case, Problem, in_order, on_gpu
@@ -280,10 +280,10 @@ def test_a_step_of_many_heads(dim):
         torch.randn(64, 12, 2 * dim, dim, device=DEVICE),
     )
     at = torch.tensor(12345, device=DEVICE)
-    out, after = attention_step(q, k, v, before, lrpe=Lrpe(theta, (1,), offset=(at,)), impl="triton")
-    place = Lrpe(theta.double(), (1,), offset=(at,))
+    out, after = attention_step(q, k, v, before, position=Position(theta, (1,), offset=(at,)), impl="triton")
+    place = Position(theta.double(), (1,), offset=(at,))
     exact = (x.double() for x in (q, k, v))
-    y, state = attention_step(*exact, State(*(x.double() for x in before)), lrpe=place, impl="torch")
+    y, state = attention_step(*exact, State(*(x.double() for x in before)), position=place, impl="torch")
     assert torch.equal(after.max.double(), state.max)
     for a, b, unit in (
         (out, y, torch.finfo(BRAIN).eps / 2),

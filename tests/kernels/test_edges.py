@@ -5,7 +5,16 @@ import torch
 from torch.autograd import grad
 
 import ndlightnet.ops as ops
-from ndlightnet.ops import Lrpe, State, attention_step, causal_attention, global_attention, read, summarize, supported
+from ndlightnet.ops import (
+    Position,
+    State,
+    attention_step,
+    causal_attention,
+    global_attention,
+    read,
+    summarize,
+    supported,
+)
 
 from .cases import DEVICE, Case, Problem
 from .yardstick import Poison
@@ -21,7 +30,7 @@ def sample(case):
     """q, k, v and options of a case, with gradients."""
     problem = Problem.random(case)
     inputs = [problem.leaves[name].requires_grad_() for name in "qkv"]
-    return inputs, {"mask": problem.mask, "lrpe": problem.place(), "impl": "triton"}
+    return inputs, {"mask": problem.mask, "position": problem.place(), "impl": "triton"}
 
 
 @pytest.mark.parametrize("form, kind", [("global", "cosine"), ("causal", None)])
@@ -36,7 +45,7 @@ def test_a_sample_of_padding_only_is_zero(form, kind):
     state = summarize(*inputs[1:], **options)
     assert (state.max[0] == -torch.inf).all()
     assert not state.sum[0].any() and not state.memory[0].any()
-    assert not read(inputs[0], state, lrpe=options["lrpe"], impl="triton")[0].any()
+    assert not read(inputs[0], state, position=options["position"], impl="triton")[0].any()
 
 
 @pytest.mark.slow
@@ -127,7 +136,7 @@ def test_no_tokens(form):
 def unsupported():
     """Operation, tensors, lrpe, and the word that says why not."""
     x, wide = torch.randn(2, 9, 2, 16, device=DEVICE), torch.randn(2, 9, 2, 300, device=DEVICE)
-    rotary = Lrpe(torch.ones(1, 8, device=DEVICE), (9,), "rotary")
+    rotary = Position(torch.ones(1, 8, device=DEVICE), (9,), "rotary")
     for name in ("summarize", "read", "global_attention", "causal_attention", "attention_step"):
         yield name, (x.double(), x.double()), None, "float64"
         yield name, (wide, x), None, "300"
@@ -142,7 +151,7 @@ def unsupported():
 
 def call(name, k, v, lrpe=None, impl="triton"):
     """A function of ndlightnet.ops with k as its queries."""
-    options = {"lrpe": lrpe, "impl": impl}
+    options = {"position": lrpe, "impl": impl}
     empty = State.empty(
         2,
         2,
@@ -158,7 +167,7 @@ def call(name, k, v, lrpe=None, impl="triton"):
         return read(k, empty, **options)
     if name == "attention_step":
         if lrpe is not None:
-            options["lrpe"] = lrpe._replace(layout=(1,))
+            options["position"] = lrpe._replace(layout=(1,))
         return attention_step(k[:, 0], k[:, 0], v[:, 0], empty, **options)
     return getattr(ops, name)(k, k, v, **options)
 
@@ -166,7 +175,7 @@ def call(name, k, v, lrpe=None, impl="triton"):
 def test_a_wish_is_refused_with_the_reason():
     """Never replaced by another implementation; `supported` says the same."""
     for name, (k, v), lrpe, why in unsupported():
-        support = supported(name, k, None if name == "read" else v, lrpe=lrpe)
+        support = supported(name, k, None if name == "read" else v, position=lrpe)
         assert not support and why in support.reason, (name, why)
         with pytest.raises(ValueError, match=rf"triton.*{why}"):
             call(name, k, v, lrpe)
@@ -220,18 +229,18 @@ def test_a_step_goes_by_kernel_only_where_nothing_needs_a_gradient():
     for learnt in (q, k, v, total, memory, theta):
         learnt.requires_grad_()
         state = State(torch.zeros_like(total), total, memory)
-        place = Lrpe(theta, (1,), offset=(2,))
-        support = supported("attention_step", k, v, q, *state, lrpe=place)
+        place = Position(theta, (1,), offset=(2,))
+        support = supported("attention_step", k, v, q, *state, position=place)
         assert not support and "gradient" in support.reason
         with pytest.raises(ValueError, match=r"triton.*gradient"):
-            attention_step(q, k, v, state, lrpe=place, impl="triton")
-        out, after = attention_step(q, k, v, state, lrpe=place)
+            attention_step(q, k, v, state, position=place, impl="triton")
+        out, after = attention_step(q, k, v, state, position=place)
         assert grad(out.sum() + after.memory.sum(), learnt)[0].any()
         with torch.no_grad():
-            assert supported("attention_step", k, v, q, *state, lrpe=place)
-            out, _ = attention_step(q, k, v, state, lrpe=place, impl="triton")
+            assert supported("attention_step", k, v, q, *state, position=place)
+            out, _ = attention_step(q, k, v, state, position=place, impl="triton")
         learnt.requires_grad_(False)
-        assert not out.requires_grad and supported("attention_step", k, v, q, *state, lrpe=place)
+        assert not out.requires_grad and supported("attention_step", k, v, q, *state, position=place)
 
 
 @pytest.mark.parametrize("kind", ["cosine", None])
@@ -242,12 +251,12 @@ def test_a_step_with_a_logit_of_minus_infinity(close, kind):
     theta = torch.rand(1, 4, device=DEVICE)
     state = State.empty(1, 1, 4, 4, kind is not None, device=DEVICE)
     for t in range(3):
-        place = kind and Lrpe(theta, (1,), kind, offset=(t,))
+        place = kind and Position(theta, (1,), kind, offset=(t,))
         token = (x[:, t] for x in (q, k, v))
-        out, state = attention_step(*token, state, lrpe=place, impl="triton")
+        out, state = attention_step(*token, state, position=place, impl="triton")
         now = [x[:, : t + 1] for x in (q, k, v)]
-        place = kind and Lrpe(theta, (t + 1,), kind)
-        expected, after = causal_attention(*now, lrpe=place, impl="torch")
+        place = kind and Position(theta, (t + 1,), kind)
+        expected, after = causal_attention(*now, position=place, impl="torch")
         close(out, expected[:, -1], 1e-5)
         close(state.sum * state.max.exp(), after.sum * after.max.exp(), 1e-5)
         assert torch.equal(state.max == -torch.inf, after.max == -torch.inf)

@@ -7,7 +7,7 @@ from torch.autograd import grad
 
 from ndlightnet.layout import Ragged
 from ndlightnet.ops import (
-    Lrpe,
+    Position,
     State,
     attention_step,
     axis_causal_attention,
@@ -48,9 +48,9 @@ def results(size, kind, impl):
     mask = torch.ones(batch, n, dtype=torch.bool, device=DEVICE)
 
     def place(*shape, start=None):
-        return None if kind is None else Lrpe(theta, shape, kind, offset=start)
+        return None if kind is None else Position(theta, shape, kind, offset=start)
 
-    how = {"lrpe": place(n, start=(3,)), "impl": impl}
+    how = {"position": place(n, start=(3,)), "impl": impl}
     yield "global", [global_attention(q, k, v, mask=mask, **how)]
     yield "summarize", summarize(k, v, **how)
     yield "read", [read(q, state, **how)]
@@ -58,7 +58,7 @@ def results(size, kind, impl):
         for name, before in (("causal", None), ("from a State", state)):
             out, after = causal_attention(q, k, v, mask=mask, state=before, **how)
             yield name, [out, *after]
-        frames = {"impl": impl, "lrpe": place(4 if n else 0, 2), "forget": 0.1}
+        frames = {"impl": impl, "position": place(4 if n else 0, 2), "forget": 0.1}
         for window, past in ((None, state), (3, State(*(x[:, None].expand(-1, 2, *x.shape[1:]) for x in state)))):
             for before in (None, past):
                 out, after = axis_causal_attention(q, k, v, 4, mask=mask, window=window, state=before, **frames)
@@ -66,15 +66,15 @@ def results(size, kind, impl):
         if n:
             token = [x[:, 0].detach() for x in (q, k, v)]
             with torch.no_grad():
-                out, after = attention_step(*token, state, lrpe=place(1, start=(3,)), impl=impl)
+                out, after = attention_step(*token, state, position=place(1, start=(3,)), impl=impl)
             yield "step", [out, *after]
     if batch == 2:
         flat, keep = [x.flatten(0, 1) for x in (q, k, v)], mask.flatten()
         layout, grids = Ragged([(n,), (0,), (n,)]), Ragged([(n // 2, 2), (0, 2), (n // 2, 2)])
-        how["lrpe"] = place(n)
+        how["position"] = place(n)
         yield "packed", [packed_attention(*flat, layout, mask=keep, **how)]
         if kind != "rotary":
-            how["lrpe"] = place(n, 2)
+            how["position"] = place(n, 2)
             out = packed_axis_causal_attention(*flat, grids, mask=keep, window=2, **how)
             yield "packed frames", [out]
 

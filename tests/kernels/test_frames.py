@@ -142,7 +142,7 @@ def test_later_frames_get_a_gradient_of_exactly_zero():
 def test_frames_of_one_token_are_the_causal_form():
     problem = Problem.random(Case((9, 1), 5, 3, "cosine", past=True, batch=1, heads=1))
     q, k, v = (problem.leaves[name] for name in "qkv")
-    options = {"lrpe": problem.place(), "state": problem.state(), "impl": "triton"}
+    options = {"position": problem.place(), "state": problem.state(), "impl": "triton"}
     out, state = axis_causal_attention(q, k, v, 9, **options)
     expected, last = causal_attention(q, k, v, **options)
     assert torch.equal(out, expected)
@@ -159,9 +159,9 @@ def test_chunks_are_the_whole(close):
     for at, n in ((0, 1), (1, 3), (4, 1)):
         now, start = slice(3 * at, 3 * at + 3 * n), (place.offset[0] + at, place.offset[1])
         there = place._replace(layout=(n, 3), offset=start)
-        y, state = axis_causal_attention(q[:, now], k[:, now], v[:, now], n, lrpe=there, state=state, **options)
+        y, state = axis_causal_attention(q[:, now], k[:, now], v[:, now], n, position=there, state=state, **options)
         out.append(y)
-    whole, last = axis_causal_attention(q, k, v, 5, lrpe=place, **options)
+    whole, last = axis_causal_attention(q, k, v, 5, position=place, **options)
     close(torch.cat(out, 1), whole, 2e-6)
     for a, b in zip(state, last, strict=True):
         close(a, b, 2e-6)

@@ -5,7 +5,7 @@ import torch
 
 from ndlightnet.layout import Part
 from ndlightnet.models.large import Turns
-from ndlightnet.ops import Lrpe, global_attention, merge, read, summarize
+from ndlightnet.ops import Position, global_attention, merge, read, summarize
 from ndlightnet.ops.position import slots_of
 
 from .cases import BRAIN, CASES, DEVICE, FULL, HALF, LOGITS, Case, on_gpu
@@ -73,13 +73,13 @@ def test_slabs_of_a_grid(kind, close):
         turns.begin(rank)
         layout = Part((sizes[rank], *shape[1:]), sizes=sizes, exchange=turns)
         rows = slice(12 * layout.starts[rank], 12 * layout.starts[rank + 1])
-        return rows, {"lrpe": Lrpe(theta, layout, kind), "impl": "triton"}
+        return rows, {"position": Position(theta, layout, kind), "impl": "triton"}
 
     places = [slab(rank) for rank in (0, 1)]
     state = merge(*(summarize(k[:, rows], v[:, rows], **place) for rows, place in places))
     out = torch.cat([read(q[:, rows], state, **place) for rows, place in places], 1)
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    expected = global_attention(*exact[:3], lrpe=Lrpe(exact[3], shape, kind), impl="torch")
+    expected = global_attention(*exact[:3], position=Position(exact[3], shape, kind), impl="torch")
     close(out, expected.float(), 1e-5)
     weights = torch.randn_like(out)
     grads = torch.autograd.grad((out * weights).sum(), inputs)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ndlightnet.nn.mixers import LightNetAttention, lightnet
-from ndlightnet.ops import Lrpe, attention_step, global_attention, instance_norm_silu, norm_gate
+from ndlightnet.ops import Position, attention_step, global_attention, instance_norm_silu, norm_gate
 
 from .cases import DEVICE, Case, Problem
 from .yardstick import Plain, ours, rms
@@ -53,7 +53,7 @@ def test_outputs_without_a_gradient_cost_nothing(learn):
     """No zeros in their place: of a State for each sample, of every row's mean and deviation."""
     q, k, v = (torch.randn(2, 6, 1, 4, device=DEVICE, requires_grad=True) for _ in range(3))
     theta = torch.rand(1, 4, device=DEVICE, requires_grad=learn)
-    y = global_attention(q, k, v, lrpe=Lrpe(theta, (2, 3), "cosine"), impl="triton")
+    y = global_attention(q, k, v, position=Position(theta, (2, 3), "cosine"), impl="triton")
     weight = torch.ones(4, device=DEVICE, requires_grad=True)
     z = norm_gate(q[..., 0, :], k[..., 0, :], weight, weight, impl="triton")
     n = instance_norm_silu(q, *torch.ones(2, 6, device=DEVICE), k, impl="triton")
@@ -77,9 +77,9 @@ def test_opcheck(kind):
     with backward:
         sum(x.square().sum() for x in outputs if x.requires_grad).backward()
     with plain, torch.no_grad():
-        place = kind and Lrpe(leaves["theta"], (1,), kind)
+        place = kind and Position(leaves["theta"], (1,), kind)
         token = [leaves[name][:, 0] for name in "qkv"]
-        attention_step(*token, problem.state(), lrpe=place, impl="triton")
+        attention_step(*token, problem.state(), position=place, impl="triton")
     assert forward.calls and backward.calls and plain.calls
     names = {op.__name__ for recorder in (forward, backward) for op in recorder.calls}
     assert {"sliding_merge.default", "sliding_merge_backward.default"} <= names
@@ -166,12 +166,12 @@ def roundly(name, form):
     """The layer's attention by the yardstick where its inputs are in low precision."""
     exactly = getattr(lightnet, name)
 
-    def attention(q, k, v, *frames, mask=None, lrpe=None, impl="auto", **options):
+    def attention(q, k, v, *frames, mask=None, position=None, impl="auto", **options):
         if impl != "torch" or q.dtype == torch.float64:
-            return exactly(q, k, v, *frames, mask=mask, lrpe=lrpe, impl=impl, **options)
+            return exactly(q, k, v, *frames, mask=mask, position=position, impl=impl, **options)
         batch, _, heads, dim = q.shape
-        case = Case(lrpe.shape, dim, v.shape[-1], lrpe.kind, None, q.dtype, batch=batch, heads=heads)
-        problem = Problem(case, {"q": q, "k": k, "v": v, "theta": lrpe.theta}, mask, None)
+        case = Case(position.shape, dim, v.shape[-1], position.kind, None, q.dtype, batch=batch, heads=heads)
+        problem = Problem(case, {"q": q, "k": k, "v": v, "theta": position.theta}, mask, None)
         with torch.autocast(DEVICE.type, enabled=False):
             out = Plain(problem)(form)["out"]
         return (out, None) if frames else out

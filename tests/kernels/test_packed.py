@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ndlightnet import Ragged
-from ndlightnet.ops import Lrpe, axis_causal_attention, axis_scan, global_attention
+from ndlightnet.ops import Position, axis_causal_attention, axis_scan, global_attention
 from ndlightnet.ops.axis_scan import _triton as scan
 from ndlightnet.ops.lightnet import _triton as lightnet
 from ndlightnet_kernels import plans
@@ -86,16 +86,18 @@ def test_attention(monkeypatch, shapes, kind, dtype, masked, cut):
     keep = mask if masked else None
 
     def lrpe(theta, shape):
-        return Lrpe(theta[0], shape, kind) if theta else None
+        return Position(theta[0], shape, kind) if theta else None
 
     def packed(impl):
         return lambda q, k, v, *theta: packed_attention(
-            q, k, v, layout, mask=keep, lrpe=lrpe(theta, shapes[0]), impl=impl
+            q, k, v, layout, mask=keep, position=lrpe(theta, shapes[0]), impl=impl
         )
 
     def single(q, k, v, *theta):
         def one(i, q, k, v, keep):
-            return global_attention(q, k, v, mask=keep if masked else None, lrpe=lrpe(theta, shapes[i]), impl="triton")
+            return global_attention(
+                q, k, v, mask=keep if masked else None, position=lrpe(theta, shapes[i]), impl="triton"
+            )
 
         return alone(layout, one, q, k, v, mask)
 
@@ -114,14 +116,14 @@ def test_axis_causal(window):
 
     def packed(impl):
         return lambda q, k, v, theta: packed_axis_causal_attention(
-            q, k, v, layout, mask=mask, lrpe=Lrpe(theta, shapes[0]), window=window, forget=0.2, impl=impl
+            q, k, v, layout, mask=mask, position=Position(theta, shapes[0]), window=window, forget=0.2, impl=impl
         )
 
     def single(q, k, v, theta):
         def one(i, q, k, v, keep):
-            place = Lrpe(theta, shapes[i])
+            place = Position(theta, shapes[i])
             return axis_causal_attention(
-                q, k, v, shapes[i][0], mask=keep, lrpe=place, window=window, forget=0.2, impl="triton"
+                q, k, v, shapes[i][0], mask=keep, position=place, window=window, forget=0.2, impl="triton"
             )[0]
 
         return alone(layout, one, q, k, v, mask)
@@ -166,13 +168,13 @@ def test_full_size(kind):
 
     def run(impl):
         return lambda q, k, v, *theta: packed_attention(
-            q, k, v, layout, lrpe=Lrpe(theta[0], layout.shapes[0], kind) if theta else None, impl=impl
+            q, k, v, layout, position=Position(theta[0], layout.shapes[0], kind) if theta else None, impl=impl
         )
 
     def single(q, k, v, *theta):
         def one(i, q, k, v):
-            place = Lrpe(theta[0], layout.shapes[i], kind) if theta else None
-            return global_attention(q, k, v, lrpe=place, impl="triton")
+            place = Position(theta[0], layout.shapes[i], kind) if theta else None
+            return global_attention(q, k, v, position=place, impl="triton")
 
         return alone(layout, one, q, k, v)
 
@@ -197,7 +199,7 @@ def test_operators():
     """The operators of dense tensors are those of samples end to end."""
     layout = Ragged(SOLID)
     q, k, v = (torch.randn(1, layout.length, 2, 6, device=DEVICE).requires_grad_() for _ in "qkv")
-    place = Lrpe(torch.rand(2, 6, device=DEVICE), layout)
+    place = Position(torch.rand(2, 6, device=DEVICE), layout)
     where = lightnet.of_samples(place, layout, k, 6)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     _, total, memory = lightnet.summarize(k, v, None, *where)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ndlightnet import Ragged
-from ndlightnet.ops import Lrpe, axis_causal_attention, axis_scan, global_attention
+from ndlightnet.ops import Position, axis_causal_attention, axis_scan, global_attention
 
 from ..packs import packed_attention, packed_axis_causal_attention, packed_axis_scan
 from .cases import DEVICE
@@ -116,19 +116,19 @@ def check_attention(impl, shapes, up, masked, kind, bad):
     slots = {None: 0, "cosine": DIM, "rotary": DIM // 2}[kind]
 
     def place(theta, shape):
-        return Lrpe(theta, shape, kind) if kind else None
+        return Position(theta, shape, kind) if kind else None
 
     def packed(leaves, mask):
         q, k, v, *theta = leaves
         where = place(*theta, shapes[0]) if kind else None
         keep = mask if masked else None
-        return packed_attention(q, k, v, pack.layout, mask=keep, lrpe=where, impl=impl)
+        return packed_attention(q, k, v, pack.layout, mask=keep, position=where, impl=impl)
 
     def alone(i, leaves, mask):
         q, k, v, *theta = leaves
         where = place(*theta, shapes[i]) if kind else None
         form = "torch" if q.dtype == EXACT else impl
-        return global_attention(q, k, v, mask=mask if masked else None, lrpe=where, impl=form)
+        return global_attention(q, k, v, mask=mask if masked else None, position=where, impl=form)
 
     pack.judge(packed, alone, [3 * torch.rand(HEADS, slots)] if kind else ())
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ndlightnet.ops import (
-    Lrpe,
+    Position,
     State,
     attention_step,
     axis_causal_attention,
@@ -17,7 +17,7 @@ from ndlightnet.ops import (
     summarize,
 )
 from ndlightnet_kernels import phases
-from ndlightnet_kernels.position import Position
+from ndlightnet_kernels import position as kernel_position
 from ndlightnet_kernels.tiles import arguments
 
 from .cases import BRAIN, DEVICE, Case
@@ -101,7 +101,7 @@ def test_angles(shape, slots, prefix, start, window, dtype, once):
     origins = starts - 11 * (torch.arange(len(shape), device=DEVICE) == 0) * (start is not None)
     first = None if start is None else torch.cat([starts, origins], 1)
     sizes = (prefix, 0, *(window or (0, 0)), *shape)
-    place = Position(theta, first, kind="cosine", sizes=sizes)
+    place = kernel_position.Position(theta, first, kind="cosine", sizes=sizes)
     like = torch.empty(1, 1, heads, slots, dtype=dtype)
     cos, sin = torch.full((2, batch, heads, length, slots), torch.nan, device=DEVICE)
     at = torch.full((batch, heads, length, slots), torch.nan, device=DEVICE)
@@ -158,12 +158,12 @@ def test_gradients_of_angles_far_out_are_those_at_the_origin(form, dtype):
     for start in ((0, 0), (torch.tensor([2**30, 7]), 10**9)):
         theta = (torch.arange(1, 9, device=DEVICE) / 8)[None].requires_grad_()
         if form == "frames":
-            place = Lrpe(theta, (2, 3), offset=start)
-            out = axis_causal_attention(q, k, v, 2, lrpe=place, impl="triton")[0]
+            place = Position(theta, (2, 3), offset=start)
+            out = axis_causal_attention(q, k, v, 2, position=place, impl="triton")[0]
         else:
-            place = Lrpe(theta, (6, 1), offset=start)
+            place = Position(theta, (6, 1), offset=start)
             attend = causal_attention if form == "causal" else global_attention
-            out = attend(q, k, v, lrpe=place, impl="triton")
+            out = attend(q, k, v, position=place, impl="triton")
             out = out[0] if form == "causal" else out
         found.append((out, torch.autograd.grad(out, theta, pull)[0]))
     # of what is rounded: features to the dtype, sums of 6 coordinates x twists to float32
@@ -180,14 +180,14 @@ def test_a_prefill_far_out_and_its_steps_agree(close):
         state = State.empty(1, 1, 16, 16, True, device=DEVICE)
         outs = []
         for t in range(6):
-            place = Lrpe(theta, (1,), offset=(start + t,))
+            place = Position(theta, (1,), offset=(start + t,))
             token = (x[:, t] for x in (q, k, v))
-            out, state = attention_step(*token, state, lrpe=place, impl="triton")
+            out, state = attention_step(*token, state, position=place, impl="triton")
             outs.append(out)
-        place = Lrpe(theta, (6,), offset=(start,))
-        whole, after = causal_attention(q, k, v, lrpe=place, impl="triton")
-        source = summarize(k, v, lrpe=place, impl="triton")
-        exact = summarize(k.double(), v.double(), lrpe=place)
+        place = Position(theta, (6,), offset=(start,))
+        whole, after = causal_attention(q, k, v, position=place, impl="triton")
+        source = summarize(k, v, position=place, impl="triton")
+        exact = summarize(k.double(), v.double(), position=place)
         for one in (state, after, source):  # keys and features are rounded to 16 bits
             scale = (one.max.double() - exact.max).exp()
             scale = torch.cat([scale, scale], -1)[..., None]

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from ndlightnet.ops import Lrpe, axis_causal_attention
+from ndlightnet.ops import Position, axis_causal_attention
 from ndlightnet.ops.lightnet import _triton_window
-from ndlightnet_kernels.position import Position
+from ndlightnet_kernels import position as kernel_position
 
 from .cases import BRAIN, DEVICE, HALF, LOGITS, Case, Problem, on_gpu
 from .test_operators import CHECKS
@@ -108,10 +108,10 @@ def test_parts_are_the_whole(close):
     options = {"window": 6, "forget": 0.2, "impl": "triton"}
     out, state = [], None
     for at, n in ((0, 3), (3, 20), (23, 1), (24, 16)):
-        now, place = slice(at, at + n), Lrpe(problem.leaves["theta"], (n,), offset=(at,))
-        y, state = axis_causal_attention(q[:, now], k[:, now], v[:, now], n, lrpe=place, state=state, **options)
+        now, place = slice(at, at + n), Position(problem.leaves["theta"], (n,), offset=(at,))
+        y, state = axis_causal_attention(q[:, now], k[:, now], v[:, now], n, position=place, state=state, **options)
         out.append(y)
-    whole, last = axis_causal_attention(q, k, v, 40, lrpe=problem.place(), **options)
+    whole, last = axis_causal_attention(q, k, v, 40, position=problem.place(), **options)
     close(torch.cat(out, 1), whole, 2e-6)
     for x, y in zip(state, last, strict=True):
         close(x, y, 2e-6)
@@ -121,7 +121,7 @@ def test_parts_are_the_whole(close):
 def test_opcheck():
     """Schema, fake implementation, autograd and dynamic shapes."""
     q, k, v = (torch.randn(1, 9, 2, 5, device=DEVICE, requires_grad=True) for _ in "qkv")
-    forget, where = torch.tensor([0.1, 0.0], device=DEVICE), Position()
+    forget, where = torch.tensor([0.1, 0.0], device=DEVICE), kernel_position.Position()
     given = (q, k, v, None, forget, 4, *where)
     operator = torch.ops.ndlightnet.window_attention.default
     torch.library.opcheck(operator, given, test_utils=CHECKS)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ndlightnet.ops import (
-    Lrpe,
+    Position,
     State,
     attention_step,
     axis_causal_attention,
@@ -48,21 +48,30 @@ def ours(problem: Problem, form: str, impl: str) -> dict[str, Tensor]:
     c, place, mask, state = problem.case, problem.place(), problem.mask, problem.state()
     q, k, v = (problem.leaves.get(name) for name in "qkv")
     if form == "read":
-        return {"out": read(q, state, lrpe=place, impl=impl)}
+        return {"out": read(q, state, position=place, impl=impl)}
     if form == "state":
-        return summarize(k, v, mask=mask, lrpe=place, impl=impl)._asdict()
+        return summarize(k, v, mask=mask, position=place, impl=impl)._asdict()
     if form == "global":
-        return {"out": global_attention(q, k, v, mask=mask, lrpe=place, impl=impl)}
+        return {"out": global_attention(q, k, v, mask=mask, position=place, impl=impl)}
     if form == "cross":
-        state = summarize(k, v, mask=mask, lrpe=place, impl=impl)
-        there = None if place is None else Lrpe(place.theta, c.target, c.kind)
-        return {"out": read(q, state, lrpe=there, impl=impl)}
+        state = summarize(k, v, mask=mask, position=place, impl=impl)
+        there = None if place is None else Position(place.theta, c.target, c.kind)
+        return {"out": read(q, state, position=there, impl=impl)}
     if form == "causal":
-        out, state = causal_attention(q, k, v, mask=mask, lrpe=place, state=state, forget=problem.fade(), impl=impl)
+        out, state = causal_attention(q, k, v, mask=mask, position=place, state=state, forget=problem.fade(), impl=impl)
         return {"out": out, **state._asdict()}
     if form == "frames":
         out, state = axis_causal_attention(
-            q, k, v, c.shape[0], mask=mask, lrpe=place, state=state, window=c.window, forget=problem.fade(), impl=impl
+            q,
+            k,
+            v,
+            c.shape[0],
+            mask=mask,
+            position=place,
+            state=state,
+            window=c.window,
+            forget=problem.fade(),
+            impl=impl,
         )
         return {"out": out} if c.window == 1 else {"out": out, **state._asdict()}
 
@@ -71,19 +80,19 @@ def ours(problem: Problem, form: str, impl: str) -> dict[str, Tensor]:
     out = []
     for i, j in pairwise(cuts):
         first = i if place is None or place.offset is None else i + place.offset[0]
-        there = None if place is None else Lrpe(place.theta, (j - i,), c.kind, offset=(first,))
+        there = None if place is None else Position(place.theta, (j - i,), c.kind, offset=(first,))
         x, y, keep = k[:, i:j], v[:, i:j], None if mask is None else mask[:, i:j]
         if form == "merged":
-            part = summarize(x, y, mask=keep, lrpe=there, impl=impl)
+            part = summarize(x, y, mask=keep, position=there, impl=impl)
             state = part if state is None else merge(state, part)
         elif form == "segments":
-            options = {"mask": keep, "lrpe": there, "forget": problem.fade(), "impl": impl}
+            options = {"mask": keep, "position": there, "forget": problem.fade(), "impl": impl}
             now, state = causal_attention(q[:, i:j], x, y, state=state, **options)
             out.append(now)
         else:
             if state is None:
                 state = State.empty(c.batch, c.heads, c.dim, c.value_dim, place is not None, device=k.device)
-            now, state = attention_step(q[:, i], x[:, 0], y[:, 0], state, lrpe=there, impl=impl)
+            now, state = attention_step(q[:, i], x[:, 0], y[:, 0], state, position=there, impl=impl)
             out.append(now[:, None])
     outputs = {"out": torch.cat(out, 1)} if out else {}
     return outputs | state._asdict()

@@ -308,8 +308,8 @@ def test_what_is_said_is_what_runs(monkeypatch, name, shape, causal):
 def test_lightnet_asks_for_the_kernel_of_its_form(monkeypatch, causal, operation):
     asked = []
 
-    def supported(name, x, *, lrpe):
-        asked.append((name, lrpe.shape))
+    def supported(name, x, *, position):
+        asked.append((name, position.shape))
         return Support("tests")
 
     monkeypatch.setattr(lightnet, "supported", supported)

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from ndlightnet.ops import Lrpe, axis_causal_attention
+from ndlightnet.ops import Position, axis_causal_attention
 
 HEADS = (0.1, 0.7)  # another forgetting in every head
 
@@ -54,9 +54,9 @@ def whole(state):
 
 def attend(q, k, v, shape, *, state=None, first=None, **options):
     """All frames of a grid; or those of a `shape` from the frame `first` on."""
-    if options.get("lrpe") is not None:
+    if options.get("position") is not None:
         start = None if first is None else (first, *[0] * (len(shape) - 1))
-        options["lrpe"] = Lrpe(options["lrpe"], shape, offset=start)
+        options["position"] = Position(options["position"], shape, offset=start)
     return axis_causal_attention(q, k, v, shape[0], state=state, **options)
 
 

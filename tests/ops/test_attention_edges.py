@@ -179,7 +179,7 @@ def test_opcheck(rotated, rates):
 def bad():
     q, k, v = sample(6)
     mask = torch.ones(2, 6, dtype=torch.bool)
-    place = ops.Lrpe(torch.ones(1, 5), (7,))
+    place = ops.Position(torch.ones(1, 5), (7,))
     yield "q", (q[:, :5], k, v), {}
     yield "q", (q[..., :4], k, v), {}
     yield "k", (q[0], k[0], v[0]), {}
@@ -187,8 +187,8 @@ def bad():
     yield "v", (q, k, v[:, :, :1]), {}
     yield "mask", (q, k, v), {"mask": mask[:, :5]}
     yield "mask", (q, k, v), {"mask": mask.float()}
-    yield "lrpe", (q, k, v), {"lrpe": place}
-    yield "theta", (q, k, v), {"lrpe": ops.Lrpe(torch.ones(1, 4), (6,))}
+    yield "position", (q, k, v), {"position": place}
+    yield "theta", (q, k, v), {"position": ops.Position(torch.ones(1, 4), (6,))}
     yield "impl", (q, k, v), {"impl": "nonsense"}
     yield "triton", (q, k, v), {"impl": "triton"}
 
@@ -203,16 +203,16 @@ def test_bad_arguments_are_named(form, case):
 
 def test_bad_states_are_named():
     q, k, v = sample(6)
-    state, place = summarize(k, v), ops.Lrpe(torch.ones(1, 5), (6,))
-    for wrong in (summarize(k[:1], v[:1]), summarize(k, v[..., :2]), summarize(k, v, lrpe=place)):
+    state, place = summarize(k, v), ops.Position(torch.ones(1, 5), (6,))
+    for wrong in (summarize(k[:1], v[:1]), summarize(k, v[..., :2]), summarize(k, v, position=place)):
         with pytest.raises(ValueError, match=r"state"):
             causal_attention(q, k, v, state=wrong)
         with pytest.raises(ValueError, match=r"state"):
             ops.attention_step(q[:, 0], k[:, 0], v[:, 0], wrong)
-    with pytest.raises(ValueError, match=r"\bq\b.*lrpe"):
-        read(q, state, lrpe=place)
-    with pytest.raises(ValueError, match=r"\bq\b.*without lrpe"):
-        read(q, summarize(k, v, lrpe=place))
+    with pytest.raises(ValueError, match=r"\bq\b.*position"):
+        read(q, state, position=place)
+    with pytest.raises(ValueError, match=r"\bq\b.*without position"):
+        read(q, summarize(k, v, position=place))
     with pytest.raises(ValueError, match=r"triton"):
         read(q, state, impl="triton")
 

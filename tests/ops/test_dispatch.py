@@ -46,6 +46,6 @@ def test_an_offset_may_be_the_layouts(close):
     for a, b in zip(tables(apart, 8, torch.float64), tables(later, 8, torch.float64), strict=True):
         assert torch.equal(a, b)
     q = torch.randn(1, 6, 1, 8)
-    (y, a), (z, b) = (causal_attention(q, q, q, lrpe=place) for place in (apart, later))
+    (y, a), (z, b) = (causal_attention(q, q, q, position=place) for place in (apart, later))
     assert torch.equal(y, z) and torch.equal(a.memory, b.memory)
-    assert not torch.equal(a.memory, causal_attention(q, q, q, lrpe=Position(theta, grid))[1].memory)
+    assert not torch.equal(a.memory, causal_attention(q, q, q, position=Position(theta, grid))[1].memory)

@@ -6,10 +6,10 @@ import torch
 
 from ndlightnet import ops
 from ndlightnet.layout import Grid
-from ndlightnet.ops import Lrpe, State
+from ndlightnet.ops import Position, State
 
 HEADS, DIM = 2, 4
-WITHOUT_TOKENS = {"Lrpe", "Position", "State", "Support", "dense", "frequencies", "star", "supported", "tables"}
+WITHOUT_TOKENS = {"Position", "State", "Support", "dense", "frequencies", "star", "supported", "tables"}
 
 
 def draw(*shape):
@@ -18,7 +18,7 @@ def draw(*shape):
 
 def calls(name, b, n):
     """Return the arguments of an operator for a batch of b and n tokens."""
-    place = Lrpe(draw(HEADS, DIM), (n,)) if n else None
+    place = Position(draw(HEADS, DIM), (n,)) if n else None
     rows = 2 * DIM if n else DIM
     state = State(torch.zeros(b, HEADS, DIM), draw(b, HEADS, DIM), draw(b, HEADS, rows, DIM))
     q, k, v = (draw(b, n, HEADS, DIM) for _ in "qkv")
@@ -32,11 +32,11 @@ def calls(name, b, n):
         "attention_step": ((*one, plain), {}),
         "axis_causal_attention": ((q, k, v, 3), {"state": plain, "forget": 0.1}),
         "axis_scan": ((x, coef, decay, (draw(1, DIM, 3), draw(1, 3))), {"residual": True}),
-        "causal_attention": ((q, k, v), {"lrpe": place, "state": state}),
+        "causal_attention": ((q, k, v), {"position": place, "state": state}),
         "elementwise_memory": ((q, k, draw(1, 1, 1, DIM, 1), v, memory), {}),
         "gated_delta_rule": ((q, k, v, draw(b, n, HEADS), draw(b, n, HEADS, 1), memory), {}),
         "gated_linear_attention": ((q, k, v, draw(b, n, HEADS, 1), memory), {}),
-        "global_attention": ((q, k, v), {"lrpe": place}),
+        "global_attention": ((q, k, v), {"position": place}),
         "instance_norm_silu": ((draw(b, DIM, 5), weight, bias, draw(b, DIM, 5)), {}),
         "lightnet_attention": (tuple(draw(b, HEADS, n, DIM) for _ in "qkv"), {}),
         "line_scan": ((x, coef[0], decay[0], draw(b, DIM, 3)), {}),
@@ -47,10 +47,10 @@ def calls(name, b, n):
         "matrix_memory": ((q, k, draw(1, 1, 1, DIM, DIM), v, memory), {}),
         "merge": ((plain, state._replace(memory=draw(b, HEADS, DIM, DIM))), {}),
         "norm_gate": ((x, draw(b, n, DIM), weight, bias, 1e-6, "auto", draw(b, n, DIM)), {}),
-        "read": ((q, state if n else plain), {"lrpe": place}),
+        "read": ((q, state if n else plain), {"position": place}),
         "rotate": ((q, draw(n, 1, DIM), draw(n, 1, DIM)), {}),
         "scan": ((draw(1, n, DIM), x, draw(b, DIM)), {}),
-        "summarize": ((k, v), {"lrpe": place}),
+        "summarize": ((k, v), {"position": place}),
         "swiglu": ((x,), {}),
     }
     return known[name]

@@ -35,12 +35,12 @@ def test_global_attention_is_what_torch_multiplies(rotated):
     there = Position(theta.to("meta"), (N,)) if rotated else None
     where = _triton.of_grid(there)
     q, k, v = tensors()
-    expected = count(lambda: global_attention(q, k, v, lrpe=lrpe))
+    expected = count(lambda: global_attention(q, k, v, position=lrpe))
     ops = torch.ops.ndlightnet
     x, y, z = tensors(device="meta")
     assert count(lambda: ops.global_attention(x, y, z, None, *where)) == expected
-    memory, halves = summarize(k, v, lrpe=lrpe), 2 if rotated else 1
-    parts = count(lambda: summarize(k, v, lrpe=lrpe)), count(lambda: read(q, memory, lrpe=lrpe))
+    memory, halves = summarize(k, v, position=lrpe), 2 if rotated else 1
+    parts = count(lambda: summarize(k, v, position=lrpe)), count(lambda: read(q, memory, position=lrpe))
     state = [part.to("meta") for part in memory]
     assert count(lambda: ops.summarize(y, z, None, *where)) == parts[0]
     assert count(lambda: ops.read(x, *state[1:], *where)) == parts[1]

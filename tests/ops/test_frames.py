@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.autograd import grad
 
-from ndlightnet.ops import Lrpe, State, causal_attention, global_attention, merge, summarize
+from ndlightnet.ops import Position, State, causal_attention, global_attention, merge, summarize
 from ndlightnet.ops.lightnet.frames import sliding_merge
 
 from .framed import HEADS, angles, attend, in_chunks, padding, per_head, sample, weights, whole
@@ -26,7 +26,7 @@ def test_values_and_gradients_are_the_dense_ones(dense, close, close_grads, shap
     for masked, rotated in ((True, True), (False, False)):
         *inputs, theta = sample(shape)
         mask, lrpe = padding(shape) if masked else None, theta if rotated else None
-        actual, _ = attend(*inputs, shape, mask=mask, lrpe=lrpe, window=window, forget=per_head(forget), impl=impl)
+        actual, _ = attend(*inputs, shape, mask=mask, position=lrpe, window=window, forget=per_head(forget), impl=impl)
         turned = angles(shape, theta) if rotated else None
         expected = dense(*inputs, mask=mask, see=weights(shape, window, forget), angles=turned)
         close(actual, expected, 1e-10)
@@ -40,14 +40,14 @@ def test_one_frame_is_the_global_form(close, close_grads, impl, rotated):
     *inputs, theta = sample((1, 4, 6))
     lrpe = theta if rotated else None
     for options in ({}, {"window": 1}, {"forget": 2.0}):
-        actual, state = attend(*inputs, (1, 4, 6), lrpe=lrpe, impl=impl, **options)
-        place = Lrpe(theta, (1, 4, 6)) if rotated else None
-        expected = global_attention(*inputs, lrpe=place)
+        actual, state = attend(*inputs, (1, 4, 6), position=lrpe, impl=impl, **options)
+        place = Position(theta, (1, 4, 6)) if rotated else None
+        expected = global_attention(*inputs, position=place)
         close(actual, expected, 1e-11)
         leaves = (*inputs, theta) if rotated else inputs
         close_grads(actual, expected, leaves, 1e-10)
         if "window" not in options:
-            for a, b in zip(state, summarize(*inputs[1:], lrpe=place), strict=True):
+            for a, b in zip(state, summarize(*inputs[1:], position=place), strict=True):
                 close(a.detach(), b.detach(), 1e-11)
 
 
@@ -56,10 +56,10 @@ def test_one_frame_is_the_global_form(close, close_grads, impl, rotated):
 def test_frames_of_one_token_are_the_causal_form(close, close_grads, impl, shape):
     """Also by the way that frames go: a window of all, and a forgetting of nothing."""
     *inputs, theta = sample(shape)
-    mask, place = padding(shape), Lrpe(theta, shape)
+    mask, place = padding(shape), Position(theta, shape)
     for options in ({}, {"window": 9}, {"window": 100}, {"forget": torch.zeros(2).double()}):
-        expected, last = causal_attention(*inputs, mask=mask, lrpe=place)
-        actual, state = attend(*inputs, shape, mask=mask, lrpe=theta, impl=impl, **options)
+        expected, last = causal_attention(*inputs, mask=mask, position=place)
+        actual, state = attend(*inputs, shape, mask=mask, position=theta, impl=impl, **options)
         close(actual, expected, 1e-10)
         close_grads(actual, expected, (*inputs, theta), 1e-9)
         if "window" not in options:
@@ -95,7 +95,7 @@ def test_the_order_of_a_frame_does_not_matter(close):
 def test_what_is_not_seen_gets_a_gradient_of_exactly_zero(impl, window):
     """Frames to come, and those that have left the window."""
     *inputs, theta = sample((5, 2, 3))
-    out, _ = attend(*inputs, (5, 2, 3), lrpe=theta, window=window, impl=impl)
+    out, _ = attend(*inputs, (5, 2, 3), position=theta, window=window, impl=impl)
     for t in (0, 2, 3):
         frame = out.unflatten(1, (5, 6))[:, t].square().sum()
         for name, x in zip("qkv", grad(frame, inputs, retain_graph=True), strict=True):
@@ -119,7 +119,7 @@ def test_state_hand_over_in_chunks_of_any_size(dense, close, close_grads, impl, 
     mask, options = padding(shape), {"impl": impl} | options
     see = weights(shape, options.get("window"), options.get("forget", 0.0))
     options["forget"] = per_head(options.get("forget", 0.0))
-    options |= {"mask": mask, "lrpe": theta}
+    options |= {"mask": mask, "position": theta}
     actual, state = in_chunks(*inputs, shape, chunks, **options)
     expected, last = attend(*inputs, shape, **options)
     close(actual, dense(*inputs, mask=mask, see=see, angles=angles(shape, theta)), 1e-10)

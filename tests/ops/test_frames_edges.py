@@ -5,7 +5,7 @@ import torch
 from torch.autograd import grad
 
 from ndlightnet.ops import (
-    Lrpe,
+    Position,
     State,
     attention_step,
     axis_causal_attention,
@@ -38,24 +38,24 @@ def test_every_sample_may_start_at_a_place_of_its_own(close, close_grads, form, 
     shape = {"step": (1, 1), "causal": (6, 1)}.get(form, (3, 4))
     *inputs, theta = sample(shape, dim=8, batch=3)
     theta = theta if kind == "cosine" else theta[:, :4]
-    past = summarize(*inputs[1:], lrpe=Lrpe(theta, shape, kind))
+    past = summarize(*inputs[1:], position=Position(theta, shape, kind))
     past = State(*(x.detach() for x in past))
 
     def run(rows, start):
-        place, some = Lrpe(theta, shape, kind, offset=start), [x[rows] for x in inputs]
+        place, some = Position(theta, shape, kind, offset=start), [x[rows] for x in inputs]
         before = State(*(x[rows] for x in past))
         if form == "frames":
-            out, after = axis_causal_attention(*some, 3, lrpe=place)
+            out, after = axis_causal_attention(*some, 3, position=place)
         elif form == "causal":
-            out, after = causal_attention(*some, lrpe=place)
+            out, after = causal_attention(*some, position=place)
         elif form == "step":
-            out, after = attention_step(*(x[:, 0] for x in some), before, lrpe=place)
+            out, after = attention_step(*(x[:, 0] for x in some), before, position=place)
         else:
-            after = summarize(*some[1:], lrpe=place)
-            out = read(some[0], after, lrpe=place)
+            after = summarize(*some[1:], position=place)
+            out = read(some[0], after, position=place)
             # query and key angles of `read`, of up to 100,000 theta, are rounded to float64
             off = 2 * 100_000 * theta.max().item() * 2.0**-53
-            close(out, global_attention(*some, lrpe=place), off)
+            close(out, global_attention(*some, position=place), off)
         return out, after.sum, after.memory
 
     starts = torch.tensor([4, 0, 100_000])
@@ -78,7 +78,7 @@ def test_extreme_logits_in_float32(dense, close_grads, name, impl, options):
     inputs[1] = logits(name, inputs[1].shape).requires_grad_()
     leaves = [*inputs, theta]
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    out, state = attend(*inputs, shape, lrpe=theta, impl=impl, **options)
+    out, state = attend(*inputs, shape, position=theta, impl=impl, **options)
     expected = dense(*exact[:3], see=weights(shape, **options), angles=angles(shape, exact[3]))
     assert out.dtype == torch.float32 and out.isfinite().all()
     assert state.sum.isfinite().all() and state.memory.isfinite().all()
@@ -98,7 +98,7 @@ def test_what_lies_in_the_padding_cannot_leak(impl, options, junk):
     for filling in (0.0, junk):
         q, *source = inputs
         k, v = (x.detach().masked_fill(hidden, filling).requires_grad_() for x in source)
-        out, state = attend(q, k, v, (5, 2, 3), mask=mask, lrpe=theta, impl=impl, **options)
+        out, state = attend(q, k, v, (5, 2, 3), mask=mask, position=theta, impl=impl, **options)
         results.append((out, *state, *grad(out.sum(), (q, k, v, theta))))
     for clean, dirty in zip(*results, strict=True):
         assert torch.equal(clean, dirty) and not clean.isnan().any()
@@ -112,7 +112,7 @@ def test_a_sample_of_padding_only_gives_zeros_and_finite_gradients(impl, options
     mask = torch.ones(2, 30, dtype=torch.bool)
     mask[0] = False
     options = options | {"forget": per_head(options.get("forget", 0.0))}
-    out, state = attend(*inputs, (5, 2, 3), mask=mask, lrpe=theta, impl=impl, **options)
+    out, state = attend(*inputs, (5, 2, 3), mask=mask, position=theta, impl=impl, **options)
     assert not out[0].any() and out[1].any(-1).all()
     for x in grad(out.sum(), inputs):
         assert x.isfinite().all() and not x[0].any() and x[1].any()
@@ -127,13 +127,13 @@ def test_small_frames_are_done_in_groups(monkeypatch, close, close_grads, option
     options = options | {"mask": padding(shape), "forget": per_head(options.get("forget", 0.0))}
     attend_all = frames._attend
     monkeypatch.setattr(frames, "_attend", lambda *a: (calls.append(a[6]), attend_all(*a))[1])
-    actual, state = attend(q, k, v, shape, lrpe=theta, **options)
+    actual, state = attend(q, k, v, shape, position=theta, **options)
     assert calls == [3, 3, 1]
     grad(actual.sum(), q, retain_graph=True)
     assert sorted(calls[3:]) == [1, 3, 3]
-    assert not frames.states_outweigh_tokens(k, v, Lrpe(theta, (1, 7, 2)), 14)  # as one frame
+    assert not frames.states_outweigh_tokens(k, v, Position(theta, (1, 7, 2)), 14)  # as one frame
     monkeypatch.setattr(frames, "states_outweigh_tokens", lambda *_: False)
-    expected, last = attend(q, k, v, shape, lrpe=theta, **options)
+    expected, last = attend(q, k, v, shape, position=theta, **options)
     ours, theirs = ((x, *whole(s)) for x, s in ((actual, state), (expected, last)))
     for a, b in zip(ours, theirs, strict=True):
         close(a.detach(), b.detach(), 1e-11)
@@ -146,11 +146,11 @@ def test_gradcheck(window):
     *inputs, theta = sample((3, 2), **small)
     *before, _ = sample((3, 2), grads=False, **small)
     options = {"window": window, "forget": per_head(HEADS)}
-    past = attend(*before, (3, 2), lrpe=theta.detach(), **options)[1]
+    past = attend(*before, (3, 2), position=theta.detach(), **options)[1]
     total, memory = past.sum.requires_grad_(), past.memory.requires_grad_()
 
     def function(q, k, v, theta, total, memory):
-        out, after = attend(q, k, v, (3, 2), lrpe=theta, state=State(past.max, total, memory), **options)
+        out, after = attend(q, k, v, (3, 2), position=theta, state=State(past.max, total, memory), **options)
         return out, *whole(after)
 
     assert torch.autograd.gradcheck(function, (*inputs, theta, total, memory))
@@ -178,8 +178,8 @@ def test_compile_without_a_graph_break(close, close_grads, options):
     torch._dynamo.reset()
 
     def function(q, k, v, theta, mask):
-        place = Lrpe(theta, (4, q.shape[1] // 4))
-        return axis_causal_attention(q, k, v, 4, mask=mask, lrpe=place, **options)[0]
+        place = Position(theta, (4, q.shape[1] // 4))
+        return axis_causal_attention(q, k, v, 4, mask=mask, position=place, **options)[0]
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for shape in ((4, 6), (4, 9)):
@@ -205,15 +205,15 @@ def test_compile_with_a_forgetting_for_every_head(close):
 def bad():
     """A word of the message, positional arguments, options; a right call is q, k, v, 3."""
     q, k, v, theta = sample((3, 4), grads=False)
-    place = Lrpe(theta, (3, 4))
+    place = Position(theta, (3, 4))
     yield r"\bq\b", (q[:, :8], k, v, 3), {}
     yield r"\bv\b", (q, k, v[:, :, :1], 3), {}
     yield "mask", (q, k, v, 3), {"mask": torch.ones(2, 3, dtype=torch.bool)}
     yield "frames=5.* 12", (q, k, v, 5), {}
     yield "frames=0", (q, k, v, 0), {}
-    yield r"\(4, 3\).*3 frames", (q, k, v, 3), {"lrpe": place._replace(layout=(4, 3))}
-    yield r"\(2, 4\).* 4 tokens", (q, k, v, 3), {"lrpe": Lrpe(theta, (2, 4), prefix=4)}
-    yield "theta", (q, k, v, 3), {"lrpe": place._replace(theta=theta[:, :4])}
+    yield r"\(4, 3\).*3 frames", (q, k, v, 3), {"position": place._replace(layout=(4, 3))}
+    yield r"\(2, 4\).* 4 tokens", (q, k, v, 3), {"position": Position(theta, (2, 4), prefix=4)}
+    yield "theta", (q, k, v, 3), {"position": place._replace(theta=theta[:, :4])}
     yield "window=0", (q, k, v, 3), {"window": 0}
     yield "forget=-0.5", (q, k, v, 3), {"forget": -0.5}
     yield "forget=nan", (q, k, v, 3), {"forget": float("nan")}
@@ -222,7 +222,9 @@ def bad():
     yield "forget=-0.5", (q, k, v, 12), {"forget": -0.5}
     yield "impl", (q, k, v, 3), {"impl": "nonsense"}
     yield "triton", (q, k, v, 3), {"impl": "triton"}
-    plain, window, other = (axis_causal_attention(q, k, v, 3, **how)[1] for how in ({}, {"window": 3}, {"lrpe": place}))
+    plain, window, other = (
+        axis_causal_attention(q, k, v, 3, **how)[1] for how in ({}, {"window": 3}, {"position": place})
+    )
     yield r"state.memory \(2, 2, 10, 3\)", (q, k, v, 3), {"state": other}
     yield r"state.*\(2, 2, 2, 5", (q, k, v, 3), {"state": window}
     yield r"state.max \(2, 2, 5\).*window", (q, k, v, 3), {"state": plain, "window": 3}

@@ -8,7 +8,7 @@ import torch
 
 from ndlightnet import Grid
 from ndlightnet.ops import (
-    Lrpe,
+    Position,
     State,
     attention_step,
     causal_attention,
@@ -54,7 +54,7 @@ def random_theta(slots, heads=2):
 @pytest.mark.parametrize("shape, dim", [((5,), 6), ((3, 4), 8), ((2, 3, 3), 9), ((2, 1, 3, 2), 8)])
 def test_angles_are_the_oracles(oracle, float64, close, shape, dim):
     expected, _, _ = oracle.md_angles(shape, dim)
-    cos, sin = tables(Lrpe(frequencies(dim, len(shape))[None], shape), dim, torch.float64)
+    cos, sin = tables(Position(frequencies(dim, len(shape))[None], shape), dim, torch.float64)
     close(cos[:, 0], expected.cos(), 1e-6)  # frequencies are float32
     close(sin[:, 0], expected.sin(), 1e-6)
 
@@ -76,11 +76,11 @@ def test_cosine_kind_is_the_dense_sum(dense, close, close_grads, shape, causal, 
     length = Grid(shape).length
     q, k, v = sample(length)
     theta = random_theta(9)
-    place = Lrpe(theta, shape)
+    place = Position(theta, shape)
     if causal:
-        actual, _ = causal_attention(q, k, v, lrpe=place, impl=impl)
+        actual, _ = causal_attention(q, k, v, position=place, impl=impl)
     else:
-        actual = global_attention(q, k, v, lrpe=place, impl=impl)
+        actual = global_attention(q, k, v, position=place, impl=impl)
     expected = dense(q, k, v, causal=causal, angles=angles(shape, theta))
     close(actual, expected, 1e-10)
     close_grads(actual, expected, (q, k, v, theta), 1e-9)
@@ -93,7 +93,7 @@ def test_rotary_kind_turns_queries_and_normalised_keys(close, close_grads, shape
     q, k, v = sample(Grid(shape).length, dim=dim)
     theta = random_theta(dim // 2)
     angle = angles(shape, theta)
-    actual = global_attention(q, k, v, lrpe=Lrpe(theta, shape, "rotary"))
+    actual = global_attention(q, k, v, position=Position(theta, shape, "rotary"))
     phi, p = turn(q * q.sigmoid(), angle), turn(k.softmax(1), angle)
     expected = torch.einsum("bthd,bshd,bshe->bthe", phi, p, v)
     close(actual, expected, 1e-10)
@@ -104,7 +104,7 @@ def test_rotary_kind_turns_queries_and_normalised_keys(close, close_grads, shape
 def test_rotate_is_a_rotation_of_pairs(close, dim):
     theta = random_theta(dim // 2).detach()
     x = torch.randn(2, 12, 2, dim, dtype=torch.float64)
-    cos, sin = tables(Lrpe(theta, (3, 4), "rotary"), dim, torch.float64)
+    cos, sin = tables(Position(theta, (3, 4), "rotary"), dim, torch.float64)
     close(rotate(x, cos, sin), turn(x, angles((3, 4), theta)), 1e-12)
 
 
@@ -115,7 +115,7 @@ def scores(shape, kind, start=None):
     theta = frequencies(9 if kind == "cosine" else 4, len(shape))[None]
     ones = torch.ones(1, n, 1, 1, dtype=torch.float64)
     eye = torch.eye(n, dtype=torch.float64)[None, :, None]
-    return global_attention(q * ones, k * ones, eye, lrpe=Lrpe(theta, shape, kind, 0, start))[0, :, 0]
+    return global_attention(q * ones, k * ones, eye, position=Position(theta, shape, kind, 0, start))[0, :, 0]
 
 
 @grids
@@ -140,11 +140,11 @@ def test_scores_depend_on_the_offset_vector_and_on_every_axis(close, shape, kind
 def test_start_places_a_segment(close, at, kind):
     q, k, v = sample(70)
     theta = random_theta(9 if kind == "cosine" else 4)
-    expected, whole = causal_attention(q, k, v, lrpe=Lrpe(theta, (70,), kind))
+    expected, whole = causal_attention(q, k, v, position=Position(theta, (70,), kind))
     state, outputs = None, []
     for part in (slice(0, at), slice(at, 70)):
-        place = Lrpe(theta, (part.stop - part.start,), kind, offset=(torch.tensor(part.start),))
-        y, state = causal_attention(q[:, part], k[:, part], v[:, part], lrpe=place, state=state)
+        place = Position(theta, (part.stop - part.start,), kind, offset=(torch.tensor(part.start),))
+        y, state = causal_attention(q[:, part], k[:, part], v[:, part], position=place, state=state)
         outputs.append(y)
     close(torch.cat(outputs, 1), expected, 1e-10)
     close(state.memory, whole.memory, 1e-10)
@@ -154,11 +154,11 @@ def test_start_places_a_segment(close, at, kind):
 def test_step_places_one_token(close):
     q, k, v = sample(20)
     theta = random_theta(9)
-    expected, _ = causal_attention(q, k, v, lrpe=Lrpe(theta, (20,)))
+    expected, _ = causal_attention(q, k, v, position=Position(theta, (20,)))
     state, outputs = State.empty(2, 2, 9, 3, rotated=True, dtype=torch.float64), []
     for t in range(20):
-        place = Lrpe(theta, (1,), offset=(t,))
-        y, state = attention_step(q[:, t], k[:, t], v[:, t], state, lrpe=place)
+        place = Position(theta, (1,), offset=(t,))
+        y, state = attention_step(q[:, t], k[:, t], v[:, t], state, position=place)
         outputs.append(y)
     close(torch.stack(outputs, 1), expected, 1e-10)
 
@@ -166,18 +166,18 @@ def test_step_places_one_token(close):
 def test_prefix_tokens_have_no_position(dense, close):
     q, k, v = sample(2 + 12)
     theta = random_theta(9)
-    place = Lrpe(theta, (3, 4), prefix=2)
+    place = Position(theta, (3, 4), prefix=2)
     by_hand = angles((3, 4), theta, prefix=2)
-    close(global_attention(q, k, v, lrpe=place), dense(q, k, v, angles=by_hand), 1e-10)
+    close(global_attention(q, k, v, position=place), dense(q, k, v, angles=by_hand), 1e-10)
     for kind, slots in (("cosine", 9), ("rotary", 4)):
-        cos, sin = tables(Lrpe(random_theta(slots), (3, 4), kind, prefix=2), 9, torch.float64)
+        cos, sin = tables(Position(random_theta(slots), (3, 4), kind, prefix=2), 9, torch.float64)
         assert (cos[:2] == 1).all() and (sin[:2] == 0).all() and sin[2:].any()
 
 
 def test_a_source_on_another_grid(dense, close):
     """Queries of (2, 3) read a source of (4, 5): both lie in the same coordinates."""
     q, (_, k, v), theta = sample(6)[0], sample(20), random_theta(9)
-    actual = read(q, summarize(k, v, lrpe=Lrpe(theta, (4, 5))), lrpe=Lrpe(theta, (2, 3)))
+    actual = read(q, summarize(k, v, position=Position(theta, (4, 5))), position=Position(theta, (2, 3)))
     close(actual, dense(q, k, v, angles=(angles((2, 3), theta), angles((4, 5), theta))), 1e-10)
 
 
@@ -186,7 +186,7 @@ def test_angles_are_exact_far_out(kind):
     """A float32 angle at 10^6 is off by 0.03 radians (6e-8 * 10^6 / 2)."""
     slots = 9 if kind == "cosine" else 4
     theta = torch.rand(1, slots) * 3
-    cos, sin = tables(Lrpe(theta, (2, 3), kind, offset=(10**6, 10**6 - 7)), 9, torch.float32)
+    cos, sin = tables(Position(theta, (2, 3), kind, offset=(10**6, 10**6 - 7)), 9, torch.float32)
     angle = angles((2, 3), theta, start=[10**6, 10**6 - 7]).numpy()
     assert cos.dtype == torch.float32
     for table, expected in ((cos, np.cos(angle)), (sin, np.sin(angle))):
@@ -202,8 +202,8 @@ def test_gradcheck(shape, kind):
     theta = random_theta(dim if kind == "cosine" else 2, heads=1)
 
     def function(theta, q, k, v):
-        place = Lrpe(theta, shape, kind)
-        return global_attention(q, k, v, lrpe=place), causal_attention(q, k, v, lrpe=place)[0]
+        place = Position(theta, shape, kind)
+        return global_attention(q, k, v, position=place), causal_attention(q, k, v, position=place)[0]
 
     assert torch.autograd.gradcheck(function, (theta, q, k, v))
 
@@ -212,18 +212,18 @@ def test_an_axis_of_size_one_changes_no_score(close):
     """Its slots have angle 0 in both: only the grouping of the other slots counts."""
     q, k, v = sample(6)
     bank = random_theta(9)
-    thin = global_attention(q, k, v, lrpe=Lrpe(bank, (6, 1)))
+    thin = global_attention(q, k, v, position=Position(bank, (6, 1)))
     still = torch.cat([bank[:, :5], 0 * bank[:, 5:]], 1)
-    close(thin, global_attention(q, k, v, lrpe=Lrpe(still, (6,))), 1e-12)
+    close(thin, global_attention(q, k, v, position=Position(still, (6,))), 1e-12)
 
 
 def test_errors_show_the_values():
     q, k, v = sample(16)
     with pytest.raises(ValueError, match=r"5 axes .* 4"):
-        global_attention(q, k, v, lrpe=Lrpe(random_theta(4), (2, 2, 2, 2, 1), "rotary"))
+        global_attention(q, k, v, position=Position(random_theta(4), (2, 2, 2, 2, 1), "rotary"))
     with pytest.raises(ValueError, match=r"10 axes .* 9"):
         frequencies(9, 10)
     with pytest.raises(ValueError, match=r"kind='turning'"):
-        global_attention(q, k, v, lrpe=Lrpe(random_theta(9), (16,), "turning"))
+        global_attention(q, k, v, position=Position(random_theta(9), (16,), "turning"))
     with pytest.raises(ValueError, match=r"theta of shape \(2, 8\)"):
-        global_attention(q, k, v, lrpe=Lrpe(random_theta(8), (16,)))
+        global_attention(q, k, v, position=Position(random_theta(8), (16,)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ndlightnet import Ragged
-from ndlightnet.ops import Lrpe, axis_causal_attention, axis_scan, global_attention
+from ndlightnet.ops import Position, axis_causal_attention, axis_scan, global_attention
 
 from ..packs import packed_attention, packed_axis_causal_attention, packed_axis_scan
 
@@ -29,13 +29,13 @@ def test_attention(close, close_grads, shapes, kind, impl):
         theta = torch.rand(2, 8 if kind == "cosine" else 4).double().requires_grad_()
         leaves.append(theta)
     mask = torch.rand(layout.length) < 0.7
-    lrpe = None if theta is None else Lrpe(theta, shapes[0], kind)
+    lrpe = None if theta is None else Position(theta, shapes[0], kind)
 
     def one(i, q, k, v, keep):
         place = None if lrpe is None else lrpe._replace(layout=shapes[i])
-        return global_attention(q, k, v, mask=keep, lrpe=place, impl="torch")
+        return global_attention(q, k, v, mask=keep, position=place, impl="torch")
 
-    actual = packed_attention(q, k, v, layout, mask=mask, lrpe=lrpe, impl=impl)
+    actual = packed_attention(q, k, v, layout, mask=mask, position=lrpe, impl=impl)
     expected = alone(layout, one, q, k, v, mask)
     close(actual, expected, 1e-12)
     close_grads(actual, expected, leaves, 1e-10)
@@ -50,14 +50,14 @@ def test_axis_causal(close, close_grads, shapes, options):
     mask = torch.rand(layout.length) < 0.7
 
     def one(i, q, k, v, keep):
-        place = Lrpe(theta, shapes[i])
+        place = Position(theta, shapes[i])
         if shapes[i][0] == 0:
             return v
         frames = shapes[i][0]
-        return axis_causal_attention(q, k, v, frames, mask=keep, lrpe=place, **options)[0]
+        return axis_causal_attention(q, k, v, frames, mask=keep, position=place, **options)[0]
 
-    place = Lrpe(theta, shapes[0])
-    actual = packed_axis_causal_attention(q, k, v, layout, mask=mask, lrpe=place, **options)
+    place = Position(theta, shapes[0])
+    actual = packed_axis_causal_attention(q, k, v, layout, mask=mask, position=place, **options)
     expected = alone(layout, one, q, k, v, mask)
     close(actual, expected, 1e-12)
     close_grads(actual, expected, (q, k, v, theta), 1e-10)
@@ -111,7 +111,7 @@ def test_nan_in_one_sample_stays_there():
     [
         ({"q": torch.randn(15, 1, 4)}, r"q \(1, 15, 1, 4\)"),
         ({"mask": torch.ones(3, dtype=torch.bool)}, r"mask \(1, 3\)"),
-        ({"lrpe": Lrpe(torch.rand(1, 4), (4, 4), offset=(1, 0))}, "offset"),
+        ({"position": Position(torch.rand(1, 4), (4, 4), offset=(1, 0))}, "offset"),
         ({"impl": "nonsense"}, "impl='nonsense'"),
     ],
 )

@@ -5,7 +5,7 @@ import torch
 from torch.autograd import grad, gradcheck
 
 from ndlightnet.ops import (
-    Lrpe,
+    Position,
     State,
     attention_step,
     axis_causal_attention,
@@ -78,24 +78,26 @@ def sums(state):
 def outputs(form, inputs, theta, start, kind="cosine", past=None, impl="torch"):
     """Of a form with angles that count from `start` on the first axis."""
     q, k, v = inputs
-    place = Lrpe(theta, (q.shape[1],), kind, offset=(start,))
+    place = Position(theta, (q.shape[1],), kind, offset=(start,))
     if form == "global":
-        return (global_attention(q, k, v, lrpe=place, impl=impl),)
+        return (global_attention(q, k, v, position=place, impl=impl),)
     if form == "source":
-        state = summarize(k, v, lrpe=place, impl=impl)
-        return read(q, past or state, lrpe=place, impl=impl), *sums(state)
+        state = summarize(k, v, position=place, impl=impl)
+        return read(q, past or state, position=place, impl=impl), *sums(state)
     if form in ("causal", "decay"):
         forget = 0.3 if form == "decay" else 0.0
-        out, state = causal_attention(q, k, v, lrpe=place, state=past, forget=forget, impl=impl)
+        out, state = causal_attention(q, k, v, position=place, state=past, forget=forget, impl=impl)
         return out, *sums(state)
     if form == "step":
         token = (x[:, 0] for x in inputs)
         place = place._replace(layout=(1,))
-        out, state = attention_step(*token, past, lrpe=place, impl=impl)
+        out, state = attention_step(*token, past, position=place, impl=impl)
         return out, *sums(state)
     shape, window = (q.shape[1] // 4, 2, 2), 3 if form == "window" else None
     place = place._replace(layout=shape, offset=(start, 0, 7))
-    out, state = axis_causal_attention(q, k, v, shape[0], lrpe=place, state=past, window=window, forget=0.1, impl=impl)
+    out, state = axis_causal_attention(
+        q, k, v, shape[0], position=place, state=past, window=window, forget=0.1, impl=impl
+    )
     return out, *sums(state)
 
 
@@ -149,11 +151,11 @@ def test_gradients_with_a_start_and_tokens_in_front_are_right(form, kind):
     theta = theta.detach()[:, : 3 if kind == "cosine" else 1].requires_grad_()
 
     def run(q, k, v, theta):
-        place = Lrpe(theta, (4,), kind, prefix=2, offset=(torch.tensor([3, -2]),))
+        place = Position(theta, (4,), kind, prefix=2, offset=(torch.tensor([3, -2]),))
         if form == "global":
-            return global_attention(q, k, v, lrpe=place)
+            return global_attention(q, k, v, position=place)
         if form == "causal":
-            return causal_attention(q, k, v, lrpe=place)[0]
-        return sums(summarize(k, v, lrpe=place))
+            return causal_attention(q, k, v, position=place)[0]
+        return sums(summarize(k, v, position=place))
 
     assert gradcheck(run, (*inputs, theta), fast_mode=True)

@@ -29,7 +29,7 @@ def test_values_and_gradients_are_the_dense_ones(dense, close, close_grads, leng
         mask, lrpe = padding(shape) if masked else None, theta if rotated else None
         if masked:
             mask[0, window : 2 * window] = False
-        actual, _ = attend(*inputs, shape, mask=mask, lrpe=lrpe, **options)
+        actual, _ = attend(*inputs, shape, mask=mask, position=lrpe, **options)
         turned = angles(shape, theta) if rotated else None
         expected = dense(*inputs, mask=mask, see=weights(shape, window, forget), angles=turned)
         close(actual, expected, 1e-10)
@@ -66,7 +66,7 @@ def test_extreme_logits(dense, close_grads, logit, forget):
 def test_a_stream_is_the_whole(close, close_grads, window, forget):
     """Parts shorter and longer than the window, from State to State, with angles."""
     *inputs, theta = sample((30,))
-    options = {"window": window, "forget": per_head(forget), "lrpe": theta}
+    options = {"window": window, "forget": per_head(forget), "position": theta}
     mask = padding((30,))
     expected, last = attend(*inputs, (30,), mask=mask, **options)
     actual, state = in_chunks(*inputs, (30,), (1, 3, 12, 2, 9, 3), mask=mask, **options)
@@ -81,7 +81,7 @@ def test_a_stream_is_the_whole(close, close_grads, window, forget):
 def test_the_state_is_that_of_frames(monkeypatch, close):
     """A State of the way by frames goes on in chunks, and the other way around."""
     *inputs, theta = sample((24,), grads=False)
-    options = {"window": 5, "forget": 0.2, "lrpe": theta}
+    options = {"window": 5, "forget": 0.2, "position": theta}
     results = []
     for first, second in ((1, 100), (100, 1), (1, 1)):
         state, outs = None, []

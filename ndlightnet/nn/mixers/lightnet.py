@@ -178,7 +178,7 @@ class LightNetAttention(Constants, StreamingMixer):
             self._refuse_window()
             position = self.lrpe(layout)._replace(prefix=prefix) if self.lrpe else None
             within = None if prefix else layout
-            y = global_attention(q, k, v, mask=mask, lrpe=position, layout=within, impl=self.impl)
+            y = global_attention(q, k, v, mask=mask, position=position, layout=within, impl=self.impl)
         return self._output(y, gate, None if near is None else near())
 
     def mix_context(self, x: Tensor, grid: Grid, context: Tensor, source: Grid, mask: Tensor | None) -> Tensor:
@@ -187,8 +187,8 @@ class LightNetAttention(Constants, StreamingMixer):
             check_axes(grid, source, "; use lrpe=None")
         q, k, v, gate = self._project(x, context)
         at, of = (self.lrpe(grid), self.lrpe(source)) if self.lrpe else (None, None)
-        state = summarize(k, v, mask=mask, lrpe=of, impl=self.impl)
-        return self._output(read(q, state, lrpe=at, impl=self.impl), gate)
+        state = summarize(k, v, mask=mask, position=of, impl=self.impl)
+        return self._output(read(q, state, position=at, impl=self.impl), gate)
 
     def _project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q, k, v (batch, length, heads, head_dim), and the gate before its sigmoid."""
@@ -219,7 +219,7 @@ class LightNetAttention(Constants, StreamingMixer):
             v,
             layout,
             mask=mask,
-            lrpe=self.lrpe(layout) if self.lrpe else None,
+            position=self.lrpe(layout) if self.lrpe else None,
             state=state,
             window=self.window,
             forget=self.forget,
@@ -248,7 +248,7 @@ class LightNetAttention(Constants, StreamingMixer):
         operation = "axis_causal_attention" if causal else "global_attention"
         position = self.lrpe(Grid.of(x)) if self.lrpe else None
         like = projected_like(x, 0, self.heads, self.head_dim)
-        support = supported(operation, like, lrpe=position)
+        support = supported(operation, like, position=position)
         return "triton" if x.is_cuda and support else f"torch ({support.reason})"
 
     def _output(self, y: Tensor, gate: Tensor, near: Tensor | None = None) -> Tensor:
@@ -290,7 +290,7 @@ class LightNetAttention(Constants, StreamingMixer):
             if self.decays:
                 memory = aged(memory, 1, self.forget)
             position = self.lrpe(grid) if self.lrpe else None
-            y, memory = attention_step(q[:, 0], k[:, 0], v[:, 0], memory, lrpe=position, impl=self.impl)
+            y, memory = attention_step(q[:, 0], k[:, 0], v[:, 0], memory, position=position, impl=self.impl)
             y = y[:, None]
         new = memory if isinstance(state, State) else LocalState(memory, values, inputs)
         return self._output(y, gate, near), new

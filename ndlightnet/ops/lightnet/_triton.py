@@ -21,13 +21,13 @@ NOWHERE = Flat()
 
 
 # ----------------------------------------------------------------------------------- positions
-def of_grid(lrpe: Position | None) -> Flat:
+def of_grid(position: Position | None) -> Flat:
     """Return the Position of the tokens of rows that share one grid."""
-    if lrpe is None:
+    if position is None:
         return NOWHERE
-    offset, shape, start = None, shape_of(lrpe), offset_of(lrpe)
-    device = lrpe.theta.device
-    near = slab_offset(lrpe)
+    offset, shape, start = None, shape_of(position), offset_of(position)
+    device = position.theta.device
+    near = slab_offset(position)
     if near is not None:
         # as for the whole in one piece: kernels then have nothing to do for each slot
         offset = torch.zeros(1, len(shape), dtype=torch.int32, device=device)
@@ -36,35 +36,35 @@ def of_grid(lrpe: Position | None) -> Flat:
                 offset[:, axis].fill_(first)
     elif start is not None:
         parts = columns(start, device)
-        same = lrpe.origin is start
-        parts += parts if same else columns(lrpe.origin or (0,) * len(shape), device)
+        same = position.origin is start
+        parts += parts if same else columns(position.origin or (0,) * len(shape), device)
         offset = torch.stack(torch.broadcast_tensors(*parts), 1)
-    return flat.grid(lrpe.theta, offset, lrpe.kind, lrpe.prefix, shape)
+    return flat.grid(position.theta, offset, position.kind, position.prefix, shape)
 
 
-def of_frames(lrpe: Position | None, batch: int, frames: int) -> Flat:
+def of_frames(position: Position | None, batch: int, frames: int) -> Flat:
     """Return the Position for rows that are the frames of a grid, with the same dtypes for frames
     of any size, so that kernels are not compiled again for each size."""
-    if lrpe is None:
+    if position is None:
         return NOWHERE
-    axes, device = len(shape_of(lrpe)), lrpe.theta.device
+    axes, device = len(shape_of(position)), position.theta.device
     frame = torch.arange(frames, device=device)[:, None]
-    if lrpe.origin is None:  # small: the offset counts earlier frames of the same grid
-        first = (offset_of(lrpe) or (0,))[0]
+    if position.origin is None:  # small: the offset counts earlier frames of the same grid
+        first = (offset_of(position) or (0,))[0]
         offset = torch.nn.functional.pad(frame + first, (0, axes - 1)).int()
     else:
-        whole = of_grid(lrpe).offset
+        whole = of_grid(position).offset
         assert whole is not None
         offset = whole[:, None] + torch.nn.functional.pad(frame, (0, 2 * axes - 1))
     offset = offset.expand(batch, frames, -1).reshape(batch * frames, -1).contiguous()
-    return flat.grid(lrpe.theta, offset, lrpe.kind, 0, (1, *shape_of(lrpe)[1:]))
+    return flat.grid(position.theta, offset, position.kind, 0, (1, *shape_of(position)[1:]))
 
 
-def of_samples(lrpe: Position | None, layout: Ragged, k: Tensor, vdim: int, offset: Tensor | None = None) -> Flat:
+def of_samples(position: Position | None, layout: Ragged, k: Tensor, vdim: int, offset: Tensor | None = None) -> Flat:
     """Return the Position of samples end to end; offset (samples, axes) int32."""
     from ndlightnet_kernels import plans
 
-    kind = "none" if lrpe is None else lrpe.kind
+    kind = "none" if position is None else position.kind
 
     def make() -> tuple[Any, ...]:
         span = plans.tokens_per_split(layout.lengths, k, vdim, kind)
@@ -74,7 +74,7 @@ def of_samples(lrpe: Position | None, layout: Ragged, k: Tensor, vdim: int, offs
 
     key = ("parts", k.device, k.dtype, k.shape[1:], vdim, kind)
     *tables, span = layout.cached(key, make)
-    theta = None if lrpe is None else lrpe.theta
+    theta = None if position is None else position.theta
     splits, first, shapes = tables
     sizes = (0, span, 0, 0)
     return Flat(theta, None if theta is None else offset, splits, first, shapes, kind, sizes)

@@ -45,7 +45,7 @@ from ndlightnet.ops.recurrence.chunks import exact
 __all__ = ["attention_step", "causal_attention", "global_attention", "merge", "read", "summarize"]
 
 
-def _check(k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, q: Tensor | None) -> None:
+def _check(k: Tensor, v: Tensor, mask: Tensor | None, position: Position | None, q: Tensor | None) -> None:
     check_floats(k=k, v=v)
     if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
         raise ValueError(
@@ -58,22 +58,22 @@ def _check(k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, q: 
             raise ValueError(f"q {tuple(q.shape)}: expected the shape of k, {tuple(k.shape)}")
     if mask is not None and (mask.shape != k.shape[:2] or mask.dtype != torch.bool):
         raise ValueError(f"mask {tuple(mask.shape)} {mask.dtype}: expected bool {tuple(k.shape[:2])}")
-    _check_length(k, lrpe, "k")
+    _check_length(k, position, "k")
 
 
-def _check_length(x: Tensor, lrpe: Position | None, name: str) -> None:
-    if lrpe is None:
+def _check_length(x: Tensor, position: Position | None, name: str) -> None:
+    if position is None:
         return
-    layout = lrpe.layout
+    layout = position.layout
     grid = Grid(layout) if isinstance(layout, tuple) else layout
-    if x.shape[1] != lrpe.prefix + grid.length:
+    if x.shape[1] != position.prefix + grid.length:
         shape = grid.shape if isinstance(grid, Grid) else grid.shapes
-        raise ValueError(f"{name} has {x.shape[1]} tokens, lrpe describes {lrpe.prefix} + a grid {shape}")
+        raise ValueError(f"{name} has {x.shape[1]} tokens, position describes {position.prefix} + a grid {shape}")
 
 
-def _check_state(state: State, k: Tensor, v: Tensor, lrpe: Position | None) -> None:
+def _check_state(state: State, k: Tensor, v: Tensor, position: Position | None) -> None:
     batch, _, heads, dim = k.shape
-    rows = dim if lrpe is None else 2 * dim
+    rows = dim if position is None else 2 * dim
     expected = (batch, heads, rows, v.shape[-1])
     if tuple(state.memory.shape) != expected or tuple(state.sum.shape) != (batch, heads, dim):
         raise ValueError(
@@ -95,9 +95,9 @@ def check_window(window: int | None) -> None:
         raise ValueError(f"window={window}: expected an int, 1 or more frames, or None")
 
 
-def _empty(k: Tensor, v: Tensor, lrpe: Position | None) -> State:
+def _empty(k: Tensor, v: Tensor, position: Position | None) -> State:
     batch, _, heads, dim = k.shape
-    return State.empty(batch, heads, dim, v.shape[-1], lrpe is not None, dtype=accumulator(k), device=k.device)
+    return State.empty(batch, heads, dim, v.shape[-1], position is not None, dtype=accumulator(k), device=k.device)
 
 
 def _silence(k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -108,60 +108,60 @@ def _silence(k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]
     return k.masked_fill(hidden, -torch.inf), v.masked_fill(hidden, 0)
 
 
-def _query(q: Tensor, lrpe: Position | None) -> Tensor:
+def _query(q: Tensor, position: Position | None) -> Tensor:
     phi = torch.nn.functional.silu(q.to(accumulator(q)))
-    return phi if lrpe is None else query_features(phi, lrpe)
+    return phi if position is None else query_features(phi, position)
 
 
-def _factors(k: Tensor, lrpe: Position | None) -> Tensor | None:
-    return None if lrpe is None else key_features(lrpe, k.shape[-1], accumulator(k))
+def _factors(k: Tensor, position: Position | None) -> Tensor | None:
+    return None if position is None else key_features(position, k.shape[-1], accumulator(k))
 
 
 def summarize(
-    k: Tensor, v: Tensor, *, mask: Tensor | None = None, lrpe: Position | None = None, impl: Impl = "auto"
+    k: Tensor, v: Tensor, *, mask: Tensor | None = None, position: Position | None = None, impl: Impl = "auto"
 ) -> State:
     """Return the State of a source, in one pass. mask: (batch, length) bool, False = padding."""
-    _check(k, v, mask, lrpe, None)
-    chosen = resolve("summarize", impl, k, v, lrpe=lrpe)
-    lrpe = relative(lrpe)
+    _check(k, v, mask, position, None)
+    chosen = resolve("summarize", impl, k, v, position=position)
+    position = relative(position)
     if chosen == "triton":
-        state = State(*_triton.summarize(k, v, mask, *_triton.of_grid(lrpe)))
-        return offset_gradient(state, lrpe, 1)
+        state = State(*_triton.summarize(k, v, mask, *_triton.of_grid(position)))
+        return offset_gradient(state, position, 1)
     with exact(k):
-        state = _empty(k, v, lrpe)
+        state = _empty(k, v, position)
         if k.shape[1] == 0:
             return state._replace(sum=empty_result(state.sum, k, v))
         if chosen == "reference":
-            state = reference.attention(k, k, v, state, lrpe, mask, False)[1]
+            state = reference.attention(k, k, v, state, position, mask, False)[1]
         else:
             k, v = _silence(k, v, mask)
-            state = parallel.summarize(k, v, _factors(k, lrpe))
-        return offset_gradient(state, lrpe, 1)
+            state = parallel.summarize(k, v, _factors(k, position))
+        return offset_gradient(state, position, 1)
 
 
-def read(q: Tensor, state: State, *, lrpe: Position | None = None, impl: Impl = "auto") -> Tensor:
+def read(q: Tensor, state: State, *, position: Position | None = None, impl: Impl = "auto") -> Tensor:
     """Read a State with queries (batch, length, heads, dim): (batch, length, heads, value_dim).
 
-    `lrpe`: position of the queries, given if and only if the source had one. The result is zero
+    `position`: position of the queries, given if and only if the source had one. The result is zero
     where the State is empty.
     """
     check_floats(q=q)
     rows = state.memory.shape[-2]
-    if q.ndim != 4 or rows != q.shape[-1] * (1 if lrpe is None else 2):
+    if q.ndim != 4 or rows != q.shape[-1] * (1 if position is None else 2):
         raise ValueError(
-            f"q {tuple(q.shape)} with{'out' if lrpe is None else ''} lrpe does not fit a memory "
-            f"of {rows} rows: expected (batch, length, heads, dim) and as many, twice with lrpe"
+            f"q {tuple(q.shape)} with{'out' if position is None else ''} position does not fit a memory "
+            f"of {rows} rows: expected (batch, length, heads, dim) and as many, twice with position"
         )
-    _check_length(q, lrpe, "q")
-    chosen = resolve("read", impl, q, None, *state, lrpe=lrpe)
-    lrpe = relative(lrpe)
-    state = offset_gradient(state, lrpe, -1)
+    _check_length(q, position, "q")
+    chosen = resolve("read", impl, q, None, *state, position=position)
+    position = relative(position)
+    state = offset_gradient(state, position, -1)
     if chosen == "triton":
-        out: Tensor = _triton.read(q, state.sum, state.memory, *_triton.of_grid(lrpe))
+        out: Tensor = _triton.read(q, state.sum, state.memory, *_triton.of_grid(position))
         return out
     with exact(q):
         how = reference.recall if chosen == "reference" else parallel.read
-        return how(_query(q, lrpe), state).to(q.dtype)
+        return how(_query(q, position), state).to(q.dtype)
 
 
 def global_attention(
@@ -170,7 +170,7 @@ def global_attention(
     v: Tensor,
     *,
     mask: Tensor | None = None,
-    lrpe: Position | None = None,
+    position: Position | None = None,
     layout: Layout | None = None,
     impl: Impl = "auto",
 ) -> Tensor:
@@ -178,24 +178,24 @@ def global_attention(
     = padding.
 
     layout: a Ragged of samples end to end in one row (batch 1), each of which reads only itself;
-    the grid of lrpe may then have any shape, without prefix or offset. With Boxes a row reads all
-    rows of its sample: their States are merged; lrpe has the boxes' offsets. With a Part the States
+    the grid of position may then have any shape, without prefix or offset. With Boxes a row reads all
+    rows of its sample: their States are merged; position has the boxes' offsets. With a Part the States
     of all parts are merged. Else every row is a sample.
     """
     if isinstance(layout, Part):
-        state = merge_parts(layout, summarize(k, v, mask=mask, lrpe=lrpe, impl=impl))
-        return read(q, state, lrpe=lrpe, impl=impl)
+        state = merge_parts(layout, summarize(k, v, mask=mask, position=position, impl=impl))
+        return read(q, state, position=position, impl=impl)
     if isinstance(layout, Boxes) and layout.count > 1:
-        return _of_boxes(q, k, v, mask, lrpe, layout.count, impl)
+        return _of_boxes(q, k, v, mask, position, layout.count, impl)
     ragged = layout if isinstance(layout, Ragged) else None
     if ragged is not None:
-        lrpe = packed_position(ragged, k, lrpe)
-    _check(k, v, mask, lrpe, q)
-    if lrpe is not None and lrpe.prefix == 0 and offset_of(lrpe) is not None:
-        lrpe = lrpe._replace(layout=shape_of(lrpe), offset=None)  # only differences matter
-    chosen: Any = resolve("global_attention", impl, k, v, lrpe=lrpe)
+        position = packed_position(ragged, k, position)
+    _check(k, v, mask, position, q)
+    if position is not None and position.prefix == 0 and offset_of(position) is not None:
+        position = position._replace(layout=shape_of(position), offset=None)  # only differences matter
+    chosen: Any = resolve("global_attention", impl, k, v, position=position)
     if chosen == "triton" and (q.dtype == k.dtype or ragged is not None):
-        where = _triton.of_grid(lrpe) if ragged is None else _triton.of_samples(lrpe, ragged, k, v.shape[-1])
+        where = _triton.of_grid(position) if ragged is None else _triton.of_samples(position, ragged, k, v.shape[-1])
         if q.dtype == k.dtype:
             out: Tensor = _triton.global_attention(q, k, v, mask, *where)[0]
             return out
@@ -207,46 +207,46 @@ def global_attention(
         def alone(_: Grid, *qkv: Tensor, **how: Any) -> Tensor:
             return global_attention(*qkv, **how, impl=chosen)
 
-        return by_sample(alone, ragged, q, k, v, mask, lrpe)
-    return read(q, summarize(k, v, mask=mask, lrpe=lrpe, impl=impl), lrpe=lrpe, impl=impl)
+        return by_sample(alone, ragged, q, k, v, mask, position)
+    return read(q, summarize(k, v, mask=mask, position=position, impl=impl), position=position, impl=impl)
 
 
 def _of_boxes(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, count: int, impl: Impl
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position: Position | None, count: int, impl: Impl
 ) -> Tensor:
     """Global attention among each `count` rows: by the States of the rows, merged, or where these
     would be larger than the tokens by the features of all tokens of a sample at once, in torch."""
-    _check(k, v, mask, lrpe, q)
-    rows = k.shape[-1] * (1 if lrpe is None else 2)
+    _check(k, v, mask, position, q)
+    rows = k.shape[-1] * (1 if position is None else 2)
     if impl in ("triton", "reference") or k.shape[1] >= rows:
-        parts = merge_rows(summarize(k, v, mask=mask, lrpe=lrpe, impl=impl), count)
+        parts = merge_rows(summarize(k, v, mask=mask, position=position, impl=impl), count)
         whole = State(*(x.repeat_interleave(count, 0) for x in parts))
-        return read(q, whole, lrpe=lrpe, impl=impl)
+        return read(q, whole, position=position, impl=impl)
 
     def joined(x: Tensor) -> Tensor:
         return x.unflatten(0, (-1, count)).flatten(1, 2)
 
     with exact(k):
         kept, values = (joined(x) for x in _silence(k, v, mask))
-        factors = _factors(k, lrpe)
+        factors = _factors(k, position)
         if factors is not None:  # (rows or none, tokens, heads or 1, features)
             factors = joined(factors.expand(len(k), *factors.shape[-3:]))
         state = parallel.summarize(kept, values, factors)
-        out = parallel.read(joined(_query(q, lrpe)), state)
+        out = parallel.read(joined(_query(q, position)), state)
         return out.unflatten(1, (count, -1)).flatten(0, 1).to(q.dtype)
 
 
-def packed_position(layout: Ragged, k: Tensor, lrpe: Position | None) -> Position | None:
-    """Check `lrpe` and return it as the Position of samples end to end."""
+def packed_position(layout: Ragged, k: Tensor, position: Position | None) -> Position | None:
+    """Check `position` and return it as the Position of samples end to end."""
     if k.ndim != 4 or k.shape[0] != 1 or k.shape[1] != layout.length:
         raise ValueError(
             f"k {tuple(k.shape)}: expected (1, length, heads, dim) with length {layout.length}, that of the layout"
         )
-    if lrpe is None:
+    if position is None:
         return None
-    if lrpe.prefix or offset_of(lrpe) is not None:
-        raise ValueError(f"lrpe={lrpe}: expected no prefix and no offset with samples end to end")
-    return lrpe._replace(layout=layout)
+    if position.prefix or offset_of(position) is not None:
+        raise ValueError(f"position={position}: expected no prefix and no offset with samples end to end")
+    return position._replace(layout=layout)
 
 
 def by_sample(
@@ -256,13 +256,13 @@ def by_sample(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    lrpe: Position | None,
+    position: Position | None,
 ) -> Tensor:
-    """Call attend(grid, q, k, v, mask=, lrpe=) sample by sample and join the results."""
+    """Call attend(grid, q, k, v, mask=, position=) sample by sample and join the results."""
 
     def alone(grid: Grid, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        there = None if lrpe is None else lrpe._replace(layout=grid)
-        return attend(grid, q, k, v, mask=mask, lrpe=there)
+        there = None if position is None else position._replace(layout=grid)
+        return attend(grid, q, k, v, mask=mask, position=there)
 
     return layout.map_samples(alone, q, k, v, mask)
 
@@ -273,7 +273,7 @@ def causal_attention(
     v: Tensor,
     *,
     mask: Tensor | None = None,
-    lrpe: Position | None = None,
+    position: Position | None = None,
     state: State | None = None,
     forget: float | Tensor = 0.0,
     impl: Impl = "auto",
@@ -289,33 +289,33 @@ def causal_attention(
     With kind="rotary" the result is not a function of offsets, because the two channels of a pair
     decay differently: prefer "cosine" here.
     """
-    _check(k, v, mask, lrpe, q)
-    chosen = resolve("causal_attention", impl, k, v, lrpe=lrpe)
+    _check(k, v, mask, position, q)
+    chosen = resolve("causal_attention", impl, k, v, position=position)
     if state is not None:
-        _check_state(state, k, v, lrpe)
+        _check_state(state, k, v, position)
     check_rates(forget, k.shape[2])
     if k.shape[1] == 0:
-        state = _empty(k, v, lrpe) if state is None else state
+        state = _empty(k, v, position) if state is None else state
         return empty_result(v.to(q.dtype), q, k), state
-    lrpe = relative(lrpe)
+    position = relative(position)
     if state is not None:
-        state = offset_gradient(state, lrpe, -1)
+        state = offset_gradient(state, position, -1)
     with exact(k):
         if chosen == "triton":
-            where = _triton.of_grid(lrpe)
+            where = _triton.of_grid(position)
             rates = _head_rates(forget, k)
             out, state = _triton_causal.causal(q, k, v, mask, rates, state, where)
-            return out, offset_gradient(state, lrpe, 1)
-        state = _empty(k, v, lrpe) if state is None else state
+            return out, offset_gradient(state, position, 1)
+        state = _empty(k, v, position) if state is None else state
         if chosen == "reference":
-            frames = (k.shape[1], state, lrpe, mask, None, forget)
+            frames = (k.shape[1], state, position, mask, None, forget)
             out, state = reference.frames(q, k, v, *frames)
         else:
             k, v = _silence(k, v, mask)
-            inputs = (_query(q, lrpe), k, v, _factors(k, lrpe), _rates(forget, k))
+            inputs = (_query(q, position), k, v, _factors(k, position), _rates(forget, k))
             out, *after = parallel.causal(*inputs, *state)
             state = State(*after)
-        return out.to(q.dtype), offset_gradient(state, lrpe, 1)
+        return out.to(q.dtype), offset_gradient(state, position, 1)
 
 
 def _rates(forget: float | Tensor, k: Tensor) -> Tensor | None:
@@ -337,47 +337,47 @@ def token_window(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    lrpe: Position | None,
+    position: Position | None,
     window: int,
     forget: float | Tensor,
     impl: Impl,
 ) -> Tensor:
     """Let token t attend to the last `window` tokens, itself included; from no State to none."""
     if window >= k.shape[1]:
-        return causal_attention(q, k, v, mask=mask, lrpe=lrpe, forget=forget, impl=impl)[0]
+        return causal_attention(q, k, v, mask=mask, position=position, forget=forget, impl=impl)[0]
     if impl == "triton":
-        rates, where = _head_rates(forget, k), _triton.of_grid(lrpe)
+        rates, where = _head_rates(forget, k), _triton.of_grid(position)
         return _triton_window.attention(q, k, v, mask, rates, window, where)
     k, v = _silence(k, v, mask)
-    out = windowed.attention(_query(q, lrpe), k, v, _factors(k, lrpe), _rates(forget, k), window)
+    out = windowed.attention(_query(q, position), k, v, _factors(k, position), _rates(forget, k), window)
     return out.to(q.dtype)
 
 
 def attention_step(
-    q: Tensor, k: Tensor, v: Tensor, state: State, *, lrpe: Position | None = None, impl: Impl = "auto"
+    q: Tensor, k: Tensor, v: Tensor, state: State, *, position: Position | None = None, impl: Impl = "auto"
 ) -> tuple[Tensor, State]:
     """Process one token after `state`: q, k (batch, heads, dim), v (batch, heads, value_dim).
 
-    `lrpe` describes this one token: shape (1, ...), `offset` its coordinates.
+    `position` describes this one token: shape (1, ...), `offset` its coordinates.
     """
     q, k, v = q[:, None], k[:, None], v[:, None]
-    _check(k, v, None, lrpe, q)
-    _check_state(state, k, v, lrpe)
-    chosen = resolve("attention_step", impl, k, v, q, *state, lrpe=lrpe)
-    lrpe = relative(lrpe)
+    _check(k, v, None, position, q)
+    _check_state(state, k, v, position)
+    chosen = resolve("attention_step", impl, k, v, q, *state, position=position)
+    position = relative(position)
     if chosen == "triton":
-        where = _triton.of_grid(lrpe)
+        where = _triton.of_grid(position)
         y, *after = _triton_causal.step(q[:, 0], k[:, 0], v[:, 0], *state, *where)
         return y, State(*after)
     if chosen == "reference":
-        y, state = causal_attention(q, k, v, lrpe=lrpe, state=state, impl=impl)
+        y, state = causal_attention(q, k, v, position=position, state=state, impl=impl)
         return y[:, 0], state
     with exact(k):
         logit, value = k[:, 0].to(state.sum.dtype), v[:, 0].to(state.sum.dtype)
-        top, w = logit.detach(), _factors(k, lrpe)
+        top, w = logit.detach(), _factors(k, position)
         p = decay(logit, top)  # 1, with the gradient of exp(k); 0 for a logit of -inf
         f = p if w is None else tile(p, w.shape[-1], -1) * w[..., 0, :, :]
         token = State(top, p, f[..., None] * value[..., None, :])
-        state = merge(offset_gradient(state, lrpe, -1), token)
-        y = parallel.read(_query(q, lrpe), state).to(q.dtype)
-        return y[:, 0], offset_gradient(state, lrpe, 1)
+        state = merge(offset_gradient(state, position, -1), token)
+        y = parallel.read(_query(q, position), state).to(q.dtype)
+        return y[:, 0], offset_gradient(state, position, 1)

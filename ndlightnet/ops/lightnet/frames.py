@@ -132,7 +132,7 @@ def axis_causal_attention(
     layout: Layout | int,
     *,
     mask: Tensor | None = None,
-    lrpe: Position | None = None,
+    position: Position | None = None,
     state: State | None = None,
     window: int | None = None,
     forget: float | Tensor = 0.0,
@@ -144,7 +144,7 @@ def axis_causal_attention(
     q, k `(batch, length, heads, dim)`, v `(batch, length, heads, value_dim)` with
     length = frames * tokens of a frame. layout: a Grid whose first axis counts the frames, or their
     number; or a Ragged of samples end to end in one row (batch 1), each of which reads only itself;
-    then `state` and the returned one are None. lrpe: its first axis counts the frames; with a
+    then `state` and the returned one are None. position: its first axis counts the frames; with a
     Ragged its grid may have any shape, without prefix or offset.
 
     state: State before the first frame; the returned one is for the frames that follow. window: a
@@ -162,48 +162,48 @@ def axis_causal_attention(
     if isinstance(layout, Ragged):
         if state is not None:
             raise ValueError("state: expected None with samples end to end")
-        return _ragged(q, k, v, layout, mask, lrpe, window, forget, impl), None
+        return _ragged(q, k, v, layout, mask, position, window, forget, impl), None
     if isinstance(layout, Part):
-        _check(k, v, mask, lrpe, q)
+        _check(k, v, mask, position, q)
         check_decay(window, forget, k.shape[2])
         how: Any = (window, forget, return_state, impl)
-        return axis_causal_part(q, k, v, layout, mask, lrpe, state, *how)
+        return axis_causal_part(q, k, v, layout, mask, position, state, *how)
     frames = layout if isinstance(layout, int) else layout.shapes[0][0]
-    _check(k, v, mask, lrpe, q)
+    _check(k, v, mask, position, q)
     if k.shape[1] == 0:  # no frames, or none with tokens
         if state is None:
-            state = _empty(k, v, lrpe)
+            state = _empty(k, v, position)
             if window is not None:
                 state = _with_empty_before(State(*(x[:, None][:, :0] for x in state)), window - 1)
         return empty_result(v.to(q.dtype), q, k), state
     if frames < 1 or k.shape[1] % frames:
         raise ValueError(f"frames={frames}: expected a divisor of the length, {k.shape[1]}")
-    if lrpe is not None and (shape_of(lrpe)[0] != frames or lrpe.prefix):
+    if position is not None and (shape_of(position)[0] != frames or position.prefix):
         raise ValueError(
-            f"lrpe of a grid {shape_of(lrpe)} behind {lrpe.prefix} tokens: expected {frames} "
+            f"position of a grid {shape_of(position)} behind {position.prefix} tokens: expected {frames} "
             "frames and nothing in front"
         )
     check_decay(window, forget, k.shape[2])
-    chosen = resolve("axis_causal_attention", impl, k, v, lrpe=lrpe)
+    chosen = resolve("axis_causal_attention", impl, k, v, position=position)
     if k.shape[1] == frames and window is None:
-        return causal_attention(q, k, v, mask=mask, lrpe=lrpe, state=state, forget=forget, impl=impl)
-    lrpe = relative(lrpe)
+        return causal_attention(q, k, v, mask=mask, position=position, state=state, forget=forget, impl=impl)
+    position = relative(position)
     if state is not None:
-        _check_frames(state, k, v, lrpe, window)
-        state = offset_gradient(state, lrpe, -1)
+        _check_frames(state, k, v, position, window)
+        state = offset_gradient(state, position, -1)
     with exact(k):
         if chosen == "reference":
-            out, state = reference.frames(q, k, v, frames, state, lrpe, mask, window, forget)
-            return out.to(q.dtype), offset_gradient(state, lrpe, 1)
+            out, state = reference.frames(q, k, v, frames, state, position, mask, window, forget)
+            return out.to(q.dtype), offset_gradient(state, position, 1)
         chunked = window is not None and (chosen == "triton" or window >= min(SHORT, frames))
         if k.shape[1] == frames and chunked and (state is None or frames >= (window or 0)):
             assert window is not None
-            out, state = _window(q, k, v, mask, lrpe, state, window, forget, chosen, return_state)
-            return out, None if state is None else offset_gradient(state, lrpe, 1)
+            out, state = _window(q, k, v, mask, position, state, window, forget, chosen, return_state)
+            return out, None if state is None else offset_gradient(state, position, 1)
         how = (window, forget, chosen)
-        if plain() or not states_outweigh_tokens(k, v, lrpe, k.shape[1] // frames):
-            out, state = _attend(q, k, v, mask, lrpe, state, frames, *how)
-            return out, offset_gradient(state, lrpe, 1) if return_state else None
+        if plain() or not states_outweigh_tokens(k, v, position, k.shape[1] // frames):
+            out, state = _attend(q, k, v, mask, position, state, frames, *how)
+            return out, offset_gradient(state, position, 1) if return_state else None
         run: Any = _attend
         if torch.is_grad_enabled():
             run = partial(checkpoint, _attend, use_reentrant=False, preserve_rng_state=False)
@@ -212,10 +212,10 @@ def axis_causal_attention(
             n = min(group, frames - first)
             now = slice(first * tokens, (first + n) * tokens)
             part = (q[:, now], k[:, now], v[:, now], None if mask is None else mask[:, now])
-            out, state = run(*part, _frames_from(lrpe, first, n), state, n, *how)
+            out, state = run(*part, _frames_from(position, first, n), state, n, *how)
             outs.append(out)
         assert state is not None
-        return torch.cat(outs, 1), offset_gradient(state, lrpe, 1) if return_state else None
+        return torch.cat(outs, 1), offset_gradient(state, position, 1) if return_state else None
 
 
 def check_decay(window: int | None, forget: float | Tensor, heads: int) -> None:
@@ -223,24 +223,24 @@ def check_decay(window: int | None, forget: float | Tensor, heads: int) -> None:
     check_rates(forget, heads)
 
 
-def _check_frames(state: State, k: Tensor, v: Tensor, lrpe: Position | None, window: int | None) -> None:
+def _check_frames(state: State, k: Tensor, v: Tensor, position: Position | None, window: int | None) -> None:
     if window is None:
-        return _check_state(state, k, v, lrpe)
+        return _check_state(state, k, v, position)
     lead = (k.shape[0], window - 1, k.shape[2])
     if any(tuple(x.shape[:3]) != lead for x in state):
         raise ValueError(
             f"state.max {tuple(state.max.shape)}: expected (batch, window - 1, heads, dim) with {lead} in front"
         )
     if window > 1:
-        _check_state(State(*(x[:, 0] for x in state)), k, v, lrpe)
+        _check_state(State(*(x[:, 0] for x in state)), k, v, position)
     return None
 
 
-def states_outweigh_tokens(k: Tensor, v: Tensor, lrpe: Position | None, tokens: int) -> bool:
+def states_outweigh_tokens(k: Tensor, v: Tensor, position: Position | None, tokens: int) -> bool:
     """Return whether the State of a frame of `tokens` tokens takes more memory than its q, k, v and
     output."""
     dim, value_dim = k.shape[-1], v.shape[-1]
-    state = dim * value_dim * (1 if lrpe is None else 2) * accumulator(k).itemsize
+    state = dim * value_dim * (1 if position is None else 2) * accumulator(k).itemsize
     return state > tokens * 2 * (dim + value_dim) * k.element_size()
 
 
@@ -258,13 +258,13 @@ def aged(states: State, frames: Tensor | int, forget: float | Tensor) -> State:
     return reweighted(states, -frames * decay_rates(forget, states.max.device))
 
 
-def _frames_from(lrpe: Position | None, first: int, frames: int) -> Position | None:
+def _frames_from(position: Position | None, first: int, frames: int) -> Position | None:
     """Return the Position of `frames` frames, from frame `first` on."""
-    if lrpe is None:
+    if position is None:
         return None
-    shape = shape_of(lrpe)
-    offset = offset_of(lrpe) or (0,) * len(shape)
-    return lrpe._replace(layout=(frames, *shape[1:]), offset=(offset[0] + first, *offset[1:]))
+    shape = shape_of(position)
+    offset = offset_of(position) or (0,) * len(shape)
+    return position._replace(layout=(frames, *shape[1:]), offset=(offset[0] + first, *offset[1:]))
 
 
 def _attend(
@@ -272,7 +272,7 @@ def _attend(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    lrpe: Position | None,
+    position: Position | None,
     state: State | None,
     frames: int,
     window: int | None,
@@ -283,7 +283,7 @@ def _attend(
     """Run axis-causal attention on all frames at once. merged_parts: merges the States of frames
     that are split."""
     forms = _by_triton if impl == "triton" else _by_torch
-    frame_states, read = forms(q, k, v, mask, lrpe, frames)
+    frame_states, read = forms(q, k, v, mask, position, frames)
     if merged_parts is not None:
         frame_states = merged_parts(frame_states)
     all_states = frame_states = decayed(frame_states, forget)
@@ -306,7 +306,7 @@ def _window(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    lrpe: Position | None,
+    position: Position | None,
     state: State | None,
     window: int,
     forget: float | Tensor,
@@ -321,16 +321,16 @@ def _window(
     def part(first: int, end: int) -> tuple[Any, ...]:
         now = slice(first, end)
         keep = None if mask is None else mask[:, now]
-        return q[:, now], k[:, now], v[:, now], keep, _frames_from(lrpe, first, end - first)
+        return q[:, now], k[:, now], v[:, now], keep, _frames_from(position, first, end - first)
 
-    out = token_window(q, k, v, mask, lrpe, window, forget, impl)
+    out = token_window(q, k, v, mask, position, window, forget, impl)
     if state is not None and window > 1:
         old, _ = attend(*part(0, last), state, last, window, forget, impl)
         out = torch.cat([old, out[:, last:]], 1)
     if not return_state:
         return out, None
     if window == 1:
-        return out, State(*(x[:, None][:, :0] for x in _empty(k, v, lrpe)))
+        return out, State(*(x[:, None][:, :0] for x in _empty(k, v, position)))
     states = aged(decayed(forms(*part(n - last, n), last)[0], forget), last, forget)
     return out, _with_empty_before(states, window - 1 - last)
 
@@ -338,20 +338,20 @@ def _window(
 Forms = tuple[State, Callable[[State], Tensor]]
 
 
-def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, frames: int) -> Forms:
+def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position: Position | None, frames: int) -> Forms:
     """Return the frames' States (batch, frames, heads, ·) and a function that reads such States."""
     k, v = _silence(k, v, mask)
-    w, cut = _factors(k, lrpe), (frames, -1)
+    w, cut = _factors(k, position), (frames, -1)
     if w is not None:
         w = w.unflatten(-3, cut)
     frame_states = parallel.summarize(k.unflatten(1, cut), v.unflatten(1, cut), w)
-    f = _query(q, lrpe).unflatten(1, cut)
+    f = _query(q, position).unflatten(1, cut)
     return frame_states, lambda merged: parallel.read(f, merged).flatten(1, 2).to(q.dtype)
 
 
-def _by_triton(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, lrpe: Position | None, frames: int) -> Forms:
+def _by_triton(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, position: Position | None, frames: int) -> Forms:
     """Do the same as `_by_torch` with kernels, to which each frame is a sample."""
-    batch, where = k.shape[0], _triton.of_frames(lrpe, k.shape[0], frames)
+    batch, where = k.shape[0], _triton.of_frames(position, k.shape[0], frames)
 
     def samples(x: Tensor) -> Tensor:
         return x.unflatten(1, (frames, -1)).flatten(0, 1)
@@ -373,29 +373,29 @@ def _ragged(
     v: Tensor,
     layout: Ragged,
     mask: Tensor | None,
-    lrpe: Position | None,
+    position: Position | None,
     window: int | None,
     forget: float | Tensor,
     impl: Impl,
 ) -> Tensor:
     """Run samples end to end: by kernels, to which each frame is a sample, where frames are large
     enough to have a State each; elsewhere one sample after the other."""
-    lrpe = packed_position(layout, k, lrpe)
-    _check(k, v, mask, lrpe, q)
+    position = packed_position(layout, k, position)
+    _check(k, v, mask, position, q)
     check_decay(window, forget, k.shape[2])
-    chosen: Any = resolve("axis_causal_attention", impl, k, v, lrpe=lrpe)
+    chosen: Any = resolve("axis_causal_attention", impl, k, v, position=position)
     pairs = zip(layout.lengths, layout.shapes, strict=True)
     small = min((n // shape[0] for n, shape in pairs if n), default=0)
-    if chosen != "triton" or states_outweigh_tokens(k, v, lrpe, small):
+    if chosen != "triton" or states_outweigh_tokens(k, v, position, small):
 
         def alone(grid: Grid, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
             how |= {"window": window, "forget": forget, "return_state": False, "impl": chosen}
             return axis_causal_attention(q, k, v, grid, **how)[0]
 
-        return by_sample(alone, layout, q, k, v, mask, lrpe)
+        return by_sample(alone, layout, q, k, v, mask, position)
     frames, at, longest = layout.frames(k.device)
     offset = torch.nn.functional.pad((at % longest)[:, None], (0, layout.ndim - 1)).int()
-    where = _triton.of_samples(lrpe, frames, k, v.shape[-1], offset)
+    where = _triton.of_samples(position, frames, k, v.shape[-1], offset)
     frame_states = _triton.summarize(k, v, mask, *where)
 
     def padded(x: Tensor, fill: float) -> Tensor:

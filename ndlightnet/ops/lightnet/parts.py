@@ -69,7 +69,7 @@ def axis_causal_part(
     v: Tensor,
     layout: Part,
     mask: Tensor | None,
-    lrpe: Position | None,
+    position: Position | None,
     state: State | None,
     window: int | None,
     forget: float | Tensor,
@@ -81,34 +81,34 @@ def axis_causal_part(
     from ndlightnet.ops.lightnet import frames as whole
     from ndlightnet.ops.lightnet.attention import summarize
 
-    if lrpe is not None:  # the gradient of theta counts from this part's first frame
-        lrpe = lrpe._replace(layout=shape_of(lrpe), offset=offset_of(lrpe))
+    if position is not None:  # the gradient of theta counts from this part's first frame
+        position = position._replace(layout=shape_of(position), offset=offset_of(position))
     if layout.axis == 0:
         if state is not None:
             raise ValueError("state: expected None where the first axis is split")
         local = Grid(layout.shape, layout.offset)
-        how: Any = {"mask": mask, "lrpe": lrpe, "window": window, "forget": forget, "impl": impl}
+        how: Any = {"mask": mask, "position": position, "window": window, "forget": forget, "impl": impl}
         if window == 1:  # no frame sees another
             return whole.axis_causal_attention(q, k, v, local, return_state=False, **how)
         if window is None and not isinstance(forget, Tensor) and forget == 0:
-            after = summarize(k, v, mask=mask, lrpe=lrpe, impl=impl)
+            after = summarize(k, v, mask=mask, position=position, impl=impl)
         else:
             after = whole.axis_causal_attention(q, k, v, local, **how)[1]
         state = before_part(layout, after, window, forget)
         how |= {"state": state, "return_state": False}
         return whole.axis_causal_attention(q, k, v, local, **how)
-    chosen: Any = resolve("axis_causal_attention", impl, k, v, lrpe=lrpe)
+    chosen: Any = resolve("axis_causal_attention", impl, k, v, position=position)
     if chosen == "reference":
         raise ValueError("impl='reference' within shard_grid: expected 'auto', 'torch' or 'triton'")
-    lrpe = relative(lrpe)
+    position = relative(position)
     if state is not None:
-        state = offset_gradient(state, lrpe, -1)
+        state = offset_gradient(state, position, -1)
 
     def merged(states: State) -> State:
-        states = merge_parts(layout, offset_gradient(states, lrpe, 1))
-        return offset_gradient(states, lrpe, -1)
+        states = merge_parts(layout, offset_gradient(states, position, 1))
+        return offset_gradient(states, position, -1)
 
     with exact(k):
-        tokens = (q, k, v, mask, lrpe, state, layout.frame_count, window, forget, chosen)
+        tokens = (q, k, v, mask, position, state, layout.frame_count, window, forget, chosen)
         out, state = whole._attend(*tokens, merged)
-        return out, offset_gradient(state, lrpe, 1) if return_state else None
+        return out, offset_gradient(state, position, 1) if return_state else None

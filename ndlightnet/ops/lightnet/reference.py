@@ -41,12 +41,12 @@ def recall(f_q: Tensor, state: State) -> Tensor:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, state: State, lrpe: Position | None, mask: Tensor | None, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, state: State, position: Position | None, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, State]:
     """Compute self-attention by Eq. 5 (causal) or Eq. 6; q, k, v (batch, length, heads, ·)."""
     phi = torch.nn.functional.silu(q.to(state.sum.dtype))
-    f_q = phi if lrpe is None else query_features(phi, lrpe)
-    w = None if lrpe is None else key_features(lrpe, k.shape[-1], phi.dtype)
+    f_q = phi if position is None else query_features(phi, position)
+    w = None if position is None else key_features(position, k.shape[-1], phi.dtype)
     outputs = []
     for t in range(k.shape[1]):
         valid = None if mask is None else mask[:, t]
@@ -62,18 +62,18 @@ def frames(
     v: Tensor,
     n: int,
     state: State | None,
-    lrpe: Position | None,
+    position: Position | None,
     mask: Tensor | None,
     window: int | None,
     forget: float | Tensor,
 ) -> tuple[Tensor, State]:
     """Compute axis-causal attention frame by frame, each with a merge of the States it reads."""
     phi = torch.nn.functional.silu(q.to(accumulator(q)))
-    f_q = phi if lrpe is None else query_features(phi, lrpe)
-    w = None if lrpe is None else key_features(lrpe, k.shape[-1], phi.dtype)
+    f_q = phi if position is None else query_features(phi, position)
+    w = None if position is None else key_features(position, k.shape[-1], phi.dtype)
     rates = decay_rates(forget, k.device)
     (batch, length, heads, dim), value_dim = k.shape, v.shape[-1]
-    empty = State.empty(batch, heads, dim, value_dim, lrpe is not None, dtype=phi.dtype, device=k.device)
+    empty = State.empty(batch, heads, dim, value_dim, position is not None, dtype=phi.dtype, device=k.device)
     past = [] if state is None else [state]
     if window is not None:
         past = [empty] * (window - 1)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ndlightnet.ops import Lrpe, causal_attention, frequencies, global_attention
+from ndlightnet.ops import Position, causal_attention, frequencies, global_attention
 from ndlightnet.ops.position import Kind, slots_of
 from ndlightnet_evidence.bench import peers
 from ndlightnet_evidence.bench.rows import PASSES, Bench, Case, Contender
@@ -44,10 +44,10 @@ def compare(
     return bench.compare(case, direction, contenders, inputs, floor_bytes)
 
 
-def ours(bench: Bench, lrpe: Lrpe | None = None) -> Contender:
+def ours(bench: Bench, lrpe: Position | None = None) -> Contender:
     def run(q: Tensor, k: Tensor, v: Tensor, theta: Tensor | None = None) -> Tensor:
         at = lrpe if lrpe is None or theta is None else lrpe._replace(theta=theta)
-        return global_attention(q, k, v, lrpe=at, impl=bench.impl)
+        return global_attention(q, k, v, position=at, impl=bench.impl)
 
     return Contender("ours", run)
 
@@ -71,9 +71,9 @@ def cube(length: int) -> tuple[int, int, int]:
     return length // side**2, side, side
 
 
-def make_lrpe(bench: Bench, kind: Kind, shape: tuple[int, ...], heads: int, dim: int) -> Lrpe:
+def make_lrpe(bench: Bench, kind: Kind, shape: tuple[int, ...], heads: int, dim: int) -> Position:
     bank = frequencies(slots_of(dim, kind), len(shape), device=bench.device)
-    return Lrpe(bank.expand(heads, -1).contiguous(), shape, kind)
+    return Position(bank.expand(heads, -1).contiguous(), shape, kind)
 
 
 def attention(bench: Bench, shapes: Sequence[Shape] = MAIN + ALSO, heads: int = 12, dim: int = 64) -> None:
@@ -90,7 +90,7 @@ def attention(bench: Bench, shapes: Sequence[Shape] = MAIN + ALSO, heads: int = 
 
             for kind in KINDS:
                 lrpe = make_lrpe(bench, kind, cube(length), heads, dim)
-                rivals = [compiled(partial(peers.reference, lrpe=lrpe))] if main else []
+                rivals = [compiled(partial(peers.reference, position=lrpe))] if main else []
                 name = f"global, {kind}"
                 compare(bench, case(name), direction, [ours(bench, lrpe), *rivals])
                 if direction == "fwd+bwd":
@@ -120,7 +120,7 @@ def dims(bench: Bench, shapes: Sequence[tuple[int, int, int, int]] = DIMS) -> No
             compare(bench, case("global"), direction, [ours(bench), *rivals])
             for kind in KINDS:
                 lrpe = make_lrpe(bench, kind, cube(length), heads, dim)
-                rival = compiled(partial(peers.reference, lrpe=lrpe))
+                rival = compiled(partial(peers.reference, position=lrpe))
                 compare(bench, case(f"global, {kind}"), direction, [ours(bench, lrpe), rival])
             compare(bench, case("causal"), direction, [ours_causal(bench), FLA_LINEAR])
 

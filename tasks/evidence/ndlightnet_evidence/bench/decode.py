@@ -27,7 +27,7 @@ def decode(bench: Bench, batch: int = 64, heads: int = 12, dim: int = 64) -> Non
             memory = torch.randn(batch, heads, rows, dim, device=bench.device)
             return *tokens, top, 1 + top.abs(), memory
 
-        step = partial(_step, lrpe=lrpe)
+        step = partial(_step, position=lrpe)
         ours, torch_form = partial(step, impl=bench.impl), partial(step, impl="torch")
         tokens, state = 4 * case.numel() * 2, batch * heads * dim * (2 + rows) * 4
         contenders = [

@@ -13,7 +13,7 @@ from torch import Tensor
 from ndlightnet.layout import Packed, Ragged
 from ndlightnet.models import NDLightNet
 from ndlightnet.nn.mixers import LightNetAttention
-from ndlightnet.ops import Lrpe, axis_causal_attention, global_attention
+from ndlightnet.ops import Position, axis_causal_attention, global_attention
 from ndlightnet_evidence.bench import peers
 from ndlightnet_evidence.bench.attention import compare, make_lrpe, ours
 from ndlightnet_evidence.bench.rows import PASSES, Bench, Case, Contender
@@ -42,10 +42,16 @@ def frames(bench: Bench, grid: tuple[int, ...] = (64, 32, 32), heads: int = 12, 
     case = partial(Case, batch=1, length=math.prod(grid), heads=heads, dim=dim)
     cosine = make_lrpe(bench, "cosine", grid, heads, dim)
 
-    def axis_causal(q: Tensor, k: Tensor, v: Tensor, lrpe: Lrpe | None = None, window: int | None = None) -> Tensor:
-        return axis_causal_attention(q, k, v, grid[0], lrpe=lrpe, window=window, impl=bench.impl)[0]
+    def axis_causal(
+        q: Tensor, k: Tensor, v: Tensor, position: Position | None = None, window: int | None = None
+    ) -> Tensor:
+        return axis_causal_attention(q, k, v, grid[0], position=position, window=window, impl=bench.impl)[0]
 
-    rows: dict[str, dict[str, Any]] = {"": {}, ", cosine": {"lrpe": cosine}, f", window {WINDOW}": {"window": WINDOW}}
+    rows: dict[str, dict[str, Any]] = {
+        "": {},
+        ", cosine": {"position": cosine},
+        f", window {WINDOW}": {"window": WINDOW},
+    }
     for direction in PASSES:
         for more, options in rows.items():
             run = Contender("ours", partial(axis_causal, **options))
@@ -74,8 +80,8 @@ def packs(bench: Bench, large: Shapes = LARGE, small: Shapes = SMALL, heads: int
     pack_step(bench, large, heads * dim // 2)
 
 
-def _packed(bench: Bench, layout: Ragged, lrpe: Lrpe | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return global_attention(q, k, v, lrpe=lrpe, layout=layout, impl=bench.impl)
+def _packed(bench: Bench, layout: Ragged, lrpe: Position | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return global_attention(q, k, v, position=lrpe, layout=layout, impl=bench.impl)
 
 
 def _dense(bench: Bench, each: int, *qkv: Tensor) -> Tensor:

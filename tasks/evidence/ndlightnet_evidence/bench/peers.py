@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from ndlightnet.nn.heads import default_heads
-from ndlightnet.ops import Lrpe, causal_attention
+from ndlightnet.ops import Position, causal_attention
 from ndlightnet.ops.position import key_features, query_features
 from ndlightnet.ops.recurrence import wkv
 from ndlightnet_evidence.bench.timing import Absent
@@ -44,11 +44,11 @@ def softmax_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return softmax(q, k, v)
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, lrpe: Lrpe | None = None) -> Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, position: Position | None = None) -> Tensor:
     """Compute Eq. 6 as in three lines of plain torch: softmax in float32, products in q's dtype."""
     keys, queries = k.float().softmax(1), silu(q.float())
-    if lrpe is not None:
-        factors, queries = (key_features(lrpe, k.shape[-1], keys.dtype), query_features(queries, lrpe))
+    if position is not None:
+        factors, queries = (key_features(position, k.shape[-1], keys.dtype), query_features(queries, position))
         keys = torch.cat([keys] * (factors.shape[-1] // keys.shape[-1]), -1) * factors
     memory = torch.einsum("blhr,blhd->bhrd", keys.to(v.dtype), v)
     return torch.einsum("blhr,bhrd->blhd", queries.to(q.dtype), memory)

@@ -121,7 +121,7 @@ def attention(model: NDLightNet, grid: tuple[int, ...]) -> Call:
         q, k, v = (torch.randn(shape, device=theta.device, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
 
         def run(q: Tensor, k: Tensor, v: Tensor, theta: Tensor, lrpe: Any = lrpe, mixer: Any = mixer) -> Tensor:
-            return global_attention(q, k, v, lrpe=lrpe._replace(theta=theta), impl=mixer.impl)
+            return global_attention(q, k, v, position=lrpe._replace(theta=theta), impl=mixer.impl)
 
         calls.append(backward_call(run, (q, k, v, theta)))
     return lambda: [call() for call in calls]
