@@ -135,7 +135,7 @@ class TorchvisionVideo(nn.Module):
 def _widen(net: nn.Module, in_chans: int) -> None:
     """Replace the first convolution by a new one for `in_chans` channels."""
     name, old = next((n, m) for n, m in net.named_modules() if isinstance(m, nn.Conv3d))
-    sizes: Any = (old.kernel_size, old.stride, old.padding)
-    new = nn.Conv3d(in_chans, old.out_channels, *sizes, bias=old.bias is not None)
+    conv3d: Any = nn.Conv3d  # the sizes of another convolution are tuples of any length to mypy
+    new = conv3d(in_chans, old.out_channels, old.kernel_size, old.stride, old.padding, bias=old.bias is not None)
     parent, _, key = name.rpartition(".")
     setattr(net.get_submodule(parent), key, new)
