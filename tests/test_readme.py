@@ -74,20 +74,6 @@ def test_the_lines_that_make_spoken_digits(tmp_path, monkeypatch):
     assert (read.digits, read.takes, read.rate) == ((3, 3, 7, 8), (11, 2, 0, 0), 8000)
 
 
-@pytest.mark.slow
-def test_the_lines_that_swap_the_attention_of_a_vit():
-    pytest.importorskip("timm")
-    pytest.importorskip("ndlightnet.integrations")
-    from ndlightnet.nn.mixers.base import Mixer
-
-    found = blocks(ROOT / "tasks" / "README.md", "python")
-    (block,) = (one for one in found if "import timm" in one)
-    names = {}
-    exec(block, names)
-    vit = names["vit"]
-    assert sum(isinstance(module, Mixer) for module in vit.modules()) == len(vit.blocks)
-
-
 def test_the_pictures_config_is_one(tmp_path):
     """The YAML of `Pictures to segment` builds its network and data."""
     from ndlightnet.training import SegmentationTask, VolumeData
