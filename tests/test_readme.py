@@ -14,9 +14,15 @@ from ndlightnet.data.signals import read_recordings
 ROOT = Path(__file__).parents[1]
 ROOM_NAMES = ("", "ndlightnet", "ndlightnet/integrations", "kernels", "tasks", "configs")
 ROOMS = [ROOT / room / "README.md" for room in ROOM_NAMES]
-PAGES = [*ROOMS, ROOT / "tests" / "README.md", ROOT / ".github" / "CONTRIBUTING.md"]
+PAGES = [
+    *ROOMS,
+    ROOT / "ndlightnet" / "DESIGN.md",
+    ROOT / "tasks" / "evidence" / "README.md",
+    ROOT / "tests" / "README.md",
+    ROOT / ".github" / "CONTRIBUTING.md",
+]
 CODE = ROOMS[:3]
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}-{page.stem}")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -43,7 +49,7 @@ def test_the_examples_do_what_they_say(page, tmp_path, monkeypatch, close):
                 if same := re.search(r"# equals (.+)", line):
                     close(found, eval(same[1], names), 1e-5)
             checked += bool(shape or same)
-    assert checked >= 6
+    assert checked >= 4
 
 
 def test_the_lines_that_make_spoken_digits(tmp_path, monkeypatch):
@@ -68,20 +74,6 @@ def test_the_lines_that_make_spoken_digits(tmp_path, monkeypatch):
     assert (read.digits, read.takes, read.rate) == ((3, 3, 7, 8), (11, 2, 0, 0), 8000)
 
 
-@pytest.mark.slow
-def test_the_lines_that_swap_the_attention_of_a_vit():
-    pytest.importorskip("timm")
-    pytest.importorskip("ndlightnet.integrations")
-    from ndlightnet.nn.mixers.base import Mixer
-
-    found = blocks(ROOT / "tasks" / "README.md", "python")
-    (block,) = (one for one in found if "import timm" in one)
-    names = {}
-    exec(block, names)
-    vit = names["vit"]
-    assert sum(isinstance(module, Mixer) for module in vit.modules()) == len(vit.blocks)
-
-
 def test_the_pictures_config_is_one(tmp_path):
     """The YAML of `Pictures to segment` builds its network and data."""
     from ndlightnet.training import SegmentationTask, VolumeData
@@ -97,9 +89,17 @@ def test_the_pictures_config_is_one(tmp_path):
 
 def test_the_first_page_is_short_and_has_a_door_for_each_kind_of_data():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 150 and len(text.split()) <= 1600
-    doors = re.findall(r"^\*\*(.+?)\*\*", text, re.MULTILINE)
-    assert doors[:5] == ["Text", "Image", "Signal", "Video", "Volume"]
+    assert len(text.splitlines()) <= 150 and len(text.split()) <= 700
+    doors = re.findall(r"^\| \*\*(.+?)\*\*", text, re.MULTILINE)
+    assert len(doors) == 6
+    commands = set(re.findall(r"(\w+\.py)", text[text.index("## Pick your door") :]))
+    assert commands == {path.name for path in (ROOT / "tasks").glob("*.py")} - {"open_in_slicer.py"}
+
+
+def test_the_pages_can_be_read():
+    words = {page: len(page.read_text().split()) for page in [*PAGES, ROOT / ".github" / "CHANGELOG.md"]}
+    assert words[ROOT / "configs" / "README.md"] <= 2500
+    assert sum(words.values()) <= 16000
 
 
 def test_two_commands_set_up_a_fresh_machine():
@@ -132,4 +132,4 @@ def test_paths_exist(page):
     rooms = r"(?:ndlightnet|kernels|tasks|configs|tests|\.ci|\.github)"
     found = set(re.findall(rf"(?<![\w./-]){rooms}/[\w./-]*\w/?", text))
     found = {path for path in found if not re.search(r"/[A-Z]+\.", path)}  # tasks/TASK.py
-    assert [path for path in sorted(found) if not (ROOT / path).exists()] == []
+    assert [path for path in sorted(found) if not ((ROOT / path).exists() or (page.parent / path).exists())] == []
