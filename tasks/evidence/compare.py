@@ -101,6 +101,7 @@ def parse(arguments: list[str]) -> Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, help="default: 0 1 2, or 0 with --folds")
     parser.add_argument("--folds", type=int, metavar="N", help="cross-validation with N folds")
     parser.add_argument("--checkpoint", choices=["last", "best"], default="last")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, over all GPUs in turn")
     runner.add_options(parser, "runs/compare/CONFIG, or CONFIG-N_folds", seeds=None)
     end = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:end])
@@ -128,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
         partial(one_run, options),
         report=report,
         table=partial(table, list(options.rows)),
-        processes=False,
+        jobs=options.jobs,
     )
     return 1 if any("error" in run for run in runs) else 0
 

@@ -8,7 +8,7 @@
 
 The config is one of tasks/image_cls.py, volume_cls.py or text_lm.py, which train one
 network by Lightning. Here a step is replayed from a CUDA graph. Times and memory are those of a
-row's first run, and comparable only where no card has two jobs.
+row's first run.
 
 A row is a mixer, `NAME` or `NAME scan`, or an entry of --file, a YAML file: a name, and the
 arguments of the network that it changes, or `lr`, or `net`, another network. All rows of a seed
@@ -25,7 +25,7 @@ import statistics
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,11 @@ NOT_SCHEDULED = ("warmup_epochs", "min_lr", "layer_decay")  # of the tasks' sche
 
 @dataclass
 class Study:
-    """What all runs of a process share: the config, its data, and the costs of rows measured."""
+    """What all runs share: the config, its data, the rows, and the costs of those measured."""
 
     config: dict[str, Any]
     data: sets.Samples
+    rows: dict[str, dict[str, Any]]
     costs: dict[str, Run] = field(default_factory=dict)
 
     @property
@@ -60,12 +61,6 @@ class Study:
             if callback["class_path"].endswith(".AveragedWeights"):
                 return AveragedWeights(**callback.get("init_args", {})).decay_of
         return None
-
-
-@lru_cache(1)
-def load(config: Path, changes: tuple[str, ...]) -> Study:
-    content = read_config(config, changes)
-    return Study(content, sets.load(content))
 
 
 def read_config(path: Path, changes: Sequence[str]) -> dict[str, Any]:
@@ -121,9 +116,9 @@ def measure(o: Namespace, study: Study, row: dict[str, Any], seed: int) -> Run:
     return {"step_ms": 1e3 * statistics.median(times), **peak}
 
 
-def run(o: Namespace, who: Run) -> Run:
+def run(o: Namespace, study: Study, who: Run) -> Run:
     """Train as the tasks do (AdamW, warm-up, cosine, clipping), and test."""
-    study, row, seed = load(o.config, tuple(o.set)), rows_of(o)[who["row"]], who["seed"]
+    row, seed = study.rows[who["row"]], who["seed"]
     if torch.cuda.is_available():
         gc.collect()  # networks and graphs of earlier runs, which reference each other
         torch.cuda.empty_cache()
@@ -148,6 +143,7 @@ def run(o: Namespace, who: Run) -> Run:
         "steps": count,
         "parameters": sum(p.numel() for p in net.parameters()),
         "state_size": state_size(net),
+        "device": runner.device_name(),
     }
 
 
@@ -205,16 +201,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.set_defaults(resume=True)
     o = parser.parse_args(arguments)
     o.out = o.out or Path("runs/family") / o.config.stem
-    names = list(rows_of(o))  # a wrong one fails here
-    study = load(o.config, tuple(o.set))
+    rows, config = rows_of(o), read_config(o.config, o.set)
+    names = list(rows)
     for name in NOT_SCHEDULED:
-        if study.config["model"].get(name) is not None:
+        if config["model"].get(name) is not None:
             parser.error(f"{o.config}: model.{name}: expected null, which the schedule here is for")
+    study = Study(config, sets.load(config), rows)
     measures = study.data.measures
     runner.compare(
         o,
         [{"row": row, "seed": seed} for seed, row in product(o.seeds, names)],
-        partial(run, o),
+        partial(run, o, study),
         table=lambda runs: tables.summary(runs, names, (*measures, "step_ms", "latency_ms", "peak_memory_gb")),
         report=partial(report, measures[0]),
         draw=partial(draw, names, measures[0], o.out),

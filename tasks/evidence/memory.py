@@ -292,18 +292,19 @@ def accuracy(net: NDLightNet, task: Task, panel: str, rng: torch.Generator, o: N
     return [round(x, 4) for x in (right / total).tolist()]
 
 
-def run(o: Namespace, who: Run) -> Run:
+def run(o: Namespace, rows: dict[str, Any], who: Run) -> Run:
     """Train and test a row on a task; return its curve of each panel."""
     task, device = task_of(o, who["task"]), runner.device()
     torch.manual_seed(who["seed"])
-    net = network(o, task, catalogue.changes(o.file, [who["row"]])[who["row"]]).to(device)
+    net = network(o, task, rows[who["row"]]).to(device)
     rng = torch.Generator(device)
     loss, curves = train(net, task, who["lr"], rng.manual_seed(who["seed"]), o), {}
     for panel, (x, references) in task.panels.items():
         right = accuracy(net.eval(), task, panel, rng.manual_seed(10**6 + who["seed"]), o)
         curves[panel] = {"x_label": task.x_label, "x": x, "accuracy": right, **references}
     size = sum(p.numel() for p in net.parameters())
-    return {"loss": loss, "state": state_size(net), "parameters": size, "curves": curves}
+    facts = {"state": state_size(net), "parameters": size, "device": runner.device_name()}
+    return {"loss": loss, **facts, "curves": curves}
 
 
 def best(runs: Sequence[Run]) -> list[Run]:
@@ -382,7 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             {"task": task, "row": row, "seed": seed, "lr": lr}
             for task, seed, row, lr in product(o.tasks, o.seeds, rows, o.lr)
         ],
-        partial(run, o),
+        partial(run, o, rows),
         lines=points,
         report=report,
         table=lambda runs: tables.curves(best(runs), list(rows), ("state", "parameters", "lr")),

@@ -1,30 +1,17 @@
 """The command `limits`, what of it needs no card: the arithmetic of its tables, its processes."""
 
-import os
-import time
-
 import pytest
-import torch.distributed as dist
 
 import limits
 from ndlightnet_evidence import processes
 
-
-def job(n: int, end: str) -> dict[str, int]:
-    if end == "dies":
-        os._exit(3)
-    if end == "fails" and dist.get_rank() == 1:
-        raise MemoryError("no memory left")
-    if end == "fails":
-        time.sleep(processes.LIMIT)
-    return {"n": 2 * n, "world": dist.get_world_size() if dist.is_initialized() else 1}
+from .job import job
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "count, end, answer",
     [
-        (1, "", {"n": 6, "world": 1}),
         (2, "", {"n": 6, "world": 2}),
         (2, "fails", {"error": "MemoryError: no memory left"}),
         (1, "dies", {"error": "processes ended with [3]"}),

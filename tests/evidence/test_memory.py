@@ -83,14 +83,9 @@ def test_tables_are_the_groups_named_and_answers_running_products(name, orders):
             for token, label in zip(row, labels, strict=True):
                 product_so_far = int(table[product_so_far, token])
                 assert label == product_so_far
-
-
-def test_swaps_are_the_identity_and_all_that_exchange_two():
-    task = products_of("s5 swaps")
-    assert len(task.letters) == 11 and task.letters[0] == 0
-    assert not task.table[task.letters, task.letters].any()  # each is its own inverse
-    tokens, _ = task.draw(50, 50, rng())
-    assert sorted(set(tokens.flatten().tolist())) == task.letters.tolist()
+    if name == "s5":  # its swaps: the identity and the ten that exchange two things
+        letters = products_of("s5 swaps").letters
+        assert len(letters) == 11 and not table[letters, letters].any()
 
 
 def test_streams_show_events_and_ask_for_the_last():
@@ -228,9 +223,9 @@ def test_a_small_run(experiment, tmp_path, capsys):
 @pytest.mark.slow
 def test_a_network_learns_a_short_recall():
     options = {**OPTIONS, "pairs": [2, 4], "length": 16, "vocab": 16, "batch": 32, "steps": 100, "tests": 200}
-    o = Namespace(**options, dim=32, depth=1, file=memory.CONFIGS / "associative.yaml")
+    o = Namespace(**options, dim=32, depth=1)
     right = {}
     for row in ("softmax", "identity"):
-        run = memory.run(o, {"task": "recall", "row": row, "seed": 0, "lr": 1e-2})
+        run = memory.run(o, ROWS["associative"], {"task": "recall", "row": row, "seed": 0, "lr": 1e-2})
         right[row] = run["curves"]["recall"]["accuracy"]
     assert min(right["softmax"]) > 0.9 > 0.4 > right["identity"][1]

@@ -59,13 +59,12 @@ def test_commands_go_to_all_gpus_in_turn(monkeypatch, jobs, gpus, shared):
         busy.remove(gpu)
         return {"gpu": gpu}
 
-    wanted = [who(seed) for seed in range(3 * jobs)]
-    runner.run_all(wanted, one, done.append, jobs=jobs, processes=False)
+    runner.run_all([who(seed) for seed in range(3 * jobs)], one, done.append, jobs=jobs)
     assert sorted(run["seed"] for run in done) == list(range(3 * jobs))
     assert together == [shared] * 3 * jobs
 
 
-def test_errors_are_told_and_the_others_run():
+def test_errors_are_kept_and_the_others_run():
     def one(who):
         if who["seed"] == 0:
             raise runner.RunError("fit failed")
@@ -77,7 +76,7 @@ def test_errors_are_told_and_the_others_run():
     runner.run_all([who(seed) for seed in range(3)], one, done.append)
     assert done[0] == {**who(0), "error": "fit failed"}
     assert done[1]["error"].startswith("ValueError: no memory left") and len(done[1]["error"]) < 210
-    assert done[2]["top1"] == 0.5 and done[2]["device"] == runner.device_name()
+    assert done[2]["top1"] == 0.5 and done[2]["run_seconds"] >= 0
 
 
 def test_an_interrupt_starts_nothing_more():
@@ -92,31 +91,8 @@ def test_an_interrupt_starts_nothing_more():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        runner.run_all([who(seed) for seed in range(20)], one, done, jobs=2, processes=False)
+        runner.run_all([who(seed) for seed in range(20)], one, done, jobs=2)
     assert len(begun) < 10
-
-
-@pytest.mark.slow
-def test_jobs_that_are_processes(tmp_path, monkeypatch):
-    """Two of them, each with its part of the runs; one that dies is told and ends nothing else."""
-    (tmp_path / "doing.py").write_text(
-        "import os, time, torch\n"
-        "def one(who):\n"
-        "    time.sleep(1.0 if who['row'] == 'dies' else 0.2)\n"
-        "    if who['row'] == 'dies':\n"
-        "        os._exit(3)\n"
-        "    return {'process': os.getpid(), 'threads': torch.get_num_threads()}\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    from doing import one
-
-    done = []
-    wanted = [*(who(seed) for seed in range(8)), who(8, "dies")]
-    runner.run_all(wanted, one, done.append, jobs=2)
-    *good, died = done
-    assert len({run["process"] for run in good} - {os.getpid()}) == 2 and len(good) == 8
-    assert {run["threads"] for run in good} == {max(1, os.cpu_count() // 2)}
-    assert died["row"] == "dies" and died["error"].startswith("BrokenProcessPool")
 
 
 def start(out, *wanted, answer=lambda who: {"top1": 0.5, "cases": [1, 2]}, resume=False, **options):
@@ -128,12 +104,11 @@ def start(out, *wanted, answer=lambda who: {"top1": 0.5, "cases": [1, 2]}, resum
         return answer(who)
 
     runs = runner.compare(
-        Namespace(out=out, jobs=1, resume=resume, **options),
+        Namespace(out=out, resume=resume, **options),
         wanted,
         one,
         table=lambda runs: f"{len(runs)} runs\n",
         report=lambda run: f"top1 {run['top1']}",
-        processes=False,
     )
     return runs, started
 

@@ -14,12 +14,9 @@ import threading
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import date
-from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,7 +26,7 @@ from ndlightnet_evidence.tables import Run
 
 # options that choose the runs, and do not change how one is done
 CHOICES = ("rows", "family", "tasks", "lr", "seeds", "jobs", "resume", "out", "file")
-_worker = threading.local()  # number of the job that this thread or process does
+_job = threading.local()  # number of the job that this thread does, and how many there are
 
 
 class RunError(Exception):
@@ -40,7 +37,6 @@ def add_options(parser: ArgumentParser, out: str, seeds: Sequence[int] | None = 
     """Add the options of all comparisons. seeds: the default seeds; None: no option --seeds."""
     if seeds:
         parser.add_argument("--seeds", nargs="+", type=int, default=seeds)
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, over all GPUs in turn")
     parser.add_argument("--resume", action="store_true", help="do what is not under --out yet, with the same options")
     parser.add_argument("--out", type=Path, help=f"default: {out}")
 
@@ -54,13 +50,13 @@ def compare(
     report: Callable[[Run], str],
     draw: Callable[[list[Run]], None] = lambda runs: None,
     lines: Callable[[Run], Iterable[Run]] = lambda run: [run],
-    processes: bool = True,
+    jobs: int = 1,
 ) -> list[Run]:
     """Do the `planned` runs by one(run), which returns what it measured or raises; return all runs.
 
     o: the options of `add_options`. After every run, runs.json holds all runs so far, runs.csv
     their `lines`, and table.md their `table`. At the end `draw` is called with the runs that have a
-    result. processes: as in `run_all`.
+    result. jobs: as in `run_all`.
     """
     o.out.mkdir(parents=True, exist_ok=True)
     options = {key: value for key, value in vars(o).items() if key not in CHOICES}
@@ -85,70 +81,43 @@ def compare(
         print(f"[{len(runs)}/{total}] {tables.name(run)}: {run.get('error') or report(run)}", flush=True)
 
     save()
-    run_all(remaining, one, keep, jobs=o.jobs, processes=processes)
+    run_all(remaining, one, keep, jobs=jobs)
     if complete := [run for run in runs if tables.complete(run)]:
         draw(complete)
     print((o.out / "table.md").read_text())
     return runs
 
 
-def run_all(
-    planned: Sequence[Run],
-    one: Callable[[Run], Run],
-    done: Callable[[Run], None],
-    *,
-    jobs: int = 1,
-    processes: bool = True,
-) -> None:
-    """Do the `planned` runs by `one`, and call `done` with each run as it ends.
-
-    processes: `one` does the work itself, and jobs side by side are processes to which it is
-    pickled; else `one` starts commands, and jobs are threads.
-    """
-    start = partial(_start, one, processes)
+def run_all(planned: Sequence[Run], one: Callable[[Run], Run], done: Callable[[Run], None], *, jobs: int = 1) -> None:
+    """Do the `planned` runs by `one`, and call `done` with each run as it ends. Several jobs are
+    threads, in which `one` only starts commands."""
     if jobs == 1:
         for run in planned:
-            done(start(run))
+            done(_start(one, run))
         return
-    spawn = get_context("spawn")  # CUDA and threads do not survive a fork
-    numbers = spawn.SimpleQueue()
-    for job in range(jobs):
-        numbers.put(job)
-    kind: Any = partial(ProcessPoolExecutor, mp_context=spawn) if processes else ThreadPoolExecutor
-    with kind(jobs, initializer=_begin, initargs=(numbers, jobs, processes)) as pool:
-        futures = {pool.submit(start, run): run for run in planned}
+    numbers = iter(range(jobs))
+    with ThreadPoolExecutor(jobs, initializer=lambda: _begin(next(numbers), jobs)) as pool:
+        futures = [pool.submit(_start, one, run) for run in planned]
         try:
             for future in as_completed(futures):
-                try:
-                    done(future.result())
-                except BrokenExecutor as error:  # a process was killed
-                    done({**futures[future], "error": f"{type(error).__name__}: {error}"})
+                done(future.result())
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
 
 
-def _begin(numbers: Any, jobs: int, process: bool) -> None:
-    _worker.number, _worker.jobs = numbers.get(), jobs
-    if process:
-        torch.set_num_threads(_threads())
-        if cards := torch.cuda.device_count():
-            torch.cuda.set_device(_worker.number % cards)
+def _begin(number: int, jobs: int) -> None:
+    _job.number, _job.count = number, jobs
 
 
-def _start(one: Callable[[Run], Run], process: bool, run: Run) -> Run:
+def _start(one: Callable[[Run], Run], run: Run) -> Run:
     begin = time.monotonic()
     try:
         result = one(run)
     except Exception as error:  # a run that fails does not end the others
         short = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"[:200]
         return {**run, "error": short}
-    device = {"device": device_name()} if process else {}  # else this process does not use CUDA
-    return {**run, "run_seconds": time.monotonic() - begin, **result, **device}
-
-
-def _threads() -> int:
-    return max(1, (os.cpu_count() or 1) // getattr(_worker, "jobs", 1))
+    return {**run, "run_seconds": time.monotonic() - begin, **result}
 
 
 def gpus() -> list[str]:
@@ -159,9 +128,10 @@ def gpus() -> list[str]:
 
 def environment() -> dict[str, str]:
     """Return the environment of a command of `one`: its share of the cores, one GPU if any."""
-    share, cards = {"OMP_NUM_THREADS": str(_threads())}, gpus()
+    threads = max(1, (os.cpu_count() or 1) // getattr(_job, "count", 1))
+    share, cards = {"OMP_NUM_THREADS": str(threads)}, gpus()
     if cards:
-        share["CUDA_VISIBLE_DEVICES"] = cards[getattr(_worker, "number", 0) % len(cards)]
+        share["CUDA_VISIBLE_DEVICES"] = cards[getattr(_job, "number", 0) % len(cards)]
     return {**os.environ, **share}
 
 
