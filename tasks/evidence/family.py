@@ -79,7 +79,7 @@ def read_config(path: Path, changes: Sequence[str]) -> dict[str, Any]:
 def rows_of(o: Namespace) -> dict[str, dict[str, Any]]:
     """Return the changes of each row, at each learning rate of --lr. ValueError for a wrong row."""
     rows = catalogue.changes(o.file, o.rows)
-    return {f"{name}, lr {lr:g}": {**row, "lr": lr} for name, row in rows.items() for lr in o.lr} or rows
+    return {f"{name}, lr {lr:g}": {**row, "lr": lr} for name, row in rows.items() for lr in o.rates} or rows
 
 
 def begin(o: Namespace, study: Study, row: dict[str, Any], seed: int) -> Steps:
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--file", type=Path, help="a YAML file of rows")
     parser.add_argument("--rows", nargs="+", help="default: those of --file, or all mixers")
-    parser.add_argument("--lr", nargs="+", type=float, default=[], help="each row at each of these")
+    parser.add_argument("--lr", dest="rates", nargs="+", type=float, default=[], help="each row at each of these")
     parser.add_argument("--steps", type=int, help="default: as in the config")
     parser.add_argument("--seconds", type=float, help="as many steps as each row does in this time")
     parser.add_argument("--compile", action="store_true", help="each row by torch.compile")

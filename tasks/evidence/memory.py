@@ -23,8 +23,7 @@ solvable. Training takes lengths 4, 8, .. --train-length in turn; the test goes 
 and the accuracy of a length is that of the later half of positions.
 
 Rows are entries of configs/memory beside this file, or of --file: they differ in the mixer only, the
-only memory: there is no MD-TPE. Writes runs.json, runs.csv, table.md and memory.png (each row at the
-best of its learning rates) under --out.
+only memory: there is no MD-TPE. Writes runs.json, runs.csv, table.md and memory.png under --out.
 """
 
 from __future__ import annotations
@@ -52,16 +51,21 @@ from ndlightnet_evidence.tables import Run
 CONFIGS = Path(__file__).parent / "configs" / "memory"
 SYMBOLS, LOUD = 8, 8.0  # an event adds LOUD to its symbol's channel and to one that all share
 GROUPS = {"parity": 2, "s3": 3, "a5": 5, "s5": 5, "s5 swaps": 5}  # things that are permuted
-# options that both experiments have, and those of each
-COMMON = {
-    "batch": (8, 32),
-    "steps": (500, 1500),
-    "lr": (3e-3, 1e-2),
-    "dim": (32, 32),
-    "depth": (2, 2),
-    "tests": (512, 512),
+SHARED = {"dim": 32, "depth": 2, "tests": 512}
+NUMBERS: dict[str, dict[str, float]] = {
+    "recall": {"gap": 4096, "frames": 8192, "batch": 8, "steps": 500, "lr": 3e-3, **SHARED},
+    "associative": {
+        "vocab": 64,
+        "length": 64,
+        "train_length": 64,
+        "test_length": 256,
+        "batch": 32,
+        "steps": 1500,
+        "lr": 1e-2,
+        **SHARED,
+    },
 }
-OPTIONS = {"gap": 4096, "frames": 8192, "vocab": 64, "length": 64, "train_length": 64, "test_length": 256}
+TASKS = ["recall", "parity", "s3", "s5 swaps"]  # by default
 REFERENCES = ("guessing", "most frequent so far")
 
 Batch = tuple[Tensor, Tensor, Tensor]  # inputs; answers, -1 where none is asked for; weights
@@ -267,7 +271,7 @@ def logits(net: NDLightNet, inputs: Tensor, mask: Tensor | None = None) -> Tenso
     return out
 
 
-def train(net: NDLightNet, task: Task, lr: float, rng: torch.Generator, o: Namespace) -> float:
+def train(net: NDLightNet, task: Task, rng: torch.Generator, o: Namespace) -> float:
     """Train the network and return the mean loss of the last steps."""
 
     def loss(inputs: Tensor, answers: Tensor, weights: Tensor) -> Tensor:
@@ -276,7 +280,7 @@ def train(net: NDLightNet, task: Task, lr: float, rng: torch.Generator, o: Names
 
     steps, losses = Steps(net, loss, weight_decay=0.01, clip=1.0), []
     for step in range(o.steps):
-        losses.append(steps(lr * warm_cosine(step, o.steps), *task.batch(step, o.batch, rng)).clone())
+        losses.append(steps(o.lr * warm_cosine(step, o.steps), *task.batch(step, o.batch, rng)).clone())
     return float(torch.stack(losses[-50:]).mean())
 
 
@@ -298,25 +302,13 @@ def run(o: Namespace, rows: dict[str, Any], who: Run) -> Run:
     torch.manual_seed(who["seed"])
     net = network(o, task, rows[who["row"]]).to(device)
     rng = torch.Generator(device)
-    loss, curves = train(net, task, who["lr"], rng.manual_seed(who["seed"]), o), {}
+    loss, curves = train(net, task, rng.manual_seed(who["seed"]), o), {}
     for panel, (x, references) in task.panels.items():
         right = accuracy(net.eval(), task, panel, rng.manual_seed(10**6 + who["seed"]), o)
         curves[panel] = {"x_label": task.x_label, "x": x, "accuracy": right, **references}
     size = sum(p.numel() for p in net.parameters())
     facts = {"state": state_size(net), "parameters": size, "device": runner.device_name()}
     return {"loss": loss, **facts, "curves": curves}
-
-
-def best(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs of each row and task at the learning rate with the best mean accuracy."""
-    rates: dict[tuple[str, str], dict[float, list[Run]]] = {}
-    for run in filter(tables.complete, runs):
-        rates.setdefault((run["task"], run["row"]), {}).setdefault(run["lr"], []).append(run)
-
-    def mean(seeds: list[Run]) -> float:
-        return sum(sum(c["accuracy"]) for r in seeds for c in r["curves"].values()) / len(seeds)
-
-    return [run for row in rates.values() for run in max(row.values(), key=mean)]
 
 
 def points(run: Run) -> Iterable[Run]:
@@ -351,25 +343,22 @@ def draw(rows: Sequence[str], path: Path, runs: Sequence[Run]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", choices=("recall", "associative"))
-    parser.add_argument("--tasks", nargs="+", choices=["recall", *GROUPS], help="of `associative`")
-    parser.add_argument("--file", type=Path, help="a YAML file of rows; default: configs/memory/EXPERIMENT.yaml")
-    parser.add_argument("--rows", nargs="+", help="default: all of the file")
-    parser.add_argument("--older", nargs="+", type=int, default=[0, 64], help="events before the last one")
-    parser.add_argument("--pairs", nargs="+", type=int, default=[4, 8, 16])
-    for name, numbers in COMMON.items():
-        help = f"{numbers[0]} in `recall`, {numbers[1]} in `associative`"
-        parser.add_argument(f"--{name}", nargs="+" if name == "lr" else None, type=type(numbers[0]), help=help)
-    for name, number in OPTIONS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=number, help=f"{number}")
-    runner.add_options(parser, "runs/memory/EXPERIMENT")
+    experiments = parser.add_subparsers(dest="experiment", required=True)
+    for name, numbers in NUMBERS.items():
+        options = experiments.add_parser(name)
+        options.add_argument("--file", type=Path, default=CONFIGS / f"{name}.yaml", help="a YAML file of rows")
+        options.add_argument("--rows", nargs="+", help="default: all of the file")
+        for number, default in numbers.items():
+            flag = f"--{number.replace('_', '-')}"
+            options.add_argument(flag, type=type(default), default=default, help="default: %(default)s")
+        runner.add_options(options, f"runs/memory/{name}")
+        if name == "recall":
+            options.add_argument("--older", nargs="+", type=int, default=[0, 64], help="events before the last one")
+            options.set_defaults(tasks=["last event"])
+        else:
+            options.add_argument("--tasks", nargs="+", choices=["recall", *GROUPS], default=TASKS)
+            options.add_argument("--pairs", nargs="+", type=int, default=[4, 8, 16])
     o = parser.parse_args(arguments)
-    associative = o.experiment == "associative"
-    for name, numbers in COMMON.items():
-        if getattr(o, name) is None:
-            setattr(o, name, [numbers[associative]] if name == "lr" else numbers[associative])
-    o.tasks = (o.tasks or ["recall", "parity", "s3", "s5 swaps"]) if associative else ["last event"]
-    o.file = o.file or CONFIGS / f"{o.experiment}.yaml"
     o.out = o.out or Path("runs/memory") / o.experiment
     try:
         rows = catalogue.changes(o.file, o.rows)
@@ -379,15 +368,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     runner.compare(
         o,
-        [
-            {"task": task, "row": row, "seed": seed, "lr": lr}
-            for task, seed, row, lr in product(o.tasks, o.seeds, rows, o.lr)
-        ],
+        [{"task": task, "row": row, "seed": seed} for task, seed, row in product(o.tasks, o.seeds, rows)],
         partial(run, o, rows),
         lines=points,
         report=report,
-        table=lambda runs: tables.curves(best(runs), list(rows), ("state", "parameters", "lr")),
-        draw=lambda runs: draw(list(rows), o.out / "memory.png", best(runs)),
+        table=lambda runs: tables.curves(runs, list(rows), ("state", "parameters")),
+        draw=lambda runs: draw(list(rows), o.out / "memory.png", runs),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 # what identifies a run ("row", "seed" and the like), then what was measured, or "error"
 Run = dict[str, Any]
-IDENTITY = ("row", "task", "seed", "fold", "lr")
+IDENTITY = ("row", "task", "seed", "fold")
 # what may be in a run's metrics.json, in the order of the columns
 MEASURES = (
     "mean_dice",
