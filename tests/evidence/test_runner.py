@@ -4,7 +4,6 @@ import csv
 import json
 import os
 import threading
-import time
 from argparse import Namespace
 
 import pytest
@@ -77,22 +76,6 @@ def test_errors_are_kept_and_the_others_run():
     assert done[0] == {**who(0), "error": "fit failed"}
     assert done[1]["error"].startswith("ValueError: no memory left") and len(done[1]["error"]) < 210
     assert done[2]["top1"] == 0.5 and done[2]["run_seconds"] >= 0
-
-
-def test_an_interrupt_starts_nothing_more():
-    begun = []
-
-    def one(who):
-        begun.append(who["seed"])
-        time.sleep(0.05)
-        return {}
-
-    def done(run):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        runner.run_all([who(seed) for seed in range(20)], one, done, jobs=2)
-    assert len(begun) < 10
 
 
 def start(out, *wanted, answer=lambda who: {"top1": 0.5, "cases": [1, 2]}, resume=False, **options):
