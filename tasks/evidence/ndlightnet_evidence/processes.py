@@ -44,11 +44,12 @@ def launch(count: int, job: Callable[..., Run], **options: Any) -> Run:
 
 
 def _work(rank: int, count: int, port: int, results: Any, job: Callable[..., Run], options: Run) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else None
+    if device is not None:
+        torch.cuda.set_device(device)
     if count > 1:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, f"tcp://127.0.0.1:{port}", rank=rank, world_size=count)
+        backend, address = "nccl" if device else "gloo", f"tcp://127.0.0.1:{port}"
+        dist.init_process_group(backend, address, rank=rank, world_size=count, device_id=device)
     try:
         run = job(**options)
     except Exception as error:  # the others wait for this process, and are ended
