@@ -1,8 +1,7 @@
 """Time the library: python tasks/evidence/bench.py [GROUP ...] [--out DIR] [--quick]
 
-Prints a table per group and writes bench.csv, bench.json, scans.png (group `figure`), stream.png
-and pictures.png (groups of these names), mixers.csv and mixers.png (group `mixers`). Without a CUDA
-device only the groups `pretraining`, `cpu` and `mixers` run.
+Prints a table per group and writes bench.csv, bench.json, scans.png (group `figure`) and stream.png
+(group `stream`). Without a CUDA device only the groups `cpu` and `mixers` run.
 """
 
 from __future__ import annotations
@@ -15,43 +14,38 @@ from pathlib import Path
 
 import torch
 
-from ndlightnet_evidence.bench import attention, mixers, output, peers, pictures
+from ndlightnet_evidence.bench import attention, mixers, output, peers, stream
 from ndlightnet_evidence.bench.decode import decode
 from ndlightnet_evidence.bench.frames import frames, packs
 from ndlightnet_evidence.bench.generation import generation
 from ndlightnet_evidence.bench.local import local
 from ndlightnet_evidence.bench.norm import norm
-from ndlightnet_evidence.bench.pretraining import pretraining
 from ndlightnet_evidence.bench.rows import Bench
 from ndlightnet_evidence.bench.step import step
-from ndlightnet_evidence.bench.stream import draw, stream
 from ndlightnet_evidence.bench.tpe import tpe
 
 # run in this order: peers are left out of the last groups if the time is up
 GROUPS: dict[str, Callable[[Bench], None]] = {
     "attention": attention.attention,
-    "natten": attention.natten,
     "tpe": tpe,
     "local": local,
     "norm": norm,
     "step": step,
-    "pictures": pictures.pictures,
     "generation": generation,
-    "pretraining": pretraining,
     "decode": decode,
     "figure": attention.figure,
     "dims": attention.dims,
     "frames": frames,
     "packs": packs,
-    "stream": stream,
+    "stream": stream.stream,
     "operators": mixers.operators,
     "mixers": mixers.mixers,
     "cpu": attention.cpu,
 }
-ON_CPU = ("pretraining", "mixers", "cpu")
+ON_CPU = ("mixers", "cpu")
 
 
-def arguments(args: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python tasks/evidence/bench.py", description=__doc__)
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"default: all of {', '.join(GROUPS)}")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="default: %(default)s")
@@ -68,35 +62,23 @@ def arguments(args: Sequence[str] | None) -> argparse.Namespace:
         help="let flash-linear-attention try all its kernel configurations: 10 minutes more at the first run",
     )
     parser.add_argument("--impl", choices=("triton", "torch"), help="default: triton on CUDA")
-    options = parser.parse_args(args)
+    options = parser.parse_args(arguments)
     if unknown := set(options.groups) - set(GROUPS):
         parser.error(f"{', '.join(sorted(unknown))}: expected some of {', '.join(GROUPS)}")
     return options
 
 
-def save(bench: Bench, folder: Path) -> None:
-    output.write(bench, folder)
-    if bench.records:
-        mixers.write(bench.records, folder)
-
-
-def main(args: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the groups; return 1 if a row of ndlightnet has no time, else 0."""
-    options = arguments(args)
+    options = parse(arguments)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     names = [name for name in GROUPS if name in (options.groups or GROUPS)]
-    if not cuda:
-        if left_out := [name for name in names if name not in ON_CPU]:
-            print(f"no CUDA device: {', '.join(left_out)} left out\n")
+    if skipped := [name for name in names if not cuda and name not in ON_CPU]:
+        print(f"no CUDA device: {', '.join(skipped)} left out\n")
         names = [name for name in names if name in ON_CPU]
-    bench = Bench(
-        device,
-        options.impl or ("triton" if cuda else "torch"),
-        options.quick,
-        options.minutes,
-        partial(save, folder=options.out),
-    )
+    impl = options.impl or ("triton" if cuda else "torch")
+    bench = Bench(device, impl, options.quick, options.minutes, partial(output.write, folder=options.out))
     torch.manual_seed(0)
     if cuda and not options.full_search:
         peers.shorten_search()
@@ -106,15 +88,12 @@ def main(args: Sequence[str] | None = None) -> int:
         cells = [cell for cell in bench.cells if cell.group == name]
         rate = bench.rates.get("cpu" if name == "cpu" else device.type, 0)
         print(f"\n## {name}: {time.monotonic() - start:.0f} s, copy at {rate / 1e12:.3g} TB/s\n")
-        print(mixers.table(bench.records) if name == "mixers" else output.table(cells))
-        print("\n".join(["", *output.remarks(cells)]), flush=True)
+        print("\n".join([output.table(cells), *output.remarks(cells)]), flush=True)
         bench.save(bench)
         if name == "figure":
             output.draw(cells, options.out / "scans.png")
-        if name == "pictures":
-            pictures.draw(cells, options.out / "pictures.png")
         if name == "stream":
-            draw(bench.facts, options.out / "stream.png")
+            stream.draw(bench.facts, options.out / "stream.png")
     for fact, value in bench.facts.items():
         print(f"{fact}: {value:.4g}")
     print(f"\nwritten to {options.out}")

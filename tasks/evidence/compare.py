@@ -2,9 +2,8 @@
 
     compare=tasks/evidence/compare.py
     python $compare tasks/ct_segmentation.py configs/hippocampus.yaml --seeds 0 1 2 --jobs 5
-    python $compare tasks/video_cls.py configs/surveillance.yaml --rows LightNet "single frame"
     python $compare tasks/image_cls.py configs/adrenal.yaml --rows Mamba "Mamba axes" GLA
-    python $compare tasks/image_cls.py configs/fashion_mnist.yaml --family --jobs 16 --minutes 9
+    python $compare tasks/image_cls.py configs/fashion_mnist.yaml --family --jobs 16
     python $compare tasks/ct_segmentation.py configs/hippocampus.yaml --checkpoint best --folds 5 \
         --rows tasks/evidence/configs/volumes/*.yaml
 
@@ -30,12 +29,13 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ndlightnet_evidence import runner, tables
 from ndlightnet_evidence.catalogue import ROWS, family, named
-from ndlightnet_evidence.runner import Run, RunError
+from ndlightnet_evidence.runner import RunError
+from ndlightnet_evidence.tables import Run
 
+DEFAULT = list(ROWS)[:5]
 # run in one process: what the first command imports, the second does not import again
 SCRIPTS = """
 import gc, json, os, runpy, sys
@@ -53,11 +53,11 @@ for task, *arguments in json.loads(sys.argv[1]):
 
 def one_run(options: Namespace, who: Run) -> Run:
     """Fit and test a row with a seed, and a fold if `who` has one; return its metrics.json."""
-    root = given = options.out / f"{who['row'].replace(' ', '_')}-{who['seed']}"
+    root = folder = options.out / f"{who['row'].replace(' ', '_')}-{who['seed']}"
     common = ["--config", str(options.config), *options.rows[who["row"]]]
-    common += [f"--seed_everything={who['seed']}", f"--trainer.default_root_dir={given}"]
+    common += [f"--seed_everything={who['seed']}", f"--trainer.default_root_dir={folder}"]
     if "fold" in who:
-        root = given / f"fold_{who['fold']}"  # which the task's command line appends by itself
+        root = folder / f"fold_{who['fold']}"  # which the task's command line appends by itself
         fold = {"folds": options.folds, "fold": who["fold"], "test_on": "fold"}
         common += [f"--data.init_args.{key}={value}" for key, value in fold.items()]
     common += options.extra
@@ -66,22 +66,17 @@ def one_run(options: Namespace, who: Run) -> Run:
     shutil.rmtree(root / "checkpoints", ignore_errors=True)
     checkpoint = f"--ckpt_path={root}/checkpoints/{options.checkpoint}.ckpt"
     stages = [[str(options.task), *command, *common] for command in (["fit"], ["test", checkpoint])]
+    command = [sys.executable, "-c", SCRIPTS, json.dumps(stages)]
     with open(root / "log.txt", "w") as log:
-        status = subprocess.run(
-            [sys.executable, "-c", SCRIPTS, json.dumps(stages)],
-            stdout=log,
-            stderr=log,
-            env=runner.environment(),
-            check=False,
-        ).returncode
+        status = subprocess.run(command, stdout=log, stderr=log, env=runner.environment(), check=False).returncode
     try:
         if status:
             begun = re.findall("^== (.*)$", (root / "log.txt").read_text(errors="replace"), re.M)
             raise RunError(f"{begun[-1]} failed, see {root}/log.txt")
-        found: Run = json.loads((root / "metrics.json").read_text())
+        metrics: Run = json.loads((root / "metrics.json").read_text())
     except (OSError, ValueError, IndexError) as error:
         raise RunError(f"no result ({error}), see {root}/log.txt") from error
-    return found
+    return metrics
 
 
 def table(rows: list[str], runs: list[Run]) -> str:
@@ -93,49 +88,48 @@ def table(rows: list[str], runs: list[Run]) -> str:
     return tables.summary(runs, rows)
 
 
-def say(run: Run) -> str:
+def report(run: Run) -> str:
     return next((f"{m} {tables.number(run[m])}" for m in tables.MEASURES if m in run), "done")
 
 
-def parse() -> Namespace:
+def parse(arguments: list[str]) -> Namespace:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("task", type=Path)
     parser.add_argument("config", type=Path)
-    parser.add_argument("--rows", nargs="+", default=[], metavar="ROW", help="default: " + ", ".join(list(ROWS)[:5]))
+    parser.add_argument("--rows", nargs="+", default=[], metavar="ROW", help=f"default: {', '.join(DEFAULT)}")
     parser.add_argument("--family", action="store_true", help="and a row for each mixer and scan")
     parser.add_argument("--seeds", nargs="+", type=int, help="default: 0 1 2, or 0 with --folds")
     parser.add_argument("--folds", type=int, metavar="N", help="cross-validation with N folds")
     parser.add_argument("--checkpoint", choices=["last", "best"], default="last")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, over all GPUs in turn")
     runner.add_options(parser, "runs/compare/CONFIG, or CONFIG-N_folds", seeds=None)
-    arguments = sys.argv[1:]
-    cut = arguments.index("--") if "--" in arguments else len(arguments)
-    options = parser.parse_args(arguments[:cut])
-    options.extra = arguments[cut + 1 :]
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parser.parse_args(arguments[:end])
+    options.extra = arguments[end + 1 :]
     folded = f"-{options.folds}_folds" if options.folds else ""
     options.out = options.out or Path("runs/compare") / (options.config.stem + folded)
     options.seeds = options.seeds or ([0, 1, 2] if options.folds is None else [0])
     if options.folds is not None and (options.folds < 2 or len(options.seeds) > 1):
         parser.error(f"--folds {options.folds}, {len(options.seeds)} seeds: expected 2 or more folds, and one seed")
-    if any(re.match(r"--data\.(init_args\.)?fold\b", given) for given in options.extra):
+    if any(re.match(r"--data\.(init_args\.)?fold\b", argument) for argument in options.extra):
         parser.error("--data.init_args.fold after --: expected --folds, which takes them all")
     try:
-        options.rows = named(options.rows + (family() * options.family) or list(ROWS)[:5])
+        options.rows = named(options.rows + (family() * options.family) or DEFAULT)
     except ValueError as error:
         parser.error(str(error))
     return options
 
 
-def main() -> int:
-    options = parse()
-    folds: list[dict[str, Any]] = [{"fold": fold} for fold in range(options.folds or 0)] or [{}]
-    wanted = [{"row": row, "seed": seed, **fold} for seed in options.seeds for fold in folds for row in options.rows]
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    folds: list[Run] = [{"fold": fold} for fold in range(options.folds or 0)] or [{}]
     runs = runner.compare(
         options,
-        wanted,
+        [{"row": row, "seed": seed, **fold} for seed in options.seeds for fold in folds for row in options.rows],
         partial(one_run, options),
-        say=say,
+        report=report,
         table=partial(table, list(options.rows)),
-        do=partial(runner.run_all, processes=False),
+        jobs=options.jobs,
     )
     return 1 if any("error" in run for run in runs) else 0
 

@@ -5,91 +5,61 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from ndlightnet.nn import mixers
 from ndlightnet_evidence import catalogue
 
-VOLUMES = Path(__file__).parents[2] / "tasks/evidence/configs/volumes"
-SEQUENTIAL = [name for name in mixers.__all__ if "scan" in inspect.signature(getattr(mixers, name)).parameters]
+CONFIGS = Path(__file__).parents[2] / "tasks/evidence/configs"
+NETS = {
+    "ladder/text": {"dims": 1, "vocab_size": 256, "causal": True, "depth": 6, "embed_dim": 96},
+    "ladder/grids": {"dims": 2, "in_chans": 1, "num_classes": 3, "patch_size": 1, "depth": 1, "embed_dim": 96},
+    "images/cifar10": {"dims": 2, "num_classes": 10, "patch_size": 4, "depth": 1, "embed_dim": 96},
+}
+ROWS = [(file, row) for file in NETS for row in catalogue.changes(CONFIGS / f"{file}.yaml", None)]
 
 
-def mixer_of(arguments: list[str]) -> dict[str, object]:
-    """What a row's only argument says."""
-    name, _, value = arguments[0].partition("=")
-    assert len(arguments) == 1 and name == "--model.net.init_args.mixer"
-    return json.loads(value)
-
-
-def test_a_row_for_every_mixer():
-    for name in mixers.__all__:
-        found = mixer_of(catalogue.overrides(name))
-        assert found == {"class_path": f"ndlightnet.nn.mixers.{name}", "init_args": {}}
-
-
-class InTurn(torch.nn.Module):
-    """What a mixer that reads tokens in turn looks like from outside."""
-
-    def __init__(self, dim: int, *, scan: str = "both") -> None:
-        super().__init__()
-        self.scan = scan
-
-
-@pytest.fixture
-def four(monkeypatch):
-    """A catalogue of four mixers, one of which reads tokens in turn."""
-    monkeypatch.setattr(mixers, "InTurn", InTurn, raising=False)
-    names = ["InTurn", "LightNetAttention", "SoftmaxAttention", "Identity"]
-    monkeypatch.setattr(mixers, "__all__", names)
-
-
-@pytest.mark.parametrize("scan", ["raster", "both", "axes"])
-def test_a_row_for_every_scan(four, scan):
-    found = mixer_of(catalogue.overrides(f"InTurn {scan}"))
-    path = "ndlightnet.nn.mixers.InTurn"
-    assert found == {"class_path": path, "init_args": {"scan": scan}}
-    assert catalogue.factory(f"InTurn {scan}")(16).scan == scan
-
-
-def test_the_family(four):
-    assert catalogue.family() == [
-        "Identity",
-        "SoftmaxAttention",
-        "LightNetAttention",
-        "InTurn raster",
-        "InTurn both",
-        "InTurn axes",
-    ]
-
-
-def test_the_family_is_the_whole_catalogue():
+def test_the_family_is_the_whole_catalogue_with_every_scan():
     rows = catalogue.family()
-    assert len(rows) == len(set(rows)) == len(mixers.__all__) + 2 * len(SEQUENTIAL)
+    scanned = [m for m in mixers.__all__ if "scan" in inspect.signature(getattr(mixers, m)).parameters]
+    assert len(rows) == len(set(rows)) == len(mixers.__all__) + 2 * len(scanned)
     for row in rows:
-        found = mixer_of(catalogue.overrides(row))
-        kind = getattr(mixers, str(found["class_path"]).rsplit(".")[-1])
-        assert type(kind(64, **found["init_args"])) is type(catalogue.factory(row)(64))
+        (argument,) = catalogue.overrides(row)
+        option, _, value = argument.partition("=")
+        config, (name, _, scan) = json.loads(value), row.partition(" ")
+        assert option == "--model.net.init_args.mixer" and config["class_path"] == f"ndlightnet.nn.mixers.{name}"
+        assert config["init_args"] == ({"scan": scan} if scan else {})
+        built = catalogue.factory(row)(64)
+        assert type(built) is getattr(mixers, name) and getattr(built, "scan", scan) == scan
 
 
 @pytest.mark.parametrize(
     "row, text",
     [
         ("LightNet axes", "expected LightNet, softmax attention, "),
-        ("InTurn zigzag", "expected InTurn, InTurn raster, InTurn both, InTurn axes"),
-        ("InTurn both axes", "expected InTurn, InTurn raster"),
-        ("InTurn ", "expected InTurn, InTurn raster"),
+        ("GLA zigzag", "expected GLA, GLA raster, GLA both, GLA axes"),
+        ("GLA both axes", "expected GLA, GLA raster"),
+        ("GLA ", "expected GLA, GLA raster"),
         ("LightNetAttention both", "expected LightNetAttention"),
-        ("Nothing", "single frame, padded, InTurn, LightNetAttention"),
+        ("Nothing", "axis-causal, padded, "),
     ],
 )
-def test_a_row_that_is_none(four, row, text):
+def test_a_row_that_does_not_exist_is_refused(row, text):
     for read in (catalogue.overrides, catalogue.factory):
         with pytest.raises(ValueError) as caught:
             read(row)
         assert str(caught.value).startswith(f"row {row!r}: ") and text in str(caught.value)
 
 
-def test_the_files_of_volumes_are_rows():
-    found = catalogue.named([str(path) for path in sorted(VOLUMES.glob("*.yaml"))])
-    assert set(found) >= {"ndlightunet", "identity", "dynunet", "segresnet", "swinunetr"}
-    assert all(option == "--config" and Path(path).stem == name for name, (option, path) in found.items())
+@pytest.mark.parametrize("path", ["ndlightnet.nn.mixers.Nothing", "ndlightnet.nowhere.Nothing"])
+def test_a_class_that_does_not_exist_is_refused(tmp_path, path):
+    (tmp_path / "rows.yaml").write_text(f"odd: {{mixer: [{path}]}}")
+    with pytest.raises(ValueError, match=f"{path}: no such class"):
+        catalogue.changes(tmp_path / "rows.yaml", None)
+
+
+@pytest.mark.parametrize("file, row", ROWS, ids=" ".join)
+def test_a_row_of_a_file_builds_its_network(file, row):
+    change = catalogue.changes(CONFIGS / f"{file}.yaml", [row])[row]
+    net = catalogue.network({"class_path": "ndlightnet.NDLightNet", "init_args": NETS[file]}, change)
+    if "net" not in change:
+        assert (net.tpe is None) == (change.get("tpe") is False) and len(net.blocks) == NETS[file]["depth"]

@@ -356,7 +356,7 @@ def test_row_of_the_comparison(build, stem, row):
 def test_a_row_for_volumes_rejects_frames(build):
     """What a config has no option for is refused, not passed over."""
     with pytest.raises(SystemExit):
-        build(ROOT / "configs" / "phantoms.yaml", *rows()["single frame"])
+        build(ROOT / "configs" / "phantoms.yaml", "--data.init_args.frames=1")
 
 
 @pytest.mark.parametrize("name", ["cifar10", "fashion_mnist"])

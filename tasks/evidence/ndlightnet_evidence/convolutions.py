@@ -29,21 +29,13 @@ class SmallImageResNet18(nn.Module):
 
 
 class Stemmed(nn.Module):
-    """NDLightNet behind convolutions, which take images (batch, 3, h, w) to 128 channels of half
-    their size. arguments: of NDLightNet.
+    """NDLightNet behind the stem and the first two stages of SmallImageResNet18, which take images
+    (batch, 3, h, w) to 128 channels of half their size. arguments: of NDLightNet."""
 
-    stages: False: three convolutions of 3 x 3, the last one residual. True: the stem and the first
-    two stages of SmallImageResNet18, nine convolutions.
-    """
-
-    def __init__(self, stages: bool = False, **arguments: Any) -> None:
+    def __init__(self, **arguments: Any) -> None:
         super().__init__()
-        if stages:
-            resnet = SmallImageResNet18().net
-            self.stem = nn.Sequential(resnet.conv1, resnet.bn1, resnet.relu, resnet.layer1, resnet.layer2)
-        else:
-            rise = (_convolution(3, 64), _convolution(64, 128, 2))
-            self.stem = nn.Sequential(*rise, Residual(_convolution(128, 128)))
+        resnet = SmallImageResNet18().net
+        self.stem = nn.Sequential(resnet.conv1, resnet.bn1, resnet.relu, resnet.layer1, resnet.layer2)
         self.net = NDLightNet(2, 128, **arguments)
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
@@ -54,17 +46,3 @@ class Stemmed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.net(self.stem(x.contiguous(memory_format=torch.channels_last)))
         return out
-
-
-class Residual(nn.Module):
-    def __init__(self, change: nn.Module) -> None:
-        super().__init__()
-        self.change = change
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.change(x)
-        return out
-
-
-def _convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.GELU())

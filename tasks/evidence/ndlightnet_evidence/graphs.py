@@ -14,7 +14,7 @@ from ndlightnet.training.core.optim import decayed_groups
 
 
 @cache
-def _aside(device: torch.device) -> torch.cuda.Stream:
+def _stream(device: torch.device) -> torch.cuda.Stream:
     """Return one stream for captures: cuBLAS allocates a workspace for every stream."""
     return torch.cuda.Stream(device)
 
@@ -28,16 +28,13 @@ class Replay:
         self.graph = torch.cuda.CUDAGraph() if inputs[0].is_cuda else None
         if self.graph is None:
             return
-        current, device = torch.cuda.current_stream(), inputs[0].device
-        # the default stream cannot be captured
-        stream = _aside(device) if current == torch.cuda.default_stream() else current
+        current, stream = torch.cuda.current_stream(), _stream(inputs[0].device)
         stream.wait_stream(current)
         gc.collect()  # freeing an old graph while this one is captured would end the capture
         with torch.cuda.stream(stream):
             for _ in range(3):
                 function(*inputs)
-            # torch.cuda.graph would first wait for all streams. A loader's thread that pins memory
-            # meanwhile would end a "global" capture.
+            # a loader's thread that pins memory meanwhile would end a "global" capture
             self.graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self.output = function(*inputs)
@@ -46,8 +43,8 @@ class Replay:
         current.wait_stream(stream)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        for mine, given in zip(self.inputs, inputs, strict=True):
-            mine[: len(given)].copy_(given)
+        for fixed, x in zip(self.inputs, inputs, strict=True):
+            fixed[: len(x)].copy_(x)
         if self.graph is None:
             return self.function(*self.inputs)
         self.graph.replay()
@@ -95,15 +92,15 @@ class Steps:
         """Capture a step. Its calls change nothing: the rates are 0, moments and buffers are
         restored."""
         state, buffers = self.optimizer.state, list(self.net.buffers())
-        kept = {p: {k: v.clone() for k, v in values.items()} for p, values in state.items()}
-        held = [x.clone() for x in buffers]
+        moments = {p: {k: v.clone() for k, v in values.items()} for p, values in state.items()}
+        copies = [x.clone() for x in buffers]
         self.rate.zero_()
         self.weight.zero_()
         replay = Replay(self._step, *(x.clone() for x in inputs))
         for p, values in state.items():
             for name, value in values.items():
-                value.copy_(kept[p][name]) if p in kept else value.zero_()
-        for buffer, value in zip(buffers, held, strict=True):
+                value.copy_(moments[p][name]) if p in moments else value.zero_()
+        for buffer, value in zip(buffers, copies, strict=True):
             buffer.copy_(value)
         return replay
 

@@ -24,7 +24,7 @@ from ndlightnet.data.visits import mixed
 from ndlightnet.training import ImageFolders
 from ndlightnet.training.classification.metrics import scores
 from ndlightnet_evidence import runner, sets
-from ndlightnet_evidence.turns import Work
+from ndlightnet_evidence.tables import Run
 
 EVALUATION = 1000  # images at a time
 ERASED, RATIO = (0.02, 0.33), (0.3, 3.3)  # area and sides of erased boxes, as in RandomErasing
@@ -42,9 +42,9 @@ class Photographs(sets.Samples):
         if isinstance(augment.transforms[0], RandomResizedCrop):
             raise ValueError("data: scale: expected null, or padding above 0")
         self.data, self.device = data, runner.device()
-        parts = {"train": data.train_set, "validation": data.val_set, "test": data.test_set}
-        self.parts = {name: self._read(part.files) for name, part in parts.items() if len(part)}
-        self.images, self.labels = self.parts["train"]
+        splits = {"train": data.train_set, "validation": data.val_set, "test": data.test_set}
+        self.splits = {name: self._read(split.files) for name, split in splits.items() if len(split)}
+        self.images, self.labels = self.splits["train"]
         self.mean, self.std = (
             torch.tensor(values, device=self.device).view(-1, 1, 1) for values in (data.mean, data.std)
         )
@@ -62,11 +62,11 @@ class Photographs(sets.Samples):
     def batches(self, seed: int, steps: int) -> Iterator[tuple[Tensor, ...]]:
         size, draws = self.size, torch.Generator(self.device)
         for step in range(steps):
-            epoch, place = divmod(step, len(self.labels) // size)
-            if place == 0:
+            epoch, batch = divmod(step, len(self.labels) // size)
+            if batch == 0:
                 draws.manual_seed(mixed(seed, epoch) % 2**63)
                 order = torch.randperm(len(self.labels), generator=draws, device=self.device)
-            numbers = order[place * size : (place + 1) * size]
+            numbers = order[batch * size : (batch + 1) * size]
             images, labels = self._augmented(self.images[numbers], draws), self.labels[numbers]
             if self.data.mixing is not None:
                 draw = mixed(seed, 1, step) % 2**63
@@ -74,10 +74,10 @@ class Photographs(sets.Samples):
             yield images, labels
 
     def _augmented(self, images: Tensor, draws: torch.Generator) -> Tensor:
-        data, each = self.data, dict[str, Any](generator=draws, device=self.device)
-        shifts = torch.randint(-data.padding, data.padding + 1, (len(images), 2), **each)
+        data, options = self.data, dict[str, Any](generator=draws, device=self.device)
+        shifts = torch.randint(-data.padding, data.padding + 1, (len(images), 2), **options)
         flips = torch.zeros_like(shifts, dtype=torch.bool)
-        flips[:, 1] = torch.rand(len(images), **each) < data.hflip
+        flips[:, 1] = torch.rand(len(images), **options) < data.hflip
         x = self.normalised(moved(images, shifts, flips))
         return erased(x, data.random_erasing, draws)
 
@@ -86,22 +86,18 @@ class Photographs(sets.Samples):
 
     def loss(self, net: nn.Module, *batch: Tensor) -> Tensor:
         images, labels = batch
-        return cross_entropy(sets.answer(net, images), labels, label_smoothing=self.smoothing)
+        return cross_entropy(sets.logits(net, images), labels, label_smoothing=self.smoothing)
 
-    def validate(self, net: nn.Module) -> Work:
-        if "validation" in self.parts:
-            return (yield from self._measure(net, "validation", 0))
-        return None
+    def validate(self, net: nn.Module) -> Run | None:
+        return self._measure(net, "validation", 0) if "validation" in self.splits else None
 
-    def test(self, net: nn.Module, timed: bool) -> Work:
-        return (yield from self._measure(net, "test", sets.TIMED_TESTS * timed))
+    def test(self, net: nn.Module, timed: bool) -> Run:
+        return self._measure(net, "test", sets.TIMED_TESTS * timed)
 
-    def _measure(self, net: nn.Module, part: str, timed: int) -> Work:
-        images, labels = self.parts[part]
-        found = yield from sets.classified(net, self.normalised, images, EVALUATION, timed)
-        probabilities, latency = found
-        result = scores(probabilities, labels.cpu(), self.data.classes)
-        return {**result, "latency_ms": latency}
+    def _measure(self, net: nn.Module, split: str, timed: int) -> Run:
+        images, labels = self.splits[split]
+        probs, latency = sets.classified(net, self.normalised, images, EVALUATION, timed)
+        return {**scores(probs, labels.cpu(), self.data.classes), "latency_ms": latency}
 
 
 def erased(x: Tensor, probability: float, draws: torch.Generator) -> Tensor:
@@ -114,8 +110,8 @@ def erased(x: Tensor, probability: float, draws: torch.Generator) -> Tensor:
     ratio = torch.exp(math.log(RATIO[0]) + (math.log(RATIO[1]) - math.log(RATIO[0])) * ratio)
     tall, wide, lines = (area * ratio).sqrt(), (area / ratio).sqrt(), []
     for size, side, start in ((height, tall, top), (width, wide, left)):
-        at = torch.arange(size, device=x.device)
-        begin = start * (size - side).clamp(min=0)
-        lines.append((at >= begin) & (at < begin + side))
+        index = torch.arange(size, device=x.device)
+        first = start * (size - side).clamp(min=0)
+        lines.append((index >= first) & (index < first + side))
     box = lines[0][:, :, None] & lines[1][:, None] & (some < probability)[:, :, None]
     return x.masked_fill(box[:, None], 0)

@@ -2,71 +2,60 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import tempfile
+import queue
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
+from multiprocessing import get_context
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-Run = dict[str, Any]
+from ndlightnet_evidence.tables import Run
+
 LIMIT = 240  # seconds of a job; the first one compiles kernels
 
 
-def launch(script: str, count: int, options: Run) -> Run:
-    """Run `script --process OPTIONS FILE` in so many processes. Return what the first one answers,
-    or the "error" of the first that fails; then all are ended."""
-    port = str(29500 + os.getpid() % 1000)
-    processes, files = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        for rank in range(count):
-            env = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(count),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-            files.append(Path(folder) / f"{rank}.json")
-            command = [sys.executable, script, "--process", json.dumps(options), str(files[-1])]
-            processes.append(subprocess.Popen(command, env=env))
-        end, found = time.monotonic() + LIMIT, {"error": f"no answer within {LIMIT} s"}
-        while time.monotonic() < end:
-            answers = [json.loads(file.read_text()) for file in files if file.exists()]
-            failed = [answer for answer in answers if "error" in answer]
-            codes = [process.poll() for process in processes]
-            if failed or files[0].exists():
-                found = failed[0] if failed else json.loads(files[0].read_text())
-                break
-            if any(code not in (None, 0) for code in codes):
-                found = {"error": f"processes ended with {codes}"}
-                break
-            time.sleep(0.3)
-        for process in processes:
-            process.kill()
-            process.wait()
-        return found
-
-
-def answer(jobs: Mapping[str, Callable[..., Run]], options: str, file: Path) -> None:
-    """Do one of the jobs in a process that `launch` started."""
-    given = json.loads(options)
-    rank, several = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) > 1
-    torch.cuda.set_device(rank)
-    if several:
-        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+def launch(count: int, job: Callable[..., Run], **options: Any) -> Run:
+    """Do job(**options) in so many processes, which are ended then. Return the result of the first
+    process, or the "error" of the one that fails first."""
+    spawn = get_context("spawn")  # CUDA does not survive a fork
+    results = spawn.Queue()
+    port = 29500 + os.getpid() % 1000
+    workers = [spawn.Process(target=_work, args=(rank, count, port, results, job, options)) for rank in range(count)]
+    for worker in workers:
+        worker.start()
+    end = time.monotonic() + LIMIT
     try:
-        found = jobs[given.pop("job")](**given)
-    except torch.OutOfMemoryError as error:
-        found = {"error": str(error).splitlines()[0][:60]}
-    draft = file.with_suffix(".draft")
-    draft.write_text(json.dumps(found))
-    if rank == 0 or "error" in found:
-        draft.rename(file)
-    time.sleep(LIMIT if several else 0)  # ended by the process that started it
+        while time.monotonic() < end:
+            try:
+                run: Run = results.get(timeout=1)
+                return run
+            except queue.Empty:
+                codes = [worker.exitcode for worker in workers]
+                if any(codes):
+                    return {"error": f"processes ended with {codes}"}
+        return {"error": f"no answer within {LIMIT} s"}
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
+
+
+def _work(rank: int, count: int, port: int, results: Any, job: Callable[..., Run], options: Run) -> None:
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    if count > 1:
+        backend, address = "nccl" if device else "gloo", f"tcp://127.0.0.1:{port}"
+        dist.init_process_group(backend, address, rank=rank, world_size=count, device_id=device)
+    try:
+        run = job(**options)
+    except Exception as error:  # the others wait for this process, and are ended
+        results.put({"error": f"{type(error).__name__}: {error}".splitlines()[0][:100]})
+        raise
+    if rank == 0:
+        results.put(run)
+    if count > 1:
+        time.sleep(LIMIT)  # ended by `launch`: a process that leaves early is an error of the others

@@ -25,21 +25,21 @@ COSTS = {
 def segmentation_tables(runs: Sequence[Run], rows: Sequence[str]) -> str:
     """Return three tables: scores, Dice of each class, and costs. rows: the order of the rows; the
     others are compared with the first."""
-    mine = {row: of_row(runs, row) for row in rows}
-    good = [run for row in rows for run in mine[row]]
-    names, first = list(good[0]["dice"]), mine[rows[0]]
-    several = "folds" if "fold" in good[0] else "seeds"
+    by_row = {row: of_row(runs, row) for row in rows}
+    done = [run for row in rows for run in by_row[row]]
+    names, first = list(done[0]["dice"]), by_row[rows[0]]
+    several = "folds" if "fold" in done[0] else "seeds"
     scores = ["Dice", "95 % interval", f"by {several}", f"more than {rows[0]}", "95 % interval", "HD95 (mm)", "NSD"]
     tables = (
-        (scores, lambda own: _scores(own, first)),
-        ([f"Dice of {name}" for name in names], lambda own: _classes(own, len(names))),
+        (scores, lambda runs: _scores(runs, first)),
+        ([f"Dice of {name}" for name in names], lambda runs: _classes(runs, len(names))),
         (["parameters", *COSTS], _costs),
     )
-    parts = [
-        markdown(["", *head], [[row, *(cells(mine[row]) if mine[row] else [without(runs, row)])] for row in rows])
-        for head, cells in tables
-    ]
-    return "\n".join([*parts, *_notes(good, several, rows[0])])
+    texts = []
+    for head, cells in tables:
+        body = [[row, *(cells(by_row[row]) if by_row[row] else [without(runs, row)])] for row in rows]
+        texts.append(markdown(["", *head], body))
+    return "\n".join([*texts, *_notes(done, several, rows[0])])
 
 
 def _notes(runs: Sequence[Run], several: str, first: str) -> list[str]:
@@ -83,18 +83,18 @@ def _classes(runs: Sequence[Run], classes: int) -> list[str]:
 
 def _costs(runs: Sequence[Run]) -> list[str]:
     """Return the medians of the costs, which are the same for all seeds except for noise."""
-    known = [[run[key] for run in runs if run.get(key) is not None] for key in COSTS.values()]
-    return [millions(runs[0]), *(f"{statistics.median(found):.4g}" if found else "none" for found in known)]
+    costs = [[run[key] for run in runs if run.get(key) is not None] for key in COSTS.values()]
+    return [millions(runs[0]), *(f"{statistics.median(cost):.4g}" if cost else "none" for cost in costs)]
 
 
 def by_case(runs: Sequence[Run]) -> Dice:
     """Return the Dice by seed and case, NaN where it is null; the folds of a seed are joined."""
-    found: Dice = {}
+    dice: Dice = {}
     for run in runs:
-        cases = found.setdefault(run["seed"], {})
+        cases = dice.setdefault(run["seed"], {})
         for case in run["cases"]:
             cases[case["name"]] = [np.nan if v is None else v for v in case["dice"]]
-    return found
+    return dice
 
 
 def values(*dice: Dice) -> NDArray[np.float64]:
@@ -104,13 +104,13 @@ def values(*dice: Dice) -> NDArray[np.float64]:
     return np.array([[dice[0][seed][case] for case in sorted(cases)] for seed in seeds])
 
 
-def differences(dice: Dice, other: Dice) -> NDArray[np.float64]:
-    """Return `dice` minus `other` on the same seeds and cases, (seeds, cases, classes); without any
+def differences(dice: Dice, first: Dice) -> NDArray[np.float64]:
+    """Return `dice` minus `first` on the same seeds and cases, (seeds, cases, classes); without any
     its size is 0. NaN marks a class that is in neither the truth nor the prediction: where only one
     of the two is NaN, that one is right and counts as 1, and the other counts as it is, 0."""
-    if not dice or not other:
+    if not dice or not first:
         return np.empty((0, 0, 0))
-    one, two = values(dice, other), values(other, dice)
+    one, two = values(dice, first), values(first, dice)
     right = np.isnan(one) ^ np.isnan(two)
     return np.where(right, np.nan_to_num(one, nan=1.0) - np.nan_to_num(two, nan=1.0), one - two)
 

@@ -1,4 +1,4 @@
-"""What a small network is trained and tested on: images or volumes, videos, bytes of text.
+"""What a small network is trained and tested on: images or volumes, bytes of text.
 
 The data are read once, lie on the card, and serve all runs. The batches of a seed are the same for
 every network: their order and augmentation follow from the seed alone.
@@ -7,8 +7,8 @@ every network: their order and augmentation follow from the seed alone.
 from __future__ import annotations
 
 import math
-import os
 import statistics
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
@@ -20,15 +20,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ndlightnet.data.images import ImageSet
-from ndlightnet.data.visits import Visits, mixed
-from ndlightnet.inference import predict_clips
-from ndlightnet.training import ImageData, TextData, VideoData
+from ndlightnet.data.visits import mixed
+from ndlightnet.training import ImageData, ImageFolders, TextData
 from ndlightnet.training.classification.metrics import scores
-from ndlightnet.training.core.loading import training_loader
 from ndlightnet.training.language.measures import token_nll
 from ndlightnet_evidence import runner
 from ndlightnet_evidence.graphs import Replay
-from ndlightnet_evidence.turns import AHEAD, DONE, Work, seconds
+from ndlightnet_evidence.tables import Run
 
 EVALUATION = 200  # images at a time
 TIMED = 20  # steps
@@ -41,7 +39,18 @@ def bfloat16(device: torch.device) -> torch.autocast:
     return torch.autocast(kind, torch.bfloat16, kind == "cuda", cache_enabled=False)
 
 
-def answer(net: nn.Module, x: Tensor) -> Tensor:
+def seconds(call: Callable[[], Any]) -> float:
+    """Return how long a call takes, with what the card does for it."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def logits(net: nn.Module, x: Tensor) -> Tensor:
     """Return logits in float32, on a card computed in bfloat16."""
     with bfloat16(x.device):
         out: Tensor = net(x)
@@ -64,16 +73,13 @@ class Samples(ABC):
     def loss(self, net: nn.Module, *batch: Tensor) -> Tensor:
         """Return the loss of a batch, to be captured in a graph."""
 
-    def validate(self, net: nn.Module) -> Work:
-        """Measure a network on a held-out part of the training data in turns; return its measures,
-        or None without such a part."""
+    def validate(self, net: nn.Module) -> Run | None:
+        """Measure a network on a held-out part of the training data; None without such a part."""
         return None
-        yield  # a generator, as those that measure something
 
     @abstractmethod
-    def test(self, net: nn.Module, timed: bool) -> Work:
-        """Test a network in turns; return its measures. timed: nothing else may run, and the time
-        of a batch is among them."""
+    def test(self, net: nn.Module, timed: bool) -> Run:
+        """Test a network; return its measures, if timed with the time of a batch."""
 
 
 class Images(Samples):
@@ -102,8 +108,7 @@ class Images(Samples):
                 loader.set_epoch(epoch)
                 yield from loader
 
-        found = [(numbers, *moves) for _, _, numbers, *moves in islice(epochs(), steps)]
-        columns = zip(*found, strict=True)
+        columns = zip(*((numbers, *moves) for _, _, numbers, *moves in islice(epochs(), steps)), strict=True)
         return [torch.stack(c).to(self.device) if isinstance(c[0], Tensor) else c for c in columns]
 
     def batches(self, seed: int, steps: int) -> Iterator[tuple[Tensor, ...]]:
@@ -115,105 +120,26 @@ class Images(Samples):
 
     def loss(self, net: nn.Module, *batch: Tensor) -> Tensor:
         images, labels = batch
-        return cross_entropy(answer(net, images), labels, label_smoothing=self.smoothing)
+        return cross_entropy(logits(net, images), labels, label_smoothing=self.smoothing)
 
-    def test(self, net: nn.Module, timed: bool) -> Work:
+    def test(self, net: nn.Module, timed: bool) -> Run:
         def normalised(x: Tensor) -> Tensor:
             return (x.float() - self.data.mean) / self.data.std
 
-        images = self.test_images
-        found = yield from classified(net, normalised, images, EVALUATION, TIMED_TESTS * timed)
-        probabilities, latency = found
-        result = scores(probabilities, self.test_labels, self.data.classes)
-        return {**result, "latency_ms": latency}
+        probs, latency = classified(net, normalised, self.test_images, EVALUATION, TIMED_TESTS * timed)
+        return {**scores(probs, self.test_labels, self.data.classes), "latency_ms": latency}
 
 
 @torch.no_grad()
-def classified(net: nn.Module, prepare: Callable[[Tensor], Tensor], images: Tensor, size: int, timed: int) -> Work:
+def classified(
+    net: nn.Module, prepare: Callable[[Tensor], Tensor], images: Tensor, size: int, timed: int
+) -> tuple[Tensor, float | None]:
     """Return the probabilities (n, classes) of images, on the CPU, and the median milliseconds of
     `timed` batches of `size`; None if timed is 0."""
-    replay = Replay(lambda x: answer(net, prepare(x)).softmax(-1), images[:size].clone())
+    replay = Replay(lambda x: logits(net, prepare(x)).softmax(-1), images[:size].clone())
     times = [seconds(partial(replay, images[:size])) for _ in range(timed)]
-    found = []
-    for part in images.split(size):
-        found.append(replay(part)[: len(part)].clone())
-        yield AHEAD
-    yield DONE
-    return torch.cat(found).cpu(), 1e3 * statistics.median(times) if times else None
-
-
-class Videos(Samples):
-    """Videos, decoded once (VideoData). The clips of a seed are made once, by other processes, and
-    stay on the card as bfloat16, in which the network reads them."""
-
-    measures = ("top1", "auc")
-
-    def __init__(self, data: VideoData, epochs: int) -> None:
-        for stage in ("fit", "test"):
-            data.setup(stage)
-        if data.mixing is not None or data.pixels != "rgb":
-            raise ValueError("data: mixup, cutmix, pixels: expected 0, 0 and rgb")
-        self.data, self.device = data, runner.device()
-        self.count = data.repeats * len(data.train_set)
-        self.steps = epochs * max(1, self.count // data.batch_size)
-        found = [data.test_set[i] for i in range(len(data.test_set))]
-        self.test_clips = torch.stack([self._there(item[0]) for item in found])
-        self.test_labels = torch.tensor([item[1] for item in found])
-        self.clips = lru_cache(2)(lambda seed: Clips(self, seed))
-
-    def _there(self, clips: Tensor) -> Tensor:
-        kind = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        return clips.to(self.device, non_blocking=True).to(kind)
-
-    def batches(self, seed: int, steps: int) -> Iterator[tuple[Tensor, ...]]:
-        batch = self.clips(seed).batch
-        batch(min(TIMED, steps - 1))  # those of the timed steps count in the memory of no row
-        return map(batch, range(steps))
-
-    def loss(self, net: nn.Module, *batch: Tensor) -> Tensor:
-        clips, labels = batch
-        return cross_entropy(answer(net, clips.float()), labels, label_smoothing=self.smoothing)
-
-    @torch.no_grad()
-    def test(self, net: nn.Module, timed: bool) -> Work:
-        found = []
-        for clips in self.test_clips.split(self.data.batch_size):
-            with bfloat16(self.device):
-                found.append(predict_clips(net, clips.float()))
-            yield AHEAD
-        yield DONE
-        return scores(torch.cat(found).cpu(), self.test_labels, self.data.classes)
-
-
-class Clips:
-    """The training batches of a seed, each made when it is first asked for."""
-
-    def __init__(self, videos: Videos, seed: int) -> None:
-        data, self.videos = videos.data, videos
-        workers = data.workers and max(data.workers, (os.cpu_count() or 1) - 2)
-        self.loader: Any = training_loader(Visits(data.train_set, seed), videos.count, data.batch_size, workers)
-        self.made: list[tuple[Tensor, Tensor]] = []
-        self.source = self._all()
-
-    def _all(self) -> Iterator[Any]:
-        for epoch in count():
-            self.loader.sampler.set_epoch(epoch)
-            yield from self.loader
-
-    def batch(self, number: int) -> tuple[Tensor, Tensor]:
-        while number >= len(self.made):
-            clips, labels, *_ = next(self.source)
-            # on a stream of its own: other runs read the batch, and need not wait for this one
-            with torch.cuda.stream(copies(self.videos.device)):
-                self.made.append((self.videos._there(clips), labels.to(self.videos.device)))
-                if self.videos.device.type == "cuda":
-                    torch.cuda.current_stream().synchronize()
-        return self.made[number]
-
-
-@lru_cache(1)
-def copies(device: torch.device) -> Any:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
+    probs = [replay(batch)[: len(batch)].clone() for batch in images.split(size)]
+    return torch.cat(probs).cpu(), 1e3 * statistics.median(times) if times else None
 
 
 class Text(Samples):
@@ -230,58 +156,48 @@ class Text(Samples):
     def batches(self, seed: int, steps: int) -> Iterator[tuple[Tensor, ...]]:
         """Yield windows as RandomWindows and Visits do: every epoch has one from each of `windows`
         equal parts of the text, in random order."""
-        data, parts, starts = self.data, torch.arange(self.data.windows), []
-        places = len(self.text) - data.length
-        low, high = parts * places // data.windows, (parts + 1) * places // data.windows
+        data, numbers, starts = self.data, torch.arange(self.data.windows), []
+        positions = len(self.text) - data.length
+        low, high = numbers * positions // data.windows, (numbers + 1) * positions // data.windows
         batch = min(data.batch_size, data.windows)
         rng = torch.Generator().manual_seed(mixed(seed))
         for _ in range(0, steps * batch, data.windows // batch * batch):
             order = torch.randperm(data.windows, generator=rng)
-            at = low + (torch.rand(data.windows, generator=rng) * (high - low)).long()
-            starts.append(at[order][: data.windows // batch * batch])
+            first = low + (torch.rand(data.windows, generator=rng) * (high - low)).long()
+            starts.append(first[order][: data.windows // batch * batch])
         window = torch.arange(data.length + 1, device=self.device)
-        for each in torch.cat(starts).to(self.device).split(batch)[:steps]:
-            yield (self.text[each[:, None] + window],)
+        for first in torch.cat(starts).to(self.device).split(batch)[:steps]:
+            yield (self.text[first[:, None] + window],)
 
     def loss(self, net: nn.Module, *batch: Tensor) -> Tensor:
-        return token_nll(partial(answer, net), *batch).mean()
+        return token_nll(partial(logits, net), *batch).mean()
 
     @torch.no_grad()
-    def test(self, net: nn.Module, timed: bool) -> Work:
-        longest, found = self.data.lengths[-1], {}
+    def test(self, net: nn.Module, timed: bool) -> Run:
+        longest, bits = self.data.lengths[-1], {}
         for length in self.data.lengths:
             windows = self.test_text.unfold(0, length + 1, length)
-            total = torch.zeros((), dtype=torch.float64, device=self.device)
             try:
-                for part in windows.split(longest // length):
-                    total += token_nll(partial(answer, net), part).double().sum()
-                    yield AHEAD
+                nats = sum(token_nll(partial(logits, net), x).double().sum() for x in windows.split(longest // length))
             except torch.OutOfMemoryError:
                 continue
-            found[f"bits_{length}"] = total / self.data.tested / math.log(2)
-        yield DONE
-        bits = {name: float(value) for name, value in found.items()}
+            bits[f"bits_{length}"] = float(nats) / self.data.tested / math.log(2)
         return {"bits_per_byte": bits.get(f"bits_{self.data.length}"), **bits}
 
 
-def kinds() -> dict[str, tuple[Any, Any]]:
-    from ndlightnet.training import ImageFolders
-    from ndlightnet_evidence.photographs import Photographs
+def load(config: dict[str, Any]) -> Samples:
+    """Read the data of a config, whose class must be one of those below."""
+    from ndlightnet_evidence.photographs import Photographs  # which needs this module
 
-    return {
+    kinds: dict[str, tuple[Any, Any]] = {
         "ImageData": (ImageData, Images),
         "ImageFolders": (ImageFolders, Photographs),
-        "VideoData": (VideoData, Videos),
         "TextData": (TextData, Text),
     }
-
-
-def load(config: dict[str, Any]) -> Samples:
-    """Read the data of a config, whose class must be one of `kinds`."""
-    name, known = config["data"]["class_path"].rpartition(".")[2], kinds()
-    if name not in known:
-        raise ValueError(f"data: {name}: expected {', '.join(known)}")
-    module, kind = known[name]
-    found: Samples = kind(module(**config["data"]["init_args"]), config["trainer"]["max_epochs"])
-    found.smoothing = config["model"].get("label_smoothing", found.smoothing)
-    return found
+    name = config["data"]["class_path"].rpartition(".")[2]
+    if name not in kinds:
+        raise ValueError(f"data: {name}: expected {', '.join(kinds)}")
+    module, kind = kinds[name]
+    samples: Samples = kind(module(**config["data"]["init_args"]), config["trainer"]["max_epochs"])
+    samples.smoothing = config["model"].get("label_smoothing", samples.smoothing)
+    return samples

@@ -1,6 +1,6 @@
 """What a training step of NDLightNet costs on many GPUs that share each sample: bytes, time.
 
-A part sends, in a step forward and backward, for each sample:
+A slab's process sends, in a step forward and backward, for each sample:
   attention     in each layer its States to all others, twice
   local mixing  in each layer its first and last planes to its neighbours, twice
   MD-TPE        all its tokens, but for its own share of the channels, four times: twice as values,
@@ -48,33 +48,33 @@ class Machine:
     host: int = 8
 
 
-def sent(net: Network, grid: tuple[int, ...], parts: int, batch: int = 1) -> dict[str, float]:
-    """Return the bytes that a part in the middle of a grid of tokens, split along its first axis,
-    sends in a step; at the ends of the grid (parts=2: everywhere) it has one neighbour."""
+def sent(net: Network, grid: tuple[int, ...], slabs: int, batch: int = 1) -> dict[str, float]:
+    """Return the bytes that the process of a slab in the middle of a grid of tokens, split along its first axis,
+    sends in a step; at the ends of the grid (slabs=2: everywhere) it has one neighbour."""
     heads = net.dim // net.head_dim
     state = heads * (2 * net.head_dim + 2 * net.head_dim**2) * 4
-    plane, tokens = math.prod(grid[1:]), math.prod(grid) / parts
-    sides = min(2, parts - 1)
+    plane, tokens = math.prod(grid[1:]), math.prod(grid) / slabs
+    sides = min(2, slabs - 1)
     return {
-        "attention": batch * 2 * net.depth * state * (parts - 1),
+        "attention": batch * 2 * net.depth * state * (slabs - 1),
         "local mixing": batch * 2 * net.depth * sides * net.radius * plane * net.dim * net.element,
-        "MD-TPE": batch * 2 * tokens * net.dim * (net.element + net.exact) * (parts - 1) / parts,
-        "gradients": 2 * net.parameters * 4 * (parts - 1) / parts,
+        "MD-TPE": batch * 2 * tokens * net.dim * (net.element + net.exact) * (slabs - 1) / slabs,
+        "gradients": 2 * net.parameters * 4 * (slabs - 1) / slabs,
     }
 
 
-def step(net: Network, machine: Machine, grid: tuple[int, ...], parts: int, batch: int = 1) -> dict[str, Any]:
-    """Return the predicted time of a step on a grid of tokens, and its parts."""
-    bytes_sent = sent(net, grid, parts, batch)
-    rows = math.ceil(grid[0] / parts)  # the slowest part has the most planes
+def step(net: Network, machine: Machine, grid: tuple[int, ...], slabs: int, batch: int = 1) -> dict[str, Any]:
+    """Return the predicted time of a step on a grid of tokens, and what it is made of."""
+    bytes_sent = sent(net, grid, slabs, batch)
+    rows = math.ceil(grid[0] / slabs)  # the slowest slab has the most planes
     compute = machine.token * batch * rows * math.prod(grid[1:])
-    several = parts > machine.host
+    several = slabs > machine.host
     speed = machine.far if several else machine.near
     latency = machine.far_latency if several else machine.latency
     # neighbours are on one host but for two; halo and States of a layer, both ways; MD-TPE
-    messages = 4 * net.depth + 4 + 1 if parts > 1 else 0
+    messages = 4 * net.depth + 4 + 1 if slabs > 1 else 0
     exchange = sum(bytes_sent.values()) * (1 / speed + 1 / machine.around) + messages * latency
-    even = machine.token * batch * math.prod(grid) / parts
+    even = machine.token * batch * math.prod(grid) / slabs
     return {
         "seconds": compute + exchange,
         "compute": compute,
@@ -86,23 +86,23 @@ def step(net: Network, machine: Machine, grid: tuple[int, ...], parts: int, batc
     }
 
 
-def table(net: Network, machine: Machine, gpus: tuple[int, ...]) -> list[dict[str, Any]]:
+def predictions(net: Network, machine: Machine, gpus: tuple[int, ...]) -> list[dict[str, Any]]:
     """Return predictions for grids that grow with the GPUs (weak), and for one grid (strong)."""
     runs = []
     for what in ("weak", "strong"):
-        for parts in gpus:
-            rows = 128 * parts if what == "weak" else 1024
-            found = step(net, machine, (rows, 64, 64), parts)
+        for slabs in gpus:
+            rows = 128 * slabs if what == "weak" else 1024
+            cost = step(net, machine, (rows, 64, 64), slabs)
             runs.append(
                 {
                     "what": what,
-                    "gpus": parts,
+                    "gpus": slabs,
                     "tokens": rows * 64 * 64,
-                    "step, ms": 1e3 * found["seconds"],
-                    "efficiency": found["efficiency"],
-                    "imbalance": found["imbalance"],
-                    "exchange, ms": 1e3 * found["exchange"],
-                    **{f"{k}, MB": found[k] / 1e6 for k in ("attention", "local mixing", "MD-TPE", "gradients")},
+                    "step, ms": 1e3 * cost["seconds"],
+                    "efficiency": cost["efficiency"],
+                    "imbalance": cost["imbalance"],
+                    "exchange, ms": 1e3 * cost["exchange"],
+                    **{f"{k}, MB": cost[k] / 1e6 for k in ("attention", "local mixing", "MD-TPE", "gradients")},
                 }
             )
     return runs

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-Run = Mapping[str, Any]
-IDENTITY = ("row", "task", "side", "what", "seed", "fold", "lr")
+# what identifies a run ("row", "seed" and the like), then what was measured, or "error"
+Run = dict[str, Any]
+IDENTITY = ("row", "task", "seed", "fold")
 # what may be in a run's metrics.json, in the order of the columns
 MEASURES = (
     "mean_dice",
@@ -47,13 +48,19 @@ def number(value: float | None, form: str = ".3f") -> str:
 
 def spread(values: Iterable[float | None], form: str = ".3f") -> str:
     """Format the mean ± standard deviation of the values that are neither None nor NaN."""
-    known = [value for value in values if value is not None and value == value]
-    more = f" ± {statistics.stdev(known):{form}}" if len(known) > 1 else ""
-    return number(statistics.mean(known), form) + more if known else "none"
+    numbers = [value for value in values if value is not None and value == value]
+    deviation = f" ± {statistics.stdev(numbers):{form}}" if len(numbers) > 1 else ""
+    return number(statistics.mean(numbers), form) + deviation if numbers else "none"
 
 
-def _plain(value: Any) -> str:
-    return "-" if value is None else str(value)
+def cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
+
+
+def of_records(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table with a line for each record and a column for each field."""
+    fields = list(dict.fromkeys(field for record in records for field in record))
+    return markdown(fields, [[cell(record[f]) if f in record else "" for f in fields] for record in records])
 
 
 def millions(run: Run) -> str:
@@ -61,18 +68,17 @@ def millions(run: Run) -> str:
 
 
 def complete(run: Run) -> bool:
-    return not run.keys() & {"error", "missing"}
+    return "error" not in run
 
 
-def identity(run: Run) -> dict[str, Any]:
+def identity(run: Run) -> Run:
     """Return the fields that identify a run."""
     return {key: run[key] for key in IDENTITY if key in run}
 
 
 def name(run: Run) -> str:
     """Return the name of a run, such as: GLA, seed 0."""
-    more = [f"{key} {value}" for key, value in identity(run).items() if key != "row"]
-    return ", ".join([run["row"], *more])
+    return ", ".join([run["row"], *(f"{key} {value}" for key, value in identity(run).items() if key != "row")])
 
 
 def of_row(runs: Sequence[Run], row: str) -> list[Run]:
@@ -83,63 +89,57 @@ def of_row(runs: Sequence[Run], row: str) -> list[Run]:
 
 def without(runs: Sequence[Run], row: str) -> str:
     """Return why a row has no complete run."""
-    return "failed" if any("error" in r for r in runs if r["row"] == row) else "not run"
+    return "failed" if any(run["row"] == row for run in runs) else "not run"
 
 
-def summary(runs: Sequence[Run], rows: Sequence[str], wanted: Sequence[str] = MEASURES) -> str:
-    """Return a table with a line for each row: every measure that was wanted and made, mean ±
+def summary(runs: Sequence[Run], rows: Sequence[str], measures: Sequence[str] = MEASURES) -> str:
+    """Return a table with a line for each row: each of the measures that some run has, mean ±
     standard deviation over seeds; the first measure for each seed."""
-    good = [run for row in rows for run in of_row(runs, row)]
+    done = [run for row in rows for run in of_row(runs, row)]
     # the recall of classifiers is a dictionary, with a number for each class
-    made = [m for m in wanted if any(m in run and not isinstance(run[m], dict) for run in good)]
-    measures = made or ["result"]
-    state = any(run.get("state_size") is not None for run in good)
+    columns = [m for m in measures if any(m in run and not isinstance(run[m], dict) for run in done)] or ["result"]
+    state = ["state"] if any(run.get("state_size") is not None for run in done) else []
     body = []
     for row in rows:
-        mine = of_row(runs, row)
-        if not mine:
+        if not (of_this := of_row(runs, row)):
             body.append([row, without(runs, row)])
             continue
-        cells = [row, millions(mine[0])]
-        cells += [_plain(mine[0].get("state_size"))] if state else []
-        cells += [spread(run.get(measure) for run in mine) for measure in measures]
-        body.append([*cells, ", ".join(number(run.get(measures[0])) for run in mine)])
-    head = ["", "parameters", *(["state"] if state else []), *measures, f"{measures[0]} per seed"]
-    return markdown(head, body)
+        cells = [row, millions(of_this[0]), *(cell(of_this[0].get("state_size")) for _ in state)]
+        cells += [spread(run.get(measure) for run in of_this) for measure in columns]
+        body.append([*cells, ", ".join(number(run.get(columns[0])) for run in of_this)])
+    return markdown(["", "parameters", *state, *columns, f"{columns[0]} per seed"], body)
 
 
 def curves(runs: Sequence[Run], rows: Sequence[str], facts: Sequence[str] = ()) -> str:
     """Return a table for each panel of the runs' "curves": accuracy over x, mean ± standard
     deviation over the runs of a row. facts: fields of a run for the columns in front."""
-    parts = []
+    texts = []
     for panel, first in panels(runs).items():
         body = []
         for row in rows:
-            mine = [run for run in of_row(runs, row) if panel in run["curves"]]
-            if mine:
-                seeds = [run["curves"][panel]["accuracy"] for run in mine]
-                values = [spread(at) for at in zip(*seeds, strict=True)]
-                body.append([row, *(_plain(mine[0][fact]) for fact in facts), *values])
+            if of_this := [run for run in of_row(runs, row) if panel in run["curves"]]:
+                seeds = [run["curves"][panel]["accuracy"] for run in of_this]
+                values = [spread(column) for column in zip(*seeds, strict=True)]
+                body.append([row, *(cell(of_this[0][fact]) for fact in facts), *values])
         title = f"### {panel}: accuracy by {first['x_label']}\n\n"
-        parts.append(title + markdown(["", *facts, *map(str, first["x"])], body))
-    return "\n".join(parts)
+        texts.append(title + markdown(["", *facts, *map(str, first["x"])], body))
+    return "\n".join(texts)
 
 
 def panels(runs: Sequence[Run]) -> dict[str, Mapping[str, Any]]:
     """Return one curve {"x_label", "x", "accuracy", ...} of each panel that some run has."""
-    return {panel: one for run in runs if complete(run) for panel, one in run["curves"].items()}
+    return {panel: curve for run in runs if complete(run) for panel, curve in run["curves"].items()}
 
 
 def notes(runs: Sequence[Run]) -> str:
-    """Return the dates, commits and devices of the runs, and which runs have no result."""
-    good, text = [run for run in runs if complete(run)], ""
-    found = {key: list(dict.fromkeys(run[key] for run in good if run.get(key))) for key in ("date", "commit", "device")}
-    if dates := sorted(found["date"]):
-        days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
-        commits = [f"commit {' and '.join(found['commit'])}"] if found["commit"] else []
-        text = f"\n{', '.join([days, *commits, *found['device']])}.\n"
-    failed = [f"{name(run)} ({run['error']})" for run in runs if "error" in run]
-    missing = [name(run) for run in runs if "missing" in run]
-    for said, these in (("Failed", failed), ("Not run, no time was left", missing)):
-        text += f"\n{said}: {'; '.join(these)}.\n" if these else ""
-    return text
+    """Return the dates, commits and devices of the runs, and which runs have failed."""
+    done, text = [run for run in runs if complete(run)], ""
+    dates, commits, devices = (
+        list(dict.fromkeys(run[key] for run in done if run.get(key))) for key in ("date", "commit", "device")
+    )
+    if dates:
+        days = " to ".join(dict.fromkeys((min(dates), max(dates))))
+        named = [f"commit {' and '.join(commits)}"] if commits else []
+        text = f"\n{', '.join([days, *named, *devices])}.\n"
+    failed = [f"{name(run)} ({run['error']})" for run in runs if not complete(run)]
+    return text + (f"\nFailed: {'; '.join(failed)}.\n" if failed else "")

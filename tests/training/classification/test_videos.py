@@ -201,7 +201,7 @@ def test_wrong_number_of_classes(run, classify, digits, tmp_path, classes):
 
 
 def test_one_frame_of_the_digits(classify, tmp_path):
-    """The row "single frame" of tasks/evidence/compare.py on configs/digits.yaml."""
+    """A single frame of each clip of configs/digits.yaml."""
     done = classify(
         "fit",
         *DIGITS,

@@ -3,6 +3,6 @@
 timing     milliseconds of a call
 rows       classes of a comparison: Case, Contender, Cell, Bench
 peers      the same work by other libraries
-attention, frames, mixers, tpe, local, norm, pretraining, decode, step, stream    the groups of rows
-output     tables, CSV, JSON, the figure
+attention, frames, mixers, tpe, local, norm, generation, decode, step, stream    the groups of rows
+output     tables, CSV, JSON
 """

@@ -3,7 +3,6 @@ a CPU float32."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -123,15 +122,6 @@ def dims(bench: Bench, shapes: Sequence[tuple[int, int, int, int]] = DIMS) -> No
                 rival = compiled(partial(peers.reference, position=lrpe))
                 compare(bench, case(f"global, {kind}"), direction, [ours(bench, lrpe), rival])
             compare(bench, case("causal"), direction, [ours_causal(bench), FLA_LINEAR])
-
-
-def natten(bench: Bench, grid: tuple[int, ...] = (30, 48, 80), heads: int = 24, dim: int = 128) -> None:
-    """Time the forward on the grid of NATTEN's headline figure: attention over a whole video."""
-    case = Case(f"grid {' x '.join(map(str, grid))}", 1, math.prod(grid), heads, dim)
-    compare(bench, case, "fwd", [ours(bench), Contender("sdpa cudnn", peers.softmax_cudnn)])
-    for kind in KINDS:
-        lrpe = make_lrpe(bench, kind, grid, heads, dim)
-        compare(bench, case._replace(row=f"{case.row}, {kind}"), "fwd", [ours(bench, lrpe)])
 
 
 def figure(bench: Bench, lengths: Sequence[int] = LENGTHS, heads: int = 12, dim: int = 64) -> None:

@@ -22,15 +22,15 @@ def generation(bench: Bench, first: int = BATCH, dim: int = 384, depth: int = 12
     """Time NDLightDiT, by default S/2, on batches of as many pixels: weights in float32, autocast
     to bf16. "fwd+bwd" is a step of training with AdamW, "fwd" a step of sampling with guidance,
     which calls the network with and without the class."""
-    made = partial(NDLightDiT, 2, 3, CLASSES, embed_dim=dim, depth=depth)
+    network = partial(NDLightDiT, 2, 3, CLASSES, embed_dim=dim, depth=depth)
     mixer = partial(LightNetAttention, impl=bench.impl)
     rows: dict[str, Callable[[], nn.Module]] = {
-        "ours": partial(made, mixer=mixer),
-        "without MD-TPE": partial(made, mixer=mixer, tpe=False),
-        "without local": partial(made, mixer=partial(mixer, local=None)),
-        "softmax": partial(made, mixer=SoftmaxAttention),
-        "softmax + local": partial(made, mixer=partial(WithLocal, mixer=SoftmaxAttention)),
-        "identity + local": partial(made, mixer=partial(WithLocal, mixer=Identity)),
+        "ours": partial(network, mixer=mixer),
+        "without MD-TPE": partial(network, mixer=mixer, tpe=False),
+        "without local": partial(network, mixer=partial(mixer, local=None)),
+        "softmax": partial(network, mixer=SoftmaxAttention),
+        "softmax + local": partial(network, mixer=partial(WithLocal, mixer=SoftmaxAttention)),
+        "identity + local": partial(network, mixer=partial(WithLocal, mixer=Identity)),
     }
     for side in SIDES[: 1 if bench.quick else None]:
         batch = max(1, first * SIDES[0] ** 2 // side**2)

@@ -20,10 +20,10 @@ from ndlightnet_evidence.tables import markdown
 
 PACKAGES = ("torch", "triton", "ndlightnet", "fla-core", "flash-linear-attention")
 LINES = {
-    "sdpa": ("softmax attention (SDPA)", plots.GREEN, "-^"),
-    "fla two scans": ("two scans (fla lightning attention)", plots.RED, "-s"),
-    "ours": ("one scan (ndlightnet)", plots.BLUE, "-o"),
-    "floor": ("floor (speed of a copy)", plots.GREY, "--"),
+    "sdpa": "softmax attention (SDPA)",
+    "fla two scans": "two scans (fla lightning attention)",
+    "ours": "one scan (ndlightnet)",
+    "floor": "floor (speed of a copy)",
 }
 
 
@@ -60,13 +60,13 @@ def remarks(cells: Sequence[Cell]) -> list[str]:
 
 
 def versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    numbers: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            numbers[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return found
+            numbers[package] = None
+    return numbers
 
 
 def write(bench: Bench, folder: Path) -> None:
@@ -91,26 +91,13 @@ def write(bench: Bench, folder: Path) -> None:
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
     """Draw milliseconds over length, both on logarithmic axes, with a panel for each pass."""
-    figure = plots.figure(9, 3.6)
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, direction in zip(panels, PASSES, strict=True):
-        mine = [cell for cell in cells if cell.direction == direction]
-        for who, (label, color, style) in LINES.items():
-            points = sorted((c.length, c.ms) for c in mine if c.who == who and c.ms is not None)
-            axes.plot(
-                [n for n, _ in points],
-                [ms for _, ms in points],
-                style,
-                label=label,
-                color=color,
-                linewidth=2,
-                markersize=5,
-            )
-        axes.set(xscale="log", yscale="log", title=PASSES[direction], xlabel="tokens")
-        lengths = sorted({cell.length for cell in mine})[::2]
-        axes.set_xticks(lengths, [plots.short(n) for n in lengths])
-        axes.yaxis.set_major_formatter("{x:g}")
-    plots.finish(panels)
-    panels[0].set_ylabel("ms")
-    panels[0].legend(frameon=False, fontsize=9)
-    plots.save(figure, path)
+    panels = []
+    for direction in PASSES:
+        lines = {}
+        for who, label in LINES.items():
+            of_row = [c for c in cells if c.direction == direction and c.who == who and c.ms is not None]
+            points = sorted((c.length, c.ms) for c in of_row)
+            if points:
+                lines[label] = plots.Line([n for n, _ in points], torch.tensor([[ms for _, ms in points]]))
+        panels.append(plots.Panel("tokens", lines, PASSES[direction], "ms", base=2, ylog=True))
+    plots.draw(path, panels)

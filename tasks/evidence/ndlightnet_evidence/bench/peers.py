@@ -37,13 +37,6 @@ def softmax(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
     return scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
-def softmax_cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return softmax(q, k, v)
-
-
 def reference(q: Tensor, k: Tensor, v: Tensor, position: Position | None = None) -> Tensor:
     """Compute Eq. 6 as in three lines of plain torch: softmax in float32, products in q's dtype."""
     keys, queries = k.float().softmax(1), silu(q.float())
@@ -96,18 +89,18 @@ def fla_linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def fla_rwkv4(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:
     """Compute RWKV-4 token by token in one kernel."""
-    before = torch.zeros(k.shape[0], 3, 1, k.shape[2], device=k.device)
-    before[:, 2] = wkv.LOWEST
-    out: Tensor = fla("ops.rwkv4").fused_recurrent_rwkv4(decay, bonus, k, v, before)[0]
+    state = torch.zeros(k.shape[0], 3, 1, k.shape[2], device=k.device)
+    state[:, 2] = wkv.LOWEST
+    out: Tensor = fla("ops.rwkv4").fused_recurrent_rwkv4(decay, bonus, k, v, state)[0]
     return out
 
 
 def fla_two_scans(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute lightning attention (one decay a head) over the tokens and the reversed tokens."""
     scan = fla("ops.lightning_attn").chunk_lightning_attn
-    there = scan(q, k, v, layer_idx=0, num_layers=12)[0]
+    forth = scan(q, k, v, layer_idx=0, num_layers=12)[0]
     back = scan(q.flip(1), k.flip(1), v.flip(1), layer_idx=0, num_layers=12)[0]
-    out: Tensor = there + back.flip(1)
+    out: Tensor = forth + back.flip(1)
     return out
 
 

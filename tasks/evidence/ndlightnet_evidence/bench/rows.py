@@ -75,7 +75,6 @@ class Bench:
     group: str = ""
     cells: list[Cell] = field(default_factory=list)
     facts: dict[str, float] = field(default_factory=dict)
-    records: list[dict[str, Any]] = field(default_factory=list)  # lines of mixers.csv
     rates: dict[str, float] = field(default_factory=dict)  # device type -> bytes a second
     start: float = field(default_factory=time.monotonic)
 

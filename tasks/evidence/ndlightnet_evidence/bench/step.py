@@ -54,14 +54,14 @@ def step(bench: Bench, grid: tuple[int, int, int] = (32, 32, 32), dim: int = 384
     whole("fla lightnet", peers.FlaMixer)
     fused = whole("ours", mixer, COMPILED)
     model = network(mixer=mixer).to(bench.device)
-    parts = [
+    kernels = [
         timed("its attention", "ours", lambda: [attention(model, grid)]),
         timed("its MD-TPE", "ours", lambda: [position(model, grid)]),
         timed("its local mixing", "ours", lambda: [neighbours(model, grid)]),
     ]
     for name, whole_ms in (("", total), (COMPILED, fused)):
-        if whole_ms and all(parts):
-            share = sum(ms or 0 for ms in parts) / whole_ms
+        if whole_ms and all(kernels):
+            share = sum(ms or 0 for ms in kernels) / whole_ms
             bench.facts[f"mixing and position, share of the step{name}"] = share
 
 
@@ -80,8 +80,8 @@ def updates(model: nn.Module, loss: Callable[[], Tensor]) -> tuple[Call, Call]:
     def backward() -> None:
         # the cache of cast weights must not outlive a capture
         with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
-            found = loss()
-        found.backward()
+            value = loss()
+        value.backward()
 
     def work() -> None:
         optimizer.zero_grad()

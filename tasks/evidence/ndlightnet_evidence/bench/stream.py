@@ -86,17 +86,14 @@ def _long(bench: Bench, model: NDLightNet, clip: torch.Tensor, frames: int, more
 
 def draw(facts: dict[str, float], path: Path) -> None:
     """Draw the memory in use over frames."""
-    figure = plots.figure(6, 3.2)
-    axes = figure.subplots()
-    found: dict[str, list[tuple[int, float]]] = {}
+    points: dict[str, list[tuple[int, float]]] = {}
     for fact, value in facts.items():
         if fact.startswith(FACT):
-            number, _, more = fact.removeprefix(FACT).partition(", ")
-            found.setdefault(more or "all frames", []).append((int(number), value))
-    for (label, points), color in zip(found.items(), (plots.BLUE, plots.RED), strict=False):
-        axes.plot(*zip(*points, strict=True), label=label, color=color, linewidth=2)
-    most = max(value for points in found.values() for _, value in points)
-    axes.set(xlabel="frames", ylabel="memory in use, MB", xlim=0, ylim=(0, 1.15 * most))
-    axes.legend(frameon=False)
-    plots.finish([axes])
-    plots.save(figure, path)
+            number, _, window = fact.removeprefix(FACT).partition(", ")
+            points.setdefault(window or "all frames", []).append((int(number), value))
+    lines = {
+        label: plots.Line([n for n, _ in line], torch.tensor([[used for _, used in line]]))
+        for label, line in points.items()
+    }
+    most = max(value for line in points.values() for _, value in line)
+    plots.draw(path, [plots.Panel("frames", lines, ylabel="memory in use, MB", ylim=(0, 1.15 * most))])

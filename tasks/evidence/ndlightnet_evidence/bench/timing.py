@@ -115,9 +115,9 @@ def forward_call(run: Callable[..., Any], inputs: Sequence[Tensor]) -> Call:
 
 def backward_call(run: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Call:
     """Return a call of forward and backward. The output has the first input's shape and dtype."""
-    wanted = [x for x in inputs if x.requires_grad]
+    leaves = [x for x in inputs if x.requires_grad]
     grad = torch.randn_like(inputs[0])
-    return lambda: torch.autograd.grad(run(*inputs), wanted, grad)
+    return lambda: torch.autograd.grad(run(*inputs), leaves, grad)
 
 
 CALLS = {"fwd": forward_call, "fwd+bwd": backward_call}

@@ -1,0 +1,16 @@
+"""A job of several processes, which imports little, as each of them does."""
+
+import os
+import time
+
+import torch.distributed as dist
+
+
+def job(n: int, end: str) -> dict[str, int]:
+    if end == "dies":
+        os._exit(3)
+    if end == "fails" and dist.get_rank() == 1:
+        raise MemoryError("no memory left")
+    if end == "fails":
+        time.sleep(600)  # until it is ended
+    return {"n": 2 * n, "world": dist.get_world_size()}

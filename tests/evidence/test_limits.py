@@ -1,0 +1,62 @@
+"""The command `limits`, what of it needs no card: the arithmetic of its tables, its processes."""
+
+import pytest
+
+import limits
+from ndlightnet_evidence import processes
+
+from .job import job
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "count, end, answer",
+    [
+        (2, "", {"n": 6, "world": 2}),
+        (2, "fails", {"error": "MemoryError: no memory left"}),
+        (1, "dies", {"error": "processes ended with [3]"}),
+    ],
+)
+def test_processes_answer_or_say_why_not(count, end, answer):
+    assert processes.launch(count, job, n=3, end=end) == answer
+
+
+@pytest.mark.parametrize("largest, gpus", [(448, 1), (448, 2), (96, 1)])
+def test_the_largest_cube_is_the_first_that_fits(monkeypatch, largest, gpus):
+    monkeypatch.setattr(limits.device_memory, "total", lambda: 100e9)
+    tried = []
+
+    def measure(sides, search=False):
+        if not search:
+            return {str(side): {"gb": 2 + 1000 * side**3 / 1e9} for side in sides}
+        tried.append(sides)
+        fit = [side for side in sides if side <= largest]
+        return {str(fit[0]): {"gb": 3.0}} if fit else {"error": "out of memory"}
+
+    found = limits.largest_cube(measure, gpus)
+    assert found["largest"] == largest and found["gb"] == 3.0 and found["bytes a voxel"] == pytest.approx(1000)
+    assert tried[0][0] == 448 and len(tried) == 1  # the third root of 1e8 is 464
+    assert limits.largest_cube(lambda **_: {"error": "boom"}, 1) == {"error": "boom"}
+
+
+def test_scaling_is_compared_with_one_card(monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def launch(gpus, job, grid, batch, shared):
+        asked.append((gpus, tuple(grid), shared))
+        return {"graph ms": {(1, False): 100, (2, False): 100, (2, True): 125}[gpus, shared] * grid[0] / 32}
+
+    monkeypatch.setattr(processes, "launch", launch)
+    limits.main(["scaling", "--gpus", "1", "2", "--out", str(tmp_path)])
+    assert asked == [
+        (1, (32, 64, 64), False),
+        (2, (32, 64, 64), False),
+        (2, (32, 64, 64), True),
+        (2, (16, 64, 64), True),
+    ]
+    lines = [line.split("|") for line in (tmp_path / "scaling.md").read_text().splitlines()]
+    table = [dict(zip(map(str.strip, lines[0]), map(str.strip, line), strict=True)) for line in lines[2:]]
+    assert [row["efficiency"] for row in table] == ["", "1", "0.8", "0.8"]
+    assert [row["tokens"] for row in table] == ["524288", "1048576", "1048576", "524288"]
+    limits.main(["model", "--out", str(tmp_path)])
+    assert "| weak" in (tmp_path / "model.md").read_text() and "512" in capsys.readouterr().out
