@@ -1,4 +1,4 @@
-"""The files below a folder, and notes on the entries that are not read."""
+"""Folders of data: where a relative root lies, the files below a folder, and notes on entries that are not read."""
 
 import os
 from collections import Counter
@@ -7,8 +7,24 @@ from pathlib import Path
 
 from ndlightnet.data.errors import printable
 
+DATA_VARIABLE = "NDLIGHTNET_DATA"
 RESULTS = "derivatives"  # the folder in which BIDS has masks and other results
 NAMED = 3  # names of left-out entries in a note
+
+
+def find_root(root: str | Path) -> Path:
+    """Return the file or folder that a config's `root` means.
+
+    A relative `root` that does not exist from the working folder is taken from the folder that the
+    environment variable NDLIGHTNET_DATA names, if it exists there. In all other cases `root` is
+    returned as it is: absolute, found, made later (phantoms and digits), or missing everywhere, so
+    that an error names what the config says.
+    """
+    root, base = Path(root), os.environ.get(DATA_VARIABLE)
+    if not base or root.is_absolute() or root.exists():
+        return root
+    there = Path(base).expanduser() / root
+    return there if there.exists() else root
 
 
 def files_below(root: Path, on_error: Callable[[OSError], None] | None = None) -> Iterator[Path]:
@@ -25,7 +41,7 @@ def files_below(root: Path, on_error: Callable[[OSError], None] | None = None) -
         yield from (Path(place, name) for name in sorted(names))
 
 
-def leave_out(entries: Iterable[Path], folder: Path, wanted: str, notes: list[str] | None) -> None:
+def report_skipped(entries: Iterable[Path], folder: Path, wanted: str, notes: list[str] | None) -> None:
     """Add a line to `notes` if there are `entries` below the folder, which are not read: how many,
     of many also of which kinds, the first names, and what is expected. Hidden entries do not count,
     they are left-overs: "._ct.nii.gz" of macOS archives, unfinished writes."""

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from ndlightnet import Identity, NDLightUNet
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.transforms import Intensity, Prepare
 from ndlightnet.data.volume.volume import Volume
 from ndlightnet.inference import predict_labels

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ndlightnet.data import video_decoders
 from ndlightnet.data.media import write_video
+from ndlightnet.data.video import video_decoders
 from ndlightnet_evidence import runner, tables
 
 DRAWN, WIDTH, HEIGHT, FPS = 4, 320, 240, 25  # DRAWN: different videos of each kind
@@ -73,7 +73,7 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
     """Read batches in this process; return what it took."""
     import torch
 
-    from ndlightnet.data import video
+    from ndlightnet.data.video import video_files as video
     from ndlightnet.training import VideoData
 
     only = tuple(d for d in video.decoders() if d.__name__ == given["reader"])  # PyAV: none

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate, pad
 
 from ndlightnet import mixers
-from ndlightnet.data.roots import find_root
-from ndlightnet.data.volume.phantoms import LABELS, draw_phantom
+from ndlightnet.data.folders import find_root
+from ndlightnet.data.made.phantoms import LABELS, draw_phantom
 from ndlightnet.integrations import replace_attention
 from ndlightnet.training.core.optim import warm_cosine
 from ndlightnet_evidence import runner, sets, tables

@@ -1,11 +1,11 @@
-"""What a folder holds beside what is read of it is told in one line."""
+"""Where a root of data lies, and the line on entries of a folder that are not read."""
 
 from pathlib import Path
 
 import pytest
 
-from ndlightnet.data.folders import leave_out
-from ndlightnet.data.video import find_videos, read_video_folder
+from ndlightnet.data.folders import DATA_VARIABLE, find_root, report_skipped
+from ndlightnet.data.video.video_files import find_videos, read_video_folder
 from ndlightnet.data.volume.class_folders import list_classes
 from ndlightnet.data.volume.datasets import find_inputs
 
@@ -15,7 +15,7 @@ from .volume.files import HU, random_image, write, write_series
 def left_by(entries: list[Path], folder: Path) -> str:
     """The first words of the one line, "" if there is none."""
     notes: list[str] = []
-    leave_out(entries, folder, "better ones", notes)
+    report_skipped(entries, folder, "better ones", notes)
     assert len(notes) <= 1
     if not notes:
         return ""
@@ -29,7 +29,7 @@ def test_the_count_and_the_first_names(tmp_path: Path) -> None:
     assert left_by(entries[:1], tmp_path) == "1 entry is left out: d"
     assert left_by(entries[:3], tmp_path) == "3 entries are left out: b, d, sub/c"
     assert left_by(entries, tmp_path) == r"4 entries are left out: a\n, b, d, ..."
-    leave_out(entries, tmp_path, "better ones", None)  # nobody wants to know
+    report_skipped(entries, tmp_path, "better ones", None)  # nobody wants to know
 
 
 def test_the_kinds_of_many(tmp_path: Path) -> None:
@@ -102,3 +102,42 @@ def test_videos(tmp_path: Path, ending: str) -> None:
     notes.clear()
     assert len(find_videos(tmp_path, notes)) == 5
     assert len(notes) == 1 and "4 entries are left out: train/y/dangling" in notes[0]
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    """A store with the folder `ett` and the file `text/enwik8.xz`, and an empty working folder."""
+    (tmp_path / "store" / "ett").mkdir(parents=True)
+    (tmp_path / "store" / "text").mkdir()
+    (tmp_path / "store" / "text" / "enwik8.xz").touch()
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path / "store"))
+    return tmp_path / "store"
+
+
+@pytest.mark.parametrize("root", ["ett", "text/enwik8.xz", Path("ett")])
+def test_a_relative_root_is_found_in_the_store(store, root):
+    assert find_root(root) == store / root
+
+
+def test_the_working_folder_goes_first(store):
+    Path("ett").mkdir()
+    assert find_root("ett") == Path("ett")
+
+
+@pytest.mark.parametrize("root", ["runs/phantoms/data", "/ett"])
+def test_what_is_not_there_or_absolute_stays(store, root):
+    assert find_root(root) == Path(root)
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_without_the_variable_a_root_stays(store, monkeypatch, value):
+    monkeypatch.delenv(DATA_VARIABLE) if value is None else monkeypatch.setenv(DATA_VARIABLE, value)
+    assert find_root("ett") == Path("ett")
+
+
+def test_the_variable_may_begin_with_a_tilde(store, monkeypatch):
+    monkeypatch.setenv("HOME", str(store.parent))
+    monkeypatch.setenv(DATA_VARIABLE, "~/store")
+    assert find_root("ett") == store / "ett"

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import reading
-from ndlightnet.data.video import PyAVReader, read_video_folder
+from ndlightnet.data.video.video_files import PyAVReader, read_video_folder
 
 
 def test_videos_under_many_names(tmp_path):

@@ -12,8 +12,8 @@ from torch.utils.data import Dataset
 
 from ndlightnet.data.errors import atomic_write, readable
 from ndlightnet.data.threads import in_threads
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.formats import companions
-from ndlightnet.data.volume.grid import Case
 from ndlightnet.data.volume.transforms import Prepare
 from ndlightnet.data.volume.volume import Volume
 

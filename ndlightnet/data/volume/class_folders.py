@@ -19,11 +19,11 @@ from monai.transforms.croppad.array import ResizeWithPadOrCrop
 from torch import Tensor
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.folders import leave_out
-from ndlightnet.data.images import ImageSet
+from ndlightnet.data.folders import report_skipped
+from ndlightnet.data.image.image_sets import ImageSet
 from ndlightnet.data.threads import in_threads
 from ndlightnet.data.volume.datasets import find_inputs
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume, upright
 
 PERCENTILES = (0.5, 99.5)
@@ -55,7 +55,7 @@ def list_classes(
         if not found:
             raise DataError(f"{root / part}: has no class's folder")
         beside = [path for path in (root / part).iterdir() if not path.is_dir()]
-        leave_out(beside, root / part, "a folder for each class", notes)
+        report_skipped(beside, root / part, "a folder for each class", notes)
     return classes, parts
 
 

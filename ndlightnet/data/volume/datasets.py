@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ndlightnet.data.errors import DataError, one_line
-from ndlightnet.data.folders import files_below, leave_out
+from ndlightnet.data.folders import files_below, report_skipped
 from ndlightnet.data.volume.dicom_tree import Series, find_series
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.formats import ENDINGS, FILES, FOLDER, PICTURES, companions, reader_of, stem
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.image_planes import has_colours
 from ndlightnet.data.volume.nifti import is_header
-from ndlightnet.data.volume.pictures import has_colours
 
 WANTED = f"{', '.join(ENDINGS)} or a {FOLDER.name}"
 NUMBERED = re.compile(r"(.+)_(\d{4})")  # nnU-Net's CASE_0000: the channel after the case
@@ -195,7 +195,7 @@ def _split(file: Path, kind: str, ending: str, channels: int, notes: list[str] |
     files = _volumes_in(images, (ending,))
     if ending in PICTURES and all(stem(path).endswith("_0000") for path in files):
         channels = 1  # one file of several colours, such as RGB
-    leave_out({*images.iterdir()} - _read_of(images, files), images, f"CASE_0000{ending}", notes)
+    report_skipped({*images.iterdir()} - _read_of(images, files), images, f"CASE_0000{ending}", notes)
     there = _volumes_in(labels, (*ENDINGS, *PICTURES)) if labels.is_dir() else []
     labelled = {_in_small(path): path for path in there}
     for path in files:
@@ -293,7 +293,7 @@ def find_inputs(
             series, left, slices = find_series(path, modality)
             unread = {*named} - {*files}
             entries = {*path.iterdir()} - {folder for file in unread for folder in file.parents}
-            leave_out((entries | unread) - _read_of(path, files, slices), path, WANTED, notes)
+            report_skipped((entries | unread) - _read_of(path, files, slices), path, WANTED, notes)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     if not files and not series:

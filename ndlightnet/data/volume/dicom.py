@@ -25,7 +25,7 @@ from ndlightnet.data.volume.dicom_headers import (
     text_of,
 )
 from ndlightnet.data.volume.dicom_voxels import read_voxels
-from ndlightnet.data.volume.grid import EDGES, FileGrid, Read, label_array
+from ndlightnet.data.volume.file_grid import EDGES, FileGrid, Read, label_array
 
 # Slices are even if no step is off the median by more than this fraction; a missing slice gives 1.
 EVEN_GAPS = 0.1

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydicom.uid import UID
 
 from ndlightnet.data.errors import DataError, one_line, readable
-from ndlightnet.data.volume.grid import EDGES
+from ndlightnet.data.volume.file_grid import EDGES
 
 Numbers = NDArray[np.float64]
 # Classes whose images are slices positioned in the patient; others count if they have a position.

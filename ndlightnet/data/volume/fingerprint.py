@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ndlightnet.data.threads import in_threads
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume
 
 SAMPLE = 10_000  # labelled voxels per case whose values are stored

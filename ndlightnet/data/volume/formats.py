@@ -6,10 +6,10 @@ from pathlib import Path
 
 from ndlightnet.data.errors import readable
 from ndlightnet.data.volume.dicom import open_series
-from ndlightnet.data.volume.grid import FileGrid, Read
+from ndlightnet.data.volume.file_grid import FileGrid, Read
+from ndlightnet.data.volume.image_planes import open_label, open_picture
 from ndlightnet.data.volume.itk import open_itk
 from ndlightnet.data.volume.nifti import open_nifti, open_pair
-from ndlightnet.data.volume.pictures import open_label, open_picture
 
 
 @dataclass(frozen=True)

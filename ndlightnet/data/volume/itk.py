@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ndlightnet.data.volume import grid
-from ndlightnet.data.volume.grid import NO_SIDES, FileGrid, Read, check_size, four_axes, millimetres, seconds
+from ndlightnet.data.volume import file_grid as grid
+from ndlightnet.data.volume.file_grid import NO_SIDES, FileGrid, Read, check_size, four_axes, millimetres, seconds
 
 
 def open_itk(path: Path, _: Sequence[Path] = ()) -> tuple[FileGrid, Read]:

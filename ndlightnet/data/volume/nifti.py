@@ -16,7 +16,7 @@ from nibabel.spm2analyze import Spm2AnalyzeImage
 from numpy.typing import NDArray
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.volume.grid import NO_SIDES, FileGrid, Read, check_size, four_axes, millimetres, seconds
+from ndlightnet.data.volume.file_grid import NO_SIDES, FileGrid, Read, check_size, four_axes, millimetres, seconds
 
 DEFLATED = 1032  # largest compression ratio of gzip
 ROUNDED = 1e-3  # largest relative difference of two spacings of one header

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ndlightnet.data.errors import DataError, atomic_write, readable
 from ndlightnet.data.volume.dicom import save_segmentation
+from ndlightnet.data.volume.file_grid import SLAB, Case, FileGrid, Read, label_array
 from ndlightnet.data.volume.formats import open_file
-from ndlightnet.data.volume.grid import SLAB, Case, FileGrid, Read, label_array
 
 # Two grids are the same if no corner is off by more than this fraction of the smallest voxel edge.
 # Headers round: a qform holds a rotation as three float32, good to 3e-4 rad: 0.04 mm at 150 mm.

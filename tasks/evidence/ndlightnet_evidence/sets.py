@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ndlightnet.data.images import ImageSet
-from ndlightnet.data.visits import Visits, mixed
+from ndlightnet.data.image.image_sets import ImageSet
+from ndlightnet.data.sampling import SeededSamples, mixed
 from ndlightnet.inference import predict_clips
 from ndlightnet.training import ImageData, TextData, VideoData
 from ndlightnet.training.classification.metrics import scores
@@ -191,7 +191,7 @@ class Clips:
     def __init__(self, videos: Videos, seed: int) -> None:
         data, self.videos = videos.data, videos
         workers = data.workers and max(data.workers, (os.cpu_count() or 1) - 2)
-        self.loader: Any = training_loader(Visits(data.train_set, seed), videos.count, data.batch_size, workers)
+        self.loader: Any = training_loader(SeededSamples(data.train_set, seed), videos.count, data.batch_size, workers)
         self.made: list[tuple[Tensor, Tensor]] = []
         self.source = self._all()
 
@@ -228,7 +228,7 @@ class Text(Samples):
         self.measures = ("bits_per_byte", *(f"bits_{n}" for n in data.lengths))
 
     def batches(self, seed: int, steps: int) -> Iterator[tuple[Tensor, ...]]:
-        """Yield windows as RandomWindows and Visits do: every epoch has one from each of `windows`
+        """Yield windows as RandomWindows and SeededSamples do: every epoch has one from each of `windows`
         equal parts of the text, in random order."""
         data, parts, starts = self.data, torch.arange(self.data.windows), []
         places = len(self.text) - data.length

@@ -11,7 +11,7 @@ import pydicom
 import pytest
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"

@@ -9,7 +9,7 @@ import torch
 from scipy import ndimage
 
 from ndlightnet.data.volume.class_folders import largest_extent, list_classes, read_part, read_volume
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 
 from .files import AFFINE, SHAPE, random_image, refuses, write
 

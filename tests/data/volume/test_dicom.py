@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ndlightnet.data.volume.datasets import find_inputs
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume
 
 from .files import HU, SHAPE, random_image, random_label, real, refuses, write_series

@@ -7,7 +7,7 @@ import numpy as np
 import pydicom
 import pytest
 
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.volume import Volume
 
 from .files import HU, SHAPE, refuses, write_series

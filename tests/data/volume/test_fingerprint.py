@@ -8,8 +8,8 @@ import pytest
 
 from ndlightnet.data.volume import fingerprint as module
 from ndlightnet.data.volume.datasets import read_dataset
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.fingerprint import fingerprint
-from ndlightnet.data.volume.grid import Case
 
 from .files import random_image, random_label, real, refuses, write
 

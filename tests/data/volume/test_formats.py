@@ -10,10 +10,10 @@ import pytest
 import SimpleITK as sitk
 
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.volume import grid
+from ndlightnet.data.volume import file_grid as grid
 from ndlightnet.data.volume.datasets import find_inputs
+from ndlightnet.data.volume.file_grid import SLAB, Case
 from ndlightnet.data.volume.formats import ENDINGS, PICTURES, READERS, reader_of, stem
-from ndlightnet.data.volume.grid import SLAB, Case
 from ndlightnet.data.volume.volume import Volume
 
 from .files import AFFINE, HU, SHAPE, random_image, random_label, read_all, refuses, write, write_series

@@ -12,7 +12,7 @@ import SimpleITK as sitk
 import torch
 from nibabel.spm2analyze import Spm2AnalyzeImage
 
-from ndlightnet.data.volume.grid import NO_SIDES, Case
+from ndlightnet.data.volume.file_grid import NO_SIDES, Case
 from ndlightnet.data.volume.volume import Volume
 
 from .files import AFFINE, SHAPE, random_image, random_label, refuses, write, write_nrrd

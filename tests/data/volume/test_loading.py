@@ -9,7 +9,7 @@ import torch
 from monai.data import MetaTensor
 
 from ndlightnet.data.volume.cache import cached_volumes
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.transforms import Intensity, Prepare
 from ndlightnet.data.volume.volume import Volume
 

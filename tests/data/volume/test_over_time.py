@@ -10,12 +10,12 @@ import torch
 from monai.transforms import SpatialPad
 from nibabel import orientations
 
+from ndlightnet.data.made.moving_phantoms import FRAMES, LABELS, NOISE, draw_moving_phantom, make_moving_phantoms
 from ndlightnet.data.volume.augment import PROBABILITIES, Augment
 from ndlightnet.data.volume.cache import cached_volumes, padded
 from ndlightnet.data.volume.crops import Crops
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.fingerprint import fingerprint
-from ndlightnet.data.volume.grid import Case
-from ndlightnet.data.volume.moving_phantoms import FRAMES, LABELS, NOISE, draw_moving_phantom, make_moving_phantoms
 from ndlightnet.data.volume.transforms import Intensity, Prepare
 from ndlightnet.data.volume.volume import Volume
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from ndlightnet.data.volume import cache, transforms
 from ndlightnet.data.volume.cache import cached_volumes
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.transforms import Intensity, Prepare
 from ndlightnet.data.volume.volume import Volume
 

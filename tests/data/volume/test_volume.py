@@ -9,7 +9,7 @@ import torch
 
 from ndlightnet.data.errors import DataError
 from ndlightnet.data.volume.datasets import read_dataset
-from ndlightnet.data.volume.grid import Case
+from ndlightnet.data.volume.file_grid import Case
 from ndlightnet.data.volume.transforms import Intensity, Prepare
 from ndlightnet.data.volume.volume import Volume
 

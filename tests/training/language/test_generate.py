@@ -11,7 +11,7 @@ import torch
 
 from ndlightnet import NDLightNet, SoftmaxAttention
 from ndlightnet.data.errors import DataError
-from ndlightnet.data.text import find_texts
+from ndlightnet.data.text.text_files import find_texts
 from ndlightnet.inference import generate as tokens_of
 from ndlightnet.training import TextData, TextTask, run
 from ndlightnet.training.language.generate import generate

@@ -1,0 +1,120 @@
+"""Transforms from an image file to what a network gets, in the names of torchvision and timm.
+
+Images are Pillow's until the end, then (channels, height, width) uint8; normalisation and the
+mixing of a batch are done on the device. Random choices are drawn from torch's global generator,
+which `ndlightnet.data.sampling.SeededSamples` seeds for every image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import InterpolationMode, v2
+
+from ndlightnet.data.image.image_files import of_any_size
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, pixels from 0 to 1
+Interpolation = Literal["nearest", "bilinear", "bicubic"]
+Ways = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class RandAugment:
+    """torchvision's RandAugment: `num_ops` operations on each image, of the strength `magnitude`
+    out of `num_magnitude_bins`. What timm calls m9 is 9 of 11 here: it counts from 0 to 10."""
+
+    num_ops: int = 2
+    magnitude: int = 9
+    num_magnitude_bins: int = 31
+
+
+def central_crop(image: Image.Image, space: tuple[int, int], pct: float, interpolation: Interpolation) -> Image.Image:
+    """Return the middle of an image at size `space` (height, width): the largest part with these
+    proportions, of which a centred fraction `pct` along each axis is kept. An enlarged copy of the
+    whole image is never made, whatever its proportions are."""
+    scale = pct * min(side / wanted for side, wanted in zip(image.size, space[::-1], strict=True))
+    # rounding must not lead out of the image, which Pillow refuses
+    width, height = (min(scale * n, side) for n, side in zip(space[::-1], image.size, strict=True))
+    left, top = (image.width - width) / 2, (image.height - height) / 2
+    box = (left, top, left + width, top + height)
+    return image.resize(space[::-1], getattr(Image.Resampling, interpolation.upper()), box)
+
+
+def evaluation(
+    space: tuple[int, int], crop_pct: float, interpolation: Interpolation
+) -> Callable[[Image.Image], Tensor]:
+    """Return the transform of validation, test and prediction, and of training without crops."""
+    crop = partial(central_crop, space=space, pct=crop_pct, interpolation=interpolation)
+    return v2.Compose([crop, v2.PILToTensor()])
+
+
+class RandomResizedCrop(v2.RandomResizedCrop):  # type: ignore[misc]
+    """torchvision's, of images of any size."""
+
+    def forward(self, *inputs: Any) -> Any:
+        return of_any_size(super().forward, *inputs)
+
+
+def training(
+    space: tuple[int, int],
+    interpolation: Interpolation,
+    *,
+    scale: tuple[float, float] | None,
+    ratio: tuple[float, float],
+    padding: int,
+    hflip: float,
+    randaugment: RandAugment | None,
+    color_jitter: float,
+    random_erasing: float,
+    fill: Sequence[int],
+) -> Callable[[Image.Image], Tensor]:
+    """Return the transform of training; ndlightnet.training.ImageFolders explains the arguments.
+    fill: the colour, one number per channel, of what an operation leaves empty."""
+    steps: list[Any] = [
+        partial(central_crop, space=space, pct=1.0, interpolation=interpolation)
+        if scale is None
+        else RandomResizedCrop(space, scale, ratio, InterpolationMode(interpolation))
+    ]
+    if padding:
+        steps.append(v2.RandomCrop(space, padding, fill=list(fill)))
+    if hflip:
+        steps.append(v2.RandomHorizontalFlip(hflip))
+    if randaugment is not None:
+        steps.append(
+            v2.RandAugment(
+                randaugment.num_ops,
+                randaugment.magnitude,
+                randaugment.num_magnitude_bins,
+                InterpolationMode.BILINEAR,
+                list(fill),
+            )
+        )
+    if color_jitter:
+        steps.append(v2.ColorJitter(color_jitter, color_jitter, color_jitter))
+    steps.append(v2.PILToTensor())
+    if random_erasing:
+        steps.append(v2.RandomErasing(random_erasing, value=list(fill)))
+    return v2.Compose(steps)
+
+
+def mixing(mixup: float, cutmix: float, classes: int) -> Ways | None:
+    """Return MixUp or CutMix of these alphas (0: not), at random if both, on batches of images and
+    labels; the labels become (batch, classes) floats. None if both are 0."""
+    ways = [v2.MixUp(alpha=mixup, num_classes=classes)] if mixup else []
+    ways += [v2.CutMix(alpha=cutmix, num_classes=classes)] if cutmix else []
+    return v2.RandomChoice(ways) if ways else None
+
+
+def seeded(ways: Ways, seed: int, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `ways` of a batch, with draws that follow from `seed` alone; torch's generator is as
+    before."""
+    with torch.random.fork_rng(devices=[]):
+        # `torch.manual_seed` would seed the GPUs as well, and so change dropout
+        torch.default_generator.manual_seed(seed)
+        return ways(images, labels)

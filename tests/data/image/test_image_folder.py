@@ -1,0 +1,282 @@
+"""Folders of images: which files there are, and what becomes of every kind of file."""
+
+import io
+import os
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from ndlightnet.data.errors import DataError
+from ndlightnet.data.image.image_folder import (
+    TRIES,
+    FolderImages,
+    class_names,
+    collate,
+    find_images,
+    list_images,
+    read_image,
+)
+from ndlightnet.data.sampling import SeededSamples
+
+RAMP = np.arange(24, dtype=np.uint8).reshape(4, 6) * 10
+COLOURS = np.stack([RAMP, 255 - RAMP, np.full_like(RAMP, 100)], axis=-1)
+to_tensor = v2.PILToTensor()
+
+
+def save(path: Path, cells: np.ndarray | None = None, **options: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(COLOURS if cells is None else cells).save(path, **options)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two classes of three files each."""
+    for kind in ("cat", "dog"):
+        for number in range(3):
+            save(tmp_path / "train" / kind / f"{number}.png", np.full((4, 6), number, np.uint8))
+    return tmp_path / "train"
+
+
+@pytest.mark.parametrize("ending", ["png", "bmp", "tif", "tiff", "webp"])
+def test_a_file_in_colour_and_as_grey(tmp_path, ending):
+    path = save(tmp_path / f"a.{ending}", lossless=True)
+    assert np.array_equal(np.asarray(read_image(path, 3)), COLOURS)
+    grey = read_image(path, 1)
+    assert grey.mode == "L" and np.array_equal(grey, Image.fromarray(COLOURS).convert("L"))
+
+
+def test_grey_becomes_three_equal_colours(tmp_path):
+    found = np.asarray(read_image(save(tmp_path / "a.png", RAMP), 3))
+    assert np.array_equal(found, np.stack([RAMP] * 3, -1))
+
+
+def test_transparent_pixels_are_white(tmp_path):
+    alpha = np.full((4, 6, 1), 255, np.uint8)
+    alpha[0], alpha[1] = 0, 51
+    path = save(tmp_path / "a.png", np.concatenate([COLOURS, alpha], -1))
+    found = np.asarray(read_image(path, 3)).astype(int)
+    assert (found[0] == 255).all() and np.array_equal(found[2:], COLOURS[2:])
+    assert np.abs(found[1] - (0.2 * COLOURS[1] + 0.8 * 255)).max() <= 1
+    grey = np.stack([RAMP, alpha[..., 0]], -1)
+    assert np.asarray(read_image(save(tmp_path / "g.png", grey), 1))[0].min() == 255
+
+
+def test_a_palette_gives_its_colours(tmp_path):
+    image = Image.fromarray(RAMP // 10, "L").convert("P")
+    image.putpalette([x for n in range(256) for x in (n, 255 - n, 7)])
+    image.save(tmp_path / "p.png")
+    image.save(tmp_path / "t.png", transparency=0)
+    found = np.asarray(read_image(tmp_path / "p.png", 3))
+    palette = np.asarray(image)
+    assert np.array_equal(found[..., 0], palette) and (found[..., 2] == 7).all()
+    assert read_image(tmp_path / "t.png", 3).getpixel((0, 0)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize("ending", ["png", "tif"])
+def test_16_bits_are_scaled_and_not_cut_off(tmp_path, ending):
+    deep = np.linspace(0, 65535, 24).round().astype(np.uint16).reshape(4, 6)
+    found = np.asarray(read_image(save(tmp_path / f"a.{ending}", deep), 1)).astype(float)
+    assert np.abs(found - deep / 257).max() <= 0.5
+    assert read_image(tmp_path / f"a.{ending}", 3).getextrema() == ((0, 255),) * 3
+
+
+def test_floats_are_from_0_to_1(tmp_path):
+    cells = np.linspace(0, 1, 24, dtype=np.float32).reshape(4, 6)
+    found = np.asarray(read_image(save(tmp_path / "a.tif", cells), 1))
+    assert np.abs(found - 255 * cells).max() <= 0.5
+    for wrong in (-cells, 3 * cells, cells * np.nan):
+        with pytest.raises(DataError, match=r"b\.tif: has values .*, expected 0 to 1"):
+            read_image(save(tmp_path / "b.tif", wrong), 1)
+
+
+def test_cmyk_and_one_bit(tmp_path):
+    Image.fromarray(COLOURS).convert("CMYK").save(tmp_path / "c.jpg", quality=100)
+    found = np.asarray(read_image(tmp_path / "c.jpg", 3)).astype(int)
+    assert np.abs(found - COLOURS).max() < 60 and np.abs(found - COLOURS).mean() < 12
+    Image.fromarray(RAMP).convert("1").save(tmp_path / "b.png")
+    assert read_image(tmp_path / "b.png", 1).getextrema() == (0, 255)
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg", "webp", "tif"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_file_is_turned_as_its_tag_says(tmp_path, ending, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    large = np.kron(RAMP, np.ones((8, 8), np.uint8))
+    path = save(tmp_path / f"a.{ending}", large, exif=exif, quality=100)
+    turned = {
+        1: large,
+        2: large[:, ::-1],
+        3: large[::-1, ::-1],
+        4: large[::-1],
+        5: large.T,
+        6: large[::-1].T,
+        7: large[::-1, ::-1].T,
+        8: large[:, ::-1].T,
+    }
+    if ending == "tif" and orientation > 4:
+        with pytest.raises(DataError, match=f"orientation tag {orientation}, expected an upright"):
+            read_image(path, 1)
+        return
+    found = np.asarray(read_image(path, 1)).astype(int)
+    assert found.shape == turned[orientation].shape
+    assert np.abs(found - turned[orientation]).max() < 10
+
+
+def test_files_that_are_no_images(tmp_path):
+    whole = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (99, 99, 3), np.uint8)).save(whole, "JPEG")
+    contents = {"cut.jpg": whole.getvalue()[:2000], "text.png": b"hello", "empty.png": b""}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError) as caught:
+            read_image(tmp_path / name, 3)
+        assert str(caught.value).startswith(f"{tmp_path / name}: cannot be read (")
+    pages = [Image.fromarray(RAMP)] * 2
+    pages[0].save(tmp_path / "pages.tif", save_all=True, append_images=pages[1:])
+    with pytest.raises(DataError, match=r"pages\.tif: has 2 pages, expected a picture of one"):
+        read_image(tmp_path / "pages.tif", 3)
+
+
+def test_a_photograph_with_a_preview(tmp_path):
+    """As phones write them: a JPEG with a second, smaller image."""
+    first, preview = Image.new("RGB", (64, 48), "red"), Image.new("RGB", (8, 6), "blue")
+    first.save(tmp_path / "p.jpg", format="MPO", save_all=True, append_images=[preview])
+    found = read_image(tmp_path / "p.jpg", 3)
+    assert found.size == (64, 48) and np.abs(np.subtract(found.getpixel((5, 5)), (255, 0, 0))).max() < 5
+
+
+def test_links_and_permissions(folder, monkeypatch):
+    """Links are followed, but not round in circles."""
+    other = folder.parent / "other"
+    save(other / "a.png")
+    (folder / "cat" / "more").symlink_to(other)
+    assert len(list_images(folder, ("cat", "dog"))) == 7
+    (other / "back").symlink_to(folder / "cat")
+    with pytest.raises(DataError, match=r"cat: cannot be read \(.*Too many levels of symbolic"):
+        list_images(folder, ("cat", "dog"))
+
+    def forbidden(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    listing = partial(list_images, classes=("cat", "dog"))
+    for name, read in (
+        ("os.scandir", class_names),
+        ("pathlib.Path.iterdir", listing),
+        ("pathlib.Path.is_dir", class_names),
+        ("pathlib.Path.is_dir", listing),
+        ("pathlib.Path.exists", find_images),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, forbidden)
+            with pytest.raises(DataError, match=r"cannot be read \(.*Permission denied"):
+                read(folder)
+
+
+def test_a_listing_is_sorted_and_tells_what_is_left_out(folder):
+    save(folder / "dog" / "deep" / "er" / "X.JPEG")
+    (folder / "dog" / "notes.txt").write_text("a")
+    (folder / "dog" / "._0.png").write_text("of macOS")
+    (folder / "readme.md").write_text("a")
+    (folder / ".cache").mkdir()
+    notes: list[str] = []
+    assert class_names(folder) == ("cat", "dog")
+    files = list_images(folder, ("cat", "dog"), notes)
+    assert [os.fsdecode(name) for name in files.names] == [
+        "cat/0.png",
+        "cat/1.png",
+        "cat/2.png",
+        "dog/0.png",
+        "dog/1.png",
+        "dog/2.png",
+        "dog/deep/er/X.JPEG",
+    ]
+    assert files.labels.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert files.path(6) == folder / "dog/deep/er/X.JPEG"
+    assert [note.split(": ")[-1] for note in notes] == [
+        "notes.txt (expected images)",
+        "readme.md (expected a folder for each class)",
+    ]
+
+
+def test_a_name_that_is_not_utf8(folder):
+    odd = Path(os.fsdecode(bytes(folder) + b"/cat/\xff\xe9.png"))
+    save(odd)
+    files = list_images(folder, ("cat", "dog"))
+    assert odd in [files.path(number) for number in range(len(files))]
+    assert read_image(odd, 3).size == (6, 4)
+
+
+def test_what_to_predict(folder):
+    assert len(find_images(folder.parent)) == 6
+    one = find_images(folder / "cat" / "0.png")
+    assert len(one) == 1 and one.path(0) == folder / "cat" / "0.png"
+    with pytest.raises(DataError, match="nowhere: no such file or folder"):
+        find_images("nowhere")
+
+
+def test_folders_that_cannot_be_used(folder):
+    with pytest.raises(DataError, match="elsewhere: no such folder, expected one with a folder"):
+        class_names(folder / "elsewhere")
+    with pytest.raises(DataError, match=r"cat: has the classes \[\], expected two or more"):
+        class_names(folder / "cat")
+    with pytest.raises(DataError, match=r"dog: a class that training lacks, it has \['cat'\]"):
+        list_images(folder, ("cat",))
+    (folder / "ant").mkdir()
+    with pytest.raises(DataError, match=r"ant: has no image, expected \.png, \.jpg"):
+        list_images(folder, ("ant", "cat", "dog"))
+    (folder.parent / "val").mkdir()
+    with pytest.raises(DataError, match="val: has no folder of a class, expected one for each"):
+        list_images(folder.parent / "val", ("cat", "dog"))
+
+
+def test_a_bad_file_is_replaced_by_the_next_good_one(folder):
+    files = list_images(folder, class_names(folder))
+    for number in (1, 2):
+        files.path(number).write_bytes(b"damaged")
+    images = FolderImages(files, 1, to_tensor, train=True)
+    visits = SeededSamples(images, seed=3)
+    found = [visits[n] for n in range(12)]
+    replaced = [sample for sample in found if sample.problems]
+    assert len(replaced) == 4 and all(sample.number == 3 for sample in replaced)
+    assert all(sample.label == sample.number // 3 for sample in found)
+    lines = {line for sample in replaced for line in sample.problems}
+    assert len(lines) == 2 and all("cannot be read" in line for line in lines)
+    assert [visits[n].draw for n in range(12)] == [sample.draw for sample in found]
+    assert len({sample.draw for sample in found}) == 12
+
+
+def test_a_bad_file_is_left_out_of_a_batch_elsewhere(folder):
+    files = list_images(folder, class_names(folder))
+    files.path(1).write_bytes(b"damaged")
+    images = FolderImages(files, 3, to_tensor)
+    batch, labels, numbers, draw, problems = collate([images[n] for n in range(6)], (4, 6), 3)
+    assert batch.shape == (5, 3, 4, 6) and batch.dtype == torch.uint8 and draw is None
+    assert numbers.tolist() == [0, 2, 3, 4, 5] and labels.tolist() == [0, 0, 1, 1, 1]
+    assert len(problems) == 1 and problems[0].startswith(str(files.path(1)))
+    empty, none, *_ = collate([images[1]], (4, 6), 3)
+    assert empty.shape == (0, 3, 4, 6) and none.shape == (0,)
+
+
+def test_training_gives_up_on_many_bad_files_in_a_row(folder):
+    files = list_images(folder, class_names(folder))
+    for number in range(6):
+        files.path(number).write_bytes(b"damaged")
+    sample = FolderImages(files, 3, to_tensor, train=True)[0]
+    assert sample.image is None and len(sample.problems) == TRIES
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF", "ignore:Tag data", "ignore:Truncated")
+def test_a_broken_tag_leaves_the_image(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010E] = 6, "of a camera"
+    whole = exif.tobytes()
+    for end in (len(whole) - 3, len(whole) // 2, 8):
+        path = save(tmp_path / "a.jpg", exif=whole[:end])
+        assert set(read_image(path, 3).size) == {4, 6}
